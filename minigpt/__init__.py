@@ -1,0 +1,29 @@
+"""minigpt: train small GPTs and sample from them.
+
+The names below are loaded when they are first used, so that importing the package costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from minigpt.attention import MultiHeadAttention as MultiHeadAttention
+    from minigpt.checkpoint import load_checkpoint as load_checkpoint
+    from minigpt.config import GPTConfig as GPTConfig
+    from minigpt.generate import generate as generate
+    from minigpt.model import GPT as GPT
+
+_ROOMS = {
+    "GPT": "minigpt.model",
+    "GPTConfig": "minigpt.config",
+    "MultiHeadAttention": "minigpt.attention",
+    "generate": "minigpt.generate",
+    "load_checkpoint": "minigpt.checkpoint",
+}
+__all__ = list(_ROOMS)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOMS:
+        raise AttributeError(f"module 'minigpt' has no attribute {name!r}")
+    return getattr(import_module(_ROOMS[name]), name)

@@ -1,0 +1,260 @@
+"""What happens beside training: measuring, sampling, ending in order when a signal asks for it."""
+
+import signal
+import time
+from functools import partial
+from math import isfinite
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import WandbLogger
+from torch import Tensor
+
+from minigpt.checkpoint import BEST, LAST
+from minigpt.errors import Interrupted
+from minigpt.generate import generate
+from minigpt.model import GPT
+from minigpt.run import SAMPLES
+from minigpt.tokenizer import Tokenizer, encode_prompt
+from minigpt.training import diverged
+
+# Dense bfloat16 tensor-core peaks of the makers' data sheets, floating-point operations a second.
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+    "A10": 125e12,
+    "L4": 121e12,
+    "RTX 3090": 71e12,
+}
+
+
+class Meter(Callback):
+    """Measures every `log_every` steps and at every validation, and tells the loggers.
+
+    Losses are means over the steps since the last time and over all ranks. Speeds leave out the time
+    spent on validation and sampling.
+    """
+
+    def __init__(self, *, log_every: int, tokens_per_step: int) -> None:
+        self.log_every, self.tokens_per_step = log_every, tokens_per_step
+        self.seconds = 0.0  # of training
+        self._clock = self._logged_seconds = 0.0
+        self._logged_step = 0
+        self._paused = False
+        self.validations: list[tuple[float, int]] = []  # loss, step
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._loss = torch.zeros((), device=pl_module.device)
+        self._logged_step = trainer.global_step
+        self._clock = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._loss += outputs["loss"]  # Lightning divided it by the number of batches in a step
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        step = trainer.global_step
+        if step % self.log_every == 0 or step == trainer.max_steps:
+            self._log(trainer, pl_module, step)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if trainer.state.fn == "fit":
+            self._stop_clock()
+            self._paused = True
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if trainer.state.fn != "fit":
+            return
+        metrics = {name: float(trainer.callback_metrics[name]) for name in ("val_loss", "val_bits_per_byte")}
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, trainer.global_step)
+        self.validations.append((metrics["val_loss"], trainer.global_step))
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._paused:  # by validation, sampling and checkpoints
+            self._paused, self._clock = False, time.perf_counter()
+
+    def summary(self, trainer: L.Trainer, pl_module: Any) -> dict[str, Any]:
+        """What the run came to: figures for `summary.json`."""
+        best_val_loss, best_step = min(self.validations, default=(None, None))
+        tokens = trainer.global_step * self.tokens_per_step
+        return {
+            "best_val_loss": best_val_loss,
+            "best_step": best_step,
+            "steps": trainer.global_step,
+            "tokens": tokens,
+            "params": pl_module.model.num_params(),
+            "seconds": round(self.seconds, 3),
+            "tokens_per_second": round(tokens / self.seconds, 1) if self.seconds else None,
+            "device": device_name(pl_module.device),
+            "checkpoint": BEST if (Path(trainer.default_root_dir) / BEST).exists() else None,
+        }
+
+    def _stop_clock(self) -> None:
+        now = time.perf_counter()
+        self.seconds += now - self._clock
+        self._clock = now
+
+    def _log(self, trainer: L.Trainer, pl_module: Any, step: int) -> None:
+        steps = step - self._logged_step
+        loss = float(trainer.strategy.reduce(self._loss / steps, reduce_op="mean"))  # waits for the device
+        self._stop_clock()
+        if not isfinite(loss):
+            raise diverged(loss, step, pl_module.learning_rate)
+        seconds = self.seconds - self._logged_seconds
+        tokens_per_second = steps * self.tokens_per_step / seconds
+        flops = tokens_per_second * pl_module.model.flops_per_token()
+        metrics = {
+            "tokens": step * self.tokens_per_step,
+            "seconds": round(self.seconds, 3),
+            "train_loss": loss,
+            "learning_rate": pl_module.learning_rate,
+            "grad_norm": float(pl_module.grad_norm),
+            "tokens_per_second": round(tokens_per_second, 1),
+            "flops_per_second": flops,
+        }
+        peak = peak_flops(pl_module.device)
+        if peak is not None:
+            metrics["mfu"] = flops / (peak * trainer.world_size)
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step)
+        self._loss.zero_()
+        self._logged_step, self._logged_seconds = step, self.seconds
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the kind of device and, of a CPU, the threads in use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The bfloat16 peak of a known GPU; None for another, and for a CPU."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for known, peak in PEAK_FLOPS.items() if known in name), None)
+
+
+class Samples(Callback):
+    """Writes what the model says to `samples.txt` at every validation, and to Weights & Biases as a table."""
+
+    def __init__(
+        self, *, prompt: str, max_new_tokens: int, temperature: float, top_k: int | None, seed: int
+    ) -> None:
+        self.prompt = prompt
+        self.options = {
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "top_k": top_k,
+            "seed": seed,
+        }
+        self.rows: list[list[int | float | str]] = []  # step, validation loss, text
+
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        self.tokenizer: Tokenizer = trainer.datamodule.corpus.tokenizer  # type: ignore[attr-defined]
+        self.prompt_ids = torch.as_tensor(encode_prompt(self.tokenizer, self.prompt)).long()
+        self.file = Path(trainer.default_root_dir) / SAMPLES
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if trainer.state.fn != "fit":
+            return
+        # Sharded weights are gathered by all ranks, so all ranks sample.
+        text = self.prompt + say(pl_module.model, self.tokenizer, self.prompt_ids, **self.options)
+        if not trainer.is_global_zero:
+            return
+        loss = float(trainer.callback_metrics["val_loss"])
+        self.rows.append([trainer.global_step, loss, text])
+        with open(self.file, "a", encoding="utf-8") as file:
+            file.write(f"── step {trainer.global_step}, validation loss {loss:.4f} ──\n{text.strip()}\n\n")
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                logger.log_text("samples", columns=["step", "val_loss", "text"], data=list(self.rows))
+
+
+def say(model: GPT, tokenizer: Tokenizer, prompt: Tensor, **options: Any) -> str:
+    """One continuation of a prompt as text."""
+    device = next(model.parameters()).device
+    # A compiled model would be compiled anew for every length of the text.
+    with torch.compiler.set_stance("force_eager"):
+        return tokenizer.decode(generate(model, prompt.to(device), **options)[0].cpu().numpy())
+
+
+class EndInOrder(Callback):
+    """On SIGINT or SIGTERM: finish the step, save `last.ckpt`, raise `Interrupted`. A second one ends at once."""
+
+    def __init__(self, folder: Path, *, agree_every: int) -> None:
+        self.file, self.agree_every = folder / LAST, agree_every
+        self.received: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            self._before[signum] = signal.signal(signum, self._receive)
+
+    def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.world_size == 1:
+            self._end(trainer, self.received)
+        # Ranks must leave at the same step. Asking costs a round trip, so it is not asked every step.
+        elif (batch_idx + 1) % self.agree_every == 0:
+            mine = torch.tensor(float(self.received or 0), device=pl_module.device)
+            self._end(trainer, int(trainer.strategy.reduce(mine, reduce_op="max")))
+
+    def on_validation_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        if trainer.world_size == 1 and trainer.state.fn == "fit":
+            self._end(trainer, self.received)
+
+    def _receive(self, signum: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            raise KeyboardInterrupt
+        self.received = signum
+
+    def _end(self, trainer: L.Trainer, signum: int | None) -> None:
+        if signum:
+            trainer.save_checkpoint(self.file)
+            raise Interrupted(signum)
+
+
+class Profile(Callback):
+    """Records some steps with torch's profiler: a table of the dearest operations, and a trace."""
+
+    def __init__(self, *, wait: int, steps: int) -> None:
+        self.wait, self.steps = wait, steps
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        plan = torch.profiler.schedule(wait=self.wait - 1, warmup=1, active=self.steps, repeat=1)
+        self.profiler = torch.profiler.profile(schedule=plan, on_trace_ready=partial(self._write, trainer))
+        self.profiler.start()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self.profiler.step()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.profiler.stop()
+
+    @staticmethod
+    def _write(trainer: L.Trainer, profiler: torch.profiler.profile) -> None:
+        if not trainer.is_global_zero:
+            return
+        order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        table = profiler.key_averages().table(sort_by=order, row_limit=20, max_name_column_width=40)
+        folder = Path(trainer.default_root_dir)
+        (folder / "profile.txt").write_text(table, encoding="utf-8")
+        profiler.export_chrome_trace(str(folder / "trace.json"))
+        print(table)

@@ -1,0 +1,140 @@
+"""What a checkpoint holds, how it is written, how it is read safely.
+
+A checkpoint is one file of plain data: weights, model values, tokenizer, the resolved run
+configuration, progress, optimizer, random state. It is read with `weights_only=True`, which builds
+tensors and plain containers and nothing else, and the model is rebuilt from numbers: no class that a
+file names is ever looked up. It is written beside its place, synced and renamed, so a file under its
+own name is a whole one.
+"""
+
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+from minigpt import tokenizer as tokenizers
+from minigpt.config import GPTConfig
+from minigpt.errors import UserError
+from minigpt.model import GPT
+from minigpt.tokenizer import Tokenizer
+
+FORMAT = 1
+BEST, LAST = "checkpoints/best.ckpt", "checkpoints/last.ckpt"
+_OURS = "minigpt"  # our part, beside what Lightning keeps
+_PREFIX = "model."  # the model's name inside the LightningModule
+
+
+def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> tuple[GPT, Tokenizer]:
+    """The model, ready to evaluate, and the tokenizer that a checkpoint or the best of a run folder holds.
+
+    Raises:
+        UserError: there is no checkpoint, or the file is not a whole one of this version.
+    """
+    path = find_checkpoint(path)
+    content = read(path, device=device)
+    try:
+        ours = content[_OURS]
+        model = GPT(GPTConfig.from_dict(ours["model"]))
+        tokenizer = tokenizers.from_dict(ours["tokenizer"])
+        weights = {
+            name.removeprefix(_PREFIX): tensor
+            for name, tensor in content["state_dict"].items()
+            if name.startswith(_PREFIX)
+        }
+        model.load_state_dict(weights)
+    except (UserError, KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+        raise UserError(f"{path} does not hold a model of minigpt ({type(error).__name__}: {error})") from error
+    return model.to(device).eval(), tokenizer
+
+
+def find_checkpoint(path: str | Path | None, *, runs: Path = Path("runs")) -> Path:
+    """The checkpoint file meant by a file, a run folder (its best), or None (the newest run's best).
+
+    Raises:
+        UserError: there is none.
+    """
+    if path is None:
+        folders = sorted(runs.glob(f"*/{BEST}"), key=lambda file: file.stat().st_mtime)
+        if not folders:
+            raise UserError(f"no run with a checkpoint in {runs}/; train one with python scripts/train.py")
+        return folders[-1]
+    path = Path(path)
+    if path.is_file():
+        return path
+    if path.is_dir():
+        for name in (BEST, LAST):
+            if (path / name).is_file():
+                return path / name
+        raise UserError(f"{path} holds no {BEST}; give a run folder or a checkpoint file")
+    raise UserError(f"{path} does not exist; give a run folder or a checkpoint file")
+
+
+def contents(config: GPTConfig, tokenizer: Tokenizer, run: Mapping[str, Any], corpus: str) -> dict[str, Any]:
+    """Our part of a checkpoint: what rebuilds the model, and what made it.
+
+    Args:
+        run: the resolved run configuration as plain containers.
+        corpus: checksum of the text.
+    """
+    return {
+        _OURS: {
+            "format": FORMAT,
+            "model": config.to_dict(),
+            "tokenizer": tokenizer.to_dict(),
+            "config": dict(run),
+            "corpus_sha256": corpus,
+        }
+    }
+
+
+def read(path: Path, *, device: str | torch.device | None = None) -> dict[str, Any]:
+    """The content of a checkpoint file, as plain data and tensors.
+
+    Raises:
+        UserError: it is not a whole checkpoint of this version, or holds more than data.
+    """
+    try:
+        content = torch.load(path, map_location=device, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise UserError(f"{path} is not a checkpoint, or holds more than plain data; nothing of it was run") from error
+    except (RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise UserError(f"{path} is not a whole checkpoint: cut short, or another kind of file") from error
+    ours = content.get(_OURS) if isinstance(content, dict) else None
+    if not isinstance(ours, dict) or "state_dict" not in content:
+        raise UserError(f"{path} is not a checkpoint of minigpt")
+    if ours.get("format") != FORMAT:
+        raise UserError(f"{path} has format {ours.get('format')}; this version of minigpt reads format {FORMAT}")
+    return content
+
+
+def write(content: Mapping[str, Any], path: Path) -> None:
+    """Write a checkpoint whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with open(partial, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+class CheckpointIO(TorchCheckpointIO):
+    """Lightning writes and reads its checkpoints through here."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: object | None = None
+    ) -> None:
+        write(checkpoint, Path(path))
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        return read(Path(path), device="cpu")

@@ -1,0 +1,158 @@
+"""An architecture and a run as plain, checked data. Imports nothing heavy.
+
+`GPTConfig` is every architecture that the model can be: presets in `configs/model/` are points of it,
+and a checkpoint stores it as a dictionary. `check_run` looks at a composed run configuration and
+finds what is wrong with it before torch is imported and before anything is written.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from minigpt.errors import UserError
+
+NORMS = ("layernorm", "rmsnorm")
+POSITIONS = ("learned", "rope", "none")
+ACTIVATIONS = ("gelu", "relu", "relu2", "swiglu")
+NORM_POSITIONS = ("pre", "post")
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """A decoder-only transformer. The defaults are GPT-2 small (Radford et al., 2019).
+
+    Raises:
+        UserError: a value is impossible; the message names it, what it takes and the next step.
+    """
+
+    block_size: int = 1024  # longest context, tokens
+    vocab_size: int = 50257
+    n_layer: int = 12
+    n_head: int = 12
+    n_kv_head: int | None = None  # heads of keys and values; fewer than n_head shares them (GQA, MQA)
+    n_embd: int = 768
+    head_dim: int | None = None  # width of a head; None: n_embd // n_head
+    n_inner: int | None = None  # hidden width of the MLP; None: 4 n_embd (swiglu: 8/3 n_embd)
+    bias: bool = True  # biases in linear layers and LayerNorms
+    dropout: float = 0.0
+    norm: str = "layernorm"
+    norm_position: str = "pre"
+    position: str = "learned"
+    rope_base: float = 10000.0
+    activation: str = "gelu"
+    qk_norm: bool = False  # RMS-normalise queries and keys per head
+    tie_embeddings: bool = True  # the output head is the token embedding
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+            _require(name, getattr(self, name), _whole(1), "a whole number of at least 1")
+        for name in ("n_kv_head", "head_dim", "n_inner"):
+            value = getattr(self, name)
+            _require(name, value, lambda v: v is None or _whole(1)(v), "a whole number of at least 1, or null")
+        for name in ("bias", "qk_norm", "tie_embeddings"):
+            _require(name, getattr(self, name), lambda v: isinstance(v, bool), "true or false")
+        _require("dropout", self.dropout, _fraction, "a number from 0 up to, but not including, 1")
+        _require("rope_base", self.rope_base, _positive, "a number above 0")
+        for name, takes in (
+            ("norm", NORMS),
+            ("position", POSITIONS),
+            ("activation", ACTIVATIONS),
+            ("norm_position", NORM_POSITIONS),
+        ):
+            _require(name, getattr(self, name), lambda v, takes=takes: v in takes, " or ".join(takes))
+        if self.head_dim is None and self.n_embd % self.n_head:
+            raise UserError(
+                f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}; "
+                f"use a multiple of {self.n_head}, or set head_dim"
+            )
+        if self.n_kv_head is not None and self.n_head % self.n_kv_head:
+            raise UserError(
+                f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}; "
+                f"every key-value head serves the same number of query heads"
+            )
+        if self.position == "rope" and self.head_width % 2:
+            raise UserError(f"position=rope rotates pairs and needs an even head width, not {self.head_width}")
+
+    @property
+    def head_width(self) -> int:
+        return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def inner_width(self) -> int:
+        if self.n_inner is not None:
+            return self.n_inner
+        # SwiGLU has a third matrix: two thirds of the width keep the count (Shazeer, 2020).
+        return -(-8 * self.n_embd // 3 // 8) * 8 if self.activation == "swiglu" else 4 * self.n_embd
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "GPTConfig":
+        """Build from stored values.
+
+        Raises:
+            UserError: a name is not a field of this version, or a value is impossible.
+        """
+        unknown = sorted(set(values) - set(cls.__dataclass_fields__))
+        if unknown:
+            raise UserError(f"unknown model setting {', '.join(unknown)}; made by another version of minigpt?")
+        return cls(**values)
+
+
+def check_run(cfg: Mapping[str, Any]) -> None:
+    """Check a composed run configuration.
+
+    Raises:
+        UserError: the first value that cannot work, with what was expected.
+    """
+    for key, (accepts, expected) in _RULES.items():
+        value: Any = cfg
+        for part in key.split("."):
+            value = value[part]
+        _require(key, value, accepts, expected)
+    vocab_size = cfg["model"]["vocab_size"]
+    # The vocabulary is known only once the text is; everything else can be checked now.
+    GPTConfig(**{**cfg["model"], "vocab_size": 1 if vocab_size is None else vocab_size})
+
+
+def _require(name: str, value: object, accepts: Callable[[Any], bool], expected: str) -> None:
+    if not accepts(value):
+        raise UserError(f"{name}={value} is not possible; it takes {expected}")
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _whole(least: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _fraction(value: Any) -> bool:
+    return _number(value) and 0 <= value < 1
+
+
+def _positive(value: Any) -> bool:
+    return _number(value) and 0 < value < float("inf")
+
+
+def _not_negative(value: Any) -> bool:
+    return _number(value) and 0 <= value < float("inf")
+
+
+_AT_LEAST_ONE = (_whole(1), "a whole number of at least 1")
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "seed": (_whole(0), "a whole number of at least 0"),
+    "max_steps": _AT_LEAST_ONE,
+    "eval_every": _AT_LEAST_ONE,
+    "log_every": _AT_LEAST_ONE,
+    "data.batch_size": _AT_LEAST_ONE,
+    "data.eval_batch_size": _AT_LEAST_ONE,
+    "data.val_fraction": (lambda v: _number(v) and 0 < v < 1, "a number between 0 and 1"),
+    "optimizer.lr": (_positive, "a number above 0"),
+    "optimizer.weight_decay": (_not_negative, "a number of at least 0"),
+    "schedule.warmup_steps": (_whole(0), "a whole number of at least 0"),
+    "trainer.accumulate_grad_batches": _AT_LEAST_ONE,
+    "trainer.gradient_clip_val": (lambda v: v is None or _positive(v), "a number above 0, or null"),
+}

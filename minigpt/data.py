@@ -1,0 +1,245 @@
+"""Which windows of the corpus make batch i. Batches are a pure function of (seed, step, rank, world size).
+
+An epoch cuts the training tokens into non-overlapping windows at a fresh offset and reads every window
+once, in a fresh order. The order is a keyed permutation evaluated at a position, not a shuffled list, so
+a batch costs the same from a corpus of any size, and a resumed run needs nothing but its step.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import torch
+from torch import Tensor
+
+from minigpt.corpus import Corpus
+from minigpt.errors import UserError
+
+Array = np.ndarray[Any, np.dtype[np.int64]]
+
+_ROUNDS = 4
+_PLANNED = 4096  # rows whose windows are worked out at a time
+_ON_DEVICE = 1 << 28  # tokens; a larger corpus stays on disk and its batches are copied to the GPU
+
+
+class WindowOrder:
+    """The windows of `block_size` + 1 tokens in the order that training reads them.
+
+    Args:
+        n_tokens: length of the training split.
+        block_size: window length T, tokens; a window holds one more, the last target.
+        seed: another seed is another order.
+
+    Raises:
+        UserError: there is not a single window.
+    """
+
+    def __init__(self, n_tokens: int, block_size: int, seed: int) -> None:
+        check_length("training", n_tokens, block_size)
+        self.block_size, self.seed = block_size, seed
+        # Every offset below block_size leaves room for this many windows, so all epochs are equally long.
+        self.n_windows = max(1, (n_tokens - block_size) // block_size)
+        self.n_offsets = min(block_size, n_tokens - self.n_windows * block_size)
+
+    def starts(self, index: Array) -> Array:
+        """The first token of the windows at positions `index` (any shape) of the run, epochs on end."""
+        epochs, position = np.divmod(index, self.n_windows)
+        starts = np.empty_like(position)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            *keys, offset = np.random.SeedSequence((self.seed, int(epoch))).generate_state(_ROUNDS + 1, np.uint64)
+            window = permute(position[chosen], self.n_windows, np.array(keys))
+            starts[chosen] = window * self.block_size + int(offset) % self.n_offsets
+        return starts
+
+
+def permute(index: Array, n: int, keys: np.ndarray[Any, np.dtype[np.uint64]]) -> Array:
+    """Where a keyed pseudo-random permutation of range(n) sends `index`.
+
+    A Feistel network on the least even number of bits that holds n, walked until it lands below n
+    (Black & Rogaway, 2002: cycle walking).
+    """
+    half = np.uint64(max(1, -(-(n - 1).bit_length() // 2)))
+    mask = (np.uint64(1) << half) - np.uint64(1)
+
+    def shuffle(x: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        left, right = x >> half, x & mask
+        for key in keys:
+            mixed = (right + key) * np.uint64(0xBF58476D1CE4E5B9)
+            mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0x94D049BB133111EB)
+            left, right = right, left ^ (mixed >> np.uint64(32)) & mask
+        return left << half | right
+
+    x = shuffle(index.astype(np.uint64))
+    while (outside := x >= n).any():
+        x[outside] = shuffle(x[outside])
+    return x.astype(np.int64)
+
+
+class Batches:
+    """The training batches of one rank from `first()` to `stop`, as (tokens, targets), (B, T) each.
+
+    Args:
+        tokens: the training split, (N,).
+        order: which window comes when.
+        batch_size: windows of a batch over all ranks; this rank reads rows rank, rank + world_size, ….
+        first: position of the batch to begin with, asked when iteration begins.
+        stop: number of batches of the whole run.
+        repeat: read only the first so many batches, over and over; 0 reads all.
+        device: where the batches are needed.
+    """
+
+    def __init__(
+        self,
+        tokens: np.ndarray[Any, Any],
+        order: WindowOrder,
+        *,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        first: Callable[[], int],
+        stop: int,
+        repeat: int,
+        device: torch.device,
+    ) -> None:
+        self.repeat = repeat
+        self.order, self.batch_size, self.first, self.stop = order, batch_size, first, stop
+        self.rows = np.arange(rank, batch_size, world_size)
+        self.gather = Gather(tokens, order.block_size, device)
+
+    def __len__(self) -> int:
+        return self.stop
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        planned = max(1, _PLANNED // self.batch_size)
+        for begin in range(self.first(), self.stop, planned):
+            batches = np.arange(begin, min(begin + planned, self.stop))
+            if self.repeat:
+                batches %= self.repeat
+            for starts in self.order.starts(batches[:, None] * self.batch_size + self.rows):
+                yield self.gather(starts)
+
+
+class ValidationBatches:
+    """The whole validation split in non-overlapping windows, as (tokens, targets).
+
+    Every batch is spread over the ranks row by row: all ranks see equally many batches, and the windows
+    are the same on any number of ranks.
+
+    Raises:
+        UserError: there is not a single window.
+    """
+
+    def __init__(
+        self,
+        tokens: np.ndarray[Any, Any],
+        *,
+        block_size: int,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+    ) -> None:
+        check_length("validation", len(tokens), block_size)
+        self.n_windows = (len(tokens) - 1) // block_size
+        self.block_size, self.batch_size = block_size, batch_size
+        self.rank, self.world_size = rank, world_size
+        self.gather = Gather(tokens, block_size, device)
+
+    def __len__(self) -> int:
+        return -(-self.n_windows // self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for begin in range(0, self.n_windows, self.batch_size):
+            rows = np.arange(begin + self.rank, min(begin + self.batch_size, self.n_windows), self.world_size)
+            yield self.gather(rows * self.block_size)
+
+
+class Gather:
+    """Cut windows out of a row of tokens with one indexed read.
+
+    On a CPU, and for a corpus too large for the device, the tokens stay a memory map; otherwise they live
+    on the device and a batch never crosses the bus.
+    """
+
+    def __init__(self, tokens: np.ndarray[Any, Any], block_size: int, device: torch.device) -> None:
+        self.device, self.window = device, np.arange(block_size + 1)
+        self.on_device: Tensor | None = None
+        if device.type != "cpu" and len(tokens) <= _ON_DEVICE:
+            self.on_device = torch.from_numpy(tokens.astype(np.int32)).to(device)
+        self.tokens = tokens
+
+    def __call__(self, starts: Array) -> tuple[Tensor, Tensor]:
+        index = starts[:, None] + self.window  # (B, T + 1)
+        if self.on_device is not None:
+            window = self.on_device[torch.from_numpy(index).to(self.device, non_blocking=True)].long()
+        else:
+            window = torch.from_numpy(self.tokens[index].astype(np.int64))
+            if self.device.type == "cuda":
+                window = window.pin_memory().to(self.device, non_blocking=True)
+        return window[:, :-1], window[:, 1:]
+
+
+def check_length(split: str, n_tokens: int, block_size: int) -> None:
+    if n_tokens <= block_size:
+        raise UserError(
+            f"the {split} split has {n_tokens} tokens, not one block of {block_size} and its next token; "
+            f"use a longer text or a smaller model.block_size"
+        )
+
+
+class TokenData(L.LightningDataModule):
+    """Hands the corpus to Lightning: `batch_size` windows a batch over all ranks."""
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        *,
+        block_size: int,
+        batch_size: int,
+        eval_batch_size: int,
+        n_batches: int,
+        seed: int,
+        overfit_batches: int,
+    ) -> None:
+        super().__init__()
+        self.corpus, self.block_size = corpus, block_size
+        self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
+        self.n_batches, self.overfit_batches = n_batches, overfit_batches
+        self.order = WindowOrder(corpus.train_tokens, block_size, seed)
+        check_length("validation", corpus.val_tokens, block_size)
+
+    def train_dataloader(self) -> Batches:
+        trainer = self._trainer()
+        if self.batch_size % trainer.world_size:
+            raise UserError(
+                f"data.batch_size={self.batch_size} does not divide among {trainer.world_size} processes; "
+                f"use a multiple of {trainer.world_size}"
+            )
+        return Batches(
+            self.corpus.tokens("train"),
+            self.order,
+            batch_size=self.batch_size,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            first=lambda: trainer.fit_loop.epoch_loop.batch_progress.current.ready,
+            stop=self.n_batches,
+            repeat=self.overfit_batches,
+            device=trainer.strategy.root_device,
+        )
+
+    def val_dataloader(self) -> ValidationBatches:
+        trainer = self._trainer()
+        return ValidationBatches(
+            self.corpus.tokens("val"),
+            block_size=self.block_size,
+            batch_size=self.eval_batch_size,
+            rank=trainer.global_rank,
+            world_size=trainer.world_size,
+            device=trainer.strategy.root_device,
+        )
+
+    def _trainer(self) -> L.Trainer:
+        assert self.trainer is not None
+        return self.trainer

@@ -1,0 +1,161 @@
+"""Where measurements go: a CSV file, the terminal, Weights & Biases. All are Lightning loggers."""
+
+import csv
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from tqdm import tqdm
+
+from minigpt.errors import UserError
+
+COLUMNS = (
+    "step",
+    "tokens",
+    "seconds",
+    "train_loss",
+    "val_loss",
+    "val_bits_per_byte",
+    "learning_rate",
+    "grad_norm",
+    "tokens_per_second",
+    "flops_per_second",
+    "mfu",
+)
+
+
+class _PlainLogger(Logger):
+    """A Lightning logger that has nothing to do with names, versions and hyper-parameters."""
+
+    name = version = None
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class MetricsCSV(_PlainLogger):
+    """Appends a row to `metrics.csv` for every measurement, flushed, so that a killed run keeps its curve."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        new = not self.file.exists()
+        with open(self.file, "a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            if new:
+                writer.writeheader()
+            writer.writerow({"step": step, **metrics})
+
+
+class Progress(_PlainLogger):
+    """A progress bar in a terminal, a line a validation elsewhere, on stderr."""
+
+    def __init__(self, max_steps: int) -> None:
+        super().__init__()
+        self.max_steps, self.terminal = max_steps, sys.stderr.isatty()
+        self.shown: dict[str, str] = {}
+        self.bar: tqdm[Any] | None = None
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        step = step or 0
+        if self.bar is None:
+            self.bar = tqdm(
+                total=self.max_steps,
+                disable=not self.terminal,
+                dynamic_ncols=True,
+                bar_format="{n_fmt}/{total_fmt} steps {bar} {desc} {remaining} left",
+            )
+        if "train_loss" in metrics:
+            self.shown["loss"] = f"loss {metrics['train_loss']:.3f}"
+            self.shown["speed"] = f"{metrics['tokens_per_second']:,.0f} tokens/s"
+        if "val_loss" in metrics:
+            self.shown["val"] = f"val {metrics['val_loss']:.4f}"
+        said = ", ".join(self.shown[key] for key in ("loss", "val", "speed") if key in self.shown)
+        if "val_loss" in metrics and not self.terminal:
+            print(f"step {step}/{self.max_steps}  {said}", file=sys.stderr, flush=True)
+        self.bar.set_description_str(said, refresh=False)
+        self.bar.update(step - self.bar.n)
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+
+def wandb_logger(
+    *,
+    folder: str | Path,
+    project: str,
+    entity: str | None,
+    name: str | None,
+    group: str | None,
+    tags: list[str],
+    timeout: float,
+) -> Logger | None:
+    """A Weights & Biases run: online when a key is there and the server answers, otherwise offline.
+
+    Whatever the server does, training waits for it no longer than `timeout` seconds.
+    None on all ranks but the first.
+    """
+    if rank_zero_only.rank != 0:
+        return None
+    import wandb
+
+    settings: dict[str, Any] = {
+        "init_timeout": timeout * 0.6,
+        "login_timeout": timeout * 0.6,
+        "finish_timeout": timeout,
+        "silent": True,
+        "console": "off",
+    }
+    mode = os.environ.get("WANDB_MODE") or ("online" if _reachable(timeout * 0.3) else "offline")
+    options: dict[str, Any] = {
+        "dir": str(folder),
+        "project": project,
+        "entity": entity,
+        "name": name or Path(folder).name,
+        "group": group,
+        "tags": tags,
+    }
+    try:
+        run = wandb.init(mode=mode, settings=wandb.Settings(**settings), **options)  # type: ignore[arg-type]
+    except (wandb.errors.CommError, wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
+        if mode == "offline":
+            raise UserError(f"Weights & Biases cannot start: {error}") from error
+        mode = "offline"
+        run = wandb.init(mode=mode, settings=wandb.Settings(**settings), **options)
+    if mode == "offline":
+        said = f"Weights & Biases is offline; send the run later with: wandb sync {Path(run.dir).parent}"
+        print(said, file=sys.stderr)
+    run.define_metric("*", step_metric="trainer/global_step")
+    return WandbLogger(experiment=run)
+
+
+def finish(logger: Logger, summary: Mapping[str, Any]) -> None:
+    """Hand a logger the summary, and end its run: the next job of a sweep must not reuse it."""
+    if isinstance(logger, WandbLogger):
+        logger.experiment.summary.update(dict(summary))
+        logger.experiment.finish()
+
+
+def _reachable(timeout: float) -> bool:
+    """Whether there is a key for the server of Weights & Biases, and the server answers."""
+    import requests
+    import wandb
+
+    server = wandb.setup().settings.base_url
+    if not (os.environ.get("WANDB_API_KEY") or requests.utils.get_netrc_auth(server)):
+        return False
+    try:
+        return requests.head(server, timeout=timeout).status_code < 500
+    except requests.RequestException:
+        return False

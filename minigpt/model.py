@@ -1,0 +1,168 @@
+"""The GPT: token and position embeddings, blocks, a head. Depends on torch alone.
+
+One model, many points: every value of `GPTConfig` acts here or in `attention.py`. The defaults are
+GPT-2 to the weight (tests hold it against Hugging Face's), and the modern values make a Llama
+(rope, rmsnorm, swiglu, no biases, untied).
+
+Shapes: B batch, T time, C n_embd, V vocab.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from minigpt.attention import KVCache, MultiHeadAttention, rotary_table
+from minigpt.config import GPTConfig
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer language model."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        if config.position == "learned":
+            self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        # Post-norm blocks end in a norm already.
+        self.norm = _norm(config) if config.norm_position == "pre" else nn.Identity()
+        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.wte.weight
+        rotary = None
+        if config.position == "rope":
+            rotary = rotary_table(config.block_size, config.head_width, config.rope_base)  # (2, T, D/2)
+        self.register_buffer("rotary", rotary, persistent=False)
+        self._initialise()
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        cache: list[KVCache] | None = None,
+        reduction: str = "mean",
+    ) -> Tensor:
+        """Logits, or the loss when targets are given.
+
+        Args:
+            tokens: (B, T) token ids, T at most `block_size` together with what the cache holds.
+            targets: (B, T) ids that follow each token.
+            cache: a `KVCache` a layer, from `new_cache`; tokens continue what it holds.
+            reduction: "mean" or "sum" of the loss over tokens.
+
+        Returns:
+            Logits (B, T, V), or the cross-entropy in nats, a scalar.
+        """
+        start = cache[0].length if cache else 0
+        end = start + tokens.size(1)
+        if end > self.config.block_size:
+            raise ValueError(f"{end} tokens do not fit into block_size={self.config.block_size}")
+        x = self.wte(tokens)  # (B, T, C)
+        if self.config.position == "learned":
+            x = x + self.wpe.weight[start:end]  # (T, C)
+        rotary = None if self.rotary is None else self.rotary[:, start:end]  # (2, T, D/2)
+        x = F.dropout(x, self.config.dropout, self.training)
+        for i, block in enumerate(self.blocks):
+            x = block(x, rotary, cache[i] if cache else None)
+        logits = self.head(self.norm(x))  # (B, T, V)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
+
+    def new_cache(self, batch: int) -> list[KVCache]:
+        """An empty cache of `block_size` positions for a batch of sequences, a `KVCache` a layer."""
+        config, weight = self.config, self.wte.weight
+        shape = (batch, config.n_kv_head or config.n_head, config.block_size, config.head_width)
+        return [KVCache(shape, device=weight.device, dtype=weight.dtype) for _ in range(config.n_layer)]
+
+    def num_params(self, *, positions: bool = True) -> int:
+        """Trainable numbers; without the learned positions, the count that nanoGPT and GPT-2 papers give."""
+        total = sum(p.numel() for p in self.parameters() if p.requires_grad)
+        return total if positions or self.config.position != "learned" else total - self.wpe.weight.numel()
+
+    def flops_per_token(self) -> float:
+        """Floating-point operations of a training step per token (Chowdhery et al., 2022, appendix B).
+
+        Six a matrix weight (two forward, four backward) and 12·H·D·T a layer for attention over a full block.
+        An untied token embedding is a look-up and costs nothing.
+        """
+        config = self.config
+        weights = self.num_params(positions=False)
+        if not config.tie_embeddings:
+            weights -= self.wte.weight.numel()
+        attention = 12 * config.n_layer * config.n_head * config.head_width * config.block_size
+        return 6 * weights + attention
+
+    def _initialise(self) -> None:
+        """GPT-2's initialisation: normal(0.02), and 1/√(2 n_layer) of it into the residual stream."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+                if getattr(module, "bias", None) is not None:
+                    nn.init.zeros_(module.bias)
+        for block in self.blocks:
+            for residual in (block.attention.out, block.mlp.down):
+                nn.init.normal_(residual.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each added to the residual stream, with the norm before or after."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.pre_norm = config.norm_position == "pre"
+        self.norm_1 = _norm(config)
+        self.attention = MultiHeadAttention(
+            config.n_embd,
+            config.n_head,
+            n_kv_head=config.n_kv_head,
+            head_dim=config.head_dim,
+            bias=config.bias,
+            dropout=config.dropout,
+            qk_norm=config.qk_norm,
+        )
+        self.norm_2 = _norm(config)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, rotary: Tensor | None, cache: KVCache | None) -> Tensor:
+        """(B, T, C) to (B, T, C)."""
+        if self.pre_norm:
+            x = x + self.attention(self.norm_1(x), rotary=rotary, cache=cache)
+            return x + self.mlp(self.norm_2(x))
+        x = self.norm_1(x + self.attention(x, rotary=rotary, cache=cache))
+        return self.norm_2(x + self.mlp(x))
+
+
+class MLP(nn.Module):
+    """Widen, apply the activation, narrow; SwiGLU (Shazeer, 2020) widens twice and multiplies."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.activation, self.dropout = config.activation, config.dropout
+        gates = 2 if config.activation == "swiglu" else 1
+        self.up = nn.Linear(config.n_embd, gates * config.inner_width, bias=config.bias)
+        self.down = nn.Linear(config.inner_width, config.n_embd, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, C) to (B, T, C)."""
+        x = self.up(x)  # (B, T, inner), twice as wide for swiglu
+        if self.activation == "gelu":
+            x = F.gelu(x)
+        elif self.activation == "relu":
+            x = F.relu(x)
+        elif self.activation == "relu2":  # So et al., 2021
+            x = F.relu(x).square()
+        else:
+            gate, x = x.chunk(2, dim=-1)
+            x = F.silu(gate) * x
+        return F.dropout(self.down(x), self.dropout, self.training)
+
+
+def _norm(config: GPTConfig) -> nn.Module:
+    if config.norm == "layernorm":
+        return nn.LayerNorm(config.n_embd, bias=config.bias)
+    return nn.RMSNorm(config.n_embd, eps=1e-5)

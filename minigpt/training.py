@@ -1,0 +1,190 @@
+"""The training step, and the Trainer that repeats it. What is written down meanwhile is in `callbacks`."""
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import isfinite, log
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from minigpt.checkpoint import CheckpointIO
+from minigpt.errors import RunError, UserError
+from minigpt.model import GPT
+
+
+class LanguageModel(L.LightningModule):
+    """Next-token training of a GPT.
+
+    Args:
+        optimizer: makes the optimizer of a model.
+        schedule: the factor on the peak learning rate at a step, given `step` and `max_steps`.
+        max_steps: optimizer steps of the run.
+        bytes_per_token: of the validation split, for bits per byte.
+        contents: what a checkpoint holds beside weights and progress.
+        compile: compile the model with torch.compile before training.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        *,
+        optimizer: Callable[[GPT], Optimizer],
+        schedule: Callable[..., float],
+        max_steps: int,
+        bytes_per_token: float,
+        contents: Mapping[str, Any],
+        compile: bool = False,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.make_optimizer = optimizer
+        self.schedule = partial(schedule, max_steps=max_steps)
+        self.bytes_per_token, self.contents = bytes_per_token, contents
+        self.grad_norm: Tensor | None = None  # of the last step, before clipping
+        if compile:
+            model.compile()  # in place: the names of the weights stay
+
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            shard(self.model, self.device_mesh["data_parallel"])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.model)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": LambdaLR(optimizer, self.schedule), "interval": "step"},
+        }
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        # Validate after the last step too, where eval_every does not divide max_steps.
+        if batch_idx + 1 == self.trainer.num_training_batches:
+            self.trainer.val_check_batch = batch_idx + 1
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.model(*batch)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the norm of the whole gradient, and keep the norm: it is worth a look."""
+        limit = float("inf") if gradient_clip_val is None else gradient_clip_val
+        norm = clip_grad_norm_(self.model.parameters(), limit)
+        self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def on_validation_epoch_start(self) -> None:
+        self.val_nats = torch.zeros((), device=self.device)
+        self.val_tokens = 0
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        tokens, targets = batch
+        self.val_nats += self.model(tokens, targets, reduction="sum")
+        self.val_tokens += targets.numel()
+
+    def on_validation_epoch_end(self) -> None:
+        """The mean over every token of the split, whatever the number of ranks."""
+        total = torch.stack((self.val_nats, torch.tensor(self.val_tokens, device=self.device)))
+        nats, tokens = self.trainer.strategy.reduce(total, reduce_op="sum").tolist()
+        loss = nats / tokens
+        if not isfinite(loss):
+            raise diverged(loss, self.global_step, self.learning_rate)
+        self.log("val_loss", loss, logger=False)
+        self.log("val_bits_per_byte", loss / log(2) / self.bytes_per_token, logger=False)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint.update(self.contents)
+        checkpoint["rng"] = {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+
+    @property
+    def learning_rate(self) -> float:
+        optimizers = self.trainer.optimizers
+        return float(optimizers[0].param_groups[0]["lr"]) if optimizers else float("nan")
+
+
+def diverged(loss: float, step: int, learning_rate: float) -> RunError:
+    return RunError(
+        f"the loss became {loss} by step {step} (learning rate {learning_rate:.3g}); "
+        f"try a lower optimizer.lr, or a longer schedule.warmup_steps"
+    )
+
+
+def shard(model: GPT, mesh: Any) -> None:
+    """Fully sharded data parallelism (FSDP2), block by block; the model does not know."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def build_trainer(
+    options: Mapping[str, Any],
+    *,
+    max_steps: int,
+    eval_every: int,
+    callbacks: Sequence[L.Callback],
+    loggers: Sequence[Logger],
+    folder: Path,
+) -> L.Trainer:
+    """A Lightning Trainer from `configs/trainer/`, whose only clock is optimizer steps.
+
+    Raises:
+        UserError: the device is not there, or Lightning refuses an option.
+    """
+    _quieten()
+    options = dict(options)
+    accumulate = options.pop("accumulate_grad_batches")
+    accelerator, precision = options.pop("accelerator"), options.pop("precision")
+    present = {"cuda": torch.cuda.is_available, "gpu": _any_gpu, "mps": torch.backends.mps.is_available}
+    if accelerator in present and not present[accelerator]():
+        raise UserError(f"trainer.accelerator={accelerator}, but this machine has none; use trainer=auto or trainer=cpu")
+    if precision == "auto":
+        on_cuda = accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available()
+        precision = "bf16-mixed" if on_cuda and torch.cuda.is_bf16_supported() else "32-true"
+    torch.backends.cuda.matmul.allow_tf32 = True  # what stays in fp32 on a GPU; a CPU is not concerned
+    try:
+        return L.Trainer(
+            **options,
+            accelerator=accelerator,
+            precision=precision,
+            accumulate_grad_batches=accumulate,
+            max_steps=max_steps,
+            max_epochs=-1,
+            val_check_interval=min(eval_every, max_steps) * accumulate,
+            check_val_every_n_epoch=None,
+            num_sanity_val_steps=0,
+            callbacks=list(callbacks),
+            logger=list(loggers),
+            plugins=[CheckpointIO()],
+            default_root_dir=folder,
+            log_every_n_steps=1,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+        )
+    except (L.utilities.exceptions.MisconfigurationException, TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"the trainer cannot be built: {error}") from error
+
+
+def _quieten() -> None:
+    """Lightning's advice is for who writes a training loop, not for who runs this one."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")
+
+
+def _any_gpu() -> bool:
+    return torch.cuda.is_available() or torch.backends.mps.is_available()

@@ -1,0 +1,53 @@
+"""Sample text from a checkpoint: text to stdout, everything else to stderr."""
+
+import argparse
+import sys
+
+from minigpt.errors import UserError, one_line
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", nargs="?", help="run folder or checkpoint (default: the newest run)")
+    parser.add_argument("--prompt", default="", help="text to continue (default: begin from a new line)")
+    parser.add_argument("--num-samples", type=int, default=1, metavar="N")
+    parser.add_argument("--max-new-tokens", type=int, default=400, metavar="N")
+    parser.add_argument("--temperature", type=float, default=0.8, help="below 1 plays safe, 0 takes the likeliest")
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens (default: all)")
+    parser.add_argument("--seed", type=int, default=1337)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    for name, least in (("num_samples", 1), ("max_new_tokens", 1), ("temperature", 0), ("top_k", 1), ("seed", 0)):
+        value = getattr(args, name)
+        if value is not None and not least <= value < float("inf"):
+            raise UserError(f"--{name.replace('_', '-')}={value} is not possible; it takes at least {least}")
+    import torch
+
+    from minigpt.checkpoint import find_checkpoint, load_checkpoint
+    from minigpt.generate import generate
+    from minigpt.tokenizer import encode_prompt
+
+    path = find_checkpoint(args.run)
+    model, tokenizer = load_checkpoint(path)
+    print(f"sampling from {path}", file=sys.stderr)
+    prompt = torch.as_tensor(encode_prompt(tokenizer, args.prompt)).long()
+    samples = generate(
+        model,
+        prompt,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        seed=args.seed,
+        num_samples=args.num_samples,
+    )
+    for i, sample in enumerate(samples):
+        if args.num_samples > 1:
+            print(f"── sample {i + 1} ──", file=sys.stderr, flush=True)
+        print(args.prompt + tokenizer.decode(sample.numpy()), flush=True)
+
+
+if __name__ == "__main__":
+    one_line(main)()

@@ -1,0 +1,126 @@
+"""Train a GPT: compose the configuration, build the parts, fit, sample, and say what came of it.
+
+python scripts/train.py --help lists what can be set.
+"""
+
+import os
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from minigpt import run
+from minigpt.config import GPTConfig, check_run
+from minigpt.errors import Interrupted, UserError, one_line
+
+os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands errors on, and `one_line` says them
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="train")
+def main(cfg: DictConfig) -> float | None:
+    return one_line(train)(cfg)
+
+
+def train(cfg: DictConfig) -> float | None:
+    """One run; returns the best validation loss, nats per token."""
+    check_run(cfg)
+    with run.taken(Path(HydraConfig.get().runtime.output_dir)) as folder:
+        return fit(cfg, folder)
+
+
+def fit(cfg: DictConfig, folder: Path) -> float | None:
+    # What is heavy is imported here, once the configuration is known to be right.
+    import torch
+    from hydra.utils import instantiate
+
+    from minigpt import corpus
+    from minigpt.callbacks import EndInOrder, Meter, say
+    from minigpt.checkpoint import BEST, contents
+    from minigpt.data import TokenData
+    from minigpt.loggers import MetricsCSV, Progress, finish
+    from minigpt.model import GPT
+    from minigpt.tokenizer import encode_prompt
+    from minigpt.training import LanguageModel, build_trainer
+
+    data_folder = Path(cfg.data.folder)
+    source = {key: cfg.data[key] for key in ("name", "url", "sha256", "characters", "path")}
+    tokens = corpus.prepare(
+        corpus.find(**source, folder=data_folder),
+        tokenizer=cfg.tokenizer.name,
+        val_fraction=cfg.data.val_fraction,
+        folder=data_folder,
+    )
+    known = tokens.tokenizer.vocab_size
+    if cfg.model.vocab_size is not None and cfg.model.vocab_size < known:
+        raise UserError(f"model.vocab_size={cfg.model.vocab_size} is less than the tokenizer's {known}; use null")
+    config = GPTConfig(**{**cfg.model, "vocab_size": cfg.model.vocab_size or known})
+    data = TokenData(
+        tokens,
+        block_size=config.block_size,
+        batch_size=cfg.data.batch_size,
+        eval_batch_size=cfg.data.eval_batch_size,
+        n_batches=cfg.max_steps * cfg.trainer.accumulate_grad_batches,
+        overfit_batches=cfg.data.overfit_batches,
+        seed=cfg.seed,
+    )
+
+    torch.manual_seed(cfg.seed)
+    resolved = OmegaConf.to_container(cfg, resolve=True)
+    module = LanguageModel(
+        GPT(config),
+        optimizer=instantiate(cfg.optimizer, _convert_="all"),
+        schedule=instantiate(cfg.schedule, _convert_="all"),
+        max_steps=cfg.max_steps,
+        bytes_per_token=tokens.val_bytes_per_token,
+        contents=contents(config, tokens.tokenizer, resolved, tokens.sha256),
+        compile=cfg.compile,
+    )
+    tokens_per_step = cfg.data.batch_size * cfg.trainer.accumulate_grad_batches * config.block_size
+    meter = Meter(log_every=cfg.log_every, tokens_per_step=tokens_per_step)
+    extra = [logger for logger in instantiate(cfg.logger, _convert_="all").values() if logger]
+    trainer = build_trainer(
+        instantiate(cfg.trainer, _convert_="all"),
+        max_steps=cfg.max_steps,
+        eval_every=cfg.eval_every,
+        callbacks=[
+            meter,
+            EndInOrder(folder, agree_every=cfg.log_every),
+            *instantiate(cfg.callbacks, _convert_="all").values(),
+        ],
+        loggers=[MetricsCSV(folder / run.METRICS), Progress(cfg.max_steps), *extra],
+        folder=folder,
+    )
+    torch.manual_seed(cfg.seed + trainer.global_rank)  # every rank its own dropout
+
+    status, sample = "failed", ""
+    try:
+        for logger in extra:
+            logger.log_hyperparams(resolved)
+        trainer.fit(module, data)
+        if (folder / BEST).exists():  # measured from the file: the figure is that of what sample.py loads
+            trainer.validate(module, data, ckpt_path=str(folder / BEST), verbose=False)
+        start = torch.as_tensor(encode_prompt(tokens.tokenizer, "")).long()
+        sample = say(module.model, tokens.tokenizer, start, max_new_tokens=400, temperature=0.8, seed=cfg.seed)
+        status = "completed"
+    except Interrupted:
+        status = "interrupted"
+        raise
+    finally:
+        summary = meter.summary(trainer, module) | {
+            "status": status,
+            "seed": cfg.seed,
+            "corpus": tokens.name,
+            "corpus_sha256": tokens.sha256,
+        }
+        if trainer.is_global_zero:
+            run.tell(folder, summary)
+            for logger in extra:
+                finish(logger, summary)
+    if trainer.is_global_zero:
+        run.announce(folder, sample, summary, sampler=Path(__file__).with_name("sample.py"))
+    return summary["best_val_loss"]
+
+
+if __name__ == "__main__":
+    one_line(main)()
