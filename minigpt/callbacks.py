@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minigpt.checkpoint import BEST, LAST
 from minigpt.errors import Interrupted
-from minigpt.generate import generate
+from minigpt.generate import check_settings, generate
 from minigpt.model import GPT
 from minigpt.run import SAMPLES
 from minigpt.tokenizer import Tokenizer, encode_prompt
@@ -153,12 +153,13 @@ class Samples(Callback):
         self, *, prompt: str, max_new_tokens: int, temperature: float, top_k: int | None, seed: int
     ) -> None:
         self.prompt = prompt
-        self.options = {
+        self.options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
             "top_k": top_k,
             "seed": seed,
         }
+        check_settings(**self.options)
         self.rows: list[list[int | float | str]] = []  # step, validation loss, text
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:

@@ -59,6 +59,15 @@ class Corpus:
     def val_bytes_per_token(self) -> float:
         return self.val_bytes / self.val_tokens
 
+    def check_length(self, block_size: int) -> None:
+        """Raises UserError where a split has not one window of `block_size` tokens and the next token."""
+        for split, tokens in (("training", self.train_tokens), ("validation", self.val_tokens)):
+            if tokens <= block_size:
+                raise UserError(
+                    f"the {split} split has {tokens} tokens, not one block of {block_size} and its next token; "
+                    f"use a longer text or a smaller model.block_size"
+                )
+
     def tokens(self, split: str) -> np.ndarray[Any, Any]:
         """The token ids of "train" or "val", (N,), mapped from disk and read-only."""
         path = self.folder / f"{split}.bin"

@@ -27,16 +27,12 @@ class WindowOrder:
     """The windows of `block_size` + 1 tokens in the order that training reads them.
 
     Args:
-        n_tokens: length of the training split.
+        n_tokens: length of the training split, more than block_size.
         block_size: window length T, tokens; a window holds one more, the last target.
         seed: another seed is another order.
-
-    Raises:
-        UserError: there is not a single window.
     """
 
     def __init__(self, n_tokens: int, block_size: int, seed: int) -> None:
-        check_length("training", n_tokens, block_size)
         self.block_size, self.seed = block_size, seed
         # Every offset below block_size leaves room for this many windows, so all epochs are equally long.
         self.n_windows = max(1, (n_tokens - block_size) // block_size)
@@ -125,10 +121,7 @@ class ValidationBatches:
     """The whole validation split in non-overlapping windows, as (tokens, targets).
 
     Every batch is spread over the ranks row by row: all ranks see equally many batches, and the windows
-    are the same on any number of ranks.
-
-    Raises:
-        UserError: there is not a single window.
+    are the same on any number of ranks. `tokens` is longer than `block_size`.
     """
 
     def __init__(
@@ -141,7 +134,6 @@ class ValidationBatches:
         world_size: int,
         device: torch.device,
     ) -> None:
-        check_length("validation", len(tokens), block_size)
         self.n_windows = (len(tokens) - 1) // block_size
         self.block_size, self.batch_size = block_size, batch_size
         self.rank, self.world_size = rank, world_size
@@ -181,14 +173,6 @@ class Gather:
         return window[:, :-1], window[:, 1:]
 
 
-def check_length(split: str, n_tokens: int, block_size: int) -> None:
-    if n_tokens <= block_size:
-        raise UserError(
-            f"the {split} split has {n_tokens} tokens, not one block of {block_size} and its next token; "
-            f"use a longer text or a smaller model.block_size"
-        )
-
-
 class TokenData(L.LightningDataModule):
     """Hands the corpus to Lightning: `batch_size` windows a batch over all ranks."""
 
@@ -208,7 +192,6 @@ class TokenData(L.LightningDataModule):
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
         self.n_batches, self.overfit_batches = n_batches, overfit_batches
         self.order = WindowOrder(corpus.train_tokens, block_size, seed)
-        check_length("validation", corpus.val_tokens, block_size)
 
     def train_dataloader(self) -> Batches:
         trainer = self._trainer()

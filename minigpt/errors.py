@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -51,7 +51,8 @@ def one_line(function: Callable[P, R]) -> Callable[P, R]:
             if os.environ.get("MINIGPT_TRACEBACK") == "1":
                 raise
             message, code = explain(error)
-            if message:
+            # What is wrong with the input is wrong in every process of several; one says it.
+            if message and (code != 2 or os.environ.get("LOCAL_RANK", "0") == "0"):
                 print(message, file=sys.stderr)
             # A plain exit would flush stdout into a closed pipe and complain about it.
             if isinstance(error, BrokenPipeError):
@@ -74,10 +75,10 @@ def explain(error: BaseException) -> tuple[str, int]:
     if type(error).__module__.startswith(("hydra.", "omegaconf.", "antlr4.")):
         return _explain_hydra(error)
     if isinstance(error, OSError) and error.strerror:
-        where = f": {error.filename}" if error.filename else ""
+        where = f"{error.filename}: " if error.filename else ""
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        advice = "; free some space, or choose another folder with hydra.run.dir=…" if full else ""
-        return f"error: {error.strerror.lower()}{where}{advice}", 1 if full else 2
+        advice = "free some space, or choose" if full else "choose"
+        return f"error: {where}{error.strerror.lower()}; {advice} another folder", 1 if full else 2
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "error: out of memory; lower data.batch_size or choose a smaller model", 1
     return f"error: {type(error).__name__}: {_flat(error)} (MINIGPT_TRACEBACK=1 shows where)", 1
@@ -110,6 +111,8 @@ def _explain_hydra(error: BaseException) -> tuple[str, int]:
     if type(error).__name__ == "InstantiationException" and cause is not None:
         return explain(cause)
     text = str(error)
+    if (override := getattr(error, "override", None)) is not None:
+        return f"error: cannot read the override {override}; write setting=value, and '…' around odd characters", 2
     if missing := re.search(r"Could not find '([\w./@-]+)/([^'/]*)'", text):
         group, choice = missing.groups()
         options = re.findall(r"^\t(\S+)$", text, flags=re.MULTILINE)
@@ -125,22 +128,21 @@ def _explain_hydra(error: BaseException) -> tuple[str, int]:
     return f"error: {where}{re.sub(r' See https?://.*', '', detail)}", 2
 
 
-def _known_settings() -> list[str]:
-    """Every group and dotted key of the default configuration; empty where it cannot be composed."""
-    try:
-        from hydra import compose, initialize_config_dir
+def _known_settings() -> set[str]:
+    """Every group and dotted setting that the files in `configs/` name."""
+    import yaml
 
-        configs = Path(__file__).resolve().parents[1] / "configs"
-        with initialize_config_dir(str(configs), version_base="1.3"):
-            groups = [entry.name for entry in configs.iterdir() if entry.is_dir() and entry.name != "hydra"]
-            return groups + list(_keys(compose("train"), ""))
-    except Exception:  # only a hint is lost
-        return []
+    configs = Path(__file__).resolve().parents[1] / "configs"
+    known: set[str] = set()
+    for file in configs.rglob("*.yaml"):
+        group = file.parent.relative_to(configs).as_posix()
+        text = file.read_text(encoding="utf-8")
+        inside = group in (".", "hydra/help") or "@package _global_" in text
+        known |= {group} | set(_keys(yaml.safe_load(text), "" if inside else f"{group}."))
+    return known - {"."}
 
 
-def _keys(node: Any, prefix: str) -> Iterable[str]:
-    for key in node:
+def _keys(node: Any, prefix: str) -> Iterator[str]:
+    for key in node if isinstance(node, dict) else ():
         yield f"{prefix}{key}"
-        child = node._get_node(key)
-        if hasattr(child, "keys") and not child._is_none() and not child._is_missing():
-            yield from _keys(child, f"{prefix}{key}.")
+        yield from _keys(node[key], f"{prefix}{key}.")

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from minigpt.errors import UserError
 from minigpt.model import GPT
 
 
@@ -37,7 +38,7 @@ def generate(
         (num_samples, max_new_tokens) token ids, without the prompt.
 
     Raises:
-        ValueError: a setting is impossible.
+        UserError: a setting is impossible.
     """
     steps = stream(
         model,
@@ -63,16 +64,11 @@ def stream(
     num_samples: int = 1,
 ) -> Iterator[Tensor]:
     """`generate`, yielding the next token of every sample, (num_samples,), as soon as it is drawn."""
-    for name, value, least in (
-        ("max_new_tokens", max_new_tokens, 1),
-        ("temperature", temperature, 0),
-        ("top_k", top_k, 1),
-        ("num_samples", num_samples, 1),
-    ):
-        if value is not None and not value >= least:
-            raise ValueError(f"{name}={value} is not possible; it takes at least {least}")
+    check_settings(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed, num_samples=num_samples
+    )
     if prompt.dim() != 1 or len(prompt) == 0:
-        raise ValueError("the prompt must be a row of at least one token")
+        raise UserError("the prompt must be a row of at least one token")
     device, block_size = prompt.device, model.config.block_size
     generators = [torch.Generator(device).manual_seed(seed + i) for i in range(num_samples)]
     context = prompt[-block_size:].repeat(num_samples, 1)  # (N, T)
@@ -92,6 +88,21 @@ def stream(
             yield new[:, 0]
     finally:
         model.train(training)
+
+
+def check_settings(
+    *, max_new_tokens: int, temperature: float, top_k: int | None, seed: int = 0, num_samples: int = 1
+) -> None:
+    """Raises UserError, naming the setting, for one that is impossible."""
+    for name, value, least in (
+        ("max_new_tokens", max_new_tokens, 1),
+        ("temperature", temperature, 0),
+        ("top_k", top_k, 1),
+        ("seed", seed, 0),
+        ("num_samples", num_samples, 1),
+    ):
+        if value is not None and not least <= value < float("inf"):
+            raise UserError(f"{name}={value} is not possible; it takes at least {least}")
 
 
 def _sample(logits: Tensor, temperature: float, top_k: int | None, generators: list[torch.Generator]) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
@@ -56,8 +57,9 @@ class LanguageModel(L.LightningModule):
             model.compile()  # in place: the names of the weights stay
 
     def configure_model(self) -> None:
-        if isinstance(self.trainer.strategy, ModelParallelStrategy):
-            shard(self.model, self.device_mesh["data_parallel"])
+        """Lightning asks at every fit and validate; weights are sharded once."""
+        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not isinstance(self.model, FSDPModule):
+            shard(self.model)
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.model)
@@ -121,13 +123,11 @@ def diverged(loss: float, step: int, learning_rate: float) -> RunError:
     )
 
 
-def shard(model: GPT, mesh: Any) -> None:
-    """Fully sharded data parallelism (FSDP2), block by block; the model does not know."""
-    from torch.distributed.fsdp import fully_shard
-
+def shard(model: GPT) -> None:
+    """Spread the weights over all ranks (FSDP2), block by block; the model does not know."""
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block)
+    fully_shard(model)
 
 
 def build_trainer(
@@ -175,7 +175,7 @@ def build_trainer(
             enable_model_summary=False,
             use_distributed_sampler=False,
         )
-    except (L.utilities.exceptions.MisconfigurationException, TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # Lightning raises a dozen kinds for an option that it does not like
         raise UserError(f"the trainer cannot be built: {error}") from error
 
 

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from minigpt.errors import UserError, one_line
+from minigpt.errors import one_line
 
 
 def parse() -> argparse.Namespace:
@@ -20,10 +20,6 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    for name, least in (("num_samples", 1), ("max_new_tokens", 1), ("temperature", 0), ("top_k", 1), ("seed", 0)):
-        value = getattr(args, name)
-        if value is not None and not least <= value < float("inf"):
-            raise UserError(f"--{name.replace('_', '-')}={value} is not possible; it takes at least {least}")
     import torch
 
     from minigpt.checkpoint import find_checkpoint, load_checkpoint

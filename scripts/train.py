@@ -30,18 +30,7 @@ def train(cfg: DictConfig) -> float | None:
 
 
 def fit(cfg: DictConfig, folder: Path) -> float | None:
-    # What is heavy is imported here, once the configuration is known to be right.
-    import torch
-    from hydra.utils import instantiate
-
     from minigpt import corpus
-    from minigpt.callbacks import EndInOrder, Meter, say
-    from minigpt.checkpoint import BEST, contents
-    from minigpt.data import TokenData
-    from minigpt.loggers import MetricsCSV, Progress, finish
-    from minigpt.model import GPT
-    from minigpt.tokenizer import encode_prompt
-    from minigpt.training import LanguageModel, build_trainer
 
     data_folder = Path(cfg.data.folder)
     source = {key: cfg.data[key] for key in ("name", "url", "sha256", "characters", "path")}
@@ -51,9 +40,23 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
         val_fraction=cfg.data.val_fraction,
         folder=data_folder,
     )
+    tokens.check_length(cfg.model.block_size)
     known = tokens.tokenizer.vocab_size
     if cfg.model.vocab_size is not None and cfg.model.vocab_size < known:
         raise UserError(f"model.vocab_size={cfg.model.vocab_size} is less than the tokenizer's {known}; use null")
+
+    # What is heavy is imported here, once everything that a user can get wrong was looked at.
+    import torch
+    from hydra.utils import instantiate
+
+    from minigpt.callbacks import EndInOrder, Meter, say
+    from minigpt.checkpoint import BEST, contents
+    from minigpt.data import TokenData
+    from minigpt.loggers import MetricsCSV, Progress, finish
+    from minigpt.model import GPT
+    from minigpt.tokenizer import encode_prompt
+    from minigpt.training import LanguageModel, build_trainer
+
     config = GPTConfig(**{**cfg.model, "vocab_size": cfg.model.vocab_size or known})
     data = TokenData(
         tokens,
