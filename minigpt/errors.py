@@ -51,8 +51,8 @@ def one_line(function: Callable[P, R]) -> Callable[P, R]:
             if os.environ.get("MINIGPT_TRACEBACK") == "1":
                 raise
             message, code = explain(error)
-            # What is wrong with the input is wrong in every process of several; one says it.
-            if message and (code != 2 or os.environ.get("LOCAL_RANK", "0") == "0"):
+            # Bad input and signals concern every process of several; one says it.
+            if message and (code == 1 or os.environ.get("LOCAL_RANK", "0") == "0"):
                 print(message, file=sys.stderr)
             # A plain exit would flush stdout into a closed pipe and complain about it.
             if isinstance(error, BrokenPipeError):
@@ -138,7 +138,7 @@ def _known_settings() -> set[str]:
         group = file.parent.relative_to(configs).as_posix()
         text = file.read_text(encoding="utf-8")
         inside = group in (".", "hydra/help") or "@package _global_" in text
-        known |= {group} | set(_keys(yaml.safe_load(text), "" if inside else f"{group}."))
+        known |= {group} | set(_keys(yaml.load(text, yaml.CSafeLoader), "" if inside else f"{group}."))
     return known - {"."}
 
 

@@ -108,11 +108,14 @@ def wandb_logger(
     """
     if rank_zero_only.rank != 0:
         return None
+    # wandb's reports about itself wait for a server that hangs, for 20 s when the process ends.
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    os.environ.setdefault("WANDB_SILENT", "true")
     import wandb
 
     settings: dict[str, Any] = {
-        "init_timeout": timeout * 0.6,
-        "login_timeout": timeout * 0.6,
+        "init_timeout": timeout * 0.5,
+        "login_timeout": timeout * 0.5,
         "finish_timeout": timeout,
         "silent": True,
         "console": "off",

@@ -1,0 +1,46 @@
+# make train | test | lint | bench | clean      Hydra overrides: make train ARGS="max_steps=200 model.n_head=8"
+
+# The first Python on the path that is new enough; another: make train PYTHON=/path/to/python
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.14 python; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+VENV = .venv
+IN_VENV = $(VENV)/bin/python
+PIP = $(IN_VENV) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: train test lint format bench clean check-venv
+.DEFAULT_GOAL = train
+
+train: $(VENV)/.train
+	@$(IN_VENV) scripts/train.py $(ARGS)
+
+test: $(VENV)/.dev
+	@$(IN_VENV) -m pytest $(ARGS)
+
+lint: $(VENV)/.dev
+	@$(IN_VENV) -m ruff check . && $(IN_VENV) -m ruff format --check . && $(IN_VENV) -m mypy
+
+format: $(VENV)/.dev
+	@$(IN_VENV) -m ruff check --fix . ; $(IN_VENV) -m ruff format .
+
+bench: $(VENV)/.train
+	@$(IN_VENV) scripts/bench.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+
+# Torch comes first and alone: with the exact version on the machine nothing looks for another build.
+$(VENV)/.train: pyproject.toml constraints.txt | check-venv
+	@echo "installing minigpt into $(VENV) (once; torch is large) ..." >&2
+	@$(PIP) torch && $(PIP) -e . && touch $@
+
+$(VENV)/.dev: $(VENV)/.train
+	@echo "installing what the tests need into $(VENV) (once) ..." >&2
+	@$(PIP) -e ".[dev]" && touch $@
+
+check-venv:
+	@if [ -e $(VENV) ] && ! $(IN_VENV) -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+		echo "$(VENV) is broken, or older than Python 3.11; 'make clean' removes it, then try again" >&2; exit 2; fi
+	@if [ ! -e $(VENV) ]; then \
+		if [ -z "$(PYTHON)" ]; then echo "minigpt needs Python 3.11 or newer and found none on the path" >&2; exit 2; fi; \
+		$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+			echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }; fi

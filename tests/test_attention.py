@@ -1,0 +1,327 @@
+"""Attention against its formula written out query by query, against torch's module, and by its invariants."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from minigpt.attention import KVCache, MultiHeadAttention, attend, attend_explicit, rotary_table, rotate
+
+BACKENDS = ["fused", "explicit"]
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> dict[str, Any]:
+    """Queries, keys, values and settings; every query sees at least the first key."""
+    B, K, groups, T = (draw(st.integers(1, most)) for most in (2, 3, 3, 5))
+    causal = draw(st.booleans())
+    S = T + draw(st.integers(0, 4)) if causal else draw(st.integers(1, 7))
+    D, E = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    shapes = (B, K * groups, T, D), (B, K, S, D), (B, K, S, E)
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    mask = None
+    if draw(st.booleans()):
+        shape = draw(st.sampled_from([(T, S), (S,), (B, 1, 1, S), (B, 1, T, S), (B, K * groups, T, S)]))
+        mask = torch.rand(shape, generator=generator) < draw(st.sampled_from([0.2, 0.5, 0.9]))
+        mask[..., 0] = True
+    scale = draw(st.none() | st.floats(0.01, 3))
+    return {"q": q, "k": k, "v": v, "causal": causal, "mask": mask, "scale": scale}
+
+
+@given(problems())
+@settings(deadline=None, max_examples=80, derandomize=True)
+def test_fused_and_explicit_attention_are_the_formula(problem: dict[str, Any]):
+    expected, expected_weights = formula(**problem)
+    y, weights = attend_explicit(**problem)
+    assert_close(weights, expected_weights)
+    assert_close(y, expected)
+    assert_close(attend(**problem), expected)
+
+
+@given(problems())
+@settings(deadline=None, max_examples=80, derandomize=True)
+def test_fused_and_explicit_attention_have_the_same_gradient(problem: dict[str, Any]):
+    inputs = [problem[name].requires_grad_() for name in "qkv"]
+    fused = attend(**problem)
+    explicit, _ = attend_explicit(**problem)
+    direction = torch.randn_like(fused)
+    for a, b in zip(
+        torch.autograd.grad(fused, inputs, direction), torch.autograd.grad(explicit, inputs, direction), strict=True
+    ):
+        assert_close(a, b)
+
+
+@given(problems())
+@settings(deadline=None, max_examples=40, derandomize=True)
+def test_every_row_of_weights_is_a_distribution_over_what_may_be_seen(problem: dict[str, Any]):
+    weights = attend_explicit(**problem)[1]
+    assert (weights >= 0).all()
+    assert_close(weights.sum(-1), torch.ones(weights.shape[:-1], dtype=torch.float64))
+    if problem["mask"] is not None:
+        assert (weights[~problem["mask"].expand_as(weights)] == 0).all()
+
+
+@pytest.mark.parametrize("function", [attend, lambda *a, **k: attend_explicit(*a, **k)[0]], ids=BACKENDS)
+def test_without_scores_a_causal_query_takes_the_mean_of_the_past(function: Any):
+    q, k, v = torch.randn(3, 2, 3, 6, 4, dtype=torch.float64)
+    mean = v.cumsum(2) / torch.arange(1, 7).view(6, 1)
+    assert_close(function(q, k, v, causal=True, scale=0.0), mean)
+
+
+@pytest.mark.parametrize("function", [attend, lambda *a, **k: attend_explicit(*a, **k)[0]], ids=BACKENDS)
+def test_the_last_causal_query_sees_every_key_when_there_are_more_keys_than_queries(function: Any):
+    q, (k, v) = torch.randn(1, 2, 3, 4), torch.randn(2, 1, 2, 8, 4)
+    y = function(q, k, v, causal=True)
+    assert_close(y[:, :, -1:], function(q[:, :, -1:], k, v))
+    assert_close(y[:, :, :1], function(q[:, :, :1], k[:, :, :6], v[:, :, :6]))
+
+
+def test_values_may_be_wider_than_keys():
+    q, k, v = torch.randn(2, 4, 5, 3), torch.randn(2, 2, 5, 3), torch.randn(2, 2, 5, 11)
+    assert attend(q, k, v, causal=True).shape == (2, 4, 5, 11)
+    assert_close(attend(q, k, v, causal=True), attend_explicit(q, k, v, causal=True)[0])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_self_attention_equals_torchs_module(backend: str, bias: bool):
+    ours, reference = pair(backend=backend, bias=bias, causal=False)
+    x = torch.randn(2, 7, 24)
+    assert_close(ours(x), reference(x, x, x)[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_causal_attention_equals_torchs_module(backend: str):
+    ours, reference = pair(backend=backend, causal=True)
+    x = torch.randn(2, 7, 24)
+    hidden = torch.ones(7, 7, dtype=torch.bool).triu(1)
+    assert_close(ours(x), reference(x, x, x, attn_mask=hidden)[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_cross_attention_equals_torchs_module(backend: str, bias: bool):
+    ours, reference = pair(backend=backend, bias=bias, causal=False)
+    x, context = torch.randn(2, 5, 24), torch.randn(2, 9, 24)
+    assert_close(ours(x, context), reference(x, context, context)[0], atol=1e-5, rtol=1e-5)
+
+
+def test_padding_is_masked_as_torchs_module_masks_it():
+    ours, reference = pair(causal=False)
+    x = torch.randn(2, 7, 24)
+    padding = torch.tensor([[False] * 7, [False] * 4 + [True] * 3])
+    expected = reference(x, x, x, key_padding_mask=padding)[0]
+    assert_close(ours(x, mask=~padding[:, None, None]), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_weights_equal_those_of_torchs_module():
+    ours, reference = pair(backend="explicit", causal=False)
+    x, context = torch.randn(2, 5, 24), torch.randn(2, 9, 24)
+    expected = reference(x, context, context, average_attn_weights=False)[1]
+    assert_close(ours.weights(x, context), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_fused_backend_refuses_to_return_weights():
+    with pytest.raises(ValueError, match="explicit"):
+        MultiHeadAttention(8, 2).weights(torch.randn(1, 3, 8))
+
+
+@pytest.mark.parametrize("n_kv_head", [1, 2, 3])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_grouped_heads_equal_full_heads_whose_keys_and_values_repeat(backend: str, n_kv_head: int):
+    grouped = MultiHeadAttention(24, 6, n_kv_head=n_kv_head, backend=backend)
+    full = MultiHeadAttention(24, 6, backend=backend)
+    for name in ("weight", "bias"):
+        q, k, v = getattr(grouped.qkv, name).split((24, 4 * n_kv_head, 4 * n_kv_head))
+        repeated = [x.unflatten(0, (n_kv_head, 4)).repeat_interleave(6 // n_kv_head, 0).flatten(0, 1) for x in (k, v)]
+        getattr(full.qkv, name).data = torch.cat([q, *repeated])
+    full.out = grouped.out
+    x, context = torch.randn(2, 7, 24), torch.randn(2, 7, 24)
+    assert_close(grouped(x), full(x))
+    assert_close(grouped(x, context), full(x, context))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_an_output_projection_the_heads_stand_side_by_side(backend: str):
+    ours, reference = pair(backend=backend, causal=False, out_proj=False)
+    nn.init.eye_(reference.out_proj.weight)
+    nn.init.zeros_(reference.out_proj.bias)
+    x = torch.randn(2, 7, 24)
+    assert_close(ours(x), reference(x, x, x)[0], atol=1e-5, rtol=1e-5)
+    wide = MultiHeadAttention(24, 4, head_dim=10, out_proj=False)
+    assert wide(x).shape == (2, 7, 40)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_scale_replaces_one_over_the_root_of_the_head_width(backend: str):
+    x = torch.randn(1, 5, 24)
+    torch.manual_seed(0)
+    default = MultiHeadAttention(24, 4, backend=backend)
+    torch.manual_seed(0)
+    scaled = MultiHeadAttention(24, 4, backend=backend, scale=2.0)
+    scaled.qkv.weight.data[:24] /= 2 * math.sqrt(6)  # the queries
+    scaled.qkv.bias.data[:24] /= 2 * math.sqrt(6)
+    assert_close(scaled(x), default(x))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_qk_norm_makes_the_length_of_queries_and_keys_irrelevant(backend: str):
+    attention = MultiHeadAttention(24, 4, backend=backend, qk_norm=True)
+    plain = MultiHeadAttention(24, 4, backend=backend)
+    plain.load_state_dict(attention.state_dict())
+    x = 10 * torch.randn(1, 5, 24)
+    before, plain_before = attention(x), plain(x)
+    for module in (attention, plain):
+        module.qkv.weight.data[:48] *= 7  # queries and keys
+        module.qkv.bias.data[:48] *= 7
+    assert_close(attention(x), before)
+    assert (plain(x) - plain_before).abs().max() > 0.01
+
+
+def test_rotation_turns_pairs_as_complex_numbers():
+    x = torch.randn(2, 3, 10, 8)
+    angle = torch.arange(10)[:, None] * 50.0 ** (-torch.arange(0, 8, 2) / 8)
+    expected = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones(10, 4), angle)
+    assert_close(rotate(x, rotary_table(10, 8, 50.0)), torch.cat((expected.real, expected.imag), -1))
+
+
+def test_rotated_scores_depend_on_the_distance_only():
+    table = rotary_table(30, 16)
+    q, k = (rotate(vector.expand(1, 1, 30, 16), table)[0, 0] for vector in torch.randn(2, 16))
+    scores = q @ k.T
+    by_distance = [scores.diagonal(distance) for distance in range(-29, 30)]
+    for diagonal in by_distance:
+        assert_close(diagonal, diagonal[:1].expand_as(diagonal), atol=1e-4, rtol=1e-4)
+    assert torch.stack([diagonal[0] for diagonal in by_distance]).std() > 0.1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_attention_with_rotary_positions_is_the_same_anywhere_in_the_context(backend: str):
+    attention = MultiHeadAttention(24, 4, n_kv_head=2, backend=backend)
+    x, table = 3 * torch.randn(2, 6, 24), rotary_table(40, 6)
+    here = attention(x, rotary=table[:, :6])
+    assert_close(attention(x, rotary=table[:, 30:36]), here, atol=1e-5, rtol=1e-4)
+    assert (attention(x) - here).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("n_kv_head", [1, 4])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_causal_attention_does_not_see_the_future(backend: str, n_kv_head: int):
+    attention = MultiHeadAttention(24, 4, n_kv_head=n_kv_head, backend=backend)
+    x = torch.randn(2, 8, 24)
+    changed = x.clone()
+    changed[:, 5] += 1
+    moved = (attention(changed) - attention(x)).abs().amax(dim=(0, 2))
+    assert (moved[:5] == 0).all()
+    assert (moved[5:] > 1e-4).all()
+
+
+def test_bidirectional_attention_sees_the_future():
+    attention = MultiHeadAttention(24, 4, causal=False)
+    x = torch.randn(1, 8, 24)
+    changed = x.clone()
+    changed[:, -1] += 1
+    assert ((attention(changed) - attention(x)).abs().amax(dim=(0, 2)) > 1e-4).all()
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 11, 12])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_reading_in_chunks_through_the_cache_equals_one_pass(backend: str, chunk: int):
+    attention = MultiHeadAttention(24, 6, n_kv_head=2, backend=backend, qk_norm=True)
+    x, table = torch.randn(2, 12, 24), rotary_table(12, 4)
+    cache = KVCache((2, 2, 20, 4), device=x.device, dtype=x.dtype)
+    parts = [
+        attention(x[:, start : start + chunk], rotary=table[:, start : start + chunk], cache=cache)
+        for start in range(0, 12, chunk)
+    ]
+    assert cache.length == 12
+    assert_close(torch.cat(parts, 1), attention(x, rotary=table), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dropout_acts_in_training_only(backend: str):
+    attention = MultiHeadAttention(24, 4, dropout=0.5, backend=backend)
+    plain = MultiHeadAttention(24, 4, backend=backend)
+    plain.load_state_dict(attention.state_dict())
+    x = torch.randn(2, 9, 24)
+    first, second = attention(x), attention(x)
+    assert not torch.equal(first, second)
+    assert 0.3 < (first == 0).float().mean() < 0.7  # of the output, half is dropped
+    attention.eval()
+    assert torch.equal(attention(x), attention(x))
+    assert_close(attention(x), plain(x))
+
+
+def test_dropout_drops_weights_and_keeps_their_expectation():
+    q, k, v = torch.randn(3, 1, 1, 200, 8)
+    kept = attend_explicit(q, k, v)[1]
+    y, weights = attend_explicit(q, k, v, dropout=0.25)
+    dropped = weights == 0
+    assert 0.24 < dropped.float().mean() < 0.26
+    assert_close(weights[~dropped], kept[~dropped] / 0.75)
+    assert_close(y, weights @ v)
+
+
+def test_fused_dropout_keeps_the_expectation():
+    q, k, v = torch.randn(3, 1, 1, 4, 8)
+    many = attend(*(x.expand(20000, -1, -1, -1) for x in (q, k, v)), dropout=0.5)
+    assert many.std(dim=0).min() > 0.1
+    assert_close(many.mean(0, keepdim=True), attend(q, k, v), atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"n_embd": 10, "n_head": 4}, "n_embd=10 .* n_head=4"),
+        ({"n_embd": 12, "n_head": 4, "n_kv_head": 3}, "n_head=4 .* n_kv_head=3"),
+        ({"n_embd": 12, "n_head": 4, "backend": "flash"}, "backend='flash' .* 'fused' or 'explicit'"),
+    ],
+)
+def test_an_impossible_attention_names_the_setting(settings: dict[str, Any], named: str):
+    with pytest.raises(ValueError, match=named):
+        MultiHeadAttention(**settings)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+def formula(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention one query at a time over the keys that it may see: output and weights."""
+    B, H, T, D = q.shape
+    S, group = k.size(2), H // k.size(1)
+    scale = 1 / math.sqrt(D) if scale is None else scale
+    y, weights = q.new_zeros(B, H, T, v.size(3)), q.new_zeros(B, H, T, S)
+    allowed = torch.ones(B, H, T, S, dtype=torch.bool) if mask is None else mask.expand(B, H, T, S)
+    for b in range(B):
+        for h in range(H):
+            for t in range(T):
+                seen = [s for s in range(S) if allowed[b, h, t, s] and not (causal and s > t + S - T)]
+                raised = [math.exp(scale * torch.dot(q[b, h, t], k[b, h // group, s])) for s in seen]
+                for s, e in zip(seen, raised, strict=True):
+                    weights[b, h, t, s] = e / sum(raised)
+                    y[b, h, t] += weights[b, h, t, s] * v[b, h // group, s]
+    return y, weights
+
+
+def pair(*, bias: bool = True, **settings: Any) -> tuple[MultiHeadAttention, nn.MultiheadAttention]:
+    """Ours and torch's module with the same weights, biases drawn as well."""
+    reference = nn.MultiheadAttention(24, 4, bias=bias, batch_first=True)
+    for parameter in reference.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    ours = MultiHeadAttention(24, 4, bias=bias, **settings)
+    ours.qkv.weight.data = reference.in_proj_weight.data.clone()
+    if bias:
+        ours.qkv.bias.data = reference.in_proj_bias.data.clone()
+    if isinstance(ours.out, nn.Linear):
+        ours.out.load_state_dict(reference.out_proj.state_dict())
+    return ours, reference
