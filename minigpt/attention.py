@@ -207,9 +207,7 @@ class MultiHeadAttention(nn.Module):
         if self.backend == "fused":
             y = attend(q, k, v, causal=self.causal, mask=mask, scale=self.scale, dropout=dropout)
         else:
-            y, weights = attend_explicit(
-                q, k, v, causal=self.causal, mask=mask, scale=self.scale, dropout=dropout
-            )
+            y, weights = attend_explicit(q, k, v, causal=self.causal, mask=mask, scale=self.scale, dropout=dropout)
         y = y.transpose(1, 2).flatten(2)  # (B, H, T, D) -> (B, T, H·D)
         return F.dropout(self.out(y), self.dropout, self.training), weights
 

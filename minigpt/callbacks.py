@@ -56,9 +56,7 @@ class Meter(Callback):
         self._logged_step = trainer.global_step
         self._clock = time.perf_counter()
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._loss += outputs["loss"]  # Lightning divided it by the number of batches in a step
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
@@ -149,9 +147,7 @@ def peak_flops(device: torch.device) -> float | None:
 class Samples(Callback):
     """Writes what the model says to `samples.txt` at every validation, and to Weights & Biases as a table."""
 
-    def __init__(
-        self, *, prompt: str, max_new_tokens: int, temperature: float, top_k: int | None, seed: int
-    ) -> None:
+    def __init__(self, *, prompt: str, max_new_tokens: int, temperature: float, top_k: int | None, seed: int) -> None:
         self.prompt = prompt
         self.options: dict[str, Any] = {
             "max_new_tokens": max_new_tokens,
@@ -160,7 +156,7 @@ class Samples(Callback):
             "seed": seed,
         }
         check_settings(**self.options)
-        self.rows: list[list[int | float | str]] = []  # step, validation loss, text
+        self.rows: list[list[Any]] = []  # step, validation loss, text
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         self.tokenizer: Tokenizer = trainer.datamodule.corpus.tokenizer  # type: ignore[attr-defined]
@@ -207,9 +203,7 @@ class EndInOrder(Callback):
         while self._before:
             signal.signal(*self._before.popitem())
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.world_size == 1:
             self._end(trainer, self.received)
         # Ranks must leave at the same step. Asking costs a round trip, so it is not asked every step.

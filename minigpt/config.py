@@ -59,7 +59,7 @@ class GPTConfig:
             ("activation", ACTIVATIONS),
             ("norm_position", NORM_POSITIONS),
         ):
-            _require(name, getattr(self, name), lambda v, takes=takes: v in takes, " or ".join(takes))
+            _require(name, getattr(self, name), takes.__contains__, " or ".join(takes))
         if self.head_dim is None and self.n_embd % self.n_head:
             raise UserError(
                 f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}; "

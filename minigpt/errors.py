@@ -130,7 +130,7 @@ def _explain_hydra(error: BaseException) -> tuple[str, int]:
 
 def _known_settings() -> set[str]:
     """Every group and dotted setting that the files in `configs/` name."""
-    import yaml
+    import yaml  # a dependency of Hydra
 
     configs = Path(__file__).resolve().parents[1] / "configs"
     known: set[str] = set()

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import Logger, WandbLogger
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from tqdm import tqdm
 
 from minigpt.errors import UserError
@@ -106,7 +106,7 @@ def wandb_logger(
     Whatever the server does, training waits for it no longer than `timeout` seconds.
     None on all ranks but the first.
     """
-    if rank_zero_only.rank != 0:
+    if os.environ.get("LOCAL_RANK", "0") != "0":
         return None
     # wandb's reports about itself wait for a server that hangs, for 20 s when the process ends.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -120,7 +120,7 @@ def wandb_logger(
         "silent": True,
         "console": "off",
     }
-    mode = os.environ.get("WANDB_MODE") or ("online" if _reachable(timeout * 0.3) else "offline")
+    mode: Any = os.environ.get("WANDB_MODE") or ("online" if _reachable(timeout * 0.3) else "offline")
     options: dict[str, Any] = {
         "dir": str(folder),
         "project": project,
@@ -130,7 +130,7 @@ def wandb_logger(
         "tags": tags,
     }
     try:
-        run = wandb.init(mode=mode, settings=wandb.Settings(**settings), **options)  # type: ignore[arg-type]
+        run = wandb.init(mode=mode, settings=wandb.Settings(**settings), **options)
     except (wandb.errors.CommError, wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
         if mode == "offline":
             raise UserError(f"Weights & Biases cannot start: {error}") from error

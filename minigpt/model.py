@@ -9,7 +9,6 @@ Shapes: B batch, T time, C n_embd, V vocab.
 
 import math
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -35,6 +34,7 @@ class GPT(nn.Module):
         rotary = None
         if config.position == "rope":
             rotary = rotary_table(config.block_size, config.head_width, config.rope_base)  # (2, T, D/2)
+        self.rotary: Tensor | None
         self.register_buffer("rotary", rotary, persistent=False)
         self._initialise()
 
@@ -102,11 +102,11 @@ class GPT(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
-                if getattr(module, "bias", None) is not None:
+                if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
-        for block in self.blocks:
-            for residual in (block.attention.out, block.mlp.down):
-                nn.init.normal_(residual.weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
+        for name, weight in self.named_parameters():
+            if name.endswith(("attention.out.weight", "mlp.down.weight")):
+                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
 
 
 class Block(nn.Module):

@@ -28,7 +28,7 @@ def adamw(
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     fused = parameters[0].device.type in ("cpu", "cuda")
-    return torch.optim.AdamW(groups, lr=lr, betas=tuple(betas), fused=fused)
+    return torch.optim.AdamW(groups, lr=lr, betas=(betas[0], betas[1]), fused=fused)
 
 
 def cosine(step: int, *, max_steps: int, warmup_steps: int, final: float) -> float:

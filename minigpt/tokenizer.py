@@ -11,6 +11,8 @@ Ids = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 
 class Tokenizer(Protocol):
+    """What every tokenizer can do."""
+
     vocab_size: int
 
     def encode(self, text: str) -> Ids:

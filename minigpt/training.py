@@ -117,6 +117,7 @@ class LanguageModel(L.LightningModule):
 
 
 def diverged(loss: float, step: int, learning_rate: float) -> RunError:
+    """The error of a loss that is no number any more."""
     return RunError(
         f"the loss became {loss} by step {step} (learning rate {learning_rate:.3g}); "
         f"try a lower optimizer.lr, or a longer schedule.warmup_steps"
@@ -148,9 +149,13 @@ def build_trainer(
     options = dict(options)
     accumulate = options.pop("accumulate_grad_batches")
     accelerator, precision = options.pop("accelerator"), options.pop("precision")
-    present = {"cuda": torch.cuda.is_available, "gpu": _any_gpu, "mps": torch.backends.mps.is_available}
+    present: dict[str, Callable[[], bool]] = {
+        "cuda": torch.cuda.is_available,
+        "gpu": _any_gpu,
+        "mps": torch.backends.mps.is_available,
+    }
     if accelerator in present and not present[accelerator]():
-        raise UserError(f"trainer.accelerator={accelerator}, but this machine has none; use trainer=auto or trainer=cpu")
+        raise UserError(f"trainer.accelerator={accelerator}: this machine has none; use trainer=auto or trainer=cpu")
     if precision == "auto":
         on_cuda = accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available()
         precision = "bf16-mixed" if on_cuda and torch.cuda.is_bf16_supported() else "32-true"

@@ -6,7 +6,8 @@ import sys
 from minigpt.errors import one_line
 
 
-def parse() -> argparse.Namespace:
+def arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", nargs="?", help="run folder or checkpoint (default: the newest run)")
     parser.add_argument("--prompt", default="", help="text to continue (default: begin from a new line)")
@@ -19,7 +20,8 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    args = parse()
+    """Load, generate, print."""
+    args = arguments()
     import torch
 
     from minigpt.checkpoint import find_checkpoint, load_checkpoint

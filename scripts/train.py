@@ -19,6 +19,7 @@ os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands errors on, and `one_line` sa
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="train")
 def main(cfg: DictConfig) -> float | None:
+    """What Hydra calls with the composed configuration."""
     return one_line(train)(cfg)
 
 
@@ -30,6 +31,7 @@ def train(cfg: DictConfig) -> float | None:
 
 
 def fit(cfg: DictConfig, folder: Path) -> float | None:
+    """Build every part, train, and write what came of it into the run folder."""
     from minigpt import corpus
 
     data_folder = Path(cfg.data.folder)

@@ -354,7 +354,9 @@ def test_an_empty_file_is_refused_by_name(tmp_path):
 
 
 @settings(deadline=None)
-@given(st.text("aé€😀", max_size=20), st.sampled_from([b"\xff", b"\xe2\x82", b"\xc3", b"\xf0\x9f\x98"]), st.integers(1, 9))
+@given(
+    st.text("aé€😀", max_size=20), st.sampled_from([b"\xff", b"\xe2\x82", b"\xc3", b"\xf0\x9f\x98"]), st.integers(1, 9)
+)
 def test_a_bad_byte_is_named_by_its_offset_wherever_the_pieces_are_cut(text, bad, piece):
     content = text.encode() + bad + b"abc"
     with pytest.raises(UnicodeDecodeError) as expected:
