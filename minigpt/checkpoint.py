@@ -121,8 +121,11 @@ def write(content: Mapping[str, Any], path: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        # torch hides why the file could not be written.
+        if isinstance(reason := error.__context__, OSError):
+            raise OSError(reason.errno, reason.strerror, str(path)) from error
         raise
 
 

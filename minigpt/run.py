@@ -27,7 +27,6 @@ def taken(folder: Path) -> Iterator[Path]:
         return
     if (folder / METRICS).exists() or (folder / SUMMARY).exists():
         raise UserError(f"{folder} holds a run already; choose another folder with hydra.run.dir=…, or remove it")
-    _point_latest(folder)
     try:
         yield folder
     finally:
@@ -60,7 +59,7 @@ def _short(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def _point_latest(folder: Path) -> None:
+def point_latest(folder: Path) -> None:
     """Let `latest`, beside the run folder, point at it; where links cannot be made, nothing does."""
     link = folder.parent / "latest"
     with suppress(OSError):

@@ -25,23 +25,18 @@ def main() -> None:
     import torch
 
     from minigpt.checkpoint import find_checkpoint, load_checkpoint
-    from minigpt.generate import generate
+    from minigpt.generate import check_settings, generate
     from minigpt.tokenizer import encode_prompt
 
+    settings = {
+        name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_k", "seed", "num_samples")
+    }
+    check_settings(**settings)
     path = find_checkpoint(args.run)
     model, tokenizer = load_checkpoint(path)
     print(f"sampling from {path}", file=sys.stderr)
     prompt = torch.as_tensor(encode_prompt(tokenizer, args.prompt)).long()
-    samples = generate(
-        model,
-        prompt,
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        seed=args.seed,
-        num_samples=args.num_samples,
-    )
-    for i, sample in enumerate(samples):
+    for i, sample in enumerate(generate(model, prompt, **settings)):
         if args.num_samples > 1:
             print(f"── sample {i + 1} ──", file=sys.stderr, flush=True)
         print(args.prompt + tokenizer.decode(sample.numpy()), flush=True)

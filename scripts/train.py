@@ -25,8 +25,8 @@ def main(cfg: DictConfig) -> float | None:
 
 def train(cfg: DictConfig) -> float | None:
     """One run; returns the best validation loss, nats per token."""
-    check_run(cfg)
     with run.taken(Path(HydraConfig.get().runtime.output_dir)) as folder:
+        check_run(cfg)
         return fit(cfg, folder)
 
 
@@ -102,6 +102,7 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
     try:
         for logger in extra:
             logger.log_hyperparams(resolved)
+        run.point_latest(folder)
         trainer.fit(module, data)
         if (folder / BEST).exists():  # measured from the file: the figure is that of what sample.py loads
             trainer.validate(module, data, ckpt_path=str(folder / BEST), verbose=False)

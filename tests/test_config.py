@@ -20,7 +20,11 @@ CONFIGS = ROOT / "configs"
 
 WHOLE = "a whole number of at least 1"
 BAD_VALUES = [
-    *((name, value, WHOLE) for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd") for value in (0, -3)),
+    *(
+        (name, value, WHOLE)
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")
+        for value in (0, -3)
+    ),
     *((name, 2.5, WHOLE) for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")),
     ("n_layer", True, WHOLE),
     ("n_layer", "12", WHOLE),

@@ -1,0 +1,83 @@
+"""What the tests share: a small text, and a way to train on it with the real Hydra and the real Trainer."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS, CONFIGS = ROOT / "scripts", ROOT / "configs"
+
+# Runs that differ in nothing else are compared, so all of them compute alike.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text of 20,000 characters that a tiny model can learn something of."""
+    lines = [f"{i}: the quick brown fox jumps over the lazy dog number {i * i % 97}.\n" for i in range(400)]
+    file = tmp_path_factory.mktemp("text") / "fox.txt"
+    file.write_text("".join(lines)[:20_000], encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def small(text: Path, tmp_path: Path) -> list[str]:
+    """Overrides that make a run small, and keep its files in the test's own folder."""
+    return [
+        f"data.path={text}",
+        f"data.folder={tmp_path}/data",
+        "trainer=cpu",
+        "model.block_size=16",
+        "model.n_layer=2",
+        "model.n_head=2",
+        "model.n_embd=32",
+        "data.batch_size=8",
+        "max_steps=20",
+        "eval_every=10",
+        "log_every=5",
+        "callbacks.samples.max_new_tokens=20",
+    ]
+
+
+@pytest.fixture
+def train(small: list[str], tmp_path: Path) -> Callable[..., SimpleNamespace]:
+    """Train in this process: `train("max_steps=5", folder=...)` returns the folder, the loss, the summary."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import open_dict
+
+    sys.path.insert(0, str(SCRIPTS))
+    import train as script
+
+    def run(*overrides: str, folder: Path = tmp_path / "run") -> SimpleNamespace:
+        folder.mkdir(parents=True, exist_ok=True)
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            cfg = compose("train", overrides=[*small, *overrides], return_hydra_config=True)
+        with open_dict(cfg):
+            cfg.hydra.runtime.output_dir = str(folder)
+        HydraConfig.instance().set_config(cfg)
+        with open_dict(cfg):
+            del cfg["hydra"]
+        loss = script.train(cfg)
+        return SimpleNamespace(folder=folder, loss=loss, summary=json.loads((folder / "summary.json").read_text()))
+
+    return run
+
+
+@pytest.fixture
+def launch(small: list[str]) -> Callable[..., Any]:
+    """Start a script as a user does and wait: `launch("train.py", "max_steps=5")`."""
+
+    def run(script: str, *arguments: str, small_run: bool = True, **options: Any) -> Any:
+        overrides = small if script == "train.py" and small_run else []
+        command = [sys.executable, str(SCRIPTS / script), *overrides, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, **options)
+
+    return run

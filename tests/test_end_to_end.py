@@ -1,0 +1,201 @@
+"""The scripts as a user starts them: processes, exit codes, signals, bad input."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def losses(folder: Path) -> list[float]:
+    with open(folder / "metrics.csv", newline="") as file:
+        return [float(row[name]) for row in csv.DictReader(file) for name in ("train_loss", "val_loss") if row[name]]
+
+
+def one_line(result: Any) -> str:
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    return lines[0]
+
+
+def test_train_then_sample(launch: Callable[..., Any], tmp_path: Path) -> None:
+    trained = launch("train.py", cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    assert "Traceback" not in trained.stderr
+    (folder,) = (path for path in (tmp_path / "runs").iterdir() if not path.is_symlink())
+    assert (tmp_path / "runs" / "latest").resolve() == folder
+    assert (folder / ".hydra" / "config.yaml").exists()
+    assert {"run folder", "best checkpoint", "curves"} <= set(re.findall(r"^([a-z ]+?)  ", trained.stdout, re.MULTILINE))
+
+    command = re.search(r"^sample again +(.*)$", trained.stdout, re.MULTILINE)[1]
+    again = subprocess.run(command.split(), cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+
+    # Without a run folder, the newest run; text and nothing else on stdout; the same seed, the same text.
+    flags = ["--prompt", "1: the", "--num-samples", "3", "--max-new-tokens", "30", "--seed", "7", "--top-k", "5"]
+    first, second = (launch("sample.py", *flags, cwd=tmp_path) for _ in range(2))
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == second.stdout
+    assert len(first.stdout) == 3 * (len("1: the") + 30 + 1)
+    assert "best.ckpt" in first.stderr
+
+    unknown = launch("sample.py", str(folder), "--prompt", "ROMEO: é", cwd=tmp_path)
+    assert unknown.returncode == 2
+    assert unknown.stdout == ""
+    assert "'\\xe9'" in unknown.stderr.splitlines()[-1]
+
+
+def test_two_processes_give_the_losses_of_one(launch: Callable[..., Any], tmp_path: Path) -> None:
+    one = launch("train.py", f"hydra.run.dir={tmp_path}/one")
+    two = ["trainer.accelerator=cpu", "trainer.devices=2"]
+    ddp = launch("train.py", "trainer=ddp", *two, f"hydra.run.dir={tmp_path}/ddp")
+    fsdp = launch("train.py", "trainer=fsdp", *two, f"hydra.run.dir={tmp_path}/fsdp")
+    assert (one.returncode, ddp.returncode, fsdp.returncode) == (0, 0, 0), ddp.stderr + fsdp.stderr
+    assert losses(tmp_path / "ddp") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
+    assert losses(tmp_path / "fsdp") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
+    sampled = launch("sample.py", f"{tmp_path}/fsdp", "--max-new-tokens", "5")
+    assert sampled.returncode == 0, sampled.stderr
+
+    odd = launch("train.py", "trainer=ddp", *two, "data.batch_size=5", f"hydra.run.dir={tmp_path}/odd")
+    assert odd.returncode == 2
+    assert one_line(odd).startswith("error: data.batch_size=5 does not divide among 2 processes")
+    assert not (tmp_path / "odd").exists()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_signal_ends_a_run_in_order(small: list[str], tmp_path: Path, signum: signal.Signals, devices: int) -> None:
+    folder = tmp_path / "run"
+    several = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"] if devices == 2 else []
+    command = [sys.executable, str(ROOT / "scripts" / "train.py"), *small, *several]
+    command += ["max_steps=1000000", "eval_every=1000000", f"hydra.run.dir={folder}"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        deadline = time.monotonic() + 120
+        while not (folder / "metrics.csv").exists():
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.1)
+        # A terminal's Ctrl-C reaches every process; a scheduler's SIGTERM reaches the first.
+        if signum == signal.SIGINT:
+            os.killpg(process.pid, signum)
+        else:
+            process.send_signal(signum)
+        stderr = process.communicate(timeout=120)[1]
+    assert process.returncode == 128 + signum
+    assert stderr.strip() == f"interrupted by {signum.name}"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert summary["steps"] > 0
+    assert (folder / "checkpoints" / "last.ckpt").exists()
+    assert (folder / "curves.png").exists()
+
+
+BAD_INPUT = {
+    "max_stepz=3": "there is no setting max_stepz (did you mean max_steps?)",
+    "model.n_heads=4": "there is no setting model.n_heads (did you mean model.n_head?)",
+    "modell=nano": "there is no setting modell (did you mean model?)",
+    "model=nanoo": "model=nanoo does not exist (did you mean nano?); model= takes baby,",
+    "experiment=nanogpt": "experiment=nanogpt does not exist (did you mean nanogpt_",
+    "model.n_embd=101": "n_embd=101 is not divisible by n_head=2",
+    "optimizer.lr=-1": "optimizer.lr=-1 is not possible; it takes a number above 0",
+    "max_steps=0": "max_steps=0 is not possible; it takes a whole number of at least 1",
+    "max_steps=many": "max_steps=many is not possible",
+    "model.norm=batchnorm": "norm=batchnorm is not possible; it takes layernorm or rmsnorm",
+    "data.path=missing.txt": "data.path=missing.txt is not a file",
+    "data.path=empty.txt": "empty.txt is empty",
+    "data.path=latin.txt": "latin.txt is not UTF-8 text: bad byte at offset 3",
+    "data.path=short.txt": "not one block of 16 and its next token",
+    "hydra.run.dir=empty.txt/run": "not a directory",
+    "data.folder=empty.txt/data": "not a directory",
+    "trainer.accelerator=cuda": "trainer.accelerator=cuda: this machine has none",
+    "+trainer.colour=red": "the trainer cannot be built",
+    "callbacks.samples.top_k=0": "top_k=0 is not possible",
+    "callbacks.samples.prompt=Zebra": "the tokenizer does not know 'Z'",
+    "max_steps=[1": "cannot read the override max_steps=[1",
+}
+
+
+@pytest.mark.parametrize("override", BAD_INPUT)
+def test_bad_input_is_one_line_and_leaves_nothing(override: str, launch: Callable[..., Any], tmp_path: Path) -> None:
+    if "cuda" in override and shutil.which("nvidia-smi"):
+        pytest.skip("this machine has what the test wants missing")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "latin.txt").write_bytes("caf\xe9 au lait".encode("latin-1"))
+    (tmp_path / "short.txt").write_text("too short")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    result = launch("train.py", override, cwd=tmp_path)
+    assert result.returncode == 2, result.stderr
+    line = one_line(result)
+    assert line.startswith("error: ")
+    assert BAD_INPUT[override] in line
+    after = sorted(path.name for path in tmp_path.iterdir())
+    assert [name for name in after if name not in before] in ([], ["data"], ["runs"], ["data", "runs"])
+    assert not [path for path in (tmp_path / "runs").glob("*") if path.is_dir()]
+
+
+def test_a_traceback_is_shown_on_request(launch: Callable[..., Any], tmp_path: Path) -> None:
+    result = launch("train.py", "max_steps=0", cwd=tmp_path, env={**os.environ, "MINIGPT_TRACEBACK": "1"})
+    assert "Traceback" in result.stderr
+    assert result.returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "no run with a checkpoint in runs/"),
+        (["nowhere"], "nowhere does not exist"),
+        (["."], "holds no checkpoints/best.ckpt"),
+        (["text.txt"], "text.txt is not a"),
+        (["text.txt", "--top-k", "0"], "top_k=0 is not possible"),
+    ],
+)
+def test_bad_input_to_sample_is_one_line(
+    arguments: list[str], said: str, launch: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_text("no checkpoint")
+    result = launch("sample.py", *arguments, cwd=tmp_path)
+    assert result.returncode == 2
+    assert said in one_line(result)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mount"), reason="needs the right to mount a small disk")
+def test_a_full_disk_is_said_in_one_line(launch: Callable[..., Any], tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(disk)], check=False)
+    if mounted.returncode:
+        pytest.skip("this machine does not mount")
+    try:
+        result = launch("train.py", f"hydra.run.dir={disk}/run")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+    assert result.returncode == 1
+    assert "no space left on device" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+
+
+def test_help_is_written_for_people(launch: Callable[..., Any]) -> None:
+    shown = launch("train.py", "--help", small_run=False).stdout
+    groups = {path.name for path in (ROOT / "configs").iterdir() if path.is_dir()} - {"hydra"}
+    for group in groups:
+        assert re.search(rf"^ *{group}: .+", shown, re.MULTILINE), group
+    assert shown.count("python scripts/train.py") >= 4
+    assert "powered by Hydra" not in shown
+
+
+def test_a_wrong_setting_is_found_before_torch_is_imported(small: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-X", "importtime", str(ROOT / "scripts" / "train.py"), *small, "model.n_embd=101"]
+    imported = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stderr
+    assert "minigpt.config" in imported
+    assert not re.search(r"\| +(torch|lightning|wandb|matplotlib)$", imported, re.MULTILINE)

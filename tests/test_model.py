@@ -1,0 +1,358 @@
+"""The GPT against Hugging Face's GPT-2 and Llama at random weights, known sizes, and its invariants."""
+
+import math
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from minigpt.config import ACTIVATIONS, NORM_POSITIONS, NORMS, POSITIONS, GPTConfig
+from minigpt.model import GPT
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+TINY = {"block_size": 16, "vocab_size": 29, "n_layer": 2, "n_head": 4, "n_embd": 32}
+LLAMA = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "tie_embeddings": False}
+
+
+@pytest.mark.parametrize("n_inner", [None, 80])
+def test_logits_equal_hugging_faces_gpt2(n_inner: int | None):
+    settings = {"n_layer": 3, "n_head": 4, "n_embd": 64, "n_inner": n_inner, "vocab_size": 101}
+    reference = GPT2LMHeadModel(GPT2Config(n_positions=32, activation_function="gelu", **settings)).eval()
+    draw_weights(reference)
+    model = GPT(GPTConfig(block_size=32, **settings)).eval()
+    model.load_state_dict(from_gpt2(reference))
+    tokens = torch.randint(101, (3, 32))
+    logits = model(tokens)
+    assert logits.std() > 0.5
+    assert_close(logits, reference(tokens).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_logits_equal_hugging_faces_llama():
+    reference, model = llama_pair(rope_base=500.0)
+    tokens = torch.randint(101, (3, 32))
+    logits = model(tokens)
+    assert logits.std() > 0.5
+    assert_close(logits, reference(tokens).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_llama_reads_on_from_a_cache_as_hugging_faces_does():
+    reference, model = llama_pair(rope_base=10000.0)
+    tokens = torch.randint(101, (2, 24))
+    cache = model.new_cache(2)
+    past = reference(tokens[:, :10], use_cache=True).past_key_values
+    model(tokens[:, :10], cache=cache)
+    expected = reference(tokens[:, 10:], past_key_values=past, use_cache=True).logits
+    assert_close(model(tokens[:, 10:], cache=cache), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("norm", "position", "activation", "norm_position"), product(NORMS, POSITIONS, ACTIVATIONS, NORM_POSITIONS)
+)
+def test_changing_a_future_token_leaves_earlier_logits_alone(
+    norm: str, position: str, activation: str, norm_position: str
+):
+    model = tiny(norm=norm, position=position, activation=activation, norm_position=norm_position)
+    tokens = torch.randint(29, (2, 16))
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 29
+    moved = (model(changed) - model(tokens)).abs().amax(dim=(0, 2))
+    assert (moved[:9] == 0).all()
+    assert (moved[9:] > 1e-5).all()
+
+
+@pytest.mark.parametrize("settings", [{}, LLAMA, {"norm_position": "post"}], ids=["gpt2", "llama", "post-norm"])
+def test_an_untrained_model_knows_nothing(settings: dict[str, Any]):
+    config = GPTConfig(**{"block_size": 64, "vocab_size": 65, "n_layer": 4, "n_head": 4, "n_embd": 128, **settings})
+    tokens, targets = torch.randint(65, (2, 16, 64))
+    assert GPT(config)(tokens, targets).item() == pytest.approx(math.log(65), abs=0.1)
+
+
+def test_the_loss_is_the_cross_entropy_of_the_logits():
+    model = tiny()
+    tokens, targets = torch.randint(29, (2, 3, 16))
+    expected = loss(model(tokens), targets)
+    assert_close(model(tokens, targets), expected)
+    assert_close(model(tokens, targets, reduction="sum"), expected * 3 * 16)
+
+
+def test_the_small_presets_have_the_published_sizes():
+    nano, baby = (GPT(preset(name, 65)) for name in ("nano", "baby"))
+    assert nano.num_params() == 804_096
+    assert nano.num_params(positions=False) == 795_904
+    assert round(baby.num_params(positions=False) / 1e6, 2) == 10.65
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("gpt2", 124_439_808),
+        ("gpt2_medium", 354_823_168),
+        ("gpt2_large", 774_030_080),
+        ("gpt2_xl", 1_557_611_200),
+    ],
+)
+def test_the_gpt2_presets_have_the_published_sizes(name: str, params: int):
+    with torch.device("meta"):
+        assert GPT(preset(name, 50257)).num_params() == params
+
+
+def test_frozen_weights_are_not_counted():
+    model = tiny()
+    before = model.num_params()
+    model.blocks[0].mlp.up.requires_grad_(False)
+    assert before - model.num_params() == 4 * 32 * 32 + 4 * 32
+
+
+def test_tied_embeddings_are_one_matrix_that_learns_from_both_ends():
+    tied, untied = tiny(), tiny(tie_embeddings=False)
+    assert tied.head.weight is tied.wte.weight
+    assert untied.head.weight is not untied.wte.weight
+    assert untied.num_params() - tied.num_params() == 29 * 32
+    untied.load_state_dict(tied.state_dict())
+    tokens, targets = torch.randint(29, (2, 3, 16))
+    for model in (tied, untied):
+        model(tokens, targets).backward()
+    assert_close(tied.wte.weight.grad, untied.wte.weight.grad + untied.head.weight.grad)
+
+
+@pytest.mark.parametrize("settings", [{}, LLAMA | {"n_kv_head": 2}], ids=["gpt2", "llama"])
+def test_one_batch_can_be_learned_by_heart(settings: dict[str, Any]):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**{**TINY, **settings}))
+    tokens, targets = torch.randint(29, (2, 4, 16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(150):
+        optimizer.zero_grad()
+        last = model(tokens, targets)
+        last.backward()
+        optimizer.step()
+    assert last.item() < 0.1
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_weights_begin_as_gpt2s_do(activation: str):
+    config = GPTConfig(vocab_size=999, n_layer=8, n_head=4, n_embd=256, block_size=256, activation=activation)
+    for name, parameter in GPT(config).named_parameters():
+        if parameter.dim() == 2:
+            into_the_stream = name.endswith(("attention.out.weight", "mlp.down.weight"))
+            std = 0.02 / math.sqrt(2 * 8) if into_the_stream else 0.02
+            assert parameter.std().item() == pytest.approx(std, rel=0.05), name
+            assert abs(parameter.mean().item()) < std / 20, name
+        else:
+            assert (parameter == (0 if name.endswith("bias") else 1)).all(), name
+
+
+CHANGES: dict[str, Any] = {
+    "block_size": 17,
+    "vocab_size": 30,
+    "n_layer": 3,
+    "n_head": 2,
+    "n_kv_head": 2,
+    "n_embd": 36,
+    "head_dim": 6,
+    "n_inner": 50,
+    "bias": False,
+    "dropout": 0.5,
+    "norm": "rmsnorm",
+    "norm_position": "post",
+    "position": "none",
+    "rope_base": 100.0,
+    "activation": "relu",
+    "qk_norm": True,
+    "tie_embeddings": False,
+}
+
+
+@pytest.mark.parametrize("name", GPTConfig.__dataclass_fields__)
+def test_every_setting_acts(name: str):
+    base = TINY | ({"position": "rope"} if name == "rope_base" else {})
+    assert same(fingerprint(base), fingerprint(base))
+    assert not same(fingerprint(base), fingerprint(base | {name: CHANGES[name]}))
+
+
+@pytest.mark.parametrize(("one", "other"), [p for p in product(ACTIVATIONS, repeat=2) if p[0] < p[1]])
+def test_no_two_activations_are_the_same(one: str, other: str):
+    assert not same(*(fingerprint(TINY | {"activation": name, "n_inner": 64}) for name in (one, other)))
+
+
+@pytest.mark.parametrize(
+    ("activation", "function"),
+    [("gelu", F.gelu), ("relu", F.relu), ("relu2", lambda x: F.relu(x) ** 2)],
+)
+def test_the_mlp_is_two_matrices_around_its_activation(activation: str, function: Any):
+    mlp = tiny(activation=activation).blocks[0].mlp
+    x = torch.randn(2, 5, 32)
+    expected = function(x @ mlp.up.weight.T + mlp.up.bias) @ mlp.down.weight.T + mlp.down.bias
+    assert_close(mlp(x), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_positions_tell_equal_tokens_apart_unless_there_are_none():
+    tokens = torch.tensor([[3, 4, 3, 4, 4, 3, 5]])
+    shuffled = torch.tensor([[4, 3, 4, 3, 3, 4, 5]])
+    # A single layer without positions sees a set.
+    for position in POSITIONS:
+        model = tiny(position=position, n_layer=1)
+        blind = torch.allclose(model(tokens)[:, -1], model(shuffled)[:, -1], atol=1e-4)
+        assert blind == (position == "none"), position
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_an_input_longer_than_the_context_is_refused(position: str):
+    model = tiny(position=position)
+    with pytest.raises(ValueError, match=r"17 tokens .* block_size=16"):
+        model(torch.zeros(1, 17, dtype=torch.long))
+    cache = model.new_cache(1)
+    model(torch.zeros(1, 12, dtype=torch.long), cache=cache)
+    with pytest.raises(ValueError, match=r"17 tokens .* block_size=16"):
+        model(torch.zeros(1, 5, dtype=torch.long), cache=cache)
+    assert model(torch.zeros(1, 4, dtype=torch.long), cache=cache).shape == (1, 4, 29)
+
+
+def test_dropout_acts_in_training_only():
+    model, plain = tiny(dropout=0.3), tiny()
+    plain.load_state_dict(model.state_dict())
+    tokens = torch.randint(29, (2, 16))
+    model.train()
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    assert_close(model(tokens), plain(tokens))
+
+
+def test_the_flops_of_nano_are_those_of_the_formula():
+    # 6 N + 12 L H D T: 795,904 weights, 4 layers, 4 heads of 32, 64 tokens.
+    assert GPT(preset("nano", 65)).flops_per_token() == 6 * 795_904 + 12 * 4 * 4 * 32 * 64 == 5_168_640
+
+
+@pytest.mark.parametrize("settings", [{}, LLAMA, {"head_dim": 24, "n_kv_head": 2}], ids=["gpt2", "llama", "grouped"])
+def test_flops_per_token_are_those_that_a_training_step_executes(settings: dict[str, Any]):
+    model = GPT(GPTConfig(**{**TINY, "n_embd": 128, "block_size": 64, **settings}))
+    for block in model.blocks:
+        block.attention.backend = "explicit"  # every matrix product in sight of the counter
+    tokens, targets = torch.randint(29, (2, 3, 64))
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, targets).backward()
+    assert counter.get_total_flops() / tokens.numel() == pytest.approx(model.flops_per_token(), rel=0.01)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+def tiny(**settings: Any) -> GPT:
+    """A small model in evaluation whose weights are large enough for every part to be felt."""
+    model = GPT(GPTConfig(**{**TINY, **settings})).eval()
+    draw_weights(model)
+    return model
+
+
+def draw_weights(model: nn.Module) -> None:
+    """Every parameter random: matrices and biases around 0, norms around 1."""
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.15)
+    for module in model.modules():
+        if "norm" in type(module).__name__.lower():
+            module.weight.data += 1
+
+
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy, written out."""
+    true = logits.gather(-1, targets[..., None])[..., 0]
+    return (logits.exp().sum(-1).log() - true).mean()
+
+
+Fingerprint = tuple[dict[str, torch.Size], Tensor]
+
+
+def same(one: Fingerprint, other: Fingerprint) -> bool:
+    return one[0] == other[0] and torch.allclose(one[1], other[1], atol=1e-4)
+
+
+def fingerprint(settings: dict[str, Any]) -> Fingerprint:
+    """The shapes of the weights, and logits in training mode."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**settings))
+    draw_weights(model)
+    torch.manual_seed(0)
+    logits = model(torch.arange(16).view(1, 16))
+    return {name: p.shape for name, p in model.named_parameters()}, logits.detach()
+
+
+def preset(name: str, vocab_size: int) -> GPTConfig:
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        cfg = compose("train", [f"model={name}", f"model.vocab_size={vocab_size}"])
+    return GPTConfig(**cfg.model)
+
+
+def from_gpt2(reference: GPT2LMHeadModel) -> dict[str, Tensor]:
+    """Hugging Face's GPT-2 weights under our names; its Conv1D keeps matrices transposed."""
+    weights = reference.state_dict()
+    ours = {
+        "wte.weight": weights["transformer.wte.weight"],
+        "wpe.weight": weights["transformer.wpe.weight"],
+        "head.weight": weights["lm_head.weight"],
+    }
+    names = {
+        "ln_1": "norm_1",
+        "attn.c_attn": "attention.qkv",
+        "attn.c_proj": "attention.out",
+        "ln_2": "norm_2",
+        "mlp.c_fc": "mlp.up",
+        "mlp.c_proj": "mlp.down",
+    }
+    for kind in ("weight", "bias"):
+        ours[f"norm.{kind}"] = weights[f"transformer.ln_f.{kind}"]
+        for i, (theirs, name) in product(range(reference.config.n_layer), names.items()):
+            tensor = weights[f"transformer.h.{i}.{theirs}.{kind}"]
+            ours[f"blocks.{i}.{name}.{kind}"] = tensor.T if tensor.dim() == 2 else tensor
+    return ours
+
+
+def llama_pair(rope_base: float) -> tuple[LlamaForCausalLM, GPT]:
+    """Hugging Face's Llama with grouped heads, and ours with its weights."""
+    reference = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=101,
+            hidden_size=64,
+            intermediate_size=176,
+            num_hidden_layers=3,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+            rms_norm_eps=1e-5,
+            rope_theta=rope_base,
+        )
+    ).eval()
+    draw_weights(reference)
+    shape = {"block_size": 32, "vocab_size": 101, "n_layer": 3, "n_head": 8, "n_kv_head": 2, "n_embd": 64}
+    model = GPT(GPTConfig(**shape, **LLAMA, rope_base=rope_base)).eval()
+    weights = reference.state_dict()
+    ours = {
+        "wte.weight": weights["model.embed_tokens.weight"],
+        "norm.weight": weights["model.norm.weight"],
+        "head.weight": weights["lm_head.weight"],
+    }
+    for i in range(3):
+        layer = {
+            name.removeprefix(f"model.layers.{i}.").removesuffix(".weight"): tensor
+            for name, tensor in weights.items()
+            if name.startswith(f"model.layers.{i}.")
+        }
+        ours |= {
+            f"blocks.{i}.norm_1.weight": layer["input_layernorm"],
+            f"blocks.{i}.attention.qkv.weight": torch.cat([layer[f"self_attn.{x}_proj"] for x in "qkv"]),
+            f"blocks.{i}.attention.out.weight": layer["self_attn.o_proj"],
+            f"blocks.{i}.norm_2.weight": layer["post_attention_layernorm"],
+            f"blocks.{i}.mlp.up.weight": torch.cat([layer["mlp.gate_proj"], layer["mlp.up_proj"]]),
+            f"blocks.{i}.mlp.down.weight": layer["mlp.down_proj"],
+        }
+    model.load_state_dict(ours)
+    return reference, model

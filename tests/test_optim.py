@@ -1,0 +1,139 @@
+"""Optimizers against torch's own, and schedules against nanoGPT's formula and straight lines."""
+
+import copy
+import math
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.testing import assert_close
+
+from minigpt.config import GPTConfig
+from minigpt.model import GPT
+from minigpt.optim import adamw, constant, cosine, linear
+
+
+def test_adamw_equals_torchs_with_decay_on_matrices_alone():
+    ours = model().double()  # the gradient of key biases is rounding error, and Adam would enlarge it
+    theirs = copy.deepcopy(ours)
+    vector = {name for name, _ in theirs.named_parameters() if "norm" in name or name.endswith("bias")}
+    reference = torch.optim.AdamW(
+        [
+            {"params": [p for name, p in theirs.named_parameters() if name not in vector], "weight_decay": 0.3},
+            {"params": [p for name, p in theirs.named_parameters() if name in vector], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+        betas=(0.8, 0.95),
+        foreach=False,
+        fused=False,
+    )
+    optimizer = adamw(ours, lr=0.01, betas=(0.8, 0.95), weight_decay=0.3)
+    tokens, targets = torch.randint(17, (2, 3, 8))
+    for _ in range(5):
+        for network, step in ((ours, optimizer), (theirs, reference)):
+            step.zero_grad()
+            network(tokens, targets).backward()
+            step.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert_close(a, b, atol=1e-9, rtol=1e-7)
+
+
+def test_without_a_gradient_matrices_decay_and_vectors_stay():
+    network = model()
+    before = copy.deepcopy(network)
+    optimizer = adamw(network, lr=0.1, betas=(0.9, 0.99), weight_decay=0.5)
+    for parameter in network.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for _ in range(3):
+        optimizer.step()
+    for (name, now), then in zip(network.named_parameters(), before.parameters(), strict=True):
+        assert_close(now, then * (0.95**3 if then.dim() == 2 else 1), msg=name)
+
+
+def test_every_trainable_weight_is_optimised_once_and_frozen_ones_are_not():
+    network = model()
+    network.blocks[0].requires_grad_(False)
+    optimizer = adamw(network, lr=0.1, betas=(0.9, 0.99), weight_decay=0.5)
+    optimised = [p for group in optimizer.param_groups for p in group["params"]]
+    assert len(optimised) == len(set(optimised))
+    assert set(optimised) == {p for p in network.parameters() if p.requires_grad}
+
+
+def test_betas_may_come_as_a_list_from_a_configuration_file():
+    optimizer = adamw(model(), lr=0.1, betas=[0.7, 0.8], weight_decay=0.0)  # type: ignore[arg-type]
+    assert all(group["betas"] == (0.7, 0.8) for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "warmup_steps", "final"), [(1000, 100, 0.1), (50, 0, 0.0), (20, 19, 0.5), (7, 3, 1.0)]
+)
+def test_cosine_is_nanogpts_schedule(max_steps: int, warmup_steps: int, final: float):
+    for step in range(max_steps + 5):
+        expected = nanogpt(step, max_steps=max_steps, warmup_steps=warmup_steps, final=final)
+        assert cosine(step, max_steps=max_steps, warmup_steps=warmup_steps, final=final) == pytest.approx(expected)
+
+
+def test_cosine_is_halfway_down_halfway_through():
+    assert cosine(60, max_steps=110, warmup_steps=10, final=0.2) == pytest.approx(0.6)
+    assert cosine(110, max_steps=110, warmup_steps=10, final=0.2) == pytest.approx(0.2)
+
+
+def test_linear_falls_by_equal_amounts_to_its_final_value():
+    values = [linear(step, max_steps=110, warmup_steps=10, final=0.2) for step in range(10, 111)]
+    assert values[0] == pytest.approx(1)
+    assert values[-1] == pytest.approx(0.2)
+    assert [a - b for a, b in pairwise(values)] == pytest.approx([0.8 / 100] * 100)
+    assert linear(500, max_steps=110, warmup_steps=10, final=0.2) == pytest.approx(0.2)
+
+
+def test_constant_stays_at_the_peak():
+    assert [constant(step, max_steps=20, warmup_steps=4) for step in range(4, 30)] == [1] * 26
+
+
+@pytest.mark.parametrize(
+    "schedule", [partial(cosine, final=0.1), partial(linear, final=0.1), constant], ids=["cosine", "linear", "constant"]
+)
+def test_warming_up_rises_by_equal_amounts_to_the_peak(schedule: partial[float]):
+    values = [schedule(step, max_steps=100, warmup_steps=4) for step in range(5)]
+    assert values == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert schedule(0, max_steps=100, warmup_steps=0) == 1
+
+
+@pytest.mark.parametrize("schedule", [partial(cosine, final=0.1), partial(linear, final=0.1), constant])
+def test_a_run_shorter_than_its_warm_up_rises_to_its_end(schedule: partial[float]):
+    values = [schedule(step, max_steps=5, warmup_steps=100) for step in range(5)]
+    assert values == pytest.approx([(step + 1) / 101 for step in range(5)])
+
+
+def test_a_schedule_multiplies_the_peak_learning_rate():
+    optimizer = adamw(model(), lr=0.5, betas=(0.9, 0.99), weight_decay=0.1)
+    scheduler = LambdaLR(optimizer, partial(linear, max_steps=10, warmup_steps=1, final=0.0))
+    rates = []
+    for _ in range(10):
+        rates.append(optimizer.param_groups[0]["lr"])
+        assert optimizer.param_groups[1]["lr"] == rates[-1]
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx([0.25, *(0.5 * (9 - i) / 9 for i in range(9))])
+
+
+def nanogpt(step: int, *, max_steps: int, warmup_steps: int, final: float) -> float:
+    """get_lr of nanoGPT's train.py for a peak of 1."""
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    if step > max_steps:
+        return final
+    ratio = (step - warmup_steps) / (max_steps - warmup_steps)
+    return final + 0.5 * (1 + math.cos(math.pi * ratio)) * (1 - final)
+
+
+def model() -> GPT:
+    """A small GPT with every kind of parameter, none of them at zero."""
+    torch.manual_seed(0)
+    network = GPT(GPTConfig(block_size=8, vocab_size=17, n_layer=2, n_head=2, n_embd=16))
+    for parameter in network.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return network

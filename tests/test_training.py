@@ -1,0 +1,202 @@
+"""Training as a user sees it: real Trainer, real configurations, a small text."""
+
+import csv
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import pytest
+import torch
+
+from minigpt import GPT, load_checkpoint
+from minigpt.checkpoint import read
+from minigpt.corpus import load
+from minigpt.errors import RunError, UserError
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+
+
+def metrics(folder: Path) -> list[dict[str, str]]:
+    with open(folder / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def column(folder: Path, name: str) -> list[float]:
+    return [float(row[name]) for row in metrics(folder) if row[name]]
+
+
+def test_a_run_folder_tells_its_own_story(train: Callable[..., Any]) -> None:
+    run = train()
+    assert {file.name for file in run.folder.iterdir()} == {
+        "metrics.csv",
+        "curves.png",
+        "samples.txt",
+        "summary.json",
+        "checkpoints",
+    }
+    assert {file.name for file in (run.folder / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
+    keys = "best_val_loss best_step steps tokens params seconds tokens_per_second seed device checkpoint corpus_sha256"
+    assert set(keys.split()) <= set(run.summary)
+    assert run.summary["status"] == "completed"
+    assert run.summary["steps"] == 20
+    assert run.summary["tokens"] == 20 * 8 * 16
+    assert [int(row["step"]) for row in metrics(run.folder)] == [5, 10, 10, 15, 20, 20]
+    assert run.loss == run.summary["best_val_loss"] == min(column(run.folder, "val_loss"))
+    assert column(run.folder, "train_loss")[-1] < column(run.folder, "train_loss")[0]
+    assert (run.folder / "samples.txt").read_text().count("validation loss") == 2
+    height, width, _ = matplotlib.image.imread(run.folder / "curves.png").shape
+    assert (height, width) == (720, 960)
+
+
+def test_the_checkpoint_of_a_run_has_the_loss_that_the_run_reports(train: Callable[..., Any], tmp_path: Path) -> None:
+    run = train()
+    model, tokenizer = load_checkpoint(run.folder)
+    (tokens,) = (tmp_path / "data" / "tokens").glob("*/meta.json")
+    val = torch.from_numpy(load(tokens.parent).tokens("val").astype("int64"))
+    windows = (len(val) - 1) // 16
+    x, y = val[: windows * 16].view(-1, 16), val[1 : windows * 16 + 1].view(-1, 16)
+    with torch.no_grad():
+        assert model(x, y).item() == pytest.approx(run.loss, abs=1e-5)
+    bits = column(run.folder, "val_bits_per_byte")[-1]
+    assert bits == pytest.approx(column(run.folder, "val_loss")[-1] / math.log(2))  # a byte is a token here
+    assert tokenizer.decode(tokenizer.encode("fox")) == "fox"
+
+
+def test_the_first_loss_is_that_of_a_uniform_guess(train: Callable[..., Any]) -> None:
+    run = train("max_steps=1", "log_every=1")
+    vocab_size = load_checkpoint(run.folder)[0].config.vocab_size
+    assert column(run.folder, "train_loss")[0] == pytest.approx(math.log(vocab_size), abs=0.1)
+
+
+def test_the_same_seed_gives_the_same_losses_and_another_seed_others(
+    train: Callable[..., Any], tmp_path: Path
+) -> None:
+    runs = [
+        train("model.dropout=0.1", f"seed={seed}", folder=tmp_path / f"run{i}") for i, seed in enumerate((7, 7, 8))
+    ]
+    a, b, c = ([*column(run.folder, "train_loss"), *column(run.folder, "val_loss")] for run in runs)
+    assert a == b
+    assert a != c
+
+
+def test_one_batch_can_be_overfitted(train: Callable[..., Any]) -> None:
+    run = train("debug=overfit", "optimizer.lr=1e-2", "data.batch_size=2", "max_steps=300", "eval_every=300")
+    assert column(run.folder, "train_loss")[-1] < 0.1
+
+
+def test_accumulated_batches_make_the_step_of_one_large_batch(train: Callable[..., Any], tmp_path: Path) -> None:
+    whole = train("data.batch_size=8", "data.overfit_batches=1", "max_steps=5", folder=tmp_path / "whole")
+    parts = train(
+        "data.batch_size=4",
+        "trainer.accumulate_grad_batches=2",
+        "data.overfit_batches=2",  # the same eight windows, in two halves
+        "max_steps=5",
+        folder=tmp_path / "parts",
+    )
+    assert parts.summary["tokens"] == whole.summary["tokens"]
+    for name in ("train_loss", "grad_norm", "val_loss"):
+        assert column(parts.folder, name) == pytest.approx(column(whole.folder, name), rel=1e-4)
+
+
+def test_the_last_step_is_validated_whatever_the_interval(train: Callable[..., Any]) -> None:
+    run = train("max_steps=13", "eval_every=10")
+    assert [int(row["step"]) for row in metrics(run.folder) if row["val_loss"]] == [10, 13]
+
+
+def test_the_learning_rate_warms_up_and_decays_over_max_steps(train: Callable[..., Any]) -> None:
+    run = train("max_steps=20", "log_every=1", "schedule=linear", "schedule.warmup_steps=4", "optimizer.lr=1e-2")
+    rates = column(run.folder, "learning_rate")
+    assert rates[:3] == pytest.approx([4e-3, 6e-3, 8e-3])  # the rate of the step to come
+    assert max(rates) == pytest.approx(1e-2)
+    assert rates[-1] == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("limit", ["0.01", "null"])
+def test_the_gradient_is_clipped_where_asked(train: Callable[..., Any], limit: str, tmp_path: Path) -> None:
+    free = train("trainer.gradient_clip_val=null", "max_steps=3", "log_every=1", folder=tmp_path / "free")
+    run = train(f"trainer.gradient_clip_val={limit}", "max_steps=3", "log_every=1")
+    same = column(run.folder, "train_loss") == column(free.folder, "train_loss")
+    assert same == (limit == "null")
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_every_schedule_trains(train: Callable[..., Any], schedule: str) -> None:
+    assert train(f"schedule={schedule}", "max_steps=3").summary["steps"] == 3
+
+
+@pytest.mark.parametrize("preset", sorted(file.stem for file in (CONFIGS / "model").glob("*.yaml")))
+def test_every_preset_takes_a_step_at_its_own_width(train: Callable[..., Any], preset: str) -> None:
+    heads = {"nano": 4, "baby": 6, "gpt2": 12, "gpt2_medium": 16, "gpt2_large": 20, "gpt2_xl": 25}[preset]
+    width = {"nano": 128, "baby": 384, "gpt2": 768, "gpt2_medium": 1024, "gpt2_large": 1280, "gpt2_xl": 1600}[preset]
+    run = train(
+        f"model={preset}",
+        f"model.n_embd={width}",
+        f"model.n_head={heads}",
+        "model.n_layer=1",
+        "max_steps=1",
+        "data.batch_size=1",
+    )
+    assert run.summary["steps"] == 1
+
+
+@pytest.mark.parametrize("experiment", sorted(file.stem for file in (CONFIGS / "experiment").glob("*.yaml")))
+def test_every_experiment_takes_a_step(train: Callable[..., Any], experiment: str) -> None:
+    run = train(f"experiment={experiment}", "compile=false", "max_steps=1", "model.n_layer=1")
+    assert run.summary["steps"] == 1
+
+
+@pytest.mark.parametrize("debug", ["fast", "profile"])
+def test_debug_presets_run(train: Callable[..., Any], debug: str) -> None:
+    run = train(f"debug={debug}", *(["max_steps=25", "eval_every=25"] if debug == "profile" else []))
+    if debug == "fast":
+        assert run.summary["steps"] == 20  # the test's own max_steps stands after the preset's
+    else:
+        assert "aten::" in (run.folder / "profile.txt").read_text()
+        assert (run.folder / "trace.json").stat().st_size > 10_000
+
+
+def test_early_stopping_stops_and_still_ends_in_order(train: Callable[..., Any]) -> None:
+    run = train("callbacks=early_stopping", "optimizer.lr=1e-9", "callbacks.early_stopping.min_delta=1", "max_steps=90")
+    assert run.summary["steps"] < 90
+    assert run.summary["status"] == "completed"
+
+
+def test_a_compiled_model_trains_to_the_same_loss(train: Callable[..., Any], tmp_path: Path) -> None:
+    eager = train("max_steps=5", folder=tmp_path / "eager")
+    compiled = train("max_steps=5", "compile=true", folder=tmp_path / "compiled")
+    assert compiled.loss == pytest.approx(eager.loss, abs=1e-4)
+    assert isinstance(load_checkpoint(compiled.folder)[0], GPT)
+
+
+def test_a_checkpoint_is_plain_data_and_self_contained(train: Callable[..., Any], tmp_path: Path) -> None:
+    run = train("max_steps=2")
+    shutil.rmtree(tmp_path / "data")
+    content = read(run.folder / "checkpoints" / "last.ckpt")  # weights_only
+    assert content["global_step"] == 2
+    assert content["minigpt"]["config"]["max_steps"] == 2
+    assert content["minigpt"]["corpus_sha256"] == run.summary["corpus_sha256"]
+    assert {"optimizer_states", "lr_schedulers", "loops", "rng"} <= set(content)
+    load_checkpoint(run.folder)
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_says_where(train: Callable[..., Any], tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"nan by step \d+ \(learning rate"):
+        train("optimizer.lr=1e18", "trainer.gradient_clip_val=null", "max_steps=30")
+    assert '"failed"' in (tmp_path / "run" / "summary.json").read_text()
+
+
+def test_a_run_folder_is_not_used_twice(train: Callable[..., Any]) -> None:
+    train("max_steps=1")
+    with pytest.raises(UserError, match="holds a run already"):
+        train("max_steps=1")
+
+
+def test_a_vocabulary_may_be_padded_but_not_cut(train: Callable[..., Any], tmp_path: Path) -> None:
+    run = train("model.vocab_size=128", "max_steps=1")
+    assert load_checkpoint(run.folder)[0].config.vocab_size == 128
+    with pytest.raises(UserError, match="model.vocab_size=3 is less than"):
+        train("model.vocab_size=3", folder=tmp_path / "cut")
+    assert not (tmp_path / "cut").exists()
