@@ -18,6 +18,8 @@ from minigpt.errors import UserError
 from minigpt.model import GPT
 from minigpt.tokenizer import CharTokenizer
 
+pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # torch's, of files that are none
+
 ALPHABET = "\n abcdeé€😀"
 ARCHITECTURES = {
     "gpt2": {},
