@@ -268,6 +268,16 @@ def test_dropout_acts_in_training_only(backend: str):
     assert_close(attention(x), plain(x))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dropout_acts_on_the_weights_besides_the_output(backend: str):
+    attention = MultiHeadAttention(24, 4, dropout=0.5, backend=backend)
+    x = torch.randn(2, 9, 24)
+    trained = attention(x)
+    plain = attention.eval()(x)
+    kept = trained != 0
+    assert ((trained / 2 - plain)[kept].abs() > 1e-4).float().mean() > 0.9
+
+
 def test_dropout_drops_weights_and_keeps_their_expectation():
     q, k, v = torch.randn(3, 1, 1, 200, 8)
     kept = attend_explicit(q, k, v)[1]

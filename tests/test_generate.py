@@ -79,7 +79,7 @@ def test_only_the_end_of_a_long_prompt_is_read(length: int):
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, None), (0.5, None), (3.0, None), (1.0, 4), (2.0, 4)])
 def test_sampled_frequencies_are_those_of_the_softmax(temperature: float, top_k: int | None):
     model, prompt, n = make(vocab_size=11), torch.tensor([5, 1]), 3000
-    model.head.weight.data *= 0.3
+    model.head.weight.data *= 0.2
     logits = model(prompt[None])[0, -1].double() / temperature
     if top_k is not None:
         logits[logits.argsort()[:-top_k]] = float("-inf")
@@ -182,6 +182,14 @@ def test_dropout_does_not_act_on_samples_of_a_model_in_training():
     assert torch.equal(generate(model.train(), prompt, max_new_tokens=30, temperature=0), expected)
 
 
+def test_sampling_records_nothing_for_a_backward_pass():
+    model = make()
+    recorded = []
+    model.register_forward_hook(lambda module, tokens, logits: recorded.append(logits.requires_grad))
+    generate(model, torch.tensor([3]), max_new_tokens=5)
+    assert recorded == [False] * 5
+
+
 def test_whoever_reads_a_stream_can_go_on_training():
     model = make()
     for _ in stream(model, torch.tensor([3]), max_new_tokens=2):
@@ -251,7 +259,10 @@ def make(**settings: Any) -> GPT:
     shape = {"block_size": 16, "vocab_size": 23, "n_layer": 2, "n_head": 4, "n_embd": 32}
     model = GPT(GPTConfig(**{**shape, **settings})).eval()
     for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.2)
+        nn.init.normal_(parameter, std=0.3)
+    for name, parameter in model.named_parameters():
+        if "norm" in name and name.endswith("weight"):
+            parameter.data += 1
     return model
 
 

@@ -53,6 +53,32 @@ def test_llama_reads_on_from_a_cache_as_hugging_faces_does():
     assert_close(model(tokens[:, 10:], cache=cache), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+@pytest.mark.parametrize("norm_position", NORM_POSITIONS)
+def test_logits_equal_those_of_torchs_transformer_layers(norm_position: str, activation: str):
+    pre = norm_position == "pre"
+    model = tiny(norm_position=norm_position, activation=activation)
+    tokens = torch.randint(29, (3, 16))
+    x = F.embedding(tokens, model.wte.weight) + model.wpe.weight
+    for block in model.blocks:
+        layer = nn.TransformerEncoderLayer(32, 4, 128, 0.0, activation, batch_first=True, norm_first=pre).eval()
+        layer.load_state_dict(
+            {
+                "self_attn.in_proj_weight": block.attention.qkv.weight,
+                "self_attn.in_proj_bias": block.attention.qkv.bias,
+                **{f"self_attn.out_proj.{kind}": tensor for kind, tensor in block.attention.out.state_dict().items()},
+                **{f"linear1.{kind}": tensor for kind, tensor in block.mlp.up.state_dict().items()},
+                **{f"linear2.{kind}": tensor for kind, tensor in block.mlp.down.state_dict().items()},
+                **{f"norm1.{kind}": tensor for kind, tensor in block.norm_1.state_dict().items()},
+                **{f"norm2.{kind}": tensor for kind, tensor in block.norm_2.state_dict().items()},
+            }
+        )
+        x = layer(x, src_mask=nn.Transformer.generate_square_subsequent_mask(16), is_causal=True)
+    if pre:
+        x = F.layer_norm(x, (32,), model.norm.weight, model.norm.bias)
+    assert_close(model(tokens), x @ model.wte.weight.T, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("norm", "position", "activation", "norm_position"), product(NORMS, POSITIONS, ACTIVATIONS, NORM_POSITIONS)
 )
@@ -226,6 +252,18 @@ def test_dropout_acts_in_training_only():
     assert_close(model(tokens), plain(tokens))
 
 
+@pytest.mark.parametrize("place", ["embedding", "attention", "mlp"])
+def test_dropout_acts_on_embeddings_attention_and_mlp(place: str):
+    model = tiny(dropout=0.3)
+    tokens = torch.randint(29, (2, 16))
+    plain = model(tokens)
+    if place == "embedding":
+        model.training = True  # and not the modules inside
+    else:
+        getattr(model.blocks[1], place).train()
+    assert (model(tokens) - plain).abs().max() > 0.01
+
+
 def test_the_flops_of_nano_are_those_of_the_formula():
     # 6 N + 12 L H D T: 795,904 weights, 4 layers, 4 heads of 32, 64 tokens.
     assert GPT(preset("nano", 65)).flops_per_token() == 6 * 795_904 + 12 * 4 * 4 * 32 * 64 == 5_168_640
@@ -233,7 +271,7 @@ def test_the_flops_of_nano_are_those_of_the_formula():
 
 @pytest.mark.parametrize("settings", [{}, LLAMA, {"head_dim": 24, "n_kv_head": 2}], ids=["gpt2", "llama", "grouped"])
 def test_flops_per_token_are_those_that_a_training_step_executes(settings: dict[str, Any]):
-    model = GPT(GPTConfig(**{**TINY, "n_embd": 128, "block_size": 64, **settings}))
+    model = GPT(GPTConfig(**{**TINY, "n_embd": 128, "vocab_size": 512, "block_size": 64, **settings}))
     for block in model.blocks:
         block.attention.backend = "explicit"  # every matrix product in sight of the counter
     tokens, targets = torch.randint(29, (2, 3, 64))
