@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from minigpt.attention import MultiHeadAttention as MultiHeadAttention
     from minigpt.checkpoint import load_checkpoint as load_checkpoint
     from minigpt.config import GPTConfig as GPTConfig
-    from minigpt.generate import generate as generate
+    from minigpt.generation import generate as generate
     from minigpt.model import GPT as GPT
 
 _ROOMS = {
     "GPT": "minigpt.model",
     "GPTConfig": "minigpt.config",
     "MultiHeadAttention": "minigpt.attention",
-    "generate": "minigpt.generate",
+    "generate": "minigpt.generation",
     "load_checkpoint": "minigpt.checkpoint",
 }
 __all__ = list(_ROOMS)

@@ -75,6 +75,7 @@ def attend_explicit(
 
 def _visible(T: int, S: int, causal: bool, mask: Tensor | None, device: torch.device) -> Tensor | None:
     """The boolean mask that `causal` and `mask` make together, or None where all is visible."""
+    mask = None if mask is None else torch.atleast_2d(mask)
     if not causal:
         return mask
     lower = torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)  # (T, S)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minigpt.checkpoint import BEST, LAST
 from minigpt.errors import Interrupted
-from minigpt.generate import check_settings, generate
+from minigpt.generation import check_settings, generate
 from minigpt.model import GPT
 from minigpt.run import SAMPLES
 from minigpt.tokenizer import Tokenizer, encode_prompt

@@ -101,7 +101,9 @@ def read(path: Path, *, device: str | torch.device | None = None) -> dict[str, A
         content = torch.load(path, map_location=device, weights_only=True)
     except pickle.UnpicklingError as error:
         raise UserError(f"{path} is not a checkpoint, or holds more than plain data; nothing of it was run") from error
-    except (RuntimeError, EOFError, ValueError, KeyError) as error:
+    except PermissionError:
+        raise
+    except Exception as error:  # what a damaged file makes the reader raise is any kind of error
         raise UserError(f"{path} is not a whole checkpoint: cut short, or another kind of file") from error
     ours = content.get(_OURS) if isinstance(content, dict) else None
     if not isinstance(ours, dict) or "state_dict" not in content:

@@ -107,13 +107,13 @@ def check_run(cfg: Mapping[str, Any]) -> None:
         UserError: the first value that cannot work, with what was expected.
     """
     for key, (accepts, expected) in _RULES.items():
-        value: Any = cfg
-        for part in key.split("."):
-            value = value[part]
-        _require(key, value, accepts, expected)
+        group, _, name = key.rpartition(".")
+        values = cfg[group] if group else cfg
+        if name in values:  # not every optimizer and schedule has every value
+            _require(key, values[name], accepts, expected)
     vocab_size = cfg["model"]["vocab_size"]
     # The vocabulary is known only once the text is; everything else can be checked now.
-    GPTConfig(**{**cfg["model"], "vocab_size": 1 if vocab_size is None else vocab_size})
+    GPTConfig.from_dict({**cfg["model"], "vocab_size": 1 if vocab_size is None else vocab_size})
 
 
 def _require(name: str, value: object, accepts: Callable[[Any], bool], expected: str) -> None:
@@ -151,8 +151,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "data.eval_batch_size": _AT_LEAST_ONE,
     "data.val_fraction": (lambda v: _number(v) and 0 < v < 1, "a number between 0 and 1"),
     "optimizer.lr": (_positive, "a number above 0"),
+    "optimizer.betas": (lambda v: len(v) == 2 and all(map(_fraction, v)), "two numbers from 0 to less than 1"),
     "optimizer.weight_decay": (_not_negative, "a number of at least 0"),
     "schedule.warmup_steps": (_whole(0), "a whole number of at least 0"),
+    "schedule.final": (lambda v: _number(v) and 0 <= v <= 1, "a number from 0 to 1"),
     "trainer.accumulate_grad_batches": _AT_LEAST_ONE,
     "trainer.gradient_clip_val": (lambda v: v is None or _positive(v), "a number above 0, or null"),
 }

@@ -179,17 +179,20 @@ def stand_in(characters: int) -> str:
 
 def _render(markdown: str) -> str:
     """A play in Markdown as speeches: a speaker's line that ends in a colon, the speech, a blank line."""
-    speeches = []
-    # A speech is a paragraph that opens with the speaker in bold; all else is headings and directions.
+    speeches: list[tuple[str, list[str]]] = []  # speaker, lines
+    speaking = False  # a paragraph without a speaker goes on with the speech, unless a heading ended it
     for paragraph in re.split(r"\n\s*\n", markdown):
+        if re.match(r"\s*(#|(ACT|SCENE) [IVX]+)", paragraph):
+            speaking = False
         if spoken := re.match(r"\*\*(.+?)\*\*\s*\n(.*)", paragraph, flags=re.DOTALL):
-            speaker, lines = spoken.groups()
-            lines = re.sub(r"_.*?_|\*.*?\*|\\?\[.*?\\?\]", "", lines, flags=re.DOTALL)  # stage directions
-            lines = re.sub(r"[_*\\]", "", lines)
-            kept = [re.sub(r" +", " ", line).strip() for line in lines.splitlines()]
-            if speech := "\n".join(line for line in kept if line):
-                speeches.append(f"{speaker.strip()}:\n{speech}\n\n")
-    return "".join(speeches)
+            speeches.append((spoken[1].strip(), []))
+            paragraph, speaking = spoken[2], True
+        if not speaking or re.match(r"\d+\.", paragraph):  # the order of a procession is a numbered list
+            continue
+        lines = re.sub(r"_.*?_|\*.*?\*|\\?\[.*?\\?\]", "", paragraph, flags=re.DOTALL)  # stage directions
+        lines = re.sub(r"[_*\\#\[\]]", "", lines)
+        speeches[-1][1].extend(line for part in lines.splitlines() if (line := " ".join(part.split())))
+    return "".join("\n".join((f"{speaker}:", *lines)) + "\n\n" for speaker, lines in speeches if lines)
 
 
 def _download(url: str, sha256: str, target: Path) -> bool:
@@ -210,6 +213,9 @@ def _download(url: str, sha256: str, target: Path) -> bool:
         store.fetch(target.name, downloader=pooch.HTTPDownloader(progressbar=True, timeout=(5, 30)))
     except (requests.RequestException, ValueError):  # no answer, or not the file that was promised
         return False
+    mask = os.umask(0)
+    os.umask(mask)
+    target.chmod(0o666 & ~mask)  # as any new file; the download's temporary file was private
     return True
 
 

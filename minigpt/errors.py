@@ -46,7 +46,9 @@ def one_line(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            sys.stdout.flush()  # a closed pipe is noticed here, not when the interpreter ends
+            return result
         except (KeyboardInterrupt, BrokenPipeError, Exception) as error:
             if os.environ.get("MINIGPT_TRACEBACK") == "1":
                 raise
@@ -54,8 +56,9 @@ def one_line(function: Callable[P, R]) -> Callable[P, R]:
             # Bad input and signals concern every process of several; one says it.
             if message and (code == 1 or os.environ.get("LOCAL_RANK", "0") == "0"):
                 print(message, file=sys.stderr)
-            # A plain exit would flush stdout into a closed pipe and complain about it.
-            if isinstance(error, BrokenPipeError):
+            try:
+                sys.stdout.flush()
+            except BrokenPipeError:  # the interpreter would flush once more, and complain
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(code)
 
@@ -64,8 +67,13 @@ def one_line(function: Callable[P, R]) -> Callable[P, R]:
 
 def explain(error: BaseException) -> tuple[str, int]:
     """The line that tells a user what happened, and the exit code that goes with it."""
+    message, code = _explain(error)
+    return " ".join(message.split()), code
+
+
+def _explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, UserError):
-        return f"error: {_flat(error)}", error.exit_code
+        return f"error: {error}", error.exit_code
     if isinstance(error, Interrupted):
         return str(error), error.exit_code
     if isinstance(error, KeyboardInterrupt):
@@ -81,7 +89,7 @@ def explain(error: BaseException) -> tuple[str, int]:
         return f"error: {where}{error.strerror.lower()}; {advice} another folder", 1 if full else 2
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "error: out of memory; lower data.batch_size or choose a smaller model", 1
-    return f"error: {type(error).__name__}: {_flat(error)} (MINIGPT_TRACEBACK=1 shows where)", 1
+    return f"error: {type(error).__name__}: {error} (MINIGPT_TRACEBACK=1 shows where)", 1
 
 
 def warn(message: str) -> None:
@@ -98,10 +106,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
         key for key in known if difflib.get_close_matches(leaf, [key.rpartition(".")[2]], cutoff=0.75)
     ]
     return f" (did you mean {close[0]}?)" if close else ""
-
-
-def _flat(error: BaseException) -> str:
-    return " ".join(str(error).split())
 
 
 def _explain_hydra(error: BaseException) -> tuple[str, int]:
@@ -123,7 +127,7 @@ def _explain_hydra(error: BaseException) -> tuple[str, int]:
         name = unknown[1]
         return f"error: there is no setting {name}{nearest(name, _known_settings())}; --help lists them", 2
     full_key = getattr(error, "full_key", None) or getattr(cause, "full_key", None)
-    detail = _flat(cause or error).split(" full_key:")[0]
+    detail = " ".join(str(cause or error).split()).split(" full_key:")[0]
     where = f"{full_key}: " if full_key else ""
     return f"error: {where}{re.sub(r' See https?://.*', '', detail)}", 2
 

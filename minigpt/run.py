@@ -27,18 +27,24 @@ def taken(folder: Path) -> Iterator[Path]:
         return
     if (folder / METRICS).exists() or (folder / SUMMARY).exists():
         raise UserError(f"{folder} holds a run already; choose another folder with hydra.run.dir=…, or remove it")
+    latest = folder.parent / "latest"
+    before = latest.readlink() if latest.is_symlink() else None
+    _link(latest, Path(folder.name))
     try:
         yield folder
     finally:
         if all(entry.name == ".hydra" for entry in folder.iterdir()):
             shutil.rmtree(folder)
+            _link(latest, before)
 
 
 def tell(folder: Path, summary: Mapping[str, Any]) -> None:
     """Write the end of the story: `curves.png` and `summary.json`. Of a run that never began there is none."""
-    if not (folder / METRICS).exists():
+    measured = (folder / METRICS).exists()
+    if not measured and not summary.get("steps"):
         return
-    draw_curves(folder)
+    if measured:
+        draw_curves(folder)
     partial = folder / f".{SUMMARY}.partial"
     partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     partial.replace(folder / SUMMARY)
@@ -59,12 +65,12 @@ def _short(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
-def point_latest(folder: Path) -> None:
-    """Let `latest`, beside the run folder, point at it; where links cannot be made, nothing does."""
-    link = folder.parent / "latest"
+def _link(link: Path, target: Path | None) -> None:
+    """Point a link somewhere, or remove it; where links cannot be made there is none."""
     with suppress(OSError):
         link.unlink(missing_ok=True)
-        link.symlink_to(folder.name, target_is_directory=True)
+        if target is not None:
+            link.symlink_to(target, target_is_directory=True)
 
 
 def read_metrics(file: Path) -> dict[str, list[tuple[int, float]]]:

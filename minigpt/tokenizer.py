@@ -58,7 +58,10 @@ class CharTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
-        points = self._points[np.asarray(ids, dtype=np.int64)]
+        """Ids that no character has (a padded vocabulary has such) become the replacement character."""
+        chosen = np.asarray(ids, dtype=np.int64)
+        inside = (chosen >= 0) & (chosen < self.vocab_size)
+        points = np.where(inside, self._points[np.where(inside, chosen, 0)], 0xFFFD)
         return points.astype("<u4").tobytes().decode("utf-32-le")
 
     def to_dict(self) -> dict[str, Any]:
@@ -71,8 +74,8 @@ def from_dict(values: Mapping[str, Any]) -> Tokenizer:
     Raises:
         UserError: it is not a description of a tokenizer that this version knows.
     """
-    if values.get("name") != CharTokenizer.name:
-        raise UserError(f"unknown tokenizer {values.get('name')!r}; it takes {CharTokenizer.name}")
+    if not isinstance(values, Mapping) or values.get("name") != CharTokenizer.name:
+        raise UserError(f"unknown tokenizer {values!r:.80}; it takes {CharTokenizer.name}")
     if not isinstance(values.get("alphabet"), str):
         raise UserError("a char tokenizer is described by its alphabet, a text")
     return CharTokenizer(values["alphabet"])

@@ -25,12 +25,10 @@ def main() -> None:
     import torch
 
     from minigpt.checkpoint import find_checkpoint, load_checkpoint
-    from minigpt.generate import check_settings, generate
+    from minigpt.generation import check_settings, generate
     from minigpt.tokenizer import encode_prompt
 
-    settings = {
-        name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_k", "seed", "num_samples")
-    }
+    settings = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_k", "seed", "num_samples")}
     check_settings(**settings)
     path = find_checkpoint(args.run)
     model, tokenizer = load_checkpoint(path)

@@ -105,7 +105,6 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
     try:
         for logger in extra:
             logger.log_hyperparams(resolved)
-        run.point_latest(folder)
         trainer.fit(module, data)
         if (folder / BEST).exists():  # measured from the file: the figure is that of what sample.py loads
             trainer.validate(module, data, ckpt_path=str(folder / BEST), verbose=False)

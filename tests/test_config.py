@@ -139,6 +139,7 @@ def test_a_run_with_a_setting_at_its_edge_is_accepted(override: str):
     [
         ("seed=-1", "at least 0"),
         ("seed=1.5", "whole number"),
+        ("seed=18446744073709551616", "whole number"),
         ("max_steps=0", "at least 1"),
         ("max_steps=2.5", "whole number"),
         ("max_steps=null", "whole number"),
@@ -170,6 +171,8 @@ def test_a_run_that_cannot_work_is_refused_by_the_name_that_was_typed(override: 
     [
         ("optimizer.betas=[2.0,0.99]", "betas"),
         ("optimizer.betas=[0.9]", "betas"),
+        ("optimizer.betas=0.9", "betas"),
+        ("optimizer.betas=null", "betas"),
         ("schedule.final=-1", "final"),
     ],
 )
@@ -203,7 +206,7 @@ def test_importing_what_checks_a_configuration_imports_nothing_heavy(room: str):
 
 
 def test_the_model_can_be_used_without_lightning_and_hydra():
-    rooms = [f"minigpt.{name}" for name in ("attention", "model", "optim", "generate")]
+    rooms = [f"minigpt.{name}" for name in ("attention", "model", "optim", "generation")]
     packages = imported_by(*rooms)
     assert "torch" in packages
     assert not packages & {"lightning", "pytorch_lightning", "lightning_fabric", "hydra", "omegaconf", "wandb"}

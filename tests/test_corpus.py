@@ -1,5 +1,6 @@
 """Where a text comes from, and the token files made of it, against nanoGPT's preparation and numpy."""
 
+import errno
 import hashlib
 import json
 import os
@@ -259,6 +260,7 @@ def test_stage_directions_and_scenes_are_not_spoken(plays):
     assert not re.search(r"^(Exeunt|Exit|Re-enter|SCENE|ACT)\b", plays, flags=re.MULTILINE)
     assert "lists. A pavilion by the side of it" not in plays  # the second paragraph of a heading in Pericles
     assert "A lively flourish of Trumpets" not in plays  # a numbered list in Henry VIII
+    assert "dispersedly" not in plays  # in The Tempest, in a bracket that is never closed
 
 
 def test_the_stand_in_reads_the_plays_and_runs_no_foreign_code():
@@ -428,6 +430,26 @@ def test_what_a_killed_process_left_does_no_harm(tmp_path):
     prepared = prepare(text, tmp_path / "here")
     assert on_disk(prepared) == nanogpt(text)
     assert [path.name for path in prepared.folder.parent.iterdir() if path.is_dir()] == [name]
+
+
+def test_a_disk_that_is_full_leaves_nothing_half_written(tmp_path):
+    (tmp_path / "long.txt").write_text("as long as this\n" * 1000)
+    program = """if True:
+        import resource, sys
+        from pathlib import Path
+        from minigpt import corpus
+        folder = Path(sys.argv[1])
+        text = corpus.find(name="", url="", sha256="", characters=0, folder=folder, path=folder / "long.txt")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))  # no file may grow beyond
+        try:
+            corpus.prepare(text, tokenizer="char", val_fraction=0.1, folder=folder)
+        except OSError as error:
+            print(error.strerror)
+    """
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{os.strerror(errno.EFBIG)}\n"
+    assert leftovers(tmp_path) == []
 
 
 def test_processes_that_prepare_at_once_all_get_whole_files(tmp_path):

@@ -36,7 +36,9 @@ def test_train_then_sample(launch: Callable[..., Any], tmp_path: Path) -> None:
     (folder,) = (path for path in (tmp_path / "runs").iterdir() if not path.is_symlink())
     assert (tmp_path / "runs" / "latest").resolve() == folder
     assert (folder / ".hydra" / "config.yaml").exists()
-    assert {"run folder", "best checkpoint", "curves"} <= set(re.findall(r"^([a-z ]+?)  ", trained.stdout, re.MULTILINE))
+    assert {"run folder", "best checkpoint", "curves"} <= set(
+        re.findall(r"^([a-z ]+?)  ", trained.stdout, re.MULTILINE)
+    )
 
     command = re.search(r"^sample again +(.*)$", trained.stdout, re.MULTILINE)[1]
     again = subprocess.run(command.split(), cwd=tmp_path, capture_output=True, text=True, check=False)

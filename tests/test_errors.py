@@ -170,27 +170,41 @@ def test_a_mistyped_override_is_explained_by_what_there_is(override, said):
 # A reader that went away.
 
 
-def run_into_a_closed_pipe(body):
+def run_into(stdout, body):
     program = f"from minigpt.errors import one_line\n@one_line\ndef main():\n    {body}\nmain()\n"
+    # Python buffers what it prints into a pipe or file, unless told otherwise.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.fixture
+def closed_pipe():
     reader, writer = os.pipe()
     os.close(reader)
-    try:
-        return subprocess.run(
-            [sys.executable, "-c", program], cwd=ROOT, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True
-        )
-    finally:
-        os.close(writer)
+    yield writer
+    os.close(writer)
 
 
 @pytest.mark.parametrize("body", ["for i in range(100_000): print(i)", "print('a few words')"], ids=["much", "little"])
-def test_a_closed_pipe_is_no_error(body):
-    done = run_into_a_closed_pipe(body)
+def test_a_closed_pipe_is_no_error(closed_pipe, body):
+    done = run_into(closed_pipe, body)
     assert done.stderr == ""
     assert done.returncode == 0
 
 
-def test_an_error_is_said_even_into_a_closed_pipe():
-    done = run_into_a_closed_pipe("print('a few words'); raise MemoryError")
+def test_an_error_is_said_even_when_nobody_reads_the_output(closed_pipe):
+    done = run_into(closed_pipe, "print('a few words'); raise MemoryError")
     assert done.returncode == 1
     assert "out of memory" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_output_that_finds_no_space_is_an_error_in_one_line():
+    with open("/dev/full", "w") as full:
+        done = run_into(full, "print('a few words')")
+    assert done.returncode == 1
+    assert "no space left" in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -109,11 +109,17 @@ def test_the_loss_is_the_cross_entropy_of_the_logits():
     assert_close(model(tokens, targets, reduction="sum"), expected * 3 * 16)
 
 
-def test_the_small_presets_have_the_published_sizes():
-    nano, baby = (GPT(preset(name, 65)) for name in ("nano", "baby"))
-    assert nano.num_params() == 804_096
+@pytest.mark.parametrize(
+    "choices", [("model=nano", "model=baby"), ("experiment=nanogpt_cpu", "experiment=nanogpt_gpu")]
+)
+def test_the_small_presets_and_nanogpts_recipes_have_the_published_sizes(choices: tuple[str, str]):
+    nano, baby = (GPT(composed(choice, 65)) for choice in choices)
     assert nano.num_params(positions=False) == 795_904
     assert round(baby.num_params(positions=False) / 1e6, 2) == 10.65
+
+
+def test_nanogpts_recipe_learns_a_position_for_every_token_of_its_context():
+    assert GPT(composed("experiment=nanogpt_cpu", 65)).num_params() == 795_904 + 64 * 128 == 804_096
 
 
 @pytest.mark.parametrize(
@@ -127,7 +133,7 @@ def test_the_small_presets_have_the_published_sizes():
 )
 def test_the_gpt2_presets_have_the_published_sizes(name: str, params: int):
     with torch.device("meta"):
-        assert GPT(preset(name, 50257)).num_params() == params
+        assert GPT(composed(f"model={name}", 50257)).num_params() == params
 
 
 def test_frozen_weights_are_not_counted():
@@ -155,7 +161,7 @@ def test_one_batch_can_be_learned_by_heart(settings: dict[str, Any]):
     model = GPT(GPTConfig(**{**TINY, **settings}))
     tokens, targets = torch.randint(29, (2, 4, 16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(150):
+    for _ in range(100):
         optimizer.zero_grad()
         last = model(tokens, targets)
         last.backward()
@@ -266,7 +272,7 @@ def test_dropout_acts_on_embeddings_attention_and_mlp(place: str):
 
 def test_the_flops_of_nano_are_those_of_the_formula():
     # 6 N + 12 L H D T: 795,904 weights, 4 layers, 4 heads of 32, 64 tokens.
-    assert GPT(preset("nano", 65)).flops_per_token() == 6 * 795_904 + 12 * 4 * 4 * 32 * 64 == 5_168_640
+    assert GPT(composed("model=nano", 65)).flops_per_token() == 6 * 795_904 + 12 * 4 * 4 * 32 * 64 == 5_168_640
 
 
 @pytest.mark.parametrize("settings", [{}, LLAMA, {"head_dim": 24, "n_kv_head": 2}], ids=["gpt2", "llama", "grouped"])
@@ -324,9 +330,9 @@ def fingerprint(settings: dict[str, Any]) -> Fingerprint:
     return {name: p.shape for name, p in model.named_parameters()}, logits.detach()
 
 
-def preset(name: str, vocab_size: int) -> GPTConfig:
+def composed(choice: str, vocab_size: int) -> GPTConfig:
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        cfg = compose("train", [f"model={name}", f"model.vocab_size={vocab_size}"])
+        cfg = compose("train", [choice, f"model.vocab_size={vocab_size}"])
     return GPTConfig(**cfg.model)
 
 

@@ -31,13 +31,13 @@ def finished_run(runs, name):
     return folder
 
 
-def measure(folder, *, validated=True):
-    """Ten training losses that fall, and two validation losses, the first of them the best."""
+def measure(folder, *, validated=True, last=2.6):
+    """Ten training losses that fall from 3.8 to 2, and two validation losses, the first of them the best."""
     logger = MetricsCSV(folder / "metrics.csv")
     for step in range(10, 110, 10):
         logger.log_metrics({"train_loss": 4 - step / 50, "learning_rate": 1e-3 * step, "tokens": 64 * step}, step)
         if validated and step in (50, 100):
-            logger.log_metrics({"val_loss": 2.5 + step / 1000, "val_bits_per_byte": 3.5}, step)
+            logger.log_metrics({"val_loss": 2.55 if step == 50 else last, "val_bits_per_byte": 3.5}, step)
 
 
 # Taking a folder.
@@ -113,6 +113,12 @@ def test_a_run_that_never_began_leaves_latest_at_the_run_before_it(tmp_path):
     assert (tmp_path / "latest").resolve() == before
 
 
+def test_a_run_that_never_began_does_not_take_latest_from_one_started_meanwhile(tmp_path):
+    with taken(new_folder(tmp_path, "first")):
+        second = finished_run(tmp_path, "second")
+    assert (tmp_path / "latest").resolve() == second
+
+
 def test_a_first_run_that_never_began_leaves_no_link_to_nothing(tmp_path):
     with taken(new_folder(tmp_path, "mistyped")):
         pass
@@ -170,6 +176,17 @@ def test_the_curves_show_both_losses(tmp_path):
     assert pixels_of(picture, ORANGE) > 100
 
 
+def test_every_validation_loss_shows_in_the_curves(tmp_path):
+    pictures = []
+    for name, last in (("first", 2.6), ("second", 2.6), ("third", 3.2)):
+        (tmp_path / name / "run").mkdir(parents=True)
+        measure(tmp_path / name / "run", last=last)
+        draw_curves(tmp_path / name / "run")
+        pictures.append(image.imread(tmp_path / name / "run/curves.png"))
+    assert np.array_equal(pictures[0], pictures[1])
+    assert not np.array_equal(pictures[0], pictures[2])
+
+
 def test_without_validation_there_is_no_validation_curve(tmp_path):
     measure(tmp_path, validated=False)
     draw_curves(tmp_path)
@@ -192,6 +209,11 @@ def test_the_summary_is_written_beside_the_curves(tmp_path):
 def test_of_a_run_that_never_began_there_is_no_story(tmp_path):
     tell(tmp_path, {"status": "failed"})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_ended_before_its_first_measurement_has_a_summary_and_no_curves(tmp_path):
+    tell(tmp_path, {"status": "interrupted", "steps": 3})
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
 def test_the_last_words_are_the_sample_and_where_things_are(tmp_path, monkeypatch, capsys):

@@ -39,6 +39,10 @@ def test_ids_are_decoded_from_lists_and_arrays(kind):
     assert CharTokenizer("abc").decode(kind([2, 0, 1, 0])) == "caba"
 
 
+def test_ids_that_no_character_has_become_the_replacement_character():
+    assert CharTokenizer("abc").decode([0, 3, 2, 64, -1]) == "a\ufffdc\ufffd\ufffd"
+
+
 def test_an_empty_text_has_no_ids_and_no_ids_are_an_empty_text():
     tokenizer = CharTokenizer("abc")
     assert len(tokenizer.encode("")) == 0

@@ -71,12 +71,8 @@ def test_the_first_loss_is_that_of_a_uniform_guess(train: Callable[..., Any]) ->
     assert column(run.folder, "train_loss")[0] == pytest.approx(math.log(vocab_size), abs=0.1)
 
 
-def test_the_same_seed_gives_the_same_losses_and_another_seed_others(
-    train: Callable[..., Any], tmp_path: Path
-) -> None:
-    runs = [
-        train("model.dropout=0.1", f"seed={seed}", folder=tmp_path / f"run{i}") for i, seed in enumerate((7, 7, 8))
-    ]
+def test_the_same_seed_gives_the_same_losses_and_another_seed_others(train: Callable[..., Any], tmp_path: Path) -> None:
+    runs = [train("model.dropout=0.1", f"seed={seed}", folder=tmp_path / f"run{i}") for i, seed in enumerate((7, 7, 8))]
     a, b, c = ([*column(run.folder, "train_loss"), *column(run.folder, "val_loss")] for run in runs)
     assert a == b
     assert a != c

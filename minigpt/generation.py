@@ -96,13 +96,14 @@ def check_settings(
     """Raises UserError, naming the setting, for one that is impossible."""
     for name, value, least in (
         ("max_new_tokens", max_new_tokens, 1),
-        ("temperature", temperature, 0),
-        ("top_k", top_k, 1),
         ("seed", seed, 0),
         ("num_samples", num_samples, 1),
+        ("top_k", 1 if top_k is None else top_k, 1),
     ):
-        if value is not None and not least <= value < float("inf"):
-            raise UserError(f"{name}={value} is not possible; it takes at least {least}")
+        if not isinstance(value, int) or not least <= value < 1 << 63:
+            raise UserError(f"{name}={value} is not possible; it takes a whole number of at least {least}")
+    if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
+        raise UserError(f"temperature={temperature} is not possible; it takes a number of at least 0")
 
 
 def _sample(logits: Tensor, temperature: float, top_k: int | None, generators: list[torch.Generator]) -> Tensor:
@@ -116,4 +117,5 @@ def _sample(logits: Tensor, temperature: float, top_k: int | None, generators: l
     noise = torch.stack(
         [torch.empty_like(row).exponential_(generator=g) for row, g in zip(logits, generators, strict=True)]
     )
+    logits = logits - logits.amax(dim=-1, keepdim=True)  # a tiny temperature must not make inf - inf
     return ((logits / temperature).softmax(dim=-1) / noise).argmax(dim=-1, keepdim=True)
