@@ -5,7 +5,7 @@ and a checkpoint stores it as a dictionary. `check_run` looks at a composed run 
 finds what is wrong with it before torch is imported and before anything is written.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -126,7 +126,7 @@ def _number(value: object) -> bool:
 
 
 def _whole(least: int) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 63
 
 
 def _fraction(value: Any) -> bool:
@@ -151,7 +151,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "data.eval_batch_size": _AT_LEAST_ONE,
     "data.val_fraction": (lambda v: _number(v) and 0 < v < 1, "a number between 0 and 1"),
     "optimizer.lr": (_positive, "a number above 0"),
-    "optimizer.betas": (lambda v: len(v) == 2 and all(map(_fraction, v)), "two numbers from 0 to less than 1"),
+    "optimizer.betas": (
+        lambda v: isinstance(v, Sequence) and len(v) == 2 and all(map(_fraction, v)),
+        "two numbers from 0 to less than 1",
+    ),
     "optimizer.weight_decay": (_not_negative, "a number of at least 0"),
     "schedule.warmup_steps": (_whole(0), "a whole number of at least 0"),
     "schedule.final": (lambda v: _number(v) and 0 <= v <= 1, "a number from 0 to 1"),

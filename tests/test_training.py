@@ -193,6 +193,6 @@ def test_a_run_folder_is_not_used_twice(train: Callable[..., Any]) -> None:
 def test_a_vocabulary_may_be_padded_but_not_cut(train: Callable[..., Any], tmp_path: Path) -> None:
     run = train("model.vocab_size=128", "max_steps=1")
     assert load_checkpoint(run.folder)[0].config.vocab_size == 128
-    with pytest.raises(UserError, match="model.vocab_size=3 is less than"):
+    with pytest.raises(UserError, match=r"model\.vocab_size=3 is less than"):
         train("model.vocab_size=3", folder=tmp_path / "cut")
     assert not (tmp_path / "cut").exists()

@@ -52,11 +52,11 @@ class Server(BaseHTTPRequestHandler):
 
     hangs = True
 
-    def do_HEAD(self) -> None:  # noqa: N802
+    def do_HEAD(self) -> None:
         self.send_response(200)
         self.end_headers()
 
-    def do_POST(self) -> None:  # noqa: N802
+    def do_POST(self) -> None:
         if self.hangs:
             threading.Event().wait(60)
         self.send_response(500)
