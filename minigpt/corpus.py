@@ -187,7 +187,7 @@ def _render(markdown: str) -> str:
         if spoken := re.match(r"\*\*(.+?)\*\*\s*\n(.*)", paragraph, flags=re.DOTALL):
             speeches.append((spoken[1].strip(), []))
             paragraph, speaking = spoken[2], True
-        if not speaking or re.match(r"\s*\d+\.", paragraph):  # the order of a procession is a numbered list
+        if not speaking or re.match(r"\s*\d+\\?\.", paragraph):  # the order of a procession is a numbered list
             continue
         lines = re.sub(r"_.*?_|\*.*?\*|\\?\[.*?\\?\]", "", paragraph, flags=re.DOTALL)  # stage directions
         lines = re.sub(r"[_*\\#\[\]]", "", lines)
