@@ -189,7 +189,7 @@ def _render(markdown: str) -> str:
             paragraph, speaking = spoken[2], True
         if not speaking or re.match(r"\s*\d+\\?\.", paragraph):  # the order of a procession is a numbered list
             continue
-        lines = re.sub(r"_.*?_|\*.*?\*|\\?\[.*?\\?\]", "", paragraph, flags=re.DOTALL)  # stage directions
+        lines = re.sub(r"_.*?_|\*.*?\*|\\?\[.*?(?:\\?\]|\Z)", "", paragraph, flags=re.DOTALL)  # stage directions
         lines = re.sub(r"[_*\\#\[\]]", "", lines)
         speeches[-1][1].extend(line for part in lines.splitlines() if (line := " ".join(part.split())))
     return "".join("\n".join((f"{speaker}:", *lines)) + "\n\n" for speaker, lines in speeches if lines)
