@@ -58,7 +58,7 @@ def one_line(function: Callable[P, R]) -> Callable[P, R]:
                 print(message, file=sys.stderr)
             try:
                 sys.stdout.flush()
-            except BrokenPipeError:  # the interpreter would flush once more, and complain
+            except OSError:  # closed, or full: the interpreter would flush once more, and complain
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(code)
 
@@ -85,8 +85,8 @@ def _explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        advice = "free some space, or choose" if full else "choose"
-        return f"error: {where}{error.strerror.lower()}; {advice} another folder", 1 if full else 2
+        advice = "; free some space, or choose another folder" if full else "; choose another folder" if where else ""
+        return f"error: {where}{error.strerror.lower()}{advice}", 2 if where and not full else 1
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "error: out of memory; lower data.batch_size or choose a smaller model", 1
     return f"error: {type(error).__name__}: {error} (MINIGPT_TRACEBACK=1 shows where)", 1

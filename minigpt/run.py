@@ -35,7 +35,8 @@ def taken(folder: Path) -> Iterator[Path]:
     finally:
         if all(entry.name == ".hydra" for entry in folder.iterdir()):
             shutil.rmtree(folder)
-            _link(latest, before)
+            if latest.is_symlink() and latest.readlink() == Path(folder.name):  # no newer run took it
+                _link(latest, before)
 
 
 def tell(folder: Path, summary: Mapping[str, Any]) -> None:

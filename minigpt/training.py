@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -83,9 +83,12 @@ class LanguageModel(L.LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         """Clip the norm of the whole gradient, and keep the norm: it is worth a look."""
-        limit = float("inf") if gradient_clip_val is None else gradient_clip_val
-        norm = clip_grad_norm_(self.model.parameters(), limit)
+        parameters = list(self.model.parameters())
+        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
         self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        # A CPU may look whether there is anything to clip; a GPU would have to wait for the answer.
+        if gradient_clip_val is not None and (norm.device.type != "cpu" or self.grad_norm > gradient_clip_val):
+            clip_grads_with_norm_(parameters, gradient_clip_val, self.grad_norm)
 
     def on_validation_epoch_start(self) -> None:
         self.val_nats = torch.zeros((), device=self.device)
