@@ -40,6 +40,8 @@ def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> 
         ours = content[_OURS]
         model = GPT(GPTConfig.from_dict(ours["model"]))
         tokenizer = tokenizers.from_dict(ours["tokenizer"])
+        if tokenizer.vocab_size > model.config.vocab_size:
+            raise UserError(f"{tokenizer.vocab_size} token ids do not fit a vocabulary of {model.config.vocab_size}")
         weights = {
             name.removeprefix(_PREFIX): tensor
             for name, tensor in content["state_dict"].items()
@@ -101,7 +103,7 @@ def read(path: Path, *, device: str | torch.device | None = None) -> dict[str, A
         content = torch.load(path, map_location=device, weights_only=True)
     except pickle.UnpicklingError as error:
         raise UserError(f"{path} is not a checkpoint, or holds more than plain data; nothing of it was run") from error
-    except PermissionError:
+    except (PermissionError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # what a damaged file makes the reader raise is any kind of error
         raise UserError(f"{path} is not a whole checkpoint: cut short, or another kind of file") from error
