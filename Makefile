@@ -42,5 +42,7 @@ check-venv:
 		echo "$(VENV) is broken, or older than Python 3.11; 'make clean' removes it, then try again" >&2; exit 2; fi
 	@if [ ! -e $(VENV) ]; then \
 		if [ -z "$(PYTHON)" ]; then echo "minigpt needs Python 3.11 or newer and found none on the path" >&2; exit 2; fi; \
+		if ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+			echo "$(PYTHON) is older than Python 3.11; choose another with PYTHON=..." >&2; exit 2; fi; \
 		$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 			echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }; fi

@@ -29,7 +29,7 @@ def attend(
         q: (B, H, T, D). k: (B, K, S, D). v: (B, K, S, E); K divides H, and E may differ from D.
         causal: query t of T sees the keys up to S - T + t: the last query sees them all.
         mask: boolean, broadcastable to (B, H, T, S), true where a query may look.
-        scale: factor on the scores; None is 1/√D.
+        scale: factor on the scores, above 0; None is 1/√D.
         dropout: probability of dropping a weight; the caller passes 0 when not training.
 
     Returns:

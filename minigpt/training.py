@@ -88,7 +88,7 @@ class LanguageModel(L.LightningModule):
         self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         # A CPU may look whether there is anything to clip; a GPU would have to wait for the answer.
         if gradient_clip_val is not None and (norm.device.type != "cpu" or self.grad_norm > gradient_clip_val):
-            clip_grads_with_norm_(parameters, gradient_clip_val, self.grad_norm)
+            clip_grads_with_norm_(parameters, gradient_clip_val, norm)
 
     def on_validation_epoch_start(self) -> None:
         self.val_nats = torch.zeros((), device=self.device)
