@@ -9,7 +9,7 @@ what to quote. Prints a table and writes the figures as JSON.
   python scripts/bench.py loss                   experiment=nanogpt_cpu to the end, over seeds
 
 PATH is a script with a bare PyTorch loop of the recipe nanogpt_cpu that takes TEXT, --iters N and
---eval_every N and prints `median-ms X`, the median time of a step.
+--eval_every N and prints `train-s X`, the seconds that its steps took.
 """
 
 import argparse
@@ -93,15 +93,15 @@ def _drain(terminal: int) -> None:
 
 
 def step(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Median tokens/s of a training step, logging and progress bar on, beside a bare loop."""
+    """Tokens/s over all training steps of a run, logging and progress bar on, beside a bare loop."""
     rows = []
     for i in range(args.rounds):
         row: dict[str, Any] = {}
         if args.against:
-            row["bare tokens/s"] = bare_speed(run_bare(args))
+            row["bare tokens/s"] = args.steps * TOKENS_PER_STEP / bare_seconds(run_bare(args))
         run = folder / f"step{i}"
         launch([*ours(run), f"max_steps={args.steps}", f"eval_every={args.steps}"])
-        row["minigpt tokens/s"] = statistics.median(speeds(run))
+        row["minigpt tokens/s"] = summary(run)["tokens_per_second"]
         if args.against:
             row["ratio"] = row["minigpt tokens/s"] / row["bare tokens/s"]
         rows.append(row)
@@ -159,8 +159,7 @@ def loss(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     for seed in range(1337, 1337 + args.rounds):
         run = folder / f"seed{seed}"
         launch([*ours(run), f"seed={seed}"])
-        summary = json.loads((run / "summary.json").read_text())
-        rows.append({"last val loss": last_val_loss(run), "seconds": summary["seconds"], "seed": seed})
+        rows.append({"last val loss": last_val_loss(run), "seconds": summary(run)["seconds"], "seed": seed})
     return rows
 
 
@@ -174,11 +173,11 @@ def run_bare(args: argparse.Namespace) -> Ran:
     return launch([sys.executable, args.against, text_file(), "--iters", args.steps, "--eval_every", args.steps])
 
 
-def bare_speed(ran: Ran) -> float:
-    """Tokens/s of a bare loop, from the median time of a step that it prints."""
-    if not (found := re.search(r"median-ms ([\d.]+)", ran.output)):
-        raise UserError("the script given with --against did not print `median-ms X`")
-    return 1000 * TOKENS_PER_STEP / float(found[1])
+def bare_seconds(ran: Ran) -> float:
+    """The seconds of training that a bare loop prints."""
+    if not (found := re.search(r"train-s +([\d.]+)", ran.output)):
+        raise UserError("the script given with --against did not print `train-s X`")
+    return float(found[1])
 
 
 def text_file() -> Path:
@@ -188,19 +187,16 @@ def text_file() -> Path:
     return corpus.find(**source, folder=ROOT / data["folder"]).path.resolve()
 
 
-def speeds(run: Path) -> list[float]:
-    """Tokens/s of every row of metrics.csv."""
-    return [float(row["tokens_per_second"]) for row in _rows(run) if row["tokens_per_second"]]
-
-
 def last_val_loss(run: Path) -> float:
     """The validation loss after the last step."""
-    return float([row["val_loss"] for row in _rows(run) if row["val_loss"]][-1])
-
-
-def _rows(run: Path) -> list[dict[str, str]]:
     with open(run / "metrics.csv", newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+        return float([row["val_loss"] for row in csv.DictReader(file) if row["val_loss"]][-1])
+
+
+def summary(run: Path) -> dict[str, Any]:
+    """What a run came to."""
+    told: dict[str, Any] = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    return told
 
 
 def show(name: str, rows: Sequence[dict[str, Any]]) -> None:
