@@ -126,7 +126,7 @@ class MultiHeadAttention(nn.Module):
         causal: hide the future.
         qk_norm: RMS-normalise queries and keys per head (Henry et al., 2020).
         scale: factor on the scores; None is 1/√D.
-        backend: "fused", or "explicit", which forms the weights and can return them.
+        backend: "fused", or "explicit", which forms the weights.
         out_proj: mix the heads with an output projection; False returns them side by side.
     """
 
@@ -177,7 +177,7 @@ class MultiHeadAttention(nn.Module):
             rotary: `rotary_table` of the positions of x, (2, T, D/2).
             cache: keys and values of the positions before x; those of x are added to it.
         """
-        return self._forward(x, context, mask, rotary, cache)[0]
+        return self._forward(x, context, mask, rotary, cache, self.backend)[0]
 
     def weights(
         self,
@@ -187,14 +187,19 @@ class MultiHeadAttention(nn.Module):
         mask: Tensor | None = None,
         rotary: Tensor | None = None,
     ) -> Tensor:
-        """The attention weights (B, H, T, S) that `forward` uses; needs `backend="explicit"`."""
-        weights = self._forward(x, context, mask, rotary, None)[1]
-        if weights is None:
-            raise ValueError("the fused kernel never forms its weights; set backend='explicit'")
+        """The attention weights (B, H, T, S) of `forward`, formed explicitly whatever the backend."""
+        weights = self._forward(x, context, mask, rotary, None, "explicit")[1]
+        assert weights is not None
         return weights
 
     def _forward(
-        self, x: Tensor, context: Tensor | None, mask: Tensor | None, rotary: Tensor | None, cache: KVCache | None
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        mask: Tensor | None,
+        rotary: Tensor | None,
+        cache: KVCache | None,
+        backend: str,
     ) -> tuple[Tensor, Tensor | None]:
         q, k, v = self._project(x, context)  # (B, H, T, D), (B, K, S, D) twice
         if self.qk_norm:
@@ -205,7 +210,7 @@ class MultiHeadAttention(nn.Module):
             k, v = cache.append(k, v)
         dropout = self.dropout if self.training else 0.0
         weights = None
-        if self.backend == "fused":
+        if backend == "fused":
             y = attend(q, k, v, causal=self.causal, mask=mask, scale=self.scale, dropout=dropout)
         else:
             y, weights = attend_explicit(q, k, v, causal=self.causal, mask=mask, scale=self.scale, dropout=dropout)
