@@ -11,7 +11,7 @@ from typing import Any
 
 from minigpt.errors import UserError
 
-NORMS = ("layernorm", "rmsnorm")
+NORMS = ("layernorm", "rmsnorm", "rmsnorm_plain")
 POSITIONS = ("learned", "rope", "none")
 ACTIVATIONS = ("gelu", "relu", "relu2", "swiglu")
 NORM_POSITIONS = ("pre", "post")
@@ -42,6 +42,10 @@ class GPTConfig:
     activation: str = "gelu"
     qk_norm: bool = False  # RMS-normalise queries and keys per head
     tie_embeddings: bool = True  # the output head is the token embedding
+    zero_init: bool = False  # what writes into the residual stream, and an untied head, begin at zero
+    smear: int = 0  # how many tokens before each are mixed into its embedding
+    embed_norm: bool = False  # RMS-normalise what enters the first block
+    softcap: float | None = None  # bound of the logits, softcap · tanh(logits / softcap)
 
     def __post_init__(self) -> None:
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
@@ -49,10 +53,12 @@ class GPTConfig:
         for name in ("n_kv_head", "head_dim", "n_inner"):
             value = getattr(self, name)
             _require(name, value, lambda v: v is None or _whole(1)(v), "a whole number of at least 1, or null")
-        for name in ("bias", "qk_norm", "tie_embeddings"):
+        for name in ("bias", "qk_norm", "tie_embeddings", "zero_init", "embed_norm"):
             _require(name, getattr(self, name), lambda v: isinstance(v, bool), "true or false")
         _require("dropout", self.dropout, _fraction, "a number from 0 up to, but not including, 1")
         _require("rope_base", self.rope_base, _positive, "a number above 0")
+        _require("smear", self.smear, _whole(0), "a whole number of at least 0")
+        _require("softcap", self.softcap, lambda v: v is None or _positive(v), "a number above 0, or null")
         for name, takes in (
             ("norm", NORMS),
             ("position", POSITIONS),

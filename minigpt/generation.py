@@ -78,10 +78,9 @@ def stream(
         cache = model.new_cache(num_samples)
         new = context
         for _ in range(max_new_tokens):
-            if cache[0].length + new.size(1) > block_size:
+            if cache.length + new.size(1) > block_size:
                 context = new = context[:, -max(1, block_size // 2) :]
-                for layer in cache:
-                    layer.length = 0
+                cache.clear()
             logits = model(new, cache=cache)[:, -1].float()  # (N, V)
             new = _sample(logits, temperature, top_k, generators)  # (N, 1)
             context = torch.cat((context, new), dim=1)[:, -block_size:]

@@ -9,6 +9,7 @@ Shapes: B batch, T time, C n_embd, V vocab.
 
 import math
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -23,6 +24,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        if config.smear:
+            self.smear = nn.Parameter(torch.zeros(config.smear, config.n_embd))  # the last row is for the token before
         if config.position == "learned":
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -43,7 +46,7 @@ class GPT(nn.Module):
         tokens: Tensor,
         targets: Tensor | None = None,
         *,
-        cache: list[KVCache] | None = None,
+        cache: "Cache | None" = None,
         reduction: str = "mean",
     ) -> Tensor:
         """Logits, or the loss when targets are given.
@@ -51,33 +54,39 @@ class GPT(nn.Module):
         Args:
             tokens: (B, T) token ids, T at most `block_size` together with what the cache holds.
             targets: (B, T) ids that follow each token.
-            cache: a `KVCache` a layer, from `new_cache`; tokens continue what it holds.
+            cache: what was read before, from `new_cache`; tokens continue it, and are added to it.
             reduction: "mean" or "sum" of the loss over tokens.
 
         Returns:
             Logits (B, T, V), or the cross-entropy in nats, a scalar.
         """
-        start = cache[0].length if cache else 0
+        start = cache.length if cache else 0
         end = start + tokens.size(1)
         if end > self.config.block_size:
             raise ValueError(f"{end} tokens do not fit into block_size={self.config.block_size}")
         x = self.wte(tokens)  # (B, T, C)
+        if self.config.smear:
+            x = self._smear(x, cache)
         if self.config.position == "learned":
             x = x + self.wpe.weight[start:end]  # (T, C)
         rotary = None if self.rotary is None else self.rotary[:, start:end]  # (2, T, D/2)
+        if self.config.embed_norm:
+            x = F.rms_norm(x, (self.config.n_embd,), eps=1e-5)
         x = F.dropout(x, self.config.dropout, self.training)
         for i, block in enumerate(self.blocks):
-            x = block(x, rotary, cache[i] if cache else None)
+            x = block(x, rotary, cache.layers[i] if cache else None)
         logits = self.head(self.norm(x))  # (B, T, V)
+        if self.config.softcap is not None:  # Gemma 2 (2024)
+            logits = self.config.softcap * torch.tanh(logits / self.config.softcap)
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
 
-    def new_cache(self, batch: int) -> list[KVCache]:
-        """An empty cache of `block_size` positions for a batch of sequences, a `KVCache` a layer."""
+    def new_cache(self, batch: int) -> "Cache":
+        """An empty cache of `block_size` positions for a batch of sequences."""
         config, weight = self.config, self.wte.weight
         shape = (batch, config.n_kv_head or config.n_head, config.block_size, config.head_width)
-        return [KVCache(shape, device=weight.device, dtype=weight.dtype) for _ in range(config.n_layer)]
+        return Cache([KVCache(shape, device=weight.device, dtype=weight.dtype) for _ in range(config.n_layer)])
 
     def num_params(self, *, positions: bool = True) -> int:
         """Trainable numbers; without the learned positions, the count that nanoGPT and GPT-2 papers give."""
@@ -97,8 +106,22 @@ class GPT(nn.Module):
         attention = 12 * config.n_layer * config.n_head * config.head_width * config.block_size
         return 6 * weights + attention
 
+    def _smear(self, x: Tensor, cache: "Cache | None") -> Tensor:
+        """Add to each embedding those of the `smear` tokens before, by learnt factors per channel: (B, T, C)."""
+        k, T = self.config.smear, x.size(1)
+        before = x.new_zeros(x.size(0), k, x.size(2)) if cache is None or cache.last is None else cache.last
+        padded = torch.cat((before, x), dim=1)  # (B, k + T, C)
+        if cache is not None:
+            cache.last = padded[:, -k:]
+        for i in range(k):
+            x = x + self.smear[i] * padded[:, i : i + T]
+        return x
+
     def _initialise(self) -> None:
-        """GPT-2's initialisation: normal(0.02), and 1/√(2 n_layer) of it into the residual stream."""
+        """GPT-2's initialisation: normal(0.02), and 1/√(2 n_layer) of it into the residual stream.
+
+        With `zero_init` what writes into the residual stream, and an untied head, begin at zero.
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
@@ -107,6 +130,28 @@ class GPT(nn.Module):
         for name, weight in self.named_parameters():
             if name.endswith(("attention.out.weight", "mlp.down.weight")):
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
+                if self.config.zero_init:
+                    nn.init.zeros_(weight)
+        if self.config.zero_init and not self.config.tie_embeddings:
+            nn.init.zeros_(self.head.weight)
+
+
+class Cache:
+    """What a model has read of a batch of sequences: keys and values of every layer, and the last embeddings."""
+
+    def __init__(self, layers: list[KVCache]) -> None:
+        self.layers = layers
+        self.last: Tensor | None = None  # (B, smear, C)
+
+    @property
+    def length(self) -> int:
+        return self.layers[0].length
+
+    def clear(self) -> None:
+        """Forget all, and keep the memory."""
+        self.last = None
+        for layer in self.layers:
+            layer.length = 0
 
 
 class Block(nn.Module):
@@ -165,4 +210,4 @@ class MLP(nn.Module):
 def _norm(config: GPTConfig) -> nn.Module:
     if config.norm == "layernorm":
         return nn.LayerNorm(config.n_embd, bias=config.bias)
-    return nn.RMSNorm(config.n_embd, eps=1e-5)
+    return nn.RMSNorm(config.n_embd, eps=1e-5, elementwise_affine=config.norm == "rmsnorm")

@@ -200,14 +200,49 @@ CHANGES: dict[str, Any] = {
     "activation": "relu",
     "qk_norm": True,
     "tie_embeddings": False,
+    "smear": 2,
+    "embed_norm": True,
+    "softcap": 5.0,
 }
 
 
-@pytest.mark.parametrize("name", GPTConfig.__dataclass_fields__)
+@pytest.mark.parametrize("name", [name for name in GPTConfig.__dataclass_fields__ if name != "zero_init"])
 def test_every_setting_acts(name: str):
     base = TINY | ({"position": "rope"} if name == "rope_base" else {})
     assert same(fingerprint(base), fingerprint(base))
     assert not same(fingerprint(base), fingerprint(base | {name: CHANGES[name]}))
+
+
+def test_with_zero_init_blocks_pass_through_and_an_untied_head_guesses_evenly():
+    model = GPT(GPTConfig(**TINY, zero_init=True, tie_embeddings=False))
+    tokens, targets = torch.randint(29, (2, 3, 16))
+    assert model(tokens, targets).item() == pytest.approx(math.log(29), abs=1e-6)
+    x = torch.randn(2, 16, 32)
+    assert all(torch.equal(block(x, None, None), x) for block in model.blocks)
+    assert GPT(GPTConfig(**TINY, zero_init=True)).head.weight.std() > 0.01  # tied: it is the embedding
+
+
+def test_smear_mixes_in_the_tokens_before():
+    model = tiny(smear=2)
+    nn.init.normal_(model.smear)
+    plain = tiny()
+    plain.load_state_dict({name: weight for name, weight in model.state_dict().items() if name != "smear"})
+    tokens = torch.randint(29, (2, 16))
+    embedded = plain.wte(tokens)
+    mixed = embedded.clone()
+    mixed[:, 1:] += model.smear[1] * embedded[:, :-1]
+    mixed[:, 2:] += model.smear[0] * embedded[:, :-2]
+    assert_close(model._smear(embedded, None), mixed)
+
+
+def test_softcap_bounds_the_logits():
+    model, plain = tiny(softcap=2.0), tiny()
+    for each in (model, plain):
+        nn.init.normal_(each.wte.weight, generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(29, (2, 16))
+    plain.load_state_dict(model.state_dict())
+    assert plain(tokens).abs().max() > 2.5
+    assert_close(model(tokens), 2.0 * torch.tanh(plain(tokens) / 2.0))
 
 
 @pytest.mark.parametrize(("one", "other"), [p for p in product(ACTIVATIONS, repeat=2) if p[0] < p[1]])
