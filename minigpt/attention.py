@@ -33,7 +33,7 @@ def attend(
         dropout: probability of dropping a weight; the caller passes 0 when not training.
 
     Returns:
-        (B, H, T, E)
+        (B, H, T, E), zeros for a query that sees no key.
     """
     T, S = q.size(-2), k.size(-2)
     # A single query may see every key, and a square causal mask is what the kernel calls causal.
@@ -69,7 +69,10 @@ def attend_explicit(
     visible = _visible(T, S, causal, mask, q.device)
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
-    weights = F.dropout(scores.softmax(dim=-1), dropout)
+    weights = scores.softmax(dim=-1)
+    if visible is not None and (mask is not None or T > S):
+        weights = weights.masked_fill(~visible, 0.0)  # not nan where a query sees no key
+    weights = F.dropout(weights, dropout)
     return weights @ v, weights
 
 
@@ -122,7 +125,8 @@ class MultiHeadAttention(nn.Module):
             attention (Ainslie et al., 2023), one is multi-query attention (Shazeer, 2019).
         head_dim: width D of a head; None is C // H.
         bias: biases in the projections.
-        dropout: on the weights and on the output, in training only.
+        dropout: on the weights, in training only.
+        out_dropout: on the output, in training only; None is `dropout`.
         causal: hide the future.
         qk_norm: RMS-normalise queries and keys per head (Henry et al., 2020).
         scale: factor on the scores; None is 1/√D.
@@ -139,6 +143,7 @@ class MultiHeadAttention(nn.Module):
         head_dim: int | None = None,
         bias: bool = True,
         dropout: float = 0.0,
+        out_dropout: float | None = None,
         causal: bool = True,
         qk_norm: bool = False,
         scale: float | None = None,
@@ -154,7 +159,8 @@ class MultiHeadAttention(nn.Module):
         if n_head % self.n_kv_head:
             raise ValueError(f"n_head={n_head} is not divisible by n_kv_head={n_kv_head}")
         self.head_dim = head_dim or n_embd // n_head
-        self.dropout, self.causal, self.qk_norm = dropout, causal, qk_norm
+        self.dropout, self.out_dropout = dropout, dropout if out_dropout is None else out_dropout
+        self.causal, self.qk_norm = causal, qk_norm
         self.scale, self.backend = scale, backend
         self.q_width = n_head * self.head_dim  # H·D
         self.kv_width = self.n_kv_head * self.head_dim  # K·D
@@ -215,7 +221,7 @@ class MultiHeadAttention(nn.Module):
         else:
             y, weights = attend_explicit(q, k, v, causal=self.causal, mask=mask, scale=self.scale, dropout=dropout)
         y = y.transpose(1, 2).flatten(2)  # (B, H, T, D) -> (B, T, H·D)
-        return F.dropout(self.out(y), self.dropout, self.training), weights
+        return F.dropout(self.out(y), self.out_dropout, self.training), weights
 
     def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         if context is None:

@@ -15,8 +15,9 @@ from lightning.pytorch.loggers import WandbLogger
 from torch import Tensor
 
 from minigpt.checkpoint import BEST, LAST
-from minigpt.errors import Interrupted
+from minigpt.errors import Interrupted, UserError
 from minigpt.generation import check_settings, generate
+from minigpt.inspection import attention_maps, draw_maps, token_texts
 from minigpt.model import GPT
 from minigpt.run import SAMPLES
 from minigpt.tokenizer import Tokenizer, encode_prompt
@@ -185,6 +186,44 @@ def say(model: GPT, tokenizer: Tokenizer, prompt: Tensor, **options: Any) -> str
     # A compiled model would be compiled anew for every length of the text.
     with torch.compiler.set_stance("force_eager"):
         return tokenizer.decode(generate(model, prompt.to(device), **options)[0].cpu().numpy())
+
+
+class AttentionMaps(Callback):
+    """Draws what every head attends to in one text, at every validation, to `attention/` and Weights & Biases.
+
+    Args:
+        text: what to look at; None is the beginning of the validation split.
+        max_tokens: of the text, and `block_size` at most.
+    """
+
+    def __init__(self, *, text: str | None = None, max_tokens: int = 64) -> None:
+        if text == "" or max_tokens < 1:
+            what = f"max_tokens={max_tokens}" if max_tokens < 1 else "text=''"
+            raise UserError(f"callbacks.attention.{what} is not possible; there must be a token to look at")
+        self.text, self.max_tokens = text, max_tokens
+
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        corpus, block_size = trainer.datamodule.corpus, pl_module.model.config.block_size  # type: ignore[attr-defined]
+        ids = corpus.tokens("val") if self.text is None else corpus.tokenizer.encode(self.text)
+        self.tokens = torch.as_tensor(ids[: min(self.max_tokens, block_size)].astype("int64"))
+        self.texts = token_texts(corpus.tokenizer, self.tokens)
+        self.folder = Path(trainer.default_root_dir) / "attention"
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if trainer.state.fn != "fit":
+            return
+        # Sharded weights are gathered by all ranks, so all ranks look. Hooks would have a compiled model compiled anew.
+        with torch.compiler.set_stance("force_eager"):
+            weights, _ = attention_maps(pl_module.model, self.tokens.to(pl_module.device))
+        if not trainer.is_global_zero:
+            return
+        step, loss = trainer.global_step, float(trainer.callback_metrics["val_loss"])
+        self.folder.mkdir(exist_ok=True)
+        picture = self.folder / f"step-{step}.png"
+        draw_maps(picture, weights, self.texts, title=f"step {step}, validation loss {loss:.4f}")
+        for logger in trainer.loggers:
+            if isinstance(logger, WandbLogger):
+                logger.log_image("attention", images=[str(picture)], step=step)
 
 
 class EndInOrder(Callback):

@@ -148,6 +148,7 @@ def _not_negative(value: Any) -> bool:
 
 
 _AT_LEAST_ONE = (_whole(1), "a whole number of at least 1")
+_TRUE_OR_FALSE = (lambda v: isinstance(v, bool), "true or false")
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "seed": (_whole(0), "a whole number of at least 0"),
     "max_steps": _AT_LEAST_ONE,
@@ -161,6 +162,12 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: isinstance(v, Sequence) and len(v) == 2 and all(map(_fraction, v)),
         "two numbers from 0 to less than 1",
     ),
+    "optimizer.adam_lr": (_positive, "a number above 0"),
+    "optimizer.momentum": (_fraction, "a number from 0 up to, but not including, 1"),
+    "optimizer.momentum_warmup": (_whole(0), "a whole number of at least 0"),
+    "optimizer.newton_schulz_steps": _AT_LEAST_ONE,
+    "optimizer.cautious": _TRUE_OR_FALSE,
+    "optimizer.split_heads": _TRUE_OR_FALSE,
     "optimizer.weight_decay": (_not_negative, "a number of at least 0"),
     "schedule.warmup_steps": (_whole(0), "a whole number of at least 0"),
     "schedule.final": (lambda v: _number(v) and 0 <= v <= 1, "a number from 0 to 1"),

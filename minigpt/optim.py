@@ -126,6 +126,8 @@ class Muon(torch.optim.Optimizer):
             momentum = 0.85 + (momentum - 0.85) * group["steps"] / group["momentum_warmup"]
         group["steps"] += 1
         matrices = [p for p in group["params"] if p.grad is not None]
+        if not matrices:
+            return
         for matrix in matrices:
             if not self.state[matrix]:
                 self.state[matrix]["momentum"] = torch.zeros_like(matrix)
@@ -145,6 +147,8 @@ class Muon(torch.optim.Optimizer):
 
     def _adamw(self, group: dict[str, Any]) -> None:
         parameters = [p for p in group["params"] if p.grad is not None]
+        if not parameters:
+            return
         for p in parameters:
             if not self.state[p]:
                 self.state[p] = {

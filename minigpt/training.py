@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from minigpt.checkpoint import CheckpointIO
 from minigpt.errors import RunError, UserError
 from minigpt.model import GPT
+from minigpt.optim import Muon
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
@@ -67,6 +68,8 @@ class LanguageModel(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.model)
+        if isinstance(optimizer, Muon) and isinstance(self.model, FSDPModule):
+            raise UserError("optimizer=muon needs whole matrices on every device; use trainer=ddp, or optimizer=adamw")
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": LambdaLR(optimizer, self.schedule), "interval": "step"},

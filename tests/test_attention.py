@@ -1,5 +1,6 @@
 """Attention against its formula written out query by query, against torch's module, and by its invariants."""
 
+import copy
 import math
 from typing import Any
 
@@ -15,27 +16,54 @@ from minigpt.attention import KVCache, MultiHeadAttention, attend, attend_explic
 BACKENDS = ["fused", "explicit"]
 
 
+PROPERTY = settings(max_examples=200, deadline=None, derandomize=True)
+# In 1500 draws the two differed by 5e-7 in float32 and by 0.03 in bfloat16 at most.
+TOLERANCE = {
+    torch.float64: {"atol": 1e-10, "rtol": 1e-7},
+    torch.float32: {"atol": 5e-6, "rtol": 1e-4},
+    torch.bfloat16: {"atol": 0.06, "rtol": 0.02},
+}
+
+
 @st.composite
-def problems(draw: st.DrawFn) -> dict[str, Any]:
-    """Queries, keys, values and settings; every query sees at least the first key."""
+def problems(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float64,)) -> dict[str, Any]:
+    """Queries, keys, values and settings; there may be queries that see no key."""
     B, K, groups, T = (draw(st.integers(1, most)) for most in (2, 3, 3, 5))
-    causal = draw(st.booleans())
-    S = T + draw(st.integers(0, 4)) if causal else draw(st.integers(1, 7))
-    D, E = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    S, D, E = draw(st.integers(1, 8)), draw(st.integers(1, 6)), draw(st.integers(1, 6))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
-    shapes = (B, K * groups, T, D), (B, K, S, D), (B, K, S, E)
-    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    shapes, dtype = ((B, K * groups, T, D), (B, K, S, D), (B, K, S, E)), draw(st.sampled_from(dtypes))
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
     mask = None
     if draw(st.booleans()):
-        shape = draw(st.sampled_from([(T, S), (1, S), (B, 1, 1, S), (B, 1, T, S), (B, K * groups, T, S)]))
+        shape = draw(st.sampled_from([(S,), (T, S), (1, S), (B, 1, 1, S), (B, 1, T, S), (B, K * groups, T, S)]))
         mask = torch.rand(shape, generator=generator) < draw(st.sampled_from([0.2, 0.5, 0.9]))
-        mask[..., 0] = True
-    scale = draw(st.none() | st.floats(0.01, 3))
-    return {"q": q, "k": k, "v": v, "causal": causal, "mask": mask, "scale": scale}
+    scale = draw(st.none() | st.floats(0.01, 1.5))
+    return {"q": q, "k": k, "v": v, "causal": draw(st.booleans()), "mask": mask, "scale": scale}
+
+
+@st.composite
+def modules(draw: st.DrawFn, *, backend: str | None = None, **fixed: Any) -> tuple[MultiHeadAttention, Tensor]:
+    """An attention module of any kind, and an input (B, T, C)."""
+    n_kv_head, groups, n_embd = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 12))
+    torch.manual_seed(draw(st.integers(0, 2**32)))
+    kind = {
+        "head_dim": 2 * draw(st.integers(1, 4)),
+        "bias": draw(st.booleans()),
+        "causal": draw(st.booleans()),
+        "qk_norm": draw(st.booleans()),
+        "scale": draw(st.none() | st.floats(0.1, 1.5)),
+        "backend": draw(st.sampled_from(BACKENDS)),
+        **fixed,
+    }
+    module = MultiHeadAttention(n_embd, n_kv_head * groups, n_kv_head=n_kv_head, **kind).double()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=n_embd**-0.5)
+    x = torch.randn(draw(st.integers(1, 2)), draw(st.integers(1, 9)), n_embd, dtype=torch.float64)
+    return module, x
 
 
 @given(problems())
-@settings(deadline=None, max_examples=80, derandomize=True)
+@PROPERTY
 def test_fused_and_explicit_attention_are_the_formula(problem: dict[str, Any]):
     expected, expected_weights = formula(**problem)
     y, weights = attend_explicit(**problem)
@@ -44,27 +72,125 @@ def test_fused_and_explicit_attention_are_the_formula(problem: dict[str, Any]):
     assert_close(attend(**problem), expected)
 
 
-@given(problems())
-@settings(deadline=None, max_examples=80, derandomize=True)
-def test_fused_and_explicit_attention_have_the_same_gradient(problem: dict[str, Any]):
+@given(problems(dtypes=(torch.float64, torch.float32, torch.bfloat16)))
+@PROPERTY
+def test_fused_equals_explicit_in_value_and_gradient(problem: dict[str, Any]):
     inputs = [problem[name].requires_grad_() for name in "qkv"]
-    fused = attend(**problem)
-    explicit, _ = attend_explicit(**problem)
-    direction = torch.randn_like(fused)
-    for a, b in zip(
-        torch.autograd.grad(fused, inputs, direction), torch.autograd.grad(explicit, inputs, direction), strict=True
-    ):
-        assert_close(a, b)
+    tolerance = TOLERANCE[problem["q"].dtype]
+    fused, explicit = attend(**problem), attend_explicit(**problem)[0]
+    assert fused.dtype == explicit.dtype == problem["q"].dtype
+    assert_close(fused, explicit, **tolerance)
+    direction = torch.linspace(-1, 1, fused.numel(), dtype=fused.dtype).view_as(fused)
+    gradients = (torch.autograd.grad(y, inputs, direction) for y in (fused, explicit))
+    for ours, reference in zip(*gradients, strict=True):
+        assert_close(ours, reference, **tolerance)
 
 
 @given(problems())
-@settings(deadline=None, max_examples=40, derandomize=True)
+@PROPERTY
 def test_every_row_of_weights_is_a_distribution_over_what_may_be_seen(problem: dict[str, Any]):
     weights = attend_explicit(**problem)[1]
-    assert (weights >= 0).all()
-    assert_close(weights.sum(-1), torch.ones(weights.shape[:-1], dtype=torch.float64))
-    if problem["mask"] is not None:
-        assert (weights[~problem["mask"].expand_as(weights)] == 0).all()
+    B, H, T, S = weights.shape
+    visible = (
+        torch.ones(B, H, T, S, dtype=torch.bool) if problem["mask"] is None else problem["mask"].expand(B, H, T, S)
+    )
+    if problem["causal"]:
+        visible = visible & (torch.arange(S) <= torch.arange(T)[:, None] + S - T)
+    assert (weights[~visible] == 0).all()
+    assert (weights[visible] > 0).all()
+    assert_close(weights.sum(-1), visible.any(-1).double())
+
+
+@given(problems(), st.data())
+@PROPERTY
+def test_what_a_causal_query_may_not_see_does_not_change_it(problem: dict[str, Any], data: st.DataObject):
+    problem["causal"] = True
+    T, S = problem["q"].size(2), problem["k"].size(2)
+    first = data.draw(st.integers(0, S - 1))  # the keys and values from here on change
+    before = attend(**problem), *attend_explicit(**problem)
+    for name in "kv":
+        problem[name] = problem[name].index_fill(2, torch.arange(first, S), 7.0)
+    after = attend(**problem), *attend_explicit(**problem)
+    blind = max(0, min(T, first - S + T))  # the queries that see none of these keys
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(old[:, :, :blind], new[:, :, :blind])
+    if problem["mask"] is None and blind < T:
+        assert (before[0] - after[0])[:, :, blind:].abs().amax(-1).gt(1e-9).all()
+
+
+@given(modules(causal=True), st.data())
+@PROPERTY
+def test_changing_a_token_leaves_earlier_outputs_of_a_causal_module_alone(
+    case: tuple[MultiHeadAttention, Tensor], data: st.DataObject
+):
+    attention, x = case
+    place = data.draw(st.integers(0, x.size(1) - 1))
+    moved = (attention(x.index_fill(1, torch.tensor([place]), 3.0)) - attention(x)).abs().amax((0, 2))
+    assert (moved[:place] == 0).all()
+    assert moved[place] > 0
+
+
+@given(modules(), st.data())
+@PROPERTY
+def test_permuting_heads_permutes_nothing_in_the_output(case: tuple[MultiHeadAttention, Tensor], data: st.DataObject):
+    attention, x = case
+    H, K, D = attention.n_head, attention.n_kv_head, attention.head_dim
+    kv_order = torch.tensor(data.draw(st.permutations(range(K))))
+    within = [torch.tensor(data.draw(st.permutations(range(H // K)))) for _ in range(K)]
+    order = torch.cat([kv * (H // K) + inside for kv, inside in zip(kv_order, within, strict=True)])
+    permuted = copy.deepcopy(attention)
+    for parameter in permuted.qkv.parameters():  # rows: H query heads, K key heads, K value heads of D each
+        heads = parameter.data.unflatten(0, (H + 2 * K, D))
+        parameter.data = heads[torch.cat((order, H + kv_order, H + K + kv_order))].flatten(0, 1)
+    permuted.out.weight.data = permuted.out.weight.data.unflatten(1, (H, D))[:, order].flatten(1)
+    assert_close(permuted(x), attention(x))
+    assert_close(permuted.weights(x), attention.weights(x)[:, order])
+
+
+@given(modules(), st.integers(0, 40))
+@PROPERTY
+def test_rotary_attention_depends_on_relative_positions_only(case: tuple[MultiHeadAttention, Tensor], shift: int):
+    attention, x = case
+    T, D = x.size(1), attention.head_dim
+    table = rotary_table(shift + T, D).double()
+    here, there = table[:, :T], table[:, shift:]
+    tolerance = {"atol": 1e-5, "rtol": 1e-4}  # the angles are made in float32
+    assert_close(attention(x, rotary=there), attention(x, rotary=here), **tolerance)
+    assert_close(attention.weights(x, rotary=there), attention.weights(x, rotary=here), **tolerance)
+    # A score is that of the query turned by the distance and the key as it is.
+    q, k = torch.randn(2, 1, 1, 1, D, dtype=torch.float64)
+    score = rotate(q, table[:, -1:]) @ rotate(k, table[:, T - 1 : T]).mT
+    assert_close(score, rotate(q, table[:, shift : shift + 1]) @ k.mT, **tolerance)
+
+
+@given(modules(causal=True), st.booleans(), st.data())
+@PROPERTY
+def test_cached_decoding_equals_one_pass(case: tuple[MultiHeadAttention, Tensor], rope: bool, data: st.DataObject):
+    attention, x = case
+    (B, T, _), D = x.shape, attention.head_dim
+    table = rotary_table(T, D).double() if rope else None
+    cache = KVCache((B, attention.n_kv_head, T + 3, D), device=x.device, dtype=x.dtype)
+    parts = []
+    while cache.length < T:
+        start = cache.length
+        end = start + data.draw(st.integers(1, T - start))
+        parts.append(attention(x[:, start:end], rotary=None if table is None else table[:, start:end], cache=cache))
+        assert cache.length == end
+    assert_close(torch.cat(parts, 1), attention(x, rotary=table))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_query_that_sees_no_key_takes_zero_and_teaches_nothing(causal: bool):
+    q, k, v = (x.requires_grad_() for x in torch.randn(3, 2, 3, 6, 4))
+    mask = torch.ones(6, 6, dtype=torch.bool)
+    mask[2] = False
+    explicit, weights = attend_explicit(q, k, v, causal=causal, mask=mask)
+    for y in (attend(q, k, v, causal=causal, mask=mask), explicit):
+        assert (y[:, :, 2] == 0).all()
+        gradients = torch.autograd.grad(y.sum(), (q, k, v), retain_graph=True)
+        assert all(gradient.isfinite().all() for gradient in gradients)
+        assert (gradients[0][:, :, 2] == 0).all()
+    assert (weights[:, :, 2] == 0).all()
 
 
 @pytest.mark.parametrize("function", [attend, lambda *a, **k: attend_explicit(*a, **k)[0]], ids=BACKENDS)
@@ -234,20 +360,6 @@ def test_bidirectional_attention_sees_the_future():
     changed = x.clone()
     changed[:, -1] += 1
     assert ((attention(changed) - attention(x)).abs().amax(dim=(0, 2)) > 1e-4).all()
-
-
-@pytest.mark.parametrize("chunk", [1, 2, 3, 5, 11, 12])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_reading_in_chunks_through_the_cache_equals_one_pass(backend: str, chunk: int):
-    attention = MultiHeadAttention(24, 6, n_kv_head=2, backend=backend, qk_norm=True)
-    x, table = torch.randn(2, 12, 24), rotary_table(12, 4)
-    cache = KVCache((2, 2, 20, 4), device=x.device, dtype=x.dtype)
-    parts = [
-        attention(x[:, start : start + chunk], rotary=table[:, start : start + chunk], cache=cache)
-        for start in range(0, 12, chunk)
-    ]
-    assert cache.length == 12
-    assert_close(torch.cat(parts, 1), attention(x, rotary=table), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

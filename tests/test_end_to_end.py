@@ -69,6 +69,15 @@ def test_two_processes_give_the_losses_of_one(launch: Callable[..., Any], tmp_pa
     sampled = launch("sample.py", f"{tmp_path}/fsdp", "--max-new-tokens", "5")
     assert sampled.returncode == 0, sampled.stderr
 
+    muon = ["optimizer=muon", "optimizer.lr=0.02"]
+    whole = launch("train.py", *muon, f"hydra.run.dir={tmp_path}/muon")
+    shared = launch("train.py", "trainer=ddp", *two, *muon, f"hydra.run.dir={tmp_path}/muon2")
+    assert (whole.returncode, shared.returncode) == (0, 0), whole.stderr + shared.stderr
+    assert losses(tmp_path / "muon2") == pytest.approx(losses(tmp_path / "muon"), abs=1e-4)
+    sharded = launch("train.py", "trainer=fsdp", *two, *muon, f"hydra.run.dir={tmp_path}/muon3")
+    assert sharded.returncode == 2
+    assert one_line(sharded).startswith("error: optimizer=muon needs whole matrices")
+
     odd = launch("train.py", "trainer=ddp", *two, "data.batch_size=5", f"hydra.run.dir={tmp_path}/odd")
     assert odd.returncode == 2
     assert one_line(odd).startswith("error: data.batch_size=5 does not divide among 2 processes")
