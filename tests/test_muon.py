@@ -1,0 +1,183 @@
+"""Muon against torch's Muon and AdamW, against the singular value decomposition, and matrix by matrix."""
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from minigpt.config import GPTConfig
+from minigpt.model import GPT
+from minigpt.optim import Muon, muon, orthogonalise
+
+OPTIONS: dict[str, Any] = {
+    "lr": 0.02,
+    "adam_lr": 0.01,
+    "betas": (0.9, 0.95),
+    "weight_decay": 0.1,
+    "cautious": False,
+    "momentum": 0.95,
+    "momentum_warmup": 0,
+    "newton_schulz_steps": 5,
+}
+SHAPES = [(48, 48), (96, 32), (24, 80)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_muon_equals_torchs_in_one_precision(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
+    ours, theirs = (nn.Parameter(torch.randn(shape, generator=generator(0))) for _ in range(2))
+    optimizer = Muon({ours: [shape[0]]}, [], **OPTIONS)
+    reference = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.95)
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch's casts on every device
+    for step in range(4):
+        for weight in (ours, theirs):
+            weight.grad = torch.randn(shape, generator=generator(step))
+        optimizer.step()
+        reference.step()
+    assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_what_is_no_matrix_of_a_block_is_left_to_adamw():
+    ours = model()
+    theirs = copy.deepcopy(ours)
+    matrices = ("qkv.weight", "out.weight", "up.weight", "down.weight")
+    rest = [p for name, p in theirs.named_parameters() if not name.endswith(matrices)]
+    reference = torch.optim.AdamW(rest, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0, fused=False, foreach=False)
+    optimizer = muon(ours, split_heads=False, **OPTIONS)
+    for step in range(4):
+        for network in (ours, theirs):
+            for parameter, drawn in zip(network.parameters(), gradients(ours, step), strict=True):
+                parameter.grad = drawn.clone()
+        optimizer.step()
+        reference.step()
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        if name.endswith(matrices):
+            assert not torch.equal(a, b), name
+        else:
+            assert_close(a, b, atol=1e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_update_keeps_the_directions_and_levels_the_singular_values(shape: tuple[int, int]):
+    u, s, v = torch.linalg.svd(torch.randn(shape, generator=generator(1)), full_matrices=False)
+    # What the method promises: five steps lift singular values of 0.01 of the Frobenius norm and more into the band.
+    s = torch.linspace(0.05, 1, len(s))
+    assert s.min() / s.norm() > 0.01
+    matrix = u @ s.diag() @ v
+    levelled = u.mT @ orthogonalise(matrix[None], 5)[0] @ v.mT
+    assert levelled.diagonal().min() > 0.65
+    assert levelled.diagonal().max() < 1.25
+    assert_close(levelled, levelled.diagonal().diag(), atol=1e-4, rtol=0)
+
+
+def test_stacked_and_split_matrices_are_updated_as_one_by_one():
+    stacked = nn.Parameter(torch.randn(20 + 12 + 12, 16, generator=generator(0)))
+    other = nn.Parameter(torch.randn(20, 16, generator=generator(1)))  # of the shape of a piece
+    alone = [nn.Parameter(piece.clone()) for piece in (*stacked.detach().split([20, 12, 12]), other.detach())]
+    together = Muon({stacked: [20, 12, 12], other: [20]}, [], **OPTIONS)
+    one_by_one = [Muon({weight: [len(weight)]}, [], **OPTIONS) for weight in alone]
+    for step in range(3):
+        stacked.grad = torch.randn(stacked.shape, generator=generator(step))
+        other.grad = torch.randn(other.shape, generator=generator(step + 10))
+        for weight, gradient in zip(alone, (*stacked.grad.split([20, 12, 12]), other.grad), strict=True):
+            weight.grad = gradient.clone()
+        for optimizer in (together, *one_by_one):
+            optimizer.step()
+    assert_close(torch.cat((stacked, other)), torch.cat(alone), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("split_heads", "rows"), [(False, [32, 16, 16]), (True, [8] * 8)])
+def test_fused_projections_are_taken_apart(split_heads: bool, rows: list[int]):
+    network = model(n_kv_head=2, activation="swiglu", n_inner=40)
+    before = copy.deepcopy(network)
+    optimizer = muon(network, split_heads=split_heads, **OPTIONS | {"weight_decay": 0.0})
+    for parameter, drawn in zip(network.parameters(), gradients(network, 0), strict=True):
+        parameter.grad = drawn
+    optimizer.step()
+    for name, pieces in (("attention.qkv", rows), ("mlp.up", [40, 40]), ("mlp.down", [32]), ("attention.out", [32])):
+        now, then = (each.blocks[1].get_submodule(name).weight for each in (network, before))
+        for update in (now - then).detach().split(pieces):
+            scale = 0.02 * max(1, update.size(0) / update.size(1)) ** 0.5
+            values = torch.linalg.svdvals(update) / scale
+            assert values.min() > 0.6, name
+            assert values.max() < 1.25, name
+
+
+def test_momentum_grows_over_its_warm_up():
+    weights = [nn.Parameter(torch.zeros(8, 8)) for _ in range(2)]
+    warmed = Muon({weights[0]: [8]}, [], **OPTIONS | {"momentum_warmup": 4})
+    for step in range(4):
+        weights[0].grad = torch.randn(8, 8, generator=generator(step))
+        warmed.step()
+    average = torch.zeros(8, 8)
+    for step, momentum in enumerate((0.85, 0.875, 0.9, 0.925)):
+        average = momentum * average + (1 - momentum) * torch.randn(8, 8, generator=generator(step))
+    assert_close(warmed.state[weights[0]]["momentum"], average)
+
+
+def test_cautious_decay_leaves_weights_that_the_update_makes_larger():
+    start = torch.randn(8, 8, generator=generator(3))
+    decayed, plain, cautious = (nn.Parameter(start.clone()) for _ in range(3))
+    for weight, change in (
+        (decayed, {}),
+        (plain, {"weight_decay": 0.0}),
+        (cautious, {"cautious": True}),
+    ):
+        weight.grad = torch.randn(8, 8, generator=generator(4))
+        Muon({weight: [8]}, [], **OPTIONS | change).step()
+    shrinks = (plain - start) * start < 0
+    assert shrinks.any()
+    assert not shrinks.all()
+    assert_close(cautious, torch.where(shrinks, decayed, plain), atol=1e-7, rtol=1e-6)
+
+
+def test_a_stored_optimizer_goes_on_as_if_never_stored():
+    straight = model()
+    one = muon(straight, split_heads=False, **OPTIONS | {"momentum_warmup": 6})
+    for step in range(3):
+        train(straight, one, step)
+    resumed = copy.deepcopy(straight)
+    file = io.BytesIO()
+    torch.save(one.state_dict(), file)
+    file.seek(0)
+    other = muon(resumed, split_heads=False, **OPTIONS | {"momentum_warmup": 6})
+    other.load_state_dict(torch.load(file, weights_only=True))
+    for step in range(3, 6):
+        train(straight, one, step)
+        train(resumed, other, step)
+    for (name, a), b in zip(straight.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_what_has_no_gradient_stays():
+    network = model()
+    optimizer = muon(network, split_heads=False, **OPTIONS)
+    before = copy.deepcopy(network)
+    network.blocks[0].mlp.up.weight.grad = torch.randn(128, 32)
+    optimizer.step()
+    for (name, a), b in zip(network.named_parameters(), before.parameters(), strict=True):
+        assert torch.equal(a, b) == (name != "blocks.0.mlp.up.weight"), name
+
+
+def train(network: GPT, optimizer: Muon, step: int) -> None:
+    tokens, targets = torch.randint(17, (2, 3, 8), generator=generator(step))
+    optimizer.zero_grad()
+    network(tokens, targets).backward()
+    optimizer.step()
+
+
+def model(**settings: Any) -> GPT:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(block_size=8, vocab_size=17, n_layer=2, n_head=4, n_embd=32, **settings))
+
+
+def gradients(network: GPT, seed: int) -> list[Tensor]:
+    drawn = generator(seed)
+    return [torch.randn(p.shape, generator=drawn) for p in network.parameters()]
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
