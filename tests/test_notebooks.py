@@ -1,0 +1,448 @@
+"""The five notebooks that minigpt grew out of, each as a point of its one attention.
+
+A test's number is that of the notebook. The inputs and seeds are the notebook's own, and what comes out
+equals the figures that it prints, to their 4 decimals. Where a notebook sets no seed its figures cannot be
+had again: such a test checks the relation that they show, against the formula written out.
+"""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+from minigpt import GPT, GPTConfig
+from minigpt.attention import MultiHeadAttention, attend, attend_explicit
+from minigpt.model import Block
+
+BACKENDS = ["fused", "explicit"]
+backends = pytest.mark.parametrize("backend", BACKENDS)
+
+
+# Notebook 000: three tokens of width 2, no biases, seed 42.
+
+TOKENS = torch.tensor([[[1.16, 0.23], [0.57, 1.36], [4.41, -2.16]]])  # (1, 3, 2)
+PLAIN = [[1.0100, 1.0641], [0.2040, 0.7057], [3.4989, 2.2427]]
+MASKED = [[0.6038, 0.7434], [-0.0062, 0.6072], [3.4989, 2.2427]]
+THREE_HEADS = [
+    [1.0100, 1.0641, -0.7081, -0.8268, 0.6226, 0.1312],
+    [0.2040, 0.7057, -0.7417, -0.9193, 0.5522, 0.2499],
+    [3.4989, 2.2427, -0.7190, -0.8447, 0.5669, 0.2324],
+]
+
+
+@backends
+def test_000_self_attention(backend: str):
+    attention = full_width_heads(1, backend=backend)
+    w_q, w_k, w_v = attention.qkv.weight.split(2)
+    assert_printed(w_q.T, [[0.5406, -0.1657], [0.5869, 0.6496]])
+    assert_printed(w_k.T, [[-0.1549, -0.3443], [0.1427, 0.4153]])
+    assert_printed(w_v.T, [[0.6233, 0.6146], [-0.5188, 0.1323]])
+    q, k, v = attention.qkv(TOKENS)[0].split(2, dim=-1)
+    assert_printed(q, [[0.7621, -0.0428], [1.1063, 0.7890], [1.1164, -2.1336]])
+    assert_printed(k, [[-0.1469, -0.3038], [0.1057, 0.3685], [-0.9914, -2.4152]])
+    assert_printed(v, [[0.6038, 0.7434], [-0.3502, 0.5303], [3.8695, 2.4246]])
+    weights = attention.weights(TOKENS)[0, 0]
+    assert_scores(weights, [[-0.0700, 0.0458, -0.4612], [-0.2844, 0.2883, -2.1230], [0.3424, -0.4725, 2.8610]])
+    assert_printed(weights, [[0.3573, 0.4011, 0.2416], [0.3410, 0.6047, 0.0542], [0.0722, 0.0320, 0.8959]])
+    assert_printed(attention(TOKENS)[0], PLAIN)
+
+
+@backends
+def test_000_masked_self_attention(backend: str):
+    causal = full_width_heads(1, backend=backend, causal=True)
+    assert_printed(causal(TOKENS)[0], MASKED)
+    assert_printed(causal.weights(TOKENS)[0, 0], [[1, 0, 0], [0.3606, 0.6394, 0], [0.0722, 0.0320, 0.8959]])
+    visible = torch.ones(3, 3, dtype=torch.bool).tril()  # true where the notebook's mask is false
+    assert_printed(full_width_heads(1, backend=backend)(TOKENS, mask=visible)[0], MASKED)
+
+
+@backends
+@pytest.mark.parametrize("fill", [-1e9, -math.inf])
+def test_000_a_masked_score_of_minus_1e9_or_minus_infinity_gives_the_same(backend: str, fill: float):
+    attention = full_width_heads(1, backend=backend, causal=True)
+    q, k, v = attention.qkv(TOKENS).split(2, dim=-1)
+    scores = (q @ k.mT / math.sqrt(2)).masked_fill(torch.ones(3, 3, dtype=torch.bool).triu(1), fill)
+    assert_close(attention.weights(TOKENS)[:, 0], scores.softmax(-1))
+    assert_close(attention(TOKENS), scores.softmax(-1) @ v)
+    assert_printed((scores.softmax(-1) @ v)[0], MASKED)
+
+
+@backends
+def test_000_attention_with_three_inputs(backend: str):
+    assert_printed(full_width_heads(1, backend=backend)(TOKENS, TOKENS.clone())[0], PLAIN)
+
+
+@backends
+def test_000_attention_from_one_source_to_another_of_a_different_length(backend: str):
+    attention = full_width_heads(1, backend=backend)
+    context = torch.randn(1, 5, 2)
+    w_q, w_k, w_v = attention.qkv.weight.split(2)
+    expected = F.scaled_dot_product_attention(TOKENS @ w_q.T, context @ w_k.T, context @ w_v.T)
+    assert_close(attention(TOKENS, context), expected)
+    assert_close(attention(TOKENS, mask=torch.ones(3, 3, dtype=torch.bool)), attention(TOKENS, TOKENS))
+
+
+def test_000_queries_keys_and_values_from_three_sources():
+    q, k, v = torch.randn(1, 1, 3, 2), torch.randn(1, 1, 5, 2), torch.randn(1, 1, 5, 2)
+    expected = (q @ k.mT / math.sqrt(2)).softmax(-1) @ v
+    assert_close(attend(q, k, v), expected)
+    assert_close(attend_explicit(q, k, v)[0], expected)
+
+
+@backends
+def test_000_heads_of_full_width_side_by_side(backend: str):
+    assert_printed(full_width_heads(1, backend=backend)(TOKENS)[0], PLAIN)
+    assert_printed(full_width_heads(3, backend=backend)(TOKENS)[0], THREE_HEADS)
+
+
+@backends
+def test_000_heads_of_full_width_obey_the_mask(backend: str):
+    # The notebook's version takes a mask and does not hand it to its heads. Here every head obeys it.
+    heads = full_width_heads(3, backend=backend, causal=True)
+    y = heads(TOKENS)[0]
+    assert_printed(y[:, :2], MASKED)
+    first_value = heads.qkv(TOKENS)[0, 0, 12:]
+    assert_close(y[0], first_value)  # the first token sees itself alone, in all three heads
+    assert_printed(y[2], THREE_HEADS[2])  # the last one sees everything
+    assert (y[1] - torch.tensor(THREE_HEADS[1])).view(3, 2).abs().amax(1).gt(0.01).all()
+
+
+# Notebook 001: six words of width 16, queries and keys of width 24, values of 28, seed 123.
+
+CONTEXT = [
+    *[-1.5993, 0.0156, 1.2670, 0.0032, -0.6460, -1.1407, -0.4908],
+    *[-1.4632, 0.4747, 1.1926, 0.4506, -0.7110, 0.0602, 0.7125],
+    *[-0.1628, -2.0184, 0.3838, -2.1188, -0.8136, -1.5694, 0.7934],
+    *[-0.2911, -1.3640, -0.2366, -0.9564, -0.5265, 0.0624, 1.7084],
+]
+
+
+def test_001_scores_weights_and_context_of_the_second_word():
+    torch.manual_seed(123)
+    words = nn.Embedding(6, 16).weight.detach()[[0, 4, 5, 2, 1, 3]]  # (6, 16)
+    torch.manual_seed(123)
+    w_q, w_k, w_v = (torch.rand(width, 16) for width in (24, 24, 28))
+    q, k, v = words[1:2] @ w_q.T, words @ w_k.T, words @ w_v.T
+    q, k, v = (x[None, None] for x in (q, k, v))  # (1, 1, 1, 24), (1, 1, 6, 24), (1, 1, 6, 28)
+    scores = [8.5808, -7.6597, 3.2558, 1.0395, 11.1466, -0.4800]
+    assert_printed((q @ k.mT).flatten(), scores)
+    assert_scores(attend_explicit(q.double(), k.double(), v.double(), scale=1.0)[1].view(1, 6), [scores])
+    y, weights = attend_explicit(q, k, v)
+    assert_printed(weights.flatten(), [0.2912, 0.0106, 0.0982, 0.0625, 0.4917, 0.0458])
+    assert_printed(y.flatten(), CONTEXT)
+    assert_printed(attend(q, k, v).flatten(), CONTEXT)
+
+
+# Notebook 002: from no parameters at all to the packed, causal module; no seeds.
+
+
+def test_002_attention_without_parameters():
+    x = torch.randn(4, 1, 64, 128)
+    y, weights = attend_explicit(x, x, x)
+    raised = (x @ x.mT / math.sqrt(128)).exp()
+    assert_close(weights, raised / raised.sum(-1, keepdim=True), atol=1e-5, rtol=1e-5)
+    assert_close(weights.sum(-1), torch.ones(4, 1, 64))
+    assert_close(y, weights @ x)
+    assert_close(attend(x, x, x), y, atol=1e-5, rtol=1e-5)
+
+
+def test_002_scaling_divides_the_variance_of_the_scores_by_the_width():
+    # The notebook's own pair was drawn without a seed; it has the ratio to the printed decimals.
+    assert round(367.6834 / 128, 4) == 2.8725
+    x = torch.randn(4, 1, 64, 128, dtype=torch.float64)
+    plain, scaled = (attend_explicit(x, x, x, scale=scale)[1].log() for scale in (1.0, None))
+    # The logarithm of the weights is the scores, but for a constant a row: the differences have the ratio.
+    variance, scaled_variance = ((rows - rows[..., :1]).var() for rows in (plain, scaled))
+    assert_close(variance / scaled_variance, torch.tensor(128.0, dtype=torch.float64))
+
+
+@backends
+@pytest.mark.parametrize("causal", [False, True], ids=["encoder", "causal"])
+@pytest.mark.parametrize("scale", [None, 9**-0.5], ids=["by the head's width", "by the full width"])
+def test_002_looped_heads_equal_the_packed_projection(backend: str, causal: bool, scale: float | None):
+    # The looped version of the notebook divides the scores by √9, the root of the full width, the packed
+    # one by √3, that of the head's: they differ with the same weights. Here `scale` says which is meant.
+    heads = [[nn.Linear(9, 3) for _ in "qkv"] for _ in range(3)]
+    packed = MultiHeadAttention(9, 3, causal=causal, scale=scale, backend=backend)
+    packed.qkv.weight.data = torch.cat([head[i].weight for i in range(3) for head in heads])
+    packed.qkv.bias.data = torch.cat([head[i].bias for i in range(3) for head in heads])
+    x = torch.randn(3, 8, 9)
+    outputs = []
+    for to_q, to_k, to_v in heads:
+        scores = to_q(x) @ to_k(x).mT / (math.sqrt(3) if scale is None else math.sqrt(9))
+        if causal:
+            scores = scores.masked_fill(torch.ones(8, 8).triu(1) == 1, -math.inf)
+        outputs.append(scores.softmax(-1) @ to_v(x))
+    assert_close(packed(x), packed.out(torch.cat(outputs, -1)), atol=1e-6, rtol=1e-6)
+
+
+def test_002_the_two_scales_differ():
+    by_head, by_full = MultiHeadAttention(9, 3), MultiHeadAttention(9, 3, scale=9**-0.5)
+    by_full.load_state_dict(by_head.state_dict())
+    x = torch.randn(3, 8, 9)
+    assert (by_head(x) - by_full(x)).abs().max() > 1e-3
+
+
+@backends
+def test_002_the_encoder_sees_both_ways_and_the_causal_module_only_the_past(backend: str):
+    encoder, causal = (MultiHeadAttention(9, 3, causal=c, backend=backend) for c in (False, True))
+    x = torch.randn(3, 8, 9)
+    changed = x.index_fill(1, torch.tensor([5]), 1.0)
+    moved = [(module(changed) - module(x)).abs().amax((0, 2)) for module in (encoder, causal)]
+    assert (moved[0] > 1e-5).all()
+    assert (moved[1][:5] == 0).all()
+    assert (moved[1][5:] > 1e-5).all()
+    assert encoder(x).shape == causal(x).shape == x.shape
+
+
+def test_002_the_mask_worked_out_by_hand():
+    scores = torch.tensor([[[[7.0, -8, 6], [-3, 2, 4], [1, 6, -2]]]], dtype=torch.float64)
+    unit = torch.eye(3, dtype=torch.float64)[None, None]  # keys that leave the scores as they are
+    before = attend_explicit(scores, unit, unit, scale=1.0)[1][0, 0]
+    # As printed there, with two to seven decimals.
+    printed = [[(0.73, 2), (2e-7, 7), (0.27, 2)], [(8e-4, 4), (0.12, 2), (0.88, 2)], [(0.007, 3), (0.99, 2), None]]
+    for row, figures in zip(before.tolist(), printed, strict=True):
+        for weight, figure in zip(row, figures, strict=True):
+            assert figure is None or round(weight, figure[1]) == figure[0]
+    # The last weight is e⁻² / (e + e⁶ + e⁻²) = 0.0003; the notebook prints 0.003.
+    after = [[1, 0, 0], [0.0067, 0.9933, 0], [0.0067, 0.9930, 0.0003]]
+    assert_printed(before[2], after[2])
+    y, weights = attend_explicit(scores, unit, unit, scale=1.0, causal=True)
+    assert_printed(weights[0, 0], after)
+    assert_close(y, weights)
+    assert_printed(attend(scores, unit, unit, scale=1.0, causal=True)[0, 0], after)
+
+
+@backends
+@pytest.mark.parametrize("place", ["attention", "projection"])
+def test_002_each_dropout_acts_in_training_and_not_in_evaluation(backend: str, place: str):
+    rates = {"dropout": 0.5, "out_dropout": 0.0} if place == "attention" else {"dropout": 0.0, "out_dropout": 0.5}
+    module = MultiHeadAttention(9, 3, **rates, backend=backend)
+    plain = MultiHeadAttention(9, 3, backend=backend)
+    plain.load_state_dict(module.state_dict())
+    x = torch.randn(20, 8, 9)
+    first, second = module(x), module(x)
+    assert not torch.equal(first, second)
+    zeros = (first == 0).float().mean()
+    if place == "attention":  # a dropped weight changes the average, and no figure of the output vanishes
+        assert zeros == 0
+        assert 0.4 < (module.weights(x)[:, :, -1] == 0).float().mean() < 0.6
+    else:  # what is kept is doubled
+        assert 0.4 < zeros < 0.6
+        assert_close(first[first != 0], 2 * plain(x)[first != 0])
+    module.eval()
+    assert torch.equal(module(x), module(x))
+    assert_close(module(x), plain(x))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_002_fused_equals_explicit(causal: bool):
+    fused, explicit = (MultiHeadAttention(9, 3, causal=causal, backend=backend) for backend in BACKENDS)
+    explicit.load_state_dict(fused.state_dict())
+    x = torch.randn(3, 8, 9)
+    gradients = [torch.autograd.grad(m(x).square().sum(), list(m.parameters())) for m in (fused, explicit)]
+    assert_close(fused(x), explicit(x), atol=1e-6, rtol=1e-5)
+    assert_close(*gradients, atol=1e-5, rtol=1e-5)
+
+
+# Notebook 003: the mean of the past, seed 42; then a causal head.
+
+RUNNING_MEAN = [
+    *[[1.9269, 1.4873], [1.4138, -0.3091], [1.1687, -0.6176], [0.8657, -0.8644]],
+    *[[0.5422, -0.3617], [0.3864, -0.5354], [0.2272, -0.5388], [0.1027, -0.3762]],
+]
+EVEN = [[round(1 / (t + 1), 4) if s <= t else 0 for s in range(8)] for t in range(8)]
+
+
+def test_003_the_running_mean_three_ways_is_attention_with_zero_queries():
+    torch.manual_seed(42)
+    x = torch.randn(4, 8, 2)
+    loop = torch.stack([torch.stack([row[: t + 1].mean(0) for t in range(8)]) for row in x])
+    triangle = torch.ones(8, 8).tril() / torch.arange(1, 9)[:, None]
+    softmax = torch.zeros(8, 8).masked_fill(torch.ones(8, 8).triu(1) == 1, -math.inf).softmax(-1)
+    heads = x[:, None]  # (4, 1, 8, 2)
+    y, weights = attend_explicit(torch.zeros_like(heads), heads, heads, causal=True)
+    assert_printed(weights[0, 0], EVEN)
+    for figures in (y, attend(torch.zeros_like(heads), heads, heads, causal=True)):
+        assert_printed(figures[0, 0], RUNNING_MEAN)
+        for mean in (loop, triangle @ x, softmax @ x):
+            assert_close(figures[:, 0], mean)
+
+
+@backends
+def test_003_a_scaled_causal_head(backend: str):
+    head = MultiHeadAttention(32, 1, head_dim=16, bias=False, out_proj=False, backend=backend)
+    x = torch.randn(4, 8, 32)
+    q, k, v = head.qkv(x).split(16, dim=-1)
+    scores = torch.einsum("btd,bsd->bts", q, k) / 4
+    raised = scores.exp().tril()
+    expected = raised / raised.sum(-1, keepdim=True)
+    assert_close(head.weights(x)[:, 0], expected, atol=1e-6, rtol=1e-5)
+    assert head(x).shape == (4, 8, 16)
+    assert_close(head(x), expected @ v, atol=1e-6, rtol=1e-5)
+
+
+def test_003_the_printed_weights_and_ours_have_one_pattern():
+    # The generator's state before these was lost, so the figures are the notebook's and ours are others.
+    printed = torch.tensor(
+        [
+            [1.0000, 0, 0, 0, 0, 0, 0, 0],
+            [0.8990, 0.1010, 0, 0, 0, 0, 0, 0],
+            [0.3339, 0.4727, 0.1934, 0, 0, 0, 0, 0],
+            [0.4491, 0.0536, 0.3944, 0.1029, 0, 0, 0, 0],
+            [0.0218, 0.5909, 0.1793, 0.1461, 0.0619, 0, 0, 0],
+            [0.4292, 0.1283, 0.0066, 0.0170, 0.0012, 0.4177, 0, 0],
+            [0.1479, 0.0274, 0.1908, 0.0884, 0.1558, 0.0718, 0.3179, 0],
+            [0.4090, 0.0620, 0.0469, 0.0045, 0.0068, 0.1389, 0.2396, 0.0923],
+        ]
+    )
+    head = MultiHeadAttention(32, 1, head_dim=16, bias=False, out_proj=False)
+    lower = torch.ones(8, 8, dtype=torch.bool).tril()
+    for weights in (printed, *head.weights(torch.randn(4, 8, 32))[:, 0]):
+        assert (weights[~lower] == 0).all()
+        assert (weights[lower] > 0).all()
+        assert_close(weights.sum(-1), torch.ones(8), atol=2e-4, rtol=0)
+        assert weights[0, 0] == 1
+
+
+@pytest.mark.parametrize(
+    ("scale", "figures", "variance"),
+    [(1.0, [0.2562, 0.1898, 0.1717, 0.3822], 0.0091), (8.0, [0.0390, 0.0035, 0.0016, 0.9559], 0.2218)],
+)
+def test_003_a_larger_scale_makes_the_softmax_peaky(scale: float, figures: list[float], variance: float):
+    scores, unit = torch.tensor([[[[0.1, -0.2, -0.3, 0.5]]]]), torch.eye(4)[None, None]
+    y, weights = attend_explicit(scores, unit, unit, scale=scale)
+    for result in (y, weights, attend(scores, unit, unit, scale=scale)):
+        assert_printed(result.flatten(), figures)
+        assert_printed(result.var(), variance)
+
+
+def test_003_scaling_keeps_the_variance_of_the_scores_at_one():
+    D = 16
+    q, key = torch.randn(2, 10_000, 1, 1, D, dtype=torch.float64)
+    k = torch.cat((key, torch.zeros_like(key)), -2)  # against a key of zeros, whose score is 0
+    for scale, expected in ((1.0, D), (None, 1)):
+        weights = attend_explicit(q, k, k, scale=scale)[1]  # (10000, 1, 1, 2)
+        scores = (weights[..., 0] / weights[..., 1]).log()
+        assert abs(scores.mean()) < 0.05 * math.sqrt(expected)
+        assert 0.92 < scores.var() / expected < 1.08  # five standard errors
+
+
+# Notebook 004: twenty heads, each as wide as the model, in a block that normalises last; no seeds.
+
+
+@backends
+def test_004_twenty_heads_as_wide_as_the_model(backend: str):
+    attention = MultiHeadAttention(10, 20, head_dim=10, bias=False, causal=False, backend=backend)
+    assert attention.qkv.weight.shape == (3 * 200, 10)
+    assert attention.out.weight.shape == (10, 200)
+    x = torch.rand(8, 5, 10)
+    assert_close(attention(x), wide_heads(attention, x), atol=1e-6, rtol=1e-5)
+
+
+def test_004_scaling_queries_and_keys_by_a_fourth_root_each_is_scaling_scores_by_a_square_root():
+    q, k, v = torch.randn(3, 8, 20, 5, 10)
+    y, weights = attend_explicit(q, k, v)
+    scaled = q / 10**0.25, k / 10**0.25, v
+    assert_close(attend_explicit(*scaled, scale=1.0), (y, weights), atol=1e-6, rtol=1e-5)
+    assert_close(attend(*scaled, scale=1.0), attend(q, k, v), atol=1e-6, rtol=1e-5)
+    assert (attend(*scaled) - y).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_004_the_block_that_normalises_after_each_sum(causal: bool):
+    # The notebook has biases in the MLP and the norms but not in attention: biases of zero there.
+    # Its block sees both ways, which a language model must not: a block's `causal` is true until changed.
+    block = Block(GPTConfig(n_embd=10, n_head=20, head_dim=10, norm_position="post", activation="relu"))
+    assert block.attention.causal
+    block.attention.causal = causal
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    nn.init.zeros_(block.attention.qkv.bias)
+    nn.init.zeros_(block.attention.out.bias)
+    assert block.mlp.up.weight.shape == (40, 10)
+    x = torch.rand(8, 5, 10)
+    y = normalised(x + wide_heads(block.attention, x, causal=causal), block.norm_1)
+    hidden = (y @ block.mlp.up.weight.T + block.mlp.up.bias).clamp(min=0)
+    expected = normalised(y + hidden @ block.mlp.down.weight.T + block.mlp.down.bias, block.norm_2)
+    assert_close(block(x, rotary=None, cache=None), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_004_what_leaves_the_block_has_mean_0_and_variance_1():
+    printed = torch.tensor([[0.8233, -1.3898, -1.3552, 0.6779, 0.1417, -1.2642, 1.5271, 0.8112, -0.4786, 0.5067]])
+    block = Block(GPTConfig(n_embd=10, n_head=20, head_dim=10, norm_position="post", activation="relu"))
+    for rows in (printed, block(torch.rand(8, 5, 10), rotary=None, cache=None)):
+        assert_close(rows.mean(-1), torch.zeros(rows.shape[:-1]), atol=1e-4, rtol=0)
+        assert_close(rows.var(-1, correction=0), torch.ones(rows.shape[:-1]), atol=1e-3, rtol=0)
+
+
+def test_004_a_gpt_of_such_blocks_trains():
+    config = GPTConfig(
+        block_size=16,
+        vocab_size=7,
+        n_layer=2,
+        n_head=4,
+        n_embd=16,
+        head_dim=16,
+        norm_position="post",
+        activation="relu",
+    )
+    model = GPT(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    # A cycle in which 0 is followed by 1, 2, 3 or 4, as the token before says: it takes attention to learn.
+    cycle = torch.tensor([0, 1, 5, 0, 2, 6, 0, 3, 3, 0, 4]).repeat(4)
+    windows = torch.stack([cycle[start : start + 17] for start in range(11)])
+    losses = []
+    for _ in range(80):
+        loss = model(windows[:, :-1], windows[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert abs(losses[0] - math.log(7)) < 0.5
+    assert losses[-1] < 0.3
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+def assert_printed(actual: Tensor, figures: object) -> None:
+    """Equal to the 4 decimals of what a notebook prints."""
+    assert_close(actual, torch.tensor(figures, dtype=actual.dtype), atol=5.5e-5, rtol=0)
+
+
+def assert_scores(weights: Tensor, figures: list[list[float]]) -> None:
+    """Rows of weights are the softmax of these scores: the logarithms differ as the scores do."""
+    found, expected = weights.log(), torch.tensor(figures, dtype=weights.dtype)
+    assert_close(found - found[:, :1], expected - expected[:, :1], atol=1.1e-4, rtol=0)
+
+
+def full_width_heads(n_head: int, *, causal: bool = False, backend: str) -> MultiHeadAttention:
+    """Heads as wide as the tokens, side by side, with notebook 000's weights."""
+    torch.manual_seed(42)
+    drawn = [[nn.Linear(2, 2, bias=False).weight for _ in "qkv"] for _ in range(n_head)]
+    attention = MultiHeadAttention(2, n_head, head_dim=2, bias=False, causal=causal, out_proj=False, backend=backend)
+    attention.qkv.weight.data = torch.cat([head[i] for i in range(3) for head in drawn]).detach()
+    return attention
+
+
+def wide_heads(attention: MultiHeadAttention, x: Tensor, *, causal: bool = False) -> Tensor:
+    """Notebook 004's attention, one head at a time and without biases."""
+    w_q, w_k, w_v = (w.split(10) for w in attention.qkv.weight.split(200))
+    outputs = []
+    for head in range(20):
+        q, k, v = x @ w_q[head].T / 10**0.25, x @ w_k[head].T / 10**0.25, x @ w_v[head].T
+        raised = (q @ k.mT).exp()
+        raised = raised.tril() if causal else raised
+        outputs.append(raised / raised.sum(-1, keepdim=True) @ v)
+    return torch.cat(outputs, -1) @ attention.out.weight.T
+
+
+def normalised(x: Tensor, norm: nn.LayerNorm) -> Tensor:
+    x = x - x.mean(-1, keepdim=True)
+    return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight + norm.bias
