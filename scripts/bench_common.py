@@ -1,0 +1,119 @@
+"""What the benchmarks share: launching what is measured, and reading what it says."""
+
+import argparse
+import csv
+import json
+import os
+import platform
+import pty
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from minigpt import corpus
+from minigpt.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+TRAIN = ROOT / "scripts" / "train.py"
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A finished process: what it printed, and what it used."""
+
+    output: str
+    seconds: float
+    peak_mb: float  # resident memory
+    own_mb: float  # of it, without the pages of files, which the system takes back when it needs them
+
+
+def launch(command: Sequence[object], *, watch: Path | None = None, fails: bool = False) -> Ran:
+    """Run a command with a terminal on stderr, so that a progress bar draws; seconds end when `watch` exists."""
+    ours, theirs = pty.openpty()
+    with tempfile.TemporaryFile() as output:
+        start = time.perf_counter()
+        process = subprocess.Popen(list(map(str, command)), stdout=output, stderr=theirs, cwd=ROOT)
+        os.close(theirs)
+        threading.Thread(target=_drain, args=(ours,), daemon=True).start()
+        seen, own = None, 0.0
+        while (ended := os.wait4(process.pid, os.WNOHANG))[0] == 0:
+            if watch is not None and seen is None and watch.exists():
+                seen = time.perf_counter() - start
+            own = max(own, status_mb("RssAnon", process.pid))  # what no file backs
+            time.sleep(0.02)
+        seconds = time.perf_counter() - start
+        process.returncode = os.waitstatus_to_exitcode(ended[1])
+        output.seek(0)
+        said = output.read().decode()
+    if bool(process.returncode) != fails:
+        raise UserError(f"{' '.join(map(str, command))} ended with exit code {process.returncode}: {said}")
+    peak = ended[2].ru_maxrss / (1024 if sys.platform == "linux" else 1 << 20)
+    return Ran(said, seen or seconds, peak, own)
+
+
+def _drain(terminal: int) -> None:
+    try:
+        while os.read(terminal, 1 << 16):
+            pass
+    except OSError:  # the other end is closed
+        os.close(terminal)
+
+
+def ours(run: Path) -> list[object]:
+    """The command of a run of the baseline recipe."""
+    return [sys.executable, TRAIN, "experiment=nanogpt_cpu", f"hydra.run.dir={run}"]
+
+
+def run_bare(args: argparse.Namespace) -> Ran:
+    """The bare loop, for as many steps as ours."""
+    return launch([sys.executable, args.against, text_file(), "--iters", args.steps, "--eval_every", args.steps])
+
+
+def bare_seconds(ran: Ran) -> float:
+    """The seconds of training that a bare loop prints."""
+    if not (found := re.search(r"train-s +([\d.]+)", ran.output)):
+        raise UserError("the script given with --against did not print `train-s X`")
+    return float(found[1])
+
+
+def text_file() -> Path:
+    """Tiny shakespeare, from where a run would take it."""
+    data = yaml.safe_load((ROOT / "configs" / "data" / "shakespeare_char.yaml").read_text(encoding="utf-8"))
+    source = {key: data[key] for key in ("name", "url", "sha256", "characters")}
+    return corpus.find(**source, folder=ROOT / data["folder"]).path.resolve()
+
+
+def last_val_loss(run: Path) -> float:
+    """The validation loss after the last step."""
+    with open(run / "metrics.csv", newline="", encoding="utf-8") as file:
+        return float([row["val_loss"] for row in csv.DictReader(file) if row["val_loss"]][-1])
+
+
+def summary(run: Path) -> dict[str, Any]:
+    """What a run came to."""
+    told: dict[str, Any] = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    return told
+
+
+def status_mb(field: str, pid: int | str = "self") -> float:
+    """A memory figure of a process; 0 where the system does not tell."""
+    with suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text()
+        if found := re.search(rf"{field}:\s+(\d+)", status):
+            return int(found[1]) / 1024
+    return 0.0
+
+
+def machine() -> str:
+    """What it was measured on."""
+    return f"{os.cpu_count()} CPUs, {platform.machine()}, Python {platform.python_version()}"

@@ -1,0 +1,61 @@
+"""The benchmark of attention, run for a few short lengths."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import SCRIPTS
+from matplotlib import image
+
+
+def bench(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPTS / "bench.py"), "attention", *arguments]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=300)
+
+
+def test_attention_is_measured_into_a_table_a_json_file_and_a_picture(tmp_path: Path) -> None:
+    done = bench("--sizes", "64,512,2048", "--rounds", "1", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = json.loads((tmp_path / "runs" / "bench" / "attention.json").read_text(encoding="utf-8"))
+    rows = told["rows"]
+    assert told["benchmark"] == "attention"
+    assert [(row["dropout"], row["T"]) for row in rows] == [(p, T) for p in (0, 0.1) for T in (64, 512, 2048)]
+    for row in rows:
+        for path in ("fused", "explicit"):
+            assert 0 < row[f"{path} forward ms"] < row[f"{path} ms"]
+            assert (f"{path} MB" in row) == (row["T"] >= 256)
+        assert row["fused/explicit"] > 0
+
+    table = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("|")]
+    assert {len(cells) for cells in table} == {10}
+    assert [cells[2].strip() for cells in table[2:]] == ["64", "512", "2048"] * 2
+    assert done.stdout.count("memory grows as T^") == 4
+    assert done.stdout.count("attend is ") == 2
+
+    picture = image.imread(tmp_path / "runs" / "bench" / "attention.png")[:, :, :3] * 255
+    assert picture.shape[0] >= 400
+    assert picture.shape[1] >= 1000
+    for color in ((31, 119, 180), (255, 127, 14)):  # matplotlib's tab:blue and tab:orange
+        assert (abs(picture - color).max(axis=-1) < 2).sum() > 500
+
+    if sys.platform == "linux":  # elsewhere the system tells a lower bound of the memory
+        short, long, dropped = rows[1], rows[2], rows[5]
+        weights = 2 * 2048**2 * 4 / 2**20  # MB of the two heads' matrices at T = 2048
+        assert long["explicit MB"] > 2 * weights > weights > long["fused MB"]
+        assert math.log(long["explicit MB"] / short["explicit MB"], 4) > 1.6
+        assert math.log(long["fused MB"] / short["fused MB"], 4) < 1.4
+        # The kernel that is named is the one that memory shows.
+        assert (dropped["kernel"] is None) == (dropped["fused MB"] > weights)
+        assert long["kernel"] == "flash"
+
+
+@pytest.mark.parametrize("sizes", ["", "64,", "0", "-1", "many"])
+def test_impossible_lengths_are_one_line(sizes: str, tmp_path: Path) -> None:
+    done = bench(f"--sizes={sizes}", folder=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"--sizes={sizes} " in done.stderr
