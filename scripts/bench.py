@@ -7,6 +7,8 @@ what to quote. Prints a table and writes the figures as JSON.
   python scripts/bench.py startup                launch to help, to an error, to the first step
   python scripts/bench.py memory --against PATH  peak memory, also with a corpus of 1 GB
   python scripts/bench.py loss                   experiment=nanogpt_cpu to the end, over seeds
+  python scripts/bench.py time_to_loss --against PATH --recipes sprint_cpu,fast_cpu --losses 1.8985,1.6
+                                                 recipes and the bare loop, and when they cross losses
   python scripts/bench.py attention              memory and time of fused and explicit, over lengths
 
 PATH is a script with a bare PyTorch loop of the recipe nanogpt_cpu that takes TEXT, --iters N and
@@ -23,11 +25,21 @@ from pathlib import Path
 from typing import Any
 
 from bench_attention import SIZES, attention, draw_attention, lengths, show_attention
-from bench_common import TRAIN, bare_seconds, last_val_loss, launch, machine, ours, run_bare, summary, text_file
+from bench_common import (
+    TOKENS_PER_STEP,
+    TRAIN,
+    bare_seconds,
+    launch,
+    machine,
+    metrics,
+    ours,
+    run_bare,
+    summary,
+    text_file,
+)
+from bench_time_to_loss import draw_time_to_loss, show_time_to_loss, time_to_loss
 
 from minigpt.errors import UserError, one_line
-
-TOKENS_PER_STEP = 12 * 64  # of experiment=nanogpt_cpu
 
 
 def step(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
@@ -97,7 +109,8 @@ def loss(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     for seed in range(1337, 1337 + args.rounds):
         run = folder / f"seed{seed}"
         launch([*ours(run), f"seed={seed}"])
-        rows.append({"last val loss": last_val_loss(run), "seconds": summary(run)["seconds"], "seed": seed})
+        losses = [float(row["val_loss"]) for row in metrics(run) if row["val_loss"]]
+        rows.append({"last val loss": losses[-1], "seconds": summary(run)["seconds"], "seed": seed})
     return rows
 
 
@@ -116,7 +129,7 @@ def show(name: str, rows: Sequence[dict[str, Any]]) -> None:
 def main() -> None:
     """Parse, measure, print, write."""
     benchmarks: dict[str, Callable[[argparse.Namespace, Path], list[dict[str, Any]]]] = {
-        function.__name__: function for function in (step, startup, memory, loss, attention)
+        function.__name__: function for function in (step, startup, memory, loss, time_to_loss, attention)
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("benchmark", choices=benchmarks)
@@ -124,7 +137,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="how often everything is run")
     parser.add_argument("--steps", type=int, default=300, help="training steps of a round")
     parser.add_argument("--sizes", type=lengths, default=SIZES, metavar="T,T,…", help="lengths of attention")
-    parser.add_argument("--plot", type=Path, help="PNG file of attention (default: beside the JSON file)")
+    parser.add_argument("--recipes", type=lambda s: s.split(","), default=["nanogpt_cpu"], metavar="NAME,NAME,…")
+    parser.add_argument("--losses", type=lambda s: [float(x) for x in s.split(",")], default=[1.8985], metavar="X,X,…")
+    parser.add_argument("--overrides", nargs="*", default=[], help="settings of every recipe, as for train.py")
+    parser.add_argument("--plot", type=Path, help="PNG file of time_to_loss, attention (default: beside the JSON)")
     parser.add_argument("--out", type=Path, help="JSON file (default: runs/bench/BENCHMARK.json)")
     args = parser.parse_args()
     if args.against and not args.against.is_file():
@@ -134,10 +150,14 @@ def main() -> None:
     out = args.out or Path("runs/bench") / f"{args.benchmark}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"benchmark": args.benchmark, "machine": machine(), "rows": rows}, indent=1) + "\n")
-    if args.benchmark == "attention":
-        show_attention(rows)
+    if args.benchmark in ("attention", "time_to_loss"):
         plot = args.plot or out.with_suffix(".png")
-        draw_attention(rows, plot)
+        if args.benchmark == "attention":
+            show_attention(rows)
+            draw_attention(rows, plot)
+        else:
+            show_time_to_loss(rows, args.losses)
+            draw_time_to_loss(rows, args.losses, plot)
         print(f"\ndrawn to {plot}", end="")
     else:
         show(args.benchmark, rows)

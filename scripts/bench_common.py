@@ -25,6 +25,7 @@ from minigpt.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = ROOT / "scripts" / "train.py"
+TOKENS_PER_STEP = 12 * 64  # of experiment=nanogpt_cpu
 
 
 @dataclass(frozen=True)
@@ -93,10 +94,10 @@ def text_file() -> Path:
     return corpus.find(**source, folder=ROOT / data["folder"]).path.resolve()
 
 
-def last_val_loss(run: Path) -> float:
-    """The validation loss after the last step."""
+def metrics(run: Path) -> list[dict[str, str]]:
+    """The rows of metrics.csv."""
     with open(run / "metrics.csv", newline="", encoding="utf-8") as file:
-        return float([row["val_loss"] for row in csv.DictReader(file) if row["val_loss"]][-1])
+        return list(csv.DictReader(file))
 
 
 def summary(run: Path) -> dict[str, Any]:

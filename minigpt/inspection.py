@@ -1,0 +1,506 @@
+"""What the heads of a trained model attend to, and what each is worth: measured, tabled, drawn. Depends on torch alone.
+
+Weights are read with hooks while the model runs as it always does, so every point of `GPTConfig` can be looked at.
+Matplotlib is imported where something is drawn, and what finds the validation text where it is asked for.
+
+Layers and heads are counted from 1 wherever a person reads or types them, and from 0 in tensors.
+Shapes: L layers, H heads, T time, B batch, D head width.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from minigpt.attention import MultiHeadAttention
+from minigpt.errors import UserError
+from minigpt.model import GPT
+from minigpt.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from minigpt.corpus import Corpus
+    from minigpt.data import ValidationBatches
+
+# A head has the name of the place that gets more than half of its attention: only one place can.
+NAMED = 0.5
+# Chance is one key in 48 when 32 tokens are repeated, so this is fifteen times chance; the heads that
+# Olsson et al. (2022) call induction heads reach 0.3 to 1 on the same measure.
+INDUCTION = 0.3
+# With few keys even a head that looks everywhere alike spends half its attention on the previous token.
+NAMED_FROM = 8  # tokens
+REPEATS = 8  # random texts, each said twice
+FORMATS = (".png", ".pdf", ".svg")
+
+_SIGNS = {"\n": "⏎", " ": "␣", "\t": "⇥"}
+_FONT = "DejaVu Sans Mono"  # comes with matplotlib
+_COLOURS = "magma_r"  # begins at a cream that stands out from the blank half, darkens evenly
+
+
+# Measuring.
+
+
+def attention_maps(model: GPT, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """What every head attends to in one text, and how well the model saw each token coming.
+
+    Args:
+        tokens: (T,) ids, T at most `block_size`.
+
+    Returns:
+        The weights (L, H, T, T), a row a query, and the probability that the model gave each token (T,), nan for
+        the first; float32, on the CPU.
+    """
+    weights, logits = _weights(model, tokens[None])
+    chances = logits[0, :-1].float().softmax(dim=-1).gather(1, tokens[1:, None]).squeeze(1)  # (T - 1,)
+    return weights[:, 0], torch.cat((torch.full((1,), float("nan")), chances.cpu()))
+
+
+def repeat_scores(model: GPT, vocab_size: int, *, seed: int = 0) -> Tensor:
+    """How far each head looks for a repeated prefix, (L, H): the mark of induction heads (Olsson et al., 2022).
+
+    Random tokens, no two alike, are said twice. Reading them the second time, a head that looks for where the
+    present token stood before attends to the token after that place. The score is the mean share of that token;
+    nan where the block or the vocabulary is too small to repeat anything.
+    """
+    P = min(model.config.block_size // 2, vocab_size)  # length of the repeated text
+    if P < 2:
+        return torch.full((model.config.n_layer, model.config.n_head), float("nan"))
+    generator = torch.Generator().manual_seed(seed)
+    once = torch.stack([torch.randperm(vocab_size, generator=generator)[:P] for _ in range(REPEATS)])  # (B, P)
+    weights, _ = _weights(model, torch.cat((once, once), dim=1).to(model.wte.weight.device))
+    query = torch.arange(P, 2 * P)
+    return weights[..., query, query - P + 1].mean(dim=(1, 3))  # (L, B, H, P) -> (L, H)
+
+
+def _weights(model: GPT, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights (L, B, H, T, T) on the CPU, and the logits (B, T, V), of tokens (B, T)."""
+    weights: list[Tensor] = []
+
+    def look(attention: MultiHeadAttention, args: Any, kwargs: dict[str, Any]) -> None:
+        weights.append(attention.weights(*args, **{k: v for k, v in kwargs.items() if k != "cache"}).float().cpu())
+
+    hooks = [_attention(block).register_forward_pre_hook(look, with_kwargs=True) for block in model.blocks]
+    try:
+        with _evaluating(model):
+            logits = model(tokens)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return torch.stack(weights), logits
+
+
+def _attention(block: nn.Module) -> MultiHeadAttention:
+    assert isinstance(block.attention, MultiHeadAttention)
+    return block.attention
+
+
+def head_table(weights: Tensor, repeated: Tensor) -> dict[str, Tensor]:
+    """Figures of every head, (L, H) each: means over all queries but the first, which has no choice.
+
+    Args:
+        weights: (L, H, T, T) of a text, from `attention_maps`.
+        repeated: (L, H), from `repeat_scores`.
+
+    Returns:
+        entropy of the weights (nats), distance to what is attended to (tokens), the shares of the previous token,
+        of the token itself and of the first token, and `repeated`.
+    """
+    T = weights.size(-1)
+    query = torch.arange(1, T)
+    rows = weights[..., 1:, :]  # (L, H, T - 1, T)
+    distance = (query[:, None] - torch.arange(T)).to(rows)  # (T - 1, T); the future has weight 0
+    return {
+        "entropy": torch.special.entr(rows).sum(-1).mean(-1),
+        "distance": (rows * distance).sum(-1).mean(-1),
+        "previous": weights[..., query, query - 1].mean(-1),
+        "self": weights[..., query, query].mean(-1),
+        "first": rows[..., 0].mean(-1),
+        "repeated": repeated,
+    }
+
+
+def head_names(table: Mapping[str, Tensor], length: int) -> list[list[str]]:
+    """What each head does, L lists of H, as far as it has a name; "" where it has none.
+
+    Args:
+        table: from `head_table`.
+        length: tokens of the text that the table was made from.
+    """
+    places = {"previous token": table["previous"], "self": table["self"], "first token": table["first"]}
+
+    def name(layer: int, head: int) -> str:
+        if table["repeated"][layer, head] > INDUCTION:
+            return "induction"
+        place = max(places, key=lambda place: float(places[place][layer, head]))
+        return place if length >= NAMED_FROM and places[place][layer, head] > NAMED else ""
+
+    L, H = table["entropy"].shape
+    return [[name(layer, head) for head in range(H)] for layer in range(L)]
+
+
+def format_table(table: Mapping[str, Tensor], names: Sequence[Sequence[str]]) -> str:
+    """The table as text, a line a head."""
+    widths = {name: max(len(name), 8) for name in table}
+    lines = ["layer  head  " + "  ".join(f"{name:>{widths[name]}}" for name in table) + "  name"]
+    for layer, row in enumerate(names):
+        for head, name in enumerate(row):
+            cells = [f"{float(table[column][layer, head]):{width}.3f}" for column, width in widths.items()]
+            lines.append(f"{layer + 1:>5}  {head + 1:>4}  {'  '.join(cells)}  {name}".rstrip())
+    return "\n".join(lines)
+
+
+def head_values(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, float]:
+    """What each head is worth: how far the loss rises when it is silent.
+
+    Args:
+        batches: tokens and targets, (B, T) each, on the model's device.
+
+    Returns:
+        The rise (L, H), and the loss with all heads; nats per token.
+    """
+    from tqdm import tqdm
+
+    L, H = model.config.n_layer, model.config.n_head
+    whole, silent, count = 0.0, torch.zeros(L, H, dtype=torch.float64), 0
+    with _evaluating(model):
+        for tokens, targets in tqdm(batches, desc="silencing every head", unit="batch", disable=None):
+            loss, inputs = _inputs_of_blocks(model, tokens, targets)
+            whole, count = whole + loss, count + targets.numel()
+            for layer in range(L):
+                with _from_layer(model, layer, inputs[layer]):
+                    for head in range(H):
+                        with silenced(_attention(model.blocks[0]), head):
+                            silent[layer, head] += float(model(tokens, targets, reduction="sum"))
+    return ((silent - whole) / count).float(), whole / count
+
+
+@contextmanager
+def silenced(attention: MultiHeadAttention, head: int) -> Iterator[None]:
+    """Meanwhile one head, counted from 0, hands zeros to the output projection."""
+    keep = torch.ones(attention.n_head, attention.head_dim, device=attention.qkv.weight.device)
+    keep[head] = 0
+    hook = attention.out.register_forward_pre_hook(lambda _, args: (args[0] * keep.flatten().to(args[0]),))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _inputs_of_blocks(model: GPT, tokens: Tensor, targets: Tensor) -> tuple[float, list[Tensor]]:
+    """The summed loss, and what goes into every block, (B, T, C) each."""
+    inputs: list[Tensor] = []
+    hooks = [block.register_forward_pre_hook(lambda _, args: inputs.append(args[0])) for block in model.blocks]
+    try:
+        return float(model(tokens, targets, reduction="sum")), inputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _from_layer(model: GPT, layer: int, x: Tensor) -> Iterator[None]:
+    """Meanwhile the model begins at a layer with x (B, T, C): the layers below run once a batch, not once a head."""
+    blocks = model.blocks
+    model.blocks = blocks[layer:]
+    hook = model.blocks[0].register_forward_pre_hook(lambda _, args: (x, *args[1:]))
+    try:
+        yield
+    finally:
+        hook.remove()
+        model.blocks = blocks
+
+
+@contextmanager
+def _evaluating(model: GPT) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+# What is asked for, and the text to measure on.
+
+
+def prompt_tokens(tokenizer: Tokenizer, prompt: str, block_size: int, *, truncate: bool = False) -> Tensor:
+    """Token ids (T,) of a text to look at; its last `block_size` if it is longer and `truncate` says so.
+
+    Raises:
+        UserError: it is empty, too long, or holds unknown characters.
+    """
+    if not prompt:
+        raise UserError('there is no text to look at; give one with --prompt "…"')
+    tokens = torch.as_tensor(tokenizer.encode(prompt)).long()
+    if len(tokens) > block_size and not truncate:
+        raise UserError(
+            f"the prompt has {len(tokens)} tokens and the model sees {block_size} (its block_size); "
+            f"shorten it, or look at its last {block_size} with --truncate"
+        )
+    return tokens[-block_size:]
+
+
+def chosen(what: str, number: int | None, count: int) -> slice:
+    """The layer or head with a number, counted from 1, or all `count` of them where it is None.
+
+    Raises:
+        UserError: it does not exist.
+    """
+    if number is None:
+        return slice(None)
+    if not 1 <= number <= count:
+        exist = f"the model has {what}s 1 to {count}" if count > 1 else f"the model has {what} 1 only"
+        raise UserError(f"{what} {number} does not exist; {exist}")
+    return slice(number - 1, number)
+
+
+def check_outputs(pictures: Iterable[Path | None], pages: Iterable[Path | None] = ()) -> None:
+    """Raises UserError where a file cannot be written: said before anything is measured."""
+    drawn, written = [p for p in pictures if p is not None], [p for p in pages if p is not None]
+    for path in drawn:
+        if path.suffix.lower() not in FORMATS:
+            raise UserError(f"{path} is not a picture that can be drawn; its name must end in {', '.join(FORMATS)}")
+    for i, path in enumerate(outputs := drawn + written):
+        if path.is_dir():
+            raise UserError(f"{path} cannot be written: it is a folder; choose another name")
+        if not path.parent.is_dir():
+            raise UserError(f"{path} cannot be written: there is no folder {path.parent}; make it, or choose another")
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise UserError(f"{path} cannot be written: no right to write in {path.parent}; choose another folder")
+        if path.resolve() in [other.resolve() for other in outputs[:i]]:
+            raise UserError(f"{path} is asked for twice; give every output its own name")
+
+
+def validation_batches(checkpoint: Path, model: GPT) -> "ValidationBatches":
+    """The whole validation split that a checkpoint was measured on, in the windows of training.
+
+    Raises:
+        UserError: the text is not where training found it, or is another by now.
+    """
+    from minigpt.checkpoint import read
+    from minigpt.data import ValidationBatches  # imports Lightning
+
+    tokens = _corpus(checkpoint, read(checkpoint, device="cpu")["minigpt"])
+    tokens.check_length(model.config.block_size)
+    return ValidationBatches(
+        tokens.tokens("val"),
+        block_size=model.config.block_size,
+        batch_size=max(1, 4096 // model.config.block_size),  # windows; 4096 tokens at a time
+        rank=0,
+        world_size=1,
+        device=model.wte.weight.device,
+    )
+
+
+def _corpus(checkpoint: Path, ours: Mapping[str, Any]) -> "Corpus":
+    """The token files of a checkpoint's text: those that training made if they are still there, or made anew."""
+    from minigpt import corpus
+
+    try:
+        data, tokenizer, checksum = ours["config"]["data"], ours["config"]["tokenizer"]["name"], ours["corpus_sha256"]
+        folder, fraction = Path(data["folder"]), data["val_fraction"]
+        source = {key: data[key] for key in ("name", "url", "sha256", "characters", "path")}
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{checkpoint} does not say what text it was trained on (no {error})") from error
+    for file in sorted(folder.glob("tokens/*/meta.json")):
+        try:
+            meta = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # being written, or broken: not what is wanted
+            continue
+        wanted = {"sha256": checksum, "val_fraction": fraction, "tokenizer": ours["tokenizer"]}
+        if all(meta.get(key) == value for key, value in wanted.items()):
+            return corpus.load(file.parent)
+    where = source["path"] or source["name"]
+    advice = "start from the folder that training was started in, with the text as it was"
+    try:
+        # Where another text would stand in, `find` warns that training runs on it: here nothing trains.
+        with redirect_stderr(StringIO()):
+            text = corpus.find(**source, folder=folder)
+    except UserError as error:
+        raise UserError(f"the validation text of {checkpoint}, {where}, is not to be found here; {advice}") from error
+    if text.sha256 != checksum:
+        raise UserError(
+            f"the validation text of {checkpoint} is not to be found here: {text.path} is another text than {where} "
+            f"was in training (checksum {text.sha256[:8]}…, not {checksum[:8]}…); {advice}"
+        )
+    return corpus.prepare(text, tokenizer=tokenizer, val_fraction=fraction, folder=folder)
+
+
+# Drawing.
+
+
+def token_texts(tokenizer: Tokenizer, tokens: Tensor) -> list[str]:
+    """The text of each of the tokens (T,)."""
+    return [tokenizer.decode([token]) for token in tokens.tolist()]
+
+
+def legible(text: str) -> str:
+    """The text of a token with a sign for every character that could not be seen."""
+    signs = (_SIGNS.get(c) or (c if c.isprintable() else _code(c)) for c in text)
+    return "".join(signs) or "∅"
+
+
+def _code(character: str) -> str:
+    point = ord(character)
+    return f"^{chr(point ^ 64)}" if point < 32 or point == 127 else f"U+{point:X}"
+
+
+def draw_maps(
+    path: Path,
+    weights: Tensor,
+    texts: Sequence[str],
+    *,
+    names: Sequence[Sequence[str]] | None = None,
+    layers: slice = slice(None),
+    heads: slice = slice(None),
+    title: str = "",
+) -> None:
+    """Draw what heads attend to: a map a head, queries down, keys across, all in one colour scale.
+
+    Args:
+        path: of the picture; its end is its format.
+        weights: (L, H, T, T). texts: of the T tokens.
+        names: what each head does, from `head_names`.
+        layers, heads: which of them to draw; a single map is drawn large.
+    """
+    from matplotlib.colors import PowerNorm
+    from matplotlib.figure import Figure
+
+    L, H, T, _ = weights.shape
+    rows, columns = range(L)[layers], range(H)[heads]
+    single = len(rows) == len(columns) == 1
+    labels = _labels(texts)
+    longest = max(map(len, labels))
+    # Inches: tokens get the room that their labels need, as long as the picture does not outgrow a screen.
+    room = T * 0.16 if single else max(T * 0.085, min(T * 0.15, 2.6))
+    side = min(max(room, 5.0), 14.0) if single else min(max(room, 1.9), max(30 / max(L, H), 1.2))
+    step = max(1, round(0.068 * T / side))  # label every token where labels of 5 points fit
+    size = min(10.0, 72 * side / T * step * 0.9)
+    turn = 90 if longest > 2 else 0  # degrees
+    big = max(1.0, min(2.0, side / 1.5, side * max(len(rows), len(columns)) / 11))  # type of a large picture
+    length = longest * size * 0.0085  # of a label
+    left, right, gap = 0.3 * big + 0.1 + length, 0.85 * big, (0.12, 0.32 * big)
+    top, bottom = 0.35 * big + (0.25 * big if title else 0), 0.3 * big + 0.1 + (length if turn else size / 60)
+    width = left + len(columns) * (side + gap[0]) + right
+    height = top + len(rows) * (side + gap[1]) - gap[1] + bottom
+    figure = Figure(figsize=(width, height))
+    page = figure.add_axes((0, 0, 1, 1))  # in inches from the upper left; axes of their own would take twice the time
+    page.set_axis_off()
+    norm = PowerNorm(0.5, 0, 1)  # small weights are many, and worth telling apart
+    future = torch.ones(T, T, dtype=torch.bool).triu(1)
+    label: dict[str, Any] = {"fontfamily": _FONT, "fontsize": size, "parse_math": False}
+    for i, layer in enumerate(rows):
+        for j, head in enumerate(columns):
+            x, y, cell = left + j * (side + gap[0]), top + i * (side + gap[1]), side / T
+            shown = weights[layer, head].masked_fill(future, float("nan")).numpy()
+            image = page.imshow(shown, cmap=_COLOURS, norm=norm, extent=(x, x + side, y + side, y))
+            for token in range(0, T, step):
+                middle = (token + 0.5) * cell
+                if i == len(rows) - 1:
+                    page.text(x + middle, y + side + 0.05, labels[token], ha="center", va="top", rotation=turn, **label)
+                if j == 0:
+                    page.text(x - 0.05, y + middle, labels[token], ha="right", va="center_baseline", **label)
+            page.text(x, y - 0.05 * big, f"layer {layer + 1} · head {head + 1}", fontsize=9 * big)
+            if names and names[layer][head]:
+                name: dict[str, Any] = {"color": "#b73779", "weight": "bold", "fontsize": 9 * big}
+                page.text(x + side, y + 0.05 * big, names[layer][head], ha="right", va="top", **name)
+            if single and T <= 24:
+                _write_figures(page, shown, x, y, cell, norm)
+    grey: dict[str, Any] = {"fontsize": 9 * big, "color": "0.35"}
+    page.text(left, height - 0.1, "attended to: key", va="bottom", **grey)
+    page.text(0.1, top, "attends: query", rotation=90, va="top", **grey)
+    page.text(left, 0.12, title, fontsize=11 * big, va="top", parse_math=False)
+    page.set(xlim=(0, width), ylim=(height, 0), aspect="auto")
+    x, tall = width - 0.7 * big, min(height - top - bottom, 4.0 * big)
+    axes = figure.add_axes((x / width, 1 - (top + tall) / height, 0.13 * big / width, tall / height))
+    bar = figure.colorbar(image, cax=axes, ticks=[0, 0.01, 0.05, 0.1, 0.25, 0.5, 1])
+    bar.ax.set_yticklabels(["0", ".01", ".05", ".1", ".25", ".5", "1"], fontsize=8 * big)
+    bar.outline.set_visible(False)
+    page.text(x, top - 0.13 * big, "weight", fontsize=9 * big)
+    _save(figure, path, dpi=110)
+
+
+def draw_values(path: Path, values: Tensor, *, loss: float) -> None:
+    """Draw what heads are worth, (L, H) from `head_values`, as a map of layers × heads; loss is that with all."""
+    from matplotlib.figure import Figure
+
+    L, H = values.shape
+    cell = 0.8
+    left, bottom, right, top = 0.7, 0.6, 1.2, 0.85
+    width, height = max(left + H * cell + right, 5.6), bottom + L * cell + top
+    figure = Figure(figsize=(width, height))
+    axes = figure.add_axes((left / width, bottom / height, H * cell / width, L * cell / height))
+    reach = float(values.nan_to_num().abs().max()) or 1.0
+    # Colours from the middle, 0, to both ends alike: silencing a head may also do good.
+    image = axes.imshow(values.numpy(), cmap="RdBu_r", vmin=-reach, vmax=reach, aspect="auto")
+    for layer in range(L):
+        for head in range(H):
+            value = float(values[layer, head])
+            dark = abs(value) > 0.6 * reach
+            style: dict[str, Any] = {
+                "ha": "center",
+                "va": "center",
+                "fontsize": 9,
+                "color": "white" if dark else "black",
+            }
+            axes.text(head, layer, f"{value:+.3f}".replace("-", "−"), **style)
+    axes.set_xticks(range(H), [str(n + 1) for n in range(H)])
+    axes.set_yticks(range(L), [str(n + 1) for n in range(L)])
+    axes.set(xlabel="head", ylabel="layer")
+    axes.tick_params(which="both", length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_xticks([n - 0.5 for n in range(1, H)], minor=True)
+    axes.set_yticks([n - 0.5 for n in range(1, L)], minor=True)
+    axes.grid(which="minor", color="white", linewidth=2)
+    figure.text(0.2 / width, 1 - 0.18 / height, "What each head is worth", fontsize=12, va="top")
+    said = f"rise of the validation loss, nats per token, when it is silent; {loss:.4f} with all"
+    figure.text(0.2 / width, 1 - 0.45 / height, said, fontsize=8.5, va="top", color="0.35")
+    place = ((left + H * cell + 0.25) / width, bottom / height, 0.13 / width, L * cell / height)
+    bar = figure.colorbar(image, cax=figure.add_axes(place))
+    bar.ax.tick_params(labelsize=8)
+    bar.outline.set_visible(False)
+    _save(figure, path, dpi=130)
+
+
+def _labels(texts: Sequence[str]) -> list[str]:
+    """What stands at the axes: legible, short, and of characters that the font has."""
+    from matplotlib import font_manager
+
+    font = font_manager.get_font(font_manager.findfont(_FONT))
+    drawn = ("".join(c if font.get_char_index(ord(c)) else f"U+{ord(c):X}" for c in legible(t)) for t in texts)
+    return [text if len(text) <= 12 else f"{text[:11]}…" for text in drawn]
+
+
+def _write_figures(page: "Axes", shown: Any, x: float, y: float, cell: float, norm: Any) -> None:
+    """The weights themselves in the cells of a large map; those that round to 0 are left out."""
+    for query, row in enumerate(shown):
+        for key, weight in enumerate(row[: query + 1]):
+            if weight >= 0.005:
+                figure = "1" if weight >= 0.995 else f"{weight:.2f}"[1:]  # .05, as on the bar
+                colour = "white" if norm(weight) > 0.5 else "black"
+                style: dict[str, Any] = {
+                    "ha": "center",
+                    "va": "center_baseline",
+                    "fontsize": 25 * cell,
+                    "color": colour,
+                }
+                page.text(x + (key + 0.5) * cell, y + (query + 0.5) * cell, figure, **style)
+
+
+def _save(figure: "Figure", path: Path, *, dpi: int) -> None:
+    """Write a picture whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        figure.savefig(partial, dpi=dpi, format=path.suffix[1:].lower())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

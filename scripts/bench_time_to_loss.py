@@ -1,0 +1,143 @@
+"""Time to loss: recipes and a bare loop, one after another, and when each crosses given validation losses.
+
+Seconds are of training: evaluation is left out, and the start-up (launch to the first step) is shown apart.
+"""
+
+import argparse
+import re
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench_common import TOKENS_PER_STEP, TRAIN, launch, machine, metrics, summary, text_file
+
+from minigpt.errors import UserError
+
+
+def time_to_loss(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """A row a run: its start-up, its curve, and seconds and steps to every loss of `--losses`."""
+    rows = []
+    for seed in range(1337, 1337 + args.rounds):
+        if args.against:
+            rows.append(bare(args, seed))
+        for recipe in args.recipes:
+            rows.append(ours(recipe, seed, folder / f"{recipe.replace('/', '_')}-{seed}", args.overrides))
+        for row in rows:
+            row["crossings"] = {str(loss): crossing(row["curve"], loss) for loss in args.losses}
+    return rows
+
+
+def ours(recipe: str, seed: int, run: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Run `experiment=recipe` to its end."""
+    start = time.time()
+    command = [sys.executable, TRAIN, f"experiment={recipe}", f"seed={seed}", f"hydra.run.dir={run}", *overrides]
+    seen = launch(command, watch=run / "metrics.csv")  # is written when the first row is measured
+    whole = time.time() - start
+    measured = metrics(run)
+    first = next(row for row in measured if row["seconds"])
+    told = summary(run)
+    seconds, curve = 0.0, []
+    for row in measured:  # a validation has its own row, after that of its step
+        seconds = float(row["seconds"] or seconds)
+        if row["val_loss"]:
+            curve.append({"step": int(row["step"]), "seconds": seconds, "loss": float(row["val_loss"])})
+    startup = max(0.0, seen.seconds - float(first["seconds"]))
+    return {
+        "recipe": recipe,
+        "seed": seed,
+        "params": told["params"],
+        "tokens": told["tokens"],
+        "startup s": startup,
+        "train s": told["seconds"],
+        "rest s": whole - startup - told["seconds"],  # evaluation, checkpoints, samples
+        "curve": curve,
+    }
+
+
+def bare(args: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Run the bare loop on the recipe nanogpt_cpu to its end."""
+    steps = 2000
+    command = [sys.executable, args.against, text_file(), "--iters", steps, "--eval_every", 50, "--seed", seed]
+    ran = launch(command)
+    points = re.findall(r"iter +(\d+) train-s +([\d.]+) wall-s +([\d.]+).* full-val ([\d.]+)", ran.output)
+    if not points:
+        raise UserError("the script given with --against did not print `iter N train-s X wall-s Y … full-val Z`")
+    wall, trained = float(points[-1][2]), float(points[-1][1])
+    return {
+        "recipe": "bare loop",
+        "seed": seed,
+        "params": int(re.search(r"params ([\d,]+)", ran.output)[1].replace(",", "")),  # type: ignore[index]
+        "tokens": steps * TOKENS_PER_STEP,
+        "startup s": ran.seconds - wall,
+        "train s": trained,
+        "rest s": wall - trained,
+        "curve": [{"step": int(i), "seconds": float(s), "loss": float(loss)} for i, s, _, loss in points],
+    }
+
+
+def crossing(curve: Sequence[dict[str, Any]], loss: float) -> dict[str, Any] | None:
+    """The first validation at or below a loss."""
+    return next((point for point in curve if point["loss"] <= loss), None)
+
+
+def show_time_to_loss(rows: Sequence[dict[str, Any]], losses: Sequence[float]) -> None:
+    """Print a recipe a row: medians over seeds, and the range of the crossing."""
+    recipes = list(dict.fromkeys(row["recipe"] for row in rows))
+    seeds = len(rows) // len(recipes)
+    print(f"\ntime_to_loss, {seeds} seeds, {machine()}; seconds of training, medians (smallest to largest)\n")
+    heads = ["recipe", "params", "start-up", "training", "other", "last loss", *(f"to {loss}" for loss in losses)]
+    print("| " + " | ".join(heads) + " |")
+    print("|" + "---|" * len(heads))
+    for recipe in recipes:
+        some = [row for row in rows if row["recipe"] == recipe]
+        cells = [recipe, f"{some[0]['params']:,}"]
+        cells += [spread([row[name] for row in some]) for name in ("startup s", "train s", "rest s")]
+        cells.append(spread([row["curve"][-1]["loss"] for row in some], 4))
+        for loss in losses:
+            points = [row["crossings"][str(loss)] for row in some]
+            reached = [point["seconds"] for point in points if point]
+            cells.append(spread(reached) if len(reached) == len(some) else f"{len(reached)} of {len(some)} seeds")
+        print("| " + " | ".join(cells) + " |")
+
+
+def spread(values: Sequence[float], digits: int = 1) -> str:
+    """Median, smallest and largest."""
+    middle, low, high = statistics.median(values), min(values), max(values)
+    return f"{middle:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})" if len(values) > 1 else f"{middle:.{digits}f}"
+
+
+def draw_time_to_loss(rows: Sequence[dict[str, Any]], losses: Sequence[float], file: Path) -> None:
+    """Draw validation loss over seconds of training, over seconds since launch, and over tokens."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(15, 4.8), sharey=True, layout="constrained")
+    recipes = list(dict.fromkeys(row["recipe"] for row in rows))
+    for row in rows:
+        color = f"C{recipes.index(row['recipe'])}"
+        label = row["recipe"] if row is next(r for r in rows if r["recipe"] == row["recipe"]) else None
+        seconds = [point["seconds"] for point in row["curve"]]
+        last = row["curve"][-1]["step"]
+        loss = [point["loss"] for point in row["curve"]]
+        launched = [row["startup s"] + s for s in seconds]
+        tokens = [point["step"] / last * row["tokens"] for point in row["curve"]]
+        for axis, x in zip(axes, (seconds, launched, tokens), strict=True):
+            axis.plot(x, loss, color=color, label=label, linewidth=1.4, alpha=0.85)
+    names = ("training (seconds)", "since launch, evaluation left out (seconds)", "tokens")
+    for axis, name in zip(axes, names, strict=True):
+        for loss in losses:
+            axis.axhline(loss, color="gray", linestyle=":", linewidth=1)
+        axis.set(xlabel=name, xscale="log", ylim=(None, 2.6))
+        axis.grid(alpha=0.3)
+    for loss in losses:
+        axes[0].annotate(f"{loss}", (0.01, loss), xycoords=("axes fraction", "data"), va="bottom", color="gray")
+    axes[0].set_ylabel("validation loss (nats per character)")
+    axes[0].legend()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
