@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from minigpt import tokenizer as tokenizers
 from minigpt.config import GPTConfig
@@ -131,17 +130,3 @@ def write(content: Mapping[str, Any], path: Path) -> None:
         if isinstance(reason := error.__context__, OSError):
             raise OSError(reason.errno, reason.strerror, str(path)) from error
         raise
-
-
-class CheckpointIO(TorchCheckpointIO):
-    """Lightning writes and reads its checkpoints through here."""
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | Path, storage_options: object | None = None
-    ) -> None:
-        write(checkpoint, Path(path))
-
-    def load_checkpoint(
-        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        return read(Path(path), device="cpu")

@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from minigpt.checkpoint import CheckpointIO
+from minigpt.checkpoint import read, write
 from minigpt.errors import RunError, UserError
 from minigpt.model import GPT
 from minigpt.optim import Muon
@@ -138,6 +139,20 @@ class LanguageModel(L.LightningModule):
     def learning_rate(self) -> float:
         optimizers = self.trainer.optimizers
         return float(optimizers[0].param_groups[0]["lr"]) if optimizers else float("nan")
+
+
+class CheckpointIO(TorchCheckpointIO):
+    """Lightning writes and reads its checkpoints through here."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: object | None = None
+    ) -> None:
+        write(checkpoint, Path(path))
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        return read(Path(path), device="cpu")
 
 
 def diverged(loss: float, step: int, learning_rate: float) -> RunError:

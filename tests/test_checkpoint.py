@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from minigpt.checkpoint import BEST, LAST, CheckpointIO, contents, find_checkpoint, load_checkpoint, read, write
+from minigpt.checkpoint import BEST, LAST, contents, find_checkpoint, load_checkpoint, read, write
 from minigpt.config import GPTConfig
 from minigpt.errors import UserError
 from minigpt.model import GPT
 from minigpt.tokenizer import CharTokenizer
+from minigpt.training import CheckpointIO
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # torch's, of files that are none
 

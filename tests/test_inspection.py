@@ -6,6 +6,7 @@ import math
 import os
 import re
 import runpy
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -150,11 +151,13 @@ def test_heads_that_look_everywhere_alike_have_the_figures_of_the_closed_form() 
     assert inspection.head_names(table, T) == [[""]]
 
 
-def test_a_text_of_one_token_or_two_gives_no_name() -> None:
-    for T in (1, 2):
-        table = inspection.head_table(uniform(T), torch.zeros(1, 1))
-        assert inspection.head_names(table, T) == [[""]]
-        assert inspection.format_table(table, [[""]]).splitlines()[1].split()[:2] == ["1", "1"]
+@pytest.mark.parametrize(("T", "name"), [(1, ""), (2, ""), (7, ""), (8, "previous token")])
+def test_a_short_text_gives_figures_and_no_name(T: int, name: str) -> None:
+    before = torch.eye(T).roll(1, dims=0)[None, None]  # each token looks at the one before it
+    before[..., 0, :] = uniform(T)[..., 0, :]
+    table = inspection.head_table(before, torch.zeros(1, 1))
+    assert inspection.head_names(table, T) == [[name]]
+    assert inspection.format_table(table, [[name]]).splitlines()[1].split()[:2] == ["1", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -426,6 +429,13 @@ def test_a_long_prompt_is_cut_to_its_end_on_request(shell: Callable[..., Any], t
     assert shell("model.ckpt", "--prompt", end, "--truncate", "--out", "end.svg").returncode == 0
     assert words(tmp_path / "cut.svg") == words(tmp_path / "end.svg")
     assert words(tmp_path / "cut.svg").count("⏎") == 3 + 2  # layers, and heads
+
+
+def test_maps_are_drawn_without_waiting_for_lightning(shell: Callable[..., Any], tmp_path: Path) -> None:
+    command = [sys.executable, "-X", "importtime", str(ROOT / "scripts" / "attention.py"), "model.ckpt"]
+    result = subprocess.run([*command, "--prompt", "What"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "minigpt.inspection" in result.stderr
+    assert not re.search(r"\| +(lightning|wandb|hydra|matplotlib.pyplot)$", result.stderr, re.MULTILINE)
 
 
 def test_a_layer_and_a_head_are_counted_from_one(shell: Callable[..., Any], tmp_path: Path) -> None:
