@@ -66,7 +66,9 @@ class GPT(nn.Module):
             raise ValueError(f"{end} tokens do not fit into block_size={self.config.block_size}")
         x = self.wte(tokens)  # (B, T, C)
         if self.config.smear:
-            x = self._smear(x, cache)
+            x, last = mix_before(x, self.smear, cache.last if cache else None)
+            if cache:
+                cache.last = last
         if self.config.position == "learned":
             x = x + self.wpe.weight[start:end]  # (T, C)
         rotary = None if self.rotary is None else self.rotary[:, start:end]  # (2, T, D/2)
@@ -106,17 +108,6 @@ class GPT(nn.Module):
         attention = 12 * config.n_layer * config.n_head * config.head_width * config.block_size
         return 6 * weights + attention
 
-    def _smear(self, x: Tensor, cache: "Cache | None") -> Tensor:
-        """Add to each embedding those of the `smear` tokens before, by learnt factors per channel: (B, T, C)."""
-        k, T = self.config.smear, x.size(1)
-        before = x.new_zeros(x.size(0), k, x.size(2)) if cache is None or cache.last is None else cache.last
-        padded = torch.cat((before, x), dim=1)  # (B, k + T, C)
-        if cache is not None:
-            cache.last = padded[:, -k:]
-        for i in range(k):
-            x = x + self.smear[i] * padded[:, i : i + T]
-        return x
-
     def _initialise(self) -> None:
         """GPT-2's initialisation: normal(0.02), and 1/√(2 n_layer) of it into the residual stream.
 
@@ -151,7 +142,7 @@ class Cache:
         """Forget all, and keep the memory."""
         self.last = None
         for layer in self.layers:
-            layer.length = 0
+            layer.length, layer.last = 0, None
 
 
 class Block(nn.Module):
@@ -161,6 +152,7 @@ class Block(nn.Module):
         super().__init__()
         self.pre_norm = config.norm_position == "pre"
         self.norm_1 = _norm(config)
+        self.shift = nn.Parameter(torch.zeros(config.n_embd)) if config.shift else None
         self.attention = MultiHeadAttention(
             config.n_embd,
             config.n_head,
@@ -176,10 +168,35 @@ class Block(nn.Module):
     def forward(self, x: Tensor, rotary: Tensor | None, cache: KVCache | None) -> Tensor:
         """(B, T, C) to (B, T, C)."""
         if self.pre_norm:
-            x = x + self.attention(self.norm_1(x), rotary=rotary, cache=cache)
+            x = x + self._attend(self.norm_1(x), rotary, cache)
             return x + self.mlp(self.norm_2(x))
-        x = self.norm_1(x + self.attention(x, rotary=rotary, cache=cache))
+        x = self.norm_1(x + self._attend(x, rotary, cache))
         return self.norm_2(x + self.mlp(x))
+
+    def _attend(self, x: Tensor, rotary: Tensor | None, cache: KVCache | None) -> Tensor:
+        if self.shift is not None:  # Peng et al., 2023
+            x, last = mix_before(x, self.shift[None], cache.last if cache else None)
+            if cache:
+                cache.last = last
+        return self.attention(x, rotary=rotary, cache=cache)
+
+
+def mix_before(x: Tensor, factors: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Add to each position of x (B, T, C) the k before it, times factors (k, C), of which the last is for the nearest.
+
+    Args:
+        before: the k positions before x, (B, k, C); None is nothing.
+
+    Returns:
+        The mixture (B, T, C), and the last k positions of x, (B, k, C).
+    """
+    k, T = len(factors), x.size(1)
+    if before is None:
+        before = x.new_zeros(x.size(0), k, x.size(2))
+    padded = torch.cat((before, x), dim=1)  # (B, k + T, C)
+    for i in range(k):
+        x = x + factors[i] * padded[:, i : i + T]
+    return x, padded[:, -k:]
 
 
 class MLP(nn.Module):
