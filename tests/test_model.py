@@ -351,7 +351,7 @@ def draw_weights(model: nn.Module) -> None:
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.15)
     for module in model.modules():
-        if "norm" in type(module).__name__.lower():
+        if "norm" in type(module).__name__.lower() and module.weight is not None:
             module.weight.data += 1
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-SHORT = ["max_steps=2", "eval_every=2", "model.n_layer=1", "compile=false", "callbacks.samples.max_new_tokens=5"]
+SHORT = ["max_steps=2", "eval_every=2", "model.n_layer=2", "compile=false", "callbacks.samples.max_new_tokens=5"]
 
 
 def commands() -> list[list[str]]:
