@@ -43,6 +43,9 @@ class GPTConfig:
     qk_norm: bool = False  # RMS-normalise queries and keys per head
     tie_embeddings: bool = True  # the output head is the token embedding
     zero_init: bool = False  # what writes into the residual stream, and an untied head, begin at zero
+    ngram: int = 0  # embeddings of the last 2 … ngram tokens are added to each token's; 0: none
+    ngram_buckets: int = 8192  # rows of the table of each n, into which n-grams are hashed
+    ngram_dim: int = 16  # width of those embeddings
     smear: int = 0  # how many tokens before each are mixed into its embedding
     shift: bool = False  # mix into the input of every attention that of the token before
     embed_norm: bool = False  # RMS-normalise what enters the first block
@@ -58,6 +61,9 @@ class GPTConfig:
             _require(name, getattr(self, name), lambda v: isinstance(v, bool), "true or false")
         _require("dropout", self.dropout, _fraction, "a number from 0 up to, but not including, 1")
         _require("rope_base", self.rope_base, _positive, "a number above 0")
+        _require("ngram", self.ngram, lambda v: v == 0 or _whole(2)(v), "0, or a whole number of at least 2")
+        for name in ("ngram_buckets", "ngram_dim"):
+            _require(name, getattr(self, name), _whole(1), "a whole number of at least 1")
         _require("smear", self.smear, _whole(0), "a whole number of at least 0")
         _require("softcap", self.softcap, lambda v: v is None or _positive(v), "a number above 0, or null")
         for name, takes in (

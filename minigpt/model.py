@@ -16,6 +16,8 @@ from torch.nn import functional as F
 from minigpt.attention import KVCache, MultiHeadAttention, rotary_table
 from minigpt.config import GPTConfig
 
+_MULTIPLIER, _PRIME = 2_654_435_761, 2_147_483_647  # Knuth's, and 2³¹ - 1
+
 
 class GPT(nn.Module):
     """A decoder-only transformer language model."""
@@ -24,6 +26,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        if config.ngram:
+            self.ngrams = NGrams(config)
         if config.smear:
             self.smear = nn.Parameter(torch.zeros(config.smear, config.n_embd))  # the last row is for the token before
         if config.position == "learned":
@@ -65,6 +69,8 @@ class GPT(nn.Module):
         if end > self.config.block_size:
             raise ValueError(f"{end} tokens do not fit into block_size={self.config.block_size}")
         x = self.wte(tokens)  # (B, T, C)
+        if self.config.ngram:
+            x = x + self.ngrams(tokens, cache)
         if self.config.smear:
             x, last = mix_before(x, self.smear, cache.last if cache else None)
             if cache:
@@ -99,12 +105,14 @@ class GPT(nn.Module):
         """Floating-point operations of a training step per token (Chowdhery et al., 2022, appendix B).
 
         Six a matrix weight (two forward, four backward) and 12·H·D·T a layer for attention over a full block.
-        An untied token embedding is a look-up and costs nothing.
+        An untied token embedding and the table of n-grams are look-ups and cost nothing.
         """
         config = self.config
         weights = self.num_params(positions=False)
         if not config.tie_embeddings:
             weights -= self.wte.weight.numel()
+        if config.ngram:
+            weights -= self.ngrams.table.weight.numel()
         attention = 12 * config.n_layer * config.n_head * config.head_width * config.block_size
         return 6 * weights + attention
 
@@ -125,14 +133,17 @@ class GPT(nn.Module):
                     nn.init.zeros_(weight)
         if self.config.zero_init and not self.config.tie_embeddings:
             nn.init.zeros_(self.head.weight)
+        if self.config.ngram:
+            nn.init.zeros_(self.ngrams.out.weight)
 
 
 class Cache:
-    """What a model has read of a batch of sequences: keys and values of every layer, and the last embeddings."""
+    """What a model has read of a batch of sequences: keys and values of every layer, and what came last."""
 
     def __init__(self, layers: list[KVCache]) -> None:
         self.layers = layers
-        self.last: Tensor | None = None  # (B, smear, C)
+        self.last: Tensor | None = None  # embeddings, (B, smear, C)
+        self.last_tokens: Tensor | None = None  # (B, ngram - 1)
 
     @property
     def length(self) -> int:
@@ -140,9 +151,39 @@ class Cache:
 
     def clear(self) -> None:
         """Forget all, and keep the memory."""
-        self.last = None
+        self.last = self.last_tokens = None
         for layer in self.layers:
             layer.length, layer.last = 0, None
+
+
+class NGrams(nn.Module):
+    """Embeddings of the last 2 … `ngram` tokens, each n-gram hashed into a table (Pagnoni et al., 2024, 3.2.1).
+
+    They give the first block what it would otherwise spend most of a short training on: counts of n-grams.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.vocab_size, self.orders, self.buckets = config.vocab_size, config.ngram - 1, config.ngram_buckets
+        self.table = nn.Embedding(self.orders * self.buckets, config.ngram_dim)
+        self.out = nn.Linear(self.orders * config.ngram_dim, config.n_embd, bias=False)
+
+    def forward(self, tokens: Tensor, cache: Cache | None) -> Tensor:
+        """Token ids (B, T) to (B, T, C)."""
+        T = tokens.size(1)
+        before = cache.last_tokens if cache else None
+        if before is None:  # one more than any id: nothing stands there
+            before = tokens.new_full((tokens.size(0), self.orders), self.vocab_size)
+        padded = torch.cat((before, tokens), dim=1)  # (B, orders + T)
+        if cache:
+            cache.last_tokens = padded[:, -self.orders :]
+        hashed, rows = tokens, []
+        for n in range(1, self.orders + 1):
+            # Multiplied modulo a prime: below 2⁶³, for ids below 2³¹.
+            hashed = (hashed * _MULTIPLIER + padded[:, self.orders - n :][:, :T] + 1) % _PRIME
+            rows.append(hashed % self.buckets + (n - 1) * self.buckets)
+        embedded = self.table(torch.stack(rows, dim=-1))  # (B, T, orders, ngram_dim)
+        return self.out(embedded.flatten(2))
 
 
 class Block(nn.Module):

@@ -200,6 +200,9 @@ CHANGES: dict[str, Any] = {
     "activation": "relu",
     "qk_norm": True,
     "tie_embeddings": False,
+    "ngram": 3,
+    "ngram_buckets": 50,
+    "ngram_dim": 5,
     "smear": 2,
     "shift": True,
     "embed_norm": True,
@@ -210,6 +213,7 @@ CHANGES: dict[str, Any] = {
 @pytest.mark.parametrize("name", [name for name in GPTConfig.__dataclass_fields__ if name != "zero_init"])
 def test_every_setting_acts(name: str):
     base = TINY | ({"position": "rope"} if name == "rope_base" else {})
+    base |= {"ngram": 2} if name.startswith("ngram_") else {}
     assert same(fingerprint(base), fingerprint(base))
     assert not same(fingerprint(base), fingerprint(base | {name: CHANGES[name]}))
 
@@ -221,6 +225,19 @@ def test_with_zero_init_blocks_pass_through_and_an_untied_head_guesses_evenly():
     x = torch.randn(2, 16, 32)
     assert all(torch.equal(block(x, None, None), x) for block in model.blocks)
     assert GPT(GPTConfig(**TINY, zero_init=True)).head.weight.std() > 0.01  # tied: it is the embedding
+
+
+def test_ngrams_tell_apart_what_stands_before_and_nothing_else():
+    model = tiny(ngram=3, ngram_buckets=1_000_003)
+    tokens = torch.randint(29, (1, 16))
+    embedded = model.ngrams(tokens, None)
+    for changed in range(16):
+        other = tokens.clone()
+        other[0, changed] = (other[0, changed] + 1) % 29
+        differs = (model.ngrams(other, None) != embedded).any(-1)[0]
+        assert differs.tolist() == [changed <= t <= changed + 2 for t in range(16)]
+    again = torch.cat((tokens[:, 5:8], tokens[:, 5:8]), dim=1)  # the same three tokens, the same embedding
+    assert_close(model.ngrams(again, None)[0, 5], embedded[0, 7])
 
 
 def test_smear_mixes_in_the_tokens_before():
