@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from bench_common import TOKENS_PER_STEP, TRAIN, launch, machine, metrics, summary, text_file
 
 from minigpt.errors import UserError
@@ -39,10 +40,11 @@ def ours(recipe: str, seed: int, run: Path, overrides: Sequence[str]) -> dict[st
     measured = metrics(run)
     first = next(row for row in measured if row["seconds"])
     told = summary(run)
-    seconds, curve = 0.0, []
-    for row in measured:  # a validation has its own row, after that of its step
-        seconds = float(row["seconds"] or seconds)
-        if row["val_loss"]:
+    clock = [(0.0, 0.0)] + [(float(row["step"]), float(row["seconds"])) for row in measured if row["seconds"]]
+    curve = []
+    for row in measured:
+        if row["val_loss"]:  # between two readings of the clock, steps take equally long
+            seconds = float(np.interp(int(row["step"]), *zip(*clock, strict=True)))
             curve.append({"step": int(row["step"]), "seconds": seconds, "loss": float(row["val_loss"])})
     startup = max(0.0, seen.seconds - float(first["seconds"]))
     return {
