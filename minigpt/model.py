@@ -8,6 +8,7 @@ Shapes: B batch, T time, C n_embd, V vocab.
 """
 
 import math
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,8 @@ class GPT(nn.Module):
         if config.ngram:
             self.ngrams = NGrams(config)
         if config.smear:
-            self.smear = nn.Parameter(torch.zeros(config.smear, config.n_embd))  # the last row is for the token before
+            # Vectors, so that no optimizer takes them for a matrix; the last is for the token before.
+            self.smear = nn.ParameterList(torch.zeros(config.n_embd) for _ in range(config.smear))
         if config.position == "learned":
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -72,7 +74,7 @@ class GPT(nn.Module):
         if self.config.ngram:
             x = x + self.ngrams(tokens, cache)
         if self.config.smear:
-            x, last = mix_before(x, self.smear, cache.last if cache else None)
+            x, last = mix_before(x, tuple(self.smear), cache.last if cache else None)
             if cache:
                 cache.last = last
         if self.config.position == "learned":
@@ -216,14 +218,14 @@ class Block(nn.Module):
 
     def _attend(self, x: Tensor, rotary: Tensor | None, cache: KVCache | None) -> Tensor:
         if self.shift is not None:  # Peng et al., 2023
-            x, last = mix_before(x, self.shift[None], cache.last if cache else None)
+            x, last = mix_before(x, [self.shift], cache.last if cache else None)
             if cache:
                 cache.last = last
         return self.attention(x, rotary=rotary, cache=cache)
 
 
-def mix_before(x: Tensor, factors: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Add to each position of x (B, T, C) the k before it, times factors (k, C), of which the last is for the nearest.
+def mix_before(x: Tensor, factors: Collection[Tensor], before: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Add to each position of x (B, T, C) the k before it, times k factors (C,), of which the last is for the nearest.
 
     Args:
         before: the k positions before x, (B, k, C); None is nothing.
@@ -235,8 +237,8 @@ def mix_before(x: Tensor, factors: Tensor, before: Tensor | None) -> tuple[Tenso
     if before is None:
         before = x.new_zeros(x.size(0), k, x.size(2))
     padded = torch.cat((before, x), dim=1)  # (B, k + T, C)
-    for i in range(k):
-        x = x + factors[i] * padded[:, i : i + T]
+    for i, factor in enumerate(factors):
+        x = x + factor * padded[:, i : i + T]
     return x, padded[:, -k:]
 
 

@@ -26,8 +26,8 @@ def time_to_loss(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
             rows.append(bare(args, seed))
         for recipe in args.recipes:
             rows.append(ours(recipe, seed, folder / f"{recipe.replace('/', '_')}-{seed}", args.overrides))
-        for row in rows:
-            row["crossings"] = {str(loss): crossing(row["curve"], loss) for loss in args.losses}
+    for row in rows:
+        row["crossings"] = {str(loss): crossing(row["curve"], loss) for loss in args.losses}
     return rows
 
 

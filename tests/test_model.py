@@ -242,9 +242,10 @@ def test_ngrams_tell_apart_what_stands_before_and_nothing_else():
 
 def test_smear_mixes_in_the_tokens_before():
     model = tiny(smear=2)
-    nn.init.normal_(model.smear)
+    for factor in model.smear:
+        nn.init.normal_(factor)
     plain = tiny()
-    plain.load_state_dict({name: weight for name, weight in model.state_dict().items() if name != "smear"})
+    plain.load_state_dict({name: weight for name, weight in model.state_dict().items() if "smear" not in name})
     tokens = torch.randint(29, (2, 16))
     embedded = plain.wte(tokens)
     mixed = embedded.clone()

@@ -53,6 +53,15 @@ def test_without_a_gradient_matrices_decay_and_vectors_stay():
         assert_close(now, then * (0.95**3 if then.dim() == 2 else 1), msg=name)
 
 
+def test_factors_of_the_tokens_before_are_not_decayed():
+    network = GPT(GPTConfig(block_size=8, vocab_size=17, n_layer=1, n_head=2, n_embd=16, smear=2, shift=True))
+    decayed, plain = adamw(network, lr=0.1, betas=(0.9, 0.99), weight_decay=0.5).param_groups
+    factors = {*network.smear, network.blocks[0].shift}
+    assert len(factors) == 3
+    assert factors <= set(plain["params"])
+    assert not factors & set(decayed["params"])
+
+
 def test_every_trainable_weight_is_optimised_once_and_frozen_ones_are_not():
     network = model()
     network.blocks[0].requires_grad_(False)
