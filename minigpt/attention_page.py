@@ -10,7 +10,6 @@ import base64
 import hashlib
 import html
 import json
-import os
 import re
 from importlib import resources
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from minigpt.files import whole
 
 LEVELS = 4095  # of a weight's square root: 12 bits
 _BREAKS = re.compile(r"\r?\n|[⏎↵␤]\n?|[\u2028\u2029]")
@@ -41,12 +42,8 @@ def write_page(path: Path, *, labels: list[str], weights: Tensor, probabilities:
     }
     page = _page(data)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
+    with whole(path) as partial:
         partial.write_text(page, encoding="utf-8", newline="\n")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _check(labels: list[str], weights: Tensor, probabilities: Tensor) -> None:

@@ -18,6 +18,7 @@ import torch
 from minigpt import tokenizer as tokenizers
 from minigpt.config import GPTConfig
 from minigpt.errors import UserError
+from minigpt.files import whole
 from minigpt.model import GPT
 from minigpt.tokenizer import Tokenizer
 
@@ -117,15 +118,12 @@ def read(path: Path, *, device: str | torch.device | None = None) -> dict[str, A
 def write(content: Mapping[str, Any], path: Path) -> None:
     """Write a checkpoint whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        with open(partial, "wb") as file:
+        with whole(path) as partial, open(partial, "wb") as file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
     except BaseException as error:
-        partial.unlink(missing_ok=True)
         # torch hides why the file could not be written.
         if isinstance(reason := error.__context__, OSError):
             raise OSError(reason.errno, reason.strerror, str(path)) from error

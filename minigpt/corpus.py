@@ -25,6 +25,7 @@ from filelock import FileLock
 
 from minigpt import tokenizer as tokenizers
 from minigpt.errors import UserError, warn
+from minigpt.files import whole
 from minigpt.tokenizer import CharTokenizer, Tokenizer
 
 FORMAT = 1
@@ -296,6 +297,5 @@ def _sha256(path: Path) -> str:
 
 def _write_whole(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_bytes(content)
-    partial.replace(path)
+    with whole(path) as partial:
+        partial.write_bytes(content)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from minigpt.attention import MultiHeadAttention
 from minigpt.errors import UserError
+from minigpt.files import whole
 from minigpt.model import GPT
 from minigpt.tokenizer import Tokenizer
 
@@ -498,9 +499,5 @@ def _write_figures(page: "Axes", shown: Any, x: float, y: float, cell: float, no
 
 def _save(figure: "Figure", path: Path, *, dpi: int) -> None:
     """Write a picture whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
+    with whole(path) as partial:
         figure.savefig(partial, dpi=dpi, format=path.suffix[1:].lower())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from minigpt.errors import UserError
+from minigpt.files import whole
 
 METRICS, CURVES, SAMPLES, SUMMARY = "metrics.csv", "curves.png", "samples.txt", "summary.json"
 
@@ -46,9 +47,8 @@ def tell(folder: Path, summary: Mapping[str, Any]) -> None:
         return
     if measured:
         draw_curves(folder)
-    partial = folder / f".{SUMMARY}.partial"
-    partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    partial.replace(folder / SUMMARY)
+    with whole(folder / SUMMARY) as partial:
+        partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 
 def announce(folder: Path, sample: str, summary: Mapping[str, Any], *, sampler: Path) -> None:
