@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from minigpt.functional import rms_norm
+
 
 def attend(
     q: Tensor,
@@ -210,7 +212,7 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         q, k, v = self._project(x, context)  # (B, H, T, D), (B, K, S, D) twice
         if self.qk_norm:
-            q, k = F.rms_norm(q, (self.head_dim,)), F.rms_norm(k, (self.head_dim,))
+            q, k = rms_norm(q), rms_norm(k)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         if cache is not None:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from minigpt.attention import KVCache, MultiHeadAttention, rotary_table
 from minigpt.config import GPTConfig
+from minigpt.functional import relu_squared, rms_norm
 
 _MULTIPLIER, _PRIME = 2_654_435_761, 2_147_483_647  # Knuth's, and 2³¹ - 1
 
@@ -81,7 +82,7 @@ class GPT(nn.Module):
             x = x + self.wpe.weight[start:end]  # (T, C)
         rotary = None if self.rotary is None else self.rotary[:, start:end]  # (2, T, D/2)
         if self.config.embed_norm:
-            x = F.rms_norm(x, (self.config.n_embd,), eps=1e-5)
+            x = rms_norm(x)
         x = F.dropout(x, self.config.dropout, self.training)
         for i, block in enumerate(self.blocks):
             x = block(x, rotary, cache.layers[i] if cache else None)
@@ -260,14 +261,26 @@ class MLP(nn.Module):
         elif self.activation == "relu":
             x = F.relu(x)
         elif self.activation == "relu2":  # So et al., 2021
-            x = F.relu(x).square()
+            x = relu_squared(x)
         else:
             gate, x = x.chunk(2, dim=-1)
             x = F.silu(gate) * x
         return F.dropout(self.down(x), self.dropout, self.training)
 
 
+class RMSNorm(nn.Module):
+    """Scale to a root mean square of 1 (Zhang & Sennrich, 2019), then by learnt weights if there are any."""
+
+    def __init__(self, width: int, *, weight: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width)) if weight else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, C) to (…, C)."""
+        return rms_norm(x, self.weight)
+
+
 def _norm(config: GPTConfig) -> nn.Module:
     if config.norm == "layernorm":
         return nn.LayerNorm(config.n_embd, bias=config.bias)
-    return nn.RMSNorm(config.n_embd, eps=1e-5, elementwise_affine=config.norm == "rmsnorm")
+    return RMSNorm(config.n_embd, weight=config.norm == "rmsnorm")

@@ -3,12 +3,14 @@
 Machines are noisy: what is compared runs in turn, several rounds of it, and medians and their ratio are
 what to quote. Prints a table and writes the figures as JSON.
 
-  python scripts/bench.py step --against PATH    a bare training loop beside ours, tokens/s
+  python scripts/bench.py step --recipes fast_cpu,nanogpt_cpu --against PATH
+                                                 tokens/s beside bare training loops
   python scripts/bench.py startup                launch to help, to an error, to the first step
   python scripts/bench.py memory --against PATH  peak memory, also with a corpus of 1 GB
   python scripts/bench.py loss                   experiment=nanogpt_cpu to the end, over seeds
   python scripts/bench.py time_to_loss --against PATH --recipes sprint_cpu,fast_cpu --losses 1.8985,1.6
                                                  recipes and the bare loop, and when they cross losses
+  python scripts/bench.py gpu                    the recipes for a GPU, and GPT-2's use of the chip
   python scripts/bench.py attention              memory and time of fused and explicit, over lengths
 
 PATH is a script with a bare PyTorch loop of the recipe nanogpt_cpu that takes TEXT, --iters N and
@@ -26,6 +28,7 @@ from typing import Any
 
 from bench_attention import SIZES, attention, draw_attention, lengths, show_attention
 from bench_common import (
+    BARE,
     TOKENS_PER_STEP,
     TRAIN,
     bare_seconds,
@@ -37,23 +40,37 @@ from bench_common import (
     summary,
     text_file,
 )
+from bench_gpu import gpu
 from bench_time_to_loss import draw_time_to_loss, show_time_to_loss, time_to_loss
 
 from minigpt.errors import UserError, one_line
 
 
 def step(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Tokens/s over all training steps of a run, logging and progress bar on, beside a bare loop."""
+    """Tokens/s over all training steps of a run, logging and progress bar on, beside a bare loop of the recipe.
+
+    With `--against` its loop, too, which knows one recipe only. The shares are of what a large matrix product
+    reaches in operations a second.
+    """
     rows = []
     for i in range(args.rounds):
         row: dict[str, Any] = {}
+        for recipe in args.recipes:
+            run = folder / f"{recipe.replace('/', '_')}{i}"
+            settings = [f"experiment={recipe}", f"max_steps={args.steps}", *args.overrides]
+            bare = json.loads(launch([sys.executable, BARE, *settings]).output.splitlines()[-1])
+            launch([sys.executable, TRAIN, *settings, f"eval_every={args.steps}", f"hydra.run.dir={run}"])
+            bare_speed, speed = bare["tokens"] / bare["seconds"], summary(run)["tokens_per_second"]
+            share = bare["flops_per_token"] / bare["matrix_flops"]
+            row |= {
+                f"{recipe}: bare tokens/s": bare_speed,
+                f"{recipe}: minigpt tokens/s": speed,
+                f"{recipe}: ratio": speed / bare_speed,
+                f"{recipe}: bare share": bare_speed * share,
+                f"{recipe}: minigpt share": speed * share,
+            }
         if args.against:
-            row["bare tokens/s"] = args.steps * TOKENS_PER_STEP / bare_seconds(run_bare(args))
-        run = folder / f"step{i}"
-        launch([*ours(run), f"max_steps={args.steps}", f"eval_every={args.steps}"])
-        row["minigpt tokens/s"] = summary(run)["tokens_per_second"]
-        if args.against:
-            row["ratio"] = row["minigpt tokens/s"] / row["bare tokens/s"]
+            row["--against: tokens/s"] = args.steps * TOKENS_PER_STEP / bare_seconds(run_bare(args))
         rows.append(row)
     return rows
 
@@ -117,19 +134,23 @@ def loss(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 def show(name: str, rows: Sequence[dict[str, Any]]) -> None:
     """Print every figure's median and range."""
     print(f"\n{name}, {len(rows)} rounds, {machine()}\n")
-    print(f"| {'figure':28} | {'median':>10} | {'min':>10} | {'max':>10} |")
-    print(f"|{'-' * 30}|{'-' * 11}:|{'-' * 11}:|{'-' * 11}:|")
+    width = max(map(len, rows[0]))
+    print(f"| {'figure':{width}} | {'median':>10} | {'min':>10} | {'max':>10} |")
+    print(f"|{'-' * (width + 2)}|{'-' * 11}:|{'-' * 11}:|{'-' * 11}:|")
     for figure in rows[0]:
-        values = [row[figure] for row in rows]
-        cells = (f"{value:10,.3f}" for value in (statistics.median(values), min(values), max(values)))
-        print(f"| {figure:28} | {' | '.join(cells)} |")
+        values = [row[figure] for row in rows if figure in row]
+        cells = (
+            f"{value:10,.{3 if value < 1000 else 0}f}"
+            for value in (statistics.median(values), min(values), max(values))
+        )
+        print(f"| {figure:{width}} | {' | '.join(cells)} |")
 
 
 @one_line
 def main() -> None:
     """Parse, measure, print, write."""
     benchmarks: dict[str, Callable[[argparse.Namespace, Path], list[dict[str, Any]]]] = {
-        function.__name__: function for function in (step, startup, memory, loss, time_to_loss, attention)
+        function.__name__: function for function in (step, startup, memory, loss, time_to_loss, attention, gpu)
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("benchmark", choices=benchmarks)

@@ -25,6 +25,7 @@ from minigpt.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = ROOT / "scripts" / "train.py"
+BARE = ROOT / "scripts" / "bench_bare.py"
 TOKENS_PER_STEP = 12 * 64  # of experiment=nanogpt_cpu
 
 

@@ -41,12 +41,14 @@ def ours(recipe: str, seed: int, run: Path, overrides: Sequence[str]) -> dict[st
     first = next(row for row in measured if row["seconds"])
     told = summary(run)
     clock = [(0.0, 0.0)] + [(float(row["step"]), float(row["seconds"])) for row in measured if row["seconds"]]
+    startup = max(0.0, seen.seconds - float(first["seconds"]))
+    steps, seconds = zip(*clock, strict=True)
+    usual = statistics.median(np.diff(seconds) / np.diff(steps)) * steps[1]  # of as many steps as the first row has
     curve = []
     for row in measured:
         if row["val_loss"]:  # between two readings of the clock, steps take equally long
-            seconds = float(np.interp(int(row["step"]), *zip(*clock, strict=True)))
-            curve.append({"step": int(row["step"]), "seconds": seconds, "loss": float(row["val_loss"])})
-    startup = max(0.0, seen.seconds - float(first["seconds"]))
+            at = float(np.interp(int(row["step"]), steps, seconds))
+            curve.append({"step": int(row["step"]), "seconds": at, "loss": float(row["val_loss"])})
     return {
         "recipe": recipe,
         "seed": seed,
@@ -55,6 +57,7 @@ def ours(recipe: str, seed: int, run: Path, overrides: Sequence[str]) -> dict[st
         "startup s": startup,
         "train s": told["seconds"],
         "rest s": whole - startup - told["seconds"],  # evaluation, checkpoints, samples
+        "first steps s": max(0.0, seconds[1] - usual),  # of training: what the first steps took longer, to compile
         "curve": curve,
     }
 
@@ -76,6 +79,7 @@ def bare(args: argparse.Namespace, seed: int) -> dict[str, Any]:
         "startup s": ran.seconds - wall,
         "train s": trained,
         "rest s": wall - trained,
+        "first steps s": 0.0,
         "curve": [{"step": int(i), "seconds": float(s), "loss": float(loss)} for i, s, _, loss in points],
     }
 
@@ -90,7 +94,8 @@ def show_time_to_loss(rows: Sequence[dict[str, Any]], losses: Sequence[float]) -
     recipes = list(dict.fromkeys(row["recipe"] for row in rows))
     seeds = len(rows) // len(recipes)
     print(f"\ntime_to_loss, {seeds} seeds, {machine()}; seconds of training, medians (smallest to largest)\n")
-    heads = ["recipe", "params", "start-up", "training", "other", "last loss", *(f"to {loss}" for loss in losses)]
+    heads = ["recipe", "params", "start-up", "training", "other", "last loss", "best loss"]
+    heads += [f"to {loss}{what}" for loss in losses for what in ("", ", since launch", ", steps")]
     print("| " + " | ".join(heads) + " |")
     print("|" + "---|" * len(heads))
     for recipe in recipes:
@@ -98,10 +103,15 @@ def show_time_to_loss(rows: Sequence[dict[str, Any]], losses: Sequence[float]) -
         cells = [recipe, f"{some[0]['params']:,}"]
         cells += [spread([row[name] for row in some]) for name in ("startup s", "train s", "rest s")]
         cells.append(spread([row["curve"][-1]["loss"] for row in some], 4))
+        cells.append(spread([min(point["loss"] for point in row["curve"]) for row in some], 4))
         for loss in losses:
             points = [row["crossings"][str(loss)] for row in some]
-            reached = [point["seconds"] for point in points if point]
-            cells.append(spread(reached) if len(reached) == len(some) else f"{len(reached)} of {len(some)} seeds")
+            if not all(points):
+                cells += [f"{sum(map(bool, points))} of {len(some)} seeds", "", ""]
+                continue
+            cells.append(spread([point["seconds"] for point in points]))
+            cells.append(spread([row["startup s"] + p["seconds"] for row, p in zip(some, points, strict=True)]))
+            cells.append(spread([point["step"] for point in points], 0))
         print("| " + " | ".join(cells) + " |")
 
 

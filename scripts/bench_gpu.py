@@ -1,0 +1,48 @@
+"""What a GPU is for: the recipes fast_gpu and best_gpu to their end, and how much of the chip a GPT-2 uses."""
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_common import TRAIN, launch, metrics
+from bench_time_to_loss import crossing, ours
+
+from minigpt.errors import UserError
+
+LOSS = 1.4655  # the mean best of five published runs of nanoGPT's recipe for a GPU
+GPT2 = [  # 124M parameters at nanoGPT's vocabulary, whatever the text is
+    *("model=gpt2", "model.vocab_size=50304", "model.bias=false", "data.batch_size=32", "compile=true"),
+    *("max_steps=60", "eval_every=60", "data.eval_batch_size=8", "~callbacks.samples"),
+]
+
+
+def gpu(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """A row a seed: seconds and steps of fast_gpu to 1.4655, the best loss of best_gpu, and once GPT-2's speed."""
+    if not torch.cuda.is_available() and "trainer=cpu" not in args.overrides:
+        raise UserError("no CUDA GPU on this machine; --overrides trainer=cpu and a small model try the benchmark")
+    rows = []
+    for seed in range(1337, 1337 + args.rounds):
+        fast = ours("fast_gpu", seed, folder / f"fast{seed}", args.overrides)
+        best = ours("best_gpu", seed, folder / f"best{seed}", args.overrides)
+        reached = crossing(fast["curve"], LOSS) or {"seconds": float("nan"), "step": float("nan")}
+        rows.append(
+            {
+                f"fast_gpu: seconds to {LOSS}": reached["seconds"],
+                "fast_gpu: of them, compiling": fast["first steps s"],
+                f"fast_gpu: seconds to {LOSS}, from launch": fast["startup s"] + reached["seconds"],
+                f"fast_gpu: steps to {LOSS}": reached["step"],
+                "fast_gpu: best loss": min(point["loss"] for point in fast["curve"]),
+                "best_gpu: best loss": min(point["loss"] for point in best["curve"]),
+                "best_gpu: seconds": best["train s"],
+            }
+        )
+    run = folder / "gpt2"
+    launch([sys.executable, TRAIN, *GPT2, *args.overrides, f"hydra.run.dir={run}"])
+    told = metrics(run)[1:]  # without the first row, in which the model is compiled
+    for name in ("tokens_per_second", "mfu"):
+        if values := [float(row[name]) for row in told if row.get(name)]:
+            rows[0][f"gpt2: {name}"] = statistics.median(values)
+    return rows
