@@ -1,4 +1,4 @@
-# make train | test | lint | bench | clean      Hydra overrides: make train ARGS="max_steps=200 model.n_head=8"
+# make train | test | lint | bench | clean      Hydra overrides: make train ARGS="max_steps=200 model.n_head=4"
 
 # The first Python on the path that is new enough; another: make train PYTHON=/path/to/python
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.14 python; do \
@@ -7,11 +7,14 @@ VENV = .venv
 IN_VENV = $(VENV)/bin/python
 PIP = $(IN_VENV) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# The recipe for what the machine has; another: make train ARGS="experiment=nanogpt_cpu"
+RECIPE = $(if $(shell nvidia-smi -L 2>/dev/null),fast_gpu,fast_cpu)
+
 .PHONY: train test lint format bench clean check-venv
 .DEFAULT_GOAL = train
 
 train: $(VENV)/.train
-	@$(IN_VENV) scripts/train.py $(ARGS)
+	@$(IN_VENV) scripts/train.py $(if $(filter experiment=% model=%,$(ARGS)),,experiment=$(RECIPE)) $(ARGS)
 
 test: $(VENV)/.dev
 	@$(IN_VENV) -m pytest $(ARGS)

@@ -15,7 +15,7 @@ from minigpt.errors import UserError
 LOSS = 1.4655  # the mean best of five published runs of nanoGPT's recipe for a GPU
 GPT2 = [  # 124M parameters at nanoGPT's vocabulary, whatever the text is
     *("model=gpt2", "model.vocab_size=50304", "model.bias=false", "data.batch_size=32", "compile=true"),
-    *("max_steps=60", "eval_every=60", "data.eval_batch_size=8", "~callbacks.samples"),
+    *("max_steps=60", "eval_every=60", "data.eval_batch_size=8", "callbacks.samples.max_new_tokens=1"),
 ]
 
 

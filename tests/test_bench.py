@@ -1,4 +1,4 @@
-"""The benchmark of attention, run for a few short lengths."""
+"""The benchmarks, made small."""
 
 import json
 import math
@@ -13,13 +13,13 @@ from matplotlib import image
 
 
 def bench(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPTS / "bench.py"), "attention", *arguments]
+    command = [sys.executable, str(SCRIPTS / "bench.py"), *arguments]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=300)
 
 
 def test_attention_is_measured_into_a_table_a_json_file_and_a_picture(tmp_path: Path) -> None:
-    done = bench("--sizes", "64,512,2048", "--rounds", "1", folder=tmp_path)
+    done = bench("attention", "--sizes", "64,512,2048", "--rounds", "1", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     told = json.loads((tmp_path / "runs" / "bench" / "attention.json").read_text(encoding="utf-8"))
     rows = told["rows"]
@@ -56,6 +56,40 @@ def test_attention_is_measured_into_a_table_a_json_file_and_a_picture(tmp_path: 
 
 @pytest.mark.parametrize("sizes", ["", "64,", "0", "-1", "many"])
 def test_impossible_lengths_are_one_line(sizes: str, tmp_path: Path) -> None:
-    done = bench(f"--sizes={sizes}", folder=tmp_path)
+    done = bench("attention", f"--sizes={sizes}", folder=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert f"--sizes={sizes} " in done.stderr
+
+
+def figures(folder: Path, name: str) -> dict[str, float]:
+    """The figures of a benchmark of one round."""
+    (row,) = json.loads((folder / "runs" / "bench" / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    return row
+
+
+def test_recipes_are_timed_beside_a_bare_loop_of_theirs(small: list[str], tmp_path: Path) -> None:
+    options = ["--recipes", "sprint_cpu,nanogpt_cpu", "--rounds", "1", "--steps", "12"]
+    done = bench("step", *options, "--overrides", *small, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = figures(tmp_path, "step")
+    for recipe in ("sprint_cpu", "nanogpt_cpu"):
+        ours, bare = (told[f"{recipe}: {name} tokens/s"] for name in ("minigpt", "bare"))
+        assert told[f"{recipe}: ratio"] == pytest.approx(ours / bare)
+        assert 0 < told[f"{recipe}: minigpt share"] < 1
+        assert told[f"{recipe}: minigpt share"] / told[f"{recipe}: bare share"] == pytest.approx(ours / bare)
+
+
+def test_what_is_for_a_gpu_is_measured_by_one_command(small: list[str], tmp_path: Path) -> None:
+    options = ["--rounds", "1", "--overrides", *small, "compile=false"]
+    done = bench("gpu", *options, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = figures(tmp_path, "gpu")
+    assert told["best_gpu: best loss"] > 0
+    assert math.isnan(told["fast_gpu: steps to 1.4655"])  # not in 20 steps of a tiny model
+    assert told["gpt2: tokens_per_second"] > 0
+
+
+def test_without_a_gpu_its_benchmark_says_so_in_one_line(tmp_path: Path) -> None:
+    done = bench("gpu", folder=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "no CUDA GPU" in done.stderr
