@@ -15,9 +15,10 @@ from lightning.pytorch.loggers import WandbLogger
 from torch import Tensor
 
 from minigpt.checkpoint import BEST, LAST
+from minigpt.drawing import draw_maps
 from minigpt.errors import Interrupted, UserError
 from minigpt.generation import check_settings, generate
-from minigpt.inspection import attention_maps, draw_maps, token_texts
+from minigpt.inspection import attention_maps, token_texts
 from minigpt.model import GPT
 from minigpt.run import SAMPLES
 from minigpt.tokenizer import Tokenizer, encode_prompt

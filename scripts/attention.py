@@ -29,7 +29,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Load, measure, draw, print."""
     args = arguments()
-    from minigpt import inspection
+    from minigpt import drawing, inspection
     from minigpt.checkpoint import find_checkpoint, load_checkpoint
 
     inspection.check_outputs([args.out, args.values], [args.html])
@@ -45,14 +45,14 @@ def main() -> None:
     texts = inspection.token_texts(tokenizer, tokens)
     table = inspection.head_table(weights, inspection.repeat_scores(model, tokenizer.vocab_size))
     names = inspection.head_names(table, len(tokens))
-    inspection.draw_maps(args.out, weights, texts, names=names, layers=layers, heads=heads)
+    drawing.draw_maps(args.out, weights, texts, names=names, layers=layers, heads=heads)
     if args.html:
         from minigpt.attention_page import write_page
 
         write_page(args.html, labels=texts, weights=weights, probabilities=probabilities)
     if batches:
         values, loss = inspection.head_values(model, batches)
-        inspection.draw_values(args.values, values, loss=loss)
+        drawing.draw_values(args.values, values, loss=loss)
         table["worth"] = values
     print(inspection.format_table(table, names))
     for written in filter(None, (args.out, args.html, args.values)):

@@ -20,7 +20,7 @@ import torch
 from matplotlib import colormaps, image
 from torch import Tensor
 
-from minigpt import checkpoint, inspection
+from minigpt import checkpoint, drawing, inspection
 from minigpt.callbacks import AttentionMaps
 from minigpt.config import GPTConfig
 from minigpt.errors import UserError, one_line
@@ -270,7 +270,7 @@ def test_a_model_is_whole_again_when_measuring_it_fails() -> None:
 
 
 def test_signs_stand_for_what_cannot_be_seen() -> None:
-    seen = [inspection.legible(text) for text in ("\n", " the", "\t", "\r", "\x00", "\x7f", "\xad", "é", "")]
+    seen = [drawing.legible(text) for text in ("\n", " the", "\t", "\r", "\x00", "\x7f", "\xad", "é", "")]
     assert seen == ["⏎", "␣the", "⇥", "^M", "^@", "^?", "U+AD", "é", "∅"]
 
 
@@ -286,13 +286,13 @@ def count(path: Path, colour: tuple[float, ...]) -> int:
 def test_the_future_is_blank_and_one_scale_serves_all(tmp_path: Path) -> None:
     weights = torch.ones(2, 3, 30, 30)  # the upper half too: it must not be drawn
     weights[1, 2] = 0.1
-    inspection.draw_maps(tmp_path / "all.png", weights, ["a"] * 30)
+    drawing.draw_maps(tmp_path / "all.png", weights, ["a"] * 30)
     one, tenth = colormaps["magma_r"](1.0), colormaps["magma_r"](math.sqrt(0.1))
     dark, light = count(tmp_path / "all.png", one), count(tmp_path / "all.png", tenth)
     panel = (30 * 0.085 * 110 if 30 * 0.085 > 2.6 else 2.6 * 110) ** 2
     assert light == pytest.approx(panel * 31 / 60, rel=0.05)  # n(n + 1)/2 of n² cells
     assert dark == pytest.approx(5 * light, rel=0.05)
-    inspection.draw_maps(tmp_path / "one.png", weights, ["a"] * 30, layers=slice(1, 2), heads=slice(2, 3))
+    drawing.draw_maps(tmp_path / "one.png", weights, ["a"] * 30, layers=slice(1, 2), heads=slice(2, 3))
     assert count(tmp_path / "one.png", tenth) > 2 * light  # larger, and of the same colour
     assert count(tmp_path / "one.png", one) < light / 10
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all.png", "one.png"]
@@ -308,10 +308,8 @@ def test_a_picture_names_tokens_layers_heads_and_what_they_do(tmp_path: Path) ->
     weights = uniform(8).expand(2, 2, 8, 8)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of characters that the font has not
-        inspection.draw_maps(
-            tmp_path / "a.svg", weights, texts, names=[["", "induction"], ["", ""]], title="a $ title $"
-        )
-        inspection.draw_maps(tmp_path / "b.svg", weights, texts, layers=slice(1, 2), heads=slice(0, 1))
+        drawing.draw_maps(tmp_path / "a.svg", weights, texts, names=[["", "induction"], ["", ""]], title="a $ title $")
+        drawing.draw_maps(tmp_path / "b.svg", weights, texts, layers=slice(1, 2), heads=slice(0, 1))
     said = words(tmp_path / "a.svg")
     labels = ["R", "⏎", "␣", "$", "x", "$", "U+65E5", "␣antidisest…"]
     for label in labels:
@@ -325,7 +323,7 @@ def test_a_picture_names_tokens_layers_heads_and_what_they_do(tmp_path: Path) ->
 
 
 def test_values_are_drawn_with_their_figures(tmp_path: Path) -> None:
-    inspection.draw_values(tmp_path / "v.svg", torch.tensor([[0.4, -0.0101, 0.0], [1.25, 0.1, 0.2]]), loss=1.86471)
+    drawing.draw_values(tmp_path / "v.svg", torch.tensor([[0.4, -0.0101, 0.0], [1.25, 0.1, 0.2]]), loss=1.86471)
     said = words(tmp_path / "v.svg")
     assert [text for text in said if text[0] in "+−" and len(text) == 6][:6] == [
         "+0.400",
@@ -347,7 +345,7 @@ def test_a_drawing_that_fails_leaves_the_picture_before_it(tmp_path: Path, monke
 
     monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(OSError, match="No space"):
-        inspection.draw_maps(file, uniform(3), ["a"] * 3)
+        drawing.draw_maps(file, uniform(3), ["a"] * 3)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.png", "before")]
 
 
