@@ -43,6 +43,7 @@ def muon(
     lr: float,
     adam_lr: float,
     betas: tuple[float, float],
+    adam_weight_decay: float,
     weight_decay: float,
     cautious: bool,
     momentum: float,
@@ -54,7 +55,7 @@ def muon(
 
     Args:
         lr: peak learning rate of the matrices. adam_lr: of all else.
-        betas: of AdamW, which decays nothing.
+        betas: of AdamW. adam_weight_decay: decoupled, on embeddings and head.
         weight_decay: decoupled, on the matrices.
         cautious: decay only weights that the update makes smaller too (Chen et al., 2025).
         momentum: reached over the first `momentum_warmup` steps, from 0.85.
@@ -70,7 +71,10 @@ def muon(
         "newton_schulz_steps": newton_schulz_steps,
     }
     rest = [p for p in model.parameters() if p.requires_grad and p not in pieces]
-    return Muon(pieces, rest, lr=lr, adam_lr=adam_lr, betas=(betas[0], betas[1]), **options)
+    adam = {"lr": adam_lr, "betas": (betas[0], betas[1])}
+    embeddings = {"params": [p for p in rest if p.dim() >= 2], "weight_decay": adam_weight_decay, **adam}
+    vectors = {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0, **adam}
+    return Muon(pieces, [embeddings, vectors], lr=lr, **options)
 
 
 class Muon(torch.optim.Optimizer):
@@ -81,23 +85,13 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         pieces: of each matrix, the numbers of rows of the matrices that it is a stack of.
-        rest: what AdamW takes.
+        rest: parameter groups of AdamW, each with `lr`, `betas` and `weight_decay`.
     """
 
     def __init__(
-        self,
-        pieces: dict[Tensor, list[int]],
-        rest: Iterable[Tensor],
-        *,
-        lr: float,
-        adam_lr: float,
-        betas: tuple[float, float],
-        **options: Any,
+        self, pieces: dict[Tensor, list[int]], rest: Iterable[dict[str, Any]], *, lr: float, **options: Any
     ) -> None:
-        groups = [
-            {"params": list(pieces), "lr": lr, "steps": 0, **options},
-            {"params": list(rest), "lr": adam_lr, "betas": betas},
-        ]
+        groups = [{"params": list(pieces), "lr": lr, "steps": 0, **options}, *rest]
         super().__init__([group for group in groups if group["params"]], {})
         self.stacks: dict[tuple[int, int], list[tuple[Tensor, int]]] = {}  # shape: (matrix, first row) of each piece
         for matrix, rows in pieces.items():
@@ -169,7 +163,7 @@ class Muon(torch.optim.Optimizer):
             beta1=group["betas"][0],
             beta2=group["betas"][1],
             lr=group["lr"],
-            weight_decay=0.0,
+            weight_decay=group["weight_decay"],
             eps=1e-8,
             maximize=False,
         )

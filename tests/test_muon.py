@@ -15,14 +15,13 @@ from minigpt.optim import Muon, muon, orthogonalise
 
 OPTIONS: dict[str, Any] = {
     "lr": 0.02,
-    "adam_lr": 0.01,
-    "betas": (0.9, 0.95),
     "weight_decay": 0.1,
     "cautious": False,
     "momentum": 0.95,
     "momentum_warmup": 0,
     "newton_schulz_steps": 5,
 }
+ADAM: dict[str, Any] = {"adam_lr": 0.01, "betas": (0.9, 0.95), "adam_weight_decay": 0.2}
 SHAPES = [(48, 48), (96, 32), (24, 80)]
 
 
@@ -45,8 +44,13 @@ def test_what_is_no_matrix_of_a_block_is_left_to_adamw():
     theirs = copy.deepcopy(ours)
     matrices = ("qkv.weight", "out.weight", "up.weight", "down.weight")
     rest = [p for name, p in theirs.named_parameters() if not name.endswith(matrices)]
-    reference = torch.optim.AdamW(rest, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0, fused=False, foreach=False)
-    optimizer = muon(ours, split_heads=False, **OPTIONS)
+    groups = [
+        {"params": [p for p in rest if p.dim() == 2], "weight_decay": 0.2},
+        {"params": [p for p in rest if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    assert all(group["params"] for group in groups)
+    reference = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), fused=False, foreach=False)
+    optimizer = muon(ours, split_heads=False, **ADAM, **OPTIONS)
     for step in range(4):
         for network in (ours, theirs):
             for parameter, drawn in zip(network.parameters(), gradients(ours, step), strict=True):
@@ -93,7 +97,7 @@ def test_stacked_and_split_matrices_are_updated_as_one_by_one():
 def test_fused_projections_are_taken_apart(split_heads: bool, rows: list[int]):
     network = model(n_kv_head=2, activation="swiglu", n_inner=40)
     before = copy.deepcopy(network)
-    optimizer = muon(network, split_heads=split_heads, **OPTIONS | {"weight_decay": 0.0})
+    optimizer = muon(network, split_heads=split_heads, **ADAM | OPTIONS | {"weight_decay": 0.0})
     for parameter, drawn in zip(network.parameters(), gradients(network, 0), strict=True):
         parameter.grad = drawn
     optimizer.step()
@@ -136,14 +140,14 @@ def test_cautious_decay_leaves_weights_that_the_update_makes_larger():
 
 def test_a_stored_optimizer_goes_on_as_if_never_stored():
     straight = model()
-    one = muon(straight, split_heads=False, **OPTIONS | {"momentum_warmup": 6})
+    one = muon(straight, split_heads=False, **ADAM | OPTIONS | {"momentum_warmup": 6})
     for step in range(3):
         train(straight, one, step)
     resumed = copy.deepcopy(straight)
     file = io.BytesIO()
     torch.save(one.state_dict(), file)
     file.seek(0)
-    other = muon(resumed, split_heads=False, **OPTIONS | {"momentum_warmup": 6})
+    other = muon(resumed, split_heads=False, **ADAM | OPTIONS | {"momentum_warmup": 6})
     other.load_state_dict(torch.load(file, weights_only=True))
     for step in range(3, 6):
         train(straight, one, step)
@@ -154,7 +158,7 @@ def test_a_stored_optimizer_goes_on_as_if_never_stored():
 
 def test_what_has_no_gradient_stays():
     network = model()
-    optimizer = muon(network, split_heads=False, **OPTIONS)
+    optimizer = muon(network, split_heads=False, **ADAM, **OPTIONS)
     before = copy.deepcopy(network)
     network.blocks[0].mlp.up.weight.grad = torch.randn(128, 32)
     optimizer.step()
