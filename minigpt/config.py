@@ -175,7 +175,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "optimizer.newton_schulz_steps": _AT_LEAST_ONE,
     "optimizer.cautious": _TRUE_OR_FALSE,
     "optimizer.split_heads": _TRUE_OR_FALSE,
-    "optimizer.adam_weight_decay": (_not_negative, "a number of at least 0"),
+    "optimizer.ngram_weight_decay": (_not_negative, "a number of at least 0"),
     "optimizer.weight_decay": (_not_negative, "a number of at least 0"),
     "schedule.warmup_steps": (_whole(0), "a whole number of at least 0"),
     "schedule.final": (lambda v: _number(v) and 0 <= v <= 1, "a number from 0 to 1"),

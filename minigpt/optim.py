@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw as adamw_step
 
 from minigpt.attention import MultiHeadAttention
-from minigpt.model import MLP
+from minigpt.model import MLP, NGrams
 
 
 def adamw(
@@ -43,7 +43,7 @@ def muon(
     lr: float,
     adam_lr: float,
     betas: tuple[float, float],
-    adam_weight_decay: float,
+    ngram_weight_decay: float,
     weight_decay: float,
     cautious: bool,
     momentum: float,
@@ -55,7 +55,7 @@ def muon(
 
     Args:
         lr: peak learning rate of the matrices. adam_lr: of all else.
-        betas: of AdamW. adam_weight_decay: decoupled, on embeddings and head.
+        betas: of AdamW. ngram_weight_decay: decoupled, on the tables of n-grams alone.
         weight_decay: decoupled, on the matrices.
         cautious: decay only weights that the update makes smaller too (Chen et al., 2025).
         momentum: reached over the first `momentum_warmup` steps, from 0.85.
@@ -72,9 +72,12 @@ def muon(
     }
     rest = [p for p in model.parameters() if p.requires_grad and p not in pieces]
     adam = {"lr": adam_lr, "betas": (betas[0], betas[1])}
-    embeddings = {"params": [p for p in rest if p.dim() >= 2], "weight_decay": adam_weight_decay, **adam}
-    vectors = {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0, **adam}
-    return Muon(pieces, [embeddings, vectors], lr=lr, **options)
+    tables = {module.table.weight for module in model.modules() if isinstance(module, NGrams)}
+    groups = [
+        {"params": [p for p in rest if p in tables], "weight_decay": ngram_weight_decay, **adam},
+        {"params": [p for p in rest if p not in tables], "weight_decay": 0.0, **adam},
+    ]
+    return Muon(pieces, groups, lr=lr, **options)
 
 
 class Muon(torch.optim.Optimizer):

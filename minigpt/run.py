@@ -57,9 +57,10 @@ def announce(folder: Path, sample: str, summary: Mapping[str, Any], *, sampler: 
     print(f"{sample.strip()}\n")
     print(f"validation loss  {summary['best_val_loss']:.4f} at step {summary['best_step']}")
     print(f"run folder       {folder}")
-    print(f"best checkpoint  {folder / summary['checkpoint']}")
     print(f"curves           {folder / CURVES}")
-    print(f"sample again     {python} {sampler} {folder} --seed 1")
+    if summary["checkpoint"]:  # a run may be told to keep none
+        print(f"best checkpoint  {folder / summary['checkpoint']}")
+        print(f"sample again     {python} {sampler} {folder} --seed 1")
 
 
 def _short(path: Path) -> Path:

@@ -21,7 +21,7 @@ OPTIONS: dict[str, Any] = {
     "momentum_warmup": 0,
     "newton_schulz_steps": 5,
 }
-ADAM: dict[str, Any] = {"adam_lr": 0.01, "betas": (0.9, 0.95), "adam_weight_decay": 0.2}
+ADAM: dict[str, Any] = {"adam_lr": 0.01, "betas": (0.9, 0.95), "ngram_weight_decay": 0.2}
 SHAPES = [(48, 48), (96, 32), (24, 80)]
 
 
@@ -40,15 +40,14 @@ def test_muon_equals_torchs_in_one_precision(shape: tuple[int, int], monkeypatch
 
 
 def test_what_is_no_matrix_of_a_block_is_left_to_adamw():
-    ours = model()
+    ours = model(ngram=3, ngram_buckets=50)
     theirs = copy.deepcopy(ours)
-    matrices = ("qkv.weight", "out.weight", "up.weight", "down.weight")
+    matrices = ("qkv.weight", "attention.out.weight", "up.weight", "down.weight")
     rest = [p for name, p in theirs.named_parameters() if not name.endswith(matrices)]
     groups = [
-        {"params": [p for p in rest if p.dim() == 2], "weight_decay": 0.2},
-        {"params": [p for p in rest if p.dim() == 1], "weight_decay": 0.0},
+        {"params": [theirs.ngrams.table.weight], "weight_decay": 0.2},
+        {"params": [p for p in rest if p is not theirs.ngrams.table.weight], "weight_decay": 0.0},
     ]
-    assert all(group["params"] for group in groups)
     reference = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), fused=False, foreach=False)
     optimizer = muon(ours, split_heads=False, **ADAM, **OPTIONS)
     for step in range(4):

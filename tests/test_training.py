@@ -196,3 +196,10 @@ def test_a_vocabulary_may_be_padded_but_not_cut(train: Callable[..., Any], tmp_p
     with pytest.raises(UserError, match=r"model\.vocab_size=3 is less than"):
         train("model.vocab_size=3", folder=tmp_path / "cut")
     assert not (tmp_path / "cut").exists()
+
+
+def test_a_run_may_keep_no_checkpoint(train, capsys):
+    ran = train("~callbacks.checkpoint")
+    assert ran.summary["checkpoint"] is None
+    assert not (ran.folder / "checkpoints").exists()
+    assert "checkpoint" not in capsys.readouterr().out
