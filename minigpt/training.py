@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
@@ -217,6 +218,9 @@ def build_trainer(
             default_root_dir=folder,
             log_every_n_steps=1,
             enable_progress_bar=False,
+            enable_checkpointing=any(
+                isinstance(callback, Checkpoint) for callback in callbacks
+            ),  # else Lightning adds one
             enable_model_summary=False,
             use_distributed_sampler=False,
         )

@@ -201,5 +201,5 @@ def test_a_vocabulary_may_be_padded_but_not_cut(train: Callable[..., Any], tmp_p
 def test_a_run_may_keep_no_checkpoint(train, capsys):
     ran = train("~callbacks.checkpoint")
     assert ran.summary["checkpoint"] is None
-    assert not (ran.folder / "checkpoints").exists()
+    assert not list(ran.folder.rglob("*.ckpt"))
     assert "checkpoint" not in capsys.readouterr().out
