@@ -108,7 +108,6 @@ class KVCache:
         self.k = torch.empty(shape, device=device, dtype=dtype)
         self.v = torch.empty(shape, device=device, dtype=dtype)
         self.length = 0
-        self.last: Tensor | None = None  # (B, 1, C), what a block with a shift remembers of the token before
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store T more positions and return all that are stored, (B, K, length, D) each."""

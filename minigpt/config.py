@@ -47,7 +47,6 @@ class GPTConfig:
     ngram_buckets: int = 8192  # rows of the table of each n, into which n-grams are hashed
     ngram_dim: int = 16  # width of those embeddings
     smear: int = 0  # how many tokens before each are mixed into its embedding
-    shift: bool = False  # mix into the input of every attention that of the token before
     embed_norm: bool = False  # RMS-normalise what enters the first block
     softcap: float | None = None  # bound of the logits, softcap · tanh(logits / softcap)
 
@@ -57,7 +56,7 @@ class GPTConfig:
         for name in ("n_kv_head", "head_dim", "n_inner"):
             value = getattr(self, name)
             _require(name, value, lambda v: v is None or _whole(1)(v), "a whole number of at least 1, or null")
-        for name in ("bias", "qk_norm", "tie_embeddings", "zero_init", "shift", "embed_norm"):
+        for name in ("bias", "qk_norm", "tie_embeddings", "zero_init", "embed_norm"):
             _require(name, getattr(self, name), lambda v: isinstance(v, bool), "true or false")
         _require("dropout", self.dropout, _fraction, "a number from 0 up to, but not including, 1")
         _require("rope_base", self.rope_base, _positive, "a number above 0")

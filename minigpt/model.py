@@ -156,7 +156,7 @@ class Cache:
         """Forget all, and keep the memory."""
         self.last = self.last_tokens = None
         for layer in self.layers:
-            layer.length, layer.last = 0, None
+            layer.length = 0
 
 
 class NGrams(nn.Module):
@@ -196,7 +196,6 @@ class Block(nn.Module):
         super().__init__()
         self.pre_norm = config.norm_position == "pre"
         self.norm_1 = _norm(config)
-        self.shift = nn.Parameter(torch.zeros(config.n_embd)) if config.shift else None
         self.attention = MultiHeadAttention(
             config.n_embd,
             config.n_head,
@@ -212,17 +211,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor, rotary: Tensor | None, cache: KVCache | None) -> Tensor:
         """(B, T, C) to (B, T, C)."""
         if self.pre_norm:
-            x = x + self._attend(self.norm_1(x), rotary, cache)
+            x = x + self.attention(self.norm_1(x), rotary=rotary, cache=cache)
             return x + self.mlp(self.norm_2(x))
-        x = self.norm_1(x + self._attend(x, rotary, cache))
+        x = self.norm_1(x + self.attention(x, rotary=rotary, cache=cache))
         return self.norm_2(x + self.mlp(x))
-
-    def _attend(self, x: Tensor, rotary: Tensor | None, cache: KVCache | None) -> Tensor:
-        if self.shift is not None:  # Peng et al., 2023
-            x, last = mix_before(x, [self.shift], cache.last if cache else None)
-            if cache:
-                cache.last = last
-        return self.attention(x, rotary=rotary, cache=cache)
 
 
 def mix_before(x: Tensor, factors: Collection[Tensor], before: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -204,7 +204,6 @@ CHANGES: dict[str, Any] = {
     "ngram_buckets": 50,
     "ngram_dim": 5,
     "smear": 2,
-    "shift": True,
     "embed_norm": True,
     "softcap": 5.0,
 }
@@ -253,17 +252,6 @@ def test_smear_mixes_in_the_tokens_before():
     mixed[:, 2:] += model.smear[0] * embedded[:, :-2]
     plain.wte.register_forward_hook(lambda *_: mixed)
     assert_close(model(tokens), plain(tokens))
-
-
-def test_a_shift_mixes_the_token_before_into_the_input_of_attention():
-    block, plain = (tiny(shift=shift).blocks[0] for shift in (True, False))
-    nn.init.normal_(block.shift)
-    plain.load_state_dict({name: weight for name, weight in block.state_dict().items() if name != "shift"})
-    x = torch.randn(2, 5, 32)
-    h = plain.norm_1(x)
-    mixed = h + block.shift * torch.cat((torch.zeros_like(h[:, :1]), h[:, :-1]), dim=1)
-    y = x + plain.attention(mixed)
-    assert_close(block(x, None, None), y + plain.mlp(plain.norm_2(y)))
 
 
 def test_softcap_bounds_the_logits():

@@ -54,10 +54,10 @@ def test_without_a_gradient_matrices_decay_and_vectors_stay():
 
 
 def test_factors_of_the_tokens_before_are_not_decayed():
-    network = GPT(GPTConfig(block_size=8, vocab_size=17, n_layer=1, n_head=2, n_embd=16, smear=2, shift=True))
+    network = GPT(GPTConfig(block_size=8, vocab_size=17, n_layer=1, n_head=2, n_embd=16, smear=2))
     decayed, plain = adamw(network, lr=0.1, betas=(0.9, 0.99), weight_decay=0.5).param_groups
-    factors = {*network.smear, network.blocks[0].shift}
-    assert len(factors) == 3
+    factors = {*network.smear}
+    assert len(factors) == 2
     assert factors <= set(plain["params"])
     assert not factors & set(decayed["params"])
 
