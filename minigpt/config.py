@@ -42,7 +42,6 @@ class GPTConfig:
     activation: str = "gelu"
     qk_norm: bool = False  # RMS-normalise queries and keys per head
     tie_embeddings: bool = True  # the output head is the token embedding
-    zero_init: bool = False  # what writes into the residual stream, and an untied head, begin at zero
     ngram: int = 0  # embeddings of the last 2 … ngram tokens are added to each token's; 0: none
     ngram_buckets: int = 8192  # rows of the table of each n, into which n-grams are hashed
     ngram_dim: int = 16  # width of those embeddings
@@ -56,7 +55,7 @@ class GPTConfig:
         for name in ("n_kv_head", "head_dim", "n_inner"):
             value = getattr(self, name)
             _require(name, value, lambda v: v is None or _whole(1)(v), "a whole number of at least 1, or null")
-        for name in ("bias", "qk_norm", "tie_embeddings", "zero_init", "embed_norm"):
+        for name in ("bias", "qk_norm", "tie_embeddings", "embed_norm"):
             _require(name, getattr(self, name), lambda v: isinstance(v, bool), "true or false")
         _require("dropout", self.dropout, _fraction, "a number from 0 up to, but not including, 1")
         _require("rope_base", self.rope_base, _positive, "a number above 0")

@@ -120,10 +120,7 @@ class GPT(nn.Module):
         return 6 * weights + attention
 
     def _initialise(self) -> None:
-        """GPT-2's initialisation: normal(0.02), and 1/√(2 n_layer) of it into the residual stream.
-
-        With `zero_init` what writes into the residual stream, and an untied head, begin at zero.
-        """
+        """GPT-2's initialisation: normal(0.02), and 1/√(2 n_layer) of it into the residual stream."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
@@ -132,10 +129,6 @@ class GPT(nn.Module):
         for name, weight in self.named_parameters():
             if name.endswith(("attention.out.weight", "mlp.down.weight")):
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
-                if self.config.zero_init:
-                    nn.init.zeros_(weight)
-        if self.config.zero_init and not self.config.tie_embeddings:
-            nn.init.zeros_(self.head.weight)
         if self.config.ngram:
             nn.init.zeros_(self.ngrams.out.weight)
 

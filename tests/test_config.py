@@ -30,7 +30,7 @@ BAD_VALUES = [
     ("n_layer", "12", WHOLE),
     ("n_layer", None, WHOLE),
     *((name, value, f"{WHOLE}, or null") for name in ("n_kv_head", "head_dim", "n_inner") for value in (0, 1.5)),
-    *((name, value, "true or false") for name in ("bias", "qk_norm", "zero_init") for value in (1, None, "no")),
+    *((name, value, "true or false") for name in ("bias", "qk_norm") for value in (1, None, "no")),
     *((name, 1, "true or false") for name in ("tie_embeddings", "embed_norm")),
     *(("ngram", value, "0, or a whole number of at least 2") for value in (1, -2, 2.5)),
     *((name, 0, WHOLE) for name in ("ngram_buckets", "ngram_dim")),

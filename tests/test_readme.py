@@ -30,6 +30,9 @@ def test_every_script_command_runs(text: Path, tmp_path: Path) -> None:
             arguments += ["trainer.accelerator=cpu"] if "trainer.devices=2" in arguments else []
             # What the command itself sets stands; only what it leaves open is made small.
             arguments += ["model.block_size=32"] if "data.path=my.txt" in arguments else []
+        if script == "scripts/bench.py":
+            own = [f"data.path={text}", f"data.folder={tmp_path}/data", "model.block_size=32", "log_every=1"]
+            arguments += ["--rounds", "1", "--overrides", *SHORT, *own]
         done = subprocess.run(
             [sys.executable, str(ROOT / script), *arguments],
             cwd=tmp_path,
