@@ -47,7 +47,6 @@ class GPTConfig:
     ngram_dim: int = 16  # width of those embeddings
     smear: int = 0  # how many tokens before each are mixed into its embedding
     embed_norm: bool = False  # RMS-normalise what enters the first block
-    softcap: float | None = None  # bound of the logits, softcap · tanh(logits / softcap)
 
     def __post_init__(self) -> None:
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
@@ -63,7 +62,6 @@ class GPTConfig:
         for name in ("ngram_buckets", "ngram_dim"):
             _require(name, getattr(self, name), _whole(1), "a whole number of at least 1")
         _require("smear", self.smear, _whole(0), "a whole number of at least 0")
-        _require("softcap", self.softcap, lambda v: v is None or _positive(v), "a number above 0, or null")
         for name, takes in (
             ("norm", NORMS),
             ("position", POSITIONS),

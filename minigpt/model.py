@@ -87,8 +87,6 @@ class GPT(nn.Module):
         for i, block in enumerate(self.blocks):
             x = block(x, rotary, cache.layers[i] if cache else None)
         logits = self.head(self.norm(x))  # (B, T, V)
-        if self.config.softcap is not None:  # Gemma 2 (2024)
-            logits = self.config.softcap * torch.tanh(logits / self.config.softcap)
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)

@@ -35,7 +35,6 @@ BAD_VALUES = [
     *(("ngram", value, "0, or a whole number of at least 2") for value in (1, -2, 2.5)),
     *((name, 0, WHOLE) for name in ("ngram_buckets", "ngram_dim")),
     *(("smear", value, "a whole number of at least 0") for value in (-1, 0.5, True, None)),
-    *(("softcap", value, "a number above 0, or null") for value in (0, -1.0, "15")),
     *(("dropout", value, "from 0 up to, but not including, 1") for value in (1, 1.0, -0.1, float("nan"), "0.1", None)),
     *(("rope_base", value, "a number above 0") for value in (0, -1.0, float("inf"), float("nan"))),
     ("norm", "batchnorm", "layernorm or rmsnorm or rmsnorm_plain"),

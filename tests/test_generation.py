@@ -20,7 +20,7 @@ ARCHITECTURES = {
     "gpt2": {},
     "llama": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "n_kv_head": 2},
     "multi-query": {"position": "none", "n_kv_head": 1, "qk_norm": True, "head_dim": 10},
-    "modern": {"position": "rope", "norm": "rmsnorm_plain", "ngram": 3, "smear": 2, "softcap": 15.0},
+    "modern": {"position": "rope", "norm": "rmsnorm_plain", "ngram": 3, "smear": 2},
     "post-norm": {"norm_position": "post", "activation": "relu2", "tie_embeddings": False},
 }
 architectures = pytest.mark.parametrize("settings", ARCHITECTURES.values(), ids=ARCHITECTURES)

@@ -205,7 +205,6 @@ CHANGES: dict[str, Any] = {
     "ngram_dim": 5,
     "smear": 2,
     "embed_norm": True,
-    "softcap": 5.0,
 }
 
 
@@ -243,16 +242,6 @@ def test_smear_mixes_in_the_tokens_before():
     mixed[:, 2:] += model.smear[0] * embedded[:, :-2]
     plain.wte.register_forward_hook(lambda *_: mixed)
     assert_close(model(tokens), plain(tokens))
-
-
-def test_softcap_bounds_the_logits():
-    model, plain = tiny(softcap=2.0), tiny()
-    for each in (model, plain):
-        nn.init.normal_(each.wte.weight, generator=torch.Generator().manual_seed(0))
-    tokens = torch.randint(29, (2, 16))
-    plain.load_state_dict(model.state_dict())
-    assert plain(tokens).abs().max() > 2.5
-    assert_close(model(tokens), 2.0 * torch.tanh(plain(tokens) / 2.0))
 
 
 @pytest.mark.parametrize(("one", "other"), [p for p in product(ACTIVATIONS, repeat=2) if p[0] < p[1]])
