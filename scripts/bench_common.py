@@ -46,7 +46,9 @@ def launch(command: Sequence[object], *, watch: Path | None = None, fails: bool 
         start = time.perf_counter()
         process = subprocess.Popen(list(map(str, command)), stdout=output, stderr=theirs, cwd=ROOT)
         os.close(theirs)
-        threading.Thread(target=_drain, args=(ours,), daemon=True).start()
+        told = bytearray()  # the end of stderr
+        drain = threading.Thread(target=_drain, args=(ours, told), daemon=True)
+        drain.start()
         seen, own = None, 0.0
         while (ended := os.wait4(process.pid, os.WNOHANG))[0] == 0:
             if watch is not None and seen is None and watch.exists():
@@ -58,15 +60,18 @@ def launch(command: Sequence[object], *, watch: Path | None = None, fails: bool 
         output.seek(0)
         said = output.read().decode()
     if bool(process.returncode) != fails:
-        raise UserError(f"{' '.join(map(str, command))} ended with exit code {process.returncode}: {said}")
+        drain.join(timeout=1)  # until the other end is closed
+        *_, reason = [said, *told.decode(errors="replace").strip().splitlines()]
+        raise UserError(f"{' '.join(map(str, command))} ended with exit code {process.returncode}: {reason}")
     peak = ended[2].ru_maxrss / (1024 if sys.platform == "linux" else 1 << 20)
     return Ran(said, seen or seconds, peak, own)
 
 
-def _drain(terminal: int) -> None:
+def _drain(terminal: int, told: bytearray) -> None:
     try:
-        while os.read(terminal, 1 << 16):
-            pass
+        while read := os.read(terminal, 1 << 16):
+            told += read
+            del told[:-4096]
     except OSError:  # the other end is closed
         os.close(terminal)
 

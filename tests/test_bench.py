@@ -93,3 +93,9 @@ def test_without_a_gpu_its_benchmark_says_so_in_one_line(tmp_path: Path) -> None
     done = bench("gpu", folder=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "no CUDA GPU" in done.stderr
+
+
+def test_what_a_measured_run_says_when_it_fails_is_handed_on(tmp_path: Path) -> None:
+    done = bench("time_to_loss", "--recipes", "sprnt_cpu", "--rounds", "1", folder=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "experiment=sprnt_cpu does not exist (did you mean sprint_cpu?)" in done.stderr
