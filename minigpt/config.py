@@ -117,9 +117,11 @@ def check_run(cfg: Mapping[str, Any]) -> None:
     """
     for key, (accepts, expected) in _RULES.items():
         group, _, name = key.rpartition(".")
-        values = cfg[group] if group else cfg
+        values = cfg.get(group, {}) if group else cfg
         if name in values:  # not every optimizer and schedule has every value
             _require(key, values[name], accepts, expected)
+    if "model" not in cfg:  # of a preparation
+        return
     vocab_size = cfg["model"]["vocab_size"]
     # The vocabulary is known only once the text is; everything else can be checked now.
     GPTConfig.from_dict({**cfg["model"], "vocab_size": 1 if vocab_size is None else vocab_size})
@@ -160,6 +162,14 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "data.batch_size": _AT_LEAST_ONE,
     "data.eval_batch_size": _AT_LEAST_ONE,
     "data.val_fraction": (lambda v: _number(v) and 0 < v < 1, "a number between 0 and 1"),
+    "data.source": (
+        lambda v: v in ("files", "download", "plays", "huggingface"),
+        "files, download, plays or huggingface",
+    ),
+    "data.split": (lambda v: v in ("fraction", "document"), "fraction or document"),
+    "data.shard_tokens": _AT_LEAST_ONE,
+    "data.processes": (lambda v: v is None or _whole(1)(v), "a whole number of at least 1, or null"),
+    "tokenizer.vocab_size": (_whole(257), "a whole number of at least 257: all bytes, and the separator of documents"),
     "optimizer.lr": (_positive, "a number above 0"),
     "optimizer.betas": (
         lambda v: isinstance(v, Sequence) and len(v) == 2 and all(map(_fraction, v)),

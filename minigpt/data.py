@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minigpt.corpus import Corpus
+from minigpt.corpus import Corpus, Tokens
 from minigpt.errors import UserError
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
@@ -88,7 +88,7 @@ class Batches:
 
     def __init__(
         self,
-        tokens: np.ndarray[Any, Any],
+        tokens: Tokens,
         order: WindowOrder,
         *,
         batch_size: int,
@@ -126,7 +126,7 @@ class ValidationBatches:
 
     def __init__(
         self,
-        tokens: np.ndarray[Any, Any],
+        tokens: Tokens,
         *,
         block_size: int,
         batch_size: int,
@@ -155,11 +155,11 @@ class Gather:
     on the device and a batch never crosses the bus.
     """
 
-    def __init__(self, tokens: np.ndarray[Any, Any], block_size: int, device: torch.device) -> None:
+    def __init__(self, tokens: Tokens, block_size: int, device: torch.device) -> None:
         self.device, self.window = device, np.arange(block_size + 1)
         self.on_device: Tensor | None = None
         if device.type != "cpu" and len(tokens) <= _ON_DEVICE:
-            self.on_device = torch.from_numpy(tokens.astype(np.int32)).to(device)
+            self.on_device = torch.from_numpy(tokens[:].astype(np.int32)).to(device)
         self.tokens = tokens
 
     def __call__(self, starts: Array) -> tuple[Tensor, Tensor]:
@@ -191,7 +191,7 @@ class TokenData(L.LightningDataModule):
         self.corpus, self.block_size = corpus, block_size
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
         self.n_batches, self.overfit_batches = n_batches, overfit_batches
-        self.order = WindowOrder(corpus.train_tokens, block_size, seed)
+        self.order = WindowOrder(corpus.train.tokens, block_size, seed)
 
     def train_dataloader(self) -> Batches:
         trainer = self._trainer()

@@ -1,8 +1,10 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and checksums of files that are not read twice."""
 
+import hashlib
+import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -15,3 +17,30 @@ def whole(path: Path) -> Iterator[Path]:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def checksums(files: Sequence[Path], known: Path) -> list[str]:
+    """The SHA-256 of files, remembered in the file `known` for as long as nothing wrote to them.
+
+    A write, however quick, changes a file's time of change, which no program can set back; so a large corpus is
+    read for its checksum once, and a start costs what it costs with a small one.
+    """
+    remembered: dict[str, str] = {}
+    with suppress(OSError, ValueError):
+        remembered = json.loads(known.read_text(encoding="utf-8"))
+    sums = {}
+    for file in files:
+        state = os.stat(file)
+        key = f"{file.resolve()} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns} {state.st_ino}"
+        sums[key] = remembered.get(key) or _sha256(file)
+    if not sums.keys() <= remembered.keys():
+        with suppress(OSError):  # a folder that cannot be written remembers nothing
+            known.parent.mkdir(parents=True, exist_ok=True)
+            with whole(known) as partial:
+                partial.write_text(json.dumps(remembered | sums, indent=0) + "\n", encoding="utf-8")
+    return list(sums.values())
+
+
+def _sha256(file: Path) -> str:
+    with open(file, "rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()

@@ -296,36 +296,36 @@ def validation_batches(checkpoint: Path, model: GPT) -> "ValidationBatches":
 
 def _corpus(checkpoint: Path, ours: Mapping[str, Any]) -> "Corpus":
     """The token files of a checkpoint's text: those that training made if they are still there, or made anew."""
-    from minigpt import corpus
+    from minigpt import corpus, preparation, sources
 
     try:
-        data, tokenizer, checksum = ours["config"]["data"], ours["config"]["tokenizer"]["name"], ours["corpus_sha256"]
-        folder, fraction = Path(data["folder"]), data["val_fraction"]
-        source = {key: data[key] for key in ("name", "url", "sha256", "characters", "path")}
+        data, tokenizer, checksum = ours["config"]["data"], ours["config"]["tokenizer"], ours["corpus_sha256"]
+        folder, bins = Path(data["folder"]), data["train_bin"]
+        split = {} if data["val_path"] else {"split": data["split"], "val_fraction": data["val_fraction"]}
+        where = bins or data["path"] or data.get("name", data["source"])
     except (KeyError, TypeError) as error:
         raise UserError(f"{checkpoint} does not say what text it was trained on (no {error})") from error
     for file in sorted(folder.glob("tokens/*/meta.json")):
         try:
             meta = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # being written, or broken: not what is wanted
+            wanted = {"sha256": checksum, "tokenizer": ours["tokenizer"], "made": meta["made"] | split}
+        except (OSError, ValueError, KeyError, TypeError):  # being written, or broken: not what is wanted
             continue
-        wanted = {"sha256": checksum, "val_fraction": fraction, "tokenizer": ours["tokenizer"]}
         if all(meta.get(key) == value for key, value in wanted.items()):
             return corpus.load(file.parent)
-    where = source["path"] or source["name"]
     advice = "start from the folder that training was started in, with the text as it was"
     try:
         # Where another text would stand in, `find` warns that training runs on it: here nothing trains.
         with redirect_stderr(StringIO()):
-            text = corpus.find(**source, folder=folder)
+            found = preparation.corpus_of(data, tokenizer).sha256 if bins else sources.checksum(*sources.find(data))
     except UserError as error:
         raise UserError(f"the validation text of {checkpoint}, {where}, is not to be found here; {advice}") from error
-    if text.sha256 != checksum:
+    if found != checksum:
         raise UserError(
-            f"the validation text of {checkpoint} is not to be found here: {text.path} is another text than {where} "
-            f"was in training (checksum {text.sha256[:8]}…, not {checksum[:8]}…); {advice}"
+            f"the validation text of {checkpoint} is not to be found here: what is there is another text than {where} "
+            f"was in training (checksum {found[:8]}…, not {checksum[:8]}…); {advice}"
         )
-    return corpus.prepare(text, tokenizer=tokenizer, val_fraction=fraction, folder=folder)
+    return preparation.corpus_of(data, tokenizer)
 
 
 def token_texts(tokenizer: Tokenizer, tokens: Tensor) -> list[str]:

@@ -16,11 +16,12 @@ from bench_common import ROOT
 from hydra import compose, initialize_config_dir
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
-from train import function, prepare
+from train import function
 
 from minigpt.config import GPTConfig
 from minigpt.errors import one_line
 from minigpt.model import GPT
+from minigpt.preparation import corpus_of
 
 SIZE = 2048  # of the matrices
 
@@ -30,12 +31,12 @@ def main() -> None:
     """Train, measure, print."""
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         cfg = compose("train", overrides=sys.argv[1:])
-    corpus = prepare(cfg)
+    corpus = corpus_of(cfg.data, cfg.tokenizer)
     torch.manual_seed(cfg.seed)
     model = GPT(GPTConfig(**{**cfg.model, "vocab_size": corpus.tokenizer.vocab_size}))
     optimizer = function(cfg.optimizer)(model)
     schedule = LambdaLR(optimizer, partial(function(cfg.schedule), max_steps=cfg.max_steps))
-    tokens = torch.from_numpy(corpus.tokens("train").astype(np.int64))
+    tokens = torch.from_numpy(corpus.tokens("train")[:].astype(np.int64))
     B, T = cfg.data.batch_size, cfg.model.block_size
     window = torch.arange(T + 1)
 

@@ -20,8 +20,9 @@ from typing import Any
 
 import yaml
 
-from minigpt import corpus
+from minigpt import shakespeare
 from minigpt.errors import UserError
+from minigpt.sources import KNOWN
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = ROOT / "scripts" / "train.py"
@@ -96,8 +97,8 @@ def bare_seconds(ran: Ran) -> float:
 def text_file() -> Path:
     """Tiny shakespeare, from where a run would take it."""
     data = yaml.safe_load((ROOT / "configs" / "data" / "shakespeare_char.yaml").read_text(encoding="utf-8"))
-    source = {key: data[key] for key in ("name", "url", "sha256", "characters")}
-    return corpus.find(**source, folder=ROOT / data["folder"]).path.resolve()
+    named = {key: data[key] for key in ("name", "url", "sha256", "characters")}
+    return shakespeare.find(**named, folder=ROOT / "data", known=ROOT / "data" / KNOWN)[0].resolve()
 
 
 def metrics(run: Path) -> list[dict[str, str]]:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -16,9 +16,6 @@ from omegaconf import DictConfig, OmegaConf
 from minigpt import run
 from minigpt.config import GPTConfig, check_run
 from minigpt.errors import Interrupted, UserError, one_line
-
-if TYPE_CHECKING:
-    from minigpt.corpus import Corpus
 
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands errors on, and `one_line` says them
 
@@ -38,7 +35,9 @@ def train(cfg: DictConfig) -> float | None:
 
 def fit(cfg: DictConfig, folder: Path) -> float | None:
     """Build every part, train, and write what came of it into the run folder."""
-    tokens = prepare(cfg)
+    from minigpt.preparation import corpus_of
+
+    tokens = corpus_of(cfg.data, cfg.tokenizer)
     tokens.check_length(cfg.model.block_size)
     known = tokens.tokenizer.vocab_size
     if cfg.model.vocab_size is not None and cfg.model.vocab_size < known:
@@ -122,20 +121,6 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
     if trainer.is_global_zero:
         run.announce(folder, sample, summary, sampler=Path(__file__).with_name("sample.py"))
     return summary["best_val_loss"]
-
-
-def prepare(cfg: DictConfig) -> "Corpus":
-    """The token files of the configuration's text, made now if there are none."""
-    from minigpt import corpus
-
-    folder = Path(cfg.data.folder)
-    source = {key: cfg.data[key] for key in ("name", "url", "sha256", "characters", "path")}
-    return corpus.prepare(
-        corpus.find(**source, folder=folder),
-        tokenizer=cfg.tokenizer.name,
-        val_fraction=cfg.data.val_fraction,
-        folder=folder,
-    )
 
 
 def function(node: DictConfig) -> Callable[..., Any]:

