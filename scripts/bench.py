@@ -1,4 +1,4 @@
-"""Measure minigpt: training speed, start-up, memory, the loss of the baseline recipe, and attention.
+"""Measure minigpt: training speed, start-up, memory, the loss of the baseline recipe, attention, and data.
 
 Machines are noisy: what is compared runs in turn, several rounds of it, and medians and their ratio are
 what to quote. Prints a table and writes the figures as JSON.
@@ -10,6 +10,7 @@ what to quote. Prints a table and writes the figures as JSON.
   python scripts/bench.py loss                   experiment=nanogpt_cpu to the end, over seeds
   python scripts/bench.py time_to_loss --against PATH --recipes sprint_cpu,fast_cpu --losses 1.8985,1.6
                                                  recipes and the bare loop, and when they cross losses
+  python scripts/bench.py data                   tokenising, starting on 1 GB, batches of 1 TB
   python scripts/bench.py gpu                    the recipes for a GPU, and GPT-2's use of the chip
   python scripts/bench.py attention              memory and time of fused and explicit, over lengths
 
@@ -40,6 +41,7 @@ from bench_common import (
     summary,
     text_file,
 )
+from bench_data import data
 from bench_gpu import gpu
 from bench_time_to_loss import draw_time_to_loss, show_time_to_loss, time_to_loss
 
@@ -150,7 +152,7 @@ def show(name: str, rows: Sequence[dict[str, Any]]) -> None:
 def main() -> None:
     """Parse, measure, print, write."""
     benchmarks: dict[str, Callable[[argparse.Namespace, Path], list[dict[str, Any]]]] = {
-        function.__name__: function for function in (step, startup, memory, loss, time_to_loss, attention, gpu)
+        function.__name__: function for function in (step, startup, memory, loss, time_to_loss, attention, data, gpu)
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("benchmark", choices=benchmarks)

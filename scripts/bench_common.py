@@ -37,7 +37,7 @@ class Ran:
     output: str
     seconds: float
     peak_mb: float  # resident memory
-    own_mb: float  # of it, without the pages of files, which the system takes back when it needs them
+    own_mb: float  # of all its processes, without the pages of files, which the system takes back when it needs them
 
 
 def launch(command: Sequence[object], *, watch: Path | None = None, fails: bool = False) -> Ran:
@@ -54,7 +54,7 @@ def launch(command: Sequence[object], *, watch: Path | None = None, fails: bool 
         while (ended := os.wait4(process.pid, os.WNOHANG))[0] == 0:
             if watch is not None and seen is None and watch.exists():
                 seen = time.perf_counter() - start
-            own = max(own, status_mb("RssAnon", process.pid))  # what no file backs
+            own = max(own, sum(status_mb("RssAnon", pid) for pid in family(process.pid)))  # what no file backs
             time.sleep(0.02)
         seconds = time.perf_counter() - start
         process.returncode = os.waitstatus_to_exitcode(ended[1])
@@ -96,7 +96,7 @@ def bare_seconds(ran: Ran) -> float:
 
 def text_file() -> Path:
     """Tiny shakespeare, from where a run would take it."""
-    data = yaml.safe_load((ROOT / "configs" / "data" / "shakespeare_char.yaml").read_text(encoding="utf-8"))
+    data = yaml.safe_load((ROOT / "configs" / "data" / "shakespeare_char.yaml").read_text(encoding="utf-8"))["data"]
     named = {key: data[key] for key in ("name", "url", "sha256", "characters")}
     return shakespeare.find(**named, folder=ROOT / "data", known=ROOT / "data" / KNOWN)[0].resolve()
 
@@ -120,6 +120,14 @@ def status_mb(field: str, pid: int | str = "self") -> float:
         if found := re.search(rf"{field}:\s+(\d+)", status):
             return int(found[1]) / 1024
     return 0.0
+
+
+def family(pid: int) -> list[int]:
+    """A process and its descendants; itself alone where the system does not tell."""
+    with suppress(OSError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [pid, *(other for child in children for other in family(int(child)))]
+    return [pid]
 
 
 def machine() -> str:

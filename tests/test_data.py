@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minigpt import data
-from minigpt.corpus import Corpus
+from minigpt.corpus import Corpus, Split
 from minigpt.data import Batches, TokenData, ValidationBatches, WindowOrder, permute
 from minigpt.errors import UserError
 from minigpt.tokenizer import CharTokenizer
@@ -237,12 +237,20 @@ class Recorder(L.LightningModule):
 
 
 def token_data(folder, *, batch_size=4):
-    positions(500).astype(np.uint16).tofile(folder / "train.bin")
-    tokenizer = CharTokenizer.of(map(chr, range(500)))
-    source = {"folder": folder, "name": "mine", "sha256": "", "stand_in": False}
-    sizes = {"dtype": "uint16", "train_tokens": 500, "val_tokens": 0, "val_bytes": 0}
+    positions(500).astype(np.uint16).tofile(folder / "train-00000.bin")
+    corpus = Corpus(
+        name="mine",
+        sha256="",
+        stand_in=False,
+        tokenizer=CharTokenizer.of(map(chr, range(500))),
+        dtype="uint16",
+        shard_tokens=500,
+        train=Split((folder / "train-00000.bin",), 500, 500, 1),
+        val=Split((), 0, 0, 0),
+        made={},
+    )
     return TokenData(
-        Corpus(tokenizer=tokenizer, **source, **sizes),
+        corpus,
         block_size=8,
         batch_size=batch_size,
         eval_batch_size=4,
