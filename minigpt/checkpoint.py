@@ -53,8 +53,11 @@ def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> 
     return model.to(device).eval(), tokenizer
 
 
-def find_checkpoint(path: str | Path | None, *, runs: Path = Path("runs")) -> Path:
+def find_checkpoint(path: str | Path | None, *, runs: Path = Path("runs"), last: bool = False) -> Path:
     """The checkpoint file meant by a file, a run folder (its best), or None (the newest run's best).
+
+    Args:
+        last: a run folder means its last checkpoint, from which training goes on.
 
     Raises:
         UserError: there is none.
@@ -68,7 +71,7 @@ def find_checkpoint(path: str | Path | None, *, runs: Path = Path("runs")) -> Pa
     if path.is_file():
         return path
     if path.is_dir():
-        for name in (BEST, LAST):
+        for name in (LAST, BEST) if last else (BEST, LAST):
             if (path / name).is_file():
                 return path / name
         raise UserError(f"{path} holds no {BEST}; give a run folder or a checkpoint file")
@@ -91,6 +94,33 @@ def contents(config: GPTConfig, tokenizer: Tokenizer, run: Mapping[str, Any], co
             "corpus_sha256": corpus,
         }
     }
+
+
+def check_same(path: Path, present: Mapping[str, Any], max_steps: int) -> None:
+    """Check that training can go on from a checkpoint.
+
+    Args:
+        present: what `contents` says of the run that is to go on.
+
+    Raises:
+        UserError: the checkpoint is of another model, corpus or tokenizer, or has taken all steps; says which.
+    """
+    content = read(path, device="cpu")
+    before, now = content[_OURS], present[_OURS]
+    model = {key: value for key, value in now["model"].items() if before["model"].get(key) != value}
+    differs = [f"model.{key} ({before['model'].get(key)} there, {value} here)" for key, value in model.items()]
+    tokenizers_ = before["tokenizer"], now["tokenizer"]
+    if tokenizers_[0] != tokenizers_[1]:
+        names = [values.get("name") for values in tokenizers_]
+        differs.append(
+            f"the tokenizer ({names[0]} there, {names[1]} here)" if names[0] != names[1] else "its tokenizer"
+        )
+    if before["corpus_sha256"] != now["corpus_sha256"]:
+        differs.append(f"the corpus (checksum {before['corpus_sha256'][:8]}… there, {now['corpus_sha256'][:8]}… here)")
+    if differs:
+        raise UserError(f"resume={path} cannot go on here, for it differs in {', '.join(differs)}")
+    if content["global_step"] >= max_steps:
+        raise UserError(f"resume={path} is at step {content['global_step']} of {max_steps}; raise max_steps to go on")
 
 
 def read(path: Path, *, device: str | torch.device | None = None) -> dict[str, Any]:

@@ -167,7 +167,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "files, download, plays or huggingface",
     ),
     "data.split": (lambda v: v in ("fraction", "document"), "fraction or document"),
-    "data.shard_tokens": _AT_LEAST_ONE,
+    "data.shard_tokens": (_whole(1000), "a whole number of at least 1000"),
     "data.processes": (lambda v: v is None or _whole(1)(v), "a whole number of at least 1, or null"),
     "tokenizer.vocab_size": (_whole(257), "a whole number of at least 257: all bytes, and the separator of documents"),
     "optimizer.lr": (_positive, "a number above 0"),

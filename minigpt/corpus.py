@@ -98,9 +98,10 @@ class Tokens:
         else:
             ids = self._slice(*index.indices(self.length)) if isinstance(index, slice) else self._windows(index)
         if (largest := ids.max(initial=0)) >= self.vocab_size:
+            where = self.files[0] if self._only is not None else self.files[0].parent
             raise UserError(
-                f"{self.files[0].parent} holds a token id {largest}, outside the vocabulary of {self.vocab_size}: "
-                f"token files that are damaged, or another tokenizer's"
+                f"{where} holds a token id {largest}, outside the vocabulary of {self.vocab_size}: "
+                f"it is damaged, or another tokenizer's"
             )
         return ids
 

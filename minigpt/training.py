@@ -60,6 +60,7 @@ class LanguageModel(L.LightningModule):
         self.schedule = partial(schedule, max_steps=max_steps)
         self.bytes_per_token, self.contents = bytes_per_token, contents
         self.grad_norm: Tensor | None = None  # of the last step, before clipping
+        self.rng: Mapping[str, Any] | None = None  # of the checkpoint that training goes on from
         if compile:
             model.compile()  # in place: the names of the weights stay
 
@@ -81,6 +82,17 @@ class LanguageModel(L.LightningModule):
         # Validate after the last step too, where eval_every does not divide max_steps.
         if batch_idx + 1 == self.trainer.num_training_batches:
             self.trainer.val_check_batch = batch_idx + 1
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.rng = checkpoint.get("rng")
+        # With max_steps raised, the batch that was the last one is not: there is one epoch, as long as the run.
+        checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
+
+    def on_train_start(self) -> None:
+        if self.rng is not None and self.trainer.world_size == 1:  # the file has that of one process
+            torch.set_rng_state(self.rng["torch"])
+            if torch.cuda.is_available():
+                torch.cuda.set_rng_state_all(self.rng["cuda"])
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         return self.model(*batch)

@@ -48,7 +48,7 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
     from hydra.utils import instantiate
 
     from minigpt.callbacks import EndInOrder, Meter, say
-    from minigpt.checkpoint import BEST, contents
+    from minigpt.checkpoint import BEST, check_same, contents, find_checkpoint
     from minigpt.data import TokenData
     from minigpt.loggers import MetricsCSV, Progress, finish
     from minigpt.model import GPT
@@ -68,13 +68,17 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
 
     torch.manual_seed(cfg.seed)
     resolved = OmegaConf.to_container(cfg, resolve=True)
+    kept = contents(config, tokens.tokenizer, resolved, tokens.sha256)
+    resume = None if cfg.resume is None else find_checkpoint(cfg.resume, last=True)
+    if resume is not None:
+        check_same(resume, kept, cfg.max_steps)
     module = LanguageModel(
         GPT(config),
         optimizer=function(cfg.optimizer),
         schedule=function(cfg.schedule),
         max_steps=cfg.max_steps,
         bytes_per_token=tokens.val_bytes_per_token,
-        contents=contents(config, tokens.tokenizer, resolved, tokens.sha256),
+        contents=kept,
         compile=cfg.compile,
     )
     tokens_per_step = cfg.data.batch_size * cfg.trainer.accumulate_grad_batches * config.block_size
@@ -98,7 +102,7 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
     try:
         for logger in extra:
             logger.log_hyperparams(resolved)
-        trainer.fit(module, data)
+        trainer.fit(module, data, ckpt_path=resume)
         if (folder / BEST).exists():  # measured from the file: the figure is that of what sample.py loads
             trainer.validate(module, data, ckpt_path=str(folder / BEST), verbose=False)
         start = torch.as_tensor(encode_prompt(tokens.tokenizer, "")).long()

@@ -16,6 +16,9 @@ SCRIPTS, CONFIGS = ROOT / "scripts", ROOT / "configs"
 
 # Runs that differ in nothing else are compared, so all of them compute alike.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Files of tiktoken's may lie beside the folder of texts.
+if (texts := os.environ.get("MINIGPT_DATA_DIR")) and (beside := Path(texts, "../tiktoken_cache")).is_dir():
+    os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(beside.resolve()))
 
 
 @pytest.fixture(scope="session")

@@ -203,3 +203,40 @@ def test_a_run_may_keep_no_checkpoint(train, capsys):
     assert ran.summary["checkpoint"] is None
     assert not list(ran.folder.rglob("*.ckpt"))
     assert "checkpoint" not in capsys.readouterr().out
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return read(folder / "checkpoints" / "last.ckpt")["state_dict"]
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "bpe tokenizer.vocab_size=300"])
+def test_a_run_that_goes_on_from_a_checkpoint_ends_as_if_it_had_never_stopped(
+    train: Callable[..., Any], tmp_path: Path, tokenizer: str
+) -> None:
+    same = [*f"tokenizer={tokenizer}".split(), "model.dropout=0.1", "schedule=constant"]
+    whole = train(*same, folder=tmp_path / "whole")
+    begun = train(*same, "max_steps=10", folder=tmp_path / "begun")
+    resumed = train(*same, f"resume={begun.folder}", folder=tmp_path / "resumed")
+    assert resumed.summary["steps"] == 20
+    for name, tensor in weights(whole.folder).items():
+        assert torch.equal(tensor, weights(resumed.folder)[name]), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "differs"),
+    [
+        (["model.n_embd=64"], r"model\.n_embd \(32 there, 64 here\)"),
+        (["tokenizer=byte"], r"the tokenizer \(char there, byte here\)"),
+        (["data.path={other}"], r"the corpus \(checksum \w{8}… there, \w{8}… here\)"),
+        (["max_steps=2"], "raise max_steps"),
+    ],
+)
+def test_going_on_with_another_model_corpus_or_tokenizer_is_refused_with_the_difference(
+    train: Callable[..., Any], tmp_path: Path, text: Path, changes: list[str], differs: str
+) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text()[::-1])  # the same characters
+    begun = train("max_steps=2", folder=tmp_path / "begun")
+    changes = [change.format(other=other) for change in changes]
+    with pytest.raises(UserError, match=differs):
+        train(*changes, f"resume={begun.folder}", folder=tmp_path / "resumed")
