@@ -109,8 +109,8 @@ class Tokens:
         return np.asarray(self[:], dtype=dtype)
 
     def _slice(self, begin: int, end: int, step: int) -> Array:
-        size = self.shard_tokens
-        shards = range(begin // size, -(-max(begin, end) // size))
+        size, end = self.shard_tokens, max(begin, end)
+        shards = range(begin // size, -(-end // size))
         parts = [self._shard(i)[max(0, begin - i * size) : end - i * size] for i in shards]
         return np.concatenate(parts)[::step] if parts else np.empty(0, dtype=self.dtype)
 

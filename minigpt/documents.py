@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from minigpt.errors import UserError
+from minigpt.tokenizer import whole_characters
 
 TEXTS, ROWS, PACKED = (".txt", ".md"), (".jsonl", ".parquet"), (".gz", ".zst")
+_ARROW_TEXTS = ("string", "large_string", "string_view", "dictionary<values=string, indices=int32, ordered=0>")
 _BLOCK = 1 << 20  # bytes read at a time
+_LOOK = 1 << 16  # characters before the end of a text in which a place to cut is looked for
 _LONGEST = 1 << 24  # characters of a piece where there is no good place to cut
 
 
@@ -38,12 +41,12 @@ class Piece:
 
 
 def find_files(path: str) -> list[Path]:
-    """The files that a path means, sorted: one file of any name, or those of a known kind in a folder or glob.
+    """The files that a path means, sorted: one file, those of a known kind in a folder, or those of a pattern.
 
     Raises:
         UserError: there is none.
     """
-    given = Path(path).expanduser()
+    given = Path(path or "''").expanduser()  # nothing is not the folder that one is in
     kinds = ", ".join((*TEXTS, *ROWS))
     if given.is_dir():
         files = [file for file in given.rglob("*") if _known(file.relative_to(given)) and file.is_file()]
@@ -57,7 +60,7 @@ def find_files(path: str) -> list[Path]:
             raise UserError(f"{path} matches no file; give a file, a folder or a pattern such as 'texts/**/*.txt'")
     else:
         raise UserError(f"{path} does not exist; give a file of text, a folder, or a pattern such as 'texts/*.txt'")
-    return sorted(files)
+    return sorted(set(files))
 
 
 def read(file: Path, field: str) -> Iterator[Piece]:
@@ -88,17 +91,24 @@ def pieces(blocks: Iterable[tuple[str, int]]) -> Iterator[Piece]:
 
 
 def cut_point(text: str) -> int:
-    """The last place where every pattern of `tokenizer.PATTERNS` cuts, whatever follows; 0 if there is none.
+    """The last place where every pattern of `tokenizer.PATTERNS` cuts, whatever follows; 0 if none is near the end.
 
-    That is after a single line break before a letter, or else before a single space between letters.
+    That is after a single line break before a letter or digit, or else before a single space between letters.
     """
-    for space, after in (("\n", 1), (" ", 0)):
-        place = len(text) - 1
-        while (place := text.rfind(space, 0, place)) > 0:
-            before = text[place - 1]
-            if text[place + 1].isalpha() and (before.isalpha() if space == " " else not before.isspace()):
-                return place + after
+    least = max(1, len(text) - _LOOK)
+    for place in _backwards(text, "\n", least):
+        if not text[place - 1].isspace() and (text[place + 1].isalpha() or text[place + 1].isdecimal()):
+            return place + 1
+    for place in _backwards(text, " ", least):
+        if text[place - 1].isalpha() and text[place + 1].isalpha():
+            return place
     return 0
+
+
+def _backwards(text: str, space: str, least: int) -> Iterator[int]:
+    place = len(text) - 1
+    while (place := text.rfind(space, least, place)) >= 0:
+        yield place
 
 
 def _known(file: Path) -> bool:
@@ -128,6 +138,7 @@ def _decoded(file: Path) -> Iterator[tuple[str, int]]:
             except UnicodeDecodeError as error:
                 where = done - pending + error.start
                 raise UserError(f"{file} is not UTF-8 text: bad byte at offset {where:,}; save it as UTF-8") from error
+            text = text.removeprefix("\ufeff") if done == 0 else text  # a mark of the encoding, not text
             done += len(block)
             if text:
                 yield text, read_so_far()
@@ -136,9 +147,13 @@ def _decoded(file: Path) -> Iterator[tuple[str, int]]:
 
 
 def _jsonl(file: Path, field: str) -> Iterator[Piece]:
-    number, rest = 0, ""
+    number, rest = 0, list[str]()
     for block, read in _ended(_decoded(file)):
-        *lines, rest = (rest + block).split("\n")
+        head, *lines = block.split("\n")
+        rest.append(head)
+        if not lines:
+            continue
+        lines, rest = ["".join(rest), *lines[:-1]], [lines[-1]]
         for line in lines:
             number += 1
             if not line.strip():
@@ -162,23 +177,16 @@ def _parquet(file: Path, field: str) -> Iterator[Piece]:
         try:
             table = parquet.ParquetFile(source)
             kinds = {column.name: str(column.type) for column in table.schema_arrow}
-            if "string" not in kinds.get(field, ""):
-                texts = [name for name, kind in kinds.items() if "string" in kind]
+            texts = [name for name, kind in kinds.items() if kind in _ARROW_TEXTS]
+            if field not in texts:
                 there = f"the columns with text are {', '.join(texts)}" if texts else "there is no column with text"
                 raise UserError(f"{file}: no text in column {field}; {there}; set data.field=…")
             for batch in table.iter_batches(batch_size=256, columns=[field]):
                 rows += len(batch)
                 for text in batch.column(0).to_pylist():
                     yield Piece(text or "", True, size * rows // table.metadata.num_rows)
-        except (arrow.ArrowException, OSError) as error:
+        except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise UserError(f"{file} is not a whole Parquet file ({error})") from error
-
-
-def whole_characters(text: str) -> str:
-    """The text with halves of characters (lone surrogates, which JSON can spell) as replacement characters."""
-    if text.isascii():
-        return text
-    return text.encode("utf-16-le", errors="surrogatepass").decode("utf-16-le", errors="replace")
 
 
 def needed(module: str) -> Any:
@@ -230,6 +238,9 @@ def _plain(raw: IO[bytes], file: Path) -> Iterator[bytes]:
 def _gzip(raw: IO[bytes], file: Path) -> Iterator[bytes]:
     import gzip
 
+    if not raw.read(1):
+        raise UserError(f"{file} is not a whole gzip file (it is empty)")
+    raw.seek(0)
     try:
         with gzip.GzipFile(fileobj=raw) as unpacked:
             while block := unpacked.read(_BLOCK):

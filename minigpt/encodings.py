@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from minigpt.download import download
 from minigpt.errors import UserError
-from minigpt.tokenizer import BPETokenizer
+from minigpt.tokenizer import ENCODINGS, BPETokenizer
 
 _HOST = "https://openaipublic.blob.core.windows.net"
 _FILES = {  # a file -> its checksum, as in tiktoken
@@ -30,6 +30,8 @@ def encoding(name: str, folder: Path) -> BPETokenizer:
     Raises:
         UserError: a file is not there and cannot be fetched; says where it belongs.
     """
+    if name not in ENCODINGS:
+        raise UserError(f"tokenizer.name={name} is not possible; it takes char, byte, bpe, {', '.join(ENCODINGS)}")
     given = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
     cache = Path(given) if given else folder
     missing = [url for url in _urls(name) if not _have(cache / _key(url), _FILES[url])]

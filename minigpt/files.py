@@ -28,17 +28,18 @@ def checksums(files: Sequence[Path], known: Path) -> list[str]:
     remembered: dict[str, str] = {}
     with suppress(OSError, ValueError):
         remembered = json.loads(known.read_text(encoding="utf-8"))
-    sums = {}
+    keys, found = [], dict(remembered)
     for file in files:
         state = os.stat(file)
-        key = f"{file.resolve()} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns} {state.st_ino}"
-        sums[key] = remembered.get(key) or _sha256(file)
-    if not sums.keys() <= remembered.keys():
+        keys.append(f"{file.resolve()} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns} {state.st_ino}")
+        if keys[-1] not in found:
+            found[keys[-1]] = _sha256(file)
+    if found != remembered:
         with suppress(OSError):  # a folder that cannot be written remembers nothing
             known.parent.mkdir(parents=True, exist_ok=True)
             with whole(known) as partial:
-                partial.write_text(json.dumps(remembered | sums, indent=0) + "\n", encoding="utf-8")
-    return list(sums.values())
+                partial.write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")
+    return [found[key] for key in keys]
 
 
 def _sha256(file: Path) -> str:

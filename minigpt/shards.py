@@ -18,7 +18,7 @@ class Shards:
 
     def __init__(self, folder: Path, name: str, *, dtype: str, size: int, length: int = 0) -> None:
         self.folder, self.name, self.dtype, self.size, self.length = folder, name, np.dtype(dtype), size, length
-        for file in folder.glob(f"{name}-*.bin"):
+        for file in folder.glob(f"{name}-[0-9]*.bin"):
             keep = min(max(0, length - int(file.stem.rpartition("-")[2]) * size), size) * self.dtype.itemsize
             if keep:
                 os.truncate(file, keep)

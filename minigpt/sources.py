@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from minigpt import documents, shakespeare
-from minigpt.documents import Piece, find_files, needed, pieces, whole_characters
+from minigpt.documents import Piece, find_files, needed, pieces
 from minigpt.errors import RunError, UserError
 from minigpt.files import checksums
+from minigpt.tokenizer import whole_characters
 
 KNOWN = "checksums.json"  # in the data folder: checksums of files that were read once
 
@@ -62,8 +63,8 @@ def find(data: Mapping[str, Any]) -> tuple[Source, Source | None]:
     if kind == "plays":
         return _plays(), own_val
     if kind == "huggingface":
-        val = _dataset(data, data["val_split"]) if data["val_split"] and own_val is None else own_val
-        return _dataset(data, data["train_split"]), val
+        val = _dataset(data, data["val_split"], known) if data["val_split"] and own_val is None else own_val
+        return _dataset(data, data["train_split"], known), val
     raise UserError("data.path is not set: name your text, a file, a folder or a pattern, with data.path=…")
 
 
@@ -79,7 +80,7 @@ def _files(path: str, setting: str, field: str, known: Path) -> Source:
     except UserError as error:
         raise UserError(f"{setting}={error}") from error
     name = re.sub(r"[^\w.-]+", "-", Path(path).expanduser().name).strip("-") or "text"
-    kinds = ["".join(file.suffixes[-2:]) for file in files]
+    kinds = ["".join(file.suffixes[-2:]).lower() for file in files]
     plain = len(files) == 1 and not any(kind.endswith((*documents.ROWS, *documents.PACKED)) for kind in kinds)
     return Source(
         name=name,
@@ -103,11 +104,11 @@ def _play(file: Path) -> Iterator[Piece]:
     return pieces([(shakespeare.play(file), file.stat().st_size)])
 
 
-def _dataset(data: Mapping[str, Any], split: str) -> Source:
+def _dataset(data: Mapping[str, Any], split: str, known: Path) -> Source:
     """A data set of the Hugging Face hub, or a folder laid out like one, streamed: nothing is kept but its tokens."""
     identity = [data[key] for key in ("dataset", "subset", "revision", "field")]
     if (local := Path(data["dataset"])).is_dir():
-        identity += checksums(sorted(file for file in local.rglob("*") if file.is_file()), local / ".none")
+        identity += checksums(sorted(file for file in local.rglob("*") if file.is_file()), known)
     return Source(data["name"], _digest(*identity, split), [partial(_stream, dict(data), split)], [0])
 
 
@@ -115,26 +116,26 @@ def _stream(data: Mapping[str, Any], split: str) -> Iterator[Piece]:
     datasets = needed("datasets")
     datasets.disable_progress_bars()
     where, field = f"data.dataset={data['dataset']}", data["field"]
+    read = 0
     try:
         rows = datasets.load_dataset(
             data["dataset"], data["subset"], split=split, revision=data["revision"], streaming=True
         )
+        for row in rows:
+            text = row.get(field)
+            if not isinstance(text, str):
+                texts = ", ".join(key for key, value in row.items() if isinstance(value, str))
+                raise UserError(f"{where} has no text in column {field}; those with text are {texts}; set data.field=…")
+            read += len(text)
+            yield Piece(whole_characters(text), True, read)
     except (ValueError, FileNotFoundError) as error:
         raise UserError(f"{where} cannot be read: {error}") from error
     except (OSError, RuntimeError) as error:
+        if Path(data["dataset"]).is_dir():
+            raise UserError(f"{where} is damaged: {error}") from error
         raise RunError(
             f"{where} could not be reached ({type(error).__name__}); try again, or use data.path=…"
         ) from error
-    read = 0
-    for row in rows:
-        text = row.get(field)
-        if not isinstance(text, str):
-            texts = ", ".join(key for key, value in row.items() if isinstance(value, str))
-            raise UserError(
-                f"{where} has no text in column {field}; the columns with text are {texts}; set data.field=…"
-            )
-        read += len(text)
-        yield Piece(whole_characters(text), True, read)
 
 
 def _digest(*identity: Any) -> str:

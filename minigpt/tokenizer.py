@@ -128,7 +128,7 @@ class CharTokenizer:
         return points.astype("<u4").tobytes().decode("utf-32-le", errors="surrogatepass")
 
     def decode_bytes(self, ids: Sequence[int] | Ids) -> bytes:
-        return self.decode(ids).encode("utf-8", errors="replace")
+        return whole_characters(self.decode(ids)).encode()
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, "alphabet": self.alphabet}
@@ -143,7 +143,7 @@ class ByteTokenizer:
     start: Ids = separator
 
     def encode(self, text: str) -> Ids:
-        return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
+        return np.frombuffer(whole_characters(text).encode(), dtype=np.uint8)
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
@@ -181,6 +181,8 @@ class BPETokenizer:
         if name not in (self.trained, *ENCODINGS):
             raise UserError(f"unknown byte-pair encoding {name!r:.80}; it takes {self.trained}, {', '.join(ENCODINGS)}")
         ranks = {token: rank for rank, token in enumerate(tokens) if token is not None}
+        if b"" in ranks or len(ranks) < sum(token is not None for token in tokens):
+            raise UserError("the tokens of a byte-pair encoding are distinct, and none is empty")
         if SEPARATOR not in special or not ranks.keys() >= {bytes([byte]) for byte in range(256)}:
             raise UserError(f"a byte-pair encoding has all 256 bytes and {SEPARATOR}")
         if min(special.values()) < 0 or len({*special.values(), *ranks.values()}) != len(special) + len(ranks):
@@ -226,7 +228,7 @@ class BPETokenizer:
         return cls(cls.trained, tokens, {SEPARATOR: vocab_size - 1})
 
     def encode(self, text: str) -> Ids:
-        return self._encoding.encode_to_numpy(text, disallowed_special=()).astype(self._dtype)
+        return self._encoding.encode_to_numpy(whole_characters(text), disallowed_special=()).astype(self._dtype)
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
@@ -261,7 +263,7 @@ class BPETokenizer:
             isinstance(tokens, str)
             and isinstance(special, Mapping)
             and all(isinstance(key, str) and type(value) is int for key, value in special.items())
-            and all(value < 1 << 31 for value in special.values())
+            and max(special.values(), default=0) < tokens.count(" ") + (1 << 16)  # not far beyond the tokens
             and isinstance(separated, bool)
         ):
             raise UserError("a byte-pair encoding is described by its tokens, special tokens, and separated")
@@ -316,6 +318,15 @@ def stream(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
             yield text
     if text := decoder.decode(b"", final=True):
         yield text
+
+
+def whole_characters(text: str) -> str:
+    """The text with halves of characters (lone surrogates, which JSON can spell) as replacement characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", errors="surrogatepass").decode("utf-16-le", errors="replace")
+    return text
 
 
 def token_dtype(vocab_size: int) -> str:
