@@ -210,3 +210,26 @@ def test_a_wrong_setting_is_found_before_torch_is_imported(small: list[str], tmp
     imported = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stderr
     assert "minigpt.config" in imported
     assert not re.search(r"\| +(torch|lightning|wandb|matplotlib)$", imported, re.MULTILINE)
+
+
+def test_a_preparation_says_what_it_made_and_training_finds_it(launch: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "my.jsonl").write_text("".join(json.dumps({"body": f"{i} is a line. " * 20}) + "\n" for i in range(99)))
+    settings = ["data=text", "data.path=my.jsonl", "data.field=body", "data.split=document", "tokenizer=byte"]
+    prepared = launch("prepare.py", *settings, cwd=tmp_path)
+    assert prepared.returncode == 0, prepared.stderr
+    said = dict(line.split(maxsplit=1) for line in prepared.stdout.splitlines())
+    train, val = (int(said[split].split()[0]) for split in ("training", "validation"))
+    assert train + val == 99
+    assert not (tmp_path / "runs").exists()
+    (folder,) = (path for path in (tmp_path / "data" / "tokens").iterdir() if path.is_dir())
+    made = folder.stat().st_mtime_ns
+    trained = launch("train.py", *settings, "data.folder=data", "max_steps=1", cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    assert folder.stat().st_mtime_ns == made
+
+
+def test_a_bad_setting_of_a_preparation_is_one_line(launch: Callable[..., Any], tmp_path: Path) -> None:
+    refused = launch("prepare.py", "data=text", "data.path=none.txt", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "data.path=none.txt does not exist" in one_line(refused)
+    assert not (tmp_path / "runs").exists()
