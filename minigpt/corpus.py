@@ -6,6 +6,7 @@ A split is shards of equally many tokens, raw arrays that `numpy.memmap` and oth
 
 import hashlib
 import json
+import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -86,17 +87,17 @@ class Tokens:
     def __init__(self, files: Sequence[Path], dtype: str, shard_tokens: int, length: int, vocab_size: int) -> None:
         self.dtype, self.length, self.shard_tokens = np.dtype(dtype), length, shard_tokens
         self.files, self.vocab_size = files, vocab_size
-        self._shard = lru_cache(_OPEN)(lambda number: np.asarray(np.memmap(files[number], dtype=dtype, mode="r")))
+        self._shard = lru_cache(_OPEN)(lambda number: _mapped(files[number], dtype))
         self._only = self._shard(0) if len(files) == 1 else None
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: Any) -> Array:
-        if self._only is not None:
-            ids = self._only[index]
+        if isinstance(index, slice):
+            ids = self._slice(*index.indices(self.length))
         else:
-            ids = self._slice(*index.indices(self.length)) if isinstance(index, slice) else self._windows(index)
+            ids = self._windows(index) if self._only is None else self._only[index]
         if (largest := ids.max(initial=0)) >= self.vocab_size:
             where = self.files[0] if self._only is not None else self.files[0].parent
             raise UserError(
@@ -110,8 +111,11 @@ class Tokens:
 
     def _slice(self, begin: int, end: int, step: int) -> Array:
         size, end = self.shard_tokens, max(begin, end)
-        shards = range(begin // size, -(-end // size))
-        parts = [self._shard(i)[max(0, begin - i * size) : end - i * size] for i in shards]
+        parts = []
+        for i in range(begin // size, -(-end // size)):
+            first, last = max(0, begin - i * size), min(size, end - i * size)
+            offset = first * self.dtype.itemsize
+            parts.append(np.fromfile(self.files[i], dtype=self.dtype, count=last - first, offset=offset))
         return np.concatenate(parts)[::step] if parts else np.empty(0, dtype=self.dtype)
 
     def _windows(self, index: Array) -> Array:
@@ -129,6 +133,15 @@ class Tokens:
             else:  # windows across the end of a shard
                 found[rows] = np.where(here, shard[inside.clip(0, len(shard) - 1)], found[rows])
         return found
+
+
+def _mapped(file: Path, dtype: str) -> Array:
+    """A file as an array. Windows lie anywhere in it, so the system need not read what lies around them."""
+    with open(file, "rb") as content:
+        pages = mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ)
+    if hasattr(mmap, "MADV_RANDOM"):
+        pages.madvise(mmap.MADV_RANDOM)
+    return np.frombuffer(pages, dtype=dtype)
 
 
 def load(folder: Path) -> Corpus:

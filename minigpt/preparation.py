@@ -268,7 +268,8 @@ def _begin(partial: Path, source: Source, own_val: Source | None, made: Mapping[
     by_character = settings["name"] == CharTokenizer.name
     cut, alphabet = (0, 0), ""
     if made.get("split") == "fraction" or by_character:
-        lengths, alphabet = _survey([*source.parts, *(own_val.parts if own_val and by_character else ())])
+        parts = [*source.parts, *(own_val.parts if own_val and by_character else ())]
+        lengths, alphabet = _survey(parts, by_character)
         if not sum(lengths):
             raise UserError(f"{source.name} is empty; give a text with something in it")
         if "val_fraction" in made:
@@ -306,15 +307,16 @@ def make_tokenizer(settings: Mapping[str, Any], folder: Path, alphabet: str, tra
     return encodings.encoding(name, folder / "tiktoken")
 
 
-def _survey(parts: Sequence[Part]) -> tuple[Sequence[int], str]:
-    """The characters of every document, and those that there are."""
+def _survey(parts: Sequence[Part], by_character: bool) -> tuple[Sequence[int], str]:
+    """How many characters every document has, and if asked, which ones there are."""
     lengths, seen = array("Q"), np.zeros(0x110000, dtype=bool)
     for part in parts:
         for piece in part():
             if piece.first:
                 lengths.append(0)
             lengths[-1] += len(piece.text)
-            seen[np.frombuffer(piece.text.encode("utf-32-le"), dtype="<u4")] = True
+            if by_character:
+                seen[np.frombuffer(piece.text.encode("utf-32-le"), dtype="<u4")] = True
     seen[ord("\n")] |= len(lengths) > 1  # what separates documents
     return lengths, "".join(map(chr, np.flatnonzero(seen)))
 
