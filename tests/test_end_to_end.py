@@ -123,7 +123,7 @@ BAD_INPUT = {
     "max_steps=0": "max_steps=0 is not possible; it takes a whole number of at least 1",
     "max_steps=many": "max_steps=many is not possible",
     "model.norm=batchnorm": "norm=batchnorm is not possible; it takes layernorm or rmsnorm",
-    "data.path=missing.txt": "data.path=missing.txt is not a file",
+    "data.path=missing.txt": "data.path=missing.txt does not exist",
     "data.path=empty.txt": "empty.txt is empty",
     "data.path=latin.txt": "latin.txt is not UTF-8 text: bad byte at offset 3",
     "data.path=short.txt": "not one block of 16 and its next token",
