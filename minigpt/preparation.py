@@ -8,20 +8,12 @@ tokenizer and the split, so a changed text or tokenizer never meets stale tokens
 
 import hashlib
 import json
-import multiprocessing
 import os
 import shutil
-import signal
-import threading
 import time
-from array import array
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +25,15 @@ from minigpt import corpus as corpora
 from minigpt import encodings, sources
 from minigpt import tokenizer as tokenizers
 from minigpt.corpus import FORMAT, META, SPLITS, Corpus, shard_files
-from minigpt.documents import Piece
-from minigpt.errors import RunError, UserError, warn
+from minigpt.errors import UserError, warn
 from minigpt.files import whole
 from minigpt.shards import Shards
-from minigpt.sources import Part, Source
+from minigpt.sources import Source
+from minigpt.splitting import TRAIN, Mark, Read, Unit, assign_by, cut_by_fraction, survey, units_from
+from minigpt.tokenising import tokenising
 from minigpt.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Ids, Tokenizer, token_dtype
 
-TRAIN, VAL = 0, 1
 _JOURNAL, _START = "journal.json", "start.json"
-_UNIT = 1 << 20  # characters that are tokenised at a time
 _NOTED = 1 << 24  # tokens between two entries of the journal
 _SMALL = 1 << 24  # bytes of text that one process tokenises sooner than others have started
 _SCANNED = 1 << 24  # tokens looked at at a time
@@ -136,38 +127,6 @@ def report(corpus: Corpus) -> dict[str, str]:
     return rows
 
 
-@dataclass
-class _Read:
-    """How much was read of all documents, and of each split."""
-
-    index: int = 0  # documents begun
-    documents: list[int] = field(default_factory=lambda: [0, 0])
-    bytes: list[int] = field(default_factory=lambda: [0, 0])
-
-
-@dataclass(frozen=True)
-class _Mark:
-    """A place in the text: so many pieces into a part, and what was read before that part."""
-
-    part: int = 0
-    pieces: int = 0
-    read: _Read = field(default_factory=_Read)
-
-
-@dataclass(frozen=True)
-class _Unit:
-    """Texts that are tokenised together."""
-
-    items: list[tuple[int, bool, str]]  # split, whether a separator stands before, text
-    documents: tuple[list[int], list[int]]  # checksums of the documents of each split that end here
-    after: _Mark
-    position: int  # bytes read, for the progress bar
-
-
-# Which texts of a document, whose index in the corpus is given, are for which split. `begin`: characters before.
-Assign = Callable[[int, int, int, Piece], list[tuple[int, str]]]
-
-
 def _make(
     source: Source,
     own_val: Source | None,
@@ -189,14 +148,14 @@ def _make(
         start = json.loads((partial / _START).read_text(encoding="utf-8"))
         tokenizer = tokenizers.from_dict(start["tokenizer"])
         journal = _Journal(partial, token_dtype(tokenizer.vocab_size), shard_tokens)
-        units = _units(parts, sizes, _assign(made, start["cut"], len(source.parts)), journal.mark)
+        units = units_from(parts, sizes, assign_by(made, start["cut"], len(source.parts)), journal.mark)
         large = 0 in sizes or sum(sizes) > _SMALL
         read = sum(sizes[: journal.mark.part])
         with (
             tqdm(total=sum(sizes) or None, initial=read, unit="B", unit_scale=True, delay=1, disable=None) as bar,
-            _tokenising(tokenizer, processes if large else 1) as tokenise,
+            tokenising(tokenizer, processes if large else 1) as tokenise,
         ):
-            for unit, ids in tokenise(units):
+            for unit, ids in tokenise((unit, unit.items) for unit in units):
                 journal.append(unit, ids)
                 bar.update(unit.position - bar.n)
         journal.close()
@@ -219,7 +178,7 @@ class _Journal:
     def __init__(self, folder: Path, dtype: str, shard_tokens: int) -> None:
         noted = json.loads((folder / _JOURNAL).read_text(encoding="utf-8"))
         part, pieces, read = noted["mark"]
-        self.file, self.mark = folder / _JOURNAL, _Mark(part, pieces, _Read(**read))
+        self.file, self.mark = folder / _JOURNAL, Mark(part, pieces, Read(**read))
         self.noted = sum(noted["lengths"])
         kinds = [(name, dtype, shard_tokens) for name in SPLITS] + [
             (f"{name}-documents", "<u8", 1 << 62) for name in SPLITS
@@ -231,7 +190,7 @@ class _Journal:
 
     @staticmethod
     def begin(folder: Path) -> None:
-        _write(folder / _JOURNAL, {"mark": [0, 0, asdict(_Read())], "lengths": [0, 0, 0, 0]})
+        _write(folder / _JOURNAL, {"mark": [0, 0, asdict(Read())], "lengths": [0, 0, 0, 0]})
 
     @staticmethod
     def worth(folder: Path) -> bool:
@@ -244,7 +203,7 @@ class _Journal:
     def lengths(self) -> list[int]:
         return [row.length for row in self.rows]
 
-    def append(self, unit: _Unit, ids: Sequence[Ids]) -> None:
+    def append(self, unit: Unit, ids: Sequence[Ids]) -> None:
         self.mark = unit.after
         for row, numbers in zip(self.rows[:2], ids, strict=True):
             row.append(numbers)
@@ -269,15 +228,15 @@ def _begin(partial: Path, source: Source, own_val: Source | None, made: Mapping[
     cut, alphabet = (0, 0), ""
     if made.get("split") == "fraction" or by_character:
         parts = [*source.parts, *(own_val.parts if own_val and by_character else ())]
-        lengths, alphabet = _survey(parts, by_character)
+        lengths, alphabet = survey(parts, by_character)
         if not sum(lengths):
             raise UserError(f"{source.name} is empty; give a text with something in it")
         if "val_fraction" in made:
-            cut = _cut(lengths, made["val_fraction"])
-    assign = _assign(made, cut, len(source.parts))
+            cut = cut_by_fraction(lengths, made["val_fraction"])
+    assign = assign_by(made, cut, len(source.parts))
     training = (
         text
-        for unit in _units(source.parts, source.sizes, assign, _Mark())
+        for unit in units_from(source.parts, source.sizes, assign, Mark())
         for split, _, text in unit.items
         if split == TRAIN
     )
@@ -305,163 +264,6 @@ def make_tokenizer(settings: Mapping[str, Any], folder: Path, alphabet: str, tra
     if name == BPETokenizer.trained:
         return BPETokenizer.train(training, settings["vocab_size"])
     return encodings.encoding(name, folder / "tiktoken")
-
-
-def _survey(parts: Sequence[Part], by_character: bool) -> tuple[Sequence[int], str]:
-    """How many characters every document has, and if asked, which ones there are."""
-    lengths, seen = array("Q"), np.zeros(0x110000, dtype=bool)
-    for part in parts:
-        for piece in part():
-            if piece.first:
-                lengths.append(0)
-            lengths[-1] += len(piece.text)
-            if by_character:
-                seen[np.frombuffer(piece.text.encode("utf-32-le"), dtype="<u4")] = True
-    seen[ord("\n")] |= len(lengths) > 1  # what separates documents
-    return lengths, "".join(map(chr, np.flatnonzero(seen)))
-
-
-def _cut(lengths: Sequence[int], val_fraction: float) -> tuple[int, int]:
-    """The document and the character in it that the validation split begins with."""
-    starts = np.cumsum([0, *lengths])
-    wanted = int(starts[-1] * (1 - val_fraction))
-    if len(lengths) == 1:
-        return 0, wanted
-    return int(np.abs(starts[1:-1] - wanted).argmin()) + 1, 0  # a document is never cut in two where there are more
-
-
-def _assign(made: Mapping[str, Any], cut: Sequence[int], first_val_part: int) -> Assign:
-    """The rule that splits the documents."""
-    document, character = cut
-
-    def own(part: int, index: int, begin: int, piece: Piece) -> list[tuple[int, str]]:
-        return [(VAL if part >= first_val_part else TRAIN, piece.text)]
-
-    def fraction(part: int, index: int, begin: int, piece: Piece) -> list[tuple[int, str]]:
-        if index != document:
-            return [(VAL if index > document else TRAIN, piece.text)]
-        here = max(0, character - begin)
-        return [(TRAIN, piece.text[:here]), (VAL, piece.text[here:])]
-
-    now = TRAIN
-
-    def by_checksum(part: int, index: int, begin: int, piece: Piece) -> list[tuple[int, str]]:
-        nonlocal now
-        if piece.first:
-            begins = hashlib.blake2b(piece.text.encode(), digest_size=8).digest()
-            now = VAL if int.from_bytes(begins, "little") < made["val_fraction"] * 2**64 else TRAIN
-        return [(now, piece.text)]
-
-    return {"fraction": fraction, "document": by_checksum}.get(made.get("split", ""), own)
-
-
-def _units(parts: Sequence[Part], sizes: Sequence[int], assign: Assign, mark: _Mark) -> Iterator[_Unit]:
-    """The texts from a mark on, with their splits; a unit does not reach across parts."""
-    read, position = deepcopy(mark.read), sum(sizes[: mark.part])
-    for part in range(mark.part, len(parts)):
-        before, done, begin = deepcopy(read), mark.pieces if part == mark.part else 0, 0
-        items: list[tuple[int, bool, str]] = []
-        ended: tuple[list[int], list[int]] = ([], [])
-        open_: dict[int, Any] = {}  # the checksums of the document that is being read, a split each
-
-        def end() -> None:
-            for split, checksum in open_.items():  # noqa: B023
-                ended[split].append(int.from_bytes(checksum.digest(), "little"))  # noqa: B023
-            open_.clear()  # noqa: B023
-
-        size = count = 0
-        for count, piece in enumerate(parts[part](), 1):
-            if piece.first:
-                end()
-                read.index, begin = read.index + 1, 0
-            for split, text in assign(part, read.index - 1, begin, piece):
-                if not text:
-                    continue
-                separated = split not in open_ and read.documents[split] > 0
-                if split not in open_:
-                    open_[split] = hashlib.blake2b(digest_size=8)
-                    read.documents[split] += 1
-                content = text.encode()
-                open_[split].update(content)
-                read.bytes[split] += len(content)
-                items.append((split, separated, text))
-            begin, size = begin + len(piece.text), size + len(piece.text)
-            if count <= done or size >= _UNIT:
-                if count > done:  # else a killed run tokenised it
-                    yield _Unit(items, ended, _Mark(part, count, before), position + piece.read)
-                items, ended, size = [], ([], []), 0
-        end()
-        position += sizes[part]
-        yield _Unit(items, ended, _Mark(part + 1, 0, deepcopy(read)), position)
-
-
-@contextmanager
-def _tokenising(
-    tokenizer: Tokenizer, processes: int
-) -> Iterator[Callable[[Iterable[_Unit]], Iterator[tuple[_Unit, list[Ids]]]]]:
-    """A function that tokenises units in their order, a few ahead of the one that is asked for."""
-    if processes == 1 or not isinstance(tokenizer, BPETokenizer):  # the others are faster than handing a text over
-        yield lambda units: ((unit, _encode(tokenizer, unit.items)) for unit in units)
-        return
-    pool = ProcessPoolExecutor(
-        processes,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(tokenizer.to_dict(),),
-    )
-
-    def ordered(units: Iterable[_Unit]) -> Iterator[tuple[_Unit, list[Ids]]]:
-        ahead: deque[tuple[_Unit, Future[list[Ids]]]] = deque()
-        try:
-            for unit in units:
-                ahead.append((unit, pool.submit(_work, unit.items)))
-                if len(ahead) > 2 * processes:
-                    first, ids = ahead.popleft()
-                    yield first, ids.result()
-            for first, ids in ahead:
-                yield first, ids.result()
-        except BrokenProcessPool as error:
-            raise RunError(
-                "a process that tokenises was killed (out of memory?); start again to carry on, with fewer "
-                "data.processes where memory is short"
-            ) from error
-
-    try:
-        yield ordered
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-_of_worker: Tokenizer  # of a process that tokenises
-
-
-def _start_worker(tokenizer: Mapping[str, Any]) -> None:
-    global _of_worker
-    _of_worker = tokenizers.from_dict(tokenizer)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that hands out the work ends in order
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def _work(items: Sequence[tuple[int, bool, str]]) -> list[Ids]:
-    return _encode(_of_worker, items)
-
-
-def _encode(tokenizer: Tokenizer, items: Sequence[tuple[int, bool, str]]) -> list[Ids]:
-    """The ids of texts, a row for each split."""
-    rows: list[list[Ids]] = [[], []]
-    for split, separated, text in items:
-        if separated:
-            rows[split].append(tokenizer.separator)
-        rows[split].append(tokenizer.encode(text))
-    dtype = token_dtype(tokenizer.vocab_size)
-    return [np.concatenate(row).astype(dtype, copy=False) if row else np.empty(0, dtype) for row in rows]
 
 
 def _finish(

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minigpt import corpus as corpora
-from minigpt import documents, preparation
+from minigpt import documents, preparation, splitting
 from minigpt.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -170,7 +170,7 @@ def test_reading_in_pieces_changes_no_token(text, piece):
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         for constant in ("_BLOCK", "_LONGEST"):
             patch.setattr(documents, constant, piece)  # characters of several bytes lie across the pieces
-        patch.setattr(preparation, "_UNIT", piece)
+        patch.setattr(splitting, "_UNIT", piece)
         made = prepare(text, Path(folder))
         expected = nanogpt(text)
         assert on_disk(made) == expected
@@ -183,7 +183,7 @@ def test_reading_in_pieces_changes_no_token(text, piece):
 def test_sub_words_of_a_text_read_in_pieces_are_those_of_each_split_at_once(text, piece):
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setattr(documents, "_BLOCK", piece)
-        patch.setattr(preparation, "_UNIT", 50)
+        patch.setattr(splitting, "_UNIT", 50)
         made = prepare(text * 3, Path(folder), BPE | {"vocab_size": 259}, val_fraction=0.3)
         cut = int(len(text) * 3 * 0.7)
         halves = text * 3
@@ -194,7 +194,7 @@ def test_sub_words_of_a_text_read_in_pieces_are_those_of_each_split_at_once(text
 def test_sub_words_of_prose_read_in_pieces_are_those_of_each_split_at_once(tmp_path, monkeypatch):
     text = "\n".join(stories(300))
     monkeypatch.setattr(documents, "_BLOCK", 100)
-    monkeypatch.setattr(preparation, "_UNIT", 100)
+    monkeypatch.setattr(splitting, "_UNIT", 100)
     made = prepare(text, tmp_path, BPE)
     cut = int(len(text) * 0.9)
     assert on_disk(made) == [made.tokenizer.encode(half).tolist() for half in (text[:cut], text[cut:])]
@@ -293,7 +293,7 @@ def test_several_documents_are_cut_at_the_beginning_of_the_nearest(texts, val_fr
 @pytest.mark.parametrize("tokenizer", ["char", "byte", BPE], ids=str)
 @pytest.mark.parametrize("unit", [1, 1 << 20])
 def test_separators_stand_between_documents_and_nowhere_else(tmp_path, monkeypatch, tokenizer, unit):
-    monkeypatch.setattr(preparation, "_UNIT", unit)
+    monkeypatch.setattr(splitting, "_UNIT", unit)
     texts = ["", *stories(40), "", *stories(20, seed=1), ""]
     made = prepare(rows(texts), tmp_path, tokenizer, name="mine.jsonl", val_fraction=0.3)
     texts = [text for text in texts if text]
@@ -407,7 +407,7 @@ def test_a_validation_text_that_is_missing_is_refused_by_its_setting(tmp_path):
 def test_documents_for_training_that_are_also_for_validation_are_counted_and_warned_of(
     tmp_path, monkeypatch, capsys, unit
 ):
-    monkeypatch.setattr(preparation, "_UNIT", unit)
+    monkeypatch.setattr(splitting, "_UNIT", unit)
     texts = stories(50)
     (tmp_path / "val.jsonl").write_text(rows([texts[3], "new", texts[7], texts[7], texts[49]]))
     own = {"name": "mine.jsonl", "val_path": str(tmp_path / "val.jsonl")}
@@ -426,7 +426,7 @@ def test_documents_for_training_that_are_also_for_validation_are_counted_and_war
 
 @pytest.mark.parametrize("tokenizer", ["byte", BPE], ids=str)
 def test_shards_have_exactly_so_many_tokens_and_the_same_ids_together(tmp_path, monkeypatch, tokenizer):
-    monkeypatch.setattr(preparation, "_UNIT", 700)
+    monkeypatch.setattr(splitting, "_UNIT", 700)
     text = rows(stories(300))
     one = prepare(text, tmp_path, tokenizer, name="mine.jsonl")
     many = prepare(text, tmp_path, tokenizer, name="mine.jsonl", shard_tokens=1000)
@@ -445,7 +445,7 @@ def test_shards_have_exactly_so_many_tokens_and_the_same_ids_together(tmp_path, 
 
 def test_shards_are_byte_identical_for_any_number_of_processes(tmp_path, monkeypatch):
     monkeypatch.setattr(preparation, "_SMALL", 0)
-    monkeypatch.setattr(preparation, "_UNIT", 700)
+    monkeypatch.setattr(splitting, "_UNIT", 700)
     text = rows(stories(300))
     one, two = (
         prepare(text, tmp_path / f"{n}", BPE, name="mine.jsonl", shard_tokens=1000, processes=n) for n in (1, 2)
@@ -507,7 +507,7 @@ def test_what_a_killed_process_left_does_no_harm(tmp_path):
 PREPARE = """if True:
     import os, resource, signal, sys
     from pathlib import Path
-    from minigpt import documents, preparation, shards
+    from minigpt import documents, preparation, shards, splitting
     sys.path.insert(0, sys.argv[1])
     from test_preparation import corpus_of
     folder = Path(sys.argv[2])
@@ -560,7 +560,7 @@ def test_processes_that_prepare_at_once_all_get_whole_files(tmp_path):
 
 KILLED = """
     left = int(sys.argv[3])
-    documents._BLOCK, preparation._UNIT, preparation._NOTED, preparation._SMALL = 400, 300, 500, 0
+    documents._BLOCK, splitting._UNIT, preparation._NOTED, preparation._SMALL = 400, 300, 500, 0
     append = shards.Shards.append
 
     def dying(self, numbers):
@@ -601,7 +601,7 @@ def killed(tmp_path):
 )
 def test_a_preparation_that_was_killed_carries_on_to_the_same_bytes(tmp_path, monkeypatch, killed, changes):
     monkeypatch.setattr(documents, "_BLOCK", 400)
-    monkeypatch.setattr(preparation, "_UNIT", 300)
+    monkeypatch.setattr(splitting, "_UNIT", 300)
     whole = corpus_of(tmp_path / "in", tmp_path / "whole", BPE, **changes)
     early = killed(90, **changes, processes=2)
     late = killed(101, **changes, processes=1)
@@ -623,13 +623,13 @@ def test_a_preparation_that_was_killed_still_counts_the_documents_in_both_splits
     assert whole.made["duplicates"] > 0
     killed(400, **changes)  # when most of those that are in both were read
     monkeypatch.setattr(documents, "_BLOCK", 400)
-    monkeypatch.setattr(preparation, "_UNIT", 300)
+    monkeypatch.setattr(splitting, "_UNIT", 300)
     made = corpus_of(tmp_path / "in", tmp_path / "data", BPE, **changes)
     assert made.made["duplicates"] == whole.made["duplicates"]
 
 
 def test_a_text_that_is_damaged_in_the_middle_leaves_nothing_to_carry_on_from(tmp_path, monkeypatch):
-    monkeypatch.setattr(preparation, "_UNIT", 300)
+    monkeypatch.setattr(splitting, "_UNIT", 300)
     monkeypatch.setattr(preparation, "_NOTED", 500)
     with pytest.raises(UserError, match=r"line 301: not JSON"):
         prepare(rows(stories(300)) + "{", tmp_path, "byte", name="mine.jsonl", split="document")
