@@ -18,7 +18,7 @@ from minigpt.data import Batches, WindowOrder
 from minigpt.tokenizer import BPETokenizer, CharTokenizer
 
 PREPARE = ROOT / "scripts" / "prepare.py"
-MEGABYTES = 192  # of text for GPT-2's encoding
+MEGABYTES = 400  # of text for GPT-2's encoding
 BATCHES = 300
 
 
