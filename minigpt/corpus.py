@@ -73,7 +73,7 @@ class Corpus:
                 )
 
     def tokens(self, split: str) -> "Tokens":
-        """The token ids of "train" or "val", (N,), mapped from disk and read-only."""
+        """The token ids of "train" or "val", (N,), read from disk where they are asked for."""
         part = self.train if split == "train" else self.val
         return Tokens(part.files, self.dtype, self.shard_tokens, part.tokens, self.tokenizer.vocab_size)
 

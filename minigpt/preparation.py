@@ -12,6 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -35,8 +36,8 @@ from minigpt.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Ids, T
 
 _JOURNAL, _START = "journal.json", "start.json"
 _NOTED = 1 << 24  # tokens between two entries of the journal
+_SCANNED = 1 << 20  # tokens looked at at a time: numpy makes eight bytes of each
 _SMALL = 1 << 24  # bytes of text that one process tokenises sooner than others have started
-_SCANNED = 1 << 24  # tokens looked at at a time
 
 
 def corpus_of(data: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Corpus:
@@ -286,13 +287,17 @@ def _finish(
             f"none of the {read.index} documents is for {empty}; with so few use data.split=fraction, "
             f"another data.val_fraction, or data.val_path=…"
         )
-    used, checksum = np.zeros(tokenizer.vocab_size, dtype=bool), hashlib.sha256()
-    for row, name in zip(journal.rows, SPLITS, strict=False):
-        for file in shard_files(partial, name, row.length, row.size):
-            ids = np.memmap(file, dtype=row.dtype, mode="r")
+    shards = [
+        np.memmap(file, dtype=row.dtype, mode="r")
+        for row, name in zip(journal.rows, SPLITS, strict=False)
+        for file in shard_files(partial, name, row.length, row.size)
+    ]
+    with ThreadPoolExecutor(1) as beside:
+        checksum = beside.submit(_checksum, shards)
+        used = np.zeros(tokenizer.vocab_size, dtype=bool)
+        for ids in shards:
             for begin in range(0, len(ids), _SCANNED):
                 used[ids[begin : begin + _SCANNED]] = True
-                checksum.update(ids[begin : begin + _SCANNED].data)
     training, validation = (
         np.fromfile(file, dtype="<u8") if (file := partial / f"{name}-documents-00000.bin").exists() else np.empty(0)
         for name in SPLITS
@@ -319,7 +324,7 @@ def _finish(
             **made,
             "used_ids": int(used.sum()),
             "duplicates": duplicates,
-            "tokens_sha256": checksum.hexdigest(),
+            "tokens_sha256": checksum.result(),
             "seconds": time.monotonic() - began,
         },
         "tokenizer": described,
@@ -327,6 +332,14 @@ def _finish(
     _write(partial / META, meta)
     for file in (partial / _JOURNAL, partial / _START, *partial.glob("*-documents-*.bin")):
         file.unlink()
+
+
+def _checksum(shards: Iterable[np.memmap[Any, Any]]) -> str:
+    """Of the ids one after the other."""
+    checksum = hashlib.sha256()
+    for ids in shards:
+        checksum.update(ids.data)
+    return checksum.hexdigest()
 
 
 @contextmanager
