@@ -10,11 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from bench_common import ROOT, launch, ours, text_file
 
-from minigpt.corpus import Tokens
-from minigpt.data import Batches, WindowOrder
 from minigpt.tokenizer import BPETokenizer, CharTokenizer
 
 PREPARE = ROOT / "scripts" / "prepare.py"
@@ -84,6 +81,11 @@ def gpt2(file: Path, folder: Path) -> dict[str, float]:
 
 def batch(folder: Path, n_tokens: int, shard_tokens: int) -> float:
     """Milliseconds of a training batch, of 12 windows of 64, from sparse files of so many tokens; a median."""
+    import torch
+
+    from minigpt.corpus import Tokens
+    from minigpt.data import Batches, WindowOrder
+
     folder.mkdir(exist_ok=True)
     files = [folder / f"{i:05}.bin" for i in range(-(-n_tokens // shard_tokens))]
     for i, file in enumerate(files):

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from bench_common import TRAIN, launch, metrics
 from bench_time_to_loss import crossing, ours
 
@@ -21,6 +20,8 @@ GPT2 = [  # 124M parameters at nanoGPT's vocabulary, whatever the text is
 
 def gpu(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """A row a seed: seconds and steps of fast_gpu to 1.4655, the best loss of best_gpu, and once GPT-2's speed."""
+    import torch
+
     if not torch.cuda.is_available() and "trainer=cpu" not in args.overrides:
         raise UserError("no CUDA GPU on this machine; --overrides trainer=cpu and a small model try the benchmark")
     rows = []

@@ -58,30 +58,45 @@ def test_train_then_sample(launch: Callable[..., Any], tmp_path: Path) -> None:
     assert "'\\xe9'" in unknown.stderr.splitlines()[-1]
 
 
-def test_two_processes_give_the_losses_of_one(launch: Callable[..., Any], tmp_path: Path) -> None:
-    one = launch("train.py", f"hydra.run.dir={tmp_path}/one")
-    two = ["trainer.accelerator=cpu", "trainer.devices=2"]
-    ddp = launch("train.py", "trainer=ddp", *two, f"hydra.run.dir={tmp_path}/ddp")
-    fsdp = launch("train.py", "trainer=fsdp", *two, f"hydra.run.dir={tmp_path}/fsdp")
-    assert (one.returncode, ddp.returncode, fsdp.returncode) == (0, 0, 0), ddp.stderr + fsdp.stderr
-    assert losses(tmp_path / "ddp") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
-    assert losses(tmp_path / "fsdp") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
-    sampled = launch("sample.py", f"{tmp_path}/fsdp", "--max-new-tokens", "5")
+TWO = ["trainer.accelerator=cpu", "trainer.devices=2"]
+MUON = ["optimizer=muon", "optimizer.lr=0.02"]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "settings", "tolerance"),
+    [("ddp", [], 1e-5), ("fsdp", [], 1e-5), ("ddp", MUON, 1e-4)],
+    ids=["ddp", "fsdp", "ddp muon"],
+)
+def test_two_processes_give_the_losses_of_one(
+    launch: Callable[..., Any],
+    train: Callable[..., Any],
+    tmp_path: Path,
+    trainer: str,
+    settings: list[str],
+    tolerance: float,
+) -> None:
+    two = launch("train.py", f"trainer={trainer}", *TWO, *settings, f"hydra.run.dir={tmp_path}/two")
+    assert two.returncode == 0, two.stderr
+    train(*settings, folder=tmp_path / "one")
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=tolerance)
+    sampled = launch("sample.py", f"{tmp_path}/two", "--max-new-tokens", "5")
     assert sampled.returncode == 0, sampled.stderr
 
-    muon = ["optimizer=muon", "optimizer.lr=0.02"]
-    whole = launch("train.py", *muon, f"hydra.run.dir={tmp_path}/muon")
-    shared = launch("train.py", "trainer=ddp", *two, *muon, f"hydra.run.dir={tmp_path}/muon2")
-    assert (whole.returncode, shared.returncode) == (0, 0), whole.stderr + shared.stderr
-    assert losses(tmp_path / "muon2") == pytest.approx(losses(tmp_path / "muon"), abs=1e-4)
-    sharded = launch("train.py", "trainer=fsdp", *two, *muon, f"hydra.run.dir={tmp_path}/muon3")
-    assert sharded.returncode == 2
-    assert one_line(sharded).startswith("error: optimizer=muon needs whole matrices")
 
-    odd = launch("train.py", "trainer=ddp", *two, "data.batch_size=5", f"hydra.run.dir={tmp_path}/odd")
-    assert odd.returncode == 2
-    assert one_line(odd).startswith("error: data.batch_size=5 does not divide among 2 processes")
-    assert not (tmp_path / "odd").exists()
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["trainer=fsdp", *MUON], "error: optimizer=muon needs whole matrices"),
+        (["trainer=ddp", "data.batch_size=5"], "error: data.batch_size=5 does not divide among 2 processes"),
+    ],
+)
+def test_what_two_processes_cannot_do_is_one_line(
+    launch: Callable[..., Any], tmp_path: Path, settings: list[str], says: str
+) -> None:
+    refused = launch("train.py", *settings, *TWO, f"hydra.run.dir={tmp_path}/two")
+    assert refused.returncode == 2
+    assert one_line(refused).startswith(says)
+    assert not (tmp_path / "two").exists()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
