@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import string
 import subprocess
 import sys
 import tomllib
@@ -45,7 +46,8 @@ def call(script: str, *arguments: str, folder: Path) -> str:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which a run was trained."""
     folder = tmp_path_factory.mktemp("trained")
-    call("scripts/train.py", *SHORT, folder=folder)
+    (folder / "all.txt").write_text(f"{string.printable}\n" * 200)  # every prompt's characters
+    call("scripts/train.py", "data.path=all.txt", *SHORT, folder=folder)
     return folder
 
 
