@@ -47,7 +47,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which a run was trained."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "all.txt").write_text(f"{string.printable}\n" * 200)  # every prompt's characters
-    call("scripts/train.py", "data.path=all.txt", *SHORT, folder=folder)
+    call("scripts/train.py", f"data.path={folder}/all.txt", *SHORT, folder=folder)
     return folder
 
 
