@@ -87,11 +87,12 @@ def _visible(T: int, S: int, causal: bool, mask: Tensor | None, device: torch.de
     return lower if mask is None else lower & mask
 
 
-def rotary_table(length: int, head_dim: int, base: float = 10000.0) -> Tensor:
-    """Cosines and sines of the rotary embedding (Su et al., 2021), (2, length, head_dim / 2)."""
-    frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    angle = torch.outer(torch.arange(length, dtype=torch.float32), frequency)  # (T, D/2)
-    return torch.stack((angle.cos(), angle.sin()))
+def rotary_table(length: int, head_dim: int, base: float = 10000.0, *, start: int = 0) -> Tensor:
+    """Cosines and sines of the rotary embedding (Su et al., 2021) from a position on, (2, length, head_dim / 2)."""
+    # In 64 bits: a large position times a frequency has no digits left in 32.
+    frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angle = torch.outer(torch.arange(start, start + length, dtype=torch.float64), frequency)  # (T, D/2)
+    return torch.stack((angle.cos(), angle.sin())).float()
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:

@@ -183,10 +183,9 @@ class Samples(Callback):
 
 def say(model: GPT, tokenizer: Tokenizer, prompt: Tensor, **options: Any) -> str:
     """One continuation of a prompt as text."""
-    device = next(model.parameters()).device
     # A compiled model would be compiled anew for every length of the text.
     with torch.compiler.set_stance("force_eager"):
-        return tokenizer.decode(generate(model, prompt.to(device), **options)[0].cpu().numpy())
+        return tokenizer.decode(generate(model, prompt, **options)[0].tokens)
 
 
 class AttentionMaps(Callback):

@@ -1,120 +1,268 @@
-"""Decoding: prefill the prompt once, then one token a step from cached keys and values. Torch alone.
+"""Text from a model: read the prompts once, then draw a token a step; and how likely a given text is.
 
-`generate` returns whole samples and `stream` yields them token by token. Every sample draws from a
-generator of its own, so sample i is the same text however many others run beside it.
-
-Past `block_size` the context is cropped to its newer half and read again, so that a step costs the
-same however long the text grows; nanoGPT's loop, which crops by one token, reads it again every step.
+`generate` returns whole samples, `stream` yields the same tokens as they are drawn, `score` tells what a model
+thinks of a text that is there. Depends on torch alone.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from minigpt.decoding import Decoder
 from minigpt.errors import UserError
 from minigpt.model import GPT
+from minigpt.sampling import Sampling, Uniforms
+
+Prompt = Tensor | Sequence[int]
 
 
-def generate(
-    model: GPT,
-    prompt: Tensor,
-    *,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    seed: int = 0,
-    num_samples: int = 1,
-) -> Tensor:
-    """Continue a prompt.
+class Decodes(Protocol):
+    """What a tokenizer must do for texts to stop at."""
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        """The text of token ids in UTF-8."""
+
+
+@dataclass
+class Sample:
+    """What followed a prompt.
 
     Args:
-        prompt: (T,) token ids, at least one. Of a prompt longer than `block_size` the end is read.
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: keep the k likeliest tokens; None keeps all.
-        seed: sample i draws from its own generator, seeded with seed + i.
+        tokens: ids, without the prompt's, up to the one that ends what it stopped at.
+        logprobs: of each token, in nats, as the model has it: before temperature and filters.
+        reason: "length", or "stop" where it came to what it should stop at.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    reason: str = "length"
+
+
+@dataclass(frozen=True)
+class Step:
+    """The next token of every sample; what follows the end of a sample means nothing.
+
+    Args:
+        tokens: an id each.
+        logprobs: as in `Sample`.
+        stopped: whether a sample has come to what it should stop at, with this token or before.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    stopped: list[bool]
+
+
+def generate(model: GPT, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[Sample]:
+    """Continue a prompt, or several together.
+
+    Args:
+        prompts: token ids (T,) of one prompt, or a list of prompts of any lengths. The end of one that is longer than
+            `block_size` is read.
+        options: those of `stream`.
 
     Returns:
-        (num_samples, max_new_tokens) token ids, without the prompt.
+        `num_samples` samples of the first prompt, then of the second …
 
     Raises:
         UserError: a setting is impossible.
     """
-    steps = stream(
-        model,
-        prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        seed=seed,
-        num_samples=num_samples,
-    )
-    return torch.stack(list(steps), dim=1)
+    samples: list[Sample] = []
+    for step in stream(model, prompts, **options):
+        samples = samples or [Sample([], []) for _ in step.tokens]
+        for sample, token, logprob, stopped in zip(samples, step.tokens, step.logprobs, step.stopped, strict=True):
+            if sample.reason == "length":
+                sample.tokens.append(token)
+                sample.logprobs.append(logprob)
+                sample.reason = "stop" if stopped else "length"
+    return samples
 
 
-@torch.no_grad()
 def stream(
     model: GPT,
-    prompt: Tensor,
+    prompts: Prompt | Sequence[Prompt],
     *,
     max_new_tokens: int,
     temperature: float = 1.0,
     top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    stop: Sequence[str | int] = (),
+    tokenizer: Decodes | None = None,
     seed: int = 0,
     num_samples: int = 1,
-) -> Iterator[Tensor]:
-    """`generate`, yielding the next token of every sample, (num_samples,), as soon as it is drawn."""
-    check_settings(
-        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed, num_samples=num_samples
-    )
-    if prompt.dim() != 1 or len(prompt) == 0:
-        raise UserError("the prompt must be a row of at least one token")
-    device, block_size = prompt.device, model.config.block_size
-    generators = [torch.Generator(device).manual_seed(seed + i) for i in range(num_samples)]
-    context = prompt[-block_size:].repeat(num_samples, 1)  # (N, T)
-    training = model.training
-    model.eval()
-    try:
-        cache = model.new_cache(num_samples)
-        new = context
-        for _ in range(max_new_tokens):
-            if cache.length + new.size(1) > block_size:
-                context = new = context[:, -max(1, block_size // 2) :]
-                cache.clear()
-            logits = model(new, cache=cache)[:, -1].float()  # (N, V)
-            new = _sample(logits, temperature, top_k, generators)  # (N, 1)
-            context = torch.cat((context, new), dim=1)[:, -block_size:]
-            yield new[:, 0]
-    finally:
-        model.train(training)
+    compile: bool = False,
+) -> Iterator[Step]:
+    """`generate`, yielding the next token of every sample as soon as it is drawn; ends when all have stopped.
+
+    Args:
+        max_new_tokens: of each sample.
+        temperature, top_k, top_p, min_p, repetition_penalty: see `Sampling`.
+        stop: texts and token ids that end a sample. A text may lie across tokens; the sample ends with the token
+            that completes it.
+        tokenizer: needed where `stop` has texts.
+        seed: sample i of every prompt draws from its own generator, seeded with seed + i.
+        num_samples: of each prompt.
+        compile: compile the step, which takes a while and pays for long texts.
+
+    Raises:
+        UserError: a setting is impossible.
+    """
+    check_settings(max_new_tokens=max_new_tokens, seed=seed, num_samples=num_samples)
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    rows = _rows(prompts, model.config.vocab_size)
+    stops = _Stops(stop, tokenizer, len(rows) * num_samples)
+    return _steps(model, rows, sampling, max_new_tokens, stops, seed, num_samples, compile)
 
 
-def check_settings(
-    *, max_new_tokens: int, temperature: float, top_k: int | None, seed: int = 0, num_samples: int = 1
-) -> None:
+def check_settings(*, max_new_tokens: int, seed: int = 0, num_samples: int = 1, **sampling: Any) -> None:
     """Raises UserError, naming the setting, for one that is impossible."""
     for name, value, least in (
         ("max_new_tokens", max_new_tokens, 1),
         ("seed", seed, 0),
         ("num_samples", num_samples, 1),
-        ("top_k", 1 if top_k is None else top_k, 1),
     ):
         if not isinstance(value, int) or not least <= value < 1 << 63:
             raise UserError(f"{name}={value} is not possible; it takes a whole number of at least {least}")
-    if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
-        raise UserError(f"temperature={temperature} is not possible; it takes a number of at least 0")
+    Sampling(**sampling)
 
 
-def _sample(logits: Tensor, temperature: float, top_k: int | None, generators: list[torch.Generator]) -> Tensor:
-    """Draw a token a row from logits (N, V); returns (N, 1)."""
-    if temperature == 0:
-        return logits.argmax(dim=-1, keepdim=True)
-    if top_k is not None and top_k < logits.size(-1):
-        kept, index = logits.topk(top_k)  # exactly k, also where logits tie
-        logits = torch.full_like(logits, float("-inf")).scatter(-1, index, kept)
-    # The largest of p / Exp(1) is a draw from p, and each row can have a generator of its own.
-    noise = torch.stack(
-        [torch.empty_like(row).exponential_(generator=g) for row, g in zip(logits, generators, strict=True)]
-    )
-    logits = logits - logits.amax(dim=-1, keepdim=True)  # a tiny temperature must not make inf - inf
-    return ((logits / temperature).softmax(dim=-1) / noise).argmax(dim=-1, keepdim=True)
+def _rows(prompts: Prompt | Sequence[Prompt], vocab_size: int) -> list[list[int]]:
+    """The ids of each prompt."""
+    given: list[Any] = prompts.tolist() if isinstance(prompts, Tensor) else list(prompts)
+    several = bool(given) and isinstance(given[0], Tensor | Sequence)
+    rows = [row.tolist() if isinstance(row, Tensor) else list(row) for row in (given if several else [given])]
+    for row in rows:
+        if not row or not all(isinstance(token, int) and 0 <= token < vocab_size for token in row):
+            raise UserError(f"a prompt must be a row of at least one token id, from 0 to {vocab_size - 1}")
+    return rows
+
+
+@torch.no_grad()
+def _steps(
+    model: GPT,
+    rows: list[list[int]],
+    sampling: Sampling,
+    max_new_tokens: int,
+    stops: "_Stops",
+    seed: int,
+    num_samples: int,
+    compile: bool,
+) -> Iterator[Step]:
+    training = model.training
+    model.eval()
+    try:
+        decoder = Decoder(model, rows, num_samples, max_new_tokens, compile=compile)
+        uniforms = Uniforms([seed + i for _ in rows for i in range(num_samples)], decoder.device)
+        seen = None
+        if sampling.repetition_penalty != 1:
+            seen = torch.zeros_like(decoder.logits, dtype=torch.bool)
+            for row, text in zip(seen, decoder.texts, strict=True):
+                row[text] = True
+        for i in range(max_new_tokens):
+            logits = decoder.logits.float()  # (B, V)
+            tokens = sampling.draw(logits, uniforms.next(), seen)  # (B,)
+            logprobs = logits.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0]
+            ids = tokens.tolist()
+            stopped = stops.after(ids)
+            yield Step(ids, logprobs.tolist(), stopped)
+            if i + 1 == max_new_tokens or all(stopped):
+                return
+            if seen is not None:
+                seen.scatter_(-1, tokens[:, None], True)
+            decoder.step(tokens)
+    finally:
+        model.train(training)
+
+
+class _Stops:
+    """Watches samples for what they should stop at."""
+
+    def __init__(self, stop: Sequence[str | int], tokenizer: Decodes | None, n_samples: int) -> None:
+        if isinstance(stop, str) or not all(isinstance(one, str | int) and one != "" for one in stop):
+            raise UserError(
+                f"stop={stop!r} is not possible; it takes a list of texts and token ids, none of them empty"
+            )
+        self.ids = {one for one in stop if isinstance(one, int)}
+        self.texts = [one.encode() for one in stop if isinstance(one, str)]
+        if self.texts and tokenizer is None:
+            raise UserError("stop has texts, and which tokens make them only a tokenizer knows; give tokenizer=")
+        self.tokenizer = tokenizer
+        self.longest = max(map(len, self.texts), default=1) - 1
+        self.tails = [b""] * n_samples
+        self.stopped = [False] * n_samples
+
+    def after(self, tokens: Sequence[int]) -> list[bool]:
+        """Which samples have stopped when each has got a token more."""
+        if self.ids or self.texts:
+            for i, token in enumerate(tokens):
+                if not self.stopped[i]:
+                    self.stopped[i] = token in self.ids or self._completes(i, token)
+        return list(self.stopped)
+
+    def _completes(self, i: int, token: int) -> bool:
+        if self.tokenizer is None or not self.texts:
+            return False
+        text = self.tails[i] + self.tokenizer.decode_bytes([token])
+        self.tails[i] = text[-self.longest :] if self.longest else b""
+        return any(one in text for one in self.texts)
+
+
+@dataclass(frozen=True)
+class Score:
+    """How likely each token of a text is after those before it.
+
+    Args:
+        logprobs: (T,) in nats.
+        ranks: (T,) how many tokens were likelier.
+    """
+
+    logprobs: Tensor
+    ranks: Tensor
+
+    @property
+    def nats(self) -> float:
+        """Of the whole text."""
+        return -float(self.logprobs.double().sum())
+
+    def bits_per_byte(self, n_bytes: int) -> float:
+        """Of a text of so many bytes."""
+        return self.nats / math.log(2) / n_bytes
+
+
+@torch.no_grad()
+def score(model: GPT, tokens: Prompt, start: Prompt) -> Score:
+    """The probability of a text.
+
+    Args:
+        tokens: (T,) its ids, at least one.
+        start: ids that stand before it, at least one: what a text begins from.
+
+    Every token is seen with at least half a block before it, or all that there is: windows of `block_size` go on by
+    half of it.
+    """
+    before, text = _rows(start, model.config.vocab_size)[0], _rows(tokens, model.config.vocab_size)[0]
+    device, block_size = model.wte.weight.device, model.config.block_size
+    ids = torch.tensor(before[-block_size:] + text, device=device)  # (N,)
+    first = len(ids) - len(text)  # the first that is scored
+    training = model.training
+    model.eval()
+    logprobs, ranks, done = [], [], first
+    try:
+        while done < len(ids):
+            begin = 0 if done < block_size else done - (block_size + 1) // 2
+            end = min(len(ids), begin + block_size + 1)
+            logits = model(ids[None, begin : end - 1])[0, done - begin - 1 :].float()  # (n, V)
+            wanted = ids[done:end, None]  # (n, 1)
+            found = logits.log_softmax(dim=-1)
+            logprobs.append(found.gather(-1, wanted)[:, 0])
+            ranks.append((found > found.gather(-1, wanted)).sum(dim=-1))
+            done = end
+    finally:
+        model.train(training)
+    return Score(torch.cat(logprobs).cpu(), torch.cat(ranks).cpu())

@@ -10,34 +10,55 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", nargs="?", help="run folder or checkpoint (default: the newest run)")
-    parser.add_argument("--prompt", default="", help="text to continue (default: begin from a new line)")
-    parser.add_argument("--num-samples", type=int, default=1, metavar="N")
+    parser.add_argument("--prompt", help="text to continue (default: what texts of the corpus begin from)")
+    parser.add_argument("--prompt-file", metavar="FILE", help="the prompt is in a file, or on stdin (-)")
+    parser.add_argument(
+        "--num-samples", type=int, default=1, metavar="N", help="drawn together; the prompt is read once"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=400, metavar="N")
     parser.add_argument("--temperature", type=float, default=0.8, help="below 1 plays safe, 0 takes the likeliest")
     parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens (default: all)")
+    parser.add_argument("--top-p", type=float, metavar="P", help="… from the fewest with probability P together")
+    parser.add_argument(
+        "--min-p", type=float, metavar="P", help="… from those with P times the likeliest's probability"
+    )
+    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1 repeats less")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end with this text; can be repeated"
+    )
     parser.add_argument("--seed", type=int, default=1337)
+    parser.add_argument("--interactive", action="store_true", help="continue what you type, and keep the context")
+    parser.add_argument("--json", action="store_true", help="a line for each sample: text, ids, log-probabilities …")
+    parser.add_argument("--show-probs", action="store_true", help="colour tokens: red is unlikely, green is likely")
+    parser.add_argument("--score", metavar="FILE", help="say how likely a text is (- for stdin) instead of writing one")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps (default: cpu)")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--compile", action="store_true", help="compile the step: slower to start, then faster")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Load, generate, print."""
+    """Load, and speak."""
     args = arguments()
-    import torch
-
     from minigpt.checkpoint import find_checkpoint, load_checkpoint
-    from minigpt.generation import check_settings, generate
-    from minigpt.tokenizer import encode_prompt
+    from minigpt.console import Console, place, read_prompt, read_text
+    from minigpt.generation import check_settings
 
-    settings = {name: getattr(args, name) for name in ("max_new_tokens", "temperature", "top_k", "seed", "num_samples")}
+    numbers = ("max_new_tokens", "seed", "num_samples")
+    filters = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    settings = {name: getattr(args, name) for name in (*numbers, *filters)}
     check_settings(**settings)
     path = find_checkpoint(args.run)
     model, tokenizer = load_checkpoint(path)
     print(f"sampling from {path}", file=sys.stderr)
-    prompt = torch.as_tensor(encode_prompt(tokenizer, args.prompt)).long()
-    for i, sample in enumerate(generate(model, prompt, **settings)):
-        if args.num_samples > 1:
-            print(f"── sample {i + 1} ──", file=sys.stderr, flush=True)
-        print(args.prompt + tokenizer.decode(sample.numpy()), flush=True)
+    options = settings | {"stop": args.stop, "compile": args.compile}
+    console = Console(place(model, args.device, args.dtype), tokenizer, options, show_probs=args.show_probs)
+    if args.score is not None:
+        console.score(read_text(args.score, "--score"), as_json=args.json)
+    elif args.interactive:
+        console.talk()
+    else:
+        console.sample(read_prompt(args.prompt, args.prompt_file), as_json=args.json)
 
 
 if __name__ == "__main__":

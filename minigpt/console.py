@@ -1,0 +1,306 @@
+"""Samples for people and programs: text as it comes, colours, JSON, a conversation, the score of a text.
+
+What was asked for goes to stdout, everything else to stderr.
+"""
+
+import codecs
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minigpt.errors import UserError
+from minigpt.generation import Step, score, stream
+from minigpt.model import GPT
+from minigpt.tokenizer import BPETokenizer, Tokenizer, encode_prompt
+
+DTYPES = ("float32", "bfloat16", "float16")
+# Probability from which on a token has a colour of the 256 that terminals know: red, orange, yellow, green.
+_COLOURS = ((0.0, 196), (0.05, 208), (0.2, 220), (0.5, 148), (0.8, 40))
+_PLAIN = "\x1b[0m"
+
+
+def place(model: GPT, device: str, dtype: str) -> GPT:
+    """The model on a device and in a precision.
+
+    Raises:
+        UserError: there is no such device.
+    """
+    try:
+        return model.to(torch.device(device), getattr(torch, dtype))
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # what torch says without CUDA is any of them
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        there = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+        there += ["mps"] if torch.backends.mps.is_available() else []
+        raise UserError(f"--device={device} is not there; this machine has {', '.join(there)}") from error
+
+
+def read_prompt(prompt: str | None, file: str | None) -> str:
+    """The prompt that was given as text, or in a file, or (`-`) on stdin.
+
+    Raises:
+        UserError: both were given, or the file is no text.
+    """
+    if file is None:
+        return prompt or ""
+    if prompt is not None:
+        raise UserError("--prompt and --prompt-file are two prompts; give one of them")
+    return read_text(file, "--prompt-file")
+
+
+def read_text(file: str, option: str) -> str:
+    """A text file, or (`-`) stdin.
+
+    Raises:
+        UserError: there is no such file, or it is no text.
+    """
+    try:
+        content = sys.stdin.buffer.read() if file == "-" else Path(file).expanduser().read_bytes()
+        return content.decode("utf-8")
+    except OSError as error:
+        raise UserError(f"{option}={file} cannot be read ({(error.strerror or str(error)).lower()})") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{option}={file} is not UTF-8 text: bad byte at offset {error.start:,}") from error
+
+
+@dataclass
+class _Told:
+    """A sample as it grows: its tokens, and the text of those whose characters are whole."""
+
+    prompt: str
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    text: str = ""
+    reason: str = "length"
+    decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace"))
+
+
+class Console:
+    """A model and its tokenizer that speak.
+
+    Args:
+        options: those of `generation.stream`, without the tokenizer.
+        show_probs: colour every token by its probability.
+    """
+
+    def __init__(self, model: GPT, tokenizer: Tokenizer, options: Mapping[str, Any], *, show_probs: bool) -> None:
+        self.model, self.tokenizer, self.options, self.show_probs = model, tokenizer, dict(options), show_probs
+        stop = list(self.options.get("stop", ()))
+        if isinstance(tokenizer, BPETokenizer) and tokenizer.separated:
+            stop.append(int(tokenizer.separator[0]))  # the document is at its end
+        self.options |= {"stop": stop, "tokenizer": tokenizer}
+
+    def sample(self, prompt: str, *, as_json: bool) -> None:
+        """Print what follows a prompt: the first sample as it comes, then the others; or a line of JSON for each."""
+        ids = self._start(prompt)
+        told = [_Told(prompt) for _ in range(self.options["num_samples"])]
+        one = len(told) == 1
+        if not as_json:
+            self._head(0, one)
+            _write(prompt)
+        clock = _Clock(len(ids))
+        for step in stream(self.model, ids, **self.options):
+            clock.tick(step)
+            for i, sample in enumerate(told):
+                text = self._grow(sample, step, i)
+                if i == 0 and not as_json:
+                    _write(text)
+        speed = clock.tell()
+        for i, sample in enumerate(told):
+            rest = sample.decoder.decode(b"", final=True)
+            sample.text += rest
+            if as_json:
+                values = {"prompt": prompt, "text": sample.text, "tokens": sample.tokens, "logprobs": sample.logprobs}
+                print(json.dumps(values | {"reason": sample.reason, "tokens_per_second": speed}), flush=True)
+            elif i == 0:
+                _write(f"{rest}\n")
+            else:
+                self._head(i, one)
+                _write(f"{prompt}{sample.text}\n")
+
+    def talk(self) -> None:
+        """Continue what is typed, and keep all of it as the context; a line with a slash is a command."""
+        with suppress(ImportError):
+            import readline  # noqa: F401  # arrow keys, and the lines before
+        terminal = sys.stdin.isatty()
+        _tell(
+            "what you type is continued; /reset, /temperature 0.7, /top_k 50, /max_new_tokens 200, /quit; Ctrl-C stops"
+        )
+        context, turn = "", 0
+        while True:
+            try:
+                line = input("> " if terminal else "")
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                _tell("")
+                continue
+            command, _, value = line.strip().partition(" ")
+            try:
+                if command == "/quit":
+                    return
+                if command == "/reset":
+                    context = ""
+                elif command.startswith("/"):
+                    self._set(command[1:], value)
+                else:
+                    context, turn = self._answer(context + line, turn), turn + 1
+            except UserError as error:
+                _tell(f"error: {error}")
+
+    def score(self, text: str, *, as_json: bool) -> None:
+        """Print how likely a text is: in all, and each token with `show_probs` or as JSON.
+
+        Raises:
+            UserError: it is empty.
+        """
+        if not text:
+            raise UserError("the text to score is empty; give one with something in it")
+        ids = self.tokenizer.encode(text).tolist()
+        found = score(self.model, ids, self.tokenizer.start.tolist())
+        n_bytes = len(text.encode())
+        total: dict[str, Any] = {
+            "tokens": len(ids),
+            "bytes": n_bytes,
+            "nats": found.nats,
+            "nats_per_token": found.nats / len(ids),
+            "bits_per_byte": found.bits_per_byte(n_bytes),
+        }
+        if as_json:
+            each = {"token_ids": ids, "logprobs": found.logprobs.tolist(), "ranks": found.ranks.tolist()}
+            print(json.dumps(total | each))
+            return
+        if self.show_probs:
+            told = _Told("")
+            for token, logprob in zip(ids, found.logprobs.tolist(), strict=True):
+                _write(self._shown(told, token, logprob))
+            _write("\n")
+        for name, value in total.items():
+            print(f"{name.replace('_', ' '):16}{value:,.4f}" if isinstance(value, float) else f"{name:16}{value:,}")
+        first = int((found.ranks == 0).sum())
+        print(
+            f"{'likeliest':16}{first:,} of {len(ids):,} tokens ({first / len(ids):.1%}) were the model's first choice"
+        )
+
+    def _start(self, prompt: str) -> list[int]:
+        """The ids to begin from; says what a text without a prompt begins from, and what is not read."""
+        ids: list[int] = encode_prompt(self.tokenizer, prompt).tolist()
+        if not prompt:
+            text = self.tokenizer.decode(ids)
+            begin = (
+                "<|endoftext|>" if not self.tokenizer.decode_bytes(ids) else "a line break" if text == "\n" else text
+            )
+            _tell(f"no prompt: beginning from {begin}")
+        block_size = self.model.config.block_size
+        if len(ids) > block_size:
+            _tell(f"the prompt has {len(ids):,} tokens, of which the model reads the last {block_size:,}")
+        return ids
+
+    def _grow(self, sample: _Told, step: Step, i: int) -> str:
+        """Add a token to a sample that has not stopped; what is to be shown of it."""
+        if sample.reason == "stop":
+            return ""
+        sample.reason = "stop" if step.stopped[i] else "length"
+        before = len(sample.text)
+        shown = self._shown(sample, step.tokens[i], step.logprobs[i])
+        if sample.reason == "stop":  # nothing after a stop is shown, also of the token that it ends in
+            texts = [one for one in self.options["stop"] if isinstance(one, str)]
+            found = [(sample.text.find(one, max(0, before - len(one))), len(one)) for one in texts]
+            if ends := [at + length for at, length in found if at >= 0]:
+                sample.text = sample.text[: min(ends)]
+                shown = self._coloured(sample.text[before:], step.logprobs[i])
+        return shown
+
+    def _shown(self, sample: _Told, token: int, logprob: float) -> str:
+        sample.tokens.append(token)
+        sample.logprobs.append(logprob)
+        text = sample.decoder.decode(self.tokenizer.decode_bytes([token]))
+        sample.text += text
+        return self._coloured(text, logprob)
+
+    def _coloured(self, text: str, logprob: float) -> str:
+        if not self.show_probs or not text:
+            return text
+        colour = [colour for least, colour in _COLOURS if math.exp(logprob) >= least][-1]
+        return f"\x1b[38;5;{colour}m{text}{_PLAIN}"
+
+    def _head(self, i: int, one: bool) -> None:
+        if not one:
+            _tell(f"── sample {i + 1} ──")
+
+    def _answer(self, context: str, turn: int) -> str:
+        """Continue a context; returns it with what was said, also when Ctrl-C broke that off."""
+        ids = self._start(context)
+        told = _Told(context)
+        options = self.options | {"num_samples": 1, "seed": self.options["seed"] + turn}
+        try:
+            for step in stream(self.model, ids, **options):
+                _write(self._grow(told, step, 0))
+        except KeyboardInterrupt:
+            pass
+        _write(f"{_PLAIN if self.show_probs else ''}\n")
+        return context + told.text
+
+    def _set(self, name: str, value: str) -> None:
+        """Change a setting.
+
+        Raises:
+            UserError: there is no such setting, or it cannot have this value.
+        """
+        from minigpt.generation import check_settings
+
+        kinds: dict[str, Callable[[str], Any]] = {
+            **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), float),
+            **dict.fromkeys(("top_k", "max_new_tokens", "seed"), int),
+        }
+        if name not in kinds:
+            raise UserError(f"/{name} is no command; there are /reset, /quit, and /{', /'.join(kinds)} with a value")
+        try:
+            changed = {name: kinds[name](value)}
+        except ValueError as error:
+            raise UserError(f"/{name} {value} is not possible; it takes a number") from error
+        settings = {key: self.options[key] for key in (*kinds, "num_samples")} | changed
+        check_settings(**settings)
+        self.options |= changed
+
+
+class _Clock:
+    """Seconds of reading the prompt, and tokens a second after it."""
+
+    def __init__(self, n_prompt: int) -> None:
+        self.n_prompt, self.began = n_prompt, time.perf_counter()
+        self.first = self.last = self.began
+        self.steps = self.tokens = 0
+
+    def tick(self, step: Step) -> None:
+        self.last = time.perf_counter()
+        self.first = self.last if self.steps == 0 else self.first
+        self.steps += 1
+        self.tokens += len(step.tokens)
+
+    def tell(self) -> float | None:
+        """Say it; returns tokens a second of all samples together, none where there was one step."""
+        reading = f"read {self.n_prompt:,} tokens in {self.first - self.began:.3f} s"
+        if self.steps < 2:
+            _tell(reading)
+            return None
+        speed = self.tokens * (1 - 1 / self.steps) / (self.last - self.first)
+        _tell(f"{reading}, then {speed:,.0f} tokens/s")
+        return speed
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,339 @@
+"""The step of decoding: the next logits of every sample from one more token each. Depends on torch alone.
+
+A token at a time, a small model is not slow by its arithmetic but by the number of operations, so this is the
+model written with few of them: no modules, one write of keys and values a layer, one mask a step. The model
+itself reads prompts; tests hold the two against each other for every architecture.
+
+Keys and values lie in one buffer, and the newest of every sample in the same place. A window of up to
+`block_size` slides over the buffer, and is moved back to its beginning when it comes to the end. With rotary
+positions it slides token by token: what fell out of the window is not seen again, and nothing is computed
+anew. Learned positions end with `block_size`: there the newer half of the window is read again, as its own
+text, so that a step costs the same however long the text grows.
+
+Shapes: B samples, C n_embd, V vocab, H query heads, K key-value heads, D head width, S positions of the buffer.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from minigpt.attention import rotary_table
+from minigpt.model import GPT, Block, Cache, mix_before
+
+_SMALL = 1 << 20  # numbers of a matrix of which a copy in the order of the product is worth its memory
+_TURNED = 256  # positions of which the rotation is computed at a time, beyond the model's own
+
+
+class Decoder:
+    """Samples of a model: what was read of each, and the step that adds a token to each.
+
+    Args:
+        prompts: token ids of each prompt, at least one; of a prompt beyond `block_size` the end is read.
+        num_samples: of each prompt, which is read once.
+        new_tokens: how many will come, which says how large the buffer is.
+        compile: the step, once for all decoders of a shape.
+
+    `logits` (B, V) are those after the prompts, then those after the last step.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        prompts: Sequence[Sequence[int]],
+        num_samples: int,
+        new_tokens: int,
+        *,
+        compile: bool = False,
+    ) -> None:
+        config = model.config
+        self.model, self.config, self.block_size, self.compile = model, config, config.block_size, compile
+        self.texts = [list(prompt) for prompt in prompts for _ in range(num_samples)]  # all tokens of each sample
+        self._kind = _Kind(
+            config.n_head,
+            config.n_kv_head or config.n_head,
+            config.head_width,
+            config.norm,
+            config.norm_position == "pre",
+            config.qk_norm,
+            config.activation,
+        )
+        self._layers = [_Layer.of(block) for block in model.blocks]
+        self._norm, (self._head, _) = _norm_weights(model.norm), _linear_weights(model.head)
+        self._state = Cache([])  # what smear and n-grams remember
+        weight = model.wte.weight
+        self.device, batch, longest = weight.device, len(self.texts), max(map(len, prompts))
+        # All in one piece if that is short, and else twice the window: it moves back once in block_size tokens.
+        self._size = 2 * self.block_size if compile else min(longest + new_tokens, 2 * self.block_size)
+        shape = (len(self._layers), 2, batch, self._kind.n_kv_head, self._size, config.head_width)
+        # Keys and values of every layer. Zeros, for what is not seen is yet multiplied (by zero) where it is compiled.
+        self._buffer = torch.zeros(shape, device=self.device, dtype=weight.dtype)
+        self._end = min(longest, self.block_size)
+        self._starts = [0] * batch  # of each sample's window
+        self._offsets = [0] * batch  # from a place in the buffer to the position in the sample
+        self._turns: tuple[int, Tensor] | None = None  # first position, and rotations from there on
+        rows = [range(i * num_samples, (i + 1) * num_samples) for i in range(len(prompts))]
+        read = [self._read([prompt[-self.block_size :]], row) for prompt, row in zip(prompts, rows, strict=True)]
+        self.logits = torch.cat([one.expand(num_samples, -1) for one in read])
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Add a token to each sample, (B,); returns the logits after it, (B, V)."""
+        self._make_room()
+        for text, token in zip(self.texts, tokens.tolist(), strict=True):
+            text.append(token)
+        at, self._end = self._end, self._end + 1
+        if self.config.position != "learned":
+            self._starts = [max(start, self._end - self.block_size) for start in self._starts]
+        x = self._embed(tokens, at)  # (B, C)
+        turn = self._turn(at) if self.config.position == "rope" else None
+        if self.compile:
+            mask = self._mask(0, self._size)
+            place = torch.tensor([at], device=self.device)
+            x = _compiled()(self._kind, self._layers, x, turn, mask, self._buffer, place)
+        else:
+            first = min(self._starts)
+            seen = None if first == max(self._starts) else self._mask(first, self._end)
+            new = self._buffer[..., at, :].unbind()  # (2, B, K, D), a layer each
+            windows = self._buffer[..., first : self._end, :].flatten(0, 1).unbind()  # (B, K, S, D), two a layer
+
+            def store(i: int, heads: Tensor) -> tuple[Tensor, Tensor]:
+                new[i].copy_(heads)
+                return windows[2 * i], windows[2 * i + 1]
+
+            x = _blocks(self._kind, self._layers, x, turn, seen, store)
+        self.logits = torch.mm(_norm(self._kind.norm, x, *self._norm) if self._kind.pre_norm else x, self._head)
+        return self.logits
+
+    def _read(self, texts: Sequence[Sequence[int]], rows: Sequence[int]) -> Tensor:
+        """Have the model read texts of one length, for samples that then go on from them; the logits, (texts, V).
+
+        One text is for all rows, or there is one for each.
+        """
+        length, rows = len(texts[0]), list(rows)
+        for row in rows:
+            self._starts[row], self._offsets[row] = self._end - length, length - self._end
+        cache = self.model.new_cache(len(texts))
+        logits = self.model(torch.tensor(texts, device=self.device), cache=cache)[:, -1]
+        for layer, here in zip(cache.layers, self._buffer, strict=True):
+            for whole, one in zip(here, (layer.k, layer.v), strict=True):
+                whole[rows, :, self._end - length : self._end] = one[:, :, :length]
+        for name in ("last", "last_tokens"):
+            if (read := getattr(cache, name)) is not None:
+                if (kept := getattr(self._state, name)) is None:
+                    kept = read[:1].repeat(len(self.texts), *[1] * (read.dim() - 1))
+                    setattr(self._state, name, kept)
+                kept[rows] = read
+        return logits
+
+    def _make_room(self) -> None:
+        """Where the window of learned positions is full, read its newer half again; where the buffer is, move back."""
+        full = [row for row, start in enumerate(self._starts) if self._end - start == self.block_size]
+        if full and self.config.position == "learned":
+            if again := max(1, self.block_size // 2) - 1:
+                self._read([self.texts[row][-again:] for row in full], full)
+            else:
+                for row in full:
+                    self._starts[row], self._offsets[row] = self._end, -self._end
+                if self._state.last is not None:
+                    self._state.last[full] = 0
+                if self._state.last_tokens is not None:
+                    self._state.last_tokens[full] = self.config.vocab_size
+        if self._end == self._size:
+            first = min(self._starts)
+            self._buffer[..., : self._end - first, :] = self._buffer[..., first : self._end, :].clone()
+            self._starts = [start - first for start in self._starts]
+            self._offsets = [offset + first for offset in self._offsets]
+            self._end -= first
+
+    def _mask(self, first: int, last: int) -> Tensor:
+        """Which of the places from `first` to before `last` each sample sees, (B, 1, 1, S)."""
+        places = torch.arange(first, last, device=self.device)
+        starts = torch.tensor(self._starts, device=self.device)[:, None]
+        return ((places >= starts) & (places < self._end))[:, None, None]
+
+    def _embed(self, tokens: Tensor, at: int) -> Tensor:
+        """What enters the first block, (B, C)."""
+        model, config = self.model, self.config
+        x = F.embedding(tokens, model.wte.weight)
+        if config.ngram:
+            x = x + model.ngrams(tokens[:, None], self._state)[:, 0]
+        if config.smear:
+            mixed, self._state.last = mix_before(x[:, None], tuple(model.smear), self._state.last)
+            x = mixed[:, 0]
+        if config.position == "learned":
+            x = x + self._pick(model.wpe.weight, at)
+        return _rms_norm(x) if config.embed_norm else x
+
+    def _turn(self, at: int) -> Tensor:
+        """Factors of a head and of its halves exchanged, for the next positions: (2, D), or (2, B, 1, D)."""
+        least, most = at + min(self._offsets), at + max(self._offsets)
+        if self._turns is None or most >= self._turns[0] + self._turns[1].size(1):
+            D, config = self.config.head_width, self.config
+            cos, sin = rotary_table(most - least + _TURNED, D, config.rope_base, start=least)
+            table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))
+            self._turns = least, table.to(self._buffer)  # (2, positions, D)
+        begin, table = self._turns
+        if least == most:
+            return table[:, least - begin]
+        return self._pick(table.movedim(0, 1), at - begin).movedim(0, 1)[:, :, None]
+
+    def _pick(self, table: Tensor, at: int) -> Tensor:
+        """The row of a table that each sample's next position has: one for all where they agree."""
+        if min(self._offsets) == max(self._offsets):
+            return table[at + self._offsets[0]]
+        return table[torch.tensor(self._offsets, device=self.device) + at]
+
+
+class _Kind(NamedTuple):
+    """What blocks are alike in."""
+
+    n_head: int
+    n_kv_head: int
+    width: int  # D
+    norm: str
+    pre_norm: bool
+    qk_norm: bool
+    activation: str
+
+
+class _Layer(NamedTuple):
+    """The weights of a block, matrices as they stand in a product with rows (B, ·)."""
+
+    norm_1: Tensor | None
+    norm_1_bias: Tensor | None
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    norm_2: Tensor | None
+    norm_2_bias: Tensor | None
+    up: Tensor
+    up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+    @classmethod
+    def of(cls, block: nn.Module) -> "_Layer":
+        assert isinstance(block, Block)
+        attention, mlp = block.attention, block.mlp
+        return cls(
+            *_norm_weights(block.norm_1),
+            *_linear_weights(attention.qkv),
+            *_linear_weights(attention.out),
+            *_norm_weights(block.norm_2),
+            *_linear_weights(mlp.up),
+            *_linear_weights(mlp.down),
+        )
+
+
+def _linear_weights(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
+    assert isinstance(layer, nn.Linear)
+    weight = _whole(layer.weight).T
+    weight = weight.contiguous() if weight.numel() < _SMALL else weight
+    return weight, None if layer.bias is None else _whole(layer.bias)
+
+
+def _norm_weights(layer: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+    weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
+    return None if weight is None else _whole(weight), None if bias is None else _whole(bias)
+
+
+def _whole(weight: Tensor) -> Tensor:
+    """A weight that may be spread over processes, in one piece."""
+    whole: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight.detach()
+    return whole
+
+
+def _blocks(
+    kind: _Kind,
+    layers: Sequence[_Layer],
+    x: Tensor,
+    turn: Tensor | None,
+    mask: Tensor | None,
+    store: Callable[[int, Tensor], tuple[Tensor, Tensor]],
+) -> Tensor:
+    """The blocks for one position of each sample: (B, C) to (B, C).
+
+    Args:
+        turn: rotation of queries and keys, see `Decoder._turn`.
+        mask: (B, 1, 1, S), true where a sample may look.
+        store: takes the number of a layer and its new keys and values (2, B, K, D), and gives all of them that are to
+            be seen, (B, K, S, D) each.
+    """
+    B, H, K, D = len(x), kind.n_head, kind.n_kv_head, kind.width
+    for i, layer in enumerate(layers):
+        h = _norm(kind.norm, x, layer.norm_1, layer.norm_1_bias) if kind.pre_norm else x
+        heads = _linear(h, layer.qkv, layer.qkv_bias).view(B, H + 2 * K, D)
+        if kind.qk_norm or turn is not None:
+            qk = heads[:, : H + K]
+            if kind.qk_norm:
+                qk = _rms_norm(qk)
+            if turn is not None:
+                qk = torch.addcmul(qk * turn[0], qk.roll(D // 2, dims=-1), turn[1])
+            heads[:, : H + K] = qk
+        keys, values = store(i, heads[:, H:].view(B, 2, K, D).transpose(0, 1))
+        q = heads[:, :H, None]  # (B, H, 1, D)
+        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=H != K)
+        x = _linear(y.view(B, H * D), layer.out, layer.out_bias, onto=x)
+        if not kind.pre_norm:
+            x = _norm(kind.norm, x, layer.norm_1, layer.norm_1_bias)
+        h = _norm(kind.norm, x, layer.norm_2, layer.norm_2_bias) if kind.pre_norm else x
+        h = _activation(kind.activation, _linear(h, layer.up, layer.up_bias))
+        x = _linear(h, layer.down, layer.down_bias, onto=x)
+        if not kind.pre_norm:
+            x = _norm(kind.norm, x, layer.norm_2, layer.norm_2_bias)
+    return x
+
+
+def _blocks_in_place(
+    kind: _Kind,
+    layers: Sequence[_Layer],
+    x: Tensor,
+    turn: Tensor | None,
+    mask: Tensor,
+    buffer: Tensor,
+    at: Tensor,
+) -> Tensor:
+    """`_blocks` over the whole buffer, in which nothing but the contents of tensors changes from step to step."""
+
+    def store(i: int, new: Tensor) -> tuple[Tensor, Tensor]:
+        buffer[i].index_copy_(3, at, new[..., None, :])
+        return buffer[i, 0], buffer[i, 1]
+
+    return _blocks(kind, layers, x, turn, mask, store)
+
+
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    return torch.compile(_blocks_in_place)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor | None = None) -> Tensor:
+    """x @ weight + bias + onto, in one operation where only one of them is there."""
+    if onto is None:
+        return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+    return torch.addmm(onto if bias is None else onto + bias, x, weight)
+
+
+def _norm(kind: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    if kind == "layernorm":
+        return torch.layer_norm(x, x.shape[-1:], weight, bias)
+    return _rms_norm(x) if weight is None else _rms_norm(x) * weight
+
+
+def _rms_norm(x: Tensor) -> Tensor:
+    return x * (x.square().mean(dim=-1, keepdim=True) + 1e-5).rsqrt()
+
+
+def _activation(kind: str, x: Tensor) -> Tensor:
+    if kind == "gelu":
+        return F.gelu(x)
+    if kind == "relu":
+        return F.relu(x)
+    if kind == "relu2":
+        return F.relu(x).square()
+    gate, x = x.chunk(2, dim=-1)
+    return F.silu(gate) * x
