@@ -19,7 +19,7 @@ import torch
 from minigpt.errors import UserError
 from minigpt.generation import Step, score, stream
 from minigpt.model import GPT
-from minigpt.tokenizer import BPETokenizer, Tokenizer, encode_prompt
+from minigpt.tokenizer import SEPARATOR, BPETokenizer, Tokenizer, encode_prompt
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Probability from which on a token has a colour of the 256 that terminals know: red, orange, yellow, green.
@@ -102,9 +102,8 @@ class Console:
         """Print what follows a prompt: the first sample as it comes, then the others; or a line of JSON for each."""
         ids = self._start(prompt)
         told = [_Told(prompt) for _ in range(self.options["num_samples"])]
-        one = len(told) == 1
         if not as_json:
-            self._head(0, one)
+            self._head(0)
             _write(prompt)
         clock = _Clock(len(ids))
         for step in stream(self.model, ids, **self.options):
@@ -123,7 +122,7 @@ class Console:
             elif i == 0:
                 _write(f"{rest}\n")
             else:
-                self._head(i, one)
+                self._head(i)
                 _write(f"{prompt}{sample.text}\n")
 
     def talk(self) -> None:
@@ -186,19 +185,15 @@ class Console:
         for name, value in total.items():
             print(f"{name.replace('_', ' '):16}{value:,.4f}" if isinstance(value, float) else f"{name:16}{value:,}")
         first = int((found.ranks == 0).sum())
-        print(
-            f"{'likeliest':16}{first:,} of {len(ids):,} tokens ({first / len(ids):.1%}) were the model's first choice"
-        )
+        print(f"{'first choice':16}{first:,} of {len(ids):,} tokens ({first / len(ids):.1%})")
 
     def _start(self, prompt: str) -> list[int]:
         """The ids to begin from; says what a text without a prompt begins from, and what is not read."""
         ids: list[int] = encode_prompt(self.tokenizer, prompt).tolist()
         if not prompt:
-            text = self.tokenizer.decode(ids)
-            begin = (
-                "<|endoftext|>" if not self.tokenizer.decode_bytes(ids) else "a line break" if text == "\n" else text
-            )
-            _tell(f"no prompt: beginning from {begin}")
+            begin = self.tokenizer.decode_bytes(ids)
+            names = {b"": SEPARATOR, b"\n": "a line break"}
+            _tell(f"no prompt: beginning from {names.get(begin, begin.decode(errors='replace'))}")
         block_size = self.model.config.block_size
         if len(ids) > block_size:
             _tell(f"the prompt has {len(ids):,} tokens, of which the model reads the last {block_size:,}")
@@ -232,8 +227,8 @@ class Console:
         colour = [colour for least, colour in _COLOURS if math.exp(logprob) >= least][-1]
         return f"\x1b[38;5;{colour}m{text}{_PLAIN}"
 
-    def _head(self, i: int, one: bool) -> None:
-        if not one:
+    def _head(self, i: int) -> None:
+        if self.options["num_samples"] > 1:
             _tell(f"── sample {i + 1} ──")
 
     def _answer(self, context: str, turn: int) -> str:
