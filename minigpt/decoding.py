@@ -13,6 +13,7 @@ text, so that a step costs the same however long the text grows.
 Shapes: B samples, C n_embd, V vocab, H query heads, K key-value heads, D head width, S positions of the buffer.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
@@ -51,7 +52,8 @@ class Decoder:
     ) -> None:
         config = model.config
         self.model, self.config, self.block_size, self.compile = model, config, config.block_size, compile
-        self.texts = [list(prompt) for prompt in prompts for _ in range(num_samples)]  # all tokens of each sample
+        before = [list(prompt[:-1]) for prompt in prompts]  # the last token of each is the first step's
+        self.texts = [list(text) for text in before for _ in range(num_samples)]  # all tokens of each sample
         self._kind = _Kind(
             config.n_head,
             config.n_kv_head or config.n_head,
@@ -63,21 +65,28 @@ class Decoder:
         )
         self._layers = [_Layer.of(block) for block in model.blocks]
         self._norm, (self._head, _) = _norm_weights(model.norm), _linear_weights(model.head)
-        self._state = Cache([])  # what smear and n-grams remember
         weight = model.wte.weight
-        self.device, batch, longest = weight.device, len(self.texts), max(map(len, prompts))
+        self.device, batch, longest = weight.device, len(self.texts), max(map(len, before))
         # All in one piece if that is short, and else twice the window: it moves back once in block_size tokens.
         self._size = 2 * self.block_size if compile else min(longest + new_tokens, 2 * self.block_size)
-        shape = (len(self._layers), 2, batch, self._kind.n_kv_head, self._size, config.head_width)
+        shape = (len(self._layers), batch, 2 * self._kind.n_kv_head, self._size, config.head_width)
         # Keys and values of every layer. Zeros, for what is not seen is yet multiplied (by zero) where it is compiled.
         self._buffer = torch.zeros(shape, device=self.device, dtype=weight.dtype)
-        self._end = min(longest, self.block_size)
-        self._starts = [0] * batch  # of each sample's window
-        self._offsets = [0] * batch  # from a place in the buffer to the position in the sample
+        self._end = min(longest, self.block_size - 1)
+        self._starts = [self._end] * batch  # of each sample's window
+        self._offsets = [-self._end] * batch  # from a place in the buffer to the position in the sample
         self._turns: tuple[int, Tensor] | None = None  # first position, and rotations from there on
-        rows = [range(i * num_samples, (i + 1) * num_samples) for i in range(len(prompts))]
-        read = [self._read([prompt[-self.block_size :]], row) for prompt, row in zip(prompts, rows, strict=True)]
-        self.logits = torch.cat([one.expand(num_samples, -1) for one in read])
+        self._state = Cache([])  # what smear and n-grams remember; at first, that nothing was there
+        if config.smear:
+            self._state.last = weight.new_zeros(batch, config.smear, config.n_embd)
+        if config.ngram:
+            self._state.last_tokens = torch.full((batch, config.ngram - 1), config.vocab_size, device=self.device)
+        for i, text in enumerate(before):
+            if text:
+                length = min(len(text), self._end)
+                self._read([text[len(text) - length :]], range(i * num_samples, (i + 1) * num_samples))
+        last = [prompt[-1] for prompt in prompts for _ in range(num_samples)]
+        self.logits = self.step(torch.tensor(last, device=self.device))
 
     def step(self, tokens: Tensor) -> Tensor:
         """Add a token to each sample, (B,); returns the logits after it, (B, V)."""
@@ -95,52 +104,42 @@ class Decoder:
             x = _compiled()(self._kind, self._layers, x, turn, mask, self._buffer, place)
         else:
             first = min(self._starts)
-            seen = None if first == max(self._starts) else self._mask(first, self._end)
-            new = self._buffer[..., at, :].unbind()  # (2, B, K, D), a layer each
-            windows = self._buffer[..., first : self._end, :].flatten(0, 1).unbind()  # (B, K, S, D), two a layer
+            hidden = None if first == max(self._starts) else self._mask(first, self._end)
+            new = self._buffer[..., at, :].unbind()  # (B, 2K, D), a layer each
+            keys, values = self._buffer[..., first : self._end, :].chunk(2, dim=2)
+            seen = list(zip(keys.unbind(), values.unbind(), strict=True))  # (B, K, S, D) each, a layer
 
-            def store(i: int, heads: Tensor) -> tuple[Tensor, Tensor]:
-                new[i].copy_(heads)
-                return windows[2 * i], windows[2 * i + 1]
+            def store(i: int, kv: Tensor) -> tuple[Tensor, Tensor]:
+                new[i].copy_(kv)
+                return seen[i]
 
-            x = _blocks(self._kind, self._layers, x, turn, seen, store)
+            x = _blocks(self._kind, self._layers, x, turn, hidden, store)
         self.logits = torch.mm(_norm(self._kind.norm, x, *self._norm) if self._kind.pre_norm else x, self._head)
         return self.logits
 
-    def _read(self, texts: Sequence[Sequence[int]], rows: Sequence[int]) -> Tensor:
-        """Have the model read texts of one length, for samples that then go on from them; the logits, (texts, V).
-
-        One text is for all rows, or there is one for each.
-        """
-        length, rows = len(texts[0]), list(rows)
+    def _read(self, texts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
+        """Have the model read texts of one length, for samples that go on from them: one text for all, or one each."""
+        rows, length = list(rows), len(texts[0])
+        begin = self._end - length
         for row in rows:
-            self._starts[row], self._offsets[row] = self._end - length, length - self._end
-        cache = self.model.new_cache(len(texts))
-        logits = self.model(torch.tensor(texts, device=self.device), cache=cache)[:, -1]
-        for layer, here in zip(cache.layers, self._buffer, strict=True):
-            for whole, one in zip(here, (layer.k, layer.v), strict=True):
-                whole[rows, :, self._end - length : self._end] = one[:, :, :length]
-        for name in ("last", "last_tokens"):
-            if (read := getattr(cache, name)) is not None:
-                if (kept := getattr(self._state, name)) is None:
-                    kept = read[:1].repeat(len(self.texts), *[1] * (read.dim() - 1))
-                    setattr(self._state, name, kept)
-                kept[rows] = read
-        return logits
+            self._starts[row], self._offsets[row] = begin, -begin
+        read = self.model.new_cache(len(texts))
+        if length:
+            self.model(torch.tensor(texts, device=self.device), cache=read)
+            for layer, buffer in zip(read.layers, self._buffer, strict=True):
+                buffer[rows, :, begin : self._end] = torch.cat((layer.k, layer.v), dim=1)[:, :, :length]
+        if self._state.last is not None:
+            self._state.last[rows] = 0 if read.last is None else read.last
+        if self._state.last_tokens is not None:
+            nothing = self.config.vocab_size
+            self._state.last_tokens[rows] = nothing if read.last_tokens is None else read.last_tokens
 
     def _make_room(self) -> None:
         """Where the window of learned positions is full, read its newer half again; where the buffer is, move back."""
         full = [row for row, start in enumerate(self._starts) if self._end - start == self.block_size]
         if full and self.config.position == "learned":
-            if again := max(1, self.block_size // 2) - 1:
-                self._read([self.texts[row][-again:] for row in full], full)
-            else:
-                for row in full:
-                    self._starts[row], self._offsets[row] = self._end, -self._end
-                if self._state.last is not None:
-                    self._state.last[full] = 0
-                if self._state.last_tokens is not None:
-                    self._state.last_tokens[full] = self.config.vocab_size
+            again = max(1, self.block_size // 2) - 1  # and the token that is added
+            self._read([self.texts[row][len(self.texts[row]) - again :] for row in full], full)
         if self._end == self._size:
             first = min(self._starts)
             self._buffer[..., : self._end - first, :] = self._buffer[..., first : self._end, :].clone()
@@ -260,22 +259,23 @@ def _blocks(
     Args:
         turn: rotation of queries and keys, see `Decoder._turn`.
         mask: (B, 1, 1, S), true where a sample may look.
-        store: takes the number of a layer and its new keys and values (2, B, K, D), and gives all of them that are to
+        store: takes the number of a layer and its new keys and values (B, 2K, D), and gives all of them that are to
             be seen, (B, K, S, D) each.
     """
     B, H, K, D = len(x), kind.n_head, kind.n_kv_head, kind.width
     for i, layer in enumerate(layers):
         h = _norm(kind.norm, x, layer.norm_1, layer.norm_1_bias) if kind.pre_norm else x
         heads = _linear(h, layer.qkv, layer.qkv_bias).view(B, H + 2 * K, D)
+        q, kv = heads.split((H, 2 * K), dim=1)
         if kind.qk_norm or turn is not None:
-            qk = heads[:, : H + K]
+            qk = heads[:, : H + K]  # changed in place, which changes q and kv
             if kind.qk_norm:
-                qk = _rms_norm(qk)
+                qk.copy_(_rms_norm(qk))
             if turn is not None:
-                qk = torch.addcmul(qk * turn[0], qk.roll(D // 2, dims=-1), turn[1])
-            heads[:, : H + K] = qk
-        keys, values = store(i, heads[:, H:].view(B, 2, K, D).transpose(0, 1))
-        q = heads[:, :H, None]  # (B, H, 1, D)
+                turned = qk.roll(D // 2, dims=-1).mul_(turn[1])
+                qk.mul_(turn[0]).add_(turned)
+        keys, values = store(i, kv)
+        q = q[:, :, None]  # (B, H, 1, D)
         y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=H != K)
         x = _linear(y.view(B, H * D), layer.out, layer.out_bias, onto=x)
         if not kind.pre_norm:
@@ -299,9 +299,9 @@ def _blocks_in_place(
 ) -> Tensor:
     """`_blocks` over the whole buffer, in which nothing but the contents of tensors changes from step to step."""
 
-    def store(i: int, new: Tensor) -> tuple[Tensor, Tensor]:
-        buffer[i].index_copy_(3, at, new[..., None, :])
-        return buffer[i, 0], buffer[i, 1]
+    def store(i: int, kv: Tensor) -> tuple[Tensor, Tensor]:
+        buffer[i].index_copy_(2, at, kv[..., None, :])
+        return buffer[i, :, : kind.n_kv_head], buffer[i, :, kind.n_kv_head :]
 
     return _blocks(kind, layers, x, turn, mask, store)
 
@@ -329,8 +329,9 @@ def _rms_norm(x: Tensor) -> Tensor:
 
 
 def _activation(kind: str, x: Tensor) -> Tensor:
-    if kind == "gelu":
-        return F.gelu(x)
+    if kind == "gelu":  # written out: on a CPU torch hands it to a library that starts slowly
+        half = x * 0.5
+        return torch.addcmul(half, half, (x * math.sqrt(0.5)).erf_())
     if kind == "relu":
         return F.relu(x)
     if kind == "relu2":

@@ -134,13 +134,18 @@ def check_settings(*, max_new_tokens: int, seed: int = 0, num_samples: int = 1, 
 
 def _rows(prompts: Prompt | Sequence[Prompt], vocab_size: int) -> list[list[int]]:
     """The ids of each prompt."""
-    given: list[Any] = prompts.tolist() if isinstance(prompts, Tensor) else list(prompts)
-    several = bool(given) and isinstance(given[0], Tensor | Sequence)
-    rows = [row.tolist() if isinstance(row, Tensor) else list(row) for row in (given if several else [given])]
+    given = _plain(prompts)
+    rows = given if given and isinstance(given[0], list) else [given]
     for row in rows:
         if not row or not all(isinstance(token, int) and 0 <= token < vocab_size for token in row):
             raise UserError(f"a prompt must be a row of at least one token id, from 0 to {vocab_size - 1}")
     return rows
+
+
+def _plain(tokens: Any) -> list[Any]:
+    """Tensors, arrays and sequences, also lists of them, as lists."""
+    rows = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
+    return [row if isinstance(row, int) else _plain(row) if hasattr(row, "__iter__") else row for row in rows]
 
 
 @torch.no_grad()

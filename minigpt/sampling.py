@@ -64,8 +64,9 @@ class Sampling:
             penalty = self.repetition_penalty
             logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
         if self.temperature not in (0, 1):
-            # From the largest, so that a tiny temperature does not make inf - inf of it.
-            logits = (logits - logits.amax(dim=-1, keepdim=True)) / self.temperature
+            if self.temperature < 0.01:  # from the largest: far beyond what numbers hold, inf - inf would come of it
+                logits = logits - logits.amax(dim=-1, keepdim=True)
+            logits = logits / self.temperature
         if self.top_k is not None and self.top_k < logits.size(-1):
             kept, index = logits.topk(self.top_k)  # (B, k)
             logits = torch.full_like(logits, float("-inf")).scatter(-1, index, kept)

@@ -33,6 +33,7 @@ def call(script: str, *arguments: str, folder: Path) -> str:
         [sys.executable, str(ROOT / script), *arguments],
         cwd=folder,
         env=env,
+        input="ROMEO:\n",  # to what waits for a person
         capture_output=True,
         text=True,
         check=False,
@@ -54,7 +55,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("command", commands("python"), ids=" ".join)
 def test_every_script_command_runs(command: list[str], text: Path, tmp_path: Path, trained: Path) -> None:
     script, *arguments = command[1:]
-    (tmp_path / "my.txt").write_bytes(text.read_bytes())
+    (tmp_path / "my.txt").write_bytes(text.read_bytes() if script == "scripts/train.py" else b"But soft!")
     (tmp_path / "runs").symlink_to(trained / "runs")
     if script == "scripts/train.py" and "--help" not in arguments:
         arguments += [*SHORT, f"hydra.run.dir={tmp_path}/run"]
