@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from minigpt.errors import UserError
-from minigpt.generation import Step, score, stream
+from minigpt.generation import Step, check_settings, score, stream
 from minigpt.model import GPT
-from minigpt.tokenizer import SEPARATOR, BPETokenizer, Tokenizer, encode_prompt
+from minigpt.tokenizer import SEPARATOR, BPETokenizer, Tokenizer, encode_prompt, whole_characters
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Probability from which on a token has a colour of the 256 that terminals know: red, orange, yellow, green.
@@ -34,7 +34,8 @@ def place(model: GPT, device: str, dtype: str) -> GPT:
         UserError: there is no such device.
     """
     try:
-        return model.to(torch.device(device), getattr(torch, dtype))
+        torch.zeros(1, device=device).item()  # can it compute, and say what?
+        return model.to(device, getattr(torch, dtype))
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # what torch says without CUDA is any of them
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -50,7 +51,7 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
         UserError: both were given, or the file is no text.
     """
     if file is None:
-        return prompt or ""
+        return whole_characters(prompt or "")  # as the tokenizer reads it
     if prompt is not None:
         raise UserError("--prompt and --prompt-file are two prompts; give one of them")
     return read_text(file, "--prompt-file")
@@ -63,7 +64,7 @@ def read_text(file: str, option: str) -> str:
         UserError: there is no such file, or it is no text.
     """
     try:
-        content = sys.stdin.buffer.read() if file == "-" else Path(file).expanduser().read_bytes()
+        content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
         return content.decode("utf-8")
     except OSError as error:
         raise UserError(f"{option}={file} cannot be read ({(error.strerror or str(error)).lower()})") from error
@@ -79,6 +80,7 @@ class _Told:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     text: str = ""
+    shown: str = ""  # the text with its colours
     reason: str = "length"
     decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace"))
 
@@ -105,14 +107,14 @@ class Console:
         if not as_json:
             self._head(0)
             _write(prompt)
-        clock = _Clock(len(ids))
+        clock = _Clock(min(len(ids), self.model.config.block_size))
         for step in stream(self.model, ids, **self.options):
-            clock.tick(step)
+            clock.tick()
             for i, sample in enumerate(told):
-                text = self._grow(sample, step, i)
+                new = self._grow(sample, step, i)
                 if i == 0 and not as_json:
-                    _write(text)
-        speed = clock.tell()
+                    _write(new)
+        speed = clock.tell(sum(len(sample.tokens) for sample in told))
         for i, sample in enumerate(told):
             rest = sample.decoder.decode(b"", final=True)
             sample.text += rest
@@ -123,20 +125,22 @@ class Console:
                 _write(f"{rest}\n")
             else:
                 self._head(i)
-                _write(f"{prompt}{sample.text}\n")
+                _write(f"{prompt}{sample.shown}{rest}\n")
 
-    def talk(self) -> None:
+    def talk(self, context: str) -> None:
         """Continue what is typed, and keep all of it as the context; a line with a slash is a command."""
         with suppress(ImportError):
             import readline  # noqa: F401  # arrow keys, and the lines before
-        terminal = sys.stdin.isatty()
-        _tell(
-            "what you type is continued; /reset, /temperature 0.7, /top_k 50, /max_new_tokens 200, /quit; Ctrl-C stops"
-        )
-        context, turn = "", 0
+        if hasattr(sys.stdin, "reconfigure"):
+            sys.stdin.reconfigure(errors="replace")
+        person = sys.stdin.isatty()
+        _tell("what you type is continued; /reset, /quit, /temperature 0.7, /top_k 50, …; Ctrl-C stops the text")
+        turn = 0
         while True:
             try:
-                line = input("> " if terminal else "")
+                if person and not sys.stdout.isatty():  # where a prompt would be in the text
+                    print("> ", end="", file=sys.stderr, flush=True)
+                line = input("> " if person and sys.stdout.isatty() else "")
             except EOFError:
                 return
             except KeyboardInterrupt:
@@ -180,7 +184,7 @@ class Console:
         if self.show_probs:
             told = _Told("")
             for token, logprob in zip(ids, found.logprobs.tolist(), strict=True):
-                _write(self._shown(told, token, logprob))
+                _write(self._add(told, token, logprob))
             _write("\n")
         for name, value in total.items():
             print(f"{name.replace('_', ' '):16}{value:,.4f}" if isinstance(value, float) else f"{name:16}{value:,}")
@@ -205,16 +209,18 @@ class Console:
             return ""
         sample.reason = "stop" if step.stopped[i] else "length"
         before = len(sample.text)
-        shown = self._shown(sample, step.tokens[i], step.logprobs[i])
+        new = self._add(sample, step.tokens[i], step.logprobs[i])
         if sample.reason == "stop":  # nothing after a stop is shown, also of the token that it ends in
             texts = [one for one in self.options["stop"] if isinstance(one, str)]
             found = [(sample.text.find(one, max(0, before - len(one))), len(one)) for one in texts]
             if ends := [at + length for at, length in found if at >= 0]:
                 sample.text = sample.text[: min(ends)]
-                shown = self._coloured(sample.text[before:], step.logprobs[i])
-        return shown
+                sample.decoder.reset()
+                new = self._coloured(sample.text[before:], step.logprobs[i])
+        sample.shown += new
+        return new
 
-    def _shown(self, sample: _Told, token: int, logprob: float) -> str:
+    def _add(self, sample: _Told, token: int, logprob: float) -> str:
         sample.tokens.append(token)
         sample.logprobs.append(logprob)
         text = sample.decoder.decode(self.tokenizer.decode_bytes([token]))
@@ -250,8 +256,6 @@ class Console:
         Raises:
             UserError: there is no such setting, or it cannot have this value.
         """
-        from minigpt.generation import check_settings
-
         kinds: dict[str, Callable[[str], Any]] = {
             **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), float),
             **dict.fromkeys(("top_k", "max_new_tokens", "seed"), int),
@@ -259,11 +263,10 @@ class Console:
         if name not in kinds:
             raise UserError(f"/{name} is no command; there are /reset, /quit, and /{', /'.join(kinds)} with a value")
         try:
-            changed = {name: kinds[name](value)}
+            changed = {name: None if value in ("none", "off") else kinds[name](value)}
         except ValueError as error:
-            raise UserError(f"/{name} {value} is not possible; it takes a number") from error
-        settings = {key: self.options[key] for key in (*kinds, "num_samples")} | changed
-        check_settings(**settings)
+            raise UserError(f"/{name} takes a number after it, not {value or 'nothing'}") from error
+        check_settings(**{key: self.options[key] for key in kinds} | changed)
         self.options |= changed
 
 
@@ -271,23 +274,19 @@ class _Clock:
     """Seconds of reading the prompt, and tokens a second after it."""
 
     def __init__(self, n_prompt: int) -> None:
-        self.n_prompt, self.began = n_prompt, time.perf_counter()
-        self.first = self.last = self.began
-        self.steps = self.tokens = 0
+        self.n_prompt, self.began, self.ticks = n_prompt, time.perf_counter(), list[float]()
 
-    def tick(self, step: Step) -> None:
-        self.last = time.perf_counter()
-        self.first = self.last if self.steps == 0 else self.first
-        self.steps += 1
-        self.tokens += len(step.tokens)
+    def tick(self) -> None:
+        """Every sample has a token more."""
+        self.ticks.append(time.perf_counter())
 
-    def tell(self) -> float | None:
+    def tell(self, n_tokens: int) -> float | None:
         """Say it; returns tokens a second of all samples together, none where there was one step."""
-        reading = f"read {self.n_prompt:,} tokens in {self.first - self.began:.3f} s"
-        if self.steps < 2:
+        reading = f"read {self.n_prompt:,} tokens in {self.ticks[0] - self.began:.3f} s"
+        if len(self.ticks) == 1:
             _tell(reading)
             return None
-        speed = self.tokens * (1 - 1 / self.steps) / (self.last - self.first)
+        speed = n_tokens * (1 - 1 / len(self.ticks)) / (self.ticks[-1] - self.ticks[0])
         _tell(f"{reading}, then {speed:,.0f} tokens/s")
         return speed
 

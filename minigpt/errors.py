@@ -88,7 +88,7 @@ def _explain(error: BaseException) -> tuple[str, int]:
         advice = "; free some space, or choose another folder" if full else "; choose another folder" if where else ""
         return f"error: {where}{error.strerror.lower()}{advice}", 2 if where and not full else 1
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return "error: out of memory; lower data.batch_size or choose a smaller model", 1
+        return "error: out of memory; lower data.batch_size (or --num-samples), or choose a smaller model", 1
     return f"error: {type(error).__name__}: {error} (MINIGPT_TRACEBACK=1 shows where)", 1
 
 

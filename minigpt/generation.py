@@ -117,10 +117,14 @@ def stream(
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     rows = _rows(prompts, model.config.vocab_size)
     stops = _Stops(stop, tokenizer, len(rows) * num_samples)
+    if stops.texts and tokenizer is None:
+        raise UserError("stop has texts, and which tokens make them only a tokenizer knows; give tokenizer=")
     return _steps(model, rows, sampling, max_new_tokens, stops, seed, num_samples, compile)
 
 
-def check_settings(*, max_new_tokens: int, seed: int = 0, num_samples: int = 1, **sampling: Any) -> None:
+def check_settings(
+    *, max_new_tokens: int, seed: int = 0, num_samples: int = 1, stop: Sequence[str | int] = (), **sampling: Any
+) -> None:
     """Raises UserError, naming the setting, for one that is impossible."""
     for name, value, least in (
         ("max_new_tokens", max_new_tokens, 1),
@@ -130,6 +134,7 @@ def check_settings(*, max_new_tokens: int, seed: int = 0, num_samples: int = 1, 
         if not isinstance(value, int) or not least <= value < 1 << 63:
             raise UserError(f"{name}={value} is not possible; it takes a whole number of at least {least}")
     Sampling(**sampling)
+    _Stops(stop, None, 0)
 
 
 def _rows(prompts: Prompt | Sequence[Prompt], vocab_size: int) -> list[list[int]]:
@@ -194,9 +199,10 @@ class _Stops:
                 f"stop={stop!r} is not possible; it takes a list of texts and token ids, none of them empty"
             )
         self.ids = {one for one in stop if isinstance(one, int)}
-        self.texts = [one.encode() for one in stop if isinstance(one, str)]
-        if self.texts and tokenizer is None:
-            raise UserError("stop has texts, and which tokens make them only a tokenizer knows; give tokenizer=")
+        try:
+            self.texts = [one.encode() for one in stop if isinstance(one, str)]
+        except UnicodeEncodeError as error:
+            raise UserError(f"stop={stop!r} is not possible; half a character is no text") from error
         self.tokenizer = tokenizer
         self.longest = max(map(len, self.texts), default=1) - 1
         self.tails = [b""] * n_samples

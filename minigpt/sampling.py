@@ -43,14 +43,15 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, possible, expected in (
             ("temperature", lambda x: 0 <= x < float("inf"), "a number of at least 0"),
-            ("top_k", lambda x: x is None or (isinstance(x, int) and x >= 1), "a whole number of at least 1"),
-            ("top_p", lambda x: x is None or 0 < x <= 1, "a number above 0 and up to 1"),
-            ("min_p", lambda x: x is None or 0 <= x <= 1, "a number from 0 to 1"),
-            ("repetition_penalty", lambda x: 0 < x < float("inf"), "a number above 0"),
+            ("top_k", lambda x: isinstance(x, int) and x >= 1, "a whole number of at least 1"),
+            ("top_p", lambda x: 0 < x <= 1, "a number above 0 and up to 1"),
+            ("min_p", lambda x: 0 <= x <= 1, "a number from 0 to 1"),
+            ("repetition_penalty", lambda x: 0.01 <= x <= 100, "a number from 0.01 to 100"),
         ):
             value = getattr(self, name)
-            number = value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-            if not number or not possible(value):
+            if value is None and name in ("top_k", "top_p", "min_p"):
+                continue
+            if not isinstance(value, int | float) or isinstance(value, bool) or not possible(value):
                 raise UserError(f"{name}={value} is not possible; it takes {expected}")
 
     def filter(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
@@ -59,21 +60,20 @@ class Sampling:
         Args:
             seen: boolean (B, V), true for tokens that are in the text; needed where there is a repetition penalty.
         """
-        if self.repetition_penalty != 1:
-            assert seen is not None
-            penalty = self.repetition_penalty
-            logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+        logits = self._penalise(logits, seen)
         if self.temperature not in (0, 1):
             if self.temperature < 0.01:  # from the largest: far beyond what numbers hold, inf - inf would come of it
                 logits = logits - logits.amax(dim=-1, keepdim=True)
-            logits = logits / self.temperature
+            logits = logits / max(self.temperature, 1e-30)
         if self.top_k is not None and self.top_k < logits.size(-1):
             kept, index = logits.topk(self.top_k)  # (B, k)
             logits = torch.full_like(logits, float("-inf")).scatter(-1, index, kept)
         if self.top_p is not None and self.top_p < 1:
             falling, index = logits.sort(dim=-1, descending=True)
             p = falling.softmax(dim=-1)
-            falling = falling.masked_fill(p.cumsum(dim=-1) - p >= self.top_p, float("-inf"))  # the likelier ones do
+            enough = p.cumsum(dim=-1) - p >= self.top_p  # the likelier ones are
+            enough[:, 0] = False
+            falling = falling.masked_fill(enough, float("-inf"))
             logits = torch.empty_like(logits).scatter(-1, index, falling)
         if self.min_p:
             p = logits.softmax(dim=-1)
@@ -82,12 +82,19 @@ class Sampling:
 
     def draw(self, logits: Tensor, uniform: Tensor, seen: Tensor | None = None) -> Tensor:
         """Token ids (B,) from logits (B, V) and a number from [0, 1) each, (B,)."""
-        logits = self.filter(logits, seen)
         if self.temperature == 0:
-            return logits.argmax(dim=-1)
+            return self._penalise(logits, seen).argmax(dim=-1)
+        logits = self.filter(logits, seen)
         # The number lies in one token's part of the probability. In 64 bits it stays below the total.
         upto = logits.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)  # (B, V)
         return torch.searchsorted(upto, uniform[:, None] * upto[:, -1:], right=True)[:, 0]
+
+    def _penalise(self, logits: Tensor, seen: Tensor | None) -> Tensor:
+        penalty = self.repetition_penalty
+        if penalty == 1:
+            return logits
+        assert seen is not None
+        return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 class Uniforms:

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from minigpt.errors import one_line
+from minigpt.errors import UserError, one_line
 
 
 def arguments() -> argparse.Namespace:
@@ -46,19 +46,23 @@ def main() -> None:
 
     numbers = ("max_new_tokens", "seed", "num_samples")
     filters = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    settings = {name: getattr(args, name) for name in (*numbers, *filters)}
+    settings = {name: getattr(args, name) for name in (*numbers, *filters, "stop")}
     check_settings(**settings)
+    if args.interactive and (args.json or args.score is not None):
+        raise UserError("--interactive talks to a person: it goes with neither --json nor --score")
     path = find_checkpoint(args.run)
     model, tokenizer = load_checkpoint(path)
     print(f"sampling from {path}", file=sys.stderr)
-    options = settings | {"stop": args.stop, "compile": args.compile}
+    options = settings | {"compile": args.compile}
     console = Console(place(model, args.device, args.dtype), tokenizer, options, show_probs=args.show_probs)
     if args.score is not None:
         console.score(read_text(args.score, "--score"), as_json=args.json)
-    elif args.interactive:
-        console.talk()
+        return
+    prompt = read_prompt(args.prompt, args.prompt_file)
+    if args.interactive:
+        console.talk(prompt)
     else:
-        console.sample(read_prompt(args.prompt, args.prompt_file), as_json=args.json)
+        console.sample(prompt, as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,823 @@
+"""Sampling as people and programs use it: what goes to stdout and what to stderr, and what is said of bad input."""
+
+import io
+import json
+import math
+import os
+import pty
+import re
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from minigpt.checkpoint import FORMAT, contents, load_checkpoint, write
+from minigpt.config import GPTConfig
+from minigpt.generation import Step, generate, stream
+from minigpt.model import GPT
+from minigpt.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "sample.py"
+ALPHABET = "".join(sorted("\n .,abcdefghijklmnopqrstuvwxyzé"))
+BLOCK_SIZE = 32
+WHOLE = "é€𝄞"  # characters of two, three and four bytes, no byte of which is in two of them
+ENDLESS = ("--max-new-tokens", "10000000")
+ANSI = re.compile(r"\x1b\[[\d;]*m")
+COLOURED = re.compile(r"\x1b\[38;5;(\d+)m([^\x1b]+)\x1b\[0m")
+
+
+def trained(tokenizer: Tokenizer, seed: int = 0) -> GPT:
+    """A model of random weights, large enough that every token before has a say."""
+    torch.manual_seed(seed)
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "tie_embeddings": False}
+    model = GPT(GPTConfig(block_size=BLOCK_SIZE, vocab_size=tokenizer.vocab_size, **shape))
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.normal_(std=0.3)
+    return model
+
+
+def chain(tokenizer: Tokenizer, follows: dict[int, int]) -> GPT:
+    """A model that is sure which token follows which."""
+    size = tokenizer.vocab_size
+    shape = {"n_layer": 1, "n_head": 1, "head_dim": 2, "n_inner": 1, "n_embd": size, "tie_embeddings": False}
+    model = GPT(GPTConfig(block_size=BLOCK_SIZE, vocab_size=size, position="none", bias=False, **shape))
+    with torch.no_grad():
+        for weight in (model.blocks[0].attention.out.weight, model.blocks[0].mlp.down.weight, model.head.weight):
+            weight.zero_()
+        model.wte.weight.copy_(torch.eye(size))
+        for before, after in follows.items():
+            model.head.weight[after, before] = 5.0
+    return model
+
+
+def in_turn(ids: Any) -> dict[int, int]:
+    return {int(one): int(ids[(i + 1) % len(ids)]) for i, one in enumerate(ids)}
+
+
+def saved(path: Path, model: GPT, tokenizer: Tokenizer) -> str:
+    weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    write(contents(model.config, tokenizer, {}, "") | {"state_dict": weights}, path)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def saves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Checkpoints of every kind of tokenizer."""
+    folder = tmp_path_factory.mktemp("saves")
+    char, byte = CharTokenizer(ALPHABET), ByteTokenizer()
+    texts = ["the quick brown fox jumps over the lazy dog. " * 20, "wem gehört der café? " * 20]
+    bpe, separated = BPETokenizer.train(texts, 280), BPETokenizer.train(texts, 280)
+    separated.separated = True
+    end = int(separated.separator[0])
+    a, b, c = (int(separated.encode(letter)[0]) for letter in "abc")
+    odd = BPETokenizer("bpe", [bytes([i]) for i in range(256)] + [b"cde", b"x\xc3"], {SEPARATOR: 258})
+    models = {
+        "char": (trained(char), char),
+        "bpe": (trained(bpe), bpe),
+        "multibyte": (chain(byte, in_turn([10, *WHOLE.encode()]) | {WHOLE.encode()[-1]: WHOLE.encode()[0]}), byte),
+        "letters": (chain(char, in_turn(char.encode("\nabcdefghijklmnopqrstuvwxyz"))), char),
+        "separated": (chain(separated, {a: b, b: c, c: end, end: a}), separated),
+        "odd": (chain(odd, {ord("a"): 256, 256: ord("b"), ord("b"): 257, 257: ord("a")}), odd),
+    }
+    return {name: saved(folder / f"{name}.ckpt", *both) for name, both in models.items()}
+
+
+@pytest.fixture
+def sample(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Any]:
+    """Run the script in this process, in an empty folder: `sample(path, "--seed", 1, stdin=b"")`."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: Any, stdin: bytes = b"") -> SimpleNamespace:
+        monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+        code = 0
+        try:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        except SystemExit as ended:
+            code = ended.code
+        printed = capsys.readouterr()
+        return SimpleNamespace(returncode=code, stdout=printed.out, stderr=printed.err)
+
+    return run
+
+
+def command(*arguments: Any) -> list[str]:
+    return [sys.executable, str(SCRIPT), *map(str, arguments)]
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | {"TERM": "dumb"}
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Start a process in an empty folder; it is gone after the test."""
+    started = []
+
+    def begin(arguments: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(arguments, cwd=tmp_path, env=environment(), **options))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def error(result: Any) -> str:
+    """The one line that says what is wrong: nothing but the checkpoint's name stands before it."""
+    *before, line = result.stderr.splitlines()
+    assert all(one.startswith("sampling from ") for one in before), result.stderr
+    assert result.returncode == 2, result.stderr
+    assert result.stdout == ""
+    return line
+
+
+def samples(result: Any) -> list[dict[str, Any]]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line, parse_constant=refuse) for line in result.stdout.splitlines()]
+
+
+def logprobs(path: str, before: list[int], tokens: list[int]) -> torch.Tensor:
+    """Log-probabilities (T, V) of what follows each token, read at once."""
+    model, _ = load_checkpoint(path)
+    with torch.no_grad():
+        return model(torch.tensor([before + tokens[:-1]]))[0, len(before) - 1 :].log_softmax(-1)
+
+
+def greedy(path: str, prompt: str, n: int) -> str:
+    model, tokenizer = load_checkpoint(path)
+    (one,) = generate(model, tokenizer.encode(prompt).tolist(), max_new_tokens=n, temperature=0)
+    return tokenizer.decode(one.tokens)
+
+
+def read_until(descriptor: int, wanted: bytes, seconds: float = 60) -> bytes:
+    """What comes from a terminal or pipe up to some text."""
+    read, end = b"", time.monotonic() + seconds
+    while wanted not in read:
+        ready, _, _ = select.select([descriptor], [], [], max(0, end - time.monotonic()))
+        assert ready, f"{wanted!r} did not come, but {read[-500:]!r}"
+        read += os.read(descriptor, 1 << 16)
+    return read
+
+
+# Streams and processes
+
+
+def test_text_appears_while_it_is_drawn_in_whole_characters(saves, start, tmp_path):
+    with open(tmp_path / "stderr", "wb") as stderr:
+        process = start(command(saves["multibyte"], *ENDLESS), stdout=subprocess.PIPE, stderr=stderr)
+    text = os.read(process.stdout.fileno(), 1 << 16)
+    assert len(text) < 4096  # it did not wait in a buffer
+    for _ in range(100):
+        text += os.read(process.stdout.fileno(), 1 << 16)
+        text.decode()
+    assert process.poll() is None
+    assert (WHOLE * 200).startswith(text.decode()[:500])
+    assert len(text) >= 200
+    process.stdout.close()  # whoever reads has seen enough
+    assert process.wait(30) == 0
+    assert (tmp_path / "stderr").read_text().splitlines() == [
+        f"sampling from {saves['multibyte']}",
+        "no prompt: beginning from a line break",
+    ]
+
+
+def test_a_pipe_that_closes_early_ends_the_program_quietly(saves, tmp_path):
+    script = f'set -o pipefail; "$@" {" ".join(ENDLESS)} --prompt "a b" | head -c 1'
+    ran = subprocess.run(
+        ["bash", "-c", script, "-", *command(saves["char"])],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment(),
+        timeout=100,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout) == (0, "a")
+    assert ran.stderr == f"sampling from {saves['char']}\n"
+
+
+def test_stdout_has_the_text_and_nothing_else(saves, tmp_path):
+    arguments = command(saves["letters"], "--prompt", "abc", "--max-new-tokens", 5)
+    ran = subprocess.run(arguments, capture_output=True, cwd=tmp_path, env=environment(), timeout=100, check=False)
+    assert (ran.returncode, ran.stdout) == (0, b"abcdefgh\n")
+    said = ran.stderr.decode().splitlines()
+    assert said[0] == f"sampling from {saves['letters']}"
+    assert re.fullmatch(r"read 3 tokens in \d+\.\d{3} s, then [\d,]+ tokens/s", said[1])
+    assert len(said) == 2
+
+
+def test_ctrl_c_ends_a_sample_with_one_line(saves, start, tmp_path):
+    process = start(command(saves["letters"], *ENDLESS), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    read_until(process.stdout.fileno(), b"abc")
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said.decode().splitlines()[2:] == ["interrupted"]
+
+
+def test_a_conversation_through_a_pipe_ends_with_its_input(saves, tmp_path):
+    arguments = command(saves["letters"], "--interactive", "--max-new-tokens", 3)
+    options = {"capture_output": True, "cwd": tmp_path, "env": environment(), "timeout": 100, "check": False}
+    ran = subprocess.run(arguments, input=b"abc\nx\n", **options)
+    assert (ran.returncode, ran.stdout) == (0, b"def\nyz\n\n")
+    assert "Traceback" not in ran.stderr.decode()
+
+
+def test_ctrl_c_in_a_terminal_stops_the_text_and_not_the_program(saves, start):
+    ours, theirs = pty.openpty()
+    terminal = os.ttyname(theirs)  # the first terminal that a new session opens is its own
+    script = f'exec "$@" <{terminal} >{terminal} 2>&1'
+    arguments = command(saves["letters"], "--interactive", *ENDLESS)
+    process = start(["sh", "-c", script, "-", *arguments], start_new_session=True)
+    read_until(ours, b"> ")
+    os.write(ours, b"abc\n")
+    read_until(ours, b"klmn")
+    os.write(ours, b"\x03")
+    stopped = read_until(ours, b"> ")
+    assert b"interrupted" not in stopped
+    os.write(ours, b"\x03")  # there is nothing to stop
+    read_until(ours, b"> ")
+    os.write(ours, b"/max_new_tokens 3\n")
+    read_until(ours, b"> ")
+    os.write(ours, b"abc\n")
+    assert b"def\r\n" in read_until(ours, b"def\r\n> ")
+    os.write(ours, b"/quit\n")
+    assert process.wait(30) == 0
+    os.close(theirs)
+    os.close(ours)
+
+
+def test_a_conversation_typed_into_a_terminal_can_be_kept_in_a_file(saves, start, tmp_path):
+    ours, theirs = pty.openpty()
+    with open(tmp_path / "kept", "wb") as kept:
+        arguments = command(saves["letters"], "--interactive", "--max-new-tokens", 3)
+        process = start(arguments, stdin=theirs, stdout=kept, stderr=subprocess.PIPE)
+    os.write(ours, b"abc\n\x04")
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    os.close(theirs)
+    os.close(ours)
+    assert (tmp_path / "kept").read_bytes() == b"def\n"
+
+
+# Prompts
+
+
+@pytest.mark.parametrize(
+    ("name", "beginning"),
+    [("char", "a line break"), ("multibyte", "a line break"), ("bpe", "a line break"), ("separated", "<|endoftext|>")],
+)
+def test_without_a_prompt_it_is_said_what_the_text_begins_from(name, beginning, saves, sample):
+    said = sample(saves[name], "--max-new-tokens", 3).stderr.splitlines()
+    assert said[1] == f"no prompt: beginning from {beginning}"
+    assert len(said) == 3
+
+
+def test_a_model_that_knows_no_line_break_begins_from_its_first_character(sample, tmp_path):
+    tokenizer = CharTokenizer("abc")
+    path = saved(tmp_path / "abc.ckpt", chain(tokenizer, {0: 1, 1: 2, 2: 0}), tokenizer)
+    result = sample(path, "--max-new-tokens", 4)
+    assert result.stderr.splitlines()[1] == "no prompt: beginning from a"
+    assert result.stdout == "bcab\n"
+
+
+def test_a_prompt_from_a_file_or_stdin_is_the_prompt_typed(saves, sample, tmp_path):
+    prompt = "a café,\nat noon"
+    (tmp_path / "prompt.txt").write_bytes(prompt.encode())
+    typed = sample(saves["char"], "--prompt", prompt)
+    assert typed.stdout.startswith(prompt)
+    assert typed.stdout == sample(saves["char"], "--prompt-file", "prompt.txt").stdout
+    assert typed.stdout == sample(saves["char"], "--prompt-file", "-", stdin=prompt.encode()).stdout
+
+
+def test_an_empty_prompt_file_is_no_prompt(saves, sample):
+    result = sample(saves["char"], "--prompt-file", "-", "--max-new-tokens", 5)
+    assert result.stderr.splitlines()[1] == "no prompt: beginning from a line break"
+
+
+def test_two_prompts_are_refused(saves, sample, tmp_path):
+    (tmp_path / "prompt.txt").write_text("b")
+    said = error(sample(saves["char"], "--prompt", "a", "--prompt-file", "prompt.txt"))
+    assert said == "error: --prompt and --prompt-file are two prompts; give one of them"
+
+
+@pytest.mark.parametrize("option", ["--prompt-file", "--score"])
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("none.txt", "none.txt cannot be read (no such file or directory)"),
+        (".", ". cannot be read (is a directory)"),
+        ("~nobody-of-this-name/text.txt", "~nobody-of-this-name/text.txt cannot be read ("),
+        ("latin.txt", "latin.txt is not UTF-8 text: bad byte at offset 3"),
+        ("-", "- is not UTF-8 text: bad byte at offset 3"),
+    ],
+)
+def test_a_text_that_cannot_be_read_is_one_line(option, file, said, saves, sample, tmp_path):
+    latin = "café".encode("latin-1")
+    (tmp_path / "latin.txt").write_bytes(latin)
+    assert error(sample(saves["char"], option, file, stdin=latin)).startswith(f"error: {option}={said}")
+
+
+@pytest.mark.parametrize("how", ["--prompt", "--prompt-file", "--score"])
+def test_unknown_characters_are_named(how, saves, sample, tmp_path):
+    (tmp_path / "text.txt").write_text("a Zebra, 7 …")
+    said = error(sample(saves["char"], how, "a Zebra, 7 …" if how == "--prompt" else "text.txt"))
+    assert said.startswith("error: the tokenizer does not know '7', 'Z', '\\u2026'; it knows the 31 characters ")
+
+
+def test_of_a_prompt_that_is_too_long_the_end_is_read_and_that_is_said(saves, sample):
+    prompt = "the quick brown fox jumps over the lazy dog, and sleeps."
+    whole = sample(saves["char"], "--prompt", prompt)
+    end = sample(saves["char"], "--prompt", prompt[-BLOCK_SIZE:])
+    assert whole.stderr.splitlines()[1] == "the prompt has 56 tokens, of which the model reads the last 32"
+    assert "of which the model reads" not in end.stderr
+    assert whole.stdout == prompt[:-BLOCK_SIZE] + end.stdout
+
+
+@pytest.mark.parametrize("name", ["multibyte", "bpe"])
+def test_half_a_character_in_a_prompt_is_read_as_the_replacement_character(name, saves, sample):
+    result = sample(saves[name], "--prompt", "a\udcffb", "--max-new-tokens", 4)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("a\ufffdb")
+
+
+def test_half_a_character_in_a_prompt_does_not_break_json(saves, sample):
+    (one,) = samples(sample(saves["bpe"], "--prompt", "a\udcffb", "--max-new-tokens", 4, "--json"))
+    assert len(one["tokens"]) == 4
+
+
+def test_half_a_character_is_named_by_a_tokenizer_that_does_not_know_it(saves, sample):
+    said = error(sample(saves["char"], "--prompt", "a\udcffb"))
+    assert said.startswith("error: the tokenizer does not know '\\ufffd'; ")
+
+
+# Samples
+
+
+def test_each_sample_is_the_one_of_its_own_seed(saves, sample):
+    flags = ["--prompt", "a fox", "--max-new-tokens", 40]
+    alone = [sample(saves["char"], *flags, "--seed", seed).stdout for seed in (7, 8, 9)]
+    together = sample(saves["char"], *flags, "--seed", 7, "--num-samples", 3)
+    assert together.stdout == "".join(alone)
+    assert len(set(alone)) == 3
+    heads = [line for line in together.stderr.splitlines() if line.startswith("──")]
+    assert heads == ["── sample 1 ──", "── sample 2 ──", "── sample 3 ──"]
+
+
+@pytest.mark.parametrize("name", ["char", "bpe", "multibyte"])
+def test_json_is_a_line_for_each_sample_and_has_what_is_printed_without(name, saves, sample):
+    flags = [saves[name], "--prompt", "a fox", "--max-new-tokens", 25, "--num-samples", 2, "--seed", 3]
+    found = samples(sample(*flags, "--json"))
+    assert len(found) == 2
+    assert sample(*flags).stdout == "".join(f"{one['prompt']}{one['text']}\n" for one in found)
+    _, tokenizer = load_checkpoint(saves[name])
+    for one in found:
+        assert set(one) == {"prompt", "text", "tokens", "logprobs", "reason", "tokens_per_second"}
+        assert (one["prompt"], one["reason"], len(one["tokens"])) == ("a fox", "length", 25)
+        assert one["text"] == tokenizer.decode(one["tokens"])
+        assert one["tokens_per_second"] > 0
+
+
+def test_log_probabilities_are_the_models_own_whatever_the_temperature(saves, sample):
+    flags = ["--prompt", "a fox", "--max-new-tokens", 20, "--temperature", 1.7, "--top-k", 9, "--json"]
+    (one,) = samples(sample(saves["char"], *flags))
+    _, tokenizer = load_checkpoint(saves["char"])
+    wanted = logprobs(saves["char"], tokenizer.encode("a fox").tolist(), one["tokens"])
+    wanted = wanted[range(20), one["tokens"]]
+    assert one["logprobs"] == pytest.approx(wanted.tolist(), abs=1e-4)
+
+
+def test_one_token_has_no_speed(saves, sample):
+    result = sample(saves["char"], "--max-new-tokens", 1, "--json")
+    (one,) = samples(result)
+    assert one["tokens_per_second"] is None
+    assert re.fullmatch(r"read 1 tokens? in \d+\.\d{3} s", result.stderr.splitlines()[-1])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_fewer_digits_give_text_and_scores_too(dtype, saves, sample):
+    (one,) = samples(sample(saves["char"], "--dtype", dtype, "--prompt", "a fox", "--max-new-tokens", 40, "--json"))
+    assert len(one["text"]) == 40
+    coarse, fine = (
+        samples(sample(saves["char"], "--dtype", d, "--score", "-", "--json", stdin=b"a fox"))[0]["nats"]
+        for d in (dtype, "float32")
+    )
+    assert coarse != fine
+    assert coarse == pytest.approx(fine, rel=0.05)
+
+
+def test_a_character_that_the_last_token_leaves_half_is_the_replacement_character(saves, sample):
+    flags = [saves["multibyte"], "--max-new-tokens", 4]
+    assert sample(*flags).stdout == "é\ufffd\n"
+    assert ANSI.sub("", sample(*flags, "--show-probs").stdout) == "é\ufffd\n"
+    (one,) = samples(sample(*flags, "--json"))
+    assert one["text"] == "é\ufffd"
+
+
+# Stopping
+
+
+def test_a_sample_ends_with_the_text_that_it_stops_at_though_it_lies_across_tokens(saves, sample):
+    flags = [saves["letters"], "--prompt", "ab", "--stop", "efg"]
+    assert sample(*flags).stdout == "abcdefg\n"
+    (one,) = samples(sample(*flags, "--json"))
+    assert (one["text"], one["reason"], len(one["tokens"]), len(one["logprobs"])) == ("cdefg", "stop", 5, 5)
+    assert ANSI.sub("", sample(*flags, "--show-probs").stdout) == "abcdefg\n"
+
+
+def test_of_several_texts_to_stop_at_the_first_that_comes_ends_the_sample(saves, sample):
+    assert sample(saves["letters"], "--prompt", "ab", "--stop", "xyz", "--stop", "de").stdout == "abcde\n"
+
+
+def test_nothing_is_printed_of_a_token_after_the_text_that_it_stops_at(saves, sample):
+    flags = [saves["odd"], "--prompt", "a", "--stop", "d"]
+    assert sample(*flags).stdout == "acd\n"
+    (one,) = samples(sample(*flags, "--json"))
+    assert (one["text"], one["reason"], one["tokens"]) == ("cd", "stop", [256])
+    coloured = sample(*flags, "--show-probs").stdout
+    assert COLOURED.findall(coloured) == [("40", "cd")]
+    assert ANSI.sub("", coloured) == "acd\n"
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"], ["--show-probs"]])
+def test_nothing_is_printed_of_a_character_that_begins_after_the_text_to_stop_at(flags, saves, sample):
+    result = sample(saves["odd"], "--prompt", "b", "--stop", "x", *flags)
+    text = samples(result)[0]["text"] if "--json" in flags else ANSI.sub("", result.stdout).removesuffix("\n")[1:]
+    assert text == "x"
+
+
+def test_samples_stop_each_at_its_own_time(saves, sample):
+    flags = [saves["char"], "--prompt", "a fox", "--num-samples", 4, "--stop", "e", "--max-new-tokens", 60]
+    found = samples(sample(*flags, "--json"))
+    assert len({len(one["tokens"]) for one in found}) > 1
+    for one in found:
+        assert one["reason"] == ("stop" if "e" in one["text"] else "length")
+        assert one["text"].find("e") in (-1, len(one["text"]) - 1)
+    assert sample(*flags).stdout == "".join(f"a fox{one['text']}\n" for one in found)
+
+
+def test_a_document_ends_at_its_separator(saves, sample):
+    assert sample(saves["separated"]).stdout == "abc\n"
+    (one,) = samples(sample(saves["separated"], "--prompt", "a", "--json"))
+    assert (one["text"], one["reason"]) == ("bc", "stop")
+    _, tokenizer = load_checkpoint(saves["separated"])
+    assert one["tokens"][-1] == int(tokenizer.separator[0])
+
+
+def test_an_empty_text_to_stop_at_is_refused_before_anything_is_printed(saves, sample):
+    said = error(sample(saves["letters"], "--prompt", "ab", "--stop", ""))
+    assert said.startswith("error: stop=[''] is not possible")
+
+
+def test_half_a_character_to_stop_at_is_no_failure_of_the_program(saves, sample):
+    result = sample(saves["letters"], "--prompt", "ab", "--stop", "\udcff", "--max-new-tokens", 3)
+    assert result.returncode in (0, 2)
+    assert "UnicodeEncodeError" not in result.stderr
+
+
+# Probabilities
+
+
+def colour(probability: float) -> str:
+    """Green, yellow, orange … red, as terminals number them."""
+    colours = ((0.8, "40"), (0.5, "148"), (0.2, "220"), (0.05, "208"), (0, "196"))
+    return next(number for least, number in colours if probability >= least)
+
+
+@pytest.mark.parametrize("flags", [[], ["--temperature", "2.5"]])
+def test_colours_tell_how_likely_the_model_finds_each_token(flags, saves, sample):
+    flags = [saves["char"], "--prompt", "a fox", "--max-new-tokens", 27, *flags]
+    plain, shown = sample(*flags).stdout, sample(*flags, "--show-probs").stdout
+    assert ANSI.sub("", shown) == plain
+    assert shown.startswith("a fox\x1b[")
+    assert shown.endswith("\x1b[0m\n")
+    (one,) = samples(sample(*flags, "--json"))
+    _, tokenizer = load_checkpoint(saves["char"])
+    p = logprobs(saves["char"], tokenizer.encode("a fox").tolist(), one["tokens"])[range(27), one["tokens"]].exp()
+    assert COLOURED.findall(shown) == [(colour(x), c) for x, c in zip(p.tolist(), one["text"], strict=True)]
+    assert len({colour(x) for x in p.tolist()}) >= 3
+
+
+def test_colours_do_not_cut_characters(saves, sample):
+    shown = sample(saves["multibyte"], "--max-new-tokens", 27, "--show-probs").stdout
+    assert COLOURED.findall(shown) == [("40", character) for character in WHOLE * 3]
+    assert ANSI.sub("", shown) == WHOLE * 3 + "\n"
+
+
+def test_every_sample_has_colours(saves, sample):
+    flags = [saves["char"], "--prompt", "a fox", "--num-samples", 3, "--max-new-tokens", 20]
+    plain, shown = sample(*flags).stdout, sample(*flags, "--show-probs").stdout
+    assert ANSI.sub("", shown) == plain
+    assert len(COLOURED.findall(shown)) == 60
+
+
+def test_json_has_no_colours(saves, sample):
+    (one,) = samples(sample(saves["char"], "--prompt", "a fox", "--json", "--show-probs"))
+    assert "\x1b" not in one["text"]
+
+
+# Scores
+
+TEXT = "a fox, a café.\n"
+
+
+@pytest.mark.parametrize("name", ["char", "bpe", "multibyte", "separated"])
+def test_a_score_is_the_probability_that_the_model_gives_the_text(name, saves, sample):
+    (found,) = samples(sample(saves[name], "--score", "-", "--json", stdin=TEXT.encode()))
+    _, tokenizer = load_checkpoint(saves[name])
+    ids = tokenizer.encode(TEXT).tolist()
+    every = logprobs(saves[name], tokenizer.start.tolist(), ids)
+    each = every[range(len(ids)), ids]
+    assert found["token_ids"] == ids
+    assert found["logprobs"] == pytest.approx(each.tolist(), abs=1e-4)
+    assert found["ranks"] == (every > each[:, None]).sum(-1).tolist()
+    assert (found["tokens"], found["bytes"]) == (len(ids), 16)
+    assert found["nats"] == pytest.approx(-each.sum().item(), rel=1e-5)
+    assert found["nats_per_token"] == pytest.approx(-each.mean().item(), rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(-each.sum().item() / math.log(2) / 16, rel=1e-5)
+
+
+def test_a_score_is_printed_for_people_too(saves, sample, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    result = sample(saves["char"], "--score", "text.txt")
+    (found,) = samples(sample(saves["char"], "--score", "text.txt", "--json"))
+    assert result.returncode == 0
+    assert result.stderr == f"sampling from {saves['char']}\n"
+    said = dict(re.split(r"  +", line, maxsplit=1) for line in result.stdout.splitlines())
+    for name in ("tokens", "bytes", "nats", "nats_per_token", "bits_per_byte"):
+        assert float(said.pop(name.replace("_", " "))) == pytest.approx(found[name], abs=1e-4)
+    first = sum(rank == 0 for rank in found["ranks"])
+    assert said == {"first choice": f"{first} of 15 tokens ({first / 15:.1%})"}
+
+
+def test_a_score_shows_the_text_in_colours(saves, sample):
+    plain = sample(saves["char"], "--score", "-", stdin=TEXT.encode()).stdout
+    shown = sample(saves["char"], "--score", "-", "--show-probs", stdin=TEXT.encode()).stdout
+    (found,) = samples(sample(saves["char"], "--score", "-", "--json", stdin=TEXT.encode()))
+    assert COLOURED.findall(shown) == [(colour(math.exp(p)), c) for p, c in zip(found["logprobs"], TEXT, strict=True)]
+    assert ANSI.sub("", shown) == f"{TEXT}\n{plain}"
+
+
+def test_a_text_longer_than_the_model_reads_at_once_has_a_score_for_every_token(saves, sample):
+    text = "the quick brown fox jumps over the lazy dog. " * 10
+    (found,) = samples(sample(saves["char"], "--score", "-", "--json", stdin=text.encode()))
+    assert len(found["logprobs"]) == found["tokens"] == found["bytes"] == 450
+    assert found["nats"] == pytest.approx(-sum(found["logprobs"]), rel=1e-6)
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"], ["--show-probs"]])
+def test_an_empty_text_has_no_score(flags, saves, sample):
+    said = error(sample(saves["char"], "--score", "-", *flags))
+    assert said == "error: the text to score is empty; give one with something in it"
+
+
+# Conversations
+
+
+def talk(sample: Callable[..., Any], path: str, *lines: str, flags: tuple[Any, ...] = ("--temperature", 0)) -> Any:
+    typed = "".join(f"{line}\n" for line in lines).encode("utf-8", "surrogateescape")
+    result = sample(path, "--interactive", "--max-new-tokens", 12, *flags, stdin=typed)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+@pytest.mark.parametrize("name", ["char", "bpe"])
+def test_an_answer_continues_all_that_was_said_before(name, saves, sample):
+    path = saves[name]
+    first = greedy(path, "a fox", 12)
+    second = greedy(path, f"a fox{first}, a dog", 12)
+    assert second != greedy(path, ", a dog", 12)
+    assert talk(sample, path, "a fox", ", a dog").stdout == f"{first}\n{second}\n"
+
+
+def test_a_reset_forgets_what_was_said(saves, sample):
+    first, kept = (talk(sample, saves["char"], *lines).stdout for lines in (["a fox"], ["a fox", "a fox"]))
+    assert kept != 2 * first
+    assert talk(sample, saves["char"], "a fox", "/reset", "a fox").stdout == 2 * first
+
+
+def test_answers_are_random_and_the_same_for_the_same_seed(saves, sample):
+    lines = ["a fox", "/reset", "a fox"]
+    one, again, other = (talk(sample, saves["char"], *lines, flags=("--seed", seed)).stdout for seed in (1, 1, 10))
+    assert one == again != other
+
+
+@pytest.mark.parametrize("setting", ["temperature 0", "top_k 1", "top_p 1e-9", "min_p 1"])
+def test_a_setting_can_be_changed_in_a_conversation(setting, saves, sample):
+    hot = ("--temperature", 9)
+    wanted = f"{greedy(saves['char'], 'a fox', 12)}\n"
+    assert talk(sample, saves["char"], "a fox", flags=hot).stdout != wanted
+    assert talk(sample, saves["char"], f"/{setting}", "a fox", flags=hot).stdout == wanted
+
+
+def test_temperature_and_length_and_seed_of_a_conversation_are_those_of_the_command_line(saves, sample):
+    lines = ("/temperature 0.7", "/max_new_tokens 20", "/seed 3", "/repetition_penalty 1.5", "a fox")
+    flags = ("--temperature", 0.7, "--max-new-tokens", 20, "--seed", 3, "--repetition-penalty", 1.5)
+    said = talk(sample, saves["char"], *lines, flags=("--temperature", 9)).stdout
+    assert said == talk(sample, saves["char"], "a fox", flags=flags).stdout
+    assert f"a fox{said}" == sample(saves["char"], "--prompt", "a fox", *flags).stdout
+
+
+BAD_COMMANDS = {
+    "/nonsense": "error: /nonsense is no command; there are /reset, /quit, and /temperature",
+    "/": "error: / is no command",
+    "/stop x": "error: /stop is no command",
+    "/temperature": "error: /temperature",
+    "/temperature hot": "error: /temperature takes a number after it, not hot",
+    "/temperature -1": "error: temperature=-1.0 is not possible; it takes a number of at least 0",
+    "/temperature nan": "error: temperature=nan is not possible",
+    "/top_k 0": "error: top_k=0 is not possible; it takes a whole number of at least 1",
+    "/top_k 1.5": "error: /top_k takes a number after it, not 1.5",
+    "/top_p 2": "error: top_p=2.0 is not possible",
+    "/min_p -1": "error: min_p=-1.0 is not possible",
+    "/repetition_penalty 0": "error: repetition_penalty=0.0 is not possible",
+    "/max_new_tokens 0": "error: max_new_tokens=0 is not possible",
+    "/seed -1": "error: seed=-1 is not possible",
+    "Zebra": "error: the tokenizer does not know 'Z'",
+}
+
+
+def test_what_is_typed_wrong_is_one_line_each_and_changes_nothing(saves, sample):
+    wanted = talk(sample, saves["char"], "a fox", ", a dog").stdout
+    result = talk(sample, saves["char"], "a fox", *BAD_COMMANDS, ", a dog")
+    assert result.stdout == wanted
+    said = result.stderr.splitlines()[2:]
+    assert len(said) == len(BAD_COMMANDS)
+    for line, beginning in zip(said, BAD_COMMANDS.values(), strict=True):
+        assert line.startswith(beginning)
+
+
+def test_a_line_that_is_not_utf_8_is_no_failure_of_the_program(saves, sample):
+    result = sample(saves["char"], "--interactive", "--max-new-tokens", 5, stdin=b"a f\xffox\na fox\n")
+    assert result.returncode in (0, 2), result.stderr
+    assert "UnicodeDecodeError" not in result.stderr
+
+
+def test_quitting_ends_a_conversation_before_its_input(saves, sample):
+    assert talk(sample, saves["char"], "/quit", "a fox").stdout == ""
+
+
+def test_an_empty_line_continues_what_there_is(saves, sample):
+    first = greedy(saves["char"], "a fox", 12)
+    assert talk(sample, saves["char"], "a fox", "").stdout == f"{first}\n{greedy(saves['char'], f'a fox{first}', 12)}\n"
+    result = talk(sample, saves["char"], "")
+    assert result.stdout == f"{greedy(saves['char'], chr(10), 12)}\n"
+    assert result.stderr.splitlines()[2] == "no prompt: beginning from a line break"
+
+
+def test_answers_stop_where_samples_do(saves, sample):
+    assert talk(sample, saves["letters"], "abc", "", flags=("--stop", "f")).stdout == "def\nghijklmnopqr\n"
+    assert talk(sample, saves["separated"], "a", "b").stdout == "bc\nc\n"
+
+
+def test_answers_have_colours(saves, sample):
+    shown = talk(sample, saves["char"], "a fox", ", a dog", flags=("--show-probs",)).stdout
+    assert len(COLOURED.findall(shown)) == 24
+    assert ANSI.sub("", shown) == talk(sample, saves["char"], "a fox", ", a dog", flags=()).stdout
+
+
+def test_what_came_before_ctrl_c_is_kept(saves, sample, monkeypatch):
+    asked = []
+
+    def interrupted(*arguments: Any, **options: Any) -> Iterator[Step]:
+        asked.append(arguments)
+        yield from islice(stream(*arguments, **options), 5 if len(asked) == 1 else None)
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("minigpt.console.stream", interrupted)
+    first = greedy(saves["char"], "a fox", 5)
+    second = greedy(saves["char"], f"a fox{first}, a dog", 12)
+    assert talk(sample, saves["char"], "a fox", ", a dog").stdout == f"{first}\n{second}\n"
+
+
+# What is wrong with the input
+
+
+BAD_SETTINGS = {
+    "--num-samples 0": "num_samples=0",
+    "--num-samples -1": "num_samples=-1",
+    "--max-new-tokens 0": "max_new_tokens=0",
+    "--max-new-tokens -5": "max_new_tokens=-5",
+    "--temperature -0.1": "temperature=-0.1",
+    "--temperature nan": "temperature=nan",
+    "--temperature inf": "temperature=inf",
+    "--top-k 0": "top_k=0",
+    "--top-k -3": "top_k=-3",
+    "--top-p 0": "top_p=0.0",
+    "--top-p 1.01": "top_p=1.01",
+    "--top-p nan": "top_p=nan",
+    "--min-p -0.5": "min_p=-0.5",
+    "--min-p 2": "min_p=2.0",
+    "--repetition-penalty 0": "repetition_penalty=0.0",
+    "--repetition-penalty -1": "repetition_penalty=-1.0",
+    "--seed -1": "seed=-1",
+    "--seed 99999999999999999999": "seed=99999999999999999999",
+}
+
+
+@pytest.mark.parametrize("setting", BAD_SETTINGS)
+@pytest.mark.parametrize("flags", [[], ["--json"], ["--interactive"]], ids=["plain", "json", "interactive"])
+def test_an_impossible_setting_is_named(setting, flags, saves, sample):
+    said = error(sample(saves["char"], *setting.split(), *flags))
+    assert said.startswith(f"error: {BAD_SETTINGS[setting]} is not possible; it takes ")
+
+
+EXTREME_SETTINGS = {
+    "--temperature 1e-300": "temperature=1e-300",
+    "--top-p 1e-300": "top_p=1e-300",
+    "--top-k 1000000000000000000000": "top_k=1000000000000000000000",
+    "--repetition-penalty 1e-300": "repetition_penalty=1e-300",
+    "--repetition-penalty 1e300": "repetition_penalty=1e+300",
+    "--seed 9223372036854775807 --num-samples 2": "seed=9223372036854775807",
+}
+
+
+@pytest.mark.parametrize("setting", EXTREME_SETTINGS)
+def test_an_extreme_setting_gives_text_or_is_named(setting, saves, sample):
+    result = sample(saves["char"], "--prompt", "a fox", "--max-new-tokens", 12, "--json", *setting.split())
+    if result.returncode:
+        assert error(result).startswith(f"error: {EXTREME_SETTINGS[setting]} is not possible; it takes ")
+    else:
+        assert all(len(one["text"]) == 12 for one in samples(result))
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "mps", "nonsense", "", "cuda:x", "meta"])
+def test_a_device_that_is_not_there_is_named(device, saves, sample):
+    if (device.startswith("cuda:0") or device == "cuda") and torch.cuda.is_available():
+        pytest.skip("this machine has what the test wants missing")
+    if device == "mps" and torch.backends.mps.is_available():
+        pytest.skip("this machine has what the test wants missing")
+    said = error(sample(saves["char"], f"--device={device}"))
+    assert said.startswith(f"error: --device={device} is not there; this machine has cpu")
+
+
+@pytest.fixture
+def broken(saves: dict[str, str], tmp_path: Path) -> None:
+    """Files that are no checkpoints, each in its way."""
+    whole = Path(saves["char"]).read_bytes()
+    (tmp_path / "cut.ckpt").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "empty.ckpt").touch()
+    (tmp_path / "text.txt").write_text("no checkpoint")
+    (tmp_path / "folder").mkdir()
+    content = torch.load(saves["char"], weights_only=True)
+    torch.save({"state_dict": content["state_dict"]}, tmp_path / "other.ckpt")
+    content["minigpt"]["format"] = FORMAT + 1
+    torch.save(content, tmp_path / "newer.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (None, "no run with a checkpoint in runs/; train one with python scripts/train.py"),
+        ("folder", "folder holds no checkpoints/best.ckpt; give a run folder or a checkpoint file"),
+        ("nowhere", "nowhere does not exist; give a run folder or a checkpoint file"),
+        ("text.txt", "text.txt is not a checkpoint"),
+        ("empty.ckpt", "empty.ckpt is not a whole checkpoint: cut short, or another kind of file"),
+        ("cut.ckpt", "cut.ckpt is not a whole checkpoint: cut short, or another kind of file"),
+        ("other.ckpt", "other.ckpt is not a checkpoint of minigpt"),
+        ("newer.ckpt", f"newer.ckpt has format {FORMAT + 1}; this version of minigpt reads format {FORMAT}"),
+    ],
+)
+def test_what_is_no_checkpoint_is_one_line(run, said, broken, sample):
+    result = sample(*([run] if run else []))
+    assert error(result).startswith(f"error: {said}")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_file_that_is_cut_short_ends_the_process_with_one_line(broken, tmp_path):
+    arguments = command("cut.ckpt", "--prompt", "a")
+    ran = subprocess.run(arguments, capture_output=True, text=True, cwd=tmp_path, env=environment(), check=False)
+    assert error(ran) == "error: cut.ckpt is not a whole checkpoint: cut short, or another kind of file"
+
+
+@pytest.mark.parametrize("name", ["best", "last"])
+def test_a_run_folder_means_its_checkpoint_and_no_folder_the_newest_run(name, saves, sample, tmp_path):
+    for i, run in enumerate(("old", "new")):
+        path = tmp_path / "runs" / run / "checkpoints" / f"{name}.ckpt"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(Path(saves["letters"]).read_bytes())
+        os.utime(path, (1000 + i, 1000 + i))
+    flags = ("--prompt", "ab", "--max-new-tokens", 2)
+    result = sample("runs/old", *flags)
+    assert result.stdout == "abcd\n"
+    assert result.stderr.splitlines()[0] == f"sampling from runs/old/checkpoints/{name}.ckpt"
+    if name == "best":
+        assert sample(*flags).stderr.splitlines()[0] == "sampling from runs/new/checkpoints/best.ckpt"
