@@ -26,6 +26,7 @@ from minigpt.attention import rotary_table
 from minigpt.model import GPT, Block, Cache, mix_before
 
 _SMALL = 1 << 20  # numbers of a matrix of which a copy in the order of the product is worth its memory
+_HALF, _ROOT = torch.tensor(0.5), torch.tensor(math.sqrt(0.5))  # tensors: a plain number is made one at every use
 _TURNED = 256  # positions of which the rotation is computed at a time, beyond the model's own
 
 
@@ -41,6 +42,7 @@ class Decoder:
     `logits` (B, V) are those after the prompts, then those after the last step.
     """
 
+    @torch.inference_mode()
     def __init__(
         self,
         model: GPT,
@@ -88,6 +90,7 @@ class Decoder:
         last = [prompt[-1] for prompt in prompts for _ in range(num_samples)]
         self.logits = self.step(torch.tensor(last, device=self.device))
 
+    @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
         """Add a token to each sample, (B,); returns the logits after it, (B, V)."""
         self._make_room()
@@ -105,7 +108,7 @@ class Decoder:
         else:
             first = min(self._starts)
             hidden = None if first == max(self._starts) else self._mask(first, self._end)
-            new = self._buffer[..., at, :].unbind()  # (B, 2K, D), a layer each
+            new = self._buffer[..., at : self._end, :].unbind()  # (B, 2K, 1, D), a layer each
             keys, values = self._buffer[..., first : self._end, :].chunk(2, dim=2)
             seen = list(zip(keys.unbind(), values.unbind(), strict=True))  # (B, K, S, D) each, a layer
 
@@ -123,9 +126,12 @@ class Decoder:
         begin = self._end - length
         for row in rows:
             self._starts[row], self._offsets[row] = begin, -begin
-        read = self.model.new_cache(len(texts))
+        # Not in inference mode, whose tensors a model that goes on training must not keep.
+        with torch.inference_mode(False), torch.no_grad():
+            read = self.model.new_cache(len(texts))
+            if length:
+                self.model(torch.tensor(texts, device=self.device), cache=read)
         if length:
-            self.model(torch.tensor(texts, device=self.device), cache=read)
             for layer, buffer in zip(read.layers, self._buffer, strict=True):
                 buffer[rows, :, begin : self._end] = torch.cat((layer.k, layer.v), dim=1)[:, :, :length]
         if self._state.last is not None:
@@ -156,7 +162,7 @@ class Decoder:
     def _embed(self, tokens: Tensor, at: int) -> Tensor:
         """What enters the first block, (B, C)."""
         model, config = self.model, self.config
-        x = F.embedding(tokens, model.wte.weight)
+        x = model.wte.weight.index_select(0, tokens)
         if config.ngram:
             x = x + model.ngrams(tokens[:, None], self._state)[:, 0]
         if config.smear:
@@ -167,7 +173,7 @@ class Decoder:
         return _rms_norm(x) if config.embed_norm else x
 
     def _turn(self, at: int) -> Tensor:
-        """Factors of a head and of its halves exchanged, for the next positions: (2, D), or (2, B, 1, D)."""
+        """Factors of a head and of its halves exchanged, for the next positions: (2, D), or (2, B, 1, 1, D)."""
         least, most = at + min(self._offsets), at + max(self._offsets)
         if self._turns is None or most >= self._turns[0] + self._turns[1].size(1):
             D, config = self.config.head_width, self.config
@@ -177,7 +183,7 @@ class Decoder:
         begin, table = self._turns
         if least == most:
             return table[:, least - begin]
-        return self._pick(table.movedim(0, 1), at - begin).movedim(0, 1)[:, :, None]
+        return self._pick(table.movedim(0, 1), at - begin).movedim(0, 1)[:, :, None, None]
 
     def _pick(self, table: Tensor, at: int) -> Tensor:
         """The row of a table that each sample's next position has: one for all where they agree."""
@@ -259,23 +265,22 @@ def _blocks(
     Args:
         turn: rotation of queries and keys, see `Decoder._turn`.
         mask: (B, 1, 1, S), true where a sample may look.
-        store: takes the number of a layer and its new keys and values (B, 2K, D), and gives all of them that are to
+        store: takes the number of a layer and its new keys and values (B, 2K, 1, D), and gives all of them that are to
             be seen, (B, K, S, D) each.
     """
     B, H, K, D = len(x), kind.n_head, kind.n_kv_head, kind.width
     for i, layer in enumerate(layers):
         h = _norm(kind.norm, x, layer.norm_1, layer.norm_1_bias) if kind.pre_norm else x
-        heads = _linear(h, layer.qkv, layer.qkv_bias).view(B, H + 2 * K, D)
-        q, kv = heads.split((H, 2 * K), dim=1)
+        heads = _linear(h, layer.qkv, layer.qkv_bias).view(B, H + 2 * K, 1, D)
+        q, kv = heads.narrow(1, 0, H), heads.narrow(1, H, 2 * K)  # (B, H, 1, D), (B, 2K, 1, D)
         if kind.qk_norm or turn is not None:
-            qk = heads[:, : H + K]  # changed in place, which changes q and kv
+            qk = heads.narrow(1, 0, H + K)  # changed in place, which changes q and kv
             if kind.qk_norm:
                 qk.copy_(_rms_norm(qk))
             if turn is not None:
                 turned = qk.roll(D // 2, dims=-1).mul_(turn[1])
                 qk.mul_(turn[0]).add_(turned)
         keys, values = store(i, kv)
-        q = q[:, :, None]  # (B, H, 1, D)
         y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=H != K)
         x = _linear(y.view(B, H * D), layer.out, layer.out_bias, onto=x)
         if not kind.pre_norm:
@@ -300,7 +305,7 @@ def _blocks_in_place(
     """`_blocks` over the whole buffer, in which nothing but the contents of tensors changes from step to step."""
 
     def store(i: int, kv: Tensor) -> tuple[Tensor, Tensor]:
-        buffer[i].index_copy_(2, at, kv[..., None, :])
+        buffer[i].index_copy_(2, at, kv)
         return buffer[i, :, : kind.n_kv_head], buffer[i, :, kind.n_kv_head :]
 
     return _blocks(kind, layers, x, turn, mask, store)
@@ -330,8 +335,8 @@ def _rms_norm(x: Tensor) -> Tensor:
 
 def _activation(kind: str, x: Tensor) -> Tensor:
     if kind == "gelu":  # written out: on a CPU torch hands it to a library that starts slowly
-        half = x * 0.5
-        return torch.addcmul(half, half, (x * math.sqrt(0.5)).erf_())
+        half = x * _HALF
+        return torch.addcmul(half, half, (x * _ROOT).erf_())
     if kind == "relu":
         return F.relu(x)
     if kind == "relu2":

@@ -9,6 +9,7 @@ Shapes: B samples, V vocab.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ class Sampling:
         if self.temperature not in (0, 1):
             if self.temperature < 0.01:  # from the largest: far beyond what numbers hold, inf - inf would come of it
                 logits = logits - logits.amax(dim=-1, keepdim=True)
-            logits = logits / max(self.temperature, 1e-30)
+            logits = logits / self._divisor
         if self.top_k is not None and self.top_k < logits.size(-1):
             kept, index = logits.topk(self.top_k)  # (B, k)
             logits = torch.full_like(logits, float("-inf")).scatter(-1, index, kept)
@@ -88,6 +89,10 @@ class Sampling:
         # The number lies in one token's part of the probability. In 64 bits it stays below the total.
         upto = logits.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)  # (B, V)
         return torch.searchsorted(upto, uniform[:, None] * upto[:, -1:], right=True)[:, 0]
+
+    @cached_property
+    def _divisor(self) -> Tensor:
+        return torch.tensor(max(self.temperature, 1e-30))  # a plain number is made a tensor at every use
 
     def _penalise(self, logits: Tensor, seen: Tensor | None) -> Tensor:
         penalty = self.repetition_penalty

@@ -1,7 +1,9 @@
-"""Decoding against loops without a cache, against the distribution that it draws from, and its settings."""
+"""Texts against loops without a cache, where they stop, what does not change them; and how likely a text is."""
 
+import math
 import subprocess
 import sys
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.testing import assert_close
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from minigpt.config import GPTConfig
 from minigpt.errors import UserError
-from minigpt.generation import generate, stream
+from minigpt.generation import Sample, Step, generate, score, stream
 from minigpt.model import GPT
+from minigpt.sampling import Sampling
 
 ARCHITECTURES = {
     "gpt2": {},
@@ -46,19 +51,25 @@ def test_greedy_decoding_takes_the_likeliest_token_of_a_loop_without_a_cache(set
     for _ in range(13):
         text = torch.cat((text, model(text[None])[0, -1].argmax(keepdim=True)))
     assert len(set(text.tolist())) > 3
-    assert generate(model, prompt, max_new_tokens=13, temperature=0).tolist() == [text[3:].tolist()]
+    assert texts(model, prompt, max_new_tokens=13, temperature=0) == [text[3:].tolist()]
 
 
 @architectures
-def test_five_contexts_of_text_are_those_of_a_loop_that_crops_to_the_newer_half(settings: dict[str, Any]):
-    model, prompt = make(**settings), torch.tensor([5, 1, 19])
-    context, text = prompt, []
-    for _ in range(5 * 16):
-        if len(context) > 16:
-            context = context[-8:]
-        text.append(model(context[None])[0, -1].argmax())
-        context = torch.cat((context, text[-1][None]))
-    assert generate(model, prompt, max_new_tokens=80, temperature=0)[0].tolist() == [int(token) for token in text]
+def test_five_contexts_of_text_are_those_of_a_loop(settings: dict[str, Any]):
+    model, prompt = make(**settings), [5, 1, 19]
+    if model.config.position == "learned":
+        context, text = prompt, []
+        for _ in range(5 * 16):
+            if len(context) > 16:
+                context = context[-8:]
+            text.append(int(model(torch.tensor([context]))[0, -1].argmax()))
+            context = [*context, text[-1]]
+        assert texts(model, prompt, max_new_tokens=80, temperature=0) == [text]
+    else:  # the window slides; a single layer sees no further than it
+        model, text = make(**settings, n_layer=1), list(prompt)
+        for _ in range(5 * 16):
+            text.append(int(sees_the_last_block(model, text).argmax()))
+        assert texts(model, prompt, max_new_tokens=80, temperature=0) == [text[3:]]
 
 
 def test_a_context_of_one_token_is_enough_to_go_on():
@@ -66,15 +77,16 @@ def test_a_context_of_one_token_is_enough_to_go_on():
     text = [4]
     for _ in range(6):
         text.append(int(model(torch.tensor([[text[-1]]])).argmax()))
-    assert generate(model, torch.tensor([4]), max_new_tokens=6, temperature=0)[0].tolist() == text[1:]
+    assert texts(model, [4], max_new_tokens=6, temperature=0) == [text[1:]]
 
 
+@architectures
 @pytest.mark.parametrize("length", [16, 17, 40])
-def test_only_the_end_of_a_long_prompt_is_read(length: int):
-    model, prompt = make(), torch.randint(23, (length,))
+def test_only_the_end_of_a_long_prompt_is_read(settings: dict[str, Any], length: int):
+    model, prompt = make(**settings), torch.randint(23, (length,))
     expected = model(prompt[None, -16:])[0, -1].argmax()
-    assert generate(model, prompt, max_new_tokens=1, temperature=0).item() == expected
-    assert torch.equal(generate(model, prompt, max_new_tokens=20), generate(model, prompt[-16:], max_new_tokens=20))
+    assert texts(model, prompt, max_new_tokens=1, temperature=0) == [[expected]]
+    assert texts(model, prompt, max_new_tokens=20) == texts(model, prompt[-16:], max_new_tokens=20)
 
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, None), (0.5, None), (3.0, None), (1.0, 4), (2.0, 4)])
@@ -85,8 +97,8 @@ def test_sampled_frequencies_are_those_of_the_softmax(temperature: float, top_k:
     if top_k is not None:
         logits[logits.argsort()[:-top_k]] = float("-inf")
     expected = n * logits.softmax(-1)
-    drawn = generate(model, prompt, max_new_tokens=1, temperature=temperature, top_k=top_k, num_samples=n)
-    counts = torch.bincount(drawn[:, 0], minlength=11)
+    drawn = texts(model, prompt, max_new_tokens=1, temperature=temperature, top_k=top_k, num_samples=n)
+    counts = torch.bincount(torch.tensor(drawn)[:, 0], minlength=11)
     possible = expected > 0
     assert expected[possible].min() > 5
     assert counts[~possible].sum() == 0
@@ -96,104 +108,246 @@ def test_sampled_frequencies_are_those_of_the_softmax(temperature: float, top_k:
 def test_the_tokens_of_one_sample_are_drawn_independently():
     model = make(vocab_size=11, tie_embeddings=False)
     nn.init.zeros_(model.head.weight)
-    text = generate(model, torch.tensor([0]), max_new_tokens=1100)[0]
+    text = torch.tensor(texts(model, [0], max_new_tokens=1100)[0])
     counts = torch.bincount(text, minlength=11)
     assert ((counts - 100.0) ** 2 / 100).sum() < CHI_SQUARE_10
     assert 65 < (text[1:] == text[:-1]).sum() < 135  # a neighbour is equal once in eleven
 
 
-def test_top_k_keeps_exactly_k_tokens_where_they_tie():
-    model = make(vocab_size=11, tie_embeddings=False)
-    nn.init.zeros_(model.head.weight)
-    for top_k in (1, 3, 10):
-        drawn = generate(model, torch.tensor([2]), max_new_tokens=1, top_k=top_k, num_samples=300)
-        assert len(drawn.unique()) == top_k
-
-
-def test_top_k_of_the_whole_vocabulary_or_more_changes_nothing():
-    model, prompt = make(), torch.tensor([3])
-    texts = [generate(model, prompt, max_new_tokens=30, top_k=top_k).tolist() for top_k in (None, 23, 1000)]
-    assert texts[0] == texts[1] == texts[2]
+@pytest.mark.parametrize("penalty", [0.7, 1.3, 3.0])
+def test_a_repetition_penalty_is_for_the_tokens_of_the_prompt_and_those_drawn_since(penalty: float):
+    model, prompts = make(), [[5, 1, 19], [2, 2, 7, 0, 11, 12]]
+    processor = RepetitionPenaltyLogitsProcessor(penalty)
+    expected = []
+    for prompt in prompts:
+        text = torch.tensor([prompt])
+        while text.size(1) < len(prompt) + 10:
+            chosen = processor(text, model(text)[:, -1]).argmax(-1, keepdim=True)
+            text = torch.cat((text, chosen), dim=1)
+        expected.append(text[0, len(prompt) :].tolist())
+    options = {"max_new_tokens": 10, "temperature": 0}
+    assert texts(model, prompts, repetition_penalty=penalty, **options) == expected
+    assert texts(model, prompts, **options) != expected
+    long = [9, *[3] * 30]  # what is no longer read was in the text all the same
+    for token in (9, 3):
+        bare = model(torch.tensor([long[-16:]]))[:, -1]
+        model.wte.weight.data[token] *= 3 * bare[0].max() / bare[0, token]
+        best = processor(torch.tensor([long]), model(torch.tensor([long[-16:]]))[:, -1]).argmax()
+        assert texts(model, long, max_new_tokens=1, temperature=0, repetition_penalty=penalty) == [[best]]
 
 
 def test_one_likeliest_token_is_greedy_decoding():
-    model, prompt = make(), torch.tensor([3])
-    greedy = generate(model, prompt, max_new_tokens=30, temperature=0)
-    assert torch.equal(generate(model, prompt, max_new_tokens=30, top_k=1, seed=8), greedy)
+    model = make()
+    greedy = texts(model, [3], max_new_tokens=30, temperature=0)
+    for options in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-30}):
+        assert texts(model, [3], max_new_tokens=30, seed=8, **options) == greedy
 
 
-@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-40])
-def test_the_smallest_temperatures_are_greedy_decoding(temperature: float):
-    model, prompt = make(), torch.tensor([3])
-    greedy = generate(model, prompt, max_new_tokens=30, temperature=0)
-    assert torch.equal(generate(model, prompt, max_new_tokens=30, temperature=temperature), greedy)
+def test_every_filter_changes_the_text():
+    model = make()
+    model.head.weight.data *= 0.2
+    changes = ({}, {"temperature": 0.5}, {"top_k": 4}, {"top_p": 0.5}, {"min_p": 0.4}, {"repetition_penalty": 2.0})
+    different = {tuple(texts(model, [3], max_new_tokens=60, **options)[0]) for options in changes}
+    assert len(different) == len(changes)
 
 
 def test_the_same_seed_gives_the_same_text_and_another_seed_another():
-    model, prompt = make(), torch.tensor([3])
-    first, again, other = (generate(model, prompt, max_new_tokens=30, seed=seed) for seed in (4, 4, 40))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
+    first, again, other = (texts(make(), [3], max_new_tokens=30, seed=seed) for seed in (4, 4, 40))
+    assert first == again
+    assert first != other
+    assert texts(make(), [3], max_new_tokens=30, seed=2**63 - 1, num_samples=2) != first
 
 
 def test_a_sample_is_the_same_text_however_many_run_beside_it():
-    model, prompt = make(position="rope"), torch.tensor([3, 7])
-    many = generate(model, prompt, max_new_tokens=40, seed=7, num_samples=5)
-    assert many.shape == (5, 40)
-    assert len({tuple(text) for text in many.tolist()}) == 5
+    model, prompt = make(position="rope"), [3, 7]
+    many = texts(model, prompt, max_new_tokens=40, seed=7, num_samples=5)
+    assert [len(text) for text in many] == [40] * 5
+    assert len({tuple(text) for text in many}) == 5
     for i, text in enumerate(many):
-        assert torch.equal(generate(model, prompt, max_new_tokens=40, seed=7, num_samples=i + 1)[i], text)
-        assert torch.equal(generate(model, prompt, max_new_tokens=40, seed=7 + i)[0], text)
+        assert texts(model, prompt, max_new_tokens=40, seed=7, num_samples=i + 1)[i] == text
+        assert texts(model, prompt, max_new_tokens=40, seed=7 + i) == [text]
+
+
+def test_the_samples_of_each_of_several_prompts_are_those_of_the_prompt_alone():
+    model, prompts = make(), [[3, 7], [1], [3, 7], list(range(20))]
+    together = generate(model, prompts, max_new_tokens=40, num_samples=2, seed=5, top_p=0.9)
+    assert len(together) == 8
+    for i, prompt in enumerate(prompts):
+        alone = generate(model, prompt, max_new_tokens=40, num_samples=2, seed=5, top_p=0.9)
+        for one, other in zip(together[2 * i : 2 * i + 2], alone, strict=True):
+            assert one.tokens == other.tokens
+            assert_close(one.logprobs, other.logprobs, atol=1e-4, rtol=1e-4)
+    assert together[0].tokens == together[4].tokens != together[2].tokens
 
 
 def test_a_shorter_text_is_the_beginning_of_a_longer_one():
-    model, prompt = make(), torch.tensor([3])
-    longer = generate(model, prompt, max_new_tokens=40, num_samples=2)
-    assert torch.equal(generate(model, prompt, max_new_tokens=11, num_samples=2), longer[:, :11])
+    model = make()
+    longer = texts(model, [3], max_new_tokens=40, num_samples=2)
+    assert texts(model, [3], max_new_tokens=11, num_samples=2) == [text[:11] for text in longer]
 
 
-def test_sampling_leaves_the_random_state_of_training_alone():
+def test_sampling_neither_uses_nor_changes_the_random_state_of_training():
     model = make(dropout=0.5).train()
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    generate(model, torch.tensor([3]), max_new_tokens=20)
-    assert torch.equal(torch.rand(3), expected)
+    drawn = []
+    for seed in (5, 6):
+        torch.manual_seed(seed)
+        expected = torch.rand(3)
+        torch.manual_seed(seed)
+        drawn.append(texts(model, [3], max_new_tokens=20, num_samples=2))
+        assert torch.equal(torch.rand(3), expected)
+    assert drawn[0] == drawn[1]
 
 
-def test_a_stream_yields_the_columns_of_generate_as_they_come():
-    model, prompt = make(), torch.tensor([3, 7])
-    whole = generate(model, prompt, max_new_tokens=20, num_samples=3, top_k=5)
-    columns = stream(model, prompt, max_new_tokens=10**12, num_samples=3, top_k=5)
-    for i, column in enumerate(islice(columns, 20)):
-        assert torch.equal(column, whole[:, i])
+def test_a_prompt_may_be_a_tensor_or_a_list_and_stand_in_a_list():
+    model = make()
+    expected = texts(model, [3, 7], max_new_tokens=20)
+    for prompt in (torch.tensor([3, 7]), torch.tensor([3, 7], dtype=torch.int32), (3, 7), [[3, 7]], [(3, 7)]):
+        assert texts(model, prompt, max_new_tokens=20) == expected
+    for prompts in ([torch.tensor([3, 7]), [1]], [[3, 7], (1,)], (torch.tensor([3, 7]), torch.tensor([1]))):
+        both = texts(model, prompts, max_new_tokens=20)
+        assert both == [*expected, *texts(model, [1], max_new_tokens=20)]
+
+
+def test_a_sample_is_plain_numbers():
+    for sample in generate(make(), torch.tensor([3, 7]), max_new_tokens=20, num_samples=2):
+        assert {type(token) for token in sample.tokens} == {int}
+        assert {type(logprob) for logprob in sample.logprobs} == {float}
+        assert len(sample.tokens) == len(sample.logprobs) == 20
+        assert sample.reason == "length"
+
+
+@architectures
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0}, {"temperature": 2.5}, {"top_k": 3, "repetition_penalty": 2.0}, {"top_p": 0.5}],
+    ids=str,
+)
+def test_the_probabilities_of_tokens_are_those_of_the_model_before_filters(
+    settings: dict[str, Any], options: dict[str, Any]
+):
+    model, prompts = make(**settings), [[5, 1, 19], [4]]
+    for i, sample in enumerate(generate(model, prompts, max_new_tokens=13, num_samples=2, **options)):
+        text = torch.tensor([*prompts[i // 2], *sample.tokens])
+        expected = model(text[None, :-1])[0].double().log_softmax(-1).gather(-1, text[1:, None])[-13:, 0]
+        assert_close(torch.tensor(sample.logprobs).double(), expected.detach(), atol=1e-4, rtol=1e-5)
+
+
+def test_a_stream_yields_what_generate_returns_as_it_comes():
+    model, options = make(), {"num_samples": 3, "top_k": 5}
+    whole = generate(model, [3, 7], max_new_tokens=20, **options)
+    for i, step in enumerate(islice(stream(model, [3, 7], max_new_tokens=10**12, **options), 20)):
+        assert isinstance(step, Step)
+        assert step.tokens == [sample.tokens[i] for sample in whole]
+        assert step.logprobs == [sample.logprobs[i] for sample in whole]
+        assert step.stopped == [False] * 3
+    assert i == 19
+
+
+@pytest.mark.parametrize(
+    "stop",
+    [
+        ["b"],
+        ["ab"],  # of one token, or of two
+        ["dab", "bad"],
+        ["abc", "bcab", "cabd", "b d"],
+        ["é"],  # of two tokens of a byte each
+        ["aé", "éd", "dé"],
+        [2],
+        [0, "ddd", 19, "cc"],
+        ["zzz"],
+        [22],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("num_samples", [1, 8])
+def test_a_sample_ends_with_the_token_that_completes_what_it_stops_at(stop: list[str | int], num_samples: int):
+    model = make(vocab_size=len(Letters.TOKENS))
+    model.head.weight.data *= 0.1
+    options = {"max_new_tokens": 120, "num_samples": num_samples, "seed": 11}
+    free = generate(model, [[3, 1, 2], [0]], **options)
+    stopped = generate(model, [[3, 1, 2], [0]], stop=stop, tokenizer=Letters(), **options)
+    expected = [ended(sample, stop) for sample in free]
+    assert [(sample.tokens, sample.reason) for sample in stopped] == [(one.tokens, one.reason) for one in expected]
+    for one, other in zip(stopped, expected, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+    if stop not in (["zzz"], [22]) and num_samples == 8:
+        assert len({len(sample.tokens) for sample in stopped}) > 2  # each at its own time
+
+
+def test_a_stream_says_who_has_stopped_and_ends_when_all_have():
+    model = make(vocab_size=len(Letters.TOKENS))
+    model.head.weight.data *= 0.1
+    options = {"max_new_tokens": 120, "num_samples": 4, "seed": 11}
+    ends = [len(ended(sample, ["dab", 0]).tokens) for sample in generate(model, [3], **options)]
+    assert len(set(ends)) > 1
+    steps = list(stream(model, [3], stop=["dab", 0], tokenizer=Letters(), **options))
+    assert len(steps) == max(ends)
+    for i, step in enumerate(steps):
+        assert step.stopped == [end <= i + 1 for end in ends]
+
+
+def test_the_last_token_that_was_wanted_can_complete_what_a_sample_stops_at():
+    model = make(vocab_size=len(Letters.TOKENS))
+    (free,) = texts(model, [3], max_new_tokens=10, seed=2)
+    first = free.index(free[-1]) + 1
+    for n, reason in ((first - 1, "length"), (first, "stop"), (first + 5, "stop")):
+        if n:
+            (sample,) = generate(model, [3], max_new_tokens=n, seed=2, stop=[free[-1]])
+            assert sample.reason == reason
+            assert sample.tokens == free[: min(n, first)]
+
+
+def test_a_text_to_stop_at_that_the_prompt_has_does_not_count():
+    model = make(vocab_size=len(Letters.TOKENS))
+    nn.init.zeros_(model.wte.weight)  # every token is as likely
+    options = {"max_new_tokens": 60, "tokenizer": Letters()}
+    for seed in range(5):
+        (free,) = generate(model, [0, 1, 0, 1], seed=seed, **options)
+        (sample,) = generate(model, [0, 1, 0, 1], seed=seed, stop=["aba", "bab"], **options)
+        assert sample.tokens == ended(free, ["aba", "bab"]).tokens
+
+
+@pytest.mark.parametrize("stop", ["abc", ["a", ""], [1.5], [None], [b"a"], 5, None, [["a"]]], ids=str)
+def test_what_cannot_be_stopped_at_is_refused(stop: Any):
+    with pytest.raises(UserError, match="stop"):
+        generate(make(), [3], max_new_tokens=3, stop=stop, tokenizer=Letters())
+
+
+def test_texts_to_stop_at_need_a_tokenizer_and_token_ids_do_not():
+    with pytest.raises(UserError, match="tokenizer"):
+        generate(make(), [3], max_new_tokens=3, stop=["a"])
+    assert len(generate(make(), [3], max_new_tokens=3, stop=list(range(23)))[0].tokens) == 1
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_the_model_is_left_in_the_mode_that_it_was_in(training: bool):
     model, prompt = make(dropout=0.5).train(training), torch.tensor([3])
-    for use in (exhaust, abandon, fail):
+    for use in (exhaust, abandon, stop_at_once, never_begin, fail, rate, fail_to_rate):
         use(model, prompt)
         assert [module.training for module in model.modules()] == [training] * len(list(model.modules())), use
 
 
 def test_dropout_does_not_act_on_samples_of_a_model_in_training():
-    model, prompt = make(dropout=0.5), torch.tensor([3])
-    expected = generate(model.eval(), prompt, max_new_tokens=30, temperature=0)
-    assert torch.equal(generate(model.train(), prompt, max_new_tokens=30, temperature=0), expected)
+    model = make(dropout=0.5)
+    expected = generate(model.eval(), [3], max_new_tokens=30, temperature=0)
+    assert generate(model.train(), [3], max_new_tokens=30, temperature=0) == expected
+    assert torch.equal(score(model.train(), [4, 5, 6], [3]).logprobs, score(model.eval(), [4, 5, 6], [3]).logprobs)
 
 
-def test_sampling_records_nothing_for_a_backward_pass():
-    model = make()
-    recorded = []
-    model.register_forward_hook(lambda module, tokens, logits: recorded.append(logits.requires_grad))
-    generate(model, torch.tensor([3]), max_new_tokens=5)
+def test_sampling_records_nothing_for_a_backward_pass(monkeypatch: pytest.MonkeyPatch):
+    recorded, draw = [], Sampling.draw
+    monkeypatch.setattr(
+        Sampling, "draw", lambda self, logits, *rest: recorded.append(logits.requires_grad) or draw(self, logits, *rest)
+    )
+    model = make(smear=1, ngram=2)
+    generate(model, [3], max_new_tokens=5)
     assert recorded == [False] * 5
+    assert not score(model, [3, 4], [5]).logprobs.requires_grad
 
 
 def test_whoever_reads_a_stream_can_go_on_training():
     model = make()
-    for _ in stream(model, torch.tensor([3]), max_new_tokens=2):
+    for _ in stream(model, [3], max_new_tokens=2):
         assert torch.is_grad_enabled()
     model(torch.tensor([[3]]), torch.tensor([[4]])).backward()
     assert model.wte.weight.grad is not None
@@ -202,43 +356,109 @@ def test_whoever_reads_a_stream_can_go_on_training():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("max_new_tokens", 0),
-        ("max_new_tokens", -1),
-        ("temperature", -0.1),
-        ("temperature", float("nan")),
-        ("temperature", float("inf")),
-        ("top_k", 0),
-        ("top_k", -5),
-        ("seed", -1),
-        ("num_samples", 0),
+        *[("max_new_tokens", value) for value in (0, -1, 1.5, None, "3", True, 2**64)],
+        *[("num_samples", value) for value in (0, -1, 2.5, None, "3", True)],
+        *[("seed", value) for value in (-1, 0.5, None, "3", True, 2**64)],
+        *[("temperature", value) for value in (-0.1, float("nan"), float("inf"), None, "0.5", True)],
+        *[("top_k", value) for value in (0, -5, 1.5, True)],
+        *[("top_p", value) for value in (0, 1.5, float("nan"), "0.5")],
+        *[("min_p", value) for value in (-0.1, 1.5, float("nan"))],
+        *[("repetition_penalty", value) for value in (0, -1, float("nan"), None)],
     ],
 )
-def test_an_impossible_setting_is_named(name: str, value: float):
-    with pytest.raises(UserError, match=f"{name}={value} .* takes"):
-        generate(make(), torch.tensor([3]), **{"max_new_tokens": 3, name: value})
+def test_an_impossible_setting_is_named_before_anything_is_drawn(name: str, value: object):
+    for function in (generate, stream):
+        with pytest.raises(UserError, match=f"{name}={value} .* takes"):
+            function(make(), [3], **{"max_new_tokens": 3, name: value})
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("max_new_tokens", 1.5),
-        ("max_new_tokens", None),
-        ("temperature", None),
-        ("top_k", 1.5),
-        ("seed", 0.5),
-        ("seed", 2**64),
-        ("num_samples", 2.5),
-    ],
-)
-def test_a_setting_of_another_kind_is_named(name: str, value: float | None):
-    with pytest.raises(UserError, match=f"{name}={value} .* takes"):
-        generate(make(), torch.tensor([3]), **{"max_new_tokens": 3, name: value})
+NO_PROMPTS = {
+    "nothing": [],
+    "an empty tensor": torch.zeros(0, dtype=torch.long),
+    "a prompt without tokens": [[1], []],
+    "no prompts": [[]],
+    "an id beyond the vocabulary": [3, 23],
+    "a negative id": [-1],
+    "an id beyond the vocabulary in one of two": [[1], [3, 10**9]],
+    "a tensor of fractions": torch.tensor([1.0, 2.0]),
+    "fractions": [1.5, 2.0],
+    "fractions after an id": [1, 2.0],
+    "a number": 3,
+    "a tensor of one number": torch.tensor(3),
+    "text": "abc",
+    "texts": ["abc", "d"],
+    "None": None,
+    "a prompt and an id": [[1, 2], 3],
+    "an id and a prompt": [3, [1, 2]],
+    "three dimensions": torch.zeros(2, 2, 2, dtype=torch.long),
+    "true and false": [True, False],
+}
 
 
-@pytest.mark.parametrize("prompt", [torch.zeros(0, dtype=torch.long), torch.zeros(2, 2, dtype=torch.long)])
-def test_a_prompt_that_is_not_a_row_of_tokens_is_refused(prompt: Tensor):
+@pytest.mark.parametrize("prompt", NO_PROMPTS.values(), ids=NO_PROMPTS)
+def test_what_is_no_row_of_token_ids_is_refused_as_a_prompt(prompt: Any):
     with pytest.raises(UserError, match="prompt"):
         generate(make(), prompt, max_new_tokens=3)
+
+
+@architectures
+def test_the_score_of_a_text_is_what_the_model_says_of_each_of_its_tokens(settings: dict[str, Any]):
+    model, start, text = make(**settings), [5, 1], torch.randint(23, (14,)).tolist()
+    found = score(model, text, start)
+    p = model(torch.tensor([[*start, *text[:-1]]]))[0, 1:].double().softmax(-1)
+    own = p[range(14), text]
+    assert_close(found.logprobs.double(), own.log(), atol=1e-5, rtol=1e-5)
+    assert found.ranks.tolist() == [int((row > one).sum()) for row, one in zip(p, own, strict=True)]
+    assert len(set(found.ranks.tolist())) > 5
+    assert found.nats == pytest.approx(-own.log().sum().item(), rel=1e-5)
+    loss = model(torch.tensor([[*start, *text[:-1]]]), torch.tensor([[-100, *text]]), reduction="sum")
+    assert found.nats == pytest.approx(loss.item(), rel=1e-5)
+    assert found.bits_per_byte(28) == pytest.approx(found.nats / 28 / math.log(2))
+
+
+def test_a_model_that_knows_nothing_needs_the_bits_of_the_vocabulary():
+    model = make(vocab_size=256)
+    nn.init.zeros_(model.wte.weight)
+    found = score(model, torch.arange(100), [0])
+    assert found.nats == pytest.approx(100 * math.log(256))
+    assert found.bits_per_byte(100) == pytest.approx(8)
+    assert found.ranks.tolist() == [0] * 100  # none is likelier
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 7, 16])
+@pytest.mark.parametrize("n_start", [1, 8, 15, 16, 40])
+@pytest.mark.parametrize("n_text", [1, 50])
+def test_every_token_of_a_long_text_is_scored_after_half_a_block_or_all_there_is(
+    block_size: int, n_start: int, n_text: int
+):
+    model, ids = make(block_size=block_size), torch.randint(23, (n_start + n_text,)).tolist()
+    read = []
+    model.register_forward_hook(lambda module, given, logits: read.append(given[0].numel()))
+    found = score(model, ids[n_start:], ids[:n_start])
+    assert len(found.logprobs) == len(found.ranks) == n_text
+    assert sum(read) <= 2 * len(ids) + block_size
+    assert len(read) <= 2 * len(ids) / block_size + 2
+    for i, logprob, rank in zip(range(n_start, len(ids)), found.logprobs, found.ranks, strict=True):
+        least, most = min(i, (block_size + 1) // 2), min(i, block_size)
+        for context in range(least, most + 1):
+            row = model(torch.tensor([ids[i - context : i]]))[0, -1].log_softmax(-1)
+            if (row[ids[i]] - logprob).abs() < 1e-4 and (row > row[ids[i]]).sum() == rank:
+                break
+        else:
+            pytest.fail(f"token {i} was not scored after {least} to {most} tokens")
+
+
+def test_a_text_is_scored_as_the_samples_of_it_were():
+    model = make()
+    (sample,) = generate(model, [3, 7], max_new_tokens=14)
+    assert_close(score(model, sample.tokens, [3, 7]).logprobs, torch.tensor(sample.logprobs), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("prompt", NO_PROMPTS.values(), ids=NO_PROMPTS)
+def test_what_is_no_row_of_token_ids_is_not_scored(prompt: Any):
+    for text, start in ((prompt, [3]), ([3], prompt)):
+        with pytest.raises(UserError):
+            score(make(), text, start)
 
 
 def test_the_package_hands_out_the_function_generate_also_after_its_module_was_imported():
@@ -267,16 +487,80 @@ def make(**settings: Any) -> GPT:
     return model
 
 
+def texts(model: GPT, prompts: Any, **options: Any) -> list[list[int]]:
+    return [sample.tokens for sample in generate(model, prompts, **options)]
+
+
+class Letters:
+    """A tokenizer of letters and pairs of letters, and of the two bytes of é."""
+
+    TOKENS = [b"a", b"b", b"c", b"d", b" ", b"ab", b"ca", b"bc", b"dd", b"\xc3", b"\xa9", b"ad"]
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        return b"".join(self.TOKENS[i] for i in ids)
+
+
+def ended(sample: Sample, stop: list[str | int]) -> Sample:
+    """What is left of a sample that ends where the first of its beginnings has what it stops at."""
+    sought = [one.encode() for one in stop if isinstance(one, str)]
+    for n in range(1, len(sample.tokens) + 1):
+        text = Letters().decode_bytes(sample.tokens[:n])
+        if sample.tokens[n - 1] in stop or any(one in text for one in sought):
+            return Sample(sample.tokens[:n], sample.logprobs[:n], "stop")
+    return sample
+
+
+def sees_the_last_block(model: GPT, text: list[int]) -> Tensor:
+    """The logits (V,) after a text in which the only layer sees `block_size` tokens."""
+    ids, config = torch.tensor([text]), model.config
+    x = model.wte(ids)
+    if config.ngram:
+        x = x + model.ngrams(ids, None)
+    if config.smear:
+        before = [F.pad(x, (0, 0, k, 0))[:, : len(text)] for k in range(1, config.smear + 1)]
+        x = x + sum(factor * shifted for factor, shifted in zip(reversed(model.smear), before, strict=True))
+    x = x[:, -config.block_size :]
+    rotary = None if model.rotary is None else model.rotary[:, : x.size(1)]  # only distances count
+    return model.head(model.norm(model.blocks[0](x, rotary, None)))[0, -1]
+
+
 def exhaust(model: GPT, prompt: Tensor) -> None:
     generate(model, prompt, max_new_tokens=20)
 
 
 def abandon(model: GPT, prompt: Tensor) -> None:
-    columns = stream(model, prompt, max_new_tokens=20)
-    next(columns)
-    columns.close()
+    steps = stream(model, prompt, max_new_tokens=20)
+    next(steps)
+    assert not model.training
+    steps.close()
+
+
+def stop_at_once(model: GPT, prompt: Tensor) -> None:
+    generate(model, prompt, max_new_tokens=20, stop=list(range(23)))
+
+
+def never_begin(model: GPT, prompt: Tensor) -> None:
+    stream(model, prompt, max_new_tokens=20)
 
 
 def fail(model: GPT, prompt: Tensor) -> None:
-    with pytest.raises(IndexError):
+    with pytest.raises(UserError):
         generate(model, prompt + 1000, max_new_tokens=20)
+    with pytest.raises(ZeroDivisionError):
+        generate(model, prompt, max_new_tokens=20, stop=["a"], tokenizer=Broken())
+
+
+def rate(model: GPT, prompt: Tensor) -> None:
+    score(model, prompt.expand(40), prompt)
+
+
+def fail_to_rate(model: GPT, prompt: Tensor) -> None:
+    hook = model.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        score(model, prompt, prompt)
+    hook.remove()
+
+
+class Broken:
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        return bytes(1 // 0)

@@ -1,0 +1,365 @@
+"""What is left out before a token is drawn, against Hugging Face's processors; and the draw, against probabilities."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from minigpt.errors import UserError
+from minigpt.sampling import Sampling, Uniforms
+
+# Hugging Face's, in the order in which ours are documented to act.
+PROCESSORS: dict[str, Callable[[Any], Any]] = {
+    "repetition_penalty": RepetitionPenaltyLogitsProcessor,
+    "temperature": TemperatureLogitsWarper,
+    "top_k": TopKLogitsWarper,
+    "top_p": TopPLogitsWarper,
+    "min_p": MinPLogitsWarper,
+}
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "repetition_penalty": st.floats(0.2, 5),
+    "temperature": st.floats(0.05, 10),
+    "top_k": st.integers(1, 40),
+    "top_p": st.floats(0.01, 1),
+    "min_p": st.floats(0, 1),
+}
+LARGEST_BELOW_1 = 1 - 2.0**-24  # of 32-bit numbers
+
+# Chi-square of so many degrees of freedom is above this once in a thousand.
+CHI_SQUARE = [0, 10.828, 13.816, 16.266, 18.467, 20.515, 22.458, 24.322, 26.124, 27.877, 29.588]
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data(), seed=st.integers(0, 10**6), n_seen=st.integers(1, 8))
+def test_a_filter_alone_leaves_the_tokens_and_probabilities_that_hugging_face_leaves(
+    name: str, data: st.DataObject, seed: int, n_seen: int
+):
+    values = {name: data.draw(VALUES[name], label=name)}
+    logits, text, seen = given_text(seed, n_seen)
+    assume(clear(logits, seen, values))
+    compare_with_hugging_face(values, logits, text, seen)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(chosen=st.fixed_dictionaries({}, optional=VALUES), seed=st.integers(0, 10**6), n_seen=st.integers(1, 8))
+def test_filters_together_act_in_the_order_of_hugging_face(chosen: dict[str, Any], seed: int, n_seen: int):
+    logits, text, seen = given_text(seed, n_seen)
+    assume(clear(logits, seen, chosen))
+    compare_with_hugging_face(chosen, logits, text, seen)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later"),
+    [
+        ({"repetition_penalty": 4.0}, {"top_k": 3}),
+        ({"repetition_penalty": 4.0}, {"temperature": 0.3}),
+        ({"temperature": 3.0}, {"top_p": 0.6}),
+        ({"temperature": 0.4}, {"min_p": 0.2}),
+        ({"top_k": 5}, {"top_p": 0.8}),
+        ({"top_p": 0.3}, {"min_p": 0.7}),
+    ],
+)
+def test_a_filter_sees_what_the_ones_before_it_left(earlier: dict[str, Any], later: dict[str, Any]):
+    for seed in range(20):
+        compare_with_hugging_face({**earlier, **later}, *given_text(seed, n_seen=8))
+
+
+def test_no_filter_returns_the_logits_as_they_are():
+    logits = torch.randn(2, 30)
+    given = logits.clone()
+    assert torch.equal(Sampling().filter(logits), given)
+    Sampling(0.5, 3, 0.5, 0.1, 1.5).filter(logits, torch.ones(2, 30, dtype=torch.bool))
+    assert torch.equal(logits, given)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3, 10])
+@pytest.mark.parametrize("others", [{}, {"temperature": 0.5}, {"top_p": 0.99}, {"min_p": 0.5}], ids=str)
+def test_top_k_keeps_exactly_k_tokens_where_they_tie(top_k: int, others: dict[str, Any]):
+    kept = Sampling(top_k=top_k, **others).filter(torch.zeros(3, 11)).isfinite()
+    assert kept.sum(-1).tolist() == [top_k] * 3
+    few = torch.tensor([[0.0, 2.0, 2.0, 2.0, 1.0]])  # the first k of three that tie, then one more
+    kept = Sampling(top_k=top_k).filter(few).isfinite()
+    assert kept.sum() == min(top_k, 5)
+    assert not kept[0, 0] or top_k >= 5
+
+
+def test_top_k_of_the_whole_vocabulary_or_more_changes_nothing():
+    logits = torch.randn(2, 11)
+    for top_k in (11, 12, 10**9):
+        assert torch.equal(Sampling(top_k=top_k).filter(logits), logits)
+
+
+def test_top_p_keeps_the_fewest_tokens_that_have_the_probability_together():
+    logits = torch.tensor([[0.125, 0.5, 0.0625, 0.25, 0.0625]]).log()
+    for top_p, kept in ((0.01, [1]), (0.49, [1]), (0.51, [1, 3]), (0.74, [1, 3]), (0.76, [0, 1, 3])):
+        assert Sampling(top_p=top_p).filter(logits).isfinite()[0].nonzero().flatten().tolist() == kept, top_p
+
+
+def test_however_small_the_share_some_token_is_left():
+    logits = torch.randn(50, 30)
+    for sampling in (Sampling(top_p=1e-30), Sampling(top_k=1), Sampling(min_p=1.0), Sampling(1e-3, 1, 1e-9, 1.0)):
+        assert sampling.filter(logits).isfinite().nonzero()[:, 1].tolist() == logits.argmax(-1).tolist()
+
+
+def test_temperature_zero_is_exactly_the_likeliest_token():
+    logits = torch.randn(400, 50)
+    for sampling in (Sampling(0), Sampling(0.0, top_k=3), Sampling(0, top_p=0.3), Sampling(0, min_p=0.9)):
+        assert torch.equal(sampling.draw(logits, torch.rand(400)), logits.argmax(-1))
+    near = torch.tensor([[1.0, torch.nextafter(torch.tensor(1.0), torch.tensor(2.0)), 0.5]])
+    assert Sampling(0).draw(near, torch.zeros(1)).tolist() == [1]
+
+
+@pytest.mark.parametrize("others", [{}, {"top_k": 1}, {"top_k": 20}, {"top_p": 0.01}, {"top_p": 0.5}, {"min_p": 1.0}])
+def test_of_several_likeliest_tokens_temperature_zero_takes_the_first(others: dict[str, Any]):
+    logits = torch.full((1, 50), -1.0)
+    logits[0, 7::2] = 3.0
+    assert Sampling(0, **others).draw(logits, torch.zeros(1)).tolist() == [7]
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-40, 1e-50, 5e-324])
+def test_the_smallest_temperatures_take_the_likeliest_token(temperature: float):
+    logits = torch.randn(400, 50)
+    uniform = torch.rand(400)
+    assert torch.equal(Sampling(temperature).draw(logits, uniform), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [1e30, 1e300])
+def test_the_largest_temperatures_draw_every_token_alike(temperature: float):
+    uniform = (torch.arange(500) + 0.5) / 500
+    drawn = Sampling(temperature).draw(torch.randn(1, 50).expand(500, -1), uniform)
+    assert torch.equal(drawn, torch.arange(50).repeat_interleave(10))
+
+
+@pytest.mark.parametrize("penalty", [0.01, 100])
+@pytest.mark.parametrize("temperature", [0, 1e-30, 1.0])
+def test_with_the_most_extreme_penalty_a_token_is_drawn_all_the_same(penalty: float, temperature: float):
+    everything = torch.ones(100, 30, dtype=torch.bool)
+    for logits in (30 * torch.randn(100, 30), -torch.rand(100, 30) - 1):
+        for seen in (torch.rand(100, 30) < 0.5, everything):
+            sampling = Sampling(temperature, repetition_penalty=penalty)
+            assert sampling.filter(logits, seen).softmax(-1).isfinite().all()
+            drawn = sampling.draw(logits, torch.rand(100), seen)
+            assert ((drawn >= 0) & (drawn < 30)).all()
+            if temperature < 1:
+                penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
+                assert torch.equal(drawn, torch.where(seen, penalised, logits).argmax(-1))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 3.0},
+        {"top_k": 4},
+        {"top_p": 0.7},
+        {"min_p": 0.15},
+        {"repetition_penalty": 2.0},
+        {"repetition_penalty": 0.5},
+        {"repetition_penalty": 1.5, "temperature": 2.0, "top_k": 8, "top_p": 0.95, "min_p": 0.1},
+    ],
+    ids=str,
+)
+def test_sampled_frequencies_are_those_of_the_probabilities(values: dict[str, Any]):
+    n, logits, seen = 20_000, torch.randn(1, 11), torch.rand(1, 11) < 0.5
+    p, _ = probabilities(logits[0].double().numpy(), seen[0].numpy(), **values)
+    uniform = torch.rand(n, dtype=torch.float64)
+    drawn = Sampling(**values).draw(logits.expand(n, -1), uniform, seen.expand(n, -1))
+    counts, expected = np.bincount(drawn, minlength=11), n * p
+    possible = p > 0
+    assert expected[possible].min() > 5
+    assert counts[~possible].sum() == 0
+    chi_square = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
+    assert chi_square < CHI_SQUARE[possible.sum() - 1]
+
+
+def test_a_number_falls_into_the_part_of_the_probability_that_a_token_has():
+    logits = torch.tensor([0.125, 0.5, 0.0, 0.25, 0.125]).log()
+    uniform = torch.tensor([0.0, 0.12, 0.13, 0.5, 0.62, 0.63, 0.87, 0.88, 0.999])
+    drawn = Sampling().draw(logits.expand(9, -1), uniform)
+    assert drawn.tolist() == [0, 0, 1, 1, 1, 3, 3, 4, 4]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10**6),
+    V=st.integers(2, 300),
+    spread=st.sampled_from([0.1, 1.0, 30.0, 300.0]),
+    values=st.sampled_from([{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}, {"temperature": 0.01}]),
+)
+def test_a_token_without_probability_is_never_drawn(seed: int, V: int, spread: float, values: dict[str, Any]):
+    generator = torch.Generator().manual_seed(seed)
+    logits = spread * torch.randn(1, V, generator=generator)
+    logits[torch.rand(1, V, generator=generator) < 0.5] = float("-inf")
+    logits[0, int(torch.randint(V, (1,), generator=generator))] = 0.0
+    possible = Sampling(**values).filter(logits).softmax(-1)[0] > 0
+    for uniform in (0.0, 0.5, LARGEST_BELOW_1, 1 - 2.0**-53):
+        for dtype in (torch.float32, torch.float64):
+            if uniform <= LARGEST_BELOW_1 or dtype == torch.float64:
+                drawn = int(Sampling(**values).draw(logits, torch.tensor([uniform], dtype=dtype)))
+                assert possible[drawn]
+
+
+def test_the_ends_of_a_large_vocabulary_are_not_drawn_where_they_are_left_out():
+    logits = torch.randn(1, 50_257)
+    logits[0, :100] = logits[0, -100:] = float("-inf")
+    for sampling in (Sampling(), Sampling(1.7), Sampling(top_p=0.999999)):
+        low, high = (int(sampling.draw(logits, torch.tensor([u]))) for u in (0.0, LARGEST_BELOW_1))
+        assert low >= 100
+        assert 50_257 - 300 < high < 50_257 - 100 or sampling.top_p
+
+
+def test_samples_of_a_batch_are_filtered_and_drawn_each_for_itself():
+    logits, uniform, seen = 3 * torch.randn(8, 30), torch.rand(8), torch.rand(8, 30) < 0.3
+    sampling = Sampling(1.5, 20, 0.9, 0.02, 1.3)
+    together = sampling.draw(logits, uniform, seen)
+    alone = [sampling.draw(logits[i : i + 1], uniform[i : i + 1], seen[i : i + 1]).item() for i in range(8)]
+    assert together.tolist() == alone
+    assert len(set(alone)) > 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("temperature", value) for value in (-0.1, -1e-9)],
+        *[("top_k", value) for value in (0, -5, 1.5, 2.0)],
+        *[("top_p", value) for value in (0, 0.0, -0.5, 1.0001, 2)],
+        *[("min_p", value) for value in (-0.1, 1.1)],
+        *[("repetition_penalty", value) for value in (0, 0.0, -1.5, 1e-300, 1e300)],
+        *[
+            (name, value)
+            for name in PROCESSORS
+            for value in (float("nan"), float("inf"), -float("inf"), True, False, "0.5", "much", [1], 1j)
+        ],
+        *[(name, None) for name in ("temperature", "repetition_penalty")],
+    ],
+)
+def test_an_impossible_value_is_named_with_what_is_possible(name: str, value: object):
+    with pytest.raises(UserError) as error:
+        Sampling(**{name: value})
+    assert str(error.value).startswith(f"{name}={value} is not possible; it takes ")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("temperature", value) for value in (0, 0.0, 1, 1e-9, 100)],
+        *[("top_k", value) for value in (None, 1, 10**9)],
+        *[("top_p", value) for value in (None, 1, 1.0, 1e-9)],
+        *[("min_p", value) for value in (None, 0, 0.0, 1, 1.0)],
+        *[("repetition_penalty", value) for value in (1, 0.01, 100)],
+    ],
+)
+def test_the_ends_of_what_is_possible_can_be_drawn_with(name: str, value: Any):
+    logits, seen = torch.randn(5, 11), torch.rand(5, 11) < 0.5
+    assert ((drawn := Sampling(**{name: value}).draw(logits, torch.rand(5), seen)) < 11).all()
+    assert drawn.shape == (5,)
+
+
+def test_a_generator_gives_the_same_numbers_whichever_run_beside_it():
+    together = rows(Uniforms([5, 6, 7], torch.device("cpu")), 200)
+    assert together.shape == (200, 3)
+    for i, seed in enumerate((5, 6, 7)):
+        assert torch.equal(rows(Uniforms([seed], torch.device("cpu")), 200)[:, 0], together[:, i])
+
+
+def test_the_numbers_are_spread_evenly_and_do_not_repeat():
+    numbers = rows(Uniforms(range(10), torch.device("cpu")), 300)  # (300, 10)
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    assert numbers.unique().numel() > 2990
+    counts = torch.histc(numbers.float(), 11, 0, 1)
+    assert ((counts - 3000 / 11) ** 2 / (3000 / 11)).sum() < CHI_SQUARE[10]
+    for one, other in ((numbers[:-1], numbers[1:]), (numbers[:, :-1], numbers[:, 1:])):
+        correlation = torch.corrcoef(torch.stack((one.flatten(), other.flatten())))[0, 1]
+        assert correlation.abs() < 0.07  # four standard deviations
+
+
+def test_a_generator_of_ones_own_leaves_that_of_torch_alone():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    rows(Uniforms([1, 2], torch.device("cpu")), 100)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+def rows(uniforms: Uniforms, n: int) -> Tensor:
+    """The next numbers of every generator, (n, generators)."""
+    return torch.stack([uniforms.next() for _ in range(n)])
+
+
+def given_text(seed: int, n_seen: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits (3, 30), tokens that are in the texts (3, n_seen), and which these are (3, 30)."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(3, 30, generator=generator)
+    text = torch.randint(30, (3, n_seen), generator=generator)
+    return logits, text, torch.zeros(3, 30, dtype=torch.bool).scatter(1, text, True)
+
+
+def compare_with_hugging_face(values: dict[str, Any], logits: Tensor, text: Tensor, seen: Tensor) -> None:
+    expected = logits.clone()
+    for name, processor in PROCESSORS.items():
+        if name in values:
+            expected = processor(values[name])(text, expected)
+    ours = Sampling(**values).filter(logits, seen)
+    assert torch.equal(ours.isneginf(), expected.isneginf())
+    assert_close(ours.softmax(-1), expected.softmax(-1), atol=1e-6, rtol=1e-5)
+
+
+def clear(logits: Tensor, seen: Tensor, values: dict[str, Any]) -> bool:
+    """Whether no token lies so near to the edge of being left out that rounding decides."""
+    rows = zip(logits.double().numpy(), seen.numpy(), strict=True)
+    return all(probabilities(*row, **values)[1] > 1e-5 for row in rows)
+
+
+def probabilities(
+    logits: np.ndarray,
+    seen: np.ndarray,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+) -> tuple[np.ndarray, float]:
+    """What is drawn from, in 64 bits, and how far the token nearest to being left out, or kept, is from it."""
+    edge = 1.0
+    penalised = np.where(logits < 0, logits * repetition_penalty, logits / repetition_penalty)
+    scores = np.where(seen, penalised, logits) / temperature
+    p = np.exp(scores - scores.max())
+    order = np.argsort(-p)
+    if top_k is not None:
+        if top_k < len(p):
+            edge = min(edge, 1 - p[order[top_k]] / p[order[top_k - 1]])
+        p[order[top_k:]] = 0
+    p = p / p.sum()
+    if top_p is not None:
+        before = 0.0
+        for i in order:
+            if p[i] > 0:
+                edge = min(edge, abs(before - top_p))
+            p[i], before = (p[i] if before < top_p else 0), before + p[i]
+        p = p / p.sum()
+    if min_p is not None:
+        relative = p / p.max()
+        edge = min([edge, *abs(relative - min_p)[(relative > 0) & (relative < 1)]])
+        p[relative < min_p] = 0
+    return p / p.sum(), edge
