@@ -16,6 +16,7 @@ Shapes: B samples, C n_embd, V vocab, H query heads, K key-value heads, D head w
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -70,10 +71,16 @@ class Decoder:
         weight = model.wte.weight
         self.device, batch, longest = weight.device, len(self.texts), max(map(len, before))
         # All in one piece if that is short, and else twice the window: it moves back once in block_size tokens.
-        self._size = 2 * self.block_size if compile else min(longest + new_tokens, 2 * self.block_size)
-        shape = (len(self._layers), batch, 2 * self._kind.n_kv_head, self._size, config.head_width)
-        # Keys and values of every layer. Zeros, for what is not seen is yet multiplied (by zero) where it is compiled.
-        self._buffer = torch.zeros(shape, device=self.device, dtype=weight.dtype)
+        self._size = min(longest + new_tokens, 2 * self.block_size)
+        if compile:  # few sizes: each is compiled for itself
+            self._size = self.block_size if self._size <= self.block_size else 2 * self.block_size
+        shape = (batch, self._kind.n_kv_head, self._size, config.head_width)
+        # Keys and values of every layer, zeros at first: compiled, what is not seen is multiplied, by zero.
+        if compile:
+            self._kept = [(weight.new_zeros(shape), weight.new_zeros(shape)) for _ in self._layers]
+        else:  # one tensor, so that places of all layers are found at once
+            self._buffer = weight.new_zeros(len(self._layers), batch, 2 * shape[1], *shape[2:])
+            self._kept = [(layer[:, : shape[1]], layer[:, shape[1] :]) for layer in self._buffer]
         self._end = min(longest, self.block_size - 1)
         self._starts = [self._end] * batch  # of each sample's window
         self._offsets = [-self._end] * batch  # from a place in the buffer to the position in the sample
@@ -104,7 +111,7 @@ class Decoder:
         if self.compile:
             mask = self._mask(0, self._size)
             place = torch.tensor([at], device=self.device)
-            x = _compiled()(self._kind, self._layers, x, turn, mask, self._buffer, place)
+            x = _compiled(self.device.type)(self._kind, self._layers, x, turn, mask, self._kept, place)
         else:
             first = min(self._starts)
             hidden = None if first == max(self._starts) else self._mask(first, self._end)
@@ -132,8 +139,9 @@ class Decoder:
             if length:
                 self.model(torch.tensor(texts, device=self.device), cache=read)
         if length:
-            for layer, buffer in zip(read.layers, self._buffer, strict=True):
-                buffer[rows, :, begin : self._end] = torch.cat((layer.k, layer.v), dim=1)[:, :, :length]
+            for layer, (keys, values) in zip(read.layers, self._kept, strict=True):
+                keys[rows, :, begin : self._end] = layer.k[:, :, :length]
+                values[rows, :, begin : self._end] = layer.v[:, :, :length]
         if self._state.last is not None:
             self._state.last[rows] = 0 if read.last is None else read.last
         if self._state.last_tokens is not None:
@@ -148,7 +156,8 @@ class Decoder:
             self._read([self.texts[row][len(self.texts[row]) - again :] for row in full], full)
         if self._end == self._size:
             first = min(self._starts)
-            self._buffer[..., : self._end - first, :] = self._buffer[..., first : self._end, :].clone()
+            for kept in chain.from_iterable(self._kept):
+                kept[:, :, : self._end - first] = kept[:, :, first : self._end].clone()
             self._starts = [start - first for start in self._starts]
             self._offsets = [offset + first for offset in self._offsets]
             self._end -= first
@@ -179,7 +188,7 @@ class Decoder:
             D, config = self.config.head_width, self.config
             cos, sin = rotary_table(most - least + _TURNED, D, config.rope_base, start=least)
             table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))
-            self._turns = least, table.to(self._buffer)  # (2, positions, D)
+            self._turns = least, table.to(self._head)  # (2, positions, D)
         begin, table = self._turns
         if least == most:
             return table[:, least - begin]
@@ -299,21 +308,24 @@ def _blocks_in_place(
     x: Tensor,
     turn: Tensor | None,
     mask: Tensor,
-    buffer: Tensor,
+    kept: Sequence[tuple[Tensor, Tensor]],
     at: Tensor,
 ) -> Tensor:
-    """`_blocks` over the whole buffer, in which nothing but the contents of tensors changes from step to step."""
+    """`_blocks` over all places of `kept`: nothing but the contents of tensors changes from step to step."""
 
     def store(i: int, kv: Tensor) -> tuple[Tensor, Tensor]:
-        buffer[i].index_copy_(2, at, kv)
-        return buffer[i, :, : kind.n_kv_head], buffer[i, :, kind.n_kv_head :]
+        keys, values = kept[i]
+        keys.index_copy_(2, at, kv[:, : kind.n_kv_head])
+        values.index_copy_(2, at, kv[:, kind.n_kv_head :])
+        return keys, values
 
     return _blocks(kind, layers, x, turn, mask, store)
 
 
 @cache
-def _compiled() -> Callable[..., Tensor]:
-    return torch.compile(_blocks_in_place)
+def _compiled(device: str) -> Callable[..., Tensor]:
+    # On a CPU what calls the compiled parts is worth compiling too.
+    return torch.compile(_blocks_in_place, options={"cpp_wrapper": device == "cpu"})
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor | None = None) -> Tensor:

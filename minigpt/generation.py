@@ -131,7 +131,7 @@ def check_settings(
         ("seed", seed, 0),
         ("num_samples", num_samples, 1),
     ):
-        if not isinstance(value, int) or not least <= value < 1 << 63:
+        if type(value) is not int or not least <= value < 1 << 63:
             raise UserError(f"{name}={value} is not possible; it takes a whole number of at least {least}")
     Sampling(**sampling)
     _Stops(stop, None, 0)
@@ -140,17 +140,26 @@ def check_settings(
 def _rows(prompts: Prompt | Sequence[Prompt], vocab_size: int) -> list[list[int]]:
     """The ids of each prompt."""
     given = _plain(prompts)
-    rows = given if given and isinstance(given[0], list) else [given]
-    for row in rows:
-        if not row or not all(isinstance(token, int) and 0 <= token < vocab_size for token in row):
+    rows = given if isinstance(given, list) and given and hasattr(given[0], "__len__") else [given]
+    ids = [_plain(row) for row in rows]
+    for row in ids:
+        if not isinstance(row, list) or not row or not all(type(i) is int and 0 <= i < vocab_size for i in row):
             raise UserError(f"a prompt must be a row of at least one token id, from 0 to {vocab_size - 1}")
-    return rows
+    return ids
 
 
-def _plain(tokens: Any) -> list[Any]:
-    """Tensors, arrays and sequences, also lists of them, as lists."""
-    rows = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
-    return [row if isinstance(row, int) else _plain(row) if hasattr(row, "__iter__") else row for row in rows]
+def _row(tokens: Prompt, vocab_size: int) -> list[int]:
+    rows = _rows(tokens, vocab_size)
+    if len(rows) > 1:
+        raise UserError("a text to score must be one row of token ids")
+    return rows[0]
+
+
+def _plain(tokens: Any) -> Any:
+    """Tensors, arrays and sequences of numbers as lists."""
+    if hasattr(tokens, "tolist"):
+        return tokens.tolist()
+    return list(tokens) if isinstance(tokens, Sequence) and not isinstance(tokens, str) else tokens
 
 
 @torch.no_grad()
@@ -194,7 +203,8 @@ class _Stops:
     """Watches samples for what they should stop at."""
 
     def __init__(self, stop: Sequence[str | int], tokenizer: Decodes | None, n_samples: int) -> None:
-        if isinstance(stop, str) or not all(isinstance(one, str | int) and one != "" for one in stop):
+        listed = isinstance(stop, Sequence) and not isinstance(stop, str)
+        if not listed or not all(isinstance(one, str | int) and one != "" for one in stop):
             raise UserError(
                 f"stop={stop!r} is not possible; it takes a list of texts and token ids, none of them empty"
             )
@@ -257,7 +267,7 @@ def score(model: GPT, tokens: Prompt, start: Prompt) -> Score:
     Every token is seen with at least half a block before it, or all that there is: windows of `block_size` go on by
     half of it.
     """
-    before, text = _rows(start, model.config.vocab_size)[0], _rows(tokens, model.config.vocab_size)[0]
+    before, text = _row(start, model.config.vocab_size), _row(tokens, model.config.vocab_size)
     device, block_size = model.wte.weight.device, model.config.block_size
     ids = torch.tensor(before[-block_size:] + text, device=device)  # (N,)
     first = len(ids) - len(text)  # the first that is scored
