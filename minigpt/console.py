@@ -108,7 +108,7 @@ class Console:
             self._head(0)
             _write(prompt)
         clock = _Clock(min(len(ids), self.model.config.block_size))
-        for step in stream(self.model, ids, **self.options):
+        for step in stream(self.model, ids, logprobs=as_json or self.show_probs, **self.options):
             clock.tick()
             for i, sample in enumerate(told):
                 new = self._grow(sample, step, i)
@@ -209,14 +209,15 @@ class Console:
             return ""
         sample.reason = "stop" if step.stopped[i] else "length"
         before = len(sample.text)
-        new = self._add(sample, step.tokens[i], step.logprobs[i])
+        logprob = step.logprobs[i] if step.logprobs else 0.0
+        new = self._add(sample, step.tokens[i], logprob)
         if sample.reason == "stop":  # nothing after a stop is shown, also of the token that it ends in
             texts = [one for one in self.options["stop"] if isinstance(one, str)]
             found = [(sample.text.find(one, max(0, before - len(one))), len(one)) for one in texts]
             if ends := [at + length for at, length in found if at >= 0]:
                 sample.text = sample.text[: min(ends)]
                 sample.decoder.reset()
-                new = self._coloured(sample.text[before:], step.logprobs[i])
+                new = self._coloured(sample.text[before:], logprob)
         sample.shown += new
         return new
 
@@ -243,7 +244,7 @@ class Console:
         told = _Told(context)
         options = self.options | {"num_samples": 1, "seed": self.options["seed"] + turn}
         try:
-            for step in stream(self.model, ids, **options):
+            for step in stream(self.model, ids, logprobs=self.show_probs, **options):
                 _write(self._grow(told, step, 0))
         except KeyboardInterrupt:
             pass

@@ -27,7 +27,6 @@ from minigpt.attention import rotary_table
 from minigpt.model import GPT, Block, Cache, mix_before
 
 _SMALL = 1 << 20  # numbers of a matrix of which a copy in the order of the product is worth its memory
-_HALF, _ROOT = torch.tensor(0.5), torch.tensor(math.sqrt(0.5))  # tensors: a plain number is made one at every use
 _TURNED = 256  # positions of which the rotation is computed at a time, beyond the model's own
 
 
@@ -53,7 +52,7 @@ class Decoder:
         *,
         compile: bool = False,
     ) -> None:
-        config = model.config
+        config, n_embd = model.config, model.config.n_embd
         self.model, self.config, self.block_size, self.compile = model, config, config.block_size, compile
         before = [list(prompt[:-1]) for prompt in prompts]  # the last token of each is the first step's
         self.texts = [list(text) for text in before for _ in range(num_samples)]  # all tokens of each sample
@@ -64,11 +63,14 @@ class Decoder:
             config.norm,
             config.norm_position == "pre",
             config.qk_norm,
-            config.activation,
+            "scaled gelu"
+            if config.activation == "gelu" and n_embd * config.inner_width < _SMALL
+            else config.activation,
         )
-        self._layers = [_Layer.of(block) for block in model.blocks]
+        self._layers = [_Layer.of(block, self._kind) for block in model.blocks]
         self._norm, (self._head, _) = _norm_weights(model.norm), _linear_weights(model.head)
-        weight = model.wte.weight
+        weight = self._wte = _whole(model.wte.weight)
+        self._wpe = _whole(model.wpe.weight) if config.position == "learned" else weight[:0]
         self.device, batch, longest = weight.device, len(self.texts), max(map(len, before))
         # All in one piece if that is short, and else twice the window: it moves back once in block_size tokens.
         self._size = min(longest + new_tokens, 2 * self.block_size)
@@ -171,14 +173,14 @@ class Decoder:
     def _embed(self, tokens: Tensor, at: int) -> Tensor:
         """What enters the first block, (B, C)."""
         model, config = self.model, self.config
-        x = model.wte.weight.index_select(0, tokens)
+        x = self._wte.index_select(0, tokens)
         if config.ngram:
             x = x + model.ngrams(tokens[:, None], self._state)[:, 0]
         if config.smear:
             mixed, self._state.last = mix_before(x[:, None], tuple(model.smear), self._state.last)
             x = mixed[:, 0]
         if config.position == "learned":
-            x = x + self._pick(model.wpe.weight, at)
+            x = x + self._pick(self._wpe, at)
         return _rms_norm(x) if config.embed_norm else x
 
     def _turn(self, at: int) -> Tensor:
@@ -230,16 +232,22 @@ class _Layer(NamedTuple):
     down_bias: Tensor | None
 
     @classmethod
-    def of(cls, block: nn.Module) -> "_Layer":
+    def of(cls, block: nn.Module, kind: _Kind) -> "_Layer":
         assert isinstance(block, Block)
         attention, mlp = block.attention, block.mlp
+        (up, up_bias), (down, down_bias) = _linear_weights(mlp.up), _linear_weights(mlp.down)
+        if kind.activation == "scaled gelu":
+            half = math.sqrt(0.5)
+            up, up_bias, down = up * half, None if up_bias is None else up_bias * half, down * half
         return cls(
             *_norm_weights(block.norm_1),
             *_linear_weights(attention.qkv),
             *_linear_weights(attention.out),
             *_norm_weights(block.norm_2),
-            *_linear_weights(mlp.up),
-            *_linear_weights(mlp.down),
+            up,
+            up_bias,
+            down,
+            down_bias,
         )
 
 
@@ -346,9 +354,10 @@ def _rms_norm(x: Tensor) -> Tensor:
 
 
 def _activation(kind: str, x: Tensor) -> Tensor:
-    if kind == "gelu":  # written out: on a CPU torch hands it to a library that starts slowly
-        half = x * _HALF
-        return torch.addcmul(half, half, (x * _ROOT).erf_())
+    if kind == "gelu":
+        return F.gelu(x)
+    if kind == "scaled gelu":  # of √2 x, divided by √½; on a CPU torch hands gelu to a library that starts slowly
+        return torch.addcmul(x, x, x.erf())
     if kind == "relu":
         return F.relu(x)
     if kind == "relu2":

@@ -33,7 +33,7 @@ class Sample:
 
     Args:
         tokens: ids, without the prompt's, up to the one that ends what it stopped at.
-        logprobs: of each token, in nats, as the model has it: before temperature and filters.
+        logprobs: of each token, in nats, as the model has it: before temperature and filters. Empty unless asked for.
         reason: "length", or "stop" where it came to what it should stop at.
     """
 
@@ -74,11 +74,11 @@ def generate(model: GPT, prompts: Prompt | Sequence[Prompt], **options: Any) -> 
     samples: list[Sample] = []
     for step in stream(model, prompts, **options):
         samples = samples or [Sample([], []) for _ in step.tokens]
-        for sample, token, logprob, stopped in zip(samples, step.tokens, step.logprobs, step.stopped, strict=True):
+        for i, sample in enumerate(samples):
             if sample.reason == "length":
-                sample.tokens.append(token)
-                sample.logprobs.append(logprob)
-                sample.reason = "stop" if stopped else "length"
+                sample.tokens.append(step.tokens[i])
+                sample.logprobs += step.logprobs[i : i + 1]
+                sample.reason = "stop" if step.stopped[i] else "length"
     return samples
 
 
@@ -96,6 +96,7 @@ def stream(
     tokenizer: Decodes | None = None,
     seed: int = 0,
     num_samples: int = 1,
+    logprobs: bool = False,
     compile: bool = False,
 ) -> Iterator[Step]:
     """`generate`, yielding the next token of every sample as soon as it is drawn; ends when all have stopped.
@@ -108,6 +109,7 @@ def stream(
         tokenizer: needed where `stop` has texts.
         seed: sample i of every prompt draws from its own generator, seeded with seed + i.
         num_samples: of each prompt.
+        logprobs: tell the log-probability of every token.
         compile: compile the step, which takes a while and pays for long texts.
 
     Raises:
@@ -119,7 +121,7 @@ def stream(
     stops = _Stops(stop, tokenizer, len(rows) * num_samples)
     if stops.texts and tokenizer is None:
         raise UserError("stop has texts, and which tokens make them only a tokenizer knows; give tokenizer=")
-    return _steps(model, rows, sampling, max_new_tokens, stops, seed, num_samples, compile)
+    return _steps(model, rows, sampling, max_new_tokens, stops, seed, num_samples, logprobs, compile)
 
 
 def check_settings(
@@ -162,7 +164,7 @@ def _plain(tokens: Any) -> Any:
     return list(tokens) if isinstance(tokens, Sequence) and not isinstance(tokens, str) else tokens
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def _steps(
     model: GPT,
     rows: list[list[int]],
@@ -171,6 +173,7 @@ def _steps(
     stops: "_Stops",
     seed: int,
     num_samples: int,
+    logprobs: bool,
     compile: bool,
 ) -> Iterator[Step]:
     training = model.training
@@ -186,10 +189,11 @@ def _steps(
         for i in range(max_new_tokens):
             logits = decoder.logits.float()  # (B, V)
             tokens = sampling.draw(logits, uniforms.next(), seen)  # (B,)
-            logprobs = logits.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0]
-            ids = tokens.tolist()
+            ids, told = tokens.tolist(), list[float]()
+            if logprobs:
+                told = logits.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0].tolist()
             stopped = stops.after(ids)
-            yield Step(ids, logprobs.tolist(), stopped)
+            yield Step(ids, told, stopped)
             if i + 1 == max_new_tokens or all(stopped):
                 return
             if seen is not None:

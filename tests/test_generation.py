@@ -170,10 +170,10 @@ def test_a_sample_is_the_same_text_however_many_run_beside_it():
 
 def test_the_samples_of_each_of_several_prompts_are_those_of_the_prompt_alone():
     model, prompts = make(), [[3, 7], [1], [3, 7], list(range(20))]
-    together = generate(model, prompts, max_new_tokens=40, num_samples=2, seed=5, top_p=0.9)
+    together = generate(model, prompts, max_new_tokens=40, num_samples=2, seed=5, top_p=0.9, logprobs=True)
     assert len(together) == 8
     for i, prompt in enumerate(prompts):
-        alone = generate(model, prompt, max_new_tokens=40, num_samples=2, seed=5, top_p=0.9)
+        alone = generate(model, prompt, max_new_tokens=40, num_samples=2, seed=5, top_p=0.9, logprobs=True)
         for one, other in zip(together[2 * i : 2 * i + 2], alone, strict=True):
             assert one.tokens == other.tokens
             assert_close(one.logprobs, other.logprobs, atol=1e-4, rtol=1e-4)
@@ -209,7 +209,7 @@ def test_a_prompt_may_be_a_tensor_or_a_list_and_stand_in_a_list():
 
 
 def test_a_sample_is_plain_numbers():
-    for sample in generate(make(), torch.tensor([3, 7]), max_new_tokens=20, num_samples=2):
+    for sample in generate(make(), torch.tensor([3, 7]), max_new_tokens=20, num_samples=2, logprobs=True):
         assert {type(token) for token in sample.tokens} == {int}
         assert {type(logprob) for logprob in sample.logprobs} == {float}
         assert len(sample.tokens) == len(sample.logprobs) == 20
@@ -226,14 +226,19 @@ def test_the_probabilities_of_tokens_are_those_of_the_model_before_filters(
     settings: dict[str, Any], options: dict[str, Any]
 ):
     model, prompts = make(**settings), [[5, 1, 19], [4]]
-    for i, sample in enumerate(generate(model, prompts, max_new_tokens=13, num_samples=2, **options)):
+    for i, sample in enumerate(generate(model, prompts, max_new_tokens=13, num_samples=2, logprobs=True, **options)):
         text = torch.tensor([*prompts[i // 2], *sample.tokens])
         expected = model(text[None, :-1])[0].double().log_softmax(-1).gather(-1, text[1:, None])[-13:, 0]
         assert_close(torch.tensor(sample.logprobs).double(), expected.detach(), atol=1e-4, rtol=1e-5)
 
 
+def test_probabilities_are_told_only_where_they_are_asked_for():
+    (sample,) = generate(make(), [3, 7], max_new_tokens=5)
+    assert (len(sample.tokens), sample.logprobs) == (5, [])
+
+
 def test_a_stream_yields_what_generate_returns_as_it_comes():
-    model, options = make(), {"num_samples": 3, "top_k": 5}
+    model, options = make(), {"num_samples": 3, "top_k": 5, "logprobs": True}
     whole = generate(model, [3, 7], max_new_tokens=20, **options)
     for i, step in enumerate(islice(stream(model, [3, 7], max_new_tokens=10**12, **options), 20)):
         assert isinstance(step, Step)
@@ -263,7 +268,7 @@ def test_a_stream_yields_what_generate_returns_as_it_comes():
 def test_a_sample_ends_with_the_token_that_completes_what_it_stops_at(stop: list[str | int], num_samples: int):
     model = make(vocab_size=len(Letters.TOKENS))
     model.head.weight.data *= 0.1
-    options = {"max_new_tokens": 120, "num_samples": num_samples, "seed": 11}
+    options = {"max_new_tokens": 120, "num_samples": num_samples, "seed": 11, "logprobs": True}
     free = generate(model, [[3, 1, 2], [0]], **options)
     stopped = generate(model, [[3, 1, 2], [0]], stop=stop, tokenizer=Letters(), **options)
     expected = [ended(sample, stop) for sample in free]
@@ -450,7 +455,7 @@ def test_every_token_of_a_long_text_is_scored_after_half_a_block_or_all_there_is
 
 def test_a_text_is_scored_as_the_samples_of_it_were():
     model = make()
-    (sample,) = generate(model, [3, 7], max_new_tokens=14)
+    (sample,) = generate(model, [3, 7], max_new_tokens=14, logprobs=True)
     assert_close(score(model, sample.tokens, [3, 7]).logprobs, torch.tensor(sample.logprobs), atol=1e-4, rtol=1e-4)
 
 
