@@ -1,5 +1,6 @@
 """The benchmarks, made small."""
 
+import argparse
 import json
 import math
 import os
@@ -99,3 +100,23 @@ def test_what_a_measured_run_says_when_it_fails_is_handed_on(tmp_path: Path) -> 
     done = bench("time_to_loss", "--recipes", "sprnt_cpu", "--rounds", "1", folder=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "experiment=sprnt_cpu does not exist (did you mean sprint_cpu?)" in done.stderr
+
+
+def test_decoding_is_timed_beside_a_loop_and_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import bench_sampling
+
+    monkeypatch.setattr(bench_sampling, "SHAPES", {"tiny": {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 16}})
+    monkeypatch.setattr(bench_sampling, "LARGE", 1 << 20)
+    (row,) = bench_sampling.sampling(argparse.Namespace(rounds=1), tmp_path)
+    for streams in ("1 stream", "16 streams"):
+        loop, other, ours = (
+            row[f"tiny, {streams}: {what} tokens/s"] for what in ("no cache", "transformers", "minigpt")
+        )
+        assert row[f"tiny, {streams}: over no cache"] == pytest.approx(ours / loop)
+        assert row[f"tiny, {streams}: over transformers"] == pytest.approx(ours / other)
+    bound = 1e9 * row["memory GB/s"] / (4 * (65 * 16 + 12 * 16**2 + 3 * 16))  # the weights, in bytes
+    assert row["tiny, 1 stream: share of the memory's bound"] == pytest.approx(
+        row["tiny, 1 stream: minigpt tokens/s"] / bound
+    )
+    assert all(row[f"tiny, {what} tokens/s"] > 0 for what in ("compiled:", "past its block: minigpt"))
