@@ -76,7 +76,6 @@ def read_text(file: str, option: str) -> str:
 class _Told:
     """A sample as it grows: its tokens, and the text of those whose characters are whole."""
 
-    prompt: str
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     text: str = ""
@@ -103,7 +102,7 @@ class Console:
     def sample(self, prompt: str, *, as_json: bool) -> None:
         """Print what follows a prompt: the first sample as it comes, then the others; or a line of JSON for each."""
         ids = self._start(prompt)
-        told = [_Told(prompt) for _ in range(self.options["num_samples"])]
+        told = [_Told() for _ in range(self.options["num_samples"])]
         if not as_json:
             self._head(0)
             _write(prompt)
@@ -182,7 +181,7 @@ class Console:
             print(json.dumps(total | each))
             return
         if self.show_probs:
-            told = _Told("")
+            told = _Told()
             for token, logprob in zip(ids, found.logprobs.tolist(), strict=True):
                 _write(self._add(told, token, logprob))
             _write("\n")
@@ -241,7 +240,7 @@ class Console:
     def _answer(self, context: str, turn: int) -> str:
         """Continue a context; returns it with what was said, also when Ctrl-C broke that off."""
         ids = self._start(context)
-        told = _Told(context)
+        told = _Told()
         options = self.options | {"num_samples": 1, "seed": self.options["seed"] + turn}
         try:
             for step in stream(self.model, ids, logprobs=self.show_probs, **options):

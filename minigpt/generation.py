@@ -128,13 +128,13 @@ def check_settings(
     *, max_new_tokens: int, seed: int = 0, num_samples: int = 1, stop: Sequence[str | int] = (), **sampling: Any
 ) -> None:
     """Raises UserError, naming the setting, for one that is impossible."""
-    for name, value, least in (
-        ("max_new_tokens", max_new_tokens, 1),
-        ("seed", seed, 0),
-        ("num_samples", num_samples, 1),
+    for name, value, least, most, expected in (
+        ("max_new_tokens", max_new_tokens, 1, 1 << 63, "of at least 1"),
+        ("seed", seed, 0, 1 << 62, "of at least 0, below 2 to the 62nd"),
+        ("num_samples", num_samples, 1, 1 << 16, "from 1 to 65536"),
     ):
-        if type(value) is not int or not least <= value < 1 << 63:
-            raise UserError(f"{name}={value} is not possible; it takes a whole number of at least {least}")
+        if type(value) is not int or not least <= value <= most:
+            raise UserError(f"{name}={value} is not possible; it takes a whole number {expected}")
     Sampling(**sampling)
     _Stops(stop, None, 0)
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,7 +128,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     started = []
 
     def begin(arguments: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        started.append(subprocess.Popen(arguments, cwd=tmp_path, env=environment(), **options))
+        heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what runs in the background may ignore it
+        started.append(subprocess.Popen(arguments, cwd=tmp_path, env=environment(), preexec_fn=heard, **options))
         return started[-1]
 
     yield begin
