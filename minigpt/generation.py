@@ -129,8 +129,8 @@ def check_settings(
 ) -> None:
     """Raises UserError, naming the setting, for one that is impossible."""
     for name, value, least, most, expected in (
-        ("max_new_tokens", max_new_tokens, 1, 1 << 63, "of at least 1"),
-        ("seed", seed, 0, 1 << 62, "of at least 0, below 2 to the 62nd"),
+        ("max_new_tokens", max_new_tokens, 1, (1 << 63) - 1, "of at least 1"),
+        ("seed", seed, 0, (1 << 63) - 1, "of at least 0"),
         ("num_samples", num_samples, 1, 1 << 16, "from 1 to 65536"),
     ):
         if type(value) is not int or not least <= value <= most:

@@ -254,6 +254,7 @@ def test_ctrl_c_in_a_terminal_stops_the_text_and_not_the_program(saves, start):
     os.write(ours, b"\x03")
     stopped = read_until(ours, b"> ")
     assert b"interrupted" not in stopped
+    time.sleep(0.5)  # readline hears nothing between its prompt and its waiting
     os.write(ours, b"\x03")  # there is nothing to stop
     read_until(ours, b"> ")
     os.write(ours, b"/max_new_tokens 3\n")
