@@ -21,7 +21,6 @@ from minigpt.generation import Step, check_settings, score, stream
 from minigpt.model import GPT
 from minigpt.tokenizer import SEPARATOR, BPETokenizer, Tokenizer, encode_prompt, whole_characters
 
-DTYPES = ("float32", "bfloat16", "float16")
 # Probability from which on a token has a colour of the 256 that terminals know: red, orange, yellow, green.
 _COLOURS = ((0.0, 196), (0.05, 208), (0.2, 220), (0.5, 148), (0.8, 40))
 _PLAIN = "\x1b[0m"

@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from minigpt.attention import rotary_table
+from minigpt.functional import relu_squared, rms_norm
 from minigpt.model import GPT, Block, Cache, mix_before
 
 _SMALL = 1 << 20  # numbers of a matrix of which a copy in the order of the product is worth its memory
-_TURNED = 256  # positions of which the rotation is computed at a time, beyond the model's own
+_TURNED = 256  # positions of which the rotation is computed at a time
 
 
 class Decoder:
@@ -181,7 +182,7 @@ class Decoder:
             x = mixed[:, 0]
         if config.position == "learned":
             x = x + self._pick(self._wpe, at)
-        return _rms_norm(x) if config.embed_norm else x
+        return rms_norm(x) if config.embed_norm else x
 
     def _turn(self, at: int) -> Tensor:
         """Factors of a head and of its halves exchanged, for the next positions: (2, D), or (2, B, 1, 1, D)."""
@@ -293,7 +294,7 @@ def _blocks(
         if kind.qk_norm or turn is not None:
             qk = heads.narrow(1, 0, H + K)  # changed in place, which changes q and kv
             if kind.qk_norm:
-                qk.copy_(_rms_norm(qk))
+                qk.copy_(rms_norm(qk))
             if turn is not None:
                 turned = qk.roll(D // 2, dims=-1).mul_(turn[1])
                 qk.mul_(turn[0]).add_(turned)
@@ -346,11 +347,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor | None 
 def _norm(kind: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     if kind == "layernorm":
         return torch.layer_norm(x, x.shape[-1:], weight, bias)
-    return _rms_norm(x) if weight is None else _rms_norm(x) * weight
-
-
-def _rms_norm(x: Tensor) -> Tensor:
-    return x * (x.square().mean(dim=-1, keepdim=True) + 1e-5).rsqrt()
+    return rms_norm(x, weight)
 
 
 def _activation(kind: str, x: Tensor) -> Tensor:
@@ -361,6 +358,6 @@ def _activation(kind: str, x: Tensor) -> Tensor:
     if kind == "relu":
         return F.relu(x)
     if kind == "relu2":
-        return F.relu(x).square()
+        return relu_squared(x)
     gate, x = x.chunk(2, dim=-1)
     return F.silu(gate) * x

@@ -16,7 +16,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5) -> Tens
     """x / √(mean(x²) + eps) over the last dimension, times weight (C,): (…, C) to (…, C) (Zhang & Sennrich, 2019)."""
     if not _in_passes(x):
         return F.rms_norm(x, x.shape[-1:], weight, eps)
-    normed: Tensor = _RMSNorm.apply(x, eps)
+    normed: Tensor = _RMSNorm.apply(x, eps) if torch.is_grad_enabled() else x * _rms_factor(x, eps)
     return normed if weight is None else normed * weight
 
 
@@ -24,7 +24,7 @@ def relu_squared(x: Tensor) -> Tensor:
     """max(x, 0)² (So et al., 2021)."""
     if not _in_passes(x):
         return F.relu(x).square()
-    squared: Tensor = _ReLUSquared.apply(x)
+    squared: Tensor = _ReLUSquared.apply(x) if torch.is_grad_enabled() else F.relu(x).square_()
     return squared
 
 
@@ -32,10 +32,14 @@ def _in_passes(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling()
 
 
+def _rms_factor(x: Tensor, eps: float) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(eps).rsqrt_()
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
-        factor = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(eps).rsqrt_()
+        factor = _rms_factor(x, eps)
         y = x * factor
         ctx.save_for_backward(y, factor)
         return y

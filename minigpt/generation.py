@@ -110,7 +110,7 @@ def stream(
         seed: sample i of every prompt draws from its own generator, seeded with seed + i.
         num_samples: of each prompt.
         logprobs: tell the log-probability of every token.
-        compile: compile the step, which takes a while and pays for long texts.
+        compile: compile the step, which takes a while; on a CPU it gave nothing.
 
     Raises:
         UserError: a setting is impossible.

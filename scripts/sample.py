@@ -33,7 +33,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--score", metavar="FILE", help="say how likely a text is (- for stdin) instead of writing one")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps (default: cpu)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--compile", action="store_true", help="compile the step: slower to start, then faster")
+    parser.add_argument("--compile", action="store_true", help="compile the step: slow to start, and no gain on a CPU")
     return parser.parse_args()
 
 
