@@ -447,10 +447,10 @@ def test_shards_are_byte_identical_for_any_number_of_processes(tmp_path, monkeyp
     monkeypatch.setattr(preparation, "_SMALL", 0)
     monkeypatch.setattr(splitting, "_UNIT", 700)
     text = rows(stories(300))
-    one, two = (
-        prepare(text, tmp_path / f"{n}", BPE, name="mine.jsonl", shard_tokens=1000, processes=n) for n in (1, 2)
+    one, two, four = (
+        prepare(text, tmp_path / f"{n}", BPE, name="mine.jsonl", shard_tokens=1000, processes=n) for n in (1, 2, 4)
     )
-    assert in_folder(one) == in_folder(two)
+    assert in_folder(one) == in_folder(two) == in_folder(four)
 
 
 def test_unchanged_text_is_not_prepared_again(tmp_path):
