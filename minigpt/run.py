@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -10,34 +11,99 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from minigpt.errors import UserError
 from minigpt.files import whole
 
 METRICS, CURVES, SAMPLES, SUMMARY = "metrics.csv", "curves.png", "samples.txt", "summary.json"
+_LOCK = ".lock"
+_SECTION = re.compile(r"(?m)^(?=── step \d+, validation loss)")
 
 
 @contextmanager
-def taken(folder: Path) -> Iterator[Path]:
+def taken(folder: Path, *, again: bool = False) -> Iterator[Path]:
     """Take a run folder; give it back if nothing of the run came to stand in it.
 
+    Args:
+        again: it may hold a run already, which goes on.
+
     Raises:
-        UserError: it holds a run already, or cannot be written.
+        UserError: another run works in it, or it holds a run already, or cannot be written.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":  # one process of several takes it for all
         yield folder
         return
-    if (folder / METRICS).exists() or (folder / SUMMARY).exists():
-        raise UserError(f"{folder} holds a run already; choose another folder with hydra.run.dir=…, or remove it")
-    latest = folder.parent / "latest"
-    before = latest.readlink() if latest.is_symlink() else None
-    _link(latest, Path(folder.name))
+    with _lock(folder):
+        if not again and ((folder / METRICS).exists() or (folder / SUMMARY).exists()):
+            raise UserError(
+                f"{folder} holds a run already; go on with it by resume=auto, choose another folder with "
+                f"hydra.run.dir=…, or remove it"
+            )
+        (folder / SUMMARY).unlink(missing_ok=True)  # of a run that ends anew
+        latest = folder.parent / "latest"
+        before = latest.readlink() if latest.is_symlink() else None
+        _link(latest, Path(folder.name))
+        try:
+            yield folder
+        finally:
+            if all(entry.name in (".hydra", _LOCK) for entry in folder.iterdir()):
+                shutil.rmtree(folder)
+                if latest.is_symlink() and latest.readlink() == Path(folder.name):  # no newer run took it
+                    _link(latest, before)
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    lock = FileLock(folder / _LOCK)
     try:
-        yield folder
+        lock.acquire(timeout=2)  # who looks whether it is taken holds it for a moment
+    except Timeout as error:
+        raise UserError(f"another run works in {folder}; choose another folder with hydra.run.dir=…") from error
+    try:
+        yield
     finally:
-        if all(entry.name == ".hydra" for entry in folder.iterdir()):
-            shutil.rmtree(folder)
-            if latest.is_symlink() and latest.readlink() == Path(folder.name):  # no newer run took it
-                _link(latest, before)
+        lock.release()
+
+
+def is_taken(folder: Path) -> bool:
+    """Whether a run works in a folder at this moment."""
+    if not (folder / _LOCK).exists():
+        return False
+    try:
+        with FileLock(folder / _LOCK, timeout=0):
+            return False
+    except Timeout:
+        return True
+    except OSError:  # on a disk that cannot be written nothing runs
+        return False
+
+
+def rewind(folder: Path, step: int) -> None:
+    """Take back what a run folder tells of the steps after `step`, from which the run goes on; 0 takes back all."""
+    curves, samples = folder / METRICS, folder / SAMPLES
+    if curves.exists():
+        header, *rows = curves.read_text(encoding="utf-8").splitlines(keepends=True) or [""]
+        rows = [row for row in rows if row.endswith("\n") and (at := re.match(r"\d+(?=,)", row)) and int(at[0]) <= step]
+        _replace(curves, [header, *rows] if rows else [])
+    if samples.exists():
+        sections = _SECTION.split(samples.read_text(encoding="utf-8"))
+        _replace(samples, [section for section in sections[1:] if int(section.split()[2].rstrip(",")) <= step])
+
+
+def _replace(file: Path, lines: list[str]) -> None:
+    if not lines:
+        file.unlink()
+        return
+    with whole(file) as partial:
+        partial.write_text("".join(lines), encoding="utf-8", newline="")
+
+
+def fail(folder: Path, reason: str) -> None:
+    """Write of a run that ended without a word what it died of."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with whole(folder / SUMMARY) as partial:
+        partial.write_text(json.dumps({"status": "failed", "reason": reason}) + "\n", encoding="utf-8")
 
 
 def tell(folder: Path, summary: Mapping[str, Any]) -> None:
@@ -76,13 +142,21 @@ def _link(link: Path, target: Path | None) -> None:
 
 
 def read_metrics(file: Path) -> dict[str, list[tuple[int, float]]]:
-    """The columns of `metrics.csv`, each a list of (step, value) where it has one."""
+    """The columns of `metrics.csv`, each a list of (step, value) where it has one.
+
+    Raises:
+        ValueError: it holds something else. A last line that was cut short is left out.
+    """
     columns: dict[str, list[tuple[int, float]]] = {}
-    with open(file, newline="", encoding="utf-8") as rows:
-        for row in csv.DictReader(rows):
-            for name, value in row.items():
-                if value and name != "step":
-                    columns.setdefault(name, []).append((int(row["step"]), float(value)))
+    with open(file, newline="", encoding="utf-8") as lines:
+        for row in csv.DictReader(line for line in lines if line.endswith("\n")):
+            try:
+                step = int(row.pop("step"))
+                for name, value in row.items():
+                    if value:
+                        columns.setdefault(name, []).append((step, float(value)))
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"a row of it is no measurement: {error}") from error
     return columns
 
 
