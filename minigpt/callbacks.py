@@ -20,7 +20,7 @@ from minigpt.errors import Interrupted, UserError
 from minigpt.generation import check_settings, generate
 from minigpt.inspection import attention_maps, token_texts
 from minigpt.model import GPT
-from minigpt.run import SAMPLES
+from minigpt.run import METRICS, SAMPLES, read_metrics
 from minigpt.tokenizer import Tokenizer, encode_prompt
 from minigpt.training import diverged
 
@@ -51,12 +51,26 @@ class Meter(Callback):
         self._clock = self._logged_seconds = 0.0
         self._logged_step = 0
         self._paused = False
-        self.validations: list[tuple[float, int]] = []  # loss, step
+        self._loss = torch.zeros(())  # since the last row
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._loss = torch.zeros((), device=pl_module.device)
-        self._logged_step = trainer.global_step
+        self._loss = self._loss.to(pl_module.device)
         self._clock = time.perf_counter()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What makes the next row of a run that goes on the one that it would have been."""
+        if not self._paused:
+            self._stop_clock()
+        return {
+            "seconds": self.seconds,
+            "loss": self._loss.cpu(),
+            "logged_step": self._logged_step,
+            "logged_seconds": self._logged_seconds,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seconds, self._logged_seconds = state_dict["seconds"], state_dict["logged_seconds"]
+        self._loss, self._logged_step = state_dict["loss"], state_dict["logged_step"]
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._loss += outputs["loss"]  # Lightning divided it by the number of batches in a step
@@ -77,7 +91,6 @@ class Meter(Callback):
         metrics = {name: float(trainer.callback_metrics[name]) for name in ("val_loss", "val_bits_per_byte")}
         for logger in trainer.loggers:
             logger.log_metrics(metrics, trainer.global_step)
-        self.validations.append((metrics["val_loss"], trainer.global_step))
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._paused:  # by validation, sampling and checkpoints
@@ -85,7 +98,9 @@ class Meter(Callback):
 
     def summary(self, trainer: L.Trainer, pl_module: Any) -> dict[str, Any]:
         """What the run came to: figures for `summary.json`."""
-        best_val_loss, best_step = min(self.validations, default=(None, None))
+        folder = Path(trainer.default_root_dir)
+        curve = read_metrics(folder / METRICS).get("val_loss", []) if (folder / METRICS).exists() else []
+        best_step, best_val_loss = min(curve, key=lambda point: point[1], default=(None, None))
         tokens = trainer.global_step * self.tokens_per_step
         return {
             "best_val_loss": best_val_loss,
@@ -93,10 +108,11 @@ class Meter(Callback):
             "steps": trainer.global_step,
             "tokens": tokens,
             "params": pl_module.model.num_params(),
+            "flops": tokens * pl_module.model.flops_per_token(),
             "seconds": round(self.seconds, 3),
             "tokens_per_second": round(tokens / self.seconds, 1) if self.seconds else None,
             "device": device_name(pl_module.device),
-            "checkpoint": BEST if (Path(trainer.default_root_dir) / BEST).exists() else None,
+            "checkpoint": BEST if (folder / BEST).exists() else None,
         }
 
     def _stop_clock(self) -> None:

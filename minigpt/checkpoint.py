@@ -78,6 +78,20 @@ def find_checkpoint(path: str | Path | None, *, runs: Path = Path("runs"), last:
     raise UserError(f"{path} does not exist; give a run folder or a checkpoint file")
 
 
+def find_resumed(resume: str | None, folder: Path) -> Path | None:
+    """The checkpoint from which a run in `folder` goes on: "auto" is its own newest, where it has one.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    if resume is None:
+        return None
+    if resume != "auto":
+        return find_checkpoint(resume, last=True)
+    own = [folder / name for name in (LAST, BEST) if (folder / name).is_file()]
+    return max(own, key=lambda file: file.stat().st_mtime, default=None)
+
+
 def contents(config: GPTConfig, tokenizer: Tokenizer, run: Mapping[str, Any], corpus: str) -> dict[str, Any]:
     """Our part of a checkpoint: what rebuilds the model, and what made it.
 
@@ -96,8 +110,8 @@ def contents(config: GPTConfig, tokenizer: Tokenizer, run: Mapping[str, Any], co
     }
 
 
-def check_same(path: Path, present: Mapping[str, Any], max_steps: int) -> None:
-    """Check that training can go on from a checkpoint.
+def check_same(path: Path, present: Mapping[str, Any], max_steps: int) -> int:
+    """Check that training can go on from a checkpoint, and say from which step.
 
     Args:
         present: what `contents` says of the run that is to go on.
@@ -121,6 +135,7 @@ def check_same(path: Path, present: Mapping[str, Any], max_steps: int) -> None:
         raise UserError(f"resume={path} cannot go on here, for it differs in {', '.join(differs)}")
     if content["global_step"] >= max_steps:
         raise UserError(f"resume={path} is at step {content['global_step']} of {max_steps}; raise max_steps to go on")
+    return int(content["global_step"])
 
 
 def read(path: Path, *, device: str | torch.device | None = None) -> dict[str, Any]:

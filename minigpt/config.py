@@ -93,6 +93,36 @@ class GPTConfig:
         # SwiGLU has a third matrix: two thirds of the width keep the count (Shazeer, 2020).
         return -(-8 * self.n_embd // 3 // 8) * 8 if self.activation == "swiglu" else 4 * self.n_embd
 
+    def num_params(self, *, positions: bool = True) -> int:
+        """Trainable numbers of the model, known before it is built; `positions` counts learned ones too."""
+        width, heads = self.n_embd, self.n_head * self.head_width
+        projected = heads + 2 * (self.n_kv_head or self.n_head) * self.head_width  # queries, keys and values
+        widened = (2 if self.activation == "swiglu" else 1) * self.inner_width
+        norm = {"layernorm": width * (1 + self.bias), "rmsnorm": width, "rmsnorm_plain": 0}[self.norm]
+        attention = width * (projected + heads) + self.bias * (projected + width)
+        mlp = width * (widened + self.inner_width) + self.bias * (widened + width)
+        embeddings = self.vocab_size * width * (1 if self.tie_embeddings else 2)
+        if positions and self.position == "learned":
+            embeddings += self.block_size * width
+        if self.ngram:
+            embeddings += (self.ngram - 1) * self.ngram_dim * (self.ngram_buckets + width)
+        ends = (self.norm_position == "pre") * norm + self.smear * width
+        return embeddings + ends + self.n_layer * (attention + mlp + 2 * norm)
+
+    def flops_per_token(self) -> float:
+        """Floating-point operations of a training step per token (Chowdhery et al., 2022, appendix B).
+
+        Six a matrix weight (two forward, four backward) and 12·H·D·T a layer for attention over a full block.
+        An untied token embedding and the table of n-grams are look-ups and cost nothing.
+        """
+        weights = self.num_params(positions=False)
+        if not self.tie_embeddings:
+            weights -= self.vocab_size * self.n_embd
+        if self.ngram:
+            weights -= (self.ngram - 1) * self.ngram_buckets * self.ngram_dim
+        attention = 12 * self.n_layer * self.n_head * self.head_width * self.block_size
+        return 6 * weights + attention
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 

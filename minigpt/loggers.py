@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from tqdm import tqdm
 
 from minigpt.errors import UserError
+from minigpt.sweep import PICTURE, TABLE
 
 COLUMNS = (
     "step",
@@ -148,6 +149,21 @@ def finish(logger: Logger, summary: Mapping[str, Any]) -> None:
     if isinstance(logger, WandbLogger):
         logger.experiment.summary.update(dict(summary))
         logger.experiment.finish()
+
+
+def publish_sweep(folder: Path, *, group: str, tags: list[str], **options: Any) -> None:
+    """Send the table and the picture of a sweep to Weights & Biases, as a run of their own among the sweep's."""
+    logger = wandb_logger(folder=folder, name=f"{folder.name} summary", group=group, tags=tags, **options)
+    if not isinstance(logger, WandbLogger):
+        return
+    import wandb
+
+    with open(folder / TABLE, newline="", encoding="utf-8") as file:
+        columns, *rows = csv.reader(file)
+    logger.experiment.log(
+        {"sweep": wandb.Table(columns=columns, data=rows), "picture": wandb.Image(str(folder / PICTURE))}
+    )
+    finish(logger, {})
 
 
 def _reachable(timeout: float) -> bool:

@@ -103,19 +103,8 @@ class GPT(nn.Module):
         return total if positions or self.config.position != "learned" else total - self.wpe.weight.numel()
 
     def flops_per_token(self) -> float:
-        """Floating-point operations of a training step per token (Chowdhery et al., 2022, appendix B).
-
-        Six a matrix weight (two forward, four backward) and 12·H·D·T a layer for attention over a full block.
-        An untied token embedding and the table of n-grams are look-ups and cost nothing.
-        """
-        config = self.config
-        weights = self.num_params(positions=False)
-        if not config.tie_embeddings:
-            weights -= self.wte.weight.numel()
-        if config.ngram:
-            weights -= self.ngrams.table.weight.numel()
-        attention = 12 * config.n_layer * config.n_head * config.head_width * config.block_size
-        return 6 * weights + attention
+        """Floating-point operations of a training step per token, as `GPTConfig` counts them."""
+        return self.config.flops_per_token()
 
     def _initialise(self) -> None:
         """GPT-2's initialisation: normal(0.02), and 1/√(2 n_layer) of it into the residual stream."""

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -25,6 +25,7 @@ from tqdm import tqdm
 from minigpt import corpus as corpora
 from minigpt import encodings, sources
 from minigpt import tokenizer as tokenizers
+from minigpt.config import GPTConfig, check_run
 from minigpt.corpus import FORMAT, META, SPLITS, Corpus, shard_files
 from minigpt.errors import UserError, warn
 from minigpt.files import whole
@@ -61,6 +62,21 @@ def corpus_of(data: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Corpus:
     source, own_val = sources.find(data)
     settings = {key: data[key] for key in ("split", "val_fraction", "shard_tokens", "processes")}
     return prepare(source, own_val, tokenizer=tokenizer, folder=folder, **settings)
+
+
+def parts_of(cfg: Any, find: Callable[[Any, Any], Corpus] = corpus_of) -> tuple[Corpus, GPTConfig]:
+    """The corpus and the architecture that a composed run configuration means, found to go together.
+
+    Raises:
+        UserError: a value is impossible, there is no such text, or the two do not fit.
+    """
+    check_run(cfg)
+    corpus = find(cfg.data, cfg.tokenizer)
+    corpus.check_length(cfg.model.block_size)
+    known = corpus.tokenizer.vocab_size
+    if cfg.model.vocab_size is not None and cfg.model.vocab_size < known:
+        raise UserError(f"model.vocab_size={cfg.model.vocab_size} is less than the tokenizer's {known}; use null")
+    return corpus, GPTConfig(**{**cfg.model, "vocab_size": cfg.model.vocab_size or known})
 
 
 def prepare(

@@ -17,6 +17,8 @@ from minigpt.errors import UserError
 from minigpt.files import whole
 
 METRICS, CURVES, SAMPLES, SUMMARY = "metrics.csv", "curves.png", "samples.txt", "summary.json"
+LATEST = "latest"
+PLAN = "sweep.json"  # in the folder that holds the folders of a sweep's runs
 _LOCK = ".lock"
 _SECTION = re.compile(r"(?m)^(?=── step \d+, validation loss)")
 
@@ -31,7 +33,7 @@ def taken(folder: Path, *, again: bool = False) -> Iterator[Path]:
     Raises:
         UserError: another run works in it, or it holds a run already, or cannot be written.
     """
-    if os.environ.get("LOCAL_RANK", "0") != "0":  # one process of several takes it for all
+    if not _is_first():
         yield folder
         return
     with _lock(folder):
@@ -41,16 +43,28 @@ def taken(folder: Path, *, again: bool = False) -> Iterator[Path]:
                 f"hydra.run.dir=…, or remove it"
             )
         (folder / SUMMARY).unlink(missing_ok=True)  # of a run that ends anew
-        latest = folder.parent / "latest"
-        before = latest.readlink() if latest.is_symlink() else None
-        _link(latest, Path(folder.name))
+        before = None if (folder.parent / PLAN).exists() else point_at(folder)
         try:
             yield folder
         finally:
             if all(entry.name in (".hydra", _LOCK) for entry in folder.iterdir()):
                 shutil.rmtree(folder)
+                latest = folder.parent / LATEST
                 if latest.is_symlink() and latest.readlink() == Path(folder.name):  # no newer run took it
                     _link(latest, before)
+
+
+def point_at(folder: Path) -> Path | None:
+    """Make a folder the `latest` of those beside it, and say which was before."""
+    latest = folder.parent / LATEST
+    before = latest.readlink() if latest.is_symlink() else None
+    _link(latest, Path(folder.name))
+    return before
+
+
+def _is_first() -> bool:
+    """Of several processes that train one model, the first alone writes."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 @contextmanager
@@ -81,6 +95,8 @@ def is_taken(folder: Path) -> bool:
 
 def rewind(folder: Path, step: int) -> None:
     """Take back what a run folder tells of the steps after `step`, from which the run goes on; 0 takes back all."""
+    if not _is_first():
+        return
     curves, samples = folder / METRICS, folder / SAMPLES
     if curves.exists():
         header, *rows = curves.read_text(encoding="utf-8").splitlines(keepends=True) or [""]
@@ -97,6 +113,21 @@ def _replace(file: Path, lines: list[str]) -> None:
         return
     with whole(file) as partial:
         partial.write_text("".join(lines), encoding="utf-8", newline="")
+
+
+def told(folder: Path) -> dict[str, Any]:
+    """The summary of a run that has ended; empty while there is none.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    try:
+        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    if not isinstance(summary, dict):
+        raise ValueError("it holds no summary")
+    return summary
 
 
 def fail(folder: Path, reason: str) -> None:

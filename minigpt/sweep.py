@@ -8,16 +8,16 @@ import csv
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 from minigpt.errors import UserError, warn
 from minigpt.files import whole
-from minigpt.run import METRICS, SUMMARY, is_taken, read_metrics
+from minigpt.run import METRICS, PLAN, SUMMARY, is_taken, read_metrics, told
 
-PLAN, TABLE, PICTURE = "sweep.json", "sweep.csv", "sweep.png"
+TABLE, PICTURE = "sweep.csv", "sweep.png"
 COMPLETED, RUNNING, WAITING, BROKEN_OFF, SKIPPED = "completed", "running", "waiting", "broken off", "skipped"
 SEED = "seed"
 
@@ -48,6 +48,7 @@ class Point:
     val_loss: float | None = None
     tokens_per_second: float | None = None
     seconds: float = 0.0
+    seconds_expected: float | None = None  # on one thread of a CPU
     curve: Sequence[tuple[int, float]] = field(default=())
 
 
@@ -119,13 +120,17 @@ def read_plan(folder: Path) -> dict[str, Any]:
     """
     try:
         plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
-        known = ("overrides", "status", "reason", "identity", "params", "max_steps")
-        plan["points"] = [
-            Point(folder=folder / values["folder"], **{name: values[name] for name in known})
+        known = ("status", "reason", "identity", "params", "max_steps")
+        points = [
+            Point(
+                folder=folder / values["folder"],
+                overrides={key: str(value) for key, value in values["overrides"].items()},
+                **{name: values[name] for name in known},
+            )
             for values in plan["points"]
         ]
-        return dict(plan)
-    except (ValueError, KeyError, TypeError) as error:
+        return {**plan, "fixed": [str(override) for override in plan["fixed"]], "points": points}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder / PLAN} is damaged ({error}); remove it, and its runs are read one by one") from error
 
 
@@ -162,36 +167,49 @@ def look(point: Point) -> Point:
         return point
     summary: dict[str, Any] = {}
     try:
-        summary = json.loads((point.folder / SUMMARY).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        pass
-    except ValueError as error:
-        warn(f"{point.folder / SUMMARY} is not readable ({error}); the run counts as broken off")
-    status = summary.get("status") or (BROKEN_OFF if (point.folder / ".hydra").exists() else WAITING)
+        summary = told(point.folder)
+    except (OSError, ValueError) as error:
+        warn(clean(f"{point.folder / SUMMARY} is not readable ({error}); the run counts as broken off"))
+    status = str(summary.get("status") or (BROKEN_OFF if (point.folder / ".hydra").exists() else WAITING))
     if status != COMPLETED and is_taken(point.folder):
         status = RUNNING
-    point = replace(point, status=status, reason=summary.get("reason") or "")
+    point = replace(point, status=status, reason=str(summary.get("reason") or ""))
     try:
         point = _measured(point, read_metrics(point.folder / METRICS))
     except FileNotFoundError:
         pass
-    except (ValueError, csv.Error) as error:
-        warn(f"{point.folder / METRICS} is not readable ({error}); its curve is left out")
-        point = replace(point, reason=f"{METRICS} is not readable")
+    except (OSError, ValueError, ArithmeticError, csv.Error) as error:
+        warn(clean(f"{point.folder / METRICS} is not readable ({error}); its curve is left out"))
+        point = replace(point, reason="; ".join(filter(None, (point.reason, f"{METRICS} is not readable"))))
+    # Of a run that was resumed the summary knows the losses since then alone, and the curve all.
+    losses = [loss for loss in (_finite(summary.get("best_val_loss")), point.val_loss) if loss is not None]
     return replace(
         point,
-        params=summary.get("params") or point.params,
-        val_loss=summary.get("best_val_loss") or point.val_loss,
-        step=summary.get("steps") or point.step,
-        tokens=summary.get("tokens") or point.tokens,
-        tokens_per_second=summary.get("tokens_per_second") or point.tokens_per_second,
-        seconds=summary.get("seconds") or point.seconds,
+        params=_finite(summary.get("params")) or point.params,
+        val_loss=min(losses, default=None),
+        step=_finite(summary.get("steps")) or point.step,
+        tokens=_finite(summary.get("tokens")) or point.tokens,
+        tokens_per_second=_finite(summary.get("tokens_per_second")) or point.tokens_per_second,
+        seconds=_finite(summary.get("seconds")) or point.seconds,
     )
+
+
+def clean(text: str) -> str:
+    """Text of a file as one line that a terminal shows and does not obey."""
+    line = " ".join(text.split())
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+
+
+def _finite(value: Any) -> Any:
+    """The value if it is a finite number."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if number and isfinite(value) else None
 
 
 def _measured(point: Point, columns: Mapping[str, Sequence[tuple[int, float]]]) -> Point:
     """The point with what its `metrics.csv` tells."""
-    losses, tokens = columns.get("val_loss", ()), columns.get("tokens", ())
+    losses = [(at, loss) for at, loss in columns.get("val_loss", ()) if isfinite(loss)]
+    tokens = columns.get("tokens", ())
     step = max((column[-1][0] for column in columns.values()), default=0)
     per_step = tokens[-1][1] / tokens[-1][0] if tokens else 0.0
     flops = None
@@ -201,7 +219,7 @@ def _measured(point: Point, columns: Mapping[str, Sequence[tuple[int, float]]]) 
         point,
         step=step,
         tokens=round(step * per_step),
-        flops=flops,
+        flops=_finite(flops),
         val_loss=min((loss for _, loss in losses), default=None),
         tokens_per_second=speeds[-1][1] if speeds else None,
         seconds=columns["seconds"][-1][1] if "seconds" in columns else 0.0,
@@ -261,5 +279,11 @@ def write_table(file: Path, points: Sequence[Point]) -> None:
 def _overrides_of(file: Path) -> dict[str, str]:
     import yaml  # a dependency of Hydra
 
-    overrides = yaml.load(file.read_text(encoding="utf-8"), yaml.CSafeLoader) or []
+    try:
+        overrides = yaml.load(file.read_text(encoding="utf-8"), yaml.CSafeLoader) or []
+        if not isinstance(overrides, list):
+            raise ValueError("it is not a list")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        warn(clean(f"{file} is not readable ({error}); the run counts as one without overrides"))
+        overrides = []
     return {key: value for key, _, value in (str(override).partition("=") for override in overrides)}

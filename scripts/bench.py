@@ -1,4 +1,4 @@
-"""Measure minigpt: training speed, start-up, memory, the loss of the baseline recipe, attention, data, and sampling.
+"""Measure minigpt: training speed, start-up, memory, the baseline's loss, attention, data, sampling, sweeps.
 
 Machines are noisy: what is compared runs in turn, several rounds of it, and medians and their ratio are
 what to quote. Prints a table and writes the figures as JSON.
@@ -12,6 +12,7 @@ what to quote. Prints a table and writes the figures as JSON.
                                                  recipes and the bare loop, and when they cross losses
   python scripts/bench.py data                   tokenising, starting on 1 GB, batches of 1 TB
   python scripts/bench.py sampling               decoding beside a loop without a cache, and transformers
+  python scripts/bench.py sweep                  nine runs side by side, after one another, and apart
   python scripts/bench.py gpu                    the recipes for a GPU, and GPT-2's use of the chip
   python scripts/bench.py attention              memory and time of fused and explicit, over lengths
 
@@ -45,6 +46,7 @@ from bench_common import (
 from bench_data import data
 from bench_gpu import gpu
 from bench_sampling import sampling
+from bench_sweep import sweep
 from bench_time_to_loss import draw_time_to_loss, show_time_to_loss, time_to_loss
 
 from minigpt.errors import UserError, one_line
@@ -155,7 +157,7 @@ def main() -> None:
     """Parse, measure, print, write."""
     benchmarks: dict[str, Callable[[argparse.Namespace, Path], list[dict[str, Any]]]] = {
         function.__name__: function
-        for function in (step, startup, memory, loss, time_to_loss, attention, data, gpu, sampling)
+        for function in (step, startup, memory, loss, time_to_loss, attention, data, gpu, sampling, sweep)
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("benchmark", choices=benchmarks)

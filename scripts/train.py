@@ -11,51 +11,47 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from minigpt import run
-from minigpt.config import GPTConfig, check_run
-from minigpt.errors import Interrupted, UserError, one_line
+from minigpt.config import check_run
+from minigpt.errors import Interrupted, explain, one_line
 
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands errors on, and `one_line` says them
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="train")
 def main(cfg: DictConfig) -> float | None:
-    """What Hydra calls with the composed configuration."""
-    return one_line(train)(cfg)
+    """What Hydra calls with the composed configuration: once, or for every job of a sweep, which tells its errors."""
+    return train(cfg) if HydraConfig.get().mode == RunMode.MULTIRUN else one_line(train)(cfg)
 
 
 def train(cfg: DictConfig) -> float | None:
     """One run; returns the best validation loss, nats per token."""
-    with run.taken(Path(HydraConfig.get().runtime.output_dir)) as folder:
+    with run.taken(Path(HydraConfig.get().runtime.output_dir), again=cfg.resume == "auto") as folder:
         check_run(cfg)
         return fit(cfg, folder)
 
 
 def fit(cfg: DictConfig, folder: Path) -> float | None:
     """Build every part, train, and write what came of it into the run folder."""
-    from minigpt.preparation import corpus_of
+    from minigpt.preparation import parts_of
 
-    tokens = corpus_of(cfg.data, cfg.tokenizer)
-    tokens.check_length(cfg.model.block_size)
-    known = tokens.tokenizer.vocab_size
-    if cfg.model.vocab_size is not None and cfg.model.vocab_size < known:
-        raise UserError(f"model.vocab_size={cfg.model.vocab_size} is less than the tokenizer's {known}; use null")
+    tokens, config = parts_of(cfg)
 
     # What is heavy is imported here, once everything that a user can get wrong was looked at.
     import torch
     from hydra.utils import instantiate
 
     from minigpt.callbacks import EndInOrder, Meter, say
-    from minigpt.checkpoint import BEST, check_same, contents, find_checkpoint
+    from minigpt.checkpoint import BEST, check_same, contents, find_resumed, load_checkpoint
     from minigpt.data import TokenData
     from minigpt.loggers import MetricsCSV, Progress, finish
     from minigpt.model import GPT
     from minigpt.tokenizer import encode_prompt
     from minigpt.training import LanguageModel, build_trainer
 
-    config = GPTConfig(**{**cfg.model, "vocab_size": cfg.model.vocab_size or known})
     data = TokenData(
         tokens,
         block_size=config.block_size,
@@ -69,11 +65,11 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
     torch.manual_seed(cfg.seed)
     resolved = OmegaConf.to_container(cfg, resolve=True)
     kept = contents(config, tokens.tokenizer, resolved, tokens.sha256)
-    resume = None if cfg.resume is None else find_checkpoint(cfg.resume, last=True)
-    if resume is not None:
-        check_same(resume, kept, cfg.max_steps)
+    resume = find_resumed(cfg.resume, folder)
+    run.rewind(folder, 0 if resume is None else check_same(resume, kept, cfg.max_steps))
+    model = GPT(config)
     module = LanguageModel(
-        GPT(config),
+        model,
         optimizer=function(cfg.optimizer),
         schedule=function(cfg.schedule),
         max_steps=cfg.max_steps,
@@ -98,22 +94,26 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
     )
     torch.manual_seed(cfg.seed + trainer.global_rank)  # every rank its own dropout
 
-    status, sample = "failed", ""
+    status, reason, sample = "failed", "", ""
     try:
         for logger in extra:
             logger.log_hyperparams(resolved)
         trainer.fit(module, data, ckpt_path=resume)
-        if (folder / BEST).exists():  # measured from the file: the figure is that of what sample.py loads
-            trainer.validate(module, data, ckpt_path=str(folder / BEST), verbose=False)
+        if (folder / BEST).exists():  # what sample.py will load
+            model = load_checkpoint(folder / BEST, device=module.device)[0]
         start = torch.as_tensor(encode_prompt(tokens.tokenizer, "")).long()
-        sample = say(module.model, tokens.tokenizer, start, max_new_tokens=400, temperature=0.8, seed=cfg.seed)
+        sample = say(model, tokens.tokenizer, start, max_new_tokens=400, temperature=0.8, seed=cfg.seed)
         status = "completed"
-    except Interrupted:
+    except (Interrupted, KeyboardInterrupt):
         status = "interrupted"
+        raise
+    except Exception as error:
+        reason = explain(error)[0].removeprefix("error: ")
         raise
     finally:
         summary = meter.summary(trainer, module) | {
             "status": status,
+            "reason": reason,
             "seed": cfg.seed,
             "corpus": tokens.name,
             "corpus_sha256": tokens.sha256,
