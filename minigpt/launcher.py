@@ -136,7 +136,7 @@ class Joblib(_Launcher):
 
     Args:
         n_jobs: at a time; None is one for each GPU, or for each core.
-        threads: of each job; None shares the cores out.
+        threads: of each job; None is what OMP_NUM_THREADS says, and else shares the cores out.
     """
 
     def __init__(self, n_jobs: int | None, threads: int | None) -> None:
@@ -155,7 +155,7 @@ class Joblib(_Launcher):
         return shares(
             jobs,
             n_jobs=self.n_jobs,
-            threads=self.threads,
+            threads=self.threads or int(os.environ.get("OMP_NUM_THREADS") or 0),
             cores=cpu_count(),
             gpus=visible_gpus() if trainer.accelerator in ("auto", "gpu", "cuda") else [],
             alone=trainer.devices != 1,
@@ -176,6 +176,8 @@ class Joblib(_Launcher):
                 if future.done():
                     del running[number]
                     returned[number], died = _ended(future)
+                    if died:
+                        worker.shutdown(wait=False)
                     idle.append((environment, None if died else worker))
             time.sleep(_POLL)
         for _, worker in idle:
@@ -237,7 +239,7 @@ class Submitit(_Launcher):
 
 
 def shares(
-    jobs: int, *, n_jobs: int | None, threads: int | None, cores: int, gpus: Sequence[str], alone: bool
+    jobs: int, *, n_jobs: int | None, threads: int, cores: int, gpus: Sequence[str], alone: bool
 ) -> list[dict[str, str]]:
     """The environment of each worker: its threads and its GPU.
 
@@ -246,6 +248,7 @@ def shares(
 
     Args:
         n_jobs: workers that were asked for; None is one for each GPU, or for each core.
+        threads: that were asked for; 0 shares the cores out.
         alone: a job takes every device.
     """
     workers = min(jobs, n_jobs or (1 if alone else len(gpus) or cores))

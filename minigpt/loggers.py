@@ -159,10 +159,9 @@ def publish_sweep(folder: Path, *, group: str, tags: list[str], **options: Any) 
     import wandb
 
     with open(folder / TABLE, newline="", encoding="utf-8") as file:
-        columns, *rows = csv.reader(file)
-    logger.experiment.log(
-        {"sweep": wandb.Table(columns=columns, data=rows), "picture": wandb.Image(str(folder / PICTURE))}
-    )
+        rows: list[list[Any]] = list(csv.reader(file))
+    table = wandb.Table(columns=rows[0], data=rows[1:])
+    logger.experiment.log({"sweep": table, "picture": wandb.Image(str(folder / PICTURE))})
     finish(logger, {})
 
 

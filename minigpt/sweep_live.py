@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from rich.console import Console, Group, RenderableType
@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from minigpt.sweep import COMPLETED, RUNNING, SKIPPED, WAITING, Point, look
+from minigpt.sweep import BROKEN_OFF, COMPLETED, RUNNING, SKIPPED, WAITING, Point, look
 
 _WIDE = 200  # columns, where nobody looks
 _EVERY = 0.5  # seconds
@@ -59,18 +59,18 @@ def watched(points: list[Point]) -> Iterator[None]:
     console, over = _console(), threading.Event()
     begun, ended = time.perf_counter(), sum(point.status in (COMPLETED, SKIPPED) for point in points)
 
-    def update() -> None:
+    def update(unsettled: Collection[str]) -> None:
         for i, point in enumerate(points):
             if point.status not in (COMPLETED, SKIPPED):
                 points[i] = look(point)
-                if points[i].status not in (point.status, RUNNING, WAITING) and not console.is_terminal:
+                if points[i].status not in (point.status, *unsettled) and not console.is_terminal:
                     console.print(Text(_ended(points[i], points)))
         if live is not None:
             live.update(_lines(points, time.perf_counter() - begun, ended, console.height), refresh=True)
 
     def follow() -> None:
         while not over.wait(_EVERY):
-            update()
+            update((RUNNING, WAITING, BROKEN_OFF))  # one that begins looks broken off for a moment
 
     thread = threading.Thread(target=follow, daemon=True)
     with Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else nullcontext() as live:
@@ -80,7 +80,7 @@ def watched(points: list[Point]) -> Iterator[None]:
         finally:
             over.set()
             thread.join()
-            update()
+            update((RUNNING, WAITING))
 
 
 def _lines(points: Sequence[Point], seconds: float, before: int, height: int) -> RenderableType:

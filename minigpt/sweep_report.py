@@ -185,6 +185,16 @@ def _name(row: Row, short: Mapping[str, str], without: str | None = None) -> str
     return ", ".join(values) or ("all" if without or len(row.points) > 1 else row.points[0].folder.name)
 
 
+def _label(row: Row, short: Mapping[str, str], without: str | None = None) -> str:
+    """The name of a row for a picture: of long values the middle is left out."""
+    return _plain(", ".join(_middle(part, 26) for part in clean(_name(row, short, without)).split(", ")), 54)
+
+
+def _middle(text: str, longest: int) -> str:
+    half = (longest - 1) // 2
+    return text if len(text) <= longest else f"{text[:half]}…{text[-half:]}"
+
+
 def _near(path: Path) -> str:
     """A path as short as it can be said from here."""
     path = Path.cwd() / path
@@ -275,10 +285,10 @@ def _draw_map(panel: "Axes", rows: Sequence[Row], names: Sequence[str]) -> None:
                 panel.add_patch(
                     Rectangle(corner, 1, 1, facecolor="0.94", edgecolor="0.8", hatch="//", linewidth=0, gid="missing")
                 )
-                if widest <= 12:
+                if widest <= 16:
                     state = "not run" if row is None else row.status.replace(", ", "\n")
                     panel.text(x, y, _plain(state), color="0.3", **style)
-            elif widest <= 12:
+            elif widest <= 16:
                 text = f"{row.val_loss:.4f}" if widest <= 8 else f"{row.val_loss:.3f}"
                 if widest <= 8:
                     text += "" if row.spread is None else f"\n± {row.spread:.4f}"
@@ -327,7 +337,7 @@ def _draw_lines(panel: "Axes", rows: Sequence[Row], along: str, names: Sequence[
             markersize=5,
             linewidth=1 if place is None else 1.8,
             capsize=3,
-            label=_plain(name, 40) if place is not None and len(lines) > 1 else "_",
+            label=_label(found[0][1], short, along) if place is not None and len(lines) > 1 else "_",
             zorder=1 if place is None else 2,
         )
         low = min(range(len(xs)), key=losses.__getitem__)
@@ -389,7 +399,7 @@ def _draw_names(panel: "Axes", rows: Sequence[Row], names: Sequence[str]) -> Non
             color=colour,
             annotation_clip=True,
         )
-    panel.set_yticks(range(len(shown)), [_plain(_name(row, short), 44) for row in shown], fontsize=8)
+    panel.set_yticks(range(len(shown)), [_label(row, short) for row in shown], fontsize=8)
     panel.set_ylim(max(len(shown), 3) - 0.4, -0.6)
     panel.margins(x=0.15)
     panel.set(xlabel="best validation loss (nats per token)")
@@ -466,7 +476,7 @@ def _draw_curves(panel: "Axes", rows: Sequence[Row]) -> None:
         panel.add_collection(LineCollection(rest, colors="0.6", alpha=faint, linewidths=0.7, zorder=1))
         panel.plot([], [], color="0.7", linewidth=0.7, label=f"{len(rest)} other runs")
     for rank, row in enumerate(there[:_MOST]):
-        label = f"{rank + 1}  {_plain(_name(row, short), 44)}"
+        label = f"{rank + 1}  {_label(row, short)}"
         for point in row.points:
             if not point.curve:
                 continue
@@ -514,13 +524,14 @@ def _say_nothing(panel: "Axes", title: str) -> None:
 
 def _limit(panel: "Axes", rows: Iterable[Row], entries: int) -> None:
     """Have the losses fill a panel, whatever a few that diverged came to, below a legend of some entries."""
-    found = [row for row in rows if row.val_loss is not None]
-    low = min((row.val_loss or 0.0) - (row.spread or 0.0) for row in found)
-    ceiling = _ceiling([row.val_loss or 0.0 for row in found])
-    high = max((row.val_loss or 0.0) + (row.spread or 0.0) for row in found if (row.val_loss or 0.0) <= ceiling)
-    room = (high - low) or 0.05 * high
-    panel.set_ylim(low - 0.08 * room, high + (0.08 + 0.065 * entries) * room)
-    if above := sum((row.val_loss or 0.0) > ceiling for row in found):
+    found = [(row.val_loss, row.spread or 0.0) for row in rows if row.val_loss is not None]
+    best, ceiling = min(loss for loss, _ in found), _ceiling([loss for loss, _ in found])
+    low = max(min(loss - spread for loss, spread in found), 0.5 * best, 1e-9)
+    high = max(max(loss + spread for loss, spread in found if loss <= ceiling), low)
+    room = log(high / low) or 0.05  # in logarithms, as two of the panels; on a narrow linear scale it is the same
+    top = high * exp((0.08 + 0.075 * entries) * room)
+    panel.set_ylim(low * exp(-0.08 * room), top)
+    if above := sum(loss > top for loss, _ in found):
         style: dict[str, Any] = {"fontsize": 8, "color": "0.35", "va": "top"}
         panel.text(0.01, 0.99, f"↑ {above} above this", transform=panel.transAxes, **style)
 
@@ -545,8 +556,7 @@ def _ramp(place: int, of: int) -> Any:
 def _plain(text: str, longest: int = 60) -> str:
     """Text of a file for a picture: nothing that cannot be seen, no formulas, its middle left out where it is long."""
     text = clean(text) if "\n" not in text else text
-    half = (longest - 1) // 2
-    return (text if len(text) <= longest else f"{text[:half]}…{text[-half:]}").replace("$", r"\$")
+    return _middle(text, longest).replace("$", r"\$")
 
 
 def _abbreviated(value: float, _: Any = None) -> str:
