@@ -1,4 +1,4 @@
-# make train | test | lint | bench | clean      Hydra overrides: make train ARGS="max_steps=200 model.n_head=4"
+# make train | sweep | test | lint | bench | clean      Hydra overrides: make train ARGS="max_steps=200 model.n_head=4"
 
 # The first Python on the path that is new enough; another: make train PYTHON=/path/to/python
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.14 python; do \
@@ -10,11 +10,14 @@ PIP = $(IN_VENV) -m pip install --quiet --disable-pip-version-check -c constrain
 # The recipe for what the machine has; another: make train ARGS="experiment=nanogpt_cpu"
 RECIPE = $(if $(shell nvidia-smi -L 2>/dev/null),fast_gpu,fast_cpu)
 
-.PHONY: train test lint format bench clean check-venv
+.PHONY: train sweep test lint format bench clean check-venv
 .DEFAULT_GOAL = train
 
 train: $(VENV)/.train
 	@$(IN_VENV) scripts/train.py $(if $(filter experiment=% model=%,$(ARGS)),,experiment=$(RECIPE)) $(ARGS)
+
+sweep: $(VENV)/.train
+	@$(IN_VENV) scripts/train.py -m $(if $(findstring +sweep=,$(ARGS)),,+sweep=heads_by_width) $(ARGS)
 
 test: $(VENV)/.dev
 	@$(IN_VENV) -m pytest $(ARGS)

@@ -145,6 +145,8 @@ def check_run(cfg: Mapping[str, Any]) -> None:
     Raises:
         UserError: the first value that cannot work, with what was expected.
     """
+    if "sweep" in cfg:  # of which the others set values elsewhere
+        raise UserError("configs/sweep/wandb.yaml is for W&B's own agent: wandb sweep configs/sweep/wandb.yaml")
     for key, (accepts, expected) in _RULES.items():
         group, _, name = key.rpartition(".")
         values = cfg.get(group, {}) if group else cfg

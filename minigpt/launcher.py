@@ -64,9 +64,13 @@ class Job:
                 if config.trainer.devices != 1:
                     return self._process(folder, config)
                 done = run_job(self.function, config, "hydra.sweep.dir", "hydra.sweep.subdir", self.context)
-                return done.return_value  # or raises
+                if done.status == JobStatus.FAILED:
+                    raise done._return_value  # of itself it would first print all overrides
+                return done.return_value
             except Exception as error:
-                reason = explain(error)[0].removeprefix("error: ")
+                line = explain(error)[0]
+                print(line, file=sys.stderr)
+                reason = line.removeprefix("error: ")
                 if not told(folder):  # it did not come as far as to say so itself
                     fail(folder, reason)
                 raise RunError(reason) from None
@@ -202,6 +206,14 @@ class Submitit(_Launcher):
     def __init__(self, cluster: str, n_jobs: int | None, **parameters: Any) -> None:
         self.cluster, self.n_jobs = cluster, n_jobs
         self.parameters = {name: value for name, value in parameters.items() if value is not None}
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
+        if self.cluster == "slurm" and config.trainer.devices != 1:
+            raise UserError(
+                f"trainer.devices={config.trainer.devices} is not possible with hydra/launcher=submitit_slurm, whose "
+                f"jobs are one process each; use trainer.devices=1"
+            )
 
     def run(self, jobs: Sequence[Job], received: Sequence[int]) -> list[JobReturn]:
         try:

@@ -344,7 +344,7 @@ def _peak() -> float:
 def _suggest(trial: Any, key: str, override: Override) -> str:
     value: Any = override.value()
     if override.is_interval_sweep():
-        return repr(trial.suggest_float(key, value.start, value.end, log="log" in value.tags))
+        return f"{trial.suggest_float(key, value.start, value.end, log='log' in value.tags):.4g}"
     choices = list(override.sweep_string_iterator())
     if override.is_range_sweep():  # in order, so that neighbours are known to be near
         return choices[trial.suggest_int(key, 0, len(choices) - 1)]

@@ -36,6 +36,7 @@ def test_a_run_folder_tells_its_own_story(train: Callable[..., Any]) -> None:
         "samples.txt",
         "summary.json",
         "checkpoints",
+        ".lock",
     }
     assert {file.name for file in (run.folder / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
     keys = "best_val_loss best_step steps tokens params seconds tokens_per_second seed device checkpoint corpus_sha256"
