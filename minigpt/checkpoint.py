@@ -121,8 +121,9 @@ def check_same(path: Path, present: Mapping[str, Any], max_steps: int) -> int:
     """
     content = read(path, device="cpu")
     before, now = content[_OURS], present[_OURS]
-    model = {key: value for key, value in now["model"].items() if before["model"].get(key) != value}
-    differs = [f"model.{key} ({before['model'].get(key)} there, {value} here)" for key, value in model.items()]
+    there = GPTConfig.from_dict(before["model"]).to_dict()  # with what was no setting yet
+    model = {key: value for key, value in now["model"].items() if there[key] != value}
+    differs = [f"model.{key} ({there[key]} there, {value} here)" for key, value in model.items()]
     tokenizers_ = before["tokenizer"], now["tokenizer"]
     if tokenizers_[0] != tokenizers_[1]:
         names = [values.get("name") for values in tokenizers_]

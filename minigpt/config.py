@@ -15,6 +15,7 @@ NORMS = ("layernorm", "rmsnorm", "rmsnorm_plain")
 POSITIONS = ("learned", "rope", "none")
 ACTIVATIONS = ("gelu", "relu", "relu2", "swiglu")
 NORM_POSITIONS = ("pre", "post")
+PARAMETRIZATIONS = ("standard", "mup")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,9 @@ class GPTConfig:
     ngram_dim: int = 16  # width of those embeddings
     smear: int = 0  # how many tokens before each are mixed into its embedding
     embed_norm: bool = False  # RMS-normalise what enters the first block
+    parametrization: str = "standard"  # mup: the best learning rate does not move with the width (Yang et al., 2022)
+    base_n_embd: int = 128  # width at which mup is standard
+    base_head_dim: int = 32  # width of a head at which mup is standard
 
     def __post_init__(self) -> None:
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
@@ -59,7 +63,7 @@ class GPTConfig:
         _require("dropout", self.dropout, _fraction, "a number from 0 up to, but not including, 1")
         _require("rope_base", self.rope_base, _positive, "a number above 0")
         _require("ngram", self.ngram, lambda v: v == 0 or _whole(2)(v), "0, or a whole number of at least 2")
-        for name in ("ngram_buckets", "ngram_dim"):
+        for name in ("ngram_buckets", "ngram_dim", "base_n_embd", "base_head_dim"):
             _require(name, getattr(self, name), _whole(1), "a whole number of at least 1")
         _require("smear", self.smear, _whole(0), "a whole number of at least 0")
         for name, takes in (
@@ -67,6 +71,7 @@ class GPTConfig:
             ("position", POSITIONS),
             ("activation", ACTIVATIONS),
             ("norm_position", NORM_POSITIONS),
+            ("parametrization", PARAMETRIZATIONS),
         ):
             _require(name, getattr(self, name), takes.__contains__, " or ".join(takes))
         if self.head_dim is None and self.n_embd % self.n_head:
@@ -92,6 +97,16 @@ class GPTConfig:
             return self.n_inner
         # SwiGLU has a third matrix: two thirds of the width keep the count (Shazeer, 2020).
         return -(-8 * self.n_embd // 3 // 8) * 8 if self.activation == "swiglu" else 4 * self.n_embd
+
+    @property
+    def width_ratio(self) -> float:
+        """Of n_embd to its base, 1 but for mup; the other widths and the heads are taken to grow along."""
+        return self.n_embd / self.base_n_embd if self.parametrization == "mup" else 1.0
+
+    @property
+    def attention_scale(self) -> float | None:
+        """Factor on the scores: None, which is 1/√D, and under mup one that falls as 1/D."""
+        return self.base_head_dim**0.5 / self.head_width if self.parametrization == "mup" else None
 
     def num_params(self, *, positions: bool = True) -> int:
         """Trainable numbers of the model, known before it is built; `positions` counts learned ones too."""

@@ -64,6 +64,7 @@ class Decoder:
             config.norm,
             config.norm_position == "pre",
             config.qk_norm,
+            config.attention_scale,
             "scaled gelu"
             if config.activation == "gelu" and n_embd * config.inner_width < _SMALL
             else config.activation,
@@ -127,7 +128,8 @@ class Decoder:
                 return seen[i]
 
             x = _blocks(self._kind, self._layers, x, turn, hidden, store)
-        self.logits = torch.mm(_norm(self._kind.norm, x, *self._norm) if self._kind.pre_norm else x, self._head)
+        x = _norm(self._kind.norm, x, *self._norm) if self._kind.pre_norm else x
+        self.logits = torch.mm(x if self.config.width_ratio == 1 else x / self.config.width_ratio, self._head)
         return self.logits
 
     def _read(self, texts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
@@ -213,6 +215,7 @@ class _Kind(NamedTuple):
     norm: str
     pre_norm: bool
     qk_norm: bool
+    scale: float | None
     activation: str
 
 
@@ -299,7 +302,7 @@ def _blocks(
                 turned = qk.roll(D // 2, dims=-1).mul_(turn[1])
                 qk.mul_(turn[0]).add_(turned)
         keys, values = store(i, kv)
-        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=H != K)
+        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=kind.scale, enable_gqa=H != K)
         x = _linear(y.view(B, H * D), layer.out, layer.out_bias, onto=x)
         if not kind.pre_norm:
             x = _norm(kind.norm, x, layer.norm_1, layer.norm_1_bias)

@@ -86,7 +86,10 @@ class GPT(nn.Module):
         x = F.dropout(x, self.config.dropout, self.training)
         for i, block in enumerate(self.blocks):
             x = block(x, rotary, cache.layers[i] if cache else None)
-        logits = self.head(self.norm(x))  # (B, T, V)
+        x = self.norm(x)
+        if self.config.width_ratio != 1:
+            x = x / self.config.width_ratio  # so that what the head learns does not grow with the width
+        logits = self.head(x)  # (B, T, V)
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
@@ -107,15 +110,19 @@ class GPT(nn.Module):
         return self.config.flops_per_token()
 
     def _initialise(self) -> None:
-        """GPT-2's initialisation: normal(0.02), and 1/√(2 n_layer) of it into the residual stream."""
+        """GPT-2's initialisation: normal(0.02), and 1/√(2 n_layer) of it into the residual stream.
+
+        Under mup (Yang et al., 2022, table 8) the matrices of the blocks shrink as the square root of the width grows.
+        """
+        std, hidden = 0.02 / math.sqrt(self.config.width_ratio), set(self.blocks.modules())
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
+                nn.init.normal_(module.weight, std=std if module in hidden else 0.02)
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
         for name, weight in self.named_parameters():
             if name.endswith(("attention.out.weight", "mlp.down.weight")):
-                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * self.config.n_layer))
+                nn.init.normal_(weight, std=std / math.sqrt(2 * self.config.n_layer))
         if self.config.ngram:
             nn.init.zeros_(self.ngrams.out.weight)
 
@@ -184,6 +191,7 @@ class Block(nn.Module):
             bias=config.bias,
             dropout=config.dropout,
             qk_norm=config.qk_norm,
+            scale=config.attention_scale,
         )
         self.norm_2 = _norm(config)
         self.mlp = MLP(config)

@@ -6,7 +6,7 @@ function of the step that returns the factor on the peak learning rate. `configs
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw as adamw_step
 
 from minigpt.attention import MultiHeadAttention
-from minigpt.model import MLP, NGrams
+from minigpt.model import GPT, MLP, NGrams
 
 
 def adamw(
-    model: nn.Module,
+    model: GPT,
     *,
     lr: float,
     betas: tuple[float, float],
@@ -26,19 +26,25 @@ def adamw(
 ) -> torch.optim.AdamW:
     """AdamW (Loshchilov & Hutter, 2019) that decays matrices and embeddings, not norms and biases.
 
-    Fused where torch has a kernel for the device: 3 to 6 times faster on a CPU.
+    Under mup the matrices of the blocks, which sum over the width, learn as much more slowly as it is larger, and rate
+    times decay stays (Yang et al., 2022, table 8). Fused where torch has a kernel for the device: 3 to 6 times faster
+    on a CPU.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+    hidden = _pieces(model, split_heads=False) if model.config.parametrization == "mup" else {}
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.dim() >= 2 and p not in hidden], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
+    if hidden:
+        m, matrices = model.config.width_ratio, [p for p in parameters if p in hidden]
+        groups.append({"params": matrices, "lr": lr / m, "weight_decay": weight_decay * m})
     fused = parameters[0].device.type in ("cpu", "cuda")
     return torch.optim.AdamW(groups, lr=lr, betas=(betas[0], betas[1]), fused=fused)
 
 
 def muon(
-    model: nn.Module,
+    model: GPT,
     *,
     lr: float,
     adam_lr: float,
@@ -52,6 +58,10 @@ def muon(
     split_heads: bool,
 ) -> "Muon":
     """Muon for the matrices of the blocks, AdamW for embeddings, head and vectors, as one optimizer.
+
+    Under mup all rates stay: features learn alike at every width if updates are of spectral norm √(rows/columns)
+    (Yang, Simon & Bernstein, 2023), and where both sides grow it stays. With `split_heads` and more heads than the base
+    has, only columns grow, and updates shrink.
 
     Args:
         lr: peak learning rate of the matrices. adam_lr: of all else.
@@ -77,7 +87,11 @@ def muon(
         {"params": [p for p in rest if p in tables], "weight_decay": ngram_weight_decay, **adam},
         {"params": [p for p in rest if p not in tables], "weight_decay": 0.0, **adam},
     ]
-    return Muon(pieces, groups, lr=lr, **options)
+    gains: dict[Tensor, float] = {}
+    if split_heads and (config := model.config).parametrization == "mup":
+        gain = (config.head_width / config.base_head_dim / config.width_ratio) ** 0.5
+        gains = {module.qkv.weight: gain for module in model.modules() if isinstance(module, MultiHeadAttention)}
+    return Muon(pieces, groups, gains=gains, lr=lr, **options)
 
 
 class Muon(torch.optim.Optimizer):
@@ -89,18 +103,26 @@ class Muon(torch.optim.Optimizer):
     Args:
         pieces: of each matrix, the numbers of rows of the matrices that it is a stack of.
         rest: parameter groups of AdamW, each with `lr`, `betas` and `weight_decay`.
+        gains: factors on the updates of matrices, 1 where there is none.
     """
 
     def __init__(
-        self, pieces: dict[Tensor, list[int]], rest: Iterable[dict[str, Any]], *, lr: float, **options: Any
+        self,
+        pieces: dict[Tensor, list[int]],
+        rest: Iterable[dict[str, Any]],
+        *,
+        gains: Mapping[Tensor, float] = {},
+        lr: float,
+        **options: Any,
     ) -> None:
         groups = [{"params": list(pieces), "lr": lr, "steps": 0, **options}, *rest]
         super().__init__([group for group in groups if group["params"]], {})
-        self.stacks: dict[tuple[int, int], list[tuple[Tensor, int]]] = {}  # shape: (matrix, first row) of each piece
+        # By shape and gain, the matrix and the first row of each piece.
+        self.stacks: dict[tuple[int, int, float], list[tuple[Tensor, int]]] = {}
         for matrix, rows in pieces.items():
             start = 0
             for n in rows:
-                self.stacks.setdefault((n, matrix.size(1)), []).append((matrix, start))
+                self.stacks.setdefault((n, matrix.size(1), gains.get(matrix, 1.0)), []).append((matrix, start))
                 start += n
 
     @torch.no_grad()
@@ -132,12 +154,12 @@ class Muon(torch.optim.Optimizer):
         averages = [self.state[p]["momentum"] for p in matrices]
         torch._foreach_lerp_(averages, gradients, 1 - momentum)
         ahead = dict(zip(matrices, torch._foreach_lerp(gradients, averages, momentum), strict=True))  # Nesterov
-        for (rows, columns), stack in self.stacks.items():
+        for (rows, columns, gain), stack in self.stacks.items():
             stack = [(matrix, start) for matrix, start in stack if matrix in ahead]
             if not stack:
                 continue
             update = torch.stack([ahead[matrix][start : start + rows] for matrix, start in stack])
-            update = orthogonalise(update, group["newton_schulz_steps"]) * max(1, rows / columns) ** 0.5
+            update = orthogonalise(update, group["newton_schulz_steps"]) * (gain * max(1, rows / columns) ** 0.5)
             weights = [matrix[start : start + rows] for matrix, start in stack]
             _decay(weights, update, group["lr"] * group["weight_decay"], group["cautious"])
             torch._foreach_add_(weights, list(update), alpha=-group["lr"])

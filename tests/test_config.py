@@ -42,6 +42,8 @@ BAD_VALUES = [
     ("position", None, "learned or rope or none"),
     ("activation", "GELU", "gelu or relu or relu2 or swiglu"),
     ("norm_position", "sandwich", "pre or post"),
+    ("parametrization", "muP", "standard or mup"),
+    *((name, value, WHOLE) for name in ("base_n_embd", "base_head_dim") for value in (0, 64.0, None)),
 ]
 
 

@@ -14,7 +14,7 @@ from test_generation import ARCHITECTURES, make
 from torch import Tensor
 from torch.testing import assert_close
 
-from minigpt.config import ACTIVATIONS, NORM_POSITIONS, NORMS, POSITIONS, GPTConfig
+from minigpt.config import ACTIVATIONS, NORM_POSITIONS, NORMS, PARAMETRIZATIONS, POSITIONS, GPTConfig
 from minigpt.decoding import Decoder
 from minigpt.generation import generate
 from minigpt.model import GPT
@@ -34,6 +34,8 @@ EVERY = {
     "long ngram": {"ngram": 5, "smear": 3, "position": "none"},
     "embed_norm": {"embed_norm": True, "ngram": 2, "smear": 1},
     "untied": {"tie_embeddings": False, "n_inner": 40},
+    "mup": {"parametrization": "mup", "base_n_embd": 8, "base_head_dim": 2},
+    "mup, post-norm": {"parametrization": "mup", "norm_position": "post", "position": "rope", "qk_norm": True},
 }
 every = pytest.mark.parametrize("changes", EVERY.values(), ids=EVERY)
 SLIDING = {
@@ -198,6 +200,7 @@ def test_any_architecture_decodes_any_prompts_as_the_whole_model_does(data: st.D
         "ngram": data.draw(st.sampled_from([0, 2, 3])),
         "ngram_buckets": 11,
         "smear": data.draw(st.integers(0, 3)),
+        "parametrization": data.draw(st.sampled_from(PARAMETRIZATIONS)),
         **{name: data.draw(st.booleans()) for name in ("bias", "qk_norm", "tie_embeddings", "embed_norm")},
     }
     lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
@@ -302,7 +305,7 @@ def sliding_window(model: GPT, text: list[int]) -> Tensor:
         else:
             x = block.norm_1(x + block.attention(x, mask=window, rotary=rotary))
             x = block.norm_2(x + block.mlp(x))
-    return model.head(model.norm(x))[0]
+    return model.head(model.norm(x) / config.width_ratio)[0]
 
 
 def newer_halves(model: GPT, text: list[int], length: int) -> Tensor:

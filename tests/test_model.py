@@ -205,6 +205,9 @@ CHANGES: dict[str, Any] = {
     "ngram_dim": 5,
     "smear": 2,
     "embed_norm": True,
+    "parametrization": "mup",
+    "base_n_embd": 64,
+    "base_head_dim": 16,
 }
 
 
@@ -212,6 +215,7 @@ CHANGES: dict[str, Any] = {
 def test_every_setting_acts(name: str):
     base = TINY | ({"position": "rope"} if name == "rope_base" else {})
     base |= {"ngram": 2} if name.startswith("ngram_") else {}
+    base |= {"parametrization": "mup"} if name.startswith("base_") else {}
     assert same(fingerprint(base), fingerprint(base))
     assert not same(fingerprint(base), fingerprint(base | {name: CHANGES[name]}))
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from minigpt import GPT, load_checkpoint
-from minigpt.checkpoint import read
+from minigpt.checkpoint import read, write
 from minigpt.corpus import load
 from minigpt.errors import RunError, UserError
 
@@ -221,6 +221,14 @@ def test_a_run_that_goes_on_from_a_checkpoint_ends_as_if_it_had_never_stopped(
     assert resumed.summary["steps"] == 20
     for name, tensor in weights(whole.folder).items():
         assert torch.equal(tensor, weights(resumed.folder)[name]), name
+
+
+def test_a_run_from_before_a_model_setting_was_there_goes_on(train: Callable[..., Any], tmp_path: Path) -> None:
+    begun = train("max_steps=2", folder=tmp_path / "begun")
+    content = read(begun.folder / "checkpoints" / "last.ckpt")
+    del content["minigpt"]["model"]["embed_norm"]
+    write(content, begun.folder / "checkpoints" / "last.ckpt")
+    assert train("max_steps=3", f"resume={begun.folder}", folder=tmp_path / "resumed").summary["steps"] == 3
 
 
 @pytest.mark.parametrize(
