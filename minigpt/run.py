@@ -199,9 +199,8 @@ def draw_curves(folder: Path) -> None:
     from matplotlib import pyplot as plt
 
     columns = read_metrics(folder / METRICS)
-    figure, (losses, rates) = plt.subplots(
-        2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 1), layout="constrained"
-    )
+    figure, (losses, rates) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 1))
+    figure.subplots_adjust(left=0.11, right=0.98, bottom=0.08, top=0.94, hspace=0.08)
     if train := columns.get("train_loss"):
         losses.plot(*zip(*train, strict=True), color="tab:blue", alpha=0.6, linewidth=1, label="train")
     if validation := columns.get("val_loss"):

@@ -252,6 +252,31 @@ def ranked(points: Sequence[Point]) -> list[Row]:
     return sorted(rows, key=lambda row: inf if row.val_loss is None else row.val_loss)
 
 
+def short_names(names: Sequence[str]) -> dict[str, str]:
+    """Settings by their last part, where that is enough to tell them apart and from the columns of figures."""
+    leaves = [name.rpartition(".")[2] for name in names]
+    taken = {"rank", "best val loss", "params", "tokens/s", "seconds", "status", "folder"}
+    return {
+        name: leaf if leaf and leaves.count(leaf) == 1 and leaf not in taken else name
+        for name, leaf in zip(names, leaves, strict=True)
+    }
+
+
+def name_of(row: Row, short: Mapping[str, str], without: str | None = None) -> str:
+    """What a row is called: its overrides, or if it has none its folder."""
+    values = [f"{short[name]}={value}" for name, value in row.overrides.items() if name != without]
+    return ", ".join(values) or ("all" if without or len(row.points) > 1 else row.points[0].folder.name)
+
+
+def as_number(text: str | None) -> float | None:
+    """The number that an override sets, if it is one."""
+    try:
+        value = float(text) if text is not None else inf
+    except ValueError:
+        return None
+    return value if isfinite(value) else None
+
+
 def write_table(file: Path, points: Sequence[Point]) -> None:
     """Write `sweep.csv`: the ranked table."""
     rows = ranked(points)

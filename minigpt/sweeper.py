@@ -58,6 +58,7 @@ class _Sweeper(hydra_sweeper.Sweeper):
         self.engine = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
         self.parser = OverridesParser.create(config_loader=self.loader)
         self.points: list[Point] = []
+        self.launched = 0
         self.composed: dict[tuple[str, ...], DictConfig] = {}
         self.parts: dict[str, Corpus] = {}
 
@@ -199,7 +200,6 @@ class _Sweeper(hydra_sweeper.Sweeper):
         self.folder.mkdir(parents=True, exist_ok=True)
         point_at(self.folder)
         write_plan(self.folder, self.fixed, self.points)
-        numbers = {point.folder: number for number, point in enumerate(self.points)}
         overrides = [
             [
                 *self.shared,
@@ -210,7 +210,8 @@ class _Sweeper(hydra_sweeper.Sweeper):
             for point in points
         ]
         with watched(self.points):
-            returned = self.engine.launch(overrides, initial_job_idx=numbers[points[0].folder])
+            returned = self.engine.launch(overrides, initial_job_idx=self.launched)
+        self.launched += len(points)
         for point, job in zip(points, returned, strict=True):
             if job.status == JobStatus.FAILED and not told(point.folder):  # its process had no time to
                 fail(point.folder, str(job._return_value))
@@ -262,8 +263,8 @@ class Grid(_Sweeper):
 
     def run(self) -> None:
         todo = [point for point in self.points if point.status not in (COMPLETED, SKIPPED)]
-        if todo:
-            self.launch(todo)
+        if todo:  # the longest first, so that all workers end at about the same time
+            self.launch(sorted(todo, key=lambda point: point.seconds_expected or 0.0, reverse=True))
 
 
 class Search(_Sweeper):

@@ -13,6 +13,7 @@ what to quote. Prints a table and writes the figures as JSON.
   python scripts/bench.py data                   tokenising, starting on 1 GB, batches of 1 TB
   python scripts/bench.py sampling               decoding beside a loop without a cache, and transformers
   python scripts/bench.py sweep                  nine runs side by side, after one another, and apart
+  python scripts/bench.py widths                 loss over learning rate at several widths
   python scripts/bench.py gpu                    the recipes for a GPU, and GPT-2's use of the chip
   python scripts/bench.py attention              memory and time of fused and explicit, over lengths
 
@@ -48,6 +49,7 @@ from bench_gpu import gpu
 from bench_sampling import sampling
 from bench_sweep import sweep
 from bench_time_to_loss import draw_time_to_loss, show_time_to_loss, time_to_loss
+from bench_widths import draw_widths, show_widths, widths
 
 from minigpt.errors import UserError, one_line
 
@@ -157,7 +159,7 @@ def main() -> None:
     """Parse, measure, print, write."""
     benchmarks: dict[str, Callable[[argparse.Namespace, Path], list[dict[str, Any]]]] = {
         function.__name__: function
-        for function in (step, startup, memory, loss, time_to_loss, attention, data, gpu, sampling, sweep)
+        for function in (step, startup, memory, loss, time_to_loss, attention, data, gpu, sampling, sweep, widths)
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("benchmark", choices=benchmarks)
@@ -165,10 +167,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="how often everything is run")
     parser.add_argument("--steps", type=int, default=300, help="training steps of a round")
     parser.add_argument("--sizes", type=lengths, default=SIZES, metavar="T,T,…", help="lengths of attention")
+    parser.add_argument("--widths", type=lengths, default=(64, 128, 256, 512), metavar="C,C,…", help="of widths")
     parser.add_argument("--recipes", type=lambda s: s.split(","), default=["nanogpt_cpu"], metavar="NAME,NAME,…")
     parser.add_argument("--losses", type=lambda s: [float(x) for x in s.split(",")], default=[1.8985], metavar="X,X,…")
     parser.add_argument("--overrides", nargs="*", default=[], help="settings of every recipe, as for train.py")
-    parser.add_argument("--plot", type=Path, help="PNG file of time_to_loss, attention (default: beside the JSON)")
+    parser.add_argument("--plot", type=Path, help="PNG file of a drawn one (default: beside the JSON)")
     parser.add_argument("--out", type=Path, help="JSON file (default: runs/bench/BENCHMARK.json)")
     args = parser.parse_args()
     if args.against and not args.against.is_file():
@@ -178,14 +181,16 @@ def main() -> None:
     out = args.out or Path("runs/bench") / f"{args.benchmark}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"benchmark": args.benchmark, "machine": machine(), "rows": rows}, indent=1) + "\n")
-    if args.benchmark in ("attention", "time_to_loss"):
+    drawn: dict[str, tuple[Callable[..., None], Callable[..., None], list[Any]]] = {
+        "attention": (show_attention, draw_attention, []),
+        "time_to_loss": (show_time_to_loss, draw_time_to_loss, [args.losses]),
+        "widths": (show_widths, draw_widths, []),
+    }
+    if args.benchmark in drawn:
         plot = args.plot or out.with_suffix(".png")
-        if args.benchmark == "attention":
-            show_attention(rows)
-            draw_attention(rows, plot)
-        else:
-            show_time_to_loss(rows, args.losses)
-            draw_time_to_loss(rows, args.losses, plot)
+        say, draw, more = drawn[args.benchmark]
+        say(rows, *more)
+        draw(rows, *more, plot)
         print(f"\ndrawn to {plot}", end="")
     else:
         show(args.benchmark, rows)

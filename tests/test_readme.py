@@ -49,6 +49,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     (folder / "all.txt").write_text(f"{string.printable}\n" * 200)  # every prompt's characters
     call("scripts/train.py", f"data.path={folder}/all.txt", *SHORT, folder=folder)
+    (folder / "runs" / "sweeps").mkdir()
+    (folder / "runs" / "sweeps" / "latest").symlink_to((folder / "runs" / "latest").resolve())
     return folder
 
 
@@ -58,7 +60,9 @@ def test_every_script_command_runs(command: list[str], text: Path, tmp_path: Pat
     (tmp_path / "my.txt").write_bytes(text.read_bytes() if script == "scripts/train.py" else b"But soft!")
     (tmp_path / "runs").symlink_to(trained / "runs")
     if script == "scripts/train.py" and "--help" not in arguments:
-        arguments += [*SHORT, f"hydra.run.dir={tmp_path}/run"]
+        folders = [f"hydra.run.dir={tmp_path}/run", f"hydra.sweep.dir={tmp_path}/sweep"]
+        arguments += [*SHORT, *folders]
+        arguments += [f"data.path={text}", f"data.folder={tmp_path}/data"] if "-m" in arguments else []
         arguments += ["trainer.accelerator=cpu"] if "trainer.devices=2" in arguments else []
     if script == "scripts/bench.py":
         own = [f"data.path={text}", f"data.folder={tmp_path}/data", "log_every=1"]

@@ -19,8 +19,10 @@ from matplotlib.figure import Figure
 
 from minigpt.errors import UserError
 from minigpt.run import taken
+from minigpt.scaling import pareto_front, power_law
 from minigpt.sweep import Point, axes, ranked, read_plan, read_sweep, write_plan, write_table
-from minigpt.sweep_report import draw_sweep, pareto_front, power_law, print_table, report, sweep_figure
+from minigpt.sweep_drawing import draw_sweep, sweep_figure
+from minigpt.sweep_report import print_table, report
 
 TOKENS = 64  # a step
 # As in `minigpt.loggers`, whose import takes longer than most of these tests.
