@@ -5,9 +5,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -134,6 +136,35 @@ def test_nanogpts_recipe_learns_a_position_for_every_token_of_its_context():
 def test_the_gpt2_presets_have_the_published_sizes(name: str, params: int):
     with torch.device("meta"):
         assert GPT(composed(f"model={name}", 50257)).num_params() == params
+
+
+@hypothesis.given(
+    st.fixed_dictionaries(
+        {
+            "n_layer": st.integers(1, 3),
+            "n_head": st.sampled_from([2, 4]),
+            "n_kv_head": st.sampled_from([None, 1, 2]),
+            "head_dim": st.sampled_from([None, 6]),
+            "n_inner": st.sampled_from([None, 20]),
+            "bias": st.booleans(),
+            "norm": st.sampled_from(["layernorm", "rmsnorm", "rmsnorm_plain"]),
+            "norm_position": st.sampled_from(["pre", "post"]),
+            "position": st.sampled_from(["learned", "rope", "none"]),
+            "activation": st.sampled_from(["gelu", "relu2", "swiglu"]),
+            "qk_norm": st.booleans(),
+            "tie_embeddings": st.booleans(),
+            "ngram": st.sampled_from([0, 2, 4]),
+            "smear": st.integers(0, 2),
+        }
+    )
+)
+@hypothesis.settings(max_examples=60, deadline=None)
+def test_the_size_of_a_model_is_known_before_it_is_built(values: dict[str, Any]):
+    config = GPTConfig(**{**TINY, **values})
+    with torch.device("meta"):
+        model = GPT(config)
+    assert config.num_params() == model.num_params()
+    assert config.num_params(positions=False) == model.num_params(positions=False)
 
 
 def test_frozen_weights_are_not_counted():
