@@ -3,8 +3,10 @@
 Each job is one run in its own folder, which tells what came of it, and a job that dies takes no other with it.
 """
 
+import importlib.util
 import multiprocessing
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -15,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +78,8 @@ class Job:
                 raise RunError(reason) from None
 
     def _process(self, folder: Path, config: DictConfig) -> float | None:
-        quoted = str(folder.absolute()).replace("'", "\\'")
         overrides = [str(override) for override in config.hydra.overrides.task]
-        command = [sys.executable, str(self.script), *overrides, f"hydra.run.dir='{quoted}'"]
+        command = [sys.executable, str(self.script), *overrides, f"hydra.run.dir={quoted(folder.absolute())}"]
         process = subprocess.Popen(command)
         # The signal that ends a sweep comes to the whole group of processes: here it is waited for.
         before = signal.signal(signal.SIGTERM, lambda *_: None)
@@ -209,6 +210,10 @@ class Submitit(_Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
+        if importlib.util.find_spec("submitit") is None:
+            raise UserError(
+                f'hydra/launcher=submitit_{self.cluster} needs: pip install -e ".[submitit]" -c constraints.txt'
+            )
         if self.cluster == "slurm" and config.trainer.devices != 1:
             raise UserError(
                 f"trainer.devices={config.trainer.devices} is not possible with hydra/launcher=submitit_slurm, whose "
@@ -216,12 +221,8 @@ class Submitit(_Launcher):
             )
 
     def run(self, jobs: Sequence[Job], received: Sequence[int]) -> list[JobReturn]:
-        try:
-            import submitit
-        except ImportError as error:
-            raise UserError(
-                f'hydra/launcher=submitit_{self.cluster} needs: pip install -e ".[submitit]" -c constraints.txt'
-            ) from error
+        import submitit
+
         folder = Path(str(self.config.hydra.sweep.dir), ".submitit")
         try:
             executor = submitit.AutoExecutor(folder=folder / "%j", cluster=self.cluster)
@@ -274,14 +275,26 @@ def shares(
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` names them, without asking torch."""
-    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [name for name in given.split(",") if name]
+    """The GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` names them, found without torch."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return _gpus() if given is None else [name for name in given.split(",") if name]
+
+
+@cache
+def _gpus() -> list[str]:
+    if sys.platform == "darwin" and platform.machine() == "arm64":
+        return ["0"]  # Apple's, of which there is one
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=10, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return [str(number) for number, line in enumerate(re.findall(r"^GPU \d+:", listed, flags=re.MULTILINE))]
+    return re.findall(r"^GPU (\d+):", listed, flags=re.MULTILINE)
+
+
+def quoted(value: object) -> str:
+    """A text as Hydra's overrides quote it: a backslash is doubled before a quote, and only there."""
+    doubled = re.sub(r"(\\+)(?='|$)", r"\1\1", str(value))
+    return "'" + doubled.replace("'", "\\'") + "'"
 
 
 def _ended(future: Any) -> tuple[JobReturn, bool]:

@@ -5,12 +5,12 @@ Hydra asks a sweeper for its jobs and hands them to a launcher, and finds both t
 
 import copy
 import hashlib
+import importlib.util
 import itertools
 import json
 import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -28,9 +28,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from minigpt.errors import Interrupted, RunError, UserError, explain
-from minigpt.launcher import Joblib, visible_gpus
+from minigpt.launcher import Joblib, quoted, visible_gpus
 from minigpt.run import PLAN, fail, point_at, told
-from minigpt.sweep import COMPLETED, SKIPPED, Point, look, read_plan, write_plan
+from minigpt.sweep import COMPLETED, SKIPPED, Point, look, read_plan, short_names, write_plan
 
 if TYPE_CHECKING:
     from minigpt.config import GPTConfig
@@ -156,11 +156,8 @@ class _Sweeper(hydra_sweeper.Sweeper):
 
     def name(self, values: Mapping[str, str]) -> str:
         """What a point's folder is called: by its values, so that it tells itself."""
-        last = Counter(key.rpartition(".")[2] for key in values)
-        pairs = [
-            f"{leaf if last[leaf := key.rpartition('.')[2]] == 1 else key}={value}" for key, value in values.items()
-        ]
-        name = re.sub(r"[^\w.,=+-]+", "-", ",".join(pairs))
+        short = short_names(list(values))
+        name = re.sub(r"[^\w.,=+-]+", "-", ",".join(f"{short[key]}={value}" for key, value in values.items()))
         taken = {point.folder.name for point in (*self.points, *self.before.values())}
         if len(name) > _LONGEST_NAME or name in taken:
             name = f"{name[:_LONGEST_NAME]}-{hashlib.sha256(repr(values).encode()).hexdigest()[:8]}"
@@ -205,7 +202,8 @@ class _Sweeper(hydra_sweeper.Sweeper):
                 *self.shared,
                 *(f"{key}={value}" for key, value in point.overrides.items()),
                 *self.logging(point),
-                f"hydra.sweep.subdir='{point.folder.relative_to(self.folder)}'",
+                f"hydra.sweep.dir={quoted(self.folder)}",
+                f"hydra.sweep.subdir={quoted(point.folder.relative_to(self.folder))}",
             ]
             for point in points
         ]
@@ -230,11 +228,11 @@ class _Sweeper(hydra_sweeper.Sweeper):
         wandb = OmegaConf.select(self.cfg, "logger.wandb")
         if wandb is None:
             return []
-        tags = ",".join(f"'{tag}'" for tag in [*wandb.tags, "sweep"])
+        tags = ",".join(map(quoted, [*wandb.tags, "sweep"]))
         names = {"name": point.folder.name, "group": self.folder.name}
         return [
             f"logger.wandb.tags=[{tags}]",
-            *(f"logger.wandb.{key}='{name}'" for key, name in names.items() if wandb[key] is None),
+            *(f"logger.wandb.{key}={quoted(name)}" for key, name in names.items() if wandb[key] is None),
         ]
 
     def publish(self) -> None:
@@ -284,11 +282,13 @@ class Search(_Sweeper):
                 raise UserError(f"hydra.sweeper.{name}={value} is not possible; it takes a whole number of at least 1")
         self.n_trials, self.batch, self.seed = n_trials, batch, seed
 
+    def plan(self) -> None:
+        if importlib.util.find_spec("optuna") is None:
+            raise UserError('hydra/sweeper=optuna needs: pip install -e ".[optuna]" -c constraints.txt')
+
     def run(self) -> None:
-        try:
-            import optuna
-        except ImportError as error:
-            raise UserError('hydra/sweeper=optuna needs: pip install -e ".[optuna]" -c constraints.txt') from error
+        import optuna
+
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self.seed, multivariate=True))
         done = asked = 0
@@ -310,7 +310,7 @@ class Search(_Sweeper):
             if new:
                 self.launch(new)
             for point in map(look, self.points[-len(trials) :]):
-                failed = point.val_loss is None
+                failed = point.status != COMPLETED
                 state = optuna.trial.TrialState.FAIL if failed else optuna.trial.TrialState.COMPLETE
                 study.tell(trials[point.folder], None if failed else point.val_loss, state=state)
             done += len(trials)
