@@ -22,7 +22,7 @@ from minigpt.inspection import attention_maps, token_texts
 from minigpt.model import GPT
 from minigpt.run import METRICS, SAMPLES, read_metrics
 from minigpt.tokenizer import Tokenizer, encode_prompt
-from minigpt.training import diverged
+from minigpt.training import diverged, of_all_ranks
 
 # Dense bfloat16 tensor-core peaks of the makers' data sheets, floating-point operations a second.
 PEAK_FLOPS = {
@@ -51,10 +51,11 @@ class Meter(Callback):
         self._clock = self._logged_seconds = 0.0
         self._logged_step = 0
         self._paused = False
-        self._loss = torch.zeros(())  # since the last row
+        self._losses = [torch.zeros(())]  # of every rank since the last row, in the checkpoint that it goes on from
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._loss = self._loss.to(pl_module.device)
+        same = len(self._losses) == trainer.world_size
+        self._loss = (self._losses[trainer.global_rank] if same else torch.zeros(())).to(pl_module.device)
         self._clock = time.perf_counter()
 
     def state_dict(self) -> dict[str, Any]:
@@ -63,14 +64,14 @@ class Meter(Callback):
             self._stop_clock()
         return {
             "seconds": self.seconds,
-            "loss": self._loss.cpu(),
+            "losses": of_all_ranks(self._loss.cpu()),
             "logged_step": self._logged_step,
             "logged_seconds": self._logged_seconds,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.seconds, self._logged_seconds = state_dict["seconds"], state_dict["logged_seconds"]
-        self._loss, self._logged_step = state_dict["loss"], state_dict["logged_step"]
+        self._losses, self._logged_step = state_dict["losses"], state_dict["logged_step"]
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._loss += outputs["loss"]  # Lightning divided it by the number of batches in a step

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import isfinite, log
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as L
 import torch
@@ -16,7 +16,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -28,6 +28,7 @@ from minigpt.errors import RunError, UserError
 from minigpt.model import GPT
 from minigpt.optim import Muon
 
+T = TypeVar("T")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
@@ -60,7 +61,7 @@ class LanguageModel(L.LightningModule):
         self.schedule = partial(schedule, max_steps=max_steps)
         self.bytes_per_token, self.contents = bytes_per_token, contents
         self.grad_norm: Tensor | None = None  # of the last step, before clipping
-        self.rng: Mapping[str, Any] | None = None  # of the checkpoint that training goes on from
+        self.rng: Sequence[Mapping[str, Any]] = ()  # of every rank, in the checkpoint that training goes on from
         if compile:
             model.compile()  # in place: the names of the weights stay
 
@@ -84,15 +85,16 @@ class LanguageModel(L.LightningModule):
             self.trainer.val_check_batch = batch_idx + 1
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.rng = checkpoint.get("rng")
+        self.rng = checkpoint.get("rng", ())
         # With max_steps raised, the batch that was the last one is not: there is one epoch, as long as the run.
         checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
 
     def on_train_start(self) -> None:
-        if self.rng is not None and self.trainer.world_size == 1:  # the file has that of one process
-            torch.set_rng_state(self.rng["torch"])
-            if torch.cuda.is_available():
-                torch.cuda.set_rng_state_all(self.rng["cuda"])
+        if len(self.rng) == self.trainer.world_size:  # with another number of ranks the draws are others anyway
+            mine = self.rng[self.global_rank]
+            torch.set_rng_state(mine["torch"])
+            if mine["cuda"] is not None and torch.cuda.is_available():
+                torch.cuda.set_rng_state(mine["cuda"])
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         return self.model(*batch)
@@ -146,7 +148,8 @@ class LanguageModel(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint.update(self.contents)
-        checkpoint["rng"] = {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+        cuda = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
+        checkpoint["rng"] = of_all_ranks({"torch": torch.get_rng_state(), "cuda": cuda})
 
     @property
     def learning_rate(self) -> float:
@@ -166,6 +169,15 @@ class CheckpointIO(TorchCheckpointIO):
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         return read(Path(path), device="cpu")
+
+
+def of_all_ranks(mine: T) -> list[T]:
+    """What every process that trains this model has, by rank; all must ask."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return [mine]
+    found: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, mine)
+    return found
 
 
 def diverged(loss: float, step: int, learning_rate: float) -> RunError:
