@@ -9,7 +9,9 @@ own name is a whole one.
 
 import os
 import pickle
+import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,14 @@ import torch
 
 from minigpt import tokenizer as tokenizers
 from minigpt.config import GPTConfig
-from minigpt.errors import UserError
+from minigpt.errors import UserError, warn
 from minigpt.files import whole
 from minigpt.model import GPT
 from minigpt.tokenizer import Tokenizer
 
 FORMAT = 1
-BEST, LAST = "checkpoints/best.ckpt", "checkpoints/last.ckpt"
+BEST, LAST, PREVIOUS = "checkpoints/best.ckpt", "checkpoints/last.ckpt", "checkpoints/previous.ckpt"
+_SMALL = 1 << 20  # weights, of which it does not matter whether they are there
 _OURS = "minigpt"  # our part, beside what Lightning keeps
 _PREFIX = "model."  # the model's name inside the LightningModule
 
@@ -38,15 +41,18 @@ def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> 
     content = read(path, device=device)
     try:
         ours = content[_OURS]
-        model = GPT(GPTConfig.from_dict(ours["model"]))
-        tokenizer = tokenizers.from_dict(ours["tokenizer"])
-        if tokenizer.vocab_size > model.config.vocab_size:
-            raise UserError(f"{tokenizer.vocab_size} token ids do not fit a vocabulary of {model.config.vocab_size}")
+        config, tokenizer = GPTConfig.from_dict(ours["model"]), tokenizers.from_dict(ours["tokenizer"])
+        if tokenizer.vocab_size > config.vocab_size:
+            raise UserError(f"{tokenizer.vocab_size} token ids do not fit a vocabulary of {config.vocab_size}")
         weights = {
             name.removeprefix(_PREFIX): tensor
             for name, tensor in content["state_dict"].items()
             if name.startswith(_PREFIX)
         }
+        held = sum(value.numel() for value in weights.values() if isinstance(value, torch.Tensor))
+        if config.num_params() > 2 * held + _SMALL:  # before a file has us make a model of any size that it names
+            raise UserError(f"its model has {config.num_params():,} weights, and it holds {held:,}")
+        model = GPT(config)
         model.load_state_dict(weights)
     except (UserError, KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
         raise UserError(f"{path} does not hold a model of minigpt ({type(error).__name__}: {error})") from error
@@ -79,17 +85,31 @@ def find_checkpoint(path: str | Path | None, *, runs: Path = Path("runs"), last:
 
 
 def find_resumed(resume: str | None, folder: Path) -> Path | None:
-    """The checkpoint from which a run in `folder` goes on: "auto" is its own newest, where it has one.
+    """The checkpoint from which a run in `folder` goes on: "auto" is its own newest that is whole, where it has one.
 
     Raises:
-        UserError: there is none of that name.
+        UserError: there is none of that name, or of its own none is whole.
     """
     if resume is None:
         return None
     if resume != "auto":
         return find_checkpoint(resume, last=True)
-    own = [folder / name for name in (LAST, BEST) if (folder / name).is_file()]
-    return max(own, key=lambda file: file.stat().st_mtime, default=None)
+    found: dict[Path, int] = {}
+    damaged = []
+    for file in (folder / name for name in (LAST, PREVIOUS, BEST) if (folder / name).is_file()):
+        try:
+            found[file] = int(read(file, device="cpu")["global_step"])
+        except (UserError, KeyError) as error:
+            damaged.append(str(error))
+            continue
+        if file == folder / LAST:
+            break
+    if damaged and not found:
+        raise UserError(f"resume=auto: no checkpoint in {folder} can be read; {damaged[0]}")
+    newest = max(found, key=found.__getitem__, default=None)
+    for reason in damaged:
+        warn(f"{reason}; going on from {newest}")
+    return newest
 
 
 def contents(config: GPTConfig, tokenizer: Tokenizer, run: Mapping[str, Any], corpus: str) -> dict[str, Any]:
@@ -145,6 +165,7 @@ def read(path: Path, *, device: str | torch.device | None = None) -> dict[str, A
     Raises:
         UserError: it is not a whole checkpoint of this version, or holds more than data.
     """
+    _check_whole(path)
     try:
         content = torch.load(path, map_location=device, weights_only=True)
     except pickle.UnpicklingError as error:
@@ -161,16 +182,56 @@ def read(path: Path, *, device: str | torch.device | None = None) -> dict[str, A
     return content
 
 
+def _check_whole(path: Path) -> None:
+    """Look at the archive that torch writes before anything in it is read: all there, as it was written, and no larger.
+
+    Raises:
+        UserError: it is no such archive, a record's checksum is another, or records are packed.
+    """
+    size = path.stat().st_size
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = archive.infolist()
+            packed = any(record.compress_type != zipfile.ZIP_STORED for record in records)
+            if packed or sum(record.file_size for record in records) > size:
+                raise UserError(f"{path} is not a checkpoint of minigpt: it unpacks to more than it is")
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, OverflowError, RuntimeError) as error:
+        raise UserError(f"{path} is not a whole checkpoint: damaged, cut short, or another kind of file") from error
+    if damaged is not None:
+        raise UserError(f"{path} is damaged: the checksum of its record {damaged} is wrong; use an older checkpoint")
+
+
 def write(content: Mapping[str, Any], path: Path) -> None:
-    """Write a checkpoint whole or not at all."""
+    """Write a checkpoint whole or not at all; the `last` one before it is kept as `previous`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with whole(path) as partial, open(partial, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
+        with whole(path) as partial:
+            with open(partial, "wb") as file:
+                torch.save(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            if path.name == Path(LAST).name and path.exists():
+                _keep(path, path.with_name(Path(PREVIOUS).name))
+        _sync(path.parent)
     except BaseException as error:
         # torch hides why the file could not be written.
         if isinstance(reason := error.__context__, OSError):
             raise OSError(reason.errno, reason.strerror, str(path)) from error
         raise
+
+
+def _keep(path: Path, beside: Path) -> None:
+    """Give a file a second name, which stays with it; on a disk without links the second name is not kept."""
+    with suppress(OSError), whole(beside) as partial:
+        partial.hardlink_to(path)
+
+
+def _sync(folder: Path) -> None:
+    """Have the names in a folder outlast a loss of power, where the system can."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -15,6 +15,7 @@ NORMS = ("layernorm", "rmsnorm", "rmsnorm_plain")
 POSITIONS = ("learned", "rope", "none")
 ACTIVATIONS = ("gelu", "relu", "relu2", "swiglu")
 NORM_POSITIONS = ("pre", "post")
+_LONGEST_BLOCK = 1 << 20  # positions are tables
 PARAMETRIZATIONS = ("standard", "mup")
 
 
@@ -55,6 +56,7 @@ class GPTConfig:
     def __post_init__(self) -> None:
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
             _require(name, getattr(self, name), _whole(1), "a whole number of at least 1")
+        _require("block_size", self.block_size, lambda v: v <= _LONGEST_BLOCK, f"at most {_LONGEST_BLOCK:,} tokens")
         for name in ("n_kv_head", "head_dim", "n_inner"):
             value = getattr(self, name)
             _require(name, value, lambda v: v is None or _whole(1)(v), "a whole number of at least 1, or null")

@@ -1,5 +1,6 @@
 """Checkpoints come back exactly, run nothing, say what is wrong with a file, and are written whole or not at all."""
 
+import io
 import os
 import pickle
 import resource
@@ -12,7 +13,17 @@ import pytest
 import torch
 from torch import nn
 
-from minigpt.checkpoint import BEST, LAST, contents, find_checkpoint, load_checkpoint, read, write
+from minigpt.checkpoint import (
+    BEST,
+    LAST,
+    PREVIOUS,
+    contents,
+    find_checkpoint,
+    find_resumed,
+    load_checkpoint,
+    read,
+    write,
+)
 from minigpt.config import GPTConfig
 from minigpt.errors import UserError
 from minigpt.model import GPT
@@ -264,13 +275,83 @@ def test_where_there_is_no_checkpoint_the_place_is_named(tmp_path: Path):
 
 
 def test_writing_makes_the_folder_and_leaves_one_file(tmp_path: Path):
-    path = tmp_path / "run" / LAST
+    path = tmp_path / "run" / BEST
     for seed in (1, 2):
         torch.manual_seed(seed)
         model = make()
         write(checkpoint(model), path)
         assert torch.equal(load_checkpoint(path)[0].wte.weight, model.wte.weight)
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_the_last_checkpoint_before_the_last_is_kept(tmp_path: Path):
+    for step in (10, 20, 30):
+        write(checkpoint(make()) | {"global_step": step}, tmp_path / LAST)
+    assert read(tmp_path / LAST)["global_step"] == 30
+    assert read(tmp_path / PREVIOUS)["global_step"] == 20
+    assert {file.name for file in (tmp_path / LAST).parent.iterdir()} == {"last.ckpt", "previous.ckpt"}
+
+
+@pytest.mark.parametrize("bit", range(8))
+def test_a_bit_that_flipped_is_noticed_wherever_it_matters(tmp_path: Path, bit: int):
+    path = tmp_path / "a.ckpt"
+    write(checkpoint(make()), path)
+    good, expected = path.read_bytes(), fingerprint(read(path))
+    noticed = 0
+    for place in torch.randint(len(good), (60,)).tolist():
+        path.write_bytes(good[:place] + bytes([good[place] ^ 1 << bit]) + good[place + 1 :])
+        try:
+            assert fingerprint(read(path)) == expected  # in what fills records up to a round size, say
+        except UserError:
+            noticed += 1
+    assert noticed > 30
+
+
+def fingerprint(content: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+def test_auto_goes_on_from_the_newest_checkpoint_that_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert find_resumed("auto", tmp_path) is None
+    for step in (10, 20, 30):
+        write(checkpoint(make()) | {"global_step": step}, tmp_path / LAST)
+    write(checkpoint(make()) | {"global_step": 10}, tmp_path / BEST)
+    assert find_resumed("auto", tmp_path) == tmp_path / LAST
+    assert capsys.readouterr().err == ""
+
+    last = (tmp_path / LAST).read_bytes()
+    for harm in (last[:-9], b"", last[: len(last) // 2] + b"x" + last[len(last) // 2 + 1 :]):
+        (tmp_path / LAST).write_bytes(harm)
+        assert find_resumed("auto", tmp_path) == tmp_path / PREVIOUS
+        said = capsys.readouterr().err
+        assert said.startswith(f"warning: {tmp_path / LAST} is")
+        assert said.endswith(f"going on from {tmp_path / PREVIOUS}\n")
+    (tmp_path / PREVIOUS).write_bytes(b"")
+    assert find_resumed("auto", tmp_path) == tmp_path / BEST
+    (tmp_path / BEST).write_bytes(b"")
+    with pytest.raises(UserError, match=r"no checkpoint in .* can be read; .*last\.ckpt is damaged"):
+        find_resumed("auto", tmp_path)
+
+
+def test_an_archive_that_unpacks_to_more_than_it_is_is_not_unpacked(tmp_path: Path):
+    write(checkpoint(make()), tmp_path / "a.ckpt")
+    with zipfile.ZipFile(tmp_path / "a.ckpt") as archive, zipfile.ZipFile(tmp_path / "b.ckpt", "w") as bomb:
+        for record in archive.infolist():
+            bomb.writestr(record.filename, archive.read(record))
+        bomb.writestr("archive/data/999", bytes(1 << 24), compress_type=zipfile.ZIP_DEFLATED)
+    with pytest.raises(UserError, match=r"b\.ckpt .* unpacks to more than it is"):
+        read(tmp_path / "b.ckpt")
+
+
+@pytest.mark.parametrize("claim", [{"n_layer": 1 << 40}, {"n_embd": 1 << 20}, {"n_inner": 1 << 50}, {"ngram": 1 << 30}])
+def test_a_model_that_the_file_does_not_hold_is_not_made(tmp_path: Path, claim: dict[str, int]):
+    content = checkpoint(make())
+    content["minigpt"]["model"].update(claim)
+    write(content, tmp_path / "a.ckpt")
+    with pytest.raises(UserError, match=r"a\.ckpt .* weights, and it holds"):
+        load_checkpoint(tmp_path / "a.ckpt")
 
 
 class Unpicklable:

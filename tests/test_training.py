@@ -38,7 +38,7 @@ def test_a_run_folder_tells_its_own_story(train: Callable[..., Any]) -> None:
         "checkpoints",
         ".lock",
     }
-    assert {file.name for file in (run.folder / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
+    assert {file.name for file in (run.folder / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt", "previous.ckpt"}
     keys = "best_val_loss best_step steps tokens params seconds tokens_per_second seed device checkpoint corpus_sha256"
     assert set(keys.split()) <= set(run.summary)
     assert run.summary["status"] == "completed"
