@@ -104,7 +104,8 @@ def wandb_logger(
 ) -> Logger | None:
     """A Weights & Biases run: online when a key is there and the server answers, otherwise offline.
 
-    Whatever the server does, training waits for it no longer than `timeout` seconds.
+    Whatever the server does, training waits for it no longer than `timeout` seconds. A folder that has a run already
+    goes on with it: steps that are taken again come out the same, and lie on the curves that are there.
     None on all ranks but the first.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
@@ -122,7 +123,10 @@ def wandb_logger(
         "console": "off",
     }
     mode: Any = os.environ.get("WANDB_MODE") or ("online" if _reachable(timeout * 0.3) else "offline")
+    before = sorted(Path(folder, "wandb").glob("*run-*-*"), key=lambda path: path.name.rpartition("run-")[2])
     options: dict[str, Any] = {
+        "id": before[-1].name.rpartition("-")[2] if before else None,
+        "resume": "allow",
         "dir": str(folder),
         "project": project,
         "entity": entity,
