@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import BrokenExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -26,12 +27,14 @@ from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.plugins import launcher as hydra_launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
+from tqdm import tqdm
 
 from minigpt.errors import Interrupted, RunError, UserError, explain
 from minigpt.run import fail, told
 
 LOG = "log.txt"
 _POLL = 0.05  # seconds
+_at_work = threading.Event()  # in a worker, while it has a job
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,13 @@ class Job:
     state: Any  # Hydra's, of the process that sweeps
 
     def __call__(self) -> float | None:
+        _at_work.set()
+        try:
+            return self._run()
+        finally:
+            _at_work.clear()
+
+    def _run(self) -> float | None:
         setup_globals()
         Singleton.set_state(self.state)
         config = self.context.config_loader.load_sweep_config(self.config, list(self.overrides))
@@ -302,24 +312,32 @@ def _ended(future: Any) -> tuple[JobReturn, bool]:
     returned, died = JobReturn(), False
     try:
         returned.return_value, returned.status = future.result(), JobStatus.COMPLETED
-    except RunError as error:
-        returned.return_value, returned.status = error, JobStatus.FAILED
-    except Exception as error:  # what an engine makes of a process that ended without a word
-        died = True
-        named = re.search(r"SIG[A-Z]+", str(error))
-        how = f"was killed ({named[0]}), perhaps for want of memory" if named else "ended without a word"
-        returned.return_value, returned.status = RunError(f"its process {how}"), JobStatus.FAILED
+    except Exception as error:
+        reason = explain(error)[0].removeprefix("error: ")
+        died = (
+            isinstance(error, BrokenExecutor) or type(error).__name__ == "UncompletedJobError"
+        )  # of loky; of submitit
+        if died:
+            named = re.search(r"SIG[A-Z]+", str(error))
+            how = f"was killed ({named[0]}), perhaps for want of memory" if named else "ended without a word"
+            reason = f"its process {how}"
+        returned.return_value, returned.status = RunError(reason), JobStatus.FAILED
     return returned, died
 
 
 def _begin(parent: int) -> None:
     """A worker's first act: to hear of a signal from its parent alone, and to end when that is gone."""
     os.setpgid(0, 0)
+    # Between processes, which is tqdm's own choice, it would be a semaphore that a killed worker leaves behind.
+    tqdm.set_lock(threading.RLock())
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(1)
-        os.killpg(0, signal.SIGTERM)
+        os.killpg(0, signal.SIGTERM)  # a run ends in order, an import at once
+        while _at_work.is_set():
+            time.sleep(_POLL)
+        os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
 

@@ -43,19 +43,21 @@ def taken(folder: Path, *, again: bool = False) -> Iterator[Path]:
                 f"hydra.run.dir=…, or remove it"
             )
         (folder / SUMMARY).unlink(missing_ok=True)  # of a run that ends anew
-        before = None if (folder.parent / PLAN).exists() else point_at(folder)
+        real = folder.resolve()  # it may be `latest` itself
+        before = None if (real.parent / PLAN).exists() else point_at(real)
         try:
             yield folder
         finally:
             if all(entry.name in (".hydra", _LOCK) for entry in folder.iterdir()):
-                shutil.rmtree(folder)
-                latest = folder.parent / LATEST
-                if latest.is_symlink() and latest.readlink() == Path(folder.name):  # no newer run took it
+                shutil.rmtree(real)
+                latest = real.parent / LATEST
+                if latest.is_symlink() and latest.readlink() == Path(real.name):  # no newer run took it
                     _link(latest, before)
 
 
 def point_at(folder: Path) -> Path | None:
     """Make a folder the `latest` of those beside it, and say which was before."""
+    folder = folder.resolve()
     latest = folder.parent / LATEST
     before = latest.readlink() if latest.is_symlink() else None
     _link(latest, Path(folder.name))

@@ -58,12 +58,14 @@ def watched(points: list[Point]) -> Iterator[None]:
     """
     console, over = _console(), threading.Event()
     begun, ended = time.perf_counter(), sum(point.status in (COMPLETED, SKIPPED) for point in points)
+    said = [point.status for point in points]
 
     def update(unsettled: Collection[str]) -> None:
         for i, point in enumerate(points):
             if point.status not in (COMPLETED, SKIPPED):
                 points[i] = look(point)
-                if points[i].status not in (point.status, *unsettled) and not console.is_terminal:
+                if points[i].status not in (said[i], *unsettled) and not console.is_terminal:
+                    said[i] = points[i].status
                     console.print(Text(_ended(points[i], points)))
         if live is not None:
             live.update(_lines(points, time.perf_counter() - begun, ended, console.height), refresh=True)

@@ -27,7 +27,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from minigpt.errors import Interrupted, RunError, UserError, explain
+from minigpt.errors import Interrupted, RunError, UserError, explain, warn
 from minigpt.launcher import Joblib, quoted, visible_gpus
 from minigpt.run import PLAN, fail, point_at, told
 from minigpt.sweep import COMPLETED, SKIPPED, Point, look, read_plan, short_names, write_plan
@@ -86,7 +86,7 @@ class _Sweeper(hydra_sweeper.Sweeper):
             raise
         finally:
             self.points[:] = map(look, self.points)
-            if self.points:
+            if self.points and (self.folder / PLAN).exists():
                 from minigpt.sweep_report import report
 
                 report([self.folder])
@@ -107,7 +107,10 @@ class _Sweeper(hydra_sweeper.Sweeper):
         Raises:
             UserError: it holds something else, or its sweep is not to go on.
         """
-        if not self.folder.exists() or not any(self.folder.iterdir()):
+        there = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
+        if not there.is_dir():
+            raise UserError(f"{there} is a file; choose another folder with hydra.sweep.dir=…")
+        if there != self.folder or not any(self.folder.iterdir()):
             return {}
         if not (self.folder / PLAN).exists():
             raise UserError(f"{self.folder} is not empty and holds no sweep; choose another with hydra.sweep.dir=…")
@@ -165,7 +168,7 @@ class _Sweeper(hydra_sweeper.Sweeper):
 
     def compose(self, values: Mapping[str, str]) -> DictConfig:
         """The configuration of a point. Hydra takes a tenth of a second; what only sets a value is set here."""
-        sets = [key for key in values if self.only_sets(key)]
+        sets = [key for key, value in values.items() if self.only_sets(key, value)]
         rest = tuple(f"{key}={value}" for key, value in values.items() if key not in sets)
         if rest not in self.composed:
             overrides = [*self.shared, *(f"{key}={value}" for key, value in values.items())]
@@ -178,8 +181,10 @@ class _Sweeper(hydra_sweeper.Sweeper):
             OmegaConf.update(config, key, self.parser.parse_override(f"{key}={values[key]}").value())
         return config
 
-    def only_sets(self, key: str) -> bool:
-        return self.axes[key].type == OverrideType.CHANGE and "@" not in key and not self.loader.get_group_options(key)
+    def only_sets(self, key: str, value: str) -> bool:
+        """Whether it is a setting that takes this value, not a group, not one that is added, not merged into."""
+        sets = self.axes[key].type == OverrideType.CHANGE and "@" not in key and "{" not in value
+        return sets and not self.loader.get_group_options(key)
 
     def corpus(self, data: Any, tokenizer: Any) -> "Corpus":
         """The corpus of a point: made, or looked up, once for all that share it."""
@@ -209,10 +214,10 @@ class _Sweeper(hydra_sweeper.Sweeper):
         ]
         with watched(self.points):
             returned = self.engine.launch(overrides, initial_job_idx=self.launched)
+            for point, job in zip(points, returned, strict=True):
+                if job.status == JobStatus.FAILED and not told(point.folder):  # its process had no time to
+                    fail(point.folder, str(job._return_value))
         self.launched += len(points)
-        for point, job in zip(points, returned, strict=True):
-            if job.status == JobStatus.FAILED and not told(point.folder):  # its process had no time to
-                fail(point.folder, str(job._return_value))
         return [look(point) for point in points]
 
     def show(self, points: Sequence[Point]) -> None:
@@ -314,6 +319,10 @@ class Search(_Sweeper):
                 state = optuna.trial.TrialState.FAIL if failed else optuna.trial.TrialState.COMPLETE
                 study.tell(trials[point.folder], None if failed else point.val_loss, state=state)
             done += len(trials)
+        if self.points and done < self.n_trials:
+            warn(
+                f"of {asked} points that were tried only {done} are possible, and none twice: the search ends with them"
+            )
         if not self.points:
             raise UserError("none of the points that were tried is possible; give settings that go together")
 
