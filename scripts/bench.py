@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="how often everything is run")
     parser.add_argument("--steps", type=int, default=300, help="training steps of a round")
     parser.add_argument("--sizes", type=lengths, default=SIZES, metavar="T,T,…", help="lengths of attention")
-    parser.add_argument("--widths", type=lengths, default=(64, 128, 256, 512), metavar="C,C,…", help="of widths")
+    parser.add_argument("--widths", type=lengths, metavar="C,C,…", help="of widths and sweep")
     parser.add_argument("--recipes", type=lambda s: s.split(","), default=["nanogpt_cpu"], metavar="NAME,NAME,…")
     parser.add_argument("--losses", type=lambda s: [float(x) for x in s.split(",")], default=[1.8985], metavar="X,X,…")
     parser.add_argument("--overrides", nargs="*", default=[], help="settings of every recipe, as for train.py")

@@ -1,6 +1,7 @@
 """Sweeps: side by side, one after another and launched one by one; what a job costs beside its training."""
 
 import argparse
+import itertools
 import json
 import shutil
 import sys
@@ -10,20 +11,20 @@ from typing import Any
 
 from bench_common import ROOT, TRAIN, launch
 
-AXES = {"model.n_head": ("2", "4", "8"), "model.n_embd": ("64", "128", "256")}
+HEADS, WIDTHS = (2, 4, 8), (64, 128, 256)
 REPORT = ROOT / "scripts" / "sweep_report.py"
 RUNS = 500
 
 
 def sweep(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Nine points of `--steps` each, three ways, and figures of their own.
+    """Heads by widths, `--steps` each, three ways, and figures of their own.
 
     The cost of a job beside its training is what four more jobs of one step take in a worker that runs; its
     validation is of one window.
     """
     settings = [f"max_steps={args.steps}", f"eval_every={args.steps}", *args.overrides]
-    axes = [f"{key}={','.join(values)}" for key, values in AXES.items()]
-    points = [(heads, width) for heads in AXES["model.n_head"] for width in AXES["model.n_embd"]]
+    widths = args.widths or WIDTHS
+    axes = [f"model.n_head={','.join(map(str, HEADS))}", f"model.n_embd={','.join(map(str, widths))}"]
     launch(
         [sys.executable, TRAIN, "max_steps=1", f"hydra.run.dir={folder}/warm"]
     )  # token files are cached from here on
@@ -32,7 +33,7 @@ def sweep(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         beside = _sweep(folder / f"beside{i}", *axes, *settings)
         after = _sweep(folder / f"after{i}", *axes, *settings, "hydra.launcher.n_jobs=1")
         start = time.perf_counter()
-        for heads, width in points:
+        for heads, width in itertools.product(HEADS, widths):
             overrides = [f"model.n_head={heads}", f"model.n_embd={width}"]
             launch([sys.executable, TRAIN, *overrides, *settings, f"hydra.run.dir={folder}/{i}-{heads}-{width}"])
         apart = time.perf_counter() - start
