@@ -181,7 +181,7 @@ def look(point: Point) -> Point:
     except (OSError, ValueError, ArithmeticError, csv.Error) as error:
         warn(clean(f"{point.folder / METRICS} is not readable ({error}); its curve is left out"))
         point = replace(point, reason="; ".join(filter(None, (point.reason, f"{METRICS} is not readable"))))
-    # Of a run that was resumed the summary knows the losses since then alone, and the curve all.
+    # One of the two files may be damaged, or know less.
     losses = [loss for loss in (_finite(summary.get("best_val_loss")), point.val_loss) if loss is not None]
     return replace(
         point,
@@ -189,6 +189,7 @@ def look(point: Point) -> Point:
         val_loss=min(losses, default=None),
         step=_finite(summary.get("steps")) or point.step,
         tokens=_finite(summary.get("tokens")) or point.tokens,
+        flops=_finite(summary.get("flops")) or point.flops,
         tokens_per_second=_finite(summary.get("tokens_per_second")) or point.tokens_per_second,
         seconds=_finite(summary.get("seconds")) or point.seconds,
     )

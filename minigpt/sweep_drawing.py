@@ -253,7 +253,7 @@ def _draw_scaling(panel: "Axes", rows: Sequence[Row], figure: str, symbol: str, 
     if len(front) > 1:
         panel.plot(*zip(*front, strict=True), color="0.2", linewidth=1, label="Pareto front", gid="front", zorder=3)
     fitted = front if len(front) >= 5 else [(x, loss) for x, loss, row in known if row.status == COMPLETED]
-    if len({x for x, _ in fitted}) >= 5:
+    if len({round(log(x), 2) for x, _ in fitted}) >= 5:  # to a percent: a cost that was measured differs a little
         law = power_law(*zip(*fitted, strict=True))
         ends = [min(x for x, _ in fitted), max(x for x, _ in fitted)]
         said = f"$L = {_mantissa(law.scale, 3)}\\,{symbol}^{{{-law.exponent:.4f}}}$"
