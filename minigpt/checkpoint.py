@@ -197,7 +197,7 @@ def _check_whole(path: Path) -> None:
                 raise UserError(f"{path} is not a checkpoint of minigpt: it unpacks to more than it is")
             damaged = archive.testzip()
     except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, OverflowError, RuntimeError) as error:
-        raise UserError(f"{path} is not a whole checkpoint: damaged, cut short, or another kind of file") from error
+        raise UserError(f"{path} is not a whole checkpoint: cut short, or another kind of file") from error
     if damaged is not None:
         raise UserError(f"{path} is damaged: the checksum of its record {damaged} is wrong; use an older checkpoint")
 

@@ -792,7 +792,7 @@ def broken(saves: dict[str, str], tmp_path: Path) -> None:
         (None, "no run with a checkpoint in runs/; train one with python scripts/train.py"),
         ("folder", "folder holds no checkpoints/best.ckpt; give a run folder or a checkpoint file"),
         ("nowhere", "nowhere does not exist; give a run folder or a checkpoint file"),
-        ("text.txt", "text.txt is not a checkpoint"),
+        ("text.txt", "text.txt is not a whole checkpoint: cut short, or another kind of file"),
         ("empty.ckpt", "empty.ckpt is not a whole checkpoint: cut short, or another kind of file"),
         ("cut.ckpt", "cut.ckpt is not a whole checkpoint: cut short, or another kind of file"),
         ("other.ckpt", "other.ckpt is not a checkpoint of minigpt"),

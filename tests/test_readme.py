@@ -19,6 +19,7 @@ SHORT = [
     *("max_steps=2", "eval_every=2", "model.n_layer=2", "model.block_size=32", "compile=false"),
     "callbacks.samples.max_new_tokens=5",
 ]
+SMALL_SWEEP = ["model.n_head=2", "model.n_embd=8,16"]
 PROCESSES = {"-m", "trainer.devices=2", "logger=wandb", "--interactive"}  # what is about processes of its own
 
 
@@ -86,7 +87,7 @@ def test_every_script_command_runs(
     if script == "scripts/train.py" and "--help" not in arguments:
         folders = [f"hydra.run.dir={tmp_path}/run", f"hydra.sweep.dir={tmp_path}/sweep"]
         arguments += [*SHORT, *folders]
-        arguments += [f"data.path={text}", f"data.folder={tmp_path}/data"] if "-m" in arguments else []
+        arguments += [*SMALL_SWEEP, f"data.path={text}", f"data.folder={tmp_path}/data"] if "-m" in arguments else []
         arguments += ["trainer.accelerator=cpu"] if "trainer.devices=2" in arguments else []
     if script == "scripts/bench.py":
         own = [f"data.path={text}", f"data.folder={tmp_path}/data", "log_every=1"]
