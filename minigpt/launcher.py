@@ -71,6 +71,7 @@ class Job:
             config.hydra.job.id = config.hydra.job.num = self.number
         folder = Path(str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir))
         folder.mkdir(parents=True, exist_ok=True)
+        before = told(folder)  # of an attempt before this one
         with _printing_to(folder / LOG):
             try:
                 if config.trainer.devices != 1:
@@ -83,7 +84,7 @@ class Job:
                 line = explain(error)[0]
                 print(line, file=sys.stderr)
                 reason = line.removeprefix("error: ")
-                if not told(folder):  # it did not come as far as to say so itself
+                if told(folder) == before:  # it did not come as far as to say so itself
                     fail(folder, reason)
                 raise RunError(reason) from None
 
@@ -314,9 +315,7 @@ def _ended(future: Any) -> tuple[JobReturn, bool]:
         returned.return_value, returned.status = future.result(), JobStatus.COMPLETED
     except Exception as error:
         reason = explain(error)[0].removeprefix("error: ")
-        died = (
-            isinstance(error, BrokenExecutor) or type(error).__name__ == "UncompletedJobError"
-        )  # of loky; of submitit
+        died = isinstance(error, BrokenExecutor) or type(error).__name__ == "UncompletedJobError"  # submitit's
         if died:
             named = re.search(r"SIG[A-Z]+", str(error))
             how = f"was killed ({named[0]}), perhaps for want of memory" if named else "ended without a word"

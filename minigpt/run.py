@@ -42,7 +42,6 @@ def taken(folder: Path, *, again: bool = False) -> Iterator[Path]:
                 f"{folder} holds a run already; go on with it by resume=auto, choose another folder with "
                 f"hydra.run.dir=…, or remove it"
             )
-        (folder / SUMMARY).unlink(missing_ok=True)  # of a run that ends anew
         real = folder.resolve()  # it may be `latest` itself
         before = None if (real.parent / PLAN).exists() else point_at(real)
         try:
@@ -99,6 +98,7 @@ def rewind(folder: Path, step: int) -> None:
     """Take back what a run folder tells of the steps after `step`, from which the run goes on; 0 takes back all."""
     if not _is_first():
         return
+    (folder / SUMMARY).unlink(missing_ok=True)
     curves, samples = folder / METRICS, folder / SAMPLES
     if curves.exists():
         header, *rows = curves.read_text(encoding="utf-8").splitlines(keepends=True) or [""]

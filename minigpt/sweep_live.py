@@ -25,18 +25,12 @@ def print_points(points: Sequence[Point], *, workers: int, threads: int) -> None
     """
     table = _table("run", "parameters", "about", "")
     for point in points:
-        seconds = point.seconds_expected
+        seconds, waiting = point.seconds_expected, point.status == WAITING
         table.add_row(
             Text(point.folder.name),
             f"{point.params:,}" if point.params else "",
-            _time(seconds / threads) if seconds and point.status == WAITING else "",
-            Text(
-                f"skipped: {point.reason}"
-                if point.status == SKIPPED
-                else ""
-                if point.status == WAITING
-                else point.status
-            ),
+            _time(seconds / threads) if seconds and waiting else "",
+            Text("" if waiting else ": ".join(filter(None, (point.status, point.reason)))),
         )
     console = _console()
     console.print(table)

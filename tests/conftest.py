@@ -30,12 +30,11 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.fixture
-def small(text: Path, tmp_path: Path) -> list[str]:
-    """Overrides that make a run small, and keep its files in the test's own folder."""
+def small_run(text: Path, data: Path) -> list[str]:
+    """Overrides that make a run small."""
     return [
         f"data.path={text}",
-        f"data.folder={tmp_path}/data",
+        f"data.folder={data}",
         "trainer=cpu",
         "model.block_size=16",
         "model.n_layer=2",
@@ -47,6 +46,12 @@ def small(text: Path, tmp_path: Path) -> list[str]:
         "log_every=5",
         "callbacks.samples.max_new_tokens=20",
     ]
+
+
+@pytest.fixture
+def small(text: Path, tmp_path: Path) -> list[str]:
+    """Overrides that make a run small, and keep its files in the test's own folder."""
+    return small_run(text, tmp_path / "data")
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from conftest import small_run
 from filelock import FileLock
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -37,24 +38,6 @@ from minigpt.sweep import COMPLETED, SKIPPED, read_sweep
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS, TRAIN = ROOT / "configs", ROOT / "scripts" / "train.py"
 TIMED = ("seconds", "tokens_per_second", "flops_per_second", "mfu")  # columns that no two runs share
-
-
-def tiny(text: Path, data: Path) -> list[str]:
-    """As the fixture `small`, for what several tests share."""
-    return [
-        f"data.path={text}",
-        f"data.folder={data}",
-        "trainer=cpu",
-        "model.block_size=16",
-        "model.n_layer=2",
-        "model.n_head=2",
-        "model.n_embd=32",
-        "data.batch_size=8",
-        "max_steps=20",
-        "eval_every=10",
-        "log_every=5",
-        "callbacks.samples.max_new_tokens=20",
-    ]
 
 
 def curve(folder: Path) -> list[dict[str, str]]:
@@ -510,7 +493,7 @@ class Chapter:
             (self.gate / name).write_text(str(seconds))
         (self.root / "gate_of_tests.py").write_text(GATE)
         arguments += ["+callbacks.gate._target_=gate_of_tests.Gate", f"+callbacks.gate.folder={self.gate}"]
-        command = [sys.executable, str(TRAIN), "-m", *tiny(self.text, self.root / "data"), *arguments]
+        command = [sys.executable, str(TRAIN), "-m", *small_run(self.text, self.root / "data"), *arguments]
         env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(self.root), env.get("PYTHONPATH")]))
         env |= {"WANDB_MODE": "offline", "HOME": str(self.root)}
@@ -805,7 +788,7 @@ def test_a_folder_of_a_sweep_is_not_taken_by_another(
     before = {path: path.stat().st_mtime_ns for path in sweep.rglob("*")}
     root = sweep.parents[3]
     gate = ["+callbacks.gate._target_=gate_of_tests.Gate", f"+callbacks.gate.folder={root}/gate"]
-    settings = [*tiny(root / "fox.txt", root / "data"), *AXES_OF_LIFE, *gate]
+    settings = [*small_run(root / "fox.txt", root / "data"), *AXES_OF_LIFE, *gate]
     code, out, err = command(*arguments, f"hydra.sweep.dir={sweep}", settings=settings)
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert says in err

@@ -249,3 +249,12 @@ def test_going_on_with_another_model_corpus_or_tokenizer_is_refused_with_the_dif
     changes = [change.format(other=other) for change in changes]
     with pytest.raises(UserError, match=differs):
         train(*changes, f"resume={begun.folder}", folder=tmp_path / "resumed")
+
+
+def test_what_a_finished_run_told_outlasts_a_resume_that_is_refused(train: Callable[..., Any]) -> None:
+    run = train()
+    before = {file.name: file.read_bytes() for file in run.folder.iterdir() if file.is_file()}
+    for change in ("seed=1337", "model.n_layer=1"):  # all steps taken; another model
+        with pytest.raises(UserError, match="resume="):
+            train("resume=auto", change, folder=run.folder)
+        assert {file.name: file.read_bytes() for file in run.folder.iterdir() if file.is_file()} == before
