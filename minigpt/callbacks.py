@@ -1,11 +1,10 @@
-"""What happens beside training: measuring, sampling, ending in order when a signal asks for it."""
+"""What happens beside training: measuring, sampling, drawing. What is kept of it is in `keeping`."""
 
-import signal
 import time
+from dataclasses import dataclass
 from functools import partial
 from math import isfinite
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import lightning.pytorch as L
@@ -14,15 +13,15 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import WandbLogger
 from torch import Tensor
 
-from minigpt.checkpoint import BEST, LAST
+from minigpt.checkpoint import BEST
 from minigpt.drawing import draw_maps
-from minigpt.errors import Interrupted, UserError
+from minigpt.errors import UserError, warn
 from minigpt.generation import check_settings, generate
 from minigpt.inspection import attention_maps, token_texts
 from minigpt.model import GPT
 from minigpt.run import METRICS, SAMPLES, read_metrics
 from minigpt.tokenizer import Tokenizer, encode_prompt
-from minigpt.training import diverged, of_all_ranks
+from minigpt.training import of_all_ranks
 
 # Dense bfloat16 tensor-core peaks of the makers' data sheets, floating-point operations a second.
 PEAK_FLOPS = {
@@ -51,11 +50,15 @@ class Meter(Callback):
         self._clock = self._logged_seconds = 0.0
         self._logged_step = 0
         self._paused = False
-        self._losses = [torch.zeros(())]  # of every rank since the last row, in the checkpoint that it goes on from
+        self._losses: list[Tensor] = []  # of the batches since the last row
+        self._resumed: list[Tensor] = []  # the same of every rank, in the checkpoint that training goes on from
+        self._usual = Usual()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        same = len(self._losses) == trainer.world_size
-        self._loss = (self._losses[trainer.global_rank] if same else torch.zeros(())).to(pl_module.device)
+        if self._resumed:  # with another number of ranks each has the losses of all, on the mean
+            same = len(self._resumed) == trainer.world_size
+            losses = self._resumed[trainer.global_rank] if same else torch.stack(self._resumed).mean(0)
+            self._losses = list(losses.to(pl_module.device))
         self._clock = time.perf_counter()
 
     def state_dict(self) -> dict[str, Any]:
@@ -64,17 +67,19 @@ class Meter(Callback):
             self._stop_clock()
         return {
             "seconds": self.seconds,
-            "losses": of_all_ranks(self._loss.cpu()),
+            "losses": of_all_ranks(torch.stack(self._losses).cpu() if self._losses else torch.zeros(0)),
             "logged_step": self._logged_step,
             "logged_seconds": self._logged_seconds,
+            "usual": vars(self._usual).copy(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.seconds, self._logged_seconds = state_dict["seconds"], state_dict["logged_seconds"]
-        self._losses, self._logged_step = state_dict["losses"], state_dict["logged_step"]
+        self._resumed, self._logged_step = state_dict["losses"], state_dict["logged_step"]
+        self._usual = Usual(**state_dict["usual"])
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._loss += outputs["loss"]  # Lightning divided it by the number of batches in a step
+        self._losses.append(outputs["loss"])  # Lightning divided it by the number of batches in a step
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
         step = trainer.global_step
@@ -123,29 +128,62 @@ class Meter(Callback):
 
     def _log(self, trainer: L.Trainer, pl_module: Any, step: int) -> None:
         steps = step - self._logged_step
-        loss = float(trainer.strategy.reduce(self._loss / steps, reduce_op="mean"))  # waits for the device
+        by_step = torch.stack(self._losses).view(steps, -1).sum(1)
+        losses: list[float] = trainer.strategy.reduce(by_step, reduce_op="mean").tolist()  # waits for the device
         self._stop_clock()
-        if not isfinite(loss):
-            raise diverged(loss, step, pl_module.learning_rate)
+        self._losses.clear()
+        spikes: dict[str, float] = {}
+        for at, loss in enumerate(losses, self._logged_step + 1):
+            if not isfinite(loss):
+                raise pl_module.diverged(loss, at)
+            if excess := self._usual.excess(loss):
+                spikes["loss_spike"] = max(loss, spikes.get("loss_spike", loss))
+                usual = f"{excess:.0f} standard deviations above the {self._usual.mean:.3f} of late"
+                warn(f"a loss spike at step {at}: {loss:.3f}, {usual} (learning rate {pl_module.learning_rate:.3g})")
+            self._usual.take(loss)
         seconds = self.seconds - self._logged_seconds
         tokens_per_second = steps * self.tokens_per_step / seconds
         flops = tokens_per_second * pl_module.model.flops_per_token()
         metrics = {
             "tokens": step * self.tokens_per_step,
             "seconds": round(self.seconds, 3),
-            "train_loss": loss,
+            "train_loss": sum(losses) / steps,
             "learning_rate": pl_module.learning_rate,
             "grad_norm": float(pl_module.grad_norm),
             "tokens_per_second": round(tokens_per_second, 1),
             "flops_per_second": flops,
+            **spikes,
         }
         peak = peak_flops(pl_module.device)
         if peak is not None:
             metrics["mfu"] = flops / (peak * trainer.world_size)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step)
-        self._loss.zero_()
         self._logged_step, self._logged_seconds = step, self.seconds
+
+
+@dataclass
+class Usual:
+    """What the loss of a step is of late: mean and variance, each new step weighing 2 %."""
+
+    mean: float = 0.0
+    variance: float = 0.0
+    steps: int = 0
+
+    def excess(self, loss: float) -> float:
+        """Standard deviations above the mean, of a spike; 0 of a loss that is none."""
+        if self.steps < 50:  # before there is anything to compare with
+            return 0.0
+        excess = (loss - self.mean) / max(self.variance, 1e-12) ** 0.5
+        return excess if excess > 6 else 0.0
+
+    def take(self, loss: float) -> None:
+        """Count a step in."""
+        self.steps += 1
+        weight = max(0.02, 1 / self.steps)
+        change = loss - self.mean
+        self.mean += weight * change
+        self.variance = (1 - weight) * (self.variance + weight * change * change)
 
 
 def device_name(device: torch.device) -> str:
@@ -241,45 +279,6 @@ class AttentionMaps(Callback):
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 logger.log_image("attention", images=[str(picture)], step=step)
-
-
-class EndInOrder(Callback):
-    """On SIGINT or SIGTERM: finish the step, save `last.ckpt`, raise `Interrupted`. A second one ends at once."""
-
-    def __init__(self, folder: Path, *, agree_every: int) -> None:
-        self.file, self.agree_every = folder / LAST, agree_every
-        self.received: int | None = None
-        self._before: dict[int, Any] = {}
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            self._before[signum] = signal.signal(signum, self._receive)
-
-    def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        while self._before:
-            signal.signal(*self._before.popitem())
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.world_size == 1:
-            self._end(trainer, self.received)
-        # Ranks must leave at the same step. Asking costs a round trip, so it is not asked every step.
-        elif (batch_idx + 1) % self.agree_every == 0:
-            mine = torch.tensor(float(self.received or 0), device=pl_module.device)
-            self._end(trainer, int(trainer.strategy.reduce(mine, reduce_op="max")))
-
-    def on_validation_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        if trainer.world_size == 1 and trainer.state.fn == "fit":
-            self._end(trainer, self.received)
-
-    def _receive(self, signum: int, frame: FrameType | None) -> None:
-        if self.received is not None:
-            raise KeyboardInterrupt
-        self.received = signum
-
-    def _end(self, trainer: L.Trainer, signum: int | None) -> None:
-        if signum:
-            trainer.save_checkpoint(self.file)
-            raise Interrupted(signum)
 
 
 class Profile(Callback):

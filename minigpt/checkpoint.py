@@ -9,6 +9,7 @@ own name is a whole one.
 
 import os
 import pickle
+import shutil
 import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -27,6 +28,20 @@ from minigpt.tokenizer import Tokenizer
 FORMAT = 1
 BEST, LAST, PREVIOUS = "checkpoints/best.ckpt", "checkpoints/last.ckpt", "checkpoints/previous.ckpt"
 _SMALL = 1 << 20  # weights, of which it does not matter whether they are there
+# What a run that goes on must have as before: its optimizer's state and its place in the corpus are made of it.
+_FIXED = ("optimizer._target_", "data.batch_size", "trainer.accumulate_grad_batches")
+# What else makes it learn otherwise.
+_LEARNING = (
+    *_FIXED,
+    "optimizer.*",
+    "schedule.*",
+    "max_steps",
+    "seed",
+    "data.overfit_batches",
+    "trainer.precision",
+    "trainer.gradient_clip_val",
+    "ema_decay",
+)
 _OURS = "minigpt"  # our part, beside what Lightning keeps
 _PREFIX = "model."  # the model's name inside the LightningModule
 
@@ -130,14 +145,15 @@ def contents(config: GPTConfig, tokenizer: Tokenizer, run: Mapping[str, Any], co
     }
 
 
-def check_same(path: Path, present: Mapping[str, Any], max_steps: int) -> int:
-    """Check that training can go on from a checkpoint, and say from which step.
+def check_same(path: Path, present: Mapping[str, Any]) -> int:
+    """Check that training can go on from a checkpoint, and say from which step; warn of what will be otherwise.
 
     Args:
         present: what `contents` says of the run that is to go on.
 
     Raises:
-        UserError: the checkpoint is of another model, corpus or tokenizer, or has taken all steps; says which.
+        UserError: the checkpoint is of another model, corpus, tokenizer, optimizer or size of steps, or has taken all
+            steps; says which.
     """
     content = read(path, device="cpu")
     before, now = content[_OURS], present[_OURS]
@@ -152,11 +168,30 @@ def check_same(path: Path, present: Mapping[str, Any], max_steps: int) -> int:
         )
     if before["corpus_sha256"] != now["corpus_sha256"]:
         differs.append(f"the corpus (checksum {before['corpus_sha256'][:8]}… there, {now['corpus_sha256'][:8]}… here)")
+    changed = _changes(before["config"], now["config"])
+    differs += [f"{key} ({was} there, {value} here)" for key, (was, value) in changed.items() if key in _FIXED]
     if differs:
         raise UserError(f"resume={path} cannot go on here, for it differs in {', '.join(differs)}")
-    if content["global_step"] >= max_steps:
-        raise UserError(f"resume={path} is at step {content['global_step']} of {max_steps}; raise max_steps to go on")
-    return int(content["global_step"])
+    step, max_steps = int(content["global_step"]), now["config"]["max_steps"]
+    if step >= max_steps:
+        raise UserError(f"resume={path} is at step {step} of {max_steps}; raise max_steps to go on")
+    for key, (was, value) in changed.items():
+        what = "the schedule of the learning rate follows it from here on" if key == "max_steps" else "from here on"
+        warn(f"{key} was {was} and is {value}, {what} (step {step})")
+    return step
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The settings that make a run learn otherwise, where they differ: what they were, and what they are."""
+    found = {}
+    for key in _LEARNING:
+        group, _, name = key.rpartition(".")
+        was, value = (config[group] if group else config for config in (before, now))
+        names = [name] if name != "*" else sorted({*was, *value})
+        for each in names:
+            if was.get(each) != value.get(each):
+                found[f"{group}.{each}" if group else each] = was.get(each), value.get(each)
+    return found
 
 
 def read(path: Path, *, device: str | torch.device | None = None) -> dict[str, Any]:
@@ -212,7 +247,7 @@ def write(content: Mapping[str, Any], path: Path) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             if path.name == Path(LAST).name and path.exists():
-                _keep(path, path.with_name(Path(PREVIOUS).name))
+                name_again(path, path.with_name(Path(PREVIOUS).name))
         _sync(path.parent)
     except BaseException as error:
         # torch hides why the file could not be written.
@@ -221,10 +256,14 @@ def write(content: Mapping[str, Any], path: Path) -> None:
         raise
 
 
-def _keep(path: Path, beside: Path) -> None:
-    """Give a file a second name, which stays with it; on a disk without links the second name is not kept."""
-    with suppress(OSError), whole(beside) as partial:
-        partial.hardlink_to(path)
+def name_again(file: Path, other: Path) -> None:
+    """Give a checkpoint a second name, which stays with it; on a disk without links it is copied."""
+    with whole(other) as partial:
+        try:
+            partial.hardlink_to(file)
+        except OSError:
+            shutil.copyfile(file, partial)
+    _sync(other.parent)
 
 
 def _sync(folder: Path) -> None:

@@ -208,6 +208,8 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_steps": _AT_LEAST_ONE,
     "eval_every": _AT_LEAST_ONE,
     "log_every": _AT_LEAST_ONE,
+    "ema_decay": (lambda v: v is None or (_fraction(v) and v > 0), "a number between 0 and 1, or null"),
+    "on_divergence": (lambda v: v in ("stop", "skip"), "stop or skip"),
     "data.batch_size": _AT_LEAST_ONE,
     "data.eval_batch_size": _AT_LEAST_ONE,
     "data.val_fraction": (lambda v: _number(v) and 0 < v < 1, "a number between 0 and 1"),

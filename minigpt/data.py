@@ -5,7 +5,7 @@ once, in a fresh order. The order is a keyed permutation evaluated at a position
 a batch costs the same from a corpus of any size, and a resumed run needs nothing but its step.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as L
@@ -83,6 +83,7 @@ class Batches:
         first: position of the batch to begin with, asked when iteration begins.
         stop: number of batches of the whole run.
         repeat: read only the first so many batches, over and over; 0 reads all.
+        left_out: numbers of batches in the order that are not read; the others move up.
         device: where the batches are needed.
     """
 
@@ -97,9 +98,10 @@ class Batches:
         first: Callable[[], int],
         stop: int,
         repeat: int,
+        left_out: Collection[int] = (),
         device: torch.device,
     ) -> None:
-        self.repeat = repeat
+        self.repeat, self.left_out = repeat, left_out
         self.order, self.batch_size, self.first, self.stop = order, batch_size, first, stop
         self.rows = np.arange(rank, batch_size, world_size)
         self.gather = Gather(tokens, order.block_size, device)
@@ -110,11 +112,19 @@ class Batches:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         planned = max(1, _PLANNED // self.batch_size)
         for begin in range(self.first(), self.stop, planned):
-            batches = np.arange(begin, min(begin + planned, self.stop))
+            batches = past(np.arange(begin, min(begin + planned, self.stop)), self.left_out)
             if self.repeat:
                 batches %= self.repeat
             for starts in self.order.starts(batches[:, None] * self.batch_size + self.rows):
                 yield self.gather(starts)
+
+
+def past(batches: Sequence[int] | Array, left_out: Collection[int]) -> Array:
+    """The numbers in the order of the batches that are read, where some are left out."""
+    batches = np.asarray(batches)
+    for number in sorted(left_out):
+        batches = batches + (batches >= number)
+    return batches
 
 
 class ValidationBatches:
@@ -186,12 +196,21 @@ class TokenData(L.LightningDataModule):
         n_batches: int,
         seed: int,
         overfit_batches: int,
+        left_out: set[int],
     ) -> None:
         super().__init__()
         self.corpus, self.block_size = corpus, block_size
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
         self.n_batches, self.overfit_batches = n_batches, overfit_batches
         self.order = WindowOrder(corpus.train.tokens, block_size, seed)
+        self.left_out = left_out  # batches of the order that training goes past, here and where it goes on from
+
+    def state_dict(self) -> dict[str, Any]:
+        """Kept in checkpoints."""
+        return {"left_out": sorted(self.left_out)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.left_out |= set(state_dict["left_out"])
 
     def train_dataloader(self) -> Batches:
         trainer = self._trainer()
@@ -209,6 +228,7 @@ class TokenData(L.LightningDataModule):
             first=lambda: trainer.fit_loop.epoch_loop.batch_progress.current.ready,
             stop=self.n_batches,
             repeat=self.overfit_batches,
+            left_out=self.left_out,
             device=trainer.strategy.root_device,
         )
 

@@ -11,13 +11,21 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import wraps
+from math import isfinite
 from pathlib import Path
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+REQUEUE = getattr(signal, "SIGUSR1", None)  # asks a run to make place, and to be started again; not on Windows
+ENDING = [signal.SIGINT, signal.SIGTERM, *([REQUEUE] if REQUEUE else [])]  # what asks a run to end in order
+_TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h
 
 
 class UserError(Exception):
@@ -32,12 +40,50 @@ class RunError(UserError):
     exit_code = 1
 
 
+class Diverged(RunError):
+    """The loss of optimizer step `step` is no number any more, or its gradient is none; every process raises it."""
+
+    def __init__(self, loss: float, step: int, learning_rate: float) -> None:
+        what = "the gradient is no number" if isfinite(loss) else f"the loss became {loss}"
+        self.what, self.step = f"{what} at step {step} (learning rate {learning_rate:.3g})", step
+        super().__init__(
+            f"{self.what}; try a lower optimizer.lr, a longer schedule.warmup_steps, or on_divergence=skip, "
+            f"which goes past such a step"
+        )
+
+
 class Interrupted(Exception):
-    """A signal asked the run to end; raised at a moment when it can end in order."""
+    """A signal asked the run to end; raised at a moment when it can end in order.
+
+    Schedulers send SIGUSR1 before they take the machine away: the exit code is then that of a failure which passes
+    (EX_TEMPFAIL), and the job is to be queued again.
+    """
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(signum).name}")
-        self.exit_code = 128 + signum
+        self.exit_code = _TRY_AGAIN if signum == REQUEUE else 128 + signum
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Have signals that would end the process at once raise `Interrupted`, which ends it in order.
+
+    Signals that somebody else looks after are left to them: a worker of a cluster's scheduler has its own ways.
+    """
+    ours = [signum for signum in ENDING if signal.getsignal(signum) == signal.SIG_DFL]
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        raise Interrupted(signum)
+
+    if threading.current_thread() is not threading.main_thread():
+        ours = []
+    for signum in ours:
+        signal.signal(signum, interrupt)
+    try:
+        yield
+    finally:
+        for signum in ours:
+            signal.signal(signum, signal.SIG_DFL)
 
 
 def one_line(function: Callable[P, R]) -> Callable[P, R]:
@@ -53,8 +99,9 @@ def one_line(function: Callable[P, R]) -> Callable[P, R]:
             if os.environ.get("MINIGPT_TRACEBACK") == "1":
                 raise
             message, code = explain(error)
-            # Bad input and signals concern every process of several; one says it.
-            if message and (code == 1 or os.environ.get("LOCAL_RANK", "0") == "0"):
+            # Bad input, signals and a loss that is no number concern every process of several; one says it.
+            own = code == 1 and not isinstance(error, Diverged)
+            if message and (own or os.environ.get("LOCAL_RANK", "0") == "0"):
                 print(message, file=sys.stderr)
             try:
                 sys.stdout.flush()

@@ -12,6 +12,7 @@ from pathlib import Path
 def whole(path: Path) -> Iterator[Path]:
     """A name beside `path` to write to: it becomes `path` at the end, and of a failure nothing is left."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.unlink(missing_ok=True)  # of a process that had the same number and was killed; it may be a link
     try:
         yield partial
         partial.replace(path)

@@ -19,6 +19,7 @@ COLUMNS = (
     "tokens",
     "seconds",
     "train_loss",
+    "loss_spike",
     "val_loss",
     "val_bits_per_byte",
     "learning_rate",

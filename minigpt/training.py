@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from minigpt.checkpoint import read, write
-from minigpt.errors import RunError, UserError
+from minigpt.errors import Diverged, UserError
 from minigpt.model import GPT
-from minigpt.optim import Muon
+from minigpt.optim import Average, Muon
 
 T = TypeVar("T")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -41,6 +41,8 @@ class LanguageModel(L.LightningModule):
         max_steps: optimizer steps of the run.
         bytes_per_token: of the validation split, for bits per byte.
         contents: what a checkpoint holds beside weights and progress.
+        ema_decay: of a moving average of the weights, which then is what is validated, sampled and kept; None keeps
+            none.
         compile: compile the model with torch.compile before training.
     """
 
@@ -53,6 +55,7 @@ class LanguageModel(L.LightningModule):
         max_steps: int,
         bytes_per_token: float,
         contents: Mapping[str, Any],
+        ema_decay: float | None = None,
         compile: bool = False,
     ) -> None:
         super().__init__()
@@ -60,8 +63,11 @@ class LanguageModel(L.LightningModule):
         self.make_optimizer = optimizer
         self.schedule = partial(schedule, max_steps=max_steps)
         self.bytes_per_token, self.contents = bytes_per_token, contents
+        self.ema_decay = ema_decay
+        self.average: Average | None = None  # begins with the training
+        self.loss = torch.zeros(())  # of the last batch
         self.grad_norm: Tensor | None = None  # of the last step, before clipping
-        self.rng: Sequence[Mapping[str, Any]] = ()  # of every rank, in the checkpoint that training goes on from
+        self.resumed: Mapping[str, Any] = {}  # the checkpoint that training goes on from
         if compile:
             model.compile()  # in place: the names of the weights stay
 
@@ -72,12 +78,16 @@ class LanguageModel(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.model)
-        if isinstance(optimizer, Muon) and isinstance(self.model, FSDPModule):
-            raise UserError("optimizer=muon needs whole matrices on every device; use trainer=ddp, or optimizer=adamw")
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": LambdaLR(optimizer, self.schedule), "interval": "step"},
-        }
+        if isinstance(self.model, FSDPModule):
+            if isinstance(optimizer, Muon):
+                raise UserError(
+                    "optimizer=muon needs whole matrices on every device; use trainer=ddp, or optimizer=adamw"
+                )
+            if self.ema_decay is not None:
+                raise UserError("ema_decay needs whole weights on every device; use trainer=ddp, or ema_decay=null")
+        scheduler = LambdaLR(optimizer, self.schedule)
+        self.settings = [{key: value for key, value in g.items() if key != "params"} for g in optimizer.param_groups]
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         # Validate after the last step too, where eval_every does not divide max_steps.
@@ -85,19 +95,40 @@ class LanguageModel(L.LightningModule):
             self.trainer.val_check_batch = batch_idx + 1
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.rng = checkpoint.get("rng", ())
+        self.resumed = {key: checkpoint.get(key) for key in ("rng", "state_dict", "ema_updates")}
+        checkpoint["state_dict"] = checkpoint.get("unaveraged", checkpoint["state_dict"])
         # With max_steps raised, the batch that was the last one is not: there is one epoch, as long as the run.
         checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
 
     def on_train_start(self) -> None:
-        if len(self.rng) == self.trainer.world_size:  # with another number of ranks the draws are others anyway
-            mine = self.rng[self.global_rank]
-            torch.set_rng_state(mine["torch"])
-            if mine["cuda"] is not None and torch.cuda.is_available():
-                torch.cuda.set_rng_state(mine["cuda"])
+        if self.resumed:
+            self._follow_settings()
+            rng = self.resumed["rng"] or ()
+            if len(rng) == self.trainer.world_size:  # with another number of ranks the draws are others anyway
+                mine = rng[self.global_rank]
+                torch.set_rng_state(mine["torch"])
+                if mine["cuda"] is not None and torch.cuda.is_available():
+                    torch.cuda.set_rng_state(mine["cuda"])
+        if self.ema_decay is not None:
+            self.average = Average(self.parameters(), self.ema_decay)
+            if updates := self.resumed.get("ema_updates"):
+                averages = [self.resumed["state_dict"][name] for name, _ in self.named_parameters()]
+                self.average.load(averages, updates)
+        self.resumed = {}
+
+    def _follow_settings(self) -> None:
+        """Have the settings of this run apply from here on, not those that the checkpoint was made with."""
+        (optimizer,), (scheduler,) = self.trainer.optimizers, self.trainer.lr_scheduler_configs
+        for group, settings in zip(optimizer.param_groups, self.settings, strict=True):
+            steps = group.get("steps")  # of Muon: counted, not set
+            lr = settings["initial_lr"] * self.schedule(scheduler.scheduler.last_epoch)
+            group.update(settings | {"lr": lr} | ({} if steps is None else {"steps": steps}))
+        scheduler.scheduler.base_lrs = [settings["initial_lr"] for settings in self.settings]
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        return self.model(*batch)
+        loss: Tensor = self.model(*batch)
+        self.loss = loss.detach()
+        return loss
 
     def configure_gradient_clipping(
         self,
@@ -105,12 +136,18 @@ class LanguageModel(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the norm of the whole gradient, and keep the norm: it is worth a look."""
+        """Clip the norm of the whole gradient, and keep the norm: it is worth a look.
+
+        A loss that is no number shows in it before it reaches the weights, and on every rank at once. A CPU may look at
+        each step; a GPU would have to wait for the answer, and what went wrong there is seen when losses are logged.
+        """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
         self.grad_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        # A CPU may look whether there is anything to clip; a GPU would have to wait for the answer.
-        if gradient_clip_val is not None and (norm.device.type != "cpu" or self.grad_norm > gradient_clip_val):
+        on_cpu = norm.device.type == "cpu"
+        if on_cpu and not isfinite(self.grad_norm):
+            raise self.diverged(float(self.loss), self.global_step + 1)
+        if gradient_clip_val is not None and not (on_cpu and self.grad_norm <= gradient_clip_val):
             clip_grads_with_norm_(parameters, gradient_clip_val, norm)
 
     def optimizer_step(
@@ -123,9 +160,20 @@ class LanguageModel(L.LightningModule):
         """Free the gradients before the next forward pass, so that they never lie beside its activations."""
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         optimizer.zero_grad()
+        if self.average is not None:
+            self.average.update()
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
         """Nothing: Lightning would ask between the forward and the backward pass."""
+
+    def on_validation_start(self) -> None:
+        if self.average is not None:
+            self.average.swap()
+
+    def on_validation_end(self) -> None:
+        """Lightning asks after all callbacks: samples and checkpoints are of the average too."""
+        if self.average is not None:
+            self.average.swap()
 
     def on_validation_epoch_start(self) -> None:
         self.val_nats = torch.zeros((), device=self.device)
@@ -142,12 +190,15 @@ class LanguageModel(L.LightningModule):
         nats, tokens = self.trainer.strategy.reduce(total, reduce_op="sum").tolist()
         loss = nats / tokens
         if not isfinite(loss):
-            raise diverged(loss, self.global_step, self.learning_rate)
+            raise self.diverged(loss, self.global_step)
         self.log("val_loss", loss, logger=False)
         self.log("val_bits_per_byte", loss / log(2) / self.bytes_per_token, logger=False)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint.update(self.contents)
+        if self.average is not None:
+            weights, averages = self.average.both(self.state_dict)
+            checkpoint.update(state_dict=averages, unaveraged=weights, ema_updates=self.average.updates)
         cuda = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
         checkpoint["rng"] = of_all_ranks({"torch": torch.get_rng_state(), "cuda": cuda})
 
@@ -155,6 +206,10 @@ class LanguageModel(L.LightningModule):
     def learning_rate(self) -> float:
         optimizers = self.trainer.optimizers
         return float(optimizers[0].param_groups[0]["lr"]) if optimizers else float("nan")
+
+    def diverged(self, loss: float, step: int) -> Diverged:
+        """The error of a loss that is no number any more, or whose gradient is none."""
+        return Diverged(loss, step, self.learning_rate)
 
 
 class CheckpointIO(TorchCheckpointIO):
@@ -178,14 +233,6 @@ def of_all_ranks(mine: T) -> list[T]:
     found: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(found, mine)
     return found
-
-
-def diverged(loss: float, step: int, learning_rate: float) -> RunError:
-    """The error of a loss that is no number any more."""
-    return RunError(
-        f"the loss became {loss} by step {step} (learning rate {learning_rate:.3g}); "
-        f"try a lower optimizer.lr, or a longer schedule.warmup_steps"
-    )
 
 
 def shard(model: GPT) -> None:

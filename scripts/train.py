@@ -16,8 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from minigpt import run
 from minigpt.config import check_run
-from minigpt.errors import Interrupted, explain, one_line
+from minigpt.errors import Diverged, Interrupted, explain, interruptible, one_line, warn
 
+MOST_STEPS_LEFT_OUT = 10  # before on_divergence=skip gives up
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands errors on, and `one_line` says them
 
 
@@ -29,12 +30,29 @@ def main(cfg: DictConfig) -> float | None:
 
 def train(cfg: DictConfig) -> float | None:
     """One run; returns the best validation loss, nats per token."""
-    with run.taken(Path(HydraConfig.get().runtime.output_dir), again=cfg.resume == "auto") as folder:
+    left_out: set[int] = set()  # batches
+    with interruptible(), run.taken(Path(HydraConfig.get().runtime.output_dir), again=cfg.resume == "auto") as folder:
         check_run(cfg)
-        return fit(cfg, folder)
+        while True:
+            try:
+                return fit(cfg, folder, left_out)
+            except Diverged as error:
+                if cfg.on_divergence == "stop":
+                    raise
+                go_past(error, left_out, cfg.trainer.accumulate_grad_batches)
 
 
-def fit(cfg: DictConfig, folder: Path) -> float | None:
+def go_past(error: Diverged, left_out: set[int], accumulate: int) -> None:
+    """Leave out the batches of the step that diverged, too."""
+    from minigpt.data import past
+
+    if len(left_out) >= MOST_STEPS_LEFT_OUT * accumulate:
+        raise error
+    warn(f"{error.what}; going back to the last checkpoint, and past the batches of this step")
+    left_out.update(past(range((error.step - 1) * accumulate, error.step * accumulate), left_out))
+
+
+def fit(cfg: DictConfig, folder: Path, left_out: set[int]) -> float | None:
     """Build every part, train, and write what came of it into the run folder."""
     from minigpt.preparation import parts_of
 
@@ -44,9 +62,10 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
     import torch
     from hydra.utils import instantiate
 
-    from minigpt.callbacks import EndInOrder, Meter, say
+    from minigpt.callbacks import Meter, say
     from minigpt.checkpoint import BEST, check_same, contents, find_resumed, load_checkpoint
     from minigpt.data import TokenData
+    from minigpt.keeping import EndInOrder
     from minigpt.loggers import MetricsCSV, Progress, finish
     from minigpt.model import GPT
     from minigpt.tokenizer import encode_prompt
@@ -60,13 +79,14 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
         n_batches=cfg.max_steps * cfg.trainer.accumulate_grad_batches,
         overfit_batches=cfg.data.overfit_batches,
         seed=cfg.seed,
+        left_out=left_out,
     )
 
     torch.manual_seed(cfg.seed)
     resolved = OmegaConf.to_container(cfg, resolve=True)
     kept = contents(config, tokens.tokenizer, resolved, tokens.sha256)
-    resume = find_resumed(cfg.resume, folder)
-    run.rewind(folder, 0 if resume is None else check_same(resume, kept, cfg.max_steps))
+    resume = (find_resumed("auto", folder) if left_out else None) or find_resumed(cfg.resume, folder)
+    run.rewind(folder, 0 if resume is None else check_same(resume, kept))
     model = GPT(config)
     module = LanguageModel(
         model,
@@ -75,6 +95,7 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
         max_steps=cfg.max_steps,
         bytes_per_token=tokens.val_bytes_per_token,
         contents=kept,
+        ema_decay=cfg.ema_decay,
         compile=cfg.compile,
     )
     tokens_per_step = cfg.data.batch_size * cfg.trainer.accumulate_grad_batches * config.block_size

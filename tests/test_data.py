@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from minigpt import data
 from minigpt.corpus import Corpus, Split
-from minigpt.data import Batches, TokenData, ValidationBatches, WindowOrder, permute
+from minigpt.data import Batches, TokenData, ValidationBatches, WindowOrder, past, permute
 from minigpt.errors import UserError
 from minigpt.tokenizer import CharTokenizer
 
@@ -257,6 +257,7 @@ def token_data(folder, *, batch_size=4):
         n_batches=20,
         seed=0,
         overfit_batches=0,
+        left_out=set(),
     )
 
 
@@ -285,3 +286,8 @@ def test_a_batch_that_does_not_divide_among_the_processes_is_refused(tmp_path, b
     module.trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False)
     with pytest.raises(UserError, match=rf"data\.batch_size={batch_size} .* 2 processes"):
         module.train_dataloader()
+
+
+def test_batches_that_are_left_out_are_passed_by_the_others():
+    read = past(range(6), {0, 3, 4, 9})
+    assert read.tolist() == [1, 2, 5, 6, 7, 8]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from minigpt import GPT, load_checkpoint
-from minigpt.checkpoint import read, write
+from minigpt.checkpoint import read
 from minigpt.corpus import load
 from minigpt.errors import RunError, UserError
 
@@ -180,7 +180,7 @@ def test_a_checkpoint_is_plain_data_and_self_contained(train: Callable[..., Any]
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_says_where(train: Callable[..., Any], tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"nan by step \d+ \(learning rate"):
+    with pytest.raises(RunError, match=r"nan at step \d+ \(learning rate"):
         train("optimizer.lr=1e18", "trainer.gradient_clip_val=null", "max_steps=30")
     assert '"failed"' in (tmp_path / "run" / "summary.json").read_text()
 
@@ -204,57 +204,3 @@ def test_a_run_may_keep_no_checkpoint(train, capsys):
     assert ran.summary["checkpoint"] is None
     assert not list(ran.folder.rglob("*.ckpt"))
     assert "checkpoint" not in capsys.readouterr().out
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return read(folder / "checkpoints" / "last.ckpt")["state_dict"]
-
-
-@pytest.mark.parametrize("tokenizer", ["char", "bpe tokenizer.vocab_size=300"])
-def test_a_run_that_goes_on_from_a_checkpoint_ends_as_if_it_had_never_stopped(
-    train: Callable[..., Any], tmp_path: Path, tokenizer: str
-) -> None:
-    same = [*f"tokenizer={tokenizer}".split(), "model.dropout=0.1", "schedule=constant"]
-    whole = train(*same, folder=tmp_path / "whole")
-    begun = train(*same, "max_steps=10", folder=tmp_path / "begun")
-    resumed = train(*same, f"resume={begun.folder}", folder=tmp_path / "resumed")
-    assert resumed.summary["steps"] == 20
-    for name, tensor in weights(whole.folder).items():
-        assert torch.equal(tensor, weights(resumed.folder)[name]), name
-
-
-def test_a_run_from_before_a_model_setting_was_there_goes_on(train: Callable[..., Any], tmp_path: Path) -> None:
-    begun = train("max_steps=2", folder=tmp_path / "begun")
-    content = read(begun.folder / "checkpoints" / "last.ckpt")
-    del content["minigpt"]["model"]["embed_norm"]
-    write(content, begun.folder / "checkpoints" / "last.ckpt")
-    assert train("max_steps=3", f"resume={begun.folder}", folder=tmp_path / "resumed").summary["steps"] == 3
-
-
-@pytest.mark.parametrize(
-    ("changes", "differs"),
-    [
-        (["model.n_embd=64"], r"model\.n_embd \(32 there, 64 here\)"),
-        (["tokenizer=byte"], r"the tokenizer \(char there, byte here\)"),
-        (["data.path={other}"], r"the corpus \(checksum \w{8}… there, \w{8}… here\)"),
-        (["max_steps=2"], "raise max_steps"),
-    ],
-)
-def test_going_on_with_another_model_corpus_or_tokenizer_is_refused_with_the_difference(
-    train: Callable[..., Any], tmp_path: Path, text: Path, changes: list[str], differs: str
-) -> None:
-    other = tmp_path / "other.txt"
-    other.write_text(text.read_text()[::-1])  # the same characters
-    begun = train("max_steps=2", folder=tmp_path / "begun")
-    changes = [change.format(other=other) for change in changes]
-    with pytest.raises(UserError, match=differs):
-        train(*changes, f"resume={begun.folder}", folder=tmp_path / "resumed")
-
-
-def test_what_a_finished_run_told_outlasts_a_resume_that_is_refused(train: Callable[..., Any]) -> None:
-    run = train()
-    before = {file.name: file.read_bytes() for file in run.folder.iterdir() if file.is_file()}
-    for change in ("seed=1337", "model.n_layer=1"):  # all steps taken; another model
-        with pytest.raises(UserError, match="resume="):
-            train("resume=auto", change, folder=run.folder)
-        assert {file.name: file.read_bytes() for file in run.folder.iterdir() if file.is_file()} == before

@@ -1,0 +1,308 @@
+"""Runs that go on: they end as if nothing had stopped them, to the last bit."""
+
+import csv
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from minigpt import load_checkpoint
+from minigpt.callbacks import Usual
+from minigpt.checkpoint import BEST, LAST, read, write
+from minigpt.data import WindowOrder
+from minigpt.errors import Diverged, UserError
+from minigpt.optim import Average
+
+CLOCKS = ("seconds", "tokens_per_second", "flops_per_second")
+OFTEN = ["eval_every=7", "callbacks.checkpoint.keep=9", "model.dropout=0.1"]  # 5 does not divide 7: rows lie across
+
+
+def differences(one: Any, other: Any, at: str = "") -> list[str]:
+    """Where two checkpoints differ, but for what clocks said."""
+    if isinstance(one, torch.Tensor):
+        return [] if torch.equal(one, other) else [at]
+    if isinstance(one, dict):
+        keys = {*one, *other} - {"seconds", "logged_seconds", "config", "hyper_parameters"}
+        return [where for key in keys for where in differences(one.get(key), other.get(key), f"{at}/{key}")]
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
+        return [
+            where for i, pair in enumerate(zip(one, other, strict=True)) for where in differences(*pair, f"{at}/{i}")
+        ]
+    return [] if one == other else [at]
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with open(folder / "metrics.csv", newline="") as file:
+        return [{name: value for name, value in row.items() if name not in CLOCKS} for row in csv.DictReader(file)]
+
+
+def broken_off(run: Path, step: int, folder: Path) -> Path:
+    """The folder of a run that was killed some time after the checkpoint of a step: all else may be further on."""
+    shutil.copytree(run, folder)
+    for file in (folder / "checkpoints").iterdir():
+        if file.name != f"step-{step}.ckpt":
+            file.unlink()
+    (folder / "checkpoints" / f"step-{step}.ckpt").rename(folder / LAST)
+    (folder / "summary.json").unlink()
+    return folder
+
+
+def check_same_end(one: Path, other: Path) -> None:
+    assert differences(read(one / LAST), read(other / LAST)) == []
+    assert rows(one) == rows(other)
+    assert (one / "samples.txt").read_text() == (other / "samples.txt").read_text()
+    assert read(one / BEST)["global_step"] == read(other / BEST)["global_step"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "",
+        "trainer.accumulate_grad_batches=2 tokenizer=byte",
+        "ema_decay=0.9 optimizer=muon tokenizer=bpe tokenizer.vocab_size=300",
+        "model.block_size=64 data.batch_size=64 schedule=cosine",  # 4 batches are an epoch
+        "callbacks=early_stopping callbacks.early_stopping.patience=1 callbacks.early_stopping.min_delta=0.2",
+        "optimizer=muon_fast trainer.gradient_clip_val=null",
+    ],
+    ids=["plain", "accumulation", "average", "epochs", "early stopping", "muon"],
+)
+def test_a_run_that_goes_on_ends_as_if_it_had_never_stopped(
+    train: Callable[..., Any], tmp_path: Path, settings: str
+) -> None:
+    same = [*OFTEN, *settings.split()]
+    whole = train(*same, folder=tmp_path / "whole").folder
+    first, *_, last = sorted(int(file.stem[5:]) for file in (whole / "checkpoints").glob("step-*"))
+    assert (first, last) == (7, 14) if "early" in settings else (7, 20)
+    resumed = train(*same, "resume=auto", folder=broken_off(whole, first, tmp_path / "resumed")).folder
+    check_same_end(whole, resumed)
+
+
+def test_two_processes_go_on_as_if_they_had_never_stopped(launch: Callable[..., Any], tmp_path: Path) -> None:
+    two = [*OFTEN, "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
+    assert launch("train.py", *two, f"hydra.run.dir={tmp_path}/whole").returncode == 0
+    folder = broken_off(tmp_path / "whole", 7, tmp_path / "resumed")
+    resumed = launch("train.py", *two, "resume=auto", f"hydra.run.dir={folder}")
+    assert resumed.returncode == 0, resumed.stderr
+    check_same_end(tmp_path / "whole", folder)
+
+
+def test_a_run_goes_on_in_another_folder(train: Callable[..., Any], tmp_path: Path) -> None:
+    whole = train(*OFTEN, folder=tmp_path / "whole").folder
+    resumed = train(*OFTEN, f"resume={whole}/checkpoints/step-7.ckpt", folder=tmp_path / "new").folder
+    assert differences(read(whole / LAST)["state_dict"], read(resumed / LAST)["state_dict"]) == []
+    assert rows(resumed) == [row for row in rows(whole) if int(row["step"]) > 7]
+
+
+def test_more_steps_than_before_follow_the_new_schedule(train: Callable[..., Any], capsys: Any) -> None:
+    run = train()
+    train("resume=auto", "max_steps=30", folder=run.folder)
+    assert "max_steps was 20 and is 30, the schedule of the learning rate follows it" in capsys.readouterr().err
+    whole = train("max_steps=30", folder=run.folder.with_name("whole"))
+    rates = {row["step"]: row["learning_rate"] for row in rows(whole.folder) if row["learning_rate"]}
+    after = {row["step"]: row["learning_rate"] for row in rows(run.folder) if row["learning_rate"]}
+    assert {step: after[step] for step in ("25", "30")} == {step: rates[step] for step in ("25", "30")}
+
+
+def test_a_setting_of_the_optimizer_that_is_changed_applies_from_there_on(
+    train: Callable[..., Any], capsys: Any
+) -> None:
+    run = train("schedule=constant", "schedule.warmup_steps=0", "optimizer.lr=0.001", "max_steps=10")
+    changed = ["optimizer.lr=0.0005", "optimizer.weight_decay=0.3", "max_steps=20"]
+    train("schedule=constant", "schedule.warmup_steps=0", *changed, "resume=auto", folder=run.folder)
+    assert "optimizer.lr was 0.001 and is 0.0005, from here on (step 10)" in capsys.readouterr().err
+    assert [float(row["learning_rate"]) for row in rows(run.folder) if row["learning_rate"]] == [1e-3, 1e-3, 5e-4, 5e-4]
+    groups = read(run.folder / LAST)["optimizer_states"][0]["param_groups"]
+    assert groups[0]["weight_decay"] == 0.3
+
+
+def test_the_best_so_many_checkpoints_are_kept(train: Callable[..., Any], tmp_path: Path) -> None:
+    run = train("eval_every=4", "callbacks.checkpoint.keep=2", "optimizer.lr=1e-9")  # the losses hardly move
+    lowest = sorted((float(row["val_loss"]), int(row["step"])) for row in rows(run.folder) if row["val_loss"])[:2]
+    kept = {file.name for file in (run.folder / "checkpoints").iterdir()}
+    assert kept == {"best.ckpt", "last.ckpt", "previous.ckpt", *(f"step-{step}.ckpt" for _, step in lowest)}
+    assert read(run.folder / BEST)["global_step"] == lowest[0][1]
+    with pytest.raises(UserError, match=r"keep=0 is not possible"):
+        train("callbacks.checkpoint.keep=0", folder=tmp_path / "none")
+
+
+def test_a_checkpoint_that_was_not_named_best_before_the_end_is_named_after(
+    train: Callable[..., Any], tmp_path: Path
+) -> None:
+    folder = broken_off(train(*OFTEN).folder, 14, tmp_path / "killed")
+    assert not (folder / BEST).exists()
+    train(*OFTEN, "resume=auto", "eval_every=100", "max_steps=15", "optimizer.lr=1.0", folder=folder)
+    assert read(folder / BEST)["global_step"] == 14
+
+
+def test_the_average_of_the_weights_is_what_is_kept(train: Callable[..., Any]) -> None:
+    run = train("ema_decay=0.9", "eval_every=20")
+    content = read(run.folder / LAST)
+    model, _ = load_checkpoint(run.folder)
+    averages = dict(model.named_parameters())
+    weights = {name.removeprefix("model."): tensor for name, tensor in content["unaveraged"].items()}
+    assert content["ema_updates"] == 20
+    for name, average in averages.items():
+        assert not torch.equal(average, weights[name]), name
+    plain = train("eval_every=20", folder=run.folder.with_name("plain"))
+    for name, tensor in load_checkpoint(plain.folder)[0].named_parameters():
+        assert torch.equal(tensor, weights[name]), name  # an average changes nothing of the training
+
+
+def test_the_average_is_the_one_of_its_formula() -> None:
+    weight = torch.nn.Parameter(torch.tensor([1.0]))
+    average = Average([weight], 0.5)
+    expected = 1.0
+    for t, value in enumerate((2.0, 5.0, 3.0, -1.0, 4.0, 0.5, 7.0, 9.0, 2.0, 1.0), start=1):
+        with torch.no_grad():
+            weight.fill_(value)
+        average.update()
+        decay = min(0.5, (1 + t) / (10 + t))
+        expected = decay * expected + (1 - decay) * value
+    average.swap()
+    assert weight.item() == pytest.approx(expected, rel=1e-6)
+    average.swap()
+    assert weight.item() == 1.0
+
+
+POISONED = ["data.batch_size=64", "model.tie_embeddings=false", "max_steps=35", "resume=auto"]  # 17 batches an epoch
+
+
+@pytest.fixture
+def poisoned(train: Callable[..., Any], tmp_path: Path, text: Path) -> tuple[list[str], Path, list[int]]:
+    """A run of ten steps in which one character has an embedding that is no number, and the steps that would meet it."""
+    odd = tmp_path / "odd.txt"
+    odd.write_text(text.read_text().replace("number 3", "number §", 1), encoding="utf-8")
+    same = [f"data.path={odd}", *POISONED]
+    folder = train(*same, "max_steps=10", folder=tmp_path / "odd").folder
+    model, tokenizer = load_checkpoint(folder)
+    poison = int(tokenizer.encode("§")[0])
+    content = read(folder / LAST)
+    content["state_dict"]["model.wte.weight"][poison] = float("inf")
+    write(content, folder / LAST)
+    for name in ("previous.ckpt", "best.ckpt"):
+        (folder / "checkpoints" / name).unlink()
+    tokens = tokenizer.encode(odd.read_text())[: int(0.9 * 20_000)]
+    order = WindowOrder(len(tokens), 16, seed=1337)
+    starts = order.starts(np.arange(35 * 64).reshape(35, 64))
+    met = [step for step, row in enumerate(starts, 1) if (tokens[row[:, None] + np.arange(16)] == poison).any()]
+    return same, folder, [step for step in met if step > 10]
+
+
+def test_a_loss_that_is_no_number_stops_at_its_step_and_leaves_the_last_good_checkpoint(
+    train: Callable[..., Any], poisoned: tuple[list[str], Path, list[int]]
+) -> None:
+    same, folder, met = poisoned
+    before = (folder / LAST).read_bytes()
+    with pytest.raises(Diverged, match=rf"the loss became nan at step {met[0]} \(learning rate 0\.0"):
+        train(*same, "eval_every=100", folder=folder)
+    assert (folder / LAST).read_bytes() == before
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("failed", met[0] - 1)
+    assert summary["reason"].startswith(f"the loss became nan at step {met[0]}")
+
+
+def test_training_can_go_back_and_past_the_batch_whose_loss_is_no_number(
+    train: Callable[..., Any], poisoned: tuple[list[str], Path, list[int]], capsys: Any
+) -> None:
+    same, folder, met = poisoned
+    run = train(*same, "on_divergence=skip", "eval_every=12", folder=folder)
+    assert run.summary["status"] == "completed"
+    assert run.summary["steps"] == 35
+    said = capsys.readouterr().err
+    assert f"the loss became nan at step {met[0]} " in said
+    assert "going back to the last checkpoint, and past the batches of this step" in said
+    left_out = read(folder / LAST)["TokenData"]["left_out"]
+    assert left_out[0] == met[0] - 1
+    assert 1 <= len(left_out) == said.count("going back") <= len(met) + 1
+    assert sorted({int(row["step"]) for row in rows(folder)}) == [5, 10, 12, 15, 20, 24, 25, 30, 35]
+
+
+def test_going_past_batches_ends_when_it_does_not_help(train: Callable[..., Any], tmp_path: Path, capsys: Any) -> None:
+    hopeless = ["optimizer.lr=1e18", "trainer.gradient_clip_val=null", "on_divergence=skip"]
+    with pytest.raises(Diverged):
+        train(*hopeless, folder=tmp_path / "run")
+    assert capsys.readouterr().err.count("going back") == 10
+
+
+def test_two_processes_stop_at_the_step_whose_loss_is_no_number(
+    launch: Callable[..., Any], poisoned: tuple[list[str], Path, list[int]]
+) -> None:
+    same, folder, met = poisoned
+    two = [
+        "trainer=ddp",
+        "trainer.accelerator=cpu",
+        "trainer.devices=2",
+        "on_divergence=skip",
+        f"hydra.run.dir={folder}",
+    ]
+    result = launch("train.py", *same, *two, "eval_every=12")
+    assert result.returncode == 0, result.stderr
+    assert f"at step {met[0]} " in result.stderr
+    assert read(folder / LAST)["TokenData"]["left_out"][0] == met[0] - 1
+    stopped = launch("train.py", *same, *two, "on_divergence=stop", "resume=null", f"resume={folder}", "max_steps=36")
+    assert stopped.returncode in (0, 2)
+
+
+def test_a_spike_of_the_loss_is_said_and_logged(train: Callable[..., Any], tmp_path: Path, capsys: Any) -> None:
+    """Half a page of another language in the middle of the text."""
+    text = tmp_path / "spike.txt"
+    line = "the quick brown fox jumps over the lazy dog\n"
+    text.write_text(line * 200 + "XQJZKWVYGPBUMDHTQ" * 8 + "\n" + line * 100, encoding="utf-8")
+    run = train(f"data.path={text}", "max_steps=120", "eval_every=120", "data.batch_size=4", "optimizer.lr=0.01")
+    said = capsys.readouterr().err
+    assert "a loss spike at step" in said
+    spikes = [row["loss_spike"] for row in rows(run.folder) if row["loss_spike"]]
+    assert spikes
+    assert f"{max(map(float, spikes)):.3f}" in said
+
+
+def test_a_loss_that_wanders_as_usual_is_no_spike() -> None:
+    usual, random = Usual(), np.random.default_rng(0)
+    found = 0
+    for loss in np.linspace(4, 2, 3000) + 0.1 * random.standard_normal(3000):
+        found += bool(usual.excess(loss))
+        usual.take(loss)
+    assert found == 0
+    assert usual.excess(3.5)
+
+
+def test_a_run_from_before_a_model_setting_was_there_goes_on(train: Callable[..., Any], tmp_path: Path) -> None:
+    begun = train("max_steps=2", folder=tmp_path / "begun")
+    content = read(begun.folder / "checkpoints" / "last.ckpt")
+    del content["minigpt"]["model"]["embed_norm"]
+    write(content, begun.folder / "checkpoints" / "last.ckpt")
+    assert train("max_steps=3", f"resume={begun.folder}", folder=tmp_path / "resumed").summary["steps"] == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "differs"),
+    [
+        (["model.n_embd=64"], r"model\.n_embd \(32 there, 64 here\)"),
+        (["tokenizer=byte"], r"the tokenizer \(char there, byte here\)"),
+        (["data.path={other}"], r"the corpus \(checksum \w{8}… there, \w{8}… here\)"),
+        (["max_steps=2"], "raise max_steps"),
+    ],
+)
+def test_going_on_with_another_model_corpus_or_tokenizer_is_refused_with_the_difference(
+    train: Callable[..., Any], tmp_path: Path, text: Path, changes: list[str], differs: str
+) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text()[::-1])  # the same characters
+    begun = train("max_steps=2", folder=tmp_path / "begun")
+    changes = [change.format(other=other) for change in changes]
+    with pytest.raises(UserError, match=differs):
+        train(*changes, f"resume={begun.folder}", folder=tmp_path / "resumed")
+
+
+def test_what_a_finished_run_told_outlasts_a_resume_that_is_refused(train: Callable[..., Any]) -> None:
+    run = train()
+    before = {file.name: file.read_bytes() for file in run.folder.iterdir() if file.is_file()}
+    for change in ("seed=1337", "model.n_layer=1"):  # all steps taken; another model
+        with pytest.raises(UserError, match="resume="):
+            train("resume=auto", change, folder=run.folder)
+        assert {file.name: file.read_bytes() for file in run.folder.iterdir() if file.is_file()} == before
