@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minigpt.checkpoint import BEST
 from minigpt.drawing import draw_maps
-from minigpt.errors import UserError, warn
+from minigpt.errors import RunError, UserError, warn
 from minigpt.generation import check_settings, generate
 from minigpt.inspection import attention_maps, token_texts
 from minigpt.model import GPT
@@ -35,6 +35,9 @@ PEAK_FLOPS = {
     "L4": 121e12,
     "RTX 3090": 71e12,
 }
+
+
+_SPIKE = 6.0  # standard deviations above the usual loss
 
 
 class Meter(Callback):
@@ -164,7 +167,7 @@ class Meter(Callback):
 
 @dataclass
 class Usual:
-    """What the loss of a step is of late: mean and variance, each new step weighing 2 %."""
+    """What the loss of a step is of late: mean and variance, each new step weighing 5 %."""
 
     mean: float = 0.0
     variance: float = 0.0
@@ -174,16 +177,21 @@ class Usual:
         """Standard deviations above the mean, of a spike; 0 of a loss that is none."""
         if self.steps < 50:  # before there is anything to compare with
             return 0.0
-        excess = (loss - self.mean) / max(self.variance, 1e-12) ** 0.5
-        return excess if excess > 6 else 0.0
+        excess = (loss - self.mean) / self._deviation()
+        return excess if excess > _SPIKE else 0.0
 
     def take(self, loss: float) -> None:
-        """Count a step in."""
+        """Count a step in; of a spike no more than would have been none, lest it hide the next."""
+        if self.excess(loss):
+            loss = self.mean + _SPIKE * self._deviation()
         self.steps += 1
-        weight = max(0.02, 1 / self.steps)
+        weight = max(0.05, 1 / self.steps)
         change = loss - self.mean
         self.mean += weight * change
         self.variance = (1 - weight) * (self.variance + weight * change * change)
+
+    def _deviation(self) -> float:
+        return max(self.variance, 1e-12) ** 0.5
 
 
 def device_name(device: torch.device) -> str:
@@ -240,7 +248,11 @@ def say(model: GPT, tokenizer: Tokenizer, prompt: Tensor, **options: Any) -> str
     """One continuation of a prompt as text."""
     # A compiled model would be compiled anew for every length of the text.
     with torch.compiler.set_stance("force_eager"):
-        return tokenizer.decode(generate(model, prompt, **options)[0].tokens)
+        try:
+            return tokenizer.decode(generate(model, prompt, **options)[0].tokens)
+        except RunError as error:  # no reason to lose a run
+            warn(f"there is no sample: {error}")
+            return ""
 
 
 class AttentionMaps(Callback):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minigpt.decoding import Decoder
-from minigpt.errors import UserError
+from minigpt.errors import RunError, UserError
 from minigpt.model import GPT
 from minigpt.sampling import Sampling, Uniforms
 
@@ -190,6 +190,9 @@ def _steps(
             logits = decoder.logits.float()  # (B, V)
             tokens = sampling.draw(logits, uniforms.next(), seen)  # (B,)
             ids, told = tokens.tolist(), list[float]()
+            # Such a draw lies past the vocabulary; the greatest of such logits tells nothing.
+            if max(ids) >= logits.size(-1) or (i == 0 and not logits.isfinite().all()):
+                raise RunError("the model's logits are no numbers; its weights hold some that are none")
             if logprobs:
                 told = logits.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0].tolist()
             stopped = stops.after(ids)

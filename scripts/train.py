@@ -49,7 +49,7 @@ def go_past(error: Diverged, left_out: set[int], accumulate: int) -> None:
     if len(left_out) >= MOST_STEPS_LEFT_OUT * accumulate:
         raise error
     warn(f"{error.what}; going back to the last checkpoint, and past the batches of this step")
-    left_out.update(past(range((error.step - 1) * accumulate, error.step * accumulate), left_out))
+    left_out.update(past(range((error.step - 1) * accumulate, error.step * accumulate), left_out).tolist())
 
 
 def fit(cfg: DictConfig, folder: Path, left_out: set[int]) -> float | None:

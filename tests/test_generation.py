@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from minigpt.config import GPTConfig
-from minigpt.errors import UserError
+from minigpt.errors import RunError, UserError
 from minigpt.generation import Sample, Step, generate, score, stream
 from minigpt.model import GPT
 from minigpt.sampling import Sampling
@@ -569,3 +569,12 @@ def fail_to_rate(model: GPT, prompt: Tensor) -> None:
 class Broken:
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         return bytes(1 // 0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_whose_logits_are_no_numbers_is_named(temperature):
+    model = GPT(GPTConfig(vocab_size=8, block_size=4, n_layer=1, n_head=1, n_embd=8))
+    with torch.no_grad():
+        model.wte.weight[3] = float("nan")
+    with pytest.raises(RunError, match="logits are no numbers"):
+        generate(model, [3], max_new_tokens=2, temperature=temperature, seed=0)

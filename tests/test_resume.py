@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hydra.errors import InstantiationException
 
 from minigpt import load_checkpoint
 from minigpt.callbacks import Usual
@@ -30,9 +31,8 @@ def differences(one: Any, other: Any, at: str = "") -> list[str]:
         keys = {*one, *other} - {"seconds", "logged_seconds", "config", "hyper_parameters"}
         return [where for key in keys for where in differences(one.get(key), other.get(key), f"{at}/{key}")]
     if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
-        return [
-            where for i, pair in enumerate(zip(one, other, strict=True)) for where in differences(*pair, f"{at}/{i}")
-        ]
+        pairs = enumerate(zip(one, other, strict=True))
+        return [where for i, pair in pairs for where in differences(*pair, f"{at}/{i}")]
     return [] if one == other else [at]
 
 
@@ -126,7 +126,7 @@ def test_the_best_so_many_checkpoints_are_kept(train: Callable[..., Any], tmp_pa
     kept = {file.name for file in (run.folder / "checkpoints").iterdir()}
     assert kept == {"best.ckpt", "last.ckpt", "previous.ckpt", *(f"step-{step}.ckpt" for _, step in lowest)}
     assert read(run.folder / BEST)["global_step"] == lowest[0][1]
-    with pytest.raises(UserError, match=r"keep=0 is not possible"):
+    with pytest.raises(InstantiationException, match=r"keep=0 is not possible"):
         train("callbacks.checkpoint.keep=0", folder=tmp_path / "none")
 
 
@@ -174,12 +174,12 @@ POISONED = ["data.batch_size=64", "model.tie_embeddings=false", "max_steps=35", 
 
 @pytest.fixture
 def poisoned(train: Callable[..., Any], tmp_path: Path, text: Path) -> tuple[list[str], Path, list[int]]:
-    """A run of ten steps in which one character has an embedding that is no number, and the steps that would meet it."""
+    """A run of ten steps in which the embedding of one character is no number, and the steps that would meet it."""
     odd = tmp_path / "odd.txt"
     odd.write_text(text.read_text().replace("number 3", "number §", 1), encoding="utf-8")
     same = [f"data.path={odd}", *POISONED]
     folder = train(*same, "max_steps=10", folder=tmp_path / "odd").folder
-    model, tokenizer = load_checkpoint(folder)
+    _, tokenizer = load_checkpoint(folder)
     poison = int(tokenizer.encode("§")[0])
     content = read(folder / LAST)
     content["state_dict"]["model.wte.weight"][poison] = float("inf")
@@ -233,19 +233,14 @@ def test_two_processes_stop_at_the_step_whose_loss_is_no_number(
     launch: Callable[..., Any], poisoned: tuple[list[str], Path, list[int]]
 ) -> None:
     same, folder, met = poisoned
-    two = [
-        "trainer=ddp",
-        "trainer.accelerator=cpu",
-        "trainer.devices=2",
-        "on_divergence=skip",
-        f"hydra.run.dir={folder}",
-    ]
-    result = launch("train.py", *same, *two, "eval_every=12")
-    assert result.returncode == 0, result.stderr
-    assert f"at step {met[0]} " in result.stderr
+    two = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", f"hydra.run.dir={folder}"]
+    stopped = launch("train.py", *same, *two, "eval_every=100")
+    assert stopped.returncode == 1
+    (error,) = (line for line in stopped.stderr.splitlines() if line.startswith("error"))
+    assert f"at step {met[0]} " in error
+    skipped = launch("train.py", *same, *two, "eval_every=12", "on_divergence=skip")
+    assert skipped.returncode == 0, skipped.stderr
     assert read(folder / LAST)["TokenData"]["left_out"][0] == met[0] - 1
-    stopped = launch("train.py", *same, *two, "on_divergence=stop", "resume=null", f"resume={folder}", "max_steps=36")
-    assert stopped.returncode in (0, 2)
 
 
 def test_a_spike_of_the_loss_is_said_and_logged(train: Callable[..., Any], tmp_path: Path, capsys: Any) -> None:
@@ -253,7 +248,7 @@ def test_a_spike_of_the_loss_is_said_and_logged(train: Callable[..., Any], tmp_p
     text = tmp_path / "spike.txt"
     line = "the quick brown fox jumps over the lazy dog\n"
     text.write_text(line * 200 + "XQJZKWVYGPBUMDHTQ" * 8 + "\n" + line * 100, encoding="utf-8")
-    run = train(f"data.path={text}", "max_steps=120", "eval_every=120", "data.batch_size=4", "optimizer.lr=0.01")
+    run = train(f"data.path={text}", "max_steps=400", "eval_every=400", "data.batch_size=4", "optimizer.lr=0.01")
     said = capsys.readouterr().err
     assert "a loss spike at step" in said
     spikes = [row["loss_spike"] for row in rows(run.folder) if row["loss_spike"]]
@@ -285,10 +280,13 @@ def test_a_run_from_before_a_model_setting_was_there_goes_on(train: Callable[...
         (["model.n_embd=64"], r"model\.n_embd \(32 there, 64 here\)"),
         (["tokenizer=byte"], r"the tokenizer \(char there, byte here\)"),
         (["data.path={other}"], r"the corpus \(checksum \w{8}… there, \w{8}… here\)"),
+        (["optimizer=muon"], r"optimizer\._target_ \(minigpt\.optim\.adamw there, minigpt\.optim\.muon here\)"),
+        (["data.batch_size=4"], r"data\.batch_size \(8 there, 4 here\)"),
+        (["trainer.accumulate_grad_batches=2"], r"accumulate_grad_batches \(1 there, 2 here\)"),
         (["max_steps=2"], "raise max_steps"),
     ],
 )
-def test_going_on_with_another_model_corpus_or_tokenizer_is_refused_with_the_difference(
+def test_what_cannot_go_on_is_refused_with_the_difference(
     train: Callable[..., Any], tmp_path: Path, text: Path, changes: list[str], differs: str
 ) -> None:
     other = tmp_path / "other.txt"
