@@ -70,13 +70,8 @@ def interruptible() -> Iterator[None]:
 
     Signals that somebody else looks after are left to them: a worker of a cluster's scheduler has its own ways.
     """
-    ours = [signum for signum in ENDING if signal.getsignal(signum) == signal.SIG_DFL]
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise Interrupted(signum)
-
-    if threading.current_thread() is not threading.main_thread():
-        ours = []
+    in_main = threading.current_thread() is threading.main_thread()
+    ours = [signum for signum in ENDING if in_main and signal.getsignal(signum) == signal.SIG_DFL]
     for signum in ours:
         signal.signal(signum, interrupt)
     try:
@@ -84,6 +79,11 @@ def interruptible() -> Iterator[None]:
     finally:
         for signum in ours:
             signal.signal(signum, signal.SIG_DFL)
+
+
+def interrupt(signum: int, frame: FrameType | None) -> None:
+    """A signal's handler."""
+    raise Interrupted(signum)
 
 
 def one_line(function: Callable[P, R]) -> Callable[P, R]:
@@ -101,7 +101,7 @@ def one_line(function: Callable[P, R]) -> Callable[P, R]:
             message, code = explain(error)
             # Bad input, signals and a loss that is no number concern every process of several; one says it.
             own = code == 1 and not isinstance(error, Diverged)
-            if message and (own or os.environ.get("LOCAL_RANK", "0") == "0"):
+            if message and (own or is_first()):
                 print(message, file=sys.stderr)
             try:
                 sys.stdout.flush()
@@ -141,8 +141,18 @@ def _explain(error: BaseException) -> tuple[str, int]:
 
 def warn(message: str) -> None:
     """Say one line that the user should know of, once however many processes train."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if is_first():
         print(f"warning: {message}", file=sys.stderr)
+
+
+def is_first() -> bool:
+    """Whether this is the first of the processes that train one model, as who started them says; before torch knows."""
+    environment = os.environ
+    if "RANK" in environment:  # torchrun
+        return environment["RANK"] == "0"
+    if "LOCAL_RANK" in environment:  # Lightning
+        return environment["LOCAL_RANK"] == environment.get("NODE_RANK", "0") == "0"
+    return environment.get("SLURM_PROCID", "0") == "0"  # srun
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint
 
 from minigpt.checkpoint import BEST, LAST, name_again
-from minigpt.errors import ENDING, Interrupted, UserError
+from minigpt.errors import ENDING, REQUEUE, Interrupted, UserError, interrupt
 
 
 class Checkpoints(Checkpoint):
@@ -84,6 +84,8 @@ class EndInOrder(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         for signum in ENDING:
+            if signum == REQUEUE and signal.getsignal(signum) not in (signal.SIG_DFL, interrupt):
+                continue  # somebody else queues this run again
             self._before[signum] = signal.signal(signum, self._receive)
 
     def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:

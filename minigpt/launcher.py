@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import BrokenExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,12 @@ class Job:
             return self._run()
         finally:
             _at_work.clear()
+
+    def checkpoint(self) -> Any:
+        """What submitit queues in its place when the machine is taken away: the same, going on."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(replace(self, overrides=[*self.overrides, "resume=auto"]))
 
     def _run(self) -> float | None:
         setup_globals()

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import Logger, WandbLogger
 from tqdm import tqdm
 
-from minigpt.errors import UserError
+from minigpt.errors import UserError, is_first
 from minigpt.sweep import PICTURE, TABLE
 
 COLUMNS = (
@@ -109,7 +109,7 @@ def wandb_logger(
     goes on with it: steps that are taken again come out the same, and lie on the curves that are there.
     None on all ranks but the first.
     """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if not is_first():
         return None
     # wandb's reports about itself wait for a server that hangs, for 20 s when the process ends.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")

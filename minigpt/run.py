@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import re
 import shutil
 import sys
@@ -13,7 +12,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from minigpt.errors import UserError
+from minigpt.errors import UserError, is_first
 from minigpt.files import whole
 
 METRICS, CURVES, SAMPLES, SUMMARY = "metrics.csv", "curves.png", "samples.txt", "summary.json"
@@ -33,7 +32,7 @@ def taken(folder: Path, *, again: bool = False) -> Iterator[Path]:
     Raises:
         UserError: another run works in it, or it holds a run already, or cannot be written.
     """
-    if not _is_first():
+    if not is_first():
         yield folder
         return
     with _lock(folder):
@@ -61,11 +60,6 @@ def point_at(folder: Path) -> Path | None:
     before = latest.readlink() if latest.is_symlink() else None
     _link(latest, Path(folder.name))
     return before
-
-
-def _is_first() -> bool:
-    """Of several processes that train one model, the first alone writes."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 @contextmanager
@@ -96,7 +90,7 @@ def is_taken(folder: Path) -> bool:
 
 def rewind(folder: Path, step: int) -> None:
     """Take back what a run folder tells of the steps after `step`, from which the run goes on; 0 takes back all."""
-    if not _is_first():
+    if not is_first():
         return
     (folder / SUMMARY).unlink(missing_ok=True)
     curves, samples = folder / METRICS, folder / SAMPLES

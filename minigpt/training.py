@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as L
 import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger
@@ -271,6 +272,9 @@ def build_trainer(
     if precision == "auto":
         on_cuda = accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available()
         precision = "bf16-mixed" if on_cuda and torch.cuda.is_bf16_supported() else "32-true"
+    plugins: list[Any] = [CheckpointIO()]
+    if SLURMEnvironment.detect():
+        plugins.append(SLURMEnvironment(auto_requeue=False))  # `EndInOrder` and the job's script see to that
     torch.backends.cuda.matmul.allow_tf32 = True  # what stays in fp32 on a GPU; a CPU is not concerned
     try:
         return L.Trainer(
@@ -285,7 +289,7 @@ def build_trainer(
             num_sanity_val_steps=0,
             callbacks=list(callbacks),
             logger=list(loggers),
-            plugins=[CheckpointIO()],
+            plugins=plugins,
             default_root_dir=folder,
             log_every_n_steps=1,
             enable_progress_bar=False,

@@ -1,11 +1,13 @@
 """A sweep through a real SLURM of one node, which this file starts with its state in a folder of its own."""
 
+import json
 import os
 import re
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -14,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from minigpt import load_checkpoint
 from minigpt.sweep import COMPLETED, read_sweep
 
+ROOT = Path(__file__).resolve().parents[1]
 DAEMONS = ("munged", "slurmctld", "slurmd")
 pytestmark = pytest.mark.skipif(
     os.name != "posix" or os.geteuid() != 0 or not all(map(shutil.which, ("sbatch", *DAEMONS))),
@@ -29,7 +34,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmdPort={ports[1]}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
 SlurmUser=root
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool
@@ -100,3 +105,49 @@ def test_the_jobs_of_a_sweep_are_one_array_and_a_failing_one_is_in_the_table(
     known = subprocess.run(["scontrol", "show", "jobs"], capture_output=True, text=True, check=True).stdout
     assert sorted(re.findall(r"ArrayTaskId=(\d)", known)) == ["0", "1"]
     assert set(re.findall(r"ArrayTaskThrottle=(\d)", known)) == {"1"}
+
+
+PREEMPTED = """#!/bin/bash
+#SBATCH --requeue --open-mode=append --output={folder}.log
+srun {python} {script} {small} resume=auto hydra.run.dir={folder}
+[ $? = 75 ] && scontrol requeue $SLURM_JOB_ID
+"""
+
+
+def wait(what: str, condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("tasks", [1, 2])
+def test_a_job_that_must_make_place_is_queued_again_and_ends_as_if_nothing_had_been(
+    slurm: Path, small: list[str], launch: Callable[..., Any], tmp_path: Path, tasks: int
+) -> None:
+    folder, longer = tmp_path / "run", ["max_steps=800", "eval_every=400"]
+    several = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"] if tasks == 2 else []
+    file = tmp_path / "job.sh"
+    script, settings = ROOT / "scripts" / "train.py", " ".join([*small, *longer, *several])
+    file.write_text(PREEMPTED.format(python=sys.executable, script=script, small=settings, folder=folder))
+    options = [f"--ntasks={tasks}", f"--ntasks-per-node={tasks}"]
+    sent = subprocess.run(["sbatch", "--parsable", *options, str(file)], capture_output=True, text=True, check=True)
+    job = sent.stdout.strip()
+
+    def log() -> str:
+        return Path(f"{folder}.log").read_text() if Path(f"{folder}.log").exists() else ""
+
+    def state() -> str:
+        return subprocess.run(["squeue", "-h", "-o", "%T", "-j", job], capture_output=True, text=True).stdout.strip()
+
+    wait("the run begins", lambda: (folder / "metrics.csv").exists())
+    subprocess.run(["scancel", "--signal=USR1", job], check=True)
+    wait("the run ends in order", lambda: "interrupted by SIGUSR1" in log())
+    wait("the job is done", lambda: not state())
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("completed", 800), log()
+    assert log().count("interrupted") == 1
+    if tasks == 1:
+        launch("train.py", *longer, f"hydra.run.dir={tmp_path}/whole")
+        ends = (load_checkpoint(path)[0].state_dict() for path in (folder, tmp_path / "whole"))
+        assert all(map(torch.equal, *(end.values() for end in ends)))
