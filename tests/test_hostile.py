@@ -6,6 +6,8 @@ import json
 import math
 import pickle
 import re
+import select
+import socketserver
 import struct
 import subprocess
 import sys
@@ -20,9 +22,10 @@ import pytest
 import torch
 from torch import _utils
 
-from minigpt.checkpoint import contents
+from minigpt.checkpoint import contents, load_checkpoint
 from minigpt.config import GPTConfig
 from minigpt.errors import UserError
+from minigpt.inspection import validation_batches
 from minigpt.model import GPT
 from minigpt.tokenizer import BPETokenizer, CharTokenizer
 
@@ -564,3 +567,20 @@ def test_a_configuration_inside_a_checkpoint_is_data(launch: Callable[..., Any],
     assert ended.returncode == 2, ended.stderr
     assert ended.stderr.count("\n") == 1
     assert not (tmp_path / "canary").exists()
+
+
+def test_a_checkpoint_has_nothing_fetched(tmp_path: Path):
+    """The server that it names is asked for nothing, and no file is written where it says."""
+    content = good()
+    with socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as server:
+        url = f"http://127.0.0.1:{server.server_address[1]}/evil.txt"
+        named = {"source": "download", "name": "../evil", "url": url, "sha256": "0" * 64, "characters": 9}
+        paths = dict.fromkeys(("path", "val_path", "train_bin", "val_bin"))
+        settings = {"field": "text", "split": "fraction", "val_fraction": 0.1, "shard_tokens": 1000, "processes": 1}
+        data = {"folder": str(tmp_path / "data"), **named, **paths, **settings}
+        content["minigpt"]["config"] = {"data": data, "tokenizer": {"name": "char"}}
+        (tmp_path / "a.ckpt").write_bytes(saved(content))
+        with pytest.raises(UserError, match="not to be found here"):
+            validation_batches(tmp_path / "a.ckpt", load_checkpoint(tmp_path / "a.ckpt")[0])
+        assert not select.select([server], [], [], 0)[0]
+    assert [file.name for file in tmp_path.iterdir()] == ["a.ckpt"]
