@@ -1,16 +1,14 @@
 """What a checkpoint holds, how it is written, how it is read safely.
 
 A checkpoint is one file of plain data: weights, model values, tokenizer, the resolved run
-configuration, progress, optimizer, random state. It is read with `weights_only=True`, which builds
-tensors and plain containers and nothing else, and the model is rebuilt from numbers: no class that a
-file names is ever looked up. It is written beside its place, synced and renamed, so a file under its
-own name is a whole one.
+configuration, progress, optimizer, random state. It is read by `archive`, which builds tensors and
+plain containers and nothing else, and the model is rebuilt from numbers: no class that a file names is
+ever looked up. It is written beside its place, synced and renamed, so a file under its own name is a
+whole one.
 """
 
 import os
-import pickle
 import shutil
-import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 
 import torch
 
+from minigpt import archive
 from minigpt import tokenizer as tokenizers
 from minigpt.config import GPTConfig
 from minigpt.errors import UserError, warn
@@ -42,6 +41,7 @@ _LEARNING = (
     "trainer.gradient_clip_val",
     "ema_decay",
 )
+_TABLE = 1 << 25  # numbers of a table of positions, which no file holds
 _OURS = "minigpt"  # our part, beside what Lightning keeps
 _PREFIX = "model."  # the model's name inside the LightningModule
 
@@ -64,14 +64,29 @@ def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> 
             for name, tensor in content["state_dict"].items()
             if name.startswith(_PREFIX)
         }
-        held = sum(value.numel() for value in weights.values() if isinstance(value, torch.Tensor))
-        if config.num_params() > 2 * held + _SMALL:  # before a file has us make a model of any size that it names
-            raise UserError(f"its model has {config.num_params():,} weights, and it holds {held:,}")
+        _check_size(config, len(weights), path.stat().st_size)
         model = GPT(config)
         model.load_state_dict(weights)
+        if not all(weight.isfinite().all() for weight in model.parameters()):
+            raise UserError("its weights are no finite numbers")
     except (UserError, KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
         raise UserError(f"{path} does not hold a model of minigpt ({type(error).__name__}: {error})") from error
     return model.to(device).eval(), tokenizer
+
+
+def _check_size(config: GPTConfig, tensors: int, size: int) -> None:
+    """Look at the numbers that a file gives of its model before a model of any size is made of them.
+
+    Raises:
+        UserError: the file, of so many tensors and bytes, is too small for such a model.
+    """
+    if config.num_params() > size + _SMALL:  # fewer than one byte each
+        raise UserError(f"its model has {config.num_params():,} weights, and it holds {size:,} bytes")
+    if config.n_layer + config.smear > tensors:
+        raise UserError(f"its model has {config.n_layer:,} layers, and it holds {tensors:,} tensors")
+    rotations = config.block_size * config.head_width if config.position == "rope" else 0
+    if rotations > size + _TABLE:
+        raise UserError(f"its model has block_size={config.block_size:,}, and it holds {size:,} bytes")
 
 
 def find_checkpoint(path: str | Path | None, *, runs: Path = Path("runs"), last: bool = False) -> Path:
@@ -200,14 +215,19 @@ def read(path: Path, *, device: str | torch.device | None = None) -> dict[str, A
     Raises:
         UserError: it is not a whole checkpoint of this version, or holds more than data.
     """
-    _check_whole(path)
     try:
-        content = torch.load(path, map_location=device, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise UserError(f"{path} is not a checkpoint, or holds more than plain data; nothing of it was run") from error
+        content = archive.load(path, device=device or "cpu")
+    except archive.Refused as error:
+        raise UserError(
+            f"{path} is not a checkpoint, or holds more than plain data ({error}); nothing of it was run"
+        ) from error
+    except archive.Damaged as error:
+        raise UserError(
+            f"{path} is damaged: the checksum of its record {error} is wrong; use an older checkpoint"
+        ) from error
     except (PermissionError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # what a damaged file makes the reader raise is any kind of error
+    except Exception as error:  # what a damaged file makes a reader raise is any kind of error
         raise UserError(f"{path} is not a whole checkpoint: cut short, or another kind of file") from error
     ours = content.get(_OURS) if isinstance(content, dict) else None
     if not isinstance(ours, dict) or "state_dict" not in content:
@@ -215,26 +235,6 @@ def read(path: Path, *, device: str | torch.device | None = None) -> dict[str, A
     if ours.get("format") != FORMAT:
         raise UserError(f"{path} has format {ours.get('format')}; this version of minigpt reads format {FORMAT}")
     return content
-
-
-def _check_whole(path: Path) -> None:
-    """Look at the archive that torch writes before anything in it is read: all there, as it was written, and no larger.
-
-    Raises:
-        UserError: it is no such archive, a record's checksum is another, or records are packed.
-    """
-    size = path.stat().st_size
-    try:
-        with zipfile.ZipFile(path) as archive:
-            records = archive.infolist()
-            packed = any(record.compress_type != zipfile.ZIP_STORED for record in records)
-            if packed or sum(record.file_size for record in records) > size:
-                raise UserError(f"{path} is not a checkpoint of minigpt: it unpacks to more than it is")
-            damaged = archive.testzip()
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, OverflowError, RuntimeError) as error:
-        raise UserError(f"{path} is not a whole checkpoint: cut short, or another kind of file") from error
-    if damaged is not None:
-        raise UserError(f"{path} is damaged: the checksum of its record {damaged} is wrong; use an older checkpoint")
 
 
 def write(content: Mapping[str, Any], path: Path) -> None:

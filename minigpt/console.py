@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from minigpt.errors import UserError
+from minigpt.errors import UserError, clean, legible
 from minigpt.generation import Step, check_settings, score, stream
 from minigpt.model import GPT
 from minigpt.tokenizer import SEPARATOR, BPETokenizer, Tokenizer, encode_prompt, whole_characters
@@ -93,6 +93,7 @@ class Console:
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, options: Mapping[str, Any], *, show_probs: bool) -> None:
         self.model, self.tokenizer, self.options, self.show_probs = model, tokenizer, dict(options), show_probs
+        self.terminal = sys.stdout.isatty()
         stop = list(self.options.get("stop", ()))
         if isinstance(tokenizer, BPETokenizer) and tokenizer.separated:
             stop.append(int(tokenizer.separator[0]))  # the document is at its end
@@ -104,7 +105,7 @@ class Console:
         told = [_Told() for _ in range(self.options["num_samples"])]
         if not as_json:
             self._head(0)
-            _write(prompt)
+            _write(self._shown(prompt))
         clock = _Clock(min(len(ids), self.model.config.block_size))
         for step in stream(self.model, ids, logprobs=as_json or self.show_probs, **self.options):
             clock.tick()
@@ -120,10 +121,10 @@ class Console:
                 values = {"prompt": prompt, "text": sample.text, "tokens": sample.tokens, "logprobs": sample.logprobs}
                 print(json.dumps(values | {"reason": sample.reason, "tokens_per_second": speed}), flush=True)
             elif i == 0:
-                _write(f"{rest}\n")
+                _write(f"{self._shown(rest)}\n")
             else:
                 self._head(i)
-                _write(f"{prompt}{sample.shown}{rest}\n")
+                _write(f"{self._shown(prompt)}{sample.shown}{self._shown(rest)}\n")
 
     def talk(self, context: str) -> None:
         """Continue what is typed, and keep all of it as the context; a line with a slash is a command."""
@@ -226,7 +227,12 @@ class Console:
         sample.text += text
         return self._coloured(text, logprob)
 
+    def _shown(self, text: str) -> str:
+        """A text as it is, but for a terminal, which would obey what a model or a file has in it."""
+        return legible(text) if self.terminal else text
+
     def _coloured(self, text: str, logprob: float) -> str:
+        text = self._shown(text)
         if not self.show_probs or not text:
             return text
         colour = [colour for least, colour in _COLOURS if math.exp(logprob) >= least][-1]
@@ -296,4 +302,4 @@ def _write(text: str) -> None:
 
 
 def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(clean(line), file=sys.stderr, flush=True)

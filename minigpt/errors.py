@@ -2,7 +2,8 @@
 
 Everything that is wrong with the input raises `UserError` (exit code 2), everything that goes wrong
 while a run works raises `RunError` (exit code 1). `one_line` prints either as a single line without a
-traceback; `MINIGPT_TRACEBACK=1` shows the traceback instead.
+traceback; `MINIGPT_TRACEBACK=1` shows the traceback instead. What is printed here and elsewhere may come from a
+file: `clean` and `legible` keep a terminal from obeying it.
 """
 
 import difflib
@@ -22,6 +23,13 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_LONGEST = 1000  # characters of a line
+# Unicode's pictures of control characters, but for line breaks and tabs; the later controls and the marks of direction
+# have none.
+_SIGNS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {
+    code: f"⟨U+{code:04X}⟩" for code in (*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+}
+_SIGNS[127] = "␡"
 
 REQUEUE = getattr(signal, "SIGUSR1", None)  # asks a run to make place, and to be started again; not on Windows
 ENDING = [signal.SIGINT, signal.SIGTERM, *([REQUEUE] if REQUEUE else [])]  # what asks a run to end in order
@@ -115,7 +123,7 @@ def one_line(function: Callable[P, R]) -> Callable[P, R]:
 def explain(error: BaseException) -> tuple[str, int]:
     """The line that tells a user what happened, and the exit code that goes with it."""
     message, code = _explain(error)
-    return " ".join(message.split()), code
+    return clean(message), code
 
 
 def _explain(error: BaseException) -> tuple[str, int]:
@@ -142,7 +150,19 @@ def _explain(error: BaseException) -> tuple[str, int]:
 def warn(message: str) -> None:
     """Say one line that the user should know of, once however many processes train."""
     if is_first():
-        print(f"warning: {message}", file=sys.stderr)
+        print(f"warning: {clean(message)}", file=sys.stderr)
+
+
+def clean(text: str) -> str:
+    """Any text as one line that a terminal shows and does not obey, and a person reads to its end."""
+    line = " ".join(text.split())
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]} …"
+
+
+def legible(text: str) -> str:
+    """A text for a terminal, with signs for the characters that would move its cursor, or hide and turn others."""
+    return text.translate(_SIGNS)
 
 
 def is_first() -> bool:

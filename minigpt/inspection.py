@@ -282,7 +282,10 @@ def validation_batches(checkpoint: Path, model: GPT) -> "ValidationBatches":
     from minigpt.checkpoint import read
     from minigpt.data import ValidationBatches  # imports Lightning
 
-    tokens = _corpus(checkpoint, read(checkpoint, device="cpu")["minigpt"])
+    try:
+        tokens = _corpus(checkpoint, read(checkpoint, device="cpu")["minigpt"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{checkpoint} does not say what text it was trained on ({error!r})") from error
     tokens.check_length(model.config.block_size)
     return ValidationBatches(
         tokens.tokens("val"),
@@ -317,7 +320,10 @@ def _corpus(checkpoint: Path, ours: Mapping[str, Any]) -> "Corpus":
     try:
         # Where another text would stand in, `find` warns that training runs on it: here nothing trains.
         with redirect_stderr(StringIO()):
-            found = preparation.corpus_of(data, tokenizer).sha256 if bins else sources.checksum(*sources.find(data))
+            if bins:
+                found = preparation.corpus_of(data, tokenizer, fetch=False).sha256
+            else:
+                found = sources.checksum(*sources.find(data, fetch=False))
     except UserError as error:
         raise UserError(f"the validation text of {checkpoint}, {where}, is not to be found here; {advice}") from error
     if found != checksum:
@@ -325,7 +331,7 @@ def _corpus(checkpoint: Path, ours: Mapping[str, Any]) -> "Corpus":
             f"the validation text of {checkpoint} is not to be found here: what is there is another text than {where} "
             f"was in training (checksum {found[:8]}…, not {checksum[:8]}…); {advice}"
         )
-    return preparation.corpus_of(data, tokenizer)
+    return preparation.corpus_of(data, tokenizer, fetch=False)
 
 
 def token_texts(tokenizer: Tokenizer, tokens: Tensor) -> list[str]:

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import Logger, WandbLogger
 from tqdm import tqdm
 
-from minigpt.errors import UserError, is_first
+from minigpt.errors import UserError, clean, is_first
 from minigpt.sweep import PICTURE, TABLE
 
 COLUMNS = (
@@ -144,7 +144,7 @@ def wandb_logger(
         run = wandb.init(mode=mode, settings=wandb.Settings(**settings), **options)
     if mode == "offline":
         said = f"Weights & Biases is offline; send the run later with: wandb sync {Path(run.dir).parent}"
-        print(said, file=sys.stderr)
+        print(clean(said), file=sys.stderr)
     run.define_metric("*", step_metric="trainer/global_step")
     return WandbLogger(experiment=run)
 

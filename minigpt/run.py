@@ -12,7 +12,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from minigpt.errors import UserError, is_first
+from minigpt.errors import UserError, clean, is_first, legible
 from minigpt.files import whole
 
 METRICS, CURVES, SAMPLES, SUMMARY = "metrics.csv", "curves.png", "samples.txt", "summary.json"
@@ -146,7 +146,8 @@ def tell(folder: Path, summary: Mapping[str, Any]) -> None:
 
 def announce(folder: Path, sample: str, summary: Mapping[str, Any], *, sampler: Path) -> None:
     """Print the sample, and where things are."""
-    folder, python, sampler = _short(folder), _short(Path(sys.executable)), _short(sampler)
+    sample = legible(sample) if sys.stdout.isatty() else sample
+    folder, python, sampler = (Path(clean(str(_short(path)))) for path in (folder, Path(sys.executable), sampler))
     print(f"{sample.strip()}\n")
     print(f"validation loss  {summary['best_val_loss']:.4f} at step {summary['best_step']}")
     print(f"run folder       {folder}")

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from minigpt.errors import UserError, warn
+from minigpt.errors import UserError, clean, warn
 from minigpt.files import whole
 from minigpt.run import METRICS, PLAN, SUMMARY, is_taken, read_metrics, told
 
@@ -169,17 +169,17 @@ def look(point: Point) -> Point:
     try:
         summary = told(point.folder)
     except (OSError, ValueError) as error:
-        warn(clean(f"{point.folder / SUMMARY} is not readable ({error}); the run counts as broken off"))
+        warn(f"{point.folder / SUMMARY} is not readable ({error}); the run counts as broken off")
     status = str(summary.get("status") or (BROKEN_OFF if (point.folder / ".hydra").exists() else WAITING))
     if status != COMPLETED and is_taken(point.folder):
         status = RUNNING
-    point = replace(point, status=status, reason=str(summary.get("reason") or ""))
+    point = replace(point, status=clean(status), reason=clean(str(summary.get("reason") or "")))
     try:
         point = _measured(point, read_metrics(point.folder / METRICS))
     except FileNotFoundError:
         pass
     except (OSError, ValueError, ArithmeticError, csv.Error) as error:
-        warn(clean(f"{point.folder / METRICS} is not readable ({error}); its curve is left out"))
+        warn(f"{point.folder / METRICS} is not readable ({error}); its curve is left out")
         point = replace(point, reason="; ".join(filter(None, (point.reason, f"{METRICS} is not readable"))))
     # One of the two files may be damaged, or know less.
     losses = [loss for loss in (_finite(summary.get("best_val_loss")), point.val_loss) if loss is not None]
@@ -193,12 +193,6 @@ def look(point: Point) -> Point:
         tokens_per_second=_finite(summary.get("tokens_per_second")) or point.tokens_per_second,
         seconds=_finite(summary.get("seconds")) or point.seconds,
     )
-
-
-def clean(text: str) -> str:
-    """Text of a file as one line that a terminal shows and does not obey."""
-    line = " ".join(text.split())
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
 
 
 def _finite(value: Any) -> Any:
@@ -310,6 +304,6 @@ def _overrides_of(file: Path) -> dict[str, str]:
         if not isinstance(overrides, list):
             raise ValueError("it is not a list")
     except (OSError, ValueError, yaml.YAMLError) as error:
-        warn(clean(f"{file} is not readable ({error}); the run counts as one without overrides"))
+        warn(f"{file} is not readable ({error}); the run counts as one without overrides")
         overrides = []
     return {key: value for key, _, value in (str(override).partition("=") for override in overrides)}

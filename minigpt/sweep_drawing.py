@@ -10,9 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from minigpt.errors import clean
 from minigpt.files import whole
 from minigpt.scaling import pareto_front, power_law
-from minigpt.sweep import COMPLETED, Point, Row, as_number, clean, name_of, ranked, short_names
+from minigpt.sweep import COMPLETED, Point, Row, as_number, name_of, ranked, short_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

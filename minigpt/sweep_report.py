@@ -13,7 +13,7 @@ from math import inf
 from pathlib import Path
 from typing import TextIO
 
-from minigpt.errors import UserError, nearest
+from minigpt.errors import UserError, clean, nearest
 from minigpt.run import PLAN
 from minigpt.sweep import (
     PICTURE,
@@ -23,7 +23,6 @@ from minigpt.sweep import (
     Row,
     as_number,
     axes,
-    clean,
     name_of,
     ranked,
     read_plan,

@@ -27,7 +27,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from minigpt.errors import Interrupted, RunError, UserError, explain, warn
+from minigpt.errors import Interrupted, RunError, UserError, clean, explain, warn
 from minigpt.launcher import Joblib, quoted, visible_gpus
 from minigpt.run import PLAN, fail, point_at, told
 from minigpt.sweep import COMPLETED, SKIPPED, Point, look, read_plan, short_names, write_plan
@@ -82,7 +82,7 @@ class _Sweeper(hydra_sweeper.Sweeper):
         try:
             self.run()
         except Interrupted:
-            print(f"go on with the same command, hydra.sweep.dir={self.folder} and resume=auto", file=sys.stderr)
+            print(clean(f"go on with the same command, hydra.sweep.dir={self.folder} and resume=auto"), file=sys.stderr)
             raise
         finally:
             self.points[:] = map(look, self.points)

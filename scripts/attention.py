@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from minigpt.errors import one_line
+from minigpt.errors import clean, one_line
 
 # Threads that wait for one another sleep instead of spinning: beside one other busy process on 2 cores the values of
 # the default model's heads took 50 s, and 180 s without this. It counts only if it is set before torch is imported.
@@ -39,7 +39,7 @@ def main() -> None:
     heads = inspection.chosen("head", args.head, model.config.n_head)
     tokens = inspection.prompt_tokens(tokenizer, args.prompt, model.config.block_size, truncate=args.truncate)
     batches = inspection.validation_batches(path, model) if args.values else None
-    print(f"looking at {path}", file=sys.stderr)
+    print(clean(f"looking at {path}"), file=sys.stderr)
 
     weights, probabilities = inspection.attention_maps(model, tokens)
     texts = inspection.token_texts(tokenizer, tokens)
@@ -56,7 +56,7 @@ def main() -> None:
         table["worth"] = values
     print(inspection.format_table(table, names))
     for written in filter(None, (args.out, args.html, args.values)):
-        print(f"wrote {written}", file=sys.stderr)
+        print(clean(f"wrote {written}"), file=sys.stderr)
 
 
 if __name__ == "__main__":

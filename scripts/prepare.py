@@ -10,7 +10,7 @@ import hydra
 from omegaconf import DictConfig
 
 from minigpt.config import check_run
-from minigpt.errors import one_line
+from minigpt.errors import clean, one_line
 
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands errors on, and `one_line` says them
 
@@ -27,7 +27,7 @@ def prepare(cfg: DictConfig) -> None:
     from minigpt.preparation import corpus_of, report
 
     for name, value in report(corpus_of(cfg.data, cfg.tokenizer)).items():
-        print(f"{name:17}{value}")
+        print(f"{name:17}{clean(value)}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from minigpt.errors import UserError, one_line
+from minigpt.errors import UserError, clean, one_line
 
 
 def arguments() -> argparse.Namespace:
@@ -52,7 +52,7 @@ def main() -> None:
         raise UserError("--interactive talks to a person: it goes with neither --json nor --score")
     path = find_checkpoint(args.run)
     model, tokenizer = load_checkpoint(path)
-    print(f"sampling from {path}", file=sys.stderr)
+    print(clean(f"sampling from {path}"), file=sys.stderr)
     options = settings | {"compile": args.compile}
     console = Console(place(model, args.device, args.dtype), tokenizer, options, show_probs=args.show_probs)
     if args.score is not None:

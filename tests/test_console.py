@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -278,6 +279,65 @@ def test_a_conversation_typed_into_a_terminal_can_be_kept_in_a_file(saves, start
     os.close(theirs)
     os.close(ours)
     assert (tmp_path / "kept").read_bytes() == b"def\n"
+
+
+# What a terminal would obey
+
+
+OWNED = "a\x1b]0;owned\x07\r\x9b2J\u202eb"
+
+
+@pytest.fixture
+def obeyed(tmp_path: Path) -> str:
+    """A checkpoint in a folder with such a name, whose model writes such a text."""
+    tokenizer = CharTokenizer.of(f"\n{OWNED}")
+    follows = in_turn(tokenizer.encode("".join(dict.fromkeys(f"\n{OWNED}"))))
+    return saved(tmp_path / OWNED / "x.ckpt", chain(tokenizer, follows), tokenizer)
+
+
+def seen(arguments: list[str], folder: Path, stdin: bytes = b"") -> bytes:
+    """All that a program writes to a terminal."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        arguments, cwd=folder, env=environment(), stdin=subprocess.PIPE, stdout=theirs, stderr=theirs
+    )
+    process.stdin.write(stdin)
+    process.stdin.close()
+    os.close(theirs)
+    read = b""
+    with suppress(OSError):  # nobody holds the other end any more
+        while new := os.read(ours, 1 << 16):
+            read += new
+    process.wait(60)
+    os.close(ours)
+    return read
+
+
+@pytest.mark.parametrize(
+    ("flags", "stdin"),
+    [
+        (["--max-new-tokens", "12", "--num-samples", "2"], b""),
+        (["--max-new-tokens", "12", "--prompt", OWNED], b""),
+        (["--max-new-tokens", "12", "--interactive"], b"a\n"),
+        (["--score", "-", "--show-probs"], OWNED.encode()),
+        (["--device", OWNED], b""),
+    ],
+    ids=["samples", "prompt", "conversation", "score", "error"],
+)
+def test_a_terminal_has_nothing_to_obey(flags, stdin, obeyed, tmp_path):
+    shown = seen(command(obeyed, *flags), tmp_path, stdin)
+    text = ANSI.sub("", shown.decode()) if "--show-probs" in flags else shown.decode()
+    text = text.replace("\r\n", "\n")  # what a terminal makes of a line break
+    assert text
+    assert all(character.isprintable() or character == "\n" for character in text), text
+    assert "Traceback" not in text
+
+
+def test_a_terminal_shows_signs_where_a_pipe_gets_every_byte(obeyed, tmp_path):
+    text, signs = "a\x1b]0;owned\x07\r\x9b", "a␛]0;owned␇␍⟨U+009B⟩"
+    arguments = command(obeyed, "--prompt", "a", "--max-new-tokens", len(text) - 1, "--temperature", 0)
+    assert subprocess.run(arguments, cwd=tmp_path, capture_output=True, check=True).stdout.decode() == f"{text}\n"
+    assert f"{signs}\r\n" in seen(arguments, tmp_path).decode()
 
 
 # Prompts

@@ -208,3 +208,15 @@ def test_output_that_finds_no_space_is_an_error_in_one_line():
     assert done.returncode == 1
     assert "no space left" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_line_has_nothing_that_a_terminal_obeys_and_an_end(capsys):
+    evil = "a\x1b]0;owned\x07\x9b2J\u202e b\x7f"
+    with pytest.raises(SystemExit):
+        failing(UserError(evil))()
+    warn(evil)
+    said = capsys.readouterr().err
+    assert said == "".join(f"{kind}: a\\x1b]0;owned\\x07\\x9b2J\\u202e b\\x7f\n" for kind in ("error", "warning"))
+    line, _ = explain(UserError("x" * 1_000_000))
+    assert line.endswith("x …")
+    assert len(line) < 2000

@@ -182,7 +182,7 @@ def poisoned(train: Callable[..., Any], tmp_path: Path, text: Path) -> tuple[lis
     _, tokenizer = load_checkpoint(folder)
     poison = int(tokenizer.encode("§")[0])
     content = read(folder / LAST)
-    content["state_dict"]["model.wte.weight"][poison] = float("inf")
+    content["state_dict"]["model.wte.weight"][poison] = 3e38  # the sum of a row of it is none
     write(content, folder / LAST)
     for name in ("previous.ckpt", "best.ckpt"):
         (folder / "checkpoints" / name).unlink()
