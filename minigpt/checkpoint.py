@@ -130,11 +130,12 @@ def contents(config: GPTConfig, tokenizer: Tokenizer, run: Mapping[str, Any], co
     }
 
 
-def check_same(path: Path, present: Mapping[str, Any], max_steps: int) -> int:
+def check_same(path: Path, present: Mapping[str, Any], max_steps: int, *, untold: bool = False) -> int:
     """Check that training can go on from a checkpoint, and say from which step.
 
     Args:
         present: what `contents` says of the run that is to go on.
+        untold: the run was killed before it told its end, so it may have taken all steps.
 
     Raises:
         UserError: the checkpoint is of another model, corpus or tokenizer, or has taken all steps; says which.
@@ -154,7 +155,7 @@ def check_same(path: Path, present: Mapping[str, Any], max_steps: int) -> int:
         differs.append(f"the corpus (checksum {before['corpus_sha256'][:8]}… there, {now['corpus_sha256'][:8]}… here)")
     if differs:
         raise UserError(f"resume={path} cannot go on here, for it differs in {', '.join(differs)}")
-    if content["global_step"] >= max_steps:
+    if content["global_step"] >= max_steps + untold:
         raise UserError(f"resume={path} is at step {content['global_step']} of {max_steps}; raise max_steps to go on")
     return int(content["global_step"])
 
