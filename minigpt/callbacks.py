@@ -260,6 +260,8 @@ class EndInOrder(Callback):
             signal.signal(*self._before.popitem())
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:  # the gradients of half a step are in no checkpoint
+            return
         if trainer.world_size == 1:
             self._end(trainer, self.received)
         # Ranks must leave at the same step. Asking costs a round trip, so it is not asked every step.
@@ -278,7 +280,8 @@ class EndInOrder(Callback):
 
     def _end(self, trainer: L.Trainer, signum: int | None) -> None:
         if signum:
-            trainer.save_checkpoint(self.file)
+            if trainer.global_step < trainer.max_steps:  # after the last step nothing would validate it
+                trainer.save_checkpoint(self.file)
             raise Interrupted(signum)
 
 

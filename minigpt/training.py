@@ -61,6 +61,7 @@ class LanguageModel(L.LightningModule):
         self.schedule = partial(schedule, max_steps=max_steps)
         self.bytes_per_token, self.contents = bytes_per_token, contents
         self.grad_norm: Tensor | None = None  # of the last step, before clipping
+        self.validated = 0  # the step of the last validation that ended
         self.rng: Sequence[Mapping[str, Any]] = ()  # of every rank, in the checkpoint that training goes on from
         if compile:
             model.compile()  # in place: the names of the weights stay
@@ -87,7 +88,16 @@ class LanguageModel(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.rng = checkpoint.get("rng", ())
         # With max_steps raised, the batch that was the last one is not: there is one epoch, as long as the run.
-        checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
+        loops = checkpoint["loops"]["fit_loop"]
+        loops["epoch_loop.batch_progress"]["is_last_batch"] = False
+        if checkpoint.get("validation_due"):  # Lightning makes it, from its first batch, if it takes it for begun
+            for counts in ("total", "current"):
+                loops["epoch_loop.val_loop.batch_progress"][counts] |= {
+                    "ready": 1,
+                    "started": 1,
+                    "processed": 0,
+                    "completed": 0,
+                }
 
     def on_train_start(self) -> None:
         if len(self.rng) == self.trainer.world_size:  # with another number of ranks the draws are others anyway
@@ -143,12 +153,16 @@ class LanguageModel(L.LightningModule):
         loss = nats / tokens
         if not isfinite(loss):
             raise diverged(loss, self.global_step, self.learning_rate)
+        self.validated = self.global_step
         self.log("val_loss", loss, logger=False)
         self.log("val_bits_per_byte", loss / log(2) / self.bytes_per_token, logger=False)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint.update(self.contents)
         cuda = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
+        batches = self.global_step * self.trainer.accumulate_grad_batches
+        due = batches % self.trainer.val_check_batch == 0 and self.validated != self.global_step
+        checkpoint["validation_due"] = due
         checkpoint["rng"] = of_all_ranks({"torch": torch.get_rng_state(), "cuda": cuda})
 
     @property

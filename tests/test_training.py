@@ -2,7 +2,9 @@
 
 import csv
 import math
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,12 @@ from typing import Any
 import matplotlib.image
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
 
 from minigpt import GPT, load_checkpoint
 from minigpt.checkpoint import read, write
 from minigpt.corpus import load
-from minigpt.errors import RunError, UserError
+from minigpt.errors import Interrupted, RunError, UserError
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
@@ -258,3 +261,35 @@ def test_what_a_finished_run_told_outlasts_a_resume_that_is_refused(train: Calla
         with pytest.raises(UserError, match="resume="):
             train("resume=auto", change, folder=run.folder)
         assert {file.name: file.read_bytes() for file in run.folder.iterdir() if file.is_file()} == before
+
+
+class Ask(Callback):
+    """Asks the run to end where a test wants it."""
+
+    def __init__(self, batch: int, validating: bool) -> None:
+        self.batch, self.validating = batch, validating
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.batch and not self.validating:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_validation_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_idx == self.batch and self.validating:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("batch", "validating"), [(18, False), (19, False), (19, True), (20, False), (39, False), (39, True)]
+)
+def test_a_run_that_was_asked_to_end_goes_on_with_the_validation_that_was_due(
+    train: Callable[..., Any], tmp_path: Path, batch: int, validating: bool
+) -> None:
+    settings = ("trainer.accumulate_grad_batches=2", "data.eval_batch_size=16", "model.dropout=0.1")
+    expected = train(*settings, folder=tmp_path / "whole")
+    ask = ["+callbacks.ask._target_=test_training.Ask", f"+callbacks.ask.batch={batch}"]
+    with pytest.raises(Interrupted):
+        train(*settings, *ask, f"+callbacks.ask.validating={validating}")
+    resumed = train(*settings, "resume=auto")
+    for name in ("train_loss", "val_loss"):
+        assert column(resumed.folder, name) == column(expected.folder, name)
+    assert (resumed.folder / "samples.txt").read_text() == (expected.folder / "samples.txt").read_text()
