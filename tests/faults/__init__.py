@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-Trial = Callable[[Path, Random], str | None]
+Trial = Callable[[Path, Random], str | float | None]
 
 
 class Skipped(Exception):
@@ -22,7 +22,7 @@ class Fault:
 
     Args:
         name: what is done, in the words of the table.
-        trial: does it once, and may say in a few words what it met.
+        trial: does it once, and may say in a few words what it met, or what share of an unharmed run's time it took.
         times: how often `make faults` tries it.
         quick: how often the test suite does.
     """
@@ -32,6 +32,6 @@ class Fault:
     times: int
     quick: int = 1
 
-    def __call__(self, place: Path, seed: object) -> str | None:
+    def __call__(self, place: Path, seed: object) -> str | float | None:
         """One trial, the same for the same seed as far as clocks allow."""
         return self.trial(place, Random(f"{self.name} {seed}"))

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 from rich.table import Table
@@ -35,12 +36,15 @@ class Outcome:
     survived: int = 0
     lost: int = 0
     notes: Counter[str] = field(default_factory=Counter)
+    ratios: list[float] = field(default_factory=list)
 
     @property
     def cells(self) -> tuple[str, ...]:
         """The row of the table."""
-        notes = ", ".join(f"{times} {note}" if times > 1 else note for note, times in sorted(self.notes.items()))
-        return (self.fault.name, str(self.survived + self.lost), str(self.survived), str(self.lost), notes)
+        notes = [f"{times} {note}" for note, times in sorted(self.notes.items())]
+        if self.ratios:
+            notes.append(f"{median(self.ratios):.3f} of the seconds that training takes without (median)")
+        return (self.fault.name, str(self.survived + self.lost), str(self.survived), str(self.lost), ", ".join(notes))
 
 
 def main() -> None:
@@ -80,7 +84,8 @@ def try_often(fault: Fault, times: int, seed: int) -> Outcome:
             return
         else:
             outcome.survived += 1
-            outcome.notes.update([note] if note else [])
+            outcome.notes.update([note] if isinstance(note, str) else [])
+            outcome.ratios.extend([note] if isinstance(note, float) else [])
         shutil.rmtree(place, ignore_errors=True)
 
     with ThreadPoolExecutor(2) as pool:

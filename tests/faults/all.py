@@ -1,5 +1,5 @@
 """Every fault, in the order of the table."""
 
-from . import processes
+from . import disks, processes, server
 
-FAULTS = [*processes.FAULTS]
+FAULTS = [*processes.FAULTS, *disks.FAULTS, *server.FAULTS]

@@ -48,7 +48,7 @@ def partials(folder: Path, name: str) -> list[str]:
 
 def killed_between_files(place: Path, rng: Random) -> None:
     """SIGKILL right before any one of the file operations that a run makes in its folder."""
-    run = Run(place / "run", dies_at=rng.randint(1, operations()))
+    run = Run(place / "run", struck=(rng.randint(1, operations()), signal.SIGKILL))
     assert run.wait() == 128 + signal.SIGKILL, run.stderr
     goes_on(run.folder)
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from threading import Lock, RLock
@@ -24,7 +25,7 @@ from minigpt.checkpoint import BEST, LAST, load_checkpoint, read
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = str(ROOT / "scripts" / "train.py")
 CLOCKED = {"seconds", "tokens_per_second", "flops_per_second", "logged_seconds"}  # no two runs agree in these
-OWN = CLOCKED | {"resume"}  # nor in how they began
+OWN = CLOCKED | {"resume", "logger"}  # nor in how they began
 
 # Wide enough for a checkpoint to take a while to write, with dropout, and with rows that no validation coincides with.
 STEPS, EVAL_EVERY = 24, 4
@@ -35,7 +36,8 @@ SETTINGS = (
     "model.n_head=2",
     "model.n_embd=128",
     "model.dropout=0.1",
-    "data.batch_size=8",
+    "data.batch_size=4",
+    "trainer.accumulate_grad_batches=2",
     f"max_steps={STEPS}",
     f"eval_every={EVAL_EVERY}",
     "log_every=3",
@@ -55,11 +57,16 @@ class Run:
 
     Args:
         cold: a new interpreter, as a user starts it, instead of a fork of one that has done its imports.
-        dies_at: kills itself before the so manieth file operation in its folder; None counts them, on stderr.
+        struck: gets a signal right before the so manieth file operation in its folder.
     """
 
     def __init__(
-        self, folder: Path, *overrides: str, cold: bool = False, dies_at: int = 0, env: dict[str, str] | None = None
+        self,
+        folder: Path,
+        *overrides: str,
+        cold: bool = False,
+        struck: tuple[int, int] | None = None,
+        env: dict[str, str] | None = None,
     ) -> None:
         self.folder, self.stderr_file = folder, folder.with_name(f"{folder.name}-{time.monotonic_ns()}.err")
         arguments = [TRAIN, *SETTINGS, f"data.path={text()}", f"data.folder={_SHARED}/data", *overrides]
@@ -76,7 +83,7 @@ class Run:
                 )
             self.pid, self._process = self._popen.pid, None
         else:
-            self._process = _forking.Process(target=_forked, args=(arguments, self.stderr_file, folder, dies_at))
+            self._process = _forking.Process(target=_forked, args=(arguments, self.stderr_file, folder, struck))
             self._process.start()
             self.pid = self._process.pid
 
@@ -103,10 +110,8 @@ class Run:
     def kill(self) -> None:
         """End the run and every process that it started, at once."""
         for pid in [self.pid, *self.survivors()]:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
         self.wait()
 
     def survivors(self) -> list[int]:
@@ -145,15 +150,15 @@ class Run:
         return self.until(lambda: max(steps(self.folder), default=0) >= step)
 
 
-def _forked(arguments: list[str], stderr: Path, folder: Path, dies_at: int | None) -> None:
+def _forked(arguments: list[str], stderr: Path, folder: Path, struck: tuple[int, int] | None) -> None:
     """What a forked process does: become what a shell would have started."""
     os.setsid()
     tqdm.set_lock(RLock())  # its own is one between processes, of which a killed one leaves warnings
+    for stream in (0, 1):
+        os.dup2(os.open(os.devnull, os.O_RDWR), stream)
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    sys.stdout = open(1, "w", closefd=False)
-    sys.stderr = open(2, "w", buffering=1, closefd=False)
     sys.argv = arguments
+    at, signum = struck or (0, 0)
     operations = 0
 
     def watch(event: str, details: tuple[Any, ...]) -> None:
@@ -161,27 +166,24 @@ def _forked(arguments: list[str], stderr: Path, folder: Path, dies_at: int | Non
         writes = event == "open" and isinstance(details[2], int) and details[2] & (os.O_WRONLY | os.O_RDWR)
         if not (writes or event in ("os.rename", "os.link", "os.remove", "os.mkdir", "os.symlink")):
             return
-        if str(details[0]).startswith(str(folder)):
+        if str(details[0]).startswith(f"{folder}/"):
             operations += 1
-            if operations == dies_at:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if operations == at:
+                os.kill(os.getpid(), signum)
 
-    if dies_at != 0:
-        sys.addaudithook(watch)
+    sys.addaudithook(watch)
     try:
         runpy.run_path(TRAIN, run_name="__main__")
     finally:
-        if dies_at is None:
-            stderr.with_suffix(".operations").write_text(str(operations))
+        stderr.with_suffix(".operations").write_text(str(operations))
 
 
 @cache
 def text() -> Path:
     """A text that a small model can learn something of."""
     file = _SHARED / "fox.txt"
-    file.write_text(
-        "".join(f"{i}: the quick brown fox jumps over the lazy dog number {i * i % 97}.\n" for i in range(320))
-    )
+    lines = (f"{i}: the quick brown fox jumps over the lazy dog number {i * i % 97}.\n" for i in range(320))
+    file.write_text("".join(lines))
     return file
 
 
@@ -197,7 +199,7 @@ def _reference(*overrides: str) -> Path:
     imported = _forking.Process(target=int)  # waits for the imports, so that they count for no run
     imported.start()
     imported.join()
-    run = Run(folder, *overrides, dies_at=None, cold="trainer=ddp" in overrides)
+    run = Run(folder, *overrides, cold="trainer=ddp" in overrides)
     assert run.wait() == 0, run.stderr
     (folder / "took").write_text(str(time.monotonic() - run.began))
     if (counted := run.stderr_file.with_suffix(".operations")).exists():
@@ -242,7 +244,7 @@ def ended(folder: Path) -> bool:
 def same(folder: Path, reference: Path) -> None:
     """Compare two run folders: weights, optimizer, random state, curves, samples and summary are equal to the bit."""
     for name in (LAST, BEST):
-        there, here = (dict(_leaves(read(place / name), place)) for place in (reference, folder))
+        there, here = (dict(_leaves(_state(place / name), place)) for place in (reference, folder))
         assert there.keys() == here.keys(), f"{name} holds other things: {there.keys() ^ here.keys()}"
         for key, value in there.items():
             other = here[key]
@@ -253,6 +255,11 @@ def same(folder: Path, reference: Path) -> None:
     told, expected = (json.loads((place / "summary.json").read_text()) for place in (folder, reference))
     differs = {key for key in expected if key not in CLOCKED and told.get(key) != expected[key]}
     assert not differs, f"summary.json differs in {differs}: {told}"
+
+
+def _state(file: Path) -> dict[str, Any]:
+    """What a checkpoint holds, but for how Lightning counts the loops that led there."""
+    return {key: value for key, value in read(file).items() if key != "loops"}
 
 
 def _leaves(content: Any, folder: Path, at: str = "") -> Iterator[tuple[str, Any]]:
