@@ -2,7 +2,10 @@
 
 import ctypes
 import logging
+import os
 import platform
+import signal
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -30,6 +33,8 @@ from minigpt.optim import Muon
 
 T = TypeVar("T")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_PR_SET_PDEATHSIG = 1  # of prctl.h
+_FIRST = "MINIGPT_FIRST_RANK"  # its process, to those that it starts
 
 
 class LanguageModel(L.LightningModule):
@@ -161,8 +166,8 @@ class LanguageModel(L.LightningModule):
         checkpoint.update(self.contents)
         cuda = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
         batches = self.global_step * self.trainer.accumulate_grad_batches
-        due = batches % self.trainer.val_check_batch == 0 and self.validated != self.global_step
-        checkpoint["validation_due"] = due
+        every = self.trainer.val_check_batch or float("inf")
+        checkpoint["validation_due"] = batches % every == 0 and self.validated != self.global_step
         checkpoint["rng"] = of_all_ranks({"torch": torch.get_rng_state(), "cuda": cuda})
 
     @property
@@ -225,6 +230,7 @@ def build_trainer(
     """
     _quieten()
     _keep_freed_memory()
+    _end_with_the_first()
     options = dict(options)
     accumulate = options.pop("accumulate_grad_batches")
     accelerator, precision = options.pop("accelerator"), options.pop("precision")
@@ -283,6 +289,19 @@ def _keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
         libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+
+
+def _end_with_the_first() -> None:
+    """Have the system end a process that the first rank started when the first ends, however it does.
+
+    Gloo and NCCL notice it at the next exchange, but a process that waits for the first to meet it waits half an hour.
+    """
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        os.environ[_FIRST] = str(os.getpid())
+    elif sys.platform == "linux" and _FIRST in os.environ:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != int(os.environ[_FIRST]):  # it ended before
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _any_gpu() -> bool:

@@ -108,6 +108,9 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
     except (Interrupted, KeyboardInterrupt):
         status = "interrupted"
         raise
+    except SystemExit as ended:  # what Lightning makes of Ctrl-C
+        status = "interrupted"
+        raise KeyboardInterrupt from ended
     except Exception as error:
         reason = explain(error)[0].removeprefix("error: ")
         raise
