@@ -3,7 +3,8 @@
 import csv
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import Logger, WandbLogger
 from tqdm import tqdm
 
-from minigpt.errors import UserError
+from minigpt.errors import UserError, explain, warn
 from minigpt.sweep import PICTURE, TABLE
 
 COLUMNS = (
@@ -92,6 +93,42 @@ class Progress(_PlainLogger):
             self.bar = None
 
 
+class _Wandb(WandbLogger):
+    """Weights & Biases, whose client is a process of its own: if that dies, the run goes on without it."""
+
+    lost = False
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        with self.going_on():
+            super().log_metrics(metrics, step)
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        with self.going_on():
+            super().log_hyperparams(*args, **kwargs)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Hand over the summary and end."""
+        import wandb
+
+        with self.going_on():
+            self.experiment.summary.update(dict(summary))
+            self.experiment.finish()
+        if self.lost:  # or wandb would try to reach its client when the process ends
+            with suppress(Exception):
+                wandb.teardown()
+
+    @contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Say once that the client is lost, if it is."""
+        try:
+            yield
+        except Exception as error:  # of what kind depends on how the client ended
+            if not self.lost:
+                reason = explain(error)[0].removeprefix("error: ")
+                warn(f"Weights & Biases is lost ({reason}); the run goes on without it")
+            self.lost = True
+
+
 def wandb_logger(
     *,
     folder: str | Path,
@@ -145,27 +182,27 @@ def wandb_logger(
         said = f"Weights & Biases is offline; send the run later with: wandb sync {Path(run.dir).parent}"
         print(said, file=sys.stderr)
     run.define_metric("*", step_metric="trainer/global_step")
-    return WandbLogger(experiment=run)
+    return _Wandb(experiment=run)
 
 
 def finish(logger: Logger, summary: Mapping[str, Any]) -> None:
     """Hand a logger the summary, and end its run: the next job of a sweep must not reuse it."""
-    if isinstance(logger, WandbLogger):
-        logger.experiment.summary.update(dict(summary))
-        logger.experiment.finish()
+    if isinstance(logger, _Wandb):
+        logger.finish(summary)
 
 
 def publish_sweep(folder: Path, *, group: str, tags: list[str], **options: Any) -> None:
     """Send the table and the picture of a sweep to Weights & Biases, as a run of their own among the sweep's."""
     logger = wandb_logger(folder=folder, name=f"{folder.name} summary", group=group, tags=tags, **options)
-    if not isinstance(logger, WandbLogger):
+    if not isinstance(logger, _Wandb):
         return
     import wandb
 
     with open(folder / TABLE, newline="", encoding="utf-8") as file:
         rows: list[list[Any]] = list(csv.reader(file))
     table = wandb.Table(columns=rows[0], data=rows[1:])
-    logger.experiment.log({"sweep": table, "picture": wandb.Image(str(folder / PICTURE))})
+    with logger.going_on():
+        logger.experiment.log({"sweep": table, "picture": wandb.Image(str(folder / PICTURE))})
     finish(logger, {})
 
 

@@ -68,7 +68,7 @@ class Run:
         struck: tuple[int, int] | None = None,
         env: dict[str, str] | None = None,
     ) -> None:
-        self.folder, self.stderr_file = folder, folder.with_name(f"{folder.name}-{time.monotonic_ns()}.err")
+        self.folder, self.stderr_file = folder, _SHARED / f"{time.monotonic_ns()}.err"
         arguments = [TRAIN, *SETTINGS, f"data.path={text()}", f"data.folder={_SHARED}/data", *overrides]
         arguments.append(f"hydra.run.dir={folder}")
         self.began = time.monotonic()
