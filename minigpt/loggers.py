@@ -3,9 +3,12 @@
 import csv
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -94,39 +97,49 @@ class Progress(_PlainLogger):
 
 
 class _Wandb(WandbLogger):
-    """Weights & Biases, whose client is a process of its own: if that dies, the run goes on without it."""
+    """Weights & Biases, spoken to from a thread of its own: it may wait for its server, training may not.
 
-    lost = False
+    Its client is a process of its own. If that dies, or says no, the run goes on.
+    """
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        with self.going_on():
-            super().log_metrics(metrics, step)
+    def __init__(self, run: Any, *, timeout: float) -> None:
+        super().__init__(experiment=run)
+        self.timeout, self.lost = timeout, False
+        self._said: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
+        self._speaker = Thread(target=self._speak, daemon=True)
+        self._speaker.start()
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        self._said.put(partial(super().log_metrics, metrics, step))
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        with self.going_on():
-            super().log_hyperparams(*args, **kwargs)
+        self._said.put(partial(super().log_hyperparams, *args, **kwargs))
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Hand over the summary and end."""
+        """Hand over the summary and end, with what is said by then."""
         import wandb
 
-        with self.going_on():
-            self.experiment.summary.update(dict(summary))
-            self.experiment.finish()
+        self._said.put(lambda: self.experiment.summary.update(dict(summary)))
+        self._said.put(self.experiment.finish)
+        self._said.put(None)
+        self._speaker.join(self.timeout)
+        if self._speaker.is_alive():
+            self._lose(f"it did not take everything within {self.timeout:g} s")
         if self.lost:  # or wandb would try to reach its client when the process ends
             with suppress(Exception):
                 wandb.teardown()
 
-    @contextmanager
-    def going_on(self) -> Iterator[None]:
-        """Say once that the client is lost, if it is."""
-        try:
-            yield
-        except Exception as error:  # of what kind depends on how the client ended
-            if not self.lost:
-                reason = explain(error)[0].removeprefix("error: ")
-                warn(f"Weights & Biases is lost ({reason}); the run goes on without it")
-            self.lost = True
+    def _speak(self) -> None:
+        while (say := self._said.get()) is not None:
+            try:
+                say()
+            except Exception as error:  # of what kind depends on how the client ended
+                self._lose(explain(error)[0].removeprefix("error: "))
+
+    def _lose(self, reason: str) -> None:
+        if not self.lost:
+            warn(f"Weights & Biases is lost ({reason}); the run goes on without it")
+        self.lost = True
 
 
 def wandb_logger(
@@ -182,7 +195,7 @@ def wandb_logger(
         said = f"Weights & Biases is offline; send the run later with: wandb sync {Path(run.dir).parent}"
         print(said, file=sys.stderr)
     run.define_metric("*", step_metric="trainer/global_step")
-    return _Wandb(experiment=run)
+    return _Wandb(run, timeout=timeout)
 
 
 def finish(logger: Logger, summary: Mapping[str, Any]) -> None:
@@ -201,8 +214,7 @@ def publish_sweep(folder: Path, *, group: str, tags: list[str], **options: Any) 
     with open(folder / TABLE, newline="", encoding="utf-8") as file:
         rows: list[list[Any]] = list(csv.reader(file))
     table = wandb.Table(columns=rows[0], data=rows[1:])
-    with logger.going_on():
-        logger.experiment.log({"sweep": table, "picture": wandb.Image(str(folder / PICTURE))})
+    logger.log_metrics({"sweep": table, "picture": wandb.Image(str(folder / PICTURE))})
     finish(logger, {})
 
 

@@ -142,12 +142,12 @@ def _asked(signum: signal.Signals, starting: bool = False) -> Trial:
 FAULTS = [
     Fault("SIGKILL at any moment", killed_anywhere, 50),
     Fault("SIGKILL while a checkpoint is written", killed_in_a_write, 50),
-    Fault("SIGKILL before any one file operation", killed_between_files, 60, quick=2),
+    Fault("SIGKILL before any one file operation", killed_between_files, 40, quick=2),
     Fault("SIGTERM at any moment", _asked(signal.SIGTERM), 20),
     Fault("SIGINT at any moment", _asked(signal.SIGINT), 20),
     Fault("SIGTERM while it starts", _asked(signal.SIGTERM, starting=True), 6, quick=0),
     Fault("SIGINT while it starts", _asked(signal.SIGINT, starting=True), 6, quick=0),
-    Fault("Ctrl-C twice", asked_twice, 10),
+    Fault("Ctrl-C twice", asked_twice, 8),
     Fault("SIGKILL of one of two ranks", one_rank_killed, 10, quick=0),
     Fault("two runs in one folder", two_in_one_folder, 6),
 ]

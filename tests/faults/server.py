@@ -67,11 +67,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def reply(self, asked: dict[str, Any]) -> dict[str, Any]:
         query, values = asked["query"], asked.get("variables") or {}
-        data: dict[str, Any] = {}
+        data: dict[str, Any] = {"project": {"artifact": None}}
         if "viewer" in query:
             data["viewer"] = VIEWER
         if "upsertBucket" in query:
             data["upsertBucket"] = {"bucket": {**BUCKET, "name": values.get("name")}, "inserted": True}
+        if "createArtifact" in query:
+            kept = {"id": "4", "state": "COMMITTED", "artifactSequence": {"id": "5", "latestArtifact": None}}
+            data["createArtifact"] = {"artifact": kept}
         if "createRunFiles" in query:
             address = f"http://127.0.0.1:{self.server.server_port}/upload/"
             files = [{"name": name, "uploadUrl": address + name} for name in values["files"]]
