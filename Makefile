@@ -1,4 +1,4 @@
-# make train | sweep | test | lint | bench | clean      Hydra overrides: make train ARGS="max_steps=200 model.n_head=4"
+# make train | sweep | test | faults | lint | bench | clean      Hydra overrides: make train ARGS="max_steps=200 model.n_head=4"
 
 # The first Python on the path that is new enough; another: make train PYTHON=/path/to/python
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.14 python; do \
@@ -10,7 +10,7 @@ PIP = $(IN_VENV) -m pip install --quiet --disable-pip-version-check -c constrain
 # The recipe for what the machine has; another: make train ARGS="experiment=nanogpt_cpu"
 RECIPE = $(if $(shell nvidia-smi -L 2>/dev/null),fast_gpu,fast_cpu)
 
-.PHONY: train sweep test lint format bench clean check-venv
+.PHONY: train sweep test faults lint format bench clean check-venv
 .DEFAULT_GOAL = train
 
 train: $(VENV)/.train
@@ -21,6 +21,9 @@ sweep: $(VENV)/.train
 
 test: $(VENV)/.dev
 	@$(IN_VENV) -m pytest $(ARGS)
+
+faults: $(VENV)/.dev
+	@$(IN_VENV) -m tests.faults $(ARGS)
 
 lint: $(VENV)/.dev
 	@$(IN_VENV) -m ruff check . && $(IN_VENV) -m ruff format --check . && $(IN_VENV) -m mypy

@@ -160,11 +160,12 @@ def contents(config: GPTConfig, tokenizer: Tokenizer, run: Mapping[str, Any], co
     }
 
 
-def check_same(path: Path, present: Mapping[str, Any]) -> int:
+def check_same(path: Path, present: Mapping[str, Any], *, untold: bool = False) -> int:
     """Check that training can go on from a checkpoint, and say from which step; warn of what will be otherwise.
 
     Args:
         present: what `contents` says of the run that is to go on.
+        untold: the run was killed before it told its end, so it may have taken all steps.
 
     Raises:
         UserError: the checkpoint is of another model, corpus, tokenizer, optimizer or size of steps, or has taken all
@@ -188,7 +189,7 @@ def check_same(path: Path, present: Mapping[str, Any]) -> int:
     if differs:
         raise UserError(f"resume={path} cannot go on here, for it differs in {', '.join(differs)}")
     step, max_steps = int(content["global_step"]), now["config"]["max_steps"]
-    if step >= max_steps:
+    if step >= max_steps + untold:
         raise UserError(f"resume={path} is at step {step} of {max_steps}; raise max_steps to go on")
     for key, (was, value) in changed.items():
         what = "the schedule of the learning rate follows it from here on" if key == "max_steps" else "from here on"

@@ -79,14 +79,15 @@ def interruptible() -> Iterator[None]:
     Signals that somebody else looks after are left to them: a worker of a cluster's scheduler has its own ways.
     """
     in_main = threading.current_thread() is threading.main_thread()
-    ours = [signum for signum in ENDING if in_main and signal.getsignal(signum) == signal.SIG_DFL]
+    before = {signum: signal.getsignal(signum) for signum in ENDING if in_main}
+    ours = [signum for signum, handler in before.items() if handler in (signal.SIG_DFL, signal.default_int_handler)]
     for signum in ours:
         signal.signal(signum, interrupt)
     try:
         yield
     finally:
         for signum in ours:
-            signal.signal(signum, signal.SIG_DFL)
+            signal.signal(signum, before[signum])
 
 
 def interrupt(signum: int, frame: FrameType | None) -> None:

@@ -93,6 +93,8 @@ class EndInOrder(Callback):
             signal.signal(*self._before.popitem())
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:  # the gradients of half a step are in no checkpoint
+            return
         if trainer.world_size == 1:
             self._end(trainer, self.received)
         # Ranks must leave at the same step. Asking costs a round trip, so it is not asked every step.
@@ -106,11 +108,11 @@ class EndInOrder(Callback):
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
         if self.received is not None:
-            signal.signal(signum, signal.SIG_DFL)
-            signal.raise_signal(signum)
+            raise Interrupted(signum)
         self.received = signum
 
     def _end(self, trainer: L.Trainer, signum: int | None) -> None:
         if signum:
-            trainer.save_checkpoint(self.file)
+            if trainer.global_step < trainer.max_steps:  # after the last step nothing would validate it
+                trainer.save_checkpoint(self.file)
             raise Interrupted(signum)

@@ -3,15 +3,19 @@
 import csv
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import Logger, WandbLogger
 from tqdm import tqdm
 
-from minigpt.errors import UserError, clean, is_first
+from minigpt.errors import UserError, clean, explain, is_first, warn
 from minigpt.sweep import PICTURE, TABLE
 
 COLUMNS = (
@@ -93,6 +97,52 @@ class Progress(_PlainLogger):
             self.bar = None
 
 
+class _Wandb(WandbLogger):
+    """Weights & Biases, spoken to from a thread of its own: it may wait for its server, training may not.
+
+    Its client is a process of its own. If that dies, or says no, the run goes on.
+    """
+
+    def __init__(self, run: Any, *, timeout: float) -> None:
+        super().__init__(experiment=run)
+        self.timeout, self.lost = timeout, False
+        self._said: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
+        self._speaker = Thread(target=self._speak, daemon=True)
+        self._speaker.start()
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        self._said.put(partial(super().log_metrics, metrics, step))
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        self._said.put(partial(super().log_hyperparams, *args, **kwargs))
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Hand over the summary and end, with what is said by then."""
+        import wandb
+
+        self._said.put(lambda: self.experiment.summary.update(dict(summary)))
+        self._said.put(self.experiment.finish)
+        self._said.put(None)
+        self._speaker.join(self.timeout)
+        if self._speaker.is_alive():
+            self._lose(f"it did not take everything within {self.timeout:g} s")
+        if self.lost:  # or wandb would try to reach its client when the process ends
+            with suppress(Exception):
+                wandb.teardown()
+
+    def _speak(self) -> None:
+        while (say := self._said.get()) is not None:
+            try:
+                say()
+            except Exception as error:  # of what kind depends on how the client ended
+                self._lose(explain(error)[0].removeprefix("error: "))
+
+    def _lose(self, reason: str) -> None:
+        if not self.lost:
+            warn(f"Weights & Biases is lost ({reason}); the run goes on without it")
+        self.lost = True
+
+
 def wandb_logger(
     *,
     folder: str | Path,
@@ -146,27 +196,26 @@ def wandb_logger(
         said = f"Weights & Biases is offline; send the run later with: wandb sync {Path(run.dir).parent}"
         print(clean(said), file=sys.stderr)
     run.define_metric("*", step_metric="trainer/global_step")
-    return WandbLogger(experiment=run)
+    return _Wandb(run, timeout=timeout)
 
 
 def finish(logger: Logger, summary: Mapping[str, Any]) -> None:
     """Hand a logger the summary, and end its run: the next job of a sweep must not reuse it."""
-    if isinstance(logger, WandbLogger):
-        logger.experiment.summary.update(dict(summary))
-        logger.experiment.finish()
+    if isinstance(logger, _Wandb):
+        logger.finish(summary)
 
 
 def publish_sweep(folder: Path, *, group: str, tags: list[str], **options: Any) -> None:
     """Send the table and the picture of a sweep to Weights & Biases, as a run of their own among the sweep's."""
     logger = wandb_logger(folder=folder, name=f"{folder.name} summary", group=group, tags=tags, **options)
-    if not isinstance(logger, WandbLogger):
+    if not isinstance(logger, _Wandb):
         return
     import wandb
 
     with open(folder / TABLE, newline="", encoding="utf-8") as file:
         rows: list[list[Any]] = list(csv.reader(file))
     table = wandb.Table(columns=rows[0], data=rows[1:])
-    logger.experiment.log({"sweep": table, "picture": wandb.Image(str(folder / PICTURE))})
+    logger.log_metrics({"sweep": table, "picture": wandb.Image(str(folder / PICTURE))})
     finish(logger, {})
 
 

@@ -41,6 +41,7 @@ def taken(folder: Path, *, again: bool = False) -> Iterator[Path]:
                 f"{folder} holds a run already; go on with it by resume=auto, choose another folder with "
                 f"hydra.run.dir=…, or remove it"
             )
+        _sweep_out(folder)
         real = folder.resolve()  # it may be `latest` itself
         before = None if (real.parent / PLAN).exists() else point_at(real)
         try:
@@ -51,6 +52,13 @@ def taken(folder: Path, *, again: bool = False) -> Iterator[Path]:
                 latest = real.parent / LATEST
                 if latest.is_symlink() and latest.readlink() == Path(real.name):  # no newer run took it
                     _link(latest, before)
+
+
+def _sweep_out(folder: Path) -> None:
+    """Remove what runs that were killed had written of a file; nobody else works here."""
+    for place in (folder, folder / "checkpoints"):
+        for partial in place.glob(".*.partial"):
+            partial.unlink(missing_ok=True)
 
 
 def point_at(folder: Path) -> Path | None:

@@ -2,7 +2,10 @@
 
 import ctypes
 import logging
+import os
 import platform
+import signal
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -31,6 +34,8 @@ from minigpt.optim import Average, Muon
 
 T = TypeVar("T")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_PR_SET_PDEATHSIG = 1  # of prctl.h
+_FIRST = "MINIGPT_FIRST_RANK"  # its process, to those that it starts
 
 
 class LanguageModel(L.LightningModule):
@@ -69,6 +74,7 @@ class LanguageModel(L.LightningModule):
         self.loss = torch.zeros(())  # of the last batch
         self.grad_norm: Tensor | None = None  # of the last step, before clipping
         self.resumed: Mapping[str, Any] = {}  # the checkpoint that training goes on from
+        self.validated = 0  # the step of the last validation that ended
         if compile:
             model.compile()  # in place: the names of the weights stay
 
@@ -99,7 +105,16 @@ class LanguageModel(L.LightningModule):
         self.resumed = {key: checkpoint.get(key) for key in ("rng", "state_dict", "ema_updates")}
         checkpoint["state_dict"] = checkpoint.get("unaveraged", checkpoint["state_dict"])
         # With max_steps raised, the batch that was the last one is not: there is one epoch, as long as the run.
-        checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
+        loops = checkpoint["loops"]["fit_loop"]
+        loops["epoch_loop.batch_progress"]["is_last_batch"] = False
+        if checkpoint.get("validation_due"):  # Lightning makes it, from its first batch, if it takes it for begun
+            for counts in ("total", "current"):
+                loops["epoch_loop.val_loop.batch_progress"][counts] |= {
+                    "ready": 1,
+                    "started": 1,
+                    "processed": 0,
+                    "completed": 0,
+                }
 
     def on_train_start(self) -> None:
         if self.resumed:
@@ -192,6 +207,7 @@ class LanguageModel(L.LightningModule):
         loss = nats / tokens
         if not isfinite(loss):
             raise self.diverged(loss, self.global_step)
+        self.validated = self.global_step
         self.log("val_loss", loss, logger=False)
         self.log("val_bits_per_byte", loss / log(2) / self.bytes_per_token, logger=False)
 
@@ -201,6 +217,9 @@ class LanguageModel(L.LightningModule):
             weights, averages = self.average.both(self.state_dict)
             checkpoint.update(state_dict=averages, unaveraged=weights, ema_updates=self.average.updates)
         cuda = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
+        batches = self.global_step * self.trainer.accumulate_grad_batches
+        every = self.trainer.val_check_batch or float("inf")
+        checkpoint["validation_due"] = batches % every == 0 and self.validated != self.global_step
         checkpoint["rng"] = of_all_ranks({"torch": torch.get_rng_state(), "cuda": cuda})
 
     @property
@@ -259,6 +278,7 @@ def build_trainer(
     """
     _quieten()
     _keep_freed_memory()
+    _end_with_the_first()
     options = dict(options)
     accumulate = options.pop("accumulate_grad_batches")
     accelerator, precision = options.pop("accelerator"), options.pop("precision")
@@ -320,6 +340,19 @@ def _keep_freed_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
         libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+
+
+def _end_with_the_first() -> None:
+    """Have the system end a process that the first rank started when the first ends, however it does.
+
+    Gloo and NCCL notice it at the next exchange, but a process that waits for the first to meet it waits half an hour.
+    """
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        os.environ[_FIRST] = str(os.getpid())
+    elif sys.platform == "linux" and _FIRST in os.environ:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != int(os.environ[_FIRST]):  # it ended before
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _any_gpu() -> bool:

@@ -2,7 +2,9 @@
 
 import csv
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,17 @@ import numpy as np
 import pytest
 import torch
 from hydra.errors import InstantiationException
+from lightning.pytorch import Callback, Trainer
 
 from minigpt import load_checkpoint
 from minigpt.callbacks import Usual
 from minigpt.checkpoint import BEST, LAST, read, write
 from minigpt.data import WindowOrder
-from minigpt.errors import Diverged, UserError
+from minigpt.errors import Diverged, Interrupted, UserError
 from minigpt.optim import Average
 
+# What Lightning counts for its own loggers and for what it has looked at, and what clocks and folders say.
+ASIDE = {"seconds", "logged_seconds", "config", "epoch_loop.val_loop.batch_progress", "epoch_loop.state_dict"}
 CLOCKS = ("seconds", "tokens_per_second", "flops_per_second")
 OFTEN = ["eval_every=7", "callbacks.checkpoint.keep=9", "model.dropout=0.1"]  # 5 does not divide 7: rows lie across
 
@@ -28,7 +33,7 @@ def differences(one: Any, other: Any, at: str = "") -> list[str]:
     if isinstance(one, torch.Tensor):
         return [] if torch.equal(one, other) else [at]
     if isinstance(one, dict):
-        keys = {*one, *other} - {"seconds", "logged_seconds", "config", "hyper_parameters"}
+        keys = {*one, *other} - ASIDE
         return [where for key in keys for where in differences(one.get(key), other.get(key), f"{at}/{key}")]
     if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
         pairs = enumerate(zip(one, other, strict=True))
@@ -304,3 +309,33 @@ def test_what_a_finished_run_told_outlasts_a_resume_that_is_refused(train: Calla
         with pytest.raises(UserError, match="resume="):
             train("resume=auto", change, folder=run.folder)
         assert {file.name: file.read_bytes() for file in run.folder.iterdir() if file.is_file()} == before
+
+
+class Ask(Callback):
+    """Asks the run to end where a test wants it."""
+
+    def __init__(self, batch: int, validating: bool) -> None:
+        self.batch, self.validating = batch, validating
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.batch and not self.validating:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_validation_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        if trainer.fit_loop.epoch_loop.batch_idx == self.batch and self.validating:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("batch", "validating"), [(18, False), (19, False), (19, True), (20, False), (39, False), (39, True)]
+)
+def test_a_run_that_was_asked_to_end_goes_on_with_the_validation_that_was_due(
+    train: Callable[..., Any], tmp_path: Path, batch: int, validating: bool
+) -> None:
+    settings = ("trainer.accumulate_grad_batches=2", "data.eval_batch_size=16", "model.dropout=0.1", "ema_decay=0.9")
+    expected = train(*settings, folder=tmp_path / "whole")
+    ask = ["+callbacks.ask._target_=test_resume.Ask", f"+callbacks.ask.batch={batch}"]
+    with pytest.raises(Interrupted):
+        train(*settings, *ask, f"+callbacks.ask.validating={validating}")
+    resumed = train(*settings, "resume=auto")
+    check_same_end(expected.folder, resumed.folder)

@@ -1,0 +1,5 @@
+"""Every fault, in the order of the table."""
+
+from . import disks, processes, server
+
+FAULTS = [*processes.FAULTS, *disks.FAULTS, *server.FAULTS]

@@ -1,0 +1,152 @@
+"""Weights & Biases in trouble, in the middle of a run: a server of our own that stops answering as it should."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from . import Fault, Trial
+from .tools import Run, reference, rows, same
+
+LONGER = ("max_steps=120", "eval_every=30", "log_every=2")  # as long as it takes the client to speak to its server
+BUCKET = {
+    "id": "1",
+    "displayName": "run",
+    "config": "{}",
+    "historyLineCount": 0,
+    "project": {"id": "2", "name": "minigpt", "entity": {"id": "3", "name": "me"}},
+}
+VIEWER = {"id": "3", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}
+
+
+class Server(ThreadingHTTPServer):
+    """As much of the server as the client needs to begin a run; then `trouble` tells what becomes of it."""
+
+    daemon_threads = True
+    trouble: str | None = None
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing: a client that went away is meant."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Takes what is sent, answers what was asked."""
+
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def answer(self) -> None:
+        sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.server.trouble == "silent":
+            threading.Event().wait(60)
+        if self.server.trouble == "slow":
+            time.sleep(1)
+        asked = json.loads(gzip.decompress(sent) if self.headers.get("Content-Encoding") == "gzip" else sent or b"{}")
+        body = json.dumps(self.reply(asked) if self.path == "/graphql" else {}).encode()
+        self.send_response(500 if self.server.trouble == "fails" else 200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_GET = do_POST = do_PUT = answer  # noqa: N815
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def reply(self, asked: dict[str, Any]) -> dict[str, Any]:
+        query, values = asked["query"], asked.get("variables") or {}
+        data: dict[str, Any] = {"project": {"artifact": None}}
+        if "viewer" in query:
+            data["viewer"] = VIEWER
+        if "upsertBucket" in query:
+            data["upsertBucket"] = {"bucket": {**BUCKET, "name": values.get("name")}, "inserted": True}
+        if "createArtifact" in query:
+            kept = {"id": "4", "state": "COMMITTED", "artifactSequence": {"id": "5", "latestArtifact": None}}
+            data["createArtifact"] = {"artifact": kept}
+        if "createRunFiles" in query:
+            address = f"http://127.0.0.1:{self.server.server_port}/upload/"
+            files = [{"name": name, "uploadUrl": address + name} for name in values["files"]]
+            data["createRunFiles"] = {"runID": "1", "uploadHeaders": [], "files": files}
+        return {"data": data}
+
+    def log_message(self, *args: Any) -> None:
+        """Nothing."""
+
+
+@contextmanager
+def serving() -> Iterator[Server]:
+    server = Server(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def in_trouble(trouble: str) -> Trial:
+    """A run whose server gets into trouble, beside one that has no server: how much longer it trained."""
+
+    def trial(place: Path, rng: Random) -> float:
+        plain = reference(*LONGER)
+        with serving() as server:
+            env = {
+                "WANDB_API_KEY": "0" * 40,
+                "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}",
+                "HOME": str(place),
+            }
+            at = rng.randrange(2, 60)
+            run = Run(place / "run", *LONGER, "logger=wandb", cold=True, env=env)
+            assert run.until_step(at), run.stderr
+            if trouble == "killed":
+                os.kill(client(run), signal.SIGKILL)
+            server.trouble = trouble
+            assert run.wait() == 0, run.stderr
+        assert "Traceback" not in run.stderr, run.stderr
+        assert len(run.said) <= 1, run.stderr
+        same(run.folder, plain)
+        if trouble != "killed":
+            (kept,) = (run.folder / "wandb").glob("run-*/run-*.wandb")
+            history = [record for record in records(kept.parent) if record["type"] == "history"]
+            assert len(history) >= len(rows(plain)), f"{len(history)} rows were kept for later"
+        beside = Run(place / "beside", *LONGER, cold=True)
+        assert beside.wait() == 0, beside.stderr
+        took, expected = (json.loads((one.folder / "summary.json").read_text())["seconds"] for one in (run, beside))
+        return float(took / expected)
+
+    return trial
+
+
+def client(run: Run) -> int:
+    """The process of the client that speaks to the server."""
+    for pid in run.survivors():
+        if "wandb-core" in Path(f"/proc/{pid}/cmdline").read_text():
+            return pid
+    raise AssertionError("the client has no process of its own")
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """What a run kept on disk, read with the client's own inspector."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [json.loads(line) for line in shown.splitlines()]
+
+
+FAULTS = [
+    Fault("W&B stops answering", in_trouble("silent"), 4, quick=0),
+    Fault("W&B takes a second for an answer", in_trouble("slow"), 4, quick=0),
+    Fault("W&B answers 500", in_trouble("fails"), 4, quick=0),
+    Fault("W&B's client is killed", in_trouble("killed"), 4, quick=0),
+]
