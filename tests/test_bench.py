@@ -19,6 +19,7 @@ def bench(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=300)
 
 
+@pytest.mark.slow
 def test_attention_is_measured_into_a_table_a_json_file_and_a_picture(tmp_path: Path) -> None:
     done = bench("attention", "--sizes", "64,512,2048", "--rounds", "1", folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -68,6 +69,7 @@ def figures(folder: Path, name: str) -> dict[str, float]:
     return row
 
 
+@pytest.mark.slow
 def test_recipes_are_timed_beside_a_bare_loop_of_theirs(small: list[str], tmp_path: Path) -> None:
     options = ["--recipes", "sprint_cpu,nanogpt_cpu", "--rounds", "1", "--steps", "12"]
     done = bench("step", *options, "--overrides", *small, folder=tmp_path)
@@ -80,6 +82,7 @@ def test_recipes_are_timed_beside_a_bare_loop_of_theirs(small: list[str], tmp_pa
         assert told[f"{recipe}: minigpt share"] / told[f"{recipe}: bare share"] == pytest.approx(ours / bare)
 
 
+@pytest.mark.slow
 def test_what_is_for_a_gpu_is_measured_by_one_command(small: list[str], tmp_path: Path) -> None:
     options = ["--rounds", "1", "--overrides", *small, "compile=false"]
     done = bench("gpu", *options, folder=tmp_path)
@@ -102,6 +105,7 @@ def test_what_a_measured_run_says_when_it_fails_is_handed_on(tmp_path: Path) -> 
     assert "experiment=sprnt_cpu does not exist (did you mean sprint_cpu?)" in done.stderr
 
 
+@pytest.mark.slow
 def test_decoding_is_timed_beside_a_loop_and_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
     import bench_sampling

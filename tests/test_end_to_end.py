@@ -64,7 +64,11 @@ MUON = ["optimizer=muon", "optimizer.lr=0.02"]
 
 @pytest.mark.parametrize(
     ("trainer", "settings", "tolerance"),
-    [("ddp", [], 1e-5), ("fsdp", [], 1e-5), ("ddp", MUON, 1e-4)],
+    [
+        ("ddp", [], 1e-5),
+        pytest.param("fsdp", [], 1e-5, marks=pytest.mark.slow),
+        pytest.param("ddp", MUON, 1e-4, marks=pytest.mark.slow),
+    ],
     ids=["ddp", "fsdp", "ddp muon"],
 )
 def test_two_processes_give_the_losses_of_one(

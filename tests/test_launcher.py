@@ -97,6 +97,7 @@ def clean_environment(**more: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")} | more
 
 
+@pytest.mark.slow
 def test_a_job_on_two_processes_runs_once_and_in_its_own_folder(launch: Callable[..., Any], tmp_path: Path) -> None:
     devices = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "max_steps=4", "eval_every=2"]
     swept = launch("train.py", *devices, "log_every=1", "model.n_head=2,3", "hydra.mode=MULTIRUN", cwd=tmp_path)
@@ -146,6 +147,7 @@ def test_slurm_is_refused_what_it_cannot_do(launch: Callable[..., Any], tmp_path
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_the_agent_of_weights_and_biases_can_run_what_its_file_says(small: list[str], tmp_path: Path) -> None:
     from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 

@@ -21,6 +21,7 @@ SHORT = [
 ]
 SMALL_SWEEP = ["model.n_head=2", "model.n_embd=8,16"]
 PROCESSES = {"-m", "trainer.devices=2", "logger=wandb", "--interactive"}  # what is about processes of its own
+LONG = {"-m", "trainer=fsdp", "scripts/bench.py"}
 
 
 def commands(first: str) -> list[list[str]]:
@@ -72,7 +73,11 @@ def here(script: str, *arguments: str) -> None:
     assert not code
 
 
-@pytest.mark.parametrize("command", commands("python"), ids=" ".join)
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(words, marks=[pytest.mark.slow] if LONG & {*words} else []) for words in commands("python")],
+    ids=" ".join,
+)
 def test_every_script_command_runs(
     command: list[str],
     text: Path,

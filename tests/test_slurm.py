@@ -23,10 +23,13 @@ from minigpt.sweep import COMPLETED, read_sweep
 
 ROOT = Path(__file__).resolve().parents[1]
 DAEMONS = ("munged", "slurmctld", "slurmd")
-pytestmark = pytest.mark.skipif(
-    os.name != "posix" or os.geteuid() != 0 or not all(map(shutil.which, ("sbatch", *DAEMONS))),
-    reason="needs root and SLURM: apt-get install slurm-wlm munge",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        os.name != "posix" or os.geteuid() != 0 or not all(map(shutil.which, ("sbatch", *DAEMONS))),
+        reason="needs root and SLURM: apt-get install slurm-wlm munge",
+    ),
+]
 
 CONF = """
 ClusterName=tests

@@ -161,6 +161,7 @@ def test_early_stopping_stops_and_still_ends_in_order(train: Callable[..., Any])
     assert run.summary["status"] == "completed"
 
 
+@pytest.mark.slow
 def test_a_compiled_model_trains_to_the_same_loss(train: Callable[..., Any], tmp_path: Path) -> None:
     eager = train("max_steps=5", folder=tmp_path / "eager")
     compiled = train("max_steps=5", "compile=true", folder=tmp_path / "compiled")

@@ -68,7 +68,7 @@ class Server(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture(params=["nobody", "hangs", "fails"])
+@pytest.fixture(params=["nobody", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hangs", "fails"))])
 def server(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "nobody":
         yield "http://127.0.0.1:9"
