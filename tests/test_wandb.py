@@ -19,6 +19,10 @@ KEY = "0" * 40
 def records(run_folder: Path) -> list[dict[str, Any]]:
     """What an offline run holds, read with wandb's own inspector."""
     (offline,) = (run_folder / "wandb").glob("offline-run-*")
+    return inspected(offline)
+
+
+def inspected(offline: Path) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(offline)]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return [json.loads(line) for line in shown.splitlines()]
@@ -45,6 +49,26 @@ def test_an_offline_run_holds_curves_config_samples_and_summary(launch: Callable
     summary = json.loads((folder / "summary.json").read_text())
     for wanted in ("best_val_loss", summary["corpus_sha256"], "samples", "n_embd", "fox", "completed"):
         assert wanted in told, wanted
+
+
+def test_a_run_that_goes_on_is_the_same_run_there_and_its_curves_do_not_overlap(
+    launch: Callable[..., Any], tmp_path: Path
+) -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    env |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none")}
+    folder = tmp_path / "run"
+    for more in ("max_steps=10", "resume=auto"):
+        done = launch("train.py", "logger=wandb", f"hydra.run.dir={folder}", more, env=env)
+        assert done.returncode == 0, done.stderr
+    first, second = sorted((folder / "wandb").glob("offline-run-*"))
+    assert first.name.rpartition("-")[2] == second.name.rpartition("-")[2]
+    steps = [
+        record["history"]["item"]["trainer/global_step"]
+        for part in (first, second)
+        for record in inspected(part)
+        if record["type"] == "history" and "tokens" in record["history"]["item"]
+    ]
+    assert steps == [5, 10, 15, 20]
 
 
 class Server(BaseHTTPRequestHandler):
