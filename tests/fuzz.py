@@ -83,7 +83,7 @@ def _outcome(reader: Reader, chance: random.Random, folder: Path, number: int) -
         if isinstance(error, SystemExit) and error.code == 2:  # the parser of a command line
             return "refused"
         said, code = explain(error)
-        if code == 2 and type(error).__module__.startswith(("hydra.", "omegaconf.", "antlr4.")):
+        if code == 2 and said.isprintable():  # Hydra's, and files that cannot be had
             return "refused"
         reader.crashes.append(f"{number}: {said:.300}")
     else:
@@ -355,8 +355,8 @@ def overrides(chance: random.Random, folder: Path) -> Callable[[], None]:
 
 
 READERS: dict[str, tuple[int, Callable[[random.Random, Path], Callable[[], None]]]] = {
-    "checkpoint": (20, checkpoint),
-    "tokenizer": (20, tokenizer),
+    "checkpoint": (12, checkpoint),
+    "tokenizer": (28, tokenizer),
     "meta.json": (15, meta),
     "token files": (15, bins),
     "run folder": (12, run_folder),
