@@ -20,6 +20,7 @@ from minigpt.run import METRICS, PLAN, SUMMARY, is_taken, read_metrics, told
 TABLE, PICTURE = "sweep.csv", "sweep.png"
 COMPLETED, RUNNING, WAITING, BROKEN_OFF, SKIPPED = "completed", "running", "waiting", "broken off", "skipped"
 SEED = "seed"
+_BRACKETS = 4096  # of a file of YAML: the time that it takes grows as their square where they lie in each other
 
 
 @dataclass(frozen=True)
@@ -315,8 +316,11 @@ def _overrides_of(file: Path) -> dict[str, str]:
     import yaml  # a dependency of Hydra
 
     try:
-        # Event by event: what builds lists in lists dies of a hundred thousand of them.
-        events = list(yaml.parse(file.read_text(encoding="utf-8"), yaml.CSafeLoader))
+        text = file.read_text(encoding="utf-8")
+        if text.count("[") + text.count("{") > _BRACKETS:
+            raise ValueError("it has too many brackets")
+        # Event by event: what builds lists in lists dies of deep ones.
+        events = list(yaml.parse(text, yaml.CSafeLoader))
         overrides = [event.value for event in events if isinstance(event, yaml.ScalarEvent)]
         lists = sum(isinstance(event, yaml.SequenceStartEvent) for event in events)
         if lists > 1 or (overrides and not lists) or any(isinstance(event, yaml.MappingStartEvent) for event in events):
