@@ -5,9 +5,8 @@ A split is shards of equally many tokens, raw arrays that `numpy.memmap` and oth
 """
 
 import hashlib
-import json
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +16,7 @@ import numpy as np
 
 from minigpt import tokenizer as tokenizers
 from minigpt.errors import UserError
-from minigpt.files import checksums
+from minigpt.files import checksums, read_json
 from minigpt.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
 
 FORMAT = 2
@@ -151,16 +150,17 @@ def load(folder: Path) -> Corpus:
         UserError: a file is missing, cut short, or not what `meta.json` says.
     """
     try:
-        meta = json.loads((folder / META).read_text(encoding="utf-8"))
+        meta = _meta(folder / META)
         itemsize, size = np.dtype(meta["dtype"]).itemsize, meta["shard_tokens"]
         splits = {}
         for name in SPLITS:
-            files = shard_files(folder, name, meta[name]["tokens"], size)
-            for i, file in enumerate(files):
+            files = []
+            for i, file in enumerate(_shards(folder, name, meta[name]["tokens"], size)):
                 wanted = min(size, meta[name]["tokens"] - i * size)
                 if (found := file.stat().st_size) != wanted * itemsize:
                     raise UserError(f"{file} has {found} bytes, not the {wanted} tokens of its {META}")
-            splits[name] = Split(files, **meta[name])
+                files.append(file)
+            splits[name] = Split(tuple(files), **meta[name])
         return Corpus(
             tokenizer=tokenizers.from_dict(meta["tokenizer"]),
             made=meta["made"],
@@ -174,7 +174,30 @@ def load(folder: Path) -> Corpus:
 
 def shard_files(folder: Path, split: str, tokens: int, shard_tokens: int) -> tuple[Path, ...]:
     """The files of a split of so many tokens."""
-    return tuple(folder / f"{split}-{i:05}.bin" for i in range(-(-tokens // shard_tokens)))
+    return tuple(_shards(folder, split, tokens, shard_tokens))
+
+
+def _shards(folder: Path, split: str, tokens: int, shard_tokens: int) -> Iterator[Path]:
+    return (folder / f"{split}-{i:05}.bin" for i in range(-(-tokens // shard_tokens)))
+
+
+def _meta(file: Path) -> dict[str, Any]:
+    """What `meta.json` says, as far as it is used.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is not what `preparation` writes.
+    """
+    meta = read_json(file)
+    counts = {f"{name}.{key}": meta[name][key] for name in SPLITS for key in ("tokens", "bytes", "documents")}
+    for key, value in {**counts, "shard_tokens": meta["shard_tokens"] - 1}.items():
+        if not (type(value) is int and 0 <= value < 1 << 62):
+            raise ValueError(f"{key} is no count")
+    if meta["dtype"] not in ("uint16", "uint32"):
+        raise ValueError("dtype is neither uint16 nor uint32")
+    for key, kind in (("name", str), ("sha256", str), ("stand_in", bool), ("made", dict)):
+        if not isinstance(meta[key], kind):
+            raise ValueError(f"{key} is no {kind.__name__}")
+    return dict(meta)
 
 
 def from_bins(train_bin: Path, val_bin: Path, tokenizer: Tokenizer, known: Path) -> Corpus:

@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -136,7 +137,7 @@ def _explain(error: BaseException) -> tuple[str, int]:
         return "interrupted", 130
     if isinstance(error, BrokenPipeError):
         return "", 0
-    if type(error).__module__.startswith(("hydra.", "omegaconf.", "antlr4.")):
+    if {type(error).__module__.partition(".")[0], _raised_in(error)} & {"hydra", "omegaconf", "antlr4"}:
         return _explain_hydra(error)
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
@@ -146,6 +147,12 @@ def _explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return "error: out of memory; lower data.batch_size (or --num-samples), or choose a smaller model", 1
     return f"error: {type(error).__name__}: {error} (MINIGPT_TRACEBACK=1 shows where)", 1
+
+
+def _raised_in(error: BaseException) -> str:
+    """The package that raised an error: Hydra has plain ones for some of what it cannot read."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return str(frames[-1].f_globals.get("__name__", "")).partition(".")[0] if frames else ""
 
 
 def warn(message: str) -> None:

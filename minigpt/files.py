@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -20,6 +21,18 @@ def whole(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+def read_json(file: Path) -> Any:
+    """What a file of JSON says.
+
+    Raises:
+        ValueError: it is none, or its lists lie too deep in each other.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError("its lists lie too deep in each other") from error
+
+
 def checksums(files: Sequence[Path], known: Path) -> list[str]:
     """The SHA-256 of files, remembered in the file `known` for as long as nothing wrote to them.
 
@@ -27,8 +40,8 @@ def checksums(files: Sequence[Path], known: Path) -> list[str]:
     read for its checksum once, and a start costs what it costs with a small one.
     """
     remembered: dict[str, str] = {}
-    with suppress(OSError, ValueError):
-        remembered = json.loads(known.read_text(encoding="utf-8"))
+    with suppress(OSError, ValueError, TypeError):
+        remembered = {key: str(value) for key, value in dict(read_json(known)).items()}
     keys, found = [], dict(remembered)
     for file in files:
         state = os.stat(file)

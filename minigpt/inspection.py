@@ -7,7 +7,6 @@ Layers and heads are counted from 1 wherever a person reads or types them, and f
 Shapes: L layers, H heads, T time, B batch, D head width.
 """
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from minigpt.attention import MultiHeadAttention
 from minigpt.errors import UserError
+from minigpt.files import read_json
 from minigpt.model import GPT
 from minigpt.tokenizer import Tokenizer
 
@@ -310,7 +310,7 @@ def _corpus(checkpoint: Path, ours: Mapping[str, Any]) -> "Corpus":
         raise UserError(f"{checkpoint} does not say what text it was trained on (no {error})") from error
     for file in sorted(folder.glob("tokens/*/meta.json")):
         try:
-            meta = json.loads(file.read_text(encoding="utf-8"))
+            meta = read_json(file)
             wanted = {"sha256": checksum, "tokenizer": ours["tokenizer"], "made": meta["made"] | split}
         except (OSError, ValueError, KeyError, TypeError):  # being written, or broken: not what is wanted
             continue

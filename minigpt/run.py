@@ -13,7 +13,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from minigpt.errors import UserError, clean, is_first, legible
-from minigpt.files import whole
+from minigpt.files import read_json, whole
 
 METRICS, CURVES, SAMPLES, SUMMARY = "metrics.csv", "curves.png", "samples.txt", "summary.json"
 LATEST = "latest"
@@ -126,7 +126,7 @@ def told(folder: Path) -> dict[str, Any]:
         ValueError: the file is damaged.
     """
     try:
-        summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        summary = read_json(folder / SUMMARY)
     except FileNotFoundError:
         return {}
     if not isinstance(summary, dict):

@@ -14,12 +14,13 @@ from statistics import mean, stdev
 from typing import Any
 
 from minigpt.errors import UserError, clean, warn
-from minigpt.files import whole
+from minigpt.files import read_json, whole
 from minigpt.run import METRICS, PLAN, SUMMARY, is_taken, read_metrics, told
 
 TABLE, PICTURE = "sweep.csv", "sweep.png"
 COMPLETED, RUNNING, WAITING, BROKEN_OFF, SKIPPED = "completed", "running", "waiting", "broken off", "skipped"
 SEED = "seed"
+_BRACKETS = 4096  # of a file of YAML: the time that it takes grows as their square where they lie in each other
 
 
 @dataclass(frozen=True)
@@ -119,19 +120,34 @@ def read_plan(folder: Path) -> dict[str, Any]:
         UserError: it is not a plan of this version.
     """
     try:
-        plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
-        known = ("status", "reason", "identity", "params", "max_steps")
+        plan = read_json(folder / PLAN)
         points = [
             Point(
-                folder=folder / values["folder"],
+                folder=folder / _below(folder, values["folder"]),
                 overrides={key: str(value) for key, value in values["overrides"].items()},
-                **{name: values[name] for name in known},
+                status=clean(str(values["status"])),
+                reason=clean(str(values["reason"])),
+                identity=str(values["identity"]),
+                params=_finite(values["params"]),
+                max_steps=_finite(values["max_steps"]),
             )
             for values in plan["points"]
         ]
         return {**plan, "fixed": [str(override) for override in plan["fixed"]], "points": points}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise UserError(f"{folder / PLAN} is damaged ({error}); remove it, and its runs are read one by one") from error
+
+
+def _below(folder: Path, name: str) -> str:
+    """The name, if it can be that of something in a folder.
+
+    Raises:
+        ValueError, OSError: it cannot.
+    """
+    (folder / name).exists()
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"{name} is not in it")
+    return name
 
 
 def write_plan(folder: Path, fixed: Sequence[str], points: Sequence[Point]) -> None:
@@ -300,10 +316,16 @@ def _overrides_of(file: Path) -> dict[str, str]:
     import yaml  # a dependency of Hydra
 
     try:
-        overrides = yaml.load(file.read_text(encoding="utf-8"), yaml.CSafeLoader) or []
-        if not isinstance(overrides, list):
-            raise ValueError("it is not a list")
+        text = file.read_text(encoding="utf-8")
+        if text.count("[") + text.count("{") > _BRACKETS:
+            raise ValueError("it has too many brackets")
+        # Event by event: what builds lists in lists dies of deep ones.
+        events = list(yaml.parse(text, yaml.CSafeLoader))
+        overrides = [event.value for event in events if isinstance(event, yaml.ScalarEvent)]
+        lists = sum(isinstance(event, yaml.SequenceStartEvent) for event in events)
+        if lists > 1 or (overrides and not lists) or any(isinstance(event, yaml.MappingStartEvent) for event in events):
+            raise ValueError("it is not a list of texts")
     except (OSError, ValueError, yaml.YAMLError) as error:
         warn(f"{file} is not readable ({error}); the run counts as one without overrides")
         overrides = []
-    return {key: value for key, _, value in (str(override).partition("=") for override in overrides)}
+    return {key: value for key, _, value in (override.partition("=") for override in overrides)}

@@ -151,6 +151,7 @@ def test_where_nothing_is_known_nothing_is_suggested():
         ("model=bab", ["model=bab", "did you mean baby?", "gpt2_xl, nano"]),
         ("max_steps", ["override max_steps", "setting=value"]),
         ("frobnicate=1", ["there is no setting frobnicate;"]),
+        ("model=true", ["Config group override must be a string"]),
     ],
 )
 def test_a_mistyped_override_is_explained_by_what_there_is(override, said):

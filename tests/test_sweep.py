@@ -205,6 +205,42 @@ def test_of_a_failed_run_with_a_damaged_curve_both_reasons_are_told(tmp_path):
     assert read_sweep(tmp_path)[0].reason == "out of memory; metrics.csv is not readable"
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"[" * 100_000,
+        b"- " * 2000 + b"x",
+        b"&a [*a, *a]",
+        b"a: b",
+        b"x",
+        b"\xff",
+        b"!!python/object/apply:os.system [touch canary]",
+    ],
+)
+def test_overrides_that_are_no_list_of_texts_are_reported_and_run_nothing(tmp_path, capsys, monkeypatch, damage):
+    monkeypatch.chdir(tmp_path)
+    run_folder(tmp_path / "0")
+    (tmp_path / "0/.hydra").mkdir(exist_ok=True)
+    (tmp_path / "0/.hydra/overrides.yaml").write_bytes(damage)
+    (point,) = read_sweep(tmp_path)
+    assert point.val_loss == 2.0
+    assert capsys.readouterr().err.count("\n") <= 1
+    assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize(
+    "claim", [{"folder": "../0"}, {"folder": "/tmp"}, {"folder": "x" * 10_000}, {"overrides": [1]}]
+)
+def test_a_plan_that_names_what_is_not_in_its_folder_is_damaged(tmp_path, claim):
+    run_folder(tmp_path / "0")
+    write_plan(tmp_path, [], [Point(folder=tmp_path / "0", overrides={"a": "1"})])
+    plan = json.loads((tmp_path / "sweep.json").read_text())
+    plan["points"][0] |= claim
+    (tmp_path / "sweep.json").write_text(json.dumps(plan))
+    with pytest.raises(UserError, match=r"sweep\.json is damaged"):
+        read_sweep(tmp_path)
+
+
 def test_a_last_line_that_was_cut_short_is_left_out(tmp_path, capsys):
     folder = run_folder(tmp_path / "0", losses=(3.0, 2.0), status=None)
     with open(folder / "metrics.csv", "a") as file:
@@ -213,7 +249,7 @@ def test_a_last_line_that_was_cut_short_is_left_out(tmp_path, capsys):
     assert (point.val_loss, point.step, capsys.readouterr().err) == (2.0, 20, "")
 
 
-@pytest.mark.parametrize("damage", [b"", b'{"status": "comp', b"[1, 2]", b"null", b"\xff\xfe"])
+@pytest.mark.parametrize("damage", [b"", b'{"status": "comp', b"[1, 2]", b"null", b"\xff\xfe", b"[" * 100_000])
 def test_a_damaged_summary_is_reported_and_the_curve_kept(tmp_path, capsys, damage):
     run_folder(tmp_path / "0")
     (tmp_path / "0/summary.json").write_bytes(damage)
