@@ -19,6 +19,7 @@ def wait_a_while(run: Run, rng: Random) -> bool:
     """Let a run come to any moment of its life; False if it has ended."""
     step = rng.randrange(STEPS)  # 0: while it prepares
     share = rng.random()
+    run.until(run.folder.exists)
     run.until_step(step)
     time.sleep(share * (0.2 if step else 1))
     return run.poll() is None
@@ -65,7 +66,7 @@ def killed_between_files(place: Path, rng: Random) -> None:
 def asked_to_end(signum: signal.Signals, *, starting: bool, place: Path, rng: Random) -> str | None:
     """A signal at any moment: the run says so in one line at most, ends with the code that tells it, and goes on."""
     reference()
-    moment = rng.uniform(0, 8)
+    moment = rng.uniform(0.5, 8)  # before that the interpreter itself starts
     run = Run(place / "run", cold=starting)
     if starting:
         time.sleep(moment)
@@ -150,7 +151,7 @@ def _asked(signum: signal.Signals, starting: bool = False) -> Trial:
 FAULTS = [
     Fault("SIGKILL at any moment", killed_anywhere, 50),
     Fault("SIGKILL while a checkpoint is written", killed_in_a_write, 50),
-    Fault("SIGKILL before any one file operation", killed_between_files, 40, quick=2),
+    Fault("SIGKILL before any one file operation", killed_between_files, 40),
     Fault("SIGTERM at any moment", _asked(signal.SIGTERM), 20),
     Fault("SIGINT at any moment", _asked(signal.SIGINT), 20),
     Fault("SIGTERM while it starts", _asked(signal.SIGTERM, starting=True), 6, quick=0),
