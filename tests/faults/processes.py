@@ -66,7 +66,7 @@ def killed_between_files(place: Path, rng: Random) -> None:
 def asked_to_end(signum: signal.Signals, *, starting: bool, place: Path, rng: Random) -> str | None:
     """A signal at any moment: the run says so in one line at most, ends with the code that tells it, and goes on."""
     reference()
-    moment = rng.uniform(0.5, 8)  # before that the interpreter itself starts
+    moment = rng.uniform(0.5, 5)  # before that the interpreter itself starts
     run = Run(place / "run", cold=starting)
     if starting:
         time.sleep(moment)
