@@ -252,7 +252,9 @@ def write(content: Mapping[str, Any], path: Path) -> None:
         _sync(path.parent)
     except BaseException as error:
         # torch hides why the file could not be written.
-        if isinstance(reason := error.__context__, OSError):
+        if isinstance(reason := error.__context__, KeyboardInterrupt):
+            raise reason from None
+        if isinstance(reason, OSError):
             raise OSError(reason.errno, reason.strerror, str(path)) from error
         raise
 

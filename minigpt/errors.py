@@ -101,6 +101,8 @@ def one_line(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # as a script has it during its imports
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             result = function(*args, **kwargs)
             sys.stdout.flush()  # a closed pipe is noticed here, not when the interpreter ends

@@ -98,7 +98,7 @@ class EndInOrder(Callback):
         if trainer.world_size == 1:
             self._end(trainer, self.received)
         # Ranks must leave at the same step. Asking costs a round trip, so it is not asked every step.
-        elif (batch_idx + 1) % self.agree_every == 0:
+        elif trainer.global_step % self.agree_every == 0:
             mine = torch.tensor(float(self.received or 0), device=pl_module.device)
             self._end(trainer, int(trainer.strategy.reduce(mine, reduce_op="max")))
 

@@ -139,7 +139,7 @@ class _Wandb(WandbLogger):
 
     def _lose(self, reason: str) -> None:
         if not self.lost:
-            warn(f"Weights & Biases is lost ({reason}); the run goes on without it")
+            warn(f"Weights & Biases is lost ({reason}); metrics.csv has what it misses")
         self.lost = True
 
 

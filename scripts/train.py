@@ -4,6 +4,11 @@ python scripts/train.py --help lists what can be set.
 """
 
 import os
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends without a traceback
+
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

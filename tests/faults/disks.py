@@ -224,9 +224,9 @@ FAULTS = [
     *(Fault(f"last.ckpt: {harm}", harmed(harm), 20, quick=int(harm == "a bit flipped")) for harm in HARMS),
     Fault("all checkpoints damaged", all_harmed, 8),
     Fault("disk full: token files", full_for_tokens, 6),
-    Fault("disk full: a checkpoint", full_for_a_checkpoint, 8),
+    Fault("disk full: a checkpoint", full_for_a_checkpoint, 8, quick=0),
     Fault("disk full: anything", full_for_a_row, 8),
-    Fault("read-only data folder", read_only_data, 4),
+    Fault("read-only data folder", read_only_data, 4, quick=0),
     Fault("HOME nowhere or read-only", no_home, 4, quick=0),
     Fault("clock set back", clock_set_back, 4, quick=0),
 ]

@@ -9,19 +9,29 @@ from random import Random
 from minigpt.checkpoint import BEST, LAST, PREVIOUS, load_checkpoint
 
 from . import Fault, Trial
-from .tools import EVAL_EVERY, STEPS, Run, duration, goes_on, operations, reference, same
+from .tools import EVAL_EVERY, STEPS, Run, goes_on, operations, reference, same
 
 TWO_RANKS = ("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2")
 ENDLESS = ("max_steps=1000000", "eval_every=1000000")
 
 
-def killed_anywhere(place: Path, rng: Random) -> None:
+def wait_a_while(run: Run, rng: Random) -> bool:
+    """Let a run come to any moment of its life; False if it has ended."""
+    step = rng.randrange(STEPS)  # 0: while it prepares
+    share = rng.random()
+    run.until(run.folder.exists)
+    run.until_step(step)
+    time.sleep(share * (0.2 if step else 1))
+    return run.poll() is None
+
+
+def killed_anywhere(place: Path, rng: Random) -> str | None:
     """SIGKILL at any moment from the first file operation of a run to its end."""
-    moment = rng.uniform(0, duration())
     run = Run(place / "run")
-    time.sleep(moment)
+    alive = wait_a_while(run, rng)
     run.kill()
     goes_on(place / "run")
+    return None if alive else "after its end"
 
 
 def killed_in_a_write(place: Path, rng: Random) -> str | None:
@@ -56,18 +66,19 @@ def killed_between_files(place: Path, rng: Random) -> None:
 def asked_to_end(signum: signal.Signals, *, starting: bool, place: Path, rng: Random) -> str | None:
     """A signal at any moment: the run says so in one line at most, ends with the code that tells it, and goes on."""
     reference()
-    moment = rng.uniform(0, 1)
+    moment = rng.uniform(0.5, 5)  # before that the interpreter itself starts
     run = Run(place / "run", cold=starting)
-    time.sleep(moment * (8 if starting else duration()))
-    ended = run.poll() is not None
+    if starting:
+        time.sleep(moment)
+    else:
+        wait_a_while(run, rng)
     run.signal(signum)
     code = run.wait(20)
     if code == 0:
         same(run.folder, reference())
-        return "at the very end"
+        return "after its end"
     assert code == 128 + signum, f"exit code {code}, and on stderr: {run.stderr}"
     assert len(run.said) <= 1, f"more than a line on stderr: {run.stderr}"
-    assert not ended
     goes_on(run.folder)
     return None
 
@@ -75,9 +86,7 @@ def asked_to_end(signum: signal.Signals, *, starting: bool, place: Path, rng: Ra
 def asked_twice(place: Path, rng: Random) -> str:
     """Ctrl-C, and another one soon after: the run ends at once, and what is on disk can be loaded."""
     run = Run(place / "run")
-    moment = rng.uniform(0.1, 1) * duration()
-    run.until((run.folder / "metrics.csv").exists)
-    time.sleep(max(0, moment - (time.monotonic() - run.began)))
+    wait_a_while(run, rng)
     run.signal(signal.SIGINT)
     time.sleep(rng.uniform(0, 0.02))
     run.signal(signal.SIGINT)
@@ -114,7 +123,7 @@ def one_rank_killed(place: Path, rng: Random) -> str:
         raise AssertionError(f"a process of the run outlived it by a minute; it said: {run.stderr}")
     if code == 0:
         same(run.folder, reference(*TWO_RANKS))
-        return "at the very end"
+        return "after its end"
     assert "Traceback" not in run.stderr, run.stderr
     goes_on(run.folder, *TWO_RANKS, cold=True)
     return "rank 0" if victim == run.pid else "rank 1"
@@ -142,7 +151,7 @@ def _asked(signum: signal.Signals, starting: bool = False) -> Trial:
 FAULTS = [
     Fault("SIGKILL at any moment", killed_anywhere, 50),
     Fault("SIGKILL while a checkpoint is written", killed_in_a_write, 50),
-    Fault("SIGKILL before any one file operation", killed_between_files, 40, quick=2),
+    Fault("SIGKILL before any one file operation", killed_between_files, 40),
     Fault("SIGTERM at any moment", _asked(signal.SIGTERM), 20),
     Fault("SIGINT at any moment", _asked(signal.SIGINT), 20),
     Fault("SIGTERM while it starts", _asked(signal.SIGTERM, starting=True), 6, quick=0),

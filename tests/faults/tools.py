@@ -102,10 +102,10 @@ class Run:
             time.sleep(0.01)
         return code
 
-    def signal(self, signum: int, *, group: bool = False) -> None:
-        """Send a signal to the run, or to all processes of its session, if it still runs."""
+    def signal(self, signum: int) -> None:
+        """Send a signal to the run, if it still runs."""
         if self.poll() is None:
-            (os.killpg if group else os.kill)(self.pid, signum)
+            os.kill(self.pid, signum)
 
     def kill(self) -> None:
         """End the run and every process that it started, at once."""
@@ -201,15 +201,10 @@ def _reference(*overrides: str) -> Path:
     imported.join()
     run = Run(folder, *overrides, cold="trainer=ddp" in overrides)
     assert run.wait() == 0, run.stderr
-    (folder / "took").write_text(str(time.monotonic() - run.began))
+    (folder / "took").write_text(str(time.monotonic() - run.began))  # seconds
     if (counted := run.stderr_file.with_suffix(".operations")).exists():
         counted.rename(folder / "operations")
     return folder
-
-
-def duration() -> float:
-    """Seconds that an undisturbed run takes."""
-    return float((reference() / "took").read_text())
 
 
 def operations() -> int:
