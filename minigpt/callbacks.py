@@ -10,7 +10,6 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import WandbLogger
 from torch import Tensor
 
 from minigpt.checkpoint import BEST
@@ -18,6 +17,7 @@ from minigpt.drawing import draw_maps
 from minigpt.errors import RunError, UserError, warn
 from minigpt.generation import check_settings, generate
 from minigpt.inspection import attention_maps, token_texts
+from minigpt.loggers import Wandb
 from minigpt.model import GPT
 from minigpt.run import METRICS, SAMPLES, read_metrics
 from minigpt.tokenizer import Tokenizer, encode_prompt
@@ -210,7 +210,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 class Samples(Callback):
-    """Writes what the model says to `samples.txt` at every validation, and to Weights & Biases as a table."""
+    """Writes what the model says to `samples.txt` at every validation, and to Weights & Biases."""
 
     def __init__(self, *, prompt: str, max_new_tokens: int, temperature: float, top_k: int | None, seed: int) -> None:
         self.prompt = prompt
@@ -221,7 +221,6 @@ class Samples(Callback):
             "seed": seed,
         }
         check_settings(**self.options)
-        self.rows: list[list[Any]] = []  # step, validation loss, text
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         self.tokenizer: Tokenizer = trainer.datamodule.corpus.tokenizer  # type: ignore[attr-defined]
@@ -236,12 +235,11 @@ class Samples(Callback):
         if not trainer.is_global_zero:
             return
         loss = float(trainer.callback_metrics["val_loss"])
-        self.rows.append([trainer.global_step, loss, text])
         with open(self.file, "a", encoding="utf-8") as file:
             file.write(f"── step {trainer.global_step}, validation loss {loss:.4f} ──\n{text.strip()}\n\n")
         for logger in trainer.loggers:
-            if isinstance(logger, WandbLogger):
-                logger.log_text("samples", columns=["step", "val_loss", "text"], data=list(self.rows))
+            if isinstance(logger, Wandb):
+                logger.log_html("samples", text)
 
 
 def say(model: GPT, tokenizer: Tokenizer, prompt: Tensor, **options: Any) -> str:
@@ -289,7 +287,7 @@ class AttentionMaps(Callback):
         picture = self.folder / f"step-{step}.png"
         draw_maps(picture, weights, self.texts, title=f"step {step}, validation loss {loss:.4f}")
         for logger in trainer.loggers:
-            if isinstance(logger, WandbLogger):
+            if isinstance(logger, Wandb):
                 logger.log_image("attention", images=[str(picture)], step=step)
 
 

@@ -3,12 +3,10 @@
 import csv
 import os
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from functools import partial
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from html import escape
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -97,50 +95,46 @@ class Progress(_PlainLogger):
             self.bar = None
 
 
-class _Wandb(WandbLogger):
-    """Weights & Biases, spoken to from a thread of its own: it may wait for its server, training may not.
+class Wandb(WandbLogger):
+    """Weights & Biases, whose client is a process of its own: if that dies, the run goes on without it."""
 
-    Its client is a process of its own. If that dies, or says no, the run goes on.
-    """
-
-    def __init__(self, run: Any, *, timeout: float) -> None:
-        super().__init__(experiment=run)
-        self.timeout, self.lost = timeout, False
-        self._said: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
-        self._speaker = Thread(target=self._speak, daemon=True)
-        self._speaker.start()
+    lost = False
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        self._said.put(partial(super().log_metrics, metrics, step))
+        with self.going_on():
+            super().log_metrics(metrics, step)
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        self._said.put(partial(super().log_hyperparams, *args, **kwargs))
+        with self.going_on():
+            super().log_hyperparams(*args, **kwargs)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Hand over the summary and end, with what is said by then."""
+        """Hand over the summary and end."""
         import wandb
 
-        self._said.put(lambda: self.experiment.summary.update(dict(summary)))
-        self._said.put(self.experiment.finish)
-        self._said.put(None)
-        self._speaker.join(self.timeout)
-        if self._speaker.is_alive():
-            self._lose(f"it did not take everything within {self.timeout:g} s")
+        with self.going_on():
+            self.experiment.summary.update(dict(summary))
+            self.experiment.finish()
         if self.lost:  # or wandb would try to reach its client when the process ends
             with suppress(Exception):
                 wandb.teardown()
 
-    def _speak(self) -> None:
-        while (say := self._said.get()) is not None:
-            try:
-                say()
-            except Exception as error:  # of what kind depends on how the client ended
-                self._lose(explain(error)[0].removeprefix("error: "))
+    def log_html(self, name: str, text: str) -> None:
+        """Show a text as it is. Neither tables nor artifacts will do: to begin one, the client asks its server."""
+        import wandb
 
-    def _lose(self, reason: str) -> None:
-        if not self.lost:
-            warn(f"Weights & Biases is lost ({reason}); metrics.csv has what it misses")
-        self.lost = True
+        self.log_metrics({name: wandb.Html(f"<pre>{escape(text)}</pre>", data_is_not_path=True)})
+
+    @contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Say once that the client is lost, if it is."""
+        try:
+            yield
+        except Exception as error:  # of what kind depends on how the client ended
+            if not self.lost:
+                reason = explain(error)[0].removeprefix("error: ")
+                warn(f"Weights & Biases is lost ({reason}); metrics.csv has what it misses")
+            self.lost = True
 
 
 def wandb_logger(
@@ -196,26 +190,27 @@ def wandb_logger(
         said = f"Weights & Biases is offline; send the run later with: wandb sync {Path(run.dir).parent}"
         print(clean(said), file=sys.stderr)
     run.define_metric("*", step_metric="trainer/global_step")
-    return _Wandb(run, timeout=timeout)
+    return Wandb(experiment=run)
 
 
 def finish(logger: Logger, summary: Mapping[str, Any]) -> None:
     """Hand a logger the summary, and end its run: the next job of a sweep must not reuse it."""
-    if isinstance(logger, _Wandb):
+    if isinstance(logger, Wandb):
         logger.finish(summary)
 
 
 def publish_sweep(folder: Path, *, group: str, tags: list[str], **options: Any) -> None:
     """Send the table and the picture of a sweep to Weights & Biases, as a run of their own among the sweep's."""
     logger = wandb_logger(folder=folder, name=f"{folder.name} summary", group=group, tags=tags, **options)
-    if not isinstance(logger, _Wandb):
+    if not isinstance(logger, Wandb):
         return
     import wandb
 
     with open(folder / TABLE, newline="", encoding="utf-8") as file:
         rows: list[list[Any]] = list(csv.reader(file))
     table = wandb.Table(columns=rows[0], data=rows[1:])
-    logger.log_metrics({"sweep": table, "picture": wandb.Image(str(folder / PICTURE))})
+    with logger.going_on():
+        logger.experiment.log({"sweep": table, "picture": wandb.Image(str(folder / PICTURE))})
     finish(logger, {})
 
 

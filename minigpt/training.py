@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from minigpt.checkpoint import read, write
-from minigpt.errors import Diverged, UserError
+from minigpt.errors import Diverged, UserError, is_first
 from minigpt.model import GPT
 from minigpt.optim import Average, Muon
 
@@ -347,12 +347,10 @@ def _end_with_the_first() -> None:
 
     Gloo and NCCL notice it at the next exchange, but a process that waits for the first to meet it waits half an hour.
     """
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if is_first():
         os.environ[_FIRST] = str(os.getpid())
-    elif sys.platform == "linux" and _FIRST in os.environ:
+    elif sys.platform == "linux" and os.environ.get(_FIRST) == str(os.getppid()):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != int(os.environ[_FIRST]):  # it ended before
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _any_gpu() -> bool:
