@@ -293,7 +293,8 @@ def write_table(file: Path, points: Sequence[Point]) -> None:
     rows = ranked(points)
     names = list(dict.fromkeys(name for row in rows for name in row.overrides))
     figures = ["val_loss", "spread", "seeds", "params", "flops", "tokens_per_second", "seconds"]
-    with whole(file) as partial, open(partial, "w", newline="", encoding="utf-8") as opened:
+    # JSON can spell halves of characters, and a name of a file may be no text.
+    with whole(file) as partial, open(partial, "w", newline="", encoding="utf-8", errors="backslashreplace") as opened:
         table = csv.writer(opened)
         table.writerow(["rank", *names, *figures, "status", "reason", "folder"])
         for rank, row in enumerate(rows, 1):

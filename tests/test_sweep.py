@@ -241,6 +241,14 @@ def test_a_plan_that_names_what_is_not_in_its_folder_is_damaged(tmp_path, claim)
         read_sweep(tmp_path)
 
 
+def test_a_table_can_be_written_of_names_that_are_no_text(tmp_path, capsys):
+    point = Point(folder=tmp_path / "\udcff", overrides={"a\ud800": "\udc00"})
+    write_table(tmp_path / "sweep.csv", [point])
+    assert r"a\ud800" in (tmp_path / "sweep.csv").read_text()
+    print_table([point])
+    assert r"\udc00" in capsys.readouterr().out
+
+
 def test_a_last_line_that_was_cut_short_is_left_out(tmp_path, capsys):
     folder = run_folder(tmp_path / "0", losses=(3.0, 2.0), status=None)
     with open(folder / "metrics.csv", "a") as file:
