@@ -173,28 +173,38 @@ def check_same(path: Path, present: Mapping[str, Any], *, untold: bool = False) 
     """
     content = read(path, device="cpu")
     before, now = content[_OURS], present[_OURS]
-    there = GPTConfig.from_dict(before["model"]).to_dict()  # with what was no setting yet
-    model = {key: value for key, value in now["model"].items() if there[key] != value}
-    differs = [f"model.{key} ({there[key]} there, {value} here)" for key, value in model.items()]
-    tokenizers_ = before["tokenizer"], now["tokenizer"]
-    if tokenizers_[0] != tokenizers_[1]:
-        names = [values.get("name") for values in tokenizers_]
-        differs.append(
-            f"the tokenizer ({names[0]} there, {names[1]} here)" if names[0] != names[1] else "its tokenizer"
-        )
-    if before["corpus_sha256"] != now["corpus_sha256"]:
-        differs.append(f"the corpus (checksum {before['corpus_sha256'][:8]}… there, {now['corpus_sha256'][:8]}… here)")
-    changed = _changes(before["config"], now["config"])
-    differs += [f"{key} ({was} there, {value} here)" for key, (was, value) in changed.items() if key in _FIXED]
+    try:
+        step, changed = int(content["global_step"]), _changes(before["config"], now["config"])
+        differs = [*_other_parts(before, now), *(_says(key, *changed[key]) for key in changed if key in _FIXED)]
+    except (UserError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"{path} does not hold a run of minigpt ({type(error).__name__}: {error})") from error
     if differs:
         raise UserError(f"resume={path} cannot go on here, for it differs in {', '.join(differs)}")
-    step, max_steps = int(content["global_step"]), now["config"]["max_steps"]
+    max_steps = now["config"]["max_steps"]
     if step >= max_steps + untold:
         raise UserError(f"resume={path} is at step {step} of {max_steps}; raise max_steps to go on")
     for key, (was, value) in changed.items():
         what = "the schedule of the learning rate follows it from here on" if key == "max_steps" else "from here on"
         warn(f"{key} was {was} and is {value}, {what} (step {step})")
     return step
+
+
+def _other_parts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What is another in two checkpoints' model, tokenizer and corpus."""
+    there = GPTConfig.from_dict(before["model"]).to_dict()  # with what was no setting yet
+    differs = [_says(f"model.{key}", there[key], value) for key, value in now["model"].items() if there[key] != value]
+    one, other = before["tokenizer"], now["tokenizer"]
+    if one != other:
+        alike = one["name"] == other["name"]
+        differs.append("its tokenizer" if alike else _says("the tokenizer", one["name"], other["name"]))
+    sums = [f"{kept['corpus_sha256'][:8]}…" for kept in (before, now)]
+    if before["corpus_sha256"] != now["corpus_sha256"]:
+        differs.append(f"the corpus (checksum {sums[0]} there, {sums[1]} here)")
+    return differs
+
+
+def _says(what: str, there: object, here: object) -> str:
+    return f"{what} ({there} there, {here} here)"
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

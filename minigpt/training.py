@@ -74,6 +74,7 @@ class LanguageModel(L.LightningModule):
         self.loss = torch.zeros(())  # of the last batch
         self.grad_norm: Tensor | None = None  # of the last step, before clipping
         self.resumed: Mapping[str, Any] = {}  # the checkpoint that training goes on from
+        self.begun = False
         self.validated = 0  # the step of the last validation that ended
         if compile:
             model.compile()  # in place: the names of the weights stay
@@ -103,7 +104,9 @@ class LanguageModel(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.resumed = {key: checkpoint.get(key) for key in ("rng", "state_dict", "ema_updates")}
-        checkpoint["state_dict"] = checkpoint.get("unaveraged", checkpoint["state_dict"])
+        weights = checkpoint["state_dict"] = checkpoint.get("unaveraged", checkpoint["state_dict"])
+        if {name: w.shape for name, w in weights.items()} != {name: w.shape for name, w in self.state_dict().items()}:
+            raise ValueError("its weights are not those of its model")
         # With max_steps raised, the batch that was the last one is not: there is one epoch, as long as the run.
         loops = checkpoint["loops"]["fit_loop"]
         loops["epoch_loop.batch_progress"]["is_last_batch"] = False
@@ -130,7 +133,7 @@ class LanguageModel(L.LightningModule):
             if updates := self.resumed.get("ema_updates"):
                 averages = [self.resumed["state_dict"][name] for name, _ in self.named_parameters()]
                 self.average.load(averages, updates)
-        self.resumed = {}
+        self.resumed, self.begun = {}, True
 
     def _follow_settings(self) -> None:
         """Have the settings of this run apply from here on, not those that the checkpoint was made with."""

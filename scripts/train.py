@@ -21,8 +21,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from minigpt import run
 from minigpt.config import check_run
-from minigpt.errors import Diverged, Interrupted, explain, interruptible, one_line, warn
+from minigpt.errors import Diverged, Interrupted, UserError, explain, interruptible, one_line, warn
 
+UNFIT = (LookupError, TypeError, ValueError, AttributeError)  # what a state makes Lightning raise that is none
 MOST_STEPS_LEFT_OUT = 10  # before on_divergence=skip gives up
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands errors on, and `one_line` says them
 
@@ -135,8 +136,10 @@ def fit(cfg: DictConfig, folder: Path, left_out: set[int]) -> float | None:
         status = "interrupted"
         raise
     except Exception as error:
+        if resume is not None and not module.begun and isinstance(error, UNFIT):
+            error = UserError(f"{resume} does not hold a run of minigpt ({type(error).__name__}: {error})")
         reason = explain(error)[0].removeprefix("error: ")
-        raise
+        raise error
     finally:
         summary = meter.summary(trainer, module) | {
             "status": status,

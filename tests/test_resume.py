@@ -302,6 +302,30 @@ def test_what_cannot_go_on_is_refused_with_the_difference(
         train(*changes, f"resume={begun.folder}", folder=tmp_path / "resumed")
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content.pop("global_step"),
+        lambda content: content["minigpt"].pop("corpus_sha256"),
+        lambda content: content["minigpt"].update(config=[]),
+        lambda content: content.pop("loops"),
+        lambda content: content.update(optimizer_states=[{}]),
+        lambda content: content["state_dict"].pop("model.wte.weight"),
+        lambda content: content["callbacks"].update(Meter={"seconds": "all"}),
+        lambda content: content.update(rng=[{"torch": 3}]),
+    ],
+)
+def test_a_checkpoint_that_lacks_what_a_run_goes_on_with_is_named(
+    train: Callable[..., Any], tmp_path: Path, change: Callable[..., Any]
+) -> None:
+    begun = train("max_steps=2", folder=tmp_path / "begun")
+    content = read(begun.folder / LAST)
+    change(content)
+    write(content, begun.folder / LAST)
+    with pytest.raises(UserError, match=r"last\.ckpt does not hold a run of minigpt"):
+        train("max_steps=4", f"resume={begun.folder}", folder=tmp_path / "resumed")
+
+
 def test_what_a_finished_run_told_outlasts_a_resume_that_is_refused(train: Callable[..., Any]) -> None:
     run = train()
     before = {file.name: file.read_bytes() for file in run.folder.iterdir() if file.is_file()}

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from random import Random
@@ -130,10 +130,12 @@ def in_trouble(trouble: str) -> Trial:
 
 
 def client(run: Run) -> int:
-    """The process of the client that speaks to the server."""
-    for pid in run.survivors():
-        if "wandb-core" in Path(f"/proc/{pid}/cmdline").read_text():
-            return pid
+    """The process of the client that speaks to the server; it has a session of its own, and is told whose it is."""
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            words = command.read_bytes().split(b"\0")
+            if words[0].endswith(b"wandb-core") and str(run.pid).encode() in words:
+                return int(command.parent.name)
     raise AssertionError("the client has no process of its own")
 
 
