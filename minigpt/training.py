@@ -104,9 +104,12 @@ class LanguageModel(L.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.resumed = {key: checkpoint.get(key) for key in ("rng", "state_dict", "ema_updates")}
-        weights = checkpoint["state_dict"] = checkpoint.get("unaveraged", checkpoint["state_dict"])
-        if {name: w.shape for name, w in weights.items()} != {name: w.shape for name, w in self.state_dict().items()}:
-            raise ValueError("its weights are not those of its model")
+        if "state_dict" in checkpoint:  # else the strategy has loaded them
+            weights = checkpoint["state_dict"] = checkpoint.get("unaveraged", checkpoint["state_dict"])
+            if {name: w.shape for name, w in weights.items()} != {n: w.shape for n, w in self.state_dict().items()}:
+                raise ValueError("its weights are not those of its model")
+        elif "unaveraged" in checkpoint:
+            raise UserError("a run with ema_decay does not go on with sharded weights; use trainer=ddp")
         # With max_steps raised, the batch that was the last one is not: there is one epoch, as long as the run.
         loops = checkpoint["loops"]["fit_loop"]
         loops["epoch_loop.batch_progress"]["is_last_batch"] = False
