@@ -11,6 +11,7 @@ what to quote. Prints a table and writes the figures as JSON.
   python scripts/bench.py time_to_loss --against PATH --recipes sprint_cpu,fast_cpu --losses 1.8985,1.6
                                                  recipes and the bare loop, and when they cross losses
   python scripts/bench.py data                   tokenising, starting on 1 GB, batches of 1 TB
+  python scripts/bench.py saving                 a checkpoint of model=baby, beside the steps between two
   python scripts/bench.py sampling               decoding beside a loop without a cache, and transformers
   python scripts/bench.py sweep                  nine runs side by side, after one another, and apart
   python scripts/bench.py widths                 loss over learning rate at several widths
@@ -47,6 +48,7 @@ from bench_common import (
 from bench_data import data
 from bench_gpu import gpu
 from bench_sampling import sampling
+from bench_saving import saving
 from bench_sweep import sweep
 from bench_time_to_loss import draw_time_to_loss, show_time_to_loss, time_to_loss
 from bench_widths import draw_widths, show_widths, widths
@@ -159,7 +161,20 @@ def main() -> None:
     """Parse, measure, print, write."""
     benchmarks: dict[str, Callable[[argparse.Namespace, Path], list[dict[str, Any]]]] = {
         function.__name__: function
-        for function in (step, startup, memory, loss, time_to_loss, attention, data, gpu, sampling, sweep, widths)
+        for function in (
+            step,
+            startup,
+            memory,
+            loss,
+            time_to_loss,
+            attention,
+            data,
+            gpu,
+            saving,
+            sampling,
+            sweep,
+            widths,
+        )
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("benchmark", choices=benchmarks)

@@ -124,3 +124,14 @@ def test_decoding_is_timed_beside_a_loop_and_transformers(tmp_path: Path, monkey
         row["tiny, 1 stream: minigpt tokens/s"] / bound
     )
     assert all(row[f"tiny, {what} tokens/s"] > 0 for what in ("compiled:", "past its block: minigpt"))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_timed_beside_the_steps_between_two(small: list[str], tmp_path: Path) -> None:
+    # The bench's own settings come first, so these hold.
+    own = [setting for setting in small if not setting.startswith(("max_steps", "eval_every", "model.n_head"))]
+    done = bench("saving", "--rounds", "1", "--overrides", *own, "model.n_head=2", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads((tmp_path / "runs" / "bench" / "saving.json").read_text(encoding="utf-8"))["rows"]
+    assert row["steps between two of baby"] == 250
+    assert row["share of training %"] == pytest.approx(100 * row["saving s"] / (250 * row["a step s"]))
