@@ -1,6 +1,7 @@
 """What outlasts a training: checkpoints at every validation, and one more when a signal ends it."""
 
 import signal
+from math import isfinite
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -112,7 +113,10 @@ class EndInOrder(Callback):
         self.received = signum
 
     def _end(self, trainer: L.Trainer, signum: int | None) -> None:
-        if signum:
-            if trainer.global_step < trainer.max_steps:  # after the last step nothing would validate it
-                trainer.save_checkpoint(self.file)
-            raise Interrupted(signum)
+        if not signum:
+            return
+        module: Any = trainer.lightning_module
+        lost = module.grad_norm is not None and not isfinite(module.grad_norm)  # of which a GPU has not told yet
+        if trainer.global_step < trainer.max_steps and not lost:  # after the last step nothing would validate it
+            trainer.save_checkpoint(self.file)
+        raise Interrupted(signum)
