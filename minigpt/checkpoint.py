@@ -125,19 +125,21 @@ def find_resumed(resume: str | None, folder: Path) -> Path | None:
     if resume != "auto":
         return find_checkpoint(resume, last=True)
     found: dict[Path, int] = {}
-    damaged = []
+    damaged: dict[Path, str] = {}
     for file in (folder / name for name in (LAST, PREVIOUS, BEST) if (folder / name).is_file()):
+        if any(map(file.samefile, damaged)):  # another name of it
+            continue
         try:
             found[file] = int(read(file, device="cpu")["global_step"])
-        except (UserError, KeyError) as error:
-            damaged.append(str(error))
+        except (UserError, KeyError, TypeError, ValueError) as error:
+            damaged[file] = str(error)
             continue
         if file == folder / LAST:
             break
     if damaged and not found:
-        raise UserError(f"resume=auto: no checkpoint in {folder} can be read; {damaged[0]}")
+        raise UserError(f"resume=auto: no checkpoint in {folder} can be read; {next(iter(damaged.values()))}")
     newest = max(found, key=found.__getitem__, default=None)
-    for reason in damaged:
+    for reason in damaged.values():
         warn(f"{reason}; going on from {newest}")
     return newest
 

@@ -113,16 +113,16 @@ class Console:
                 new = self._grow(sample, step, i)
                 if i == 0 and not as_json:
                     _write(new)
+        rests = [sample.decoder.decode(b"", final=True) for sample in told]
+        if not as_json:
+            _write(f"{self._shown(rests[0])}\n")
         speed = clock.tell(sum(len(sample.tokens) for sample in told))
-        for i, sample in enumerate(told):
-            rest = sample.decoder.decode(b"", final=True)
+        for i, (sample, rest) in enumerate(zip(told, rests, strict=True)):
             sample.text += rest
             if as_json:
                 values = {"prompt": prompt, "text": sample.text, "tokens": sample.tokens, "logprobs": sample.logprobs}
                 print(json.dumps(values | {"reason": sample.reason, "tokens_per_second": speed}), flush=True)
-            elif i == 0:
-                _write(f"{self._shown(rest)}\n")
-            else:
+            elif i > 0:
                 self._head(i)
                 _write(f"{self._shown(prompt)}{sample.shown}{self._shown(rest)}\n")
 

@@ -55,10 +55,7 @@ class Diverged(RunError):
     def __init__(self, loss: float, step: int, learning_rate: float) -> None:
         what = "the gradient is no number" if isfinite(loss) else f"the loss became {loss}"
         self.what, self.step = f"{what} at step {step} (learning rate {learning_rate:.3g})", step
-        super().__init__(
-            f"{self.what}; try a lower optimizer.lr, a longer schedule.warmup_steps, or on_divergence=skip, "
-            f"which goes past such a step"
-        )
+        super().__init__(f"{self.what}; try a lower optimizer.lr, more schedule.warmup_steps, or on_divergence=skip")
 
 
 class Interrupted(Exception):

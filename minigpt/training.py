@@ -197,6 +197,11 @@ class LanguageModel(L.LightningModule):
         if self.average is not None:
             self.average.swap()
 
+    def on_train_end(self) -> None:
+        """What is left is the average, too."""
+        if self.average is not None:
+            self.average.swap()
+
     def on_validation_epoch_start(self) -> None:
         self.val_nats = torch.zeros((), device=self.device)
         self.val_tokens = 0

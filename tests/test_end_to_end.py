@@ -91,7 +91,11 @@ def test_two_processes_give_the_losses_of_one(
     ("settings", "says"),
     [
         (["trainer=fsdp", *MUON], "error: optimizer=muon needs whole matrices"),
-        (["trainer=ddp", "data.batch_size=5"], "error: data.batch_size=5 does not divide among 2 processes"),
+        pytest.param(
+            ["trainer=ddp", "data.batch_size=5"],
+            "error: data.batch_size=5 does not divide among 2 processes",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_two_processes_cannot_do_is_one_line(

@@ -119,6 +119,7 @@ def test_a_job_on_two_processes_runs_once_and_in_its_own_folder(launch: Callable
     assert not [path for path in (tmp_path / "runs").iterdir() if path.name != "sweeps"]
 
 
+@pytest.mark.slow
 def test_a_search_runs_through_submitit_and_tells_of_a_job_that_failed(
     launch: Callable[..., Any], tmp_path: Path
 ) -> None:

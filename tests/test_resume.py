@@ -158,6 +158,14 @@ def test_the_average_of_the_weights_is_what_is_kept(train: Callable[..., Any]) -
         assert torch.equal(tensor, weights[name]), name  # an average changes nothing of the training
 
 
+def test_what_is_said_at_the_end_is_said_by_the_average(train: Callable[..., Any], tmp_path: Path, capsys: Any) -> None:
+    said = []
+    for settings in ([], ["~callbacks.checkpoint"]):
+        train("ema_decay=0.9", *settings, folder=tmp_path / f"run{len(settings)}")
+        said.append(capsys.readouterr().out.partition("\nvalidation loss")[0])
+    assert said[0] == said[1] != ""
+
+
 def test_the_average_is_the_one_of_its_formula() -> None:
     weight = torch.nn.Parameter(torch.tensor([1.0]))
     average = Average([weight], 0.5)
@@ -234,6 +242,7 @@ def test_going_past_batches_ends_when_it_does_not_help(train: Callable[..., Any]
     assert capsys.readouterr().err.count("going back") == 10
 
 
+@pytest.mark.slow
 def test_two_processes_stop_at_the_step_whose_loss_is_no_number(
     launch: Callable[..., Any], poisoned: tuple[list[str], Path, list[int]]
 ) -> None:

@@ -124,7 +124,13 @@ def test_every_schedule_trains(train: Callable[..., Any], schedule: str) -> None
     assert train(f"schedule={schedule}", "max_steps=3").summary["steps"] == 3
 
 
-@pytest.mark.parametrize("preset", sorted(file.stem for file in (CONFIGS / "model").glob("*.yaml")))
+@pytest.mark.parametrize(
+    "preset",
+    [
+        pytest.param(file.stem, marks=[pytest.mark.slow] if "_" in file.stem else [])  # the large ones of GPT-2
+        for file in sorted((CONFIGS / "model").glob("*.yaml"))
+    ],
+)
 def test_every_preset_takes_a_step_at_its_own_width(train: Callable[..., Any], preset: str) -> None:
     heads = {"nano": 4, "baby": 6, "gpt2": 12, "gpt2_medium": 16, "gpt2_large": 20, "gpt2_xl": 25}[preset]
     width = {"nano": 128, "baby": 384, "gpt2": 768, "gpt2_medium": 1024, "gpt2_large": 1280, "gpt2_xl": 1600}[preset]

@@ -51,6 +51,7 @@ def test_an_offline_run_holds_curves_config_samples_and_summary(launch: Callable
         assert wanted in told, wanted
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_the_same_run_there_and_its_curves_do_not_overlap(
     launch: Callable[..., Any], tmp_path: Path
 ) -> None:

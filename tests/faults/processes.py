@@ -36,22 +36,21 @@ def killed_anywhere(place: Path, rng: Random) -> str | None:
 
 def killed_in_a_write(place: Path, rng: Random) -> str | None:
     """SIGKILL while one of the checkpoints is being written."""
-    name, nth = rng.choice(("last", "best")), rng.randrange(STEPS // EVAL_EVERY)
-    delay = rng.uniform(0, 0.01)
+    nth, delay = rng.randrange(STEPS // EVAL_EVERY), rng.uniform(0, 0.01)
     run = Run(place / "run")
-    run.until(lambda: len(partials(run.folder, name)) > 0 and run.until_step(nth * EVAL_EVERY), every=0)
-    run.until(lambda: len(partials(run.folder, name)) > 0, every=0)
+    run.until_step(nth * EVAL_EVERY)
+    run.until(lambda: len(partials(run.folder)) > 0, every=0)
     time.sleep(delay)
     run.kill()
-    hit = partials(run.folder, "")
+    hit = partials(run.folder)
     goes_on(run.folder)
     return "with half a checkpoint beside it" if hit else None
 
 
-def partials(folder: Path, name: str) -> list[str]:
+def partials(folder: Path) -> list[str]:
     """Names of the checkpoints that are being written."""
     try:
-        return [file for file in os.listdir(folder / "checkpoints") if file.startswith(f".{name}")]
+        return [file for file in os.listdir(folder / "checkpoints") if file.startswith(".")]
     except FileNotFoundError:
         return []
 

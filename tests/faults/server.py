@@ -34,6 +34,7 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
     trouble: str | None = None
+    history = 0  # rows that were taken
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Nothing: a client that went away is meant."""
@@ -52,6 +53,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.trouble == "slow":
             time.sleep(1)
         asked = json.loads(gzip.decompress(sent) if self.headers.get("Content-Encoding") == "gzip" else sent or b"{}")
+        if self.server.trouble is None:
+            self.server.history += len(asked.get("files", {}).get("wandb-history.jsonl", {}).get("content", ()))
         body = json.dumps(self.reply(asked) if self.path == "/graphql" else {}).encode()
         self.send_response(500 if self.server.trouble == "fails" else 200)
         self.send_header("Content-Type", "application/json")
@@ -114,6 +117,13 @@ def in_trouble(trouble: str) -> Trial:
                 os.kill(client(run), signal.SIGKILL)
             server.trouble = trouble
             assert run.wait() == 0, run.stderr
+            if trouble != "killed":
+                server.trouble, server.history = None, 0
+                (kept,) = (run.folder / "wandb").glob("run-*")
+                command = [sys.executable, "-m", "wandb", "sync", "--include-synced", str(kept)]
+                sent = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True)
+                assert sent.returncode == 0, sent.stdout + sent.stderr
+                assert server.history >= len(rows(plain)), f"{server.history} rows were sent after: {sent.stdout}"
         assert "Traceback" not in run.stderr, run.stderr
         assert len(run.said) <= 1, run.stderr
         same(run.folder, plain)

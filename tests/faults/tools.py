@@ -41,6 +41,7 @@ SETTINGS = (
     f"max_steps={STEPS}",
     f"eval_every={EVAL_EVERY}",
     "log_every=3",
+    "ema_decay=0.9",
     "callbacks.samples.max_new_tokens=10",
 )
 
