@@ -39,13 +39,16 @@ class Checkpoints(Checkpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best = [(loss, step) for loss, step in state_dict["best"]]
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self.resumed_step = int(checkpoint["global_step"])
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """A run that was killed between a checkpoint and its names, names it now; another run's best is not ours."""
         resumed = trainer.ckpt_path
         if resumed is None or Path(resumed).resolve().parent != (self.folder / LAST).resolve().parent:
             self.best = []
         elif trainer.is_global_zero:
-            self._name(Path(resumed), trainer.global_step)
+            self._name(Path(resumed), self.resumed_step)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         if trainer.state.fn != "fit":

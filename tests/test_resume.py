@@ -87,6 +87,15 @@ def test_a_run_that_goes_on_ends_as_if_it_had_never_stopped(
     check_same_end(whole, resumed)
 
 
+def test_a_run_that_was_killed_right_after_its_last_checkpoint_tells_its_end(
+    train: Callable[..., Any], tmp_path: Path
+) -> None:
+    whole = train(*OFTEN, folder=tmp_path / "whole").folder
+    resumed = train(*OFTEN, "resume=auto", folder=broken_off(whole, 20, tmp_path / "killed"))
+    assert resumed.summary["status"] == "completed"
+    check_same_end(whole, resumed.folder)
+
+
 def test_two_processes_go_on_as_if_they_had_never_stopped(launch: Callable[..., Any], tmp_path: Path) -> None:
     two = [*OFTEN, "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
     assert launch("train.py", *two, f"hydra.run.dir={tmp_path}/whole").returncode == 0
