@@ -19,7 +19,7 @@ import torch
 from minigpt import archive
 from minigpt import tokenizer as tokenizers
 from minigpt.config import GPTConfig
-from minigpt.errors import UserError, warn
+from minigpt.errors import Interrupted, UserError, warn
 from minigpt.files import whole
 from minigpt.model import GPT
 from minigpt.tokenizer import Tokenizer
@@ -264,7 +264,7 @@ def write(content: Mapping[str, Any], path: Path) -> None:
         _sync(path.parent)
     except BaseException as error:
         # torch hides why the file could not be written.
-        if isinstance(reason := error.__context__, KeyboardInterrupt):
+        if isinstance(reason := error.__context__, KeyboardInterrupt | Interrupted):
             raise reason from None
         if isinstance(reason, OSError):
             raise OSError(reason.errno, reason.strerror, str(path)) from error

@@ -79,6 +79,9 @@ class LanguageModel(L.LightningModule):
         if compile:
             model.compile()  # in place: the names of the weights stay
 
+    def setup(self, stage: str) -> None:
+        os.environ.pop(_FIRST, None)  # what this process starts from here on is no rank of it
+
     def configure_model(self) -> None:
         """Lightning asks at every fit and validate; weights are sharded once."""
         if isinstance(self.trainer.strategy, ModelParallelStrategy) and not isinstance(self.model, FSDPModule):
@@ -359,9 +362,11 @@ def _end_with_the_first() -> None:
     Gloo and NCCL notice it at the next exchange, but a process that waits for the first to meet it waits half an hour.
     """
     if is_first():
-        os.environ[_FIRST] = str(os.getpid())
-    elif sys.platform == "linux" and os.environ.get(_FIRST) == str(os.getppid()):
+        os.environ[_FIRST] = str(os.getpid())  # until the others were started
+    elif sys.platform == "linux" and _FIRST in os.environ:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.environ[_FIRST] != str(os.getppid()):  # it has ended before
+            os._exit(1)
 
 
 def _any_gpu() -> bool:

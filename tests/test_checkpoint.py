@@ -25,7 +25,7 @@ from minigpt.checkpoint import (
     write,
 )
 from minigpt.config import GPTConfig
-from minigpt.errors import UserError
+from minigpt.errors import Interrupted, UserError
 from minigpt.model import GPT
 from minigpt.tokenizer import CharTokenizer
 from minigpt.training import CheckpointIO
@@ -362,7 +362,7 @@ class Unpicklable:
         raise self.error
 
 
-@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), MemoryError()], ids=repr)
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), Interrupted(2), MemoryError()], ids=repr)
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, error: BaseException):
     path = tmp_path / "a.ckpt"
     write(checkpoint(make()), path)

@@ -7,6 +7,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # runs that are compared compute 
 
 import platform
 import shutil
+import signal
 import tempfile
 import time
 from collections import Counter
@@ -57,6 +58,7 @@ def main() -> None:
     chosen = [fault for fault in FAULTS if options.only.lower() in fault.name.lower()]
     if not chosen:
         parser.error(f"no fault has {options.only!r} in its name; there are: {'; '.join(f.name for f in FAULTS)}")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # runs of a program in the background would ignore it
     began = time.monotonic()
     outcomes = [try_often(fault, options.times or fault.times, options.seed) for fault in chosen]
     table = Table(*HEADINGS)
