@@ -93,7 +93,7 @@ class Server(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture(params=["nobody", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hangs", "fails"))])
+@pytest.fixture(params=["nobody", "hangs", "fails"])
 def server(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "nobody":
         yield "http://127.0.0.1:9"
@@ -106,6 +106,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[str]:
     http.shutdown()
 
 
+@pytest.mark.slow
 def test_a_dead_server_neither_stops_a_run_nor_loses_its_curves(
     server: str, launch: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -119,6 +120,7 @@ def test_a_dead_server_neither_stops_a_run_nor_loses_its_curves(
     assert any(record["type"] == "history" for record in records(folder))
 
 
+@pytest.mark.slow
 def test_starting_offline_takes_no_longer_than_its_timeout(
     server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
