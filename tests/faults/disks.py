@@ -125,7 +125,7 @@ def full_for_tokens(place: Path, rng: Random) -> None:
 def full_for_a_checkpoint(place: Path, rng: Random) -> str | None:
     """The disk is full when the first, second or third checkpoint is written."""
     size = (reference() / LAST).stat().st_size
-    with disk(place, f"size={int(rng.uniform(0.1, 3.5) * size / 1024)}k") as small:
+    with disk(place, f"size={int(rng.uniform(0.1, 2.8) * size / 1024)}k") as small:
         run = Run(small / "run")
         says_it_is_full(run)
         kept = [name for name in (LAST, PREVIOUS, BEST) if (small / "run" / name).exists()]
