@@ -12,7 +12,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from minigpt.errors import UserError, clean, is_first, legible
+from minigpt.errors import UserError, clean, is_first, legible, warn
 from minigpt.files import read_json, whole
 
 METRICS, CURVES, SAMPLES, SUMMARY = "metrics.csv", "curves.png", "samples.txt", "summary.json"
@@ -103,12 +103,25 @@ def rewind(folder: Path, step: int) -> None:
     (folder / SUMMARY).unlink(missing_ok=True)
     curves, samples = folder / METRICS, folder / SAMPLES
     if curves.exists():
-        header, *rows = curves.read_text(encoding="utf-8").splitlines(keepends=True) or [""]
-        rows = [row for row in rows if row.endswith("\n") and (at := re.match(r"\d+(?=,)", row)) and int(at[0]) <= step]
+        header, *rows = curves.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) or [""]
+        whole_rows = [row for row in rows if row.endswith("\n")]  # of a killed run the last may be cut short
+        good = [row for row in whole_rows if _is_measurement(row, header)]
+        if len(good) < len(whole_rows):
+            warn(f"{curves} is damaged; {len(whole_rows) - len(good)} of its rows are left out")
+        rows = [row for row in good if int(row.partition(",")[0]) <= step]
         _replace(curves, [header, *rows] if rows else [])
     if samples.exists():
-        sections = _SECTION.split(samples.read_text(encoding="utf-8"))
+        sections = _SECTION.split(samples.read_text(encoding="utf-8", errors="replace"))
         _replace(samples, [section for section in sections[1:] if int(section.split()[2].rstrip(",")) <= step])
+
+
+def _is_measurement(row: str, header: str) -> bool:
+    names, values = header.strip().split(","), row.strip().split(",")
+    try:
+        numbers = [float(value) for value in values if value]
+    except ValueError:
+        return False
+    return names[0] == "step" and len(names) == len(values) and values[0].isdecimal() and len(numbers) > 1
 
 
 def _replace(file: Path, lines: list[str]) -> None:
@@ -132,6 +145,14 @@ def told(folder: Path) -> dict[str, Any]:
     if not isinstance(summary, dict):
         raise ValueError("it holds no summary")
     return summary
+
+
+def completed(folder: Path) -> bool:
+    """Whether a run has told its end, as far as its folder can be read."""
+    try:
+        return told(folder).get("status") == "completed"
+    except ValueError:
+        return False
 
 
 def fail(folder: Path, reason: str) -> None:

@@ -92,7 +92,7 @@ def fit(cfg: DictConfig, folder: Path, left_out: set[int]) -> float | None:
     resolved = OmegaConf.to_container(cfg, resolve=True)
     kept = contents(config, tokens.tokenizer, resolved, tokens.sha256)
     resume = (find_resumed("auto", folder) if left_out else None) or find_resumed(cfg.resume, folder)
-    untold = cfg.resume == "auto" and run.told(folder).get("status") != "completed"
+    untold = cfg.resume == "auto" and not run.completed(folder)
     run.rewind(folder, 0 if resume is None else check_same(resume, kept, untold=untold))
     model = GPT(config)
     module = LanguageModel(

@@ -326,7 +326,7 @@ FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     "frames": (lambda: archive(pickle.dumps({"a": 1}, protocol=5)), PLAIN),
     # Archives.
     "a bomb": (bomb, "unpacks to more than it is"),
-    "a bomb in a bomb": (lambda: archive(bomb()), WHOLE),
+    "a bomb in a bomb": (lambda: archive(bomb()), "is not a "),  # the hour in it decides what it reads like
     "records that lie in one another": (overlapping, "unpacks to more than it is"),
     "a record that is larger than the file": (lambda: lying(24, "<I", 0xFFFFFFF0), "unpacks to more than it is"),
     "a record of zip64 without one": (lambda: lying(24, "<I", 0xFFFFFFFF), "unpacks to more than it is"),

@@ -96,6 +96,18 @@ def test_a_run_that_was_killed_right_after_its_last_checkpoint_tells_its_end(
     check_same_end(whole, resumed.folder)
 
 
+@pytest.mark.parametrize("name", ["summary.json", "metrics.csv", "samples.txt"])
+def test_a_damaged_file_beside_the_checkpoints_loses_no_run(
+    train: Callable[..., Any], tmp_path: Path, name: str, capsys: Any
+) -> None:
+    whole = train(*OFTEN, folder=tmp_path / "whole").folder
+    folder = broken_off(whole, 14, tmp_path / "damaged")
+    (folder / name).write_bytes((whole / name).read_bytes()[:-1] + b"\n\xff\x00{\n")
+    resumed = train(*OFTEN, "resume=auto", folder=folder)
+    check_same_end(whole, resumed.folder)
+    assert ("1 of its rows are left out" in capsys.readouterr().err) == (name == "metrics.csv")
+
+
 def test_two_processes_go_on_as_if_they_had_never_stopped(launch: Callable[..., Any], tmp_path: Path) -> None:
     two = [*OFTEN, "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
     assert launch("train.py", *two, f"hydra.run.dir={tmp_path}/whole").returncode == 0

@@ -21,6 +21,7 @@ import torch
 from tqdm import tqdm
 
 from minigpt.checkpoint import BEST, LAST, load_checkpoint, read
+from minigpt.run import completed
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = str(ROOT / "scripts" / "train.py")
@@ -221,7 +222,7 @@ def goes_on(folder: Path, *overrides: str, cold: bool = False, warns: str = "") 
     """
     if (folder / LAST).exists() and not warns:
         load_checkpoint(folder / LAST)
-    if not ended(folder):
+    if not completed(folder):
         run = Run(folder, *overrides, "resume=auto", cold=cold)
         code = run.wait()
         assert code == 0, f"resume=auto ended with exit code {code}: {run.stderr}"
@@ -229,12 +230,6 @@ def goes_on(folder: Path, *overrides: str, cold: bool = False, warns: str = "") 
     same(folder, reference(*overrides))
     left = [str(file) for file in folder.rglob("*partial*")]
     assert not left, f"half a file stays for ever: {left}"
-
-
-def ended(folder: Path) -> bool:
-    """Whether a run has told its end, so that nothing is left to do."""
-    file = folder / "summary.json"
-    return file.exists() and json.loads(file.read_text())["status"] == "completed"
 
 
 def same(folder: Path, reference: Path) -> None:
