@@ -110,6 +110,28 @@ def test_the_jobs_of_a_sweep_are_one_array_and_a_failing_one_is_in_the_table(
     assert set(re.findall(r"ArrayTaskThrottle=(\d)", known)) == {"1"}
 
 
+def test_the_jobs_of_a_sweep_that_must_make_place_go_on_when_they_are_queued_again(
+    slurm: Path, small: list[str], launch: Callable[..., Any], tmp_path: Path
+) -> None:
+    longer = ["max_steps=800", "eval_every=100"]
+    command = [sys.executable, str(ROOT / "scripts" / "train.py"), *small, *longer, "hydra.mode=MULTIRUN", "seed=7,8"]
+    with open(tmp_path / "sweep.log", "wb") as log:
+        sweep = subprocess.Popen([*command, "hydra/launcher=submitit_slurm"], cwd=tmp_path, stdout=log, stderr=log)
+    try:
+        begun = lambda: len(list(tmp_path.glob("runs/sweeps/*/*/checkpoints/last.ckpt"))) == 2  # noqa: E731
+        wait("the runs have checkpoints", lambda: begun() or sweep.poll() is not None)
+        subprocess.run(["scancel", "--signal=USR2", "--user=root"], check=True)  # which submitit asks SLURM for
+        assert sweep.wait(300) == 0, (tmp_path / "sweep.log").read_text()
+    finally:
+        sweep.kill()
+    (run, _) = read_sweep((tmp_path / "runs" / "sweeps" / "latest").resolve())
+    said = [file.read_text() for file in (run.folder.parent / ".submitit").glob("*/*.out")]
+    assert [words.count("Starting") for words in said] == [2, 2]
+    launch("train.py", *longer, "seed=7", f"hydra.run.dir={tmp_path}/whole")
+    ends = (load_checkpoint(path)[0].state_dict() for path in (run.folder, tmp_path / "whole"))
+    assert all(map(torch.equal, *(end.values() for end in ends)))
+
+
 PREEMPTED = """#!/bin/bash
 #SBATCH --requeue --open-mode=append --output={folder}.log
 srun {python} {script} {small} resume=auto hydra.run.dir={folder}
