@@ -132,7 +132,7 @@ def fit(cfg: DictConfig, folder: Path, left_out: set[int]) -> float | None:
         start = torch.as_tensor(encode_prompt(tokens.tokenizer, "")).long()
         sample = say(model, tokens.tokenizer, start, max_new_tokens=400, temperature=0.8, seed=cfg.seed)
         status = "completed"
-    except (Interrupted, KeyboardInterrupt):
+    except (Interrupted, KeyboardInterrupt, SystemExit):  # the last of which submitit ends a job with
         status = "interrupted"
         raise
     except Exception as error:

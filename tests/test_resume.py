@@ -124,6 +124,13 @@ def test_a_run_goes_on_in_another_folder(train: Callable[..., Any], tmp_path: Pa
     assert rows(resumed) == [row for row in rows(whole) if int(row["step"]) > 7]
 
 
+def test_the_best_of_a_folder_is_of_its_own_run(train: Callable[..., Any], tmp_path: Path) -> None:
+    whole = train(folder=tmp_path / "whole")
+    worse = train("max_steps=25", "optimizer.lr=0.5", f"resume={whole.folder}", folder=tmp_path / "worse")
+    assert worse.loss > whole.loss
+    assert read(worse.folder / BEST)["global_step"] == worse.summary["best_step"] == 25
+
+
 def test_more_steps_than_before_follow_the_new_schedule(train: Callable[..., Any], capsys: Any) -> None:
     run = train()
     train("resume=auto", "max_steps=30", folder=run.folder)

@@ -25,12 +25,14 @@ class Fault:
         trial: does it once, and may say in a few words what it met, or what share of an unharmed run's time it took.
         times: how often `make faults` tries it.
         quick: how often the test suite does.
+        alone: nothing runs beside a trial, for it is timed.
     """
 
     name: str
     trial: Trial
     times: int
     quick: int = 1
+    alone: bool = False
 
     def __call__(self, place: Path, seed: object) -> str | float | None:
         """One trial, the same for the same seed as far as clocks allow."""

@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def try_often(fault: Fault, times: int, seed: int) -> Outcome:
-    """Two trials at a time; of one that is lost the folder stays, and is named."""
+    """Two trials at a time, if none is timed; of one that is lost the folder stays, and is named."""
     outcome = Outcome(fault)
 
     def one(number: int) -> None:
@@ -90,7 +90,7 @@ def try_often(fault: Fault, times: int, seed: int) -> Outcome:
             outcome.ratios.extend([note] if isinstance(note, float) else [])
         shutil.rmtree(place, ignore_errors=True)
 
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(1 if fault.alone else 2) as pool:
         list(pool.map(one, range(times)))
     print(*outcome.cells, sep="  |  ", flush=True)
     return outcome
