@@ -240,7 +240,7 @@ def draw_curves(folder: Path) -> None:
             ha="right",
             color="tab:orange",
         )
-    losses.set(ylabel="loss (nats per token)", title=f"{folder.name}: loss and learning rate")
+    losses.set(ylabel="loss (nats per token)", title=f"{folder.resolve().name}: loss and learning rate")
     losses.legend()
     if rate := columns.get("learning_rate"):
         rates.plot(*zip(*rate, strict=True), color="tab:green", linewidth=1)
