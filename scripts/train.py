@@ -107,16 +107,12 @@ def fit(cfg: DictConfig, folder: Path, left_out: set[int]) -> float | None:
     )
     tokens_per_step = cfg.data.batch_size * cfg.trainer.accumulate_grad_batches * config.block_size
     meter = Meter(log_every=cfg.log_every, tokens_per_step=tokens_per_step)
-    extra = [logger for logger in instantiate(cfg.logger, _convert_="all").values() if logger]
+    extra = parts(cfg.logger)
     trainer = build_trainer(
         instantiate(cfg.trainer, _convert_="all"),
         max_steps=cfg.max_steps,
         eval_every=cfg.eval_every,
-        callbacks=[
-            meter,
-            EndInOrder(folder, agree_every=cfg.log_every),
-            *instantiate(cfg.callbacks, _convert_="all").values(),
-        ],
+        callbacks=[meter, EndInOrder(folder, agree_every=cfg.log_every), *parts(cfg.callbacks)],
         loggers=[MetricsCSV(folder / run.METRICS), Progress(cfg.max_steps), *extra],
         folder=folder,
     )
@@ -155,6 +151,13 @@ def fit(cfg: DictConfig, folder: Path, left_out: set[int]) -> float | None:
     if trainer.is_global_zero:
         run.announce(folder, sample, summary, sampler=Path(__file__).with_name("sample.py"))
     return summary["best_val_loss"]
+
+
+def parts(group: DictConfig) -> list[Any]:
+    """What a group builds; one that is null is switched off."""
+    from hydra.utils import instantiate
+
+    return [part for part in instantiate(group, _convert_="all").values() if part is not None]
 
 
 def function(node: DictConfig) -> Callable[..., Any]:

@@ -206,8 +206,9 @@ def test_a_vocabulary_may_be_padded_but_not_cut(train: Callable[..., Any], tmp_p
     assert not (tmp_path / "cut").exists()
 
 
-def test_a_run_may_keep_no_checkpoint(train, capsys):
-    ran = train("~callbacks.checkpoint")
+@pytest.mark.parametrize("override", ["~callbacks.checkpoint", "callbacks.checkpoint=null"])
+def test_a_run_may_keep_no_checkpoint(train, capsys, override):
+    ran = train(override)
     assert ran.summary["checkpoint"] is None
     assert not list(ran.folder.rglob("*.ckpt"))
     assert "checkpoint" not in capsys.readouterr().out
