@@ -87,15 +87,12 @@ def test_two_processes_give_the_losses_of_one(
     assert sampled.returncode == 0, sampled.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
         (["trainer=fsdp", *MUON], "error: optimizer=muon needs whole matrices"),
-        pytest.param(
-            ["trainer=ddp", "data.batch_size=5"],
-            "error: data.batch_size=5 does not divide among 2 processes",
-            marks=pytest.mark.slow,
-        ),
+        (["trainer=ddp", "data.batch_size=5"], "error: data.batch_size=5 does not divide among 2 processes"),
     ],
 )
 def test_what_two_processes_cannot_do_is_one_line(
@@ -108,7 +105,7 @@ def test_what_two_processes_cannot_do_is_one_line(
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_signal_ends_a_run_in_order(small: list[str], tmp_path: Path, signum: signal.Signals, devices: int) -> None:
     folder = tmp_path / "run"
     several = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"] if devices == 2 else []

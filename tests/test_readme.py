@@ -21,7 +21,7 @@ SHORT = [
 ]
 SMALL_SWEEP = ["model.n_head=2", "model.n_embd=8,16"]
 PROCESSES = {"-m", "trainer.devices=2", "logger=wandb", "--interactive"}  # what is about processes of its own
-LONG = {"-m", "trainer.devices=2", "scripts/bench.py", "logger=wandb"}
+LONG = {"-m", "trainer.devices=2", "scripts/bench.py", "logger=wandb", "experiment=nanogpt_gpu"}
 
 
 def commands(first: str) -> list[list[str]]:

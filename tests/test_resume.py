@@ -108,6 +108,7 @@ def test_a_damaged_file_beside_the_checkpoints_loses_no_run(
     assert ("1 of its rows are left out" in capsys.readouterr().err) == (name == "metrics.csv")
 
 
+@pytest.mark.slow
 def test_two_processes_go_on_as_if_they_had_never_stopped(launch: Callable[..., Any], tmp_path: Path) -> None:
     two = [*OFTEN, "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
     assert launch("train.py", *two, f"hydra.run.dir={tmp_path}/whole").returncode == 0
