@@ -73,8 +73,15 @@ def check_same_end(one: Path, other: Path) -> None:
         "model.block_size=64 data.batch_size=64 schedule=cosine",  # 4 batches are an epoch
         "callbacks=early_stopping callbacks.early_stopping.patience=1 callbacks.early_stopping.min_delta=0.2",
         "optimizer=muon_fast trainer.gradient_clip_val=null",
+        pytest.param(
+            "tokenizer=gpt2",
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="needs the files of gpt2"),
+            ],
+        ),
     ],
-    ids=["plain", "accumulation", "average", "epochs", "early stopping", "muon"],
+    ids=["plain", "accumulation", "average", "epochs", "early stopping", "muon", "gpt2"],
 )
 def test_a_run_that_goes_on_ends_as_if_it_had_never_stopped(
     train: Callable[..., Any], tmp_path: Path, settings: str
