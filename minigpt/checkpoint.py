@@ -10,7 +10,7 @@ whole one.
 import os
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -251,17 +251,20 @@ def read(path: Path, *, device: str | torch.device | None = None) -> dict[str, A
 
 
 def write(content: Mapping[str, Any], path: Path) -> None:
-    """Write a checkpoint whole or not at all; the `last` one before it is kept as `previous`."""
+    """Write a checkpoint whole or not at all; the `last` one before it is kept as `previous`.
+
+    It becomes `previous` only when the new one is `last`, so at no moment do both names mean one file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with whole(path) as partial:
-            with open(partial, "wb") as file:
+        with ExitStack() as names:
+            if path.name == Path(LAST).name and path.exists():
+                _link(path, names.enter_context(whole(path.with_name(Path(PREVIOUS).name))))
+            with whole(path) as partial, open(partial, "wb") as file:
                 torch.save(content, file)
                 file.flush()
                 os.fsync(file.fileno())
-            if path.name == Path(LAST).name and path.exists():
-                name_again(path, path.with_name(Path(PREVIOUS).name))
-        _sync(path.parent)
+            _sync(path.parent)
     except BaseException as error:
         # torch hides why the file could not be written.
         if isinstance(reason := error.__context__, KeyboardInterrupt | Interrupted):
@@ -274,11 +277,15 @@ def write(content: Mapping[str, Any], path: Path) -> None:
 def name_again(file: Path, other: Path) -> None:
     """Give a checkpoint a second name, which stays with it; on a disk without links it is copied."""
     with whole(other) as partial:
-        try:
-            partial.hardlink_to(file)
-        except OSError:
-            shutil.copyfile(file, partial)
+        _link(file, partial)
     _sync(other.parent)
+
+
+def _link(file: Path, other: Path) -> None:
+    try:
+        other.hardlink_to(file)
+    except OSError:
+        shutil.copyfile(file, other)
 
 
 def _sync(folder: Path) -> None:

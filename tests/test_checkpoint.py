@@ -292,6 +292,20 @@ def test_the_last_checkpoint_before_the_last_is_kept(tmp_path: Path):
     assert {file.name for file in (tmp_path / LAST).parent.iterdir()} == {"last.ckpt", "previous.ckpt"}
 
 
+def test_the_last_and_the_one_before_it_are_never_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rename, met = Path.replace, []
+
+    def replace(self: Path, target: Path) -> Path:
+        target = rename(self, target)
+        met.append((tmp_path / PREVIOUS).exists() and (tmp_path / LAST).samefile(tmp_path / PREVIOUS))
+        return target
+
+    monkeypatch.setattr(Path, "replace", replace)
+    for step in (10, 20, 30):
+        write(checkpoint(make()) | {"global_step": step}, tmp_path / LAST)
+    assert met == [False] * 5  # one name at first, then two
+
+
 @pytest.mark.parametrize("bit", range(8))
 def test_a_bit_that_flipped_is_noticed_wherever_it_matters(tmp_path: Path, bit: int):
     path = tmp_path / "a.ckpt"

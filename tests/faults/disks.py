@@ -25,7 +25,7 @@ def flip_a_bit(file: Path, rng: Random) -> None:
 
 
 def cut_the_tail(file: Path, rng: Random) -> None:
-    os.truncate(file, rng.randrange(1, file.stat().st_size))
+    os.truncate(file, rng.randrange(max(1, file.stat().st_size)))
 
 
 def empty(file: Path, rng: Random) -> None:
