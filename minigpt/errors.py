@@ -58,8 +58,10 @@ class Diverged(RunError):
         super().__init__(f"{self.what}; try a lower optimizer.lr, more schedule.warmup_steps, or on_divergence=skip")
 
 
-class Interrupted(Exception):
+class Interrupted(BaseException):
     """A signal asked the run to end; raised at a moment when it can end in order.
+
+    It is no Exception, which whatever was at work would take for an error of its own.
 
     Schedulers send SIGUSR1 before they take the machine away: the exit code is then that of a failure which passes
     (EX_TEMPFAIL), and the job is to be queued again.
@@ -104,7 +106,7 @@ def one_line(function: Callable[P, R]) -> Callable[P, R]:
             result = function(*args, **kwargs)
             sys.stdout.flush()  # a closed pipe is noticed here, not when the interpreter ends
             return result
-        except (KeyboardInterrupt, BrokenPipeError, Exception) as error:
+        except (KeyboardInterrupt, Interrupted, Exception) as error:
             if os.environ.get("MINIGPT_TRACEBACK") == "1":
                 raise
             message, code = explain(error)

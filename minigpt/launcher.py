@@ -86,7 +86,7 @@ class Job:
                 if done.status == JobStatus.FAILED:
                     raise done._return_value  # of itself it would first print all overrides
                 return done.return_value
-            except Exception as error:
+            except (Exception, Interrupted) as error:
                 line = explain(error)[0]
                 print(line, file=sys.stderr)
                 reason = line.removeprefix("error: ")

@@ -5,12 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 
-from minigpt.errors import Interrupted, RunError, UserError, explain, nearest, one_line, warn
+from minigpt.errors import Interrupted, RunError, UserError, explain, interruptible, nearest, one_line, warn
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -221,3 +222,8 @@ def test_a_line_has_nothing_that_a_terminal_obeys_and_an_end(capsys):
     line, _ = explain(UserError("x" * 1_000_000))
     assert line.endswith("x …")
     assert len(line) < 2000
+
+
+def test_a_signal_is_not_taken_for_an_error_of_whatever_was_at_work():
+    with pytest.raises(Interrupted), interruptible(), suppress(Exception):
+        signal.raise_signal(signal.SIGTERM)
