@@ -44,7 +44,7 @@ class Outcome:
         """The row of the table."""
         notes = [f"{times} {note}" for note, times in sorted(self.notes.items())]
         if self.ratios:
-            notes.append(f"{median(self.ratios):.3f} of the seconds that training takes without (median)")
+            notes.append(f"{median(self.ratios):.3f} of the seconds that training takes otherwise (median)")
         return (self.fault.name, str(self.survived + self.lost), str(self.survived), str(self.lost), ", ".join(notes))
 
 

@@ -102,17 +102,13 @@ def serving() -> Iterator[Server]:
 
 
 def in_trouble(trouble: str) -> Trial:
-    """A run whose server gets into trouble, beside one that has no server: how much longer it trained."""
+    """A run whose server gets into trouble, beside one whose server is well: how much longer it trained."""
 
     def trial(place: Path, rng: Random) -> float:
         plain = reference(*LONGER)
+        at = rng.randrange(2, 60)
         with serving() as server:
-            env = {
-                "WANDB_API_KEY": "0" * 40,
-                "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}",
-                "HOME": str(place),
-            }
-            at = rng.randrange(2, 60)
+            env = environment(server, place)
             run = Run(place / "run", *LONGER, "logger=wandb", cold=True, env=env)
             assert run.until_step(at), run.stderr
             if trouble == "killed":
@@ -122,23 +118,34 @@ def in_trouble(trouble: str) -> Trial:
             if trouble != "killed":
                 server.trouble, server.history = None, 0
                 (kept,) = (run.folder / "wandb").glob("run-*")
-                command = [sys.executable, "-m", "wandb", "sync", "--include-online", str(kept)]
-                sent = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=120)
-                assert sent.returncode == 0, sent.stderr
-                assert server.history >= len(rows(plain)), f"{server.history} rows were sent after: {sent.stderr}"
+                sync(kept, env)
+                assert server.history >= len(rows(plain)), f"{server.history} rows were sent after"
         assert "Traceback" not in run.stderr, run.stderr
         assert len(run.said) <= 1, run.stderr
         same(run.folder, plain)
         if trouble != "killed":
-            (kept,) = (run.folder / "wandb").glob("run-*/run-*.wandb")
-            history = [record for record in records(kept.parent) if record["type"] == "history"]
+            history = [record for record in records(kept) if record["type"] == "history"]
             assert len(history) >= len(rows(plain)), f"{len(history)} rows were kept for later"
-        beside = Run(place / "beside", *LONGER, cold=True)
-        assert beside.wait() == 0, beside.stderr
+        with serving() as server:
+            beside = Run(place / "beside", *LONGER, "logger=wandb", cold=True, env=environment(server, place))
+            assert beside.wait() == 0, beside.stderr
         took, expected = (json.loads((one.folder / "summary.json").read_text())["seconds"] for one in (run, beside))
         return float(took / expected)
 
     return trial
+
+
+def environment(server: Server, home: Path) -> dict[str, str]:
+    """What has the client speak to a server of ours."""
+    address = f"http://127.0.0.1:{server.server_port}"
+    return {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": address, "HOME": str(home)}
+
+
+def sync(kept: Path, env: dict[str, str]) -> None:
+    """Send what the server of a run did not get, as a user would."""
+    command = [sys.executable, "-m", "wandb", "sync", "--include-online", str(kept)]
+    env = {**os.environ, **env}
+    subprocess.run(command, cwd=kept, env=env, capture_output=True, timeout=120, check=True)
 
 
 def client(run: Run) -> int:
