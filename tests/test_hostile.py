@@ -77,7 +77,7 @@ def archive(data: bytes, records: dict[str, bytes] | None = None, **options: Any
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", **options) as opened:
         for name, content in {"archive/data.pkl": data, "archive/data/9": bytes(64), **(records or {})}.items():
-            opened.writestr(name, content)
+            opened.writestr(zipfile.ZipInfo(name), content, opened.compression)  # of 1980: the hour would be in it
     return file.getvalue()
 
 
@@ -203,7 +203,7 @@ def lying(offset: int, form: str, value: int) -> bytes:
 def bomb() -> bytes:
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as opened:
-        opened.writestr("archive/data.pkl", pickled(bytes(1 << 26)))
+        opened.writestr(zipfile.ZipInfo("archive/data.pkl"), pickled(bytes(1 << 26)), zipfile.ZIP_DEFLATED)
     return file.getvalue()
 
 
@@ -326,7 +326,7 @@ FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     "frames": (lambda: archive(pickle.dumps({"a": 1}, protocol=5)), PLAIN),
     # Archives.
     "a bomb": (bomb, "unpacks to more than it is"),
-    "a bomb in a bomb": (lambda: archive(bomb()), "is not a "),  # the hour in it decides what it reads like
+    "a bomb in a bomb": (lambda: archive(bomb()), PLAIN),
     "records that lie in one another": (overlapping, "unpacks to more than it is"),
     "a record that is larger than the file": (lambda: lying(24, "<I", 0xFFFFFFF0), "unpacks to more than it is"),
     "a record of zip64 without one": (lambda: lying(24, "<I", 0xFFFFFFFF), "unpacks to more than it is"),
