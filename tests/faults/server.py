@@ -18,7 +18,7 @@ from typing import Any
 from . import Fault, Trial
 from .tools import Run, reference, rows, same
 
-LONGER = ("max_steps=120", "eval_every=30", "log_every=2")  # as long as it takes the client to speak to its server
+LONGER = ("max_steps=600", "eval_every=150", "log_every=2")  # long enough to be timed
 BUCKET = {
     "id": "1",
     "displayName": "run",
@@ -106,7 +106,7 @@ def in_trouble(trouble: str) -> Trial:
 
     def trial(place: Path, rng: Random) -> float:
         plain = reference(*LONGER)
-        at = rng.randrange(2, 60)
+        at = rng.randrange(2, 150)
         with serving() as server:
             env = environment(server, place)
             run = Run(place / "run", *LONGER, "logger=wandb", cold=True, env=env)
