@@ -200,7 +200,7 @@ def _meta(file: Path) -> dict[str, Any]:
     return dict(meta)
 
 
-def from_bins(train_bin: Path, val_bin: Path, tokenizer: Tokenizer, known: Path) -> Corpus:
+def from_bins(train_bin: Path, val_bin: Path, tokenizer: Tokenizer, known: Path | None = None) -> Corpus:
     """nanoGPT's token files, read where they are: arrays of 16-bit ids.
 
     Args:

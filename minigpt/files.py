@@ -33,12 +33,14 @@ def read_json(file: Path) -> Any:
         raise ValueError("its lists lie too deep in each other") from error
 
 
-def checksums(files: Sequence[Path], known: Path) -> list[str]:
-    """The SHA-256 of files, remembered in the file `known` for as long as nothing wrote to them.
+def checksums(files: Sequence[Path], known: Path | None) -> list[str]:
+    """The SHA-256 of files, remembered in the file `known`, if there is one, for as long as nothing wrote to them.
 
     A write, however quick, changes a file's time of change, which no program can set back; so a large corpus is
     read for its checksum once, and a start costs what it costs with a small one.
     """
+    if known is None:
+        return [_sha256(file) for file in files]
     remembered: dict[str, str] = {}
     with suppress(OSError, ValueError, TypeError):
         remembered = {key: str(value) for key, value in dict(read_json(known)).items()}

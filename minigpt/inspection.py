@@ -9,8 +9,7 @@ Shapes: L layers, H heads, T time, B batch, D head width.
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
-from io import StringIO
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -277,7 +276,7 @@ def validation_batches(checkpoint: Path, model: GPT) -> "ValidationBatches":
     """The whole validation split that a checkpoint was measured on, in the windows of training.
 
     Raises:
-        UserError: the text is not where training found it, or is another by now.
+        UserError: its tokens are not where training had them, or are others by now.
     """
     from minigpt.checkpoint import read
     from minigpt.data import ValidationBatches  # imports Lightning
@@ -298,17 +297,29 @@ def validation_batches(checkpoint: Path, model: GPT) -> "ValidationBatches":
 
 
 def _corpus(checkpoint: Path, ours: Mapping[str, Any]) -> "Corpus":
-    """The token files of a checkpoint's text: those that training made if they are still there, or made anew."""
-    from minigpt import corpus, preparation, sources
+    """The tokens that a checkpoint was trained on, if they are where training had them.
+
+    Nothing is made anew, fetched or written: a checkpoint may be anybody's, and name any place.
+    """
+    from minigpt import corpus
+    from minigpt.tokenizer import from_dict
 
     try:
-        data, tokenizer, checksum = ours["config"]["data"], ours["config"]["tokenizer"], ours["corpus_sha256"]
-        folder, bins = Path(data["folder"]), data["train_bin"]
+        data, checksum = ours["config"]["data"], ours["corpus_sha256"]
+        folder, bins = Path(data["folder"]) / "tokens", data["train_bin"]
         split = {} if data["val_path"] else {"split": data["split"], "val_fraction": data["val_fraction"]}
-        where = bins or data["path"] or data.get("name", data["source"])
     except (KeyError, TypeError) as error:
         raise UserError(f"{checkpoint} does not say what text it was trained on (no {error})") from error
-    for file in sorted(folder.glob("tokens/*/meta.json")):
+    if bins:
+        try:
+            train, val = (Path(file).expanduser() for file in (bins, data["val_bin"]))
+            found = corpus.from_bins(train, val, from_dict(ours["tokenizer"]))
+        except UserError as error:
+            raise UserError(f"the tokens that {checkpoint} was trained on are not here: {error}") from error
+        if found.sha256 == checksum:
+            return found
+        raise UserError(f"the tokens that {checkpoint} was trained on are not here: {bins} holds others by now")
+    for file in sorted(folder.glob("*/meta.json")):
         try:
             meta = read_json(file)
             wanted = {"sha256": checksum, "tokenizer": ours["tokenizer"], "made": meta["made"] | split}
@@ -316,22 +327,10 @@ def _corpus(checkpoint: Path, ours: Mapping[str, Any]) -> "Corpus":
             continue
         if all(meta.get(key) == value for key, value in wanted.items()):
             return corpus.load(file.parent)
-    advice = "start from the folder that training was started in, with the text as it was"
-    try:
-        # Where another text would stand in, `find` warns that training runs on it: here nothing trains.
-        with redirect_stderr(StringIO()):
-            if bins:
-                found = preparation.corpus_of(data, tokenizer, fetch=False).sha256
-            else:
-                found = sources.checksum(*sources.find(data, fetch=False))
-    except UserError as error:
-        raise UserError(f"the validation text of {checkpoint}, {where}, is not to be found here; {advice}") from error
-    if found != checksum:
-        raise UserError(
-            f"the validation text of {checkpoint} is not to be found here: what is there is another text than {where} "
-            f"was in training (checksum {found[:8]}…, not {checksum[:8]}…); {advice}"
-        )
-    return preparation.corpus_of(data, tokenizer, fetch=False)
+    raise UserError(
+        f"the tokens that {checkpoint} was trained on are not in {folder}; start from the folder that training was "
+        "started in, or make them again with python scripts/prepare.py and the run's data= and tokenizer="
+    )
 
 
 def token_texts(tokenizer: Tokenizer, tokens: Tensor) -> list[str]:

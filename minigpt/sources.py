@@ -39,11 +39,8 @@ class Source:
     stand_in: bool = False
 
 
-def find(data: Mapping[str, Any], *, fetch: bool = True) -> tuple[Source, Source | None]:
+def find(data: Mapping[str, Any]) -> tuple[Source, Source | None]:
     """The source that the data group of a configuration means, and the one to validate on where it is another.
-
-    Args:
-        fetch: what is not on this machine may come from the network. A configuration that a file brings may not say so.
 
     Raises:
         UserError: there is no such text.
@@ -58,16 +55,14 @@ def find(data: Mapping[str, Any], *, fetch: bool = True) -> tuple[Source, Source
         return source, own_val
     kind = data["source"]
     if kind == "download":
-        named = {key: data[key] for key in ("name", "sha256", "characters")}
-        file, stand_in = shakespeare.find(**named, url=data["url"] if fetch else None, folder=folder, known=known)
+        named = {key: data[key] for key in ("name", "url", "sha256", "characters")}
+        file, stand_in = shakespeare.find(**named, folder=folder, known=known)
         name = f"{data['name']}-stand-in" if stand_in else data["name"]
         (sha256,) = checksums([file], known)
         return Source(name, sha256, [partial(documents.read, file, field)], [file.stat().st_size], stand_in), own_val
     if kind == "plays":
         return _plays(), own_val
     if kind == "huggingface":
-        if not fetch and not Path(data["dataset"]).is_dir():
-            raise UserError(f"data.dataset={data['dataset']} is not a folder of this machine")
         val = _dataset(data, data["val_split"], known) if data["val_split"] and own_val is None else own_val
         return _dataset(data, data["train_split"], known), val
     raise UserError("data.path is not set: name your text, a file, a folder or a pattern, with data.path=…")

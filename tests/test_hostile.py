@@ -580,7 +580,7 @@ def test_a_checkpoint_has_nothing_fetched(tmp_path: Path):
         data = {"folder": str(tmp_path / "data"), **named, **paths, **settings}
         content["minigpt"]["config"] = {"data": data, "tokenizer": {"name": "char"}}
         (tmp_path / "a.ckpt").write_bytes(saved(content))
-        with pytest.raises(UserError, match="not to be found here"):
+        with pytest.raises(UserError, match="are not in"):
             validation_batches(tmp_path / "a.ckpt", load_checkpoint(tmp_path / "a.ckpt")[0])
         assert not select.select([server], [], [], 0)[0]
     assert [file.name for file in tmp_path.iterdir()] == ["a.ckpt"]

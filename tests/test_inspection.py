@@ -472,31 +472,40 @@ def test_a_trained_model_is_looked_at(
         rise = float(model(windows[:, :-1], windows[:, 1:])) - trained.loss
     assert float(rows[3].split()[8]) == pytest.approx(rise, abs=6e-4)
 
-    # Without the token files the text is found again; another text in its place is noticed, and so is none.
+    # Without the token files that is said, and prepare.py makes them again; nothing else does.
     (tmp_path / "data").rename(tmp_path / "gone")
     flags = [str(trained.folder), "--prompt", "fox", "--out", "again.png", "--values", "again.svg"]
+    result = shell(*flags)
+    assert result.returncode == 2
+    line = result.stderr.splitlines()[-1]  # those before are of the training
+    assert line.startswith("error: the tokens that ")
+    assert "make them again with python scripts/prepare.py" in line
+    assert not (tmp_path / "again.svg").exists()
+    assert not (tmp_path / "data").exists()
+    assert launch("prepare.py", f"data.path={text}", f"data.folder={tmp_path / 'data'}").returncode == 0
     assert shell(*flags).returncode == 0
     assert words(tmp_path / "again.svg") == words(tmp_path / "v.svg")
-    for changed, said in ((text.read_text() + "!", "is another text than"), (None, "is not to be found here")):
-        (tmp_path / "again.svg").unlink(missing_ok=True)
-        for folder in (tmp_path / "data" / "tokens").glob("*/"):
-            (folder / "meta.json").unlink(missing_ok=True)
-        replace(trained.folder / checkpoint.BEST, tmp_path / "own.txt", changed)
+
+
+def test_heads_are_valued_on_token_files_of_nanogpt(
+    train: Callable[..., Any], shell: Callable[..., Any], text: Path, tmp_path: Path
+) -> None:
+    ids = np.frombuffer(text.read_bytes(), "uint8").astype("uint16")
+    for name, part in (("train", ids[:18_000]), ("val", ids[18_000:])):
+        part.tofile(tmp_path / f"{name}.bin")
+    bins = [f"data.{name}_bin={tmp_path}/{name}.bin" for name in ("train", "val")]
+    trained = train("data.path=null", "tokenizer=byte", *bins, folder=tmp_path / "run")
+    flags = [str(trained.folder), "--prompt", "fox", "--out", "a.png", "--values", "v.svg"]
+    files = sorted(tmp_path.rglob("*"))
+    assert shell(*flags).returncode == 0
+    assert any(f"{trained.loss:.4f} with all" in said for said in words(tmp_path / "v.svg"))
+    assert sorted(tmp_path.rglob("*")) == sorted([*files, tmp_path / "a.png", tmp_path / "v.svg"])
+    ids[:100].tofile(tmp_path / "train.bin")
+    for said in ("train.bin holds others by now", "train.bin is not a file"):
         result = shell(*flags)
         assert result.returncode == 2
         assert said in result.stderr
-        assert len(result.stderr.splitlines()) == 1
-        assert not (tmp_path / "again.svg").exists()
-
-
-def replace(file: Path, text: Path, content: str | None) -> None:
-    """Have a checkpoint name `text` as its corpus, a file with `content` or none at all."""
-    saved = checkpoint.read(file)
-    saved["minigpt"]["config"]["data"]["path"] = str(text)
-    checkpoint.write(saved, file)
-    text.unlink(missing_ok=True)
-    if content is not None:
-        text.write_text(content)
+        (tmp_path / "train.bin").unlink(missing_ok=True)
 
 
 # While training.
