@@ -15,6 +15,7 @@ from torch import Tensor
 from minigpt.checkpoint import BEST
 from minigpt.drawing import draw_maps
 from minigpt.errors import RunError, UserError, warn
+from minigpt.files import sync
 from minigpt.generation import check_settings, generate
 from minigpt.inspection import attention_maps, token_texts
 from minigpt.loggers import Wandb
@@ -75,6 +76,10 @@ class Meter(Callback):
             "logged_seconds": self._logged_seconds,
             "usual": vars(self._usual).copy(),
         }
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        for logger in trainer.loggers:
+            logger.save()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.seconds, self._logged_seconds = state_dict["seconds"], state_dict["logged_seconds"]
@@ -240,6 +245,9 @@ class Samples(Callback):
         for logger in trainer.loggers:
             if isinstance(logger, Wandb):
                 logger.log_html("samples", text)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        sync(self.file)
 
 
 def say(model: GPT, tokenizer: Tokenizer, prompt: Tensor, **options: Any) -> str:

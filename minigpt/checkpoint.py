@@ -10,7 +10,7 @@ whole one.
 import os
 import shutil
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from minigpt import archive
 from minigpt import tokenizer as tokenizers
 from minigpt.config import GPTConfig
 from minigpt.errors import Interrupted, UserError, warn
-from minigpt.files import whole
+from minigpt.files import sync, whole
 from minigpt.model import GPT
 from minigpt.tokenizer import Tokenizer
 
@@ -264,7 +264,7 @@ def write(content: Mapping[str, Any], path: Path) -> None:
                 torch.save(content, file)
                 file.flush()
                 os.fsync(file.fileno())
-            _sync(path.parent)
+            sync(path.parent)
     except BaseException as error:
         # torch hides why the file could not be written.
         if isinstance(reason := error.__context__, KeyboardInterrupt | Interrupted):
@@ -278,7 +278,7 @@ def name_again(file: Path, other: Path) -> None:
     """Give a checkpoint a second name, which stays with it; on a disk without links it is copied."""
     with whole(other) as partial:
         _link(file, partial)
-    _sync(other.parent)
+    sync(other.parent)
 
 
 def _link(file: Path, other: Path) -> None:
@@ -286,13 +286,3 @@ def _link(file: Path, other: Path) -> None:
         other.hardlink_to(file)
     except OSError:
         shutil.copyfile(file, other)
-
-
-def _sync(folder: Path) -> None:
-    """Have the names in a folder outlast a loss of power, where the system can."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

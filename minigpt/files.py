@@ -21,6 +21,16 @@ def whole(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+def sync(path: Path) -> None:
+    """Have a file, or the names in a folder, outlast a loss of power, where it is there and the system can."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 def read_json(file: Path) -> Any:
     """What a file of JSON says.
 

@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from tqdm import tqdm
 
 from minigpt.errors import UserError, clean, explain, is_first, warn
+from minigpt.files import sync
 from minigpt.sweep import PICTURE, TABLE
 
 COLUMNS = (
@@ -56,6 +57,11 @@ class MetricsCSV(_PlainLogger):
             if new:
                 writer.writeheader()
             writer.writerow({"step": step, **metrics})
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Called before a checkpoint, which is not to outlast the curve that led there."""
+        sync(self.file)
 
 
 class Progress(_PlainLogger):

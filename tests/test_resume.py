@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -408,3 +409,28 @@ def test_a_run_that_was_asked_to_end_goes_on_with_the_validation_that_was_due(
         train(*settings, *ask, f"+callbacks.ask.validating={validating}")
     resumed = train(*settings, "resume=auto")
     check_same_end(expected.folder, resumed.folder)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks up the names of open files")
+def test_no_checkpoint_outlasts_the_curve_and_the_samples_that_led_there(
+    train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If power fails, what is on disk is what was synced."""
+    folder, fsync = tmp_path / "run", os.fsync
+    synced: dict[str, bytes] = {}
+    checkpoints = 0
+
+    def watch(descriptor: int) -> None:
+        nonlocal checkpoints
+        fsync(descriptor)
+        file = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if file.name.startswith(".last.ckpt"):
+            checkpoints += 1
+            for name in ("metrics.csv", "samples.txt"):
+                assert synced[name] == (folder / name).read_bytes()
+        elif file.is_file():
+            synced[file.name] = file.read_bytes()
+
+    monkeypatch.setattr(os, "fsync", watch)
+    train(folder=folder)
+    assert checkpoints == 2

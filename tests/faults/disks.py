@@ -37,8 +37,8 @@ def swap(file: Path, rng: Random) -> None:
     other = file.parents[1] / rng.choice(others)
     file.unlink()
     if other.is_dir():
-        shutil.make_archive(str(file), "zip", other)
-        file.with_name(f"{file.name}.zip").rename(file)
+        archive = shutil.make_archive(str(file.parents[2] / "other"), "zip", other)  # not into what it packs
+        Path(archive).rename(file)
     else:
         shutil.copy(other, file)
 
