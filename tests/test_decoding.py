@@ -245,6 +245,7 @@ def test_what_is_compiled_computes_the_same_logits(changes: dict[str, Any]):
             )
 
 
+@pytest.mark.slow
 def test_a_compiled_step_draws_the_same_text():
     model, options = make(position="rope", ngram=2), {"max_new_tokens": 40, "num_samples": 2, "top_k": 8}
     plain, compiled = (generate(model, [[3], [1, 2, 5]], compile=compile, **options) for compile in (False, True))

@@ -52,6 +52,7 @@ def test_the_page_on_attention_has_code() -> None:
     assert len(FENCE.findall(page.read_text(encoding="utf-8"))) > 10
 
 
+@pytest.mark.slow
 def test_every_setting_of_the_recipes_exists() -> None:
     (page,) = (page for page in PAGES if page.name == "recipes.md")
     cells = re.findall(r"\| `([^`]+=[^`]+)` \|$", page.read_text(encoding="utf-8"), re.MULTILINE)

@@ -542,6 +542,7 @@ def test_training_does_not_go_on_from_a_hostile_file(
     assert not list(tmp_path.rglob("canary"))
 
 
+@pytest.mark.slow
 def test_a_training_that_was_to_go_on_from_a_hostile_file_ends_in_a_line(
     launch: Callable[..., Any], folder: Path, tmp_path: Path
 ):

@@ -88,7 +88,8 @@ def test_every_script_command_runs(
 ) -> None:
     script, *arguments = command[1:]
     (tmp_path / "my.txt").write_bytes(text.read_bytes() if script == "scripts/train.py" else b"But soft!")
-    (tmp_path / "runs").symlink_to(trained / "runs")
+    for folder in ("runs", "data"):
+        (tmp_path / folder).symlink_to(trained / folder)
     if script == "scripts/train.py" and "--help" not in arguments:
         folders = [f"hydra.run.dir={tmp_path}/run", f"hydra.sweep.dir={tmp_path}/sweep"]
         arguments += [*SHORT, *folders]

@@ -683,6 +683,7 @@ def test_a_run_of_a_sweep_is_the_run_that_it_would_be_alone(
     assert curve(told.sweep / GOOD[2]) != curve(alone.folder)
 
 
+@pytest.mark.slow
 def test_a_signal_ends_a_sweep_in_order(life: Callable[..., Any]) -> None:
     told = life(2)
     assert told.code == 128 + signal.SIGINT
@@ -703,6 +704,7 @@ def test_a_signal_ends_a_sweep_in_order(life: Callable[..., Any]) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs a system that tells of its processes")
+@pytest.mark.slow
 def test_workers_end_in_order_by_themselves_when_their_parent_is_gone(life: Callable[..., Any]) -> None:
     told = life(3)
     assert told.code == -signal.SIGKILL
@@ -710,6 +712,7 @@ def test_workers_end_in_order_by_themselves_when_their_parent_is_gone(life: Call
     assert summary(told.sweep / GOOD[0])["status"] == "interrupted"
 
 
+@pytest.mark.slow
 def test_a_sweep_that_goes_on_leaves_alone_what_had_ended(life: Callable[..., Any]) -> None:
     before, after = life(1).sweep, life(4).sweep
     for name in GOOD[1:3]:
@@ -719,6 +722,7 @@ def test_a_sweep_that_goes_on_leaves_alone_what_had_ended(life: Callable[..., An
             assert (after / file).stat().st_mtime_ns == (before / file).stat().st_mtime_ns, file
 
 
+@pytest.mark.slow
 def test_a_sweep_that_goes_on_ends_what_was_broken_off_as_if_nothing_had_been(
     life: Callable[..., Any], train: Callable[..., Any]
 ) -> None:
@@ -731,6 +735,7 @@ def test_a_sweep_that_goes_on_ends_what_was_broken_off_as_if_nothing_had_been(
     assert (told.sweep / GOOD[0] / "log.txt").read_text().count("step 10/20") == 1  # it went on, and did not begin anew
 
 
+@pytest.mark.slow
 def test_a_sweep_that_goes_on_runs_what_is_new_and_tries_again_what_failed(life: Callable[..., Any]) -> None:
     told = life(4)
     assert told.code == 1
@@ -746,6 +751,7 @@ def test_a_sweep_that_goes_on_runs_what_is_new_and_tries_again_what_failed(life:
     assert {path.name for path in told.sweep.iterdir() if path.is_dir()} == {*GOOD, *DIVERGING, "wandb"}
 
 
+@pytest.mark.slow
 def test_every_run_of_a_sweep_and_its_summary_are_runs_of_weights_and_biases(life: Callable[..., Any]) -> None:
     told = life(4)
     for name in (GOOD[0], GOOD[3], DIVERGING[0]):

@@ -145,12 +145,6 @@ def test_every_preset_takes_a_step_at_its_own_width(train: Callable[..., Any], p
     assert run.summary["steps"] == 1
 
 
-@pytest.mark.parametrize("experiment", sorted(file.stem for file in (CONFIGS / "experiment").glob("*.yaml")))
-def test_every_experiment_takes_a_step(train: Callable[..., Any], experiment: str) -> None:
-    run = train(f"experiment={experiment}", "compile=false", "max_steps=1", "model.n_layer=1")
-    assert run.summary["steps"] == 1
-
-
 @pytest.mark.parametrize("debug", ["fast", "profile"])
 def test_debug_presets_run(train: Callable[..., Any], debug: str) -> None:
     run = train(f"debug={debug}", *(["max_steps=25", "eval_every=25"] if debug == "profile" else []))
