@@ -72,6 +72,16 @@ class Interrupted(BaseException):
         self.exit_code = _TRY_AGAIN if signum == REQUEUE else 128 + signum
 
 
+def requeue_at_once() -> None:
+    """Have SIGUSR1 end a run that has not begun with the code that has it queued again."""
+    if REQUEUE and signal.getsignal(REQUEUE) == signal.SIG_DFL:
+        signal.signal(REQUEUE, _begin_again)
+
+
+def _begin_again(signum: int, frame: FrameType | None) -> None:
+    os._exit(_TRY_AGAIN)
+
+
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Have signals that would end the process at once raise `Interrupted`, which ends it in order.
@@ -80,7 +90,8 @@ def interruptible() -> Iterator[None]:
     """
     in_main = threading.current_thread() is threading.main_thread()
     before = {signum: signal.getsignal(signum) for signum in ENDING if in_main}
-    ours = [signum for signum, handler in before.items() if handler in (signal.SIG_DFL, signal.default_int_handler)]
+    immediate = (signal.SIG_DFL, signal.default_int_handler, _begin_again)
+    ours = [signum for signum, handler in before.items() if handler in immediate]
     for signum in ours:
         signal.signal(signum, interrupt)
     try:

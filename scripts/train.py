@@ -6,8 +6,12 @@ python scripts/train.py --help lists what can be set.
 import os
 import signal
 
-if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends without a traceback
+if __name__ == "__main__":  # if a signal comes during the imports
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from minigpt.errors import requeue_at_once
+
+    requeue_at_once()
 
 from collections.abc import Callable
 from functools import partial

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from minigpt.errors import Interrupted, RunError, UserError, explain, interruptible, nearest, one_line, warn
+from minigpt.errors import REQUEUE, Interrupted, RunError, UserError, explain, interruptible, nearest, one_line, warn
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -227,3 +227,14 @@ def test_a_line_has_nothing_that_a_terminal_obeys_and_an_end(capsys):
 def test_a_signal_is_not_taken_for_an_error_of_whatever_was_at_work():
     with pytest.raises(Interrupted), interruptible(), suppress(Exception):
         signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.skipif(not REQUEUE, reason="there is no SIGUSR1")
+@pytest.mark.parametrize(("begun", "said"), [(False, ""), (True, "interrupted by SIGUSR1\n")])
+def test_a_run_that_must_make_place_is_queued_again_also_before_it_begins(begun, said):
+    program = "import os; from minigpt.errors import *; requeue_at_once()"
+    act = "os.kill(os.getpid(), REQUEUE)"
+    body = f"\n    with interruptible(): {act}" if begun else f" {act}"
+    program += f"\n@one_line\ndef main():{body}\nmain()"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (75, said)

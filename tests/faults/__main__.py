@@ -1,4 +1,4 @@
-"""Try every fault as often as its row says, print the table, and write it into docs/reliability.md."""
+"""Try faults as often as their rows say, print the table, and write its rows into docs/reliability.md."""
 
 import argparse
 import os
@@ -9,7 +9,6 @@ import platform
 import shutil
 import signal
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -59,14 +58,13 @@ def main() -> None:
     if not chosen:
         parser.error(f"no fault has {options.only!r} in its name; there are: {'; '.join(f.name for f in FAULTS)}")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # runs of a program in the background would ignore it
-    began = time.monotonic()
     outcomes = [try_often(fault, options.times or fault.times, options.seed) for fault in chosen]
     table = Table(*HEADINGS)
     for outcome in outcomes:
         table.add_row(*outcome.cells)
     Console().print(table)
-    if chosen == FAULTS and not options.times:
-        write(outcomes, f"{(time.monotonic() - began) / 60:.0f} minutes", options.seed)
+    if not options.times:
+        write(outcomes, options.seed)
     raise SystemExit(any(outcome.lost for outcome in outcomes))
 
 
@@ -96,15 +94,16 @@ def try_often(fault: Fault, times: int, seed: int) -> Outcome:
     return outcome
 
 
-def write(outcomes: Iterable[Outcome], took: str, seed: int) -> None:
-    """Put the table into its page."""
+def write(outcomes: Iterable[Outcome], seed: int) -> None:
+    """Put rows into the table of the page, in place of those of their name; those of no fault go."""
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    lines = [f"{date.today()}, {machine}, seed {seed}, {took}:", ""]
-    lines += [f"| {' | '.join(cells)} |" for cells in (HEADINGS, ("---",) * len(HEADINGS))]
-    lines += [f"| {' | '.join(outcome.cells)} |" for outcome in outcomes]
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    after = rest.partition(END)[2]
-    PAGE.write_text("\n".join([before + BEGIN, *lines, END + after]), encoding="utf-8")
+    table, _, after = rest.partition(END)
+    rows = {line.split("|")[1].strip(): line for line in table.splitlines() if line.startswith("|")}
+    rows |= {out.fault.name: f"| {' | '.join([*out.cells, f'{date.today()}, {seed}'])} |" for out in outcomes}
+    head = [f"| {' | '.join(cells)} |" for cells in ((*HEADINGS, "day, seed"), ["---"] * (len(HEADINGS) + 1))]
+    found = [rows[fault.name] for fault in FAULTS if fault.name in rows]
+    PAGE.write_text("\n".join([before + BEGIN, f"{machine}:", "", *head, *found, END + after]), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What lies on disk, or cannot: damaged checkpoints, full and read-only disks, a clock that went back."""
 
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -9,11 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
-from minigpt.checkpoint import BEST, LAST, PREVIOUS, find_checkpoint, read
+from minigpt.checkpoint import BEST, LAST, PREVIOUS, find_checkpoint, load_checkpoint, read, write
 from minigpt.errors import UserError
 
 from . import Fault, Skipped, Trial
-from .tools import EVAL_EVERY, STEPS, Run, goes_on, reference, same
+from .tools import EVAL_EVERY, STEPS, Run, goes_on, reference, same, text
 
 ROWS_AT_EVERY_STEP = "log_every=1"  # for metrics.csv to outgrow a page of memory, of which the small disks are made
 
@@ -76,13 +77,43 @@ def all_harmed(place: Path, rng: Random) -> None:
     assert contents(folder) == before, "the refused run changed the folder"
 
 
-def killed(folder: Path, rng: Random) -> Path:
+def killed(folder: Path, rng: Random, *overrides: str) -> Path:
     """A run that was killed when it had all three checkpoints."""
-    run = Run(folder)
+    run = Run(folder, *overrides)
     after = rng.randrange(2 * EVAL_EVERY, STEPS - EVAL_EVERY + 1)
     run.until(lambda: (folder / PREVIOUS).exists() and read_step(folder / PREVIOUS) >= after - EVAL_EVERY)
     run.kill()
     return folder
+
+
+def no_number(place: Path, rng: Random) -> str | None:
+    """Some characters of the text make the loss no number: the run stops at the first, and can go past all of them."""
+    letters = list(text().read_text())
+    for at in rng.sample(range(int(0.85 * len(letters))), 60):  # of the training split
+        letters[at] = "§"
+    (place / "odd.txt").write_text("".join(letters))
+    settings = (f"data.path={place}/odd.txt", "model.tie_embeddings=false")
+    folder = killed(place / "run", rng, *settings)
+    content, (_, tokenizer) = read(folder / LAST), load_checkpoint(folder / LAST)
+    for weights in ("state_dict", "unaveraged"):
+        content[weights]["model.wte.weight"][tokenizer.encode("§")] = 3e38  # the sum of such a row is infinite
+    write(content, folder / LAST)
+    shutil.copytree(folder, place / "other", symlinks=True)
+
+    run = Run(folder, *settings, "resume=auto")
+    if (code := run.wait()) == 0:
+        return "no such character was met"
+    assert code == 1, f"exit code {code}: {run.stderr}"
+    told = re.fullmatch(r"error: the loss became \w+ at step (\d+) \(learning rate [\d.e-]+\); .*", *run.said)
+    assert told, run.stderr
+    assert read_step(folder / LAST) < int(told[1])
+    load_checkpoint(folder / LAST)  # which looks whether its weights are numbers
+    for either in (folder, place / "other"):  # to stop in between changes nothing
+        run = Run(either, *settings, "resume=auto", "on_divergence=skip")
+        assert run.wait() == 0, run.stderr
+        assert f" at step {told[1]} " in run.said[0], run.stderr
+    same(folder, place / "other")
+    return None
 
 
 def read_step(file: Path) -> int:
@@ -223,6 +254,7 @@ def clock_set_back(place: Path, rng: Random) -> None:
 FAULTS = [
     *(Fault(f"last.ckpt: {harm}", harmed(harm), 20, quick=int(harm == "a bit flipped")) for harm in HARMS),
     Fault("all checkpoints damaged", all_harmed, 8),
+    Fault("a loss that is no number", no_number, 20, quick=0),
     Fault("disk full: token files", full_for_tokens, 6),
     Fault("disk full: a checkpoint", full_for_a_checkpoint, 8, quick=0),
     Fault("disk full: anything", full_for_a_row, 8),

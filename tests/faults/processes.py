@@ -76,7 +76,7 @@ def asked_to_end(signum: signal.Signals, *, starting: bool, place: Path, rng: Ra
     if code == 0:
         same(run.folder, reference())
         return "after its end"
-    assert code == 128 + signum, f"exit code {code}, and on stderr: {run.stderr}"
+    assert code == (75 if signum == signal.SIGUSR1 else 128 + signum), f"exit code {code}, and on stderr: {run.stderr}"
     assert len(run.said) <= 1, f"more than a line on stderr: {run.stderr}"
     goes_on(run.folder)
     return None
@@ -153,8 +153,10 @@ FAULTS = [
     Fault("SIGKILL before any one file operation", killed_between_files, 40),
     Fault("SIGTERM at any moment", _asked(signal.SIGTERM), 20),
     Fault("SIGINT at any moment", _asked(signal.SIGINT), 20),
+    Fault("SIGUSR1 at any moment, as of a scheduler", _asked(signal.SIGUSR1), 20, quick=0),
     Fault("SIGTERM while it starts", _asked(signal.SIGTERM, starting=True), 6, quick=0),
     Fault("SIGINT while it starts", _asked(signal.SIGINT, starting=True), 6, quick=0),
+    Fault("SIGUSR1 while it starts", _asked(signal.SIGUSR1, starting=True), 6, quick=0),
     Fault("Ctrl-C twice", asked_twice, 8),
     Fault("SIGKILL of one of two ranks", one_rank_killed, 10, quick=0),
     Fault("two runs in one folder", two_in_one_folder, 6),
