@@ -71,7 +71,7 @@ class LanguageModel(L.LightningModule):
         self.bytes_per_token, self.contents = bytes_per_token, contents
         self.ema_decay = ema_decay
         self.average: Average | None = None  # begins with the training
-        self.loss = torch.zeros(())  # of the last batch
+        self.loss = torch.zeros(())  # of the batches of a step, summed
         self.grad_norm: Tensor | None = None  # of the last step, before clipping
         self.resumed: Mapping[str, Any] = {}  # the checkpoint that training goes on from
         self.begun = False
@@ -152,7 +152,8 @@ class LanguageModel(L.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss: Tensor = self.model(*batch)
-        self.loss = loss.detach()
+        first = batch_idx % self.trainer.accumulate_grad_batches == 0
+        self.loss = loss.detach() if first else self.loss + loss.detach()
         return loss
 
     def configure_gradient_clipping(

@@ -219,15 +219,19 @@ def test_the_average_is_the_one_of_its_formula() -> None:
     assert weight.item() == 1.0
 
 
-POISONED = ["data.batch_size=64", "model.tie_embeddings=false", "max_steps=35", "resume=auto"]  # 17 batches an epoch
+POISONED = ["model.tie_embeddings=false", "max_steps=35", "resume=auto"]  # 17 steps an epoch
 
 
 @pytest.fixture
-def poisoned(train: Callable[..., Any], tmp_path: Path, text: Path) -> tuple[list[str], Path, list[int]]:
+def poisoned(
+    request: pytest.FixtureRequest, train: Callable[..., Any], tmp_path: Path, text: Path
+) -> tuple[list[str], Path, list[int]]:
     """A run of ten steps in which the embedding of one character is no number, and the steps that would meet it."""
+    batches = getattr(request, "param", 1)  # of a step
     odd = tmp_path / "odd.txt"
     odd.write_text(text.read_text().replace("number 3", "number §", 1), encoding="utf-8")
-    same = [f"data.path={odd}", *POISONED]
+    split = [f"data.batch_size={64 // batches}", f"trainer.accumulate_grad_batches={batches}"]
+    same = [f"data.path={odd}", *split, *POISONED]
     folder = train(*same, "max_steps=10", folder=tmp_path / "odd").folder
     _, tokenizer = load_checkpoint(folder)
     poison = int(tokenizer.encode("§")[0])
@@ -243,6 +247,7 @@ def poisoned(train: Callable[..., Any], tmp_path: Path, text: Path) -> tuple[lis
     return same, folder, [step for step in met if step > 10]
 
 
+@pytest.mark.parametrize("poisoned", [1, 2], indirect=True)
 def test_a_loss_that_is_no_number_stops_at_its_step_and_leaves_the_last_good_checkpoint(
     train: Callable[..., Any], poisoned: tuple[list[str], Path, list[int]]
 ) -> None:

@@ -89,7 +89,7 @@ def killed(folder: Path, rng: Random, *overrides: str) -> Path:
 def no_number(place: Path, rng: Random) -> str | None:
     """Some characters of the text make the loss no number: the run stops at the first, and can go past all of them."""
     letters = list(text().read_text())
-    for at in rng.sample(range(int(0.85 * len(letters))), 60):  # of the training split
+    for at in rng.sample(range(int(0.85 * len(letters))), 40):  # of the training split
         letters[at] = "§"
     (place / "odd.txt").write_text("".join(letters))
     settings = (f"data.path={place}/odd.txt", "model.tie_embeddings=false")
