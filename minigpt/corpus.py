@@ -204,7 +204,7 @@ def from_bins(train_bin: Path, val_bin: Path, tokenizer: Tokenizer, known: Path 
     """nanoGPT's token files, read where they are: arrays of 16-bit ids.
 
     Args:
-        known: file that remembers checksums, so that large files are read for them once.
+        known: file that remembers checksums, so that large files are read for them once; None: nothing does.
 
     Raises:
         UserError: a file is missing or is no such array, an id is outside the vocabulary, or the ids tell nothing

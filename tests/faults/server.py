@@ -167,7 +167,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 FAULTS = [
     Fault("W&B stops answering", in_trouble("silent"), 4, quick=0, alone=True),
-    Fault("W&B takes a second for an answer", in_trouble("slow"), 4, quick=0, alone=True),
+    Fault("W&B takes a second for an answer", in_trouble("slow"), 8, quick=0, alone=True),
     Fault("W&B answers 500", in_trouble("fails"), 4, quick=0, alone=True),
     Fault("W&B's client is killed", in_trouble("killed"), 4, quick=0, alone=True),
 ]
