@@ -486,6 +486,15 @@ def test_a_trained_model_is_looked_at(
     assert shell(*flags).returncode == 0
     assert words(tmp_path / "again.svg") == words(tmp_path / "v.svg")
 
+    # Those of another text are not taken for them.
+    (meta,) = (tmp_path / "data" / "tokens").glob("*/meta.json")
+    meta.write_text(meta.read_text().replace(trained.summary["corpus_sha256"], "0" * 64))
+    (tmp_path / "again.svg").unlink()
+    result = shell(*flags)
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / "again.svg").exists()
+
 
 def test_heads_are_valued_on_token_files_of_nanogpt(
     train: Callable[..., Any], shell: Callable[..., Any], text: Path, tmp_path: Path
