@@ -3,13 +3,14 @@
 Machines are noisy: what is compared runs in turn, several rounds of it, and medians and their ratio are
 what to quote. Prints a table and writes the figures as JSON.
 
-  python scripts/bench.py step --recipes fast_cpu,nanogpt_cpu --against PATH
+  python scripts/bench.py step --recipes fast_cpu,nanogpt_cpu
                                                  tokens/s beside bare training loops
   python scripts/bench.py startup                launch to help, to an error, to the first step
-  python scripts/bench.py memory --against PATH  peak memory, also with a corpus of 1 GB
+  python scripts/bench.py memory                 peak memory, also with a corpus of 1 GB
   python scripts/bench.py loss                   experiment=nanogpt_cpu to the end, over seeds
-  python scripts/bench.py time_to_loss --against PATH --recipes sprint_cpu,fast_cpu --losses 1.8985,1.6
-                                                 recipes and the bare loop, and when they cross losses
+  python scripts/bench.py time_to_loss           the table of README.md: when the baseline and the recipes cross losses
+  python scripts/bench.py time_to_loss --recipes "baseline max_steps=500,sprint_cpu eval_every=5" --losses 2.1
+                                                 others, with settings of their own
   python scripts/bench.py data                   tokenising, starting on 1 GB, batches of 1 TB
   python scripts/bench.py saving                 a checkpoint of model=baby, beside the steps between two
   python scripts/bench.py sampling               decoding beside a loop without a cache, and transformers
@@ -18,12 +19,12 @@ what to quote. Prints a table and writes the figures as JSON.
   python scripts/bench.py gpu                    the recipes for a GPU, and GPT-2's use of the chip
   python scripts/bench.py attention              memory and time of fused and explicit, over lengths
 
-PATH is a script with a bare PyTorch loop of the recipe nanogpt_cpu that takes TEXT, --iters N and
---eval_every N and prints `train-s X`, the seconds that its steps took.
+The baseline is nanoGPT's recipe for a CPU in plain PyTorch (scripts/bench_bare_nanogpt.py).
 """
 
 import argparse
 import json
+import re
 import statistics
 import sys
 import tempfile
@@ -33,15 +34,14 @@ from typing import Any
 
 from bench_attention import SIZES, attention, draw_attention, lengths, show_attention
 from bench_common import (
-    BARE,
+    BARE_MINIGPT,
     TOKENS_PER_STEP,
     TRAIN,
-    bare_seconds,
+    bare_nanogpt,
     launch,
     machine,
     metrics,
     ours,
-    run_bare,
     summary,
     text_file,
 )
@@ -50,25 +50,26 @@ from bench_gpu import gpu
 from bench_sampling import sampling
 from bench_saving import saving
 from bench_sweep import sweep
-from bench_time_to_loss import draw_time_to_loss, show_time_to_loss, time_to_loss
+from bench_time_to_loss import LOSSES, draw_time_to_loss, show_time_to_loss, time_to_loss
 from bench_widths import draw_widths, show_widths, widths
 
-from minigpt.errors import UserError, one_line
+from minigpt.errors import one_line
 
 
 def step(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Tokens/s over all training steps of a run, logging and progress bar on, beside a bare loop of the recipe.
 
-    With `--against` its loop, too, which knows one recipe only. The shares are of what a large matrix product
-    reaches in operations a second.
+    For nanogpt_cpu also beside the baseline. The shares are of what a large matrix product reaches in operations a
+    second.
     """
     rows = []
     for i in range(args.rounds):
         row: dict[str, Any] = {}
-        for recipe in args.recipes:
+        recipes = args.recipes or ["nanogpt_cpu"]
+        for recipe in recipes:
             run = folder / f"{recipe.replace('/', '_')}{i}"
             settings = [f"experiment={recipe}", f"max_steps={args.steps}", *args.overrides]
-            bare = json.loads(launch([sys.executable, BARE, *settings]).output.splitlines()[-1])
+            bare = json.loads(launch([sys.executable, BARE_MINIGPT, *settings]).output.splitlines()[-1])
             launch([sys.executable, TRAIN, *settings, f"eval_every={args.steps}", f"hydra.run.dir={run}"])
             bare_speed, speed = bare["tokens"] / bare["seconds"], summary(run)["tokens_per_second"]
             share = bare["flops_per_token"] / bare["matrix_flops"]
@@ -79,8 +80,10 @@ def step(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                 f"{recipe}: bare share": bare_speed * share,
                 f"{recipe}: minigpt share": speed * share,
             }
-        if args.against:
-            row["--against: tokens/s"] = args.steps * TOKENS_PER_STEP / bare_seconds(run_bare(args))
+        if "nanogpt_cpu" in recipes:
+            ran = bare_nanogpt([*args.overrides, f"max_steps={args.steps}", f"eval_every={args.steps}"])
+            seconds = float(re.findall(r"train-s ([\d.]+)", ran.output)[-1])
+            row["nanogpt_cpu: baseline tokens/s"] = args.steps * TOKENS_PER_STEP / seconds
         rows.append(row)
     return rows
 
@@ -108,7 +111,7 @@ def startup(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 
 def memory(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Peak memory, MB: a bare loop and ours; ours on tiny shakespeare and on a corpus of 1 GB."""
+    """Peak memory, MB: the baseline and ours; ours on tiny shakespeare and on a corpus of 1 GB."""
     rows = []
     large = folder / "large.txt"
     text = text_file().read_bytes()
@@ -118,15 +121,18 @@ def memory(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     options = [f"max_steps={args.steps}", f"eval_every={args.steps}"]
     from_large = [f"data.path={large}", f"data.folder={folder}", "data.val_fraction=0.0001"]
     for i in range(args.rounds):
-        row: dict[str, Any] = {"bare MB": run_bare(args).peak_mb} if args.against else {}
+        bare = bare_nanogpt(options)
         small = launch([*ours(folder / f"memory{i}"), *options])
-        row["minigpt MB"] = small.peak_mb
-        if args.against:
-            row["ratio"] = row["minigpt MB"] / row["bare MB"]
         prepared = launch([*ours(folder / f"large{i}"), *options, *from_large])
-        row["own memory MB"] = small.own_mb
-        row["own memory, 1 GB corpus MB"] = prepared.own_mb
-        rows.append(row)
+        rows.append(
+            {
+                "baseline MB": bare.peak_mb,
+                "minigpt MB": small.peak_mb,
+                "ratio": small.peak_mb / bare.peak_mb,
+                "own memory MB": small.own_mb,
+                "own memory, 1 GB corpus MB": prepared.own_mb,
+            }
+        )
     return rows
 
 
@@ -178,19 +184,16 @@ def main() -> None:
     }
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("benchmark", choices=benchmarks)
-    parser.add_argument("--against", type=Path, metavar="PATH", help="a script with a bare training loop")
     parser.add_argument("--rounds", type=int, default=3, help="how often everything is run")
     parser.add_argument("--steps", type=int, default=300, help="training steps of a round")
     parser.add_argument("--sizes", type=lengths, default=SIZES, metavar="T,T,…", help="lengths of attention")
     parser.add_argument("--widths", type=lengths, metavar="C,C,…", help="of widths and sweep")
-    parser.add_argument("--recipes", type=lambda s: s.split(","), default=["nanogpt_cpu"], metavar="NAME,NAME,…")
-    parser.add_argument("--losses", type=lambda s: [float(x) for x in s.split(",")], default=[1.8985], metavar="X,X,…")
+    parser.add_argument("--recipes", type=lambda s: s.split(","), metavar="NAME,NAME,…")
+    parser.add_argument("--losses", type=lambda s: [float(x) for x in s.split(",")], default=LOSSES, metavar="X,X,…")
     parser.add_argument("--overrides", nargs="*", default=[], help="settings of every recipe, as for train.py")
     parser.add_argument("--plot", type=Path, help="PNG file of a drawn one (default: beside the JSON)")
     parser.add_argument("--out", type=Path, help="JSON file (default: runs/bench/BENCHMARK.json)")
     args = parser.parse_args()
-    if args.against and not args.against.is_file():
-        raise UserError(f"--against={args.against} is not a file")
     with tempfile.TemporaryDirectory() as folder:
         rows = benchmarks[args.benchmark](args, Path(folder))
     out = args.out or Path("runs/bench") / f"{args.benchmark}.json"

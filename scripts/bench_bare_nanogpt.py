@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-LAYERS, HEADS, WIDTH, BLOCK, BATCH = 4, 4, 128, 64, 12
+LAYERS, HEADS, WIDTH, BLOCK, BATCH, VAL_BATCH = 4, 4, 128, 64, 12, 256
 PEAK_LR, MIN_LR, WARMUP_STEPS = 1e-3, 1e-4, 100
 
 
@@ -25,9 +25,10 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH, bias=False), nn.LayerNorm(WIDTH, bias=False)
+        self.norm1 = nn.LayerNorm(WIDTH, bias=False)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.attention_out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.norm2 = nn.LayerNorm(WIDTH, bias=False)
         self.mlp_in = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
         self.mlp_out = nn.Linear(4 * WIDTH, WIDTH, bias=False)
 
@@ -72,8 +73,8 @@ def validate(model: GPT, tokens: Tensor) -> float:
     """Mean loss of every token but the first, in windows that do not overlap, the last one shorter."""
     inputs, targets = tokens[:-1], tokens[1:]
     total, full = 0.0, len(inputs) // BLOCK * BLOCK
-    for start in range(0, full, 256 * BLOCK):
-        part = slice(start, min(start + 256 * BLOCK, full))
+    for start in range(0, full, VAL_BATCH * BLOCK):
+        part = slice(start, min(start + VAL_BATCH * BLOCK, full))
         total += model(inputs[part].view(-1, BLOCK), targets[part].view(-1, BLOCK)).item() * (part.stop - part.start)
     if full < len(inputs):
         total += model(inputs[None, full:], targets[None, full:]).item() * (len(inputs) - full)
@@ -84,7 +85,7 @@ def main() -> None:
     """Train, and print the seconds of training steps and the validation loss."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path)
-    parser.add_argument("--iters", type=int, default=2000, help="optimizer steps")
+    parser.add_argument("--max_steps", type=int, default=2000, help="optimizer steps")
     parser.add_argument("--eval_every", type=int, default=50, help="optimizer steps between validations")
     parser.add_argument("--seed", type=int, default=1337)
     args = parser.parse_args()
@@ -103,18 +104,18 @@ def main() -> None:
     print(f"params {sum(p.numel() for p in model.parameters()):,}", flush=True)
 
     train_seconds, began = 0.0, time.perf_counter()
-    for step in range(args.iters):
+    for step in range(args.max_steps):
         start = time.perf_counter()
         windows = train[torch.randint(len(train) - BLOCK, (BATCH, 1)) + torch.arange(BLOCK + 1)]  # (B, T + 1)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, args.iters)
+            group["lr"] = learning_rate(step, args.max_steps)
         loss = model(windows[:, :-1], windows[:, 1:])
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         train_seconds += time.perf_counter() - start
-        if (step + 1) % args.eval_every == 0 or step + 1 == args.iters:
+        if (step + 1) % args.eval_every == 0 or step + 1 == args.max_steps:
             val_loss, wall_seconds = validate(model, val), time.perf_counter() - began
             print(
                 f"iter {step + 1} train-s {train_seconds:.2f} wall-s {wall_seconds:.2f} "

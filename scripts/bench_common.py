@@ -1,6 +1,5 @@
 """What the benchmarks share: launching what is measured, and reading what it says."""
 
-import argparse
 import csv
 import json
 import os
@@ -26,7 +25,8 @@ from minigpt.sources import KNOWN
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = ROOT / "scripts" / "train.py"
-BARE = ROOT / "scripts" / "bench_bare.py"
+BARE_MINIGPT = ROOT / "scripts" / "bench_bare_minigpt.py"
+BARE_NANOGPT = ROOT / "scripts" / "bench_bare_nanogpt.py"
 TOKENS_PER_STEP = 12 * 64  # of experiment=nanogpt_cpu
 
 
@@ -82,16 +82,12 @@ def ours(run: Path) -> list[object]:
     return [sys.executable, TRAIN, "experiment=nanogpt_cpu", f"hydra.run.dir={run}"]
 
 
-def run_bare(args: argparse.Namespace) -> Ran:
-    """The bare loop, for as many steps as ours."""
-    return launch([sys.executable, args.against, text_file(), "--iters", args.steps, "--eval_every", args.steps])
-
-
-def bare_seconds(ran: Ran) -> float:
-    """The seconds of training that a bare loop prints."""
-    if not (found := re.search(r"train-s +([\d.]+)", ran.output)):
-        raise UserError("the script given with --against did not print `train-s X`")
-    return float(found[1])
+def bare_nanogpt(settings: Sequence[str]) -> Ran:
+    """Run the baseline with those settings of a run that it has: data.path, max_steps, eval_every and seed."""
+    values = dict(setting.split("=", 1) for setting in settings)
+    text = Path(values["data.path"]).resolve() if "data.path" in values else text_file()
+    options = [f"--{name}={values[name]}" for name in ("max_steps", "eval_every", "seed") if name in values]
+    return launch([sys.executable, BARE_NANOGPT, text, *options])
 
 
 def text_file() -> Path:

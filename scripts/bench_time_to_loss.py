@@ -1,4 +1,4 @@
-"""Time to loss: recipes and a bare loop, one after another, and when each crosses given validation losses.
+"""Time to loss: recipes and the baseline, one after another, and when each crosses given validation losses.
 
 Seconds are of training: evaluation is left out, and the start-up (launch to the first step) is shown apart.
 """
@@ -13,19 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_common import TOKENS_PER_STEP, TRAIN, launch, machine, metrics, summary, text_file
+from bench_common import TOKENS_PER_STEP, TRAIN, bare_nanogpt, launch, machine, metrics, summary
 
-from minigpt.errors import UserError
+BASELINE = "baseline"
+RECIPES = (BASELINE, "sprint_cpu eval_every=5", "sprint_4x128_cpu eval_every=10", "fast_cpu")
+LOSSES = (1.8985, 1.88, 1.6)  # 1.88: published by nanoGPT for its recipe, from 20 random batches
 
 
 def time_to_loss(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """A row a run: its start-up, its curve, and seconds and steps to every loss of `--losses`."""
+    """Return a row per run: its start-up, its curve, and seconds and steps to every loss of `--losses`."""
     rows = []
     for seed in range(1337, 1337 + args.rounds):
-        if args.against:
-            rows.append(bare(args, seed))
-        for recipe in args.recipes:
-            rows.append(ours(recipe, seed, folder / f"{len(rows)}", args.overrides))
+        for recipe in args.recipes or RECIPES:
+            if recipe.split()[0] == BASELINE:
+                rows.append(baseline(recipe, seed, args.overrides))
+            else:
+                rows.append(ours(recipe, seed, folder / f"{len(rows)}", args.overrides))
     for row in rows:
         row["crossings"] = {str(loss): crossing(row["curve"], loss) for loss in args.losses}
     return rows
@@ -64,17 +67,13 @@ def ours(recipe: str, seed: int, run: Path, overrides: Sequence[str]) -> dict[st
     }
 
 
-def bare(args: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """Run the bare loop on the recipe nanogpt_cpu to its end."""
-    steps = 2000
-    command = [sys.executable, args.against, text_file(), "--iters", steps, "--eval_every", 50, "--seed", seed]
-    ran = launch(command)
+def baseline(recipe: str, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """Run nanoGPT's recipe in plain PyTorch to its end; it may carry settings of its own, too."""
+    ran = bare_nanogpt([f"seed={seed}", *overrides, *recipe.split()[1:]])
     points = re.findall(r"iter +(\d+) train-s +([\d.]+) wall-s +([\d.]+).* full-val ([\d.]+)", ran.output)
-    if not points:
-        raise UserError("the script given with --against did not print `iter N train-s X wall-s Y … full-val Z`")
-    wall, trained = float(points[-1][2]), float(points[-1][1])
+    steps, wall, trained = int(points[-1][0]), float(points[-1][2]), float(points[-1][1])
     return {
-        "recipe": "bare loop",
+        "recipe": BASELINE,
         "seed": seed,
         "params": int(re.search(r"params ([\d,]+)", ran.output)[1].replace(",", "")),  # type: ignore[index]
         "tokens": steps * TOKENS_PER_STEP,

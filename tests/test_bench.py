@@ -7,10 +7,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
+import numpy as np
 import pytest
-from conftest import SCRIPTS
+import torch
+from conftest import CONFIGS, SCRIPTS
+from hydra import compose, initialize_config_dir
 from matplotlib import image
+
+from minigpt.config import GPTConfig
+from minigpt.model import GPT
+from minigpt.optim import cosine
 
 
 def bench(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -80,6 +88,7 @@ def test_recipes_are_timed_beside_a_bare_loop_of_theirs(small: list[str], tmp_pa
         assert told[f"{recipe}: ratio"] == pytest.approx(ours / bare)
         assert 0 < told[f"{recipe}: minigpt share"] < 1
         assert told[f"{recipe}: minigpt share"] / told[f"{recipe}: bare share"] == pytest.approx(ours / bare)
+    assert told["nanogpt_cpu: baseline tokens/s"] > 0
 
 
 @pytest.mark.slow
@@ -97,6 +106,65 @@ def test_without_a_gpu_its_benchmark_says_so_in_one_line(tmp_path: Path) -> None
     done = bench("gpu", folder=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "no CUDA GPU" in done.stderr
+
+
+@pytest.fixture
+def nanogpt(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script of the baseline."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import bench_bare_nanogpt
+
+    return bench_bare_nanogpt
+
+
+def test_the_baseline_is_the_recipe_nanogpt_cpu(nanogpt: ModuleType) -> None:
+    """Of one size, one loss at equal weights, and one learning rate at every step."""
+    torch.manual_seed(0)
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        cfg = compose("train", overrides=["experiment=nanogpt_cpu"])
+    ours, baseline = GPT(GPTConfig(**{**cfg.model, "vocab_size": 65})), nanogpt.GPT(65)
+    assert sum(p.numel() for p in baseline.parameters()) == ours.num_params() == 804_096
+    assert (cfg.data.batch_size, cfg.model.block_size) == (nanogpt.BATCH, nanogpt.BLOCK)
+    with torch.no_grad():  # both list their parameters from the embeddings to the last norm, block by block
+        for mine, theirs in zip(ours.parameters(), baseline.parameters(), strict=True):
+            assert mine.shape == theirs.shape
+            mine.copy_(theirs.normal_(std=0.2))
+    x, y = torch.randint(65, (2, 3, 64))
+    torch.testing.assert_close(baseline(x, y), ours(x, y))
+    peak = cfg.optimizer.lr
+    for step in range(cfg.max_steps):
+        factor = cosine(step, max_steps=cfg.max_steps, warmup_steps=100, final=0.1)
+        assert nanogpt.learning_rate(step, cfg.max_steps) == pytest.approx(peak * factor)
+
+
+@pytest.mark.parametrize("characters", [2, 65, 5 * 64 + 7])
+def test_the_baseline_scores_every_token_but_the_first(
+    nanogpt: ModuleType, monkeypatch: pytest.MonkeyPatch, characters: int
+) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(nanogpt, "VAL_BATCH", 2)
+    model, tokens = nanogpt.GPT(9), torch.randint(9, (characters,))
+    with torch.no_grad():
+        windows = [slice(start, min(start + 64, characters - 1)) for start in range(0, characters - 1, 64)]
+        losses = [model(tokens[None, :-1][:, at], tokens[None, 1:][:, at]).item() for at in windows]
+    mean = np.average(losses, weights=[at.stop - at.start for at in windows])
+    assert nanogpt.validate(model, tokens) == pytest.approx(mean, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_baseline_and_the_recipes_are_timed_by_one_command(small: list[str], tmp_path: Path) -> None:
+    done = bench("time_to_loss", "--rounds", "1", "--losses", "4,0.1", "--overrides", *small, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = json.loads((tmp_path / "runs" / "bench" / "time_to_loss.json").read_text(encoding="utf-8"))
+    assert [row["recipe"] for row in told["rows"]] == ["baseline", "sprint_cpu", "sprint_4x128_cpu", "fast_cpu"]
+    assert [len(row["curve"]) for row in told["rows"]] == [2, 4, 2, 2]
+    for row in told["rows"]:
+        assert row["curve"][-1]["step"] == 20
+        first = next(point for point in row["curve"] if point["loss"] <= 4)
+        assert row["crossings"] == {"4.0": first, "0.1": None}
+        assert 0 < first["seconds"] <= row["train s"] + 0.01
+    assert done.stdout.count("\n| ") == 1 + 4
+    assert image.imread(tmp_path / "runs" / "bench" / "time_to_loss.png").shape[1] >= 1000
 
 
 def test_what_a_measured_run_says_when_it_fails_is_handed_on(tmp_path: Path) -> None:
