@@ -11,7 +11,7 @@ from bench_time_to_loss import crossing, ours
 
 from minigpt.errors import UserError
 
-LOSS = 1.4655  # the mean best of five published runs of nanoGPT's recipe for a GPU
+LOSS = 1.4655  # the mean best of five runs of nanoGPT's recipe for a GPU; sources: configs/experiment/nanogpt_gpu.yaml
 GPT2 = [  # 124M parameters at nanoGPT's vocabulary, whatever the text is
     *("model=gpt2", "model.vocab_size=50304", "model.bias=false", "data.batch_size=32", "compile=true"),
     *("max_steps=60", "eval_every=60", "data.eval_batch_size=8", "callbacks.samples.max_new_tokens=1"),
@@ -19,7 +19,7 @@ GPT2 = [  # 124M parameters at nanoGPT's vocabulary, whatever the text is
 
 
 def gpu(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """A row a seed: seconds and steps of fast_gpu to 1.4655, the best loss of best_gpu, and once GPT-2's speed."""
+    """Return a row per seed: fast_gpu to LOSS in seconds and steps, best_gpu's best loss; once, GPT-2's speed."""
     import torch
 
     if not torch.cuda.is_available() and "trainer=cpu" not in args.overrides:
