@@ -11,7 +11,7 @@ from typing import Any
 from bench_common import TRAIN, launch
 
 WIDTHS = (64, 128, 256, 512)
-SETTINGS = ("model.n_layer=2", "data.batch_size=8", "data.val_fraction=0.03", "schedule.warmup_steps=20")
+SETTINGS = ("model.n_layer=2", "data.batch_size=8", "schedule.warmup_steps=20")
 RATES = {"adamw": "1e-3,2e-3,4e-3,8e-3,16e-3,32e-3", "muon": "1e-2,2e-2,4e-2,8e-2,16e-2"}
 KINDS = {
     "AdamW, standard": ("adamw", "standard"),
