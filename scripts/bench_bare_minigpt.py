@@ -1,7 +1,7 @@
-"""A bare loop over a recipe: the parts of minigpt with nothing around them, for `bench.py step`.
+"""A bare loop over any recipe: minigpt's own modules with nothing around them, for `bench.py step`.
 
 Takes the settings of train.py; prints as JSON the tokens, the seconds that the steps took, the floating-point
-operations of a token, and what a large matrix product reaches on this machine, operations a second.
+operations per token, and the operations per second that a large matrix product reaches on this machine.
 """
 
 import json
