@@ -173,4 +173,6 @@ def function(node: DictConfig) -> Callable[..., Any]:
 
 
 if __name__ == "__main__":
-    one_line(main)()
+    from minigpt.sweeper import with_deferred
+
+    one_line(with_deferred(main))()

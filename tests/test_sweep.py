@@ -119,7 +119,7 @@ def test_rows_are_ranked_by_the_mean_over_seeds(tmp_path):
         ("64", "1e-2"),
     ]
     found = [(1.5, 1.9), (2.0, 2.2), (2.5, 2.7), (3.0, 4.0)]
-    assert [row.val_loss for row in rows] == pytest.approx(np.mean(found, axis=1))
+    assert [row.loss for row in rows] == pytest.approx(np.mean(found, axis=1))
     assert [row.spread for row in rows] == pytest.approx(np.std(found, axis=1, ddof=1))
     assert rows[0].over_seeds("params") == 6400
 
@@ -182,7 +182,7 @@ def test_a_loss_that_is_no_number_is_no_best_loss(tmp_path):
     run_folder(tmp_path / "0", "lr=1", losses=(2.0, math.nan), best_val_loss=math.nan)
     run_folder(tmp_path / "1", "lr=9", losses=(math.inf,))
     run_folder(tmp_path / "2", "lr=2", losses=(1.0,))
-    assert [row.val_loss for row in ranked(read_sweep(tmp_path))] == [1.0, 2.0, None]
+    assert [row.loss for row in ranked(read_sweep(tmp_path))] == [1.0, 2.0, None]
 
 
 @pytest.mark.parametrize(
