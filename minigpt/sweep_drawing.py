@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 from math import ceil, exp, floor, inf, log, log10
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, pstdev
 from typing import TYPE_CHECKING, Any
 
 from minigpt.errors import clean
@@ -166,24 +166,28 @@ def _plot_scatter(panel: "Axes", rows: Sequence[Row], names: Sequence[str]) -> N
 
 
 def _scale(panel: "Axes", which: str, ticks: Mapping[float, str]) -> None:
-    """A logarithmic axis for numbers that lie evenly on one, with the numbers as ticks while they are few."""
+    """Set a logarithmic scale where numbers are less skewed on it, and the numbers as ticks where there is room."""
     from matplotlib.ticker import FixedLocator, NullLocator
 
     numbers, axis = list(ticks), panel.xaxis if which == "x" else panel.yaxis
-    logarithmic = numbers[-1] >= 8 * numbers[0] > 0 and _widest_gap([log(x) for x in numbers]) < _widest_gap(numbers)
+    places = [log(x) for x in numbers] if numbers[-1] >= 8 * numbers[0] > 0 else numbers
+    logarithmic = _skewness(places) < _skewness(numbers)
     if logarithmic:
         panel.set(**{f"{which}scale": "log"})
         axis.set_minor_locator(NullLocator())
-    if len(numbers) <= _MOST:
+    else:
+        places = numbers
+    if min(b - a for a, b in pairwise(places)) > (places[-1] - places[0]) / 16:
         axis.set_ticks(numbers, [_plain(text, 12) for text in ticks.values()])
     elif logarithmic:
         axis.set_major_locator(FixedLocator(_round_numbers(numbers)))
         axis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
-def _widest_gap(numbers: Sequence[float]) -> float:
-    """The largest distance of neighbors, as a part of the range."""
-    return max(b - a for a, b in pairwise(numbers)) / (numbers[-1] - numbers[0])
+def _skewness(numbers: Sequence[float]) -> float:
+    """How far their distribution is from a symmetric one, either way."""
+    middle, deviation = mean(numbers), pstdev(numbers)
+    return abs(mean(((x - middle) / deviation) ** 3 for x in numbers))
 
 
 def _draw_lines(panel: "Axes", rows: Sequence[Row], along: str, names: Sequence[str]) -> None:
