@@ -152,7 +152,7 @@ def print_table(points: Sequence[Point], *, file: TextIO | None = None) -> None:
         if row.reason:
             print(clean(f"{name_of(row, short)}: {row.status}: {row.reason}"), file=file)
     if (unit := rows[0].unit) == BITS:
-        print("ranked by bits per byte: nats per token do not compare over tokenizers or corpora", file=file)
+        print("ranked by bits per byte, as the runs differ in tokenizer or corpus", file=file)
     if rows[0].losses:
         run = min(rows[0].points, key=lambda point: inf if (loss := point.loss(unit)) is None else loss)
         best = _loss(rows[0], unit) + (" bits/byte" if unit == BITS else "")
