@@ -131,7 +131,11 @@ class _Sweeper(hydra_sweeper.Sweeper):
         return {point.identity: point for point in plan["points"] if point.identity}
 
     def check(self, values: Mapping[str, str]) -> Point:
-        """A point, composed and found possible; else skipped, with the reason."""
+        """A point, composed and found possible; else skipped, with the reason.
+
+        Raises:
+            ConfigCompositionException: a setting does not exist, and no group is swept that may have it.
+        """
         from minigpt.preparation import parts_of
 
         point = Point(folder=self.folder / self.name(values), overrides=dict(values))
@@ -140,6 +144,8 @@ class _Sweeper(hydra_sweeper.Sweeper):
             identity = _identity(config)
             corpus, model = parts_of(config, self.corpus)
         except (UserError, ConfigCompositionException, OmegaConfBaseException) as error:
+            if isinstance(error, ConfigCompositionException) and not any(map(self.loader.get_group_options, self.axes)):
+                raise
             return replace(point, status=SKIPPED, reason=explain(error)[0].removeprefix("error: "))
         if any(other.identity == identity for other in self.points):
             return replace(point, status=SKIPPED, reason="the same run as another")
