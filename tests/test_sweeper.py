@@ -401,7 +401,6 @@ BAD_INPUT = {
     "tokenizer=char,byte tokenizer.vocab_size=512": "no point of the sweep is possible: there is no setting "
     "tokenizer.vocab_size here; it belongs to tokenizer=bpe",
     "model=nano,baby optimizer.lrr=1": "there is no setting optimizer.lrr (did you mean optimizer.lr?)",
-    "model.n_hed=2,4 hydra/sweeper=optuna": "there is no setting model.n_hed (did you mean model.n_head?)",
     "model.n_hed=2,4": "there is no setting model.n_hed (did you mean model.n_head?)",
     "modell=nano,baby": "there is no setting modell (did you mean model?)",
     "model.n_embd=31,33": "no point of the sweep is possible: n_embd=31 is not divisible by n_head=2",
