@@ -27,6 +27,7 @@ from minigpt.experiment import train_in
 from minigpt.launcher import quoted
 from minigpt.processes import shared_arguments
 from minigpt.run import short_path
+from minigpt.sweeper import with_deferred
 
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands errors on, and `one_line` says them
 
@@ -51,7 +52,7 @@ def resume_command(folder: Path) -> str:
 def start() -> None:
     """Hand Hydra the command line."""
     sys.argv[1:] = shared_arguments(sys.argv[1:])
-    main()
+    with_deferred(main)()
 
 
 if __name__ == "__main__":
