@@ -14,6 +14,7 @@ if __name__ == "__main__":  # if a signal comes during the imports
 
     requeue_at_once()
 
+import re
 import shlex
 from pathlib import Path
 
@@ -44,8 +45,10 @@ def main(cfg: DictConfig) -> float | None:
 def resume_command(folder: Path) -> str:
     """The command that resumes this run."""
     kept = [argument for argument in sys.argv[1:] if not argument.startswith(("resume=", "hydra.run.dir="))]
-    where = f"hydra.run.dir={quoted(short_path(folder))}"
-    return shlex.join([str(short_path(Path(sys.executable))), sys.argv[0], *kept, where, "resume=auto"])
+    where = str(short_path(folder))
+    where = where if re.fullmatch(r"[\w./-]+", where) else quoted(where)
+    python = str(short_path(Path(sys.executable)))
+    return shlex.join([python, sys.argv[0], *kept, f"hydra.run.dir={where}", "resume=auto"])
 
 
 @one_line
