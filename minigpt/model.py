@@ -9,6 +9,7 @@ Shapes: B batch, T time, C n_embd, V vocab.
 
 import math
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from torch.nn import functional as F
 from minigpt.attention import KVCache, MultiHeadAttention, rotary_table
 from minigpt.config import GPTConfig
 from minigpt.functional import ACTIVATIONS, rms_norm
+
+if TYPE_CHECKING:
+    from minigpt.tokenizer import Ids
 
 _MULTIPLIER, _PRIME = 2_654_435_761, 2_147_483_647  # Knuth's, and 2³¹ - 1
 
@@ -55,8 +59,8 @@ class GPT(nn.Module):
 
     def forward(
         self,
-        tokens: Tensor,
-        targets: Tensor | None = None,
+        tokens: "Tensor | Ids",
+        targets: "Tensor | Ids | None" = None,
         *,
         cache: "Cache | None" = None,
         reduction: str = "mean",
@@ -64,14 +68,19 @@ class GPT(nn.Module):
         """Logits, or the loss when targets are given.
 
         Args:
-            tokens: (B, T) token ids, T at most `block_size` together with what the cache holds.
-            targets: (B, T) ids that follow each token.
+            tokens: (B, T) token ids of any integer type, T at most `block_size` together with what the cache holds: a
+                tensor, or an array as tokenizers return it, which is moved to the model's device.
+            targets: (B, T) ids that follow each token, likewise.
             cache: what was read before, from `new_cache`; tokens continue it, and are added to it.
             reduction: "mean" or "sum" of the loss over tokens.
 
         Returns:
             Logits (B, T, V), or the cross-entropy in nats, a scalar.
+
+        Raises:
+            ValueError: tokens are not integers (B, T), or too many.
         """
+        tokens = self._ids(tokens)
         start = cache.length if cache else 0
         end = start + tokens.size(1)
         if end > self.config.block_size:
@@ -97,7 +106,20 @@ class GPT(nn.Module):
         logits = self.head(x)  # (B, T, V)
         if targets is None:
             return logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
+        return F.cross_entropy(logits.flatten(0, 1), self._ids(targets).flatten(), reduction=reduction)
+
+    def _ids(self, ids: "Tensor | Ids") -> Tensor:
+        """Token ids (B, T) as the embedding takes them; arrays are moved to the model's device."""
+        given = ids if isinstance(ids, Tensor) else torch.tensor(ids)
+        if given.dim() != 2 or given.is_floating_point():
+            raise ValueError(
+                f"token ids must be integers (B, T), got {given.dtype} {tuple(given.shape)}; ids[None] adds a batch"
+            )
+        return given.long() if given is ids else given.long().to(self.wte.weight.device)
+
+    def extra_repr(self) -> str:
+        """What is shown of the model before its modules."""
+        return f"{self.num_params():,} parameters, block_size={self.config.block_size}"
 
     def new_cache(self, batch: int) -> "Cache":
         """An empty cache of `block_size` positions for a batch of sequences."""
