@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from minigpt.attention import MultiHeadAttention as MultiHeadAttention
     from minigpt.checkpoint import load_checkpoint as load_checkpoint
+    from minigpt.checkpoint import save_checkpoint as save_checkpoint
     from minigpt.config import GPTConfig as GPTConfig
     from minigpt.generation import generate as generate
     from minigpt.model import GPT as GPT
 
+__version__ = "0.1.0"
 _ROOMS = {
     "GPT": "minigpt.model",
     "GPTConfig": "minigpt.config",
     "MultiHeadAttention": "minigpt.attention",
     "generate": "minigpt.generation",
     "load_checkpoint": "minigpt.checkpoint",
+    "save_checkpoint": "minigpt.checkpoint",
 }
 __all__ = list(_ROOMS)
 
