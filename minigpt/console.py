@@ -100,6 +100,8 @@ class Console:
     def __init__(self, model: GPT, tokenizer: Tokenizer, options: Mapping[str, Any], *, show_probs: bool) -> None:
         self.model, self.tokenizer, self.options, self.show_probs = model, tokenizer, dict(options), show_probs
         self.terminal, self.truncated = sys.stdout.isatty(), False
+        if hasattr(sys.stdout, "reconfigure"):  # an encoding without some of the characters, such as Latin-1
+            sys.stdout.reconfigure(errors="backslashreplace")
         stop = list(self.options.get("stop", ()))
         if isinstance(tokenizer, BPETokenizer) and tokenizer.separated:
             stop.append(int(tokenizer.separator[0]))  # the document is at its end

@@ -50,6 +50,7 @@ def test_the_script_writes_what_a_checkpoint_holds(tmp_path: Path, monkeypatch, 
     script = Path(__file__).resolve().parents[1] / "scripts" / "export.py"
     for given, file, written in (
         ("mine.ckpt", "mine.ckpt", "model.safetensors"),
+        ("models/mine.ckpt", "models/mine.ckpt", "models/model.safetensors"),
         ("run", "run/checkpoints/last.ckpt", "run/model.safetensors"),
         ("run/checkpoints/last.ckpt", "run/checkpoints/last.ckpt", "run/model.safetensors"),
         ("run --out other", "run/checkpoints/last.ckpt", "other"),
