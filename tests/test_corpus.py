@@ -41,6 +41,12 @@ def ids_of(text):
     return [sorted(set(text)).index(character) for character in text]
 
 
+def test_a_notebook_shows_a_corpus_in_one_short_line(tmp_path):
+    made = prepare(TEXT * 40, tmp_path)
+    sizes = f"train={made.train.tokens:,} tokens, val={made.val.tokens:,} tokens"
+    assert repr(made) == f"Corpus('mine.txt', {sizes}, {made.tokenizer!r})"
+
+
 # Several files as one array.
 
 
