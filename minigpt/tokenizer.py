@@ -139,11 +139,11 @@ class ByteTokenizer:
 
     name = "byte"
     vocab_size = 256
-    separator: Ids = np.frombuffer(b"\n", dtype=np.uint8)
+    separator: Ids = np.array([ord("\n")], dtype=np.uint8)
     start: Ids = separator
 
     def encode(self, text: str) -> Ids:
-        return np.frombuffer(whole_characters(text).encode(), dtype=np.uint8)
+        return np.frombuffer(bytearray(whole_characters(text).encode()), dtype=np.uint8)  # writable, as torch wants it
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
