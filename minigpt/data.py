@@ -1,8 +1,8 @@
 """Which windows of the corpus make batch i. Batches are a pure function of (seed, step, rank, world size).
 
 An epoch cuts the training tokens into non-overlapping windows at a fresh offset and reads every window
-once, in a fresh order. The order is a keyed permutation evaluated at a position, not a shuffled list, so
-a batch costs the same from a corpus of any size, and a resumed run needs nothing but its step.
+once, in a fresh order. The order of many windows is a keyed permutation evaluated at a position, not a
+shuffled list, so a batch costs the same from a corpus of any size, and a resumed run needs only its step.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -19,6 +19,8 @@ from minigpt.errors import UserError
 Array = np.ndarray[Any, np.dtype[np.int64]]
 
 _ROUNDS = 4
+_SHUFFLED = 1024  # windows up to which the order is a shuffle: so few rounds are biased on very few windows
+IGNORED = -100  # a target that torch's cross_entropy leaves out
 _PLANNED = 4096  # rows whose windows are worked out at a time
 _ON_DEVICE = 1 << 28  # tokens; a larger corpus stays on disk and its batches are copied to the GPU
 
@@ -44,8 +46,13 @@ class WindowOrder:
         starts = np.empty_like(position)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
-            *keys, offset = np.random.SeedSequence((self.seed, int(epoch))).generate_state(_ROUNDS + 1, np.uint64)
-            window = permute(position[chosen], self.n_windows, np.array(keys))
+            shuffled = self.n_windows <= _SHUFFLED
+            n_keys = self.n_windows if shuffled else _ROUNDS
+            *keys, offset = np.random.SeedSequence((self.seed, int(epoch))).generate_state(n_keys + 1, np.uint64)
+            if shuffled:
+                window = np.argsort(keys)[position[chosen]]
+            else:
+                window = permute(position[chosen], self.n_windows, np.array(keys))
             starts[chosen] = window * self.block_size + int(offset) % self.n_offsets
         return starts
 
@@ -128,10 +135,15 @@ def past(batches: Sequence[int] | Array, left_out: Collection[int]) -> Array:
 
 
 class ValidationBatches:
-    """The whole validation split in non-overlapping windows, as (tokens, targets).
+    """The validation split in non-overlapping windows, as (tokens, targets), (B, T) each; every target once.
 
-    Every batch is spread over the ranks row by row: all ranks see equally many batches, and the windows
-    are the same on any number of ranks. `tokens` is longer than `block_size`.
+    Where block_size does not divide the split, the last window is shorter: it is padded to (T,), with targets
+    `IGNORED`, so that all batches have one width. Every batch is spread over the ranks row by row: all ranks see
+    equally many batches, and the windows are the same on any number of ranks.
+
+    Args:
+        tokens: the validation split, (N,), at least two tokens.
+        n_batches: evaluate at most this many batches, their windows spread evenly over the split; None: all.
     """
 
     def __init__(
@@ -143,23 +155,31 @@ class ValidationBatches:
         rank: int,
         world_size: int,
         device: torch.device,
+        n_batches: int | None = None,
     ) -> None:
-        self.n_windows = (len(tokens) - 1) // block_size
+        self.n_targets = len(tokens) - 1
+        total = -(-self.n_targets // block_size)
+        kept = total if n_batches is None else min(total, n_batches * batch_size)
+        self.windows = np.arange(kept) * total // kept
         self.block_size, self.batch_size = block_size, batch_size
         self.rank, self.world_size = rank, world_size
         self.gather = Gather(tokens, block_size, device)
 
     def __len__(self) -> int:
-        return -(-self.n_windows // self.batch_size)
+        return -(-len(self.windows) // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for begin in range(0, self.n_windows, self.batch_size):
-            rows = np.arange(begin + self.rank, min(begin + self.batch_size, self.n_windows), self.world_size)
-            yield self.gather(rows * self.block_size)
+        for begin in range(0, len(self.windows), self.batch_size):
+            starts = self.windows[begin : begin + self.batch_size][self.rank :: self.world_size] * self.block_size
+            tokens, targets = self.gather(starts)
+            if len(starts) and (padding := int(starts[-1]) + self.block_size - self.n_targets) > 0:
+                targets = targets.clone()  # it shares its memory with tokens
+                targets[-1, -padding:] = IGNORED
+            yield tokens, targets
 
 
 class Gather:
-    """Cut windows out of a row of tokens with one indexed read.
+    """Cut windows out of a row of tokens with one indexed read; past its end the last token is repeated.
 
     On a CPU, and for a corpus too large for the device, the tokens stay a memory map; otherwise they live
     on the device and a batch never crosses the bus.
@@ -173,7 +193,7 @@ class Gather:
         self.tokens = tokens
 
     def __call__(self, starts: Array) -> tuple[Tensor, Tensor]:
-        index = starts[:, None] + self.window  # (B, T + 1)
+        index = np.minimum(starts[:, None] + self.window, len(self.tokens) - 1)  # (B, T + 1)
         if self.on_device is not None:
             window = self.on_device[torch.from_numpy(index).to(self.device, non_blocking=True)].long()
         else:

@@ -153,7 +153,7 @@ def head_values(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[T
     """What each head is worth: how far the loss rises when it is silent.
 
     Args:
-        batches: tokens and targets, (B, T) each, on the model's device.
+        batches: tokens and targets, (B, T) each, on the model's device; negative targets are left out.
 
     Returns:
         The rise (L, H), and the loss with all heads; nats per token.
@@ -165,7 +165,7 @@ def head_values(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[T
     with _evaluating(model):
         for tokens, targets in tqdm(batches, desc="silencing every head", unit="batch", disable=None):
             loss, inputs = _inputs_of_blocks(model, tokens, targets)
-            whole, count = whole + loss, count + targets.numel()
+            whole, count = whole + loss, count + int((targets >= 0).sum())
             for layer in range(L):
                 with _from_layer(model, layer, inputs[layer]):
                     for head in range(H):

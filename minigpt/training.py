@@ -208,16 +208,16 @@ class LanguageModel(L.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         self.val_nats = torch.zeros((), device=self.device)
-        self.val_tokens = 0
+        self.val_tokens = torch.zeros((), device=self.device)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         tokens, targets = batch
         self.val_nats += self.model(tokens, targets, reduction="sum")
-        self.val_tokens += targets.numel()
+        self.val_tokens += (targets >= 0).sum()  # all but padding
 
     def on_validation_epoch_end(self) -> None:
         """The mean over every token of the split, whatever the number of ranks."""
-        total = torch.stack((self.val_nats, torch.tensor(self.val_tokens, device=self.device)))
+        total = torch.stack((self.val_nats, self.val_tokens))
         nats, tokens = self.trainer.strategy.reduce(total, reduce_op="sum").tolist()
         loss = nats / tokens
         if not isfinite(loss):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minigpt import data
+from minigpt import GPT, GPTConfig, data
 from minigpt.corpus import Corpus, Split
 from minigpt.data import Batches, TokenData, ValidationBatches, WindowOrder, past, permute
 from minigpt.errors import UserError
@@ -104,6 +104,18 @@ def test_epochs_differ_in_order_and_offset():
     assert len({tuple(window) for window in windows}) == 20
 
 
+@pytest.mark.parametrize("n_windows", [2, 3, 4, 7])
+def test_every_order_of_a_few_windows_is_equally_likely(n_windows):
+    epochs = 3000
+    order = WindowOrder((n_windows + 1) * 8, 8, seed=0)
+    assert order.n_windows == n_windows
+    windows = order.starts(np.arange(epochs * n_windows)).reshape(epochs, n_windows) // 8
+    for position in range(n_windows):
+        counts = np.bincount(windows[:, position], minlength=n_windows)
+        deviation = np.sqrt(epochs / n_windows * (1 - 1 / n_windows))  # of a count, when all are equally likely
+        assert abs(counts - epochs / n_windows).max() < 4.5 * deviation
+
+
 def test_positions_are_looked_up_in_any_shape_and_order():
     order = WindowOrder(1000, 8, seed=0)
     index = np.random.default_rng(0).integers(0, 1000, (5, 7))  # of several epochs
@@ -191,12 +203,10 @@ def test_the_first_batches_are_repeated_when_asked(repeat, first):
 
 
 @settings(deadline=None)
-@given(st.integers(1, 16), st.integers(1, 300), st.integers(1, 9))
-def test_validation_reads_every_window_once_on_any_number_of_ranks(block_size, more, batch_size):
-    n = block_size + more
-    expected = list(range(0, n - block_size, block_size))  # the starts of windows that have a last target
+@given(st.integers(1, 16), st.integers(2, 300), st.integers(1, 9))
+def test_validation_scores_every_target_once_on_any_number_of_ranks(block_size, n, batch_size):
     for world_size in (1, 2, 3):
-        counts, found = set(), []
+        counts, scored = set(), []
         for rank in range(world_size):
             options = {"block_size": block_size, "batch_size": batch_size, "rank": rank, "world_size": world_size}
             share = ValidationBatches(positions(n), **options, device=CPU)
@@ -205,11 +215,33 @@ def test_validation_reads_every_window_once_on_any_number_of_ranks(block_size, m
             counts.add(len(read))
             for tokens, targets in read:
                 assert tokens.shape == targets.shape == (len(tokens), block_size)
-                assert torch.equal(targets, tokens + 1)
-                assert torch.equal(tokens, tokens[:, :1] + torch.arange(block_size))
-                found += tokens[:, 0].tolist()
+                inside = targets != -100
+                assert torch.equal(targets[inside], tokens[inside] + 1)
+                assert torch.equal(tokens[inside], (tokens[:, :1] + torch.arange(block_size))[inside])
+                assert not (tokens[:, 0] % block_size).any()  # windows lie side by side
+                scored += targets[inside].tolist()
         assert len(counts) == 1  # a rank that has a batch more waits for the others for ever
-        assert sorted(found) == expected
+        assert sorted(scored) == list(range(1, n))
+
+
+def test_the_padding_of_the_last_window_leaves_its_loss_alone():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=8, vocab_size=50, n_layer=1, n_head=2, n_embd=16))
+    share = ValidationBatches(positions(50), block_size=8, batch_size=3, rank=0, world_size=1, device=CPU)
+    found = sum(model(*batch, reduction="sum").item() for batch in share)
+    windows = [torch.arange(start, min(start + 9, 50)) for start in range(0, 49, 8)]
+    assert len(windows[-1]) == 2
+    expected = sum(model(window[None, :-1], window[None, 1:], reduction="sum").item() for window in windows)
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("n_batches", "expected"), [(1, [0, 32, 64]), (2, [0, 16, 32, 48, 64, 80]), (9, range(0, 96, 8))]
+)
+def test_a_part_of_the_validation_split_is_spread_evenly_over_it(n_batches, expected):
+    options = {"block_size": 8, "batch_size": 3, "rank": 0, "world_size": 1, "device": CPU}
+    share = ValidationBatches(positions(97), **options, n_batches=n_batches)
+    assert [start for batch in starts(share) for start in batch] == list(expected)
 
 
 def test_validation_is_the_same_each_time():
