@@ -151,7 +151,7 @@ def _kind(file: Path) -> str:
 def _decoded(file: Path) -> Iterator[tuple[str, int]]:
     """The characters of a file as they are (line ends too), and the bytes read, a block at a time."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    done = 0
+    done, begun = 0, False
     with _opened(file) as (read_block, read_so_far):
         while True:
             block = read_block()
@@ -163,7 +163,8 @@ def _decoded(file: Path) -> Iterator[tuple[str, int]]:
             except UnicodeDecodeError as error:
                 where = done - pending + error.start
                 raise UserError(f"{file} is not UTF-8 text: bad byte at offset {where:,}; save it as UTF-8") from error
-            text = text.removeprefix("\ufeff") if done == 0 else text  # a mark of the encoding, not text
+            if text and not begun:
+                text, begun = text.removeprefix("\ufeff"), True  # the byte order mark is not part of the text
             done += len(block)
             if text:
                 yield text, read_so_far()

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import regex
 import zstandard
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from minigpt import documents
@@ -341,12 +341,14 @@ def test_another_encoding_is_refused_with_the_offset_of_its_first_byte(
 
 @settings(max_examples=60, deadline=None)
 @given(UNICODE, st.integers(1, 9), st.sampled_from(sorted(COMPRESS)))
-def test_characters_across_blocks_are_whole(tmp_path_factory, text, block, packed):
+@example("\ufeffa\ufeff", 1, "")
+@example("\ufeffa\ufeff", 9, ".gz")
+def test_characters_across_blocks_are_whole_and_a_byte_order_mark_is_left_out(tmp_path_factory, text, block, packed):
     file = tmp_path_factory.mktemp("blocks") / f"a.txt{packed}"
     file.write_bytes(COMPRESS[packed](text.encode()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents, "_BLOCK", block)
-        assert texts_of(file) == [text]
+        assert texts_of(file) == [text.removeprefix("\ufeff")]
 
 
 def test_utf16_is_refused(tmp_path):
