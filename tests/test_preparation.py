@@ -385,6 +385,8 @@ def test_a_text_of_its_own_is_validated_on_as_a_whole(tmp_path):
     assert folder_of(made) != folder_of(alone)
     again = prepare(rows(train), tmp_path, "byte", **own, val_fraction=0.3)  # which has no meaning here
     assert folder_of(again) == folder_of(made)
+    (tmp_path / "val.jsonl").write_text(rows(["another text"]))
+    assert texts_on_disk(prepare(rows(train), tmp_path, "byte", **own)) == ["\n".join(train), "another text"]
 
 
 def test_the_alphabet_has_the_characters_of_a_validation_text_of_its_own(tmp_path):
