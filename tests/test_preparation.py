@@ -414,7 +414,8 @@ def test_sub_words_are_learnt_from_the_training_split_alone(tmp_path, split, nam
 
 @pytest.mark.parametrize("tokenizer", ["char", "byte", BPE], ids=str)
 @pytest.mark.parametrize("split", ["fraction", "document"])
-def test_the_figures_of_token_files_are_those_of_a_count_of_our_own(tmp_path, tokenizer, split):
+def test_the_figures_of_token_files_are_those_of_a_count_of_our_own(tmp_path, monkeypatch, tokenizer, split):
+    monkeypatch.setattr(preparation, "_SCANNED", 7)
     texts = [f"{text} é漢😀" for text in stories(60)]
     texts += texts[-3:] * 2
     made = prepare(rows(texts), tmp_path, tokenizer, name="mine.jsonl", split=split, val_fraction=0.3)
@@ -442,10 +443,10 @@ def test_documents_for_training_that_are_also_for_validation_are_counted_and_war
 ):
     monkeypatch.setattr(splitting, "_UNIT", unit)
     texts = stories(50)
-    (tmp_path / "val.jsonl").write_text(rows([texts[3], "new", texts[7], texts[7], texts[49]]))
+    (tmp_path / "val.jsonl").write_text(rows([texts[3], "new", *[texts[7]] * 3, texts[49]]))
     own = {"name": "mine.jsonl", "val_path": str(tmp_path / "val.jsonl")}
     made = prepare(rows([*texts, texts[3]]), tmp_path, "byte", **own)
-    assert made.made["duplicates"] == 4  # the third twice
+    assert made.made["duplicates"] == 4  # for training: one of them twice
     assert re.fullmatch(r"warning: 4 documents of mine\.jsonl .*\n", capsys.readouterr().err)
     assert preparation.report(made)["in both splits"] == "4 documents"
     assert not list(folder_of(made).glob("*documents*"))
