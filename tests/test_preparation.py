@@ -415,7 +415,7 @@ def test_sub_words_are_learnt_from_the_training_split_alone(tmp_path, split, nam
 @pytest.mark.parametrize("tokenizer", ["char", "byte", BPE], ids=str)
 @pytest.mark.parametrize("split", ["fraction", "document"])
 def test_the_figures_of_token_files_are_those_of_a_count_of_our_own(tmp_path, monkeypatch, tokenizer, split):
-    monkeypatch.setattr(preparation, "_SCANNED", 7)
+    monkeypatch.setattr(preparation, "_SCANNED", 1)
     texts = [f"{text} é漢😀" for text in stories(60)]
     texts += texts[-3:] * 2
     made = prepare(rows(texts), tmp_path, tokenizer, name="mine.jsonl", split=split, val_fraction=0.3)
