@@ -317,6 +317,8 @@ def test_a_folder_laid_out_like_a_data_set_is_read_with_its_own_validation(find,
     titles, _ = find("data=tinystories", f"data.dataset={stories}", "data.field=title")
     assert documents(titles) == ["a title"] * len(TRAIN)
     assert titles.sha256 != source.sha256
+    for other in ("data.subset=other", "data.revision=other"):
+        assert find("data=tinystories", f"data.dataset={stories}", other)[0].sha256 != source.sha256
 
 
 def test_a_data_set_without_its_own_validation_is_one_source(find, stories, tmp_path):
