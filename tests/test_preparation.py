@@ -358,6 +358,19 @@ def test_by_checksum_about_the_asked_fraction_is_taken_and_a_document_never_chan
     assert first < more
 
 
+def test_by_checksum_a_document_that_is_read_in_pieces_stays_on_one_side(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "_BLOCK", 100)
+    texts = ["\n".join(stories(9, seed)) for seed in range(20)]
+    (tmp_path / "in").mkdir()
+    for i, text in enumerate(texts):
+        (tmp_path / f"in/{i:02}.txt").write_text(text)
+    made = corpus_of(tmp_path / "in", tmp_path, BPE, split="document", val_fraction=0.4)
+    train, val = ({text.decode() for text in _documents(ids, made.tokenizer)} for ids in on_disk(made))
+    assert train | val == set(texts)
+    assert (len(train), len(val)) == (made.train.documents, made.val.documents)
+    assert len(train) + len(val) == len(texts)
+
+
 def _documents(ids, tokenizer):
     """The documents between separators."""
     ends = [i for i, one in enumerate(ids) if one == tokenizer.separator[0]]
