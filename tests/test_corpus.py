@@ -282,6 +282,13 @@ def test_bytes_of_sub_words_are_counted_and_separators_are_none(tmp_path, sub_wo
     assert without.tokenizer.start.tolist() == sub_words.encode("\n").tolist()
 
 
+def test_a_separator_among_the_other_ids_has_no_bytes(tmp_path):
+    tokens = [*(bytes([i]) for i in range(256)), None, b"ab"]  # p50k_base has its separator there
+    made = read_bins(tmp_path, [1, 2], [97, 256, 257, 256], BPETokenizer("bpe", tokens, {SEPARATOR: 256}))
+    assert (made.val.bytes, made.val.tokens, made.val.documents) == (3, 4, 2)
+    assert made.val_bytes_per_token == 3 / 4
+
+
 @pytest.mark.parametrize("scanned", [1, 3, 1 << 24])
 def test_an_id_outside_the_vocabulary_of_the_tokenizer_is_refused(tmp_path, monkeypatch, sub_words, scanned):
     monkeypatch.setattr(corpora, "_SCANNED", scanned)

@@ -274,6 +274,13 @@ def test_bytes_and_sub_words_survive_json(name, text):
     assert again.start.tolist() == tokenizer.start.tolist()
 
 
+@pytest.mark.parametrize("name", ["byte", "bpe", "char"])
+def test_ids_can_be_written_to_as_torch_wants_it(name):
+    tokenizer = tokenizer_of(name)
+    for ids in (tokenizer.encode("the cat"), tokenizer.encode(""), tokenizer.start, tokenizer.separator):
+        assert ids.flags.writeable
+
+
 @pytest.mark.parametrize("name", ["byte", "bpe"])
 def test_halves_of_characters_are_encoded_as_something(name):
     """A terminal can give a prompt such characters."""
