@@ -10,15 +10,18 @@ if TYPE_CHECKING:
     from minigpt.attention import MultiHeadAttention as MultiHeadAttention
     from minigpt.checkpoint import load_checkpoint as load_checkpoint
     from minigpt.config import GPTConfig as GPTConfig
+    from minigpt.experiment import train as train
     from minigpt.generation import generate as generate
     from minigpt.model import GPT as GPT
 
+__version__ = "0.1.0"
 _ROOMS = {
     "GPT": "minigpt.model",
     "GPTConfig": "minigpt.config",
     "MultiHeadAttention": "minigpt.attention",
     "generate": "minigpt.generation",
     "load_checkpoint": "minigpt.checkpoint",
+    "train": "minigpt.experiment",
 }
 __all__ = list(_ROOMS)
 

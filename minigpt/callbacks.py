@@ -1,4 +1,4 @@
-"""What happens beside training: measuring, sampling, drawing. What is kept of it is in `keeping`."""
+"""What happens beside training: measuring, sampling, plotting. Checkpoints are in `keeping`."""
 
 import time
 from dataclasses import dataclass
@@ -12,31 +12,39 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from minigpt.checkpoint import BEST
+from minigpt.checkpoint import BEST, load_checkpoint, read
 from minigpt.drawing import draw_maps
-from minigpt.errors import RunError, UserError, warn
+from minigpt.errors import UserError, explain, warn
 from minigpt.files import sync
 from minigpt.generation import check_settings, generate
 from minigpt.inspection import attention_maps, token_texts
-from minigpt.loggers import Wandb
+from minigpt.keeping import AfterCheckpoint
+from minigpt.loggers import Progress, Wandb
 from minigpt.model import GPT
 from minigpt.run import METRICS, SAMPLES, read_metrics
 from minigpt.tokenizer import Tokenizer, encode_prompt
 from minigpt.training import of_all_ranks
 
-# Dense bfloat16 tensor-core peaks of the makers' data sheets, floating-point operations a second.
+# Dense bfloat16 peaks of NVIDIA's data sheets, FLOPs per second, by the name that the driver gives. Where a sheet
+# gives the figure with sparsity, it is halved.
 PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "RTX 4090": 165e12,
-    "A10": 125e12,
-    "L4": 121e12,
-    "RTX 3090": 71e12,
+    "NVIDIA B200": 2250e12,  # https://resources.nvidia.com/en-us-blackwell-architecture
+    "NVIDIA H200": 989e12,  # https://www.nvidia.com/en-us/data-center/h200/
+    "NVIDIA H200 NVL": 835.5e12,
+    "NVIDIA H100 80GB HBM3": 989e12,  # SXM; https://www.nvidia.com/en-us/data-center/h100/
+    "NVIDIA H100 NVL": 835.5e12,
+    "NVIDIA H100 PCIe": 756e12,  # https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper
+    "NVIDIA A100-SXM4-40GB": 312e12,  # https://www.nvidia.com/en-us/data-center/a100/
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA L40S": 362e12,  # https://www.nvidia.com/en-us/data-center/l40s/
+    "NVIDIA L40": 181e12,  # https://www.nvidia.com/en-us/data-center/l40/
+    "NVIDIA L4": 121e12,  # https://www.nvidia.com/en-us/data-center/l4/
+    "NVIDIA A10": 125e12,  # https://www.nvidia.com/en-us/data-center/products/a10-gpu/
+    "NVIDIA GeForce RTX 4090": 165e12,  # https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf
+    "NVIDIA GeForce RTX 3090": 71e12,  # https://images.nvidia.com/aem-dam/en-zz/Solutions/geforce/ampere/pdf/NVIDIA-ampere-GA102-GPU-Architecture-Whitepaper-V1.pdf
 }
-
 
 _SPIKE = 6.0  # standard deviations above the usual loss
 
@@ -48,9 +56,10 @@ class Meter(Callback):
     spent on validation and sampling.
     """
 
-    def __init__(self, *, log_every: int, tokens_per_step: int) -> None:
+    def __init__(self, *, log_every: int, tokens_per_step: int, began: float) -> None:
         self.log_every, self.tokens_per_step = log_every, tokens_per_step
         self.seconds = 0.0  # of training
+        self.began = began  # on the clock of time.perf_counter, less what earlier attempts took
         self._clock = self._logged_seconds = 0.0
         self._logged_step = 0
         self._paused = False
@@ -71,6 +80,7 @@ class Meter(Callback):
             self._stop_clock()
         return {
             "seconds": self.seconds,
+            "wall_seconds": time.perf_counter() - self.began,
             "losses": of_all_ranks(torch.stack(self._losses).cpu() if self._losses else torch.zeros(0)),
             "logged_step": self._logged_step,
             "logged_seconds": self._logged_seconds,
@@ -85,6 +95,7 @@ class Meter(Callback):
         self.seconds, self._logged_seconds = state_dict["seconds"], state_dict["logged_seconds"]
         self._resumed, self._logged_step = state_dict["losses"], state_dict["logged_step"]
         self._usual = Usual(**state_dict["usual"])
+        self.began -= state_dict.get("wall_seconds", 0.0)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._losses.append(outputs["loss"])  # Lightning divided it by the number of batches in a step
@@ -106,6 +117,12 @@ class Meter(Callback):
         for logger in trainer.loggers:
             logger.log_metrics(metrics, trainer.global_step)
 
+    def on_validation_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        progress = trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.ready
+        for logger in trainer.loggers:
+            if isinstance(logger, Progress):
+                logger.validating(progress, int(trainer.num_val_batches[0]))
+
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._paused:  # by validation, sampling and checkpoints
             self._paused, self._clock = False, time.perf_counter()
@@ -113,18 +130,22 @@ class Meter(Callback):
     def summary(self, trainer: L.Trainer, pl_module: Any) -> dict[str, Any]:
         """What the run came to: figures for `summary.json`."""
         folder = Path(trainer.default_root_dir)
-        curve = read_metrics(folder / METRICS).get("val_loss", []) if (folder / METRICS).exists() else []
-        best_step, best_val_loss = min(curve, key=lambda point: point[1], default=(None, None))
+        columns = read_metrics(folder / METRICS) if (folder / METRICS).exists() else {}
+        best_step, best_val_loss = min(columns.get("val_loss", []), key=lambda point: point[1], default=(None, None))
         tokens = trainer.global_step * self.tokens_per_step
         return {
             "best_val_loss": best_val_loss,
+            "best_val_bits_per_byte": dict(columns.get("val_bits_per_byte", [])).get(best_step or 0),
             "best_step": best_step,
             "steps": trainer.global_step,
+            "stopped_early": bool(early_stopping(trainer)),
             "tokens": tokens,
             "params": pl_module.model.num_params(),
             "flops": tokens * pl_module.model.flops_per_token(),
             "seconds": round(self.seconds, 3),
+            "wall_seconds": round(time.perf_counter() - self.began, 3),
             "tokens_per_second": round(tokens / self.seconds, 1) if self.seconds else None,
+            "precision": str(trainer.precision),
             "device": device_name(pl_module.device),
             "checkpoint": BEST if (folder / BEST).exists() else None,
         }
@@ -199,6 +220,14 @@ class Usual:
         return max(self.variance, 1e-12) ** 0.5
 
 
+def early_stopping(trainer: L.Trainer) -> str:
+    """Why early stopping ended a training before its last step; empty where it did not."""
+    if trainer.global_step >= trainer.max_steps or not trainer.should_stop:
+        return ""
+    reasons = [callback.stopping_reason_message for callback in trainer.early_stopping_callbacks]
+    return next((reason.partition(" Signaling")[0] for reason in reasons if reason), "")
+
+
 def device_name(device: torch.device) -> str:
     """The GPU's name, or the kind of device and, of a CPU, the threads in use."""
     if device.type == "cuda":
@@ -208,14 +237,11 @@ def device_name(device: torch.device) -> str:
 
 def peak_flops(device: torch.device) -> float | None:
     """The bfloat16 peak of a known GPU; None for another, and for a CPU."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in PEAK_FLOPS.items() if known in name), None)
+    return PEAK_FLOPS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
-class Samples(Callback):
-    """Writes what the model says to `samples.txt` at every validation, and to Weights & Biases."""
+class Samples(AfterCheckpoint):
+    """Appends a sample to `samples.txt` at every validation, and sends it to Weights & Biases."""
 
     def __init__(self, *, prompt: str, max_new_tokens: int, temperature: float, top_k: int | None, seed: int) -> None:
         self.prompt = prompt
@@ -232,16 +258,28 @@ class Samples(Callback):
         self.prompt_ids = torch.as_tensor(encode_prompt(self.tokenizer, self.prompt)).long()
         self.file = Path(trainer.default_root_dir) / SAMPLES
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        if trainer.state.fn != "fit":
+    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Write the sample that a killed run had no time for after its checkpoint."""
+        resumed, folder = trainer.ckpt_path, self.file.parent
+        if not resumed or not trainer.is_global_zero or Path(resumed).resolve().parents[1] != folder.resolve():
             return
+        columns = read_metrics(folder / METRICS) if (folder / METRICS).exists() else {}
+        step = int(read(Path(resumed), device="cpu")["global_step"])
+        written = self.file.read_text(encoding="utf-8", errors="replace") if self.file.exists() else ""
+        if step in (losses := dict(columns.get("val_loss", []))) and f"── step {step}, " not in written:
+            model, _ = load_checkpoint(resumed, device=trainer.strategy.root_device)
+            self._write(trainer, model, step, losses[step])
+
+    def show(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._write(trainer, pl_module.model, trainer.global_step, float(trainer.callback_metrics["val_loss"]))
+
+    def _write(self, trainer: L.Trainer, model: GPT, step: int, loss: float) -> None:
         # Sharded weights are gathered by all ranks, so all ranks sample.
-        text = self.prompt + say(pl_module.model, self.tokenizer, self.prompt_ids, **self.options)
+        text = self.prompt + sample_text(model, self.tokenizer, self.prompt_ids, **self.options)
         if not trainer.is_global_zero:
             return
-        loss = float(trainer.callback_metrics["val_loss"])
         with open(self.file, "a", encoding="utf-8") as file:
-            file.write(f"── step {trainer.global_step}, validation loss {loss:.4f} ──\n{text.strip()}\n\n")
+            file.write(f"── step {step}, validation loss {loss:.4f} ──\n{text.strip()}\n\n")
         for logger in trainer.loggers:
             if isinstance(logger, Wandb):
                 logger.log_html("samples", text)
@@ -250,18 +288,18 @@ class Samples(Callback):
         sync(self.file)
 
 
-def say(model: GPT, tokenizer: Tokenizer, prompt: Tensor, **options: Any) -> str:
+def sample_text(model: GPT, tokenizer: Tokenizer, prompt: Tensor, **options: Any) -> str:
     """One continuation of a prompt as text."""
     # A compiled model would be compiled anew for every length of the text.
     with torch.compiler.set_stance("force_eager"):
         try:
             return tokenizer.decode(generate(model, prompt, **options)[0].tokens)
-        except RunError as error:  # no reason to lose a run
-            warn(f"there is no sample: {error}")
+        except Exception as error:  # no reason to lose a run
+            warn(f"sampling failed: {explain(error)[0].removeprefix('error: ')}")
             return ""
 
 
-class AttentionMaps(Callback):
+class AttentionMaps(AfterCheckpoint):
     """Draws what every head attends to in one text, at every validation, to `attention/` and Weights & Biases.
 
     Args:
@@ -282,9 +320,7 @@ class AttentionMaps(Callback):
         self.texts = token_texts(corpus.tokenizer, self.tokens)
         self.folder = Path(trainer.default_root_dir) / "attention"
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        if trainer.state.fn != "fit":
-            return
+    def show(self, trainer: L.Trainer, pl_module: Any) -> None:
         # Sharded weights are gathered by all ranks, so all ranks look. Hooks would have a compiled model compiled anew.
         with torch.compiler.set_stance("force_eager"):
             weights, _ = attention_maps(pl_module.model, self.tokens.to(pl_module.device))

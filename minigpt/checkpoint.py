@@ -28,7 +28,7 @@ FORMAT = 1
 BEST, LAST, PREVIOUS = "checkpoints/best.ckpt", "checkpoints/last.ckpt", "checkpoints/previous.ckpt"
 _SMALL = 1 << 20  # weights, of which it does not matter whether they are there
 # What a run that goes on must have as before: its optimizer's state and its place in the corpus are made of it.
-_FIXED = ("optimizer._target_", "data.batch_size", "trainer.accumulate_grad_batches")
+_FIXED = ("optimizer._target_", "data.batch_size", "trainer.accumulate_grad_batches", "eval_batches")
 # What else makes it learn otherwise.
 _LEARNING = (
     *_FIXED,
@@ -144,12 +144,15 @@ def find_resumed(resume: str | None, folder: Path) -> Path | None:
     return newest
 
 
-def contents(config: GPTConfig, tokenizer: Tokenizer, run: Mapping[str, Any], corpus: str) -> dict[str, Any]:
+def contents(
+    config: GPTConfig, tokenizer: Tokenizer, run: Mapping[str, Any], corpus: str, provenance: Mapping[str, Any]
+) -> dict[str, Any]:
     """Our part of a checkpoint: what rebuilds the model, and what made it.
 
     Args:
         run: the resolved run configuration as plain containers.
         corpus: checksum of the text.
+        provenance: command, host, versions and commit.
     """
     return {
         _OURS: {
@@ -158,16 +161,17 @@ def contents(config: GPTConfig, tokenizer: Tokenizer, run: Mapping[str, Any], co
             "tokenizer": tokenizer.to_dict(),
             "config": dict(run),
             "corpus_sha256": corpus,
+            "provenance": dict(provenance),
         }
     }
 
 
-def check_same(path: Path, present: Mapping[str, Any], *, untold: bool = False) -> int:
+def check_same(path: Path, present: Mapping[str, Any], *, may_be_done: bool = False) -> int:
     """Check that training can go on from a checkpoint, and say from which step; warn of what will be otherwise.
 
     Args:
         present: what `contents` says of the run that is to go on.
-        untold: the run was killed before it told its end, so it may have taken all steps.
+        may_be_done: the run may have taken all its steps.
 
     Raises:
         UserError: the checkpoint is of another model, corpus, tokenizer, optimizer or size of steps, or has taken all
@@ -183,7 +187,7 @@ def check_same(path: Path, present: Mapping[str, Any], *, untold: bool = False) 
     if differs:
         raise UserError(f"resume={path} cannot go on here, for it differs in {', '.join(differs)}")
     max_steps = now["config"]["max_steps"]
-    if step >= max_steps + untold:
+    if step >= max_steps + may_be_done:
         raise UserError(f"resume={path} is at step {step} of {max_steps}; raise max_steps to go on")
     for key, (was, value) in changed.items():
         what = "the schedule of the learning rate follows it from here on" if key == "max_steps" else "from here on"

@@ -164,6 +164,10 @@ def check_run(cfg: Mapping[str, Any]) -> None:
     """
     if "sweep" in cfg:  # of which the others set values elsewhere
         raise UserError("configs/sweep/wandb.yaml is for W&B's own agent: wandb sweep configs/sweep/wandb.yaml")
+    for option in cfg.get("trainer", {}):
+        if option not in TRAINER_OPTIONS:
+            advice = _INSTEAD.get(option, f"trainer takes {', '.join(TRAINER_OPTIONS)}")
+            raise UserError(f"trainer.{option} is not an option; {advice}")
     for key, (accepts, expected) in _RULES.items():
         group, _, name = key.rpartition(".")
         values = cfg.get(group, {}) if group else cfg
@@ -201,13 +205,47 @@ def _not_negative(value: Any) -> bool:
     return _number(value) and 0 <= value < float("inf")
 
 
+# Options of lightning.Trainer that act here. The others would do nothing, or break what a run promises.
+TRAINER_OPTIONS = (
+    "accelerator",
+    "devices",
+    "num_nodes",
+    "strategy",
+    "precision",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "max_time",
+    "deterministic",
+    "benchmark",
+    "detect_anomaly",
+    "profiler",
+)
+_INSTEAD = {
+    "max_epochs": "set max_steps",
+    "max_steps": "set max_steps, without trainer",
+    "limit_train_batches": "set max_steps",
+    "limit_val_batches": "set eval_batches",
+    "val_check_interval": "set eval_every",
+    "check_val_every_n_epoch": "set eval_every",
+    "log_every_n_steps": "set log_every",
+    "overfit_batches": "set data.overfit_batches",
+    "fast_dev_run": "use debug=fast",
+    "default_root_dir": "set hydra.run.dir",
+    "logger": "use logger=NAME",
+    "callbacks": "add +callbacks.NAME._target_=CLASS",
+    "enable_checkpointing": "set callbacks.checkpoint=null to keep none",
+    "enable_model_summary": "add +callbacks.NAME._target_=lightning.pytorch.callbacks.ModelSummary",
+}
+
 _AT_LEAST_ONE = (_whole(1), "a whole number of at least 1")
 _TRUE_OR_FALSE = (lambda v: isinstance(v, bool), "true or false")
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "seed": (_whole(0), "a whole number of at least 0"),
     "max_steps": _AT_LEAST_ONE,
     "eval_every": _AT_LEAST_ONE,
+    "eval_batches": (lambda v: v is None or _whole(1)(v), "a whole number of at least 1, or null"),
     "log_every": _AT_LEAST_ONE,
+    "resume": (lambda v: v is None or isinstance(v, str), "auto, a run folder or a checkpoint, or null"),
     "ema_decay": (lambda v: v is None or (_fraction(v) and v > 0), "a number between 0 and 1, or null"),
     "on_divergence": (lambda v: v in ("stop", "skip"), "stop or skip"),
     "data.batch_size": _AT_LEAST_ONE,

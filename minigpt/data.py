@@ -217,11 +217,12 @@ class TokenData(L.LightningDataModule):
         seed: int,
         overfit_batches: int,
         left_out: set[int],
+        n_eval_batches: int | None = None,
     ) -> None:
         super().__init__()
         self.corpus, self.block_size = corpus, block_size
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
-        self.n_batches, self.overfit_batches = n_batches, overfit_batches
+        self.n_batches, self.overfit_batches, self.n_eval_batches = n_batches, overfit_batches, n_eval_batches
         self.order = WindowOrder(corpus.train.tokens, block_size, seed)
         self.left_out = left_out  # batches of the order that training goes past, here and where it goes on from
 
@@ -261,6 +262,7 @@ class TokenData(L.LightningDataModule):
             rank=trainer.global_rank,
             world_size=trainer.world_size,
             device=trainer.strategy.root_device,
+            n_batches=self.n_eval_batches,
         )
 
     def _trainer(self) -> L.Trainer:

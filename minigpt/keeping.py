@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint
 
 from minigpt.checkpoint import BEST, LAST, name_again
-from minigpt.errors import ENDING, REQUEUE, Interrupted, UserError, interrupt
+from minigpt.errors import ENDING, REQUEUE, Interrupted, UserError, explain, interrupt, warn
 
 
 class Checkpoints(Checkpoint):
@@ -73,6 +73,23 @@ class Checkpoints(Checkpoint):
 
     def _of(self, step: int) -> Path:
         return (self.folder / BEST).with_name(f"step-{step}.ckpt")
+
+
+class AfterCheckpoint(Callback):
+    """Shows something of the model at every validation, after its checkpoint is written; to fail costs a warning."""
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if trainer.state.fn != "fit":
+            return
+        try:
+            self.show(trainer, pl_module)
+        except Exception as error:
+            reason = explain(error)[0].removeprefix("error: ")
+            warn(f"{type(self).__name__} failed at step {trainer.global_step}: {reason}")
+
+    def show(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """What is shown, on all ranks; pl_module holds the averaged weights where there are any."""
+        raise NotImplementedError
 
 
 class EndInOrder(Callback):

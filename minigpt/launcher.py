@@ -30,9 +30,8 @@ from omegaconf import DictConfig, open_dict
 from tqdm import tqdm
 
 from minigpt.errors import Interrupted, RunError, UserError, explain
-from minigpt.run import fail, told
+from minigpt.run import LOG, fail, told
 
-LOG = "log.txt"
 _POLL = 0.05  # seconds
 _at_work = threading.Event()  # in a worker, while it has a job
 

@@ -3,7 +3,8 @@
 import csv
 import os
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from html import escape
 from pathlib import Path
@@ -14,7 +15,8 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from tqdm import tqdm
 
 from minigpt.errors import UserError, clean, explain, is_first, warn
-from minigpt.files import sync
+from minigpt.files import sync, whole
+from minigpt.run import log
 from minigpt.sweep import PICTURE, TABLE
 
 COLUMNS = (
@@ -34,29 +36,52 @@ COLUMNS = (
 
 
 class _PlainLogger(Logger):
-    """A Lightning logger that has nothing to do with names, versions and hyper-parameters."""
+    """A Lightning logger of the run folder, without a name and a version of its own.
 
-    name = version = None
+    Callbacks of Lightning write to save_dir/name/version: that is the run folder.
+    """
+
+    name = version = ""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
+
+    @property
+    def save_dir(self) -> str:
+        return str(self.file.parent)
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         pass
 
 
 class MetricsCSV(_PlainLogger):
-    """Appends a row to `metrics.csv` for every measurement, flushed, so that a killed run keeps its curve."""
+    """Appends a row to `metrics.csv` for every measurement, flushed, so that a killed run keeps its curve.
 
-    def __init__(self, file: Path) -> None:
-        super().__init__()
-        self.file = file
+    What callbacks log beside `COLUMNS` gets a column when it first appears.
+    """
+
+    columns: Sequence[str] = ()
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        new = not self.file.exists()
+        if not self.columns or not self.file.exists() or not metrics.keys() <= set(self.columns):
+            self._add_columns(metrics)
         with open(self.file, "a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            if new:
-                writer.writeheader()
-            writer.writerow({"step": step, **metrics})
+            csv.DictWriter(file, self.columns).writerow({"step": step, **metrics})
+
+    def _add_columns(self, names: Iterable[str]) -> None:
+        rows: list[dict[str, str]] = []
+        known: Sequence[str] = COLUMNS
+        if self.file.exists():
+            with open(self.file, newline="", encoding="utf-8") as file:
+                reader = csv.DictReader(file)
+                rows, known = list(reader), reader.fieldnames or COLUMNS
+        self.columns = list(dict.fromkeys([*known, *names]))
+        with whole(self.file) as partial, open(partial, "w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self.columns)
+            writer.writeheader()
+            writer.writerows(rows)
 
     @rank_zero_only
     def save(self) -> None:
@@ -65,17 +90,16 @@ class MetricsCSV(_PlainLogger):
 
 
 class Progress(_PlainLogger):
-    """A progress bar in a terminal, a line a validation elsewhere, on stderr."""
+    """A progress bar on stderr in a terminal; elsewhere, and in the log file, one line per validation."""
 
-    def __init__(self, max_steps: int) -> None:
-        super().__init__()
+    def __init__(self, max_steps: int, file: Path) -> None:
+        super().__init__(file)
         self.max_steps, self.terminal = max_steps, sys.stderr.isatty()
         self.shown: dict[str, str] = {}
         self.bar: tqdm[Any] | None = None
+        self.drawn = 0.0  # seconds, when the bar was last drawn during validation
 
-    @rank_zero_only
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        step = step or 0
+    def _open_bar(self) -> "tqdm[Any]":
         if self.bar is None:
             self.bar = tqdm(
                 total=self.max_steps,
@@ -83,16 +107,33 @@ class Progress(_PlainLogger):
                 dynamic_ncols=True,
                 bar_format="{n_fmt}/{total_fmt} steps {bar} {desc} {remaining} left",
             )
+        return self.bar
+
+    def _line(self) -> str:
+        return ", ".join(self.shown[key] for key in ("loss", "val", "speed", "validating") if key in self.shown)
+
+    @rank_zero_only
+    def validating(self, batch: int, batches: int) -> None:
+        """Show how far a validation is, at most ten times per second."""
+        if not self.terminal or time.monotonic() - self.drawn < 0.1:
+            return
+        self.drawn = time.monotonic()
+        self.shown["validating"] = f"validating {batch}/{batches}"
+        self._open_bar().set_description_str(self._line())
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        step, bar = step or 0, self._open_bar()
+        self.shown.pop("validating", None)
         if "train_loss" in metrics:
             self.shown["loss"] = f"loss {metrics['train_loss']:.3f}"
             self.shown["speed"] = f"{metrics['tokens_per_second']:,.0f} tokens/s"
         if "val_loss" in metrics:
             self.shown["val"] = f"val {metrics['val_loss']:.4f}"
-        said = ", ".join(self.shown[key] for key in ("loss", "val", "speed") if key in self.shown)
-        if "val_loss" in metrics and not self.terminal:
-            print(f"step {step}/{self.max_steps}  {said}", file=sys.stderr, flush=True)
-        self.bar.set_description_str(said, refresh=False)
-        self.bar.update(step - self.bar.n)
+        if "val_loss" in metrics:
+            log(self.file.parent, f"step {step}/{self.max_steps}  {self._line()}", show=not self.terminal)
+        bar.set_description_str(self._line(), refresh=False)
+        bar.update(step - bar.n)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:

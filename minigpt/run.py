@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import re
 import shutil
 import sys
@@ -16,6 +17,7 @@ from minigpt.errors import UserError, clean, is_first, legible, warn
 from minigpt.files import read_json, whole
 
 METRICS, CURVES, SAMPLES, SUMMARY = "metrics.csv", "curves.png", "samples.txt", "summary.json"
+LOG = "log.txt"
 LATEST = "latest"
 PLAN = "sweep.json"  # in the folder that holds the folders of a sweep's runs
 _LOCK = ".lock"
@@ -43,11 +45,12 @@ def taken(folder: Path, *, again: bool = False) -> Iterator[Path]:
             )
         _sweep_out(folder)
         real = folder.resolve()  # it may be `latest` itself
-        before = None if (real.parent / PLAN).exists() else point_at(real)
+        in_sweep = (real.parent / PLAN).exists()  # whose jobs print to the log file
+        before = None if in_sweep else point_at(real)
         try:
             yield folder
         finally:
-            if all(entry.name in (".hydra", _LOCK) for entry in folder.iterdir()):
+            if all(entry.name in (".hydra", _LOCK, *([] if in_sweep else [LOG])) for entry in folder.iterdir()):
                 shutil.rmtree(real)
                 latest = real.parent / LATEST
                 if latest.is_symlink() and latest.readlink() == Path(real.name):  # no newer run took it
@@ -94,6 +97,31 @@ def is_taken(folder: Path) -> bool:
         return True
     except OSError:  # on a disk that cannot be written nothing runs
         return False
+
+
+def log(folder: Path, line: str, *, show: bool = True) -> None:
+    """Append a line to the log file of a run folder, and print it to stderr."""
+    if show:
+        print(line, file=sys.stderr, flush=True)
+    with suppress(OSError), open(folder / LOG, "a", encoding="utf-8") as file:  # a log is no reason to lose a run
+        if not (show and os.path.samestat(os.fstat(file.fileno()), os.fstat(2))):  # where a sweep's job prints to
+            file.write(f"{line}\n")
+
+
+def finished(folder: Path, step: int, max_steps: int) -> tuple[str, float | None] | None:
+    """One line on a run that has nothing left to do, and its best validation loss; None where training resumes.
+
+    Args:
+        step: of its last checkpoint.
+    """
+    summary = read_told(folder)
+    early = summary.get("stopped_early") is True
+    if summary.get("status") != "completed" or not (early or step >= max_steps):
+        return None
+    loss = summary.get("best_val_loss")
+    best = f", best validation loss {loss:.4f}" if isinstance(loss, float) else ""
+    how = "stopped early at" if early else "is complete at"
+    return f"{short_path(folder)} {how} step {step} of {max_steps}{best}; nothing to do", loss
 
 
 def rewind(folder: Path, step: int) -> None:
@@ -147,12 +175,12 @@ def told(folder: Path) -> dict[str, Any]:
     return summary
 
 
-def completed(folder: Path) -> bool:
-    """Whether a run has told its end, as far as its folder can be read."""
+def read_told(folder: Path) -> dict[str, Any]:
+    """The same; empty where the file is damaged, too."""
     try:
-        return told(folder).get("status") == "completed"
+        return told(folder)
     except ValueError:
-        return False
+        return {}
 
 
 def fail(folder: Path, reason: str) -> None:
@@ -176,9 +204,14 @@ def tell(folder: Path, summary: Mapping[str, Any]) -> None:
 def announce(folder: Path, sample: str, summary: Mapping[str, Any], *, sampler: Path) -> None:
     """Print the sample, and where things are."""
     sample = legible(sample) if sys.stdout.isatty() else sample
-    folder, python, sampler = (Path(clean(str(_short(path)))) for path in (folder, Path(sys.executable), sampler))
+    folder, python, sampler = (Path(clean(str(short_path(path)))) for path in (folder, Path(sys.executable), sampler))
     print(f"{sample.strip()}\n")
-    print(f"validation loss  {summary['best_val_loss']:.4f} at step {summary['best_step']}")
+    if summary["stopped_early"]:
+        print(clean(summary["reason"]))
+    if summary["best_val_loss"] is not None:
+        part = "" if summary["eval_batches"] is None else f", on {summary['eval_batches']} batches of the split"
+        print(f"validation loss  {summary['best_val_loss']:.4f} at step {summary['best_step']}{part}")
+    print(f"time             {summary['wall_seconds']:,.1f} s, {summary['seconds']:,.1f} s of them training")
     print(f"run folder       {folder}")
     print(f"curves           {folder / CURVES}")
     if summary["checkpoint"]:  # a run may be told to keep none
@@ -186,7 +219,8 @@ def announce(folder: Path, sample: str, summary: Mapping[str, Any], *, sampler: 
         print(f"sample again     {python} {sampler} {folder} --seed 1")
 
 
-def _short(path: Path) -> Path:
+def short_path(path: Path) -> Path:
+    """A path relative to the current folder, where it lies below it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 

@@ -19,7 +19,7 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, distributed
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -29,8 +29,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from minigpt.checkpoint import read, write
 from minigpt.errors import Diverged, UserError, is_first
+from minigpt.keeping import AfterCheckpoint
 from minigpt.model import GPT
 from minigpt.optim import Average, Muon
+from minigpt.processes import started_together
 
 T = TypeVar("T")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -74,6 +76,7 @@ class LanguageModel(L.LightningModule):
         self.loss = torch.zeros(())  # of the batches of a step, summed
         self.grad_norm: Tensor | None = None  # of the last step, before clipping
         self.resumed: Mapping[str, Any] = {}  # the checkpoint that training goes on from
+        self.learning_rate = float("nan")  # of the last step
         self.begun = False
         self.validated = 0  # the step of the last validation that ended
         if compile:
@@ -184,6 +187,7 @@ class LanguageModel(L.LightningModule):
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
         """Free the gradients before the next forward pass, so that they never lie beside its activations."""
+        self.learning_rate = float(optimizer.param_groups[0]["lr"])
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
         optimizer.zero_grad()
         if self.average is not None:
@@ -236,11 +240,6 @@ class LanguageModel(L.LightningModule):
         every = self.trainer.val_check_batch or float("inf")
         checkpoint["validation_due"] = batches % every == 0 and self.validated != self.global_step
         checkpoint["rng"] = of_all_ranks({"torch": torch.get_rng_state(), "cuda": cuda})
-
-    @property
-    def learning_rate(self) -> float:
-        optimizers = self.trainer.optimizers
-        return float(optimizers[0].param_groups[0]["lr"]) if optimizers else float("nan")
 
     def diverged(self, loss: float, step: int) -> Diverged:
         """The error of a loss that is no number any more, or whose gradient is none."""
@@ -297,6 +296,9 @@ def build_trainer(
     options = dict(options)
     accumulate = options.pop("accumulate_grad_batches")
     accelerator, precision = options.pop("accelerator"), options.pop("precision")
+    if (started := started_together()) and options["devices"] == 1 and options["strategy"] == "auto":
+        options["num_nodes"], options["devices"] = started
+        options["strategy"] = DDPStrategy(broadcast_buffers=False, gradient_as_bucket_view=True)
     present: dict[str, Callable[[], bool]] = {
         "cuda": torch.cuda.is_available,
         "gpu": _any_gpu,
@@ -308,11 +310,11 @@ def build_trainer(
         on_cuda = accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available()
         precision = "bf16-mixed" if on_cuda and torch.cuda.is_bf16_supported() else "32-true"
     plugins: list[Any] = [CheckpointIO()]
-    if SLURMEnvironment.detect():
+    if SLURMEnvironment.detect() or (started and "TORCHELASTIC_RUN_ID" not in os.environ):
         plugins.append(SLURMEnvironment(auto_requeue=False))  # `EndInOrder` and the job's script see to that
     torch.backends.cuda.matmul.allow_tf32 = True  # what stays in fp32 on a GPU; a CPU is not concerned
     try:
-        return L.Trainer(
+        trainer = L.Trainer(
             **options,
             accelerator=accelerator,
             precision=precision,
@@ -336,12 +338,18 @@ def build_trainer(
         )
     except Exception as error:  # Lightning raises a dozen kinds for an option that it does not like
         raise UserError(f"the trainer cannot be built: {error}") from error
+    trainer.callbacks.sort(  # type: ignore[attr-defined]
+        key=lambda callback: isinstance(callback, AfterCheckpoint)
+    )  # Lightning: checkpoints last
+    return trainer
 
 
 def _quieten() -> None:
-    """Lightning's advice is for who writes a training loop, not for who runs this one."""
+    """Silence Lightning's advice, which is for authors of training loops, but not what a callback is asked for."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    for name in ("callbacks.model_summary", "profilers.profiler"):
+        logging.getLogger(f"lightning.pytorch.{name}").setLevel(logging.INFO)
     warnings.filterwarnings("ignore", module="lightning")
 
 

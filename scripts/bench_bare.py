@@ -16,10 +16,10 @@ from bench_common import ROOT
 from hydra import compose, initialize_config_dir
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
-from train import function
 
 from minigpt.config import GPTConfig
 from minigpt.errors import one_line
+from minigpt.experiment import function
 from minigpt.model import GPT
 from minigpt.preparation import corpus_of
 

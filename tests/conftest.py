@@ -1,6 +1,5 @@
 """What the tests share: a small text, and a way to train on it with the real Hydra and the real Trainer."""
 
-import json
 import os
 import subprocess
 import sys
@@ -10,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+import minigpt
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS, CONFIGS = ROOT / "scripts", ROOT / "configs"
@@ -57,24 +58,10 @@ def small(text: Path, tmp_path: Path) -> list[str]:
 @pytest.fixture
 def train(small: list[str], tmp_path: Path) -> Callable[..., SimpleNamespace]:
     """Train in this process: `train("max_steps=5", folder=...)` returns the folder, the loss, the summary."""
-    from hydra import compose, initialize_config_dir
-    from hydra.core.hydra_config import HydraConfig
-    from omegaconf import open_dict
-
-    sys.path.insert(0, str(SCRIPTS))
-    import train as script
 
     def run(*overrides: str, folder: Path = tmp_path / "run") -> SimpleNamespace:
-        folder.mkdir(parents=True, exist_ok=True)
-        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            cfg = compose("train", overrides=[*small, *overrides], return_hydra_config=True)
-        with open_dict(cfg):
-            cfg.hydra.runtime.output_dir = str(folder)
-        HydraConfig.instance().set_config(cfg)
-        with open_dict(cfg):
-            del cfg["hydra"]
-        loss = script.train(cfg)
-        return SimpleNamespace(folder=folder, loss=loss, summary=json.loads((folder / "summary.json").read_text()))
+        summary = minigpt.train([*small, *overrides, f"hydra.run.dir={folder}"])
+        return SimpleNamespace(folder=folder, loss=summary["best_val_loss"], summary=summary)
 
     return run
 

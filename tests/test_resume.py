@@ -24,7 +24,15 @@ from minigpt.errors import Diverged, Interrupted, UserError
 from minigpt.optim import Average
 
 # What Lightning counts for its own loggers and for what it has looked at, and what clocks and folders say.
-ASIDE = {"seconds", "logged_seconds", "config", "epoch_loop.val_loop.batch_progress", "epoch_loop.state_dict"}
+ASIDE = {
+    "seconds",
+    "wall_seconds",
+    "logged_seconds",
+    "config",
+    "provenance",
+    "epoch_loop.val_loop.batch_progress",
+    "epoch_loop.state_dict",
+}
 CLOCKS = ("seconds", "tokens_per_second", "flops_per_second")
 OFTEN = ["eval_every=7", "callbacks.checkpoint.keep=9", "model.dropout=0.1"]  # 5 does not divide 7: rows lie across
 
@@ -377,13 +385,38 @@ def test_a_checkpoint_that_lacks_what_a_run_goes_on_with_is_named(
         train("max_steps=4", f"resume={begun.folder}", folder=tmp_path / "resumed")
 
 
-def test_what_a_finished_run_told_outlasts_a_resume_that_is_refused(train: Callable[..., Any]) -> None:
-    run = train()
+@pytest.mark.parametrize("early", [False, True])
+def test_a_completed_run_has_nothing_left_to_do(train: Callable[..., Any], capsys: Any, early: bool) -> None:
+    stopping = ["callbacks=early_stopping", "callbacks.early_stopping.min_delta=9", "eval_every=4"] if early else []
+    run = train(*stopping)
+    assert run.summary["stopped_early"] is early
     before = {file.name: file.read_bytes() for file in run.folder.iterdir() if file.is_file()}
-    for change in ("seed=1337", "model.n_layer=1"):  # all steps taken; another model
-        with pytest.raises(UserError, match="resume="):
-            train("resume=auto", change, folder=run.folder)
-        assert {file.name: file.read_bytes() for file in run.folder.iterdir() if file.is_file()} == before
+    capsys.readouterr()
+    assert train(*stopping, "resume=auto", folder=run.folder).summary == run.summary
+    assert capsys.readouterr().out.count("\n") == 1
+    with pytest.raises(UserError, match=r"resume=.*model\.n_layer"):
+        train(*stopping, "resume=auto", "model.n_layer=1", folder=run.folder)
+    assert {file.name: file.read_bytes() for file in run.folder.iterdir() if file.is_file()} == before
+
+
+def test_a_run_resumes_the_one_that_latest_points_at(train: Callable[..., Any], tmp_path: Path) -> None:
+    first = train("max_steps=10", "eval_every=5", folder=tmp_path / "first")
+    second = train(f"resume={tmp_path}/latest", folder=tmp_path / "second")
+    assert second.summary["steps"] == 20
+    assert int(rows(second.folder)[0]["step"]) > 10
+    assert (tmp_path / "latest").resolve() == second.folder
+    assert first.summary["steps"] == 10
+
+
+def test_a_sample_that_a_killed_run_had_no_time_for_is_written_when_it_resumes(
+    train: Callable[..., Any], tmp_path: Path
+) -> None:
+    whole = train(*OFTEN, "ema_decay=0.9", folder=tmp_path / "whole").folder
+    for step in (7, 20):  # in the middle, and at the end
+        folder = broken_off(whole, step, tmp_path / f"killed-{step}")
+        sections = (folder / "samples.txt").read_text().split("── step ")
+        (folder / "samples.txt").write_text("── step ".join(sections[: (7, 14, 20).index(step) + 1]))
+        check_same_end(whole, train(*OFTEN, "ema_decay=0.9", "resume=auto", folder=folder).folder)
 
 
 class Ask(Callback):
@@ -431,8 +464,9 @@ def test_no_checkpoint_outlasts_the_curve_and_the_samples_that_led_there(
         file = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
         if file.name.startswith(".last.ckpt"):
             checkpoints += 1
-            for name in ("metrics.csv", "samples.txt"):
-                assert synced[name] == (folder / name).read_bytes()
+            for name in ("metrics.csv", "samples.txt"):  # the first sample is written after the first checkpoint
+                assert (name in synced) == (name == "metrics.csv" or checkpoints == 2)
+                assert name not in synced or synced[name] == (folder / name).read_bytes()
         elif file.is_file():
             synced[file.name] = file.read_bytes()
 

@@ -1,6 +1,8 @@
 """A run folder: who may take it, which is the newest, and the curve, picture and summary that stand in it."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -218,17 +220,66 @@ def test_a_run_that_ended_before_its_first_measurement_has_a_summary_and_no_curv
 
 def test_the_last_words_are_the_sample_and_where_things_are(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    summary = {"best_val_loss": 1.46974, "best_step": 1750, "checkpoint": "checkpoints/best.ckpt"}
+    summary = {
+        "best_val_loss": 1.46974,
+        "best_step": 1750,
+        "checkpoint": "checkpoints/best.ckpt",
+        "stopped_early": True,
+        "reason": "stopped early at step 2000 of 5000",
+        "eval_batches": 7,
+        "wall_seconds": 1234.56,
+        "seconds": 1200.01,
+    }
     announce(tmp_path / "runs/a", "\nTo be\n", summary, sampler=tmp_path / "scripts/sample.py")
     said = capsys.readouterr().out
     assert said.startswith("To be\n")
-    for part in ("1.4697 at step 1750", " runs/a/checkpoints/best.ckpt\n", " runs/a/curves.png\n"):
+    for part in (
+        "1.4697 at step 1750, on 7 batches",
+        "\nstopped early at step 2000 of 5000\n",
+        " 1,234.6 s, 1,200.0 s ",
+    ):
+        assert part in said
+    for part in (" runs/a/checkpoints/best.ckpt\n", " runs/a/curves.png\n"):
         assert part in said
     assert str(tmp_path) not in said  # the shortest path from here
 
 
-def test_away_from_a_terminal_a_line_tells_of_each_validation(capsys):
-    progress = Progress(max_steps=20)
+def test_the_bar_of_a_terminal_moves_during_validation(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    progress = Progress(20, tmp_path / "log.txt")
+    progress.log_metrics({"train_loss": 3.0, "tokens_per_second": 12_345.6}, 10)
+    progress.validating(3, 7)
+    assert "10/20" in (drawn := capsys.readouterr().err)
+    assert "validating 3/7" in drawn
+    progress.log_metrics({"val_loss": 3.2}, 10)
+    progress.finalize("success")
+    assert "validating" not in capsys.readouterr().err.rpartition("\r")[2]
+
+
+def test_lines_of_the_log_are_not_written_twice_where_stderr_is_the_log(tmp_path):
+    program = "import pathlib, sys; from minigpt.run import log; log(pathlib.Path(sys.argv[1]), 'once')"
+    with open(tmp_path / "log.txt", "ab") as file:
+        subprocess.run([sys.executable, "-c", program, tmp_path], stderr=file, check=True)
+    assert (tmp_path / "log.txt").read_text() == "once\n"
+
+
+def test_columns_that_appear_later_are_added_to_the_curve(tmp_path):
+    logger = MetricsCSV(tmp_path / "metrics.csv")
+    logger.log_metrics({"train_loss": 3.0}, 5)
+    logger.log_metrics({"lr-AdamW": 0.1, "val_loss": 2.0}, 10)
+    MetricsCSV(tmp_path / "metrics.csv").log_metrics({"train_loss": 1.0, "epoch": 0}, 15)  # of a resumed run
+    columns = read_metrics(tmp_path / "metrics.csv")
+    expected = {
+        "train_loss": [(5, 3.0), (15, 1.0)],
+        "val_loss": [(10, 2.0)],
+        "lr-AdamW": [(10, 0.1)],
+        "epoch": [(15, 0)],
+    }
+    assert columns == expected
+
+
+def test_a_line_per_validation_is_printed_away_from_a_terminal_and_logged(tmp_path, capsys):
+    progress = Progress(20, tmp_path / "log.txt")
     for step in (5, 10, 15, 20):
         progress.log_metrics({"train_loss": 4 - step / 10, "tokens_per_second": 12_345.6}, step)
         if step % 10 == 0:
@@ -237,5 +288,6 @@ def test_away_from_a_terminal_a_line_tells_of_each_validation(capsys):
     out, err = capsys.readouterr()
     assert out == ""
     first, second = err.splitlines()
+    assert (tmp_path / "log.txt").read_text() == err
     assert [part in first for part in ("10/20", "loss 3.000", "val 3.5000", "12,346 tokens/s")] == [True] * 4
     assert [part in second for part in ("20/20", "loss 2.000", "val 2.5000", "12,346 tokens/s")] == [True] * 4

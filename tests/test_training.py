@@ -1,8 +1,13 @@
 """Training as a user sees it: real Trainer, real configurations, a small text."""
 
 import csv
+import inspect
 import math
+import platform
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +15,13 @@ from typing import Any
 import matplotlib.image
 import pytest
 import torch
+from lightning.pytorch import Trainer
 
+import minigpt
 from minigpt import GPT, load_checkpoint
+from minigpt.callbacks import peak_flops
 from minigpt.checkpoint import read
+from minigpt.config import TRAINER_OPTIONS, check_run
 from minigpt.corpus import load
 from minigpt.errors import RunError, UserError
 
@@ -36,6 +45,8 @@ def test_a_run_folder_tells_its_own_story(train: Callable[..., Any]) -> None:
         "samples.txt",
         "summary.json",
         "checkpoints",
+        "log.txt",
+        ".hydra",
         ".lock",
     }
     assert {file.name for file in (run.folder / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt", "previous.ckpt"}
@@ -107,9 +118,8 @@ def test_the_last_step_is_validated_whatever_the_interval(train: Callable[..., A
 def test_the_learning_rate_warms_up_and_decays_over_max_steps(train: Callable[..., Any]) -> None:
     run = train("max_steps=20", "log_every=1", "schedule=linear", "schedule.warmup_steps=4", "optimizer.lr=1e-2")
     rates = column(run.folder, "learning_rate")
-    assert rates[:3] == pytest.approx([4e-3, 6e-3, 8e-3])  # the rate of the step to come
-    assert max(rates) == pytest.approx(1e-2)
-    assert rates[-1] == pytest.approx(0.0, abs=1e-9)
+    assert rates[:5] == pytest.approx([2e-3, 4e-3, 6e-3, 8e-3, 1e-2])
+    assert rates[-1] == pytest.approx(1e-2 / 16)  # a step before the end of the schedule
 
 
 @pytest.mark.parametrize("limit", ["0.01", "null"])
@@ -207,3 +217,132 @@ def test_a_run_may_keep_no_checkpoint(train, capsys, override):
     assert ran.summary["checkpoint"] is None
     assert not list(ran.folder.rglob("*.ckpt"))
     assert "checkpoint" not in capsys.readouterr().out
+
+
+def test_a_failing_sample_is_a_warning_after_its_checkpoint(
+    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    there: list[bool] = []
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        there.append((tmp_path / "run/checkpoints/last.ckpt").exists())
+        raise RuntimeError("no text today")
+
+    monkeypatch.setattr("minigpt.callbacks.generate", fails)
+    monkeypatch.setattr("minigpt.callbacks.draw_maps", fails)
+    run = train("callbacks=attention")
+    assert run.summary["status"] == "completed"
+    assert there == [True] * 5  # a sample and a map at each validation, and the last sample
+    said = capsys.readouterr().err
+    assert said.count("warning: sampling failed: RuntimeError: no text today") == 3
+    assert said.count("warning: AttentionMaps failed at step") == 2
+
+
+def test_callbacks_of_lightning_log_and_write_into_the_run_folder(train: Callable[..., Any], caplog: Any) -> None:
+    names = ("LearningRateMonitor", "ModelCheckpoint", "ModelSummary")
+    run = train(*(f"+callbacks.{name}._target_=lightning.pytorch.callbacks.{name}" for name in names), "eval_every=20")
+    rates = column(run.folder, "lr-AdamW/pg1")
+    assert len(rates) == 20
+    assert column(run.folder, "learning_rate") == rates[4::5]
+    (file,) = set((run.folder / "checkpoints").glob("epoch=*.ckpt"))
+    assert read(file)["global_step"] == 20
+    assert {path.name for path in run.folder.iterdir() if path.is_dir()} == {"checkpoints", ".hydra"}
+    assert "Total params" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["deterministic=true", "benchmark=true", "detect_anomaly=true", "num_nodes=1", "max_time=00:01:00:00"],
+)
+def test_options_of_the_trainer_that_are_accepted_work(train: Callable[..., Any], option: str) -> None:
+    assert train(f"+trainer.{option}", "max_steps=2").summary["steps"] == 2
+
+
+def test_a_profiler_prints_and_max_time_ends_a_run(train: Callable[..., Any], tmp_path: Path, caplog: Any) -> None:
+    train("+trainer.profiler=simple", "max_steps=2")
+    assert "run_training_batch" in caplog.text
+    ended = train("+trainer.max_time={seconds: 0}", "max_steps=1000", folder=tmp_path / "ended").summary
+    assert (ended["status"], ended["stopped_early"]) == ("completed", False)
+    assert ended["steps"] < 1000
+
+
+def test_every_other_option_of_the_trainer_is_refused_in_one_line(train: Callable[..., Any], tmp_path: Path) -> None:
+    options = set(inspect.signature(Trainer.__init__).parameters) - {"self", *TRAINER_OPTIONS}
+    assert len(options) > 25
+    cfg = {"trainer": {"accelerator": "cpu"}}
+    check_run(cfg)
+    for option in options:
+        with pytest.raises(UserError, match=rf"^trainer\.{option} is not an option; [^\n]+$"):
+            check_run({"trainer": {option: 0}})
+    with pytest.raises(UserError, match="limit_val_batches is not an option; set eval_batches"):
+        train("+trainer.limit_val_batches=0")
+    assert not (tmp_path / "run").exists()
+
+
+def test_resume_takes_a_path(train: Callable[..., Any]) -> None:
+    with pytest.raises(UserError, match=r"^resume=True .*auto, a run folder"):
+        train("resume=true")
+
+
+def test_a_run_may_validate_on_a_part_of_the_split(train: Callable[..., Any], tmp_path: Path, capsys: Any) -> None:
+    part = ["eval_batches=2", "data.eval_batch_size=8"]
+    run = train(*part, "max_steps=10")
+    assert "on 2 batches of the split" in capsys.readouterr().out
+    assert run.summary["eval_batches"] == 2
+    model, _ = load_checkpoint(run.folder)
+    (tokens,) = (tmp_path / "data" / "tokens").glob("*/meta.json")
+    val = torch.from_numpy(load(tokens.parent).tokens("val")[:].astype("int64"))
+    windows = -(-(len(val) - 1) // 16)
+    starts = [i * windows // 16 * 16 for i in range(16)]
+    x = torch.stack([val[start : start + 17] for start in starts])
+    with torch.no_grad():
+        assert model(x[:, :-1], x[:, 1:]).item() == pytest.approx(run.loss, rel=1e-5)
+    with pytest.raises(UserError, match=r"eval_batches \(2 there, None here\)"):
+        train("data.eval_batch_size=8", "resume=auto", "max_steps=20", folder=run.folder)
+
+
+def test_a_run_begins_with_what_it_is_about_to_do(train: Callable[..., Any], tmp_path: Path, capsys: Any) -> None:
+    run = train("max_steps=10")
+    said = capsys.readouterr().err.splitlines()
+    lines = (run.folder / "log.txt").read_text().splitlines()
+    assert lines == [line for line in said if not line.startswith("warning")]
+    assert [line.split()[0] for line in lines[:5]] == ["model", "data", "training", "device", "run"]
+    text = "\n".join(lines)
+    n_train = int(re.search(r"([\d,]+) training tokens", text)[1].replace(",", ""))
+    model, tokenizer = load_checkpoint(run.folder)
+    assert f"{sum(p.numel() for p in model.parameters()):,} parameters" in text
+    assert f"tokenizer char, vocab_size {tokenizer.vocab_size}" in text
+    assert f"10 steps, {10 * 8 * 16:,} tokens ({10 * 8 * 16 / n_train:.2f} epochs)" in text
+    assert f"{model.flops_per_token() * 10 * 8 * 16:.3g} FLOPs" in text
+    assert run.summary["device"] in text
+    assert "precision 32-true" in text
+
+
+def test_a_warm_up_as_long_as_the_run_is_a_warning(train: Callable[..., Any], tmp_path: Path, capsys: Any) -> None:
+    for warmup, warned in ((4, False), (5, True)):
+        train("max_steps=5", f"schedule.warmup_steps={warmup}", folder=tmp_path / str(warmup))
+        assert ("schedule.warmup_steps=5 is not below max_steps=5" in capsys.readouterr().err) is warned
+
+
+def test_a_run_records_what_made_it(train: Callable[..., Any]) -> None:
+    run = train("max_steps=1")
+    versions = {"minigpt": minigpt.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    assert versions.items() <= run.summary["versions"].items()
+    assert run.summary["host"] == platform.node()
+    assert run.summary["command"] == " ".join(sys.argv)
+    git = ["git", "-C", str(CONFIGS.parent), "rev-parse", "HEAD"]
+    head = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    assert run.summary["commit"] == (head or None)
+    assert run.summary["dirty"] in (True, False, None)
+    kept = read(run.folder / "checkpoints/last.ckpt")["minigpt"]["provenance"]
+    assert kept == {name: run.summary[name] for name in kept}
+    assert run.summary["wall_seconds"] > run.summary["seconds"] > 0
+
+
+def test_only_exact_names_of_gpus_have_a_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = {"NVIDIA L40": 181e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
+    unknown = dict.fromkeys(("NVIDIA A10G", "NVIDIA RTX A1000", "NVIDIA L40G", "H100", "Tesla V100-SXM2-16GB"))
+    for name, peak in {**peaks, **unknown}.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert peak_flops(torch.device("cuda")) == peak
+    assert peak_flops(torch.device("cpu")) is None

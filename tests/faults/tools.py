@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from minigpt.checkpoint import BEST, LAST, load_checkpoint, read
-from minigpt.run import completed
+from minigpt.run import read_told
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = str(ROOT / "scripts" / "train.py")
@@ -222,7 +222,7 @@ def goes_on(folder: Path, *overrides: str, cold: bool = False, warns: str = "") 
     """
     if (folder / LAST).exists() and not warns:
         load_checkpoint(folder / LAST)
-    if not completed(folder):
+    if read_told(folder).get("status") != "completed":
         run = Run(folder, *overrides, "resume=auto", cold=cold)
         code = run.wait()
         assert code == 0, f"resume=auto ended with exit code {code}: {run.stderr}"
