@@ -66,10 +66,9 @@ MUON = ["optimizer=muon", "optimizer.lr=0.02"]
     ("trainer", "settings", "tolerance"),
     [
         ("ddp", [], 1e-5),
-        pytest.param("fsdp", [], 1e-5, marks=pytest.mark.slow),
         pytest.param("ddp", MUON, 1e-4, marks=pytest.mark.slow),
     ],
-    ids=["ddp", "fsdp", "ddp muon"],
+    ids=["ddp", "ddp muon"],
 )
 def test_two_processes_give_the_losses_of_one(
     launch: Callable[..., Any],
