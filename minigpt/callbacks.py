@@ -14,14 +14,14 @@ from torch import Tensor
 
 from minigpt.checkpoint import BEST, load_checkpoint, read
 from minigpt.drawing import draw_maps
-from minigpt.errors import UserError, explain, warn
+from minigpt.errors import UserError, clean, explain, warn
 from minigpt.files import sync
 from minigpt.generation import check_settings, generate
 from minigpt.inspection import attention_maps, token_texts
 from minigpt.keeping import AfterCheckpoint
 from minigpt.loggers import Progress, Wandb
 from minigpt.model import GPT
-from minigpt.run import METRICS, SAMPLES, read_metrics
+from minigpt.run import METRICS, SAMPLES, log, read_metrics, short_path
 from minigpt.tokenizer import Tokenizer, encode_prompt
 from minigpt.training import of_all_ranks
 
@@ -72,6 +72,9 @@ class Meter(Callback):
             same = len(self._resumed) == trainer.world_size
             losses = self._resumed[trainer.global_rank] if same else torch.stack(self._resumed).mean(0)
             self._losses = list(losses.to(pl_module.device))
+        if trainer.is_global_zero:
+            for line in banner(trainer, pl_module, self.tokens_per_step):
+                log(Path(trainer.default_root_dir), line)
         self._clock = time.perf_counter()
 
     def state_dict(self) -> dict[str, Any]:
@@ -147,6 +150,7 @@ class Meter(Callback):
             "tokens_per_second": round(tokens / self.seconds, 1) if self.seconds else None,
             "precision": str(trainer.precision),
             "device": device_name(pl_module.device),
+            "world_size": trainer.world_size,
             "checkpoint": BEST if (folder / BEST).exists() else None,
         }
 
@@ -218,6 +222,25 @@ class Usual:
 
     def _deviation(self) -> float:
         return max(self.variance, 1e-12) ** 0.5
+
+
+def banner(trainer: L.Trainer, pl_module: Any, tokens_per_step: int) -> list[str]:
+    """What is about to be trained: a name and a value per line."""
+    corpus, model = trainer.datamodule.corpus, pl_module.model  # type: ignore[attr-defined]
+    config, steps = model.config, trainer.max_steps - trainer.global_step
+    n_tokens, n_train, tokenizer = steps * tokens_per_step, corpus.train.tokens, corpus.tokenizer.to_dict()["name"]
+    resumed = f" from step {trainer.global_step:,} on" if trainer.global_step else ""
+    ranks = f"{trainer.world_size} × " if trainer.world_size > 1 else ""
+    rows = {
+        "model": f"{model.num_params():,} parameters: n_layer {config.n_layer}, n_head {config.n_head}, "
+        f"n_embd {config.n_embd}, block_size {config.block_size}",
+        "data": f"{corpus.name}, {n_train:,} training tokens; tokenizer {tokenizer}, vocab_size {config.vocab_size:,}",
+        "training": f"{steps:,} steps{resumed}, {n_tokens:,} tokens ({n_tokens / n_train:.2f} epochs), "
+        f"{n_tokens * model.flops_per_token():.3g} FLOPs",
+        "device": f"{ranks}{device_name(pl_module.device)}, precision {trainer.precision}",
+        "run folder": str(short_path(Path(trainer.default_root_dir))),
+    }
+    return [f"{name:12}{clean(value)}" for name, value in rows.items()]
 
 
 def early_stopping(trainer: L.Trainer) -> str:

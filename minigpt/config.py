@@ -214,7 +214,6 @@ TRAINER_OPTIONS = (
     "precision",
     "accumulate_grad_batches",
     "gradient_clip_val",
-    "max_time",
     "deterministic",
     "benchmark",
     "detect_anomaly",
@@ -223,6 +222,7 @@ TRAINER_OPTIONS = (
 _INSTEAD = {
     "max_epochs": "set max_steps",
     "max_steps": "set max_steps, without trainer",
+    "max_time": "set max_steps",
     "limit_train_batches": "set max_steps",
     "limit_val_batches": "set eval_batches",
     "val_check_interval": "set eval_every",

@@ -7,19 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from minigpt import run
 from minigpt.config import check_run
 from minigpt.errors import Diverged, Interrupted, UserError, clean, explain, interruptible, is_first, warn
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
-    from minigpt.corpus import Corpus
-    from minigpt.model import GPT
 
 ROOT = Path(__file__).resolve().parents[1]
 RESUME_ERRORS = (LookupError, TypeError, ValueError, AttributeError)  # what Lightning raises for a foreign checkpoint
@@ -101,11 +95,6 @@ def fit(cfg: DictConfig, folder: Path, left_out: set[int], began: float) -> floa
     from minigpt.preparation import parts_of
 
     tokens, config = parts_of(cfg)
-    if cfg.schedule.warmup_steps >= cfg.max_steps:
-        warn(
-            f"schedule.warmup_steps={cfg.schedule.warmup_steps} is not below max_steps={cfg.max_steps}: "
-            f"the learning rate never reaches its peak"
-        )
 
     # Heavy packages are imported here, after everything that a user can get wrong is checked.
     import torch
@@ -168,9 +157,6 @@ def fit(cfg: DictConfig, folder: Path, left_out: set[int], began: float) -> floa
         folder=folder,
     )
     torch.manual_seed(cfg.seed + trainer.global_rank)  # every rank its own dropout
-    if trainer.is_global_zero:
-        for line in banner(model, tokens, trainer, folder, cfg.max_steps * tokens_per_step):
-            run.log(folder, line)
 
     status, reason, sample = "failed", "", ""
     try:
@@ -210,26 +196,6 @@ def fit(cfg: DictConfig, folder: Path, left_out: set[int], began: float) -> floa
     if trainer.is_global_zero:
         run.announce(folder, sample, summary, sampler=ROOT / "scripts/sample.py")
     return summary["best_val_loss"]
-
-
-def banner(model: "GPT", corpus: "Corpus", trainer: "Trainer", folder: Path, n_tokens: int) -> list[str]:
-    """What is about to be trained: a name and a value per line."""
-    from minigpt.callbacks import device_name
-
-    config, train = model.config, corpus.train
-    device = device_name(trainer.strategy.root_device)
-    ranks = "" if trainer.world_size == 1 else f"{trainer.world_size} × "
-    shape = f"{config.n_layer} layers, {config.n_head} heads, n_embd {config.n_embd}, block_size {config.block_size}"
-    tokenizer = f"tokenizer {corpus.tokenizer.to_dict()['name']}, vocab_size {corpus.tokenizer.vocab_size:,}"
-    rows = {
-        "model": f"{model.num_params():,} parameters: {shape}",
-        "data": f"{corpus.name}, {train.tokens:,} training tokens; {tokenizer}",
-        "training": f"{trainer.max_steps:,} steps, {n_tokens:,} tokens ({n_tokens / train.tokens:.2f} epochs), "
-        f"{n_tokens * model.flops_per_token():.3g} FLOPs",
-        "device": f"{ranks}{device}, precision {trainer.precision}",
-        "run folder": str(run.short_path(folder)),
-    }
-    return [f"{name:12}{clean(value)}" for name, value in rows.items()]
 
 
 def provenance() -> dict[str, Any]:

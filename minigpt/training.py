@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from minigpt.checkpoint import read, write
-from minigpt.errors import Diverged, UserError, is_first
+from minigpt.errors import Diverged, UserError, is_first, warn
 from minigpt.keeping import AfterCheckpoint
 from minigpt.model import GPT
 from minigpt.optim import Average, Muon
@@ -129,6 +129,11 @@ class LanguageModel(L.LightningModule):
                 }
 
     def on_train_start(self) -> None:
+        warmup, max_steps = self.schedule.keywords.get("warmup_steps", 0), self.trainer.max_steps
+        if warmup >= max_steps:
+            warn(
+                f"schedule.warmup_steps={warmup} is not below max_steps={max_steps}: no step has the peak learning rate"
+            )
         if self.resumed:
             self._follow_settings()
             rng = self.resumed["rng"] or ()

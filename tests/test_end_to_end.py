@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -87,6 +88,24 @@ def test_two_processes_give_the_losses_of_one(
 
 
 @pytest.mark.slow
+def test_processes_that_torchrun_starts_train_one_model(
+    small: list[str], train: Callable[..., Any], tmp_path: Path
+) -> None:
+    train("max_steps=10", folder=tmp_path / "runs/first")
+    one = train(f"resume={tmp_path}/runs/first", folder=tmp_path / "one")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "scripts/train.py"), *small, "resume=runs/latest"]
+    two = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert two.returncode == 0, two.stderr
+    latest = (tmp_path / "runs/latest").resolve()
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"first", "latest", latest.name}
+    summary = json.loads((latest / "summary.json").read_text())
+    assert (summary["world_size"], summary["steps"], summary["status"]) == (2, 20, "completed")
+    assert losses(latest) == pytest.approx(losses(one.folder), abs=1e-5)
+    assert two.stderr.count("run folder") == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -124,12 +143,17 @@ def test_a_signal_ends_a_run_in_order(small: list[str], tmp_path: Path, signum: 
             process.send_signal(signum)
         stderr = process.communicate(timeout=120)[1]
     assert process.returncode == 128 + signum
-    assert stderr.strip() == f"interrupted by {signum.name}"
+    *_, resume, last = stderr.strip().splitlines()
+    assert last == f"interrupted by {signum.name}"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "interrupted"
     assert summary["steps"] > 0
     assert (folder / "checkpoints" / "last.ckpt").exists()
     assert (folder / "curves.png").exists()
+    again = [*shlex.split(resume.removeprefix("resume with: ")), f"max_steps={summary['steps'] + 1}"]
+    resumed = subprocess.run(again, capture_output=True, text=True, check=False)
+    assert resumed.returncode == 0, resumed.stderr
+    assert json.loads((folder / "summary.json").read_text())["steps"] == summary["steps"] + 1
 
 
 BAD_INPUT = {
@@ -150,7 +174,7 @@ BAD_INPUT = {
     "hydra.run.dir=empty.txt/run": "not a directory",
     "data.folder=empty.txt/data": "not a directory",
     "trainer.accelerator=cuda": "trainer.accelerator=cuda: this machine has none",
-    "+trainer.colour=red": "the trainer cannot be built",
+    "+trainer.colour=red": "trainer.colour is not an option; trainer takes accelerator,",
     "callbacks.samples.top_k=0": "top_k=0 is not possible",
     "callbacks.samples.prompt=Zebra": "the tokenizer does not know 'Z'",
     "max_steps=[1": "cannot read the override max_steps=[1",
@@ -159,7 +183,6 @@ BAD_INPUT = {
 
 LATE = {
     "trainer.accelerator=cuda",
-    "+trainer.colour=red",
     "callbacks.samples.top_k=0",
     "callbacks.samples.prompt=Zebra",
 }

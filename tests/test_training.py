@@ -252,18 +252,11 @@ def test_callbacks_of_lightning_log_and_write_into_the_run_folder(train: Callabl
 
 @pytest.mark.parametrize(
     "option",
-    ["deterministic=true", "benchmark=true", "detect_anomaly=true", "num_nodes=1", "max_time=00:01:00:00"],
+    ["deterministic=true", "benchmark=true", "detect_anomaly=true", "num_nodes=1", "profiler=simple"],
 )
-def test_options_of_the_trainer_that_are_accepted_work(train: Callable[..., Any], option: str) -> None:
+def test_options_of_the_trainer_that_are_accepted_work(train: Callable[..., Any], option: str, caplog: Any) -> None:
     assert train(f"+trainer.{option}", "max_steps=2").summary["steps"] == 2
-
-
-def test_a_profiler_prints_and_max_time_ends_a_run(train: Callable[..., Any], tmp_path: Path, caplog: Any) -> None:
-    train("+trainer.profiler=simple", "max_steps=2")
-    assert "run_training_batch" in caplog.text
-    ended = train("+trainer.max_time={seconds: 0}", "max_steps=1000", folder=tmp_path / "ended").summary
-    assert (ended["status"], ended["stopped_early"]) == ("completed", False)
-    assert ended["steps"] < 1000
+    assert ("run_training_batch" in caplog.text) == (option == "profiler=simple")
 
 
 def test_every_other_option_of_the_trainer_is_refused_in_one_line(train: Callable[..., Any], tmp_path: Path) -> None:
@@ -314,6 +307,7 @@ def test_a_run_begins_with_what_it_is_about_to_do(train: Callable[..., Any], tmp
     assert f"tokenizer char, vocab_size {tokenizer.vocab_size}" in text
     assert f"10 steps, {10 * 8 * 16:,} tokens ({10 * 8 * 16 / n_train:.2f} epochs)" in text
     assert f"{model.flops_per_token() * 10 * 8 * 16:.3g} FLOPs" in text
+    assert "block_size 16" in text
     assert run.summary["device"] in text
     assert "precision 32-true" in text
 
