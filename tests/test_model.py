@@ -329,15 +329,27 @@ def test_dropout_acts_in_training_only():
 
 
 @pytest.mark.parametrize("place", ["embedding", "attention", "mlp"])
-def test_dropout_acts_on_embeddings_attention_and_mlp(place: str):
-    model = tiny(dropout=0.3)
-    tokens = torch.randint(29, (2, 16))
-    plain = model(tokens)
+def test_dropout_zeroes_its_share_and_scales_the_rest(place: str):
+    model = tiny(dropout=0.2, n_embd=64)
+    layer = model.blocks[0] if place == "embedding" else getattr(model.blocks[0], place)
+    seen: list[Tensor] = []  # of the embedding, what goes into the first block
+    if place == "embedding":
+        layer.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    else:
+        layer.register_forward_hook(lambda *given: seen.append(given[-1]))
+    tokens = torch.randint(29, (100, 16))
+    model(tokens)
     if place == "embedding":
         model.training = True  # and not the modules inside
     else:
-        getattr(model.blocks[1], place).train()
-    assert (model(tokens) - plain).abs().max() > 0.01
+        layer.train()
+    model(tokens)
+    plain, dropped = seen
+    zeros = dropped == 0
+    # Of 102,400 numbers, more than five standard deviations.
+    assert zeros.float().mean().item() == pytest.approx(0.2, abs=0.0065)
+    if place != "attention":  # whose weights are dropped as well
+        assert_near(dropped[~zeros], plain[~zeros] / 0.8, terms=2)
 
 
 def test_the_flops_of_nano_are_those_of_the_formula():

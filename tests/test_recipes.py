@@ -63,7 +63,7 @@ def test_another_optimizer_and_schedule_replace_those_of_a_recipe_whole(name: st
     assert set(cfg.schedule) == {"_target_", "warmup_steps"}
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("nanogpt_cpu", "fast_cpu", "sprint_cpu")])
 def test_a_recipe_trains(train, name: str):
     """Made small, on a CPU: every part of it acts together."""
     assert train(f"experiment={name}", "compile=false", "max_steps=20").loss < 4.0
