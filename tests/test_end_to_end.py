@@ -131,7 +131,7 @@ def test_a_signal_ends_a_run_in_order(small: list[str], tmp_path: Path, signum: 
     command = [sys.executable, str(ROOT / "scripts" / "train.py"), *small, *several]
     command += ["max_steps=1000000", "eval_every=1000000", f"hydra.run.dir={folder}"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not (folder / "metrics.csv").exists():
             assert time.monotonic() < deadline
             assert process.poll() is None
@@ -141,7 +141,7 @@ def test_a_signal_ends_a_run_in_order(small: list[str], tmp_path: Path, signum: 
             os.killpg(process.pid, signum)
         else:
             process.send_signal(signum)
-        stderr = process.communicate(timeout=120)[1]
+        stderr = process.communicate(timeout=300)[1]
     assert process.returncode == 128 + signum
     *_, resume, last = stderr.strip().splitlines()
     assert last == f"interrupted by {signum.name}"
