@@ -24,6 +24,7 @@ from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 _LONGEST = 1000  # characters of a line
 # Unicode's pictures of control characters, but for line breaks and tabs; the later controls and the marks of direction
 # have none.
@@ -196,8 +197,8 @@ def is_first() -> bool:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """` (did you mean X?)` for the known name closest to `name`, or nothing when none is close."""
-    known = sorted(set(known))
+    """` (did you mean X?)` for the known name closest to `name`, or nothing when none is close or it is `name`."""
+    known = sorted(set(known) - {name})
     leaf = name.rpartition(".")[2]
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6) or [
         key for key in known if difflib.get_close_matches(leaf, [key.rpartition(".")[2]], cutoff=0.75)
@@ -222,6 +223,8 @@ def _explain_hydra(error: BaseException) -> tuple[str, int]:
             return f"error: {group}={choice} does not exist{nearest(choice, options)}; {group}= takes {takes}", 2
     if unknown := re.search(r"Could not (?:override|delete|append) '([^']+)'", text):
         name = unknown[1]
+        if chosen := _choices_with(name):
+            return f"error: there is no setting {name} here; it belongs to {', '.join(chosen)}", 2
         return f"error: there is no setting {name}{nearest(name, _known_settings())}; --help lists them", 2
     full_key = getattr(error, "full_key", None) or getattr(cause, "full_key", None)
     detail = " ".join(str(cause or error).split()).split(" full_key:")[0]
@@ -231,16 +234,26 @@ def _explain_hydra(error: BaseException) -> tuple[str, int]:
 
 def _known_settings() -> set[str]:
     """Every group and dotted setting that the files in `configs/` name."""
+    known: set[str] = set()
+    for file in _CONFIGS.rglob("*.yaml"):
+        known |= {file.parent.relative_to(_CONFIGS).as_posix()} | set(_settings_of(file))
+    # What a sweep sets is no setting, nor is a line of a file for the agent of Weights & Biases.
+    return {name for name in known - {"."} if not name.startswith(("hydra.sweeper.params.", "sweep."))}
+
+
+def _choices_with(name: str) -> list[str]:
+    """The choices of a setting's group whose files name it, such as tokenizer=bpe for tokenizer.vocab_size."""
+    group = name.partition(".")[0]
+    files = sorted((_CONFIGS / group).glob("*.yaml"))
+    return [f"{group}={file.stem}" for file in files if name in _settings_of(file)]
+
+
+def _settings_of(file: Path) -> Iterator[str]:
     import yaml  # a dependency of Hydra
 
-    configs = Path(__file__).resolve().parents[1] / "configs"
-    known: set[str] = set()
-    for file in configs.rglob("*.yaml"):
-        group = file.parent.relative_to(configs).as_posix()
-        text = file.read_text(encoding="utf-8")
-        inside = group in (".", "hydra/help") or "@package _global_" in text
-        known |= {group} | set(_keys(yaml.load(text, yaml.CSafeLoader), "" if inside else f"{group}."))
-    return known - {"."}
+    group, text = file.parent.relative_to(_CONFIGS).as_posix(), file.read_text(encoding="utf-8")
+    inside = group in (".", "hydra/help") or "@package _global_" in text
+    return _keys(yaml.load(text, yaml.CSafeLoader), "" if inside else f"{group}.")
 
 
 def _keys(node: Any, prefix: str) -> Iterator[str]:

@@ -6,9 +6,9 @@ is read from the files that every run leaves in its own folder, wherever it ran.
 
 import csv
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf, isfinite
+from math import inf, isfinite, log
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -20,6 +20,10 @@ from minigpt.run import METRICS, PLAN, SUMMARY, is_taken, read_metrics, told
 TABLE, PICTURE = "sweep.csv", "sweep.png"
 COMPLETED, RUNNING, WAITING, BROKEN_OFF, SKIPPED = "completed", "running", "waiting", "broken off", "skipped"
 SEED = "seed"
+NATS, BITS = "nats per token", "bits per byte"  # units of a loss
+IRRELEVANT = ("resume", "logger")  # to what a run learns
+# Settings of data that leave the validation text as it is.
+_NOT_TEXT = ("folder", "shard_tokens", "processes", "batch_size", "eval_batch_size", "overfit_batches")
 _BRACKETS = 4096  # of a file of YAML: the time that it takes grows as their square where they lie in each other
 
 
@@ -33,7 +37,9 @@ class Point:
             skipped (it cannot be). reason: of what went wrong.
         flops: floating-point operations of its training so far.
         val_loss: the best so far, nats per token.
-        curve: (tokens, validation loss).
+        bytes_per_token: of the validation split.
+        curve: (tokens, validation loss in nats per token).
+        config: the composed configuration, text by dotted name; empty where the folder has none.
     """
 
     folder: Path
@@ -47,25 +53,48 @@ class Point:
     tokens: int = 0
     flops: float | None = None
     val_loss: float | None = None
+    bytes_per_token: float | None = None
     tokens_per_second: float | None = None
     seconds: float = 0.0
     seconds_expected: float | None = None  # on one thread of a CPU
     curve: Sequence[tuple[int, float]] = field(default=())
+    config: Mapping[str, str] = field(default_factory=dict)
+    corpus_sha256: str = ""
+
+    def scale(self, unit: str) -> float | None:
+        """The factor from nats per token to a unit, `NATS` or `BITS`; None where it is not known."""
+        return 1.0 if unit == NATS else self.bytes_per_token and 1 / log(2) / self.bytes_per_token
+
+    def curve_in(self, unit: str) -> Sequence[tuple[int, float]]:
+        """(tokens, validation loss in a unit)."""
+        scale = self.scale(unit)
+        return [(at, loss * scale) for at, loss in self.curve] if scale is not None else ()
+
+    def loss(self, unit: str) -> float | None:
+        """The best validation loss in a unit."""
+        scale = self.scale(unit)
+        return None if self.val_loss is None or scale is None else self.val_loss * scale
 
 
 @dataclass(frozen=True)
 class Row:
-    """The points that differ in their seed alone: a line of the table."""
+    """The points that differ in their seed alone: a line of the table.
 
-    overrides: Mapping[str, str]  # without the seed
+    Args:
+        overrides: without the seed.
+        unit: of its losses, `NATS` or `BITS`.
+    """
+
+    overrides: Mapping[str, str]
     points: Sequence[Point]
+    unit: str = NATS
 
     @property
     def losses(self) -> list[float]:
-        return [point.val_loss for point in self.points if point.val_loss is not None]
+        return [loss for point in self.points if (loss := point.loss(self.unit)) is not None]
 
     @property
-    def val_loss(self) -> float | None:
+    def loss(self) -> float | None:
         """The mean of the best losses over seeds."""
         return mean(self.losses) if self.losses else None
 
@@ -110,7 +139,7 @@ def read_sweep(folder: Path) -> list[Point]:
         ]
     if not points:
         raise UserError(f"{folder} holds no runs; give the folder of a sweep, such as runs/sweeps/latest")
-    return [look(point) for point in points]
+    return [replace(look(point), config=_leaves(point.folder / ".hydra/config.yaml")) for point in points]
 
 
 def read_plan(folder: Path) -> dict[str, Any]:
@@ -161,6 +190,7 @@ def write_plan(folder: Path, fixed: Sequence[str], points: Sequence[Point]) -> N
                 "status": point.status,
                 "reason": point.reason,
                 "val_loss": point.val_loss,
+                "val_bits_per_byte": point.loss(BITS),
                 "params": point.params,
                 "flops": point.flops,
                 "step": point.step,
@@ -198,11 +228,15 @@ def look(point: Point) -> Point:
         warn(f"{point.folder / METRICS} is not readable ({error}); its curve is left out")
         point = replace(point, reason="; ".join(filter(None, (point.reason, f"{METRICS} is not readable"))))
     # One of the two files may be damaged, or know less.
-    losses = [loss for loss in (_finite(summary.get("best_val_loss")), point.val_loss) if loss is not None]
+    best = _finite(summary.get("best_val_loss"))
+    losses = [loss for loss in (best, point.val_loss) if loss is not None]
+    told_bytes = _bytes_per_token(best, _finite(summary.get("best_val_bits_per_byte")))
     return replace(
         point,
         params=_finite(summary.get("params")) or point.params,
         val_loss=min(losses, default=None),
+        bytes_per_token=point.bytes_per_token or told_bytes,
+        corpus_sha256=str(summary.get("corpus_sha256") or ""),
         step=_finite(summary.get("steps")) or point.step,
         tokens=_finite(summary.get("tokens")) or point.tokens,
         flops=_finite(summary.get("flops")) or point.flops,
@@ -217,9 +251,17 @@ def _finite(value: Any) -> Any:
     return value if number and isfinite(value) else None
 
 
+def _bytes_per_token(nats_per_token: float | None, bits_per_byte: float | None) -> float | None:
+    """The bytes per token of a validation split, from one loss in both units."""
+    known = nats_per_token and bits_per_byte and _finite(nats_per_token / log(2) / bits_per_byte)
+    return known if known and known > 0 else None
+
+
 def _measured(point: Point, columns: Mapping[str, Sequence[tuple[int, float]]]) -> Point:
     """The point with what its `metrics.csv` tells."""
     losses = [(at, loss) for at, loss in columns.get("val_loss", ()) if isfinite(loss)]
+    bits = dict(columns.get("val_bits_per_byte", ()))
+    scales = (_bytes_per_token(loss, bits.get(at)) for at, loss in sorted(losses, key=lambda row: row[1]))
     tokens = columns.get("tokens", ())
     step = max((column[-1][0] for column in columns.values()), default=0)
     per_step = tokens[-1][1] / tokens[-1][0] if tokens else 0.0
@@ -232,6 +274,7 @@ def _measured(point: Point, columns: Mapping[str, Sequence[tuple[int, float]]]) 
         tokens=round(step * per_step),
         flops=_finite(flops),
         val_loss=min((loss for _, loss in losses), default=None),
+        bytes_per_token=next(filter(None, scales), None),
         tokens_per_second=speeds[-1][1] if speeds else None,
         seconds=columns["seconds"][-1][1] if "seconds" in columns else 0.0,
         curve=[(round(at * per_step), loss) for at, loss in losses],
@@ -240,33 +283,69 @@ def _measured(point: Point, columns: Mapping[str, Sequence[tuple[int, float]]]) 
 
 def axes(points: Iterable[Point]) -> list[str]:
     """The settings in which points differ, in the order in which they were given; of equal points, all."""
-    values: dict[str, set[str | None]] = {}
     points = list(points)
-    for point in points:
-        for key in point.overrides:
-            values.setdefault(key, set())
-    for key, seen in values.items():
-        seen |= {point.overrides.get(key) for point in points}
-    return [key for key, seen in values.items() if len(seen) > 1] or list(values)
+    return _differing(points) or list(dict.fromkeys(key for point in points for key in point.overrides))
+
+
+def _differing(points: Sequence[Point]) -> list[str]:
+    names = dict.fromkeys(key for point in points for key in point.overrides)
+    return [name for name in names if len({point.overrides.get(name) for point in points}) > 1]
+
+
+def unit_of(points: Sequence[Point]) -> str:
+    """The unit in which losses compare: bits per byte where tokenizer or corpus differ, else nats per token."""
+
+    def is_text(name: str) -> bool:
+        group, _, leaf = name.lstrip("+~").partition(".")
+        return group in ("tokenizer", "data") and leaf not in _NOT_TEXT
+
+    texts = {frozenset(item for item in point.config.items() if is_text(item[0])) for point in points if point.config}
+    checksums = {point.corpus_sha256 for point in points if point.corpus_sha256}
+    return BITS if len(texts) > 1 or len(checksums) > 1 or any(map(is_text, _differing(points))) else NATS
 
 
 def ranked(points: Sequence[Point]) -> list[Row]:
-    """The points by their settings without the seed, the lowest mean loss first, those without one last."""
-    names = [name for name in axes(points) if name != SEED]
+    """The points by their settings without the seed, the lowest mean loss first, those without one last.
+
+    Losses are in the unit in which those of all points compare.
+    """
+    unit, names = unit_of(points), [name for name in axes(points) if name != SEED]
     groups: dict[tuple[str | None, ...], list[Point]] = {}
     for point in points:
         groups.setdefault(tuple(point.overrides.get(name) for name in names), []).append(point)
     rows = [
-        Row({name: value for name, value in zip(names, key, strict=True) if value is not None}, group)
+        Row({name: value for name, value in zip(names, key, strict=True) if value is not None}, group, unit)
         for key, group in groups.items()
     ]
-    return sorted(rows, key=lambda row: inf if row.val_loss is None else row.val_loss)
+    return sorted(rows, key=lambda row: inf if row.loss is None else row.loss)
+
+
+def resolved(points: Sequence[Point]) -> list[Point]:
+    """Points of several origins, which name only what differs from the defaults, by what their settings came to.
+
+    A setting that any of them names has for every point the value of its composed configuration, and one text for
+    equal values.
+    """
+    choices = {point.folder: _leaves(point.folder / ".hydra/hydra.yaml") for point in points}
+    texts: dict[Path, dict[str, str]] = {point.folder: {} for point in points}
+    for name in dict.fromkeys(key for point in points for key in point.overrides):
+        bare, written = name.lstrip("+"), dict[str, str]()
+        values: dict[Path, str | None] = {}
+        for point in points:
+            chosen = choices[point.folder].get(f"hydra.runtime.choices.{bare}", point.overrides.get(name))
+            value = values[point.folder] = point.config.get(bare, chosen)
+            if value is not None and name in point.overrides:
+                written.setdefault(value, point.overrides[name])
+        for folder, value in values.items():
+            if value is not None:
+                texts[folder][name] = written.get(value, value)
+    return [replace(point, overrides=texts[point.folder]) for point in points]
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
     """Settings by their last part, where that is enough to tell them apart and from the columns of figures."""
     leaves = [name.rpartition(".")[2] for name in names]
-    taken = {"rank", "best val loss", "params", "tokens/s", "seconds", "status", "folder"}
+    taken = {"rank", "best val loss", "bits/byte", "params", "tokens/s", "seconds", "status", "folder"}
     return {
         name: leaf if leaf and leaves.count(leaf) == 1 and leaf not in taken else name
         for name, leaf in zip(names, leaves, strict=True)
@@ -292,18 +371,19 @@ def write_table(file: Path, points: Sequence[Point]) -> None:
     """Write `sweep.csv`: the ranked table."""
     rows = ranked(points)
     names = list(dict.fromkeys(name for row in rows for name in row.overrides))
-    figures = ["val_loss", "spread", "seeds", "params", "flops", "tokens_per_second", "seconds"]
+    figures = ["val_loss", "spread", "val_bits_per_byte", "val_bits_per_byte_spread", "seeds"]
+    figures += ["params", "flops", "tokens_per_second", "seconds"]
     # JSON can spell halves of characters, and a name of a file may be no text.
     with whole(file) as partial, open(partial, "w", newline="", encoding="utf-8", errors="backslashreplace") as opened:
         table = csv.writer(opened)
         table.writerow(["rank", *names, *figures, "status", "reason", "folder"])
         for rank, row in enumerate(rows, 1):
+            nats, bits = (replace(row, unit=unit) for unit in (NATS, BITS))
             table.writerow(
                 [
                     rank if row.losses else "",
                     *(row.overrides.get(name, "") for name in names),
-                    row.val_loss,
-                    row.spread,
+                    *(nats.loss, nats.spread, bits.loss, bits.spread),
                     len(row.losses),
                     *(row.over_seeds(name) for name in ("params", "flops", "tokens_per_second", "seconds")),
                     row.status,
@@ -317,11 +397,7 @@ def _overrides_of(file: Path) -> dict[str, str]:
     import yaml  # a dependency of Hydra
 
     try:
-        text = file.read_text(encoding="utf-8")
-        if text.count("[") + text.count("{") > _BRACKETS:
-            raise ValueError("it has too many brackets")
-        # Event by event: what builds lists in lists dies of deep ones.
-        events = list(yaml.parse(text, yaml.CSafeLoader))
+        events = list(_events(file))
         overrides = [event.value for event in events if isinstance(event, yaml.ScalarEvent)]
         lists = sum(isinstance(event, yaml.SequenceStartEvent) for event in events)
         if lists > 1 or (overrides and not lists) or any(isinstance(event, yaml.MappingStartEvent) for event in events):
@@ -329,4 +405,51 @@ def _overrides_of(file: Path) -> dict[str, str]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         warn(f"{file} is not readable ({error}); the run counts as one without overrides")
         overrides = []
-    return {key: value for key, _, value in (override.partition("=") for override in overrides)}
+    settings = {key: value for key, _, value in (override.partition("=") for override in overrides)}
+    return {key: value for key, value in settings.items() if key.lstrip("+~").partition(".")[0] not in IRRELEVANT}
+
+
+def _leaves(file: Path) -> dict[str, str]:
+    """The values of a file of YAML by dotted name, a list as an override writes it; empty where there is none."""
+    import yaml
+
+    leaves: dict[str, str] = {}
+    path: list[str] = []  # the key of every mapping that is open, empty where one is to come
+    items: list[str] = []  # of the list that is open
+    depth = 0  # of lists, and of all that they hold
+    try:
+        for event in _events(file):
+            if isinstance(event, yaml.SequenceStartEvent) or (depth and isinstance(event, yaml.MappingStartEvent)):
+                items, depth = [] if not depth else items, depth + 1
+            elif depth and isinstance(event, yaml.CollectionEndEvent):
+                depth -= 1
+                if not depth:
+                    leaves[".".join(path)], path[-1] = f"[{','.join(items)}]", ""
+            elif isinstance(event, yaml.MappingStartEvent):
+                path.append("")
+            elif isinstance(event, yaml.MappingEndEvent):
+                path.pop()
+                path[-1:] = [""] if path else []
+            elif isinstance(event, yaml.ScalarEvent):
+                if depth:
+                    items.append(event.value)
+                elif path[-1]:
+                    leaves[".".join(path)], path[-1] = event.value, ""
+                else:
+                    path[-1] = event.value
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, LookupError, yaml.YAMLError) as error:
+        warn(f"{file} is not readable ({error}); it is left out")
+        return {}
+    return leaves
+
+
+def _events(file: Path) -> Iterator[Any]:
+    """A file of YAML event by event: what builds lists in lists dies of deep ones."""
+    import yaml
+
+    text = file.read_text(encoding="utf-8")
+    if text.count("[") + text.count("{") > _BRACKETS:
+        raise ValueError("it has too many brackets")
+    yield from yaml.parse(text, yaml.CSafeLoader)

@@ -5,9 +5,11 @@ Matplotlib is imported where something is drawn. Text of files goes through `_pl
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from math import ceil, exp, floor, inf, log, log10
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, pstdev
 from typing import TYPE_CHECKING, Any
 
 from minigpt.errors import clean
@@ -57,7 +59,7 @@ def sweep_figure(points: Sequence[Point], *, title: str, along: str | None = Non
 
 
 def _draw_answer(panel: "Axes", rows: Sequence[Row], along: str | None) -> None:
-    """The loss over what was swept: a map of two axes, lines over one, or else the best rows by name."""
+    """The loss over what was swept: a map or a scatter of two axes, lines over one, or else the best rows by name."""
     names = list(dict.fromkeys(name for row in rows for name in row.overrides))
     numeric = [name for name in names if all(as_number(row.overrides.get(name)) is not None for row in rows)]
     numeric = [name for name in numeric if len({as_number(row.overrides[name]) for row in rows}) > 1]
@@ -70,7 +72,9 @@ def _draw_answer(panel: "Axes", rows: Sequence[Row], along: str | None) -> None:
         else:
             _draw_names(panel, rows, names)
     elif len(names) == len(numeric) == 2:
-        _draw_map(panel, rows, names)
+        cells = len(_ticks(rows, names[0])) * len(_ticks(rows, names[1]))
+        plot = _draw_map if len(rows) > cells / 2 else _plot_scatter  # most of a grid, or points of a search
+        plot(panel, rows, names)
     else:
         _draw_names(panel, rows, names)
 
@@ -88,8 +92,8 @@ def _draw_map(panel: "Axes", rows: Sequence[Row], names: Sequence[str]) -> None:
     for x, column in enumerate(columns):
         for y, line in enumerate(lines):
             row = cells.get((column, line))
-            if row is not None and row.val_loss is not None:
-                losses[y, x] = row.val_loss
+            if row is not None and row.loss is not None:
+                losses[y, x] = row.loss
     known = losses[np.isfinite(losses)].tolist()
     ceiling = max(_ceiling(known), min(known) + 1e-9)
     image = panel.imshow(losses, cmap="viridis_r", origin="lower", aspect="auto", vmin=min(known), vmax=ceiling)
@@ -100,7 +104,7 @@ def _draw_map(panel: "Axes", rows: Sequence[Row], names: Sequence[str]) -> None:
         for y, line in enumerate(lines):
             row = cells.get((column, line))
             style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": size}
-            if row is None or row.val_loss is None:
+            if row is None or row.loss is None:
                 corner = (x - 0.5, y - 0.5)
                 panel.add_patch(
                     Rectangle(corner, 1, 1, facecolor="0.94", edgecolor="0.8", hatch="//", linewidth=0, gid="missing")
@@ -109,11 +113,11 @@ def _draw_map(panel: "Axes", rows: Sequence[Row], names: Sequence[str]) -> None:
                     state = "not run" if row is None else row.status.replace(", ", "\n")
                     panel.text(x, y, _plain(state), color="0.3", **style)
             elif widest <= 16:
-                text = f"{row.val_loss:.4f}" if widest <= 8 else f"{row.val_loss:.3f}"
+                text = f"{row.loss:.4f}" if widest <= 8 else f"{row.loss:.3f}"
                 if widest <= 8:
                     text += "" if row.spread is None else f"\n± {row.spread:.4f}"
                     text += "" if row.status == COMPLETED else "\n" + row.status.replace(", ", "\n")
-                dark = row.val_loss > min(known) + 0.45 * (ceiling - min(known))
+                dark = row.loss > min(known) + 0.45 * (ceiling - min(known))
                 weight = "bold" if row is best else "normal"
                 panel.text(x, y, _plain(text), color="white" if dark else "black", weight=weight, **style)
             if row is best:
@@ -126,8 +130,64 @@ def _draw_map(panel: "Axes", rows: Sequence[Row], names: Sequence[str]) -> None:
     panel.tick_params(length=0)
     panel.set_title("best validation loss" + (", mean over seeds" if _seeded(rows) else ""), loc="left")
     bar = panel.figure.colorbar(image, ax=panel, extend="max" if max(known) > ceiling else "neither", pad=0.02)
-    bar.set_label("nats per token")
+    bar.set_label(rows[0].unit)
     bar.outline.set_visible(False)
+
+
+def _plot_scatter(panel: "Axes", rows: Sequence[Row], names: Sequence[str]) -> None:
+    """Two axes with numbers of which few combinations ran: a point for each, its color the mean loss."""
+    across, up = sorted(names, key=lambda name: -len(_ticks(rows, name)))
+
+    def at(chosen: Sequence[Row]) -> tuple[list[float], list[float]]:
+        x, y = ([as_number(row.overrides[name]) or 0.0 for row in chosen] for name in (across, up))
+        return x, y
+
+    known, lost = ([row for row in rows if bool(row.losses) == has] for has in (True, False))
+    losses = [row.loss or inf for row in known]
+    ceiling = max(_ceiling(losses), min(losses) + 1e-9)
+    # The best on top, where points lie close together.
+    colors: dict[str, Any] = {"c": losses[::-1], "cmap": "viridis_r", "vmin": min(losses), "vmax": ceiling}
+    points = panel.scatter(*at(known[::-1]), s=60, edgecolor="0.3", linewidth=0.5, zorder=2, gid="points", **colors)
+    if lost:
+        panel.scatter(*at(lost), marker="x", s=30, color="0.6", zorder=1, label="without a loss", gid="missing")
+    (x,), (y,) = at(rows[:1])
+    style: dict[str, Any] = {"markersize": 17, "markeredgecolor": "white", "linestyle": "none", "zorder": 3}
+    panel.plot(x, y, marker="*", color=_BEST, label=f"best {rows[0].loss:.4f}", gid="best", **style)
+    _scale(panel, "x", _ticks(rows, across))
+    _scale(panel, "y", _ticks(rows, up))
+    panel.set(xlabel=_plain(across), ylabel=_plain(up))
+    panel.margins(0.06)
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=8, framealpha=0.85, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.2)
+    panel.set_title("best validation loss" + (", mean over seeds" if _seeded(rows) else ""), loc="left")
+    bar = panel.figure.colorbar(points, ax=panel, extend="max" if max(losses) > ceiling else "neither", pad=0.02)
+    bar.set_label(rows[0].unit)
+    bar.outline.set_visible(False)
+
+
+def _scale(panel: "Axes", which: str, ticks: Mapping[float, str]) -> None:
+    """Set a logarithmic scale where numbers are less skewed on it, and the numbers as ticks where there is room."""
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    numbers, axis = list(ticks), panel.xaxis if which == "x" else panel.yaxis
+    places = [log(x) for x in numbers] if numbers[-1] >= 8 * numbers[0] > 0 else numbers
+    logarithmic = _skewness(places) < _skewness(numbers)
+    if logarithmic:
+        panel.set(**{f"{which}scale": "log"})
+        axis.set_minor_locator(NullLocator())
+    else:
+        places = numbers
+    if min(b - a for a, b in pairwise(places)) > (places[-1] - places[0]) / 16:
+        axis.set_ticks(numbers, [_plain(text, 12) for text in ticks.values()])
+    elif logarithmic:
+        axis.set_major_locator(FixedLocator(_round_numbers(numbers)))
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
+def _skewness(numbers: Sequence[float]) -> float:
+    """How far their distribution is from a symmetric one, either way."""
+    middle, deviation = mean(numbers), pstdev(numbers)
+    return abs(mean(((x - middle) / deviation) ** 3 for x in numbers))
 
 
 def _draw_lines(panel: "Axes", rows: Sequence[Row], along: str, names: Sequence[str]) -> None:
@@ -135,7 +195,7 @@ def _draw_lines(panel: "Axes", rows: Sequence[Row], along: str, names: Sequence[
     short = short_names(names)
     lines: dict[str, list[tuple[float, Row]]] = {}  # the one with the best row first
     for row in rows:
-        if row.val_loss is not None and (x := as_number(row.overrides.get(along))) is not None:
+        if row.loss is not None and (x := as_number(row.overrides.get(along))) is not None:
             lines.setdefault(name_of(row, short, along), []).append((x, row))
     if not lines:
         _say_nothing(panel, "best validation loss")
@@ -144,7 +204,7 @@ def _draw_lines(panel: "Axes", rows: Sequence[Row], along: str, names: Sequence[
     order = [*[line for line in lines if line not in named], *named]
     for name in order:
         found = sorted(lines[name], key=lambda pair: pair[0])
-        xs, losses = [x for x, _ in found], [row.val_loss or inf for _, row in found]
+        xs, losses = [x for x, _ in found], [row.loss or inf for _, row in found]
         spreads = [row.spread or 0.0 for _, row in found]
         place = named.index(name) if name in named else None
         colour: Any = _GREY if place is None else _POINT if len(lines) == 1 else _ramp(place, len(named))
@@ -174,18 +234,13 @@ def _draw_lines(panel: "Axes", rows: Sequence[Row], along: str, names: Sequence[
         )
     best = next(row for row in rows if as_number(row.overrides.get(along)) is not None)
     _mark_best(panel, as_number(best.overrides[along]) or 0.0, best)
-    ticks = _ticks(rows, along)
-    if max(ticks) >= 8 * min(ticks) > 0:
-        panel.set_xscale("log")
-        panel.minorticks_off()
-    every = max(1, -(-len(ticks) // 10))
-    panel.set_xticks(list(ticks)[::every], [_plain(text, 12) for text in list(ticks.values())[::every]])
+    _scale(panel, "x", _ticks(rows, along))
     columns = 1 if len(named) < 4 else 2
     style: dict[str, Any] = {"fontsize": 8, "framealpha": 0.85, "loc": "upper center", "ncols": columns}
     handles, labels = panel.get_legend_handles_labels()
     panel.legend(handles[1:] + handles[:1], labels[1:] + labels[:1], **style)  # the best row's star last
     _limit(panel, [row for line in lines.values() for _, row in line], -(-(len(named) + 1) // columns))
-    panel.set(xlabel=_plain(along), ylabel="best validation loss (nats per token)")
+    panel.set(xlabel=_plain(along), ylabel=f"best validation loss ({rows[0].unit})")
     panel.grid(alpha=0.3)
     seeds = ", mean ± standard deviation over seeds" if _seeded(rows) else ""
     panel.set_title(f"best validation loss{seeds}", loc="left")
@@ -200,7 +255,7 @@ def _draw_names(panel: "Axes", rows: Sequence[Row], names: Sequence[str]) -> Non
         colour = _BEST if place == 0 else _POINT
         done = row.status == COMPLETED
         panel.errorbar(
-            row.val_loss or inf,
+            row.loss or inf,
             place,
             xerr=spread or None,
             marker="o",
@@ -210,8 +265,8 @@ def _draw_names(panel: "Axes", rows: Sequence[Row], names: Sequence[str]) -> Non
             gid="best" if place == 0 else None,
         )
         panel.annotate(
-            f"{row.val_loss:.4f}",
-            ((row.val_loss or inf) + spread, place),
+            f"{row.loss:.4f}",
+            ((row.loss or inf) + spread, place),
             xytext=(8, 0),
             textcoords="offset points",
             va="center",
@@ -222,7 +277,7 @@ def _draw_names(panel: "Axes", rows: Sequence[Row], names: Sequence[str]) -> Non
     panel.set_yticks(range(len(shown)), [_label(row, short) for row in shown], fontsize=8)
     panel.set_ylim(max(len(shown), 3) - 0.4, -0.6)
     panel.margins(x=0.15)
-    panel.set(xlabel="best validation loss (nats per token)")
+    panel.set(xlabel=f"best validation loss ({rows[0].unit})")
     panel.grid(alpha=0.3)
     total = sum(bool(row.losses) for row in rows)
     which = f"the best {len(shown)} of {total}" if total > len(shown) else "all that have a loss"
@@ -233,7 +288,7 @@ def _draw_scaling(panel: "Axes", rows: Sequence[Row], figure: str, symbol: str, 
     """The loss over a cost: what cannot be had for less, and how it falls."""
     from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, ScalarFormatter
 
-    known = [(x, row.val_loss, row) for row in rows if row.val_loss and (x := row.over_seeds(figure))]
+    known = [(x, row.loss, row) for row in rows if row.loss and (x := row.over_seeds(figure))]
     if not known:
         _say_nothing(panel, f"loss over {label}")
         return
@@ -266,7 +321,7 @@ def _draw_scaling(panel: "Axes", rows: Sequence[Row], figure: str, symbol: str, 
         )
     best = known[0]
     _mark_best(panel, best[0], best[2])
-    panel.set(xscale="log", yscale="log", xlabel=f"{label} {symbol}", ylabel="best validation loss (nats per token)")
+    panel.set(xscale="log", yscale="log", xlabel=f"{label} {symbol}", ylabel=f"best validation loss ({rows[0].unit})")
     xs = [x for x, _, _ in known]
     for axis, locator in ((panel.xaxis, FixedLocator(_round_numbers(xs))), (panel.yaxis, MaxNLocator(6))):
         axis.set_major_locator(locator)
@@ -286,6 +341,7 @@ def _draw_curves(panel: "Axes", rows: Sequence[Row]) -> None:
     from matplotlib.collections import LineCollection
 
     short = short_names(list(dict.fromkeys(name for row in rows for name in row.overrides)))
+    rows = [replace(row, points=[replace(p, curve=p.curve_in(row.unit)) for p in row.points]) for row in rows]
     there = [row for row in rows if any(point.curve for point in row.points)]
     if not there:
         _say_nothing(panel, "learning curves")
@@ -312,15 +368,13 @@ def _draw_curves(panel: "Axes", rows: Sequence[Row]) -> None:
             )
             label = "_"  # one entry of the legend for all seeds
     # What matters is at the end: the first losses, and those of runs that diverged, may lie above.
-    ceiling = _ceiling([row.val_loss or inf for row in there])
-    losses = sorted(
-        loss for row in there if (row.val_loss or inf) <= ceiling for p in row.points for _, loss in p.curve
-    )
+    ceiling = _ceiling([row.loss or inf for row in there])
+    losses = sorted(loss for row in there if (row.loss or inf) <= ceiling for p in row.points for _, loss in p.curve)
     low, high = losses[0], losses[-1 if len(losses) < 30 else int(0.95 * len(losses))]
     panel.set_ylim(low - 0.04 * (high - low or 1), high + 0.04 * (high - low or 1))
     panel.set_xlim(0, 1.03 * max(at for row in there for point in row.points for at, _ in point.curve))
     panel.xaxis.set_major_formatter(_abbreviated)
-    panel.set(xlabel="tokens", ylabel="validation loss (nats per token)")
+    panel.set(xlabel="tokens", ylabel=f"validation loss ({rows[0].unit})")
     panel.grid(alpha=0.3)
     dotted = any(point.status != COMPLETED for row in there[:_MOST] for point in row.points if point.curve)
     panel.set_title("learning curves, by rank" + ("; dotted: not completed" if dotted else ""), loc="left")
@@ -333,7 +387,7 @@ def _seeded(rows: Iterable[Row]) -> bool:
 
 def _mark_best(panel: "Axes", x: float, row: Row) -> None:
     style: dict[str, Any] = {"markersize": 15, "markeredgecolor": "white", "linestyle": "none", "zorder": 5}
-    panel.plot(x, row.val_loss or inf, marker="*", color=_BEST, label=f"best {row.val_loss:.4f}", gid="best", **style)
+    panel.plot(x, row.loss or inf, marker="*", color=_BEST, label=f"best {row.loss:.4f}", gid="best", **style)
 
 
 def _say_nothing(panel: "Axes", title: str) -> None:
@@ -344,7 +398,7 @@ def _say_nothing(panel: "Axes", title: str) -> None:
 
 def _limit(panel: "Axes", rows: Iterable[Row], entries: int) -> None:
     """Have the losses fill a panel, whatever a few that diverged came to, below a legend of some entries."""
-    found = [(row.val_loss, row.spread or 0.0) for row in rows if row.val_loss is not None]
+    found = [(row.loss, row.spread or 0.0) for row in rows if row.loss is not None]
     best, ceiling = min(loss for loss, _ in found), _ceiling([loss for loss, _ in found])
     low = max(min(loss - spread for loss, spread in found), 0.5 * best, 1e-9)
     high = max(max(loss + spread for loss, spread in found if loss <= ceiling), low)

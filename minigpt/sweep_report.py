@@ -16,6 +16,8 @@ from typing import TextIO
 from minigpt.errors import UserError, clean, nearest
 from minigpt.run import PLAN
 from minigpt.sweep import (
+    BITS,
+    NATS,
     PICTURE,
     SEED,
     TABLE,
@@ -27,11 +29,14 @@ from minigpt.sweep import (
     ranked,
     read_plan,
     read_sweep,
+    resolved,
     short_names,
     write_plan,
     write_table,
 )
 from minigpt.sweep_drawing import draw_sweep
+
+_COLUMNS = {NATS: "best val loss", BITS: "bits/byte"}
 
 
 def report(
@@ -43,16 +48,16 @@ def report(
         folders: of sweeps, or any folders that runs lie below.
         out: where to write. By default one sweep's files go into its own folder, whose `sweep.json`, where there is
             one, is brought up to date; those of several sweeps together go into the current folder.
-        along: a setting to draw lines over, such as optimizer.lr.
+        along: a setting to plot lines over, such as optimizer.lr, or its last part where no other has it.
         file: to print to; None is stdout.
 
     Raises:
-        UserError: a folder holds no sweep, or `along` is none of its settings with numbers.
+        UserError: a folder holds no sweep, or `along` is none of its settings with numbers, or several.
     """
     file = file or sys.stdout
     points = _read(folders)
     if along is not None:
-        _check_along(points, along)
+        along = _full_name(points, along)
     folder = folders[0].resolve() if len(folders) == 1 else Path.cwd()
     out = out or folder
     if out.exists() and not out.is_dir():
@@ -68,7 +73,7 @@ def report(
 
 
 def _read(folders: Sequence[Path]) -> list[Point]:
-    """The points of all folders, each run once."""
+    """The points of all folders, each run once; runs that are no one sweep with the settings that they came to."""
     points: dict[Path, Point] = {}
     for given in folders:
         found = read_sweep(given if not given.is_dir() else given.resolve())
@@ -77,17 +82,24 @@ def _read(folders: Sequence[Path]) -> list[Point]:
         fixed = dict(override.partition("=")[::2] for override in read_plan(given)["fixed"]) if plan else {}
         for point in found:
             points.setdefault(point.folder.resolve(), replace(point, overrides={**fixed, **point.overrides}))
-    return list(points.values())
+    one_sweep = len(folders) == 1 and (folders[0] / PLAN).exists()
+    return list(points.values()) if one_sweep else resolved(list(points.values()))
 
 
-def _check_along(points: Sequence[Point], along: str) -> None:
+def _full_name(points: Sequence[Point], along: str) -> str:
+    """The setting with numbers that `--along` names, in full or by its last part."""
     known = [name for name in axes(points) if name != SEED]
-    if along not in known:
+    meant = [along] if along in known else [name for name in known if name.rpartition(".")[2] == along]
+    if len(meant) > 1:
+        raise UserError(clean(f"--along={along} must name one setting, got {len(meant)}; use {' or '.join(meant)}"))
+    along = meant[0] if meant else along
+    if not meant:
         names = ", ".join(known) or "none but the seed"
         raise UserError(clean(f"--along={along} is not what the runs differ in{nearest(along, known)}: {names}"))
     if len({number for point in points if (number := as_number(point.overrides.get(along))) is not None}) < 2:
         values = ", ".join(sorted({point.overrides.get(along, "default") for point in points}))
         raise UserError(clean(f"--along={along} needs two numbers to draw a line over; its values are {values}"))
+    return along
 
 
 def print_table(points: Sequence[Point], *, file: TextIO | None = None) -> None:
@@ -112,7 +124,7 @@ def print_table(points: Sequence[Point], *, file: TextIO | None = None) -> None:
     columns = {
         "rank": [str(rank) if row.losses else "" for rank, row in enumerate(rows, 1)],
         **{short[name]: [row.overrides.get(name, "default") for row in rows] for name in names},
-        "best val loss": [_loss(row) for row in rows],
+        **{_COLUMNS[unit]: [_loss(row, unit) for row in rows] for unit in (NATS, BITS)},
         "params": [_count(row, "params") for row in rows],
         "tokens/s": [_count(row, "tokens_per_second") for row in rows],
         "seconds": [_count(row, "seconds") for row in rows],
@@ -120,7 +132,9 @@ def print_table(points: Sequence[Point], *, file: TextIO | None = None) -> None:
         "folder": [" ".join(str(point.folder.relative_to(shared)) for point in row.points) for row in rows],
     }
     columns = {name: [clean(cell) for cell in cells] for name, cells in columns.items()}
-    given_up = ["seconds", "tokens/s", "folder", "params", "status"]  # by a narrow terminal, the first first
+    other = NATS if rows[0].unit == BITS else BITS
+    # By a narrow terminal, the first first.
+    given_up = ["seconds", "tokens/s", "folder", "params", "status", _COLUMNS[other]]
     while given_up and sum(3 + max(map(cell_len, [name, *cells])) for name, cells in columns.items()) > console.width:
         del columns[given_up.pop(0)]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
@@ -137,19 +151,24 @@ def print_table(points: Sequence[Point], *, file: TextIO | None = None) -> None:
     for row in rows:
         if row.reason:
             print(clean(f"{name_of(row, short)}: {row.status}: {row.reason}"), file=file)
+    if (unit := rows[0].unit) == BITS:
+        print("ranked by bits per byte, as the runs differ in tokenizer or corpus", file=file)
     if rows[0].losses:
-        best = min(rows[0].points, key=lambda point: inf if point.val_loss is None else point.val_loss)
-        print(f"best     {_loss(rows[0])}: {clean(name_of(rows[0], short))}\nrun      {_near(best.folder)}", file=file)
+        run = min(rows[0].points, key=lambda point: inf if (loss := point.loss(unit)) is None else loss)
+        best = _loss(rows[0], unit) + (" bits/byte" if unit == BITS else "")
+        print(f"best     {best}: {clean(name_of(rows[0], short))}\nrun      {_near(run.folder)}", file=file)
 
 
-def _loss(row: Row) -> str:
-    if row.val_loss is None:
+def _loss(row: Row, unit: str) -> str:
+    """The mean loss in a unit, its spread and, in the unit that ranks, of how many runs."""
+    ranks, row = unit == row.unit, replace(row, unit=unit)
+    if row.loss is None:
         return "–"
     known, runs = len(row.losses), len(row.points)
     spread = "" if row.spread is None else f" ± {row.spread:.4f}"
     seeds = "seeds" if len({point.overrides.get(SEED) for point in row.points}) == runs else "runs"
     said = f" ({known} {seeds})" if known == runs else f" ({known} of {runs} {seeds})"
-    return f"{row.val_loss:.4f}{spread}{said if runs > 1 else ''}"
+    return f"{row.loss:.4f}{spread}{said if runs > 1 and ranks else ''}"
 
 
 def _count(row: Row, figure: str) -> str:

@@ -11,9 +11,9 @@ import json
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobStatus
-from hydra.errors import MissingConfigException
+from hydra.errors import ConfigCompositionException
 from hydra.plugins import sweeper as hydra_sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -30,16 +30,16 @@ from omegaconf.errors import OmegaConfBaseException
 from minigpt.errors import Interrupted, RunError, UserError, clean, explain, warn
 from minigpt.launcher import Joblib, quoted, visible_gpus
 from minigpt.run import PLAN, fail, point_at, told
-from minigpt.sweep import COMPLETED, SKIPPED, Point, look, read_plan, short_names, write_plan
+from minigpt.sweep import BITS, COMPLETED, IRRELEVANT, SKIPPED, Point, look, read_plan, short_names, write_plan
 
 if TYPE_CHECKING:
     from minigpt.config import GPTConfig
     from minigpt.corpus import Corpus
 
-_IRRELEVANT = ("resume", "logger")  # to what a run learns
 _LONGEST_NAME = 120
 _DISPATCH = 1e-3  # seconds of a batch that no matrix is large enough to hide, for each layer
 _SHARE = 0.35  # of a large product's speed that training reaches
+_DEFERRED = "deferred"  # tags a setting of all points that the defaults lack
 _PATIENCE = 20  # tries of a search for each run, of which the impossible ones count too
 
 
@@ -59,7 +59,7 @@ class _Sweeper(hydra_sweeper.Sweeper):
         self.parser = OverridesParser.create(config_loader=self.loader)
         self.points: list[Point] = []
         self.launched = 0
-        self.composed: dict[tuple[str, ...], DictConfig] = {}
+        self.composed: dict[tuple[str, ...], DictConfig | ConfigCompositionException] = {}
         self.parts: dict[str, Corpus] = {}
 
     def sweep(self, arguments: list[str]) -> None:
@@ -71,12 +71,13 @@ class _Sweeper(hydra_sweeper.Sweeper):
         """
         given = self.parser.parse_overrides([*(f"{key}={value}" for key, value in self.params.items()), *arguments])
         overrides = {override.get_key_element(): override for override in given}  # the last word counts
-        self.axes = {key: override for key, override in overrides.items() if override.is_sweep_override()}
+        swept = {key: override for key, override in overrides.items() if override.is_sweep_override()}
+        self.axes = {key: override for key, override in swept.items() if not _is_deferred(override)}
         if not self.axes:
             raise UserError("a sweep needs a setting with several values, such as model.n_head=2,4,8")
         shared = {key: override for key, override in overrides.items() if key not in self.axes}
         self.shared = [_written(override) for override in shared.values()]
-        self.fixed = [_written(override) for key, override in shared.items() if _group(key) not in _IRRELEVANT]
+        self.fixed = [_written(override) for key, override in shared.items() if _group(key) not in IRRELEVANT]
         self.before = self.take()
         self.plan()
         try:
@@ -133,7 +134,7 @@ class _Sweeper(hydra_sweeper.Sweeper):
         """A point, composed and found possible; else skipped, with the reason.
 
         Raises:
-            HydraException: a setting does not exist.
+            ConfigCompositionException: a setting does not exist, and no group is swept that may have it.
         """
         from minigpt.preparation import parts_of
 
@@ -142,7 +143,9 @@ class _Sweeper(hydra_sweeper.Sweeper):
             config = self.compose(values)
             identity = _identity(config)
             corpus, model = parts_of(config, self.corpus)
-        except (UserError, MissingConfigException, OmegaConfBaseException) as error:
+        except (UserError, ConfigCompositionException, OmegaConfBaseException) as error:
+            if isinstance(error, ConfigCompositionException) and not any(map(self.loader.get_group_options, self.axes)):
+                raise
             return replace(point, status=SKIPPED, reason=explain(error)[0].removeprefix("error: "))
         if any(other.identity == identity for other in self.points):
             return replace(point, status=SKIPPED, reason="the same run as another")
@@ -167,16 +170,24 @@ class _Sweeper(hydra_sweeper.Sweeper):
         return name
 
     def compose(self, values: Mapping[str, str]) -> DictConfig:
-        """The configuration of a point. Hydra takes a tenth of a second; what only sets a value is set here."""
+        """The configuration of a point. Hydra takes a tenth of a second; what only sets a value is set here.
+
+        Raises:
+            ConfigCompositionException: a group has no such choice, or the groups of the point no such setting.
+        """
         sets = [key for key, value in values.items() if self.only_sets(key, value)]
         rest = tuple(f"{key}={value}" for key, value in values.items() if key not in sets)
         if rest not in self.composed:
             overrides = [*self.shared, *(f"{key}={value}" for key, value in values.items())]
-            composed = self.loader.load_sweep_config(self.cfg, overrides)
-            with open_dict(composed):
-                del composed["hydra"]
-            self.composed[rest] = composed
-        config = copy.deepcopy(self.composed[rest])
+            try:
+                self.composed[rest] = composed = self.loader.load_sweep_config(self.cfg, overrides)
+                with open_dict(composed):
+                    del composed["hydra"]
+            except ConfigCompositionException as error:  # of every point with these groups
+                self.composed[rest] = error
+        if isinstance(known := self.composed[rest], ConfigCompositionException):
+            raise known
+        config = copy.deepcopy(known)
         for key in sets:
             OmegaConf.update(config, key, self.parser.parse_override(f"{key}={values[key]}").value())
         return config
@@ -296,7 +307,7 @@ class Search(_Sweeper):
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self.seed, multivariate=True))
-        done = asked = 0
+        done, asked, reason = 0, 0, ""
         while done < self.n_trials and asked < _PATIENCE * self.n_trials:
             trials: dict[Path, Any] = {}
             while len(trials) < min(self.batch, self.n_trials - done) and asked < _PATIENCE * self.n_trials:
@@ -304,6 +315,7 @@ class Search(_Sweeper):
                 asked += 1
                 point = self.check({key: _suggest(trial, key, override) for key, override in self.axes.items()})
                 if point.status == SKIPPED:  # another will be
+                    reason = point.reason
                     study.tell(trial, state=optuna.trial.TrialState.PRUNED)
                     continue
                 self.points.append(point)
@@ -315,16 +327,17 @@ class Search(_Sweeper):
             if new:
                 self.launch(new)
             for point in map(look, self.points[-len(trials) :]):
-                failed = point.status != COMPLETED
-                state = optuna.trial.TrialState.FAIL if failed else optuna.trial.TrialState.COMPLETE
-                study.tell(trials[point.folder], None if failed else point.val_loss, state=state)
+                # Bits per byte, which compare over all tokenizers and corpora; over one it is the order of the losses.
+                loss = point.loss(BITS) if point.status == COMPLETED else None
+                state = optuna.trial.TrialState.FAIL if loss is None else optuna.trial.TrialState.COMPLETE
+                study.tell(trials[point.folder], loss, state=state)
             done += len(trials)
         if self.points and done < self.n_trials:
             warn(
                 f"of {asked} points that were tried only {done} are possible, and none twice: the search ends with them"
             )
         if not self.points:
-            raise UserError("none of the points that were tried is possible; give settings that go together")
+            raise UserError(f"none of the points that were tried is possible: {reason}")
 
 
 def expected(config: DictConfig, model: "GPTConfig", val_tokens: int) -> float | None:
@@ -365,12 +378,50 @@ def _identity(config: DictConfig) -> str:
     """What a run is, whatever it is called and wherever it lies."""
     values = OmegaConf.to_container(config, resolve=False)
     assert isinstance(values, dict)
-    relevant = {key: value for key, value in values.items() if key not in _IRRELEVANT}
+    relevant = {key: value for key, value in values.items() if key not in IRRELEVANT}
     return hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def with_deferred(main: Callable[[], Any]) -> Callable[[], Any]:
+    """A Hydra program whose sweeps may set what not all of the swept groups have.
+
+    Hydra composes the defaults before it asks the sweeper for points, and a setting that they lack would end the
+    program. Such a setting becomes an axis of one value, which Hydra leaves to the sweeper.
+    """
+
+    @wraps(main)
+    def program() -> Any:
+        while True:
+            try:
+                return main()
+            except ConfigCompositionException as error:
+                missing = re.search(r"Could not override '([^']+)'", str(error))
+                given = [arg for arg in sys.argv[1:] if "=" in arg and not arg.startswith("-")]
+                parsed = {arg: OverridesParser.create().parse_override(arg) for arg in given}
+                late = [
+                    arg
+                    for arg, override in parsed.items()
+                    if missing and override.key_or_group == missing[1] and not override.is_sweep_override()
+                ]
+                if not late or not any(override.is_sweep_override() for override in parsed.values()):
+                    raise
+                sys.argv[1:] = [_deferred(parsed[arg]) if arg in late else arg for arg in sys.argv[1:]]
+
+    return program
+
+
+def _deferred(override: Override) -> str:
+    return f"{override.get_key_element()}=tag({_DEFERRED},choice({override.get_value_element_as_str()}))"
+
+
+def _is_deferred(override: Override) -> bool:
+    return _DEFERRED in getattr(override.value(), "tags", ())
 
 
 def _written(override: Override) -> str:
     key = override.get_key_element()
+    if _is_deferred(override):
+        return f"{key}={next(override.sweep_string_iterator())}"
     return key if override.type == OverrideType.DEL else f"{key}={override.get_value_element_as_str()}"
 
 

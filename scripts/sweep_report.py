@@ -21,9 +21,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, help="folder to write to (default: the sweep's own, of several the current one)"
     )
-    parser.add_argument(
-        "--along", metavar="KEY", help="draw the loss over this setting, such as optimizer.lr, a line for each other"
-    )
+    parser.add_argument("--along", metavar="KEY", help="plot the loss over this setting, such as optimizer.lr or lr")
     return parser.parse_args()
 
 

@@ -14,6 +14,7 @@ if __name__ == "__main__":  # if a signal comes during the imports
 
     requeue_at_once()
 
+import re
 import shlex
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from minigpt.experiment import train_in
 from minigpt.launcher import quoted
 from minigpt.processes import shared_arguments
 from minigpt.run import short_path
+from minigpt.sweeper import with_deferred
 
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands errors on, and `one_line` says them
 
@@ -43,15 +45,17 @@ def main(cfg: DictConfig) -> float | None:
 def resume_command(folder: Path) -> str:
     """The command that resumes this run."""
     kept = [argument for argument in sys.argv[1:] if not argument.startswith(("resume=", "hydra.run.dir="))]
-    where = f"hydra.run.dir={quoted(short_path(folder))}"
-    return shlex.join([str(short_path(Path(sys.executable))), sys.argv[0], *kept, where, "resume=auto"])
+    where = str(short_path(folder))
+    where = where if re.fullmatch(r"[\w./-]+", where) else quoted(where)
+    python = str(short_path(Path(sys.executable)))
+    return shlex.join([python, sys.argv[0], *kept, f"hydra.run.dir={where}", "resume=auto"])
 
 
 @one_line
 def start() -> None:
     """Hand Hydra the command line."""
     sys.argv[1:] = shared_arguments(sys.argv[1:])
-    main()
+    with_deferred(main)()
 
 
 if __name__ == "__main__":

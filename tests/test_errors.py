@@ -133,6 +133,7 @@ def test_a_warning_is_one_line_from_the_first_process(monkeypatch, capsys):
         ("n_head", "model.n_head"),
         ("zzz", None),
         ("", None),
+        ("optimizer.lr", None),
     ],
 )
 def test_the_closest_known_name_is_named_or_none(name, meant):
@@ -151,6 +152,8 @@ def test_where_nothing_is_known_nothing_is_suggested():
         ("max_step=3", ["max_step", "did you mean max_steps?"]),
         ("model=bab", ["model=bab", "did you mean baby?", "gpt2_xl, nano"]),
         ("max_steps", ["override max_steps", "setting=value"]),
+        ("lr=1e-3", ["there is no setting lr (did you mean optimizer.lr?)"]),
+        ("tokenizer.vocab_size=512", ["there is no setting tokenizer.vocab_size here; it belongs to tokenizer=bpe"]),
         ("frobnicate=1", ["there is no setting frobnicate;"]),
         ("model=true", ["Config group override must be a string"]),
     ],

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from matplotlib.figure import Figure
 from minigpt.errors import UserError
 from minigpt.run import taken
 from minigpt.scaling import pareto_front, power_law
-from minigpt.sweep import Point, axes, ranked, read_plan, read_sweep, write_plan, write_table
+from minigpt.sweep import BITS, Point, axes, ranked, read_plan, read_sweep, resolved, write_plan, write_table
 from minigpt.sweep_drawing import draw_sweep, sweep_figure
 from minigpt.sweep_report import print_table, report
 
@@ -36,10 +37,24 @@ def first_process(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
 
 
-def run_folder(folder, *overrides, losses=(3.0, 2.0), params=1000, status="completed", speed=100.0, **summary):
+def run_folder(
+    folder,
+    *overrides,
+    losses=(3.0, 2.0),
+    bytes_per_token=None,
+    params=1000,
+    status="completed",
+    speed=100.0,
+    config=None,
+    choices=None,
+    **summary,
+):
     """A run as the product leaves it: a validation every 10 steps; without a status it has no summary."""
+    hydra = {"config.yaml": config, "hydra.yaml": choices and {"hydra": {"runtime": {"choices": choices}}}}
     (folder / ".hydra").mkdir(parents=True)
-    (folder / ".hydra/overrides.yaml").write_text(json.dumps(list(overrides)))  # YAML, too
+    for name, values in {"overrides.yaml": list(overrides), **hydra}.items():
+        if values is not None:
+            (folder / ".hydra" / name).write_text(json.dumps(values))  # YAML, too
     steps = 10 * len(losses)
     if losses:
         with open(folder / "metrics.csv", "w", newline="") as file:
@@ -57,7 +72,8 @@ def run_folder(folder, *overrides, losses=(3.0, 2.0), params=1000, status="compl
                         "flops_per_second": 6 * params * speed,
                     }
                 )
-                rows.writerow({"step": step, "val_loss": loss})
+                bits = loss / math.log(2) / bytes_per_token if bytes_per_token else ""
+                rows.writerow({"step": step, "val_loss": loss, "val_bits_per_byte": bits})
     if status:
         told = {
             "best_val_loss": min(losses, default=None),
@@ -83,7 +99,8 @@ def grid(folder):
     for i, ((size, rate), found) in enumerate(losses.items()):
         for seed, loss in enumerate(found, 1):
             overrides = (f"model.n_embd={size}", f"optimizer.lr={rate}", f"seed={seed}", "max_steps=20")
-            run_folder(folder / f"{2 * i + seed - 1}", *overrides, losses=(5.0, loss), params=100 * int(size))
+            known = {"losses": (5.0, loss), "params": 100 * int(size), "bytes_per_token": 1 / math.log(2)}
+            run_folder(folder / f"{2 * i + seed - 1}", *overrides, **known)
     return folder
 
 
@@ -94,6 +111,7 @@ def points_of(shape, loss, **values):
         overrides = {name: of[i] for (name, of), i in zip(shape.items(), place, strict=True)}
         best = loss(*overrides.values())
         known = {"status": "completed", "params": 1000, "flops": 1e9, "seconds": 1.0, "tokens_per_second": 10.0}
+        known["bytes_per_token"] = 1.0
         curve = () if best is None else ((100, best + 1), (200, best))
         known |= {"val_loss": best, "curve": curve}
         known |= {name: value(*overrides.values()) if callable(value) else value for name, value in values.items()}
@@ -119,9 +137,85 @@ def test_rows_are_ranked_by_the_mean_over_seeds(tmp_path):
         ("64", "1e-2"),
     ]
     found = [(1.5, 1.9), (2.0, 2.2), (2.5, 2.7), (3.0, 4.0)]
-    assert [row.val_loss for row in rows] == pytest.approx(np.mean(found, axis=1))
+    assert [row.loss for row in rows] == pytest.approx(np.mean(found, axis=1))
     assert [row.spread for row in rows] == pytest.approx(np.std(found, axis=1, ddof=1))
     assert rows[0].over_seeds("params") == 6400
+
+
+@pytest.mark.usefixtures("no_picture")
+def test_a_sweep_over_tokenizers_is_ranked_by_bits_per_byte_everywhere(tmp_path):
+    """Nats per token rank sub-words last, whose tokens are longer."""
+    runs = {"char": (1.0, (1.9, 1.6)), "byte": (1.25, (2.5, 2.0)), "bpe": (3.0, (4.0, 3.3, 3.6))}
+    for name, (bytes_per_token, losses) in runs.items():
+        run_folder(tmp_path / name, f"tokenizer={name}", losses=losses, bytes_per_token=bytes_per_token)
+    bits = {name: min(losses) / math.log(2) / size for name, (size, losses) in runs.items()}
+    order = sorted(bits, key=bits.get)
+    assert order[0] == "bpe"
+    report([tmp_path], file=(file := io.StringIO()))
+    with open(tmp_path / "sweep.csv", newline="") as opened:
+        rows = list(csv.DictReader(opened))
+    assert [row["tokenizer"] for row in rows] == order
+    assert [float(row["val_bits_per_byte"]) for row in rows] == pytest.approx(sorted(bits.values()))
+    assert [float(row["val_loss"]) for row in rows] == [min(runs[name][1]) for name in order]
+    lines = [line.split() for line in file.getvalue().splitlines() if "completed" in line]
+    assert [line[:4] for line in lines] == [
+        [str(rank), name, f"{min(runs[name][1]):.4f}", f"{bits[name]:.4f}"] for rank, name in enumerate(order, 1)
+    ]
+    assert f"best     {bits['bpe']:.4f} bits/byte: tokenizer=bpe\nrun      " in file.getvalue()
+
+    answer, curves, params, _ = drawn(read_sweep(tmp_path))
+    assert [text.get_text() for text in answer.get_yticklabels()] == [f"tokenizer={name}" for name in order]
+    assert answer.get_xlabel() == "best validation loss (bits per byte)"
+    assert params.get_ylabel() == "best validation loss (bits per byte)"
+    assert curves.get_ylabel() == "validation loss (bits per byte)"
+    (best,) = marked(curves, "best")
+    np.testing.assert_allclose(best.get_ydata(), np.array([4.0, 3.3, 3.6]) / math.log(2) / 3.0)
+
+
+BPE = {"config": {"tokenizer": {"name": "bpe"}, "data": {"path": "a"}}, "corpus_sha256": "1"}
+DIFFERENCES = {
+    "a group": (["tokenizer=char"], {}, ["tokenizer=bpe"], {}, True),
+    "a setting of the tokenizer": (["tokenizer.vocab_size=300"], {}, ["tokenizer.vocab_size=900"], {}, True),
+    "the path of the text": (["data.path=a"], {}, ["data.path=b"], {}, True),
+    "the part for validation": ([], {}, ["data.val_fraction=0.2"], {}, True),
+    "what was composed": (["experiment=a"], BPE, ["experiment=b"], {"config": {"tokenizer": {"name": "char"}}}, True),
+    "the text": (["lr=1"], {"corpus_sha256": "1"}, ["lr=2"], {"corpus_sha256": "2"}, True),
+    "batches": (["data.batch_size=1", "tokenizer=bpe"], BPE, ["data.batch_size=2", "tokenizer=bpe"], BPE, False),
+    "rates": (["optimizer.lr=1"], BPE, ["optimizer.lr=2"], {}, False),
+}
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_runs_are_ranked_by_bits_per_byte_where_tokenizer_or_corpus_differ(tmp_path, difference):
+    first, first_left, second, second_left, by_bits = DIFFERENCES[difference]
+    run_folder(tmp_path / "0", *first, losses=(1.0,), bytes_per_token=1.0, **first_left)
+    run_folder(tmp_path / "1", *second, losses=(2.0,), bytes_per_token=4.0, **second_left)
+    names = [row.points[0].folder.name for row in ranked(read_sweep(tmp_path))]
+    assert names == (["1", "0"] if by_bits else ["0", "1"])
+
+
+@pytest.mark.usefixtures("no_picture")
+def test_sweeps_with_a_tokenizer_each_are_ranked_together_by_bits_per_byte(tmp_path):
+    for name, loss, size in (("char", 1.0, 1.0), ("bpe", 2.0, 4.0)):
+        for rate in ("1", "2"):
+            run_folder(tmp_path / name / rate, losses=(loss + int(rate) / 10,), bytes_per_token=size)
+        points = [Point(tmp_path / name / rate, {"lr": rate}) for rate in ("1", "2")]
+        write_plan(tmp_path / name, [f"tokenizer={name}"], points)
+    report([tmp_path / "char", tmp_path / "bpe"], out=tmp_path, file=(file := io.StringIO()))
+    assert [line.split()[1] for line in file.getvalue().splitlines() if "completed" in line] == ["bpe"] * 2 + [
+        "char"
+    ] * 2
+
+
+@pytest.mark.parametrize("metrics", [True, False])
+def test_bits_per_byte_are_those_of_the_best_validation(tmp_path, metrics):
+    """They stand in both files; either suffices."""
+    told = {"best_val_bits_per_byte": 2.0 / math.log(2) / 1.7}
+    folder = run_folder(tmp_path / "0", losses=(3.0, 2.0, 2.5), bytes_per_token=1.7, **({} if metrics else told))
+    if not metrics:
+        (folder / "metrics.csv").unlink()
+    (point,) = read_sweep(tmp_path)
+    assert point.loss(BITS) == pytest.approx(2.0 / math.log(2) / 1.7)
 
 
 def test_settings_that_all_runs_share_are_no_axis(tmp_path):
@@ -182,7 +276,7 @@ def test_a_loss_that_is_no_number_is_no_best_loss(tmp_path):
     run_folder(tmp_path / "0", "lr=1", losses=(2.0, math.nan), best_val_loss=math.nan)
     run_folder(tmp_path / "1", "lr=9", losses=(math.inf,))
     run_folder(tmp_path / "2", "lr=2", losses=(1.0,))
-    assert [row.val_loss for row in ranked(read_sweep(tmp_path))] == [1.0, 2.0, None]
+    assert [row.loss for row in ranked(read_sweep(tmp_path))] == [1.0, 2.0, None]
 
 
 @pytest.mark.parametrize(
@@ -220,11 +314,11 @@ def test_of_a_failed_run_with_a_damaged_curve_both_reasons_are_told(tmp_path):
 def test_overrides_that_are_no_list_of_texts_are_reported_and_run_nothing(tmp_path, capsys, monkeypatch, damage):
     monkeypatch.chdir(tmp_path)
     run_folder(tmp_path / "0")
-    (tmp_path / "0/.hydra").mkdir(exist_ok=True)
-    (tmp_path / "0/.hydra/overrides.yaml").write_bytes(damage)
-    (point,) = read_sweep(tmp_path)
-    assert point.val_loss == 2.0
-    assert capsys.readouterr().err.count("\n") <= 1
+    for name in ("overrides", "config", "hydra"):
+        (tmp_path / f"0/.hydra/{name}.yaml").write_bytes(damage)
+    points = read_sweep(tmp_path)
+    assert [point.val_loss for point in resolved(points)] == [2.0]
+    assert capsys.readouterr().err.count("\n") <= 3
     assert not (tmp_path / "canary").exists()
 
 
@@ -309,7 +403,7 @@ def test_a_folder_without_runs_is_an_error(tmp_path):
 def test_the_table_tells_loss_spread_and_seeds_of_every_row(tmp_path):
     said = printed(read_sweep(grid(tmp_path)))
     row = next(line for line in said.splitlines() if line.lstrip().startswith("1 "))
-    assert " ".join(row.split()) == "1 64 1e-3 1.7000 ± 0.2828 (2 seeds) 6,400 100 12.8 completed 4 5"
+    assert " ".join(row.split()) == "1 64 1e-3 1.7000 ± 0.2828 (2 seeds) 1.7000 ± 0.2828 6,400 100 12.8 completed 4 5"
     assert "best     1.7000 ± 0.2828 (2 seeds): n_embd=64, lr=1e-3\n" in said
     assert said.count(str(tmp_path)) == 2  # once for all folders, once for the best
 
@@ -358,6 +452,7 @@ def test_no_escape_sequence_reaches_the_terminal(tmp_path, capsys):
         run_folder(tmp_path / name, f"text={evil}{name}", f"{evil}=1{name}", status=f"failed{ESCAPE}", reason=reason)
     (tmp_path / "1\x1b[2J/metrics.csv").write_text(f"step,val_loss\n1,{evil}\n")
     report([tmp_path])
+    (tmp_path / "0/.hydra/config.yaml").write_text(f'"\\e[31m{evil}": [')
     with pytest.raises(UserError) as raised:
         report([tmp_path], along=evil)
     out, err = capsys.readouterr()
@@ -379,10 +474,11 @@ def test_the_csv_holds_the_printed_table(tmp_path):
     lines = printed(points).splitlines()
     lines = lines[next(i for i, line in enumerate(lines) if line.startswith("──")) + 1 :][: len(rows)]
     for row, line in zip(rows, lines, strict=True):
-        loss = "–"
+        loss = bits = "–"
         if row["rank"]:
             loss = f"{float(row['val_loss']):.4f} ± {float(row['spread']):.4f} ({row['seeds']} seeds)"
-        told = [row["rank"], row["model.n_embd"], row["optimizer.lr"], loss, f"{float(row['params']):,.0f}"]
+            bits = f"{float(row['val_bits_per_byte']):.4f} ± {float(row['val_bits_per_byte_spread']):.4f}"
+        told = [row["rank"], row["model.n_embd"], row["optimizer.lr"], loss, bits, f"{float(row['params']):,.0f}"]
         told = [cell for cell in told if cell]
         cells = re.split(r"\s{2,}", line.strip())
         assert cells[: len(told)] == told
@@ -470,6 +566,30 @@ def test_two_axes_of_numbers_are_a_map_with_the_best_cell_marked():
     texts = [text.get_text() for text in panel.texts]
     assert texts.count("failed") == 2
     assert "0.2000" in texts
+
+
+def test_points_of_a_search_are_a_scatter_on_the_scales_that_they_lie_evenly_on():
+    random = np.random.default_rng(1)
+    rates, dropouts = 10 ** random.uniform(-4, -1, 20), random.uniform(0.01, 0.5, 20)
+    losses = 1 + abs(np.log10(rates) + 2.5) + dropouts
+    points = []
+    for i, values in enumerate(zip(rates, dropouts, strict=True)):
+        settings = dict(zip(("lr", "dropout"), map(repr, map(float, values)), strict=True))
+        best, status = (losses[i], "completed") if i else (None, "failed")
+        points += [
+            replace(point, folder=Path(str(i)), overrides=settings)
+            for point in points_of({}, lambda b=best: b, status=lambda s=status: s)
+        ]
+    panel = drawn(points)[0]
+    assert not panel.images
+    assert (panel.get_xlabel(), panel.get_ylabel()) == ("lr", "dropout")
+    assert (panel.get_xscale(), panel.get_yscale()) == ("log", "linear")
+    (cloud,), (star,), (lost,) = (marked(panel, name) for name in ("points", "best", "missing"))
+    found = sorted(zip(*cloud.get_offsets().T, cloud.get_array(), strict=True))
+    np.testing.assert_allclose(found, sorted(zip(rates[1:], dropouts[1:], losses[1:], strict=True)))
+    best = 1 + np.argmin(losses[1:])
+    np.testing.assert_allclose(star.get_xydata(), [[rates[best], dropouts[best]]])
+    np.testing.assert_allclose(lost.get_offsets(), [[rates[0], dropouts[0]]])
 
 
 def test_one_axis_of_numbers_is_a_line_with_the_spread_over_seeds():
@@ -660,6 +780,33 @@ def test_several_sweeps_are_ranked_together_by_all_that_tells_them_apart(tmp_pat
         ("3", "2", "1", "default", "2.0000", "a/0"),
     ]
     assert sorted(path.name for path in Path.cwd().iterdir()) == ["sweep.csv", "sweep.png"]
+
+
+@pytest.mark.usefixtures("no_picture")
+def test_unrelated_runs_are_told_apart_by_what_differs_and_not_by_who_named_a_default(tmp_path):
+    config = {"optimizer": {"lr": 0.001, "betas": [0.9, 0.95]}, "max_steps": 20, "note": "", "model": {"n_embd": 64}}
+    wider = config | {"model": {"n_embd": 128}}
+    named = ("optimizer=adamw", "optimizer.lr=1e-3", "max_steps=20", "+note=", "optimizer.betas=[0.9,0.95]", "resume=x")
+    known = {"choices": {"optimizer": "adamw"}}
+    run_folder(tmp_path / "a", *named, losses=(2.0,), config=config, **known)
+    run_folder(tmp_path / "b", "model.n_embd=128", "logger=wandb", losses=(1.0,), config=wider, **known)
+    run_folder(tmp_path / "c", "optimizer=muon", losses=(1.5,), config=config, choices={"optimizer": "muon"})
+    report([tmp_path], file=(file := io.StringIO()))
+    header, _, *rows = [line.split() for line in file.getvalue().splitlines()[2:7]]
+    assert header[:4] == ["rank", "optimizer", "n_embd", "best"]
+    assert [row[:3] for row in rows] == [["1", "adamw", "128"], ["2", "muon", "64"], ["3", "adamw", "64"]]
+
+
+@pytest.mark.usefixtures("no_picture")
+def test_lines_are_plotted_along_a_setting_by_its_last_name(tmp_path, monkeypatch):
+    drawn_along = []
+    monkeypatch.setattr("minigpt.sweep_report.draw_sweep", lambda *_, along, **__: drawn_along.append(along))
+    report([grid(tmp_path / "sweep")], along="n_embd", file=io.StringIO())
+    assert drawn_along == ["model.n_embd"]
+    for rate in ("1", "2"):
+        run_folder(tmp_path / "two" / rate, f"optimizer.lr={rate}", f"other.lr={rate}")
+    with pytest.raises(UserError, match=r"--along=lr must name one setting, got 2; use optimizer\.lr or other\.lr"):
+        report([tmp_path / "two"], along="lr", file=io.StringIO())
 
 
 def test_a_drawing_that_fails_leaves_the_picture_before_it(tmp_path, monkeypatch):

@@ -54,10 +54,16 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 class Engine:
-    """Takes every job, writes a summary with the `loss` of its settings, and remembers what it was to run."""
+    """Takes every job, writes a summary with the `loss` of its settings, and remembers what it was to run.
 
-    def __init__(self, loss: Callable[[dict[str, str]], float] = lambda _: 1.0) -> None:
-        self.loss, self.batches = loss, list[list[list[str]]]()
+    Args:
+        bytes_per_token: by tokenizer.
+    """
+
+    def __init__(
+        self, loss: Callable[[dict[str, str]], float] = lambda _: 1.0, bytes_per_token: dict[str, float] | None = None
+    ) -> None:
+        self.loss, self.bytes_per_token, self.batches = loss, bytes_per_token or {}, list[list[list[str]]]()
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
         self.batches.append([list(overrides) for overrides in job_overrides])
@@ -65,7 +71,9 @@ class Engine:
             settings = dict(override.split("=", 1) for override in overrides)
             folder = Path(self.config.hydra.sweep.dir, settings["hydra.sweep.subdir"].strip("'"))
             (folder / ".hydra").mkdir(parents=True)
-            told = {"status": "completed", "best_val_loss": self.loss(settings)}
+            loss, size = self.loss(settings), self.bytes_per_token.get(settings.get("tokenizer", ""), 1.0)
+            told = {"status": "completed", "best_val_loss": loss}
+            told["best_val_bits_per_byte"] = loss / math.log(2) / size
             (folder / "summary.json").write_text(json.dumps(told))
         return [JobReturn(status=JobStatus.COMPLETED) for _ in job_overrides]
 
@@ -329,6 +337,14 @@ def test_a_search_runs_as_many_as_asked_within_the_bounds_and_comes_closer(
     assert [len(batch) for batch in rest.batches] == [3]  # nine of twelve had ended
 
 
+def test_a_search_over_tokenizers_lowers_bits_per_byte(plan: Callable[..., Any]) -> None:
+    """By nats per token bytes would be best: 1.5 of them against 2, of tokens that are twice as long."""
+    engine = Engine(lambda settings: {"byte": 1.5, "bpe": 2.0}[settings["tokenizer"]], {"byte": 1.0, "bpe": 2.0})
+    axes = ["tokenizer=byte,bpe", "seed=range(1,100)", "++tokenizer.vocab_size=300", "hydra.sweeper.n_trials=24"]
+    chosen = [value["tokenizer"] for value in values_of(plan("hydra/sweeper=optuna", *axes, engine=engine))]
+    assert chosen[-10:].count("bpe") >= 8
+
+
 def test_a_search_does_not_count_what_cannot_be(plan: Callable[..., Any]) -> None:
     engine = Engine()
     search = ["hydra/sweeper=optuna", "model.n_embd=range(30,40)", "model.n_head=2,4", "optimizer.lr=interval(0.1,0.2)"]
@@ -363,7 +379,28 @@ def command(
     return call
 
 
+def test_a_point_without_a_setting_is_skipped_and_a_sweep_that_is_complete_is_reported_again(
+    command: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    sweep = ["tokenizer=char,bpe", "tokenizer.vocab_size=300", "max_steps=1", "hydra.sweep.dir=sweep"]
+    code, out, err = command(*sweep, "hydra/launcher=basic")
+    assert code == 0, err
+    assert "skipped: there is no setting tokenizer.vocab_size here; it belongs to tokenizer=bpe" in err
+    told = json.loads((tmp_path / "sweep/tokenizer=bpe/summary.json").read_text())
+    assert told["status"] == COMPLETED
+    assert OmegaConf.load(tmp_path / "sweep/tokenizer=bpe/.hydra/config.yaml").tokenizer.vocab_size == 300
+    (bits,) = read_metrics(tmp_path / "sweep/tokenizer=bpe/metrics.csv")["val_bits_per_byte"]
+    assert rows_of(tmp_path / "sweep/sweep.csv")[0]["val_bits_per_byte"] == pytest.approx(f"{bits[1]}")
+
+    again, table, err = command(*sweep, "hydra/launcher=submitit_local", "resume=auto")
+    assert (again, table) == (0, out[out.index("runs in") :]), err
+    assert "0 of 2 to run" in err
+
+
 BAD_INPUT = {
+    "tokenizer=char,byte tokenizer.vocab_size=512": "no point of the sweep is possible: there is no setting "
+    "tokenizer.vocab_size here; it belongs to tokenizer=bpe",
+    "model=nano,baby optimizer.lrr=1": "there is no setting optimizer.lrr (did you mean optimizer.lr?)",
     "model.n_hed=2,4": "there is no setting model.n_hed (did you mean model.n_head?)",
     "modell=nano,baby": "there is no setting modell (did you mean model?)",
     "model.n_embd=31,33": "no point of the sweep is possible: n_embd=31 is not divisible by n_head=2",

@@ -25,8 +25,9 @@ from minigpt.run import read_told
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = str(ROOT / "scripts" / "train.py")
-CLOCKED = {"seconds", "tokens_per_second", "flops_per_second", "logged_seconds"}  # no two runs agree in these
-OWN = CLOCKED | {"resume", "logger"}  # nor in how they began
+CLOCKED = {"seconds", "wall_seconds", "tokens_per_second", "flops_per_second", "logged_seconds", "command"}
+OWN = CLOCKED | {"resume", "logger"}  # no two runs agree in the clock's values, nor in how they began
+PROGRESS = ("step ", "model  ", "data  ", "training  ", "device  ", "run folder  ", "resume with: ")
 
 # Wide enough for a checkpoint to take a while to write, with dropout, and with rows that no validation coincides with.
 STEPS, EVAL_EVERY = 24, 4
@@ -42,6 +43,7 @@ SETTINGS = (
     f"max_steps={STEPS}",
     f"eval_every={EVAL_EVERY}",
     "log_every=3",
+    "schedule.warmup_steps=5",
     "ema_decay=0.9",
     "callbacks.samples.max_new_tokens=10",
 )
@@ -135,7 +137,7 @@ class Run:
     @property
     def said(self) -> list[str]:
         """The lines on stderr that do not only tell of progress."""
-        return [line for line in self.stderr.splitlines() if line.strip() and not line.startswith("step ")]
+        return [line for line in self.stderr.splitlines() if line.strip() and not line.startswith(PROGRESS)]
 
     def until(self, happened: Callable[[], bool], *, every: float = 0.002) -> bool:
         """Wait for something to happen; False if the run ended before it did."""
