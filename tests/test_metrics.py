@@ -225,6 +225,7 @@ def test_a_summary_is_what_was_measured(runs: dict[str, SimpleNamespace], loop: 
         assert found == {
             "best_step": best,
             "steps": 12,
+            "world_size": run.world,
             "stopped_early": False,
             "tokens": 12 * 256,
             "params": loop.params,
