@@ -9,24 +9,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from minigpt.attention import MultiHeadAttention as MultiHeadAttention
     from minigpt.checkpoint import load_checkpoint as load_checkpoint
+    from minigpt.checkpoint import save_checkpoint as save_checkpoint
     from minigpt.config import GPTConfig as GPTConfig
     from minigpt.experiment import train as train
     from minigpt.generation import generate as generate
     from minigpt.model import GPT as GPT
 
 __version__ = "0.1.0"
-_ROOMS = {
+_EXPORTS = {
     "GPT": "minigpt.model",
     "GPTConfig": "minigpt.config",
     "MultiHeadAttention": "minigpt.attention",
     "generate": "minigpt.generation",
     "load_checkpoint": "minigpt.checkpoint",
     "train": "minigpt.experiment",
+    "save_checkpoint": "minigpt.checkpoint",
 }
-__all__ = list(_ROOMS)
+__all__ = list(_EXPORTS)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ROOMS:
+    if name not in _EXPORTS:
         raise AttributeError(f"module 'minigpt' has no attribute {name!r}")
-    return getattr(import_module(_ROOMS[name]), name)
+    return getattr(import_module(_EXPORTS[name]), name)

@@ -74,6 +74,25 @@ def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> 
     return model.to(device).eval(), tokenizer
 
 
+def save_checkpoint(model: GPT, tokenizer: Tokenizer, path: str | Path) -> None:
+    """Write a model of your own training loop, whole or not at all, for `load_checkpoint` and the scripts.
+
+    It holds no run: neither an optimizer, from which `resume=` could go on, nor the corpus.
+
+    Raises:
+        UserError: the tokenizer has more ids than the model.
+    """
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise UserError(
+            f"model.vocab_size must be at least the {tokenizer.vocab_size} ids of the tokenizer, "
+            f"got {model.config.vocab_size}"
+        )
+    ours = {"format": FORMAT, "model": model.config.to_dict(), "tokenizer": tokenizer.to_dict()}
+    weights = {f"{_PREFIX}{name}": tensor for name, tensor in model.state_dict().items()}
+    write({_OURS: ours, "state_dict": weights}, Path(path))
+
+
 def _check_size(config: GPTConfig, tensors: int, size: int) -> None:
     """Look at the numbers that a file gives of its model before a model of any size is made of them.
 
@@ -112,6 +131,12 @@ def find_checkpoint(path: str | Path | None, *, runs: Path = Path("runs"), last:
                 return path / name
         raise UserError(f"{path} holds no {BEST}; give a run folder or a checkpoint file")
     raise UserError(f"{path} does not exist; give a run folder or a checkpoint file")
+
+
+def run_folder(checkpoint: Path) -> Path:
+    """The folder of the run that a checkpoint file belongs to; of no run, the folder that it is in."""
+    folder = checkpoint.parent.parent
+    return folder if any((folder / name).is_file() for name in (BEST, LAST)) else checkpoint.parent
 
 
 def find_resumed(resume: str | None, folder: Path) -> Path | None:
@@ -179,6 +204,8 @@ def check_same(path: Path, present: Mapping[str, Any], *, may_be_done: bool = Fa
     """
     content = read(path, device="cpu")
     before, now = content[_OURS], present[_OURS]
+    if "config" not in before:
+        raise UserError(f"resume={path} holds a model and no run; resume from a checkpoint of scripts/train.py")
     try:
         step, changed = int(content["global_step"]), _changes(before["config"], now["config"])
         differs = [*_other_parts(before, now), *(_says(key, *changed[key]) for key in changed if key in _FIXED)]

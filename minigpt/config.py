@@ -13,7 +13,7 @@ from minigpt.errors import UserError
 
 NORMS = ("layernorm", "rmsnorm", "rmsnorm_plain")
 POSITIONS = ("learned", "rope", "none")
-ACTIVATIONS = ("gelu", "relu", "relu2", "swiglu")
+ACTIVATIONS = {"gelu": 1, "relu": 1, "relu2": 1, "swiglu": 2}  # projections to the inner width that each takes
 NORM_POSITIONS = ("pre", "post")
 _LONGEST_BLOCK = 1 << 20  # positions are tables
 PARAMETRIZATIONS = ("standard", "mup")
@@ -34,7 +34,7 @@ class GPTConfig:
     n_kv_head: int | None = None  # heads of keys and values; fewer than n_head shares them (GQA, MQA)
     n_embd: int = 768
     head_dim: int | None = None  # width of a head; None: n_embd // n_head
-    n_inner: int | None = None  # hidden width of the MLP; None: 4 n_embd (swiglu: 8/3 n_embd)
+    n_inner: int | None = None  # hidden width of the MLP; None: 4 n_embd (gated, as swiglu: 8/3 n_embd)
     bias: bool = True  # biases in linear layers and LayerNorms
     dropout: float = 0.0
     norm: str = "layernorm"
@@ -71,7 +71,7 @@ class GPTConfig:
         for name, takes in (
             ("norm", NORMS),
             ("position", POSITIONS),
-            ("activation", ACTIVATIONS),
+            ("activation", tuple(ACTIVATIONS)),
             ("norm_position", NORM_POSITIONS),
             ("parametrization", PARAMETRIZATIONS),
         ):
@@ -97,8 +97,13 @@ class GPTConfig:
     def inner_width(self) -> int:
         if self.n_inner is not None:
             return self.n_inner
-        # SwiGLU has a third matrix: two thirds of the width keep the count (Shazeer, 2020).
-        return -(-8 * self.n_embd // 3 // 8) * 8 if self.activation == "swiglu" else 4 * self.n_embd
+        # A gated activation has a third matrix: two thirds of the width keep the count (Shazeer, 2020).
+        return -(-8 * self.n_embd // 3 // 8) * 8 if ACTIVATIONS[self.activation] == 2 else 4 * self.n_embd
+
+    @property
+    def up_width(self) -> int:
+        """What the first matrix of the MLP widens to: all that enters the activation."""
+        return ACTIVATIONS[self.activation] * self.inner_width
 
     @property
     def width_ratio(self) -> float:
@@ -114,10 +119,9 @@ class GPTConfig:
         """Trainable numbers of the model, known before it is built; `positions` counts learned ones too."""
         width, heads = self.n_embd, self.n_head * self.head_width
         projected = heads + 2 * (self.n_kv_head or self.n_head) * self.head_width  # queries, keys and values
-        widened = (2 if self.activation == "swiglu" else 1) * self.inner_width
         norm = {"layernorm": width * (1 + self.bias), "rmsnorm": width, "rmsnorm_plain": 0}[self.norm]
         attention = width * (projected + heads) + self.bias * (projected + width)
-        mlp = width * (widened + self.inner_width) + self.bias * (widened + width)
+        mlp = width * (self.up_width + self.inner_width) + self.bias * (self.up_width + width)
         embeddings = self.vocab_size * width * (1 if self.tie_embeddings else 2)
         if positions and self.position == "learned":
             embeddings += self.block_size * width

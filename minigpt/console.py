@@ -27,24 +27,30 @@ _PLAIN = "\x1b[0m"
 
 
 def place(model: GPT, device: str, dtype: str) -> GPT:
-    """The model on a device and in a precision.
+    """Move the model to a device ("auto": the first of `devices`) and a precision.
 
     Raises:
         UserError: there is no such device.
     """
+    if device == "auto":
+        device = devices()[0]
     try:
         torch.zeros(1, device=device).item()  # can it compute, and say what?
         return model.to(device, getattr(torch, dtype))
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # what torch says without CUDA is any of them
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        there = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-        there += ["mps"] if torch.backends.mps.is_available() else []
-        raise UserError(f"--device={device} is not there; this machine has {', '.join(there)}") from error
+        raise UserError(f"--device={device} is not there; this machine has {', '.join(devices())}") from error
+
+
+def devices() -> list[str]:
+    """The kinds of devices that this machine has, the fastest first."""
+    gpus = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    return [*(name for name, there in gpus.items() if there), "cpu"]
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
-    """The prompt that was given as text, or in a file, or (`-`) on stdin.
+    """The prompt that was given as text, or in a file, or (`-`) on stdin; empty where none was.
 
     Raises:
         UserError: both were given, or the file is no text.
@@ -93,7 +99,9 @@ class Console:
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, options: Mapping[str, Any], *, show_probs: bool) -> None:
         self.model, self.tokenizer, self.options, self.show_probs = model, tokenizer, dict(options), show_probs
-        self.terminal = sys.stdout.isatty()
+        self.terminal, self.truncated = sys.stdout.isatty(), False
+        if hasattr(sys.stdout, "reconfigure"):  # an encoding without some of the characters, such as Latin-1
+            sys.stdout.reconfigure(errors="backslashreplace")
         stop = list(self.options.get("stop", ()))
         if isinstance(tokenizer, BPETokenizer) and tokenizer.separated:
             stop.append(int(tokenizer.separator[0]))  # the document is at its end
@@ -198,7 +206,8 @@ class Console:
             names = {b"": SEPARATOR, b"\n": "a line break"}
             _tell(f"no prompt: beginning from {names.get(begin, begin.decode(errors='replace'))}")
         block_size = self.model.config.block_size
-        if len(ids) > block_size:
+        if len(ids) > block_size and not self.truncated:
+            self.truncated = True  # a conversation stays so
             _tell(f"the prompt has {len(ids):,} tokens, of which the model reads the last {block_size:,}")
         return ids
 
@@ -240,7 +249,7 @@ class Console:
 
     def _head(self, i: int) -> None:
         if self.options["num_samples"] > 1:
-            _tell(f"── sample {i + 1} ──")
+            _write(f"── sample {i + 1} ──\n")
 
     def _answer(self, context: str, turn: int) -> str:
         """Continue a context; returns it with what was said, also when Ctrl-C broke that off."""

@@ -58,6 +58,10 @@ class Corpus:
     val: Split
     made: Mapping[str, Any]
 
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}={getattr(self, name).tokens:,} tokens" for name in SPLITS)
+        return f"Corpus({self.name!r}, {sizes}, {self.tokenizer})"
+
     @property
     def val_bytes_per_token(self) -> float:
         return self.val.bytes / self.val.tokens

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from minigpt.attention import rotary_table
-from minigpt.functional import relu_squared, rms_norm
+from minigpt.functional import ACTIVATIONS, NORMS, rms_norm
 from minigpt.model import GPT, Block, Cache, mix_before
 
 _SMALL = 1 << 20  # numbers of a matrix of which a copy in the order of the product is worth its memory
@@ -53,7 +53,12 @@ class Decoder:
         *,
         compile: bool = False,
     ) -> None:
-        config, n_embd = model.config, model.config.n_embd
+        config = model.config
+        if config.position not in ("learned", "rope", "none"):
+            raise ValueError(f"unknown position {config.position!r}")
+        activation = ACTIVATIONS[config.activation]
+        if activation is F.gelu and config.n_embd * config.inner_width < _SMALL:
+            activation = _scaled_gelu
         self.model, self.config, self.block_size, self.compile = model, config, config.block_size, compile
         before = [list(prompt[:-1]) for prompt in prompts]  # the last token of each is the first step's
         self.texts = [list(text) for text in before for _ in range(num_samples)]  # all tokens of each sample
@@ -61,13 +66,11 @@ class Decoder:
             config.n_head,
             config.n_kv_head or config.n_head,
             config.head_width,
-            config.norm,
-            config.norm_position == "pre",
+            NORMS[config.norm],
+            {"pre": True, "post": False}[config.norm_position],
             config.qk_norm,
             config.attention_scale,
-            "scaled gelu"
-            if config.activation == "gelu" and n_embd * config.inner_width < _SMALL
-            else config.activation,
+            activation,
         )
         self._layers = [_Layer.of(block, self._kind) for block in model.blocks]
         self._norm, (self._head, _) = _norm_weights(model.norm), _linear_weights(model.head)
@@ -128,7 +131,7 @@ class Decoder:
                 return seen[i]
 
             x = _blocks(self._kind, self._layers, x, turn, hidden, store)
-        x = _norm(self._kind.norm, x, *self._norm) if self._kind.pre_norm else x
+        x = self._kind.norm(x, *self._norm) if self._kind.pre_norm else x
         self.logits = torch.mm(x if self.config.width_ratio == 1 else x / self.config.width_ratio, self._head)
         return self.logits
 
@@ -212,11 +215,11 @@ class _Kind(NamedTuple):
     n_head: int
     n_kv_head: int
     width: int  # D
-    norm: str
+    norm: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
     pre_norm: bool
     qk_norm: bool
     scale: float | None
-    activation: str
+    activation: Callable[[Tensor], Tensor]
 
 
 class _Layer(NamedTuple):
@@ -240,7 +243,7 @@ class _Layer(NamedTuple):
         assert isinstance(block, Block)
         attention, mlp = block.attention, block.mlp
         (up, up_bias), (down, down_bias) = _linear_weights(mlp.up), _linear_weights(mlp.down)
-        if kind.activation == "scaled gelu":
+        if kind.activation is _scaled_gelu:
             half = math.sqrt(0.5)
             up, up_bias, down = up * half, None if up_bias is None else up_bias * half, down * half
         return cls(
@@ -291,7 +294,7 @@ def _blocks(
     """
     B, H, K, D = len(x), kind.n_head, kind.n_kv_head, kind.width
     for i, layer in enumerate(layers):
-        h = _norm(kind.norm, x, layer.norm_1, layer.norm_1_bias) if kind.pre_norm else x
+        h = kind.norm(x, layer.norm_1, layer.norm_1_bias) if kind.pre_norm else x
         heads = _linear(h, layer.qkv, layer.qkv_bias).view(B, H + 2 * K, 1, D)
         q, kv = heads.narrow(1, 0, H), heads.narrow(1, H, 2 * K)  # (B, H, 1, D), (B, 2K, 1, D)
         if kind.qk_norm or turn is not None:
@@ -305,12 +308,12 @@ def _blocks(
         y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=kind.scale, enable_gqa=H != K)
         x = _linear(y.view(B, H * D), layer.out, layer.out_bias, onto=x)
         if not kind.pre_norm:
-            x = _norm(kind.norm, x, layer.norm_1, layer.norm_1_bias)
-        h = _norm(kind.norm, x, layer.norm_2, layer.norm_2_bias) if kind.pre_norm else x
-        h = _activation(kind.activation, _linear(h, layer.up, layer.up_bias))
+            x = kind.norm(x, layer.norm_1, layer.norm_1_bias)
+        h = kind.norm(x, layer.norm_2, layer.norm_2_bias) if kind.pre_norm else x
+        h = kind.activation(_linear(h, layer.up, layer.up_bias))
         x = _linear(h, layer.down, layer.down_bias, onto=x)
         if not kind.pre_norm:
-            x = _norm(kind.norm, x, layer.norm_2, layer.norm_2_bias)
+            x = kind.norm(x, layer.norm_2, layer.norm_2_bias)
     return x
 
 
@@ -347,20 +350,6 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, onto: Tensor | None 
     return torch.addmm(onto if bias is None else onto + bias, x, weight)
 
 
-def _norm(kind: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    if kind == "layernorm":
-        return torch.layer_norm(x, x.shape[-1:], weight, bias)
-    return rms_norm(x, weight)
-
-
-def _activation(kind: str, x: Tensor) -> Tensor:
-    if kind == "gelu":
-        return F.gelu(x)
-    if kind == "scaled gelu":  # √2 gelu(√2 x), of scaled weights: on a CPU torch's own takes as long as a product
-        return torch.addcmul(x, x, x.erf())
-    if kind == "relu":
-        return F.relu(x)
-    if kind == "relu2":
-        return relu_squared(x)
-    gate, x = x.chunk(2, dim=-1)
-    return F.silu(gate) * x
+def _scaled_gelu(x: Tensor) -> Tensor:
+    """√2 gelu(√2 x), of weights that are scaled to match: on a CPU torch's own takes as long as a product."""
+    return torch.addcmul(x, x, x.erf())

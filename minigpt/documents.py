@@ -7,15 +7,17 @@ it were read at once.
 
 import codecs
 import json
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from glob import glob, has_magic
 from pathlib import Path
 from typing import IO, Any
 
-from minigpt.errors import UserError
+from minigpt.errors import UserError, clean, is_first
 from minigpt.tokenizer import whole_characters
 
 TEXTS, ROWS, PACKED = (".txt", ".md"), (".jsonl", ".parquet"), (".gz", ".zst")
@@ -40,27 +42,50 @@ class Piece:
     read: int
 
 
-def find_files(path: str) -> list[Path]:
-    """The files that a path means, sorted: one file, those of a known kind in a folder, or those of a pattern.
+def find_files(path: str, setting: str = "data.path") -> list[Path]:
+    """Find the files of a path, sorted: one file, the files of known kinds in a folder, or those matching a pattern.
+
+    A file that is named, or matched by a pattern, may have any suffix. One line on stderr counts the files of a
+    folder that are skipped; hidden files are not counted.
+
+    Args:
+        setting: that gives the path, for messages.
 
     Raises:
         UserError: there is none.
     """
-    given = Path(path or "''").expanduser()  # nothing is not the folder that one is in
-    kinds = ", ".join((*TEXTS, *ROWS))
+    given = Path(path or "''").expanduser()  # an empty path is not the current folder
     if given.is_dir():
-        files = [file for file in given.rglob("*") if _known(file.relative_to(given)) and file.is_file()]
+        visible = [file for file in given.rglob("*") if not _hidden(file.relative_to(given)) and file.is_file()]
+        files = [file for file in visible if _kind(file) in (*TEXTS, *ROWS)]
         if not files:
-            raise UserError(f"{path} holds no text; it takes {kinds}, and these with {' or '.join(PACKED)}")
+            takes = f"{', '.join((*TEXTS, *ROWS))}, or these with {' or '.join(PACKED)}"
+            raise UserError(f"{setting}={path} has no file of {takes}; for others give a pattern, '{path}/**/*.py' say")
+        if skipped := set(visible) - set(files):
+            kinds = sorted({file.suffix.lower() or "no suffix" for file in skipped})
+            listed = ", ".join(kinds[:8]) + (", …" if len(kinds) > 8 else "")
+            _print_once(
+                f"{setting}={path}: read {len(files):,} files, skipped {len(skipped):,} of other kinds ({listed})"
+            )
     elif given.exists():  # also what is no regular file, a pipe say
         files = [given]
     elif has_magic(str(given)):
         files = [Path(file) for file in glob(str(given), recursive=True) if Path(file).is_file()]
         if not files:
-            raise UserError(f"{path} matches no file; give a file, a folder or a pattern such as 'texts/**/*.txt'")
+            raise UserError(
+                f"{setting}={path} matches no file; give a file, a folder or a pattern such as 'texts/**/*.txt'"
+            )
     else:
-        raise UserError(f"{path} does not exist; give a file of text, a folder, or a pattern such as 'texts/*.txt'")
+        raise UserError(
+            f"{setting}={path} does not exist; give a file of text, a folder, or a pattern such as 'texts/*.txt'"
+        )
     return sorted(set(files))
+
+
+@cache  # however often a folder is read
+def _print_once(line: str) -> None:
+    if is_first():
+        print(clean(line), file=sys.stderr)
 
 
 def read(file: Path, field: str) -> Iterator[Piece]:
@@ -111,8 +136,8 @@ def _backwards(text: str, space: str, least: int) -> Iterator[int]:
         yield place
 
 
-def _known(file: Path) -> bool:
-    return not any(part.startswith(".") for part in file.parts) and _kind(file) in (*TEXTS, *ROWS)
+def _hidden(file: Path) -> bool:
+    return any(part.startswith(".") for part in file.parts)
 
 
 def _kind(file: Path) -> str:
@@ -126,7 +151,7 @@ def _kind(file: Path) -> str:
 def _decoded(file: Path) -> Iterator[tuple[str, int]]:
     """The characters of a file as they are (line ends too), and the bytes read, a block at a time."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    done = 0
+    done, begun = 0, False
     with _opened(file) as (read_block, read_so_far):
         while True:
             block = read_block()
@@ -138,7 +163,8 @@ def _decoded(file: Path) -> Iterator[tuple[str, int]]:
             except UnicodeDecodeError as error:
                 where = done - pending + error.start
                 raise UserError(f"{file} is not UTF-8 text: bad byte at offset {where:,}; save it as UTF-8") from error
-            text = text.removeprefix("\ufeff") if done == 0 else text  # a mark of the encoding, not text
+            if text and not begun:
+                text, begun = text.removeprefix("\ufeff"), True  # the byte order mark is not part of the text
             done += len(block)
             if text:
                 yield text, read_so_far()

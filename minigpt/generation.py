@@ -41,6 +41,10 @@ class Sample:
     logprobs: list[float]
     reason: str = "length"
 
+    def __repr__(self) -> str:
+        shown = ", ".join(map(str, self.tokens[:8])) + (", …" if len(self.tokens) > 8 else "")
+        return f"Sample({len(self.tokens)} tokens [{shown}], reason={self.reason!r})"
+
 
 @dataclass(frozen=True)
 class Step:
@@ -57,13 +61,37 @@ class Step:
     stopped: list[bool]
 
 
-def generate(model: GPT, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[Sample]:
+def generate(
+    model: GPT,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    stop: Sequence[str | int] = (),
+    tokenizer: Decodes | None = None,
+    seed: int = 0,
+    num_samples: int = 1,
+    logprobs: bool = False,
+    compile: bool = False,
+) -> list[Sample]:
     """Continue a prompt, or several together.
 
     Args:
         prompts: token ids (T,) of one prompt, or a list of prompts of any lengths. The end of one that is longer than
             `block_size` is read.
-        options: those of `stream`.
+        max_new_tokens: of each sample.
+        temperature, top_k, top_p, min_p, repetition_penalty: see `Sampling`.
+        stop: texts and token ids that end a sample. A text may lie across tokens; the sample ends with the token
+            that completes it.
+        tokenizer: needed where `stop` has texts.
+        seed: sample i of every prompt draws from its own generator, seeded with seed + i.
+        num_samples: of each prompt.
+        logprobs: record the log-probability of every token.
+        compile: compile the step, which takes a while; on a CPU it gave nothing.
 
     Returns:
         `num_samples` samples of the first prompt, then of the second …
@@ -72,7 +100,23 @@ def generate(model: GPT, prompts: Prompt | Sequence[Prompt], **options: Any) -> 
         UserError: a setting is impossible.
     """
     samples: list[Sample] = []
-    for step in stream(model, prompts, **options):
+    steps = stream(
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        stop=stop,
+        tokenizer=tokenizer,
+        seed=seed,
+        num_samples=num_samples,
+        logprobs=logprobs,
+        compile=compile,
+    )
+    for step in steps:
         samples = samples or [Sample([], []) for _ in step.tokens]
         for i, sample in enumerate(samples):
             if sample.reason == "length":
@@ -102,15 +146,7 @@ def stream(
     """`generate`, yielding the next token of every sample as soon as it is drawn; ends when all have stopped.
 
     Args:
-        max_new_tokens: of each sample.
-        temperature, top_k, top_p, min_p, repetition_penalty: see `Sampling`.
-        stop: texts and token ids that end a sample. A text may lie across tokens; the sample ends with the token
-            that completes it.
-        tokenizer: needed where `stop` has texts.
-        seed: sample i of every prompt draws from its own generator, seeded with seed + i.
-        num_samples: of each prompt.
-        logprobs: tell the log-probability of every token.
-        compile: compile the step, which takes a while; on a CPU it gave nothing.
+        model, prompts, max_new_tokens …: as for `generate`.
 
     Raises:
         UserError: a setting is impossible.
@@ -252,6 +288,9 @@ class Score:
 
     logprobs: Tensor
     ranks: Tensor
+
+    def __repr__(self) -> str:
+        return f"Score({len(self.logprobs)} tokens, nats={self.nats:.4f})"
 
     @property
     def nats(self) -> float:

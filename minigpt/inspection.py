@@ -228,17 +228,20 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str, block_size: int, *, truncat
     """Token ids (T,) of a text to look at; its last `block_size` if it is longer and `truncate` says so.
 
     Raises:
-        UserError: it is empty, too long, or holds unknown characters.
+        UserError: it is empty, one token, too long, or holds unknown characters.
     """
     if not prompt:
-        raise UserError('there is no text to look at; give one with --prompt "…"')
+        raise UserError('there is no text to look at; give one with --prompt "…" or --prompt-file FILE')
     tokens = torch.as_tensor(tokenizer.encode(prompt)).long()
     if len(tokens) > block_size and not truncate:
         raise UserError(
             f"the prompt has {len(tokens)} tokens and the model sees {block_size} (its block_size); "
             f"shorten it, or look at its last {block_size} with --truncate"
         )
-    return tokens[-block_size:]
+    tokens = tokens[-block_size:]
+    if len(tokens) == 1:
+        raise UserError("the prompt is a single token, which can attend only to itself; give at least two tokens")
+    return tokens
 
 
 def chosen(what: str, number: int | None, count: int) -> slice:
@@ -284,7 +287,10 @@ def validation_batches(checkpoint: Path, model: GPT) -> "ValidationBatches":
     try:
         tokens = _corpus(checkpoint, read(checkpoint, device="cpu")["minigpt"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{checkpoint} does not say what text it was trained on ({error!r})") from error
+        raise UserError(
+            f"--values needs the text that {checkpoint} was trained on, which it does not name ({error!r}); "
+            f"use a checkpoint of scripts/train.py"
+        ) from error
     tokens.check_length(model.config.block_size)
     return ValidationBatches(
         tokens.tokens("val"),
@@ -309,7 +315,10 @@ def _corpus(checkpoint: Path, ours: Mapping[str, Any]) -> "Corpus":
         folder, bins = Path(data["folder"]) / "tokens", data["train_bin"]
         split = {} if data["val_path"] else {"split": data["split"], "val_fraction": data["val_fraction"]}
     except (KeyError, TypeError) as error:
-        raise UserError(f"{checkpoint} does not say what text it was trained on (no {error})") from error
+        raise UserError(
+            f"--values needs the text that {checkpoint} was trained on, which it does not name (no {error}); "
+            f"use a checkpoint of scripts/train.py"
+        ) from error
     if bins:
         try:
             train, val = (Path(file).expanduser() for file in (bins, data["val_bin"]))

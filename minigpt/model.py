@@ -9,6 +9,7 @@ Shapes: B batch, T time, C n_embd, V vocab.
 
 import math
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,10 @@ from torch.nn import functional as F
 
 from minigpt.attention import KVCache, MultiHeadAttention, rotary_table
 from minigpt.config import GPTConfig
-from minigpt.functional import relu_squared, rms_norm
+from minigpt.functional import ACTIVATIONS, rms_norm
+
+if TYPE_CHECKING:
+    from minigpt.tokenizer import Ids
 
 _MULTIPLIER, _PRIME = 2_654_435_761, 2_147_483_647  # Knuth's, and 2³¹ - 1
 
@@ -33,25 +37,30 @@ class GPT(nn.Module):
         if config.smear:
             # Vectors, so that no optimizer takes them for a matrix; the last is for the token before.
             self.smear = nn.ParameterList(torch.zeros(config.n_embd) for _ in range(config.smear))
-        if config.position == "learned":
-            self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        rotary = None
+        match config.position:
+            case "learned":
+                self.wpe = nn.Embedding(config.block_size, config.n_embd)
+            case "rope":
+                rotary = rotary_table(config.block_size, config.head_width, config.rope_base)  # (2, T, D/2)
+            case "none":
+                pass
+            case unknown:
+                raise ValueError(f"unknown position {unknown!r}")
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         # Post-norm blocks end in a norm already.
         self.norm = _norm(config) if config.norm_position == "pre" else nn.Identity()
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.wte.weight
-        rotary = None
-        if config.position == "rope":
-            rotary = rotary_table(config.block_size, config.head_width, config.rope_base)  # (2, T, D/2)
         self.rotary: Tensor | None
         self.register_buffer("rotary", rotary, persistent=False)
         self._initialise()
 
     def forward(
         self,
-        tokens: Tensor,
-        targets: Tensor | None = None,
+        tokens: "Tensor | Ids",
+        targets: "Tensor | Ids | None" = None,
         *,
         cache: "Cache | None" = None,
         reduction: str = "mean",
@@ -59,14 +68,19 @@ class GPT(nn.Module):
         """Logits, or the loss when targets are given.
 
         Args:
-            tokens: (B, T) token ids, T at most `block_size` together with what the cache holds.
-            targets: (B, T) ids that follow each token.
+            tokens: (B, T) token ids of any integer type, T at most `block_size` together with what the cache holds: a
+                tensor, or an array as tokenizers return it, which is moved to the model's device.
+            targets: (B, T) ids that follow each token, likewise.
             cache: what was read before, from `new_cache`; tokens continue it, and are added to it.
             reduction: "mean" or "sum" of the loss over tokens.
 
         Returns:
             Logits (B, T, V), or the cross-entropy in nats, a scalar.
+
+        Raises:
+            ValueError: tokens are not integers (B, T), or too many.
         """
+        tokens = self._ids(tokens)
         start = cache.length if cache else 0
         end = start + tokens.size(1)
         if end > self.config.block_size:
@@ -92,7 +106,20 @@ class GPT(nn.Module):
         logits = self.head(x)  # (B, T, V)
         if targets is None:
             return logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
+        return F.cross_entropy(logits.flatten(0, 1), self._ids(targets).flatten(), reduction=reduction)
+
+    def _ids(self, ids: "Tensor | Ids") -> Tensor:
+        """Token ids (B, T) as the embedding takes them; arrays are moved to the model's device."""
+        given = ids if isinstance(ids, Tensor) else torch.tensor(ids)
+        if given.dim() != 2 or given.is_floating_point():
+            raise ValueError(
+                f"token ids must be integers (B, T), got {given.dtype} {tuple(given.shape)}; ids[None] adds a batch"
+            )
+        return given.long() if given is ids else given.long().to(self.wte.weight.device)
+
+    def extra_repr(self) -> str:
+        """What is shown of the model before its modules."""
+        return f"{self.num_params():,} parameters, block_size={self.config.block_size}"
 
     def new_cache(self, batch: int) -> "Cache":
         """An empty cache of `block_size` positions for a batch of sequences."""
@@ -181,7 +208,7 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.pre_norm = config.norm_position == "pre"
+        self.pre_norm = {"pre": True, "post": False}[config.norm_position]
         self.norm_1 = _norm(config)
         self.attention = MultiHeadAttention(
             config.n_embd,
@@ -224,27 +251,17 @@ def mix_before(x: Tensor, factors: Collection[Tensor], before: Tensor | None) ->
 
 
 class MLP(nn.Module):
-    """Widen, apply the activation, narrow; SwiGLU (Shazeer, 2020) widens twice and multiplies."""
+    """Widen, apply the activation, narrow; a gated activation is widened twice."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.activation, self.dropout = config.activation, config.dropout
-        gates = 2 if config.activation == "swiglu" else 1
-        self.up = nn.Linear(config.n_embd, gates * config.inner_width, bias=config.bias)
+        self.activation, self.dropout = ACTIVATIONS[config.activation], config.dropout
+        self.up = nn.Linear(config.n_embd, config.up_width, bias=config.bias)
         self.down = nn.Linear(config.inner_width, config.n_embd, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) to (B, T, C)."""
-        x = self.up(x)  # (B, T, inner), twice as wide for swiglu
-        if self.activation == "gelu":
-            x = F.gelu(x)
-        elif self.activation == "relu":
-            x = F.relu(x)
-        elif self.activation == "relu2":  # So et al., 2021
-            x = relu_squared(x)
-        else:
-            gate, x = x.chunk(2, dim=-1)
-            x = F.silu(gate) * x
+        x = self.activation(self.up(x))  # (B, T, inner)
         return F.dropout(self.down(x), self.dropout, self.training)
 
 
@@ -263,4 +280,4 @@ class RMSNorm(nn.Module):
 def _norm(config: GPTConfig) -> nn.Module:
     if config.norm == "layernorm":
         return nn.LayerNorm(config.n_embd, bias=config.bias)
-    return RMSNorm(config.n_embd, weight=config.norm == "rmsnorm")
+    return RMSNorm(config.n_embd, weight={"rmsnorm": True, "rmsnorm_plain": False}[config.norm])

@@ -82,13 +82,13 @@ class Sampling:
         return logits
 
     def draw(self, logits: Tensor, uniform: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Token ids (B,) from logits (B, V) and a number from [0, 1) each, (B,)."""
+        """Token ids (B,) from logits (B, V) and a number from [0, 1) each, (B,), on whose device it is drawn."""
         if self.temperature == 0:
             return self._penalise(logits, seen).argmax(dim=-1)
         logits = self.filter(logits, seen)
         # The number lies in one token's part of the probability. In 64 bits it stays below the total.
-        upto = logits.softmax(dim=-1).cumsum(dim=-1, dtype=torch.float64)  # (B, V)
-        return torch.searchsorted(upto, uniform[:, None] * upto[:, -1:], right=True)[:, 0]
+        upto = logits.softmax(dim=-1).to(uniform.device).cumsum(dim=-1, dtype=torch.float64)  # (B, V)
+        return torch.searchsorted(upto, uniform[:, None] * upto[:, -1:], right=True)[:, 0].to(logits.device)
 
     @cached_property
     def _divisor(self) -> Tensor:
@@ -111,7 +111,8 @@ class Uniforms:
 
     def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        self.device, self._used = device, _BLOCK
+        self.device = torch.device("cpu") if device.type == "mps" else device  # MPS has no float64
+        self._used = _BLOCK
 
     def next(self) -> Tensor:
         """One from each generator, (B,)."""

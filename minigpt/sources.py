@@ -2,9 +2,11 @@
 
 import hashlib
 import json
+import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +19,7 @@ from minigpt.files import checksums
 from minigpt.tokenizer import whole_characters
 
 KNOWN = "checksums.json"  # in the data folder: checksums of files that were read once
+_STDIN_FILE = "MINIGPT_STDIN_FILE"  # environment variable with the file that holds the text of standard input
 
 Part = Callable[[], Iterator[Piece]]
 
@@ -49,7 +52,10 @@ def find(data: Mapping[str, Any]) -> tuple[Source, Source | None]:
     known = folder / KNOWN
     own_val = None if data["val_path"] is None else _files(data["val_path"], "data.val_path", field, known)
     if data["path"] is not None:
-        source = _files(data["path"], "data.path", field, known)
+        if data["path"] == "-":
+            source = replace(_files(spool_stdin(folder), "data.path", field, known), name="stdin")
+        else:
+            source = _files(data["path"], "data.path", field, known)
         if source.sha256 == data.get("sha256"):  # the user's copy of the named text
             source = Source(data["name"], source.sha256, source.parts, source.sizes)
         return source, own_val
@@ -74,11 +80,8 @@ def checksum(source: Source, own_val: Source | None) -> str:
 
 
 def _files(path: str, setting: str, field: str, known: Path) -> Source:
-    try:
-        files = find_files(path)
-        sums = checksums(files, known)
-    except UserError as error:
-        raise UserError(f"{setting}={error}") from error
+    files = find_files(path, setting)
+    sums = checksums(files, known)
     name = re.sub(r"[^\w.-]+", "-", Path(path).expanduser().name).strip("-") or "text"
     kinds = ["".join(file.suffixes[-2:]).lower() for file in files]
     plain = len(files) == 1 and not any(kind.endswith((*documents.ROWS, *documents.PACKED)) for kind in kinds)
@@ -88,6 +91,41 @@ def _files(path: str, setting: str, field: str, known: Path) -> Source:
         parts=[partial(documents.read, file, field) for file in files],
         sizes=[file.stat().st_size for file in files],
     )
+
+
+def spool_stdin(folder: Path) -> str:
+    """Copy standard input to a file in `folder` that is named by its checksum, and return the file's path.
+
+    Standard input is read once: later calls, and the processes that this one starts (ranks, the runs of a sweep),
+    find the file by an environment variable.
+
+    Raises:
+        UserError: standard input is a terminal, is empty, or is shared by several processes.
+    """
+    if spooled := os.environ.get(_STDIN_FILE):
+        return spooled
+    if int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1) > 1:
+        raise UserError("data.path=- cannot be read by several processes; save the text and name its file")
+    if sys.stdin is None or sys.stdin.isatty():
+        raise UserError(
+            f"data.path=- reads standard input, which is a terminal; pipe a text into it, or name a file "
+            f"(earlier input is kept as {folder / 'stdin-*.txt'})"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    partial, sha256, size = folder / f".stdin.{os.getpid()}.partial", hashlib.sha256(), 0
+    try:
+        with open(partial, "wb") as file:
+            while block := sys.stdin.buffer.read(1 << 20):
+                sha256.update(block)
+                size += file.write(block)
+        if not size:
+            raise UserError("data.path=- reads standard input, which is empty; pipe a text into it, or name a file")
+        spooled = str((folder / f"stdin-{sha256.hexdigest()[:16]}.txt").absolute())
+        partial.replace(spooled)
+    finally:
+        partial.unlink(missing_ok=True)
+    os.environ[_STDIN_FILE] = spooled
+    return spooled
 
 
 def _plays() -> Source:

@@ -60,7 +60,10 @@ class Tokenizer(Protocol):
         """What a text without a prompt begins from."""
 
     def encode(self, text: str) -> Ids:
-        """Token ids of a text; nothing in it is a command. Raises UserError for text that it cannot encode."""
+        """Token ids (T,) of a text, the smallest integers that hold them; nothing in it is a command.
+
+        Raises UserError for text that it cannot encode.
+        """
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
         """The text of token ids; what is no text becomes the replacement character."""
@@ -113,7 +116,7 @@ class CharTokenizer:
             self._ids.take(points, mode="clip", out=ids[begin : begin + _CACHED])
         if ids.max(initial=0) == self._unknown:
             unknown = sorted({chr(point) for point in _code_points(text)[ids == self._unknown]})
-            named = ", ".join(map(ascii, unknown[:10])) + (", …" if len(unknown) > 10 else "")
+            named = ", ".join(map(repr, unknown[:10])) + (", …" if len(unknown) > 10 else "")
             raise UserError(
                 f"the tokenizer does not know {named}; it knows the {self.vocab_size} characters "
                 f"of the text that it was made from"
@@ -133,17 +136,21 @@ class CharTokenizer:
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, "alphabet": self.alphabet}
 
+    def __repr__(self) -> str:
+        alphabet = self.alphabet if self.vocab_size <= 40 else f"{self.alphabet[:20]}…{self.alphabet[-19:]}"
+        return f"CharTokenizer(vocab_size={self.vocab_size}, alphabet={alphabet!r})"
+
 
 class ByteTokenizer:
     """One id for every byte of UTF-8: no training, nothing unknown."""
 
     name = "byte"
     vocab_size = 256
-    separator: Ids = np.frombuffer(b"\n", dtype=np.uint8)
+    separator: Ids = np.array([ord("\n")], dtype=np.uint8)
     start: Ids = separator
 
     def encode(self, text: str) -> Ids:
-        return np.frombuffer(whole_characters(text).encode(), dtype=np.uint8)
+        return np.frombuffer(bytearray(whole_characters(text).encode()), dtype=np.uint8)  # writable, as torch wants it
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
@@ -156,6 +163,9 @@ class ByteTokenizer:
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name}
+
+    def __repr__(self) -> str:
+        return "ByteTokenizer(vocab_size=256)"
 
 
 class BPETokenizer:
@@ -254,6 +264,9 @@ class BPETokenizer:
         # One text of base64: a twentieth of the time of a list of fifty thousand.
         tokens = " ".join("-" if token is None else base64.b64encode(token).decode() for token in self.tokens)
         return {"name": self.name, "tokens": tokens, "special": self.special, "separated": self.separated}
+
+    def __repr__(self) -> str:
+        return f"BPETokenizer({self.name!r}, vocab_size={self.vocab_size})"
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "BPETokenizer":

@@ -16,11 +16,14 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", nargs="?", help="run folder or checkpoint (default: the newest run)")
-    parser.add_argument("--prompt", default="", help="the text to look at")
+    parser.add_argument("--prompt", help="the text to look at, at least two tokens")
+    parser.add_argument("--prompt-file", metavar="FILE", help="the text is in a file, or on stdin (-)")
     parser.add_argument("--truncate", action="store_true", help="of a prompt that is too long, take the end")
     parser.add_argument("--layer", type=int, metavar="N", help="draw this layer only; the first is 1 (default: all)")
     parser.add_argument("--head", type=int, metavar="N", help="draw this head only; the first is 1 (default: all)")
-    parser.add_argument("--out", type=Path, default=Path("attention.png"), help="maps (default: attention.png)")
+    parser.add_argument(
+        "--out", type=Path, metavar="MAPS.png", help="draw the maps here (default: attention.png in the run folder)"
+    )
     parser.add_argument("--values", type=Path, metavar="VALUES.png", help="draw what each head is worth, too")
     parser.add_argument("--html", type=Path, metavar="PAGE.html", help="write a page to explore, too")
     return parser.parse_args()
@@ -30,14 +33,17 @@ def main() -> None:
     """Load, measure, draw, print."""
     args = arguments()
     from minigpt import drawing, inspection
-    from minigpt.checkpoint import find_checkpoint, load_checkpoint
+    from minigpt.checkpoint import find_checkpoint, load_checkpoint, run_folder
+    from minigpt.console import read_prompt
 
-    inspection.check_outputs([args.out, args.values], [args.html])
+    prompt = read_prompt(args.prompt, args.prompt_file)
     path = find_checkpoint(args.run)
+    out = args.out or run_folder(path) / "attention.png"
+    inspection.check_outputs([out, args.values], [args.html])
     model, tokenizer = load_checkpoint(path)
     layers = inspection.chosen("layer", args.layer, model.config.n_layer)
     heads = inspection.chosen("head", args.head, model.config.n_head)
-    tokens = inspection.prompt_tokens(tokenizer, args.prompt, model.config.block_size, truncate=args.truncate)
+    tokens = inspection.prompt_tokens(tokenizer, prompt, model.config.block_size, truncate=args.truncate)
     batches = inspection.validation_batches(path, model) if args.values else None
     print(clean(f"looking at {path}"), file=sys.stderr)
 
@@ -45,7 +51,7 @@ def main() -> None:
     texts = inspection.token_texts(tokenizer, tokens)
     table = inspection.head_table(weights, inspection.repeat_scores(model, tokenizer.vocab_size))
     names = inspection.head_names(table, len(tokens))
-    drawing.draw_maps(args.out, weights, texts, names=names, layers=layers, heads=heads)
+    drawing.draw_maps(out, weights, texts, names=names, layers=layers, heads=heads)
     if args.html:
         from minigpt.attention_page import write_page
 
@@ -55,7 +61,7 @@ def main() -> None:
         drawing.draw_values(args.values, values, loss=loss)
         table["worth"] = values
     print(inspection.format_table(table, names))
-    for written in filter(None, (args.out, args.html, args.values)):
+    for written in filter(None, (out, args.html, args.values)):
         print(clean(f"wrote {written}"), file=sys.stderr)
 
 

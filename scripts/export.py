@@ -10,20 +10,24 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", nargs="?", help="run folder or checkpoint (default: the newest run)")
-    parser.add_argument("--out", default="model.safetensors", metavar="FILE", help="(default: model.safetensors)")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write here (default: model.safetensors in the run folder)"
+    )
+    dtypes = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", default="float32", choices=dtypes, help="of the weights (default: %(default)s)")
     return parser.parse_args()
 
 
 def main() -> None:
     """Load, and write."""
     args = arguments()
-    from minigpt.checkpoint import find_checkpoint, load_checkpoint
+    from minigpt.checkpoint import find_checkpoint, load_checkpoint, run_folder
     from minigpt.export import export
 
     path = find_checkpoint(args.run)
-    export(*load_checkpoint(path), Path(args.out), dtype=args.dtype)
-    print(clean(f"wrote {args.out} from {path}"))
+    out = args.out or run_folder(path) / "model.safetensors"
+    export(*load_checkpoint(path), out, dtype=args.dtype)
+    print(clean(f"wrote {out} from {path}"))
 
 
 if __name__ == "__main__":

@@ -13,26 +13,55 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", help="text to continue (default: what texts of the corpus begin from)")
     parser.add_argument("--prompt-file", metavar="FILE", help="the prompt is in a file, or on stdin (-)")
     parser.add_argument(
-        "--num-samples", type=int, default=1, metavar="N", help="drawn together; the prompt is read once"
+        "--num-samples", type=int, default=1, metavar="N", help="how many, drawn together (default: %(default)s)"
     )
-    parser.add_argument("--max-new-tokens", type=int, default=400, metavar="N")
-    parser.add_argument("--temperature", type=float, default=0.8, help="below 1 plays safe, 0 takes the likeliest")
-    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens (default: all)")
-    parser.add_argument("--top-p", type=float, metavar="P", help="… from the fewest with probability P together")
+    parser.add_argument("--max-new-tokens", type=int, default=400, metavar="N", help="length (default: %(default)s)")
     parser.add_argument(
-        "--min-p", type=float, metavar="P", help="… from those with P times the likeliest's probability"
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="X",
+        help="below 1 plays safe, 0 takes the likeliest (default: %(default)s)",
     )
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1 repeats less")
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens (default: all)")
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", help="… from the fewest with probability P together (default: all)"
+    )
+    parser.add_argument(
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="… from those with P times the likeliest's probability (default: all)",
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="above 1 repeats less (default: %(default)s)",
+    )
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="end with this text; can be repeated"
     )
-    parser.add_argument("--seed", type=int, default=1337)
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=1337,
+        metavar="N",
+        help="seed of the first sample, N + 1 of the second … (default: %(default)s)",
+    )
     parser.add_argument("--interactive", action="store_true", help="continue what you type, and keep the context")
     parser.add_argument("--json", action="store_true", help="a line for each sample: text, ids, log-probabilities …")
     parser.add_argument("--show-probs", action="store_true", help="colour tokens: red is unlikely, green is likely")
     parser.add_argument("--score", metavar="FILE", help="say how likely a text is (- for stdin) instead of writing one")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps (default: cpu)")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument(
+        "--device",
+        default="auto",
+        metavar="DEVICE",
+        help="cpu, cuda, cuda:1 or mps (default: auto, which is cuda, mps or cpu: the first that is there)",
+    )
+    dtypes = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", default="float32", choices=dtypes, help="of the weights (default: %(default)s)")
     parser.add_argument("--compile", action="store_true", help="compile the step: slow to start, and no gain on a CPU")
     return parser.parse_args()
 
@@ -52,9 +81,10 @@ def main() -> None:
         raise UserError("--interactive talks to a person: it goes with neither --json nor --score")
     path = find_checkpoint(args.run)
     model, tokenizer = load_checkpoint(path)
-    print(clean(f"sampling from {path}"), file=sys.stderr)
+    model = place(model, args.device, args.dtype)
+    print(clean(f"sampling from {path} on {model.wte.weight.device}"), file=sys.stderr)
     options = settings | {"compile": args.compile}
-    console = Console(place(model, args.device, args.dtype), tokenizer, options, show_probs=args.show_probs)
+    console = Console(model, tokenizer, options, show_probs=args.show_probs)
     if args.score is not None:
         console.score(read_text(args.score, "--score"), as_json=args.json)
         return

@@ -161,7 +161,7 @@ def _checkpoint() -> dict[str, Any]:
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=4, vocab_size=len(ALPHABET), n_layer=1, n_head=1, n_embd=4))
     weights = {f"model.{name}": value for name, value in model.state_dict().items()}
-    return {"state_dict": weights, "global_step": 3, **contents(model.config, CharTokenizer.of(ALPHABET), {}, "ab")}
+    return {"state_dict": weights, "global_step": 3, **contents(model.config, CharTokenizer.of(ALPHABET), {}, "ab", {})}
 
 
 def checkpoint(chance: random.Random, folder: Path) -> Callable[[], None]:

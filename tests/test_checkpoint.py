@@ -17,11 +17,13 @@ from minigpt.checkpoint import (
     BEST,
     LAST,
     PREVIOUS,
+    check_same,
     contents,
     find_checkpoint,
     find_resumed,
     load_checkpoint,
     read,
+    save_checkpoint,
     write,
 )
 from minigpt.config import GPTConfig
@@ -62,6 +64,31 @@ def test_model_and_tokenizer_come_back_exactly(tmp_path: Path, settings: dict[st
     assert tokenizer.vocab_size == len(ALPHABET)
     assert tokenizer.encode("bade😀é").tolist() == CharTokenizer.of(ALPHABET).encode("bade😀é").tolist()
     assert tokenizer.decode(tokenizer.encode("a 😀\n€")) == "a 😀\n€"
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, torch.compile], ids=["plain", "compiled"])
+def test_a_model_of_a_loop_of_ones_own_is_saved_and_loaded(tmp_path: Path, wrap: Callable[..., Any]):
+    model, tokenizer = make(tie_embeddings=True), CharTokenizer.of(ALPHABET)
+    save_checkpoint(wrap(model), tokenizer, str(tmp_path / "new" / "mine.ckpt"))
+    loaded, again = load_checkpoint(tmp_path / "new" / "mine.ckpt")
+    tokens = again.encode("bad é€😀")[None]
+    assert torch.equal(loaded(tokens), model.eval()(tokens))
+    assert loaded.head.weight is loaded.wte.weight
+    assert loaded.config == model.config
+    assert again.to_dict() == tokenizer.to_dict()
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused_when_saved(tmp_path: Path):
+    with pytest.raises(UserError, match=r"vocab_size must be at least the 11 ids of the tokenizer, got 10"):
+        save_checkpoint(make(), CharTokenizer.of(f"{ALPHABET}f"), tmp_path / "mine.ckpt")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_run_does_not_resume_from_a_model_without_a_run(tmp_path: Path):
+    save_checkpoint(make(), CharTokenizer.of(ALPHABET), tmp_path / "mine.ckpt")
+    assert find_resumed(str(tmp_path / "mine.ckpt"), tmp_path) == tmp_path / "mine.ckpt"
+    with pytest.raises(UserError, match=r"resume=.*mine.ckpt holds a model and no run; resume from a checkpoint of"):
+        check_same(tmp_path / "mine.ckpt", checkpoint(make()))
 
 
 def test_what_made_a_model_is_kept_beside_it(tmp_path: Path):
@@ -426,7 +453,7 @@ def checkpoint(model: GPT) -> dict[str, Any]:
     """What Lightning would write: the module's weights, and our part."""
     run = {"seed": 7, "optimizer": {"lr": 1e-3, "betas": [0.9, 0.99]}, "data": None}
     weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    return {"state_dict": weights, **contents(model.config, CharTokenizer.of(ALPHABET), run, "ab12")}
+    return {"state_dict": weights, **contents(model.config, CharTokenizer.of(ALPHABET), run, "ab12", {})}
 
 
 class Touch:

@@ -1,5 +1,6 @@
 """Configurations: what cannot work is named before anything is built, imported or written."""
 
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
+import minigpt
 from minigpt.config import GPTConfig, check_run
 from minigpt.errors import UserError
 
@@ -209,6 +211,10 @@ def test_a_model_setting_that_does_not_exist_is_refused_by_name():
 @pytest.mark.parametrize("room", ["minigpt", "minigpt.config"])
 def test_importing_what_checks_a_configuration_imports_nothing_heavy(room: str):
     assert not imported_by(room) & {"torch", "lightning", "numpy", "hydra", "matplotlib", "wandb"}
+
+
+def test_the_package_says_its_version():
+    assert minigpt.__version__ == importlib.metadata.version("minigpt")
 
 
 def test_the_model_can_be_used_without_lightning_and_hydra():

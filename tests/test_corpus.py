@@ -41,6 +41,12 @@ def ids_of(text):
     return [sorted(set(text)).index(character) for character in text]
 
 
+def test_a_notebook_shows_a_corpus_in_one_short_line(tmp_path):
+    made = prepare(TEXT * 40, tmp_path)
+    sizes = f"train={made.train.tokens:,} tokens, val={made.val.tokens:,} tokens"
+    assert repr(made) == f"Corpus('mine.txt', {sizes}, {made.tokenizer!r})"
+
+
 # Several files as one array.
 
 
@@ -274,6 +280,13 @@ def test_bytes_of_sub_words_are_counted_and_separators_are_none(tmp_path, sub_wo
     without = read_bins(tmp_path, [1, 2], [i for i in val if i != end], sub_words)
     assert without.val.bytes == made.val.bytes
     assert without.tokenizer.start.tolist() == sub_words.encode("\n").tolist()
+
+
+def test_a_separator_among_the_other_ids_has_no_bytes(tmp_path):
+    tokens = [*(bytes([i]) for i in range(256)), None, b"ab"]  # p50k_base has its separator there
+    made = read_bins(tmp_path, [1, 2], [97, 256, 257, 256], BPETokenizer("bpe", tokens, {SEPARATOR: 256}))
+    assert (made.val.bytes, made.val.tokens, made.val.documents) == (3, 4, 2)
+    assert made.val_bytes_per_token == 3 / 4
 
 
 @pytest.mark.parametrize("scanned", [1, 3, 1 << 24])

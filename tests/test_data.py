@@ -268,7 +268,7 @@ class Recorder(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def token_data(folder, *, batch_size=4):
+def token_data(folder, **changes):
     positions(500).astype(np.uint16).tofile(folder / "train-00000.bin")
     corpus = Corpus(
         name="mine",
@@ -281,16 +281,8 @@ def token_data(folder, *, batch_size=4):
         val=Split((), 0, 0, 0),
         made={},
     )
-    return TokenData(
-        corpus,
-        block_size=8,
-        batch_size=batch_size,
-        eval_batch_size=4,
-        n_batches=20,
-        seed=0,
-        overfit_batches=0,
-        left_out=set(),
-    )
+    settings = {"block_size": 8, "batch_size": 4, "eval_batch_size": 4, "n_batches": 20, "seed": 3}
+    return TokenData(corpus, **(settings | {"overfit_batches": 0, "left_out": set()} | changes))
 
 
 def trainer(folder, max_steps):
@@ -300,16 +292,23 @@ def trainer(folder, max_steps):
     )
 
 
-def test_a_resumed_trainer_reads_on_where_it_stopped(tmp_path):
-    whole, begun, resumed = Recorder(), Recorder(), Recorder()
-    trainer(tmp_path, 20).fit(whole, token_data(tmp_path))
-    assert whole.read == starts(batches(500, block_size=8, stop=20))
+@pytest.mark.parametrize("left_out", [set(), {2, 9}], ids=str)
+def test_a_resumed_trainer_reads_the_batches_of_an_uninterrupted_one(tmp_path, left_out):
+    begun, resumed = Recorder(), Recorder()
     begin = trainer(tmp_path, 7)
-    begin.fit(begun, token_data(tmp_path))
+    begin.fit(begun, token_data(tmp_path, left_out=left_out))
     begin.save_checkpoint(tmp_path / "after_seven.ckpt")
     trainer(tmp_path, 20).fit(resumed, token_data(tmp_path), ckpt_path=tmp_path / "after_seven.ckpt")
-    assert begun.read + resumed.read == whole.read
+    order = starts(batches(500, block_size=8, seed=3, stop=20 + len(left_out)))
+    assert begun.read + resumed.read == [batch for i, batch in enumerate(order) if i not in left_out]
     assert len(resumed.read) == 13
+
+
+def test_a_trainer_repeats_the_first_batches_when_asked(tmp_path):
+    recorder = Recorder()
+    trainer(tmp_path, 5).fit(recorder, token_data(tmp_path, overfit_batches=2))
+    first, second = starts(batches(500, block_size=8, seed=3, stop=2))
+    assert recorder.read == [first, second, first, second, first]
 
 
 @pytest.mark.parametrize("batch_size", [3, 1])

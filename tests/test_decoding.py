@@ -14,8 +14,10 @@ from test_generation import ARCHITECTURES, make
 from tolerance import assert_near, terms_of
 from torch import Tensor
 
+from minigpt import config, functional
 from minigpt.config import ACTIVATIONS, NORM_POSITIONS, NORMS, PARAMETRIZATIONS, POSITIONS, GPTConfig
 from minigpt.decoding import Decoder
+from minigpt.errors import UserError
 from minigpt.generation import generate
 from minigpt.model import GPT
 
@@ -55,6 +57,48 @@ PRESETS = sorted(file.stem for file in (CONFIGS / "model").glob("*.yaml"))
 def test_a_step_gives_the_logits_of_the_whole_model_on_the_text_so_far(changes: dict[str, Any]):
     model, text = make(**changes), tokens(16)
     close(model, decode(model, [text[:3]], [text[3:]])[0], model(torch.tensor([text]))[0, 2:])
+
+
+def gated_tanh(x: Tensor) -> Tensor:
+    gate, x = x.chunk(2, dim=-1)
+    return gate.tanh() * x
+
+
+@pytest.mark.parametrize(("widths", "function"), [(1, torch.sin), (2, gated_tanh)])
+def test_a_new_activation_is_sampled_with_the_log_probabilities_of_the_model_and_an_unknown_one_raises(
+    widths: int, function: Any, monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.raises(UserError, match="activation=new"):
+        GPTConfig(activation="new")
+    monkeypatch.setitem(config.ACTIVATIONS, "new", widths)
+    with pytest.raises(KeyError, match="new"):
+        make(activation="new")
+    monkeypatch.setitem(functional.ACTIVATIONS, "new", function)
+    model, prompt = make(activation="new"), [3, 1]
+    assert model.config.num_params() == model.num_params()
+    x = torch.randn(5, 32)
+    mlp = model.blocks[0].mlp
+    assert_close(mlp(x), mlp.down(function(mlp.up(x))))
+    (sample,) = generate(model, prompt, max_new_tokens=14, logprobs=True)
+    after = model(torch.tensor([prompt + sample.tokens]))[0, 1:-1].log_softmax(-1)
+    assert_close(torch.tensor(sample.logprobs), after.gather(-1, torch.tensor(sample.tokens)[:, None])[:, 0])
+    monkeypatch.delitem(functional.ACTIVATIONS, "new")
+    with pytest.raises(KeyError, match="new"):
+        generate(model, prompt, max_new_tokens=1)
+
+
+def test_every_name_that_the_config_takes_is_in_the_tables():
+    assert functional.ACTIVATIONS.keys() == config.ACTIVATIONS.keys()
+    assert functional.NORMS.keys() == set(config.NORMS)
+
+
+@pytest.mark.parametrize("setting", ["norm", "position", "norm_position"])
+def test_what_the_model_or_the_decoder_does_not_implement_raises(setting: str):
+    model = make()
+    object.__setattr__(model.config, setting, "new")  # past the config's own check
+    for build in (lambda: GPT(model.config), lambda: Decoder(model, [[1]], 1, 1)):
+        with pytest.raises((KeyError, ValueError), match="new"):
+            build()
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -196,7 +240,7 @@ def test_any_architecture_decodes_any_prompts_as_the_whole_model_does(data: st.D
         "norm": data.draw(st.sampled_from(NORMS)),
         "norm_position": data.draw(st.sampled_from(NORM_POSITIONS)),
         "position": data.draw(st.sampled_from(POSITIONS)),
-        "activation": data.draw(st.sampled_from(ACTIVATIONS)),
+        "activation": data.draw(st.sampled_from(list(ACTIVATIONS))),
         "ngram": data.draw(st.sampled_from([0, 2, 3])),
         "ngram_buckets": 11,
         "smear": data.draw(st.integers(0, 3)),

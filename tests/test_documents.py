@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import regex
 import zstandard
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from minigpt import documents
@@ -72,14 +72,31 @@ def test_a_file_is_found_whatever_its_name(tmp_path):
         assert find_files(str(tmp_path / name)) == [tmp_path / name]
 
 
-def test_a_folder_gives_the_files_of_known_kinds_in_it_sorted_and_no_hidden_ones(tmp_path):
+def test_a_folder_gives_the_files_of_known_kinds_in_it_sorted_and_counts_the_others_but_hidden_ones(tmp_path, capsys):
     known = ["B.TXT", "a.md", "deep/er/c.jsonl", "deep/d.parquet", "e.txt.gz", "f.md.zst", "g.jsonl.GZ"]
-    other = [".hidden.txt", ".git/a.txt", "deep/.cache/b.txt", "x.pdf", "y.gz", "noname", "z.txt.bak"]
-    for name in known + other:
+    hidden = [".hidden.txt", ".git/a.py", "deep/.cache/b.txt"]
+    other = ["x.pdf", "y.gz", "noname", "z.txt.bak", "deep/b.PDF"]
+    for name in known + hidden + other:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("a")
     (tmp_path / "folder.txt").mkdir()
-    assert find_files(str(tmp_path)) == sorted(tmp_path / name for name in known)
+    for _ in range(2):  # the line comes once
+        assert find_files(str(tmp_path)) == sorted(tmp_path / name for name in known)
+    line = f"data.path={tmp_path}: read 7 files, skipped 5 of other kinds (.bak, .gz, .pdf, no suffix)\n"
+    assert capsys.readouterr() == ("", line)
+
+
+def test_only_the_first_of_several_processes_counts_skipped_files_and_only_where_there_are_any(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / ".hidden").write_text("a")
+    find_files(str(tmp_path))
+    (tmp_path / "b.py").write_text("b")
+    find_files(f"{tmp_path}/*")
+    monkeypatch.setenv("RANK", "1")
+    find_files(str(tmp_path))
+    assert capsys.readouterr().err == ""
 
 
 def test_a_folder_below_a_hidden_one_is_read(tmp_path):
@@ -96,6 +113,8 @@ def test_a_pattern_gives_the_files_that_match_it_sorted(tmp_path):
     assert find_files(f"{tmp_path}/*.txt") == [tmp_path / "a.txt", tmp_path / "b.txt"]
     assert find_files(f"{tmp_path}/**/*.txt") == sorted(tmp_path / name for name in ("a.txt", "b.txt", "deep/er/d.txt"))
     assert find_files(f"{tmp_path}/[bc].*") == [tmp_path / "b.txt", tmp_path / "c.md"]
+    (tmp_path / "e.py").write_text("a")
+    assert find_files(f"{tmp_path}/*.py") == [tmp_path / "e.py"]  # of any kind
 
 
 def test_the_home_folder_may_be_meant(tmp_path, monkeypatch):
@@ -118,7 +137,7 @@ def test_where_there_is_no_text_the_error_names_the_path(tmp_path, name):
 
 
 @pytest.mark.parametrize("packed", COMPRESS)
-@pytest.mark.parametrize("kind", [".txt", ".md", ""])
+@pytest.mark.parametrize("kind", [".txt", ".py", ""])
 def test_a_text_file_is_one_document_as_it_is(tmp_path, block, kind, packed):
     file = tmp_path / f"a{kind}{packed}"
     file.write_bytes(COMPRESS[packed](TEXT.encode() * 20))
@@ -322,12 +341,14 @@ def test_another_encoding_is_refused_with_the_offset_of_its_first_byte(
 
 @settings(max_examples=60, deadline=None)
 @given(UNICODE, st.integers(1, 9), st.sampled_from(sorted(COMPRESS)))
-def test_characters_across_blocks_are_whole(tmp_path_factory, text, block, packed):
+@example("\ufeffa\ufeff", 1, "")
+@example("\ufeffa\ufeff", 9, ".gz")
+def test_characters_across_blocks_are_whole_and_a_byte_order_mark_is_left_out(tmp_path_factory, text, block, packed):
     file = tmp_path_factory.mktemp("blocks") / f"a.txt{packed}"
     file.write_bytes(COMPRESS[packed](text.encode()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents, "_BLOCK", block)
-        assert texts_of(file) == [text]
+        assert texts_of(file) == [text.removeprefix("\ufeff")]
 
 
 def test_utf16_is_refused(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minigpt import GPT, GPTConfig
-from minigpt.checkpoint import contents, write
+from minigpt.checkpoint import save_checkpoint
 from minigpt.errors import UserError
 from minigpt.export import export, load_export
 from minigpt.tokenizer import CharTokenizer
@@ -46,15 +46,21 @@ def test_weights_are_written_in_the_type_that_was_asked_for(tmp_path: Path):
 
 def test_the_script_writes_what_a_checkpoint_holds(tmp_path: Path, monkeypatch, capsys):
     model = make()
-    state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    write({"state_dict": state, **contents(model.config, TOKENIZER, {}, "")}, tmp_path / "last.ckpt")
     monkeypatch.chdir(tmp_path)
     script = Path(__file__).resolve().parents[1] / "scripts" / "export.py"
-    monkeypatch.setattr(sys, "argv", [str(script), "last.ckpt"])
-    runpy.run_path(str(script), run_name="__main__")
-    assert capsys.readouterr().out == "wrote model.safetensors from last.ckpt\n"
-    loaded, _ = load_export(tmp_path / "model.safetensors")
-    assert all(map(torch.equal, loaded.parameters(), model.parameters()))
+    for given, file, written in (
+        ("mine.ckpt", "mine.ckpt", "model.safetensors"),
+        ("models/mine.ckpt", "models/mine.ckpt", "models/model.safetensors"),
+        ("run", "run/checkpoints/last.ckpt", "run/model.safetensors"),
+        ("run/checkpoints/last.ckpt", "run/checkpoints/last.ckpt", "run/model.safetensors"),
+        ("run --out other", "run/checkpoints/last.ckpt", "other"),
+    ):
+        save_checkpoint(model, TOKENIZER, file)
+        monkeypatch.setattr(sys, "argv", [str(script), *given.split()])
+        runpy.run_path(str(script), run_name="__main__")
+        assert capsys.readouterr().out == f"wrote {written} from {file}\n"
+        loaded, _ = load_export(tmp_path / written)
+        assert all(map(torch.equal, loaded.parameters(), model.parameters()))
 
 
 @pytest.mark.parametrize(

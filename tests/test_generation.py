@@ -1,5 +1,6 @@
 """Texts against loops without a cache, where they stop, what does not change them; and how likely a text is."""
 
+import inspect
 import math
 import subprocess
 import sys
@@ -246,6 +247,36 @@ def test_a_stream_yields_what_generate_returns_as_it_comes():
         assert step.logprobs == [sample.logprobs[i] for sample in whole]
         assert step.stopped == [False] * 3
     assert i == 19
+
+
+def test_generate_has_the_settings_of_stream_and_hands_all_of_them_on(monkeypatch: pytest.MonkeyPatch):
+    ours, streams = (inspect.signature(function).parameters for function in (generate, stream))
+    assert list(ours.items()) == list(streams.items())
+    model, base = make(vocab_size=12), {"max_new_tokens": 30}
+    changed = {"temperature": 3.0, "top_k": 2, "top_p": 0.3, "min_p": 0.4, "repetition_penalty": 3.0, "stop": ["a"]}
+    changed |= {"tokenizer": Letters(), "seed": 5, "num_samples": 2, "logprobs": True}
+    assert {"model", "prompts", *base, *changed, "compile"} == ours.keys()
+    plain = generate(model, [3, 7], **base)
+    for name, value in changed.items():
+        options = base | {name: value} | ({"tokenizer": Letters()} if name == "stop" else {})
+        whole, steps = generate(model, [3, 7], **options), list(stream(model, [3, 7], **options))
+        assert [sample.tokens for sample in whole] == [
+            [step.tokens[i] for step in steps[: len(sample.tokens)]] for i, sample in enumerate(whole)
+        ]
+        assert (whole == plain) == (name == "tokenizer"), name
+    compiled = []
+    monkeypatch.setattr("minigpt.generation.Decoder", lambda *_, compile: compiled.append(compile) or 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        generate(model, [3, 7], **base, compile=True)
+    assert compiled == [True]
+
+
+def test_a_notebook_shows_a_sample_and_a_score_in_one_short_line():
+    (sample,) = generate(make(), [3, 7], max_new_tokens=500)
+    assert repr(sample).startswith(f"Sample(500 tokens [{sample.tokens[0]}, ")
+    found = score(make(), sample.tokens, [3])
+    assert repr(found) == f"Score(500 tokens, nats={found.nats:.4f})"
+    assert len(repr(sample)) < 120
 
 
 @pytest.mark.parametrize(

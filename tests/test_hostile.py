@@ -97,7 +97,7 @@ def good() -> dict[str, Any]:
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=8, vocab_size=len(ALPHABET), n_layer=2, n_head=2, n_embd=16))
     weights = {f"model.{name}": value for name, value in model.state_dict().items()}
-    return {"state_dict": weights, **contents(model.config, CharTokenizer.of(ALPHABET), {"seed": 7}, "ab12")}
+    return {"state_dict": weights, **contents(model.config, CharTokenizer.of(ALPHABET), {"seed": 7}, "ab12", {})}
 
 
 def saved(content: Any) -> bytes:
@@ -503,7 +503,7 @@ pages = int(Path("/proc/self/statm").read_text().split()[0])
 limit = pages * resource.getpagesize() + int(memory)
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 for file in files:
-    sys.argv = [script, file, "--prompt", "a", *(["--max-new-tokens", "2"] if script.endswith("sample.py") else [])]
+    sys.argv = [script, file, "--prompt", "aa", *(["--max-new-tokens", "2"] if script.endswith("sample.py") else [])]
     code, out, err = 0, io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -563,7 +563,7 @@ def test_a_configuration_inside_a_checkpoint_is_data(launch: Callable[..., Any],
         "tokenizer": {"_target_": "os.system", "name": "touch canary"},
     }
     (tmp_path / "a.ckpt").write_bytes(saved(content))
-    drawn = ["--prompt", "a", "--values", "v.png"]
+    drawn = ["--prompt", "aa", "--values", "v.png"]
     ended = launch("attention.py", "a.ckpt", *drawn, cwd=tmp_path)
     assert ended.returncode == 2, ended.stderr
     assert ended.stderr.count("\n") == 1

@@ -2,6 +2,7 @@
 
 import copy
 import csv
+import io
 import math
 import os
 import re
@@ -358,13 +359,12 @@ def test_a_drawing_that_fails_leaves_the_picture_before_it(tmp_path: Path, monke
 @pytest.fixture
 def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     """Run the script in this process, in a folder that holds `model.ckpt`, a model of three layers of two heads."""
-    ours = checkpoint.contents(make().config, CharTokenizer.of(ALPHABET), {"seed": 1}, "0" * 64)
-    weights = {f"model.{name}": tensor for name, tensor in make().state_dict().items()}
-    checkpoint.write({**ours, "state_dict": weights}, tmp_path / "model.ckpt")
+    checkpoint.save_checkpoint(make(), CharTokenizer.of(ALPHABET), tmp_path / "model.ckpt")
     monkeypatch.chdir(tmp_path)
 
-    def run(*arguments: str) -> SimpleNamespace:
+    def run(*arguments: str, stdin: str = "") -> SimpleNamespace:
         monkeypatch.setattr(sys, "argv", ["attention.py", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
         code = 0
         try:
             one_line(runpy.run_path(str(ROOT / "scripts" / "attention.py"))["main"])()
@@ -379,8 +379,15 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 BAD_INPUT = {
     "no prompt": ([], "there is no text to look at; give one with --prompt"),
     "empty prompt": (["--prompt", ""], "there is no text to look at"),
+    "one token": (
+        ["--prompt", "W"],
+        "the prompt is a single token, which can attend only to itself; give at least two",
+    ),
+    "empty file": (["--prompt-file", "-"], "there is no text to look at"),
+    "two prompts": (["--prompt", "What", "--prompt-file", "-"], "--prompt and --prompt-file are two prompts"),
+    "no file": (["--prompt-file", "none.txt"], "--prompt-file=none.txt cannot be read (no such file"),
     "long prompt": (["--prompt", "WhatWhatWhatWhatW"], "the prompt has 17 tokens and the model sees 16 "),
-    "unknown characters": (["--prompt", "Zeé"], "the tokenizer does not know 'Z', 'e', '\\xe9'"),
+    "unknown characters": (["--prompt", "Zeé"], "the tokenizer does not know 'Z', 'e', 'é'"),
     "layer 0": (["--prompt", "What", "--layer", "0"], "layer 0 does not exist; the model has layers 1 to 3"),
     "layer 4": (["--prompt", "What", "--layer", "4"], "layer 4 does not exist; the model has layers 1 to 3"),
     "head 3": (["--prompt", "What", "--head", "3"], "head 3 does not exist; the model has heads 1 to 2"),
@@ -390,7 +397,7 @@ BAD_INPUT = {
     "a folder": (["--prompt", "What", "--html", "."], ". cannot be written: it is a folder"),
     "a format": (["--prompt", "What", "--out", "a.txt"], "must end in .png, .pdf, .svg"),
     "one name twice": (["--prompt", "What", "--values", "attention.png"], "attention.png is asked for twice"),
-    "no corpus": (["--prompt", "What", "--values", "v.png"], "does not say what text it was trained on"),
+    "no corpus": (["--prompt", "What", "--values", "v.png"], "--values needs the text that model.ckpt was trained on"),
 }
 
 
@@ -430,6 +437,22 @@ def test_a_long_prompt_is_cut_to_its_end_on_request(shell: Callable[..., Any], t
     assert shell("model.ckpt", "--prompt", end, "--truncate", "--out", "end.svg").returncode == 0
     assert words(tmp_path / "cut.svg") == words(tmp_path / "end.svg")
     assert words(tmp_path / "cut.svg").count("⏎") == 3 + 2  # layers, and heads
+
+
+def test_maps_go_into_the_run_folder_or_beside_a_checkpoint_of_no_run(
+    shell: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "best.ckpt").write_bytes((tmp_path / "model.ckpt").read_bytes())
+    (tmp_path / "prompt.txt").write_text("What")
+    typed = shell("model.ckpt", "--prompt", "What", "--out", "typed.png")
+    for run, file, stdin, folder in (("run", "prompt.txt", "", "run/"), ("model.ckpt", "-", "What", "")):
+        result = shell(run, "--prompt-file", file, stdin=stdin)
+        assert result.returncode == 0
+        assert result.stderr.splitlines()[1] == f"wrote {folder}attention.png"
+        assert result.stdout == typed.stdout
+        drawn, expected = (image.imread(tmp_path / name) for name in (f"{folder}attention.png", "typed.png"))
+        assert np.array_equal(drawn, expected)
 
 
 def test_maps_are_drawn_without_waiting_for_lightning(shell: Callable[..., Any], tmp_path: Path) -> None:

@@ -38,6 +38,13 @@ def test_logits_equal_hugging_faces_gpt2(n_inner: int | None):
     assert_near(logits, reference(tokens).logits, terms=terms_of(model.config))
 
 
+def test_a_notebook_shows_how_large_a_model_is():
+    config = GPTConfig(vocab_size=101, n_layer=12, n_head=4, n_embd=32, block_size=32)
+    shown = repr(GPT(config))
+    assert shown.splitlines()[1].split() == [f"{config.num_params():,}", "parameters,", "block_size=32"]
+    assert len(shown) < 2000
+
+
 def test_logits_equal_hugging_faces_llama():
     reference, model = llama_pair(rope_base=500.0)
     tokens = torch.randint(101, (3, 32))

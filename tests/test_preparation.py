@@ -30,7 +30,7 @@ needs_shakespeare = pytest.mark.skipif(
     not (DATA_DIR and SHAKESPEARE.is_file()), reason="MINIGPT_DATA_DIR names no folder with tinyshakespeare.txt"
 )
 needs_gpt2 = pytest.mark.skipif(not os.environ.get("TIKTOKEN_CACHE_DIR"), reason="TIKTOKEN_CACHE_DIR is not set")
-UNICODE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
+UNICODE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\ufeff"), min_size=1)
 STORIES = st.lists(st.text("abc é€😀\n", max_size=12), min_size=2, max_size=12).filter(
     lambda stories: sum(map(bool, stories)) > 1
 )
@@ -358,9 +358,22 @@ def test_by_checksum_about_the_asked_fraction_is_taken_and_a_document_never_chan
     assert first < more
 
 
+def test_by_checksum_a_document_that_is_read_in_pieces_stays_on_one_side(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "_BLOCK", 100)
+    texts = ["\n".join(stories(9, seed)) for seed in range(20)]
+    (tmp_path / "in").mkdir()
+    for i, text in enumerate(texts):
+        (tmp_path / f"in/{i:02}.txt").write_text(text)
+    made = corpus_of(tmp_path / "in", tmp_path, BPE, split="document", val_fraction=0.4)
+    train, val = ({text.decode() for text in _documents(ids, made.tokenizer)} for ids in on_disk(made))
+    assert train | val == set(texts)
+    assert (len(train), len(val)) == (made.train.documents, made.val.documents)
+    assert len(train) + len(val) == len(texts)
+
+
 def _documents(ids, tokenizer):
     """The documents between separators."""
-    ends = [i for i, one in enumerate(ids) if one == tokenizer.vocab_size - 1]
+    ends = [i for i, one in enumerate(ids) if one == tokenizer.separator[0]]
     return [
         tokenizer.decode_bytes(ids[a:b])
         for a, b in zip([0, *(end + 1 for end in ends)], [*ends, len(ids)], strict=True)
@@ -385,17 +398,51 @@ def test_a_text_of_its_own_is_validated_on_as_a_whole(tmp_path):
     assert folder_of(made) != folder_of(alone)
     again = prepare(rows(train), tmp_path, "byte", **own, val_fraction=0.3)  # which has no meaning here
     assert folder_of(again) == folder_of(made)
+    (tmp_path / "val.jsonl").write_text(rows(["another text"]))
+    assert texts_on_disk(prepare(rows(train), tmp_path, "byte", **own)) == ["\n".join(train), "another text"]
 
 
-def test_the_alphabet_has_the_characters_of_a_validation_text_of_its_own_and_sub_words_are_not_learnt_from_it(tmp_path):
+def test_the_alphabet_has_the_characters_of_a_validation_text_of_its_own(tmp_path):
     (tmp_path / "val.txt").write_text("ξξξξξξ")
-    own = {"val_path": str(tmp_path / "val.txt")}
-    made = prepare("abc", tmp_path, **own)
+    made = prepare("abc", tmp_path, val_path=str(tmp_path / "val.txt"))
     assert made.tokenizer.alphabet == "\nabcξ"
     assert texts_on_disk(made) == ["abc", "ξξξξξξ"]
-    text = "\n".join(stories(100))
-    learnt, alone = (prepare(text, tmp_path / f"{len(o)}", BPE, **o, val_fraction=1e-9) for o in (own, {}))
-    assert learnt.tokenizer.tokens == alone.tokenizer.tokens
+
+
+@pytest.mark.parametrize(
+    ("split", "name"),
+    [("fraction", "mine.txt"), ("fraction", "mine.jsonl"), ("document", "mine.jsonl"), ("val_path", "mine.txt")],
+)
+def test_sub_words_are_learnt_from_the_training_split_alone(tmp_path, split, name):
+    runs = [chr(0x4E00 + i) * 200 for i in range(30)]  # all equally frequent; each has a last byte of its own
+    (tmp_path / "val.txt").write_text("".join(runs[20:]))
+    content = rows(runs) if name == "mine.jsonl" else "".join(runs[:20] if split == "val_path" else runs)
+    changes = {"val_path": str(tmp_path / "val.txt")} if split == "val_path" else {"split": split}
+    made = prepare(content, tmp_path, BPE | {"vocab_size": 330}, name=name, val_fraction=0.3, **changes)
+    train, val = (set("".join(runs)) & set(text) for text in texts_on_disk(made))
+    merged = b"".join(made.tokenizer.tokens[256:])
+    assert {run[0] for run in runs if run.encode()[2] in merged} == train
+    assert len(val - train) > 3
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte", BPE], ids=str)
+@pytest.mark.parametrize("split", ["fraction", "document"])
+def test_the_figures_of_token_files_are_those_of_a_count_of_our_own(tmp_path, monkeypatch, tokenizer, split):
+    monkeypatch.setattr(preparation, "_SCANNED", 1)
+    texts = [f"{text} é漢😀" for text in stories(60)]
+    texts += texts[-3:] * 2
+    made = prepare(rows(texts), tmp_path, tokenizer, name="mine.jsonl", split=split, val_fraction=0.3)
+    halves = [[text.decode() for text in _documents(ids, made.tokenizer)] for ids in on_disk(made)]
+    assert sorted(halves[0] + halves[1]) == sorted(texts)
+    meta = json.loads((folder_of(made) / "meta.json").read_text())
+    for name, half, ids in zip(("train", "val"), halves, on_disk(made), strict=True):
+        size = len("".join(half).encode())
+        assert meta[name] == {"documents": len(half), "bytes": size, "tokens": len(ids)}
+    assert made.val_bytes_per_token == len("".join(halves[1]).encode()) / len(on_disk(made)[1])
+    assert meta["made"]["used_ids"] == len(set(all_on_disk(made)))
+    assert meta["made"]["duplicates"] == sum(text in halves[1] for text in halves[0])
+    total = len("".join(texts).encode())
+    assert preparation.report(made)["bytes per token"] == f"{total / len(all_on_disk(made)):.3f}"
 
 
 def test_a_validation_text_that_is_missing_is_refused_by_its_setting(tmp_path):
@@ -409,10 +456,10 @@ def test_documents_for_training_that_are_also_for_validation_are_counted_and_war
 ):
     monkeypatch.setattr(splitting, "_UNIT", unit)
     texts = stories(50)
-    (tmp_path / "val.jsonl").write_text(rows([texts[3], "new", texts[7], texts[7], texts[49]]))
+    (tmp_path / "val.jsonl").write_text(rows([texts[3], "new", *[texts[7]] * 3, texts[49]]))
     own = {"name": "mine.jsonl", "val_path": str(tmp_path / "val.jsonl")}
     made = prepare(rows([*texts, texts[3]]), tmp_path, "byte", **own)
-    assert made.made["duplicates"] == 4  # the third twice
+    assert made.made["duplicates"] == 4  # for training: one of them twice
     assert re.fullmatch(r"warning: 4 documents of mine\.jsonl .*\n", capsys.readouterr().err)
     assert preparation.report(made)["in both splits"] == "4 documents"
     assert not list(folder_of(made).glob("*documents*"))

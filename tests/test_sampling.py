@@ -223,6 +223,14 @@ def test_the_ends_of_a_large_vocabulary_are_not_drawn_where_they_are_left_out():
         assert 50_257 - 300 < high < 50_257 - 100 or sampling.top_p
 
 
+def test_a_draw_from_a_large_vocabulary_hits_the_token_whose_interval_holds_the_number():
+    V = 100_003  # equally likely, so token i has [i/V, (i+1)/V): 32 bits round its ends by several hundredths of it
+    expected = np.arange(V - 1 - 16 * 5_003, V, 5_003)
+    for inside in (0.001, 0.999):
+        drawn = Sampling().draw(torch.zeros(1, V).expand(len(expected), V), torch.from_numpy((expected + inside) / V))
+        assert drawn.tolist() == expected.tolist()
+
+
 def test_samples_of_a_batch_are_filtered_and_drawn_each_for_itself():
     logits, uniform, seen = 3 * torch.randn(8, 30), torch.rand(8), torch.rand(8, 30) < 0.3
     sampling = Sampling(1.5, 20, 0.9, 0.02, 1.3)

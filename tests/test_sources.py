@@ -1,6 +1,7 @@
 """What the settings of the data group mean, with the real Hydra, real files, and the real `datasets`."""
 
 import hashlib
+import io
 import json
 import os
 import subprocess
@@ -224,6 +225,69 @@ def test_checksums_need_no_folder_that_can_be_written(tmp_path):
     assert checksums([tmp_path / "a.txt"], tmp_path / "a.txt/known") == [sha256(b"a")]
 
 
+# Standard input
+
+
+@pytest.fixture
+def stdin(monkeypatch):
+    """Give this process another standard input: `stdin(b"a text")`."""
+    monkeypatch.setenv("MINIGPT_STDIN_FILE", "")  # removed after the test, whatever was set
+
+    def give(content):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+
+    return give
+
+
+def test_standard_input_is_read_once_and_found_by_the_processes_that_are_started_later(find, tmp_path, stdin):
+    content = "from a pipe: é漢😀\r\n".encode() * 100_000  # several blocks
+    stdin(content)
+    for _ in range(2):
+        source, _ = find("data=text", "data.path=-")
+        assert documents(source) == [content.decode()]
+        assert (source.name, source.sha256) == ("stdin", sha256(content))
+    script = [sys.executable, str(ROOT / "scripts/prepare.py"), "data=text", "data.path=-", f"data.folder={tmp_path}/b"]
+    child = subprocess.run(script, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=True)
+    assert "corpus           stdin" in child.stdout
+    (meta,) = (tmp_path / "b/tokens").glob("stdin-*/meta.json")
+    assert json.loads(meta.read_text())["sha256"] == sha256(content)
+    assert [file.name for file in (tmp_path / "data").iterdir() if file.name != "checksums.json"] == [
+        f"stdin-{sha256(content)[:16]}.txt"
+    ]
+
+
+def test_standard_input_that_is_a_known_text_has_its_name(find, stdin):
+    stdin(b"known")
+    source, _ = find("data.path=-", "data.name=mine", f"data.sha256={sha256(b'known')}")
+    assert source.name == "mine"
+
+
+def test_standard_input_without_a_text_is_refused_by_name(find, tmp_path, stdin, monkeypatch):
+    stdin(b"")
+    with pytest.raises(UserError, match=r"^data\.path=- .* is empty;"):
+        find("data=text", "data.path=-")
+    monkeypatch.setattr(sys, "stdin", None)  # as pythonw has it
+    with pytest.raises(UserError, match=r"^data\.path=- "):
+        find("data=text", "data.path=-")
+    monkeypatch.setattr(sys, "stdin", open(os.openpty()[1]))  # noqa: SIM115
+    with pytest.raises(UserError, match=r"^data\.path=- .* is a terminal;"):
+        find("data=text", "data.path=-")
+    sys.stdin.close()
+    stdin(b"binary\0")
+    with pytest.raises(UserError, match=r"stdin-.*\.txt is not text"):
+        documents(find("data=text", "data.path=-")[0])
+
+
+@pytest.mark.parametrize("count", ["WORLD_SIZE", "SLURM_NTASKS"])
+def test_several_processes_do_not_share_standard_input(find, stdin, monkeypatch, count):
+    stdin(b"a text")
+    monkeypatch.setenv(count, "2")
+    with pytest.raises(UserError, match=r"^data\.path=- .* several processes"):
+        find("data=text", "data.path=-")
+    monkeypatch.setenv(count, "1")
+    assert documents(find("data=text", "data.path=-")[0]) == ["a text"]
+
+
 # Plays
 
 
@@ -253,6 +317,8 @@ def test_a_folder_laid_out_like_a_data_set_is_read_with_its_own_validation(find,
     titles, _ = find("data=tinystories", f"data.dataset={stories}", "data.field=title")
     assert documents(titles) == ["a title"] * len(TRAIN)
     assert titles.sha256 != source.sha256
+    for other in ("data.subset=other", "data.revision=other"):
+        assert find("data=tinystories", f"data.dataset={stories}", other)[0].sha256 != source.sha256
 
 
 def test_a_data_set_without_its_own_validation_is_one_source(find, stories, tmp_path):
