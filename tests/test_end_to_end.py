@@ -65,26 +65,20 @@ TWO = ["trainer.accelerator=cpu", "trainer.devices=2"]
 MUON = ["optimizer=muon", "optimizer.lr=0.02"]
 
 
-@pytest.mark.parametrize(
-    ("trainer", "settings", "tolerance"),
-    [
-        ("ddp", [], 1e-5),
-        pytest.param("ddp", MUON, 1e-4, marks=pytest.mark.slow),
-    ],
-    ids=["ddp", "ddp muon"],
-)
+@pytest.mark.parametrize("settings", [[], pytest.param(MUON, marks=pytest.mark.slow)], ids=["adamw", "muon"])
 def test_two_processes_give_the_losses_of_one(
     launch: Callable[..., Any],
     train: Callable[..., Any],
     tmp_path: Path,
-    trainer: str,
     settings: list[str],
-    tolerance: float,
 ) -> None:
-    two = launch("train.py", f"trainer={trainer}", *TWO, *settings, f"hydra.run.dir={tmp_path}/two")
+    settings = [*settings, "trainer.precision=64-true"]
+    two = launch("train.py", "trainer=ddp", *TWO, *settings, f"hydra.run.dir={tmp_path}/two")
     assert two.returncode == 0, two.stderr
     train(*settings, folder=tmp_path / "one")
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=tolerance)
+    assert losses(tmp_path / "two") == pytest.approx(
+        losses(tmp_path / "one"), rel=1e-6
+    )  # validation adds up in 32 bits
     sampled = launch("sample.py", f"{tmp_path}/two", "--max-new-tokens", "5")
     assert sampled.returncode == 0, sampled.stderr
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT
+from lightning.pytorch import Callback
 from torch.nn import functional as F
 
 import minigpt
@@ -271,7 +272,14 @@ def test_a_validation_loss_that_is_nan_ends_the_run(corpus: Path, tmp_path: Path
     assert (summary["status"], summary["checkpoint"], summary["best_val_loss"]) == ("failed", None, None)
 
 
-def test_the_best_of_a_run_may_be_its_first_validation(corpus: Path, tmp_path: Path) -> None:
+class Slow(Callback):
+    """Takes a fifth of a second at every validation."""
+
+    def on_validation_end(self, *_: Any) -> None:
+        time.sleep(0.2)
+
+
+def test_seconds_of_training_leave_validation_out_and_the_best_may_be_the_first(corpus: Path, tmp_path: Path) -> None:
     """Where the learning rate grows until nothing is learnt."""
     given = [*SETTINGS, f"data.path={corpus}", f"data.folder={tmp_path}/data", f"hydra.run.dir={tmp_path}/run"]
     run = minigpt.train(
@@ -279,6 +287,7 @@ def test_the_best_of_a_run_may_be_its_first_validation(corpus: Path, tmp_path: P
     )
     first, second, third = (row for row in rows(tmp_path / "run") if row["val_loss"])
     assert float(first["val_loss"]) < min(float(second["val_loss"]), float(third["val_loss"]))
+    assert run["seconds"] < run["wall_seconds"] - 3 * 0.2
     assert (run["best_step"], run["best_val_loss"]) == (1, float(first["val_loss"]))
     assert run["best_val_bits_per_byte"] == float(first["val_bits_per_byte"])
     assert read(tmp_path / "run/checkpoints/best.ckpt")["global_step"] == 1
