@@ -80,7 +80,9 @@ def test_nanogpts_recipe_trains_by_its_stated_numbers(text: Path, tmp_path: Path
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99), foreach=False, fused=False)
     expected = loop(text, model, [*model.parameters()], [optimizer], batch_size=12, warmup_steps=100)
-    assert losses("nanogpt_cpu", text, tmp_path) == pytest.approx(expected, rel=1e-9)
+    losses, rates = figures("nanogpt_cpu", text, tmp_path)
+    assert losses == pytest.approx(expected, rel=1e-9)
+    assert rates == pytest.approx([1e-3 * step / 101 for step in (1, 2, 3, 4)])
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,9 @@ def test_the_fast_recipes_train_by_their_stated_numbers(
         return rms(x) @ w["head.weight"].T
 
     expected = loop(text, forward, [*w.values()], optimizers, batch_size=24, warmup_steps=warmup_steps)
-    assert losses(name, text, tmp_path) == pytest.approx(expected, rel=1e-6)  # the sines of the model are of 32 bits
+    losses, rates = figures(name, text, tmp_path)
+    assert losses == pytest.approx(expected, rel=1e-6)  # the sines of the model are of 32 bits
+    assert rates == pytest.approx([muon["lr"] * step / (warmup_steps + 1) for step in (1, 2, 3, 4)])
 
 
 def rms(x: Tensor) -> Tensor:
@@ -196,10 +200,12 @@ def loop(
     return found
 
 
-def losses(name: str, text: Path, tmp_path: Path) -> list[float]:
-    """The losses of four steps of a recipe, on another text."""
+def figures(name: str, text: Path, tmp_path: Path) -> tuple[list[float], list[float]]:
+    """Losses and learning rates of four steps of a recipe, on another text."""
     settings = ["trainer.accelerator=cpu", "trainer.precision=64-true", "max_steps=4", "log_every=1"]
     data = ["data=text", f"data.path={text}", f"data.folder={tmp_path}/data", "data.val_fraction=0.1"]
     minigpt.train([f"experiment={name}", *settings, "~callbacks.samples", f"hydra.run.dir={tmp_path}/run", *data])
     with open(tmp_path / "run/metrics.csv", newline="") as file:
-        return [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
+        rows = [row for row in csv.DictReader(file) if row["train_loss"]]
+    losses, rates = ([float(row[name]) for row in rows] for name in ("train_loss", "learning_rate"))
+    return losses, rates
