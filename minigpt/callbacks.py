@@ -284,7 +284,7 @@ class Samples(AfterCheckpoint):
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Write the sample that a killed run had no time for after its checkpoint."""
         resumed, folder = trainer.ckpt_path, self.file.parent
-        if not resumed or not trainer.is_global_zero or Path(resumed).resolve().parents[1] != folder.resolve():
+        if not resumed or not trainer.is_global_zero or Path(resumed).resolve().parent.parent != folder.resolve():
             return
         columns = read_metrics(folder / METRICS) if (folder / METRICS).exists() else {}
         step = int(read(Path(resumed), device="cpu")["global_step"])

@@ -170,7 +170,7 @@ def find_resumed(resume: str | None, folder: Path) -> Path | None:
 
 
 def contents(
-    config: GPTConfig, tokenizer: Tokenizer, run: Mapping[str, Any], corpus: str, provenance: Mapping[str, Any]
+    config: GPTConfig, tokenizer: Tokenizer, run: Mapping[str, Any], corpus: str, provenance: Mapping[str, Any] = {}
 ) -> dict[str, Any]:
     """Our part of a checkpoint: what rebuilds the model, and what made it.
 

@@ -175,7 +175,7 @@ def greedy(path: str, prompt: str, n: int) -> str:
     return tokenizer.decode(one.tokens)
 
 
-def read_until(descriptor: int, wanted: bytes, seconds: float = 60) -> bytes:
+def read_until(descriptor: int, wanted: bytes, seconds: float = 300) -> bytes:
     """What comes from a terminal or pipe up to some text."""
     read, end = b"", time.monotonic() + seconds
     while wanted not in read:
@@ -200,7 +200,7 @@ def test_text_appears_while_it_is_drawn_in_whole_characters(saves, start, tmp_pa
     assert (WHOLE * 200).startswith(text.decode()[:500])
     assert len(text) >= 200
     process.stdout.close()  # whoever reads has seen enough
-    assert process.wait(30) == 0
+    assert process.wait(300) == 0
     assert (tmp_path / "stderr").read_text().splitlines() == [
         f"sampling from {saves['multibyte']} on cpu",
         "no prompt: beginning from a line break",
@@ -215,7 +215,7 @@ def test_a_pipe_that_closes_early_ends_the_program_quietly(saves, tmp_path):
         text=True,
         cwd=tmp_path,
         env=environment(),
-        timeout=100,
+        timeout=300,
         check=False,
     )
     assert (ran.returncode, ran.stdout) == (0, "a")
@@ -224,7 +224,7 @@ def test_a_pipe_that_closes_early_ends_the_program_quietly(saves, tmp_path):
 
 def test_stdout_has_the_text_and_nothing_else(saves, tmp_path):
     arguments = command(saves["letters"], "--prompt", "abc", "--max-new-tokens", 5)
-    ran = subprocess.run(arguments, capture_output=True, cwd=tmp_path, env=environment(), timeout=100, check=False)
+    ran = subprocess.run(arguments, capture_output=True, cwd=tmp_path, env=environment(), timeout=300, check=False)
     assert (ran.returncode, ran.stdout) == (0, b"abcdefgh\n")
     said = ran.stderr.decode().splitlines()
     assert said[0] == f"sampling from {saves['letters']} on cpu"
@@ -236,14 +236,14 @@ def test_ctrl_c_ends_a_sample_with_one_line(saves, start, tmp_path):
     process = start(command(saves["letters"], *ENDLESS), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     read_until(process.stdout.fileno(), b"abc")
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 130
     assert said.decode().splitlines()[2:] == ["interrupted"]
 
 
 def test_a_conversation_through_a_pipe_ends_with_its_input(saves, tmp_path):
     arguments = command(saves["letters"], "--interactive", "--max-new-tokens", 3)
-    options = {"capture_output": True, "cwd": tmp_path, "env": environment(), "timeout": 100, "check": False}
+    options = {"capture_output": True, "cwd": tmp_path, "env": environment(), "timeout": 300, "check": False}
     ran = subprocess.run(arguments, input=b"abc\nx\n", **options)
     assert (ran.returncode, ran.stdout) == (0, b"def\nyz\n\n")
     assert "Traceback" not in ran.stderr.decode()
@@ -261,15 +261,17 @@ def test_ctrl_c_in_a_terminal_stops_the_text_and_not_the_program(saves, start):
     os.write(ours, b"\x03")
     stopped = read_until(ours, b"> ")
     assert b"interrupted" not in stopped
-    time.sleep(0.5)  # readline hears nothing between its prompt and its waiting
-    os.write(ours, b"\x03")  # there is nothing to stop
-    read_until(ours, b"> ")
+    for _ in range(100):  # readline misses a signal between its prompt and its waiting
+        os.write(ours, b"\x03")  # there is nothing to stop
+        with suppress(AssertionError):
+            read_until(ours, b"> ", seconds=1)
+            break
     os.write(ours, b"/max_new_tokens 3\n")
     read_until(ours, b"> ")
     os.write(ours, b"abc\n")
     assert b"def\r\n" in read_until(ours, b"def\r\n> ")
     os.write(ours, b"/quit\n")
-    assert process.wait(30) == 0
+    assert process.wait(300) == 0
     os.close(theirs)
     os.close(ours)
 
@@ -280,7 +282,7 @@ def test_a_conversation_typed_into_a_terminal_can_be_kept_in_a_file(saves, start
         arguments = command(saves["letters"], "--interactive", "--max-new-tokens", 3)
         process = start(arguments, stdin=theirs, stdout=kept, stderr=subprocess.PIPE)
     os.write(ours, b"abc\n\x04")
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 0, said
     os.close(theirs)
     os.close(ours)

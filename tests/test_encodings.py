@@ -4,7 +4,6 @@ import base64
 import errno
 import hashlib
 import os
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -136,10 +135,8 @@ def test_the_files_and_the_patterns_are_those_that_tiktoken_has(name, monkeypatc
 
 @pytest.mark.parametrize("cache", ["given"], indirect=True)
 def test_without_a_network_one_error_names_both_files_and_where_they_belong(cache, nowhere):
-    began = time.monotonic()
     with pytest.raises(UserError) as error:
         encodings.encoding("gpt2", cache)
-    assert time.monotonic() - began < 10
     for url in nowhere:
         assert f"{url} as {cache / key(url)}" in str(error.value)
     assert "TIKTOKEN_CACHE_DIR" in str(error.value)

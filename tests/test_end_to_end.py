@@ -65,27 +65,19 @@ TWO = ["trainer.accelerator=cpu", "trainer.devices=2"]
 MUON = ["optimizer=muon", "optimizer.lr=0.02"]
 
 
-@pytest.mark.parametrize(
-    ("trainer", "settings", "tolerance"),
-    [
-        ("ddp", [], 1e-5),
-        pytest.param("fsdp", [], 1e-5, marks=pytest.mark.slow),
-        pytest.param("ddp", MUON, 1e-4, marks=pytest.mark.slow),
-    ],
-    ids=["ddp", "fsdp", "ddp muon"],
-)
+@pytest.mark.parametrize("settings", [[], pytest.param(MUON, marks=pytest.mark.slow)], ids=["adamw", "muon"])
 def test_two_processes_give_the_losses_of_one(
     launch: Callable[..., Any],
     train: Callable[..., Any],
     tmp_path: Path,
-    trainer: str,
     settings: list[str],
-    tolerance: float,
 ) -> None:
-    two = launch("train.py", f"trainer={trainer}", *TWO, *settings, f"hydra.run.dir={tmp_path}/two")
+    settings = [*settings, "trainer.precision=64-true"]
+    two = launch("train.py", "trainer=ddp", *TWO, *settings, f"hydra.run.dir={tmp_path}/two")
     assert two.returncode == 0, two.stderr
     train(*settings, folder=tmp_path / "one")
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), abs=tolerance)
+    # In 64 bits but for the sum of a validation.
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
     sampled = launch("sample.py", f"{tmp_path}/two", "--max-new-tokens", "5")
     assert sampled.returncode == 0, sampled.stderr
 
@@ -134,7 +126,7 @@ def test_a_signal_ends_a_run_in_order(small: list[str], tmp_path: Path, signum: 
     command = [sys.executable, str(ROOT / "scripts" / "train.py"), *small, *several]
     command += ["max_steps=1000000", "eval_every=1000000", f"hydra.run.dir={folder}"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not (folder / "metrics.csv").exists():
             assert time.monotonic() < deadline
             assert process.poll() is None
@@ -144,7 +136,7 @@ def test_a_signal_ends_a_run_in_order(small: list[str], tmp_path: Path, signum: 
             os.killpg(process.pid, signum)
         else:
             process.send_signal(signum)
-        stderr = process.communicate(timeout=120)[1]
+        stderr = process.communicate(timeout=300)[1]
     assert process.returncode == 128 + signum
     *_, resume, last = stderr.strip().splitlines()
     assert last == f"interrupted by {signum.name}"

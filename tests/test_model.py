@@ -10,6 +10,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hypothesis import strategies as st
+from tolerance import assert_near, terms_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -34,7 +35,7 @@ def test_logits_equal_hugging_faces_gpt2(n_inner: int | None):
     tokens = torch.randint(101, (3, 32))
     logits = model(tokens)
     assert logits.std() > 0.5
-    assert_close(logits, reference(tokens).logits, atol=1e-4, rtol=1e-4)
+    assert_near(logits, reference(tokens).logits, terms=terms_of(model.config))
 
 
 def test_a_notebook_shows_how_large_a_model_is():
@@ -49,7 +50,7 @@ def test_logits_equal_hugging_faces_llama():
     tokens = torch.randint(101, (3, 32))
     logits = model(tokens)
     assert logits.std() > 0.5
-    assert_close(logits, reference(tokens).logits, atol=1e-4, rtol=1e-4)
+    assert_near(logits, reference(tokens).logits, terms=terms_of(model.config))
 
 
 def test_llama_reads_on_from_a_cache_as_hugging_faces_does():
@@ -59,7 +60,7 @@ def test_llama_reads_on_from_a_cache_as_hugging_faces_does():
     past = reference(tokens[:, :10], use_cache=True).past_key_values
     model(tokens[:, :10], cache=cache)
     expected = reference(tokens[:, 10:], past_key_values=past, use_cache=True).logits
-    assert_close(model(tokens[:, 10:], cache=cache), expected, atol=1e-4, rtol=1e-4)
+    assert_near(model(tokens[:, 10:], cache=cache), expected, terms=terms_of(model.config))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
@@ -85,7 +86,7 @@ def test_logits_equal_those_of_torchs_transformer_layers(norm_position: str, act
         x = layer(x, src_mask=nn.Transformer.generate_square_subsequent_mask(16), is_causal=True)
     if pre:
         x = F.layer_norm(x, (32,), model.norm.weight, model.norm.bias)
-    assert_close(model(tokens), x @ model.wte.weight.T, atol=1e-4, rtol=1e-4)
+    assert_near(model(tokens), x @ model.wte.weight.T, terms=terms_of(model.config))
 
 
 @pytest.mark.parametrize(
@@ -114,8 +115,8 @@ def test_the_loss_is_the_cross_entropy_of_the_logits():
     model = tiny()
     tokens, targets = torch.randint(29, (2, 3, 16))
     expected = loss(model(tokens), targets)
-    assert_close(model(tokens, targets), expected)
-    assert_close(model(tokens, targets, reduction="sum"), expected * 3 * 16)
+    assert_near(model(tokens, targets), expected, terms=3 * 16 + 29)
+    assert_near(model(tokens, targets, reduction="sum"), expected * 3 * 16, terms=3 * 16 + 29)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +191,7 @@ def test_tied_embeddings_are_one_matrix_that_learns_from_both_ends():
     tokens, targets = torch.randint(29, (2, 3, 16))
     for model in (tied, untied):
         model(tokens, targets).backward()
-    assert_close(tied.wte.weight.grad, untied.wte.weight.grad + untied.head.weight.grad)
+    assert_near(tied.wte.weight.grad, untied.wte.weight.grad + untied.head.weight.grad, terms=3 * 16)
 
 
 @pytest.mark.parametrize("settings", [{}, LLAMA | {"n_kv_head": 2}], ids=["gpt2", "llama"])
@@ -283,7 +284,7 @@ def test_smear_mixes_in_the_tokens_before():
     mixed[:, 1:] += model.smear[1] * embedded[:, :-1]
     mixed[:, 2:] += model.smear[0] * embedded[:, :-2]
     plain.wte.register_forward_hook(lambda *_: mixed)
-    assert_close(model(tokens), plain(tokens))
+    assert_near(model(tokens), plain(tokens), terms=terms_of(model.config))
 
 
 @pytest.mark.parametrize(("one", "other"), [p for p in product(ACTIVATIONS, repeat=2) if p[0] < p[1]])
@@ -299,7 +300,7 @@ def test_the_mlp_is_two_matrices_around_its_activation(activation: str, function
     mlp = tiny(activation=activation).blocks[0].mlp
     x = torch.randn(2, 5, 32)
     expected = function(x @ mlp.up.weight.T + mlp.up.bias) @ mlp.down.weight.T + mlp.down.bias
-    assert_close(mlp(x), expected, atol=1e-5, rtol=1e-4)
+    assert_near(mlp(x), expected, terms=32 + 128)
 
 
 def test_positions_tell_equal_tokens_apart_unless_there_are_none():
@@ -331,19 +332,31 @@ def test_dropout_acts_in_training_only():
     model.train()
     assert not torch.equal(model(tokens), model(tokens))
     model.eval()
-    assert_close(model(tokens), plain(tokens))
+    assert_near(model(tokens), plain(tokens), terms=terms_of(model.config))
 
 
 @pytest.mark.parametrize("place", ["embedding", "attention", "mlp"])
-def test_dropout_acts_on_embeddings_attention_and_mlp(place: str):
-    model = tiny(dropout=0.3)
-    tokens = torch.randint(29, (2, 16))
-    plain = model(tokens)
+def test_dropout_zeroes_its_share_and_scales_the_rest(place: str):
+    model = tiny(dropout=0.2, n_embd=64)
+    layer = model.blocks[0] if place == "embedding" else getattr(model.blocks[0], place)
+    seen: list[Tensor] = []  # of the embedding, what goes into the first block
+    if place == "embedding":
+        layer.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    else:
+        layer.register_forward_hook(lambda *given: seen.append(given[-1]))
+    tokens = torch.randint(29, (100, 16))
+    model(tokens)
     if place == "embedding":
         model.training = True  # and not the modules inside
     else:
-        getattr(model.blocks[1], place).train()
-    assert (model(tokens) - plain).abs().max() > 0.01
+        layer.train()
+    model(tokens)
+    plain, dropped = seen
+    zeros = dropped == 0
+    # Of 102,400 numbers, more than five standard deviations.
+    assert zeros.float().mean().item() == pytest.approx(0.2, abs=0.0065)
+    if place != "attention":  # whose weights are dropped as well
+        assert_near(dropped[~zeros], plain[~zeros] / 0.8, terms=2)
 
 
 def test_the_flops_of_nano_are_those_of_the_formula():

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tolerance import assert_near, rounding
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -27,7 +28,8 @@ SHAPES = [(48, 48), (96, 32), (24, 80)]
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_muon_equals_torchs_in_one_precision(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
-    ours, theirs = (nn.Parameter(torch.randn(shape, generator=generator(0))) for _ in range(2))
+    before = torch.randn(shape, generator=generator(0))
+    ours, theirs = (nn.Parameter(before.clone()) for _ in range(2))
     optimizer = Muon({ours: [shape[0]]}, [], **OPTIONS)
     reference = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.95)
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch's casts on every device
@@ -36,7 +38,7 @@ def test_muon_equals_torchs_in_one_precision(shape: tuple[int, int], monkeypatch
             weight.grad = torch.randn(shape, generator=generator(step))
         optimizer.step()
         reference.step()
-    assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert_close(ours, theirs, rtol=0, atol=after(4, before, theirs))
 
 
 def test_what_is_no_matrix_of_a_block_is_left_to_adamw():
@@ -60,7 +62,7 @@ def test_what_is_no_matrix_of_a_block_is_left_to_adamw():
         if name.endswith(matrices):
             assert not torch.equal(a, b), name
         else:
-            assert_close(a, b, atol=1e-6, rtol=1e-5, msg=name)
+            assert_near(a, b, terms=4, msg=name)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -73,7 +75,7 @@ def test_an_update_keeps_the_directions_and_levels_the_singular_values(shape: tu
     levelled = u.mT @ orthogonalise(matrix[None], 5)[0] @ v.mT
     assert levelled.diagonal().min() > 0.65
     assert levelled.diagonal().max() < 1.25
-    assert_close(levelled, levelled.diagonal().diag(), atol=1e-4, rtol=0)
+    assert_near(levelled, levelled.diagonal().diag(), terms=5 * 3 * 80)
 
 
 def test_stacked_and_split_matrices_are_updated_as_one_by_one():
@@ -81,6 +83,7 @@ def test_stacked_and_split_matrices_are_updated_as_one_by_one():
     other = nn.Parameter(torch.randn(20, 16, generator=generator(1)))  # of the shape of a piece
     alone = [nn.Parameter(piece.clone()) for piece in (*stacked.detach().split([20, 12, 12]), other.detach())]
     together = Muon({stacked: [20, 12, 12], other: [20]}, [], **OPTIONS)
+    before = torch.cat(alone).detach().clone()
     one_by_one = [Muon({weight: [len(weight)]}, [], **OPTIONS) for weight in alone]
     for step in range(3):
         stacked.grad = torch.randn(stacked.shape, generator=generator(step))
@@ -89,7 +92,7 @@ def test_stacked_and_split_matrices_are_updated_as_one_by_one():
             weight.grad = gradient.clone()
         for optimizer in (together, *one_by_one):
             optimizer.step()
-    assert_close(torch.cat((stacked, other)), torch.cat(alone), atol=1e-6, rtol=1e-5)
+    assert_close(torch.cat((stacked, other)), torch.cat(alone), rtol=0, atol=after(3, before, torch.cat(alone)))
 
 
 @pytest.mark.parametrize(("split_heads", "rows"), [(False, [32, 16, 16]), (True, [8] * 8)])
@@ -118,7 +121,7 @@ def test_momentum_grows_over_its_warm_up():
     average = torch.zeros(8, 8)
     for step, momentum in enumerate((0.85, 0.875, 0.9, 0.925)):
         average = momentum * average + (1 - momentum) * torch.randn(8, 8, generator=generator(step))
-    assert_close(warmed.state[weights[0]]["momentum"], average)
+    assert_near(warmed.state[weights[0]]["momentum"], average, terms=4)
 
 
 def test_cautious_decay_leaves_weights_that_the_update_makes_larger():
@@ -134,7 +137,7 @@ def test_cautious_decay_leaves_weights_that_the_update_makes_larger():
     shrinks = (plain - start) * start < 0
     assert shrinks.any()
     assert not shrinks.all()
-    assert_close(cautious, torch.where(shrinks, decayed, plain), atol=1e-7, rtol=1e-6)
+    assert_near(cautious, torch.where(shrinks, decayed, plain), terms=2)
 
 
 def test_a_stored_optimizer_goes_on_as_if_never_stored():
@@ -163,6 +166,11 @@ def test_what_has_no_gradient_stays():
     optimizer.step()
     for (name, a), b in zip(network.named_parameters(), before.parameters(), strict=True):
         assert torch.equal(a, b) == (name != "blocks.0.mlp.up.weight"), name
+
+
+def after(steps: int, before: Tensor, weights: Tensor) -> float:
+    """Rounding of weights after some steps: of the weights, and of five iterations of three products of 80 columns."""
+    return rounding(before, terms=steps) + rounding(weights - before, terms=steps * 5 * 3 * 80)
 
 
 def train(network: GPT, optimizer: Muon, step: int) -> None:

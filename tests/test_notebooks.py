@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+from tolerance import assert_near
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -143,10 +144,10 @@ def test_002_attention_without_parameters():
     x = torch.randn(4, 1, 64, 128)
     y, weights = attend_explicit(x, x, x)
     raised = (x @ x.mT / math.sqrt(128)).exp()
-    assert_close(weights, raised / raised.sum(-1, keepdim=True), atol=1e-5, rtol=1e-5)
-    assert_close(weights.sum(-1), torch.ones(4, 1, 64))
-    assert_close(y, weights @ x)
-    assert_close(attend(x, x, x), y, atol=1e-5, rtol=1e-5)
+    assert_near(weights, raised / raised.sum(-1, keepdim=True), x @ x.mT / math.sqrt(128), terms=128)
+    assert_near(weights.sum(-1), torch.ones(4, 1, 64), terms=64)
+    assert_near(y, weights @ x, terms=64)
+    assert_near(attend(x, x, x), y, terms=128 + 64)
 
 
 def test_002_scaling_divides_the_variance_of_the_scores_by_the_width():
@@ -176,7 +177,7 @@ def test_002_looped_heads_equal_the_packed_projection(backend: str, causal: bool
         if causal:
             scores = scores.masked_fill(torch.ones(8, 8).triu(1) == 1, -math.inf)
         outputs.append(scores.softmax(-1) @ to_v(x))
-    assert_close(packed(x), packed.out(torch.cat(outputs, -1)), atol=1e-6, rtol=1e-6)
+    assert_near(packed(x), packed.out(torch.cat(outputs, -1)), terms=9 + 3 + 8 + 9)
 
 
 def test_002_the_two_scales_differ():
@@ -244,8 +245,9 @@ def test_002_fused_equals_explicit(causal: bool):
     explicit.load_state_dict(fused.state_dict())
     x = torch.randn(3, 8, 9)
     gradients = [torch.autograd.grad(m(x).square().sum(), list(m.parameters())) for m in (fused, explicit)]
-    assert_close(fused(x), explicit(x), atol=1e-6, rtol=1e-5)
-    assert_close(*gradients, atol=1e-5, rtol=1e-5)
+    assert_near(fused(x), explicit(x), terms=9 + 3 + 8 + 9)
+    for ours, theirs in zip(*gradients, strict=True):
+        assert_near(ours, theirs, gradients[0][-1], terms=3 * 8 * 9)
 
 
 # Notebook 003: the mean of the past, seed 42; then a causal head.
@@ -280,9 +282,9 @@ def test_003_a_scaled_causal_head(backend: str):
     scores = torch.einsum("btd,bsd->bts", q, k) / 4
     raised = scores.exp().tril()
     expected = raised / raised.sum(-1, keepdim=True)
-    assert_close(head.weights(x)[:, 0], expected, atol=1e-6, rtol=1e-5)
+    assert_near(head.weights(x)[:, 0], expected, terms=32 + 16)
     assert head(x).shape == (4, 8, 16)
-    assert_close(head(x), expected @ v, atol=1e-6, rtol=1e-5)
+    assert_near(head(x), expected @ v, terms=32 + 16 + 8)
 
 
 def test_003_the_printed_weights_and_ours_have_one_pattern():
@@ -340,15 +342,16 @@ def test_004_twenty_heads_as_wide_as_the_model(backend: str):
     assert attention.qkv.weight.shape == (3 * 200, 10)
     assert attention.out.weight.shape == (10, 200)
     x = torch.rand(8, 5, 10)
-    assert_close(attention(x), wide_heads(attention, x), atol=1e-6, rtol=1e-5)
+    assert_near(attention(x), wide_heads(attention, x), terms=10 + 10 + 5 + 200)
 
 
 def test_004_scaling_queries_and_keys_by_a_fourth_root_each_is_scaling_scores_by_a_square_root():
     q, k, v = torch.randn(3, 8, 20, 5, 10)
     y, weights = attend_explicit(q, k, v)
     scaled = q / 10**0.25, k / 10**0.25, v
-    assert_close(attend_explicit(*scaled, scale=1.0), (y, weights), atol=1e-6, rtol=1e-5)
-    assert_close(attend(*scaled, scale=1.0), attend(q, k, v), atol=1e-6, rtol=1e-5)
+    for ours, theirs in zip(attend_explicit(*scaled, scale=1.0), (y, weights), strict=True):
+        assert_near(ours, theirs, q @ k.mT, terms=10 + 5)
+    assert_near(attend(*scaled, scale=1.0), attend(q, k, v), q @ k.mT, terms=10 + 5)
     assert (attend(*scaled) - y).abs().max() > 0.01
 
 
@@ -368,7 +371,7 @@ def test_004_the_block_that_normalises_after_each_sum(causal: bool):
     y = normalised(x + wide_heads(block.attention, x, causal=causal), block.norm_1)
     hidden = (y @ block.mlp.up.weight.T + block.mlp.up.bias).clamp(min=0)
     expected = normalised(y + hidden @ block.mlp.down.weight.T + block.mlp.down.bias, block.norm_2)
-    assert_close(block(x, rotary=None, cache=None), expected, atol=1e-5, rtol=1e-4)
+    assert_near(block(x, rotary=None, cache=None), expected, terms=10 + 10 + 5 + 200 + 10 + 40)
 
 
 def test_004_what_leaves_the_block_has_mean_0_and_variance_1():

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from tolerance import assert_near
 from torch import Tensor, nn
-from torch.testing import assert_close
 
 from minigpt import load_checkpoint
 from minigpt.checkpoint import LAST, read
@@ -119,7 +119,7 @@ def test_at_four_times_the_base_width_everything_follows_table_8():
     seen: list[Tensor] = []
     model.norm.register_forward_hook(lambda *args: seen.append(args[-1]))
     logits = model(batch()[0])
-    assert_close(logits, seen[0] @ model.head.weight.T / 4)
+    assert_near(logits, seen[0] @ model.head.weight.T / 4, terms=256)
 
 
 def test_of_the_standard_adamw_keeps_its_two_groups():

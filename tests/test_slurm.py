@@ -151,9 +151,8 @@ def test_a_job_that_must_make_place_is_queued_again_and_ends_as_if_nothing_had_b
     slurm: Path, small: list[str], launch: Callable[..., Any], tmp_path: Path, tasks: int
 ) -> None:
     folder, longer = tmp_path / "run", ["max_steps=800", "eval_every=400"]
-    several = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"] if tasks == 2 else []
     file = tmp_path / "job.sh"
-    script, settings = ROOT / "scripts" / "train.py", " ".join([*small, *longer, *several])
+    script, settings = ROOT / "scripts" / "train.py", " ".join([*small, *longer])
     file.write_text(PREEMPTED.format(python=sys.executable, script=script, small=settings, folder=folder))
     options = [f"--ntasks={tasks}", f"--ntasks-per-node={tasks}"]
     sent = subprocess.run(["sbatch", "--parsable", *options, str(file)], capture_output=True, text=True, check=True)
@@ -170,9 +169,18 @@ def test_a_job_that_must_make_place_is_queued_again_and_ends_as_if_nothing_had_b
     wait("the run ends in order", lambda: "interrupted by SIGUSR1" in log())
     wait("the job is done", lambda: not state())
     summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["status"], summary["steps"]) == ("completed", 800), log()
+    assert (summary["status"], summary["steps"], summary["world_size"]) == ("completed", 800, tasks), log()
     assert log().count("interrupted") == 1
     if tasks == 1:
         launch("train.py", *longer, f"hydra.run.dir={tmp_path}/whole")
         ends = (load_checkpoint(path)[0].state_dict() for path in (folder, tmp_path / "whole"))
         assert all(map(torch.equal, *(end.values() for end in ends)))
+
+
+def test_processes_that_srun_starts_name_one_run_folder(slurm: Path, small: list[str], tmp_path: Path) -> None:
+    command = ["srun", "-n2", "--ntasks-per-node=2", sys.executable, str(ROOT / "scripts" / "train.py"), *small]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    latest = (tmp_path / "runs/latest").resolve()
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"latest", latest.name}
+    assert json.loads((latest / "summary.json").read_text())["world_size"] == 2

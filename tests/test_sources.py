@@ -394,7 +394,7 @@ def test_a_data_set_that_cannot_be_reached_is_one_line(tmp_path):
         "except (RunError, UserError) as error: print(error)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT, check=True
     )
     (line,) = done.stdout.splitlines()
     assert "data.dataset=nobody/nothing" in line

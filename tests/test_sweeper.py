@@ -540,9 +540,9 @@ class Chapter:
             )
         try:
             act(self)
-            code = self.process.wait(120)
+            code = self.process.wait(300)
             began = time.monotonic()
-            while members(self.process.pid) and time.monotonic() - began < 10:
+            while members(self.process.pid) and time.monotonic() - began < 60:
                 time.sleep(0.1)
             left = len(members(self.process.pid))
         finally:
@@ -554,7 +554,7 @@ class Chapter:
         return {"code": code, "out": out, "err": err, "left": left, "sweep": str(self.sweep)}
 
     def wait(self, file: Path) -> str:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not file.exists():
             assert time.monotonic() < deadline, (self.folder / "err.txt").read_text()
             assert self.process.poll() is None, (self.folder / "err.txt").read_text()

@@ -429,7 +429,7 @@ def test_training_is_the_same_in_every_process():
             capture_output=True,
             encoding="utf-8",
             check=True,
-            timeout=60,
+            timeout=300,
             env=os.environ | {"PYTHONHASHSEED": seed, "RAYON_NUM_THREADS": threads},
             cwd=Path(__file__).parents[1],
         ).stdout
