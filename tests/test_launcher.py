@@ -114,7 +114,7 @@ def test_a_job_on_two_processes_runs_once_and_in_its_own_folder(launch: Callable
     )
     log = (ran.folder / "log.txt").read_text()
     assert log.count("step 4/4") == 1
-    assert log.count("run folder ") == 1
+    assert log.count("best checkpoint ") == 1
     assert [path.name for path in sweep.iterdir() if path.is_dir()] == [ran.folder.name]
     assert not [path for path in (tmp_path / "runs").iterdir() if path.name != "sweeps"]
 
