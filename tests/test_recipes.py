@@ -55,6 +55,42 @@ def test_nanogpts_recipe_for_a_cpu_has_its_published_values():
     assert cfg.schedule == {"_target_": "minigpt.optim.cosine", "warmup_steps": 100, "final": 0.1}
 
 
+def test_nanogpts_recipe_for_a_gpu_has_its_published_values():
+    """nanoGPT's config/train_shakespeare_char.py, and the defaults of its train.py."""
+    cfg = recipe("nanogpt_gpu")
+    model = {key: cfg.model[key] for key in ("block_size", "n_layer", "n_head", "n_embd", "dropout", "bias")}
+    assert model == {"block_size": 256, "n_layer": 6, "n_head": 6, "n_embd": 384, "dropout": 0.2, "bias": False}
+    assert (cfg.data.batch_size, cfg.max_steps, cfg.trainer.gradient_clip_val) == (64, 5000, 1.0)
+    assert (cfg.optimizer.lr, cfg.optimizer.betas, cfg.optimizer.weight_decay) == (1e-3, [0.9, 0.99], 0.1)
+    assert (cfg.schedule.warmup_steps, cfg.schedule.final, cfg.compile) == (100, 0.1, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "qkv", "up", "tokens_per_step", "steps", "dropout"),
+    [
+        ("fast_gpu", 6, (3 * 384, 384), (1504, 384), 64 * 256, 500, 0.2),
+        ("best_gpu", 6, (3 * 384, 384), (1504, 384), 64 * 256, 2000, 0.25),
+        ("sprint_4x128_cpu", 4, (3 * 128, 128), (4 * 128, 128), 12 * 64, 190, 0.0),
+    ],
+)
+def test_the_other_recipes_have_their_shapes(
+    name: str, layers: int, qkv: tuple[int, int], up: tuple[int, int], tokens_per_step: int, steps: int, dropout: float
+):
+    cfg = recipe(name)
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**{**cfg.model, "vocab_size": CHARACTERS}))
+    assert [(block.attention.qkv.weight.shape, block.mlp.up.weight.shape) for block in model.blocks] == [
+        (qkv, up)
+    ] * layers
+    assert (
+        {block.mlp.dropout for block in model.blocks}
+        == {block.attention.dropout for block in model.blocks}
+        == {dropout}
+    )
+    assert not hasattr(model, "ngrams")
+    assert (cfg.data.batch_size * cfg.model.block_size, cfg.max_steps) == (tokens_per_step, steps)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_another_optimizer_and_schedule_replace_those_of_a_recipe_whole(name: str):
     cfg = recipe(name, "optimizer=adamw", "schedule=constant")
