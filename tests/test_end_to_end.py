@@ -66,6 +66,7 @@ MUON = ["optimizer=muon", "optimizer.lr=0.02"]
 
 
 @pytest.mark.parametrize("settings", [[], pytest.param(MUON, marks=pytest.mark.slow)], ids=["adamw", "muon"])
+@pytest.mark.slow  # test_metrics.py trains on two processes in the quick suite
 def test_two_processes_give_the_losses_of_one(
     launch: Callable[..., Any],
     train: Callable[..., Any],

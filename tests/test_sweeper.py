@@ -379,6 +379,7 @@ def command(
     return call
 
 
+@pytest.mark.slow
 def test_a_point_without_a_setting_is_skipped_and_a_sweep_that_is_complete_is_reported_again(
     command: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
