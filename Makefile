@@ -23,7 +23,7 @@ test: $(VENV)/.dev
 	@$(IN_VENV) -m pytest $(ARGS)
 
 faults: $(VENV)/.dev
-	@$(IN_VENV) -m tests.faults $(ARGS)
+	@$(IN_VENV) -m tests.robustness.faults $(ARGS)
 
 lint: $(VENV)/.dev
 	@$(IN_VENV) -m ruff check . && $(IN_VENV) -m ruff format --check . && $(IN_VENV) -m mypy
@@ -32,7 +32,7 @@ format: $(VENV)/.dev
 	@$(IN_VENV) -m ruff check --fix . ; $(IN_VENV) -m ruff format .
 
 bench: $(VENV)/.train
-	@$(IN_VENV) scripts/bench.py $(ARGS)
+	@$(IN_VENV) scripts/bench $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

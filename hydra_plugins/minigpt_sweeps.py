@@ -1,6 +1,6 @@
 """The sweepers and launchers of minigpt, in the one package where Hydra looks for them."""
 
-from minigpt import launcher, sweeper
+from minigpt.sweeps import launcher, sweeper
 
 
 class Grid(sweeper.Grid):

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from minigpt.attention import MultiHeadAttention as MultiHeadAttention
-    from minigpt.checkpoint import load_checkpoint as load_checkpoint
-    from minigpt.checkpoint import save_checkpoint as save_checkpoint
+    from minigpt.checkpoints.checkpoint import load_checkpoint as load_checkpoint
+    from minigpt.checkpoints.checkpoint import save_checkpoint as save_checkpoint
     from minigpt.config import GPTConfig as GPTConfig
-    from minigpt.experiment import train as train
     from minigpt.generation import generate as generate
     from minigpt.model import GPT as GPT
+    from minigpt.runs.train import train as train
 
 __version__ = "0.1.0"
 _EXPORTS = {
@@ -21,9 +21,9 @@ _EXPORTS = {
     "GPTConfig": "minigpt.config",
     "MultiHeadAttention": "minigpt.attention",
     "generate": "minigpt.generation",
-    "load_checkpoint": "minigpt.checkpoint",
-    "train": "minigpt.experiment",
-    "save_checkpoint": "minigpt.checkpoint",
+    "load_checkpoint": "minigpt.checkpoints.checkpoint",
+    "train": "minigpt.runs.train",
+    "save_checkpoint": "minigpt.checkpoints.checkpoint",
 }
 __all__ = list(_EXPORTS)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from minigpt.functional import rms_norm
+from minigpt.ops import rms_norm
 
 
 def attend(

@@ -5,11 +5,12 @@ and a checkpoint stores it as a dictionary. `check_run` looks at a composed run 
 finds what is wrong with it before torch is imported and before anything is written.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from minigpt.errors import UserError
+from minigpt.utils.checks import is_fraction, is_positive, require, whole_number
+from minigpt.utils.errors import UserError
 
 NORMS = ("layernorm", "rmsnorm", "rmsnorm_plain")
 POSITIONS = ("learned", "rope", "none")
@@ -55,19 +56,19 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            _require(name, getattr(self, name), _whole(1), "a whole number of at least 1")
-        _require("block_size", self.block_size, lambda v: v <= _LONGEST_BLOCK, f"at most {_LONGEST_BLOCK:,} tokens")
+            require(name, getattr(self, name), whole_number(1), "a whole number of at least 1")
+        require("block_size", self.block_size, lambda v: v <= _LONGEST_BLOCK, f"at most {_LONGEST_BLOCK:,} tokens")
         for name in ("n_kv_head", "head_dim", "n_inner"):
             value = getattr(self, name)
-            _require(name, value, lambda v: v is None or _whole(1)(v), "a whole number of at least 1, or null")
+            require(name, value, lambda v: v is None or whole_number(1)(v), "a whole number of at least 1, or null")
         for name in ("bias", "qk_norm", "tie_embeddings", "embed_norm"):
-            _require(name, getattr(self, name), lambda v: isinstance(v, bool), "true or false")
-        _require("dropout", self.dropout, _fraction, "a number from 0 up to, but not including, 1")
-        _require("rope_base", self.rope_base, _positive, "a number above 0")
-        _require("ngram", self.ngram, lambda v: v == 0 or _whole(2)(v), "0, or a whole number of at least 2")
+            require(name, getattr(self, name), lambda v: isinstance(v, bool), "true or false")
+        require("dropout", self.dropout, is_fraction, "a number from 0 up to, but not including, 1")
+        require("rope_base", self.rope_base, is_positive, "a number above 0")
+        require("ngram", self.ngram, lambda v: v == 0 or whole_number(2)(v), "0, or a whole number of at least 2")
         for name in ("ngram_buckets", "ngram_dim", "base_n_embd", "base_head_dim"):
-            _require(name, getattr(self, name), _whole(1), "a whole number of at least 1")
-        _require("smear", self.smear, _whole(0), "a whole number of at least 0")
+            require(name, getattr(self, name), whole_number(1), "a whole number of at least 1")
+        require("smear", self.smear, whole_number(0), "a whole number of at least 0")
         for name, takes in (
             ("norm", NORMS),
             ("position", POSITIONS),
@@ -75,7 +76,7 @@ class GPTConfig:
             ("norm_position", NORM_POSITIONS),
             ("parametrization", PARAMETRIZATIONS),
         ):
-            _require(name, getattr(self, name), takes.__contains__, " or ".join(takes))
+            require(name, getattr(self, name), takes.__contains__, " or ".join(takes))
         if self.head_dim is None and self.n_embd % self.n_head:
             raise UserError(
                 f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}; "
@@ -158,126 +159,3 @@ class GPTConfig:
         if unknown:
             raise UserError(f"unknown model setting {', '.join(unknown)}; made by another version of minigpt?")
         return cls(**values)
-
-
-def check_run(cfg: Mapping[str, Any]) -> None:
-    """Check a composed run configuration.
-
-    Raises:
-        UserError: the first value that cannot work, with what was expected.
-    """
-    if "sweep" in cfg:  # of which the others set values elsewhere
-        raise UserError("configs/sweep/wandb.yaml is for W&B's own agent: wandb sweep configs/sweep/wandb.yaml")
-    for option in cfg.get("trainer", {}):
-        if option not in TRAINER_OPTIONS:
-            advice = _INSTEAD.get(option, f"trainer takes {', '.join(TRAINER_OPTIONS)}")
-            raise UserError(f"trainer.{option} is not an option; {advice}")
-    for key, (accepts, expected) in _RULES.items():
-        group, _, name = key.rpartition(".")
-        values = cfg.get(group, {}) if group else cfg
-        if name in values:  # not every optimizer and schedule has every value
-            _require(key, values[name], accepts, expected)
-    if "model" not in cfg:  # of a preparation
-        return
-    vocab_size = cfg["model"]["vocab_size"]
-    # The vocabulary is known only once the text is; everything else can be checked now.
-    GPTConfig.from_dict({**cfg["model"], "vocab_size": 1 if vocab_size is None else vocab_size})
-
-
-def _require(name: str, value: object, accepts: Callable[[Any], bool], expected: str) -> None:
-    if not accepts(value):
-        raise UserError(f"{name}={value} is not possible; it takes {expected}")
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _whole(least: int) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 63
-
-
-def _fraction(value: Any) -> bool:
-    return _number(value) and 0 <= value < 1
-
-
-def _positive(value: Any) -> bool:
-    return _number(value) and 0 < value < float("inf")
-
-
-def _not_negative(value: Any) -> bool:
-    return _number(value) and 0 <= value < float("inf")
-
-
-# Options of lightning.Trainer that act here. The others would do nothing, or break what a run promises.
-TRAINER_OPTIONS = (
-    "accelerator",
-    "devices",
-    "num_nodes",
-    "strategy",
-    "precision",
-    "accumulate_grad_batches",
-    "gradient_clip_val",
-    "deterministic",
-    "benchmark",
-    "detect_anomaly",
-    "profiler",
-)
-_INSTEAD = {
-    "max_epochs": "set max_steps",
-    "max_steps": "set max_steps, without trainer",
-    "max_time": "set max_steps",
-    "limit_train_batches": "set max_steps",
-    "limit_val_batches": "set eval_batches",
-    "val_check_interval": "set eval_every",
-    "check_val_every_n_epoch": "set eval_every",
-    "log_every_n_steps": "set log_every",
-    "overfit_batches": "set data.overfit_batches",
-    "fast_dev_run": "use debug=fast",
-    "default_root_dir": "set hydra.run.dir",
-    "logger": "use logger=NAME",
-    "callbacks": "add +callbacks.NAME._target_=CLASS",
-    "enable_checkpointing": "set callbacks.checkpoint=null to keep none",
-    "enable_model_summary": "add +callbacks.NAME._target_=lightning.pytorch.callbacks.ModelSummary",
-}
-
-_AT_LEAST_ONE = (_whole(1), "a whole number of at least 1")
-_TRUE_OR_FALSE = (lambda v: isinstance(v, bool), "true or false")
-_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "seed": (_whole(0), "a whole number of at least 0"),
-    "max_steps": _AT_LEAST_ONE,
-    "eval_every": _AT_LEAST_ONE,
-    "eval_batches": (lambda v: v is None or _whole(1)(v), "a whole number of at least 1, or null"),
-    "log_every": _AT_LEAST_ONE,
-    "resume": (lambda v: v is None or isinstance(v, str), "auto, a run folder or a checkpoint, or null"),
-    "ema_decay": (lambda v: v is None or (_fraction(v) and v > 0), "a number between 0 and 1, or null"),
-    "on_divergence": (lambda v: v in ("stop", "skip"), "stop or skip"),
-    "data.batch_size": _AT_LEAST_ONE,
-    "data.eval_batch_size": _AT_LEAST_ONE,
-    "data.val_fraction": (lambda v: _number(v) and 0 < v < 1, "a number between 0 and 1"),
-    "data.source": (
-        lambda v: v in ("files", "download", "plays", "huggingface"),
-        "files, download, plays or huggingface",
-    ),
-    "data.split": (lambda v: v in ("fraction", "document"), "fraction or document"),
-    "data.shard_tokens": (_whole(1000), "a whole number of at least 1000"),
-    "data.processes": (lambda v: v is None or _whole(1)(v), "a whole number of at least 1, or null"),
-    "tokenizer.vocab_size": (_whole(257), "a whole number of at least 257: all bytes, and the separator of documents"),
-    "optimizer.lr": (_positive, "a number above 0"),
-    "optimizer.betas": (
-        lambda v: isinstance(v, Sequence) and len(v) == 2 and all(map(_fraction, v)),
-        "two numbers from 0 to less than 1",
-    ),
-    "optimizer.adam_lr": (_positive, "a number above 0"),
-    "optimizer.momentum": (_fraction, "a number from 0 up to, but not including, 1"),
-    "optimizer.momentum_warmup": (_whole(0), "a whole number of at least 0"),
-    "optimizer.newton_schulz_steps": _AT_LEAST_ONE,
-    "optimizer.cautious": _TRUE_OR_FALSE,
-    "optimizer.split_heads": _TRUE_OR_FALSE,
-    "optimizer.ngram_weight_decay": (_not_negative, "a number of at least 0"),
-    "optimizer.weight_decay": (_not_negative, "a number of at least 0"),
-    "schedule.warmup_steps": (_whole(0), "a whole number of at least 0"),
-    "schedule.final": (lambda v: _number(v) and 0 <= v <= 1, "a number from 0 to 1"),
-    "trainer.accumulate_grad_batches": _AT_LEAST_ONE,
-    "trainer.gradient_clip_val": (lambda v: v is None or _positive(v), "a number above 0, or null"),
-}

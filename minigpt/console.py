@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from minigpt.errors import UserError, clean, legible
+from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, Tokenizer, encode_prompt, whole_characters
 from minigpt.generation import Step, check_settings, score, stream
 from minigpt.model import GPT
-from minigpt.tokenizer import SEPARATOR, BPETokenizer, Tokenizer, encode_prompt, whole_characters
+from minigpt.utils.errors import UserError, clean, legible
 
 # Probability from which on a token has a colour of the 256 that terminals know: red, orange, yellow, green.
 _COLOURS = ((0.0, 196), (0.05, 208), (0.2, 220), (0.5, 148), (0.8, 40))

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from minigpt.decoding import Decoder
-from minigpt.errors import RunError, UserError
+from minigpt.kv_decoder import Decoder
 from minigpt.model import GPT
 from minigpt.sampling import Sampling, Uniforms
+from minigpt.utils.errors import RunError, UserError
 
 Prompt = Tensor | Sequence[int]
 

@@ -17,10 +17,10 @@ from torch.nn import functional as F
 
 from minigpt.attention import KVCache, MultiHeadAttention, rotary_table
 from minigpt.config import GPTConfig
-from minigpt.functional import ACTIVATIONS, rms_norm
+from minigpt.ops import ACTIVATIONS, rms_norm
 
 if TYPE_CHECKING:
-    from minigpt.tokenizer import Ids
+    from minigpt.data.tokenizer import Ids
 
 _MULTIPLIER, _PRIME = 2_654_435_761, 2_147_483_647  # Knuth's, and 2³¹ - 1
 

@@ -5,7 +5,6 @@ function of the step that returns the factor on the peak learning rate. `configs
 `configs/schedule/` name them.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -234,70 +233,3 @@ def _pieces(model: nn.Module, split_heads: bool) -> dict[Tensor, list[int]]:
             pieces[module.up.weight] = [module.down.in_features] * gates
             pieces[module.down.weight] = [module.down.out_features]
     return pieces
-
-
-class Average:
-    """Exponential moving average of weights (Polyak & Juditsky, 1992), beside them or in their place.
-
-    Update t keeps min(decay, (1 + t) / (10 + t)) of the average: of a short training it forgets the beginning
-    (TensorFlow's ExponentialMovingAverage with num_updates).
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter], decay: float) -> None:
-        self.parameters: list[Tensor] = list(parameters)
-        self.decay, self.updates = decay, 0
-        self.others = [p.detach().clone() for p in self.parameters]  # the averages; when swapped, the weights
-        self.swapped = False
-
-    def load(self, averages: Iterable[Tensor], updates: int) -> None:
-        """Go on from averages that were kept, (as the parameters)."""
-        for kept, average in zip(self.others, averages, strict=True):
-            kept.copy_(average)
-        self.updates = updates
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Take the weights into the average; after an optimizer step."""
-        self.updates += 1
-        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        torch._foreach_lerp_(self.others, self.parameters, 1 - decay)
-
-    def swap(self) -> None:
-        """Exchange weights and averages; nothing is copied."""
-        for i, p in enumerate(self.parameters):
-            p.data, self.others[i] = self.others[i], p.data
-        self.swapped = not self.swapped
-
-    def both(self, state: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What `state()` says with the weights in their place, and with the averages."""
-        here = state()
-        self.swap()
-        there = state()
-        self.swap()
-        return (there, here) if self.swapped else (here, there)
-
-
-def cosine(step: int, *, max_steps: int, warmup_steps: int, final: float) -> float:
-    """Warm up linearly, then follow half a cosine from 1 to `final` (Loshchilov & Hutter, 2017)."""
-    progress = _progress(step, max_steps, warmup_steps)
-    return _warmup(step, warmup_steps) * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))
-
-
-def linear(step: int, *, max_steps: int, warmup_steps: int, final: float) -> float:
-    """Warm up linearly, then fall on a straight line from 1 to `final`."""
-    return _warmup(step, warmup_steps) * (1 - (1 - final) * _progress(step, max_steps, warmup_steps))
-
-
-def constant(step: int, *, max_steps: int, warmup_steps: int) -> float:
-    """Warm up linearly, then stay at 1."""
-    return _warmup(step, warmup_steps)
-
-
-def _warmup(step: int, warmup_steps: int) -> float:
-    """The first step already learns, and the step after the warm-up is the first at the peak."""
-    return min(1.0, (step + 1) / (warmup_steps + 1))
-
-
-def _progress(step: int, max_steps: int, warmup_steps: int) -> float:
-    """0 at the end of the warm-up, 1 at `max_steps`."""
-    return min(1.0, max(0.0, (step - warmup_steps) / max(1, max_steps - warmup_steps)))

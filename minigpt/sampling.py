@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from minigpt.errors import UserError
+from minigpt.utils.errors import UserError
 
 _BLOCK = 64  # numbers that a generator gives at a time
 

@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from minigpt.errors import clean, one_line
+from minigpt.utils.errors import clean, one_line
 
 # Threads that wait for one another sleep instead of spinning: beside one other busy process on 2 cores the values of
 # the default model's heads took 50 s, and 180 s without this. It counts only if it is set before torch is imported.
@@ -32,9 +32,10 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Load, measure, draw, print."""
     args = arguments()
-    from minigpt import drawing, inspection
-    from minigpt.checkpoint import find_checkpoint, load_checkpoint, run_folder
+    from minigpt.checkpoints.checkpoint import find_checkpoint, load_checkpoint, run_folder
     from minigpt.console import read_prompt
+    from minigpt.interpret import heads as inspection
+    from minigpt.interpret import plots as drawing
 
     prompt = read_prompt(args.prompt, args.prompt_file)
     path = find_checkpoint(args.run)
@@ -53,7 +54,7 @@ def main() -> None:
     names = inspection.head_names(table, len(tokens))
     drawing.draw_maps(out, weights, texts, names=names, layers=layers, heads=heads)
     if args.html:
-        from minigpt.attention_page import write_page
+        from minigpt.interpret.page import write_page
 
         write_page(args.html, labels=texts, weights=weights, probabilities=probabilities)
     if batches:

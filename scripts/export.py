@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from minigpt.errors import clean, one_line
+from minigpt.utils.errors import clean, one_line
 
 
 def arguments() -> argparse.Namespace:
@@ -21,8 +21,8 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Load, and write."""
     args = arguments()
-    from minigpt.checkpoint import find_checkpoint, load_checkpoint, run_folder
-    from minigpt.export import export
+    from minigpt.checkpoints.checkpoint import find_checkpoint, load_checkpoint, run_folder
+    from minigpt.checkpoints.export import export
 
     path = find_checkpoint(args.run)
     out = args.out or run_folder(path) / "model.safetensors"

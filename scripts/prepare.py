@@ -9,8 +9,8 @@ import os
 import hydra
 from omegaconf import DictConfig
 
-from minigpt.config import check_run
-from minigpt.errors import clean, one_line
+from minigpt.runs.config_checks import check_run
+from minigpt.utils.errors import clean, one_line
 
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands errors on, and `one_line` says them
 
@@ -24,7 +24,7 @@ def main(cfg: DictConfig) -> None:
 def prepare(cfg: DictConfig) -> None:
     """Prepare, and say what the files hold."""
     check_run(cfg)
-    from minigpt.preparation import corpus_of, report
+    from minigpt.data.prepare import corpus_of, report
 
     for name, value in report(corpus_of(cfg.data, cfg.tokenizer)).items():
         print(f"{name:17}{clean(value)}")

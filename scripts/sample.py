@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from minigpt.errors import UserError, clean, one_line
+from minigpt.utils.errors import UserError, clean, one_line
 
 
 def arguments() -> argparse.Namespace:
@@ -69,7 +69,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Load, and speak."""
     args = arguments()
-    from minigpt.checkpoint import find_checkpoint, load_checkpoint
+    from minigpt.checkpoints.checkpoint import find_checkpoint, load_checkpoint
     from minigpt.console import Console, place, read_prompt, read_text
     from minigpt.generation import check_settings
 

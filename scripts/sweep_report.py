@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from minigpt.errors import one_line
+from minigpt.utils.errors import one_line
 
 
 def arguments() -> argparse.Namespace:
@@ -28,7 +28,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Read, print, draw."""
     args = arguments()
-    from minigpt.sweep_report import report
+    from minigpt.sweeps.report import report
 
     report(args.folders, out=args.out, along=args.along)
 

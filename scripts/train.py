@@ -10,7 +10,7 @@ import sys
 if __name__ == "__main__":  # if a signal comes during the imports
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from minigpt.errors import requeue_at_once
+    from minigpt.utils.errors import requeue_at_once
 
     requeue_at_once()
 
@@ -23,12 +23,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from minigpt.errors import one_line
-from minigpt.experiment import train_in
-from minigpt.launcher import quoted
-from minigpt.processes import shared_arguments
-from minigpt.run import short_path
-from minigpt.sweeper import with_deferred
+from minigpt.runs.processes import shared_arguments
+from minigpt.runs.run_dir import short_path
+from minigpt.runs.train import train_in
+from minigpt.sweeps.sweeper import with_deferred
+from minigpt.utils.errors import one_line
+from minigpt.utils.overrides import quoted
 
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands errors on, and `one_line` says them
 

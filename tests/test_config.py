@@ -14,8 +14,9 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 import minigpt
-from minigpt.config import GPTConfig, check_run
-from minigpt.errors import UserError
+from minigpt.config import GPTConfig
+from minigpt.runs.config_checks import check_run
+from minigpt.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"

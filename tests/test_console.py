@@ -24,12 +24,12 @@ from typing import Any
 import pytest
 import torch
 
-from minigpt.checkpoint import FORMAT, load_checkpoint, save_checkpoint
+from minigpt.checkpoints.checkpoint import FORMAT, load_checkpoint, save_checkpoint
 from minigpt.config import GPTConfig
 from minigpt.console import Console, devices
+from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer
 from minigpt.generation import Step, generate, stream
 from minigpt.model import GPT
-from minigpt.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "sample.py"
 ALPHABET = "".join(sorted("\n .,abcdefghijklmnopqrstuvwxyzé"))

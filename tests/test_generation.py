@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from minigpt.config import GPTConfig
-from minigpt.errors import RunError, UserError
 from minigpt.generation import Sample, Step, generate, score, stream
 from minigpt.model import GPT
 from minigpt.sampling import Sampling
+from minigpt.utils.errors import RunError, UserError
 
 ARCHITECTURES = {
     "gpt2": {},

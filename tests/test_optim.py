@@ -13,7 +13,8 @@ from torch.testing import assert_close
 
 from minigpt.config import GPTConfig
 from minigpt.model import GPT
-from minigpt.optim import adamw, constant, cosine, linear
+from minigpt.optim import adamw
+from minigpt.schedules import constant, cosine, linear
 
 
 def test_adamw_equals_torchs_with_decay_on_matrices_alone():

@@ -11,7 +11,7 @@ from tolerance import assert_near
 from torch import Tensor, nn
 
 from minigpt import load_checkpoint
-from minigpt.checkpoint import LAST, read
+from minigpt.checkpoints.checkpoint import LAST, read
 from minigpt.config import GPTConfig
 from minigpt.model import GPT
 from minigpt.optim import adamw, muon

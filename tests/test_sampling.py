@@ -18,8 +18,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from minigpt.errors import UserError
 from minigpt.sampling import Sampling, Uniforms
+from minigpt.utils.errors import UserError
 
 # Hugging Face's, in the order in which ours are documented to act.
 PROCESSORS: dict[str, Callable[[Any], Any]] = {

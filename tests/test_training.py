@@ -19,11 +19,11 @@ from lightning.pytorch import Trainer
 
 import minigpt
 from minigpt import GPT, load_checkpoint
-from minigpt.callbacks import peak_flops
-from minigpt.checkpoint import read
-from minigpt.config import TRAINER_OPTIONS, check_run
-from minigpt.corpus import load
-from minigpt.errors import RunError, UserError
+from minigpt.checkpoints.checkpoint import read
+from minigpt.data.token_files import load
+from minigpt.runs.callbacks import peak_flops
+from minigpt.runs.config_checks import TRAINER_OPTIONS, check_run
+from minigpt.utils.errors import RunError, UserError
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
@@ -207,8 +207,8 @@ def test_a_failing_sample_is_a_warning_after_its_checkpoint(
         there.append((tmp_path / "run/checkpoints/last.ckpt").exists())
         raise RuntimeError("no text today")
 
-    monkeypatch.setattr("minigpt.callbacks.generate", fails)
-    monkeypatch.setattr("minigpt.callbacks.draw_maps", fails)
+    monkeypatch.setattr("minigpt.runs.callbacks.generate", fails)
+    monkeypatch.setattr("minigpt.runs.callbacks.draw_maps", fails)
     run = train("callbacks=attention")
     assert run.summary["status"] == "completed"
     assert there == [True] * 5  # a sample and a map at each validation, and the last sample

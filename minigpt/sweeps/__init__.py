@@ -1,0 +1,1 @@
+"""Many runs: which ones, where they run, and how they compare."""

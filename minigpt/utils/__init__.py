@@ -1,0 +1,1 @@
+"""Errors, files and text for terminals."""

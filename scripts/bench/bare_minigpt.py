@@ -1,0 +1,68 @@
+"""A bare loop over any recipe: minigpt's own modules with nothing around them, for `bench.py step`.
+
+Takes the settings of train.py; prints as JSON the tokens, the seconds that the steps took, the floating-point
+operations per token, and the operations per second that a large matrix product reaches on this machine.
+"""
+
+import json
+import statistics
+import sys
+import time
+from functools import partial
+
+import numpy as np
+import torch
+from common import ROOT
+from hydra import compose, initialize_config_dir
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import LambdaLR
+
+from minigpt.config import GPTConfig
+from minigpt.data.prepare import corpus_of
+from minigpt.model import GPT
+from minigpt.runs.train import function
+from minigpt.utils.errors import one_line
+
+SIZE = 2048  # of the matrices
+
+
+@one_line
+def main() -> None:
+    """Train, measure, print."""
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        cfg = compose("train", overrides=sys.argv[1:])
+    corpus = corpus_of(cfg.data, cfg.tokenizer)
+    torch.manual_seed(cfg.seed)
+    model = GPT(GPTConfig(**{**cfg.model, "vocab_size": corpus.tokenizer.vocab_size}))
+    optimizer = function(cfg.optimizer)(model)
+    schedule = LambdaLR(optimizer, partial(function(cfg.schedule), max_steps=cfg.max_steps))
+    tokens = torch.from_numpy(corpus.tokens("train")[:].astype(np.int64))
+    B, T = cfg.data.batch_size, cfg.model.block_size
+    window = torch.arange(T + 1)
+
+    start = time.perf_counter()
+    for _ in range(cfg.max_steps):
+        batch = tokens[torch.randint(len(tokens) - T, (B, 1)) + window]  # (B, T + 1)
+        loss = model(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        clip_grad_norm_(model.parameters(), cfg.trainer.gradient_clip_val)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    seconds = time.perf_counter() - start
+    told = {"tokens": cfg.max_steps * B * T, "seconds": seconds, "flops_per_token": model.flops_per_token()}
+    print(json.dumps(told | {"matrix_flops": matrix_flops()}))
+
+
+def matrix_flops() -> float:
+    """Floating-point operations a second of a large product in float32, median of ten."""
+    matrix, taken = torch.randn(SIZE, SIZE), []
+    for _ in range(10):
+        start = time.perf_counter()
+        matrix @ matrix
+        taken.append(time.perf_counter() - start)
+    return 2 * SIZE**3 / statistics.median(taken)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""What data costs: tokenising, training a tokenizer, starting on a large corpus, a batch of a huge one."""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import ROOT, launch, ours, text_file
+
+from minigpt.data.tokenizer import BPETokenizer, CharTokenizer
+
+PREPARE = ROOT / "scripts" / "prepare.py"
+MEGABYTES = 400  # of text for GPT-2's encoding
+BATCHES = 300
+
+
+def data(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Every figure a column; the corpus of 2 GB is prepared in the first round only."""
+    text = text_file().read_text(encoding="utf-8")
+    middle, giga = folder / "middle.txt", folder / "giga.txt"
+    middle.write_text(text * (MEGABYTES * 1_000_000 // len(text)), encoding="utf-8")
+    with open(giga, "w", encoding="utf-8") as file:
+        for _ in range((1 << 30) // len(text)):
+            file.write(text)
+    from_giga = [f"data.path={giga}", f"data.folder={folder}", "data.val_fraction=0.0001"]
+    launch([sys.executable, PREPARE, *from_giga])
+    launch([*ours(folder / "warm"), "max_steps=1"])
+    rows = []
+    for i in range(args.rounds):
+        row = characters(text) | {"bpe training, 4096 ids s": seconds(lambda: BPETokenizer.train([text], 4096))}
+        row |= gpt2(middle, folder / f"gpt2-{i}")
+        for name, settings in (("tiny", []), ("1 GB", from_giga)):
+            run = folder / f"{name}{i}"
+            command = [*ours(run), *settings, "max_steps=1", "log_every=1"]
+            row[f"first step, {name} s"] = launch(command, watch=run / "metrics.csv").seconds
+        row["first step, 1 GB later by s"] = row["first step, 1 GB s"] - row["first step, tiny s"]
+        for name, tokens in (("1 MB", 10**6 // 2), ("1 GB", 10**9 // 2), ("1 TB", 10**12 // 2)):
+            for kind, size in (("one file", 1 << 62), ("shards", 100_000_000)):
+                row[f"batch, {name}, {kind} ms"] = batch(folder / f"{name}-{kind}", tokens, size)
+        if i == 0:
+            twice = folder / "twice"
+            twice.mkdir()
+            for copy in ("a.txt", "b.txt"):
+                os.link(giga, twice / copy)
+            settings = ["data=text", f"data.path={twice}", f"data.folder={folder}", "tokenizer=gpt2"]
+            ran = launch([sys.executable, PREPARE, *settings])
+            row |= {"gpt2, 2 GB s": ran.seconds, "gpt2, 2 GB, memory of all processes MB": ran.own_mb}
+        rows.append(row)
+    return rows
+
+
+def characters(text: str) -> dict[str, float]:
+    """Characters to ids, on one core: ours, and the loop of nanoGPT's preparation."""
+    tokenizer = CharTokenizer.of(text)
+    ids = {character: i for i, character in enumerate(tokenizer.alphabet)}
+    ours_s = statistics.median(seconds(lambda: tokenizer.encode(text)) for _ in range(20))
+    loop_s = seconds(lambda: np.array([ids[character] for character in text], dtype=np.uint16))
+    megabytes = len(text.encode()) / 1e6
+    return {"char MB/s": megabytes / ours_s, "char, loop MB/s": megabytes / loop_s, "char: ratio": loop_s / ours_s}
+
+
+def gpt2(file: Path, folder: Path) -> dict[str, float]:
+    """A text with GPT-2's encoding: tiktoken in one process, and a whole preparation with all cores."""
+    program = (
+        "import sys, time, numpy, tiktoken; encoding = tiktoken.get_encoding('gpt2');"
+        "text = open(sys.argv[1], encoding='utf-8').read(); start = time.perf_counter();"
+        "[numpy.array(encoding.encode_ordinary(text[i:i + 1000000]), dtype=numpy.uint16)"
+        " for i in range(0, len(text), 1000000)]; print(time.perf_counter() - start)"
+    )
+    alone = float(launch([sys.executable, "-c", program, file]).output)
+    settings = ["data=text", f"data.path={file}", f"data.folder={folder}", "tokenizer=gpt2"]
+    printed = launch([sys.executable, PREPARE, *settings]).output
+    ours_s = float(printed.split(" s\n")[0].rpartition(" ")[2])  # of the line "files"
+    return {"gpt2, tiktoken s": alone, "gpt2, preparation s": ours_s, "gpt2: ratio": alone / ours_s}
+
+
+def batch(folder: Path, n_tokens: int, shard_tokens: int) -> float:
+    """Milliseconds of a training batch, of 12 windows of 64, from sparse files of so many tokens; a median."""
+    import torch
+
+    from minigpt.data.batches import Batches, WindowOrder
+    from minigpt.data.token_files import Tokens
+
+    folder.mkdir(exist_ok=True)
+    files = [folder / f"{i:05}.bin" for i in range(-(-n_tokens // shard_tokens))]
+    for i, file in enumerate(files):
+        file.touch()
+        os.truncate(file, 2 * min(shard_tokens, n_tokens - i * shard_tokens))
+    batches = Batches(
+        Tokens(files, "uint16", shard_tokens, n_tokens, 65),
+        WindowOrder(n_tokens, 64, seed=0),
+        batch_size=12,
+        rank=0,
+        world_size=1,
+        first=lambda: 0,
+        stop=BATCHES,
+        repeat=0,
+        device=torch.device("cpu"),
+    )
+    taken, before = [], time.perf_counter()
+    for _ in batches:
+        taken.append(time.perf_counter() - before)
+        before = time.perf_counter()
+    return 1000 * statistics.median(taken)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """The time that something takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start

@@ -1,0 +1,190 @@
+"""Decoding: tokens a second beside a loop without a cache and beside transformers, over the memory's bound."""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common import ROOT
+
+SAMPLE = ROOT / "scripts" / "sample.py"
+SHAPES = {  # nanoGPT's recipes for a CPU and for a GPU
+    "nano": {"block_size": 64, "n_layer": 4, "n_head": 4, "n_embd": 128},
+    "baby": {"block_size": 256, "n_layer": 6, "n_head": 6, "n_embd": 384},
+}
+LARGE = 256 << 20  # bytes read for the bandwidth: no cache holds them
+
+
+def sampling(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """A full block of new tokens from a prompt of one, untrained weights of nanoGPT's shapes, float32 on the CPU."""
+    import torch
+
+    from minigpt.config import GPTConfig
+    from minigpt.model import GPT
+
+    rows = []
+    for _ in range(args.rounds):
+        row: dict[str, Any] = {}
+        gb_s = bandwidth()
+        row["memory GB/s"] = gb_s
+        for name, shape in SHAPES.items():
+            torch.manual_seed(0)
+            model = GPT(GPTConfig(vocab_size=65, bias=False, **shape)).eval()
+            theirs = in_transformers(model)
+            for streams in (1, 16):
+                n = model.config.block_size - 1
+                title = f"{name}, {streams} stream{'s'[: streams > 1]}"
+                # Of 16 streams of the larger model the loop is run at every eighth length only.
+                stride = 8 if streams * model.config.n_embd > 4096 else 1
+                loop = without_cache(model, n, streams, stride)
+                ours = n * streams / seconds(lambda m=model, n=n, s=streams: tokens_of(m, n, s))
+                other = n * streams / seconds(lambda m=theirs, n=n, s=streams: transformers_tokens(m, n, s))
+                row |= {
+                    f"{title}: no cache tokens/s": loop,
+                    f"{title}: transformers tokens/s": other,
+                    f"{title}: minigpt tokens/s": ours,
+                    f"{title}: over no cache": ours / loop,
+                    f"{title}: over transformers": ours / other,
+                }
+                if streams == 1:
+                    beyond = past_block(model)
+                    full = without_cache(model, 1, 1, 1, context=model.config.block_size, times=16)
+                    row |= {
+                        f"{name}, past its block: no cache tokens/s": full,
+                        f"{name}, past its block: minigpt tokens/s": beyond,
+                        f"{name}, past its block: over no cache": beyond / full,
+                    }
+                    bound = gb_s * 1e9 / (4 * model.num_params(positions=False))
+                    row[f"{title}: share of the memory's bound"] = ours / bound
+            row |= compiled(model, name)
+            row |= started(model, name, folder)
+        rows.append(row)
+    return rows
+
+
+def without_cache(model: Any, n: int, streams: int, stride: int, context: int = 1, times: int = 1) -> float:
+    """Tokens a second of nanoGPT's loop, which reads the whole text for every token.
+
+    Args:
+        n: how many tokens follow a context, one more each time; every so many (`stride`) are drawn and timed.
+        times: that each is drawn.
+    """
+    import torch
+
+    taken = 0.0
+    with torch.no_grad():
+        for length in range(context, context + n, stride):
+            text = torch.zeros(streams, length, dtype=torch.long)
+            for _ in range(times):
+                start = time.perf_counter()
+                logits = model(text)[:, -1] / 0.8
+                torch.cat((text, torch.multinomial(logits.softmax(dim=-1), 1)), dim=1)
+                taken += time.perf_counter() - start
+    return streams * times * len(range(0, n, stride)) / taken
+
+
+def past_block(model: Any) -> float:
+    """Tokens a second of ours in the second block of a text."""
+    from minigpt.generation import stream
+
+    n, start = model.config.block_size, 0.0
+    for i, _ in enumerate(stream(model, [0], max_new_tokens=2 * n, temperature=0.8)):
+        if i == n:
+            start = time.perf_counter()
+    return (n - 1) / (time.perf_counter() - start)
+
+
+def tokens_of(model: Any, n: int, streams: int, **options: Any) -> None:
+    """Ours, from a prompt of one token."""
+    from minigpt.generation import generate
+
+    generate(model, [0], max_new_tokens=n, temperature=0.8, num_samples=streams, **options)
+
+
+def in_transformers(model: Any) -> Any:
+    """The same weights in transformers' GPT-2, with biases of zero."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = model.config
+    settings = {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd}
+    shape = {"vocab_size": config.vocab_size, "n_positions": config.block_size, "activation_function": "gelu"}
+    theirs = GPT2LMHeadModel(GPT2Config(**settings, **shape, bos_token_id=None, eos_token_id=None)).eval()
+    weights = {name: torch.zeros_like(value) for name, value in theirs.state_dict().items()}
+    weights |= {"transformer.wte.weight": model.wte.weight, "transformer.wpe.weight": model.wpe.weight}
+    weights |= {"lm_head.weight": model.wte.weight, "transformer.ln_f.weight": model.norm.weight}
+    for i, block in enumerate(model.blocks):
+        weights |= {
+            f"transformer.h.{i}.ln_1.weight": block.norm_1.weight,
+            f"transformer.h.{i}.attn.c_attn.weight": block.attention.qkv.weight.T,
+            f"transformer.h.{i}.attn.c_proj.weight": block.attention.out.weight.T,
+            f"transformer.h.{i}.ln_2.weight": block.norm_2.weight,
+            f"transformer.h.{i}.mlp.c_fc.weight": block.mlp.up.weight.T,
+            f"transformer.h.{i}.mlp.c_proj.weight": block.mlp.down.weight.T,
+        }
+    theirs.load_state_dict(weights)
+    tokens = torch.randint(config.vocab_size, (2, 8))
+    with torch.no_grad():
+        assert (theirs(tokens).logits - model(tokens)).abs().max() < 1e-4
+    return theirs
+
+
+def transformers_tokens(model: Any, n: int, streams: int) -> None:
+    """transformers' own decoding, with its cache."""
+    import torch
+
+    prompt = torch.zeros(streams, 1, dtype=torch.long)
+    mask = torch.ones_like(prompt)
+    model.generate(
+        prompt, attention_mask=mask, max_new_tokens=n, do_sample=True, temperature=0.8, top_k=0, pad_token_id=0
+    )
+
+
+def compiled(model: Any, name: str) -> dict[str, float]:
+    """The step compiled: how long that takes, and the speed after it."""
+    n = model.config.block_size - 1
+    first = seconds(lambda: tokens_of(model, n, 1, compile=True), times=1)
+    then = seconds(lambda: tokens_of(model, n, 1, compile=True))
+    return {f"{name}, compiled: first text s": first, f"{name}, compiled: tokens/s": n / then}
+
+
+def started(model: Any, name: str, folder: Path) -> dict[str, float]:
+    """From launch to the first character, beyond importing torch."""
+    from minigpt.checkpoints.checkpoint import contents, write
+    from minigpt.data.tokenizer import CharTokenizer
+
+    tokenizer = CharTokenizer.of(map(chr, range(32, 97)))
+    weights = {f"model.{key}": value for key, value in model.state_dict().items()}
+    file = folder / f"{name}.ckpt"
+    write(contents(model.config, tokenizer, {}, "") | {"state_dict": weights}, file)
+    beyond = []
+    for _ in range(3):
+        torch_s = seconds(lambda: subprocess.run([sys.executable, "-c", "import torch"], check=True), times=1)
+        start = time.perf_counter()
+        with subprocess.Popen([sys.executable, SAMPLE, file], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as run:
+            assert run.stdout
+            run.stdout.read(1)
+            beyond.append(time.perf_counter() - start - torch_s)
+    return {f"{name}: launch to first character beyond torch s": statistics.median(beyond)}
+
+
+def bandwidth() -> float:
+    """Gigabytes a second that all threads together read."""
+    import torch
+
+    numbers = torch.ones(LARGE // 4)  # written once: untouched pages would all be one page of zeros
+    return LARGE / 1e9 / min(seconds(numbers.sum, times=1) for _ in range(5))
+
+
+def seconds(work: Callable[[], object], times: int = 3) -> float:
+    """The median time that something takes."""
+    taken = []
+    for _ in range(times):
+        start = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)

@@ -1,0 +1,40 @@
+"""What checkpoints cost: writing one of model=baby, beside the steps between two of them."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+from common import ROOT, TRAIN, launch, summary
+
+from minigpt.checkpoints.checkpoint import BEST, LAST, name_again, read, write
+
+MODEL = "baby"
+
+
+def saving(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Seconds that a checkpoint of a real run takes, synced, and its share of training at the default interval."""
+    interval = yaml.safe_load((ROOT / "configs" / "train.yaml").read_text(encoding="utf-8"))["eval_every"]
+    small = ["data.val_fraction=0.005", "callbacks.samples.max_new_tokens=1", "eval_every=4", "max_steps=4"]
+    rows = []
+    for i in range(args.rounds):
+        run = folder / f"saving{i}"
+        launch([sys.executable, TRAIN, f"model={MODEL}", *small, *args.overrides, f"hydra.run.dir={run}"])
+        told = summary(run)
+        content = read(run / LAST)
+        start = time.perf_counter()
+        write(content, run / LAST)
+        name_again(run / LAST, run / BEST)
+        seconds, step = time.perf_counter() - start, told["seconds"] / told["steps"]
+        rows.append(
+            {
+                "checkpoint MB": (run / LAST).stat().st_size / 1e6,
+                "saving s": seconds,
+                "a step s": step,
+                f"steps between two of {MODEL}": interval,
+                "share of training %": 100 * seconds / (interval * step),
+            }
+        )
+    return rows

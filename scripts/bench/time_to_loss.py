@@ -1,0 +1,156 @@
+"""Time to loss: recipes and the baseline, one after another, and when each crosses given validation losses.
+
+Seconds are of training: evaluation is left out, and the start-up (launch to the first step) is shown apart.
+"""
+
+import argparse
+import re
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import TOKENS_PER_STEP, TRAIN, bare_nanogpt, launch, machine, metrics, summary
+
+BASELINE = "baseline"
+RECIPES = (BASELINE, "sprint_cpu eval_every=5", "sprint_4x128_cpu eval_every=10", "fast_cpu")
+LOSSES = (1.88, 1.6)  # 1.88: published by nanoGPT for its recipe, from 20 random batches
+
+
+def time_to_loss(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Return a row per run: its start-up, its curve, and seconds and steps to every loss of `--losses`."""
+    rows = []
+    for seed in range(1337, 1337 + args.rounds):
+        for recipe in args.recipes or RECIPES:
+            if recipe.split()[0] == BASELINE:
+                rows.append(baseline(recipe, seed, args.overrides))
+            else:
+                rows.append(ours(recipe, seed, folder / f"{len(rows)}", args.overrides))
+    for row in rows:
+        row["crossings"] = {str(loss): crossing(row["curve"], loss) for loss in args.losses}
+    return rows
+
+
+def ours(recipe: str, seed: int, run: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Run a recipe to its end; it may carry settings of its own, as in "sprint_cpu eval_every=5"."""
+    start = time.time()
+    recipe, *settings = recipe.split()
+    command = [sys.executable, TRAIN, f"experiment={recipe}", f"seed={seed}", f"hydra.run.dir={run}"]
+    command += [*overrides, *settings]
+    seen = launch(command, watch=run / "metrics.csv")  # is written when the first row is measured
+    whole = time.time() - start
+    measured = metrics(run)
+    first = next(row for row in measured if row["seconds"])
+    told = summary(run)
+    clock = [(0.0, 0.0)] + [(float(row["step"]), float(row["seconds"])) for row in measured if row["seconds"]]
+    startup = max(0.0, seen.seconds - float(first["seconds"]))
+    steps, seconds = zip(*clock, strict=True)
+    usual = statistics.median(np.diff(seconds) / np.diff(steps)) * steps[1]  # of as many steps as the first row has
+    curve = []
+    for row in measured:
+        if row["val_loss"]:  # between two readings of the clock, steps take equally long
+            at = float(np.interp(int(row["step"]), steps, seconds))
+            curve.append({"step": int(row["step"]), "seconds": at, "loss": float(row["val_loss"])})
+    return {
+        "recipe": recipe,
+        "seed": seed,
+        "params": told["params"],
+        "tokens": told["tokens"],
+        "startup s": startup,
+        "train s": told["seconds"],
+        "rest s": whole - startup - told["seconds"],  # evaluation, checkpoints, samples
+        "first steps s": max(0.0, seconds[1] - usual),  # of training: what the first steps took longer, to compile
+        "curve": curve,
+    }
+
+
+def baseline(recipe: str, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """Run nanoGPT's recipe in plain PyTorch to its end; it may carry settings of its own, too."""
+    ran = bare_nanogpt([f"seed={seed}", *overrides, *recipe.split()[1:]])
+    points = re.findall(r"iter +(\d+) train-s +([\d.]+) wall-s +([\d.]+).* full-val ([\d.]+)", ran.output)
+    steps, wall, trained = int(points[-1][0]), float(points[-1][2]), float(points[-1][1])
+    return {
+        "recipe": BASELINE,
+        "seed": seed,
+        "params": int(re.search(r"params ([\d,]+)", ran.output)[1].replace(",", "")),  # type: ignore[index]
+        "tokens": steps * TOKENS_PER_STEP,
+        "startup s": ran.seconds - wall,
+        "train s": trained,
+        "rest s": wall - trained,
+        "first steps s": 0.0,
+        "curve": [{"step": int(i), "seconds": float(s), "loss": float(loss)} for i, s, _, loss in points],
+    }
+
+
+def crossing(curve: Sequence[dict[str, Any]], loss: float) -> dict[str, Any] | None:
+    """The first validation at or below a loss."""
+    return next((point for point in curve if point["loss"] <= loss), None)
+
+
+def show_time_to_loss(rows: Sequence[dict[str, Any]], losses: Sequence[float]) -> None:
+    """Print a recipe a row: medians over seeds, and the range of the crossing."""
+    recipes = list(dict.fromkeys(row["recipe"] for row in rows))
+    seeds = len(rows) // len(recipes)
+    print(f"\ntime_to_loss, {seeds} seeds, {machine()}; seconds of training, medians (smallest to largest)\n")
+    heads = ["recipe", "params", "start-up", "training", "other", "last loss", "best loss"]
+    heads += [f"to {loss}{what}" for loss in losses for what in ("", ", since launch", ", steps")]
+    print("| " + " | ".join(heads) + " |")
+    print("|" + "---|" * len(heads))
+    for recipe in recipes:
+        some = [row for row in rows if row["recipe"] == recipe]
+        cells = [recipe, f"{some[0]['params']:,}"]
+        cells += [spread([row[name] for row in some]) for name in ("startup s", "train s", "rest s")]
+        cells.append(spread([row["curve"][-1]["loss"] for row in some], 4))
+        cells.append(spread([min(point["loss"] for point in row["curve"]) for row in some], 4))
+        for loss in losses:
+            points = [row["crossings"][str(loss)] for row in some]
+            if not all(points):
+                cells += [f"{sum(map(bool, points))} of {len(some)} seeds", "", ""]
+                continue
+            cells.append(spread([point["seconds"] for point in points]))
+            cells.append(spread([row["startup s"] + p["seconds"] for row, p in zip(some, points, strict=True)]))
+            cells.append(spread([point["step"] for point in points], 0))
+        print("| " + " | ".join(cells) + " |")
+
+
+def spread(values: Sequence[float], digits: int = 1) -> str:
+    """Median, smallest and largest."""
+    middle, low, high = statistics.median(values), min(values), max(values)
+    return f"{middle:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})" if len(values) > 1 else f"{middle:.{digits}f}"
+
+
+def draw_time_to_loss(rows: Sequence[dict[str, Any]], losses: Sequence[float], file: Path) -> None:
+    """Draw validation loss over seconds of training, over seconds since launch, and over tokens."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(15, 4.8), sharey=True, layout="constrained")
+    recipes = list(dict.fromkeys(row["recipe"] for row in rows))
+    for row in rows:
+        color = f"C{recipes.index(row['recipe'])}"
+        label = row["recipe"] if row is next(r for r in rows if r["recipe"] == row["recipe"]) else None
+        seconds = [point["seconds"] for point in row["curve"]]
+        last = row["curve"][-1]["step"]
+        loss = [point["loss"] for point in row["curve"]]
+        launched = [row["startup s"] + s for s in seconds]
+        tokens = [point["step"] / last * row["tokens"] for point in row["curve"]]
+        for axis, x in zip(axes, (seconds, launched, tokens), strict=True):
+            axis.plot(x, loss, color=color, label=label, linewidth=1.4, alpha=0.85)
+    names = ("training (seconds)", "since launch, evaluation left out (seconds)", "tokens")
+    for axis, name in zip(axes, names, strict=True):
+        for loss in losses:
+            axis.axhline(loss, color="gray", linestyle=":", linewidth=1)
+        axis.set(xlabel=name, xscale="log", ylim=(None, 2.6))
+        axis.grid(alpha=0.3)
+    for loss in losses:
+        axes[0].annotate(f"{loss}", (0.01, loss), xycoords=("axes fraction", "data"), va="bottom", color="gray")
+    axes[0].set_ylabel("validation loss (nats per character)")
+    axes[0].legend()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=110)
+    plt.close(figure)

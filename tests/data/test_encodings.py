@@ -1,0 +1,208 @@
+"""The files of tiktoken's encodings, against tiktoken itself and a local server."""
+
+import base64
+import errno
+import hashlib
+import os
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import tiktoken
+import tiktoken.load
+import tiktoken.registry
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minigpt.data import encodings
+from minigpt.data.tokenizer import ENCODINGS, PATTERNS, SEPARATOR, from_dict
+from minigpt.utils.errors import UserError
+
+CACHE = os.environ.get("TIKTOKEN_CACHE_DIR")
+TOKENS = [*(bytes([i]) for i in range(256)), b"ab"]
+SMALL = b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(TOKENS))
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+def key(url):
+    return hashlib.sha1(url.encode()).hexdigest()
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch):
+    """No proxy stands between a test and its own server."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+@pytest.fixture(params=["given", "not given"])
+def cache(request, tmp_path, monkeypatch):
+    """An empty folder that is used, because TIKTOKEN_CACHE_DIR says so or because it does not."""
+    monkeypatch.delenv("DATA_GYM_CACHE_DIR", raising=False)
+    if request.param == "given":
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "given"))
+    else:
+        monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
+    return tmp_path / request.param
+
+
+@pytest.fixture
+def nowhere(monkeypatch):
+    """Two files of gpt2 at an address where nobody answers."""
+    urls = [f"http://127.0.0.1:9/gpt-2/{name}" for name in ("vocab.bpe", "encoder.json")]
+    monkeypatch.setattr(encodings, "_FILES", {url: hashlib.sha256(SMALL).hexdigest() for url in urls})
+    return urls
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.server.requests.append(self.path)
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.server.answer)))
+        self.end_headers()
+        self.wfile.write(self.server.answer)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A small encoding that tiktoken itself knows as gpt2, with its one file on a server."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.requests, server.answer = [], SMALL
+        server.url = f"http://127.0.0.1:{server.server_port}/gpt-2/small.tiktoken"
+        Thread(target=server.serve_forever, daemon=True).start()
+        sha256 = hashlib.sha256(SMALL).hexdigest()
+
+        def small():
+            ranks = tiktoken.load.load_tiktoken_bpe(server.url, expected_hash=sha256)
+            special = {SEPARATOR: 257}
+            return {"name": "gpt2", "pat_str": PATTERNS["gpt2"], "mergeable_ranks": ranks, "special_tokens": special}
+
+        monkeypatch.setattr(encodings, "_FILES", {server.url: sha256})
+        monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
+        monkeypatch.setattr(tiktoken.registry, "ENCODING_CONSTRUCTORS", {"gpt2": small})
+        yield server
+        server.shutdown()
+
+
+@pytest.mark.skipif(not CACHE, reason="TIKTOKEN_CACHE_DIR names no folder with the files of gpt2")
+@settings(max_examples=100, deadline=None)
+@given(st.one_of(TEXTS, st.text(" \n\r\t'aAsStT1.!é漢", max_size=60)))
+def test_gpt2_has_the_ids_of_tiktoken(text):
+    reference = tiktoken.get_encoding("gpt2")
+    tokenizer = gpt2()
+    ids = tokenizer.encode(text).tolist()
+    assert ids == reference.encode_ordinary(text)
+    assert tokenizer.decode(ids) == reference.decode(ids) == text
+
+
+def gpt2(made=[]):  # noqa: B006
+    """From its files, and then as a checkpoint keeps it."""
+    if not made:
+        made.append(from_dict(encodings.encoding("gpt2", Path("unused")).to_dict()))
+    return made[0]
+
+
+@pytest.mark.skipif(not CACHE, reason="TIKTOKEN_CACHE_DIR names no folder with the files of gpt2")
+def test_gpt2_is_as_large_as_gpt2():
+    assert gpt2().vocab_size == 50_257
+    assert gpt2().separator.tolist() == [50_256]
+    assert gpt2().encode(SEPARATOR).tolist() == tiktoken.get_encoding("gpt2").encode_ordinary(SEPARATOR)
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_the_files_and_the_patterns_are_those_that_tiktoken_has(name, monkeypatch):
+    import tiktoken_ext.openai_public as public
+
+    asked = {}
+
+    def bpe(file, expected_hash=None):
+        asked[file] = expected_hash
+        return {}
+
+    def gym(vocab_bpe_file, encoder_json_file, vocab_bpe_hash=None, encoder_json_hash=None, **_):
+        asked.update({vocab_bpe_file: vocab_bpe_hash, encoder_json_file: encoder_json_hash})
+        return {}
+
+    monkeypatch.setattr(public, "load_tiktoken_bpe", bpe)
+    monkeypatch.setattr(public, "data_gym_to_mergeable_bpe_ranks", gym)
+    described = public.ENCODING_CONSTRUCTORS[name]()
+    assert described["pat_str"] == PATTERNS[ENCODINGS[name]]
+    assert {url: encodings._FILES[url] for url in encodings._urls(name)} == asked
+
+
+@pytest.mark.parametrize("cache", ["given"], indirect=True)
+def test_without_a_network_one_error_names_both_files_and_where_they_belong(cache, nowhere):
+    with pytest.raises(UserError) as error:
+        encodings.encoding("gpt2", cache)
+    for url in nowhere:
+        assert f"{url} as {cache / key(url)}" in str(error.value)
+    assert "TIKTOKEN_CACHE_DIR" in str(error.value)
+    assert not cache.exists() or list(cache.iterdir()) == []
+
+
+@pytest.mark.parametrize("cache", ["not given"], indirect=True)  # each waits for three seconds
+def test_only_the_file_that_is_missing_is_named(cache, nowhere):
+    cache.mkdir()
+    (cache / key(nowhere[0])).write_bytes(SMALL)
+    with pytest.raises(UserError) as error:
+        encodings.encoding("gpt2", cache)
+    assert nowhere[0] not in str(error.value)
+    assert nowhere[1] in str(error.value)
+    assert [file.name for file in cache.iterdir()] == [key(nowhere[0])]
+
+
+def test_a_missing_file_is_fetched_once_and_tiktoken_finds_it(cache, server):
+    for _ in range(2):
+        tokenizer = encodings.encoding("gpt2", cache)
+        assert tokenizer.encode("cab").tolist() == [99, 256]
+        assert tokenizer.vocab_size == 258
+    assert server.requests == ["/gpt-2/small.tiktoken"]
+    assert (cache / key(server.url)).read_bytes() == SMALL
+    assert [file.name for file in cache.iterdir()] == [key(server.url)]
+
+
+@pytest.mark.parametrize("damage", [b"", SMALL[:100], SMALL.replace(b"256", b"255"), SMALL + b"\n"])
+def test_a_damaged_file_is_fetched_again(cache, server, damage):
+    cache.mkdir()
+    (cache / key(server.url)).write_bytes(damage)
+    assert encodings.encoding("gpt2", cache).encode("cab").tolist() == [99, 256]
+    assert server.requests == ["/gpt-2/small.tiktoken"]
+    assert (cache / key(server.url)).read_bytes() == SMALL
+
+
+@pytest.mark.parametrize("cache", ["not given"], indirect=True)  # each waits for three seconds
+def test_a_file_that_is_not_the_promised_one_is_not_kept(cache, server):
+    server.answer = b"<html>Please log in to this network</html>"
+    with pytest.raises(UserError) as error:
+        encodings.encoding("gpt2", cache)
+    assert f"{server.url} as {cache / key(server.url)}" in str(error.value)
+    assert list(cache.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named(cache, server):
+    cache.write_text("a file")
+    with pytest.raises(UserError) as error:
+        encodings.encoding("gpt2", cache)
+    assert str(cache) in str(error.value)
+    assert os.strerror(errno.EEXIST) in str(error.value)
+
+
+@pytest.mark.parametrize("given_", [None, "elsewhere", ""])
+@pytest.mark.parametrize("works", [True, False])
+def test_the_environment_is_as_it_was(tmp_path, server, monkeypatch, given_, works):
+    monkeypatch.delenv("DATA_GYM_CACHE_DIR", raising=False)
+    if given_ is None:
+        monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
+    else:
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", given_ and str(tmp_path / given_))
+    before = dict(os.environ)
+    if works:
+        encodings.encoding("gpt2", tmp_path / "folder")
+    else:
+        monkeypatch.setattr(tiktoken.registry, "ENCODING_CONSTRUCTORS", {})
+        with pytest.raises(ValueError, match="gpt2"):
+            encodings.encoding("gpt2", tmp_path / "folder")
+    assert dict(os.environ) == before

@@ -1,0 +1,435 @@
+"""Documents out of files, against gzip, zstandard, pyarrow and json, and cuts against the patterns themselves."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import regex
+import zstandard
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from minigpt.data import readers as documents
+from minigpt.data.readers import Piece, cut_point, find_files, pieces, read
+from minigpt.data.tokenizer import PATTERNS, BPETokenizer
+from minigpt.utils.errors import UserError
+
+UNICODE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
+TEXT = "To be, or not to be:\r\nthat is the question. Ünï©ödé 漢字 😀\n\n"
+PROSE = st.lists(
+    st.one_of(
+        st.sampled_from(
+            [" ", "  ", "\n", "\n\n", "\r\n", "\t", "'", "'s", "'LL", "’", "!", "...", "/", "\xa0", "\u2028"]
+        ),
+        st.sampled_from(["a", "B", "ß", "é", "e\u0301", "ǅ", "漢", "字", "。", "ا", "ʰ", "\x1c", "\x85", "😀"]),
+        st.text("0123456789٣½", min_size=1, max_size=5),
+        st.text("abcXYZst", min_size=1, max_size=8),
+    ),
+    max_size=40,
+).map("".join)
+
+COMPRESS = {"": bytes, ".gz": gzip.compress, ".zst": lambda content: zstandard.ZstdCompressor().compress(content)}
+
+
+@pytest.fixture(params=[1, 7, 1 << 20], ids=lambda size: f"blocks of {size}")
+def block(request, monkeypatch):
+    """Bytes that are read at a time."""
+    monkeypatch.setattr(documents, "_BLOCK", request.param)
+    return request.param
+
+
+def texts_of(file, field="text"):
+    """The documents of a file, put together from their pieces."""
+    texts = []
+    for piece in read(file, field):
+        if piece.first:
+            texts.append("")
+        texts[-1] += piece.text
+    return texts
+
+
+def refusal(file, field="text"):
+    with pytest.raises(UserError) as error:
+        list(read(file, field))
+    assert str(file) in str(error.value)
+    return str(error.value)
+
+
+def write_parquet(file, table, **options):
+    pq.write_table(pa.table(table), file, **options)
+    return file
+
+
+# Which files
+
+
+def test_a_file_is_found_whatever_its_name(tmp_path):
+    for name in ("a.txt", "notes", ".hidden", "[odd] *name?.text"):
+        (tmp_path / name).write_text("a")
+        assert find_files(str(tmp_path / name)) == [tmp_path / name]
+
+
+def test_a_folder_gives_the_files_of_known_kinds_in_it_sorted_and_counts_the_others_but_hidden_ones(tmp_path, capsys):
+    known = ["B.TXT", "a.md", "deep/er/c.jsonl", "deep/d.parquet", "e.txt.gz", "f.md.zst", "g.jsonl.GZ"]
+    hidden = [".hidden.txt", ".git/a.py", "deep/.cache/b.txt"]
+    other = ["x.pdf", "y.gz", "noname", "z.txt.bak", "deep/b.PDF"]
+    for name in known + hidden + other:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("a")
+    (tmp_path / "folder.txt").mkdir()
+    for _ in range(2):  # the line comes once
+        assert find_files(str(tmp_path)) == sorted(tmp_path / name for name in known)
+    line = f"data.path={tmp_path}: read 7 files, skipped 5 of other kinds (.bak, .gz, .pdf, no suffix)\n"
+    assert capsys.readouterr() == ("", line)
+
+
+def test_only_the_first_of_several_processes_counts_skipped_files_and_only_where_there_are_any(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / ".hidden").write_text("a")
+    find_files(str(tmp_path))
+    (tmp_path / "b.py").write_text("b")
+    find_files(f"{tmp_path}/*")
+    monkeypatch.setenv("RANK", "1")
+    find_files(str(tmp_path))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_folder_below_a_hidden_one_is_read(tmp_path):
+    (tmp_path / ".data").mkdir()
+    (tmp_path / ".data/a.txt").write_text("a")
+    assert find_files(str(tmp_path / ".data")) == [tmp_path / ".data/a.txt"]
+
+
+def test_a_pattern_gives_the_files_that_match_it_sorted(tmp_path):
+    for name in ("b.txt", "a.txt", "c.md", "deep/er/d.txt", ".hidden.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("a")
+    (tmp_path / "folder.txt").mkdir()
+    assert find_files(f"{tmp_path}/*.txt") == [tmp_path / "a.txt", tmp_path / "b.txt"]
+    assert find_files(f"{tmp_path}/**/*.txt") == sorted(tmp_path / name for name in ("a.txt", "b.txt", "deep/er/d.txt"))
+    assert find_files(f"{tmp_path}/[bc].*") == [tmp_path / "b.txt", tmp_path / "c.md"]
+    (tmp_path / "e.py").write_text("a")
+    assert find_files(f"{tmp_path}/*.py") == [tmp_path / "e.py"]  # of any kind
+
+
+def test_the_home_folder_may_be_meant(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.txt").write_text("a")
+    assert find_files("~/a.txt") == find_files("~/*.txt") == find_files("~") == [tmp_path / "a.txt"]
+
+
+@pytest.mark.parametrize("name", ["missing.txt", "missing/*.txt", "empty", "pictures"])
+def test_where_there_is_no_text_the_error_names_the_path(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures/a.png").write_bytes(b"a")
+    with pytest.raises(UserError) as error:
+        find_files(str(tmp_path / name))
+    assert str(tmp_path / name) in str(error.value)
+
+
+# What is in them
+
+
+@pytest.mark.parametrize("packed", COMPRESS)
+@pytest.mark.parametrize("kind", [".txt", ".py", ""])
+def test_a_text_file_is_one_document_as_it_is(tmp_path, block, kind, packed):
+    file = tmp_path / f"a{kind}{packed}"
+    file.write_bytes(COMPRESS[packed](TEXT.encode() * 20))
+    assert texts_of(file) == [TEXT * 20]
+    assert [piece.read for piece in read(file, "text")][-1] == file.stat().st_size
+
+
+@pytest.mark.parametrize("packed", COMPRESS)
+def test_an_empty_file_is_an_empty_document(tmp_path, packed):
+    file = tmp_path / f"a.txt{packed}"
+    file.write_bytes(COMPRESS[packed](b""))
+    assert [(piece.text, piece.first) for piece in read(file, "text")] == [("", True)]
+
+
+@pytest.mark.parametrize("packed", COMPRESS)
+def test_every_line_of_json_lines_is_a_document(tmp_path, block, packed):
+    texts = [TEXT, "", "two\nlines", "a\u2028b\x85c", "ascii", "😀" * 10]
+    lines = [json.dumps({"id": i, "story": t}, ensure_ascii=i % 2 == 0) for i, t in enumerate(texts)]
+    file = tmp_path / f"a.jsonl{packed}"
+    for content in ("\n".join(lines), "\n".join(lines) + "\n", "\r\n".join(lines), "\n\n  \n" + "\n \n\n".join(lines)):
+        file.write_bytes(COMPRESS[packed](content.encode()))
+        found = list(read(file, "story"))
+        assert [piece.text for piece in found] == texts
+        assert all(piece.first for piece in found)
+
+
+def test_an_empty_file_of_json_lines_has_no_document(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n\n")
+    assert texts_of(tmp_path / "a.jsonl") == []
+
+
+def test_halves_of_characters_in_json_become_replacement_characters(tmp_path):
+    (tmp_path / "a.jsonl").write_text(r'{"text": "a\ud800b\udc00c\ud83d\ude00d\udc00\ud800é"}')
+    assert texts_of(tmp_path / "a.jsonl") == ["a\ufffdb\ufffdc😀d\ufffd\ufffdé"]
+
+
+@pytest.mark.parametrize("packed", COMPRESS)
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ('{"title": "a", "body": "b", "year": 7}', ["title", "body"]),
+        ('{"title": "a", "text": null, "body": "b"}', ["title", "body"]),
+        ('{"title": "a", "text": ["b"]}', ["title"]),
+        ('{"year": 7}', ["no field"]),
+        ('["text"]', ["no field"]),
+        ('"text"', ["no field"]),
+    ],
+)
+def test_a_missing_field_names_its_line_and_the_fields_that_there_are(tmp_path, block, line, names, packed):
+    file = tmp_path / f"a.jsonl{packed}"
+    file.write_bytes(COMPRESS[packed](('{"text": "fine"}\n\n' + line).encode()))
+    message = refusal(file)
+    assert "line 3:" in message
+    assert "year" not in message
+    assert all(name in message for name in names)
+
+
+@pytest.mark.parametrize("line", ["{", "not JSON", '{"text": "a"} {"text": "b"}', "[" * 100_000], ids=lambda x: x[:9])
+def test_what_is_not_json_is_named_by_its_line(tmp_path, line):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n \n\n' + line + '\n{"text": "b"}\n')
+    assert "line 4:" in refusal(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())], ids=str)
+def test_every_row_of_parquet_is_a_document(tmp_path, kind):
+    texts = [TEXT, "", "two\nlines"] + [f"row {i}" for i in range(1000)]
+    file = write_parquet(
+        tmp_path / "a.parquet", {"id": range(1003), "story": pa.array(texts).cast(kind)}, row_group_size=300
+    )
+    found = list(read(file, "story"))
+    assert [piece.text for piece in found] == texts
+    assert all(piece.first for piece in found)
+    assert found[-1].read == file.stat().st_size
+
+
+@pytest.mark.parametrize(
+    "column",
+    [pa.array([1, 2]), pa.array([["a"], ["b", "c"]]), pa.array([{"string": "a"}, {"string": "b"}])],
+    ids=lambda column: str(column.type),
+)
+def test_a_column_without_text_names_the_columns_with_text(tmp_path, column):
+    file = write_parquet(tmp_path / "a.parquet", {"title": ["a", "b"], "body": ["c", "d"], "other": column})
+    for field in ("text", "other"):
+        message = refusal(file, field)
+        assert "title, body" in message
+        assert field in message
+
+
+def test_a_parquet_file_without_text_says_so(tmp_path):
+    assert "no column" in refusal(write_parquet(tmp_path / "a.parquet", {"year": [1]}))
+
+
+# Compression
+
+
+@pytest.mark.parametrize("kind", [".gz", ".zst"])
+def test_several_compressed_parts_are_one_file(tmp_path, block, kind):
+    parts = ["one ", "", "zwei ", TEXT, "", "trois"]
+    file = tmp_path / f"a.txt{kind}"
+    file.write_bytes(b"".join(COMPRESS[kind](part.encode()) for part in parts))
+    assert texts_of(file) == ["".join(parts)]
+
+
+def test_a_zstandard_frame_with_a_large_window_and_no_size_is_read(tmp_path):
+    content = b"".join(b"%d little words\n" % i for i in range(20_000))
+    parameters = zstandard.ZstdCompressionParameters.from_level(3, window_log=28, write_content_size=0)
+    (tmp_path / "a.txt.zst").write_bytes(zstandard.ZstdCompressor(compression_params=parameters).compress(content))
+    assert texts_of(tmp_path / "a.txt.zst") == [content.decode()]
+
+
+@pytest.mark.parametrize("packed", [".gz", ".zst"])
+@pytest.mark.parametrize("kind", [".txt", ".jsonl"])
+def test_a_compressed_file_that_is_cut_short_is_refused_wherever_it_is_cut(tmp_path, kind, packed):
+    row = json.dumps({"text": TEXT}) + "\n"
+    whole = COMPRESS[packed](row.encode())
+    file = tmp_path / f"a{kind}{packed}"
+    for content, starts in ((whole, 1), (whole * 2, len(whole) + 1)):
+        for length in range(starts, len(content), 5 if len(content) == len(whole) else 23):
+            file.write_bytes(content[:length])
+            assert packed.strip(".")[:2] in refusal(file)
+
+
+@pytest.mark.parametrize("packed", [".gz", ".zst"])
+def test_what_is_not_compressed_in_spite_of_its_name_is_refused(tmp_path, packed):
+    file = tmp_path / f"a.txt{packed}"
+    for content in (b"plain text", COMPRESS[packed](b"a") + b"plain text after it"):
+        file.write_bytes(content)
+        refusal(file)
+
+
+@pytest.mark.parametrize("packed", [".gz", ".zst"])
+def test_damage_within_a_compressed_file_is_noticed(tmp_path, packed):
+    text = " ".join(map(str, range(5000))).encode()
+    compress = gzip.compress if packed == ".gz" else zstandard.ZstdCompressor(write_checksum=True).compress
+    file, whole = tmp_path / f"a.txt{packed}", compress(text)
+    for place in range(20, len(whole), len(whole) // 40):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
+        refusal(file)  # damaged, or no text
+
+
+def test_a_damaged_parquet_file_is_refused(tmp_path):
+    good = write_parquet(tmp_path / "good.parquet", {"text": [f"row {i} {TEXT}" for i in range(2000)]})
+    whole, file = good.read_bytes(), tmp_path / "a.parquet"
+    for length in (0, 1, 4, 100, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        refusal(file)
+    zeros = bytes(len(whole) // 3)
+    file.write_bytes(whole[:100] + zeros + whole[100 + len(zeros) :])
+    refusal(file)
+
+
+def test_parquet_whose_text_is_not_utf8_is_refused(tmp_path):
+    good = write_parquet(tmp_path / "a.parquet", {"text": ["abcdefgh"]}, compression="none", use_dictionary=False)
+    good.write_bytes(good.read_bytes().replace(b"abcdefgh", b"abc\xffefgh"))
+    refusal(good)
+
+
+@pytest.mark.parametrize("packed", [".gz", ".zst"])
+def test_parquet_in_another_compression_is_refused(tmp_path, packed):
+    good = write_parquet(tmp_path / "good.parquet", {"text": ["a"]})
+    file = tmp_path / f"a.parquet{packed}"
+    file.write_bytes(COMPRESS[packed](good.read_bytes()))
+    assert packed in refusal(file)
+
+
+# What is no text
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), UNICODE, UNICODE, st.integers(1, 9), st.sampled_from(sorted(COMPRESS)))
+def test_a_binary_file_is_refused_with_the_offset_of_its_zero(tmp_path_factory, data, before, after, block, packed):
+    file = tmp_path_factory.mktemp("zero") / f"a.txt{packed}"
+    file.write_bytes(COMPRESS[packed](before.encode() + b"\0" + after.encode()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "_BLOCK", block)
+        assert f"offset {len(before.encode()):,};" in refusal(file)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    UNICODE,
+    st.sampled_from(
+        [b"\xff", b"\xe4", b"\xe4hnlich", b"\xf0\x9f\x98", b"\xed\xa0\x80", b"\xc0\xaf", b"\xe6\xbca", b"\x80"]
+    ),
+    UNICODE.filter(lambda text: not text or text[0].isascii()),
+    st.integers(1, 9),
+    st.sampled_from(sorted(COMPRESS)),
+)
+def test_another_encoding_is_refused_with_the_offset_of_its_first_byte(
+    tmp_path_factory, before, bad, after, block, packed
+):
+    content = before.encode() + bad + after.encode()
+    with pytest.raises(UnicodeDecodeError) as reference:
+        content.decode()
+    file = tmp_path_factory.mktemp("latin") / f"a.txt{packed}"
+    file.write_bytes(COMPRESS[packed](content))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "_BLOCK", block)
+        assert f"offset {reference.value.start:,};" in refusal(file)
+
+
+@settings(max_examples=60, deadline=None)
+@given(UNICODE, st.integers(1, 9), st.sampled_from(sorted(COMPRESS)))
+@example("\ufeffa\ufeff", 1, "")
+@example("\ufeffa\ufeff", 9, ".gz")
+def test_characters_across_blocks_are_whole_and_a_byte_order_mark_is_left_out(tmp_path_factory, text, block, packed):
+    file = tmp_path_factory.mktemp("blocks") / f"a.txt{packed}"
+    file.write_bytes(COMPRESS[packed](text.encode()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "_BLOCK", block)
+        assert texts_of(file) == [text.removeprefix("\ufeff")]
+
+
+def test_utf16_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_bytes("Hello".encode("utf-16"))
+    refusal(tmp_path / "a.txt")
+
+
+# Where they are cut
+
+
+@given(st.lists(PROSE), st.integers(2, 60))
+def test_the_pieces_of_a_text_are_the_text_and_only_the_first_begins_it(blocks, block):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "_BLOCK", block)
+        found = list(pieces((text, 10 * i) for i, text in enumerate(blocks)))
+    assert "".join(piece.text for piece in found) == "".join(blocks)
+    assert [piece.first for piece in found] == [True] + [False] * (len(found) - 1)
+    assert all(piece.text for piece in found) or found == [Piece("", True, max(0, 10 * len(blocks) - 10))]
+    assert [piece.read for piece in found] == sorted(piece.read for piece in found)
+
+
+def test_a_long_text_comes_in_several_pieces(tmp_path):
+    text = "".join(f"{i}: a line of some words.\n" for i in range(150_000))
+    (tmp_path / "a.txt").write_text(text)
+    found = list(read(tmp_path / "a.txt", "text"))
+    assert "".join(piece.text for piece in found) == text
+    assert len(found) > 3
+    assert [piece.first for piece in found] == [True] + [False] * (len(found) - 1)
+
+
+def test_a_text_without_a_good_place_is_cut_all_the_same(monkeypatch):
+    monkeypatch.setattr(documents, "_BLOCK", 100)
+    monkeypatch.setattr(documents, "_LONGEST", 1000)
+    found = list(pieces(("1" * 100, i) for i in range(35)))
+    assert "".join(piece.text for piece in found) == "1" * 3500
+    assert [piece.first for piece in found] == [True] + [False] * (len(found) - 1)
+    assert max(len(piece.text) for piece in found) < 1200
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@settings(max_examples=200, deadline=None)
+@given(seen=PROSE, unseen=PROSE)
+def test_a_pattern_finds_the_same_in_the_two_parts_of_a_cut_text(name, seen, unseen):
+    cut, pattern = cut_point(seen), regex.compile(PATTERNS[name])
+    text = seen + unseen  # what follows is not known where a text is cut
+    assert 0 <= cut < len(seen) or cut == 0
+    assert pattern.findall(text) == pattern.findall(text[:cut]) + pattern.findall(text[cut:])
+
+
+@pytest.mark.parametrize(
+    ("text", "cut"),
+    [
+        ("one two\nthree four", 8),
+        ("one two three", 7),
+        ("one\n\ntwo", 0),
+        ("one  two", 0),
+        ("one 2 three", 0),
+        ("!\nthree", 2),
+        ("one \ntwo", 0),
+        ("\none", 0),
+        ("one\n", 0),
+        ("", 0),
+    ],
+)
+def test_a_text_is_cut_after_a_line_break_or_before_a_space(text, cut):
+    assert cut_point(text) == cut
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(PROSE, min_size=1), st.integers(2, 60))
+def test_a_text_in_pieces_has_the_ids_of_the_whole_text(blocks, block):
+    tokenizer = trained()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "_BLOCK", block)
+        found = list(pieces((text, 0) for text in blocks))
+    ids = [i for piece in found for i in tokenizer.encode(piece.text).tolist()]
+    assert ids == tokenizer.encode("".join(blocks)).tolist()
+
+
+def trained(made=[]):  # noqa: B006
+    if not made:
+        text = Path(__file__).read_text(encoding="utf-8") + "\n\n\n  a\n b's aa XYZ 123 ... \n" * 50
+        made.append(BPETokenizer.train([text], 600))
+    return made[0]

@@ -1,0 +1,205 @@
+"""The benchmarks, made small."""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from conftest import CONFIGS, SCRIPTS
+from hydra import compose, initialize_config_dir
+from matplotlib import image
+
+from minigpt.config import GPTConfig
+from minigpt.model import GPT
+from minigpt.schedules import cosine
+
+
+def bench(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPTS / "bench"), *arguments]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=300)
+
+
+@pytest.mark.slow
+def test_attention_is_measured_into_a_table_a_json_file_and_a_picture(tmp_path: Path) -> None:
+    done = bench("attention", "--sizes", "64,512,2048", "--rounds", "1", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = json.loads((tmp_path / "runs" / "bench" / "attention.json").read_text(encoding="utf-8"))
+    rows = told["rows"]
+    assert told["benchmark"] == "attention"
+    assert [(row["dropout"], row["T"]) for row in rows] == [(p, T) for p in (0, 0.1) for T in (64, 512, 2048)]
+    for row in rows:
+        for path in ("fused", "explicit"):
+            assert 0 < row[f"{path} forward ms"] < row[f"{path} ms"]
+            assert (f"{path} MB" in row) == (row["T"] >= 256)
+        assert row["fused/explicit"] > 0
+
+    table = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("|")]
+    assert {len(cells) for cells in table} == {10}
+    assert [cells[2].strip() for cells in table[2:]] == ["64", "512", "2048"] * 2
+    assert done.stdout.count("memory grows as T^") == 4
+    assert done.stdout.count("attend is ") == 2
+
+    picture = image.imread(tmp_path / "runs" / "bench" / "attention.png")[:, :, :3] * 255
+    assert picture.shape[0] >= 400
+    assert picture.shape[1] >= 1000
+    for color in ((31, 119, 180), (255, 127, 14)):  # matplotlib's tab:blue and tab:orange
+        assert (abs(picture - color).max(axis=-1) < 2).sum() > 500
+
+    if sys.platform == "linux":  # elsewhere the system tells a lower bound of the memory
+        short, long, dropped = rows[1], rows[2], rows[5]
+        weights = 2 * 2048**2 * 4 / 2**20  # MB of the two heads' matrices at T = 2048
+        assert long["explicit MB"] > 2 * weights > weights > long["fused MB"]
+        assert math.log(long["explicit MB"] / short["explicit MB"], 4) > 1.6
+        assert math.log(long["fused MB"] / short["fused MB"], 4) < 1.4
+        # The kernel that is named is the one that memory shows.
+        assert (dropped["kernel"] is None) == (dropped["fused MB"] > weights)
+        assert long["kernel"] == "flash"
+
+
+@pytest.mark.parametrize("sizes", ["", "64,", "0", "-1", "many"])
+def test_impossible_lengths_are_one_line(sizes: str, tmp_path: Path) -> None:
+    done = bench("attention", f"--sizes={sizes}", folder=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"--sizes={sizes} " in done.stderr
+
+
+def figures(folder: Path, name: str) -> dict[str, float]:
+    """The figures of a benchmark of one round."""
+    (row,) = json.loads((folder / "runs" / "bench" / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    return row
+
+
+@pytest.mark.slow
+def test_recipes_are_timed_beside_a_bare_loop_of_theirs(small: list[str], tmp_path: Path) -> None:
+    options = ["--recipes", "sprint_cpu,nanogpt_cpu", "--rounds", "1", "--steps", "12"]
+    done = bench("step", *options, "--overrides", *small, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = figures(tmp_path, "step")
+    for recipe in ("sprint_cpu", "nanogpt_cpu"):
+        ours, bare = (told[f"{recipe}: {name} tokens/s"] for name in ("minigpt", "bare"))
+        assert told[f"{recipe}: ratio"] == pytest.approx(ours / bare)
+        assert 0 < told[f"{recipe}: minigpt share"] < 1
+        assert told[f"{recipe}: minigpt share"] / told[f"{recipe}: bare share"] == pytest.approx(ours / bare)
+    assert told["nanogpt_cpu: baseline tokens/s"] > 0
+
+
+@pytest.mark.slow
+def test_what_is_for_a_gpu_is_measured_by_one_command(small: list[str], tmp_path: Path) -> None:
+    options = ["--rounds", "1", "--overrides", *small, "compile=false"]
+    done = bench("gpu", *options, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = figures(tmp_path, "gpu")
+    assert told["best_gpu: best loss"] > 0
+    assert math.isnan(told["fast_gpu: steps to 1.4655"])  # not in 20 steps of a tiny model
+    assert told["gpt2: tokens_per_second"] > 0
+
+
+def test_without_a_gpu_its_benchmark_says_so_in_one_line(tmp_path: Path) -> None:
+    done = bench("gpu", folder=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "no CUDA GPU" in done.stderr
+
+
+@pytest.fixture
+def nanogpt(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script of the baseline."""
+    monkeypatch.syspath_prepend(str(SCRIPTS / "bench"))
+    import bare_nanogpt
+
+    return bare_nanogpt
+
+
+def test_the_baseline_is_the_recipe_nanogpt_cpu(nanogpt: ModuleType) -> None:
+    """Of one size, one loss at equal weights, and one learning rate at every step."""
+    torch.manual_seed(0)
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        cfg = compose("train", overrides=["experiment=nanogpt_cpu"])
+    ours, baseline = GPT(GPTConfig(**{**cfg.model, "vocab_size": 65})), nanogpt.GPT(65)
+    assert sum(p.numel() for p in baseline.parameters()) == ours.num_params() == 804_096
+    assert (cfg.data.batch_size, cfg.model.block_size) == (nanogpt.BATCH, nanogpt.BLOCK)
+    with torch.no_grad():  # both list their parameters from the embeddings to the last norm, block by block
+        for mine, theirs in zip(ours.parameters(), baseline.parameters(), strict=True):
+            assert mine.shape == theirs.shape
+            mine.copy_(theirs.normal_(std=0.2))
+    x, y = torch.randint(65, (2, 3, 64))
+    torch.testing.assert_close(baseline(x, y), ours(x, y))
+    peak = cfg.optimizer.lr
+    for step in range(cfg.max_steps):
+        factor = cosine(step, max_steps=cfg.max_steps, warmup_steps=100, final=0.1)
+        assert nanogpt.learning_rate(step, cfg.max_steps) == pytest.approx(peak * factor)
+
+
+@pytest.mark.parametrize("characters", [2, 65, 5 * 64 + 7])
+def test_the_baseline_scores_every_token_but_the_first(
+    nanogpt: ModuleType, monkeypatch: pytest.MonkeyPatch, characters: int
+) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(nanogpt, "VAL_BATCH", 2)
+    model, tokens = nanogpt.GPT(9), torch.randint(9, (characters,))
+    with torch.no_grad():
+        windows = [slice(start, min(start + 64, characters - 1)) for start in range(0, characters - 1, 64)]
+        losses = [model(tokens[None, :-1][:, at], tokens[None, 1:][:, at]).item() for at in windows]
+    mean = np.average(losses, weights=[at.stop - at.start for at in windows])
+    assert nanogpt.validate(model, tokens) == pytest.approx(mean, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_baseline_and_the_recipes_are_timed_by_one_command(small: list[str], tmp_path: Path) -> None:
+    done = bench("time_to_loss", "--rounds", "1", "--losses", "4,0.1", "--overrides", *small, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    told = json.loads((tmp_path / "runs" / "bench" / "time_to_loss.json").read_text(encoding="utf-8"))
+    assert [row["recipe"] for row in told["rows"]] == ["baseline", "sprint_cpu", "sprint_4x128_cpu", "fast_cpu"]
+    assert [len(row["curve"]) for row in told["rows"]] == [2, 4, 2, 2]
+    for row in told["rows"]:
+        assert row["curve"][-1]["step"] == 20
+        first = next(point for point in row["curve"] if point["loss"] <= 4)
+        assert row["crossings"] == {"4.0": first, "0.1": None}
+        assert 0 < first["seconds"] <= row["train s"] + 0.01
+    assert done.stdout.count("\n| ") == 1 + 4
+    assert image.imread(tmp_path / "runs" / "bench" / "time_to_loss.png").shape[1] >= 1000
+
+
+def test_what_a_measured_run_says_when_it_fails_is_handed_on(tmp_path: Path) -> None:
+    done = bench("time_to_loss", "--recipes", "sprnt_cpu", "--rounds", "1", folder=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "experiment=sprnt_cpu does not exist (did you mean sprint_cpu?)" in done.stderr
+
+
+@pytest.mark.slow
+def test_decoding_is_timed_beside_a_loop_and_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS / "bench"))
+    import sampling
+
+    monkeypatch.setattr(sampling, "SHAPES", {"tiny": {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 16}})
+    monkeypatch.setattr(sampling, "LARGE", 1 << 20)
+    (row,) = sampling.sampling(argparse.Namespace(rounds=1), tmp_path)
+    for streams in ("1 stream", "16 streams"):
+        loop, other, ours = (
+            row[f"tiny, {streams}: {what} tokens/s"] for what in ("no cache", "transformers", "minigpt")
+        )
+        assert row[f"tiny, {streams}: over no cache"] == pytest.approx(ours / loop)
+        assert row[f"tiny, {streams}: over transformers"] == pytest.approx(ours / other)
+    bound = 1e9 * row["memory GB/s"] / (4 * (65 * 16 + 12 * 16**2 + 3 * 16))  # the weights, in bytes
+    assert row["tiny, 1 stream: share of the memory's bound"] == pytest.approx(
+        row["tiny, 1 stream: minigpt tokens/s"] / bound
+    )
+    assert all(row[f"tiny, {what} tokens/s"] > 0 for what in ("compiled:", "past its block: minigpt"))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_timed_beside_the_steps_between_two(small: list[str], tmp_path: Path) -> None:
+    # The bench's own settings come first, so these hold.
+    own = [setting for setting in small if not setting.startswith(("max_steps", "eval_every", "model.n_head"))]
+    done = bench("saving", "--rounds", "1", "--overrides", *own, "model.n_head=2", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads((tmp_path / "runs" / "bench" / "saving.json").read_text(encoding="utf-8"))["rows"]
+    assert row["steps between two of baby"] == 250
+    assert row["share of training %"] == pytest.approx(100 * row["saving s"] / (250 * row["a step s"]))

@@ -1,0 +1,270 @@
+"""The scripts as a user starts them: processes, exit codes, signals, bad input."""
+
+import csv
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def losses(folder: Path) -> list[float]:
+    with open(folder / "metrics.csv", newline="") as file:
+        return [float(row[name]) for row in csv.DictReader(file) for name in ("train_loss", "val_loss") if row[name]]
+
+
+def one_line(result: Any) -> str:
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    return lines[0]
+
+
+def test_train_then_sample(launch: Callable[..., Any], tmp_path: Path) -> None:
+    trained = launch("train.py", cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    assert "Traceback" not in trained.stderr
+    (folder,) = (path for path in (tmp_path / "runs").iterdir() if not path.is_symlink())
+    assert (tmp_path / "runs" / "latest").resolve() == folder
+    assert (folder / ".hydra" / "config.yaml").exists()
+    assert {"run folder", "best checkpoint", "curves"} <= set(
+        re.findall(r"^([a-z ]+?)  ", trained.stdout, re.MULTILINE)
+    )
+
+    command = re.search(r"^sample again +(.*)$", trained.stdout, re.MULTILINE)[1]
+    again = subprocess.run(command.split(), cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+
+    # Without a run folder, the newest run; text and nothing else on stdout; the same seed, the same text.
+    flags = ["--prompt", "1: the", "--num-samples", "3", "--max-new-tokens", "30", "--seed", "7", "--top-k", "5"]
+    first, second = (launch("sample.py", *flags, cwd=tmp_path) for _ in range(2))
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == second.stdout
+    separators = re.findall(r"^── sample \d ──\n", first.stdout, re.MULTILINE)
+    assert len(first.stdout) == 3 * (len("1: the") + 30 + 1) + len("".join(separators))
+    assert len(separators) == 3
+    assert "best.ckpt" in first.stderr
+
+    unknown = launch("sample.py", str(folder), "--prompt", "ROMEO: é", cwd=tmp_path)
+    assert unknown.returncode == 2
+    assert unknown.stdout == ""
+    assert "'é'" in unknown.stderr.splitlines()[-1]
+
+
+TWO = ["trainer.accelerator=cpu", "trainer.devices=2"]
+MUON = ["optimizer=muon", "optimizer.lr=0.02"]
+
+
+@pytest.mark.parametrize("settings", [[], pytest.param(MUON, marks=pytest.mark.slow)], ids=["adamw", "muon"])
+@pytest.mark.slow  # test_metrics.py trains on two processes in the quick suite
+def test_two_processes_give_the_losses_of_one(
+    launch: Callable[..., Any],
+    train: Callable[..., Any],
+    tmp_path: Path,
+    settings: list[str],
+) -> None:
+    settings = [*settings, "trainer.precision=64-true"]
+    two = launch("train.py", "trainer=ddp", *TWO, *settings, f"hydra.run.dir={tmp_path}/two")
+    assert two.returncode == 0, two.stderr
+    train(*settings, folder=tmp_path / "one")
+    # In 64 bits but for the sum of a validation.
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
+    sampled = launch("sample.py", f"{tmp_path}/two", "--max-new-tokens", "5")
+    assert sampled.returncode == 0, sampled.stderr
+
+
+@pytest.mark.slow
+def test_processes_that_torchrun_starts_train_one_model(
+    small: list[str], train: Callable[..., Any], tmp_path: Path
+) -> None:
+    train("max_steps=10", folder=tmp_path / "runs/first")
+    one = train(f"resume={tmp_path}/runs/first", folder=tmp_path / "one")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "scripts/train.py"), *small, "resume=runs/latest"]
+    two = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert two.returncode == 0, two.stderr
+    latest = (tmp_path / "runs/latest").resolve()
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"first", "latest", latest.name}
+    summary = json.loads((latest / "summary.json").read_text())
+    assert (summary["world_size"], summary["steps"], summary["status"]) == (2, 20, "completed")
+    assert losses(latest) == pytest.approx(losses(one.folder), abs=1e-5)
+    assert two.stderr.count("run folder") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["trainer=fsdp", *MUON], "error: optimizer=muon needs whole matrices"),
+        (["trainer=ddp", "data.batch_size=5"], "error: data.batch_size=5 does not divide among 2 processes"),
+    ],
+)
+def test_what_two_processes_cannot_do_is_one_line(
+    launch: Callable[..., Any], tmp_path: Path, settings: list[str], says: str
+) -> None:
+    refused = launch("train.py", *settings, *TWO, f"hydra.run.dir={tmp_path}/two")
+    assert refused.returncode == 2
+    assert one_line(refused).startswith(says)
+    assert not (tmp_path / "two").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_signal_ends_a_run_in_order(small: list[str], tmp_path: Path, signum: signal.Signals, devices: int) -> None:
+    folder = tmp_path / "run"
+    several = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"] if devices == 2 else []
+    command = [sys.executable, str(ROOT / "scripts" / "train.py"), *small, *several]
+    command += ["max_steps=1000000", "eval_every=1000000", f"hydra.run.dir={folder}"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        deadline = time.monotonic() + 300
+        while not (folder / "metrics.csv").exists():
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.1)
+        # A terminal's Ctrl-C reaches every process; a scheduler's SIGTERM reaches the first.
+        if signum == signal.SIGINT:
+            os.killpg(process.pid, signum)
+        else:
+            process.send_signal(signum)
+        stderr = process.communicate(timeout=300)[1]
+    assert process.returncode == 128 + signum
+    *_, resume, last = stderr.strip().splitlines()
+    assert last == f"interrupted by {signum.name}"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert summary["steps"] > 0
+    assert (folder / "checkpoints" / "last.ckpt").exists()
+    assert (folder / "curves.png").exists()
+    again = [*shlex.split(resume.removeprefix("resume with: ")), f"max_steps={summary['steps'] + 1}"]
+    resumed = subprocess.run(again, capture_output=True, text=True, check=False)
+    assert resumed.returncode == 0, resumed.stderr
+    assert json.loads((folder / "summary.json").read_text())["steps"] == summary["steps"] + 1
+
+
+BAD_INPUT = {
+    "max_stepz=3": "there is no setting max_stepz (did you mean max_steps?)",
+    "model.n_heads=4": "there is no setting model.n_heads (did you mean model.n_head?)",
+    "modell=nano": "there is no setting modell (did you mean model?)",
+    "model=nanoo": "model=nanoo does not exist (did you mean nano?); model= takes baby,",
+    "experiment=nanogpt": "experiment=nanogpt does not exist (did you mean nanogpt_",
+    "model.n_embd=101": "n_embd=101 is not divisible by n_head=2",
+    "optimizer.lr=-1": "optimizer.lr=-1 is not possible; it takes a number above 0",
+    "max_steps=0": "max_steps=0 is not possible; it takes a whole number of at least 1",
+    "max_steps=many": "max_steps=many is not possible",
+    "model.norm=batchnorm": "norm=batchnorm is not possible; it takes layernorm or rmsnorm",
+    "data.path=missing.txt": "data.path=missing.txt does not exist",
+    "data.path=empty.txt": "empty.txt is empty",
+    "data.path=latin.txt": "latin.txt is not UTF-8 text: bad byte at offset 3",
+    "data.path=short.txt": "not one block of 16 and its next token",
+    "hydra.run.dir=empty.txt/run": "not a directory",
+    "data.folder=empty.txt/data": "not a directory",
+    "trainer.accelerator=cuda": "trainer.accelerator=cuda: this machine has none",
+    "+trainer.colour=red": "trainer.colour is not an option; trainer takes accelerator,",
+    "callbacks.samples.top_k=0": "top_k=0 is not possible",
+    "callbacks.samples.prompt=Zebra": "the tokenizer does not know 'Z'",
+    "max_steps=[1": "cannot read the override max_steps=[1",
+}
+
+
+LATE = {
+    "trainer.accelerator=cuda",
+    "callbacks.samples.top_k=0",
+    "callbacks.samples.prompt=Zebra",
+}
+
+
+@pytest.mark.parametrize(
+    "override",  # those that are seen to be bad after the imports take long
+    [pytest.param(override, marks=[pytest.mark.slow] if override in LATE else []) for override in BAD_INPUT],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(override: str, launch: Callable[..., Any], tmp_path: Path) -> None:
+    if "cuda" in override and shutil.which("nvidia-smi"):
+        pytest.skip("this machine has what the test wants missing")
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "latin.txt").write_bytes("caf\xe9 au lait".encode("latin-1"))
+    (tmp_path / "short.txt").write_text("too short")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    result = launch("train.py", override, cwd=tmp_path)
+    assert result.returncode == 2, result.stderr
+    line = one_line(result)
+    assert line.startswith("error: ")
+    assert BAD_INPUT[override] in line
+    after = sorted(path.name for path in tmp_path.iterdir())
+    assert [name for name in after if name not in before] in ([], ["data"], ["runs"], ["data", "runs"])
+    assert not [path for path in (tmp_path / "runs").glob("*") if path.is_dir()]
+
+
+def test_a_traceback_is_shown_on_request(launch: Callable[..., Any], tmp_path: Path) -> None:
+    result = launch("train.py", "max_steps=0", cwd=tmp_path, env={**os.environ, "MINIGPT_TRACEBACK": "1"})
+    assert "Traceback" in result.stderr
+    assert result.returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "no run with a checkpoint in runs/"),
+        (["nowhere"], "nowhere does not exist"),
+        (["."], "holds no checkpoints/best.ckpt"),
+        (["text.txt"], "text.txt is not a"),
+        (["text.txt", "--top-k", "0"], "top_k=0 is not possible"),
+    ],
+)
+def test_bad_input_to_sample_is_one_line(
+    arguments: list[str], said: str, launch: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_text("no checkpoint")
+    result = launch("sample.py", *arguments, cwd=tmp_path)
+    assert result.returncode == 2
+    assert said in one_line(result)
+
+
+def test_help_is_written_for_people(launch: Callable[..., Any]) -> None:
+    shown = launch("train.py", "--help", small_run=False).stdout
+    groups = {path.name for path in (ROOT / "configs").iterdir() if path.is_dir()} - {"hydra"}
+    for group in groups:
+        assert re.search(rf"^ *{group}: .+", shown, re.MULTILINE), group
+    assert shown.count("python scripts/train.py") >= 4
+    assert "powered by Hydra" not in shown
+
+
+def test_a_wrong_setting_is_found_before_torch_is_imported(small: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-X", "importtime", str(ROOT / "scripts" / "train.py"), *small, "model.n_embd=101"]
+    imported = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stderr
+    assert "minigpt.config" in imported
+    assert not re.search(r"\| +(torch|lightning|wandb|matplotlib)$", imported, re.MULTILINE)
+
+
+def test_a_preparation_says_what_it_made_and_training_finds_it(launch: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "my.jsonl").write_text("".join(json.dumps({"body": f"{i} is a line. " * 20}) + "\n" for i in range(99)))
+    settings = ["data=text", "data.path=my.jsonl", "data.field=body", "data.split=document", "tokenizer=byte"]
+    prepared = launch("prepare.py", *settings, cwd=tmp_path)
+    assert prepared.returncode == 0, prepared.stderr
+    said = dict(line.split(maxsplit=1) for line in prepared.stdout.splitlines())
+    train, val = (int(said[split].split()[0]) for split in ("training", "validation"))
+    assert train + val == 99
+    assert not (tmp_path / "runs").exists()
+    (folder,) = (path for path in (tmp_path / "data" / "tokens").iterdir() if path.is_dir())
+    made = folder.stat().st_mtime_ns
+    trained = launch("train.py", *settings, "data.folder=data", "max_steps=1", "schedule.warmup_steps=0", cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    assert "warning" not in trained.stderr.lower()
+    assert folder.stat().st_mtime_ns == made
+
+
+def test_a_bad_setting_of_a_preparation_is_one_line(launch: Callable[..., Any], tmp_path: Path) -> None:
+    refused = launch("prepare.py", "data=text", "data.path=none.txt", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "data.path=none.txt does not exist" in one_line(refused)
+    assert not (tmp_path / "runs").exists()

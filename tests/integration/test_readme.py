@@ -1,0 +1,139 @@
+"""Every command of the README runs; training runs are cut short."""
+
+import os
+import re
+import runpy
+import shlex
+import string
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SHORT = [
+    *("max_steps=2", "eval_every=2", "model.n_layer=2", "model.block_size=32", "compile=false"),
+    "callbacks.samples.max_new_tokens=5",
+]
+SMALL_SWEEP = ["model.n_head=2", "model.n_embd=8,16"]
+PROCESSES = {"-m", "trainer.devices=2", "logger=wandb", "--interactive"}  # what is about processes of its own
+LONG = {"-m", "trainer.devices=2", "scripts/bench", "logger=wandb", "experiment=nanogpt_gpu"}
+
+
+def commands(first: str) -> list[list[str]]:
+    """The README's commands that begin so, each once."""
+    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    lines = (words for line in "".join(blocks).splitlines() if (words := shlex.split(line, comments=True)))
+    return [list(words) for words in dict.fromkeys(map(tuple, lines)) if words[0] == first]
+
+
+def call(script: str, *arguments: str, folder: Path) -> str:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    env |= {"HOME": str(folder), "NETRC": str(folder / "none")}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / script), *arguments],
+        cwd=folder,
+        env=env,
+        input="ROMEO:\n",  # to what waits for a person
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which a run was trained."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "all.txt").write_text(f"{string.printable}\n" * 200)  # every prompt's characters
+    call("scripts/train.py", f"data.path={folder}/all.txt", *SHORT, folder=folder)
+    (folder / "runs" / "sweeps").mkdir()
+    (folder / "runs" / "sweeps" / "latest").symlink_to((folder / "runs" / "latest").resolve())
+    return folder
+
+
+def here(script: str, *arguments: str) -> None:
+    """Run a script as the command line does, but without a process, whose imports take longer than the commands."""
+    GlobalHydra.instance().clear()
+    code: object = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(ROOT / script), *arguments])
+        patch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
+        try:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        except SystemExit as ended:
+            code = ended.code
+    assert not code
+
+
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(words, marks=[pytest.mark.slow] if LONG & {*words} else []) for words in commands("python")],
+    ids=" ".join,
+)
+def test_every_script_command_runs(
+    command: list[str],
+    text: Path,
+    tmp_path: Path,
+    trained: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script, *arguments = command[1:]
+    (tmp_path / "my.txt").write_bytes(text.read_bytes() if script == "scripts/train.py" else b"But soft!")
+    for folder in ("runs", "data"):
+        (tmp_path / folder).symlink_to(trained / folder)
+    if script == "scripts/train.py" and "--help" not in arguments:
+        folders = [f"hydra.run.dir={tmp_path}/run", f"hydra.sweep.dir={tmp_path}/sweep"]
+        arguments += [*SHORT, *folders]
+        arguments += [*SMALL_SWEEP, f"data.path={text}", f"data.folder={tmp_path}/data"] if "-m" in arguments else []
+        arguments += ["trainer.accelerator=cpu"] if "trainer.devices=2" in arguments else []
+    if script == "scripts/bench":
+        own = [f"data.path={text}", f"data.folder={tmp_path}/data", "log_every=1"]
+        arguments += ["--rounds", "1", "--out", "bench.json", "--overrides", *SHORT, *own]
+    if PROCESSES & set(arguments) or script == "scripts/bench":
+        said = call(script, *arguments, folder=tmp_path)
+    else:
+        monkeypatch.chdir(tmp_path)
+        here(script, *arguments)
+        said = capsys.readouterr().out
+    assert said.strip()
+
+
+def test_the_readme_has_commands() -> None:
+    assert len(commands("python")) >= 20
+
+
+def test_every_make_target_exists() -> None:
+    targets = {words[1] for words in commands("make")}
+    assert {"train", "test"} <= targets
+    for target in targets:
+        subprocess.run(["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_what_the_readme_installs_exists() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    for extra in re.findall(r'pip install -e "\.\[(\w+)\]"', README):
+        assert extra in extras
+    assert (ROOT / "constraints.txt").read_text(encoding="utf-8").count("\ntorch==2.13.0\n") == 1
+
+
+def test_the_python_example_runs(trained: Path) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    text = f'"data.path={trained}/all.txt", '  # the sprint's text may have to be downloaded
+    assert example.count('train(["') == 1
+    example = example.replace('train(["', f'train([{text}"')
+    subprocess.run([sys.executable, "-c", example], cwd=trained, check=True, capture_output=True)
+
+
+def test_every_file_that_the_documents_point_to_exists() -> None:
+    for document in ("README.md", "CONTRIBUTING.md"):
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", (ROOT / document).read_text(encoding="utf-8")):
+            assert (ROOT / target).exists(), target

@@ -1,0 +1,247 @@
+"""The recipes are what they say: their sizes, nanoGPT's values, and parts that can be exchanged."""
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import CONFIGS
+from hydra import compose, initialize_config_dir
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+import minigpt
+from minigpt.config import GPTConfig
+from minigpt.data.batches import WindowOrder
+from minigpt.model import GPT
+
+CHARACTERS = 65  # of tiny shakespeare
+RECIPES = sorted(file.stem for file in (CONFIGS / "experiment").glob("*.yaml"))
+
+
+def recipe(name: str, *overrides: str) -> Any:
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return compose("train", overrides=[f"experiment={name}", *overrides])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_no_larger_than_nanogpts(name: str):
+    """At most the 0.81M trainable numbers of nanoGPT's recipe for a CPU; the positions of a GPU's come on top."""
+    cfg = recipe(name)
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**{**cfg.model, "vocab_size": CHARACTERS}))
+    if name.endswith("_cpu"):
+        assert model.num_params() <= 810_000
+    else:
+        assert model.num_params(positions=False) <= 10_650_000
+
+
+def test_nanogpts_recipe_for_a_cpu_has_its_published_values():
+    """The command of nanoGPT's README for a MacBook, and the defaults of its train.py and train_shakespeare_char.py."""
+    cfg = recipe("nanogpt_cpu")
+    model = {key: cfg.model[key] for key in ("block_size", "n_layer", "n_head", "n_embd", "dropout", "bias")}
+    assert model == {"block_size": 64, "n_layer": 4, "n_head": 4, "n_embd": 128, "dropout": 0.0, "bias": False}
+    assert (cfg.data.batch_size, cfg.max_steps, cfg.trainer.gradient_clip_val) == (12, 2000, 1.0)
+    assert cfg.optimizer == {
+        "_target_": "minigpt.optim.adamw",
+        "lr": 1e-3,
+        "betas": [0.9, 0.99],
+        "weight_decay": 0.1,
+    }
+    assert cfg.schedule == {"_target_": "minigpt.optim.cosine", "warmup_steps": 100, "final": 0.1}
+
+
+def test_nanogpts_recipe_for_a_gpu_has_its_published_values():
+    """nanoGPT's config/train_shakespeare_char.py, and the defaults of its train.py."""
+    cfg = recipe("nanogpt_gpu")
+    model = {key: cfg.model[key] for key in ("block_size", "n_layer", "n_head", "n_embd", "dropout", "bias")}
+    assert model == {"block_size": 256, "n_layer": 6, "n_head": 6, "n_embd": 384, "dropout": 0.2, "bias": False}
+    assert (cfg.data.batch_size, cfg.max_steps, cfg.trainer.gradient_clip_val) == (64, 5000, 1.0)
+    assert (cfg.optimizer.lr, cfg.optimizer.betas, cfg.optimizer.weight_decay) == (1e-3, [0.9, 0.99], 0.1)
+    assert (cfg.schedule.warmup_steps, cfg.schedule.final, cfg.compile) == (100, 0.1, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "qkv", "up", "tokens_per_step", "steps", "dropout"),
+    [
+        ("fast_gpu", 6, (3 * 384, 384), (1504, 384), 64 * 256, 500, 0.2),
+        ("best_gpu", 6, (3 * 384, 384), (1504, 384), 64 * 256, 2000, 0.25),
+        ("sprint_4x128_cpu", 4, (3 * 128, 128), (4 * 128, 128), 12 * 64, 190, 0.0),
+    ],
+)
+def test_the_other_recipes_have_their_shapes(
+    name: str, layers: int, qkv: tuple[int, int], up: tuple[int, int], tokens_per_step: int, steps: int, dropout: float
+):
+    cfg = recipe(name)
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**{**cfg.model, "vocab_size": CHARACTERS}))
+    assert [(block.attention.qkv.weight.shape, block.mlp.up.weight.shape) for block in model.blocks] == [
+        (qkv, up)
+    ] * layers
+    assert (
+        {block.mlp.dropout for block in model.blocks}
+        == {block.attention.dropout for block in model.blocks}
+        == {dropout}
+    )
+    assert not hasattr(model, "ngrams")
+    assert (cfg.data.batch_size * cfg.model.block_size, cfg.max_steps) == (tokens_per_step, steps)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_another_optimizer_and_schedule_replace_those_of_a_recipe_whole(name: str):
+    cfg = recipe(name, "optimizer=adamw", "schedule=constant")
+    assert set(cfg.optimizer) == {"_target_", "lr", "betas", "weight_decay"}
+    assert cfg.optimizer.lr == 3e-3
+    assert set(cfg.schedule) == {"_target_", "warmup_steps"}
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("nanogpt_cpu", "fast_cpu", "sprint_cpu")])
+def test_a_recipe_trains(train, name: str):
+    """Made small, on a CPU: every part of it acts together."""
+    assert train(f"experiment={name}", "compile=false", "max_steps=20").loss < 4.0
+
+
+def test_the_fast_recipe_trains_with_adamw(train):
+    assert train("experiment=fast_cpu", "optimizer=adamw", "schedule=constant", "schedule.warmup_steps=0").loss < 3.5
+
+
+def test_nanogpts_recipe_trains_by_its_stated_numbers(text: Path, tmp_path: Path):
+    config = {"n_layer": 4, "n_head": 4, "n_embd": 128, "bias": False, "position": "learned", "activation": "gelu"}
+    model = initial(text, norm="layernorm", tie_embeddings=True, **config)
+    decayed, norms = ([p for p in model.parameters() if p.dim() == dim] for dim in (2, 1))
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99), foreach=False, fused=False)
+    expected = loop(text, model, [*model.parameters()], [optimizer], batch_size=12, warmup_steps=100)
+    losses, rates = figures("nanogpt_cpu", text, tmp_path)
+    assert losses == pytest.approx(expected, rel=1e-9)
+    assert rates == pytest.approx([1e-3 * step / 101 for step in (1, 2, 3, 4)])
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "adam", "muon", "warmup_steps"),
+    [
+        ("fast_cpu", (2, 3, 96), {"lr": 0.01, "weight_decay": 1.0}, {"lr": 0.02, "momentum": 0.9}, 20),
+        ("sprint_cpu", (1, 2, 64), {"lr": 0.03, "weight_decay": 0.0}, {"lr": 0.05, "momentum": 0.85}, 5),
+    ],
+)
+def test_the_fast_recipes_train_by_their_stated_numbers(
+    name: str,
+    shape: tuple[int, int, int],
+    adam: dict[str, float],
+    muon: dict[str, float],
+    warmup_steps: int,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    n_layer, n_head, n_embd = shape
+    model = initial(
+        text,
+        **{"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "bias": False, "norm": "rmsnorm_plain"},
+        **{"position": "rope", "activation": "relu2", "qk_norm": True, "tie_embeddings": False, "embed_norm": True},
+        **{"ngram": 5, "ngram_buckets": 8192, "ngram_dim": 16, "smear": 2},
+    )
+    w = {key: nn.Parameter(weight.detach().clone()) for key, weight in model.named_parameters()}
+    for i in range(n_layer):  # queries, keys and values are matrices of their own
+        fused = w.pop(f"blocks.{i}.attention.qkv.weight").detach()
+        w |= {
+            f"blocks.{i}.attention.{x}": nn.Parameter(part.clone())
+            for x, part in zip("qkv", fused.chunk(3), strict=True)
+        }
+    matrices = [weight for key, weight in w.items() if key.startswith("blocks.")]
+    table = w["ngrams.table.weight"]
+    rest = [weight for key, weight in w.items() if not key.startswith("blocks.") and weight is not table]
+    groups = [{"params": [table]}, {"params": rest, "weight_decay": 0.0}]
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch's Muon casts on every device
+    optimizers = [
+        torch.optim.AdamW(groups, betas=(0.8, 0.95), foreach=False, fused=False, **adam),
+        torch.optim.Muon(matrices, weight_decay=0.0, **muon),
+    ]
+
+    def forward(tokens: Tensor) -> Tensor:
+        """The recipe's model, written out: (B, T) to (B, T, V)."""
+        T, D = tokens.size(1), n_embd // n_head
+        with torch.no_grad():  # the hash of n-grams is the model's own
+            model.ngrams.table.weight.copy_(w["ngrams.table.weight"])
+        x = F.embedding(tokens, w["wte.weight"])
+        x = x + functional_call(
+            model.ngrams, {key[7:]: w[key] for key in w if key.startswith("ngrams.")}, (tokens, None)
+        )
+        embedded = x
+        for back, factor in ((1, "smear.1"), (2, "smear.0")):
+            x = x + w[factor] * F.pad(embedded, (0, 0, back, 0))[:, :T]
+        x = rms(x)
+        angle = torch.arange(T).double()[:, None] * 10000.0 ** (-torch.arange(D // 2).double() * 2 / D)
+        turn = torch.polar(torch.ones_like(angle), angle)
+        for i in range(n_layer):
+            at = f"blocks.{i}.attention."
+            q, k, v = ((rms(x) @ w[at + name].T).unflatten(-1, (n_head, D)).transpose(1, 2) for name in "qkv")
+            q, k = (torch.complex(*rms(y).chunk(2, -1)) * turn for y in (q, k))
+            q, k = (torch.cat((y.real, y.imag), -1) for y in (q, k))
+            scores = (q @ k.mT / D**0.5).masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf)
+            x = x + (scores.softmax(-1) @ v).transpose(1, 2).flatten(2) @ w[at + "out.weight"].T
+            hidden = F.relu(rms(x) @ w[f"blocks.{i}.mlp.up.weight"].T).square()
+            x = x + hidden @ w[f"blocks.{i}.mlp.down.weight"].T
+        return rms(x) @ w["head.weight"].T
+
+    expected = loop(text, forward, [*w.values()], optimizers, batch_size=24, warmup_steps=warmup_steps)
+    losses, rates = figures(name, text, tmp_path)
+    assert losses == pytest.approx(expected, rel=1e-6)  # the sines of the model are of 32 bits
+    assert rates == pytest.approx([muon["lr"] * step / (warmup_steps + 1) for step in (1, 2, 3, 4)])
+
+
+def rms(x: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
+def initial(text: Path, **config: Any) -> GPT:
+    """The model that seed 1337 begins with, over 64 tokens, in 64 bits."""
+    torch.manual_seed(1337)
+    return GPT(GPTConfig(block_size=64, vocab_size=len(set(text.read_text())), **config)).double()
+
+
+def loop(
+    text: Path,
+    forward: Callable[[Tensor], Tensor],
+    parameters: list[nn.Parameter],
+    optimizers: list[torch.optim.Optimizer],
+    *,
+    batch_size: int,
+    warmup_steps: int,
+) -> list[float]:
+    """Train for four steps on windows of 64: gradients clipped to norm 1, learning rates in the warm-up."""
+    content = text.read_text()
+    letters = sorted(set(content))
+    train = torch.tensor([letters.index(c) for c in content[: int(0.9 * len(content))]])
+    starts = WindowOrder(len(train), 64, 1337).starts(np.arange(4 * batch_size)).reshape(4, batch_size, 1)
+    peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+    found = []
+    for step in range(4):
+        window = train[torch.from_numpy(starts[step]) + torch.arange(65)]
+        loss = F.cross_entropy(forward(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = gradient
+        norm = torch.cat([p.grad.flatten() for p in parameters]).norm()
+        for parameter in parameters:
+            parameter.grad *= min(1.0, 1 / (norm.item() + 1e-6))
+        for optimizer, rates in zip(optimizers, peaks, strict=True):
+            for group, peak in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = peak * (step + 1) / (warmup_steps + 1)
+            optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def figures(name: str, text: Path, tmp_path: Path) -> tuple[list[float], list[float]]:
+    """Losses and learning rates of four steps of a recipe, on another text."""
+    settings = ["trainer.accelerator=cpu", "trainer.precision=64-true", "max_steps=4", "log_every=1"]
+    data = ["data=text", f"data.path={text}", f"data.folder={tmp_path}/data", "data.val_fraction=0.1"]
+    minigpt.train([f"experiment={name}", *settings, "~callbacks.samples", f"hydra.run.dir={tmp_path}/run", *data])
+    with open(tmp_path / "run/metrics.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["train_loss"]]
+    losses, rates = ([float(row[name]) for row in rows] for name in ("train_loss", "learning_rate"))
+    return losses, rates

@@ -1,0 +1,186 @@
+"""A sweep through a real SLURM of one node, which this file starts with its state in a folder of its own."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minigpt import load_checkpoint
+from minigpt.sweeps.results import COMPLETED, read_sweep
+
+ROOT = Path(__file__).resolve().parents[2]
+DAEMONS = ("munged", "slurmctld", "slurmd")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        os.name != "posix" or os.geteuid() != 0 or not all(map(shutil.which, ("sbatch", *DAEMONS))),
+        reason="needs root and SLURM: apt-get install slurm-wlm munge",
+    ),
+]
+
+CONF = """
+ClusterName=tests
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+SlurmUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory=2000 State=UNKNOWN
+PartitionName=debug Nodes={host} Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A SLURM that commands find by SLURM_CONF; it ends with the test."""
+    folder = Path(tempfile.mkdtemp(prefix="slurm"))  # short, for a socket's name may have 107 letters
+    with socket.socket() as one, socket.socket() as two:
+        for free in (one, two):
+            free.bind(("127.0.0.1", 0))
+        ports = [free.getsockname()[1] for free in (one, two)]
+    for name in ("state", "spool"):
+        (folder / name).mkdir()
+    conf = CONF.format(host=socket.gethostname(), folder=folder, ports=ports, cpus=os.cpu_count())
+    (folder / "slurm.conf").write_text(conf)
+    (folder / "munge.key").write_bytes(os.urandom(128))
+    (folder / "munge.key").chmod(0o400)
+    monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+    options = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+    files = [f"--{option}={folder}/munge.{name}" for option, name in options.items()]
+    try:
+        for command in (["munged", "--force", *files], ["slurmctld", "-c"], ["slurmd"]):
+            subprocess.run(command, check=True, capture_output=True, timeout=30)
+        deadline = time.monotonic() + 30
+        while "idle" not in subprocess.run(["sinfo", "-h", "-o", "%T"], capture_output=True, text=True).stdout:
+            if time.monotonic() > deadline:
+                log = "".join(file.read_text()[-500:] for file in folder.glob("slurm*.log"))
+                pytest.fail(f"SLURM does not come up: {log}")
+            time.sleep(0.3)
+        yield folder
+    finally:
+        for name in ("slurmd", "slurmctld", "munge"):
+            with suppress(OSError, ValueError):
+                os.kill(int((folder / f"{name}.pid").read_text()), signal.SIGTERM)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_the_jobs_of_a_sweep_are_one_array_and_a_failing_one_is_in_the_table(
+    slurm: Path, launch: Callable[..., Any], tmp_path: Path
+) -> None:
+    cluster = ["hydra/launcher=submitit_slurm", "hydra.launcher.n_jobs=1"]
+    swept = launch("train.py", "hydra.mode=MULTIRUN", "max_steps=10", "optimizer.lr=1e-3,1e30", *cluster, cwd=tmp_path)
+    assert swept.returncode == 1, swept.stderr
+    assert swept.stderr.splitlines()[-1] == "error: 1 of 2 runs failed; the table says why"
+    good, bad = read_sweep((tmp_path / "runs" / "sweeps" / "latest").resolve())
+    assert (good.status, bad.status) == (COMPLETED, "failed")
+    assert "the loss became nan" in bad.reason
+    assert "the loss became nan" in swept.stdout
+    assert re.search(rf"1 +0\.001 +{good.val_loss:.4f} ", swept.stdout)
+    folders = [
+        path.name for path in (good.folder.parent / ".submitit").iterdir() if re.fullmatch(r"\d+_\d+", path.name)
+    ]
+    assert sorted(name.partition("_")[2] for name in folders) == ["0", "1"]
+    assert len({name.partition("_")[0] for name in folders}) == 1
+    known = subprocess.run(["scontrol", "show", "jobs"], capture_output=True, text=True, check=True).stdout
+    assert sorted(re.findall(r"ArrayTaskId=(\d)", known)) == ["0", "1"]
+    assert set(re.findall(r"ArrayTaskThrottle=(\d)", known)) == {"1"}
+
+
+def test_the_jobs_of_a_sweep_that_must_make_place_go_on_when_they_are_queued_again(
+    slurm: Path, small: list[str], launch: Callable[..., Any], tmp_path: Path
+) -> None:
+    longer = ["max_steps=800", "eval_every=100"]
+    command = [sys.executable, str(ROOT / "scripts" / "train.py"), *small, *longer, "hydra.mode=MULTIRUN", "seed=7,8"]
+    with open(tmp_path / "sweep.log", "wb") as log:
+        sweep = subprocess.Popen([*command, "hydra/launcher=submitit_slurm"], cwd=tmp_path, stdout=log, stderr=log)
+    try:
+        begun = lambda: len(list(tmp_path.glob("runs/sweeps/*/*/checkpoints/last.ckpt"))) == 2  # noqa: E731
+        wait("the runs have checkpoints", lambda: begun() or sweep.poll() is not None)
+        subprocess.run(["scancel", "--signal=USR2", "--user=root"], check=True)  # which submitit asks SLURM for
+        assert sweep.wait(300) == 0, (tmp_path / "sweep.log").read_text()
+    finally:
+        sweep.kill()
+    (run, _) = read_sweep((tmp_path / "runs" / "sweeps" / "latest").resolve())
+    said = [file.read_text() for file in (run.folder.parent / ".submitit").glob("*/*.out")]
+    assert [words.count("Starting") for words in said] == [2, 2]
+    launch("train.py", *longer, "seed=7", f"hydra.run.dir={tmp_path}/whole")
+    ends = (load_checkpoint(path)[0].state_dict() for path in (run.folder, tmp_path / "whole"))
+    assert all(map(torch.equal, *(end.values() for end in ends)))
+
+
+PREEMPTED = """#!/bin/bash
+#SBATCH --requeue --open-mode=append --output={folder}.log
+srun {python} {script} {small} resume=auto hydra.run.dir={folder}
+[ $? = 75 ] && scontrol requeue $SLURM_JOB_ID
+"""
+
+
+def wait(what: str, condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("tasks", [1, 2])
+def test_a_job_that_must_make_place_is_queued_again_and_ends_as_if_nothing_had_been(
+    slurm: Path, small: list[str], launch: Callable[..., Any], tmp_path: Path, tasks: int
+) -> None:
+    folder, longer = tmp_path / "run", ["max_steps=800", "eval_every=400"]
+    file = tmp_path / "job.sh"
+    script, settings = ROOT / "scripts" / "train.py", " ".join([*small, *longer])
+    file.write_text(PREEMPTED.format(python=sys.executable, script=script, small=settings, folder=folder))
+    options = [f"--ntasks={tasks}", f"--ntasks-per-node={tasks}"]
+    sent = subprocess.run(["sbatch", "--parsable", *options, str(file)], capture_output=True, text=True, check=True)
+    job = sent.stdout.strip()
+
+    def log() -> str:
+        return Path(f"{folder}.log").read_text() if Path(f"{folder}.log").exists() else ""
+
+    def state() -> str:
+        return subprocess.run(["squeue", "-h", "-o", "%T", "-j", job], capture_output=True, text=True).stdout.strip()
+
+    wait("the run begins", lambda: (folder / "metrics.csv").exists())
+    subprocess.run(["scancel", "--signal=USR1", job], check=True)
+    wait("the run ends in order", lambda: "interrupted by SIGUSR1" in log())
+    wait("the job is done", lambda: not state())
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["world_size"]) == ("completed", 800, tasks), log()
+    assert log().count("interrupted") == 1
+    if tasks == 1:
+        launch("train.py", *longer, f"hydra.run.dir={tmp_path}/whole")
+        ends = (load_checkpoint(path)[0].state_dict() for path in (folder, tmp_path / "whole"))
+        assert all(map(torch.equal, *(end.values() for end in ends)))
+
+
+def test_processes_that_srun_starts_name_one_run_folder(slurm: Path, small: list[str], tmp_path: Path) -> None:
+    command = ["srun", "-n2", "--ntasks-per-node=2", sys.executable, str(ROOT / "scripts" / "train.py"), *small]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    latest = (tmp_path / "runs/latest").resolve()
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"latest", latest.name}
+    assert json.loads((latest / "summary.json").read_text())["world_size"] == 2

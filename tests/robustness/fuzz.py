@@ -1,0 +1,394 @@
+"""Fuzz every reader of untrusted files: python tests/robustness/fuzz.py --inputs 100000
+
+Valid files and settings are changed at random, from a seed, and given to the reader that a program would use. A reader
+takes an input, or refuses it with the error that becomes one line and exit code 2; anything else is a crash.
+"""
+
+import argparse
+import copy
+import csv
+import io
+import json
+import math
+import random
+import runpy
+import sys
+import tempfile
+import time
+import warnings
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from minigpt.checkpoints.checkpoint import contents, load_checkpoint
+from minigpt.config import GPTConfig
+from minigpt.data import token_files as corpus
+from minigpt.data import tokenizer as tokenizers
+from minigpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
+from minigpt.generation import check_settings
+from minigpt.model import GPT
+from minigpt.runs.config_checks import check_run
+from minigpt.sweeps import results as sweep
+from minigpt.utils.errors import UserError, explain
+
+ROOT = Path(__file__).resolve().parents[2]
+DEEP = 100_000
+ODD: list[Any] = [
+    *(None, True, False, 0, -1, 1, 2, 3.5, 1 << 31, 1 << 63, -(1 << 63), 10**30, math.nan, math.inf, -math.inf),
+    *("", "x", "\x00", "\x1b[2J", "é", "\ud800", "𝄞", "../../x", "nan", "1e999", "${oc.env:HOME}", "x" * 10_000),
+    *([], {}, [[]], [1, 2], ["a", "b"], {"a": 1}, {"": {}}, {"_target_": "os.system"}),
+]
+BYTES = [b"\x00", b"\xff", b"\x80", b"\n", b",", b"{", b"[", b'"', b"\\", b"-", b"9", b"e", b".", b"'", b":", b"PK"]
+
+
+@dataclass
+class Reader:
+    """What reads an input, and what came of all of them."""
+
+    share: int  # of a hundred inputs
+    inputs: Callable[[random.Random, Path], Callable[[], None]]  # makes one, and what reads it
+    counts: Counter[str] = field(default_factory=Counter)
+    crashes: list[str] = field(default_factory=list)
+
+
+def fuzz(inputs: int, seed: int = 0) -> dict[str, Reader]:
+    """Give every reader its share of the inputs."""
+    warnings.simplefilter("ignore")
+    readers = {name: Reader(*made) for name, made in READERS.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, reader in readers.items():
+            own = Path(folder, name.replace(" ", "-"))
+            own.mkdir()
+            for number in range(max(1, inputs * reader.share // 100)):
+                chance = random.Random(f"{seed} {name} {number}")
+                reader.counts[_outcome(reader, chance, own, number)] += 1
+    return readers
+
+
+def _outcome(reader: Reader, chance: random.Random, folder: Path, number: int) -> str:
+    read = reader.inputs(chance, folder)
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            read()
+    except UserError as error:
+        if error.exit_code == 2 and explain(error)[0].isprintable():
+            return "refused"
+        reader.crashes.append(f"{number}: {error!r:.300}")
+    except BaseException as error:
+        if isinstance(error, SystemExit) and error.code == 2:  # the parser of a command line
+            return "refused"
+        said, code = explain(error)
+        if code == 2 and said.isprintable():  # Hydra's, and files that cannot be had
+            return "refused"
+        reader.crashes.append(f"{number}: {said:.300}")
+    else:
+        return "accepted"
+    return "crashed"
+
+
+def changed(chance: random.Random, values: Any) -> Any:
+    """A copy of a structure in which one to three places hold something odd, are gone, or are new."""
+    values = copy.deepcopy(values)
+    for _ in range(chance.randint(1, 3)):
+        places = list(_places(values))
+        if not places:
+            return chance.choice(ODD)
+        holder, key = chance.choice(places)
+        kind = chance.random()
+        if kind < 0.7:
+            holder[key] = copy.deepcopy(chance.choice(ODD))
+        elif kind < 0.8:
+            del holder[key]
+        elif kind < 0.9 and isinstance(holder, dict):
+            holder[chance.choice(["", "x", "_target_", "\x1b"])] = chance.choice(ODD)
+        elif isinstance(holder[key], int | float) and not isinstance(holder[key], bool):
+            holder[key] = holder[key] + chance.choice([-1, 1, 1 << 40])
+        else:
+            holder[key] = copy.deepcopy(chance.choice(places)[0])
+    return values
+
+
+def _places(values: Any) -> Iterator[tuple[Any, Any]]:
+    keys = list(values) if isinstance(values, dict) else range(len(values)) if isinstance(values, list) else ()
+    for key in keys:
+        yield values, key
+        yield from _places(values[key])
+
+
+def harmed(chance: random.Random, content: bytes) -> bytes:
+    """Bytes of which some are others, gone, doubled, or too many."""
+    content = bytearray(content)
+    for _ in range(chance.randint(1, 4)):
+        at, kind = chance.randrange(len(content) + 1), chance.random()
+        if kind < 0.4:
+            content[at : at + 1] = bytes([chance.randrange(256)])
+        elif kind < 0.7:
+            content[at:at] = chance.choice(BYTES) * chance.choice([1, 1, 1, 40])
+        elif kind < 0.85:
+            del content[at : at + chance.choice([1, 2, 30])]
+        elif kind < 0.95:
+            content[at:at] = content[at : at + chance.choice([4, 64])]
+        else:
+            del content[at:]
+    return bytes(content)
+
+
+def as_json(chance: random.Random, values: Any) -> bytes:
+    """A file of JSON that is odd in what it says, or in how."""
+    kind = chance.random()
+    written = json.dumps(changed(chance, values) if kind < 0.7 else values).encode()
+    if kind > 0.99:
+        return b"[" * DEEP + b"]" * DEEP
+    return written if kind < 0.7 else harmed(chance, written)
+
+
+# Checkpoints.
+
+ALPHABET = "\n abcdeé€"
+TOKENIZERS = [
+    CharTokenizer.of(ALPHABET).to_dict(),
+    ByteTokenizer().to_dict(),
+    BPETokenizer("bpe", [*(bytes([i]) for i in range(256)), b"ab", None], {"<|endoftext|>": 257}).to_dict(),
+]
+
+
+def _checkpoint() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=4, vocab_size=len(ALPHABET), n_layer=1, n_head=1, n_embd=4))
+    weights = {f"model.{name}": value for name, value in model.state_dict().items()}
+    return {"state_dict": weights, "global_step": 3, **contents(model.config, CharTokenizer.of(ALPHABET), {}, "ab", {})}
+
+
+def checkpoint(chance: random.Random, folder: Path) -> Callable[[], None]:
+    """A checkpoint with other bytes, another pickle in a whole archive, or other values."""
+    file, path, kind = io.BytesIO(), folder / "a.ckpt", chance.random()
+    content = _checkpoint()
+    if kind < 0.4:
+        content["minigpt"] = changed(chance, content["minigpt"])
+    torch.save(content, file)
+    whole = file.getvalue()
+    if 0.4 <= kind < 0.7:
+        whole = harmed(chance, whole)
+    elif kind >= 0.7:
+        with zipfile.ZipFile(io.BytesIO(whole)) as old, zipfile.ZipFile(file := io.BytesIO(), "w") as new:
+            for record in old.infolist():
+                inside = old.read(record)
+                new.writestr(record.filename, harmed(chance, inside) if record.filename.endswith(".pkl") else inside)
+        whole = file.getvalue()
+    path.write_bytes(whole)
+
+    def read() -> None:
+        model, tokenizer = load_checkpoint(path)
+        with torch.no_grad():
+            model(torch.zeros(1, 1, dtype=torch.int64))
+        tokenizer.decode(tokenizer.encode("a"))
+
+    return read
+
+
+def tokenizer(chance: random.Random, folder: Path) -> Callable[[], None]:
+    """The description of a tokenizer."""
+    values = changed(chance, chance.choice(TOKENIZERS))
+    text = "".join(chance.choice(" abé€\n\x00\ud800𝄞") for _ in range(9))
+
+    def read() -> None:
+        made = tokenizers.from_dict(values)
+        made.decode(made.encode(text))
+        made.decode_bytes([0, made.vocab_size - 1, made.vocab_size, -1])
+        tokenizers.from_dict(made.to_dict())
+
+    return read
+
+
+# Token files.
+
+META = {
+    "format": corpus.FORMAT,
+    "name": "x",
+    "sha256": "ab",
+    "stand_in": False,
+    "dtype": "uint16",
+    "shard_tokens": 1000,
+    "train": {"documents": 1, "bytes": 1500, "tokens": 1500},
+    "val": {"documents": 1, "bytes": 40, "tokens": 40},
+    "made": {"used_ids": 9, "duplicates": 0, "tokens_sha256": "ab", "seconds": 1.0},
+    "tokenizer": TOKENIZERS[0],
+}
+
+
+def meta(chance: random.Random, folder: Path) -> Callable[[], None]:
+    """What stands beside token files."""
+    (folder / "train-00000.bin").write_bytes(bytes(2000))
+    (folder / "train-00001.bin").write_bytes(bytes(1000))
+    (folder / "val-00000.bin").write_bytes(bytes(80))
+    (folder / "meta.json").write_bytes(as_json(chance, META))
+
+    def read() -> None:
+        _use(corpus.load(folder))
+
+    return read
+
+
+def bins(chance: random.Random, folder: Path) -> Callable[[], None]:
+    """Token files of other tools, and shards."""
+    files = [folder / "train.bin", folder / "val.bin"]
+    for file in files:
+        content = np.arange(chance.randrange(60), dtype=np.uint16).tobytes()
+        file.write_bytes(harmed(chance, content) if chance.random() < 0.9 else b"")
+    made = tokenizers.from_dict(chance.choice(TOKENIZERS))
+    return lambda: _use(corpus.from_bins(*files, made, folder / "known.json"))
+
+
+def _use(read: corpus.Corpus) -> None:
+    read.check_length(4)
+    assert read.val_bytes_per_token >= 0
+    for split in ("train", "val"):
+        tokens = read.tokens(split)
+        tokens[0:8]
+        tokens[np.arange(len(tokens) - 5, len(tokens))[None]]
+
+
+# Run folders and sweeps.
+
+ROWS = "step,tokens,seconds,train_loss,val_loss,tokens_per_second,flops_per_second\n5,640,0.1,3.2,3.1,6400,1e9\n"
+SUMMARY = {"status": "completed", "reason": "", "best_val_loss": 1.5, "steps": 5, "params": 99, "seconds": 1.0}
+POINT = {
+    **{"folder": "run", "overrides": {"optimizer.lr": "0.1"}, "status": "completed", "reason": "", "identity": "ab"},
+    **{"params": 99, "max_steps": 5},
+}
+PLAN = {"fixed": ["seed=1"], "points": [POINT, POINT | {"folder": "other", "overrides": {"optimizer.lr": "0.2"}}]}
+OVERRIDES = "- optimizer.lr=0.1\n- model.n_layer=2\n"
+
+
+def run_folder(chance: random.Random, folder: Path) -> Callable[[], None]:
+    """The curve, the summary and the plan of a sweep."""
+    run = folder / "run"
+    (run / ".hydra").mkdir(parents=True, exist_ok=True)
+    (run / "metrics.csv").write_bytes(harmed(chance, ROWS.encode()))
+    (run / "summary.json").write_bytes(as_json(chance, SUMMARY))
+    (folder / "sweep.json").write_bytes(as_json(chance, PLAN))
+    return lambda: _report(folder)
+
+
+def hydra_files(chance: random.Random, folder: Path) -> Callable[[], None]:
+    """What Hydra wrote beside a run."""
+    run = folder / "run"
+    (run / ".hydra").mkdir(parents=True, exist_ok=True)
+    odd = [b"!!python/object/apply:os.system [x]\n", b"&a [*a]\n", b"- &a [*a, *a]\n", b"[" * DEEP, b"? [a]: b\n"]
+    content = chance.choice(odd) if chance.random() < 0.2 else harmed(chance, OVERRIDES.encode())
+    (run / ".hydra" / "overrides.yaml").write_bytes(content)
+    return lambda: _report(folder)
+
+
+def _report(folder: Path) -> None:
+    from minigpt.sweeps.report import print_table
+
+    points = sweep.read_sweep(folder)
+    sweep.write_table(folder / "table.csv", points)
+    out = io.StringIO()
+    print_table(points, file=out)
+    assert all(character.isprintable() or character == "\n" for character in out.getvalue())
+
+
+# Command lines.
+
+FLAGS = ["--prompt", "--num-samples", "--max-new-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--seed"]
+FLAGS += ["--repetition-penalty", "--stop", "--json", "--dtype", "--score", "--unknown", "-x", "--"]
+WORDS = ["0", "1", "-1", "0.5", "nan", "inf", "-inf", "1e400", "9" * 30, "9" * 5000, "", "x", "\x1b", "é", "0x1f"]
+SAMPLE = runpy.run_path(str(ROOT / "scripts" / "sample.py"))
+
+
+def flags(chance: random.Random, folder: Path) -> Callable[[], None]:
+    """The command line of scripts/sample.py."""
+    words = [word for _ in range(chance.randint(1, 4)) for word in (chance.choice(FLAGS), chance.choice(WORDS))]
+
+    def read() -> None:
+        before, sys.argv = sys.argv, ["sample.py", *words]
+        try:
+            args = SAMPLE["arguments"]()
+        finally:
+            sys.argv = before
+        names = ("max_new_tokens", "seed", "num_samples", "temperature", "top_k", "top_p", "min_p")
+        check_settings(**{name: getattr(args, name) for name in (*names, "repetition_penalty", "stop")})
+
+    return read
+
+
+KEYS = ["max_steps", "seed", "model", "model.n_layer", "model.norm", "optimizer", "optimizer.lr", "optimizer.betas"]
+KEYS += ["data", "data.val_fraction", "data.batch_size", "trainer.accumulate_grad_batches", "+x", "~model", "++model.x"]
+KEYS += ["experiment", "tokenizer", "schedule", "resume", "model@x", "hydra.run.dir", "callbacks.samples.top_k", ""]
+VALUES = ["", "1", "-1", "null", "true", "nan", "inf", "1e400", "[1,2]", "{a: 1}", "[0.9,x]", "nano", "muon", "x", "'"]
+VALUES += [
+    "${seed}",
+    "${oc.env:NONE}",
+    "${oc.env:HOME}",
+    "${x:1}",
+    "${max_steps}",
+    "???",
+    "[",
+    "{",
+    "a,b",
+    "range(1,3)",
+]
+VALUES += ["9" * 40, "../../x", "\x1b[2J", "choice(1,2)", "!!python/name:os", "a=b", "${model}", "${.n_head}", "$", "é"]
+
+
+def overrides(chance: random.Random, folder: Path) -> Callable[[], None]:
+    """Settings of scripts/train.py."""
+    from hydra import compose, initialize_config_dir
+
+    words = []
+    for _ in range(chance.randint(1, 3)):
+        word = f"{chance.choice(KEYS)}={chance.choice(VALUES)}"
+        words.append(word if chance.random() < 0.8 else harmed(chance, word.encode()).decode("utf-8", "replace"))
+
+    def read() -> None:
+        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+            check_run(compose("train", overrides=words))
+
+    return read
+
+
+READERS: dict[str, tuple[int, Callable[[random.Random, Path], Callable[[], None]]]] = {
+    "checkpoint": (12, checkpoint),
+    "tokenizer": (28, tokenizer),
+    "meta.json": (15, meta),
+    "token files": (15, bins),
+    "run folder": (12, run_folder),
+    "hydra files": (7, hydra_files),
+    "sampling flags": (10, flags),
+    "overrides": (1, overrides),
+}
+
+
+def main() -> None:
+    """Fuzz, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--inputs", type=int, default=10_000, metavar="N")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    began = time.monotonic()
+    readers = fuzz(args.inputs, args.seed)
+    columns = ("refused", "accepted", "crashed")
+    table = csv.writer(sys.stdout, delimiter="\t")
+    table.writerow(["reader", "inputs", *columns])
+    for name, reader in readers.items():
+        table.writerow([name, reader.counts.total(), *(reader.counts[column] for column in columns)])
+    total = sum((reader.counts for reader in readers.values()), Counter())
+    table.writerow(["all", total.total(), *(total[column] for column in columns)])
+    print(f"{time.monotonic() - began:.0f} s")
+    for name, reader in readers.items():
+        for crash in reader.crashes[:20]:
+            print(f"{name} {crash}")
+    sys.exit(1 if total["crashed"] else 0)
+
+
+if __name__ == "__main__":
+    main()

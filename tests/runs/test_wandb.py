@@ -1,0 +1,141 @@
+"""Weights & Biases with its real client: offline runs, and servers that do not answer as they should."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+KEY = "0" * 40
+
+
+def records(run_folder: Path) -> list[dict[str, Any]]:
+    """What an offline run holds, read with wandb's own inspector."""
+    (offline,) = (run_folder / "wandb").glob("offline-run-*")
+    return inspected(offline)
+
+
+def inspected(offline: Path) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(offline)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [json.loads(line) for line in shown.splitlines()]
+
+
+def test_an_offline_run_holds_curves_config_samples_and_summary(launch: Callable[..., Any], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    env |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none")}
+    result = launch("train.py", "logger=wandb", "logger.wandb.tags=[fox]", f"hydra.run.dir={folder}", env=env)
+    assert result.returncode == 0, result.stderr
+    said = [line for line in result.stderr.splitlines() if "wandb" in line]
+    assert len(said) == 1
+    assert "wandb sync" in said[0]
+    (offline,) = (folder / "wandb").glob("offline-run-*")
+    assert str(offline) in said[0]
+
+    everything = records(folder)
+    told = json.dumps(everything)
+    history = [record["history"] for record in everything if record["type"] == "history"]
+    assert len(history) >= 4
+    for name in ("train_loss", "val_loss", "val_bits_per_byte", "learning_rate", "grad_norm", "tokens_per_second"):
+        assert any(name in json.dumps(row) for row in history), name
+    summary = json.loads((folder / "summary.json").read_text())
+    for wanted in ("best_val_loss", summary["corpus_sha256"], "samples", "n_embd", "fox", "completed"):
+        assert wanted in told, wanted
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_is_the_same_run_there_and_its_curves_do_not_overlap(
+    launch: Callable[..., Any], tmp_path: Path
+) -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    env |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none")}
+    folder = tmp_path / "run"
+    for more in ("max_steps=10", "resume=auto"):
+        done = launch("train.py", "logger=wandb", f"hydra.run.dir={folder}", more, env=env)
+        assert done.returncode == 0, done.stderr
+    first, second = sorted((folder / "wandb").glob("offline-run-*"))
+    assert first.name.rpartition("-")[2] == second.name.rpartition("-")[2]
+    steps = [
+        record["history"]["item"]["trainer/global_step"]
+        for part in (first, second)
+        for record in inspected(part)
+        if record["type"] == "history" and "tokens" in record["history"]["item"]
+    ]
+    assert steps == [5, 10, 15, 20]
+
+
+class Server(BaseHTTPRequestHandler):
+    """Answers that it is there, and then nothing (`hangs`) or an error."""
+
+    hangs = True
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def do_POST(self) -> None:
+        if self.hangs:
+            threading.Event().wait(60)
+        self.send_response(500)
+        self.end_headers()
+
+    do_GET = do_POST  # noqa: N815
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture(params=["nobody", "hangs", "fails"])
+def server(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "nobody":
+        yield "http://127.0.0.1:9"
+        return
+    handler = type("Handler", (Server,), {"hangs": request.param == "hangs"})
+    http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    http.daemon_threads = True
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{http.server_port}"
+    http.shutdown()
+
+
+@pytest.mark.slow
+def test_a_dead_server_neither_stops_a_run_nor_loses_its_curves(
+    server: str, launch: Callable[..., Any], tmp_path: Path
+) -> None:
+    env = {**os.environ, "WANDB_API_KEY": KEY, "WANDB_BASE_URL": server}
+    folder = tmp_path / "run"
+    result = launch("train.py", "logger=wandb", f"hydra.run.dir={folder}", env=env)
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    assert "wandb sync" in result.stderr
+    assert (folder / "metrics.csv").read_text().count("\n") == 7
+    assert any(record["type"] == "history" for record in records(folder))
+
+
+@pytest.mark.slow
+def test_starting_offline_takes_no_longer_than_its_timeout(
+    server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # A limit that the user is promised, so the one place where a test looks at a clock.
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_BASE_URL", server)
+    script = (
+        "import time, wandb; from pathlib import Path; from minigpt.runs.loggers import wandb_logger, finish\n"
+        "start = time.monotonic()\n"
+        f"logger = wandb_logger(folder={str(tmp_path)!r}, project='p', entity=None, name=None, group=None,"
+        " tags=[], timeout=10)\n"
+        "finish(logger, {})\n"
+        "print(time.monotonic() - start)"
+    )
+    start = time.monotonic()
+    waited = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert float(waited) < 10
+    assert time.monotonic() - start < 60  # nor does the process hang when it ends

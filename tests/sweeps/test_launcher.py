@@ -1,0 +1,179 @@
+"""Where the jobs of a sweep run: cores and GPUs of each, jobs on several devices, submitit, wandb's agent."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from test_wandb import records
+
+from minigpt.sweeps import launcher
+from minigpt.sweeps.launcher import Joblib, shares, visible_gpus
+from minigpt.sweeps.results import COMPLETED, SKIPPED, read_sweep
+from minigpt.utils.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def environment(threads: int, gpu: str | None = None) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(threads)} | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
+
+
+# Who gets which cores and GPUs.
+
+
+@pytest.fixture(autouse=True)
+def asked_anew() -> None:
+    """The machine is asked for its GPUs once in a process."""
+    launcher._gpus.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("jobs", "asked", "machine", "expected"),
+    [
+        (9, {}, {"cores": 4}, [environment(1)] * 4),
+        (2, {}, {"cores": 4}, [environment(2)] * 2),
+        (9, {"n_jobs": 3}, {"cores": 8}, [environment(2)] * 3),
+        (9, {"n_jobs": 6}, {"cores": 4}, [environment(1)] * 6),
+        (9, {"threads": 3}, {"cores": 4}, [environment(3)] * 4),
+        (9, {}, {"cores": 8, "gpus": ["0", "1"]}, [environment(4, "0"), environment(4, "1")]),
+        (1, {}, {"cores": 8, "gpus": ["0", "1"]}, [environment(8, "0")]),
+        (9, {"n_jobs": 3}, {"cores": 6, "gpus": ["2", "5"]}, [environment(2, gpu) for gpu in ("2", "5", "2")]),
+        (9, {"alone": True}, {"cores": 8, "gpus": ["0", "1"]}, [environment(8)]),
+        (9, {"alone": True, "n_jobs": 2}, {"cores": 8}, [environment(4)] * 2),
+        (0, {}, {"cores": 4}, []),
+    ],
+)
+def test_cores_and_gpus_are_shared_out(
+    jobs: int, asked: dict[str, Any], machine: dict[str, Any], expected: list[dict[str, str]]
+) -> None:
+    options: dict[str, Any] = {"n_jobs": None, "threads": 0, "gpus": [], "alone": False}
+    assert shares(jobs, **(options | asked | machine)) == expected
+
+
+def test_gpus_are_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\n[ $1 = -L ] && echo 'GPU 0: A (UUID: x)\n  MIG 1g.5gb Device 0: y\nGPU 1: B'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_gpus() == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-8f")
+    assert visible_gpus() == ["3", "GPU-8f"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus() == []
+
+
+@pytest.mark.parametrize("script", ["#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n", "no program", None])
+def test_a_machine_without_a_working_gpu_has_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str | None
+) -> None:
+    if script is not None:
+        (tmp_path / "nvidia-smi").write_text(script)
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin" if script else str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_gpus() == []
+
+
+@pytest.mark.parametrize("setting", [{"n_jobs": 0}, {"n_jobs": 1.5}, {"threads": -1}, {"threads": "all"}])
+def test_a_number_of_workers_that_cannot_be_is_an_error(setting: dict[str, Any]) -> None:
+    ((name, value),) = setting.items()
+    with pytest.raises(UserError, match=rf"hydra\.launcher\.{name}={value} is not possible; it takes a whole number"):
+        Joblib(**({"n_jobs": None, "threads": None} | setting))
+
+
+# Jobs that run.
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")} | more
+
+
+@pytest.mark.slow
+def test_a_job_on_two_processes_runs_once_and_in_its_own_folder(launch: Callable[..., Any], tmp_path: Path) -> None:
+    devices = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "max_steps=4", "eval_every=2"]
+    swept = launch("train.py", *devices, "log_every=1", "model.n_head=2,3", "hydra.mode=MULTIRUN", cwd=tmp_path)
+    assert swept.returncode == 0, swept.stderr
+    assert ", 1 at a time with " in swept.stderr
+    assert "step 2/4" not in swept.stderr + swept.stdout
+    sweep = (tmp_path / "runs" / "sweeps" / "latest").resolve()
+    ran, skipped = read_sweep(sweep)
+    assert (ran.status, skipped.status) == (COMPLETED, SKIPPED)
+    with open(ran.folder / "metrics.csv", newline="") as file:
+        steps = Counter((row["step"], bool(row["val_loss"])) for row in csv.DictReader(file))
+    assert steps == Counter(
+        {("1", False): 1, ("2", False): 1, ("2", True): 1} | dict.fromkeys([("3", False), ("4", False), ("4", True)], 1)
+    )
+    log = (ran.folder / "log.txt").read_text()
+    assert log.count("step 4/4") == 1
+    assert log.count("best checkpoint ") == 1
+    assert [path.name for path in sweep.iterdir() if path.is_dir()] == [ran.folder.name]
+    assert not [path for path in (tmp_path / "runs").iterdir() if path.name != "sweeps"]
+
+
+@pytest.mark.slow
+def test_a_search_runs_through_submitit_and_tells_of_a_job_that_failed(
+    launch: Callable[..., Any], tmp_path: Path
+) -> None:
+    search = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra/launcher=submitit_local", "max_steps=10"]
+    swept = launch("train.py", "hydra.mode=MULTIRUN", *search, "optimizer.lr=1e-3,1e30", cwd=tmp_path)
+    assert swept.returncode == 1, swept.stderr
+    lines = swept.stderr.splitlines()
+    assert "2 of 2 to run" in lines
+    assert lines[-1] == "error: 1 of 2 runs failed; the table says why"
+    assert len(lines) == 1 + 2 + 1 + 2 + 1, swept.stderr  # nothing of a job's
+    sweep = (tmp_path / "runs" / "sweeps" / "latest").resolve()
+    points = {point.overrides["optimizer.lr"]: point for point in read_sweep(sweep)}
+    assert (points["0.001"].status, points["1e+30"].status) == (COMPLETED, "failed")
+    assert "the loss became nan at step" in swept.stdout
+    assert f"{points['0.001'].val_loss:.4f}" in swept.stdout
+    assert "step 10/10" in (points["0.001"].folder / "log.txt").read_text()
+    assert "the loss became nan" in (points["1e+30"].folder / "log.txt").read_text()
+
+
+def test_slurm_is_refused_what_it_cannot_do(launch: Callable[..., Any], tmp_path: Path) -> None:
+    arguments = ["seed=1,2", "hydra/launcher=submitit_slurm", "trainer=ddp", "trainer.devices=2"]
+    refused = launch("train.py", "hydra.mode=MULTIRUN", *arguments, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: trainer.devices=2 is not possible with hydra/launcher=submitit_slurm")
+    assert refused.stderr.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_the_agent_of_weights_and_biases_can_run_what_its_file_says(small: list[str], tmp_path: Path) -> None:
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
+
+    file = yaml.safe_load((ROOT / "configs" / "sweep" / "wandb.yaml").read_text())
+    values = {"optimizer.lr": 0.0012345678901234567, "model.n_head": 2, "model.n_embd": 64}
+    assert values.keys() == file["parameters"].keys()
+    told = {"type": "run", "program": file["program"], "args": {key: {"value": value} for key, value in values.items()}}
+    macros = create_sweep_command_args(told)
+    # As in `wandb.wandb_agent.Agent._command_run`.
+    macros |= {"env": ["/usr/bin/env"], "interpreter": ["python"], "program": [told["program"]]}
+    command: list[str] = []
+    for part in create_sweep_command(file["command"]):
+        command += macros[part[2:-1]] if part.startswith("${") else [str(part)]
+    assert command[:2] == ["/usr/bin/env", "python"]
+    shorter = [setting for setting in small if "n_head" not in setting and "n_embd" not in setting]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = clean_environment(
+        WANDB_MODE="offline", HOME=str(tmp_path), PATH=path, WANDB_SWEEP_ID="fox", WANDB_RUN_ID="r1"
+    )
+    command += [*shorter, f"hydra.run.dir={tmp_path}/run"]
+    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == (COMPLETED, 20)
+    everything = json.dumps(records(tmp_path / "run"))
+    metric = file["metric"]["name"]
+    assert f"{summary[metric]}"[:8] in everything
+    assert "0.0012345678901234567" in everything

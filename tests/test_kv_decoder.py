@@ -1,0 +1,393 @@
+"""The step of decoding against the whole model, for every architecture and far beyond the end of a block."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from conftest import CONFIGS
+from hydra import compose, initialize_config_dir
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from test_generation import ARCHITECTURES, make
+from tolerance import assert_near, terms_of
+from torch import Tensor
+
+from minigpt import config
+from minigpt import ops as functional
+from minigpt.config import ACTIVATIONS, NORM_POSITIONS, NORMS, PARAMETRIZATIONS, POSITIONS, GPTConfig
+from minigpt.generation import generate
+from minigpt.kv_decoder import Decoder
+from minigpt.model import GPT
+from minigpt.utils.errors import UserError
+
+EVERY = {
+    **ARCHITECTURES,
+    **{f"{norm} {where}": {"norm": norm, "norm_position": where} for norm in NORMS for where in NORM_POSITIONS},
+    **{f"{norm}, no biases": {"norm": norm, "bias": False} for norm in NORMS},
+    **{f"{activation}, biases": {"activation": activation} for activation in ACTIVATIONS},
+    **{f"{activation}, no biases": {"activation": activation, "bias": False} for activation in ACTIVATIONS},
+    **{f"position {position}": {"position": position} for position in POSITIONS},
+    **{f"n_kv_head {n}": {"position": "rope", "n_kv_head": n} for n in (1, 2, 4)},
+    "qk_norm before rope": {"position": "rope", "qk_norm": True, "n_kv_head": 2},
+    "wide heads": {"position": "rope", "head_dim": 12, "rope_base": 100.0},
+    "smear": {"smear": 1},
+    "ngram": {"ngram": 2, "ngram_buckets": 50},
+    "long ngram": {"ngram": 5, "smear": 3, "position": "none"},
+    "embed_norm": {"embed_norm": True, "ngram": 2, "smear": 1},
+    "untied": {"tie_embeddings": False, "n_inner": 40},
+    "mup": {"parametrization": "mup", "base_n_embd": 8, "base_head_dim": 2},
+    "mup, post-norm": {"parametrization": "mup", "norm_position": "post", "position": "rope", "qk_norm": True},
+}
+every = pytest.mark.parametrize("changes", EVERY.values(), ids=EVERY)
+SLIDING = {
+    "rope": {"position": "rope"},
+    "rope, grouped": {"position": "rope", "n_kv_head": 2, "qk_norm": True, "norm": "rmsnorm", "activation": "swiglu"},
+    "rope, post-norm": {"position": "rope", "norm_position": "post", "smear": 2, "ngram": 3},
+    "none": {"position": "none"},
+    "none, looking back": {"position": "none", "smear": 1, "ngram": 4, "embed_norm": True, "n_kv_head": 1},
+}
+sliding = pytest.mark.parametrize("changes", SLIDING.values(), ids=SLIDING)
+LOOKING_BACK = {"plain": {}, "ngram": {"ngram": 3}, "smear": {"smear": 2}, "both": {"ngram": 4, "smear": 1}}
+looking_back = pytest.mark.parametrize("back", LOOKING_BACK.values(), ids=LOOKING_BACK)
+PRESETS = sorted(file.stem for file in (CONFIGS / "model").glob("*.yaml"))
+
+
+@every
+def test_a_step_gives_the_logits_of_the_whole_model_on_the_text_so_far(changes: dict[str, Any]):
+    model, text = make(**changes), tokens(16)
+    close(model, decode(model, [text[:3]], [text[3:]])[0], model(torch.tensor([text]))[0, 2:])
+
+
+def gated_tanh(x: Tensor) -> Tensor:
+    gate, x = x.chunk(2, dim=-1)
+    return gate.tanh() * x
+
+
+@pytest.mark.parametrize(("widths", "function"), [(1, torch.sin), (2, gated_tanh)])
+def test_a_new_activation_is_sampled_with_the_log_probabilities_of_the_model_and_an_unknown_one_raises(
+    widths: int, function: Any, monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.raises(UserError, match="activation=new"):
+        GPTConfig(activation="new")
+    monkeypatch.setitem(config.ACTIVATIONS, "new", widths)
+    with pytest.raises(KeyError, match="new"):
+        make(activation="new")
+    monkeypatch.setitem(functional.ACTIVATIONS, "new", function)
+    model, prompt = make(activation="new"), [3, 1]
+    assert model.config.num_params() == model.num_params()
+    x = torch.randn(5, 32)
+    mlp = model.blocks[0].mlp
+    assert_near(mlp(x), mlp.down(function(mlp.up(x))), terms=32 + 128)
+    (sample,) = generate(model, prompt, max_new_tokens=14, logprobs=True)
+    after = model(torch.tensor([prompt + sample.tokens]))[0, 1:-1].log_softmax(-1)
+    drawn = after.gather(-1, torch.tensor(sample.tokens)[:, None])[:, 0]
+    assert_near(torch.tensor(sample.logprobs), drawn, after, terms=terms_of(model.config))
+    monkeypatch.delitem(functional.ACTIVATIONS, "new")
+    with pytest.raises(KeyError, match="new"):
+        generate(model, prompt, max_new_tokens=1)
+
+
+def test_every_name_that_the_config_takes_is_in_the_tables():
+    assert functional.ACTIVATIONS.keys() == config.ACTIVATIONS.keys()
+    assert functional.NORMS.keys() == set(config.NORMS)
+
+
+@pytest.mark.parametrize("setting", ["norm", "position", "norm_position"])
+def test_what_the_model_or_the_decoder_does_not_implement_raises(setting: str):
+    model = make()
+    object.__setattr__(model.config, setting, "new")  # past the config's own check
+    for build in (lambda: GPT(model.config), lambda: Decoder(model, [[1]], 1, 1)):
+        with pytest.raises((KeyError, ValueError), match="new"):
+            build()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_step_of_every_preset_gives_the_logits_of_the_whole_model(preset: str):
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        composed = OmegaConf.to_container(compose("train", overrides=[f"model={preset}"]).model)
+    narrow = {"n_layer": 2, "n_embd": 4 * composed["n_head"], "block_size": 12, "vocab_size": 23, "dropout": 0.0}
+    model, text = make(**{**composed, **narrow}), tokens(40)
+    expected = sliding_window(model, text) if composed["position"] == "rope" else newer_halves(model, text, 5)
+    close(model, decode(model, [text[:5]], [text[5:]])[0], expected[-36:])
+
+
+def test_a_prompt_of_one_token_and_one_of_a_whole_block_are_gone_on_from():
+    for changes in ({}, {"position": "rope"}, {"position": "none", "smear": 2, "ngram": 3}):
+        model, text = make(**changes), tokens(16)
+        close(model, decode(model, [text[:1]], [text[1:]])[0], model(torch.tensor([text]))[0])
+        close(model, decode(model, [text], [[]])[0], model(torch.tensor([text]))[0, -1:])
+
+
+@every
+def test_prompts_of_several_lengths_are_continued_as_each_alone(changes: dict[str, Any]):
+    model = make(**changes)
+    prompts, following = [tokens(n) for n in (3, 1, 16, 25)], [tokens(24) for _ in range(4)]
+    together = decode(model, prompts, following)
+    for prompt, after, logits in zip(prompts, following, together, strict=True):
+        close(model, logits, decode(model, [prompt], [after])[0])
+
+
+@pytest.mark.parametrize("changes", ARCHITECTURES.values(), ids=ARCHITECTURES)
+def test_the_text_sampled_after_several_prompts_is_the_text_sampled_after_each_alone(changes: dict[str, Any]):
+    model, prompts = make(**changes), [[1, 2, 3], [4] * 20, [5]]
+    options = {"max_new_tokens": 45, "top_k": 8, "repetition_penalty": 1.2, "num_samples": 2, "seed": 3}
+    alone = [sample.tokens for prompt in prompts for sample in generate(model, prompt, **options)]
+    assert [sample.tokens for sample in generate(model, prompts, **options)] == alone
+    assert len({tuple(sample) for sample in alone}) == 6
+
+
+def test_each_of_several_samples_goes_its_own_way_from_a_prompt_that_is_read_once():
+    for changes in ({}, {"position": "rope", "ngram": 3, "smear": 2}):
+        model, prompts, following = make(**changes), [tokens(5), tokens(2)], [tokens(20) for _ in range(6)]
+        read = []
+        hook = model.register_forward_hook(lambda module, given, logits, read=read: read.append(given[0].numel()))
+        Decoder(model, prompts, 3, 20)
+        hook.remove()
+        assert sum(read) <= 5 + 2
+        together = decode(model, prompts, following, num_samples=3)
+        for i, (after, logits) in enumerate(zip(following, together, strict=True)):
+            close(model, logits, decode(model, [prompts[i // 3]], [after])[0])
+
+
+@sliding
+@pytest.mark.parametrize("length", [3, 16, 29])
+def test_beyond_a_block_the_text_is_the_whole_model_with_a_window_of_a_block_at_every_layer(
+    changes: dict[str, Any], length: int
+):
+    model, text = make(**changes), tokens(length + 160)
+    expected = sliding_window(model, text[max(0, length - 16) :])  # the end of a prompt is read
+    close(model, decode(model, [text[:length]], [text[length:]])[0], expected[min(length, 16) - 1 :])
+
+
+@sliding
+def test_prompts_of_several_lengths_slide_each_for_itself(changes: dict[str, Any]):
+    model = make(**changes)
+    texts, lengths = [tokens(n + 160) for n in (3, 16, 1, 11)], (3, 16, 1, 11)
+    prompts = [text[:length] for text, length in zip(texts, lengths, strict=True)]
+    together = decode(model, prompts, [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)])
+    for text, length, logits in zip(texts, lengths, together, strict=True):
+        close(model, logits, sliding_window(model, text)[length - 1 :])
+
+
+@looking_back
+@pytest.mark.parametrize("length", [3, 16, 29])
+def test_learned_positions_read_the_newer_half_of_a_full_block_again(back: dict[str, Any], length: int):
+    model, text = make(**back), tokens(length + 100)
+    close(model, decode(model, [text[:length]], [text[length:]])[0], newer_halves(model, text, length))
+
+
+@looking_back
+def test_learned_positions_end_for_prompts_of_several_lengths_each_at_its_own_time(back: dict[str, Any]):
+    model, lengths = make(**back), (3, 16, 1, 11)
+    texts = [tokens(n + 60) for n in lengths]
+    prompts = [text[:length] for text, length in zip(texts, lengths, strict=True)]
+    together = decode(model, prompts, [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)])
+    for text, length, logits in zip(texts, lengths, together, strict=True):
+        close(model, logits, newer_halves(model, text, length))
+
+
+@looking_back
+@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("block_size", [1, 2, 3, 5])
+def test_the_smallest_blocks_are_gone_beyond_like_any_other(block_size: int, position: str, back: dict[str, Any]):
+    model, lengths = make(block_size=block_size, position=position, **back), (1, 4, 2)
+    texts = [tokens(n + 25) for n in lengths]
+    prompts = [text[:length] for text, length in zip(texts, lengths, strict=True)]
+    following = [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+    together = decode(model, prompts, following)
+    for text, length, logits in zip(texts, lengths, together, strict=True):
+        if position == "learned":
+            close(model, logits, newer_halves(model, text, length))
+        else:
+            read = min(length, block_size)
+            close(model, logits, sliding_window(model, text[length - read :])[read - 1 :])
+
+
+def test_a_rotation_is_right_thousands_of_tokens_after_the_beginning():
+    model, text = make(position="rope", block_size=8, n_layer=1), tokens(3000)
+    close(model, decode(model, [text[:2]], [text[2:]])[0, -200:], sliding_window(model, text)[-200:])
+
+
+@pytest.mark.parametrize("changes", [{}, {"smear": 2, "ngram": 3}, *SLIDING.values()], ids=str)
+@pytest.mark.parametrize("lengths", [(3,), (3, 16, 7)])
+def test_the_memory_does_not_grow_however_long_the_text(changes: dict[str, Any], lengths: Sequence[int]):
+    model = make(**changes)
+    with torch.no_grad():
+        decoder = Decoder(model, [tokens(n) for n in lengths], 1, 10**15)
+        held = []
+        for _ in range(12 * 16):
+            decoder.step(torch.randint(23, (len(lengths),)))
+            held.append(memory(decoder))
+    assert max(held[2 * 16 :]) == max(held[: 2 * 16])
+
+
+def test_a_short_text_takes_no_more_memory_than_it_needs():
+    model = make(block_size=4096, position="rope")
+    assert memory(Decoder(model, [tokens(3)], 1, 20)) < memory(Decoder(model, [tokens(3)], 1, 4000)) / 5
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_architecture_decodes_any_prompts_as_the_whole_model_does(data: st.DataObject):
+    n_head, head_dim = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from([2, 4, 6]))
+    changes = {
+        "block_size": data.draw(st.integers(1, 9)),
+        "n_layer": data.draw(st.integers(1, 2)),
+        "n_embd": 8,
+        "n_head": n_head,
+        "head_dim": head_dim,
+        "n_kv_head": data.draw(st.sampled_from([n for n in (1, 2, 4) if n_head % n == 0])),
+        "norm": data.draw(st.sampled_from(NORMS)),
+        "norm_position": data.draw(st.sampled_from(NORM_POSITIONS)),
+        "position": data.draw(st.sampled_from(POSITIONS)),
+        "activation": data.draw(st.sampled_from(list(ACTIVATIONS))),
+        "ngram": data.draw(st.sampled_from([0, 2, 3])),
+        "ngram_buckets": 11,
+        "smear": data.draw(st.integers(0, 3)),
+        "parametrization": data.draw(st.sampled_from(PARAMETRIZATIONS)),
+        **{name: data.draw(st.booleans()) for name in ("bias", "qk_norm", "tie_embeddings", "embed_norm")},
+    }
+    lengths = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=3))
+    steps = data.draw(st.integers(0, 25))
+    # In 64 bits: without a norm that helps, small heads and squares make much of rounding.
+    model = make(**changes).double()
+    texts = [tokens(n + steps) for n in lengths]
+    together = decode(
+        model,
+        [text[:n] for text, n in zip(texts, lengths, strict=True)],
+        [text[n:] for text, n in zip(texts, lengths, strict=True)],
+    )
+    for text, n, logits in zip(texts, lengths, together, strict=True):
+        if changes["position"] == "learned":
+            expected = newer_halves(model, text, n)
+        else:
+            read = min(n, changes["block_size"])
+            expected = sliding_window(model, text[n - read :])[read - 1 :]
+        # In 64 bits but for the sines of rotary positions.
+        assert_near(logits, expected, terms=terms_of(model.config), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("changes", ARCHITECTURES.values(), ids=ARCHITECTURES)
+def test_a_model_in_16_bits_decodes_as_far_from_32_bits_as_when_it_reads_all(changes: dict[str, Any]):
+    text = tokens(16)
+    exact = make(**changes)(torch.tensor([text]))[0, 2:]
+    model = make(**changes).bfloat16()
+    logits, whole = decode(model, [text[:3]], [text[3:]])[0], model(torch.tensor([text]))[0, 2:]
+    assert logits.dtype == whole.dtype == torch.bfloat16
+    assert (logits - exact).square().mean() < 2 * (whole - exact).square().mean() + 1e-3 * exact.square().mean()
+    beyond = decode(model, [text[:3], text], [tokens(40), tokens(40)])
+    assert beyond.isfinite().all()
+
+
+@pytest.mark.parametrize("changes", [*ARCHITECTURES.values(), *SLIDING.values(), *LOOKING_BACK.values()], ids=str)
+def test_what_is_compiled_computes_the_same_logits(changes: dict[str, Any]):
+    model, prompts, following = make(**changes), [tokens(3), tokens(16), tokens(1)], [tokens(40) for _ in range(3)]
+    with torch.compiler.set_stance("force_eager"):  # what would be compiled, as Python runs it
+        for some in (slice(0, 1), slice(0, 3)):
+            close(
+                model,
+                decode(model, prompts[some], following[some], compile=True),
+                decode(model, prompts[some], following[some]),
+            )
+
+
+@pytest.mark.slow
+def test_a_compiled_step_draws_the_same_text():
+    model, options = make(position="rope", ngram=2), {"max_new_tokens": 40, "num_samples": 2, "top_k": 8}
+    plain, compiled = (generate(model, [[3], [1, 2, 5]], compile=compile, **options) for compile in (False, True))
+    assert [sample.tokens for sample in compiled] == [sample.tokens for sample in plain]
+
+
+def test_decoding_changes_nothing_of_the_model():
+    for changes in EVERY.values():
+        model = make(**changes)
+        before = {name: value.clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
+        decode(model, [tokens(3), tokens(5)], [tokens(20), tokens(20)])
+        for name, value in (*model.named_parameters(), *model.named_buffers()):
+            assert torch.equal(value, before[name]), name
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+def tokens(n: int) -> list[int]:
+    return torch.randint(23, (n,)).tolist()
+
+
+def decode(
+    model: GPT, prompts: list[list[int]], following: list[list[int]], num_samples: int = 1, compile: bool = False
+) -> Tensor:
+    """The logits after each prompt and after each token that follows it, (B, 1 + following, V)."""
+    steps = torch.tensor(following).long().T  # (steps, B)
+    decoder = Decoder(model, prompts, num_samples, len(steps) + 1, compile=compile)
+    return torch.stack([decoder.logits.clone(), *(decoder.step(step).clone() for step in steps)], dim=1)
+
+
+def sliding_window(model: GPT, text: list[int]) -> Tensor:
+    """The logits (T, V) of a text of any length where each layer sees the last `block_size` tokens."""
+    config, T, ids = model.config, len(text), torch.tensor([text])
+    x = embedded = model.wte(ids)
+    if config.ngram:
+        x = embedded = x + model.ngrams(ids, None)
+    for k, factor in enumerate(reversed(model.smear if config.smear else []), start=1):
+        if k < T:
+            x = x + factor * torch.cat((torch.zeros_like(embedded[:, :k]), embedded[:, :-k]), dim=1)
+    if config.embed_norm:
+        x = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    distance = torch.arange(T)[:, None] - torch.arange(T)
+    window = (distance >= 0) & (distance < config.block_size)
+    rotary = None
+    if config.position == "rope":
+        half = torch.arange(config.head_width // 2).double() * 2 / config.head_width
+        angle = torch.arange(T).double()[:, None] * config.rope_base**-half
+        rotary = torch.stack((angle.cos(), angle.sin())).float()
+    for block in model.blocks:
+        if config.norm_position == "pre":
+            x = x + block.attention(block.norm_1(x), mask=window, rotary=rotary)
+            x = x + block.mlp(block.norm_2(x))
+        else:
+            x = block.norm_1(x + block.attention(x, mask=window, rotary=rotary))
+            x = block.norm_2(x + block.mlp(x))
+    return model.head(model.norm(x) / config.width_ratio)[0]
+
+
+def newer_halves(model: GPT, text: list[int], length: int) -> Tensor:
+    """The logits (1 + following, V) after a prompt and after each token that follows; crops to the newer half."""
+    block_size = model.config.block_size
+    context = text[:length][-block_size:]
+    logits = [model(torch.tensor([context]))[0, -1]]
+    for token in text[length:]:
+        context = [*context, token]
+        if len(context) > block_size:
+            context = context[-max(1, block_size // 2) :]
+        logits.append(model(torch.tensor([context]))[0, -1])
+    return torch.stack(logits)
+
+
+def close(model: GPT, logits: Tensor, expected: Tensor) -> None:
+    """Equal but for rounding."""
+    assert expected.std() > 0.1
+    assert_near(logits, expected, terms=terms_of(model.config))
+
+
+def memory(decoder: Decoder) -> int:
+    """Bytes of all tensors that a decoder holds."""
+    storages: dict[int, int] = {}
+
+    def look(value: Any) -> None:
+        if isinstance(value, Tensor):
+            storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        elif isinstance(value, list | tuple):
+            for one in value:
+                look(one)
+        elif hasattr(value, "__dict__") and not isinstance(value, GPT | GPTConfig | type):
+            look(list(vars(value).values()))
+
+    look(list(vars(decoder).values()))
+    return sum(storages.values())

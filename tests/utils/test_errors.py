@@ -1,0 +1,253 @@
+"""What goes wrong is said in one line, with the exit code that tells bad input from a failed run."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from minigpt.utils.errors import (
+    REQUEUE,
+    Interrupted,
+    RunError,
+    UserError,
+    explain,
+    interruptible,
+    nearest,
+    one_line,
+    warn,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch):
+    for name in ("MINIGPT_TRACEBACK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def failing(error):
+    @one_line
+    def program():
+        raise error
+
+    return program
+
+
+CASES = [
+    (UserError("n_head=3 is odd"), "error: n_head=3 is odd", 2),
+    (RunError("the loss is nan"), "error: the loss is nan", 1),
+    (KeyboardInterrupt(), "interrupted", 130),
+    (Interrupted(signal.SIGTERM), "SIGTERM", 143),
+    (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/big/last.ckpt"), "/big/last.ckpt: no space left", 1),
+    (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "no space left", 1),
+    (OSError(errno.EACCES, os.strerror(errno.EACCES), "/root/runs"), "/root/runs: permission denied", 2),
+    (MemoryError(), "out of memory", 1),
+    (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero", 1),
+    (KeyError("n_head"), "KeyError: 'n_head'", 1),
+    (ValueError(), "ValueError", 1),
+]
+
+
+@pytest.mark.parametrize(("error", "said", "code"), CASES, ids=lambda value: type(value).__name__)
+def test_an_error_is_one_line_on_stderr_and_an_exit_code(capsys, error, said, code):
+    with pytest.raises(SystemExit) as ended:
+        failing(error)()
+    assert ended.value.code == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert said in err
+    assert "Traceback" not in err
+    assert explain(error) == (err.rstrip("\n"), code)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UserError("one\ntwo\n\tthree"),
+        RunError("one\n\ntwo\nthree\n"),
+        RuntimeError("one\r\ntwo\nthree"),
+        OSError(errno.EACCES, "Permission denied", "one\ntwo\nthree"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_message_of_several_lines_becomes_one(capsys, error):
+    with pytest.raises(SystemExit):
+        failing(error)()
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    assert all(word in line for word in ("one", "two", "three"))
+
+
+def test_only_an_unexpected_error_mentions_how_to_see_its_traceback():
+    assert "MINIGPT_TRACEBACK=1" in explain(IndexError("tuple index out of range"))[0]
+    assert not any("MINIGPT_TRACEBACK" in explain(error)[0] for error, _, _ in CASES[:8])
+
+
+@pytest.mark.parametrize("error", [UserError("x"), RuntimeError("x"), KeyboardInterrupt()], ids=repr)
+def test_the_traceback_is_shown_on_demand(monkeypatch, error):
+    monkeypatch.setenv("MINIGPT_TRACEBACK", "1")
+    with pytest.raises(type(error)) as raised:
+        failing(error)()
+    assert raised.value is error
+
+
+def test_a_program_that_succeeds_returns_what_it_returns(capsys):
+    assert one_line(lambda a, *, b: a + b)(1, b=2) == 3
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_program_may_choose_its_own_exit_code(capsys):
+    with pytest.raises(SystemExit) as ended:
+        failing(SystemExit(7))()
+    assert ended.value.code == 7
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("error", "ranks"), [(UserError("bad input"), [0]), (RunError("lost"), [0, 1]), (Interrupted(signal.SIGTERM), [0])]
+)
+def test_what_concerns_all_processes_is_said_by_the_first(monkeypatch, capsys, error, ranks):
+    said = []
+    for rank in (0, 1):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        with pytest.raises(SystemExit):
+            failing(error)()
+        said += [rank] * capsys.readouterr().err.count("\n")
+    assert said == ranks
+
+
+def test_a_warning_is_one_line_from_the_first_process(monkeypatch, capsys):
+    for rank in ("0", "1", "2"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        warn("the text is short")
+    assert capsys.readouterr() == ("", "warning: the text is short\n")
+
+
+# Names that were nearly right.
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("max_step", "max_steps"),
+        ("optimizer.lrr", "optimizer.lr"),
+        ("learning_rate", None),
+        ("n_head", "model.n_head"),
+        ("zzz", None),
+        ("", None),
+        ("optimizer.lr", None),
+    ],
+)
+def test_the_closest_known_name_is_named_or_none(name, meant):
+    known = ["max_steps", "model.n_head", "model.n_embd", "optimizer.lr", "seed"]
+    assert nearest(name, known) == (f" (did you mean {meant}?)" if meant else "")
+
+
+def test_where_nothing_is_known_nothing_is_suggested():
+    assert nearest("max_steps", []) == ""
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("optimizer.lrr=1e-3", ["optimizer.lrr", "did you mean optimizer.lr?"]),
+        ("max_step=3", ["max_step", "did you mean max_steps?"]),
+        ("model=bab", ["model=bab", "did you mean baby?", "gpt2_xl, nano"]),
+        ("max_steps", ["override max_steps", "setting=value"]),
+        ("lr=1e-3", ["there is no setting lr (did you mean optimizer.lr?)"]),
+        ("tokenizer.vocab_size=512", ["there is no setting tokenizer.vocab_size here; it belongs to tokenizer=bpe"]),
+        ("frobnicate=1", ["there is no setting frobnicate;"]),
+        ("model=true", ["Config group override must be a string"]),
+    ],
+)
+def test_a_mistyped_override_is_explained_by_what_there_is(override, said):
+    with (
+        initialize_config_dir(str(ROOT / "configs"), version_base="1.3"),
+        pytest.raises(Exception, match=r".") as raised,
+    ):
+        compose("train", overrides=[override])
+    message, code = explain(raised.value)
+    assert code == 2
+    assert message.startswith("error: ")
+    assert "\n" not in message
+    for part in said:
+        assert part in message
+
+
+# A reader that went away.
+
+
+def run_into(stdout, body):
+    program = f"from minigpt.utils.errors import one_line\n@one_line\ndef main():\n    {body}\nmain()\n"
+    # Python buffers what it prints into a pipe or file, unless told otherwise.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.fixture
+def closed_pipe():
+    reader, writer = os.pipe()
+    os.close(reader)
+    yield writer
+    os.close(writer)
+
+
+@pytest.mark.parametrize("body", ["for i in range(100_000): print(i)", "print('a few words')"], ids=["much", "little"])
+def test_a_closed_pipe_is_no_error(closed_pipe, body):
+    done = run_into(closed_pipe, body)
+    assert done.stderr == ""
+    assert done.returncode == 0
+
+
+def test_an_error_is_said_even_when_nobody_reads_the_output(closed_pipe):
+    done = run_into(closed_pipe, "print('a few words'); raise MemoryError")
+    assert done.returncode == 1
+    assert "out of memory" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_output_that_finds_no_space_is_an_error_in_one_line():
+    with open("/dev/full", "w") as full:
+        done = run_into(full, "print('a few words')")
+    assert done.returncode == 1
+    assert "no space left" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_line_has_nothing_that_a_terminal_obeys_and_an_end(capsys):
+    evil = "a\x1b]0;owned\x07\x9b2J\u202e b\x7f"
+    with pytest.raises(SystemExit):
+        failing(UserError(evil))()
+    warn(evil)
+    said = capsys.readouterr().err
+    assert said == "".join(f"{kind}: a\\x1b]0;owned\\x07\\x9b2J\\u202e b\\x7f\n" for kind in ("error", "warning"))
+    line, _ = explain(UserError("x" * 1_000_000))
+    assert line.endswith("x …")
+    assert len(line) < 2000
+
+
+def test_a_signal_is_not_taken_for_an_error_of_whatever_was_at_work():
+    with pytest.raises(Interrupted), interruptible(), suppress(Exception):
+        signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.skipif(not REQUEUE, reason="there is no SIGUSR1")
+@pytest.mark.parametrize(("begun", "said"), [(False, ""), (True, "interrupted by SIGUSR1\n")])
+def test_a_run_that_must_make_place_is_queued_again_also_before_it_begins(begun, said):
+    program = "import os; from minigpt.utils.errors import *; requeue_at_once()"
+    act = "os.kill(os.getpid(), REQUEUE)"
+    body = f"\n    with interruptible(): {act}" if begun else f" {act}"
+    program += f"\n@one_line\ndef main():{body}\nmain()"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (75, said)
