@@ -131,7 +131,7 @@ class MultiHeadAttention(nn.Module):
         dropout: on the weights, in training only.
         out_dropout: on the output, in training only; None is `dropout`.
         causal: hide the future.
-        qk_norm: RMS-normalise queries and keys per head (Henry et al., 2020).
+        qk_norm: RMS-normalize queries and keys per head (Henry et al., 2020).
         scale: factor on the scores; None is 1/√D.
         backend: "fused", or "explicit", which forms the weights.
         out_proj: mix the heads with an output projection; False returns them side by side.
@@ -188,7 +188,7 @@ class MultiHeadAttention(nn.Module):
         """
         return self._forward(x, context, mask, rotary, cache, self.backend)[0]
 
-    def weights(
+    def attention_weights(
         self,
         x: Tensor,
         context: Tensor | None = None,

@@ -12,7 +12,7 @@ from typing import Any
 from minigpt.utils.checks import is_fraction, is_positive, require, whole_number
 from minigpt.utils.errors import UserError
 
-NORMS = ("layernorm", "rmsnorm", "rmsnorm_plain")
+NORMS = ("layernorm", "rmsnorm", "rmsnorm_noscale")
 POSITIONS = ("learned", "rope", "none")
 ACTIVATIONS = {"gelu": 1, "relu": 1, "relu2": 1, "swiglu": 2}  # projections to the inner width that each takes
 NORM_POSITIONS = ("pre", "post")
@@ -43,13 +43,13 @@ class GPTConfig:
     position: str = "learned"
     rope_base: float = 10000.0
     activation: str = "gelu"
-    qk_norm: bool = False  # RMS-normalise queries and keys per head
+    qk_norm: bool = False  # RMS-normalize queries and keys per head
     tie_embeddings: bool = True  # the output head is the token embedding
     ngram: int = 0  # embeddings of the last 2 … ngram tokens are added to each token's; 0: none
     ngram_buckets: int = 8192  # rows of the table of each n, into which n-grams are hashed
     ngram_dim: int = 16  # width of those embeddings
     smear: int = 0  # how many tokens before each are mixed into its embedding
-    embed_norm: bool = False  # RMS-normalise what enters the first block
+    embed_norm: bool = False  # RMS-normalize what enters the first block
     parametrization: str = "standard"  # mup: the best learning rate does not move with the width (Yang et al., 2022)
     base_n_embd: int = 128  # width at which mup is standard
     base_head_dim: int = 32  # width of a head at which mup is standard
@@ -120,7 +120,7 @@ class GPTConfig:
         """Trainable numbers of the model, known before it is built; `positions` counts learned ones too."""
         width, heads = self.n_embd, self.n_head * self.head_width
         projected = heads + 2 * (self.n_kv_head or self.n_head) * self.head_width  # queries, keys and values
-        norm = {"layernorm": width * (1 + self.bias), "rmsnorm": width, "rmsnorm_plain": 0}[self.norm]
+        norm = {"layernorm": width * (1 + self.bias), "rmsnorm": width, "rmsnorm_noscale": 0}[self.norm]
         attention = width * (projected + heads) + self.bias * (projected + width)
         mlp = width * (self.up_width + self.inner_width) + self.bias * (self.up_width + width)
         embeddings = self.vocab_size * width * (1 if self.tie_embeddings else 2)

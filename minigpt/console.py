@@ -1,4 +1,4 @@
-"""Samples for people and programs: text as it comes, colours, JSON, a conversation, the score of a text.
+"""Samples for people and programs: text as it comes, colors, JSON, a conversation, the score of a text.
 
 What was asked for goes to stdout, everything else to stderr.
 """
@@ -19,14 +19,14 @@ import torch
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, Tokenizer, encode_prompt, whole_characters
 from minigpt.generation import Step, check_settings, score, stream
 from minigpt.model import GPT
-from minigpt.utils.errors import UserError, clean, legible
+from minigpt.utils.errors import UserError, escape_control_chars, sanitize_line
 
-# Probability from which on a token has a colour of the 256 that terminals know: red, orange, yellow, green.
-_COLOURS = ((0.0, 196), (0.05, 208), (0.2, 220), (0.5, 148), (0.8, 40))
+# Probability from which on a token has a color of the 256 that terminals know: red, orange, yellow, green.
+_COLORS = ((0.0, 196), (0.05, 208), (0.2, 220), (0.5, 148), (0.8, 40))
 _PLAIN = "\x1b[0m"
 
 
-def place(model: GPT, device: str, dtype: str) -> GPT:
+def move_model(model: GPT, device: str, dtype: str) -> GPT:
     """Move the model to a device ("auto": the first of `devices`) and a precision.
 
     Raises:
@@ -78,13 +78,13 @@ def read_text(file: str, option: str) -> str:
 
 
 @dataclass
-class _Told:
+class SampleState:
     """A sample as it grows: its tokens, and the text of those whose characters are whole."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     text: str = ""
-    shown: str = ""  # the text with its colours
+    shown: str = ""  # the text with its colors
     reason: str = "length"
     decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace"))
 
@@ -94,7 +94,7 @@ class Console:
 
     Args:
         options: those of `generation.stream`, without the tokenizer.
-        show_probs: colour every token by its probability.
+        show_probs: color every token by its probability.
     """
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, options: Mapping[str, Any], *, show_probs: bool) -> None:
@@ -110,7 +110,7 @@ class Console:
     def sample(self, prompt: str, *, as_json: bool) -> None:
         """Print what follows a prompt: the first sample as it comes, then the others; or a line of JSON for each."""
         ids = self._start(prompt)
-        told = [_Told() for _ in range(self.options["num_samples"])]
+        told = [SampleState() for _ in range(self.options["num_samples"])]
         if not as_json:
             self._head(0)
             _write(self._shown(prompt))
@@ -189,7 +189,7 @@ class Console:
             print(json.dumps(total | each))
             return
         if self.show_probs:
-            told = _Told()
+            told = SampleState()
             for token, logprob in zip(ids, found.logprobs.tolist(), strict=True):
                 _write(self._add(told, token, logprob))
             _write("\n")
@@ -211,7 +211,7 @@ class Console:
             _tell(f"the prompt has {len(ids):,} tokens, of which the model reads the last {block_size:,}")
         return ids
 
-    def _grow(self, sample: _Told, step: Step, i: int) -> str:
+    def _grow(self, sample: SampleState, step: Step, i: int) -> str:
         """Add a token to a sample that has not stopped; what is to be shown of it."""
         if sample.reason == "stop":
             return ""
@@ -225,27 +225,27 @@ class Console:
             if ends := [at + length for at, length in found if at >= 0]:
                 sample.text = sample.text[: min(ends)]
                 sample.decoder.reset()
-                new = self._coloured(sample.text[before:], logprob)
+                new = self._colored(sample.text[before:], logprob)
         sample.shown += new
         return new
 
-    def _add(self, sample: _Told, token: int, logprob: float) -> str:
+    def _add(self, sample: SampleState, token: int, logprob: float) -> str:
         sample.tokens.append(token)
         sample.logprobs.append(logprob)
         text = sample.decoder.decode(self.tokenizer.decode_bytes([token]))
         sample.text += text
-        return self._coloured(text, logprob)
+        return self._colored(text, logprob)
 
     def _shown(self, text: str) -> str:
         """A text as it is, but for a terminal, which would obey what a model or a file has in it."""
-        return legible(text) if self.terminal else text
+        return escape_control_chars(text) if self.terminal else text
 
-    def _coloured(self, text: str, logprob: float) -> str:
+    def _colored(self, text: str, logprob: float) -> str:
         text = self._shown(text)
         if not self.show_probs or not text:
             return text
-        colour = [colour for least, colour in _COLOURS if math.exp(logprob) >= least][-1]
-        return f"\x1b[38;5;{colour}m{text}{_PLAIN}"
+        color = [color for least, color in _COLORS if math.exp(logprob) >= least][-1]
+        return f"\x1b[38;5;{color}m{text}{_PLAIN}"
 
     def _head(self, i: int) -> None:
         if self.options["num_samples"] > 1:
@@ -254,7 +254,7 @@ class Console:
     def _answer(self, context: str, turn: int) -> str:
         """Continue a context; returns it with what was said, also when Ctrl-C broke that off."""
         ids = self._start(context)
-        told = _Told()
+        told = SampleState()
         options = self.options | {"num_samples": 1, "seed": self.options["seed"] + turn}
         try:
             for step in stream(self.model, ids, logprobs=self.show_probs, **options):
@@ -311,4 +311,4 @@ def _write(text: str) -> None:
 
 
 def _tell(line: str) -> None:
-    print(clean(line), file=sys.stderr, flush=True)
+    print(sanitize_line(line), file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Average:
+class EMA:
     """Exponential moving average of weights (Polyak & Juditsky, 1992), beside them or in their place.
 
     Update t keeps min(decay, (1 + t) / (10 + t)) of the average: of a short training it forgets the beginning
@@ -17,12 +17,12 @@ class Average:
     def __init__(self, parameters: Iterable[nn.Parameter], decay: float) -> None:
         self.parameters: list[Tensor] = list(parameters)
         self.decay, self.updates = decay, 0
-        self.others = [p.detach().clone() for p in self.parameters]  # the averages; when swapped, the weights
+        self.shadow = [p.detach().clone() for p in self.parameters]  # the averages; when swapped, the weights
         self.swapped = False
 
     def load(self, averages: Iterable[Tensor], updates: int) -> None:
         """Go on from averages that were kept, (as the parameters)."""
-        for kept, average in zip(self.others, averages, strict=True):
+        for kept, average in zip(self.shadow, averages, strict=True):
             kept.copy_(average)
         self.updates = updates
 
@@ -31,15 +31,15 @@ class Average:
         """Take the weights into the average; after an optimizer step."""
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        torch._foreach_lerp_(self.others, self.parameters, 1 - decay)
+        torch._foreach_lerp_(self.shadow, self.parameters, 1 - decay)
 
     def swap(self) -> None:
         """Exchange weights and averages; nothing is copied."""
         for i, p in enumerate(self.parameters):
-            p.data, self.others[i] = self.others[i], p.data
+            p.data, self.shadow[i] = self.shadow[i], p.data
         self.swapped = not self.swapped
 
-    def both(self, state: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def state_dicts(self, state: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
         """What `state()` says with the weights in their place, and with the averages."""
         here = state()
         self.swap()

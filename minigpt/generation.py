@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minigpt.kv_decoder import Decoder
 from minigpt.model import GPT
-from minigpt.sampling import Sampling, Uniforms
+from minigpt.sampling import PerSampleRNG, Sampling
 from minigpt.utils.errors import RunError, UserError
 
 Prompt = Tensor | Sequence[int]
@@ -216,7 +216,7 @@ def _steps(
     model.eval()
     try:
         decoder = Decoder(model, rows, num_samples, max_new_tokens, compile=compile)
-        uniforms = Uniforms([seed + i for _ in rows for i in range(num_samples)], decoder.device)
+        uniforms = PerSampleRNG([seed + i for _ in rows for i in range(num_samples)], decoder.device)
         seen = None
         if sampling.repetition_penalty != 1:
             seen = torch.zeros_like(decoder.logits, dtype=torch.bool)

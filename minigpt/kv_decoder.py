@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from minigpt.attention import rotary_table
-from minigpt.model import GPT, Block, Cache, mix_before
+from minigpt.model import GPT, Block, Cache, smear
 from minigpt.ops import ACTIVATIONS, NORMS, rms_norm
 
 _SMALL = 1 << 20  # numbers of a matrix of which a copy in the order of the product is worth its memory
@@ -62,7 +62,7 @@ class Decoder:
         self.model, self.config, self.block_size, self.compile = model, config, config.block_size, compile
         before = [list(prompt[:-1]) for prompt in prompts]  # the last token of each is the first step's
         self.texts = [list(text) for text in before for _ in range(num_samples)]  # all tokens of each sample
-        self._kind = _Kind(
+        self._kind = BlockSpec(
             config.n_head,
             config.n_kv_head or config.n_head,
             config.head_width,
@@ -72,8 +72,8 @@ class Decoder:
             config.attention_scale,
             activation,
         )
-        self._layers = [_Layer.of(block, self._kind) for block in model.blocks]
-        self._norm, (self._head, _) = _norm_weights(model.norm), _linear_weights(model.head)
+        self._layers = [BlockWeights.of(block, self._kind) for block in model.blocks]
+        self._norm, (self._head, _) = _norm_weights(model.final_norm), _linear_weights(model.lm_head)
         weight = self._wte = _whole(model.wte.weight)
         self._wpe = _whole(model.wpe.weight) if config.position == "learned" else weight[:0]
         self.device, batch, longest = weight.device, len(self.texts), max(map(len, before))
@@ -183,7 +183,7 @@ class Decoder:
         if config.ngram:
             x = x + model.ngrams(tokens[:, None], self._state)[:, 0]
         if config.smear:
-            mixed, self._state.last = mix_before(x[:, None], tuple(model.smear), self._state.last)
+            mixed, self._state.last = smear(x[:, None], tuple(model.smear), self._state.last)
             x = mixed[:, 0]
         if config.position == "learned":
             x = x + self._pick(self._wpe, at)
@@ -209,7 +209,7 @@ class Decoder:
         return table[torch.tensor(self._offsets, device=self.device) + at]
 
 
-class _Kind(NamedTuple):
+class BlockSpec(NamedTuple):
     """What blocks are alike in."""
 
     n_head: int
@@ -222,7 +222,7 @@ class _Kind(NamedTuple):
     activation: Callable[[Tensor], Tensor]
 
 
-class _Layer(NamedTuple):
+class BlockWeights(NamedTuple):
     """The weights of a block, matrices as they stand in a product with rows (B, ·)."""
 
     norm_1: Tensor | None
@@ -239,7 +239,7 @@ class _Layer(NamedTuple):
     down_bias: Tensor | None
 
     @classmethod
-    def of(cls, block: nn.Module, kind: _Kind) -> "_Layer":
+    def of(cls, block: nn.Module, kind: BlockSpec) -> "BlockWeights":
         assert isinstance(block, Block)
         attention, mlp = block.attention, block.mlp
         (up, up_bias), (down, down_bias) = _linear_weights(mlp.up), _linear_weights(mlp.down)
@@ -277,8 +277,8 @@ def _whole(weight: Tensor) -> Tensor:
 
 
 def _blocks(
-    kind: _Kind,
-    layers: Sequence[_Layer],
+    kind: BlockSpec,
+    layers: Sequence[BlockWeights],
     x: Tensor,
     turn: Tensor | None,
     mask: Tensor | None,
@@ -318,8 +318,8 @@ def _blocks(
 
 
 def _blocks_in_place(
-    kind: _Kind,
-    layers: Sequence[_Layer],
+    kind: BlockSpec,
+    layers: Sequence[BlockWeights],
     x: Tensor,
     turn: Tensor | None,
     mask: Tensor,

@@ -33,7 +33,7 @@ class GPT(nn.Module):
         self.config = config
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         if config.ngram:
-            self.ngrams = NGrams(config)
+            self.ngrams = NGramEmbedding(config)
         if config.smear:
             # Vectors, so that no optimizer takes them for a matrix; the last is for the token before.
             self.smear = nn.ParameterList(torch.zeros(config.n_embd) for _ in range(config.smear))
@@ -49,13 +49,13 @@ class GPT(nn.Module):
                 raise ValueError(f"unknown position {unknown!r}")
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         # Post-norm blocks end in a norm already.
-        self.norm = _norm(config) if config.norm_position == "pre" else nn.Identity()
-        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.final_norm = make_norm(config) if config.norm_position == "pre" else nn.Identity()
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings:
-            self.head.weight = self.wte.weight
+            self.lm_head.weight = self.wte.weight
         self.rotary: Tensor | None
         self.register_buffer("rotary", rotary, persistent=False)
-        self._initialise()
+        self._initialize()
 
     def forward(
         self,
@@ -89,7 +89,7 @@ class GPT(nn.Module):
         if self.config.ngram:
             x = x + self.ngrams(tokens, cache)
         if self.config.smear:
-            x, last = mix_before(x, tuple(self.smear), cache.last if cache else None)
+            x, last = smear(x, tuple(self.smear), cache.last if cache else None)
             if cache:
                 cache.last = last
         if self.config.position == "learned":
@@ -100,10 +100,10 @@ class GPT(nn.Module):
         x = F.dropout(x, self.config.dropout, self.training)
         for i, block in enumerate(self.blocks):
             x = block(x, rotary, cache.layers[i] if cache else None)
-        x = self.norm(x)
+        x = self.final_norm(x)
         if self.config.width_ratio != 1:
             x = x / self.config.width_ratio  # so that what the head learns does not grow with the width
-        logits = self.head(x)  # (B, T, V)
+        logits = self.lm_head(x)  # (B, T, V)
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1), self._ids(targets).flatten(), reduction=reduction)
@@ -136,8 +136,8 @@ class GPT(nn.Module):
         """Floating-point operations of a training step per token, as `GPTConfig` counts them."""
         return self.config.flops_per_token()
 
-    def _initialise(self) -> None:
-        """GPT-2's initialisation: normal(0.02), and 1/√(2 n_layer) of it into the residual stream.
+    def _initialize(self) -> None:
+        """GPT-2's initialization: normal(0.02), and 1/√(2 n_layer) of it into the residual stream.
 
         Under mup (Yang et al., 2022, table 8) the matrices of the blocks shrink as the square root of the width grows.
         """
@@ -173,7 +173,7 @@ class Cache:
             layer.length = 0
 
 
-class NGrams(nn.Module):
+class NGramEmbedding(nn.Module):
     """Embeddings of the last 2 … `ngram` tokens, each n-gram hashed into a table (Pagnoni et al., 2024, 3.2.1).
 
     They give the first block what it would otherwise spend most of a short training on: counts of n-grams.
@@ -209,7 +209,7 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.pre_norm = {"pre": True, "post": False}[config.norm_position]
-        self.norm_1 = _norm(config)
+        self.norm_1 = make_norm(config)
         self.attention = MultiHeadAttention(
             config.n_embd,
             config.n_head,
@@ -220,7 +220,7 @@ class Block(nn.Module):
             qk_norm=config.qk_norm,
             scale=config.attention_scale,
         )
-        self.norm_2 = _norm(config)
+        self.norm_2 = make_norm(config)
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, rotary: Tensor | None, cache: KVCache | None) -> Tensor:
@@ -232,7 +232,7 @@ class Block(nn.Module):
         return self.norm_2(x + self.mlp(x))
 
 
-def mix_before(x: Tensor, factors: Collection[Tensor], before: Tensor | None) -> tuple[Tensor, Tensor]:
+def smear(x: Tensor, factors: Collection[Tensor], before: Tensor | None) -> tuple[Tensor, Tensor]:
     """Add to each position of x (B, T, C) the k before it, times k factors (C,), of which the last is for the nearest.
 
     Args:
@@ -277,7 +277,8 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight)
 
 
-def _norm(config: GPTConfig) -> nn.Module:
+def make_norm(config: GPTConfig) -> nn.Module:
+    """The norm over n_embd that a config names."""
     if config.norm == "layernorm":
         return nn.LayerNorm(config.n_embd, bias=config.bias)
-    return RMSNorm(config.n_embd, weight={"rmsnorm": True, "rmsnorm_plain": False}[config.norm])
+    return RMSNorm(config.n_embd, weight={"rmsnorm": True, "rmsnorm_noscale": False}[config.norm])

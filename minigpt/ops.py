@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """x / √(mean(x²) + eps) over the last dimension, times weight (C,): (…, C) to (…, C) (Zhang & Sennrich, 2019)."""
-    if not _in_passes(x):
+    if not _use_fused_cpu(x):
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     normed: Tensor = _RMSNorm.apply(x, eps) if torch.is_grad_enabled() else x * _rms_factor(x, eps)
     return normed if weight is None else normed * weight
@@ -23,7 +23,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5) -> Tens
 
 def relu_squared(x: Tensor) -> Tensor:
     """max(x, 0)² (So et al., 2021)."""
-    if not _in_passes(x):
+    if not _use_fused_cpu(x):
         return F.relu(x).square()
     squared: Tensor = _ReLUSquared.apply(x) if torch.is_grad_enabled() else F.relu(x).square_()
     return squared
@@ -51,11 +51,11 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 NORMS: dict[str, Callable[[Tensor, Tensor | None, Tensor | None], Tensor]] = {
     "layernorm": layer_norm,
     "rmsnorm": lambda x, weight, bias: rms_norm(x, weight),
-    "rmsnorm_plain": lambda x, weight, bias: rms_norm(x),
+    "rmsnorm_noscale": lambda x, weight, bias: rms_norm(x),
 }
 
 
-def _in_passes(x: Tensor) -> bool:
+def _use_fused_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling()
 
 

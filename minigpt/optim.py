@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw as adamw_step
 
 from minigpt.attention import MultiHeadAttention
-from minigpt.model import GPT, MLP, NGrams
+from minigpt.model import GPT, MLP, NGramEmbedding
 
 
 def adamw(
@@ -30,7 +30,7 @@ def adamw(
     on a CPU.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    hidden = _pieces(model, split_heads=False) if model.config.parametrization == "mup" else {}
+    hidden = matrix_params(model, split_heads=False) if model.config.parametrization == "mup" else {}
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.dim() >= 2 and p not in hidden], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
@@ -68,10 +68,10 @@ def muon(
         weight_decay: decoupled, on the matrices.
         cautious: decay only weights that the update makes smaller too (Chen et al., 2025).
         momentum: reached over the first `momentum_warmup` steps, from 0.85.
-        newton_schulz_steps: iterations of the orthogonalisation.
-        split_heads: orthogonalise queries, keys and values head by head, not projection by projection.
+        newton_schulz_steps: iterations of the orthogonalization.
+        split_heads: orthogonalize queries, keys and values head by head, not projection by projection.
     """
-    pieces = _pieces(model, split_heads)
+    pieces = matrix_params(model, split_heads)
     options = {
         "weight_decay": weight_decay,
         "cautious": cautious,
@@ -81,7 +81,7 @@ def muon(
     }
     rest = [p for p in model.parameters() if p.requires_grad and p not in pieces]
     adam = {"lr": adam_lr, "betas": (betas[0], betas[1])}
-    tables = {module.table.weight for module in model.modules() if isinstance(module, NGrams)}
+    tables = {module.table.weight for module in model.modules() if isinstance(module, NGramEmbedding)}
     groups = [
         {"params": [p for p in rest if p in tables], "weight_decay": ngram_weight_decay, **adam},
         {"params": [p for p in rest if p not in tables], "weight_decay": 0.0, **adam},
@@ -94,10 +94,10 @@ def muon(
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised (Jordan et al., 2024), for matrices; AdamW for the rest.
+    """Momentum, orthogonalized (Jordan et al., 2024), for matrices; AdamW for the rest.
 
     Every update of a matrix is made semi-orthogonal: all directions are learnt equally fast. Matrices of
-    one shape are stacked and orthogonalised together.
+    one shape are stacked and orthogonalized together.
 
     Args:
         pieces: of each matrix, the numbers of rows of the matrices that it is a stack of.
@@ -158,7 +158,7 @@ class Muon(torch.optim.Optimizer):
             if not stack:
                 continue
             update = torch.stack([ahead[matrix][start : start + rows] for matrix, start in stack])
-            update = orthogonalise(update, group["newton_schulz_steps"]) * (gain * max(1, rows / columns) ** 0.5)
+            update = orthogonalize(update, group["newton_schulz_steps"]) * (gain * max(1, rows / columns) ** 0.5)
             weights = [matrix[start : start + rows] for matrix, start in stack]
             _decay(weights, update, group["lr"] * group["weight_decay"], group["cautious"])
             torch._foreach_add_(weights, list(update), alpha=-group["lr"])
@@ -193,7 +193,7 @@ class Muon(torch.optim.Optimizer):
         )
 
 
-def orthogonalise(matrices: Tensor, steps: int) -> Tensor:
+def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
     """The nearest semi-orthogonal matrices, roughly, by Newton-Schulz iterations: (N, R, C) to (N, R, C).
 
     The quintic of Jordan et al. (2024) does not converge: it is the one that lifts small singular values
@@ -219,7 +219,7 @@ def _decay(weights: list[Tensor], update: Tensor, factor: float, cautious: bool)
         torch._foreach_mul_(weights, 1 - factor)
 
 
-def _pieces(model: nn.Module, split_heads: bool) -> dict[Tensor, list[int]]:
+def matrix_params(model: nn.Module, split_heads: bool) -> dict[Tensor, list[int]]:
     """The matrices between embeddings and head, and the rows of each projection that is fused in them."""
     pieces: dict[Tensor, list[int]] = {}
     for module in model.modules():

@@ -61,7 +61,7 @@ class Sampling:
         Args:
             seen: boolean (B, V), true for tokens that are in the text; needed where there is a repetition penalty.
         """
-        logits = self._penalise(logits, seen)
+        logits = self._penalize(logits, seen)
         if self.temperature not in (0, 1):
             if self.temperature < 0.01:  # from the largest: far beyond what numbers hold, inf - inf would come of it
                 logits = logits - logits.amax(dim=-1, keepdim=True)
@@ -84,7 +84,7 @@ class Sampling:
     def draw(self, logits: Tensor, uniform: Tensor, seen: Tensor | None = None) -> Tensor:
         """Token ids (B,) from logits (B, V) and a number from [0, 1) each, (B,), on whose device it is drawn."""
         if self.temperature == 0:
-            return self._penalise(logits, seen).argmax(dim=-1)
+            return self._penalize(logits, seen).argmax(dim=-1)
         logits = self.filter(logits, seen)
         # The number lies in one token's part of the probability. In 64 bits it stays below the total.
         upto = logits.softmax(dim=-1).to(uniform.device).cumsum(dim=-1, dtype=torch.float64)  # (B, V)
@@ -94,7 +94,7 @@ class Sampling:
     def _divisor(self) -> Tensor:
         return torch.tensor(max(self.temperature, 1e-30))  # a plain number is made a tensor at every use
 
-    def _penalise(self, logits: Tensor, seen: Tensor | None) -> Tensor:
+    def _penalize(self, logits: Tensor, seen: Tensor | None) -> Tensor:
         penalty = self.repetition_penalty
         if penalty == 1:
             return logits
@@ -102,7 +102,7 @@ class Sampling:
         return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-class Uniforms:
+class PerSampleRNG:
     """Numbers from [0, 1), a row of them from each of several generators, in 64 bits.
 
     Args:

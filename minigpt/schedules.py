@@ -3,15 +3,17 @@
 import math
 
 
-def cosine(step: int, *, max_steps: int, warmup_steps: int, final: float) -> float:
-    """Warm up linearly, then follow half a cosine from 1 to `final` (Loshchilov & Hutter, 2017)."""
+def cosine(step: int, *, max_steps: int, warmup_steps: int, final_lr_frac: float) -> float:
+    """Warm up linearly, then follow half a cosine from 1 to `final_lr_frac` (Loshchilov & Hutter, 2017)."""
     progress = _progress(step, max_steps, warmup_steps)
-    return _warmup(step, warmup_steps) * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress)))
+    return _warmup(step, warmup_steps) * (
+        final_lr_frac + (1 - final_lr_frac) * 0.5 * (1 + math.cos(math.pi * progress))
+    )
 
 
-def linear(step: int, *, max_steps: int, warmup_steps: int, final: float) -> float:
-    """Warm up linearly, then fall on a straight line from 1 to `final`."""
-    return _warmup(step, warmup_steps) * (1 - (1 - final) * _progress(step, max_steps, warmup_steps))
+def linear(step: int, *, max_steps: int, warmup_steps: int, final_lr_frac: float) -> float:
+    """Warm up linearly, then fall on a straight line from 1 to `final_lr_frac`."""
+    return _warmup(step, warmup_steps) * (1 - (1 - final_lr_frac) * _progress(step, max_steps, warmup_steps))
 
 
 def constant(step: int, *, max_steps: int, warmup_steps: int) -> float:

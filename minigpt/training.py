@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from minigpt.ema import Average
+from minigpt.ema import EMA
 from minigpt.model import GPT
 from minigpt.optim import Muon
 from minigpt.utils.errors import Diverged, UserError, warn
@@ -57,7 +57,7 @@ class LanguageModel(L.LightningModule):
         self.schedule = partial(schedule, max_steps=max_steps)
         self.bytes_per_token, self.contents = bytes_per_token, contents
         self.ema_decay = ema_decay
-        self.average: Average | None = None  # begins with the training
+        self.average: EMA | None = None  # begins with the training
         self.loss = torch.zeros(())  # of the batches of a step, summed
         self.grad_norm: Tensor | None = None  # of the last step, before clipping
         self.resumed: Mapping[str, Any] = {}  # the checkpoint that training goes on from
@@ -128,7 +128,7 @@ class LanguageModel(L.LightningModule):
                 if mine["cuda"] is not None and torch.cuda.is_available():
                     torch.cuda.set_rng_state(mine["cuda"])
         if self.ema_decay is not None:
-            self.average = Average(self.parameters(), self.ema_decay)
+            self.average = EMA(self.parameters(), self.ema_decay)
             if updates := self.resumed.get("ema_updates"):
                 averages = [self.resumed["state_dict"][name] for name, _ in self.named_parameters()]
                 self.average.load(averages, updates)
@@ -223,7 +223,7 @@ class LanguageModel(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint.update(self.contents)
         if self.average is not None:
-            weights, averages = self.average.both(self.state_dict)
+            weights, averages = self.average.state_dicts(self.state_dict)
             checkpoint.update(state_dict=averages, unaveraged=weights, ema_updates=self.average.updates)
         cuda = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
         batches = self.global_step * self.trainer.accumulate_grad_batches

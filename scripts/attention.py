@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from minigpt.utils.errors import clean, one_line
+from minigpt.utils.errors import cli_entrypoint, sanitize_line
 
 # Threads that wait for one another sleep instead of spinning: beside one other busy process on 2 cores the values of
 # the default model's heads took 50 s, and 180 s without this. It counts only if it is set before torch is imported.
@@ -46,25 +46,25 @@ def main() -> None:
     heads = inspection.chosen("head", args.head, model.config.n_head)
     tokens = inspection.prompt_tokens(tokenizer, prompt, model.config.block_size, truncate=args.truncate)
     batches = inspection.validation_batches(path, model) if args.values else None
-    print(clean(f"looking at {path}"), file=sys.stderr)
+    print(sanitize_line(f"looking at {path}"), file=sys.stderr)
 
     weights, probabilities = inspection.attention_maps(model, tokens)
     texts = inspection.token_texts(tokenizer, tokens)
     table = inspection.head_table(weights, inspection.repeat_scores(model, tokenizer.vocab_size))
     names = inspection.head_names(table, len(tokens))
-    drawing.draw_maps(out, weights, texts, names=names, layers=layers, heads=heads)
+    drawing.plot_maps(out, weights, texts, names=names, layers=layers, heads=heads)
     if args.html:
         from minigpt.interpret.page import write_page
 
         write_page(args.html, labels=texts, weights=weights, probabilities=probabilities)
     if batches:
-        values, loss = inspection.head_values(model, batches)
-        drawing.draw_values(args.values, values, loss=loss)
+        values, loss = inspection.head_ablation(model, batches)
+        drawing.plot_ablation(args.values, values, loss=loss)
         table["worth"] = values
     print(inspection.format_table(table, names))
     for written in filter(None, (out, args.html, args.values)):
-        print(clean(f"wrote {written}"), file=sys.stderr)
+        print(sanitize_line(f"wrote {written}"), file=sys.stderr)
 
 
 if __name__ == "__main__":
-    one_line(main)()
+    cli_entrypoint(main)()

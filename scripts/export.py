@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from minigpt.utils.errors import clean, one_line
+from minigpt.utils.errors import cli_entrypoint, sanitize_line
 
 
 def arguments() -> argparse.Namespace:
@@ -27,8 +27,8 @@ def main() -> None:
     path = find_checkpoint(args.run)
     out = args.out or run_folder(path) / "model.safetensors"
     export(*load_checkpoint(path), out, dtype=args.dtype)
-    print(clean(f"wrote {out} from {path}"))
+    print(sanitize_line(f"wrote {out} from {path}"))
 
 
 if __name__ == "__main__":
-    one_line(main)()
+    cli_entrypoint(main)()

@@ -10,7 +10,7 @@ import hydra
 from omegaconf import DictConfig
 
 from minigpt.runs.config_checks import check_run
-from minigpt.utils.errors import clean, one_line
+from minigpt.utils.errors import cli_entrypoint, sanitize_line
 
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands errors on, and `one_line` says them
 
@@ -18,17 +18,17 @@ os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands errors on, and `one_line` sa
 @hydra.main(version_base="1.3", config_path="../configs", config_name="prepare")
 def main(cfg: DictConfig) -> None:
     """What Hydra calls with the composed configuration."""
-    one_line(prepare)(cfg)
+    cli_entrypoint(prepare)(cfg)
 
 
 def prepare(cfg: DictConfig) -> None:
     """Prepare, and say what the files hold."""
     check_run(cfg)
-    from minigpt.data.prepare import corpus_of, report
+    from minigpt.data.prepare import describe_corpus, load_corpus
 
-    for name, value in report(corpus_of(cfg.data, cfg.tokenizer)).items():
-        print(f"{name:17}{clean(value)}")
+    for name, value in describe_corpus(load_corpus(cfg.data, cfg.tokenizer)).items():
+        print(f"{name:17}{sanitize_line(value)}")
 
 
 if __name__ == "__main__":
-    one_line(main)()
+    cli_entrypoint(main)()

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from minigpt.utils.errors import UserError, clean, one_line
+from minigpt.utils.errors import UserError, cli_entrypoint, sanitize_line
 
 
 def arguments() -> argparse.Namespace:
@@ -52,7 +52,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--interactive", action="store_true", help="continue what you type, and keep the context")
     parser.add_argument("--json", action="store_true", help="a line for each sample: text, ids, log-probabilities …")
-    parser.add_argument("--show-probs", action="store_true", help="colour tokens: red is unlikely, green is likely")
+    parser.add_argument("--show-probs", action="store_true", help="color tokens: red is unlikely, green is likely")
     parser.add_argument("--score", metavar="FILE", help="say how likely a text is (- for stdin) instead of writing one")
     parser.add_argument(
         "--device",
@@ -70,7 +70,7 @@ def main() -> None:
     """Load, and speak."""
     args = arguments()
     from minigpt.checkpoints.checkpoint import find_checkpoint, load_checkpoint
-    from minigpt.console import Console, place, read_prompt, read_text
+    from minigpt.console import Console, move_model, read_prompt, read_text
     from minigpt.generation import check_settings
 
     numbers = ("max_new_tokens", "seed", "num_samples")
@@ -81,8 +81,8 @@ def main() -> None:
         raise UserError("--interactive talks to a person: it goes with neither --json nor --score")
     path = find_checkpoint(args.run)
     model, tokenizer = load_checkpoint(path)
-    model = place(model, args.device, args.dtype)
-    print(clean(f"sampling from {path} on {model.wte.weight.device}"), file=sys.stderr)
+    model = move_model(model, args.device, args.dtype)
+    print(sanitize_line(f"sampling from {path} on {model.wte.weight.device}"), file=sys.stderr)
     options = settings | {"compile": args.compile}
     console = Console(model, tokenizer, options, show_probs=args.show_probs)
     if args.score is not None:
@@ -96,4 +96,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    one_line(main)()
+    cli_entrypoint(main)()

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from minigpt.utils.errors import one_line
+from minigpt.utils.errors import cli_entrypoint
 
 
 def arguments() -> argparse.Namespace:
@@ -34,4 +34,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    one_line(main)()
+    cli_entrypoint(main)()

@@ -27,8 +27,8 @@ from minigpt.runs.processes import shared_arguments
 from minigpt.runs.run_dir import short_path
 from minigpt.runs.train import train_in
 from minigpt.sweeps.sweeper import with_deferred
-from minigpt.utils.errors import one_line
-from minigpt.utils.overrides import quoted
+from minigpt.utils.errors import cli_entrypoint
+from minigpt.utils.overrides import quote_override
 
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands errors on, and `one_line` says them
 
@@ -39,19 +39,19 @@ def main(cfg: DictConfig) -> float | None:
     folder = Path(HydraConfig.get().runtime.output_dir)
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         return train_in(folder, cfg)
-    return one_line(train_in)(folder, cfg, resume_command=resume_command(folder))
+    return cli_entrypoint(train_in)(folder, cfg, resume_command=resume_command(folder))
 
 
 def resume_command(folder: Path) -> str:
     """The command that resumes this run."""
     kept = [argument for argument in sys.argv[1:] if not argument.startswith(("resume=", "hydra.run.dir="))]
     where = str(short_path(folder))
-    where = where if re.fullmatch(r"[\w./-]+", where) else quoted(where)
+    where = where if re.fullmatch(r"[\w./-]+", where) else quote_override(where)
     python = str(short_path(Path(sys.executable)))
     return shlex.join([python, sys.argv[0], *kept, f"hydra.run.dir={where}", "resume=auto"])
 
 
-@one_line
+@cli_entrypoint
 def start() -> None:
     """Hand Hydra the command line."""
     sys.argv[1:] = shared_arguments(sys.argv[1:])

@@ -139,7 +139,7 @@ def test_permuting_heads_permutes_nothing_in_the_output(case: tuple[MultiHeadAtt
         parameter.data = heads[torch.cat((order, H + kv_order, H + K + kv_order))].flatten(0, 1)
     permuted.out.weight.data = permuted.out.weight.data.unflatten(1, (H, D))[:, order].flatten(1)
     assert_close(permuted(x), attention(x))
-    assert_close(permuted.weights(x), attention.weights(x)[:, order])
+    assert_close(permuted.attention_weights(x), attention.attention_weights(x)[:, order])
 
 
 @given(modules(), st.integers(0, 40))
@@ -151,7 +151,7 @@ def test_rotary_attention_depends_on_relative_positions_only(case: tuple[MultiHe
     here, there = table[:, :T], table[:, shift:]
     rounded = {"terms": TERMS, "dtype": torch.float32}  # that of sines and cosines
     assert_near(attention(x, rotary=there), attention(x, rotary=here), **rounded)
-    assert_near(attention.weights(x, rotary=there), attention.weights(x, rotary=here), **rounded)
+    assert_near(attention.attention_weights(x, rotary=there), attention.attention_weights(x, rotary=here), **rounded)
     # A score is that of the query turned by the distance and the key as it is.
     q, k = torch.randn(2, 1, 1, 1, D, dtype=torch.float64)
     score = rotate(q, table[:, -1:]) @ rotate(k, table[:, T - 1 : T]).mT
@@ -256,7 +256,7 @@ def test_weights_equal_those_of_torchs_module(backend: str):
     ours, reference = pair(backend=backend, causal=False)
     x, context = torch.randn(2, 5, 24), torch.randn(2, 9, 24)
     expected = reference(x, context, context, average_attn_weights=False)[1]
-    assert_near(ours.weights(x, context), expected, terms=TERMS)
+    assert_near(ours.attention_weights(x, context), expected, terms=TERMS)
 
 
 @pytest.mark.parametrize("n_kv_head", [1, 2, 3])

@@ -40,7 +40,7 @@ BAD_VALUES = [
     *(("smear", value, "a whole number of at least 0") for value in (-1, 0.5, True, None)),
     *(("dropout", value, "from 0 up to, but not including, 1") for value in (1, 1.0, -0.1, float("nan"), "0.1", None)),
     *(("rope_base", value, "a number above 0") for value in (0, -1.0, float("inf"), float("nan"))),
-    ("norm", "batchnorm", "layernorm or rmsnorm or rmsnorm_plain"),
+    ("norm", "batchnorm", "layernorm or rmsnorm or rmsnorm_noscale"),
     ("position", "alibi", "learned or rope or none"),
     ("position", None, "learned or rope or none"),
     ("activation", "GELU", "gelu or relu or relu2 or swiglu"),
@@ -182,7 +182,7 @@ def test_a_run_that_cannot_work_is_refused_by_the_name_that_was_typed(override: 
         ("optimizer.betas=[0.9]", "betas"),
         ("optimizer.betas=0.9", "betas"),
         ("optimizer.betas=null", "betas"),
-        ("schedule.final=-1", "final"),
+        ("schedule.final_lr_frac=-1", "final"),
     ],
 )
 def test_what_the_optimizer_and_the_schedule_cannot_take_is_refused_before_the_run(override: str, named: str):

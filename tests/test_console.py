@@ -58,11 +58,11 @@ def chain(tokenizer: Tokenizer, follows: dict[int, int]) -> GPT:
     shape = {"n_layer": 1, "n_head": 1, "head_dim": 2, "n_inner": 1, "n_embd": size, "tie_embeddings": False}
     model = GPT(GPTConfig(block_size=BLOCK_SIZE, vocab_size=size, position="none", bias=False, **shape))
     with torch.no_grad():
-        for weight in (model.blocks[0].attention.out.weight, model.blocks[0].mlp.down.weight, model.head.weight):
+        for weight in (model.blocks[0].attention.out.weight, model.blocks[0].mlp.down.weight, model.lm_head.weight):
             weight.zero_()
         model.wte.weight.copy_(torch.eye(size))
         for before, after in follows.items():
-            model.head.weight[after, before] = 5.0
+            model.lm_head.weight[after, before] = 5.0
     return model
 
 
@@ -530,9 +530,9 @@ def test_nothing_is_printed_of_a_token_after_the_text_that_it_stops_at(saves, sa
     assert sample(*flags).stdout == "acd\n"
     (one,) = samples(sample(*flags, "--json"))
     assert (one["text"], one["reason"], one["tokens"]) == ("cd", "stop", [256])
-    coloured = sample(*flags, "--show-probs").stdout
-    assert COLOURED.findall(coloured) == [("40", "cd")]
-    assert ANSI.sub("", coloured) == "acd\n"
+    colored = sample(*flags, "--show-probs").stdout
+    assert COLOURED.findall(colored) == [("40", "cd")]
+    assert ANSI.sub("", colored) == "acd\n"
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"], ["--show-probs"]])
@@ -574,14 +574,14 @@ def test_half_a_character_to_stop_at_is_no_failure_of_the_program(saves, sample)
 # Probabilities
 
 
-def colour(probability: float) -> str:
+def color(probability: float) -> str:
     """Green, yellow, orange … red, as terminals number them."""
-    colours = ((0.8, "40"), (0.5, "148"), (0.2, "220"), (0.05, "208"), (0, "196"))
-    return next(number for least, number in colours if probability >= least)
+    colors = ((0.8, "40"), (0.5, "148"), (0.2, "220"), (0.05, "208"), (0, "196"))
+    return next(number for least, number in colors if probability >= least)
 
 
 @pytest.mark.parametrize("flags", [[], ["--temperature", "2.5"]])
-def test_colours_tell_how_likely_the_model_finds_each_token(flags, saves, sample):
+def test_colors_tell_how_likely_the_model_finds_each_token(flags, saves, sample):
     flags = [saves["char"], "--prompt", "a fox", "--max-new-tokens", 27, *flags]
     plain, shown = sample(*flags).stdout, sample(*flags, "--show-probs").stdout
     assert ANSI.sub("", shown) == plain
@@ -590,24 +590,24 @@ def test_colours_tell_how_likely_the_model_finds_each_token(flags, saves, sample
     (one,) = samples(sample(*flags, "--json"))
     _, tokenizer = load_checkpoint(saves["char"])
     p = logprobs(saves["char"], tokenizer.encode("a fox").tolist(), one["tokens"])[range(27), one["tokens"]].exp()
-    assert COLOURED.findall(shown) == [(colour(x), c) for x, c in zip(p.tolist(), one["text"], strict=True)]
-    assert len({colour(x) for x in p.tolist()}) >= 3
+    assert COLOURED.findall(shown) == [(color(x), c) for x, c in zip(p.tolist(), one["text"], strict=True)]
+    assert len({color(x) for x in p.tolist()}) >= 3
 
 
-def test_colours_do_not_cut_characters(saves, sample):
+def test_colors_do_not_cut_characters(saves, sample):
     shown = sample(saves["multibyte"], "--max-new-tokens", 27, "--show-probs").stdout
     assert COLOURED.findall(shown) == [("40", character) for character in WHOLE * 3]
     assert ANSI.sub("", shown) == WHOLE * 3 + "\n"
 
 
-def test_every_sample_has_colours(saves, sample):
+def test_every_sample_has_colors(saves, sample):
     flags = [saves["char"], "--prompt", "a fox", "--num-samples", 3, "--max-new-tokens", 20]
     plain, shown = sample(*flags).stdout, sample(*flags, "--show-probs").stdout
     assert ANSI.sub("", shown) == plain
     assert len(COLOURED.findall(shown)) == 60
 
 
-def test_json_has_no_colours(saves, sample):
+def test_json_has_no_colors(saves, sample):
     (one,) = samples(sample(saves["char"], "--prompt", "a fox", "--json", "--show-probs"))
     assert "\x1b" not in one["text"]
 
@@ -646,11 +646,11 @@ def test_a_score_is_printed_for_people_too(saves, sample, tmp_path):
     assert said == {"first choice": f"{first} of 15 tokens ({first / 15:.1%})"}
 
 
-def test_a_score_shows_the_text_in_colours(saves, sample):
+def test_a_score_shows_the_text_in_colors(saves, sample):
     plain = sample(saves["char"], "--score", "-", stdin=TEXT.encode()).stdout
     shown = sample(saves["char"], "--score", "-", "--show-probs", stdin=TEXT.encode()).stdout
     (found,) = samples(sample(saves["char"], "--score", "-", "--json", stdin=TEXT.encode()))
-    assert COLOURED.findall(shown) == [(colour(math.exp(p)), c) for p, c in zip(found["logprobs"], TEXT, strict=True)]
+    assert COLOURED.findall(shown) == [(color(math.exp(p)), c) for p, c in zip(found["logprobs"], TEXT, strict=True)]
     assert ANSI.sub("", shown) == f"{TEXT}\n{plain}"
 
 
@@ -772,7 +772,7 @@ def test_answers_stop_where_samples_do(saves, sample):
     assert talk(sample, saves["separated"], "a", "b").stdout == "bc\nc\n"
 
 
-def test_answers_have_colours(saves, sample):
+def test_answers_have_colors(saves, sample):
     shown = talk(sample, saves["char"], "a fox", ", a dog", flags=("--show-probs",)).stdout
     assert len(COLOURED.findall(shown)) == 24
     assert ANSI.sub("", shown) == talk(sample, saves["char"], "a fox", ", a dog", flags=()).stdout

@@ -26,7 +26,7 @@ ARCHITECTURES = {
     "gpt2": {},
     "llama": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "n_kv_head": 2},
     "multi-query": {"position": "none", "n_kv_head": 1, "qk_norm": True, "head_dim": 10},
-    "modern": {"position": "rope", "norm": "rmsnorm_plain", "ngram": 3, "smear": 2},
+    "modern": {"position": "rope", "norm": "rmsnorm_noscale", "ngram": 3, "smear": 2},
     "post-norm": {"norm_position": "post", "activation": "relu2", "tie_embeddings": False},
 }
 architectures = pytest.mark.parametrize("settings", ARCHITECTURES.values(), ids=ARCHITECTURES)
@@ -93,7 +93,7 @@ def test_only_the_end_of_a_long_prompt_is_read(settings: dict[str, Any], length:
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, None), (0.5, None), (3.0, None), (1.0, 4), (2.0, 4)])
 def test_sampled_frequencies_are_those_of_the_softmax(temperature: float, top_k: int | None):
     model, prompt, n = make(vocab_size=11), torch.tensor([5, 1]), 3000
-    model.head.weight.data *= 0.2
+    model.lm_head.weight.data *= 0.2
     logits = model(prompt[None])[0, -1].double() / temperature
     if top_k is not None:
         logits[logits.argsort()[:-top_k]] = float("-inf")
@@ -108,11 +108,11 @@ def test_sampled_frequencies_are_those_of_the_softmax(temperature: float, top_k:
 
 def test_the_tokens_of_one_sample_are_drawn_independently():
     model = make(vocab_size=11, tie_embeddings=False)
-    nn.init.zeros_(model.head.weight)
+    nn.init.zeros_(model.lm_head.weight)
     text = torch.tensor(texts(model, [0], max_new_tokens=1100)[0])
     counts = torch.bincount(text, minlength=11)
     assert ((counts - 100.0) ** 2 / 100).sum() < CHI_SQUARE_10
-    assert 65 < (text[1:] == text[:-1]).sum() < 135  # a neighbour is equal once in eleven
+    assert 65 < (text[1:] == text[:-1]).sum() < 135  # a neighbor is equal once in eleven
 
 
 @pytest.mark.parametrize("penalty", [0.7, 1.3, 3.0])
@@ -146,7 +146,7 @@ def test_one_likeliest_token_is_greedy_decoding():
 
 def test_every_filter_changes_the_text():
     model = make()
-    model.head.weight.data *= 0.2
+    model.lm_head.weight.data *= 0.2
     changes = ({}, {"temperature": 0.5}, {"top_k": 4}, {"top_p": 0.5}, {"min_p": 0.4}, {"repetition_penalty": 2.0})
     different = {tuple(texts(model, [3], max_new_tokens=60, **options)[0]) for options in changes}
     assert len(different) == len(changes)
@@ -298,7 +298,7 @@ def test_a_notebook_shows_a_sample_and_a_score_in_one_short_line():
 @pytest.mark.parametrize("num_samples", [1, 8])
 def test_a_sample_ends_with_the_token_that_completes_what_it_stops_at(stop: list[str | int], num_samples: int):
     model = make(vocab_size=len(Letters.TOKENS))
-    model.head.weight.data *= 0.1
+    model.lm_head.weight.data *= 0.1
     options = {"max_new_tokens": 120, "num_samples": num_samples, "seed": 11, "logprobs": True}
     free = generate(model, [[3, 1, 2], [0]], **options)
     stopped = generate(model, [[3, 1, 2], [0]], stop=stop, tokenizer=Letters(), **options)
@@ -312,7 +312,7 @@ def test_a_sample_ends_with_the_token_that_completes_what_it_stops_at(stop: list
 
 def test_a_stream_says_who_has_stopped_and_ends_when_all_have():
     model = make(vocab_size=len(Letters.TOKENS))
-    model.head.weight.data *= 0.1
+    model.lm_head.weight.data *= 0.1
     options = {"max_new_tokens": 120, "num_samples": 4, "seed": 11}
     ends = [len(ended(sample, ["dab", 0]).tokens) for sample in generate(model, [3], **options)]
     assert len(set(ends)) > 1
@@ -561,7 +561,7 @@ def sees_the_last_block(model: GPT, text: list[int]) -> Tensor:
         x = x + sum(factor * shifted for factor, shifted in zip(reversed(model.smear), before, strict=True))
     x = x[:, -config.block_size :]
     rotary = None if model.rotary is None else model.rotary[:, : x.size(1)]  # only distances count
-    return model.head(model.norm(model.blocks[0](x, rotary, None)))[0, -1]
+    return model.lm_head(model.final_norm(model.blocks[0](x, rotary, None)))[0, -1]
 
 
 def exhaust(model: GPT, prompt: Tensor) -> None:

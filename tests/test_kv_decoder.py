@@ -354,7 +354,7 @@ def sliding_window(model: GPT, text: list[int]) -> Tensor:
         else:
             x = block.norm_1(x + block.attention(x, mask=window, rotary=rotary))
             x = block.norm_2(x + block.mlp(x))
-    return model.head(model.norm(x) / config.width_ratio)[0]
+    return model.lm_head(model.final_norm(x) / config.width_ratio)[0]
 
 
 def newer_halves(model: GPT, text: list[int], length: int) -> Tensor:

@@ -85,7 +85,7 @@ def test_logits_equal_those_of_torchs_transformer_layers(norm_position: str, act
         )
         x = layer(x, src_mask=nn.Transformer.generate_square_subsequent_mask(16), is_causal=True)
     if pre:
-        x = F.layer_norm(x, (32,), model.norm.weight, model.norm.bias)
+        x = F.layer_norm(x, (32,), model.final_norm.weight, model.final_norm.bias)
     assert_near(model(tokens), x @ model.wte.weight.T, terms=terms_of(model.config))
 
 
@@ -155,7 +155,7 @@ def test_the_gpt2_presets_have_the_published_sizes(name: str, params: int):
             "head_dim": st.sampled_from([None, 6]),
             "n_inner": st.sampled_from([None, 20]),
             "bias": st.booleans(),
-            "norm": st.sampled_from(["layernorm", "rmsnorm", "rmsnorm_plain"]),
+            "norm": st.sampled_from(["layernorm", "rmsnorm", "rmsnorm_noscale"]),
             "norm_position": st.sampled_from(["pre", "post"]),
             "position": st.sampled_from(["learned", "rope", "none"]),
             "activation": st.sampled_from(["gelu", "relu2", "swiglu"]),
@@ -184,14 +184,14 @@ def test_frozen_weights_are_not_counted():
 
 def test_tied_embeddings_are_one_matrix_that_learns_from_both_ends():
     tied, untied = tiny(), tiny(tie_embeddings=False)
-    assert tied.head.weight is tied.wte.weight
-    assert untied.head.weight is not untied.wte.weight
+    assert tied.lm_head.weight is tied.wte.weight
+    assert untied.lm_head.weight is not untied.wte.weight
     assert untied.num_params() - tied.num_params() == 29 * 32
     untied.load_state_dict(tied.state_dict())
     tokens, targets = torch.randint(29, (2, 3, 16))
     for model in (tied, untied):
         model(tokens, targets).backward()
-    assert_near(tied.wte.weight.grad, untied.wte.weight.grad + untied.head.weight.grad, terms=3 * 16)
+    assert_near(tied.wte.weight.grad, untied.wte.weight.grad + untied.lm_head.weight.grad, terms=3 * 16)
 
 
 @pytest.mark.parametrize("settings", [{}, LLAMA | {"n_kv_head": 2}], ids=["gpt2", "llama"])
@@ -431,7 +431,7 @@ def from_gpt2(reference: GPT2LMHeadModel) -> dict[str, Tensor]:
     ours = {
         "wte.weight": weights["transformer.wte.weight"],
         "wpe.weight": weights["transformer.wpe.weight"],
-        "head.weight": weights["lm_head.weight"],
+        "lm_head.weight": weights["lm_head.weight"],
     }
     names = {
         "ln_1": "norm_1",
@@ -470,8 +470,8 @@ def llama_pair(rope_base: float) -> tuple[LlamaForCausalLM, GPT]:
     weights = reference.state_dict()
     ours = {
         "wte.weight": weights["model.embed_tokens.weight"],
-        "norm.weight": weights["model.norm.weight"],
-        "head.weight": weights["lm_head.weight"],
+        "final_norm.weight": weights["model.norm.weight"],
+        "lm_head.weight": weights["lm_head.weight"],
     }
     for i in range(3):
         layer = {

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from minigpt.config import GPTConfig
 from minigpt.model import GPT
-from minigpt.optim import Muon, muon, orthogonalise
+from minigpt.optim import Muon, muon, orthogonalize
 
 OPTIONS: dict[str, Any] = {
     "lr": 0.02,
@@ -72,7 +72,7 @@ def test_an_update_keeps_the_directions_and_levels_the_singular_values(shape: tu
     s = torch.linspace(0.05, 1, len(s))
     assert s.min() / s.norm() > 0.01
     matrix = u @ s.diag() @ v
-    levelled = u.mT @ orthogonalise(matrix[None], 5)[0] @ v.mT
+    levelled = u.mT @ orthogonalize(matrix[None], 5)[0] @ v.mT
     assert levelled.diagonal().min() > 0.65
     assert levelled.diagonal().max() < 1.25
     assert_near(levelled, levelled.diagonal().diag(), terms=5 * 3 * 80)

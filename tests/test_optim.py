@@ -63,13 +63,13 @@ def test_factors_of_the_tokens_before_are_not_decayed():
     assert not factors & set(decayed["params"])
 
 
-def test_every_trainable_weight_is_optimised_once_and_frozen_ones_are_not():
+def test_every_trainable_weight_is_optimized_once_and_frozen_ones_are_not():
     network = model()
     network.blocks[0].requires_grad_(False)
     optimizer = adamw(network, lr=0.1, betas=(0.9, 0.99), weight_decay=0.5)
-    optimised = [p for group in optimizer.param_groups for p in group["params"]]
-    assert len(optimised) == len(set(optimised))
-    assert set(optimised) == {p for p in network.parameters() if p.requires_grad}
+    optimized = [p for group in optimizer.param_groups for p in group["params"]]
+    assert len(optimized) == len(set(optimized))
+    assert set(optimized) == {p for p in network.parameters() if p.requires_grad}
 
 
 def test_betas_may_come_as_a_list_from_a_configuration_file():
@@ -87,16 +87,16 @@ def test_cosine_is_nanogpts_schedule(max_steps: int, warmup_steps: int, final: f
 
 
 def test_cosine_is_halfway_down_halfway_through():
-    assert cosine(60, max_steps=110, warmup_steps=10, final=0.2) == pytest.approx(0.6)
-    assert cosine(110, max_steps=110, warmup_steps=10, final=0.2) == pytest.approx(0.2)
+    assert cosine(60, max_steps=110, warmup_steps=10, final_lr_frac=0.2) == pytest.approx(0.6)
+    assert cosine(110, max_steps=110, warmup_steps=10, final_lr_frac=0.2) == pytest.approx(0.2)
 
 
 def test_linear_falls_by_equal_amounts_to_its_final_value():
-    values = [linear(step, max_steps=110, warmup_steps=10, final=0.2) for step in range(10, 111)]
+    values = [linear(step, max_steps=110, warmup_steps=10, final_lr_frac=0.2) for step in range(10, 111)]
     assert values[0] == pytest.approx(1)
     assert values[-1] == pytest.approx(0.2)
     assert [a - b for a, b in pairwise(values)] == pytest.approx([0.8 / 100] * 100)
-    assert linear(500, max_steps=110, warmup_steps=10, final=0.2) == pytest.approx(0.2)
+    assert linear(500, max_steps=110, warmup_steps=10, final_lr_frac=0.2) == pytest.approx(0.2)
 
 
 def test_constant_stays_at_the_peak():
@@ -104,7 +104,9 @@ def test_constant_stays_at_the_peak():
 
 
 @pytest.mark.parametrize(
-    "schedule", [partial(cosine, final=0.1), partial(linear, final=0.1), constant], ids=["cosine", "linear", "constant"]
+    "schedule",
+    [partial(cosine, final_lr_frac=0.1), partial(linear, final_lr_frac=0.1), constant],
+    ids=["cosine", "linear", "constant"],
 )
 def test_warming_up_rises_by_equal_amounts_to_the_peak(schedule: partial[float]):
     values = [schedule(step, max_steps=100, warmup_steps=4) for step in range(5)]
@@ -112,7 +114,7 @@ def test_warming_up_rises_by_equal_amounts_to_the_peak(schedule: partial[float])
     assert schedule(0, max_steps=100, warmup_steps=0) == 1
 
 
-@pytest.mark.parametrize("schedule", [partial(cosine, final=0.1), partial(linear, final=0.1), constant])
+@pytest.mark.parametrize("schedule", [partial(cosine, final_lr_frac=0.1), partial(linear, final_lr_frac=0.1), constant])
 def test_a_run_shorter_than_its_warm_up_rises_to_its_end(schedule: partial[float]):
     values = [schedule(step, max_steps=5, warmup_steps=100) for step in range(5)]
     assert values == pytest.approx([(step + 1) / 101 for step in range(5)])
@@ -120,7 +122,7 @@ def test_a_run_shorter_than_its_warm_up_rises_to_its_end(schedule: partial[float
 
 def test_a_schedule_multiplies_the_peak_learning_rate():
     optimizer = adamw(model(), lr=0.5, betas=(0.9, 0.99), weight_decay=0.1)
-    scheduler = LambdaLR(optimizer, partial(linear, max_steps=10, warmup_steps=1, final=0.0))
+    scheduler = LambdaLR(optimizer, partial(linear, max_steps=10, warmup_steps=1, final_lr_frac=0.0))
     rates = []
     for _ in range(10):
         rates.append(optimizer.param_groups[0]["lr"])

@@ -74,7 +74,7 @@ def learnt(optimizer: str, **settings: Any) -> dict[str, Tensor]:
 @torch.no_grad()
 def activations(model: GPT, tokens: Tensor) -> dict[str, Tensor]:
     seen: dict[str, Tensor] = {}
-    layers = {"logits": model.head}
+    layers = {"logits": model.lm_head}
     for i, block in enumerate(model.blocks):
         layers |= {f"attention {i}": block.attention, f"mlp {i}": block.mlp}
     hooks = [
@@ -85,7 +85,8 @@ def activations(model: GPT, tokens: Tensor) -> dict[str, Tensor]:
     for hook in hooks:
         hook.remove()
     return {name: seen[name] for name in layers} | {
-        f"weights {i}": block.attention.weights(seen[f"attention {i} of"]) for i, block in enumerate(model.blocks)
+        f"weights {i}": block.attention.attention_weights(seen[f"attention {i} of"])
+        for i, block in enumerate(model.blocks)
     }
 
 
@@ -117,9 +118,9 @@ def test_at_four_times_the_base_width_everything_follows_table_8():
             assert (rate, decay) == (4e-3, 0.1 if name.endswith("weight") and "norm" not in name else 0), name
     assert all(block.attention.scale == math.sqrt(16) / 64 for block in model.blocks)
     seen: list[Tensor] = []
-    model.norm.register_forward_hook(lambda *args: seen.append(args[-1]))
+    model.final_norm.register_forward_hook(lambda *args: seen.append(args[-1]))
     logits = model(batch()[0])
-    assert_near(logits, seen[0] @ model.head.weight.T / 4, terms=256)
+    assert_near(logits, seen[0] @ model.lm_head.weight.T / 4, terms=256)
 
 
 def test_of_the_standard_adamw_keeps_its_two_groups():
@@ -168,11 +169,11 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def train_on(model: GPT, optimizer: str, tokens: Tensor, targets: Tensor, *, steps: int) -> None:
     make, options = OPTIMIZERS[optimizer]
-    optimiser = make(model, **options)
+    optimizer = make(model, **options)
     for _ in range(steps):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         model(tokens, targets).backward()
-        optimiser.step()
+        optimizer.step()
 
 
 def rates(model: GPT, optimizer: str) -> dict[str, tuple[float, float]]:

@@ -18,7 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from minigpt.sampling import Sampling, Uniforms
+from minigpt.sampling import PerSampleRNG, Sampling
 from minigpt.utils.errors import UserError
 
 # Hugging Face's, in the order in which ours are documented to act.
@@ -155,8 +155,8 @@ def test_with_the_most_extreme_penalty_a_token_is_drawn_all_the_same(penalty: fl
             drawn = sampling.draw(logits, torch.rand(100), seen)
             assert ((drawn >= 0) & (drawn < 30)).all()
             if temperature < 1:
-                penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
-                assert torch.equal(drawn, torch.where(seen, penalised, logits).argmax(-1))
+                penalized = torch.where(logits < 0, logits * penalty, logits / penalty)
+                assert torch.equal(drawn, torch.where(seen, penalized, logits).argmax(-1))
 
 
 @pytest.mark.parametrize(
@@ -279,14 +279,14 @@ def test_the_ends_of_what_is_possible_can_be_drawn_with(name: str, value: Any):
 
 
 def test_a_generator_gives_the_same_numbers_whichever_run_beside_it():
-    together = rows(Uniforms([5, 6, 7], torch.device("cpu")), 200)
+    together = rows(PerSampleRNG([5, 6, 7], torch.device("cpu")), 200)
     assert together.shape == (200, 3)
     for i, seed in enumerate((5, 6, 7)):
-        assert torch.equal(rows(Uniforms([seed], torch.device("cpu")), 200)[:, 0], together[:, i])
+        assert torch.equal(rows(PerSampleRNG([seed], torch.device("cpu")), 200)[:, 0], together[:, i])
 
 
 def test_the_numbers_are_spread_evenly_and_do_not_repeat():
-    numbers = rows(Uniforms(range(10), torch.device("cpu")), 300)  # (300, 10)
+    numbers = rows(PerSampleRNG(range(10), torch.device("cpu")), 300)  # (300, 10)
     assert numbers.min() >= 0
     assert numbers.max() < 1
     assert numbers.unique().numel() > 2990
@@ -301,7 +301,7 @@ def test_a_generator_of_ones_own_leaves_that_of_torch_alone():
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    rows(Uniforms([1, 2], torch.device("cpu")), 100)
+    rows(PerSampleRNG([1, 2], torch.device("cpu")), 100)
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -310,7 +310,7 @@ def _seeded():
     torch.manual_seed(0)
 
 
-def rows(uniforms: Uniforms, n: int) -> Tensor:
+def rows(uniforms: PerSampleRNG, n: int) -> Tensor:
     """The next numbers of every generator, (n, generators)."""
     return torch.stack([uniforms.next() for _ in range(n)])
 
@@ -350,8 +350,8 @@ def probabilities(
 ) -> tuple[np.ndarray, float]:
     """What is drawn from, in 64 bits, and how far the token nearest to being left out, or kept, is from it."""
     edge = 1.0
-    penalised = np.where(logits < 0, logits * repetition_penalty, logits / repetition_penalty)
-    scores = np.where(seen, penalised, logits) / temperature
+    penalized = np.where(logits < 0, logits * repetition_penalty, logits / repetition_penalty)
+    scores = np.where(seen, penalized, logits) / temperature
     p = np.exp(scores - scores.max())
     order = np.argsort(-p)
     if top_k is not None:

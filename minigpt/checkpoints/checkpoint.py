@@ -22,7 +22,7 @@ from minigpt.data import tokenizer as tokenizers
 from minigpt.data.tokenizer import Tokenizer
 from minigpt.model import GPT
 from minigpt.utils.errors import Interrupted, UserError, warn
-from minigpt.utils.files import sync, whole
+from minigpt.utils.files import atomic_write, sync
 
 FORMAT = 1
 BEST, LAST, PREVIOUS = "checkpoints/best.ckpt", "checkpoints/last.ckpt", "checkpoints/previous.ckpt"
@@ -290,8 +290,8 @@ def write(content: Mapping[str, Any], path: Path) -> None:
     try:
         with ExitStack() as names:
             if path.name == Path(LAST).name and path.exists():
-                _link(path, names.enter_context(whole(path.with_name(Path(PREVIOUS).name))))
-            with whole(path) as partial, open(partial, "wb") as file:
+                _link(path, names.enter_context(atomic_write(path.with_name(Path(PREVIOUS).name))))
+            with atomic_write(path) as partial, open(partial, "wb") as file:
                 torch.save(content, file)
                 file.flush()
                 os.fsync(file.fileno())
@@ -305,9 +305,9 @@ def write(content: Mapping[str, Any], path: Path) -> None:
         raise
 
 
-def name_again(file: Path, other: Path) -> None:
+def hardlink_or_copy(file: Path, other: Path) -> None:
     """Give a checkpoint a second name, which stays with it; on a disk without links it is copied."""
-    with whole(other) as partial:
+    with atomic_write(other) as partial:
         _link(file, partial)
     sync(other.parent)
 

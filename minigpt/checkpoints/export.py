@@ -12,7 +12,7 @@ from minigpt.data import tokenizer as tokenizers
 from minigpt.data.tokenizer import Tokenizer
 from minigpt.model import GPT
 from minigpt.utils.errors import UserError
-from minigpt.utils.files import whole
+from minigpt.utils.files import atomic_write
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -22,7 +22,7 @@ def export(model: GPT, tokenizer: Tokenizer, file: Path, *, dtype: str = "float3
     weights = {name: weight.detach().to("cpu", DTYPES[dtype]).contiguous() for name, weight in model.named_parameters()}
     told = {"format": "pt", "model": json.dumps(model.config.to_dict()), "tokenizer": json.dumps(tokenizer.to_dict())}
     file.parent.mkdir(parents=True, exist_ok=True)
-    with whole(file) as partial:
+    with atomic_write(file) as partial:
         save_file(weights, partial, metadata=told)
 
 

@@ -109,7 +109,7 @@ class Batches:
         self.repeat, self.left_out = repeat, left_out
         self.order, self.batch_size, self.first, self.stop = order, batch_size, first, stop
         self.rows = np.arange(rank, batch_size, world_size)
-        self.gather = Gather(tokens, order.block_size, device)
+        self.gather = WindowReader(tokens, order.block_size, device)
 
     def __len__(self) -> int:
         return self.stop
@@ -161,7 +161,7 @@ class ValidationBatches:
         self.windows = np.arange(kept) * total // kept
         self.block_size, self.batch_size = block_size, batch_size
         self.rank, self.world_size = rank, world_size
-        self.gather = Gather(tokens, block_size, device)
+        self.gather = WindowReader(tokens, block_size, device)
 
     def __len__(self) -> int:
         return -(-len(self.windows) // self.batch_size)
@@ -176,7 +176,7 @@ class ValidationBatches:
             yield tokens, targets
 
 
-class Gather:
+class WindowReader:
     """Cut windows out of a row of tokens with one indexed read; past its end the last token is repeated.
 
     On a CPU, and for a corpus too large for the device, the tokens stay a memory map; otherwise they live

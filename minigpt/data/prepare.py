@@ -1,4 +1,4 @@
-"""From documents to token files: split, tokenised by several processes, written in shards.
+"""From documents to token files: split, tokenized by several processes, written in shards.
 
 The text is read in one order and its tokens are written in that order, whoever made them, so the shards are
 the same for any number of processes. A journal notes what is on disk as it grows, and a run that was killed
@@ -27,24 +27,33 @@ from minigpt.data import token_files as corpora
 from minigpt.data import tokenizer as tokenizers
 from minigpt.data.shards import Shards
 from minigpt.data.sources import Source
-from minigpt.data.splits import TRAIN, Mark, Read, Unit, assign_by, cut_by_fraction, survey, units_from
+from minigpt.data.splits import (
+    TRAIN,
+    Cursor,
+    Progress,
+    TokenizeBatch,
+    assign_by,
+    cut_by_fraction,
+    scan_corpus,
+    tokenize_batches,
+)
 from minigpt.data.token_files import FORMAT, META, SPLITS, Corpus, shard_files
-from minigpt.data.tokenize_workers import tokenising
+from minigpt.data.tokenize_workers import tokenizing
 from minigpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Ids, Tokenizer, token_dtype
 from minigpt.utils.errors import UserError, warn
-from minigpt.utils.files import whole
+from minigpt.utils.files import atomic_write
 
 _JOURNAL, _START = "journal.json", "start.json"
 _NOTED = 1 << 24  # tokens between two entries of the journal
 _SCANNED = 1 << 20  # tokens looked at at a time: numpy makes eight bytes of each
-_SMALL = 1 << 24  # bytes of text that one process tokenises sooner than others have started
+_SMALL = 1 << 24  # bytes of text that one process tokenizes sooner than others have started
 
 
-def corpus_of(data: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Corpus:
+def load_corpus(data: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Corpus:
     """The token files that the groups data and tokenizer of a configuration mean, made now if there are none.
 
     Raises:
-        UserError: there is no such text, or it cannot be tokenised so.
+        UserError: there is no such text, or it cannot be tokenized so.
     """
     folder = Path(data["folder"])
     bins = [data["train_bin"], data["val_bin"]]
@@ -57,7 +66,7 @@ def corpus_of(data: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Corpus:
                 f"tokenizer={tokenizer['name']} is made from a text, and data.train_bin= holds only ids; "
                 f"say whose ids they are: tokenizer=gpt2, say, or byte"
             )
-        return corpora.from_bins(train, val, make_tokenizer(tokenizer, folder, "", ()), folder / sources.KNOWN)
+        return corpora.from_bins(train, val, make_tokenizer(tokenizer, folder, "", ()), folder / sources.CHECKSUM_CACHE)
     source, own_val = sources.find(data)
     settings = {key: data[key] for key in ("split", "val_fraction", "shard_tokens", "processes")}
     return prepare(source, own_val, tokenizer=tokenizer, folder=folder, **settings)
@@ -82,7 +91,7 @@ def prepare(
         split: "fraction" takes the last `val_fraction` of the characters, where there are several documents from the
             beginning of one; "document" takes documents by the checksum of how they begin, so equal ones stay together.
         shard_tokens: tokens of a file.
-        processes: that tokenise; None is as many as there are cores.
+        processes: that tokenize; None is as many as there are cores.
 
     Raises:
         UserError: the text is empty or damaged, does not suffice for the tokenizer, or `folder` cannot be written.
@@ -108,7 +117,7 @@ def prepare(
     return corpora.load(target)
 
 
-def report(corpus: Corpus) -> dict[str, str]:
+def describe_corpus(corpus: Corpus) -> dict[str, str]:
     """What token files hold, for people: a name and a value a line."""
     made, rows = corpus.made, {}
     rows["corpus"] = corpus.name
@@ -149,14 +158,14 @@ def _make(
         start = json.loads((partial / _START).read_text(encoding="utf-8"))
         tokenizer = tokenizers.from_dict(start["tokenizer"])
         journal = _Journal(partial, token_dtype(tokenizer.vocab_size), shard_tokens)
-        units = units_from(parts, sizes, assign_by(made, start["cut"], len(source.parts)), journal.mark)
+        units = tokenize_batches(parts, sizes, assign_by(made, start["cut"], len(source.parts)), journal.mark)
         large = 0 in sizes or sum(sizes) > _SMALL
         read = sum(sizes[: journal.mark.part])
         with (
             tqdm(total=sum(sizes) or None, initial=read, unit="B", unit_scale=True, delay=1, disable=None) as bar,
-            tokenising(tokenizer, processes if large else 1) as tokenise,
+            tokenizing(tokenizer, processes if large else 1) as tokenize,
         ):
-            for unit, ids in tokenise((unit, unit.items) for unit in units):
+            for unit, ids in tokenize((unit, unit.items) for unit in units):
                 journal.append(unit, ids)
                 bar.update(unit.position - bar.n)
         journal.close()
@@ -179,7 +188,7 @@ class _Journal:
     def __init__(self, folder: Path, dtype: str, shard_tokens: int) -> None:
         noted = json.loads((folder / _JOURNAL).read_text(encoding="utf-8"))
         part, pieces, read = noted["mark"]
-        self.file, self.mark = folder / _JOURNAL, Mark(part, pieces, Read(**read))
+        self.file, self.mark = folder / _JOURNAL, Cursor(part, pieces, Progress(**read))
         self.noted = sum(noted["lengths"])
         kinds = [(name, dtype, shard_tokens) for name in SPLITS] + [
             (f"{name}-documents", "<u8", 1 << 62) for name in SPLITS
@@ -191,7 +200,7 @@ class _Journal:
 
     @staticmethod
     def begin(folder: Path) -> None:
-        _write(folder / _JOURNAL, {"mark": [0, 0, asdict(Read())], "lengths": [0, 0, 0, 0]})
+        _write(folder / _JOURNAL, {"mark": [0, 0, asdict(Progress())], "lengths": [0, 0, 0, 0]})
 
     @staticmethod
     def worth(folder: Path) -> bool:
@@ -204,7 +213,7 @@ class _Journal:
     def lengths(self) -> list[int]:
         return [row.length for row in self.rows]
 
-    def append(self, unit: Unit, ids: Sequence[Ids]) -> None:
+    def append(self, unit: TokenizeBatch, ids: Sequence[Ids]) -> None:
         self.mark = unit.after
         for row, numbers in zip(self.rows[:2], ids, strict=True):
             row.append(numbers)
@@ -229,7 +238,7 @@ def _begin(partial: Path, source: Source, own_val: Source | None, made: Mapping[
     cut, alphabet = (0, 0), ""
     if made.get("split") == "fraction" or by_character:
         parts = [*source.parts, *(own_val.parts if own_val and by_character else ())]
-        lengths, alphabet = survey(parts, by_character)
+        lengths, alphabet = scan_corpus(parts, by_character)
         if not sum(lengths):
             raise UserError(f"{source.name} is empty; give a text with something in it")
         if "val_fraction" in made:
@@ -237,7 +246,7 @@ def _begin(partial: Path, source: Source, own_val: Source | None, made: Mapping[
     assign = assign_by(made, cut, len(source.parts))
     training = (
         text
-        for unit in units_from(source.parts, source.sizes, assign, Mark())
+        for unit in tokenize_batches(source.parts, source.sizes, assign, Cursor())
         for split, _, text in unit.items
         if split == TRAIN
     )
@@ -358,7 +367,7 @@ def _alone(target: Path) -> Iterator[None]:
 
 
 def _write(file: Path, values: Mapping[str, Any]) -> None:
-    with whole(file) as partial:
+    with atomic_write(file) as partial:
         partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 

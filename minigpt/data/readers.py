@@ -1,7 +1,7 @@
 """Documents out of files: plain text, Markdown, JSON Lines and Parquet, also compressed, a piece at a time.
 
 A text file is one document, and so is a line of JSON Lines and a row of Parquet. A long document comes in
-pieces, cut where no tokenizer looks across, so a file may be larger than the memory and is tokenised as if
+pieces, cut where no tokenizer looks across, so a file may be larger than the memory and is tokenized as if
 it were read at once.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from minigpt.data.tokenizer import whole_characters
-from minigpt.utils.errors import UserError, clean, is_first
+from minigpt.utils.errors import UserError, is_rank_zero, sanitize_line
 
 TEXTS, ROWS, PACKED = (".txt", ".md"), (".jsonl", ".parquet"), (".gz", ".zst")
 _ARROW_TEXTS = ("string", "large_string", "string_view", "dictionary<values=string, indices=int32, ordered=0>")
@@ -28,7 +28,7 @@ _LONGEST = 1 << 24  # characters of a piece where there is no good place to cut
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextChunk:
     """A document, or a part of one.
 
     Args:
@@ -84,11 +84,11 @@ def find_files(path: str, setting: str = "data.path") -> list[Path]:
 
 @cache  # however often a folder is read
 def _print_once(line: str) -> None:
-    if is_first():
-        print(clean(line), file=sys.stderr)
+    if is_rank_zero():
+        print(sanitize_line(line), file=sys.stderr)
 
 
-def read(file: Path, field: str) -> Iterator[Piece]:
+def read_documents(file: Path, field: str) -> Iterator[TextChunk]:
     """The documents of a file.
 
     Args:
@@ -100,19 +100,19 @@ def read(file: Path, field: str) -> Iterator[Piece]:
     kind = _kind(file)
     if kind == ".parquet":
         return _parquet(file, field)
-    return _jsonl(file, field) if kind == ".jsonl" else pieces(_decoded(file))
+    return _jsonl(file, field) if kind == ".jsonl" else text_chunks(_decoded(file))
 
 
-def pieces(blocks: Iterable[tuple[str, int]]) -> Iterator[Piece]:
+def text_chunks(blocks: Iterable[tuple[str, int]]) -> Iterator[TextChunk]:
     """One document from blocks of text and how far was read with each, cut where tokenizers do not look across."""
     first, rest, read = True, "", 0
     for block, read in blocks:
         rest += block
         if len(rest) >= _BLOCK // 2 and (cut := cut_point(rest) or (len(rest) if len(rest) > _LONGEST else 0)):
-            yield Piece(rest[:cut], first, read)
+            yield TextChunk(rest[:cut], first, read)
             first, rest = False, rest[cut:]
     if rest or first:
-        yield Piece(rest, first, read)
+        yield TextChunk(rest, first, read)
 
 
 def cut_point(text: str) -> int:
@@ -172,7 +172,7 @@ def _decoded(file: Path) -> Iterator[tuple[str, int]]:
                 return
 
 
-def _jsonl(file: Path, field: str) -> Iterator[Piece]:
+def _jsonl(file: Path, field: str) -> Iterator[TextChunk]:
     number, rest = 0, list[str]()
     for block, read in _ended(_decoded(file)):
         head, *lines = block.split("\n")
@@ -192,12 +192,12 @@ def _jsonl(file: Path, field: str) -> Iterator[Piece]:
                 texts = [key for key, value in row.items() if isinstance(value, str)] if isinstance(row, dict) else []
                 there = f"the fields with text are {', '.join(texts[:10])}" if texts else "there is no field with text"
                 raise UserError(f"{file}, line {number:,}: no text in field {field}; {there}; set data.field=…")
-            yield Piece(whole_characters(row[field]), True, read)
+            yield TextChunk(whole_characters(row[field]), True, read)
 
 
-def _parquet(file: Path, field: str) -> Iterator[Piece]:
-    parquet = needed("pyarrow.parquet")
-    arrow = needed("pyarrow")
+def _parquet(file: Path, field: str) -> Iterator[TextChunk]:
+    parquet = import_extra("pyarrow.parquet")
+    arrow = import_extra("pyarrow")
     size, rows = file.stat().st_size, 0
     with _opened(file, whole=True) as (source, _):
         try:
@@ -210,12 +210,12 @@ def _parquet(file: Path, field: str) -> Iterator[Piece]:
             for batch in table.iter_batches(batch_size=256, columns=[field]):
                 rows += len(batch)
                 for text in batch.column(0).to_pylist():
-                    yield Piece(text or "", True, size * rows // table.metadata.num_rows)
+                    yield TextChunk(text or "", True, size * rows // table.metadata.num_rows)
         except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise UserError(f"{file} is not a whole Parquet file ({error})") from error
 
 
-def needed(module: str) -> Any:
+def import_extra(module: str) -> Any:
     """Import what only some kinds of data need.
 
     Raises:
@@ -276,7 +276,7 @@ def _gzip(raw: IO[bytes], file: Path) -> Iterator[bytes]:
 
 
 def _zstandard(raw: IO[bytes], file: Path) -> Iterator[bytes]:
-    zstandard = needed("zstandard")
+    zstandard = import_extra("zstandard")
     frames = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     try:
         unpack = frames.decompressobj()

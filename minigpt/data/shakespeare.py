@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from minigpt.utils.downloads import download
 from minigpt.utils.errors import warn
-from minigpt.utils.files import checksums, whole
+from minigpt.utils.files import atomic_write, checksums
 
 
 def find(*, name: str, url: str, sha256: str, characters: int, folder: Path, known: Path) -> tuple[Path, bool]:
@@ -38,7 +38,7 @@ def find(*, name: str, url: str, sha256: str, characters: int, folder: Path, kno
     )
     replacement = folder / f"{name}-stand-in.txt"
     replacement.parent.mkdir(parents=True, exist_ok=True)
-    with whole(replacement) as partial:
+    with atomic_write(replacement) as partial:
         partial.write_bytes(text.encode())
     return replacement, True
 

@@ -14,15 +14,15 @@ from typing import Any
 
 from minigpt.data import readers as documents
 from minigpt.data import shakespeare
-from minigpt.data.readers import Piece, find_files, needed, pieces
+from minigpt.data.readers import TextChunk, find_files, import_extra, text_chunks
 from minigpt.data.tokenizer import whole_characters
 from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.files import checksums
 
-KNOWN = "checksums.json"  # in the data folder: checksums of files that were read once
+CHECKSUM_CACHE = "checksums.json"  # in the data folder: checksums of files that were read once
 _STDIN_FILE = "MINIGPT_STDIN_FILE"  # environment variable with the file that holds the text of standard input
 
-Part = Callable[[], Iterator[Piece]]
+DocumentReader = Callable[[], Iterator[TextChunk]]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Source:
 
     name: str
     sha256: str
-    parts: Sequence[Part]
+    parts: Sequence[DocumentReader]
     sizes: Sequence[int]
     stand_in: bool = False
 
@@ -50,7 +50,7 @@ def find(data: Mapping[str, Any]) -> tuple[Source, Source | None]:
         UserError: there is no such text.
     """
     folder, field = Path(data["folder"]), data["field"]
-    known = folder / KNOWN
+    known = folder / CHECKSUM_CACHE
     own_val = None if data["val_path"] is None else _files(data["val_path"], "data.val_path", field, known)
     if data["path"] is not None:
         if data["path"] == "-":
@@ -66,7 +66,9 @@ def find(data: Mapping[str, Any]) -> tuple[Source, Source | None]:
         file, stand_in = shakespeare.find(**named, folder=folder, known=known)
         name = f"{data['name']}-stand-in" if stand_in else data["name"]
         (sha256,) = checksums([file], known)
-        return Source(name, sha256, [partial(documents.read, file, field)], [file.stat().st_size], stand_in), own_val
+        return Source(
+            name, sha256, [partial(documents.read_documents, file, field)], [file.stat().st_size], stand_in
+        ), own_val
     if kind == "plays":
         return _plays(), own_val
     if kind == "huggingface":
@@ -89,7 +91,7 @@ def _files(path: str, setting: str, field: str, known: Path) -> Source:
     return Source(
         name=name,
         sha256=sums[0] if plain else _digest(field, kinds, sums),
-        parts=[partial(documents.read, file, field) for file in files],
+        parts=[partial(documents.read_documents, file, field) for file in files],
         sizes=[file.stat().st_size for file in files],
     )
 
@@ -139,8 +141,8 @@ def _plays() -> Source:
     )
 
 
-def _play(file: Path) -> Iterator[Piece]:
-    return pieces([(shakespeare.play(file), file.stat().st_size)])
+def _play(file: Path) -> Iterator[TextChunk]:
+    return text_chunks([(shakespeare.play(file), file.stat().st_size)])
 
 
 def _dataset(data: Mapping[str, Any], split: str, known: Path) -> Source:
@@ -151,8 +153,8 @@ def _dataset(data: Mapping[str, Any], split: str, known: Path) -> Source:
     return Source(data["name"], _digest(*identity, split), [partial(_stream, dict(data), split)], [0])
 
 
-def _stream(data: Mapping[str, Any], split: str) -> Iterator[Piece]:
-    datasets = needed("datasets")
+def _stream(data: Mapping[str, Any], split: str) -> Iterator[TextChunk]:
+    datasets = import_extra("datasets")
     datasets.disable_progress_bars()
     where, field = f"data.dataset={data['dataset']}", data["field"]
     read = 0
@@ -166,7 +168,7 @@ def _stream(data: Mapping[str, Any], split: str) -> Iterator[Piece]:
                 texts = ", ".join(key for key, value in row.items() if isinstance(value, str))
                 raise UserError(f"{where} has no text in column {field}; those with text are {texts}; set data.field=…")
             read += len(text)
-            yield Piece(whole_characters(text), True, read)
+            yield TextChunk(whole_characters(text), True, read)
     except (ValueError, FileNotFoundError) as error:
         raise UserError(f"{where} cannot be read: {error}") from error
     except (OSError, RuntimeError) as error:

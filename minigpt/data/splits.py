@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from minigpt.data.readers import Piece
-from minigpt.data.sources import Part
+from minigpt.data.readers import TextChunk
+from minigpt.data.sources import DocumentReader
 from minigpt.data.tokenize_workers import Texts
 
 TRAIN, VAL = 0, 1
-_UNIT = 1 << 20  # characters that are tokenised at a time
+_UNIT = 1 << 20  # characters that are tokenized at a time
 
 
 @dataclass
-class Read:
+class Progress:
     """How much was read of all documents, and of each split."""
 
     index: int = 0  # documents begun
@@ -31,29 +31,29 @@ class Read:
 
 
 @dataclass(frozen=True)
-class Mark:
+class Cursor:
     """A place in the text: so many pieces into a part, and what was read before that part."""
 
     part: int = 0
     pieces: int = 0
-    read: Read = field(default_factory=Read)
+    read: Progress = field(default_factory=Progress)
 
 
 @dataclass(frozen=True)
-class Unit:
-    """Texts that are tokenised together."""
+class TokenizeBatch:
+    """Texts that are tokenized together."""
 
     items: Texts
     documents: tuple[list[int], list[int]]  # checksums of the documents of each split that end here
-    after: Mark
+    after: Cursor
     position: int  # bytes read, for the progress bar
 
 
 # Which texts of a document, whose index in the corpus is given, are for which split. `begin`: characters before.
-Assign = Callable[[int, int, int, Piece], list[tuple[int, str]]]
+Assign = Callable[[int, int, int, TextChunk], list[tuple[int, str]]]
 
 
-def survey(parts: Sequence[Part], by_character: bool) -> tuple[Sequence[int], str]:
+def scan_corpus(parts: Sequence[DocumentReader], by_character: bool) -> tuple[Sequence[int], str]:
     """How many characters every document has, and if asked, which ones there are."""
     lengths, seen = array("Q"), np.zeros(0x110000, dtype=bool)
     for part in parts:
@@ -80,10 +80,10 @@ def assign_by(made: Mapping[str, Any], cut: Sequence[int], first_val_part: int) 
     """The rule that splits the documents."""
     document, character = cut
 
-    def own(part: int, index: int, begin: int, piece: Piece) -> list[tuple[int, str]]:
+    def own(part: int, index: int, begin: int, piece: TextChunk) -> list[tuple[int, str]]:
         return [(VAL if part >= first_val_part else TRAIN, piece.text)]
 
-    def fraction(part: int, index: int, begin: int, piece: Piece) -> list[tuple[int, str]]:
+    def fraction(part: int, index: int, begin: int, piece: TextChunk) -> list[tuple[int, str]]:
         if index != document:
             return [(VAL if index > document else TRAIN, piece.text)]
         here = max(0, character - begin)
@@ -91,7 +91,7 @@ def assign_by(made: Mapping[str, Any], cut: Sequence[int], first_val_part: int) 
 
     now = TRAIN
 
-    def by_checksum(part: int, index: int, begin: int, piece: Piece) -> list[tuple[int, str]]:
+    def by_checksum(part: int, index: int, begin: int, piece: TextChunk) -> list[tuple[int, str]]:
         nonlocal now
         if piece.first:
             begins = hashlib.blake2b(piece.text.encode(), digest_size=8).digest()
@@ -101,7 +101,9 @@ def assign_by(made: Mapping[str, Any], cut: Sequence[int], first_val_part: int) 
     return {"fraction": fraction, "document": by_checksum}.get(made.get("split", ""), own)
 
 
-def units_from(parts: Sequence[Part], sizes: Sequence[int], assign: Assign, mark: Mark) -> Iterator[Unit]:
+def tokenize_batches(
+    parts: Sequence[DocumentReader], sizes: Sequence[int], assign: Assign, mark: Cursor
+) -> Iterator[TokenizeBatch]:
     """The texts from a mark on, with their splits; a unit does not reach across parts."""
     read, position = deepcopy(mark.read), sum(sizes[: mark.part])
     for part in range(mark.part, len(parts)):
@@ -133,9 +135,9 @@ def units_from(parts: Sequence[Part], sizes: Sequence[int], assign: Assign, mark
                 items.append((split, separated, text))
             begin, size = begin + len(piece.text), size + len(piece.text)
             if count <= done or size >= _UNIT:
-                if count > done:  # else a killed run tokenised it
-                    yield Unit(items, ended, Mark(part, count, before), position + piece.read)
+                if count > done:  # else a killed run tokenized it
+                    yield TokenizeBatch(items, ended, Cursor(part, count, before), position + piece.read)
                 items, ended, size = [], ([], []), 0
         end()
         position += sizes[part]
-        yield Unit(items, ended, Mark(part + 1, 0, deepcopy(read)), position)
+        yield TokenizeBatch(items, ended, Cursor(part + 1, 0, deepcopy(read)), position)

@@ -18,12 +18,12 @@ from minigpt.utils.errors import RunError
 
 T = TypeVar("T")
 Texts = list[tuple[int, bool, str]]  # split, whether a separator stands before, text
-Tokenise = Callable[[Iterable[tuple[T, Texts]]], Iterator[tuple[T, list[Ids]]]]
+TokenizeFunction = Callable[[Iterable[tuple[T, Texts]]], Iterator[tuple[T, list[Ids]]]]
 
 
 @contextmanager
-def tokenising(tokenizer: Tokenizer, processes: int) -> Iterator[Tokenise[Any]]:
-    """A function that tokenises texts in their order, each with what it belongs to; a row of ids for each split.
+def tokenizing(tokenizer: Tokenizer, processes: int) -> Iterator[TokenizeFunction[Any]]:
+    """A function that tokenizes texts in their order, each with what it belongs to; a row of ids for each split.
 
     This process is one of the `processes`: it hands texts to the others, and takes one itself when they have enough.
     """
@@ -55,7 +55,7 @@ def tokenising(tokenizer: Tokenizer, processes: int) -> Iterator[Tokenise[Any]]:
                 yield first, ids.result()
         except BrokenProcessPool as error:
             raise RunError(
-                "a process that tokenises was killed (out of memory?); start again to carry on, with fewer "
+                "a process that tokenizes was killed (out of memory?); start again to carry on, with fewer "
                 "data.processes where memory is short"
             ) from error
 
@@ -65,7 +65,7 @@ def tokenising(tokenizer: Tokenizer, processes: int) -> Iterator[Tokenise[Any]]:
         pool.shutdown(cancel_futures=True)
 
 
-_of_worker: Tokenizer  # of a process that tokenises
+_of_worker: Tokenizer  # of a process that tokenizes
 
 
 def _start_worker(tokenizer: Mapping[str, Any]) -> None:

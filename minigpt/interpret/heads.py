@@ -77,7 +77,9 @@ def _weights(model: GPT, tokens: Tensor) -> tuple[Tensor, Tensor]:
     weights: list[Tensor] = []
 
     def look(attention: MultiHeadAttention, args: Any, kwargs: dict[str, Any]) -> None:
-        weights.append(attention.weights(*args, **{k: v for k, v in kwargs.items() if k != "cache"}).float().cpu())
+        weights.append(
+            attention.attention_weights(*args, **{k: v for k, v in kwargs.items() if k != "cache"}).float().cpu()
+        )
 
     hooks = [_attention(block).register_forward_pre_hook(look, with_kwargs=True) for block in model.blocks]
     try:
@@ -149,7 +151,7 @@ def format_table(table: Mapping[str, Tensor], names: Sequence[Sequence[str]]) ->
     return "\n".join(lines)
 
 
-def head_values(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, float]:
+def head_ablation(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, float]:
     """What each head is worth: how far the loss rises when it is silent.
 
     Args:
@@ -169,13 +171,13 @@ def head_values(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[T
             for layer in range(L):
                 with _from_layer(model, layer, inputs[layer]):
                     for head in range(H):
-                        with silenced(_attention(model.blocks[0]), head):
+                        with ablated(_attention(model.blocks[0]), head):
                             silent[layer, head] += float(model(tokens, targets, reduction="sum"))
     return ((silent - whole) / count).float(), whole / count
 
 
 @contextmanager
-def silenced(attention: MultiHeadAttention, head: int) -> Iterator[None]:
+def ablated(attention: MultiHeadAttention, head: int) -> Iterator[None]:
     """Meanwhile one head, counted from 0, hands zeros to the output projection."""
     keep = torch.ones(attention.n_head, attention.head_dim, device=attention.qkv.weight.device)
     keep[head] = 0

@@ -1,4 +1,4 @@
-"""Attention as a page to explore: a text token by token, coloured by probability and by what a token attends to.
+"""Attention as a page to explore: a text token by token, colored by probability and by what a token attends to.
 
 One HTML file without any reference to another: `page.html` is its style and its program, and the data is put
 into it as JSON that no token can break out of. A weight takes two base64 characters: 12 bits of its square root, so
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minigpt.utils.files import whole
+from minigpt.utils.files import atomic_write
 
 LEVELS = 4095  # of a weight's square root: 12 bits
 _BREAKS = re.compile(r"\r?\n|[⏎↵␤]\n?|[\u2028\u2029]")
@@ -42,7 +42,7 @@ def write_page(path: Path, *, labels: list[str], weights: Tensor, probabilities:
     }
     page = _page(data)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole(path) as partial:
+    with atomic_write(path) as partial:
         partial.write_text(page, encoding="utf-8", newline="\n")
 
 

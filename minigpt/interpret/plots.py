@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from minigpt.utils.files import whole
+from minigpt.utils.files import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _SIGNS = {"\n": "⏎", " ": "␣", "\t": "⇥"}
 _FONT = "DejaVu Sans Mono"  # comes with matplotlib
-_COLOURS = "magma_r"  # begins at a cream that stands out from the blank half, darkens evenly
+_COLORS = "magma_r"  # begins at a cream that stands out from the blank half, darkens evenly
 
 
 def legible(text: str) -> str:
@@ -32,7 +32,7 @@ def _code(character: str) -> str:
     return f"^{chr(point ^ 64)}" if point < 32 or point == 127 else f"U+{point:X}"
 
 
-def draw_maps(
+def plot_maps(
     path: Path,
     weights: Tensor,
     texts: Sequence[str],
@@ -42,7 +42,7 @@ def draw_maps(
     heads: slice = slice(None),
     title: str = "",
 ) -> None:
-    """Draw what heads attend to: a map a head, queries down, keys across, all in one colour scale.
+    """Draw what heads attend to: a map a head, queries down, keys across, all in one color scale.
 
     Args:
         path: of the picture; its end is its format.
@@ -80,7 +80,7 @@ def draw_maps(
         for j, head in enumerate(columns):
             x, y, cell = left + j * (side + gap[0]), top + i * (side + gap[1]), side / T
             shown = weights[layer, head].masked_fill(future, float("nan")).numpy()
-            image = page.imshow(shown, cmap=_COLOURS, norm=norm, extent=(x, x + side, y + side, y))
+            image = page.imshow(shown, cmap=_COLORS, norm=norm, extent=(x, x + side, y + side, y))
             for token in range(0, T, step):
                 middle = (token + 0.5) * cell
                 if i == len(rows) - 1:
@@ -93,9 +93,9 @@ def draw_maps(
                 page.text(x + side, y + 0.05 * big, names[layer][head], ha="right", va="top", **name)
             if single and T <= 24:
                 _write_figures(page, shown, x, y, cell, norm)
-    grey: dict[str, Any] = {"fontsize": 9 * big, "color": "0.35"}
-    page.text(left, height - 0.1, "attended to: key", va="bottom", **grey)
-    page.text(0.1, top, "attends: query", rotation=90, va="top", **grey)
+    gray: dict[str, Any] = {"fontsize": 9 * big, "color": "0.35"}
+    page.text(left, height - 0.1, "attended to: key", va="bottom", **gray)
+    page.text(0.1, top, "attends: query", rotation=90, va="top", **gray)
     page.text(left, 0.12, title, fontsize=11 * big, va="top", parse_math=False)
     page.set(xlim=(0, width), ylim=(height, 0), aspect="auto")
     x, tall = width - 0.7 * big, min(height - top - bottom, 4.0 * big)
@@ -107,7 +107,7 @@ def draw_maps(
     _save(figure, path, dpi=110)
 
 
-def draw_values(path: Path, values: Tensor, *, loss: float) -> None:
+def plot_ablation(path: Path, values: Tensor, *, loss: float) -> None:
     """Draw what heads are worth, (L, H) from `head_values`, as a map of layers × heads; loss is that with all."""
     from matplotlib.figure import Figure
 
@@ -118,7 +118,7 @@ def draw_values(path: Path, values: Tensor, *, loss: float) -> None:
     figure = Figure(figsize=(width, height))
     axes = figure.add_axes((left / width, bottom / height, H * cell / width, L * cell / height))
     reach = float(values.nan_to_num().abs().max()) or 1.0
-    # Colours from the middle, 0, to both ends alike: silencing a head may also do good.
+    # Colors from the middle, 0, to both ends alike: silencing a head may also do good.
     image = axes.imshow(values.numpy(), cmap="RdBu_r", vmin=-reach, vmax=reach, aspect="auto")
     for layer in range(L):
         for head in range(H):
@@ -164,17 +164,17 @@ def _write_figures(page: "Axes", shown: Any, x: float, y: float, cell: float, no
         for key, weight in enumerate(row[: query + 1]):
             if weight >= 0.005:
                 figure = "1" if weight >= 0.995 else f"{weight:.2f}"[1:]  # .05, as on the bar
-                colour = "white" if norm(weight) > 0.5 else "black"
+                color = "white" if norm(weight) > 0.5 else "black"
                 style: dict[str, Any] = {
                     "ha": "center",
                     "va": "center_baseline",
                     "fontsize": 25 * cell,
-                    "color": colour,
+                    "color": color,
                 }
                 page.text(x + (key + 0.5) * cell, y + (query + 0.5) * cell, figure, **style)
 
 
 def _save(figure: "Figure", path: Path, *, dpi: int) -> None:
     """Write a picture whole or not at all."""
-    with whole(path) as partial:
+    with atomic_write(path) as partial:
         figure.savefig(partial, dpi=dpi, format=path.suffix[1:].lower())

@@ -16,13 +16,13 @@ from minigpt.checkpoints.checkpoint import BEST, load_checkpoint, read
 from minigpt.data.tokenizer import Tokenizer, encode_prompt
 from minigpt.generation import check_settings, generate
 from minigpt.interpret.heads import attention_maps, token_texts
-from minigpt.interpret.plots import draw_maps
+from minigpt.interpret.plots import plot_maps
 from minigpt.model import GPT
 from minigpt.runs.checkpointing import AfterCheckpoint
 from minigpt.runs.loggers import Progress, Wandb
-from minigpt.runs.run_dir import METRICS, SAMPLES, log, read_metrics, short_path
+from minigpt.runs.run_dir import METRICS, SAMPLES, append_log, read_metrics, short_path
 from minigpt.training import of_all_ranks
-from minigpt.utils.errors import UserError, clean, explain, warn
+from minigpt.utils.errors import UserError, explain, sanitize_line, warn
 from minigpt.utils.files import sync
 
 # Dense bfloat16 peaks of NVIDIA's data sheets, FLOPs per second, by the name that the driver gives. Where a sheet
@@ -49,7 +49,7 @@ PEAK_FLOPS = {
 _SPIKE = 6.0  # standard deviations above the usual loss
 
 
-class Meter(Callback):
+class MetricsCallback(Callback):
     """Measures every `log_every` steps and at every validation, and tells the loggers.
 
     Losses are means over the steps since the last time and over all ranks. Speeds leave out the time
@@ -65,7 +65,7 @@ class Meter(Callback):
         self._paused = False
         self._losses: list[Tensor] = []  # of the batches since the last row
         self._resumed: list[Tensor] = []  # the same of every rank, in the checkpoint that training goes on from
-        self._usual = Usual()
+        self._usual = LossSpikeDetector()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         if self._resumed:  # with another number of ranks each has the losses of all, on the mean
@@ -74,7 +74,7 @@ class Meter(Callback):
             self._losses = list(losses.to(pl_module.device))
         if trainer.is_global_zero:
             for line in banner(trainer, pl_module, self.tokens_per_step):
-                log(Path(trainer.default_root_dir), line)
+                append_log(Path(trainer.default_root_dir), line)
         self._clock = time.perf_counter()
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class Meter(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.seconds, self._logged_seconds = state_dict["seconds"], state_dict["logged_seconds"]
         self._resumed, self._logged_step = state_dict["losses"], state_dict["logged_step"]
-        self._usual = Usual(**state_dict["usual"])
+        self._usual = LossSpikeDetector(**state_dict["usual"])
         self.began -= state_dict.get("wall_seconds", 0.0)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -196,7 +196,7 @@ class Meter(Callback):
 
 
 @dataclass
-class Usual:
+class LossSpikeDetector:
     """What the loss of a step is of late: mean and variance, each new step weighing 5 %."""
 
     mean: float = 0.0
@@ -240,7 +240,7 @@ def banner(trainer: L.Trainer, pl_module: Any, tokens_per_step: int) -> list[str
         "device": f"{ranks}{device_name(pl_module.device)}, precision {trainer.precision}",
         "run folder": str(short_path(Path(trainer.default_root_dir))),
     }
-    return [f"{name:12}{clean(value)}" for name, value in rows.items()]
+    return [f"{name:12}{sanitize_line(value)}" for name, value in rows.items()]
 
 
 def early_stopping(trainer: L.Trainer) -> str:
@@ -352,7 +352,7 @@ class AttentionMaps(AfterCheckpoint):
         step, loss = trainer.global_step, float(trainer.callback_metrics["val_loss"])
         self.folder.mkdir(exist_ok=True)
         picture = self.folder / f"step-{step}.png"
-        draw_maps(picture, weights, self.texts, title=f"step {step}, validation loss {loss:.4f}")
+        plot_maps(picture, weights, self.texts, title=f"step {step}, validation loss {loss:.4f}")
         for logger in trainer.loggers:
             if isinstance(logger, Wandb):
                 logger.log_image("attention", images=[str(picture)], step=step)

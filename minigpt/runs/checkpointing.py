@@ -6,23 +6,25 @@ from typing import Any
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback, Checkpoint
 
-from minigpt.checkpoints.checkpoint import BEST, LAST, name_again
+from minigpt.checkpoints.checkpoint import BEST, LAST, hardlink_or_copy
 from minigpt.utils.errors import UserError, explain, warn
 
 
-class Checkpoints(Checkpoint):
+class CheckpointCallback(Checkpoint):
     """Writes `last.ckpt` at every validation. Of those, `best.ckpt` is a second name of the one of lowest loss.
 
     So a checkpoint is written once, and costs what it costs once.
 
     Args:
-        keep: the best so many are kept; more than one are `step-N.ckpt` each as well.
+        save_top_k: the best so many are kept; more than one are `step-N.ckpt` each as well.
     """
 
-    def __init__(self, *, keep: int = 1) -> None:
-        if keep < 1:
-            raise UserError(f"callbacks.checkpoint.keep={keep} is not possible; it takes a whole number of at least 1")
-        self.keep = keep
+    def __init__(self, *, save_top_k: int = 1) -> None:
+        if save_top_k < 1:
+            raise UserError(
+                f"callbacks.checkpoint.save_top_k={save_top_k} is not possible; it takes a whole number of at least 1"
+            )
+        self.save_top_k = save_top_k
         self.best: list[tuple[float, int]] = []  # loss and step, the lowest loss first
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
@@ -50,7 +52,7 @@ class Checkpoints(Checkpoint):
         if trainer.state.fn != "fit":
             return
         step = trainer.global_step
-        self.best = sorted([*self.best, (float(trainer.callback_metrics["val_loss"]), step)])[: self.keep]
+        self.best = sorted([*self.best, (float(trainer.callback_metrics["val_loss"]), step)])[: self.save_top_k]
         trainer.save_checkpoint(self.folder / LAST)  # by all ranks
         if trainer.is_global_zero:
             self._name(self.folder / LAST, step)
@@ -60,9 +62,9 @@ class Checkpoints(Checkpoint):
         if not self.best or step not in (steps := [step for _, step in self.best]):
             return
         if step == steps[0]:
-            name_again(file, self.folder / BEST)
-        if self.keep > 1:
-            name_again(file, self._of(step))
+            hardlink_or_copy(file, self.folder / BEST)
+        if self.save_top_k > 1:
+            hardlink_or_copy(file, self._of(step))
             for old in (self.folder / BEST).parent.glob("step-*.ckpt"):
                 if old not in map(self._of, steps):
                     old.unlink()

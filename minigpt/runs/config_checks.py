@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from minigpt.config import GPTConfig
-from minigpt.data.prepare import corpus_of
+from minigpt.data.prepare import load_corpus
 from minigpt.data.token_files import Corpus
 from minigpt.utils.checks import is_fraction, is_not_negative, is_number, is_positive, require, whole_number
 from minigpt.utils.errors import UserError
 
 
-def parts_of(cfg: Any, find: Callable[[Any, Any], Corpus] = corpus_of) -> tuple[Corpus, GPTConfig]:
+def build_corpus_and_config(cfg: Any, find: Callable[[Any, Any], Corpus] = load_corpus) -> tuple[Corpus, GPTConfig]:
     """The corpus and the architecture that a composed run configuration means, found to go together.
 
     Raises:
@@ -120,7 +120,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "optimizer.ngram_weight_decay": (is_not_negative, "a number of at least 0"),
     "optimizer.weight_decay": (is_not_negative, "a number of at least 0"),
     "schedule.warmup_steps": (whole_number(0), "a whole number of at least 0"),
-    "schedule.final": (lambda v: is_number(v) and 0 <= v <= 1, "a number from 0 to 1"),
+    "schedule.final_lr_frac": (lambda v: is_number(v) and 0 <= v <= 1, "a number from 0 to 1"),
     "trainer.accumulate_grad_batches": _AT_LEAST_ONE,
     "trainer.gradient_clip_val": (lambda v: v is None or is_positive(v), "a number above 0, or null"),
 }

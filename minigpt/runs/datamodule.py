@@ -9,7 +9,7 @@ from minigpt.data.token_files import Corpus
 from minigpt.utils.errors import UserError
 
 
-class TokenData(L.LightningDataModule):
+class TokenDataModule(L.LightningDataModule):
     """Hands the corpus to Lightning: `batch_size` windows a batch over all ranks."""
 
     def __init__(

@@ -14,9 +14,9 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import Logger, WandbLogger
 from tqdm import tqdm
 
-from minigpt.runs.run_dir import log
-from minigpt.utils.errors import UserError, clean, explain, is_first, warn
-from minigpt.utils.files import sync, whole
+from minigpt.runs.run_dir import append_log
+from minigpt.utils.errors import UserError, explain, is_rank_zero, sanitize_line, warn
+from minigpt.utils.files import atomic_write, sync
 
 COLUMNS = (
     "step",
@@ -77,7 +77,7 @@ class MetricsCSV(_PlainLogger):
                 reader = csv.DictReader(file)
                 rows, known = list(reader), reader.fieldnames or COLUMNS
         self.columns = list(dict.fromkeys([*known, *names]))
-        with whole(self.file) as partial, open(partial, "w", newline="", encoding="utf-8") as file:
+        with atomic_write(self.file) as partial, open(partial, "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, self.columns)
             writer.writeheader()
             writer.writerows(rows)
@@ -130,7 +130,7 @@ class Progress(_PlainLogger):
         if "val_loss" in metrics:
             self.shown["val"] = f"val {metrics['val_loss']:.4f}"
         if "val_loss" in metrics:
-            log(self.file.parent, f"step {step}/{self.max_steps}  {self._line()}", show=not self.terminal)
+            append_log(self.file.parent, f"step {step}/{self.max_steps}  {self._line()}", show=not self.terminal)
         bar.set_description_str(self._line(), refresh=False)
         bar.update(step - bar.n)
 
@@ -199,7 +199,7 @@ def wandb_logger(
     goes on with it: steps that are taken again come out the same, and lie on the curves that are there.
     None on all ranks but the first.
     """
-    if not is_first():
+    if not is_rank_zero():
         return None
     # wandb's reports about itself wait for a server that hangs, for 20 s when the process ends.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -234,7 +234,7 @@ def wandb_logger(
         run = wandb.init(mode=mode, settings=wandb.Settings(**settings), **options)
     if mode == "offline":
         said = f"Weights & Biases is offline; send the run later with: wandb sync {Path(run.dir).parent}"
-        print(clean(said), file=sys.stderr)
+        print(sanitize_line(said), file=sys.stderr)
     run.define_metric("*", step_metric="trainer/global_step")
     return Wandb(experiment=run)
 

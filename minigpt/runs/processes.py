@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from minigpt.utils.overrides import quoted
+from minigpt.utils.overrides import quote_override
 
 _kept: list[Any] = []  # the store of the first process, which the others read from
 
@@ -25,7 +25,7 @@ def resolve_links(overrides: list[str]) -> list[str]:
     key = "resume="
     paths = {override: Path(override.removeprefix(key)) for override in overrides if override.startswith(key)}
     linked = {override: path.resolve() for override, path in paths.items() if path.resolve() != path.absolute()}
-    return [f"{key}{quoted(linked[override])}" if override in linked else override for override in overrides]
+    return [f"{key}{quote_override(linked[override])}" if override in linked else override for override in overrides]
 
 
 def shared_arguments(arguments: list[str]) -> list[str]:

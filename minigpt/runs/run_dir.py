@@ -13,8 +13,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from minigpt.utils.errors import UserError, clean, is_first, legible, warn
-from minigpt.utils.files import read_json, whole
+from minigpt.utils.errors import UserError, escape_control_chars, is_rank_zero, sanitize_line, warn
+from minigpt.utils.files import atomic_write, read_json
 
 METRICS, CURVES, SAMPLES, SUMMARY = "metrics.csv", "curves.png", "samples.txt", "summary.json"
 LOG = "log.txt"
@@ -25,7 +25,7 @@ _SECTION = re.compile(r"(?m)^(?=── step \d+, validation loss)")
 
 
 @contextmanager
-def taken(folder: Path, *, again: bool = False) -> Iterator[Path]:
+def lock_run_dir(folder: Path, *, again: bool = False) -> Iterator[Path]:
     """Take a run folder; give it back if nothing of the run came to stand in it.
 
     Args:
@@ -34,7 +34,7 @@ def taken(folder: Path, *, again: bool = False) -> Iterator[Path]:
     Raises:
         UserError: another run works in it, or it holds a run already, or cannot be written.
     """
-    if not is_first():
+    if not is_rank_zero():
         yield folder
         return
     with _lock(folder):
@@ -46,7 +46,7 @@ def taken(folder: Path, *, again: bool = False) -> Iterator[Path]:
         _sweep_out(folder)
         real = folder.resolve()  # it may be `latest` itself
         in_sweep = (real.parent / PLAN).exists()  # whose jobs print to the log file
-        before = None if in_sweep else point_at(real)
+        before = None if in_sweep else update_latest_link(real)
         try:
             yield folder
         finally:
@@ -64,7 +64,7 @@ def _sweep_out(folder: Path) -> None:
             partial.unlink(missing_ok=True)
 
 
-def point_at(folder: Path) -> Path | None:
+def update_latest_link(folder: Path) -> Path | None:
     """Make a folder the `latest` of those beside it, and say which was before."""
     folder = folder.resolve()
     latest = folder.parent / LATEST
@@ -86,7 +86,7 @@ def _lock(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def is_taken(folder: Path) -> bool:
+def is_locked(folder: Path) -> bool:
     """Whether a run works in a folder at this moment."""
     if not (folder / _LOCK).exists():
         return False
@@ -99,7 +99,7 @@ def is_taken(folder: Path) -> bool:
         return False
 
 
-def log(folder: Path, line: str, *, show: bool = True) -> None:
+def append_log(folder: Path, line: str, *, show: bool = True) -> None:
     """Append a line to the log file of a run folder, and print it to stderr."""
     if show:
         print(line, file=sys.stderr, flush=True)
@@ -108,13 +108,13 @@ def log(folder: Path, line: str, *, show: bool = True) -> None:
             file.write(f"{line}\n")
 
 
-def finished(folder: Path, step: int, max_steps: int) -> tuple[str, float | None] | None:
+def finished_message(folder: Path, step: int, max_steps: int) -> tuple[str, float | None] | None:
     """One line on a run that has nothing left to do, and its best validation loss; None where training resumes.
 
     Args:
         step: of its last checkpoint.
     """
-    summary = read_told(folder)
+    summary = read_summary_or_empty(folder)
     early = summary.get("stopped_early") is True
     if summary.get("status") != "completed" or not (early or step >= max_steps):
         return None
@@ -124,9 +124,9 @@ def finished(folder: Path, step: int, max_steps: int) -> tuple[str, float | None
     return f"{short_path(folder)} {how} step {step} of {max_steps}{best}; nothing to do", loss
 
 
-def rewind(folder: Path, step: int) -> None:
+def truncate_logs(folder: Path, step: int) -> None:
     """Take back what a run folder tells of the steps after `step`, from which the run goes on; 0 takes back all."""
-    if not is_first():
+    if not is_rank_zero():
         return
     (folder / SUMMARY).unlink(missing_ok=True)
     curves, samples = folder / METRICS, folder / SAMPLES
@@ -156,11 +156,11 @@ def _replace(file: Path, lines: list[str]) -> None:
     if not lines:
         file.unlink()
         return
-    with whole(file) as partial:
+    with atomic_write(file) as partial:
         partial.write_text("".join(lines), encoding="utf-8", newline="")
 
 
-def told(folder: Path) -> dict[str, Any]:
+def read_summary(folder: Path) -> dict[str, Any]:
     """The summary of a run that has ended; empty while there is none.
 
     Raises:
@@ -175,39 +175,41 @@ def told(folder: Path) -> dict[str, Any]:
     return summary
 
 
-def read_told(folder: Path) -> dict[str, Any]:
+def read_summary_or_empty(folder: Path) -> dict[str, Any]:
     """The same; empty where the file is damaged, too."""
     try:
-        return told(folder)
+        return read_summary(folder)
     except ValueError:
         return {}
 
 
-def fail(folder: Path, reason: str) -> None:
+def write_failure(folder: Path, reason: str) -> None:
     """Write of a run that ended without a word what it died of."""
     folder.mkdir(parents=True, exist_ok=True)
-    with whole(folder / SUMMARY) as partial:
+    with atomic_write(folder / SUMMARY) as partial:
         partial.write_text(json.dumps({"status": "failed", "reason": reason}) + "\n", encoding="utf-8")
 
 
-def tell(folder: Path, summary: Mapping[str, Any]) -> None:
+def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     """Write the end of the story: `curves.png` and `summary.json`. Of a run that never began there is none."""
     measured = (folder / METRICS).exists()
     if not measured and not summary.get("steps"):
         return
     if measured:
-        draw_curves(folder)
-    with whole(folder / SUMMARY) as partial:
+        plot_curves(folder)
+    with atomic_write(folder / SUMMARY) as partial:
         partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 
-def announce(folder: Path, sample: str, summary: Mapping[str, Any], *, sampler: Path) -> None:
+def print_results(folder: Path, sample: str, summary: Mapping[str, Any], *, sampler: Path) -> None:
     """Print the sample, and where things are."""
-    sample = legible(sample) if sys.stdout.isatty() else sample
-    folder, python, sampler = (Path(clean(str(short_path(path)))) for path in (folder, Path(sys.executable), sampler))
+    sample = escape_control_chars(sample) if sys.stdout.isatty() else sample
+    folder, python, sampler = (
+        Path(sanitize_line(str(short_path(path)))) for path in (folder, Path(sys.executable), sampler)
+    )
     print(f"{sample.strip()}\n")
     if summary["stopped_early"]:
-        print(clean(summary["reason"]))
+        print(sanitize_line(summary["reason"]))
     if summary["best_val_loss"] is not None:
         part = "" if summary["eval_batches"] is None else f", on {summary['eval_batches']} batches of the split"
         print(f"validation loss  {summary['best_val_loss']:.4f} at step {summary['best_step']}{part}")
@@ -251,7 +253,7 @@ def read_metrics(file: Path) -> dict[str, list[tuple[int, float]]]:
     return columns
 
 
-def draw_curves(folder: Path) -> None:
+def plot_curves(folder: Path) -> None:
     """Draw `curves.png` from `metrics.csv`: losses and learning rate over optimizer steps."""
     import matplotlib
 

@@ -11,10 +11,10 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from minigpt.checkpoints.checkpoint import LAST
-from minigpt.utils.errors import ENDING, REQUEUE, Interrupted, interrupt
+from minigpt.utils.errors import END_SIGNALS, REQUEUE_SIGNAL, Interrupted, interrupt
 
 
-class EndInOrder(Callback):
+class GracefulShutdown(Callback):
     """On a signal: finish the step, save `last.ckpt`, raise `Interrupted`. A second one ends at once.
 
     SIGINT and SIGTERM ask for it, and SIGUSR1, which a scheduler sends before it takes the machine away.
@@ -26,8 +26,8 @@ class EndInOrder(Callback):
         self._before: dict[int, Any] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        for signum in ENDING:
-            if signum == REQUEUE and signal.getsignal(signum) not in (signal.SIG_DFL, interrupt):
+        for signum in END_SIGNALS:
+            if signum == REQUEUE_SIGNAL and signal.getsignal(signum) not in (signal.SIG_DFL, interrupt):
                 continue  # somebody else queues this run again
             self._before[signum] = signal.signal(signum, self._receive)
 

@@ -13,7 +13,16 @@ from omegaconf import DictConfig, OmegaConf
 
 from minigpt.runs import run_dir as run
 from minigpt.runs.config_checks import check_run
-from minigpt.utils.errors import Diverged, Interrupted, UserError, clean, explain, interruptible, is_first, warn
+from minigpt.utils.errors import (
+    Diverged,
+    Interrupted,
+    UserError,
+    explain,
+    is_rank_zero,
+    raise_on_signal,
+    sanitize_line,
+    warn,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 RESUME_ERRORS = (LookupError, TypeError, ValueError, AttributeError)  # what Lightning raises for a foreign checkpoint
@@ -47,7 +56,7 @@ def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
     for name, content in (("config", cfg), ("overrides", OmegaConf.create(overrides))):
         OmegaConf.save(content, folder / ".hydra" / f"{name}.yaml")
     train_in(folder, cfg)
-    return {"folder": str(folder), **run.told(folder)}
+    return {"folder": str(folder), **run.read_summary(folder)}
 
 
 def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None) -> float | None:
@@ -60,7 +69,7 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
         The best validation loss, nats per token.
     """
     began, left_out = time.perf_counter(), set[int]()  # batches
-    with interruptible(), run.taken(folder, again=cfg.resume == "auto"):
+    with raise_on_signal(), run.lock_run_dir(folder, again=cfg.resume == "auto"):
         check_run(cfg)
         while True:
             try:
@@ -70,8 +79,8 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
                     raise
                 skip(error, left_out, cfg.trainer.accumulate_grad_batches)
             except (Interrupted, KeyboardInterrupt):
-                if resume_command and (folder / "checkpoints").is_dir() and is_first():
-                    print(f"resume with: {clean(resume_command)}", file=sys.stderr)
+                if resume_command and (folder / "checkpoints").is_dir() and is_rank_zero():
+                    print(f"resume with: {sanitize_line(resume_command)}", file=sys.stderr)
                 raise
 
 
@@ -92,9 +101,9 @@ def fit(cfg: DictConfig, folder: Path, left_out: set[int], began: float) -> floa
         left_out: batches that training skips.
         began: `time.perf_counter()` when the run began.
     """
-    from minigpt.runs.config_checks import parts_of
+    from minigpt.runs.config_checks import build_corpus_and_config
 
-    tokens, config = parts_of(cfg)
+    tokens, config = build_corpus_and_config(cfg)
 
     # Heavy packages are imported here, after everything that a user can get wrong is checked.
     import torch
@@ -103,14 +112,14 @@ def fit(cfg: DictConfig, folder: Path, left_out: set[int], began: float) -> floa
     from minigpt.checkpoints.checkpoint import BEST, check_same, contents, find_resumed, load_checkpoint
     from minigpt.data.tokenizer import encode_prompt
     from minigpt.model import GPT
-    from minigpt.runs.callbacks import Meter, early_stopping, sample_text
-    from minigpt.runs.datamodule import TokenData
+    from minigpt.runs.callbacks import MetricsCallback, early_stopping, sample_text
+    from minigpt.runs.datamodule import TokenDataModule
     from minigpt.runs.loggers import MetricsCSV, Progress, finish
-    from minigpt.runs.shutdown import EndInOrder
+    from minigpt.runs.shutdown import GracefulShutdown
     from minigpt.runs.trainer import build_trainer
     from minigpt.training import LanguageModel
 
-    data = TokenData(
+    data = TokenDataModule(
         tokens,
         block_size=config.block_size,
         batch_size=cfg.data.batch_size,
@@ -130,16 +139,16 @@ def fit(cfg: DictConfig, folder: Path, left_out: set[int], began: float) -> floa
     step = 0
     if resume is not None:
         step = check_same(resume, kept, may_be_done=cfg.resume == "auto")
-        if cfg.resume == "auto" and not left_out and (done := run.finished(folder, step, cfg.max_steps)):
-            if is_first():
-                print(clean(done[0]))
+        if cfg.resume == "auto" and not left_out and (done := run.finished_message(folder, step, cfg.max_steps)):
+            if is_rank_zero():
+                print(sanitize_line(done[0]))
             return done[1]
-    run.rewind(folder, step)
+    run.truncate_logs(folder, step)
     model = GPT(config)
     module = LanguageModel(
         model,
-        optimizer=function(cfg.optimizer),
-        schedule=function(cfg.schedule),
+        optimizer=partial_from_config(cfg.optimizer),
+        schedule=partial_from_config(cfg.schedule),
         max_steps=cfg.max_steps,
         bytes_per_token=tokens.val_bytes_per_token,
         contents=kept,
@@ -147,13 +156,13 @@ def fit(cfg: DictConfig, folder: Path, left_out: set[int], began: float) -> floa
         compile=cfg.compile,
     )
     tokens_per_step = cfg.data.batch_size * cfg.trainer.accumulate_grad_batches * config.block_size
-    meter = Meter(log_every=cfg.log_every, tokens_per_step=tokens_per_step, began=began)
-    extra = parts(cfg.logger)
+    meter = MetricsCallback(log_every=cfg.log_every, tokens_per_step=tokens_per_step, began=began)
+    extra = instantiate_group(cfg.logger)
     trainer = build_trainer(
         instantiate(cfg.trainer, _convert_="all"),
         max_steps=cfg.max_steps,
         eval_every=cfg.eval_every,
-        callbacks=[meter, EndInOrder(folder, agree_every=cfg.log_every), *parts(cfg.callbacks)],
+        callbacks=[meter, GracefulShutdown(folder, agree_every=cfg.log_every), *instantiate_group(cfg.callbacks)],
         loggers=[MetricsCSV(folder / run.METRICS), Progress(cfg.max_steps, folder / run.LOG), *extra],
         folder=folder,
     )
@@ -191,11 +200,11 @@ def fit(cfg: DictConfig, folder: Path, left_out: set[int], began: float) -> floa
             **origin,
         }
         if trainer.is_global_zero:
-            run.tell(folder, summary)
+            run.write_summary(folder, summary)
             for logger in extra:
                 finish(logger, summary)
     if trainer.is_global_zero:
-        run.announce(folder, sample, summary, sampler=ROOT / "scripts/sample.py")
+        run.print_results(folder, sample, summary, sampler=ROOT / "scripts/sample.py")
     return summary["best_val_loss"]
 
 
@@ -226,14 +235,14 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def parts(group: DictConfig) -> list[Any]:
+def instantiate_group(group: DictConfig) -> list[Any]:
     """What a group builds; one that is null is switched off."""
     from hydra.utils import instantiate
 
     return [part for part in instantiate(group, _convert_="all").values() if part is not None]
 
 
-def function(node: DictConfig) -> Callable[..., Any]:
+def partial_from_config(node: DictConfig) -> Callable[..., Any]:
     """The function that a node names, with the node's values set. Hydra's own partial takes 0.5 ms per call."""
     from hydra.utils import get_method
 

@@ -23,7 +23,7 @@ from minigpt.checkpoints.checkpoint import read, write
 from minigpt.runs.checkpointing import AfterCheckpoint
 from minigpt.runs.processes import started_together
 from minigpt.training import FIRST_RANK
-from minigpt.utils.errors import UserError, is_first
+from minigpt.utils.errors import UserError, is_rank_zero
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _PR_SET_PDEATHSIG = 1  # of prctl.h
@@ -123,7 +123,7 @@ def _end_with_the_first() -> None:
 
     Gloo and NCCL notice it at the next exchange, but a process that waits for the first to meet it waits half an hour.
     """
-    if is_first():
+    if is_rank_zero():
         os.environ[FIRST_RANK] = str(os.getpid())  # until the others were started
     elif sys.platform == "linux" and FIRST_RANK in os.environ:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

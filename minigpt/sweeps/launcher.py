@@ -29,9 +29,9 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 from tqdm import tqdm
 
-from minigpt.runs.run_dir import LOG, fail, told
+from minigpt.runs.run_dir import LOG, read_summary, write_failure
 from minigpt.utils.errors import Interrupted, RunError, UserError, explain
-from minigpt.utils.overrides import quoted
+from minigpt.utils.overrides import quote_override
 
 _POLL = 0.05  # seconds
 _at_work = threading.Event()  # in a worker, while it has a job
@@ -77,7 +77,7 @@ class Job:
             config.hydra.job.id = config.hydra.job.num = self.number
         folder = Path(str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir))
         folder.mkdir(parents=True, exist_ok=True)
-        before = told(folder)  # of an attempt before this one
+        before = read_summary(folder)  # of an attempt before this one
         with _printing_to(folder / LOG):
             try:
                 if config.trainer.devices != 1:
@@ -90,13 +90,13 @@ class Job:
                 line = explain(error)[0]
                 print(line, file=sys.stderr)
                 reason = line.removeprefix("error: ")
-                if told(folder) == before:  # it did not come as far as to say so itself
-                    fail(folder, reason)
+                if read_summary(folder) == before:  # it did not come as far as to say so itself
+                    write_failure(folder, reason)
                 raise RunError(reason) from None
 
     def _process(self, folder: Path, config: DictConfig) -> float | None:
         overrides = [str(override) for override in config.hydra.overrides.task]
-        command = [sys.executable, str(self.script), *overrides, f"hydra.run.dir={quoted(folder.absolute())}"]
+        command = [sys.executable, str(self.script), *overrides, f"hydra.run.dir={quote_override(folder.absolute())}"]
         process = subprocess.Popen(command)
         # The signal that ends a sweep comes to the whole group of processes: here it is waited for.
         before = signal.signal(signal.SIGTERM, lambda *_: None)
@@ -106,7 +106,7 @@ class Job:
             signal.signal(signal.SIGTERM, before)
         if code:
             raise RunError(f"its process ended with exit code {code}; see {folder / LOG}")
-        return told(folder)["best_val_loss"]
+        return read_summary(folder)["best_val_loss"]
 
 
 class _Launcher(hydra_launcher.Launcher):
@@ -174,7 +174,7 @@ class Joblib(_Launcher):
         from loky import cpu_count
 
         trainer = self.config.trainer
-        return shares(
+        return worker_envs(
             jobs,
             n_jobs=self.n_jobs,
             threads=self.threads or int(os.environ.get("OMP_NUM_THREADS") or 0),
@@ -268,7 +268,7 @@ class Submitit(_Launcher):
             job.cancel()
 
 
-def shares(
+def worker_envs(
     jobs: int, *, n_jobs: int | None, threads: int, cores: int, gpus: Sequence[str], alone: bool
 ) -> list[dict[str, str]]:
     """The environment of each worker: its threads and its GPU.

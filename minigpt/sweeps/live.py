@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from minigpt.sweeps.results import BROKEN_OFF, COMPLETED, RUNNING, SKIPPED, WAITING, Point, look
+from minigpt.sweeps.results import COMPLETED, CRASHED, RUNNING, SKIPPED, WAITING, Point, refresh
 
 _WIDE = 200  # columns, where nobody looks
 _EVERY = 0.5  # seconds
@@ -45,7 +45,7 @@ def print_points(points: Sequence[Point], *, workers: int, threads: int) -> None
 
 
 @contextmanager
-def watched(points: list[Point]) -> Iterator[None]:
+def live_progress(points: list[Point]) -> Iterator[None]:
     """While runs work, keep their points up to date, and show a line for each in a terminal.
 
     Elsewhere a run is a line once it has ended.
@@ -57,7 +57,7 @@ def watched(points: list[Point]) -> Iterator[None]:
     def update(unsettled: Collection[str]) -> None:
         for i, point in enumerate(points):
             if point.status not in (COMPLETED, SKIPPED):
-                points[i] = look(point)
+                points[i] = refresh(point)
                 if points[i].status not in (said[i], *unsettled) and not console.is_terminal:
                     said[i] = points[i].status
                     console.print(Text(_ended(points[i], points)))
@@ -66,7 +66,7 @@ def watched(points: list[Point]) -> Iterator[None]:
 
     def follow() -> None:
         while not over.wait(_EVERY):
-            update((RUNNING, WAITING, BROKEN_OFF))  # one that begins looks broken off for a moment
+            update((RUNNING, WAITING, CRASHED))  # one that begins looks broken off for a moment
 
     thread = threading.Thread(target=follow, daemon=True)
     with Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else nullcontext() as live:

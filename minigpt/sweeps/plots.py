@@ -14,26 +14,26 @@ from typing import TYPE_CHECKING, Any
 
 from minigpt.sweeps.results import COMPLETED, Point, Row, as_number, name_of, ranked, short_names
 from minigpt.sweeps.scaling import pareto_front, power_law
-from minigpt.utils.errors import clean
-from minigpt.utils.files import whole
+from minigpt.utils.errors import sanitize_line
+from minigpt.utils.files import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe & Ito (2008): colours that the colour-blind tell apart; ranks and axes take viridis, which they order.
-_BEST, _POINT, _FIT, _GREY = "#d55e00", "#0072b2", "#aa4499", "0.75"
+# Okabe & Ito (2008): colors that the color-blind tell apart; ranks and axes take viridis, which they order.
+_BEST, _POINT, _FIT, _GRAY = "#d55e00", "#0072b2", "#aa4499", "0.75"
 _MOST = 10  # lines that a legend names
 
 
-def draw_sweep(file: Path, points: Sequence[Point], *, title: str, along: str | None = None) -> None:
+def plot_sweep(file: Path, points: Sequence[Point], *, title: str, along: str | None = None) -> None:
     """Draw `sweep.png`: the answer, loss over parameters and over compute, and the curves.
 
     Args:
         file: the picture; its end is its format.
         along: a setting with numbers, to draw the loss over, a line for each combination of the others.
     """
-    with warnings.catch_warnings(), whole(file) as partial:
+    with warnings.catch_warnings(), atomic_write(file) as partial:
         warnings.simplefilter("ignore", UserWarning)  # of characters that the font does not have
         sweep_figure(points, title=title, along=along).savefig(partial, dpi=120, format=file.suffix[1:].lower())
 
@@ -207,12 +207,12 @@ def _draw_lines(panel: "Axes", rows: Sequence[Row], along: str, names: Sequence[
         xs, losses = [x for x, _ in found], [row.loss or inf for _, row in found]
         spreads = [row.spread or 0.0 for _, row in found]
         place = named.index(name) if name in named else None
-        colour: Any = _GREY if place is None else _POINT if len(lines) == 1 else _ramp(place, len(named))
+        color: Any = _GRAY if place is None else _POINT if len(lines) == 1 else _ramp(place, len(named))
         panel.errorbar(
             xs,
             losses,
             yerr=spreads if any(spreads) else None,
-            color=colour,
+            color=color,
             marker="o" if place is None else "os^Dv<>Pp*"[place],
             markersize=5,
             linewidth=1 if place is None else 1.8,
@@ -227,7 +227,7 @@ def _draw_lines(panel: "Axes", rows: Sequence[Row], along: str, names: Sequence[
             marker="o",
             markersize=12,
             fillstyle="none",
-            color=colour,
+            color=color,
             markeredgewidth=1.5,
             gid="minimum",
             linestyle="none",
@@ -252,15 +252,15 @@ def _draw_names(panel: "Axes", rows: Sequence[Row], names: Sequence[str]) -> Non
     shown = [row for row in rows if row.losses][:20]
     for place, row in enumerate(shown):
         spread = row.spread or 0.0
-        colour = _BEST if place == 0 else _POINT
+        color = _BEST if place == 0 else _POINT
         done = row.status == COMPLETED
         panel.errorbar(
             row.loss or inf,
             place,
             xerr=spread or None,
             marker="o",
-            color=colour,
-            markerfacecolor=colour if done else "white",
+            color=color,
+            markerfacecolor=color if done else "white",
             capsize=3,
             gid="best" if place == 0 else None,
         )
@@ -271,7 +271,7 @@ def _draw_names(panel: "Axes", rows: Sequence[Row], names: Sequence[str]) -> Non
             textcoords="offset points",
             va="center",
             fontsize=8,
-            color=colour,
+            color=color,
             annotation_clip=True,
         )
     panel.set_yticks(range(len(shown)), [_label(row, short) for row in shown], fontsize=8)
@@ -337,7 +337,7 @@ def _draw_scaling(panel: "Axes", rows: Sequence[Row], figure: str, symbol: str, 
 
 
 def _draw_curves(panel: "Axes", rows: Sequence[Row]) -> None:
-    """The validation loss of every run as it trained, the best rows in colour."""
+    """The validation loss of every run as it trained, the best rows in color."""
     from matplotlib.collections import LineCollection
 
     short = short_names(list(dict.fromkeys(name for row in rows for name in row.overrides)))
@@ -421,7 +421,7 @@ def _ceiling(losses: Sequence[float]) -> float:
 
 
 def _ramp(place: int, of: int) -> Any:
-    """A colour of viridis, without the yellow that white swallows."""
+    """A color of viridis, without the yellow that white swallows."""
     from matplotlib import colormaps
 
     return colormaps["viridis"](0.88 * place / max(of - 1, 1))
@@ -429,7 +429,7 @@ def _ramp(place: int, of: int) -> Any:
 
 def _plain(text: str, longest: int = 60) -> str:
     """Text of a file for a picture: nothing that cannot be seen, no formulas, its middle left out where it is long."""
-    text = clean(text) if "\n" not in text else text
+    text = sanitize_line(text) if "\n" not in text else text
     return _middle(text, longest).replace("$", r"\$")
 
 
@@ -471,7 +471,7 @@ def _mantissa(value: float, digits: int) -> str:
 
 def _label(row: Row, short: Mapping[str, str], without: str | None = None) -> str:
     """The name of a row for a picture: of long values the middle is left out."""
-    return _plain(", ".join(_middle(part, 26) for part in clean(name_of(row, short, without)).split(", ")), 54)
+    return _plain(", ".join(_middle(part, 26) for part in sanitize_line(name_of(row, short, without)).split(", ")), 54)
 
 
 def _middle(text: str, longest: int) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from minigpt.runs.run_dir import PLAN
-from minigpt.sweeps.plots import draw_sweep
+from minigpt.sweeps.plots import plot_sweep
 from minigpt.sweeps.results import (
     BITS,
     NATS,
@@ -34,7 +34,7 @@ from minigpt.sweeps.results import (
     write_plan,
     write_table,
 )
-from minigpt.utils.errors import UserError, clean, nearest
+from minigpt.utils.errors import UserError, did_you_mean, sanitize_line
 
 _COLUMNS = {NATS: "best val loss", BITS: "bits/byte"}
 
@@ -68,7 +68,7 @@ def report(
     write_table(out / TABLE, points)
     print_table(points, file=file)
     title = folder.name if len(folders) == 1 else f"{len(folders)} sweeps"
-    draw_sweep(out / PICTURE, points, title=title, along=along)
+    plot_sweep(out / PICTURE, points, title=title, along=along)
     print(f"table    {_near(out / TABLE)}\npicture  {_near(out / PICTURE)}", file=file)
 
 
@@ -91,14 +91,20 @@ def _full_name(points: Sequence[Point], along: str) -> str:
     known = [name for name in axes(points) if name != SEED]
     meant = [along] if along in known else [name for name in known if name.rpartition(".")[2] == along]
     if len(meant) > 1:
-        raise UserError(clean(f"--along={along} must name one setting, got {len(meant)}; use {' or '.join(meant)}"))
+        raise UserError(
+            sanitize_line(f"--along={along} must name one setting, got {len(meant)}; use {' or '.join(meant)}")
+        )
     along = meant[0] if meant else along
     if not meant:
         names = ", ".join(known) or "none but the seed"
-        raise UserError(clean(f"--along={along} is not what the runs differ in{nearest(along, known)}: {names}"))
+        raise UserError(
+            sanitize_line(f"--along={along} is not what the runs differ in{did_you_mean(along, known)}: {names}")
+        )
     if len({number for point in points if (number := as_number(point.overrides.get(along))) is not None}) < 2:
         values = ", ".join(sorted({point.overrides.get(along, "default") for point in points}))
-        raise UserError(clean(f"--along={along} needs two numbers to draw a line over; its values are {values}"))
+        raise UserError(
+            sanitize_line(f"--along={along} needs two numbers to draw a line over; its values are {values}")
+        )
     return along
 
 
@@ -131,7 +137,7 @@ def print_table(points: Sequence[Point], *, file: TextIO | None = None) -> None:
         "status": [row.status for row in rows],
         "folder": [" ".join(str(point.folder.relative_to(shared)) for point in row.points) for row in rows],
     }
-    columns = {name: [clean(cell) for cell in cells] for name, cells in columns.items()}
+    columns = {name: [sanitize_line(cell) for cell in cells] for name, cells in columns.items()}
     other = NATS if rows[0].unit == BITS else BITS
     # By a narrow terminal, the first first.
     given_up = ["seconds", "tokens/s", "folder", "params", "status", _COLUMNS[other]]
@@ -140,7 +146,9 @@ def print_table(points: Sequence[Point], *, file: TextIO | None = None) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for name, cells in columns.items():
         right = name in ("rank", "params", "tokens/s", "seconds") or all(as_number(cell) is not None for cell in cells)
-        table.add_column(clean(name), justify="right" if right else "left", overflow="fold", no_wrap=name == "rank")
+        table.add_column(
+            sanitize_line(name), justify="right" if right else "left", overflow="fold", no_wrap=name == "rank"
+        )
     for rank, row in enumerate(rows):
         style = "dim" if not row.losses else "bold" if rank == 0 else None
         table.add_row(*(cells[rank] for cells in columns.values()), style=style)
@@ -150,13 +158,13 @@ def print_table(points: Sequence[Point], *, file: TextIO | None = None) -> None:
     print(file=file)
     for row in rows:
         if row.reason:
-            print(clean(f"{name_of(row, short)}: {row.status}: {row.reason}"), file=file)
+            print(sanitize_line(f"{name_of(row, short)}: {row.status}: {row.reason}"), file=file)
     if (unit := rows[0].unit) == BITS:
         print("ranked by bits per byte, as the runs differ in tokenizer or corpus", file=file)
     if rows[0].losses:
         run = min(rows[0].points, key=lambda point: inf if (loss := point.loss(unit)) is None else loss)
         best = _loss(rows[0], unit) + (" bits/byte" if unit == BITS else "")
-        print(f"best     {best}: {clean(name_of(rows[0], short))}\nrun      {_near(run.folder)}", file=file)
+        print(f"best     {best}: {sanitize_line(name_of(rows[0], short))}\nrun      {_near(run.folder)}", file=file)
 
 
 def _loss(row: Row, unit: str) -> str:
@@ -179,4 +187,4 @@ def _count(row: Row, figure: str) -> str:
 def _near(path: Path) -> str:
     """A path as short as it can be said from here."""
     path = Path.cwd() / path
-    return clean(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
+    return sanitize_line(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))

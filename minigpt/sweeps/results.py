@@ -13,12 +13,12 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from minigpt.runs.run_dir import METRICS, PLAN, SUMMARY, is_taken, read_metrics, told
-from minigpt.utils.errors import UserError, clean, warn
-from minigpt.utils.files import read_json, whole
+from minigpt.runs.run_dir import METRICS, PLAN, SUMMARY, is_locked, read_metrics, read_summary
+from minigpt.utils.errors import UserError, sanitize_line, warn
+from minigpt.utils.files import atomic_write, read_json
 
 TABLE, PICTURE = "sweep.csv", "sweep.png"
-COMPLETED, RUNNING, WAITING, BROKEN_OFF, SKIPPED = "completed", "running", "waiting", "broken off", "skipped"
+COMPLETED, RUNNING, WAITING, CRASHED, SKIPPED = "completed", "running", "waiting", "broken off", "skipped"
 SEED = "seed"
 NATS, BITS = "nats per token", "bits per byte"  # units of a loss
 IRRELEVANT = ("resume", "logger")  # to what a run learns
@@ -139,7 +139,7 @@ def read_sweep(folder: Path) -> list[Point]:
         ]
     if not points:
         raise UserError(f"{folder} holds no runs; give the folder of a sweep, such as runs/sweeps/latest")
-    return [replace(look(point), config=_leaves(point.folder / ".hydra/config.yaml")) for point in points]
+    return [replace(refresh(point), config=_leaves(point.folder / ".hydra/config.yaml")) for point in points]
 
 
 def read_plan(folder: Path) -> dict[str, Any]:
@@ -154,8 +154,8 @@ def read_plan(folder: Path) -> dict[str, Any]:
             Point(
                 folder=folder / _below(folder, values["folder"]),
                 overrides={key: str(value) for key, value in values["overrides"].items()},
-                status=clean(str(values["status"])),
-                reason=clean(str(values["reason"])),
+                status=sanitize_line(str(values["status"])),
+                reason=sanitize_line(str(values["reason"])),
                 identity=str(values["identity"]),
                 params=_finite(values["params"]),
                 max_steps=_finite(values["max_steps"]),
@@ -203,23 +203,23 @@ def write_plan(folder: Path, fixed: Sequence[str], points: Sequence[Point]) -> N
             for point in points
         ],
     }
-    with whole(folder / PLAN) as partial:
+    with atomic_write(folder / PLAN) as partial:
         partial.write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
 
 
-def look(point: Point) -> Point:
+def refresh(point: Point) -> Point:
     """The point as its folder tells it now."""
     if point.status == SKIPPED:
         return point
     summary: dict[str, Any] = {}
     try:
-        summary = told(point.folder)
+        summary = read_summary(point.folder)
     except (OSError, ValueError) as error:
         warn(f"{point.folder / SUMMARY} is not readable ({error}); the run counts as broken off")
-    status = str(summary.get("status") or (BROKEN_OFF if (point.folder / ".hydra").exists() else WAITING))
-    if status != COMPLETED and is_taken(point.folder):
+    status = str(summary.get("status") or (CRASHED if (point.folder / ".hydra").exists() else WAITING))
+    if status != COMPLETED and is_locked(point.folder):
         status = RUNNING
-    point = replace(point, status=clean(status), reason=clean(str(summary.get("reason") or "")))
+    point = replace(point, status=sanitize_line(status), reason=sanitize_line(str(summary.get("reason") or "")))
     try:
         point = _measured(point, read_metrics(point.folder / METRICS))
     except FileNotFoundError:
@@ -374,7 +374,10 @@ def write_table(file: Path, points: Sequence[Point]) -> None:
     figures = ["val_loss", "spread", "val_bits_per_byte", "val_bits_per_byte_spread", "seeds"]
     figures += ["params", "flops", "tokens_per_second", "seconds"]
     # JSON can spell halves of characters, and a name of a file may be no text.
-    with whole(file) as partial, open(partial, "w", newline="", encoding="utf-8", errors="backslashreplace") as opened:
+    with (
+        atomic_write(file) as partial,
+        open(partial, "w", newline="", encoding="utf-8", errors="backslashreplace") as opened,
+    ):
         table = csv.writer(opened)
         table.writerow(["rank", *names, *figures, "status", "reason", "folder"])
         for rank, row in enumerate(rows, 1):

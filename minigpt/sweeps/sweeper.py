@@ -27,11 +27,21 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from minigpt.runs.run_dir import PLAN, fail, point_at, told
+from minigpt.runs.run_dir import PLAN, read_summary, update_latest_link, write_failure
 from minigpt.sweeps.launcher import Joblib, visible_gpus
-from minigpt.sweeps.results import BITS, COMPLETED, IRRELEVANT, SKIPPED, Point, look, read_plan, short_names, write_plan
-from minigpt.utils.errors import Interrupted, RunError, UserError, clean, explain, warn
-from minigpt.utils.overrides import quoted
+from minigpt.sweeps.results import (
+    BITS,
+    COMPLETED,
+    IRRELEVANT,
+    SKIPPED,
+    Point,
+    read_plan,
+    refresh,
+    short_names,
+    write_plan,
+)
+from minigpt.utils.errors import Interrupted, RunError, UserError, explain, sanitize_line, warn
+from minigpt.utils.overrides import quote_override
 
 if TYPE_CHECKING:
     from minigpt.config import GPTConfig
@@ -84,10 +94,13 @@ class _Sweeper(hydra_sweeper.Sweeper):
         try:
             self.run()
         except Interrupted:
-            print(clean(f"go on with the same command, hydra.sweep.dir={self.folder} and resume=auto"), file=sys.stderr)
+            print(
+                sanitize_line(f"go on with the same command, hydra.sweep.dir={self.folder} and resume=auto"),
+                file=sys.stderr,
+            )
             raise
         finally:
-            self.points[:] = map(look, self.points)
+            self.points[:] = map(refresh, self.points)
             if self.points and (self.folder / PLAN).exists():
                 from minigpt.sweeps.report import report
 
@@ -137,13 +150,13 @@ class _Sweeper(hydra_sweeper.Sweeper):
         Raises:
             ConfigCompositionException: a setting does not exist, and no group is swept that may have it.
         """
-        from minigpt.runs.config_checks import parts_of
+        from minigpt.runs.config_checks import build_corpus_and_config
 
         point = Point(folder=self.folder / self.name(values), overrides=dict(values))
         try:
             config = self.compose(values)
             identity = _identity(config)
-            corpus, model = parts_of(config, self.corpus)
+            corpus, model = build_corpus_and_config(config, self.corpus)
         except (UserError, ConfigCompositionException, OmegaConfBaseException) as error:
             if isinstance(error, ConfigCompositionException) and not any(map(self.loader.get_group_options, self.axes)):
                 raise
@@ -159,7 +172,7 @@ class _Sweeper(hydra_sweeper.Sweeper):
             max_steps=config.max_steps,
             seconds_expected=expected(config, model, corpus.val.tokens),
         )
-        return look(point)
+        return refresh(point)
 
     def name(self, values: Mapping[str, str]) -> str:
         """What a point's folder is called: by its values, so that it tells itself."""
@@ -200,37 +213,37 @@ class _Sweeper(hydra_sweeper.Sweeper):
 
     def corpus(self, data: Any, tokenizer: Any) -> "Corpus":
         """The corpus of a point: made, or looked up, once for all that share it."""
-        from minigpt.data.prepare import corpus_of
+        from minigpt.data.prepare import load_corpus
 
         key = json.dumps([dict(data), dict(tokenizer)], default=str)
         if key not in self.parts:
-            self.parts[key] = corpus_of(data, tokenizer)
+            self.parts[key] = load_corpus(data, tokenizer)
         return self.parts[key]
 
     def launch(self, points: Sequence[Point]) -> list[Point]:
         """Run points, and look at what came of them."""
-        from minigpt.sweeps.live import watched
+        from minigpt.sweeps.live import live_progress
 
         self.folder.mkdir(parents=True, exist_ok=True)
-        point_at(self.folder)
+        update_latest_link(self.folder)
         write_plan(self.folder, self.fixed, self.points)
         overrides = [
             [
                 *self.shared,
                 *(f"{key}={value}" for key, value in point.overrides.items()),
                 *self.logging(point),
-                f"hydra.sweep.dir={quoted(self.folder)}",
-                f"hydra.sweep.subdir={quoted(point.folder.relative_to(self.folder))}",
+                f"hydra.sweep.dir={quote_override(self.folder)}",
+                f"hydra.sweep.subdir={quote_override(point.folder.relative_to(self.folder))}",
             ]
             for point in points
         ]
-        with watched(self.points):
+        with live_progress(self.points):
             returned = self.engine.launch(overrides, initial_job_idx=self.launched)
             for point, job in zip(points, returned, strict=True):
-                if job.status == JobStatus.FAILED and not told(point.folder):  # its process had no time to
-                    fail(point.folder, str(job._return_value))
+                if job.status == JobStatus.FAILED and not read_summary(point.folder):  # its process had no time to
+                    write_failure(point.folder, str(job._return_value))
         self.launched += len(points)
-        return [look(point) for point in points]
+        return [refresh(point) for point in points]
 
     def show(self, points: Sequence[Point]) -> None:
         """Say what is about to run."""
@@ -245,11 +258,11 @@ class _Sweeper(hydra_sweeper.Sweeper):
         wandb = OmegaConf.select(self.cfg, "logger.wandb")
         if wandb is None:
             return []
-        tags = ",".join(map(quoted, [*wandb.tags, "sweep"]))
+        tags = ",".join(map(quote_override, [*wandb.tags, "sweep"]))
         names = {"name": point.folder.name, "group": self.folder.name}
         return [
             f"logger.wandb.tags=[{tags}]",
-            *(f"logger.wandb.{key}={quoted(name)}" for key, name in names.items() if wandb[key] is None),
+            *(f"logger.wandb.{key}={quote_override(name)}" for key, name in names.items() if wandb[key] is None),
         ]
 
     def publish(self) -> None:
@@ -327,7 +340,7 @@ class Search(_Sweeper):
             new = [point for point in self.points[-len(trials) :] if point.status != COMPLETED]
             if new:
                 self.launch(new)
-            for point in map(look, self.points[-len(trials) :]):
+            for point in map(refresh, self.points[-len(trials) :]):
                 # Bits per byte, which compare over all tokenizers and corpora; over one it is the order of the losses.
                 loss = point.loss(BITS) if point.status == COMPLETED else None
                 state = optuna.trial.TrialState.FAIL if loss is None else optuna.trial.TrialState.COMPLETE
@@ -370,7 +383,7 @@ def _suggest(trial: Any, key: str, override: Override) -> str:
     if override.is_interval_sweep():
         return f"{trial.suggest_float(key, value.start, value.end, log='log' in value.tags):.4g}"
     choices = list(override.sweep_string_iterator())
-    if override.is_range_sweep():  # in order, so that neighbours are known to be near
+    if override.is_range_sweep():  # in order, so that neighbors are known to be near
         return choices[trial.suggest_int(key, 0, len(choices) - 1)]
     return str(trial.suggest_categorical(key, choices))
 

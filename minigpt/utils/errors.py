@@ -33,8 +33,12 @@ _SIGNS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n
 }
 _SIGNS[127] = "␡"
 
-REQUEUE = getattr(signal, "SIGUSR1", None)  # asks a run to make place, and to be started again; not on Windows
-ENDING = [signal.SIGINT, signal.SIGTERM, *([REQUEUE] if REQUEUE else [])]  # what asks a run to end in order
+REQUEUE_SIGNAL = getattr(signal, "SIGUSR1", None)  # asks a run to make place, and to be started again; not on Windows
+END_SIGNALS = [
+    signal.SIGINT,
+    signal.SIGTERM,
+    *([REQUEUE_SIGNAL] if REQUEUE_SIGNAL else []),
+]  # what asks a run to end in order
 _TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h
 
 
@@ -70,13 +74,13 @@ class Interrupted(BaseException):
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(signum).name}")
-        self.exit_code = _TRY_AGAIN if signum == REQUEUE else 128 + signum
+        self.exit_code = _TRY_AGAIN if signum == REQUEUE_SIGNAL else 128 + signum
 
 
 def requeue_at_once() -> None:
     """Have SIGUSR1 end a run that has not begun with the code that has it queued again."""
-    if REQUEUE and signal.getsignal(REQUEUE) == signal.SIG_DFL:
-        signal.signal(REQUEUE, _begin_again)
+    if REQUEUE_SIGNAL and signal.getsignal(REQUEUE_SIGNAL) == signal.SIG_DFL:
+        signal.signal(REQUEUE_SIGNAL, _begin_again)
 
 
 def _begin_again(signum: int, frame: FrameType | None) -> None:
@@ -84,13 +88,13 @@ def _begin_again(signum: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
+def raise_on_signal() -> Iterator[None]:
     """Have signals that would end the process at once raise `Interrupted`, which ends it in order.
 
     Signals that somebody else looks after are left to them: a worker of a cluster's scheduler has its own ways.
     """
     in_main = threading.current_thread() is threading.main_thread()
-    before = {signum: signal.getsignal(signum) for signum in ENDING if in_main}
+    before = {signum: signal.getsignal(signum) for signum in END_SIGNALS if in_main}
     immediate = (signal.SIG_DFL, signal.default_int_handler, _begin_again)
     ours = [signum for signum, handler in before.items() if handler in immediate]
     for signum in ours:
@@ -107,7 +111,7 @@ def interrupt(signum: int, frame: FrameType | None) -> None:
     raise Interrupted(signum)
 
 
-def one_line(function: Callable[P, R]) -> Callable[P, R]:
+def cli_entrypoint(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a program's entry: what it raises becomes one line on stderr and an exit code."""
 
     @wraps(function)
@@ -124,7 +128,7 @@ def one_line(function: Callable[P, R]) -> Callable[P, R]:
             message, code = explain(error)
             # Bad input, signals and a loss that is no number concern every process of several; one says it.
             own = code == 1 and not isinstance(error, Diverged)
-            if message and (own or is_first()):
+            if message and (own or is_rank_zero()):
                 print(message, file=sys.stderr)
             try:
                 sys.stdout.flush()
@@ -138,7 +142,7 @@ def one_line(function: Callable[P, R]) -> Callable[P, R]:
 def explain(error: BaseException) -> tuple[str, int]:
     """The line that tells a user what happened, and the exit code that goes with it."""
     message, code = _explain(error)
-    return clean(message), code
+    return sanitize_line(message), code
 
 
 def _explain(error: BaseException) -> tuple[str, int]:
@@ -170,23 +174,23 @@ def _raised_in(error: BaseException) -> str:
 
 def warn(message: str) -> None:
     """Say one line that the user should know of, once however many processes train."""
-    if is_first():
-        print(f"warning: {clean(message)}", file=sys.stderr)
+    if is_rank_zero():
+        print(f"warning: {sanitize_line(message)}", file=sys.stderr)
 
 
-def clean(text: str) -> str:
+def sanitize_line(text: str) -> str:
     """Any text as one line that a terminal shows and does not obey, and a person reads to its end."""
     line = " ".join(text.split())
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST]} …"
 
 
-def legible(text: str) -> str:
+def escape_control_chars(text: str) -> str:
     """A text for a terminal, with signs for the characters that would move its cursor, or hide and turn others."""
     return text.translate(_SIGNS)
 
 
-def is_first() -> bool:
+def is_rank_zero() -> bool:
     """Whether this is the first of the processes that train one model, as who started them says; before torch knows."""
     environment = os.environ
     if "RANK" in environment:  # torchrun
@@ -196,7 +200,7 @@ def is_first() -> bool:
     return environment.get("SLURM_PROCID", "0") == "0"  # srun
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` (did you mean X?)` for the known name closest to `name`, or nothing when none is close or it is `name`."""
     known = sorted(set(known) - {name})
     leaf = name.rpartition(".")[2]
@@ -220,12 +224,12 @@ def _explain_hydra(error: BaseException) -> tuple[str, int]:
         options = re.findall(r"^\t(\S+)$", text, flags=re.MULTILINE)
         if options:
             takes = ", ".join(options)
-            return f"error: {group}={choice} does not exist{nearest(choice, options)}; {group}= takes {takes}", 2
+            return f"error: {group}={choice} does not exist{did_you_mean(choice, options)}; {group}= takes {takes}", 2
     if unknown := re.search(r"Could not (?:override|delete|append) '([^']+)'", text):
         name = unknown[1]
         if chosen := _choices_with(name):
             return f"error: there is no setting {name} here; it belongs to {', '.join(chosen)}", 2
-        return f"error: there is no setting {name}{nearest(name, _known_settings())}; --help lists them", 2
+        return f"error: there is no setting {name}{did_you_mean(name, _known_settings())}; --help lists them", 2
     full_key = getattr(error, "full_key", None) or getattr(cause, "full_key", None)
     detail = " ".join(str(cause or error).split()).split(" full_key:")[0]
     where = f"{full_key}: " if full_key else ""

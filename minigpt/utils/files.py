@@ -10,7 +10,7 @@ from typing import Any
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """A name beside `path` to write to: it becomes `path` at the end, and of a failure nothing is left."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.unlink(missing_ok=True)  # of a process that had the same number and was killed; it may be a link
@@ -63,7 +63,7 @@ def checksums(files: Sequence[Path], known: Path | None) -> list[str]:
     if found != remembered:
         with suppress(OSError):  # a folder that cannot be written remembers nothing
             known.parent.mkdir(parents=True, exist_ok=True)
-            with whole(known) as partial:
+            with atomic_write(known) as partial:
                 partial.write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")
     return [found[key] for key in keys]
 

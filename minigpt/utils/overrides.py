@@ -3,7 +3,7 @@
 import re
 
 
-def quoted(value: object) -> str:
+def quote_override(value: object) -> str:
     """A text as Hydra's overrides quote it: a backslash is doubled before a quote, and only there."""
     doubled = re.sub(r"(\\+)(?='|$)", r"\1\1", str(value))
     return "'" + doubled.replace("'", "\\'") + "'"

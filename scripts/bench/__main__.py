@@ -11,7 +11,7 @@ what to quote. Prints a table and writes the figures as JSON.
   python scripts/bench time_to_loss           steps and seconds to each loss: the table of README.md
   python scripts/bench time_to_loss --recipes "baseline max_steps=500,sprint_cpu eval_every=5" --losses 2.1
                                                  others, with settings of their own
-  python scripts/bench data                   tokenising, starting on 1 GB, batches of 1 TB
+  python scripts/bench data                   tokenizing, starting on 1 GB, batches of 1 TB
   python scripts/bench saving                 a checkpoint of model=baby, beside the steps between two
   python scripts/bench sampling               decoding beside a loop without a cache, and transformers
   python scripts/bench sweep                  nine runs side by side, after one another, and apart
@@ -53,7 +53,7 @@ from time_to_loss import LOSSES, draw_time_to_loss, show_time_to_loss, time_to_l
 from widths import draw_widths, show_widths, widths
 
 from data import data
-from minigpt.utils.errors import one_line
+from minigpt.utils.errors import cli_entrypoint
 
 
 def step(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
@@ -162,7 +162,7 @@ def show(name: str, rows: Sequence[dict[str, Any]]) -> None:
         print(f"| {figure:{width}} | {' | '.join(cells)} |")
 
 
-@one_line
+@cli_entrypoint
 def main() -> None:
     """Parse, measure, print, write."""
     benchmarks: dict[str, Callable[[argparse.Namespace, Path], list[dict[str, Any]]]] = {

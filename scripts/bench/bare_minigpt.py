@@ -18,24 +18,24 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 from minigpt.config import GPTConfig
-from minigpt.data.prepare import corpus_of
+from minigpt.data.prepare import load_corpus
 from minigpt.model import GPT
-from minigpt.runs.train import function
-from minigpt.utils.errors import one_line
+from minigpt.runs.train import partial_from_config
+from minigpt.utils.errors import cli_entrypoint
 
 SIZE = 2048  # of the matrices
 
 
-@one_line
+@cli_entrypoint
 def main() -> None:
     """Train, measure, print."""
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         cfg = compose("train", overrides=sys.argv[1:])
-    corpus = corpus_of(cfg.data, cfg.tokenizer)
+    corpus = load_corpus(cfg.data, cfg.tokenizer)
     torch.manual_seed(cfg.seed)
     model = GPT(GPTConfig(**{**cfg.model, "vocab_size": corpus.tokenizer.vocab_size}))
-    optimizer = function(cfg.optimizer)(model)
-    schedule = LambdaLR(optimizer, partial(function(cfg.schedule), max_steps=cfg.max_steps))
+    optimizer = partial_from_config(cfg.optimizer)(model)
+    schedule = LambdaLR(optimizer, partial(partial_from_config(cfg.schedule), max_steps=cfg.max_steps))
     tokens = torch.from_numpy(corpus.tokens("train")[:].astype(np.int64))
     B, T = cfg.data.batch_size, cfg.model.block_size
     window = torch.arange(T + 1)

@@ -20,13 +20,13 @@ from typing import Any
 import yaml
 
 from minigpt.data import shakespeare
-from minigpt.data.sources import KNOWN
+from minigpt.data.sources import CHECKSUM_CACHE
 from minigpt.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "scripts" / "train.py"
-BARE_MINIGPT = ROOT / "scripts" / "bench_bare_minigpt.py"
-BARE_NANOGPT = ROOT / "scripts" / "bench_bare_nanogpt.py"
+BARE_MINIGPT = ROOT / "scripts/bench/bare_minigpt.py"
+BARE_NANOGPT = ROOT / "scripts/bench/bare_nanogpt.py"
 TOKENS_PER_STEP = 12 * 64  # of experiment=nanogpt_cpu
 
 
@@ -94,7 +94,7 @@ def text_file() -> Path:
     """Tiny shakespeare, from where a run would take it."""
     data = yaml.safe_load((ROOT / "configs" / "data" / "shakespeare_char.yaml").read_text(encoding="utf-8"))["data"]
     named = {key: data[key] for key in ("name", "url", "sha256", "characters")}
-    return shakespeare.find(**named, folder=ROOT / "data", known=ROOT / "data" / KNOWN)[0].resolve()
+    return shakespeare.find(**named, folder=ROOT / "data", known=ROOT / "data" / CHECKSUM_CACHE)[0].resolve()
 
 
 def metrics(run: Path) -> list[dict[str, str]]:

@@ -1,4 +1,4 @@
-"""What data costs: tokenising, training a tokenizer, starting on a large corpus, a batch of a huge one."""
+"""What data costs: tokenizing, training a tokenizer, starting on a large corpus, a batch of a huge one."""
 
 import argparse
 import os

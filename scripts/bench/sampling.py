@@ -116,7 +116,7 @@ def in_transformers(model: Any) -> Any:
     theirs = GPT2LMHeadModel(GPT2Config(**settings, **shape, bos_token_id=None, eos_token_id=None)).eval()
     weights = {name: torch.zeros_like(value) for name, value in theirs.state_dict().items()}
     weights |= {"transformer.wte.weight": model.wte.weight, "transformer.wpe.weight": model.wpe.weight}
-    weights |= {"lm_head.weight": model.wte.weight, "transformer.ln_f.weight": model.norm.weight}
+    weights |= {"lm_head.weight": model.wte.weight, "transformer.ln_f.weight": model.final_norm.weight}
     for i, block in enumerate(model.blocks):
         weights |= {
             f"transformer.h.{i}.ln_1.weight": block.norm_1.weight,

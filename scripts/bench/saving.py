@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from common import ROOT, TRAIN, launch, summary
 
-from minigpt.checkpoints.checkpoint import BEST, LAST, name_again, read, write
+from minigpt.checkpoints.checkpoint import BEST, LAST, hardlink_or_copy, read, write
 
 MODEL = "baby"
 
@@ -26,7 +26,7 @@ def saving(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         content = read(run / LAST)
         start = time.perf_counter()
         write(content, run / LAST)
-        name_again(run / LAST, run / BEST)
+        hardlink_or_copy(run / LAST, run / BEST)
         seconds, step = time.perf_counter() - start, told["seconds"] / told["steps"]
         rows.append(
             {

@@ -70,10 +70,10 @@ def draw_widths(rows: Sequence[dict[str, Any]], file: Path) -> None:
     for panel, kind in zip(panels, KINDS, strict=True):
         lines = _lines(rows, kind)
         for place, (width, line) in enumerate(lines.items()):
-            colour = plt.colormaps["viridis"](place / max(1, len(lines) - 1) * 0.9)
-            panel.plot(*zip(*line, strict=True), color=colour, marker="o", markersize=4, label=f"n_embd={width}")
+            color = plt.colormaps["viridis"](place / max(1, len(lines) - 1) * 0.9)
+            panel.plot(*zip(*line, strict=True), color=color, marker="o", markersize=4, label=f"n_embd={width}")
             best = min(line, key=lambda point: point[1])
-            panel.plot(*best, color=colour, marker="*", markersize=16)
+            panel.plot(*best, color=color, marker="*", markersize=16)
         panel.set(xscale="log", xlabel="optimizer.lr", title=kind)
         panel.grid(alpha=0.3)
     low, high = (pick(row["val_loss"] for row in rows) for pick in (min, max))

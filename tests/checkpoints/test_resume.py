@@ -19,8 +19,8 @@ from lightning.pytorch import Callback, Trainer
 from minigpt import load_checkpoint
 from minigpt.checkpoints.checkpoint import BEST, LAST, read, write
 from minigpt.data.batches import WindowOrder
-from minigpt.ema import Average
-from minigpt.runs.callbacks import Usual
+from minigpt.ema import EMA
+from minigpt.runs.callbacks import LossSpikeDetector
 from minigpt.utils.errors import Diverged, Interrupted, UserError
 
 # What Lightning counts for its own loggers and for what it has looked at, and what clocks and folders say.
@@ -34,7 +34,11 @@ ASIDE = {
     "epoch_loop.state_dict",
 }
 CLOCKS = ("seconds", "tokens_per_second", "flops_per_second")
-OFTEN = ["eval_every=7", "callbacks.checkpoint.keep=9", "model.dropout=0.1"]  # 5 does not divide 7: rows lie across
+OFTEN = [
+    "eval_every=7",
+    "callbacks.checkpoint.save_top_k=9",
+    "model.dropout=0.1",
+]  # 5 does not divide 7: rows lie across
 
 
 def differences(one: Any, other: Any, at: str = "") -> list[str]:
@@ -171,13 +175,13 @@ def test_a_setting_of_the_optimizer_that_is_changed_applies_from_there_on(
 
 
 def test_the_best_so_many_checkpoints_are_kept(train: Callable[..., Any], tmp_path: Path) -> None:
-    run = train("eval_every=4", "callbacks.checkpoint.keep=2", "optimizer.lr=1e-9")  # the losses hardly move
+    run = train("eval_every=4", "callbacks.checkpoint.save_top_k=2", "optimizer.lr=1e-9")  # the losses hardly move
     lowest = sorted((float(row["val_loss"]), int(row["step"])) for row in rows(run.folder) if row["val_loss"])[:2]
     kept = {file.name for file in (run.folder / "checkpoints").iterdir()}
     assert kept == {"best.ckpt", "last.ckpt", "previous.ckpt", *(f"step-{step}.ckpt" for _, step in lowest)}
     assert read(run.folder / BEST)["global_step"] == lowest[0][1]
-    with pytest.raises(InstantiationException, match=r"keep=0 is not possible"):
-        train("callbacks.checkpoint.keep=0", folder=tmp_path / "none")
+    with pytest.raises(InstantiationException, match=r"save_top_k=0 is not possible"):
+        train("callbacks.checkpoint.save_top_k=0", folder=tmp_path / "none")
 
 
 def test_a_checkpoint_that_was_not_named_best_before_the_end_is_named_after(
@@ -213,7 +217,7 @@ def test_what_is_said_at_the_end_is_said_by_the_average(train: Callable[..., Any
 
 def test_the_average_is_the_one_of_its_formula() -> None:
     weight = torch.nn.Parameter(torch.tensor([1.0]))
-    average = Average([weight], 0.5)
+    average = EMA([weight], 0.5)
     expected = 1.0
     for t, value in enumerate((2.0, 5.0, 3.0, -1.0, 4.0, 0.5, 7.0, 9.0, 2.0, 1.0), start=1):
         with torch.no_grad():
@@ -321,7 +325,7 @@ def test_a_spike_of_the_loss_is_said_and_logged(train: Callable[..., Any], tmp_p
 
 
 def test_a_loss_that_wanders_as_usual_is_no_spike() -> None:
-    usual, random = Usual(), np.random.default_rng(0)
+    usual, random = LossSpikeDetector(), np.random.default_rng(0)
     found = 0
     for loss in np.linspace(4, 2, 3000) + 0.1 * random.standard_normal(3000):
         found += bool(usual.excess(loss))
@@ -370,7 +374,7 @@ def test_what_cannot_go_on_is_refused_with_the_difference(
         lambda content: content.pop("loops"),
         lambda content: content.update(optimizer_states=[{}]),
         lambda content: content["state_dict"].pop("model.wte.weight"),
-        lambda content: content["callbacks"].update(Meter={"seconds": "all"}),
+        lambda content: content["callbacks"].update(MetricsCallback={"seconds": "all"}),
         lambda content: content.update(rng=[{"torch": 3}]),
     ],
 )

@@ -14,7 +14,7 @@ from minigpt.data import batches as data
 from minigpt.data.batches import Batches, ValidationBatches, WindowOrder, past, permute
 from minigpt.data.token_files import Corpus, Split
 from minigpt.data.tokenizer import CharTokenizer
-from minigpt.runs.datamodule import TokenData
+from minigpt.runs.datamodule import TokenDataModule
 from minigpt.utils.errors import UserError
 
 CPU = torch.device("cpu")
@@ -284,7 +284,7 @@ def token_data(folder, **changes):
         made={},
     )
     settings = {"block_size": 8, "batch_size": 4, "eval_batch_size": 4, "n_batches": 20, "seed": 3}
-    return TokenData(corpus, **(settings | {"overfit_batches": 0, "left_out": set()} | changes))
+    return TokenDataModule(corpus, **(settings | {"overfit_batches": 0, "left_out": set()} | changes))
 
 
 def trainer(folder, max_steps):

@@ -46,7 +46,7 @@ def values(name):
 def corpus_of(path, folder, tokenizer="char", **changes):
     """Token files of files, with the values of configs/data/text.yaml but for these."""
     tokenizer = tokenizer if isinstance(tokenizer, dict) else {"name": tokenizer}
-    return preparation.corpus_of(values("text") | {"path": str(path), "folder": str(folder)} | changes, tokenizer)
+    return preparation.load_corpus(values("text") | {"path": str(path), "folder": str(folder)} | changes, tokenizer)
 
 
 def prepare(content, folder, tokenizer="char", *, name="mine.txt", **changes):
@@ -127,7 +127,7 @@ def test_the_home_directory_may_be_written_as_a_tilde(tmp_path, monkeypatch):
 
 def test_without_a_path_the_setting_is_named(tmp_path):
     with pytest.raises(UserError, match=r"data\.path is not set"):
-        preparation.corpus_of(values("text") | {"folder": str(tmp_path)}, {"name": "char"})
+        preparation.load_corpus(values("text") | {"folder": str(tmp_path)}, {"name": "char"})
 
 
 @needs_shakespeare
@@ -444,7 +444,7 @@ def test_the_figures_of_token_files_are_those_of_a_count_of_our_own(tmp_path, mo
     assert meta["made"]["used_ids"] == len(set(all_on_disk(made)))
     assert meta["made"]["duplicates"] == sum(text in halves[1] for text in halves[0])
     total = len("".join(texts).encode())
-    assert preparation.report(made)["bytes per token"] == f"{total / len(all_on_disk(made)):.3f}"
+    assert preparation.describe_corpus(made)["bytes per token"] == f"{total / len(all_on_disk(made)):.3f}"
 
 
 def test_a_validation_text_that_is_missing_is_refused_by_its_setting(tmp_path):
@@ -463,7 +463,7 @@ def test_documents_for_training_that_are_also_for_validation_are_counted_and_war
     made = prepare(rows([*texts, texts[3]]), tmp_path, "byte", **own)
     assert made.made["duplicates"] == 4  # for training: one of them twice
     assert re.fullmatch(r"warning: 4 documents of mine\.jsonl .*\n", capsys.readouterr().err)
-    assert preparation.report(made)["in both splits"] == "4 documents"
+    assert preparation.describe_corpus(made)["in both splits"] == "4 documents"
     assert not list(folder_of(made).glob("*documents*"))
     (tmp_path / "val.jsonl").write_text(rows(["new", texts[3][:-1]]))
     assert prepare(rows(texts), tmp_path, "byte", **own).made["duplicates"] == 0
@@ -638,7 +638,7 @@ def killed(tmp_path):
 
     def run(number, **changes):
         process = python(KILLED, tmp_path / "data", number, changes)
-        process.communicate()  # until those who tokenised for it have ended too
+        process.communicate()  # until those who tokenized for it have ended too
         assert process.returncode == -signal.SIGKILL
         (partial,) = (tmp_path / "data/tokens").glob("*.partial")
         return SimpleNamespace(partial=partial, noted=json.loads((partial / "journal.json").read_text()))

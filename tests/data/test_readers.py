@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from minigpt.data import readers as documents
-from minigpt.data.readers import Piece, cut_point, find_files, pieces, read
+from minigpt.data.readers import TextChunk, cut_point, find_files, read_documents, text_chunks
 from minigpt.data.tokenizer import PATTERNS, BPETokenizer
 from minigpt.utils.errors import UserError
 
@@ -44,7 +44,7 @@ def block(request, monkeypatch):
 def texts_of(file, field="text"):
     """The documents of a file, put together from their pieces."""
     texts = []
-    for piece in read(file, field):
+    for piece in read_documents(file, field):
         if piece.first:
             texts.append("")
         texts[-1] += piece.text
@@ -53,7 +53,7 @@ def texts_of(file, field="text"):
 
 def refusal(file, field="text"):
     with pytest.raises(UserError) as error:
-        list(read(file, field))
+        list(read_documents(file, field))
     assert str(file) in str(error.value)
     return str(error.value)
 
@@ -142,14 +142,14 @@ def test_a_text_file_is_one_document_as_it_is(tmp_path, block, kind, packed):
     file = tmp_path / f"a{kind}{packed}"
     file.write_bytes(COMPRESS[packed](TEXT.encode() * 20))
     assert texts_of(file) == [TEXT * 20]
-    assert [piece.read for piece in read(file, "text")][-1] == file.stat().st_size
+    assert [piece.read for piece in read_documents(file, "text")][-1] == file.stat().st_size
 
 
 @pytest.mark.parametrize("packed", COMPRESS)
 def test_an_empty_file_is_an_empty_document(tmp_path, packed):
     file = tmp_path / f"a.txt{packed}"
     file.write_bytes(COMPRESS[packed](b""))
-    assert [(piece.text, piece.first) for piece in read(file, "text")] == [("", True)]
+    assert [(piece.text, piece.first) for piece in read_documents(file, "text")] == [("", True)]
 
 
 @pytest.mark.parametrize("packed", COMPRESS)
@@ -159,7 +159,7 @@ def test_every_line_of_json_lines_is_a_document(tmp_path, block, packed):
     file = tmp_path / f"a.jsonl{packed}"
     for content in ("\n".join(lines), "\n".join(lines) + "\n", "\r\n".join(lines), "\n\n  \n" + "\n \n\n".join(lines)):
         file.write_bytes(COMPRESS[packed](content.encode()))
-        found = list(read(file, "story"))
+        found = list(read_documents(file, "story"))
         assert [piece.text for piece in found] == texts
         assert all(piece.first for piece in found)
 
@@ -207,7 +207,7 @@ def test_every_row_of_parquet_is_a_document(tmp_path, kind):
     file = write_parquet(
         tmp_path / "a.parquet", {"id": range(1003), "story": pa.array(texts).cast(kind)}, row_group_size=300
     )
-    found = list(read(file, "story"))
+    found = list(read_documents(file, "story"))
     assert [piece.text for piece in found] == texts
     assert all(piece.first for piece in found)
     assert found[-1].read == file.stat().st_size
@@ -363,17 +363,17 @@ def test_utf16_is_refused(tmp_path):
 def test_the_pieces_of_a_text_are_the_text_and_only_the_first_begins_it(blocks, block):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents, "_BLOCK", block)
-        found = list(pieces((text, 10 * i) for i, text in enumerate(blocks)))
+        found = list(text_chunks((text, 10 * i) for i, text in enumerate(blocks)))
     assert "".join(piece.text for piece in found) == "".join(blocks)
     assert [piece.first for piece in found] == [True] + [False] * (len(found) - 1)
-    assert all(piece.text for piece in found) or found == [Piece("", True, max(0, 10 * len(blocks) - 10))]
+    assert all(piece.text for piece in found) or found == [TextChunk("", True, max(0, 10 * len(blocks) - 10))]
     assert [piece.read for piece in found] == sorted(piece.read for piece in found)
 
 
 def test_a_long_text_comes_in_several_pieces(tmp_path):
     text = "".join(f"{i}: a line of some words.\n" for i in range(150_000))
     (tmp_path / "a.txt").write_text(text)
-    found = list(read(tmp_path / "a.txt", "text"))
+    found = list(read_documents(tmp_path / "a.txt", "text"))
     assert "".join(piece.text for piece in found) == text
     assert len(found) > 3
     assert [piece.first for piece in found] == [True] + [False] * (len(found) - 1)
@@ -382,7 +382,7 @@ def test_a_long_text_comes_in_several_pieces(tmp_path):
 def test_a_text_without_a_good_place_is_cut_all_the_same(monkeypatch):
     monkeypatch.setattr(documents, "_BLOCK", 100)
     monkeypatch.setattr(documents, "_LONGEST", 1000)
-    found = list(pieces(("1" * 100, i) for i in range(35)))
+    found = list(text_chunks(("1" * 100, i) for i in range(35)))
     assert "".join(piece.text for piece in found) == "1" * 3500
     assert [piece.first for piece in found] == [True] + [False] * (len(found) - 1)
     assert max(len(piece.text) for piece in found) < 1200
@@ -423,7 +423,7 @@ def test_a_text_in_pieces_has_the_ids_of_the_whole_text(blocks, block):
     tokenizer = trained()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents, "_BLOCK", block)
-        found = list(pieces((text, 0) for text in blocks))
+        found = list(text_chunks((text, 0) for text in blocks))
     ids = [i for piece in found for i in tokenizer.encode(piece.text).tolist()]
     assert ids == tokenizer.encode("".join(blocks)).tolist()
 

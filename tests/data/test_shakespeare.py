@@ -103,7 +103,7 @@ def test_each_place_is_searched_once_the_places_before_it_have_nothing(tmp_path,
     (folder / "little.txt").unlink()
     server.stop()
     data = yaml.safe_load((ROOT / "configs/data/text.yaml").read_text()) | little(server.url)
-    made = preparation.corpus_of(data | {"source": "download", "folder": str(folder)}, {"name": "char"})
+    made = preparation.load_corpus(data | {"source": "download", "folder": str(folder)}, {"name": "char"})
     text = shakespeare.stand_in(1000)
     assert made.sha256 == hashlib.sha256(text.encode()).hexdigest()
     assert made.tokenizer.decode([*made.tokens("train")[:], *made.tokens("val")[:]]) == text

@@ -340,15 +340,15 @@ def test_a_local_data_set_is_left_as_it_is_and_found_again(find, stories):
     assert documents(changed) == [*TRAIN, "one more"]
 
 
-def test_a_local_data_set_is_tokenised_once(configured, stories):
+def test_a_local_data_set_is_tokenized_once(configured, stories):
     data, tokenizer = configured("data=tinystories", f"data.dataset={stories}", "tokenizer=byte")
-    corpus = preparation.corpus_of(data, tokenizer)
+    corpus = preparation.load_corpus(data, tokenizer)
     decode = corpus.tokenizer.decode
     assert decode(corpus.tokens("train")[:]) == "\n".join(TRAIN)
     assert decode(corpus.tokens("val")[:]) == "\n".join(text for text in VAL if text)
     assert corpus.train.bytes == len("".join(TRAIN).encode())
     files = {file: file.stat().st_mtime_ns for file in (*corpus.train.files, *corpus.val.files)}
-    again = preparation.corpus_of(data, tokenizer)
+    again = preparation.load_corpus(data, tokenizer)
     assert {file: file.stat().st_mtime_ns for file in (*again.train.files, *again.val.files)} == files
     assert again.sha256 == corpus.sha256
 

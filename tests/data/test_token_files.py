@@ -29,7 +29,7 @@ def values(folder, **changes):
 def prepare(text, folder, **changes):
     """Token files of a text."""
     (folder / "mine.txt").write_text(text)
-    return preparation.corpus_of(values(folder, path=str(folder / "mine.txt"), **changes), {"name": "char"})
+    return preparation.load_corpus(values(folder, path=str(folder / "mine.txt"), **changes), {"name": "char"})
 
 
 def folder_of(made):
@@ -252,7 +252,7 @@ def test_nanogpts_files_are_read_where_they_are(tmp_path):
     train, val = "to train on é".encode(), "to validate on é".encode()
     train_bin, val_bin = bins(tmp_path, [*train], [*val])
     data = values(tmp_path / "data", train_bin=str(train_bin), val_bin=str(val_bin))
-    made = preparation.corpus_of(data, {"name": "byte"})
+    made = preparation.load_corpus(data, {"name": "byte"})
     assert (made.train.files, made.val.files) == ((train_bin,), (val_bin,))
     assert made.tokens("train")[:].tolist() == [*train]
     assert made.tokens("val")[:].tolist() == [*val]
@@ -322,7 +322,7 @@ def test_one_file_without_the_other_is_refused(tmp_path):
     train_bin, val_bin = bins(tmp_path, [1, 2], [3, 4])
     for one in ({"train_bin": str(train_bin)}, {"val_bin": str(val_bin)}):
         with pytest.raises(UserError, match=r"data\.train_bin and data\.val_bin"):
-            preparation.corpus_of(values(tmp_path, **one), {"name": "byte"})
+            preparation.load_corpus(values(tmp_path, **one), {"name": "byte"})
 
 
 def test_ids_alone_need_a_tokenizer_that_is_made_from_no_text(tmp_path):
@@ -330,6 +330,6 @@ def test_ids_alone_need_a_tokenizer_that_is_made_from_no_text(tmp_path):
     data = values(tmp_path, train_bin=str(train_bin), val_bin=str(val_bin))
     for tokenizer in ({"name": "char"}, {"name": "bpe", "vocab_size": 300}):
         with pytest.raises(UserError, match=rf"tokenizer={tokenizer['name']} .*tokenizer=gpt2"):
-            preparation.corpus_of(data, tokenizer)
+            preparation.load_corpus(data, tokenizer)
     with pytest.raises(UserError, match="say whose they are"):
         from_bins(train_bin, val_bin, CharTokenizer("abcde"), tmp_path / "known.json")

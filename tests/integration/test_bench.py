@@ -133,7 +133,7 @@ def test_the_baseline_is_the_recipe_nanogpt_cpu(nanogpt: ModuleType) -> None:
     torch.testing.assert_close(baseline(x, y), ours(x, y))
     peak = cfg.optimizer.lr
     for step in range(cfg.max_steps):
-        factor = cosine(step, max_steps=cfg.max_steps, warmup_steps=100, final=0.1)
+        factor = cosine(step, max_steps=cfg.max_steps, warmup_steps=100, final_lr_frac=0.1)
         assert nanogpt.learning_rate(step, cfg.max_steps) == pytest.approx(peak * factor)
 
 

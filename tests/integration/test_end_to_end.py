@@ -170,7 +170,7 @@ BAD_INPUT = {
     "hydra.run.dir=empty.txt/run": "not a directory",
     "data.folder=empty.txt/data": "not a directory",
     "trainer.accelerator=cuda": "trainer.accelerator=cuda: this machine has none",
-    "+trainer.colour=red": "trainer.colour is not an option; trainer takes accelerator,",
+    "+trainer.color=red": "trainer.color is not an option; trainer takes accelerator,",
     "callbacks.samples.top_k=0": "top_k=0 is not possible",
     "callbacks.samples.prompt=Zebra": "the tokenizer does not know 'Z'",
     "max_steps=[1": "cannot read the override max_steps=[1",

@@ -45,7 +45,7 @@ def test_000_self_attention(backend: str):
     assert_printed(q, [[0.7621, -0.0428], [1.1063, 0.7890], [1.1164, -2.1336]])
     assert_printed(k, [[-0.1469, -0.3038], [0.1057, 0.3685], [-0.9914, -2.4152]])
     assert_printed(v, [[0.6038, 0.7434], [-0.3502, 0.5303], [3.8695, 2.4246]])
-    weights = attention.weights(TOKENS)[0, 0]
+    weights = attention.attention_weights(TOKENS)[0, 0]
     assert_scores(weights, [[-0.0700, 0.0458, -0.4612], [-0.2844, 0.2883, -2.1230], [0.3424, -0.4725, 2.8610]])
     assert_printed(weights, [[0.3573, 0.4011, 0.2416], [0.3410, 0.6047, 0.0542], [0.0722, 0.0320, 0.8959]])
     assert_printed(attention(TOKENS)[0], PLAIN)
@@ -55,7 +55,7 @@ def test_000_self_attention(backend: str):
 def test_000_masked_self_attention(backend: str):
     causal = full_width_heads(1, backend=backend, causal=True)
     assert_printed(causal(TOKENS)[0], MASKED)
-    assert_printed(causal.weights(TOKENS)[0, 0], [[1, 0, 0], [0.3606, 0.6394, 0], [0.0722, 0.0320, 0.8959]])
+    assert_printed(causal.attention_weights(TOKENS)[0, 0], [[1, 0, 0], [0.3606, 0.6394, 0], [0.0722, 0.0320, 0.8959]])
     visible = torch.ones(3, 3, dtype=torch.bool).tril()  # true where the notebook's mask is false
     assert_printed(full_width_heads(1, backend=backend)(TOKENS, mask=visible)[0], MASKED)
 
@@ -66,7 +66,7 @@ def test_000_a_masked_score_of_minus_1e9_or_minus_infinity_gives_the_same(backen
     attention = full_width_heads(1, backend=backend, causal=True)
     q, k, v = attention.qkv(TOKENS).split(2, dim=-1)
     scores = (q @ k.mT / math.sqrt(2)).masked_fill(torch.ones(3, 3, dtype=torch.bool).triu(1), fill)
-    assert_close(attention.weights(TOKENS)[:, 0], scores.softmax(-1))
+    assert_close(attention.attention_weights(TOKENS)[:, 0], scores.softmax(-1))
     assert_close(attention(TOKENS), scores.softmax(-1) @ v)
     assert_printed((scores.softmax(-1) @ v)[0], MASKED)
 
@@ -230,7 +230,7 @@ def test_002_each_dropout_acts_in_training_and_not_in_evaluation(backend: str, p
     zeros = (first == 0).float().mean()
     if place == "attention":  # a dropped weight changes the average, and no figure of the output vanishes
         assert zeros == 0
-        assert 0.4 < (module.weights(x)[:, :, -1] == 0).float().mean() < 0.6
+        assert 0.4 < (module.attention_weights(x)[:, :, -1] == 0).float().mean() < 0.6
     else:  # what is kept is doubled
         assert 0.4 < zeros < 0.6
         assert_close(first[first != 0], 2 * plain(x)[first != 0])
@@ -282,7 +282,7 @@ def test_003_a_scaled_causal_head(backend: str):
     scores = torch.einsum("btd,bsd->bts", q, k) / 4
     raised = scores.exp().tril()
     expected = raised / raised.sum(-1, keepdim=True)
-    assert_near(head.weights(x)[:, 0], expected, terms=32 + 16)
+    assert_near(head.attention_weights(x)[:, 0], expected, terms=32 + 16)
     assert head(x).shape == (4, 8, 16)
     assert_near(head(x), expected @ v, terms=32 + 16 + 8)
 
@@ -303,7 +303,7 @@ def test_003_the_printed_weights_and_ours_have_one_pattern():
     )
     head = MultiHeadAttention(32, 1, head_dim=16, bias=False, out_proj=False)
     lower = torch.ones(8, 8, dtype=torch.bool).tril()
-    for weights in (printed, *head.weights(torch.randn(4, 8, 32))[:, 0]):
+    for weights in (printed, *head.attention_weights(torch.randn(4, 8, 32))[:, 0]):
         assert (weights[~lower] == 0).all()
         assert (weights[lower] > 0).all()
         assert_close(weights.sum(-1), torch.ones(8), atol=2e-4, rtol=0)
@@ -333,7 +333,7 @@ def test_003_scaling_keeps_the_variance_of_the_scores_at_one():
         assert 0.92 < scores.var() / expected < 1.08  # five standard errors
 
 
-# Notebook 004: twenty heads, each as wide as the model, in a block that normalises last; no seeds.
+# Notebook 004: twenty heads, each as wide as the model, in a block that normalizes last; no seeds.
 
 
 @backends
@@ -356,7 +356,7 @@ def test_004_scaling_queries_and_keys_by_a_fourth_root_each_is_scaling_scores_by
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_004_the_block_that_normalises_after_each_sum(causal: bool):
+def test_004_the_block_that_normalizes_after_each_sum(causal: bool):
     # The notebook has biases in the MLP and the norms but not in attention: biases of zero there.
     # Its block sees both ways, which a language model must not: a block's `causal` is true until changed.
     block = Block(GPTConfig(n_embd=10, n_head=20, head_dim=10, norm_position="post", activation="relu"))
@@ -368,9 +368,9 @@ def test_004_the_block_that_normalises_after_each_sum(causal: bool):
     nn.init.zeros_(block.attention.out.bias)
     assert block.mlp.up.weight.shape == (40, 10)
     x = torch.rand(8, 5, 10)
-    y = normalised(x + wide_heads(block.attention, x, causal=causal), block.norm_1)
+    y = normalized(x + wide_heads(block.attention, x, causal=causal), block.norm_1)
     hidden = (y @ block.mlp.up.weight.T + block.mlp.up.bias).clamp(min=0)
-    expected = normalised(y + hidden @ block.mlp.down.weight.T + block.mlp.down.bias, block.norm_2)
+    expected = normalized(y + hidden @ block.mlp.down.weight.T + block.mlp.down.bias, block.norm_2)
     assert_near(block(x, rotary=None, cache=None), expected, terms=10 + 10 + 5 + 200 + 10 + 40)
 
 
@@ -446,6 +446,6 @@ def wide_heads(attention: MultiHeadAttention, x: Tensor, *, causal: bool = False
     return torch.cat(outputs, -1) @ attention.out.weight.T
 
 
-def normalised(x: Tensor, norm: nn.LayerNorm) -> Tensor:
+def normalized(x: Tensor, norm: nn.LayerNorm) -> Tensor:
     x = x - x.mean(-1, keepdim=True)
     return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight + norm.bias

@@ -52,7 +52,7 @@ def test_nanogpts_recipe_for_a_cpu_has_its_published_values():
         "betas": [0.9, 0.99],
         "weight_decay": 0.1,
     }
-    assert cfg.schedule == {"_target_": "minigpt.optim.cosine", "warmup_steps": 100, "final": 0.1}
+    assert cfg.schedule == {"_target_": "minigpt.optim.cosine", "warmup_steps": 100, "final_lr_frac": 0.1}
 
 
 def test_nanogpts_recipe_for_a_gpu_has_its_published_values():
@@ -62,7 +62,7 @@ def test_nanogpts_recipe_for_a_gpu_has_its_published_values():
     assert model == {"block_size": 256, "n_layer": 6, "n_head": 6, "n_embd": 384, "dropout": 0.2, "bias": False}
     assert (cfg.data.batch_size, cfg.max_steps, cfg.trainer.gradient_clip_val) == (64, 5000, 1.0)
     assert (cfg.optimizer.lr, cfg.optimizer.betas, cfg.optimizer.weight_decay) == (1e-3, [0.9, 0.99], 0.1)
-    assert (cfg.schedule.warmup_steps, cfg.schedule.final, cfg.compile) == (100, 0.1, True)
+    assert (cfg.schedule.warmup_steps, cfg.schedule.final_lr_frac, cfg.compile) == (100, 0.1, True)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_the_fast_recipes_train_by_their_stated_numbers(
     n_layer, n_head, n_embd = shape
     model = initial(
         text,
-        **{"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "bias": False, "norm": "rmsnorm_plain"},
+        **{"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "bias": False, "norm": "rmsnorm_noscale"},
         **{"position": "rope", "activation": "relu2", "qk_norm": True, "tie_embeddings": False, "embed_norm": True},
         **{"ngram": 5, "ngram_buckets": 8192, "ngram_dim": 16, "smear": 2},
     )
@@ -186,7 +186,7 @@ def test_the_fast_recipes_train_by_their_stated_numbers(
             x = x + (scores.softmax(-1) @ v).transpose(1, 2).flatten(2) @ w[at + "out.weight"].T
             hidden = F.relu(rms(x) @ w[f"blocks.{i}.mlp.up.weight"].T).square()
             x = x + hidden @ w[f"blocks.{i}.mlp.down.weight"].T
-        return rms(x) @ w["head.weight"].T
+        return rms(x) @ w["lm_head.weight"].T
 
     expected = loop(text, forward, [*w.values()], optimizers, batch_size=24, warmup_steps=warmup_steps)
     losses, rates = figures(name, text, tmp_path)

@@ -29,7 +29,7 @@ from minigpt.interpret import heads as inspection
 from minigpt.interpret import plots as drawing
 from minigpt.model import GPT
 from minigpt.runs.callbacks import AttentionMaps
-from minigpt.utils.errors import UserError, one_line
+from minigpt.utils.errors import UserError, cli_entrypoint
 
 ROOT = Path(__file__).resolve().parents[2]
 ALPHABET = "\n :EMORWaght"
@@ -127,7 +127,7 @@ def test_looking_leaves_no_trace() -> None:
     before = torch.get_rng_state()
     once, again = (inspection.attention_maps(model, tokens)[0] for _ in range(2))
     inspection.repeat_scores(model, len(ALPHABET))
-    inspection.head_values(model, [(tokens[None, :-1], tokens[None, 1:])])
+    inspection.head_ablation(model, [(tokens[None, :-1], tokens[None, 1:])])
     assert torch.equal(once, again)  # without dropout
     assert torch.equal(torch.get_rng_state(), before)
     assert model.training
@@ -247,7 +247,7 @@ def test_a_silent_head_is_one_whose_columns_of_the_output_projection_are_zero(se
     rows = torch.randint(len(ALPHABET), (5, 17))
     with torch.no_grad():  # this head says nothing anyway
         model.blocks[1].attention.out.weight[:, : model.config.head_width] = 0
-    values, loss = inspection.head_values(model, [(x[:, :-1], x[:, 1:]) for x in rows.split(2)])  # 2, 2 and 1
+    values, loss = inspection.head_ablation(model, [(x[:, :-1], x[:, 1:]) for x in rows.split(2)])  # 2, 2 and 1
     rounded = rounding(loss, terms=terms_of(model.config))
     assert loss == pytest.approx(model(rows[:, :-1], rows[:, 1:]).item(), abs=rounded)
     for layer in range(3):
@@ -266,7 +266,7 @@ def test_a_model_is_whole_again_when_measuring_it_fails() -> None:
     model = make()
     good, bad = torch.zeros(1, 4, dtype=torch.long), torch.full((1, 4), 10**6)
     with pytest.raises(IndexError):
-        inspection.head_values(model, [(good, bad)])
+        inspection.head_ablation(model, [(good, bad)])
     with pytest.raises(IndexError):
         inspection.attention_maps(model, bad[0])
     assert (len(model.blocks), hooks(model), model.training) == (3, 0, True)
@@ -280,26 +280,26 @@ def test_signs_stand_for_what_cannot_be_seen() -> None:
     assert seen == ["⏎", "␣the", "⇥", "^M", "^@", "^?", "U+AD", "é", "∅"]
 
 
-def colours(path: Path) -> np.ndarray[Any, Any]:
+def colors(path: Path) -> np.ndarray[Any, Any]:
     return np.rint(image.imread(path)[..., :3] * 255).astype(int)
 
 
-def count(path: Path, colour: tuple[float, ...]) -> int:
-    """Pixels of a colour, given with parts from 0 to 1."""
-    return int((np.abs(colours(path) - np.rint(np.array(colour[:3]) * 255)).max(-1) <= 2).sum())
+def count(path: Path, color: tuple[float, ...]) -> int:
+    """Pixels of a color, given with parts from 0 to 1."""
+    return int((np.abs(colors(path) - np.rint(np.array(color[:3]) * 255)).max(-1) <= 2).sum())
 
 
 def test_the_future_is_blank_and_one_scale_serves_all(tmp_path: Path) -> None:
     weights = torch.ones(2, 3, 30, 30)  # the upper half too: it must not be drawn
     weights[1, 2] = 0.1
-    drawing.draw_maps(tmp_path / "all.png", weights, ["a"] * 30)
+    drawing.plot_maps(tmp_path / "all.png", weights, ["a"] * 30)
     one, tenth = colormaps["magma_r"](1.0), colormaps["magma_r"](math.sqrt(0.1))
     dark, light = count(tmp_path / "all.png", one), count(tmp_path / "all.png", tenth)
     panel = (30 * 0.085 * 110 if 30 * 0.085 > 2.6 else 2.6 * 110) ** 2
     assert light == pytest.approx(panel * 31 / 60, rel=0.05)  # n(n + 1)/2 of n² cells
     assert dark == pytest.approx(5 * light, rel=0.05)
-    drawing.draw_maps(tmp_path / "one.png", weights, ["a"] * 30, layers=slice(1, 2), heads=slice(2, 3))
-    assert count(tmp_path / "one.png", tenth) > 2 * light  # larger, and of the same colour
+    drawing.plot_maps(tmp_path / "one.png", weights, ["a"] * 30, layers=slice(1, 2), heads=slice(2, 3))
+    assert count(tmp_path / "one.png", tenth) > 2 * light  # larger, and of the same color
     assert count(tmp_path / "one.png", one) < light / 10
     assert sorted(path.name for path in tmp_path.iterdir()) == ["all.png", "one.png"]
 
@@ -314,8 +314,8 @@ def test_a_picture_names_tokens_layers_heads_and_what_they_do(tmp_path: Path) ->
     weights = uniform(8).expand(2, 2, 8, 8)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of characters that the font has not
-        drawing.draw_maps(tmp_path / "a.svg", weights, texts, names=[["", "induction"], ["", ""]], title="a $ title $")
-        drawing.draw_maps(tmp_path / "b.svg", weights, texts, layers=slice(1, 2), heads=slice(0, 1))
+        drawing.plot_maps(tmp_path / "a.svg", weights, texts, names=[["", "induction"], ["", ""]], title="a $ title $")
+        drawing.plot_maps(tmp_path / "b.svg", weights, texts, layers=slice(1, 2), heads=slice(0, 1))
     said = words(tmp_path / "a.svg")
     labels = ["R", "⏎", "␣", "$", "x", "$", "U+65E5", "␣antidisest…"]
     for label in labels:
@@ -329,7 +329,7 @@ def test_a_picture_names_tokens_layers_heads_and_what_they_do(tmp_path: Path) ->
 
 
 def test_values_are_drawn_with_their_figures(tmp_path: Path) -> None:
-    drawing.draw_values(tmp_path / "v.svg", torch.tensor([[0.4, -0.0101, 0.0], [1.25, 0.1, 0.2]]), loss=1.86471)
+    drawing.plot_ablation(tmp_path / "v.svg", torch.tensor([[0.4, -0.0101, 0.0], [1.25, 0.1, 0.2]]), loss=1.86471)
     said = words(tmp_path / "v.svg")
     assert [text for text in said if text[0] in "+−" and len(text) == 6][:6] == [
         "+0.400",
@@ -351,7 +351,7 @@ def test_a_drawing_that_fails_leaves_the_picture_before_it(tmp_path: Path, monke
 
     monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(OSError, match="No space"):
-        drawing.draw_maps(file, uniform(3), ["a"] * 3)
+        drawing.plot_maps(file, uniform(3), ["a"] * 3)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("a.png", "before")]
 
 
@@ -369,7 +369,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
         code = 0
         try:
-            one_line(runpy.run_path(str(ROOT / "scripts" / "attention.py"))["main"])()
+            cli_entrypoint(runpy.run_path(str(ROOT / "scripts" / "attention.py"))["main"])()
         except SystemExit as ended:
             code = int(ended.code or 0)
         out, err = capsys.readouterr()

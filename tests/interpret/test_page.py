@@ -263,12 +263,12 @@ class Reader:
         self.find(f"#{field} input[value='{value}']").click()
 
     @property
-    def colours(self):
+    def colors(self):
         """The background of each token, as (red, green, blue), and None where there is none."""
         found = self.browser.execute_script(
             "return [...document.querySelectorAll('.token')].map(t => getComputedStyle(t).backgroundColor)"
         )
-        return [None if colour.endswith(", 0)") else tuple(map(int, re.findall(r"\d+", colour))) for colour in found]
+        return [None if color.endswith(", 0)") else tuple(map(int, re.findall(r"\d+", color))) for color in found]
 
     @property
     def strongest(self):
@@ -286,8 +286,8 @@ class Reader:
             const linear = v => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
             const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
             const behind = e => {
-              const colour = rgba(getComputedStyle(e).backgroundColor);
-              return colour.length === 3 || colour[3] === 1 ? colour : behind(e.parentElement);
+              const color = rgba(getComputedStyle(e).backgroundColor);
+              return color.length === 3 || color[3] === 1 ? color : behind(e.parentElement);
             };
             return [...document.querySelectorAll("body *:not(script, noscript)")]
               .filter(e => [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim()))
@@ -348,14 +348,14 @@ def test_the_whole_text_is_there_and_breaks_where_it_breaks(reader):
     assert [sum(top == line for _, top in tokens) for line in lines] == [len(line) for line in TEXT.splitlines(True)]
 
 
-def test_with_nothing_hovered_a_colour_tells_the_probability(reader, example):
+def test_with_nothing_hovered_a_color_tells_the_probability(reader, example):
     probabilities = example[2]
-    colours = reader.colours
-    assert colours[0] is None  # the first token: nothing predicted it
-    assert None not in colours[1:]
-    blueness = torch.tensor([b - r for r, _, b in colours[1:]])
+    colors = reader.colors
+    assert colors[0] is None  # the first token: nothing predicted it
+    assert None not in colors[1:]
+    blueness = torch.tensor([b - r for r, _, b in colors[1:]])
     order = probabilities[1:].clamp(min=1e-3).argsort()
-    assert (blueness[order].diff() >= -8).all()  # grows with the probability, but for the rounding of colours
+    assert (blueness[order].diff() >= -8).all()  # grows with the probability, but for the rounding of colors
     assert blueness[4] < -100 < 100 < blueness[5]
     assert reader.find("#scale-name").text.startswith("Probability")
     assert [tick.text for tick in reader.browser.find_elements("css selector", "#ticks span")] == [
@@ -365,21 +365,21 @@ def test_with_nothing_hovered_a_colour_tells_the_probability(reader, example):
 
 def test_hovering_shows_what_the_token_attends_to_and_leaving_takes_it_back(reader, example):
     weights = example[1]
-    at_rest = reader.colours
+    at_rest = reader.colors
     i = 30
     reader.hover(reader.token(i))
     row = weights[0, :, i].mean(0)
     assert_shows(reader.strongest, row)
-    colours = reader.colours
-    assert None not in colours[: i + 1]
-    assert set(colours[i + 1 :]) == {None}  # the future
-    darkness = torch.tensor([-sum(colour) for colour in colours[: i + 1]])
+    colors = reader.colors
+    assert None not in colors[: i + 1]
+    assert set(colors[i + 1 :]) == {None}  # the future
+    darkness = torch.tensor([-sum(color) for color in colors[: i + 1]])
     assert (darkness[row[: i + 1].argsort()].diff() >= -3).all()
     assert reader.find("#scale-name").text.startswith("Attention weight")
     reader.hover(reader.find("#text"))  # its middle, where no token is: no flicker on the way from line to line
-    assert reader.colours == colours
+    assert reader.colors == colors
     reader.leave()
-    assert reader.colours == at_rest
+    assert reader.colors == at_rest
     assert not reader.strongest
 
 
@@ -484,7 +484,7 @@ def test_every_letter_can_be_read_in_the_light_and_in_the_dark(reader, scheme):
     reader.prefer(scheme)
     page = reader.browser.execute_script("return getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", page))) < 200) == (scheme == "dark")
-    eventually(lambda: (sum(reader.colours[17]) < 400) == (scheme == "dark"))
+    eventually(lambda: (sum(reader.colors[17]) < 400) == (scheme == "dark"))
     for look in (lambda: None, lambda: reader.hover(reader.token(30)), lambda: reader.pick("heads", 1)):
         look()
         contrasts = reader.contrasts
@@ -492,10 +492,10 @@ def test_every_letter_can_be_read_in_the_light_and_in_the_dark(reader, scheme):
         assert [(element, ratio) for element, ratio in contrasts if ratio < 4.5] == []
 
 
-def test_colours_follow_when_the_scheme_changes(reader):
-    light = reader.colours
+def test_colors_follow_when_the_scheme_changes(reader):
+    light = reader.colors
     reader.prefer("dark")
-    eventually(lambda: all(sum(a) > sum(b) for a, b in zip(light[1:], reader.colours[1:], strict=True)))
+    eventually(lambda: all(sum(a) > sum(b) for a, b in zip(light[1:], reader.colors[1:], strict=True)))
 
 
 def test_hostile_tokens_are_shown_as_text_and_do_not_run(browser, tmp_path):

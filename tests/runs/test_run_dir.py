@@ -9,7 +9,7 @@ import pytest
 from matplotlib import image
 
 from minigpt.runs.loggers import MetricsCSV, Progress
-from minigpt.runs.run_dir import announce, draw_curves, read_metrics, taken, tell
+from minigpt.runs.run_dir import lock_run_dir, plot_curves, print_results, read_metrics, write_summary
 from minigpt.utils.errors import UserError
 
 ORANGE = (255, 127, 14)  # the validation curve, in matplotlib's tab:orange
@@ -28,7 +28,7 @@ def new_folder(runs, name):
 
 
 def finished_run(runs, name):
-    with taken(new_folder(runs, name)) as folder:
+    with lock_run_dir(new_folder(runs, name)) as folder:
         measure(folder)
     return folder
 
@@ -49,7 +49,7 @@ def measure(folder, *, validated=True, last=2.6):
 def test_a_folder_that_holds_a_run_is_refused_and_left_alone(tmp_path, file):
     folder = new_folder(tmp_path, "first")
     (folder / file).write_text("precious")
-    with pytest.raises(UserError, match=r"first holds a run already.*hydra\.run\.dir"), taken(folder):
+    with pytest.raises(UserError, match=r"first holds a run already.*hydra\.run\.dir"), lock_run_dir(folder):
         (folder / file).write_text("overwritten")
     assert (folder / file).read_text() == "precious"
 
@@ -58,10 +58,10 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_alone(tmp_path, file):
 def test_a_folder_that_stayed_empty_is_removed(tmp_path, error):
     folder = new_folder(tmp_path, "run")
     if error is None:
-        with taken(folder):
+        with lock_run_dir(folder):
             pass
     else:
-        with pytest.raises(type(error)) as raised, taken(folder):
+        with pytest.raises(type(error)) as raised, lock_run_dir(folder):
             raise error
         assert raised.value is error
     assert not folder.exists()
@@ -71,7 +71,7 @@ def test_a_folder_that_stayed_empty_is_removed(tmp_path, error):
 def test_a_folder_with_files_of_the_run_is_kept(tmp_path, error):
     folder = new_folder(tmp_path, "run")
     try:
-        with taken(folder):
+        with lock_run_dir(folder):
             (folder / "samples.txt").write_text("To be")
             if error:
                 raise error
@@ -85,7 +85,7 @@ def test_only_the_first_process_of_several_takes_the_folder(tmp_path, monkeypatc
     folder = finished_run(tmp_path, "run")
     empty = new_folder(tmp_path, "empty")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with taken(folder) as same, taken(empty):
+    with lock_run_dir(folder) as same, lock_run_dir(empty):
         assert same == folder
     assert empty.exists()
     assert (tmp_path / "latest").resolve() == folder
@@ -96,7 +96,7 @@ def test_only_the_first_process_of_several_takes_the_folder(tmp_path, monkeypatc
 
 def test_latest_points_at_the_newest_run_while_it_works_and_after(tmp_path):
     for name in ("first", "second", "third"):
-        with taken(new_folder(tmp_path, name)) as folder:
+        with lock_run_dir(new_folder(tmp_path, name)) as folder:
             assert (tmp_path / "latest").resolve() == folder
             measure(folder)
         assert (tmp_path / "latest").resolve() == folder
@@ -110,19 +110,19 @@ def test_latest_survives_a_move_of_all_runs(tmp_path):
 
 def test_a_run_that_never_began_leaves_latest_at_the_run_before_it(tmp_path):
     before = finished_run(tmp_path, "before")
-    with pytest.raises(UserError), taken(new_folder(tmp_path, "mistyped")):
+    with pytest.raises(UserError), lock_run_dir(new_folder(tmp_path, "mistyped")):
         raise UserError("a bad setting")
     assert (tmp_path / "latest").resolve() == before
 
 
 def test_a_run_that_never_began_does_not_take_latest_from_one_started_meanwhile(tmp_path):
-    with taken(new_folder(tmp_path, "first")):
+    with lock_run_dir(new_folder(tmp_path, "first")):
         second = finished_run(tmp_path, "second")
     assert (tmp_path / "latest").resolve() == second
 
 
 def test_a_first_run_that_never_began_leaves_no_link_to_nothing(tmp_path):
-    with taken(new_folder(tmp_path, "mistyped")):
+    with lock_run_dir(new_folder(tmp_path, "mistyped")):
         pass
     assert list(tmp_path.iterdir()) == []
 
@@ -165,13 +165,13 @@ def test_a_measurement_is_on_disk_as_soon_as_it_is_made(tmp_path):
         assert read_metrics(tmp_path / "metrics.csv")["val_loss"][-1] == (step, step)
 
 
-def pixels_of(picture, colour):
-    return int((np.abs(picture[..., :3] * 255 - np.array(colour)).max(axis=-1) < 2).sum())
+def pixels_of(picture, color):
+    return int((np.abs(picture[..., :3] * 255 - np.array(color)).max(axis=-1) < 2).sum())
 
 
 def test_the_curves_show_both_losses(tmp_path):
     measure(tmp_path)
-    draw_curves(tmp_path)
+    plot_curves(tmp_path)
     picture = image.imread(tmp_path / "curves.png")
     assert picture.shape[:2] == (720, 960)
     assert picture[..., :3].std() > 0.02  # not blank
@@ -183,7 +183,7 @@ def test_every_validation_loss_shows_in_the_curves(tmp_path):
     for name, last in (("first", 2.6), ("second", 2.6), ("third", 3.2)):
         (tmp_path / name / "run").mkdir(parents=True)
         measure(tmp_path / name / "run", last=last)
-        draw_curves(tmp_path / name / "run")
+        plot_curves(tmp_path / name / "run")
         pictures.append(image.imread(tmp_path / name / "run/curves.png"))
     assert np.array_equal(pictures[0], pictures[1])
     assert not np.array_equal(pictures[0], pictures[2])
@@ -191,7 +191,7 @@ def test_every_validation_loss_shows_in_the_curves(tmp_path):
 
 def test_without_validation_there_is_no_validation_curve(tmp_path):
     measure(tmp_path, validated=False)
-    draw_curves(tmp_path)
+    plot_curves(tmp_path)
     picture = image.imread(tmp_path / "curves.png")
     assert picture[..., :3].std() > 0.02
     assert pixels_of(picture, ORANGE) == 0
@@ -203,18 +203,18 @@ def test_without_validation_there_is_no_validation_curve(tmp_path):
 def test_the_summary_is_written_beside_the_curves(tmp_path):
     measure(tmp_path)
     summary = {"best_val_loss": 2.55, "best_step": 50, "status": "completed", "checkpoint": None}
-    tell(tmp_path, summary)
+    write_summary(tmp_path, summary)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.csv", "curves.png", "summary.json"}
 
 
 def test_of_a_run_that_never_began_there_is_no_story(tmp_path):
-    tell(tmp_path, {"status": "failed"})
+    write_summary(tmp_path, {"status": "failed"})
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_that_ended_before_its_first_measurement_has_a_summary_and_no_curves(tmp_path):
-    tell(tmp_path, {"status": "interrupted", "steps": 3})
+    write_summary(tmp_path, {"status": "interrupted", "steps": 3})
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
@@ -230,7 +230,7 @@ def test_the_last_words_are_the_sample_and_where_things_are(tmp_path, monkeypatc
         "wall_seconds": 1234.56,
         "seconds": 1200.01,
     }
-    announce(tmp_path / "runs/a", "\nTo be\n", summary, sampler=tmp_path / "scripts/sample.py")
+    print_results(tmp_path / "runs/a", "\nTo be\n", summary, sampler=tmp_path / "scripts/sample.py")
     said = capsys.readouterr().out
     assert said.startswith("To be\n")
     for part in (

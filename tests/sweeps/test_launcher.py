@@ -15,7 +15,7 @@ import yaml
 from test_wandb import records
 
 from minigpt.sweeps import launcher
-from minigpt.sweeps.launcher import Joblib, shares, visible_gpus
+from minigpt.sweeps.launcher import Joblib, visible_gpus, worker_envs
 from minigpt.sweeps.results import COMPLETED, SKIPPED, read_sweep
 from minigpt.utils.errors import UserError
 
@@ -55,7 +55,7 @@ def test_cores_and_gpus_are_shared_out(
     jobs: int, asked: dict[str, Any], machine: dict[str, Any], expected: list[dict[str, str]]
 ) -> None:
     options: dict[str, Any] = {"n_jobs": None, "threads": 0, "gpus": [], "alone": False}
-    assert shares(jobs, **(options | asked | machine)) == expected
+    assert worker_envs(jobs, **(options | asked | machine)) == expected
 
 
 def test_gpus_are_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

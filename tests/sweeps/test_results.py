@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
-from minigpt.runs.run_dir import taken
-from minigpt.sweeps.plots import draw_sweep, sweep_figure
+from minigpt.runs.run_dir import lock_run_dir
+from minigpt.sweeps.plots import plot_sweep, sweep_figure
 from minigpt.sweeps.report import print_table, report
 from minigpt.sweeps.results import BITS, Point, axes, ranked, read_plan, read_sweep, resolved, write_plan, write_table
 from minigpt.sweeps.scaling import pareto_front, power_law
@@ -248,7 +248,7 @@ def test_the_state_of_a_run_is_read_from_its_folder(tmp_path, status, options):
 
 def test_a_run_whose_folder_is_taken_is_running(tmp_path):
     run_folder(tmp_path / "0", status="interrupted")
-    with taken(tmp_path / "0", again=True):
+    with lock_run_dir(tmp_path / "0", again=True):
         (point,) = read_sweep(tmp_path)
         assert (point.status, point.val_loss) == ("running", 2.0)
     (point,) = read_sweep(tmp_path)
@@ -713,7 +713,7 @@ def test_five_hundred_runs_can_be_drawn_and_printed():
 
 def test_a_picture_holds_no_formula_of_a_users(tmp_path):
     points = points_of({"data.path": ["$x^$", r"$\foo", "日本\n"]}, lambda path: float(len(path)))
-    draw_sweep(tmp_path / "sweep.png", points, title="$1 $2")
+    plot_sweep(tmp_path / "sweep.png", points, title="$1 $2")
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -817,7 +817,7 @@ def test_a_drawing_that_fails_leaves_the_picture_before_it(tmp_path, monkeypatch
     monkeypatch.setattr(Figure, "savefig", fail)
     (tmp_path / "sweep.png").write_text("before")
     with pytest.raises(OSError, match="No space"):
-        draw_sweep(tmp_path / "sweep.png", points_of({"n": ["1", "2"]}, float), title="")
+        plot_sweep(tmp_path / "sweep.png", points_of({"n": ["1", "2"]}, float), title="")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("sweep.png", "before")]
 
 

@@ -12,14 +12,14 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from minigpt.utils.errors import (
-    REQUEUE,
+    REQUEUE_SIGNAL,
     Interrupted,
     RunError,
     UserError,
+    cli_entrypoint,
+    did_you_mean,
     explain,
-    interruptible,
-    nearest,
-    one_line,
+    raise_on_signal,
     warn,
 )
 
@@ -33,7 +33,7 @@ def plain_environment(monkeypatch):
 
 
 def failing(error):
-    @one_line
+    @cli_entrypoint
     def program():
         raise error
 
@@ -100,7 +100,7 @@ def test_the_traceback_is_shown_on_demand(monkeypatch, error):
 
 
 def test_a_program_that_succeeds_returns_what_it_returns(capsys):
-    assert one_line(lambda a, *, b: a + b)(1, b=2) == 3
+    assert cli_entrypoint(lambda a, *, b: a + b)(1, b=2) == 3
     assert capsys.readouterr() == ("", "")
 
 
@@ -148,11 +148,11 @@ def test_a_warning_is_one_line_from_the_first_process(monkeypatch, capsys):
 )
 def test_the_closest_known_name_is_named_or_none(name, meant):
     known = ["max_steps", "model.n_head", "model.n_embd", "optimizer.lr", "seed"]
-    assert nearest(name, known) == (f" (did you mean {meant}?)" if meant else "")
+    assert did_you_mean(name, known) == (f" (did you mean {meant}?)" if meant else "")
 
 
 def test_where_nothing_is_known_nothing_is_suggested():
-    assert nearest("max_steps", []) == ""
+    assert did_you_mean("max_steps", []) == ""
 
 
 @pytest.mark.parametrize(
@@ -238,11 +238,11 @@ def test_a_line_has_nothing_that_a_terminal_obeys_and_an_end(capsys):
 
 
 def test_a_signal_is_not_taken_for_an_error_of_whatever_was_at_work():
-    with pytest.raises(Interrupted), interruptible(), suppress(Exception):
+    with pytest.raises(Interrupted), raise_on_signal(), suppress(Exception):
         signal.raise_signal(signal.SIGTERM)
 
 
-@pytest.mark.skipif(not REQUEUE, reason="there is no SIGUSR1")
+@pytest.mark.skipif(not REQUEUE_SIGNAL, reason="there is no SIGUSR1")
 @pytest.mark.parametrize(("begun", "said"), [(False, ""), (True, "interrupted by SIGUSR1\n")])
 def test_a_run_that_must_make_place_is_queued_again_also_before_it_begins(begun, said):
     program = "import os; from minigpt.utils.errors import *; requeue_at_once()"

@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from minigpt.checkpoints.checkpoint import BEST, LAST, load_checkpoint, read
-from minigpt.runs.run_dir import read_told
+from minigpt.runs.run_dir import read_summary_or_empty
 
 ROOT = Path(__file__).resolve().parents[3]
 TRAIN = str(ROOT / "scripts" / "train.py")
@@ -226,7 +226,7 @@ def goes_on(folder: Path, *overrides: str, cold: bool = False, warns: str = "") 
     """
     if (folder / LAST).exists() and not warns:
         load_checkpoint(folder / LAST)
-    if read_told(folder).get("status") != "completed":
+    if read_summary_or_empty(folder).get("status") != "completed":
         run = Run(folder, *overrides, "resume=auto", cold=cold)
         code = run.wait()
         assert code == 0, f"resume=auto ended with exit code {code}: {run.stderr}"
