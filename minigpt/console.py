@@ -19,7 +19,8 @@ import torch
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, Tokenizer, encode_prompt, whole_characters
 from minigpt.generation import Step, check_settings, score, stream
 from minigpt.model import GPT
-from minigpt.utils.errors import UserError, escape_control_chars, sanitize_line
+from minigpt.utils.errors import UserError
+from minigpt.utils.terminal import escape_control_chars, sanitize_line
 
 # Probability from which on a token has a color of the 256 that terminals know: red, orange, yellow, green.
 _COLORS = ((0.0, 196), (0.05, 208), (0.2, 220), (0.5, 148), (0.8, 40))

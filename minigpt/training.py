@@ -19,7 +19,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from minigpt.ema import EMA
 from minigpt.model import GPT
 from minigpt.optim import Muon
-from minigpt.utils.errors import Diverged, UserError, warn
+from minigpt.utils.errors import Diverged, UserError
+from minigpt.utils.terminal import warn
 
 T = TypeVar("T")
 FIRST_RANK = "MINIGPTFIRST_RANK_RANK"  # its process, to those that it starts

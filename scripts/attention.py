@@ -5,7 +5,8 @@ import os
 import sys
 from pathlib import Path
 
-from minigpt.utils.errors import cli_entrypoint, sanitize_line
+from minigpt.utils.cli import cli_entrypoint
+from minigpt.utils.terminal import sanitize_line
 
 # Threads that wait for one another sleep instead of spinning: beside one other busy process on 2 cores the values of
 # the default model's heads took 50 s, and 180 s without this. It counts only if it is set before torch is imported.

@@ -3,7 +3,8 @@
 import argparse
 from pathlib import Path
 
-from minigpt.utils.errors import cli_entrypoint, sanitize_line
+from minigpt.utils.cli import cli_entrypoint
+from minigpt.utils.terminal import sanitize_line
 
 
 def arguments() -> argparse.Namespace:

@@ -10,7 +10,8 @@ import hydra
 from omegaconf import DictConfig
 
 from minigpt.runs.config_checks import check_run
-from minigpt.utils.errors import cli_entrypoint, sanitize_line
+from minigpt.utils.cli import cli_entrypoint
+from minigpt.utils.terminal import sanitize_line
 
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands errors on, and `one_line` says them
 

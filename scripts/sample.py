@@ -3,7 +3,9 @@
 import argparse
 import sys
 
-from minigpt.utils.errors import UserError, cli_entrypoint, sanitize_line
+from minigpt.utils.cli import cli_entrypoint
+from minigpt.utils.errors import UserError
+from minigpt.utils.terminal import sanitize_line
 
 
 def arguments() -> argparse.Namespace:

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from minigpt.utils.errors import cli_entrypoint
+from minigpt.utils.cli import cli_entrypoint
 
 
 def arguments() -> argparse.Namespace:

@@ -10,7 +10,7 @@ import sys
 if __name__ == "__main__":  # if a signal comes during the imports
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from minigpt.utils.errors import requeue_at_once
+    from minigpt.utils.signals import requeue_at_once
 
     requeue_at_once()
 
@@ -27,7 +27,7 @@ from minigpt.runs.processes import shared_arguments
 from minigpt.runs.run_dir import short_path
 from minigpt.runs.train import train_in
 from minigpt.sweeps.sweeper import with_deferred
-from minigpt.utils.errors import cli_entrypoint
+from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.overrides import quote_override
 
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands errors on, and `one_line` says them

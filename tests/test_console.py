@@ -99,7 +99,7 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "separated": (chain(separated, {a: b, b: c, c: end, end: a}), separated),
         "odd": (chain(odd, {ord("a"): 256, 256: ord("b"), ord("b"): 257, 257: ord("a")}), odd),
     }
-    return {name: saved(folder / f"{name}.ckpt", *both) for name, both in models.items()}
+    return {name: saved(folder / f"{name}.safetensors", *both) for name, both in models.items()}
 
 
 @pytest.fixture
@@ -300,7 +300,7 @@ def obeyed(tmp_path: Path) -> str:
     """A checkpoint in a folder with such a name, whose model writes such a text."""
     tokenizer = CharTokenizer.of(f"\n{OWNED}")
     follows = in_turn(tokenizer.encode("".join(dict.fromkeys(f"\n{OWNED}"))))
-    return saved(tmp_path / OWNED / "x.ckpt", chain(tokenizer, follows), tokenizer)
+    return saved(tmp_path / OWNED / "x.safetensors", chain(tokenizer, follows), tokenizer)
 
 
 def seen(arguments: list[str], folder: Path, stdin: bytes = b"") -> bytes:
@@ -372,7 +372,7 @@ def test_without_a_prompt_it_is_said_what_the_text_begins_from(name, beginning, 
 
 def test_a_model_that_knows_no_line_break_begins_from_its_first_character(sample, tmp_path):
     tokenizer = CharTokenizer("abc")
-    path = saved(tmp_path / "abc.ckpt", chain(tokenizer, {0: 1, 1: 2, 2: 0}), tokenizer)
+    path = saved(tmp_path / "abc.safetensors", chain(tokenizer, {0: 1, 1: 2, 2: 0}), tokenizer)
     result = sample(path, "--max-new-tokens", 4)
     assert result.stderr.splitlines()[1] == "no prompt: beginning from a"
     assert result.stdout == "bcab\n"
@@ -884,27 +884,30 @@ def test_a_device_that_is_not_there_is_named(device, saves, sample):
 def broken(saves: dict[str, str], tmp_path: Path) -> None:
     """Files that are no checkpoints, each in its way."""
     whole = Path(saves["char"]).read_bytes()
-    (tmp_path / "cut.ckpt").write_bytes(whole[: len(whole) // 2])
-    (tmp_path / "empty.ckpt").touch()
+    (tmp_path / "cut.safetensors").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "empty.safetensors").touch()
     (tmp_path / "text.txt").write_text("no checkpoint")
     (tmp_path / "folder").mkdir()
     content = torch.load(saves["char"], weights_only=True)
-    torch.save({"state_dict": content["state_dict"]}, tmp_path / "other.ckpt")
+    torch.save({"state_dict": content["state_dict"]}, tmp_path / "other.safetensors")
     content["minigpt"]["format"] = FORMAT + 1
-    torch.save(content, tmp_path / "newer.ckpt")
+    torch.save(content, tmp_path / "newer.safetensors")
 
 
 @pytest.mark.parametrize(
     ("run", "said"),
     [
         (None, "no run with a checkpoint in runs/; train one with python scripts/train.py"),
-        ("folder", "folder holds no checkpoints/best.ckpt; give a run folder or a checkpoint file"),
+        ("folder", "folder holds no checkpoints/best.safetensors; give a run folder or a checkpoint file"),
         ("nowhere", "nowhere does not exist; give a run folder or a checkpoint file"),
         ("text.txt", "text.txt is not a whole checkpoint: cut short, or another kind of file"),
-        ("empty.ckpt", "empty.ckpt is not a whole checkpoint: cut short, or another kind of file"),
-        ("cut.ckpt", "cut.ckpt is not a whole checkpoint: cut short, or another kind of file"),
-        ("other.ckpt", "other.ckpt is not a checkpoint of minigpt"),
-        ("newer.ckpt", f"newer.ckpt has format {FORMAT + 1}; this version of minigpt reads format {FORMAT}"),
+        ("empty.safetensors", "empty.safetensors is not a whole checkpoint: cut short, or another kind of file"),
+        ("cut.safetensors", "cut.safetensors is not a whole checkpoint: cut short, or another kind of file"),
+        ("other.safetensors", "other.safetensors is not a checkpoint of minigpt"),
+        (
+            "newer.safetensors",
+            f"newer.safetensors has format {FORMAT + 1}; this version of minigpt reads format {FORMAT}",
+        ),
     ],
 )
 def test_what_is_no_checkpoint_is_one_line(run, said, broken, sample):
@@ -916,13 +919,13 @@ def test_what_is_no_checkpoint_is_one_line(run, said, broken, sample):
 @pytest.mark.parametrize("name", ["best", "last"])
 def test_a_run_folder_means_its_checkpoint_and_no_folder_the_newest_run(name, saves, sample, tmp_path):
     for i, run in enumerate(("old", "new")):
-        path = tmp_path / "runs" / run / "checkpoints" / f"{name}.ckpt"
+        path = tmp_path / "runs" / run / "checkpoints" / f"{name}.safetensors"
         path.parent.mkdir(parents=True)
         path.write_bytes(Path(saves["letters"]).read_bytes())
         os.utime(path, (1000 + i, 1000 + i))
     flags = ("--prompt", "ab", "--max-new-tokens", 2)
     result = sample("runs/old", *flags)
     assert result.stdout == "abcd\n"
-    assert result.stderr.splitlines()[0] == f"sampling from runs/old/checkpoints/{name}.ckpt on cpu"
+    assert result.stderr.splitlines()[0] == f"sampling from runs/old/checkpoints/{name}.safetensors on cpu"
     if name == "best":
-        assert sample(*flags).stderr.splitlines()[0] == "sampling from runs/new/checkpoints/best.ckpt on cpu"
+        assert sample(*flags).stderr.splitlines()[0] == "sampling from runs/new/checkpoints/best.safetensors on cpu"

@@ -49,7 +49,11 @@ def test_a_run_folder_tells_its_own_story(train: Callable[..., Any]) -> None:
         ".hydra",
         ".lock",
     }
-    assert {file.name for file in (run.folder / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt", "previous.ckpt"}
+    assert {file.name for file in (run.folder / "checkpoints").iterdir()} == {
+        "best.safetensors",
+        "last.safetensors",
+        "previous.safetensors",
+    }
     keys = "best_val_loss best_step steps tokens params seconds tokens_per_second seed device checkpoint corpus_sha256"
     assert set(keys.split()) <= set(run.summary)
     assert run.summary["status"] == "completed"
@@ -162,7 +166,7 @@ def test_a_compiled_model_trains_to_the_same_loss(train: Callable[..., Any], tmp
 def test_a_checkpoint_is_plain_data_and_self_contained(train: Callable[..., Any], tmp_path: Path) -> None:
     run = train("max_steps=2")
     shutil.rmtree(tmp_path / "data")
-    content = read(run.folder / "checkpoints" / "last.ckpt")  # weights_only
+    content = read(run.folder / "checkpoints" / "last.safetensors")  # weights_only
     assert content["global_step"] == 2
     assert content["minigpt"]["config"]["max_steps"] == 2
     assert content["minigpt"]["corpus_sha256"] == run.summary["corpus_sha256"]
@@ -194,7 +198,7 @@ def test_a_vocabulary_may_be_padded_but_not_cut(train: Callable[..., Any], tmp_p
 def test_a_run_may_keep_no_checkpoint(train, capsys, override):
     ran = train(override)
     assert ran.summary["checkpoint"] is None
-    assert not list(ran.folder.rglob("*.ckpt"))
+    assert not list(ran.folder.rglob("*.safetensors"))
     assert "checkpoint" not in capsys.readouterr().out
 
 
@@ -204,7 +208,7 @@ def test_a_failing_sample_is_a_warning_after_its_checkpoint(
     there: list[bool] = []
 
     def fails(*args: Any, **kwargs: Any) -> None:
-        there.append((tmp_path / "run/checkpoints/last.ckpt").exists())
+        there.append((tmp_path / "run/checkpoints/last.safetensors").exists())
         raise RuntimeError("no text today")
 
     monkeypatch.setattr("minigpt.runs.callbacks.generate", fails)
@@ -223,7 +227,7 @@ def test_callbacks_of_lightning_log_and_write_into_the_run_folder(train: Callabl
     rates = column(run.folder, "lr-AdamW/pg1")
     assert len(rates) == 20
     assert column(run.folder, "learning_rate") == rates[4::5]
-    (file,) = set((run.folder / "checkpoints").glob("epoch=*.ckpt"))
+    (file,) = set((run.folder / "checkpoints").glob("epoch=*.safetensors"))
     assert read(file)["global_step"] == 20
     assert {path.name for path in run.folder.iterdir() if path.is_dir()} == {"checkpoints", ".hydra"}
     assert "Total params" in caplog.text
@@ -304,7 +308,7 @@ def test_a_run_records_what_made_it(train: Callable[..., Any]) -> None:
     head = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     assert run.summary["commit"] == (head or None)
     assert run.summary["dirty"] in (True, False, None)
-    kept = read(run.folder / "checkpoints/last.ckpt")["minigpt"]["provenance"]
+    kept = read(run.folder / "checkpoints/last.safetensors")["minigpt"]["provenance"]
     assert kept == {name: run.summary[name] for name in kept}
     assert run.summary["wall_seconds"] > run.summary["seconds"] > 0
 

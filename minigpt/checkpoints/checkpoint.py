@@ -21,11 +21,17 @@ from minigpt.config import GPTConfig
 from minigpt.data import tokenizer as tokenizers
 from minigpt.data.tokenizer import Tokenizer
 from minigpt.model import GPT
-from minigpt.utils.errors import Interrupted, UserError, warn
+from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write, sync
+from minigpt.utils.signals import Interrupted
+from minigpt.utils.terminal import warn
 
 FORMAT = 1
-BEST, LAST, PREVIOUS = "checkpoints/best.ckpt", "checkpoints/last.ckpt", "checkpoints/previous.ckpt"
+BEST, LAST, PREVIOUS = (
+    "checkpoints/best.safetensors",
+    "checkpoints/last.safetensors",
+    "checkpoints/previous.safetensors",
+)
 _SMALL = 1 << 20  # weights, of which it does not matter whether they are there
 # What a run that goes on must have as before: its optimizer's state and its place in the corpus are made of it.
 _FIXED = ("optimizer._target_", "data.batch_size", "trainer.accumulate_grad_batches", "eval_batches")

@@ -40,8 +40,9 @@ from minigpt.data.splits import (
 from minigpt.data.token_files import FORMAT, META, SPLITS, Corpus, shard_files
 from minigpt.data.tokenize_workers import tokenizing
 from minigpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Ids, Tokenizer, token_dtype
-from minigpt.utils.errors import UserError, warn
+from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write
+from minigpt.utils.terminal import warn
 
 _JOURNAL, _START = "journal.json", "start.json"
 _NOTED = 1 << 24  # tokens between two entries of the journal

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from minigpt.data.tokenizer import whole_characters
-from minigpt.utils.errors import UserError, is_rank_zero, sanitize_line
+from minigpt.utils.errors import UserError
+from minigpt.utils.ranks import is_rank_zero
+from minigpt.utils.terminal import sanitize_line
 
 TEXTS, ROWS, PACKED = (".txt", ".md"), (".jsonl", ".parquet"), (".gz", ".zst")
 _ARROW_TEXTS = ("string", "large_string", "string_view", "dictionary<values=string, indices=int32, ordered=0>")

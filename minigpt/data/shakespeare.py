@@ -7,8 +7,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from minigpt.utils.downloads import download
-from minigpt.utils.errors import warn
 from minigpt.utils.files import atomic_write, checksums
+from minigpt.utils.terminal import warn
 
 
 def find(*, name: str, url: str, sha256: str, characters: int, folder: Path, known: Path) -> tuple[Path, bool]:

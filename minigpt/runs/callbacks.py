@@ -22,8 +22,10 @@ from minigpt.runs.checkpointing import AfterCheckpoint
 from minigpt.runs.loggers import Progress, Wandb
 from minigpt.runs.run_dir import METRICS, SAMPLES, append_log, read_metrics, short_path
 from minigpt.training import of_all_ranks
-from minigpt.utils.errors import UserError, explain, sanitize_line, warn
+from minigpt.utils.cli import explain
+from minigpt.utils.errors import UserError
 from minigpt.utils.files import sync
+from minigpt.utils.terminal import sanitize_line, warn
 
 # Dense bfloat16 peaks of NVIDIA's data sheets, FLOPs per second, by the name that the driver gives. Where a sheet
 # gives the figure with sparsity, it is halved.

@@ -7,16 +7,18 @@ import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback, Checkpoint
 
 from minigpt.checkpoints.checkpoint import BEST, LAST, hardlink_or_copy
-from minigpt.utils.errors import UserError, explain, warn
+from minigpt.utils.cli import explain
+from minigpt.utils.errors import UserError
+from minigpt.utils.terminal import warn
 
 
 class CheckpointCallback(Checkpoint):
-    """Writes `last.ckpt` at every validation. Of those, `best.ckpt` is a second name of the one of lowest loss.
+    """Writes `last.safetensors` at every validation. Of those, `best.safetensors` is a second name of the one of lowest loss.
 
     So a checkpoint is written once, and costs what it costs once.
 
     Args:
-        save_top_k: the best so many are kept; more than one are `step-N.ckpt` each as well.
+        save_top_k: the best so many are kept; more than one are `step-N.safetensors` each as well.
     """
 
     def __init__(self, *, save_top_k: int = 1) -> None:
@@ -65,12 +67,12 @@ class CheckpointCallback(Checkpoint):
             hardlink_or_copy(file, self.folder / BEST)
         if self.save_top_k > 1:
             hardlink_or_copy(file, self._of(step))
-            for old in (self.folder / BEST).parent.glob("step-*.ckpt"):
+            for old in (self.folder / BEST).parent.glob("step-*.safetensors"):
                 if old not in map(self._of, steps):
                     old.unlink()
 
     def _of(self, step: int) -> Path:
-        return (self.folder / BEST).with_name(f"step-{step}.ckpt")
+        return (self.folder / BEST).with_name(f"step-{step}.safetensors")
 
 
 class AfterCheckpoint(Callback):

@@ -15,8 +15,11 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from tqdm import tqdm
 
 from minigpt.runs.run_dir import append_log
-from minigpt.utils.errors import UserError, explain, is_rank_zero, sanitize_line, warn
+from minigpt.utils.cli import explain
+from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write, sync
+from minigpt.utils.ranks import is_rank_zero
+from minigpt.utils.terminal import sanitize_line, warn
 
 COLUMNS = (
     "step",

@@ -13,8 +13,10 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from minigpt.utils.errors import UserError, escape_control_chars, is_rank_zero, sanitize_line, warn
+from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write, read_json
+from minigpt.utils.ranks import is_rank_zero
+from minigpt.utils.terminal import escape_control_chars, sanitize_line, warn
 
 METRICS, CURVES, SAMPLES, SUMMARY = "metrics.csv", "curves.png", "samples.txt", "summary.json"
 LOG = "log.txt"

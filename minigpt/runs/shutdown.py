@@ -11,11 +11,11 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from minigpt.checkpoints.checkpoint import LAST
-from minigpt.utils.errors import END_SIGNALS, REQUEUE_SIGNAL, Interrupted, interrupt
+from minigpt.utils.signals import END_SIGNALS, REQUEUE_SIGNAL, Interrupted, interrupt
 
 
 class GracefulShutdown(Callback):
-    """On a signal: finish the step, save `last.ckpt`, raise `Interrupted`. A second one ends at once.
+    """On a signal: finish the step, save `last.safetensors`, raise `Interrupted`. A second one ends at once.
 
     SIGINT and SIGTERM ask for it, and SIGUSR1, which a scheduler sends before it takes the machine away.
     """

@@ -13,16 +13,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from minigpt.runs import run_dir as run
 from minigpt.runs.config_checks import check_run
-from minigpt.utils.errors import (
-    Diverged,
-    Interrupted,
-    UserError,
-    explain,
-    is_rank_zero,
-    raise_on_signal,
-    sanitize_line,
-    warn,
-)
+from minigpt.utils.cli import explain
+from minigpt.utils.errors import Diverged, UserError
+from minigpt.utils.ranks import is_rank_zero
+from minigpt.utils.signals import Interrupted, raise_on_signal
+from minigpt.utils.terminal import sanitize_line, warn
 
 ROOT = Path(__file__).resolve().parents[2]
 RESUME_ERRORS = (LookupError, TypeError, ValueError, AttributeError)  # what Lightning raises for a foreign checkpoint

@@ -23,7 +23,8 @@ from minigpt.checkpoints.checkpoint import read, write
 from minigpt.runs.checkpointing import AfterCheckpoint
 from minigpt.runs.processes import started_together
 from minigpt.training import FIRST_RANK
-from minigpt.utils.errors import UserError, is_rank_zero
+from minigpt.utils.errors import UserError
+from minigpt.utils.ranks import is_rank_zero
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _PR_SET_PDEATHSIG = 1  # of prctl.h

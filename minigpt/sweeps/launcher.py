@@ -30,8 +30,10 @@ from omegaconf import DictConfig, open_dict
 from tqdm import tqdm
 
 from minigpt.runs.run_dir import LOG, read_summary, write_failure
-from minigpt.utils.errors import Interrupted, RunError, UserError, explain
+from minigpt.utils.cli import explain
+from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.overrides import quote_override
+from minigpt.utils.signals import Interrupted
 
 _POLL = 0.05  # seconds
 _at_work = threading.Event()  # in a worker, while it has a job

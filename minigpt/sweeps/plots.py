@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from minigpt.sweeps.results import COMPLETED, Point, Row, as_number, name_of, ranked, short_names
 from minigpt.sweeps.scaling import pareto_front, power_law
-from minigpt.utils.errors import sanitize_line
 from minigpt.utils.files import atomic_write
+from minigpt.utils.terminal import sanitize_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

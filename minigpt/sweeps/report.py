@@ -34,7 +34,8 @@ from minigpt.sweeps.results import (
     write_plan,
     write_table,
 )
-from minigpt.utils.errors import UserError, did_you_mean, sanitize_line
+from minigpt.utils.errors import UserError
+from minigpt.utils.terminal import did_you_mean, sanitize_line
 
 _COLUMNS = {NATS: "best val loss", BITS: "bits/byte"}
 

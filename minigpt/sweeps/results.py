@@ -14,8 +14,9 @@ from statistics import mean, stdev
 from typing import Any
 
 from minigpt.runs.run_dir import METRICS, PLAN, SUMMARY, is_locked, read_metrics, read_summary
-from minigpt.utils.errors import UserError, sanitize_line, warn
+from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write, read_json
+from minigpt.utils.terminal import sanitize_line, warn
 
 TABLE, PICTURE = "sweep.csv", "sweep.png"
 COMPLETED, RUNNING, WAITING, CRASHED, SKIPPED = "completed", "running", "waiting", "broken off", "skipped"

@@ -40,8 +40,11 @@ from minigpt.sweeps.results import (
     short_names,
     write_plan,
 )
-from minigpt.utils.errors import Interrupted, RunError, UserError, explain, sanitize_line, warn
+from minigpt.utils.cli import explain
+from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.overrides import quote_override
+from minigpt.utils.signals import Interrupted
+from minigpt.utils.terminal import sanitize_line, warn
 
 if TYPE_CHECKING:
     from minigpt.config import GPTConfig

@@ -9,7 +9,7 @@ from minigpt.utils.errors import UserError
 def require(name: str, value: object, accepts: Callable[[Any], bool], expected: str) -> None:
     """Raise UserError, naming the key, if `accepts(value)` is false."""
     if not accepts(value):
-        raise UserError(f"{name}={value} is not possible; it takes {expected}")
+        raise UserError(f"{name} must be {expected}, got {value}")
 
 
 def is_number(value: object) -> bool:

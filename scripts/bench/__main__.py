@@ -53,7 +53,7 @@ from time_to_loss import LOSSES, draw_time_to_loss, show_time_to_loss, time_to_l
 from widths import draw_widths, show_widths, widths
 
 from data import data
-from minigpt.utils.errors import cli_entrypoint
+from minigpt.utils.cli import cli_entrypoint
 
 
 def step(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from minigpt.config import GPTConfig
 from minigpt.data.prepare import load_corpus
 from minigpt.model import GPT
 from minigpt.runs.train import partial_from_config
-from minigpt.utils.errors import cli_entrypoint
+from minigpt.utils.cli import cli_entrypoint
 
 SIZE = 2048  # of the matrices
 

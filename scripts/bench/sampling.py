@@ -159,7 +159,7 @@ def started(model: Any, name: str, folder: Path) -> dict[str, float]:
 
     tokenizer = CharTokenizer.of(map(chr, range(32, 97)))
     weights = {f"model.{key}": value for key, value in model.state_dict().items()}
-    file = folder / f"{name}.ckpt"
+    file = folder / f"{name}.safetensors"
     write(contents(model.config, tokenizer, {}, "") | {"state_dict": weights}, file)
     beyond = []
     for _ in range(3):

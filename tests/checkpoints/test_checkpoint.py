@@ -30,7 +30,8 @@ from minigpt.config import GPTConfig
 from minigpt.data.tokenizer import CharTokenizer
 from minigpt.model import GPT
 from minigpt.runs.trainer import CheckpointIO
-from minigpt.utils.errors import Interrupted, UserError
+from minigpt.utils.errors import UserError
+from minigpt.utils.signals import Interrupted
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")  # torch's, of files that are none
 
@@ -52,8 +53,8 @@ ARCHITECTURES = {
 @pytest.mark.parametrize("settings", ARCHITECTURES.values(), ids=ARCHITECTURES)
 def test_model_and_tokenizer_come_back_exactly(tmp_path: Path, settings: dict[str, Any]):
     model = make(**settings)
-    write(checkpoint(model), tmp_path / "a.ckpt")
-    loaded, tokenizer = load_checkpoint(tmp_path / "a.ckpt")
+    write(checkpoint(model), tmp_path / "a.safetensors")
+    loaded, tokenizer = load_checkpoint(tmp_path / "a.safetensors")
     assert loaded.config == model.config
     for (name, one), (other_name, other) in zip(model.state_dict().items(), loaded.state_dict().items(), strict=True):
         assert name == other_name
@@ -69,8 +70,8 @@ def test_model_and_tokenizer_come_back_exactly(tmp_path: Path, settings: dict[st
 @pytest.mark.parametrize("wrap", [lambda model: model, torch.compile], ids=["plain", "compiled"])
 def test_a_model_of_a_loop_of_ones_own_is_saved_and_loaded(tmp_path: Path, wrap: Callable[..., Any]):
     model, tokenizer = make(tie_embeddings=True), CharTokenizer.of(ALPHABET)
-    save_checkpoint(wrap(model), tokenizer, str(tmp_path / "new" / "mine.ckpt"))
-    loaded, again = load_checkpoint(tmp_path / "new" / "mine.ckpt")
+    save_checkpoint(wrap(model), tokenizer, str(tmp_path / "new" / "mine.safetensors"))
+    loaded, again = load_checkpoint(tmp_path / "new" / "mine.safetensors")
     tokens = again.encode("bad é€😀")[None]
     assert torch.equal(loaded(tokens), model.eval()(tokens))
     assert loaded.head.weight is loaded.wte.weight
@@ -80,21 +81,23 @@ def test_a_model_of_a_loop_of_ones_own_is_saved_and_loaded(tmp_path: Path, wrap:
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused_when_saved(tmp_path: Path):
     with pytest.raises(UserError, match=r"vocab_size must be at least the 11 ids of the tokenizer, got 10"):
-        save_checkpoint(make(), CharTokenizer.of(f"{ALPHABET}f"), tmp_path / "mine.ckpt")
+        save_checkpoint(make(), CharTokenizer.of(f"{ALPHABET}f"), tmp_path / "mine.safetensors")
     assert not any(tmp_path.iterdir())
 
 
 def test_a_run_does_not_resume_from_a_model_without_a_run(tmp_path: Path):
-    save_checkpoint(make(), CharTokenizer.of(ALPHABET), tmp_path / "mine.ckpt")
-    assert find_resumed(str(tmp_path / "mine.ckpt"), tmp_path) == tmp_path / "mine.ckpt"
-    with pytest.raises(UserError, match=r"resume=.*mine.ckpt holds a model and no run; resume from a checkpoint of"):
-        check_same(tmp_path / "mine.ckpt", checkpoint(make()))
+    save_checkpoint(make(), CharTokenizer.of(ALPHABET), tmp_path / "mine.safetensors")
+    assert find_resumed(str(tmp_path / "mine.safetensors"), tmp_path) == tmp_path / "mine.safetensors"
+    with pytest.raises(
+        UserError, match=r"resume=.*mine.safetensors holds a model and no run; resume from a checkpoint of"
+    ):
+        check_same(tmp_path / "mine.safetensors", checkpoint(make()))
 
 
 def test_what_made_a_model_is_kept_beside_it(tmp_path: Path):
     content = checkpoint(make()) | {"global_step": 250, "optimizer_states": [{"lr": 0.1, "exp_avg": torch.rand(3)}]}
-    write(content, tmp_path / "a.ckpt")
-    again = read(tmp_path / "a.ckpt")
+    write(content, tmp_path / "a.safetensors")
+    again = read(tmp_path / "a.safetensors")
     assert again["minigpt"]["config"] == {"seed": 7, "optimizer": {"lr": 1e-3, "betas": [0.9, 0.99]}, "data": None}
     assert again["minigpt"]["corpus_sha256"] == "ab12"
     assert again["global_step"] == 250
@@ -103,12 +106,12 @@ def test_what_made_a_model_is_kept_beside_it(tmp_path: Path):
 
 def test_lightning_writes_and_reads_the_same_file(tmp_path: Path):
     content = checkpoint(make())
-    CheckpointIO().save_checkpoint(content, tmp_path / "a.ckpt")
-    write(content, tmp_path / "b.ckpt")
-    again = CheckpointIO().load_checkpoint(tmp_path / "b.ckpt")
-    assert again["minigpt"] == content["minigpt"] == read(tmp_path / "a.ckpt")["minigpt"]
+    CheckpointIO().save_checkpoint(content, tmp_path / "a.safetensors")
+    write(content, tmp_path / "b.safetensors")
+    again = CheckpointIO().load_checkpoint(tmp_path / "b.safetensors")
+    assert again["minigpt"] == content["minigpt"] == read(tmp_path / "a.safetensors")["minigpt"]
     with pytest.raises(UserError):
-        CheckpointIO().load_checkpoint(hostile(tmp_path / "c.ckpt", tmp_path / "canary"), weights_only=False)
+        CheckpointIO().load_checkpoint(hostile(tmp_path / "c.safetensors", tmp_path / "canary"), weights_only=False)
 
 
 def test_a_checkpoint_in_one_folder_loads_from_another(tmp_path: Path):
@@ -120,8 +123,8 @@ def test_a_checkpoint_in_one_folder_loads_from_another(tmp_path: Path):
 @pytest.mark.parametrize("place", ["whole file", "beside the weights", "in our part", "a plain pickle"])
 def test_code_in_a_file_is_not_run(tmp_path: Path, place: str):
     canary = tmp_path / "canary"
-    path = hostile(tmp_path / "a.ckpt", canary, place)
-    with pytest.raises(UserError, match=r"a\.ckpt"):
+    path = hostile(tmp_path / "a.safetensors", canary, place)
+    with pytest.raises(UserError, match=r"a\.safetensors"):
         load_checkpoint(path)
     assert not canary.exists()
     if place == "a plain pickle":
@@ -134,18 +137,18 @@ def test_code_in_a_file_is_not_run(tmp_path: Path, place: str):
 def test_classes_in_a_file_are_not_looked_up(tmp_path: Path):
     content = checkpoint(make())
     content["callbacks"] = {"path": Path("runs")}
-    write(content, tmp_path / "a.ckpt")
-    with pytest.raises(UserError, match=r"a\.ckpt .* plain data"):
-        load_checkpoint(tmp_path / "a.ckpt")
+    write(content, tmp_path / "a.safetensors")
+    with pytest.raises(UserError, match=r"a\.safetensors .* plain data"):
+        load_checkpoint(tmp_path / "a.safetensors")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.7, 0.99])
 def test_a_file_that_was_cut_short_is_named(tmp_path: Path, share: float):
-    path = tmp_path / "a.ckpt"
+    path = tmp_path / "a.safetensors"
     write(checkpoint(make()), path)
     whole = path.read_bytes()
     path.write_bytes(whole[: int(share * len(whole))])
-    with pytest.raises(UserError, match=r"a\.ckpt is not a"):
+    with pytest.raises(UserError, match=r"a\.safetensors is not a"):
         load_checkpoint(path)
 
 
@@ -161,22 +164,22 @@ def test_a_file_that_was_cut_short_is_named(tmp_path: Path, share: float):
     ],
 )
 def test_a_text_file_is_named(tmp_path: Path, text: str):
-    path = tmp_path / "a.ckpt"
+    path = tmp_path / "a.safetensors"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match=r"a\.ckpt is not a"):
+    with pytest.raises(UserError, match=r"a\.safetensors is not a"):
         load_checkpoint(path)
 
 
 def test_a_file_that_begins_with_any_byte_is_named(tmp_path: Path):
-    path = tmp_path / "a.ckpt"
+    path = tmp_path / "a.safetensors"
     for first in range(256):
         path.write_bytes(bytes([first]) + b"\x80\x02}q\x00.")
-        with pytest.raises(UserError, match=r"a\.ckpt is not a"):
+        with pytest.raises(UserError, match=r"a\.safetensors is not a"):
             read(path)
 
 
 def test_a_file_with_a_wrong_byte_loads_or_is_named(tmp_path: Path):
-    path = tmp_path / "a.ckpt"
+    path = tmp_path / "a.safetensors"
     torch.save({"minigpt": {"format": 1}, "state_dict": {"w": torch.ones(3)}}, path)
     whole = path.read_bytes()
     refused = 0
@@ -185,7 +188,7 @@ def test_a_file_with_a_wrong_byte_loads_or_is_named(tmp_path: Path):
         try:
             read(path)
         except UserError as error:
-            refused += "a.ckpt" in str(error)
+            refused += "a.safetensors" in str(error)
     assert refused > 50
 
 
@@ -198,10 +201,10 @@ def test_a_file_under_the_name_of_another_format_is_named(tmp_path: Path, text: 
 
 
 def test_an_archive_that_is_not_a_checkpoint_is_named(tmp_path: Path):
-    path = tmp_path / "a.ckpt"
+    path = tmp_path / "a.safetensors"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("readme.txt", "nothing to see")
-    with pytest.raises(UserError, match=r"a\.ckpt is not a"):
+    with pytest.raises(UserError, match=r"a\.safetensors is not a"):
         load_checkpoint(path)
 
 
@@ -211,18 +214,18 @@ def test_an_archive_that_is_not_a_checkpoint_is_named(tmp_path: Path):
     ids=["a state dict", "a tensor", "a list", "nothing", "a number in our place"],
 )
 def test_a_torch_file_of_something_else_is_named(tmp_path: Path, content: Any):
-    torch.save(content, tmp_path / "a.ckpt")
-    with pytest.raises(UserError, match=r"a\.ckpt is not a checkpoint of minigpt"):
-        load_checkpoint(tmp_path / "a.ckpt")
+    torch.save(content, tmp_path / "a.safetensors")
+    with pytest.raises(UserError, match=r"a\.safetensors is not a checkpoint of minigpt"):
+        load_checkpoint(tmp_path / "a.safetensors")
 
 
 @pytest.mark.parametrize("number", [2, 0, None, "1"])
 def test_a_file_of_another_format_says_which_format_is_read(tmp_path: Path, number: Any):
     content = checkpoint(make())
     content["minigpt"]["format"] = number
-    write(content, tmp_path / "a.ckpt")
-    with pytest.raises(UserError, match=rf"a\.ckpt has format {number}; .* reads format 1"):
-        load_checkpoint(tmp_path / "a.ckpt")
+    write(content, tmp_path / "a.safetensors")
+    with pytest.raises(UserError, match=rf"a\.safetensors has format {number}; .* reads format 1"):
+        load_checkpoint(tmp_path / "a.safetensors")
 
 
 def drop(*keys: str) -> Callable[[dict[str, Any]], None]:
@@ -270,9 +273,9 @@ def test_a_file_whose_parts_do_not_make_a_model_is_named(
 ):
     content = checkpoint(make())
     change(content)
-    write(content, tmp_path / "a.ckpt")
-    with pytest.raises(UserError, match=rf"(?s)a\.ckpt .*{named}"):
-        load_checkpoint(tmp_path / "a.ckpt")
+    write(content, tmp_path / "a.safetensors")
+    with pytest.raises(UserError, match=rf"(?s)a\.safetensors .*{named}"):
+        load_checkpoint(tmp_path / "a.safetensors")
 
 
 def test_a_file_means_itself_and_a_run_folder_its_best(tmp_path: Path):
@@ -316,7 +319,7 @@ def test_the_last_checkpoint_before_the_last_is_kept(tmp_path: Path):
         write(checkpoint(make()) | {"global_step": step}, tmp_path / LAST)
     assert read(tmp_path / LAST)["global_step"] == 30
     assert read(tmp_path / PREVIOUS)["global_step"] == 20
-    assert {file.name for file in (tmp_path / LAST).parent.iterdir()} == {"last.ckpt", "previous.ckpt"}
+    assert {file.name for file in (tmp_path / LAST).parent.iterdir()} == {"last.safetensors", "previous.safetensors"}
 
 
 def test_the_last_and_the_one_before_it_are_never_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -335,7 +338,7 @@ def test_the_last_and_the_one_before_it_are_never_one_file(tmp_path: Path, monke
 
 @pytest.mark.parametrize("bit", range(8))
 def test_a_bit_that_flipped_is_noticed_wherever_it_matters(tmp_path: Path, bit: int):
-    path = tmp_path / "a.ckpt"
+    path = tmp_path / "a.safetensors"
     write(checkpoint(make()), path)
     good, expected = path.read_bytes(), fingerprint(read(path))
     noticed = 0
@@ -372,27 +375,30 @@ def test_auto_goes_on_from_the_newest_checkpoint_that_is_whole(tmp_path: Path, c
     (tmp_path / PREVIOUS).write_bytes(b"")
     assert find_resumed("auto", tmp_path) == tmp_path / BEST
     (tmp_path / BEST).write_bytes(b"")
-    with pytest.raises(UserError, match=r"no checkpoint in .* can be read; .*last\.ckpt is damaged"):
+    with pytest.raises(UserError, match=r"no checkpoint in .* can be read; .*last\.safetensors is damaged"):
         find_resumed("auto", tmp_path)
 
 
 def test_an_archive_that_unpacks_to_more_than_it_is_is_not_unpacked(tmp_path: Path):
-    write(checkpoint(make()), tmp_path / "a.ckpt")
-    with zipfile.ZipFile(tmp_path / "a.ckpt") as archive, zipfile.ZipFile(tmp_path / "b.ckpt", "w") as bomb:
+    write(checkpoint(make()), tmp_path / "a.safetensors")
+    with (
+        zipfile.ZipFile(tmp_path / "a.safetensors") as archive,
+        zipfile.ZipFile(tmp_path / "b.safetensors", "w") as bomb,
+    ):
         for record in archive.infolist():
             bomb.writestr(record.filename, archive.read(record))
         bomb.writestr("archive/data/999", bytes(1 << 24), compress_type=zipfile.ZIP_DEFLATED)
-    with pytest.raises(UserError, match=r"b\.ckpt .* unpacks to more than it is"):
-        read(tmp_path / "b.ckpt")
+    with pytest.raises(UserError, match=r"b\.safetensors .* unpacks to more than it is"):
+        read(tmp_path / "b.safetensors")
 
 
 @pytest.mark.parametrize("claim", [{"n_layer": 1 << 40}, {"n_embd": 1 << 20}, {"n_inner": 1 << 50}, {"ngram": 1 << 30}])
 def test_a_model_that_the_file_does_not_hold_is_not_made(tmp_path: Path, claim: dict[str, int]):
     content = checkpoint(make())
     content["minigpt"]["model"].update(claim)
-    write(content, tmp_path / "a.ckpt")
-    with pytest.raises(UserError, match=r"a\.ckpt .* weights, and it holds"):
-        load_checkpoint(tmp_path / "a.ckpt")
+    write(content, tmp_path / "a.safetensors")
+    with pytest.raises(UserError, match=r"a\.safetensors .* weights, and it holds"):
+        load_checkpoint(tmp_path / "a.safetensors")
 
 
 class Unpicklable:
@@ -405,7 +411,7 @@ class Unpicklable:
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), Interrupted(2), MemoryError()], ids=repr)
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, error: BaseException):
-    path = tmp_path / "a.ckpt"
+    path = tmp_path / "a.safetensors"
     write(checkpoint(make()), path)
     before = path.read_bytes()
     with pytest.raises(type(error)):
@@ -415,7 +421,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, error: BaseExcep
 
 
 def test_a_write_for_which_there_is_no_room_leaves_the_old_file(tmp_path: Path):
-    path = tmp_path / "a.ckpt"
+    path = tmp_path / "a.safetensors"
     write(checkpoint(make()), path)
     before = path.read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -430,9 +436,9 @@ def test_a_write_for_which_there_is_no_room_leaves_the_old_file(tmp_path: Path):
 
 
 def test_a_folder_in_the_way_is_left_alone(tmp_path: Path):
-    kept = touch(tmp_path / "a.ckpt" / "kept")
-    with pytest.raises(OSError, match=r"a\.ckpt"):
-        write(checkpoint(make()), tmp_path / "a.ckpt")
+    kept = touch(tmp_path / "a.safetensors" / "kept")
+    with pytest.raises(OSError, match=r"a\.safetensors"):
+        write(checkpoint(make()), tmp_path / "a.safetensors")
     assert [file for file in tmp_path.rglob("*") if file.is_file()] == [kept]
 
 

@@ -49,11 +49,11 @@ def test_the_script_writes_what_a_checkpoint_holds(tmp_path: Path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     script = Path(__file__).resolve().parents[2] / "scripts" / "export.py"
     for given, file, written in (
-        ("mine.ckpt", "mine.ckpt", "model.safetensors"),
-        ("models/mine.ckpt", "models/mine.ckpt", "models/model.safetensors"),
-        ("run", "run/checkpoints/last.ckpt", "run/model.safetensors"),
-        ("run/checkpoints/last.ckpt", "run/checkpoints/last.ckpt", "run/model.safetensors"),
-        ("run --out other", "run/checkpoints/last.ckpt", "other"),
+        ("mine.safetensors", "mine.safetensors", "model.safetensors"),
+        ("models/mine.safetensors", "models/mine.safetensors", "models/model.safetensors"),
+        ("run", "run/checkpoints/last.safetensors", "run/model.safetensors"),
+        ("run/checkpoints/last.safetensors", "run/checkpoints/last.safetensors", "run/model.safetensors"),
+        ("run --out other", "run/checkpoints/last.safetensors", "other"),
     ):
         save_checkpoint(model, TOKENIZER, file)
         monkeypatch.setattr(sys, "argv", [str(script), *given.split()])

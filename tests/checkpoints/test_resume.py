@@ -21,7 +21,8 @@ from minigpt.checkpoints.checkpoint import BEST, LAST, read, write
 from minigpt.data.batches import WindowOrder
 from minigpt.ema import EMA
 from minigpt.runs.callbacks import LossSpikeDetector
-from minigpt.utils.errors import Diverged, Interrupted, UserError
+from minigpt.utils.errors import Diverged, UserError
+from minigpt.utils.signals import Interrupted
 
 # What Lightning counts for its own loggers and for what it has looked at, and what clocks and folders say.
 ASIDE = {
@@ -63,9 +64,9 @@ def broken_off(run: Path, step: int, folder: Path) -> Path:
     """The folder of a run that was killed some time after the checkpoint of a step: all else may be further on."""
     shutil.copytree(run, folder)
     for file in (folder / "checkpoints").iterdir():
-        if file.name != f"step-{step}.ckpt":
+        if file.name != f"step-{step}.safetensors":
             file.unlink()
-    (folder / "checkpoints" / f"step-{step}.ckpt").rename(folder / LAST)
+    (folder / "checkpoints" / f"step-{step}.safetensors").rename(folder / LAST)
     (folder / "summary.json").unlink()
     return folder
 
@@ -140,7 +141,7 @@ def test_two_processes_go_on_as_if_they_had_never_stopped(launch: Callable[..., 
 
 def test_a_run_goes_on_in_another_folder(train: Callable[..., Any], tmp_path: Path) -> None:
     whole = train(*OFTEN, folder=tmp_path / "whole").folder
-    resumed = train(*OFTEN, f"resume={whole}/checkpoints/step-7.ckpt", folder=tmp_path / "new").folder
+    resumed = train(*OFTEN, f"resume={whole}/checkpoints/step-7.safetensors", folder=tmp_path / "new").folder
     assert differences(read(whole / LAST)["state_dict"], read(resumed / LAST)["state_dict"]) == []
     assert rows(resumed) == [row for row in rows(whole) if int(row["step"]) > 7]
 
@@ -178,7 +179,12 @@ def test_the_best_so_many_checkpoints_are_kept(train: Callable[..., Any], tmp_pa
     run = train("eval_every=4", "callbacks.checkpoint.save_top_k=2", "optimizer.lr=1e-9")  # the losses hardly move
     lowest = sorted((float(row["val_loss"]), int(row["step"])) for row in rows(run.folder) if row["val_loss"])[:2]
     kept = {file.name for file in (run.folder / "checkpoints").iterdir()}
-    assert kept == {"best.ckpt", "last.ckpt", "previous.ckpt", *(f"step-{step}.ckpt" for _, step in lowest)}
+    assert kept == {
+        "best.safetensors",
+        "last.safetensors",
+        "previous.safetensors",
+        *(f"step-{step}.safetensors" for _, step in lowest),
+    }
     assert read(run.folder / BEST)["global_step"] == lowest[0][1]
     with pytest.raises(InstantiationException, match=r"save_top_k=0 is not possible"):
         train("callbacks.checkpoint.save_top_k=0", folder=tmp_path / "none")
@@ -250,7 +256,7 @@ def poisoned(
     content = read(folder / LAST)
     content["state_dict"]["model.wte.weight"][poison] = 3e38  # the sum of a row of it is none
     write(content, folder / LAST)
-    for name in ("previous.ckpt", "best.ckpt"):
+    for name in ("previous.safetensors", "best.safetensors"):
         (folder / "checkpoints" / name).unlink()
     tokens = tokenizer.encode(odd.read_text())[: int(0.9 * 20_000)]
     order = WindowOrder(len(tokens), 16, seed=1337)
@@ -336,9 +342,9 @@ def test_a_loss_that_wanders_as_usual_is_no_spike() -> None:
 
 def test_a_run_from_before_a_model_setting_was_there_goes_on(train: Callable[..., Any], tmp_path: Path) -> None:
     begun = train("max_steps=2", folder=tmp_path / "begun")
-    content = read(begun.folder / "checkpoints" / "last.ckpt")
+    content = read(begun.folder / "checkpoints" / "last.safetensors")
     del content["minigpt"]["model"]["embed_norm"]
-    write(content, begun.folder / "checkpoints" / "last.ckpt")
+    write(content, begun.folder / "checkpoints" / "last.safetensors")
     assert train("max_steps=3", f"resume={begun.folder}", folder=tmp_path / "resumed").summary["steps"] == 3
 
 
@@ -385,7 +391,7 @@ def test_a_checkpoint_that_lacks_what_a_run_goes_on_with_is_named(
     content = read(begun.folder / LAST)
     change(content)
     write(content, begun.folder / LAST)
-    with pytest.raises(UserError, match=r"last\.ckpt does not hold a run of minigpt"):
+    with pytest.raises(UserError, match=r"last\.safetensors does not hold a run of minigpt"):
         train("max_steps=4", f"resume={begun.folder}", folder=tmp_path / "resumed")
 
 
@@ -466,7 +472,7 @@ def test_no_checkpoint_outlasts_the_curve_and_the_samples_that_led_there(
         nonlocal checkpoints
         fsync(descriptor)
         file = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-        if file.name.startswith(".last.ckpt"):
+        if file.name.startswith(".last.safetensors"):
             checkpoints += 1
             for name in ("metrics.csv", "samples.txt"):  # the first sample is written after the first checkpoint
                 assert (name in synced) == (name == "metrics.csv" or checkpoints == 2)

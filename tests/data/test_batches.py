@@ -299,8 +299,8 @@ def test_a_resumed_trainer_reads_the_batches_of_an_uninterrupted_one(tmp_path, l
     begun, resumed = Recorder(), Recorder()
     begin = trainer(tmp_path, 7)
     begin.fit(begun, token_data(tmp_path, left_out=left_out))
-    begin.save_checkpoint(tmp_path / "after_seven.ckpt")
-    trainer(tmp_path, 20).fit(resumed, token_data(tmp_path), ckpt_path=tmp_path / "after_seven.ckpt")
+    begin.save_checkpoint(tmp_path / "after_seven.safetensors")
+    trainer(tmp_path, 20).fit(resumed, token_data(tmp_path), ckpt_path=tmp_path / "after_seven.safetensors")
     order = starts(batches(500, block_size=8, seed=3, stop=20 + len(left_out)))
     assert begun.read + resumed.read == [batch for i, batch in enumerate(order) if i not in left_out]
     assert len(resumed.read) == 13

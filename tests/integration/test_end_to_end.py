@@ -53,7 +53,7 @@ def test_train_then_sample(launch: Callable[..., Any], tmp_path: Path) -> None:
     separators = re.findall(r"^── sample \d ──\n", first.stdout, re.MULTILINE)
     assert len(first.stdout) == 3 * (len("1: the") + 30 + 1) + len("".join(separators))
     assert len(separators) == 3
-    assert "best.ckpt" in first.stderr
+    assert "best.safetensors" in first.stderr
 
     unknown = launch("sample.py", str(folder), "--prompt", "ROMEO: é", cwd=tmp_path)
     assert unknown.returncode == 2
@@ -144,7 +144,7 @@ def test_a_signal_ends_a_run_in_order(small: list[str], tmp_path: Path, signum: 
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "interrupted"
     assert summary["steps"] > 0
-    assert (folder / "checkpoints" / "last.ckpt").exists()
+    assert (folder / "checkpoints" / "last.safetensors").exists()
     assert (folder / "curves.png").exists()
     again = [*shlex.split(resume.removeprefix("resume with: ")), f"max_steps={summary['steps'] + 1}"]
     resumed = subprocess.run(again, capture_output=True, text=True, check=False)
@@ -216,7 +216,7 @@ def test_a_traceback_is_shown_on_request(launch: Callable[..., Any], tmp_path: P
     [
         ([], "no run with a checkpoint in runs/"),
         (["nowhere"], "nowhere does not exist"),
-        (["."], "holds no checkpoints/best.ckpt"),
+        (["."], "holds no checkpoints/best.safetensors"),
         (["text.txt"], "text.txt is not a"),
         (["text.txt", "--top-k", "0"], "top_k=0 is not possible"),
     ],

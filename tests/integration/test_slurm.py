@@ -118,7 +118,7 @@ def test_the_jobs_of_a_sweep_that_must_make_place_go_on_when_they_are_queued_aga
     with open(tmp_path / "sweep.log", "wb") as log:
         sweep = subprocess.Popen([*command, "hydra/launcher=submitit_slurm"], cwd=tmp_path, stdout=log, stderr=log)
     try:
-        begun = lambda: len(list(tmp_path.glob("runs/sweeps/*/*/checkpoints/last.ckpt"))) == 2  # noqa: E731
+        begun = lambda: len(list(tmp_path.glob("runs/sweeps/*/*/checkpoints/last.safetensors"))) == 2  # noqa: E731
         wait("the runs have checkpoints", lambda: begun() or sweep.poll() is not None)
         subprocess.run(["scancel", "--signal=USR2", "--user=root"], check=True)  # which submitit asks SLURM for
         assert sweep.wait(300) == 0, (tmp_path / "sweep.log").read_text()

@@ -29,7 +29,8 @@ from minigpt.interpret import heads as inspection
 from minigpt.interpret import plots as drawing
 from minigpt.model import GPT
 from minigpt.runs.callbacks import AttentionMaps
-from minigpt.utils.errors import UserError, cli_entrypoint
+from minigpt.utils.cli import cli_entrypoint
+from minigpt.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 ALPHABET = "\n :EMORWaght"
@@ -360,8 +361,8 @@ def test_a_drawing_that_fails_leaves_the_picture_before_it(tmp_path: Path, monke
 
 @pytest.fixture
 def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
-    """Run the script in this process, in a folder that holds `model.ckpt`, a model of three layers of two heads."""
-    checkpoint.save_checkpoint(make(), CharTokenizer.of(ALPHABET), tmp_path / "model.ckpt")
+    """Run the script in this process, in a folder that holds `model.safetensors`, a model of three layers of two heads."""
+    checkpoint.save_checkpoint(make(), CharTokenizer.of(ALPHABET), tmp_path / "model.safetensors")
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str, stdin: str = "") -> SimpleNamespace:
@@ -399,7 +400,10 @@ BAD_INPUT = {
     "a folder": (["--prompt", "What", "--html", "."], ". cannot be written: it is a folder"),
     "a format": (["--prompt", "What", "--out", "a.txt"], "must end in .png, .pdf, .svg"),
     "one name twice": (["--prompt", "What", "--values", "attention.png"], "attention.png is asked for twice"),
-    "no corpus": (["--prompt", "What", "--values", "v.png"], "--values needs the text that model.ckpt was trained on"),
+    "no corpus": (
+        ["--prompt", "What", "--values", "v.png"],
+        "--values needs the text that model.safetensors was trained on",
+    ),
 }
 
 
@@ -407,12 +411,12 @@ BAD_INPUT = {
 def test_bad_input_is_one_line_and_leaves_nothing(
     arguments: list[str], said: str, shell: Callable[..., Any], tmp_path: Path
 ) -> None:
-    result = shell("model.ckpt", *arguments)
+    result = shell("model.safetensors", *arguments)
     assert (result.returncode, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ")
     assert said in line
-    assert [path.name for path in tmp_path.iterdir()] == ["model.ckpt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
@@ -428,15 +432,15 @@ def test_a_file_that_is_no_checkpoint_is_said(shell: Callable[..., Any], tmp_pat
 @pytest.mark.skipif(os.geteuid() == 0, reason="all folders are writable to the superuser")
 def test_a_folder_without_the_right_to_write_is_said(shell: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0o500)
-    result = shell("model.ckpt", "--prompt", "What", "--out", "closed/a.png")
+    result = shell("model.safetensors", "--prompt", "What", "--out", "closed/a.png")
     assert result.returncode == 2
     assert "no right to write in closed" in result.stderr
 
 
 def test_a_long_prompt_is_cut_to_its_end_on_request(shell: Callable[..., Any], tmp_path: Path) -> None:
     long, end = "ROMEO" * 4 + "\nWhat", "OROMEOROMEO\nWhat"
-    assert shell("model.ckpt", "--prompt", long, "--truncate", "--out", "cut.svg").returncode == 0
-    assert shell("model.ckpt", "--prompt", end, "--truncate", "--out", "end.svg").returncode == 0
+    assert shell("model.safetensors", "--prompt", long, "--truncate", "--out", "cut.svg").returncode == 0
+    assert shell("model.safetensors", "--prompt", end, "--truncate", "--out", "end.svg").returncode == 0
     assert words(tmp_path / "cut.svg") == words(tmp_path / "end.svg")
     assert words(tmp_path / "cut.svg").count("⏎") == 3 + 2  # layers, and heads
 
@@ -445,10 +449,10 @@ def test_maps_go_into_the_run_folder_or_beside_a_checkpoint_of_no_run(
     shell: Callable[..., Any], tmp_path: Path
 ) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoints" / "best.ckpt").write_bytes((tmp_path / "model.ckpt").read_bytes())
+    (tmp_path / "run" / "checkpoints" / "best.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes())
     (tmp_path / "prompt.txt").write_text("What")
-    typed = shell("model.ckpt", "--prompt", "What", "--out", "typed.png")
-    for run, file, stdin, folder in (("run", "prompt.txt", "", "run/"), ("model.ckpt", "-", "What", "")):
+    typed = shell("model.safetensors", "--prompt", "What", "--out", "typed.png")
+    for run, file, stdin, folder in (("run", "prompt.txt", "", "run/"), ("model.safetensors", "-", "What", "")):
         result = shell(run, "--prompt-file", file, stdin=stdin)
         assert result.returncode == 0
         assert result.stderr.splitlines()[1] == f"wrote {folder}attention.png"
@@ -458,15 +462,17 @@ def test_maps_go_into_the_run_folder_or_beside_a_checkpoint_of_no_run(
 
 
 def test_maps_are_drawn_without_waiting_for_lightning(shell: Callable[..., Any], tmp_path: Path) -> None:
-    command = [sys.executable, "-X", "importtime", str(ROOT / "scripts" / "attention.py"), "model.ckpt"]
+    command = [sys.executable, "-X", "importtime", str(ROOT / "scripts" / "attention.py"), "model.safetensors"]
     result = subprocess.run([*command, "--prompt", "What"], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "minigpt.interpret.heads" in result.stderr
     assert not re.search(r"\| +(lightning|wandb|hydra|matplotlib.pyplot)$", result.stderr, re.MULTILINE)
 
 
 def test_a_layer_and_a_head_are_counted_from_one(shell: Callable[..., Any], tmp_path: Path) -> None:
-    assert shell("model.ckpt", "--prompt", "What", "--layer", "3", "--head", "2", "--out", "a.svg").returncode == 0
-    assert shell("model.ckpt", "--prompt", "What", "--layer", "2", "--out", "b.svg").returncode == 0
+    assert (
+        shell("model.safetensors", "--prompt", "What", "--layer", "3", "--head", "2", "--out", "a.svg").returncode == 0
+    )
+    assert shell("model.safetensors", "--prompt", "What", "--layer", "2", "--out", "b.svg").returncode == 0
     maps = [[text for text in words(tmp_path / name) if "layer" in text] for name in ("a.svg", "b.svg")]
     assert maps == [["layer 3 · head 2"], ["layer 2 · head 1", "layer 2 · head 2"]]
 
@@ -479,7 +485,7 @@ def test_a_trained_model_is_looked_at(
     result = launch("attention.py", *flags, cwd=tmp_path)  # the newest run
     assert result.returncode == 0, result.stderr
     assert result.stderr.splitlines() == [
-        "looking at runs/first/checkpoints/best.ckpt",
+        "looking at runs/first/checkpoints/best.safetensors",
         "wrote a.png",
         "wrote p.html",
         "wrote v.svg",

@@ -36,7 +36,8 @@ from minigpt.generation import check_settings
 from minigpt.model import GPT
 from minigpt.runs.config_checks import check_run
 from minigpt.sweeps import results as sweep
-from minigpt.utils.errors import UserError, explain
+from minigpt.utils.cli import explain
+from minigpt.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 DEEP = 100_000
@@ -168,7 +169,7 @@ def _checkpoint() -> dict[str, Any]:
 
 def checkpoint(chance: random.Random, folder: Path) -> Callable[[], None]:
     """A checkpoint with other bytes, another pickle in a whole archive, or other values."""
-    file, path, kind = io.BytesIO(), folder / "a.ckpt", chance.random()
+    file, path, kind = io.BytesIO(), folder / "a.safetensors", chance.random()
     content = _checkpoint()
     if kind < 0.4:
         content["minigpt"] = changed(chance, content["minigpt"])

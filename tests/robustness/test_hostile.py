@@ -27,7 +27,7 @@ from minigpt.config import GPTConfig
 from minigpt.data.tokenizer import BPETokenizer, CharTokenizer
 from minigpt.interpret.heads import validation_batches
 from minigpt.model import GPT
-from minigpt.utils.errors import UserError
+from minigpt.utils.cli import UserError
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 ALPHABET = "\n abcdeé€😀"
@@ -435,14 +435,14 @@ import json, resource, sys, time, warnings
 from pathlib import Path
 warnings.simplefilter("ignore")
 import minigpt.checkpoints.checkpoint
-import minigpt.utils.errors
+import minigpt.utils.cli
 import torch
 folder, memory = Path(sys.argv[1]), int(sys.argv[2])
-minigpt.checkpoints.checkpoint.load_checkpoint(folder / "good.ckpt")  # everything is imported by now
+minigpt.checkpoints.checkpoint.load_checkpoint(folder / "good.safetensors")  # everything is imported by now
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 limit = pages * resource.getpagesize() + memory
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-for file in sorted(folder.glob("[0-9]*.ckpt"), key=lambda file: int(file.stem)):
+for file in sorted(folder.glob("[0-9]*.safetensors"), key=lambda file: int(file.stem)):
     began, said, code = time.process_time(), "", 0
     try:
         model, tokenizer = minigpt.checkpoints.checkpoint.load_checkpoint(file)
@@ -450,7 +450,7 @@ for file in sorted(folder.glob("[0-9]*.ckpt"), key=lambda file: int(file.stem)):
             model(torch.zeros(1, 1, dtype=torch.int64))
         tokenizer.decode(tokenizer.encode("a"))
     except BaseException as error:
-        said, code = minigpt.utils.errors.explain(error)
+        said, code = minigpt.utils.cli.explain(error)
     print(json.dumps([said, code, time.process_time() - began]), flush=True)
 """
 
@@ -460,8 +460,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All files, numbered, and a good one."""
     folder = tmp_path_factory.mktemp("hostile")
     for number, (build, _) in enumerate(FILES.values()):
-        (folder / f"{number}.ckpt").write_bytes(build())
-    (folder / "good.ckpt").write_bytes(saved(good()))
+        (folder / f"{number}.safetensors").write_bytes(build())
+    (folder / "good.safetensors").write_bytes(saved(good()))
     return folder
 
 
@@ -520,7 +520,7 @@ for file in files:
 def test_a_program_refuses_a_hostile_file_in_a_line(script: str, folder: Path):
     files = [name for name in FILES if name not in LOADED]
     command = [sys.executable, "-c", CALLED, str(2 * MEMORY), str(SCRIPTS / script)]
-    command += [str(folder / f"{list(FILES).index(name)}.ckpt") for name in (*files, "a good one")]
+    command += [str(folder / f"{list(FILES).index(name)}.safetensors") for name in (*files, "a good one")]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     *refused, (code, _) = map(json.loads, done.stdout.splitlines())
     assert code == 0
@@ -537,8 +537,8 @@ RESUMED = ["a shell", "bytes that double", "a key that takes forever", "tuples t
 def test_training_does_not_go_on_from_a_hostile_file(
     name: str, train: Callable[..., SimpleNamespace], folder: Path, tmp_path: Path
 ):
-    with pytest.raises(UserError, match=r"\.ckpt is not a"):
-        train(f"resume={folder}/{list(FILES).index(name)}.ckpt")
+    with pytest.raises(UserError, match=r"\.safetensors is not a"):
+        train(f"resume={folder}/{list(FILES).index(name)}.safetensors")
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert not list(tmp_path.rglob("canary"))
 
@@ -547,7 +547,7 @@ def test_training_does_not_go_on_from_a_hostile_file(
 def test_a_training_that_was_to_go_on_from_a_hostile_file_ends_in_a_line(
     launch: Callable[..., Any], folder: Path, tmp_path: Path
 ):
-    file = folder / f"{list(FILES).index('a shell')}.ckpt"
+    file = folder / f"{list(FILES).index('a shell')}.safetensors"
     ended = launch("train.py", f"resume={file}", f"hydra.run.dir={tmp_path}/run", cwd=tmp_path)
     assert ended.returncode == 2
     assert re.fullmatch(rf"error: {file} is not a checkpoint.*\n", ended.stderr)
@@ -563,9 +563,9 @@ def test_a_configuration_inside_a_checkpoint_is_data(launch: Callable[..., Any],
         | {"split": "fraction", "val_fraction": 0.1},
         "tokenizer": {"_target_": "os.system", "name": "touch canary"},
     }
-    (tmp_path / "a.ckpt").write_bytes(saved(content))
+    (tmp_path / "a.safetensors").write_bytes(saved(content))
     drawn = ["--prompt", "aa", "--values", "v.png"]
-    ended = launch("attention.py", "a.ckpt", *drawn, cwd=tmp_path)
+    ended = launch("attention.py", "a.safetensors", *drawn, cwd=tmp_path)
     assert ended.returncode == 2, ended.stderr
     assert ended.stderr.count("\n") == 1
     assert not (tmp_path / "canary").exists()
@@ -581,8 +581,8 @@ def test_a_checkpoint_has_nothing_fetched(tmp_path: Path):
         settings = {"field": "text", "split": "fraction", "val_fraction": 0.1, "shard_tokens": 1000, "processes": 1}
         data = {"folder": str(tmp_path / "data"), **named, **paths, **settings}
         content["minigpt"]["config"] = {"data": data, "tokenizer": {"name": "char"}}
-        (tmp_path / "a.ckpt").write_bytes(saved(content))
+        (tmp_path / "a.safetensors").write_bytes(saved(content))
         with pytest.raises(UserError, match="are not in"):
-            validation_batches(tmp_path / "a.ckpt", load_checkpoint(tmp_path / "a.ckpt")[0])
+            validation_batches(tmp_path / "a.safetensors", load_checkpoint(tmp_path / "a.safetensors")[0])
         assert not select.select([server], [], [], 0)[0]
-    assert [file.name for file in tmp_path.iterdir()] == ["a.ckpt"]
+    assert [file.name for file in tmp_path.iterdir()] == ["a.safetensors"]

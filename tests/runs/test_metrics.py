@@ -234,7 +234,7 @@ def test_a_summary_is_what_was_measured(runs: dict[str, SimpleNamespace], loop: 
             "params": loop.params,
             "flops": 12 * 256 * (6 * loop.params + 12 * 1 * 2 * 16 * 16),
             "precision": "32-true" if run.rel == 1e-4 else "64-true",
-            "checkpoint": "checkpoints/best.ckpt",
+            "checkpoint": "checkpoints/best.safetensors",
             "status": "completed",
             "reason": "",
             "seed": 7,
@@ -299,4 +299,4 @@ def test_seconds_of_training_leave_validation_out_and_the_best_may_be_the_first(
     assert run["seconds"] < Slow.seconds - 3 * 0.2
     assert (run["best_step"], run["best_val_loss"]) == (1, float(first["val_loss"]))
     assert run["best_val_bits_per_byte"] == float(first["val_bits_per_byte"])
-    assert read(tmp_path / "run/checkpoints/best.ckpt")["global_step"] == 1
+    assert read(tmp_path / "run/checkpoints/best.safetensors")["global_step"] == 1

@@ -223,7 +223,7 @@ def test_the_last_words_are_the_sample_and_where_things_are(tmp_path, monkeypatc
     summary = {
         "best_val_loss": 1.46974,
         "best_step": 1750,
-        "checkpoint": "checkpoints/best.ckpt",
+        "checkpoint": "checkpoints/best.safetensors",
         "stopped_early": True,
         "reason": "stopped early at step 2000 of 5000",
         "eval_batches": 7,
@@ -239,7 +239,7 @@ def test_the_last_words_are_the_sample_and_where_things_are(tmp_path, monkeypatc
         " 1,234.6 s, 1,200.0 s ",
     ):
         assert part in said
-    for part in (" runs/a/checkpoints/best.ckpt\n", " runs/a/curves.png\n"):
+    for part in (" runs/a/checkpoints/best.safetensors\n", " runs/a/curves.png\n"):
         assert part in said
     assert str(tmp_path) not in said  # the shortest path from here
 

@@ -657,7 +657,7 @@ def test_a_killed_worker_takes_no_other_run_with_it_and_the_reason_names_the_sig
     assert any(GOOD[0] in line and reason in line for line in told.err.splitlines())
     assert f"n_embd=32, lr=0.001: 2 completed, 1 failed: {reason}" in told.out
     assert any(reason in row["reason"] for row in rows_of(told.sweep / "sweep.csv"))
-    assert (told.sweep / GOOD[0] / "checkpoints" / "last.ckpt").exists()
+    assert (told.sweep / GOOD[0] / "checkpoints" / "last.safetensors").exists()
 
 
 def test_a_sweep_says_on_stderr_what_will_run_and_what_has_ended(life: Callable[..., Any]) -> None:

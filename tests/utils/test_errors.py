@@ -11,17 +11,10 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from minigpt.utils.errors import (
-    REQUEUE_SIGNAL,
-    Interrupted,
-    RunError,
-    UserError,
-    cli_entrypoint,
-    did_you_mean,
-    explain,
-    raise_on_signal,
-    warn,
-)
+from minigpt.utils.cli import cli_entrypoint, explain
+from minigpt.utils.errors import RunError, UserError
+from minigpt.utils.signals import REQUEUE_SIGNAL, Interrupted, raise_on_signal
+from minigpt.utils.terminal import did_you_mean, warn
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,7 +38,11 @@ CASES = [
     (RunError("the loss is nan"), "error: the loss is nan", 1),
     (KeyboardInterrupt(), "interrupted", 130),
     (Interrupted(signal.SIGTERM), "SIGTERM", 143),
-    (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/big/last.ckpt"), "/big/last.ckpt: no space left", 1),
+    (
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/big/last.safetensors"),
+        "/big/last.safetensors: no space left",
+        1,
+    ),
     (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "no space left", 1),
     (OSError(errno.EACCES, os.strerror(errno.EACCES), "/root/runs"), "/root/runs: permission denied", 2),
     (MemoryError(), "out of memory", 1),

@@ -252,7 +252,7 @@ def clock_set_back(place: Path, rng: Random) -> None:
 
 
 FAULTS = [
-    *(Fault(f"last.ckpt: {harm}", harmed(harm), 20, quick=int(harm == "a bit flipped")) for harm in HARMS),
+    *(Fault(f"last.safetensors: {harm}", harmed(harm), 20, quick=int(harm == "a bit flipped")) for harm in HARMS),
     Fault("all checkpoints damaged", all_harmed, 8),
     Fault("a loss that is no number", no_number, 20, quick=0),
     Fault("disk full: token files", full_for_tokens, 6),

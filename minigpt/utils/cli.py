@@ -1,0 +1,82 @@
+"""The entry point of a script: errors become one line and an exit code."""
+
+import errno
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+from minigpt.utils.errors import Diverged, UserError
+from minigpt.utils.hydra_errors import explain_hydra
+from minigpt.utils.ranks import is_rank_zero
+from minigpt.utils.signals import Interrupted
+from minigpt.utils.terminal import sanitize_line
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def cli_entrypoint(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a program's entry: what it raises becomes one line on stderr and an exit code."""
+
+    @wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # as a script has it during its imports
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            result = function(*args, **kwargs)
+            sys.stdout.flush()  # a closed pipe is noticed here, not when the interpreter ends
+            return result
+        except (KeyboardInterrupt, Interrupted, Exception) as error:
+            if os.environ.get("MINIGPT_TRACEBACK") == "1":
+                raise
+            message, code = explain(error)
+            # Bad input, signals and a loss that is no number concern every process of several; one says it.
+            own = code == 1 and not isinstance(error, Diverged)
+            if message and (own or is_rank_zero()):
+                print(message, file=sys.stderr)
+            try:
+                sys.stdout.flush()
+            except OSError:  # closed, or full: the interpreter would flush once more, and complain
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(code)
+
+    return wrapper
+
+
+def explain(error: BaseException) -> tuple[str, int]:
+    """The line that tells a user what happened, and the exit code that goes with it."""
+    message, code = _explain(error)
+    return sanitize_line(message), code
+
+
+def _explain(error: BaseException) -> tuple[str, int]:
+    if isinstance(error, UserError):
+        return f"error: {error}", error.exit_code
+    if isinstance(error, Interrupted):
+        return str(error), error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted", 130
+    if isinstance(error, BrokenPipeError):
+        return "", 0
+    if type(error).__name__ == "InstantiationException" and error.__cause__ is not None:  # Hydra's, around the real one
+        return _explain(error.__cause__)
+    if {type(error).__module__.partition(".")[0], _raised_in(error)} & {"hydra", "omegaconf", "antlr4"}:
+        return explain_hydra(error)
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "; free some space, or choose another folder" if full else "; choose another folder" if where else ""
+        return f"error: {where}{error.strerror.lower()}{advice}", 2 if where and not full else 1
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return "error: out of memory; lower data.batch_size (or --num-samples), or choose a smaller model", 1
+    return f"error: {type(error).__name__}: {error} (MINIGPT_TRACEBACK=1 shows where)", 1
+
+
+def _raised_in(error: BaseException) -> str:
+    """The package that raised an error: Hydra has plain ones for some of what it cannot read."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return str(frames[-1].f_globals.get("__name__", "")).partition(".")[0] if frames else ""
