@@ -1,18 +1,18 @@
-"""Train a GPT: compose the configuration, build the parts, fit, sample, and report.
+"""Train a GPT: python scripts/train.py [GROUP=CHOICE] [SETTING=VALUE] ...   (--help lists them)
 
-python scripts/train.py --help lists what can be set.
+The run itself is `minigpt/runs/train.py`.
 """
 
 import os
 import signal
 import sys
 
-if __name__ == "__main__":  # if a signal comes during the imports
+if __name__ == "__main__":  # a signal during the imports below ends the process at once
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from minigpt.utils.signals import requeue_at_once
+    from minigpt.utils.signals import exit_on_requeue_signal
 
-    requeue_at_once()
+    exit_on_requeue_signal()
 
 import re
 import shlex
@@ -30,30 +30,31 @@ from minigpt.sweeps.sweeper import with_deferred
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.overrides import quote_override
 
-os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands errors on, and `one_line` says them
+os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="train")
 def main(cfg: DictConfig) -> float | None:
-    """Train one run, or one job of a sweep, whose errors the sweep reports; returns the best validation loss."""
+    """Train one run, or one job of a sweep; return the best validation loss."""
     folder = Path(HydraConfig.get().runtime.output_dir)
-    if HydraConfig.get().mode == RunMode.MULTIRUN:
+    if HydraConfig.get().mode == RunMode.MULTIRUN:  # the sweep reports errors of its jobs
         return train_in(folder, cfg)
     return cli_entrypoint(train_in)(folder, cfg, resume_command=resume_command(folder))
 
 
 def resume_command(folder: Path) -> str:
-    """The command that resumes this run."""
-    kept = [argument for argument in sys.argv[1:] if not argument.startswith(("resume=", "hydra.run.dir="))]
-    where = str(short_path(folder))
-    where = where if re.fullmatch(r"[\w./-]+", where) else quote_override(where)
-    python = str(short_path(Path(sys.executable)))
-    return shlex.join([python, sys.argv[0], *kept, f"hydra.run.dir={where}", "resume=auto"])
+    """Return the command that resumes this run."""
+    arguments = [argument for argument in sys.argv[1:] if not argument.startswith(("resume=", "hydra.run.dir="))]
+    path = str(short_path(folder))
+    path = path if re.fullmatch(r"[\w./-]+", path) else quote_override(path)
+    return shlex.join(
+        [str(short_path(sys.executable)), sys.argv[0], *arguments, f"hydra.run.dir={path}", "resume=auto"]
+    )
 
 
 @cli_entrypoint
 def start() -> None:
-    """Hand Hydra the command line."""
+    """Run Hydra with the command line that all ranks share."""
     sys.argv[1:] = shared_arguments(sys.argv[1:])
     with_deferred(main)()
 

@@ -1,4 +1,4 @@
-"""What outlasts a training: checkpoints at every validation, and one more when a signal ends it."""
+"""When checkpoints are written: at every validation."""
 
 from pathlib import Path
 from typing import Any
@@ -7,33 +7,27 @@ import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback, Checkpoint
 
 from minigpt.checkpoints.checkpoint import BEST, LAST, hardlink_or_copy
+from minigpt.utils.checks import require, whole_number
 from minigpt.utils.cli import explain
-from minigpt.utils.errors import UserError
 from minigpt.utils.terminal import warn
 
 
 class CheckpointCallback(Checkpoint):
-    """Writes `last.safetensors` at every validation. Of those, `best.safetensors` is a second name of the one of lowest loss.
-
-    So a checkpoint is written once, and costs what it costs once.
+    """Write `last.safetensors` at every validation, and link the one of lowest loss to `best.safetensors`.
 
     Args:
-        save_top_k: the best so many are kept; more than one are `step-N.safetensors` each as well.
+        save_top_k: number of best checkpoints to keep; with more than one, each is also `step-N.safetensors`.
     """
 
     def __init__(self, *, save_top_k: int = 1) -> None:
-        if save_top_k < 1:
-            raise UserError(
-                f"callbacks.checkpoint.save_top_k={save_top_k} is not possible; it takes a whole number of at least 1"
-            )
+        require("callbacks.checkpoint.save_top_k", save_top_k, whole_number(1), "an integer ≥ 1")
         self.save_top_k = save_top_k
-        self.best: list[tuple[float, int]] = []  # loss and step, the lowest loss first
+        self.best: list[tuple[float, int]] = []  # (loss, step), the lowest loss first
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         self.folder = Path(trainer.default_root_dir)
 
     def state_dict(self) -> dict[str, Any]:
-        """The losses and steps of the best."""
         return {"best": self.best}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -43,25 +37,24 @@ class CheckpointCallback(Checkpoint):
         self.resumed_step = int(checkpoint["global_step"])
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """A run that was killed between a checkpoint and its names, names it now; another run's best is not ours."""
+        """Link the resumed checkpoint again: its run may have been killed before. Forget the best of another run."""
         resumed = trainer.ckpt_path
         if resumed is None or Path(resumed).resolve().parent != (self.folder / LAST).resolve().parent:
             self.best = []
         elif trainer.is_global_zero:
-            self._name(Path(resumed), self.resumed_step)
+            self._link(Path(resumed), self.resumed_step)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        if trainer.state.fn != "fit":
-            return
         step = trainer.global_step
         self.best = sorted([*self.best, (float(trainer.callback_metrics["val_loss"]), step)])[: self.save_top_k]
-        trainer.save_checkpoint(self.folder / LAST)  # by all ranks
+        trainer.save_checkpoint(self.folder / LAST)  # called on all ranks
         if trainer.is_global_zero:
-            self._name(self.folder / LAST, step)
+            self._link(self.folder / LAST, step)
 
-    def _name(self, file: Path, step: int) -> None:
-        """Give the checkpoint of a step the names that it has earned, and take them from those that lost theirs."""
-        if not self.best or step not in (steps := [step for _, step in self.best]):
+    def _link(self, file: Path, step: int) -> None:
+        """Link the checkpoint of a step to the names that it has earned, and remove those that dropped out."""
+        steps = [step for _, step in self.best]
+        if step not in steps:
             return
         if step == steps[0]:
             hardlink_or_copy(file, self.folder / BEST)
@@ -76,17 +69,20 @@ class CheckpointCallback(Checkpoint):
 
 
 class AfterCheckpoint(Callback):
-    """Shows something of the model at every validation, after its checkpoint is written; to fail costs a warning."""
+    """Base of callbacks that show something of the model after each checkpoint; their failure is a warning."""
+
+    order = 1  # after CheckpointCallback
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        if trainer.state.fn != "fit":
-            return
+        self.guarded(trainer.global_step, self.show, trainer, pl_module)
+
+    def guarded(self, step: int, function: Any, *args: Any) -> None:
+        """Call a function; print a warning if it fails."""
         try:
-            self.show(trainer, pl_module)
+            function(*args)
         except Exception as error:
-            reason = explain(error)[0].removeprefix("error: ")
-            warn(f"{type(self).__name__} failed at step {trainer.global_step}: {reason}")
+            warn(f"{type(self).__name__} failed at step {step}: {explain(error)[0].removeprefix('error: ')}")
 
     def show(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """What is shown, on all ranks; pl_module holds the averaged weights where there are any."""
+        """Show it; called on all ranks, with the averaged weights in place if there are any."""
         raise NotImplementedError

@@ -10,7 +10,14 @@ from minigpt.utils.errors import UserError
 
 
 class TokenDataModule(L.LightningDataModule):
-    """Hands the corpus to Lightning: `batch_size` windows a batch over all ranks."""
+    """Training and validation batches of one rank.
+
+    Args:
+        block_size: window length, tokens.
+        batch_size, eval_batch_size: windows per batch over all ranks.
+        n_batches: training batches of the run. n_eval_batches: of a validation; None is all.
+        overfit_batches: train on this many batches over and over; 0 trains on all.
+    """
 
     def __init__(
         self,
@@ -21,8 +28,7 @@ class TokenDataModule(L.LightningDataModule):
         eval_batch_size: int,
         n_batches: int,
         seed: int,
-        overfit_batches: int,
-        left_out: set[int],
+        overfit_batches: int = 0,
         n_eval_batches: int | None = None,
     ) -> None:
         super().__init__()
@@ -30,21 +36,12 @@ class TokenDataModule(L.LightningDataModule):
         self.batch_size, self.eval_batch_size = batch_size, eval_batch_size
         self.n_batches, self.overfit_batches, self.n_eval_batches = n_batches, overfit_batches, n_eval_batches
         self.order = WindowOrder(corpus.train.tokens, block_size, seed)
-        self.left_out = left_out  # batches of the order that training goes past, here and where it goes on from
-
-    def state_dict(self) -> dict[str, Any]:
-        """Kept in checkpoints."""
-        return {"left_out": sorted(self.left_out)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.left_out |= set(state_dict["left_out"])
 
     def train_dataloader(self) -> Batches:
-        trainer = self._trainer()
+        trainer: Any = self.trainer
         if self.batch_size % trainer.world_size:
             raise UserError(
-                f"data.batch_size={self.batch_size} does not divide among {trainer.world_size} processes; "
-                f"use a multiple of {trainer.world_size}"
+                f"data.batch_size must be divisible by the {trainer.world_size} processes, got {self.batch_size}"
             )
         return Batches(
             self.corpus.tokens("train"),
@@ -55,12 +52,11 @@ class TokenDataModule(L.LightningDataModule):
             first=lambda: trainer.fit_loop.epoch_loop.batch_progress.current.ready,
             stop=self.n_batches,
             repeat=self.overfit_batches,
-            left_out=self.left_out,
             device=trainer.strategy.root_device,
         )
 
     def val_dataloader(self) -> ValidationBatches:
-        trainer = self._trainer()
+        trainer: Any = self.trainer
         return ValidationBatches(
             self.corpus.tokens("val"),
             block_size=self.block_size,
@@ -70,7 +66,3 @@ class TokenDataModule(L.LightningDataModule):
             device=trainer.strategy.root_device,
             n_batches=self.n_eval_batches,
         )
-
-    def _trainer(self) -> L.Trainer:
-        assert self.trainer is not None
-        return self.trainer

@@ -1,4 +1,4 @@
-"""One training run: build every part that a configuration names, fit, sample, and write what the run folder holds."""
+"""One training run: compose, seed, data, model, Trainer, fit, sample, report."""
 
 import platform
 import subprocess
@@ -11,27 +11,28 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from minigpt.runs import run_dir as run
-from minigpt.runs.config_checks import check_run
+from minigpt.runs import run_dir
+from minigpt.runs.config_checks import build_corpus_and_config
 from minigpt.utils.cli import explain
-from minigpt.utils.errors import Diverged, UserError
+from minigpt.utils.errors import UserError
 from minigpt.utils.ranks import is_rank_zero
 from minigpt.utils.signals import Interrupted, raise_on_signal
-from minigpt.utils.terminal import sanitize_line, warn
+from minigpt.utils.terminal import sanitize_line
 
 ROOT = Path(__file__).resolve().parents[2]
-RESUME_ERRORS = (LookupError, TypeError, ValueError, AttributeError)  # what Lightning raises for a foreign checkpoint
-MAX_SKIPPED_STEPS = 10  # before on_divergence=skip gives up
 
 
 def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Train in this process, as `python scripts/train.py OVERRIDES` does; for notebooks.
 
+    Args:
+        overrides: of the config, in Hydra's grammar, such as "max_steps=100".
+
     Returns:
-        What `summary.json` holds, and the run folder as `folder`.
+        The contents of `summary.json`, and the run folder as `folder`.
 
     Raises:
-        UserError: bad input or configuration, or (as RunError) the run failed.
+        UserError: an input or a setting is wrong, or (its subclass RunError) the run failed.
     """
     from hydra import compose, initialize_config_dir
     from hydra.core.hydra_config import HydraConfig
@@ -51,11 +52,11 @@ def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
     for name, content in (("config", cfg), ("overrides", OmegaConf.create(overrides))):
         OmegaConf.save(content, folder / ".hydra" / f"{name}.yaml")
     train_in(folder, cfg)
-    return {"folder": str(folder), **run.read_summary(folder)}
+    return {"folder": str(folder), **run_dir.read_summary(folder)}
 
 
 def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None) -> float | None:
-    """Train into a run folder.
+    """Lock a run folder and train in it.
 
     Args:
         resume_command: printed when a signal ends the run.
@@ -63,59 +64,56 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
     Returns:
         The best validation loss, nats per token.
     """
-    began, left_out = time.perf_counter(), set[int]()  # batches
-    with raise_on_signal(), run.lock_run_dir(folder, again=cfg.resume == "auto"):
-        check_run(cfg)
-        while True:
-            try:
-                return fit(cfg, folder, left_out, began)
-            except Diverged as error:
-                if cfg.on_divergence == "stop":
-                    raise
-                skip(error, left_out, cfg.trainer.accumulate_grad_batches)
-            except (Interrupted, KeyboardInterrupt):
-                if resume_command and (folder / "checkpoints").is_dir() and is_rank_zero():
-                    print(f"resume with: {sanitize_line(resume_command)}", file=sys.stderr)
-                raise
+    with raise_on_signal(), run_dir.lock_run_dir(folder, resume=cfg.resume == "auto"):
+        try:
+            return fit(cfg, folder)
+        except (Interrupted, KeyboardInterrupt):
+            if resume_command and (folder / "checkpoints").is_dir() and is_rank_zero():
+                print(f"resume with: {sanitize_line(resume_command)}", file=sys.stderr)
+            raise
 
 
-def skip(error: Diverged, left_out: set[int], accumulate: int) -> None:
-    """Leave out the batches of the step that diverged, too."""
-    from minigpt.data.batches import past
+def fit(cfg: DictConfig, folder: Path) -> float | None:
+    """Build every part that the config names, train, sample and write the summary; see `train_in`."""
+    started = time.perf_counter()
+    corpus, config = build_corpus_and_config(cfg)
 
-    if len(left_out) >= MAX_SKIPPED_STEPS * accumulate:
-        raise error
-    warn(f"{error.what}; going back to the last checkpoint, and past the batches of this step")
-    left_out.update(past(range((error.step - 1) * accumulate, error.step * accumulate), left_out).tolist())
-
-
-def fit(cfg: DictConfig, folder: Path, left_out: set[int], began: float) -> float | None:
-    """Build every part, train, and write the summary.
-
-    Args:
-        left_out: batches that training skips.
-        began: `time.perf_counter()` when the run began.
-    """
-    from minigpt.runs.config_checks import build_corpus_and_config
-
-    tokens, config = build_corpus_and_config(cfg)
-
-    # Heavy packages are imported here, after everything that a user can get wrong is checked.
+    # Heavy packages are imported here, after every setting is checked.
     import torch
     from hydra.utils import instantiate
 
     from minigpt.checkpoints.checkpoint import BEST, check_same, contents, find_resumed, load_checkpoint
     from minigpt.data.tokenizer import encode_prompt
     from minigpt.model import GPT
-    from minigpt.runs.callbacks import MetricsCallback, early_stopping, sample_text
+    from minigpt.runs.curves import plot_curves
     from minigpt.runs.datamodule import TokenDataModule
-    from minigpt.runs.loggers import MetricsCSV, Progress, finish
+    from minigpt.runs.divergence import StopOnDivergence
+    from minigpt.runs.lightning_workarounds import RESUME_ERRORS
+    from minigpt.runs.loggers import MetricsCSV
+    from minigpt.runs.metrics import MetricsCallback, early_stopping_reason
+    from minigpt.runs.progress import Progress
+    from minigpt.runs.resume_state import EMACallback, ResumeState
+    from minigpt.runs.samples import sample_text
     from minigpt.runs.shutdown import GracefulShutdown
     from minigpt.runs.trainer import build_trainer
+    from minigpt.runs.wandb_logger import finish
     from minigpt.training import LanguageModel
 
+    torch.manual_seed(cfg.seed)
+    resolved: Any = OmegaConf.to_container(cfg, resolve=True)
+    origin = provenance()
+    saved = contents(config, corpus.tokenizer, resolved, corpus.sha256, origin)
+    resume, step = find_resumed(cfg.resume, folder), 0
+    if resume is not None:
+        step = check_same(resume, saved, may_be_done=cfg.resume == "auto")
+        if cfg.resume == "auto" and (done := run_dir.completed_message(folder, step, cfg.max_steps)):
+            if is_rank_zero():
+                print(sanitize_line(done[0]))
+            return done[1]
+    run_dir.truncate_logs(folder, step)
+
     data = TokenDataModule(
-        tokens,
+        corpus,
         block_size=config.block_size,
         batch_size=cfg.data.batch_size,
         eval_batch_size=cfg.data.eval_batch_size,
@@ -123,122 +121,115 @@ def fit(cfg: DictConfig, folder: Path, left_out: set[int], began: float) -> floa
         n_eval_batches=cfg.eval_batches,
         overfit_batches=cfg.data.overfit_batches,
         seed=cfg.seed,
-        left_out=left_out,
     )
-
-    torch.manual_seed(cfg.seed)
-    resolved: Any = OmegaConf.to_container(cfg, resolve=True)
-    origin = provenance()
-    kept = contents(config, tokens.tokenizer, resolved, tokens.sha256, origin)
-    resume = (find_resumed("auto", folder) if left_out else None) or find_resumed(cfg.resume, folder)
-    step = 0
-    if resume is not None:
-        step = check_same(resume, kept, may_be_done=cfg.resume == "auto")
-        if cfg.resume == "auto" and not left_out and (done := run.finished_message(folder, step, cfg.max_steps)):
-            if is_rank_zero():
-                print(sanitize_line(done[0]))
-            return done[1]
-    run.truncate_logs(folder, step)
     model = GPT(config)
     module = LanguageModel(
         model,
         optimizer=partial_from_config(cfg.optimizer),
         schedule=partial_from_config(cfg.schedule),
         max_steps=cfg.max_steps,
-        bytes_per_token=tokens.val_bytes_per_token,
-        contents=kept,
-        ema_decay=cfg.ema_decay,
+        bytes_per_token=corpus.val_bytes_per_token,
         compile=cfg.compile,
     )
     tokens_per_step = cfg.data.batch_size * cfg.trainer.accumulate_grad_batches * config.block_size
-    meter = MetricsCallback(log_every=cfg.log_every, tokens_per_step=tokens_per_step, began=began)
-    extra = instantiate_group(cfg.logger)
+    metrics = MetricsCallback(log_every=cfg.log_every, tokens_per_step=tokens_per_step, started=started)
+    state = ResumeState(saved)
+    callbacks = [StopOnDivergence(), metrics, state, GracefulShutdown(folder, sync_every=cfg.log_every)]
+    if cfg.ema_decay is not None:
+        callbacks.append(EMACallback(cfg.ema_decay))
+    loggers = instantiate_group(cfg.logger)
     trainer = build_trainer(
         instantiate(cfg.trainer, _convert_="all"),
         max_steps=cfg.max_steps,
         eval_every=cfg.eval_every,
-        callbacks=[meter, GracefulShutdown(folder, agree_every=cfg.log_every), *instantiate_group(cfg.callbacks)],
-        loggers=[MetricsCSV(folder / run.METRICS), Progress(cfg.max_steps, folder / run.LOG), *extra],
+        callbacks=[*callbacks, *instantiate_group(cfg.callbacks)],
+        loggers=[MetricsCSV(folder / run_dir.METRICS), Progress(cfg.max_steps, folder / run_dir.LOG), *loggers],
         folder=folder,
     )
-    torch.manual_seed(cfg.seed + trainer.global_rank)  # every rank its own dropout
+    torch.manual_seed(cfg.seed + trainer.global_rank)  # a dropout mask per rank
 
     status, reason, sample = "failed", "", ""
     try:
-        for logger in extra:
+        for logger in loggers:
             logger.log_hyperparams(resolved)
         trainer.fit(module, data, ckpt_path=resume)
-        if (folder / BEST).exists():  # what sample.py will load
+        if (folder / BEST).exists():  # as sample.py loads it
             model = load_checkpoint(folder / BEST, device=module.device)[0]
-        start = torch.as_tensor(encode_prompt(tokens.tokenizer, "")).long()
-        sample = sample_text(model, tokens.tokenizer, start, max_new_tokens=400, temperature=0.8, seed=cfg.seed)
+        start = torch.as_tensor(encode_prompt(corpus.tokenizer, "")).long()
+        sample = sample_text(model, corpus.tokenizer, start, max_new_tokens=400, temperature=0.8, seed=cfg.seed)
         status = "completed"
-        if why := early_stopping(trainer):
+        if why := early_stopping_reason(trainer):
             reason = f"stopped early at step {trainer.global_step} of {cfg.max_steps}: {why}"
-    except (Interrupted, KeyboardInterrupt, SystemExit):  # the last of which submitit ends a job with
+    except (Interrupted, KeyboardInterrupt, SystemExit):  # submitit ends a job with SystemExit
         status = "interrupted"
         raise
     except Exception as error:
-        if resume is not None and not module.begun and isinstance(error, RESUME_ERRORS):
+        if resume is not None and not state.training_began and isinstance(error, RESUME_ERRORS):
             error = UserError(f"{resume} does not hold a run of minigpt ({type(error).__name__}: {error})")
         reason = explain(error)[0].removeprefix("error: ")
         raise error
     finally:
-        summary = meter.summary(trainer, module) | {
+        summary = metrics.summary(trainer, module) | {
             "status": status,
             "reason": reason,
             "seed": cfg.seed,
             "eval_batches": cfg.eval_batches,
-            "corpus": tokens.name,
-            "corpus_sha256": tokens.sha256,
-            "tokenizer": tokens.tokenizer.to_dict()["name"],
+            "corpus": corpus.name,
+            "corpus_sha256": corpus.sha256,
+            "tokenizer": corpus.tokenizer.to_dict()["name"],
             **origin,
         }
-        if trainer.is_global_zero:
-            run.write_summary(folder, summary)
-            for logger in extra:
+        has_metrics = (folder / run_dir.METRICS).exists()
+        if trainer.is_global_zero and (has_metrics or summary["steps"]):
+            if has_metrics:
+                plot_curves(folder)
+            run_dir.write_summary(folder, summary)
+            for logger in loggers:
                 finish(logger, summary)
     if trainer.is_global_zero:
-        run.print_results(folder, sample, summary, sampler=ROOT / "scripts/sample.py")
+        run_dir.print_results(folder, sample, summary, sample_script=ROOT / "scripts/sample.py")
     return summary["best_val_loss"]
 
 
 def provenance() -> dict[str, Any]:
-    """What a run was made by: command, host, versions, and the commit of a checkout."""
+    """Return what a run was made with: command, host, versions, git commit."""
     import lightning
     import torch
 
     from minigpt import __version__
 
-    def git(*arguments: str) -> str | None:
-        if not (ROOT / ".git").exists():
-            return None
-        command = ["git", "-C", str(ROOT), *arguments]
-        try:
-            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-        except (OSError, subprocess.SubprocessError):
-            return None
-
-    changes = git("status", "--porcelain", "--untracked-files=no")
+    command = [
+        "git",
+        f"--git-dir={ROOT / '.git'}",
+        f"--work-tree={ROOT}",
+        "describe",
+        "--always",
+        "--abbrev=40",
+        "--dirty",
+    ]
+    try:
+        described = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):  # not a checkout, or git is missing
+        described = None
     versions = {"minigpt": __version__, "python": platform.python_version()}
     return {
         "command": " ".join(sys.argv),
         "host": platform.node(),
         "versions": versions | {"torch": str(torch.__version__), "lightning": str(lightning.__version__)},
-        "commit": git("rev-parse", "HEAD"),
-        "dirty": None if changes is None else bool(changes),
+        "commit": described and described.removesuffix("-dirty"),
+        "dirty": described and described.endswith("-dirty"),
     }
 
 
 def instantiate_group(group: DictConfig) -> list[Any]:
-    """What a group builds; one that is null is switched off."""
+    """Instantiate the objects of a config group; null values are skipped."""
     from hydra.utils import instantiate
 
     return [part for part in instantiate(group, _convert_="all").values() if part is not None]
 
 
 def partial_from_config(node: DictConfig) -> Callable[..., Any]:
-    """The function that a node names, with the node's values set. Hydra's own partial takes 0.5 ms per call."""
+    """Return the function that `_target_` names with the node's values bound. Hydra's partial takes 0.5 ms per call."""
     from hydra.utils import get_method
 
     values: Any = OmegaConf.to_container(node, resolve=True)

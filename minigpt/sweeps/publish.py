@@ -4,7 +4,7 @@ import csv
 from pathlib import Path
 from typing import Any
 
-from minigpt.runs.loggers import Wandb, finish, wandb_logger
+from minigpt.runs.wandb_logger import Wandb, finish, wandb_logger
 from minigpt.sweeps.results import PICTURE, TABLE
 
 
@@ -18,6 +18,6 @@ def publish_sweep(folder: Path, *, group: str, tags: list[str], **options: Any) 
     with open(folder / TABLE, newline="", encoding="utf-8") as file:
         rows: list[list[Any]] = list(csv.reader(file))
     table = wandb.Table(columns=rows[0], data=rows[1:])
-    with logger.going_on():
+    with logger.ignore_lost_client():
         logger.experiment.log({"sweep": table, "picture": wandb.Image(str(folder / PICTURE))})
     finish(logger, {})

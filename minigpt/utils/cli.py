@@ -20,27 +20,27 @@ R = TypeVar("R")
 
 
 def cli_entrypoint(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a program's entry: what it raises becomes one line on stderr and an exit code."""
+    """Decorate a script's main function: print its exceptions as one line on stderr, and exit with a code."""
 
     @wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # as a script has it during its imports
+        if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # set by a script during its imports
             signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             result = function(*args, **kwargs)
-            sys.stdout.flush()  # a closed pipe is noticed here, not when the interpreter ends
+            sys.stdout.flush()  # raises here if the pipe is closed
             return result
         except (KeyboardInterrupt, Interrupted, Exception) as error:
             if os.environ.get("MINIGPT_TRACEBACK") == "1":
                 raise
             message, code = explain(error)
-            # Bad input, signals and a loss that is no number concern every process of several; one says it.
-            own = code == 1 and not isinstance(error, Diverged)
-            if message and (own or is_rank_zero()):
+            # Bad input, signals and divergence happen on every rank: only rank 0 prints them.
+            one_rank = code == 1 and not isinstance(error, Diverged)
+            if message and (one_rank or is_rank_zero()):
                 print(message, file=sys.stderr)
             try:
                 sys.stdout.flush()
-            except OSError:  # closed, or full: the interpreter would flush once more, and complain
+            except OSError:  # closed or full: the interpreter would flush again at exit, and print an error
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(code)
 
@@ -48,7 +48,7 @@ def cli_entrypoint(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def explain(error: BaseException) -> tuple[str, int]:
-    """The line that tells a user what happened, and the exit code that goes with it."""
+    """Return one line for an error and its exit code."""
     message, code = _explain(error)
     return sanitize_line(message), code
 
@@ -77,6 +77,6 @@ def _explain(error: BaseException) -> tuple[str, int]:
 
 
 def _raised_in(error: BaseException) -> str:
-    """The package that raised an error: Hydra has plain ones for some of what it cannot read."""
+    """The package that raised an error; Hydra raises built-in errors for some of its syntax."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return str(frames[-1].f_globals.get("__name__", "")).partition(".")[0] if frames else ""

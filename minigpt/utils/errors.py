@@ -1,24 +1,24 @@
-"""Errors that a user caused or that end a run; `cli` prints them as one line."""
+"""Errors that `cli` prints as one line without a traceback."""
 
 from math import isfinite
 
 
 class UserError(Exception):
-    """The input or the configuration is wrong: says what, what was expected and what to do."""
+    """An input or a setting is wrong; the message names it, the accepted values and the next step. Exit code 2."""
 
     exit_code = 2
 
 
 class RunError(UserError):
-    """The input was right and the run failed all the same."""
+    """A run with valid input failed. Exit code 1."""
 
     exit_code = 1
 
 
 class Diverged(RunError):
-    """The loss of optimizer step `step` is no number any more, or its gradient is none; every process raises it."""
+    """The loss or the gradient of an optimizer step is NaN or infinite; every rank raises it."""
 
     def __init__(self, loss: float, step: int, learning_rate: float) -> None:
-        what = "the gradient is no number" if isfinite(loss) else f"the loss became {loss}"
-        self.what, self.step = f"{what} at step {step} (learning rate {learning_rate:.3g})", step
-        super().__init__(f"{self.what}; try a lower optimizer.lr, more schedule.warmup_steps, or on_divergence=skip")
+        what = "the gradient is not finite" if isfinite(loss) else f"the loss is {loss}"
+        advice = "try a lower optimizer.lr or more schedule.warmup_steps; the last checkpoint is from before"
+        super().__init__(f"{what} at step {step} (learning rate {learning_rate:.3g}); {advice}")

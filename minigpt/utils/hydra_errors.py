@@ -15,7 +15,7 @@ def explain_hydra(error: BaseException) -> tuple[str, int]:
     cause = error.__cause__
     text = str(error)
     if (override := getattr(error, "override", None)) is not None:
-        return f"error: cannot read the override {override}; write setting=value, and '…' around odd characters", 2
+        return f"error: cannot parse the override {override}; write key=value, with '…' around special characters", 2
     if missing := re.search(r"Could not find '([\w./@-]+)/([^'/]*)'", text):
         group, choice = missing.groups()
         options = re.findall(r"^\t(\S+)$", text, flags=re.MULTILINE)
@@ -25,8 +25,8 @@ def explain_hydra(error: BaseException) -> tuple[str, int]:
     if unknown := re.search(r"Could not (?:override|delete|append) '([^']+)'", text):
         name = unknown[1]
         if chosen := _choices_with(name):
-            return f"error: there is no setting {name} here; it belongs to {', '.join(chosen)}", 2
-        return f"error: there is no setting {name}{did_you_mean(name, _known_settings())}; --help lists them", 2
+            return f"error: {name} does not exist here; it belongs to {', '.join(chosen)}", 2
+        return f"error: {name} does not exist{did_you_mean(name, _known_settings())}; --help lists them", 2
     full_key = getattr(error, "full_key", None) or getattr(cause, "full_key", None)
     detail = " ".join(str(cause or error).split()).split(" full_key:")[0]
     where = f"{full_key}: " if full_key else ""
@@ -34,16 +34,16 @@ def explain_hydra(error: BaseException) -> tuple[str, int]:
 
 
 def _known_settings() -> set[str]:
-    """Every group and dotted setting that the files in `configs/` name."""
+    """Every group and dotted setting in `configs/`."""
     known: set[str] = set()
     for file in _CONFIGS.rglob("*.yaml"):
         known |= {file.parent.relative_to(_CONFIGS).as_posix()} | set(_settings_of(file))
-    # What a sweep sets is no setting, nor is a line of a file for the agent of Weights & Biases.
+    # Not the parameters of sweeps, nor the file for W&B's agent.
     return {name for name in known - {"."} if not name.startswith(("hydra.sweeper.params.", "sweep."))}
 
 
 def _choices_with(name: str) -> list[str]:
-    """The choices of a setting's group whose files name it, such as tokenizer=bpe for tokenizer.vocab_size."""
+    """The choices that have a setting, such as tokenizer=bpe for tokenizer.vocab_size."""
     group = name.partition(".")[0]
     files = sorted((_CONFIGS / group).glob("*.yaml"))
     return [f"{group}={file.stem}" for file in files if name in _settings_of(file)]

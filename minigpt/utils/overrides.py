@@ -4,6 +4,6 @@ import re
 
 
 def quote_override(value: object) -> str:
-    """A text as Hydra's overrides quote it: a backslash is doubled before a quote, and only there."""
+    """Quote a value for a Hydra override; a backslash is doubled only before a quote."""
     doubled = re.sub(r"(\\+)(?='|$)", r"\1\1", str(value))
     return "'" + doubled.replace("'", "\\'") + "'"

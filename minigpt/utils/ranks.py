@@ -1,13 +1,24 @@
-"""Which of several processes this is, before torch is imported."""
+"""The processes that train one model together, as their launcher describes them, before torch is imported."""
 
 import os
 
 
 def is_rank_zero() -> bool:
-    """Whether this is the first of the processes that train one model, as who started them says; before torch knows."""
-    environment = os.environ
-    if "RANK" in environment:  # torchrun
-        return environment["RANK"] == "0"
-    if "LOCAL_RANK" in environment:  # Lightning
-        return environment["LOCAL_RANK"] == environment.get("NODE_RANK", "0") == "0"
-    return environment.get("SLURM_PROCID", "0") == "0"  # srun
+    """Whether this process is rank 0, by the variables of torchrun, Lightning or srun."""
+    env = os.environ
+    if "RANK" in env:  # torchrun
+        return env["RANK"] == "0"
+    if "LOCAL_RANK" in env:  # Lightning
+        return env["LOCAL_RANK"] == env.get("NODE_RANK", "0") == "0"
+    return env.get("SLURM_PROCID", "0") == "0"  # srun
+
+
+def started_together() -> tuple[int, int] | None:
+    """Return (nodes, processes per node) that torchrun or srun started; None for a single process."""
+    env = os.environ
+    if "TORCHELASTIC_RUN_ID" in env:
+        size = int(env["WORLD_SIZE"])
+        nodes = size // int(env["LOCAL_WORLD_SIZE"])
+    else:  # srun sets these for the processes of a step; in the batch script itself they are missing
+        size, nodes = int(env.get("SLURM_STEP_NUM_TASKS", 1)), int(env.get("SLURM_STEP_NUM_NODES", 1))
+    return (nodes, size // nodes) if size > 1 else None

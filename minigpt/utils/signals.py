@@ -1,4 +1,4 @@
-"""Signals that end a run: with a checkpoint, and an exit code for schedulers."""
+"""Signals that end a run, and the exit code that makes a scheduler requeue it."""
 
 import os
 import signal
@@ -7,58 +7,45 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-REQUEUE_SIGNAL = getattr(signal, "SIGUSR1", None)  # asks a run to make place, and to be started again; not on Windows
-END_SIGNALS = [
-    signal.SIGINT,
-    signal.SIGTERM,
-    *([REQUEUE_SIGNAL] if REQUEUE_SIGNAL else []),
-]  # what asks a run to end in order
-_TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h
+REQUEUE_SIGNAL = getattr(signal, "SIGUSR1", None)  # sent by schedulers before preemption; missing on Windows
+END_SIGNALS = [signal.SIGINT, signal.SIGTERM, *([REQUEUE_SIGNAL] if REQUEUE_SIGNAL else [])]
+_EX_TEMPFAIL = 75  # of sysexits.h: a job script requeues on it
 
 
 class Interrupted(BaseException):
-    """A signal asked the run to end; raised at a moment when it can end in order.
-
-    It is no Exception, which whatever was at work would take for an error of its own.
-
-    Schedulers send SIGUSR1 before they take the machine away: the exit code is then that of a failure which passes
-    (EX_TEMPFAIL), and the job is to be queued again.
-    """
+    """A signal ended the run. Not an Exception, so that `except Exception` in libraries does not swallow it."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(signum).name}")
-        self.exit_code = _TRY_AGAIN if signum == REQUEUE_SIGNAL else 128 + signum
+        self.exit_code = _EX_TEMPFAIL if signum == REQUEUE_SIGNAL else 128 + signum
 
 
-def requeue_at_once() -> None:
-    """Have SIGUSR1 end a run that has not begun with the code that has it queued again."""
+def exit_on_requeue_signal() -> None:
+    """Make SIGUSR1 end the process with the code for a requeue, until `raise_on_signal` replaces the handler."""
     if REQUEUE_SIGNAL and signal.getsignal(REQUEUE_SIGNAL) == signal.SIG_DFL:
-        signal.signal(REQUEUE_SIGNAL, _begin_again)
+        signal.signal(REQUEUE_SIGNAL, _exit_for_requeue)
 
 
-def _begin_again(signum: int, frame: FrameType | None) -> None:
-    os._exit(_TRY_AGAIN)
+def _exit_for_requeue(signum: int, frame: FrameType | None) -> None:
+    os._exit(_EX_TEMPFAIL)
 
 
 @contextmanager
 def raise_on_signal() -> Iterator[None]:
-    """Have signals that would end the process at once raise `Interrupted`, which ends it in order.
-
-    Signals that somebody else looks after are left to them: a worker of a cluster's scheduler has its own ways.
-    """
+    """Raise `Interrupted` on signals that would kill the process; other handlers, such as submitit's, stay."""
     in_main = threading.current_thread() is threading.main_thread()
-    before = {signum: signal.getsignal(signum) for signum in END_SIGNALS if in_main}
-    immediate = (signal.SIG_DFL, signal.default_int_handler, _begin_again)
-    ours = [signum for signum, handler in before.items() if handler in immediate]
-    for signum in ours:
-        signal.signal(signum, interrupt)
+    previous = {signum: signal.getsignal(signum) for signum in END_SIGNALS if in_main}
+    default = (signal.SIG_DFL, signal.default_int_handler, _exit_for_requeue)
+    replaced = [signum for signum, handler in previous.items() if handler in default]
+    for signum in replaced:
+        signal.signal(signum, raise_interrupted)
     try:
         yield
     finally:
-        for signum in ours:
-            signal.signal(signum, before[signum])
+        for signum in replaced:
+            signal.signal(signum, previous[signum])
 
 
-def interrupt(signum: int, frame: FrameType | None) -> None:
-    """A signal's handler."""
+def raise_interrupted(signum: int, frame: FrameType | None) -> None:
+    """Handle a signal."""
     raise Interrupted(signum)

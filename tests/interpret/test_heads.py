@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from matplotlib import colormaps, image
+from minigpt.runs.callbacks import AttentionMaps
 from tolerance import assert_near, rounding, terms_of
 from torch import Tensor
 
@@ -28,7 +29,6 @@ from minigpt.data.tokenizer import CharTokenizer
 from minigpt.interpret import heads as inspection
 from minigpt.interpret import plots as drawing
 from minigpt.model import GPT
-from minigpt.runs.callbacks import AttentionMaps
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.errors import UserError
 

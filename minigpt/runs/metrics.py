@@ -1,0 +1,216 @@
+"""Measure a run: losses, speed and MFU for the loggers, figures for `summary.json`."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from minigpt.checkpoints.checkpoint import BEST
+from minigpt.runs.divergence import check_losses
+from minigpt.runs.progress import Progress
+from minigpt.runs.resume_state import gather_objects
+from minigpt.runs.run_dir import METRICS, append_log, read_metrics, short_path
+from minigpt.utils.terminal import sanitize_line, warn
+
+# Dense bfloat16 peaks of NVIDIA's data sheets, FLOPs per second, by the name that the driver returns. Figures that a
+# sheet gives with sparsity are halved.
+PEAK_FLOPS = {
+    "NVIDIA B200": 2250e12,  # https://resources.nvidia.com/en-us-blackwell-architecture
+    "NVIDIA H200": 989e12,  # https://www.nvidia.com/en-us/data-center/h200/
+    "NVIDIA H200 NVL": 835.5e12,
+    "NVIDIA H100 80GB HBM3": 989e12,  # SXM; https://www.nvidia.com/en-us/data-center/h100/
+    "NVIDIA H100 NVL": 835.5e12,
+    "NVIDIA H100 PCIe": 756e12,  # https://resources.nvidia.com/en-us-tensor-core/gtc22-whitepaper-hopper
+    "NVIDIA A100-SXM4-40GB": 312e12,  # https://www.nvidia.com/en-us/data-center/a100/
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA L40S": 362e12,  # https://www.nvidia.com/en-us/data-center/l40s/
+    "NVIDIA L40": 181e12,  # https://www.nvidia.com/en-us/data-center/l40/
+    "NVIDIA L4": 121e12,  # https://www.nvidia.com/en-us/data-center/l4/
+    "NVIDIA A10": 125e12,  # https://www.nvidia.com/en-us/data-center/products/a10-gpu/
+    "NVIDIA GeForce RTX 4090": 165e12,  # https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf
+    "NVIDIA GeForce RTX 3090": 71e12,  # https://images.nvidia.com/aem-dam/en-zz/Solutions/geforce/ampere/pdf/NVIDIA-ampere-GA102-GPU-Architecture-Whitepaper-V1.pdf
+}
+
+
+class MetricsCallback(Callback):
+    """Log metrics every `log_every` steps and at every validation.
+
+    Losses are means over the steps since the last row and over all ranks. Speeds exclude validation and sampling.
+
+    Args:
+        log_every: optimizer steps between rows.
+        tokens_per_step: over all ranks.
+        started: `time.perf_counter()` when the run started.
+    """
+
+    def __init__(self, *, log_every: int, tokens_per_step: int, started: float) -> None:
+        self.log_every, self.tokens_per_step, self.started = log_every, tokens_per_step, started
+        self.seconds = 0.0  # of training
+        self._clock = self._logged_seconds = 0.0
+        self._logged_step = 0
+        self._paused = False
+        self._losses: list[Tensor] = []  # of the batches since the last row
+        self._resumed_losses: list[list[float]] = []  # the same per rank, from a checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        """What makes the next row of a resumed run equal to that of an uninterrupted one."""
+        if not self._paused:
+            self._stop_clock()
+        return {
+            "seconds": self.seconds,
+            "wall_seconds": time.perf_counter() - self.started,
+            "losses": gather_objects(torch.stack(self._losses).tolist() if self._losses else []),
+            "logged_step": self._logged_step,
+            "logged_seconds": self._logged_seconds,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seconds, self._logged_seconds = state_dict["seconds"], state_dict["logged_seconds"]
+        self._resumed_losses, self._logged_step = state_dict["losses"], state_dict["logged_step"]
+        self.started -= state_dict["wall_seconds"]
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        for logger in trainer.loggers:
+            logger.save()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if self._resumed_losses:  # on another number of ranks each takes the mean over ranks
+            losses = torch.tensor(self._resumed_losses, device=pl_module.device)  # (ranks, batches)
+            same = len(losses) == trainer.world_size
+            self._losses = list(losses[trainer.global_rank] if same else losses.mean(0))
+        if trainer.is_global_zero:
+            for line in banner(trainer, pl_module, self.tokens_per_step):
+                append_log(Path(trainer.default_root_dir), line)
+        warmup = pl_module.schedule.keywords.get("warmup_steps", 0)
+        if warmup >= trainer.max_steps:
+            warn(
+                f"schedule.warmup_steps={warmup} is not below max_steps={trainer.max_steps}: "
+                "no step has the peak learning rate"
+            )
+        self._clock = time.perf_counter()
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self._paused:  # during validation, sampling and checkpoints
+            self._paused, self._clock = False, time.perf_counter()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._losses.append(outputs["loss"])  # divided by accumulate_grad_batches
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+            return
+        step = trainer.global_step
+        if step % self.log_every == 0 or step == trainer.max_steps:
+            self._log(trainer, pl_module, step)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._stop_clock()
+        self._paused = True
+
+    def on_validation_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
+        batch = trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.ready
+        for logger in trainer.loggers:
+            if isinstance(logger, Progress):
+                logger.show_validation(batch, int(trainer.num_val_batches[0]))
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        metrics = {name: float(trainer.callback_metrics[name]) for name in ("val_loss", "val_bits_per_byte")}
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, trainer.global_step)
+
+    def summary(self, trainer: L.Trainer, pl_module: Any) -> dict[str, Any]:
+        """Return the figures of the run for `summary.json`."""
+        folder = Path(trainer.default_root_dir)
+        columns = read_metrics(folder / METRICS) if (folder / METRICS).exists() else {}
+        best_step, best_val_loss = min(columns.get("val_loss", []), key=lambda point: point[1], default=(None, None))
+        tokens = trainer.global_step * self.tokens_per_step
+        return {
+            "best_val_loss": best_val_loss,
+            "best_val_bits_per_byte": dict(columns.get("val_bits_per_byte", [])).get(best_step or 0),
+            "best_step": best_step,
+            "steps": trainer.global_step,
+            "stopped_early": bool(early_stopping_reason(trainer)),
+            "tokens": tokens,
+            "params": pl_module.model.num_params(),
+            "flops": tokens * pl_module.model.flops_per_token(),
+            "seconds": round(self.seconds, 3),
+            "wall_seconds": round(time.perf_counter() - self.started, 3),
+            "tokens_per_second": round(tokens / self.seconds, 1) if self.seconds else None,
+            "precision": str(trainer.precision),
+            "device": device_name(pl_module.device),
+            "world_size": trainer.world_size,
+            "checkpoint": BEST if (folder / BEST).exists() else None,
+        }
+
+    def _stop_clock(self) -> None:
+        now = time.perf_counter()
+        self.seconds += now - self._clock
+        self._clock = now
+
+    def _log(self, trainer: L.Trainer, pl_module: Any, step: int) -> None:
+        steps = step - self._logged_step
+        by_step = torch.stack(self._losses).view(steps, -1).sum(1)  # (steps,)
+        losses: list[float] = trainer.strategy.reduce(by_step, reduce_op="mean").tolist()  # waits for a GPU
+        self._stop_clock()
+        self._losses.clear()
+        check_losses(losses, self._logged_step + 1, pl_module.learning_rate)
+        seconds = self.seconds - self._logged_seconds
+        tokens_per_second = steps * self.tokens_per_step / seconds
+        flops = tokens_per_second * pl_module.model.flops_per_token()
+        metrics = {
+            "tokens": step * self.tokens_per_step,
+            "seconds": round(self.seconds, 3),
+            "train_loss": sum(losses) / steps,
+            "learning_rate": pl_module.learning_rate,
+            "grad_norm": float(pl_module.grad_norm),
+            "tokens_per_second": round(tokens_per_second, 1),
+            "flops_per_second": flops,
+        }
+        if (peak := peak_flops(pl_module.device)) is not None:
+            metrics["mfu"] = flops / (peak * trainer.world_size)
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step)
+        self._logged_step, self._logged_seconds = step, self.seconds
+
+
+def banner(trainer: L.Trainer, pl_module: Any, tokens_per_step: int) -> list[str]:
+    """Return lines that describe the run before it trains, one name and value per line."""
+    corpus, model = trainer.datamodule.corpus, pl_module.model  # type: ignore[attr-defined]
+    config, steps = model.config, trainer.max_steps - trainer.global_step
+    n_tokens, n_train, tokenizer = steps * tokens_per_step, corpus.train.tokens, corpus.tokenizer.to_dict()["name"]
+    resumed = f" from step {trainer.global_step:,}" if trainer.global_step else ""
+    ranks = f"{trainer.world_size} × " if trainer.world_size > 1 else ""
+    rows = {
+        "model": f"{model.num_params():,} parameters: n_layer {config.n_layer}, n_head {config.n_head}, "
+        f"n_embd {config.n_embd}, block_size {config.block_size}",
+        "data": f"{corpus.name}, {n_train:,} training tokens; tokenizer {tokenizer}, vocab_size {config.vocab_size:,}",
+        "training": f"{steps:,} steps{resumed}, {n_tokens:,} tokens ({n_tokens / n_train:.2f} epochs), "
+        f"{n_tokens * model.flops_per_token():.3g} FLOPs",
+        "device": f"{ranks}{device_name(pl_module.device)}, precision {trainer.precision}",
+        "run folder": str(short_path(Path(trainer.default_root_dir))),
+    }
+    return [f"{name:12}{sanitize_line(value)}" for name, value in rows.items()]
+
+
+def early_stopping_reason(trainer: L.Trainer) -> str:
+    """Return why early stopping ended the training before its last step; empty if it did not."""
+    if trainer.global_step >= trainer.max_steps or not trainer.should_stop:
+        return ""
+    reasons = [callback.stopping_reason_message for callback in trainer.early_stopping_callbacks]
+    return next((reason.partition(" Signaling")[0] for reason in reasons if reason), "")
+
+
+def device_name(device: torch.device) -> str:
+    """Return the GPU's name, or the device type with the number of threads for a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Return the bfloat16 peak of a known GPU, FLOPs per second; None for others and for a CPU."""
+    return PEAK_FLOPS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

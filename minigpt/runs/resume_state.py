@@ -1,0 +1,126 @@
+"""What a resumed run needs besides weights and optimizer, so that it equals an uninterrupted one bit for bit."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import lightning.pytorch as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import distributed
+from torch.distributed.fsdp import FSDPModule
+
+from minigpt.ema import EMA
+from minigpt.runs.lightning_workarounds import fix_loop_state
+from minigpt.utils.errors import UserError
+
+T = TypeVar("T")
+
+
+class ResumeState(Callback):
+    """Save and restore random state, a due validation, and what identifies the run.
+
+    Args:
+        contents: model config, tokenizer, run config …, from `checkpoints.resume.contents`.
+    """
+
+    def __init__(self, contents: Mapping[str, Any]) -> None:
+        self.contents = contents
+        self.rng: list[dict[str, Any]] | None = None  # per rank, from a checkpoint
+        self.training_began = False
+        self.validated_step = 0
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint.update(self.contents)
+        batches = trainer.global_step * trainer.accumulate_grad_batches
+        every = trainer.val_check_batch or float("inf")
+        checkpoint["validation_due"] = batches % every == 0 and self.validated_step != trainer.global_step
+        cuda = torch.cuda.get_rng_state() if pl_module.device.type == "cuda" else None
+        checkpoint["rng"] = gather_objects({"torch": torch.get_rng_state(), "cuda": cuda})
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self.rng = checkpoint["rng"]
+        fix_loop_state(checkpoint, validation_due=bool(checkpoint.get("validation_due")))
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.training_began = True
+        if self.rng is None:
+            return
+        apply_config(trainer, pl_module)
+        if len(self.rng) == trainer.world_size:  # on another number of ranks the random numbers differ anyway
+            state = self.rng[trainer.global_rank]
+            torch.set_rng_state(state["torch"])
+            if state["cuda"] is not None and torch.cuda.is_available():
+                torch.cuda.set_rng_state(state["cuda"])
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.validated_step = trainer.global_step
+
+
+class EMACallback(Callback):
+    """Validate, sample and save an exponential moving average of the weights (config key `ema_decay`)."""
+
+    order = 2  # its average stays in place until checkpoints are saved and samples written
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self.ema: EMA | None = None  # starts with the training
+        self.restored: tuple[dict[str, Any], int] | None = None  # averages and updates, from a checkpoint
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        if "ema" in checkpoint:
+            self.restored = checkpoint["ema"], checkpoint["ema_updates"]
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if isinstance(pl_module.model, FSDPModule):
+            raise UserError("ema_decay needs whole weights on every device; use trainer=ddp, or ema_decay=null")
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.ema = EMA(pl_module.parameters(), self.decay)
+        if self.restored:
+            averages, updates = self.restored
+            self.ema.load((averages[name] for name, _ in pl_module.named_parameters()), updates)
+            self.restored = None
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.ema and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            self.ema.update()
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._swap()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._swap()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._swap()
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        if self.ema:
+            weights, averages = self.ema.state_dicts(pl_module.state_dict)
+            checkpoint.update(state_dict=weights, ema=averages, ema_updates=self.ema.updates)
+
+    def _swap(self) -> None:
+        if self.ema:
+            self.ema.swap()
+
+
+def apply_config(trainer: L.Trainer, pl_module: Any) -> None:
+    """Apply the optimizer and schedule settings of this run from here on, in place of the checkpoint's."""
+    fresh = pl_module.configure_optimizers()
+    fresh_optimizer, fresh_scheduler = fresh["optimizer"], fresh["lr_scheduler"]["scheduler"]
+    (optimizer,), (config,) = trainer.optimizers, trainer.lr_scheduler_configs
+    scheduler = config.scheduler
+    for group, new in zip(optimizer.param_groups, fresh_optimizer.param_groups, strict=True):
+        counted = {key: group[key] for key in ("params", "steps") if key in group}  # Muon counts its steps
+        lr = new["initial_lr"] * pl_module.schedule(scheduler.last_epoch)
+        group.update({**new, **counted, "lr": lr})
+    scheduler.base_lrs = fresh_scheduler.base_lrs
+
+
+def gather_objects(mine: T) -> list[T]:
+    """Return every rank's object, by rank; all ranks must call it."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return [mine]
+    objects: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(objects, mine)
+    return objects

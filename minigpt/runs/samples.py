@@ -1,0 +1,112 @@
+"""What a run shows of its model at every validation: a sample, and attention maps."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from torch import Tensor
+
+from minigpt.checkpoints.checkpoint import load_checkpoint, read
+from minigpt.data.tokenizer import Tokenizer, encode_prompt
+from minigpt.generation import check_settings, generate
+from minigpt.interpret.heads import attention_maps, token_texts
+from minigpt.interpret.plots import plot_maps
+from minigpt.model import GPT
+from minigpt.runs.checkpointing import AfterCheckpoint
+from minigpt.runs.run_dir import METRICS, SAMPLES, read_metrics
+from minigpt.runs.wandb_logger import Wandb
+from minigpt.utils.checks import require, whole_number
+from minigpt.utils.files import sync
+
+
+class Samples(AfterCheckpoint):
+    """Append a sample to `samples.txt` at every validation, and send it to Weights & Biases."""
+
+    def __init__(self, *, prompt: str, max_new_tokens: int, temperature: float, top_k: int | None, seed: int) -> None:
+        self.prompt = prompt
+        self.settings: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "top_k": top_k,
+            "seed": seed,
+        }
+        check_settings(**self.settings)
+
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        self.tokenizer: Tokenizer = trainer.datamodule.corpus.tokenizer  # type: ignore[attr-defined]
+        self.prompt_ids = torch.as_tensor(encode_prompt(self.tokenizer, self.prompt)).long()  # (T,)
+        self.file = Path(trainer.default_root_dir) / SAMPLES
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Write the sample that is missing because the resumed run was killed just after its checkpoint."""
+        resumed = trainer.ckpt_path
+        if resumed and trainer.is_global_zero and Path(resumed).resolve().parents[1] == self.file.parent.resolve():
+            self.guarded(0, self._write_missing, trainer, resumed)
+
+    def _write_missing(self, trainer: L.Trainer, resumed: str) -> None:
+        metrics = self.file.with_name(METRICS)
+        losses = dict(read_metrics(metrics).get("val_loss", [])) if metrics.exists() else {}
+        step = int(read(Path(resumed), device="cpu")["global_step"])
+        written = self.file.read_text(encoding="utf-8", errors="replace") if self.file.exists() else ""
+        if step in losses and f"── step {step}, " not in written:
+            model, _ = load_checkpoint(resumed, device=trainer.strategy.root_device)
+            self._write(trainer, model, step, losses[step])
+
+    def show(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self._write(trainer, pl_module.model, trainer.global_step, float(trainer.callback_metrics["val_loss"]))
+
+    def _write(self, trainer: L.Trainer, model: GPT, step: int, loss: float) -> None:
+        # All ranks sample, because sharded weights are gathered by all ranks.
+        text = self.prompt + sample_text(model, self.tokenizer, self.prompt_ids, **self.settings)
+        if not trainer.is_global_zero:
+            return
+        with open(self.file, "a", encoding="utf-8") as file:
+            file.write(f"── step {step}, validation loss {loss:.4f} ──\n{text.strip()}\n\n")
+        for logger in trainer.loggers:
+            if isinstance(logger, Wandb):
+                logger.log_html("samples", text)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        sync(self.file)
+
+
+def sample_text(model: GPT, tokenizer: Tokenizer, prompt: Tensor, **settings: Any) -> str:
+    """Return one continuation of a prompt (T,) as text."""
+    with torch.compiler.set_stance("force_eager"):  # a compiled model would compile again for every length
+        return tokenizer.decode(generate(model, prompt, **settings)[0].tokens)
+
+
+class AttentionMaps(AfterCheckpoint):
+    """Plot the attention of every head for one text to `attention/` and Weights & Biases at every validation.
+
+    Args:
+        text: None is the beginning of the validation split.
+        max_tokens: of the text; at most `block_size` are used.
+    """
+
+    def __init__(self, *, text: str | None = None, max_tokens: int = 64) -> None:
+        require("callbacks.attention.text", text, lambda text: text != "", "a text with at least one token, or null")
+        require("callbacks.attention.max_tokens", max_tokens, whole_number(1), "an integer ≥ 1")
+        self.text, self.max_tokens = text, max_tokens
+
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        corpus, block_size = trainer.datamodule.corpus, pl_module.model.config.block_size  # type: ignore[attr-defined]
+        ids = corpus.tokens("val") if self.text is None else corpus.tokenizer.encode(self.text)
+        self.tokens = torch.as_tensor(ids[: min(self.max_tokens, block_size)].astype("int64"))  # (T,)
+        self.texts = token_texts(corpus.tokenizer, self.tokens)
+        self.folder = Path(trainer.default_root_dir) / "attention"
+
+    def show(self, trainer: L.Trainer, pl_module: Any) -> None:
+        # All ranks, because sharded weights are gathered by all. Hooks would make a compiled model compile again.
+        with torch.compiler.set_stance("force_eager"):
+            weights, _ = attention_maps(pl_module.model, self.tokens.to(pl_module.device))
+        if not trainer.is_global_zero:
+            return
+        step, loss = trainer.global_step, float(trainer.callback_metrics["val_loss"])
+        self.folder.mkdir(exist_ok=True)
+        picture = self.folder / f"step-{step}.png"
+        plot_maps(picture, weights, self.texts, title=f"step {step}, validation loss {loss:.4f}")
+        for logger in trainer.loggers:
+            if isinstance(logger, Wandb):
+                logger.log_image("attention", images=[str(picture)], step=step)
