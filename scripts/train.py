@@ -47,9 +47,8 @@ def resume_command(folder: Path) -> str:
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith(("resume=", "hydra.run.dir="))]
     path = str(short_path(folder))
     path = path if re.fullmatch(r"[\w./-]+", path) else quote_override(path)
-    return shlex.join(
-        [str(short_path(sys.executable)), sys.argv[0], *arguments, f"hydra.run.dir={path}", "resume=auto"]
-    )
+    python = str(short_path(sys.executable))
+    return shlex.join([python, sys.argv[0], *arguments, f"hydra.run.dir={path}", "resume=auto"])
 
 
 @cli_entrypoint

@@ -17,9 +17,11 @@ class StopOnDivergence(Callback):
     have to wait for it: there losses are checked when they are logged.
     """
 
+    loss: torch.Tensor  # of the step
+
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         first = batch_idx % trainer.accumulate_grad_batches == 0
-        self.loss = outputs["loss"] if first else self.loss + outputs["loss"]  # of the step
+        self.loss = outputs["loss"] if first else self.loss + outputs["loss"]
         last = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if last and pl_module.device.type == "cpu" and not isfinite(pl_module.grad_norm):
             raise Diverged(float(self.loss), trainer.global_step, pl_module.learning_rate)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -198,19 +199,10 @@ def provenance() -> dict[str, Any]:
 
     from minigpt import __version__
 
-    command = [
-        "git",
-        f"--git-dir={ROOT / '.git'}",
-        f"--work-tree={ROOT}",
-        "describe",
-        "--always",
-        "--abbrev=40",
-        "--dirty",
-    ]
-    try:
-        described = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):  # not a checkout, or git is missing
-        described = None
+    command, described = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--dirty"], None
+    if (ROOT / ".git").exists():
+        with suppress(OSError, subprocess.SubprocessError):  # git may be missing
+            described = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     versions = {"minigpt": __version__, "python": platform.python_version()}
     return {
         "command": " ".join(sys.argv),
