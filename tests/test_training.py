@@ -21,8 +21,8 @@ import minigpt
 from minigpt import GPT, load_checkpoint
 from minigpt.checkpoints.checkpoint import read
 from minigpt.data.token_files import load
-from minigpt.runs.callbacks import peak_flops
 from minigpt.runs.config_checks import TRAINER_OPTIONS, check_run
+from minigpt.runs.metrics import peak_flops
 from minigpt.utils.errors import RunError, UserError
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -37,7 +37,7 @@ def column(folder: Path, name: str) -> list[float]:
     return [float(row[name]) for row in metrics(folder) if row[name]]
 
 
-def test_a_run_folder_tells_its_own_story(train: Callable[..., Any]) -> None:
+def test_a_run_folder_holds_everything_about_its_run(train: Callable[..., Any]) -> None:
     run = train()
     assert {file.name for file in run.folder.iterdir()} == {
         "metrics.csv",
@@ -145,11 +145,12 @@ def test_debug_presets_run(train: Callable[..., Any], debug: str) -> None:
     if debug == "fast":
         assert run.summary["steps"] == 20  # the test's own max_steps stands after the preset's
     else:
-        assert "aten::" in (run.folder / "profile.txt").read_text()
-        assert (run.folder / "trace.json").stat().st_size > 10_000
+        assert "aten::" in (run.folder / "fit-profile.txt").read_text()
+        (trace,) = run.folder.glob("fit-profile*.pt.trace.json")
+        assert trace.stat().st_size > 10_000
 
 
-def test_early_stopping_stops_and_still_ends_in_order(train: Callable[..., Any]) -> None:
+def test_early_stopping_stops_and_completes_the_run(train: Callable[..., Any]) -> None:
     run = train("callbacks=early_stopping", "optimizer.lr=1e-9", "callbacks.early_stopping.min_delta=1", "max_steps=90")
     assert run.summary["steps"] < 90
     assert run.summary["status"] == "completed"
@@ -166,7 +167,7 @@ def test_a_compiled_model_trains_to_the_same_loss(train: Callable[..., Any], tmp
 def test_a_checkpoint_is_plain_data_and_self_contained(train: Callable[..., Any], tmp_path: Path) -> None:
     run = train("max_steps=2")
     shutil.rmtree(tmp_path / "data")
-    content = read(run.folder / "checkpoints" / "last.safetensors")  # weights_only
+    content = read(run.folder / "checkpoints" / "last.safetensors")
     assert content["global_step"] == 2
     assert content["minigpt"]["config"]["max_steps"] == 2
     assert content["minigpt"]["corpus_sha256"] == run.summary["corpus_sha256"]
@@ -174,28 +175,28 @@ def test_a_checkpoint_is_plain_data_and_self_contained(train: Callable[..., Any]
     load_checkpoint(run.folder)
 
 
-def test_a_loss_that_is_no_number_ends_the_run_and_says_where(train: Callable[..., Any], tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"nan at step \d+ \(learning rate"):
+def test_a_nan_loss_stops_the_run_at_its_step(train: Callable[..., Any], tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"(nan|inf|not finite) at step \d+ \(learning rate"):
         train("optimizer.lr=1e18", "trainer.gradient_clip_val=null", "max_steps=30")
     assert '"failed"' in (tmp_path / "run" / "summary.json").read_text()
 
 
 def test_a_run_folder_is_not_used_twice(train: Callable[..., Any]) -> None:
     train("max_steps=1")
-    with pytest.raises(UserError, match="holds a run already"):
+    with pytest.raises(UserError, match="already holds a run"):
         train("max_steps=1")
 
 
 def test_a_vocabulary_may_be_padded_but_not_cut(train: Callable[..., Any], tmp_path: Path) -> None:
     run = train("model.vocab_size=128", "max_steps=1")
     assert load_checkpoint(run.folder)[0].config.vocab_size == 128
-    with pytest.raises(UserError, match=r"model\.vocab_size=3 is less than"):
+    with pytest.raises(UserError, match=r"model\.vocab_size must be at least"):
         train("model.vocab_size=3", folder=tmp_path / "cut")
     assert not (tmp_path / "cut").exists()
 
 
 @pytest.mark.parametrize("override", ["~callbacks.checkpoint", "callbacks.checkpoint=null"])
-def test_a_run_may_keep_no_checkpoint(train, capsys, override):
+def test_checkpoints_can_be_disabled(train, capsys, override):
     ran = train(override)
     assert ran.summary["checkpoint"] is None
     assert not list(ran.folder.rglob("*.safetensors"))
@@ -211,13 +212,14 @@ def test_a_failing_sample_is_a_warning_after_its_checkpoint(
         there.append((tmp_path / "run/checkpoints/last.safetensors").exists())
         raise RuntimeError("no text today")
 
-    monkeypatch.setattr("minigpt.runs.callbacks.generate", fails)
-    monkeypatch.setattr("minigpt.runs.callbacks.draw_maps", fails)
+    monkeypatch.setattr("minigpt.runs.samples.generate", fails)
+    monkeypatch.setattr("minigpt.runs.samples.plot_maps", fails)
     run = train("callbacks=attention")
     assert run.summary["status"] == "completed"
-    assert there == [True] * 5  # a sample and a map at each validation, and the last sample
+    assert there == [True] * 5  # a sample and a map per validation, and the final sample
     said = capsys.readouterr().err
-    assert said.count("warning: sampling failed: RuntimeError: no text today") == 3
+    assert said.count("warning: Samples failed at step") == 2
+    assert said.count("warning: the final sample failed: RuntimeError: no text today") == 1
     assert said.count("warning: AttentionMaps failed at step") == 2
 
 
@@ -253,7 +255,7 @@ def test_every_other_option_of_the_trainer_is_refused_in_one_line(train: Callabl
 
 
 def test_resume_takes_a_path(train: Callable[..., Any]) -> None:
-    with pytest.raises(UserError, match=r"^resume=True .*auto, a run folder"):
+    with pytest.raises(UserError, match=r"^resume must be auto, a run folder.*, got True"):
         train("resume=true")
 
 
@@ -274,7 +276,7 @@ def test_a_run_may_validate_on_a_part_of_the_split(train: Callable[..., Any], tm
         train("data.eval_batch_size=8", "resume=auto", "max_steps=20", folder=run.folder)
 
 
-def test_a_run_begins_with_what_it_is_about_to_do(train: Callable[..., Any], tmp_path: Path, capsys: Any) -> None:
+def test_a_run_prints_what_it_will_do_before_it_trains(train: Callable[..., Any], tmp_path: Path, capsys: Any) -> None:
     run = train("max_steps=10")
     said = capsys.readouterr().err.splitlines()
     lines = (run.folder / "log.txt").read_text().splitlines()
@@ -292,13 +294,13 @@ def test_a_run_begins_with_what_it_is_about_to_do(train: Callable[..., Any], tmp
     assert "precision 32-true" in text
 
 
-def test_a_warm_up_as_long_as_the_run_is_a_warning(train: Callable[..., Any], tmp_path: Path, capsys: Any) -> None:
+def test_a_warmup_as_long_as_the_run_is_a_warning(train: Callable[..., Any], tmp_path: Path, capsys: Any) -> None:
     for warmup, warned in ((4, False), (5, True)):
         train("max_steps=5", f"schedule.warmup_steps={warmup}", folder=tmp_path / str(warmup))
         assert ("schedule.warmup_steps=5 is not below max_steps=5" in capsys.readouterr().err) is warned
 
 
-def test_a_run_records_what_made_it(train: Callable[..., Any]) -> None:
+def test_a_run_records_command_versions_and_commit(train: Callable[..., Any]) -> None:
     run = train("max_steps=1")
     versions = {"minigpt": minigpt.__version__, "torch": torch.__version__, "python": platform.python_version()}
     assert versions.items() <= run.summary["versions"].items()

@@ -17,7 +17,9 @@ from minigpt.runs.checkpointing import AfterCheckpoint
 from minigpt.runs.run_dir import METRICS, SAMPLES, read_metrics
 from minigpt.runs.wandb_logger import Wandb
 from minigpt.utils.checks import require, whole_number
+from minigpt.utils.cli import explain
 from minigpt.utils.files import sync
+from minigpt.utils.terminal import warn
 
 
 class Samples(AfterCheckpoint):
@@ -75,6 +77,16 @@ def sample_text(model: GPT, tokenizer: Tokenizer, prompt: Tensor, **settings: An
     """Return one continuation of a prompt (T,) as text."""
     with torch.compiler.set_stance("force_eager"):  # a compiled model would compile again for every length
         return tokenizer.decode(generate(model, prompt, **settings)[0].tokens)
+
+
+def final_sample(model: GPT, tokenizer: Tokenizer, *, seed: int) -> str:
+    """Return the sample that a run prints at its end; empty, with a warning, if sampling fails."""
+    start = torch.as_tensor(encode_prompt(tokenizer, "")).long()
+    try:
+        return sample_text(model, tokenizer, start, max_new_tokens=400, temperature=0.8, seed=seed)
+    except Exception as error:  # the run itself succeeded
+        warn(f"the final sample failed: {explain(error)[0].removeprefix('error: ')}")
+        return ""
 
 
 class AttentionMaps(AfterCheckpoint):

@@ -84,7 +84,6 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
     from hydra.utils import instantiate
 
     from minigpt.checkpoints.checkpoint import BEST, check_same, contents, find_resumed, load_checkpoint
-    from minigpt.data.tokenizer import encode_prompt
     from minigpt.model import GPT
     from minigpt.runs.curves import plot_curves
     from minigpt.runs.datamodule import TokenDataModule
@@ -94,7 +93,7 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
     from minigpt.runs.metrics import MetricsCallback, early_stopping_reason
     from minigpt.runs.progress import Progress
     from minigpt.runs.resume_state import EMACallback, ResumeState
-    from minigpt.runs.samples import sample_text
+    from minigpt.runs.samples import final_sample
     from minigpt.runs.shutdown import GracefulShutdown
     from minigpt.runs.trainer import build_trainer
     from minigpt.runs.wandb_logger import finish
@@ -156,8 +155,7 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
         trainer.fit(module, data, ckpt_path=resume)
         if (folder / BEST).exists():  # as sample.py loads it
             model = load_checkpoint(folder / BEST, device=module.device)[0]
-        start = torch.as_tensor(encode_prompt(corpus.tokenizer, "")).long()
-        sample = sample_text(model, corpus.tokenizer, start, max_new_tokens=400, temperature=0.8, seed=cfg.seed)
+        sample = final_sample(model, corpus.tokenizer, seed=cfg.seed)
         status = "completed"
         if why := early_stopping_reason(trainer):
             reason = f"stopped early at step {trainer.global_step} of {cfg.max_steps}: {why}"
@@ -199,7 +197,7 @@ def provenance() -> dict[str, Any]:
 
     from minigpt import __version__
 
-    command, described = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--dirty"], None
+    command, described = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"], None
     if (ROOT / ".git").exists():
         with suppress(OSError, subprocess.SubprocessError):  # git may be missing
             described = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

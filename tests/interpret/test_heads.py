@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 from matplotlib import colormaps, image
-from minigpt.runs.callbacks import AttentionMaps
 from tolerance import assert_near, rounding, terms_of
 from torch import Tensor
 
@@ -29,6 +28,7 @@ from minigpt.data.tokenizer import CharTokenizer
 from minigpt.interpret import heads as inspection
 from minigpt.interpret import plots as drawing
 from minigpt.model import GPT
+from minigpt.runs.samples import AttentionMaps
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.errors import UserError
 
@@ -633,7 +633,7 @@ def test_a_compiled_model_is_looked_at_and_not_compiled_anew(tmp_path: Path, mon
     before = len(graphs)
     assert before > 0
     callback, trainer, module = looking(tmp_path, model)
-    monkeypatch.setattr("minigpt.runs.callbacks.draw_maps", lambda path, weights, texts, **rest: drawn.append(weights))
+    monkeypatch.setattr("minigpt.runs.samples.plot_maps", lambda path, weights, texts, **rest: drawn.append(weights))
     callback.on_validation_end(trainer, module)  # type: ignore[arg-type]
     torch.testing.assert_close(model(tokens), plain)
     assert len(graphs) == before

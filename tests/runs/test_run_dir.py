@@ -1,4 +1,4 @@
-"""A run folder: who may take it, which is the newest, and the curve, picture and summary that stand in it."""
+"""The run folder: its lock, the link to the newest run, metrics, curves and summary."""
 
 import json
 import subprocess
@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-from minigpt.runs.loggers import MetricsCSV, Progress
-from minigpt.runs.run_dir import lock_run_dir, plot_curves, print_results, read_metrics, write_summary
+from minigpt.runs.curves import plot_curves
+from minigpt.runs.loggers import MetricsCSV
+from minigpt.runs.progress import Progress
+from minigpt.runs.run_dir import lock_run_dir, print_results, read_metrics, write_summary
 from minigpt.utils.errors import UserError
 
 ORANGE = (255, 127, 14)  # the validation curve, in matplotlib's tab:orange
@@ -21,14 +23,15 @@ def first_process(monkeypatch):
 
 
 def new_folder(runs, name):
-    """A folder as Hydra leaves it to the run."""
+    """A run folder as Hydra creates it."""
     (runs / name / ".hydra").mkdir(parents=True)
     (runs / name / ".hydra/config.yaml").write_text("seed: 1\n")
     return runs / name
 
 
 def finished_run(runs, name):
-    with lock_run_dir(new_folder(runs, name)) as folder:
+    folder = new_folder(runs, name)
+    with lock_run_dir(folder):
         measure(folder)
     return folder
 
@@ -42,14 +45,14 @@ def measure(folder, *, validated=True, last=2.6):
             logger.log_metrics({"val_loss": 2.55 if step == 50 else last, "val_bits_per_byte": 3.5}, step)
 
 
-# Taking a folder.
+# The lock.
 
 
 @pytest.mark.parametrize("file", ["metrics.csv", "summary.json"])
-def test_a_folder_that_holds_a_run_is_refused_and_left_alone(tmp_path, file):
+def test_a_folder_that_holds_a_run_is_rejected_and_left_unchanged(tmp_path, file):
     folder = new_folder(tmp_path, "first")
     (folder / file).write_text("precious")
-    with pytest.raises(UserError, match=r"first holds a run already.*hydra\.run\.dir"), lock_run_dir(folder):
+    with pytest.raises(UserError, match=r"first already holds a run.*hydra\.run\.dir"), lock_run_dir(folder):
         (folder / file).write_text("overwritten")
     assert (folder / file).read_text() == "precious"
 
@@ -197,28 +200,17 @@ def test_without_validation_there_is_no_validation_curve(tmp_path):
     assert pixels_of(picture, ORANGE) == 0
 
 
-# The end of the story.
+# The summary.
 
 
-def test_the_summary_is_written_beside_the_curves(tmp_path):
-    measure(tmp_path)
+def test_the_summary_is_written_as_json(tmp_path):
     summary = {"best_val_loss": 2.55, "best_step": 50, "status": "completed", "checkpoint": None}
     write_summary(tmp_path, summary)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
-    assert {path.name for path in tmp_path.iterdir()} == {"metrics.csv", "curves.png", "summary.json"}
-
-
-def test_of_a_run_that_never_began_there_is_no_story(tmp_path):
-    write_summary(tmp_path, {"status": "failed"})
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_that_ended_before_its_first_measurement_has_a_summary_and_no_curves(tmp_path):
-    write_summary(tmp_path, {"status": "interrupted", "steps": 3})
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
 
-def test_the_last_words_are_the_sample_and_where_things_are(tmp_path, monkeypatch, capsys):
+def test_a_run_ends_by_printing_its_sample_and_the_paths_of_its_results(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     summary = {
         "best_val_loss": 1.46974,
@@ -230,13 +222,13 @@ def test_the_last_words_are_the_sample_and_where_things_are(tmp_path, monkeypatc
         "wall_seconds": 1234.56,
         "seconds": 1200.01,
     }
-    print_results(tmp_path / "runs/a", "\nTo be\n", summary, sampler=tmp_path / "scripts/sample.py")
+    print_results(tmp_path / "runs/a", "\nTo be\n", summary, sample_script=tmp_path / "scripts/sample.py")
     said = capsys.readouterr().out
     assert said.startswith("To be\n")
     for part in (
         "1.4697 at step 1750, on 7 batches",
         "\nstopped early at step 2000 of 5000\n",
-        " 1,234.6 s, 1,200.0 s ",
+        " 1,234.6 s, training 1,200.0 s\n",
     ):
         assert part in said
     for part in (" runs/a/checkpoints/best.safetensors\n", " runs/a/curves.png\n"):
@@ -248,7 +240,7 @@ def test_the_bar_of_a_terminal_moves_during_validation(tmp_path, monkeypatch, ca
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     progress = Progress(20, tmp_path / "log.txt")
     progress.log_metrics({"train_loss": 3.0, "tokens_per_second": 12_345.6}, 10)
-    progress.validating(3, 7)
+    progress.show_validation(3, 7)
     assert "10/20" in (drawn := capsys.readouterr().err)
     assert "validating 3/7" in drawn
     progress.log_metrics({"val_loss": 3.2}, 10)
@@ -256,14 +248,14 @@ def test_the_bar_of_a_terminal_moves_during_validation(tmp_path, monkeypatch, ca
     assert "validating" not in capsys.readouterr().err.rpartition("\r")[2]
 
 
-def test_lines_of_the_log_are_not_written_twice_where_stderr_is_the_log(tmp_path):
-    program = "import pathlib, sys; from minigpt.runs.run_dir import log; log(pathlib.Path(sys.argv[1]), 'once')"
+def test_log_lines_are_written_once_if_stderr_is_the_log_file(tmp_path):
+    program = "import pathlib, sys; from minigpt.runs.run_dir import append_log; append_log(pathlib.Path(sys.argv[1]), 'once')"
     with open(tmp_path / "log.txt", "ab") as file:
         subprocess.run([sys.executable, "-c", program, tmp_path], stderr=file, check=True)
     assert (tmp_path / "log.txt").read_text() == "once\n"
 
 
-def test_columns_that_appear_later_are_added_to_the_curve(tmp_path):
+def test_a_metric_that_appears_later_gets_a_column(tmp_path):
     logger = MetricsCSV(tmp_path / "metrics.csv")
     logger.log_metrics({"train_loss": 3.0}, 5)
     logger.log_metrics({"lr-AdamW": 0.1, "val_loss": 2.0}, 10)

@@ -1,4 +1,4 @@
-"""What goes wrong is said in one line, with the exit code that tells bad input from a failed run."""
+"""Errors are one line on stderr, with an exit code that distinguishes bad input from a failed run."""
 
 import errno
 import os
@@ -111,7 +111,7 @@ def test_a_program_may_choose_its_own_exit_code(capsys):
 @pytest.mark.parametrize(
     ("error", "ranks"), [(UserError("bad input"), [0]), (RunError("lost"), [0, 1]), (Interrupted(signal.SIGTERM), [0])]
 )
-def test_what_concerns_all_processes_is_said_by_the_first(monkeypatch, capsys, error, ranks):
+def test_an_error_of_all_ranks_is_printed_by_rank_zero(monkeypatch, capsys, error, ranks):
     said = []
     for rank in (0, 1):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
@@ -121,7 +121,7 @@ def test_what_concerns_all_processes_is_said_by_the_first(monkeypatch, capsys, e
     assert said == ranks
 
 
-def test_a_warning_is_one_line_from_the_first_process(monkeypatch, capsys):
+def test_a_warning_is_printed_by_rank_zero(monkeypatch, capsys):
     for rank in ("0", "1", "2"):
         monkeypatch.setenv("LOCAL_RANK", rank)
         warn("the text is short")
@@ -158,10 +158,10 @@ def test_where_nothing_is_known_nothing_is_suggested():
         ("optimizer.lrr=1e-3", ["optimizer.lrr", "did you mean optimizer.lr?"]),
         ("max_step=3", ["max_step", "did you mean max_steps?"]),
         ("model=bab", ["model=bab", "did you mean baby?", "gpt2_xl, nano"]),
-        ("max_steps", ["override max_steps", "setting=value"]),
-        ("lr=1e-3", ["there is no setting lr (did you mean optimizer.lr?)"]),
-        ("tokenizer.vocab_size=512", ["there is no setting tokenizer.vocab_size here; it belongs to tokenizer=bpe"]),
-        ("frobnicate=1", ["there is no setting frobnicate;"]),
+        ("max_steps", ["override max_steps", "key=value"]),
+        ("lr=1e-3", ["lr does not exist (did you mean optimizer.lr?)"]),
+        ("tokenizer.vocab_size=512", ["tokenizer.vocab_size does not exist here; it belongs to tokenizer=bpe"]),
+        ("frobnicate=1", ["frobnicate does not exist;"]),
         ("model=true", ["Config group override must be a string"]),
     ],
 )
@@ -179,11 +179,11 @@ def test_a_mistyped_override_is_explained_by_what_there_is(override, said):
         assert part in message
 
 
-# A reader that went away.
+# A closed pipe.
 
 
 def run_into(stdout, body):
-    program = f"from minigpt.utils.errors import one_line\n@one_line\ndef main():\n    {body}\nmain()\n"
+    program = f"from minigpt.utils.cli import cli_entrypoint\n@cli_entrypoint\ndef main():\n    {body}\nmain()\n"
     # Python buffers what it prints into a pipe or file, unless told otherwise.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     return subprocess.run(
@@ -206,7 +206,7 @@ def test_a_closed_pipe_is_no_error(closed_pipe, body):
     assert done.returncode == 0
 
 
-def test_an_error_is_said_even_when_nobody_reads_the_output(closed_pipe):
+def test_an_error_is_printed_even_if_stdout_is_closed(closed_pipe):
     done = run_into(closed_pipe, "print('a few words'); raise MemoryError")
     assert done.returncode == 1
     assert "out of memory" in done.stderr
@@ -214,7 +214,7 @@ def test_an_error_is_said_even_when_nobody_reads_the_output(closed_pipe):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-def test_output_that_finds_no_space_is_an_error_in_one_line():
+def test_output_to_a_full_disk_is_an_error_in_one_line():
     with open("/dev/full", "w") as full:
         done = run_into(full, "print('a few words')")
     assert done.returncode == 1
@@ -222,7 +222,7 @@ def test_output_that_finds_no_space_is_an_error_in_one_line():
     assert done.stderr.count("\n") == 1
 
 
-def test_a_line_has_nothing_that_a_terminal_obeys_and_an_end(capsys):
+def test_a_printed_line_has_no_control_characters_and_a_bounded_length(capsys):
     evil = "a\x1b]0;owned\x07\x9b2J\u202e b\x7f"
     with pytest.raises(SystemExit):
         failing(UserError(evil))()
@@ -234,17 +234,19 @@ def test_a_line_has_nothing_that_a_terminal_obeys_and_an_end(capsys):
     assert len(line) < 2000
 
 
-def test_a_signal_is_not_taken_for_an_error_of_whatever_was_at_work():
+def test_a_signal_is_not_swallowed_by_except_exception():
     with pytest.raises(Interrupted), raise_on_signal(), suppress(Exception):
         signal.raise_signal(signal.SIGTERM)
 
 
 @pytest.mark.skipif(not REQUEUE_SIGNAL, reason="there is no SIGUSR1")
-@pytest.mark.parametrize(("begun", "said"), [(False, ""), (True, "interrupted by SIGUSR1\n")])
-def test_a_run_that_must_make_place_is_queued_again_also_before_it_begins(begun, said):
-    program = "import os; from minigpt.utils.errors import *; requeue_at_once()"
-    act = "os.kill(os.getpid(), REQUEUE)"
-    body = f"\n    with interruptible(): {act}" if begun else f" {act}"
-    program += f"\n@one_line\ndef main():{body}\nmain()"
+@pytest.mark.parametrize(("started", "stderr"), [(False, ""), (True, "interrupted by SIGUSR1\n")])
+def test_a_preempted_run_exits_with_the_requeue_code_also_before_it_starts(started, stderr):
+    program = (
+        "import os; from minigpt.utils.cli import *; from minigpt.utils.signals import *; exit_on_requeue_signal()"
+    )
+    act = "os.kill(os.getpid(), REQUEUE_SIGNAL)"
+    body = f"\n    with raise_on_signal(): {act}" if started else f" {act}"
+    program += f"\n@cli_entrypoint\ndef main():{body}\nmain()"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (75, said)
+    assert (done.returncode, done.stderr) == (75, stderr)
