@@ -200,7 +200,7 @@ def test_checkpoints_can_be_disabled(train, capsys, override):
     ran = train(override)
     assert ran.summary["checkpoint"] is None
     assert not list(ran.folder.rglob("*.safetensors"))
-    assert "checkpoint" not in capsys.readouterr().out
+    assert "best checkpoint" not in capsys.readouterr().out
 
 
 def test_a_failing_sample_is_a_warning_after_its_checkpoint(
@@ -229,7 +229,7 @@ def test_callbacks_of_lightning_log_and_write_into_the_run_folder(train: Callabl
     rates = column(run.folder, "lr-AdamW/pg1")
     assert len(rates) == 20
     assert column(run.folder, "learning_rate") == rates[4::5]
-    (file,) = set((run.folder / "checkpoints").glob("epoch=*.safetensors"))
+    (file,) = set((run.folder / "checkpoints").glob("epoch=*.ckpt"))
     assert read(file)["global_step"] == 20
     assert {path.name for path in run.folder.iterdir() if path.is_dir()} == {"checkpoints", ".hydra"}
     assert "Total params" in caplog.text

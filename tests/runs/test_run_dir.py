@@ -84,12 +84,12 @@ def test_a_folder_with_files_of_the_run_is_kept(tmp_path, error):
     assert (folder / ".hydra/config.yaml").exists()
 
 
-def test_only_the_first_process_of_several_takes_the_folder(tmp_path, monkeypatch):
+def test_only_rank_zero_locks_the_folder(tmp_path, monkeypatch):
     folder = finished_run(tmp_path, "run")
     empty = new_folder(tmp_path, "empty")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with lock_run_dir(folder) as same, lock_run_dir(empty):
-        assert same == folder
+    with lock_run_dir(folder), lock_run_dir(empty):
+        pass
     assert empty.exists()
     assert (tmp_path / "latest").resolve() == folder
 
@@ -97,9 +97,10 @@ def test_only_the_first_process_of_several_takes_the_folder(tmp_path, monkeypatc
 # The newest run.
 
 
-def test_latest_points_at_the_newest_run_while_it_works_and_after(tmp_path):
+def test_latest_points_at_the_newest_run_during_and_after_it(tmp_path):
     for name in ("first", "second", "third"):
-        with lock_run_dir(new_folder(tmp_path, name)) as folder:
+        folder = new_folder(tmp_path, name)
+        with lock_run_dir(folder):
             assert (tmp_path / "latest").resolve() == folder
             measure(folder)
         assert (tmp_path / "latest").resolve() == folder
@@ -111,26 +112,26 @@ def test_latest_survives_a_move_of_all_runs(tmp_path):
     assert (tmp_path / "archive/latest/metrics.csv").exists()
 
 
-def test_a_run_that_never_began_leaves_latest_at_the_run_before_it(tmp_path):
+def test_a_run_that_never_started_leaves_latest_at_the_run_before_it(tmp_path):
     before = finished_run(tmp_path, "before")
     with pytest.raises(UserError), lock_run_dir(new_folder(tmp_path, "mistyped")):
         raise UserError("a bad setting")
     assert (tmp_path / "latest").resolve() == before
 
 
-def test_a_run_that_never_began_does_not_take_latest_from_one_started_meanwhile(tmp_path):
+def test_a_run_that_never_started_does_not_take_latest_from_a_newer_run(tmp_path):
     with lock_run_dir(new_folder(tmp_path, "first")):
         second = finished_run(tmp_path, "second")
     assert (tmp_path / "latest").resolve() == second
 
 
-def test_a_first_run_that_never_began_leaves_no_link_to_nothing(tmp_path):
+def test_a_first_run_that_never_started_leaves_no_broken_link(tmp_path):
     with lock_run_dir(new_folder(tmp_path, "mistyped")):
         pass
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_of_the_users_that_is_called_latest_is_left_alone(tmp_path):
+def test_a_users_folder_named_latest_is_left_unchanged(tmp_path):
     (tmp_path / "latest").mkdir()
     (tmp_path / "latest/notes.txt").write_text("mine")
     finished_run(tmp_path, "run")
@@ -249,7 +250,8 @@ def test_the_bar_of_a_terminal_moves_during_validation(tmp_path, monkeypatch, ca
 
 
 def test_log_lines_are_written_once_if_stderr_is_the_log_file(tmp_path):
-    program = "import pathlib, sys; from minigpt.runs.run_dir import append_log; append_log(pathlib.Path(sys.argv[1]), 'once')"
+    program = "import pathlib, sys; from minigpt.runs.run_dir import append_log\n"
+    program += "append_log(pathlib.Path(sys.argv[1]), 'once')"
     with open(tmp_path / "log.txt", "ab") as file:
         subprocess.run([sys.executable, "-c", program, tmp_path], stderr=file, check=True)
     assert (tmp_path / "log.txt").read_text() == "once\n"
