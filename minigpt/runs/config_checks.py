@@ -91,7 +91,6 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "log_every": _AT_LEAST_ONE,
     "resume": (lambda v: v is None or isinstance(v, str), "auto, a run folder or a checkpoint, or null"),
     "ema_decay": (lambda v: v is None or (is_fraction(v) and v > 0), "a number between 0 and 1, or null"),
-    "on_divergence": (lambda v: v in ("stop", "skip"), "stop or skip"),
     "data.batch_size": _AT_LEAST_ONE,
     "data.eval_batch_size": _AT_LEAST_ONE,
     "data.val_fraction": (lambda v: is_number(v) and 0 < v < 1, "a number between 0 and 1"),

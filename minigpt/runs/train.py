@@ -14,14 +14,13 @@ from omegaconf import DictConfig, OmegaConf
 from minigpt.runs import run_dir as run
 from minigpt.runs.config_checks import check_run
 from minigpt.utils.cli import explain
-from minigpt.utils.errors import Diverged, UserError
+from minigpt.utils.errors import UserError
 from minigpt.utils.ranks import is_rank_zero
 from minigpt.utils.signals import Interrupted, raise_on_signal
-from minigpt.utils.terminal import sanitize_line, warn
+from minigpt.utils.terminal import sanitize_line
 
 ROOT = Path(__file__).resolve().parents[2]
 RESUME_ERRORS = (LookupError, TypeError, ValueError, AttributeError)  # what Lightning raises for a foreign checkpoint
-MAX_SKIPPED_STEPS = 10  # before on_divergence=skip gives up
 
 
 def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -66,27 +65,12 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
     began, left_out = time.perf_counter(), set[int]()  # batches
     with raise_on_signal(), run.lock_run_dir(folder, again=cfg.resume == "auto"):
         check_run(cfg)
-        while True:
-            try:
-                return fit(cfg, folder, left_out, began)
-            except Diverged as error:
-                if cfg.on_divergence == "stop":
-                    raise
-                skip(error, left_out, cfg.trainer.accumulate_grad_batches)
-            except (Interrupted, KeyboardInterrupt):
-                if resume_command and (folder / "checkpoints").is_dir() and is_rank_zero():
-                    print(f"resume with: {sanitize_line(resume_command)}", file=sys.stderr)
-                raise
-
-
-def skip(error: Diverged, left_out: set[int], accumulate: int) -> None:
-    """Leave out the batches of the step that diverged, too."""
-    from minigpt.data.batches import past
-
-    if len(left_out) >= MAX_SKIPPED_STEPS * accumulate:
-        raise error
-    warn(f"{error.what}; going back to the last checkpoint, and past the batches of this step")
-    left_out.update(past(range((error.step - 1) * accumulate, error.step * accumulate), left_out).tolist())
+        try:
+            return fit(cfg, folder, left_out, began)
+        except (Interrupted, KeyboardInterrupt):
+            if resume_command and (folder / "checkpoints").is_dir() and is_rank_zero():
+                print(f"resume with: {sanitize_line(resume_command)}", file=sys.stderr)
+            raise
 
 
 def fit(cfg: DictConfig, folder: Path, left_out: set[int], began: float) -> float | None:

@@ -21,4 +21,4 @@ class Diverged(RunError):
     def __init__(self, loss: float, step: int, learning_rate: float) -> None:
         what = "the gradient is no number" if isfinite(loss) else f"the loss became {loss}"
         self.what, self.step = f"{what} at step {step} (learning rate {learning_rate:.3g})", step
-        super().__init__(f"{self.what}; try a lower optimizer.lr, more schedule.warmup_steps, or on_divergence=skip")
+        super().__init__(f"{self.what}; try a lower optimizer.lr or more schedule.warmup_steps")
