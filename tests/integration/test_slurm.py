@@ -173,7 +173,7 @@ def test_a_job_that_must_make_place_is_queued_again_and_ends_as_if_nothing_had_b
     assert log().count("interrupted") == 1
     if tasks == 1:
         launch("train.py", *longer, f"hydra.run.dir={tmp_path}/whole")
-        ends = (load_checkpoint(path)[0].state_dict() for path in (folder, tmp_path / "whole"))
+        weights = (load_checkpoint(path)[0].state_dict() for path in (folder, tmp_path / "whole"))
         assert all(map(torch.equal, *(end.values() for end in ends)))
 
 
