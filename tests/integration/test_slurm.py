@@ -94,7 +94,7 @@ def test_a_sweep_is_one_array_job_and_its_table_lists_failed_runs(
     cluster = ["hydra/launcher=submitit_slurm", "hydra.launcher.n_jobs=1"]
     swept = launch("train.py", "hydra.mode=MULTIRUN", "max_steps=10", "optimizer.lr=1e-3,1e30", *cluster, cwd=tmp_path)
     assert swept.returncode == 1, swept.stderr
-    assert swept.stderr.splitlines()[-1] == "error: 1 of 2 runs failed; the table says why"
+    assert swept.stderr.splitlines()[-1].startswith("error: 1 of 2 runs failed")
     completed, failed = read_sweep((tmp_path / "runs" / "sweeps" / "latest").resolve())
     assert (completed.status, failed.status) == (COMPLETED, "failed")
     assert "the loss became nan" in failed.reason
