@@ -1,6 +1,6 @@
 """Benchmarks: training speed, startup, memory, time to loss, attention, data, checkpoints, sampling, sweeps.
 
-What is compared runs alternately for several rounds, because machines are noisy; report medians and their ratio.
+Variants run alternately for several rounds, because machines are noisy; report medians and their ratio.
 Prints a table and writes the measurements as JSON.
 
   python scripts/bench step --recipes fast_cpu,nanogpt_cpu

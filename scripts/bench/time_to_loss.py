@@ -41,7 +41,7 @@ def run_recipe(recipe: str, seed: int, run: Path, overrides: Sequence[str]) -> d
     command = [sys.executable, TRAIN, f"experiment={recipe}", f"seed={seed}", f"hydra.run.dir={run}"]
     command += [*overrides, *settings]
     first_row = launch(command, watch=run / "metrics.csv")
-    whole = time.time() - start
+    wall_seconds = time.time() - start
     measured = metrics(run)
     first = next(row for row in measured if row["seconds"])
     results = summary(run)
@@ -61,7 +61,7 @@ def run_recipe(recipe: str, seed: int, run: Path, overrides: Sequence[str]) -> d
         "tokens": results["tokens"],
         "startup s": startup,
         "train s": results["seconds"],
-        "rest s": whole - startup - results["seconds"],  # validation, checkpoints, samples
+        "rest s": wall_seconds - startup - results["seconds"],  # validation, checkpoints, samples
         "first steps s": max(0.0, seconds[1] - expected),  # compilation time
         "curve": curve,
     }

@@ -24,7 +24,7 @@ from . import Fault, Skipped
 from .all import FAULTS
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "reliability.md"
-TABLE_BEGIN, TABLE_END = "<!-- begin of the table that make faults writes -->", "<!-- end of the table -->"
+TABLE_BEGIN, TABLE_END = "<!-- start of the table that make faults writes -->", "<!-- end of the table -->"
 HEADINGS = ("fault", "trials", "recovered", "failed", "notes")
 
 

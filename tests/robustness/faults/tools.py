@@ -48,7 +48,7 @@ SETTINGS = (
     "callbacks.samples.max_new_tokens=10",
 )
 
-# A run forked from a process that has imported torch starts at once; a new interpreter takes ten seconds.
+# A run forked from a process that has imported torch starts immediately; a new interpreter takes ten seconds.
 _forkserver = multiprocessing.get_context("forkserver")
 _forkserver.set_forkserver_preload(
     ["torch._dynamo", "matplotlib.pyplot", "minigpt.runs.callbacks", "minigpt.data.batches"]
