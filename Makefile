@@ -1,13 +1,13 @@
 # make train | sweep | test | faults | lint | bench | clean      Hydra overrides: make train ARGS="max_steps=200 model.n_head=4"
 
-# The first Python on the path that is new enough; another: make train PYTHON=/path/to/python
+# The first Python ≥ 3.11 on PATH; override: make train PYTHON=/path/to/python
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3.14 python; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 VENV = .venv
 IN_VENV = $(VENV)/bin/python
 PIP = $(IN_VENV) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# The recipe for what the machine has; another: make train ARGS="experiment=nanogpt_cpu"
+# The recipe for a GPU if one is available, else for a CPU; override: make train ARGS="experiment=nanogpt_cpu"
 RECIPE = $(if $(shell nvidia-smi -L 2>/dev/null),fast_gpu,fast_cpu)
 
 .PHONY: train sweep test faults lint format bench clean check-venv
@@ -37,21 +37,21 @@ bench: $(VENV)/.train
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 
-# Torch comes first and alone: with the exact version on the machine nothing looks for another build.
+# Install torch first and alone, so that pip keeps this version and looks for no other build.
 $(VENV)/.train: pyproject.toml constraints.txt | check-venv
 	@echo "installing minigpt into $(VENV) (once; torch is large) ..." >&2
 	@$(PIP) torch && $(PIP) -e . && touch $@
 
 $(VENV)/.dev: $(VENV)/.train
-	@echo "installing what the tests need into $(VENV) (once) ..." >&2
+	@echo "installing the test dependencies into $(VENV) (once) ..." >&2
 	@$(PIP) -e ".[dev]" && touch $@
 
 check-venv:
 	@if [ -e $(VENV) ] && ! $(IN_VENV) -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
-		echo "$(VENV) is broken, or older than Python 3.11; 'make clean' removes it, then try again" >&2; exit 2; fi
+		echo "$(VENV) is broken or older than Python 3.11; remove it with 'make clean' and try again" >&2; exit 2; fi
 	@if [ ! -e $(VENV) ]; then \
-		if [ -z "$(PYTHON)" ]; then echo "minigpt needs Python 3.11 or newer and found none on the path" >&2; exit 2; fi; \
+		if [ -z "$(PYTHON)" ]; then echo "minigpt needs Python 3.11 or newer, which is not on PATH; set PYTHON=/path/to/python" >&2; exit 2; fi; \
 		if ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
-			echo "$(PYTHON) is older than Python 3.11; choose another with PYTHON=..." >&2; exit 2; fi; \
+			echo "$(PYTHON) is older than Python 3.11; set PYTHON=/path/to/python" >&2; exit 2; fi; \
 		$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
-			echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }; fi
+			echo "$(PYTHON) cannot create a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }; fi

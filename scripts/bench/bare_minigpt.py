@@ -1,7 +1,7 @@
-"""A bare loop over any recipe: minigpt's own modules with nothing around them, for `bench.py step`.
+"""A bare training loop of any recipe with minigpt's model and optimizer, for `python scripts/bench step`.
 
-Takes the settings of train.py; prints as JSON the tokens, the seconds that the steps took, the floating-point
-operations per token, and the operations per second that a large matrix product reaches on this machine.
+Takes the overrides of train.py. Prints as JSON the tokens, the seconds of all steps, the FLOPs per token, and the
+FLOP/s of a large matrix product on this machine.
 """
 
 import json
@@ -23,12 +23,12 @@ from minigpt.model import GPT
 from minigpt.runs.train import partial_from_config
 from minigpt.utils.cli import cli_entrypoint
 
-SIZE = 2048  # of the matrices
+MATRIX_SIZE = 2048
 
 
 @cli_entrypoint
 def main() -> None:
-    """Train, measure, print."""
+    """Train, and print the measurements."""
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         cfg = compose("train", overrides=sys.argv[1:])
     corpus = load_corpus(cfg.data, cfg.tokenizer)
@@ -50,18 +50,18 @@ def main() -> None:
         schedule.step()
         optimizer.zero_grad()
     seconds = time.perf_counter() - start
-    told = {"tokens": cfg.max_steps * B * T, "seconds": seconds, "flops_per_token": model.flops_per_token()}
-    print(json.dumps(told | {"matrix_flops": matrix_flops()}))
+    results = {"tokens": cfg.max_steps * B * T, "seconds": seconds, "flops_per_token": model.flops_per_token()}
+    print(json.dumps(results | {"matrix_flops": matrix_flops()}))
 
 
 def matrix_flops() -> float:
-    """Floating-point operations a second of a large product in float32, median of ten."""
-    matrix, taken = torch.randn(SIZE, SIZE), []
+    """FLOP/s of a large float32 matrix product, median of ten."""
+    matrix, seconds = torch.randn(MATRIX_SIZE, MATRIX_SIZE), []
     for _ in range(10):
         start = time.perf_counter()
         matrix @ matrix
-        taken.append(time.perf_counter() - start)
-    return 2 * SIZE**3 / statistics.median(taken)
+        seconds.append(time.perf_counter() - start)
+    return 2 * MATRIX_SIZE**3 / statistics.median(seconds)
 
 
 if __name__ == "__main__":

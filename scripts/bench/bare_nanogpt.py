@@ -1,8 +1,8 @@
 """The baseline: nanoGPT's Shakespeare recipe for a CPU in plain PyTorch, without a framework, logging or checkpoints.
 
-The settings are those of https://github.com/karpathy/nanoGPT (README, "I only have a macbook";
-config/train_shakespeare_char.py; train.py), the code is not. Validation is the whole last tenth of the text in
-windows that do not overlap. AdamW is fused, which is faster on a CPU.
+The hyperparameters are those of https://github.com/karpathy/nanoGPT (README, "I only have a macbook";
+config/train_shakespeare_char.py; train.py); the code is independent. Validation covers the last tenth of the text in
+non-overlapping windows. AdamW is fused, which is faster on a CPU.
 
   python scripts/bench/bare_nanogpt.py TEXT
 """
@@ -21,7 +21,7 @@ PEAK_LR, MIN_LR, WARMUP_STEPS = 1e-3, 1e-4, 100
 
 
 class Block(nn.Module):
-    """Causal self-attention and a GELU MLP, each after a LayerNorm and around a residual connection."""
+    """A pre-norm transformer block: causal self-attention and a GELU MLP, each with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT with learned positions, whose head is the token embedding."""
+    """A GPT with learned position embeddings and tied token embeddings."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -50,11 +50,11 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(WIDTH, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                into_residual = name.endswith(("attention_out.weight", "mlp_out.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * LAYERS) if into_residual else 0.02)
+                residual_projection = name.endswith(("attention_out.weight", "mlp_out.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * LAYERS) if residual_projection else 0.02)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss in nats of (B, T) targets given (B, T) inputs."""
+        """Return the mean loss in nats per token; inputs and targets are (B, T)."""
         x = self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]  # (B, T, C)
         logits = self.norm(self.blocks(x)) @ self.tokens.weight.T  # (B, T, V)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -70,7 +70,7 @@ def learning_rate(step: int, max_steps: int) -> float:
 
 @torch.no_grad()
 def validate(model: GPT, tokens: Tensor) -> float:
-    """Mean loss of every token but the first, in windows that do not overlap, the last one shorter."""
+    """Mean loss of all tokens but the first, in non-overlapping windows; the last window is shorter."""
     inputs, targets = tokens[:-1], tokens[1:]
     total, full = 0.0, len(inputs) // BLOCK * BLOCK
     for start in range(0, full, VAL_BATCH * BLOCK):
@@ -82,7 +82,7 @@ def validate(model: GPT, tokens: Tensor) -> float:
 
 
 def main() -> None:
-    """Train, and print the seconds of training steps and the validation loss."""
+    """Train, and print training seconds and validation loss."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text", type=Path)
     parser.add_argument("--max_steps", type=int, default=2000, help="optimizer steps")
@@ -103,7 +103,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.99), fused=True)
     print(f"params {sum(p.numel() for p in model.parameters()):,}", flush=True)
 
-    train_seconds, began = 0.0, time.perf_counter()
+    train_seconds, train_start = 0.0, time.perf_counter()
     for step in range(args.max_steps):
         start = time.perf_counter()
         windows = train[torch.randint(len(train) - BLOCK, (BATCH, 1)) + torch.arange(BLOCK + 1)]  # (B, T + 1)
@@ -116,7 +116,7 @@ def main() -> None:
         optimizer.zero_grad()
         train_seconds += time.perf_counter() - start
         if (step + 1) % args.eval_every == 0 or step + 1 == args.max_steps:
-            val_loss, wall_seconds = validate(model, val), time.perf_counter() - began
+            val_loss, wall_seconds = validate(model, val), time.perf_counter() - train_start
             print(
                 f"iter {step + 1} train-s {train_seconds:.2f} wall-s {wall_seconds:.2f} "
                 f"loss {loss.item():.4f} full-val {val_loss:.4f}",

@@ -1,4 +1,4 @@
-"""What the benchmarks share: launching what is measured, and reading what it says."""
+"""Shared by the benchmarks: launch a process, measure its time and memory, read its results."""
 
 import csv
 import json
@@ -31,59 +31,64 @@ TOKENS_PER_STEP = 12 * 64  # of experiment=nanogpt_cpu
 
 
 @dataclass(frozen=True)
-class Ran:
-    """A finished process: what it printed, and what it used."""
+class ProcessResult:
+    """Output, time and memory of a finished process."""
 
     output: str
     seconds: float
     peak_mb: float  # resident memory
-    own_mb: float  # of all its processes, without the pages of files, which the system takes back when it needs them
+    own_mb: float  # peak anonymous memory of the process tree, without file-backed pages
 
 
-def launch(command: Sequence[object], *, watch: Path | None = None, fails: bool = False) -> Ran:
-    """Run a command with a terminal on stderr, so that a progress bar draws; seconds end when `watch` exists."""
-    ours, theirs = pty.openpty()
+def launch(command: Sequence[object], *, watch: Path | None = None, fails: bool = False) -> ProcessResult:
+    """Run a command with a pseudo-terminal on stderr, so that the progress bar is shown.
+
+    Args:
+        watch: measure the seconds until this file exists, not until the process exits.
+        fails: the command is expected to fail.
+    """
+    controller, terminal = pty.openpty()
     with tempfile.TemporaryFile() as output:
         start = time.perf_counter()
-        process = subprocess.Popen(list(map(str, command)), stdout=output, stderr=theirs, cwd=ROOT)
-        os.close(theirs)
-        told = bytearray()  # the end of stderr
-        drain = threading.Thread(target=_drain, args=(ours, told), daemon=True)
+        process = subprocess.Popen(list(map(str, command)), stdout=output, stderr=terminal, cwd=ROOT)
+        os.close(terminal)
+        tail = bytearray()  # of stderr
+        drain = threading.Thread(target=_drain, args=(controller, tail), daemon=True)
         drain.start()
         seen, own = None, 0.0
         while (ended := os.wait4(process.pid, os.WNOHANG))[0] == 0:
             if watch is not None and seen is None and watch.exists():
                 seen = time.perf_counter() - start
-            own = max(own, sum(status_mb("RssAnon", pid) for pid in family(process.pid)))  # what no file backs
+            own = max(own, sum(status_mb("RssAnon", pid) for pid in process_tree(process.pid)))
             time.sleep(0.02)
         seconds = time.perf_counter() - start
         process.returncode = os.waitstatus_to_exitcode(ended[1])
         output.seek(0)
-        said = output.read().decode()
+        stdout = output.read().decode()
     if bool(process.returncode) != fails:
-        drain.join(timeout=1)  # until the other end is closed
-        *_, reason = [said, *told.decode(errors="replace").strip().splitlines()]
-        raise UserError(f"{' '.join(map(str, command))} ended with exit code {process.returncode}: {reason}")
+        drain.join(timeout=1)  # until the terminal is closed
+        *_, reason = [stdout, *tail.decode(errors="replace").strip().splitlines()]
+        raise UserError(f"{' '.join(map(str, command))} exited with code {process.returncode}: {reason}")
     peak = ended[2].ru_maxrss / (1024 if sys.platform == "linux" else 1 << 20)
-    return Ran(said, seen or seconds, peak, own)
+    return ProcessResult(stdout, seen or seconds, peak, own)
 
 
-def _drain(terminal: int, told: bytearray) -> None:
+def _drain(controller: int, tail: bytearray) -> None:
     try:
-        while read := os.read(terminal, 1 << 16):
-            told += read
-            del told[:-4096]
-    except OSError:  # the other end is closed
-        os.close(terminal)
+        while read := os.read(controller, 1 << 16):
+            tail += read
+            del tail[:-4096]
+    except OSError:  # the terminal is closed
+        os.close(controller)
 
 
 def ours(run: Path) -> list[object]:
-    """The command of a run of the baseline recipe."""
+    """The command that trains experiment=nanogpt_cpu."""
     return [sys.executable, TRAIN, "experiment=nanogpt_cpu", f"hydra.run.dir={run}"]
 
 
-def bare_nanogpt(settings: Sequence[str]) -> Ran:
-    """Run the baseline with those settings of a run that it has: data.path, max_steps, eval_every and seed."""
+def bare_nanogpt(settings: Sequence[str]) -> ProcessResult:
+    """Run the baseline with those overrides that it supports: data.path, max_steps, eval_every and seed."""
     values = dict(setting.split("=", 1) for setting in settings)
     text = Path(values["data.path"]).resolve() if "data.path" in values else text_file()
     options = [f"--{name}={values[name]}" for name in ("max_steps", "eval_every", "seed") if name in values]
@@ -91,7 +96,7 @@ def bare_nanogpt(settings: Sequence[str]) -> Ran:
 
 
 def text_file() -> Path:
-    """Tiny shakespeare, from where a run would take it."""
+    """Tiny shakespeare, from the folder that a run reads it from."""
     data = yaml.safe_load((ROOT / "configs" / "data" / "shakespeare_char.yaml").read_text(encoding="utf-8"))["data"]
     named = {key: data[key] for key in ("name", "url", "sha256", "characters")}
     return shakespeare.find(**named, folder=ROOT / "data", known=ROOT / "data" / CHECKSUM_CACHE)[0].resolve()
@@ -104,13 +109,13 @@ def metrics(run: Path) -> list[dict[str, str]]:
 
 
 def summary(run: Path) -> dict[str, Any]:
-    """What a run came to."""
-    told: dict[str, Any] = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    return told
+    """The contents of summary.json."""
+    values: dict[str, Any] = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    return values
 
 
 def status_mb(field: str, pid: int | str = "self") -> float:
-    """A memory figure of a process; 0 where the system does not tell."""
+    """A field of /proc/PID/status in MB; 0 where there is no /proc."""
     with suppress(OSError):
         status = Path(f"/proc/{pid}/status").read_text()
         if found := re.search(rf"{field}:\s+(\d+)", status):
@@ -118,14 +123,14 @@ def status_mb(field: str, pid: int | str = "self") -> float:
     return 0.0
 
 
-def family(pid: int) -> list[int]:
-    """A process and its descendants; itself alone where the system does not tell."""
+def process_tree(pid: int) -> list[int]:
+    """A process and its descendants; the process alone where there is no /proc."""
     with suppress(OSError):
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return [pid, *(other for child in children for other in family(int(child)))]
+        return [pid, *(other for child in children for other in process_tree(int(child)))]
     return [pid]
 
 
 def machine() -> str:
-    """What it was measured on."""
+    """The machine and the Python version of a measurement."""
     return f"{os.cpu_count()} CPUs, {platform.machine()}, Python {platform.python_version()}"

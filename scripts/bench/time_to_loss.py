@@ -1,6 +1,6 @@
-"""Time to loss: recipes and the baseline, one after another, and when each crosses given validation losses.
+"""Time to loss: the steps and seconds after which recipes and the baseline reach given validation losses.
 
-Seconds are of training: evaluation is left out, and the start-up (launch to the first step) is shown apart.
+Training time excludes validation; startup, from launch to the first step, is a separate column.
 """
 
 import argparse
@@ -21,63 +21,63 @@ LOSSES = (1.88, 1.6)  # 1.88: published by nanoGPT for its recipe, from 20 rando
 
 
 def time_to_loss(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Return a row per run: its start-up, its curve, and seconds and steps to every loss of `--losses`."""
+    """Run every recipe with every seed; a row has startup, validation curve, and crossings of `--losses`."""
     rows = []
     for seed in range(1337, 1337 + args.rounds):
         for recipe in args.recipes or RECIPES:
             if recipe.split()[0] == BASELINE:
-                rows.append(baseline(recipe, seed, args.overrides))
+                rows.append(run_baseline(recipe, seed, args.overrides))
             else:
-                rows.append(ours(recipe, seed, folder / f"{len(rows)}", args.overrides))
+                rows.append(run_recipe(recipe, seed, folder / f"{len(rows)}", args.overrides))
     for row in rows:
         row["crossings"] = {str(loss): crossing(row["curve"], loss) for loss in args.losses}
     return rows
 
 
-def ours(recipe: str, seed: int, run: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Run a recipe to its end; it may carry settings of its own, as in "sprint_cpu eval_every=5"."""
+def run_recipe(recipe: str, seed: int, run: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Run a recipe, which may include overrides, as in "sprint_cpu eval_every=5"."""
     start = time.time()
     recipe, *settings = recipe.split()
     command = [sys.executable, TRAIN, f"experiment={recipe}", f"seed={seed}", f"hydra.run.dir={run}"]
     command += [*overrides, *settings]
-    seen = launch(command, watch=run / "metrics.csv")  # is written when the first row is measured
-    whole = time.time() - start
+    first_row = launch(command, watch=run / "metrics.csv")
+    wall_seconds = time.time() - start
     measured = metrics(run)
     first = next(row for row in measured if row["seconds"])
-    told = summary(run)
+    results = summary(run)
     clock = [(0.0, 0.0)] + [(float(row["step"]), float(row["seconds"])) for row in measured if row["seconds"]]
-    startup = max(0.0, seen.seconds - float(first["seconds"]))
+    startup = max(0.0, first_row.seconds - float(first["seconds"]))
     steps, seconds = zip(*clock, strict=True)
-    usual = statistics.median(np.diff(seconds) / np.diff(steps)) * steps[1]  # of as many steps as the first row has
+    expected = statistics.median(np.diff(seconds) / np.diff(steps)) * steps[1]  # of the first row, without compilation
     curve = []
     for row in measured:
-        if row["val_loss"]:  # between two readings of the clock, steps take equally long
+        if row["val_loss"]:  # interpolate between the logged times
             at = float(np.interp(int(row["step"]), steps, seconds))
             curve.append({"step": int(row["step"]), "seconds": at, "loss": float(row["val_loss"])})
     return {
         "recipe": recipe,
         "seed": seed,
-        "params": told["params"],
-        "tokens": told["tokens"],
+        "params": results["params"],
+        "tokens": results["tokens"],
         "startup s": startup,
-        "train s": told["seconds"],
-        "rest s": whole - startup - told["seconds"],  # evaluation, checkpoints, samples
-        "first steps s": max(0.0, seconds[1] - usual),  # of training: what the first steps took longer, to compile
+        "train s": results["seconds"],
+        "rest s": wall_seconds - startup - results["seconds"],  # validation, checkpoints, samples
+        "first steps s": max(0.0, seconds[1] - expected),  # compilation time
         "curve": curve,
     }
 
 
-def baseline(recipe: str, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """Run nanoGPT's recipe in plain PyTorch to its end; it may carry settings of its own, too."""
-    ran = bare_nanogpt([f"seed={seed}", *overrides, *recipe.split()[1:]])
-    points = re.findall(r"iter +(\d+) train-s +([\d.]+) wall-s +([\d.]+).* full-val ([\d.]+)", ran.output)
+def run_baseline(recipe: str, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """Run the baseline, which may include overrides."""
+    result = bare_nanogpt([f"seed={seed}", *overrides, *recipe.split()[1:]])
+    points = re.findall(r"iter +(\d+) train-s +([\d.]+) wall-s +([\d.]+).* full-val ([\d.]+)", result.output)
     steps, wall, trained = int(points[-1][0]), float(points[-1][2]), float(points[-1][1])
     return {
         "recipe": BASELINE,
         "seed": seed,
-        "params": int(re.search(r"params ([\d,]+)", ran.output)[1].replace(",", "")),  # type: ignore[index]
+        "params": int(re.search(r"params ([\d,]+)", result.output)[1].replace(",", "")),  # type: ignore[index]
         "tokens": steps * TOKENS_PER_STEP,
-        "startup s": ran.seconds - wall,
+        "startup s": result.seconds - wall,
         "train s": trained,
         "rest s": wall - trained,
         "first steps s": 0.0,
@@ -91,12 +91,12 @@ def crossing(curve: Sequence[dict[str, Any]], loss: float) -> dict[str, Any] | N
 
 
 def show_time_to_loss(rows: Sequence[dict[str, Any]], losses: Sequence[float]) -> None:
-    """Print a recipe a row: medians over seeds, and the range of the crossing."""
+    """Print one row per recipe: medians over seeds, with the range."""
     recipes = list(dict.fromkeys(row["recipe"] for row in rows))
     seeds = len(rows) // len(recipes)
-    print(f"\ntime_to_loss, {seeds} seeds, {machine()}; seconds of training, medians (smallest to largest)\n")
-    heads = ["recipe", "params", "start-up", "training", "other", "last loss", "best loss"]
-    heads += [f"to {loss}{what}" for loss in losses for what in ("", ", since launch", ", steps")]
+    print(f"\ntime_to_loss, {seeds} seeds, {machine()}; training seconds, medians (min–max)\n")
+    heads = ["recipe", "params", "startup", "training", "other", "last loss", "best loss"]
+    heads += [f"to {loss}{what}" for loss in losses for what in ("", ", from launch", ", steps")]
     print("| " + " | ".join(heads) + " |")
     print("|" + "---|" * len(heads))
     for recipe in recipes:
@@ -117,13 +117,13 @@ def show_time_to_loss(rows: Sequence[dict[str, Any]], losses: Sequence[float]) -
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
-    """Median, smallest and largest."""
+    """Format median, minimum and maximum."""
     middle, low, high = statistics.median(values), min(values), max(values)
     return f"{middle:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})" if len(values) > 1 else f"{middle:.{digits}f}"
 
 
-def draw_time_to_loss(rows: Sequence[dict[str, Any]], losses: Sequence[float], file: Path) -> None:
-    """Draw validation loss over seconds of training, over seconds since launch, and over tokens."""
+def plot_time_to_loss(rows: Sequence[dict[str, Any]], losses: Sequence[float], file: Path) -> None:
+    """Plot validation loss over training time, over time since launch, and over tokens."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -141,7 +141,7 @@ def draw_time_to_loss(rows: Sequence[dict[str, Any]], losses: Sequence[float], f
         tokens = [point["step"] / last * row["tokens"] for point in row["curve"]]
         for axis, x in zip(axes, (seconds, launched, tokens), strict=True):
             axis.plot(x, loss, color=color, label=label, linewidth=1.4, alpha=0.85)
-    names = ("training (seconds)", "since launch, evaluation left out (seconds)", "tokens")
+    names = ("training time (s)", "time since launch without validation (s)", "tokens")
     for axis, name in zip(axes, names, strict=True):
         for loss in losses:
             axis.axhline(loss, color="gray", linestyle=":", linewidth=1)

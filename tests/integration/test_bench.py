@@ -1,4 +1,4 @@
-"""The benchmarks, made small."""
+"""The benchmarks, with small models and few steps."""
 
 import argparse
 import json
@@ -28,12 +28,12 @@ def bench(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_attention_is_measured_into_a_table_a_json_file_and_a_picture(tmp_path: Path) -> None:
+def test_the_attention_benchmark_writes_a_table_a_json_file_and_a_plot(tmp_path: Path) -> None:
     done = bench("attention", "--sizes", "64,512,2048", "--rounds", "1", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    told = json.loads((tmp_path / "runs" / "bench" / "attention.json").read_text(encoding="utf-8"))
-    rows = told["rows"]
-    assert told["benchmark"] == "attention"
+    results = json.loads((tmp_path / "runs" / "bench" / "attention.json").read_text(encoding="utf-8"))
+    rows = results["rows"]
+    assert results["benchmark"] == "attention"
     assert [(row["dropout"], row["T"]) for row in rows] == [(p, T) for p in (0, 0.1) for T in (64, 512, 2048)]
     for row in rows:
         for path in ("fused", "explicit"):
@@ -53,82 +53,83 @@ def test_attention_is_measured_into_a_table_a_json_file_and_a_picture(tmp_path: 
     for color in ((31, 119, 180), (255, 127, 14)):  # matplotlib's tab:blue and tab:orange
         assert (abs(picture - color).max(axis=-1) < 2).sum() > 500
 
-    if sys.platform == "linux":  # elsewhere the system tells a lower bound of the memory
+    if sys.platform == "linux":  # peak memory is a lower bound on other systems
         short, long, dropped = rows[1], rows[2], rows[5]
-        weights = 2 * 2048**2 * 4 / 2**20  # MB of the two heads' matrices at T = 2048
+        weights = 2 * 2048**2 * 4 / 2**20  # MB of the T×T matrices of two heads at T = 2048
         assert long["explicit MB"] > 2 * weights > weights > long["fused MB"]
         assert math.log(long["explicit MB"] / short["explicit MB"], 4) > 1.6
         assert math.log(long["fused MB"] / short["fused MB"], 4) < 1.4
-        # The kernel that is named is the one that memory shows.
+        # The kernel in the table agrees with the measured memory.
         assert (dropped["kernel"] is None) == (dropped["fused MB"] > weights)
         assert long["kernel"] == "flash"
 
 
 @pytest.mark.parametrize("sizes", ["", "64,", "0", "-1", "many"])
-def test_impossible_lengths_are_one_line(sizes: str, tmp_path: Path) -> None:
+def test_invalid_sequence_lengths_are_rejected_with_one_line(sizes: str, tmp_path: Path) -> None:
     done = bench("attention", f"--sizes={sizes}", folder=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert f"--sizes={sizes} " in done.stderr
 
 
-def figures(folder: Path, name: str) -> dict[str, float]:
-    """The figures of a benchmark of one round."""
+def measurements(folder: Path, name: str) -> dict[str, float]:
+    """The measurements of a benchmark with one round."""
     (row,) = json.loads((folder / "runs" / "bench" / f"{name}.json").read_text(encoding="utf-8"))["rows"]
     return row
 
 
 @pytest.mark.slow
-def test_recipes_are_timed_beside_a_bare_loop_of_theirs(small: list[str], tmp_path: Path) -> None:
+def test_the_step_benchmark_compares_recipes_with_bare_loops(small: list[str], tmp_path: Path) -> None:
     options = ["--recipes", "sprint_cpu,nanogpt_cpu", "--rounds", "1", "--steps", "12"]
     done = bench("step", *options, "--overrides", *small, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    told = figures(tmp_path, "step")
+    results = measurements(tmp_path, "step")
     for recipe in ("sprint_cpu", "nanogpt_cpu"):
-        ours, bare = (told[f"{recipe}: {name} tokens/s"] for name in ("minigpt", "bare"))
-        assert told[f"{recipe}: ratio"] == pytest.approx(ours / bare)
-        assert 0 < told[f"{recipe}: minigpt share"] < 1
-        assert told[f"{recipe}: minigpt share"] / told[f"{recipe}: bare share"] == pytest.approx(ours / bare)
-    assert told["nanogpt_cpu: baseline tokens/s"] > 0
+        ours, bare = (results[f"{recipe}: {name} tokens/s"] for name in ("minigpt", "bare"))
+        assert results[f"{recipe}: ratio"] == pytest.approx(ours / bare)
+        utilization, bare_utilization = (results[f"{recipe}: {name} utilization"] for name in ("minigpt", "bare"))
+        assert 0 < utilization < 1
+        assert utilization / bare_utilization == pytest.approx(ours / bare)
+    assert results["nanogpt_cpu: baseline tokens/s"] > 0
 
 
 @pytest.mark.slow
-def test_what_is_for_a_gpu_is_measured_by_one_command(small: list[str], tmp_path: Path) -> None:
+def test_the_gpu_benchmark_measures_all_gpu_recipes(small: list[str], tmp_path: Path) -> None:
     options = ["--rounds", "1", "--overrides", *small, "compile=false"]
     done = bench("gpu", *options, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    told = figures(tmp_path, "gpu")
-    assert told["best_gpu: best loss"] > 0
-    assert math.isnan(told["fast_gpu: steps to 1.4655"])  # not in 20 steps of a tiny model
-    assert told["gpt2: tokens_per_second"] > 0
+    results = measurements(tmp_path, "gpu")
+    assert results["best_gpu: best loss"] > 0
+    assert math.isnan(results["fast_gpu: steps to 1.4655"])  # a tiny model does not reach it in 20 steps
+    assert results["gpt2: tokens_per_second"] > 0
 
 
-def test_without_a_gpu_its_benchmark_says_so_in_one_line(tmp_path: Path) -> None:
+def test_the_gpu_benchmark_without_a_gpu_fails_with_one_line(tmp_path: Path) -> None:
     done = bench("gpu", folder=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "no CUDA GPU" in done.stderr
+    assert "found no CUDA GPU" in done.stderr
 
 
 @pytest.fixture
 def nanogpt(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script of the baseline."""
+    """The module of the baseline."""
     monkeypatch.syspath_prepend(str(SCRIPTS / "bench"))
     import bare_nanogpt
 
     return bare_nanogpt
 
 
-def test_the_baseline_is_the_recipe_nanogpt_cpu(nanogpt: ModuleType) -> None:
-    """Of one size, one loss at equal weights, and one learning rate at every step."""
+def test_the_baseline_equals_the_recipe_nanogpt_cpu(nanogpt: ModuleType) -> None:
+    """Same size, same loss with the same weights, same learning rate at every step."""
     torch.manual_seed(0)
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         cfg = compose("train", overrides=["experiment=nanogpt_cpu"])
     ours, baseline = GPT(GPTConfig(**{**cfg.model, "vocab_size": 65})), nanogpt.GPT(65)
     assert sum(p.numel() for p in baseline.parameters()) == ours.num_params() == 804_096
     assert (cfg.data.batch_size, cfg.model.block_size) == (nanogpt.BATCH, nanogpt.BLOCK)
-    with torch.no_grad():  # both list their parameters from the embeddings to the last norm, block by block
-        for mine, theirs in zip(ours.parameters(), baseline.parameters(), strict=True):
-            assert mine.shape == theirs.shape
-            mine.copy_(theirs.normal_(std=0.2))
+    with torch.no_grad():  # both order parameters from the embeddings to the final norm, block by block
+        for weight, reference in zip(ours.parameters(), baseline.parameters(), strict=True):
+            assert weight.shape == reference.shape
+            weight.copy_(reference.normal_(std=0.2))
     x, y = torch.randint(65, (2, 3, 64))
     torch.testing.assert_close(baseline(x, y), ours(x, y))
     peak = cfg.optimizer.lr
@@ -138,7 +139,7 @@ def test_the_baseline_is_the_recipe_nanogpt_cpu(nanogpt: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("characters", [2, 65, 5 * 64 + 7])
-def test_the_baseline_scores_every_token_but_the_first(
+def test_the_baseline_validates_on_every_token_but_the_first(
     nanogpt: ModuleType, monkeypatch: pytest.MonkeyPatch, characters: int
 ) -> None:
     torch.manual_seed(0)
@@ -152,13 +153,13 @@ def test_the_baseline_scores_every_token_but_the_first(
 
 
 @pytest.mark.slow
-def test_the_baseline_and_the_recipes_are_timed_by_one_command(small: list[str], tmp_path: Path) -> None:
+def test_the_time_to_loss_benchmark_runs_the_baseline_and_the_recipes(small: list[str], tmp_path: Path) -> None:
     done = bench("time_to_loss", "--rounds", "1", "--losses", "4,0.1", "--overrides", *small, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    told = json.loads((tmp_path / "runs" / "bench" / "time_to_loss.json").read_text(encoding="utf-8"))
-    assert [row["recipe"] for row in told["rows"]] == ["baseline", "sprint_cpu", "sprint_4x128_cpu", "fast_cpu"]
-    assert [len(row["curve"]) for row in told["rows"]] == [2, 4, 2, 2]
-    for row in told["rows"]:
+    results = json.loads((tmp_path / "runs" / "bench" / "time_to_loss.json").read_text(encoding="utf-8"))
+    assert [row["recipe"] for row in results["rows"]] == ["baseline", "sprint_cpu", "sprint_4x128_cpu", "fast_cpu"]
+    assert [len(row["curve"]) for row in results["rows"]] == [2, 4, 2, 2]
+    for row in results["rows"]:
         assert row["curve"][-1]["step"] == 20
         first = next(point for point in row["curve"] if point["loss"] <= 4)
         assert row["crossings"] == {"4.0": first, "0.1": None}
@@ -167,14 +168,14 @@ def test_the_baseline_and_the_recipes_are_timed_by_one_command(small: list[str],
     assert image.imread(tmp_path / "runs" / "bench" / "time_to_loss.png").shape[1] >= 1000
 
 
-def test_what_a_measured_run_says_when_it_fails_is_handed_on(tmp_path: Path) -> None:
+def test_the_error_of_a_failed_run_is_printed(tmp_path: Path) -> None:
     done = bench("time_to_loss", "--recipes", "sprnt_cpu", "--rounds", "1", folder=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "experiment=sprnt_cpu does not exist (did you mean sprint_cpu?)" in done.stderr
 
 
 @pytest.mark.slow
-def test_decoding_is_timed_beside_a_loop_and_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sampling_benchmark_compares_with_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS / "bench"))
     import sampling
 
@@ -187,7 +188,7 @@ def test_decoding_is_timed_beside_a_loop_and_transformers(tmp_path: Path, monkey
         )
         assert row[f"tiny, {streams}: over no cache"] == pytest.approx(ours / loop)
         assert row[f"tiny, {streams}: over transformers"] == pytest.approx(ours / other)
-    bound = 1e9 * row["memory GB/s"] / (4 * (65 * 16 + 12 * 16**2 + 3 * 16))  # the weights, in bytes
+    bound = 1e9 * row["memory GB/s"] / (4 * (65 * 16 + 12 * 16**2 + 3 * 16))  # size of the weights, bytes
     assert row["tiny, 1 stream: share of the memory's bound"] == pytest.approx(
         row["tiny, 1 stream: minigpt tokens/s"] / bound
     )
@@ -195,8 +196,8 @@ def test_decoding_is_timed_beside_a_loop_and_transformers(tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_timed_beside_the_steps_between_two(small: list[str], tmp_path: Path) -> None:
-    # The bench's own settings come first, so these hold.
+def test_the_saving_benchmark_relates_checkpoint_time_to_training_time(small: list[str], tmp_path: Path) -> None:
+    # Later overrides win over those of the benchmark.
     own = [setting for setting in small if not setting.startswith(("max_steps", "eval_every", "model.n_head"))]
     done = bench("saving", "--rounds", "1", "--overrides", *own, "model.n_head=2", folder=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Every code line of the pages in docs/ runs, and prints what the page says that it prints."""
+"""The code blocks of the pages in docs/ run, and print the output that the page shows."""
 
 import contextlib
 import io
@@ -18,7 +18,7 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 @pages
-def test_every_code_block_runs_and_prints_what_follows_it(page: Path) -> None:
+def test_every_code_block_runs_and_prints_the_output_that_follows(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     blocks = list(FENCE.finditer(text))
     assert text.count("```") == 2 * len(blocks)
@@ -28,32 +28,32 @@ def test_every_code_block_runs_and_prints_what_follows_it(page: Path) -> None:
         language, body = block.groups()
         line = text.count("\n", 0, block.start()) + 1
         if language == "text":
-            assert body == printed, f"{page.name}, line {line}: the code before it prints\n{printed}"
+            assert body == printed, f"{page.name}, line {line}: the code above prints\n{printed}"
             printed = ""
             continue
-        # A block of another language would be code that nothing runs.
+        # Code in any other language would be untested.
         assert language == "python", f"{page.name}, line {line}"
-        assert not printed, f"{page.name}: what the code before line {line} prints is not shown\n{printed}"
+        assert not printed, f"{page.name}: the output of the code above line {line} is not shown\n{printed}"
         with contextlib.redirect_stdout(io.StringIO()) as output:
-            # The empty lines make a traceback name the line of the page.
+            # Empty lines make the line numbers of a traceback those of the page.
             exec(compile("\n" * line + body, str(page), "exec"), names)
         printed = output.getvalue()
-    assert not printed, f"{page.name}: what its last code prints is not shown\n{printed}"
+    assert not printed, f"{page.name}: the output of the last code block is not shown\n{printed}"
 
 
 @pages
-def test_every_file_that_a_page_points_to_exists(page: Path) -> None:
+def test_every_linked_file_of_a_page_exists(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
 
 
-def test_the_page_on_attention_has_code() -> None:
+def test_the_attention_page_has_code() -> None:
     (page,) = (page for page in PAGES if page.name == "attention.md")
     assert len(FENCE.findall(page.read_text(encoding="utf-8"))) > 10
 
 
 @pytest.mark.slow
-def test_every_setting_of_the_recipes_exists() -> None:
+def test_every_override_in_the_tables_of_recipes_is_valid() -> None:
     (page,) = (page for page in PAGES if page.name == "recipes.md")
     cells = re.findall(r"\| `([^`]+=[^`]+)` \|$", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(cells) > 20

@@ -1,4 +1,4 @@
-"""Every command of the README runs; training runs are cut short."""
+"""Every command of the README runs, with few training steps."""
 
 import os
 import re
@@ -20,12 +20,12 @@ SHORT = [
     "callbacks.samples.max_new_tokens=5",
 ]
 SMALL_SWEEP = ["model.n_head=2", "model.n_embd=8,16"]
-PROCESSES = {"-m", "trainer.devices=2", "logger=wandb", "--interactive"}  # what is about processes of its own
-LONG = {"-m", "trainer.devices=2", "scripts/bench", "logger=wandb", "experiment=nanogpt_gpu"}
+SUBPROCESS = {"-m", "trainer.devices=2", "logger=wandb", "--interactive"}  # arguments that need a new process
+SLOW = {"-m", "trainer.devices=2", "scripts/bench", "logger=wandb", "experiment=nanogpt_gpu"}
 
 
 def commands(first: str) -> list[list[str]]:
-    """The README's commands that begin so, each once."""
+    """The distinct commands of the README whose first word is `first`."""
     blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
     lines = (words for line in "".join(blocks).splitlines() if (words := shlex.split(line, comments=True)))
     return [list(words) for words in dict.fromkeys(map(tuple, lines)) if words[0] == first]
@@ -34,33 +34,33 @@ def commands(first: str) -> list[list[str]]:
 def call(script: str, *arguments: str, folder: Path) -> str:
     env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     env |= {"HOME": str(folder), "NETRC": str(folder / "none")}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, str(ROOT / script), *arguments],
         cwd=folder,
         env=env,
-        input="ROMEO:\n",  # to what waits for a person
+        input="ROMEO:\n",  # for --interactive
         capture_output=True,
         text=True,
         check=False,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which a run was trained."""
+    """A working directory with one completed run."""
     folder = tmp_path_factory.mktemp("trained")
-    (folder / "all.txt").write_text(f"{string.printable}\n" * 200)  # every prompt's characters
+    (folder / "all.txt").write_text(f"{string.printable}\n" * 200)  # contains the characters of all prompts
     call("scripts/train.py", f"data.path={folder}/all.txt", *SHORT, folder=folder)
     (folder / "runs" / "sweeps").mkdir()
     (folder / "runs" / "sweeps" / "latest").symlink_to((folder / "runs" / "latest").resolve())
     return folder
 
 
-def here(script: str, *arguments: str) -> None:
-    """Run a script as the command line does, but without a process, whose imports take longer than the commands."""
+def call_in_process(script: str, *arguments: str) -> None:
+    """Run a script in this process, because the imports of a new process take longer than the command."""
     GlobalHydra.instance().clear()
     code: object = 0
     with pytest.MonkeyPatch.context() as patch:
@@ -68,14 +68,14 @@ def here(script: str, *arguments: str) -> None:
         patch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
         try:
             runpy.run_path(str(ROOT / script), run_name="__main__")
-        except SystemExit as ended:
-            code = ended.code
+        except SystemExit as exit_:
+            code = exit_.code
     assert not code
 
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(words, marks=[pytest.mark.slow] if LONG & {*words} else []) for words in commands("python")],
+    [pytest.param(words, marks=[pytest.mark.slow] if SLOW & {*words} else []) for words in commands("python")],
     ids=" ".join,
 )
 def test_every_script_command_runs(
@@ -96,15 +96,15 @@ def test_every_script_command_runs(
         arguments += [*SMALL_SWEEP, f"data.path={text}", f"data.folder={tmp_path}/data"] if "-m" in arguments else []
         arguments += ["trainer.accelerator=cpu"] if "trainer.devices=2" in arguments else []
     if script == "scripts/bench":
-        own = [f"data.path={text}", f"data.folder={tmp_path}/data", "log_every=1"]
-        arguments += ["--rounds", "1", "--out", "bench.json", "--overrides", *SHORT, *own]
-    if PROCESSES & set(arguments) or script == "scripts/bench":
-        said = call(script, *arguments, folder=tmp_path)
+        small_data = [f"data.path={text}", f"data.folder={tmp_path}/data", "log_every=1"]
+        arguments += ["--rounds", "1", "--out", "bench.json", "--overrides", *SHORT, *small_data]
+    if SUBPROCESS & set(arguments) or script == "scripts/bench":
+        output = call(script, *arguments, folder=tmp_path)
     else:
         monkeypatch.chdir(tmp_path)
-        here(script, *arguments)
-        said = capsys.readouterr().out
-    assert said.strip()
+        call_in_process(script, *arguments)
+        output = capsys.readouterr().out
+    assert output.strip()
 
 
 def test_the_readme_has_commands() -> None:
@@ -118,7 +118,7 @@ def test_every_make_target_exists() -> None:
         subprocess.run(["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True)
 
 
-def test_what_the_readme_installs_exists() -> None:
+def test_every_extra_of_the_readme_exists() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     for extra in re.findall(r'pip install -e "\.\[(\w+)\]"', README):
         assert extra in extras
@@ -127,13 +127,22 @@ def test_what_the_readme_installs_exists() -> None:
 
 def test_the_python_example_runs(trained: Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    text = f'"data.path={trained}/all.txt", '  # the sprint's text may have to be downloaded
+    text = f'"data.path={trained}/all.txt", '  # no download
     assert example.count('train(["') == 1
     example = example.replace('train(["', f'train([{text}"')
     subprocess.run([sys.executable, "-c", example], cwd=trained, check=True, capture_output=True)
 
 
-def test_every_file_that_the_documents_point_to_exists() -> None:
-    for document in ("README.md", "CONTRIBUTING.md"):
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", (ROOT / document).read_text(encoding="utf-8")):
-            assert (ROOT / target).exists(), target
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/reliability.md"])
+def test_every_file_that_a_document_names_exists(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    links = [(ROOT / document).parent / target for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", text)]
+    paths = re.findall(r"`((?:minigpt|scripts|configs|tests|docs|hydra_plugins)/[\w./]*)`", text)
+    assert not [str(path) for path in [*links, *map(ROOT.joinpath, paths)] if not path.exists()]
+
+
+def test_every_module_of_the_layout_exists() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (layout,) = re.findall(r"```\nminigpt/\n(.*?)```", text, re.DOTALL)
+    files = {file.name for folder in ("minigpt", "scripts") for file in (ROOT / folder).rglob("*.py")}
+    assert not set(re.findall(r"\w+\.py", layout)) - files

@@ -1,4 +1,4 @@
-"""A sweep through a real SLURM of one node, which this file starts with its state in a folder of its own."""
+"""Runs and sweeps on a real single-node SLURM, which a fixture starts in a temporary folder."""
 
 import json
 import os
@@ -56,8 +56,8 @@ PartitionName=debug Nodes={host} Default=YES MaxTime=INFINITE State=UP
 
 @pytest.fixture
 def slurm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A SLURM that commands find by SLURM_CONF; it ends with the test."""
-    folder = Path(tempfile.mkdtemp(prefix="slurm"))  # short, for a socket's name may have 107 letters
+    """Start SLURM for one test; its commands read SLURM_CONF."""
+    folder = Path(tempfile.mkdtemp(prefix="slurm"))  # a short path: the limit for a socket is 107 characters
     with socket.socket() as one, socket.socket() as two:
         for free in (one, two):
             free.bind(("127.0.0.1", 0))
@@ -78,7 +78,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         while "idle" not in subprocess.run(["sinfo", "-h", "-o", "%T"], capture_output=True, text=True).stdout:
             if time.monotonic() > deadline:
                 log = "".join(file.read_text()[-500:] for file in folder.glob("slurm*.log"))
-                pytest.fail(f"SLURM does not come up: {log}")
+                pytest.fail(f"SLURM did not start within 30 s: {log}")
             time.sleep(0.3)
         yield folder
     finally:
@@ -88,29 +88,29 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_the_jobs_of_a_sweep_are_one_array_and_a_failing_one_is_in_the_table(
+def test_a_sweep_is_one_array_job_and_its_table_lists_failed_runs(
     slurm: Path, launch: Callable[..., Any], tmp_path: Path
 ) -> None:
     cluster = ["hydra/launcher=submitit_slurm", "hydra.launcher.n_jobs=1"]
     swept = launch("train.py", "hydra.mode=MULTIRUN", "max_steps=10", "optimizer.lr=1e-3,1e30", *cluster, cwd=tmp_path)
     assert swept.returncode == 1, swept.stderr
-    assert swept.stderr.splitlines()[-1] == "error: 1 of 2 runs failed; the table says why"
-    good, bad = read_sweep((tmp_path / "runs" / "sweeps" / "latest").resolve())
-    assert (good.status, bad.status) == (COMPLETED, "failed")
-    assert "the loss became nan" in bad.reason
+    assert swept.stderr.splitlines()[-1].startswith("error: 1 of 2 runs failed")
+    completed, failed = read_sweep((tmp_path / "runs" / "sweeps" / "latest").resolve())
+    assert (completed.status, failed.status) == (COMPLETED, "failed")
+    assert "the loss became nan" in failed.reason
     assert "the loss became nan" in swept.stdout
-    assert re.search(rf"1 +0\.001 +{good.val_loss:.4f} ", swept.stdout)
+    assert re.search(rf"1 +0\.001 +{completed.val_loss:.4f} ", swept.stdout)
     folders = [
-        path.name for path in (good.folder.parent / ".submitit").iterdir() if re.fullmatch(r"\d+_\d+", path.name)
+        path.name for path in (completed.folder.parent / ".submitit").iterdir() if re.fullmatch(r"\d+_\d+", path.name)
     ]
     assert sorted(name.partition("_")[2] for name in folders) == ["0", "1"]
     assert len({name.partition("_")[0] for name in folders}) == 1
-    known = subprocess.run(["scontrol", "show", "jobs"], capture_output=True, text=True, check=True).stdout
-    assert sorted(re.findall(r"ArrayTaskId=(\d)", known)) == ["0", "1"]
-    assert set(re.findall(r"ArrayTaskThrottle=(\d)", known)) == {"1"}
+    jobs = subprocess.run(["scontrol", "show", "jobs"], capture_output=True, text=True, check=True).stdout
+    assert sorted(re.findall(r"ArrayTaskId=(\d)", jobs)) == ["0", "1"]
+    assert set(re.findall(r"ArrayTaskThrottle=(\d)", jobs)) == {"1"}
 
 
-def test_the_jobs_of_a_sweep_that_must_make_place_go_on_when_they_are_queued_again(
+def test_preempted_jobs_of_a_sweep_are_requeued_and_resume(
     slurm: Path, small: list[str], launch: Callable[..., Any], tmp_path: Path
 ) -> None:
     longer = ["max_steps=800", "eval_every=100"]
@@ -118,45 +118,45 @@ def test_the_jobs_of_a_sweep_that_must_make_place_go_on_when_they_are_queued_aga
     with open(tmp_path / "sweep.log", "wb") as log:
         sweep = subprocess.Popen([*command, "hydra/launcher=submitit_slurm"], cwd=tmp_path, stdout=log, stderr=log)
     try:
-        begun = lambda: len(list(tmp_path.glob("runs/sweeps/*/*/checkpoints/last.safetensors"))) == 2  # noqa: E731
-        wait("the runs have checkpoints", lambda: begun() or sweep.poll() is not None)
-        subprocess.run(["scancel", "--signal=USR2", "--user=root"], check=True)  # which submitit asks SLURM for
+        checkpoints = "runs/sweeps/*/*/checkpoints/last.safetensors"
+        wait("checkpoints", lambda: len(list(tmp_path.glob(checkpoints))) == 2 or sweep.poll() is not None)
+        subprocess.run(["scancel", "--signal=USR2", "--user=root"], check=True)  # submitit's preemption signal
         assert sweep.wait(300) == 0, (tmp_path / "sweep.log").read_text()
     finally:
         sweep.kill()
     (run, _) = read_sweep((tmp_path / "runs" / "sweeps" / "latest").resolve())
-    said = [file.read_text() for file in (run.folder.parent / ".submitit").glob("*/*.out")]
-    assert [words.count("Starting") for words in said] == [2, 2]
-    launch("train.py", *longer, "seed=7", f"hydra.run.dir={tmp_path}/whole")
-    ends = (load_checkpoint(path)[0].state_dict() for path in (run.folder, tmp_path / "whole"))
-    assert all(map(torch.equal, *(end.values() for end in ends)))
+    logs = [file.read_text() for file in (run.folder.parent / ".submitit").glob("*/*.out")]
+    assert [log.count("Starting") for log in logs] == [2, 2]
+    launch("train.py", *longer, "seed=7", f"hydra.run.dir={tmp_path}/uninterrupted")
+    weights = (load_checkpoint(path)[0].state_dict() for path in (run.folder, tmp_path / "uninterrupted"))
+    assert all(map(torch.equal, *(w.values() for w in weights)))
 
 
-PREEMPTED = """#!/bin/bash
+JOB_SCRIPT = """#!/bin/bash
 #SBATCH --requeue --open-mode=append --output={folder}.log
 srun {python} {script} {small} resume=auto hydra.run.dir={folder}
 [ $? = 75 ] && scontrol requeue $SLURM_JOB_ID
 """
 
 
-def wait(what: str, condition: Callable[[], Any]) -> None:
+def wait(event: str, condition: Callable[[], Any]) -> None:
     deadline = time.monotonic() + 300
     while not condition():
-        assert time.monotonic() < deadline, what
+        assert time.monotonic() < deadline, f"timeout while waiting for {event}"
         time.sleep(0.2)
 
 
 @pytest.mark.parametrize("tasks", [1, 2])
-def test_a_job_that_must_make_place_is_queued_again_and_ends_as_if_nothing_had_been(
+def test_a_preempted_job_is_requeued_and_its_result_equals_an_uninterrupted_run(
     slurm: Path, small: list[str], launch: Callable[..., Any], tmp_path: Path, tasks: int
 ) -> None:
     folder, longer = tmp_path / "run", ["max_steps=800", "eval_every=400"]
     file = tmp_path / "job.sh"
     script, settings = ROOT / "scripts" / "train.py", " ".join([*small, *longer])
-    file.write_text(PREEMPTED.format(python=sys.executable, script=script, small=settings, folder=folder))
+    file.write_text(JOB_SCRIPT.format(python=sys.executable, script=script, small=settings, folder=folder))
     options = [f"--ntasks={tasks}", f"--ntasks-per-node={tasks}"]
-    sent = subprocess.run(["sbatch", "--parsable", *options, str(file)], capture_output=True, text=True, check=True)
-    job = sent.stdout.strip()
+    sbatch = ["sbatch", "--parsable", *options, str(file)]
+    job = subprocess.run(sbatch, capture_output=True, text=True, check=True).stdout.strip()
 
     def log() -> str:
         return Path(f"{folder}.log").read_text() if Path(f"{folder}.log").exists() else ""
@@ -164,20 +164,20 @@ def test_a_job_that_must_make_place_is_queued_again_and_ends_as_if_nothing_had_b
     def state() -> str:
         return subprocess.run(["squeue", "-h", "-o", "%T", "-j", job], capture_output=True, text=True).stdout.strip()
 
-    wait("the run begins", lambda: (folder / "metrics.csv").exists())
+    wait("the first row of metrics.csv", lambda: (folder / "metrics.csv").exists())
     subprocess.run(["scancel", "--signal=USR1", job], check=True)
-    wait("the run ends in order", lambda: "interrupted by SIGUSR1" in log())
-    wait("the job is done", lambda: not state())
+    wait("the interrupted run", lambda: "interrupted by SIGUSR1" in log())
+    wait("the end of the job", lambda: not state())
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["world_size"]) == ("completed", 800, tasks), log()
     assert log().count("interrupted") == 1
     if tasks == 1:
-        launch("train.py", *longer, f"hydra.run.dir={tmp_path}/whole")
-        ends = (load_checkpoint(path)[0].state_dict() for path in (folder, tmp_path / "whole"))
-        assert all(map(torch.equal, *(end.values() for end in ends)))
+        launch("train.py", *longer, f"hydra.run.dir={tmp_path}/uninterrupted")
+        weights = (load_checkpoint(path)[0].state_dict() for path in (folder, tmp_path / "uninterrupted"))
+        assert all(map(torch.equal, *(w.values() for w in weights)))
 
 
-def test_processes_that_srun_starts_name_one_run_folder(slurm: Path, small: list[str], tmp_path: Path) -> None:
+def test_all_processes_of_srun_use_one_run_folder(slurm: Path, small: list[str], tmp_path: Path) -> None:
     command = ["srun", "-n2", "--ntasks-per-node=2", sys.executable, str(ROOT / "scripts" / "train.py"), *small]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""A few trials of every fault that is quick to try; `make faults` tries all of them, often."""
+"""A few trials of every fault that is quick to inject; `make faults` runs many trials of all faults."""
 
 from pathlib import Path
 
@@ -8,11 +8,11 @@ from faults.all import FAULTS
 
 
 @pytest.mark.parametrize(
-    ("fault", "number"),
-    [pytest.param(fault, number, id=f"{fault.name} {number}") for fault in FAULTS for number in range(fault.quick)],
+    ("fault", "seed"),
+    [pytest.param(fault, seed, id=f"{fault.name} {seed}") for fault in FAULTS for seed in range(fault.quick_trials)],
 )
-def test_a_run_survives(fault: Fault, number: int, tmp_path: Path) -> None:
+def test_a_run_recovers_from_a_fault(fault: Fault, seed: int, tmp_path: Path) -> None:
     try:
-        fault(tmp_path, number)
+        fault(tmp_path, seed)
     except Skipped as reason:
         pytest.skip(str(reason))

@@ -1,7 +1,7 @@
-"""Harm done to real runs: `python -m tests.robustness.faults` tries it often, `tests/test_faults.py` a few times.
+"""Fault injection into real runs: `python -m tests.robustness.faults` runs many trials, `test_faults.py` a few.
 
-A fault is a function that makes one trial in an empty folder: it starts `scripts/train.py`, harms it, and
-raises an `AssertionError` that says what was lost, if anything was.
+A fault is a function that runs one trial in an empty folder: start `scripts/train.py`, inject the fault, and raise
+`AssertionError` if the run does not recover.
 """
 
 from collections.abc import Callable
@@ -13,27 +13,28 @@ Trial = Callable[[Path, Random], str | float | None]
 
 
 class Skipped(Exception):
-    """This machine cannot do this harm; says why."""
+    """This machine cannot inject the fault."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A row of the table.
+    """One row of the table.
 
     Args:
-        name: what is done, in the words of the table.
-        trial: does it once, and may say in a few words what it met, or what share of an unharmed run's time it took.
-        times: how often `make faults` tries it.
-        quick: how often the test suite does.
-        alone: nothing runs beside a trial, for it is timed.
+        name: of the row.
+        trial: runs one trial in a folder. Returns a short note, or the training time relative to a run without the
+            fault, or None.
+        trials: number of trials of `make faults`.
+        quick_trials: number of trials of the test suite.
+        exclusive: run one trial at a time, because the trial measures time.
     """
 
     name: str
     trial: Trial
-    times: int
-    quick: int = 1
-    alone: bool = False
+    trials: int
+    quick_trials: int = 1
+    exclusive: bool = False
 
-    def __call__(self, place: Path, seed: object) -> str | float | None:
-        """One trial, the same for the same seed as far as clocks allow."""
-        return self.trial(place, Random(f"{self.name} {seed}"))
+    def __call__(self, workdir: Path, seed: object) -> str | float | None:
+        """Run one trial; its random choices depend on name and seed alone."""
+        return self.trial(workdir, Random(f"{self.name} {seed}"))

@@ -1,4 +1,4 @@
-"""Every fault, in the order of the table."""
+"""All faults, in the order of the table."""
 
 from . import disks, processes, server
 

@@ -1,4 +1,4 @@
-"""Processes that end: killed, asked to end, killed between two files, one rank of two, two in one folder."""
+"""Faults in processes: killed, interrupted, killed between two file operations, one of two ranks killed."""
 
 import os
 import signal
@@ -9,155 +9,154 @@ from random import Random
 from minigpt.checkpoints.checkpoint import BEST, LAST, PREVIOUS, load_checkpoint
 
 from . import Fault, Trial
-from .tools import EVAL_EVERY, STEPS, Run, goes_on, operations, reference, same
+from .tools import EVAL_EVERY, STEPS, Run, assert_resumes, assert_same_run, count_file_operations, reference
 
 TWO_RANKS = ("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2")
-ENDLESS = ("max_steps=1000000", "eval_every=1000000")
 
 
-def wait_a_while(run: Run, rng: Random) -> bool:
-    """Let a run come to any moment of its life; False if it has ended."""
-    step = rng.randrange(STEPS)  # 0: while it prepares
+def wait_until_random_time(run: Run, rng: Random) -> bool:
+    """Wait until a random time of a run; returns False if the run has ended."""
+    step = rng.randrange(STEPS)  # 0: before training starts
     share = rng.random()
-    run.until(run.folder.exists)
-    run.until_step(step)
+    run.wait_for(run.folder.exists)
+    run.wait_for_step(step)
     time.sleep(share * (0.2 if step else 1))
     return run.poll() is None
 
 
-def killed_anywhere(place: Path, rng: Random) -> str | None:
-    """SIGKILL at any moment from the first file operation of a run to its end."""
-    run = Run(place / "run")
-    alive = wait_a_while(run, rng)
+def kill_at_random_time(workdir: Path, rng: Random) -> str | None:
+    """SIGKILL between the first file operation of a run and its end."""
+    run = Run(workdir / "run")
+    alive = wait_until_random_time(run, rng)
     run.kill()
-    goes_on(place / "run")
-    return None if alive else "after its end"
+    assert_resumes(workdir / "run")
+    return None if alive else "after the run had ended"
 
 
-def killed_in_a_write(place: Path, rng: Random) -> str | None:
-    """SIGKILL while one of the checkpoints is being written."""
+def kill_during_checkpoint_write(workdir: Path, rng: Random) -> str | None:
+    """SIGKILL while a checkpoint is written."""
     nth, delay = rng.randrange(STEPS // EVAL_EVERY), rng.uniform(0, 0.01)
-    run = Run(place / "run")
-    run.until_step(nth * EVAL_EVERY)
-    run.until(lambda: len(partials(run.folder)) > 0, every=0)
+    run = Run(workdir / "run")
+    run.wait_for_step(nth * EVAL_EVERY)
+    run.wait_for(lambda: len(partial_checkpoints(run.folder)) > 0, poll_seconds=0)
     time.sleep(delay)
     run.kill()
-    hit = partials(run.folder)
-    goes_on(run.folder)
-    return "with half a checkpoint beside it" if hit else None
+    partial = partial_checkpoints(run.folder)
+    assert_resumes(run.folder)
+    return "with a partial checkpoint file" if partial else None
 
 
-def partials(folder: Path) -> list[str]:
-    """Names of the checkpoints that are being written."""
+def partial_checkpoints(folder: Path) -> list[str]:
+    """Names of the temporary files of checkpoints."""
     try:
         return [file for file in os.listdir(folder / "checkpoints") if file.startswith(".last.")]
     except FileNotFoundError:
         return []
 
 
-def killed_between_files(place: Path, rng: Random) -> None:
-    """SIGKILL right before any one of the file operations that a run makes in its folder."""
-    run = Run(place / "run", struck=(rng.randint(1, operations()), signal.SIGKILL))
+def kill_before_file_operation(workdir: Path, rng: Random) -> None:
+    """SIGKILL right before a random file operation in the run folder."""
+    run = Run(workdir / "run", signal_at=(rng.randint(1, count_file_operations()), signal.SIGKILL))
     assert run.wait() == 128 + signal.SIGKILL, run.stderr
-    goes_on(run.folder)
+    assert_resumes(run.folder)
 
 
-def asked_to_end(signum: signal.Signals, *, starting: bool, place: Path, rng: Random) -> str | None:
-    """A signal at any moment: the run says so in one line at most, ends with the code that tells it, and goes on."""
+def interrupt(signum: signal.Signals, *, startup: bool, workdir: Path, rng: Random) -> str | None:
+    """Send a signal: the run prints at most one line, exits with the code of the signal, and resumes."""
     reference()
-    moment = rng.uniform(0.5, 5)  # before that the interpreter itself starts
-    run = Run(place / "run", cold=starting)
-    if starting:
-        time.sleep(moment)
+    seconds = rng.uniform(0.5, 5)  # before 0.5 s the interpreter itself is starting
+    run = Run(workdir / "run", cold_start=startup)
+    if startup:
+        time.sleep(seconds)
     else:
-        wait_a_while(run, rng)
+        wait_until_random_time(run, rng)
     run.signal(signum)
     code = run.wait(20)
     if code == 0:
-        same(run.folder, reference())
-        return "after its end"
-    assert code == (75 if signum == signal.SIGUSR1 else 128 + signum), f"exit code {code}, and on stderr: {run.stderr}"
-    assert len(run.said) <= 1, f"more than a line on stderr: {run.stderr}"
-    goes_on(run.folder)
+        assert_same_run(run.folder, reference())
+        return "after the run had ended"
+    assert code == (75 if signum == signal.SIGUSR1 else 128 + signum), f"exit code {code}; stderr: {run.stderr}"
+    assert len(run.messages) <= 1, f"more than one line on stderr: {run.stderr}"
+    assert_resumes(run.folder)
     return None
 
 
-def asked_twice(place: Path, rng: Random) -> str:
-    """Ctrl-C, and another one soon after: the run ends at once, and what is on disk can be loaded."""
-    run = Run(place / "run")
-    wait_a_while(run, rng)
+def interrupt_twice(workdir: Path, rng: Random) -> str:
+    """Press Ctrl-C twice: the run exits immediately, and its checkpoints load."""
+    run = Run(workdir / "run")
+    wait_until_random_time(run, rng)
     run.signal(signal.SIGINT)
     time.sleep(rng.uniform(0, 0.02))
     run.signal(signal.SIGINT)
-    pressed = time.monotonic()
+    start = time.monotonic()
     code = run.wait(20)
-    took = time.monotonic() - pressed
-    assert took < 3, f"it took {took:.1f} s to end"
-    assert code in (0, 130), f"exit code {code}, and on stderr: {run.stderr}"
+    seconds = time.monotonic() - start
+    assert seconds < 3, f"the run took {seconds:.1f} s to exit"
+    assert code in (0, 130), f"exit code {code}; stderr: {run.stderr}"
     for name in (LAST, PREVIOUS, BEST):
         if (run.folder / name).exists():
             load_checkpoint(run.folder / name)
     if code:
-        assert len(run.said) <= 1, f"more than a line on stderr: {run.stderr}"
-        goes_on(run.folder)
-    return f"ended in {'less' if took < 1 else 'more'} than a second"
+        assert len(run.messages) <= 1, f"more than one line on stderr: {run.stderr}"
+        assert_resumes(run.folder)
+    return f"exited in {'less' if seconds < 1 else 'more'} than 1 s"
 
 
-def one_rank_killed(place: Path, rng: Random) -> str:
-    """SIGKILL of either of two processes that train one model: the other ends too, soon, and the run goes on."""
-    took = float((reference(*TWO_RANKS) / "took").read_text())
-    moment, first = rng.uniform(0.3, 1) * took, rng.random() < 0.5
-    run = Run(place / "run", *TWO_RANKS, cold=True)
-    time.sleep(moment)
-    others = [pid for pid in run.survivors() if pid != run.pid]
-    victim = run.pid if first or not others else others[0]
+def kill_one_rank(workdir: Path, rng: Random) -> str:
+    """SIGKILL one of two ranks: the other rank exits within a minute, and the run resumes."""
+    run_seconds = float((reference(*TWO_RANKS) / "wall_seconds").read_text())
+    seconds, kill_first = rng.uniform(0.3, 1) * run_seconds, rng.random() < 0.5
+    run = Run(workdir / "run", *TWO_RANKS, cold_start=True)
+    time.sleep(seconds)
+    children = [pid for pid in run.live_processes() if pid != run.pid]
+    victim = run.pid if kill_first or not children else children[0]
     if run.poll() is None:
         os.kill(victim, signal.SIGKILL)
-    struck = time.monotonic()
+    killed_at = time.monotonic()
     code = run.wait(60)
-    while (left := run.survivors()) and time.monotonic() - struck < 60:
+    while (alive := run.live_processes()) and time.monotonic() - killed_at < 60:
         time.sleep(0.1)
-    if left:
+    if alive:
         run.kill()
-        raise AssertionError(f"a process of the run outlived it by a minute; it said: {run.stderr}")
+        raise AssertionError(f"a rank was still alive one minute after the other was killed; stderr: {run.stderr}")
     if code == 0:
-        same(run.folder, reference(*TWO_RANKS))
-        return "after its end"
+        assert_same_run(run.folder, reference(*TWO_RANKS))
+        return "after the run had ended"
     assert "Traceback" not in run.stderr, run.stderr
-    goes_on(run.folder, *TWO_RANKS, cold=True)
+    assert_resumes(run.folder, *TWO_RANKS, cold_start=True)
     return "rank 0" if victim == run.pid else "rank 1"
 
 
-def two_in_one_folder(place: Path, rng: Random) -> None:
-    """A run that is given the folder of one at work is refused in a line, and the first ends as ever."""
-    first = Run(place / "run")
-    assert first.until_step(rng.randrange(1, STEPS - 2 * EVAL_EVERY)), first.stderr
-    first.signal(signal.SIGSTOP)  # or it might be done before the second looks
-    second = Run(place / "run", *rng.choice(((), ("resume=auto",))))
+def start_second_run(workdir: Path, rng: Random) -> None:
+    """Start a second run in the folder of a live one: it exits with one line, and the first is unaffected."""
+    first = Run(workdir / "run")
+    assert first.wait_for_step(rng.randrange(1, STEPS - 2 * EVAL_EVERY)), first.stderr
+    first.signal(signal.SIGSTOP)  # it could finish before the second run checks the lock
+    second = Run(workdir / "run", *rng.choice(((), ("resume=auto",))))
     code = second.wait()
     first.signal(signal.SIGCONT)
     assert code == 2, second.stderr
-    assert len(second.said) == 1, second.stderr
-    assert "another run works in" in second.said[0], second.stderr
+    assert len(second.messages) == 1, second.stderr
+    assert "another run works in" in second.messages[0], second.stderr
     assert first.wait() == 0, first.stderr
-    same(place / "run", reference())
+    assert_same_run(workdir / "run", reference())
 
 
-def _asked(signum: signal.Signals, starting: bool = False) -> Trial:
-    return lambda place, rng: asked_to_end(signum, starting=starting, place=place, rng=rng)
+def _interrupt(signum: signal.Signals, startup: bool = False) -> Trial:
+    return lambda workdir, rng: interrupt(signum, startup=startup, workdir=workdir, rng=rng)
 
 
 FAULTS = [
-    Fault("SIGKILL at any moment", killed_anywhere, 50),
-    Fault("SIGKILL while a checkpoint is written", killed_in_a_write, 50),
-    Fault("SIGKILL before any one file operation", killed_between_files, 40),
-    Fault("SIGTERM at any moment", _asked(signal.SIGTERM), 20),
-    Fault("SIGINT at any moment", _asked(signal.SIGINT), 20),
-    Fault("SIGUSR1 at any moment, as of a scheduler", _asked(signal.SIGUSR1), 20, quick=0),
-    Fault("SIGTERM while it starts", _asked(signal.SIGTERM, starting=True), 6, quick=0),
-    Fault("SIGINT while it starts", _asked(signal.SIGINT, starting=True), 6, quick=0),
-    Fault("SIGUSR1 while it starts", _asked(signal.SIGUSR1, starting=True), 6, quick=0),
-    Fault("Ctrl-C twice", asked_twice, 8),
-    Fault("SIGKILL of one of two ranks", one_rank_killed, 10, quick=0),
-    Fault("two runs in one folder", two_in_one_folder, 6),
+    Fault("SIGKILL at a random time", kill_at_random_time, 50),
+    Fault("SIGKILL while a checkpoint is written", kill_during_checkpoint_write, 50),
+    Fault("SIGKILL before a random file operation", kill_before_file_operation, 40),
+    Fault("SIGTERM at a random time", _interrupt(signal.SIGTERM), 20),
+    Fault("SIGINT at a random time", _interrupt(signal.SIGINT), 20),
+    Fault("SIGUSR1 (preemption) at a random time", _interrupt(signal.SIGUSR1), 20, quick_trials=0),
+    Fault("SIGTERM during startup", _interrupt(signal.SIGTERM, startup=True), 6, quick_trials=0),
+    Fault("SIGINT during startup", _interrupt(signal.SIGINT, startup=True), 6, quick_trials=0),
+    Fault("SIGUSR1 (preemption) during startup", _interrupt(signal.SIGUSR1, startup=True), 6, quick_trials=0),
+    Fault("Ctrl-C twice", interrupt_twice, 8),
+    Fault("SIGKILL of one of two ranks", kill_one_rank, 10, quick_trials=0),
+    Fault("two runs in one run folder", start_second_run, 6),
 ]

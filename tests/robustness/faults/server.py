@@ -1,4 +1,4 @@
-"""Weights & Biases in trouble, in the middle of a run: a server of our own that stops answering as it should."""
+"""Faults of Weights & Biases in the middle of a run: a local test server that hangs or fails, a killed client."""
 
 import gzip
 import json
@@ -16,9 +16,9 @@ from random import Random
 from typing import Any
 
 from . import Fault, Trial
-from .tools import Run, reference, rows, same
+from .tools import Run, assert_same_run, metric_rows, reference
 
-LONGER = ("max_steps=600", "eval_every=150", "log_every=2")  # long enough to be timed
+LONG_RUN = ("max_steps=600", "eval_every=150", "log_every=2")  # long enough to measure its time
 BUCKET = {
     "id": "1",
     "displayName": "run",
@@ -30,39 +30,40 @@ VIEWER = {"id": "3", "entity": "me", "username": "me", "flags": "{}", "teams": {
 
 
 class Server(ThreadingHTTPServer):
-    """As much of the server as the client needs to begin a run; then `trouble` tells what becomes of it."""
+    """The part of the W&B API that a client needs to log a run; `fault` makes it hang, slow or fail."""
 
     daemon_threads = True
-    trouble: str | None = None
-    history = 0  # rows that were taken
+    fault: str | None = None
+    history_rows = 0  # received
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: a client that went away is meant."""
+        """Ignore disconnected clients."""
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Takes what is sent, answers what was asked."""
+    """Answer every request of the client."""
 
     protocol_version = "HTTP/1.1"
     server: Server
 
     def answer(self) -> None:
-        sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if self.server.trouble == "silent":
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.server.fault == "hang":
             threading.Event().wait(60)
-        if self.server.trouble == "slow":
+        if self.server.fault == "slow":
             time.sleep(1)
-        asked: dict[str, Any] = {}
-        if self.path.endswith(("/graphql", "/file_stream")):  # else it is a file
-            asked = json.loads(gzip.decompress(sent) if self.headers.get("Content-Encoding") == "gzip" else sent)
-        if self.server.trouble is None:
-            self.server.history += len(asked.get("files", {}).get("wandb-history.jsonl", {}).get("content", ()))
-        body = json.dumps(self.reply(asked) if self.path == "/graphql" else {}).encode()
-        self.send_response(500 if self.server.trouble == "fails" else 200)
+        request: dict[str, Any] = {}
+        if self.path.endswith(("/graphql", "/file_stream")):  # all other requests upload files
+            request = json.loads(gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body)
+        if self.server.fault is None:
+            rows = request.get("files", {}).get("wandb-history.jsonl", {}).get("content", ())
+            self.server.history_rows += len(rows)
+        response = json.dumps(self.graphql(request) if self.path == "/graphql" else {}).encode()
+        self.send_response(500 if self.server.fault == "error" else 200)
         self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Length", str(len(response)))
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(response)
 
     do_GET = do_POST = do_PUT = answer  # noqa: N815
 
@@ -70,28 +71,28 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
 
-    def reply(self, asked: dict[str, Any]) -> dict[str, Any]:
-        query, values = asked["query"], asked.get("variables") or {}
+    def graphql(self, request: dict[str, Any]) -> dict[str, Any]:
+        query, variables = request["query"], request.get("variables") or {}
         data: dict[str, Any] = {"project": {"artifact": None}}
         if "viewer" in query:
             data["viewer"] = VIEWER
         if "upsertBucket" in query:
-            data["upsertBucket"] = {"bucket": {**BUCKET, "name": values.get("name")}, "inserted": True}
+            data["upsertBucket"] = {"bucket": {**BUCKET, "name": variables.get("name")}, "inserted": True}
         if "createArtifact" in query:
-            kept = {"id": "4", "state": "COMMITTED", "artifactSequence": {"id": "5", "latestArtifact": None}}
-            data["createArtifact"] = {"artifact": kept}
+            artifact = {"id": "4", "state": "COMMITTED", "artifactSequence": {"id": "5", "latestArtifact": None}}
+            data["createArtifact"] = {"artifact": artifact}
         if "createRunFiles" in query:
             address = f"http://127.0.0.1:{self.server.server_port}/upload/"
-            files = [{"name": name, "uploadUrl": address + name} for name in values["files"]]
+            files = [{"name": name, "uploadUrl": address + name} for name in variables["files"]]
             data["createRunFiles"] = {"runID": "1", "uploadHeaders": [], "files": files}
         return {"data": data}
 
     def log_message(self, *args: Any) -> None:
-        """Nothing."""
+        """Print nothing."""
 
 
 @contextmanager
-def serving() -> Iterator[Server]:
+def serve() -> Iterator[Server]:
     server = Server(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -101,73 +102,75 @@ def serving() -> Iterator[Server]:
         server.server_close()
 
 
-def in_trouble(trouble: str) -> Trial:
-    """A run whose server gets into trouble, beside one whose server is well: how much longer it trained."""
+def wandb_fault(fault: str) -> Trial:
+    """Inject a fault into the W&B logging of a run; returns its training time relative to a run without the fault."""
 
-    def trial(place: Path, rng: Random) -> float:
-        plain = reference(*LONGER)
-        at = rng.randrange(2, 150)
-        with serving() as server:
-            env = environment(server, place)
-            run = Run(place / "run", *LONGER, "logger=wandb", cold=True, env=env)
-            assert run.until_step(at), run.stderr
-            if trouble == "killed":
-                os.kill(client(run), signal.SIGKILL)
-            server.trouble = trouble
+    def trial(workdir: Path, rng: Random) -> float:
+        unlogged = reference(*LONG_RUN)
+        step = rng.randrange(2, 150)
+        with serve() as server:
+            env = client_environment(server, workdir)
+            run = Run(workdir / "run", *LONG_RUN, "logger=wandb", cold_start=True, env=env)
+            assert run.wait_for_step(step), run.stderr
+            if fault == "kill client":
+                os.kill(client_pid(run), signal.SIGKILL)
+            server.fault = fault
             assert run.wait() == 0, run.stderr
-            if trouble != "killed":
-                server.trouble, server.history = None, 0
-                (kept,) = (run.folder / "wandb").glob("run-*")
-                sync(kept, env)
-                assert server.history >= len(rows(plain)), f"{server.history} rows were sent after"
+            if fault != "kill client":
+                server.fault, server.history_rows = None, 0
+                (wandb_dir,) = (run.folder / "wandb").glob("run-*")
+                sync(wandb_dir, env)
+                assert server.history_rows >= len(metric_rows(unlogged)), f"{server.history_rows} rows were synced"
         assert "Traceback" not in run.stderr, run.stderr
-        assert len(run.said) <= 1, run.stderr
-        same(run.folder, plain)
-        if trouble != "killed":
-            history = [record for record in records(kept) if record["type"] == "history"]
-            assert len(history) >= len(rows(plain)), f"{len(history)} rows were kept for later"
-        with serving() as server:
-            beside = Run(place / "beside", *LONGER, "logger=wandb", cold=True, env=environment(server, place))
-            assert beside.wait() == 0, beside.stderr
-        took, expected = (json.loads((one.folder / "summary.json").read_text())["seconds"] for one in (run, beside))
-        return float(took / expected)
+        assert len(run.messages) <= 1, run.stderr
+        assert_same_run(run.folder, unlogged)
+        if fault != "kill client":
+            history = [record for record in read_records(wandb_dir) if record["type"] == "history"]
+            assert len(history) >= len(metric_rows(unlogged)), f"{len(history)} rows are on disk"
+        with serve() as server:
+            env = client_environment(server, workdir)
+            healthy = Run(workdir / "healthy", *LONG_RUN, "logger=wandb", cold_start=True, env=env)
+            assert healthy.wait() == 0, healthy.stderr
+        summaries = (json.loads((one.folder / "summary.json").read_text()) for one in (run, healthy))
+        seconds, healthy_seconds = (summary["seconds"] for summary in summaries)
+        return float(seconds / healthy_seconds)
 
     return trial
 
 
-def environment(server: Server, home: Path) -> dict[str, str]:
-    """What has the client speak to a server of ours."""
+def client_environment(server: Server, home: Path) -> dict[str, str]:
+    """Environment variables that point the client to a local server."""
     address = f"http://127.0.0.1:{server.server_port}"
     return {"WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": address, "HOME": str(home)}
 
 
-def sync(kept: Path, env: dict[str, str]) -> None:
-    """Send what the server of a run did not get, as a user would."""
-    command = [sys.executable, "-m", "wandb", "sync", "--include-online", str(kept)]
+def sync(wandb_dir: Path, env: dict[str, str]) -> None:
+    """Upload the rows that the server of a run did not receive, as a user would."""
+    command = [sys.executable, "-m", "wandb", "sync", "--include-online", str(wandb_dir)]
     env = {**os.environ, **env}
-    subprocess.run(command, cwd=kept, env=env, capture_output=True, timeout=120, check=True)
+    subprocess.run(command, cwd=wandb_dir, env=env, capture_output=True, timeout=120, check=True)
 
 
-def client(run: Run) -> int:
-    """The process of the client that speaks to the server; it has a session of its own, and is told whose it is."""
+def client_pid(run: Run) -> int:
+    """The client process of a run: it is in a session of its own and has the id of its parent in its arguments."""
     for command in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
-            words = command.read_bytes().split(b"\0")
-            if words[0].endswith(b"wandb-core") and str(run.pid).encode() in words:
+            arguments = command.read_bytes().split(b"\0")
+            if arguments[0].endswith(b"wandb-core") and str(run.pid).encode() in arguments:
                 return int(command.parent.name)
-    raise AssertionError("the client has no process of its own")
+    raise AssertionError("found no client process")
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
-    """What a run kept on disk, read with the client's own inspector."""
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(folder)]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return [json.loads(line) for line in shown.splitlines()]
+def read_records(wandb_dir: Path) -> list[dict[str, Any]]:
+    """The records of a run on disk, read with W&B's own inspector."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(wandb_dir)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return [json.loads(line) for line in output.splitlines()]
 
 
 FAULTS = [
-    Fault("W&B stops answering", in_trouble("silent"), 4, quick=0, alone=True),
-    Fault("W&B takes a second for an answer", in_trouble("slow"), 8, quick=0, alone=True),
-    Fault("W&B answers 500", in_trouble("fails"), 4, quick=0, alone=True),
-    Fault("W&B's client is killed", in_trouble("killed"), 4, quick=0, alone=True),
+    Fault("W&B server hangs", wandb_fault("hang"), 4, quick_trials=0, exclusive=True),
+    Fault("W&B server responds after 1 s", wandb_fault("slow"), 8, quick_trials=0, exclusive=True),
+    Fault("W&B server returns HTTP 500", wandb_fault("error"), 4, quick_trials=0, exclusive=True),
+    Fault("W&B client killed", wandb_fault("kill client"), 4, quick_trials=0, exclusive=True),
 ]

@@ -1,4 +1,4 @@
-"""What the faults share: runs as processes, waiting for what they write, and comparing run folders bit for bit."""
+"""Runs as processes, waiting for the files that they write, and bitwise comparison of run folders."""
 
 import csv
 import json
@@ -25,11 +25,11 @@ from minigpt.runs.run_dir import read_summary_or_empty
 
 ROOT = Path(__file__).resolve().parents[3]
 TRAIN = str(ROOT / "scripts" / "train.py")
-CLOCKED = {"seconds", "wall_seconds", "tokens_per_second", "flops_per_second", "logged_seconds", "command"}
-OWN = CLOCKED | {"resume", "logger"}  # no two runs agree in the clock's values, nor in how they began
+TIME_KEYS = {"seconds", "wall_seconds", "tokens_per_second", "flops_per_second", "logged_seconds", "command"}
+IGNORED_KEYS = TIME_KEYS | {"resume", "logger"}  # differ between a run and its resumed copy
 PROGRESS = ("step ", "model  ", "data  ", "training  ", "device  ", "run folder  ", "resume with: ")
 
-# Wide enough for a checkpoint to take a while to write, with dropout, and with rows that no validation coincides with.
+# Wide enough that writing a checkpoint takes measurable time; with dropout, and rows between validations.
 STEPS, EVAL_EVERY = 24, 4
 SETTINGS = (
     "trainer=cpu",
@@ -48,37 +48,38 @@ SETTINGS = (
     "callbacks.samples.max_new_tokens=10",
 )
 
-# A run that is forked from a process with its imports done starts in a moment, not in ten seconds of them.
-_forking = multiprocessing.get_context("forkserver")
-_forking.set_forkserver_preload(
+# A run forked from a process that has imported torch starts immediately; a new interpreter takes ten seconds.
+_forkserver = multiprocessing.get_context("forkserver")
+_forkserver.set_forkserver_preload(
     ["torch._dynamo", "matplotlib.pyplot", "minigpt.runs.callbacks", "minigpt.data.batches"]
 )
-_HOME = tempfile.TemporaryDirectory(prefix="minigpt-faults-")
-_SHARED = Path(_HOME.name)
-_making = Lock()
+_TEMPORARY = tempfile.TemporaryDirectory(prefix="minigpt-faults-")
+_SHARED = Path(_TEMPORARY.name)
+_reference_lock = Lock()
 
 
 class Run:
-    """A run of `scripts/train.py` in a session of its own.
+    """A process of `scripts/train.py` in its own session.
 
     Args:
-        cold: a new interpreter, as a user starts it, instead of a fork of one that has done its imports.
-        struck: gets a signal right before the so manieth file operation in its folder.
+        cold_start: start a new interpreter, as a user does, instead of a fork of one with all imports done.
+        signal_at: (n, signum): send the signal right before the n-th file operation in the run folder.
+        env: additional environment variables; with cold_start.
     """
 
     def __init__(
         self,
         folder: Path,
         *overrides: str,
-        cold: bool = False,
-        struck: tuple[int, int] | None = None,
+        cold_start: bool = False,
+        signal_at: tuple[int, int] | None = None,
         env: dict[str, str] | None = None,
     ) -> None:
         self.folder, self.stderr_file = folder, _SHARED / f"{time.monotonic_ns()}.err"
-        arguments = [TRAIN, *SETTINGS, f"data.path={text()}", f"data.folder={_SHARED}/data", *overrides]
+        arguments = [TRAIN, *SETTINGS, f"data.path={training_text()}", f"data.folder={_SHARED}/data", *overrides]
         arguments.append(f"hydra.run.dir={folder}")
-        self.began = time.monotonic()
-        if cold:
+        self.start = time.monotonic()
+        if cold_start:
             with open(self.stderr_file, "wb") as stderr:
                 self._popen = subprocess.Popen(
                     [sys.executable, *arguments],
@@ -89,44 +90,45 @@ class Run:
                 )
             self.pid, self._process = self._popen.pid, None
         else:
-            self._process = _forking.Process(target=_forked, args=(arguments, self.stderr_file, folder, struck))
+            options = (arguments, self.stderr_file, folder, signal_at)
+            self._process = _forkserver.Process(target=_run_forked, args=options)
             self._process.start()
             self.pid = self._process.pid
 
     def poll(self) -> int | None:
-        """The exit code, as a shell tells it; None while it runs."""
+        """The exit code as in a shell, 128 + signal if killed; None while the run is alive."""
         code = self._process.exitcode if self._process else self._popen.poll()
         return code if code is None or code >= 0 else 128 - code
 
     def wait(self, seconds: float = 120) -> int:
-        """Wait for the end; a run that does not end in time is killed, and the trial is lost."""
+        """Wait for the exit code; on timeout kill the run and fail the trial."""
         deadline = time.monotonic() + seconds
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
                 self.kill()
-                raise AssertionError(f"the run went on for more than {seconds:g} s; it said: {self.stderr}")
+                raise AssertionError(f"the run did not exit within {seconds:g} s; stderr: {self.stderr}")
             time.sleep(0.01)
         return code
 
     def signal(self, signum: int) -> None:
-        """Send a signal to the run, if it still runs."""
+        """Send a signal to the run if it is alive."""
         if self.poll() is None:
             os.kill(self.pid, signum)
 
     def kill(self) -> None:
-        """End the run and every process that it started, at once."""
-        for pid in [self.pid, *self.survivors()]:
+        """Kill the run and all processes that it started."""
+        for pid in [self.pid, *self.live_processes()]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.wait()
 
-    def survivors(self) -> list[int]:
-        """Processes of the run's session, but for those that only wait to be reaped."""
+    def live_processes(self) -> list[int]:
+        """Processes of the run's session, without zombies."""
         found = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
                 state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
-            except OSError:  # it has just ended
+            except OSError:  # the process has exited
                 continue
             if int(session) == self.pid and state not in "ZX":
                 found.append(int(stat.parent.name))
@@ -137,37 +139,37 @@ class Run:
         return self.stderr_file.read_text(errors="replace") if self.stderr_file.exists() else ""
 
     @property
-    def said(self) -> list[str]:
-        """The lines on stderr that do not only tell of progress."""
+    def messages(self) -> list[str]:
+        """The lines on stderr other than progress: warnings and errors."""
         return [line for line in self.stderr.splitlines() if line.strip() and not line.startswith(PROGRESS)]
 
-    def until(self, happened: Callable[[], bool], *, every: float = 0.002) -> bool:
-        """Wait for something to happen; False if the run ended before it did."""
+    def wait_for(self, condition: Callable[[], bool], *, poll_seconds: float = 0.002) -> bool:
+        """Wait for a condition; returns False if the run exited first."""
         deadline = time.monotonic() + 120
-        while not happened():
+        while not condition():
             if self.poll() is not None:
                 return False
-            assert time.monotonic() < deadline, "nothing happened for two minutes"
-            time.sleep(every)
+            assert time.monotonic() < deadline, "timeout after 120 s"
+            time.sleep(poll_seconds)
         return True
 
-    def until_step(self, step: int) -> bool:
-        """Wait for a row of a step at or after `step` in metrics.csv."""
-        return self.until(lambda: max(steps(self.folder), default=0) >= step)
+    def wait_for_step(self, step: int) -> bool:
+        """Wait for a row of `step` or a later one in metrics.csv."""
+        return self.wait_for(lambda: max(logged_steps(self.folder), default=0) >= step)
 
 
-def _forked(arguments: list[str], stderr: Path, folder: Path, struck: tuple[int, int] | None) -> None:
-    """What a forked process does: become what a shell would have started."""
+def _run_forked(arguments: list[str], stderr: Path, folder: Path, signal_at: tuple[int, int] | None) -> None:
+    """Run the script in a forked process, with the session, streams and arguments that a shell would set up."""
     os.setsid()
-    tqdm.set_lock(RLock())  # its own is one between processes, of which a killed one leaves warnings
+    tqdm.set_lock(RLock())  # the default lock is shared between processes; a killed process leaves warnings
     for stream in (0, 1):
         os.dup2(os.open(os.devnull, os.O_RDWR), stream)
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     sys.argv = arguments
-    at, signum = struck or (0, 0)
+    at, signum = signal_at or (0, 0)
     operations = 0
 
-    def watch(event: str, details: tuple[Any, ...]) -> None:
+    def audit(event: str, details: tuple[Any, ...]) -> None:
         nonlocal operations
         writes = event == "open" and isinstance(details[2], int) and details[2] & (os.O_WRONLY | os.O_RDWR)
         if not (writes or event in ("os.rename", "os.link", "os.remove", "os.mkdir", "os.symlink")):
@@ -177,7 +179,7 @@ def _forked(arguments: list[str], stderr: Path, folder: Path, struck: tuple[int,
             if operations == at:
                 os.kill(os.getpid(), signum)
 
-    sys.addaudithook(watch)
+    sys.addaudithook(audit)
     try:
         runpy.run_path(TRAIN, run_name="__main__")
     finally:
@@ -185,8 +187,8 @@ def _forked(arguments: list[str], stderr: Path, folder: Path, struck: tuple[int,
 
 
 @cache
-def text() -> Path:
-    """A text that a small model can learn something of."""
+def training_text() -> Path:
+    """A small text that a small model can learn."""
     file = _SHARED / "fox.txt"
     lines = (f"{i}: the quick brown fox jumps over the lazy dog number {i * i % 97}.\n" for i in range(320))
     file.write_text("".join(lines))
@@ -194,88 +196,88 @@ def text() -> Path:
 
 
 def reference(*overrides: str) -> Path:
-    """The folder of a run to which nothing happened, made once."""
-    with _making:
+    """The folder of a run without a fault; runs once per set of overrides."""
+    with _reference_lock:
         return _reference(*overrides)
 
 
 @cache
 def _reference(*overrides: str) -> Path:
     folder = _SHARED / f"reference-{len(list(_SHARED.iterdir()))}"
-    imported = _forking.Process(target=int)  # waits for the imports, so that they count for no run
-    imported.start()
-    imported.join()
-    run = Run(folder, *overrides, cold="trainer=ddp" in overrides)
+    imports = _forkserver.Process(target=int)  # waits for the imports of the fork server
+    imports.start()
+    imports.join()
+    run = Run(folder, *overrides, cold_start="trainer=ddp" in overrides)
     assert run.wait() == 0, run.stderr
-    (folder / "took").write_text(str(time.monotonic() - run.began))  # seconds
-    if (counted := run.stderr_file.with_suffix(".operations")).exists():
-        counted.rename(folder / "operations")
+    (folder / "wall_seconds").write_text(str(time.monotonic() - run.start))
+    if (operations := run.stderr_file.with_suffix(".operations")).exists():
+        operations.rename(folder / "operations")
     return folder
 
 
-def operations() -> int:
-    """File operations that an undisturbed run makes in its folder."""
+def count_file_operations() -> int:
+    """Number of file operations of a run without a fault in its folder."""
     return int((reference() / "operations").read_text())
 
 
-def goes_on(folder: Path, *overrides: str, cold: bool = False, warns: str = "") -> None:
-    """Have a harmed run go on by itself, and compare its end to that of a run that nothing happened to.
+def assert_resumes(folder: Path, *overrides: str, cold_start: bool = False, warning: str = "") -> None:
+    """Resume a run after a fault, and compare its final state to that of a run without the fault.
 
     Args:
-        warns: what the one warning on stderr must contain; without it there must be none.
+        warning: part of the one warning that is expected on stderr; empty: expect no warning.
     """
-    if (folder / LAST).exists() and not warns:
+    if (folder / LAST).exists() and not warning:
         load_checkpoint(folder / LAST)
     if read_summary_or_empty(folder).get("status") != "completed":
-        run = Run(folder, *overrides, "resume=auto", cold=cold)
+        run = Run(folder, *overrides, "resume=auto", cold_start=cold_start)
         code = run.wait()
-        assert code == 0, f"resume=auto ended with exit code {code}: {run.stderr}"
-        assert all(line.startswith("warning: ") and warns and warns in line for line in run.said), run.stderr
-    same(folder, reference(*overrides))
-    left = [str(file) for file in folder.rglob("*partial*")]
-    assert not left, f"half a file stays for ever: {left}"
+        assert code == 0, f"resume=auto exited with code {code}: {run.stderr}"
+        assert all(line.startswith("warning: ") and warning and warning in line for line in run.messages), run.stderr
+    assert_same_run(folder, reference(*overrides))
+    partial = [str(file) for file in folder.rglob("*partial*")]
+    assert not partial, f"partial files are left: {partial}"
 
 
-def same(folder: Path, reference: Path) -> None:
-    """Compare two run folders: weights, optimizer, random state, curves, samples and summary are equal to the bit."""
+def assert_same_run(folder: Path, reference: Path) -> None:
+    """Compare two run folders bitwise: weights, optimizer state, RNG state, metrics, samples and summary."""
     for name in (LAST, BEST):
-        there, here = (dict(_leaves(_state(place / name), place)) for place in (reference, folder))
-        assert there.keys() == here.keys(), f"{name} holds other things: {there.keys() ^ here.keys()}"
-        for key, value in there.items():
-            other = here[key]
+        expected, actual = (dict(_leaves(_read_state(run / name), run)) for run in (reference, folder))
+        assert expected.keys() == actual.keys(), f"{name} differs in its keys: {expected.keys() ^ actual.keys()}"
+        for key, value in expected.items():
+            other = actual[key]
             equal = torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
             assert equal, f"{name} differs in {key}"
-    assert rows(folder) == rows(reference), "metrics.csv differs"
+    assert metric_rows(folder) == metric_rows(reference), "metrics.csv differs"
     assert (folder / "samples.txt").read_bytes() == (reference / "samples.txt").read_bytes(), "samples.txt differs"
-    told, expected = (json.loads((place / "summary.json").read_text()) for place in (folder, reference))
-    differs = {key for key in expected if key not in CLOCKED and told.get(key) != expected[key]}
-    assert not differs, f"summary.json differs in {differs}: {told}"
+    summary, expected = (json.loads((run / "summary.json").read_text()) for run in (folder, reference))
+    different = {key for key in expected if key not in TIME_KEYS and summary.get(key) != expected[key]}
+    assert not different, f"summary.json differs in {different}: {summary}"
 
 
-def _state(file: Path) -> dict[str, Any]:
-    """What a checkpoint holds, but for how Lightning counts the loops that led there."""
+def _read_state(file: Path) -> dict[str, Any]:
+    """The contents of a checkpoint without Lightning's loop counters."""
     return {key: value for key, value in read(file).items() if key != "loops"}
 
 
 def _leaves(content: Any, folder: Path, at: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of a checkpoint by where it stands, without texts, which name folders."""
+    """Yield every leaf of a checkpoint with its path, without strings, because they contain folder names."""
     if isinstance(content, dict | list | tuple):
         items = content.items() if isinstance(content, dict) else enumerate(content)
         for key, value in items:
-            if key not in OWN:
+            if key not in IGNORED_KEYS:
                 yield from _leaves(value, folder, f"{at}/{key}".replace(str(folder), "FOLDER"))
     elif not isinstance(content, str):
         yield at, content
 
 
-def rows(folder: Path) -> list[dict[str, str]]:
-    """The rows of metrics.csv without what a clock measured."""
+def metric_rows(folder: Path) -> list[dict[str, str]]:
+    """The rows of metrics.csv without the columns that measure time."""
     with open(folder / "metrics.csv", newline="") as file:
-        return [{name: value for name, value in row.items() if name not in CLOCKED} for row in csv.DictReader(file)]
+        return [{name: value for name, value in row.items() if name not in TIME_KEYS} for row in csv.DictReader(file)]
 
 
-def steps(folder: Path) -> list[int]:
-    """The steps of the whole rows of metrics.csv, while it is being written."""
+def logged_steps(folder: Path) -> list[int]:
+    """The steps of the complete rows of metrics.csv, which may be written at the same time."""
     try:
         lines = (folder / "metrics.csv").read_text().splitlines(keepends=True)[1:]
     except FileNotFoundError:
