@@ -1,4 +1,4 @@
-"""The page of attention: what is written is what was given, no token breaks out, and a reader can explore it."""
+"""The attention page: it holds the given data, escapes every token, and works in a browser."""
 
 import base64
 import json
@@ -32,7 +32,7 @@ HOSTILE = [
 
 
 def attention(L, H, T, seed=0, sharpness=3.0):
-    """Random causal weights (L, H, T, T), and probabilities (T,) of which the first is nan."""
+    """Random causal weights (L, H, T, T), and probabilities (T,) with NaN for the first."""
     generator = torch.Generator().manual_seed(seed)
     scores = sharpness * torch.randn(L, H, T, T, generator=generator)
     weights = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf).softmax(-1)
@@ -42,7 +42,7 @@ def attention(L, H, T, seed=0, sharpness=3.0):
 
 
 class Page(HTMLParser):
-    """The elements of a page, the text of its scripts, its visible text."""
+    """The elements of a page and the text of its scripts."""
 
     def __init__(self, text):
         super().__init__()
@@ -65,7 +65,7 @@ class Page(HTMLParser):
 
 
 def unpack(data):
-    """The weights of a page, by the plain reading of its format: 12 bits a weight, big-endian, lower triangles."""
+    """Decode the weights of a page: lower triangles, 12 bits per weight, big-endian."""
     L, H, T = data["layers"], data["heads"], len(data["labels"])
     bits = "".join(f"{byte:08b}" for byte in base64.b64decode(data["weights"], validate=True))
     triangle = T * (T + 1) // 2
@@ -86,7 +86,7 @@ def written(path, labels, weights, probabilities):
     return Page(path.read_text(encoding="utf-8"))
 
 
-# ── what is written
+# ── the file
 
 
 @settings(max_examples=25, deadline=None)
@@ -99,26 +99,26 @@ def test_the_page_holds_the_weights_it_was_given(tmp_path_factory, L, H, T, seed
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_weights_of_any_precision_that_still_know_their_gradient_are_taken(tmp_path, dtype):
+def test_weights_may_have_any_float_dtype_and_require_gradients(tmp_path, dtype):
     weights, probabilities = attention(1, 2, 5)
     given_weights = weights.to(dtype).requires_grad_()
     data = written(tmp_path / "page.html", list("abcde"), given_weights, probabilities.to(dtype)).data
     torch.testing.assert_close(unpack(data), given_weights.detach().float(), atol=3e-4, rtol=0)
 
 
-def test_the_page_holds_the_probabilities_and_says_which_token_has_none(tmp_path):
+def test_the_page_holds_the_probabilities_and_null_for_a_token_without_one(tmp_path):
     weights, _ = attention(1, 1, 4)
     probabilities = torch.tensor([math.nan, 0.123456, 3.21987e-7, 1.0000001])
     data = written(tmp_path / "page.html", list("abcd"), weights, probabilities).data
     assert data["probabilities"] == [None, 0.1235, 3.22e-7, 1.0]
 
 
-def test_labels_arrive_with_signs_for_what_has_none(tmp_path):
-    labels = ["a", " the", "\n", "\n\n", "\r\n", "↵", "\t", "\x00", "\x7f", "\u202e", "\xa0", "", "é😀"]
+def test_invisible_characters_of_labels_are_replaced(tmp_path):
+    labels = ["a", " the", "\n", "\n\n", "\r\n", "\t", "\x00", "\x7f", "\u202e", "\xa0", "", "é😀"]
     weights, probabilities = attention(1, 1, len(labels))
     data = written(tmp_path / "page.html", labels, weights, probabilities).data
     assert data["labels"] == [
-        *("a", " the", "⏎\n", "⏎\n⏎\n", "⏎\n", "⏎\n", "⇥", "␀", "␡", "⟨U+202E⟩", "⟨U+00A0⟩", "∅", "é😀")
+        *("a", " the", "⏎\n", "⏎\n⏎\n", "⟨U+000D⟩⏎\n", "⇥", "⟨U+0000⟩", "⟨U+007F⟩", "⟨U+202E⟩", "⟨U+00A0⟩", "∅", "é😀")
     ]
 
 
@@ -135,7 +135,7 @@ def test_hostile_tokens_add_no_element_and_change_no_script(tmp_path):
     hostile = written(tmp_path / "hostile.html", HOSTILE, weights, probabilities)
     assert hostile.elements == harmless.elements
     assert hostile.scripts[1:] == harmless.scripts[1:]
-    shown = [label.replace("\u2028", "⏎\n").replace("\ud800", "⟨U+D800⟩") for label in HOSTILE]
+    shown = [label.replace("\u2028", "⟨U+2028⟩").replace("\ud800", "⟨U+D800⟩") for label in HOSTILE]
     assert hostile.data["labels"] == shown
     assert not re.search("[<>&]", hostile.scripts[0])
 
@@ -152,14 +152,14 @@ def test_the_page_refers_to_nothing_outside_itself(tmp_path):
 @pytest.mark.parametrize(
     ("labels", "shape", "probabilities", "message"),
     [
-        ([], (1, 1, 0, 0), 0, "no tokens"),
-        (["a", "b"], (1, 1, 3, 3), 2, r"\(layers, heads, 2, 2\), not \(1, 1, 3, 3\)"),
-        (["a", "b"], (2, 2), 2, "not"),
-        (["a", "b"], (1, 0, 2, 2), 2, "not"),
-        (["a", "b"], (1, 1, 2, 2), 3, r"\(2,\), not \(3,\)"),
+        ([], (1, 1, 0, 0), 0, "must be"),
+        (["a", "b"], (1, 1, 3, 3), 2, r"must be \(L, H, 2, 2\) and .* got \(1, 1, 3, 3\)"),
+        (["a", "b"], (2, 2), 2, "must be"),
+        (["a", "b"], (1, 0, 2, 2), 2, "must be"),
+        (["a", "b"], (1, 1, 2, 2), 3, r"must be .* \(2,\), got .* \(3,\)"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(tmp_path, labels, shape, probabilities, message):
+def test_mismatched_shapes_are_an_error(tmp_path, labels, shape, probabilities, message):
     with pytest.raises(ValueError, match=message):
         write_page(
             tmp_path / "p.html", labels=labels, weights=torch.zeros(shape), probabilities=torch.zeros(probabilities)
@@ -167,15 +167,15 @@ def test_what_does_not_fit_together_is_refused(tmp_path, labels, shape, probabil
     assert not list(tmp_path.iterdir())
 
 
-def test_weights_that_are_no_numbers_are_refused(tmp_path):
+def test_nan_weights_are_an_error(tmp_path):
     weights, probabilities = attention(1, 1, 3)
     weights[0, 0, 2, 1] = math.nan
-    with pytest.raises(ValueError, match="not finite"):
+    with pytest.raises(ValueError, match="must be finite"):
         write_page(tmp_path / "p.html", labels=list("abc"), weights=weights, probabilities=probabilities)
 
 
-def test_a_failed_write_leaves_the_old_page_and_nothing_else(tmp_path, monkeypatch):
-    file = tmp_path / "new" / "page.html"
+def test_a_failed_write_leaves_the_old_page_and_no_other_file(tmp_path, monkeypatch):
+    file = tmp_path / "page.html"
     weights, probabilities = attention(1, 1, 2)
     write_page(file, labels=["a", "b"], weights=weights, probabilities=probabilities)
     before = file.read_bytes()
@@ -190,7 +190,7 @@ def test_a_failed_write_leaves_the_old_page_and_nothing_else(tmp_path, monkeypat
     assert list(file.parent.iterdir()) == [file]
 
 
-# ── what a reader sees, in a real browser
+# ── in a browser
 
 
 @pytest.fixture(scope="module")
@@ -212,14 +212,14 @@ def browser():
 
 
 class Reader:
-    """Someone who looks at a page, and moves the mouse, the fingers and the keys."""
+    """A page in the browser, and the mouse, touch and keyboard events of a reader."""
 
     def __init__(self, browser, file):
         self.browser = browser
         self.resize(1280, 900)
         self.prefer("light")
         browser.get(file.as_uri())
-        self.leave()  # wherever the mouse was
+        self.leave()  # whatever the position of the mouse
 
     def resize(self, width, height):
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
@@ -264,7 +264,7 @@ class Reader:
 
     @property
     def colors(self):
-        """The background of each token, as (red, green, blue), and None where there is none."""
+        """The background of each token, as (red, green, blue), or None if it is transparent."""
         found = self.browser.execute_script(
             "return [...document.querySelectorAll('.token')].map(t => getComputedStyle(t).backgroundColor)"
         )
@@ -272,7 +272,7 @@ class Reader:
 
     @property
     def strongest(self):
-        """Token → weight, as the panel says it."""
+        """Token and weight of each row of the panel."""
         return self.browser.execute_script(
             "return [...document.querySelectorAll('#strongest tbody tr')]"
             ".map(row => [Number(row.dataset.j), row.querySelector('.number').textContent])"
@@ -280,7 +280,7 @@ class Reader:
 
     @property
     def contrasts(self):
-        """Contrast of every letter of the page against what lies behind it, after WCAG."""
+        """WCAG contrast ratio of every text of the page against its background."""
         return self.browser.execute_script("""
             const rgba = text => text.match(/[\\d.]+/g).map(Number);
             const linear = v => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
@@ -299,7 +299,7 @@ class Reader:
 
 
 def eventually(holds):
-    """Wait for what a browser does in its own time."""
+    """Wait until a condition holds: the browser updates asynchronously."""
     end = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < end
@@ -311,7 +311,7 @@ TEXT = "To be, or not to be,\nthat is the question."
 
 @pytest.fixture(scope="module")
 def example(tmp_path_factory):
-    """A page of two layers of three heads, and what is in it."""
+    """A page of two layers of three heads, its weights and its probabilities."""
     weights, probabilities = attention(2, 3, len(TEXT), seed=3)
     probabilities[5] = 0.0004
     probabilities[6] = 0.999
@@ -324,7 +324,7 @@ def example(tmp_path_factory):
 def reader(browser, example):
     browser.get_log("browser")
     yield Reader(browser, example[0])
-    assert browser.get_log("browser") == []  # no error, nothing refused, nothing looked for elsewhere
+    assert browser.get_log("browser") == []  # no error, nothing blocked, no request
 
 
 def expected(row, count=6):
@@ -333,13 +333,13 @@ def expected(row, count=6):
 
 
 def assert_shows(strongest, row):
-    """The panel lists the largest weights of a row with their figures, to what 12 bits leave of them."""
+    """Check that the panel lists the largest weights of a row, to 12 bits."""
     assert [weight for _, weight in expected(row)] == pytest.approx([float(w) for _, w in strongest], abs=1e-3)
     for j, weight in strongest:
         assert float(weight) == pytest.approx(row[j].item(), abs=1e-3)
 
 
-def test_the_whole_text_is_there_and_breaks_where_it_breaks(reader):
+def test_the_page_shows_the_whole_text_with_its_line_breaks(reader):
     tokens = reader.browser.execute_script(
         "return [...document.querySelectorAll('.token')].map(t => [t.textContent, t.getClientRects()[0].top])"
     )
@@ -348,14 +348,14 @@ def test_the_whole_text_is_there_and_breaks_where_it_breaks(reader):
     assert [sum(top == line for _, top in tokens) for line in lines] == [len(line) for line in TEXT.splitlines(True)]
 
 
-def test_with_nothing_hovered_a_color_tells_the_probability(reader, example):
+def test_without_hovering_the_color_shows_the_probability(reader, example):
     probabilities = example[2]
     colors = reader.colors
-    assert colors[0] is None  # the first token: nothing predicted it
+    assert colors[0] is None  # the first token is not predicted
     assert None not in colors[1:]
     blueness = torch.tensor([b - r for r, _, b in colors[1:]])
     order = probabilities[1:].clamp(min=1e-3).argsort()
-    assert (blueness[order].diff() >= -8).all()  # grows with the probability, but for the rounding of colors
+    assert (blueness[order].diff() >= -8).all()  # grows with the probability, up to the rounding of colors
     assert blueness[4] < -100 < 100 < blueness[5]
     assert reader.find("#scale-name").text.startswith("Probability")
     assert [tick.text for tick in reader.browser.find_elements("css selector", "#ticks span")] == [
@@ -363,7 +363,7 @@ def test_with_nothing_hovered_a_color_tells_the_probability(reader, example):
     ]
 
 
-def test_hovering_shows_what_the_token_attends_to_and_leaving_takes_it_back(reader, example):
+def test_hovering_shows_the_attention_of_the_token_and_leaving_resets_it(reader, example):
     weights = example[1]
     at_rest = reader.colors
     i = 30
@@ -376,14 +376,14 @@ def test_hovering_shows_what_the_token_attends_to_and_leaving_takes_it_back(read
     darkness = torch.tensor([-sum(color) for color in colors[: i + 1]])
     assert (darkness[row[: i + 1].argsort()].diff() >= -3).all()
     assert reader.find("#scale-name").text.startswith("Attention weight")
-    reader.hover(reader.find("#text"))  # its middle, where no token is: no flicker on the way from line to line
+    reader.hover(reader.find("#text"))  # between two lines: the color stays
     assert reader.colors == colors
     reader.leave()
     assert reader.colors == at_rest
     assert not reader.strongest
 
 
-def test_every_layer_and_head_can_be_picked(reader, example):
+def test_every_layer_and_head_can_be_selected(reader, example):
     weights = example[1]
     i = 25
     for layer in (1, 0):
@@ -408,11 +408,11 @@ def test_every_layer_and_head_can_be_picked(reader, example):
             reader.leave()
 
 
-@pytest.mark.parametrize(("i", "says"), [(0, "not predicted"), (5, "probability 0.04 %"), (6, "probability 99.9 %")])
-def test_a_tooltip_tells_the_probability(reader, i, says):
+@pytest.mark.parametrize(("i", "text"), [(0, "not predicted"), (5, "probability 0.04 %"), (6, "probability 99.9 %")])
+def test_a_tooltip_shows_the_probability(reader, i, text):
     assert not reader.find("#tip").is_displayed()
     reader.hover(reader.token(i))
-    assert reader.find("#tip").text == says
+    assert reader.find("#tip").text == text
     tip, token = reader.find("#tip").rect, reader.token(i).rect
     assert tip["y"] + tip["height"] <= token["y"] + 4
     assert 0 <= tip["x"] <= token["x"] + token["width"] <= tip["x"] + tip["width"] + 40
@@ -420,7 +420,7 @@ def test_a_tooltip_tells_the_probability(reader, i, says):
     assert not reader.find("#tip").is_displayed()
 
 
-def test_a_click_keeps_a_token_while_heads_are_picked_and_escape_lets_go(reader, example):
+def test_a_click_pins_a_token_across_heads_and_escape_unpins_it(reader, example):
     weights = example[1]
     reader.token(20).click()
     reader.leave()
@@ -428,7 +428,7 @@ def test_a_click_keeps_a_token_while_heads_are_picked_and_escape_lets_go(reader,
     reader.pick("layers", 1)
     reader.pick("heads", 2)
     assert_shows(reader.strongest, weights[1, 2, 20])
-    reader.hover(reader.token(33))  # a look elsewhere, and back
+    reader.hover(reader.token(33))  # hovering takes precedence over the pinned token
     assert_shows(reader.strongest, weights[1, 2, 33])
     reader.leave()
     assert_shows(reader.strongest, weights[1, 2, 20])
@@ -440,11 +440,11 @@ def test_a_click_keeps_a_token_while_heads_are_picked_and_escape_lets_go(reader,
     assert not reader.strongest
 
 
-def test_the_keyboard_alone_reaches_everything(reader, example):
+def test_every_control_is_reachable_by_keyboard(reader, example):
     weights = example[1]
-    reader.press("TAB", "ARROW_RIGHT")  # the layers are one stop, the heads another
+    reader.press("TAB", "ARROW_RIGHT")  # layers and heads are one tab stop each
     reader.press("TAB", "ARROW_RIGHT", "ARROW_RIGHT")
-    reader.press("TAB")  # the text is the third
+    reader.press("TAB")  # the text is the third tab stop
     assert_shows(reader.strongest, weights[1, 1, 0])
     reader.press("ARROW_RIGHT", "ARROW_RIGHT", "ARROW_RIGHT")
     assert_shows(reader.strongest, weights[1, 1, 3])
@@ -465,7 +465,7 @@ def test_the_keyboard_alone_reaches_everything(reader, example):
     assert not reader.strongest
 
 
-def test_a_tap_chooses_a_token_on_a_small_screen_and_covers_none(reader, example):
+def test_a_tap_selects_a_token_on_a_small_screen_without_covering_it(reader, example):
     weights = example[1]
     reader.resize(360, 640)
     before = reader.browser.execute_script("return arguments[0].offsetTop", reader.token(30))
@@ -480,19 +480,19 @@ def test_a_tap_chooses_a_token_on_a_small_screen_and_covers_none(reader, example
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_letter_can_be_read_in_the_light_and_in_the_dark(reader, scheme):
+def test_every_text_has_enough_contrast_in_light_and_dark_mode(reader, scheme):
     reader.prefer(scheme)
     page = reader.browser.execute_script("return getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", page))) < 200) == (scheme == "dark")
     eventually(lambda: (sum(reader.colors[17]) < 400) == (scheme == "dark"))
-    for look in (lambda: None, lambda: reader.hover(reader.token(30)), lambda: reader.pick("heads", 1)):
-        look()
+    for act in (lambda: None, lambda: reader.hover(reader.token(30)), lambda: reader.pick("heads", 1)):
+        act()
         contrasts = reader.contrasts
         assert len(contrasts) > len(TEXT)
         assert [(element, ratio) for element, ratio in contrasts if ratio < 4.5] == []
 
 
-def test_colors_follow_when_the_scheme_changes(reader):
+def test_colors_follow_the_color_scheme(reader):
     light = reader.colors
     reader.prefer("dark")
     eventually(lambda: all(sum(a) > sum(b) for a, b in zip(light[1:], reader.colors[1:], strict=True)))
