@@ -58,9 +58,7 @@ def plot_maps(
     maps = weights.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), float("nan"))  # the future stays blank
     norm = PowerNorm(0.5, 0, 1)  # distinguishes small weights
     for axes, (layer, head) in zip(grid.flat, product(rows, columns), strict=True):
-        image = axes.imshow(
-            maps[layer, head].numpy(), cmap="magma_r", norm=PowerNorm(0.5, 0, 1)
-        )  # resolves small weights
+        image = axes.imshow(maps[layer, head].numpy(), cmap="magma_r", norm=norm)
         axes.set(xticks=[], yticks=[])
         axes.spines[:].set_visible(False)
         axes.set_title(f"layer {layer + 1} · head {head + 1}", loc="left", fontsize=9)
@@ -99,9 +97,7 @@ def plot_ablation(path: Path, dloss: Tensor, *, loss: float) -> None:
     figure = Figure(figsize=(max(0.8 * H, 3.5) + 2, 0.8 * L + 1.5), layout="compressed")
     axes = figure.subplots()
     limit = float(dloss.nan_to_num().abs().max()) or 1.0
-    image = axes.imshow(
-        dloss.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit
-    )
+    image = axes.imshow(dloss.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit)
     _print_values(axes, dloss, "{:+.3f}", threshold=0.6 * limit)
     axes.set_xticks(range(H), map(str, range(1, H + 1)))
     axes.set_yticks(range(L), map(str, range(1, L + 1)))
