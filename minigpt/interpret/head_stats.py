@@ -1,13 +1,12 @@
 """Statistics of attention heads: where each head attends, and how much the loss depends on it.
 
-The statistics come from the weights of `attention_maps`; the ablation runs the model once per head. Depends on torch
-alone. Tensors count layers and heads from 0; the printed table counts them from 1.
+The statistics come from the weights of `attention_maps`; the ablation runs the model once per head. Depends on torch,
+and on tqdm for the progress bar. Tensors count layers and heads from 0; the printed table counts them from 1.
 
-Shapes: L layers, H heads, B batch, T time, C n_embd, D head width.
+Shapes: L layers, H heads, B batch, T time, D head width.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -93,17 +92,18 @@ def head_ablation(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple
 
     Source: Michel et al., 2019, https://arxiv.org/abs/1905.10650
     """
+    from tqdm import tqdm
+
     L, H = model.config.n_layer, model.config.n_head
     intact, ablated_loss, count = 0.0, torch.zeros(L, H, dtype=torch.float64), 0
     with eval_mode(model):
-        for tokens, targets in batches:
-            loss, inputs = _block_inputs(model, tokens, targets)
-            intact, count = intact + loss, count + int((targets >= 0).sum())
+        for tokens, targets in tqdm(batches, desc="ablating every head", unit="batch", disable=None):
+            count += int((targets >= 0).sum())
+            intact += float(model(tokens, targets, reduction="sum"))
             for layer, attention in enumerate(attention_modules(model)):
-                with _start_at_layer(model, layer, inputs[layer]):
-                    for head in range(H):
-                        with ablated(attention, head):
-                            ablated_loss[layer, head] += float(model(tokens, targets, reduction="sum"))
+                for head in range(H):
+                    with ablated(attention, head):
+                        ablated_loss[layer, head] += float(model(tokens, targets, reduction="sum"))
     return ((ablated_loss - intact) / count).float(), intact / count
 
 
@@ -112,24 +112,3 @@ def ablated(attention: MultiHeadAttention, head: int) -> RemovableHandle:
     keep = torch.ones(attention.n_head, attention.head_dim, device=attention.qkv.weight.device)  # (H, D)
     keep[head] = 0
     return attention.out.register_forward_pre_hook(lambda _, args: (args[0] * keep.flatten().to(args[0]),))
-
-
-def _block_inputs(model: GPT, tokens: Tensor, targets: Tensor) -> tuple[float, list[Tensor]]:
-    """Return the summed loss, and the input of every block, (B, T, C) each."""
-    inputs: list[Tensor] = []
-    with ExitStack() as hooks:
-        for block in model.blocks:
-            hooks.enter_context(block.register_forward_pre_hook(lambda _, args: inputs.append(args[0])))
-        return float(model(tokens, targets, reduction="sum")), inputs
-
-
-@contextmanager
-def _start_at_layer(model: GPT, layer: int, x: Tensor) -> Iterator[None]:
-    """Feed x (B, T, C) to one layer and skip the layers below, which then run once per batch, not once per head."""
-    blocks = model.blocks
-    model.blocks = blocks[layer:]
-    try:
-        with model.blocks[0].register_forward_pre_hook(lambda _, args: (x, *args[1:])):
-            yield
-    finally:
-        model.blocks = blocks
