@@ -47,9 +47,8 @@ def write_page(path: Path, *, labels: list[str], weights: Tensor, probabilities:
         "probabilities": [None if p != p else float(f"{min(p, 1.0):.4g}") for p in probabilities.tolist()],
         "weights": _pack(weights),
     }
-    page = _render(data)
     with atomic_write(path) as partial:
-        partial.write_text(page, encoding="utf-8", newline="\n")
+        partial.write_text(_render(data), encoding="utf-8", newline="\n")
 
 
 def _pack(weights: Tensor) -> str:

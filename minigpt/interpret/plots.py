@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 FORMATS = (".png", ".pdf", ".svg")
 FONT = "DejaVu Sans Mono"  # comes with matplotlib
+COLOR_TICKS = [0, 0.01, 0.05, 0.1, 0.25, 0.5, 1]  # weights
 MAX_LABEL_CHARS = 12
 MAX_LABELS = 64  # per axis; of more tokens, every second, third, … is labeled
 MAX_TOKENS_WITH_VALUES = 24  # of a single map, whose cells then have room for the weights
@@ -80,8 +81,7 @@ def plot_maps(
     figure.supxlabel("key (attended to)", fontsize=10)
     figure.supylabel("query (attends)", fontsize=10)
     figure.suptitle(title, parse_math=False)
-    bar = {"ticks": [0, 0.01, 0.05, 0.1, 0.25, 0.5, 1], "format": "{x:g}", "label": "weight"}
-    figure.colorbar(image, ax=grid, shrink=0.6, aspect=30, **bar)
+    figure.colorbar(image, ax=grid, ticks=COLOR_TICKS, format="{x:g}", label="weight", shrink=0.6, aspect=30)
     _save(figure, path)
 
 
@@ -127,7 +127,7 @@ def check_outputs(outputs: Mapping[str, Path | None]) -> None:
     paths = {flag: path for flag, path in outputs.items() if path is not None}
     for flag, path in paths.items():
         if flag != "--html":
-            require(flag, path, lambda p: p.suffix.lower() in FORMATS, f"a {', '.join(FORMATS)} file")
+            require(flag, path, lambda p: p.suffix.lower() in FORMATS, f"a file in {', '.join(FORMATS)} format")
         require(flag, path, lambda p: not p.is_dir(), "a file, not a folder")
         require(flag, path, lambda p: os.access(p.parent, os.W_OK | os.X_OK), "in a folder that exists and is writable")
     if len({path.resolve() for path in paths.values()}) < len(paths):

@@ -64,7 +64,7 @@ BAD_INPUT = {
     "no folder for the ablation": (["--prompt", "What", "--ablation", "no/v.png"], "--ablation must be in a folder"),
     "no folder for the page": (["--prompt", "What", "--html", "no/p.html"], "--html must be in a folder"),
     "a folder": (["--prompt", "What", "--html", "."], "--html must be a file, not a folder, got ."),
-    "a format": (["--prompt", "What", "--out", "a.txt"], "--out must be a .png, .pdf, .svg file, got a.txt"),
+    "a format": (["--prompt", "What", "--out", "a.txt"], "--out must be a file in .png, .pdf, .svg format, got a.txt"),
     "one name twice": (["--prompt", "What", "--ablation", "attention.png"], "--out, --ablation must be different"),
     "no corpus": (["--prompt", "What", "--ablation", "v.png"], "the run config of model.safetensors is missing"),
 }
