@@ -1,1 +1,1 @@
-"""What the heads of a trained model attend to."""
+"""Interpretability: attention maps, head statistics and head ablation of a trained model."""

@@ -1,9 +1,8 @@
-"""Attention as a page to explore: a text token by token, colored by probability and by what a token attends to.
+"""Attention as an interactive HTML page: each token colored by its probability and by its attention weights.
 
-One HTML file without any reference to another: `page.html` is its style and its program, and the data is put
-into it as JSON that no token can break out of. A weight takes two base64 characters: 12 bits of its square root, so
-that small weights keep more decimals than large ones (error below √weight / 4000) and 36 heads × 256 tokens stay
-below 3 MB.
+The page is self-contained: `page.html` holds style and script, and the data is embedded as escaped JSON. Each weight
+takes 12 bits of its square root in two base64 characters (error below √weight / 4000), so that 36 heads × 256 tokens
+stay below 3 MB.
 """
 
 import base64
@@ -18,80 +17,59 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minigpt.interpret.attention_maps import visible_text
 from minigpt.utils.files import atomic_write
 
-LEVELS = 4095  # of a weight's square root: 12 bits
-_BREAKS = re.compile(r"\r?\n|[⏎↵␤]\n?|[\u2028\u2029]")
+MAX_LEVEL = 4095  # largest 12-bit integer
 
 
 def write_page(path: Path, *, labels: list[str], weights: Tensor, probabilities: Tensor) -> None:
-    """Write the page whole or not at all.
+    """Write the page atomically.
 
     Args:
-        labels: the text of each token. A line break, raw or as one of the signs ⏎ ↵ ␤, also breaks the line.
+        labels: text of each token.
         weights: (L, H, T, T), causal, each row with sum 1.
-        probabilities: (T,), what the model gave each token; nan where it predicted none, as for the first.
+        probabilities: (T,), the probability that the model assigned to each token; NaN if there is none.
+
+    Raises:
+        ValueError: the shapes do not match, or a weight is not finite.
     """
-    _check(labels, weights, probabilities)
+    L, H, T = *weights.shape[:2], len(labels)
+    if weights.shape != (L, H, T, T) or weights.numel() == 0 or probabilities.shape != (T,):
+        found = f"{tuple(weights.shape)} and {tuple(probabilities.shape)}"
+        raise ValueError(f"weights must be (L, H, {T}, {T}) and probabilities ({T},), got {found}")
+    if not weights.isfinite().all():
+        raise ValueError("weights must be finite; the model may have diverged")
     data = {
-        "labels": [_legible(label) for label in labels],
-        "layers": weights.shape[0],
-        "heads": weights.shape[1],
+        "labels": [visible_text(label).replace("⏎", "⏎\n") for label in labels],
+        "layers": L,
+        "heads": H,
         "probabilities": [None if p != p else float(f"{min(p, 1.0):.4g}") for p in probabilities.tolist()],
         "weights": _pack(weights),
     }
-    page = _page(data)
-    path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as partial:
-        partial.write_text(page, encoding="utf-8", newline="\n")
-
-
-def _check(labels: list[str], weights: Tensor, probabilities: Tensor) -> None:
-    T = len(labels)
-    if T == 0:
-        raise ValueError("there are no tokens to show; give at least one")
-    if weights.ndim != 4 or weights.shape[2:] != (T, T) or 0 in weights.shape:
-        raise ValueError(f"weights of {T} tokens have shape (layers, heads, {T}, {T}), not {tuple(weights.shape)}")
-    if probabilities.shape != (T,):
-        raise ValueError(f"probabilities of {T} tokens have shape ({T},), not {tuple(probabilities.shape)}")
-    if not weights.isfinite().all():
-        raise ValueError("weights hold numbers that are not finite; the model may have diverged")
-
-
-def _legible(label: str) -> str:
-    """Signs for what has none of its own: control characters, odd spaces, marks of direction, nothing at all."""
-    text = _BREAKS.sub("⏎\n", label)
-    return "".join(c if c.isprintable() or c == "\n" else _sign(c) for c in text) or "∅"
-
-
-def _sign(character: str) -> str:
-    code = ord(character)
-    if code == 9:
-        return "⇥"
-    if code < 32:
-        return chr(0x2400 + code)  # Unicode's pictures of control characters
-    return "␡" if code == 127 else f"⟨U+{code:04X}⟩"
+        partial.write_text(_render(data), encoding="utf-8", newline="\n")
 
 
 def _pack(weights: Tensor) -> str:
-    """Base64 of the lower triangles, row by row: big-endian 12-bit numbers, so two characters each."""
+    """Encode the lower triangles, row by row, as big-endian 12-bit integers in base64."""
     T = weights.shape[-1]
     row, column = torch.tril_indices(T, T)
     values = weights.detach().to("cpu", torch.float32)[:, :, row, column].flatten()  # (L·H·T(T+1)/2,)
-    levels = (values.clamp(0, 1).sqrt() * LEVELS).round().to(torch.int32)
+    levels = (values.clamp(0, 1).sqrt() * MAX_LEVEL).round().to(torch.int32)
     pairs = torch.nn.functional.pad(levels, (0, levels.numel() % 2)).view(-1, 2)
     first, second = pairs.unbind(1)
     packed = torch.stack((first >> 4, (first & 15) << 4 | second >> 8, second & 255), dim=1)
     return base64.b64encode(packed.to(torch.uint8).numpy().tobytes()).decode("ascii")
 
 
-def _page(data: dict[str, Any]) -> str:
-    """The template with the data in it, and a policy that lets nothing but its own program run."""
+def _render(data: dict[str, Any]) -> str:
+    """Fill the template, with a content security policy that allows only its own script."""
     template = resources.files("minigpt.interpret").joinpath("page.html").read_text(encoding="utf-8")
-    program = template.partition("<script>")[2].partition("</script>")[0]
-    digest = base64.b64encode(hashlib.sha256(program.encode("utf-8")).digest()).decode("ascii")
+    script = template.partition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    # ASCII with \u escapes; of what is left only <, > and & mean anything to HTML.
+    # JSON in ASCII; <, > and & are the only characters left that HTML interprets.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     text = re.sub("[<>&]", lambda match: f"\\u{ord(match[0]):04x}", text)
     return template.replace("{{policy}}", html.escape(policy)).replace("{{data}}", text)

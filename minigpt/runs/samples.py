@@ -10,7 +10,7 @@ from torch import Tensor
 from minigpt.checkpoints.checkpoint import load_checkpoint, read
 from minigpt.data.tokenizer import Tokenizer, encode_prompt
 from minigpt.generation import check_settings, generate
-from minigpt.interpret.heads import attention_maps, token_texts
+from minigpt.interpret.attention_maps import attention_maps, token_texts
 from minigpt.interpret.plots import plot_maps
 from minigpt.model import GPT
 from minigpt.runs.checkpointing import AfterCheckpoint

@@ -1,4 +1,4 @@
-"""Attention, fused and explicit: peak memory and time over the length of the text, in a table and a picture."""
+"""Benchmark of fused and explicit attention: peak memory and time over sequence length, as a table and a plot."""
 
 import argparse
 import ctypes
@@ -21,15 +21,15 @@ from common import machine, status_mb
 
 from minigpt.utils.errors import RunError, UserError
 
-HEADS, HEAD_DIM = 2, 64  # at T = 8192 a matrix of T×T takes 512 MB, explicit four of them with dropout
+HEADS, HEAD_DIM = 2, 64  # at T = 8192 the T×T weights take 512 MB; explicit with dropout stores four such tensors
 DROPOUT = 0.1
 SIZES = [64, 128, 256, 512, 1024, 2048, 4096, 8192]
-SMALLEST = 256  # below, memory is a few pages and says nothing
-PATHS = ("fused", "explicit")
+MIN_T_FOR_MEMORY = 256  # below, peak memory is a few pages
+BACKENDS = ("fused", "explicit")
 
 
 def attention(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Peak memory and time of fused and explicit attention, forward and backward, a length a row."""
+    """Measure peak memory and time of fused and explicit attention, forward and backward, one row per length."""
     import torch
     from tqdm import tqdm
 
@@ -38,41 +38,41 @@ def attention(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     cases = list(itertools.product(devices, (0.0, DROPOUT), args.sizes))
     for device, dropout, T in tqdm(cases, desc="attention", leave=False, disable=None):
         row: dict[str, Any] = {"device": device, "dropout": dropout, "T": T}
-        for path in PATHS if T >= SMALLEST else ():
-            row |= in_fresh_process(attention_mb, device, path, dropout, T)
-        rows.append(row | in_fresh_process(attention_ms, device, dropout, T, args.rounds))
+        for backend in BACKENDS if T >= MIN_T_FOR_MEMORY else ():
+            row |= run_in_new_process(attention_mb, device, backend, dropout, T)
+        rows.append(row | run_in_new_process(attention_ms, device, dropout, T, args.rounds))
     return rows
 
 
-def in_fresh_process(function: Callable[..., Any], *arguments: object) -> Any:
-    """Call a function of this file in a process of its own, where no earlier call has left anything."""
-    # Forked from a process that has imported torch and computed nothing: importing takes longer than most calls.
+def run_in_new_process(function: Callable[..., Any], *arguments: object) -> Any:
+    """Call a function of this file in a new process, without memory that earlier calls allocated."""
+    # Fork from a process that has only imported torch: the import takes longer than most calls.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "minigpt.attention"])
     with ProcessPoolExecutor(1, mp_context=context) as process:
         try:
             return process.submit(function, *arguments).result()
         except BrokenProcessPool:
-            died = f"{function.__name__}{arguments} was killed, probably for its memory"
-            raise RunError(f"{died}; leave the largest lengths out of --sizes") from None
+            call = f"{function.__name__}{arguments}"
+            raise RunError(f"{call} was killed, probably out of memory; remove the largest --sizes") from None
 
 
-def attention_mb(device: str, path: str, dropout: float, T: int) -> dict[str, float]:
-    """Peak memory of forward, and of forward and backward, above what was held before, in MB."""
+def attention_mb(device: str, backend: str, dropout: float, T: int) -> dict[str, float]:
+    """Measure peak memory of forward, and of forward and backward, above the memory allocated before, in MB."""
     if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed goes back, and counts no longer
-    forward, backward = attention_pass(device, path, dropout, 64)
-    backward(forward())  # loads what any call needs
-    forward, backward = attention_pass(device, path, dropout, T)
+        ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: freed memory is returned to the system
+    forward, backward = attention_pass(device, backend, dropout, 64)
+    backward(forward())  # warm-up: one-time allocations
+    forward, backward = attention_pass(device, backend, dropout, T)
     before = _reset_peak_mb(device)
     out = forward()
     peak_forward = _peak_mb(device)
     backward(out)
-    return {f"{path} forward MB": peak_forward - before, f"{path} MB": _peak_mb(device) - before}
+    return {f"{backend} forward MB": peak_forward - before, f"{backend} MB": _peak_mb(device) - before}
 
 
 def attention_ms(device: str, dropout: float, T: int, rounds: int) -> dict[str, Any]:
-    """Medians of the time of either path, run in turn, and of their ratio; and whether SDPA had a fused kernel."""
+    """Measure the median time of each backend, run alternately, and of their ratio; and read the kernel of SDPA."""
     import torch
 
     def now() -> float:
@@ -80,33 +80,35 @@ def attention_ms(device: str, dropout: float, T: int, rounds: int) -> dict[str, 
             torch.cuda.synchronize()
         return time.perf_counter() * 1e3
 
-    def timed(path: str) -> tuple[float, float]:
-        forward, backward = passes[path]
+    def timed(backend: str) -> tuple[float, float]:
+        forward, backward = passes[backend]
         start = now()
         out = forward()
         middle = now()
         backward(out)
         return middle - start, now() - start
 
-    passes = {path: attention_pass(device, path, dropout, T) for path in PATHS}
+    passes = {backend: attention_pass(device, backend, dropout, T) for backend in BACKENDS}
     kernel = re.match(r"ScaledDotProduct(\w+?)Attention", passes["fused"][0]().grad_fn.name())
-    for path in PATHS:
-        timed(path)  # the first is slow
-    taken: dict[str, list[tuple[float, float]]] = {path: [] for path in PATHS}
-    end = now() + rounds * 1e3  # a second a round where a pair takes less
-    while (done := len(taken["fused"])) < rounds or (done < 200 and now() < end):
-        for path in PATHS[:: -1 if done % 2 else 1]:
-            taken[path].append(timed(path))
+    for backend in BACKENDS:
+        timed(backend)  # warm-up
+    times: dict[str, list[tuple[float, float]]] = {backend: [] for backend in BACKENDS}
+    end = now() + rounds * 1e3  # repeat short pairs for up to one second per round
+    while (done := len(times["fused"])) < rounds or (done < 200 and now() < end):
+        for backend in BACKENDS[:: -1 if done % 2 else 1]:
+            times[backend].append(timed(backend))
     row: dict[str, Any] = {"kernel": kernel[1].lower() if kernel else None, "pairs": done}
     row |= {"shape": [1, HEADS, T, HEAD_DIM], "threads": torch.get_num_threads()}
-    for path in PATHS:
-        row[f"{path} forward ms"], row[f"{path} ms"] = map(statistics.median, zip(*taken[path], strict=True))
-    ratios = (fused[1] / explicit[1] for fused, explicit in zip(*taken.values(), strict=True))
+    for backend in BACKENDS:
+        row[f"{backend} forward ms"], row[f"{backend} ms"] = map(statistics.median, zip(*times[backend], strict=True))
+    ratios = (fused[1] / explicit[1] for fused, explicit in zip(*times.values(), strict=True))
     return row | {"fused/explicit": statistics.median(ratios)}
 
 
-def attention_pass(device: str, path: str, dropout: float, T: int) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """Forward and backward of causal self-attention over T positions, in the dtype that training uses there."""
+def attention_pass(
+    device: str, backend: str, dropout: float, T: int
+) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """Return forward and backward of causal self-attention over T positions, in the training dtype of the device."""
     import torch
 
     from minigpt.attention import attend, attend_explicit
@@ -116,7 +118,7 @@ def attention_pass(device: str, path: str, dropout: float, T: int) -> tuple[Call
     inputs = [x.requires_grad_() for x in inputs]
 
     def forward() -> Any:
-        if path == "fused":
+        if backend == "fused":
             return attend(*inputs, causal=True, dropout=dropout)
         return attend_explicit(*inputs, causal=True, dropout=dropout)[0]
 
@@ -127,7 +129,7 @@ def attention_pass(device: str, path: str, dropout: float, T: int) -> tuple[Call
 
 
 def _reset_peak_mb(device: str) -> float:
-    """Have the peak start from the memory held now, and return that."""
+    """Reset the peak to the memory allocated now, and return it in MB."""
     if device == "cuda":
         import torch
 
@@ -139,12 +141,12 @@ def _reset_peak_mb(device: str) -> float:
 
 
 def _peak_mb(device: str) -> float:
-    """The most memory that this process held on a device."""
+    """Return the peak memory of this process on a device, in MB."""
     if device == "cuda":
         import torch
 
         return torch.cuda.max_memory_allocated() / (1 << 20)
-    if sys.platform == "linux":  # where a process inherits ru_maxrss from the one that started it
+    if sys.platform == "linux":  # ru_maxrss is inherited from the parent process
         return status_mb("VmHWM")
     import resource
 
@@ -152,54 +154,66 @@ def _peak_mb(device: str) -> float:
 
 
 def show_attention(rows: Sequence[dict[str, Any]]) -> None:
-    """Print a length a row; then how memory grows, and which path is the faster."""
+    """Print one row per length, then the growth of memory and the faster backend."""
     print(f"\nattention, {machine()}, {rows[0]['threads']} threads")
     print(f"shape (1, {HEADS}, T, {HEAD_DIM}), causal, forward and backward together; times within 5 % are the same\n")
-    heads = ("device", "dropout", "T", "kernel", "fused MB", "explicit MB", "fused ms", "explicit ms", "fused/explicit")
-    print("| " + " | ".join(f"{head:>11}" for head in (*heads, "faster")) + " |")
-    print("|" + f"{'-' * 12}:|" * (len(heads) + 1))
+    columns = (
+        "device",
+        "dropout",
+        "T",
+        "kernel",
+        "fused MB",
+        "explicit MB",
+        "fused ms",
+        "explicit ms",
+        "fused/explicit",
+    )
+    print("| " + " | ".join(f"{column:>11}" for column in (*columns, "faster")) + " |")
+    print("|" + f"{'-' * 12}:|" * (len(columns) + 1))
     for row in rows:
-        row = row | {"kernel": row["kernel"] or "T×T formed", "faster": faster(row), "dropout": f"{row['dropout']:g}"}
-        figures = [row.get(head, "") for head in (*heads, "faster")]
+        row = row | {"kernel": row["kernel"] or "T×T stored", "faster": faster(row), "dropout": f"{row['dropout']:g}"}
+        figures = [row.get(column, "") for column in (*columns, "faster")]
         cells = (f"{value:11,.2f}" if isinstance(value, float) else f"{value:>11}" for value in figures)
         print("| " + " | ".join(cells) + " |")
     print()
     for (device, dropout), some in by_case(rows).items():
         kernel = some[-1]["kernel"]
-        runs = f"SDPA runs its {kernel} kernel" if kernel else "SDPA has no fused kernel and forms the T×T weights"
+        runs = f"SDPA runs its {kernel} kernel" if kernel else "SDPA has no fused kernel and stores the T×T weights"
         slower = ", ".join(str(row["T"]) for row in some if faster(row) == "explicit")
         speed = f"slower than explicit at T = {slower}" if slower else "at least as fast as explicit at every T"
         print(f"{device}, dropout {dropout:g}: {runs}; attend is {speed}")
-        for path, (slope, first, last) in slopes(some).items():
-            print(f"  {path} memory grows as T^{slope:.2f} from T = {first} to {last}")
+        for backend, (slope, first, last) in slopes(some).items():
+            print(f"  {backend} memory grows as T^{slope:.2f} from T = {first} to {last}")
 
 
 def by_case(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, float], list[dict[str, Any]]]:
-    """The rows of every device and dropout."""
+    """Group the rows by device and dropout."""
     return {case: list(some) for case, some in itertools.groupby(rows, lambda row: (row["device"], row["dropout"]))}
 
 
 def faster(row: dict[str, Any]) -> str:
-    """The path that takes less time, or `same`."""
+    """Return the backend that takes less time, or `same` within 5 %."""
     ratio = row["fused/explicit"]
     return "same" if abs(math.log(ratio)) < math.log(1.05) else "fused" if ratio < 1 else "explicit"
 
 
 def slopes(rows: Sequence[dict[str, Any]]) -> dict[str, tuple[float, int, int]]:
-    """Slope of log memory over log T of every path, fitted to the two upper doublings, and the lengths of the fit."""
+    """Fit the slope of log memory over log T to the last two doublings; per backend: slope, first T, last T."""
     fitted = {}
-    for path in PATHS:
+    for backend in BACKENDS:
         points = [
-            (row["T"], row[f"{path} MB"]) for row in rows if row.get(f"{path} MB") and row["T"] * 4 >= rows[-1]["T"]
+            (row["T"], row[f"{backend} MB"])
+            for row in rows
+            if row.get(f"{backend} MB") and row["T"] * 4 >= rows[-1]["T"]
         ]
         if len(points) > 1:
             x, y = (list(map(math.log, values)) for values in zip(*points, strict=True))
-            fitted[path] = statistics.linear_regression(x, y).slope, points[0][0], points[-1][0]
+            fitted[backend] = statistics.linear_regression(x, y).slope, points[0][0], points[-1][0]
     return fitted
 
 
 def draw_attention(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """Draw memory and time over length, log-log, beside lines that grow as T and as T²."""
+    """Plot memory and time over length, log-log, with reference lines for T and T²."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -209,12 +223,12 @@ def draw_attention(rows: Sequence[dict[str, Any]], file: Path) -> None:
     figure, grid = plt.subplots(len(devices), 2, figsize=(11, 4.8 * len(devices)), squeeze=False, layout="constrained")
     for (device, dropout), some in by_case(rows).items():
         for axes, unit in zip(grid[devices.index(device)], ("MB", "ms"), strict=True):
-            for path, color, power in zip(PATHS, ("tab:blue", "tab:orange"), (1, 2), strict=True):
-                points = [(row["T"], row[f"{path} {unit}"]) for row in some if row.get(f"{path} {unit}")]
+            for backend, color, power in zip(BACKENDS, ("tab:blue", "tab:orange"), (1, 2), strict=True):
+                points = [(row["T"], row[f"{backend} {unit}"]) for row in some if row.get(f"{backend} {unit}")]
                 style: dict[str, Any] = (
                     {"marker": "s", "linestyle": "--", "mfc": "white"} if dropout else {"marker": "o"}
                 )
-                label = f"{path}, dropout {dropout:g}" if dropout else path
+                label = f"{backend}, dropout {dropout:g}" if dropout else backend
                 if not points:
                     continue
                 axes.plot(*zip(*points, strict=True), color=color, markersize=5, label=label, **style)
@@ -228,7 +242,7 @@ def draw_attention(rows: Sequence[dict[str, Any]], file: Path) -> None:
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter("{x:g}")
-            ticks = [row["T"] for row in some if unit == "ms" or row["T"] >= SMALLEST]
+            ticks = [row["T"] for row in some if unit == "ms" or row["T"] >= MIN_T_FOR_MEMORY]
             axes.set_xticks(ticks, list(map(str, ticks)))
             axes.set(xlabel="T (tokens)", ylabel={"MB": "peak memory (MB)", "ms": "time (ms)"}[unit])
             axes.set_title(f"{device}: {'peak memory' if unit == 'MB' else 'time'}, forward and backward")
@@ -241,11 +255,11 @@ def draw_attention(rows: Sequence[dict[str, Any]], file: Path) -> None:
 
 
 def lengths(text: str) -> list[int]:
-    """The value of --sizes."""
+    """Parse the comma-separated lengths of --sizes."""
     try:
         sizes = sorted({int(size) for size in text.split(",")})
     except ValueError:
         sizes = [0]
     if sizes[0] < 1:
-        raise UserError(f"--sizes={text} is not possible; it takes lengths from 1 up, as in --sizes 64,256")
+        raise UserError(f"--sizes must be integers ≥ 1 such as 64,256, got {text}")
     return sizes

@@ -1,48 +1,22 @@
-"""The page of attention: what is written is what was given, no token breaks out, and a reader can explore it."""
+"""The file of the attention page: it holds the given data and escapes every token."""
 
 import base64
 import json
 import math
 import re
-import shutil
-import time
 from html.parser import HTMLParser
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pages import HOSTILE, attention
 
 from minigpt.interpret.page import write_page
 
-HOSTILE = [
-    "</script>",
-    "<!--<script>",
-    "<img src=x onerror=\"document.title='broken'\">",
-    "]]>",
-    "{{policy}}",
-    "{{data}}",
-    "&lt;b&gt;",
-    "'\"`\\",
-    "\\u003c",
-    "\u2028",
-    "\ud800",
-    "<svg/onload=\"document.title='broken'\">",
-]
-
-
-def attention(L, H, T, seed=0, sharpness=3.0):
-    """Random causal weights (L, H, T, T), and probabilities (T,) of which the first is nan."""
-    generator = torch.Generator().manual_seed(seed)
-    scores = sharpness * torch.randn(L, H, T, T, generator=generator)
-    weights = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf).softmax(-1)
-    probabilities = torch.rand(T, generator=generator)
-    probabilities[0] = math.nan
-    return weights, probabilities
-
 
 class Page(HTMLParser):
-    """The elements of a page, the text of its scripts, its visible text."""
+    """The elements of a page and the text of its scripts."""
 
     def __init__(self, text):
         super().__init__()
@@ -65,7 +39,7 @@ class Page(HTMLParser):
 
 
 def unpack(data):
-    """The weights of a page, by the plain reading of its format: 12 bits a weight, big-endian, lower triangles."""
+    """Decode the weights of a page: lower triangles, 12 bits per weight, big-endian."""
     L, H, T = data["layers"], data["heads"], len(data["labels"])
     bits = "".join(f"{byte:08b}" for byte in base64.b64decode(data["weights"], validate=True))
     triangle = T * (T + 1) // 2
@@ -86,9 +60,6 @@ def written(path, labels, weights, probabilities):
     return Page(path.read_text(encoding="utf-8"))
 
 
-# ── what is written
-
-
 @settings(max_examples=25, deadline=None)
 @given(L=st.integers(1, 3), H=st.integers(1, 3), T=st.integers(1, 9), seed=st.integers(0, 99), sharp=st.floats(0, 30))
 def test_the_page_holds_the_weights_it_was_given(tmp_path_factory, L, H, T, seed, sharp):
@@ -99,26 +70,26 @@ def test_the_page_holds_the_weights_it_was_given(tmp_path_factory, L, H, T, seed
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_weights_of_any_precision_that_still_know_their_gradient_are_taken(tmp_path, dtype):
+def test_weights_may_have_any_float_dtype_and_require_gradients(tmp_path, dtype):
     weights, probabilities = attention(1, 2, 5)
     given_weights = weights.to(dtype).requires_grad_()
     data = written(tmp_path / "page.html", list("abcde"), given_weights, probabilities.to(dtype)).data
     torch.testing.assert_close(unpack(data), given_weights.detach().float(), atol=3e-4, rtol=0)
 
 
-def test_the_page_holds_the_probabilities_and_says_which_token_has_none(tmp_path):
+def test_the_page_holds_the_probabilities_and_null_for_a_token_without_one(tmp_path):
     weights, _ = attention(1, 1, 4)
     probabilities = torch.tensor([math.nan, 0.123456, 3.21987e-7, 1.0000001])
     data = written(tmp_path / "page.html", list("abcd"), weights, probabilities).data
     assert data["probabilities"] == [None, 0.1235, 3.22e-7, 1.0]
 
 
-def test_labels_arrive_with_signs_for_what_has_none(tmp_path):
-    labels = ["a", " the", "\n", "\n\n", "\r\n", "↵", "\t", "\x00", "\x7f", "\u202e", "\xa0", "", "é😀"]
+def test_invisible_characters_of_labels_are_replaced(tmp_path):
+    labels = ["a", " the", "\n", "\n\n", "\r\n", "\t", "\x00", "\x7f", "\u202e", "\xa0", "", "é😀"]
     weights, probabilities = attention(1, 1, len(labels))
     data = written(tmp_path / "page.html", labels, weights, probabilities).data
     assert data["labels"] == [
-        *("a", " the", "⏎\n", "⏎\n⏎\n", "⏎\n", "⏎\n", "⇥", "␀", "␡", "⟨U+202E⟩", "⟨U+00A0⟩", "∅", "é😀")
+        *("a", " the", "⏎\n", "⏎\n⏎\n", "⟨U+000D⟩⏎\n", "⇥", "⟨U+0000⟩", "⟨U+007F⟩", "⟨U+202E⟩", "⟨U+00A0⟩", "∅", "é😀")
     ]
 
 
@@ -135,7 +106,7 @@ def test_hostile_tokens_add_no_element_and_change_no_script(tmp_path):
     hostile = written(tmp_path / "hostile.html", HOSTILE, weights, probabilities)
     assert hostile.elements == harmless.elements
     assert hostile.scripts[1:] == harmless.scripts[1:]
-    shown = [label.replace("\u2028", "⏎\n").replace("\ud800", "⟨U+D800⟩") for label in HOSTILE]
+    shown = [label.replace("\u2028", "⟨U+2028⟩").replace("\ud800", "⟨U+D800⟩") for label in HOSTILE]
     assert hostile.data["labels"] == shown
     assert not re.search("[<>&]", hostile.scripts[0])
 
@@ -152,14 +123,14 @@ def test_the_page_refers_to_nothing_outside_itself(tmp_path):
 @pytest.mark.parametrize(
     ("labels", "shape", "probabilities", "message"),
     [
-        ([], (1, 1, 0, 0), 0, "no tokens"),
-        (["a", "b"], (1, 1, 3, 3), 2, r"\(layers, heads, 2, 2\), not \(1, 1, 3, 3\)"),
-        (["a", "b"], (2, 2), 2, "not"),
-        (["a", "b"], (1, 0, 2, 2), 2, "not"),
-        (["a", "b"], (1, 1, 2, 2), 3, r"\(2,\), not \(3,\)"),
+        ([], (1, 1, 0, 0), 0, "must be"),
+        (["a", "b"], (1, 1, 3, 3), 2, r"must be \(L, H, 2, 2\) and .* got \(1, 1, 3, 3\)"),
+        (["a", "b"], (2, 2), 2, "must be"),
+        (["a", "b"], (1, 0, 2, 2), 2, "must be"),
+        (["a", "b"], (1, 1, 2, 2), 3, r"must be .* \(2,\), got .* \(3,\)"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(tmp_path, labels, shape, probabilities, message):
+def test_mismatched_shapes_are_an_error(tmp_path, labels, shape, probabilities, message):
     with pytest.raises(ValueError, match=message):
         write_page(
             tmp_path / "p.html", labels=labels, weights=torch.zeros(shape), probabilities=torch.zeros(probabilities)
@@ -167,15 +138,15 @@ def test_what_does_not_fit_together_is_refused(tmp_path, labels, shape, probabil
     assert not list(tmp_path.iterdir())
 
 
-def test_weights_that_are_no_numbers_are_refused(tmp_path):
+def test_nan_weights_are_an_error(tmp_path):
     weights, probabilities = attention(1, 1, 3)
     weights[0, 0, 2, 1] = math.nan
-    with pytest.raises(ValueError, match="not finite"):
+    with pytest.raises(ValueError, match="must be finite"):
         write_page(tmp_path / "p.html", labels=list("abc"), weights=weights, probabilities=probabilities)
 
 
-def test_a_failed_write_leaves_the_old_page_and_nothing_else(tmp_path, monkeypatch):
-    file = tmp_path / "new" / "page.html"
+def test_a_failed_write_leaves_the_old_page_and_no_other_file(tmp_path, monkeypatch):
+    file = tmp_path / "page.html"
     weights, probabilities = attention(1, 1, 2)
     write_page(file, labels=["a", "b"], weights=weights, probabilities=probabilities)
     before = file.read_bytes()
@@ -188,324 +159,3 @@ def test_a_failed_write_leaves_the_old_page_and_nothing_else(tmp_path, monkeypat
         write_page(file, labels=["c", "d"], weights=weights, probabilities=probabilities)
     assert file.read_bytes() == before
     assert list(file.parent.iterdir()) == [file]
-
-
-# ── what a reader sees, in a real browser
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """Headless Chromium."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium: pip install selenium")
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    driver = shutil.which("chromedriver")
-    if not chromium or not driver:
-        pytest.skip("no Chromium or no chromedriver: apt-get install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    browser = webdriver.Chrome(options, webdriver.ChromeService(driver))
-    yield browser
-    browser.quit()
-
-
-class Reader:
-    """Someone who looks at a page, and moves the mouse, the fingers and the keys."""
-
-    def __init__(self, browser, file):
-        self.browser = browser
-        self.resize(1280, 900)
-        self.prefer("light")
-        browser.get(file.as_uri())
-        self.leave()  # wherever the mouse was
-
-    def resize(self, width, height):
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-
-    def prefer(self, scheme):
-        features = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-        self.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", features)
-
-    def find(self, selector):
-        return self.browser.find_element("css selector", selector)
-
-    def token(self, i):
-        return self.find(f".token[data-i='{i}']")
-
-    def hover(self, element):
-        from selenium.webdriver import ActionChains
-
-        ActionChains(self.browser, duration=0).move_to_element(element).perform()
-
-    def leave(self):
-        self.browser.execute_script("scrollTo(0, 0)")
-        self.hover(self.find("h1"))
-
-    def press(self, *keys):
-        from selenium.webdriver import ActionChains, Keys
-
-        ActionChains(self.browser).send_keys(*(getattr(Keys, key) for key in keys)).perform()
-
-    def tap(self, i):
-        place = self.browser.execute_script(
-            "arguments[0].scrollIntoView({block: 'nearest'}); const r = arguments[0].getBoundingClientRect();"
-            "return {x: r.x + r.width / 2, y: r.y + r.height / 2}",
-            self.token(i),
-        )
-        for kind, points in (("touchStart", [place]), ("touchEnd", [])):
-            event = {"type": kind, "touchPoints": points}
-            self.browser.execute_cdp_cmd("Input.dispatchTouchEvent", event)
-
-    def pick(self, field, value):
-        self.find(f"#{field} input[value='{value}']").click()
-
-    @property
-    def colors(self):
-        """The background of each token, as (red, green, blue), and None where there is none."""
-        found = self.browser.execute_script(
-            "return [...document.querySelectorAll('.token')].map(t => getComputedStyle(t).backgroundColor)"
-        )
-        return [None if color.endswith(", 0)") else tuple(map(int, re.findall(r"\d+", color))) for color in found]
-
-    @property
-    def strongest(self):
-        """Token → weight, as the panel says it."""
-        return self.browser.execute_script(
-            "return [...document.querySelectorAll('#strongest tbody tr')]"
-            ".map(row => [Number(row.dataset.j), row.querySelector('.number').textContent])"
-        )
-
-    @property
-    def contrasts(self):
-        """Contrast of every letter of the page against what lies behind it, after WCAG."""
-        return self.browser.execute_script("""
-            const rgba = text => text.match(/[\\d.]+/g).map(Number);
-            const linear = v => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
-            const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
-            const behind = e => {
-              const color = rgba(getComputedStyle(e).backgroundColor);
-              return color.length === 3 || color[3] === 1 ? color : behind(e.parentElement);
-            };
-            return [...document.querySelectorAll("body *:not(script, noscript)")]
-              .filter(e => [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim()))
-              .map(e => {
-                const [a, b] = [light(rgba(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x);
-                return [e.outerHTML.slice(0, 80), (a + 0.05) / (b + 0.05)];
-              });
-        """)
-
-
-def eventually(holds):
-    """Wait for what a browser does in its own time."""
-    end = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-TEXT = "To be, or not to be,\nthat is the question."
-
-
-@pytest.fixture(scope="module")
-def example(tmp_path_factory):
-    """A page of two layers of three heads, and what is in it."""
-    weights, probabilities = attention(2, 3, len(TEXT), seed=3)
-    probabilities[5] = 0.0004
-    probabilities[6] = 0.999
-    file = tmp_path_factory.mktemp("page") / "page.html"
-    write_page(file, labels=list(TEXT), weights=weights, probabilities=probabilities)
-    return file, weights, probabilities
-
-
-@pytest.fixture
-def reader(browser, example):
-    browser.get_log("browser")
-    yield Reader(browser, example[0])
-    assert browser.get_log("browser") == []  # no error, nothing refused, nothing looked for elsewhere
-
-
-def expected(row, count=6):
-    order = sorted(range(len(row)), key=lambda j: -row[j])[:count]
-    return [(j, row[j].item()) for j in order if row[j] >= 0.0005]
-
-
-def assert_shows(strongest, row):
-    """The panel lists the largest weights of a row with their figures, to what 12 bits leave of them."""
-    assert [weight for _, weight in expected(row)] == pytest.approx([float(w) for _, w in strongest], abs=1e-3)
-    for j, weight in strongest:
-        assert float(weight) == pytest.approx(row[j].item(), abs=1e-3)
-
-
-def test_the_whole_text_is_there_and_breaks_where_it_breaks(reader):
-    tokens = reader.browser.execute_script(
-        "return [...document.querySelectorAll('.token')].map(t => [t.textContent, t.getClientRects()[0].top])"
-    )
-    assert "".join(text for text, _ in tokens) == TEXT.replace("\n", "⏎\n")
-    lines = sorted({top for _, top in tokens})
-    assert [sum(top == line for _, top in tokens) for line in lines] == [len(line) for line in TEXT.splitlines(True)]
-
-
-def test_with_nothing_hovered_a_color_tells_the_probability(reader, example):
-    probabilities = example[2]
-    colors = reader.colors
-    assert colors[0] is None  # the first token: nothing predicted it
-    assert None not in colors[1:]
-    blueness = torch.tensor([b - r for r, _, b in colors[1:]])
-    order = probabilities[1:].clamp(min=1e-3).argsort()
-    assert (blueness[order].diff() >= -8).all()  # grows with the probability, but for the rounding of colors
-    assert blueness[4] < -100 < 100 < blueness[5]
-    assert reader.find("#scale-name").text.startswith("Probability")
-    assert [tick.text for tick in reader.browser.find_elements("css selector", "#ticks span")] == [
-        *("≤ 0.1 %", "1 %", "10 %", "100 %")
-    ]
-
-
-def test_hovering_shows_what_the_token_attends_to_and_leaving_takes_it_back(reader, example):
-    weights = example[1]
-    at_rest = reader.colors
-    i = 30
-    reader.hover(reader.token(i))
-    row = weights[0, :, i].mean(0)
-    assert_shows(reader.strongest, row)
-    colors = reader.colors
-    assert None not in colors[: i + 1]
-    assert set(colors[i + 1 :]) == {None}  # the future
-    darkness = torch.tensor([-sum(color) for color in colors[: i + 1]])
-    assert (darkness[row[: i + 1].argsort()].diff() >= -3).all()
-    assert reader.find("#scale-name").text.startswith("Attention weight")
-    reader.hover(reader.find("#text"))  # its middle, where no token is: no flicker on the way from line to line
-    assert reader.colors == colors
-    reader.leave()
-    assert reader.colors == at_rest
-    assert not reader.strongest
-
-
-def test_every_layer_and_head_can_be_picked(reader, example):
-    weights = example[1]
-    i = 25
-    for layer in (1, 0):
-        for head in (0, 1, 2, -1):
-            reader.pick("layers", layer)
-            reader.pick("heads", head)
-            reader.hover(reader.token(i))
-            row = weights[layer, head, i] if head >= 0 else weights[layer, :, i].mean(0)
-            assert_shows(reader.strongest, row)
-            note = reader.find("#scale-name small").text
-            assert note == f"layer {layer + 1}, " + (f"head {head + 1}" if head >= 0 else "mean of all heads")
-            assert reader.find("#details h2").text == f"Token {i + 1} ␣"
-            for h in range(3):
-                line = reader.find(f"#per-head tr[data-head='{h}']")
-                j, weight = expected(weights[layer, h, i])[0]
-                first = line.find_element("css selector", ".three").text
-                assert first.startswith(TEXT[j].replace(" ", "␣").replace("\n", "⏎"))
-                assert float(first.split()[-2]) == pytest.approx(weight, abs=1e-3)
-                assert line.find_element("css selector", "th").text == f"head {h + 1}"
-                assert first.endswith("itself" if j == i else f"−{i - j}")
-                assert (line.get_attribute("aria-current") == "true") == (h == head)
-            reader.leave()
-
-
-@pytest.mark.parametrize(("i", "says"), [(0, "not predicted"), (5, "probability 0.04 %"), (6, "probability 99.9 %")])
-def test_a_tooltip_tells_the_probability(reader, i, says):
-    assert not reader.find("#tip").is_displayed()
-    reader.hover(reader.token(i))
-    assert reader.find("#tip").text == says
-    tip, token = reader.find("#tip").rect, reader.token(i).rect
-    assert tip["y"] + tip["height"] <= token["y"] + 4
-    assert 0 <= tip["x"] <= token["x"] + token["width"] <= tip["x"] + tip["width"] + 40
-    reader.leave()
-    assert not reader.find("#tip").is_displayed()
-
-
-def test_a_click_keeps_a_token_while_heads_are_picked_and_escape_lets_go(reader, example):
-    weights = example[1]
-    reader.token(20).click()
-    reader.leave()
-    assert_shows(reader.strongest, weights[0, :, 20].mean(0))
-    reader.pick("layers", 1)
-    reader.pick("heads", 2)
-    assert_shows(reader.strongest, weights[1, 2, 20])
-    reader.hover(reader.token(33))  # a look elsewhere, and back
-    assert_shows(reader.strongest, weights[1, 2, 33])
-    reader.leave()
-    assert_shows(reader.strongest, weights[1, 2, 20])
-    reader.press("ESCAPE")
-    assert not reader.strongest
-    reader.token(20).click()
-    reader.token(20).click()
-    reader.leave()
-    assert not reader.strongest
-
-
-def test_the_keyboard_alone_reaches_everything(reader, example):
-    weights = example[1]
-    reader.press("TAB", "ARROW_RIGHT")  # the layers are one stop, the heads another
-    reader.press("TAB", "ARROW_RIGHT", "ARROW_RIGHT")
-    reader.press("TAB")  # the text is the third
-    assert_shows(reader.strongest, weights[1, 1, 0])
-    reader.press("ARROW_RIGHT", "ARROW_RIGHT", "ARROW_RIGHT")
-    assert_shows(reader.strongest, weights[1, 1, 3])
-    assert reader.find("#tip").is_displayed()
-    reader.press("ARROW_DOWN")  # the second line begins at 21
-    assert_shows(reader.strongest, weights[1, 1, 24])
-    reader.press("ARROW_UP", "ARROW_LEFT")
-    assert_shows(reader.strongest, weights[1, 1, 2])
-    reader.press("END")
-    assert_shows(reader.strongest, weights[1, 1, len(TEXT) - 1])
-    reader.press("HOME", "ARROW_LEFT")
-    assert_shows(reader.strongest, weights[1, 1, 0])
-    reader.press("ARROW_RIGHT", "ARROW_RIGHT", "ENTER", "TAB")
-    assert_shows(reader.strongest, weights[1, 1, 2])
-    assert reader.token(2).get_attribute("aria-selected") == "true"
-    assert reader.find("#spoken").get_attribute("textContent").startswith("layer 2, head 2: ")
-    reader.press("ESCAPE")
-    assert not reader.strongest
-
-
-def test_a_tap_chooses_a_token_on_a_small_screen_and_covers_none(reader, example):
-    weights = example[1]
-    reader.resize(360, 640)
-    before = reader.browser.execute_script("return arguments[0].offsetTop", reader.token(30))
-    reader.tap(30)
-    eventually(lambda: reader.strongest)
-    assert_shows(reader.strongest, weights[0, :, 30].mean(0))
-    assert reader.browser.execute_script("return arguments[0].offsetTop", reader.token(30)) == before
-    seen = "const r = arguments[0].getBoundingClientRect();"
-    seen += "return document.elementFromPoint(r.x + r.width / 2, r.y + r.height / 2) === arguments[0]"
-    assert reader.browser.execute_script(seen, reader.token(30))
-    assert reader.browser.execute_script("return document.documentElement.scrollWidth") <= 360
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_letter_can_be_read_in_the_light_and_in_the_dark(reader, scheme):
-    reader.prefer(scheme)
-    page = reader.browser.execute_script("return getComputedStyle(document.body).backgroundColor")
-    assert (sum(map(int, re.findall(r"\d+", page))) < 200) == (scheme == "dark")
-    eventually(lambda: (sum(reader.colors[17]) < 400) == (scheme == "dark"))
-    for look in (lambda: None, lambda: reader.hover(reader.token(30)), lambda: reader.pick("heads", 1)):
-        look()
-        contrasts = reader.contrasts
-        assert len(contrasts) > len(TEXT)
-        assert [(element, ratio) for element, ratio in contrasts if ratio < 4.5] == []
-
-
-def test_colors_follow_when_the_scheme_changes(reader):
-    light = reader.colors
-    reader.prefer("dark")
-    eventually(lambda: all(sum(a) > sum(b) for a, b in zip(light[1:], reader.colors[1:], strict=True)))
-
-
-def test_hostile_tokens_are_shown_as_text_and_do_not_run(browser, tmp_path):
-    weights, probabilities = attention(1, 1, len(HOSTILE))
-    file = tmp_path / "page.html"
-    write_page(file, labels=HOSTILE, weights=weights, probabilities=probabilities)
-    reader = Reader(browser, file)
-    for i in range(len(HOSTILE)):
-        reader.hover(reader.token(i))
-    assert reader.token(2).text == HOSTILE[2]
-    assert browser.title == "What the heads attend to"
-    assert not browser.find_elements("css selector", "img, svg, b b, span b")
-    assert browser.get_log("browser") == []

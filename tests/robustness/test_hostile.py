@@ -23,9 +23,9 @@ import torch
 from torch import _utils
 
 from minigpt.checkpoints.checkpoint import contents, load_checkpoint
+from minigpt.checkpoints.validation_split import validation_batches
 from minigpt.config import GPTConfig
 from minigpt.data.tokenizer import BPETokenizer, CharTokenizer
-from minigpt.interpret.heads import validation_batches
 from minigpt.model import GPT
 from minigpt.utils.cli import UserError
 
@@ -498,7 +498,8 @@ import contextlib, io, json, resource, runpy, sys, warnings
 from pathlib import Path
 warnings.simplefilter("ignore")
 import matplotlib.pyplot, minigpt.checkpoints.checkpoint, minigpt.console
-import minigpt.interpret.plots, minigpt.interpret.heads
+import minigpt.interpret.plots, minigpt.interpret.page, minigpt.interpret.head_stats
+import minigpt.checkpoints.validation_split
 memory, script, *files = sys.argv[1:]
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 limit = pages * resource.getpagesize() + int(memory)
@@ -564,7 +565,7 @@ def test_a_configuration_inside_a_checkpoint_is_data(launch: Callable[..., Any],
         "tokenizer": {"_target_": "os.system", "name": "touch canary"},
     }
     (tmp_path / "a.safetensors").write_bytes(saved(content))
-    drawn = ["--prompt", "aa", "--values", "v.png"]
+    drawn = ["--prompt", "aa", "--ablation", "v.png"]
     ended = launch("attention.py", "a.safetensors", *drawn, cwd=tmp_path)
     assert ended.returncode == 2, ended.stderr
     assert ended.stderr.count("\n") == 1

@@ -51,7 +51,7 @@ SETTINGS = (
 # A run forked from a process that has imported torch starts immediately; a new interpreter takes ten seconds.
 _forkserver = multiprocessing.get_context("forkserver")
 _forkserver.set_forkserver_preload(
-    ["torch._dynamo", "matplotlib.pyplot", "minigpt.runs.callbacks", "minigpt.data.batches"]
+    ["torch._dynamo", "matplotlib.pyplot", "minigpt.runs.samples", "minigpt.data.batches"]
 )
 _TEMPORARY = tempfile.TemporaryDirectory(prefix="minigpt-faults-")
 _SHARED = Path(_TEMPORARY.name)

@@ -1,0 +1,66 @@
+"""The validation split that a checkpoint was evaluated on, found by the checksum of its corpus.
+
+The run config in a checkpoint may come from anyone and name any path, so token files are only read: nothing is
+downloaded, tokenized or written.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from minigpt.checkpoints.checkpoint import read
+from minigpt.data import token_files
+from minigpt.data.batches import ValidationBatches
+from minigpt.data.tokenizer import from_dict
+from minigpt.model import GPT
+from minigpt.utils.errors import UserError
+
+TOKENS_PER_BATCH = 4096
+
+
+def validation_batches(checkpoint: Path, model: GPT) -> ValidationBatches:
+    """Return the whole validation split of a checkpoint's run, in the windows of its validation.
+
+    Raises:
+        UserError: the checkpoint has no run config, or the token files of the run are missing or have changed.
+    """
+    run = read(checkpoint, device="cpu")["minigpt"]
+    try:
+        corpus = _find_corpus(run, run["config"]["data"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"the run config of {checkpoint} is missing or incomplete ({error!r}), so its validation split is unknown; "
+            "use a checkpoint of scripts/train.py"
+        ) from error
+    corpus.check_length(model.config.block_size)
+    return ValidationBatches(
+        corpus.tokens("val"),
+        block_size=model.config.block_size,
+        batch_size=max(1, TOKENS_PER_BATCH // model.config.block_size),
+        rank=0,
+        world_size=1,
+        device=model.wte.weight.device,
+    )
+
+
+def _find_corpus(run: Mapping[str, Any], data: Mapping[str, Any]) -> token_files.Corpus:
+    """Find the token files of a run: nanoGPT's files in place, or those in the data folder."""
+    if data["train_bin"]:
+        train_bin, val_bin = (Path(data[key]).expanduser() for key in ("train_bin", "val_bin"))
+        corpus = token_files.from_bins(train_bin, val_bin, from_dict(run["tokenizer"]))
+        if corpus.sha256 == run["corpus_sha256"]:
+            return corpus
+        raise UserError(f"{train_bin} or {val_bin} has changed since training; restore the token files of the run")
+    folder = Path(data["folder"]) / "tokens"
+    split = {} if data["val_path"] else {"split": data["split"], "val_fraction": data["val_fraction"]}
+    wanted = (run["corpus_sha256"], run["tokenizer"])
+    for meta in sorted(folder.glob(f"*/{token_files.META}")):
+        with suppress(UserError):  # incomplete or damaged token files
+            corpus = token_files.load(meta.parent)
+            if (corpus.sha256, corpus.tokenizer.to_dict()) == wanted and {**corpus.made, **split} == corpus.made:
+                return corpus
+    raise UserError(
+        f"the token files of the run are not in {folder}; start from the folder that training was started in, or "
+        "prepare them with python scripts/prepare.py and the run's data= and tokenizer="
+    )

@@ -1,0 +1,115 @@
+"""Attention weights of every head for a text, and the induction score of every head. Depends on torch alone.
+
+Forward pre-hooks record the weights during an ordinary forward pass, so this works for every `GPTConfig`.
+
+Shapes: L layers, H heads, B batch, T time, V vocab.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from minigpt.attention import MultiHeadAttention
+from minigpt.model import GPT
+from minigpt.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from minigpt.data.tokenizer import Tokenizer
+
+N_SEQUENCES = 8  # random sequences per induction score
+
+
+def attention_maps(model: GPT, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the attention weights of every head for one text, and the probability of each of its tokens.
+
+    Args:
+        tokens: (T,) ids, T at most `block_size`.
+
+    Returns:
+        The weights (L, H, T, T), one row per query, and the probability that the model assigned to each token (T,),
+        NaN for the first; float32, on the CPU.
+    """
+    weights, logits = _forward(model, tokens[None])
+    probabilities = logits[0, :-1].float().softmax(dim=-1).gather(1, tokens[1:, None]).squeeze(1)  # (T - 1,)
+    return weights[:, 0], torch.cat((torch.full((1,), float("nan")), probabilities.cpu()))
+
+
+def induction_scores(model: GPT, vocab_size: int, *, seed: int = 0) -> Tensor:
+    """Compute the prefix-matching score of every head, which is high for induction heads.
+
+    A sequence of distinct random tokens is repeated once. In the second copy, an induction head attends to the token
+    after the previous occurrence of the current token; the score is the mean weight of that token.
+
+    Returns:
+        (L, H), NaN if the block size or the vocabulary is too small for a repeated sequence.
+
+    Source: Olsson et al., 2022, https://arxiv.org/abs/2209.11895
+    """
+    P = min(model.config.block_size // 2, vocab_size)  # length of one copy
+    if P < 2:
+        return torch.full((model.config.n_layer, model.config.n_head), float("nan"))
+    generator = torch.Generator().manual_seed(seed)
+    copy = torch.stack([torch.randperm(vocab_size, generator=generator)[:P] for _ in range(N_SEQUENCES)])  # (B, P)
+    weights, _ = _forward(model, torch.cat((copy, copy), dim=1).to(model.wte.weight.device))
+    query = torch.arange(P, 2 * P)
+    return weights[..., query, query - P + 1].mean(dim=(1, 3))  # (L, B, H, P) -> (L, H)
+
+
+def prompt_tokens(tokenizer: "Tokenizer", prompt: str, block_size: int, *, truncate: bool = False) -> Tensor:
+    """Encode a prompt to token ids (T,); `truncate` keeps the last `block_size` tokens of a longer one.
+
+    Raises:
+        UserError: it is empty, a single token, too long, or has characters outside the vocabulary.
+    """
+    tokens = torch.as_tensor(tokenizer.encode(prompt)).long()
+    if len(tokens) < 2:
+        raise UserError(f"--prompt must have at least 2 tokens, got {len(tokens)}")
+    if len(tokens) > block_size and not truncate:
+        raise UserError(f"--prompt must have at most block_size={block_size} tokens, got {len(tokens)}; set --truncate")
+    return tokens[-block_size:]
+
+
+def token_texts(tokenizer: "Tokenizer", tokens: Tensor) -> list[str]:
+    """Decode each of the tokens (T,) separately."""
+    return [tokenizer.decode([token]) for token in tokens.tolist()]
+
+
+def visible_text(token: str, is_visible: Callable[[str], bool] = str.isprintable) -> str:
+    """Replace the invisible characters of a token: ⏎, ⇥, ∅ for an empty text, the code point for any other."""
+    symbols = {"\n": "⏎", "\t": "⇥"}
+    return "".join(symbols.get(c) or (c if is_visible(c) else f"⟨U+{ord(c):04X}⟩") for c in token) or "∅"
+
+
+@contextmanager
+def eval_mode(model: GPT) -> Iterator[None]:
+    """Disable dropout and gradients inside the context."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def attention_modules(model: GPT) -> list[MultiHeadAttention]:
+    """Return the attention module of each layer."""
+    return [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
+
+
+def _forward(model: GPT, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weights (L, B, H, T, T) on the CPU and the logits (B, T, V) of tokens (B, T)."""
+    weights: list[Tensor] = []
+
+    def record(attention: MultiHeadAttention, args: Any, kwargs: dict[str, Any]) -> None:
+        kwargs = {name: value for name, value in kwargs.items() if name != "cache"}
+        weights.append(attention.attention_weights(*args, **kwargs).float().cpu())
+
+    with eval_mode(model), ExitStack() as hooks:
+        for attention in attention_modules(model):
+            hooks.enter_context(attention.register_forward_pre_hook(record, with_kwargs=True))
+        logits = model(tokens)
+    return torch.stack(weights), logits

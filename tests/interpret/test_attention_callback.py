@@ -1,0 +1,111 @@
+"""The callback that plots attention maps during training."""
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import ALPHABET, make_model
+
+from minigpt.data.tokenizer import CharTokenizer
+from minigpt.interpret.attention_maps import attention_maps
+from minigpt.model import GPT
+from minigpt.runs.samples import AttentionMaps
+from minigpt.utils.errors import UserError
+
+
+def test_plotting_maps_does_not_change_the_training(
+    train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    plain = train("model.dropout=0.1", folder=tmp_path / "plain")
+    plotted = train("model.dropout=0.1", "callbacks=attention", "logger=wandb", folder=tmp_path / "plotted")
+    assert sorted(path.name for path in (plotted.folder / "attention").iterdir()) == ["step-10.png", "step-20.png"]
+    assert not (plain.folder / "attention").exists()
+    assert (plotted.folder / "samples.txt").exists()  # from the default callbacks
+    assert losses(plotted.folder) == losses(plain.folder)
+    uploaded = [path.name for path in plotted.folder.glob("wandb/offline-run-*/files/media/images/*.png")]
+    assert len([name for name in uploaded if name.startswith("attention_")]) == 2
+
+
+def losses(folder: Path) -> list[tuple[str, str]]:
+    with open(folder / "metrics.csv", newline="") as file:
+        return [(row["train_loss"], row["val_loss"]) for row in csv.DictReader(file)]
+
+
+def set_up(folder: Path, model: GPT, **options: Any) -> tuple[AttentionMaps, SimpleNamespace, SimpleNamespace]:
+    """The callback after `setup`, and stand-ins for the Trainer and the module."""
+    tokenizer = CharTokenizer.of(ALPHABET)
+    corpus = SimpleNamespace(
+        tokenizer=tokenizer, tokens=lambda split: tokenizer.encode({"val": "What\nROMEO: a" * 9}[split])
+    )
+    trainer = SimpleNamespace(
+        datamodule=SimpleNamespace(corpus=corpus),
+        default_root_dir=folder,
+        state=SimpleNamespace(fn="fit"),
+        is_global_zero=True,
+        global_step=30,
+        callback_metrics={"val_loss": torch.tensor(2.0)},
+        loggers=[],
+    )
+    module = SimpleNamespace(model=model, device=torch.device("cpu"))
+    callback = AttentionMaps(**options)
+    callback.setup(trainer, module, "fit")  # type: ignore[arg-type]
+    return callback, trainer, module
+
+
+@pytest.mark.parametrize(
+    ("options", "texts"),
+    [
+        ({}, "What\nROMEO: aWha"),
+        ({"max_tokens": 3}, "Wha"),
+        ({"text": "O EOM"}, "O EOM"),
+        ({"text": "at" * 20}, "at" * 8),
+    ],
+)
+def test_the_text_is_the_option_or_the_beginning_of_the_validation_split(
+    options: dict[str, Any], texts: str, tmp_path: Path
+) -> None:
+    assert "".join(set_up(tmp_path, make_model(), **options)[0].texts) == texts
+
+
+def test_only_rank_zero_writes_and_only_during_fit(tmp_path: Path) -> None:
+    callback, trainer, module = set_up(tmp_path, make_model())
+    for change in ({"is_global_zero": False}, {"state": SimpleNamespace(fn="validate")}):
+        callback.on_validation_end(SimpleNamespace(**{**vars(trainer), **change}), module)  # type: ignore[arg-type]
+        assert not (tmp_path / "attention").exists()
+    callback.on_validation_end(trainer, module)  # type: ignore[arg-type]
+    assert [path.name for path in (tmp_path / "attention").iterdir()] == ["step-30.png"]
+
+
+def test_plotting_maps_does_not_recompile_a_compiled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[object] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model, plotted = make_model().eval(), []
+    tokens = torch.randint(len(ALPHABET), (2, 16))
+    plain = model(tokens)
+    model.compile(backend=backend)
+    torch.testing.assert_close(model(tokens), plain)
+    before = len(graphs)
+    assert before > 0
+    callback, trainer, module = set_up(tmp_path, model)
+    monkeypatch.setattr(
+        "minigpt.runs.samples.plot_maps", lambda path, weights, texts, **rest: plotted.append(weights)
+    )
+    callback.on_validation_end(trainer, module)  # type: ignore[arg-type]
+    torch.testing.assert_close(model(tokens), plain)
+    assert len(graphs) == before
+    torch.testing.assert_close(plotted[0], attention_maps(make_model(), callback.tokens)[0])
+
+
+@pytest.mark.parametrize("options", [{"text": ""}, {"max_tokens": 0}])
+def test_an_empty_text_is_an_error(options: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=rf"callbacks\.attention\.{next(iter(options))}=.* is not possible"):
+        AttentionMaps(**options)

@@ -1,0 +1,215 @@
+"""The script that analyzes attention heads, from the command line."""
+
+import io
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib import image
+from tiny_models import ALPHABET, make_model, svg_texts
+
+from minigpt.checkpoints import checkpoint
+from minigpt.data.tokenizer import CharTokenizer
+from minigpt.utils.cli import cli_entrypoint
+
+ROOT = Path(__file__).resolve().parents[2]
+COLUMNS = ["entropy", "distance", "previous", "self", "first", "induction", "Δloss"]
+
+
+@pytest.fixture
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Run the script in this process, in a folder that holds `model.safetensors`: three layers of two heads."""
+    checkpoint.save_checkpoint(make_model(), CharTokenizer.of(ALPHABET), tmp_path / "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str, stdin: str = "") -> SimpleNamespace:
+        monkeypatch.setattr(sys, "argv", ["attention.py", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        code = 0
+        try:
+            cli_entrypoint(runpy.run_path(str(ROOT / "scripts" / "attention.py"))["main"])()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        out, err = capsys.readouterr()
+        return SimpleNamespace(returncode=code, stdout=out, stderr=err)
+
+    return run
+
+
+BAD_INPUT = {
+    "no prompt": ([], "--prompt must have at least 2 tokens, got 0"),
+    "empty prompt": (["--prompt", ""], "--prompt must have at least 2 tokens, got 0"),
+    "one token": (["--prompt", "W"], "--prompt must have at least 2 tokens, got 1"),
+    "empty file": (["--prompt-file", "-"], "--prompt must have at least 2 tokens, got 0"),
+    "two prompts": (["--prompt", "What", "--prompt-file", "-"], "--prompt and --prompt-file"),
+    "no file": (["--prompt-file", "none.txt"], "--prompt-file=none.txt cannot be read (no such file"),
+    "long prompt": (
+        ["--prompt", "WhatWhatWhatWhatW"],
+        "--prompt must have at most block_size=16 tokens, got 17; set --truncate",
+    ),
+    "unknown characters": (["--prompt", "Zeé"], "'Z', 'e', 'é'"),
+    "layer 0": (["--prompt", "What", "--layer", "0"], "--layer must be from 1 to 3, got 0"),
+    "layer 4": (["--prompt", "What", "--layer", "4"], "--layer must be from 1 to 3, got 4"),
+    "head 3": (["--prompt", "What", "--head", "3"], "--head must be from 1 to 2, got 3"),
+    "no folder": (["--prompt", "What", "--out", "no/a.png"], "--out must be in a folder that exists"),
+    "no folder for the ablation": (["--prompt", "What", "--ablation", "no/v.png"], "--ablation must be in a folder"),
+    "no folder for the page": (["--prompt", "What", "--html", "no/p.html"], "--html must be in a folder"),
+    "a folder": (["--prompt", "What", "--html", "."], "--html must be a file, not a folder, got ."),
+    "a format": (["--prompt", "What", "--out", "a.txt"], "--out must be a file in .png, .pdf, .svg format, got a.txt"),
+    "one name twice": (["--prompt", "What", "--ablation", "attention.png"], "--out, --ablation must be different"),
+    "no corpus": (["--prompt", "What", "--ablation", "v.png"], "the run config of model.safetensors is missing"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_INPUT.values(), ids=BAD_INPUT)
+def test_bad_input_prints_one_line_and_writes_nothing(
+    arguments: list[str], message: str, shell: Callable[..., Any], tmp_path: Path
+) -> None:
+    result = shell("model.safetensors", *arguments)
+    assert (result.returncode, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_a_file_that_is_not_a_checkpoint_is_an_error(shell: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("no checkpoint")
+    for run, message in (("text.txt", "text.txt is not a"), ("nowhere", "nowhere does not exist")):
+        result = shell(run, "--prompt", "What")
+        assert result.returncode == 2
+        assert message in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the superuser can write to all folders")
+def test_a_read_only_folder_is_an_error(shell: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "closed").mkdir(mode=0o500)
+    result = shell("model.safetensors", "--prompt", "What", "--out", "closed/a.png")
+    assert result.returncode == 2
+    assert "--out must be in a folder that exists and is writable, got closed/a.png" in result.stderr
+
+
+def test_truncate_keeps_the_end_of_a_long_prompt(shell: Callable[..., Any], tmp_path: Path) -> None:
+    long, end = "ROMEO" * 4 + "\nWhat", "OROMEOROMEO\nWhat"
+    flags = ["--truncate", "--layer", "1", "--head", "1"]
+    assert shell("model.safetensors", "--prompt", long, *flags, "--out", "cut.svg").returncode == 0
+    assert shell("model.safetensors", "--prompt", end, *flags, "--out", "end.svg").returncode == 0
+    assert svg_texts(tmp_path / "cut.svg") == svg_texts(tmp_path / "end.svg")
+    assert svg_texts(tmp_path / "cut.svg").count("⏎") == 2  # one per axis
+
+
+def test_maps_are_written_to_the_run_folder_or_beside_a_single_checkpoint(
+    shell: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "best.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes())
+    (tmp_path / "prompt.txt").write_text("What")
+    typed = shell("model.safetensors", "--prompt", "What", "--out", "typed.png")
+    for run, file, stdin, folder in (("run", "prompt.txt", "", "run/"), ("model.safetensors", "-", "What", "")):
+        result = shell(run, "--prompt-file", file, stdin=stdin)
+        assert result.returncode == 0
+        assert result.stderr.splitlines()[1] == f"wrote {folder}attention.png"
+        assert result.stdout == typed.stdout
+        plotted, expected = (image.imread(tmp_path / name) for name in (f"{folder}attention.png", "typed.png"))
+        assert np.array_equal(plotted, expected)
+
+
+def test_lightning_and_pyplot_are_not_imported(shell: Callable[..., Any], tmp_path: Path) -> None:
+    command = [sys.executable, "-X", "importtime", str(ROOT / "scripts" / "attention.py"), "model.safetensors"]
+    result = subprocess.run([*command, "--prompt", "What"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "minigpt.interpret.attention_maps" in result.stderr
+    assert not re.search(r"\| +(lightning|wandb|hydra|matplotlib.pyplot)$", result.stderr, re.MULTILINE)
+
+
+def test_layers_and_heads_are_counted_from_one(shell: Callable[..., Any], tmp_path: Path) -> None:
+    assert (
+        shell("model.safetensors", "--prompt", "What", "--layer", "3", "--head", "2", "--out", "a.svg").returncode == 0
+    )
+    assert shell("model.safetensors", "--prompt", "What", "--layer", "2", "--out", "b.svg").returncode == 0
+    maps = [[text for text in svg_texts(tmp_path / name) if "layer" in text] for name in ("a.svg", "b.svg")]
+    assert maps == [["layer 3 · head 2"], ["layer 2 · head 1", "layer 2 · head 2"]]
+
+
+def test_a_trained_model_is_analyzed(
+    train: Callable[..., Any], launch: Callable[..., Any], shell: Callable[..., Any], text: Path, tmp_path: Path
+) -> None:
+    trained = train(folder=tmp_path / "runs" / "first")
+    flags = ["--prompt", "1: the\nfox", "--out", "a.png", "--ablation", "v.svg", "--html", "p.html"]
+    result = launch("attention.py", *flags, cwd=tmp_path)  # the newest run
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.splitlines() == [
+        "loaded runs/first/checkpoints/best.safetensors",
+        "wrote a.png",
+        "wrote p.html",
+        "wrote v.svg",
+    ]
+    header, *rows = result.stdout.splitlines()
+    assert header.split() == ["layer", "head", *COLUMNS, "name"]
+    assert [row.split()[:2] for row in rows] == [["1", "1"], ["1", "2"], ["2", "1"], ["2", "2"]]
+    assert image.imread(tmp_path / "a.png").shape[0] > 400
+    assert (tmp_path / "p.html").stat().st_size > 1000
+
+    # The loss with all heads is the validation loss of the run.
+    assert any(f"{trained.loss:.4f} with all" in text for text in svg_texts(tmp_path / "v.svg"))
+    model, tokenizer = checkpoint.load_checkpoint(trained.folder)
+    ids = tokenizer.encode(text.read_text())[18_000:]
+    windows = torch.as_tensor(np.stack([ids[i : i + 17] for i in range(0, 2000 - 16, 16)])).long()
+    with torch.no_grad():
+        model.blocks[1].attention.out.weight[:, 16:] = 0  # layer 2, head 2
+        expected = float(model(windows[:, :-1], windows[:, 1:])) - trained.loss
+    assert float(rows[3].split()[8]) == pytest.approx(expected, abs=6e-4)
+
+    # Missing token files are an error and are not written again, except by prepare.py.
+    (tmp_path / "data").rename(tmp_path / "gone")
+    flags = [str(trained.folder), "--prompt", "fox", "--out", "again.png", "--ablation", "again.svg"]
+    result = shell(*flags)
+    assert result.returncode == 2
+    line = result.stderr.splitlines()[-1]  # the lines before are from training
+    assert line.startswith("error: the token files of the run are not in ")
+    assert "prepare them with python scripts/prepare.py" in line
+    assert not (tmp_path / "again.svg").exists()
+    assert not (tmp_path / "data").exists()
+    assert launch("prepare.py", f"data.path={text}", f"data.folder={tmp_path / 'data'}").returncode == 0
+    assert shell(*flags).returncode == 0
+    assert svg_texts(tmp_path / "again.svg") == svg_texts(tmp_path / "v.svg")
+
+    # Token files of another text are not used.
+    (meta,) = (tmp_path / "data" / "tokens").glob("*/meta.json")
+    meta.write_text(meta.read_text().replace(trained.summary["corpus_sha256"], "0" * 64))
+    (tmp_path / "again.svg").unlink()
+    result = shell(*flags)
+    assert result.returncode == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert not (tmp_path / "again.svg").exists()
+
+
+def test_ablation_reads_the_token_files_of_nanogpt(
+    train: Callable[..., Any], shell: Callable[..., Any], text: Path, tmp_path: Path
+) -> None:
+    ids = np.frombuffer(text.read_bytes(), "uint8").astype("uint16")
+    for name, part in (("train", ids[:18_000]), ("val", ids[18_000:])):
+        part.tofile(tmp_path / f"{name}.bin")
+    bins = [f"data.{name}_bin={tmp_path}/{name}.bin" for name in ("train", "val")]
+    trained = train("data.path=null", "tokenizer=byte", *bins, folder=tmp_path / "run")
+    flags = [str(trained.folder), "--prompt", "fox", "--out", "a.png", "--ablation", "v.svg"]
+    files = sorted(tmp_path.rglob("*"))
+    assert shell(*flags).returncode == 0
+    assert any(f"{trained.loss:.4f} with all" in text for text in svg_texts(tmp_path / "v.svg"))
+    assert sorted(tmp_path.rglob("*")) == sorted([*files, tmp_path / "a.png", tmp_path / "v.svg"])
+    ids[:100].tofile(tmp_path / "train.bin")
+    for message in ("train.bin or", "train.bin is not a file"):
+        result = shell(*flags)
+        assert result.returncode == 2
+        assert message in result.stderr
+        (tmp_path / "train.bin").unlink(missing_ok=True)

@@ -1,0 +1,135 @@
+"""Head statistics and head ablation, compared to formulas and to models with hand-set weights."""
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import ALPHABET, ARCHITECTURES, count_hooks, make_model, uniform
+from tolerance import rounding, terms_of
+
+from minigpt.config import GPTConfig
+from minigpt.interpret.attention_maps import attention_maps, induction_scores
+from minigpt.interpret.head_stats import format_table, head_ablation, head_names, head_table
+from minigpt.model import GPT
+
+
+def test_statistics_of_uniform_attention_equal_their_closed_form() -> None:
+    T = 12
+    table = head_table(uniform(T), torch.zeros(1, 1))
+    visible = range(2, T + 1)  # number of visible keys per query, from the second query on
+    expected = {
+        "entropy": np.mean([math.log(n) for n in visible]),
+        "distance": np.mean([(n - 1) / 2 for n in visible]),
+        "previous": np.mean([1 / n for n in visible]),
+        "self": np.mean([1 / n for n in visible]),
+        "first": np.mean([1 / n for n in visible]),
+    }
+    for name, value in expected.items():
+        assert float(table[name]) == pytest.approx(value, rel=1e-5), name
+    assert head_names(table, T) == [[""]]
+
+
+@pytest.mark.parametrize(("T", "name"), [(1, ""), (2, ""), (7, ""), (8, "previous token")])
+def test_a_head_of_a_short_text_has_statistics_but_no_name(T: int, name: str) -> None:
+    previous = torch.eye(T).roll(1, dims=0)[None, None]  # each token attends to the previous one
+    previous[..., 0, :] = uniform(T)[..., 0, :]
+    table = head_table(previous, torch.zeros(1, 1))
+    assert head_names(table, T) == [[name]]
+    assert format_table(table, [[name]]).splitlines()[1].split()[:2] == ["1", "1"]
+
+
+@pytest.fixture(scope="module")
+def position_heads() -> GPT:
+    """One layer whose heads attend to the previous token, to the token itself, to the first, and uniformly."""
+    T, C = 16, 64
+    model = GPT(GPTConfig(vocab_size=20, block_size=T, n_layer=1, n_head=4, n_embd=C))
+    with torch.no_grad():
+        for parameter in model.blocks[0].attention.parameters():
+            parameter.zero_()
+        model.wte.weight.zero_()
+        model.wpe.weight.copy_(torch.eye(T, C))  # position t is the t-th unit vector
+        q, k, _ = model.blocks[0].attention.qkv.weight.view(3, 4, T, C)  # views: (head, row, column)
+        q[0, :-1, 1:T] = torch.eye(T - 1)  # t attends to t - 1
+        q[1, :, :T] = torch.eye(T)
+        model.blocks[0].attention.qkv.bias.view(3, 4, T)[0, 2, 0] = 10.0  # all attend to 0
+        k[:3, :, :T] = torch.eye(T)
+    return model
+
+
+def test_heads_with_hand_set_weights_get_their_names(position_heads: GPT) -> None:
+    weights, _ = attention_maps(position_heads, torch.arange(16))
+    table = head_table(weights, induction_scores(position_heads, 20))
+    assert head_names(table, 16) == [["previous token", "self", "first token", ""]]
+    text = format_table(table, head_names(table, 16)).splitlines()
+    assert [line.split()[:2] for line in text[1:]] == [["1", "1"], ["1", "2"], ["1", "3"], ["1", "4"]]
+    assert text[1].endswith("previous token")
+    assert float(table["previous"][0, 0]) > 0.9
+    assert float(text[1].split()[4]) == pytest.approx(float(table["previous"][0, 0]), abs=5e-4)
+    assert float(table["distance"][0, 0]) == pytest.approx(1, abs=0.2)
+
+
+@pytest.fixture(scope="module")
+def induction() -> GPT:
+    """Two layers: the first copies the previous token, the second attends to the copies of the current token."""
+    V, T = 10, 16
+    token, place, copied = slice(0, V), slice(V, V + T), slice(V + T, 2 * V + T)
+    C = 2 * V + T
+    model = GPT(GPTConfig(vocab_size=V, block_size=T, n_layer=2, n_head=1, n_embd=C, tie_embeddings=False, bias=False))
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attention.qkv.weight.zero_()
+            block.attention.out.weight.copy_(torch.eye(C))
+            block.mlp.down.weight.zero_()
+        model.wte.weight.copy_(torch.eye(V, C))
+        model.wpe.weight.zero_()[:, place] = torch.eye(T)
+        q, k, v = model.blocks[0].attention.qkv.weight.view(3, C, C)
+        q[: T - 1, place][:, 1:] = 4 * torch.eye(T - 1)
+        k[:T, place] = 4 * torch.eye(T)
+        v[copied, token] = torch.eye(V)
+        q, k, v = model.blocks[1].attention.qkv.weight.view(3, C, C)
+        q[:V, token] = 4 * torch.eye(V)
+        k[:V, copied] = 4 * torch.eye(V)
+    return model
+
+
+def test_a_head_that_matches_a_repeated_prefix_is_an_induction_head(induction: GPT) -> None:
+    scores = induction_scores(induction, 10)
+    assert float(scores[1, 0]) > 0.9
+    assert float(scores[0, 0]) < 0.1  # it attends to the previous token
+    weights, _ = attention_maps(induction, torch.arange(10))
+    names = head_names(head_table(weights, scores), 10)
+    assert names == [["previous token"], ["induction"]]
+
+
+@pytest.mark.parametrize("settings", ARCHITECTURES.values(), ids=ARCHITECTURES)
+def test_ablating_a_head_equals_zeroing_its_columns_of_the_output_projection(settings: dict[str, Any]) -> None:
+    model = make_model(**settings).eval()
+    rows = torch.randint(len(ALPHABET), (5, 17))
+    with torch.no_grad():  # this head has no output anyway
+        model.blocks[1].attention.out.weight[:, : model.config.head_width] = 0
+    dloss, loss = head_ablation(model, [(x[:, :-1], x[:, 1:]) for x in rows.split(2)])  # 2, 2 and 1
+    rounded = rounding(loss, terms=terms_of(model.config))
+    assert loss == pytest.approx(model(rows[:, :-1], rows[:, 1:]).item(), abs=rounded)
+    for layer in range(3):
+        for head in range(2):
+            zeroed = copy.deepcopy(model)
+            D = model.config.head_width
+            with torch.no_grad():
+                zeroed.blocks[layer].attention.out.weight[:, head * D : (head + 1) * D] = 0
+                expected = float(zeroed(rows[:, :-1], rows[:, 1:])) - loss
+            assert float(dloss[layer, head]) == pytest.approx(expected, abs=rounded), (layer, head)
+    assert float(dloss[1, 0]) == pytest.approx(0, abs=rounded)
+    assert dloss[0].abs().min() > 1e-3
+
+
+def test_the_model_is_restored_when_measuring_fails() -> None:
+    model = make_model()
+    good, bad = torch.zeros(1, 4, dtype=torch.long), torch.full((1, 4), 10**6)
+    with pytest.raises(IndexError):
+        head_ablation(model, [(good, bad)])
+    with pytest.raises(IndexError):
+        attention_maps(model, bad[0])
+    assert (len(model.blocks), count_hooks(model), model.training) == (3, 0, True)
