@@ -83,7 +83,9 @@ def test_betas_may_come_as_a_list_from_a_configuration_file():
 def test_cosine_is_nanogpts_schedule(max_steps: int, warmup_steps: int, final: float):
     for step in range(max_steps + 5):
         expected = nanogpt(step, max_steps=max_steps, warmup_steps=warmup_steps, final=final)
-        assert cosine(step, max_steps=max_steps, warmup_steps=warmup_steps, final=final) == pytest.approx(expected)
+        assert cosine(step, max_steps=max_steps, warmup_steps=warmup_steps, final_lr_frac=final) == pytest.approx(
+            expected
+        )
 
 
 def test_cosine_is_halfway_down_halfway_through():

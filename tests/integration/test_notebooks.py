@@ -16,7 +16,8 @@ from torch.testing import assert_close
 
 from minigpt import GPT, GPTConfig
 from minigpt.attention import MultiHeadAttention, attend, attend_explicit
-from minigpt.model import Block
+from minigpt.model import Block, Norm
+from minigpt.ops import EPS
 
 BACKENDS = ["fused", "explicit"]
 backends = pytest.mark.parametrize("backend", BACKENDS)
@@ -446,6 +447,6 @@ def wide_heads(attention: MultiHeadAttention, x: Tensor, *, causal: bool = False
     return torch.cat(outputs, -1) @ attention.out.weight.T
 
 
-def normalized(x: Tensor, norm: nn.LayerNorm) -> Tensor:
+def normalized(x: Tensor, norm: Norm) -> Tensor:
     x = x - x.mean(-1, keepdim=True)
-    return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight + norm.bias
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.weight + norm.bias

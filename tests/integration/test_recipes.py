@@ -52,7 +52,7 @@ def test_nanogpts_recipe_for_a_cpu_has_its_published_values():
         "betas": [0.9, 0.99],
         "weight_decay": 0.1,
     }
-    assert cfg.schedule == {"_target_": "minigpt.optim.cosine", "warmup_steps": 100, "final_lr_frac": 0.1}
+    assert cfg.schedule == {"_target_": "minigpt.schedules.cosine", "warmup_steps": 100, "final_lr_frac": 0.1}
 
 
 def test_nanogpts_recipe_for_a_gpu_has_its_published_values():
