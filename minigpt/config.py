@@ -48,12 +48,10 @@ MAX_BLOCK_SIZE = 1 << 20  # tokens; positions are stored as tables
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Describe a decoder-only transformer. The defaults are GPT-2 small.
+    """Describe a decoder-only transformer. The defaults are GPT-2 small (https://github.com/openai/gpt-2).
 
     Raises:
         UserError: a value is invalid.
-
-    Source: https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
     """
 
     block_size: int = 1024  # maximum context length, tokens
@@ -154,11 +152,7 @@ class GPTConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "GPTConfig":
-        """Build a config from stored values.
-
-        Raises:
-            UserError: a name is not a field of this version, or a value is invalid.
-        """
+        """Build a config from stored values; raise UserError for an unknown name or an invalid value."""
         unknown = sorted(set(values) - set(cls.__dataclass_fields__))
         if unknown:
             raise UserError(f"unknown model setting {', '.join(unknown)}; made by another version of minigpt?")

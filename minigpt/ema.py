@@ -8,16 +8,10 @@ from torch import Tensor, nn
 
 
 class EMA:
-    """Hold an exponential moving average of parameters, and exchange the two on request.
+    """Hold an exponential moving average of parameters (https://doi.org/10.1137/0330046).
 
-    Update t uses the decay min(decay, (1 + t) / (10 + t)), so that a short training forgets the initialization
-    (as TensorFlow's ExponentialMovingAverage with num_updates).
-
-    Args:
-        parameters: the averaged parameters.
-        decay: in (0, 1); about 1 / (1 - decay) steps are averaged.
-
-    Source: https://doi.org/10.1137/0330046
+    Update t uses min(decay, (1 + t) / (10 + t)), as TensorFlow's ExponentialMovingAverage with num_updates, so that
+    a short training forgets the initialization.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], decay: float) -> None:

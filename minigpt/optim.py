@@ -3,7 +3,7 @@
 An optimizer in `configs/optimizer/` is a function of the model that returns one `torch.optim.Optimizer`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,17 +17,15 @@ FUSED_DEVICES = ("cpu", "cuda")  # fused AdamW is 3 to 6 times faster on a CPU
 
 
 def adamw(model: GPT, *, lr: float, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
-    """Build AdamW with weight decay on matrices and embeddings, but not on norms and biases.
+    """Build AdamW (https://arxiv.org/abs/1711.05101) with weight decay on matrices and embeddings alone.
 
-    Under mup, lr is divided and weight_decay multiplied by the width ratio for the matrices of the blocks
-    (https://arxiv.org/abs/2203.03466, table 8).
+    Under mup (https://arxiv.org/abs/2203.03466, table 8), lr is divided and weight_decay multiplied by the width
+    ratio for the matrices of the blocks.
 
     Args:
         lr: peak learning rate.
         betas: decay rates of the moment estimates.
         weight_decay: decoupled weight decay.
-
-    Source: https://arxiv.org/abs/1711.05101
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     hidden = matrix_params(model) if model.config.parametrization == "mup" else {}
@@ -93,7 +91,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(
         self,
-        matrices: Mapping[Tensor, list[int]],
+        matrices: dict[Tensor, list[int]],
         rest: Iterable[dict[str, Any]],
         *,
         lr: float,
@@ -107,20 +105,13 @@ class Muon(torch.optim.Optimizer):
         groups: list[dict[str, Any]] = [{"kind": "muon", "params": list(matrices), **options}]
         groups += [{"kind": "adamw", **group} for group in rest]
         super().__init__([group for group in groups if group["params"]], {})
-        self.stacks: dict[tuple[int, int], list[tuple[Tensor, int]]] = {}  # (matrix, first row) by (rows, columns)
-        for matrix, sizes in matrices.items():
-            start = 0
-            for rows in sizes:
-                self.stacks.setdefault((rows, matrix.size(1)), []).append((matrix, start))
-                start += rows
+        self.rows = matrices
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; return the loss of the closure, if there is one."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = closure() if closure else None
         for group in self.param_groups:
             update = {"muon": self._muon, "adamw": self._adamw}[group["kind"]]
             update(group, [p for p in group["params"] if p.grad is not None])
@@ -138,14 +129,15 @@ class Muon(torch.optim.Optimizer):
                 self.state[matrix]["momentum"] = torch.zeros_like(matrix)
         gradients, buffers = [p.grad for p in matrices], [self.state[p]["momentum"] for p in matrices]
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
-        nesterov = dict(zip(matrices, torch._foreach_lerp(gradients, buffers, momentum), strict=True))
-        for (rows, columns), stack in self.stacks.items():
-            stack = [(matrix, start) for matrix, start in stack if matrix in nesterov]
-            if not stack:
-                continue
-            update = torch.stack([nesterov[matrix][start : start + rows] for matrix, start in stack])  # (N, R, C)
+        nesterov = torch._foreach_lerp(gradients, buffers, momentum)
+        stacks: dict[torch.Size, list[tuple[Tensor, Tensor]]] = {}  # weight and update of each matrix, by shape
+        for matrix, update in zip(matrices, nesterov, strict=True):
+            for pair in zip(matrix.split(self.rows[matrix]), update.split(self.rows[matrix]), strict=True):
+                stacks.setdefault(pair[0].shape, []).append(pair)
+        for (rows, columns), stack in stacks.items():
+            weights = [weight for weight, _ in stack]  # (R, C) each
+            update = torch.stack([update for _, update in stack])  # (N, R, C)
             update = orthogonalize(update, group["newton_schulz_steps"]) * max(1, rows / columns) ** 0.5
-            weights = [matrix[start : start + rows] for matrix, start in stack]  # (R, C) each
             if group["weight_decay"]:
                 torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
             torch._foreach_add_(weights, list(update), alpha=-lr)
