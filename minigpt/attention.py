@@ -1,9 +1,8 @@
 """Attention: the formula, and the projections around it. Depends on torch alone.
 
-`attend` is softmax(QKᵀ/√D)V by torch's fused kernel, which never materializes the T×S matrix.
-`attend_explicit` is the reference: it materializes and returns the matrix. `MultiHeadAttention` covers
-multi-head, grouped- and multi-query, self- and cross-attention, causal or bidirectional, rotary position
-embeddings, QK-norm and a KV cache.
+`attend` is softmax(QKᵀ/√D)V by torch's fused kernel, which never materializes the T×S matrix; `attend_explicit`,
+the reference, returns it. `MultiHeadAttention` covers multi-head, grouped- and multi-query, self- and
+cross-attention, causal or bidirectional, with rotary position embeddings, QK-norm and a KV cache.
 
 Shapes: B batch, T queries, S keys, C n_embd, H query heads, K key-value heads, D head width.
 """
@@ -192,8 +191,11 @@ class MultiHeadAttention(nn.Module):
         q, k, v = self._project(x, context, rotary)  # (B, H, T, D), (B, K, S, D) twice
         if cache is not None:
             k, v = cache.append(k, v)
-        options: Any = {"causal": self.causal, "mask": mask, "scale": self.scale, "dropout": self._dropout}
-        y = attend(q, k, v, **options) if self.backend == "fused" else attend_explicit(q, k, v, **options)[0]
+        options: Any = {"causal": self.causal, "scale": self.scale, "dropout": self.dropout * self.training}
+        if self.backend == "fused":
+            y = attend(q, k, v, mask=mask, **options)  # (B, H, T, D)
+        else:
+            y, _ = attend_explicit(q, k, v, mask=mask, **options)
         y = y.transpose(1, 2).flatten(2)  # (B, H, T, D) -> (B, T, H·D)
         return F.dropout(self.out(y), self.out_dropout, self.training)
 
@@ -202,11 +204,8 @@ class MultiHeadAttention(nn.Module):
     ) -> Tensor:
         """Return the attention weights (B, H, T, S) of `forward`, with either backend."""
         q, k, v = self._project(x, context, rotary)
-        return attend_explicit(q, k, v, causal=self.causal, mask=mask, scale=self.scale, dropout=self._dropout)[1]
-
-    @property
-    def _dropout(self) -> float:
-        return self.dropout if self.training else 0.0
+        dropout = self.dropout * self.training
+        return attend_explicit(q, k, v, causal=self.causal, mask=mask, scale=self.scale, dropout=dropout)[1]
 
     def _project(self, x: Tensor, context: Tensor | None, rotary: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, H, T, D), and keys and values (B, K, S, D), normalized and rotated."""
@@ -218,9 +217,8 @@ class MultiHeadAttention(nn.Module):
             b_q, b_kv = (None, None) if self.qkv.bias is None else self.qkv.bias.split(rows)
             q = F.linear(x, w_q, b_q)
             k, v = F.linear(context, w_kv, b_kv).split(self.kv_width, dim=-1)
-        q, k, v = (
-            y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v)
-        )  # (B, T, n·D) -> (B, n, T, D)
+        # (B, T, H·D) -> (B, H, T, D)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))
         if self.qk_norm:
             q, k = rms_norm(q), rms_norm(k)
         if rotary is not None:

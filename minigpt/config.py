@@ -15,18 +15,18 @@ from minigpt.utils.errors import UserError
 
 
 class Activation(NamedTuple):
-    """An activation of the MLP: its function of x, (…, C) to (…, C), or (…, 2C) to (…, C) if it is gated."""
+    """An activation: import path of its function of x, (…, C) to (…, C), or if gated (…, 2C) to (…, C)."""
 
-    function: str  # import path: a configuration is checked without importing torch
-    gated: bool = False  # multiplies two projections of its input
+    function: str  # a path, since a configuration is validated without importing torch
+    gated: bool = False  # multiplies two projections of the input
 
 
 class Norm(NamedTuple):
-    """A norm: its function of x (…, C), weight (C,) and bias (C,), and which of the two it learns."""
+    """A norm: import path of its function of x (…, C), weight (C,) and bias (C,), and which of the two it learns."""
 
-    function: str  # import path
+    function: str
     weight: bool = False
-    bias: bool = False  # if `GPTConfig.bias` is set too
+    bias: bool = False  # together with `GPTConfig.bias`
 
 
 ACTIVATIONS = {

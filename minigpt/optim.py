@@ -47,7 +47,10 @@ def muon(
     adam_lr: float,
     betas: tuple[float, float],
     ngram_weight_decay: float,
-    **options: Any,
+    weight_decay: float,
+    momentum: float,
+    momentum_warmup: int,
+    newton_schulz_steps: int,
 ) -> "Muon":
     """Build Muon for the matrices of the blocks and AdamW for embeddings, head and vectors, as one optimizer.
 
@@ -59,53 +62,36 @@ def muon(
         adam_lr: peak learning rate of the other parameters.
         betas: decay rates of AdamW's moment estimates.
         ngram_weight_decay: decoupled weight decay of the n-gram tables; the rest of AdamW's parameters have none.
-        options: `weight_decay`, `momentum`, `momentum_warmup` and `newton_schulz_steps` of `Muon`.
+        weight_decay: decoupled weight decay of the matrices.
+        momentum: momentum after `momentum_warmup` steps, over which it rises linearly from 0.85.
+        newton_schulz_steps: iterations of the orthogonalization.
     """
-    matrices = matrix_params(model)
-    rest = [p for p in model.parameters() if p.requires_grad and p not in matrices]
+    rows = matrix_params(model)
+    rest = [p for p in model.parameters() if p.requires_grad and p not in rows]
     tables = {module.table.weight for module in model.modules() if isinstance(module, NGramEmbedding)}
-    adam = {"lr": adam_lr, "betas": (betas[0], betas[1])}
-    groups = [
-        {"params": [p for p in rest if p in tables], "weight_decay": ngram_weight_decay, **adam},
-        {"params": [p for p in rest if p not in tables], "weight_decay": 0.0, **adam},
+    options = {"momentum": momentum, "momentum_warmup": momentum_warmup, "newton_schulz_steps": newton_schulz_steps}
+    adam = {"kind": "adamw", "lr": adam_lr, "betas": (betas[0], betas[1])}
+    groups: list[dict[str, Any]] = [
+        {"kind": "muon", "params": list(rows), "lr": lr, "weight_decay": weight_decay, **options},
+        {**adam, "params": [p for p in rest if p in tables], "weight_decay": ngram_weight_decay},
+        {**adam, "params": [p for p in rest if p not in tables], "weight_decay": 0.0},
     ]
-    return Muon(matrices, groups, lr=lr, **options)
+    return Muon(groups, rows)
 
 
 class Muon(torch.optim.Optimizer):
     """Update matrices by orthogonalized momentum, so that all directions learn equally fast, and the rest by AdamW.
 
-    Matrices of one shape are stacked and orthogonalized together. The `kind` of a parameter group is "muon" or
-    "adamw".
-
     Args:
-        matrices: the matrices, and how many rows of each belong to the matrices that are concatenated in it.
-        rest: parameter groups of AdamW, each with `lr`, `betas` and `weight_decay`.
-        lr: peak learning rate of the matrices.
-        weight_decay: decoupled weight decay of the matrices.
-        momentum: momentum after `momentum_warmup` steps, over which it rises linearly from 0.85.
-        newton_schulz_steps: iterations of the orthogonalization.
+        groups: parameter groups with a `kind`, "muon" or "adamw", and the options of `muon` for it.
+        rows: by matrix, the row counts of the matrices that are concatenated in it; each is orthogonalized by itself.
 
     Source: https://kellerjordan.github.io/posts/muon
     """
 
-    def __init__(
-        self,
-        matrices: dict[Tensor, list[int]],
-        rest: Iterable[dict[str, Any]],
-        *,
-        lr: float,
-        weight_decay: float,
-        momentum: float,
-        momentum_warmup: int,
-        newton_schulz_steps: int,
-    ) -> None:
-        options = {"lr": lr, "weight_decay": weight_decay, "newton_schulz_steps": newton_schulz_steps}
-        options |= {"momentum": momentum, "momentum_warmup": momentum_warmup, "steps": 0}
-        groups: list[dict[str, Any]] = [{"kind": "muon", "params": list(matrices), **options}]
-        groups += [{"kind": "adamw", **group} for group in rest]
-        super().__init__([group for group in groups if group["params"]], {})
-        self.rows = matrices
+    def __init__(self, groups: Iterable[dict[str, Any]], rows: dict[Tensor, list[int]]) -> None:
+        super().__init__([group for group in groups if group["params"]], {"steps": 0})
+        self.rows = rows
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
