@@ -1,18 +1,21 @@
 """Attention: the formula, and the projections around it. Depends on torch alone.
 
-`attend` is softmax(QKᵀ/√D)V through torch's fused kernel, which never forms the T×S matrix;
-`attend_explicit` forms it, returns it, and is the reference. `MultiHeadAttention` projects to queries,
-keys and values with one matrix, and covers multi-head, grouped and multi-query, self- and
-cross-attention, causal or bidirectional, rotary positions, QK-norm and cached decoding.
+`attend` is softmax(QKᵀ/√D)V by torch's fused kernel, which never materializes the T×S matrix; `attend_explicit`,
+the reference, returns it. `MultiHeadAttention` covers multi-head, grouped- and multi-query, self- and
+cross-attention, causal or bidirectional, with rotary position embeddings, QK-norm and a KV cache.
 
 Shapes: B batch, T queries, S keys, C n_embd, H query heads, K key-value heads, D head width.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from minigpt.config import check_heads
 from minigpt.ops import rms_norm
+from minigpt.utils.checks import one_of, require
 
 
 def attend(
@@ -25,32 +28,26 @@ def attend(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Scaled dot-product attention (Vaswani et al., 2017, eq. 1), fused.
+    """Compute scaled dot-product attention with torch's fused kernel.
 
     Args:
         q: (B, H, T, D). k: (B, K, S, D). v: (B, K, S, E); K divides H, and E may differ from D.
-        causal: query t of T sees the keys up to S - T + t: the last query sees them all.
-        mask: boolean, broadcastable to (B, H, T, S), true where a query may look.
-        scale: factor on the scores, above 0; None is 1/√D.
-        dropout: probability of dropping a weight; the caller passes 0 when not training.
+        causal: query t sees the keys up to S - T + t: the last query sees all keys.
+        mask: boolean, broadcastable to (B, H, T, S), true where a query sees a key.
+        scale: factor on the scores, > 0; None is 1/√D.
+        dropout: dropout probability of the weights; pass 0 in evaluation.
 
     Returns:
-        (B, H, T, E), zeros for a query that sees no key.
+        (B, H, T, E); zeros for a query that sees no key.
+
+    Source: https://arxiv.org/abs/1706.03762, equation 1
     """
     T, S = q.size(-2), k.size(-2)
-    # A single query may see every key, and a square causal mask is what the kernel calls causal.
+    # The kernel's own causal mask is for T = S, and a single last query needs none.
     kernel_causal = causal and mask is None and T == S
     visible = None if kernel_causal else _visible(T, S, causal and T > 1, mask, q.device)
-    return F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=visible,
-        dropout_p=dropout,
-        is_causal=kernel_causal,
-        scale=scale,
-        enable_gqa=q.size(1) != k.size(1),
-    )
+    gqa = q.size(1) != k.size(1)
+    return F.scaled_dot_product_attention(q, k, v, visible, dropout, kernel_causal, scale=scale, enable_gqa=gqa)
 
 
 def attend_explicit(
@@ -63,7 +60,7 @@ def attend_explicit(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """`attend`, written out: returns the output (B, H, T, E) and the weights (B, H, T, S)."""
+    """Compute `attend` by its formula, and return the output (B, H, T, E) and the weights (B, H, T, S)."""
     T, S, D = q.size(-2), k.size(-2), q.size(-1)
     groups = q.size(1) // k.size(1)
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)  # (B, H, S, ·)
@@ -72,14 +69,14 @@ def attend_explicit(
     if visible is not None:
         scores = scores.masked_fill(~visible, float("-inf"))
     weights = scores.softmax(dim=-1)
-    if visible is not None and (mask is not None or T > S):
-        weights = weights.masked_fill(~visible, 0.0)  # not nan where a query sees no key
+    if visible is not None:
+        weights = weights.masked_fill(~visible, 0.0)  # the softmax is NaN where a query sees no key
     weights = F.dropout(weights, dropout)
     return weights @ v, weights
 
 
 def _visible(T: int, S: int, causal: bool, mask: Tensor | None, device: torch.device) -> Tensor | None:
-    """The boolean mask that `causal` and `mask` make together, or None where all is visible."""
+    """Combine `causal` and `mask`; None if every query sees every key."""
     mask = None if mask is None else torch.atleast_2d(mask)
     if not causal:
         return mask
@@ -88,22 +85,25 @@ def _visible(T: int, S: int, causal: bool, mask: Tensor | None, device: torch.de
 
 
 def rotary_table(length: int, head_dim: int, base: float = 10000.0, *, start: int = 0) -> Tensor:
-    """Cosines and sines of the rotary embedding (Su et al., 2021) from a position on, (2, length, head_dim / 2)."""
-    # In 64 bits: a large position times a frequency has no digits left in 32.
-    frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    """Return the cosines and sines (2, length, D/2) of the rotary embedding of the positions from `start` on.
+
+    Source: https://arxiv.org/abs/2104.09864
+    """
+    # In float64: the product of a large position and a frequency exceeds the precision of float32.
+    frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)  # (D/2,)
     angle = torch.outer(torch.arange(start, start + length, dtype=torch.float64), frequency)  # (T, D/2)
     return torch.stack((angle.cos(), angle.sin())).float()
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Turn the pair (i, i + D/2) of every head of x (B, H, T, D) by its position's angle."""
+    """Rotate the pairs (i, i + D/2) of x (B, H, T, D) by the angles of a `rotary_table` (2, T, D/2)."""
     cos, sin = table.to(x.dtype)  # (T, D/2) each
-    a, b = x.chunk(2, dim=-1)
+    a, b = x.chunk(2, dim=-1)  # (B, H, T, D/2) each
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
 class KVCache:
-    """Keys and values of one layer, allocated once: (B, K, capacity, D) each."""
+    """Hold the keys and values of one layer in preallocated memory of `shape` (B, K, capacity, D)."""
 
     def __init__(self, shape: tuple[int, int, int, int], *, device: torch.device, dtype: torch.dtype) -> None:
         self.k = torch.empty(shape, device=device, dtype=dtype)
@@ -111,7 +111,7 @@ class KVCache:
         self.length = 0
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store T more positions and return all that are stored, (B, K, length, D) each."""
+        """Store keys and values (B, K, T, D) and return all stored ones, (B, K, length, D) each."""
         start, self.length = self.length, self.length + k.size(2)
         self.k[:, :, start : self.length] = k
         self.v[:, :, start : self.length] = v
@@ -124,17 +124,20 @@ class MultiHeadAttention(nn.Module):
     Args:
         n_embd: width C of the input and the output.
         n_head: number H of query heads.
-        n_kv_head: number K of key and value heads, a divisor of H; None is H. Fewer is grouped-query
-            attention (Ainslie et al., 2023), one is multi-query attention (Shazeer, 2019).
-        head_dim: width D of a head; None is C // H.
+        n_kv_head: number K of key-value heads, a divisor of H; None is H. K < H is grouped-query attention
+            (https://arxiv.org/abs/2305.13245), K = 1 multi-query attention (https://arxiv.org/abs/1911.02150).
+        head_dim: width D of a head; None is C / H.
         bias: biases in the projections.
-        dropout: on the weights, in training only.
-        out_dropout: on the output, in training only; None is `dropout`.
-        causal: hide the future.
-        qk_norm: RMS-normalize queries and keys per head (Henry et al., 2020).
+        dropout: dropout probability of the weights.
+        out_dropout: dropout probability of the output; None is `dropout`.
+        causal: mask future positions.
+        qk_norm: RMS-normalize queries and keys per head (https://arxiv.org/abs/2010.04245).
         scale: factor on the scores; None is 1/√D.
-        backend: "fused", or "explicit", which forms the weights.
-        out_proj: mix the heads with an output projection; False returns them side by side.
+        backend: "fused" (`attend`) or "explicit" (`attend_explicit`).
+        out_proj: project the concatenated heads to C; False returns them, (B, T, H·D).
+
+    Raises:
+        UserError: the heads do not divide the width, K does not divide H, or the backend does not exist.
     """
 
     def __init__(
@@ -154,17 +157,12 @@ class MultiHeadAttention(nn.Module):
         out_proj: bool = True,
     ) -> None:
         super().__init__()
-        if backend not in ("fused", "explicit"):
-            raise ValueError(f"backend={backend!r} is not possible; it takes 'fused' or 'explicit'")
-        if head_dim is None and n_embd % n_head:
-            raise ValueError(f"n_embd={n_embd} is not divisible by n_head={n_head}; set head_dim")
+        check_heads(n_embd, n_head, n_kv_head, head_dim)
+        require("backend", backend, *one_of(("fused", "explicit")))
         self.n_head, self.n_kv_head = n_head, n_kv_head or n_head
-        if n_head % self.n_kv_head:
-            raise ValueError(f"n_head={n_head} is not divisible by n_kv_head={n_kv_head}")
         self.head_dim = head_dim or n_embd // n_head
         self.dropout, self.out_dropout = dropout, dropout if out_dropout is None else out_dropout
-        self.causal, self.qk_norm = causal, qk_norm
-        self.scale, self.backend = scale, backend
+        self.causal, self.qk_norm, self.scale, self.backend = causal, qk_norm, scale, backend
         self.q_width = n_head * self.head_dim  # H·D
         self.kv_width = self.n_kv_head * self.head_dim  # K·D
         self.qkv = nn.Linear(n_embd, self.q_width + 2 * self.kv_width, bias=bias)
@@ -179,54 +177,38 @@ class MultiHeadAttention(nn.Module):
         rotary: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """Attend from x (B, T, C) to itself, or to context (B, S, C); returns (B, T, C).
+        """Attend from every position of x to x, or to a context.
 
         Args:
-            mask: boolean, broadcastable to (B, H, T, S), true where a query may look.
-            rotary: `rotary_table` of the positions of x, (2, T, D/2).
-            cache: keys and values of the positions before x; those of x are added to it.
+            x: (B, T, C). context: (B, S, C).
+            mask: boolean, broadcastable to (B, H, T, S), true where a query sees a key.
+            rotary: (2, T, D/2), `rotary_table` of the positions of x.
+            cache: keys and values of the positions before x; those of x are appended.
+
+        Returns:
+            (B, T, C).
         """
-        return self._forward(x, context, mask, rotary, cache, self.backend)[0]
-
-    def attention_weights(
-        self,
-        x: Tensor,
-        context: Tensor | None = None,
-        *,
-        mask: Tensor | None = None,
-        rotary: Tensor | None = None,
-    ) -> Tensor:
-        """The attention weights (B, H, T, S) of `forward`, formed explicitly whatever the backend."""
-        weights = self._forward(x, context, mask, rotary, None, "explicit")[1]
-        assert weights is not None
-        return weights
-
-    def _forward(
-        self,
-        x: Tensor,
-        context: Tensor | None,
-        mask: Tensor | None,
-        rotary: Tensor | None,
-        cache: KVCache | None,
-        backend: str,
-    ) -> tuple[Tensor, Tensor | None]:
-        q, k, v = self._project(x, context)  # (B, H, T, D), (B, K, S, D) twice
-        if self.qk_norm:
-            q, k = rms_norm(q), rms_norm(k)
-        if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
+        q, k, v = self._project(x, context, rotary)  # (B, H, T, D), (B, K, S, D) twice
         if cache is not None:
             k, v = cache.append(k, v)
-        dropout = self.dropout if self.training else 0.0
-        weights = None
-        if backend == "fused":
-            y = attend(q, k, v, causal=self.causal, mask=mask, scale=self.scale, dropout=dropout)
+        options: Any = {"causal": self.causal, "scale": self.scale, "dropout": self.dropout * self.training}
+        if self.backend == "fused":
+            y = attend(q, k, v, mask=mask, **options)  # (B, H, T, D)
         else:
-            y, weights = attend_explicit(q, k, v, causal=self.causal, mask=mask, scale=self.scale, dropout=dropout)
+            y, _ = attend_explicit(q, k, v, mask=mask, **options)
         y = y.transpose(1, 2).flatten(2)  # (B, H, T, D) -> (B, T, H·D)
-        return F.dropout(self.out(y), self.out_dropout, self.training), weights
+        return F.dropout(self.out(y), self.out_dropout, self.training)
 
-    def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def attention_weights(
+        self, x: Tensor, context: Tensor | None = None, *, mask: Tensor | None = None, rotary: Tensor | None = None
+    ) -> Tensor:
+        """Return the attention weights (B, H, T, S) of `forward`, with either backend."""
+        q, k, v = self._project(x, context, rotary)
+        dropout = self.dropout * self.training
+        return attend_explicit(q, k, v, causal=self.causal, mask=mask, scale=self.scale, dropout=dropout)[1]
+
+    def _project(self, x: Tensor, context: Tensor | None, rotary: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, H, T, D), and keys and values (B, K, S, D), normalized and rotated."""
         if context is None:
             q, k, v = self.qkv(x).split((self.q_width, self.kv_width, self.kv_width), dim=-1)
         else:
@@ -235,7 +217,10 @@ class MultiHeadAttention(nn.Module):
             b_q, b_kv = (None, None) if self.qkv.bias is None else self.qkv.bias.split(rows)
             q = F.linear(x, w_q, b_q)
             k, v = F.linear(context, w_kv, b_kv).split(self.kv_width, dim=-1)
-        return self._heads(q, self.n_head), self._heads(k, self.n_kv_head), self._heads(v, self.n_kv_head)
-
-    def _heads(self, x: Tensor, n: int) -> Tensor:
-        return x.unflatten(-1, (n, self.head_dim)).transpose(1, 2)  # (B, T, n·D) -> (B, n, T, D)
+        # (B, T, H·D) -> (B, H, T, D)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))
+        if self.qk_norm:
+            q, k = rms_norm(q), rms_norm(k)
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        return q, k, v

@@ -1,41 +1,67 @@
-"""An architecture and a run as plain, checked data. Imports nothing heavy.
+"""An architecture as plain, checked data. Imports nothing heavy.
 
-`GPTConfig` is every architecture that the model can be: presets in `configs/model/` are points of it,
-and a checkpoint stores it as a dictionary. `check_run` looks at a composed run configuration and
-finds what is wrong with it before torch is imported and before anything is written.
+`GPTConfig` holds every architecture that the model can be: a preset in `configs/model/` is a delta of its
+defaults, and a checkpoint stores it as a dictionary. `ACTIVATIONS` and `NORMS` are the only tables of their
+kind: one entry adds an activation or a norm to the checks, the parameter count, the model and the decoder.
 """
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from minigpt.utils.checks import is_fraction, is_positive, require, whole_number
+from minigpt.utils import checks
+from minigpt.utils.checks import integer, one_of, or_null, require
 from minigpt.utils.errors import UserError
 
-NORMS = ("layernorm", "rmsnorm", "rmsnorm_noscale")
+
+class Activation(NamedTuple):
+    """An activation: import path of its function of x, (…, C) to (…, C), or if gated (…, 2C) to (…, C)."""
+
+    function: str  # a path, since a configuration is validated without importing torch
+    gated: bool = False  # multiplies two projections of the input
+
+
+class Norm(NamedTuple):
+    """A norm: import path of its function of x (…, C), weight (C,) and bias (C,), and which of the two it learns."""
+
+    function: str
+    weight: bool = False
+    bias: bool = False  # together with `GPTConfig.bias`
+
+
+ACTIVATIONS = {
+    "gelu": Activation("torch.nn.functional.gelu"),
+    "relu": Activation("torch.nn.functional.relu"),
+    "relu2": Activation("minigpt.ops.relu_squared"),
+    "swiglu": Activation("minigpt.ops.swiglu", gated=True),
+}
+NORMS = {
+    "layernorm": Norm("minigpt.ops.layer_norm", weight=True, bias=True),
+    "rmsnorm": Norm("minigpt.ops.rms_norm", weight=True),
+    "rmsnorm_noscale": Norm("minigpt.ops.rms_norm"),
+}
 POSITIONS = ("learned", "rope", "none")
-ACTIVATIONS = {"gelu": 1, "relu": 1, "relu2": 1, "swiglu": 2}  # projections to the inner width that each takes
 NORM_POSITIONS = ("pre", "post")
-_LONGEST_BLOCK = 1 << 20  # positions are tables
 PARAMETRIZATIONS = ("standard", "mup")
+MAX_BLOCK_SIZE = 1 << 20  # tokens; positions are stored as tables
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """A decoder-only transformer. The defaults are GPT-2 small (Radford et al., 2019).
+    """Describe a decoder-only transformer. The defaults are GPT-2 small (https://github.com/openai/gpt-2).
 
     Raises:
-        UserError: a value is impossible; the message names it, what it takes and the next step.
+        UserError: a value is invalid.
     """
 
-    block_size: int = 1024  # longest context, tokens
+    block_size: int = 1024  # maximum context length, tokens
     vocab_size: int = 50257
     n_layer: int = 12
     n_head: int = 12
-    n_kv_head: int | None = None  # heads of keys and values; fewer than n_head shares them (GQA, MQA)
+    n_kv_head: int | None = None  # key and value heads; fewer than n_head is grouped-query attention
     n_embd: int = 768
-    head_dim: int | None = None  # width of a head; None: n_embd // n_head
-    n_inner: int | None = None  # hidden width of the MLP; None: 4 n_embd (gated, as swiglu: 8/3 n_embd)
+    head_dim: int | None = None  # width of a head; None: n_embd / n_head
+    n_inner: int | None = None  # hidden width of the MLP; None: 4 n_embd, or 8/3 n_embd if gated
     bias: bool = True  # biases in linear layers and LayerNorms
     dropout: float = 0.0
     norm: str = "layernorm"
@@ -44,98 +70,73 @@ class GPTConfig:
     rope_base: float = 10000.0
     activation: str = "gelu"
     qk_norm: bool = False  # RMS-normalize queries and keys per head
-    tie_embeddings: bool = True  # the output head is the token embedding
-    ngram: int = 0  # embeddings of the last 2 … ngram tokens are added to each token's; 0: none
-    ngram_buckets: int = 8192  # rows of the table of each n, into which n-grams are hashed
-    ngram_dim: int = 16  # width of those embeddings
-    smear: int = 0  # how many tokens before each are mixed into its embedding
-    embed_norm: bool = False  # RMS-normalize what enters the first block
-    parametrization: str = "standard"  # mup: the best learning rate does not move with the width (Yang et al., 2022)
-    base_n_embd: int = 128  # width at which mup is standard
-    base_head_dim: int = 32  # width of a head at which mup is standard
+    tie_embeddings: bool = True  # share the weights of the token embedding and the output head
+    ngram: int = 0  # add embeddings of the last 2 … ngram tokens; 0: none
+    ngram_buckets: int = 8192  # rows of the hash table of each n
+    ngram_dim: int = 16  # width of an n-gram embedding
+    smear: int = 0  # number of previous token embeddings added to each, with learned factors per channel
+    embed_norm: bool = False  # RMS-normalize the input of the first block
+    parametrization: str = "standard"  # mup: the optimal learning rate is the same at every width
+    base_n_embd: int = 128  # n_embd at which mup equals standard
+    base_head_dim: int = 32  # head width at which mup equals standard
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
-            require(name, getattr(self, name), whole_number(1), "a whole number of at least 1")
-        require("block_size", self.block_size, lambda v: v <= _LONGEST_BLOCK, f"at most {_LONGEST_BLOCK:,} tokens")
-        for name in ("n_kv_head", "head_dim", "n_inner"):
-            value = getattr(self, name)
-            require(name, value, lambda v: v is None or whole_number(1)(v), "a whole number of at least 1, or null")
-        for name in ("bias", "qk_norm", "tie_embeddings", "embed_norm"):
-            require(name, getattr(self, name), lambda v: isinstance(v, bool), "true or false")
-        require("dropout", self.dropout, is_fraction, "a number from 0 up to, but not including, 1")
-        require("rope_base", self.rope_base, is_positive, "a number above 0")
-        require("ngram", self.ngram, lambda v: v == 0 or whole_number(2)(v), "0, or a whole number of at least 2")
-        for name in ("ngram_buckets", "ngram_dim", "base_n_embd", "base_head_dim"):
-            require(name, getattr(self, name), whole_number(1), "a whole number of at least 1")
-        require("smear", self.smear, whole_number(0), "a whole number of at least 0")
-        for name, takes in (
-            ("norm", NORMS),
-            ("position", POSITIONS),
-            ("activation", tuple(ACTIVATIONS)),
-            ("norm_position", NORM_POSITIONS),
-            ("parametrization", PARAMETRIZATIONS),
-        ):
-            require(name, getattr(self, name), takes.__contains__, " or ".join(takes))
-        if self.head_dim is None and self.n_embd % self.n_head:
-            raise UserError(
-                f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}; "
-                f"use a multiple of {self.n_head}, or set head_dim"
-            )
-        if self.n_kv_head is not None and self.n_head % self.n_kv_head:
-            raise UserError(
-                f"n_head={self.n_head} is not divisible by n_kv_head={self.n_kv_head}; "
-                f"every key-value head serves the same number of query heads"
-            )
-        if self.position == "rope" and self.head_width % 2:
-            raise UserError(f"position=rope rotates pairs and needs an even head width, not {self.head_width}")
+        for name, rule in _RULES.items():
+            require(f"model.{name}", getattr(self, name), *rule)
+        check_heads(self.n_embd, self.n_head, self.n_kv_head, self.head_dim, prefix="model.")
+        if self.position == "rope":
+            require("model.head_dim", self.head_width, lambda v: v % 2 == 0, "even with model.position=rope")
 
     @property
     def head_width(self) -> int:
+        """Width D of a head."""
         return self.head_dim or self.n_embd // self.n_head
 
     @property
     def inner_width(self) -> int:
+        """Hidden width of the MLP."""
         if self.n_inner is not None:
             return self.n_inner
-        # A gated activation has a third matrix: two thirds of the width keep the count (Shazeer, 2020).
-        return -(-8 * self.n_embd // 3 // 8) * 8 if ACTIVATIONS[self.activation] == 2 else 4 * self.n_embd
+        # A gated MLP has three matrices: with 2/3 of the width, in multiples of 8, it has as many parameters.
+        return -(-8 * self.n_embd // 3 // 8) * 8 if ACTIVATIONS[self.activation].gated else 4 * self.n_embd
 
     @property
     def up_width(self) -> int:
-        """What the first matrix of the MLP widens to: all that enters the activation."""
-        return ACTIVATIONS[self.activation] * self.inner_width
+        """Output width of the first matrix of the MLP: twice the hidden width if the activation is gated."""
+        return self.inner_width * (1 + ACTIVATIONS[self.activation].gated)
 
     @property
     def width_ratio(self) -> float:
-        """Of n_embd to its base, 1 but for mup; the other widths and the heads are taken to grow along."""
+        """n_embd / base_n_embd under mup, which takes all widths to grow alike; else 1."""
         return self.n_embd / self.base_n_embd if self.parametrization == "mup" else 1.0
 
     @property
     def attention_scale(self) -> float | None:
-        """Factor on the scores: None, which is 1/√D, and under mup one that falls as 1/D."""
+        """Factor on the attention scores: proportional to 1/D under mup; else None, which is 1/√D."""
         return self.base_head_dim**0.5 / self.head_width if self.parametrization == "mup" else None
 
     def num_params(self, *, positions: bool = True) -> int:
-        """Trainable numbers of the model, known before it is built; `positions` counts learned ones too."""
+        """Return the number of parameters without building the model; `positions` includes learned positions."""
         width, heads = self.n_embd, self.n_head * self.head_width
-        projected = heads + 2 * (self.n_kv_head or self.n_head) * self.head_width  # queries, keys and values
-        norm = {"layernorm": width * (1 + self.bias), "rmsnorm": width, "rmsnorm_noscale": 0}[self.norm]
-        attention = width * (projected + heads) + self.bias * (projected + width)
+        qkv = heads + 2 * (self.n_kv_head or self.n_head) * self.head_width
+        norm = width * (NORMS[self.norm].weight + (NORMS[self.norm].bias and self.bias))
+        attention = width * (qkv + heads) + self.bias * (qkv + width)
         mlp = width * (self.up_width + self.inner_width) + self.bias * (self.up_width + width)
         embeddings = self.vocab_size * width * (1 if self.tie_embeddings else 2)
         if positions and self.position == "learned":
             embeddings += self.block_size * width
         if self.ngram:
             embeddings += (self.ngram - 1) * self.ngram_dim * (self.ngram_buckets + width)
-        ends = (self.norm_position == "pre") * norm + self.smear * width
-        return embeddings + ends + self.n_layer * (attention + mlp + 2 * norm)
+        final_norm = norm if self.norm_position == "pre" else 0
+        return embeddings + self.smear * width + self.n_layer * (attention + mlp + 2 * norm) + final_norm
 
     def flops_per_token(self) -> float:
-        """Floating-point operations of a training step per token (Chowdhery et al., 2022, appendix B).
+        """Estimate the floating-point operations of a training step per token.
 
-        Six a matrix weight (two forward, four backward) and 12·H·D·T a layer for attention over a full block.
-        An untied token embedding and the table of n-grams are look-ups and cost nothing.
+        6 per matrix weight (2 forward, 4 backward) and 12·H·D·T per layer for attention over T = block_size tokens.
+        Table look-ups (an untied token embedding, n-gram embeddings) count 0.
+
+        Source: PaLM, appendix B, https://arxiv.org/abs/2204.02311
         """
         weights = self.num_params(positions=False)
         if not self.tie_embeddings:
@@ -146,16 +147,43 @@ class GPTConfig:
         return 6 * weights + attention
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the values by name."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "GPTConfig":
-        """Build from stored values.
-
-        Raises:
-            UserError: a name is not a field of this version, or a value is impossible.
-        """
+        """Build a config from stored values; raise UserError for an unknown name or an invalid value."""
         unknown = sorted(set(values) - set(cls.__dataclass_fields__))
         if unknown:
             raise UserError(f"unknown model setting {', '.join(unknown)}; made by another version of minigpt?")
         return cls(**values)
+
+
+def check_heads(n_embd: int, n_head: int, n_kv_head: int | None, head_dim: int | None, *, prefix: str = "") -> None:
+    """Raise UserError if heads do not divide the width, or key-value heads the heads; `prefix` is that of the keys."""
+    if head_dim is None:
+        expected, advice = (
+            f"divisible by {prefix}n_head={n_head}",
+            f"use a multiple of {n_head}, or set {prefix}head_dim",
+        )
+        require(f"{prefix}n_embd", n_embd, lambda v: v % n_head == 0, expected, advice)
+    if n_kv_head is not None:
+        require(f"{prefix}n_head", n_head, lambda v: v % n_kv_head == 0, f"divisible by {prefix}n_kv_head={n_kv_head}")
+
+
+_RULES: dict[str, checks.Rule] = {
+    "block_size": integer(1, MAX_BLOCK_SIZE),
+    **dict.fromkeys(("vocab_size", "n_layer", "n_head", "n_embd"), checks.POSITIVE_INT),
+    **dict.fromkeys(("n_kv_head", "head_dim", "n_inner"), or_null(checks.POSITIVE_INT)),
+    **dict.fromkeys(("bias", "qk_norm", "tie_embeddings", "embed_norm"), checks.BOOLEAN),
+    "dropout": checks.FRACTION,
+    "norm": one_of(NORMS),
+    "norm_position": one_of(NORM_POSITIONS),
+    "position": one_of(POSITIONS),
+    "rope_base": checks.POSITIVE,
+    "activation": one_of(ACTIVATIONS),
+    "ngram": (lambda v: checks.NON_NEGATIVE_INT[0](v) and v != 1, "0, or an integer ≥ 2"),
+    "smear": checks.NON_NEGATIVE_INT,
+    "parametrization": one_of(PARAMETRIZATIONS),
+    **dict.fromkeys(("ngram_buckets", "ngram_dim", "base_n_embd", "base_head_dim"), checks.POSITIVE_INT),
+}

@@ -1,4 +1,4 @@
-"""An exponential moving average of weights. Depends on torch alone."""
+"""An exponential moving average (EMA) of weights. Depends on torch alone."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -8,41 +8,41 @@ from torch import Tensor, nn
 
 
 class EMA:
-    """Exponential moving average of weights (Polyak & Juditsky, 1992), beside them or in their place.
+    """Hold an exponential moving average of parameters (https://doi.org/10.1137/0330046).
 
-    Update t keeps min(decay, (1 + t) / (10 + t)) of the average: of a short training it forgets the beginning
-    (TensorFlow's ExponentialMovingAverage with num_updates).
+    Update t uses min(decay, (1 + t) / (10 + t)), as TensorFlow's ExponentialMovingAverage with num_updates, so that
+    a short training forgets the initialization.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], decay: float) -> None:
         self.parameters: list[Tensor] = list(parameters)
         self.decay, self.updates = decay, 0
-        self.shadow = [p.detach().clone() for p in self.parameters]  # the averages; when swapped, the weights
+        self.shadow = [p.detach().clone() for p in self.parameters]  # the averages; while swapped, the weights
         self.swapped = False
 
     def load(self, averages: Iterable[Tensor], updates: int) -> None:
-        """Go on from averages that were kept, (as the parameters)."""
-        for kept, average in zip(self.shadow, averages, strict=True):
-            kept.copy_(average)
+        """Resume from stored averages, in the order of the parameters, after `updates` updates."""
+        for shadow, average in zip(self.shadow, averages, strict=True):
+            shadow.copy_(average)
         self.updates = updates
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights into the average; after an optimizer step."""
+        """Update the averages; call it after every optimizer step."""
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         torch._foreach_lerp_(self.shadow, self.parameters, 1 - decay)
 
     def swap(self) -> None:
-        """Exchange weights and averages; nothing is copied."""
+        """Exchange weights and averages without a copy."""
         for i, p in enumerate(self.parameters):
             p.data, self.shadow[i] = self.shadow[i], p.data
         self.swapped = not self.swapped
 
     def state_dicts(self, state: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What `state()` says with the weights in their place, and with the averages."""
-        here = state()
+        """Return `state()` with the weights in the model, and `state()` with the averages in it."""
+        current = state()
         self.swap()
-        there = state()
+        other = state()
         self.swap()
-        return (there, here) if self.swapped else (here, there)
+        return (other, current) if self.swapped else (current, other)

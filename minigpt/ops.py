@@ -1,10 +1,12 @@
-"""Norms and activations: one table each, by name, for the model and the decoder. Depends on torch alone.
+"""Norms and activations, for the model and the decoder. Depends on torch alone.
 
-On a CPU, passes over memory are what RMSNorm and ReLU² cost: the versions here take half the time of torch's.
-Elsewhere, and in other precisions than float32, they are torch's own.
+`ACTIVATIONS` and `NORMS` look functions up in the tables of `minigpt.config`. RMSNorm and ReLU² are limited by
+memory bandwidth on a CPU: the versions here make half as many passes over memory as torch's. On other devices
+and in other precisions than float32, they call torch's.
 """
 
-from collections.abc import Callable
+import pkgutil
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,17 +14,28 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from minigpt import config
 
-def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """x / √(mean(x²) + eps) over the last dimension, times weight (C,): (…, C) to (…, C) (Zhang & Sennrich, 2019)."""
+EPS = 1e-5  # added to the variance or the mean square
+
+
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """Normalize x (…, C) to mean 0 and variance 1, times weight (C,), plus bias (C,). https://arxiv.org/abs/1607.06450"""
+    return torch.layer_norm(x, x.shape[-1:], weight, bias, EPS)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """Normalize x (…, C) to root mean square 1, times weight (C,), plus bias (C,). https://arxiv.org/abs/1910.07467"""
     if not _use_fused_cpu(x):
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-    normed: Tensor = _RMSNorm.apply(x, eps) if torch.is_grad_enabled() else x * _rms_factor(x, eps)
-    return normed if weight is None else normed * weight
+        y = F.rms_norm(x, x.shape[-1:], weight, EPS)
+    else:
+        y = _RMSNorm.apply(x) if torch.is_grad_enabled() else x * _rms_factor(x)
+        y = y if weight is None else y * weight
+    return y if bias is None else y + bias
 
 
 def relu_squared(x: Tensor) -> Tensor:
-    """max(x, 0)² (So et al., 2021)."""
+    """Return max(x, 0)², of any shape. https://arxiv.org/abs/2109.08668"""
     if not _use_fused_cpu(x):
         return F.relu(x).square()
     squared: Tensor = _ReLUSquared.apply(x) if torch.is_grad_enabled() else F.relu(x).square_()
@@ -30,53 +43,48 @@ def relu_squared(x: Tensor) -> Tensor:
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """silu(a) · b for the halves a and b of x: (…, 2C) to (…, C) (Shazeer, 2020)."""
-    gate, x = x.chunk(2, dim=-1)
+    """Return silu(a) · b for the halves a and b of x: (…, 2C) to (…, C). https://arxiv.org/abs/2002.05202"""
+    gate, x = x.chunk(2, dim=-1)  # (…, C) each
     return F.silu(gate) * x
 
 
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """(x - mean(x)) / √(var(x) + 1e-5) over the last dimension, times weight, plus bias: (…, C) to (…, C)."""
-    return torch.layer_norm(x, x.shape[-1:], weight, bias)
+class FunctionTable:
+    """Look up the functions of a table of `minigpt.config` by name."""
+
+    def __init__(self, table: Mapping[str, config.Activation] | Mapping[str, config.Norm]) -> None:
+        self.table = table
+
+    def __getitem__(self, name: str) -> Callable[..., Tensor]:
+        return pkgutil.resolve_name(self.table[name].function)
 
 
-# By the names of `config.ACTIVATIONS`, which says how many inner widths enter each; one comes out.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "relu": F.relu,
-    "relu2": relu_squared,
-    "swiglu": swiglu,
-}
-# By the names of `config.NORMS`: functions of x (…, C), weight (C,) and bias (C,).
-NORMS: dict[str, Callable[[Tensor, Tensor | None, Tensor | None], Tensor]] = {
-    "layernorm": layer_norm,
-    "rmsnorm": lambda x, weight, bias: rms_norm(x, weight),
-    "rmsnorm_noscale": lambda x, weight, bias: rms_norm(x),
-}
+ACTIVATIONS = FunctionTable(config.ACTIVATIONS)  # functions of x
+NORMS = FunctionTable(config.NORMS)  # functions of x, weight and bias
 
 
 def _use_fused_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling()
 
 
-def _rms_factor(x: Tensor, eps: float) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(eps).rsqrt_()
+def _rms_factor(x: Tensor) -> Tensor:
+    """1 / √(mean(x²) + EPS): (…, C) to (…, 1)."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(EPS).rsqrt_()
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
-        factor = _rms_factor(x, eps)
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        factor = _rms_factor(x)
         y = x * factor
         ctx.save_for_backward(y, factor)
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         y, factor = ctx.saved_tensors
         along = torch.linalg.vecdot(gradient, y).unsqueeze(-1)  # (…, 1)
-        return torch.addcmul(gradient, y, along, value=-1 / y.size(-1)).mul_(factor), None
+        return torch.addcmul(gradient, y, along, value=-1 / y.size(-1)).mul_(factor)
 
 
 class _ReLUSquared(torch.autograd.Function):

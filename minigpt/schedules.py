@@ -1,28 +1,31 @@
-"""Learning-rate schedules: factors on the peak learning rate, functions of the step. Depends on nothing."""
+"""Learning-rate schedules: factors on the peak learning rate. Depends on the standard library alone.
+
+Each is a function of the optimizer step, with `max_steps`, the length of the run, `warmup_steps`, over which the
+factor rises linearly, and, where it falls, `final_lr_frac`, the factor at `max_steps`.
+"""
 
 import math
 
 
 def cosine(step: int, *, max_steps: int, warmup_steps: int, final_lr_frac: float) -> float:
-    """Warm up linearly, then follow half a cosine from 1 to `final_lr_frac` (Loshchilov & Hutter, 2017)."""
+    """Return the factor of a half cosine from 1 to `final_lr_frac`. Source: https://arxiv.org/abs/1608.03983"""
     progress = _progress(step, max_steps, warmup_steps)
-    return _warmup(step, warmup_steps) * (
-        final_lr_frac + (1 - final_lr_frac) * 0.5 * (1 + math.cos(math.pi * progress))
-    )
+    decay = 0.5 * (1 + math.cos(math.pi * progress))
+    return _warmup(step, warmup_steps) * (final_lr_frac + (1 - final_lr_frac) * decay)
 
 
 def linear(step: int, *, max_steps: int, warmup_steps: int, final_lr_frac: float) -> float:
-    """Warm up linearly, then fall on a straight line from 1 to `final_lr_frac`."""
+    """Return the factor of a straight line from 1 to `final_lr_frac`."""
     return _warmup(step, warmup_steps) * (1 - (1 - final_lr_frac) * _progress(step, max_steps, warmup_steps))
 
 
 def constant(step: int, *, max_steps: int, warmup_steps: int) -> float:
-    """Warm up linearly, then stay at 1."""
+    """Return 1 after the warm-up."""
     return _warmup(step, warmup_steps)
 
 
 def _warmup(step: int, warmup_steps: int) -> float:
-    """The first step already learns, and the step after the warm-up is the first at the peak."""
+    """Positive at step 0, 1 from step `warmup_steps` on."""
     return min(1.0, (step + 1) / (warmup_steps + 1))
 
 

@@ -1,4 +1,4 @@
-"""Attention against its formula written out query by query, against torch's module, and by its invariants."""
+"""Attention compared with its formula, query by query, and with torch's module, and its invariants."""
 
 import copy
 import math
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from minigpt.attention import KVCache, MultiHeadAttention, attend, attend_explicit, rotary_table, rotate
+from minigpt.utils.errors import UserError
 
 BACKENDS = ["fused", "explicit"]
 
@@ -23,7 +24,7 @@ TERMS = 24 + 6 + 9 + 24  # of the modules below: projection, scores, values, out
 
 @st.composite
 def problems(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float64,)) -> dict[str, Any]:
-    """Queries, keys, values and settings; there may be queries that see no key."""
+    """Draw queries, keys, values and settings; some queries may see no key."""
     B, K, groups, T = (draw(st.integers(1, most)) for most in (2, 3, 3, 5))
     S, D, E = draw(st.integers(1, 8)), draw(st.integers(1, 6)), draw(st.integers(1, 6))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
@@ -39,7 +40,7 @@ def problems(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...] = (torch.float64,)
 
 @st.composite
 def modules(draw: st.DrawFn, *, backend: str | None = None, **fixed: Any) -> tuple[MultiHeadAttention, Tensor]:
-    """An attention module of any kind, and an input (B, T, C)."""
+    """Draw an attention module of any kind, and an input (B, T, C)."""
     n_kv_head, groups, n_embd = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 12))
     torch.manual_seed(draw(st.integers(0, 2**32)))
     kind = {
@@ -60,7 +61,7 @@ def modules(draw: st.DrawFn, *, backend: str | None = None, **fixed: Any) -> tup
 
 @given(problems())
 @PROPERTY
-def test_fused_and_explicit_attention_are_the_formula(problem: dict[str, Any]):
+def test_fused_and_explicit_attention_equal_the_formula(problem: dict[str, Any]):
     expected, expected_weights = formula(**problem)
     y, weights = attend_explicit(**problem)
     assert_close(weights, expected_weights)
@@ -83,7 +84,7 @@ def test_fused_equals_explicit_in_value_and_gradient(problem: dict[str, Any]):
 
 @given(problems())
 @PROPERTY
-def test_every_row_of_weights_is_a_distribution_over_what_may_be_seen(problem: dict[str, Any]):
+def test_every_row_of_weights_is_a_distribution_over_the_visible_keys(problem: dict[str, Any]):
     weights = attend_explicit(**problem)[1]
     B, H, T, S = weights.shape
     visible = (
@@ -98,7 +99,7 @@ def test_every_row_of_weights_is_a_distribution_over_what_may_be_seen(problem: d
 
 @given(problems(), st.data())
 @PROPERTY
-def test_what_a_causal_query_may_not_see_does_not_change_it(problem: dict[str, Any], data: st.DataObject):
+def test_masked_keys_and_values_do_not_change_a_causal_query(problem: dict[str, Any], data: st.DataObject):
     problem["causal"] = True
     T, S = problem["q"].size(2), problem["k"].size(2)
     first = data.draw(st.integers(0, S - 1))  # the keys and values from here on change
@@ -115,7 +116,7 @@ def test_what_a_causal_query_may_not_see_does_not_change_it(problem: dict[str, A
 
 @given(modules(causal=True), st.data())
 @PROPERTY
-def test_changing_a_token_leaves_earlier_outputs_of_a_causal_module_alone(
+def test_changing_a_token_does_not_change_earlier_outputs_of_a_causal_module(
     case: tuple[MultiHeadAttention, Tensor], data: st.DataObject
 ):
     attention, x = case
@@ -127,7 +128,7 @@ def test_changing_a_token_leaves_earlier_outputs_of_a_causal_module_alone(
 
 @given(modules(), st.data())
 @PROPERTY
-def test_permuting_heads_permutes_nothing_in_the_output(case: tuple[MultiHeadAttention, Tensor], data: st.DataObject):
+def test_permuting_heads_does_not_change_the_output(case: tuple[MultiHeadAttention, Tensor], data: st.DataObject):
     attention, x = case
     H, K, D = attention.n_head, attention.n_kv_head, attention.head_dim
     kv_order = torch.tensor(data.draw(st.permutations(range(K))))
@@ -152,7 +153,7 @@ def test_rotary_attention_depends_on_relative_positions_only(case: tuple[MultiHe
     rounded = {"terms": TERMS, "dtype": torch.float32}  # that of sines and cosines
     assert_near(attention(x, rotary=there), attention(x, rotary=here), **rounded)
     assert_near(attention.attention_weights(x, rotary=there), attention.attention_weights(x, rotary=here), **rounded)
-    # A score is that of the query turned by the distance and the key as it is.
+    # A score equals that of the query rotated by the distance and the key without rotation.
     q, k = torch.randn(2, 1, 1, 1, D, dtype=torch.float64)
     score = rotate(q, table[:, -1:]) @ rotate(k, table[:, T - 1 : T]).mT
     assert_near(score, rotate(q, table[:, shift : shift + 1]) @ k.mT, q.norm() * k.norm(), **rounded)
@@ -160,7 +161,9 @@ def test_rotary_attention_depends_on_relative_positions_only(case: tuple[MultiHe
 
 @given(modules(causal=True), st.booleans(), st.data())
 @PROPERTY
-def test_cached_decoding_equals_one_pass(case: tuple[MultiHeadAttention, Tensor], rope: bool, data: st.DataObject):
+def test_cached_decoding_equals_one_forward_pass(
+    case: tuple[MultiHeadAttention, Tensor], rope: bool, data: st.DataObject
+):
     attention, x = case
     (B, T, _), D = x.shape, attention.head_dim
     table = rotary_table(T, D).double() if rope else None
@@ -175,7 +178,7 @@ def test_cached_decoding_equals_one_pass(case: tuple[MultiHeadAttention, Tensor]
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_query_that_sees_no_key_takes_zero_and_teaches_nothing(causal: bool):
+def test_a_query_that_sees_no_key_has_output_and_gradient_zero(causal: bool):
     q, k, v = (x.requires_grad_() for x in torch.randn(3, 2, 3, 6, 4))
     mask = torch.ones(6, 6, dtype=torch.bool)
     mask[2] = False
@@ -189,7 +192,7 @@ def test_a_query_that_sees_no_key_takes_zero_and_teaches_nothing(causal: bool):
 
 
 @pytest.mark.parametrize("function", [attend, lambda *a, **k: attend_explicit(*a, **k)[0]], ids=BACKENDS)
-def test_without_scores_a_causal_query_takes_the_mean_of_the_past(function: Any):
+def test_with_zero_scores_a_causal_query_returns_the_mean_of_past_values(function: Any):
     k, v = torch.randn(2, 2, 3, 6, 4)
     mean = v.cumsum(2) / torch.arange(1, 7).view(6, 1)
     assert_near(function(torch.zeros_like(k), k, v, causal=True), mean, terms=6)
@@ -204,7 +207,7 @@ def test_the_last_causal_query_sees_every_key_when_there_are_more_keys_than_quer
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_mask_of_one_row_is_for_every_query(causal: bool):
+def test_a_mask_of_one_row_applies_to_every_query(causal: bool):
     q, k, v = torch.randn(3, 2, 3, 6, 4)
     q.requires_grad_()
     row = torch.tensor([True, False, True, True, False, True])
@@ -243,7 +246,7 @@ def test_cross_attention_equals_torchs_module(backend: str, bias: bool):
     assert_near(ours(x, context), reference(x, context, context)[0], terms=TERMS)
 
 
-def test_padding_is_masked_as_torchs_module_masks_it():
+def test_a_padding_mask_equals_torchs_key_padding_mask():
     ours, reference = pair(causal=False)
     x = torch.randn(2, 7, 24)
     padding = torch.tensor([[False] * 7, [False] * 4 + [True] * 3])
@@ -261,7 +264,7 @@ def test_weights_equal_those_of_torchs_module(backend: str):
 
 @pytest.mark.parametrize("n_kv_head", [1, 2, 3])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_grouped_heads_equal_full_heads_whose_keys_and_values_repeat(backend: str, n_kv_head: int):
+def test_grouped_heads_equal_full_heads_with_repeated_keys_and_values(backend: str, n_kv_head: int):
     grouped = MultiHeadAttention(24, 6, n_kv_head=n_kv_head, backend=backend)
     full = MultiHeadAttention(24, 6, backend=backend)
     for name in ("weight", "bias"):
@@ -275,7 +278,7 @@ def test_grouped_heads_equal_full_heads_whose_keys_and_values_repeat(backend: st
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_without_an_output_projection_the_heads_stand_side_by_side(backend: str):
+def test_without_an_output_projection_the_heads_are_concatenated(backend: str):
     ours, reference = pair(backend=backend, causal=False, out_proj=False)
     nn.init.eye_(reference.out_proj.weight)
     nn.init.zeros_(reference.out_proj.bias)
@@ -298,7 +301,7 @@ def test_a_scale_replaces_one_over_the_root_of_the_head_width(backend: str):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_qk_norm_makes_the_length_of_queries_and_keys_irrelevant(backend: str):
+def test_with_qk_norm_the_norm_of_queries_and_keys_does_not_matter(backend: str):
     attention = MultiHeadAttention(24, 4, backend=backend, qk_norm=True)
     plain = MultiHeadAttention(24, 4, backend=backend)
     plain.load_state_dict(attention.state_dict())
@@ -311,7 +314,7 @@ def test_qk_norm_makes_the_length_of_queries_and_keys_irrelevant(backend: str):
     assert (plain(x) - plain_before).abs().max() > 0.01
 
 
-def test_rotation_turns_pairs_as_complex_numbers():
+def test_rotation_multiplies_pairs_as_complex_numbers():
     x = torch.randn(2, 3, 10, 8)
     angle = torch.arange(10)[:, None] * 50.0 ** (-torch.arange(0, 8, 2) / 8)
     expected = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones(10, 4), angle)
@@ -319,7 +322,7 @@ def test_rotation_turns_pairs_as_complex_numbers():
     assert_near(rotate(x, rotary_table(10, 8, 50.0)), torch.cat((expected.real, expected.imag), -1), 10 * x, terms=2)
 
 
-def test_rotated_scores_depend_on_the_distance_only():
+def test_rotated_scores_depend_on_the_relative_position_only():
     table = rotary_table(30, 16)
     q, k = (rotate(vector.expand(1, 1, 30, 16), table)[0, 0] for vector in torch.randn(2, 16))
     scores = q @ k.T
@@ -330,7 +333,7 @@ def test_rotated_scores_depend_on_the_distance_only():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_attention_with_rotary_positions_is_the_same_anywhere_in_the_context(backend: str):
+def test_attention_with_rotary_positions_is_translation_invariant(backend: str):
     attention = MultiHeadAttention(24, 4, n_kv_head=2, backend=backend)
     x, table = 3 * torch.randn(2, 6, 24), rotary_table(40, 6)
     here = attention(x, rotary=table[:, :6])
@@ -373,7 +376,7 @@ def test_dropout_acts_in_training_only(backend: str):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_dropout_zeroes_its_share_of_the_weights_besides_that_of_the_output(backend: str):
+def test_attention_dropout_zeroes_its_fraction_of_the_weights(backend: str):
     attention = MultiHeadAttention(64, 4, dropout=0.2, backend=backend, out_proj=False)
     y = attention(torch.randn(5000, 1, 64)).unflatten(
         -1, (4, 16)
@@ -402,13 +405,13 @@ def test_fused_dropout_keeps_the_expectation():
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"n_embd": 10, "n_head": 4}, "n_embd=10 .* n_head=4"),
-        ({"n_embd": 12, "n_head": 4, "n_kv_head": 3}, "n_head=4 .* n_kv_head=3"),
-        ({"n_embd": 12, "n_head": 4, "backend": "flash"}, "backend='flash' .* 'fused' or 'explicit'"),
+        ({"n_embd": 10, "n_head": 4}, "n_embd must be divisible by n_head=4, got 10"),
+        ({"n_embd": 12, "n_head": 4, "n_kv_head": 3}, "n_head must be divisible by n_kv_head=3, got 4"),
+        ({"n_embd": 12, "n_head": 4, "backend": "flash"}, "backend must be one of fused, explicit, got flash"),
     ],
 )
-def test_an_impossible_attention_names_the_setting(settings: dict[str, Any], named: str):
-    with pytest.raises(ValueError, match=named):
+def test_invalid_arguments_raise_with_their_names(settings: dict[str, Any], named: str):
+    with pytest.raises(UserError, match=f"^{named}"):
         MultiHeadAttention(**settings)
 
 
@@ -420,7 +423,7 @@ def _seeded():
 def formula(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention one query at a time over the keys that it may see: output and weights."""
+    """Compute attention one query at a time over its visible keys: output and weights."""
     B, H, T, D = q.shape
     S, group = k.size(2), H // k.size(1)
     scale = 1 / math.sqrt(D) if scale is None else scale
@@ -438,7 +441,7 @@ def formula(
 
 
 def pair(*, bias: bool = True, **settings: Any) -> tuple[MultiHeadAttention, nn.MultiheadAttention]:
-    """Ours and torch's module with the same weights, biases drawn as well."""
+    """Return our module and torch's with the same random weights and biases."""
     reference = nn.MultiheadAttention(24, 4, bias=bias, batch_first=True)
     for parameter in reference.parameters():
         nn.init.normal_(parameter, std=0.3)

@@ -1,4 +1,4 @@
-"""The GPT against Hugging Face's GPT-2 and Llama at random weights, known sizes, and its invariants."""
+"""The GPT compared with Hugging Face's GPT-2 and Llama at random weights, its published sizes and invariants."""
 
 import math
 from itertools import product
@@ -38,7 +38,7 @@ def test_logits_equal_hugging_faces_gpt2(n_inner: int | None):
     assert_near(logits, reference(tokens).logits, terms=terms_of(model.config))
 
 
-def test_a_notebook_shows_how_large_a_model_is():
+def test_the_representation_of_a_model_states_its_size():
     config = GPTConfig(vocab_size=101, n_layer=12, n_head=4, n_embd=32, block_size=32)
     shown = repr(GPT(config))
     assert shown.splitlines()[1].split() == [f"{config.num_params():,}", "parameters,", "block_size=32"]
@@ -53,7 +53,7 @@ def test_logits_equal_hugging_faces_llama():
     assert_near(logits, reference(tokens).logits, terms=terms_of(model.config))
 
 
-def test_llama_reads_on_from_a_cache_as_hugging_faces_does():
+def test_llama_with_a_cache_equals_hugging_faces():
     reference, model = llama_pair(rope_base=10000.0)
     tokens = torch.randint(101, (2, 24))
     cache = model.new_cache(2)
@@ -92,7 +92,7 @@ def test_logits_equal_those_of_torchs_transformer_layers(norm_position: str, act
 @pytest.mark.parametrize(
     ("norm", "position", "activation", "norm_position"), product(NORMS, POSITIONS, ACTIVATIONS, NORM_POSITIONS)
 )
-def test_changing_a_future_token_leaves_earlier_logits_alone(
+def test_changing_a_future_token_does_not_change_earlier_logits(
     norm: str, position: str, activation: str, norm_position: str
 ):
     model = tiny(norm=norm, position=position, activation=activation, norm_position=norm_position)
@@ -105,7 +105,7 @@ def test_changing_a_future_token_leaves_earlier_logits_alone(
 
 
 @pytest.mark.parametrize("settings", [{}, LLAMA, {"norm_position": "post"}], ids=["gpt2", "llama", "post-norm"])
-def test_an_untrained_model_knows_nothing(settings: dict[str, Any]):
+def test_the_initial_loss_is_that_of_the_uniform_distribution(settings: dict[str, Any]):
     config = GPTConfig(**{"block_size": 64, "vocab_size": 65, "n_layer": 4, "n_head": 4, "n_embd": 128, **settings})
     tokens, targets = torch.randint(65, (2, 16, 64))
     assert GPT(config)(tokens, targets).item() == pytest.approx(math.log(65), abs=0.1)
@@ -128,7 +128,7 @@ def test_the_small_presets_and_nanogpts_recipes_have_the_published_sizes(choices
     assert round(baby.num_params(positions=False) / 1e6, 2) == 10.65
 
 
-def test_nanogpts_recipe_learns_a_position_for_every_token_of_its_context():
+def test_nanogpts_recipe_has_a_position_embedding_for_every_token_of_its_context():
     assert GPT(composed("experiment=nanogpt_cpu", 65)).num_params() == 795_904 + 64 * 128 == 804_096
 
 
@@ -167,7 +167,7 @@ def test_the_gpt2_presets_have_the_published_sizes(name: str, params: int):
     )
 )
 @hypothesis.settings(max_examples=60, deadline=None)
-def test_the_size_of_a_model_is_known_before_it_is_built(values: dict[str, Any]):
+def test_the_parameter_count_of_a_config_equals_that_of_the_model(values: dict[str, Any]):
     config = GPTConfig(**{**TINY, **values})
     with torch.device("meta"):
         model = GPT(config)
@@ -182,7 +182,7 @@ def test_frozen_weights_are_not_counted():
     assert before - model.num_params() == 4 * 32 * 32 + 4 * 32
 
 
-def test_tied_embeddings_are_one_matrix_that_learns_from_both_ends():
+def test_tied_embeddings_are_one_matrix_with_the_sum_of_both_gradients():
     tied, untied = tiny(), tiny(tie_embeddings=False)
     assert tied.lm_head.weight is tied.wte.weight
     assert untied.lm_head.weight is not untied.wte.weight
@@ -195,7 +195,7 @@ def test_tied_embeddings_are_one_matrix_that_learns_from_both_ends():
 
 
 @pytest.mark.parametrize("settings", [{}, LLAMA | {"n_kv_head": 2}], ids=["gpt2", "llama"])
-def test_one_batch_can_be_learned_by_heart(settings: dict[str, Any]):
+def test_a_model_overfits_one_batch(settings: dict[str, Any]):
     torch.manual_seed(0)
     model = GPT(GPTConfig(**{**TINY, **settings}))
     tokens, targets = torch.randint(29, (2, 4, 16))
@@ -209,7 +209,7 @@ def test_one_batch_can_be_learned_by_heart(settings: dict[str, Any]):
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_weights_begin_as_gpt2s_do(activation: str):
+def test_weights_are_initialized_as_gpt2s(activation: str):
     config = GPTConfig(vocab_size=999, n_layer=8, n_head=4, n_embd=256, block_size=256, activation=activation)
     for name, parameter in GPT(config).named_parameters():
         if parameter.dim() == 2:
@@ -251,7 +251,7 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", GPTConfig.__dataclass_fields__)
-def test_every_setting_acts(name: str):
+def test_every_setting_changes_the_model(name: str):
     base = TINY | ({"position": "rope"} if name == "rope_base" else {})
     base |= {"ngram": 2} if name.startswith("ngram_") else {}
     base |= {"parametrization": "mup"} if name.startswith("base_") else {}
@@ -259,7 +259,7 @@ def test_every_setting_acts(name: str):
     assert not same(fingerprint(base), fingerprint(base | {name: CHANGES[name]}))
 
 
-def test_ngrams_tell_apart_what_stands_before_and_nothing_else():
+def test_an_ngram_embedding_depends_on_the_last_n_tokens_only():
     model = tiny(ngram=3, ngram_buckets=1_000_003)
     tokens = torch.randint(29, (1, 16))
     embedded = model.ngrams(tokens, None)
@@ -272,7 +272,7 @@ def test_ngrams_tell_apart_what_stands_before_and_nothing_else():
     assert_close(model.ngrams(again, None)[0, 5], embedded[0, 7])
 
 
-def test_smear_mixes_in_the_tokens_before():
+def test_smear_adds_previous_token_embeddings():
     model = tiny(smear=2)
     for factor in model.smear:
         nn.init.normal_(factor)
@@ -288,7 +288,7 @@ def test_smear_mixes_in_the_tokens_before():
 
 
 @pytest.mark.parametrize(("one", "other"), [p for p in product(ACTIVATIONS, repeat=2) if p[0] < p[1]])
-def test_no_two_activations_are_the_same(one: str, other: str):
+def test_activations_differ_from_each_other(one: str, other: str):
     assert not same(*(fingerprint(TINY | {"activation": name, "n_inner": 64}) for name in (one, other)))
 
 
@@ -303,7 +303,7 @@ def test_the_mlp_is_two_matrices_around_its_activation(activation: str, function
     assert_near(mlp(x), expected, terms=32 + 128)
 
 
-def test_positions_tell_equal_tokens_apart_unless_there_are_none():
+def test_the_order_of_tokens_matters_unless_there_are_no_positions():
     tokens = torch.tensor([[3, 4, 3, 4, 4, 3, 5]])
     shuffled = torch.tensor([[4, 3, 4, 3, 3, 4, 5]])
     # A single layer without positions sees a set.
@@ -314,13 +314,13 @@ def test_positions_tell_equal_tokens_apart_unless_there_are_none():
 
 
 @pytest.mark.parametrize("position", POSITIONS)
-def test_an_input_longer_than_the_context_is_refused(position: str):
+def test_an_input_longer_than_the_context_raises(position: str):
     model = tiny(position=position)
-    with pytest.raises(ValueError, match=r"17 tokens .* block_size=16"):
+    with pytest.raises(ValueError, match=r"17 tokens exceed block_size=16"):
         model(torch.zeros(1, 17, dtype=torch.long))
     cache = model.new_cache(1)
     model(torch.zeros(1, 12, dtype=torch.long), cache=cache)
-    with pytest.raises(ValueError, match=r"17 tokens .* block_size=16"):
+    with pytest.raises(ValueError, match=r"17 tokens exceed block_size=16"):
         model(torch.zeros(1, 5, dtype=torch.long), cache=cache)
     assert model(torch.zeros(1, 4, dtype=torch.long), cache=cache).shape == (1, 4, 29)
 
@@ -336,7 +336,7 @@ def test_dropout_acts_in_training_only():
 
 
 @pytest.mark.parametrize("place", ["embedding", "attention", "mlp"])
-def test_dropout_zeroes_its_share_and_scales_the_rest(place: str):
+def test_dropout_zeroes_its_fraction_and_scales_the_rest(place: str):
     model = tiny(dropout=0.2, n_embd=64)
     layer = model.blocks[0] if place == "embedding" else getattr(model.blocks[0], place)
     seen: list[Tensor] = []  # of the embedding, what goes into the first block
@@ -365,7 +365,7 @@ def test_the_flops_of_nano_are_those_of_the_formula():
 
 
 @pytest.mark.parametrize("settings", [{}, LLAMA, {"head_dim": 24, "n_kv_head": 2}], ids=["gpt2", "llama", "grouped"])
-def test_flops_per_token_are_those_that_a_training_step_executes(settings: dict[str, Any]):
+def test_flops_per_token_equal_those_of_a_training_step(settings: dict[str, Any]):
     model = GPT(GPTConfig(**{**TINY, "n_embd": 128, "vocab_size": 512, "block_size": 64, **settings}))
     for block in model.blocks:
         block.attention.backend = "explicit"  # every matrix product in sight of the counter
@@ -381,14 +381,14 @@ def _seeded():
 
 
 def tiny(**settings: Any) -> GPT:
-    """A small model in evaluation whose weights are large enough for every part to be felt."""
+    """Return a small model in evaluation mode, with weights large enough that every part changes the logits."""
     model = GPT(GPTConfig(**{**TINY, **settings})).eval()
     draw_weights(model)
     return model
 
 
 def draw_weights(model: nn.Module) -> None:
-    """Every parameter random: matrices and biases around 0, norms around 1."""
+    """Make every parameter random: matrices and biases around 0, norm weights around 1."""
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.15)
     for module in model.modules():
@@ -397,7 +397,7 @@ def draw_weights(model: nn.Module) -> None:
 
 
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy, written out."""
+    """Compute the cross-entropy by its formula."""
     true = logits.gather(-1, targets[..., None])[..., 0]
     return (logits.exp().sum(-1).log() - true).mean()
 
@@ -410,7 +410,7 @@ def same(one: Fingerprint, other: Fingerprint) -> bool:
 
 
 def fingerprint(settings: dict[str, Any]) -> Fingerprint:
-    """The shapes of the weights, and logits in training mode."""
+    """Return the shapes of the weights, and logits in training mode."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(**settings))
     draw_weights(model)
@@ -426,7 +426,7 @@ def composed(choice: str, vocab_size: int) -> GPTConfig:
 
 
 def from_gpt2(reference: GPT2LMHeadModel) -> dict[str, Tensor]:
-    """Hugging Face's GPT-2 weights under our names; its Conv1D keeps matrices transposed."""
+    """Return Hugging Face's GPT-2 weights by our names; its Conv1D stores transposed matrices."""
     weights = reference.state_dict()
     ours = {
         "wte.weight": weights["transformer.wte.weight"],
@@ -442,7 +442,7 @@ def from_gpt2(reference: GPT2LMHeadModel) -> dict[str, Tensor]:
         "mlp.c_proj": "mlp.down",
     }
     for kind in ("weight", "bias"):
-        ours[f"norm.{kind}"] = weights[f"transformer.ln_f.{kind}"]
+        ours[f"final_norm.{kind}"] = weights[f"transformer.ln_f.{kind}"]
         for i, (theirs, name) in product(range(reference.config.n_layer), names.items()):
             tensor = weights[f"transformer.h.{i}.{theirs}.{kind}"]
             ours[f"blocks.{i}.{name}.{kind}"] = tensor.T if tensor.dim() == 2 else tensor
@@ -450,7 +450,7 @@ def from_gpt2(reference: GPT2LMHeadModel) -> dict[str, Tensor]:
 
 
 def llama_pair(rope_base: float) -> tuple[LlamaForCausalLM, GPT]:
-    """Hugging Face's Llama with grouped heads, and ours with its weights."""
+    """Return Hugging Face's Llama with grouped heads, and our model with its weights."""
     reference = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=101,

@@ -1,4 +1,4 @@
-"""Muon against torch's Muon and AdamW, against the singular value decomposition, and matrix by matrix."""
+"""Muon compared with torch's Muon and AdamW, with the singular value decomposition, and with separate matrices."""
 
 import copy
 import io
@@ -17,7 +17,6 @@ from minigpt.optim import Muon, muon, orthogonalize
 OPTIONS: dict[str, Any] = {
     "lr": 0.02,
     "weight_decay": 0.1,
-    "cautious": False,
     "momentum": 0.95,
     "momentum_warmup": 0,
     "newton_schulz_steps": 5,
@@ -30,7 +29,7 @@ SHAPES = [(48, 48), (96, 32), (24, 80)]
 def test_muon_equals_torchs_in_one_precision(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
     before = torch.randn(shape, generator=generator(0))
     ours, theirs = (nn.Parameter(before.clone()) for _ in range(2))
-    optimizer = Muon({ours: [shape[0]]}, [], **OPTIONS)
+    optimizer = make({ours: [shape[0]]})
     reference = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.95)
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch's casts on every device
     for step in range(4):
@@ -41,7 +40,7 @@ def test_muon_equals_torchs_in_one_precision(shape: tuple[int, int], monkeypatch
     assert_close(ours, theirs, rtol=0, atol=after(4, before, theirs))
 
 
-def test_what_is_no_matrix_of_a_block_is_left_to_adamw():
+def test_embeddings_head_and_vectors_are_updated_by_adamw():
     ours = model(ngram=3, ngram_buckets=50)
     theirs = copy.deepcopy(ours)
     matrices = ("qkv.weight", "attention.out.weight", "up.weight", "down.weight")
@@ -51,7 +50,7 @@ def test_what_is_no_matrix_of_a_block_is_left_to_adamw():
         {"params": [p for p in rest if p is not theirs.ngrams.table.weight], "weight_decay": 0.0},
     ]
     reference = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), fused=False, foreach=False)
-    optimizer = muon(ours, split_heads=False, **ADAM, **OPTIONS)
+    optimizer = muon(ours, **ADAM, **OPTIONS)
     for step in range(4):
         for network in (ours, theirs):
             for parameter, drawn in zip(network.parameters(), gradients(ours, step), strict=True):
@@ -66,9 +65,9 @@ def test_what_is_no_matrix_of_a_block_is_left_to_adamw():
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_an_update_keeps_the_directions_and_levels_the_singular_values(shape: tuple[int, int]):
+def test_orthogonalization_keeps_singular_vectors_and_equalizes_singular_values(shape: tuple[int, int]):
     u, s, v = torch.linalg.svd(torch.randn(shape, generator=generator(1)), full_matrices=False)
-    # What the method promises: five steps lift singular values of 0.01 of the Frobenius norm and more into the band.
+    # Five steps raise singular values of at least 0.01 of the Frobenius norm into the range.
     s = torch.linspace(0.05, 1, len(s))
     assert s.min() / s.norm() > 0.01
     matrix = u @ s.diag() @ v
@@ -78,13 +77,13 @@ def test_an_update_keeps_the_directions_and_levels_the_singular_values(shape: tu
     assert_near(levelled, levelled.diagonal().diag(), terms=5 * 3 * 80)
 
 
-def test_stacked_and_split_matrices_are_updated_as_one_by_one():
+def test_stacked_and_concatenated_matrices_are_updated_as_separate_ones():
     stacked = nn.Parameter(torch.randn(20 + 12 + 12, 16, generator=generator(0)))
-    other = nn.Parameter(torch.randn(20, 16, generator=generator(1)))  # of the shape of a piece
+    other = nn.Parameter(torch.randn(20, 16, generator=generator(1)))  # the shape of the first part of the other
     alone = [nn.Parameter(piece.clone()) for piece in (*stacked.detach().split([20, 12, 12]), other.detach())]
-    together = Muon({stacked: [20, 12, 12], other: [20]}, [], **OPTIONS)
+    together = make({stacked: [20, 12, 12], other: [20]})
     before = torch.cat(alone).detach().clone()
-    one_by_one = [Muon({weight: [len(weight)]}, [], **OPTIONS) for weight in alone]
+    one_by_one = [make({weight: [len(weight)]}) for weight in alone]
     for step in range(3):
         stacked.grad = torch.randn(stacked.shape, generator=generator(step))
         other.grad = torch.randn(other.shape, generator=generator(step + 10))
@@ -95,26 +94,30 @@ def test_stacked_and_split_matrices_are_updated_as_one_by_one():
     assert_close(torch.cat((stacked, other)), torch.cat(alone), rtol=0, atol=after(3, before, torch.cat(alone)))
 
 
-@pytest.mark.parametrize(("split_heads", "rows"), [(False, [32, 16, 16]), (True, [8] * 8)])
-def test_fused_projections_are_taken_apart(split_heads: bool, rows: list[int]):
+def test_concatenated_projections_are_orthogonalized_separately():
     network = model(n_kv_head=2, activation="swiglu", n_inner=40)
     before = copy.deepcopy(network)
-    optimizer = muon(network, split_heads=split_heads, **ADAM | OPTIONS | {"weight_decay": 0.0})
+    optimizer = muon(network, **ADAM | OPTIONS | {"weight_decay": 0.0})
     for parameter, drawn in zip(network.parameters(), gradients(network, 0), strict=True):
         parameter.grad = drawn
     optimizer.step()
-    for name, pieces in (("attention.qkv", rows), ("mlp.up", [40, 40]), ("mlp.down", [32]), ("attention.out", [32])):
+    for name, rows in (
+        ("attention.qkv", [32, 16, 16]),
+        ("mlp.up", [40, 40]),
+        ("mlp.down", [32]),
+        ("attention.out", [32]),
+    ):
         now, then = (each.blocks[1].get_submodule(name).weight for each in (network, before))
-        for update in (now - then).detach().split(pieces):
+        for update in (now - then).detach().split(rows):
             scale = 0.02 * max(1, update.size(0) / update.size(1)) ** 0.5
             values = torch.linalg.svdvals(update) / scale
             assert values.min() > 0.6, name
             assert values.max() < 1.25, name
 
 
-def test_momentum_grows_over_its_warm_up():
+def test_momentum_rises_over_its_warm_up():
     weights = [nn.Parameter(torch.zeros(8, 8)) for _ in range(2)]
-    warmed = Muon({weights[0]: [8]}, [], **OPTIONS | {"momentum_warmup": 4})
+    warmed = make({weights[0]: [8]}, momentum_warmup=4)
     for step in range(4):
         weights[0].grad = torch.randn(8, 8, generator=generator(step))
         warmed.step()
@@ -124,32 +127,16 @@ def test_momentum_grows_over_its_warm_up():
     assert_near(warmed.state[weights[0]]["momentum"], average, terms=4)
 
 
-def test_cautious_decay_leaves_weights_that_the_update_makes_larger():
-    start = torch.randn(8, 8, generator=generator(3))
-    decayed, plain, cautious = (nn.Parameter(start.clone()) for _ in range(3))
-    for weight, change in (
-        (decayed, {}),
-        (plain, {"weight_decay": 0.0}),
-        (cautious, {"cautious": True}),
-    ):
-        weight.grad = torch.randn(8, 8, generator=generator(4))
-        Muon({weight: [8]}, [], **OPTIONS | change).step()
-    shrinks = (plain - start) * start < 0
-    assert shrinks.any()
-    assert not shrinks.all()
-    assert_near(cautious, torch.where(shrinks, decayed, plain), terms=2)
-
-
-def test_a_stored_optimizer_goes_on_as_if_never_stored():
+def test_an_optimizer_restored_from_its_state_dict_continues_exactly():
     straight = model()
-    one = muon(straight, split_heads=False, **ADAM | OPTIONS | {"momentum_warmup": 6})
+    one = muon(straight, **ADAM | OPTIONS | {"momentum_warmup": 6})
     for step in range(3):
         train(straight, one, step)
     resumed = copy.deepcopy(straight)
     file = io.BytesIO()
     torch.save(one.state_dict(), file)
     file.seek(0)
-    other = muon(resumed, split_heads=False, **ADAM | OPTIONS | {"momentum_warmup": 6})
+    other = muon(resumed, **ADAM | OPTIONS | {"momentum_warmup": 6})
     other.load_state_dict(torch.load(file, weights_only=True))
     for step in range(3, 6):
         train(straight, one, step)
@@ -158,9 +145,9 @@ def test_a_stored_optimizer_goes_on_as_if_never_stored():
         assert torch.equal(a, b), name
 
 
-def test_what_has_no_gradient_stays():
+def test_parameters_without_a_gradient_do_not_change():
     network = model()
-    optimizer = muon(network, split_heads=False, **ADAM, **OPTIONS)
+    optimizer = muon(network, **ADAM, **OPTIONS)
     before = copy.deepcopy(network)
     network.blocks[0].mlp.up.weight.grad = torch.randn(128, 32)
     optimizer.step()
@@ -168,8 +155,13 @@ def test_what_has_no_gradient_stays():
         assert torch.equal(a, b) == (name != "blocks.0.mlp.up.weight"), name
 
 
+def make(rows: dict[nn.Parameter, list[int]], **changes: Any) -> Muon:
+    """Build Muon for matrices and the row counts of the matrices that are concatenated in each."""
+    return Muon([{"kind": "muon", "params": [*rows], **OPTIONS, **changes}], rows)
+
+
 def after(steps: int, before: Tensor, weights: Tensor) -> float:
-    """Rounding of weights after some steps: of the weights, and of five iterations of three products of 80 columns."""
+    """Bound the rounding error of weights after some steps of five iterations of three products of 80 columns."""
     return rounding(before, terms=steps) + rounding(weights - before, terms=steps * 5 * 3 * 80)
 
 

@@ -1,12 +1,21 @@
-"""Our operations equal torch's, and so do their gradients."""
+"""Norms and activations equal torch's in value and gradient, and one entry in a table adds another."""
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from tolerance import assert_near
+from tolerance import assert_near, terms_of
 from torch import Tensor
 from torch.nn import functional as F
 
-from minigpt.ops import relu_squared, rms_norm
+from minigpt.config import ACTIVATIONS, NORMS, Activation, GPTConfig, Norm
+from minigpt.generation import generate
+from minigpt.model import GPT
+from minigpt.ops import ACTIVATIONS as FUNCTIONS
+from minigpt.ops import layer_norm, relu_squared, rms_norm
+from minigpt.optim import adamw
+from minigpt.utils.errors import UserError
 
 SHAPES = [(7,), (3, 5, 16), (2, 4, 9, 8)]
 
@@ -40,13 +49,19 @@ def test_rms_norm_with_weights_equals_torchs(shape):
     )
 
 
-def test_rms_norm_of_zeros_is_zero_and_has_a_gradient():
+@pytest.mark.parametrize("norm", [rms_norm, layer_norm])
+def test_a_norm_with_a_bias_adds_it(norm: Callable[..., Tensor]):
+    x, weight, bias = torch.randn(3, 8), torch.randn(8), torch.randn(8)
+    assert_same(with_gradients(norm, x, weight, bias), with_gradients(lambda x, w, b: norm(x, w) + b, x, weight, bias))
+
+
+def test_rms_norm_of_zeros_is_zero_and_has_a_finite_gradient():
     value, gradient = with_gradients(rms_norm, torch.zeros(2, 8))
     assert not value.any()
     assert gradient.isfinite().all()
 
 
-def test_rms_norm_takes_a_view_with_heads_before_positions():
+def test_rms_norm_takes_a_transposed_view():
     x = torch.randn(2, 6, 3, 8)
     assert_same(
         with_gradients(lambda x: rms_norm(x.transpose(1, 2)), x),
@@ -63,14 +78,71 @@ def test_relu_squared_equals_torchs(shape):
 
 @pytest.mark.parametrize("function", [rms_norm, relu_squared])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_precisions_stay_what_they_are(function, dtype):
+def test_the_result_has_the_precision_of_the_input(function, dtype):
     x = torch.randn(4, 8, dtype=dtype)
     assert function(x).dtype == dtype
 
 
 @pytest.mark.parametrize("function", [rms_norm, relu_squared])
-def test_a_second_derivative_is_refused_and_not_wrong(function):
+def test_a_second_derivative_raises(function):
     x = torch.randn(4, 8, requires_grad=True)
     (gradient,) = torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
+
+
+def gated_tanh(x: Tensor) -> Tensor:
+    gate, x = x.chunk(2, dim=-1)
+    return gate.tanh() * x
+
+
+def mean_abs_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    return x / (x.abs().mean(-1, keepdim=True) + 1e-5) * weight + (0 if bias is None else bias)
+
+
+@pytest.mark.parametrize(
+    ("table", "setting", "entry"),
+    [
+        (ACTIVATIONS, "activation", Activation("torch.sin")),
+        (ACTIVATIONS, "activation", Activation(f"{__name__}.gated_tanh", gated=True)),
+        (NORMS, "norm", Norm(f"{__name__}.mean_abs_norm", weight=True, bias=True)),
+    ],
+)
+@pytest.mark.parametrize("bias", [True, False])
+def test_one_entry_adds_an_activation_or_a_norm_to_training_and_to_cached_sampling(
+    table: dict[str, Any], setting: str, entry: Any, bias: bool, monkeypatch: pytest.MonkeyPatch
+):
+    settings = {"block_size": 16, "vocab_size": 29, "n_layer": 2, "n_head": 4, "n_embd": 32, "bias": bias}
+    with pytest.raises(UserError, match=f"model.{setting} must be one of"):
+        GPTConfig(**settings, **{setting: "new"})
+    monkeypatch.setitem(table, "new", entry)
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**settings, **{setting: "new"}))
+    assert model.config.num_params() == model.num_params()
+    optimizer = adamw(model, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
+    tokens, targets = torch.randint(29, (2, 4, 16))
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        losses.append(model(tokens, targets))
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < losses[0] - 0.3
+    prompt = [3, 1]
+    (sample,) = generate(model.eval(), prompt, max_new_tokens=14, logprobs=True)
+    full = model(torch.tensor([prompt + sample.tokens]))[0, 1:-1].log_softmax(-1)  # without a cache
+    expected = full.gather(-1, torch.tensor(sample.tokens)[:, None])[:, 0]
+    assert_near(torch.tensor(sample.logprobs), expected, full, terms=terms_of(model.config))
+
+
+def test_the_mlp_applies_a_gated_activation_to_two_projections(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(ACTIVATIONS, "new", Activation(f"{__name__}.gated_tanh", gated=True))
+    mlp = GPT(GPTConfig(8, 29, 1, 2, n_embd=32, activation="new")).blocks[0].mlp
+    x = torch.randn(5, 32)
+    assert mlp.up.out_features == 2 * mlp.down.in_features
+    assert_near(mlp(x), mlp.down(gated_tanh(mlp.up(x))), terms=32 + 128)
+
+
+def test_a_name_without_an_entry_raises():
+    with pytest.raises(KeyError, match="new"):
+        FUNCTIONS["new"]

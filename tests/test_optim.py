@@ -1,4 +1,4 @@
-"""Optimizers against torch's own, and schedules against nanoGPT's formula and straight lines."""
+"""AdamW compared with torch's, and schedules with nanoGPT's formula and straight lines."""
 
 import copy
 import math
@@ -54,7 +54,7 @@ def test_without_a_gradient_matrices_decay_and_vectors_stay():
         assert_close(now, then * (0.95**3 if then.dim() == 2 else 1), msg=name)
 
 
-def test_factors_of_the_tokens_before_are_not_decayed():
+def test_smear_factors_have_no_weight_decay():
     network = GPT(GPTConfig(block_size=8, vocab_size=17, n_layer=1, n_head=2, n_embd=16, smear=2))
     decayed, plain = adamw(network, lr=0.1, betas=(0.9, 0.99), weight_decay=0.5).param_groups
     factors = {*network.smear}
@@ -80,18 +80,20 @@ def test_betas_may_come_as_a_list_from_a_configuration_file():
 @pytest.mark.parametrize(
     ("max_steps", "warmup_steps", "final"), [(1000, 100, 0.1), (50, 0, 0.0), (20, 19, 0.5), (7, 3, 1.0)]
 )
-def test_cosine_is_nanogpts_schedule(max_steps: int, warmup_steps: int, final: float):
+def test_cosine_equals_nanogpts_schedule(max_steps: int, warmup_steps: int, final: float):
     for step in range(max_steps + 5):
         expected = nanogpt(step, max_steps=max_steps, warmup_steps=warmup_steps, final=final)
-        assert cosine(step, max_steps=max_steps, warmup_steps=warmup_steps, final=final) == pytest.approx(expected)
+        assert cosine(step, max_steps=max_steps, warmup_steps=warmup_steps, final_lr_frac=final) == pytest.approx(
+            expected
+        )
 
 
-def test_cosine_is_halfway_down_halfway_through():
+def test_cosine_is_halfway_between_peak_and_final_at_half_of_the_steps():
     assert cosine(60, max_steps=110, warmup_steps=10, final_lr_frac=0.2) == pytest.approx(0.6)
     assert cosine(110, max_steps=110, warmup_steps=10, final_lr_frac=0.2) == pytest.approx(0.2)
 
 
-def test_linear_falls_by_equal_amounts_to_its_final_value():
+def test_linear_decays_by_equal_amounts_to_its_final_value():
     values = [linear(step, max_steps=110, warmup_steps=10, final_lr_frac=0.2) for step in range(10, 111)]
     assert values[0] == pytest.approx(1)
     assert values[-1] == pytest.approx(0.2)
@@ -108,14 +110,14 @@ def test_constant_stays_at_the_peak():
     [partial(cosine, final_lr_frac=0.1), partial(linear, final_lr_frac=0.1), constant],
     ids=["cosine", "linear", "constant"],
 )
-def test_warming_up_rises_by_equal_amounts_to_the_peak(schedule: partial[float]):
+def test_warm_up_rises_by_equal_amounts_to_the_peak(schedule: partial[float]):
     values = [schedule(step, max_steps=100, warmup_steps=4) for step in range(5)]
     assert values == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert schedule(0, max_steps=100, warmup_steps=0) == 1
 
 
 @pytest.mark.parametrize("schedule", [partial(cosine, final_lr_frac=0.1), partial(linear, final_lr_frac=0.1), constant])
-def test_a_run_shorter_than_its_warm_up_rises_to_its_end(schedule: partial[float]):
+def test_in_a_run_shorter_than_the_warm_up_the_factor_rises_to_the_end(schedule: partial[float]):
     values = [schedule(step, max_steps=5, warmup_steps=100) for step in range(5)]
     assert values == pytest.approx([(step + 1) / 101 for step in range(5)])
 
@@ -133,7 +135,7 @@ def test_a_schedule_multiplies_the_peak_learning_rate():
 
 
 def nanogpt(step: int, *, max_steps: int, warmup_steps: int, final: float) -> float:
-    """get_lr of nanoGPT's train.py for a peak of 1."""
+    """Compute get_lr of nanoGPT's train.py for a peak of 1."""
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
     if step > max_steps:
@@ -143,7 +145,7 @@ def nanogpt(step: int, *, max_steps: int, warmup_steps: int, final: float) -> fl
 
 
 def model() -> GPT:
-    """A small GPT with every kind of parameter, none of them at zero."""
+    """Return a small GPT with every kind of parameter, all of them nonzero."""
     torch.manual_seed(0)
     network = GPT(GPTConfig(block_size=8, vocab_size=17, n_layer=2, n_head=2, n_embd=16))
     for parameter in network.parameters():

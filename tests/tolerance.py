@@ -1,4 +1,4 @@
-"""How far two computations of the same quantity may differ by rounding alone."""
+"""Tolerances of rounding errors between two computations of the same quantity."""
 
 import math
 
@@ -10,12 +10,12 @@ from minigpt.config import GPTConfig
 
 
 def rounding(*values: Tensor | float, terms: int, dtype: torch.dtype | None = None) -> float:
-    """Return 8 eps √terms times the largest of the values: independent rounding errors add up as a square root.
+    """Return 8 eps √terms times the largest absolute value: independent rounding errors grow as a square root.
 
     Args:
-        values: the result, and whatever larger was added up on the way to it.
-        terms: length of the sums, added over one sum after another.
-        dtype: of the computation; None is that of the first value, float32 for a float.
+        values: the result, and larger intermediate results.
+        terms: number of summands, over all consecutive sums.
+        dtype: precision of the computation; None is that of the first value, float32 for a float.
     """
     first = values[0]
     dtype = dtype or (first.dtype if isinstance(first, Tensor) else torch.float32)
@@ -31,12 +31,12 @@ def assert_near(
     dtype: torch.dtype | None = None,
     msg: str | None = None,
 ) -> None:
-    """Equal but for `rounding` of the expected values and the others."""
+    """Assert that values are equal up to `rounding` of the expected values and the others."""
     assert_close(actual, expected, rtol=0, atol=rounding(expected, *others, terms=terms, dtype=dtype), msg=msg)
 
 
 def terms_of(config: GPTConfig) -> int:
-    """Return the lengths of the dot products between a token and its logits, added up."""
+    """Return the sum of the lengths of the dot products from a token to its logits."""
     n_inner = config.n_inner or 4 * config.n_embd
     layer = config.n_embd + config.head_width + config.block_size + config.n_head * config.head_width
     return config.n_layer * (layer + config.n_embd + n_inner) + config.n_embd

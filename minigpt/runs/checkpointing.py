@@ -7,7 +7,7 @@ import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback, Checkpoint
 
 from minigpt.checkpoints.checkpoint import BEST, LAST, hardlink_or_copy
-from minigpt.utils.checks import require, whole_number
+from minigpt.utils.checks import POSITIVE_INT, require
 from minigpt.utils.cli import explain
 from minigpt.utils.terminal import warn
 
@@ -20,7 +20,7 @@ class CheckpointCallback(Checkpoint):
     """
 
     def __init__(self, *, save_top_k: int = 1) -> None:
-        require("callbacks.checkpoint.save_top_k", save_top_k, whole_number(1), "an integer ≥ 1")
+        require("callbacks.checkpoint.save_top_k", save_top_k, *POSITIVE_INT)
         self.save_top_k = save_top_k
         self.best: list[tuple[float, int]] = []  # (loss, step), the lowest loss first
 

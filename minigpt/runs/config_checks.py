@@ -6,7 +6,8 @@ from typing import Any
 from minigpt.config import GPTConfig
 from minigpt.data.prepare import load_corpus
 from minigpt.data.token_files import Corpus
-from minigpt.utils.checks import is_fraction, is_not_negative, is_number, is_positive, require, whole_number
+from minigpt.utils import checks
+from minigpt.utils.checks import integer, one_of, or_null, require
 from minigpt.utils.errors import UserError
 
 
@@ -21,7 +22,9 @@ def build_corpus_and_config(cfg: Any, find: Callable[[Any, Any], Corpus] = load_
     corpus.check_length(cfg.model.block_size)
     known = corpus.tokenizer.vocab_size
     if cfg.model.vocab_size is not None and cfg.model.vocab_size < known:
-        raise UserError(f"model.vocab_size={cfg.model.vocab_size} is less than the tokenizer's {known}; use null")
+        raise UserError(
+            f"model.vocab_size must be at least the tokenizer's {known}, got {cfg.model.vocab_size}; use null"
+        )
     return corpus, GPTConfig(**{**cfg.model, "vocab_size": cfg.model.vocab_size or known})
 
 
@@ -81,45 +84,35 @@ _INSTEAD = {
     "enable_model_summary": "add +callbacks.NAME._target_=lightning.pytorch.callbacks.ModelSummary",
 }
 
-_AT_LEAST_ONE = (whole_number(1), "a whole number of at least 1")
-_TRUE_OR_FALSE = (lambda v: isinstance(v, bool), "true or false")
-_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "seed": (whole_number(0), "a whole number of at least 0"),
-    "max_steps": _AT_LEAST_ONE,
-    "eval_every": _AT_LEAST_ONE,
-    "eval_batches": (lambda v: v is None or whole_number(1)(v), "a whole number of at least 1, or null"),
-    "log_every": _AT_LEAST_ONE,
-    "resume": (lambda v: v is None or isinstance(v, str), "auto, a run folder or a checkpoint, or null"),
-    "ema_decay": (lambda v: v is None or (is_fraction(v) and v > 0), "a number between 0 and 1, or null"),
-    "data.batch_size": _AT_LEAST_ONE,
-    "data.eval_batch_size": _AT_LEAST_ONE,
-    "data.val_fraction": (lambda v: is_number(v) and 0 < v < 1, "a number between 0 and 1"),
-    "data.source": (
-        lambda v: v in ("files", "download", "plays", "huggingface"),
-        "files, download, plays or huggingface",
-    ),
-    "data.split": (lambda v: v in ("fraction", "document"), "fraction or document"),
-    "data.shard_tokens": (whole_number(1000), "a whole number of at least 1000"),
-    "data.processes": (lambda v: v is None or whole_number(1)(v), "a whole number of at least 1, or null"),
-    "tokenizer.vocab_size": (
-        whole_number(257),
-        "a whole number of at least 257: 256 bytes and the separator",
-    ),
-    "optimizer.lr": (is_positive, "a number above 0"),
+_RULES: dict[str, checks.Rule] = {
+    "seed": checks.NON_NEGATIVE_INT,
+    "max_steps": checks.POSITIVE_INT,
+    "eval_every": checks.POSITIVE_INT,
+    "eval_batches": or_null(checks.POSITIVE_INT),
+    "log_every": checks.POSITIVE_INT,
+    "resume": or_null((lambda v: isinstance(v, str), "auto, a run folder, a checkpoint")),
+    "ema_decay": or_null(checks.OPEN_FRACTION),
+    "data.batch_size": checks.POSITIVE_INT,
+    "data.eval_batch_size": checks.POSITIVE_INT,
+    "data.val_fraction": checks.OPEN_FRACTION,
+    "data.source": one_of(("files", "download", "plays", "huggingface")),
+    "data.split": one_of(("fraction", "document")),
+    "data.shard_tokens": integer(1000),
+    "data.processes": or_null(checks.POSITIVE_INT),
+    "tokenizer.vocab_size": integer(257),  # 256 bytes and the separator
+    "optimizer.lr": checks.POSITIVE,
     "optimizer.betas": (
-        lambda v: isinstance(v, Sequence) and len(v) == 2 and all(map(is_fraction, v)),
-        "two numbers from 0 to less than 1",
+        lambda v: isinstance(v, Sequence) and len(v) == 2 and all(map(checks.FRACTION[0], v)),
+        "two numbers in [0, 1)",
     ),
-    "optimizer.adam_lr": (is_positive, "a number above 0"),
-    "optimizer.momentum": (is_fraction, "a number from 0 up to, but not including, 1"),
-    "optimizer.momentum_warmup": (whole_number(0), "a whole number of at least 0"),
-    "optimizer.newton_schulz_steps": _AT_LEAST_ONE,
-    "optimizer.cautious": _TRUE_OR_FALSE,
-    "optimizer.split_heads": _TRUE_OR_FALSE,
-    "optimizer.ngram_weight_decay": (is_not_negative, "a number of at least 0"),
-    "optimizer.weight_decay": (is_not_negative, "a number of at least 0"),
-    "schedule.warmup_steps": (whole_number(0), "a whole number of at least 0"),
-    "schedule.final_lr_frac": (lambda v: is_number(v) and 0 <= v <= 1, "a number from 0 to 1"),
-    "trainer.accumulate_grad_batches": _AT_LEAST_ONE,
-    "trainer.gradient_clip_val": (lambda v: v is None or is_positive(v), "a number above 0, or null"),
+    "optimizer.adam_lr": checks.POSITIVE,
+    "optimizer.momentum": checks.FRACTION,
+    "optimizer.momentum_warmup": checks.NON_NEGATIVE_INT,
+    "optimizer.newton_schulz_steps": checks.POSITIVE_INT,
+    "optimizer.ngram_weight_decay": checks.NON_NEGATIVE,
+    "optimizer.weight_decay": checks.NON_NEGATIVE,
+    "schedule.warmup_steps": checks.NON_NEGATIVE_INT,
+    "schedule.final_lr_frac": checks.CLOSED_FRACTION,
+    "trainer.accumulate_grad_batches": checks.POSITIVE_INT,
+    "trainer.gradient_clip_val": or_null(checks.POSITIVE),
 }

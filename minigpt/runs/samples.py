@@ -16,7 +16,7 @@ from minigpt.model import GPT
 from minigpt.runs.checkpointing import AfterCheckpoint
 from minigpt.runs.run_dir import METRICS, SAMPLES, read_metrics
 from minigpt.runs.wandb_logger import Wandb
-from minigpt.utils.checks import require, whole_number
+from minigpt.utils.checks import POSITIVE_INT, require
 from minigpt.utils.cli import explain
 from minigpt.utils.files import sync
 from minigpt.utils.terminal import warn
@@ -99,7 +99,7 @@ class AttentionMaps(AfterCheckpoint):
 
     def __init__(self, *, text: str | None = None, max_tokens: int = 64) -> None:
         require("callbacks.attention.text", text, lambda text: text != "", "a text with at least one token, or null")
-        require("callbacks.attention.max_tokens", max_tokens, whole_number(1), "an integer ≥ 1")
+        require("callbacks.attention.max_tokens", max_tokens, *POSITIVE_INT)
         self.text, self.max_tokens = text, max_tokens
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:

@@ -1,37 +1,62 @@
-"""Checks of values that users set, with one form of message."""
+"""Validation of values that users set, with one template for the message.
 
-from collections.abc import Callable
+A rule is a predicate and the phrase that follows "must be", so that a table of rules has one line per key:
+`require("model.dropout", 1.5, *FRACTION)` raises `model.dropout must be in [0, 1), got 1.5`.
+"""
+
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from minigpt.utils.errors import UserError
 
+Rule = tuple[Callable[[Any], bool], str]
 
-def require(name: str, value: object, accepts: Callable[[Any], bool], expected: str) -> None:
-    """Raise UserError, naming the key, if `accepts(value)` is false."""
+
+def require(key: str, value: object, accepts: Callable[[Any], bool], expected: str, advice: str = "") -> None:
+    """Check a value.
+
+    Args:
+        key: full configuration key or flag.
+        value: what the user set.
+        accepts: predicate of valid values.
+        expected: the phrase that follows "must be", such as "in [0, 1)".
+        advice: the next step, if there is one.
+
+    Raises:
+        UserError: `accepts(value)` is false.
+    """
     if not accepts(value):
-        raise UserError(f"{name} must be {expected}, got {value}")
+        raise UserError(f"{key} must be {expected}, got {value}" + (f"; {advice}" if advice else ""))
+
+
+def integer(least: int, most: int | None = None) -> Rule:
+    """Return the rule for integers from `least` to `most`, by default 2⁶³ - 1."""
+    end = (1 << 63) - 1 if most is None else most
+    expected = f"an integer ≥ {least}" if most is None else f"an integer in [{least}, {most}]"
+    return lambda v: isinstance(v, int) and not isinstance(v, bool) and least <= v <= end, expected
+
+
+def one_of(values: Iterable[str]) -> Rule:
+    """Return the rule for one of some names."""
+    return lambda v: v in list(values), f"one of {', '.join(values)}"
+
+
+def or_null(rule: Rule) -> Rule:
+    """Return a rule that accepts None too."""
+    accepts, expected = rule
+    return lambda v: v is None or accepts(v), f"{expected}, or null"
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is an int or a float, and no bool."""
+    """Return whether a value is an int or a float, but not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def whole_number(least: int) -> Callable[[Any], bool]:
-    """A check for integers from `least` to 2⁶³ - 1."""
-    return lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 63
-
-
-def is_fraction(value: Any) -> bool:
-    """Whether a value is in [0, 1)."""
-    return is_number(value) and 0 <= value < 1
-
-
-def is_positive(value: Any) -> bool:
-    """Whether a value is in (0, ∞)."""
-    return is_number(value) and 0 < value < float("inf")
-
-
-def is_not_negative(value: Any) -> bool:
-    """Whether a value is in [0, ∞)."""
-    return is_number(value) and 0 <= value < float("inf")
+BOOLEAN: Rule = (lambda v: isinstance(v, bool), "true or false")
+POSITIVE_INT = integer(1)
+NON_NEGATIVE_INT = integer(0)
+POSITIVE: Rule = (lambda v: is_number(v) and 0 < v < float("inf"), "a finite number > 0")
+NON_NEGATIVE: Rule = (lambda v: is_number(v) and 0 <= v < float("inf"), "a finite number ≥ 0")
+FRACTION: Rule = (lambda v: is_number(v) and 0 <= v < 1, "in [0, 1)")
+OPEN_FRACTION: Rule = (lambda v: is_number(v) and 0 < v < 1, "in (0, 1)")
+CLOSED_FRACTION: Rule = (lambda v: is_number(v) and 0 <= v <= 1, "in [0, 1]")

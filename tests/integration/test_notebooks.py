@@ -1,8 +1,8 @@
-"""The five notebooks that minigpt grew out of, each as a point of its one attention.
+"""The five notebooks from which minigpt started, each as a configuration of its one attention.
 
-A test's number is that of the notebook. The inputs and seeds are the notebook's own, and what comes out
-equals the figures that it prints, to their 4 decimals. Where a notebook sets no seed its figures cannot be
-had again: such a test checks the relation that they show, against the formula written out.
+The number in a test's name is that of the notebook. Inputs and seeds are the notebook's, and outputs equal the
+figures that it prints, to 4 decimals. Where a notebook sets no seed, its figures are not reproducible: such a test
+compares with the formula instead.
 """
 
 import math
@@ -16,7 +16,8 @@ from torch.testing import assert_close
 
 from minigpt import GPT, GPTConfig
 from minigpt.attention import MultiHeadAttention, attend, attend_explicit
-from minigpt.model import Block
+from minigpt.model import Block, Norm
+from minigpt.ops import EPS
 
 BACKENDS = ["fused", "explicit"]
 backends = pytest.mark.parametrize("backend", BACKENDS)
@@ -62,7 +63,7 @@ def test_000_masked_self_attention(backend: str):
 
 @backends
 @pytest.mark.parametrize("fill", [-1e9, -math.inf])
-def test_000_a_masked_score_of_minus_1e9_or_minus_infinity_gives_the_same(backend: str, fill: float):
+def test_000_masking_with_minus_1e9_equals_masking_with_minus_infinity(backend: str, fill: float):
     attention = full_width_heads(1, backend=backend, causal=True)
     q, k, v = attention.qkv(TOKENS).split(2, dim=-1)
     scores = (q @ k.mT / math.sqrt(2)).masked_fill(torch.ones(3, 3, dtype=torch.bool).triu(1), fill)
@@ -77,7 +78,7 @@ def test_000_attention_with_three_inputs(backend: str):
 
 
 @backends
-def test_000_attention_from_one_source_to_another_of_a_different_length(backend: str):
+def test_000_cross_attention_to_a_source_of_a_different_length(backend: str):
     attention = full_width_heads(1, backend=backend)
     context = torch.randn(1, 5, 2)
     w_q, w_k, w_v = attention.qkv.weight.split(2)
@@ -94,14 +95,14 @@ def test_000_queries_keys_and_values_from_three_sources():
 
 
 @backends
-def test_000_heads_of_full_width_side_by_side(backend: str):
+def test_000_concatenated_heads_of_full_width(backend: str):
     assert_printed(full_width_heads(1, backend=backend)(TOKENS)[0], PLAIN)
     assert_printed(full_width_heads(3, backend=backend)(TOKENS)[0], THREE_HEADS)
 
 
 @backends
-def test_000_heads_of_full_width_obey_the_mask(backend: str):
-    # The notebook's version takes a mask and does not hand it to its heads. Here every head obeys it.
+def test_000_the_mask_applies_to_every_head_of_full_width(backend: str):
+    # The notebook's version takes a mask, but does not pass it to its heads. Here it applies to every head.
     heads = full_width_heads(3, backend=backend, causal=True)
     y = heads(TOKENS)[0]
     assert_printed(y[:, :2], MASKED)
@@ -137,7 +138,7 @@ def test_001_scores_weights_and_context_of_the_second_word():
     assert_printed(attend(q, k, v).flatten(), CONTEXT)
 
 
-# Notebook 002: from no parameters at all to the packed, causal module; no seeds.
+# Notebook 002: from attention without parameters to the packed, causal module; no seeds.
 
 
 def test_002_attention_without_parameters():
@@ -165,7 +166,7 @@ def test_002_scaling_divides_the_variance_of_the_scores_by_the_width():
 @pytest.mark.parametrize("scale", [None, 9**-0.5], ids=["by the head's width", "by the full width"])
 def test_002_looped_heads_equal_the_packed_projection(backend: str, causal: bool, scale: float | None):
     # The looped version of the notebook divides the scores by √9, the root of the full width, the packed
-    # one by √3, that of the head's: they differ with the same weights. Here `scale` says which is meant.
+    # one by √3, that of the head's: they differ with the same weights. Here `scale` selects one.
     heads = [[nn.Linear(9, 3) for _ in "qkv"] for _ in range(3)]
     packed = MultiHeadAttention(9, 3, causal=causal, scale=scale, backend=backend)
     packed.qkv.weight.data = torch.cat([head[i].weight for i in range(3) for head in heads])
@@ -188,7 +189,7 @@ def test_002_the_two_scales_differ():
 
 
 @backends
-def test_002_the_encoder_sees_both_ways_and_the_causal_module_only_the_past(backend: str):
+def test_002_the_encoder_is_bidirectional_and_the_causal_module_sees_only_the_past(backend: str):
     encoder, causal = (MultiHeadAttention(9, 3, causal=c, backend=backend) for c in (False, True))
     x = torch.randn(3, 8, 9)
     changed = x.index_fill(1, torch.tensor([5]), 1.0)
@@ -199,7 +200,7 @@ def test_002_the_encoder_sees_both_ways_and_the_causal_module_only_the_past(back
     assert encoder(x).shape == causal(x).shape == x.shape
 
 
-def test_002_the_mask_worked_out_by_hand():
+def test_002_the_mask_computed_by_hand():
     scores = torch.tensor([[[[7.0, -8, 6], [-3, 2, 4], [1, 6, -2]]]], dtype=torch.float64)
     unit = torch.eye(3, dtype=torch.float64)[None, None]  # keys that leave the scores as they are
     before = attend_explicit(scores, unit, unit, scale=1.0)[1][0, 0]
@@ -287,8 +288,8 @@ def test_003_a_scaled_causal_head(backend: str):
     assert_near(head(x), expected @ v, terms=32 + 16 + 8)
 
 
-def test_003_the_printed_weights_and_ours_have_one_pattern():
-    # The generator's state before these was lost, so the figures are the notebook's and ours are others.
+def test_003_the_printed_weights_and_ours_are_causal_distributions():
+    # The notebook's generator state is unknown, so our figures differ from its.
     printed = torch.tensor(
         [
             [1.0000, 0, 0, 0, 0, 0, 0, 0],
@@ -356,7 +357,7 @@ def test_004_scaling_queries_and_keys_by_a_fourth_root_each_is_scaling_scores_by
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_004_the_block_that_normalizes_after_each_sum(causal: bool):
+def test_004_the_post_norm_block(causal: bool):
     # The notebook has biases in the MLP and the norms but not in attention: biases of zero there.
     # Its block sees both ways, which a language model must not: a block's `causal` is true until changed.
     block = Block(GPTConfig(n_embd=10, n_head=20, head_dim=10, norm_position="post", activation="relu"))
@@ -374,7 +375,7 @@ def test_004_the_block_that_normalizes_after_each_sum(causal: bool):
     assert_near(block(x, rotary=None, cache=None), expected, terms=10 + 10 + 5 + 200 + 10 + 40)
 
 
-def test_004_what_leaves_the_block_has_mean_0_and_variance_1():
+def test_004_the_output_of_the_block_has_mean_0_and_variance_1():
     printed = torch.tensor([[0.8233, -1.3898, -1.3552, 0.6779, 0.1417, -1.2642, 1.5271, 0.8112, -0.4786, 0.5067]])
     block = Block(GPTConfig(n_embd=10, n_head=20, head_dim=10, norm_position="post", activation="relu"))
     for rows in (printed, block(torch.rand(8, 5, 10), rotary=None, cache=None)):
@@ -415,18 +416,18 @@ def _seeded():
 
 
 def assert_printed(actual: Tensor, figures: object) -> None:
-    """Equal to the 4 decimals of what a notebook prints."""
+    """Assert that values equal the figures that a notebook prints, to 4 decimals."""
     assert_close(actual, torch.tensor(figures, dtype=actual.dtype), atol=5.5e-5, rtol=0)
 
 
 def assert_scores(weights: Tensor, figures: list[list[float]]) -> None:
-    """Rows of weights are the softmax of these scores: the logarithms differ as the scores do."""
+    """Assert that rows of weights are the softmax of scores: their logarithms differ by a constant per row."""
     found, expected = weights.log(), torch.tensor(figures, dtype=weights.dtype)
     assert_close(found - found[:, :1], expected - expected[:, :1], atol=1.1e-4, rtol=0)
 
 
 def full_width_heads(n_head: int, *, causal: bool = False, backend: str) -> MultiHeadAttention:
-    """Heads as wide as the tokens, side by side, with notebook 000's weights."""
+    """Return concatenated heads as wide as the tokens, with notebook 000's weights."""
     torch.manual_seed(42)
     drawn = [[nn.Linear(2, 2, bias=False).weight for _ in "qkv"] for _ in range(n_head)]
     attention = MultiHeadAttention(2, n_head, head_dim=2, bias=False, causal=causal, out_proj=False, backend=backend)
@@ -435,7 +436,7 @@ def full_width_heads(n_head: int, *, causal: bool = False, backend: str) -> Mult
 
 
 def wide_heads(attention: MultiHeadAttention, x: Tensor, *, causal: bool = False) -> Tensor:
-    """Notebook 004's attention, one head at a time and without biases."""
+    """Compute notebook 004's attention, one head at a time and without biases."""
     w_q, w_k, w_v = (w.split(10) for w in attention.qkv.weight.split(200))
     outputs = []
     for head in range(20):
@@ -446,6 +447,6 @@ def wide_heads(attention: MultiHeadAttention, x: Tensor, *, causal: bool = False
     return torch.cat(outputs, -1) @ attention.out.weight.T
 
 
-def normalized(x: Tensor, norm: nn.LayerNorm) -> Tensor:
+def normalized(x: Tensor, norm: Norm) -> Tensor:
     x = x - x.mean(-1, keepdim=True)
-    return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight + norm.bias
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.weight + norm.bias

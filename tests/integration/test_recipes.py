@@ -1,4 +1,4 @@
-"""The recipes are what they say: their sizes, nanoGPT's values, and parts that can be exchanged."""
+"""The recipes: their sizes, nanoGPT's values, training by these values, and overrides of a group."""
 
 import csv
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def recipe(name: str, *overrides: str) -> Any:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_no_larger_than_nanogpts(name: str):
-    """At most the 0.81M trainable numbers of nanoGPT's recipe for a CPU; the positions of a GPU's come on top."""
+    """At most 0.81M parameters as nanoGPT's CPU recipe, or 10.65M without positions as its GPU recipe."""
     cfg = recipe(name)
     with torch.device("meta"):
         model = GPT(GPTConfig(**{**cfg.model, "vocab_size": CHARACTERS}))
@@ -52,7 +52,7 @@ def test_nanogpts_recipe_for_a_cpu_has_its_published_values():
         "betas": [0.9, 0.99],
         "weight_decay": 0.1,
     }
-    assert cfg.schedule == {"_target_": "minigpt.optim.cosine", "warmup_steps": 100, "final_lr_frac": 0.1}
+    assert cfg.schedule == {"_target_": "minigpt.schedules.cosine", "warmup_steps": 100, "final_lr_frac": 0.1}
 
 
 def test_nanogpts_recipe_for_a_gpu_has_its_published_values():
@@ -92,7 +92,7 @@ def test_the_other_recipes_have_their_shapes(
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_another_optimizer_and_schedule_replace_those_of_a_recipe_whole(name: str):
+def test_another_optimizer_and_schedule_replace_all_values_of_a_recipes(name: str):
     cfg = recipe(name, "optimizer=adamw", "schedule=constant")
     assert set(cfg.optimizer) == {"_target_", "lr", "betas", "weight_decay"}
     assert cfg.optimizer.lr == 3e-3
@@ -101,7 +101,7 @@ def test_another_optimizer_and_schedule_replace_those_of_a_recipe_whole(name: st
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("nanogpt_cpu", "fast_cpu", "sprint_cpu")])
 def test_a_recipe_trains(train, name: str):
-    """Made small, on a CPU: every part of it acts together."""
+    """Train a small version on a CPU."""
     assert train(f"experiment={name}", "compile=false", "max_steps=20").loss < 4.0
 
 
@@ -109,7 +109,7 @@ def test_the_fast_recipe_trains_with_adamw(train):
     assert train("experiment=fast_cpu", "optimizer=adamw", "schedule=constant", "schedule.warmup_steps=0").loss < 3.5
 
 
-def test_nanogpts_recipe_trains_by_its_stated_numbers(text: Path, tmp_path: Path):
+def test_nanogpts_recipe_equals_a_training_loop_with_its_values(text: Path, tmp_path: Path):
     config = {"n_layer": 4, "n_head": 4, "n_embd": 128, "bias": False, "position": "learned", "activation": "gelu"}
     model = initial(text, norm="layernorm", tie_embeddings=True, **config)
     decayed, norms = ([p for p in model.parameters() if p.dim() == dim] for dim in (2, 1))
@@ -128,7 +128,7 @@ def test_nanogpts_recipe_trains_by_its_stated_numbers(text: Path, tmp_path: Path
         ("sprint_cpu", (1, 2, 64), {"lr": 0.03, "weight_decay": 0.0}, {"lr": 0.05, "momentum": 0.85}, 5),
     ],
 )
-def test_the_fast_recipes_train_by_their_stated_numbers(
+def test_the_fast_recipes_equal_training_loops_with_their_values(
     name: str,
     shape: tuple[int, int, int],
     adam: dict[str, float],
@@ -163,9 +163,9 @@ def test_the_fast_recipes_train_by_their_stated_numbers(
     ]
 
     def forward(tokens: Tensor) -> Tensor:
-        """The recipe's model, written out: (B, T) to (B, T, V)."""
+        """Compute the recipe's model by its formulas: (B, T) to (B, T, V)."""
         T, D = tokens.size(1), n_embd // n_head
-        with torch.no_grad():  # the hash of n-grams is the model's own
+        with torch.no_grad():  # the n-gram hash is the model's
             model.ngrams.table.weight.copy_(w["ngrams.table.weight"])
         x = F.embedding(tokens, w["wte.weight"])
         x = x + functional_call(
@@ -199,7 +199,7 @@ def rms(x: Tensor) -> Tensor:
 
 
 def initial(text: Path, **config: Any) -> GPT:
-    """The model that seed 1337 begins with, over 64 tokens, in 64 bits."""
+    """Return the initial model of seed 1337 with block_size 64, in float64."""
     torch.manual_seed(1337)
     return GPT(GPTConfig(block_size=64, vocab_size=len(set(text.read_text())), **config)).double()
 
@@ -237,7 +237,7 @@ def loop(
 
 
 def figures(name: str, text: Path, tmp_path: Path) -> tuple[list[float], list[float]]:
-    """Losses and learning rates of four steps of a recipe, on another text."""
+    """Return the losses and learning rates of four steps of a recipe on another text."""
     settings = ["trainer.accelerator=cpu", "trainer.precision=64-true", "max_steps=4", "log_every=1"]
     data = ["data=text", f"data.path={text}", f"data.folder={tmp_path}/data", "data.val_fraction=0.1"]
     minigpt.train([f"experiment={name}", *settings, "~callbacks.samples", f"hydra.run.dir={tmp_path}/run", *data])

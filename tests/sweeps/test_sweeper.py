@@ -193,10 +193,10 @@ def test_what_cannot_be_is_skipped_with_the_reason_and_the_rest_runs(
     reasons = {tuple(point.overrides[key] for key in keys): point.reason for point in sweeper.points}
     assert len(reasons) == 16
     assert [key for key, reason in reasons.items() if not reason] == [("2", "adamw", "20", "0")]
-    assert "n_embd=128 is not divisible by n_head=3" in reasons["3", "adamw", "20", "0"]
+    assert "model.n_embd must be divisible by model.n_head=3, got 128" in reasons["3", "adamw", "20", "0"]
     assert "optimizer=adamv does not exist (did you mean adamw?)" in reasons["2", "adamv", "20", "0"]
-    assert "max_steps=0 is not possible" in reasons["2", "adamw", "0", "0"]
-    assert "dropout=2 is not possible" in reasons["2", "adamw", "20", "2"]
+    assert "max_steps must be an integer ≥ 1, got 0" in reasons["2", "adamw", "0", "0"]
+    assert "model.dropout must be in [0, 1), got 2" in reasons["2", "adamw", "20", "2"]
     assert [len(batch) for batch in sweeper.engine.batches] == [1]
     said = capsys.readouterr().err
     assert said.count("skipped: ") == 15
@@ -404,7 +404,7 @@ BAD_INPUT = {
     "model=nano,baby optimizer.lrr=1": "there is no setting optimizer.lrr (did you mean optimizer.lr?)",
     "model.n_hed=2,4": "there is no setting model.n_hed (did you mean model.n_head?)",
     "modell=nano,baby": "there is no setting modell (did you mean model?)",
-    "model.n_embd=31,33": "no point of the sweep is possible: n_embd=31 is not divisible by n_head=2",
+    "model.n_embd=31,33": "no point of the sweep is possible: model.n_embd must be divisible by model.n_head=2, got 31",
     "optimizer=adamv,adamx": "no point of the sweep is possible: optimizer=adamv does not exist (did you mean adamw?)",
     "seed=range(3,3)": "the sweep is empty: seed has no values",
     "seed=3": "a sweep needs a setting with several values, such as model.n_head=2,4,8",
@@ -662,7 +662,7 @@ def test_a_killed_worker_takes_no_other_run_with_it_and_the_reason_names_the_sig
 
 def test_a_sweep_says_on_stderr_what_will_run_and_what_has_ended(life: Callable[..., Any]) -> None:
     lines = life(1).err.splitlines()
-    assert sum("skipped: n_embd=31 is not divisible by n_head=2" in line for line in lines) == 6
+    assert sum("skipped: model.n_embd must be divisible by model.n_head=2, got 31" in line for line in lines) == 6
     assert any(re.fullmatch(rf"{re.escape(GOOD[1])} +26,016 +0 s *", line) for line in lines)
     assert any(line.startswith("6 of 12 to run, 2 at a time with 1 thread each, about ") for line in lines)
     ended = [line for line in lines if re.match(r"\d+/12  ", line)]
@@ -687,7 +687,7 @@ def test_the_table_on_stdout_ranks_the_runs_and_sweep_csv_holds_it(life: Callabl
     assert sorted(row["status"] for row in others) == ["failed", "skipped", "skipped"]
     assert f"{statistics.mean(over):.4f} ± {statistics.stdev(over):.4f} (3 seeds)" in told.out
     assert "the loss became nan at step" in told.out
-    assert "n_embd=31 is not divisible by n_head=2" in told.out
+    assert "model.n_embd must be divisible by model.n_head=2, got 31" in told.out
     assert "Traceback" not in told.out + told.err
     assert "number" not in told.out  # a word of the text, and of the samples
     plan = json.loads((told.sweep / "sweep.json").read_text())["points"]
