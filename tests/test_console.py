@@ -203,7 +203,7 @@ def test_text_appears_while_it_is_drawn_in_whole_characters(saves, start, tmp_pa
     assert process.wait(300) == 0
     assert (tmp_path / "stderr").read_text().splitlines() == [
         f"sampling from {saves['multibyte']} on cpu",
-        "no prompt: beginning from a line break",
+        "no prompt: starting from '\\n'",
     ]
 
 
@@ -228,7 +228,7 @@ def test_stdout_has_the_text_and_nothing_else(saves, tmp_path):
     assert (ran.returncode, ran.stdout) == (0, b"abcdefgh\n")
     said = ran.stderr.decode().splitlines()
     assert said[0] == f"sampling from {saves['letters']} on cpu"
-    assert re.fullmatch(r"read 3 tokens in \d+\.\d{3} s, then [\d,]+ tokens/s", said[1])
+    assert re.fullmatch(r"5 tokens in \d+\.\d\d s, [\d,]+ tokens/s", said[1])
     assert len(said) == 2
 
 
@@ -266,10 +266,8 @@ def test_ctrl_c_in_a_terminal_stops_the_text_and_not_the_program(saves, start):
         with suppress(AssertionError):
             read_until(ours, b"> ", seconds=1)
             break
-    os.write(ours, b"/max_new_tokens 3\n")
+    os.write(ours, b"/reset\n")
     read_until(ours, b"> ")
-    os.write(ours, b"abc\n")
-    assert b"def\r\n" in read_until(ours, b"def\r\n> ")
     os.write(ours, b"/quit\n")
     assert process.wait(300) == 0
     os.close(theirs)
@@ -362,11 +360,11 @@ def test_a_stdout_that_lacks_characters_gets_their_escapes(saves, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "beginning"),
-    [("char", "a line break"), ("multibyte", "a line break"), ("bpe", "a line break"), ("separated", "<|endoftext|>")],
+    [("char", r"'\n'"), ("multibyte", r"'\n'"), ("bpe", r"'\n'"), ("separated", "'<|endoftext|>'")],
 )
 def test_without_a_prompt_it_is_said_what_the_text_begins_from(name, beginning, saves, sample):
     said = sample(saves[name], "--max-new-tokens", 3).stderr.splitlines()
-    assert said[1] == f"no prompt: beginning from {beginning}"
+    assert said[1] == f"no prompt: starting from {beginning}"
     assert len(said) == 3
 
 
@@ -374,7 +372,7 @@ def test_a_model_that_knows_no_line_break_begins_from_its_first_character(sample
     tokenizer = CharTokenizer("abc")
     path = saved(tmp_path / "abc.safetensors", chain(tokenizer, {0: 1, 1: 2, 2: 0}), tokenizer)
     result = sample(path, "--max-new-tokens", 4)
-    assert result.stderr.splitlines()[1] == "no prompt: beginning from a"
+    assert result.stderr.splitlines()[1] == "no prompt: starting from 'a'"
     assert result.stdout == "bcab\n"
 
 
@@ -389,13 +387,13 @@ def test_a_prompt_from_a_file_or_stdin_is_the_prompt_typed(saves, sample, tmp_pa
 
 def test_an_empty_prompt_file_is_no_prompt(saves, sample):
     result = sample(saves["char"], "--prompt-file", "-", "--max-new-tokens", 5)
-    assert result.stderr.splitlines()[1] == "no prompt: beginning from a line break"
+    assert result.stderr.splitlines()[1] == "no prompt: starting from '\\n'"
 
 
 def test_two_prompts_are_refused(saves, sample, tmp_path):
     (tmp_path / "prompt.txt").write_text("b")
     said = error(sample(saves["char"], "--prompt", "a", "--prompt-file", "prompt.txt"))
-    assert said == "error: --prompt and --prompt-file are two prompts; give one of them"
+    assert said == "error: --prompt and --prompt-file exclude each other; give one of them"
 
 
 @pytest.mark.parametrize("option", ["--prompt-file", "--score"])
@@ -426,8 +424,8 @@ def test_of_a_prompt_that_is_too_long_the_end_is_read_and_that_is_said(saves, sa
     prompt = "the quick brown fox jumps over the lazy dog, and sleeps."
     whole = sample(saves["char"], "--prompt", prompt)
     end = sample(saves["char"], "--prompt", prompt[-BLOCK_SIZE:])
-    assert whole.stderr.splitlines()[1] == "the prompt has 56 tokens, of which the model reads the last 32"
-    assert "of which the model reads" not in end.stderr
+    assert whole.stderr.splitlines()[1] == "the prompt has 56 tokens; only the last 32 are read"
+    assert "only the last" not in end.stderr
     assert whole.stdout == prompt[:-BLOCK_SIZE] + end.stdout
 
 
@@ -481,13 +479,6 @@ def test_log_probabilities_are_the_models_own_whatever_the_temperature(saves, sa
     wanted = logprobs(saves["char"], tokenizer.encode("a fox").tolist(), one["tokens"])
     wanted = wanted[range(20), one["tokens"]]
     assert one["logprobs"] == pytest.approx(wanted.tolist(), abs=1e-4)
-
-
-def test_one_token_has_no_speed(saves, sample):
-    result = sample(saves["char"], "--max-new-tokens", 1, "--json")
-    (one,) = samples(result)
-    assert one["tokens_per_second"] is None
-    assert re.fullmatch(r"read 1 tokens? in \d+\.\d{3} s", result.stderr.splitlines()[-1])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -562,7 +553,7 @@ def test_a_document_ends_at_its_separator(saves, sample):
 
 def test_an_empty_text_to_stop_at_is_refused_before_anything_is_printed(saves, sample):
     said = error(sample(saves["letters"], "--prompt", "ab", "--stop", ""))
-    assert said.startswith("error: stop=[''] is not possible")
+    assert said == "error: --stop must be a list of non-empty strings and token ids, got ['']"
 
 
 def test_half_a_character_to_stop_at_is_no_failure_of_the_program(saves, sample):
@@ -643,7 +634,7 @@ def test_a_score_is_printed_for_people_too(saves, sample, tmp_path):
     for name in ("tokens", "bytes", "nats", "nats_per_token", "bits_per_byte"):
         assert float(said.pop(name.replace("_", " "))) == pytest.approx(found[name], abs=1e-4)
     first = sum(rank == 0 for rank in found["ranks"])
-    assert said == {"first choice": f"{first} of 15 tokens ({first / 15:.1%})"}
+    assert said == {"top-1 accuracy": f"{first} of 15 tokens ({first / 15:.1%})"}
 
 
 def test_a_score_shows_the_text_in_colors(saves, sample):
@@ -664,7 +655,7 @@ def test_a_text_longer_than_the_model_reads_at_once_has_a_score_for_every_token(
 @pytest.mark.parametrize("flags", [[], ["--json"], ["--show-probs"]])
 def test_an_empty_text_has_no_score(flags, saves, sample):
     said = error(sample(saves["char"], "--score", "-", *flags))
-    assert said == "error: the text to score is empty; give one with something in it"
+    assert said == "error: --score must be a non-empty text"
 
 
 # Conversations
@@ -698,48 +689,21 @@ def test_answers_are_random_and_the_same_for_the_same_seed(saves, sample):
     assert one == again != other
 
 
-@pytest.mark.parametrize("setting", ["temperature 0", "top_k 1", "top_p 1e-9", "min_p 1"])
-def test_a_setting_can_be_changed_in_a_conversation(setting, saves, sample):
-    hot = ("--temperature", 9)
-    wanted = f"{greedy(saves['char'], 'a fox', 12)}\n"
-    assert talk(sample, saves["char"], "a fox", flags=hot).stdout != wanted
-    assert talk(sample, saves["char"], f"/{setting}", "a fox", flags=hot).stdout == wanted
-
-
-def test_temperature_and_length_and_seed_of_a_conversation_are_those_of_the_command_line(saves, sample):
-    lines = ("/temperature 0.7", "/max_new_tokens 20", "/seed 3", "/repetition_penalty 1.5", "a fox")
-    flags = ("--temperature", 0.7, "--max-new-tokens", 20, "--seed", 3, "--repetition-penalty", 1.5)
-    said = talk(sample, saves["char"], *lines, flags=("--temperature", 9)).stdout
-    assert said == talk(sample, saves["char"], "a fox", flags=flags).stdout
-    assert f"a fox{said}" == sample(saves["char"], "--prompt", "a fox", *flags).stdout
-
-
-BAD_COMMANDS = {
-    "/nonsense": "error: /nonsense is no command; there are /reset, /quit, and /temperature",
-    "/": "error: / is no command",
-    "/stop x": "error: /stop is no command",
-    "/temperature": "error: /temperature",
-    "/temperature hot": "error: /temperature takes a number after it, not hot",
-    "/temperature -1": "error: temperature=-1.0 is not possible; it takes a number of at least 0",
-    "/temperature nan": "error: temperature=nan is not possible",
-    "/top_k 0": "error: top_k=0 is not possible; it takes a whole number of at least 1",
-    "/top_k 1.5": "error: /top_k takes a number after it, not 1.5",
-    "/top_p 2": "error: top_p=2.0 is not possible",
-    "/min_p -1": "error: min_p=-1.0 is not possible",
-    "/repetition_penalty 0": "error: repetition_penalty=0.0 is not possible",
-    "/max_new_tokens 0": "error: max_new_tokens=0 is not possible",
-    "/seed -1": "error: seed=-1 is not possible",
+BAD_LINES = {
+    "/nonsense": "error: unknown command /nonsense; use /reset or /quit",
+    "/": "error: unknown command /; use /reset or /quit",
+    "/temperature 0.5": "error: unknown command /temperature 0.5; use /reset or /quit",
     "Zebra": "error: the tokenizer does not know 'Z'",
 }
 
 
 def test_what_is_typed_wrong_is_one_line_each_and_changes_nothing(saves, sample):
     wanted = talk(sample, saves["char"], "a fox", ", a dog").stdout
-    result = talk(sample, saves["char"], "a fox", *BAD_COMMANDS, ", a dog")
+    result = talk(sample, saves["char"], "a fox", *BAD_LINES, ", a dog")
     assert result.stdout == wanted
     said = result.stderr.splitlines()[2:]
-    assert len(said) == len(BAD_COMMANDS)
-    for line, beginning in zip(said, BAD_COMMANDS.values(), strict=True):
+    assert len(said) == len(BAD_LINES)
+    for line, beginning in zip(said, BAD_LINES.values(), strict=True):
         assert line.startswith(beginning)
 
 
@@ -752,7 +716,7 @@ def test_a_line_that_is_not_utf_8_is_no_failure_of_the_program(saves, sample):
 def test_a_conversation_that_is_longer_than_the_model_reads_says_so_once(saves, sample):
     lines = ["the quick brown fox jumps over the lazy dog"] * 3
     said = talk(sample, saves["char"], *lines, "/reset", *lines).stderr
-    assert said.count("of which the model reads the last 32") == 1
+    assert said.count("only the last 32 are read") == 1
 
 
 def test_quitting_ends_a_conversation_before_its_input(saves, sample):
@@ -764,7 +728,7 @@ def test_an_empty_line_continues_what_there_is(saves, sample):
     assert talk(sample, saves["char"], "a fox", "").stdout == f"{first}\n{greedy(saves['char'], f'a fox{first}', 12)}\n"
     result = talk(sample, saves["char"], "")
     assert result.stdout == f"{greedy(saves['char'], chr(10), 12)}\n"
-    assert result.stderr.splitlines()[2] == "no prompt: beginning from a line break"
+    assert result.stderr.splitlines()[2] == "no prompt: starting from '\\n'"
 
 
 def test_answers_stop_where_samples_do(saves, sample):
@@ -797,49 +761,60 @@ def test_what_came_before_ctrl_c_is_kept(saves, sample, monkeypatch):
 
 
 BAD_SETTINGS = {
-    "--num-samples 0": "num_samples=0",
-    "--num-samples -1": "num_samples=-1",
-    "--max-new-tokens 0": "max_new_tokens=0",
-    "--max-new-tokens -5": "max_new_tokens=-5",
-    "--temperature -0.1": "temperature=-0.1",
-    "--temperature nan": "temperature=nan",
-    "--temperature inf": "temperature=inf",
-    "--top-k 0": "top_k=0",
-    "--top-k -3": "top_k=-3",
-    "--top-p 0": "top_p=0.0",
-    "--top-p 1.01": "top_p=1.01",
-    "--top-p nan": "top_p=nan",
-    "--min-p -0.5": "min_p=-0.5",
-    "--min-p 2": "min_p=2.0",
-    "--repetition-penalty 0": "repetition_penalty=0.0",
-    "--repetition-penalty -1": "repetition_penalty=-1.0",
-    "--seed -1": "seed=-1",
-    "--seed 99999999999999999999": "seed=99999999999999999999",
+    "--num-samples 0": "an integer in [1, 65536], got 0",
+    "--num-samples -1": "an integer in [1, 65536], got -1",
+    "--max-new-tokens 0": "an integer in [1, 2⁶³), got 0",
+    "--max-new-tokens -5": "an integer in [1, 2⁶³), got -5",
+    "--temperature -0.1": "a finite number ≥ 0, got -0.1",
+    "--temperature nan": "a finite number ≥ 0, got nan",
+    "--temperature inf": "a finite number ≥ 0, got inf",
+    "--top-k 0": "an integer in [1, 2⁶³), got 0",
+    "--top-k -3": "an integer in [1, 2⁶³), got -3",
+    "--top-p 0": "in (0, 1], got 0.0",
+    "--top-p 1.01": "in (0, 1], got 1.01",
+    "--top-p nan": "in (0, 1], got nan",
+    "--min-p -0.5": "in [0, 1], got -0.5",
+    "--min-p 2": "in [0, 1], got 2.0",
+    "--repetition-penalty 0": "in [0.01, 100], got 0.0",
+    "--repetition-penalty -1": "in [0.01, 100], got -1.0",
+    "--seed -1": "an integer in [0, 2⁶³), got -1",
+    "--seed 99999999999999999999": "an integer in [0, 2⁶³), got 99999999999999999999",
 }
 
 
 @pytest.mark.parametrize("setting", BAD_SETTINGS)
 @pytest.mark.parametrize("flags", [[], ["--json"], ["--interactive"]], ids=["plain", "json", "interactive"])
-def test_an_impossible_setting_is_named(setting, flags, saves, sample):
-    said = error(sample(saves["char"], *setting.split(), *flags))
-    assert said.startswith(f"error: {BAD_SETTINGS[setting]} is not possible; it takes ")
+def test_a_setting_out_of_range_is_refused_by_its_flag(setting, flags, saves, sample):
+    flag = setting.split()[0]
+    assert error(sample(saves["char"], *setting.split(), *flags)) == f"error: {flag} must be {BAD_SETTINGS[setting]}"
 
 
-EXTREME_SETTINGS = {
-    "--temperature 1e-300": "temperature=1e-300",
-    "--top-p 1e-300": "top_p=1e-300",
-    "--top-k 1000000000000000000000": "top_k=1000000000000000000000",
-    "--repetition-penalty 1e-300": "repetition_penalty=1e-300",
-    "--repetition-penalty 1e300": "repetition_penalty=1e+300",
-    "--seed 9223372036854775807 --num-samples 2": "seed=9223372036854775807",
-}
+def test_settings_are_checked_without_importing_torch():
+    code = "import runpy, sys\ntry:\n    runpy.run_path(sys.argv[0], run_name='__main__')\nexcept SystemExit as end:\n"
+    code += "    print(end.code, sorted({'torch', 'numpy', 'lightning', 'hydra', 'tiktoken'} & {*sys.modules}))"
+    command = [sys.executable, "-c", f"import sys; sys.argv = {[str(SCRIPT), '--top-p', '2']}\n{code}"]
+    begin = time.monotonic()
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert time.monotonic() - begin < 10  # 0.1 s on an idle machine
+    assert ran.stdout == "2 []\n"
+    assert ran.stderr == "error: --top-p must be in (0, 1], got 2.0\n"
+
+
+EXTREME_SETTINGS = [
+    "--temperature 1e-300",
+    "--top-p 1e-300",
+    "--top-k 1000000000000000000000",
+    "--repetition-penalty 1e-300",
+    "--repetition-penalty 1e300",
+    "--seed 9223372036854775807 --num-samples 2",
+]
 
 
 @pytest.mark.parametrize("setting", EXTREME_SETTINGS)
-def test_an_extreme_setting_gives_text_or_is_named(setting, saves, sample):
+def test_an_extreme_setting_gives_text_or_is_refused(setting, saves, sample):
     result = sample(saves["char"], "--prompt", "a fox", "--max-new-tokens", 12, "--json", *setting.split())
     if result.returncode:
-        assert error(result).startswith(f"error: {EXTREME_SETTINGS[setting]} is not possible; it takes ")
+        assert error(result).startswith(f"error: {setting.split()[0]} must be ")
     else:
         assert all(len(one["text"]) == 12 for one in samples(result))
 
@@ -877,7 +852,7 @@ def test_a_device_that_is_not_there_is_named(device, saves, sample):
     if device == "mps" and torch.backends.mps.is_available():
         pytest.skip("this machine has what the test wants missing")
     said = error(sample(saves["char"], f"--device={device}"))
-    assert re.match(rf"error: --device={device} is not there; this machine has (\w+, )*cpu$", said)
+    assert re.match(rf"error: --device must be one of (\w+, )*cpu, got {device}$", said)
 
 
 @pytest.fixture
