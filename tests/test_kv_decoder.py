@@ -69,7 +69,7 @@ def gated_tanh(x: Tensor) -> Tensor:
 def test_a_new_activation_is_sampled_with_the_log_probabilities_of_the_model_and_an_unknown_one_raises(
     widths: int, function: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    with pytest.raises(UserError, match="activation must be .*, got new"):
+    with pytest.raises(UserError, match=r"activation must be .*, got new"):
         GPTConfig(activation="new")
     monkeypatch.setitem(config.ACTIVATIONS, "new", widths)
     with pytest.raises(KeyError, match="new"):

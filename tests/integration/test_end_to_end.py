@@ -171,7 +171,7 @@ BAD_INPUT = {
     "data.folder=empty.txt/data": "not a directory",
     "trainer.accelerator=cuda": "trainer.accelerator=cuda: this machine has none",
     "+trainer.color=red": "trainer.color is not an option; trainer takes accelerator,",
-    "callbacks.samples.top_k=0": "top_k=0 is not possible",
+    "callbacks.samples.top_k=0": "top_k must be an integer",
     "callbacks.samples.prompt=Zebra": "the tokenizer does not know 'Z'",
     "max_steps=[1": "cannot read the override max_steps=[1",
 }
@@ -218,7 +218,7 @@ def test_a_traceback_is_shown_on_request(launch: Callable[..., Any], tmp_path: P
         (["nowhere"], "nowhere does not exist"),
         (["."], "holds no checkpoints/best.safetensors"),
         (["text.txt"], "text.txt is not a"),
-        (["text.txt", "--top-k", "0"], "top_k=0 is not possible"),
+        (["text.txt", "--top-k", "0"], "--top-k must be an integer in [1, 2⁶³), got 0"),
     ],
 )
 def test_bad_input_to_sample_is_one_line(
