@@ -18,6 +18,7 @@ import torch
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, Tokenizer, encode_prompt, whole_characters
 from minigpt.generation import score, stream
 from minigpt.model import GPT
+from minigpt.utils.checks import require
 from minigpt.utils.errors import UserError
 from minigpt.utils.terminal import escape_control_chars, sanitize_line
 
@@ -91,23 +92,21 @@ class Console:
         while True:
             try:
                 line = input(input_prompt)
+                command = line.strip()
+                if command == "/quit":
+                    return
+                if command == "/reset":
+                    context = ""
+                elif command.startswith("/"):
+                    raise UserError(f"unknown command {command}; use /reset or /quit")
+                else:
+                    context, turn = self._reply(context + line, turn), turn + 1
             except EOFError:
                 return
             except KeyboardInterrupt:
                 _log("")
-                continue
-            match line.strip():
-                case "/quit":
-                    return
-                case "/reset":
-                    context = ""
-                case command if command.startswith("/"):
-                    _log(f"error: unknown command {command}; use /reset or /quit")
-                case _:
-                    try:
-                        context, turn = self._reply(context + line, turn), turn + 1
-                    except UserError as error:
-                        _log(f"error: {error}")
+            except UserError as error:
+                _log(f"error: {error}")
 
     def score(self, text: str, *, as_json: bool) -> None:
         """Print the likelihood of a text: in total, and per token with `show_probs` or as JSON.
@@ -119,8 +118,8 @@ class Console:
             raise UserError("--score must be a non-empty text")
         ids, n_bytes = self.tokenizer.encode(text).tolist(), len(text.encode())
         result = score(self.model, ids, self.tokenizer.start.tolist())
-        logprobs, ranks, nats = result.logprobs.tolist(), result.ranks.tolist(), result.nats
-        total: dict[str, Any] = {"tokens": len(ids), "bytes": n_bytes, "nats": nats, "nats_per_token": nats / len(ids)}
+        logprobs, ranks = result.logprobs.tolist(), result.ranks.tolist()
+        total = {"tokens": len(ids), "bytes": n_bytes, "nats": result.nats, "nats_per_token": result.nats / len(ids)}
         total["bits_per_byte"] = result.bits_per_byte(n_bytes)
         if as_json:
             print(json.dumps(total | {"token_ids": ids, "logprobs": logprobs, "ranks": ranks}))
@@ -129,7 +128,7 @@ class Console:
             sample = SampleState()
             _write("".join(map(self._append_token, [sample] * len(ids), ids, logprobs)) + "\n")
         for name, value in total.items():
-            print(f"{name.replace('_', ' '):16}{value:,.4f}" if isinstance(value, float) else f"{name:16}{value:,}")
+            print(f"{name.replace('_', ' '):16}{value:,{'.4f' if isinstance(value, float) else ''}}")
         print(f"{'top-1 accuracy':16}{ranks.count(0):,} of {len(ids):,} tokens ({ranks.count(0) / len(ids):.1%})")
 
     def _encode(self, prompt: str) -> list[int]:
@@ -187,19 +186,14 @@ class Console:
 
 
 def move_model(model: GPT, device: str, dtype: str) -> GPT:
-    """Move the model to a device ("auto": the first of `devices`) and a precision.
+    """Move the model to a device ("auto": the fastest) and a precision.
 
     Raises:
         UserError: the device is not available.
     """
-    device = devices()[0] if device == "auto" else device
-    try:
-        torch.zeros(1, device=device).item()  # fails for "meta"
-        return model.to(device, getattr(torch, dtype))
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # by build of torch
-        raise UserError(f"--device must be one of {', '.join(devices())}, got {device}") from error
+    available = [*devices(), *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    require("--device", device, ["auto", *available].__contains__, f"one of {', '.join(available)}")
+    return model.to(available[0] if device == "auto" else device, getattr(torch, dtype))
 
 
 def devices() -> list[str]:

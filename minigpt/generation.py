@@ -95,8 +95,7 @@ def generate(
         UserError: a setting or a prompt is invalid.
         RunError: the logits are NaN or infinite.
     """
-    steps = stream(**locals())  # the same parameters
-    samples: list[Sample] = []
+    samples, steps = list[Sample](), stream(**locals())  # which has the same parameters
     for step in steps:
         samples = samples or [Sample([], []) for _ in step.tokens]
         for i, sample in enumerate(samples):
@@ -134,9 +133,8 @@ def stream(
     check_settings(max_new_tokens=max_new_tokens, seed=seed, num_samples=num_samples, stop=stop)
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     batch = _to_list(prompts)
-    if not (isinstance(batch, list) and batch and hasattr(batch[0], "__len__")):  # one prompt
-        batch = [prompts]
-    prompt_ids = [_check_ids(prompt, model.config.vocab_size) for prompt in batch]
+    is_batch = isinstance(batch, list) and batch and hasattr(batch[0], "__len__")
+    prompt_ids = [_check_ids(prompt, model.config.vocab_size) for prompt in (batch if is_batch else [prompts])]
     criteria = StopCriteria(stop, tokenizer, len(prompt_ids) * num_samples)
     seeds = [seed + i for _ in prompt_ids for i in range(num_samples)]
     return _stream(model, prompt_ids, sampling, max_new_tokens, criteria, seeds, logprobs)
@@ -203,7 +201,7 @@ class StopCriteria:
         return list(self.stopped)
 
     def _completes_string(self, i: int, token: int) -> bool:
-        if self.tokenizer is None or not self.strings:
+        if not self.tokenizer or not self.strings:
             return False
         text = self.tails[i] + self.tokenizer.decode_bytes([token])
         self.tails[i] = text[-self.overlap :] if self.overlap else b""

@@ -20,7 +20,7 @@ BANDWIDTH_BYTES = 256 << 20  # more than any CPU cache holds
 
 
 def sampling(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Measure one block of new tokens from a prompt of one token: untrained models of nanoGPT's shapes, float32, CPU."""
+    """Measure one block of tokens after a prompt of one: untrained models of nanoGPT's shapes, float32, CPU."""
     import torch
 
     from minigpt.config import GPTConfig
