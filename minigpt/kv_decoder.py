@@ -52,7 +52,8 @@ class Decoder:
         if config.position not in ("learned", "rope", "none"):
             raise ValueError(f"unknown position {config.position!r}")
         self.model, self.config, self.block_size = model, config, config.block_size
-        self.pre_norm = {"pre": True, "post": False}[config.norm_position]
+        self.n_kv_head, self.head_width = config.n_kv_head or config.n_head, config.head_width
+        self.attention_scale, self.pre_norm = config.attention_scale, {"pre": True, "post": False}[config.norm_position]
         self.norm, self.activation = NORMS[config.norm], ACTIVATIONS[config.activation]
         if scaled := config.activation == "gelu" and config.n_embd * config.inner_width < _MAX_COPIED_NUMEL:
             self.activation = _scaled_gelu
@@ -69,8 +70,7 @@ class Decoder:
         self._begins = [self._end] * len(self.tokens)  # slot of position 0 of each sample, negative once it is dropped
         # Above 2 block_size, the window moves to the front of the cache once per block_size tokens.
         slots = min(max(map(len, contexts)) + max_new_tokens, 2 * self.block_size)
-        n_kv_head = config.n_kv_head or config.n_head
-        shape = (len(self._layers), len(self.tokens), 2 * n_kv_head, slots, config.head_width)
+        shape = (len(self._layers), len(self.tokens), 2 * self.n_kv_head, slots, self.head_width)
         self._cache = self._wte.new_zeros(shape)  # keys, then values
         self._inputs = Cache([])  # previous inputs of smear and n-grams
         if config.smear:
@@ -90,12 +90,12 @@ class Decoder:
         for sample, token in zip(self.tokens, tokens.tolist(), strict=True):
             sample.append(token)
         slot, self._end = self._end, self._end + 1
-        positions = [slot - begin for begin in self._begins]
-        starts = [max(begin, self._end - self.block_size) for begin in self._begins]  # first visible slots
-        first = min(starts)
-        mask = self._mask(starts) if max(starts) > first else None
-        rotary = self._rotary_at(positions) if self.config.position == "rope" else None
-        x = self._embed(tokens, positions)  # (B, C)
+        low, high = min(self._begins), max(self._begins)
+        begins: int | Tensor = low if low == high else torch.tensor(self._begins, device=self.device)  # or (B,)
+        first, last = (max(begin, self._end - self.block_size) for begin in (low, high))  # first visible slots
+        mask = self._mask(first, begins) if isinstance(begins, Tensor) and first < last else None
+        rotary = self._rotary_at(slot - begins, slot - high, slot - low) if self.config.position == "rope" else None
+        x = self._embed(tokens, slot - begins)  # (B, C)
         written = self._cache[..., slot : self._end, :]  # (L, B, 2K, 1, D)
         keys, values = self._cache[..., first : self._end, :].chunk(2, dim=2)  # (L, B, K, S, D) each
         cached = zip(written.unbind(), keys.unbind(), values.unbind(), strict=True)
@@ -105,7 +105,7 @@ class Decoder:
         self.logits = torch.mm(x if self.config.width_ratio == 1 else x / self.config.width_ratio, self._lm_head)
         return self.logits
 
-    def _embed(self, tokens: Tensor, positions: list[int]) -> Tensor:
+    def _embed(self, tokens: Tensor, position: int | Tensor) -> Tensor:
         """Return the input of the first block, (B, C)."""
         model, config = self.model, self.config
         x = self._wte.index_select(0, tokens)
@@ -115,7 +115,7 @@ class Decoder:
             mixed, self._inputs.last = smear(x[:, None], tuple(model.smear), self._inputs.last)
             x = mixed[:, 0]
         if self._wpe is not None:
-            x = x + _rows(self._wpe, positions)
+            x = x + self._wpe[position]
         return rms_norm(x) if config.embed_norm else x
 
     def _block(
@@ -129,20 +129,22 @@ class Decoder:
         values: Tensor,
     ) -> Tensor:
         """One transformer block: (B, C) to (B, C). Stores its keys and values in `written`, (B, 2K, 1, D)."""
-        config = self.config
-        B, H, D, KV = len(x), config.n_head, config.head_width, written.size(1)
+        B, KV, H, D = len(x), 2 * self.n_kv_head, self.config.n_head, self.head_width
         h = self.norm(x, *weights.norm_1) if self.pre_norm else x
         heads = _linear(h, weights.qkv).view(B, H + KV, 1, D)
-        q, kv, qk = heads.narrow(1, 0, H), heads.narrow(1, H, KV), heads.narrow(1, 0, H + KV // 2)
-        if config.qk_norm:
-            qk.copy_(rms_norm(qk))  # in place, so that q and kv change too
-        if rotary is not None:
-            cos, sin = rotary
-            rotated = qk.roll(D // 2, dims=-1).mul_(sin)
-            qk.mul_(cos).add_(rotated)
+        q, kv = heads.narrow(1, 0, H), heads.narrow(1, H, KV)  # (B, H, 1, D), (B, 2K, 1, D)
+        if self.config.qk_norm or rotary is not None:
+            qk = heads.narrow(1, 0, H + KV // 2)  # is changed in place, and with it q and kv
+            if self.config.qk_norm:
+                qk.copy_(rms_norm(qk))
+            if rotary is not None:
+                cos, sin = rotary
+                rotated = qk.roll(D // 2, dims=-1).mul_(sin)
+                qk.mul_(cos).add_(rotated)
         written.copy_(kv)
-        scale, shared = config.attention_scale, 2 * H != KV
-        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale, enable_gqa=shared)
+        y = F.scaled_dot_product_attention(
+            q, keys, values, attn_mask=mask, scale=self.attention_scale, enable_gqa=2 * H != KV
+        )
         x = _linear(y.view(B, H * D), weights.out, residual=x)
         x = x if self.pre_norm else self.norm(x, *weights.norm_1)
         h = self.norm(x, *weights.norm_2) if self.pre_norm else x
@@ -181,21 +183,20 @@ class Decoder:
             padding = self.config.vocab_size
             self._inputs.last_tokens[rows] = padding if read.last_tokens is None else read.last_tokens
 
-    def _mask(self, starts: list[int]) -> Tensor:
-        """Return the slots that each sample attends to, (B, 1, 1, S)."""
-        slots = torch.arange(min(starts), self._end, device=self.device)
-        return (slots >= torch.tensor(starts, device=self.device)[:, None])[:, None, None]
+    def _mask(self, first: int, begins: Tensor) -> Tensor:
+        """Return which slots from `first` on each sample attends to, (B, 1, 1, S)."""
+        slots = torch.arange(first, self._end, device=self.device)
+        return (slots >= begins[:, None])[:, None, None]
 
-    def _rotary_at(self, positions: list[int]) -> tuple[Tensor, Tensor]:
+    def _rotary_at(self, position: int | Tensor, least: int, most: int) -> tuple[Tensor, Tensor]:
         """Return cosines and signed sines that broadcast with (B, H, 1, D)."""
-        least, most = min(positions), max(positions)
         if self._rotary is None or most >= self._rotary[0] + len(self._rotary[1]):
             length = most - least + _ROTARY_CHUNK
             cos, sin = rotary_table(length, self.config.head_width, self.config.rope_base, start=least)
             table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
             self._rotary = least, table[:, :, None, None].to(self._wte)
         first, table = self._rotary
-        cos, sin = _rows(table, [position - first for position in positions]).unbind(-4)
+        cos, sin = table[position - first].unbind(-4)
         return cos, sin
 
 
@@ -250,13 +251,6 @@ def _linear(x: Tensor, weights: LinearWeights, residual: Tensor | None = None) -
     if residual is None:
         return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
     return torch.addmm(residual if bias is None else residual + bias, x, weight)
-
-
-def _rows(table: Tensor, positions: list[int]) -> Tensor:
-    """Return one row for all samples if their positions are equal, else one per sample, (B, …)."""
-    if min(positions) == max(positions):
-        return table[positions[0]]
-    return table[torch.tensor(positions, device=table.device)]
 
 
 def _scaled_gelu(x: Tensor) -> Tensor:
