@@ -1,4 +1,4 @@
-"""Sampling as people and programs use it: what goes to stdout and what to stderr, and what is said of bad input."""
+"""`scripts/sample.py`: stdout and stderr, JSON, colors, scores, interactive sessions, errors."""
 
 import argparse
 import io
@@ -188,7 +188,7 @@ def read_until(descriptor: int, wanted: bytes, seconds: float = 300) -> bytes:
 # Streams and processes
 
 
-def test_text_appears_while_it_is_drawn_in_whole_characters(saves, start, tmp_path):
+def test_text_is_streamed_in_complete_characters(saves, start, tmp_path):
     with open(tmp_path / "stderr", "wb") as stderr:
         process = start(command(saves["multibyte"], *ENDLESS), stdout=subprocess.PIPE, stderr=stderr)
     text = os.read(process.stdout.fileno(), 1 << 16)
@@ -207,7 +207,7 @@ def test_text_appears_while_it_is_drawn_in_whole_characters(saves, start, tmp_pa
     ]
 
 
-def test_a_pipe_that_closes_early_ends_the_program_quietly(saves, tmp_path):
+def test_a_closed_pipe_exits_with_code_0(saves, tmp_path):
     script = f'set -o pipefail; "$@" {" ".join(ENDLESS)} --prompt "a b" | head -c 1'
     ran = subprocess.run(
         ["bash", "-c", script, "-", *command(saves["char"])],
@@ -222,7 +222,7 @@ def test_a_pipe_that_closes_early_ends_the_program_quietly(saves, tmp_path):
     assert ran.stderr == f"sampling from {saves['char']} on cpu\n"
 
 
-def test_stdout_has_the_text_and_nothing_else(saves, tmp_path):
+def test_stdout_holds_only_the_text_and_stderr_the_speed(saves, tmp_path):
     arguments = command(saves["letters"], "--prompt", "abc", "--max-new-tokens", 5)
     ran = subprocess.run(arguments, capture_output=True, cwd=tmp_path, env=environment(), timeout=300, check=False)
     assert (ran.returncode, ran.stdout) == (0, b"abcdefgh\n")
@@ -232,7 +232,7 @@ def test_stdout_has_the_text_and_nothing_else(saves, tmp_path):
     assert len(said) == 2
 
 
-def test_ctrl_c_ends_a_sample_with_one_line(saves, start, tmp_path):
+def test_ctrl_c_prints_one_line_and_exits_with_code_130(saves, start, tmp_path):
     process = start(command(saves["letters"], *ENDLESS), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     read_until(process.stdout.fileno(), b"abc")
     process.send_signal(signal.SIGINT)
@@ -241,7 +241,7 @@ def test_ctrl_c_ends_a_sample_with_one_line(saves, start, tmp_path):
     assert said.decode().splitlines()[2:] == ["interrupted"]
 
 
-def test_a_conversation_through_a_pipe_ends_with_its_input(saves, tmp_path):
+def test_an_interactive_session_ends_at_the_end_of_stdin(saves, tmp_path):
     arguments = command(saves["letters"], "--interactive", "--max-new-tokens", 3)
     options = {"capture_output": True, "cwd": tmp_path, "env": environment(), "timeout": 300, "check": False}
     ran = subprocess.run(arguments, input=b"abc\nx\n", **options)
@@ -249,7 +249,7 @@ def test_a_conversation_through_a_pipe_ends_with_its_input(saves, tmp_path):
     assert "Traceback" not in ran.stderr.decode()
 
 
-def test_ctrl_c_in_a_terminal_stops_the_text_and_not_the_program(saves, start):
+def test_ctrl_c_in_an_interactive_session_stops_the_reply_only(saves, start):
     ours, theirs = pty.openpty()
     terminal = os.ttyname(theirs)  # the first terminal that a new session opens is its own
     script = f'exec "$@" <{terminal} >{terminal} 2>&1'
@@ -274,7 +274,7 @@ def test_ctrl_c_in_a_terminal_stops_the_text_and_not_the_program(saves, start):
     os.close(ours)
 
 
-def test_a_conversation_typed_into_a_terminal_can_be_kept_in_a_file(saves, start, tmp_path):
+def test_the_replies_of_a_session_can_be_redirected_to_a_file(saves, start, tmp_path):
     ours, theirs = pty.openpty()
     with open(tmp_path / "kept", "wb") as kept:
         arguments = command(saves["letters"], "--interactive", "--max-new-tokens", 3)
@@ -287,7 +287,7 @@ def test_a_conversation_typed_into_a_terminal_can_be_kept_in_a_file(saves, start
     assert (tmp_path / "kept").read_bytes() == b"def\n"
 
 
-# What a terminal would obey
+# Control characters
 
 
 OWNED = "a你\x1b]0;owned\x07\r\x9b2J\u202eb"
@@ -330,7 +330,7 @@ def seen(arguments: list[str], folder: Path, stdin: bytes = b"") -> bytes:
     ],
     ids=["samples", "prompt", "conversation", "score", "error"],
 )
-def test_a_terminal_has_nothing_to_obey(flags, stdin, obeyed, tmp_path):
+def test_no_control_character_reaches_a_terminal(flags, stdin, obeyed, tmp_path):
     shown = seen(command(obeyed, *flags), tmp_path, stdin)
     text = ANSI.sub("", shown.decode()) if "--show-probs" in flags else shown.decode()
     text = text.replace("\r\n", "\n")  # what a terminal makes of a line break
@@ -340,14 +340,14 @@ def test_a_terminal_has_nothing_to_obey(flags, stdin, obeyed, tmp_path):
     assert "Traceback" not in text
 
 
-def test_a_terminal_shows_signs_where_a_pipe_gets_every_byte(obeyed, tmp_path):
+def test_control_characters_are_escaped_for_a_terminal_and_kept_for_a_pipe(obeyed, tmp_path):
     text, signs = "a你\x1b]0;owned\x07\r\x9b", "a你␛]0;owned␇␍⟨U+009B⟩"
     arguments = command(obeyed, "--prompt", "a", "--max-new-tokens", len(text) - 1, "--temperature", 0)
     assert subprocess.run(arguments, cwd=tmp_path, capture_output=True, check=True).stdout.decode() == f"{text}\n"
     assert f"{signs}\r\n" in seen(arguments, tmp_path).decode()
 
 
-def test_a_stdout_that_lacks_characters_gets_their_escapes(saves, monkeypatch):
+def test_characters_missing_in_the_encoding_of_stdout_are_escaped(saves, monkeypatch):
     latin = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     monkeypatch.setattr(sys, "stdout", latin)
     options = {"max_new_tokens": 1, "num_samples": 2}
@@ -362,13 +362,13 @@ def test_a_stdout_that_lacks_characters_gets_their_escapes(saves, monkeypatch):
     ("name", "beginning"),
     [("char", r"'\n'"), ("multibyte", r"'\n'"), ("bpe", r"'\n'"), ("separated", "'<|endoftext|>'")],
 )
-def test_without_a_prompt_it_is_said_what_the_text_begins_from(name, beginning, saves, sample):
+def test_the_start_token_of_an_empty_prompt_is_logged(name, beginning, saves, sample):
     said = sample(saves[name], "--max-new-tokens", 3).stderr.splitlines()
     assert said[1] == f"no prompt: starting from {beginning}"
     assert len(said) == 3
 
 
-def test_a_model_that_knows_no_line_break_begins_from_its_first_character(sample, tmp_path):
+def test_an_alphabet_without_line_break_starts_from_its_first_character(sample, tmp_path):
     tokenizer = CharTokenizer("abc")
     path = saved(tmp_path / "abc.safetensors", chain(tokenizer, {0: 1, 1: 2, 2: 0}), tokenizer)
     result = sample(path, "--max-new-tokens", 4)
@@ -376,7 +376,7 @@ def test_a_model_that_knows_no_line_break_begins_from_its_first_character(sample
     assert result.stdout == "bcab\n"
 
 
-def test_a_prompt_from_a_file_or_stdin_is_the_prompt_typed(saves, sample, tmp_path):
+def test_a_prompt_is_read_from_a_file_or_stdin(saves, sample, tmp_path):
     prompt = "a café,\nat noon"
     (tmp_path / "prompt.txt").write_bytes(prompt.encode())
     typed = sample(saves["char"], "--prompt", prompt)
@@ -385,12 +385,12 @@ def test_a_prompt_from_a_file_or_stdin_is_the_prompt_typed(saves, sample, tmp_pa
     assert typed.stdout == sample(saves["char"], "--prompt-file", "-", stdin=prompt.encode()).stdout
 
 
-def test_an_empty_prompt_file_is_no_prompt(saves, sample):
+def test_an_empty_prompt_file_equals_no_prompt(saves, sample):
     result = sample(saves["char"], "--prompt-file", "-", "--max-new-tokens", 5)
     assert result.stderr.splitlines()[1] == "no prompt: starting from '\\n'"
 
 
-def test_two_prompts_are_refused(saves, sample, tmp_path):
+def test_prompt_and_prompt_file_exclude_each_other(saves, sample, tmp_path):
     (tmp_path / "prompt.txt").write_text("b")
     said = error(sample(saves["char"], "--prompt", "a", "--prompt-file", "prompt.txt"))
     assert said == "error: --prompt and --prompt-file exclude each other; give one of them"
@@ -407,20 +407,20 @@ def test_two_prompts_are_refused(saves, sample, tmp_path):
         ("-", "- is not UTF-8 text: bad byte at offset 3"),
     ],
 )
-def test_a_text_that_cannot_be_read_is_one_line(option, file, said, saves, sample, tmp_path):
+def test_an_unreadable_text_file_is_one_error_line(option, file, said, saves, sample, tmp_path):
     latin = "café".encode("latin-1")
     (tmp_path / "latin.txt").write_bytes(latin)
     assert error(sample(saves["char"], option, file, stdin=latin)).startswith(f"error: {option}={said}")
 
 
 @pytest.mark.parametrize("how", ["--prompt", "--prompt-file", "--score"])
-def test_unknown_characters_are_named(how, saves, sample, tmp_path):
+def test_characters_missing_in_the_alphabet_are_named(how, saves, sample, tmp_path):
     (tmp_path / "text.txt").write_text("a Zebra, 7 …")
     said = error(sample(saves["char"], how, "a Zebra, 7 …" if how == "--prompt" else "text.txt"))
     assert said.startswith("error: the tokenizer does not know '7', 'Z', '…'; it knows the 31 characters ")
 
 
-def test_of_a_prompt_that_is_too_long_the_end_is_read_and_that_is_said(saves, sample):
+def test_truncation_of_a_long_prompt_is_logged(saves, sample):
     prompt = "the quick brown fox jumps over the lazy dog, and sleeps."
     whole = sample(saves["char"], "--prompt", prompt)
     end = sample(saves["char"], "--prompt", prompt[-BLOCK_SIZE:])
@@ -430,18 +430,18 @@ def test_of_a_prompt_that_is_too_long_the_end_is_read_and_that_is_said(saves, sa
 
 
 @pytest.mark.parametrize("name", ["multibyte", "bpe"])
-def test_half_a_character_in_a_prompt_is_read_as_the_replacement_character(name, saves, sample):
+def test_a_lone_surrogate_in_a_prompt_becomes_the_replacement_character(name, saves, sample):
     result = sample(saves[name], "--prompt", "a\udcffb", "--max-new-tokens", 4)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("a\ufffdb")
 
 
-def test_half_a_character_in_a_prompt_does_not_break_json(saves, sample):
+def test_a_lone_surrogate_in_a_prompt_does_not_break_json(saves, sample):
     (one,) = samples(sample(saves["bpe"], "--prompt", "a\udcffb", "--max-new-tokens", 4, "--json"))
     assert len(one["tokens"]) == 4
 
 
-def test_half_a_character_is_named_by_a_tokenizer_that_does_not_know_it(saves, sample):
+def test_a_lone_surrogate_missing_in_the_alphabet_is_named(saves, sample):
     said = error(sample(saves["char"], "--prompt", "a\udcffb"))
     assert said.startswith("error: the tokenizer does not know '\ufffd'; ")
 
@@ -449,7 +449,7 @@ def test_half_a_character_is_named_by_a_tokenizer_that_does_not_know_it(saves, s
 # Samples
 
 
-def test_each_sample_is_the_one_of_its_own_seed(saves, sample):
+def test_sample_i_has_seed_plus_i(saves, sample):
     flags = ["--prompt", "a fox", "--max-new-tokens", 40]
     alone = [sample(saves["char"], *flags, "--seed", seed).stdout for seed in (7, 8, 9)]
     together = sample(saves["char"], *flags, "--seed", 7, "--num-samples", 3)
@@ -459,7 +459,7 @@ def test_each_sample_is_the_one_of_its_own_seed(saves, sample):
 
 
 @pytest.mark.parametrize("name", ["char", "bpe", "multibyte"])
-def test_json_is_a_line_for_each_sample_and_has_what_is_printed_without(name, saves, sample):
+def test_json_has_one_line_per_sample_with_the_printed_text(name, saves, sample):
     flags = [saves[name], "--prompt", "a fox", "--max-new-tokens", 25, "--num-samples", 2, "--seed", 3]
     found = samples(sample(*flags, "--json"))
     assert len(found) == 2
@@ -472,7 +472,7 @@ def test_json_is_a_line_for_each_sample_and_has_what_is_printed_without(name, sa
         assert one["tokens_per_second"] > 0
 
 
-def test_log_probabilities_are_the_models_own_whatever_the_temperature(saves, sample):
+def test_json_logprobs_do_not_depend_on_the_temperature(saves, sample):
     flags = ["--prompt", "a fox", "--max-new-tokens", 20, "--temperature", 1.7, "--top-k", 9, "--json"]
     (one,) = samples(sample(saves["char"], *flags))
     _, tokenizer = load_checkpoint(saves["char"])
@@ -482,7 +482,7 @@ def test_log_probabilities_are_the_models_own_whatever_the_temperature(saves, sa
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_fewer_digits_give_text_and_scores_too(dtype, saves, sample):
+def test_half_precision_gives_text_and_scores(dtype, saves, sample):
     (one,) = samples(sample(saves["char"], "--dtype", dtype, "--prompt", "a fox", "--max-new-tokens", 40, "--json"))
     assert len(one["text"]) == 40
     coarse, fine = (
@@ -493,7 +493,7 @@ def test_fewer_digits_give_text_and_scores_too(dtype, saves, sample):
     assert coarse == pytest.approx(fine, rel=0.05)
 
 
-def test_a_character_that_the_last_token_leaves_half_is_the_replacement_character(saves, sample):
+def test_an_incomplete_last_character_is_the_replacement_character(saves, sample):
     flags = [saves["multibyte"], "--max-new-tokens", 4]
     assert sample(*flags).stdout == "é\ufffd\n"
     assert ANSI.sub("", sample(*flags, "--show-probs").stdout) == "é\ufffd\n"
@@ -504,7 +504,7 @@ def test_a_character_that_the_last_token_leaves_half_is_the_replacement_characte
 # Stopping
 
 
-def test_a_sample_ends_with_the_text_that_it_stops_at_though_it_lies_across_tokens(saves, sample):
+def test_output_ends_after_a_stop_string_that_spans_tokens(saves, sample):
     flags = [saves["letters"], "--prompt", "ab", "--stop", "efg"]
     assert sample(*flags).stdout == "abcdefg\n"
     (one,) = samples(sample(*flags, "--json"))
@@ -512,11 +512,11 @@ def test_a_sample_ends_with_the_text_that_it_stops_at_though_it_lies_across_toke
     assert ANSI.sub("", sample(*flags, "--show-probs").stdout) == "abcdefg\n"
 
 
-def test_of_several_texts_to_stop_at_the_first_that_comes_ends_the_sample(saves, sample):
+def test_the_first_of_several_stop_strings_ends_the_sample(saves, sample):
     assert sample(saves["letters"], "--prompt", "ab", "--stop", "xyz", "--stop", "de").stdout == "abcde\n"
 
 
-def test_nothing_is_printed_of_a_token_after_the_text_that_it_stops_at(saves, sample):
+def test_a_token_is_cut_after_the_stop_string(saves, sample):
     flags = [saves["odd"], "--prompt", "a", "--stop", "d"]
     assert sample(*flags).stdout == "acd\n"
     (one,) = samples(sample(*flags, "--json"))
@@ -527,13 +527,13 @@ def test_nothing_is_printed_of_a_token_after_the_text_that_it_stops_at(saves, sa
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"], ["--show-probs"]])
-def test_nothing_is_printed_of_a_character_that_begins_after_the_text_to_stop_at(flags, saves, sample):
+def test_an_incomplete_character_after_the_stop_string_is_dropped(flags, saves, sample):
     result = sample(saves["odd"], "--prompt", "b", "--stop", "x", *flags)
     text = samples(result)[0]["text"] if "--json" in flags else ANSI.sub("", result.stdout).removesuffix("\n")[1:]
     assert text == "x"
 
 
-def test_samples_stop_each_at_its_own_time(saves, sample):
+def test_samples_of_a_batch_stop_independently(saves, sample):
     flags = [saves["char"], "--prompt", "a fox", "--num-samples", 4, "--stop", "e", "--max-new-tokens", 60]
     found = samples(sample(*flags, "--json"))
     assert len({len(one["tokens"]) for one in found}) > 1
@@ -551,12 +551,12 @@ def test_a_document_ends_at_its_separator(saves, sample):
     assert one["tokens"][-1] == int(tokenizer.separator[0])
 
 
-def test_an_empty_text_to_stop_at_is_refused_before_anything_is_printed(saves, sample):
+def test_an_empty_stop_string_is_refused(saves, sample):
     said = error(sample(saves["letters"], "--prompt", "ab", "--stop", ""))
     assert said == "error: --stop must be a list of non-empty strings and token ids, got ['']"
 
 
-def test_half_a_character_to_stop_at_is_no_failure_of_the_program(saves, sample):
+def test_a_lone_surrogate_as_stop_string_does_not_crash(saves, sample):
     result = sample(saves["letters"], "--prompt", "ab", "--stop", "\udcff", "--max-new-tokens", 3)
     assert result.returncode in (0, 2)
     assert "UnicodeEncodeError" not in result.stderr
@@ -572,7 +572,7 @@ def color(probability: float) -> str:
 
 
 @pytest.mark.parametrize("flags", [[], ["--temperature", "2.5"]])
-def test_colors_tell_how_likely_the_model_finds_each_token(flags, saves, sample):
+def test_colors_show_the_probability_of_each_token(flags, saves, sample):
     flags = [saves["char"], "--prompt", "a fox", "--max-new-tokens", 27, *flags]
     plain, shown = sample(*flags).stdout, sample(*flags, "--show-probs").stdout
     assert ANSI.sub("", shown) == plain
@@ -585,7 +585,7 @@ def test_colors_tell_how_likely_the_model_finds_each_token(flags, saves, sample)
     assert len({color(x) for x in p.tolist()}) >= 3
 
 
-def test_colors_do_not_cut_characters(saves, sample):
+def test_colors_do_not_split_characters(saves, sample):
     shown = sample(saves["multibyte"], "--max-new-tokens", 27, "--show-probs").stdout
     assert COLOURED.findall(shown) == [("40", character) for character in WHOLE * 3]
     assert ANSI.sub("", shown) == WHOLE * 3 + "\n"
@@ -609,7 +609,7 @@ TEXT = "a fox, a café.\n"
 
 
 @pytest.mark.parametrize("name", ["char", "bpe", "multibyte", "separated"])
-def test_a_score_is_the_probability_that_the_model_gives_the_text(name, saves, sample):
+def test_a_score_is_the_log_likelihood_of_the_text(name, saves, sample):
     (found,) = samples(sample(saves[name], "--score", "-", "--json", stdin=TEXT.encode()))
     _, tokenizer = load_checkpoint(saves[name])
     ids = tokenizer.encode(TEXT).tolist()
@@ -624,7 +624,7 @@ def test_a_score_is_the_probability_that_the_model_gives_the_text(name, saves, s
     assert found["bits_per_byte"] == pytest.approx(-each.sum().item() / math.log(2) / 16, rel=1e-5)
 
 
-def test_a_score_is_printed_for_people_too(saves, sample, tmp_path):
+def test_a_score_is_printed_as_a_table(saves, sample, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     result = sample(saves["char"], "--score", "text.txt")
     (found,) = samples(sample(saves["char"], "--score", "text.txt", "--json"))
@@ -645,7 +645,7 @@ def test_a_score_shows_the_text_in_colors(saves, sample):
     assert ANSI.sub("", shown) == f"{TEXT}\n{plain}"
 
 
-def test_a_text_longer_than_the_model_reads_at_once_has_a_score_for_every_token(saves, sample):
+def test_every_token_of_a_text_longer_than_block_size_is_scored(saves, sample):
     text = "the quick brown fox jumps over the lazy dog. " * 10
     (found,) = samples(sample(saves["char"], "--score", "-", "--json", stdin=text.encode()))
     assert len(found["logprobs"]) == found["tokens"] == found["bytes"] == 450
@@ -653,12 +653,12 @@ def test_a_text_longer_than_the_model_reads_at_once_has_a_score_for_every_token(
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"], ["--show-probs"]])
-def test_an_empty_text_has_no_score(flags, saves, sample):
+def test_the_score_of_an_empty_text_is_refused(flags, saves, sample):
     said = error(sample(saves["char"], "--score", "-", *flags))
     assert said == "error: --score must be a non-empty text"
 
 
-# Conversations
+# Interactive sessions
 
 
 def talk(sample: Callable[..., Any], path: str, *lines: str, flags: tuple[Any, ...] = ("--temperature", 0)) -> Any:
@@ -669,7 +669,7 @@ def talk(sample: Callable[..., Any], path: str, *lines: str, flags: tuple[Any, .
 
 
 @pytest.mark.parametrize("name", ["char", "bpe"])
-def test_an_answer_continues_all_that_was_said_before(name, saves, sample):
+def test_a_reply_continues_the_whole_conversation(name, saves, sample):
     path = saves[name]
     first = greedy(path, "a fox", 12)
     second = greedy(path, f"a fox{first}, a dog", 12)
@@ -677,13 +677,13 @@ def test_an_answer_continues_all_that_was_said_before(name, saves, sample):
     assert talk(sample, path, "a fox", ", a dog").stdout == f"{first}\n{second}\n"
 
 
-def test_a_reset_forgets_what_was_said(saves, sample):
+def test_reset_clears_the_context(saves, sample):
     first, kept = (talk(sample, saves["char"], *lines).stdout for lines in (["a fox"], ["a fox", "a fox"]))
     assert kept != 2 * first
     assert talk(sample, saves["char"], "a fox", "/reset", "a fox").stdout == 2 * first
 
 
-def test_answers_are_random_and_the_same_for_the_same_seed(saves, sample):
+def test_replies_depend_on_the_seed(saves, sample):
     lines = ["a fox", "/reset", "a fox"]
     one, again, other = (talk(sample, saves["char"], *lines, flags=("--seed", seed)).stdout for seed in (1, 1, 10))
     assert one == again != other
@@ -697,7 +697,7 @@ BAD_LINES = {
 }
 
 
-def test_what_is_typed_wrong_is_one_line_each_and_changes_nothing(saves, sample):
+def test_an_invalid_line_is_one_error_line_and_keeps_the_context(saves, sample):
     wanted = talk(sample, saves["char"], "a fox", ", a dog").stdout
     result = talk(sample, saves["char"], "a fox", *BAD_LINES, ", a dog")
     assert result.stdout == wanted
@@ -707,23 +707,23 @@ def test_what_is_typed_wrong_is_one_line_each_and_changes_nothing(saves, sample)
         assert line.startswith(beginning)
 
 
-def test_a_line_that_is_not_utf_8_is_no_failure_of_the_program(saves, sample):
+def test_a_line_that_is_not_utf_8_does_not_crash(saves, sample):
     result = sample(saves["char"], "--interactive", "--max-new-tokens", 5, stdin=b"a f\xffox\na fox\n")
     assert result.returncode in (0, 2), result.stderr
     assert "UnicodeDecodeError" not in result.stderr
 
 
-def test_a_conversation_that_is_longer_than_the_model_reads_says_so_once(saves, sample):
+def test_truncation_of_a_conversation_is_logged_once(saves, sample):
     lines = ["the quick brown fox jumps over the lazy dog"] * 3
     said = talk(sample, saves["char"], *lines, "/reset", *lines).stderr
     assert said.count("only the last 32 are read") == 1
 
 
-def test_quitting_ends_a_conversation_before_its_input(saves, sample):
+def test_quit_ends_a_session_before_the_end_of_stdin(saves, sample):
     assert talk(sample, saves["char"], "/quit", "a fox").stdout == ""
 
 
-def test_an_empty_line_continues_what_there_is(saves, sample):
+def test_an_empty_line_continues_the_context(saves, sample):
     first = greedy(saves["char"], "a fox", 12)
     assert talk(sample, saves["char"], "a fox", "").stdout == f"{first}\n{greedy(saves['char'], f'a fox{first}', 12)}\n"
     result = talk(sample, saves["char"], "")
@@ -731,18 +731,18 @@ def test_an_empty_line_continues_what_there_is(saves, sample):
     assert result.stderr.splitlines()[2] == "no prompt: starting from '\\n'"
 
 
-def test_answers_stop_where_samples_do(saves, sample):
+def test_replies_end_after_stop_strings_and_documents(saves, sample):
     assert talk(sample, saves["letters"], "abc", "", flags=("--stop", "f")).stdout == "def\nghijklmnopqr\n"
     assert talk(sample, saves["separated"], "a", "b").stdout == "bc\nc\n"
 
 
-def test_answers_have_colors(saves, sample):
+def test_replies_have_colors(saves, sample):
     shown = talk(sample, saves["char"], "a fox", ", a dog", flags=("--show-probs",)).stdout
     assert len(COLOURED.findall(shown)) == 24
     assert ANSI.sub("", shown) == talk(sample, saves["char"], "a fox", ", a dog", flags=()).stdout
 
 
-def test_what_came_before_ctrl_c_is_kept(saves, sample, monkeypatch):
+def test_a_reply_interrupted_by_ctrl_c_stays_in_the_context(saves, sample, monkeypatch):
     asked = []
 
     def interrupted(*arguments: Any, **options: Any) -> Iterator[Step]:
@@ -757,7 +757,7 @@ def test_what_came_before_ctrl_c_is_kept(saves, sample, monkeypatch):
     assert talk(sample, saves["char"], "a fox", ", a dog").stdout == f"{first}\n{second}\n"
 
 
-# What is wrong with the input
+# Invalid input
 
 
 BAD_SETTINGS = {
@@ -846,7 +846,7 @@ def test_help_shows_every_default(script, monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "mps", "nonsense", "", "cuda:x", "meta"])
-def test_a_device_that_is_not_there_is_named(device, saves, sample):
+def test_an_unavailable_device_is_refused(device, saves, sample):
     if (device.startswith("cuda:0") or device == "cuda") and torch.cuda.is_available():
         pytest.skip("this machine has what the test wants missing")
     if device == "mps" and torch.backends.mps.is_available():
@@ -886,14 +886,14 @@ def broken(saves: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ),
     ],
 )
-def test_what_is_no_checkpoint_is_one_line(run, said, broken, sample):
+def test_an_invalid_checkpoint_is_one_error_line(run, said, broken, sample):
     result = sample(*([run] if run else []))
     assert error(result).startswith(f"error: {said}")
     assert len(result.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("name", ["best", "last"])
-def test_a_run_folder_means_its_checkpoint_and_no_folder_the_newest_run(name, saves, sample, tmp_path):
+def test_a_run_folder_selects_its_checkpoint_and_the_newest_run_is_the_default(name, saves, sample, tmp_path):
     for i, run in enumerate(("old", "new")):
         path = tmp_path / "runs" / run / "checkpoints" / f"{name}.safetensors"
         path.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The step of decoding against the whole model, for every architecture and far beyond the end of a block."""
+"""`Decoder` against `GPT.forward`, for every architecture and beyond `block_size`."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -55,7 +55,7 @@ PRESETS = sorted(file.stem for file in (CONFIGS / "model").glob("*.yaml"))
 
 
 @every
-def test_a_step_gives_the_logits_of_the_whole_model_on_the_text_so_far(changes: dict[str, Any]):
+def test_a_step_gives_the_logits_of_gpt_forward_on_the_whole_text(changes: dict[str, Any]):
     model, text = make(**changes), tokens(16)
     close(model, decode(model, [text[:3]], [text[3:]])[0], model(torch.tensor([text]))[0, 2:])
 
@@ -66,7 +66,7 @@ def gated_tanh(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("widths", "function"), [(1, torch.sin), (2, gated_tanh)])
-def test_a_new_activation_is_sampled_with_the_log_probabilities_of_the_model_and_an_unknown_one_raises(
+def test_an_added_activation_works_in_model_and_decoder_and_an_unknown_one_raises(
     widths: int, function: Any, monkeypatch: pytest.MonkeyPatch
 ):
     with pytest.raises(UserError, match=r"activation must be .*, got new"):
@@ -89,13 +89,13 @@ def test_a_new_activation_is_sampled_with_the_log_probabilities_of_the_model_and
         generate(model, prompt, max_new_tokens=1)
 
 
-def test_every_name_that_the_config_takes_is_in_the_tables():
+def test_every_activation_and_norm_of_the_config_is_in_the_tables_of_ops():
     assert functional.ACTIVATIONS.keys() == config.ACTIVATIONS.keys()
     assert functional.NORMS.keys() == set(config.NORMS)
 
 
 @pytest.mark.parametrize("setting", ["norm", "position", "norm_position"])
-def test_what_the_model_or_the_decoder_does_not_implement_raises(setting: str):
+def test_a_value_that_model_or_decoder_does_not_implement_raises(setting: str):
     model = make()
     object.__setattr__(model.config, setting, "new")  # past the config's own check
     for build in (lambda: GPT(model.config), lambda: Decoder(model, [[1]], 1, 1)):
@@ -104,7 +104,7 @@ def test_what_the_model_or_the_decoder_does_not_implement_raises(setting: str):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_step_of_every_preset_gives_the_logits_of_the_whole_model(preset: str):
+def test_a_step_of_every_preset_gives_the_logits_of_gpt_forward(preset: str):
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         composed = OmegaConf.to_container(compose("train", overrides=[f"model={preset}"]).model)
     narrow = {"n_layer": 2, "n_embd": 4 * composed["n_head"], "block_size": 12, "vocab_size": 23, "dropout": 0.0}
@@ -113,7 +113,7 @@ def test_a_step_of_every_preset_gives_the_logits_of_the_whole_model(preset: str)
     close(model, decode(model, [text[:5]], [text[5:]])[0], expected[-36:])
 
 
-def test_a_prompt_of_one_token_and_one_of_a_whole_block_are_gone_on_from():
+def test_prompts_of_one_token_and_of_a_full_block_are_continued():
     for changes in ({}, {"position": "rope"}, {"position": "none", "smear": 2, "ngram": 3}):
         model, text = make(**changes), tokens(16)
         close(model, decode(model, [text[:1]], [text[1:]])[0], model(torch.tensor([text]))[0])
@@ -121,7 +121,7 @@ def test_a_prompt_of_one_token_and_one_of_a_whole_block_are_gone_on_from():
 
 
 @every
-def test_prompts_of_several_lengths_are_continued_as_each_alone(changes: dict[str, Any]):
+def test_a_batch_of_prompts_of_several_lengths_is_decoded_as_each_alone(changes: dict[str, Any]):
     model = make(**changes)
     prompts, following = [tokens(n) for n in (3, 1, 16, 25)], [tokens(24) for _ in range(4)]
     together = decode(model, prompts, following)
@@ -130,7 +130,7 @@ def test_prompts_of_several_lengths_are_continued_as_each_alone(changes: dict[st
 
 
 @pytest.mark.parametrize("changes", ARCHITECTURES.values(), ids=ARCHITECTURES)
-def test_the_text_sampled_after_several_prompts_is_the_text_sampled_after_each_alone(changes: dict[str, Any]):
+def test_samples_of_a_batch_of_prompts_are_those_of_each_alone(changes: dict[str, Any]):
     model, prompts = make(**changes), [[1, 2, 3], [4] * 20, [5]]
     options = {"max_new_tokens": 45, "top_k": 8, "repetition_penalty": 1.2, "num_samples": 2, "seed": 3}
     alone = [sample.tokens for prompt in prompts for sample in generate(model, prompt, **options)]
@@ -138,7 +138,7 @@ def test_the_text_sampled_after_several_prompts_is_the_text_sampled_after_each_a
     assert len({tuple(sample) for sample in alone}) == 6
 
 
-def test_each_of_several_samples_goes_its_own_way_from_a_prompt_that_is_read_once():
+def test_several_samples_share_one_prefill_of_their_prompt():
     for changes in ({}, {"position": "rope", "ngram": 3, "smear": 2}):
         model, prompts, following = make(**changes), [tokens(5), tokens(2)], [tokens(20) for _ in range(6)]
         read = []
@@ -153,7 +153,7 @@ def test_each_of_several_samples_goes_its_own_way_from_a_prompt_that_is_read_onc
 
 @sliding
 @pytest.mark.parametrize("length", [3, 16, 29])
-def test_beyond_a_block_the_text_is_the_whole_model_with_a_window_of_a_block_at_every_layer(
+def test_beyond_block_size_decoding_equals_sliding_window_attention_in_every_layer(
     changes: dict[str, Any], length: int
 ):
     model, text = make(**changes), tokens(length + 160)
@@ -162,7 +162,7 @@ def test_beyond_a_block_the_text_is_the_whole_model_with_a_window_of_a_block_at_
 
 
 @sliding
-def test_prompts_of_several_lengths_slide_each_for_itself(changes: dict[str, Any]):
+def test_windows_of_prompts_of_several_lengths_slide_independently(changes: dict[str, Any]):
     model = make(**changes)
     texts, lengths = [tokens(n + 160) for n in (3, 16, 1, 11)], (3, 16, 1, 11)
     prompts = [text[:length] for text, length in zip(texts, lengths, strict=True)]
@@ -173,13 +173,13 @@ def test_prompts_of_several_lengths_slide_each_for_itself(changes: dict[str, Any
 
 @looking_back
 @pytest.mark.parametrize("length", [3, 16, 29])
-def test_learned_positions_read_the_newer_half_of_a_full_block_again(back: dict[str, Any], length: int):
+def test_beyond_block_size_learned_positions_read_the_newer_half_again(back: dict[str, Any], length: int):
     model, text = make(**back), tokens(length + 100)
     close(model, decode(model, [text[:length]], [text[length:]])[0], newer_halves(model, text, length))
 
 
 @looking_back
-def test_learned_positions_end_for_prompts_of_several_lengths_each_at_its_own_time(back: dict[str, Any]):
+def test_full_windows_of_learned_positions_are_read_again_independently(back: dict[str, Any]):
     model, lengths = make(**back), (3, 16, 1, 11)
     texts = [tokens(n + 60) for n in lengths]
     prompts = [text[:length] for text, length in zip(texts, lengths, strict=True)]
@@ -191,7 +191,7 @@ def test_learned_positions_end_for_prompts_of_several_lengths_each_at_its_own_ti
 @looking_back
 @pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize("block_size", [1, 2, 3, 5])
-def test_the_smallest_blocks_are_gone_beyond_like_any_other(block_size: int, position: str, back: dict[str, Any]):
+def test_decoding_beyond_block_size_works_for_the_smallest_blocks(block_size: int, position: str, back: dict[str, Any]):
     model, lengths = make(block_size=block_size, position=position, **back), (1, 4, 2)
     texts = [tokens(n + 25) for n in lengths]
     prompts = [text[:length] for text, length in zip(texts, lengths, strict=True)]
@@ -205,14 +205,14 @@ def test_the_smallest_blocks_are_gone_beyond_like_any_other(block_size: int, pos
             close(model, logits, sliding_window(model, text[length - read :])[read - 1 :])
 
 
-def test_a_rotation_is_right_thousands_of_tokens_after_the_beginning():
+def test_rotary_positions_are_exact_after_thousands_of_tokens():
     model, text = make(position="rope", block_size=8, n_layer=1), tokens(3000)
     close(model, decode(model, [text[:2]], [text[2:]])[0, -200:], sliding_window(model, text)[-200:])
 
 
 @pytest.mark.parametrize("changes", [{}, {"smear": 2, "ngram": 3}, *SLIDING.values()], ids=str)
 @pytest.mark.parametrize("lengths", [(3,), (3, 16, 7)])
-def test_the_memory_does_not_grow_however_long_the_text(changes: dict[str, Any], lengths: Sequence[int]):
+def test_memory_is_constant_beyond_block_size(changes: dict[str, Any], lengths: Sequence[int]):
     model = make(**changes)
     with torch.no_grad():
         decoder = Decoder(model, [tokens(n) for n in lengths], 1, 10**15)
@@ -223,14 +223,14 @@ def test_the_memory_does_not_grow_however_long_the_text(changes: dict[str, Any],
     assert max(held[2 * 16 :]) == max(held[: 2 * 16])
 
 
-def test_a_short_text_takes_no_more_memory_than_it_needs():
+def test_the_cache_of_a_short_text_is_small():
     model = make(block_size=4096, position="rope")
     assert memory(Decoder(model, [tokens(3)], 1, 20)) < memory(Decoder(model, [tokens(3)], 1, 4000)) / 5
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_any_architecture_decodes_any_prompts_as_the_whole_model_does(data: st.DataObject):
+def test_any_architecture_decodes_any_prompts_as_gpt_forward(data: st.DataObject):
     n_head, head_dim = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from([2, 4, 6]))
     changes = {
         "block_size": data.draw(st.integers(1, 9)),
@@ -270,7 +270,7 @@ def test_any_architecture_decodes_any_prompts_as_the_whole_model_does(data: st.D
 
 
 @pytest.mark.parametrize("changes", ARCHITECTURES.values(), ids=ARCHITECTURES)
-def test_a_model_in_16_bits_decodes_as_far_from_32_bits_as_when_it_reads_all(changes: dict[str, Any]):
+def test_bfloat16_decoding_is_as_close_to_float32_as_gpt_forward(changes: dict[str, Any]):
     text = tokens(16)
     exact = make(**changes)(torch.tensor([text]))[0, 2:]
     model = make(**changes).bfloat16()
@@ -281,7 +281,7 @@ def test_a_model_in_16_bits_decodes_as_far_from_32_bits_as_when_it_reads_all(cha
     assert beyond.isfinite().all()
 
 
-def test_decoding_changes_nothing_of_the_model():
+def test_decoding_leaves_the_model_unchanged():
     for changes in EVERY.values():
         model = make(**changes)
         before = {name: value.clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
