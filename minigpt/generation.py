@@ -185,7 +185,6 @@ class StopCriteria:
 
     def __init__(self, stop: Sequence[str | int], tokenizer: "Tokenizer | None", n_samples: int) -> None:
         self.ids = {item for item in stop if isinstance(item, int)}
-        # A lone surrogate is no valid UTF-8: such a string never occurs.
         self.strings = [item.encode("utf-8", "surrogatepass") for item in stop if isinstance(item, str)]
         if self.strings and tokenizer is None:
             raise UserError("stop has strings, which need a tokenizer; set tokenizer, or give token ids")
@@ -235,9 +234,7 @@ class Score:
 
 @torch.no_grad()
 def score(model: GPT, tokens: Prompt, start: Prompt) -> Score:
-    """Rate a text by a sliding window.
-
-    Every token is predicted from at least half a block, or from the whole text before it.
+    """Rate a text by a sliding window: each token has at least half a block, or all text before it, as context.
 
     Args:
         model: is used in evaluation mode and left in its mode.
