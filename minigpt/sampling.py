@@ -1,38 +1,40 @@
-"""From logits to a token: what is left out, in which order, and the draw. Depends on torch alone.
+"""Sampling from logits: repetition penalty, temperature, top-k, top-p, min-p, and the draw. Depends on torch alone.
 
-The order is that of Hugging Face's processors: repetition penalty, temperature, top-k, top-p, min-p; each
-sees what the ones before it left. Every sample has a generator of its own that gives one number a token, so
-its text does not depend on what else is drawn.
+The order is that of Hugging Face's logits processors; each filter acts on the output of the one before. Every sample
+has its own random generator, which gives one number per token, so a sample does not depend on the rest of the batch.
 
 Shapes: B samples, V vocab.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from minigpt.utils.errors import UserError
+from minigpt.generation_settings import check_settings
 
-_BLOCK = 64  # numbers that a generator gives at a time
+_NUMBERS_PER_REFILL = 64  # of each generator of `PerSampleRNG`
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn.
+    """Sampling settings.
 
     Args:
-        temperature: divides the logits; 0 takes the likeliest token, the first of several.
-        top_k: keep the k likeliest tokens, exactly k also where they tie.
-        top_p: keep the fewest likeliest tokens that have this probability together (Holtzman et al., 2019).
-        min_p: keep tokens with this fraction of the likeliest one's probability (Nguyen et al., 2024).
-        repetition_penalty: divides positive logits of tokens that are in the text already, and multiplies negative
-            ones (Keskar et al., 2019); 1 does nothing.
+        temperature: divides the logits; 0 is greedy decoding, which takes the first of equal maxima.
+        top_k: keep the k most likely tokens, exactly k even if several have equal logits.
+        top_p: keep the smallest set of most likely tokens with this total probability.
+        min_p: keep tokens with at least this fraction of the highest probability.
+        repetition_penalty: divides positive logits of tokens in the text and multiplies negative ones; 1 disables it.
 
     Raises:
-        UserError: a value is impossible.
+        UserError: a value is out of range.
+
+    Source:
+        top_p: Holtzman et al., 2019, https://arxiv.org/abs/1904.09751
+        min_p: Nguyen et al., 2024, https://arxiv.org/abs/2407.01082
+        repetition_penalty: Keskar et al., 2019, https://arxiv.org/abs/1909.05858
     """
 
     temperature: float = 1.0
@@ -42,57 +44,48 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, possible, expected in (
-            ("temperature", lambda x: 0 <= x < float("inf"), "a number of at least 0"),
-            ("top_k", lambda x: isinstance(x, int) and x >= 1, "a whole number of at least 1"),
-            ("top_p", lambda x: 0 < x <= 1, "a number above 0 and up to 1"),
-            ("min_p", lambda x: 0 <= x <= 1, "a number from 0 to 1"),
-            ("repetition_penalty", lambda x: 0.01 <= x <= 100, "a number from 0.01 to 100"),
-        ):
-            value = getattr(self, name)
-            if value is None and name in ("top_k", "top_p", "min_p"):
-                continue
-            if not isinstance(value, int | float) or isinstance(value, bool) or not possible(value):
-                raise UserError(f"{name}={value} is not possible; it takes {expected}")
+        check_settings(**vars(self))
 
     def filter(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Logits (B, V) with -inf for what is left out.
+        """Apply all filters to logits (B, V); excluded tokens get -inf.
 
         Args:
-            seen: boolean (B, V), true for tokens that are in the text; needed where there is a repetition penalty.
+            seen: boolean (B, V), true for tokens in the text; required with a repetition penalty.
         """
         logits = self._penalize(logits, seen)
         if self.temperature not in (0, 1):
-            if self.temperature < 0.01:  # from the largest: far beyond what numbers hold, inf - inf would come of it
+            if self.temperature < 0.01:  # relative to the maximum, or the quotients overflow to inf and NaN
                 logits = logits - logits.amax(dim=-1, keepdim=True)
-            logits = logits / self._divisor
-        if self.top_k is not None and self.top_k < logits.size(-1):
+            logits = logits / max(self.temperature, 1e-30)
+        if self.top_k is not None and self.top_k < logits.size(-1):  # `topk` breaks ties: exactly k are kept
             kept, index = logits.topk(self.top_k)  # (B, k)
             logits = torch.full_like(logits, float("-inf")).scatter(-1, index, kept)
         if self.top_p is not None and self.top_p < 1:
-            falling, index = logits.sort(dim=-1, descending=True)
-            p = falling.softmax(dim=-1)
-            enough = p.cumsum(dim=-1) - p >= self.top_p  # the likelier ones are
-            enough[:, 0] = False
-            falling = falling.masked_fill(enough, float("-inf"))
-            logits = torch.empty_like(logits).scatter(-1, index, falling)
+            descending, index = logits.sort(dim=-1, descending=True)
+            p = descending.softmax(dim=-1)
+            excluded = p.cumsum(dim=-1) - p >= self.top_p  # the more likely tokens reach top_p
+            excluded[:, 0] = False
+            descending = descending.masked_fill(excluded, float("-inf"))
+            logits = torch.empty_like(logits).scatter(-1, index, descending)
         if self.min_p:
             p = logits.softmax(dim=-1)
             logits = logits.masked_fill(p < self.min_p * p.amax(dim=-1, keepdim=True), float("-inf"))
         return logits
 
     def draw(self, logits: Tensor, uniform: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Token ids (B,) from logits (B, V) and a number from [0, 1) each, (B,), on whose device it is drawn."""
+        """Draw token ids (B,) from logits (B, V) by inverse transform sampling.
+
+        Args:
+            uniform: one number in [0, 1) per sample, (B,); the draw runs on its device.
+            seen: as for `filter`.
+        """
         if self.temperature == 0:
             return self._penalize(logits, seen).argmax(dim=-1)
         logits = self.filter(logits, seen)
-        # The number lies in one token's part of the probability. In 64 bits it stays below the total.
-        upto = logits.softmax(dim=-1).to(uniform.device).cumsum(dim=-1, dtype=torch.float64)  # (B, V)
-        return torch.searchsorted(upto, uniform[:, None] * upto[:, -1:], right=True)[:, 0].to(logits.device)
-
-    @cached_property
-    def _divisor(self) -> Tensor:
-        return torch.tensor(max(self.temperature, 1e-30))  # a plain number is made a tensor at every use
+        # In float64, a number below 1 times the total stays below the total.
+        cumulative = logits.softmax(dim=-1).to(uniform.device).cumsum(dim=-1, dtype=torch.float64)  # (B, V)
+        targets = uniform[:, None] * cumulative[:, -1:]  # (B, 1)
+        return torch.searchsorted(cumulative, targets, right=True)[:, 0].to(logits.device)
 
     def _penalize(self, logits: Tensor, seen: Tensor | None) -> Tensor:
         penalty = self.repetition_penalty
@@ -103,21 +96,22 @@ class Sampling:
 
 
 class PerSampleRNG:
-    """Numbers from [0, 1), a row of them from each of several generators, in 64 bits.
+    """Uniform float64 numbers in [0, 1) from one generator per sample.
 
     Args:
-        seeds: of the generators.
+        seeds: one per sample, (B,).
+        device: of the numbers; the CPU for MPS, which has no float64.
     """
 
     def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        self.device = torch.device("cpu") if device.type == "mps" else device  # MPS has no float64
-        self._used = _BLOCK
+        self.device = torch.device("cpu") if device.type == "mps" else device
+        self._used = _NUMBERS_PER_REFILL
 
     def next(self) -> Tensor:
-        """One from each generator, (B,)."""
-        if self._used == _BLOCK:
-            block = torch.stack([torch.rand(_BLOCK, generator=generator) for generator in self.generators], dim=1)
-            self._block, self._used = block.double().to(self.device), 0
+        """Return the next number of each generator, (B,)."""
+        if self._used == _NUMBERS_PER_REFILL:
+            columns = [torch.rand(_NUMBERS_PER_REFILL, generator=generator) for generator in self.generators]
+            self._numbers, self._used = torch.stack(columns, dim=1).double().to(self.device), 0
         self._used += 1
-        return self._block[self._used - 1]
+        return self._numbers[self._used - 1]

@@ -1,4 +1,4 @@
-"""The step of decoding against the whole model, for every architecture and far beyond the end of a block."""
+"""`Decoder` against `GPT.forward`, for every architecture and beyond `block_size`."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -52,13 +52,13 @@ PRESETS = sorted(file.stem for file in (CONFIGS / "model").glob("*.yaml"))
 
 
 @every
-def test_a_step_gives_the_logits_of_the_whole_model_on_the_text_so_far(changes: dict[str, Any]):
+def test_a_step_gives_the_logits_of_gpt_forward_on_the_whole_text(changes: dict[str, Any]):
     model, text = make(**changes), tokens(16)
     close(model, decode(model, [text[:3]], [text[3:]])[0], model(torch.tensor([text]))[0, 2:])
 
 
 @pytest.mark.parametrize("setting", ["norm", "position", "norm_position"])
-def test_what_the_model_or_the_decoder_does_not_implement_raises(setting: str):
+def test_a_value_that_model_or_decoder_does_not_implement_raises(setting: str):
     model = make()
     object.__setattr__(model.config, setting, "new")  # past the config's own check
     for build in (lambda: GPT(model.config), lambda: Decoder(model, [[1]], 1, 1)):
@@ -67,7 +67,7 @@ def test_what_the_model_or_the_decoder_does_not_implement_raises(setting: str):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_step_of_every_preset_gives_the_logits_of_the_whole_model(preset: str):
+def test_a_step_of_every_preset_gives_the_logits_of_gpt_forward(preset: str):
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         composed = OmegaConf.to_container(compose("train", overrides=[f"model={preset}"]).model)
     narrow = {"n_layer": 2, "n_embd": 4 * composed["n_head"], "block_size": 12, "vocab_size": 23, "dropout": 0.0}
@@ -76,7 +76,7 @@ def test_a_step_of_every_preset_gives_the_logits_of_the_whole_model(preset: str)
     close(model, decode(model, [text[:5]], [text[5:]])[0], expected[-36:])
 
 
-def test_a_prompt_of_one_token_and_one_of_a_whole_block_are_gone_on_from():
+def test_prompts_of_one_token_and_of_a_full_block_are_continued():
     for changes in ({}, {"position": "rope"}, {"position": "none", "smear": 2, "ngram": 3}):
         model, text = make(**changes), tokens(16)
         close(model, decode(model, [text[:1]], [text[1:]])[0], model(torch.tensor([text]))[0])
@@ -84,7 +84,7 @@ def test_a_prompt_of_one_token_and_one_of_a_whole_block_are_gone_on_from():
 
 
 @every
-def test_prompts_of_several_lengths_are_continued_as_each_alone(changes: dict[str, Any]):
+def test_a_batch_of_prompts_of_several_lengths_is_decoded_as_each_alone(changes: dict[str, Any]):
     model = make(**changes)
     prompts, following = [tokens(n) for n in (3, 1, 16, 25)], [tokens(24) for _ in range(4)]
     together = decode(model, prompts, following)
@@ -93,7 +93,7 @@ def test_prompts_of_several_lengths_are_continued_as_each_alone(changes: dict[st
 
 
 @pytest.mark.parametrize("changes", ARCHITECTURES.values(), ids=ARCHITECTURES)
-def test_the_text_sampled_after_several_prompts_is_the_text_sampled_after_each_alone(changes: dict[str, Any]):
+def test_samples_of_a_batch_of_prompts_are_those_of_each_alone(changes: dict[str, Any]):
     model, prompts = make(**changes), [[1, 2, 3], [4] * 20, [5]]
     options = {"max_new_tokens": 45, "top_k": 8, "repetition_penalty": 1.2, "num_samples": 2, "seed": 3}
     alone = [sample.tokens for prompt in prompts for sample in generate(model, prompt, **options)]
@@ -101,7 +101,7 @@ def test_the_text_sampled_after_several_prompts_is_the_text_sampled_after_each_a
     assert len({tuple(sample) for sample in alone}) == 6
 
 
-def test_each_of_several_samples_goes_its_own_way_from_a_prompt_that_is_read_once():
+def test_several_samples_share_one_prefill_of_their_prompt():
     for changes in ({}, {"position": "rope", "ngram": 3, "smear": 2}):
         model, prompts, following = make(**changes), [tokens(5), tokens(2)], [tokens(20) for _ in range(6)]
         read = []
@@ -116,7 +116,7 @@ def test_each_of_several_samples_goes_its_own_way_from_a_prompt_that_is_read_onc
 
 @sliding
 @pytest.mark.parametrize("length", [3, 16, 29])
-def test_beyond_a_block_the_text_is_the_whole_model_with_a_window_of_a_block_at_every_layer(
+def test_beyond_block_size_decoding_equals_sliding_window_attention_in_every_layer(
     changes: dict[str, Any], length: int
 ):
     model, text = make(**changes), tokens(length + 160)
@@ -125,7 +125,7 @@ def test_beyond_a_block_the_text_is_the_whole_model_with_a_window_of_a_block_at_
 
 
 @sliding
-def test_prompts_of_several_lengths_slide_each_for_itself(changes: dict[str, Any]):
+def test_windows_of_prompts_of_several_lengths_slide_independently(changes: dict[str, Any]):
     model = make(**changes)
     texts, lengths = [tokens(n + 160) for n in (3, 16, 1, 11)], (3, 16, 1, 11)
     prompts = [text[:length] for text, length in zip(texts, lengths, strict=True)]
@@ -136,13 +136,13 @@ def test_prompts_of_several_lengths_slide_each_for_itself(changes: dict[str, Any
 
 @looking_back
 @pytest.mark.parametrize("length", [3, 16, 29])
-def test_learned_positions_read_the_newer_half_of_a_full_block_again(back: dict[str, Any], length: int):
+def test_beyond_block_size_learned_positions_read_the_newer_half_again(back: dict[str, Any], length: int):
     model, text = make(**back), tokens(length + 100)
     close(model, decode(model, [text[:length]], [text[length:]])[0], newer_halves(model, text, length))
 
 
 @looking_back
-def test_learned_positions_end_for_prompts_of_several_lengths_each_at_its_own_time(back: dict[str, Any]):
+def test_full_windows_of_learned_positions_are_read_again_independently(back: dict[str, Any]):
     model, lengths = make(**back), (3, 16, 1, 11)
     texts = [tokens(n + 60) for n in lengths]
     prompts = [text[:length] for text, length in zip(texts, lengths, strict=True)]
@@ -154,7 +154,7 @@ def test_learned_positions_end_for_prompts_of_several_lengths_each_at_its_own_ti
 @looking_back
 @pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize("block_size", [1, 2, 3, 5])
-def test_the_smallest_blocks_are_gone_beyond_like_any_other(block_size: int, position: str, back: dict[str, Any]):
+def test_decoding_beyond_block_size_works_for_the_smallest_blocks(block_size: int, position: str, back: dict[str, Any]):
     model, lengths = make(block_size=block_size, position=position, **back), (1, 4, 2)
     texts = [tokens(n + 25) for n in lengths]
     prompts = [text[:length] for text, length in zip(texts, lengths, strict=True)]
@@ -168,14 +168,14 @@ def test_the_smallest_blocks_are_gone_beyond_like_any_other(block_size: int, pos
             close(model, logits, sliding_window(model, text[length - read :])[read - 1 :])
 
 
-def test_a_rotation_is_right_thousands_of_tokens_after_the_beginning():
+def test_rotary_positions_are_exact_after_thousands_of_tokens():
     model, text = make(position="rope", block_size=8, n_layer=1), tokens(3000)
     close(model, decode(model, [text[:2]], [text[2:]])[0, -200:], sliding_window(model, text)[-200:])
 
 
 @pytest.mark.parametrize("changes", [{}, {"smear": 2, "ngram": 3}, *SLIDING.values()], ids=str)
 @pytest.mark.parametrize("lengths", [(3,), (3, 16, 7)])
-def test_the_memory_does_not_grow_however_long_the_text(changes: dict[str, Any], lengths: Sequence[int]):
+def test_memory_is_constant_beyond_block_size(changes: dict[str, Any], lengths: Sequence[int]):
     model = make(**changes)
     with torch.no_grad():
         decoder = Decoder(model, [tokens(n) for n in lengths], 1, 10**15)
@@ -186,14 +186,14 @@ def test_the_memory_does_not_grow_however_long_the_text(changes: dict[str, Any],
     assert max(held[2 * 16 :]) == max(held[: 2 * 16])
 
 
-def test_a_short_text_takes_no_more_memory_than_it_needs():
+def test_the_cache_of_a_short_text_is_small():
     model = make(block_size=4096, position="rope")
     assert memory(Decoder(model, [tokens(3)], 1, 20)) < memory(Decoder(model, [tokens(3)], 1, 4000)) / 5
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_any_architecture_decodes_any_prompts_as_the_whole_model_does(data: st.DataObject):
+def test_any_architecture_decodes_any_prompts_as_gpt_forward(data: st.DataObject):
     n_head, head_dim = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from([2, 4, 6]))
     changes = {
         "block_size": data.draw(st.integers(1, 9)),
@@ -233,7 +233,7 @@ def test_any_architecture_decodes_any_prompts_as_the_whole_model_does(data: st.D
 
 
 @pytest.mark.parametrize("changes", ARCHITECTURES.values(), ids=ARCHITECTURES)
-def test_a_model_in_16_bits_decodes_as_far_from_32_bits_as_when_it_reads_all(changes: dict[str, Any]):
+def test_bfloat16_decoding_is_as_close_to_float32_as_gpt_forward(changes: dict[str, Any]):
     text = tokens(16)
     exact = make(**changes)(torch.tensor([text]))[0, 2:]
     model = make(**changes).bfloat16()
@@ -244,26 +244,7 @@ def test_a_model_in_16_bits_decodes_as_far_from_32_bits_as_when_it_reads_all(cha
     assert beyond.isfinite().all()
 
 
-@pytest.mark.parametrize("changes", [*ARCHITECTURES.values(), *SLIDING.values(), *LOOKING_BACK.values()], ids=str)
-def test_what_is_compiled_computes_the_same_logits(changes: dict[str, Any]):
-    model, prompts, following = make(**changes), [tokens(3), tokens(16), tokens(1)], [tokens(40) for _ in range(3)]
-    with torch.compiler.set_stance("force_eager"):  # what would be compiled, as Python runs it
-        for some in (slice(0, 1), slice(0, 3)):
-            close(
-                model,
-                decode(model, prompts[some], following[some], compile=True),
-                decode(model, prompts[some], following[some]),
-            )
-
-
-@pytest.mark.slow
-def test_a_compiled_step_draws_the_same_text():
-    model, options = make(position="rope", ngram=2), {"max_new_tokens": 40, "num_samples": 2, "top_k": 8}
-    plain, compiled = (generate(model, [[3], [1, 2, 5]], compile=compile, **options) for compile in (False, True))
-    assert [sample.tokens for sample in compiled] == [sample.tokens for sample in plain]
-
-
-def test_decoding_changes_nothing_of_the_model():
+def test_decoding_leaves_the_model_unchanged():
     for changes in EVERY.values():
         model = make(**changes)
         before = {name: value.clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
@@ -283,12 +264,10 @@ def tokens(n: int) -> list[int]:
     return torch.randint(23, (n,)).tolist()
 
 
-def decode(
-    model: GPT, prompts: list[list[int]], following: list[list[int]], num_samples: int = 1, compile: bool = False
-) -> Tensor:
+def decode(model: GPT, prompts: list[list[int]], following: list[list[int]], num_samples: int = 1) -> Tensor:
     """The logits after each prompt and after each token that follows it, (B, 1 + following, V)."""
     steps = torch.tensor(following).long().T  # (steps, B)
-    decoder = Decoder(model, prompts, num_samples, len(steps) + 1, compile=compile)
+    decoder = Decoder(model, prompts, num_samples, len(steps) + 1)
     return torch.stack([decoder.logits.clone(), *(decoder.step(step).clone() for step in steps)], dim=1)
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from minigpt.checkpoints.checkpoint import load_checkpoint, read
 from minigpt.data.tokenizer import Tokenizer, encode_prompt
-from minigpt.generation import check_settings, generate
+from minigpt.generation import generate
+from minigpt.generation_settings import check_settings
 from minigpt.interpret.attention_maps import attention_maps, token_texts
 from minigpt.interpret.plots import plot_maps
 from minigpt.model import GPT
@@ -33,7 +34,7 @@ class Samples(AfterCheckpoint):
             "top_k": top_k,
             "seed": seed,
         }
-        check_settings(**self.settings)
+        check_settings(key=lambda name: f"callbacks.samples.{name}", **self.settings)
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         self.tokenizer: Tokenizer = trainer.datamodule.corpus.tokenizer  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Decoding: tokens a second beside a loop without a cache and beside transformers, over the memory's bound."""
+"""Decoding in tokens/s against a loop without a cache, transformers, and the limit of the memory bandwidth."""
 
 import argparse
 import statistics
@@ -16,11 +16,11 @@ SHAPES = {  # nanoGPT's recipes for a CPU and for a GPU
     "nano": {"block_size": 64, "n_layer": 4, "n_head": 4, "n_embd": 128},
     "baby": {"block_size": 256, "n_layer": 6, "n_head": 6, "n_embd": 384},
 }
-LARGE = 256 << 20  # bytes read for the bandwidth: no cache holds them
+BANDWIDTH_BYTES = 256 << 20  # more than any CPU cache holds
 
 
 def sampling(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """A full block of new tokens from a prompt of one, untrained weights of nanoGPT's shapes, float32 on the CPU."""
+    """Measure one block of tokens after a prompt of one: untrained models of nanoGPT's shapes, float32, CPU."""
     import torch
 
     from minigpt.config import GPTConfig
@@ -38,10 +38,10 @@ def sampling(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             for streams in (1, 16):
                 n = model.config.block_size - 1
                 title = f"{name}, {streams} stream{'s'[: streams > 1]}"
-                # Of 16 streams of the larger model the loop is run at every eighth length only.
+                # With 16 streams of the larger model, the loop is run at every eighth length only.
                 stride = 8 if streams * model.config.n_embd > 4096 else 1
                 loop = without_cache(model, n, streams, stride)
-                ours = n * streams / seconds(lambda m=model, n=n, s=streams: tokens_of(m, n, s))
+                ours = n * streams / seconds(lambda m=model, n=n, s=streams: minigpt_tokens(m, n, s))
                 other = n * streams / seconds(lambda m=theirs, n=n, s=streams: transformers_tokens(m, n, s))
                 row |= {
                     f"{title}: no cache tokens/s": loop,
@@ -51,27 +51,26 @@ def sampling(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                     f"{title}: over transformers": ours / other,
                 }
                 if streams == 1:
-                    beyond = past_block(model)
+                    beyond = beyond_block(model)
                     full = without_cache(model, 1, 1, 1, context=model.config.block_size, times=16)
                     row |= {
-                        f"{name}, past its block: no cache tokens/s": full,
-                        f"{name}, past its block: minigpt tokens/s": beyond,
-                        f"{name}, past its block: over no cache": beyond / full,
+                        f"{name}, beyond its block: no cache tokens/s": full,
+                        f"{name}, beyond its block: minigpt tokens/s": beyond,
+                        f"{name}, beyond its block: over no cache": beyond / full,
                     }
-                    bound = gb_s * 1e9 / (4 * model.num_params(positions=False))
-                    row[f"{title}: share of the memory's bound"] = ours / bound
-            row |= compiled(model, name)
-            row |= started(model, name, folder)
+                    limit = gb_s * 1e9 / (4 * model.num_params(positions=False))
+                    row[f"{title}: share of the bandwidth limit"] = ours / limit
+            row |= startup(model, name, folder)
         rows.append(row)
     return rows
 
 
 def without_cache(model: Any, n: int, streams: int, stride: int, context: int = 1, times: int = 1) -> float:
-    """Tokens a second of nanoGPT's loop, which reads the whole text for every token.
+    """Return the tokens/s of nanoGPT's loop, which reads the whole text for every token.
 
     Args:
-        n: how many tokens follow a context, one more each time; every so many (`stride`) are drawn and timed.
-        times: that each is drawn.
+        n: number of text lengths, `context` + 0 … n - 1; every `stride`-th of them is timed.
+        times: repetitions per length.
     """
     import torch
 
@@ -87,8 +86,8 @@ def without_cache(model: Any, n: int, streams: int, stride: int, context: int = 
     return streams * times * len(range(0, n, stride)) / taken
 
 
-def past_block(model: Any) -> float:
-    """Tokens a second of ours in the second block of a text."""
+def beyond_block(model: Any) -> float:
+    """Return the tokens/s of minigpt in the second block of a text."""
     from minigpt.generation import stream
 
     n, start = model.config.block_size, 0.0
@@ -98,15 +97,15 @@ def past_block(model: Any) -> float:
     return (n - 1) / (time.perf_counter() - start)
 
 
-def tokens_of(model: Any, n: int, streams: int, **options: Any) -> None:
-    """Ours, from a prompt of one token."""
+def minigpt_tokens(model: Any, n: int, streams: int) -> None:
+    """Generate `n` tokens per stream with minigpt from a prompt of one token."""
     from minigpt.generation import generate
 
-    generate(model, [0], max_new_tokens=n, temperature=0.8, num_samples=streams, **options)
+    generate(model, [0], max_new_tokens=n, temperature=0.8, num_samples=streams)
 
 
 def in_transformers(model: Any) -> Any:
-    """The same weights in transformers' GPT-2, with biases of zero."""
+    """Return transformers' GPT-2 with the same weights and zero biases."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -134,7 +133,7 @@ def in_transformers(model: Any) -> Any:
 
 
 def transformers_tokens(model: Any, n: int, streams: int) -> None:
-    """transformers' own decoding, with its cache."""
+    """Generate `n` tokens per stream with transformers and its cache."""
     import torch
 
     prompt = torch.zeros(streams, 1, dtype=torch.long)
@@ -144,16 +143,8 @@ def transformers_tokens(model: Any, n: int, streams: int) -> None:
     )
 
 
-def compiled(model: Any, name: str) -> dict[str, float]:
-    """The step compiled: how long that takes, and the speed after it."""
-    n = model.config.block_size - 1
-    first = seconds(lambda: tokens_of(model, n, 1, compile=True), times=1)
-    then = seconds(lambda: tokens_of(model, n, 1, compile=True))
-    return {f"{name}, compiled: first text s": first, f"{name}, compiled: tokens/s": n / then}
-
-
-def started(model: Any, name: str, folder: Path) -> dict[str, float]:
-    """From launch to the first character, beyond importing torch."""
+def startup(model: Any, name: str, folder: Path) -> dict[str, float]:
+    """Return the seconds from launch to the first character, minus those of importing torch."""
     from minigpt.checkpoints.checkpoint import contents, write
     from minigpt.data.tokenizer import CharTokenizer
 
@@ -173,15 +164,15 @@ def started(model: Any, name: str, folder: Path) -> dict[str, float]:
 
 
 def bandwidth() -> float:
-    """Gigabytes a second that all threads together read."""
+    """Return the memory bandwidth of all threads in GB/s."""
     import torch
 
-    numbers = torch.ones(LARGE // 4)  # written once: untouched pages would all be one page of zeros
-    return LARGE / 1e9 / min(seconds(numbers.sum, times=1) for _ in range(5))
+    numbers = torch.ones(BANDWIDTH_BYTES // 4)  # written first: untouched pages all map to one page of zeros
+    return BANDWIDTH_BYTES / 1e9 / min(seconds(numbers.sum, times=1) for _ in range(5))
 
 
 def seconds(work: Callable[[], object], times: int = 3) -> float:
-    """The median time that something takes."""
+    """Return the median seconds of calling `work`."""
     taken = []
     for _ in range(times):
         start = time.perf_counter()

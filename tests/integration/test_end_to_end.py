@@ -173,7 +173,7 @@ BAD_INPUT = {
     "data.folder=empty.txt/data": "not a directory",
     "trainer.accelerator=cuda": "trainer.accelerator must be available on this machine, got cuda",
     "+trainer.color=red": "trainer.color is not an option; trainer takes accelerator,",
-    "callbacks.samples.top_k=0": "top_k must be",
+    "callbacks.samples.top_k=0": "top_k must be an integer",
     "callbacks.samples.prompt=Zebra": "the tokenizer does not know 'Z'",
     "max_steps=[1": "cannot parse the override max_steps=[1",
 }
@@ -220,7 +220,7 @@ def test_a_traceback_is_shown_on_request(launch: Callable[..., Any], tmp_path: P
         (["nowhere"], "nowhere does not exist"),
         (["."], "holds no checkpoints/best.safetensors"),
         (["text.txt"], "text.txt is not a"),
-        (["text.txt", "--top-k", "0"], "must be"),
+        (["text.txt", "--top-k", "0"], "--top-k must be an integer ≥ 1, got 0"),
     ],
 )
 def test_bad_input_to_sample_is_one_line(
