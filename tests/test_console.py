@@ -419,7 +419,7 @@ def test_a_text_that_cannot_be_read_is_one_line(option, file, said, saves, sampl
 def test_unknown_characters_are_named(how, saves, sample, tmp_path):
     (tmp_path / "text.txt").write_text("a Zebra, 7 …")
     said = error(sample(saves["char"], how, "a Zebra, 7 …" if how == "--prompt" else "text.txt"))
-    assert said.startswith("error: the tokenizer does not know '7', 'Z', '…'; it knows the 31 characters ")
+    assert said.startswith("error: the tokenizer has no id for '7', 'Z', '…'; its alphabet is the 31 characters ")
 
 
 def test_of_a_prompt_that_is_too_long_the_end_is_read_and_that_is_said(saves, sample):
@@ -445,7 +445,7 @@ def test_half_a_character_in_a_prompt_does_not_break_json(saves, sample):
 
 def test_half_a_character_is_named_by_a_tokenizer_that_does_not_know_it(saves, sample):
     said = error(sample(saves["char"], "--prompt", "a\udcffb"))
-    assert said.startswith("error: the tokenizer does not know '\ufffd'; ")
+    assert said.startswith("error: the tokenizer has no id for '\ufffd'; ")
 
 
 # Samples
@@ -729,7 +729,7 @@ BAD_COMMANDS = {
     "/repetition_penalty 0": "error: repetition_penalty=0.0 is not possible",
     "/max_new_tokens 0": "error: max_new_tokens=0 is not possible",
     "/seed -1": "error: seed=-1 is not possible",
-    "Zebra": "error: the tokenizer does not know 'Z'",
+    "Zebra": "error: the tokenizer has no id for 'Z'",
 }
 
 

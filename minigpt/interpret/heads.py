@@ -333,7 +333,7 @@ def _corpus(checkpoint: Path, ours: Mapping[str, Any]) -> "Corpus":
     for file in sorted(folder.glob("*/meta.json")):
         try:
             meta = read_json(file)
-            wanted = {"sha256": checksum, "tokenizer": ours["tokenizer"], "made": meta["made"] | split}
+            wanted = {"sha256": checksum, "tokenizer": ours["tokenizer"], "provenance": meta["provenance"] | split}
         except (OSError, ValueError, KeyError, TypeError):  # being written, or broken: not what is wanted
             continue
         if all(meta.get(key) == value for key, value in wanted.items()):

@@ -55,7 +55,6 @@ class TokenDataModule(L.LightningDataModule):
             first=lambda: trainer.fit_loop.epoch_loop.batch_progress.current.ready,
             stop=self.n_batches,
             repeat=self.overfit_batches,
-            left_out=self.left_out,
             device=trainer.strategy.root_device,
         )
 

@@ -50,7 +50,7 @@ def cache(request, tmp_path, monkeypatch):
 def nowhere(monkeypatch):
     """Two files of gpt2 at an address where nobody answers."""
     urls = [f"http://127.0.0.1:9/gpt-2/{name}" for name in ("vocab.bpe", "encoder.json")]
-    monkeypatch.setattr(encodings, "_FILES", {url: hashlib.sha256(SMALL).hexdigest() for url in urls})
+    monkeypatch.setattr(encodings, "_SHA256", {url: hashlib.sha256(SMALL).hexdigest() for url in urls})
     return urls
 
 
@@ -80,7 +80,7 @@ def server(monkeypatch):
             special = {SEPARATOR: 257}
             return {"name": "gpt2", "pat_str": PATTERNS["gpt2"], "mergeable_ranks": ranks, "special_tokens": special}
 
-        monkeypatch.setattr(encodings, "_FILES", {server.url: sha256})
+        monkeypatch.setattr(encodings, "_SHA256", {server.url: sha256})
         monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
         monkeypatch.setattr(tiktoken.registry, "ENCODING_CONSTRUCTORS", {"gpt2": small})
         yield server
@@ -101,7 +101,7 @@ def test_gpt2_has_the_ids_of_tiktoken(text):
 def gpt2(made=[]):  # noqa: B006
     """From its files, and then as a checkpoint keeps it."""
     if not made:
-        made.append(from_dict(encodings.encoding("gpt2", Path("unused")).to_dict()))
+        made.append(from_dict(encodings.load_encoding("gpt2", Path("unused")).to_dict()))
     return made[0]
 
 
@@ -130,13 +130,13 @@ def test_the_files_and_the_patterns_are_those_that_tiktoken_has(name, monkeypatc
     monkeypatch.setattr(public, "data_gym_to_mergeable_bpe_ranks", gym)
     described = public.ENCODING_CONSTRUCTORS[name]()
     assert described["pat_str"] == PATTERNS[ENCODINGS[name]]
-    assert {url: encodings._FILES[url] for url in encodings._urls(name)} == asked
+    assert {url: encodings._SHA256[url] for url in encodings._urls(name)} == asked
 
 
 @pytest.mark.parametrize("cache", ["given"], indirect=True)
 def test_without_a_network_one_error_names_both_files_and_where_they_belong(cache, nowhere):
     with pytest.raises(UserError) as error:
-        encodings.encoding("gpt2", cache)
+        encodings.load_encoding("gpt2", cache)
     for url in nowhere:
         assert f"{url} as {cache / key(url)}" in str(error.value)
     assert "TIKTOKEN_CACHE_DIR" in str(error.value)
@@ -148,7 +148,7 @@ def test_only_the_file_that_is_missing_is_named(cache, nowhere):
     cache.mkdir()
     (cache / key(nowhere[0])).write_bytes(SMALL)
     with pytest.raises(UserError) as error:
-        encodings.encoding("gpt2", cache)
+        encodings.load_encoding("gpt2", cache)
     assert nowhere[0] not in str(error.value)
     assert nowhere[1] in str(error.value)
     assert [file.name for file in cache.iterdir()] == [key(nowhere[0])]
@@ -156,7 +156,7 @@ def test_only_the_file_that_is_missing_is_named(cache, nowhere):
 
 def test_a_missing_file_is_fetched_once_and_tiktoken_finds_it(cache, server):
     for _ in range(2):
-        tokenizer = encodings.encoding("gpt2", cache)
+        tokenizer = encodings.load_encoding("gpt2", cache)
         assert tokenizer.encode("cab").tolist() == [99, 256]
         assert tokenizer.vocab_size == 258
     assert server.requests == ["/gpt-2/small.tiktoken"]
@@ -168,7 +168,7 @@ def test_a_missing_file_is_fetched_once_and_tiktoken_finds_it(cache, server):
 def test_a_damaged_file_is_fetched_again(cache, server, damage):
     cache.mkdir()
     (cache / key(server.url)).write_bytes(damage)
-    assert encodings.encoding("gpt2", cache).encode("cab").tolist() == [99, 256]
+    assert encodings.load_encoding("gpt2", cache).encode("cab").tolist() == [99, 256]
     assert server.requests == ["/gpt-2/small.tiktoken"]
     assert (cache / key(server.url)).read_bytes() == SMALL
 
@@ -177,7 +177,7 @@ def test_a_damaged_file_is_fetched_again(cache, server, damage):
 def test_a_file_that_is_not_the_promised_one_is_not_kept(cache, server):
     server.answer = b"<html>Please log in to this network</html>"
     with pytest.raises(UserError) as error:
-        encodings.encoding("gpt2", cache)
+        encodings.load_encoding("gpt2", cache)
     assert f"{server.url} as {cache / key(server.url)}" in str(error.value)
     assert list(cache.iterdir()) == []
 
@@ -185,7 +185,7 @@ def test_a_file_that_is_not_the_promised_one_is_not_kept(cache, server):
 def test_a_folder_that_cannot_be_written_is_named(cache, server):
     cache.write_text("a file")
     with pytest.raises(UserError) as error:
-        encodings.encoding("gpt2", cache)
+        encodings.load_encoding("gpt2", cache)
     assert str(cache) in str(error.value)
     assert os.strerror(errno.EEXIST) in str(error.value)
 
@@ -200,9 +200,9 @@ def test_the_environment_is_as_it_was(tmp_path, server, monkeypatch, given_, wor
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", given_ and str(tmp_path / given_))
     before = dict(os.environ)
     if works:
-        encodings.encoding("gpt2", tmp_path / "folder")
+        encodings.load_encoding("gpt2", tmp_path / "folder")
     else:
         monkeypatch.setattr(tiktoken.registry, "ENCODING_CONSTRUCTORS", {})
         with pytest.raises(ValueError, match="gpt2"):
-            encodings.encoding("gpt2", tmp_path / "folder")
+            encodings.load_encoding("gpt2", tmp_path / "folder")
     assert dict(os.environ) == before

@@ -19,10 +19,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minigpt.data import journal, readers, splits, token_files
 from minigpt.data import prepare as preparation
-from minigpt.data import readers as documents
-from minigpt.data import splits as splitting
-from minigpt.data import token_files as corpora
 from minigpt.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,7 +91,7 @@ def in_folder(made):
     """All that is in a folder of token files but how long it took."""
     folder = folder_of(made)
     meta = json.loads((folder / "meta.json").read_text())
-    del meta["made"]["seconds"]
+    del meta["provenance"]["seconds"]
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "meta.json"} | {"meta": meta}
 
 
@@ -170,9 +168,9 @@ def _named():
 @given(UNICODE, st.integers(1, 9))
 def test_reading_in_pieces_changes_no_token(text, piece):
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        for constant in ("_BLOCK", "_LONGEST"):
-            patch.setattr(documents, constant, piece)  # characters of several bytes lie across the pieces
-        patch.setattr(splitting, "_UNIT", piece)
+        for constant in ("_BLOCK_BYTES", "_MAX_CHUNK_CHARS"):
+            patch.setattr(readers, constant, piece)  # characters of several bytes lie across the pieces
+        patch.setattr(splits, "_BATCH_CHARS", piece)
         made = prepare(text, Path(folder))
         expected = nanogpt(text)
         assert on_disk(made) == expected
@@ -184,8 +182,8 @@ def test_reading_in_pieces_changes_no_token(text, piece):
 @given(st.text(" \n\t'abcdeABC12.é€", min_size=400, max_size=600), st.integers(2, 60))
 def test_sub_words_of_a_text_read_in_pieces_are_those_of_each_split_at_once(text, piece):
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        patch.setattr(documents, "_BLOCK", piece)
-        patch.setattr(splitting, "_UNIT", 50)
+        patch.setattr(readers, "_BLOCK_BYTES", piece)
+        patch.setattr(splits, "_BATCH_CHARS", 50)
         made = prepare(text * 3, Path(folder), BPE | {"vocab_size": 259}, val_fraction=0.3)
         cut = int(len(text) * 3 * 0.7)
         halves = text * 3
@@ -195,8 +193,8 @@ def test_sub_words_of_a_text_read_in_pieces_are_those_of_each_split_at_once(text
 
 def test_sub_words_of_prose_read_in_pieces_are_those_of_each_split_at_once(tmp_path, monkeypatch):
     text = "\n".join(stories(300))
-    monkeypatch.setattr(documents, "_BLOCK", 100)
-    monkeypatch.setattr(splitting, "_UNIT", 100)
+    monkeypatch.setattr(readers, "_BLOCK_BYTES", 100)
+    monkeypatch.setattr(splits, "_BATCH_CHARS", 100)
     made = prepare(text, tmp_path, BPE)
     cut = int(len(text) * 0.9)
     assert on_disk(made) == [made.tokenizer.encode(half).tolist() for half in (text[:cut], text[cut:])]
@@ -242,14 +240,14 @@ def test_an_empty_file_is_refused_by_name(tmp_path):
 
 def test_a_text_with_too_few_pairs_for_its_sub_words_is_refused_with_how_many_it_has(tmp_path):
     text = "a b c d e f g hi hi jk jkl jkl"
-    with pytest.raises(UserError, match=r"tokenizer\.vocab_size=300 .*use at most \d+") as refused:
+    with pytest.raises(UserError, match=r"tokenizer\.vocab_size must be at most \d+ for .*, got 300") as refused:
         prepare(text, tmp_path, BPE)
     assert leftovers(tmp_path) == []
     most = int(re.search(r"at most (\d+)", str(refused.value))[1])
     made = prepare(text, tmp_path, BPE | {"vocab_size": most})
     assert made.tokenizer.vocab_size == most > 257
     assert "".join(texts_on_disk(made)) == text
-    with pytest.raises(UserError, match=f"use at most {most}"):
+    with pytest.raises(UserError, match=f"must be at most {most} "):
         prepare(text, tmp_path, BPE | {"vocab_size": most + 1})
 
 
@@ -262,7 +260,7 @@ def test_a_bad_byte_is_named_by_its_offset_wherever_the_pieces_are_cut(text, bad
     with pytest.raises(UnicodeDecodeError) as expected:
         content.decode()
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        patch.setattr(documents, "_BLOCK", piece)
+        patch.setattr(readers, "_BLOCK_BYTES", piece)
         with pytest.raises(UserError, match=rf"mine.txt is not UTF-8.*offset {expected.value.start}\b"):
             prepare(content, Path(folder))
         assert leftovers(Path(folder)) == []
@@ -295,7 +293,7 @@ def test_several_documents_are_cut_at_the_beginning_of_the_nearest(texts, val_fr
 @pytest.mark.parametrize("tokenizer", ["char", "byte", BPE], ids=str)
 @pytest.mark.parametrize("unit", [1, 1 << 20])
 def test_separators_stand_between_documents_and_nowhere_else(tmp_path, monkeypatch, tokenizer, unit):
-    monkeypatch.setattr(splitting, "_UNIT", unit)
+    monkeypatch.setattr(splits, "_BATCH_CHARS", unit)
     texts = ["", *stories(40), "", *stories(20, seed=1), ""]
     made = prepare(rows(texts), tmp_path, tokenizer, name="mine.jsonl", val_fraction=0.3)
     texts = [text for text in texts if text]
@@ -336,7 +334,7 @@ def test_by_checksum_equal_documents_stay_on_one_side_and_the_rest_keep_their_or
         changes = {"split": "document", "val_fraction": val_fraction}
         made = prepare(rows(texts), Path(folder), "byte", name="mine.jsonl", **changes)
         train, val = (text.split("\n") for text in texts_on_disk(made))
-        duplicates = made.made["duplicates"]
+        duplicates = made.provenance["duplicates"]
     assert not set(train) & set(val)
     assert train == [text for text in texts if text in set(train)]
     assert val == [text for text in texts if text in set(val)]
@@ -361,7 +359,7 @@ def test_by_checksum_about_the_asked_fraction_is_taken_and_a_document_never_chan
 
 
 def test_by_checksum_a_document_that_is_read_in_pieces_stays_on_one_side(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "_BLOCK", 100)
+    monkeypatch.setattr(readers, "_BLOCK_BYTES", 100)
     texts = ["\n".join(stories(9, seed)) for seed in range(20)]
     (tmp_path / "in").mkdir()
     for i, text in enumerate(texts):
@@ -430,7 +428,7 @@ def test_sub_words_are_learnt_from_the_training_split_alone(tmp_path, split, nam
 @pytest.mark.parametrize("tokenizer", ["char", "byte", BPE], ids=str)
 @pytest.mark.parametrize("split", ["fraction", "document"])
 def test_the_figures_of_token_files_are_those_of_a_count_of_our_own(tmp_path, monkeypatch, tokenizer, split):
-    monkeypatch.setattr(preparation, "_SCANNED", 1)
+    monkeypatch.setattr(token_files, "_SCAN_TOKENS", 1)
     texts = [f"{text} é漢😀" for text in stories(60)]
     texts += texts[-3:] * 2
     made = prepare(rows(texts), tmp_path, tokenizer, name="mine.jsonl", split=split, val_fraction=0.3)
@@ -441,8 +439,8 @@ def test_the_figures_of_token_files_are_those_of_a_count_of_our_own(tmp_path, mo
         size = len("".join(half).encode())
         assert meta[name] == {"documents": len(half), "bytes": size, "tokens": len(ids)}
     assert made.val_bytes_per_token == len("".join(halves[1]).encode()) / len(on_disk(made)[1])
-    assert meta["made"]["used_ids"] == len(set(all_on_disk(made)))
-    assert meta["made"]["duplicates"] == sum(text in halves[1] for text in halves[0])
+    assert meta["provenance"]["used_ids"] == len(set(all_on_disk(made)))
+    assert meta["provenance"]["duplicates"] == sum(text in halves[1] for text in halves[0])
     total = len("".join(texts).encode())
     assert preparation.describe_corpus(made)["bytes per token"] == f"{total / len(all_on_disk(made)):.3f}"
 
@@ -456,17 +454,17 @@ def test_a_validation_text_that_is_missing_is_refused_by_its_setting(tmp_path):
 def test_documents_for_training_that_are_also_for_validation_are_counted_and_warned_of(
     tmp_path, monkeypatch, capsys, unit
 ):
-    monkeypatch.setattr(splitting, "_UNIT", unit)
+    monkeypatch.setattr(splits, "_BATCH_CHARS", unit)
     texts = stories(50)
     (tmp_path / "val.jsonl").write_text(rows([texts[3], "new", *[texts[7]] * 3, texts[49]]))
     own = {"name": "mine.jsonl", "val_path": str(tmp_path / "val.jsonl")}
     made = prepare(rows([*texts, texts[3]]), tmp_path, "byte", **own)
-    assert made.made["duplicates"] == 4  # for training: one of them twice
-    assert re.fullmatch(r"warning: 4 documents of mine\.jsonl .*\n", capsys.readouterr().err)
+    assert made.provenance["duplicates"] == 4  # for training: one of them twice
+    assert re.fullmatch(r"warning: 4 training documents of mine\.jsonl .*\n", capsys.readouterr().err)
     assert preparation.describe_corpus(made)["in both splits"] == "4 documents"
     assert not list(folder_of(made).glob("*documents*"))
     (tmp_path / "val.jsonl").write_text(rows(["new", texts[3][:-1]]))
-    assert prepare(rows(texts), tmp_path, "byte", **own).made["duplicates"] == 0
+    assert prepare(rows(texts), tmp_path, "byte", **own).provenance["duplicates"] == 0
     assert capsys.readouterr().err == ""
 
 
@@ -475,7 +473,7 @@ def test_documents_for_training_that_are_also_for_validation_are_counted_and_war
 
 @pytest.mark.parametrize("tokenizer", ["byte", BPE], ids=str)
 def test_shards_have_exactly_so_many_tokens_and_the_same_ids_together(tmp_path, monkeypatch, tokenizer):
-    monkeypatch.setattr(splitting, "_UNIT", 700)
+    monkeypatch.setattr(splits, "_BATCH_CHARS", 700)
     text = rows(stories(300))
     one = prepare(text, tmp_path, tokenizer, name="mine.jsonl")
     many = prepare(text, tmp_path, tokenizer, name="mine.jsonl", shard_tokens=1000)
@@ -486,15 +484,15 @@ def test_shards_have_exactly_so_many_tokens_and_the_same_ids_together(tmp_path, 
         assert sizes == [1000] * (files.tokens // 1000) + [files.tokens % 1000] * (files.tokens % 1000 > 0)
         assert [file.name for file in files.files] == [f"{split}-{i:05}.bin" for i in range(len(sizes))]
     assert len(many.train.files) > 5
-    assert one.made["tokens_sha256"] == many.made["tokens_sha256"]
+    assert one.provenance["tokens_sha256"] == many.provenance["tokens_sha256"]
     ids = np.array(all_on_disk(one), dtype=np.uint16)
-    assert one.made["tokens_sha256"] == hashlib.sha256(ids.tobytes()).hexdigest()
-    assert one.made["used_ids"] == many.made["used_ids"] == len(np.unique(ids))
+    assert one.provenance["tokens_sha256"] == hashlib.sha256(ids.tobytes()).hexdigest()
+    assert one.provenance["used_ids"] == many.provenance["used_ids"] == len(np.unique(ids))
 
 
 def test_shards_are_byte_identical_for_any_number_of_processes(tmp_path, monkeypatch):
-    monkeypatch.setattr(preparation, "_SMALL", 0)
-    monkeypatch.setattr(splitting, "_UNIT", 700)
+    monkeypatch.setattr(preparation, "_SINGLE_PROCESS_BYTES", 0)
+    monkeypatch.setattr(splits, "_BATCH_CHARS", 700)
     text = rows(stories(300))
     one, two, four = (
         prepare(text, tmp_path / f"{n}", BPE, name="mine.jsonl", shard_tokens=1000, processes=n) for n in (1, 2, 4)
@@ -556,12 +554,10 @@ def test_what_a_killed_process_left_does_no_harm(tmp_path):
 PREPARE = """if True:
     import os, resource, signal, sys
     from pathlib import Path
-    from minigpt.data import readers as documents
+    from minigpt.data import journal, readers, splits
     from minigpt.data import prepare as preparation
-    from minigpt.data import shards
-    from minigpt.data import splits as splitting
     sys.path.insert(0, sys.argv[1])
-    from test_preparation import corpus_of
+    from test_prepare import corpus_of
     folder = Path(sys.argv[2])
 """
 
@@ -569,7 +565,7 @@ PREPARE = """if True:
 def python(program, *arguments):
     """A process that runs a program, which finds the functions above."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    command = [sys.executable, "-c", PREPARE + program, str(ROOT / "tests"), *map(str, arguments)]
+    command = [sys.executable, "-c", PREPARE + program, str(ROOT / "tests/data"), *map(str, arguments)]
     return subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
 
 
@@ -612,17 +608,18 @@ def test_processes_that_prepare_at_once_all_get_whole_files(tmp_path):
 
 KILLED = """
     left = int(sys.argv[3])
-    documents._BLOCK, splitting._UNIT, preparation._NOTED, preparation._SMALL = 400, 300, 500, 0
-    append = shards.Shards.append
+    readers._BLOCK_BYTES, splits._BATCH_CHARS, journal._SAVE_EVERY_TOKENS = 400, 300, 500
+    preparation._SINGLE_PROCESS_BYTES = 0
+    append = journal.Shards.append
 
-    def dying(self, numbers):
+    def dying(self, ids):
         global left
         left -= 1
-        append(self, numbers)
+        append(self, ids)
         if left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    shards.Shards.append = dying
+    journal.Shards.append = dying
     corpus_of(folder.parent / "in", folder, {"name": "bpe", "vocab_size": 300}, **eval(sys.argv[4]))
 """
 
@@ -652,14 +649,14 @@ def killed(tmp_path):
     ids=["fraction", "document"],
 )
 def test_a_preparation_that_was_killed_carries_on_to_the_same_bytes(tmp_path, monkeypatch, killed, changes):
-    monkeypatch.setattr(documents, "_BLOCK", 400)
-    monkeypatch.setattr(splitting, "_UNIT", 300)
+    monkeypatch.setattr(readers, "_BLOCK_BYTES", 400)
+    monkeypatch.setattr(splits, "_BATCH_CHARS", 300)
     whole = corpus_of(tmp_path / "in", tmp_path / "whole", BPE, **changes)
     early = killed(90, **changes, processes=2)
     late = killed(101, **changes, processes=1)
-    assert 0 < sum(early.noted["lengths"]) < sum(late.noted["lengths"])
-    monkeypatch.setattr(preparation, "_NOTED", 500)
-    monkeypatch.setattr(preparation, "_SMALL", 0)
+    assert 0 < sum(early.noted["tokens"]) < sum(late.noted["tokens"])
+    monkeypatch.setattr(journal, "_SAVE_EVERY_TOKENS", 500)
+    monkeypatch.setattr(preparation, "_SINGLE_PROCESS_BYTES", 0)
     with open(late.partial / "train-00000.bin", "rb") as first:  # held open, so no new file gets its number
         made = corpus_of(tmp_path / "in", tmp_path / "data", BPE, **changes, processes=2)
         assert os.fstat(first.fileno()).st_ino == (folder_of(made) / "train-00000.bin").stat().st_ino
@@ -672,17 +669,17 @@ def test_a_preparation_that_was_killed_carries_on_to_the_same_bytes(tmp_path, mo
 def test_a_preparation_that_was_killed_still_counts_the_documents_in_both_splits(tmp_path, monkeypatch, killed):
     changes = {"shard_tokens": 100}  # a shard is smaller on the disk than the checksums of the documents
     whole = corpus_of(tmp_path / "in", tmp_path / "whole", BPE, **changes)
-    assert whole.made["duplicates"] > 0
-    killed(400, **changes)  # when most of those that are in both were read
-    monkeypatch.setattr(documents, "_BLOCK", 400)
-    monkeypatch.setattr(splitting, "_UNIT", 300)
+    assert whole.provenance["duplicates"] > 0
+    killed(200, **changes)  # when most of those that are in both were read
+    monkeypatch.setattr(readers, "_BLOCK_BYTES", 400)
+    monkeypatch.setattr(splits, "_BATCH_CHARS", 300)
     made = corpus_of(tmp_path / "in", tmp_path / "data", BPE, **changes)
-    assert made.made["duplicates"] == whole.made["duplicates"]
+    assert made.provenance["duplicates"] == whole.provenance["duplicates"]
 
 
 def test_a_text_that_is_damaged_in_the_middle_leaves_nothing_to_carry_on_from(tmp_path, monkeypatch):
-    monkeypatch.setattr(splitting, "_UNIT", 300)
-    monkeypatch.setattr(preparation, "_NOTED", 500)
+    monkeypatch.setattr(splits, "_BATCH_CHARS", 300)
+    monkeypatch.setattr(journal, "_SAVE_EVERY_TOKENS", 500)
     with pytest.raises(UserError, match=r"line 301: not JSON"):
         prepare(rows(stories(300)) + "{", tmp_path, "byte", name="mine.jsonl", split="document")
     assert leftovers(tmp_path) == []
@@ -690,6 +687,6 @@ def test_a_text_that_is_damaged_in_the_middle_leaves_nothing_to_carry_on_from(tm
 
 def test_token_files_made_of_files_load_again(tmp_path):
     made = prepare(rows(stories(50)), tmp_path, BPE, name="mine.jsonl")
-    again = corpora.load(folder_of(made))
-    assert (again.train, again.val, again.made) == (made.train, made.val, made.made)
+    again = token_files.load(folder_of(made))
+    assert (again.train, again.val, again.provenance) == (made.train, made.val, made.provenance)
     assert again.tokenizer.to_dict() == made.tokenizer.to_dict()

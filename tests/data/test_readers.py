@@ -12,7 +12,7 @@ import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from minigpt.data import readers as documents
+from minigpt.data import readers
 from minigpt.data.readers import TextChunk, cut_point, find_files, read_documents, text_chunks
 from minigpt.data.tokenizer import PATTERNS, BPETokenizer
 from minigpt.utils.errors import UserError
@@ -37,7 +37,7 @@ COMPRESS = {"": bytes, ".gz": gzip.compress, ".zst": lambda content: zstandard.Z
 @pytest.fixture(params=[1, 7, 1 << 20], ids=lambda size: f"blocks of {size}")
 def block(request, monkeypatch):
     """Bytes that are read at a time."""
-    monkeypatch.setattr(documents, "_BLOCK", request.param)
+    monkeypatch.setattr(readers, "_BLOCK_BYTES", request.param)
     return request.param
 
 
@@ -142,7 +142,7 @@ def test_a_text_file_is_one_document_as_it_is(tmp_path, block, kind, packed):
     file = tmp_path / f"a{kind}{packed}"
     file.write_bytes(COMPRESS[packed](TEXT.encode() * 20))
     assert texts_of(file) == [TEXT * 20]
-    assert [piece.read for piece in read_documents(file, "text")][-1] == file.stat().st_size
+    assert [piece.position for piece in read_documents(file, "text")][-1] == file.stat().st_size
 
 
 @pytest.mark.parametrize("packed", COMPRESS)
@@ -210,7 +210,7 @@ def test_every_row_of_parquet_is_a_document(tmp_path, kind):
     found = list(read_documents(file, "story"))
     assert [piece.text for piece in found] == texts
     assert all(piece.first for piece in found)
-    assert found[-1].read == file.stat().st_size
+    assert found[-1].position == file.stat().st_size
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_a_binary_file_is_refused_with_the_offset_of_its_zero(tmp_path_factory, 
     file = tmp_path_factory.mktemp("zero") / f"a.txt{packed}"
     file.write_bytes(COMPRESS[packed](before.encode() + b"\0" + after.encode()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "_BLOCK", block)
+        patch.setattr(readers, "_BLOCK_BYTES", block)
         assert f"offset {len(before.encode()):,};" in refusal(file)
 
 
@@ -335,7 +335,7 @@ def test_another_encoding_is_refused_with_the_offset_of_its_first_byte(
     file = tmp_path_factory.mktemp("latin") / f"a.txt{packed}"
     file.write_bytes(COMPRESS[packed](content))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "_BLOCK", block)
+        patch.setattr(readers, "_BLOCK_BYTES", block)
         assert f"offset {reference.value.start:,};" in refusal(file)
 
 
@@ -347,7 +347,7 @@ def test_characters_across_blocks_are_whole_and_a_byte_order_mark_is_left_out(tm
     file = tmp_path_factory.mktemp("blocks") / f"a.txt{packed}"
     file.write_bytes(COMPRESS[packed](text.encode()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "_BLOCK", block)
+        patch.setattr(readers, "_BLOCK_BYTES", block)
         assert texts_of(file) == [text.removeprefix("\ufeff")]
 
 
@@ -362,12 +362,12 @@ def test_utf16_is_refused(tmp_path):
 @given(st.lists(PROSE), st.integers(2, 60))
 def test_the_pieces_of_a_text_are_the_text_and_only_the_first_begins_it(blocks, block):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "_BLOCK", block)
+        patch.setattr(readers, "_BLOCK_BYTES", block)
         found = list(text_chunks((text, 10 * i) for i, text in enumerate(blocks)))
     assert "".join(piece.text for piece in found) == "".join(blocks)
     assert [piece.first for piece in found] == [True] + [False] * (len(found) - 1)
     assert all(piece.text for piece in found) or found == [TextChunk("", True, max(0, 10 * len(blocks) - 10))]
-    assert [piece.read for piece in found] == sorted(piece.read for piece in found)
+    assert [piece.position for piece in found] == sorted(piece.position for piece in found)
 
 
 def test_a_long_text_comes_in_several_pieces(tmp_path):
@@ -380,8 +380,8 @@ def test_a_long_text_comes_in_several_pieces(tmp_path):
 
 
 def test_a_text_without_a_good_place_is_cut_all_the_same(monkeypatch):
-    monkeypatch.setattr(documents, "_BLOCK", 100)
-    monkeypatch.setattr(documents, "_LONGEST", 1000)
+    monkeypatch.setattr(readers, "_BLOCK_BYTES", 100)
+    monkeypatch.setattr(readers, "_MAX_CHUNK_CHARS", 1000)
     found = list(text_chunks(("1" * 100, i) for i in range(35)))
     assert "".join(piece.text for piece in found) == "1" * 3500
     assert [piece.first for piece in found] == [True] + [False] * (len(found) - 1)
@@ -422,7 +422,7 @@ def test_a_text_is_cut_after_a_line_break_or_before_a_space(text, cut):
 def test_a_text_in_pieces_has_the_ids_of_the_whole_text(blocks, block):
     tokenizer = trained()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "_BLOCK", block)
+        patch.setattr(readers, "_BLOCK_BYTES", block)
         found = list(text_chunks((text, 0) for text in blocks))
     ids = [i for piece in found for i in tokenizer.encode(piece.text).tolist()]
     assert ids == tokenizer.encode("".join(blocks)).tolist()

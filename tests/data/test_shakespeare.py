@@ -76,7 +76,7 @@ def little(url=NOBODY):
 
 
 def find(folder, url=NOBODY):
-    return shakespeare.find(**little(url), folder=folder, known=folder / "checksums.json")
+    return shakespeare.find_text(**little(url), folder=folder, checksum_cache=folder / "checksums.json")
 
 
 # Where the text comes from.
@@ -169,9 +169,9 @@ def plays():
 
 
 def test_the_stand_in_is_made_of_all_38_plays(plays):
-    files = shakespeare.plays()
+    files = shakespeare.play_files()
     assert len(files) == len({file.name for file in files}) == 38
-    assert "".join(map(shakespeare.play, files)) == plays
+    assert "".join(map(shakespeare.read_play, files)) == plays
 
 
 @needs_shakespeare

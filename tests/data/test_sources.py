@@ -55,7 +55,7 @@ def configured(tmp_path):
 
 @pytest.fixture
 def find(configured):
-    return lambda *overrides: sources.find(configured(*overrides)[0])
+    return lambda *overrides: (*sources.find_sources(configured(*overrides)[0]), None)[:2]
 
 
 @pytest.fixture
@@ -76,8 +76,8 @@ def write_stories(folder, split, texts):
 def documents(source):
     """The texts of a source, put together from their pieces."""
     texts = []
-    for part in source.parts:
-        for piece in part():
+    for reader in source.readers:
+        for piece in reader():
             if piece.first:
                 texts.append("")
             texts[-1] += piece.text
@@ -96,7 +96,7 @@ def test_one_file_of_text_is_a_source_with_the_checksum_of_the_file(find, tmp_pa
     (tmp_path / name).write_text("some text é\r\n", encoding="utf-8", newline="")
     source, val = find("data=text", f"data.path='{tmp_path / name}'")
     assert documents(source) == ["some text é\r\n"]
-    assert source.sha256 == sha256("some text é\r\n".encode()) == sources.checksum(source, None)
+    assert source.sha256 == sha256("some text é\r\n".encode()) == sources.corpus_sha256([source])
     assert list(source.sizes) == [len("some text é\r\n".encode())]
     assert (val, source.stand_in) == (None, False)
     assert documents(source) == documents(source)  # again and again
@@ -110,7 +110,7 @@ def test_a_folder_gives_a_part_for_every_file_in_their_order(find, tmp_path):
     (folder / "c.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     source, _ = find("data=text", f"data.path={folder}")
     assert documents(source) == ["of a", "of b", "one", "two"]
-    assert (source.name, len(source.parts)) == ("texts", 3)
+    assert (source.name, len(source.readers)) == ("texts", 3)
     assert list(source.sizes) == [4, 4, (folder / "c.jsonl").stat().st_size]
     pattern, _ = find("data=text", f"data.path='{folder}/*.txt'")
     assert documents(pattern) == ["of b"]
@@ -124,10 +124,10 @@ def test_a_text_to_validate_on_is_another_source(find, tmp_path):
         source, val = find(*overrides, f"data.val_path={tmp_path}/b.txt")
         assert documents(val) == ["to validate on"]
         assert val.sha256 == sha256(b"to validate on")
-        both = sources.checksum(source, val)
+        both = sources.corpus_sha256([source, val])
         assert both not in (source.sha256, val.sha256)
         (tmp_path / "b.txt").write_text("another text")
-        assert sources.checksum(*find(*overrides, f"data.val_path={tmp_path}/b.txt")) != both
+        assert sources.corpus_sha256(find(*overrides, f"data.val_path={tmp_path}/b.txt")) != both
         (tmp_path / "b.txt").write_text("to validate on")
 
 
@@ -295,7 +295,7 @@ def test_several_processes_do_not_share_standard_input(find, stdin, monkeypatch,
 def test_all_plays_are_there_each_a_document(find):
     source, val = find("data=plays")
     texts = documents(source)
-    assert len(source.parts) == len(source.sizes) == len(texts) == 38
+    assert len(source.readers) == len(source.sizes) == len(texts) == 38
     assert val is None
     assert min(map(len, texts)) > 50_000
     assert len(set(texts)) == 38
@@ -389,7 +389,7 @@ def test_a_folder_without_data_is_a_mistake_of_the_user(find, tmp_path):
 def test_a_data_set_that_cannot_be_reached_is_one_line(tmp_path):
     """In a process of its own, where no module was imported before the environment said that there is no hub."""
     code = (
-        "from minigpt import sources; from minigpt.utils.errors import RunError, UserError\n"
+        "from minigpt.data import sources; from minigpt.utils.errors import RunError, UserError\n"
         "data = dict(dataset='nobody/nothing', subset=None, revision=None, field='text', name='x')\n"
         "try: next(sources._stream(data, 'train'))\n"
         "except (RunError, UserError) as error: print(error)\n"

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minigpt.data import prepare as preparation
-from minigpt.data import token_files as corpora
+from minigpt.data import token_files
 from minigpt.data.token_files import Tokens, from_bins
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer
 from minigpt.utils.errors import UserError
@@ -102,7 +102,7 @@ def test_windows_over_several_files_are_those_of_one_array(arrayed, data):
 
 
 def test_there_may_be_more_files_than_are_open_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpora, "_OPEN", 4)
+    monkeypatch.setattr(token_files, "_MAX_MAPPED_SHARDS", 4)
     array = np.arange(300, dtype=np.uint16)
     tokens = write(array, 3, tmp_path)
     index = np.random.default_rng(0).permutation(300 - 16)[:, None] + np.arange(17)
@@ -193,7 +193,7 @@ def meta(text):
 def test_broken_token_files_are_refused_by_name_and_made_anew_once_removed(tmp_path, spoil):
     folder = folder_of(prepare(TEXT, tmp_path, shard_tokens=20))
     spoil(folder)
-    for read in (lambda: corpora.load(folder), lambda: prepare(TEXT, tmp_path, shard_tokens=20)):
+    for read in (lambda: token_files.load(folder), lambda: prepare(TEXT, tmp_path, shard_tokens=20)):
         with pytest.raises(UserError, match=re.escape(f"remove {folder}")):
             read()
     for file in folder.iterdir():
@@ -205,13 +205,13 @@ def test_broken_token_files_are_refused_by_name_and_made_anew_once_removed(tmp_p
 
 def test_token_files_without_a_description_are_refused(tmp_path):
     with pytest.raises(UserError, match="broken token files"):
-        corpora.load(tmp_path)
+        token_files.load(tmp_path)
 
 
 def test_what_was_prepared_is_loaded(tmp_path):
     made = prepare(TEXT, tmp_path, shard_tokens=20)
     folder = folder_of(made)
-    loaded = corpora.load(folder)
+    loaded = token_files.load(folder)
     assert (loaded.name, loaded.stand_in, loaded.dtype, loaded.shard_tokens) == ("mine.txt", False, "uint16", 20)
     assert loaded.train.files == tuple(folder / f"train-{i:05}.bin" for i in range(3))
     assert loaded.val.files == (folder / "val-00000.bin",)
@@ -291,7 +291,7 @@ def test_a_separator_among_the_other_ids_has_no_bytes(tmp_path):
 
 @pytest.mark.parametrize("scanned", [1, 3, 1 << 24])
 def test_an_id_outside_the_vocabulary_of_the_tokenizer_is_refused(tmp_path, monkeypatch, sub_words, scanned):
-    monkeypatch.setattr(corpora, "_SCANNED", scanned)
+    monkeypatch.setattr(token_files, "_SCAN_TOKENS", scanned)
     for tokenizer, size in ((ByteTokenizer(), 256), (sub_words, 262)):
         read_bins(tmp_path, [1, 2, size - 1], [1, 2, 3, 4, size - 1], tokenizer)
         with pytest.raises(UserError, match=f"token id {size}, outside the vocabulary of {size}"):
@@ -331,5 +331,5 @@ def test_ids_alone_need_a_tokenizer_that_is_made_from_no_text(tmp_path):
     for tokenizer in ({"name": "char"}, {"name": "bpe", "vocab_size": 300}):
         with pytest.raises(UserError, match=rf"tokenizer={tokenizer['name']} .*tokenizer=gpt2"):
             preparation.load_corpus(data, tokenizer)
-    with pytest.raises(UserError, match="say whose they are"):
+    with pytest.raises(UserError, match="needs the tokenizer of its ids"):
         from_bins(train_bin, val_bin, CharTokenizer("abcde"), tmp_path / "known.json")

@@ -26,7 +26,6 @@ from minigpt.data.tokenizer import (
     CharTokenizer,
     encode_prompt,
     from_dict,
-    stream,
 )
 from minigpt.generation import generate, score
 from minigpt.model import GPT
@@ -318,43 +317,6 @@ def test_a_long_text_without_a_space_is_encoded():
         assert tokenizer_of("bpe").decode(tokenizer_of("bpe").encode(text)) == text
 
 
-# A text as its ids come
-
-
-@pytest.mark.parametrize("name", ["byte", "bpe"])
-@settings(max_examples=100, deadline=None)
-@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd")))
-@example(text="漢字 😀 é" * 5)
-def test_a_text_comes_in_whole_characters(name, text):
-    tokenizer = tokenizer_of(name)
-    parts = list(stream(tokenizer, tokenizer.encode(text).tolist()))
-    assert "".join(parts) == text
-    assert all(part and "\ufffd" not in part for part in parts)
-
-
-def test_every_character_comes_as_soon_as_it_is_whole():
-    text = "aé漢😀"
-    given_up = []
-
-    def ids():
-        for i in ByteTokenizer().encode(text).tolist():
-            given_up.append(i)
-            yield i
-
-    came = [(len(given_up), part) for part in stream(ByteTokenizer(), ids())]
-    assert came == [(1, "a"), (3, "é"), (6, "漢"), (10, "😀")]
-
-
-@pytest.mark.parametrize("name", ["byte", "bpe", "char"])
-@settings(max_examples=100, deadline=None)
-@given(ids=st.lists(st.integers(-2, 800)))
-@example(ids=[0xF0, 0x9F, 0x98])
-@example(ids=[0xE6, 0xBC, 97])
-def test_any_ids_stream_as_they_are_decoded(name, ids):
-    tokenizer = tokenizer_of(name)
-    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
-
-
 # Training
 
 
@@ -440,13 +402,13 @@ def test_training_is_the_same_in_every_process():
 
 @pytest.mark.parametrize("text", [WORDS, "abab", "a", ""], ids=["words", "abab", "a", "nothing"])
 def test_a_vocabulary_that_the_text_does_not_support_names_the_largest_that_it_does(text):
-    with pytest.raises(UserError, match=r"tokenizer\.vocab_size=50000 .*") as error:
+    with pytest.raises(UserError, match=r"tokenizer\.vocab_size must be .*, got 50000") as error:
         BPETokenizer.train([text], 50_000)
     largest = int(regex.search(r"at most (\d+)", str(error.value))[1])
     assert largest >= 257
     left = check_merges([text], largest)
     assert not left  # nothing is left to merge
-    with pytest.raises(UserError, match=f"at most {largest},"):
+    with pytest.raises(UserError, match=f"at most {largest} "):
         BPETokenizer.train([text], largest + 1)
 
 

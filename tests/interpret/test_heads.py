@@ -390,7 +390,7 @@ BAD_INPUT = {
     "two prompts": (["--prompt", "What", "--prompt-file", "-"], "--prompt and --prompt-file are two prompts"),
     "no file": (["--prompt-file", "none.txt"], "--prompt-file=none.txt cannot be read (no such file"),
     "long prompt": (["--prompt", "WhatWhatWhatWhatW"], "the prompt has 17 tokens and the model sees 16 "),
-    "unknown characters": (["--prompt", "Zeé"], "the tokenizer does not know 'Z', 'e', 'é'"),
+    "unknown characters": (["--prompt", "Zeé"], "the tokenizer has no id for 'Z', 'e', 'é'"),
     "layer 0": (["--prompt", "What", "--layer", "0"], "layer 0 does not exist; the model has layers 1 to 3"),
     "layer 4": (["--prompt", "What", "--layer", "4"], "layer 4 does not exist; the model has layers 1 to 3"),
     "head 3": (["--prompt", "What", "--head", "3"], "head 3 does not exist; the model has heads 1 to 2"),
