@@ -1,101 +1,73 @@
-"""Token files that grow while a corpus is tokenized, and a journal from which a killed process resumes."""
+"""Write token files batch by batch, with a journal from which a killed process resumes."""
 
 import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
 from minigpt.data.token_files import SPLITS, shard_file
 from minigpt.data.tokenizer import Ids
-from minigpt.utils.files import atomic_write, read_json
+from minigpt.utils.files import atomic_write, read_json, sync
 
 JOURNAL = "journal.json"
 _SAVE_EVERY_TOKENS = 1 << 24
 
 
 class Journal:
-    """Append the ids of batches to the token files of both splits.
+    """Append ids to the token files of both splits, in files of `shard_tokens` ids.
+
+    On resume, ids that a killed process wrote after the last journal entry are removed.
 
     Attributes:
-        batches: number of batches that were appended, also before the process resumed.
+        batches: number of batches that were appended, also before a resume.
+        tokens: number of ids in each split.
     """
 
     def __init__(self, folder: Path, dtype: str, shard_tokens: int) -> None:
-        self.file = folder / JOURNAL
-        self.batches, lengths = 0, [0, 0]
-        if self.file.is_file():
-            saved = read_json(self.file)
-            self.batches, lengths = saved["batches"], saved["tokens"]
-        self._saved_tokens = sum(lengths)
-        self.shards = [
-            Shards(folder, split, dtype=dtype, shard_tokens=shard_tokens, length=length)
-            for split, length in zip(SPLITS, lengths, strict=True)
-        ]
-
-    @property
-    def tokens(self) -> list[int]:
-        """Number of tokens in each split."""
-        return [shards.length for shards in self.shards]
+        self.folder, self.dtype, self.shard_tokens = folder, np.dtype(dtype), shard_tokens
+        self.batches, self.tokens = 0, [0, 0]
+        if (folder / JOURNAL).is_file():
+            saved = read_json(folder / JOURNAL)
+            self.batches, self.tokens = saved["batches"], saved["tokens"]
+        self._synced = list(self.tokens)
+        for split, length in zip(SPLITS, self.tokens, strict=True):
+            for file in folder.glob(f"{split}-*.bin"):
+                kept = length - int(file.stem.rpartition("-")[2]) * shard_tokens
+                if kept > 0:
+                    os.truncate(file, min(kept, shard_tokens) * self.dtype.itemsize)
+                else:
+                    file.unlink()
 
     def append(self, ids: Sequence[Ids]) -> None:
         """Append the ids of one batch, a row per split."""
-        for shards, row in zip(self.shards, ids, strict=True):
-            shards.append(row)
+        for i, row in enumerate(ids):
+            self._append_row(i, row.astype(self.dtype, copy=False))
         self.batches += 1
-        if sum(self.tokens) - self._saved_tokens >= _SAVE_EVERY_TOKENS:
-            for shards in self.shards:
-                shards.sync()
-            write_json(self.file, {"batches": self.batches, "tokens": self.tokens})
-            self._saved_tokens = sum(self.tokens)
+        if sum(self.tokens) - sum(self._synced) >= _SAVE_EVERY_TOKENS:
+            self.sync()
+            write_json(self.folder / JOURNAL, {"batches": self.batches, "tokens": self.tokens})
 
-    def close(self) -> None:
-        for shards in self.shards:
-            shards.close()
-
-
-class Shards:
-    """An array on disk that grows in files of `shard_tokens` ids.
-
-    Args:
-        length: ids to keep; those that a killed process wrote after its last journal entry are removed.
-    """
-
-    def __init__(self, folder: Path, split: str, *, dtype: str, shard_tokens: int, length: int) -> None:
-        self.folder, self.split, self.dtype = folder, split, np.dtype(dtype)
-        self.shard_tokens, self.length = shard_tokens, length
-        for file in folder.glob(f"{split}-*.bin"):
-            index = int(file.stem.rpartition("-")[2])
-            keep = min(max(0, length - index * shard_tokens), shard_tokens) * self.dtype.itemsize
-            if keep:
-                os.truncate(file, keep)
-            else:
-                file.unlink()
-        self._file: IO[bytes] | None = None
-
-    def append(self, ids: Ids) -> None:
-        while len(ids):
-            index, inside = divmod(self.length, self.shard_tokens)
-            if self._file is None or inside == 0:
-                self.close()
-                self._file = open(shard_file(self.folder, self.split, index), "ab")  # noqa: SIM115
-            head, ids = np.split(ids, [self.shard_tokens - inside])
-            self._file.write(head.astype(self.dtype, copy=False).data)
-            self.length += len(head)
+    def files(self, split: int) -> list[Path]:
+        """Return the token files of a split."""
+        return [shard_file(self.folder, SPLITS[split], i) for i in range(-(-self.tokens[split] // self.shard_tokens))]
 
     def sync(self) -> None:
-        """Flush the appended ids to disk."""
-        if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        """Flush the ids to disk that were appended since the last call."""
+        for split, synced in enumerate(self._synced):
+            for file in self.files(split)[synced // self.shard_tokens :]:
+                sync(file)
+        self._synced = list(self.tokens)
 
-    def close(self) -> None:
-        if self._file is not None:
-            self.sync()
-            self._file.close()
-            self._file = None
+    def _append_row(self, split: int, ids: Ids) -> None:
+        while len(ids):
+            index, inside = divmod(self.tokens[split], self.shard_tokens)
+            head, ids = np.split(ids, [self.shard_tokens - inside])
+            with open(shard_file(self.folder, SPLITS[split], index), "ab") as file:
+                file.write(head.data)
+            self.tokens[split] += len(head)
 
 
 def write_json(file: Path, values: Mapping[str, Any]) -> None:

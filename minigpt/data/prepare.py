@@ -26,7 +26,7 @@ from minigpt.data.encodings import load_encoding
 from minigpt.data.journal import JOURNAL, Journal, write_json
 from minigpt.data.sources import CHECKSUM_CACHE, Source, corpus_sha256, find_sources
 from minigpt.data.splits import TRAIN, VAL, TextBatches, cut_by_fraction, scan_corpus, split_chunks
-from minigpt.data.token_files import FORMAT, META, SPLITS, Corpus, Tokens, count_ids, shard_file
+from minigpt.data.token_files import FORMAT, META, SPLITS, Corpus, Tokens, count_ids
 from minigpt.data.tokenize_workers import tokenize
 from minigpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, token_dtype
 from minigpt.utils.errors import UserError
@@ -78,7 +78,7 @@ def describe_corpus(corpus: Corpus) -> dict[str, str]:
     if made:
         tokens, used, size = corpus.train.tokens + corpus.val.tokens, made["used_ids"], corpus.tokenizer.vocab_size
         files = f"{len(corpus.train.files)} + {len(corpus.val.files)}"
-        rows["bytes per token"] = f"{(corpus.train.bytes + corpus.val.bytes) / tokens:.3f}"
+        rows["bytes per token"] = f"{(corpus.train.bytes + corpus.val.bytes) / max(1, tokens):.3f}"
         rows["vocabulary"] = f"{size:,} ids, {used:,} of them used ({used / size:.1%})"
         rows["in both splits"] = f"{made['duplicates']:,} documents"
         rows["checksum"] = f"{made['tokens_sha256']} (of the ids)"
@@ -135,7 +135,7 @@ def _write_corpus(
         journal = Journal(partial, token_dtype(tokenizer.vocab_size), shard_tokens)
         batches = TextBatches(split_chunks(sources, provenance, plan["cut"]))
         _tokenize(sources, batches, tokenizer, journal, processes)
-        meta = _build_meta(partial, sources, provenance, batches, tokenizer, journal)
+        meta = _build_meta(sources, provenance, batches, tokenizer, journal)
         meta["provenance"]["seconds"] = time.monotonic() - started
         write_json(partial / META, meta)
         for file in (partial / _PLAN, partial / JOURNAL):
@@ -154,7 +154,8 @@ def _write_plan(partial: Path, sources: Sequence[Source], provenance: Mapping[st
     cut, alphabet = (0, 0), ""
     if provenance.get("split") == "fraction" or by_character:
         lengths, alphabet = scan_corpus(sources if by_character else sources[:1], by_character)
-        _require_text(sources, sum(lengths))
+        if not sum(lengths):
+            raise UserError(f"{sources[0].name} is empty; give a text that is not")
         if "val_fraction" in provenance:
             cut = cut_by_fraction(lengths, provenance["val_fraction"])
     texts = (chunk.text for split, chunk in split_chunks(sources, provenance, cut) if split == TRAIN)
@@ -175,11 +176,10 @@ def _tokenize(
         for ids in tokenize(tokenizer, remaining, processes):
             journal.append(ids)
             bar.update(batches.position - bar.n)
-    journal.close()
+    journal.sync()
 
 
 def _build_meta(
-    partial: Path,
     sources: Sequence[Source],
     provenance: Mapping[str, Any],
     batches: TextBatches,
@@ -188,7 +188,6 @@ def _build_meta(
 ) -> dict[str, Any]:
     """Check the token files and return the values of `meta.json`."""
     name, documents = sources[0].name, [len(hashes) for hashes in batches.hashes]
-    _require_text(sources, sum(journal.tokens))
     if provenance.get("split") == "document" and 0 in documents:
         empty = "training" if documents[TRAIN] == 0 else "validation"
         raise UserError(
@@ -199,10 +198,9 @@ def _build_meta(
     if duplicates:
         warn(f"{duplicates:,} training documents of {name} are also in the validation split")
     checksum, counts = hashlib.sha256(), np.zeros(tokenizer.vocab_size, dtype=np.int64)
-    for shards in journal.shards:
-        count = -(-shards.length // shards.shard_tokens)
-        files = [shard_file(partial, shards.split, i) for i in range(count)]
-        counts += count_ids(Tokens(files, shards.dtype.name, shards.shard_tokens, shards.length, tokenizer.vocab_size))
+    for split, tokens in enumerate(journal.tokens):
+        files = journal.files(split)
+        counts += count_ids(Tokens(files, journal.dtype.name, journal.shard_tokens, tokens, tokenizer.vocab_size))
         for file in files:
             checksum.update(np.memmap(file, mode="r").data)
     description = tokenizer.to_dict()
@@ -214,8 +212,8 @@ def _build_meta(
         "name": name,
         "sha256": corpus_sha256(sources),
         "stand_in": sources[0].stand_in,
-        "dtype": token_dtype(tokenizer.vocab_size),
-        "shard_tokens": journal.shards[TRAIN].shard_tokens,
+        "dtype": journal.dtype.name,
+        "shard_tokens": journal.shard_tokens,
         **{split: {"documents": n, "bytes": size, "tokens": tokens} for split, n, size, tokens in figures},
         "provenance": {
             **provenance,
@@ -225,11 +223,6 @@ def _build_meta(
         },
         "tokenizer": description,
     }
-
-
-def _require_text(sources: Sequence[Source], size: int) -> None:
-    if not size:
-        raise UserError(f"{sources[0].name} is empty; give a text that is not")
 
 
 def _lock(target: Path) -> AbstractContextManager[Any]:

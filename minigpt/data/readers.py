@@ -6,6 +6,7 @@ larger than memory.
 """
 
 import codecs
+import gzip
 import json
 import re
 import sys
@@ -162,38 +163,29 @@ def _read_text(file: Path) -> Iterator[tuple[str, int]]:
 
 def _read_blocks(file: Path) -> Iterator[tuple[bytes, int]]:
     """Yield decompressed blocks and the position in the file; the last block is empty."""
-    decompress = {".gz": _read_gzip, ".zst": _read_zstandard}.get(file.suffix.lower(), _read_plain)
+    suffix = file.suffix.lower()
     with open(file, "rb") as raw:
-        for block in decompress(raw, file):
-            yield block, raw.tell()
+        if suffix == ".zst":
+            blocks = _decompress_zstandard(raw)
+        else:
+            content: Any = gzip.GzipFile(fileobj=raw) if suffix == ".gz" else raw
+            blocks = iter(lambda: content.read(_BLOCK_BYTES), b"")
+        try:
+            for block in blocks:
+                yield block, raw.tell()
+            if suffix == ".gz" and raw.tell() == 0:  # GzipFile accepts an empty file
+                raise EOFError("it is empty")
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise UserError(f"{file} is not a complete {suffix} file ({error})") from error
         yield b"", raw.tell()
 
 
-def _read_plain(raw: IO[bytes], file: Path) -> Iterator[bytes]:
-    while block := raw.read(_BLOCK_BYTES):
-        yield block
-
-
-def _read_gzip(raw: IO[bytes], file: Path) -> Iterator[bytes]:
-    import gzip
-
-    if not raw.read(1):  # GzipFile accepts an empty file
-        raise UserError(f"{file} is not a complete gzip file (it is empty)")
-    raw.seek(0)
-    try:
-        with gzip.GzipFile(fileobj=raw) as unpacked:
-            while block := unpacked.read(_BLOCK_BYTES):
-                yield block
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{file} is not a complete gzip file ({error})") from error
-
-
-def _read_zstandard(raw: IO[bytes], file: Path) -> Iterator[bytes]:
+def _decompress_zstandard(raw: IO[bytes]) -> Iterator[bytes]:
     """Decompress frame by frame: zstandard's own stream reader accepts a truncated file."""
     zstandard = import_extra("zstandard")
     frames = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+    frame = frames.decompressobj()
     try:
-        frame = frames.decompressobj()
         while block := raw.read(1 << 16):
             while block:
                 if frame.eof:
@@ -202,9 +194,9 @@ def _read_zstandard(raw: IO[bytes], file: Path) -> Iterator[bytes]:
                     yield text
                 block = frame.unused_data if frame.eof else b""
     except zstandard.ZstdError as error:
-        raise UserError(f"{file} is not a complete zstandard file ({error})") from error
+        raise EOFError(str(error)) from error
     if not frame.eof:
-        raise UserError(f"{file} is not a complete zstandard file (it ends too early)")
+        raise EOFError("it ends too early")
 
 
 def _read_lines(file: Path) -> Iterator[tuple[str, int]]:

@@ -12,13 +12,17 @@ import pytest
 import tiktoken
 import tiktoken.load
 import tiktoken.registry
+from hydra import compose, initialize_config_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minigpt.data import encodings
+from minigpt.data.prepare import build_tokenizer
 from minigpt.data.tokenizer import ENCODINGS, PATTERNS, SEPARATOR, from_dict
+from minigpt.runs.config_checks import check_run
 from minigpt.utils.errors import UserError
 
+ROOT = Path(__file__).resolve().parents[2]
 CACHE = os.environ.get("TIKTOKEN_CACHE_DIR")
 TOKENS = [*(bytes([i]) for i in range(256)), b"ab"]
 SMALL = b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(TOKENS))
@@ -68,10 +72,10 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(monkeypatch):
-    """A small encoding that tiktoken itself knows as gpt2, with its one file on a server."""
+    """A small encoding in place of tiktoken's gpt2 and p50k_base, with its one file on a server."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.requests, server.answer = [], SMALL
-        server.url = f"http://127.0.0.1:{server.server_port}/gpt-2/small.tiktoken"
+        server.url = f"http://127.0.0.1:{server.server_port}/gpt-2/p50k_base.tiktoken"
         Thread(target=server.serve_forever, daemon=True).start()
         sha256 = hashlib.sha256(SMALL).hexdigest()
 
@@ -82,7 +86,7 @@ def server(monkeypatch):
 
         monkeypatch.setattr(encodings, "_SHA256", {server.url: sha256})
         monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
-        monkeypatch.setattr(tiktoken.registry, "ENCODING_CONSTRUCTORS", {"gpt2": small})
+        monkeypatch.setattr(tiktoken.registry, "ENCODING_CONSTRUCTORS", {"gpt2": small, "p50k_base": small})
         yield server
         server.shutdown()
 
@@ -159,7 +163,7 @@ def test_a_missing_file_is_fetched_once_and_tiktoken_finds_it(cache, server):
         tokenizer = encodings.load_encoding("gpt2", cache)
         assert tokenizer.encode("cab").tolist() == [99, 256]
         assert tokenizer.vocab_size == 258
-    assert server.requests == ["/gpt-2/small.tiktoken"]
+    assert server.requests == ["/gpt-2/p50k_base.tiktoken"]
     assert (cache / key(server.url)).read_bytes() == SMALL
     assert [file.name for file in cache.iterdir()] == [key(server.url)]
 
@@ -169,7 +173,7 @@ def test_a_damaged_file_is_fetched_again(cache, server, damage):
     cache.mkdir()
     (cache / key(server.url)).write_bytes(damage)
     assert encodings.load_encoding("gpt2", cache).encode("cab").tolist() == [99, 256]
-    assert server.requests == ["/gpt-2/small.tiktoken"]
+    assert server.requests == ["/gpt-2/p50k_base.tiktoken"]
     assert (cache / key(server.url)).read_bytes() == SMALL
 
 
@@ -188,6 +192,17 @@ def test_a_folder_that_cannot_be_written_is_named(cache, server):
         encodings.load_encoding("gpt2", cache)
     assert str(cache) in str(error.value)
     assert os.strerror(errno.EEXIST) in str(error.value)
+
+
+@pytest.mark.parametrize("cache", ["not given"], indirect=True)
+def test_an_encoding_without_a_config_file_is_selected_by_its_name(cache, server, tmp_path):
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        cfg = compose("prepare", overrides=["tokenizer=gpt2", "tokenizer.name=p50k_base"])
+    check_run(cfg)
+    tokenizer = build_tokenizer(cfg.tokenizer, tmp_path, "", ())
+    assert tokenizer.name == "p50k_base"
+    assert tokenizer.encode("cab").tolist() == [99, 256]
+    assert server.requests == ["/gpt-2/p50k_base.tiktoken"]
 
 
 @pytest.mark.parametrize("given_", [None, "elsewhere", ""])

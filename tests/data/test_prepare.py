@@ -610,16 +610,16 @@ KILLED = """
     left = int(sys.argv[3])
     readers._BLOCK_BYTES, splits._BATCH_CHARS, journal._SAVE_EVERY_TOKENS = 400, 300, 500
     preparation._SINGLE_PROCESS_BYTES = 0
-    append = journal.Shards.append
+    append = journal.Journal._append_row
 
-    def dying(self, ids):
+    def dying(self, *row):
         global left
         left -= 1
-        append(self, ids)
+        append(self, *row)
         if left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    journal.Shards.append = dying
+    journal.Journal._append_row = dying
     corpus_of(folder.parent / "in", folder, {"name": "bpe", "vocab_size": 300}, **eval(sys.argv[4]))
 """
 
