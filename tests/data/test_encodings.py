@@ -2,6 +2,7 @@
 
 import base64
 import errno
+import functools
 import hashlib
 import os
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -94,7 +95,7 @@ def server(monkeypatch):
 @pytest.mark.skipif(not CACHE, reason="TIKTOKEN_CACHE_DIR names no folder with the files of gpt2")
 @settings(max_examples=100, deadline=None)
 @given(st.one_of(TEXTS, st.text(" \n\r\t'aAsStT1.!é漢", max_size=60)))
-def test_gpt2_has_the_ids_of_tiktoken(text):
+def test_gpt2_ids_equal_those_of_tiktoken(text):
     reference = tiktoken.get_encoding("gpt2")
     tokenizer = gpt2()
     ids = tokenizer.encode(text).tolist()
@@ -102,22 +103,21 @@ def test_gpt2_has_the_ids_of_tiktoken(text):
     assert tokenizer.decode(ids) == reference.decode(ids) == text
 
 
-def gpt2(made=[]):  # noqa: B006
-    """From its files, and then as a checkpoint keeps it."""
-    if not made:
-        made.append(from_dict(encodings.load_encoding("gpt2", Path("unused")).to_dict()))
-    return made[0]
+@functools.cache
+def gpt2():
+    """GPT-2's tokenizer, loaded from its files and rebuilt as from a checkpoint."""
+    return from_dict(encodings.load_encoding("gpt2", Path("unused")).to_dict())
 
 
 @pytest.mark.skipif(not CACHE, reason="TIKTOKEN_CACHE_DIR names no folder with the files of gpt2")
-def test_gpt2_is_as_large_as_gpt2():
+def test_gpt2_has_its_vocabulary_size_and_separator():
     assert gpt2().vocab_size == 50_257
     assert gpt2().separator.tolist() == [50_256]
     assert gpt2().encode(SEPARATOR).tolist() == tiktoken.get_encoding("gpt2").encode_ordinary(SEPARATOR)
 
 
 @pytest.mark.parametrize("name", ENCODINGS)
-def test_the_files_and_the_patterns_are_those_that_tiktoken_has(name, monkeypatch):
+def test_files_checksums_and_patterns_equal_those_of_tiktoken(name, monkeypatch):
     import tiktoken_ext.openai_public as public
 
     asked = {}
@@ -138,7 +138,7 @@ def test_the_files_and_the_patterns_are_those_that_tiktoken_has(name, monkeypatc
 
 
 @pytest.mark.parametrize("cache", ["given"], indirect=True)
-def test_without_a_network_one_error_names_both_files_and_where_they_belong(cache, nowhere):
+def test_without_a_network_the_error_lists_both_files_and_their_paths(cache, nowhere):
     with pytest.raises(UserError) as error:
         encodings.load_encoding("gpt2", cache)
     for url in nowhere:
@@ -148,7 +148,7 @@ def test_without_a_network_one_error_names_both_files_and_where_they_belong(cach
 
 
 @pytest.mark.parametrize("cache", ["not given"], indirect=True)  # each waits for three seconds
-def test_only_the_file_that_is_missing_is_named(cache, nowhere):
+def test_the_error_lists_only_the_missing_file(cache, nowhere):
     cache.mkdir()
     (cache / key(nowhere[0])).write_bytes(SMALL)
     with pytest.raises(UserError) as error:
@@ -158,7 +158,7 @@ def test_only_the_file_that_is_missing_is_named(cache, nowhere):
     assert [file.name for file in cache.iterdir()] == [key(nowhere[0])]
 
 
-def test_a_missing_file_is_fetched_once_and_tiktoken_finds_it(cache, server):
+def test_a_missing_file_is_downloaded_once(cache, server):
     for _ in range(2):
         tokenizer = encodings.load_encoding("gpt2", cache)
         assert tokenizer.encode("cab").tolist() == [99, 256]
@@ -169,7 +169,7 @@ def test_a_missing_file_is_fetched_once_and_tiktoken_finds_it(cache, server):
 
 
 @pytest.mark.parametrize("damage", [b"", SMALL[:100], SMALL.replace(b"256", b"255"), SMALL + b"\n"])
-def test_a_damaged_file_is_fetched_again(cache, server, damage):
+def test_a_damaged_file_is_downloaded_again(cache, server, damage):
     cache.mkdir()
     (cache / key(server.url)).write_bytes(damage)
     assert encodings.load_encoding("gpt2", cache).encode("cab").tolist() == [99, 256]
@@ -178,7 +178,7 @@ def test_a_damaged_file_is_fetched_again(cache, server, damage):
 
 
 @pytest.mark.parametrize("cache", ["not given"], indirect=True)  # each waits for three seconds
-def test_a_file_that_is_not_the_promised_one_is_not_kept(cache, server):
+def test_a_download_with_a_wrong_checksum_is_not_kept(cache, server):
     server.answer = b"<html>Please log in to this network</html>"
     with pytest.raises(UserError) as error:
         encodings.load_encoding("gpt2", cache)
@@ -186,7 +186,7 @@ def test_a_file_that_is_not_the_promised_one_is_not_kept(cache, server):
     assert list(cache.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_is_named(cache, server):
+def test_the_error_names_a_cache_folder_that_is_not_writable(cache, server):
     cache.write_text("a file")
     with pytest.raises(UserError) as error:
         encodings.load_encoding("gpt2", cache)
@@ -207,7 +207,7 @@ def test_an_encoding_without_a_config_file_is_selected_by_its_name(cache, server
 
 @pytest.mark.parametrize("given_", [None, "elsewhere", ""])
 @pytest.mark.parametrize("works", [True, False])
-def test_the_environment_is_as_it_was(tmp_path, server, monkeypatch, given_, works):
+def test_loading_an_encoding_restores_the_environment(tmp_path, server, monkeypatch, given_, works):
     monkeypatch.delenv("DATA_GYM_CACHE_DIR", raising=False)
     if given_ is None:
         monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)

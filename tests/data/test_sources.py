@@ -74,13 +74,13 @@ def write_stories(folder, split, texts):
 
 
 def documents(source):
-    """The texts of a source, put together from their pieces."""
+    """The texts of a source, put together from their chunks."""
     texts = []
     for reader in source.readers:
-        for piece in reader():
-            if piece.first:
+        for chunk in reader():
+            if chunk.first:
                 texts.append("")
-            texts[-1] += piece.text
+            texts[-1] += chunk.text
     return texts
 
 
@@ -92,7 +92,7 @@ def sha256(content):
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.md", "My notes!", "a.TXT", "b.c.txt"])
-def test_one_file_of_text_is_a_source_with_the_checksum_of_the_file(find, tmp_path, name):
+def test_a_source_of_one_text_file_has_its_checksum(find, tmp_path, name):
     (tmp_path / name).write_text("some text é\r\n", encoding="utf-8", newline="")
     source, val = find("data=text", f"data.path='{tmp_path / name}'")
     assert documents(source) == ["some text é\r\n"]
@@ -102,7 +102,7 @@ def test_one_file_of_text_is_a_source_with_the_checksum_of_the_file(find, tmp_pa
     assert documents(source) == documents(source)  # again and again
 
 
-def test_a_folder_gives_a_part_for_every_file_in_their_order(find, tmp_path):
+def test_a_folder_gives_one_reader_per_file_in_order(find, tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
     (folder / "b.txt").write_text("of b")
@@ -117,7 +117,7 @@ def test_a_folder_gives_a_part_for_every_file_in_their_order(find, tmp_path):
     assert pattern.sha256 == sha256(b"of b")
 
 
-def test_a_text_to_validate_on_is_another_source(find, tmp_path):
+def test_a_separate_validation_text_is_a_second_source(find, tmp_path):
     (tmp_path / "a.txt").write_text("to train on")
     (tmp_path / "b.txt").write_text("to validate on")
     for overrides in (("data=text", f"data.path={tmp_path}/a.txt"), ("data=plays",)):
@@ -132,7 +132,7 @@ def test_a_text_to_validate_on_is_another_source(find, tmp_path):
 
 
 @pytest.mark.parametrize("setting", ["data.path", "data.val_path"])
-def test_a_missing_text_names_its_setting_and_its_path(find, tmp_path, setting):
+def test_a_missing_text_raises_with_its_key_and_path(find, tmp_path, setting):
     (tmp_path / "a.txt").write_text("a")
     missing = tmp_path / "missing.txt"
     with pytest.raises(UserError) as error:
@@ -140,13 +140,13 @@ def test_a_missing_text_names_its_setting_and_its_path(find, tmp_path, setting):
     assert str(error.value).startswith(f"{setting}={missing}")
 
 
-def test_a_text_that_is_not_named_is_asked_for(find):
+def test_a_null_path_raises(find):
     with pytest.raises(UserError, match=r"data\.path=…"):
         find("data=text")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL", "a.jsonl.GZ"])
-def test_another_field_of_the_same_file_is_another_source(find, tmp_path, name):
+def test_another_field_gives_another_checksum(find, tmp_path, name):
     import gzip
 
     content = b'{"title": "a title", "body": "a body"}\n'
@@ -157,7 +157,7 @@ def test_another_field_of_the_same_file_is_another_source(find, tmp_path, name):
     assert title.sha256 != body.sha256
 
 
-def test_every_change_of_a_folder_is_another_source(find, tmp_path):
+def test_every_change_of_a_folder_gives_another_checksum(find, tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
     seen = set()
@@ -187,7 +187,7 @@ def test_every_change_of_a_folder_is_another_source(find, tmp_path):
     assert changed()
 
 
-def test_where_a_text_lies_is_no_part_of_its_checksum(find, tmp_path):
+def test_the_checksum_does_not_depend_on_the_folder(find, tmp_path):
     for folder in (tmp_path / "one", tmp_path / "two"):
         folder.mkdir()
         for name in ("a.txt", "b.md"):
@@ -196,7 +196,7 @@ def test_where_a_text_lies_is_no_part_of_its_checksum(find, tmp_path):
     assert one.sha256 == two.sha256
 
 
-def test_checksums_are_remembered_and_writes_are_noticed(tmp_path):
+def test_checksums_are_cached_until_the_file_is_written(tmp_path):
     file, known = tmp_path / "a.txt", tmp_path / "data/checksums.json"
     file.write_bytes(b"first")
     assert checksums([file], known) == [sha256(b"first")]
@@ -213,7 +213,7 @@ def test_checksums_are_remembered_and_writes_are_noticed(tmp_path):
     assert [path.name for path in known.parent.iterdir()] == ["checksums.json"]
 
 
-def test_files_that_are_one_have_a_checksum_each(tmp_path):
+def test_repeated_and_linked_files_each_get_a_checksum(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "b.txt").write_text("b")
     (tmp_path / "c.txt").symlink_to(tmp_path / "a.txt")
@@ -221,7 +221,7 @@ def test_files_that_are_one_have_a_checksum_each(tmp_path):
     assert checksums(files, tmp_path / "known") == [sha256(content) for content in (b"a", b"b", b"a", b"a")]
 
 
-def test_checksums_need_no_folder_that_can_be_written(tmp_path):
+def test_checksums_work_without_a_writable_cache(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"a")
     assert checksums([tmp_path / "a.txt"], tmp_path / "a.txt/known") == [sha256(b"a")]
 
@@ -240,7 +240,7 @@ def stdin(monkeypatch):
     return give
 
 
-def test_standard_input_is_read_once_and_found_by_the_processes_that_are_started_later(find, tmp_path, stdin):
+def test_standard_input_is_read_once_and_shared_with_child_processes(find, tmp_path, stdin):
     content = "from a pipe: é漢😀\r\n".encode() * 100_000  # several blocks
     stdin(content)
     for _ in range(2):
@@ -257,13 +257,13 @@ def test_standard_input_is_read_once_and_found_by_the_processes_that_are_started
     ]
 
 
-def test_standard_input_that_is_a_known_text_has_its_name(find, stdin):
+def test_standard_input_with_a_known_checksum_gets_its_name(find, stdin):
     stdin(b"known")
     source, _ = find("data.path=-", "data.name=mine", f"data.sha256={sha256(b'known')}")
     assert source.name == "mine"
 
 
-def test_standard_input_without_a_text_is_refused_by_name(find, tmp_path, stdin, monkeypatch):
+def test_standard_input_without_a_text_raises(find, tmp_path, stdin, monkeypatch):
     stdin(b"")
     with pytest.raises(UserError, match=r"^data\.path=- .* is empty;"):
         find("data=text", "data.path=-")
@@ -280,7 +280,7 @@ def test_standard_input_without_a_text_is_refused_by_name(find, tmp_path, stdin,
 
 
 @pytest.mark.parametrize("count", ["WORLD_SIZE", "SLURM_NTASKS"])
-def test_several_processes_do_not_share_standard_input(find, stdin, monkeypatch, count):
+def test_standard_input_with_several_processes_raises(find, stdin, monkeypatch, count):
     stdin(b"a text")
     monkeypatch.setenv(count, "2")
     with pytest.raises(UserError, match=r"^data\.path=- .* several processes"):
@@ -292,7 +292,7 @@ def test_several_processes_do_not_share_standard_input(find, stdin, monkeypatch,
 # Plays
 
 
-def test_all_plays_are_there_each_a_document(find):
+def test_each_play_is_one_document(find):
     source, val = find("data=plays")
     texts = documents(source)
     assert len(source.readers) == len(source.sizes) == len(texts) == 38
@@ -309,7 +309,7 @@ def test_all_plays_are_there_each_a_document(find):
 # Data sets of a hub
 
 
-def test_a_folder_laid_out_like_a_data_set_is_read_with_its_own_validation(find, stories):
+def test_a_local_data_set_is_read_with_its_validation_split(find, stories):
     source, val = find("data=tinystories", f"data.dataset={stories}")
     assert documents(source) == TRAIN
     assert documents(val) == VAL
@@ -322,14 +322,14 @@ def test_a_folder_laid_out_like_a_data_set_is_read_with_its_own_validation(find,
         assert find("data=tinystories", f"data.dataset={stories}", other)[0].sha256 != source.sha256
 
 
-def test_a_data_set_without_its_own_validation_is_one_source(find, stories, tmp_path):
+def test_a_data_set_without_a_validation_split_is_one_source(find, stories, tmp_path):
     assert find("data=openwebtext", f"data.dataset={stories}")[1] is None
     (tmp_path / "b.txt").write_text("to validate on")
     _, val = find("data=tinystories", f"data.dataset={stories}", f"data.val_path={tmp_path}/b.txt")
     assert documents(val) == ["to validate on"]
 
 
-def test_a_local_data_set_is_left_as_it_is_and_found_again(find, stories):
+def test_a_local_data_set_is_not_changed_and_its_checksum_is_stable(find, stories):
     before = sorted(stories.rglob("*"))
     first = [source.sha256 for source in find("data=tinystories", f"data.dataset={stories}")]
     assert sorted(stories.rglob("*")) == before
@@ -353,7 +353,7 @@ def test_a_local_data_set_is_tokenized_once(configured, stories):
     assert again.sha256 == corpus.sha256
 
 
-def test_a_column_that_a_data_set_has_not_names_those_with_text(find, stories):
+def test_a_missing_column_raises_with_the_columns_with_text(find, stories):
     for column in ("story", "id"):
         source, _ = find("data=tinystories", f"data.dataset={stories}", f"data.field={column}")
         with pytest.raises(UserError) as error:
@@ -363,14 +363,14 @@ def test_a_column_that_a_data_set_has_not_names_those_with_text(find, stories):
         assert "text are text, title;" in str(error.value)
 
 
-def test_a_split_that_a_data_set_has_not_is_named(find, stories):
+def test_a_missing_split_raises_with_its_name(find, stories):
     source, _ = find("data=tinystories", f"data.dataset={stories}", "data.train_split=exam")
     with pytest.raises(UserError, match="exam"):
         documents(source)
 
 
 @pytest.mark.parametrize("damage", ["cut short", "damaged"])
-def test_a_damaged_file_of_a_data_set_is_a_mistake_of_the_user(find, stories, damage):
+def test_a_damaged_data_set_raises(find, stories, damage):
     file = stories / "data/train-00000-of-00001.parquet"
     content = file.read_bytes()
     file.write_bytes(content[:-200] if damage == "cut short" else content[:10] + bytes(600) + content[610:])
@@ -379,14 +379,14 @@ def test_a_damaged_file_of_a_data_set_is_a_mistake_of_the_user(find, stories, da
         documents(source)
 
 
-def test_a_folder_without_data_is_a_mistake_of_the_user(find, tmp_path):
+def test_an_empty_data_set_folder_raises(find, tmp_path):
     (tmp_path / "nothing").mkdir()
     source, _ = find("data=tinystories", f"data.dataset={tmp_path}/nothing")
     with pytest.raises(UserError, match="nothing"):
         documents(source)
 
 
-def test_a_data_set_that_cannot_be_reached_is_one_line(tmp_path):
+def test_an_unreachable_data_set_gives_a_one_line_error(tmp_path):
     """In a process of its own, where no module was imported before the environment said that there is no hub."""
     code = (
         "from minigpt.data import sources; from minigpt.utils.errors import RunError, UserError\n"

@@ -42,7 +42,7 @@ WORDS = (
 
 @cache
 def tokenizer_of(name):
-    """One of each kind; those of sub-words are trained here."""
+    """One of each kind; those of byte-pair encodings are trained here."""
     if name == "bpe":
         return BPETokenizer.train([WORDS, Path(__file__).read_text(encoding="utf-8")], 700)
     return {"byte": ByteTokenizer(), "char": CharTokenizer.of(WORDS)}[name]
@@ -66,14 +66,14 @@ def nanogpt_stoi(text):
 
 
 @given(st.data(), TEXTS)
-def test_decoding_undoes_encoding(data, corpus):
+def test_decode_inverts_encode(data, corpus):
     tokenizer = CharTokenizer.of(corpus)
     text = data.draw(st.text(st.sampled_from(sorted(set(corpus)))))
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @given(TEXTS)
-def test_ids_are_those_of_nanogpt_in_code_point_order(text):
+def test_char_ids_equal_those_of_nanogpt(text):
     stoi = nanogpt_stoi(text)
     tokenizer = CharTokenizer.of(text)
     assert tokenizer.encode(text).tolist() == [stoi[ch] for ch in text]
@@ -86,17 +86,17 @@ def test_ids_are_decoded_from_lists_and_arrays(kind):
     assert CharTokenizer("abc").decode(kind([2, 0, 1, 0])) == "caba"
 
 
-def test_ids_that_no_character_has_become_the_replacement_character():
+def test_invalid_char_ids_decode_to_the_replacement_character():
     assert CharTokenizer("abc").decode([0, 3, 2, 64, -1]) == "a\ufffdc\ufffd\ufffd"
 
 
-def test_an_empty_text_has_no_ids_and_no_ids_are_an_empty_text():
+def test_an_empty_text_has_no_ids():
     tokenizer = CharTokenizer("abc")
     assert len(tokenizer.encode("")) == 0
     assert tokenizer.decode([]) == ""
 
 
-def test_all_unknown_characters_are_named_in_one_error():
+def test_one_error_lists_all_unknown_characters():
     with pytest.raises(UserError) as error:
         CharTokenizer("acz").encode("czb~a😀\tb")  # b lies between known characters, ~ and 😀 beyond them
     message = str(error.value)
@@ -106,14 +106,14 @@ def test_all_unknown_characters_are_named_in_one_error():
         assert known not in message
 
 
-def test_a_text_in_another_script_is_refused_with_a_short_line():
+def test_a_text_in_another_script_gives_a_short_error():
     with pytest.raises(UserError) as error:
         CharTokenizer("abc").encode("".join(map(chr, range(0x4E00, 0x5E00))))
     assert len(str(error.value)) < 300
 
 
 @given(TEXTS)
-def test_a_tokenizer_survives_json(text):
+def test_a_char_tokenizer_round_trips_through_json(text):
     tokenizer = CharTokenizer.of(text)
     again = from_dict(json.loads(json.dumps(tokenizer.to_dict())))
     assert again.vocab_size == tokenizer.vocab_size
@@ -168,12 +168,12 @@ def test_a_tokenizer_survives_json(text):
     ],
     ids=lambda garbage: f"{garbage!r:.60}",
 )
-def test_what_does_not_describe_a_tokenizer_is_refused(garbage):
+def test_from_dict_rejects_invalid_values(garbage):
     with pytest.raises(UserError):
         from_dict(garbage)
 
 
-def test_a_prompt_is_encoded_as_it_is():
+def test_encode_prompt_encodes_the_prompt():
     tokenizer = CharTokenizer("\nab")
     assert encode_prompt(tokenizer, "ba\n").tolist() == [2, 1, 0]
     with pytest.raises(UserError, match="'x'"):
@@ -181,7 +181,7 @@ def test_a_prompt_is_encoded_as_it_is():
 
 
 @pytest.mark.parametrize(("alphabet", "first"), [("\t\nab", 1), ("ab", 0)], ids=["newline", "no newline"])
-def test_an_empty_prompt_begins_from_a_new_line_or_from_the_first_id(alphabet, first):
+def test_an_empty_prompt_is_a_new_line_or_the_first_id(alphabet, first):
     assert encode_prompt(CharTokenizer(alphabet), "").tolist() == [first]
 
 
@@ -189,7 +189,7 @@ def test_an_empty_prompt_begins_from_a_new_line_or_from_the_first_id(alphabet, f
 
 
 @pytest.mark.parametrize("scripts", ["αβγδε漢字語 \n", "aé漢😀\U0010ffff", "\x00~\xff", "\u0100\uffff"])
-def test_long_texts_have_the_ids_of_a_dictionary(scripts):
+def test_ids_of_long_texts_equal_a_dictionary_lookup(scripts):
     stoi = nanogpt_stoi(scripts)
     tokenizer = CharTokenizer.of(scripts)
     choose = np.random.default_rng(0).choice
@@ -201,18 +201,18 @@ def test_long_texts_have_the_ids_of_a_dictionary(scripts):
 
 
 @pytest.mark.parametrize("place", [0, 32_767, 32_768, 99_999])
-def test_one_unknown_character_in_a_long_text_is_found(place):
+def test_one_unknown_character_in_a_long_text_raises(place):
     text = "α" * place + "ω" + "α" * (99_999 - place)
     with pytest.raises(UserError, match="'ω'"):
         CharTokenizer("αβ漢").encode(text)
 
 
-# Bytes and sub-words
+# Bytes and byte-pair encodings
 
 
 @pytest.mark.parametrize("name", ["char", "byte", "bpe"])
 @pytest.mark.filterwarnings("error")  # torch's, of arrays that cannot be written
-def test_encoded_text_goes_straight_into_the_model(name):
+def test_the_model_takes_encoded_arrays(name):
     tokenizer = tokenizer_of(name)
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=tokenizer.vocab_size, block_size=8, n_layer=1, n_head=1, n_embd=8)).eval()
@@ -231,7 +231,7 @@ def test_encoded_text_goes_straight_into_the_model(name):
 
 
 @pytest.mark.parametrize("name", ["char", "byte", "bpe"])
-def test_a_notebook_shows_a_tokenizer_in_one_short_line(name):
+def test_the_repr_of_a_tokenizer_is_one_short_line(name):
     shown = repr(tokenizer_of(name))
     assert str(tokenizer_of(name).vocab_size) in shown
     assert len(shown) < 120
@@ -244,7 +244,7 @@ def test_a_notebook_shows_a_tokenizer_in_one_short_line(name):
 @example(text=WORDS)
 @example(text=f"a{SEPARATOR}b{SEPARATOR}")
 @example(text="'s'LL \t\r\n \u2028\x85\x1c \xa0  x")
-def test_bytes_and_sub_words_give_any_text_back(name, text):
+def test_byte_and_bpe_round_trip_any_text(name, text):
     tokenizer = tokenizer_of(name)
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
@@ -255,14 +255,14 @@ def test_bytes_and_sub_words_give_any_text_back(name, text):
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_the_ids_of_bytes_are_those_of_utf8(text):
+def test_byte_ids_are_utf8(text):
     assert ByteTokenizer().encode(text).tolist() == list(text.encode())
 
 
 @pytest.mark.parametrize("name", ["byte", "bpe"])
 @settings(deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
-def test_bytes_and_sub_words_survive_json(name, text):
+def test_byte_and_bpe_tokenizers_round_trip_through_json(name, text):
     tokenizer = tokenizer_of(name)
     again = from_dict(json.loads(json.dumps(tokenizer.to_dict())))
     assert again.to_dict() == tokenizer.to_dict()
@@ -274,14 +274,14 @@ def test_bytes_and_sub_words_survive_json(name, text):
 
 
 @pytest.mark.parametrize("name", ["byte", "bpe", "char"])
-def test_ids_can_be_written_to_as_torch_wants_it(name):
+def test_ids_are_writable_for_torch(name):
     tokenizer = tokenizer_of(name)
     for ids in (tokenizer.encode("the cat"), tokenizer.encode(""), tokenizer.start, tokenizer.separator):
         assert ids.flags.writeable
 
 
 @pytest.mark.parametrize("name", ["byte", "bpe"])
-def test_halves_of_characters_are_encoded_as_something(name):
+def test_lone_surrogates_are_encoded(name):
     """A terminal can give a prompt such characters."""
     tokenizer = tokenizer_of(name)
     decoded = tokenizer.decode(tokenizer.encode("a\udcffb"))
@@ -289,13 +289,13 @@ def test_halves_of_characters_are_encoded_as_something(name):
 
 
 @pytest.mark.parametrize("name", ["byte", "bpe"])
-def test_ids_outside_the_vocabulary_become_the_replacement_character(name):
+def test_invalid_ids_decode_to_the_replacement_character(name):
     tokenizer = tokenizer_of(name)
     (a,) = tokenizer.encode("a").tolist()
     assert tokenizer.decode([a, tokenizer.vocab_size, -1, a, 1 << 40]) == "a\ufffd\ufffda\ufffd"
 
 
-def test_the_name_of_the_separator_is_text_within_a_text():
+def test_the_separator_within_a_text_is_ordinary_text():
     tokenizer = tokenizer_of("bpe")
     ids = tokenizer.encode(f"a{SEPARATOR}b").tolist()
     assert tokenizer.separator.tolist() == [tokenizer.vocab_size - 1]
@@ -304,7 +304,7 @@ def test_the_name_of_the_separator_is_text_within_a_text():
     assert tokenizer.decode([*ids, *tokenizer.separator.tolist(), *ids]) == f"a{SEPARATOR}b" * 2
 
 
-def test_an_empty_prompt_of_sub_words_begins_from_the_separator_where_there_were_some():
+def test_an_empty_bpe_prompt_is_the_separator_if_the_corpus_has_it():
     plain = tokenizer_of("bpe")
     separated = from_dict(plain.to_dict() | {"separated": True})
     assert plain.decode(encode_prompt(plain, "")) == "\n"
@@ -358,7 +358,7 @@ def check_merges(texts, vocab_size):
 
 
 @pytest.mark.parametrize("vocab_size", [257, 258, 270, 330])
-def test_training_merges_the_most_frequent_pairs_as_a_textbook_does(vocab_size):
+def test_training_merges_the_most_frequent_pairs(vocab_size):
     check_merges([WORDS, "another text with the cat and the rat", ""], vocab_size)
 
 
@@ -378,7 +378,7 @@ def test_a_text_without_ties_has_one_encoding():
     assert tokens[3:] == [b"xyz", b"abd"]
 
 
-def test_training_is_the_same_in_every_process():
+def test_training_is_deterministic_across_processes():
     code = (
         "import sys, json; from minigpt.data.tokenizer import BPETokenizer; "
         "print(json.dumps(BPETokenizer.train([sys.stdin.read()] * 3, 500).to_dict()))"
@@ -401,7 +401,7 @@ def test_training_is_the_same_in_every_process():
 
 
 @pytest.mark.parametrize("text", [WORDS, "abab", "a", ""], ids=["words", "abab", "a", "nothing"])
-def test_a_vocabulary_that_the_text_does_not_support_names_the_largest_that_it_does(text):
+def test_a_too_large_vocab_size_raises_with_the_largest_possible(text):
     with pytest.raises(UserError, match=r"tokenizer\.vocab_size must be .*, got 50000") as error:
         BPETokenizer.train([text], 50_000)
     largest = int(regex.search(r"at most (\d+)", str(error.value))[1])
@@ -412,5 +412,5 @@ def test_a_vocabulary_that_the_text_does_not_support_names_the_largest_that_it_d
         BPETokenizer.train([text], largest + 1)
 
 
-def test_the_names_of_encodings_have_patterns():
+def test_every_encoding_has_a_pattern():
     assert set(ENCODINGS.values()) == set(PATTERNS)
