@@ -12,6 +12,7 @@ from minigpt.data.tokenizer import ENCODINGS, BPETokenizer
 from minigpt.utils.checks import require
 from minigpt.utils.downloads import download
 from minigpt.utils.errors import UserError
+from minigpt.utils.files import checksums
 
 _HOST = "https://openaipublic.blob.core.windows.net"
 _SHA256 = {  # URL -> checksum, as in tiktoken
@@ -46,7 +47,9 @@ def load_encoding(name: str, folder: Path) -> BPETokenizer:
 
 def _download_missing(name: str, cache: Path) -> None:
     files = {url: cache / hashlib.sha1(url.encode(), usedforsecurity=False).hexdigest() for url in _urls(name)}
-    missing = {url: file for url, file in files.items() if not _is_valid(file, _SHA256[url])}
+    missing = {
+        url: file for url, file in files.items() if not file.is_file() or checksums([file], None) != [_SHA256[url]]
+    }
     for url, file in missing.items():
         try:
             downloaded = download(url, _SHA256[url], file)
@@ -66,7 +69,3 @@ def _download_missing(name: str, cache: Path) -> None:
 def _urls(name: str) -> list[str]:
     part = "/gpt-2/" if name == "gpt2" else f"/{_SHARED_FILES.get(name, name)}.tiktoken"
     return [url for url in _SHA256 if part in url]
-
-
-def _is_valid(file: Path, sha256: str) -> bool:
-    return file.is_file() and hashlib.sha256(file.read_bytes()).hexdigest() == sha256

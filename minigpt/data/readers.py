@@ -65,13 +65,10 @@ def find_files(path: str, setting: str = "data.path") -> list[Path]:
         return _find_in_folder(given, f"{setting}={path}")
     if given.exists():  # also a pipe, which is not a regular file
         return [given]
-    if not has_magic(str(given)):
-        raise UserError(f"{setting}={path} does not exist; give a file, a folder, or a pattern such as 'texts/*.txt'")
     files = {Path(file) for file in glob(str(given), recursive=True) if Path(file).is_file()}
     if not files:
-        raise UserError(
-            f"{setting}={path} matches no file; give a file, a folder, or a pattern such as 'texts/**/*.txt'"
-        )
+        problem = "matches no file" if has_magic(str(given)) else "does not exist"
+        raise UserError(f"{setting}={path} {problem}; give a file, a folder, or a pattern such as 'texts/**/*.txt'")
     return sorted(files)
 
 
@@ -217,8 +214,7 @@ def _read_jsonl(file: Path, field: str) -> Iterator[TextChunk]:
         except (ValueError, RecursionError) as error:
             raise UserError(f"{file}, line {number:,}: not JSON ({error})") from error
         if not isinstance(row, dict) or not isinstance(row.get(field), str):
-            fields = [key for key, value in row.items() if isinstance(value, str)] if isinstance(row, dict) else []
-            raise UserError(f"{file}, line {number:,}: no text in field {field}; {_set_field('field', fields)}")
+            raise UserError(f"{file}, line {number:,}: {no_text('field', field, text_keys(row))}")
         yield TextChunk(whole_characters(row[field]), True, position)
 
 
@@ -233,7 +229,7 @@ def _read_parquet(file: Path, field: str) -> Iterator[TextChunk]:
             table = parquet.ParquetFile(raw)
             columns = [column.name for column in table.schema_arrow if str(column.type) in _ARROW_TEXT_TYPES]
             if field not in columns:
-                raise UserError(f"{file}: no text in column {field}; {_set_field('column', columns)}")
+                raise UserError(f"{file}: {no_text('column', field, columns)}")
             for batch in table.iter_batches(batch_size=256, columns=[field]):
                 rows += len(batch)
                 for text in batch.column(0).to_pylist():
@@ -242,10 +238,15 @@ def _read_parquet(file: Path, field: str) -> Iterator[TextChunk]:
             raise UserError(f"{file} is not a complete Parquet file ({error})") from error
 
 
-def _set_field(kind: str, names: list[str]) -> str:
-    """Return the end of a message about a missing field or column."""
-    listed = f"the {kind}s with text are {', '.join(names[:10])}" if names else f"there is no {kind} with text"
-    return f"{listed}; set data.field=…"
+def text_keys(row: Any) -> list[str]:
+    """Return the keys of a row that have text."""
+    return [key for key, value in row.items() if isinstance(value, str)] if isinstance(row, dict) else []
+
+
+def no_text(kind: str, name: str, others: list[str]) -> str:
+    """Return the message for a field or column without text."""
+    listed = f"the {kind}s with text are {', '.join(others[:10])}" if others else f"there is no {kind} with text"
+    return f"no text in {kind} {name}; {listed}; set data.field=…"
 
 
 def import_extra(module: str) -> Any:

@@ -20,8 +20,10 @@ from minigpt.data.readers import (
     TextChunk,
     find_files,
     import_extra,
+    no_text,
     read_documents,
     text_chunks,
+    text_keys,
 )
 from minigpt.data.tokenizer import whole_characters
 from minigpt.utils.errors import RunError, UserError
@@ -172,10 +174,7 @@ def _stream(data: Mapping[str, Any], split: str) -> Iterator[TextChunk]:
         for row in rows:
             text = row.get(field)
             if not isinstance(text, str):
-                columns = ", ".join(key for key, value in row.items() if isinstance(value, str))
-                raise UserError(
-                    f"{setting}: no text in column {field}; the columns with text are {columns}; set data.field=…"
-                )
+                raise UserError(f"{setting}: {no_text('column', field, text_keys(row))}")
             position += len(text)
             yield TextChunk(whole_characters(text), True, position)
     except (ValueError, FileNotFoundError) as error:
