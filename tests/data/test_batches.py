@@ -1,4 +1,4 @@
-"""Which windows make which batch: every window once an epoch, the same on any number of ranks, from any step."""
+"""Batches: each window once per epoch, independent of the number of ranks and of the first step."""
 
 from itertools import islice
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def positions(n):
-    """A text in which every token is its own position, so that a batch tells which windows it holds."""
+    """Return tokens equal to their positions, so that a batch shows which windows it has."""
     return np.arange(n, dtype=np.uint32)
 
 
@@ -45,7 +45,7 @@ def batches(n=1000, *, block_size=8, seed=0, batch_size=4, rank=0, world_size=1,
 
 
 def starts(batches):
-    """The first token of every window, batch by batch."""
+    """Return the first token of each window, per batch."""
     return [tokens[:, 0].tolist() for tokens, _ in batches]
 
 
@@ -82,11 +82,11 @@ def test_an_epoch_covers_the_text_with_adjacent_windows(block_size, more, seed, 
     n_tokens = block_size + more
     order = WindowOrder(n_tokens, block_size, seed)
     found = np.sort(order.starts(epoch * order.n_windows + np.arange(order.n_windows)))
-    assert (np.diff(found) == block_size).all()  # no token read twice, none left out between
+    assert (np.diff(found) == block_size).all()  # no overlap, no gap
     assert 0 <= found[0] < block_size
     end = found[-1] + block_size + 1  # the last target is the token after the window
     assert end <= n_tokens
-    assert n_tokens - (end - 1 - found[0]) <= 2 * block_size  # what is left out at both ends
+    assert n_tokens - (end - 1 - found[0]) <= 2 * block_size  # skipped at both ends
 
 
 @pytest.mark.parametrize("n_tokens", [9, 10, 15, 16, 17, 24, 25])
@@ -165,7 +165,7 @@ def test_targets_are_the_tokens_shifted_by_one():
 
 @pytest.mark.parametrize("k", [1, 7, 8, 9, 29, 30])
 def test_batches_from_step_k_equal_those_of_a_run_from_the_start(monkeypatch, k):
-    monkeypatch.setattr(module, "_ROWS_PER_LOOKUP", 32)  # eight batches are planned at a time
+    monkeypatch.setattr(module, "_ROWS_PER_LOOKUP", 32)  # eight batches at a time
     whole = starts(batches(stop=30))
     assert len(whole) == 30
     assert starts(batches(stop=30, first=k)) == whole[k:]
@@ -220,9 +220,9 @@ def test_validation_scores_every_target_once_on_any_number_of_ranks(block_size, 
                 inside = targets != -100
                 assert torch.equal(targets[inside], tokens[inside] + 1)
                 assert torch.equal(tokens[inside], (tokens[:, :1] + torch.arange(block_size))[inside])
-                assert not (tokens[:, 0] % block_size).any()  # windows lie side by side
+                assert not (tokens[:, 0] % block_size).any()  # adjacent windows
                 scored += targets[inside].tolist()
-        assert len(counts) == 1  # a rank that has a batch more waits for the others for ever
+        assert len(counts) == 1  # a rank with one batch more would wait for the others
         assert sorted(scored) == list(range(1, n))
 
 
@@ -255,7 +255,7 @@ def test_validation_batches_are_deterministic():
 
 
 class Recorder(L.LightningModule):
-    """Learns nothing and remembers which windows it was given."""
+    """Record the windows of each training step."""
 
     def __init__(self):
         super().__init__()

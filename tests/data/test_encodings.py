@@ -1,4 +1,4 @@
-"""The files of tiktoken's encodings, against tiktoken itself and a local server."""
+"""tiktoken's encodings, against tiktoken and a local server."""
 
 import base64
 import errno
@@ -36,13 +36,13 @@ def key(url):
 
 @pytest.fixture(autouse=True)
 def no_proxy(monkeypatch):
-    """No proxy stands between a test and its own server."""
+    """Bypass proxies for the local server."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 
 @pytest.fixture(params=["given", "not given"])
 def cache(request, tmp_path, monkeypatch):
-    """An empty folder that is used, because TIKTOKEN_CACHE_DIR says so or because it does not."""
+    """An empty cache folder, with and without TIKTOKEN_CACHE_DIR."""
     monkeypatch.delenv("DATA_GYM_CACHE_DIR", raising=False)
     if request.param == "given":
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "given"))
@@ -53,7 +53,7 @@ def cache(request, tmp_path, monkeypatch):
 
 @pytest.fixture
 def nowhere(monkeypatch):
-    """Two files of gpt2 at an address where nobody answers."""
+    """The two files of gpt2 at an unreachable address."""
     urls = [f"http://127.0.0.1:9/gpt-2/{name}" for name in ("vocab.bpe", "encoder.json")]
     monkeypatch.setattr(encodings, "_SHA256", {url: hashlib.sha256(SMALL).hexdigest() for url in urls})
     return urls
@@ -147,7 +147,7 @@ def test_without_a_network_the_error_lists_both_files_and_their_paths(cache, now
     assert not cache.exists() or list(cache.iterdir()) == []
 
 
-@pytest.mark.parametrize("cache", ["not given"], indirect=True)  # each waits for three seconds
+@pytest.mark.parametrize("cache", ["not given"], indirect=True)  # takes three seconds of retries
 def test_the_error_lists_only_the_missing_file(cache, nowhere):
     cache.mkdir()
     (cache / key(nowhere[0])).write_bytes(SMALL)
@@ -177,7 +177,7 @@ def test_a_damaged_file_is_downloaded_again(cache, server, damage):
     assert (cache / key(server.url)).read_bytes() == SMALL
 
 
-@pytest.mark.parametrize("cache", ["not given"], indirect=True)  # each waits for three seconds
+@pytest.mark.parametrize("cache", ["not given"], indirect=True)  # takes three seconds of retries
 def test_a_download_with_a_wrong_checksum_is_not_kept(cache, server):
     server.answer = b"<html>Please log in to this network</html>"
     with pytest.raises(UserError) as error:

@@ -1,4 +1,4 @@
-"""From a text to token files, against nanoGPT's preparation, numpy, and the text itself."""
+"""Prepared token files, against nanoGPT's prepare.py, numpy, and the text itself."""
 
 import errno
 import gzip
@@ -42,25 +42,25 @@ def values(name):
 
 
 def corpus_of(path, folder, tokenizer="char", **changes):
-    """Token files of files, with the values of configs/data/text.yaml but for these."""
+    """Prepare files with the values of configs/data/text.yaml and these changes."""
     tokenizer = tokenizer if isinstance(tokenizer, dict) else {"name": tokenizer}
     return preparation.load_corpus(values("text") | {"path": str(path), "folder": str(folder)} | changes, tokenizer)
 
 
 def prepare(content, folder, tokenizer="char", *, name="mine.txt", **changes):
-    """Token files of a file with this content."""
+    """Prepare a file with this content."""
     folder.mkdir(exist_ok=True)
     (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     return corpus_of(folder / name, folder, tokenizer, **changes)
 
 
 def rows(texts):
-    """Documents as JSON Lines."""
+    """Format documents as JSON Lines."""
     return "".join(json.dumps({"text": text}) + "\n" for text in texts)
 
 
 def stories(number, seed=0):
-    """Different texts of a few words each."""
+    """Return distinct texts of a few words each."""
     random = np.random.default_rng(seed)
     words = "the quick brown fox jumps over a lazy dog and it's 42 naïve owls, don't they see? yes!\\n"
     return [f"{seed}.{i} " + " ".join(random.choice(words.split(" "), random.integers(3, 30))) for i in range(number)]
@@ -71,7 +71,7 @@ def folder_of(corpus):
 
 
 def on_disk(corpus):
-    """The ids in the token files of both splits, as any reader without our code sees them."""
+    """Read the ids of both splits with numpy."""
     return [
         [
             i
@@ -92,7 +92,7 @@ def all_on_disk(corpus):
 
 
 def in_folder(corpus):
-    """All that is in a folder of token files but how long it took."""
+    """Return the content of a folder of token files without the seconds."""
     folder = folder_of(corpus)
     meta = json.loads((folder / "meta.json").read_text())
     del meta["provenance"]["seconds"]
@@ -100,7 +100,7 @@ def in_folder(corpus):
 
 
 def nanogpt(text):
-    """What nanoGPT's prepare.py makes of a text: the ids of its two splits."""
+    """Return the ids of both splits as in nanoGPT's prepare.py."""
     n = len(text)
     stoi = {ch: i for i, ch in enumerate(sorted(set(text)))}
     halves = text[: int(n * 0.9)], text[int(n * 0.9) :]
@@ -136,7 +136,7 @@ def test_a_missing_path_raises_with_the_config_key(tmp_path):
 def test_tiny_shakespeare_has_the_splits_and_ids_of_nanogpt(tmp_path):
     (tmp_path / "mine.txt").write_bytes(SHAKESPEARE.read_bytes())
     corpus = corpus_of(tmp_path / "mine.txt", tmp_path, **_named())
-    assert corpus.name == "tinyshakespeare"  # known by its checksum
+    assert corpus.name == "tinyshakespeare"  # by its checksum
     assert (corpus.tokenizer.vocab_size, corpus.dtype) == (65, "uint16")
     assert (corpus.train.tokens, corpus.val.tokens, corpus.val.bytes) == (1_003_854, 111_540, 111_540)
     assert on_disk(corpus) == nanogpt(SHAKESPEARE.read_text(encoding="utf-8"))
@@ -161,7 +161,7 @@ def test_a_changed_copy_does_not_get_the_name_of_tiny_shakespeare(tmp_path):
 
 
 def _named():
-    """What the configuration of tiny shakespeare changes in the data group."""
+    """Return the data group of configs/data/shakespeare_char.yaml."""
     return values("shakespeare_char")["data"]
 
 
@@ -376,7 +376,7 @@ def test_split_document_keeps_a_chunked_document_in_one_split(tmp_path, monkeypa
 
 
 def _documents(ids, tokenizer):
-    """The documents between separators."""
+    """Return the documents between separators."""
     ends = [i for i, one in enumerate(ids) if one == tokenizer.separator[0]]
     return [
         tokenizer.decode_bytes(ids[a:b])
@@ -400,7 +400,7 @@ def test_a_separate_validation_text_is_the_validation_split(tmp_path):
     alone = prepare(rows(train), tmp_path, "byte", name="mine.jsonl")
     assert corpus.sha256 != alone.sha256
     assert folder_of(corpus) != folder_of(alone)
-    again = prepare(rows(train), tmp_path, "byte", **own, val_fraction=0.3)  # which has no meaning here
+    again = prepare(rows(train), tmp_path, "byte", **own, val_fraction=0.3)  # has no effect with val_path
     assert folder_of(again) == folder_of(corpus)
     (tmp_path / "val.jsonl").write_text(rows(["another text"]))
     assert texts_on_disk(prepare(rows(train), tmp_path, "byte", **own)) == ["\n".join(train), "another text"]
@@ -461,7 +461,7 @@ def test_documents_in_both_splits_are_counted_with_a_warning(tmp_path, monkeypat
     (tmp_path / "val.jsonl").write_text(rows([texts[3], "new", *[texts[7]] * 3, texts[49]]))
     own = {"name": "mine.jsonl", "val_path": str(tmp_path / "val.jsonl")}
     corpus = prepare(rows([*texts, texts[3]]), tmp_path, "byte", **own)
-    assert corpus.provenance["duplicates"] == 4  # for training: one of them twice
+    assert corpus.provenance["duplicates"] == 4  # in the training split; one occurs twice
     assert re.fullmatch(r"warning: 4 training documents of mine\.jsonl .*\n", capsys.readouterr().err)
     assert preparation.describe_corpus(corpus)["in both splits"] == "4 documents"
     assert not list(folder_of(corpus).glob("*documents*"))
@@ -531,7 +531,7 @@ def test_another_tokenizer_gets_new_token_files(tmp_path):
     assert [one.tokenizer.vocab_size for one in corpora] == [len(set(text)), 256, 300, 301]
 
 
-# What goes wrong.
+# Failures.
 
 
 def test_a_folder_that_is_not_writable_raises_with_its_path(tmp_path):
@@ -565,7 +565,7 @@ PREPARE = """if True:
 
 
 def python(program, *arguments):
-    """A process that runs a program, which finds the functions above."""
+    """Start a process that runs a program after PREPARE."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = [sys.executable, "-c", PREPARE + program, str(ROOT / "tests/data"), *map(str, arguments)]
     return subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
@@ -637,7 +637,7 @@ def killed(tmp_path):
 
     def run(number, **changes):
         process = python(KILLED, tmp_path / "data", number, changes)
-        process.communicate()  # until those who tokenized for it have ended too
+        process.communicate()  # until its worker processes have exited too
         assert process.returncode == -signal.SIGKILL
         (partial,) = (tmp_path / "data/tokens").glob("*.partial")
         return SimpleNamespace(partial=partial, noted=json.loads((partial / "journal.json").read_text()))
@@ -659,7 +659,7 @@ def test_a_killed_preparation_resumes_to_the_same_bytes(tmp_path, monkeypatch, k
     assert 0 < sum(early.noted["tokens"]) < sum(late.noted["tokens"])
     monkeypatch.setattr(journal, "_SAVE_EVERY_TOKENS", 500)
     monkeypatch.setattr(preparation, "_SINGLE_PROCESS_BYTES", 0)
-    with open(late.partial / "train-00000.bin", "rb") as first:  # held open, so no new file gets its number
+    with open(late.partial / "train-00000.bin", "rb") as first:  # kept open, so that no new file gets its inode
         corpus = corpus_of(tmp_path / "in", tmp_path / "data", BPE, **changes, processes=2)
         assert os.fstat(first.fileno()).st_ino == (folder_of(corpus) / "train-00000.bin").stat().st_ino
     assert in_folder(corpus).keys() == in_folder(whole).keys()
@@ -669,10 +669,10 @@ def test_a_killed_preparation_resumes_to_the_same_bytes(tmp_path, monkeypatch, k
 
 
 def test_a_resumed_preparation_counts_the_documents_in_both_splits(tmp_path, monkeypatch, killed):
-    changes = {"shard_tokens": 100}  # a shard is smaller on the disk than the checksums of the documents
+    changes = {"shard_tokens": 100}
     whole = corpus_of(tmp_path / "in", tmp_path / "whole", BPE, **changes)
     assert whole.provenance["duplicates"] > 0
-    killed(200, **changes)  # when most of those that are in both were read
+    killed(200, **changes)  # after most of the duplicates were read
     monkeypatch.setattr(readers, "_BLOCK_BYTES", 400)
     monkeypatch.setattr(splits, "_BATCH_CHARS", 300)
     corpus = corpus_of(tmp_path / "in", tmp_path / "data", BPE, **changes)

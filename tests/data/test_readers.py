@@ -1,4 +1,4 @@
-"""Documents out of files, against gzip, zstandard, pyarrow and json, and cuts against the patterns themselves."""
+"""Readers, against gzip, zstandard, pyarrow and json; cut points, against the tokenizers' patterns."""
 
 import gzip
 import json
@@ -37,13 +37,13 @@ COMPRESS = {"": bytes, ".gz": gzip.compress, ".zst": lambda content: zstandard.Z
 
 @pytest.fixture(params=[1, 7, 1 << 20], ids=lambda size: f"blocks of {size}")
 def block(request, monkeypatch):
-    """Bytes that are read at a time."""
+    """Set the bytes that are read at a time."""
     monkeypatch.setattr(readers, "_BLOCK_BYTES", request.param)
     return request.param
 
 
 def texts_of(file, field="text"):
-    """The documents of a file, put together from their chunks."""
+    """Return the documents of a file, joined from their chunks."""
     texts = []
     for chunk in read_documents(file, field):
         if chunk.first:
@@ -64,7 +64,7 @@ def write_parquet(file, table, **options):
     return file
 
 
-# Which files
+# Find files
 
 
 def test_a_file_is_found_whatever_its_name(tmp_path):
@@ -132,7 +132,7 @@ def test_a_path_without_files_raises_with_the_path(tmp_path, name):
     assert str(tmp_path / name) in str(error.value)
 
 
-# What is in them
+# Formats
 
 
 @pytest.mark.parametrize("packed", COMPRESS)
@@ -274,7 +274,7 @@ def test_a_corrupted_compressed_file_raises(tmp_path, packed):
     file, whole = tmp_path / f"a.txt{packed}", compress(text)
     for place in range(20, len(whole), len(whole) // 40):
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
-        refusal(file)  # damaged, or no text
+        refusal(file)  # damaged, or not text
 
 
 def test_a_damaged_parquet_file_raises(tmp_path):
@@ -302,7 +302,7 @@ def test_a_compressed_parquet_file_raises(tmp_path, packed):
     assert packed in refusal(file)
 
 
-# What is no text
+# Files that are not text
 
 
 @settings(max_examples=60, deadline=None)
@@ -353,7 +353,7 @@ def test_utf16_raises(tmp_path):
     refusal(tmp_path / "a.txt")
 
 
-# Where they are cut
+# Chunks
 
 
 @given(st.lists(PROSE), st.integers(2, 60))
@@ -390,7 +390,7 @@ def test_a_text_without_a_cut_point_is_cut_at_the_maximum_length(monkeypatch):
 @given(seen=PROSE, unseen=PROSE)
 def test_patterns_match_the_same_before_and_after_a_cut(name, seen, unseen):
     cut, pattern = cut_point(seen), regex.compile(PATTERNS[name])
-    text = seen + unseen  # what follows is not known where a text is cut
+    text = seen + unseen  # a text is cut before the rest is read
     assert 0 <= cut < len(seen) or cut == 0
     assert pattern.findall(text) == pattern.findall(text[:cut]) + pattern.findall(text[cut:])
 

@@ -1,4 +1,4 @@
-"""Where tiny shakespeare comes from, and the plays that stand in where there is no network."""
+"""The search for tiny shakespeare, and the stand-in without a network."""
 
 import hashlib
 import os
@@ -23,18 +23,18 @@ needs_shakespeare = pytest.mark.skipif(
     not (DATA_DIR and SHAKESPEARE.is_file()), reason="MINIGPT_DATA_DIR names no folder with tinyshakespeare.txt"
 )
 LITTLE = b"a little text\nin two lines\n"
-NOBODY = "http://127.0.0.1:9/little.txt"  # nothing listens there
+UNREACHABLE = "http://127.0.0.1:9/little.txt"  # nothing listens on this port
 
 
 @pytest.fixture(autouse=True)
 def nothing_from_outside(monkeypatch):
-    """No copy of a text, and no proxy between a test and its own server."""
+    """Unset MINIGPT_DATA_DIR, and bypass proxies for the local server."""
     monkeypatch.delenv("MINIGPT_DATA_DIR", raising=False)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 
 class Server(ThreadingHTTPServer):
-    """Answers each request with the next of `answers`, the last one for ever: bytes, or an HTTP status."""
+    """Answer each request with the next of `answers` (bytes or an HTTP status), then repeat the last."""
 
     def __init__(self):
         self.answers, self.requests = [LITTLE], 0
@@ -70,16 +70,16 @@ def server():
     server.stop()
 
 
-def little(url=NOBODY):
-    """The values of the corpus "little", whose content is LITTLE."""
+def little(url=UNREACHABLE):
+    """Return the settings of the corpus "little", whose text is LITTLE."""
     return {"name": "little", "url": url, "sha256": hashlib.sha256(LITTLE).hexdigest(), "characters": 1000}
 
 
-def find(folder, url=NOBODY):
+def find(folder, url=UNREACHABLE):
     return shakespeare.find_text(**little(url), folder=folder, checksum_cache=folder / "checksums.json")
 
 
-# Where the text comes from.
+# The search.
 
 
 def test_the_text_is_searched_in_folder_then_shared_folder_then_url(tmp_path, monkeypatch, server, capsys):
@@ -96,7 +96,7 @@ def test_the_text_is_searched_in_folder_then_shared_folder_then_url(tmp_path, mo
     assert server.requests == 0
     assert find(folder, server.url) == (folder / "little.txt", False)
     assert (folder / "little.txt").read_bytes() == LITTLE
-    assert find(folder, server.url) == (folder / "little.txt", False)  # what was downloaded is kept
+    assert find(folder, server.url) == (folder / "little.txt", False)  # from the folder
     assert server.requests == 1
     assert "warning" not in capsys.readouterr().err
 
@@ -132,14 +132,14 @@ def test_a_copy_with_a_wrong_checksum_is_skipped_with_one_warning(tmp_path, monk
 
 def test_a_copy_that_changed_since_is_downloaded_again(tmp_path, server):
     file, _ = find(tmp_path, server.url)
-    find(tmp_path, server.url)  # its checksum is remembered
+    find(tmp_path, server.url)  # caches its checksum
     file.write_bytes(LITTLE.upper())
     assert find(tmp_path, server.url)[0].read_bytes() == LITTLE
     assert server.requests == 2
 
 
 def test_a_download_that_keeps_failing_is_replaced_by_the_stand_in(tmp_path, server, capsys):
-    server.answers = [404, LITTLE[:-5], LITTLE.upper()]  # it is tried more than once
+    server.answers = [404, LITTLE[:-5], LITTLE.upper()]  # the download is retried
     file, stand_in = find(tmp_path, server.url)
     assert server.requests >= 3
     assert stand_in
@@ -164,7 +164,7 @@ def test_a_downloaded_text_has_the_permissions_of_a_new_file(tmp_path, server):
 
 @pytest.fixture(scope="module")
 def plays():
-    """All there is of the stand-in."""
+    """The complete stand-in."""
     return shakespeare.stand_in(10**9)
 
 

@@ -1,4 +1,4 @@
-"""What the settings of the data group mean, with the real Hydra, real files, and the real `datasets`."""
+"""Sources of the data group, with Hydra, real files, and `datasets`."""
 
 import hashlib
 import io
@@ -28,7 +28,7 @@ VAL = ["A story to validate on.", "", "And another story: é漢."]
 
 @pytest.fixture(autouse=True)
 def nothing_from_outside(tmp_path, monkeypatch):
-    """No hub, and no cache but the test's own; `datasets` reads both when it is imported, if it was not yet."""
+    """Disable the hub and use a cache of the test, also if `datasets` was imported before."""
     monkeypatch.delenv("MINIGPT_DATA_DIR", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
@@ -43,7 +43,7 @@ def nothing_from_outside(tmp_path, monkeypatch):
 
 @pytest.fixture
 def configured(tmp_path):
-    """The groups data and tokenizer of a configuration as a script gets them."""
+    """Compose the groups data and tokenizer as a script does."""
 
     def configure(*overrides):
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
@@ -60,7 +60,7 @@ def find(configured):
 
 @pytest.fixture
 def stories(tmp_path):
-    """A folder laid out like a data set of the hub."""
+    """A folder with the layout of a hub data set."""
     folder = tmp_path / "stories"
     for split, texts in (("train", TRAIN), ("validation", VAL)):
         write_stories(folder, split, texts)
@@ -74,7 +74,7 @@ def write_stories(folder, split, texts):
 
 
 def documents(source):
-    """The texts of a source, put together from their chunks."""
+    """Return the texts of a source, joined from their chunks."""
     texts = []
     for reader in source.readers:
         for chunk in reader():
@@ -197,20 +197,20 @@ def test_the_checksum_does_not_depend_on_the_folder(find, tmp_path):
 
 
 def test_checksums_are_cached_until_the_file_is_written(tmp_path):
-    file, known = tmp_path / "a.txt", tmp_path / "data/checksums.json"
+    file, cache = tmp_path / "a.txt", tmp_path / "data/checksums.json"
     file.write_bytes(b"first")
-    assert checksums([file], known) == [sha256(b"first")]
-    kept = json.loads(known.read_text())
+    assert checksums([file], cache) == [sha256(b"first")]
+    kept = json.loads(cache.read_text())
     assert list(kept.values()) == [sha256(b"first")]
-    known.write_text(json.dumps(dict.fromkeys(kept, "remembered")))
-    assert checksums([file], known) == ["remembered"]  # the file was not read
+    cache.write_text(json.dumps(dict.fromkeys(kept, "remembered")))
+    assert checksums([file], cache) == ["remembered"]  # from the cache
     times = file.stat()
-    file.write_bytes(b"later")  # as long, and with the same time
+    file.write_bytes(b"later")  # same size and time
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert checksums([file], known) == [sha256(b"later")]
-    known.write_text("damaged")
-    assert checksums([file], known) == [sha256(b"later")]
-    assert [path.name for path in known.parent.iterdir()] == ["checksums.json"]
+    assert checksums([file], cache) == [sha256(b"later")]
+    cache.write_text("damaged")
+    assert checksums([file], cache) == [sha256(b"later")]
+    assert [path.name for path in cache.parent.iterdir()] == ["checksums.json"]
 
 
 def test_repeated_and_linked_files_each_get_a_checksum(tmp_path):
@@ -218,12 +218,12 @@ def test_repeated_and_linked_files_each_get_a_checksum(tmp_path):
     (tmp_path / "b.txt").write_text("b")
     (tmp_path / "c.txt").symlink_to(tmp_path / "a.txt")
     files = [tmp_path / name for name in ("a.txt", "b.txt", "c.txt", "a.txt")]
-    assert checksums(files, tmp_path / "known") == [sha256(content) for content in (b"a", b"b", b"a", b"a")]
+    assert checksums(files, tmp_path / "cache") == [sha256(content) for content in (b"a", b"b", b"a", b"a")]
 
 
 def test_checksums_work_without_a_writable_cache(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"a")
-    assert checksums([tmp_path / "a.txt"], tmp_path / "a.txt/known") == [sha256(b"a")]
+    assert checksums([tmp_path / "a.txt"], tmp_path / "a.txt/cache") == [sha256(b"a")]
 
 
 # Standard input
@@ -231,7 +231,7 @@ def test_checksums_work_without_a_writable_cache(tmp_path):
 
 @pytest.fixture
 def stdin(monkeypatch):
-    """Give this process another standard input: `stdin(b"a text")`."""
+    """Replace the standard input of this process: `stdin(b"a text")`."""
     monkeypatch.setenv("MINIGPT_STDIN_FILE", "")  # removed after the test, whatever was set
 
     def give(content):
@@ -387,7 +387,7 @@ def test_an_empty_data_set_folder_raises(find, tmp_path):
 
 
 def test_an_unreachable_data_set_gives_a_one_line_error(tmp_path):
-    """In a process of its own, where no module was imported before the environment said that there is no hub."""
+    """Runs in a child process, so that `datasets` is imported with HF_HUB_OFFLINE set."""
     code = (
         "from minigpt.data import sources; from minigpt.utils.errors import RunError, UserError\n"
         "data = dict(dataset='nobody/nothing', subset=None, revision=None, field='text', name='x')\n"

@@ -1,4 +1,4 @@
-"""Token files and what they are read as, against numpy."""
+"""Token files, against numpy."""
 
 import json
 import re
@@ -22,12 +22,12 @@ TEXT = "a text that is prepared, broken and prepared again"
 
 
 def values(folder, **changes):
-    """The data group of a configuration."""
+    """Return a data group."""
     return yaml.safe_load((ROOT / "configs/data/text.yaml").read_text()) | {"folder": str(folder)} | changes
 
 
 def prepare(text, folder, **changes):
-    """Token files of a text."""
+    """Prepare a text."""
     (folder / "mine.txt").write_text(text)
     return preparation.load_corpus(values(folder, path=str(folder / "mine.txt"), **changes), {"name": "char"})
 
@@ -37,7 +37,7 @@ def folder_of(corpus):
 
 
 def ids_of(text):
-    """The id of every character: its place among those of the text, in code-point order."""
+    """Return the index of each character in the sorted alphabet."""
     return [sorted(set(text)).index(character) for character in text]
 
 
@@ -52,14 +52,14 @@ def test_the_repr_of_a_corpus_is_one_short_line(tmp_path):
 
 @st.composite
 def sharded(draw):
-    """An array, and the number of tokens of the files that it is written to."""
+    """Draw an array and the number of tokens per file."""
     length, size = draw(st.integers(1, 60)), draw(st.integers(1, 20))
     dtype = draw(st.sampled_from(["uint16", "uint32"]))
     return np.random.default_rng(length).integers(0, 1 << 16, length).astype(dtype), size
 
 
 def write(array, size, folder):
-    """Tokens over files of so many of an array each."""
+    """Write an array to files of `size` tokens and return their Tokens."""
     files = [folder / f"train-{begin // size:05}.bin" for begin in range(0, len(array), size)]
     for i, file in enumerate(files):
         array[i * size : (i + 1) * size].tofile(file)
@@ -156,7 +156,7 @@ def lose_val(folder):
 
 
 def meta(text):
-    """Replace meta.json by this, or change the values in it."""
+    """Return a function that replaces meta.json or changes its values."""
 
     def spoil(folder):
         file = folder / "meta.json"
@@ -175,7 +175,7 @@ def meta(text):
         pytest.param(meta(""), id="meta.json empty"),
         pytest.param(meta('{"name": "mi'), id="meta.json cut short"),
         pytest.param(meta("[]"), id="meta.json a list"),
-        pytest.param(meta("{}"), id="meta.json says nothing"),
+        pytest.param(meta("{}"), id="meta.json empty dict"),
         pytest.param(meta({"dtype": "words"}), id="no such dtype"),
         pytest.param(meta({"dtype": "uint32"}), id="another dtype"),
         pytest.param(meta({"shard_tokens": 0}), id="files without tokens"),
@@ -232,7 +232,7 @@ def test_each_split_must_have_block_size_plus_one_tokens(tmp_path, val_fraction,
 
 
 def bins(folder, train, val):
-    """Two files of 16-bit ids, or of these bytes."""
+    """Write two files of 16-bit ids or bytes."""
     files = folder / "train.bin", folder / "val.bin"
     for file, ids in zip(files, (train, val), strict=True):
         file.write_bytes(ids if isinstance(ids, bytes) else np.array(ids, dtype=np.uint16).tobytes())
@@ -240,7 +240,7 @@ def bins(folder, train, val):
 
 
 def read_bins(folder, train, val, tokenizer=None):
-    return from_bins(*bins(folder, train, val), tokenizer or ByteTokenizer(), folder / "known.json")
+    return from_bins(*bins(folder, train, val), tokenizer or ByteTokenizer(), folder / "checksums.json")
 
 
 @pytest.fixture(scope="module")
@@ -296,7 +296,7 @@ def test_an_id_outside_the_vocabulary_of_nanogpts_files_raises(tmp_path, monkeyp
         read_bins(tmp_path, [1, 2, size - 1], [1, 2, 3, 4, size - 1], tokenizer)
         with pytest.raises(UserError, match=f"token id {size}, outside the vocabulary of {size}"):
             read_bins(tmp_path, [1, 2, 3], [1, 2, 3, 4, size], tokenizer)
-        corpus = read_bins(tmp_path, [1, 2, size], [1, 2, 3, 4], tokenizer)  # a large file is not read for it
+        corpus = read_bins(tmp_path, [1, 2, size], [1, 2, 3, 4], tokenizer)  # the training file is not scanned
         with pytest.raises(UserError, match=f"token id {size}, outside the vocabulary of {size}"):
             corpus.tokens("train")[np.array([[0, 1, 2]])]
 
@@ -315,7 +315,7 @@ def test_a_missing_file_raises_with_the_config_key(tmp_path, missing):
     bins(tmp_path, [1, 2], [3, 4])
     (tmp_path / f"{missing}.bin").unlink()
     with pytest.raises(UserError, match=rf"data\.{missing}_bin=.*{missing}\.bin is not a file"):
-        from_bins(tmp_path / "train.bin", tmp_path / "val.bin", ByteTokenizer(), tmp_path / "known.json")
+        from_bins(tmp_path / "train.bin", tmp_path / "val.bin", ByteTokenizer(), tmp_path / "checksums.json")
 
 
 def test_one_file_without_the_other_raises(tmp_path):
@@ -332,4 +332,4 @@ def test_nanogpts_files_with_a_tokenizer_built_from_text_raise(tmp_path):
         with pytest.raises(UserError, match=rf"tokenizer={tokenizer['name']} .*tokenizer=gpt2"):
             preparation.load_corpus(data, tokenizer)
     with pytest.raises(UserError, match="needs the tokenizer of its ids"):
-        from_bins(train_bin, val_bin, CharTokenizer("abcde"), tmp_path / "known.json")
+        from_bins(train_bin, val_bin, CharTokenizer("abcde"), tmp_path / "checksums.json")

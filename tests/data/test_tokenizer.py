@@ -1,4 +1,4 @@
-"""Text to ids and back, against nanoGPT's own numbering, UTF-8, and a textbook's byte-pair encoding."""
+"""Tokenizers, against nanoGPT's ids, UTF-8, and a reference byte-pair encoding."""
 
 import json
 import os
@@ -42,14 +42,14 @@ WORDS = (
 
 @cache
 def tokenizer_of(name):
-    """One of each kind; those of byte-pair encodings are trained here."""
+    """Build a tokenizer of each kind."""
     if name == "bpe":
         return BPETokenizer.train([WORDS, Path(__file__).read_text(encoding="utf-8")], 700)
     return {"byte": ByteTokenizer(), "char": CharTokenizer.of(WORDS)}[name]
 
 
 def all_bytes(*more):
-    """Tokens in a dict as they are saved: every byte, and some more."""
+    """Return the tokens of `to_dict`: all bytes and some more."""
     import base64
 
     return " ".join(base64.b64encode(token).decode() for token in (*(bytes([i]) for i in range(256)), *more))
@@ -282,7 +282,7 @@ def test_ids_are_writable_for_torch(name):
 
 @pytest.mark.parametrize("name", ["byte", "bpe"])
 def test_lone_surrogates_are_encoded(name):
-    """A terminal can give a prompt such characters."""
+    """A terminal can send such characters in a prompt."""
     tokenizer = tokenizer_of(name)
     decoded = tokenizer.decode(tokenizer.encode("a\udcffb"))
     assert decoded[0] + decoded[-1] == "ab"
@@ -321,7 +321,7 @@ def test_a_long_text_without_a_space_is_encoded():
 
 
 def merge(word, pair, new):
-    """A word with every occurrence of a pair replaced, from the left."""
+    """Replace each occurrence of a pair in a word, from the left."""
     merged, i = [], 0
     while i < len(word):
         here = tuple(word[i : i + 2]) == pair
@@ -339,7 +339,7 @@ def counts_of(words):
 
 
 def check_merges(texts, vocab_size):
-    """Every merge of a trained encoding is of a pair that is the most frequent just then (ties in any order)."""
+    """Check that each merge of a trained encoding is of a most frequent pair (ties in any order)."""
     tokenizer = BPETokenizer.train(texts, vocab_size)
     assert tokenizer.vocab_size == vocab_size
     assert tokenizer.tokens[:256] == [bytes([i]) for i in range(256)]
