@@ -87,17 +87,8 @@ def describe_corpus(corpus: Corpus) -> dict[str, str]:
     return rows
 
 
-def build_tokenizer(settings: Mapping[str, Any], folder: Path, alphabet: str, texts: Iterable[str]) -> Tokenizer:
-    """Build the tokenizer of the config group tokenizer.
-
-    Args:
-        folder: data folder, for tiktoken's files.
-        alphabet: distinct characters of the corpus, for tokenizer=char.
-        texts: the training split, for tokenizer=bpe.
-
-    Raises:
-        UserError: a file of the tokenizer cannot be downloaded, or the text is too short.
-    """
+def _build_tokenizer(settings: Mapping[str, Any], folder: Path, alphabet: str, texts: Iterable[str]) -> Tokenizer:
+    """Build the tokenizer of the config group: from an alphabet (char), from training texts (bpe), or by its name."""
     name = settings["name"]
     if name == CharTokenizer.name:
         return CharTokenizer.of(alphabet)
@@ -117,7 +108,7 @@ def _load_bins(data: Mapping[str, Any], tokenizer: Mapping[str, Any], folder: Pa
             f"set tokenizer=gpt2 (nanoGPT's) or byte"
         )
     train, val = (Path(data[key]).expanduser() for key in ("train_bin", "val_bin"))
-    return token_files.from_bins(train, val, build_tokenizer(tokenizer, folder, "", ()), folder / CHECKSUM_CACHE)
+    return token_files.from_bins(train, val, _build_tokenizer(tokenizer, folder, "", ()), folder / CHECKSUM_CACHE)
 
 
 def _write_corpus(
@@ -159,7 +150,7 @@ def _write_plan(partial: Path, sources: Sequence[Source], provenance: Mapping[st
         if "val_fraction" in provenance:
             cut = cut_by_fraction(lengths, provenance["val_fraction"])
     texts = (chunk.text for split, chunk in split_chunks(sources, provenance, cut) if split == TRAIN)
-    tokenizer = build_tokenizer(provenance["tokenizer"], folder, alphabet, texts)
+    tokenizer = _build_tokenizer(provenance["tokenizer"], folder, alphabet, texts)
     write_json(partial / _PLAN, {"tokenizer": tokenizer.to_dict(), "cut": cut})
 
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minigpt.data import encodings
-from minigpt.data.prepare import build_tokenizer
+from minigpt.data.prepare import load_corpus
 from minigpt.data.tokenizer import ENCODINGS, PATTERNS, SEPARATOR, from_dict
 from minigpt.runs.config_checks import check_run
 from minigpt.utils.errors import UserError
@@ -199,9 +199,11 @@ def test_an_encoding_without_a_config_file_is_selected_by_its_name(cache, server
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         cfg = compose("prepare", overrides=["tokenizer=gpt2", "tokenizer.name=p50k_base"])
     check_run(cfg)
-    tokenizer = build_tokenizer(cfg.tokenizer, tmp_path, "", ())
-    assert tokenizer.name == "p50k_base"
-    assert tokenizer.encode("cab").tolist() == [99, 256]
+    (tmp_path / "a.txt").write_text("cab")
+    data = dict(cfg.data) | {"folder": str(tmp_path), "path": str(tmp_path / "a.txt")}
+    corpus = load_corpus(data, cfg.tokenizer)
+    assert corpus.tokenizer.name == "p50k_base"
+    assert corpus.tokenizer.encode("cab").tolist() == [99, 256]
     assert server.requests == ["/gpt-2/p50k_base.tiktoken"]
 
 
