@@ -1,7 +1,7 @@
-"""Make token files without training: python scripts/prepare.py data=text data.path=my.txt tokenizer=bpe
+"""Write token files without training: python scripts/prepare.py data=text data.path=my.txt tokenizer=bpe
 
-It takes the groups data= and tokenizer= of scripts/train.py, which does the same when it has to. A
-preparation that was interrupted carries on where it stopped.
+Takes the config groups data= and tokenizer= of scripts/train.py, which also writes token files if they are missing.
+An interrupted preparation resumes.
 """
 
 import os
@@ -13,17 +13,17 @@ from minigpt.runs.config_checks import check_run
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.terminal import sanitize_line
 
-os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands errors on, and `one_line` says them
+os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors; `cli_entrypoint` prints them
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="prepare")
 def main(cfg: DictConfig) -> None:
-    """What Hydra calls with the composed configuration."""
+    """Run with the composed configuration."""
     cli_entrypoint(prepare)(cfg)
 
 
 def prepare(cfg: DictConfig) -> None:
-    """Prepare, and say what the files hold."""
+    """Write the token files and print their figures."""
     check_run(cfg)
     from minigpt.data.prepare import describe_corpus, load_corpus
 

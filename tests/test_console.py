@@ -417,7 +417,7 @@ def test_an_unreadable_text_file_is_one_error_line(option, file, said, saves, sa
 def test_characters_missing_in_the_alphabet_are_named(how, saves, sample, tmp_path):
     (tmp_path / "text.txt").write_text("a Zebra, 7 …")
     said = error(sample(saves["char"], how, "a Zebra, 7 …" if how == "--prompt" else "text.txt"))
-    assert said.startswith("error: the tokenizer does not know '7', 'Z', '…'; it knows the 31 characters ")
+    assert said.startswith("error: the tokenizer has no id for '7', 'Z', '…'; its alphabet is the 31 characters ")
 
 
 def test_truncation_of_a_long_prompt_is_logged(saves, sample):
@@ -443,7 +443,7 @@ def test_a_lone_surrogate_in_a_prompt_does_not_break_json(saves, sample):
 
 def test_a_lone_surrogate_missing_in_the_alphabet_is_named(saves, sample):
     said = error(sample(saves["char"], "--prompt", "a\udcffb"))
-    assert said.startswith("error: the tokenizer does not know '\ufffd'; ")
+    assert said.startswith("error: the tokenizer has no id for '\ufffd'; ")
 
 
 # Samples
@@ -693,7 +693,7 @@ BAD_LINES = {
     "/nonsense": "error: unknown command /nonsense; use /reset or /quit",
     "/": "error: unknown command /; use /reset or /quit",
     "/temperature 0.5": "error: unknown command /temperature 0.5; use /reset or /quit",
-    "Zebra": "error: the tokenizer does not know 'Z'",
+    "Zebra": "error: the tokenizer has no id for 'Z'",
 }
 
 

@@ -1,11 +1,11 @@
-"""Which windows of the corpus make batch i. Batches are a pure function of (seed, step, rank, world size).
+"""Batches as a pure function of (seed, step, rank, world size).
 
-An epoch cuts the training tokens into non-overlapping windows at a fresh offset and reads every window
-once, in a fresh order. The order of many windows is a keyed permutation evaluated at a position, not a
-shuffled list, so a batch costs the same from a corpus of any size, and a resumed run needs only its step.
+An epoch cuts the training tokens into non-overlapping windows at a random offset and reads each window once, in
+random order. The order of many windows is a keyed permutation evaluated at a position, not a shuffled list, so the
+cost of a batch does not depend on the size of the corpus, and a resumed run needs only its step.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,36 +16,36 @@ from minigpt.data.token_files import Tokens
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
 
-_ROUNDS = 4
-_SHUFFLED = 1024  # windows up to which the order is a shuffle: so few rounds are biased on very few windows
-IGNORED = -100  # a target that torch's cross_entropy leaves out
-_PLANNED = 4096  # rows whose windows are worked out at a time
-_ON_DEVICE = 1 << 28  # tokens; a larger corpus stays on disk and its batches are copied to the GPU
+IGNORE_INDEX = -100  # torch's cross_entropy leaves out this target
+_FEISTEL_ROUNDS = 4
+_MAX_SHUFFLED_WINDOWS = 1024  # a Feistel network of few rounds is biased on very few windows
+_ROWS_PER_LOOKUP = 4096  # rows whose windows are computed at a time
+_MAX_DEVICE_TOKENS = 1 << 28  # a larger corpus stays on disk, and its batches are copied to the GPU
 
 
 class WindowOrder:
-    """The windows of `block_size` + 1 tokens in the order that training reads them.
+    """The order in which training reads the windows of `block_size` + 1 tokens.
 
     Args:
         n_tokens: length of the training split, more than block_size.
-        block_size: window length T, tokens; a window holds one more, the last target.
-        seed: another seed is another order.
+        block_size: window length T in tokens; a window has one more, the last target.
+        seed: selects the order.
     """
 
     def __init__(self, n_tokens: int, block_size: int, seed: int) -> None:
         self.block_size, self.seed = block_size, seed
-        # Every offset below block_size leaves room for this many windows, so all epochs are equally long.
+        # Every offset below block_size leaves room for this many windows, so all epochs have equal length.
         self.n_windows = max(1, (n_tokens - block_size) // block_size)
         self.n_offsets = min(block_size, n_tokens - self.n_windows * block_size)
 
     def starts(self, index: Array) -> Array:
-        """The first token of the windows at positions `index` (any shape) of the run, epochs on end."""
+        """Return the first token of the windows at positions `index` (any shape), counted over all epochs."""
         epochs, position = np.divmod(index, self.n_windows)
         starts = np.empty_like(position)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
-            shuffled = self.n_windows <= _SHUFFLED
-            n_keys = self.n_windows if shuffled else _ROUNDS
+            shuffled = self.n_windows <= _MAX_SHUFFLED_WINDOWS
+            n_keys = self.n_windows if shuffled else _FEISTEL_ROUNDS
             *keys, offset = np.random.SeedSequence((self.seed, int(epoch))).generate_state(n_keys + 1, np.uint64)
             if shuffled:
                 window = np.argsort(keys)[position[chosen]]
@@ -56,10 +56,10 @@ class WindowOrder:
 
 
 def permute(index: Array, n: int, keys: np.ndarray[Any, np.dtype[np.uint64]]) -> Array:
-    """Where a keyed pseudo-random permutation of range(n) sends `index`.
+    """Apply a keyed pseudo-random permutation of range(n) to `index`.
 
-    A Feistel network on the least even number of bits that holds n, walked until it lands below n
-    (Black & Rogaway, 2002: cycle walking).
+    A Feistel network on the least even number of bits that holds n, repeated until the result is below n (cycle
+    walking). Source: Black & Rogaway, 2002, https://doi.org/10.1007/3-540-45760-7_9
     """
     half = np.uint64(max(1, -(-(n - 1).bit_length() // 2)))
     mask = (np.uint64(1) << half) - np.uint64(1)
@@ -79,17 +79,16 @@ def permute(index: Array, n: int, keys: np.ndarray[Any, np.dtype[np.uint64]]) ->
 
 
 class Batches:
-    """The training batches of one rank from `first()` to `stop`, as (tokens, targets), (B, T) each.
+    """Iterate over the training batches of one rank, as (tokens, targets), (B, T) each.
 
     Args:
         tokens: the training split, (N,).
-        order: which window comes when.
-        batch_size: windows of a batch over all ranks; this rank reads rows rank, rank + world_size, ….
-        first: position of the batch to begin with, asked when iteration begins.
+        order: of the windows.
+        batch_size: windows per batch over all ranks; this rank reads rows rank, rank + world_size, ….
+        first: returns the index of the first batch when iteration starts.
         stop: number of batches of the whole run.
-        repeat: read only the first so many batches, over and over; 0 reads all.
-        left_out: numbers of batches in the order that are not read; the others move up.
-        device: where the batches are needed.
+        repeat: number of batches that are repeated; 0 reads all.
+        device: of the batches.
     """
 
     def __init__(
@@ -103,45 +102,34 @@ class Batches:
         first: Callable[[], int],
         stop: int,
         repeat: int,
-        left_out: Collection[int] = (),
         device: torch.device,
     ) -> None:
-        self.repeat, self.left_out = repeat, left_out
-        self.order, self.batch_size, self.first, self.stop = order, batch_size, first, stop
+        self.order, self.batch_size, self.first, self.stop, self.repeat = order, batch_size, first, stop, repeat
         self.rows = np.arange(rank, batch_size, world_size)
-        self.gather = WindowReader(tokens, order.block_size, device)
+        self.read_windows = WindowReader(tokens, order.block_size, device)
 
     def __len__(self) -> int:
         return self.stop
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        planned = max(1, _PLANNED // self.batch_size)
-        for begin in range(self.first(), self.stop, planned):
-            batches = past(np.arange(begin, min(begin + planned, self.stop)), self.left_out)
+        n = max(1, _ROWS_PER_LOOKUP // self.batch_size)
+        for begin in range(self.first(), self.stop, n):
+            batches = np.arange(begin, min(begin + n, self.stop))
             if self.repeat:
                 batches %= self.repeat
             for starts in self.order.starts(batches[:, None] * self.batch_size + self.rows):
-                yield self.gather(starts)
-
-
-def past(batches: Sequence[int] | Array, left_out: Collection[int]) -> Array:
-    """The numbers in the order of the batches that are read, where some are left out."""
-    batches = np.asarray(batches)
-    for number in sorted(left_out):
-        batches = batches + (batches >= number)
-    return batches
+                yield self.read_windows(starts)
 
 
 class ValidationBatches:
-    """The validation split in non-overlapping windows, as (tokens, targets), (B, T) each; every target once.
+    """Iterate over the validation split in non-overlapping windows, as (tokens, targets), (B, T) each.
 
-    Where block_size does not divide the split, the last window is shorter: it is padded to (T,), with targets
-    `IGNORED`, so that all batches have one width. Every batch is spread over the ranks row by row: all ranks see
-    equally many batches, and the windows are the same on any number of ranks.
+    A shorter last window is padded to (T,), with targets `IGNORE_INDEX`. The rows of a batch are spread over the
+    ranks, so that all ranks have equally many batches, and the windows are the same on any number of ranks.
 
     Args:
         tokens: the validation split, (N,), at least two tokens.
-        n_batches: evaluate at most this many batches, their windows spread evenly over the split; None: all.
+        n_batches: maximum number of batches, whose windows are spread evenly over the split; None: no maximum.
     """
 
     def __init__(
@@ -161,7 +149,7 @@ class ValidationBatches:
         self.windows = np.arange(kept) * total // kept
         self.block_size, self.batch_size = block_size, batch_size
         self.rank, self.world_size = rank, world_size
-        self.gather = WindowReader(tokens, block_size, device)
+        self.read_windows = WindowReader(tokens, block_size, device)
 
     def __len__(self) -> int:
         return -(-len(self.windows) // self.batch_size)
@@ -169,24 +157,24 @@ class ValidationBatches:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for begin in range(0, len(self.windows), self.batch_size):
             starts = self.windows[begin : begin + self.batch_size][self.rank :: self.world_size] * self.block_size
-            tokens, targets = self.gather(starts)
+            tokens, targets = self.read_windows(starts)
             if len(starts) and (padding := int(starts[-1]) + self.block_size - self.n_targets) > 0:
-                targets = targets.clone()  # it shares its memory with tokens
-                targets[-1, -padding:] = IGNORED
+                targets = targets.clone()  # it shares memory with tokens
+                targets[-1, -padding:] = IGNORE_INDEX
             yield tokens, targets
 
 
 class WindowReader:
-    """Cut windows out of a row of tokens with one indexed read; past its end the last token is repeated.
+    """Read windows of tokens with one indexed read; beyond the end the last token is repeated.
 
-    On a CPU, and for a corpus too large for the device, the tokens stay a memory map; otherwise they live
-    on the device and a batch never crosses the bus.
+    On a CPU, and for a corpus too large for the device, the tokens stay a memory map; otherwise they are copied to the
+    device once.
     """
 
     def __init__(self, tokens: Tokens, block_size: int, device: torch.device) -> None:
         self.device, self.window = device, np.arange(block_size + 1)
         self.on_device: Tensor | None = None
-        if device.type != "cpu" and len(tokens) <= _ON_DEVICE:
+        if device.type != "cpu" and len(tokens) <= _MAX_DEVICE_TOKENS:
             self.on_device = torch.from_numpy(tokens[:].astype(np.int32)).to(device)
         self.tokens = tokens
 

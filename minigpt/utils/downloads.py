@@ -1,11 +1,14 @@
-"""Files from the network: with time-outs and retries, checked, in place whole or not at all."""
+"""Downloads with timeouts, retries and a checksum."""
 
 import os
 from pathlib import Path
 
 
 def download(url: str, sha256: str, target: Path) -> bool:
-    """Fetch a file, with a progress bar; whether it came and is the one that was promised.
+    """Download a file atomically, with a progress bar.
+
+    Returns:
+        Whether the server answered with a file that has this checksum.
 
     Raises:
         OSError: `target` cannot be written.
@@ -24,9 +27,9 @@ def download(url: str, sha256: str, target: Path) -> bool:
     )
     try:
         store.fetch(target.name, downloader=pooch.HTTPDownloader(progressbar=True, timeout=(5, 30)))
-    except (requests.RequestException, ValueError):  # no answer, or not the file that was promised
+    except (requests.RequestException, ValueError):  # ValueError: the checksum differs
         return False
     mask = os.umask(0)
     os.umask(mask)
-    target.chmod(0o666 & ~mask)  # as any new file; the download's temporary file was private
+    target.chmod(0o666 & ~mask)  # pooch's temporary file is private to the user
     return True

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and checksums of files that are not read twice."""
+"""Atomic writes, durable writes, JSON, and cached file checksums."""
 
 import hashlib
 import json
@@ -11,9 +11,9 @@ from typing import Any
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write to: it becomes `path` at the end, and of a failure nothing is left."""
+    """Yield a temporary path beside `path`; rename it to `path` on success, remove it on failure."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.unlink(missing_ok=True)  # of a process that had the same number and was killed; it may be a link
+    partial.unlink(missing_ok=True)  # left by a killed process with the same id; it may be a link
     try:
         yield partial
         partial.replace(path)
@@ -22,7 +22,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Have a file, or the names in a folder, outlast a loss of power, where it is there and the system can."""
+    """Flush a file or a directory to disk, if it exists and the system supports it."""
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -32,42 +32,40 @@ def sync(path: Path) -> None:
 
 
 def read_json(file: Path) -> Any:
-    """What a file of JSON says.
+    """Read a JSON file.
 
     Raises:
-        ValueError: it is none, or its lists lie too deep in each other.
+        ValueError: the file is not JSON, or is nested too deeply.
     """
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except RecursionError as error:
-        raise ValueError("its lists lie too deep in each other") from error
+        raise ValueError("the JSON is nested too deeply") from error
 
 
-def checksums(files: Sequence[Path], known: Path | None) -> list[str]:
-    """The SHA-256 of files, remembered in the file `known`, if there is one, for as long as nothing wrote to them.
+def checksums(files: Sequence[Path], cache: Path | None) -> list[str]:
+    """Return the SHA-256 of each file, so that an unchanged file is read once.
 
-    A write, however quick, changes a file's time of change, which no program can set back; so a large corpus is
-    read for its checksum once, and a start costs what it costs with a small one.
+    A cache entry is keyed by path, size, times and inode. Every write updates the change time (ctime), which no
+    program can set back.
+
+    Args:
+        cache: JSON file of earlier checksums, updated if it can be written; None disables caching.
     """
-    if known is None:
-        return [_sha256(file) for file in files]
-    remembered: dict[str, str] = {}
-    with suppress(OSError, ValueError, TypeError):
-        remembered = {key: str(value) for key, value in dict(read_json(known)).items()}
-    keys, found = [], dict(remembered)
+    cached: dict[str, str] = {}
+    if cache is not None:
+        with suppress(OSError, ValueError, TypeError):  # missing or damaged
+            cached = {key: str(value) for key, value in dict(read_json(cache)).items()}
+    keys, found = [], dict(cached)
     for file in files:
-        state = os.stat(file)
+        state = file.stat()
         keys.append(f"{file.resolve()} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns} {state.st_ino}")
         if keys[-1] not in found:
-            found[keys[-1]] = _sha256(file)
-    if found != remembered:
-        with suppress(OSError):  # a folder that cannot be written remembers nothing
-            known.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(known) as partial:
+            with open(file, "rb") as content:
+                found[keys[-1]] = hashlib.file_digest(content, "sha256").hexdigest()
+    if cache is not None and found != cached:
+        with suppress(OSError):
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(cache) as partial:
                 partial.write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")
     return [found[key] for key in keys]
-
-
-def _sha256(file: Path) -> str:
-    with open(file, "rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()

@@ -99,7 +99,8 @@ def text_file() -> Path:
     """Tiny shakespeare, from the folder that a run reads it from."""
     data = yaml.safe_load((ROOT / "configs" / "data" / "shakespeare_char.yaml").read_text(encoding="utf-8"))["data"]
     named = {key: data[key] for key in ("name", "url", "sha256", "characters")}
-    return shakespeare.find(**named, folder=ROOT / "data", known=ROOT / "data" / CHECKSUM_CACHE)[0].resolve()
+    folder = ROOT / "data"
+    return shakespeare.find_text(**named, folder=folder, checksum_cache=folder / CHECKSUM_CACHE)[0].resolve()
 
 
 def metrics(run: Path) -> list[dict[str, str]]:

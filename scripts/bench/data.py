@@ -1,4 +1,4 @@
-"""What data costs: tokenizing, training a tokenizer, starting on a large corpus, a batch of a huge one."""
+"""Benchmark data: tokenization, tokenizer training, the start on a large corpus, batches of a huge one."""
 
 import argparse
 import os
@@ -20,7 +20,7 @@ BATCHES = 300
 
 
 def data(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Every figure a column; the corpus of 2 GB is prepared in the first round only."""
+    """Return one row per round and one column per figure; 2 GB are prepared in the first round only."""
     text = text_file().read_text(encoding="utf-8")
     middle, giga = folder / "middle.txt", folder / "giga.txt"
     middle.write_text(text * (MEGABYTES * 1_000_000 // len(text)), encoding="utf-8")
@@ -55,7 +55,7 @@ def data(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 
 def characters(text: str) -> dict[str, float]:
-    """Characters to ids, on one core: ours, and the loop of nanoGPT's preparation."""
+    """Measure char tokenization on one core against the loop of nanoGPT's prepare.py."""
     tokenizer = CharTokenizer.of(text)
     ids = {character: i for i, character in enumerate(tokenizer.alphabet)}
     ours_s = statistics.median(seconds(lambda: tokenizer.encode(text)) for _ in range(20))
@@ -65,7 +65,7 @@ def characters(text: str) -> dict[str, float]:
 
 
 def gpt2(file: Path, folder: Path) -> dict[str, float]:
-    """A text with GPT-2's encoding: tiktoken in one process, and a whole preparation with all cores."""
+    """Measure GPT-2's encoding: tiktoken in one process, and prepare.py with all cores."""
     program = (
         "import sys, time, numpy, tiktoken; encoding = tiktoken.get_encoding('gpt2');"
         "text = open(sys.argv[1], encoding='utf-8').read(); start = time.perf_counter();"
@@ -80,7 +80,7 @@ def gpt2(file: Path, folder: Path) -> dict[str, float]:
 
 
 def batch(folder: Path, n_tokens: int, shard_tokens: int) -> float:
-    """Milliseconds of a training batch, of 12 windows of 64, from sparse files of so many tokens; a median."""
+    """Return the median milliseconds per training batch of 12 windows of 64 tokens, read from sparse files."""
     import torch
 
     from minigpt.data.batches import Batches, WindowOrder
@@ -110,7 +110,7 @@ def batch(folder: Path, n_tokens: int, shard_tokens: int) -> float:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """The time that something takes."""
+    """Measure the seconds of a call."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start

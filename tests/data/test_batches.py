@@ -1,4 +1,4 @@
-"""Which windows make which batch: every window once an epoch, the same on any number of ranks, from any step."""
+"""Batches: each window once per epoch, independent of the number of ranks and of the first step."""
 
 from itertools import islice
 
@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minigpt import GPT, GPTConfig
-from minigpt.data import batches as data
-from minigpt.data.batches import Batches, ValidationBatches, WindowOrder, past, permute
+from minigpt.data import batches as module
+from minigpt.data.batches import Batches, ValidationBatches, WindowOrder, permute
 from minigpt.data.token_files import Corpus, Split
 from minigpt.data.tokenizer import CharTokenizer
 from minigpt.runs.datamodule import TokenDataModule
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def positions(n):
-    """A text in which every token is its own position, so that a batch tells which windows it holds."""
+    """Return tokens equal to their positions, so that a batch shows which windows it has."""
     return np.arange(n, dtype=np.uint32)
 
 
@@ -45,7 +45,7 @@ def batches(n=1000, *, block_size=8, seed=0, batch_size=4, rank=0, world_size=1,
 
 
 def starts(batches):
-    """The first token of every window, batch by batch."""
+    """Return the first token of each window, per batch."""
     return [tokens[:, 0].tolist() for tokens, _ in batches]
 
 
@@ -53,17 +53,17 @@ def starts(batches):
 
 
 @given(st.integers(1, 3000), st.lists(st.integers(0, 2**64 - 1), min_size=4, max_size=4))
-def test_every_position_is_sent_to_a_position_of_its_own(n, keys):
+def test_permute_is_a_bijection(n, keys):
     image = permute(np.arange(n), n, np.array(keys, dtype=np.uint64))
     assert np.array_equal(np.sort(image), np.arange(n))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 15, 16, 17, 1023, 1024, 1025, 65_536, 65_537])
-def test_sizes_around_powers_of_two_are_permuted_too(n):
+def test_permute_is_a_bijection_around_powers_of_two(n):
     assert np.array_equal(np.sort(permute(np.arange(n), n, keys(n))), np.arange(n))
 
 
-def test_other_keys_give_another_order_that_looks_random():
+def test_permutations_of_different_keys_are_uncorrelated():
     n = 10_000
     orders = [permute(np.arange(n), n, keys(seed)) for seed in range(20)]
     for order, other in zip(orders, orders[1:] + orders[:1], strict=True):
@@ -78,19 +78,19 @@ def test_other_keys_give_another_order_that_looks_random():
 
 
 @given(st.integers(1, 64), st.integers(1, 2000), st.integers(0, 2**32), st.integers(0, 5))
-def test_an_epoch_lays_windows_side_by_side_over_the_whole_text(block_size, more, seed, epoch):
+def test_an_epoch_covers_the_text_with_adjacent_windows(block_size, more, seed, epoch):
     n_tokens = block_size + more
     order = WindowOrder(n_tokens, block_size, seed)
     found = np.sort(order.starts(epoch * order.n_windows + np.arange(order.n_windows)))
-    assert (np.diff(found) == block_size).all()  # no token read twice, none left out between
+    assert (np.diff(found) == block_size).all()  # no overlap, no gap
     assert 0 <= found[0] < block_size
     end = found[-1] + block_size + 1  # the last target is the token after the window
     assert end <= n_tokens
-    assert n_tokens - (end - 1 - found[0]) <= 2 * block_size  # what is left out at both ends
+    assert n_tokens - (end - 1 - found[0]) <= 2 * block_size  # skipped at both ends
 
 
 @pytest.mark.parametrize("n_tokens", [9, 10, 15, 16, 17, 24, 25])
-def test_a_text_hardly_longer_than_a_block_is_read_to_both_ends(n_tokens):
+def test_a_text_barely_longer_than_a_block_is_read_to_both_ends(n_tokens):
     order = WindowOrder(n_tokens, 8, seed=0)
     found = order.starts(np.arange(200 * order.n_windows))
     assert found.min() == 0
@@ -107,7 +107,7 @@ def test_epochs_differ_in_order_and_offset():
 
 
 @pytest.mark.parametrize("n_windows", [2, 3, 4, 7])
-def test_every_order_of_a_few_windows_is_equally_likely(n_windows):
+def test_all_orders_of_a_few_windows_are_equally_likely(n_windows):
     epochs = 3000
     order = WindowOrder((n_windows + 1) * 8, 8, seed=0)
     assert order.n_windows == n_windows
@@ -118,7 +118,7 @@ def test_every_order_of_a_few_windows_is_equally_likely(n_windows):
         assert abs(counts - epochs / n_windows).max() < 4.5 * deviation
 
 
-def test_positions_are_looked_up_in_any_shape_and_order():
+def test_window_starts_can_be_indexed_in_any_shape_and_order():
     order = WindowOrder(1000, 8, seed=0)
     index = np.random.default_rng(0).integers(0, 1000, (5, 7))  # of several epochs
     one_by_one = [int(order.starts(np.array([i]))[0]) for i in index.flat]
@@ -126,7 +126,7 @@ def test_positions_are_looked_up_in_any_shape_and_order():
     assert order.starts(index).ravel().tolist() == one_by_one
 
 
-def test_a_huge_text_needs_no_list_of_its_windows():
+def test_the_order_of_a_huge_text_needs_no_list_of_windows():
     n_tokens, block_size = 10**12, 1024
     order = WindowOrder(n_tokens, block_size, seed=0)
     found = order.starts(np.arange(10_000) + 10**6)
@@ -152,7 +152,7 @@ def test_each_window_is_read_once_per_epoch(block_size, more, batch_size, seed):
         assert len(np.unique(rows)) == rows.size == windows * block_size
 
 
-def test_a_batch_is_windows_of_the_text_and_targets_are_its_tokens_shifted_by_one():
+def test_targets_are_the_tokens_shifted_by_one():
     text = np.random.default_rng(0).integers(0, 65, 500).astype(np.uint16)
     options = {"rank": 0, "world_size": 1, "first": lambda: 0, "stop": 30, "repeat": 0, "device": CPU}
     run = Batches(text, WindowOrder(500, 16, seed=1), batch_size=5, **options)
@@ -164,14 +164,14 @@ def test_a_batch_is_windows_of_the_text_and_targets_are_its_tokens_shifted_by_on
 
 
 @pytest.mark.parametrize("k", [1, 7, 8, 9, 29, 30])
-def test_batches_from_step_k_on_are_those_of_a_run_from_the_start(monkeypatch, k):
-    monkeypatch.setattr(data, "_PLANNED", 32)  # eight batches are planned at a time
+def test_batches_from_step_k_equal_those_of_a_run_from_the_start(monkeypatch, k):
+    monkeypatch.setattr(module, "_ROWS_PER_LOOKUP", 32)  # eight batches at a time
     whole = starts(batches(stop=30))
     assert len(whole) == 30
     assert starts(batches(stop=30, first=k)) == whole[k:]
 
 
-def test_batches_depend_on_the_seed_and_on_nothing_before():
+def test_batches_depend_on_the_seed_alone():
     torch.manual_seed(1)
     np.random.seed(1)
     first = starts(batches(seed=5))
@@ -186,7 +186,7 @@ def test_a_longer_run_begins_with_the_batches_of_a_shorter_one():
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_ranks_read_disjoint_windows_that_are_together_the_batch_of_one_rank(world_size):
+def test_ranks_read_disjoint_parts_of_the_single_rank_batch(world_size):
     alone = starts(batches(batch_size=12))
     ranks = [starts(batches(batch_size=12, rank=rank, world_size=world_size)) for rank in range(world_size)]
     for whole, *shares in zip(alone, *ranks, strict=True):
@@ -196,7 +196,7 @@ def test_ranks_read_disjoint_windows_that_are_together_the_batch_of_one_rank(wor
 
 @pytest.mark.parametrize("repeat", [1, 3])
 @pytest.mark.parametrize("first", [0, 5])
-def test_the_first_batches_are_repeated_when_asked(repeat, first):
+def test_repeat_cycles_through_the_first_batches(repeat, first):
     once = starts(batches())[:repeat]
     assert starts(batches(repeat=repeat, first=first, stop=20)) == [once[i % repeat] for i in range(first, 20)]
 
@@ -220,13 +220,13 @@ def test_validation_scores_every_target_once_on_any_number_of_ranks(block_size, 
                 inside = targets != -100
                 assert torch.equal(targets[inside], tokens[inside] + 1)
                 assert torch.equal(tokens[inside], (tokens[:, :1] + torch.arange(block_size))[inside])
-                assert not (tokens[:, 0] % block_size).any()  # windows lie side by side
+                assert not (tokens[:, 0] % block_size).any()  # adjacent windows
                 scored += targets[inside].tolist()
-        assert len(counts) == 1  # a rank that has a batch more waits for the others for ever
+        assert len(counts) == 1  # a rank with one batch more would wait for the others
         assert sorted(scored) == list(range(1, n))
 
 
-def test_the_padding_of_the_last_window_leaves_its_loss_alone():
+def test_padding_of_the_last_window_does_not_change_the_loss():
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=8, vocab_size=50, n_layer=1, n_head=2, n_embd=16))
     share = ValidationBatches(positions(50), block_size=8, batch_size=3, rank=0, world_size=1, device=CPU)
@@ -240,13 +240,13 @@ def test_the_padding_of_the_last_window_leaves_its_loss_alone():
 @pytest.mark.parametrize(
     ("n_batches", "expected"), [(1, [0, 32, 64]), (2, [0, 16, 32, 48, 64, 80]), (9, range(0, 96, 8))]
 )
-def test_a_part_of_the_validation_split_is_spread_evenly_over_it(n_batches, expected):
+def test_a_maximum_of_batches_is_spread_evenly_over_the_validation_split(n_batches, expected):
     options = {"block_size": 8, "batch_size": 3, "rank": 0, "world_size": 1, "device": CPU}
     share = ValidationBatches(positions(97), **options, n_batches=n_batches)
     assert [start for batch in starts(share) for start in batch] == list(expected)
 
 
-def test_validation_is_the_same_each_time():
+def test_validation_batches_are_deterministic():
     share = ValidationBatches(positions(100), block_size=8, batch_size=3, rank=0, world_size=1, device=CPU)
     assert starts(share) == starts(share)
 
@@ -255,7 +255,7 @@ def test_validation_is_the_same_each_time():
 
 
 class Recorder(L.LightningModule):
-    """Learns nothing and remembers which windows it was given."""
+    """Record the windows of each training step."""
 
     def __init__(self):
         super().__init__()
@@ -281,7 +281,7 @@ def token_data(folder, **changes):
         shard_tokens=500,
         train=Split((folder / "train-00000.bin",), 500, 500, 1),
         val=Split((), 0, 0, 0),
-        made={},
+        provenance={},
     )
     settings = {"block_size": 8, "batch_size": 4, "eval_batch_size": 4, "n_batches": 20, "seed": 3}
     return TokenDataModule(corpus, **(settings | {"overfit_batches": 0, "left_out": set()} | changes))
@@ -294,19 +294,17 @@ def trainer(folder, max_steps):
     )
 
 
-@pytest.mark.parametrize("left_out", [set(), {2, 9}], ids=str)
-def test_a_resumed_trainer_reads_the_batches_of_an_uninterrupted_one(tmp_path, left_out):
+def test_a_resumed_trainer_reads_the_batches_of_an_uninterrupted_one(tmp_path):
     begun, resumed = Recorder(), Recorder()
     begin = trainer(tmp_path, 7)
-    begin.fit(begun, token_data(tmp_path, left_out=left_out))
+    begin.fit(begun, token_data(tmp_path))
     begin.save_checkpoint(tmp_path / "after_seven.safetensors")
     trainer(tmp_path, 20).fit(resumed, token_data(tmp_path), ckpt_path=tmp_path / "after_seven.safetensors")
-    order = starts(batches(500, block_size=8, seed=3, stop=20 + len(left_out)))
-    assert begun.read + resumed.read == [batch for i, batch in enumerate(order) if i not in left_out]
+    assert begun.read + resumed.read == starts(batches(500, block_size=8, seed=3, stop=20))
     assert len(resumed.read) == 13
 
 
-def test_a_trainer_repeats_the_first_batches_when_asked(tmp_path):
+def test_a_trainer_with_overfit_batches_repeats_them(tmp_path):
     recorder = Recorder()
     trainer(tmp_path, 5).fit(recorder, token_data(tmp_path, overfit_batches=2))
     first, second = starts(batches(500, block_size=8, seed=3, stop=2))
@@ -314,13 +312,8 @@ def test_a_trainer_repeats_the_first_batches_when_asked(tmp_path):
 
 
 @pytest.mark.parametrize("batch_size", [3, 1])
-def test_a_batch_that_does_not_divide_among_the_processes_is_refused(tmp_path, batch_size):
+def test_a_batch_size_that_is_not_divisible_by_the_processes_raises(tmp_path, batch_size):
     module = token_data(tmp_path, batch_size=batch_size)
     module.trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False)
     with pytest.raises(UserError, match=rf"data\.batch_size={batch_size} .* 2 processes"):
         module.train_dataloader()
-
-
-def test_batches_that_are_left_out_are_passed_by_the_others():
-    read = past(range(6), {0, 3, 4, 9})
-    assert read.tolist() == [1, 2, 5, 6, 7, 8]

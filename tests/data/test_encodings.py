@@ -1,7 +1,8 @@
-"""The files of tiktoken's encodings, against tiktoken itself and a local server."""
+"""tiktoken's encodings, against tiktoken and a local server."""
 
 import base64
 import errno
+import functools
 import hashlib
 import os
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,13 +13,17 @@ import pytest
 import tiktoken
 import tiktoken.load
 import tiktoken.registry
+from hydra import compose, initialize_config_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minigpt.data import encodings
+from minigpt.data.prepare import load_corpus
 from minigpt.data.tokenizer import ENCODINGS, PATTERNS, SEPARATOR, from_dict
+from minigpt.runs.config_checks import check_run
 from minigpt.utils.errors import UserError
 
+ROOT = Path(__file__).resolve().parents[2]
 CACHE = os.environ.get("TIKTOKEN_CACHE_DIR")
 TOKENS = [*(bytes([i]) for i in range(256)), b"ab"]
 SMALL = b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(TOKENS))
@@ -31,13 +36,13 @@ def key(url):
 
 @pytest.fixture(autouse=True)
 def no_proxy(monkeypatch):
-    """No proxy stands between a test and its own server."""
+    """Bypass proxies for the local server."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 
 @pytest.fixture(params=["given", "not given"])
 def cache(request, tmp_path, monkeypatch):
-    """An empty folder that is used, because TIKTOKEN_CACHE_DIR says so or because it does not."""
+    """An empty cache folder, with and without TIKTOKEN_CACHE_DIR."""
     monkeypatch.delenv("DATA_GYM_CACHE_DIR", raising=False)
     if request.param == "given":
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "given"))
@@ -48,9 +53,9 @@ def cache(request, tmp_path, monkeypatch):
 
 @pytest.fixture
 def nowhere(monkeypatch):
-    """Two files of gpt2 at an address where nobody answers."""
+    """The two files of gpt2 at an unreachable address."""
     urls = [f"http://127.0.0.1:9/gpt-2/{name}" for name in ("vocab.bpe", "encoder.json")]
-    monkeypatch.setattr(encodings, "_FILES", {url: hashlib.sha256(SMALL).hexdigest() for url in urls})
+    monkeypatch.setattr(encodings, "_SHA256", {url: hashlib.sha256(SMALL).hexdigest() for url in urls})
     return urls
 
 
@@ -68,10 +73,10 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server(monkeypatch):
-    """A small encoding that tiktoken itself knows as gpt2, with its one file on a server."""
+    """A small encoding in place of tiktoken's gpt2 and p50k_base, with its one file on a server."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.requests, server.answer = [], SMALL
-        server.url = f"http://127.0.0.1:{server.server_port}/gpt-2/small.tiktoken"
+        server.url = f"http://127.0.0.1:{server.server_port}/gpt-2/p50k_base.tiktoken"
         Thread(target=server.serve_forever, daemon=True).start()
         sha256 = hashlib.sha256(SMALL).hexdigest()
 
@@ -80,9 +85,9 @@ def server(monkeypatch):
             special = {SEPARATOR: 257}
             return {"name": "gpt2", "pat_str": PATTERNS["gpt2"], "mergeable_ranks": ranks, "special_tokens": special}
 
-        monkeypatch.setattr(encodings, "_FILES", {server.url: sha256})
+        monkeypatch.setattr(encodings, "_SHA256", {server.url: sha256})
         monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
-        monkeypatch.setattr(tiktoken.registry, "ENCODING_CONSTRUCTORS", {"gpt2": small})
+        monkeypatch.setattr(tiktoken.registry, "ENCODING_CONSTRUCTORS", {"gpt2": small, "p50k_base": small})
         yield server
         server.shutdown()
 
@@ -90,7 +95,7 @@ def server(monkeypatch):
 @pytest.mark.skipif(not CACHE, reason="TIKTOKEN_CACHE_DIR names no folder with the files of gpt2")
 @settings(max_examples=100, deadline=None)
 @given(st.one_of(TEXTS, st.text(" \n\r\t'aAsStT1.!é漢", max_size=60)))
-def test_gpt2_has_the_ids_of_tiktoken(text):
+def test_gpt2_ids_equal_those_of_tiktoken(text):
     reference = tiktoken.get_encoding("gpt2")
     tokenizer = gpt2()
     ids = tokenizer.encode(text).tolist()
@@ -98,22 +103,21 @@ def test_gpt2_has_the_ids_of_tiktoken(text):
     assert tokenizer.decode(ids) == reference.decode(ids) == text
 
 
-def gpt2(made=[]):  # noqa: B006
-    """From its files, and then as a checkpoint keeps it."""
-    if not made:
-        made.append(from_dict(encodings.encoding("gpt2", Path("unused")).to_dict()))
-    return made[0]
+@functools.cache
+def gpt2():
+    """GPT-2's tokenizer, loaded from its files and rebuilt as from a checkpoint."""
+    return from_dict(encodings.load_encoding("gpt2", Path("unused")).to_dict())
 
 
 @pytest.mark.skipif(not CACHE, reason="TIKTOKEN_CACHE_DIR names no folder with the files of gpt2")
-def test_gpt2_is_as_large_as_gpt2():
+def test_gpt2_has_its_vocabulary_size_and_separator():
     assert gpt2().vocab_size == 50_257
     assert gpt2().separator.tolist() == [50_256]
     assert gpt2().encode(SEPARATOR).tolist() == tiktoken.get_encoding("gpt2").encode_ordinary(SEPARATOR)
 
 
 @pytest.mark.parametrize("name", ENCODINGS)
-def test_the_files_and_the_patterns_are_those_that_tiktoken_has(name, monkeypatch):
+def test_files_checksums_and_patterns_equal_those_of_tiktoken(name, monkeypatch):
     import tiktoken_ext.openai_public as public
 
     asked = {}
@@ -130,69 +134,82 @@ def test_the_files_and_the_patterns_are_those_that_tiktoken_has(name, monkeypatc
     monkeypatch.setattr(public, "data_gym_to_mergeable_bpe_ranks", gym)
     described = public.ENCODING_CONSTRUCTORS[name]()
     assert described["pat_str"] == PATTERNS[ENCODINGS[name]]
-    assert {url: encodings._FILES[url] for url in encodings._urls(name)} == asked
+    assert {url: encodings._SHA256[url] for url in encodings._urls(name)} == asked
 
 
 @pytest.mark.parametrize("cache", ["given"], indirect=True)
-def test_without_a_network_one_error_names_both_files_and_where_they_belong(cache, nowhere):
+def test_without_a_network_the_error_lists_both_files_and_their_paths(cache, nowhere):
     with pytest.raises(UserError) as error:
-        encodings.encoding("gpt2", cache)
+        encodings.load_encoding("gpt2", cache)
     for url in nowhere:
         assert f"{url} as {cache / key(url)}" in str(error.value)
     assert "TIKTOKEN_CACHE_DIR" in str(error.value)
     assert not cache.exists() or list(cache.iterdir()) == []
 
 
-@pytest.mark.parametrize("cache", ["not given"], indirect=True)  # each waits for three seconds
-def test_only_the_file_that_is_missing_is_named(cache, nowhere):
+@pytest.mark.parametrize("cache", ["not given"], indirect=True)  # takes three seconds of retries
+def test_the_error_lists_only_the_missing_file(cache, nowhere):
     cache.mkdir()
     (cache / key(nowhere[0])).write_bytes(SMALL)
     with pytest.raises(UserError) as error:
-        encodings.encoding("gpt2", cache)
+        encodings.load_encoding("gpt2", cache)
     assert nowhere[0] not in str(error.value)
     assert nowhere[1] in str(error.value)
     assert [file.name for file in cache.iterdir()] == [key(nowhere[0])]
 
 
-def test_a_missing_file_is_fetched_once_and_tiktoken_finds_it(cache, server):
+def test_a_missing_file_is_downloaded_once(cache, server):
     for _ in range(2):
-        tokenizer = encodings.encoding("gpt2", cache)
+        tokenizer = encodings.load_encoding("gpt2", cache)
         assert tokenizer.encode("cab").tolist() == [99, 256]
         assert tokenizer.vocab_size == 258
-    assert server.requests == ["/gpt-2/small.tiktoken"]
+    assert server.requests == ["/gpt-2/p50k_base.tiktoken"]
     assert (cache / key(server.url)).read_bytes() == SMALL
     assert [file.name for file in cache.iterdir()] == [key(server.url)]
 
 
 @pytest.mark.parametrize("damage", [b"", SMALL[:100], SMALL.replace(b"256", b"255"), SMALL + b"\n"])
-def test_a_damaged_file_is_fetched_again(cache, server, damage):
+def test_a_damaged_file_is_downloaded_again(cache, server, damage):
     cache.mkdir()
     (cache / key(server.url)).write_bytes(damage)
-    assert encodings.encoding("gpt2", cache).encode("cab").tolist() == [99, 256]
-    assert server.requests == ["/gpt-2/small.tiktoken"]
+    assert encodings.load_encoding("gpt2", cache).encode("cab").tolist() == [99, 256]
+    assert server.requests == ["/gpt-2/p50k_base.tiktoken"]
     assert (cache / key(server.url)).read_bytes() == SMALL
 
 
-@pytest.mark.parametrize("cache", ["not given"], indirect=True)  # each waits for three seconds
-def test_a_file_that_is_not_the_promised_one_is_not_kept(cache, server):
+@pytest.mark.parametrize("cache", ["not given"], indirect=True)  # takes three seconds of retries
+def test_a_download_with_a_wrong_checksum_is_not_kept(cache, server):
     server.answer = b"<html>Please log in to this network</html>"
     with pytest.raises(UserError) as error:
-        encodings.encoding("gpt2", cache)
+        encodings.load_encoding("gpt2", cache)
     assert f"{server.url} as {cache / key(server.url)}" in str(error.value)
     assert list(cache.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_is_named(cache, server):
+def test_the_error_names_a_cache_folder_that_is_not_writable(cache, server):
     cache.write_text("a file")
     with pytest.raises(UserError) as error:
-        encodings.encoding("gpt2", cache)
+        encodings.load_encoding("gpt2", cache)
     assert str(cache) in str(error.value)
     assert os.strerror(errno.EEXIST) in str(error.value)
 
 
+@pytest.mark.parametrize("cache", ["not given"], indirect=True)
+def test_an_encoding_without_a_config_file_is_selected_by_its_name(cache, server, tmp_path):
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        cfg = compose("prepare", overrides=["tokenizer=gpt2", "tokenizer.name=p50k_base"])
+    check_run(cfg)
+    (tmp_path / "a.txt").write_text("cab")
+    data = dict(cfg.data) | {"folder": str(tmp_path), "path": str(tmp_path / "a.txt")}
+    corpus = load_corpus(data, cfg.tokenizer)
+    assert corpus.tokenizer.name == "p50k_base"
+    assert corpus.tokenizer.encode("cab").tolist() == [99, 256]
+    assert server.requests == ["/gpt-2/p50k_base.tiktoken"]
+
+
 @pytest.mark.parametrize("given_", [None, "elsewhere", ""])
 @pytest.mark.parametrize("works", [True, False])
-def test_the_environment_is_as_it_was(tmp_path, server, monkeypatch, given_, works):
+def test_loading_an_encoding_restores_the_environment(tmp_path, server, monkeypatch, given_, works):
     monkeypatch.delenv("DATA_GYM_CACHE_DIR", raising=False)
     if given_ is None:
         monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
@@ -200,9 +217,9 @@ def test_the_environment_is_as_it_was(tmp_path, server, monkeypatch, given_, wor
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", given_ and str(tmp_path / given_))
     before = dict(os.environ)
     if works:
-        encodings.encoding("gpt2", tmp_path / "folder")
+        encodings.load_encoding("gpt2", tmp_path / "folder")
     else:
         monkeypatch.setattr(tiktoken.registry, "ENCODING_CONSTRUCTORS", {})
         with pytest.raises(ValueError, match="gpt2"):
-            encodings.encoding("gpt2", tmp_path / "folder")
+            encodings.load_encoding("gpt2", tmp_path / "folder")
     assert dict(os.environ) == before

@@ -1,4 +1,4 @@
-"""From a text to token files, against nanoGPT's preparation, numpy, and the text itself."""
+"""Prepared token files, against nanoGPT's prepare.py, numpy, and the text itself."""
 
 import errno
 import gzip
@@ -19,10 +19,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minigpt.data import journal, readers, splits, token_files
 from minigpt.data import prepare as preparation
-from minigpt.data import readers as documents
-from minigpt.data import splits as splitting
-from minigpt.data import token_files as corpora
 from minigpt.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,61 +42,65 @@ def values(name):
 
 
 def corpus_of(path, folder, tokenizer="char", **changes):
-    """Token files of files, with the values of configs/data/text.yaml but for these."""
+    """Prepare files with the values of configs/data/text.yaml and these changes."""
     tokenizer = tokenizer if isinstance(tokenizer, dict) else {"name": tokenizer}
     return preparation.load_corpus(values("text") | {"path": str(path), "folder": str(folder)} | changes, tokenizer)
 
 
 def prepare(content, folder, tokenizer="char", *, name="mine.txt", **changes):
-    """Token files of a file with this content."""
+    """Prepare a file with this content."""
     folder.mkdir(exist_ok=True)
     (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     return corpus_of(folder / name, folder, tokenizer, **changes)
 
 
 def rows(texts):
-    """Documents as JSON Lines."""
+    """Format documents as JSON Lines."""
     return "".join(json.dumps({"text": text}) + "\n" for text in texts)
 
 
 def stories(number, seed=0):
-    """Different texts of a few words each."""
+    """Return distinct texts of a few words each."""
     random = np.random.default_rng(seed)
     words = "the quick brown fox jumps over a lazy dog and it's 42 naïve owls, don't they see? yes!\\n"
     return [f"{seed}.{i} " + " ".join(random.choice(words.split(" "), random.integers(3, 30))) for i in range(number)]
 
 
-def folder_of(made):
-    return (made.train.files or made.val.files)[0].parent
+def folder_of(corpus):
+    return (corpus.train.files or corpus.val.files)[0].parent
 
 
-def on_disk(made):
-    """The ids in the token files of both splits, as any reader without our code sees them."""
+def on_disk(corpus):
+    """Read the ids of both splits with numpy."""
     return [
-        [i for file in sorted(folder_of(made).glob(f"{split}-*.bin")) for i in np.fromfile(file, made.dtype).tolist()]
+        [
+            i
+            for file in sorted(folder_of(corpus).glob(f"{split}-*.bin"))
+            for i in np.fromfile(file, corpus.dtype).tolist()
+        ]
         for split in ("train", "val")
     ]
 
 
-def texts_on_disk(made):
-    return [made.tokenizer.decode(ids) for ids in on_disk(made)]
+def texts_on_disk(corpus):
+    return [corpus.tokenizer.decode(ids) for ids in on_disk(corpus)]
 
 
-def all_on_disk(made):
-    train, val = on_disk(made)
+def all_on_disk(corpus):
+    train, val = on_disk(corpus)
     return train + val
 
 
-def in_folder(made):
-    """All that is in a folder of token files but how long it took."""
-    folder = folder_of(made)
+def in_folder(corpus):
+    """Return the content of a folder of token files without the seconds."""
+    folder = folder_of(corpus)
     meta = json.loads((folder / "meta.json").read_text())
-    del meta["made"]["seconds"]
+    del meta["provenance"]["seconds"]
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != "meta.json"} | {"meta": meta}
 
 
 def nanogpt(text):
-    """What nanoGPT's prepare.py makes of a text: the ids of its two splits."""
+    """Return the ids of both splits as in nanoGPT's prepare.py."""
     n = len(text)
     stoi = {ch: i for i, ch in enumerate(sorted(set(text)))}
     halves = text[: int(n * 0.9)], text[int(n * 0.9) :]
@@ -113,53 +115,53 @@ def leftovers(folder):
 
 
 @pytest.mark.parametrize("path", ["missing.txt", "."])
-def test_a_path_without_a_text_is_refused_by_name(tmp_path, path):
+def test_a_path_without_a_text_raises_with_the_path(tmp_path, path):
     with pytest.raises(UserError, match=r"data\.path=.*" + re.escape(str(tmp_path / path))):
         corpus_of(tmp_path / path, tmp_path)
 
 
-def test_the_home_directory_may_be_written_as_a_tilde(tmp_path, monkeypatch):
+def test_a_tilde_expands_to_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "own.txt").write_bytes(b"mine")
-    made = corpus_of("~/own.txt", tmp_path)
-    assert made.tokenizer.decode(all_on_disk(made)) == "mine"
+    corpus = corpus_of("~/own.txt", tmp_path)
+    assert corpus.tokenizer.decode(all_on_disk(corpus)) == "mine"
 
 
-def test_without_a_path_the_setting_is_named(tmp_path):
+def test_a_missing_path_raises_with_the_config_key(tmp_path):
     with pytest.raises(UserError, match=r"data\.path is not set"):
         preparation.load_corpus(values("text") | {"folder": str(tmp_path)}, {"name": "char"})
 
 
 @needs_shakespeare
-def test_tiny_shakespeare_is_split_and_numbered_as_nanogpt_does_it(tmp_path):
+def test_tiny_shakespeare_has_the_splits_and_ids_of_nanogpt(tmp_path):
     (tmp_path / "mine.txt").write_bytes(SHAKESPEARE.read_bytes())
-    made = corpus_of(tmp_path / "mine.txt", tmp_path, **_named())
-    assert made.name == "tinyshakespeare"  # known by its checksum
-    assert (made.tokenizer.vocab_size, made.dtype) == (65, "uint16")
-    assert (made.train.tokens, made.val.tokens, made.val.bytes) == (1_003_854, 111_540, 111_540)
-    assert on_disk(made) == nanogpt(SHAKESPEARE.read_text(encoding="utf-8"))
+    corpus = corpus_of(tmp_path / "mine.txt", tmp_path, **_named())
+    assert corpus.name == "tinyshakespeare"  # by its checksum
+    assert (corpus.tokenizer.vocab_size, corpus.dtype) == (65, "uint16")
+    assert (corpus.train.tokens, corpus.val.tokens, corpus.val.bytes) == (1_003_854, 111_540, 111_540)
+    assert on_disk(corpus) == nanogpt(SHAKESPEARE.read_text(encoding="utf-8"))
 
 
 @needs_shakespeare
 @needs_gpt2
-def test_tiny_shakespeare_has_as_many_tokens_of_gpt_2_as_nanogpt_says(tmp_path):
+def test_tiny_shakespeare_has_the_number_of_gpt2_tokens_in_nanogpts_readme(tmp_path):
     import tiktoken
 
-    made = corpus_of(SHAKESPEARE, tmp_path, "gpt2")
-    assert (made.train.tokens, made.val.tokens) == (301_966, 36_059)
+    corpus = corpus_of(SHAKESPEARE, tmp_path, "gpt2")
+    assert (corpus.train.tokens, corpus.val.tokens) == (301_966, 36_059)
     text = SHAKESPEARE.read_text(encoding="utf-8")
     cut = int(len(text) * 0.9)
-    assert on_disk(made) == [tiktoken.get_encoding("gpt2").encode_ordinary(half) for half in (text[:cut], text[cut:])]
+    assert on_disk(corpus) == [tiktoken.get_encoding("gpt2").encode_ordinary(half) for half in (text[:cut], text[cut:])]
 
 
 @needs_shakespeare
-def test_own_text_is_not_taken_for_tiny_shakespeare(tmp_path):
+def test_a_changed_copy_does_not_get_the_name_of_tiny_shakespeare(tmp_path):
     (tmp_path / "tinyshakespeare.txt").write_bytes(SHAKESPEARE.read_bytes() + b"\n")
     assert corpus_of(tmp_path / "tinyshakespeare.txt", tmp_path, **_named()).name == "tinyshakespeare.txt"
 
 
 def _named():
-    """What the configuration of tiny shakespeare changes in the data group."""
+    """Return the data group of configs/data/shakespeare_char.yaml."""
     return values("shakespeare_char")["data"]
 
 
@@ -168,88 +170,88 @@ def _named():
 
 @settings(deadline=None, max_examples=60)
 @given(UNICODE, st.integers(1, 9))
-def test_reading_in_pieces_changes_no_token(text, piece):
+def test_reading_in_chunks_does_not_change_the_ids(text, chunk):
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        for constant in ("_BLOCK", "_LONGEST"):
-            patch.setattr(documents, constant, piece)  # characters of several bytes lie across the pieces
-        patch.setattr(splitting, "_UNIT", piece)
-        made = prepare(text, Path(folder))
+        for constant in ("_BLOCK_BYTES", "_MAX_CHUNK_CHARS"):
+            patch.setattr(readers, constant, chunk)  # characters of several bytes lie across the chunks
+        patch.setattr(splits, "_BATCH_CHARS", chunk)
+        corpus = prepare(text, Path(folder))
         expected = nanogpt(text)
-        assert on_disk(made) == expected
-        assert [made.train.tokens, made.val.tokens] == [len(split) for split in expected]
-        assert made.val.bytes == len(text[int(len(text) * 0.9) :].encode())
+        assert on_disk(corpus) == expected
+        assert [corpus.train.tokens, corpus.val.tokens] == [len(split) for split in expected]
+        assert corpus.val.bytes == len(text[int(len(text) * 0.9) :].encode())
 
 
 @settings(deadline=None, max_examples=20)
 @given(st.text(" \n\t'abcdeABC12.é€", min_size=400, max_size=600), st.integers(2, 60))
-def test_sub_words_of_a_text_read_in_pieces_are_those_of_each_split_at_once(text, piece):
+def test_bpe_ids_of_a_chunked_text_equal_those_of_each_whole_split(text, chunk):
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        patch.setattr(documents, "_BLOCK", piece)
-        patch.setattr(splitting, "_UNIT", 50)
-        made = prepare(text * 3, Path(folder), BPE | {"vocab_size": 259}, val_fraction=0.3)
+        patch.setattr(readers, "_BLOCK_BYTES", chunk)
+        patch.setattr(splits, "_BATCH_CHARS", 50)
+        corpus = prepare(text * 3, Path(folder), BPE | {"vocab_size": 259}, val_fraction=0.3)
         cut = int(len(text) * 3 * 0.7)
         halves = text * 3
-        expected = [made.tokenizer.encode(half).tolist() for half in (halves[:cut], halves[cut:])]
-        assert on_disk(made) == expected
+        expected = [corpus.tokenizer.encode(half).tolist() for half in (halves[:cut], halves[cut:])]
+        assert on_disk(corpus) == expected
 
 
-def test_sub_words_of_prose_read_in_pieces_are_those_of_each_split_at_once(tmp_path, monkeypatch):
+def test_bpe_ids_of_chunked_prose_equal_those_of_each_whole_split(tmp_path, monkeypatch):
     text = "\n".join(stories(300))
-    monkeypatch.setattr(documents, "_BLOCK", 100)
-    monkeypatch.setattr(splitting, "_UNIT", 100)
-    made = prepare(text, tmp_path, BPE)
+    monkeypatch.setattr(readers, "_BLOCK_BYTES", 100)
+    monkeypatch.setattr(splits, "_BATCH_CHARS", 100)
+    corpus = prepare(text, tmp_path, BPE)
     cut = int(len(text) * 0.9)
-    assert on_disk(made) == [made.tokenizer.encode(half).tolist() for half in (text[:cut], text[cut:])]
-    assert texts_on_disk(made) == [text[:cut], text[cut:]]
-    assert (made.train.bytes, made.val.bytes) == (len(text[:cut].encode()), len(text[cut:].encode()))
+    assert on_disk(corpus) == [corpus.tokenizer.encode(half).tolist() for half in (text[:cut], text[cut:])]
+    assert texts_on_disk(corpus) == [text[:cut], text[cut:]]
+    assert (corpus.train.bytes, corpus.val.bytes) == (len(text[:cut].encode()), len(text[cut:].encode()))
 
 
-def test_line_ends_are_kept_as_they_are(tmp_path):
+def test_line_ends_are_preserved(tmp_path):
     text = "one\r\ntwo\rthree\n\n"
-    made = prepare(text, tmp_path)
-    assert made.tokenizer.decode(all_on_disk(made)) == text
+    corpus = prepare(text, tmp_path)
+    assert corpus.tokenizer.decode(all_on_disk(corpus)) == text
 
 
-def test_bytes_per_token_are_counted_in_utf_8(tmp_path):
-    made = prepare("abcdefghijklmnop" + "é€😀a", tmp_path, val_fraction=0.2)
-    assert made.val_bytes_per_token == (2 + 3 + 4 + 1) / 4
+def test_bytes_per_token_count_utf8(tmp_path):
+    corpus = prepare("abcdefghijklmnop" + "é€😀a", tmp_path, val_fraction=0.2)
+    assert corpus.val_bytes_per_token == (2 + 3 + 4 + 1) / 4
 
 
 @pytest.mark.parametrize(("characters", "dtype"), [(1 << 16, "uint16"), ((1 << 16) + 1, "uint32")])
-def test_ids_take_two_bytes_as_long_as_they_fit(tmp_path, characters, dtype):
+def test_ids_have_16_bits_if_they_fit(tmp_path, characters, dtype):
     points = np.random.default_rng(0).permutation(np.arange(0x10000, 0x10000 + characters))
-    made = prepare("".join(map(chr, points)), tmp_path)
-    assert made.tokenizer.vocab_size == characters
-    assert made.dtype == dtype
-    assert all_on_disk(made) == (points - 0x10000).tolist()
-    assert (folder_of(made) / "train-00000.bin").stat().st_size == made.train.tokens * np.dtype(dtype).itemsize
+    corpus = prepare("".join(map(chr, points)), tmp_path)
+    assert corpus.tokenizer.vocab_size == characters
+    assert corpus.dtype == dtype
+    assert all_on_disk(corpus) == (points - 0x10000).tolist()
+    assert (folder_of(corpus) / "train-00000.bin").stat().st_size == corpus.train.tokens * np.dtype(dtype).itemsize
 
 
 def test_without_a_validation_split_its_tokens_are_empty(tmp_path):
-    made = prepare("all of it is for training", tmp_path, val_fraction=0)
-    assert len(made.tokens("val")) == 0
-    assert len(made.tokens("val")[:]) == 0
-    assert len(made.tokens("train")) == len("all of it is for training")
-    assert {file.name for file in folder_of(made).iterdir()} == {"meta.json", "train-00000.bin"}
+    corpus = prepare("all of it is for training", tmp_path, val_fraction=0)
+    assert len(corpus.tokens("val")) == 0
+    assert len(corpus.tokens("val")[:]) == 0
+    assert len(corpus.tokens("train")) == len("all of it is for training")
+    assert {file.name for file in folder_of(corpus).iterdir()} == {"meta.json", "train-00000.bin"}
 
 
-def test_an_empty_file_is_refused_by_name(tmp_path):
+def test_an_empty_file_raises_with_its_name(tmp_path):
     for tokenizer in ("char", "byte", BPE):
         with pytest.raises(UserError, match=r"mine\.txt is empty"):
             prepare(b"", tmp_path, tokenizer)
     assert leftovers(tmp_path) == []
 
 
-def test_a_text_with_too_few_pairs_for_its_sub_words_is_refused_with_how_many_it_has(tmp_path):
+def test_a_text_with_too_few_pairs_raises_with_the_largest_vocab_size(tmp_path):
     text = "a b c d e f g hi hi jk jkl jkl"
-    with pytest.raises(UserError, match=r"tokenizer\.vocab_size=300 .*use at most \d+") as refused:
+    with pytest.raises(UserError, match=r"tokenizer\.vocab_size must be at most \d+ for .*, got 300") as refused:
         prepare(text, tmp_path, BPE)
     assert leftovers(tmp_path) == []
     most = int(re.search(r"at most (\d+)", str(refused.value))[1])
-    made = prepare(text, tmp_path, BPE | {"vocab_size": most})
-    assert made.tokenizer.vocab_size == most > 257
-    assert "".join(texts_on_disk(made)) == text
-    with pytest.raises(UserError, match=f"use at most {most}"):
+    corpus = prepare(text, tmp_path, BPE | {"vocab_size": most})
+    assert corpus.tokenizer.vocab_size == most > 257
+    assert "".join(texts_on_disk(corpus)) == text
+    with pytest.raises(UserError, match=f"must be at most {most} "):
         prepare(text, tmp_path, BPE | {"vocab_size": most + 1})
 
 
@@ -257,18 +259,18 @@ def test_a_text_with_too_few_pairs_for_its_sub_words_is_refused_with_how_many_it
 @given(
     st.text("aé€😀", max_size=20), st.sampled_from([b"\xff", b"\xe2\x82", b"\xc3", b"\xf0\x9f\x98"]), st.integers(1, 9)
 )
-def test_a_bad_byte_is_named_by_its_offset_wherever_the_pieces_are_cut(text, bad, piece):
+def test_a_bad_byte_raises_with_its_offset_for_any_block_size(text, bad, chunk):
     content = text.encode() + bad + b"abc"
     with pytest.raises(UnicodeDecodeError) as expected:
         content.decode()
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        patch.setattr(documents, "_BLOCK", piece)
+        patch.setattr(readers, "_BLOCK_BYTES", chunk)
         with pytest.raises(UserError, match=rf"mine.txt is not UTF-8.*offset {expected.value.start}\b"):
             prepare(content, Path(folder))
         assert leftovers(Path(folder)) == []
 
 
-def test_a_file_cut_inside_its_last_character_is_not_utf_8(tmp_path):
+def test_a_file_truncated_within_a_character_raises(tmp_path):
     with pytest.raises(UserError, match=r"mine.txt is not UTF-8.*offset 9\b"):
         prepare("it costs €".encode()[:-1], tmp_path)
     assert leftovers(tmp_path) == []
@@ -279,14 +281,14 @@ def test_a_file_cut_inside_its_last_character_is_not_utf_8(tmp_path):
 
 @settings(deadline=None, max_examples=50)
 @given(STORIES, st.sampled_from([0.1, 0.3, 0.5]))
-def test_several_documents_are_cut_at_the_beginning_of_the_nearest(texts, val_fraction):
+def test_several_documents_are_cut_at_the_nearest_start_of_a_document(texts, val_fraction):
     total = sum(map(len, texts))
     wanted = int(total * (1 - val_fraction))
     starts = np.cumsum([len(text) for text in texts])[:-1]  # of every document but the first
     nearest = int(np.abs(starts - wanted).min())
     with tempfile.TemporaryDirectory() as folder:
-        made = prepare(rows(texts), Path(folder), "byte", name="mine.jsonl", val_fraction=val_fraction)
-        train, val = (bytes(ids).decode() for ids in on_disk(made))
+        corpus = prepare(rows(texts), Path(folder), "byte", name="mine.jsonl", val_fraction=val_fraction)
+        train, val = (bytes(ids).decode() for ids in on_disk(corpus))
     splits = [(texts[:cut], texts[cut:]) for cut in range(1, len(texts))]
     near = [split for split, start in zip(splits, starts, strict=True) if abs(int(start) - wanted) == nearest]
     assert (train, val) in [tuple("\n".join(filter(None, part)) for part in split) for split in near]
@@ -294,49 +296,49 @@ def test_several_documents_are_cut_at_the_beginning_of_the_nearest(texts, val_fr
 
 @pytest.mark.parametrize("tokenizer", ["char", "byte", BPE], ids=str)
 @pytest.mark.parametrize("unit", [1, 1 << 20])
-def test_separators_stand_between_documents_and_nowhere_else(tmp_path, monkeypatch, tokenizer, unit):
-    monkeypatch.setattr(splitting, "_UNIT", unit)
+def test_separators_are_between_documents_only(tmp_path, monkeypatch, tokenizer, unit):
+    monkeypatch.setattr(splits, "_BATCH_CHARS", unit)
     texts = ["", *stories(40), "", *stories(20, seed=1), ""]
-    made = prepare(rows(texts), tmp_path, tokenizer, name="mine.jsonl", val_fraction=0.3)
+    corpus = prepare(rows(texts), tmp_path, tokenizer, name="mine.jsonl", val_fraction=0.3)
     texts = [text for text in texts if text]
-    separator = [made.tokenizer.vocab_size - 1] if tokenizer is BPE else made.tokenizer.encode("\n").tolist()
+    separator = [corpus.tokenizer.vocab_size - 1] if tokenizer is BPE else corpus.tokenizer.encode("\n").tolist()
     begun, expected = 0, []
-    for split in (made.train, made.val):
+    for split in (corpus.train, corpus.val):
         here = texts[begun : begun + split.documents]
         begun += split.documents
-        ids = [i for text in here for i in (*separator, *made.tokenizer.encode(text).tolist())]
+        ids = [i for text in here for i in (*separator, *corpus.tokenizer.encode(text).tolist())]
         expected.append(ids[1:])
         assert split.bytes == len("".join(here).encode())
     assert begun == len(texts)
-    assert on_disk(made) == expected
+    assert on_disk(corpus) == expected
 
 
-def test_a_text_can_begin_from_the_separator_only_where_the_model_has_seen_it(tmp_path):
+def test_an_empty_prompt_is_the_separator_only_if_the_corpus_has_it(tmp_path):
     several = prepare(rows(stories(50)), tmp_path / "several", BPE, name="mine.jsonl")
     assert several.tokenizer.start.tolist() == [299]
     one = prepare("\n".join(stories(50)), tmp_path / "one", BPE)
     assert one.tokenizer.decode(one.tokenizer.start) == "\n"
 
 
-def test_the_documents_of_all_files_are_taken_in_the_order_of_their_names(tmp_path):
+def test_the_documents_of_a_folder_are_sorted_by_file_name(tmp_path):
     first, second, third = stories(3)
     (tmp_path / "in/deep").mkdir(parents=True)
     (tmp_path / "in/b.jsonl").write_text(rows([second]))
     (tmp_path / "in/a.txt.gz").write_bytes(gzip.compress(first.encode()))
     (tmp_path / "in/deep/c.md").write_text(third)
-    made = corpus_of(tmp_path / "in", tmp_path, "byte", val_fraction=0.2)
-    assert texts_on_disk(made) == [f"{first}\n{second}", third]
+    corpus = corpus_of(tmp_path / "in", tmp_path, "byte", val_fraction=0.2)
+    assert texts_on_disk(corpus) == [f"{first}\n{second}", third]
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.sampled_from("abcdefghijklmnopqrst"), min_size=30, max_size=80), st.sampled_from([0.3, 0.5]))
-def test_by_checksum_equal_documents_stay_on_one_side_and_the_rest_keep_their_order(texts, val_fraction):
+def test_split_document_keeps_equal_documents_in_one_split_and_the_order(texts, val_fraction):
     texts = [f"{text}!" for text in texts] + ["u!", "v!", "w!", "x!", "y!", "z!"]
     with tempfile.TemporaryDirectory() as folder:
         changes = {"split": "document", "val_fraction": val_fraction}
-        made = prepare(rows(texts), Path(folder), "byte", name="mine.jsonl", **changes)
-        train, val = (text.split("\n") for text in texts_on_disk(made))
-        duplicates = made.made["duplicates"]
+        corpus = prepare(rows(texts), Path(folder), "byte", name="mine.jsonl", **changes)
+        train, val = (text.split("\n") for text in texts_on_disk(corpus))
+        duplicates = corpus.provenance["duplicates"]
     assert not set(train) & set(val)
     assert train == [text for text in texts if text in set(train)]
     assert val == [text for text in texts if text in set(val)]
@@ -344,37 +346,37 @@ def test_by_checksum_equal_documents_stay_on_one_side_and_the_rest_keep_their_or
     assert duplicates == 0
 
 
-def test_by_checksum_about_the_asked_fraction_is_taken_and_a_document_never_changes_sides(tmp_path):
+def test_split_document_selects_about_val_fraction_and_is_stable_per_document(tmp_path):
     texts = stories(2000)
     changes = {"name": "mine.jsonl", "split": "document"}
-    made = [
+    corpora = [
         prepare(rows(text), tmp_path / f"{i}", BPE, val_fraction=fraction, **changes)
         for i, (text, fraction) in enumerate([(texts, 0.1), (texts[::-1][:1500], 0.1), (texts, 0.2)])
     ]
     first, fewer, more = (
         {split.decode() for split in _documents(ids, one.tokenizer)}
-        for one, (_, ids) in zip(made, map(on_disk, made), strict=True)
+        for one, (_, ids) in zip(corpora, map(on_disk, corpora), strict=True)
     )
-    assert 150 < len(first) == made[0].val.documents < 250  # 200, give or take four standard deviations
+    assert 150 < len(first) == corpora[0].val.documents < 250  # 200, give or take four standard deviations
     assert fewer == first & set(texts[::-1][:1500])
     assert first < more
 
 
-def test_by_checksum_a_document_that_is_read_in_pieces_stays_on_one_side(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "_BLOCK", 100)
+def test_split_document_keeps_a_chunked_document_in_one_split(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "_BLOCK_BYTES", 100)
     texts = ["\n".join(stories(9, seed)) for seed in range(20)]
     (tmp_path / "in").mkdir()
     for i, text in enumerate(texts):
         (tmp_path / f"in/{i:02}.txt").write_text(text)
-    made = corpus_of(tmp_path / "in", tmp_path, BPE, split="document", val_fraction=0.4)
-    train, val = ({text.decode() for text in _documents(ids, made.tokenizer)} for ids in on_disk(made))
+    corpus = corpus_of(tmp_path / "in", tmp_path, BPE, split="document", val_fraction=0.4)
+    train, val = ({text.decode() for text in _documents(ids, corpus.tokenizer)} for ids in on_disk(corpus))
     assert train | val == set(texts)
-    assert (len(train), len(val)) == (made.train.documents, made.val.documents)
+    assert (len(train), len(val)) == (corpus.train.documents, corpus.val.documents)
     assert len(train) + len(val) == len(texts)
 
 
 def _documents(ids, tokenizer):
-    """The documents between separators."""
+    """Return the documents between separators."""
     ends = [i for i, one in enumerate(ids) if one == tokenizer.separator[0]]
     return [
         tokenizer.decode_bytes(ids[a:b])
@@ -382,91 +384,89 @@ def _documents(ids, tokenizer):
     ]
 
 
-def test_too_few_documents_to_split_by_checksum_are_refused(tmp_path):
+def test_split_document_with_too_few_documents_raises(tmp_path):
     with pytest.raises(UserError, match=r"none of the 1 documents.*data\.split=fraction"):
         prepare("only one", tmp_path, split="document")
     assert leftovers(tmp_path) == []
 
 
-def test_a_text_of_its_own_is_validated_on_as_a_whole(tmp_path):
+def test_a_separate_validation_text_is_the_validation_split(tmp_path):
     train, val = stories(30), stories(20, seed=1)
     (tmp_path / "val.jsonl").write_text(rows(val))
     own = {"name": "mine.jsonl", "val_path": str(tmp_path / "val.jsonl")}
-    made = prepare(rows(train), tmp_path, "byte", **own)
-    assert texts_on_disk(made) == ["\n".join(train), "\n".join(val)]
-    assert (made.train.documents, made.val.documents) == (30, 20)
+    corpus = prepare(rows(train), tmp_path, "byte", **own)
+    assert texts_on_disk(corpus) == ["\n".join(train), "\n".join(val)]
+    assert (corpus.train.documents, corpus.val.documents) == (30, 20)
     alone = prepare(rows(train), tmp_path, "byte", name="mine.jsonl")
-    assert made.sha256 != alone.sha256
-    assert folder_of(made) != folder_of(alone)
-    again = prepare(rows(train), tmp_path, "byte", **own, val_fraction=0.3)  # which has no meaning here
-    assert folder_of(again) == folder_of(made)
+    assert corpus.sha256 != alone.sha256
+    assert folder_of(corpus) != folder_of(alone)
+    again = prepare(rows(train), tmp_path, "byte", **own, val_fraction=0.3)  # has no effect with val_path
+    assert folder_of(again) == folder_of(corpus)
     (tmp_path / "val.jsonl").write_text(rows(["another text"]))
     assert texts_on_disk(prepare(rows(train), tmp_path, "byte", **own)) == ["\n".join(train), "another text"]
 
 
-def test_the_alphabet_has_the_characters_of_a_validation_text_of_its_own(tmp_path):
+def test_the_alphabet_includes_a_separate_validation_text(tmp_path):
     (tmp_path / "val.txt").write_text("ξξξξξξ")
-    made = prepare("abc", tmp_path, val_path=str(tmp_path / "val.txt"))
-    assert made.tokenizer.alphabet == "\nabcξ"
-    assert texts_on_disk(made) == ["abc", "ξξξξξξ"]
+    corpus = prepare("abc", tmp_path, val_path=str(tmp_path / "val.txt"))
+    assert corpus.tokenizer.alphabet == "\nabcξ"
+    assert texts_on_disk(corpus) == ["abc", "ξξξξξξ"]
 
 
 @pytest.mark.parametrize(
     ("split", "name"),
     [("fraction", "mine.txt"), ("fraction", "mine.jsonl"), ("document", "mine.jsonl"), ("val_path", "mine.txt")],
 )
-def test_sub_words_are_learnt_from_the_training_split_alone(tmp_path, split, name):
+def test_bpe_is_trained_on_the_training_split_alone(tmp_path, split, name):
     runs = [chr(0x4E00 + i) * 200 for i in range(30)]  # all equally frequent; each has a last byte of its own
     (tmp_path / "val.txt").write_text("".join(runs[20:]))
     content = rows(runs) if name == "mine.jsonl" else "".join(runs[:20] if split == "val_path" else runs)
     changes = {"val_path": str(tmp_path / "val.txt")} if split == "val_path" else {"split": split}
-    made = prepare(content, tmp_path, BPE | {"vocab_size": 330}, name=name, val_fraction=0.3, **changes)
-    train, val = (set("".join(runs)) & set(text) for text in texts_on_disk(made))
-    merged = b"".join(made.tokenizer.tokens[256:])
+    corpus = prepare(content, tmp_path, BPE | {"vocab_size": 330}, name=name, val_fraction=0.3, **changes)
+    train, val = (set("".join(runs)) & set(text) for text in texts_on_disk(corpus))
+    merged = b"".join(corpus.tokenizer.tokens[256:])
     assert {run[0] for run in runs if run.encode()[2] in merged} == train
     assert len(val - train) > 3
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "byte", BPE], ids=str)
 @pytest.mark.parametrize("split", ["fraction", "document"])
-def test_the_figures_of_token_files_are_those_of_a_count_of_our_own(tmp_path, monkeypatch, tokenizer, split):
-    monkeypatch.setattr(preparation, "_SCANNED", 1)
+def test_the_figures_in_meta_json_equal_a_reference_count(tmp_path, monkeypatch, tokenizer, split):
+    monkeypatch.setattr(token_files, "_SCAN_TOKENS", 1)
     texts = [f"{text} é漢😀" for text in stories(60)]
     texts += texts[-3:] * 2
-    made = prepare(rows(texts), tmp_path, tokenizer, name="mine.jsonl", split=split, val_fraction=0.3)
-    halves = [[text.decode() for text in _documents(ids, made.tokenizer)] for ids in on_disk(made)]
+    corpus = prepare(rows(texts), tmp_path, tokenizer, name="mine.jsonl", split=split, val_fraction=0.3)
+    halves = [[text.decode() for text in _documents(ids, corpus.tokenizer)] for ids in on_disk(corpus)]
     assert sorted(halves[0] + halves[1]) == sorted(texts)
-    meta = json.loads((folder_of(made) / "meta.json").read_text())
-    for name, half, ids in zip(("train", "val"), halves, on_disk(made), strict=True):
+    meta = json.loads((folder_of(corpus) / "meta.json").read_text())
+    for name, half, ids in zip(("train", "val"), halves, on_disk(corpus), strict=True):
         size = len("".join(half).encode())
         assert meta[name] == {"documents": len(half), "bytes": size, "tokens": len(ids)}
-    assert made.val_bytes_per_token == len("".join(halves[1]).encode()) / len(on_disk(made)[1])
-    assert meta["made"]["used_ids"] == len(set(all_on_disk(made)))
-    assert meta["made"]["duplicates"] == sum(text in halves[1] for text in halves[0])
+    assert corpus.val_bytes_per_token == len("".join(halves[1]).encode()) / len(on_disk(corpus)[1])
+    assert meta["provenance"]["used_ids"] == len(set(all_on_disk(corpus)))
+    assert meta["provenance"]["duplicates"] == sum(text in halves[1] for text in halves[0])
     total = len("".join(texts).encode())
-    assert preparation.describe_corpus(made)["bytes per token"] == f"{total / len(all_on_disk(made)):.3f}"
+    assert preparation.describe_corpus(corpus)["bytes per token"] == f"{total / len(all_on_disk(corpus)):.3f}"
 
 
-def test_a_validation_text_that_is_missing_is_refused_by_its_setting(tmp_path):
+def test_a_missing_validation_text_raises_with_the_config_key(tmp_path):
     with pytest.raises(UserError, match=r"data\.val_path=.*missing\.txt"):
         prepare("abc", tmp_path, val_path=str(tmp_path / "missing.txt"))
 
 
 @pytest.mark.parametrize("unit", [1, 1 << 20])
-def test_documents_for_training_that_are_also_for_validation_are_counted_and_warned_of(
-    tmp_path, monkeypatch, capsys, unit
-):
-    monkeypatch.setattr(splitting, "_UNIT", unit)
+def test_documents_in_both_splits_are_counted_with_a_warning(tmp_path, monkeypatch, capsys, unit):
+    monkeypatch.setattr(splits, "_BATCH_CHARS", unit)
     texts = stories(50)
     (tmp_path / "val.jsonl").write_text(rows([texts[3], "new", *[texts[7]] * 3, texts[49]]))
     own = {"name": "mine.jsonl", "val_path": str(tmp_path / "val.jsonl")}
-    made = prepare(rows([*texts, texts[3]]), tmp_path, "byte", **own)
-    assert made.made["duplicates"] == 4  # for training: one of them twice
-    assert re.fullmatch(r"warning: 4 documents of mine\.jsonl .*\n", capsys.readouterr().err)
-    assert preparation.describe_corpus(made)["in both splits"] == "4 documents"
-    assert not list(folder_of(made).glob("*documents*"))
+    corpus = prepare(rows([*texts, texts[3]]), tmp_path, "byte", **own)
+    assert corpus.provenance["duplicates"] == 4  # in the training split; one occurs twice
+    assert re.fullmatch(r"warning: 4 training documents of mine\.jsonl .*\n", capsys.readouterr().err)
+    assert preparation.describe_corpus(corpus)["in both splits"] == "4 documents"
+    assert not list(folder_of(corpus).glob("*documents*"))
     (tmp_path / "val.jsonl").write_text(rows(["new", texts[3][:-1]]))
-    assert prepare(rows(texts), tmp_path, "byte", **own).made["duplicates"] == 0
+    assert prepare(rows(texts), tmp_path, "byte", **own).provenance["duplicates"] == 0
     assert capsys.readouterr().err == ""
 
 
@@ -474,8 +474,8 @@ def test_documents_for_training_that_are_also_for_validation_are_counted_and_war
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", BPE], ids=str)
-def test_shards_have_exactly_so_many_tokens_and_the_same_ids_together(tmp_path, monkeypatch, tokenizer):
-    monkeypatch.setattr(splitting, "_UNIT", 700)
+def test_shards_have_shard_tokens_ids_and_concatenate_to_one_file(tmp_path, monkeypatch, tokenizer):
+    monkeypatch.setattr(splits, "_BATCH_CHARS", 700)
     text = rows(stories(300))
     one = prepare(text, tmp_path, tokenizer, name="mine.jsonl")
     many = prepare(text, tmp_path, tokenizer, name="mine.jsonl", shard_tokens=1000)
@@ -486,15 +486,15 @@ def test_shards_have_exactly_so_many_tokens_and_the_same_ids_together(tmp_path, 
         assert sizes == [1000] * (files.tokens // 1000) + [files.tokens % 1000] * (files.tokens % 1000 > 0)
         assert [file.name for file in files.files] == [f"{split}-{i:05}.bin" for i in range(len(sizes))]
     assert len(many.train.files) > 5
-    assert one.made["tokens_sha256"] == many.made["tokens_sha256"]
+    assert one.provenance["tokens_sha256"] == many.provenance["tokens_sha256"]
     ids = np.array(all_on_disk(one), dtype=np.uint16)
-    assert one.made["tokens_sha256"] == hashlib.sha256(ids.tobytes()).hexdigest()
-    assert one.made["used_ids"] == many.made["used_ids"] == len(np.unique(ids))
+    assert one.provenance["tokens_sha256"] == hashlib.sha256(ids.tobytes()).hexdigest()
+    assert one.provenance["used_ids"] == many.provenance["used_ids"] == len(np.unique(ids))
 
 
 def test_shards_are_byte_identical_for_any_number_of_processes(tmp_path, monkeypatch):
-    monkeypatch.setattr(preparation, "_SMALL", 0)
-    monkeypatch.setattr(splitting, "_UNIT", 700)
+    monkeypatch.setattr(preparation, "_SINGLE_PROCESS_BYTES", 0)
+    monkeypatch.setattr(splits, "_BATCH_CHARS", 700)
     text = rows(stories(300))
     one, two, four = (
         prepare(text, tmp_path / f"{n}", BPE, name="mine.jsonl", shard_tokens=1000, processes=n) for n in (1, 2, 4)
@@ -502,7 +502,7 @@ def test_shards_are_byte_identical_for_any_number_of_processes(tmp_path, monkeyp
     assert in_folder(one) == in_folder(two) == in_folder(four)
 
 
-def test_unchanged_text_is_not_prepared_again(tmp_path):
+def test_an_unchanged_text_is_not_prepared_again(tmp_path):
     first = prepare("the same text", tmp_path)
     before = {path: path.stat().st_mtime_ns for path in folder_of(first).iterdir()}
     again = prepare("the same text", tmp_path)
@@ -513,7 +513,7 @@ def test_unchanged_text_is_not_prepared_again(tmp_path):
 @pytest.mark.parametrize(
     "changes", [{"content": "some texts"}, {"val_fraction": 0.2}, {"content": "some texu"}], ids=str
 )
-def test_changed_text_or_split_gets_token_files_of_its_own(tmp_path, changes):
+def test_a_changed_text_or_split_gets_new_token_files(tmp_path, changes):
     first = prepare("some text", tmp_path)
     values = {"content": "some text", "val_fraction": 0.1} | changes
     second = prepare(values["content"], tmp_path, val_fraction=values["val_fraction"])
@@ -523,57 +523,55 @@ def test_changed_text_or_split_gets_token_files_of_its_own(tmp_path, changes):
     assert first.tokenizer.decode(all_on_disk(first)) == "some text"  # still there
 
 
-def test_another_tokenizer_gets_token_files_of_its_own(tmp_path):
+def test_another_tokenizer_gets_new_token_files(tmp_path):
     text = "\n".join(stories(100))
     kinds = ["char", "byte", BPE, BPE | {"vocab_size": 301}]
-    made = [prepare(text, tmp_path, kind) for kind in kinds]
-    assert len({folder_of(one) for one in made}) == len(kinds)
-    assert [one.tokenizer.vocab_size for one in made] == [len(set(text)), 256, 300, 301]
+    corpora = [prepare(text, tmp_path, kind) for kind in kinds]
+    assert len({folder_of(one) for one in corpora}) == len(kinds)
+    assert [one.tokenizer.vocab_size for one in corpora] == [len(set(text)), 256, 300, 301]
 
 
-# What goes wrong.
+# Failures.
 
 
-def test_a_folder_that_cannot_be_written_is_refused_by_name(tmp_path):
+def test_a_folder_that_is_not_writable_raises_with_its_path(tmp_path):
     (tmp_path / "mine.txt").write_text("a text")
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=re.escape(f"cannot be written to {tmp_path}/file/data (not a directory)")):
         corpus_of(tmp_path / "mine.txt", tmp_path / "file/data")
 
 
-def test_what_a_killed_process_left_does_no_harm(tmp_path):
+def test_leftovers_of_a_killed_process_are_replaced(tmp_path):
     text = "whole or not at all"
     name = folder_of(prepare(text, tmp_path / "elsewhere")).name
     for left in (f"{name}.partial", name):  # a half-written folder, and a final one without its meta.json
         (tmp_path / "here/tokens" / left).mkdir(parents=True)
         (tmp_path / "here/tokens" / left / "train-00000.bin").write_bytes(b"half")
         (tmp_path / "here/tokens" / left / "train-00001.bin").write_bytes(b"half")
-    made = prepare(text, tmp_path / "here")
-    assert on_disk(made) == nanogpt(text)
-    assert [path.name for path in folder_of(made).parent.iterdir() if path.is_dir()] == [name]
+    corpus = prepare(text, tmp_path / "here")
+    assert on_disk(corpus) == nanogpt(text)
+    assert [path.name for path in folder_of(corpus).parent.iterdir() if path.is_dir()] == [name]
 
 
 PREPARE = """if True:
     import os, resource, signal, sys
     from pathlib import Path
-    from minigpt.data import readers as documents
+    from minigpt.data import journal, readers, splits
     from minigpt.data import prepare as preparation
-    from minigpt.data import shards
-    from minigpt.data import splits as splitting
     sys.path.insert(0, sys.argv[1])
-    from test_preparation import corpus_of
+    from test_prepare import corpus_of
     folder = Path(sys.argv[2])
 """
 
 
 def python(program, *arguments):
-    """A process that runs a program, which finds the functions above."""
+    """Start a process that runs a program after PREPARE."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    command = [sys.executable, "-c", PREPARE + program, str(ROOT / "tests"), *map(str, arguments)]
+    command = [sys.executable, "-c", PREPARE + program, str(ROOT / "tests/data"), *map(str, arguments)]
     return subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
 
 
-def test_a_disk_that_is_full_leaves_nothing_half_written(tmp_path):
+def test_a_full_disk_leaves_no_partial_files(tmp_path):
     (tmp_path / "long.txt").write_text("as long as this\n" * 1000)
     program = """
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))  # no file may grow beyond
@@ -588,15 +586,15 @@ def test_a_disk_that_is_full_leaves_nothing_half_written(tmp_path):
     assert leftovers(tmp_path) == []
 
 
-def test_processes_that_prepare_at_once_all_get_whole_files(tmp_path):
+def test_concurrent_preparations_write_the_files_once(tmp_path):
     text = "".join(map(chr, np.random.default_rng(0).integers(0x20, 0x2000, 1_000_000)))
     (tmp_path / "long.txt").write_text(text, encoding="utf-8", newline="")
     program = """
     import hashlib
     print("ready", flush=True)
     input()
-    made = corpus_of(folder / "long.txt", folder)
-    print(*(hashlib.sha256(made.tokens(split)[:].tobytes()).hexdigest() for split in ("train", "val")))
+    corpus = corpus_of(folder / "long.txt", folder)
+    print(*(hashlib.sha256(corpus.tokens(split)[:].tobytes()).hexdigest() for split in ("train", "val")))
     """
     processes = [python(program, tmp_path) for _ in range(3)]
     for process in processes:
@@ -612,17 +610,18 @@ def test_processes_that_prepare_at_once_all_get_whole_files(tmp_path):
 
 KILLED = """
     left = int(sys.argv[3])
-    documents._BLOCK, splitting._UNIT, preparation._NOTED, preparation._SMALL = 400, 300, 500, 0
-    append = shards.Shards.append
+    readers._BLOCK_BYTES, splits._BATCH_CHARS, journal._SAVE_EVERY_TOKENS = 400, 300, 500
+    preparation._SINGLE_PROCESS_BYTES = 0
+    append = journal.Journal._append_row
 
-    def dying(self, numbers):
+    def dying(self, *row):
         global left
         left -= 1
-        append(self, numbers)
+        append(self, *row)
         if left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    shards.Shards.append = dying
+    journal.Journal._append_row = dying
     corpus_of(folder.parent / "in", folder, {"name": "bpe", "vocab_size": 300}, **eval(sys.argv[4]))
 """
 
@@ -638,7 +637,7 @@ def killed(tmp_path):
 
     def run(number, **changes):
         process = python(KILLED, tmp_path / "data", number, changes)
-        process.communicate()  # until those who tokenized for it have ended too
+        process.communicate()  # until its worker processes have exited too
         assert process.returncode == -signal.SIGKILL
         (partial,) = (tmp_path / "data/tokens").glob("*.partial")
         return SimpleNamespace(partial=partial, noted=json.loads((partial / "journal.json").read_text()))
@@ -651,45 +650,45 @@ def killed(tmp_path):
     [{"shard_tokens": 1000}, {"split": "document", "val_fraction": 0.3, "shard_tokens": 3000}],
     ids=["fraction", "document"],
 )
-def test_a_preparation_that_was_killed_carries_on_to_the_same_bytes(tmp_path, monkeypatch, killed, changes):
-    monkeypatch.setattr(documents, "_BLOCK", 400)
-    monkeypatch.setattr(splitting, "_UNIT", 300)
+def test_a_killed_preparation_resumes_to_the_same_bytes(tmp_path, monkeypatch, killed, changes):
+    monkeypatch.setattr(readers, "_BLOCK_BYTES", 400)
+    monkeypatch.setattr(splits, "_BATCH_CHARS", 300)
     whole = corpus_of(tmp_path / "in", tmp_path / "whole", BPE, **changes)
     early = killed(90, **changes, processes=2)
     late = killed(101, **changes, processes=1)
-    assert 0 < sum(early.noted["lengths"]) < sum(late.noted["lengths"])
-    monkeypatch.setattr(preparation, "_NOTED", 500)
-    monkeypatch.setattr(preparation, "_SMALL", 0)
-    with open(late.partial / "train-00000.bin", "rb") as first:  # held open, so no new file gets its number
-        made = corpus_of(tmp_path / "in", tmp_path / "data", BPE, **changes, processes=2)
-        assert os.fstat(first.fileno()).st_ino == (folder_of(made) / "train-00000.bin").stat().st_ino
-    assert in_folder(made).keys() == in_folder(whole).keys()
-    assert on_disk(made) == on_disk(whole)
-    assert in_folder(made) == in_folder(whole)
-    assert [path.name for path in (tmp_path / "data/tokens").iterdir() if path.is_dir()] == [folder_of(made).name]
+    assert 0 < sum(early.noted["tokens"]) < sum(late.noted["tokens"])
+    monkeypatch.setattr(journal, "_SAVE_EVERY_TOKENS", 500)
+    monkeypatch.setattr(preparation, "_SINGLE_PROCESS_BYTES", 0)
+    with open(late.partial / "train-00000.bin", "rb") as first:  # kept open, so that no new file gets its inode
+        corpus = corpus_of(tmp_path / "in", tmp_path / "data", BPE, **changes, processes=2)
+        assert os.fstat(first.fileno()).st_ino == (folder_of(corpus) / "train-00000.bin").stat().st_ino
+    assert in_folder(corpus).keys() == in_folder(whole).keys()
+    assert on_disk(corpus) == on_disk(whole)
+    assert in_folder(corpus) == in_folder(whole)
+    assert [path.name for path in (tmp_path / "data/tokens").iterdir() if path.is_dir()] == [folder_of(corpus).name]
 
 
-def test_a_preparation_that_was_killed_still_counts_the_documents_in_both_splits(tmp_path, monkeypatch, killed):
-    changes = {"shard_tokens": 100}  # a shard is smaller on the disk than the checksums of the documents
+def test_a_resumed_preparation_counts_the_documents_in_both_splits(tmp_path, monkeypatch, killed):
+    changes = {"shard_tokens": 100}
     whole = corpus_of(tmp_path / "in", tmp_path / "whole", BPE, **changes)
-    assert whole.made["duplicates"] > 0
-    killed(400, **changes)  # when most of those that are in both were read
-    monkeypatch.setattr(documents, "_BLOCK", 400)
-    monkeypatch.setattr(splitting, "_UNIT", 300)
-    made = corpus_of(tmp_path / "in", tmp_path / "data", BPE, **changes)
-    assert made.made["duplicates"] == whole.made["duplicates"]
+    assert whole.provenance["duplicates"] > 0
+    killed(200, **changes)  # after most of the duplicates were read
+    monkeypatch.setattr(readers, "_BLOCK_BYTES", 400)
+    monkeypatch.setattr(splits, "_BATCH_CHARS", 300)
+    corpus = corpus_of(tmp_path / "in", tmp_path / "data", BPE, **changes)
+    assert corpus.provenance["duplicates"] == whole.provenance["duplicates"]
 
 
-def test_a_text_that_is_damaged_in_the_middle_leaves_nothing_to_carry_on_from(tmp_path, monkeypatch):
-    monkeypatch.setattr(splitting, "_UNIT", 300)
-    monkeypatch.setattr(preparation, "_NOTED", 500)
+def test_a_damaged_text_leaves_no_partial_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(splits, "_BATCH_CHARS", 300)
+    monkeypatch.setattr(journal, "_SAVE_EVERY_TOKENS", 500)
     with pytest.raises(UserError, match=r"line 301: not JSON"):
         prepare(rows(stories(300)) + "{", tmp_path, "byte", name="mine.jsonl", split="document")
     assert leftovers(tmp_path) == []
 
 
-def test_token_files_made_of_files_load_again(tmp_path):
-    made = prepare(rows(stories(50)), tmp_path, BPE, name="mine.jsonl")
-    again = corpora.load(folder_of(made))
-    assert (again.train, again.val, again.made) == (made.train, made.val, made.made)
-    assert again.tokenizer.to_dict() == made.tokenizer.to_dict()
+def test_prepared_token_files_load_again(tmp_path):
+    corpus = prepare(rows(stories(50)), tmp_path, BPE, name="mine.jsonl")
+    again = token_files.load(folder_of(corpus))
+    assert (again.train, again.val, again.provenance) == (corpus.train, corpus.val, corpus.provenance)
+    assert again.tokenizer.to_dict() == corpus.tokenizer.to_dict()

@@ -1,7 +1,8 @@
-"""Documents out of files, against gzip, zstandard, pyarrow and json, and cuts against the patterns themselves."""
+"""Readers, against gzip, zstandard, pyarrow and json; cut points, against the tokenizers' patterns."""
 
 import gzip
 import json
+from functools import cache
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,7 +13,7 @@ import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from minigpt.data import readers as documents
+from minigpt.data import readers
 from minigpt.data.readers import TextChunk, cut_point, find_files, read_documents, text_chunks
 from minigpt.data.tokenizer import PATTERNS, BPETokenizer
 from minigpt.utils.errors import UserError
@@ -36,18 +37,18 @@ COMPRESS = {"": bytes, ".gz": gzip.compress, ".zst": lambda content: zstandard.Z
 
 @pytest.fixture(params=[1, 7, 1 << 20], ids=lambda size: f"blocks of {size}")
 def block(request, monkeypatch):
-    """Bytes that are read at a time."""
-    monkeypatch.setattr(documents, "_BLOCK", request.param)
+    """Set the bytes that are read at a time."""
+    monkeypatch.setattr(readers, "_BLOCK_BYTES", request.param)
     return request.param
 
 
 def texts_of(file, field="text"):
-    """The documents of a file, put together from their pieces."""
+    """Return the documents of a file, joined from their chunks."""
     texts = []
-    for piece in read_documents(file, field):
-        if piece.first:
+    for chunk in read_documents(file, field):
+        if chunk.first:
             texts.append("")
-        texts[-1] += piece.text
+        texts[-1] += chunk.text
     return texts
 
 
@@ -63,7 +64,7 @@ def write_parquet(file, table, **options):
     return file
 
 
-# Which files
+# Find files
 
 
 def test_a_file_is_found_whatever_its_name(tmp_path):
@@ -72,7 +73,7 @@ def test_a_file_is_found_whatever_its_name(tmp_path):
         assert find_files(str(tmp_path / name)) == [tmp_path / name]
 
 
-def test_a_folder_gives_the_files_of_known_kinds_in_it_sorted_and_counts_the_others_but_hidden_ones(tmp_path, capsys):
+def test_a_folder_gives_its_sorted_files_of_known_suffixes_and_counts_the_others(tmp_path, capsys):
     known = ["B.TXT", "a.md", "deep/er/c.jsonl", "deep/d.parquet", "e.txt.gz", "f.md.zst", "g.jsonl.GZ"]
     hidden = [".hidden.txt", ".git/a.py", "deep/.cache/b.txt"]
     other = ["x.pdf", "y.gz", "noname", "z.txt.bak", "deep/b.PDF"]
@@ -86,9 +87,7 @@ def test_a_folder_gives_the_files_of_known_kinds_in_it_sorted_and_counts_the_oth
     assert capsys.readouterr() == ("", line)
 
 
-def test_only_the_first_of_several_processes_counts_skipped_files_and_only_where_there_are_any(
-    tmp_path, monkeypatch, capsys
-):
+def test_only_rank_zero_counts_skipped_files(tmp_path, monkeypatch, capsys):
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / ".hidden").write_text("a")
     find_files(str(tmp_path))
@@ -117,14 +116,14 @@ def test_a_pattern_gives_the_files_that_match_it_sorted(tmp_path):
     assert find_files(f"{tmp_path}/*.py") == [tmp_path / "e.py"]  # of any kind
 
 
-def test_the_home_folder_may_be_meant(tmp_path, monkeypatch):
+def test_find_files_expands_a_tilde(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "a.txt").write_text("a")
     assert find_files("~/a.txt") == find_files("~/*.txt") == find_files("~") == [tmp_path / "a.txt"]
 
 
 @pytest.mark.parametrize("name", ["missing.txt", "missing/*.txt", "empty", "pictures"])
-def test_where_there_is_no_text_the_error_names_the_path(tmp_path, name):
+def test_a_path_without_files_raises_with_the_path(tmp_path, name):
     (tmp_path / "empty").mkdir()
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures/a.png").write_bytes(b"a")
@@ -133,23 +132,23 @@ def test_where_there_is_no_text_the_error_names_the_path(tmp_path, name):
     assert str(tmp_path / name) in str(error.value)
 
 
-# What is in them
+# Formats
 
 
 @pytest.mark.parametrize("packed", COMPRESS)
 @pytest.mark.parametrize("kind", [".txt", ".py", ""])
-def test_a_text_file_is_one_document_as_it_is(tmp_path, block, kind, packed):
+def test_a_text_file_is_one_document(tmp_path, block, kind, packed):
     file = tmp_path / f"a{kind}{packed}"
     file.write_bytes(COMPRESS[packed](TEXT.encode() * 20))
     assert texts_of(file) == [TEXT * 20]
-    assert [piece.read for piece in read_documents(file, "text")][-1] == file.stat().st_size
+    assert [chunk.position for chunk in read_documents(file, "text")][-1] == file.stat().st_size
 
 
 @pytest.mark.parametrize("packed", COMPRESS)
 def test_an_empty_file_is_an_empty_document(tmp_path, packed):
     file = tmp_path / f"a.txt{packed}"
     file.write_bytes(COMPRESS[packed](b""))
-    assert [(piece.text, piece.first) for piece in read_documents(file, "text")] == [("", True)]
+    assert [(chunk.text, chunk.first) for chunk in read_documents(file, "text")] == [("", True)]
 
 
 @pytest.mark.parametrize("packed", COMPRESS)
@@ -160,8 +159,8 @@ def test_every_line_of_json_lines_is_a_document(tmp_path, block, packed):
     for content in ("\n".join(lines), "\n".join(lines) + "\n", "\r\n".join(lines), "\n\n  \n" + "\n \n\n".join(lines)):
         file.write_bytes(COMPRESS[packed](content.encode()))
         found = list(read_documents(file, "story"))
-        assert [piece.text for piece in found] == texts
-        assert all(piece.first for piece in found)
+        assert [chunk.text for chunk in found] == texts
+        assert all(chunk.first for chunk in found)
 
 
 def test_an_empty_file_of_json_lines_has_no_document(tmp_path):
@@ -169,7 +168,7 @@ def test_an_empty_file_of_json_lines_has_no_document(tmp_path):
     assert texts_of(tmp_path / "a.jsonl") == []
 
 
-def test_halves_of_characters_in_json_become_replacement_characters(tmp_path):
+def test_lone_surrogates_in_json_become_replacement_characters(tmp_path):
     (tmp_path / "a.jsonl").write_text(r'{"text": "a\ud800b\udc00c\ud83d\ude00d\udc00\ud800é"}')
     assert texts_of(tmp_path / "a.jsonl") == ["a\ufffdb\ufffdc😀d\ufffd\ufffdé"]
 
@@ -186,7 +185,7 @@ def test_halves_of_characters_in_json_become_replacement_characters(tmp_path):
         ('"text"', ["no field"]),
     ],
 )
-def test_a_missing_field_names_its_line_and_the_fields_that_there_are(tmp_path, block, line, names, packed):
+def test_a_missing_field_raises_with_the_line_and_the_fields_with_text(tmp_path, block, line, names, packed):
     file = tmp_path / f"a.jsonl{packed}"
     file.write_bytes(COMPRESS[packed](('{"text": "fine"}\n\n' + line).encode()))
     message = refusal(file)
@@ -196,7 +195,7 @@ def test_a_missing_field_names_its_line_and_the_fields_that_there_are(tmp_path, 
 
 
 @pytest.mark.parametrize("line", ["{", "not JSON", '{"text": "a"} {"text": "b"}', "[" * 100_000], ids=lambda x: x[:9])
-def test_what_is_not_json_is_named_by_its_line(tmp_path, line):
+def test_invalid_json_raises_with_the_line(tmp_path, line):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n \n\n' + line + '\n{"text": "b"}\n')
     assert "line 4:" in refusal(tmp_path / "a.jsonl")
 
@@ -208,9 +207,9 @@ def test_every_row_of_parquet_is_a_document(tmp_path, kind):
         tmp_path / "a.parquet", {"id": range(1003), "story": pa.array(texts).cast(kind)}, row_group_size=300
     )
     found = list(read_documents(file, "story"))
-    assert [piece.text for piece in found] == texts
-    assert all(piece.first for piece in found)
-    assert found[-1].read == file.stat().st_size
+    assert [chunk.text for chunk in found] == texts
+    assert all(chunk.first for chunk in found)
+    assert found[-1].position == file.stat().st_size
 
 
 @pytest.mark.parametrize(
@@ -218,7 +217,7 @@ def test_every_row_of_parquet_is_a_document(tmp_path, kind):
     [pa.array([1, 2]), pa.array([["a"], ["b", "c"]]), pa.array([{"string": "a"}, {"string": "b"}])],
     ids=lambda column: str(column.type),
 )
-def test_a_column_without_text_names_the_columns_with_text(tmp_path, column):
+def test_a_column_without_text_raises_with_the_columns_with_text(tmp_path, column):
     file = write_parquet(tmp_path / "a.parquet", {"title": ["a", "b"], "body": ["c", "d"], "other": column})
     for field in ("text", "other"):
         message = refusal(file, field)
@@ -226,7 +225,7 @@ def test_a_column_without_text_names_the_columns_with_text(tmp_path, column):
         assert field in message
 
 
-def test_a_parquet_file_without_text_says_so(tmp_path):
+def test_a_parquet_file_without_text_raises(tmp_path):
     assert "no column" in refusal(write_parquet(tmp_path / "a.parquet", {"year": [1]}))
 
 
@@ -234,7 +233,7 @@ def test_a_parquet_file_without_text_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [".gz", ".zst"])
-def test_several_compressed_parts_are_one_file(tmp_path, block, kind):
+def test_concatenated_compressed_frames_are_one_file(tmp_path, block, kind):
     parts = ["one ", "", "zwei ", TEXT, "", "trois"]
     file = tmp_path / f"a.txt{kind}"
     file.write_bytes(b"".join(COMPRESS[kind](part.encode()) for part in parts))
@@ -250,7 +249,7 @@ def test_a_zstandard_frame_with_a_large_window_and_no_size_is_read(tmp_path):
 
 @pytest.mark.parametrize("packed", [".gz", ".zst"])
 @pytest.mark.parametrize("kind", [".txt", ".jsonl"])
-def test_a_compressed_file_that_is_cut_short_is_refused_wherever_it_is_cut(tmp_path, kind, packed):
+def test_a_truncated_compressed_file_raises(tmp_path, kind, packed):
     row = json.dumps({"text": TEXT}) + "\n"
     whole = COMPRESS[packed](row.encode())
     file = tmp_path / f"a{kind}{packed}"
@@ -261,7 +260,7 @@ def test_a_compressed_file_that_is_cut_short_is_refused_wherever_it_is_cut(tmp_p
 
 
 @pytest.mark.parametrize("packed", [".gz", ".zst"])
-def test_what_is_not_compressed_in_spite_of_its_name_is_refused(tmp_path, packed):
+def test_an_uncompressed_file_with_a_compressed_suffix_raises(tmp_path, packed):
     file = tmp_path / f"a.txt{packed}"
     for content in (b"plain text", COMPRESS[packed](b"a") + b"plain text after it"):
         file.write_bytes(content)
@@ -269,16 +268,16 @@ def test_what_is_not_compressed_in_spite_of_its_name_is_refused(tmp_path, packed
 
 
 @pytest.mark.parametrize("packed", [".gz", ".zst"])
-def test_damage_within_a_compressed_file_is_noticed(tmp_path, packed):
+def test_a_corrupted_compressed_file_raises(tmp_path, packed):
     text = " ".join(map(str, range(5000))).encode()
     compress = gzip.compress if packed == ".gz" else zstandard.ZstdCompressor(write_checksum=True).compress
     file, whole = tmp_path / f"a.txt{packed}", compress(text)
     for place in range(20, len(whole), len(whole) // 40):
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :])
-        refusal(file)  # damaged, or no text
+        refusal(file)  # damaged, or not text
 
 
-def test_a_damaged_parquet_file_is_refused(tmp_path):
+def test_a_damaged_parquet_file_raises(tmp_path):
     good = write_parquet(tmp_path / "good.parquet", {"text": [f"row {i} {TEXT}" for i in range(2000)]})
     whole, file = good.read_bytes(), tmp_path / "a.parquet"
     for length in (0, 1, 4, 100, len(whole) // 2, len(whole) - 1):
@@ -289,30 +288,30 @@ def test_a_damaged_parquet_file_is_refused(tmp_path):
     refusal(file)
 
 
-def test_parquet_whose_text_is_not_utf8_is_refused(tmp_path):
+def test_parquet_with_invalid_utf8_raises(tmp_path):
     good = write_parquet(tmp_path / "a.parquet", {"text": ["abcdefgh"]}, compression="none", use_dictionary=False)
     good.write_bytes(good.read_bytes().replace(b"abcdefgh", b"abc\xffefgh"))
     refusal(good)
 
 
 @pytest.mark.parametrize("packed", [".gz", ".zst"])
-def test_parquet_in_another_compression_is_refused(tmp_path, packed):
+def test_a_compressed_parquet_file_raises(tmp_path, packed):
     good = write_parquet(tmp_path / "good.parquet", {"text": ["a"]})
     file = tmp_path / f"a.parquet{packed}"
     file.write_bytes(COMPRESS[packed](good.read_bytes()))
     assert packed in refusal(file)
 
 
-# What is no text
+# Files that are not text
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), UNICODE, UNICODE, st.integers(1, 9), st.sampled_from(sorted(COMPRESS)))
-def test_a_binary_file_is_refused_with_the_offset_of_its_zero(tmp_path_factory, data, before, after, block, packed):
+def test_a_binary_file_raises_with_the_offset_of_its_zero_byte(tmp_path_factory, data, before, after, block, packed):
     file = tmp_path_factory.mktemp("zero") / f"a.txt{packed}"
     file.write_bytes(COMPRESS[packed](before.encode() + b"\0" + after.encode()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "_BLOCK", block)
+        patch.setattr(readers, "_BLOCK_BYTES", block)
         assert f"offset {len(before.encode()):,};" in refusal(file)
 
 
@@ -326,16 +325,14 @@ def test_a_binary_file_is_refused_with_the_offset_of_its_zero(tmp_path_factory, 
     st.integers(1, 9),
     st.sampled_from(sorted(COMPRESS)),
 )
-def test_another_encoding_is_refused_with_the_offset_of_its_first_byte(
-    tmp_path_factory, before, bad, after, block, packed
-):
+def test_invalid_utf8_raises_with_the_offset(tmp_path_factory, before, bad, after, block, packed):
     content = before.encode() + bad + after.encode()
     with pytest.raises(UnicodeDecodeError) as reference:
         content.decode()
     file = tmp_path_factory.mktemp("latin") / f"a.txt{packed}"
     file.write_bytes(COMPRESS[packed](content))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "_BLOCK", block)
+        patch.setattr(readers, "_BLOCK_BYTES", block)
         assert f"offset {reference.value.start:,};" in refusal(file)
 
 
@@ -343,57 +340,57 @@ def test_another_encoding_is_refused_with_the_offset_of_its_first_byte(
 @given(UNICODE, st.integers(1, 9), st.sampled_from(sorted(COMPRESS)))
 @example("\ufeffa\ufeff", 1, "")
 @example("\ufeffa\ufeff", 9, ".gz")
-def test_characters_across_blocks_are_whole_and_a_byte_order_mark_is_left_out(tmp_path_factory, text, block, packed):
+def test_characters_across_blocks_are_decoded_and_a_byte_order_mark_is_removed(tmp_path_factory, text, block, packed):
     file = tmp_path_factory.mktemp("blocks") / f"a.txt{packed}"
     file.write_bytes(COMPRESS[packed](text.encode()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "_BLOCK", block)
+        patch.setattr(readers, "_BLOCK_BYTES", block)
         assert texts_of(file) == [text.removeprefix("\ufeff")]
 
 
-def test_utf16_is_refused(tmp_path):
+def test_utf16_raises(tmp_path):
     (tmp_path / "a.txt").write_bytes("Hello".encode("utf-16"))
     refusal(tmp_path / "a.txt")
 
 
-# Where they are cut
+# Chunks
 
 
 @given(st.lists(PROSE), st.integers(2, 60))
-def test_the_pieces_of_a_text_are_the_text_and_only_the_first_begins_it(blocks, block):
+def test_chunks_concatenate_to_the_text_and_only_one_is_first(blocks, block):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "_BLOCK", block)
+        patch.setattr(readers, "_BLOCK_BYTES", block)
         found = list(text_chunks((text, 10 * i) for i, text in enumerate(blocks)))
-    assert "".join(piece.text for piece in found) == "".join(blocks)
-    assert [piece.first for piece in found] == [True] + [False] * (len(found) - 1)
-    assert all(piece.text for piece in found) or found == [TextChunk("", True, max(0, 10 * len(blocks) - 10))]
-    assert [piece.read for piece in found] == sorted(piece.read for piece in found)
+    assert "".join(chunk.text for chunk in found) == "".join(blocks)
+    assert [chunk.first for chunk in found] == [True] + [False] * (len(found) - 1)
+    assert all(chunk.text for chunk in found) or found == [TextChunk("", True, max(0, 10 * len(blocks) - 10))]
+    assert [chunk.position for chunk in found] == sorted(chunk.position for chunk in found)
 
 
-def test_a_long_text_comes_in_several_pieces(tmp_path):
+def test_a_long_text_comes_in_several_chunks(tmp_path):
     text = "".join(f"{i}: a line of some words.\n" for i in range(150_000))
     (tmp_path / "a.txt").write_text(text)
     found = list(read_documents(tmp_path / "a.txt", "text"))
-    assert "".join(piece.text for piece in found) == text
+    assert "".join(chunk.text for chunk in found) == text
     assert len(found) > 3
-    assert [piece.first for piece in found] == [True] + [False] * (len(found) - 1)
+    assert [chunk.first for chunk in found] == [True] + [False] * (len(found) - 1)
 
 
-def test_a_text_without_a_good_place_is_cut_all_the_same(monkeypatch):
-    monkeypatch.setattr(documents, "_BLOCK", 100)
-    monkeypatch.setattr(documents, "_LONGEST", 1000)
+def test_a_text_without_a_cut_point_is_cut_at_the_maximum_length(monkeypatch):
+    monkeypatch.setattr(readers, "_BLOCK_BYTES", 100)
+    monkeypatch.setattr(readers, "_MAX_CHUNK_CHARS", 1000)
     found = list(text_chunks(("1" * 100, i) for i in range(35)))
-    assert "".join(piece.text for piece in found) == "1" * 3500
-    assert [piece.first for piece in found] == [True] + [False] * (len(found) - 1)
-    assert max(len(piece.text) for piece in found) < 1200
+    assert "".join(chunk.text for chunk in found) == "1" * 3500
+    assert [chunk.first for chunk in found] == [True] + [False] * (len(found) - 1)
+    assert max(len(chunk.text) for chunk in found) < 1200
 
 
 @pytest.mark.parametrize("name", PATTERNS)
 @settings(max_examples=200, deadline=None)
 @given(seen=PROSE, unseen=PROSE)
-def test_a_pattern_finds_the_same_in_the_two_parts_of_a_cut_text(name, seen, unseen):
+def test_patterns_match_the_same_before_and_after_a_cut(name, seen, unseen):
     cut, pattern = cut_point(seen), regex.compile(PATTERNS[name])
-    text = seen + unseen  # what follows is not known where a text is cut
+    text = seen + unseen  # a text is cut before the rest is read
     assert 0 <= cut < len(seen) or cut == 0
     assert pattern.findall(text) == pattern.findall(text[:cut]) + pattern.findall(text[cut:])
 
@@ -419,17 +416,16 @@ def test_a_text_is_cut_after_a_line_break_or_before_a_space(text, cut):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(PROSE, min_size=1), st.integers(2, 60))
-def test_a_text_in_pieces_has_the_ids_of_the_whole_text(blocks, block):
+def test_a_chunked_text_has_the_ids_of_the_whole_text(blocks, block):
     tokenizer = trained()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "_BLOCK", block)
+        patch.setattr(readers, "_BLOCK_BYTES", block)
         found = list(text_chunks((text, 0) for text in blocks))
-    ids = [i for piece in found for i in tokenizer.encode(piece.text).tolist()]
+    ids = [i for chunk in found for i in tokenizer.encode(chunk.text).tolist()]
     assert ids == tokenizer.encode("".join(blocks)).tolist()
 
 
-def trained(made=[]):  # noqa: B006
-    if not made:
-        text = Path(__file__).read_text(encoding="utf-8") + "\n\n\n  a\n b's aa XYZ 123 ... \n" * 50
-        made.append(BPETokenizer.train([text], 600))
-    return made[0]
+@cache
+def trained():
+    text = Path(__file__).read_text(encoding="utf-8") + "\n\n\n  a\n b's aa XYZ 123 ... \n" * 50
+    return BPETokenizer.train([text], 600)

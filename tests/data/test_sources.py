@@ -1,4 +1,4 @@
-"""What the settings of the data group mean, with the real Hydra, real files, and the real `datasets`."""
+"""Sources of the data group, with Hydra, real files, and `datasets`."""
 
 import hashlib
 import io
@@ -28,7 +28,7 @@ VAL = ["A story to validate on.", "", "And another story: é漢."]
 
 @pytest.fixture(autouse=True)
 def nothing_from_outside(tmp_path, monkeypatch):
-    """No hub, and no cache but the test's own; `datasets` reads both when it is imported, if it was not yet."""
+    """Disable the hub and use a cache of the test, also if `datasets` was imported before."""
     monkeypatch.delenv("MINIGPT_DATA_DIR", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
@@ -43,7 +43,7 @@ def nothing_from_outside(tmp_path, monkeypatch):
 
 @pytest.fixture
 def configured(tmp_path):
-    """The groups data and tokenizer of a configuration as a script gets them."""
+    """Compose the groups data and tokenizer as a script does."""
 
     def configure(*overrides):
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
@@ -55,12 +55,12 @@ def configured(tmp_path):
 
 @pytest.fixture
 def find(configured):
-    return lambda *overrides: sources.find(configured(*overrides)[0])
+    return lambda *overrides: (*sources.find_sources(configured(*overrides)[0]), None)[:2]
 
 
 @pytest.fixture
 def stories(tmp_path):
-    """A folder laid out like a data set of the hub."""
+    """A folder with the layout of a hub data set."""
     folder = tmp_path / "stories"
     for split, texts in (("train", TRAIN), ("validation", VAL)):
         write_stories(folder, split, texts)
@@ -74,13 +74,13 @@ def write_stories(folder, split, texts):
 
 
 def documents(source):
-    """The texts of a source, put together from their pieces."""
+    """Return the texts of a source, joined from their chunks."""
     texts = []
-    for part in source.parts:
-        for piece in part():
-            if piece.first:
+    for reader in source.readers:
+        for chunk in reader():
+            if chunk.first:
                 texts.append("")
-            texts[-1] += piece.text
+            texts[-1] += chunk.text
     return texts
 
 
@@ -92,17 +92,17 @@ def sha256(content):
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.md", "My notes!", "a.TXT", "b.c.txt"])
-def test_one_file_of_text_is_a_source_with_the_checksum_of_the_file(find, tmp_path, name):
+def test_a_source_of_one_text_file_has_its_checksum(find, tmp_path, name):
     (tmp_path / name).write_text("some text é\r\n", encoding="utf-8", newline="")
     source, val = find("data=text", f"data.path='{tmp_path / name}'")
     assert documents(source) == ["some text é\r\n"]
-    assert source.sha256 == sha256("some text é\r\n".encode()) == sources.checksum(source, None)
+    assert source.sha256 == sha256("some text é\r\n".encode()) == sources.corpus_sha256([source])
     assert list(source.sizes) == [len("some text é\r\n".encode())]
     assert (val, source.stand_in) == (None, False)
     assert documents(source) == documents(source)  # again and again
 
 
-def test_a_folder_gives_a_part_for_every_file_in_their_order(find, tmp_path):
+def test_a_folder_gives_one_reader_per_file_in_order(find, tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
     (folder / "b.txt").write_text("of b")
@@ -110,29 +110,29 @@ def test_a_folder_gives_a_part_for_every_file_in_their_order(find, tmp_path):
     (folder / "c.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     source, _ = find("data=text", f"data.path={folder}")
     assert documents(source) == ["of a", "of b", "one", "two"]
-    assert (source.name, len(source.parts)) == ("texts", 3)
+    assert (source.name, len(source.readers)) == ("texts", 3)
     assert list(source.sizes) == [4, 4, (folder / "c.jsonl").stat().st_size]
     pattern, _ = find("data=text", f"data.path='{folder}/*.txt'")
     assert documents(pattern) == ["of b"]
     assert pattern.sha256 == sha256(b"of b")
 
 
-def test_a_text_to_validate_on_is_another_source(find, tmp_path):
+def test_a_separate_validation_text_is_a_second_source(find, tmp_path):
     (tmp_path / "a.txt").write_text("to train on")
     (tmp_path / "b.txt").write_text("to validate on")
     for overrides in (("data=text", f"data.path={tmp_path}/a.txt"), ("data=plays",)):
         source, val = find(*overrides, f"data.val_path={tmp_path}/b.txt")
         assert documents(val) == ["to validate on"]
         assert val.sha256 == sha256(b"to validate on")
-        both = sources.checksum(source, val)
+        both = sources.corpus_sha256([source, val])
         assert both not in (source.sha256, val.sha256)
         (tmp_path / "b.txt").write_text("another text")
-        assert sources.checksum(*find(*overrides, f"data.val_path={tmp_path}/b.txt")) != both
+        assert sources.corpus_sha256(find(*overrides, f"data.val_path={tmp_path}/b.txt")) != both
         (tmp_path / "b.txt").write_text("to validate on")
 
 
 @pytest.mark.parametrize("setting", ["data.path", "data.val_path"])
-def test_a_missing_text_names_its_setting_and_its_path(find, tmp_path, setting):
+def test_a_missing_text_raises_with_its_key_and_path(find, tmp_path, setting):
     (tmp_path / "a.txt").write_text("a")
     missing = tmp_path / "missing.txt"
     with pytest.raises(UserError) as error:
@@ -140,13 +140,13 @@ def test_a_missing_text_names_its_setting_and_its_path(find, tmp_path, setting):
     assert str(error.value).startswith(f"{setting}={missing}")
 
 
-def test_a_text_that_is_not_named_is_asked_for(find):
+def test_a_null_path_raises(find):
     with pytest.raises(UserError, match=r"data\.path=…"):
         find("data=text")
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL", "a.jsonl.GZ"])
-def test_another_field_of_the_same_file_is_another_source(find, tmp_path, name):
+def test_another_field_gives_another_checksum(find, tmp_path, name):
     import gzip
 
     content = b'{"title": "a title", "body": "a body"}\n'
@@ -157,7 +157,7 @@ def test_another_field_of_the_same_file_is_another_source(find, tmp_path, name):
     assert title.sha256 != body.sha256
 
 
-def test_every_change_of_a_folder_is_another_source(find, tmp_path):
+def test_every_change_of_a_folder_gives_another_checksum(find, tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
     seen = set()
@@ -187,7 +187,7 @@ def test_every_change_of_a_folder_is_another_source(find, tmp_path):
     assert changed()
 
 
-def test_where_a_text_lies_is_no_part_of_its_checksum(find, tmp_path):
+def test_the_checksum_does_not_depend_on_the_folder(find, tmp_path):
     for folder in (tmp_path / "one", tmp_path / "two"):
         folder.mkdir()
         for name in ("a.txt", "b.md"):
@@ -196,34 +196,34 @@ def test_where_a_text_lies_is_no_part_of_its_checksum(find, tmp_path):
     assert one.sha256 == two.sha256
 
 
-def test_checksums_are_remembered_and_writes_are_noticed(tmp_path):
-    file, known = tmp_path / "a.txt", tmp_path / "data/checksums.json"
+def test_checksums_are_cached_until_the_file_is_written(tmp_path):
+    file, cache = tmp_path / "a.txt", tmp_path / "data/checksums.json"
     file.write_bytes(b"first")
-    assert checksums([file], known) == [sha256(b"first")]
-    kept = json.loads(known.read_text())
+    assert checksums([file], cache) == [sha256(b"first")]
+    kept = json.loads(cache.read_text())
     assert list(kept.values()) == [sha256(b"first")]
-    known.write_text(json.dumps(dict.fromkeys(kept, "remembered")))
-    assert checksums([file], known) == ["remembered"]  # the file was not read
+    cache.write_text(json.dumps(dict.fromkeys(kept, "remembered")))
+    assert checksums([file], cache) == ["remembered"]  # from the cache
     times = file.stat()
-    file.write_bytes(b"later")  # as long, and with the same time
+    file.write_bytes(b"later")  # same size and time
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert checksums([file], known) == [sha256(b"later")]
-    known.write_text("damaged")
-    assert checksums([file], known) == [sha256(b"later")]
-    assert [path.name for path in known.parent.iterdir()] == ["checksums.json"]
+    assert checksums([file], cache) == [sha256(b"later")]
+    cache.write_text("damaged")
+    assert checksums([file], cache) == [sha256(b"later")]
+    assert [path.name for path in cache.parent.iterdir()] == ["checksums.json"]
 
 
-def test_files_that_are_one_have_a_checksum_each(tmp_path):
+def test_repeated_and_linked_files_each_get_a_checksum(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "b.txt").write_text("b")
     (tmp_path / "c.txt").symlink_to(tmp_path / "a.txt")
     files = [tmp_path / name for name in ("a.txt", "b.txt", "c.txt", "a.txt")]
-    assert checksums(files, tmp_path / "known") == [sha256(content) for content in (b"a", b"b", b"a", b"a")]
+    assert checksums(files, tmp_path / "cache") == [sha256(content) for content in (b"a", b"b", b"a", b"a")]
 
 
-def test_checksums_need_no_folder_that_can_be_written(tmp_path):
+def test_checksums_work_without_a_writable_cache(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"a")
-    assert checksums([tmp_path / "a.txt"], tmp_path / "a.txt/known") == [sha256(b"a")]
+    assert checksums([tmp_path / "a.txt"], tmp_path / "a.txt/cache") == [sha256(b"a")]
 
 
 # Standard input
@@ -231,7 +231,7 @@ def test_checksums_need_no_folder_that_can_be_written(tmp_path):
 
 @pytest.fixture
 def stdin(monkeypatch):
-    """Give this process another standard input: `stdin(b"a text")`."""
+    """Replace the standard input of this process: `stdin(b"a text")`."""
     monkeypatch.setenv("MINIGPT_STDIN_FILE", "")  # removed after the test, whatever was set
 
     def give(content):
@@ -240,7 +240,7 @@ def stdin(monkeypatch):
     return give
 
 
-def test_standard_input_is_read_once_and_found_by_the_processes_that_are_started_later(find, tmp_path, stdin):
+def test_standard_input_is_read_once_and_shared_with_child_processes(find, tmp_path, stdin):
     content = "from a pipe: é漢😀\r\n".encode() * 100_000  # several blocks
     stdin(content)
     for _ in range(2):
@@ -257,13 +257,13 @@ def test_standard_input_is_read_once_and_found_by_the_processes_that_are_started
     ]
 
 
-def test_standard_input_that_is_a_known_text_has_its_name(find, stdin):
+def test_standard_input_with_a_known_checksum_gets_its_name(find, stdin):
     stdin(b"known")
     source, _ = find("data.path=-", "data.name=mine", f"data.sha256={sha256(b'known')}")
     assert source.name == "mine"
 
 
-def test_standard_input_without_a_text_is_refused_by_name(find, tmp_path, stdin, monkeypatch):
+def test_standard_input_without_a_text_raises(find, tmp_path, stdin, monkeypatch):
     stdin(b"")
     with pytest.raises(UserError, match=r"^data\.path=- .* is empty;"):
         find("data=text", "data.path=-")
@@ -280,7 +280,7 @@ def test_standard_input_without_a_text_is_refused_by_name(find, tmp_path, stdin,
 
 
 @pytest.mark.parametrize("count", ["WORLD_SIZE", "SLURM_NTASKS"])
-def test_several_processes_do_not_share_standard_input(find, stdin, monkeypatch, count):
+def test_standard_input_with_several_processes_raises(find, stdin, monkeypatch, count):
     stdin(b"a text")
     monkeypatch.setenv(count, "2")
     with pytest.raises(UserError, match=r"^data\.path=- .* several processes"):
@@ -292,10 +292,10 @@ def test_several_processes_do_not_share_standard_input(find, stdin, monkeypatch,
 # Plays
 
 
-def test_all_plays_are_there_each_a_document(find):
+def test_each_play_is_one_document(find):
     source, val = find("data=plays")
     texts = documents(source)
-    assert len(source.parts) == len(source.sizes) == len(texts) == 38
+    assert len(source.readers) == len(source.sizes) == len(texts) == 38
     assert val is None
     assert min(map(len, texts)) > 50_000
     assert len(set(texts)) == 38
@@ -309,7 +309,7 @@ def test_all_plays_are_there_each_a_document(find):
 # Data sets of a hub
 
 
-def test_a_folder_laid_out_like_a_data_set_is_read_with_its_own_validation(find, stories):
+def test_a_local_data_set_is_read_with_its_validation_split(find, stories):
     source, val = find("data=tinystories", f"data.dataset={stories}")
     assert documents(source) == TRAIN
     assert documents(val) == VAL
@@ -322,14 +322,14 @@ def test_a_folder_laid_out_like_a_data_set_is_read_with_its_own_validation(find,
         assert find("data=tinystories", f"data.dataset={stories}", other)[0].sha256 != source.sha256
 
 
-def test_a_data_set_without_its_own_validation_is_one_source(find, stories, tmp_path):
+def test_a_data_set_without_a_validation_split_is_one_source(find, stories, tmp_path):
     assert find("data=openwebtext", f"data.dataset={stories}")[1] is None
     (tmp_path / "b.txt").write_text("to validate on")
     _, val = find("data=tinystories", f"data.dataset={stories}", f"data.val_path={tmp_path}/b.txt")
     assert documents(val) == ["to validate on"]
 
 
-def test_a_local_data_set_is_left_as_it_is_and_found_again(find, stories):
+def test_a_local_data_set_is_not_changed_and_its_checksum_is_stable(find, stories):
     before = sorted(stories.rglob("*"))
     first = [source.sha256 for source in find("data=tinystories", f"data.dataset={stories}")]
     assert sorted(stories.rglob("*")) == before
@@ -353,7 +353,7 @@ def test_a_local_data_set_is_tokenized_once(configured, stories):
     assert again.sha256 == corpus.sha256
 
 
-def test_a_column_that_a_data_set_has_not_names_those_with_text(find, stories):
+def test_a_missing_column_raises_with_the_columns_with_text(find, stories):
     for column in ("story", "id"):
         source, _ = find("data=tinystories", f"data.dataset={stories}", f"data.field={column}")
         with pytest.raises(UserError) as error:
@@ -363,14 +363,14 @@ def test_a_column_that_a_data_set_has_not_names_those_with_text(find, stories):
         assert "text are text, title;" in str(error.value)
 
 
-def test_a_split_that_a_data_set_has_not_is_named(find, stories):
+def test_a_missing_split_raises_with_its_name(find, stories):
     source, _ = find("data=tinystories", f"data.dataset={stories}", "data.train_split=exam")
     with pytest.raises(UserError, match="exam"):
         documents(source)
 
 
 @pytest.mark.parametrize("damage", ["cut short", "damaged"])
-def test_a_damaged_file_of_a_data_set_is_a_mistake_of_the_user(find, stories, damage):
+def test_a_damaged_data_set_raises(find, stories, damage):
     file = stories / "data/train-00000-of-00001.parquet"
     content = file.read_bytes()
     file.write_bytes(content[:-200] if damage == "cut short" else content[:10] + bytes(600) + content[610:])
@@ -379,17 +379,17 @@ def test_a_damaged_file_of_a_data_set_is_a_mistake_of_the_user(find, stories, da
         documents(source)
 
 
-def test_a_folder_without_data_is_a_mistake_of_the_user(find, tmp_path):
+def test_an_empty_data_set_folder_raises(find, tmp_path):
     (tmp_path / "nothing").mkdir()
     source, _ = find("data=tinystories", f"data.dataset={tmp_path}/nothing")
     with pytest.raises(UserError, match="nothing"):
         documents(source)
 
 
-def test_a_data_set_that_cannot_be_reached_is_one_line(tmp_path):
-    """In a process of its own, where no module was imported before the environment said that there is no hub."""
+def test_an_unreachable_data_set_gives_a_one_line_error(tmp_path):
+    """Runs in a child process, so that `datasets` is imported with HF_HUB_OFFLINE set."""
     code = (
-        "from minigpt import sources; from minigpt.utils.errors import RunError, UserError\n"
+        "from minigpt.data import sources; from minigpt.utils.errors import RunError, UserError\n"
         "data = dict(dataset='nobody/nothing', subset=None, revision=None, field='text', name='x')\n"
         "try: next(sources._stream(data, 'train'))\n"
         "except (RunError, UserError) as error: print(error)\n"

@@ -1,4 +1,4 @@
-"""Token files and what they are read as, against numpy."""
+"""Token files, against numpy."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minigpt.data import prepare as preparation
-from minigpt.data import token_files as corpora
+from minigpt.data import token_files
 from minigpt.data.token_files import Tokens, from_bins
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer
 from minigpt.utils.errors import UserError
@@ -22,29 +22,29 @@ TEXT = "a text that is prepared, broken and prepared again"
 
 
 def values(folder, **changes):
-    """The data group of a configuration."""
+    """Return a data group."""
     return yaml.safe_load((ROOT / "configs/data/text.yaml").read_text()) | {"folder": str(folder)} | changes
 
 
 def prepare(text, folder, **changes):
-    """Token files of a text."""
+    """Prepare a text."""
     (folder / "mine.txt").write_text(text)
     return preparation.load_corpus(values(folder, path=str(folder / "mine.txt"), **changes), {"name": "char"})
 
 
-def folder_of(made):
-    return made.train.files[0].parent
+def folder_of(corpus):
+    return corpus.train.files[0].parent
 
 
 def ids_of(text):
-    """The id of every character: its place among those of the text, in code-point order."""
+    """Return the index of each character in the sorted alphabet."""
     return [sorted(set(text)).index(character) for character in text]
 
 
-def test_a_notebook_shows_a_corpus_in_one_short_line(tmp_path):
-    made = prepare(TEXT * 40, tmp_path)
-    sizes = f"train={made.train.tokens:,} tokens, val={made.val.tokens:,} tokens"
-    assert repr(made) == f"Corpus('mine.txt', {sizes}, {made.tokenizer!r})"
+def test_the_repr_of_a_corpus_is_one_short_line(tmp_path):
+    corpus = prepare(TEXT * 40, tmp_path)
+    sizes = f"train={corpus.train.tokens:,} tokens, val={corpus.val.tokens:,} tokens"
+    assert repr(corpus) == f"Corpus('mine.txt', {sizes}, {corpus.tokenizer!r})"
 
 
 # Several files as one array.
@@ -52,14 +52,14 @@ def test_a_notebook_shows_a_corpus_in_one_short_line(tmp_path):
 
 @st.composite
 def sharded(draw):
-    """An array, and the number of tokens of the files that it is written to."""
+    """Draw an array and the number of tokens per file."""
     length, size = draw(st.integers(1, 60)), draw(st.integers(1, 20))
     dtype = draw(st.sampled_from(["uint16", "uint32"]))
     return np.random.default_rng(length).integers(0, 1 << 16, length).astype(dtype), size
 
 
 def write(array, size, folder):
-    """Tokens over files of so many of an array each."""
+    """Write an array to files of `size` tokens and return their Tokens."""
     files = [folder / f"train-{begin // size:05}.bin" for begin in range(0, len(array), size)]
     for i, file in enumerate(files):
         array[i * size : (i + 1) * size].tofile(file)
@@ -68,7 +68,7 @@ def write(array, size, folder):
 
 @settings(deadline=None, max_examples=200)
 @given(sharded(), st.data())
-def test_a_slice_over_several_files_is_that_of_one_array(arrayed, data):
+def test_a_slice_over_several_files_equals_that_of_one_array(arrayed, data):
     array, size = arrayed
     bound = st.none() | st.integers(-70, 70)
     begin, end = data.draw(bound), data.draw(bound)
@@ -80,7 +80,7 @@ def test_a_slice_over_several_files_is_that_of_one_array(arrayed, data):
         np.testing.assert_array_equal(np.asarray(tokens), array, strict=True)
 
 
-def test_a_slice_that_ends_before_it_begins_is_empty(tmp_path):
+def test_a_slice_that_ends_before_its_start_is_empty(tmp_path):
     array = np.arange(40, dtype=np.uint16)
     tokens = write(array, 10, tmp_path)
     for begin in range(40):
@@ -90,7 +90,7 @@ def test_a_slice_that_ends_before_it_begins_is_empty(tmp_path):
 
 @settings(deadline=None, max_examples=200)
 @given(sharded(), st.data())
-def test_windows_over_several_files_are_those_of_one_array(arrayed, data):
+def test_windows_over_several_files_equal_those_of_one_array(arrayed, data):
     array, size = arrayed
     width = data.draw(st.integers(1, len(array)))  # longer than a file, too
     begins = data.draw(st.lists(st.integers(0, len(array) - width), max_size=8))
@@ -101,8 +101,8 @@ def test_windows_over_several_files_are_those_of_one_array(arrayed, data):
         np.testing.assert_array_equal(found, array[index], strict=True)
 
 
-def test_there_may_be_more_files_than_are_open_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpora, "_OPEN", 4)
+def test_there_may_be_more_files_than_mapped_shards(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_files, "_MAX_MAPPED_SHARDS", 4)
     array = np.arange(300, dtype=np.uint16)
     tokens = write(array, 3, tmp_path)
     index = np.random.default_rng(0).permutation(300 - 16)[:, None] + np.arange(17)
@@ -111,7 +111,7 @@ def test_there_may_be_more_files_than_are_open_at_a_time(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("size", [10, 100])
-def test_an_id_outside_the_vocabulary_is_refused_where_it_is_read(tmp_path, size):
+def test_reading_an_id_outside_the_vocabulary_raises(tmp_path, size):
     array = np.arange(30, dtype=np.uint16)
     array[15] = 50
     tokens = write(array, size, tmp_path)
@@ -125,15 +125,15 @@ def test_an_id_outside_the_vocabulary_is_refused_where_it_is_read(tmp_path, size
 
 @pytest.mark.parametrize("shard_tokens", [7, 100])
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_the_tokens_of_a_split_are_its_files_and_change_no_file(tmp_path, split, shard_tokens):
-    made = prepare(TEXT, tmp_path, shard_tokens=shard_tokens, val_fraction=0.4)
-    before = [file.read_bytes() for file in (made.train if split == "train" else made.val).files]
-    tokens = made.tokens(split)
+def test_tokens_equal_their_files_and_cannot_change_them(tmp_path, split, shard_tokens):
+    corpus = prepare(TEXT, tmp_path, shard_tokens=shard_tokens, val_fraction=0.4)
+    before = [file.read_bytes() for file in (corpus.train if split == "train" else corpus.val).files]
+    tokens = corpus.tokens(split)
     cut = int(len(TEXT) * 0.6)
     assert tokens[:].tolist() == (ids_of(TEXT)[:cut] if split == "train" else ids_of(TEXT)[cut:])
     tokens[:5][0] = 0
     tokens[np.arange(5)[None]][0] = 0
-    assert before == [file.read_bytes() for file in (made.train if split == "train" else made.val).files]
+    assert before == [file.read_bytes() for file in (corpus.train if split == "train" else corpus.val).files]
 
 
 # Files that are broken or too short.
@@ -156,7 +156,7 @@ def lose_val(folder):
 
 
 def meta(text):
-    """Replace meta.json by this, or change the values in it."""
+    """Return a function that replaces meta.json or changes its values."""
 
     def spoil(folder):
         file = folder / "meta.json"
@@ -175,7 +175,7 @@ def meta(text):
         pytest.param(meta(""), id="meta.json empty"),
         pytest.param(meta('{"name": "mi'), id="meta.json cut short"),
         pytest.param(meta("[]"), id="meta.json a list"),
-        pytest.param(meta("{}"), id="meta.json says nothing"),
+        pytest.param(meta("{}"), id="meta.json empty dict"),
         pytest.param(meta({"dtype": "words"}), id="no such dtype"),
         pytest.param(meta({"dtype": "uint32"}), id="another dtype"),
         pytest.param(meta({"shard_tokens": 0}), id="files without tokens"),
@@ -190,28 +190,28 @@ def meta(text):
         pytest.param(meta({"tokenizer": "char"}), id="no tokenizer"),
     ],
 )
-def test_broken_token_files_are_refused_by_name_and_made_anew_once_removed(tmp_path, spoil):
+def test_broken_token_files_raise_and_are_rewritten_once_removed(tmp_path, spoil):
     folder = folder_of(prepare(TEXT, tmp_path, shard_tokens=20))
     spoil(folder)
-    for read in (lambda: corpora.load(folder), lambda: prepare(TEXT, tmp_path, shard_tokens=20)):
+    for read in (lambda: token_files.load(folder), lambda: prepare(TEXT, tmp_path, shard_tokens=20)):
         with pytest.raises(UserError, match=re.escape(f"remove {folder}")):
             read()
     for file in folder.iterdir():
         file.unlink()
     folder.rmdir()
-    made = prepare(TEXT, tmp_path, shard_tokens=20)
-    assert [*made.tokens("train")[:], *made.tokens("val")[:]] == ids_of(TEXT)
+    corpus = prepare(TEXT, tmp_path, shard_tokens=20)
+    assert [*corpus.tokens("train")[:], *corpus.tokens("val")[:]] == ids_of(TEXT)
 
 
-def test_token_files_without_a_description_are_refused(tmp_path):
+def test_token_files_without_meta_json_raise(tmp_path):
     with pytest.raises(UserError, match="broken token files"):
-        corpora.load(tmp_path)
+        token_files.load(tmp_path)
 
 
-def test_what_was_prepared_is_loaded(tmp_path):
-    made = prepare(TEXT, tmp_path, shard_tokens=20)
-    folder = folder_of(made)
-    loaded = corpora.load(folder)
+def test_a_prepared_corpus_is_loaded(tmp_path):
+    corpus = prepare(TEXT, tmp_path, shard_tokens=20)
+    folder = folder_of(corpus)
+    loaded = token_files.load(folder)
     assert (loaded.name, loaded.stand_in, loaded.dtype, loaded.shard_tokens) == ("mine.txt", False, "uint16", 20)
     assert loaded.train.files == tuple(folder / f"train-{i:05}.bin" for i in range(3))
     assert loaded.val.files == (folder / "val-00000.bin",)
@@ -221,18 +221,18 @@ def test_what_was_prepared_is_loaded(tmp_path):
 
 
 @pytest.mark.parametrize(("val_fraction", "split"), [(0.4, "validation"), (0.6, "training")])
-def test_each_split_must_hold_one_block_and_the_token_after_it(tmp_path, val_fraction, split):
-    made = prepare("0123456789" * 2, tmp_path, val_fraction=val_fraction, shard_tokens=3)
-    made.check_length(7)
+def test_each_split_must_have_block_size_plus_one_tokens(tmp_path, val_fraction, split):
+    corpus = prepare("0123456789" * 2, tmp_path, val_fraction=val_fraction, shard_tokens=3)
+    corpus.check_length(7)
     with pytest.raises(UserError, match=rf"{split} split has 8 tokens.*model\.block_size"):
-        made.check_length(8)
+        corpus.check_length(8)
 
 
 # nanoGPT's files.
 
 
 def bins(folder, train, val):
-    """Two files of 16-bit ids, or of these bytes."""
+    """Write two files of 16-bit ids or bytes."""
     files = folder / "train.bin", folder / "val.bin"
     for file, ids in zip(files, (train, val), strict=True):
         file.write_bytes(ids if isinstance(ids, bytes) else np.array(ids, dtype=np.uint16).tobytes())
@@ -240,70 +240,70 @@ def bins(folder, train, val):
 
 
 def read_bins(folder, train, val, tokenizer=None):
-    return from_bins(*bins(folder, train, val), tokenizer or ByteTokenizer(), folder / "known.json")
+    return from_bins(*bins(folder, train, val), tokenizer or ByteTokenizer(), folder / "checksums.json")
 
 
 @pytest.fixture(scope="module")
-def sub_words():
+def bpe():
     return BPETokenizer.train(["the cat sat on the mat, and the cat sat and sat"], 262)
 
 
-def test_nanogpts_files_are_read_where_they_are(tmp_path):
+def test_nanogpts_files_are_read_in_place(tmp_path):
     train, val = "to train on é".encode(), "to validate on é".encode()
     train_bin, val_bin = bins(tmp_path, [*train], [*val])
     data = values(tmp_path / "data", train_bin=str(train_bin), val_bin=str(val_bin))
-    made = preparation.load_corpus(data, {"name": "byte"})
-    assert (made.train.files, made.val.files) == ((train_bin,), (val_bin,))
-    assert made.tokens("train")[:].tolist() == [*train]
-    assert made.tokens("val")[:].tolist() == [*val]
-    assert (made.train.tokens, made.val.tokens, made.val.bytes) == (len(train), len(val), len(val))
-    assert made.val_bytes_per_token == 1
-    assert (made.name, made.dtype, made.stand_in) == ("train.bin", "uint16", False)
+    corpus = preparation.load_corpus(data, {"name": "byte"})
+    assert (corpus.train.files, corpus.val.files) == ((train_bin,), (val_bin,))
+    assert corpus.tokens("train")[:].tolist() == [*train]
+    assert corpus.tokens("val")[:].tolist() == [*val]
+    assert (corpus.train.tokens, corpus.val.tokens, corpus.val.bytes) == (len(train), len(val), len(val))
+    assert corpus.val_bytes_per_token == 1
+    assert (corpus.name, corpus.dtype, corpus.stand_in) == ("train.bin", "uint16", False)
     assert not (tmp_path / "data/tokens").exists()
 
 
-def test_other_ids_have_another_checksum(tmp_path):
+def test_different_ids_have_different_checksums(tmp_path):
     first = read_bins(tmp_path, [1, 2, 3], [4, 5])
     assert first.sha256 == read_bins(tmp_path, [1, 2, 3], [4, 5]).sha256
     assert first.sha256 != read_bins(tmp_path, [1, 2, 4], [4, 5]).sha256
     assert first.sha256 != read_bins(tmp_path, [1, 2, 3], [4, 6]).sha256
 
 
-def test_bytes_of_sub_words_are_counted_and_separators_are_none(tmp_path, sub_words):
+def test_bytes_of_bpe_tokens_are_counted_without_separators(tmp_path, bpe):
     texts = ["the cat sat", "on the mat é"]
-    end = sub_words.special[SEPARATOR]
-    val = [i for text in texts for i in (*sub_words.encode(text).tolist(), end)]
-    made = read_bins(tmp_path, [1, 2], val, sub_words)
-    assert made.val.bytes == len("".join(texts).encode())
-    assert made.val.documents == 2
-    assert made.tokenizer.start.tolist() == [end]
-    without = read_bins(tmp_path, [1, 2], [i for i in val if i != end], sub_words)
-    assert without.val.bytes == made.val.bytes
-    assert without.tokenizer.start.tolist() == sub_words.encode("\n").tolist()
+    end = bpe.special[SEPARATOR]
+    val = [i for text in texts for i in (*bpe.encode(text).tolist(), end)]
+    corpus = read_bins(tmp_path, [1, 2], val, bpe)
+    assert corpus.val.bytes == len("".join(texts).encode())
+    assert corpus.val.documents == 2
+    assert corpus.tokenizer.start.tolist() == [end]
+    without = read_bins(tmp_path, [1, 2], [i for i in val if i != end], bpe)
+    assert without.val.bytes == corpus.val.bytes
+    assert without.tokenizer.start.tolist() == bpe.encode("\n").tolist()
 
 
-def test_a_separator_among_the_other_ids_has_no_bytes(tmp_path):
+def test_a_separator_below_other_ids_has_no_bytes(tmp_path):
     tokens = [*(bytes([i]) for i in range(256)), None, b"ab"]  # p50k_base has its separator there
-    made = read_bins(tmp_path, [1, 2], [97, 256, 257, 256], BPETokenizer("bpe", tokens, {SEPARATOR: 256}))
-    assert (made.val.bytes, made.val.tokens, made.val.documents) == (3, 4, 2)
-    assert made.val_bytes_per_token == 3 / 4
+    corpus = read_bins(tmp_path, [1, 2], [97, 256, 257, 256], BPETokenizer("bpe", tokens, {SEPARATOR: 256}))
+    assert (corpus.val.bytes, corpus.val.tokens, corpus.val.documents) == (3, 4, 2)
+    assert corpus.val_bytes_per_token == 3 / 4
 
 
 @pytest.mark.parametrize("scanned", [1, 3, 1 << 24])
-def test_an_id_outside_the_vocabulary_of_the_tokenizer_is_refused(tmp_path, monkeypatch, sub_words, scanned):
-    monkeypatch.setattr(corpora, "_SCANNED", scanned)
-    for tokenizer, size in ((ByteTokenizer(), 256), (sub_words, 262)):
+def test_an_id_outside_the_vocabulary_of_nanogpts_files_raises(tmp_path, monkeypatch, bpe, scanned):
+    monkeypatch.setattr(token_files, "_SCAN_TOKENS", scanned)
+    for tokenizer, size in ((ByteTokenizer(), 256), (bpe, 262)):
         read_bins(tmp_path, [1, 2, size - 1], [1, 2, 3, 4, size - 1], tokenizer)
         with pytest.raises(UserError, match=f"token id {size}, outside the vocabulary of {size}"):
             read_bins(tmp_path, [1, 2, 3], [1, 2, 3, 4, size], tokenizer)
-        made = read_bins(tmp_path, [1, 2, size], [1, 2, 3, 4], tokenizer)  # a large file is not read for it
+        corpus = read_bins(tmp_path, [1, 2, size], [1, 2, 3, 4], tokenizer)  # the training file is not scanned
         with pytest.raises(UserError, match=f"token id {size}, outside the vocabulary of {size}"):
-            made.tokens("train")[np.array([[0, 1, 2]])]
+            corpus.tokens("train")[np.array([[0, 1, 2]])]
 
 
 @pytest.mark.parametrize("content", [b"", b"abc"], ids=["empty", "odd"])
 @pytest.mark.parametrize("setting", ["data.train_bin", "data.val_bin"])
-def test_a_file_that_is_no_array_of_16_bit_ids_is_refused_by_its_setting(tmp_path, setting, content):
+def test_a_file_that_is_not_16_bit_ids_raises_with_the_config_key(tmp_path, setting, content):
     good = np.array([1, 2, 3], dtype=np.uint16).tobytes()
     train, val = (content, good) if setting == "data.train_bin" else (good, content)
     with pytest.raises(UserError, match=rf"{re.escape(setting)}=.* has {len(content)} bytes, not .*16-bit"):
@@ -311,25 +311,25 @@ def test_a_file_that_is_no_array_of_16_bit_ids_is_refused_by_its_setting(tmp_pat
 
 
 @pytest.mark.parametrize("missing", ["train", "val"])
-def test_a_file_that_is_missing_is_refused_by_its_setting(tmp_path, missing):
+def test_a_missing_file_raises_with_the_config_key(tmp_path, missing):
     bins(tmp_path, [1, 2], [3, 4])
     (tmp_path / f"{missing}.bin").unlink()
     with pytest.raises(UserError, match=rf"data\.{missing}_bin=.*{missing}\.bin is not a file"):
-        from_bins(tmp_path / "train.bin", tmp_path / "val.bin", ByteTokenizer(), tmp_path / "known.json")
+        from_bins(tmp_path / "train.bin", tmp_path / "val.bin", ByteTokenizer(), tmp_path / "checksums.json")
 
 
-def test_one_file_without_the_other_is_refused(tmp_path):
+def test_one_file_without_the_other_raises(tmp_path):
     train_bin, val_bin = bins(tmp_path, [1, 2], [3, 4])
     for one in ({"train_bin": str(train_bin)}, {"val_bin": str(val_bin)}):
         with pytest.raises(UserError, match=r"data\.train_bin and data\.val_bin"):
             preparation.load_corpus(values(tmp_path, **one), {"name": "byte"})
 
 
-def test_ids_alone_need_a_tokenizer_that_is_made_from_no_text(tmp_path):
+def test_nanogpts_files_with_a_tokenizer_built_from_text_raise(tmp_path):
     train_bin, val_bin = bins(tmp_path, [1, 2], [3, 4])
     data = values(tmp_path, train_bin=str(train_bin), val_bin=str(val_bin))
     for tokenizer in ({"name": "char"}, {"name": "bpe", "vocab_size": 300}):
         with pytest.raises(UserError, match=rf"tokenizer={tokenizer['name']} .*tokenizer=gpt2"):
             preparation.load_corpus(data, tokenizer)
-    with pytest.raises(UserError, match="say whose they are"):
-        from_bins(train_bin, val_bin, CharTokenizer("abcde"), tmp_path / "known.json")
+    with pytest.raises(UserError, match="needs the tokenizer of its ids"):
+        from_bins(train_bin, val_bin, CharTokenizer("abcde"), tmp_path / "checksums.json")

@@ -168,13 +168,13 @@ BAD_INPUT = {
     "data.path=missing.txt": "data.path=missing.txt does not exist",
     "data.path=empty.txt": "empty.txt is empty",
     "data.path=latin.txt": "latin.txt is not UTF-8 text: bad byte at offset 3",
-    "data.path=short.txt": "not one block of 16 and its next token",
+    "data.path=short.txt": "a window needs model.block_size + 1 = 17",
     "hydra.run.dir=empty.txt/run": "not a directory",
     "data.folder=empty.txt/data": "not a directory",
     "trainer.accelerator=cuda": "trainer.accelerator must be available on this machine, got cuda",
     "+trainer.color=red": "trainer.color is not an option; trainer takes accelerator,",
     "callbacks.samples.top_k=0": "top_k must be an integer",
-    "callbacks.samples.prompt=Zebra": "the tokenizer does not know 'Z'",
+    "callbacks.samples.prompt=Zebra": "the tokenizer has no id for 'Z'",
     "max_steps=[1": "cannot parse the override max_steps=[1",
 }
 

@@ -219,7 +219,7 @@ META = {
     "shard_tokens": 1000,
     "train": {"documents": 1, "bytes": 1500, "tokens": 1500},
     "val": {"documents": 1, "bytes": 40, "tokens": 40},
-    "made": {"used_ids": 9, "duplicates": 0, "tokens_sha256": "ab", "seconds": 1.0},
+    "provenance": {"used_ids": 9, "duplicates": 0, "tokens_sha256": "ab", "seconds": 1.0},
     "tokenizer": TOKENIZERS[0],
 }
 
