@@ -94,7 +94,7 @@ def test_the_jobs_of_a_sweep_are_one_array_and_a_failing_one_is_in_the_table(
     cluster = ["hydra/launcher=submitit_slurm", "hydra.launcher.n_jobs=1"]
     swept = launch("train.py", "hydra.mode=MULTIRUN", "max_steps=10", "optimizer.lr=1e-3,1e30", *cluster, cwd=tmp_path)
     assert swept.returncode == 1, swept.stderr
-    assert swept.stderr.splitlines()[-1] == "error: 1 of 2 runs failed; the table says why"
+    assert swept.stderr.splitlines()[-1] == "error: 1 of 2 runs failed; the table has the reasons"
     good, bad = read_sweep((tmp_path / "runs" / "sweeps" / "latest").resolve())
     assert (good.status, bad.status) == (COMPLETED, "failed")
     assert "the loss became nan" in bad.reason

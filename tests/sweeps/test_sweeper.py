@@ -30,7 +30,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import HydraContext, RunMode
 from matplotlib import image
 from omegaconf import DictConfig, OmegaConf, open_dict
-from test_wandb import records
+from wandb_records import records
 
 from minigpt.runs.run_dir import read_metrics
 from minigpt.sweeps.results import COMPLETED, SKIPPED, read_sweep
@@ -195,8 +195,8 @@ def test_what_cannot_be_is_skipped_with_the_reason_and_the_rest_runs(
     assert [key for key, reason in reasons.items() if not reason] == [("2", "adamw", "20", "0")]
     assert "n_embd=128 is not divisible by n_head=3" in reasons["3", "adamw", "20", "0"]
     assert "optimizer=adamv does not exist (did you mean adamw?)" in reasons["2", "adamv", "20", "0"]
-    assert "max_steps=0 is not possible" in reasons["2", "adamw", "0", "0"]
-    assert "dropout=2 is not possible" in reasons["2", "adamw", "20", "2"]
+    assert "max_steps must be " in reasons["2", "adamw", "0", "0"]
+    assert "dropout must be " in reasons["2", "adamw", "20", "2"]
     assert [len(batch) for batch in sweeper.engine.batches] == [1]
     said = capsys.readouterr().err
     assert said.count("skipped: ") == 15
@@ -215,7 +215,7 @@ def test_a_text_too_short_for_a_point_skips_that_point(plan: Callable[..., Any])
 def test_the_same_run_is_not_run_twice(plan: Callable[..., Any]) -> None:
     sweeper = plan("optimizer.lr=0.001,1e-3,0.01")
     assert [config.optimizer.lr for config in sweeper.engine.configs] == [0.001, 0.01]
-    assert [point.reason for point in sweeper.points] == ["", "the same run as another", ""]
+    assert [point.reason for point in sweeper.points] == ["", "same configuration as another point", ""]
 
 
 def test_a_folder_is_named_by_values_whatever_they_hold(plan: Callable[..., Any]) -> None:
@@ -287,18 +287,13 @@ def test_names_that_were_asked_for_in_weights_and_biases_are_kept(plan: Callable
     ] * 2
 
 
-def test_the_expected_time_grows_with_the_work_and_is_not_said_of_a_gpu(
-    plan: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    large = ("model.n_embd=256", "model.n_layer=8", "model.block_size=128", "eval_every=1000000")
-    points = plan(*large, "max_steps=10000,20000", "trainer.accumulate_grad_batches=1,2").points
-    once, batches, steps, both = (point.seconds_expected for point in points)
-    assert steps == pytest.approx(2 * once, rel=0.01)
-    assert batches == pytest.approx(steps, rel=0.01)
-    assert both == pytest.approx(4 * once, rel=0.01)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    accelerators = plan(*large, "trainer.accelerator=auto,cpu", folder=tmp_path / "gpu").points
-    assert [point.seconds_expected is None for point in accelerators] == [True, False]
+def test_the_longest_runs_start_first(plan: Callable[..., Any]) -> None:
+    engine = Engine()
+    plan("model.n_embd=64,128", "max_steps=10,20", "trainer.accumulate_grad_batches=1,8", engine=engine)
+    sizes = [(c.model.n_embd, c.max_steps, c.trainer.accumulate_grad_batches) for c in engine.configs]
+    largest = [(128, 20, 8), (128, 10, 8), (64, 20, 8), (128, 20, 1)]
+    assert sizes[:3] == largest[:3]
+    assert sizes[-1] == (64, 10, 1)
 
 
 SEARCH = ["hydra/sweeper=optuna", "optimizer.lr=tag(log,interval(1e-4,1e-1))", "model.n_layer=range(1,9,2)"]
@@ -408,13 +403,13 @@ BAD_INPUT = {
     "optimizer=adamv,adamx": "no point of the sweep is possible: optimizer=adamv does not exist (did you mean adamw?)",
     "seed=range(3,3)": "the sweep is empty: seed has no values",
     "seed=3": "a sweep needs a setting with several values, such as model.n_head=2,4,8",
-    "seed=1,2 hydra.launcher.n_jobs=0": "hydra.launcher.n_jobs=0 is not possible; it takes a whole number of at least",
-    "seed=1,2 hydra.launcher.n_jobs=many": "hydra.launcher.n_jobs=many is not possible",
-    "seed=1,2 hydra.launcher.threads=-1": "hydra.launcher.threads=-1 is not possible",
+    "seed=1,2 hydra.launcher.n_jobs=0": "hydra.launcher.n_jobs must be an integer ≥ 1 or null, got 0",
+    "seed=1,2 hydra.launcher.n_jobs=many": "hydra.launcher.n_jobs must be an integer ≥ 1 or null, got many",
+    "seed=1,2 hydra.launcher.threads=-1": "hydra.launcher.threads must be an integer ≥ 1 or null, got -1",
     "seed=1,2 hydra/launcher=joblab": "hydra/launcher=joblab does not exist (did you mean joblib?)",
-    "seed=1,2 hydra/sweeper=optuna hydra.sweeper.n_trials=0": "hydra.sweeper.n_trials=0 is not possible",
-    "seed=1,2 hydra/sweeper=optuna hydra.sweeper.batch=1.5": "hydra.sweeper.batch=1.5 is not possible",
-    "model.n_embd=31,33 hydra/sweeper=optuna hydra.sweeper.n_trials=2": "none of the points that were tried",
+    "seed=1,2 hydra/sweeper=optuna hydra.sweeper.n_trials=0": "hydra.sweeper.n_trials must be an integer ≥ 1, got 0",
+    "seed=1,2 hydra/sweeper=optuna hydra.sweeper.batch=1.5": "hydra.sweeper.batch must be an integer ≥ 1, got 1.5",
+    "model.n_embd=31,33 hydra/sweeper=optuna hydra.sweeper.n_trials=2": "no point of the search is possible",
     "seed=1,2 +sweep=wandb": "configs/sweep/wandb.yaml is for W&B's own agent",
     "seed=1,2 +sweep=heads": "sweep=heads does not exist; sweep= takes heads_by_width, search",
     "seed=1,[2": "cannot read the override seed=1,[2",
@@ -639,7 +634,7 @@ def test_one_sweep_runs_what_is_possible_and_its_exit_code_says_that_a_run_faile
     told = life(1)
     assert told.code == 1
     assert told.left == 0
-    assert told.err.splitlines()[-1] == "error: 4 of 12 runs failed; the table says why"
+    assert told.err.splitlines()[-1] == "error: 4 of 12 runs failed; the table has the reasons"
     assert {path.name for path in told.sweep.iterdir() if path.is_dir()} == {*GOOD[:3], *DIVERGING[:3]}
     statuses = [summary(told.sweep / name)["status"] for name in (*GOOD[:3], *DIVERGING[:3])]
     assert statuses == ["failed", "completed", "completed", "failed", "failed", "failed"]
@@ -652,7 +647,7 @@ def test_one_sweep_runs_what_is_possible_and_its_exit_code_says_that_a_run_faile
 
 def test_a_killed_worker_takes_no_other_run_with_it_and_the_reason_names_the_signal(life: Callable[..., Any]) -> None:
     told = life(1)
-    reason = "its process was killed (SIGKILL), perhaps for want of memory"
+    reason = "its process was killed (SIGKILL), possibly out of memory"
     assert summary(told.sweep / GOOD[0]) == {"status": "failed", "reason": reason}
     assert any(GOOD[0] in line and reason in line for line in told.err.splitlines())
     assert f"n_embd=32, lr=0.001: 2 completed, 1 failed: {reason}" in told.out
@@ -663,14 +658,13 @@ def test_a_killed_worker_takes_no_other_run_with_it_and_the_reason_names_the_sig
 def test_a_sweep_says_on_stderr_what_will_run_and_what_has_ended(life: Callable[..., Any]) -> None:
     lines = life(1).err.splitlines()
     assert sum("skipped: n_embd=31 is not divisible by n_head=2" in line for line in lines) == 6
-    assert any(re.fullmatch(rf"{re.escape(GOOD[1])} +26,016 +0 s *", line) for line in lines)
-    assert any(line.startswith("6 of 12 to run, 2 at a time with 1 thread each, about ") for line in lines)
-    ended = [line for line in lines if re.match(r"\d+/12  ", line)]
+    assert "6 of 12 to run, 2 at a time with 1 thread each" in lines
+    ended = [line for line in lines if re.match(r"\d/6 ", line)]
     assert {line.split()[1] for line in ended} == {*GOOD[:3], *DIVERGING[:3]}
-    assert ended[-1].startswith("12/12  ")
-    assert len([line for line in ended if re.search(r"completed, val loss \d\.\d{4} at \d+ s$", line)]) == 2
+    assert ended[-1].startswith("6/6 ")
+    assert len([line for line in ended if re.search(r"completed, val loss \d\.\d{4} after \d+ s$", line)]) == 2
     assert len([line for line in ended if "failed: the loss became nan at step" in line]) == 3
-    assert len(lines) == 1 + 12 + 1 + 6 + 1, lines  # columns, points, how many, ends, failure: nothing of a job's
+    assert len(lines) == 6 + 1 + 6 + 1, lines  # skipped, number of runs, ends, failure: no output of jobs
 
 
 def test_the_table_on_stdout_ranks_the_runs_and_sweep_csv_holds_it(life: Callable[..., Any]) -> None:
@@ -729,7 +723,7 @@ def test_a_signal_ends_a_sweep_in_order(life: Callable[..., Any]) -> None:
     assert told.left == 0
     assert told.err.splitlines()[-1] == "interrupted by SIGINT"
     where = f"runs/sweeps/{told.sweep.name}"
-    assert told.err.splitlines()[-2] == f"go on with the same command, hydra.sweep.dir={where} and resume=auto"
+    assert told.err.splitlines()[-2] == f"to resume, run the same command with hydra.sweep.dir={where} resume=auto"
     assert "Traceback" not in told.err
     points = {point.folder.name: point for point in read_sweep(told.sweep)}
     assert points[GOOD[0]].status == "interrupted"
@@ -779,7 +773,7 @@ def test_a_sweep_that_goes_on_runs_what_is_new_and_tries_again_what_failed(life:
     told = life(4)
     assert told.code == 1
     assert told.left == 0
-    assert told.err.splitlines()[-1] == "error: 4 of 16 runs failed; the table says why"
+    assert told.err.splitlines()[-1] == "error: 4 of 16 runs failed; the table has the reasons"
     assert "6 of 16 to run, 1 at a time" in told.err
     assert [summary(told.sweep / name)["status"] for name in GOOD] == [COMPLETED] * 4
     for name in DIVERGING[:3]:
@@ -818,7 +812,7 @@ def test_every_run_of_a_sweep_and_its_summary_are_runs_of_weights_and_biases(lif
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["seed=1,2,3"], "holds a sweep already; go on with it by resume=auto, or choose another folder"),
+        (["seed=1,2,3"], "holds a sweep already; resume it with resume=auto, or choose another folder"),
         (
             ["model.n_head=2,4", "resume=auto"],
             "holds another sweep, which differs in model.n_head, model.n_head=2, seed;",
