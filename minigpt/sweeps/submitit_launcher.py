@@ -58,7 +58,9 @@ class Submitit(Launcher):
         self.futures += futures
         return futures
 
+    def release(self, future: Any, died: bool) -> None:
+        self.futures.remove(future)
+
     def stop(self, *, kill: bool) -> None:
         for future in self.futures:
-            if not future.done():
-                future.cancel()
+            future.cancel()

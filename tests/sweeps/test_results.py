@@ -23,7 +23,7 @@ from minigpt.sweeps.report import print_table, report, write_table
 from minigpt.sweeps.results import BITS, Point, read_plan, read_sweep, write_plan
 from minigpt.utils.errors import UserError
 
-TOKENS = 64  # a step
+TOKENS = 64  # per step
 # As in `minigpt.runs.loggers`, whose import takes longer than most of these tests.
 COLUMNS = "step,tokens,seconds,train_loss,val_loss,val_bits_per_byte,learning_rate,grad_norm,tokens_per_second,"
 COLUMNS += "flops_per_second,mfu"
@@ -47,7 +47,7 @@ def run_folder(
     choices=None,
     **summary,
 ):
-    """A run as the product leaves it: a validation every 10 steps; without a status it has no summary."""
+    """Write the folder of a run: a validation every 10 steps; no summary without a status."""
     hydra = {"config.yaml": config, "hydra.yaml": choices and {"hydra": {"runtime": {"choices": choices}}}}
     (folder / ".hydra").mkdir(parents=True)
     for name, values in {"overrides.yaml": list(overrides), **hydra}.items():
@@ -73,7 +73,7 @@ def run_folder(
                 bits = loss / math.log(2) / bytes_per_token if bytes_per_token else ""
                 rows.writerow({"step": step, "val_loss": loss, "val_bits_per_byte": bits})
     if status:
-        told = {
+        values = {
             "best_val_loss": min(losses, default=None),
             "steps": steps,
             "tokens": steps * TOKENS,
@@ -82,7 +82,7 @@ def run_folder(
             "tokens_per_second": speed,
             "status": status,
         }
-        (folder / "summary.json").write_text(json.dumps(told | summary))
+        (folder / "summary.json").write_text(json.dumps(values | summary))
     return folder
 
 
@@ -140,9 +140,9 @@ def test_rows_are_ranked_by_the_mean_over_seeds(tmp_path):
     assert rows[0].mean_of("params") == 6400
 
 
-@pytest.mark.usefixtures("no_picture")
+@pytest.mark.usefixtures("no_plot")
 def test_a_sweep_over_tokenizers_is_ranked_by_bits_per_byte_everywhere(tmp_path):
-    """Nats per token rank sub-words last, whose tokens are longer."""
+    """By nats per token, the longer tokens of sub-words would rank last."""
     runs = {"char": (1.0, (1.9, 1.6)), "byte": (1.25, (2.5, 2.0)), "bpe": (3.0, (4.0, 3.3, 3.6))}
     for name, (bytes_per_token, losses) in runs.items():
         run_folder(tmp_path / name, f"tokenizer={name}", losses=losses, bytes_per_token=bytes_per_token)
@@ -176,8 +176,8 @@ def test_runs_are_ranked_by_bits_per_byte_if_their_tokens_differ_in_length(tmp_p
     assert [row.points[0].folder.name for row in ranked(read_sweep(tmp_path))] == order
 
 
-@pytest.mark.usefixtures("no_picture")
-def test_sweeps_with_a_tokenizer_each_are_ranked_together_by_bits_per_byte(tmp_path):
+@pytest.mark.usefixtures("no_plot")
+def test_sweeps_with_different_tokenizers_are_ranked_together_by_bits_per_byte(tmp_path):
     for name, loss, size in (("char", 1.0, 1.0), ("bpe", 2.0, 4.0)):
         for rate in ("1", "2"):
             run_folder(tmp_path / name / rate, losses=(loss + int(rate) / 10,), bytes_per_token=size)
@@ -191,20 +191,20 @@ def test_sweeps_with_a_tokenizer_each_are_ranked_together_by_bits_per_byte(tmp_p
 
 @pytest.mark.parametrize("metrics", [True, False])
 def test_bits_per_byte_are_those_of_the_best_validation(tmp_path, metrics):
-    """They stand in both files; either suffices."""
-    told = {"best_val_bits_per_byte": 2.0 / math.log(2) / 1.7}
-    folder = run_folder(tmp_path / "0", losses=(3.0, 2.0, 2.5), bytes_per_token=1.7, **({} if metrics else told))
+    """Both files have them; one is enough."""
+    values = {"best_val_bits_per_byte": 2.0 / math.log(2) / 1.7}
+    folder = run_folder(tmp_path / "0", losses=(3.0, 2.0, 2.5), bytes_per_token=1.7, **({} if metrics else values))
     if not metrics:
         (folder / "metrics.csv").unlink()
     (point,) = read_sweep(tmp_path)
     assert point.loss(BITS) == pytest.approx(2.0 / math.log(2) / 1.7)
 
 
-def test_settings_that_all_runs_share_are_no_axis(tmp_path):
+def test_settings_that_all_runs_share_are_not_axes(tmp_path):
     assert axes(read_sweep(grid(tmp_path))) == ["model.n_embd", "optimizer.lr", "seed"]
 
 
-def test_a_point_has_the_figures_of_its_run(tmp_path):
+def test_a_point_has_the_measurements_of_its_run(tmp_path):
     run_folder(tmp_path / "0", "seed=1", losses=(3.0, 2.0, 2.5), params=50, speed=128.0)
     (point,) = read_sweep(tmp_path)
     assert (point.val_loss, point.params, point.step, point.tokens) == (2.0, 50, 30, 1920)
@@ -222,22 +222,22 @@ def test_a_point_has_the_figures_of_its_run(tmp_path):
         ("crashed", {"status": None}),
     ],
 )
-def test_the_state_of_a_run_is_read_from_its_folder(tmp_path, status, options):
+def test_the_status_of_a_run_is_read_from_its_folder(tmp_path, status, options):
     run_folder(tmp_path / "0", **{"status": status, **options})
     (point,) = read_sweep(tmp_path)
     assert (point.status, point.reason) == (status, options.get("reason", ""))
 
 
-def test_a_run_whose_folder_is_taken_is_running(tmp_path):
+def test_a_run_whose_folder_is_locked_is_running(tmp_path):
     run_folder(tmp_path / "0", status="interrupted")
     with lock_run_dir(tmp_path / "0", again=True):
         (point,) = read_sweep(tmp_path)
         assert (point.status, point.val_loss) == ("running", 2.0)
     (point,) = read_sweep(tmp_path)
-    assert point.status == "interrupted"  # what the attempt before told, until the new one changes something
+    assert point.status == "interrupted"  # of the previous attempt, until the new one writes a summary
 
 
-def test_a_plan_tells_of_points_that_have_no_folder(tmp_path):
+def test_a_plan_lists_points_without_a_folder(tmp_path):
     skipped = Point(tmp_path / "1", {"n": "3"}, status="skipped", reason="3 does not divide 32")
     write_plan(
         tmp_path, ["max_steps=20"], [Point(tmp_path / "0", {"n": "2"}), skipped, Point(tmp_path / "2", {"n": "4"})]
@@ -249,12 +249,12 @@ def test_a_plan_tells_of_points_that_have_no_folder(tmp_path):
     assert [dict(point.overrides) for point in points] == [{"n": "2"}, {"n": "3"}, {"n": "4"}]
 
 
-def test_a_resumed_run_is_as_good_as_its_whole_curve(tmp_path):
+def test_the_best_loss_of_a_resumed_run_is_that_of_its_whole_curve(tmp_path):
     run_folder(tmp_path / "0", losses=(1.5, 2.0), best_val_loss=2.0)
     assert read_sweep(tmp_path)[0].val_loss == 1.5
 
 
-def test_a_loss_that_is_no_number_is_no_best_loss(tmp_path):
+def test_a_nan_or_infinite_loss_is_not_the_best_loss(tmp_path):
     run_folder(tmp_path / "0", "lr=1", losses=(2.0, math.nan), best_val_loss=math.nan)
     run_folder(tmp_path / "1", "lr=9", losses=(math.inf,))
     run_folder(tmp_path / "2", "lr=2", losses=(1.0,))
@@ -275,7 +275,7 @@ def test_a_damaged_curve_is_reported_and_the_other_runs_shown(tmp_path, capsys, 
     assert (second.reason, second.val_loss, len(second.curve)) == ("", 2.0, 2)
 
 
-def test_of_a_failed_run_with_a_damaged_curve_both_reasons_are_told(tmp_path):
+def test_a_failed_run_with_a_damaged_curve_has_both_reasons(tmp_path):
     run_folder(tmp_path / "0", status="failed", reason="out of memory")
     (tmp_path / "0/metrics.csv").write_text("a,b\n1,2\n")
     assert read_sweep(tmp_path)[0].reason == "out of memory; metrics.csv is not readable"
@@ -293,7 +293,7 @@ def test_of_a_failed_run_with_a_damaged_curve_both_reasons_are_told(tmp_path):
         b"!!python/object/apply:os.system [touch canary]",
     ],
 )
-def test_overrides_that_are_no_list_of_texts_are_reported_and_run_nothing(tmp_path, capsys, monkeypatch, damage):
+def test_hostile_yaml_is_reported_and_runs_nothing(tmp_path, capsys, monkeypatch, damage):
     monkeypatch.chdir(tmp_path)
     run_folder(tmp_path / "0")
     for name in ("overrides", "config", "hydra"):
@@ -307,7 +307,7 @@ def test_overrides_that_are_no_list_of_texts_are_reported_and_run_nothing(tmp_pa
 @pytest.mark.parametrize(
     "claim", [{"folder": "../0"}, {"folder": "/tmp"}, {"folder": "x" * 10_000}, {"overrides": [1]}]
 )
-def test_a_plan_that_names_what_is_not_in_its_folder_is_damaged(tmp_path, claim):
+def test_a_plan_with_a_path_outside_of_its_folder_is_damaged(tmp_path, claim):
     run_folder(tmp_path / "0")
     write_plan(tmp_path, [], [Point(folder=tmp_path / "0", overrides={"a": "1"})])
     plan = json.loads((tmp_path / "sweep.json").read_text())
@@ -317,7 +317,7 @@ def test_a_plan_that_names_what_is_not_in_its_folder_is_damaged(tmp_path, claim)
         read_sweep(tmp_path)
 
 
-def test_a_table_can_be_written_of_names_that_are_no_text(tmp_path, capsys):
+def test_names_with_lone_surrogates_can_be_written_and_printed(tmp_path, capsys):
     point = Point(folder=tmp_path / "\udcff", overrides={"a\ud800": "\udc00"})
     write_table(tmp_path / "sweep.csv", [point])
     assert r"a\ud800" in (tmp_path / "sweep.csv").read_text()
@@ -325,7 +325,7 @@ def test_a_table_can_be_written_of_names_that_are_no_text(tmp_path, capsys):
     assert r"\udc00" in capsys.readouterr().out
 
 
-def test_a_last_line_that_was_cut_short_is_left_out(tmp_path, capsys):
+def test_a_truncated_last_line_is_ignored(tmp_path, capsys):
     folder = run_folder(tmp_path / "0", losses=(3.0, 2.0), status=None)
     with open(folder / "metrics.csv", "a") as file:
         file.write("30,1920,0.3,1.")
@@ -342,10 +342,10 @@ def test_a_damaged_summary_is_reported_and_the_curve_kept(tmp_path, capsys, dama
     assert (point.status, point.val_loss) == ("crashed", 2.0)
 
 
-def test_figures_of_a_summary_that_are_no_numbers_are_left_out(tmp_path):
+def test_values_of_a_summary_that_are_not_numbers_are_ignored(tmp_path):
     run_folder(tmp_path / "0")
-    told = {"status": "completed", "params": "many", "best_val_loss": "low", "seconds": None, "reason": 3}
-    (tmp_path / "0/summary.json").write_text(json.dumps(told))
+    values = {"status": "completed", "params": "many", "best_val_loss": "low", "seconds": None, "reason": 3}
+    (tmp_path / "0/summary.json").write_text(json.dumps(values))
     (point,) = read_sweep(tmp_path)
     assert (point.params, point.val_loss, point.reason) == (None, 2.0, "3")
 
@@ -361,7 +361,7 @@ def test_damaged_overrides_are_reported(tmp_path, capsys, damage):
 @pytest.mark.parametrize(
     "damage", ["", "{", "[]", "{}", '{"fixed": [], "points": [1]}', '{"points": []}', '{"fixed": 1, "points": []}']
 )
-def test_a_damaged_plan_is_an_error_that_says_what_to_do(tmp_path, damage):
+def test_a_damaged_plan_is_an_error_with_the_next_step(tmp_path, damage):
     run_folder(tmp_path / "0")
     (tmp_path / "sweep.json").write_text(damage)
     with pytest.raises(UserError, match=r"sweep\.json is damaged .*; remove it"):
@@ -370,47 +370,47 @@ def test_a_damaged_plan_is_an_error_that_says_what_to_do(tmp_path, damage):
 
 def test_a_folder_without_runs_is_an_error(tmp_path):
     (tmp_path / "file").touch()
-    for folder, said in (
+    for folder, output in (
         (tmp_path, "holds no runs"),
         (tmp_path / "none", "not a folder"),
         (tmp_path / "file", "not a"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=output):
             read_sweep(folder)
 
 
 # The table.
 
 
-def test_the_table_tells_loss_spread_and_seeds_of_every_row(tmp_path):
-    said = printed(read_sweep(grid(tmp_path)))
-    row = next(line for line in said.splitlines() if line.lstrip().startswith("1 "))
+def test_the_table_has_loss_spread_and_seeds_of_every_row(tmp_path):
+    output = printed(read_sweep(grid(tmp_path)))
+    row = next(line for line in output.splitlines() if line.lstrip().startswith("1 "))
     assert " ".join(row.split()) == "1 64 1e-3 1.7000 ± 0.2828 (2 seeds) 1.7000 ± 0.2828 6,400 100 12.8 completed 4 5"
-    assert "best     1.7000 ± 0.2828 (2 seeds): n_embd=64, lr=1e-3\n" in said
-    assert said.count(str(tmp_path)) == 2  # once for all folders, once for the best
+    assert "best     1.7000 ± 0.2828 (2 seeds): n_embd=64, lr=1e-3\n" in output
+    assert output.count(str(tmp_path)) == 2  # once for all folders, once for the best
 
 
-def test_reasons_stand_below_the_table(tmp_path):
+def test_reasons_are_printed_below_the_table(tmp_path):
     run_folder(tmp_path / "0", "lr=1")
     run_folder(tmp_path / "1", "lr=2", losses=(), status="failed", reason="out of\nmemory")
     assert "\nlr=2: failed: out of memory\n" in printed(read_sweep(tmp_path))
 
 
-def test_seeds_that_have_no_loss_are_counted(tmp_path):
+def test_seeds_without_a_loss_are_counted(tmp_path):
     for seed, losses in enumerate(((2.0,), (2.1,), ())):
         run_folder(tmp_path / str(seed), f"seed={seed}", losses=losses, status="completed" if losses else "failed")
-    said = printed(read_sweep(tmp_path))
-    assert "2.0500 ± 0.0707 (2 of 3 seeds)" in said
-    assert "2 completed, 1 failed" in said
+    output = printed(read_sweep(tmp_path))
+    assert "2.0500 ± 0.0707 (2 of 3 seeds)" in output
+    assert "2 completed, 1 failed" in output
 
 
-def test_a_file_gets_a_row_a_line_however_wide(monkeypatch):
+def test_a_file_gets_one_line_per_row_however_wide(monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
     values = [f"value {i} {'x' * 90}" for i in range(3)]
-    said = printed(points_of({"a.long": values, "b.long": values}, lambda a, b: 1.0))
-    assert all(any(value in line for line in said.splitlines()) for value in values)
-    assert len([line for line in said.splitlines() if "completed" in line]) == 9
-    assert "\x1b" not in said
+    output = printed(points_of({"a.long": values, "b.long": values}, lambda a, b: 1.0))
+    assert all(any(value in line for line in output.splitlines()) for value in values)
+    assert len([line for line in output.splitlines() if "completed" in line]) == 9
+    assert "\x1b" not in output
 
 
 def test_no_escape_sequence_reaches_the_terminal(tmp_path, capsys):
@@ -424,8 +424,8 @@ def test_no_escape_sequence_reaches_the_terminal(tmp_path, capsys):
         report([tmp_path], along=evil)
     out, err = capsys.readouterr()
     assert r"\x1b[31m\x07\x9b1m\u202e" in out
-    for said in (out, err, str(raised.value)):
-        assert [c for c in said if not c.isprintable() and c != "\n"] == []
+    for output in (out, err, str(raised.value)):
+        assert [c for c in output if not c.isprintable() and c != "\n"] == []
     with open(tmp_path / "sweep.csv", newline="") as file:  # a file keeps what it is
         assert f"{evil}0" in {row["text"] for row in csv.DictReader(file)}
 
@@ -445,21 +445,21 @@ def test_the_csv_holds_the_printed_table(tmp_path):
         if row["rank"]:
             loss = f"{float(row['val_loss']):.4f} ± {float(row['spread']):.4f} ({row['seeds']} seeds)"
             bits = f"{float(row['val_bits_per_byte']):.4f} ± {float(row['val_bits_per_byte_spread']):.4f}"
-        told = [row["rank"], row["model.n_embd"], row["optimizer.lr"], loss, bits, f"{float(row['params']):,.0f}"]
-        told = [cell for cell in told if cell]
+        values = [row["rank"], row["model.n_embd"], row["optimizer.lr"], loss, bits, f"{float(row['params']):,.0f}"]
+        values = [cell for cell in values if cell]
         cells = re.split(r"\s{2,}", line.strip())
-        assert cells[: len(told)] == told
+        assert cells[: len(values)] == values
         assert row["status"] in cells
     assert (rows[-1]["rank"], rows[-1]["val_loss"], rows[-1]["reason"]) == ("", "", 'a "b", c')
     assert [float(row["val_loss"]) for row in rows[:4]] == pytest.approx([1.7, 2.1, 2.6, 3.5])
     assert float(rows[0]["flops"]) == pytest.approx(6 * 6400 * 20 * TOKENS)
 
 
-# Fronts and laws.
+# Pareto front and power law.
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=12))
-def test_the_front_holds_all_that_nothing_betters(points):
+def test_the_pareto_front_holds_all_points_that_none_dominates(points):
     def better(a, b):
         return a != b and a[0] <= b[0] and a[1] <= b[1]
 
@@ -615,13 +615,13 @@ def test_text_of_a_user_is_not_read_as_a_formula(tmp_path):
 
 
 @pytest.fixture
-def no_picture(monkeypatch):
-    """The picture is written as a word: drawing takes a second."""
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: Path(path).write_text("picture"))
+def no_plot(monkeypatch):
+    """Write a word instead of the plot, which takes a second."""
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: Path(path).write_text("plot"))
 
 
-@pytest.mark.usefixtures("no_picture")
-def test_a_report_writes_into_the_folder_and_says_where(tmp_path, monkeypatch, capsys):
+@pytest.mark.usefixtures("no_plot")
+def test_a_report_writes_into_the_folder_and_prints_the_paths(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     before = {path.name for path in grid(tmp_path / "sweep").iterdir()}
     (tmp_path / "latest").symlink_to("sweep")
@@ -630,8 +630,8 @@ def test_a_report_writes_into_the_folder_and_says_where(tmp_path, monkeypatch, c
     assert capsys.readouterr().out.endswith("table    sweep/sweep.csv\nplot     sweep/sweep.png\n")
 
 
-@pytest.mark.usefixtures("no_picture")
-def test_a_report_brings_the_plan_up_to_date_and_keeps_what_is_fixed(tmp_path):
+@pytest.mark.usefixtures("no_plot")
+def test_a_report_updates_the_plan_and_keeps_the_shared_overrides(tmp_path):
     folder = tmp_path / "sweep"
     folder.mkdir()
     planned = [Point(folder / str(i), {"lr": str(i)}, identity=f"id {i}", max_steps=20) for i in range(2)]
@@ -647,8 +647,8 @@ def test_a_report_brings_the_plan_up_to_date_and_keeps_what_is_fixed(tmp_path):
     assert json.loads((folder / "sweep.json").read_text())["points"][0]["val_loss"] == 2.0
 
 
-@pytest.mark.usefixtures("no_picture")
-def test_a_report_to_another_folder_leaves_the_sweep_alone(tmp_path):
+@pytest.mark.usefixtures("no_plot")
+def test_a_report_to_another_folder_does_not_change_the_sweep(tmp_path):
     grid(tmp_path / "sweep")
     write_plan(tmp_path / "sweep", [], read_sweep(tmp_path / "sweep"))
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "sweep").iterdir()}
@@ -657,8 +657,8 @@ def test_a_report_to_another_folder_leaves_the_sweep_alone(tmp_path):
     assert sorted(path.name for path in (tmp_path / "a/b").iterdir()) == ["sweep.csv", "sweep.png"]
 
 
-@pytest.mark.usefixtures("no_picture")
-def test_several_sweeps_are_ranked_together_by_all_that_tells_them_apart(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("no_plot")
+def test_several_sweeps_are_ranked_together_by_all_settings_that_differ(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     for name, layers, loss in (("a", "2", 2.0), ("b", "4", 1.0)):
@@ -676,8 +676,8 @@ def test_several_sweeps_are_ranked_together_by_all_that_tells_them_apart(tmp_pat
     assert sorted(path.name for path in Path.cwd().iterdir()) == ["sweep.csv", "sweep.png"]
 
 
-@pytest.mark.usefixtures("no_picture")
-def test_unrelated_runs_are_told_apart_by_what_differs_and_not_by_who_named_a_default(tmp_path):
+@pytest.mark.usefixtures("no_plot")
+def test_unrelated_runs_are_compared_by_effective_settings_and_not_by_explicit_defaults(tmp_path):
     config = {"optimizer": {"lr": 0.001, "betas": [0.9, 0.95]}, "max_steps": 20, "note": "", "model": {"n_embd": 64}}
     wider = config | {"model": {"n_embd": 128}}
     named = ("optimizer=adamw", "optimizer.lr=1e-3", "max_steps=20", "+note=", "optimizer.betas=[0.9,0.95]", "resume=x")
@@ -691,8 +691,8 @@ def test_unrelated_runs_are_told_apart_by_what_differs_and_not_by_who_named_a_de
     assert [row[:3] for row in rows] == [["1", "adamw", "128"], ["2", "muon", "64"], ["3", "adamw", "64"]]
 
 
-@pytest.mark.usefixtures("no_picture")
-def test_lines_are_plotted_along_a_setting_by_its_last_name(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("no_plot")
+def test_lines_are_plotted_along_a_setting_by_its_last_part(tmp_path, monkeypatch):
     along_given = []
     monkeypatch.setattr("minigpt.sweeps.report.plot_sweep", lambda *_, along, **__: along_given.append(along))
     report([grid(tmp_path / "sweep")], along="n_embd", file=io.StringIO())
@@ -705,7 +705,7 @@ def test_lines_are_plotted_along_a_setting_by_its_last_name(tmp_path, monkeypatc
         report([tmp_path / "two"], along="lr", file=io.StringIO())
 
 
-def test_a_drawing_that_fails_leaves_the_picture_before_it(tmp_path, monkeypatch):
+def test_a_failed_plot_leaves_the_previous_file(tmp_path, monkeypatch):
     def fail(figure, path, **options):
         Path(path).write_text("half")
         raise OSError(28, "No space left on device")
@@ -727,7 +727,7 @@ def test_the_script_reports_the_latest_sweep(tmp_path, launch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "output"),
     [
         (
             ["sweep", "--along=optimizer.lt"],
@@ -741,17 +741,17 @@ def test_the_script_reports_the_latest_sweep(tmp_path, launch):
         (["sweep", "--out=sweep/0/summary.json"], r"--out must be a folder, got the file sweep/0/summary\.json"),
     ],
 )
-def test_bad_input_of_the_script_is_one_line(tmp_path, launch, arguments, said):
+def test_bad_input_of_the_script_is_one_line(tmp_path, launch, arguments, output):
     grid(tmp_path / "sweep")
     for name in "ab":
         run_folder(tmp_path / "words" / name, f"name={name}")
     done = launch("sweep_report.py", *arguments, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(f"error: .*{said}.*\n", done.stderr)
+    assert re.fullmatch(f"error: .*{output}.*\n", done.stderr)
     assert not (tmp_path / "sweep/sweep.csv").exists()
 
 
-def test_nothing_heavy_is_loaded_before_it_is_needed():
+def test_heavy_packages_are_imported_when_they_are_needed():
     command = "import sys, minigpt.sweeps.report; print({'torch', 'matplotlib', 'rich'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True, env=os.environ)
     assert found.stdout == "set()\n"
