@@ -180,6 +180,7 @@ def _plot_curves(panel: "Axes", rows: Sequence[Row]) -> None:
             ends += losses[1:] or losses
             label = None  # one entry for all seeds
     _clip_outliers(panel, ends)
+    panel.locator_params(axis="x", nbins=6)
     panel.xaxis.set_major_formatter(EngFormatter())
     panel.set(xlabel="tokens", ylabel=f"validation loss ({rows[0].unit})")
     panel.set_title("learning curves by rank (dotted: not completed)", loc="left")
@@ -193,7 +194,6 @@ def _plot_scaling(panel: "Axes", rows: Sequence[Row], cost: str, label: str) -> 
 
     known = [(x, row.loss) for row in rows if row.loss and (x := row.mean_of(cost))]
     panel.set(xlabel=label, ylabel=f"best validation loss ({rows[0].unit})")
-    panel.set_title(f"loss over {label}", loc="left")
     if not known:
         return
     panel.set(xscale="log", yscale="log")
@@ -213,7 +213,7 @@ def _plot_scaling(panel: "Axes", rows: Sequence[Row], cost: str, label: str) -> 
         axis.set_minor_locator(NullLocator())
     _clip_outliers(panel, [loss for _, loss in known])
     panel.grid(alpha=0.3)
-    panel.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    panel.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False)
 
 
 def _clip_outliers(panel: "Axes", losses: Sequence[float]) -> None:

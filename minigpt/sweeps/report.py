@@ -70,23 +70,23 @@ def print_table(points: Sequence[Point], *, file: TextIO | None = None) -> None:
     rows = ranked(points)
     names = list(dict.fromkeys(name for row in rows for name in row.overrides))
     parent = Path(os.path.commonpath([point.folder.parent for point in points]))
-    header = ["rank", *(rows[0].short_names[name] for name in names), "best val loss", "bits/byte"]
-    header += ["params", "tokens/s", "seconds", "status", "folder"]
+    settings = [rows[0].short_names[name] for name in names]
+    header = ["#", *settings, "val loss", "bits/byte", "params", "status", "folder"]
     cells = [
         [
             str(rank) if row.losses else "",
             *(row.overrides.get(name, "default") for name in names),
             *(_format_loss(row, unit) for unit in (NATS, BITS)),
-            *(_format_mean(row, *column) for column in (("params", 0), ("tokens_per_second", 0), ("seconds", 1))),
+            "–" if (params := row.mean_of("params")) is None else f"{params:,.0f}",
             row.status,
             " ".join(str(point.folder.relative_to(parent)) for point in row.points),
         ]
         for rank, row in enumerate(rows, 1)
     ]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for name, column in zip(header, zip(*cells, strict=True), strict=True):
         numeric = all(as_number(cell.replace(",", "")) is not None or cell in ("", "–") for cell in column)
-        table.add_column(sanitize_line(name), justify="right" if numeric else "left", overflow="fold", no_wrap=numeric)
+        table.add_column(sanitize_line(name), justify="right" if numeric else "left", overflow="fold")
     for row, line in zip(rows, cells, strict=True):
         style = "dim" if not row.losses else "bold" if row is rows[0] else None
         table.add_row(*map(sanitize_line, line), style=style)
@@ -166,11 +166,6 @@ def _format_loss(row: Row, unit: str) -> str:
     seeds = "seeds" if len({point.overrides.get(SEED) for point in row.points}) == runs else "runs"
     count = f" ({known} {seeds})" if known == runs else f" ({known} of {runs} {seeds})"
     return f"{row.loss:.4f}{spread}{count if runs > 1 and ranks else ''}"
-
-
-def _format_mean(row: Row, name: str, digits: int) -> str:
-    value = row.mean_of(name)
-    return "–" if value is None else f"{value:,.{digits}f}"
 
 
 def _display(path: Path) -> str:
