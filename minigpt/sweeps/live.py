@@ -30,10 +30,10 @@ def print_plan(points: Sequence[Point], worker_envs: Sequence[Mapping[str, str]]
 
 
 @contextmanager
-def run_progress(total: int) -> Iterator[Callable[[Point], None]]:
-    """Show a progress bar over runs, in a terminal; yield a function that prints a line per run that ended."""
+def run_progress(total: int, *, show_bar: bool) -> Iterator[Callable[[Point], None]]:
+    """Show a progress bar over runs, if this is a terminal; yield a function that prints a line per ended run."""
     console = Console(stderr=True, highlight=False)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(console=console, transient=True, disable=not (show_bar and console.is_terminal)) as progress:
         task = progress.add_task("runs", total=total)
 
         def on_end(point: Point) -> None:

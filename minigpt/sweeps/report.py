@@ -100,7 +100,7 @@ def print_table(points: Sequence[Point], *, file: TextIO | None = None) -> None:
             print(sanitize_line(f"{row.label()}: {row.status}: {row.reason}"), file=file)
     best, unit = rows[0], rows[0].unit
     if unit == BITS:
-        print("ranked by bits per byte, because tokenizer or corpus differ between runs", file=file)
+        print("ranked by bits per byte, because the mean length of tokens differs between runs", file=file)
     if best.losses:
         loss = _format_loss(best, unit) + (" bits/byte" if unit == BITS else "")
         run = min(best.points, key=lambda point: inf if (loss := point.loss(unit)) is None else loss)

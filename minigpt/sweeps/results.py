@@ -147,9 +147,9 @@ def refresh(point: Point) -> Point:
         warn(f"{point.folder / METRICS} is not readable ({error}); its curve is left out")
         reason = "; ".join(filter(None, (reason, f"{METRICS} is not readable")))
     # Totals come from the summary. The best loss comes from the curve, which covers all parts of a resumed run.
-    names = {"params": "params", "step": "steps", "tokens": "tokens", "flops": "flops", "seconds": "seconds"}
-    names |= {"tokens_per_second": "tokens_per_second"}
-    measured |= {name: value for name, key in names.items() if (value := _finite(summary.get(key)))}
+    for key in ("params", "steps", "tokens", "flops", "tokens_per_second", "seconds"):
+        if value := _finite(summary.get(key)):
+            measured["step" if key == "steps" else key] = value
     if measured.get("val_loss") is None:
         best, bits = (_finite(summary.get(key)) for key in ("best_val_loss", "best_val_bits_per_byte"))
         measured |= {"val_loss": best, "bytes_per_token": _bytes_per_token(best, bits)}

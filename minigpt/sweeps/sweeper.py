@@ -25,10 +25,20 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from minigpt.runs.run_dir import PLAN, read_summary, update_latest_link, write_failure
+from minigpt.runs.run_dir import PLAN, update_latest_link, write_failure
 from minigpt.sweeps.launcher import Joblib, Launcher
 from minigpt.sweeps.ranking import short_names
-from minigpt.sweeps.results import COMPLETED, IRRELEVANT_GROUPS, SKIPPED, Point, read_plan, refresh, write_plan
+from minigpt.sweeps.results import (
+    COMPLETED,
+    CRASHED,
+    IRRELEVANT_GROUPS,
+    SKIPPED,
+    WAITING,
+    Point,
+    read_plan,
+    refresh,
+    write_plan,
+)
 from minigpt.utils.cli import explain
 from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.overrides import quote_override
@@ -167,13 +177,15 @@ class Sweeper(hydra_sweeper.Sweeper):
             ]
             for point in points
         ]
-        with run_progress(len(points)) as print_end:
+        ours = isinstance(self.engine, Launcher)  # Hydra's own runs jobs in this terminal, for a debugger
+        with run_progress(len(points), show_bar=ours) as print_end:
 
             def on_end(index: int, job: JobReturn) -> None:
-                point = points[index]
-                if job.status == JobStatus.FAILED and not read_summary(point.folder):  # its process died
+                point = refresh(points[index])
+                if job.status == JobStatus.FAILED and point.status in (CRASHED, WAITING):  # its process died
                     write_failure(point.folder, str(job._return_value))
-                print_end(refresh(point))
+                    point = refresh(point)
+                print_end(point)
 
             if isinstance(self.engine, Launcher):
                 self.engine.on_end = on_end

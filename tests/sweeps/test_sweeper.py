@@ -97,7 +97,7 @@ class Engine:
 @pytest.fixture
 def plan(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Sweep without training: `plan("seed=1,2")` returns the sweeper after its sweep."""
-    monkeypatch.setattr("minigpt.sweeps.report.report", lambda *_: None)  # its picture takes longer than the rest
+    monkeypatch.setattr("minigpt.sweeps.report.report", lambda *_: None)  # its plot takes longer than the rest
 
     def sweep(*arguments: str, engine: Engine | None = None, folder: Path = tmp_path / "sweep") -> Any:
         quoted = str(folder).replace("'", r"\'")
@@ -807,8 +807,8 @@ def test_weights_and_biases_has_a_run_per_job_and_one_for_the_summary(stage_resu
         header, *rows = csv.reader(file)
     assert content["columns"] == header
     assert content["data"] == rows
-    (picture,) = offline.rglob("*.png")
-    assert picture.read_bytes() == (result.sweep / "sweep.png").read_bytes()
+    (plot,) = offline.rglob("*.png")
+    assert plot.read_bytes() == (result.sweep / "sweep.png").read_bytes()
 
 
 @pytest.mark.parametrize(
