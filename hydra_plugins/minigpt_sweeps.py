@@ -1,19 +1,19 @@
-"""The sweepers and launchers of minigpt, in the one package where Hydra looks for them."""
+"""The sweepers and launchers of minigpt, in the package that Hydra searches for plugins."""
 
-from minigpt.sweeps import launcher, sweeper
+from minigpt.sweeps import launcher, search, submitit_launcher, sweeper
 
 
 class Grid(sweeper.Grid):
     """Every combination of the values of several settings."""
 
 
-class Search(sweeper.Search):
-    """Optuna's search."""
+class Search(search.Search):
+    """A search with optuna."""
 
 
 class Joblib(launcher.Joblib):
     """Worker processes of this machine."""
 
 
-class Submitit(launcher.Submitit):
-    """Jobs of SLURM, or as SLURM would start them on this machine."""
+class Submitit(submitit_launcher.Submitit):
+    """Jobs of SLURM, or processes of this machine that submitit starts."""

@@ -1,4 +1,4 @@
-"""Say what a sweep came to so far: a ranked table to stdout, and to files sweep.csv and sweep.png."""
+"""Report a sweep: print the ranked table, and write sweep.csv and sweep.png."""
 
 import argparse
 from pathlib import Path
@@ -6,28 +6,22 @@ from pathlib import Path
 from minigpt.utils.cli import cli_entrypoint
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
+def parse_args() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     latest = Path("runs/sweeps/latest")
-    parser.add_argument(
-        "folders",
-        nargs="*",
-        type=Path,
-        default=[latest],
-        metavar="FOLDER",
-        help=f"of a sweep, or any that runs lie below; several are compared in one table (default: {latest})",
-    )
-    parser.add_argument(
-        "--out", type=Path, help="folder to write to (default: the sweep's own, of several the current one)"
-    )
-    parser.add_argument("--along", metavar="KEY", help="plot the loss over this setting, such as optimizer.lr or lr")
+    folders = f"sweep, or folder with runs below it; several are compared in one table (default: {latest})"
+    out = "folder to write to (default: the sweep's own; the current one for several folders)"
+    along = "plot the loss over this numeric setting, such as optimizer.lr or lr"
+    parser.add_argument("folders", nargs="*", type=Path, default=[latest], metavar="FOLDER", help=folders)
+    parser.add_argument("--out", type=Path, help=out)
+    parser.add_argument("--along", metavar="KEY", help=along)
     return parser.parse_args()
 
 
 def main() -> None:
-    """Read, print, draw."""
-    args = arguments()
+    """Parse and report."""
+    args = parse_args()
     from minigpt.sweeps.report import report
 
     report(args.folders, out=args.out, along=args.along)

@@ -1,15 +1,15 @@
-"""The table and the picture of a sweep on Weights & Biases."""
+"""The table and the plot of a sweep on Weights & Biases."""
 
 import csv
 from pathlib import Path
 from typing import Any
 
 from minigpt.runs.wandb_logger import Wandb, finish, wandb_logger
-from minigpt.sweeps.results import PICTURE, TABLE
+from minigpt.sweeps.report import PLOT, TABLE
 
 
 def publish_sweep(folder: Path, *, group: str, tags: list[str], **options: Any) -> None:
-    """Send the table and the picture of a sweep to Weights & Biases, as a run of their own among the sweep's."""
+    """Log the table and the plot of a sweep as a run of its own in the sweep's group."""
     logger = wandb_logger(folder=folder, name=f"{folder.name} summary", group=group, tags=tags, **options)
     if not isinstance(logger, Wandb):
         return
@@ -19,5 +19,5 @@ def publish_sweep(folder: Path, *, group: str, tags: list[str], **options: Any) 
         rows: list[list[Any]] = list(csv.reader(file))
     table = wandb.Table(columns=rows[0], data=rows[1:])
     with logger.ignore_lost_client():
-        logger.experiment.log({"sweep": table, "picture": wandb.Image(str(folder / PICTURE))})
+        logger.experiment.log({"sweep": table, "plot": wandb.Image(str(folder / PLOT))})
     finish(logger, {})

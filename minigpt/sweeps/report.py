@@ -1,191 +1,172 @@
-"""What a sweep came to: a ranked table in the terminal, and `sweep.png`.
+"""The report of a sweep: a ranked table in the terminal, `sweep.csv` and `sweep.png`.
 
-Both are made of the points that `sweep` reads, so they tell of a sweep that still runs, too. Rich and Matplotlib are
-imported where something is shown. Text of files goes through `clean` on its way to a terminal, and `_plain` to a
-picture.
+It reads run folders only, so it also reports a sweep that is still running. Rich and Matplotlib are imported when they
+are needed. Text from files is sanitized before it reaches a terminal.
 """
 
+import csv
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from minigpt.runs.run_dir import PLAN
+from minigpt.runs.run_dir import PLAN, short_path
 from minigpt.sweeps.plots import plot_sweep
-from minigpt.sweeps.results import (
-    BITS,
-    NATS,
-    PICTURE,
-    SEED,
-    TABLE,
-    Point,
-    Row,
-    as_number,
-    axes,
-    name_of,
-    ranked,
-    read_plan,
-    read_sweep,
-    resolved,
-    short_names,
-    write_plan,
-    write_table,
-)
+from minigpt.sweeps.ranking import SEED, Row, as_number, axes, ranked, with_effective_settings
+from minigpt.sweeps.results import BITS, NATS, Point, read_plan, read_sweep, write_plan
 from minigpt.utils.errors import UserError
+from minigpt.utils.files import atomic_write
 from minigpt.utils.terminal import did_you_mean, sanitize_line
 
-_COLUMNS = {NATS: "best val loss", BITS: "bits/byte"}
+TABLE, PLOT = "sweep.csv", "sweep.png"
+_FIGURES = ("params", "flops", "tokens_per_second", "seconds")
 
 
 def report(
     folders: Sequence[Path], *, out: Path | None = None, along: str | None = None, file: TextIO | None = None
 ) -> None:
-    """Print the table of one or several sweeps, write `sweep.csv` and `sweep.png`, and say where they are.
+    """Print the table of one or several sweeps, and write `sweep.csv` and `sweep.png`.
 
     Args:
-        folders: of sweeps, or any folders that runs lie below.
-        out: where to write. By default one sweep's files go into its own folder, whose `sweep.json`, where there is
-            one, is brought up to date; those of several sweeps together go into the current folder.
-        along: a setting to plot lines over, such as optimizer.lr, or its last part where no other has it.
+        folders: sweeps, or folders with runs below them.
+        out: folder to write to. By default that of the only sweep, whose `sweep.json` is then updated too, or the
+            current folder for several sweeps.
+        along: a numeric setting to plot the loss over, such as optimizer.lr, or its last part if that is unique.
         file: to print to; None is stdout.
 
     Raises:
-        UserError: a folder holds no sweep, or `along` is none of its settings with numbers, or several.
+        UserError: a folder holds no runs, or `along` is not one numeric setting in which the runs differ.
     """
     file = file or sys.stdout
     points = _read(folders)
-    if along is not None:
-        along = _full_name(points, along)
+    along = along if along is None else _full_name(points, along)
     folder = folders[0].resolve() if len(folders) == 1 else Path.cwd()
     out = out or folder
     if out.exists() and not out.is_dir():
-        raise UserError(f"--out={out} is a file; give a folder")
+        raise UserError(f"--out must be a folder, got the file {out}")
     out.mkdir(parents=True, exist_ok=True)
     if len(folders) == 1 and out.resolve() == folder and (folder / PLAN).exists():
-        write_plan(folder, read_plan(folder)["fixed"], points)
+        write_plan(folder, read_plan(folder)[0], points)
     write_table(out / TABLE, points)
     print_table(points, file=file)
     title = folder.name if len(folders) == 1 else f"{len(folders)} sweeps"
-    plot_sweep(out / PICTURE, points, title=title, along=along)
-    print(f"table    {_near(out / TABLE)}\npicture  {_near(out / PICTURE)}", file=file)
-
-
-def _read(folders: Sequence[Path]) -> list[Point]:
-    """The points of all folders, each run once; runs that are no one sweep with the settings that they came to."""
-    points: dict[Path, Point] = {}
-    for given in folders:
-        found = read_sweep(given if not given.is_dir() else given.resolve())
-        # What all points of one sweep share may be what tells them from those of another.
-        plan = len(folders) > 1 and (given / PLAN).exists()
-        fixed = dict(override.partition("=")[::2] for override in read_plan(given)["fixed"]) if plan else {}
-        for point in found:
-            points.setdefault(point.folder.resolve(), replace(point, overrides={**fixed, **point.overrides}))
-    one_sweep = len(folders) == 1 and (folders[0] / PLAN).exists()
-    return list(points.values()) if one_sweep else resolved(list(points.values()))
-
-
-def _full_name(points: Sequence[Point], along: str) -> str:
-    """The setting with numbers that `--along` names, in full or by its last part."""
-    known = [name for name in axes(points) if name != SEED]
-    meant = [along] if along in known else [name for name in known if name.rpartition(".")[2] == along]
-    if len(meant) > 1:
-        raise UserError(
-            sanitize_line(f"--along={along} must name one setting, got {len(meant)}; use {' or '.join(meant)}")
-        )
-    along = meant[0] if meant else along
-    if not meant:
-        names = ", ".join(known) or "none but the seed"
-        raise UserError(
-            sanitize_line(f"--along={along} is not what the runs differ in{did_you_mean(along, known)}: {names}")
-        )
-    if len({number for point in points if (number := as_number(point.overrides.get(along))) is not None}) < 2:
-        values = ", ".join(sorted({point.overrides.get(along, "default") for point in points}))
-        raise UserError(
-            sanitize_line(f"--along={along} needs two numbers to draw a line over; its values are {values}")
-        )
-    return along
+    plot_sweep(out / PLOT, points, title=title, along=along)
+    print(f"table    {_display(out / TABLE)}\nplot     {_display(out / PLOT)}", file=file)
 
 
 def print_table(points: Sequence[Point], *, file: TextIO | None = None) -> None:
     """Print the ranked table, why runs failed or were skipped, and the best row.
 
-    A terminal that is too narrow gets fewer columns; a file or a pipe gets all of them, a row a line.
+    A file or a pipe gets one line per row, however long.
     """
     from rich import box
-    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
 
     file = file or sys.stdout
     rows = ranked(points)
-    shared = Path(os.path.commonpath([point.folder.parent for point in points]))
-    terminal = file.isatty()
-    console = Console(
-        file=file, width=None if terminal else 100_000, markup=False, highlight=False, emoji=False, soft_wrap=True
-    )
     names = list(dict.fromkeys(name for row in rows for name in row.overrides))
-    short = short_names(names)
-    columns = {
-        "rank": [str(rank) if row.losses else "" for rank, row in enumerate(rows, 1)],
-        **{short[name]: [row.overrides.get(name, "default") for row in rows] for name in names},
-        **{_COLUMNS[unit]: [_loss(row, unit) for row in rows] for unit in (NATS, BITS)},
-        "params": [_count(row, "params") for row in rows],
-        "tokens/s": [_count(row, "tokens_per_second") for row in rows],
-        "seconds": [_count(row, "seconds") for row in rows],
-        "status": [row.status for row in rows],
-        "folder": [" ".join(str(point.folder.relative_to(shared)) for point in row.points) for row in rows],
-    }
-    columns = {name: [sanitize_line(cell) for cell in cells] for name, cells in columns.items()}
-    other = NATS if rows[0].unit == BITS else BITS
-    # By a narrow terminal, the first first.
-    given_up = ["seconds", "tokens/s", "folder", "params", "status", _COLUMNS[other]]
-    while given_up and sum(3 + max(map(cell_len, [name, *cells])) for name, cells in columns.items()) > console.width:
-        del columns[given_up.pop(0)]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for name, cells in columns.items():
-        right = name in ("rank", "params", "tokens/s", "seconds") or all(as_number(cell) is not None for cell in cells)
-        table.add_column(
-            sanitize_line(name), justify="right" if right else "left", overflow="fold", no_wrap=name == "rank"
-        )
-    for rank, row in enumerate(rows):
-        style = "dim" if not row.losses else "bold" if rank == 0 else None
-        table.add_row(*(cells[rank] for cells in columns.values()), style=style)
-    if "folder" in columns:
-        print(f"runs in {_near(shared)}\n", file=file)
-    console.print(table, soft_wrap=False)
+    parent = Path(os.path.commonpath([point.folder.parent for point in points]))
+    settings = [rows[0].short_names[name] for name in names]
+    header = ["#", *settings, "val loss", "bits/byte", "params", "status", "folder"]
+    cells = [
+        [
+            str(rank) if row.losses else "",
+            *(row.overrides.get(name, "default") for name in names),
+            *(_format_loss(row, unit) for unit in (NATS, BITS)),
+            "–" if (params := row.mean_of("params")) is None else f"{params:,.0f}",
+            row.status,
+            " ".join(str(point.folder.relative_to(parent)) for point in row.points),
+        ]
+        for rank, row in enumerate(rows, 1)
+    ]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+    for name, column in zip(header, zip(*cells, strict=True), strict=True):
+        numeric = all(as_number(cell.replace(",", "")) is not None or cell in ("", "–") for cell in column)
+        table.add_column(sanitize_line(name), justify="right" if numeric else "left", overflow="fold")
+    for row, line in zip(rows, cells, strict=True):
+        style = "dim" if not row.losses else "bold" if row is rows[0] else None
+        table.add_row(*map(sanitize_line, line), style=style)
+    width = None if file.isatty() else 100_000
+    console = Console(file=file, width=width, markup=False, highlight=False, emoji=False)
+    print(f"runs in {_display(parent)}\n", file=file)
+    console.print(table)
     print(file=file)
     for row in rows:
         if row.reason:
-            print(sanitize_line(f"{name_of(row, short)}: {row.status}: {row.reason}"), file=file)
-    if (unit := rows[0].unit) == BITS:
-        print("ranked by bits per byte, as the runs differ in tokenizer or corpus", file=file)
-    if rows[0].losses:
-        run = min(rows[0].points, key=lambda point: inf if (loss := point.loss(unit)) is None else loss)
-        best = _loss(rows[0], unit) + (" bits/byte" if unit == BITS else "")
-        print(f"best     {best}: {sanitize_line(name_of(rows[0], short))}\nrun      {_near(run.folder)}", file=file)
+            print(sanitize_line(f"{row.label()}: {row.status}: {row.reason}"), file=file)
+    best, unit = rows[0], rows[0].unit
+    if unit == BITS:
+        print("ranked by bits per byte, because the mean length of tokens differs between runs", file=file)
+    if best.losses:
+        loss = _format_loss(best, unit) + (" bits/byte" if unit == BITS else "")
+        run = min(best.points, key=lambda point: inf if (loss := point.loss(unit)) is None else loss)
+        print(f"best     {loss}: {sanitize_line(best.label())}\nrun      {_display(run.folder)}", file=file)
 
 
-def _loss(row: Row, unit: str) -> str:
-    """The mean loss in a unit, its spread and, in the unit that ranks, of how many runs."""
+def write_table(file: Path, points: Sequence[Point]) -> None:
+    """Write `sweep.csv`: the ranked table, with losses in both units and their standard deviations over seeds."""
+    rows = ranked(points)
+    names = list(dict.fromkeys(name for row in rows for name in row.overrides))
+    losses = ["val_loss", "spread", "val_bits_per_byte", "val_bits_per_byte_spread"]
+    # File names and JSON may hold lone surrogates, which UTF-8 cannot encode.
+    encoding: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
+    with atomic_write(file) as partial, open(partial, "w", newline="", **encoding) as opened:
+        table = csv.writer(opened)
+        table.writerow(["rank", *names, *losses, "seeds", *_FIGURES, "status", "reason", "folder"])
+        for rank, row in enumerate(rows, 1):
+            nats, bits = (replace(row, unit=unit) for unit in (NATS, BITS))
+            table.writerow(
+                [
+                    rank if row.losses else "",
+                    *(row.overrides.get(name, "") for name in names),
+                    *(nats.loss, nats.spread, bits.loss, bits.spread, len(row.losses)),
+                    *map(row.mean_of, _FIGURES),
+                    *(row.status, row.reason, " ".join(str(point.folder) for point in row.points)),
+                ]
+            )
+
+
+def _read(folders: Sequence[Path]) -> list[Point]:
+    """Read the points of all folders, each run once, with settings that compare across sweeps."""
+    points: dict[Path, Point] = {}
+    for folder in folders:
+        is_sweep = (folder / PLAN).exists()
+        # What all points of one sweep share may differ from what those of another share.
+        fixed = read_plan(folder)[0] if is_sweep and len(folders) > 1 else []
+        shared = dict(override.partition("=")[::2] for override in fixed)
+        for point in read_sweep(folder.resolve() if folder.is_dir() else folder):
+            points.setdefault(point.folder.resolve(), replace(point, overrides={**shared, **point.overrides}))
+    found = list(points.values())
+    return found if len(folders) == 1 and is_sweep else with_effective_settings(found)
+
+
+def _full_name(points: Sequence[Point], along: str) -> str:
+    """Return the numeric setting that `--along` names, in full or by its last part."""
+    values = {name: {as_number(point.overrides.get(name)) for point in points} - {None} for name in axes(points)}
+    numeric = [name for name in values if name != SEED and len(values[name]) > 1]
+    matches = [name for name in numeric if along in (name, name.rpartition(".")[2])]
+    if len(matches) == 1 or along in matches:
+        return along if along in matches else matches[0]
+    choices = ", ".join(matches or numeric) or "none"
+    expected = f"must be one numeric setting in which the runs differ{did_you_mean(along, numeric)}"
+    raise UserError(sanitize_line(f"--along={along} {expected}; use one of: {choices}"))
+
+
+def _format_loss(row: Row, unit: str) -> str:
+    """Format the mean loss, its standard deviation and, in the ranking unit, the number of runs."""
     ranks, row = unit == row.unit, replace(row, unit=unit)
     if row.loss is None:
         return "–"
     known, runs = len(row.losses), len(row.points)
     spread = "" if row.spread is None else f" ± {row.spread:.4f}"
     seeds = "seeds" if len({point.overrides.get(SEED) for point in row.points}) == runs else "runs"
-    said = f" ({known} {seeds})" if known == runs else f" ({known} of {runs} {seeds})"
-    return f"{row.loss:.4f}{spread}{said if runs > 1 and ranks else ''}"
+    count = f" ({known} {seeds})" if known == runs else f" ({known} of {runs} {seeds})"
+    return f"{row.loss:.4f}{spread}{count if runs > 1 and ranks else ''}"
 
 
-def _count(row: Row, figure: str) -> str:
-    value = row.over_seeds(figure)
-    return "–" if value is None else f"{value:,.1f}" if figure == "seconds" else f"{value:,.0f}"
-
-
-def _near(path: Path) -> str:
-    """A path as short as it can be said from here."""
-    path = Path.cwd() / path
-    return sanitize_line(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
+def _display(path: Path) -> str:
+    return sanitize_line(str(short_path(Path.cwd() / path)))

@@ -50,7 +50,7 @@ from sampling import sampling
 from saving import saving
 from sweep import sweep
 from time_to_loss import LOSSES, plot_time_to_loss, show_time_to_loss, time_to_loss
-from widths import draw_widths, show_widths, widths
+from widths import plot_widths, show_widths, widths
 
 from data import data
 from minigpt.utils.cli import cli_entrypoint
@@ -209,7 +209,7 @@ def main() -> None:
     plotted: dict[str, tuple[Callable[..., None], Callable[..., None], list[Any]]] = {
         "attention": (show_attention, draw_attention, []),
         "time_to_loss": (show_time_to_loss, plot_time_to_loss, [args.losses]),
-        "widths": (show_widths, draw_widths, []),
+        "widths": (show_widths, plot_widths, []),
     }
     if args.benchmark in plotted:
         plot = args.plot or out.with_suffix(".png")

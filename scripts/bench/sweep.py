@@ -1,4 +1,4 @@
-"""Sweeps: side by side, one after another and launched one by one; what a job costs beside its training."""
+"""Sweeps: runs in parallel, in sequence and in processes of their own; the overhead of a job."""
 
 import argparse
 import itertools
@@ -17,10 +17,9 @@ RUNS = 500
 
 
 def sweep(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Heads by widths, `--steps` each, three ways, and figures of their own.
+    """Time a grid of heads and widths, `--steps` each, in three ways.
 
-    The cost of a job beside its training is what four more jobs of one step take in a worker that runs; its
-    validation is of one window.
+    The overhead of a job is the time of four more jobs of one step and one validation window in a running worker.
     """
     settings = [f"max_steps={args.steps}", f"eval_every={args.steps}", *args.overrides]
     widths = args.widths or WIDTHS
@@ -30,26 +29,26 @@ def sweep(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     )  # token files are cached from here on
     rows = []
     for i in range(args.rounds):
-        beside = _sweep(folder / f"beside{i}", *axes, *settings)
-        after = _sweep(folder / f"after{i}", *axes, *settings, "hydra.launcher.n_jobs=1")
+        parallel = _sweep(folder / f"parallel{i}", *axes, *settings)
+        sequence = _sweep(folder / f"sequence{i}", *axes, *settings, "hydra.launcher.n_jobs=1")
         start = time.perf_counter()
         for heads, width in itertools.product(HEADS, widths):
             overrides = [f"model.n_head={heads}", f"model.n_embd={width}"]
             launch([sys.executable, TRAIN, *overrides, *settings, f"hydra.run.dir={folder}/{i}-{heads}-{width}"])
-        apart = time.perf_counter() - start
+        separate = time.perf_counter() - start
         few, many = (
             _sweep(folder / f"{jobs}jobs{i}", f"seed=range({jobs})", "max_steps=1", *_NO_TRAINING) for jobs in (4, 8)
         )
         rows.append(
             {
-                "side by side s": beside,
-                "one after another s": after,
-                "launched one by one s": apart,
-                "of one after another": beside / after,
-                "of launched one by one": beside / apart,
-                "a job beside its training s": (many - few) / 4,
-                "checked and listed s": _listed(*axes, *settings),
-                f"report over {RUNS} runs s": _report(folder / f"beside{i}", folder / f"many{i}"),
+                "in parallel s": parallel,
+                "in sequence s": sequence,
+                "one process per run s": separate,
+                "parallel / sequence": parallel / sequence,
+                "parallel / one process per run": parallel / separate,
+                "overhead per job s": (many - few) / 4,
+                "check of all points s": _check(*axes, *settings),
+                f"report over {RUNS} runs s": _report(folder / f"parallel{i}", folder / f"many{i}"),
             }
         )
     return rows
@@ -68,13 +67,13 @@ def _sweep(folder: Path, *overrides: str) -> float:
     return launch([sys.executable, TRAIN, "-m", *overrides, f"hydra.sweep.dir={folder}"]).seconds
 
 
-def _listed(*overrides: str) -> float:
-    """Seconds from launch until all points of a sweep, of which none is possible, are checked."""
+def _check(*overrides: str) -> float:
+    """Time the check of all points of a sweep without a possible one, in seconds from launch."""
     return launch([sys.executable, TRAIN, "-m", *overrides, "model.n_layer=0"], fails=True).seconds
 
 
 def _report(source: Path, folder: Path) -> float:
-    """Seconds of a report over copies of a sweep's runs."""
+    """Time a report over copies of a sweep's runs, in seconds."""
     runs = [path.parent for path in sorted(source.glob("*/summary.json"))]
     for i in range(RUNS):
         copy, overrides = folder / str(i), [f"model.n_head={i % 5}", f"model.n_embd={i // 5 % 10}", f"seed={i // 50}"]

@@ -1,4 +1,4 @@
-"""Loss over learning rate at several widths: whether a rate that is best at one width is best at another."""
+"""Loss over learning rate at several widths: does the best rate depend on the width?"""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ KINDS = {
 
 
 def widths(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """The best validation loss of every width and rate, a row a run; a round is a seed."""
+    """Measure the best validation loss of every width and rate: one row per run, one round per seed."""
     rows = []
     for kind, (optimizer, parametrization) in KINDS.items():
         out = folder / f"{optimizer}-{parametrization}"
@@ -42,7 +42,7 @@ def widths(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 
 def _lines(rows: Sequence[dict[str, Any]], kind: str) -> dict[int, list[tuple[float, float]]]:
-    """Of each width, (rate, mean loss over seeds) in order."""
+    """Return (rate, mean loss over seeds) per width, in order."""
     losses: dict[int, dict[float, list[float]]] = {}
     for row in rows:
         if row["kind"] == kind:
@@ -51,7 +51,7 @@ def _lines(rows: Sequence[dict[str, Any]], kind: str) -> dict[int, list[tuple[fl
 
 
 def show_widths(rows: Sequence[dict[str, Any]]) -> None:
-    """Print the best rate of each width, and its loss."""
+    """Print the best rate of each width and its loss."""
     print("\n| | n_embd | best rate | validation loss |\n|---|---|---|---|")
     for kind in KINDS:
         for width, line in _lines(rows, kind).items():
@@ -59,8 +59,8 @@ def show_widths(rows: Sequence[dict[str, Any]]) -> None:
             print(f"| {kind} | {width} | {rate:g} | {loss:.4f} |")
 
 
-def draw_widths(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """A panel for each kind, a line for each width, its minimum marked."""
+def plot_widths(rows: Sequence[dict[str, Any]], file: Path) -> None:
+    """Plot one panel per kind and one line per width, with its minimum marked."""
     import matplotlib
 
     matplotlib.use("agg")

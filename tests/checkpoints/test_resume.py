@@ -271,12 +271,12 @@ def test_a_loss_that_is_no_number_stops_at_its_step_and_leaves_the_last_good_che
 ) -> None:
     same, folder, met = poisoned
     before = (folder / LAST).read_bytes()
-    with pytest.raises(Diverged, match=rf"the loss became nan at step {met[0]} \(learning rate 0\.0"):
+    with pytest.raises(Diverged, match=rf"the loss is nan at step {met[0]} \(learning rate 0\.0"):
         train(*same, "eval_every=100", folder=folder)
     assert (folder / LAST).read_bytes() == before
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("failed", met[0] - 1)
-    assert summary["reason"].startswith(f"the loss became nan at step {met[0]}")
+    assert summary["reason"].startswith(f"the loss is nan at step {met[0]}")
 
 
 def test_training_can_go_back_and_past_the_batch_whose_loss_is_no_number(
@@ -287,7 +287,7 @@ def test_training_can_go_back_and_past_the_batch_whose_loss_is_no_number(
     assert run.summary["status"] == "completed"
     assert run.summary["steps"] == 35
     said = capsys.readouterr().err
-    assert f"the loss became nan at step {met[0]} " in said
+    assert f"the loss is nan at step {met[0]} " in said
     assert "going back to the last checkpoint, and past the batches of this step" in said
     left_out = read(folder / LAST)["TokenData"]["left_out"]
     assert left_out[0] == met[0] - 1

@@ -97,8 +97,8 @@ def test_a_sweep_is_one_array_job_and_its_table_lists_failed_runs(
     assert swept.stderr.splitlines()[-1].startswith("error: 1 of 2 runs failed")
     completed, failed = read_sweep((tmp_path / "runs" / "sweeps" / "latest").resolve())
     assert (completed.status, failed.status) == (COMPLETED, "failed")
-    assert "the loss became nan" in failed.reason
-    assert "the loss became nan" in swept.stdout
+    assert "the loss is nan" in failed.reason
+    assert "the loss is nan" in swept.stdout
     assert re.search(rf"1 +0\.001 +{completed.val_loss:.4f} ", swept.stdout)
     folders = [
         path.name for path in (completed.folder.parent / ".submitit").iterdir() if re.fullmatch(r"\d+_\d+", path.name)

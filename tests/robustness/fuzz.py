@@ -289,10 +289,10 @@ def hydra_files(chance: random.Random, folder: Path) -> Callable[[], None]:
 
 
 def _report(folder: Path) -> None:
-    from minigpt.sweeps.report import print_table
+    from minigpt.sweeps.report import print_table, write_table
 
     points = sweep.read_sweep(folder)
-    sweep.write_table(folder / "table.csv", points)
+    write_table(folder / "table.csv", points)
     out = io.StringIO()
     print_table(points, file=out)
     assert all(character.isprintable() or character == "\n" for character in out.getvalue())

@@ -1,4 +1,4 @@
-"""Where the jobs of a sweep run: cores and GPUs of each, jobs on several devices, submitit, wandb's agent."""
+"""Launchers: cores and GPUs per worker, jobs on several devices, submitit, the agent of Weights & Biases."""
 
 import csv
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from test_wandb import records
+from wandb_records import records
 
 from minigpt.sweeps import launcher
 from minigpt.sweeps.launcher import Joblib, visible_gpus, worker_envs
@@ -26,17 +26,16 @@ def environment(threads: int, gpu: str | None = None) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads)} | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
 
 
-# Who gets which cores and GPUs.
+# Cores and GPUs per worker.
 
 
 @pytest.fixture(autouse=True)
-def asked_anew() -> None:
-    """The machine is asked for its GPUs once in a process."""
-    launcher._gpus.cache_clear()
+def no_cached_gpus() -> None:
+    launcher._all_gpus.cache_clear()
 
 
 @pytest.mark.parametrize(
-    ("jobs", "asked", "machine", "expected"),
+    ("jobs", "requested", "machine", "expected"),
     [
         (9, {}, {"cores": 4}, [environment(1)] * 4),
         (2, {}, {"cores": 4}, [environment(2)] * 2),
@@ -46,16 +45,16 @@ def asked_anew() -> None:
         (9, {}, {"cores": 8, "gpus": ["0", "1"]}, [environment(4, "0"), environment(4, "1")]),
         (1, {}, {"cores": 8, "gpus": ["0", "1"]}, [environment(8, "0")]),
         (9, {"n_jobs": 3}, {"cores": 6, "gpus": ["2", "5"]}, [environment(2, gpu) for gpu in ("2", "5", "2")]),
-        (9, {"alone": True}, {"cores": 8, "gpus": ["0", "1"]}, [environment(8)]),
-        (9, {"alone": True, "n_jobs": 2}, {"cores": 8}, [environment(4)] * 2),
+        (9, {"multi_device": True}, {"cores": 8, "gpus": ["0", "1"]}, [environment(8)]),
+        (9, {"multi_device": True, "n_jobs": 2}, {"cores": 8}, [environment(4)] * 2),
         (0, {}, {"cores": 4}, []),
     ],
 )
-def test_cores_and_gpus_are_shared_out(
-    jobs: int, asked: dict[str, Any], machine: dict[str, Any], expected: list[dict[str, str]]
+def test_workers_share_cores_and_gpus(
+    jobs: int, requested: dict[str, Any], machine: dict[str, Any], expected: list[dict[str, str]]
 ) -> None:
-    options: dict[str, Any] = {"n_jobs": None, "threads": 0, "gpus": [], "alone": False}
-    assert worker_envs(jobs, **(options | asked | machine)) == expected
+    options: dict[str, Any] = {"n_jobs": None, "threads": 0, "gpus": [], "multi_device": False}
+    assert worker_envs(jobs, **(options | requested | machine)) == expected
 
 
 def test_gpus_are_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -84,9 +83,9 @@ def test_a_machine_without_a_working_gpu_has_none(
 
 
 @pytest.mark.parametrize("setting", [{"n_jobs": 0}, {"n_jobs": 1.5}, {"threads": -1}, {"threads": "all"}])
-def test_a_number_of_workers_that_cannot_be_is_an_error(setting: dict[str, Any]) -> None:
+def test_an_impossible_number_of_workers_is_an_error(setting: dict[str, Any]) -> None:
     ((name, value),) = setting.items()
-    with pytest.raises(UserError, match=rf"hydra\.launcher\.{name}={value} is not possible; it takes a whole number"):
+    with pytest.raises(UserError, match=rf"hydra\.launcher\.{name} must be an integer ≥ 1 or null, got {value}"):
         Joblib(**({"n_jobs": None, "threads": None} | setting))
 
 
@@ -120,45 +119,47 @@ def test_a_job_on_two_processes_runs_once_and_in_its_own_folder(launch: Callable
 
 
 @pytest.mark.slow
-def test_a_search_runs_through_submitit_and_tells_of_a_job_that_failed(
-    launch: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_search_runs_through_submitit_and_reports_a_failed_job(launch: Callable[..., Any], tmp_path: Path) -> None:
     search = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra/launcher=submitit_local", "max_steps=10"]
     swept = launch("train.py", "hydra.mode=MULTIRUN", *search, "optimizer.lr=1e-3,1e30", cwd=tmp_path)
     assert swept.returncode == 1, swept.stderr
     lines = swept.stderr.splitlines()
     assert "2 of 2 to run" in lines
-    assert lines[-1] == "error: 1 of 2 runs failed; the table says why"
-    assert len(lines) == 1 + 2 + 1 + 2 + 1, swept.stderr  # nothing of a job's
+    assert lines[-1] == "error: 1 of 2 runs failed; the table has the reasons"
+    assert len(lines) == 1 + 2 + 1, swept.stderr  # number of runs, ends, failure: no output of jobs
     sweep = (tmp_path / "runs" / "sweeps" / "latest").resolve()
     points = {point.overrides["optimizer.lr"]: point for point in read_sweep(sweep)}
     assert (points["0.001"].status, points["1e+30"].status) == (COMPLETED, "failed")
-    assert "the loss became nan at step" in swept.stdout
+    assert "the loss is nan at step" in swept.stdout
     assert f"{points['0.001'].val_loss:.4f}" in swept.stdout
     assert "step 10/10" in (points["0.001"].folder / "log.txt").read_text()
-    assert "the loss became nan" in (points["1e+30"].folder / "log.txt").read_text()
+    assert "the loss is nan" in (points["1e+30"].folder / "log.txt").read_text()
 
 
-def test_slurm_is_refused_what_it_cannot_do(launch: Callable[..., Any], tmp_path: Path) -> None:
+def test_slurm_does_not_take_jobs_on_several_devices(launch: Callable[..., Any], tmp_path: Path) -> None:
     arguments = ["seed=1,2", "hydra/launcher=submitit_slurm", "trainer=ddp", "trainer.devices=2"]
     refused = launch("train.py", "hydra.mode=MULTIRUN", *arguments, cwd=tmp_path)
     assert refused.returncode == 2
-    assert refused.stderr.startswith("error: trainer.devices=2 is not possible with hydra/launcher=submitit_slurm")
+    assert refused.stderr.startswith("error: trainer.devices must be 1 with hydra/launcher=submitit_slurm, got 2")
     assert refused.stderr.count("\n") == 1
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow
-def test_the_agent_of_weights_and_biases_can_run_what_its_file_says(small: list[str], tmp_path: Path) -> None:
+def test_the_agent_of_weights_and_biases_runs_its_sweep_file(small: list[str], tmp_path: Path) -> None:
     from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
     file = yaml.safe_load((ROOT / "configs" / "sweep" / "wandb.yaml").read_text())
     values = {"optimizer.lr": 0.0012345678901234567, "model.n_head": 2, "model.n_embd": 64}
     assert values.keys() == file["parameters"].keys()
-    told = {"type": "run", "program": file["program"], "args": {key: {"value": value} for key, value in values.items()}}
-    macros = create_sweep_command_args(told)
+    request = {
+        "type": "run",
+        "program": file["program"],
+        "args": {key: {"value": value} for key, value in values.items()},
+    }
+    macros = create_sweep_command_args(request)
     # As in `wandb.wandb_agent.Agent._command_run`.
-    macros |= {"env": ["/usr/bin/env"], "interpreter": ["python"], "program": [told["program"]]}
+    macros |= {"env": ["/usr/bin/env"], "interpreter": ["python"], "program": [request["program"]]}
     command: list[str] = []
     for part in create_sweep_command(file["command"]):
         command += macros[part[2:-1]] if part.startswith("${") else [str(part)]

@@ -1,4 +1,4 @@
-"""Sweeps: what their points are, and one sweep's whole life in real processes, from its start to its last resume."""
+"""Sweeps: their points, with a fake launcher, and one sweep in real processes: killed, interrupted and resumed."""
 
 import csv
 import itertools
@@ -30,7 +30,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import HydraContext, RunMode
 from matplotlib import image
 from omegaconf import DictConfig, OmegaConf, open_dict
-from test_wandb import records
+from wandb_records import records
 
 from minigpt.runs.run_dir import read_metrics
 from minigpt.sweeps.results import COMPLETED, SKIPPED, read_sweep
@@ -50,11 +50,11 @@ def summary(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "summary.json").read_text())
 
 
-# What the points of a sweep are: the real Hydra and sweeper, and an engine that only notes what it is to run.
+# Points of a sweep, with the real Hydra and sweeper, and a launcher that only records its jobs.
 
 
 class Engine:
-    """Takes every job, writes a summary with the `loss` of its settings, and remembers what it was to run.
+    """Record every job and write a summary with the `loss` of its settings.
 
     Args:
         bytes_per_token: by tokenizer.
@@ -72,14 +72,14 @@ class Engine:
             folder = Path(self.config.hydra.sweep.dir, settings["hydra.sweep.subdir"].strip("'"))
             (folder / ".hydra").mkdir(parents=True)
             loss, size = self.loss(settings), self.bytes_per_token.get(settings.get("tokenizer", ""), 1.0)
-            told = {"status": "completed", "best_val_loss": loss}
-            told["best_val_bits_per_byte"] = loss / math.log(2) / size
-            (folder / "summary.json").write_text(json.dumps(told))
+            result = {"status": "completed", "best_val_loss": loss}
+            result["best_val_bits_per_byte"] = loss / math.log(2) / size
+            (folder / "summary.json").write_text(json.dumps(result))
         return [JobReturn(status=JobStatus.COMPLETED) for _ in job_overrides]
 
     @property
     def by_folder(self) -> dict[str, DictConfig]:
-        """What the jobs would have composed, in the order in which they were to run."""
+        """The configurations of the jobs, in order."""
         composed = {}
         for overrides in itertools.chain(*self.batches):
             config = self.loader.load_sweep_config(self.config, overrides)
@@ -96,8 +96,8 @@ class Engine:
 
 @pytest.fixture
 def plan(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Sweep with an engine that trains nothing: `plan("seed=1,2")` returns the sweeper after its sweep."""
-    monkeypatch.setattr("minigpt.sweeps.report.report", lambda *_: None)  # its picture takes longer than the rest
+    """Sweep without training: `plan("seed=1,2")` returns the sweeper after its sweep."""
+    monkeypatch.setattr("minigpt.sweeps.report.report", lambda *_: None)  # its plot takes longer than the rest
 
     def sweep(*arguments: str, engine: Engine | None = None, folder: Path = tmp_path / "sweep") -> Any:
         quoted = str(folder).replace("'", r"\'")
@@ -173,19 +173,21 @@ def test_the_product_of_all_axes_runs_in_the_order_that_they_were_given(plan: Ca
         ("experiment=glob(nanogpt_*)", sorted(path.stem for path in CONFIGS.glob("experiment/nanogpt_*.yaml"))),
     ],
 )
-def test_values_expand_as_hydra_says(plan: Callable[..., Any], axis: str, expected: list[str]) -> None:
+def test_values_expand_as_in_hydra(plan: Callable[..., Any], axis: str, expected: list[str]) -> None:
     key = axis.partition("=")[0]
     assert values_of(plan(axis)) == [{key: value} for value in expected]
 
 
-def test_the_last_of_equal_settings_counts_and_a_file_of_the_sweep_is_the_first(plan: Callable[..., Any]) -> None:
+def test_the_command_line_overrides_the_sweep_file_and_the_last_of_equal_settings_wins(
+    plan: Callable[..., Any],
+) -> None:
     sweeper = plan("+sweep=heads_by_width", "model.n_embd=32,64", "model.n_head=3,5", "model.n_head=2")
     assert values_of(sweeper) == [{"model.n_embd": "32"}, {"model.n_embd": "64"}]
     assert {config.model.n_head for config in sweeper.engine.configs} == {2}
     assert {config.max_steps for config in sweeper.engine.configs} == {300}  # the file's
 
 
-def test_what_cannot_be_is_skipped_with_the_reason_and_the_rest_runs(
+def test_impossible_points_are_skipped_with_the_reason_and_the_rest_runs(
     plan: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweeper = plan("model.n_head=2,3", "optimizer=adamw,adamv", "max_steps=0,20", "model.dropout=0,2")
@@ -198,9 +200,9 @@ def test_what_cannot_be_is_skipped_with_the_reason_and_the_rest_runs(
     assert "max_steps must be an integer ≥ 1, got 0" in reasons["2", "adamw", "0", "0"]
     assert "model.dropout must be in [0, 1), got 2" in reasons["2", "adamw", "20", "2"]
     assert [len(batch) for batch in sweeper.engine.batches] == [1]
-    said = capsys.readouterr().err
-    assert said.count("skipped: ") == 15
-    assert "1 of 16 to run" in said
+    output = capsys.readouterr().err
+    assert output.count("skipped: ") == 15
+    assert "1 of 16 to run" in output
     skipped = [point for point in read_sweep(sweeper.folder) if point.status == SKIPPED]
     assert len(skipped) == 15
     assert not any(point.folder.exists() for point in skipped)
@@ -212,13 +214,13 @@ def test_a_text_too_short_for_a_point_skips_that_point(plan: Callable[..., Any])
     assert "16000" in sweeper.points[1].reason
 
 
-def test_the_same_run_is_not_run_twice(plan: Callable[..., Any]) -> None:
+def test_a_configuration_runs_once(plan: Callable[..., Any]) -> None:
     sweeper = plan("optimizer.lr=0.001,1e-3,0.01")
     assert [config.optimizer.lr for config in sweeper.engine.configs] == [0.001, 0.01]
-    assert [point.reason for point in sweeper.points] == ["", "the same run as another", ""]
+    assert [point.reason for point in sweeper.points] == ["", "same configuration as another point", ""]
 
 
-def test_a_folder_is_named_by_values_whatever_they_hold(plan: Callable[..., Any]) -> None:
+def test_folder_names_are_safe_whatever_the_values_hold(plan: Callable[..., Any]) -> None:
     long = "x" * 300
     sweeper = plan(f"""callbacks.samples.prompt='a/../b','a b','é',"q'q",'a-b',{long}1,{long}2""")
     names = [point.folder.name for point in sweeper.points]
@@ -228,14 +230,12 @@ def test_a_folder_is_named_by_values_whatever_they_hold(plan: Callable[..., Any]
     assert all((sweeper.folder / name / "summary.json").exists() for name in names)  # where the job went
 
 
-def test_settings_of_the_same_last_name_are_told_apart(plan: Callable[..., Any]) -> None:
+def test_settings_with_equal_last_parts_keep_their_full_names(plan: Callable[..., Any]) -> None:
     sweeper = plan("optimizer.weight_decay=0.1", "callbacks.samples.seed=1,2", "seed=3,4")
     assert sweeper.points[0].folder.name == "callbacks.samples.seed=1,seed=3"
 
 
-def test_a_run_is_the_same_run_whatever_it_is_called_and_wherever_it_is_logged(
-    plan: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_the_identity_of_a_point_ignores_notation_and_logging(plan: Callable[..., Any], tmp_path: Path) -> None:
     def identities(*arguments: str, folder: str) -> list[str]:
         return [point.identity for point in plan(*arguments, folder=tmp_path / folder).points]
 
@@ -248,7 +248,7 @@ def test_a_run_is_the_same_run_whatever_it_is_called_and_wherever_it_is_logged(
     assert len(set(other)) == 8  # neither a setting nor a group leaves a run what it is
 
 
-def test_a_sweep_that_goes_on_runs_what_is_new_and_keeps_the_folders(plan: Callable[..., Any]) -> None:
+def test_a_resumed_sweep_runs_new_points_and_keeps_the_folders(plan: Callable[..., Any]) -> None:
     before = {point.identity: point.folder for point in plan("seed=1,2", "optimizer.lr=1e-3,1e-2").points}
     engine = Engine()
     after = plan("seed=3,2,1", "optimizer.lr=0.001,0.01", "resume=auto", engine=engine)
@@ -258,7 +258,7 @@ def test_a_sweep_that_goes_on_runs_what_is_new_and_keeps_the_folders(plan: Calla
     assert [point.status for point in after.points] == [COMPLETED] * 6
 
 
-def test_the_latest_sweep_goes_on_by_that_name(plan: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_latest_sweep_can_be_resumed_by_its_link(plan: Callable[..., Any], tmp_path: Path) -> None:
     plan("seed=1,2", folder=tmp_path / "first")
     assert (tmp_path / "latest").resolve() == tmp_path / "first"
     further = plan("seed=1,2,3", "resume=auto", folder=tmp_path / "latest")
@@ -279,7 +279,7 @@ def test_a_sweep_may_have_any_folder_and_any_tags(plan: Callable[..., Any], tmp_
         assert (config.logger.wandb.name, config.logger.wandb.group) == (f"seed={seed}", name)
 
 
-def test_names_that_were_asked_for_in_weights_and_biases_are_kept(plan: Callable[..., Any]) -> None:
+def test_names_set_for_weights_and_biases_are_kept(plan: Callable[..., Any]) -> None:
     engine = Engine()
     plan("seed=1,2", "logger=wandb", "logger.wandb.group=mine", "logger.wandb.name=same", engine=engine)
     assert [(config.logger.wandb.group, config.logger.wandb.name) for config in engine.configs] == [
@@ -287,18 +287,13 @@ def test_names_that_were_asked_for_in_weights_and_biases_are_kept(plan: Callable
     ] * 2
 
 
-def test_the_expected_time_grows_with_the_work_and_is_not_said_of_a_gpu(
-    plan: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    large = ("model.n_embd=256", "model.n_layer=8", "model.block_size=128", "eval_every=1000000")
-    points = plan(*large, "max_steps=10000,20000", "trainer.accumulate_grad_batches=1,2").points
-    once, batches, steps, both = (point.seconds_expected for point in points)
-    assert steps == pytest.approx(2 * once, rel=0.01)
-    assert batches == pytest.approx(steps, rel=0.01)
-    assert both == pytest.approx(4 * once, rel=0.01)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    accelerators = plan(*large, "trainer.accelerator=auto,cpu", folder=tmp_path / "gpu").points
-    assert [point.seconds_expected is None for point in accelerators] == [True, False]
+def test_the_longest_runs_start_first(plan: Callable[..., Any]) -> None:
+    engine = Engine()
+    plan("model.n_embd=64,128", "max_steps=10,20", "trainer.accumulate_grad_batches=1,8", engine=engine)
+    sizes = [(c.model.n_embd, c.max_steps, c.trainer.accumulate_grad_batches) for c in engine.configs]
+    largest = [(128, 20, 8), (128, 10, 8), (64, 20, 8), (128, 20, 1)]
+    assert sizes[:3] == largest[:3]
+    assert sizes[-1] == (64, 10, 1)
 
 
 SEARCH = ["hydra/sweeper=optuna", "optimizer.lr=tag(log,interval(1e-4,1e-1))", "model.n_layer=range(1,9,2)"]
@@ -311,9 +306,7 @@ def valley(settings: dict[str, str]) -> float:
     return 1 + miss + (settings["optimizer"] != "muon")
 
 
-def test_a_search_runs_as_many_as_asked_within_the_bounds_and_comes_closer(
-    plan: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_search_runs_n_trials_within_the_bounds_and_improves(plan: Callable[..., Any], tmp_path: Path) -> None:
     engine = Engine(valley)
     sweeper = plan(*SEARCH, "hydra.sweeper.n_trials=30", engine=engine)
     assert [len(batch) for batch in engine.batches] == [3] * 10
@@ -337,7 +330,7 @@ def test_a_search_runs_as_many_as_asked_within_the_bounds_and_comes_closer(
     assert [len(batch) for batch in rest.batches] == [3]  # nine of twelve had ended
 
 
-def test_a_search_over_tokenizers_lowers_bits_per_byte(plan: Callable[..., Any]) -> None:
+def test_a_search_over_tokenizers_minimizes_bits_per_byte(plan: Callable[..., Any]) -> None:
     """By nats per token bytes would be best: 1.5 of them against 2, of tokens that are twice as long."""
     engine = Engine(lambda settings: {"byte": 1.5, "bpe": 2.0}[settings["tokenizer"]], {"byte": 1.0, "bpe": 2.0})
     axes = ["tokenizer=byte,bpe", "seed=range(1,100)", "++tokenizer.vocab_size=300", "hydra.sweeper.n_trials=24"]
@@ -345,7 +338,7 @@ def test_a_search_over_tokenizers_lowers_bits_per_byte(plan: Callable[..., Any])
     assert chosen[-10:].count("bpe") >= 8
 
 
-def test_a_search_does_not_count_what_cannot_be(plan: Callable[..., Any]) -> None:
+def test_a_search_does_not_count_impossible_points(plan: Callable[..., Any]) -> None:
     engine = Engine()
     search = ["hydra/sweeper=optuna", "model.n_embd=range(30,40)", "model.n_head=2,4", "optimizer.lr=interval(0.1,0.2)"]
     sweeper = plan(*search, "hydra.sweeper.n_trials=6", "hydra.sweeper.batch=4", engine=engine)
@@ -354,7 +347,7 @@ def test_a_search_does_not_count_what_cannot_be(plan: Callable[..., Any]) -> Non
     assert all(int(value["model.n_embd"]) % int(value["model.n_head"]) == 0 for value in values_of(sweeper))
 
 
-def test_a_search_of_fewer_points_than_were_asked_for_ends(plan: Callable[..., Any]) -> None:
+def test_a_search_ends_if_fewer_points_than_n_trials_exist(plan: Callable[..., Any]) -> None:
     engine = Engine()
     plan("hydra/sweeper=optuna", "seed=1,2", "hydra.sweeper.n_trials=3", engine=engine)
     assert sum(map(len, engine.batches)) == 2
@@ -380,15 +373,15 @@ def command(
 
 
 @pytest.mark.slow
-def test_a_point_without_a_setting_is_skipped_and_a_sweep_that_is_complete_is_reported_again(
+def test_a_point_that_lacks_a_setting_is_skipped_and_a_completed_sweep_is_reported_again(
     command: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
     sweep = ["tokenizer=char,bpe", "tokenizer.vocab_size=300", "max_steps=1", "hydra.sweep.dir=sweep"]
     code, out, err = command(*sweep, "hydra/launcher=basic")
     assert code == 0, err
     assert "skipped: there is no setting tokenizer.vocab_size here; it belongs to tokenizer=bpe" in err
-    told = json.loads((tmp_path / "sweep/tokenizer=bpe/summary.json").read_text())
-    assert told["status"] == COMPLETED
+    result = json.loads((tmp_path / "sweep/tokenizer=bpe/summary.json").read_text())
+    assert result["status"] == COMPLETED
     assert OmegaConf.load(tmp_path / "sweep/tokenizer=bpe/.hydra/config.yaml").tokenizer.vocab_size == 300
     (bits,) = read_metrics(tmp_path / "sweep/tokenizer=bpe/metrics.csv")["val_bits_per_byte"]
     assert float(rows_of(tmp_path / "sweep/sweep.csv")[0]["val_bits_per_byte"]) == pytest.approx(bits[1])
@@ -408,13 +401,13 @@ BAD_INPUT = {
     "optimizer=adamv,adamx": "no point of the sweep is possible: optimizer=adamv does not exist (did you mean adamw?)",
     "seed=range(3,3)": "the sweep is empty: seed has no values",
     "seed=3": "a sweep needs a setting with several values, such as model.n_head=2,4,8",
-    "seed=1,2 hydra.launcher.n_jobs=0": "hydra.launcher.n_jobs=0 is not possible; it takes a whole number of at least",
-    "seed=1,2 hydra.launcher.n_jobs=many": "hydra.launcher.n_jobs=many is not possible",
-    "seed=1,2 hydra.launcher.threads=-1": "hydra.launcher.threads=-1 is not possible",
+    "seed=1,2 hydra.launcher.n_jobs=0": "hydra.launcher.n_jobs must be an integer ≥ 1 or null, got 0",
+    "seed=1,2 hydra.launcher.n_jobs=many": "hydra.launcher.n_jobs must be an integer ≥ 1 or null, got many",
+    "seed=1,2 hydra.launcher.threads=-1": "hydra.launcher.threads must be an integer ≥ 1 or null, got -1",
     "seed=1,2 hydra/launcher=joblab": "hydra/launcher=joblab does not exist (did you mean joblib?)",
-    "seed=1,2 hydra/sweeper=optuna hydra.sweeper.n_trials=0": "hydra.sweeper.n_trials=0 is not possible",
-    "seed=1,2 hydra/sweeper=optuna hydra.sweeper.batch=1.5": "hydra.sweeper.batch=1.5 is not possible",
-    "model.n_embd=31,33 hydra/sweeper=optuna hydra.sweeper.n_trials=2": "none of the points that were tried",
+    "seed=1,2 hydra/sweeper=optuna hydra.sweeper.n_trials=0": "hydra.sweeper.n_trials must be an integer ≥ 1, got 0",
+    "seed=1,2 hydra/sweeper=optuna hydra.sweeper.batch=1.5": "hydra.sweeper.batch must be an integer ≥ 1, got 1.5",
+    "model.n_embd=31,33 hydra/sweeper=optuna hydra.sweeper.n_trials=2": "no point of the search is possible",
     "seed=1,2 +sweep=wandb": "configs/sweep/wandb.yaml is for W&B's own agent",
     "seed=1,2 +sweep=heads": "sweep=heads does not exist; sweep= takes heads_by_width, search",
     "seed=1,[2": "cannot read the override seed=1,[2",
@@ -426,7 +419,7 @@ BAD_INPUT = {
 
 
 @pytest.mark.parametrize("arguments", BAD_INPUT)
-def test_a_sweep_that_cannot_be_is_one_line_and_leaves_nothing(
+def test_an_impossible_sweep_prints_one_line_and_writes_nothing(
     command: Callable[..., tuple[int, str, str]], tmp_path: Path, arguments: str
 ) -> None:
     (tmp_path / "other").mkdir()
@@ -441,7 +434,7 @@ def test_a_sweep_that_cannot_be_is_one_line_and_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    ("hidden", "arguments", "says"),
+    ("hidden", "arguments", "expected"),
     [
         ("optuna", "hydra/sweeper=optuna", 'hydra/sweeper=optuna needs: pip install -e ".[optuna]"'),
         (
@@ -451,25 +444,25 @@ def test_a_sweep_that_cannot_be_is_one_line_and_leaves_nothing(
         ),
     ],
 )
-def test_without_an_optional_package_the_one_line_says_how_to_get_it(
+def test_a_missing_optional_package_is_an_error_with_the_install_command(
     command: Callable[..., tuple[int, str, str]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     hidden: str,
     arguments: str,
-    says: str,
+    expected: str,
 ) -> None:
     monkeypatch.setitem(sys.modules, hidden, None)  # as if it were not installed
     code, out, err = command("seed=1,2", arguments)
     assert code == 2
-    assert says in err.splitlines()[-1]
+    assert expected in err.splitlines()[-1]
     assert out == ""
     assert len(err.splitlines()) == 1, err
     assert {path.name for path in tmp_path.iterdir()} <= {"data"}
 
 
-# One sweep's life, in processes of its own: it begins and a worker is killed; it is interrupted; its parent is
-# killed; at last it ends. Each chapter works on a copy of the folder that the one before left.
+# One sweep in processes of its own, in four stages: a worker is killed; it is interrupted; its parent is killed; it
+# completes. Each stage resumes a copy of the folder of the stage before.
 
 GATE = """
 import os, time
@@ -491,14 +484,14 @@ class Gate(Callback):
             while hold.exists() and time.monotonic() < end:
                 time.sleep(0.05)
 """
-AXES_OF_LIFE = ["model.n_embd=31,32", "optimizer.lr=1e-3,1e30"]
+STAGE_AXES = ["model.n_embd=31,32", "optimizer.lr=1e-3,1e30"]
 GOOD = [f"n_embd=32,lr=0.001,seed={seed}" for seed in (1, 2, 3, 4)]
 DIVERGING = [f"n_embd=32,lr=1e+30,seed={seed}" for seed in (1, 2, 3, 4)]
 
 
 @dataclass
-class Chapter:
-    """A sweep in a process of its own. Its runs called in `held` stay at step 12, so many seconds at every step."""
+class Stage:
+    """A sweep in a process of its own. The runs in `held` wait from step 12 on, that many seconds per step."""
 
     root: Path
     text: Path
@@ -518,10 +511,10 @@ class Chapter:
     def sweep(self) -> Path:
         return (self.folder / "runs" / "sweeps" / "latest").resolve()
 
-    def tell(self, act: Callable[["Chapter"], None]) -> dict[str, Any]:
-        """Run it, act on it while it runs, and say how it ended and what it left behind."""
+    def run(self, act: Callable[["Stage"], None]) -> dict[str, Any]:
+        """Run it, act on it while it runs, and return its exit code, output and remaining processes."""
         self.folder.mkdir()
-        arguments = [*AXES_OF_LIFE, *self.arguments]
+        arguments = [*STAGE_AXES, *self.arguments]
         if self.number > 1:
             shutil.copytree(self.root / str(self.number - 1) / "runs", self.folder / "runs", symlinks=True)
             arguments += ["resume=auto", f"hydra.sweep.dir=runs/sweeps/{self.sweep.name}"]
@@ -563,12 +556,12 @@ class Chapter:
         return file.read_text()
 
     def wait_for(self, run: str) -> int:
-        """Until a run is held; its process."""
+        """Wait until a run is held; return its process."""
         return int(self.wait(self.gate / f"{run}.held"))
 
 
 def members(session: int) -> list[int]:
-    """The processes of a session that are alive, where the system tells."""
+    """The live processes of a session, on systems with /proc."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -579,52 +572,52 @@ def members(session: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def life(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., SimpleNamespace]:
-    """Tell the chapters up to one, once for all processes that test, and say how that one ended."""
+def stage_result(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., SimpleNamespace]:
+    """Run the stages up to one, once for all pytest workers, and return the result of that one."""
     base = tmp_path_factory.getbasetemp()
-    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "life"
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "stage_result"
 
-    def begin(chapter: Chapter) -> None:
+    def begin(stage: Stage) -> None:
         first, second, third, _ = GOOD
-        pid = chapter.wait_for(first)
-        assert chapter.wait_for(second) != pid  # at the same time
+        pid = stage.wait_for(first)
+        assert stage.wait_for(second) != pid  # at the same time
         os.kill(pid, signal.SIGKILL)
-        chapter.wait(chapter.sweep / third / "summary.json")  # by another process, for one is dead and one held
-        (chapter.gate / second).unlink()
+        stage.wait(stage.sweep / third / "summary.json")  # by another process, for one is dead and one held
+        (stage.gate / second).unlink()
 
-    def send(signum: int, *, group: bool) -> Callable[[Chapter], None]:
-        def act(chapter: Chapter) -> None:
-            chapter.wait_for(GOOD[0])
-            (os.killpg if group else os.kill)(chapter.process.pid, signum)
+    def send(signum: int, *, group: bool) -> Callable[[Stage], None]:
+        def act(stage: Stage) -> None:
+            stage.wait_for(GOOD[0])
+            (os.killpg if group else os.kill)(stage.process.pid, signum)
 
         return act
 
     further = ["seed=range(1,5)", "hydra.launcher.n_jobs=1"]
-    chapters: dict[int, tuple[list[str], dict[str, float], Callable[[Chapter], None]]] = {
+    stages: dict[int, tuple[list[str], dict[str, float], Callable[[Stage], None]]] = {
         1: (["seed=1,2,3", "hydra.launcher.n_jobs=2"], dict.fromkeys(GOOD[:2], 3600.0), begin),
-        2: (further, {GOOD[0]: 1.0}, send(signal.SIGINT, group=True)),  # a terminal's Ctrl-C
-        3: (further, {GOOD[0]: 1.0}, send(signal.SIGKILL, group=False)),  # want of memory
+        2: (further, {GOOD[0]: 1.0}, send(signal.SIGINT, group=True)),  # Ctrl-C in a terminal
+        3: (further, {GOOD[0]: 1.0}, send(signal.SIGKILL, group=False)),  # as when out of memory
         4: ([*further, "logger=wandb", "logger.wandb.tags=[fox]"], {}, lambda _: None),
     }
 
-    def tell(until: int) -> SimpleNamespace:
+    def run_until(until: int) -> SimpleNamespace:
         root.mkdir(exist_ok=True)
         with FileLock(root / "lock"):
             for number in range(1, until + 1):
-                told = root / f"{number}.json"
-                if not told.exists():
-                    arguments, held, act = chapters[number]
+                result = root / f"{number}.json"
+                if not result.exists():
+                    arguments, held, act = stages[number]
                     shutil.rmtree(root / str(number), ignore_errors=True)
-                    chapter = Chapter(root, base_text(text, root), number, arguments, held)
-                    told.write_text(json.dumps(chapter.tell(act)))
+                    stage = Stage(root, base_text(text, root), number, arguments, held)
+                    result.write_text(json.dumps(stage.run(act)))
             known = json.loads((root / f"{until}.json").read_text())
         return SimpleNamespace(**{**known, "sweep": Path(known["sweep"])})
 
-    return tell
+    return run_until
 
 
 def base_text(text: Path, root: Path) -> Path:
-    """The text at a place that does not depend on the process that tests, for a run is told by it."""
+    """The text at a path that is the same in all pytest workers, because it is part of a run's identity."""
     if not (root / text.name).exists():
         shutil.copy(text, root)
     return root / text.name
@@ -635,125 +628,126 @@ def rows_of(table: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_one_sweep_runs_what_is_possible_and_its_exit_code_says_that_a_run_failed(life: Callable[..., Any]) -> None:
-    told = life(1)
-    assert told.code == 1
-    assert told.left == 0
-    assert told.err.splitlines()[-1] == "error: 4 of 12 runs failed; the table says why"
-    assert {path.name for path in told.sweep.iterdir() if path.is_dir()} == {*GOOD[:3], *DIVERGING[:3]}
-    statuses = [summary(told.sweep / name)["status"] for name in (*GOOD[:3], *DIVERGING[:3])]
+def test_a_sweep_runs_the_possible_points_and_exits_with_1_if_a_run_failed(stage_result: Callable[..., Any]) -> None:
+    result = stage_result(1)
+    assert result.code == 1
+    assert result.left == 0
+    assert result.err.splitlines()[-1] == "error: 4 of 12 runs failed; the table has the reasons"
+    assert {path.name for path in result.sweep.iterdir() if path.is_dir()} == {*GOOD[:3], *DIVERGING[:3]}
+    statuses = [summary(result.sweep / name)["status"] for name in (*GOOD[:3], *DIVERGING[:3])]
     assert statuses == ["failed", "completed", "completed", "failed", "failed", "failed"]
-    assert {path.name for path in told.sweep.iterdir() if path.is_file()} == {"sweep.csv", "sweep.json", "sweep.png"}
-    latest = told.sweep.parent / "latest"
+    assert {path.name for path in result.sweep.iterdir() if path.is_file()} == {"sweep.csv", "sweep.json", "sweep.png"}
+    latest = result.sweep.parent / "latest"
     assert latest.is_symlink()
-    assert latest.readlink() == Path(told.sweep.name)
-    assert image.imread(told.sweep / "sweep.png").std() > 0.02
+    assert latest.readlink() == Path(result.sweep.name)
+    assert image.imread(result.sweep / "sweep.png").std() > 0.02
 
 
-def test_a_killed_worker_takes_no_other_run_with_it_and_the_reason_names_the_signal(life: Callable[..., Any]) -> None:
-    told = life(1)
-    reason = "its process was killed (SIGKILL), perhaps for want of memory"
-    assert summary(told.sweep / GOOD[0]) == {"status": "failed", "reason": reason}
-    assert any(GOOD[0] in line and reason in line for line in told.err.splitlines())
-    assert f"n_embd=32, lr=0.001: 2 completed, 1 failed: {reason}" in told.out
-    assert any(reason in row["reason"] for row in rows_of(told.sweep / "sweep.csv"))
-    assert (told.sweep / GOOD[0] / "checkpoints" / "last.safetensors").exists()
+def test_a_killed_worker_ends_only_its_own_run_and_the_reason_names_the_signal(
+    stage_result: Callable[..., Any],
+) -> None:
+    result = stage_result(1)
+    reason = "its process was killed (SIGKILL), possibly out of memory"
+    assert summary(result.sweep / GOOD[0]) == {"status": "failed", "reason": reason}
+    assert any(GOOD[0] in line and reason in line for line in result.err.splitlines())
+    assert f"n_embd=32, lr=0.001: 2 completed, 1 failed: {reason}" in result.out
+    assert any(reason in row["reason"] for row in rows_of(result.sweep / "sweep.csv"))
+    assert (result.sweep / GOOD[0] / "checkpoints" / "last.safetensors").exists()
 
 
-def test_a_sweep_says_on_stderr_what_will_run_and_what_has_ended(life: Callable[..., Any]) -> None:
-    lines = life(1).err.splitlines()
+def test_stderr_lists_skipped_points_and_ended_runs(stage_result: Callable[..., Any]) -> None:
+    lines = stage_result(1).err.splitlines()
     assert sum("skipped: model.n_embd must be divisible by model.n_head=2, got 31" in line for line in lines) == 6
-    assert any(re.fullmatch(rf"{re.escape(GOOD[1])} +26,016 +0 s *", line) for line in lines)
-    assert any(line.startswith("6 of 12 to run, 2 at a time with 1 thread each, about ") for line in lines)
-    ended = [line for line in lines if re.match(r"\d+/12  ", line)]
+    assert "6 of 12 to run, 2 at a time with 1 thread each" in lines
+    ended = [line for line in lines if re.match(r"\d/6 ", line)]
     assert {line.split()[1] for line in ended} == {*GOOD[:3], *DIVERGING[:3]}
-    assert ended[-1].startswith("12/12  ")
-    assert len([line for line in ended if re.search(r"completed, val loss \d\.\d{4} at \d+ s$", line)]) == 2
-    assert len([line for line in ended if "failed: the loss became nan at step" in line]) == 3
-    assert len(lines) == 1 + 12 + 1 + 6 + 1, lines  # columns, points, how many, ends, failure: nothing of a job's
+    assert ended[-1].startswith("6/6 ")
+    assert len([line for line in ended if re.search(r"completed, val loss \d\.\d{4} after \d+ s$", line)]) == 2
+    assert len([line for line in ended if "failed: the loss is nan at step" in line]) == 3
+    assert len(lines) == 6 + 1 + 6 + 1, lines  # skipped, number of runs, ends, failure: no output of jobs
 
 
-def test_the_table_on_stdout_ranks_the_runs_and_sweep_csv_holds_it(life: Callable[..., Any]) -> None:
-    told = life(1)
-    losses = [summary(told.sweep / name)["best_val_loss"] for name in GOOD[1:3]]
-    ((_, reached),) = read_metrics(told.sweep / GOOD[0] / "metrics.csv")["val_loss"]
+def test_stdout_and_sweep_csv_hold_the_ranked_table(stage_result: Callable[..., Any]) -> None:
+    result = stage_result(1)
+    losses = [summary(result.sweep / name)["best_val_loss"] for name in GOOD[1:3]]
+    ((_, reached),) = read_metrics(result.sweep / GOOD[0] / "metrics.csv")["val_loss"]
     over = [reached, *losses]
-    first, *others = rows_of(told.sweep / "sweep.csv")
+    first, *others = rows_of(result.sweep / "sweep.csv")
     assert (first["rank"], first["model.n_embd"], first["optimizer.lr"], first["seeds"]) == ("1", "32", "0.001", "3")
     assert float(first["val_loss"]) == pytest.approx(statistics.mean(over))
     assert float(first["spread"]) == pytest.approx(statistics.stdev(over))
     assert first["status"] == "2 completed, 1 failed"
     assert [(row["rank"], row["val_loss"]) for row in others] == [("", "")] * 3
     assert sorted(row["status"] for row in others) == ["failed", "skipped", "skipped"]
-    assert f"{statistics.mean(over):.4f} ± {statistics.stdev(over):.4f} (3 seeds)" in told.out
-    assert "the loss became nan at step" in told.out
-    assert "model.n_embd must be divisible by model.n_head=2, got 31" in told.out
-    assert "Traceback" not in told.out + told.err
-    assert "number" not in told.out  # a word of the text, and of the samples
-    plan = json.loads((told.sweep / "sweep.json").read_text())["points"]
+    assert f"{statistics.mean(over):.4f} ± {statistics.stdev(over):.4f} (3 seeds)" in result.out
+    assert "the loss is nan at step" in result.out
+    assert "model.n_embd must be divisible by model.n_head=2, got 31" in result.out
+    assert "Traceback" not in result.out + result.err
+    assert "number" not in result.out  # a word of the text, and of the samples
+    plan = json.loads((result.sweep / "sweep.json").read_text())["points"]
     assert [point["status"] for point in plan] == ["skipped"] * 6 + ["failed", *["completed"] * 2, *["failed"] * 3]
 
 
-def test_what_a_job_prints_is_in_its_own_log(life: Callable[..., Any]) -> None:
-    told = life(1)
+def test_the_output_of_a_job_is_in_its_log(stage_result: Callable[..., Any]) -> None:
+    result = stage_result(1)
     for name in GOOD[1:3]:
-        log = (told.sweep / name / "log.txt").read_text()
+        log = (result.sweep / name / "log.txt").read_text()
         assert [f"step {step}/20" in log for step in (10, 20)] == [True, True]
         assert log.count("validation loss") == 1
-        assert f"run folder       runs/sweeps/{told.sweep.name}/{name}\n" in log
+        assert f"run folder       runs/sweeps/{result.sweep.name}/{name}\n" in log
     for name in DIVERGING[:3]:
-        *_, last = (told.sweep / name / "log.txt").read_text().splitlines()
-        assert last.startswith("error: the loss became nan at step")
-        assert summary(told.sweep / name)["reason"].startswith("the loss became nan at step")
+        *_, last = (result.sweep / name / "log.txt").read_text().splitlines()
+        assert last.startswith("error: the loss is nan at step")
+        assert summary(result.sweep / name)["reason"].startswith("the loss is nan at step")
 
 
-def test_a_run_of_a_sweep_is_the_run_that_it_would_be_alone(
-    life: Callable[..., Any], train: Callable[..., Any]
+def test_a_run_of_a_sweep_equals_the_same_run_outside_of_it(
+    stage_result: Callable[..., Any], train: Callable[..., Any]
 ) -> None:
-    told = life(1)
+    result = stage_result(1)
     alone = train("optimizer.lr=1e-3", "seed=2")
-    assert curve(told.sweep / GOOD[1]) == curve(alone.folder)
+    assert curve(result.sweep / GOOD[1]) == curve(alone.folder)
     assert len(curve(alone.folder)) == 6
-    assert (told.sweep / GOOD[1] / "samples.txt").read_text() == (alone.folder / "samples.txt").read_text()
+    assert (result.sweep / GOOD[1] / "samples.txt").read_text() == (alone.folder / "samples.txt").read_text()
     own = {"seconds", "wall_seconds", "tokens_per_second", "command", "folder"}
-    assert {key: value for key, value in summary(told.sweep / GOOD[1]).items() if key not in own} == {
+    assert {key: value for key, value in summary(result.sweep / GOOD[1]).items() if key not in own} == {
         key: value for key, value in alone.summary.items() if key not in own
     }
-    assert curve(told.sweep / GOOD[2]) != curve(alone.folder)
+    assert curve(result.sweep / GOOD[2]) != curve(alone.folder)
 
 
 @pytest.mark.slow
-def test_a_signal_ends_a_sweep_in_order(life: Callable[..., Any]) -> None:
-    told = life(2)
-    assert told.code == 128 + signal.SIGINT
-    assert told.left == 0
-    assert told.err.splitlines()[-1] == "interrupted by SIGINT"
-    where = f"runs/sweeps/{told.sweep.name}"
-    assert told.err.splitlines()[-2] == f"go on with the same command, hydra.sweep.dir={where} and resume=auto"
-    assert "Traceback" not in told.err
-    points = {point.folder.name: point for point in read_sweep(told.sweep)}
+def test_a_signal_ends_a_sweep_cleanly(stage_result: Callable[..., Any]) -> None:
+    result = stage_result(2)
+    assert result.code == 128 + signal.SIGINT
+    assert result.left == 0
+    assert result.err.splitlines()[-1] == "interrupted by SIGINT"
+    where = f"runs/sweeps/{result.sweep.name}"
+    assert result.err.splitlines()[-2] == f"to resume, run the same command with hydra.sweep.dir={where} resume=auto"
+    assert "Traceback" not in result.err
+    points = {point.folder.name: point for point in read_sweep(result.sweep)}
     assert points[GOOD[0]].status == "interrupted"
     assert points[GOOD[0]].step >= 10
-    assert summary(told.sweep / GOOD[0])["steps"] > 11
+    assert summary(result.sweep / GOOD[0])["steps"] > 11
     assert points[GOOD[3]].status == "waiting"
-    assert not (told.sweep / GOOD[3]).exists()
+    assert not (result.sweep / GOOD[3]).exists()
     assert [points[name].status for name in GOOD[1:3]] == [COMPLETED, COMPLETED]
-    assert "interrupted" in told.out  # the table is shown all the same
-    assert "waiting" in (told.sweep / "sweep.csv").read_text()
+    assert "interrupted" in result.out  # the table is shown all the same
+    assert "waiting" in (result.sweep / "sweep.csv").read_text()
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs a system that tells of its processes")
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 @pytest.mark.slow
-def test_workers_end_in_order_by_themselves_when_their_parent_is_gone(life: Callable[..., Any]) -> None:
-    told = life(3)
-    assert told.code == -signal.SIGKILL
-    assert told.left == 0
-    assert summary(told.sweep / GOOD[0])["status"] == "interrupted"
+def test_workers_save_and_exit_when_their_parent_is_killed(stage_result: Callable[..., Any]) -> None:
+    result = stage_result(3)
+    assert result.code == -signal.SIGKILL
+    assert result.left == 0
+    assert summary(result.sweep / GOOD[0])["status"] == "interrupted"
 
 
 @pytest.mark.slow
-def test_a_sweep_that_goes_on_leaves_alone_what_had_ended(life: Callable[..., Any]) -> None:
-    before, after = life(1).sweep, life(4).sweep
+def test_a_resumed_sweep_does_not_touch_completed_runs(stage_result: Callable[..., Any]) -> None:
+    before, after = stage_result(1).sweep, stage_result(4).sweep
     for name in GOOD[1:3]:
         files = [path.relative_to(before) for path in (before / name).rglob("*") if path.is_file()]
         assert len(files) > 6
@@ -762,63 +756,65 @@ def test_a_sweep_that_goes_on_leaves_alone_what_had_ended(life: Callable[..., An
 
 
 @pytest.mark.slow
-def test_a_sweep_that_goes_on_ends_what_was_broken_off_as_if_nothing_had_been(
-    life: Callable[..., Any], train: Callable[..., Any]
+def test_a_resumed_run_of_a_sweep_equals_an_uninterrupted_one(
+    stage_result: Callable[..., Any], train: Callable[..., Any]
 ) -> None:
-    told = life(4)
+    result = stage_result(4)
     alone = train("optimizer.lr=1e-3", "seed=1")
-    assert curve(told.sweep / GOOD[0]) == curve(alone.folder)
-    assert (told.sweep / GOOD[0] / "samples.txt").read_text() == (alone.folder / "samples.txt").read_text()
-    assert summary(told.sweep / GOOD[0])["best_val_loss"] == alone.summary["best_val_loss"]
-    assert summary(told.sweep / GOOD[0])["status"] == COMPLETED
-    assert (told.sweep / GOOD[0] / "log.txt").read_text().count("step 10/20") == 1  # it went on, and did not begin anew
+    assert curve(result.sweep / GOOD[0]) == curve(alone.folder)
+    assert (result.sweep / GOOD[0] / "samples.txt").read_text() == (alone.folder / "samples.txt").read_text()
+    assert summary(result.sweep / GOOD[0])["best_val_loss"] == alone.summary["best_val_loss"]
+    assert summary(result.sweep / GOOD[0])["status"] == COMPLETED
+    assert (result.sweep / GOOD[0] / "log.txt").read_text().count(
+        "step 10/20"
+    ) == 1  # it went on, and did not begin anew
 
 
 @pytest.mark.slow
-def test_a_sweep_that_goes_on_runs_what_is_new_and_tries_again_what_failed(life: Callable[..., Any]) -> None:
-    told = life(4)
-    assert told.code == 1
-    assert told.left == 0
-    assert told.err.splitlines()[-1] == "error: 4 of 16 runs failed; the table says why"
-    assert "6 of 16 to run, 1 at a time" in told.err
-    assert [summary(told.sweep / name)["status"] for name in GOOD] == [COMPLETED] * 4
+def test_a_resumed_sweep_runs_new_points_and_retries_failed_ones(stage_result: Callable[..., Any]) -> None:
+    result = stage_result(4)
+    assert result.code == 1
+    assert result.left == 0
+    assert result.err.splitlines()[-1] == "error: 4 of 16 runs failed; the table has the reasons"
+    assert "6 of 16 to run, 1 at a time" in result.err
+    assert [summary(result.sweep / name)["status"] for name in GOOD] == [COMPLETED] * 4
     for name in DIVERGING[:3]:
-        assert (told.sweep / name / "log.txt").read_text().count("the loss became nan") == 2
-    assert (told.sweep / DIVERGING[3] / "log.txt").read_text().count("the loss became nan") == 1
-    first = rows_of(told.sweep / "sweep.csv")[0]
+        assert (result.sweep / name / "log.txt").read_text().count("the loss is nan") == 2
+    assert (result.sweep / DIVERGING[3] / "log.txt").read_text().count("the loss is nan") == 1
+    first = rows_of(result.sweep / "sweep.csv")[0]
     assert (first["seeds"], first["status"]) == ("4", COMPLETED)
-    assert {path.name for path in told.sweep.iterdir() if path.is_dir()} == {*GOOD, *DIVERGING, "wandb"}
+    assert {path.name for path in result.sweep.iterdir() if path.is_dir()} == {*GOOD, *DIVERGING, "wandb"}
 
 
 @pytest.mark.slow
-def test_every_run_of_a_sweep_and_its_summary_are_runs_of_weights_and_biases(life: Callable[..., Any]) -> None:
-    told = life(4)
+def test_weights_and_biases_has_a_run_per_job_and_one_for_the_summary(stage_result: Callable[..., Any]) -> None:
+    result = stage_result(4)
     for name in (GOOD[0], GOOD[3], DIVERGING[0]):
-        (started,) = (record["run"] for record in records(told.sweep / name) if record["type"] == "run")
-        assert (started["display_name"], started["run_group"]) == (name, told.sweep.name)
+        (started,) = (record["run"] for record in records(result.sweep / name) if record["type"] == "run")
+        assert (started["display_name"], started["run_group"]) == (name, result.sweep.name)
         assert started["tags"] == ["fox", "sweep"]
-    everything = records(told.sweep)
+    everything = records(result.sweep)
     (started,) = (record["run"] for record in everything if record["type"] == "run")
-    assert started["run_group"] == told.sweep.name
+    assert started["run_group"] == result.sweep.name
     assert {"fox", "sweep", "summary"} == set(started["tags"])
     shown = json.dumps([record for record in everything if record["type"] == "history"])
     assert "table-file" in shown
     assert "image-file" in shown
-    (offline,) = (told.sweep / "wandb").glob("offline-run-*")
+    (offline,) = (result.sweep / "wandb").glob("offline-run-*")
     (table,) = offline.rglob("*.table.json")
     content = json.loads(table.read_text())
-    with open(told.sweep / "sweep.csv", newline="") as file:
+    with open(result.sweep / "sweep.csv", newline="") as file:
         header, *rows = csv.reader(file)
     assert content["columns"] == header
     assert content["data"] == rows
-    (picture,) = offline.rglob("*.png")
-    assert picture.read_bytes() == (told.sweep / "sweep.png").read_bytes()
+    (plot,) = offline.rglob("*.png")
+    assert plot.read_bytes() == (result.sweep / "sweep.png").read_bytes()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "expected"),
     [
-        (["seed=1,2,3"], "holds a sweep already; go on with it by resume=auto, or choose another folder"),
+        (["seed=1,2,3"], "holds a sweep already; resume it with resume=auto, or choose another folder"),
         (
             ["model.n_head=2,4", "resume=auto"],
             "holds another sweep, which differs in model.n_head, model.n_head=2, seed;",
@@ -826,15 +822,15 @@ def test_every_run_of_a_sweep_and_its_summary_are_runs_of_weights_and_biases(lif
         (["seed=1,2,3", "model.dropout=0.1", "resume=auto"], "holds another sweep, which differs in model.dropout=0.1"),
     ],
 )
-def test_a_folder_of_a_sweep_is_not_taken_by_another(
-    life: Callable[..., Any], command: Callable[..., tuple[int, str, str]], arguments: list[str], says: str
+def test_another_sweep_does_not_use_the_folder_of_a_sweep(
+    stage_result: Callable[..., Any], command: Callable[..., tuple[int, str, str]], arguments: list[str], expected: str
 ) -> None:
-    sweep = life(1).sweep
+    sweep = stage_result(1).sweep
     before = {path: path.stat().st_mtime_ns for path in sweep.rglob("*")}
     root = sweep.parents[3]
     gate = ["+callbacks.gate._target_=gate_of_tests.Gate", f"+callbacks.gate.folder={root}/gate"]
-    settings = [*small_run(root / "fox.txt", root / "data"), *AXES_OF_LIFE, *gate]
+    settings = [*small_run(root / "fox.txt", root / "data"), *STAGE_AXES, *gate]
     code, out, err = command(*arguments, f"hydra.sweep.dir={sweep}", settings=settings)
     assert (code, out, err.count("\n")) == (2, "", 1), err
-    assert says in err
+    assert expected in err
     assert {path: path.stat().st_mtime_ns for path in sweep.rglob("*")} == before

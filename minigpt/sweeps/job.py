@@ -1,0 +1,139 @@
+"""One run of a sweep, as a worker process or a cluster node executes it."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hydra.core.singleton import Singleton
+from hydra.core.utils import JobStatus, run_job, setup_globals
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, open_dict
+from tqdm import tqdm
+
+from minigpt.runs.run_dir import LOG, read_summary, write_failure
+from minigpt.utils.cli import explain
+from minigpt.utils.errors import RunError
+from minigpt.utils.overrides import quote_override
+from minigpt.utils.signals import Interrupted
+
+POLL_SECONDS = 0.05
+_busy = threading.Event()  # set while this worker runs a job
+
+
+@dataclass(frozen=True)
+class Job:
+    """A picklable call that trains one run and returns its best validation loss.
+
+    Output goes to `log.txt` in the run folder. A run on several devices is a process of its own, which starts the
+    others.
+
+    Args:
+        config: of the sweep.
+        number: of the job in the sweep.
+        state: Hydra's singletons in the process of the sweep.
+
+    Raises:
+        RunError: the run failed; its folder holds the reason.
+    """
+
+    context: HydraContext
+    config: DictConfig
+    function: TaskFunction
+    script: Path
+    overrides: Sequence[str]
+    number: int
+    state: Any
+
+    def __call__(self) -> float | None:
+        _busy.set()
+        try:
+            return self._run()
+        finally:
+            _busy.clear()
+
+    def checkpoint(self) -> Any:
+        """Return the job that submitit queues when this one is preempted: the same, resumed."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(replace(self, overrides=[*self.overrides, "resume=auto"]))
+
+    def _run(self) -> float | None:
+        setup_globals()
+        Singleton.set_state(self.state)
+        config = self.context.config_loader.load_sweep_config(self.config, list(self.overrides))
+        with open_dict(config):
+            config.hydra.job.id = config.hydra.job.num = self.number
+        folder = Path(str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir))
+        folder.mkdir(parents=True, exist_ok=True)
+        previous = read_summary(folder)  # of an earlier attempt
+        with _output_to(folder / LOG):
+            try:
+                if config.trainer.devices != 1:
+                    return self._run_process(folder, config)
+                result = run_job(self.function, config, "hydra.sweep.dir", "hydra.sweep.subdir", self.context)
+                if result.status == JobStatus.FAILED:
+                    raise result._return_value  # `return_value` would print all overrides first
+                return result.return_value
+            except (Exception, Interrupted) as error:
+                line = explain(error)[0]
+                print(line, file=sys.stderr)
+                reason = line.removeprefix("error: ")
+                if read_summary(folder) == previous:  # it failed before it could write one
+                    write_failure(folder, reason)
+                raise RunError(reason) from None
+
+    def _run_process(self, folder: Path, config: DictConfig) -> float | None:
+        overrides = [str(override) for override in config.hydra.overrides.task]
+        command = [sys.executable, str(self.script), *overrides, f"hydra.run.dir={quote_override(folder.absolute())}"]
+        process = subprocess.Popen(command)
+        # The SIGTERM that ends a sweep goes to the process group: here, wait for the process to end.
+        handler = signal.signal(signal.SIGTERM, lambda *_: None)
+        try:
+            code = process.wait()
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+        if code:
+            raise RunError(f"its process ended with exit code {code}; see {folder / LOG}")
+        return read_summary(folder)["best_val_loss"]
+
+
+def init_worker(parent: int) -> None:
+    """Initialize a worker process: only its parent signals it, and it ends when its parent is gone."""
+    os.setpgid(0, 0)
+    # tqdm's default lock is a semaphore that a killed worker would leave behind.
+    tqdm.set_lock(threading.RLock())
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os.killpg(0, signal.SIGTERM)  # ends a run with a checkpoint, and an import at once
+        while _busy.is_set():
+            time.sleep(POLL_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
+def _output_to(file: Path) -> Iterator[None]:
+    """Append the output of this process, and of those that it starts, to a file."""
+    sys.stdout.flush(), sys.stderr.flush()
+    saved = [os.dup(1), os.dup(2)]
+    try:
+        with open(file, "ab") as opened:
+            os.dup2(opened.fileno(), 1)
+            os.dup2(opened.fileno(), 2)
+        yield
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+        for number, descriptor in enumerate(saved, 1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)

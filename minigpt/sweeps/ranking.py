@@ -1,0 +1,125 @@
+"""Rank the points of a sweep: average over seeds, in a unit that makes the losses comparable."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf, isfinite
+from statistics import mean, stdev
+
+from minigpt.sweeps.results import BITS, NATS, Point, read_settings
+
+SEED = "seed"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Points that differ only in their seed: one row of the table.
+
+    Args:
+        overrides: without the seed.
+        points: one per seed.
+        unit: of the losses, `NATS` or `BITS`.
+        short_names: of the settings of all rows.
+    """
+
+    overrides: Mapping[str, str]
+    points: Sequence[Point]
+    unit: str
+    short_names: Mapping[str, str]
+
+    @property
+    def losses(self) -> list[float]:
+        """Best validation loss of each point that has one."""
+        return [loss for point in self.points if (loss := point.loss(self.unit)) is not None]
+
+    @property
+    def loss(self) -> float | None:
+        """Mean of the best losses over seeds."""
+        return mean(self.losses) if self.losses else None
+
+    @property
+    def spread(self) -> float | None:
+        """Standard deviation of the best losses; None for one seed."""
+        return stdev(self.losses) if len(self.losses) > 1 else None
+
+    @property
+    def status(self) -> str:
+        """Status of the points, with counts if they differ."""
+        statuses = [point.status for point in self.points]
+        kinds = sorted(set(statuses))
+        return kinds[0] if len(kinds) == 1 else ", ".join(f"{statuses.count(kind)} {kind}" for kind in kinds)
+
+    @property
+    def reason(self) -> str:
+        """Why points failed or were skipped."""
+        return "; ".join(dict.fromkeys(point.reason for point in self.points if point.reason))
+
+    def mean_of(self, name: str) -> float | None:
+        """Return the mean of a field over the points that have it."""
+        known = [value for point in self.points if (value := getattr(point, name))]
+        return mean(known) if known else None
+
+    def label(self, without: str | None = None) -> str:
+        """Return the overrides by short name, except `without`; the folder's name if there are none."""
+        values = [f"{self.short_names[name]}={value}" for name, value in self.overrides.items() if name != without]
+        return ", ".join(values) or ("all" if without or len(self.points) > 1 else self.points[0].folder.name)
+
+
+def ranked(points: Sequence[Point]) -> list[Row]:
+    """Group points by their settings without the seed: lowest mean loss first, rows without a loss last."""
+    names = [name for name in axes(points) if name != SEED]
+    unit, short = loss_unit(points), short_names(names)
+    groups: dict[tuple[str | None, ...], list[Point]] = {}
+    for point in points:
+        groups.setdefault(tuple(point.overrides.get(name) for name in names), []).append(point)
+    rows = []
+    for values, group in groups.items():
+        overrides = {name: value for name, value in zip(names, values, strict=True) if value is not None}
+        rows.append(Row(overrides, group, unit, short))
+    return sorted(rows, key=lambda row: inf if row.loss is None else row.loss)
+
+
+def axes(points: Sequence[Point]) -> list[str]:
+    """Return the settings in which points differ, in the order given; all settings if the points are equal."""
+    names = dict.fromkeys(key for point in points for key in point.overrides)
+    return [name for name in names if len({point.overrides.get(name) for point in points}) > 1] or list(names)
+
+
+def loss_unit(points: Sequence[Point]) -> str:
+    """Return `BITS` if tokens differ in their mean length, as over tokenizers and corpora, else `NATS`."""
+    lengths = [point.bytes_per_token for point in points if point.bytes_per_token]
+    return BITS if lengths and max(lengths) > 1.001 * min(lengths) else NATS
+
+
+def with_effective_settings(points: Sequence[Point]) -> list[Point]:
+    """Return points of unrelated runs with comparable overrides.
+
+    Overrides list only what differs from the defaults. Here every setting that any run overrides has, in every point,
+    the value of that run's composed configuration.
+    """
+    names = dict.fromkeys(key for point in points for key in point.overrides)
+    compared = []
+    for point in points:
+        config, hydra = (read_settings(point.folder / f".hydra/{name}.yaml") for name in ("config", "hydra"))
+        overrides = {}
+        for name in names:
+            key = name.lstrip("+")
+            value = config.get(key, hydra.get(f"hydra.runtime.choices.{key}", point.overrides.get(name)))
+            if value is not None:
+                overrides[name] = value
+        compared.append(replace(point, overrides=overrides))
+    return compared
+
+
+def short_names(names: Sequence[str]) -> dict[str, str]:
+    """Map dotted settings to their last part where that is unique."""
+    leaves = [name.rpartition(".")[2] for name in names]
+    return {name: leaf if leaves.count(leaf) == 1 else name for name, leaf in zip(names, leaves, strict=True)}
+
+
+def as_number(text: str | None) -> float | None:
+    """Return the finite number that an override sets, or None."""
+    try:
+        value = float(text) if text is not None else inf
+    except ValueError:
+        return None
+    return value if isfinite(value) else None
