@@ -33,7 +33,8 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Load, measure, draw, print."""
     args = arguments()
-    from minigpt.checkpoints.checkpoint import find_checkpoint, load_checkpoint, run_folder
+    from minigpt.checkpoints.find import find_checkpoint, run_folder
+    from minigpt.checkpoints.models import load_checkpoint
     from minigpt.console import read_prompt
     from minigpt.interpret import heads as inspection
     from minigpt.interpret import plots as drawing

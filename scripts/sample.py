@@ -71,7 +71,8 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Load, and speak."""
     args = arguments()
-    from minigpt.checkpoints.checkpoint import find_checkpoint, load_checkpoint
+    from minigpt.checkpoints.find import find_checkpoint
+    from minigpt.checkpoints.models import load_checkpoint
     from minigpt.console import Console, move_model, read_prompt, read_text
     from minigpt.generation import check_settings
 

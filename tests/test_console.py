@@ -24,7 +24,8 @@ from typing import Any
 import pytest
 import torch
 
-from minigpt.checkpoints.checkpoint import FORMAT, load_checkpoint, save_checkpoint
+from minigpt.checkpoints.format import FORMAT
+from minigpt.checkpoints.models import load_checkpoint, save_checkpoint
 from minigpt.config import GPTConfig
 from minigpt.console import Console, devices
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer

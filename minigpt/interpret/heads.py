@@ -283,7 +283,7 @@ def validation_batches(checkpoint: Path, model: GPT) -> "ValidationBatches":
     Raises:
         UserError: its tokens are not where training had them, or are others by now.
     """
-    from minigpt.checkpoints.checkpoint import read
+    from minigpt.checkpoints.format import read
     from minigpt.data.batches import ValidationBatches  # imports Lightning
 
     try:

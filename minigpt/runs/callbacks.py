@@ -12,7 +12,9 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from minigpt.checkpoints.checkpoint import BEST, load_checkpoint, read
+from minigpt.checkpoints.find import BEST
+from minigpt.checkpoints.format import read
+from minigpt.checkpoints.models import load_checkpoint
 from minigpt.data.tokenizer import Tokenizer, encode_prompt
 from minigpt.generation import check_settings, generate
 from minigpt.interpret.heads import attention_maps, token_texts

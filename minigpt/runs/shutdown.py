@@ -10,7 +10,7 @@ import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from minigpt.checkpoints.checkpoint import LAST
+from minigpt.checkpoints.find import LAST
 from minigpt.utils.signals import END_SIGNALS, REQUEUE_SIGNAL, Interrupted, interrupt
 
 

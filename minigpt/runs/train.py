@@ -104,7 +104,9 @@ def fit(cfg: DictConfig, folder: Path, left_out: set[int], began: float) -> floa
     import torch
     from hydra.utils import instantiate
 
-    from minigpt.checkpoints.checkpoint import BEST, check_same, contents, find_resumed, load_checkpoint
+    from minigpt.checkpoints.find import BEST
+    from minigpt.checkpoints.models import load_checkpoint
+    from minigpt.checkpoints.resume import check_same, contents, find_resumed
     from minigpt.data.tokenizer import encode_prompt
     from minigpt.model import GPT
     from minigpt.runs.callbacks import MetricsCallback, early_stopping, sample_text

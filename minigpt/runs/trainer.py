@@ -17,9 +17,9 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
-from minigpt.checkpoints.checkpoint import read, write
+from minigpt.checkpoints.format import read, write
 from minigpt.runs.checkpointing import AfterCheckpoint
 from minigpt.runs.processes import started_together
 from minigpt.training import FIRST_RANK
@@ -148,3 +148,21 @@ class CheckpointIO(TorchCheckpointIO):
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         return read(Path(path), device="cpu")
+
+
+class FSDPStrategy(ModelParallelStrategy):
+    """Lightning's strategy for FSDP2, which would read checkpoints with torch.load."""
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load the weights and the optimizer state into their shards; return the rest of the checkpoint."""
+        from torch.distributed.checkpoint import state_dict  # slow to import
+        from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
+
+        assert self.model is not None
+        content = read(Path(self.broadcast(checkpoint_path)))
+        (optimizer,), (state,) = self.optimizers, content["optimizer_states"]
+        options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        state_dict.set_model_state_dict(self.model, content.pop("state_dict"), options=options)
+        state = FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, self.model)
+        state_dict.set_optimizer_state_dict(self.model, optimizer, optim_state_dict=state, options=options)
+        return content

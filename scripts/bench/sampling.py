@@ -154,7 +154,8 @@ def compiled(model: Any, name: str) -> dict[str, float]:
 
 def started(model: Any, name: str, folder: Path) -> dict[str, float]:
     """From launch to the first character, beyond importing torch."""
-    from minigpt.checkpoints.checkpoint import contents, write
+    from minigpt.checkpoints.format import write
+    from minigpt.checkpoints.resume import contents
     from minigpt.data.tokenizer import CharTokenizer
 
     tokenizer = CharTokenizer.of(map(chr, range(32, 97)))

@@ -9,7 +9,8 @@ from typing import Any
 import yaml
 from common import ROOT, TRAIN, launch, summary
 
-from minigpt.checkpoints.checkpoint import BEST, LAST, hardlink_or_copy, read, write
+from minigpt.checkpoints.find import BEST, LAST
+from minigpt.checkpoints.format import hardlink_or_copy, read, write
 
 MODEL = "baby"
 

@@ -17,7 +17,8 @@ from hydra.errors import InstantiationException
 from lightning.pytorch import Callback, Trainer
 
 from minigpt import load_checkpoint
-from minigpt.checkpoints.checkpoint import BEST, LAST, read, write
+from minigpt.checkpoints.find import BEST, LAST
+from minigpt.checkpoints.format import read, write
 from minigpt.data.batches import WindowOrder
 from minigpt.ema import EMA
 from minigpt.runs.callbacks import LossSpikeDetector
@@ -130,9 +131,11 @@ def test_a_damaged_file_beside_the_checkpoints_loses_no_run(
 
 
 @pytest.mark.slow
-def test_two_processes_go_on_as_if_they_had_never_stopped(launch: Callable[..., Any], tmp_path: Path) -> None:
-    two = [*OFTEN, "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
-    assert launch("train.py", *two, f"hydra.run.dir={tmp_path}/whole").returncode == 0
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_resume_bit_for_bit(launch: Callable[..., Any], tmp_path: Path, strategy: str) -> None:
+    two = [*OFTEN, f"trainer={strategy}", "trainer.accelerator=cpu", "trainer.devices=2"]
+    whole = launch("train.py", *two, f"hydra.run.dir={tmp_path}/whole")
+    assert whole.returncode == 0, whole.stderr
     folder = broken_off(tmp_path / "whole", 7, tmp_path / "resumed")
     resumed = launch("train.py", *two, "resume=auto", f"hydra.run.dir={folder}")
     assert resumed.returncode == 0, resumed.stderr

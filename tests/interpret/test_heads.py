@@ -22,7 +22,7 @@ from matplotlib import colormaps, image
 from tolerance import assert_near, rounding, terms_of
 from torch import Tensor
 
-from minigpt.checkpoints import checkpoint
+from minigpt.checkpoints.models import load_checkpoint, save_checkpoint
 from minigpt.config import GPTConfig
 from minigpt.data.tokenizer import CharTokenizer
 from minigpt.interpret import heads as inspection
@@ -362,7 +362,7 @@ def test_a_drawing_that_fails_leaves_the_picture_before_it(tmp_path: Path, monke
 @pytest.fixture
 def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     """Run the script in this process, in a folder that holds `model.safetensors`, a model of three layers of two heads."""
-    checkpoint.save_checkpoint(make(), CharTokenizer.of(ALPHABET), tmp_path / "model.safetensors")
+    save_checkpoint(make(), CharTokenizer.of(ALPHABET), tmp_path / "model.safetensors")
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str, stdin: str = "") -> SimpleNamespace:
@@ -498,7 +498,7 @@ def test_a_trained_model_is_looked_at(
 
     # The loss with all heads is that of the run: the same text, whole.
     assert any(f"{trained.loss:.4f} with all" in said for said in words(tmp_path / "v.svg"))
-    model, tokenizer = checkpoint.load_checkpoint(trained.folder)
+    model, tokenizer = load_checkpoint(trained.folder)
     ids = tokenizer.encode(text.read_text())[18_000:]
     windows = torch.as_tensor(np.stack([ids[i : i + 17] for i in range(0, 2000 - 16, 16)])).long()
     with torch.no_grad():

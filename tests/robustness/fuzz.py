@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from minigpt.checkpoints.checkpoint import contents, load_checkpoint
+from minigpt.checkpoints.models import load_checkpoint
+from minigpt.checkpoints.resume import contents
 from minigpt.config import GPTConfig
 from minigpt.data import token_files as corpus
 from minigpt.data import tokenizer as tokenizers

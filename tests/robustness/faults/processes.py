@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 from random import Random
 
-from minigpt.checkpoints.checkpoint import BEST, LAST, PREVIOUS, load_checkpoint
+from minigpt.checkpoints.find import BEST, LAST, PREVIOUS
+from minigpt.checkpoints.models import load_checkpoint
 
 from . import Fault, Trial
 from .tools import EVAL_EVERY, STEPS, Run, goes_on, operations, reference, same

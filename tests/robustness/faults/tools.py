@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from minigpt.checkpoints.checkpoint import BEST, LAST, load_checkpoint, read
+from minigpt.checkpoints.find import BEST, LAST
+from minigpt.checkpoints.format import read
+from minigpt.checkpoints.models import load_checkpoint
 from minigpt.runs.run_dir import read_summary_or_empty
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -1,0 +1,79 @@
+"""Load a model and its tokenizer from a checkpoint, and save them from any training loop."""
+
+from pathlib import Path
+
+import torch
+
+from minigpt.checkpoints.find import find_checkpoint
+from minigpt.checkpoints.format import FORMAT, MINIGPT, read, write
+from minigpt.config import GPTConfig
+from minigpt.data import tokenizer as tokenizers
+from minigpt.data.tokenizer import Tokenizer
+from minigpt.model import GPT
+from minigpt.utils.errors import UserError
+
+MODEL_PREFIX = "model."  # the attribute of the LightningModule that is the model
+SIZE_MARGIN = 1 << 20  # bytes: models this small may be built without a check of the file's size
+ROPE_TABLE_MARGIN = 1 << 25  # elements of the rotary embedding's table, which is not in the file
+
+
+def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> tuple[GPT, Tokenizer]:
+    """Load the model, in evaluation mode, and the tokenizer of a checkpoint.
+
+    Args:
+        path: a checkpoint file, or a run folder (its best checkpoint).
+
+    Raises:
+        UserError: there is no checkpoint, or the file does not hold a model.
+    """
+    path = find_checkpoint(path)
+    content = read(path)
+    try:
+        ours = content[MINIGPT]
+        config, tokenizer = GPTConfig.from_dict(ours["model"]), tokenizers.from_dict(ours["tokenizer"])
+        if tokenizer.vocab_size > config.vocab_size:
+            raise UserError(
+                f"model.vocab_size must be at least the tokenizer's {tokenizer.vocab_size}, got {config.vocab_size}"
+            )
+        weights = {
+            name.removeprefix(MODEL_PREFIX): tensor
+            for name, tensor in content["state_dict"].items()
+            if name.startswith(MODEL_PREFIX)
+        }
+        _check_size(config, len(weights), path.stat().st_size)
+        model = GPT(config)
+        model.load_state_dict(weights)
+        if not all(weight.isfinite().all() for weight in model.parameters()):
+            raise UserError("its weights are NaN or infinite")
+    except (UserError, KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+        raise UserError(f"{path} does not hold a model of minigpt ({type(error).__name__}: {error})") from error
+    return model.to(device).eval(), tokenizer
+
+
+def save_checkpoint(model: GPT, tokenizer: Tokenizer, path: str | Path) -> None:
+    """Save a model and its tokenizer atomically, for `load_checkpoint` and the scripts.
+
+    The file has no training state, so a run cannot resume from it.
+
+    Raises:
+        UserError: the tokenizer has more ids than the model.
+    """
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise UserError(
+            f"model.vocab_size must be at least the tokenizer's {tokenizer.vocab_size}, got {model.config.vocab_size}"
+        )
+    ours = {"format": FORMAT, "model": model.config.to_dict(), "tokenizer": tokenizer.to_dict()}
+    weights = {f"{MODEL_PREFIX}{name}": tensor for name, tensor in model.state_dict().items()}
+    write({MINIGPT: ours, "state_dict": weights}, Path(path))
+
+
+def _check_size(config: GPTConfig, tensors: int, size: int) -> None:
+    """Raise UserError if a file of `size` bytes is too small for the model, before the model is allocated."""
+    if config.num_params() > size + SIZE_MARGIN:  # less than one byte per parameter
+        raise UserError(f"its model has {config.num_params():,} parameters, but the file has {size:,} bytes")
+    if config.n_layer + config.smear > tensors:
+        raise UserError(f"its model has {config.n_layer:,} layers, but the file has {tensors:,} weight tensors")
+    table = config.block_size * config.head_width if config.position == "rope" else 0
+    if table > size + ROPE_TABLE_MARGIN:
+        raise UserError(f"its model has block_size={config.block_size:,}, but the file has {size:,} bytes")
