@@ -28,12 +28,11 @@ def find_checkpoint(path: str | Path | None, *, runs: Path = Path("runs"), last:
     path = Path(path)
     if path.is_file():
         return path
-    if path.is_dir():
-        for name in (LAST, BEST) if last else (BEST, LAST):
-            if (path / name).is_file():
-                return path / name
-        raise UserError(f"{path} holds no {BEST}; give a run folder or a checkpoint file")
-    raise UserError(f"{path} does not exist; give a run folder or a checkpoint file")
+    for name in (LAST, BEST) if last else (BEST, LAST):
+        if (path / name).is_file():
+            return path / name
+    problem = f"holds no {BEST}" if path.is_dir() else "does not exist"
+    raise UserError(f"{path} {problem}; give a run folder or a checkpoint file")
 
 
 def run_folder(checkpoint: Path) -> Path:

@@ -12,6 +12,7 @@ import shutil
 import zlib
 from collections.abc import Mapping
 from contextlib import ExitStack
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,8 @@ FORMAT = 2
 MINIGPT = "minigpt"  # the key of the model, the tokenizer and the run, beside the keys of Lightning
 MAX_HEADER_BYTES = 1 << 22  # five times the header of GPT-2 XL with its tokenizer and optimizer state
 MAX_DEPTH = 64  # of nested containers
-_PREFIXES = {"state_dict": "", "optimizer_states": ".optimizer"}  # of tensor names; of other keys, the key itself
+_PREFIXES = {"state_dict": "", "optimizer_states": "optimizer"}  # of tensor names; of other keys, the key itself
 _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x04", b"\x80\x05")  # first bytes: zipped, and by protocol
-_DTYPES = {
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-}
 
 
 def read(path: Path, *, device: str | torch.device = "cpu") -> dict[str, Any]:
@@ -46,17 +43,16 @@ def read(path: Path, *, device: str | torch.device = "cpu") -> dict[str, Any]:
     try:
         with safe_open(path, framework="pt", backend="pread") as file:  # mmap would keep a replaced file on disk
             metadata, tensors = file.metadata() or {}, file.get_tensors()
-    except SafetensorError as error:
+    except (SafetensorError, RuntimeError) as error:  # torch has no 4-bit tensors of some shapes
         raise UserError(f"{path} is not a complete checkpoint: truncated, or another kind of file") from error
-    if MINIGPT not in metadata:
-        raise UserError(f"{path} is not a checkpoint of minigpt")
-    if unsupported := {tensor.dtype for tensor in tensors.values()} - _DTYPES:
-        raise UserError(f"{path} is not a checkpoint of minigpt: it has tensors of {unsupported.pop()}")
-    if metadata.get("crc32") != checksum(metadata[MINIGPT], tensors):
-        raise UserError(f"{path} is damaged: its checksum is wrong; use an older checkpoint")
-    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
     try:
-        content = _unpack(json.loads(metadata[MINIGPT], parse_int=_parse_int), tensors)
+        text = metadata[MINIGPT]
+        if any(tensor.is_complex() for tensor in tensors.values()):
+            raise TypeError("complex tensors")
+        if metadata.get("crc32") != checksum(text, tensors):
+            raise UserError(f"{path} is damaged: its checksum is wrong; use an older checkpoint")
+        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+        content = _unpack(json.loads(text, parse_int=lambda digits: int(digits) if len(digits) <= 20 else inf), tensors)
         content["state_dict"], number = dict(content["state_dict"]), content[MINIGPT].get("format")
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} is not a checkpoint of minigpt ({type(error).__name__}: {error!s:.200})") from error
@@ -126,52 +122,42 @@ def _check_header(path: Path) -> None:
 
 def _save(content: Mapping[str, Any], file: Path) -> None:
     """Write a safetensors file and sync it to disk."""
-    packer = _Packer()
-    text = json.dumps({key: packer.pack(value, _PREFIXES.get(key, f".{key}")) for key, value in content.items()})
+    tensors: dict[str, Tensor] = {}
+    names: dict[Any, str] = {}
+    text = json.dumps({key: _pack(value, _PREFIXES.get(key, key), tensors, names) for key, value in content.items()})
     file.touch()
     mode = file.stat().st_mode
-    save_file(packer.tensors, file, {"format": "pt", MINIGPT: text, "crc32": checksum(text, packer.tensors)})
+    save_file(tensors, file, {"format": "pt", MINIGPT: text, "crc32": checksum(text, tensors)})
     file.chmod(mode)  # save_file ignores the umask: https://github.com/safetensors/safetensors/issues/782
     with open(file, "rb+") as saved:
         os.fsync(saved.fileno())
     _check_header(file)
 
 
-class _Packer:
-    """Replaces tensors by references, and marks what JSON has no type for: tuples, and keys that are integers."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self.names: dict[tuple[Any, ...], str] = {}  # by memory, so that tied weights are stored once
-
-    def pack(self, value: Any, name: str) -> Any:
-        """Return what `json.dumps` accepts; collect tensors under names that begin with `name`."""
-        match value:
-            case Tensor():
-                return {"$tensor": self._store(value, name[1:])}
-            case dict() if all(isinstance(key, str | int) for key in value):
-                items = {key: self.pack(item, f"{name}.{key}") for key, item in value.items()}
-                plain = all(isinstance(key, str) and not key.startswith("$") for key in items)
-                return items if plain else {"$dict": list(items.items())}
-            case list() | tuple():
-                packed = [self.pack(item, f"{name}.{i}") for i, item in enumerate(value)]
-                return packed if isinstance(value, list) else {"$tuple": packed}
-            case None | str() | int() | float():
-                return value
-        raise UserError(f"a checkpoint holds tensors and plain data only; {name[1:]} is of type {type(value).__name__}")
-
-    def _store(self, tensor: Tensor, name: str) -> str:
-        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if tensor.numel() and memory in self.names:
-            return self.names[memory]
-        while name in self.tensors:
-            name += "_"
-        self.names[memory], self.tensors[name] = name, tensor.detach().cpu().contiguous()
-        return name
+def _pack(value: Any, name: str, tensors: dict[str, Tensor], names: dict[Any, str]) -> Any:
+    """Return what `json.dumps` accepts; collect tensors, and their names by memory: tied weights are stored once."""
+    match value:
+        case Tensor():
+            memory = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+            if memory not in names:
+                while name in tensors:
+                    name += "_"
+                names[memory], tensors[name] = name, value.detach().cpu().contiguous()
+            return {"$tensor": names[memory]}
+        case dict() if all(isinstance(key, str | int) for key in value):
+            items = {key: _pack(item, f"{name}.{key}".lstrip("."), tensors, names) for key, item in value.items()}
+            plain = all(isinstance(key, str) and not key.startswith("$") for key in items)
+            return items if plain else {"$dict": list(items.items())}
+        case list() | tuple():
+            packed = [_pack(item, f"{name}.{i}", tensors, names) for i, item in enumerate(value)]
+            return packed if isinstance(value, list) else {"$tuple": packed}
+        case None | str() | int() | float():
+            return value
+    raise UserError(f"a checkpoint holds tensors and plain data only; {name} is of type {type(value).__name__}")
 
 
 def _unpack(value: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Any:
-    """Restore in place what `_Packer.pack` replaced."""
+    """Restore in place what `_pack` replaced."""
     if depth > MAX_DEPTH:
         raise ValueError(f"more than {MAX_DEPTH} nested containers")
     match value:
@@ -180,16 +166,8 @@ def _unpack(value: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Any:
         case {"$tuple": list(items)}:
             return tuple(_unpack(items, tensors, depth))
         case {"$dict": list(items)}:
-            if not all(isinstance(key, str | int) for key, _ in items):
-                raise TypeError("a key must be a string or an integer")
             return dict(_unpack(items, tensors, depth))
         case dict() | list():
             for key in value if isinstance(value, dict) else range(len(value)):
                 value[key] = _unpack(value[key], tensors, depth + 1)
     return value
-
-
-def _parse_int(text: str) -> int:
-    if len(text) > 20:
-        raise ValueError("an integer of more than 64 bits")
-    return int(text)

@@ -10,9 +10,10 @@ from minigpt.config import GPTConfig
 from minigpt.data import tokenizer as tokenizers
 from minigpt.data.tokenizer import Tokenizer
 from minigpt.model import GPT
+from minigpt.utils.checks import require
 from minigpt.utils.errors import UserError
 
-MODEL_PREFIX = "model."  # the attribute of the LightningModule that is the model
+PREFIX = "model."  # the attribute of the LightningModule that is the model
 SIZE_MARGIN = 1 << 20  # bytes: models this small may be built without a check of the file's size
 ROPE_TABLE_MARGIN = 1 << 25  # elements of the rotary embedding's table, which is not in the file
 
@@ -31,15 +32,8 @@ def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> 
     try:
         ours = content[MINIGPT]
         config, tokenizer = GPTConfig.from_dict(ours["model"]), tokenizers.from_dict(ours["tokenizer"])
-        if tokenizer.vocab_size > config.vocab_size:
-            raise UserError(
-                f"model.vocab_size must be at least the tokenizer's {tokenizer.vocab_size}, got {config.vocab_size}"
-            )
-        weights = {
-            name.removeprefix(MODEL_PREFIX): tensor
-            for name, tensor in content["state_dict"].items()
-            if name.startswith(MODEL_PREFIX)
-        }
+        _check_vocabulary(config, tokenizer)
+        weights = {name[len(PREFIX) :]: x for name, x in content["state_dict"].items() if name.startswith(PREFIX)}
         _check_size(config, len(weights), path.stat().st_size)
         model = GPT(config)
         model.load_state_dict(weights)
@@ -59,13 +53,15 @@ def save_checkpoint(model: GPT, tokenizer: Tokenizer, path: str | Path) -> None:
         UserError: the tokenizer has more ids than the model.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
-    if tokenizer.vocab_size > model.config.vocab_size:
-        raise UserError(
-            f"model.vocab_size must be at least the tokenizer's {tokenizer.vocab_size}, got {model.config.vocab_size}"
-        )
+    _check_vocabulary(model.config, tokenizer)
     ours = {"format": FORMAT, "model": model.config.to_dict(), "tokenizer": tokenizer.to_dict()}
-    weights = {f"{MODEL_PREFIX}{name}": tensor for name, tensor in model.state_dict().items()}
+    weights = {f"{PREFIX}{name}": tensor for name, tensor in model.state_dict().items()}
     write({MINIGPT: ours, "state_dict": weights}, Path(path))
+
+
+def _check_vocabulary(config: GPTConfig, tokenizer: Tokenizer) -> None:
+    size = tokenizer.vocab_size
+    require("model.vocab_size", config.vocab_size, lambda value: value >= size, f"at least the tokenizer's {size}")
 
 
 def _check_size(config: GPTConfig, tensors: int, size: int) -> None:

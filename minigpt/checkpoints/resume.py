@@ -13,7 +13,7 @@ from minigpt.utils.terminal import warn
 
 # Settings that must not change: the optimizer state and the position in the corpus depend on them.
 _FIXED = ("optimizer._target_", "data.batch_size", "trainer.accumulate_grad_batches", "eval_batches")
-# Settings that change the training. "optimizer.*" are all settings of the group.
+# Settings that change the training.
 _LEARNING = (
     *(*_FIXED, "optimizer.*", "schedule.*", "max_steps", "seed", "data.overfit_batches"),
     *("trainer.precision", "trainer.gradient_clip_val", "ema_decay"),
@@ -30,16 +30,8 @@ def contents(
         corpus: SHA-256 of the text.
         provenance: command, host, versions and commit.
     """
-    return {
-        MINIGPT: {
-            "format": FORMAT,
-            "model": config.to_dict(),
-            "tokenizer": tokenizer.to_dict(),
-            "config": dict(run),
-            "corpus_sha256": corpus,
-            "provenance": dict(provenance),
-        }
-    }
+    model = {"format": FORMAT, "model": config.to_dict(), "tokenizer": tokenizer.to_dict()}
+    return {MINIGPT: {**model, "config": dict(run), "corpus_sha256": corpus, "provenance": dict(provenance)}}
 
 
 def find_resumed(resume: str | None, folder: Path) -> Path | None:
@@ -92,11 +84,12 @@ def check_same(path: Path, present: Mapping[str, Any], *, may_be_done: bool = Fa
     step, before, now = _step(content, f"resume={path}"), content[MINIGPT], present[MINIGPT]
     try:
         changed = _changes(before["config"], now["config"])
-        differs = [*_other_parts(before, now), *(_differs(key, *changed[key]) for key in changed if key in _FIXED)]
+        differs = _other_parts(before, now) | {key: pair for key, pair in changed.items() if key in _FIXED}
     except (UserError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{path} does not hold a run of minigpt ({type(error).__name__}: {error})") from error
     if differs:
-        raise UserError(f"resume={path} does not match this run: it differs in {', '.join(differs)}")
+        listed = ", ".join(f"{key} ({was} in the checkpoint, {value} now)" for key, (was, value) in differs.items())
+        raise UserError(f"resume={path} does not match this run: it differs in {listed}")
     max_steps = now["config"]["max_steps"]
     if step >= max_steps + may_be_done:
         raise UserError(f"resume={path} is at step {step} of {max_steps}; raise max_steps to continue")
@@ -110,39 +103,30 @@ def _step(content: Mapping[str, Any], name: str) -> int:
     """Return the optimizer step of a checkpoint, and check that it is one of a run."""
     if "config" not in content[MINIGPT]:
         raise UserError(f"{name} holds a model without training state; resume from a checkpoint of scripts/train.py")
-    step = content.get("global_step")
-    if not isinstance(step, int):
+    if not isinstance(step := content.get("global_step"), int):
         raise UserError(f"{name} does not hold a run of minigpt (global_step is {step})")
     return step
 
 
-def _other_parts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """List the differences in model, tokenizer and corpus."""
-    model = GPTConfig.from_dict(before["model"]).to_dict()  # adds settings that are newer than the checkpoint
-    differs = [
-        _differs(f"model.{key}", model[key], value) for key, value in now["model"].items() if model[key] != value
-    ]
-    one, other = before["tokenizer"], now["tokenizer"]
-    if one != other:
-        same_name = one["name"] == other["name"]
-        differs.append("the tokenizer's tokens" if same_name else _differs("tokenizer", one["name"], other["name"]))
+def _other_parts(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the differences in model, tokenizer and corpus."""
+    old, new = GPTConfig.from_dict(before["model"]).to_dict(), now["model"]  # from_dict adds newer settings
+    found = {f"model.{key}": (old[key], new[key]) for key in new if old[key] != new[key]}
+    if before["tokenizer"] != now["tokenizer"]:
+        names = before["tokenizer"]["name"], now["tokenizer"]["name"]
+        found["the tokenizer"] = names if names[0] != names[1] else ("other tokens", "these")
     if before["corpus_sha256"] != now["corpus_sha256"]:
-        differs.append(_differs("the corpus", *(f"sha256 {kept['corpus_sha256'][:8]}…" for kept in (before, now))))
-    return differs
-
-
-def _differs(key: str, there: object, here: object) -> str:
-    return f"{key} ({there} in the checkpoint, {here} now)"
+        found["the corpus"] = before["corpus_sha256"][:8] + "…", now["corpus_sha256"][:8] + "…"
+    return found
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the settings in `_LEARNING` that differ, with both values."""
+    """Return the settings in `_LEARNING` that differ."""
     found = {}
     for key in _LEARNING:
         group, _, name = key.rpartition(".")
         was, value = (config[group] if group else config for config in (before, now))
-        names = [name] if name != "*" else sorted({*was, *value})
-        for each in names:
+        for each in sorted({*was, *value}) if name == "*" else [name]:
             if was.get(each) != value.get(each):
                 found[f"{group}.{each}" if group else each] = was.get(each), value.get(each)
     return found

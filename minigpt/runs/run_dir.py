@@ -62,7 +62,7 @@ def lock_run_dir(folder: Path, *, again: bool = False) -> Iterator[Path]:
 def _sweep_out(folder: Path) -> None:
     """Remove what runs that were killed had written of a file; nobody else works here."""
     for place in (folder, folder / "checkpoints"):
-        for partial in place.glob(".*.partial"):
+        for partial in (*place.glob(".*.partial"), *place.glob(".tmp*")):  # the latter of safetensors
             partial.unlink(missing_ok=True)
 
 

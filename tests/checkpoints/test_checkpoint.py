@@ -110,6 +110,7 @@ def test_configuration_progress_and_optimizer_state_are_kept(tmp_path: Path):
     assert torch.equal(again["optimizer_states"][0]["exp_avg"], content["optimizer_states"][0]["exp_avg"])
 
 
+DTYPES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 SHARED = torch.rand(2, 3)
 VALUES: dict[str, Any] = {
     "a scalar": torch.tensor(2.5, dtype=torch.float64),
@@ -118,7 +119,7 @@ VALUES: dict[str, Any] = {
     "a broadcast tensor": torch.rand(1).expand(4),
     "parts of one tensor": list(torch.rand(4, 2).unbind()),
     "shared memory": [SHARED, {"again": SHARED.view(2, 3)}],
-    "every dtype": [torch.ones(3).to(dtype) for dtype in sorted(format._DTYPES, key=str)],
+    "every dtype": [torch.ones(3).to(getattr(torch, name)) for name in DTYPES],
     "integer keys": {0: {"exp_avg": torch.rand(2)}, 7: {}, "x": 1, -3: [4]},
     "tuples": [(0.9, 0.95), ((1,), []), ()],
     "numbers": [0, -1, (1 << 63) - 1, 1e-300, 0.1, float("inf"), True, False, None],

@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 import warnings
-import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
@@ -26,7 +25,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
+from minigpt.checkpoints.format import checksum, write
 from minigpt.checkpoints.models import load_checkpoint
 from minigpt.checkpoints.resume import contents
 from minigpt.config import GPTConfig
@@ -169,22 +171,22 @@ def _checkpoint() -> dict[str, Any]:
 
 
 def checkpoint(chance: random.Random, folder: Path) -> Callable[[], None]:
-    """A checkpoint with other bytes, another pickle in a whole archive, or other values."""
-    file, path, kind = io.BytesIO(), folder / "a.safetensors", chance.random()
-    content = _checkpoint()
-    if kind < 0.4:
-        content["minigpt"] = changed(chance, content["minigpt"])
-    torch.save(content, file)
-    whole = file.getvalue()
-    if 0.4 <= kind < 0.7:
-        whole = harmed(chance, whole)
-    elif kind >= 0.7:
-        with zipfile.ZipFile(io.BytesIO(whole)) as old, zipfile.ZipFile(file := io.BytesIO(), "w") as new:
-            for record in old.infolist():
-                inside = old.read(record)
-                new.writestr(record.filename, harmed(chance, inside) if record.filename.endswith(".pkl") else inside)
-        whole = file.getvalue()
-    path.write_bytes(whole)
+    """A checkpoint with other bytes, another header, or other JSON with a correct checksum."""
+    path, kind = folder / "a.safetensors", chance.random()
+    write(_checkpoint(), path)
+    whole = path.read_bytes()
+    start = 8 + int.from_bytes(whole[:8], "little")
+    if kind < 0.3:
+        path.write_bytes(harmed(chance, whole))
+    elif kind < 0.6:
+        header = json.loads(whole[8:start])
+        header = as_json(chance, header) if kind < 0.5 else harmed(chance, whole[8:start])
+        path.write_bytes(len(header).to_bytes(8, "little") + header + whole[start:])
+    else:
+        with safe_open(path, framework="pt") as file:
+            text, tensors = file.metadata()["minigpt"], file.get_tensors()
+        text = as_json(chance, json.loads(text)).decode("utf-8", "replace")
+        save_file(tensors, path, {"minigpt": text, "crc32": checksum(text, tensors)})
 
     def read() -> None:
         model, tokenizer = load_checkpoint(path)

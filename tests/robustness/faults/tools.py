@@ -234,7 +234,7 @@ def goes_on(folder: Path, *overrides: str, cold: bool = False, warns: str = "") 
         assert code == 0, f"resume=auto ended with exit code {code}: {run.stderr}"
         assert all(line.startswith("warning: ") and warns and warns in line for line in run.said), run.stderr
     same(folder, reference(*overrides))
-    left = [str(file) for file in folder.rglob("*partial*")]
+    left = [str(file) for pattern in ("*partial*", ".tmp*") for file in folder.rglob(pattern)]
     assert not left, f"half a file stays for ever: {left}"
 
 
