@@ -114,7 +114,7 @@ def _check_header(path: Path) -> None:
     header = int.from_bytes(start, "little")
     if header > MAX_HEADER_BYTES and start.startswith(_PICKLES):
         raise UserError(f"{path} is not a safetensors file but a pickle of torch.save, which minigpt does not read")
-    if len(start) < 8 or header > size - 8:
+    if header > size - 8:
         raise UserError(f"{path} is not a complete checkpoint: truncated, or another kind of file")
     if header > MAX_HEADER_BYTES:
         raise UserError(f"{path} is not a checkpoint of minigpt: its header is larger than {MAX_HEADER_BYTES:,} bytes")

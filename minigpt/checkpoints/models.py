@@ -14,8 +14,8 @@ from minigpt.utils.checks import require
 from minigpt.utils.errors import UserError
 
 PREFIX = "model."  # the attribute of the LightningModule that is the model
-SIZE_MARGIN = 1 << 20  # bytes: models this small may be built without a check of the file's size
-ROPE_TABLE_MARGIN = 1 << 25  # elements of the rotary embedding's table, which is not in the file
+SIZE_MARGIN = 1 << 20  # parameters: models this small may be built without a check of the file's size
+ROPE_TABLE_MARGIN = 1 << 25  # elements
 
 
 def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> tuple[GPT, Tokenizer]:
@@ -66,10 +66,11 @@ def _check_vocabulary(config: GPTConfig, tokenizer: Tokenizer) -> None:
 
 def _check_size(config: GPTConfig, tensors: int, size: int) -> None:
     """Raise UserError if a file of `size` bytes is too small for the model, before the model is allocated."""
-    if config.num_params() > size + SIZE_MARGIN:  # less than one byte per parameter
-        raise UserError(f"its model has {config.num_params():,} parameters, but the file has {size:,} bytes")
-    if config.n_layer + config.smear > tensors:
-        raise UserError(f"its model has {config.n_layer:,} layers, but the file has {tensors:,} weight tensors")
-    table = config.block_size * config.head_width if config.position == "rope" else 0
-    if table > size + ROPE_TABLE_MARGIN:
-        raise UserError(f"its model has block_size={config.block_size:,}, but the file has {size:,} bytes")
+    rope_table = config.block_size * config.head_width if config.position == "rope" else 0  # is not in the file
+    for name, needed, limit in (
+        ("parameters", config.num_params(), size + SIZE_MARGIN),  # less than one byte per parameter
+        ("layers", config.n_layer + config.smear, tensors),
+        ("elements in its rotary table", rope_table, size + ROPE_TABLE_MARGIN),
+    ):
+        if needed > limit:
+            raise UserError(f"its model has {needed:,} {name}, but the file has {tensors:,} weights of {size:,} bytes")

@@ -50,15 +50,12 @@ def find_resumed(resume: str | None, folder: Path) -> Path | None:
     steps: dict[Path, int] = {}
     errors: dict[Path, str] = {}
     for file in (folder / name for name in (LAST, PREVIOUS, BEST) if (folder / name).is_file()):
-        if any(map(file.samefile, errors)):  # a hard link
+        if folder / LAST in steps or any(map(file.samefile, errors)):  # hard links
             continue
         try:
             steps[file] = _step(read(file), str(file))
         except (UserError, OSError) as error:
             errors[file] = str(error)
-            continue
-        if file == folder / LAST:
-            break
     if errors and not steps:
         raise UserError(f"resume=auto: no checkpoint in {folder} can be resumed; {next(iter(errors.values()))}")
     newest = max(steps, key=steps.__getitem__, default=None)

@@ -51,7 +51,9 @@ def killed_in_a_write(place: Path, rng: Random) -> str | None:
 def partials(folder: Path) -> list[str]:
     """Names of the checkpoints that are being written."""
     try:
-        return [file for file in os.listdir(folder / "checkpoints") if file.startswith((".last.", ".tmp"))]  # .tmp* is safetensors'
+        return [
+            file for file in os.listdir(folder / "checkpoints") if file.startswith((".last.", ".tmp"))
+        ]  # .tmp* is safetensors'
     except FileNotFoundError:
         return []
 
