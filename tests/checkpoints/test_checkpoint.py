@@ -407,9 +407,9 @@ def test_auto_resumes_from_the_newest_undamaged_checkpoint(tmp_path: Path, capsy
     for harm in (last[:-9], b"", last[:-9] + b"x" + last[-8:]):
         (tmp_path / LAST).write_bytes(harm)
         assert find_resumed("auto", tmp_path) == tmp_path / PREVIOUS
-        said = capsys.readouterr().err
-        assert said.startswith(f"warning: {tmp_path / LAST} is")
-        assert said.endswith(f"resuming from {tmp_path / PREVIOUS}\n")
+        stderr = capsys.readouterr().err
+        assert stderr.startswith(f"warning: {tmp_path / LAST} is")
+        assert stderr.endswith(f"resuming from {tmp_path / PREVIOUS}\n")
     (tmp_path / PREVIOUS).write_bytes(b"")
     assert find_resumed("auto", tmp_path) == tmp_path / BEST
     (tmp_path / BEST).write_bytes(b"")

@@ -212,11 +212,11 @@ def test_checkpoints_hold_the_ema_weights(train: Callable[..., Any]) -> None:
 
 
 def test_the_final_sample_is_from_the_ema_weights(train: Callable[..., Any], tmp_path: Path, capsys: Any) -> None:
-    said = []
+    printed = []
     for settings in ([], ["~callbacks.checkpoint"]):
         train("ema_decay=0.9", *settings, folder=tmp_path / f"run{len(settings)}")
-        said.append(capsys.readouterr().out.partition("\nvalidation loss")[0])
-    assert said[0] == said[1] != ""
+        printed.append(capsys.readouterr().out.partition("\nvalidation loss")[0])
+    assert printed[0] == printed[1] != ""
 
 
 def test_the_ema_follows_its_formula() -> None:
@@ -295,11 +295,11 @@ def test_a_loss_spike_is_warned_about_and_logged(train: Callable[..., Any], tmp_
     line = "the quick brown fox jumps over the lazy dog\n"
     text.write_text(line * 200 + "XQJZKWVYGPBUMDHTQ" * 8 + "\n" + line * 100, encoding="utf-8")
     run = train(f"data.path={text}", "max_steps=400", "eval_every=400", "data.batch_size=4", "optimizer.lr=0.01")
-    said = capsys.readouterr().err
-    assert "a loss spike at step" in said
+    stderr = capsys.readouterr().err
+    assert "a loss spike at step" in stderr
     spikes = [row["loss_spike"] for row in rows(run.folder) if row["loss_spike"]]
     assert spikes
-    assert f"{max(map(float, spikes)):.3f}" in said
+    assert f"{max(map(float, spikes)):.3f}" in stderr
 
 
 def test_ordinary_noise_is_no_loss_spike() -> None:

@@ -323,23 +323,23 @@ FILES: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: tokenizer(BPE | {"special": {"<|endoftext|>": {"$tensor": "model.wpe.weight"}}}),
         MODEL,
     ),
-    "an id of two": (lambda: tokenizer(BPE | {"special": {"<|endoftext|>": 3}}), MODEL),
+    "an id twice": (lambda: tokenizer(BPE | {"special": {"<|endoftext|>": 3}}), MODEL),
     "a token twice": (lambda: tokenizer(BPE | {"tokens": BPE["tokens"] + " AA=="}), MODEL),
-    "tokens that are none": (lambda: tokenizer(BPE | {"tokens": "\x1b]0;x\x07 é"}), MODEL),
+    "tokens that are not base64": (lambda: tokenizer(BPE | {"tokens": "\x1b]0;x\x07 é"}), MODEL),
     "tokens that are a list": (lambda: tokenizer(BPE | {"tokens": ["AA=="]}), MODEL),
-    "nothing but spaces": (lambda: tokenizer(BPE | {"tokens": " " * 1_000_000}), MODEL),
+    "only spaces": (lambda: tokenizer(BPE | {"tokens": " " * 1_000_000}), MODEL),
     "an alphabet twice": (lambda: tokenizer({"name": "char", "alphabet": "aa"}), MODEL),
-    "an alphabet of nothing": (lambda: tokenizer({"name": "char", "alphabet": ""}), MODEL),
+    "an empty alphabet": (lambda: tokenizer({"name": "char", "alphabet": ""}), MODEL),
     "an alphabet of a list": (lambda: tokenizer({"name": "char", "alphabet": ["a", "b"]}), MODEL),
     # Weights.
-    "weights that are no number": (lambda: weight(NAN, "model.wpe.weight"), "its weights are NaN or infinite"),
-    "weights that are infinite": (
+    "NaN weights": (lambda: weight(NAN, "model.wpe.weight"), "its weights are NaN or infinite"),
+    "infinite weights": (
         lambda: weight(NAN.nan_to_num(math.inf), "model.wpe.weight"),
         "its weights are NaN or infinite",
     ),
     "weights of another size": (lambda: weight(torch.tensor(1.0)), MODEL),
     "weights that are a text": (lambda: weight("x"), MODEL),
-    "weights that are not asked for": (lambda: weight(torch.ones(2), "model.__class__"), MODEL),
+    "unexpected weights": (lambda: weight(torch.ones(2), "model.__class__"), MODEL),
     "weights of integers": (lambda: weight(torch.ones(*SIZE, dtype=torch.int64)), ""),
     "weights of 16 bits": (lambda: weight(torch.ones(*SIZE, dtype=torch.float16)), ""),
     "a configuration that calls": (
@@ -363,15 +363,15 @@ pages = int(Path("/proc/self/statm").read_text().split()[0])
 limit = pages * resource.getpagesize() + memory
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 for file in sorted(folder.glob("[0-9]*.safetensors"), key=lambda file: int(file.stem)):
-    began, said, code = time.process_time(), "", 0
+    began, line, code = time.process_time(), "", 0
     try:
         model, tokenizer = load_checkpoint(file)
         with torch.no_grad():
             model(torch.zeros(1, 1, dtype=torch.int64))
         tokenizer.decode(tokenizer.encode("a"))
     except BaseException as error:
-        said, code = minigpt.utils.cli.explain(error)
-    print(json.dumps([said, code, time.process_time() - began]), flush=True)
+        line, code = minigpt.utils.cli.explain(error)
+    print(json.dumps([line, code, time.process_time() - began]), flush=True)
 """
 
 
@@ -444,9 +444,9 @@ def test_a_script_rejects_hostile_files_with_one_line(script: str, folder: Path)
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     *refused, (code, _) = map(json.loads, done.stdout.splitlines())
     assert code == 0
-    for name, (code, said) in zip(files, refused, strict=True):
-        assert (code, said.count("\n")) == (2, 1), (name, said)
-        assert "Traceback" not in said
+    for name, (code, stderr) in zip(files, refused, strict=True):
+        assert (code, stderr.count("\n")) == (2, 1), (name, stderr)
+        assert "Traceback" not in stderr
     assert not (folder / "canary").exists()
 
 
