@@ -30,7 +30,8 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Load, compute, plot, print."""
     args = arguments()
-    from minigpt.checkpoints.checkpoint import find_checkpoint, load_checkpoint, run_folder
+    from minigpt.checkpoints.find import find_checkpoint, run_folder
+    from minigpt.checkpoints.models import load_checkpoint
     from minigpt.checkpoints.validation_split import validation_batches
     from minigpt.console import read_prompt
     from minigpt.interpret import attention_maps, head_stats, page, plots

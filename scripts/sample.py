@@ -44,7 +44,8 @@ def main() -> None:
     if args.interactive and (args.json or args.score is not None):
         raise UserError("--interactive cannot be combined with --json or --score")
 
-    from minigpt.checkpoints.checkpoint import find_checkpoint, load_checkpoint  # torch: after the checks
+    from minigpt.checkpoints.find import find_checkpoint
+    from minigpt.checkpoints.models import load_checkpoint
     from minigpt.console import Console, move_model, read_prompt, read_text
 
     path = find_checkpoint(args.run)

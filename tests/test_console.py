@@ -23,8 +23,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from minigpt.checkpoints.checkpoint import FORMAT, load_checkpoint, save_checkpoint
+from minigpt.checkpoints.format import FORMAT, read, write
+from minigpt.checkpoints.models import load_checkpoint, save_checkpoint
 from minigpt.config import GPTConfig
 from minigpt.console import Console, devices
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer
@@ -833,7 +835,7 @@ def test_the_fastest_device_of_the_machine_is_the_default(saves, sample, monkeyp
 NO_DEFAULT = {"prompt", "prompt_file", "stop", "score", "truncate", "values", "html"}  # nothing happens without them
 
 
-@pytest.mark.parametrize("script", ["sample", "attention", "export"])
+@pytest.mark.parametrize("script", ["sample", "attention"])
 def test_help_shows_every_default(script, monkeypatch):
     parser = argparse.ArgumentParser()
     monkeypatch.setattr(argparse, "ArgumentParser", lambda **_: parser)
@@ -863,11 +865,11 @@ def broken(saves: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "empty.safetensors").touch()
     (tmp_path / "text.txt").write_text("no checkpoint")
     (tmp_path / "folder").mkdir()
-    model, tokenizer = load_checkpoint(saves["char"])
-    torch.save({"state_dict": model.state_dict()}, tmp_path / "other.safetensors")
-    with monkeypatch.context() as patch:
-        patch.setattr("minigpt.checkpoints.checkpoint.FORMAT", FORMAT + 1)
-        save_checkpoint(model, tokenizer, tmp_path / "newer.safetensors")
+    content = read(Path(saves["char"]))
+    torch.save(content, tmp_path / "older.ckpt")
+    save_file({"model.wte.weight": torch.ones(2)}, tmp_path / "other.safetensors")
+    content["minigpt"]["format"] = FORMAT + 1
+    write(content, tmp_path / "newer.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -876,10 +878,11 @@ def broken(saves: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (None, "no run with a checkpoint in runs/; train one with python scripts/train.py"),
         ("folder", "folder holds no checkpoints/best.safetensors; give a run folder or a checkpoint file"),
         ("nowhere", "nowhere does not exist; give a run folder or a checkpoint file"),
-        ("text.txt", "text.txt is not a whole checkpoint: cut short, or another kind of file"),
-        ("empty.safetensors", "empty.safetensors is not a whole checkpoint: cut short, or another kind of file"),
-        ("cut.safetensors", "cut.safetensors is not a whole checkpoint: cut short, or another kind of file"),
-        ("other.safetensors", "other.safetensors is not a "),
+        ("text.txt", "text.txt is not a complete checkpoint: truncated, or another kind of file"),
+        ("empty.safetensors", "empty.safetensors is not a complete checkpoint: truncated, or another kind of file"),
+        ("cut.safetensors", "cut.safetensors is not a complete checkpoint: truncated, or another kind of file"),
+        ("older.ckpt", "older.ckpt is not a safetensors file but a pickle of torch.save, which minigpt does not read"),
+        ("other.safetensors", "other.safetensors is not a checkpoint of minigpt"),
         (
             "newer.safetensors",
             f"newer.safetensors has format {FORMAT + 1}; this version of minigpt reads format {FORMAT}",

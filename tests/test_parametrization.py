@@ -11,7 +11,8 @@ from tolerance import assert_near
 from torch import Tensor
 
 from minigpt import load_checkpoint
-from minigpt.checkpoints.checkpoint import LAST, read
+from minigpt.checkpoints.find import LAST
+from minigpt.checkpoints.format import read
 from minigpt.config import GPTConfig
 from minigpt.model import GPT
 from minigpt.optim import adamw, muon

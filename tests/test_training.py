@@ -19,7 +19,7 @@ from lightning.pytorch import Trainer
 
 import minigpt
 from minigpt import GPT, load_checkpoint
-from minigpt.checkpoints.checkpoint import read
+from minigpt.checkpoints.format import read
 from minigpt.data.token_files import load
 from minigpt.runs.config_checks import TRAINER_OPTIONS, check_run
 from minigpt.runs.metrics import peak_flops

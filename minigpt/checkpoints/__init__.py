@@ -1,1 +1,1 @@
-"""What a checkpoint holds, and how it is written and read."""
+"""Checkpoints: the file format, saving and loading a model, finding a file, and the rules for resuming."""

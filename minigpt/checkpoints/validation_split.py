@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from minigpt.checkpoints.checkpoint import read
+from minigpt.checkpoints.format import read
 from minigpt.data import token_files
 from minigpt.data.batches import ValidationBatches
 from minigpt.data.tokenizer import from_dict
@@ -58,7 +58,10 @@ def _find_corpus(run: Mapping[str, Any], data: Mapping[str, Any]) -> token_files
     for meta in sorted(folder.glob(f"*/{token_files.META}")):
         with suppress(UserError):  # incomplete or damaged token files
             corpus = token_files.load(meta.parent)
-            if (corpus.sha256, corpus.tokenizer.to_dict()) == wanted and {**corpus.provenance, **split} == corpus.provenance:
+            if (corpus.sha256, corpus.tokenizer.to_dict()) == wanted and {
+                **corpus.provenance,
+                **split,
+            } == corpus.provenance:
                 return corpus
     raise UserError(
         f"the token files of the run are not in {folder}; start from the folder that training was started in, or "

@@ -17,7 +17,7 @@ import numpy as np
 
 from minigpt.data import tokenizer as tokenizers
 from minigpt.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
-from minigpt.utils.checks import require, whole_number
+from minigpt.utils.checks import NON_NEGATIVE_INT, POSITIVE_INT, require
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import checksums, read_json
 
@@ -180,8 +180,8 @@ def load(folder: Path) -> Corpus:
 def _check_meta(meta: Mapping[str, Any]) -> None:
     for name in SPLITS:
         for key in ("tokens", "bytes", "documents"):
-            require(f"{name}.{key}", meta[name][key], whole_number(0), "an integer ≥ 0")
-    require("shard_tokens", meta["shard_tokens"], whole_number(1), "an integer ≥ 1")
+            require(f"{name}.{key}", meta[name][key], *NON_NEGATIVE_INT)
+    require("shard_tokens", meta["shard_tokens"], *POSITIVE_INT)
     require("dtype", meta["dtype"], ("uint16", "uint32").__contains__, "uint16 or uint32")
     for key, kind in (("name", str), ("sha256", str), ("stand_in", bool), ("provenance", dict)):
         if not isinstance(meta[key], kind):

@@ -6,7 +6,8 @@ from typing import Any
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback, Checkpoint
 
-from minigpt.checkpoints.checkpoint import BEST, LAST, hardlink_or_copy
+from minigpt.checkpoints.find import BEST, LAST
+from minigpt.checkpoints.format import hardlink_or_copy
 from minigpt.utils.checks import POSITIVE_INT, require
 from minigpt.utils.cli import explain
 from minigpt.utils.terminal import warn

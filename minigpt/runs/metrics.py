@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from minigpt.checkpoints.checkpoint import BEST
+from minigpt.checkpoints.find import BEST
 from minigpt.runs.divergence import check_losses
 from minigpt.runs.progress import Progress
 from minigpt.runs.resume_state import gather_objects

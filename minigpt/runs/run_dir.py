@@ -44,8 +44,9 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
                 f"{folder} already holds a run; resume it with resume=auto, choose another folder with "
                 f"hydra.run.dir=…, or remove it"
             )
-        for partial in (*folder.glob(".*.partial"), *folder.glob("checkpoints/.*.partial")):  # of killed runs
-            partial.unlink(missing_ok=True)
+        for pattern in (".*.partial", "checkpoints/.*.partial", "checkpoints/.tmp*"):  # of killed runs
+            for partial in folder.glob(pattern):
+                partial.unlink(missing_ok=True)
         real = folder.resolve()  # it may be the link `latest` itself
         in_sweep = (real.parent / PLAN).exists()  # whose jobs print to log.txt
         previous = None if in_sweep else update_latest_link(real)

@@ -7,7 +7,8 @@ import lightning.pytorch as L
 import torch
 from torch import Tensor
 
-from minigpt.checkpoints.checkpoint import load_checkpoint, read
+from minigpt.checkpoints.format import read
+from minigpt.checkpoints.models import load_checkpoint
 from minigpt.data.tokenizer import Tokenizer, encode_prompt
 from minigpt.generation import generate
 from minigpt.generation_settings import check_settings

@@ -9,7 +9,7 @@ import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from minigpt.checkpoints.checkpoint import LAST
+from minigpt.checkpoints.find import LAST
 from minigpt.runs.divergence import grad_norm_is_finite
 from minigpt.utils.signals import END_SIGNALS, REQUEUE_SIGNAL, Interrupted, raise_interrupted
 

@@ -83,7 +83,9 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
     import torch
     from hydra.utils import instantiate
 
-    from minigpt.checkpoints.checkpoint import BEST, check_same, contents, find_resumed, load_checkpoint
+    from minigpt.checkpoints.find import BEST
+    from minigpt.checkpoints.models import load_checkpoint
+    from minigpt.checkpoints.resume import check_same, contents, find_resumed
     from minigpt.model import GPT
     from minigpt.runs.curves import plot_curves
     from minigpt.runs.datamodule import TokenDataModule

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
 
-from minigpt.checkpoints.checkpoint import read, write
+from minigpt.checkpoints.format import read, write
 from minigpt.runs.lightning_workarounds import (
     LightningWorkarounds,
     end_with_rank_zero,

@@ -26,7 +26,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from minigpt.sweeps.job import POLL_SECONDS, Job, init_worker
-from minigpt.utils.checks import require, whole_number
+from minigpt.utils.checks import POSITIVE_INT, or_null, require
 from minigpt.utils.cli import explain
 from minigpt.utils.errors import RunError
 from minigpt.utils.signals import Interrupted
@@ -117,8 +117,7 @@ class Joblib(Launcher):
 
     def __init__(self, n_jobs: int | None, threads: int | None) -> None:
         for name, value in (("n_jobs", n_jobs), ("threads", threads)):
-            accepts = lambda v: v is None or whole_number(1)(v)  # noqa: E731
-            require(f"hydra.launcher.{name}", value, accepts, "an integer ≥ 1 or null")
+            require(f"hydra.launcher.{name}", value, *or_null(POSITIVE_INT))
         self.n_jobs, self.threads = n_jobs, threads
 
     def worker_envs(self, jobs: int) -> list[dict[str, str]]:

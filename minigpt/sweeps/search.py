@@ -8,7 +8,7 @@ from hydra.core.override_parser.types import Override
 
 from minigpt.sweeps.results import BITS, COMPLETED, SKIPPED, refresh
 from minigpt.sweeps.sweeper import Sweeper
-from minigpt.utils.checks import require, whole_number
+from minigpt.utils.checks import POSITIVE_INT, require
 from minigpt.utils.errors import UserError
 from minigpt.utils.terminal import warn
 
@@ -29,8 +29,8 @@ class Search(Sweeper):
 
     def __init__(self, n_trials: int, batch: int, seed: int, params: Mapping[str, Any] | None = None) -> None:
         super().__init__(params)
-        require("hydra.sweeper.n_trials", n_trials, whole_number(1), "an integer ≥ 1")
-        require("hydra.sweeper.batch", batch, whole_number(1), "an integer ≥ 1")
+        require("hydra.sweeper.n_trials", n_trials, *POSITIVE_INT)
+        require("hydra.sweeper.batch", batch, *POSITIVE_INT)
         self.n_trials, self.batch, self.seed = n_trials, batch, seed
 
     def check_all(self) -> None:

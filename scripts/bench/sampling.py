@@ -145,7 +145,8 @@ def transformers_tokens(model: Any, n: int, streams: int) -> None:
 
 def startup(model: Any, name: str, folder: Path) -> dict[str, float]:
     """Return the seconds from launch to the first character, minus those of importing torch."""
-    from minigpt.checkpoints.checkpoint import contents, write
+    from minigpt.checkpoints.format import write
+    from minigpt.checkpoints.resume import contents
     from minigpt.data.tokenizer import CharTokenizer
 
     tokenizer = CharTokenizer.of(map(chr, range(32, 97)))

@@ -1,4 +1,4 @@
-"""What checkpoints cost: writing one of model=baby, beside the steps between two of them."""
+"""Measure the time to write a checkpoint of model=baby, and its share of training."""
 
 import argparse
 import sys
@@ -9,25 +9,26 @@ from typing import Any
 import yaml
 from common import ROOT, TRAIN, launch, summary
 
-from minigpt.checkpoints.checkpoint import BEST, LAST, hardlink_or_copy, read, write
+from minigpt.checkpoints.find import BEST, LAST
+from minigpt.checkpoints.format import hardlink_or_copy, read, write
 
 MODEL = "baby"
 
 
 def saving(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Seconds that a checkpoint of a real run takes, synced, and its share of training at the default interval."""
+    """Measure writing and syncing the checkpoint of a real run, as a share of training at the default eval_every."""
     interval = yaml.safe_load((ROOT / "configs" / "train.yaml").read_text(encoding="utf-8"))["eval_every"]
     small = ["data.val_fraction=0.005", "callbacks.samples.max_new_tokens=1", "eval_every=4", "max_steps=4"]
     rows = []
     for i in range(args.rounds):
         run = folder / f"saving{i}"
         launch([sys.executable, TRAIN, f"model={MODEL}", *small, *args.overrides, f"hydra.run.dir={run}"])
-        told = summary(run)
+        ran = summary(run)
         content = read(run / LAST)
         start = time.perf_counter()
         write(content, run / LAST)
         hardlink_or_copy(run / LAST, run / BEST)
-        seconds, step = time.perf_counter() - start, told["seconds"] / told["steps"]
+        seconds, step = time.perf_counter() - start, ran["seconds"] / ran["steps"]
         rows.append(
             {
                 "checkpoint MB": (run / LAST).stat().st_size / 1e6,

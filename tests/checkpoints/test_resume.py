@@ -1,4 +1,4 @@
-"""Runs that go on: they end as if nothing had stopped them, to the last bit."""
+"""A resumed run equals an uninterrupted one, bit for bit."""
 
 import csv
 import json
@@ -17,15 +17,15 @@ from hydra.errors import InstantiationException
 from lightning.pytorch import Callback, Trainer
 
 from minigpt import load_checkpoint
-from minigpt.checkpoints.checkpoint import BEST, LAST, read, write
+from minigpt.checkpoints.find import BEST, LAST
+from minigpt.checkpoints.format import read, write
 from minigpt.data.batches import WindowOrder
 from minigpt.ema import EMA
-from minigpt.runs.callbacks import LossSpikeDetector
 from minigpt.utils.errors import Diverged, UserError
 from minigpt.utils.signals import Interrupted
 
-# What Lightning counts for its own loggers and for what it has looked at, and what clocks and folders say.
-ASIDE = {
+# What may differ: times, paths, and progress that Lightning counts for its loggers.
+IGNORED = {
     "seconds",
     "wall_seconds",
     "logged_seconds",
@@ -39,15 +39,15 @@ OFTEN = [
     "eval_every=7",
     "callbacks.checkpoint.save_top_k=9",
     "model.dropout=0.1",
-]  # 5 does not divide 7: rows lie across
+]  # log_every=5 does not divide 7: rows span checkpoints
 
 
 def differences(one: Any, other: Any, at: str = "") -> list[str]:
-    """Where two checkpoints differ, but for what clocks said."""
+    """List the paths of keys at which two checkpoints differ."""
     if isinstance(one, torch.Tensor):
         return [] if torch.equal(one, other) else [at]
     if isinstance(one, dict):
-        keys = {*one, *other} - ASIDE
+        keys = {*one, *other} - IGNORED
         return [where for key in keys for where in differences(one.get(key), other.get(key), f"{at}/{key}")]
     if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
         pairs = enumerate(zip(one, other, strict=True))
@@ -61,7 +61,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
 
 
 def broken_off(run: Path, step: int, folder: Path) -> Path:
-    """The folder of a run that was killed some time after the checkpoint of a step: all else may be further on."""
+    """Copy a run as if it was killed some time after the checkpoint of a step; its logs may have later rows."""
     shutil.copytree(run, folder)
     for file in (folder / "checkpoints").iterdir():
         if file.name != f"step-{step}.safetensors":
@@ -97,9 +97,7 @@ def check_same_end(one: Path, other: Path) -> None:
     ],
     ids=["plain", "accumulation", "average", "epochs", "early stopping", "muon", "gpt2"],
 )
-def test_a_run_that_goes_on_ends_as_if_it_had_never_stopped(
-    train: Callable[..., Any], tmp_path: Path, settings: str
-) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(train: Callable[..., Any], tmp_path: Path, settings: str) -> None:
     same = [*OFTEN, *settings.split()]
     whole = train(*same, folder=tmp_path / "whole").folder
     first, *_, last = sorted(int(file.stem[5:]) for file in (whole / "checkpoints").glob("step-*"))
@@ -108,9 +106,7 @@ def test_a_run_that_goes_on_ends_as_if_it_had_never_stopped(
     check_same_end(whole, resumed)
 
 
-def test_a_run_that_was_killed_right_after_its_last_checkpoint_tells_its_end(
-    train: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_run_killed_right_after_its_last_checkpoint_completes(train: Callable[..., Any], tmp_path: Path) -> None:
     whole = train(*OFTEN, folder=tmp_path / "whole").folder
     resumed = train(*OFTEN, "resume=auto", folder=broken_off(whole, 20, tmp_path / "killed"))
     assert resumed.summary["status"] == "completed"
@@ -118,7 +114,7 @@ def test_a_run_that_was_killed_right_after_its_last_checkpoint_tells_its_end(
 
 
 @pytest.mark.parametrize("name", ["summary.json", "metrics.csv", "samples.txt"])
-def test_a_damaged_file_beside_the_checkpoints_loses_no_run(
+def test_damaged_logs_do_not_prevent_resuming(
     train: Callable[..., Any], tmp_path: Path, name: str, capsys: Any
 ) -> None:
     whole = train(*OFTEN, folder=tmp_path / "whole").folder
@@ -130,52 +126,55 @@ def test_a_damaged_file_beside_the_checkpoints_loses_no_run(
 
 
 @pytest.mark.slow
-def test_two_processes_go_on_as_if_they_had_never_stopped(launch: Callable[..., Any], tmp_path: Path) -> None:
-    two = [*OFTEN, "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
-    assert launch("train.py", *two, f"hydra.run.dir={tmp_path}/whole").returncode == 0
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_resume_bit_for_bit(launch: Callable[..., Any], tmp_path: Path, strategy: str) -> None:
+    two = [*OFTEN, f"trainer={strategy}", "trainer.accelerator=cpu", "trainer.devices=2"]
+    whole = launch("train.py", *two, f"hydra.run.dir={tmp_path}/whole")
+    assert whole.returncode == 0, whole.stderr
     folder = broken_off(tmp_path / "whole", 7, tmp_path / "resumed")
     resumed = launch("train.py", *two, "resume=auto", f"hydra.run.dir={folder}")
     assert resumed.returncode == 0, resumed.stderr
     check_same_end(tmp_path / "whole", folder)
 
 
-def test_a_run_goes_on_in_another_folder(train: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_run_resumes_in_another_folder(train: Callable[..., Any], tmp_path: Path) -> None:
     whole = train(*OFTEN, folder=tmp_path / "whole").folder
     resumed = train(*OFTEN, f"resume={whole}/checkpoints/step-7.safetensors", folder=tmp_path / "new").folder
     assert differences(read(whole / LAST)["state_dict"], read(resumed / LAST)["state_dict"]) == []
     assert rows(resumed) == [row for row in rows(whole) if int(row["step"]) > 7]
 
 
-def test_the_best_of_a_folder_is_of_its_own_run(train: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_best_checkpoint_of_a_folder_is_from_its_own_run(train: Callable[..., Any], tmp_path: Path) -> None:
     whole = train(folder=tmp_path / "whole")
     worse = train("max_steps=25", "optimizer.lr=0.5", f"resume={whole.folder}", folder=tmp_path / "worse")
     assert worse.loss > whole.loss
     assert read(worse.folder / BEST)["global_step"] == worse.summary["best_step"] == 25
 
 
-def test_more_steps_than_before_follow_the_new_schedule(train: Callable[..., Any], capsys: Any) -> None:
+def test_a_raised_max_steps_follows_the_new_schedule(train: Callable[..., Any], capsys: Any) -> None:
     run = train()
     train("resume=auto", "max_steps=30", folder=run.folder)
-    assert "max_steps was 20 and is 30, the schedule of the learning rate follows it" in capsys.readouterr().err
+    assert (
+        "max_steps changed from 20 to 30; the learning-rate schedule follows it from step 20 on"
+        in capsys.readouterr().err
+    )
     whole = train("max_steps=30", folder=run.folder.with_name("whole"))
     rates = {row["step"]: row["learning_rate"] for row in rows(whole.folder) if row["learning_rate"]}
     after = {row["step"]: row["learning_rate"] for row in rows(run.folder) if row["learning_rate"]}
     assert {step: after[step] for step in ("25", "30")} == {step: rates[step] for step in ("25", "30")}
 
 
-def test_a_setting_of_the_optimizer_that_is_changed_applies_from_there_on(
-    train: Callable[..., Any], capsys: Any
-) -> None:
+def test_a_changed_optimizer_setting_applies_after_resuming(train: Callable[..., Any], capsys: Any) -> None:
     run = train("schedule=constant", "schedule.warmup_steps=0", "optimizer.lr=0.001", "max_steps=10")
     changed = ["optimizer.lr=0.0005", "optimizer.weight_decay=0.3", "max_steps=20"]
     train("schedule=constant", "schedule.warmup_steps=0", *changed, "resume=auto", folder=run.folder)
-    assert "optimizer.lr was 0.001 and is 0.0005, from here on (step 10)" in capsys.readouterr().err
+    assert "optimizer.lr changed from 0.001 to 0.0005; it applies from step 10 on" in capsys.readouterr().err
     assert [float(row["learning_rate"]) for row in rows(run.folder) if row["learning_rate"]] == [1e-3, 1e-3, 5e-4, 5e-4]
     groups = read(run.folder / LAST)["optimizer_states"][0]["param_groups"]
     assert groups[0]["weight_decay"] == 0.3
 
 
-def test_the_best_so_many_checkpoints_are_kept(train: Callable[..., Any], tmp_path: Path) -> None:
+def test_save_top_k_checkpoints_are_kept(train: Callable[..., Any], tmp_path: Path) -> None:
     run = train("eval_every=4", "callbacks.checkpoint.save_top_k=2", "optimizer.lr=1e-9")  # the losses hardly move
     lowest = sorted((float(row["val_loss"]), int(row["step"])) for row in rows(run.folder) if row["val_loss"])[:2]
     kept = {file.name for file in (run.folder / "checkpoints").iterdir()}
@@ -190,16 +189,14 @@ def test_the_best_so_many_checkpoints_are_kept(train: Callable[..., Any], tmp_pa
         train("callbacks.checkpoint.save_top_k=0", folder=tmp_path / "none")
 
 
-def test_a_checkpoint_that_was_not_named_best_before_the_end_is_named_after(
-    train: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_checkpoint_not_yet_linked_as_best_is_linked_on_resume(train: Callable[..., Any], tmp_path: Path) -> None:
     folder = broken_off(train(*OFTEN).folder, 14, tmp_path / "killed")
     assert not (folder / BEST).exists()
     train(*OFTEN, "resume=auto", "eval_every=100", "max_steps=15", "optimizer.lr=1.0", folder=folder)
     assert read(folder / BEST)["global_step"] == 14
 
 
-def test_the_average_of_the_weights_is_what_is_kept(train: Callable[..., Any]) -> None:
+def test_checkpoints_hold_the_ema_weights(train: Callable[..., Any]) -> None:
     run = train("ema_decay=0.9", "eval_every=20")
     content = read(run.folder / LAST)
     model, _ = load_checkpoint(run.folder)
@@ -210,18 +207,18 @@ def test_the_average_of_the_weights_is_what_is_kept(train: Callable[..., Any]) -
         assert not torch.equal(average, weights[name]), name
     plain = train("eval_every=20", folder=run.folder.with_name("plain"))
     for name, tensor in load_checkpoint(plain.folder)[0].named_parameters():
-        assert torch.equal(tensor, weights[name]), name  # an average changes nothing of the training
+        assert torch.equal(tensor, weights[name]), name  # the EMA does not change the training
 
 
-def test_what_is_said_at_the_end_is_said_by_the_average(train: Callable[..., Any], tmp_path: Path, capsys: Any) -> None:
-    said = []
+def test_the_final_sample_is_from_the_ema_weights(train: Callable[..., Any], tmp_path: Path, capsys: Any) -> None:
+    printed = []
     for settings in ([], ["~callbacks.checkpoint"]):
         train("ema_decay=0.9", *settings, folder=tmp_path / f"run{len(settings)}")
-        said.append(capsys.readouterr().out.partition("\nvalidation loss")[0])
-    assert said[0] == said[1] != ""
+        printed.append(capsys.readouterr().out.partition("\nvalidation loss")[0])
+    assert printed[0] == printed[1] != ""
 
 
-def test_the_average_is_the_one_of_its_formula() -> None:
+def test_the_ema_follows_its_formula() -> None:
     weight = torch.nn.Parameter(torch.tensor([1.0]))
     average = EMA([weight], 0.5)
     expected = 1.0
@@ -244,8 +241,8 @@ POISONED = ["model.tie_embeddings=false", "max_steps=35", "resume=auto"]  # 17 s
 def poisoned(
     request: pytest.FixtureRequest, train: Callable[..., Any], tmp_path: Path, text: Path
 ) -> tuple[list[str], Path, list[int]]:
-    """A run of ten steps in which the embedding of one character is no number, and the steps that would meet it."""
-    batches = getattr(request, "param", 1)  # of a step
+    """A run of ten steps in which the embedding of one character overflows, and the steps that read it."""
+    batches = getattr(request, "param", 1)  # per step
     odd = tmp_path / "odd.txt"
     odd.write_text(text.read_text().replace("number 3", "number §", 1), encoding="utf-8")
     split = [f"data.batch_size={64 // batches}", f"trainer.accumulate_grad_batches={batches}"]
@@ -254,7 +251,7 @@ def poisoned(
     _, tokenizer = load_checkpoint(folder)
     poison = int(tokenizer.encode("§")[0])
     content = read(folder / LAST)
-    content["state_dict"]["model.wte.weight"][poison] = 3e38  # the sum of a row of it is none
+    content["state_dict"]["model.wte.weight"][poison] = 3e38  # the sum over a row is infinite
     write(content, folder / LAST)
     for name in ("previous.safetensors", "best.safetensors"):
         (folder / "checkpoints" / name).unlink()
@@ -266,7 +263,7 @@ def poisoned(
 
 
 @pytest.mark.parametrize("poisoned", [1, 2], indirect=True)
-def test_a_loss_that_is_no_number_stops_at_its_step_and_leaves_the_last_good_checkpoint(
+def test_a_nan_loss_stops_the_run_and_leaves_the_last_good_checkpoint(
     train: Callable[..., Any], poisoned: tuple[list[str], Path, list[int]]
 ) -> None:
     same, folder, met = poisoned
@@ -279,31 +276,8 @@ def test_a_loss_that_is_no_number_stops_at_its_step_and_leaves_the_last_good_che
     assert summary["reason"].startswith(f"the loss is nan at step {met[0]}")
 
 
-def test_training_can_go_back_and_past_the_batch_whose_loss_is_no_number(
-    train: Callable[..., Any], poisoned: tuple[list[str], Path, list[int]], capsys: Any
-) -> None:
-    same, folder, met = poisoned
-    run = train(*same, "on_divergence=skip", "eval_every=12", folder=folder)
-    assert run.summary["status"] == "completed"
-    assert run.summary["steps"] == 35
-    said = capsys.readouterr().err
-    assert f"the loss is nan at step {met[0]} " in said
-    assert "going back to the last checkpoint, and past the batches of this step" in said
-    left_out = read(folder / LAST)["TokenData"]["left_out"]
-    assert left_out[0] == met[0] - 1
-    assert 1 <= len(left_out) == said.count("going back") <= len(met) + 1
-    assert sorted({int(row["step"]) for row in rows(folder)}) == [5, 10, 12, 15, 20, 24, 25, 30, 35]
-
-
-def test_going_past_batches_ends_when_it_does_not_help(train: Callable[..., Any], tmp_path: Path, capsys: Any) -> None:
-    hopeless = ["optimizer.lr=1e18", "trainer.gradient_clip_val=null", "on_divergence=skip"]
-    with pytest.raises(Diverged):
-        train(*hopeless, folder=tmp_path / "run")
-    assert capsys.readouterr().err.count("going back") == 10
-
-
 @pytest.mark.slow
-def test_two_processes_stop_at_the_step_whose_loss_is_no_number(
+def test_a_nan_loss_stops_two_processes_at_its_step(
     launch: Callable[..., Any], poisoned: tuple[list[str], Path, list[int]]
 ) -> None:
     same, folder, met = poisoned
@@ -312,35 +286,9 @@ def test_two_processes_stop_at_the_step_whose_loss_is_no_number(
     assert stopped.returncode == 1
     (error,) = (line for line in stopped.stderr.splitlines() if line.startswith("error"))
     assert f"at step {met[0]} " in error
-    skipped = launch("train.py", *same, *two, "eval_every=12", "on_divergence=skip")
-    assert skipped.returncode == 0, skipped.stderr
-    assert read(folder / LAST)["TokenData"]["left_out"][0] == met[0] - 1
 
 
-def test_a_spike_of_the_loss_is_said_and_logged(train: Callable[..., Any], tmp_path: Path, capsys: Any) -> None:
-    """Half a page of another language in the middle of the text."""
-    text = tmp_path / "spike.txt"
-    line = "the quick brown fox jumps over the lazy dog\n"
-    text.write_text(line * 200 + "XQJZKWVYGPBUMDHTQ" * 8 + "\n" + line * 100, encoding="utf-8")
-    run = train(f"data.path={text}", "max_steps=400", "eval_every=400", "data.batch_size=4", "optimizer.lr=0.01")
-    said = capsys.readouterr().err
-    assert "a loss spike at step" in said
-    spikes = [row["loss_spike"] for row in rows(run.folder) if row["loss_spike"]]
-    assert spikes
-    assert f"{max(map(float, spikes)):.3f}" in said
-
-
-def test_a_loss_that_wanders_as_usual_is_no_spike() -> None:
-    usual, random = LossSpikeDetector(), np.random.default_rng(0)
-    found = 0
-    for loss in np.linspace(4, 2, 3000) + 0.1 * random.standard_normal(3000):
-        found += bool(usual.excess(loss))
-        usual.take(loss)
-    assert found == 0
-    assert usual.excess(3.5)
-
-
-def test_a_run_from_before_a_model_setting_was_there_goes_on(train: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_checkpoint_older_than_a_model_setting_is_resumed(train: Callable[..., Any], tmp_path: Path) -> None:
     begun = train("max_steps=2", folder=tmp_path / "begun")
     content = read(begun.folder / "checkpoints" / "last.safetensors")
     del content["minigpt"]["model"]["embed_norm"]
@@ -351,16 +299,19 @@ def test_a_run_from_before_a_model_setting_was_there_goes_on(train: Callable[...
 @pytest.mark.parametrize(
     ("changes", "differs"),
     [
-        (["model.n_embd=64"], r"model\.n_embd \(32 there, 64 here\)"),
-        (["tokenizer=byte"], r"the tokenizer \(char there, byte here\)"),
-        (["data.path={other}"], r"the corpus \(checksum \w{8}… there, \w{8}… here\)"),
-        (["optimizer=muon"], r"optimizer\._target_ \(minigpt\.optim\.adamw there, minigpt\.optim\.muon here\)"),
-        (["data.batch_size=4"], r"data\.batch_size \(8 there, 4 here\)"),
-        (["trainer.accumulate_grad_batches=2"], r"accumulate_grad_batches \(1 there, 2 here\)"),
+        (["model.n_embd=64"], r"model\.n_embd \(32 in the checkpoint, 64 now\)"),
+        (["tokenizer=byte"], r"the tokenizer \(char in the checkpoint, byte now\)"),
+        (["data.path={other}"], r"the corpus \(\w{8}… in the checkpoint, \w{8}… now\)"),
+        (
+            ["optimizer=muon"],
+            r"optimizer\._target_ \(minigpt\.optim\.adamw in the checkpoint, minigpt\.optim\.muon now\)",
+        ),
+        (["data.batch_size=4"], r"data\.batch_size \(8 in the checkpoint, 4 now\)"),
+        (["trainer.accumulate_grad_batches=2"], r"accumulate_grad_batches \(1 in the checkpoint, 2 now\)"),
         (["max_steps=2"], "raise max_steps"),
     ],
 )
-def test_what_cannot_go_on_is_refused_with_the_difference(
+def test_a_checkpoint_that_does_not_match_is_rejected_with_the_difference(
     train: Callable[..., Any], tmp_path: Path, text: Path, changes: list[str], differs: str
 ) -> None:
     other = tmp_path / "other.txt"
@@ -384,7 +335,7 @@ def test_what_cannot_go_on_is_refused_with_the_difference(
         lambda content: content.update(rng=[{"torch": 3}]),
     ],
 )
-def test_a_checkpoint_that_lacks_what_a_run_goes_on_with_is_named(
+def test_a_checkpoint_without_what_resuming_needs_is_rejected(
     train: Callable[..., Any], tmp_path: Path, change: Callable[..., Any]
 ) -> None:
     begun = train("max_steps=2", folder=tmp_path / "begun")
@@ -396,7 +347,7 @@ def test_a_checkpoint_that_lacks_what_a_run_goes_on_with_is_named(
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_a_completed_run_has_nothing_left_to_do(train: Callable[..., Any], capsys: Any, early: bool) -> None:
+def test_resuming_a_completed_run_does_nothing(train: Callable[..., Any], capsys: Any, early: bool) -> None:
     stopping = ["callbacks=early_stopping", "callbacks.early_stopping.min_delta=9", "eval_every=4"] if early else []
     run = train(*stopping)
     assert run.summary["stopped_early"] is early
@@ -409,7 +360,7 @@ def test_a_completed_run_has_nothing_left_to_do(train: Callable[..., Any], capsy
     assert {file.name: file.read_bytes() for file in run.folder.iterdir() if file.is_file()} == before
 
 
-def test_a_run_resumes_the_one_that_latest_points_at(train: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_latest_link_can_be_resumed(train: Callable[..., Any], tmp_path: Path) -> None:
     first = train("max_steps=10", "eval_every=5", folder=tmp_path / "first")
     second = train(f"resume={tmp_path}/latest", folder=tmp_path / "second")
     assert second.summary["steps"] == 20
@@ -418,9 +369,7 @@ def test_a_run_resumes_the_one_that_latest_points_at(train: Callable[..., Any], 
     assert first.summary["steps"] == 10
 
 
-def test_a_sample_that_a_killed_run_had_no_time_for_is_written_when_it_resumes(
-    train: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_sample_missing_from_a_killed_run_is_written_on_resume(train: Callable[..., Any], tmp_path: Path) -> None:
     whole = train(*OFTEN, "ema_decay=0.9", folder=tmp_path / "whole").folder
     for step in (7, 20):  # in the middle, and at the end
         folder = broken_off(whole, step, tmp_path / f"killed-{step}")
@@ -429,8 +378,8 @@ def test_a_sample_that_a_killed_run_had_no_time_for_is_written_when_it_resumes(
         check_same_end(whole, train(*OFTEN, "ema_decay=0.9", "resume=auto", folder=folder).folder)
 
 
-class Ask(Callback):
-    """Asks the run to end where a test wants it."""
+class Terminate(Callback):
+    """Sends SIGTERM at a given batch."""
 
     def __init__(self, batch: int, validating: bool) -> None:
         self.batch, self.validating = batch, validating
@@ -447,23 +396,23 @@ class Ask(Callback):
 @pytest.mark.parametrize(
     ("batch", "validating"), [(18, False), (19, False), (19, True), (20, False), (39, False), (39, True)]
 )
-def test_a_run_that_was_asked_to_end_goes_on_with_the_validation_that_was_due(
+def test_a_terminated_run_resumes_with_the_validation_that_was_due(
     train: Callable[..., Any], tmp_path: Path, batch: int, validating: bool
 ) -> None:
     settings = ("trainer.accumulate_grad_batches=2", "data.eval_batch_size=16", "model.dropout=0.1", "ema_decay=0.9")
     expected = train(*settings, folder=tmp_path / "whole")
-    ask = ["+callbacks.ask._target_=test_resume.Ask", f"+callbacks.ask.batch={batch}"]
+    ask = ["+callbacks.ask._target_=test_resume.Terminate", f"+callbacks.ask.batch={batch}"]
     with pytest.raises(Interrupted):
         train(*settings, *ask, f"+callbacks.ask.validating={validating}")
     resumed = train(*settings, "resume=auto")
     check_same_end(expected.folder, resumed.folder)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks up the names of open files")
-def test_no_checkpoint_outlasts_the_curve_and_the_samples_that_led_there(
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the names of open files")
+def test_metrics_and_samples_are_synced_before_their_checkpoint(
     train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If power fails, what is on disk is what was synced."""
+    """After a power failure, the disk has what was synced."""
     folder, fsync = tmp_path / "run", os.fsync
     synced: dict[str, bytes] = {}
     checkpoints = 0

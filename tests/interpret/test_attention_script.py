@@ -17,7 +17,7 @@ import torch
 from matplotlib import image
 from tiny_models import ALPHABET, make_model, svg_texts
 
-from minigpt.checkpoints import checkpoint
+from minigpt.checkpoints.models import load_checkpoint, save_checkpoint
 from minigpt.data.tokenizer import CharTokenizer
 from minigpt.utils.cli import cli_entrypoint
 
@@ -28,7 +28,7 @@ COLUMNS = ["entropy", "distance", "previous", "self", "first", "induction", "Δl
 @pytest.fixture
 def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
     """Run the script in this process, in a folder that holds `model.safetensors`: three layers of two heads."""
-    checkpoint.save_checkpoint(make_model(), CharTokenizer.of(ALPHABET), tmp_path / "model.safetensors")
+    save_checkpoint(make_model(), CharTokenizer.of(ALPHABET), tmp_path / "model.safetensors")
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str, stdin: str = "") -> SimpleNamespace:
@@ -162,7 +162,7 @@ def test_a_trained_model_is_analyzed(
 
     # The loss with all heads is the validation loss of the run.
     assert any(f"{trained.loss:.4f} with all" in text for text in svg_texts(tmp_path / "v.svg"))
-    model, tokenizer = checkpoint.load_checkpoint(trained.folder)
+    model, tokenizer = load_checkpoint(trained.folder)
     ids = tokenizer.encode(text.read_text())[18_000:]
     windows = torch.as_tensor(np.stack([ids[i : i + 17] for i in range(0, 2000 - 16, 16)])).long()
     with torch.no_grad():

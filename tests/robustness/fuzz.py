@@ -1,7 +1,7 @@
 """Fuzz every reader of untrusted files: python tests/robustness/fuzz.py --inputs 100000
 
-Valid files and settings are changed at random, from a seed, and given to the reader that a program would use. A reader
-takes an input, or refuses it with the error that becomes one line and exit code 2; anything else is a crash.
+Valid files and settings are mutated from a seed, and passed to the reader that a script would use. A reader accepts an
+input, or refuses it with an error that is printed as one line with exit code 2; anything else is a crash.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 import warnings
-import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
@@ -26,8 +25,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
-from minigpt.checkpoints.checkpoint import contents, load_checkpoint
+from minigpt.checkpoints.format import checksum, write
+from minigpt.checkpoints.models import load_checkpoint
+from minigpt.checkpoints.resume import contents
 from minigpt.config import GPTConfig
 from minigpt.data import token_files as corpus
 from minigpt.data import tokenizer as tokenizers
@@ -51,16 +54,16 @@ BYTES = [b"\x00", b"\xff", b"\x80", b"\n", b",", b"{", b"[", b'"', b"\\", b"-", 
 
 @dataclass
 class Reader:
-    """What reads an input, and what came of all of them."""
+    """A reader under test, and its results."""
 
-    share: int  # of a hundred inputs
-    inputs: Callable[[random.Random, Path], Callable[[], None]]  # makes one, and what reads it
+    share: int  # percent of all inputs
+    inputs: Callable[[random.Random, Path], Callable[[], None]]  # write one input, and return its reader
     counts: Counter[str] = field(default_factory=Counter)
     crashes: list[str] = field(default_factory=list)
 
 
 def fuzz(inputs: int, seed: int = 0) -> dict[str, Reader]:
-    """Give every reader its share of the inputs."""
+    """Run every reader on its share of the inputs."""
     warnings.simplefilter("ignore")
     readers = {name: Reader(*made) for name, made in READERS.items()}
     with tempfile.TemporaryDirectory() as folder:
@@ -83,19 +86,19 @@ def _outcome(reader: Reader, chance: random.Random, folder: Path, number: int) -
             return "refused"
         reader.crashes.append(f"{number}: {error!r:.300}")
     except BaseException as error:
-        if isinstance(error, SystemExit) and error.code == 2:  # the parser of a command line
+        if isinstance(error, SystemExit) and error.code == 2:  # of argparse
             return "refused"
-        said, code = explain(error)
-        if code == 2 and said.isprintable():  # Hydra's, and files that cannot be had
+        line, code = explain(error)
+        if code == 2 and line.isprintable():  # of Hydra, and missing files
             return "refused"
-        reader.crashes.append(f"{number}: {said:.300}")
+        reader.crashes.append(f"{number}: {line:.300}")
     else:
         return "accepted"
     return "crashed"
 
 
-def changed(chance: random.Random, values: Any) -> Any:
-    """A copy of a structure in which one to three places hold something odd, are gone, or are new."""
+def mutate(chance: random.Random, values: Any) -> Any:
+    """Copy a structure, and replace, remove or add one to three values."""
     values = copy.deepcopy(values)
     for _ in range(chance.randint(1, 3)):
         places = list(_places(values))
@@ -123,8 +126,8 @@ def _places(values: Any) -> Iterator[tuple[Any, Any]]:
         yield from _places(values[key])
 
 
-def harmed(chance: random.Random, content: bytes) -> bytes:
-    """Bytes of which some are others, gone, doubled, or too many."""
+def mutate_bytes(chance: random.Random, content: bytes) -> bytes:
+    """Replace, insert, remove or duplicate some bytes."""
     content = bytearray(content)
     for _ in range(chance.randint(1, 4)):
         at, kind = chance.randrange(len(content) + 1), chance.random()
@@ -142,12 +145,12 @@ def harmed(chance: random.Random, content: bytes) -> bytes:
 
 
 def as_json(chance: random.Random, values: Any) -> bytes:
-    """A file of JSON that is odd in what it says, or in how."""
+    """Return JSON with odd values or odd bytes."""
     kind = chance.random()
-    written = json.dumps(changed(chance, values) if kind < 0.7 else values).encode()
+    written = json.dumps(mutate(chance, values) if kind < 0.7 else values).encode()
     if kind > 0.99:
         return b"[" * DEEP + b"]" * DEEP
-    return written if kind < 0.7 else harmed(chance, written)
+    return written if kind < 0.7 else mutate_bytes(chance, written)
 
 
 # Checkpoints.
@@ -168,22 +171,22 @@ def _checkpoint() -> dict[str, Any]:
 
 
 def checkpoint(chance: random.Random, folder: Path) -> Callable[[], None]:
-    """A checkpoint with other bytes, another pickle in a whole archive, or other values."""
-    file, path, kind = io.BytesIO(), folder / "a.safetensors", chance.random()
-    content = _checkpoint()
-    if kind < 0.4:
-        content["minigpt"] = changed(chance, content["minigpt"])
-    torch.save(content, file)
-    whole = file.getvalue()
-    if 0.4 <= kind < 0.7:
-        whole = harmed(chance, whole)
-    elif kind >= 0.7:
-        with zipfile.ZipFile(io.BytesIO(whole)) as old, zipfile.ZipFile(file := io.BytesIO(), "w") as new:
-            for record in old.infolist():
-                inside = old.read(record)
-                new.writestr(record.filename, harmed(chance, inside) if record.filename.endswith(".pkl") else inside)
-        whole = file.getvalue()
-    path.write_bytes(whole)
+    """Mutate the bytes of a checkpoint, its header, or its JSON (with a correct checksum)."""
+    path, kind = folder / "a.safetensors", chance.random()
+    write(_checkpoint(), path)
+    whole = path.read_bytes()
+    start = 8 + int.from_bytes(whole[:8], "little")
+    if kind < 0.3:
+        path.write_bytes(mutate_bytes(chance, whole))
+    elif kind < 0.6:
+        header = json.loads(whole[8:start])
+        header = as_json(chance, header) if kind < 0.5 else mutate_bytes(chance, whole[8:start])
+        path.write_bytes(len(header).to_bytes(8, "little") + header + whole[start:])
+    else:
+        with safe_open(path, framework="pt") as file:
+            text, tensors = file.metadata()["minigpt"], file.get_tensors()
+        text = as_json(chance, json.loads(text)).decode("utf-8", "replace")
+        save_file(tensors, path, {"minigpt": text, "crc32": checksum(text, tensors)})
 
     def read() -> None:
         model, tokenizer = load_checkpoint(path)
@@ -195,8 +198,8 @@ def checkpoint(chance: random.Random, folder: Path) -> Callable[[], None]:
 
 
 def tokenizer(chance: random.Random, folder: Path) -> Callable[[], None]:
-    """The description of a tokenizer."""
-    values = changed(chance, chance.choice(TOKENIZERS))
+    """Mutate the description of a tokenizer."""
+    values = mutate(chance, chance.choice(TOKENIZERS))
     text = "".join(chance.choice(" abé€\n\x00\ud800𝄞") for _ in range(9))
 
     def read() -> None:
@@ -225,7 +228,7 @@ META = {
 
 
 def meta(chance: random.Random, folder: Path) -> Callable[[], None]:
-    """What stands beside token files."""
+    """Mutate the meta.json of token files."""
     (folder / "train-00000.bin").write_bytes(bytes(2000))
     (folder / "train-00001.bin").write_bytes(bytes(1000))
     (folder / "val-00000.bin").write_bytes(bytes(80))
@@ -238,11 +241,11 @@ def meta(chance: random.Random, folder: Path) -> Callable[[], None]:
 
 
 def bins(chance: random.Random, folder: Path) -> Callable[[], None]:
-    """Token files of other tools, and shards."""
+    """Mutate token files of other tools."""
     files = [folder / "train.bin", folder / "val.bin"]
     for file in files:
         content = np.arange(chance.randrange(60), dtype=np.uint16).tobytes()
-        file.write_bytes(harmed(chance, content) if chance.random() < 0.9 else b"")
+        file.write_bytes(mutate_bytes(chance, content) if chance.random() < 0.9 else b"")
     made = tokenizers.from_dict(chance.choice(TOKENIZERS))
     return lambda: _use(corpus.from_bins(*files, made, folder / "known.json"))
 
@@ -269,21 +272,21 @@ OVERRIDES = "- optimizer.lr=0.1\n- model.n_layer=2\n"
 
 
 def run_folder(chance: random.Random, folder: Path) -> Callable[[], None]:
-    """The curve, the summary and the plan of a sweep."""
+    """Mutate the metrics and summary of a run, and the plan of its sweep."""
     run = folder / "run"
     (run / ".hydra").mkdir(parents=True, exist_ok=True)
-    (run / "metrics.csv").write_bytes(harmed(chance, ROWS.encode()))
+    (run / "metrics.csv").write_bytes(mutate_bytes(chance, ROWS.encode()))
     (run / "summary.json").write_bytes(as_json(chance, SUMMARY))
     (folder / "sweep.json").write_bytes(as_json(chance, PLAN))
     return lambda: _report(folder)
 
 
 def hydra_files(chance: random.Random, folder: Path) -> Callable[[], None]:
-    """What Hydra wrote beside a run."""
+    """Mutate the overrides that Hydra saves with a run."""
     run = folder / "run"
     (run / ".hydra").mkdir(parents=True, exist_ok=True)
     odd = [b"!!python/object/apply:os.system [x]\n", b"&a [*a]\n", b"- &a [*a, *a]\n", b"[" * DEEP, b"? [a]: b\n"]
-    content = chance.choice(odd) if chance.random() < 0.2 else harmed(chance, OVERRIDES.encode())
+    content = chance.choice(odd) if chance.random() < 0.2 else mutate_bytes(chance, OVERRIDES.encode())
     (run / ".hydra" / "overrides.yaml").write_bytes(content)
     return lambda: _report(folder)
 
@@ -307,7 +310,7 @@ SAMPLE = runpy.run_path(str(ROOT / "scripts" / "sample.py"))
 
 
 def flags(chance: random.Random, folder: Path) -> Callable[[], None]:
-    """The command line of scripts/sample.py."""
+    """Generate a command line of scripts/sample.py."""
     words = [word for _ in range(chance.randint(1, 4)) for word in (chance.choice(FLAGS), chance.choice(WORDS))]
 
     def read() -> None:
@@ -342,13 +345,13 @@ VALUES += ["9" * 40, "../../x", "\x1b[2J", "choice(1,2)", "!!python/name:os", "a
 
 
 def overrides(chance: random.Random, folder: Path) -> Callable[[], None]:
-    """Settings of scripts/train.py."""
+    """Generate overrides of scripts/train.py."""
     from hydra import compose, initialize_config_dir
 
     words = []
     for _ in range(chance.randint(1, 3)):
         word = f"{chance.choice(KEYS)}={chance.choice(VALUES)}"
-        words.append(word if chance.random() < 0.8 else harmed(chance, word.encode()).decode("utf-8", "replace"))
+        words.append(word if chance.random() < 0.8 else mutate_bytes(chance, word.encode()).decode("utf-8", "replace"))
 
     def read() -> None:
         with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
@@ -370,7 +373,7 @@ READERS: dict[str, tuple[int, Callable[[random.Random, Path], Callable[[], None]
 
 
 def main() -> None:
-    """Fuzz, and print the table."""
+    """Fuzz, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--inputs", type=int, default=10_000, metavar="N")
     parser.add_argument("--seed", type=int, default=0)

@@ -24,7 +24,8 @@ from torch.nn import functional as F
 
 import minigpt
 from minigpt import GPT, GPTConfig, load_checkpoint
-from minigpt.checkpoints.checkpoint import LAST, read
+from minigpt.checkpoints.find import LAST
+from minigpt.checkpoints.format import read
 from minigpt.data.batches import WindowOrder
 from minigpt.runs import metrics
 from minigpt.utils.errors import RunError

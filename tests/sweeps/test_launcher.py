@@ -85,7 +85,7 @@ def test_a_machine_without_a_working_gpu_has_none(
 @pytest.mark.parametrize("setting", [{"n_jobs": 0}, {"n_jobs": 1.5}, {"threads": -1}, {"threads": "all"}])
 def test_an_impossible_number_of_workers_is_an_error(setting: dict[str, Any]) -> None:
     ((name, value),) = setting.items()
-    with pytest.raises(UserError, match=rf"hydra\.launcher\.{name} must be an integer ≥ 1 or null, got {value}"):
+    with pytest.raises(UserError, match=rf"hydra\.launcher\.{name} must be an integer ≥ 1, or null, got {value}"):
         Joblib(**({"n_jobs": None, "threads": None} | setting))
 
 

@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
-from minigpt.checkpoints.checkpoint import BEST, LAST, PREVIOUS, find_checkpoint, load_checkpoint, read, write
+from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint
+from minigpt.checkpoints.format import read, write
+from minigpt.checkpoints.models import load_checkpoint
 from minigpt.utils.errors import UserError
 
 from . import Fault, Skipped, Trial

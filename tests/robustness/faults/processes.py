@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 from random import Random
 
-from minigpt.checkpoints.checkpoint import BEST, LAST, PREVIOUS, load_checkpoint
+from minigpt.checkpoints.find import BEST, LAST, PREVIOUS
+from minigpt.checkpoints.models import load_checkpoint
 
 from . import Fault, Trial
 from .tools import EVAL_EVERY, STEPS, Run, assert_resumes, assert_same_run, count_file_operations, reference
@@ -49,7 +50,9 @@ def kill_during_checkpoint_write(workdir: Path, rng: Random) -> str | None:
 def partial_checkpoints(folder: Path) -> list[str]:
     """Names of the temporary files of checkpoints."""
     try:
-        return [file for file in os.listdir(folder / "checkpoints") if file.startswith(".last.")]
+        return [
+            file for file in os.listdir(folder / "checkpoints") if file.startswith((".last.", ".tmp"))
+        ]  # .tmp* is safetensors'
     except FileNotFoundError:
         return []
 

@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from minigpt.checkpoints.checkpoint import BEST, LAST, load_checkpoint, read
+from minigpt.checkpoints.find import BEST, LAST
+from minigpt.checkpoints.format import read
+from minigpt.checkpoints.models import load_checkpoint
 from minigpt.runs.run_dir import read_summary_or_empty
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -234,7 +236,7 @@ def assert_resumes(folder: Path, *overrides: str, cold_start: bool = False, warn
         assert code == 0, f"resume=auto exited with code {code}: {run.stderr}"
         assert all(line.startswith("warning: ") and warning and warning in line for line in run.messages), run.stderr
     assert_same_run(folder, reference(*overrides))
-    partial = [str(file) for file in folder.rglob("*partial*")]
+    partial = [str(file) for pattern in ("*partial*", ".tmp*") for file in folder.rglob(pattern)]
     assert not partial, f"partial files are left: {partial}"
 
 

@@ -1,0 +1,41 @@
+"""Names of checkpoint files, and the search for the file that a path or a run folder refers to."""
+
+from pathlib import Path
+
+from minigpt.utils.errors import UserError
+
+BEST = "checkpoints/best.safetensors"
+LAST = "checkpoints/last.safetensors"
+PREVIOUS = "checkpoints/previous.safetensors"
+
+
+def find_checkpoint(path: str | Path | None, *, runs: Path = Path("runs"), last: bool = False) -> Path:
+    """Find a checkpoint file.
+
+    Args:
+        path: a file, a run folder (its best checkpoint), or None (the best checkpoint of the newest run).
+        runs: the folder of all runs.
+        last: prefer the last checkpoint of a run folder, from which training resumes.
+
+    Raises:
+        UserError: there is none.
+    """
+    if path is None:
+        files = sorted(runs.glob(f"*/{BEST}"), key=lambda file: file.stat().st_mtime)
+        if not files:
+            raise UserError(f"no run with a checkpoint in {runs}/; train one with python scripts/train.py")
+        return files[-1]
+    path = Path(path)
+    if path.is_file():
+        return path
+    for name in (LAST, BEST) if last else (BEST, LAST):
+        if (path / name).is_file():
+            return path / name
+    problem = f"holds no {BEST}" if path.is_dir() else "does not exist"
+    raise UserError(f"{path} {problem}; give a run folder or a checkpoint file")
+
+
+def run_folder(checkpoint: Path) -> Path:
+    """Return the run folder of a checkpoint file, or its parent folder if it belongs to no run."""
+    folder = checkpoint.parent.parent
+    return folder if any((folder / name).is_file() for name in (BEST, LAST)) else checkpoint.parent

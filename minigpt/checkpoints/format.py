@@ -1,0 +1,173 @@
+"""The checkpoint file: one safetensors file, verified by a checksum and written atomically.
+
+Tensors are stored by dotted name (`model.wte.weight`, `optimizer.0.state.3.exp_avg`). Everything else is one JSON
+text in the metadata, where `{"$tensor": NAME}` refers to a tensor. Reading builds tensors and plain containers
+only: a file cannot execute code. https://github.com/huggingface/safetensors
+"""
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Mapping
+from contextlib import ExitStack
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from minigpt.checkpoints.find import LAST, PREVIOUS
+from minigpt.utils.errors import UserError
+from minigpt.utils.files import atomic_write, sync
+
+FORMAT = 2
+MINIGPT = "minigpt"  # the key of the model, the tokenizer and the run, beside the keys of Lightning
+MAX_HEADER_BYTES = 1 << 24  # twenty times the header of GPT-2 XL with its tokenizer and optimizer state
+MAX_DEPTH = 64  # of nested containers
+_PREFIXES = {"state_dict": "", "optimizer_states": "optimizer"}  # of tensor names; of other keys, the key itself
+_PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x04", b"\x80\x05")  # first bytes: zipped, and by protocol
+
+
+def read(path: Path, *, device: str | torch.device = "cpu") -> dict[str, Any]:
+    """Read a checkpoint file as plain containers and tensors.
+
+    Raises:
+        UserError: the file is not a complete, undamaged checkpoint of this version.
+    """
+    _check_header(path)
+    try:
+        with safe_open(path, framework="pt", backend="pread") as file:  # mmap would keep a replaced file on disk
+            metadata, tensors = file.metadata() or {}, file.get_tensors()
+    except (SafetensorError, RuntimeError) as error:  # torch has no 4-bit tensors of some shapes
+        raise UserError(f"{path} is not a complete checkpoint: truncated, or another kind of file") from error
+    try:
+        text = metadata[MINIGPT]
+        if any(tensor.is_complex() for tensor in tensors.values()):
+            raise TypeError("complex tensors")
+        if metadata.get("crc32") != checksum(text, tensors):
+            raise UserError(f"{path} is damaged: its checksum is wrong; use an older checkpoint")
+        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+        content = _unpack(json.loads(text, parse_int=lambda digits: int(digits) if len(digits) <= 20 else inf), tensors)
+        content["state_dict"], number = dict(content["state_dict"]), content[MINIGPT].get("format")
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path} is not a checkpoint of minigpt ({type(error).__name__}: {error!s:.200})") from error
+    if number != FORMAT:
+        raise UserError(f"{path} has format {number}; this version of minigpt reads format {FORMAT}")
+    return content
+
+
+def write(content: Mapping[str, Any], path: Path) -> None:
+    """Write a checkpoint atomically; the `last` checkpoint before it becomes `previous`.
+
+    It becomes `previous` only after the new one is `last`, so the two names never refer to one file.
+
+    Raises:
+        UserError: the content has values other than tensors and plain data.
+        OSError: the file cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as renamed_after:
+        if path.name == Path(LAST).name and path.exists():
+            _link(path, renamed_after.enter_context(atomic_write(path.with_name(Path(PREVIOUS).name))))
+        with atomic_write(path) as unfinished:
+            try:
+                _save(content, unfinished)
+            except SafetensorError as error:
+                if code := re.search(r"\(os error (\d+)\)", str(error)):
+                    raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
+                raise
+        sync(path.parent)
+
+
+def hardlink_or_copy(file: Path, other: Path) -> None:
+    """Give a checkpoint a second name; copy it if the file system has no hard links."""
+    with atomic_write(other) as unfinished:
+        _link(file, unfinished)
+    sync(other.parent)
+
+
+def checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """Compute the CRC-32 of the JSON text and of every tensor's name, dtype, shape and bytes."""
+    crc = zlib.crc32(text.encode())
+    for name, tensor in sorted(tensors.items()):
+        crc = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), crc)
+        crc = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, crc)
+    return f"{crc:08x}"
+
+
+def _link(file: Path, other: Path) -> None:
+    try:
+        other.hardlink_to(file)
+    except OSError:
+        shutil.copyfile(file, other)
+
+
+def _check_header(path: Path) -> None:
+    """Reject other kinds of files, and large headers before they are parsed."""
+    with open(path, "rb") as file:
+        start, size = file.read(8), os.fstat(file.fileno()).st_size
+    header = int.from_bytes(start, "little")
+    if header > MAX_HEADER_BYTES and start.startswith(_PICKLES):
+        raise UserError(f"{path} is not a safetensors file but a pickle of torch.save, which minigpt does not read")
+    if header > size - 8:
+        raise UserError(f"{path} is not a complete checkpoint: truncated, or another kind of file")
+    if header > MAX_HEADER_BYTES:
+        raise UserError(f"{path} is not a checkpoint of minigpt: its header is larger than {MAX_HEADER_BYTES:,} bytes")
+
+
+def _save(content: Mapping[str, Any], file: Path) -> None:
+    """Write a safetensors file and sync it to disk."""
+    tensors: dict[str, Tensor] = {}
+    names: dict[Any, str] = {}
+    text = json.dumps({key: _pack(value, _PREFIXES.get(key, key), tensors, names) for key, value in content.items()})
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(tensors, file, {"format": "pt", MINIGPT: text, "crc32": checksum(text, tensors)})
+    file.chmod(mode)  # save_file ignores the umask: https://github.com/safetensors/safetensors/issues/782
+    with open(file, "rb+") as saved:
+        os.fsync(saved.fileno())
+    _check_header(file)
+
+
+def _pack(value: Any, name: str, tensors: dict[str, Tensor], names: dict[Any, str]) -> Any:
+    """Return what `json.dumps` accepts; collect tensors, and their names by memory: tied weights are stored once."""
+    match value:
+        case Tensor():
+            memory = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+            if memory not in names:
+                while name in tensors:
+                    name += "_"
+                names[memory], tensors[name] = name, value.detach().cpu().contiguous()
+            return {"$tensor": names[memory]}
+        case dict() if all(isinstance(key, str | int) for key in value):
+            items = {key: _pack(item, f"{name}.{key}".lstrip("."), tensors, names) for key, item in value.items()}
+            plain = all(isinstance(key, str) and not key.startswith("$") for key in items)
+            return items if plain else {"$dict": list(items.items())}
+        case list() | tuple():
+            packed = [_pack(item, f"{name}.{i}", tensors, names) for i, item in enumerate(value)]
+            return packed if isinstance(value, list) else {"$tuple": packed}
+        case None | str() | int() | float():
+            return value
+    raise UserError(f"a checkpoint holds tensors and plain data only; {name} is of type {type(value).__name__}")
+
+
+def _unpack(value: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Any:
+    """Restore in place what `_pack` replaced."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"more than {MAX_DEPTH} nested containers")
+    match value:
+        case {"$tensor": str(name)}:
+            return tensors[name]
+        case {"$tuple": list(items)}:
+            return tuple(_unpack(items, tensors, depth))
+        case {"$dict": list(items)}:
+            return dict(_unpack(items, tensors, depth))
+        case dict() | list():
+            for key in value if isinstance(value, dict) else range(len(value)):
+                value[key] = _unpack(value[key], tensors, depth + 1)
+    return value
