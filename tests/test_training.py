@@ -272,7 +272,7 @@ def test_a_run_may_validate_on_a_part_of_the_split(train: Callable[..., Any], tm
     x = torch.stack([val[start : start + 17] for start in starts])
     with torch.no_grad():
         assert model(x[:, :-1], x[:, 1:]).item() == pytest.approx(run.loss, rel=1e-5)
-    with pytest.raises(UserError, match=r"eval_batches \(2 there, None here\)"):
+    with pytest.raises(UserError, match=r"eval_batches \(2 in the checkpoint, None now\)"):
         train("data.eval_batch_size=8", "resume=auto", "max_steps=20", folder=run.folder)
 
 

@@ -27,7 +27,7 @@ from minigpt.utils.files import atomic_write, sync
 
 FORMAT = 2
 MINIGPT = "minigpt"  # the key of the model, the tokenizer and the run, beside the keys of Lightning
-MAX_HEADER_BYTES = 1 << 24  # twenty times the header of GPT-2 XL with its tokenizer and optimizer state
+MAX_HEADER_BYTES = 1 << 23  # ten times the header of GPT-2 XL with its tokenizer and optimizer state
 MAX_DEPTH = 64  # of nested containers
 _PREFIXES = {"state_dict": "", "optimizer_states": "optimizer"}  # of tensor names; of other keys, the key itself
 _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x04", b"\x80\x05")  # first bytes: zipped, and by protocol

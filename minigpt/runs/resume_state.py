@@ -42,15 +42,14 @@ class ResumeState(Callback):
         fix_loop_state(checkpoint, validation_due=bool(checkpoint.get("validation_due")))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        if self.rng is not None:
+            apply_config(trainer, pl_module)
+            if len(self.rng) == trainer.world_size:  # on another number of ranks the random numbers differ anyway
+                state = self.rng[trainer.global_rank]
+                torch.set_rng_state(state["torch"])
+                if state["cuda"] is not None and torch.cuda.is_available():
+                    torch.cuda.set_rng_state(state["cuda"])
         self.training_began = True
-        if self.rng is None:
-            return
-        apply_config(trainer, pl_module)
-        if len(self.rng) == trainer.world_size:  # on another number of ranks the random numbers differ anyway
-            state = self.rng[trainer.global_rank]
-            torch.set_rng_state(state["torch"])
-            if state["cuda"] is not None and torch.cuda.is_available():
-                torch.cuda.set_rng_state(state["cuda"])
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self.validated_step = trainer.global_step

@@ -284,7 +284,7 @@ def token_data(folder, **changes):
         provenance={},
     )
     settings = {"block_size": 8, "batch_size": 4, "eval_batch_size": 4, "n_batches": 20, "seed": 3}
-    return TokenDataModule(corpus, **(settings | {"overfit_batches": 0, "left_out": set()} | changes))
+    return TokenDataModule(corpus, **(settings | {"overfit_batches": 0} | changes))
 
 
 def trainer(folder, max_steps):

@@ -23,7 +23,6 @@ from tqdm import tqdm
 from minigpt.checkpoints.find import BEST, LAST
 from minigpt.checkpoints.format import read
 from minigpt.checkpoints.models import load_checkpoint
-from minigpt.runs.run_dir import read_summary_or_empty
 
 ROOT = Path(__file__).resolve().parents[3]
 TRAIN = str(ROOT / "scripts" / "train.py")
@@ -230,7 +229,8 @@ def assert_resumes(folder: Path, *overrides: str, cold_start: bool = False, warn
     """
     if (folder / LAST).exists() and not warning:
         load_checkpoint(folder / LAST)
-    if read_summary_or_empty(folder).get("status") != "completed":
+    summary = folder / "summary.json"
+    if not summary.exists() or '"status": "completed"' not in summary.read_text(errors="replace"):
         run = Run(folder, *overrides, "resume=auto", cold_start=cold_start)
         code = run.wait()
         assert code == 0, f"resume=auto exited with code {code}: {run.stderr}"
