@@ -140,7 +140,7 @@ def start_second_run(workdir: Path, rng: Random) -> None:
     first.signal(signal.SIGCONT)
     assert code == 2, second.stderr
     assert len(second.messages) == 1, second.stderr
-    assert "another run works in" in second.messages[0], second.stderr
+    assert "another run uses" in second.messages[0], second.stderr
     assert first.wait() == 0, first.stderr
     assert_same_run(workdir / "run", reference())
 
