@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from statistics import mean, stdev
+from typing import Any
 
-from minigpt.sweeps.results import BITS, NATS, Point, read_settings
+from minigpt.sweeps.results import BITS, NATS, Point, read_yaml
 
 SEED = "seed"
 
@@ -99,15 +100,24 @@ def with_effective_settings(points: Sequence[Point]) -> list[Point]:
     names = dict.fromkeys(key for point in points for key in point.overrides)
     compared = []
     for point in points:
-        config, hydra = (read_settings(point.folder / f".hydra/{name}.yaml") for name in ("config", "hydra"))
+        config, hydra = (read_yaml(point.folder / f".hydra/{name}.yaml", dict) for name in ("config", "hydra"))
         overrides = {}
         for name in names:
             key = name.lstrip("+")
-            value = config.get(key, hydra.get(f"hydra.runtime.choices.{key}", point.overrides.get(name)))
+            choice = _lookup(hydra, "hydra", "runtime", "choices", key)
+            value = next((v for v in (_lookup(config, *key.split(".")), choice) if isinstance(v, str)), None)
+            value = point.overrides.get(name) if value is None else value
             if value is not None:
                 overrides[name] = value
         compared.append(replace(point, overrides=overrides))
     return compared
+
+
+def _lookup(config: Any, *keys: str) -> Any:
+    """Return a nested value, a list as an override writes it; None if it is missing."""
+    for key in keys:
+        config = config.get(key) if isinstance(config, dict) else None
+    return f"[{','.join(map(str, config))}]" if isinstance(config, list) else config
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The report of a sweep: a ranked table in the terminal, `sweep.csv` and `sweep.png`.
+"""The report of a sweep: a ranked table in the terminal, `sweep.csv`, `sweep.png`, and both on Weights & Biases.
 
 It reads run folders only, so it also reports a sweep that is still running. Rich and Matplotlib are imported when they
 are needed. Text from files is sanitized before it reaches a terminal.
@@ -128,6 +128,29 @@ def write_table(file: Path, points: Sequence[Point]) -> None:
                     *(row.status, row.reason, " ".join(str(point.folder) for point in row.points)),
                 ]
             )
+
+
+def publish(folder: Path, wandb_config: Any) -> None:
+    """Log the table and the plot of a sweep as a run of its own in the sweep's W&B group.
+
+    Args:
+        wandb_config: `logger.wandb` of the sweep's configuration.
+    """
+    from minigpt.runs.wandb_logger import Wandb, finish, wandb_logger
+
+    names: dict[str, Any] = {"name": f"{folder.name} summary", "group": wandb_config.group or folder.name}
+    options: dict[str, Any] = {key: wandb_config[key] for key in ("project", "entity", "timeout")}
+    logger = wandb_logger(folder=folder, tags=[*wandb_config.tags, "sweep", "summary"], **names, **options)
+    if not isinstance(logger, Wandb):
+        return
+    import wandb
+
+    with open(folder / TABLE, newline="", encoding="utf-8") as file:
+        header, *rows = list[list[Any]](csv.reader(file))
+    with logger.ignore_lost_client():
+        table = wandb.Table(columns=header, data=rows)
+        logger.experiment.log({"sweep": table, "plot": wandb.Image(str(folder / PLOT))})
+    finish(logger, {})
 
 
 def _read(folders: Sequence[Path]) -> list[Point]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, log
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from minigpt.runs.run_dir import METRICS, PLAN, SUMMARY, is_locked, read_metrics, read_summary
 from minigpt.utils.errors import UserError
@@ -21,6 +21,8 @@ COMPLETED, RUNNING, WAITING, CRASHED, SKIPPED = "completed", "running", "waiting
 NATS, BITS = "nats per token", "bits per byte"  # units of a loss
 IRRELEVANT_GROUPS = ("resume", "logger")  # settings that do not change what a run computes
 MAX_YAML_DEPTH = 50
+T = TypeVar("T")
+_TOTALS = ("params", "steps", "tokens", "flops", "tokens_per_second", "seconds")
 _PLAN_FIELDS = (
     *("status", "reason", "identity", "params", "max_steps", "step", "tokens", "flops", "val_loss"),
     *("tokens_per_second", "seconds"),
@@ -102,15 +104,7 @@ def read_plan(folder: Path) -> tuple[list[str], list[Point]]:
     """
     try:
         plan = read_json(folder / PLAN)
-        points = []
-        for entry in plan["points"]:
-            if Path(entry["folder"]).name != entry["folder"] or len(entry["folder"]) > 255:
-                raise ValueError("a folder is not a file name")
-            overrides = {key: str(value) for key, value in entry["overrides"].items()}
-            texts: dict[str, Any] = {name: str(entry[name]) for name in ("status", "reason", "identity")}
-            numbers = {name: _finite(entry[name]) for name in ("params", "max_steps")}
-            points.append(Point(folder / entry["folder"], overrides, **texts, **numbers))
-        return [str(override) for override in plan["fixed"]], points
+        return [str(override) for override in plan["fixed"]], [_planned(folder, entry) for entry in plan["points"]]
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise UserError(f"{folder / PLAN} is damaged ({error}); remove it to read the runs one by one") from error
 
@@ -130,7 +124,7 @@ def refresh(point: Point) -> Point:
     """Return the point with the present status and measurements of its run folder."""
     if point.status == SKIPPED:
         return point
-    summary, measured = dict[str, Any](), dict[str, Any]()
+    summary, curve = dict[str, Any](), dict[str, Any]()
     try:
         summary = read_summary(point.folder)
     except (OSError, ValueError) as error:
@@ -138,42 +132,56 @@ def refresh(point: Point) -> Point:
     status = str(summary.get("status") or (CRASHED if (point.folder / ".hydra").exists() else WAITING))
     if status != COMPLETED and is_locked(point.folder):
         status = RUNNING
-    reason = str(summary.get("reason") or "")
+    reasons = [str(summary.get("reason") or "")]
     try:
-        measured = _measurements(read_metrics(point.folder / METRICS))
+        curve = _measurements(read_metrics(point.folder / METRICS))
     except FileNotFoundError:
         pass
     except (OSError, ValueError, ArithmeticError, csv.Error) as error:
         warn(f"{point.folder / METRICS} is not readable ({error}); its curve is left out")
-        reason = "; ".join(filter(None, (reason, f"{METRICS} is not readable")))
+        reasons.append(f"{METRICS} is not readable")
     # Totals come from the summary. The best loss comes from the curve, which covers all parts of a resumed run.
-    for key in ("params", "steps", "tokens", "flops", "tokens_per_second", "seconds"):
-        if value := _finite(summary.get(key)):
-            measured["step" if key == "steps" else key] = value
-    if measured.get("val_loss") is None:
-        best, bits = (_finite(summary.get(key)) for key in ("best_val_loss", "best_val_bits_per_byte"))
-        measured |= {"val_loss": best, "bytes_per_token": _bytes_per_token(best, bits)}
-    return replace(point, status=status, reason=reason, **measured)
+    numbers = {name: _finite(value) for name, value in summary.items()}
+    loss, bits = numbers.get("best_val_loss"), numbers.get("best_val_bits_per_byte")
+    best = {"val_loss": loss, "bytes_per_token": _bytes_per_token(loss, bits)}
+    totals = {"step" if name == "steps" else name: numbers.get(name) for name in _TOTALS}
+    found = {name: value for part in (best, curve, totals) for name, value in part.items() if value}
+    return replace(point, status=status, reason="; ".join(filter(None, reasons)), **found)
 
 
-def read_settings(file: Path) -> dict[str, str]:
-    """Read a YAML file as text by dotted name, lists as overrides write them; empty if there is no such file."""
-    settings: dict[str, str] = {}
+def read_yaml(file: Path, kind: type[T]) -> T:
+    """Read a YAML file into dicts, lists and strings.
 
-    def add(node: Any, name: str) -> None:
-        if isinstance(node, dict):
-            for key, value in node.items():
-                add(value, f"{name}.{key}" if name else str(key))
-        else:
-            settings[name] = f"[{','.join(map(str, node))}]" if isinstance(node, list) else node
+    Args:
+        kind: expected type of the content; an empty one is returned, with a warning, for a damaged file.
+    """
+    import yaml  # a dependency of Hydra
 
     try:
-        add(_read_yaml(file), "")
+        text, depth = file.read_text(encoding="utf-8"), 0
+        for event in yaml.parse(text, yaml.CBaseLoader):  # aliases can expand exponentially, nesting exhaust the stack
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_YAML_DEPTH or isinstance(event, yaml.AliasEvent):
+                raise ValueError("it has aliases or is nested too deeply")
+        content = yaml.load(text, yaml.CBaseLoader) or kind()
+        if not isinstance(content, kind):
+            raise ValueError(f"it must be a {kind.__name__}")
+        return content
     except FileNotFoundError:
         pass
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         warn(f"{file} is not readable ({error}); it is left out")
-    return settings
+    return kind()
+
+
+def _planned(folder: Path, entry: dict[str, Any]) -> Point:
+    name = entry["folder"]
+    if Path(name).name != name or len(name) > 255:
+        raise ValueError("a folder is not a file name")
+    overrides = {key: str(value) for key, value in entry["overrides"].items()}
+    status, reason, identity = (str(entry[field]) for field in ("status", "reason", "identity"))
+    params, max_steps = _finite(entry["params"]), _finite(entry["max_steps"])
+    return Point(folder / name, overrides, status, reason, identity, params, max_steps)
 
 
 def _measurements(columns: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, Any]:
@@ -208,33 +216,5 @@ def _finite(value: Any) -> Any:
 
 
 def _read_overrides(file: Path) -> dict[str, str]:
-    try:
-        overrides = _read_yaml(file) or []
-        if not (isinstance(overrides, list) and all(isinstance(override, str) for override in overrides)):
-            raise ValueError("it must be a list of strings")
-    except (OSError, ValueError) as error:
-        warn(f"{file} is not readable ({error}); the run is read without overrides")
-        overrides = []
-    settings = {key: value for key, _, value in (override.partition("=") for override in overrides)}
-    return {
-        key: value for key, value in settings.items() if key.lstrip("+~").partition(".")[0] not in IRRELEVANT_GROUPS
-    }
-
-
-def _read_yaml(file: Path) -> Any:
-    """Read a YAML file into dicts, lists and strings.
-
-    Raises:
-        ValueError: it is not YAML, uses aliases, which can expand exponentially, or nests too deeply for the C parser.
-    """
-    import yaml  # a dependency of Hydra
-
-    text, depth = file.read_text(encoding="utf-8"), 0
-    try:
-        for event in yaml.parse(text, yaml.CBaseLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > MAX_YAML_DEPTH or isinstance(event, yaml.AliasEvent):
-                raise ValueError("it has aliases or is nested too deeply")
-        return yaml.load(text, yaml.CBaseLoader)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
+    overrides = [override.partition("=") for override in read_yaml(file, list) if isinstance(override, str)]
+    return {key: value for key, _, value in overrides if key.lstrip("+~").partition(".")[0] not in IRRELEVANT_GROUPS}

@@ -230,7 +230,7 @@ def test_the_status_of_a_run_is_read_from_its_folder(tmp_path, status, options):
 
 def test_a_run_whose_folder_is_locked_is_running(tmp_path):
     run_folder(tmp_path / "0", status="interrupted")
-    with lock_run_dir(tmp_path / "0", again=True):
+    with lock_run_dir(tmp_path / "0", resume=True):
         (point,) = read_sweep(tmp_path)
         assert (point.status, point.val_loss) == ("running", 2.0)
     (point,) = read_sweep(tmp_path)
