@@ -4,13 +4,14 @@ Matplotlib is imported where something is plotted. Text from files goes through 
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import exp, inf, log
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from minigpt.sweeps.ranking import Row, as_number, ranked
+from minigpt.sweeps.ranking import Row, count_text, ranked
 from minigpt.sweeps.results import COMPLETED, Point
 from minigpt.utils.files import atomic_write
 from minigpt.utils.terminal import sanitize_line
@@ -52,8 +53,7 @@ def sweep_figure(points: Sequence[Point], *, title: str, along: str | None = Non
         _plot_curves(panels[1], measured)
         _plot_scaling(panels[2], measured, "params", "parameters N")
         _plot_scaling(panels[3], measured, "flops", "training FLOPs C")
-    statuses = [point.status for point in points]
-    counts = ", ".join(f"{statuses.count(status)} {status}" for status in sorted(set(statuses)))
+    counts = count_text(Counter(point.status for point in points))
     figure.suptitle(_escape(f"{title}: {counts}", 120), fontsize=14)
     return figure
 
@@ -77,11 +77,9 @@ def power_law(xs: Sequence[float], losses: Sequence[float]) -> tuple[float, floa
 
 def _plot_swept(panel: "Axes", rows: Sequence[Row], along: str | None) -> None:
     """Plot a heat map of two numeric settings, lines over one, or else the best rows by name."""
-    names = list(dict.fromkeys(name for row in rows for name in row.overrides))
+    names = list(rows[0].short_names)
     values = {name: _values(rows, name) for name in names}
-    numeric = [
-        n for n in names if len(values[n]) > 1 and all(as_number(row.overrides.get(n)) is not None for row in rows)
-    ]
+    numeric = [name for name in names if len(values[name]) > 1 and all(row.number(name) is not None for row in rows)]
     if along is None and len(numeric) == 1 and len({row.label(numeric[0]) for row in rows}) <= MAX_LABELED:
         along = numeric[0]
     if along is not None:
@@ -124,18 +122,13 @@ def _plot_lines(panel: "Axes", rows: Sequence[Row], along: str) -> None:
     """Plot the loss over one setting, one line per combination of the others, the line of the best run first."""
     lines: dict[str, list[tuple[float, float, float]]] = {}  # (value, loss, standard deviation)
     for row in rows:
-        if row.loss is not None and (value := as_number(row.overrides.get(along))) is not None:
+        if row.loss is not None and (value := row.number(along)) is not None:
             lines.setdefault(row.label(along), []).append((value, row.loss, row.spread or 0.0))
     for rank, (name, line) in enumerate(lines.items()):
         xs, losses, spreads = zip(*sorted(line), strict=True)
         label = _escape(name) if rank < MAX_LABELED and len(lines) > 1 else None
-        style: dict[str, Any] = {
-            "color": _rank_color(rank),
-            "capsize": 3,
-            "marker": "os^Dv<>Pp*"[rank % 10],
-            "zorder": 10 - rank,
-        }
-        panel.errorbar(xs, losses, spreads if any(spreads) else None, label=label, **style)
+        style: dict[str, Any] = {"color": _rank_color(rank), "marker": "os^Dv<>Pp*"[rank % 10], "capsize": 3}
+        panel.errorbar(xs, losses, spreads if any(spreads) else None, label=label, zorder=10 - rank, **style)
     panel.set(xlabel=_escape(along), ylabel=f"best validation loss ({rows[0].unit})")
     values = _values(rows, along)
     if values[0] > 0 and values[-1] >= 10 * values[0]:
@@ -226,7 +219,7 @@ def _rank_color(rank: int) -> str:
 
 def _values(rows: Iterable[Row], name: str) -> list[float]:
     """Return the numbers that a setting takes, in order."""
-    return sorted({value for row in rows if (value := as_number(row.overrides.get(name))) is not None})
+    return sorted({value for row in rows if (value := row.number(name)) is not None})
 
 
 def _escape(text: str, max_chars: int = 60) -> str:

@@ -1,5 +1,6 @@
 """Rank the points of a sweep: average over seeds, in a unit that makes the losses comparable."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
@@ -19,7 +20,7 @@ class Row:
         overrides: without the seed.
         points: one per seed.
         unit: of the losses, `NATS` or `BITS`.
-        short_names: of the settings of all rows.
+        short_names: of the settings in which rows differ.
     """
 
     overrides: Mapping[str, str]
@@ -45,9 +46,8 @@ class Row:
     @property
     def status(self) -> str:
         """Status of the points, with counts if they differ."""
-        statuses = [point.status for point in self.points]
-        kinds = sorted(set(statuses))
-        return kinds[0] if len(kinds) == 1 else ", ".join(f"{statuses.count(kind)} {kind}" for kind in kinds)
+        counts = Counter(point.status for point in self.points)
+        return next(iter(counts)) if len(counts) == 1 else count_text(counts)
 
     @property
     def reason(self) -> str:
@@ -56,8 +56,12 @@ class Row:
 
     def mean_of(self, name: str) -> float | None:
         """Return the mean of a field over the points that have it."""
-        known = [value for point in self.points if (value := getattr(point, name))]
-        return mean(known) if known else None
+        values = [value for point in self.points if (value := getattr(point, name))]
+        return mean(values) if values else None
+
+    def number(self, name: str) -> float | None:
+        """Return the value of a setting if it is a finite number."""
+        return as_number(self.overrides.get(name))
 
     def label(self, without: str | None = None) -> str:
         """Return the overrides by short name, except `without`; the folder's name if there are none."""
@@ -69,13 +73,11 @@ def ranked(points: Sequence[Point]) -> list[Row]:
     """Group points by their settings without the seed: lowest mean loss first, rows without a loss last."""
     names = [name for name in axes(points) if name != SEED]
     unit, short = loss_unit(points), short_names(names)
-    groups: dict[tuple[str | None, ...], list[Point]] = {}
+    groups: dict[tuple[tuple[str, str], ...], list[Point]] = {}
     for point in points:
-        groups.setdefault(tuple(point.overrides.get(name) for name in names), []).append(point)
-    rows = []
-    for values, group in groups.items():
-        overrides = {name: value for name, value in zip(names, values, strict=True) if value is not None}
-        rows.append(Row(overrides, group, unit, short))
+        values = tuple((name, point.overrides[name]) for name in names if name in point.overrides)
+        groups.setdefault(values, []).append(point)
+    rows = [Row(dict(values), group, unit, short) for values, group in groups.items()]
     return sorted(rows, key=lambda row: inf if row.loss is None else row.loss)
 
 
@@ -118,6 +120,11 @@ def _lookup(config: Any, *keys: str) -> Any:
     for key in keys:
         config = config.get(key) if isinstance(config, dict) else None
     return f"[{','.join(map(str, config))}]" if isinstance(config, list) else config
+
+
+def count_text(counts: Mapping[str, int]) -> str:
+    """Return counts as text, such as `2 completed, 1 failed`."""
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:

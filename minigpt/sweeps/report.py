@@ -68,10 +68,9 @@ def print_table(points: Sequence[Point], *, file: TextIO | None = None) -> None:
 
     file = file or sys.stdout
     rows = ranked(points)
-    names = list(dict.fromkeys(name for row in rows for name in row.overrides))
+    names = rows[0].short_names
     parent = Path(os.path.commonpath([point.folder.parent for point in points]))
-    settings = [rows[0].short_names[name] for name in names]
-    header = ["#", *settings, "val loss", "bits/byte", "params", "status", "folder"]
+    header = ["#", *names.values(), "val loss", "bits/byte", "params", "status", "folder"]
     cells = [
         [
             str(rank) if row.losses else "",
@@ -110,7 +109,7 @@ def print_table(points: Sequence[Point], *, file: TextIO | None = None) -> None:
 def write_table(file: Path, points: Sequence[Point]) -> None:
     """Write `sweep.csv`: the ranked table, with losses in both units and their standard deviations over seeds."""
     rows = ranked(points)
-    names = list(dict.fromkeys(name for row in rows for name in row.overrides))
+    names = list(rows[0].short_names)
     losses = ["val_loss", "spread", "val_bits_per_byte", "val_bits_per_byte_spread"]
     # File names and JSON may hold lone surrogates, which UTF-8 cannot encode.
     encoding: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}

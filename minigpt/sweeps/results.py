@@ -64,6 +64,11 @@ class Point:
     seconds: float = 0.0
     curve: Sequence[tuple[int, float]] = ()
 
+    @property
+    def pending(self) -> bool:
+        """Whether the run is still to be completed."""
+        return self.status not in (COMPLETED, SKIPPED)
+
     def in_unit(self, loss: float | None, unit: str) -> float | None:
         """Convert a loss from nats per token to `NATS` or `BITS`; None if it cannot be converted."""
         if loss is None or unit == NATS:
@@ -145,7 +150,7 @@ def refresh(point: Point) -> Point:
     loss, bits = numbers.get("best_val_loss"), numbers.get("best_val_bits_per_byte")
     best = {"val_loss": loss, "bytes_per_token": _bytes_per_token(loss, bits)}
     totals = {"step" if name == "steps" else name: numbers.get(name) for name in _TOTALS}
-    found = {name: value for part in (best, curve, totals) for name, value in part.items() if value}
+    found: dict[str, Any] = {name: value for part in (best, curve, totals) for name, value in part.items() if value}
     return replace(point, status=status, reason="; ".join(filter(None, reasons)), **found)
 
 
@@ -205,8 +210,8 @@ def _measurements(columns: Mapping[str, Sequence[tuple[int, float]]]) -> dict[st
 
 
 def _bytes_per_token(nats_per_token: float | None, bits_per_byte: float | None) -> float | None:
-    known = nats_per_token and bits_per_byte and _finite(nats_per_token / log(2) / bits_per_byte)
-    return known if known and known > 0 else None
+    length = nats_per_token and bits_per_byte and _finite(nats_per_token / log(2) / bits_per_byte)
+    return length if length and length > 0 else None
 
 
 def _finite(value: Any) -> Any:

@@ -57,8 +57,7 @@ class Search(Sweeper):
                     trials.append(trial)
             if not trials:
                 break
-            batch = self.points[-len(trials) :]
-            yield batch
+            yield (batch := self.points[-len(trials) :])
             for trial, point in zip(trials, map(refresh, batch), strict=True):
                 # Bits per byte compare over all tokenizers and corpora; over one they order runs as the loss does.
                 loss = point.loss(BITS) if point.status == COMPLETED else None

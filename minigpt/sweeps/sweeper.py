@@ -29,17 +29,7 @@ from tqdm import tqdm
 from minigpt.runs.run_dir import PLAN, update_latest_link, write_failure
 from minigpt.sweeps.launcher import Joblib, Launcher
 from minigpt.sweeps.ranking import short_names
-from minigpt.sweeps.results import (
-    COMPLETED,
-    CRASHED,
-    IRRELEVANT_GROUPS,
-    SKIPPED,
-    WAITING,
-    Point,
-    read_plan,
-    refresh,
-    write_plan,
-)
+from minigpt.sweeps.results import CRASHED, IRRELEVANT_GROUPS, SKIPPED, WAITING, Point, read_plan, refresh, write_plan
 from minigpt.utils.cli import explain
 from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.overrides import quote_override
@@ -87,8 +77,9 @@ class Sweeper(hydra_sweeper.Sweeper):
             raise UserError("a sweep needs a setting with several values, such as model.n_head=2,4,8")
         shared = {key: _to_text(override) for key, override in overrides.items() if key not in self.axes}
         self.shared = list(shared.values())
-        groups = {key: re.split("[.@]", key.lstrip("+~"))[0] for key in shared}
-        self.fixed = [text for key, text in shared.items() if groups[key] not in IRRELEVANT_GROUPS]
+        self.fixed = [
+            text for key, text in shared.items() if re.split("[.@]", key.lstrip("+~"))[0] not in IRRELEVANT_GROUPS
+        ]
         self.existing = self._read_existing()
         checked = False
         try:
@@ -103,9 +94,8 @@ class Sweeper(hydra_sweeper.Sweeper):
             self.points[:] = map(refresh, self.points)
             if checked and (self.folder / PLAN).exists():
                 self._report()
-        failed = [point for point in self.points if point.status not in (COMPLETED, SKIPPED)]
-        if failed:
-            raise RunError(f"{len(failed)} of {len(self.points)} runs failed; the table has the reasons")
+        if failed := sum(point.pending for point in self.points):
+            raise RunError(f"{failed} of {len(self.points)} runs failed; the table has the reasons")
 
     def batches(self) -> Iterator[Sequence[Point]]:
         """Yield checked points, which run before the next batch is requested."""
@@ -164,11 +154,12 @@ class Sweeper(hydra_sweeper.Sweeper):
             if point.status == SKIPPED:
                 print(sanitize_line(f"{point.folder.name}  skipped: {point.reason}"), file=sys.stderr)
         # All workers end at about the same time.
-        pending = sorted((p for p in batch if p.status not in (COMPLETED, SKIPPED)), key=lambda p: -p.planned_flops)
-        workers = self.engine.worker_envs(len(pending)) if isinstance(self.engine, Joblib) else []
-        threads = workers[0]["OMP_NUM_THREADS"] if workers else ""
-        each = f", {len(workers)} at a time with {threads} thread{'s' * (threads != '1')} each" if workers else ""
-        print(f"{len(pending)} of {len(batch)} to run{each}", file=sys.stderr)
+        pending = sorted((point for point in batch if point.pending), key=lambda point: -point.planned_flops)
+        text = f"{len(pending)} of {len(batch)} to run"
+        if isinstance(self.engine, Joblib) and (workers := self.engine.worker_envs(len(pending))):
+            threads = workers[0]["OMP_NUM_THREADS"]
+            text += f", {len(workers)} at a time with {threads} thread{'' if threads == '1' else 's'} each"
+        print(text, file=sys.stderr)
         if pending:
             self._launch(pending)
 
