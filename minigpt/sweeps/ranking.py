@@ -106,11 +106,10 @@ def with_effective_settings(points: Sequence[Point]) -> list[Point]:
         overrides = {}
         for name in names:
             key = name.lstrip("+")
-            choice = _lookup(hydra, "hydra", "runtime", "choices", key)
-            value = next((v for v in (_lookup(config, *key.split(".")), choice) if isinstance(v, str)), None)
-            value = point.overrides.get(name) if value is None else value
-            if value is not None:
-                overrides[name] = value
+            found = (_lookup(config, *key.split(".")), _lookup(hydra, "hydra", "runtime", "choices", key))
+            values = [value for value in (*found, point.overrides.get(name)) if isinstance(value, str)]
+            if values:
+                overrides[name] = values[0]
         compared.append(replace(point, overrides=overrides))
     return compared
 

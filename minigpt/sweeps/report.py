@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from minigpt.runs.run_dir import PLAN, short_path
 from minigpt.sweeps.plots import plot_sweep
@@ -25,9 +25,7 @@ TABLE, PLOT = "sweep.csv", "sweep.png"
 _FIGURES = ("params", "flops", "tokens_per_second", "seconds")
 
 
-def report(
-    folders: Sequence[Path], *, out: Path | None = None, along: str | None = None, file: TextIO | None = None
-) -> None:
+def report(folders: Sequence[Path], *, out: Path | None = None, along: str | None = None) -> None:
     """Print the table of one or several sweeps, and write `sweep.csv` and `sweep.png`.
 
     Args:
@@ -35,12 +33,10 @@ def report(
         out: folder to write to. By default that of the only sweep, whose `sweep.json` is then updated too, or the
             current folder for several sweeps.
         along: a numeric setting to plot the loss over, such as optimizer.lr, or its last part if that is unique.
-        file: to print to; None is stdout.
 
     Raises:
         UserError: a folder holds no runs, or `along` is not one numeric setting in which the runs differ.
     """
-    file = file or sys.stdout
     points = _read(folders)
     along = along if along is None else _full_name(points, along)
     folder = folders[0].resolve() if len(folders) == 1 else Path.cwd()
@@ -51,13 +47,13 @@ def report(
     if len(folders) == 1 and out.resolve() == folder and (folder / PLAN).exists():
         write_plan(folder, read_plan(folder)[0], points)
     write_table(out / TABLE, points)
-    print_table(points, file=file)
+    print_table(points)
     title = folder.name if len(folders) == 1 else f"{len(folders)} sweeps"
     plot_sweep(out / PLOT, points, title=title, along=along)
-    print(f"table    {_display(out / TABLE)}\nplot     {_display(out / PLOT)}", file=file)
+    print(f"table    {_display(out / TABLE)}\nplot     {_display(out / PLOT)}")
 
 
-def print_table(points: Sequence[Point], *, file: TextIO | None = None) -> None:
+def print_table(points: Sequence[Point]) -> None:
     """Print the ranked table, why runs failed or were skipped, and the best row.
 
     A file or a pipe gets one line per row, however long.
@@ -66,7 +62,6 @@ def print_table(points: Sequence[Point], *, file: TextIO | None = None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    file = file or sys.stdout
     rows = ranked(points)
     names = rows[0].short_names
     parent = Path(os.path.commonpath([point.folder.parent for point in points]))
@@ -89,21 +84,20 @@ def print_table(points: Sequence[Point], *, file: TextIO | None = None) -> None:
     for row, line in zip(rows, cells, strict=True):
         style = "dim" if not row.losses else "bold" if row is rows[0] else None
         table.add_row(*map(sanitize_line, line), style=style)
-    width = None if file.isatty() else 100_000
-    console = Console(file=file, width=width, markup=False, highlight=False, emoji=False)
-    print(f"runs in {_display(parent)}\n", file=file)
-    console.print(table)
-    print(file=file)
+    width = None if sys.stdout.isatty() else 100_000
+    print(f"runs in {_display(parent)}\n")
+    Console(width=width, markup=False, highlight=False, emoji=False).print(table)
+    print()
     for row in rows:
         if row.reason:
-            print(sanitize_line(f"{row.label()}: {row.status}: {row.reason}"), file=file)
+            print(sanitize_line(f"{row.label()}: {row.status}: {row.reason}"))
     best, unit = rows[0], rows[0].unit
     if unit == BITS:
-        print("ranked by bits per byte, because the mean length of tokens differs between runs", file=file)
+        print("ranked by bits per byte, because the mean length of tokens differs between runs")
     if best.losses:
         loss = _format_loss(best, unit) + (" bits/byte" if unit == BITS else "")
         run = min(best.points, key=lambda point: inf if (loss := point.loss(unit)) is None else loss)
-        print(f"best     {loss}: {sanitize_line(best.label())}\nrun      {_display(run.folder)}", file=file)
+        print(f"best     {loss}: {sanitize_line(best.label())}\nrun      {_display(run.folder)}")
 
 
 def write_table(file: Path, points: Sequence[Point]) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from minigpt.runs.run_dir import METRICS, PLAN, SUMMARY, is_locked, read_metrics, read_summary
+from minigpt.utils.checks import is_number
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write, read_json
 from minigpt.utils.terminal import warn
@@ -20,7 +21,7 @@ from minigpt.utils.terminal import warn
 COMPLETED, RUNNING, WAITING, CRASHED, SKIPPED = "completed", "running", "waiting", "crashed", "skipped"
 NATS, BITS = "nats per token", "bits per byte"  # units of a loss
 IRRELEVANT_GROUPS = ("resume", "logger")  # settings that do not change what a run computes
-MAX_YAML_DEPTH = 50
+MAX_YAML_DEPTH, MAX_NUMBER = 50, 1e300  # of damaged files
 T = TypeVar("T")
 _TOTALS = ("params", "steps", "tokens", "flops", "tokens_per_second", "seconds")
 _PLAN_FIELDS = (
@@ -139,9 +140,7 @@ def refresh(point: Point) -> Point:
         status = RUNNING
     reasons = [str(summary.get("reason") or "")]
     try:
-        curve = _measurements(read_metrics(point.folder / METRICS))
-    except FileNotFoundError:
-        pass
+        curve = _measurements(read_metrics(point.folder / METRICS)) if (point.folder / METRICS).exists() else {}
     except (OSError, ValueError, ArithmeticError, csv.Error) as error:
         warn(f"{point.folder / METRICS} is not readable ({error}); its curve is left out")
         reasons.append(f"{METRICS} is not readable")
@@ -168,15 +167,14 @@ def read_yaml(file: Path, kind: type[T]) -> T:
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_YAML_DEPTH or isinstance(event, yaml.AliasEvent):
                 raise ValueError("it has aliases or is nested too deeply")
-        content = yaml.load(text, yaml.CBaseLoader) or kind()
-        if not isinstance(content, kind):
-            raise ValueError(f"it must be a {kind.__name__}")
-        return content
+        if isinstance(content := yaml.load(text, yaml.CBaseLoader) or kind(), kind):
+            return content
+        raise ValueError(f"it must be a {kind.__name__}")
     except FileNotFoundError:
-        pass
+        return kind()
     except (OSError, ValueError, yaml.YAMLError) as error:
         warn(f"{file} is not readable ({error}); it is left out")
-    return kind()
+        return kind()
 
 
 def _planned(folder: Path, entry: dict[str, Any]) -> Point:
@@ -216,8 +214,7 @@ def _bytes_per_token(nats_per_token: float | None, bits_per_byte: float | None) 
 
 def _finite(value: Any) -> Any:
     """Return the value if it is a finite number, else None."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if number and isfinite(value) else None
+    return value if is_number(value) and abs(value) < MAX_NUMBER else None
 
 
 def _read_overrides(file: Path) -> dict[str, str]:

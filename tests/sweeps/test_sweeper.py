@@ -413,7 +413,7 @@ BAD_INPUT = {
     "seed=1,2 +sweep=heads": "sweep=heads does not exist; sweep= takes heads_by_width, search",
     "seed=1,[2": "cannot parse the override seed=1,[2",
     "seed=1,2 data.path=missing.txt": "data.path=missing.txt does not exist",
-    "seed=1,2 hydra.sweep.dir=other": "other is not empty and holds no sweep; choose another folder with hydra.sweep.dir=",
+    "seed=1,2 hydra.sweep.dir=other": "other is not empty and holds no sweep; choose another folder with",
     "seed=1,2 hydra.sweep.dir=note.txt": "note.txt",
     "seed=1,2 hydra.sweep.dir=note.txt/sweep": "note.txt",
 }
