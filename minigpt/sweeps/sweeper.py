@@ -180,8 +180,8 @@ class Sweeper(hydra_sweeper.Sweeper):
                 loss = f", val loss {point.val_loss:.4f} after {point.seconds:,.0f} s" if point.val_loss else ""
                 reason = f": {point.reason}" if point.reason else ""
                 line = f"{next(ended)}/{len(points)} {point.folder.name} {point.status}{loss}{reason}"
-                bar.write(sanitize_line(line), file=sys.stderr)
                 bar.update()
+                bar.write(sanitize_line(line), file=sys.stderr)
 
             if isinstance(self.engine, Launcher):
                 self.engine.on_end = on_end
