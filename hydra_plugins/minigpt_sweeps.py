@@ -1,6 +1,6 @@
 """The sweepers and launchers of minigpt, in the package that Hydra searches for plugins."""
 
-from minigpt.sweeps import launcher, search, submitit_launcher, sweeper
+from minigpt.sweeps import launcher, search, sweeper
 
 
 class Grid(sweeper.Grid):
@@ -15,5 +15,5 @@ class Joblib(launcher.Joblib):
     """Worker processes of this machine."""
 
 
-class Submitit(submitit_launcher.Submitit):
+class Submitit(launcher.Submitit):
     """Jobs of SLURM, or processes of this machine that submitit starts."""

@@ -24,8 +24,7 @@ from minigpt.utils.errors import RunError
 from minigpt.utils.overrides import quote_override
 from minigpt.utils.signals import Interrupted
 
-POLL_SECONDS = 0.05
-_busy = threading.Event()  # set while this worker runs a job
+_busy = threading.Lock()  # held while this worker runs a job
 
 
 @dataclass(frozen=True)
@@ -53,11 +52,8 @@ class Job:
     state: Any
 
     def __call__(self) -> float | None:
-        _busy.set()
-        try:
+        with _busy:
             return self._run()
-        finally:
-            _busy.clear()
 
     def checkpoint(self) -> Any:
         """Return the job that submitit queues when this one is preempted: the same, resumed."""
@@ -115,9 +111,8 @@ def init_worker(parent: int) -> None:
         while os.getppid() == parent:
             time.sleep(1)
         os.killpg(0, signal.SIGTERM)  # ends a run with a checkpoint, and an import at once
-        while _busy.is_set():
-            time.sleep(POLL_SECONDS)
-        os._exit(1)
+        with _busy:
+            os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
 

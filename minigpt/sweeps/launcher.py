@@ -1,8 +1,9 @@
-"""Run the jobs of a sweep side by side, in worker processes of this machine, each with its cores and its GPU.
+"""Run the jobs of a sweep: in worker processes of this machine, each with its cores and its GPU, or through submitit.
 
 Each job is one run in its own folder, which holds its status, and a job whose process dies does not end the others.
 """
 
+import importlib.util
 import multiprocessing
 import os
 import platform
@@ -14,8 +15,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,13 @@ from hydra.plugins import launcher as hydra_launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from minigpt.sweeps.job import POLL_SECONDS, Job, init_worker
+from minigpt.sweeps.job import Job, init_worker
 from minigpt.utils.checks import POSITIVE_INT, or_null, require
 from minigpt.utils.cli import explain
-from minigpt.utils.errors import RunError
+from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.signals import Interrupted
+
+POLL_SECONDS = 0.05
 
 
 class Launcher(hydra_launcher.Launcher):
@@ -68,18 +72,17 @@ class Launcher(hydra_launcher.Launcher):
         return returned
 
     def _run(self, jobs: Sequence[Job], signals: Sequence[int]) -> list[JobReturn]:
-        slots = self.start(len(jobs))
-        waiting, running = deque(enumerate(jobs)), dict[int, Any]()
+        slots, waiting = self.start(len(jobs)), deque(range(len(jobs)))
+        self.running: dict[int, Any] = {}  # number of the job → its future
         returned = [JobReturn() for _ in jobs]
-        while running or (waiting and not signals):
-            count = 0 if signals else min(len(waiting), slots - len(running))
+        while self.running or (waiting and not signals):
+            count = 0 if signals else min(len(waiting), slots - len(self.running))
             if batch := [waiting.popleft() for _ in range(count)]:
-                futures = self.submit([job for _, job in batch])
-                running |= {number: future for (number, _), future in zip(batch, futures, strict=True)}
-            for number in [number for number, future in running.items() if future.done()]:
-                future = running.pop(number)
-                returned[number], died = _job_return(future)
-                self.release(future, died)
+                self.running |= zip(batch, self.submit([jobs[number] for number in batch]), strict=True)
+            for number in [number for number, future in self.running.items() if future.done()]:
+                future = self.running.pop(number)
+                returned[number] = _job_return(future)
+                self.release(future)
                 if self.on_end:
                     self.on_end(number, returned[number])
             time.sleep(POLL_SECONDS)
@@ -94,8 +97,8 @@ class Launcher(hydra_launcher.Launcher):
         """Start jobs; return a future of each."""
         raise NotImplementedError
 
-    def release(self, future: Any, died: bool) -> None:
-        """Free what a job used; `died` if its process did not return a result."""
+    def release(self, future: Any) -> None:
+        """Free what an ended job used."""
 
     def close(self) -> None:
         """Free everything after the last job."""
@@ -121,45 +124,44 @@ class Joblib(Launcher):
         self.n_jobs, self.threads = n_jobs, threads
 
     def worker_envs(self, jobs: int) -> list[dict[str, str]]:
-        """Return the environment of each worker process for so many jobs."""
+        """Return the environment of each worker process for so many jobs: its number of threads and its GPU.
+
+        Several small models with one thread each train faster than one after another with all threads. Workers share
+        a GPU only if more of them were requested than there are GPUs. Jobs on several devices use all of them.
+        """
         from loky import cpu_count
 
-        trainer = self.config.trainer
-        return worker_envs(
-            jobs,
-            n_jobs=self.n_jobs,
-            threads=self.threads or int(os.environ.get("OMP_NUM_THREADS") or 0),
-            cores=cpu_count(),
-            gpus=visible_gpus() if trainer.accelerator in ("auto", "gpu", "cuda") else [],
-            multi_device=trainer.devices != 1,
-        )
+        cores, trainer = cpu_count(), self.config.trainer
+        one_device = trainer.devices == 1
+        gpus = visible_gpus() if one_device and trainer.accelerator in ("auto", "gpu", "cuda") else []
+        workers = min(jobs, self.n_jobs or (len(gpus) or cores if one_device else 1))
+        threads = self.threads or int(os.environ.get("OMP_NUM_THREADS") or 0) or max(1, cores // max(1, workers))
+        envs = [{"OMP_NUM_THREADS": str(threads)} for _ in range(workers)]
+        for env, gpu in zip(envs, cycle(gpus), strict=False):
+            env["CUDA_VISIBLE_DEVICES"] = gpu
+        return envs
 
     def start(self, jobs: int) -> int:
-        self.idle: deque[tuple[dict[str, str], Any]] = deque((env, None) for env in self.worker_envs(jobs))
+        self.idle = deque((env, _new_worker(env)) for env in self.worker_envs(jobs))
         self.busy: dict[Any, tuple[dict[str, str], Any]] = {}
         return len(self.idle)
 
     def submit(self, jobs: Sequence[Job]) -> list[Any]:
-        from loky import ProcessPoolExecutor
-
-        futures = []
-        for job in jobs:
-            env, worker = self.idle.popleft()
-            worker = worker or ProcessPoolExecutor(1, initializer=init_worker, initargs=(os.getpid(),), env=env)
-            futures.append(worker.submit(job))
-            self.busy[futures[-1]] = env, worker
+        workers = [self.idle.popleft() for _ in jobs]
+        futures = [worker.submit(job) for (_, worker), job in zip(workers, jobs, strict=True)]
+        self.busy |= zip(futures, workers, strict=True)
         return futures
 
-    def release(self, future: Any, died: bool) -> None:
+    def release(self, future: Any) -> None:
         env, worker = self.busy.pop(future)
-        if died:
+        if isinstance(future.exception(), BrokenExecutor):
             worker.shutdown(wait=False)
-        self.idle.append((env, None if died else worker))
+            worker = _new_worker(env)
+        self.idle.append((env, worker))
 
     def close(self) -> None:
         for _, worker in self.idle:
-            if worker is not None:
-                worker.shutdown()
+            worker.shutdown()
 
     def stop(self, *, kill: bool) -> None:
         for process in multiprocessing.active_children():
@@ -167,37 +169,61 @@ class Joblib(Launcher):
                 os.killpg(process.pid or 0, signal.SIGKILL if kill else signal.SIGTERM)
 
 
-def worker_envs(
-    jobs: int, *, n_jobs: int | None, threads: int, cores: int, gpus: Sequence[str], multi_device: bool
-) -> list[dict[str, str]]:
-    """Return the environment of each worker: its number of threads and its GPU.
-
-    Several small models with one thread each train faster than one after another with all threads. Workers share a
-    GPU only if more of them were requested than there are GPUs.
+class Submitit(Launcher):
+    """Jobs of submitit.
 
     Args:
-        n_jobs: requested number of workers; None is one per GPU, or one per core without GPUs.
-        threads: requested threads per worker; 0 is an equal share of the cores.
-        multi_device: each job uses all devices.
+        cluster: slurm or local.
+        n_jobs: jobs at a time; None is no limit on SLURM, and one per core on this machine.
+        parameters: of submitit's `update_parameters`; null values are left out.
     """
-    workers = min(jobs, n_jobs or (1 if multi_device else len(gpus) or cores))
-    envs = []
-    for worker in range(workers):
-        env = {"OMP_NUM_THREADS": str(threads or max(1, cores // workers))}
-        if gpus and not multi_device:
-            env["CUDA_VISIBLE_DEVICES"] = gpus[worker % len(gpus)]
-        envs.append(env)
-    return envs
+
+    def __init__(self, cluster: str, n_jobs: int | None, **parameters: Any) -> None:
+        self.cluster, self.n_jobs = cluster, n_jobs
+        self.parameters = {name: value for name, value in parameters.items() if value is not None}
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
+        name = f"hydra/launcher=submitit_{self.cluster}"
+        if importlib.util.find_spec("submitit") is None:
+            raise UserError(f'{name} needs: pip install -e ".[submitit]" -c constraints.txt')
+        if self.cluster == "slurm":  # its jobs are one process each
+            require("trainer.devices", config.trainer.devices, lambda devices: devices == 1, f"1 with {name}")
+
+    def start(self, jobs: int) -> int:
+        import submitit
+
+        folder = Path(str(self.config.hydra.sweep.dir), ".submitit")
+        slurm = self.cluster == "slurm"
+        try:
+            self.executor = submitit.AutoExecutor(folder=folder / "%j", cluster=self.cluster)
+            if slurm and self.n_jobs is not None:
+                self.executor.update_parameters(slurm_array_parallelism=self.n_jobs)
+            self.executor.update_parameters(**self.parameters)
+        except (RuntimeError, NameError, TypeError) as error:
+            raise UserError(f"hydra/launcher=submitit_{self.cluster}: {error}") from error
+        return jobs if slurm else self.n_jobs or os.cpu_count() or 1  # SLURM queues what does not fit
+
+    def submit(self, jobs: Sequence[Job]) -> list[Any]:
+        with self.executor.batch() if self.cluster == "slurm" else nullcontext():
+            return [self.executor.submit(job) for job in jobs]
+
+    def stop(self, *, kill: bool) -> None:
+        for future in self.running.values():
+            future.cancel()
 
 
-def visible_gpus() -> list[str]:
-    """Return the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES, without importing torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return _all_gpus() if visible is None else [name for name in visible.split(",") if name]
+def _new_worker(env: dict[str, str]) -> Any:
+    from loky import ProcessPoolExecutor
+
+    return ProcessPoolExecutor(1, initializer=init_worker, initargs=(os.getpid(),), env=env)
 
 
 @cache
-def _all_gpus() -> list[str]:
+def visible_gpus() -> list[str]:
+    """Return the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES, without importing torch."""
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in visible.split(",") if name]
     if sys.platform == "darwin" and platform.machine() == "arm64":
         return ["0"]  # Apple silicon has one
     try:
@@ -207,16 +233,12 @@ def _all_gpus() -> list[str]:
     return re.findall(r"^GPU (\d+):", output, flags=re.MULTILINE)
 
 
-def _job_return(future: Any) -> tuple[JobReturn, bool]:
-    """Return the result of a job for Hydra, and whether its process died."""
-    returned, died = JobReturn(), False
+def _job_return(future: Any) -> JobReturn:
     try:
-        returned.return_value, returned.status = future.result(), JobStatus.COMPLETED
+        return JobReturn(status=JobStatus.COMPLETED, _return_value=future.result())
     except Exception as error:
         reason = explain(error)[0].removeprefix("error: ")
-        died = isinstance(error, BrokenExecutor) or type(error).__name__ == "UncompletedJobError"  # of submitit
-        if died:
+        if isinstance(error, BrokenExecutor) or type(error).__name__ == "UncompletedJobError":  # of submitit
             name = re.search(r"SIG[A-Z]+", str(error))
             reason = "its process " + (f"was killed ({name[0]}), possibly out of memory" if name else "crashed")
-        returned.return_value, returned.status = RunError(reason), JobStatus.FAILED
-    return returned, died
+        return JobReturn(status=JobStatus.FAILED, _return_value=RunError(reason))

@@ -4,13 +4,14 @@ Matplotlib is imported where something is plotted. Text from files goes through 
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import exp, inf, log
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from minigpt.sweeps.ranking import Row, as_number, ranked
+from minigpt.sweeps.ranking import Row, count_text, ranked
 from minigpt.sweeps.results import COMPLETED, Point
 from minigpt.utils.files import atomic_write
 from minigpt.utils.terminal import sanitize_line
@@ -19,9 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe & Ito (2008): colors for all kinds of color vision. Ranks and losses take viridis, which orders them.
-BEST_COLOR, POINT_COLOR, FIT_COLOR = "#d55e00", "#0072b2", "#aa4499"
-MAX_LABELED = 10  # lines with an entry in a legend
+MAX_LABELED = 10  # lines with a color and an entry in a legend
 MAX_NAMES = 20  # rows of a plot by name
 MAX_ANNOTATED = 64  # cells of a heat map with their loss as text
 MIN_FIT_POINTS = 5
@@ -54,8 +53,7 @@ def sweep_figure(points: Sequence[Point], *, title: str, along: str | None = Non
         _plot_curves(panels[1], measured)
         _plot_scaling(panels[2], measured, "params", "parameters N")
         _plot_scaling(panels[3], measured, "flops", "training FLOPs C")
-    statuses = [point.status for point in points]
-    counts = ", ".join(f"{statuses.count(status)} {status}" for status in sorted(set(statuses)))
+    counts = count_text(Counter(point.status for point in points))
     figure.suptitle(_escape(f"{title}: {counts}", 120), fontsize=14)
     return figure
 
@@ -79,13 +77,9 @@ def power_law(xs: Sequence[float], losses: Sequence[float]) -> tuple[float, floa
 
 def _plot_swept(panel: "Axes", rows: Sequence[Row], along: str | None) -> None:
     """Plot a heat map of two numeric settings, lines over one, or else the best rows by name."""
-    names = list(dict.fromkeys(name for row in rows for name in row.overrides))
+    names = list(rows[0].short_names)
     values = {name: _values(rows, name) for name in names}
-    numeric = [
-        name
-        for name in names
-        if len(values[name]) > 1 and all(as_number(row.overrides.get(name)) is not None for row in rows)
-    ]
+    numeric = [name for name in names if len(values[name]) > 1 and all(row.number(name) is not None for row in rows)]
     if along is None and len(numeric) == 1 and len({row.label(numeric[0]) for row in rows}) <= MAX_LABELED:
         along = numeric[0]
     if along is not None:
@@ -103,26 +97,24 @@ def _plot_heat_map(panel: "Axes", rows: Sequence[Row], x: str, y: str) -> None:
     import numpy as np
 
     columns, lines = _values(rows, x), _values(rows, y)
+    cells = {  # of equal settings the best is shown
+        (lines.index(float(row.overrides[y])), columns.index(float(row.overrides[x]))): row for row in reversed(rows)
+    }
     losses = np.full((len(lines), len(columns)), np.nan)
-    cells = {}
-    for row in reversed(rows):  # of equal settings the best is shown
-        at = lines.index(float(row.overrides[y])), columns.index(float(row.overrides[x]))
-        cells[at], losses[at] = row, np.nan if row.loss is None else row.loss
+    for at, row in cells.items():
+        losses[at] = np.nan if row.loss is None else row.loss
     low, high = _range_without_outliers(losses[np.isfinite(losses)].tolist())
     image = panel.imshow(losses, cmap="viridis_r", origin="lower", aspect="auto", vmin=low, vmax=high)
-    for (line, column), row in cells.items() if losses.size <= MAX_ANNOTATED else ():
-        text = [f"{row.loss:.4f}"] if row.losses else []
-        text += [] if row.spread is None else [f"± {row.spread:.4f}"]
-        text += [] if row.status == COMPLETED else row.status.split(", ")
-        style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 10 if len(columns) <= 6 else 7}
-        style["color"] = "white" if losses[line, column] > (low + high) / 2 else "black"
-        style["weight"] = "bold" if row is rows[0] else "normal"
-        panel.text(column, line, "\n".join(map(_escape, text)), **style)
+    for at, row in cells.items() if losses.size <= MAX_ANNOTATED else ():
+        spread = "" if row.spread is None else f"\n± {row.spread:.4f}"
+        text = f"{row.loss:.4f}{spread}\n" if row.losses else ""
+        text += "" if row.status == COMPLETED else _escape(row.status).replace(", ", "\n")
+        color, weight = "white" if losses[at] > (low + high) / 2 else "black", "bold" if row is rows[0] else "normal"
+        panel.text(*at[::-1], text.strip(), ha="center", va="center", fontsize=8, color=color, weight=weight)
     panel.set_facecolor("0.92")
-    for axis, name, values in ((panel.xaxis, x, columns), (panel.yaxis, y, lines)):
-        every = -(-len(values) // 16)
-        axis.set_ticks(range(0, len(values), every), [f"{value:g}" for value in values[::every]])
-        axis.set_label_text(_escape(name))
+    panel.set_xticks(range(len(columns)), [f"{value:g}" for value in columns])
+    panel.set_yticks(range(len(lines)), [f"{value:g}" for value in lines])
+    panel.set(xlabel=_escape(x), ylabel=_escape(y))
     panel.figure.colorbar(image, ax=panel, label=rows[0].unit)
 
 
@@ -130,22 +122,17 @@ def _plot_lines(panel: "Axes", rows: Sequence[Row], along: str) -> None:
     """Plot the loss over one setting, one line per combination of the others, the line of the best run first."""
     lines: dict[str, list[tuple[float, float, float]]] = {}  # (value, loss, standard deviation)
     for row in rows:
-        if row.loss is not None and (value := as_number(row.overrides.get(along))) is not None:
+        if row.loss is not None and (value := row.number(along)) is not None:
             lines.setdefault(row.label(along), []).append((value, row.loss, row.spread or 0.0))
     for rank, (name, line) in enumerate(lines.items()):
         xs, losses, spreads = zip(*sorted(line), strict=True)
         label = _escape(name) if rank < MAX_LABELED and len(lines) > 1 else None
-        style: dict[str, Any] = {"color": _rank_color(rank, len(lines)), "capsize": 3, "zorder": 10 - rank}
-        panel.errorbar(
-            xs, losses, spreads if any(spreads) else None, marker="os^Dv<>Pp*"[rank % 10], label=label, **style
-        )
+        style: dict[str, Any] = {"color": _rank_color(rank), "marker": "os^Dv<>Pp*"[rank % 10], "capsize": 3}
+        panel.errorbar(xs, losses, spreads if any(spreads) else None, label=label, zorder=10 - rank, **style)
     panel.set(xlabel=_escape(along), ylabel=f"best validation loss ({rows[0].unit})")
-    values = sorted({value for line in lines.values() for value, _, _ in line})
-    if values and values[0] > 0 and values[-1] >= 10 * values[0]:
+    values = _values(rows, along)
+    if values[0] > 0 and values[-1] >= 10 * values[0]:
         panel.set_xscale("log")
-        if len(values) <= 8:
-            panel.set_xticks(values, [f"{value:g}" for value in values])
-            panel.set_xticks([], minor=True)
     if len(lines) > 1:
         panel.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     _clip_outliers(panel, [loss for line in lines.values() for _, loss, _ in line])
@@ -155,9 +142,7 @@ def _plot_lines(panel: "Axes", rows: Sequence[Row], along: str) -> None:
 def _plot_names(panel: "Axes", rows: Sequence[Row]) -> None:
     """Plot the losses of rows by name."""
     for rank, row in enumerate(rows):
-        panel.errorbar(
-            row.loss or inf, rank, xerr=row.spread, marker="o", capsize=3, color=_rank_color(rank, len(rows))
-        )
+        panel.errorbar(row.loss or inf, rank, xerr=row.spread, marker="o", capsize=3, color=_rank_color(rank))
     panel.set_yticks(range(len(rows)), [f"{_escape(row.label())}   {row.loss:.4f}" for row in rows], fontsize=8)
     panel.invert_yaxis()
     panel.set_xlabel(f"best validation loss ({rows[0].unit})")
@@ -171,16 +156,14 @@ def _plot_curves(panel: "Axes", rows: Sequence[Row]) -> None:
     ends = []
     for rank, row in enumerate(rows):
         label = f"{rank + 1}  {_escape(row.label())}" if rank < MAX_LABELED else None
-        style: dict[str, Any] = {"color": _rank_color(rank, MAX_LABELED), "linewidth": 2.5 if rank == 0 else 1.2}
+        style: dict[str, Any] = {"color": _rank_color(rank), "linewidth": 2.5 if rank == 0 else 1.2}
         style |= {"linestyle": "-" if row.status == COMPLETED else ":", "zorder": 3 - rank / len(rows)}
-        for point in row.points:
+        for i, point in enumerate(row.points):  # one entry in the legend for all seeds
             tokens = [at for at, _ in point.curve]
             losses = [point.in_unit(loss, row.unit) or inf for _, loss in point.curve]
-            panel.plot(tokens, losses, marker="o" if len(losses) == 1 else None, label=label, **style)
+            panel.plot(tokens, losses, marker="o" if len(losses) == 1 else None, label=None if i else label, **style)
             ends += losses[1:] or losses
-            label = None  # one entry for all seeds
     _clip_outliers(panel, ends)
-    panel.locator_params(axis="x", nbins=6)
     panel.xaxis.set_major_formatter(EngFormatter())
     panel.set(xlabel="tokens", ylabel=f"validation loss ({rows[0].unit})")
     panel.set_title("learning curves by rank (dotted: not completed)", loc="left")
@@ -190,27 +173,26 @@ def _plot_curves(panel: "Axes", rows: Sequence[Row]) -> None:
 
 def _plot_scaling(panel: "Axes", rows: Sequence[Row], cost: str, label: str) -> None:
     """Plot the loss over a cost, with the Pareto front and a power law fitted to it."""
-    from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator, ScalarFormatter
+    from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
     known = [(x, row.loss) for row in rows if row.loss and (x := row.mean_of(cost))]
     panel.set(xlabel=label, ylabel=f"best validation loss ({rows[0].unit})")
     if not known:
         return
     panel.set(xscale="log", yscale="log")
-    panel.scatter(*zip(*known, strict=True), color=POINT_COLOR, alpha=0.6)
+    panel.scatter(*zip(*known, strict=True), alpha=0.6)
     front = pareto_front(known)
     panel.plot(*zip(*front, strict=True), color="0.2", linewidth=1, label="Pareto front")
     if len({round(log(x), 2) for x, _ in front}) >= MIN_FIT_POINTS:  # measured costs that differ by < 1 % are equal
         scale, exponent = power_law(*zip(*front, strict=True))
-        fit = f"fit: {scale:.3g} · {label[-1]}$^{{{-exponent:.3f}}}$"
-        panel.plot(*zip(*((x, scale * x**-exponent) for x, _ in front), strict=True), "--", color=FIT_COLOR, label=fit)
-    panel.plot(
-        *known[0], marker="*", markersize=15, color=BEST_COLOR, linestyle="none", label=f"best {known[0][1]:.4f}"
-    )
+        fit = [scale * x**-exponent for x, _ in front]
+        text = f"fit: {scale:.3g} · {label[-1]}$^{{{-exponent:.3f}}}$"
+        panel.plot([x for x, _ in front], fit, "--", color="C1", label=text)
+    panel.plot(*known[0], "*", markersize=15, color="C3", label=f"best {known[0][1]:.4f}")
     panel.xaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter=EngFormatter())
     panel.yaxis.set(major_locator=MaxNLocator(6), major_formatter=ScalarFormatter(useOffset=False))
-    for axis in (panel.xaxis, panel.yaxis):
-        axis.set_minor_locator(NullLocator())
+    panel.yaxis.set_minor_formatter(NullFormatter())
+    panel.xaxis.set_minor_formatter(NullFormatter())
     _clip_outliers(panel, [loss for _, loss in known])
     panel.grid(alpha=0.3)
     panel.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False)
@@ -231,17 +213,13 @@ def _range_without_outliers(losses: Sequence[float]) -> tuple[float, float]:
     return best, max((loss for loss in losses if loss <= best + 5 * (middle - best)), default=best)
 
 
-def _rank_color(rank: int, of: int) -> Any:
-    from matplotlib import colormaps
-
-    if rank >= MAX_LABELED:
-        return "0.8"
-    return BEST_COLOR if rank == 0 else colormaps["viridis"](0.88 * (rank - 1) / max(min(of, MAX_LABELED) - 2, 1))
+def _rank_color(rank: int) -> str:
+    return f"C{rank}" if rank < MAX_LABELED else "0.8"
 
 
 def _values(rows: Iterable[Row], name: str) -> list[float]:
     """Return the numbers that a setting takes, in order."""
-    return sorted({value for row in rows if (value := as_number(row.overrides.get(name))) is not None})
+    return sorted({value for row in rows if (value := row.number(name)) is not None})
 
 
 def _escape(text: str, max_chars: int = 60) -> str:

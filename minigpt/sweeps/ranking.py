@@ -1,11 +1,13 @@
 """Rank the points of a sweep: average over seeds, in a unit that makes the losses comparable."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 from statistics import mean, stdev
+from typing import Any
 
-from minigpt.sweeps.results import BITS, NATS, Point, read_settings
+from minigpt.sweeps.results import BITS, NATS, Point, read_yaml
 
 SEED = "seed"
 
@@ -18,7 +20,7 @@ class Row:
         overrides: without the seed.
         points: one per seed.
         unit: of the losses, `NATS` or `BITS`.
-        short_names: of the settings of all rows.
+        short_names: of the settings in which rows differ.
     """
 
     overrides: Mapping[str, str]
@@ -44,9 +46,8 @@ class Row:
     @property
     def status(self) -> str:
         """Status of the points, with counts if they differ."""
-        statuses = [point.status for point in self.points]
-        kinds = sorted(set(statuses))
-        return kinds[0] if len(kinds) == 1 else ", ".join(f"{statuses.count(kind)} {kind}" for kind in kinds)
+        counts = Counter(point.status for point in self.points)
+        return next(iter(counts)) if len(counts) == 1 else count_text(counts)
 
     @property
     def reason(self) -> str:
@@ -55,8 +56,12 @@ class Row:
 
     def mean_of(self, name: str) -> float | None:
         """Return the mean of a field over the points that have it."""
-        known = [value for point in self.points if (value := getattr(point, name))]
-        return mean(known) if known else None
+        values = [value for point in self.points if (value := getattr(point, name))]
+        return mean(values) if values else None
+
+    def number(self, name: str) -> float | None:
+        """Return the value of a setting if it is a finite number."""
+        return as_number(self.overrides.get(name))
 
     def label(self, without: str | None = None) -> str:
         """Return the overrides by short name, except `without`; the folder's name if there are none."""
@@ -68,13 +73,11 @@ def ranked(points: Sequence[Point]) -> list[Row]:
     """Group points by their settings without the seed: lowest mean loss first, rows without a loss last."""
     names = [name for name in axes(points) if name != SEED]
     unit, short = loss_unit(points), short_names(names)
-    groups: dict[tuple[str | None, ...], list[Point]] = {}
+    groups: dict[tuple[tuple[str, str], ...], list[Point]] = {}
     for point in points:
-        groups.setdefault(tuple(point.overrides.get(name) for name in names), []).append(point)
-    rows = []
-    for values, group in groups.items():
-        overrides = {name: value for name, value in zip(names, values, strict=True) if value is not None}
-        rows.append(Row(overrides, group, unit, short))
+        values = tuple((name, point.overrides[name]) for name in names if name in point.overrides)
+        groups.setdefault(values, []).append(point)
+    rows = [Row(dict(values), group, unit, short) for values, group in groups.items()]
     return sorted(rows, key=lambda row: inf if row.loss is None else row.loss)
 
 
@@ -99,15 +102,28 @@ def with_effective_settings(points: Sequence[Point]) -> list[Point]:
     names = dict.fromkeys(key for point in points for key in point.overrides)
     compared = []
     for point in points:
-        config, hydra = (read_settings(point.folder / f".hydra/{name}.yaml") for name in ("config", "hydra"))
+        config, hydra = (read_yaml(point.folder / f".hydra/{name}.yaml", dict) for name in ("config", "hydra"))
         overrides = {}
         for name in names:
             key = name.lstrip("+")
-            value = config.get(key, hydra.get(f"hydra.runtime.choices.{key}", point.overrides.get(name)))
-            if value is not None:
-                overrides[name] = value
+            found = (_lookup(config, *key.split(".")), _lookup(hydra, "hydra", "runtime", "choices", key))
+            values = [value for value in (*found, point.overrides.get(name)) if isinstance(value, str)]
+            if values:
+                overrides[name] = values[0]
         compared.append(replace(point, overrides=overrides))
     return compared
+
+
+def _lookup(config: Any, *keys: str) -> Any:
+    """Return a nested value, a list as an override writes it; None if it is missing."""
+    for key in keys:
+        config = config.get(key) if isinstance(config, dict) else None
+    return f"[{','.join(map(str, config))}]" if isinstance(config, list) else config
+
+
+def count_text(counts: Mapping[str, int]) -> str:
+    """Return counts as text, such as `2 completed, 1 failed`."""
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:

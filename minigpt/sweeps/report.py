@@ -1,4 +1,4 @@
-"""The report of a sweep: a ranked table in the terminal, `sweep.csv` and `sweep.png`.
+"""The report of a sweep: a ranked table in the terminal, `sweep.csv`, `sweep.png`, and both on Weights & Biases.
 
 It reads run folders only, so it also reports a sweep that is still running. Rich and Matplotlib are imported when they
 are needed. Text from files is sanitized before it reaches a terminal.
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from minigpt.runs.run_dir import PLAN, short_path
 from minigpt.sweeps.plots import plot_sweep
@@ -25,9 +25,7 @@ TABLE, PLOT = "sweep.csv", "sweep.png"
 _FIGURES = ("params", "flops", "tokens_per_second", "seconds")
 
 
-def report(
-    folders: Sequence[Path], *, out: Path | None = None, along: str | None = None, file: TextIO | None = None
-) -> None:
+def report(folders: Sequence[Path], *, out: Path | None = None, along: str | None = None) -> None:
     """Print the table of one or several sweeps, and write `sweep.csv` and `sweep.png`.
 
     Args:
@@ -35,12 +33,10 @@ def report(
         out: folder to write to. By default that of the only sweep, whose `sweep.json` is then updated too, or the
             current folder for several sweeps.
         along: a numeric setting to plot the loss over, such as optimizer.lr, or its last part if that is unique.
-        file: to print to; None is stdout.
 
     Raises:
         UserError: a folder holds no runs, or `along` is not one numeric setting in which the runs differ.
     """
-    file = file or sys.stdout
     points = _read(folders)
     along = along if along is None else _full_name(points, along)
     folder = folders[0].resolve() if len(folders) == 1 else Path.cwd()
@@ -51,13 +47,13 @@ def report(
     if len(folders) == 1 and out.resolve() == folder and (folder / PLAN).exists():
         write_plan(folder, read_plan(folder)[0], points)
     write_table(out / TABLE, points)
-    print_table(points, file=file)
+    print_table(points)
     title = folder.name if len(folders) == 1 else f"{len(folders)} sweeps"
     plot_sweep(out / PLOT, points, title=title, along=along)
-    print(f"table    {_display(out / TABLE)}\nplot     {_display(out / PLOT)}", file=file)
+    print(f"table    {_display(out / TABLE)}\nplot     {_display(out / PLOT)}")
 
 
-def print_table(points: Sequence[Point], *, file: TextIO | None = None) -> None:
+def print_table(points: Sequence[Point]) -> None:
     """Print the ranked table, why runs failed or were skipped, and the best row.
 
     A file or a pipe gets one line per row, however long.
@@ -66,12 +62,10 @@ def print_table(points: Sequence[Point], *, file: TextIO | None = None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    file = file or sys.stdout
     rows = ranked(points)
-    names = list(dict.fromkeys(name for row in rows for name in row.overrides))
+    names = rows[0].short_names
     parent = Path(os.path.commonpath([point.folder.parent for point in points]))
-    settings = [rows[0].short_names[name] for name in names]
-    header = ["#", *settings, "val loss", "bits/byte", "params", "status", "folder"]
+    header = ["#", *names.values(), "val loss", "bits/byte", "params", "status", "folder"]
     cells = [
         [
             str(rank) if row.losses else "",
@@ -90,27 +84,26 @@ def print_table(points: Sequence[Point], *, file: TextIO | None = None) -> None:
     for row, line in zip(rows, cells, strict=True):
         style = "dim" if not row.losses else "bold" if row is rows[0] else None
         table.add_row(*map(sanitize_line, line), style=style)
-    width = None if file.isatty() else 100_000
-    console = Console(file=file, width=width, markup=False, highlight=False, emoji=False)
-    print(f"runs in {_display(parent)}\n", file=file)
-    console.print(table)
-    print(file=file)
+    width = None if sys.stdout.isatty() else 100_000
+    print(f"runs in {_display(parent)}\n")
+    Console(width=width, markup=False, highlight=False, emoji=False).print(table)
+    print()
     for row in rows:
         if row.reason:
-            print(sanitize_line(f"{row.label()}: {row.status}: {row.reason}"), file=file)
+            print(sanitize_line(f"{row.label()}: {row.status}: {row.reason}"))
     best, unit = rows[0], rows[0].unit
     if unit == BITS:
-        print("ranked by bits per byte, because the mean length of tokens differs between runs", file=file)
+        print("ranked by bits per byte, because the mean length of tokens differs between runs")
     if best.losses:
         loss = _format_loss(best, unit) + (" bits/byte" if unit == BITS else "")
         run = min(best.points, key=lambda point: inf if (loss := point.loss(unit)) is None else loss)
-        print(f"best     {loss}: {sanitize_line(best.label())}\nrun      {_display(run.folder)}", file=file)
+        print(f"best     {loss}: {sanitize_line(best.label())}\nrun      {_display(run.folder)}")
 
 
 def write_table(file: Path, points: Sequence[Point]) -> None:
     """Write `sweep.csv`: the ranked table, with losses in both units and their standard deviations over seeds."""
     rows = ranked(points)
-    names = list(dict.fromkeys(name for row in rows for name in row.overrides))
+    names = list(rows[0].short_names)
     losses = ["val_loss", "spread", "val_bits_per_byte", "val_bits_per_byte_spread"]
     # File names and JSON may hold lone surrogates, which UTF-8 cannot encode.
     encoding: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
@@ -128,6 +121,29 @@ def write_table(file: Path, points: Sequence[Point]) -> None:
                     *(row.status, row.reason, " ".join(str(point.folder) for point in row.points)),
                 ]
             )
+
+
+def publish(folder: Path, wandb_config: Any) -> None:
+    """Log the table and the plot of a sweep as a run of its own in the sweep's W&B group.
+
+    Args:
+        wandb_config: `logger.wandb` of the sweep's configuration.
+    """
+    from minigpt.runs.wandb_logger import Wandb, finish, wandb_logger
+
+    names: dict[str, Any] = {"name": f"{folder.name} summary", "group": wandb_config.group or folder.name}
+    options: dict[str, Any] = {key: wandb_config[key] for key in ("project", "entity", "timeout")}
+    logger = wandb_logger(folder=folder, tags=[*wandb_config.tags, "sweep", "summary"], **names, **options)
+    if not isinstance(logger, Wandb):
+        return
+    import wandb
+
+    with open(folder / TABLE, newline="", encoding="utf-8") as file:
+        header, *rows = list[list[Any]](csv.reader(file))
+    with logger.ignore_lost_client():
+        table = wandb.Table(columns=header, data=rows)
+        logger.experiment.log({"sweep": table, "plot": wandb.Image(str(folder / PLOT))})
+    finish(logger, {})
 
 
 def _read(folders: Sequence[Path]) -> list[Point]:

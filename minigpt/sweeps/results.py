@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, log
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from minigpt.runs.run_dir import METRICS, PLAN, SUMMARY, is_locked, read_metrics, read_summary
+from minigpt.utils.checks import is_number
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write, read_json
 from minigpt.utils.terminal import warn
@@ -20,7 +21,9 @@ from minigpt.utils.terminal import warn
 COMPLETED, RUNNING, WAITING, CRASHED, SKIPPED = "completed", "running", "waiting", "crashed", "skipped"
 NATS, BITS = "nats per token", "bits per byte"  # units of a loss
 IRRELEVANT_GROUPS = ("resume", "logger")  # settings that do not change what a run computes
-MAX_YAML_DEPTH = 50
+MAX_YAML_DEPTH, MAX_NUMBER = 50, 1e300  # of damaged files
+T = TypeVar("T")
+_TOTALS = ("params", "steps", "tokens", "flops", "tokens_per_second", "seconds")
 _PLAN_FIELDS = (
     *("status", "reason", "identity", "params", "max_steps", "step", "tokens", "flops", "val_loss"),
     *("tokens_per_second", "seconds"),
@@ -62,6 +65,11 @@ class Point:
     seconds: float = 0.0
     curve: Sequence[tuple[int, float]] = ()
 
+    @property
+    def pending(self) -> bool:
+        """Whether the run is still to be completed."""
+        return self.status not in (COMPLETED, SKIPPED)
+
     def in_unit(self, loss: float | None, unit: str) -> float | None:
         """Convert a loss from nats per token to `NATS` or `BITS`; None if it cannot be converted."""
         if loss is None or unit == NATS:
@@ -102,15 +110,7 @@ def read_plan(folder: Path) -> tuple[list[str], list[Point]]:
     """
     try:
         plan = read_json(folder / PLAN)
-        points = []
-        for entry in plan["points"]:
-            if Path(entry["folder"]).name != entry["folder"] or len(entry["folder"]) > 255:
-                raise ValueError("a folder is not a file name")
-            overrides = {key: str(value) for key, value in entry["overrides"].items()}
-            texts: dict[str, Any] = {name: str(entry[name]) for name in ("status", "reason", "identity")}
-            numbers = {name: _finite(entry[name]) for name in ("params", "max_steps")}
-            points.append(Point(folder / entry["folder"], overrides, **texts, **numbers))
-        return [str(override) for override in plan["fixed"]], points
+        return [str(override) for override in plan["fixed"]], [_planned(folder, entry) for entry in plan["points"]]
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise UserError(f"{folder / PLAN} is damaged ({error}); remove it to read the runs one by one") from error
 
@@ -130,7 +130,7 @@ def refresh(point: Point) -> Point:
     """Return the point with the present status and measurements of its run folder."""
     if point.status == SKIPPED:
         return point
-    summary, measured = dict[str, Any](), dict[str, Any]()
+    summary, curve = dict[str, Any](), dict[str, Any]()
     try:
         summary = read_summary(point.folder)
     except (OSError, ValueError) as error:
@@ -138,42 +138,53 @@ def refresh(point: Point) -> Point:
     status = str(summary.get("status") or (CRASHED if (point.folder / ".hydra").exists() else WAITING))
     if status != COMPLETED and is_locked(point.folder):
         status = RUNNING
-    reason = str(summary.get("reason") or "")
+    reasons = [str(summary.get("reason") or "")]
     try:
-        measured = _measurements(read_metrics(point.folder / METRICS))
-    except FileNotFoundError:
-        pass
+        curve = _measurements(read_metrics(point.folder / METRICS)) if (point.folder / METRICS).exists() else {}
     except (OSError, ValueError, ArithmeticError, csv.Error) as error:
         warn(f"{point.folder / METRICS} is not readable ({error}); its curve is left out")
-        reason = "; ".join(filter(None, (reason, f"{METRICS} is not readable")))
+        reasons.append(f"{METRICS} is not readable")
     # Totals come from the summary. The best loss comes from the curve, which covers all parts of a resumed run.
-    for key in ("params", "steps", "tokens", "flops", "tokens_per_second", "seconds"):
-        if value := _finite(summary.get(key)):
-            measured["step" if key == "steps" else key] = value
-    if measured.get("val_loss") is None:
-        best, bits = (_finite(summary.get(key)) for key in ("best_val_loss", "best_val_bits_per_byte"))
-        measured |= {"val_loss": best, "bytes_per_token": _bytes_per_token(best, bits)}
-    return replace(point, status=status, reason=reason, **measured)
+    numbers = {name: _finite(value) for name, value in summary.items()}
+    loss, bits = numbers.get("best_val_loss"), numbers.get("best_val_bits_per_byte")
+    best = {"val_loss": loss, "bytes_per_token": _bytes_per_token(loss, bits)}
+    totals = {"step" if name == "steps" else name: numbers.get(name) for name in _TOTALS}
+    found: dict[str, Any] = {name: value for part in (best, curve, totals) for name, value in part.items() if value}
+    return replace(point, status=status, reason="; ".join(filter(None, reasons)), **found)
 
 
-def read_settings(file: Path) -> dict[str, str]:
-    """Read a YAML file as text by dotted name, lists as overrides write them; empty if there is no such file."""
-    settings: dict[str, str] = {}
+def read_yaml(file: Path, kind: type[T]) -> T:
+    """Read a YAML file into dicts, lists and strings.
 
-    def add(node: Any, name: str) -> None:
-        if isinstance(node, dict):
-            for key, value in node.items():
-                add(value, f"{name}.{key}" if name else str(key))
-        else:
-            settings[name] = f"[{','.join(map(str, node))}]" if isinstance(node, list) else node
+    Args:
+        kind: expected type of the content; an empty one is returned, with a warning, for a damaged file.
+    """
+    import yaml  # a dependency of Hydra
 
     try:
-        add(_read_yaml(file), "")
+        text, depth = file.read_text(encoding="utf-8"), 0
+        for event in yaml.parse(text, yaml.CBaseLoader):  # aliases can expand exponentially, nesting exhaust the stack
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_YAML_DEPTH or isinstance(event, yaml.AliasEvent):
+                raise ValueError("it has aliases or is nested too deeply")
+        if isinstance(content := yaml.load(text, yaml.CBaseLoader) or kind(), kind):
+            return content
+        raise ValueError(f"it must be a {kind.__name__}")
     except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:
+        return kind()
+    except (OSError, ValueError, yaml.YAMLError) as error:
         warn(f"{file} is not readable ({error}); it is left out")
-    return settings
+        return kind()
+
+
+def _planned(folder: Path, entry: dict[str, Any]) -> Point:
+    name = entry["folder"]
+    if Path(name).name != name or len(name) > 255:
+        raise ValueError("a folder is not a file name")
+    overrides = {key: str(value) for key, value in entry["overrides"].items()}
+    status, reason, identity = (str(entry[field]) for field in ("status", "reason", "identity"))
+    params, max_steps = _finite(entry["params"]), _finite(entry["max_steps"])
+    return Point(folder / name, overrides, status, reason, identity, params, max_steps)
 
 
 def _measurements(columns: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, Any]:
@@ -197,44 +208,15 @@ def _measurements(columns: Mapping[str, Sequence[tuple[int, float]]]) -> dict[st
 
 
 def _bytes_per_token(nats_per_token: float | None, bits_per_byte: float | None) -> float | None:
-    known = nats_per_token and bits_per_byte and _finite(nats_per_token / log(2) / bits_per_byte)
-    return known if known and known > 0 else None
+    length = nats_per_token and bits_per_byte and _finite(nats_per_token / log(2) / bits_per_byte)
+    return length if length and length > 0 else None
 
 
 def _finite(value: Any) -> Any:
     """Return the value if it is a finite number, else None."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if number and isfinite(value) else None
+    return value if is_number(value) and abs(value) < MAX_NUMBER else None
 
 
 def _read_overrides(file: Path) -> dict[str, str]:
-    try:
-        overrides = _read_yaml(file) or []
-        if not (isinstance(overrides, list) and all(isinstance(override, str) for override in overrides)):
-            raise ValueError("it must be a list of strings")
-    except (OSError, ValueError) as error:
-        warn(f"{file} is not readable ({error}); the run is read without overrides")
-        overrides = []
-    settings = {key: value for key, _, value in (override.partition("=") for override in overrides)}
-    return {
-        key: value for key, value in settings.items() if key.lstrip("+~").partition(".")[0] not in IRRELEVANT_GROUPS
-    }
-
-
-def _read_yaml(file: Path) -> Any:
-    """Read a YAML file into dicts, lists and strings.
-
-    Raises:
-        ValueError: it is not YAML, uses aliases, which can expand exponentially, or nests too deeply for the C parser.
-    """
-    import yaml  # a dependency of Hydra
-
-    text, depth = file.read_text(encoding="utf-8"), 0
-    try:
-        for event in yaml.parse(text, yaml.CBaseLoader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > MAX_YAML_DEPTH or isinstance(event, yaml.AliasEvent):
-                raise ValueError("it has aliases or is nested too deeply")
-        return yaml.load(text, yaml.CBaseLoader)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
+    overrides = [override.partition("=") for override in read_yaml(file, list) if isinstance(override, str)]
+    return {key: value for key, _, value in overrides if key.lstrip("+~").partition(".")[0] not in IRRELEVANT_GROUPS}

@@ -1,12 +1,12 @@
 """Search for the best settings with optuna: each batch of points depends on the losses of the batches before."""
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hydra.core.override_parser.types import Override
 
-from minigpt.sweeps.results import BITS, COMPLETED, SKIPPED, refresh
+from minigpt.sweeps.results import BITS, COMPLETED, SKIPPED, Point, refresh
 from minigpt.sweeps.sweeper import Sweeper
 from minigpt.utils.checks import POSITIVE_INT, require
 from minigpt.utils.errors import UserError
@@ -33,11 +33,9 @@ class Search(Sweeper):
         require("hydra.sweeper.batch", batch, *POSITIVE_INT)
         self.n_trials, self.batch, self.seed = n_trials, batch, seed
 
-    def check_all(self) -> None:
+    def batches(self) -> Iterator[Sequence[Point]]:
         if importlib.util.find_spec("optuna") is None:
             raise UserError('hydra/sweeper=optuna needs: pip install -e ".[optuna]" -c constraints.txt')
-
-    def run(self) -> None:
         import optuna
         from optuna.trial import TrialState
 
@@ -59,10 +57,7 @@ class Search(Sweeper):
                     trials.append(trial)
             if not trials:
                 break
-            batch = self.points[-len(trials) :]
-            self.print_plan(batch)
-            if pending := [point for point in batch if point.status != COMPLETED]:
-                self.launch(pending)
+            yield (batch := self.points[-len(trials) :])
             for trial, point in zip(trials, map(refresh, batch), strict=True):
                 # Bits per byte compare over all tokenizers and corpora; over one they order runs as the loss does.
                 loss = point.loss(BITS) if point.status == COMPLETED else None

@@ -9,7 +9,7 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -24,21 +24,12 @@ from hydra.plugins import sweeper as hydra_sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
+from tqdm import tqdm
 
 from minigpt.runs.run_dir import PLAN, update_latest_link, write_failure
 from minigpt.sweeps.launcher import Joblib, Launcher
 from minigpt.sweeps.ranking import short_names
-from minigpt.sweeps.results import (
-    COMPLETED,
-    CRASHED,
-    IRRELEVANT_GROUPS,
-    SKIPPED,
-    WAITING,
-    Point,
-    read_plan,
-    refresh,
-    write_plan,
-)
+from minigpt.sweeps.results import CRASHED, IRRELEVANT_GROUPS, SKIPPED, WAITING, Point, read_plan, refresh, write_plan
 from minigpt.utils.cli import explain
 from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.overrides import quote_override
@@ -68,8 +59,8 @@ class Sweeper(hydra_sweeper.Sweeper):
         self.parser = OverridesParser.create(config_loader=self.loader)
         self.points: list[Point] = []
         self.composed: dict[tuple[str, ...], DictConfig] = {}
-        self.launched = 0
         self.corpora: dict[str, Corpus] = {}
+        self.launched = 0
 
     def sweep(self, arguments: list[str]) -> None:
         """Check the points, run those that are not completed, and report.
@@ -86,31 +77,28 @@ class Sweeper(hydra_sweeper.Sweeper):
             raise UserError("a sweep needs a setting with several values, such as model.n_head=2,4,8")
         shared = {key: _to_text(override) for key, override in overrides.items() if key not in self.axes}
         self.shared = list(shared.values())
-        self.fixed = [text for key, text in shared.items() if _group(key) not in IRRELEVANT_GROUPS]
+        self.fixed = [
+            text for key, text in shared.items() if re.split("[.@]", key.lstrip("+~"))[0] not in IRRELEVANT_GROUPS
+        ]
         self.existing = self._read_existing()
-        self.check_all()
+        checked = False
         try:
-            self.run()
+            for batch in self.batches():
+                checked = True
+                self._run(batch)
         except Interrupted:
             line = f"to resume, run the same command with hydra.sweep.dir={self.folder} resume=auto"
             print(sanitize_line(line), file=sys.stderr)
             raise
         finally:
             self.points[:] = map(refresh, self.points)
-            if self.points and (self.folder / PLAN).exists():
-                from minigpt.sweeps.report import report
+            if checked and (self.folder / PLAN).exists():
+                self._report()
+        if failed := sum(point.pending for point in self.points):
+            raise RunError(f"{failed} of {len(self.points)} runs failed; the table has the reasons")
 
-                report([self.folder])
-                self.publish()
-        failed = [point for point in self.points if point.status not in (COMPLETED, SKIPPED)]
-        if failed:
-            raise RunError(f"{len(failed)} of {len(self.points)} runs failed; the table has the reasons")
-
-    def check_all(self) -> None:
-        """Check the points, if they are known before the first run."""
-
-    def run(self) -> None:
-        """Launch the points."""
+    def batches(self) -> Iterator[Sequence[Point]]:
+        """Yield checked points, which run before the next batch is requested."""
         raise NotImplementedError
 
     def check(self, values: Mapping[str, str]) -> Point:
@@ -143,16 +131,16 @@ class Sweeper(hydra_sweeper.Sweeper):
 
         Hydra takes 0.1 s, so points that differ only in plain values share one composition.
         """
-        plain = [key for key, value in values.items() if self._is_plain(key, value)]
-        rest = tuple(f"{key}={value}" for key, value in values.items() if key not in plain)
+        texts = {key: f"{key}={value}" for key, value in values.items()}
+        plain = [key for key in values if self._is_plain(key, values[key])]
+        rest = tuple(texts[key] for key in values if key not in plain)
         if rest not in self.composed:
-            overrides = [*self.shared, *(f"{key}={value}" for key, value in values.items())]
-            self.composed[rest] = self.loader.load_sweep_config(self.cfg, overrides)
+            self.composed[rest] = self.loader.load_sweep_config(self.cfg, [*self.shared, *texts.values()])
             with open_dict(self.composed[rest]):
                 del self.composed[rest]["hydra"]
         config = copy.deepcopy(self.composed[rest])
         for key in plain:
-            OmegaConf.update(config, key, self.parser.parse_override(f"{key}={values[key]}").value())
+            OmegaConf.update(config, key, self.parser.parse_override(texts[key]).value())
         return config
 
     def _is_plain(self, key: str, value: str) -> bool:
@@ -160,79 +148,86 @@ class Sweeper(hydra_sweeper.Sweeper):
         changes = self.axes[key].type == OverrideType.CHANGE and "@" not in key and "{" not in value
         return changes and not self.loader.get_group_options(key)
 
-    def launch(self, points: Sequence[Point]) -> None:
-        """Run points, and print a line as each of them ends."""
-        from minigpt.sweeps.live import run_progress
+    def _run(self, batch: Sequence[Point]) -> None:
+        """Print which points are skipped and how many run, then run them, the longest first."""
+        for point in batch:
+            if point.status == SKIPPED:
+                print(sanitize_line(f"{point.folder.name}  skipped: {point.reason}"), file=sys.stderr)
+        # All workers end at about the same time.
+        pending = sorted((point for point in batch if point.pending), key=lambda point: -point.planned_flops)
+        text = f"{len(pending)} of {len(batch)} to run"
+        if isinstance(self.engine, Joblib) and (workers := self.engine.worker_envs(len(pending))):
+            threads = workers[0]["OMP_NUM_THREADS"]
+            text += f", {len(workers)} at a time with {threads} thread{'' if threads == '1' else 's'} each"
+        print(text, file=sys.stderr)
+        if pending:
+            self._launch(pending)
 
+    def _launch(self, points: Sequence[Point]) -> None:
+        """Run points, and print a line as each of them ends."""
         self.folder.mkdir(parents=True, exist_ok=True)
         update_latest_link(self.folder)
         write_plan(self.folder, self.fixed, self.points)
-        overrides = [
-            [
-                *self.shared,
-                *(f"{key}={value}" for key, value in point.overrides.items()),
-                *self._wandb_overrides(point),
-                f"hydra.sweep.dir={quote_override(self.folder)}",
-                f"hydra.sweep.subdir={quote_override(point.folder.name)}",
-            ]
-            for point in points
-        ]
+        ended = itertools.count(1)
         ours = isinstance(self.engine, Launcher)  # Hydra's own runs jobs in this terminal, for a debugger
-        with run_progress(len(points), show_bar=ours) as print_end:
+        with tqdm(total=len(points), desc="runs", leave=False, disable=None if ours else True) as bar:
 
             def on_end(index: int, job: JobReturn) -> None:
                 point = refresh(points[index])
                 if job.status == JobStatus.FAILED and point.status in (CRASHED, WAITING):  # its process died
                     write_failure(point.folder, str(job._return_value))
                     point = refresh(point)
-                print_end(point)
+                loss = f", val loss {point.val_loss:.4f} after {point.seconds:,.0f} s" if point.val_loss else ""
+                reason = f": {point.reason}" if point.reason else ""
+                line = f"{next(ended)}/{len(points)} {point.folder.name} {point.status}{loss}{reason}"
+                bar.update()
+                bar.write(sanitize_line(line), file=sys.stderr)
 
             if isinstance(self.engine, Launcher):
                 self.engine.on_end = on_end
-            self.engine.launch(overrides, initial_job_idx=self.launched)
+            self.engine.launch(list(map(self._job_overrides, points)), initial_job_idx=self.launched)
         self.launched += len(points)
 
-    def print_plan(self, points: Sequence[Point]) -> None:
-        """Print which points are skipped, and how many run."""
-        from minigpt.sweeps.live import print_plan
+    def _job_overrides(self, point: Point) -> list[str]:
+        """Return the command line of a run, with a name, group and tag for Weights & Biases."""
+        overrides = [*self.shared, *(f"{key}={value}" for key, value in point.overrides.items())]
+        if wandb := OmegaConf.select(self.cfg, "logger.wandb"):
+            names = {"name": point.folder.name, "group": self.folder.name}  # unless the user set them
+            overrides += [f"logger.wandb.{k}={quote_override(name)}" for k, name in names.items() if wandb[k] is None]
+            overrides += [f"logger.wandb.tags=[{','.join(map(quote_override, [*wandb.tags, 'sweep']))}]"]
+        place = {"dir": self.folder, "subdir": point.folder.name}
+        return overrides + [f"hydra.sweep.{key}={quote_override(name)}" for key, name in place.items()]
 
-        pending = sum(point.status not in (COMPLETED, SKIPPED) for point in points)
-        print_plan(points, self.engine.worker_envs(pending) if isinstance(self.engine, Joblib) else [])
+    def _report(self) -> None:
+        from minigpt.sweeps.report import publish, report
 
-    def publish(self) -> None:
-        """Log the table and the plot to Weights & Biases, if the runs are logged there."""
-        wandb = OmegaConf.select(self.cfg, "logger.wandb")
-        if wandb is not None:
-            from minigpt.sweeps.publish import publish_sweep
-
-            options = {key: wandb[key] for key in ("project", "entity", "timeout")}
-            group = wandb.group or self.folder.name
-            publish_sweep(self.folder, group=group, tags=[*wandb.tags, "sweep", "summary"], **options)
+        report([self.folder])
+        if wandb := OmegaConf.select(self.cfg, "logger.wandb"):
+            publish(self.folder, wandb)
 
     def _read_existing(self) -> dict[str, Point]:
         """Return the points that the sweep's folder holds already, by identity.
 
         Raises:
             UserError: the folder holds something else, or resume=auto is missing.
+            NotADirectoryError: it is a file, or lies below one.
         """
-        parent = next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
-        if not parent.is_dir():
-            raise UserError(f"{parent} is a file; choose another folder with hydra.sweep.dir=…")
-        if parent != self.folder or not any(self.folder.iterdir()):
+        try:
+            if not any(self.folder.iterdir()):
+                return {}
+        except FileNotFoundError:
             return {}
+        another = "choose another folder with hydra.sweep.dir=…"
         if not (self.folder / PLAN).exists():
-            raise UserError(f"{self.folder} is not empty and holds no sweep; choose another with hydra.sweep.dir=…")
+            raise UserError(f"{self.folder} is not empty and holds no sweep; {another}")
         if self.cfg.resume != "auto":
-            raise UserError(
-                f"{self.folder} holds a sweep already; resume it with resume=auto, or choose another folder with "
-                f"hydra.sweep.dir=…"
-            )
+            raise UserError(f"{self.folder} holds a sweep already; resume it with resume=auto, or {another}")
         fixed, points = read_plan(self.folder)
         changed = {key for point in points for key in point.overrides} ^ set(self.axes) | set(fixed) ^ set(self.fixed)
         if changed:
             raise UserError(
                 f"{self.folder} holds another sweep, which differs in {', '.join(sorted(changed))}; use the settings "
-                f"that it was started with, or choose another folder with hydra.sweep.dir=…"
+                f"that it was started with, or {another}"
             )
         return {point.identity: point for point in points if point.identity}
 
@@ -248,26 +243,16 @@ class Sweeper(hydra_sweeper.Sweeper):
         """Load a corpus once for all points that share it."""
         from minigpt.data.prepare import load_corpus
 
-        key = json.dumps([dict(data), dict(tokenizer)], default=str)
+        key = f"{data} {tokenizer}"
         if key not in self.corpora:
             self.corpora[key] = load_corpus(data, tokenizer)
         return self.corpora[key]
-
-    def _wandb_overrides(self, point: Point) -> list[str]:
-        """Name, group and tag a run in Weights & Biases, unless the user did."""
-        wandb = OmegaConf.select(self.cfg, "logger.wandb")
-        if wandb is None:
-            return []
-        tags = ",".join(map(quote_override, [*wandb.tags, "sweep"]))
-        names = {"name": point.folder.name, "group": self.folder.name}
-        named = [f"logger.wandb.{key}={quote_override(name)}" for key, name in names.items() if wandb[key] is None]
-        return [f"logger.wandb.tags=[{tags}]", *named]
 
 
 class Grid(Sweeper):
     """Every combination of the values of all swept settings, in any of Hydra's notations."""
 
-    def check_all(self) -> None:
+    def batches(self) -> Iterator[Sequence[Point]]:
         choices = [list(override.sweep_string_iterator()) for override in self.axes.values()]
         for values in itertools.product(*choices):
             self.points.append(self.check(dict(zip(self.axes, values, strict=True))))
@@ -275,12 +260,7 @@ class Grid(Sweeper):
             raise UserError("the sweep is empty: " + ", ".join(self.axes) + " has no values")
         if all(point.status == SKIPPED for point in self.points):
             raise UserError(f"no point of the sweep is possible: {self.points[0].reason}")
-        self.print_plan(self.points)
-
-    def run(self) -> None:
-        pending = [point for point in self.points if point.status not in (COMPLETED, SKIPPED)]
-        if pending:  # the longest first, so that all workers end at about the same time
-            self.launch(sorted(pending, key=lambda point: -point.planned_flops))
+        yield self.points
 
 
 def with_deferred(main: Callable[[], Any]) -> Callable[[], Any]:
@@ -297,16 +277,17 @@ def with_deferred(main: Callable[[], Any]) -> Callable[[], Any]:
                 return main()
             except ConfigCompositionException as error:
                 missing = re.search(r"Could not override '([^']+)'", str(error))
-                parser = OverridesParser.create()
-                given = {arg: parser.parse_override(arg) for arg in sys.argv[1:] if "=" in arg and arg[0] != "-"}
+                setting, parser = f"{missing[1]}=" if missing else "", OverridesParser.create()
+                given = [argument for argument in sys.argv[1:] if "=" in argument and argument[0] != "-"]
+                swept = {argument: parser.parse_override(argument).is_sweep_override() for argument in given}
                 deferred = {
-                    arg: f"{override.get_key_element()}=tag({_DEFERRED},choice({override.get_value_element_as_str()}))"
-                    for arg, override in given.items()
-                    if missing and override.key_or_group == missing[1] and not override.is_sweep_override()
+                    argument: f"{setting}tag({_DEFERRED},choice({argument.removeprefix(setting)}))"
+                    for argument in given
+                    if setting and argument.startswith(setting) and not swept[argument]
                 }
-                if not deferred or not any(override.is_sweep_override() for override in given.values()):
+                if not deferred or not any(swept.values()):
                     raise
-                sys.argv[1:] = [deferred.get(arg, arg) for arg in sys.argv[1:]]
+                sys.argv[1:] = [deferred.get(argument, argument) for argument in sys.argv[1:]]
 
     return program
 
@@ -320,10 +301,6 @@ def _to_text(override: Override) -> str:
     if _is_deferred(override):
         return f"{key}={next(override.sweep_string_iterator())}"
     return key if override.type == OverrideType.DEL else f"{key}={override.get_value_element_as_str()}"
-
-
-def _group(key: str) -> str:
-    return key.lstrip("+~").partition(".")[0].partition("@")[0]
 
 
 def _identity(config: DictConfig) -> str:

@@ -296,8 +296,8 @@ def _report(folder: Path) -> None:
 
     points = sweep.read_sweep(folder)
     write_table(folder / "table.csv", points)
-    out = io.StringIO()
-    print_table(points, file=out)
+    with redirect_stdout(io.StringIO()) as out:
+        print_table(points)
     assert all(character.isprintable() or character == "\n" for character in out.getvalue())
 
 

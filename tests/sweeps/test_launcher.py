@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 from wandb_records import records
 
-from minigpt.sweeps import launcher
-from minigpt.sweeps.launcher import Joblib, visible_gpus, worker_envs
+from minigpt.sweeps.launcher import Joblib, visible_gpus
 from minigpt.sweeps.results import COMPLETED, SKIPPED, read_sweep
 from minigpt.utils.errors import UserError
 
@@ -31,7 +31,7 @@ def environment(threads: int, gpu: str | None = None) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def no_cached_gpus() -> None:
-    launcher._all_gpus.cache_clear()
+    visible_gpus.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -45,16 +45,24 @@ def no_cached_gpus() -> None:
         (9, {}, {"cores": 8, "gpus": ["0", "1"]}, [environment(4, "0"), environment(4, "1")]),
         (1, {}, {"cores": 8, "gpus": ["0", "1"]}, [environment(8, "0")]),
         (9, {"n_jobs": 3}, {"cores": 6, "gpus": ["2", "5"]}, [environment(2, gpu) for gpu in ("2", "5", "2")]),
-        (9, {"multi_device": True}, {"cores": 8, "gpus": ["0", "1"]}, [environment(8)]),
-        (9, {"multi_device": True, "n_jobs": 2}, {"cores": 8}, [environment(4)] * 2),
+        (9, {"devices": 2}, {"cores": 8, "gpus": ["0", "1"]}, [environment(8)]),
+        (9, {"devices": 2, "n_jobs": 2}, {"cores": 8}, [environment(4)] * 2),
         (0, {}, {"cores": 4}, []),
     ],
 )
 def test_workers_share_cores_and_gpus(
-    jobs: int, requested: dict[str, Any], machine: dict[str, Any], expected: list[dict[str, str]]
+    monkeypatch: pytest.MonkeyPatch,
+    jobs: int,
+    requested: dict[str, Any],
+    machine: dict[str, Any],
+    expected: list[dict[str, str]],
 ) -> None:
-    options: dict[str, Any] = {"n_jobs": None, "threads": 0, "gpus": [], "multi_device": False}
-    assert worker_envs(jobs, **(options | requested | machine)) == expected
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("loky.cpu_count", lambda: machine["cores"])
+    monkeypatch.setattr("minigpt.sweeps.launcher.visible_gpus", lambda: machine.get("gpus", []))
+    joblib = Joblib(requested.get("n_jobs"), requested.get("threads"))
+    joblib.config = OmegaConf.create({"trainer": {"accelerator": "auto", "devices": requested.get("devices", 1)}})
+    assert joblib.worker_envs(jobs) == expected
 
 
 def test_gpus_are_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -64,8 +72,10 @@ def test_gpus_are_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible_gpus() == ["0", "1"]
+    visible_gpus.cache_clear()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-8f")
     assert visible_gpus() == ["3", "GPU-8f"]
+    visible_gpus.cache_clear()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert visible_gpus() == []
 

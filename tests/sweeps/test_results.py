@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -117,10 +118,14 @@ def points_of(shape, loss, **values):
     return points
 
 
-def printed(points):
-    file = io.StringIO()
-    print_table(points, file=file)
+def printed(function, *args, **kwargs):
+    with redirect_stdout(io.StringIO()) as file:
+        function(*args, **kwargs)
     return file.getvalue()
+
+
+def printed_table(points):
+    return printed(print_table, points)
 
 
 # Points and rows.
@@ -149,17 +154,17 @@ def test_a_sweep_over_tokenizers_is_ranked_by_bits_per_byte_everywhere(tmp_path)
     bits = {name: min(losses) / math.log(2) / size for name, (size, losses) in runs.items()}
     order = sorted(bits, key=bits.get)
     assert order[0] == "bpe"
-    report([tmp_path], file=(file := io.StringIO()))
+    output = printed(report, [tmp_path])
     with open(tmp_path / "sweep.csv", newline="") as opened:
         rows = list(csv.DictReader(opened))
     assert [row["tokenizer"] for row in rows] == order
     assert [float(row["val_bits_per_byte"]) for row in rows] == pytest.approx(sorted(bits.values()))
     assert [float(row["val_loss"]) for row in rows] == [min(runs[name][1]) for name in order]
-    lines = [line.split() for line in file.getvalue().splitlines() if "completed" in line]
+    lines = [line.split() for line in output.splitlines() if "completed" in line]
     assert [line[:4] for line in lines] == [
         [str(rank), name, f"{min(runs[name][1]):.4f}", f"{bits[name]:.4f}"] for rank, name in enumerate(order, 1)
     ]
-    assert f"best     {bits['bpe']:.4f} bits/byte: tokenizer=bpe\nrun      " in file.getvalue()
+    assert f"best     {bits['bpe']:.4f} bits/byte: tokenizer=bpe\nrun      " in output
 
     swept, curves, params, _ = panels_of(read_sweep(tmp_path))
     labels = [text.get_text() for text in swept.get_yticklabels()]
@@ -183,10 +188,8 @@ def test_sweeps_with_different_tokenizers_are_ranked_together_by_bits_per_byte(t
             run_folder(tmp_path / name / rate, losses=(loss + int(rate) / 10,), bytes_per_token=size)
         points = [Point(tmp_path / name / rate, {"lr": rate}) for rate in ("1", "2")]
         write_plan(tmp_path / name, [f"tokenizer={name}"], points)
-    report([tmp_path / "char", tmp_path / "bpe"], out=tmp_path, file=(file := io.StringIO()))
-    assert [line.split()[1] for line in file.getvalue().splitlines() if "completed" in line] == ["bpe"] * 2 + [
-        "char"
-    ] * 2
+    output = printed(report, [tmp_path / "char", tmp_path / "bpe"], out=tmp_path)
+    assert [line.split()[1] for line in output.splitlines() if "completed" in line] == ["bpe"] * 2 + ["char"] * 2
 
 
 @pytest.mark.parametrize("metrics", [True, False])
@@ -230,7 +233,7 @@ def test_the_status_of_a_run_is_read_from_its_folder(tmp_path, status, options):
 
 def test_a_run_whose_folder_is_locked_is_running(tmp_path):
     run_folder(tmp_path / "0", status="interrupted")
-    with lock_run_dir(tmp_path / "0", again=True):
+    with lock_run_dir(tmp_path / "0", resume=True):
         (point,) = read_sweep(tmp_path)
         assert (point.status, point.val_loss) == ("running", 2.0)
     (point,) = read_sweep(tmp_path)
@@ -383,7 +386,7 @@ def test_a_folder_without_runs_is_an_error(tmp_path):
 
 
 def test_the_table_has_loss_spread_and_seeds_of_every_row(tmp_path):
-    output = printed(read_sweep(grid(tmp_path)))
+    output = printed_table(read_sweep(grid(tmp_path)))
     row = next(line for line in output.splitlines() if line.lstrip().startswith("1 "))
     assert " ".join(row.split()) == "1 64 1e-3 1.7000 ± 0.2828 (2 seeds) 1.7000 ± 0.2828 6,400 completed 4 5"
     assert "best     1.7000 ± 0.2828 (2 seeds): n_embd=64, lr=1e-3\n" in output
@@ -393,13 +396,13 @@ def test_the_table_has_loss_spread_and_seeds_of_every_row(tmp_path):
 def test_reasons_are_printed_below_the_table(tmp_path):
     run_folder(tmp_path / "0", "lr=1")
     run_folder(tmp_path / "1", "lr=2", losses=(), status="failed", reason="out of\nmemory")
-    assert "\nlr=2: failed: out of memory\n" in printed(read_sweep(tmp_path))
+    assert "\nlr=2: failed: out of memory\n" in printed_table(read_sweep(tmp_path))
 
 
 def test_seeds_without_a_loss_are_counted(tmp_path):
     for seed, losses in enumerate(((2.0,), (2.1,), ())):
         run_folder(tmp_path / str(seed), f"seed={seed}", losses=losses, status="completed" if losses else "failed")
-    output = printed(read_sweep(tmp_path))
+    output = printed_table(read_sweep(tmp_path))
     assert "2.0500 ± 0.0707 (2 of 3 seeds)" in output
     assert "2 completed, 1 failed" in output
 
@@ -407,7 +410,7 @@ def test_seeds_without_a_loss_are_counted(tmp_path):
 def test_a_file_gets_one_line_per_row_however_wide(monkeypatch):
     monkeypatch.setenv("COLUMNS", "20")
     values = [f"value {i} {'x' * 90}" for i in range(3)]
-    output = printed(points_of({"a.long": values, "b.long": values}, lambda a, b: 1.0))
+    output = printed_table(points_of({"a.long": values, "b.long": values}, lambda a, b: 1.0))
     assert all(any(value in line for line in output.splitlines()) for value in values)
     assert len([line for line in output.splitlines() if "completed" in line]) == 9
     assert "\x1b" not in output
@@ -438,7 +441,7 @@ def test_the_csv_holds_the_printed_table(tmp_path):
     write_table(tmp_path / "table.csv", points)
     with open(tmp_path / "table.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    lines = printed(points).splitlines()
+    lines = printed_table(points).splitlines()
     lines = lines[next(i for i, line in enumerate(lines) if line.startswith("──")) + 1 :][: len(rows)]
     for row, line in zip(rows, lines, strict=True):
         loss = bits = "–"
@@ -595,14 +598,14 @@ def test_a_single_point_can_be_plotted_and_printed_whatever_is_known_of_it(loss)
     known = {} if loss else {"params": None, "flops": None, "status": "waiting", "tokens_per_second": None}
     points = points_of({"max_steps": ["5"]}, lambda steps: loss, **known)
     assert [bool(panel.get_ylabel() or panel.get_xlabel()) for panel in panels_of(points)] == [loss is not None] * 4
-    assert ("best" in printed(points).partition("\n\n")[2]) == bool(loss)
+    assert ("best" in printed_table(points).partition("\n\n")[2]) == bool(loss)
 
 
 def test_five_hundred_runs_can_be_plotted_and_printed():
     shape = {name: [str(i) for i in range(1, n + 1)] for name, n in (("a", 10), ("b", 10), ("c", 5))}
     points = points_of(shape, lambda *at: 1 + 1 / math.prod(map(int, at)), params=lambda *at: math.prod(map(int, at)))
     assert len(legend(panels_of(points)[1])) == 10
-    assert printed(points).count("completed") == 500
+    assert printed_table(points).count("completed") == 500
 
 
 def test_text_of_a_user_is_not_read_as_a_formula(tmp_path):
@@ -637,7 +640,7 @@ def test_a_report_updates_the_plan_and_keeps_the_shared_overrides(tmp_path):
     planned = [Point(folder / str(i), {"lr": str(i)}, identity=f"id {i}", max_steps=20) for i in range(2)]
     write_plan(folder, ["max_steps=20", "seed=3"], planned)
     run_folder(folder / "0", "lr=0", "max_steps=20", "seed=3")
-    report([folder], file=io.StringIO())
+    report([folder])
     fixed, points = read_plan(folder)
     assert fixed == ["max_steps=20", "seed=3"]
     assert [(p.status, p.identity, p.max_steps) for p in points] == [
@@ -652,7 +655,7 @@ def test_a_report_to_another_folder_does_not_change_the_sweep(tmp_path):
     grid(tmp_path / "sweep")
     write_plan(tmp_path / "sweep", [], read_sweep(tmp_path / "sweep"))
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "sweep").iterdir()}
-    report([tmp_path / "sweep"], out=tmp_path / "a/b", file=io.StringIO())
+    report([tmp_path / "sweep"], out=tmp_path / "a/b")
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "sweep").iterdir()} == before
     assert sorted(path.name for path in (tmp_path / "a/b").iterdir()) == ["sweep.csv", "sweep.png"]
 
@@ -665,9 +668,8 @@ def test_several_sweeps_are_ranked_together_by_all_settings_that_differ(tmp_path
         folder = run_folder(tmp_path / name / "0", "lr=1", f"n_layer={layers}", losses=(loss,)).parent
         write_plan(folder, [f"n_layer={layers}"], [Point(folder / "0", {"lr": "1"})])
     run_folder(tmp_path / "c/0", "dropout=0.1", losses=(1.5,))
-    file = io.StringIO()
-    report([tmp_path / "a", tmp_path / "b", tmp_path / "c", tmp_path / "a/0"], file=file)  # a run of them twice
-    rows = [line.split() for line in file.getvalue().splitlines() if "completed" in line]
+    output = printed(report, [tmp_path / "a", tmp_path / "b", tmp_path / "c", tmp_path / "a/0"])  # a run of them twice
+    rows = [line.split() for line in output.splitlines() if "completed" in line]
     assert [(*row[:5], row[-1]) for row in rows] == [
         ("1", "4", "1", "default", "1.0000", "b/0"),
         ("2", "default", "default", "0.1", "1.5000", "c/0"),
@@ -685,8 +687,8 @@ def test_unrelated_runs_are_compared_by_effective_settings_and_not_by_explicit_d
     run_folder(tmp_path / "a", *named, losses=(2.0,), config=config, **known)
     run_folder(tmp_path / "b", "model.n_embd=128", "logger=wandb", losses=(1.0,), config=wider, **known)
     run_folder(tmp_path / "c", "optimizer=muon", losses=(1.5,), config=config, choices={"optimizer": "muon"})
-    report([tmp_path], file=(file := io.StringIO()))
-    header, _, *rows = [line.split() for line in file.getvalue().splitlines()[2:7]]
+    output = printed(report, [tmp_path])
+    header, _, *rows = [line.split() for line in output.splitlines()[2:7]]
     assert header[:4] == ["#", "optimizer", "n_embd", "val"]
     assert [row[:3] for row in rows] == [["1", "adamw", "128"], ["2", "muon", "64"], ["3", "adamw", "64"]]
 
@@ -695,14 +697,14 @@ def test_unrelated_runs_are_compared_by_effective_settings_and_not_by_explicit_d
 def test_lines_are_plotted_along_a_setting_by_its_last_part(tmp_path, monkeypatch):
     along_given = []
     monkeypatch.setattr("minigpt.sweeps.report.plot_sweep", lambda *_, along, **__: along_given.append(along))
-    report([grid(tmp_path / "sweep")], along="n_embd", file=io.StringIO())
+    report([grid(tmp_path / "sweep")], along="n_embd")
     assert along_given == ["model.n_embd"]
     for rate in ("1", "2"):
         run_folder(tmp_path / "two" / rate, f"optimizer.lr={rate}", f"other.lr={rate}")
     with pytest.raises(
         UserError, match=r"--along=lr must be one numeric setting .*; use one of: optimizer\.lr, other\.lr"
     ):
-        report([tmp_path / "two"], along="lr", file=io.StringIO())
+        report([tmp_path / "two"], along="lr")
 
 
 def test_a_failed_plot_leaves_the_previous_file(tmp_path, monkeypatch):
