@@ -23,14 +23,14 @@ from tqdm import tqdm
 from minigpt.data import token_files
 from minigpt.data import tokenizer as tokenizers
 from minigpt.data.encodings import load_encoding
-from minigpt.data.journal import JOURNAL, Journal, write_json
+from minigpt.data.journal import JOURNAL, Journal
 from minigpt.data.sources import CHECKSUM_CACHE, Source, corpus_sha256, find_sources
 from minigpt.data.splits import TRAIN, VAL, TextBatches, cut_by_fraction, scan_corpus, split_chunks
 from minigpt.data.token_files import FORMAT, META, SPLITS, Corpus, Tokens
 from minigpt.data.tokenize_workers import tokenize
 from minigpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, token_dtype
 from minigpt.utils.errors import UserError
-from minigpt.utils.files import read_json
+from minigpt.utils.files import read_json, write_json
 from minigpt.utils.terminal import warn
 
 _PLAN = "plan.json"  # the tokenizer and the cut, so that a resumed preparation does not compute them again

@@ -8,7 +8,7 @@ import hashlib
 import mmap
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -54,13 +54,13 @@ class Corpus:
 
     name: str
     sha256: str
-    stand_in: bool
     tokenizer: Tokenizer
-    dtype: str
-    shard_tokens: int
     train: Split
     val: Split
-    provenance: Mapping[str, Any]
+    dtype: str = "uint16"
+    shard_tokens: int = _ONE_FILE
+    stand_in: bool = False
+    provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={getattr(self, name).tokens:,} tokens" for name in SPLITS)
@@ -82,7 +82,7 @@ class Corpus:
 
     def tokens(self, split: str) -> "Tokens":
         """Return the ids of "train" or "val", (N,), which are read from disk on access."""
-        part = self.train if split == "train" else self.val
+        part: Split = getattr(self, split)
         return Tokens(part.files, self.dtype, self.shard_tokens, part.tokens, self.tokenizer.vocab_size)
 
 
@@ -214,11 +214,7 @@ def from_bins(train_bin: Path, val_bin: Path, tokenizer: Tokenizer, checksum_cac
     return Corpus(
         name=train_bin.name,
         sha256=hashlib.sha256("".join(checksums([train_bin, val_bin], checksum_cache)).encode()).hexdigest(),
-        stand_in=False,
         tokenizer=tokenizer,
-        dtype="uint16",
-        shard_tokens=_ONE_FILE,
         train=Split((train_bin,), n_train, 0, 0),
         val=Split((val_bin,), n_val, val_bytes, documents),
-        provenance={},
     )

@@ -287,11 +287,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Ids:
 
 def whole_characters(text: str) -> str:
     """Replace lone surrogates, which JSON can contain, by the replacement character."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16-le", errors="surrogatepass").decode("utf-16-le", errors="replace")
-    return text
+    return text.encode("utf-16-le", errors="surrogatepass").decode("utf-16-le", errors="replace")
 
 
 def token_dtype(vocab_size: int) -> str:
