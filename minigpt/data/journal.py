@@ -1,16 +1,14 @@
 """Write token files batch by batch, with a journal from which a killed process resumes."""
 
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from minigpt.data.token_files import SPLITS, shard_file
 from minigpt.data.tokenizer import Ids
-from minigpt.utils.files import atomic_write, read_json, sync
+from minigpt.utils.files import read_json, sync, write_json
 
 JOURNAL = "journal.json"
 _SAVE_EVERY_TOKENS = 1 << 24
@@ -68,9 +66,3 @@ class Journal:
             with open(shard_file(self.folder, SPLITS[split], index), "ab") as file:
                 file.write(head.data)
             self.tokens[split] += len(head)
-
-
-def write_json(file: Path, values: Mapping[str, Any]) -> None:
-    """Write a JSON file atomically."""
-    with atomic_write(file) as partial:
-        partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")

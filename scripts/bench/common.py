@@ -19,8 +19,7 @@ from typing import Any
 
 import yaml
 
-from minigpt.data import shakespeare
-from minigpt.data.sources import CHECKSUM_CACHE
+from minigpt.data.sources import find_text
 from minigpt.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,9 +97,7 @@ def bare_nanogpt(settings: Sequence[str]) -> ProcessResult:
 def text_file() -> Path:
     """Tiny shakespeare, from the folder that a run reads it from."""
     data = yaml.safe_load((ROOT / "configs" / "data" / "shakespeare_char.yaml").read_text(encoding="utf-8"))["data"]
-    named = {key: data[key] for key in ("name", "url", "sha256", "characters")}
-    folder = ROOT / "data"
-    return shakespeare.find_text(**named, folder=folder, checksum_cache=folder / CHECKSUM_CACHE)[0].resolve()
+    return find_text(data | {"folder": ROOT / "data"})[0].resolve()
 
 
 def metrics(run: Path) -> list[dict[str, str]]:

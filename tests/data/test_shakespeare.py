@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from minigpt.data import prepare as preparation
-from minigpt.data import shakespeare
+from minigpt.data import shakespeare, sources
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA_DIR = os.environ.get("MINIGPT_DATA_DIR")
@@ -76,7 +76,7 @@ def little(url=UNREACHABLE):
 
 
 def find(folder, url=UNREACHABLE):
-    return shakespeare.find_text(**little(url), folder=folder, checksum_cache=folder / "checksums.json")
+    return sources.find_text(little(url) | {"folder": folder})
 
 
 # The search.

@@ -77,7 +77,7 @@ def test_a_slice_over_several_files_equals_that_of_one_array(arrayed, data):
         assert len(tokens) == len(array)
         found = tokens[begin:end]
         np.testing.assert_array_equal(found, array[begin:end], strict=True)
-        np.testing.assert_array_equal(np.asarray(tokens), array, strict=True)
+        np.testing.assert_array_equal(tokens[:], array, strict=True)
 
 
 def test_a_slice_that_ends_before_its_start_is_empty(tmp_path):
