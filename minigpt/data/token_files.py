@@ -131,11 +131,12 @@ class Tokens:
         return np.concatenate(parts)[::step]
 
     def _windows(self, index: Array) -> Array:
-        shards, positions = np.divmod(index, self.shard_tokens)
+        shards, positions = np.divmod(index, self.shard_tokens)  # (B, T) each
         ids = np.empty(index.shape, dtype=self.dtype)
         for i in np.flatnonzero(np.bincount(shards.ravel())).tolist():
-            inside = shards == i
-            ids[inside] = self._shard(i)[positions[inside]]
+            rows = np.flatnonzero((shards[:, 0] <= i) & (i <= shards[:, -1]))  # windows that overlap shard i
+            inside = shards[rows] == i
+            ids[rows] = np.where(inside, self._shard(i)[np.where(inside, positions[rows], 0)], ids[rows])
         return ids
 
 
