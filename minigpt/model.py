@@ -7,7 +7,8 @@ Shapes: B batch, T time, C n_embd, D head width, V vocab.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,15 +35,12 @@ class GPT(nn.Module):
         if config.smear:  # vectors, which optimizers do not decay; the last is for the previous token
             self.smear = nn.ParameterList(torch.zeros(config.n_embd) for _ in range(config.smear))
         rotary = None
-        match config.position:
-            case "learned":
-                self.wpe = nn.Embedding(config.block_size, config.n_embd)
-            case "rope":
-                rotary = rotary_table(config.block_size, config.head_width, config.rope_base)  # (2, T, D/2)
-            case "none":
-                pass
-            case unknown:
-                raise ValueError(f"unknown position {unknown!r}")
+        if config.position == "learned":
+            self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        elif config.position == "rope":
+            rotary = rotary_table(config.block_size, config.head_width, config.rope_base)  # (2, T, D/2)
+        elif config.position != "none":
+            raise ValueError(f"unknown position {config.position!r}")
         self.rotary: Tensor | None
         self.register_buffer("rotary", rotary, persistent=False)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -270,3 +268,14 @@ def smear(x: Tensor, factors: Collection[Tensor], before: Tensor | None) -> tupl
     for i, factor in enumerate(factors):
         x = x + factor * padded[:, i : i + T]
     return x, padded[:, -k:]
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Disable dropout inside the context."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
