@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from minigpt.generation_settings import check_settings as check_settings
+from minigpt.generation_settings import check_settings
 from minigpt.kv_decoder import Decoder
 from minigpt.model import GPT, eval_mode
 from minigpt.sampling import PerSampleRNG, Sampling
