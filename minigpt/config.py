@@ -1,45 +1,20 @@
 """An architecture as plain, checked data. Imports nothing heavy.
 
 `GPTConfig` holds every architecture that the model can be: a preset in `configs/model/` is a delta of its
-defaults, and a checkpoint stores it as a dictionary. `ACTIVATIONS` and `NORMS` are the only tables of their
-kind: one entry adds an activation or a norm to the checks, the parameter count, the model and the decoder.
+defaults, and a checkpoint stores it as a dictionary.
 """
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from minigpt.utils import checks
 from minigpt.utils.checks import integer, one_of, or_null, require
 from minigpt.utils.errors import UserError
 
-
-class Activation(NamedTuple):
-    """An activation: import path of its function of x, (…, C) to (…, C), or if gated (…, 2C) to (…, C)."""
-
-    function: str  # a path, since a configuration is validated without importing torch
-    gated: bool = False  # multiplies two projections of the input
-
-
-class Norm(NamedTuple):
-    """A norm: import path of its function of x (…, C), weight (C,) and bias (C,), and which of the two it learns."""
-
-    function: str
-    weight: bool = False
-    bias: bool = False  # together with `GPTConfig.bias`
-
-
-ACTIVATIONS = {
-    "gelu": Activation("torch.nn.functional.gelu"),
-    "relu": Activation("torch.nn.functional.relu"),
-    "relu2": Activation("minigpt.ops.relu_squared"),
-    "swiglu": Activation("minigpt.ops.swiglu", gated=True),
-}
-NORMS = {
-    "layernorm": Norm("minigpt.ops.layer_norm", weight=True, bias=True),
-    "rmsnorm": Norm("minigpt.ops.rms_norm", weight=True),
-    "rmsnorm_noscale": Norm("minigpt.ops.rms_norm"),
-}
+# Sizes of the activations and norms of `minigpt.ops`, known without importing torch.
+UP_PROJECTIONS = {"gelu": 1, "relu": 1, "relu2": 1, "swiglu": 2}  # of the input of the MLP; 2 if gated
+NORM_PARAMS = {"layernorm": ("weight", "bias"), "rmsnorm": ("weight",), "rmsnorm_noscale": ()}
 POSITIONS = ("learned", "rope", "none")
 NORM_POSITIONS = ("pre", "post")
 PARAMETRIZATIONS = ("standard", "mup")
@@ -98,12 +73,17 @@ class GPTConfig:
         if self.n_inner is not None:
             return self.n_inner
         # A gated MLP has three matrices: with 2/3 of the width, in multiples of 8, it has as many parameters.
-        return -(-8 * self.n_embd // 3 // 8) * 8 if ACTIVATIONS[self.activation].gated else 4 * self.n_embd
+        return -(-8 * self.n_embd // 3 // 8) * 8 if UP_PROJECTIONS[self.activation] == 2 else 4 * self.n_embd
 
     @property
     def up_width(self) -> int:
         """Output width of the first matrix of the MLP: twice the hidden width if the activation is gated."""
-        return self.inner_width * (1 + ACTIVATIONS[self.activation].gated)
+        return self.inner_width * UP_PROJECTIONS[self.activation]
+
+    @property
+    def norm_params(self) -> tuple[str, ...]:
+        """Names of the parameters of a norm, of n_embd values each."""
+        return tuple(name for name in NORM_PARAMS[self.norm] if name != "bias" or self.bias)
 
     @property
     def width_ratio(self) -> float:
@@ -116,10 +96,10 @@ class GPTConfig:
         return self.base_head_dim**0.5 / self.head_width if self.parametrization == "mup" else None
 
     def num_params(self, *, positions: bool = True) -> int:
-        """Return the number of parameters without building the model; `positions` includes learned positions."""
+        """Return the number of parameters without building the model; `positions` includes learned ones."""
         width, heads = self.n_embd, self.n_head * self.head_width
         qkv = heads + 2 * (self.n_kv_head or self.n_head) * self.head_width
-        norm = width * (NORMS[self.norm].weight + (NORMS[self.norm].bias and self.bias))
+        norm = width * len(self.norm_params)
         attention = width * (qkv + heads) + self.bias * (qkv + width)
         mlp = width * (self.up_width + self.inner_width) + self.bias * (self.up_width + width)
         embeddings = self.vocab_size * width * (1 if self.tie_embeddings else 2)
@@ -162,11 +142,8 @@ class GPTConfig:
 def check_heads(n_embd: int, n_head: int, n_kv_head: int | None, head_dim: int | None, *, prefix: str = "") -> None:
     """Raise UserError if heads do not divide the width, or key-value heads the heads; `prefix` is that of the keys."""
     if head_dim is None:
-        expected, advice = (
-            f"divisible by {prefix}n_head={n_head}",
-            f"use a multiple of {n_head}, or set {prefix}head_dim",
-        )
-        require(f"{prefix}n_embd", n_embd, lambda v: v % n_head == 0, expected, advice)
+        advice = f"use a multiple of {n_head}, or set {prefix}head_dim"
+        require(f"{prefix}n_embd", n_embd, lambda v: v % n_head == 0, f"divisible by {prefix}n_head={n_head}", advice)
     if n_kv_head is not None:
         require(f"{prefix}n_head", n_head, lambda v: v % n_kv_head == 0, f"divisible by {prefix}n_kv_head={n_kv_head}")
 
@@ -177,11 +154,11 @@ _RULES: dict[str, checks.Rule] = {
     **dict.fromkeys(("n_kv_head", "head_dim", "n_inner"), or_null(checks.POSITIVE_INT)),
     **dict.fromkeys(("bias", "qk_norm", "tie_embeddings", "embed_norm"), checks.BOOLEAN),
     "dropout": checks.FRACTION,
-    "norm": one_of(NORMS),
+    "norm": one_of(NORM_PARAMS),
     "norm_position": one_of(NORM_POSITIONS),
     "position": one_of(POSITIONS),
     "rope_base": checks.POSITIVE,
-    "activation": one_of(ACTIVATIONS),
+    "activation": one_of(UP_PROJECTIONS),
     "ngram": (lambda v: checks.NON_NEGATIVE_INT[0](v) and v != 1, "0, or an integer ≥ 2"),
     "smear": checks.NON_NEGATIVE_INT,
     "parametrization": one_of(PARAMETRIZATIONS),

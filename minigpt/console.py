@@ -8,8 +8,9 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -47,38 +48,36 @@ class Console:
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, options: Mapping[str, Any], *, show_probs: bool) -> None:
         self.model, self.tokenizer, self.show_probs = model, tokenizer, show_probs
-        self.is_terminal, self.reported_truncation = sys.stdout.isatty(), False
+        self.reported_truncation = False
+        # The control characters of a text could control the terminal.
+        self.escape: Callable[[str], str] = escape_control_chars if sys.stdout.isatty() else str
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="backslashreplace")  # encodings without some characters, such as Latin-1
-        stop = list(options.get("stop", ()))
-        self.stop_strings = [item for item in stop if isinstance(item, str)]
-        if isinstance(tokenizer, BPETokenizer) and tokenizer.separated:
-            stop.append(int(tokenizer.separator[0]))  # the end of a document
-        self.options = {"num_samples": 1, "seed": 0, **options, "stop": stop, "tokenizer": tokenizer}
+        self.stop_strings: list[str] = options["stop"]
+        separated = isinstance(tokenizer, BPETokenizer) and tokenizer.separated  # documents end with the separator
+        stop = [*self.stop_strings, *(tokenizer.separator[:1].tolist() if separated else ())]
+        self.options = {**options, "stop": stop, "tokenizer": tokenizer}
 
     def sample(self, prompt: str, *, as_json: bool) -> None:
         """Print samples of a prompt: the first as it is generated, then the others; or one JSON line per sample."""
-        ids, shown_prompt = self._encode(prompt), self._escape(prompt)
-        samples = [SampleState() for _ in range(self.options["num_samples"])]
-        titles = [f"── sample {i + 1} ──\n" if len(samples) > 1 else "" for i in range(len(samples))]
-        if not as_json:
-            _write(titles[0] + shown_prompt)
+        ids, n_samples = self._encode(prompt), self.options["num_samples"]
+        samples = [SampleState() for _ in range(n_samples)]
+        headers = [f"── sample {i + 1} ──\n" if n_samples > 1 else "" for i in range(n_samples)]
+        write = (lambda text: None) if as_json else _write
+        write(headers[0] + self.escape(prompt))
         start = time.perf_counter()
-        for text in self._generate(ids, samples, self.options | {"logprobs": as_json or self.show_probs}):
-            if not as_json:
-                _write(text)
+        for text in self._generate(ids, samples, logprobs=as_json or self.show_probs):
+            write(text)
         seconds, n_tokens = time.perf_counter() - start, sum(len(sample.tokens) for sample in samples)
-        rests = [sample.decoder.decode(b"", final=True) for sample in samples]  # incomplete characters
-        if not as_json:
-            _write(f"{self._escape(rests[0])}\n")
+        rests = [sample.decoder.decode(b"", final=True) for sample in samples]  # of incomplete characters
+        write(f"{rests[0]}\n")
         _log(f"{n_tokens:,} tokens in {seconds:.2f} s, {n_tokens / seconds:,.0f} tokens/s")
-        for i, (sample, rest) in enumerate(zip(samples, rests, strict=True)):
-            if as_json:
-                values = {"prompt": prompt, "text": sample.text + rest, "tokens": sample.tokens}
-                values |= {"logprobs": sample.logprobs, "reason": sample.reason}
-                print(json.dumps(values | {"tokens_per_second": n_tokens / seconds}), flush=True)
-            elif i > 0:
-                _write(f"{titles[i]}{shown_prompt}{sample.rendered}{self._escape(rest)}\n")
+        for header, sample, rest in zip(headers[1:], samples[1:], rests[1:], strict=True):
+            write(f"{header}{self.escape(prompt)}{sample.rendered}{rest}\n")
+        for sample, rest in zip(samples, rests, strict=True) if as_json else ():
+            values: dict[str, Any] = {"prompt": prompt, "text": sample.text + rest, "tokens": sample.tokens}
+            values |= {"logprobs": sample.logprobs, "reason": sample.reason, "tokens_per_second": n_tokens / seconds}
+            print(json.dumps(values), flush=True)
 
     def chat(self, context: str) -> None:
         """Continue the context by each typed line and the reply to it; `/reset` clears the context, `/quit` exits."""
@@ -88,7 +87,7 @@ class Console:
             sys.stdin.reconfigure(errors="replace")
         _log("type a text to continue; /reset clears the context, /quit exits, Ctrl-C stops a reply")
         input_prompt = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
-        turn = 0
+        seed = self.options["seed"]
         while True:
             try:
                 line = input(input_prompt)
@@ -100,7 +99,7 @@ class Console:
                 elif command.startswith("/"):
                     raise UserError(f"unknown command {command}; use /reset or /quit")
                 else:
-                    context, turn = self._reply(context + line, turn), turn + 1
+                    context, seed = self._reply(context + line, seed), seed + 1
             except EOFError:
                 return
             except KeyboardInterrupt:
@@ -142,20 +141,27 @@ class Console:
             _log(f"the prompt has {len(ids):,} tokens; only the last {block_size:,} are read")
         return ids
 
-    def _generate(self, ids: list[int], samples: Sequence[SampleState], options: Mapping[str, Any]) -> Iterator[str]:
+    def _reply(self, context: str, seed: int) -> str:
+        """Print a continuation of the context, until Ctrl-C; return the context with it."""
+        sample, ids = SampleState(), self._encode(context)
+        with suppress(KeyboardInterrupt):
+            for text in self._generate(ids, [sample], num_samples=1, seed=seed, logprobs=self.show_probs):
+                _write(text)
+        _write(f"{_RESET_COLOR if self.show_probs else ''}\n")
+        return context + sample.text
+
+    def _generate(self, ids: list[int], samples: Sequence[SampleState], **options: Any) -> Iterator[str]:
         """Extend all samples; yield the new text of the first one after each step."""
-        for step in stream(self.model, ids, **options):
-            logprobs = step.logprobs or [0.0] * len(samples)
+        for step in stream(self.model, ids, **(self.options | options)):
             texts = [
-                self._append_token(*values) if values[0].reason == "length" else ""
-                for values in zip(samples, step.tokens, logprobs, step.stopped, strict=True)
+                self._append_token(sample, token, logprob, stopped) if sample.reason == "length" else ""
+                for sample, token, logprob, stopped in zip_longest(samples, step.tokens, step.logprobs, step.stopped)
             ]
             yield texts[0]
 
-    def _append_token(self, sample: SampleState, token: int, logprob: float, stopped: bool = False) -> str:
+    def _append_token(self, sample: SampleState, token: int, logprob: float | None, stopped: bool = False) -> str:
         """Append a token to a sample; return its text for the terminal, which ends with the first stop string."""
         sample.tokens.append(token)
-        sample.logprobs.append(logprob)
         begin, text = len(sample.text), sample.text + sample.decoder.decode(self.tokenizer.decode_bytes([token]))
         if stopped:
             sample.reason = "stop"
@@ -163,26 +169,14 @@ class Console:
             if ends := [at + length for at, length in found if at >= 0]:
                 text = text[: min(ends)]
                 sample.decoder.reset()
-        sample.text, new = text, self._escape(text[begin:])
-        if self.show_probs and new:
-            color = [color for lowest, color in _COLORS if math.exp(logprob) >= lowest][-1]
-            new = f"\x1b[38;5;{color}m{new}{_RESET_COLOR}"
+        sample.text, new = text, self.escape(text[begin:])
+        if logprob is not None:
+            sample.logprobs.append(logprob)
+            if self.show_probs and new:
+                color = [color for lowest, color in _COLORS if math.exp(logprob) >= lowest][-1]
+                new = f"\x1b[38;5;{color}m{new}{_RESET_COLOR}"
         sample.rendered += new
         return new
-
-    def _reply(self, context: str, turn: int) -> str:
-        """Print a continuation of the context, until Ctrl-C; return the context with it."""
-        sample = SampleState()
-        options = {"num_samples": 1, "seed": self.options["seed"] + turn, "logprobs": self.show_probs}
-        with suppress(KeyboardInterrupt):
-            for text in self._generate(self._encode(context), [sample], self.options | options):
-                _write(text)
-        _write(f"{_RESET_COLOR if self.show_probs else ''}\n")
-        return context + sample.text
-
-    def _escape(self, text: str) -> str:
-        """Escape the control characters of a text that a terminal would interpret."""
-        return escape_control_chars(text) if self.is_terminal else text
 
 
 def move_model(model: GPT, device: str, dtype: str) -> GPT:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from minigpt.generation_settings import check_settings as check_settings
+from minigpt.generation_settings import check_settings
 from minigpt.kv_decoder import Decoder
-from minigpt.model import GPT
+from minigpt.model import GPT, eval_mode
 from minigpt.sampling import PerSampleRNG, Sampling
 from minigpt.utils.errors import RunError, UserError
 
@@ -59,34 +59,11 @@ class Step:
     stopped: list[bool]
 
 
-def generate(
-    model: GPT,
-    prompts: Prompt | Sequence[Prompt],
-    *,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
-    stop: Sequence[str | int] = (),
-    tokenizer: "Tokenizer | None" = None,
-    seed: int = 0,
-    num_samples: int = 1,
-    logprobs: bool = False,
-) -> list[Sample]:
+def generate(model: GPT, prompts: Prompt | Sequence[Prompt], **settings: Any) -> list[Sample]:
     """Continue one prompt or a batch of prompts.
 
     Args:
-        model: is used in evaluation mode and left in its mode.
-        prompts: token ids (T,) of one prompt, or a list of prompts of any lengths; the last `block_size` are read.
-        max_new_tokens: per sample; not limited by `block_size` (see `minigpt.kv_decoder`).
-        temperature, top_k, top_p, min_p, repetition_penalty: see `Sampling`.
-        stop: strings and token ids that end a sample. A string may span tokens.
-        tokenizer: required by stop strings.
-        seed: sample i of every prompt has its own random generator, seeded with seed + i.
-        num_samples: per prompt.
-        logprobs: return the log-probability of every token.
+        model, prompts, settings: as for `stream`.
 
     Returns:
         `num_samples` samples of the first prompt, then of the second …
@@ -95,8 +72,8 @@ def generate(
         UserError: a setting or a prompt is invalid.
         RunError: the logits are NaN or infinite.
     """
-    samples, steps = list[Sample](), stream(**locals())  # which has the same parameters
-    for step in steps:
+    samples: list[Sample] = []
+    for step in stream(model, prompts, **settings):
         samples = samples or [Sample([], []) for _ in step.tokens]
         for i, sample in enumerate(samples):
             if sample.reason == "length":
@@ -111,27 +88,31 @@ def stream(
     prompts: Prompt | Sequence[Prompt],
     *,
     max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
     stop: Sequence[str | int] = (),
     tokenizer: "Tokenizer | None" = None,
     seed: int = 0,
     num_samples: int = 1,
     logprobs: bool = False,
+    **filters: Any,
 ) -> Iterator[Step]:
     """Yield the next token of every sample as soon as it is drawn, until all have stopped.
 
     Args:
-        model, prompts, max_new_tokens …: as for `generate`.
+        model: is used in evaluation mode and left in its mode.
+        prompts: token ids (T,) of one prompt, or a list of prompts of any lengths; the last `block_size` are read.
+        max_new_tokens: per sample; not limited by `block_size` (see `minigpt.kv_decoder`).
+        stop: strings and token ids that end a sample. A string may span tokens.
+        tokenizer: required by stop strings.
+        seed: sample i of every prompt has its own random generator, seeded with seed + i.
+        num_samples: per prompt.
+        logprobs: return the log-probability of every token.
+        filters: temperature, top_k, top_p, min_p and repetition_penalty of `Sampling`.
 
     Raises:
         UserError, RunError: as for `generate`; a UserError is raised by the call, before the first step.
     """
     check_settings(max_new_tokens=max_new_tokens, seed=seed, num_samples=num_samples, stop=stop)
-    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    sampling = Sampling(**filters)
     batch = _to_list(prompts)
     is_batch = isinstance(batch, list) and batch and hasattr(batch[0], "__len__")
     prompt_ids = [_check_ids(prompt, model.config.vocab_size) for prompt in (batch if is_batch else [prompts])]
@@ -150,9 +131,7 @@ def _stream(
     seeds: list[int],
     logprobs: bool,
 ) -> Iterator[Step]:
-    training = model.training
-    model.eval()
-    try:
+    with eval_mode(model):
         decoder = Decoder(model, prompts, len(seeds) // len(prompts), max_new_tokens)
         uniforms = PerSampleRNG(seeds, decoder.device)
         seen = None  # (B, V)
@@ -176,8 +155,6 @@ def _stream(
             if seen is not None:
                 seen.scatter_(-1, tokens[:, None], True)
             decoder.step(tokens)
-    finally:
-        model.train(training)
 
 
 class StopCriteria:
@@ -248,10 +225,8 @@ def score(model: GPT, tokens: Prompt, start: Prompt) -> Score:
     before, text = (_check_ids(ids, model.config.vocab_size) for ids in (start, tokens))
     ids = torch.tensor(before[-block_size:] + text, device=device)  # (N,)
     done = len(ids) - len(text)  # tokens that are rated, or not to be rated
-    training = model.training
-    model.eval()
     logprobs, ranks = [], []
-    try:
+    with eval_mode(model):
         while done < len(ids):
             begin = 0 if done < block_size else done - (block_size + 1) // 2
             end = min(len(ids), begin + block_size + 1)
@@ -261,8 +236,6 @@ def score(model: GPT, tokens: Prompt, start: Prompt) -> Score:
             logprobs.append(of_tokens[:, 0])
             ranks.append((all_logprobs > of_tokens).sum(dim=-1))
             done = end
-    finally:
-        model.train(training)
     return Score(torch.cat(logprobs).cpu(), torch.cat(ranks).cpu())
 
 

@@ -7,14 +7,14 @@ Shapes: B batch, T time, C n_embd, D head width, V vocab.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from minigpt import config as tables
 from minigpt.attention import KVCache, MultiHeadAttention, rotary_table
 from minigpt.config import GPTConfig
 from minigpt.ops import ACTIVATIONS, NORMS, rms_norm
@@ -35,15 +35,12 @@ class GPT(nn.Module):
         if config.smear:  # vectors, which optimizers do not decay; the last is for the previous token
             self.smear = nn.ParameterList(torch.zeros(config.n_embd) for _ in range(config.smear))
         rotary = None
-        match config.position:
-            case "learned":
-                self.wpe = nn.Embedding(config.block_size, config.n_embd)
-            case "rope":
-                rotary = rotary_table(config.block_size, config.head_width, config.rope_base)  # (2, T, D/2)
-            case "none":
-                pass
-            case unknown:
-                raise ValueError(f"unknown position {unknown!r}")
+        if config.position == "learned":
+            self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        elif config.position == "rope":
+            rotary = rotary_table(config.block_size, config.head_width, config.rope_base)  # (2, T, D/2)
+        elif config.position != "none":
+            raise ValueError(f"unknown position {config.position!r}")
         self.rotary: Tensor | None
         self.register_buffer("rotary", rotary, persistent=False)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -111,14 +108,9 @@ class GPT(nn.Module):
         shape = (batch, config.n_kv_head or config.n_head, config.block_size, config.head_width)
         return Cache([KVCache(shape, device=weight.device, dtype=weight.dtype) for _ in range(config.n_layer)])
 
-    def num_params(self, *, positions: bool = True) -> int:
-        """Return the number of trainable parameters; `positions` includes learned positions (nanoGPT omits them)."""
-        total = sum(p.numel() for p in self.parameters() if p.requires_grad)
-        return total if positions or self.config.position != "learned" else total - self.wpe.weight.numel()
-
-    def flops_per_token(self) -> float:
-        """Return `GPTConfig.flops_per_token`."""
-        return self.config.flops_per_token()
+    def num_params(self) -> int:
+        """Return the number of trainable parameters."""
+        return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
     def extra_repr(self) -> str:
         """Return the first line of the model's representation."""
@@ -197,14 +189,13 @@ class MLP(nn.Module):
 
 
 class Norm(nn.Module):
-    """The norm over n_embd that a config names, with the parameters that its entry in `config.NORMS` lists."""
+    """The norm of a config over n_embd, with the parameters `GPTConfig.norm_params`."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        entry = tables.NORMS[config.norm]
         self.function = NORMS[config.norm]
-        self.weight = nn.Parameter(torch.ones(config.n_embd)) if entry.weight else None
-        self.bias = nn.Parameter(torch.zeros(config.n_embd)) if entry.bias and config.bias else None
+        self.weight = nn.Parameter(torch.ones(config.n_embd)) if "weight" in config.norm_params else None
+        self.bias = nn.Parameter(torch.zeros(config.n_embd)) if "bias" in config.norm_params else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (…, C) to (…, C)."""
@@ -277,3 +268,14 @@ def smear(x: Tensor, factors: Collection[Tensor], before: Tensor | None) -> tupl
     for i, factor in enumerate(factors):
         x = x + factor * padded[:, i : i + T]
     return x, padded[:, -k:]
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Disable dropout inside the context."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)

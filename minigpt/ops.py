@@ -1,20 +1,17 @@
 """Norms and activations, for the model and the decoder. Depends on torch alone.
 
-`ACTIVATIONS` and `NORMS` look functions up in the tables of `minigpt.config`. RMSNorm and ReLU² are limited by
+An entry in `NORMS` or `ACTIVATIONS`, and its size in `minigpt.config`, adds one. RMSNorm and ReLU² are limited by
 memory bandwidth on a CPU: the versions here make half as many passes over memory as torch's. On other devices
 and in other precisions than float32, they call torch's.
 """
 
-import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-
-from minigpt import config
 
 EPS = 1e-5  # added to the variance or the mean square
 
@@ -48,18 +45,9 @@ def swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * x
 
 
-class FunctionTable:
-    """Look up the functions of a table of `minigpt.config` by name."""
-
-    def __init__(self, table: Mapping[str, config.Activation] | Mapping[str, config.Norm]) -> None:
-        self.table = table
-
-    def __getitem__(self, name: str) -> Callable[..., Tensor]:
-        return pkgutil.resolve_name(self.table[name].function)
-
-
-ACTIVATIONS = FunctionTable(config.ACTIVATIONS)  # functions of x
-NORMS = FunctionTable(config.NORMS)  # functions of x, weight and bias
+Function = Callable[..., Tensor]
+NORMS: dict[str, Function] = {"layernorm": layer_norm, "rmsnorm": rms_norm, "rmsnorm_noscale": rms_norm}
+ACTIVATIONS: dict[str, Function] = {"gelu": F.gelu, "relu": F.relu, "relu2": relu_squared, "swiglu": swiglu}
 
 
 def _use_fused_cpu(x: Tensor) -> bool:

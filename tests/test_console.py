@@ -352,7 +352,7 @@ def test_control_characters_are_escaped_for_a_terminal_and_kept_for_a_pipe(obeye
 def test_characters_missing_in_the_encoding_of_stdout_are_escaped(saves, monkeypatch):
     latin = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     monkeypatch.setattr(sys, "stdout", latin)
-    options = {"max_new_tokens": 1, "num_samples": 2}
+    options: dict[str, Any] = {"max_new_tokens": 1, "num_samples": 2, "stop": []}
     Console(*load_checkpoint(saves["multibyte"]), options, show_probs=False).sample("é你", as_json=False)
     assert latin.buffer.getvalue().startswith("\\u2500\\u2500 sample 1 \\u2500\\u2500\né\\u4f60".encode("latin-1"))
 
@@ -832,7 +832,7 @@ def test_the_fastest_device_of_the_machine_is_the_default(saves, sample, monkeyp
         assert devices()[0] == wanted
 
 
-NO_DEFAULT = {"prompt", "prompt_file", "stop", "score", "truncate", "values", "html"}  # nothing happens without them
+NO_DEFAULT = {"prompt", "prompt_file", "stop", "score", "truncate", "ablation", "html"}  # nothing happens without them
 
 
 @pytest.mark.parametrize("script", ["sample", "attention"])

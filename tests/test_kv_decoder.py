@@ -14,10 +14,11 @@ from test_generation import ARCHITECTURES, make
 from tolerance import assert_near, terms_of
 from torch import Tensor
 
-from minigpt.config import ACTIVATIONS, NORM_POSITIONS, NORMS, PARAMETRIZATIONS, POSITIONS, GPTConfig
+from minigpt.config import NORM_POSITIONS, PARAMETRIZATIONS, POSITIONS, GPTConfig
 from minigpt.generation import generate
 from minigpt.kv_decoder import Decoder
 from minigpt.model import GPT
+from minigpt.ops import ACTIVATIONS, NORMS
 
 EVERY = {
     **ARCHITECTURES,

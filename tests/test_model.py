@@ -17,8 +17,9 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from minigpt.config import ACTIVATIONS, NORM_POSITIONS, NORMS, POSITIONS, GPTConfig
+from minigpt.config import NORM_POSITIONS, POSITIONS, GPTConfig
 from minigpt.model import GPT
+from minigpt.ops import ACTIVATIONS, NORMS
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 TINY = {"block_size": 16, "vocab_size": 29, "n_layer": 2, "n_head": 4, "n_embd": 32}
@@ -124,8 +125,8 @@ def test_the_loss_is_the_cross_entropy_of_the_logits():
 )
 def test_the_small_presets_and_nanogpts_recipes_have_the_published_sizes(choices: tuple[str, str]):
     nano, baby = (GPT(composed(choice, 65)) for choice in choices)
-    assert nano.num_params(positions=False) == 795_904
-    assert round(baby.num_params(positions=False) / 1e6, 2) == 10.65
+    assert nano.config.num_params(positions=False) == 795_904
+    assert round(baby.config.num_params(positions=False) / 1e6, 2) == 10.65
 
 
 def test_nanogpts_recipe_has_a_position_embedding_for_every_token_of_its_context():
@@ -172,7 +173,8 @@ def test_the_parameter_count_of_a_config_equals_that_of_the_model(values: dict[s
     with torch.device("meta"):
         model = GPT(config)
     assert config.num_params() == model.num_params()
-    assert config.num_params(positions=False) == model.num_params(positions=False)
+    learned_positions = values["position"] == "learned"
+    assert config.num_params(positions=False) == model.num_params() - learned_positions * 32 * config.block_size
 
 
 def test_frozen_weights_are_not_counted():
@@ -361,7 +363,7 @@ def test_dropout_zeroes_its_fraction_and_scales_the_rest(place: str):
 
 def test_the_flops_of_nano_are_those_of_the_formula():
     # 6 N + 12 L H D T: 795,904 weights, 4 layers, 4 heads of 32, 64 tokens.
-    assert GPT(composed("model=nano", 65)).flops_per_token() == 6 * 795_904 + 12 * 4 * 4 * 32 * 64 == 5_168_640
+    assert GPT(composed("model=nano", 65)).config.flops_per_token() == 6 * 795_904 + 12 * 4 * 4 * 32 * 64 == 5_168_640
 
 
 @pytest.mark.parametrize("settings", [{}, LLAMA, {"head_dim": 24, "n_kv_head": 2}], ids=["gpt2", "llama", "grouped"])
@@ -372,7 +374,7 @@ def test_flops_per_token_equal_those_of_a_training_step(settings: dict[str, Any]
     tokens, targets = torch.randint(29, (2, 3, 64))
     with FlopCounterMode(display=False) as counter:
         model(tokens, targets).backward()
-    assert counter.get_total_flops() / tokens.numel() == pytest.approx(model.flops_per_token(), rel=0.01)
+    assert counter.get_total_flops() / tokens.numel() == pytest.approx(model.config.flops_per_token(), rel=0.01)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Norms and activations equal torch's in value and gradient, and one entry in a table adds another."""
+"""Norms and activations equal torch's in value and gradient, and an entry in the tables adds another."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +9,10 @@ from tolerance import assert_near, terms_of
 from torch import Tensor
 from torch.nn import functional as F
 
-from minigpt.config import ACTIVATIONS, NORMS, Activation, GPTConfig, Norm
+from minigpt.config import NORM_PARAMS, UP_PROJECTIONS, GPTConfig
 from minigpt.generation import generate
 from minigpt.model import GPT
-from minigpt.ops import ACTIVATIONS as FUNCTIONS
-from minigpt.ops import layer_norm, relu_squared, rms_norm
+from minigpt.ops import ACTIVATIONS, NORMS, layer_norm, relu_squared, rms_norm
 from minigpt.optim import adamw
 from minigpt.utils.errors import UserError
 
@@ -101,21 +100,28 @@ def mean_abs_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tens
 
 
 @pytest.mark.parametrize(
-    ("table", "setting", "entry"),
+    ("setting", "functions", "function", "sizes", "size"),
     [
-        (ACTIVATIONS, "activation", Activation("torch.sin")),
-        (ACTIVATIONS, "activation", Activation(f"{__name__}.gated_tanh", gated=True)),
-        (NORMS, "norm", Norm(f"{__name__}.mean_abs_norm", weight=True, bias=True)),
+        ("activation", ACTIVATIONS, torch.sin, UP_PROJECTIONS, 1),
+        ("activation", ACTIVATIONS, gated_tanh, UP_PROJECTIONS, 2),
+        ("norm", NORMS, mean_abs_norm, NORM_PARAMS, ("weight", "bias")),
     ],
 )
 @pytest.mark.parametrize("bias", [True, False])
-def test_one_entry_adds_an_activation_or_a_norm_to_training_and_to_cached_sampling(
-    table: dict[str, Any], setting: str, entry: Any, bias: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_function_and_its_size_add_an_activation_or_a_norm_to_training_and_to_cached_sampling(
+    setting: str,
+    functions: dict[str, Any],
+    function: Any,
+    sizes: dict[str, Any],
+    size: Any,
+    bias: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     settings = {"block_size": 16, "vocab_size": 29, "n_layer": 2, "n_head": 4, "n_embd": 32, "bias": bias}
     with pytest.raises(UserError, match=f"model.{setting} must be one of"):
         GPTConfig(**settings, **{setting: "new"})
-    monkeypatch.setitem(table, "new", entry)
+    monkeypatch.setitem(functions, "new", function)
+    monkeypatch.setitem(sizes, "new", size)
     torch.manual_seed(0)
     model = GPT(GPTConfig(**settings, **{setting: "new"}))
     assert model.config.num_params() == model.num_params()
@@ -136,13 +142,14 @@ def test_one_entry_adds_an_activation_or_a_norm_to_training_and_to_cached_sampli
 
 
 def test_the_mlp_applies_a_gated_activation_to_two_projections(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(ACTIVATIONS, "new", Activation(f"{__name__}.gated_tanh", gated=True))
+    monkeypatch.setitem(ACTIVATIONS, "new", gated_tanh)
+    monkeypatch.setitem(UP_PROJECTIONS, "new", 2)
     mlp = GPT(GPTConfig(8, 29, 1, 2, n_embd=32, activation="new")).blocks[0].mlp
     x = torch.randn(5, 32)
     assert mlp.up.out_features == 2 * mlp.down.in_features
     assert_near(mlp(x), mlp.down(gated_tanh(mlp.up(x))), terms=32 + 128)
 
 
-def test_a_name_without_an_entry_raises():
-    with pytest.raises(KeyError, match="new"):
-        FUNCTIONS["new"]
+def test_every_function_has_a_size():
+    assert NORMS.keys() == NORM_PARAMS.keys()
+    assert ACTIVATIONS.keys() == UP_PROJECTIONS.keys()

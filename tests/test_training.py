@@ -288,7 +288,7 @@ def test_a_run_prints_what_it_will_do_before_it_trains(train: Callable[..., Any]
     assert f"{sum(p.numel() for p in model.parameters()):,} parameters" in text
     assert f"tokenizer char, vocab_size {tokenizer.vocab_size}" in text
     assert f"10 steps, {10 * 8 * 16:,} tokens ({10 * 8 * 16 / n_train:.2f} epochs)" in text
-    assert f"{model.flops_per_token() * 10 * 8 * 16:.3g} FLOPs" in text
+    assert f"{model.config.flops_per_token() * 10 * 8 * 16:.3g} FLOPs" in text
     assert "block_size 16" in text
     assert run.summary["device"] in text
     assert "precision 32-true" in text

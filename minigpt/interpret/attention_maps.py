@@ -5,15 +5,15 @@ Forward pre-hooks record the weights during an ordinary forward pass, so this wo
 Shapes: L layers, H heads, B batch, T time, V vocab.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from minigpt.attention import MultiHeadAttention
-from minigpt.model import GPT
+from minigpt.model import GPT, eval_mode
 from minigpt.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -83,23 +83,12 @@ def visible_text(token: str, is_visible: Callable[[str], bool] = str.isprintable
     return "".join(symbols.get(c) or (c if is_visible(c) else f"⟨U+{ord(c):04X}⟩") for c in token) or "∅"
 
 
-@contextmanager
-def eval_mode(model: GPT) -> Iterator[None]:
-    """Disable dropout and gradients inside the context."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)
-
-
 def attention_modules(model: GPT) -> list[MultiHeadAttention]:
     """Return the attention module of each layer."""
     return [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
 
 
+@torch.no_grad()
 def _forward(model: GPT, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Return the weights (L, B, H, T, T) on the CPU and the logits (B, T, V) of tokens (B, T)."""
     weights: list[Tensor] = []

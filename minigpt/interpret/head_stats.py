@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from minigpt.attention import MultiHeadAttention
-from minigpt.interpret.attention_maps import attention_modules, eval_mode
-from minigpt.model import GPT
+from minigpt.interpret.attention_maps import attention_modules
+from minigpt.model import GPT, eval_mode
 
 POSITION_THRESHOLD = 0.5  # mean weight on one position: at most one position can exceed it
 # 15 times the score of uniform attention for 32 repeated tokens; published induction heads score 0.3 to 1.
@@ -81,6 +81,7 @@ def format_table(table: Mapping[str, Tensor], names: Sequence[Sequence[str]]) ->
     return "\n".join(lines)
 
 
+@torch.no_grad()
 def head_ablation(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, float]:
     """Compute the increase of the loss when the output of one head is set to zero, for every head.
 

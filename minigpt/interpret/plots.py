@@ -3,6 +3,7 @@
 Shapes: L layers, H heads, T time.
 """
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -25,7 +26,7 @@ FORMATS = (".png", ".pdf", ".svg")
 FONT = "DejaVu Sans Mono"  # comes with matplotlib
 COLOR_TICKS = [0, 0.01, 0.05, 0.1, 0.25, 0.5, 1]  # weights
 MAX_LABEL_CHARS = 12
-MAX_LABELS = 64  # per axis; of more tokens, every second, third, … is labeled
+LABELS_PER_INCH = 8  # at most; of more tokens, every second, third, … is labeled
 MAX_TOKENS_WITH_VALUES = 24  # of a single map, whose cells then have room for the weights
 
 
@@ -54,34 +55,38 @@ def plot_maps(
     rows, columns = range(L)[layers], range(H)[heads]
     single = len(rows) == len(columns) == 1
     side = 8.0 if single else min(max(2.5, T / 16), 4.0)  # inches per map
-    figure = Figure(figsize=(side * len(columns) + 2, side * len(rows) + 1), layout="compressed")
+    # The maps fill the figure; labels, title and color bar are outside. A computed layout of 64 maps takes seconds.
+    figure = Figure(figsize=(side * len(columns), side * len(rows)))
+    figure.subplots_adjust(left=0, bottom=0, right=1, top=1, wspace=0.03, hspace=0.1)
     grid = figure.subplots(len(rows), len(columns), squeeze=False)
     maps = weights.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), float("nan"))  # the future stays blank
     norm = PowerNorm(0.5, 0, 1)  # distinguishes small weights
     for axes, (layer, head) in zip(grid.flat, product(rows, columns), strict=True):
         image = axes.imshow(maps[layer, head].numpy(), cmap="magma_r", norm=norm)
-        axes.set(xticks=[], yticks=[])
-        axes.spines[:].set_visible(False)
+        axes.set_axis_off()
         axes.set_title(f"layer {layer + 1} · head {head + 1}", loc="left", fontsize=9)
         if names:
             style: dict[str, Any] = {"ha": "right", "va": "top", "color": "#b73779", "weight": "bold", "fontsize": 9}
             axes.text(1, 1, names[layer][head], transform=axes.transAxes, **style)
         if single and T <= MAX_TOKENS_WITH_VALUES:
             _print_values(axes, maps[layer, head], "{:.2f}", threshold=0.25)
-    ticks = range(0, T, -(-T // MAX_LABELS))
+    ticks = range(0, T, math.ceil(T / (LABELS_PER_INCH * side)))
     labels = _labels(texts)[:: ticks.step]
     fontsize = min(10.0, 0.9 * 72 * side / T * ticks.step)  # points; a label is at most as high as the cells it covers
     style = {"fontfamily": FONT, "fontsize": fontsize, "parse_math": False}
+    for axes in {*grid[-1], *grid[:, 0]}:
+        axes.set_axis_on()
+        axes.set(xticks=[], yticks=[], frame_on=False)
+        axes.tick_params(length=0)
     for axes in grid[-1]:
         axes.set_xticks(ticks, labels, rotation=90 if max(map(len, labels)) > 2 else 0, **style)
+        axes.set_xlabel("key (attended to)")
     for axes in grid[:, 0]:
         axes.set_yticks(ticks, labels, **style)
-    for axes in {*grid[-1], *grid[:, 0]}:
-        axes.tick_params(length=0)
-    figure.supxlabel("key (attended to)", fontsize=10)
-    figure.supylabel("query (attends)", fontsize=10)
-    figure.suptitle(title, parse_math=False)
-    figure.colorbar(image, ax=grid, ticks=COLOR_TICKS, format="{x:g}", label="weight", shrink=0.6, aspect=30)
+        axes.set_ylabel("query (attends)")
+    figure.suptitle(title, y=1 + 0.4 / figure.get_figheight(), va="bottom", parse_math=False)
+    bar = figure.add_axes((1.02, 0.2, 0.02, 0.6))
+    figure.colorbar(image, cax=bar, ticks=COLOR_TICKS, format="{x:g}", label="weight")
     _save(figure, path)
 
 
@@ -155,4 +160,4 @@ def _print_values(axes: "Axes", values: Tensor, template: str, *, threshold: flo
 def _save(figure: "Figure", path: Path) -> None:
     """Write a picture atomically."""
     with atomic_write(path) as partial:
-        figure.savefig(partial, dpi=130, format=path.suffix[1:].lower())
+        figure.savefig(partial, dpi=130, format=path.suffix[1:].lower(), bbox_inches="tight")

@@ -136,7 +136,7 @@ class MetricsCallback(Callback):
             "stopped_early": bool(early_stopping_reason(trainer)),
             "tokens": tokens,
             "params": pl_module.model.num_params(),
-            "flops": tokens * pl_module.model.flops_per_token(),
+            "flops": tokens * pl_module.model.config.flops_per_token(),
             "seconds": round(self.seconds, 3),
             "wall_seconds": round(time.perf_counter() - self.started, 3),
             "tokens_per_second": round(tokens / self.seconds, 1) if self.seconds else None,
@@ -160,7 +160,7 @@ class MetricsCallback(Callback):
         check_losses(losses, self._logged_step + 1, pl_module.learning_rate)
         seconds = self.seconds - self._logged_seconds
         tokens_per_second = steps * self.tokens_per_step / seconds
-        flops = tokens_per_second * pl_module.model.flops_per_token()
+        flops = tokens_per_second * pl_module.model.config.flops_per_token()
         metrics = {
             "tokens": step * self.tokens_per_step,
             "seconds": round(self.seconds, 3),
@@ -189,7 +189,7 @@ def banner(trainer: L.Trainer, pl_module: Any, tokens_per_step: int) -> list[str
         f"n_embd {config.n_embd}, block_size {config.block_size}",
         "data": f"{corpus.name}, {n_train:,} training tokens; tokenizer {tokenizer}, vocab_size {config.vocab_size:,}",
         "training": f"{steps:,} steps{resumed}, {n_tokens:,} tokens ({n_tokens / n_train:.2f} epochs), "
-        f"{n_tokens * model.flops_per_token():.3g} FLOPs",
+        f"{n_tokens * model.config.flops_per_token():.3g} FLOPs",
         "device": f"{ranks}{device_name(pl_module.device)}, precision {trainer.precision}",
         "run folder": str(short_path(Path(trainer.default_root_dir))),
     }

@@ -50,7 +50,7 @@ def main() -> None:
         schedule.step()
         optimizer.zero_grad()
     seconds = time.perf_counter() - start
-    results = {"tokens": cfg.max_steps * B * T, "seconds": seconds, "flops_per_token": model.flops_per_token()}
+    results = {"tokens": cfg.max_steps * B * T, "seconds": seconds, "flops_per_token": model.config.flops_per_token()}
     print(json.dumps(results | {"matrix_flops": matrix_flops()}))
 
 

@@ -58,7 +58,7 @@ def sampling(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                         f"{name}, beyond its block: minigpt tokens/s": beyond,
                         f"{name}, beyond its block: over no cache": beyond / full,
                     }
-                    limit = gb_s * 1e9 / (4 * model.num_params(positions=False))
+                    limit = gb_s * 1e9 / (4 * model.config.num_params(positions=False))
                     row[f"{title}: share of the bandwidth limit"] = ours / limit
             row |= startup(model, name, folder)
         rows.append(row)

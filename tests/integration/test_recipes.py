@@ -37,7 +37,7 @@ def test_a_recipe_is_no_larger_than_nanogpts(name: str):
     if name.endswith("_cpu"):
         assert model.num_params() <= 810_000
     else:
-        assert model.num_params(positions=False) <= 10_650_000
+        assert model.config.num_params(positions=False) <= 10_650_000
 
 
 def test_nanogpts_recipe_for_a_cpu_has_its_published_values():

@@ -35,7 +35,7 @@ from minigpt.config import GPTConfig
 from minigpt.data import token_files as corpus
 from minigpt.data import tokenizer as tokenizers
 from minigpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
-from minigpt.generation import check_settings
+from minigpt.generation_settings import check_settings
 from minigpt.model import GPT
 from minigpt.runs.config_checks import check_run
 from minigpt.sweeps import results as sweep
