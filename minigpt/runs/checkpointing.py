@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Callback, Checkpoint
 from minigpt.checkpoints.find import BEST, LAST
 from minigpt.checkpoints.format import hardlink_or_copy
 from minigpt.utils.checks import POSITIVE_INT, require
-from minigpt.utils.cli import explain
+from minigpt.utils.cli import error_text
 from minigpt.utils.terminal import warn
 
 
@@ -82,7 +82,7 @@ class AfterCheckpoint(Callback):
         try:
             function(*args)
         except Exception as error:
-            warn(f"{type(self).__name__} failed at step {step}: {explain(error)[0].removeprefix('error: ')}")
+            warn(f"{type(self).__name__} failed at step {step}: {error_text(error)}")
 
     def show(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Show it; called on all ranks, with the averaged weights in place if there are any."""

@@ -17,9 +17,9 @@ from minigpt.interpret.plots import plot_maps
 from minigpt.model import GPT
 from minigpt.runs.checkpointing import AfterCheckpoint
 from minigpt.runs.run_dir import METRICS, SAMPLES, read_metrics
-from minigpt.runs.wandb_logger import Wandb
+from minigpt.runs.wandb_logger import wandb_loggers
 from minigpt.utils.checks import POSITIVE_INT, require
-from minigpt.utils.cli import explain
+from minigpt.utils.cli import error_text
 from minigpt.utils.files import sync
 from minigpt.utils.terminal import warn
 
@@ -67,9 +67,8 @@ class Samples(AfterCheckpoint):
             return
         with open(self.file, "a", encoding="utf-8") as file:
             file.write(f"── step {step}, validation loss {loss:.4f} ──\n{text.strip()}\n\n")
-        for logger in trainer.loggers:
-            if isinstance(logger, Wandb):
-                logger.log_html("samples", text)
+        for wandb in wandb_loggers(trainer):
+            wandb.log_html("samples", text)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         sync(self.file)
@@ -87,7 +86,7 @@ def final_sample(model: GPT, tokenizer: Tokenizer, *, seed: int) -> str:
     try:
         return sample_text(model, tokenizer, start, max_new_tokens=400, temperature=0.8, seed=seed)
     except Exception as error:  # the run itself succeeded
-        warn(f"the final sample failed: {explain(error)[0].removeprefix('error: ')}")
+        warn(f"the final sample failed: {error_text(error)}")
         return ""
 
 
@@ -121,6 +120,5 @@ class AttentionMaps(AfterCheckpoint):
         self.folder.mkdir(exist_ok=True)
         picture = self.folder / f"step-{step}.png"
         plot_maps(picture, weights, self.texts, title=f"step {step}, validation loss {loss:.4f}")
-        for logger in trainer.loggers:
-            if isinstance(logger, Wandb):
-                logger.log_image("attention", images=[str(picture)], step=step)
+        for wandb in wandb_loggers(trainer):
+            wandb.log_image("attention", images=[str(picture)], step=step)

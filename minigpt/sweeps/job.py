@@ -18,10 +18,10 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 from tqdm import tqdm
 
+from minigpt.runs.processes import quote_override
 from minigpt.runs.run_dir import LOG, read_summary, write_failure
 from minigpt.utils.cli import explain
 from minigpt.utils.errors import RunError
-from minigpt.utils.overrides import quote_override
 from minigpt.utils.signals import Interrupted
 
 POLL_SECONDS = 0.05

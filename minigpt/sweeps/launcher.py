@@ -27,7 +27,7 @@ from omegaconf import DictConfig
 
 from minigpt.sweeps.job import POLL_SECONDS, Job, init_worker
 from minigpt.utils.checks import POSITIVE_INT, or_null, require
-from minigpt.utils.cli import explain
+from minigpt.utils.cli import error_text
 from minigpt.utils.errors import RunError
 from minigpt.utils.signals import Interrupted
 
@@ -213,7 +213,7 @@ def _job_return(future: Any) -> tuple[JobReturn, bool]:
     try:
         returned.return_value, returned.status = future.result(), JobStatus.COMPLETED
     except Exception as error:
-        reason = explain(error)[0].removeprefix("error: ")
+        reason = error_text(error)
         died = isinstance(error, BrokenExecutor) or type(error).__name__ == "UncompletedJobError"  # of submitit
         if died:
             name = re.search(r"SIG[A-Z]+", str(error))

@@ -4,14 +4,14 @@ import csv
 from pathlib import Path
 from typing import Any
 
-from minigpt.runs.wandb_logger import Wandb, finish, wandb_logger
+from minigpt.runs.wandb_logger import wandb_logger
 from minigpt.sweeps.report import PLOT, TABLE
 
 
 def publish_sweep(folder: Path, *, group: str, tags: list[str], **options: Any) -> None:
     """Log the table and the plot of a sweep as a run of its own in the sweep's group."""
     logger = wandb_logger(folder=folder, name=f"{folder.name} summary", group=group, tags=tags, **options)
-    if not isinstance(logger, Wandb):
+    if logger is None:
         return
     import wandb
 
@@ -20,4 +20,4 @@ def publish_sweep(folder: Path, *, group: str, tags: list[str], **options: Any) 
     table = wandb.Table(columns=rows[0], data=rows[1:])
     with logger.ignore_lost_client():
         logger.experiment.log({"sweep": table, "plot": wandb.Image(str(folder / PLOT))})
-    finish(logger, {})
+    logger.finish({})

@@ -53,6 +53,11 @@ def explain(error: BaseException) -> tuple[str, int]:
     return sanitize_line(message), code
 
 
+def error_text(error: BaseException) -> str:
+    """Return the line of an error without its prefix, for a warning or a summary."""
+    return explain(error)[0].removeprefix("error: ")
+
+
 def _explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, UserError):
         return f"error: {error}", error.exit_code
