@@ -47,22 +47,22 @@ class TokenDataModule(L.LightningDataModule):
             self.corpus.tokens("train"),
             self.order,
             batch_size=self.batch_size,
-            rank=trainer.global_rank,
-            world_size=trainer.world_size,
             first=lambda: trainer.fit_loop.epoch_loop.batch_progress.current.ready,
             stop=self.n_batches,
             repeat=self.overfit_batches,
-            device=trainer.strategy.root_device,
+            **self._rank(),
         )
 
     def val_dataloader(self) -> ValidationBatches:
-        trainer: Any = self.trainer
         return ValidationBatches(
             self.corpus.tokens("val"),
             block_size=self.block_size,
             batch_size=self.eval_batch_size,
-            rank=trainer.global_rank,
-            world_size=trainer.world_size,
-            device=trainer.strategy.root_device,
             n_batches=self.n_eval_batches,
+            **self._rank(),
         )
+
+    def _rank(self) -> dict[str, Any]:
+        trainer: Any = self.trainer
+        device = trainer.strategy.root_device
+        return {"rank": trainer.global_rank, "world_size": trainer.world_size, "device": device}

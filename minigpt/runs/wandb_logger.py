@@ -76,8 +76,8 @@ def wandb_logger(folder: str | Path, *, name: str | None, timeout: float, **opti
     os.environ.setdefault("WANDB_SILENT", "true")
     import wandb
 
-    wait = {"init_timeout": timeout * 0.5, "login_timeout": timeout * 0.5, "finish_timeout": timeout}
-    settings = wandb.Settings(**wait, silent=True, console="off")
+    half = timeout * 0.5
+    settings = wandb.Settings(init_timeout=half, login_timeout=half, finish_timeout=timeout, silent=True, console="off")
     previous = sorted(Path(folder, "wandb").glob("*run-*-*"), key=lambda path: path.name.rpartition("run-")[2])
     run_id = previous[-1].name.rpartition("-")[2] if previous else None
     options |= {"id": run_id, "resume": "allow", "dir": str(folder), "name": name or Path(folder).name}
