@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,7 @@ def check_same(path: Path, present: Mapping[str, Any], *, may_be_done: bool = Fa
     fixed = {key: pair for key, pair in changed.items() if key in _FIXED or key.startswith(("model.", "the "))}
     if fixed:
         listed = ", ".join(f"{key} ({was} in the checkpoint, {value} now)" for key, (was, value) in fixed.items())
+        listed = re.sub(r"\b([0-9a-f]{8})[0-9a-f]{56}\b", r"\1…", listed)  # shortens hashes
         raise UserError(f"resume={path} does not match this run: it differs in {listed}")
     max_steps = now["max_steps"]
     if step >= max_steps + may_be_done:
@@ -113,8 +115,7 @@ def _settings(run: Mapping[str, Any]) -> dict[str, Any]:
     model = GPTConfig.from_dict(run["model"]).to_dict()  # from_dict adds newer settings
     found = {f"model.{key}": value for key, value in model.items()}
     digest = hashlib.sha256(json.dumps(run["tokenizer"], sort_keys=True).encode()).hexdigest()
-    found["the tokenizer"] = f"{run['tokenizer']['name']} {digest[:8]}…"
-    found["the corpus"] = f"{run['corpus_sha256'][:8]}…"
+    found |= {"the tokenizer": f"{run['tokenizer']['name']} {digest}", "the corpus": run["corpus_sha256"]}
     for key in _LEARNING:
         group, _, name = key.rpartition(".")
         values = run["config"][group] if group else run["config"]

@@ -20,12 +20,9 @@ def build_corpus_and_config(cfg: Any, find: Callable[[Any, Any], Corpus] = load_
     check_run(cfg)
     corpus = find(cfg.data, cfg.tokenizer)
     corpus.check_length(cfg.model.block_size)
-    known = corpus.tokenizer.vocab_size
-    if cfg.model.vocab_size is not None and cfg.model.vocab_size < known:
-        raise UserError(
-            f"model.vocab_size must be at least the tokenizer's {known}, got {cfg.model.vocab_size}; use null"
-        )
-    return corpus, GPTConfig(**{**cfg.model, "vocab_size": cfg.model.vocab_size or known})
+    n, expected = corpus.tokenizer.vocab_size, f"at least the tokenizer's {corpus.tokenizer.vocab_size}"
+    require("model.vocab_size", cfg.model.vocab_size, lambda size: size is None or size >= n, expected, "use null")
+    return corpus, GPTConfig(**{**cfg.model, "vocab_size": cfg.model.vocab_size or n})
 
 
 def check_run(cfg: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a resumed run needs besides weights and optimizer, so that it equals an uninterrupted one bit for bit."""
+"""Callbacks that make a resumed run equal an uninterrupted one bit for bit: RNG, a due validation, the EMA."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar

@@ -183,7 +183,7 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
 
 
 def provenance() -> dict[str, Any]:
-    """Return what a run was made with: command, host, versions, git commit."""
+    """Return the provenance of a run: command, host, versions and git commit."""
     import lightning
     import torch
 
@@ -204,7 +204,7 @@ def provenance() -> dict[str, Any]:
 
 
 def partial_from_config(node: DictConfig) -> Callable[..., Any]:
-    """Return the function that `_target_` names with the node's values bound. Hydra's partial takes 0.5 ms per call."""
+    """Bind the values of a config node to its `_target_`; a call of Hydra's own partial takes 0.5 ms."""
     from hydra.utils import get_method
 
     values: Any = OmegaConf.to_container(node, resolve=True)

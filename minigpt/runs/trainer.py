@@ -1,7 +1,6 @@
 """Build the Lightning Trainer of a run from `configs/trainer/`."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from minigpt.runs.lightning_workarounds import (
     order_callbacks,
     silence_lightning,
 )
+from minigpt.utils.checks import require
 from minigpt.utils.errors import UserError
 from minigpt.utils.ranks import started_together
 
@@ -84,12 +84,10 @@ def instantiate_group(group: DictConfig) -> list[Any]:
 
 def check_accelerator(accelerator: str) -> None:
     """Raise UserError if the machine has no such accelerator."""
-    cuda, mps = torch.cuda.is_available, torch.backends.mps.is_available
-    available: dict[str, Callable[[], bool]] = {"cuda": cuda, "mps": mps, "gpu": lambda: cuda() or mps()}
-    if accelerator in available and not available[accelerator]():
-        raise UserError(
-            f"trainer.accelerator must be available on this machine, got {accelerator}; use trainer=auto or trainer=cpu"
-        )
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    missing = {name for name, present in (("cuda", cuda), ("mps", mps), ("gpu", cuda or mps)) if not present}
+    expected, advice = "available on this machine", "use trainer=auto or trainer=cpu"
+    require("trainer.accelerator", accelerator, lambda name: name not in missing, expected, advice)
 
 
 def resolve_precision(precision: Any, accelerator: str) -> Any:
@@ -101,24 +99,20 @@ def resolve_precision(precision: Any, accelerator: str) -> Any:
 
 
 class CheckpointIO(TorchCheckpointIO):
-    """Write and read the checkpoints of the Trainer in our format.
+    """Write and read the checkpoints of the Trainer as `minigpt.checkpoints.format` does.
 
     With an EMA, `state_dict` in the file is the average, which sampling loads, and `unaveraged` the weights that
     training continues from. In the Trainer `state_dict` is the weights, and `ema` the average.
     """
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | Path, storage_options: object | None = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         if "ema" in checkpoint:
             weights, average = checkpoint["state_dict"], checkpoint["ema"]
             checkpoint = {**checkpoint, "state_dict": average, "unaveraged": weights}
             del checkpoint["ema"]
         write(checkpoint, Path(path))
 
-    def load_checkpoint(
-        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = read(Path(path), device="cpu")
         if "unaveraged" in checkpoint:
             checkpoint["ema"], checkpoint["state_dict"] = checkpoint["state_dict"], checkpoint.pop("unaveraged")

@@ -1,4 +1,4 @@
-"""The entry point of a script: errors become one line and an exit code."""
+"""The entry point of a script: print an error as one line, and exit with its code."""
 
 import errno
 import os
@@ -82,6 +82,6 @@ def _explain(error: BaseException) -> tuple[str, int]:
 
 
 def _raised_in(error: BaseException) -> str:
-    """The package that raised an error; Hydra raises built-in errors for some of its syntax."""
+    """Return the package that raised an error: Hydra raises built-in errors for some of its syntax."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return str(frames[-1].f_globals.get("__name__", "")).partition(".")[0] if frames else ""

@@ -1,4 +1,4 @@
-"""Errors of Hydra and OmegaConf as one line."""
+"""Format errors of Hydra and OmegaConf as one line."""
 
 import re
 from collections.abc import Iterator
