@@ -90,16 +90,10 @@ class LanguageModel(L.LightningModule):
         if norm.device.type != "cpu" or not self.grad_norm <= gradient_clip_val:
             clip_grads_with_norm_(parameters, gradient_clip_val, norm)
 
-    def optimizer_step(
-        self,
-        epoch: int,
-        batch_idx: int,
-        optimizer: Any,
-        optimizer_closure: Callable[[], Any] | None = None,
-    ) -> None:
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Take a step, then free the gradients, so that they never take memory beside the next activations."""
         self.learning_rate = float(optimizer.param_groups[0]["lr"])
-        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        super().optimizer_step(epoch, batch_idx, optimizer, *args, **kwargs)
         optimizer.zero_grad()
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:

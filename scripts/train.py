@@ -23,12 +23,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from minigpt.runs.processes import shared_arguments
+from minigpt.runs.processes import quote_override, shared_arguments
 from minigpt.runs.run_dir import short_path
 from minigpt.runs.train import train_in
 from minigpt.sweeps.sweeper import with_deferred
 from minigpt.utils.cli import cli_entrypoint
-from minigpt.utils.overrides import quote_override
 
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
 

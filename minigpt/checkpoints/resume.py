@@ -1,5 +1,8 @@
-"""What a run saves to be resumed, which checkpoint it resumes from, and whether that checkpoint fits the run."""
+"""The run state in a checkpoint, the search for the checkpoint to resume from, and the check that it fits the run."""
 
+import hashlib
+import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -78,16 +81,18 @@ def check_same(path: Path, present: Mapping[str, Any], *, may_be_done: bool = Fa
         UserError: the checkpoint has another model, corpus, tokenizer, optimizer or batch size, or is at the last step.
     """
     content = read(path)
-    step, before, now = _step(content, f"resume={path}"), content[MINIGPT], present[MINIGPT]
+    step = _step(content, f"resume={path}")
     try:
-        changed = _changes(before["config"], now["config"])
-        differs = _other_parts(before, now) | {key: pair for key, pair in changed.items() if key in _FIXED}
+        before, now = _settings(content[MINIGPT]), _settings(present[MINIGPT])
     except (UserError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{path} does not hold a run of minigpt ({type(error).__name__}: {error})") from error
-    if differs:
-        listed = ", ".join(f"{key} ({was} in the checkpoint, {value} now)" for key, (was, value) in differs.items())
+    changed = {key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)}
+    fixed = {key: pair for key, pair in changed.items() if key in _FIXED or key.startswith(("model.", "the "))}
+    if fixed:
+        listed = ", ".join(f"{key} ({was} in the checkpoint, {value} now)" for key, (was, value) in fixed.items())
+        listed = re.sub(r"\b([0-9a-f]{8})[0-9a-f]{56}\b", r"\1…", listed)  # shortens hashes
         raise UserError(f"resume={path} does not match this run: it differs in {listed}")
-    max_steps = now["config"]["max_steps"]
+    max_steps = now["max_steps"]
     if step >= max_steps + may_be_done:
         raise UserError(f"resume={path} is at step {step} of {max_steps}; raise max_steps to continue")
     for key, (was, value) in changed.items():
@@ -105,25 +110,15 @@ def _step(content: Mapping[str, Any], name: str) -> int:
     return step
 
 
-def _other_parts(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the differences in model, tokenizer and corpus."""
-    old, new = GPTConfig.from_dict(before["model"]).to_dict(), now["model"]  # from_dict adds newer settings
-    found = {f"model.{key}": (old[key], new[key]) for key in new if old[key] != new[key]}
-    if before["tokenizer"] != now["tokenizer"]:
-        names = before["tokenizer"]["name"], now["tokenizer"]["name"]
-        found["the tokenizer"] = names if names[0] != names[1] else ("other tokens", "these")
-    if before["corpus_sha256"] != now["corpus_sha256"]:
-        found["the corpus"] = before["corpus_sha256"][:8] + "…", now["corpus_sha256"][:8] + "…"
-    return found
-
-
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the settings in `_LEARNING` that differ."""
-    found = {}
+def _settings(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what determines the training of a run, by config key; the tokenizer and the corpus by a hash."""
+    model = GPTConfig.from_dict(run["model"]).to_dict()  # from_dict adds newer settings
+    found = {f"model.{key}": value for key, value in model.items()}
+    digest = hashlib.sha256(json.dumps(run["tokenizer"], sort_keys=True).encode()).hexdigest()
+    found |= {"the tokenizer": f"{run['tokenizer']['name']} {digest}", "the corpus": run["corpus_sha256"]}
     for key in _LEARNING:
         group, _, name = key.rpartition(".")
-        was, value = (config[group] if group else config for config in (before, now))
-        for each in sorted({*was, *value}) if name == "*" else [name]:
-            if was.get(each) != value.get(each):
-                found[f"{group}.{each}" if group else each] = was.get(each), value.get(each)
+        values = run["config"][group] if group else run["config"]
+        names = sorted(values) if name == "*" else [name]
+        found |= {f"{group}.{each}" if group else each: values.get(each) for each in names}
     return found

@@ -58,10 +58,8 @@ def _find_corpus(run: Mapping[str, Any], data: Mapping[str, Any]) -> token_files
     for meta in sorted(folder.glob(f"*/{token_files.META}")):
         with suppress(UserError):  # incomplete or damaged token files
             corpus = token_files.load(meta.parent)
-            if (corpus.sha256, corpus.tokenizer.to_dict()) == wanted and {
-                **corpus.provenance,
-                **split,
-            } == corpus.provenance:
+            same_split = split.items() <= corpus.provenance.items()
+            if (corpus.sha256, corpus.tokenizer.to_dict()) == wanted and same_split:
                 return corpus
     raise UserError(
         f"the token files of the run are not in {folder}; start from the folder that training was started in, or "

@@ -1,16 +1,14 @@
-"""When checkpoints are written: at every validation."""
+"""The callback that writes checkpoints, at every validation."""
 
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
-from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.callbacks import Checkpoint
 
 from minigpt.checkpoints.find import BEST, LAST
 from minigpt.checkpoints.format import hardlink_or_copy
 from minigpt.utils.checks import POSITIVE_INT, require
-from minigpt.utils.cli import explain
-from minigpt.utils.terminal import warn
 
 
 class CheckpointCallback(Checkpoint):
@@ -38,7 +36,7 @@ class CheckpointCallback(Checkpoint):
         self.resumed_step = int(checkpoint["global_step"])
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Link the resumed checkpoint again: its run may have been killed before. Forget the best of another run."""
+        """Link the resumed checkpoint: the run may have been killed before it did. Drop the best of another run."""
         resumed = trainer.ckpt_path
         if resumed is None or Path(resumed).resolve().parent != (self.folder / LAST).resolve().parent:
             self.best = []
@@ -53,7 +51,7 @@ class CheckpointCallback(Checkpoint):
             self._link(self.folder / LAST, step)
 
     def _link(self, file: Path, step: int) -> None:
-        """Link the checkpoint of a step to the names that it has earned, and remove those that dropped out."""
+        """Link a checkpoint that is among the best to `best` and `step-N`; remove those that no longer are."""
         steps = [step for _, step in self.best]
         if step not in steps:
             return
@@ -67,23 +65,3 @@ class CheckpointCallback(Checkpoint):
 
     def _of(self, step: int) -> Path:
         return (self.folder / BEST).with_name(f"step-{step}.safetensors")
-
-
-class AfterCheckpoint(Callback):
-    """Base of callbacks that show something of the model after each checkpoint; their failure is a warning."""
-
-    order = 1  # after CheckpointCallback
-
-    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self.guarded(trainer.global_step, self.show, trainer, pl_module)
-
-    def guarded(self, step: int, function: Any, *args: Any) -> None:
-        """Call a function; print a warning if it fails."""
-        try:
-            function(*args)
-        except Exception as error:
-            warn(f"{type(self).__name__} failed at step {step}: {explain(error)[0].removeprefix('error: ')}")
-
-    def show(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Show it; called on all ranks, with the averaged weights in place if there are any."""
-        raise NotImplementedError

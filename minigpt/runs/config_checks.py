@@ -12,29 +12,26 @@ from minigpt.utils.errors import UserError
 
 
 def build_corpus_and_config(cfg: Any, find: Callable[[Any, Any], Corpus] = load_corpus) -> tuple[Corpus, GPTConfig]:
-    """The corpus and the architecture that a composed run configuration means, found to go together.
+    """Check a composed run configuration; load its corpus and build its architecture.
 
     Raises:
-        UserError: a value is impossible, there is no such text, or the two do not fit.
+        UserError: a value is invalid, the text is missing, or the corpus and the architecture do not fit.
     """
     check_run(cfg)
     corpus = find(cfg.data, cfg.tokenizer)
     corpus.check_length(cfg.model.block_size)
-    known = corpus.tokenizer.vocab_size
-    if cfg.model.vocab_size is not None and cfg.model.vocab_size < known:
-        raise UserError(
-            f"model.vocab_size must be at least the tokenizer's {known}, got {cfg.model.vocab_size}; use null"
-        )
-    return corpus, GPTConfig(**{**cfg.model, "vocab_size": cfg.model.vocab_size or known})
+    n, expected = corpus.tokenizer.vocab_size, f"at least the tokenizer's {corpus.tokenizer.vocab_size}"
+    require("model.vocab_size", cfg.model.vocab_size, lambda size: size is None or size >= n, expected, "use null")
+    return corpus, GPTConfig(**{**cfg.model, "vocab_size": cfg.model.vocab_size or n})
 
 
 def check_run(cfg: Mapping[str, Any]) -> None:
     """Check a composed run configuration.
 
     Raises:
-        UserError: the first value that cannot work, with what was expected.
+        UserError: a value is invalid; the message names the first.
     """
-    if "sweep" in cfg:  # of which the others set values elsewhere
+    if "sweep" in cfg:  # the other files of this group set values elsewhere
         raise UserError("configs/sweep/wandb.yaml is for W&B's own agent: wandb sweep configs/sweep/wandb.yaml")
     for option in cfg.get("trainer", {}):
         if option not in TRAINER_OPTIONS:
@@ -45,26 +42,15 @@ def check_run(cfg: Mapping[str, Any]) -> None:
         values = cfg.get(group, {}) if group else cfg
         if name in values:  # not every optimizer and schedule has every value
             require(key, values[name], accepts, expected)
-    if "model" not in cfg:  # of a preparation
-        return
-    vocab_size = cfg["model"]["vocab_size"]
-    # The vocabulary is known only once the text is; everything else can be checked now.
-    GPTConfig.from_dict({**cfg["model"], "vocab_size": 1 if vocab_size is None else vocab_size})
+    if "model" in cfg:  # missing in scripts/prepare.py
+        vocab_size = cfg["model"]["vocab_size"]  # null until the text is read
+        GPTConfig.from_dict({**cfg["model"], "vocab_size": 1 if vocab_size is None else vocab_size})
 
 
-# Options of lightning.Trainer that act here. The others would do nothing, or break what a run promises.
+# The other options of lightning.Trainer would have no effect, or prevent an exact resume.
 TRAINER_OPTIONS = (
-    "accelerator",
-    "devices",
-    "num_nodes",
-    "strategy",
-    "precision",
-    "accumulate_grad_batches",
-    "gradient_clip_val",
-    "deterministic",
-    "benchmark",
-    "detect_anomaly",
-    "profiler",
+    *("accelerator", "devices", "num_nodes", "strategy", "precision", "accumulate_grad_batches", "gradient_clip_val"),
+    *("deterministic", "benchmark", "detect_anomaly", "profiler"),
 )
 _INSTEAD = {
     "max_epochs": "set max_steps",

@@ -1,4 +1,4 @@
-"""The corpus as batches for the Trainer."""
+"""The LightningDataModule of a corpus: training and validation batches of one rank."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import lightning.pytorch as L
 
 from minigpt.data.batches import Batches, ValidationBatches, WindowOrder
 from minigpt.data.token_files import Corpus
-from minigpt.utils.errors import UserError
+from minigpt.utils.checks import require
 
 
 class TokenDataModule(L.LightningDataModule):
@@ -39,30 +39,28 @@ class TokenDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> Batches:
         trainer: Any = self.trainer
-        if self.batch_size % trainer.world_size:
-            raise UserError(
-                f"data.batch_size must be divisible by the {trainer.world_size} processes, got {self.batch_size}"
-            )
+        n = trainer.world_size
+        require("data.batch_size", self.batch_size, lambda size: size % n == 0, f"divisible by the {n} processes")
         return Batches(
             self.corpus.tokens("train"),
             self.order,
             batch_size=self.batch_size,
-            rank=trainer.global_rank,
-            world_size=trainer.world_size,
             first=lambda: trainer.fit_loop.epoch_loop.batch_progress.current.ready,
             stop=self.n_batches,
             repeat=self.overfit_batches,
-            device=trainer.strategy.root_device,
+            **self._rank(),
         )
 
     def val_dataloader(self) -> ValidationBatches:
-        trainer: Any = self.trainer
         return ValidationBatches(
             self.corpus.tokens("val"),
             block_size=self.block_size,
             batch_size=self.eval_batch_size,
-            rank=trainer.global_rank,
-            world_size=trainer.world_size,
-            device=trainer.strategy.root_device,
             n_batches=self.n_eval_batches,
+            **self._rank(),
         )
+
+    def _rank(self) -> dict[str, Any]:
+        trainer: Any = self.trainer
+        device = trainer.strategy.root_device
+        return {"rank": trainer.global_rank, "world_size": trainer.world_size, "device": device}

@@ -1,4 +1,4 @@
-"""Every workaround for Lightning, for starting several processes, and for the C library: each with its reason.
+"""Workarounds for Lightning, for the start of several processes and for the C library, each with its reason.
 
 Checked against Lightning 2.6.6, glibc 2.36 and Linux 6.
 """
@@ -41,30 +41,26 @@ class LightningWorkarounds(Callback):
 
 
 def order_callbacks(trainer: L.Trainer) -> None:
-    """Sort callbacks by their `order`, 0 where missing: Lightning puts Checkpoint callbacks last, and some go later."""
+    """Sort callbacks by `order` (default 0): some must run after Checkpoint callbacks, which Lightning puts last."""
     trainer.callbacks.sort(key=lambda callback: getattr(callback, "order", 0))  # type: ignore[attr-defined]
 
 
 def fix_loop_state(checkpoint: dict[str, Any], *, validation_due: bool) -> None:
     """Correct the loop counters of a checkpoint before Lightning restores them.
 
-    With a larger max_steps the batch that was the last is not any more: a run is one epoch of max_steps. And a
-    validation that was due and had not finished starts again from its first batch, if its counters say "started".
+    A run is one epoch of max_steps, so with a larger max_steps the last batch of the checkpoint is not the last any
+    more. A validation that was due and unfinished restarts at its first batch if its counters are those of a start.
     """
     loops = checkpoint["loops"]["fit_loop"]
     loops["epoch_loop.batch_progress"]["is_last_batch"] = False
     if validation_due:
+        started = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
         for counters in ("total", "current"):
-            loops["epoch_loop.val_loop.batch_progress"][counters] |= {
-                "ready": 1,
-                "started": 1,
-                "processed": 0,
-                "completed": 0,
-            }
+            loops["epoch_loop.val_loop.batch_progress"][counters] |= started
 
 
 def silence_lightning() -> None:
-    """Silence Lightning's advice to authors of training loops; summaries and profiles that are asked for print."""
+    """Silence Lightning's advice to authors of training loops, but not model summaries and profiles."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     for name in ("callbacks.model_summary", "profilers.profiler"):

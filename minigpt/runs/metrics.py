@@ -1,6 +1,7 @@
-"""Measure a run: losses, speed and MFU for the loggers, figures for `summary.json`."""
+"""Measure a run: losses, speed and MFU for the loggers, figures for `summary.json`; stop it if the loss is NaN."""
 
 import time
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from minigpt.checkpoints.find import BEST
-from minigpt.runs.divergence import check_losses
-from minigpt.runs.progress import Progress
+from minigpt.runs.loggers import Progress
 from minigpt.runs.resume_state import gather_objects
 from minigpt.runs.run_dir import METRICS, append_log, read_metrics, short_path
+from minigpt.utils.errors import Diverged
 from minigpt.utils.terminal import sanitize_line, warn
 
 # Dense bfloat16 peaks of NVIDIA's data sheets, FLOPs per second, by the name that the driver returns. Figures that a
@@ -47,6 +48,10 @@ class MetricsCallback(Callback):
         log_every: optimizer steps between rows.
         tokens_per_step: over all ranks.
         started: `time.perf_counter()` when the run started.
+
+    Raises:
+        Diverged: the loss or the gradient is NaN or infinite, on every rank at the same step. A CPU checks the norm of
+            the gradient at every step; a GPU, where reading it would wait, the losses of a row.
     """
 
     def __init__(self, *, log_every: int, tokens_per_step: int, started: float) -> None:
@@ -59,7 +64,7 @@ class MetricsCallback(Callback):
         self._resumed_losses: list[list[float]] = []  # the same per rank, from a checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """What makes the next row of a resumed run equal to that of an uninterrupted one."""
+        """Return the state from which a resumed run logs the same next row as an uninterrupted one."""
         if not self._paused:
             self._stop_clock()
         return {
@@ -101,9 +106,11 @@ class MetricsCallback(Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._losses.append(outputs["loss"])  # divided by accumulate_grad_batches
-        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+        step, accumulate = trainer.global_step, trainer.accumulate_grad_batches
+        if (batch_idx + 1) % accumulate:
             return
-        step = trainer.global_step
+        if pl_module.device.type == "cpu" and not isfinite(pl_module.grad_norm):
+            raise Diverged(float(sum(self._losses[-accumulate:])), step, pl_module.learning_rate)
         if step % self.log_every == 0 or step == trainer.max_steps:
             self._log(trainer, pl_module, step)
 
@@ -119,6 +126,8 @@ class MetricsCallback(Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         metrics = {name: float(trainer.callback_metrics[name]) for name in ("val_loss", "val_bits_per_byte")}
+        if not isfinite(metrics["val_loss"]):
+            raise Diverged(metrics["val_loss"], trainer.global_step, pl_module.learning_rate)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, trainer.global_step)
 
@@ -157,7 +166,9 @@ class MetricsCallback(Callback):
         losses: list[float] = trainer.strategy.reduce(by_step, reduce_op="mean").tolist()  # waits for a GPU
         self._stop_clock()
         self._losses.clear()
-        check_losses(losses, self._logged_step + 1, pl_module.learning_rate)
+        for logged_step, loss in enumerate(losses, self._logged_step + 1):
+            if not isfinite(loss):
+                raise Diverged(loss, logged_step, pl_module.learning_rate)
         seconds = self.seconds - self._logged_seconds
         tokens_per_second = steps * self.tokens_per_step / seconds
         flops = tokens_per_second * pl_module.model.config.flops_per_token()
@@ -197,11 +208,12 @@ def banner(trainer: L.Trainer, pl_module: Any, tokens_per_step: int) -> list[str
 
 
 def early_stopping_reason(trainer: L.Trainer) -> str:
-    """Return why early stopping ended the training before its last step; empty if it did not."""
+    """Return at which step and why early stopping ended the training; empty if it did not."""
     if trainer.global_step >= trainer.max_steps or not trainer.should_stop:
         return ""
     reasons = [callback.stopping_reason_message for callback in trainer.early_stopping_callbacks]
-    return next((reason.partition(" Signaling")[0] for reason in reasons if reason), "")
+    reason = next((reason.partition(" Signaling")[0] for reason in reasons if reason), "")
+    return reason and f"stopped early at step {trainer.global_step} of {trainer.max_steps}: {reason}"
 
 
 def device_name(device: torch.device) -> str:

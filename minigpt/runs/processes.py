@@ -1,11 +1,11 @@
-"""The command line that processes started by torchrun or srun share."""
+"""The command line of a run: quoted overrides, and one command line for all processes of torchrun or srun."""
 
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
 
-from minigpt.utils.overrides import quote_override
 from minigpt.utils.ranks import started_together
 
 _open_stores: list[Any] = []  # keeps rank 0's store alive, which the other ranks read
@@ -13,13 +13,18 @@ _open_stores: list[Any] = []  # keeps rank 0's store alive, which the other rank
 
 def resolve_links(overrides: list[str]) -> list[str]:
     """Replace a link in `resume=runs/latest` by the run that it points at: it moves when the new run starts."""
-    return [_resolve(override) if override.startswith("resume=") else override for override in overrides]
+    resolved = []
+    for override in overrides:
+        path = Path(override.removeprefix("resume="))
+        is_link = override.startswith("resume=") and path.resolve() != path.absolute()
+        resolved.append(f"resume={quote_override(path.resolve())}" if is_link else override)
+    return resolved
 
 
-def _resolve(override: str) -> str:
-    key, _, value = override.partition("=")
-    path = Path(value)
-    return override if path.resolve() == path.absolute() else f"{key}={quote_override(path.resolve())}"
+def quote_override(value: object) -> str:
+    """Quote a value for a Hydra override; a backslash is doubled only before a quote."""
+    doubled = re.sub(r"(\\+)(?='|$)", r"\1\1", str(value))
+    return "'" + doubled.replace("'", "\\'") + "'"
 
 
 def shared_arguments(arguments: list[str]) -> list[str]:

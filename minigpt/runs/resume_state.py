@@ -1,4 +1,4 @@
-"""What a resumed run needs besides weights and optimizer, so that it equals an uninterrupted one bit for bit."""
+"""Callbacks that make a resumed run equal an uninterrupted one bit for bit: RNG, a due validation, the EMA."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -84,23 +84,16 @@ class EMACallback(Callback):
         if self.ema and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             self.ema.update()
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._swap()
-
-    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._swap()
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._swap()
-
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if self.ema:
             weights, averages = self.ema.state_dicts(pl_module.state_dict)
             checkpoint.update(state_dict=weights, ema=averages, ema_updates=self.ema.updates)
 
-    def _swap(self) -> None:
+    def _swap(self, *args: Any, **kwargs: Any) -> None:
         if self.ema:
             self.ema.swap()
+
+    on_validation_start = on_validation_end = on_train_end = _swap  # the final sample is from the averages too
 
 
 def apply_config(trainer: L.Trainer, pl_module: Any) -> None:
@@ -110,11 +103,8 @@ def apply_config(trainer: L.Trainer, pl_module: Any) -> None:
     (optimizer,), (config,) = trainer.optimizers, trainer.lr_scheduler_configs
     scheduler = config.scheduler
     for group, new in zip(optimizer.param_groups, fresh_optimizer.param_groups, strict=True):
-        counted: dict[str, Any] = {
-            key: group[key] for key in ("params", "steps") if key in group
-        }  # Muon counts its steps
-        lr = new["initial_lr"] * pl_module.schedule(scheduler.last_epoch)
-        group.update({**new, **counted, "lr": lr})
+        kept = {key: group[key] for key in ("params", "steps") if key in group}  # Muon counts its steps
+        group.update(new | kept | {"lr": new["initial_lr"] * pl_module.schedule(scheduler.last_epoch)})
     scheduler.base_lrs = fresh_scheduler.base_lrs
 
 

@@ -38,11 +38,15 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
     if not is_rank_zero():
         yield
         return
-    with _lock(folder):
+    try:
+        lock = FileLock(folder / _LOCK).acquire(timeout=2)  # is_locked holds it for a moment
+    except Timeout as error:
+        raise UserError(f"another run uses {folder}; choose another folder with hydra.run.dir=…") from error
+    with lock:
         if not resume and ((folder / METRICS).exists() or (folder / SUMMARY).exists()):
             raise UserError(
                 f"{folder} already holds a run; resume it with resume=auto, choose another folder with "
-                f"hydra.run.dir=…, or remove it"
+                "hydra.run.dir=…, or remove it"
             )
         for pattern in (".*.partial", "checkpoints/.*.partial", "checkpoints/.tmp*"):  # of killed runs
             for partial in folder.glob(pattern):
@@ -53,25 +57,11 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
         try:
             yield
         finally:
-            empty = {".hydra", _LOCK, *([] if in_sweep else [LOG])}
-            if {entry.name for entry in folder.iterdir()} <= empty:
+            if {entry.name for entry in folder.iterdir()} <= {".hydra", _LOCK, *([] if in_sweep else [LOG])}:
                 shutil.rmtree(real)
                 latest = real.parent / LATEST
                 if latest.is_symlink() and latest.readlink() == Path(real.name):  # no newer run moved it
                     _set_link(latest, previous)
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    lock = FileLock(folder / _LOCK)
-    try:
-        lock.acquire(timeout=2)  # is_locked holds it for a moment
-    except Timeout as error:
-        raise UserError(f"another run uses {folder}; choose another folder with hydra.run.dir=…") from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def is_locked(folder: Path) -> bool:
@@ -120,12 +110,12 @@ def truncate_logs(folder: Path, step: int) -> None:
     metrics, samples = folder / METRICS, folder / SAMPLES
     if metrics.exists():
         header, *rows = metrics.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) or [""]
-        complete = [row for row in rows if row.endswith("\n")]  # a killed run may have cut the last one
-        valid = [row for row in complete if _is_valid_row(row, header)]
-        if len(valid) < len(complete):
-            warn(f"{metrics} is damaged; {len(complete) - len(valid)} of its rows are dropped")
-        rows = [row for row in valid if int(row.partition(",")[0]) <= step]
-        _replace(metrics, [header, *rows] if rows else [])
+        rows = [row for row in rows if row.endswith("\n")]  # a killed run may have cut the last one
+        valid = [row for row in rows if _is_valid_row(row, header)]
+        if len(valid) < len(rows):
+            warn(f"{metrics} is damaged; {len(rows) - len(valid)} of its rows are dropped")
+        kept = [row for row in valid if int(row.partition(",")[0]) <= step]
+        _replace(metrics, [header, *kept] if kept else [])
     if samples.exists():
         sections = _SAMPLE_HEADER.split(samples.read_text(encoding="utf-8", errors="replace"))[1:]
         _replace(samples, [section for section in sections if int(section.split()[2].rstrip(",")) <= step])
@@ -194,23 +184,14 @@ def write_failure(folder: Path, reason: str) -> None:
     write_summary(folder, {"status": "failed", "reason": reason})
 
 
-def completed_message(folder: Path, step: int, max_steps: int) -> tuple[str, float | None] | None:
-    """Return one line about a completed run and its best validation loss; None if it can resume.
-
-    Args:
-        step: of its last checkpoint.
-    """
+def completed_summary(folder: Path, step: int, max_steps: int) -> dict[str, Any] | None:
+    """Return the summary of a completed run whose last checkpoint is of `step`; None if it can resume."""
     try:
         summary = read_summary(folder)
     except ValueError:
         return None
-    early = summary.get("stopped_early") is True
-    if summary.get("status") != "completed" or not (early or step >= max_steps):
-        return None
-    loss = summary.get("best_val_loss")
-    best = f", best validation loss {loss:.4f}" if isinstance(loss, float) else ""
-    how = "stopped early at" if early else "is complete at"
-    return f"{short_path(folder)} {how} step {step} of {max_steps}{best}; nothing to do", loss
+    done = step >= max_steps or summary.get("stopped_early") is True
+    return summary if done and summary.get("status") == "completed" else None
 
 
 def print_results(folder: Path, sample: str, summary: Mapping[str, Any], *, sample_script: Path) -> None:

@@ -1,10 +1,11 @@
-"""What a run shows of its model at every validation: a sample, and attention maps."""
+"""Callbacks that log a sample and attention maps at every validation, and the final sample of a run."""
 
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from minigpt.checkpoints.format import read
@@ -15,27 +16,43 @@ from minigpt.generation_settings import check_settings
 from minigpt.interpret.attention_maps import attention_maps, token_texts
 from minigpt.interpret.plots import plot_maps
 from minigpt.model import GPT
-from minigpt.runs.checkpointing import AfterCheckpoint
 from minigpt.runs.run_dir import METRICS, SAMPLES, read_metrics
-from minigpt.runs.wandb_logger import Wandb
+from minigpt.runs.wandb_logger import wandb_loggers
 from minigpt.utils.checks import POSITIVE_INT, require
-from minigpt.utils.cli import explain
+from minigpt.utils.cli import error_text
 from minigpt.utils.files import sync
 from minigpt.utils.terminal import warn
 
 
-class Samples(AfterCheckpoint):
-    """Append a sample to `samples.txt` at every validation, and send it to Weights & Biases."""
+class AfterCheckpoint(Callback):
+    """Base of callbacks that log output of the model after each checkpoint; an error in them is a warning."""
 
-    def __init__(self, *, prompt: str, max_new_tokens: int, temperature: float, top_k: int | None, seed: int) -> None:
-        self.prompt = prompt
-        self.settings: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            "temperature": temperature,
-            "top_k": top_k,
-            "seed": seed,
-        }
-        check_settings(key=lambda name: f"callbacks.samples.{name}", **self.settings)
+    order = 1  # after CheckpointCallback, and before the EMA swaps the weights back
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.warn_on_error(trainer.global_step, self.log_output, trainer, pl_module)
+
+    def warn_on_error(self, step: int, function: Any, *args: Any) -> None:
+        try:
+            function(*args)
+        except Exception as error:
+            warn(f"{type(self).__name__} failed at step {step}: {error_text(error)}")
+
+    def log_output(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Compute the output on all ranks, because sharded weights are gathered by all; write it on rank 0."""
+        raise NotImplementedError
+
+
+class Samples(AfterCheckpoint):
+    """Append a sample to `samples.txt` at every validation, and send it to Weights & Biases.
+
+    Args:
+        settings: of `generate`: max_new_tokens, temperature, top_k, seed.
+    """
+
+    def __init__(self, *, prompt: str, **settings: Any) -> None:
+        self.prompt, self.settings = prompt, settings
+        check_settings(key=lambda name: f"callbacks.samples.{name}", **settings)
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         self.tokenizer: Tokenizer = trainer.datamodule.corpus.tokenizer  # type: ignore[attr-defined]
@@ -46,7 +63,7 @@ class Samples(AfterCheckpoint):
         """Write the sample that is missing because the resumed run was killed just after its checkpoint."""
         resumed = trainer.ckpt_path
         if resumed and trainer.is_global_zero and Path(resumed).resolve().parents[1] == self.file.parent.resolve():
-            self.guarded(0, self._write_missing, trainer, resumed)
+            self.warn_on_error(0, self._write_missing, trainer, resumed)
 
     def _write_missing(self, trainer: L.Trainer, resumed: str) -> None:
         metrics = self.file.with_name(METRICS)
@@ -57,19 +74,17 @@ class Samples(AfterCheckpoint):
             model, _ = load_checkpoint(resumed, device=trainer.strategy.root_device)
             self._write(trainer, model, step, losses[step])
 
-    def show(self, trainer: L.Trainer, pl_module: Any) -> None:
+    def log_output(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._write(trainer, pl_module.model, trainer.global_step, float(trainer.callback_metrics["val_loss"]))
 
     def _write(self, trainer: L.Trainer, model: GPT, step: int, loss: float) -> None:
-        # All ranks sample, because sharded weights are gathered by all ranks.
         text = self.prompt + sample_text(model, self.tokenizer, self.prompt_ids, **self.settings)
         if not trainer.is_global_zero:
             return
         with open(self.file, "a", encoding="utf-8") as file:
             file.write(f"── step {step}, validation loss {loss:.4f} ──\n{text.strip()}\n\n")
-        for logger in trainer.loggers:
-            if isinstance(logger, Wandb):
-                logger.log_html("samples", text)
+        for wandb in wandb_loggers(trainer):
+            wandb.log_html("samples", text)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         sync(self.file)
@@ -87,7 +102,7 @@ def final_sample(model: GPT, tokenizer: Tokenizer, *, seed: int) -> str:
     try:
         return sample_text(model, tokenizer, start, max_new_tokens=400, temperature=0.8, seed=seed)
     except Exception as error:  # the run itself succeeded
-        warn(f"the final sample failed: {explain(error)[0].removeprefix('error: ')}")
+        warn(f"the final sample failed: {error_text(error)}")
         return ""
 
 
@@ -111,9 +126,8 @@ class AttentionMaps(AfterCheckpoint):
         self.texts = token_texts(corpus.tokenizer, self.tokens)
         self.folder = Path(trainer.default_root_dir) / "attention"
 
-    def show(self, trainer: L.Trainer, pl_module: Any) -> None:
-        # All ranks, because sharded weights are gathered by all. Hooks would make a compiled model compile again.
-        with torch.compiler.set_stance("force_eager"):
+    def log_output(self, trainer: L.Trainer, pl_module: Any) -> None:
+        with torch.compiler.set_stance("force_eager"):  # hooks would make a compiled model compile again
             weights, _ = attention_maps(pl_module.model, self.tokens.to(pl_module.device))
         if not trainer.is_global_zero:
             return
@@ -121,6 +135,5 @@ class AttentionMaps(AfterCheckpoint):
         self.folder.mkdir(exist_ok=True)
         picture = self.folder / f"step-{step}.png"
         plot_maps(picture, weights, self.texts, title=f"step {step}, validation loss {loss:.4f}")
-        for logger in trainer.loggers:
-            if isinstance(logger, Wandb):
-                logger.log_image("attention", images=[str(picture)], step=step)
+        for wandb in wandb_loggers(trainer):
+            wandb.log_image("attention", images=[str(picture)], step=step)

@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from minigpt.checkpoints.find import LAST
-from minigpt.runs.divergence import grad_norm_is_finite
 from minigpt.utils.signals import END_SIGNALS, REQUEUE_SIGNAL, Interrupted, raise_interrupted
 
 
@@ -60,8 +59,8 @@ class GracefulShutdown(Callback):
     def _end(self, trainer: L.Trainer, signum: int | None) -> None:
         if not signum:
             return
-        module: Any = trainer.lightning_module
+        norm: Any = trainer.lightning_module.grad_norm
         # After the last step the validation is still due, and after a divergence the last good checkpoint must stay.
-        if trainer.global_step < trainer.max_steps and grad_norm_is_finite(module.grad_norm):
+        if trainer.global_step < trainer.max_steps and (norm is None or norm.isfinite()):
             trainer.save_checkpoint(self.file)
         raise Interrupted(signum)

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from minigpt.runs import run_dir
 from minigpt.runs.config_checks import build_corpus_and_config
-from minigpt.utils.cli import explain
+from minigpt.utils.cli import error_text
 from minigpt.utils.errors import UserError
 from minigpt.utils.ranks import is_rank_zero
 from minigpt.utils.signals import Interrupted, raise_on_signal
@@ -81,7 +81,6 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
 
     # Heavy packages are imported here, after every setting is checked.
     import torch
-    from hydra.utils import instantiate
 
     from minigpt.checkpoints.find import BEST
     from minigpt.checkpoints.models import load_checkpoint
@@ -89,37 +88,37 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
     from minigpt.model import GPT
     from minigpt.runs.curves import plot_curves
     from minigpt.runs.datamodule import TokenDataModule
-    from minigpt.runs.divergence import StopOnDivergence
     from minigpt.runs.lightning_workarounds import RESUME_ERRORS
-    from minigpt.runs.loggers import MetricsCSV
+    from minigpt.runs.loggers import MetricsCSV, Progress
     from minigpt.runs.metrics import MetricsCallback, early_stopping_reason
-    from minigpt.runs.progress import Progress
     from minigpt.runs.resume_state import EMACallback, ResumeState
     from minigpt.runs.samples import final_sample
     from minigpt.runs.shutdown import GracefulShutdown
     from minigpt.runs.trainer import build_trainer
-    from minigpt.runs.wandb_logger import finish
+    from minigpt.runs.wandb_logger import wandb_loggers
     from minigpt.training import LanguageModel
 
     torch.manual_seed(cfg.seed)
     resolved: Any = OmegaConf.to_container(cfg, resolve=True)
     origin = provenance()
     saved = contents(config, corpus.tokenizer, resolved, corpus.sha256, origin)
-    resume, step = find_resumed(cfg.resume, folder), 0
+    auto, resume, step = cfg.resume == "auto", find_resumed(cfg.resume, folder), 0
     if resume is not None:
-        step = check_same(resume, saved, may_be_done=cfg.resume == "auto")
-        if cfg.resume == "auto" and (done := run_dir.completed_message(folder, step, cfg.max_steps)):
+        step = check_same(resume, saved, may_be_done=auto)
+        if auto and (done := run_dir.completed_summary(folder, step, cfg.max_steps)):
             if is_rank_zero():
-                print(sanitize_line(done[0]))
-            return done[1]
+                where = f"{run_dir.short_path(folder)} is complete at step {step} of {cfg.max_steps}"
+                print(sanitize_line(f"{where}, best validation loss {done.get('best_val_loss')}; nothing to do"))
+            return done.get("best_val_loss")
     run_dir.truncate_logs(folder, step)
 
+    accumulate = cfg.trainer.accumulate_grad_batches
     data = TokenDataModule(
         corpus,
         block_size=config.block_size,
         batch_size=cfg.data.batch_size,
         eval_batch_size=cfg.data.eval_batch_size,
-        n_batches=cfg.max_steps * cfg.trainer.accumulate_grad_batches,
+        n_batches=cfg.max_steps * accumulate,
         n_eval_batches=cfg.eval_batches,
         overfit_batches=cfg.data.overfit_batches,
         seed=cfg.seed,
@@ -133,41 +132,32 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
         bytes_per_token=corpus.val_bytes_per_token,
         compile=cfg.compile,
     )
-    tokens_per_step = cfg.data.batch_size * cfg.trainer.accumulate_grad_batches * config.block_size
+    tokens_per_step = cfg.data.batch_size * accumulate * config.block_size
     metrics = MetricsCallback(log_every=cfg.log_every, tokens_per_step=tokens_per_step, started=started)
     state = ResumeState(saved)
-    callbacks = [StopOnDivergence(), metrics, state, GracefulShutdown(folder, sync_every=cfg.log_every)]
+    callbacks = [metrics, state, GracefulShutdown(folder, sync_every=cfg.log_every)]
     if cfg.ema_decay is not None:
         callbacks.append(EMACallback(cfg.ema_decay))
-    loggers = instantiate_group(cfg.logger)
-    trainer = build_trainer(
-        instantiate(cfg.trainer, _convert_="all"),
-        max_steps=cfg.max_steps,
-        eval_every=cfg.eval_every,
-        callbacks=[*callbacks, *instantiate_group(cfg.callbacks)],
-        loggers=[MetricsCSV(folder / run_dir.METRICS), Progress(cfg.max_steps, folder / run_dir.LOG), *loggers],
-        folder=folder,
-    )
+    loggers = [MetricsCSV(folder / run_dir.METRICS), Progress(cfg.max_steps, folder / run_dir.LOG)]
+    trainer = build_trainer(cfg, folder, callbacks, loggers)
     torch.manual_seed(cfg.seed + trainer.global_rank)  # a dropout mask per rank
 
     status, reason, sample = "failed", "", ""
     try:
-        for logger in loggers:
+        for logger in trainer.loggers:
             logger.log_hyperparams(resolved)
         trainer.fit(module, data, ckpt_path=resume)
         if (folder / BEST).exists():  # as sample.py loads it
             model = load_checkpoint(folder / BEST, device=module.device)[0]
         sample = final_sample(model, corpus.tokenizer, seed=cfg.seed)
-        status = "completed"
-        if why := early_stopping_reason(trainer):
-            reason = f"stopped early at step {trainer.global_step} of {cfg.max_steps}: {why}"
+        status, reason = "completed", early_stopping_reason(trainer)
     except (Interrupted, KeyboardInterrupt, SystemExit):  # submitit ends a job with SystemExit
         status = "interrupted"
         raise
     except Exception as error:
         if resume is not None and not state.training_began and isinstance(error, RESUME_ERRORS):
             error = UserError(f"{resume} does not hold a run of minigpt ({type(error).__name__}: {error})")
-        reason = explain(error)[0].removeprefix("error: ")
+        reason = error_text(error)
         raise error
     finally:
         summary = metrics.summary(trainer, module) | {
@@ -185,15 +175,15 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
             if has_metrics:
                 plot_curves(folder)
             run_dir.write_summary(folder, summary)
-            for logger in loggers:
-                finish(logger, summary)
+            for wandb in wandb_loggers(trainer):
+                wandb.finish(summary)
     if trainer.is_global_zero:
         run_dir.print_results(folder, sample, summary, sample_script=ROOT / "scripts/sample.py")
     return summary["best_val_loss"]
 
 
 def provenance() -> dict[str, Any]:
-    """Return what a run was made with: command, host, versions, git commit."""
+    """Return the provenance of a run: command, host, versions and git commit."""
     import lightning
     import torch
 
@@ -213,15 +203,8 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def instantiate_group(group: DictConfig) -> list[Any]:
-    """Instantiate the objects of a config group; null values are skipped."""
-    from hydra.utils import instantiate
-
-    return [part for part in instantiate(group, _convert_="all").values() if part is not None]
-
-
 def partial_from_config(node: DictConfig) -> Callable[..., Any]:
-    """Return the function that `_target_` names with the node's values bound. Hydra's partial takes 0.5 ms per call."""
+    """Bind the values of a config node to its `_target_`; a call of Hydra's own partial takes 0.5 ms."""
     from hydra.utils import get_method
 
     values: Any = OmegaConf.to_container(node, resolve=True)

@@ -1,17 +1,17 @@
 """Build the Lightning Trainer of a run from `configs/trainer/`."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import torch
+from hydra.utils import instantiate
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy
+from omegaconf import DictConfig
 
 from minigpt.checkpoints.format import read, write
 from minigpt.runs.lightning_workarounds import (
@@ -21,25 +21,18 @@ from minigpt.runs.lightning_workarounds import (
     order_callbacks,
     silence_lightning,
 )
+from minigpt.utils.checks import require
 from minigpt.utils.errors import UserError
 from minigpt.utils.ranks import started_together
 
 
-def build_trainer(
-    options: Mapping[str, Any],
-    *,
-    max_steps: int,
-    eval_every: int,
-    callbacks: Sequence[L.Callback],
-    loggers: Sequence[Logger],
-    folder: Path,
-) -> L.Trainer:
+def build_trainer(cfg: DictConfig, folder: Path, callbacks: list[Any], loggers: list[Any]) -> L.Trainer:
     """Build a Trainer whose budget is optimizer steps.
 
     Args:
-        options: values of the config group `trainer`.
-        max_steps, eval_every: optimizer steps.
+        cfg: the run configuration.
         folder: the run folder.
+        callbacks, loggers: of every run; those of the config groups `callbacks` and `logger` are added.
 
     Raises:
         UserError: the device is missing, or Lightning rejects an option.
@@ -47,8 +40,8 @@ def build_trainer(
     silence_lightning()
     keep_freed_memory()
     end_with_rank_zero()
-    options = dict(options)
-    accumulate = options["accumulate_grad_batches"]
+    callbacks = [LightningWorkarounds(), *callbacks, *instantiate_group(cfg.callbacks)]
+    options = instantiate(cfg.trainer, _convert_="all")
     started = started_together()
     if started and options["devices"] == 1 and options["strategy"] == "auto":
         options["num_nodes"], options["devices"] = started
@@ -58,17 +51,18 @@ def build_trainer(
     plugins: list[Any] = [CheckpointIO()]
     if SLURMEnvironment.detect() or (started and "TORCHELASTIC_RUN_ID" not in os.environ):
         plugins.append(SLURMEnvironment(auto_requeue=False))  # GracefulShutdown ends a run with the code for a requeue
+    loggers = [*loggers, *instantiate_group(cfg.logger)]
     torch.backends.cuda.matmul.allow_tf32 = True  # matrix products that stay in fp32 on a GPU
     try:
         trainer = L.Trainer(
             **options,
-            max_steps=max_steps,
+            max_steps=cfg.max_steps,
             max_epochs=-1,
-            val_check_interval=min(eval_every, max_steps) * accumulate,
+            val_check_interval=min(cfg.eval_every, cfg.max_steps) * cfg.trainer.accumulate_grad_batches,
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
-            callbacks=[LightningWorkarounds(), *callbacks],
-            logger=list(loggers),
+            callbacks=callbacks,
+            logger=loggers,
             plugins=plugins,
             default_root_dir=folder,
             log_every_n_steps=1,
@@ -83,14 +77,17 @@ def build_trainer(
     return trainer
 
 
+def instantiate_group(group: DictConfig) -> list[Any]:
+    """Instantiate the objects of a config group; null values are skipped."""
+    return [part for part in instantiate(group, _convert_="all").values() if part is not None]
+
+
 def check_accelerator(accelerator: str) -> None:
     """Raise UserError if the machine has no such accelerator."""
-    cuda, mps = torch.cuda.is_available, torch.backends.mps.is_available
-    available: dict[str, Callable[[], bool]] = {"cuda": cuda, "mps": mps, "gpu": lambda: cuda() or mps()}
-    if accelerator in available and not available[accelerator]():
-        raise UserError(
-            f"trainer.accelerator must be available on this machine, got {accelerator}; use trainer=auto or trainer=cpu"
-        )
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    missing = {name for name, present in (("cuda", cuda), ("mps", mps), ("gpu", cuda or mps)) if not present}
+    expected, advice = "available on this machine", "use trainer=auto or trainer=cpu"
+    require("trainer.accelerator", accelerator, lambda name: name not in missing, expected, advice)
 
 
 def resolve_precision(precision: Any, accelerator: str) -> Any:
@@ -102,24 +99,20 @@ def resolve_precision(precision: Any, accelerator: str) -> Any:
 
 
 class CheckpointIO(TorchCheckpointIO):
-    """Write and read the checkpoints of the Trainer in our format.
+    """Write and read the checkpoints of the Trainer as `minigpt.checkpoints.format` does.
 
     With an EMA, `state_dict` in the file is the average, which sampling loads, and `unaveraged` the weights that
     training continues from. In the Trainer `state_dict` is the weights, and `ema` the average.
     """
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: str | Path, storage_options: object | None = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         if "ema" in checkpoint:
             weights, average = checkpoint["state_dict"], checkpoint["ema"]
             checkpoint = {**checkpoint, "state_dict": average, "unaveraged": weights}
             del checkpoint["ema"]
         write(checkpoint, Path(path))
 
-    def load_checkpoint(
-        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = read(Path(path), device="cpu")
         if "unaveraged" in checkpoint:
             checkpoint["ema"], checkpoint["state_dict"] = checkpoint["state_dict"], checkpoint.pop("unaveraged")

@@ -8,9 +8,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers import Logger, WandbLogger
+import lightning.pytorch as L
+from lightning.pytorch.loggers import WandbLogger
 
-from minigpt.utils.cli import explain
+from minigpt.utils.cli import error_text
 from minigpt.utils.errors import UserError
 from minigpt.utils.ranks import is_rank_zero
 from minigpt.utils.terminal import sanitize_line, warn
@@ -36,7 +37,7 @@ class Wandb(WandbLogger):
         self.log_metrics({name: wandb.Html(f"<pre>{escape(text)}</pre>", data_is_not_path=True)})
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Send the summary and end the run."""
+        """Send the summary and end the run, which the next job of a sweep would reuse otherwise."""
         import wandb
 
         with self.ignore_lost_client():
@@ -53,26 +54,17 @@ class Wandb(WandbLogger):
             yield
         except Exception as error:  # its type depends on how the client ended
             if not self.lost:
-                reason = explain(error)[0].removeprefix("error: ")
-                warn(f"Weights & Biases is lost ({reason}); metrics.csv holds all metrics")
+                warn(f"Weights & Biases is lost ({error_text(error)}); metrics.csv holds all metrics")
             self.lost = True
 
 
-def wandb_logger(
-    *,
-    folder: str | Path,
-    project: str,
-    entity: str | None,
-    name: str | None,
-    group: str | None,
-    tags: list[str],
-    timeout: float,
-) -> Logger | None:
+def wandb_logger(folder: str | Path, *, name: str | None, timeout: float, **options: Any) -> Wandb | None:
     """Start or resume the W&B run of a run folder; None on all ranks but 0.
 
     Args:
+        name: of the run; None is the name of the folder.
         timeout: seconds that training waits for the server at most.
-        folder, project, entity, name, group, tags: of `wandb.init`; a folder that holds a W&B run resumes it.
+        options: project, entity, group and tags of `wandb.init`.
 
     Raises:
         UserError: W&B cannot start, not even offline.
@@ -84,24 +76,11 @@ def wandb_logger(
     os.environ.setdefault("WANDB_SILENT", "true")
     import wandb
 
-    settings = wandb.Settings(
-        init_timeout=timeout * 0.5,
-        login_timeout=timeout * 0.5,
-        finish_timeout=timeout,
-        silent=True,
-        console="off",
-    )
+    half = timeout * 0.5
+    settings = wandb.Settings(init_timeout=half, login_timeout=half, finish_timeout=timeout, silent=True, console="off")
     previous = sorted(Path(folder, "wandb").glob("*run-*-*"), key=lambda path: path.name.rpartition("run-")[2])
-    options: dict[str, Any] = {
-        "id": previous[-1].name.rpartition("-")[2] if previous else None,
-        "resume": "allow",
-        "dir": str(folder),
-        "project": project,
-        "entity": entity,
-        "name": name or Path(folder).name,
-        "group": group,
-        "tags": tags,
-    }
+    run_id = previous[-1].name.rpartition("-")[2] if previous else None
+    options |= {"id": run_id, "resume": "allow", "dir": str(folder), "name": name or Path(folder).name}
     mode: Any = os.environ.get("WANDB_MODE") or ("online" if _is_reachable(timeout * 0.3) else "offline")
     try:
         run = wandb.init(mode=mode, settings=settings, **options)
@@ -117,10 +96,9 @@ def wandb_logger(
     return Wandb(experiment=run)
 
 
-def finish(logger: Logger, summary: Mapping[str, Any]) -> None:
-    """Send the summary to W&B and end its run: the next job of a sweep must not reuse it."""
-    if isinstance(logger, Wandb):
-        logger.finish(summary)
+def wandb_loggers(trainer: L.Trainer) -> list[Wandb]:
+    """Return the W&B loggers of a Trainer."""
+    return [logger for logger in trainer.loggers if isinstance(logger, Wandb)]
 
 
 def _is_reachable(timeout: float) -> bool:

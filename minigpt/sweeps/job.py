@@ -18,10 +18,9 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
 from tqdm import tqdm
 
+from minigpt.runs.processes import quote_override
 from minigpt.runs.run_dir import LOG, read_summary, write_failure
-from minigpt.utils.cli import explain
 from minigpt.utils.errors import RunError
-from minigpt.utils.overrides import quote_override
 from minigpt.utils.signals import Interrupted
 
 _busy = threading.Lock()  # held while this worker runs a job

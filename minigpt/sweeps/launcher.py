@@ -29,7 +29,7 @@ from omegaconf import DictConfig
 
 from minigpt.sweeps.job import Job, init_worker
 from minigpt.utils.checks import POSITIVE_INT, or_null, require
-from minigpt.utils.cli import explain
+from minigpt.utils.cli import error_text
 from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.signals import Interrupted
 
@@ -237,7 +237,7 @@ def _job_return(future: Any) -> JobReturn:
     try:
         return JobReturn(status=JobStatus.COMPLETED, _return_value=future.result())
     except Exception as error:
-        reason = explain(error)[0].removeprefix("error: ")
+        reason = error_text(error)
         if isinstance(error, BrokenExecutor) or type(error).__name__ == "UncompletedJobError":  # of submitit
             name = re.search(r"SIG[A-Z]+", str(error))
             reason = "its process " + (f"was killed ({name[0]}), possibly out of memory" if name else "crashed")

@@ -129,7 +129,7 @@ def publish(folder: Path, wandb_config: Any) -> None:
     Args:
         wandb_config: `logger.wandb` of the sweep's configuration.
     """
-    from minigpt.runs.wandb_logger import Wandb, finish, wandb_logger
+    from minigpt.runs.wandb_logger import Wandb, wandb_logger
 
     names: dict[str, Any] = {"name": f"{folder.name} summary", "group": wandb_config.group or folder.name}
     options: dict[str, Any] = {key: wandb_config[key] for key in ("project", "entity", "timeout")}
@@ -143,7 +143,7 @@ def publish(folder: Path, wandb_config: Any) -> None:
     with logger.ignore_lost_client():
         table = wandb.Table(columns=header, data=rows)
         logger.experiment.log({"sweep": table, "plot": wandb.Image(str(folder / PLOT))})
-    finish(logger, {})
+    logger.finish({})
 
 
 def _read(folders: Sequence[Path]) -> list[Point]:

@@ -26,13 +26,13 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
+from minigpt.runs.processes import quote_override
 from minigpt.runs.run_dir import PLAN, update_latest_link, write_failure
 from minigpt.sweeps.launcher import Joblib, Launcher
 from minigpt.sweeps.ranking import short_names
 from minigpt.sweeps.results import CRASHED, IRRELEVANT_GROUPS, SKIPPED, WAITING, Point, read_plan, refresh, write_plan
-from minigpt.utils.cli import explain
+from minigpt.utils.cli import error_text
 from minigpt.utils.errors import RunError, UserError
-from minigpt.utils.overrides import quote_override
 from minigpt.utils.signals import Interrupted
 from minigpt.utils.terminal import sanitize_line
 
@@ -117,7 +117,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         except (UserError, ConfigCompositionException, OmegaConfBaseException) as error:
             if isinstance(error, ConfigCompositionException) and not any(map(self.loader.get_group_options, self.axes)):
                 raise
-            return replace(point, status=SKIPPED, reason=explain(error)[0].removeprefix("error: "))
+            return replace(point, status=SKIPPED, reason=error_text(error))
         if any(other.identity == identity for other in self.points):
             return replace(point, status=SKIPPED, reason="same configuration as another point")
         folder = self.existing[identity].folder if identity in self.existing else point.folder

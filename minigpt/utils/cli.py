@@ -1,4 +1,4 @@
-"""The entry point of a script: errors become one line and an exit code."""
+"""The entry point of a script: print an error as one line, and exit with its code."""
 
 import errno
 import os
@@ -53,6 +53,11 @@ def explain(error: BaseException) -> tuple[str, int]:
     return sanitize_line(message), code
 
 
+def error_text(error: BaseException) -> str:
+    """Return the line of an error without its prefix, for a warning or a summary."""
+    return explain(error)[0].removeprefix("error: ")
+
+
 def _explain(error: BaseException) -> tuple[str, int]:
     if isinstance(error, UserError):
         return f"error: {error}", error.exit_code
@@ -77,6 +82,6 @@ def _explain(error: BaseException) -> tuple[str, int]:
 
 
 def _raised_in(error: BaseException) -> str:
-    """The package that raised an error; Hydra raises built-in errors for some of its syntax."""
+    """Return the package that raised an error: Hydra raises built-in errors for some of its syntax."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return str(frames[-1].f_globals.get("__name__", "")).partition(".")[0] if frames else ""

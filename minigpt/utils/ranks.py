@@ -1,4 +1,4 @@
-"""The processes that train one model together, as their launcher describes them, before torch is imported."""
+"""Rank and world size from the environment variables of the launcher, before torch is imported."""
 
 import os
 

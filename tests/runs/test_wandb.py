@@ -128,11 +128,11 @@ def test_starting_offline_takes_no_longer_than_its_timeout(
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_BASE_URL", server)
     script = (
-        "import time, wandb; from pathlib import Path; from minigpt.runs.wandb_logger import wandb_logger, finish\n"
+        "import time, wandb; from pathlib import Path; from minigpt.runs.wandb_logger import wandb_logger\n"
         "start = time.monotonic()\n"
         f"logger = wandb_logger(folder={str(tmp_path)!r}, project='p', entity=None, name=None, group=None,"
         " tags=[], timeout=10)\n"
-        "finish(logger, {})\n"
+        "logger.finish({})\n"
         "print(time.monotonic() - start)"
     )
     start = time.monotonic()
