@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from minigpt.config import check_heads
 from minigpt.ops import rms_norm
-from minigpt.utils.checks import one_of, require
+from minigpt.utils.checks import one_of
+from minigpt.utils.errors import require
 
 
 def attend(

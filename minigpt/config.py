@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from minigpt.utils import checks
-from minigpt.utils.checks import integer, one_of, or_null, require
-from minigpt.utils.errors import UserError
+from minigpt.utils.checks import integer, one_of, or_null
+from minigpt.utils.errors import UserError, require
 
 # Sizes of the activations and norms of `minigpt.ops`, known without importing torch.
 UP_PROJECTIONS = {"gelu": 1, "relu": 1, "relu2": 1, "swiglu": 2}  # of the input of the MLP; 2 if gated

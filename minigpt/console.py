@@ -19,8 +19,7 @@ import torch
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, Tokenizer, encode_prompt, whole_characters
 from minigpt.generation import score, stream
 from minigpt.model import GPT
-from minigpt.utils.checks import require
-from minigpt.utils.errors import UserError
+from minigpt.utils.errors import UserError, require
 from minigpt.utils.terminal import escape_control_chars, sanitize_line
 
 # ANSI 256-color codes by lowest probability: red, orange, yellow, light green, green.

@@ -3,16 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from minigpt.utils.checks import (
-    CLOSED_FRACTION,
-    NON_NEGATIVE,
-    NON_NEGATIVE_INT,
-    POSITIVE_INT,
-    Rule,
-    integer,
-    is_number,
-    require,
-)
+from minigpt.utils.checks import CLOSED_FRACTION, NON_NEGATIVE, NON_NEGATIVE_INT, POSITIVE_INT, Rule, integer, is_number
+from minigpt.utils.errors import require
 
 
 def check_settings(*, key: Callable[[str], str] = str, **settings: Any) -> None:

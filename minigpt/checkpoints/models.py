@@ -10,8 +10,7 @@ from minigpt.config import GPTConfig
 from minigpt.data import tokenizer as tokenizers
 from minigpt.data.tokenizer import Tokenizer
 from minigpt.model import GPT
-from minigpt.utils.checks import require
-from minigpt.utils.errors import UserError
+from minigpt.utils.errors import UserError, require
 
 PREFIX = "model."  # the attribute of the LightningModule that is the model
 SIZE_MARGIN = 1 << 20  # parameters: models this small may be built without a check of the file's size

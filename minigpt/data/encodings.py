@@ -9,9 +9,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from minigpt.data.tokenizer import ENCODINGS, BPETokenizer
-from minigpt.utils.checks import require
 from minigpt.utils.downloads import download
-from minigpt.utils.errors import UserError
+from minigpt.utils.errors import UserError, require
 from minigpt.utils.files import checksums
 
 _HOST = "https://openaipublic.blob.core.windows.net"

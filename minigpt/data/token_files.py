@@ -17,8 +17,8 @@ import numpy as np
 
 from minigpt.data import tokenizer as tokenizers
 from minigpt.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
-from minigpt.utils.checks import NON_NEGATIVE_INT, POSITIVE_INT, one_of, require
-from minigpt.utils.errors import UserError
+from minigpt.utils.checks import NON_NEGATIVE_INT, POSITIVE_INT, one_of
+from minigpt.utils.errors import UserError, require
 from minigpt.utils.files import checksums, read_json
 
 FORMAT = 3

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from minigpt.interpret.attention_maps import visible_text
-from minigpt.utils.checks import require
-from minigpt.utils.errors import UserError
+from minigpt.utils.errors import UserError, require
 from minigpt.utils.files import atomic_write
 
 if TYPE_CHECKING:

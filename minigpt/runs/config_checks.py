@@ -7,8 +7,8 @@ from minigpt.config import GPTConfig
 from minigpt.data.prepare import load_corpus
 from minigpt.data.token_files import Corpus
 from minigpt.utils import checks
-from minigpt.utils.checks import integer, one_of, or_null, require
-from minigpt.utils.errors import UserError
+from minigpt.utils.checks import integer, one_of, or_null
+from minigpt.utils.errors import UserError, require
 
 
 def build_corpus_and_config(cfg: Any, find: Callable[[Any, Any], Corpus] = load_corpus) -> tuple[Corpus, GPTConfig]:

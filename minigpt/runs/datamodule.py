@@ -6,7 +6,7 @@ import lightning.pytorch as L
 
 from minigpt.data.batches import Batches, ValidationBatches, WindowOrder
 from minigpt.data.token_files import Corpus
-from minigpt.utils.checks import require
+from minigpt.utils.errors import require
 
 
 class TokenDataModule(L.LightningDataModule):

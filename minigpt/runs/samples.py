@@ -18,8 +18,9 @@ from minigpt.interpret.plots import plot_maps
 from minigpt.model import GPT
 from minigpt.runs.run_dir import METRICS, SAMPLES, read_metrics
 from minigpt.runs.wandb_logger import wandb_loggers
-from minigpt.utils.checks import POSITIVE_INT, require
+from minigpt.utils.checks import POSITIVE_INT
 from minigpt.utils.cli import error_text
+from minigpt.utils.errors import require
 from minigpt.utils.files import sync
 from minigpt.utils.terminal import warn
 

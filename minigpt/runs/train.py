@@ -89,8 +89,9 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
     from minigpt.runs.curves import plot_curves
     from minigpt.runs.datamodule import TokenDataModule
     from minigpt.runs.lightning_workarounds import RESUME_ERRORS
-    from minigpt.runs.loggers import MetricsCSV, Progress
+    from minigpt.runs.loggers import MetricsCSV
     from minigpt.runs.metrics import MetricsCallback, early_stopping_reason
+    from minigpt.runs.progress import Progress
     from minigpt.runs.resume_state import EMACallback, ResumeState
     from minigpt.runs.samples import final_sample
     from minigpt.runs.shutdown import GracefulShutdown

@@ -21,8 +21,7 @@ from minigpt.runs.lightning_workarounds import (
     order_callbacks,
     silence_lightning,
 )
-from minigpt.utils.checks import require
-from minigpt.utils.errors import UserError
+from minigpt.utils.errors import UserError, require
 from minigpt.utils.ranks import started_together
 
 

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from minigpt.runs.processes import quote_override
 from minigpt.runs.run_dir import LOG, read_summary, write_failure
+from minigpt.utils.cli import explain
 from minigpt.utils.errors import RunError
 from minigpt.utils.signals import Interrupted
 

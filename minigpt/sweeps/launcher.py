@@ -28,9 +28,9 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from minigpt.sweeps.job import Job, init_worker
-from minigpt.utils.checks import POSITIVE_INT, or_null, require
+from minigpt.utils.checks import POSITIVE_INT, or_null
 from minigpt.utils.cli import error_text
-from minigpt.utils.errors import RunError, UserError
+from minigpt.utils.errors import RunError, UserError, require
 from minigpt.utils.signals import Interrupted
 
 POLL_SECONDS = 0.05

@@ -8,8 +8,8 @@ from hydra.core.override_parser.types import Override
 
 from minigpt.sweeps.results import BITS, COMPLETED, SKIPPED, Point, refresh
 from minigpt.sweeps.sweeper import Sweeper
-from minigpt.utils.checks import POSITIVE_INT, require
-from minigpt.utils.errors import UserError
+from minigpt.utils.checks import POSITIVE_INT
+from minigpt.utils.errors import UserError, require
 from minigpt.utils.terminal import warn
 
 MAX_TRIES_PER_TRIAL = 20  # including points that are impossible or the same as another

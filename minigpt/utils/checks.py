@@ -1,4 +1,4 @@
-"""Validation of values that users set, with one template for the message.
+"""Rules for values that users set.
 
 A rule is a predicate and the phrase that follows "must be", so that a table of rules has one line per key:
 `require("model.dropout", 1.5, *FRACTION)` raises `model.dropout must be in [0, 1), got 1.5`.
@@ -7,26 +7,7 @@ A rule is a predicate and the phrase that follows "must be", so that a table of 
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from minigpt.utils.errors import UserError
-
 Rule = tuple[Callable[[Any], bool], str]
-
-
-def require(key: str, value: object, accepts: Callable[[Any], bool], expected: str, advice: str = "") -> None:
-    """Check a value.
-
-    Args:
-        key: full configuration key or flag.
-        value: what the user set.
-        accepts: predicate of valid values.
-        expected: the phrase that follows "must be", such as "in [0, 1)".
-        advice: the next step, if there is one.
-
-    Raises:
-        UserError: `accepts(value)` is false.
-    """
-    if not accepts(value):
-        raise UserError(f"{key} must be {expected}, got {value}" + (f"; {advice}" if advice else ""))
 
 
 def integer(least: int, most: int | None = None) -> Rule:

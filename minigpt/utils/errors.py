@@ -1,6 +1,8 @@
-"""Errors that `cli` prints as one line without a traceback."""
+"""Errors that `cli` prints as one line without a traceback, and the template of their messages."""
 
+from collections.abc import Callable
 from math import isfinite
+from typing import Any
 
 
 class UserError(Exception):
@@ -22,3 +24,20 @@ class Diverged(RunError):
         what = "the gradient is not finite" if isfinite(loss) else f"the loss is {loss}"
         advice = "try a lower optimizer.lr or more schedule.warmup_steps; the last checkpoint is from before"
         super().__init__(f"{what} at step {step} (learning rate {learning_rate:.3g}); {advice}")
+
+
+def require(key: str, value: object, accepts: Callable[[Any], bool], expected: str, advice: str = "") -> None:
+    """Check a value.
+
+    Args:
+        key: full configuration key or flag.
+        value: what the user set.
+        accepts: predicate of valid values.
+        expected: the phrase that follows "must be", such as "in [0, 1)".
+        advice: the next step, if there is one.
+
+    Raises:
+        UserError: `accepts(value)` is false.
+    """
+    if not accepts(value):
+        raise UserError(f"{key} must be {expected}, got {value}" + (f"; {advice}" if advice else ""))

@@ -8,7 +8,8 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from minigpt.checkpoints.find import BEST, LAST
 from minigpt.checkpoints.format import hardlink_or_copy
-from minigpt.utils.checks import POSITIVE_INT, require
+from minigpt.utils.checks import POSITIVE_INT
+from minigpt.utils.errors import require
 
 
 class CheckpointCallback(Checkpoint):
