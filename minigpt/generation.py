@@ -59,11 +59,27 @@ class Step:
     stopped: list[bool]
 
 
-def generate(model: GPT, prompts: Prompt | Sequence[Prompt], **settings: Any) -> list[Sample]:
+def generate(
+    model: GPT,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    stop: Sequence[str | int] = (),
+    tokenizer: "Tokenizer | None" = None,
+    seed: int = 0,
+    num_samples: int = 1,
+    logprobs: bool = False,
+) -> list[Sample]:
     """Continue one prompt or a batch of prompts.
 
     Args:
-        model, prompts, settings: as for `stream`.
+        temperature, top_k, top_p, min_p, repetition_penalty: as for `Sampling`.
+        model, prompts, max_new_tokens …: as for `stream`.
 
     Returns:
         `num_samples` samples of the first prompt, then of the second …
@@ -72,8 +88,21 @@ def generate(model: GPT, prompts: Prompt | Sequence[Prompt], **settings: Any) ->
         UserError: a setting or a prompt is invalid.
         RunError: the logits are NaN or infinite.
     """
+    filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
+    steps = stream(
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        stop=stop,
+        tokenizer=tokenizer,
+        seed=seed,
+        num_samples=num_samples,
+        logprobs=logprobs,
+        temperature=temperature,
+        **filters,
+    )
     samples: list[Sample] = []
-    for step in stream(model, prompts, **settings):
+    for step in steps:
         samples = samples or [Sample([], []) for _ in step.tokens]
         for i, sample in enumerate(samples):
             if sample.reason == "length":

@@ -228,19 +228,19 @@ def test_stdout_holds_only_the_text_and_stderr_the_speed(saves, tmp_path):
     arguments = command(saves["letters"], "--prompt", "abc", "--max-new-tokens", 5)
     ran = subprocess.run(arguments, capture_output=True, cwd=tmp_path, env=environment(), timeout=300, check=False)
     assert (ran.returncode, ran.stdout) == (0, b"abcdefgh\n")
-    said = ran.stderr.decode().splitlines()
-    assert said[0] == f"sampling from {saves['letters']} on cpu"
-    assert re.fullmatch(r"5 tokens in \d+\.\d\d s, [\d,]+ tokens/s", said[1])
-    assert len(said) == 2
+    output = ran.stderr.decode().splitlines()
+    assert output[0] == f"sampling from {saves['letters']} on cpu"
+    assert re.fullmatch(r"5 tokens in \d+\.\d\d s, [\d,]+ tokens/s", output[1])
+    assert len(output) == 2
 
 
 def test_ctrl_c_prints_one_line_and_exits_with_code_130(saves, start, tmp_path):
     process = start(command(saves["letters"], *ENDLESS), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     read_until(process.stdout.fileno(), b"abc")
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=300)
+    _, output = process.communicate(timeout=300)
     assert process.returncode == 130
-    assert said.decode().splitlines()[2:] == ["interrupted"]
+    assert output.decode().splitlines()[2:] == ["interrupted"]
 
 
 def test_an_interactive_session_ends_at_the_end_of_stdin(saves, tmp_path):
@@ -282,8 +282,8 @@ def test_the_replies_of_a_session_can_be_redirected_to_a_file(saves, start, tmp_
         arguments = command(saves["letters"], "--interactive", "--max-new-tokens", 3)
         process = start(arguments, stdin=theirs, stdout=kept, stderr=subprocess.PIPE)
     os.write(ours, b"abc\n\x04")
-    _, said = process.communicate(timeout=300)
-    assert process.returncode == 0, said
+    _, output = process.communicate(timeout=300)
+    assert process.returncode == 0, output
     os.close(theirs)
     os.close(ours)
     assert (tmp_path / "kept").read_bytes() == b"def\n"
@@ -365,9 +365,9 @@ def test_characters_missing_in_the_encoding_of_stdout_are_escaped(saves, monkeyp
     [("char", r"'\n'"), ("multibyte", r"'\n'"), ("bpe", r"'\n'"), ("separated", "'<|endoftext|>'")],
 )
 def test_the_start_token_of_an_empty_prompt_is_logged(name, beginning, saves, sample):
-    said = sample(saves[name], "--max-new-tokens", 3).stderr.splitlines()
-    assert said[1] == f"no prompt: starting from {beginning}"
-    assert len(said) == 3
+    output = sample(saves[name], "--max-new-tokens", 3).stderr.splitlines()
+    assert output[1] == f"no prompt: starting from {beginning}"
+    assert len(output) == 3
 
 
 def test_an_alphabet_without_line_break_starts_from_its_first_character(sample, tmp_path):
@@ -394,13 +394,13 @@ def test_an_empty_prompt_file_equals_no_prompt(saves, sample):
 
 def test_prompt_and_prompt_file_exclude_each_other(saves, sample, tmp_path):
     (tmp_path / "prompt.txt").write_text("b")
-    said = error(sample(saves["char"], "--prompt", "a", "--prompt-file", "prompt.txt"))
-    assert said == "error: --prompt and --prompt-file exclude each other; give one of them"
+    output = error(sample(saves["char"], "--prompt", "a", "--prompt-file", "prompt.txt"))
+    assert output == "error: --prompt and --prompt-file exclude each other; give one of them"
 
 
 @pytest.mark.parametrize("option", ["--prompt-file", "--score"])
 @pytest.mark.parametrize(
-    ("file", "said"),
+    ("file", "output"),
     [
         ("none.txt", "none.txt cannot be read (no such file or directory)"),
         (".", ". cannot be read (is a directory)"),
@@ -409,17 +409,17 @@ def test_prompt_and_prompt_file_exclude_each_other(saves, sample, tmp_path):
         ("-", "- is not UTF-8 text: bad byte at offset 3"),
     ],
 )
-def test_an_unreadable_text_file_is_one_error_line(option, file, said, saves, sample, tmp_path):
+def test_an_unreadable_text_file_is_one_error_line(option, file, output, saves, sample, tmp_path):
     latin = "café".encode("latin-1")
     (tmp_path / "latin.txt").write_bytes(latin)
-    assert error(sample(saves["char"], option, file, stdin=latin)).startswith(f"error: {option}={said}")
+    assert error(sample(saves["char"], option, file, stdin=latin)).startswith(f"error: {option}={output}")
 
 
 @pytest.mark.parametrize("how", ["--prompt", "--prompt-file", "--score"])
 def test_characters_missing_in_the_alphabet_are_named(how, saves, sample, tmp_path):
     (tmp_path / "text.txt").write_text("a Zebra, 7 …")
-    said = error(sample(saves["char"], how, "a Zebra, 7 …" if how == "--prompt" else "text.txt"))
-    assert said.startswith("error: the tokenizer has no id for '7', 'Z', '…'; its alphabet is the 31 characters ")
+    output = error(sample(saves["char"], how, "a Zebra, 7 …" if how == "--prompt" else "text.txt"))
+    assert output.startswith("error: the tokenizer has no id for '7', 'Z', '…'; its alphabet is the 31 characters ")
 
 
 def test_truncation_of_a_long_prompt_is_logged(saves, sample):
@@ -444,8 +444,8 @@ def test_a_lone_surrogate_in_a_prompt_does_not_break_json(saves, sample):
 
 
 def test_a_lone_surrogate_missing_in_the_alphabet_is_named(saves, sample):
-    said = error(sample(saves["char"], "--prompt", "a\udcffb"))
-    assert said.startswith("error: the tokenizer has no id for '\ufffd'; ")
+    output = error(sample(saves["char"], "--prompt", "a\udcffb"))
+    assert output.startswith("error: the tokenizer has no id for '\ufffd'; ")
 
 
 # Samples
@@ -554,8 +554,8 @@ def test_a_document_ends_at_its_separator(saves, sample):
 
 
 def test_an_empty_stop_string_is_refused(saves, sample):
-    said = error(sample(saves["letters"], "--prompt", "ab", "--stop", ""))
-    assert said == "error: --stop must be a list of non-empty strings and token ids, got ['']"
+    output = error(sample(saves["letters"], "--prompt", "ab", "--stop", ""))
+    assert output == "error: --stop must be a list of non-empty strings and token ids, got ['']"
 
 
 def test_a_lone_surrogate_as_stop_string_does_not_crash(saves, sample):
@@ -632,11 +632,11 @@ def test_a_score_is_printed_as_a_table(saves, sample, tmp_path):
     (found,) = samples(sample(saves["char"], "--score", "text.txt", "--json"))
     assert result.returncode == 0
     assert result.stderr == f"sampling from {saves['char']} on cpu\n"
-    said = dict(re.split(r"  +", line, maxsplit=1) for line in result.stdout.splitlines())
+    output = dict(re.split(r"  +", line, maxsplit=1) for line in result.stdout.splitlines())
     for name in ("tokens", "bytes", "nats", "nats_per_token", "bits_per_byte"):
-        assert float(said.pop(name.replace("_", " "))) == pytest.approx(found[name], abs=1e-4)
+        assert float(output.pop(name.replace("_", " "))) == pytest.approx(found[name], abs=1e-4)
     first = sum(rank == 0 for rank in found["ranks"])
-    assert said == {"top-1 accuracy": f"{first} of 15 tokens ({first / 15:.1%})"}
+    assert output == {"top-1 accuracy": f"{first} of 15 tokens ({first / 15:.1%})"}
 
 
 def test_a_score_shows_the_text_in_colors(saves, sample):
@@ -656,8 +656,8 @@ def test_every_token_of_a_text_longer_than_block_size_is_scored(saves, sample):
 
 @pytest.mark.parametrize("flags", [[], ["--json"], ["--show-probs"]])
 def test_the_score_of_an_empty_text_is_refused(flags, saves, sample):
-    said = error(sample(saves["char"], "--score", "-", *flags))
-    assert said == "error: --score must be a non-empty text"
+    output = error(sample(saves["char"], "--score", "-", *flags))
+    assert output == "error: --score must be a non-empty text"
 
 
 # Interactive sessions
@@ -703,9 +703,9 @@ def test_an_invalid_line_is_one_error_line_and_keeps_the_context(saves, sample):
     wanted = talk(sample, saves["char"], "a fox", ", a dog").stdout
     result = talk(sample, saves["char"], "a fox", *BAD_LINES, ", a dog")
     assert result.stdout == wanted
-    said = result.stderr.splitlines()[2:]
-    assert len(said) == len(BAD_LINES)
-    for line, beginning in zip(said, BAD_LINES.values(), strict=True):
+    output = result.stderr.splitlines()[2:]
+    assert len(output) == len(BAD_LINES)
+    for line, beginning in zip(output, BAD_LINES.values(), strict=True):
         assert line.startswith(beginning)
 
 
@@ -717,8 +717,8 @@ def test_a_line_that_is_not_utf_8_does_not_crash(saves, sample):
 
 def test_truncation_of_a_conversation_is_logged_once(saves, sample):
     lines = ["the quick brown fox jumps over the lazy dog"] * 3
-    said = talk(sample, saves["char"], *lines, "/reset", *lines).stderr
-    assert said.count("only the last 32 are read") == 1
+    output = talk(sample, saves["char"], *lines, "/reset", *lines).stderr
+    assert output.count("only the last 32 are read") == 1
 
 
 def test_quit_ends_a_session_before_the_end_of_stdin(saves, sample):
@@ -823,9 +823,9 @@ def test_an_extreme_setting_gives_text_or_is_refused(setting, saves, sample):
 
 def test_the_fastest_device_of_the_machine_is_the_default(saves, sample, monkeypatch):
     fastest = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    said = sample(saves["char"], "--device", "auto", "--max-new-tokens", 2)
-    assert said.returncode == 0
-    assert re.fullmatch(rf"sampling from .* on {fastest}(:0)?", said.stderr.splitlines()[0])
+    output = sample(saves["char"], "--device", "auto", "--max-new-tokens", 2)
+    assert output.returncode == 0
+    assert re.fullmatch(rf"sampling from .* on {fastest}(:0)?", output.stderr.splitlines()[0])
     for cuda, mps, wanted in ((True, True, "cuda"), (False, True, "mps"), (False, False, "cpu")):
         monkeypatch.setattr("torch.cuda.is_available", lambda there=cuda: there)
         monkeypatch.setattr("torch.backends.mps.is_available", lambda there=mps: there)
@@ -853,8 +853,8 @@ def test_an_unavailable_device_is_refused(device, saves, sample):
         pytest.skip("this machine has what the test wants missing")
     if device == "mps" and torch.backends.mps.is_available():
         pytest.skip("this machine has what the test wants missing")
-    said = error(sample(saves["char"], f"--device={device}"))
-    assert re.match(rf"error: --device must be one of .*\bcpu\b.*, got {device}".strip() + "$", said)
+    output = error(sample(saves["char"], f"--device={device}"))
+    assert re.match(rf"error: --device must be one of .*\bcpu\b.*, got {device}".strip() + "$", output)
 
 
 @pytest.fixture
@@ -873,7 +873,7 @@ def broken(saves: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("run", "said"),
+    ("run", "output"),
     [
         (None, "no run with a checkpoint in runs/; train one with python scripts/train.py"),
         ("folder", "folder holds no checkpoints/best.safetensors; give a run folder or a checkpoint file"),
@@ -889,9 +889,9 @@ def broken(saves: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ),
     ],
 )
-def test_an_invalid_checkpoint_is_one_error_line(run, said, broken, sample):
+def test_an_invalid_checkpoint_is_one_error_line(run, output, broken, sample):
     result = sample(*([run] if run else []))
-    assert error(result).startswith(f"error: {said}")
+    assert error(result).startswith(f"error: {output}")
     assert len(result.stderr.splitlines()) == 1
 
 

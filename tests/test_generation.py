@@ -253,7 +253,7 @@ def test_generate_passes_every_setting_to_stream():
     changed = {"temperature": 3.0, "top_k": 2, "top_p": 0.3, "min_p": 0.4, "repetition_penalty": 3.0, "stop": ["a"]}
     changed |= {"tokenizer": Letters(), "seed": 5, "num_samples": 2, "logprobs": True}
     settings = {*inspect.signature(stream).parameters, *inspect.signature(Sampling).parameters} - {"filters"}
-    assert {"model", "prompts", *base, *changed} == settings
+    assert {"model", "prompts", *base, *changed} == settings == {*inspect.signature(generate).parameters}
     plain = generate(model, [3, 7], **base)
     for name, value in changed.items():
         options = base | {name: value} | ({"tokenizer": Letters()} if name == "stop" else {})

@@ -217,10 +217,10 @@ def test_a_failing_sample_is_a_warning_after_its_checkpoint(
     run = train("callbacks=attention")
     assert run.summary["status"] == "completed"
     assert there == [True] * 5  # a sample and a map per validation, and the final sample
-    said = capsys.readouterr().err
-    assert said.count("warning: Samples failed at step") == 2
-    assert said.count("warning: the final sample failed: RuntimeError: no text today") == 1
-    assert said.count("warning: AttentionMaps failed at step") == 2
+    output = capsys.readouterr().err
+    assert output.count("warning: Samples failed at step") == 2
+    assert output.count("warning: the final sample failed: RuntimeError: no text today") == 1
+    assert output.count("warning: AttentionMaps failed at step") == 2
 
 
 def test_callbacks_of_lightning_log_and_write_into_the_run_folder(train: Callable[..., Any], caplog: Any) -> None:
@@ -278,9 +278,9 @@ def test_a_run_may_validate_on_a_part_of_the_split(train: Callable[..., Any], tm
 
 def test_a_run_prints_what_it_will_do_before_it_trains(train: Callable[..., Any], tmp_path: Path, capsys: Any) -> None:
     run = train("max_steps=10")
-    said = capsys.readouterr().err.splitlines()
+    output = capsys.readouterr().err.splitlines()
     lines = (run.folder / "log.txt").read_text().splitlines()
-    assert lines == [line for line in said if not line.startswith("warning")]
+    assert lines == [line for line in output if not line.startswith("warning")]
     assert [line.split()[0] for line in lines[:5]] == ["model", "data", "training", "device", "run"]
     text = "\n".join(lines)
     n_train = int(re.search(r"([\d,]+) training tokens", text)[1].replace(",", ""))

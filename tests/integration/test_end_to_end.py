@@ -103,18 +103,18 @@ def test_processes_that_torchrun_starts_train_one_model(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         (["trainer=fsdp", *MUON], "error: optimizer=muon needs whole matrices"),
         (["trainer=ddp", "data.batch_size=5"], "error: data.batch_size must be divisible by the 2 processes, got 5"),
     ],
 )
 def test_what_two_processes_cannot_do_is_one_line(
-    launch: Callable[..., Any], tmp_path: Path, settings: list[str], says: str
+    launch: Callable[..., Any], tmp_path: Path, settings: list[str], message: str
 ) -> None:
     refused = launch("train.py", *settings, *TWO, f"hydra.run.dir={tmp_path}/two")
     assert refused.returncode == 2
-    assert one_line(refused).startswith(says)
+    assert one_line(refused).startswith(message)
     assert not (tmp_path / "two").exists()
 
 
@@ -214,7 +214,7 @@ def test_a_traceback_is_shown_on_request(launch: Callable[..., Any], tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "output"),
     [
         ([], "no run with a checkpoint in runs/"),
         (["nowhere"], "nowhere does not exist"),
@@ -224,12 +224,12 @@ def test_a_traceback_is_shown_on_request(launch: Callable[..., Any], tmp_path: P
     ],
 )
 def test_bad_input_to_sample_is_one_line(
-    arguments: list[str], said: str, launch: Callable[..., Any], tmp_path: Path
+    arguments: list[str], output: str, launch: Callable[..., Any], tmp_path: Path
 ) -> None:
     (tmp_path / "text.txt").write_text("no checkpoint")
     result = launch("sample.py", *arguments, cwd=tmp_path)
     assert result.returncode == 2
-    assert said in one_line(result)
+    assert output in one_line(result)
 
 
 def test_help_is_written_for_people(launch: Callable[..., Any]) -> None:
@@ -253,8 +253,8 @@ def test_training_finds_prepared_token_files(launch: Callable[..., Any], tmp_pat
     settings = ["data=text", "data.path=my.jsonl", "data.field=body", "data.split=document", "tokenizer=byte"]
     prepared = launch("prepare.py", *settings, cwd=tmp_path)
     assert prepared.returncode == 0, prepared.stderr
-    said = dict(line.split(maxsplit=1) for line in prepared.stdout.splitlines())
-    train, val = (int(said[split].split()[0]) for split in ("training", "validation"))
+    output = dict(line.split(maxsplit=1) for line in prepared.stdout.splitlines())
+    train, val = (int(output[split].split()[0]) for split in ("training", "validation"))
     assert train + val == 99
     assert not (tmp_path / "runs").exists()
     (folder,) = (path for path in (tmp_path / "data" / "tokens").iterdir() if path.is_dir())

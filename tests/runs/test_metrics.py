@@ -99,8 +99,8 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Si
         subprocess.Popen(command, env={**os.environ, **group, "RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE)
         for rank in "01"
     ]
-    said = [rank.communicate(timeout=300)[1].decode() for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], said
+    output = [rank.communicate(timeout=300)[1].decode() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], output
     commands = {"one": " ".join(sys.argv), "ddp": " ".join(command[1:]), "fsdp": " ".join(command[1:])}
     return {
         name: SimpleNamespace(

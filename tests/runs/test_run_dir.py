@@ -224,17 +224,17 @@ def test_a_run_ends_by_printing_its_sample_and_the_paths_of_its_results(tmp_path
         "seconds": 1200.01,
     }
     print_results(tmp_path / "runs/a", "\nTo be\n", summary, sample_script=tmp_path / "scripts/sample.py")
-    said = capsys.readouterr().out
-    assert said.startswith("To be\n")
+    output = capsys.readouterr().out
+    assert output.startswith("To be\n")
     for part in (
         "1.4697 at step 1750, on 7 batches",
         "\nstopped early at step 2000 of 5000\n",
         " 1,234.6 s, training 1,200.0 s\n",
     ):
-        assert part in said
+        assert part in output
     for part in (" runs/a/checkpoints/best.safetensors\n", " runs/a/curves.png\n"):
-        assert part in said
-    assert str(tmp_path) not in said  # the shortest path from here
+        assert part in output
+    assert str(tmp_path) not in output  # the shortest path from here
 
 
 def test_the_bar_of_a_terminal_moves_during_validation(tmp_path, monkeypatch, capsys):

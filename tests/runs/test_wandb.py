@@ -34,21 +34,21 @@ def test_an_offline_run_holds_curves_config_samples_and_summary(launch: Callable
     env |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none")}
     result = launch("train.py", "logger=wandb", "logger.wandb.tags=[fox]", f"hydra.run.dir={folder}", env=env)
     assert result.returncode == 0, result.stderr
-    said = [line for line in result.stderr.splitlines() if "wandb" in line]
-    assert len(said) == 1
-    assert "wandb sync" in said[0]
+    output = [line for line in result.stderr.splitlines() if "wandb" in line]
+    assert len(output) == 1
+    assert "wandb sync" in output[0]
     (offline,) = (folder / "wandb").glob("offline-run-*")
-    assert str(offline) in said[0]
+    assert str(offline) in output[0]
 
     everything = records(folder)
-    told = json.dumps(everything)
+    contents = json.dumps(everything)
     history = [record["history"] for record in everything if record["type"] == "history"]
     assert len(history) >= 4
     for name in ("train_loss", "val_loss", "val_bits_per_byte", "learning_rate", "grad_norm", "tokens_per_second"):
         assert any(name in json.dumps(row) for row in history), name
     summary = json.loads((folder / "summary.json").read_text())
     for wanted in ("best_val_loss", summary["corpus_sha256"], "samples", "n_embd", "fox", "completed"):
-        assert wanted in told, wanted
+        assert wanted in contents, wanted
 
 
 @pytest.mark.slow

@@ -52,15 +52,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("error", "said", "code"), CASES, ids=lambda value: type(value).__name__)
-def test_an_error_is_one_line_on_stderr_and_an_exit_code(capsys, error, said, code):
+@pytest.mark.parametrize(("error", "output", "code"), CASES, ids=lambda value: type(value).__name__)
+def test_an_error_is_one_line_on_stderr_and_an_exit_code(capsys, error, output, code):
     with pytest.raises(SystemExit) as ended:
         failing(error)()
     assert ended.value.code == code
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
-    assert said in err
+    assert output in err
     assert "Traceback" not in err
     assert explain(error) == (err.rstrip("\n"), code)
 
@@ -112,13 +112,13 @@ def test_a_program_may_choose_its_own_exit_code(capsys):
     ("error", "ranks"), [(UserError("bad input"), [0]), (RunError("lost"), [0, 1]), (Interrupted(signal.SIGTERM), [0])]
 )
 def test_an_error_of_all_ranks_is_printed_by_rank_zero(monkeypatch, capsys, error, ranks):
-    said = []
+    output = []
     for rank in (0, 1):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         with pytest.raises(SystemExit):
             failing(error)()
-        said += [rank] * capsys.readouterr().err.count("\n")
-    assert said == ranks
+        output += [rank] * capsys.readouterr().err.count("\n")
+    assert output == ranks
 
 
 def test_a_warning_is_printed_by_rank_zero(monkeypatch, capsys):
@@ -153,7 +153,7 @@ def test_where_nothing_is_known_nothing_is_suggested():
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "output"),
     [
         ("optimizer.lrr=1e-3", ["optimizer.lrr", "did you mean optimizer.lr?"]),
         ("max_step=3", ["max_step", "did you mean max_steps?"]),
@@ -165,7 +165,7 @@ def test_where_nothing_is_known_nothing_is_suggested():
         ("model=true", ["Config group override must be a string"]),
     ],
 )
-def test_a_mistyped_override_is_explained_by_what_there_is(override, said):
+def test_a_mistyped_override_is_explained_by_what_there_is(override, output):
     with (
         initialize_config_dir(str(ROOT / "configs"), version_base="1.3"),
         pytest.raises(Exception, match=r".") as raised,
@@ -175,7 +175,7 @@ def test_a_mistyped_override_is_explained_by_what_there_is(override, said):
     assert code == 2
     assert message.startswith("error: ")
     assert "\n" not in message
-    for part in said:
+    for part in output:
         assert part in message
 
 
@@ -184,7 +184,7 @@ def test_a_mistyped_override_is_explained_by_what_there_is(override, said):
 
 def run_into(stdout, body):
     program = f"from minigpt.utils.cli import cli_entrypoint\n@cli_entrypoint\ndef main():\n    {body}\nmain()\n"
-    # Python buffers what it prints into a pipe or file, unless told otherwise.
+    # Python buffers what it prints into a pipe or file, unless contents otherwise.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     return subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True
@@ -227,8 +227,8 @@ def test_a_printed_line_has_no_control_characters_and_a_bounded_length(capsys):
     with pytest.raises(SystemExit):
         failing(UserError(evil))()
     warn(evil)
-    said = capsys.readouterr().err
-    assert said == "".join(f"{kind}: a\\x1b]0;owned\\x07\\x9b2J\\u202e b\\x7f\n" for kind in ("error", "warning"))
+    output = capsys.readouterr().err
+    assert output == "".join(f"{kind}: a\\x1b]0;owned\\x07\\x9b2J\\u202e b\\x7f\n" for kind in ("error", "warning"))
     line, _ = explain(UserError("x" * 1_000_000))
     assert line.endswith("x …")
     assert len(line) < 2000
