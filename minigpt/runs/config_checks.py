@@ -1,24 +1,30 @@
 """Checks of a composed run configuration: before torch is imported and before anything is written."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minigpt.config import GPTConfig
-from minigpt.data.prepare import load_corpus
-from minigpt.data.token_files import Corpus
 from minigpt.utils import checks
 from minigpt.utils.checks import integer, one_of, or_null
 from minigpt.utils.errors import UserError, require
 
+if TYPE_CHECKING:
+    from minigpt.data.token_files import Corpus
 
-def build_corpus_and_config(cfg: Any, find: Callable[[Any, Any], Corpus] = load_corpus) -> tuple[Corpus, GPTConfig]:
+
+def build_corpus_and_config(cfg: Any, load: "Callable[..., Corpus] | None" = None) -> "tuple[Corpus, GPTConfig]":
     """Check a composed run configuration; load its corpus and build its architecture.
+
+    Args:
+        load: in place of `data.prepare.load_corpus`.
 
     Raises:
         UserError: a value is invalid, the text is missing, or the corpus and the architecture do not fit.
     """
     check_run(cfg)
-    corpus = find(cfg.data, cfg.tokenizer)
+    from minigpt.data.prepare import load_corpus  # numpy: after the checks
+
+    corpus = (load or load_corpus)(cfg.data, cfg.tokenizer)
     corpus.check_length(cfg.model.block_size)
     n, expected = corpus.tokenizer.vocab_size, f"at least the tokenizer's {corpus.tokenizer.vocab_size}"
     require("model.vocab_size", cfg.model.vocab_size, lambda size: size is None or size >= n, expected, "use null")
