@@ -20,9 +20,6 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from minigpt.checkpoints.format import read
 from minigpt.utils.ranks import is_rank_zero
 
-# Raised by Lightning 2.6.6 and torch while they restore a checkpoint of something else.
-RESUME_ERRORS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)
-
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _PR_SET_PDEATHSIG = 1  # of prctl.h
 _RANK_ZERO_PID = "MINIGPT_RANK_ZERO_PID"  # environment variable
@@ -57,6 +54,12 @@ def fix_loop_state(checkpoint: dict[str, Any], *, validation_due: bool) -> None:
         started = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
         for counters in ("total", "current"):
             loops["epoch_loop.val_loop.batch_progress"][counters] |= started
+
+
+def is_resume_error(error: Exception) -> bool:
+    """Whether Lightning or torch raises an error for a checkpoint of something else, and not for memory or a network."""
+    wrong_weights = isinstance(error, RuntimeError) and "loading state_dict" in str(error)
+    return wrong_weights or isinstance(error, LookupError | TypeError | ValueError | AttributeError)
 
 
 def silence_lightning() -> None:

@@ -88,7 +88,7 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
     from minigpt.model import GPT
     from minigpt.runs.curves import plot_curves
     from minigpt.runs.datamodule import TokenDataModule
-    from minigpt.runs.lightning_workarounds import RESUME_ERRORS
+    from minigpt.runs.lightning_workarounds import is_resume_error
     from minigpt.runs.loggers import MetricsCSV
     from minigpt.runs.metrics import MetricsCallback, early_stopping_reason
     from minigpt.runs.progress import Progress
@@ -156,7 +156,7 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
         status = "interrupted"
         raise
     except Exception as error:
-        if resume is not None and not state.training_began and isinstance(error, RESUME_ERRORS):
+        if resume is not None and not state.training_began and is_resume_error(error):
             error = UserError(f"{resume} does not hold a run of minigpt ({type(error).__name__}: {error})")
         reason = error_text(error)
         raise error
