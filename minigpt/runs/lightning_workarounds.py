@@ -57,7 +57,7 @@ def fix_loop_state(checkpoint: dict[str, Any], *, validation_due: bool) -> None:
 
 
 def is_resume_error(error: Exception) -> bool:
-    """Whether Lightning or torch raises an error for a checkpoint of something else, and not for memory or a network."""
+    """Whether an error is that of Lightning or torch with an unsuitable checkpoint; memory and network are others."""
     wrong_weights = isinstance(error, RuntimeError) and "loading state_dict" in str(error)
     return wrong_weights or isinstance(error, LookupError | TypeError | ValueError | AttributeError)
 
