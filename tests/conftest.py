@@ -1,4 +1,4 @@
-"""What the tests share: a small text, and a way to train on it with the real Hydra and the real Trainer."""
+"""Fixtures of all tests: a small text, and functions that train on it with the real Hydra and Trainer."""
 
 import os
 import subprocess
@@ -15,16 +15,16 @@ import minigpt
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS, CONFIGS = ROOT / "scripts", ROOT / "configs"
 
-# Runs that differ in nothing else are compared, so all of them compute alike.
+# Tests compare runs bitwise, and results depend on the number of threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Files of tiktoken's may lie beside the folder of texts.
+# tiktoken's cache may be beside the folder of texts.
 if (texts := os.environ.get("MINIGPT_DATA_DIR")) and (beside := Path(texts, "../tiktoken_cache")).is_dir():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(beside.resolve()))
 
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text of 20,000 characters that a tiny model can learn something of."""
+    """A text of 20,000 characters with patterns that a tiny model learns."""
     lines = [f"{i}: the quick brown fox jumps over the lazy dog number {i * i % 97}.\n" for i in range(400)]
     file = tmp_path_factory.mktemp("text") / "fox.txt"
     file.write_text("".join(lines)[:20_000], encoding="utf-8")
@@ -51,7 +51,7 @@ def small_run(text: Path, data: Path) -> list[str]:
 
 @pytest.fixture
 def small(text: Path, tmp_path: Path) -> list[str]:
-    """Overrides that make a run small, and keep its files in the test's own folder."""
+    """Overrides that make a run small, with all files in the temporary folder of the test."""
     return small_run(text, tmp_path / "data")
 
 
@@ -68,7 +68,7 @@ def train(small: list[str], tmp_path: Path) -> Callable[..., SimpleNamespace]:
 
 @pytest.fixture
 def launch(small: list[str]) -> Callable[..., Any]:
-    """Start a script as a user does and wait: `launch("train.py", "max_steps=5")`."""
+    """Run a script in a new process and wait: `launch("train.py", "max_steps=5")`."""
 
     def run(script: str, *arguments: str, small_run: bool = True, **options: Any) -> Any:
         overrides = small if script == "train.py" and small_run else []

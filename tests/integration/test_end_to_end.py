@@ -1,4 +1,4 @@
-"""The scripts as a user starts them: processes, exit codes, signals, bad input."""
+"""The scripts in new processes: exit codes, signals, bad input."""
 
 import csv
 import json
@@ -77,7 +77,7 @@ def test_two_processes_give_the_losses_of_one(
     two = launch("train.py", "trainer=ddp", *TWO, *settings, f"hydra.run.dir={tmp_path}/two")
     assert two.returncode == 0, two.stderr
     train(*settings, folder=tmp_path / "one")
-    # In 64 bits but for the sum of a validation.
+    # In float64, except the sum of a validation.
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
     sampled = launch("sample.py", f"{tmp_path}/two", "--max-new-tokens", "5")
     assert sampled.returncode == 0, sampled.stderr

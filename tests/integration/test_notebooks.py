@@ -156,7 +156,7 @@ def test_002_scaling_divides_the_variance_of_the_scores_by_the_width():
     assert round(367.6834 / 128, 4) == 2.8725
     x = torch.randn(4, 1, 64, 128, dtype=torch.float64)
     plain, scaled = (attend_explicit(x, x, x, scale=scale)[1].log() for scale in (1.0, None))
-    # The logarithm of the weights is the scores, but for a constant a row: the differences have the ratio.
+    # The logarithm of the weights is the scores up to a constant per row, so differences have the ratio.
     variance, scaled_variance = ((rows - rows[..., :1]).var() for rows in (plain, scaled))
     assert_close(variance / scaled_variance, torch.tensor(128.0, dtype=torch.float64))
 
@@ -166,7 +166,7 @@ def test_002_scaling_divides_the_variance_of_the_scores_by_the_width():
 @pytest.mark.parametrize("scale", [None, 9**-0.5], ids=["by the head's width", "by the full width"])
 def test_002_looped_heads_equal_the_packed_projection(backend: str, causal: bool, scale: float | None):
     # The looped version of the notebook divides the scores by √9, the root of the full width, the packed
-    # one by √3, that of the head's: they differ with the same weights. Here `scale` selects one.
+    # one by √3, the root of the head's width, so they differ with the same weights. Here `scale` selects one.
     heads = [[nn.Linear(9, 3) for _ in "qkv"] for _ in range(3)]
     packed = MultiHeadAttention(9, 3, causal=causal, scale=scale, backend=backend)
     packed.qkv.weight.data = torch.cat([head[i].weight for i in range(3) for head in heads])
@@ -204,7 +204,7 @@ def test_002_the_mask_computed_by_hand():
     scores = torch.tensor([[[[7.0, -8, 6], [-3, 2, 4], [1, 6, -2]]]], dtype=torch.float64)
     unit = torch.eye(3, dtype=torch.float64)[None, None]  # keys that leave the scores as they are
     before = attend_explicit(scores, unit, unit, scale=1.0)[1][0, 0]
-    # As printed there, with two to seven decimals.
+    # As printed in the notebook, with two to seven decimals.
     printed = [[(0.73, 2), (2e-7, 7), (0.27, 2)], [(8e-4, 4), (0.12, 2), (0.88, 2)], [(0.007, 3), (0.99, 2), None]]
     for row, figures in zip(before.tolist(), printed, strict=True):
         for weight, figure in zip(row, figures, strict=True):
@@ -359,7 +359,7 @@ def test_004_scaling_queries_and_keys_by_a_fourth_root_each_is_scaling_scores_by
 @pytest.mark.parametrize("causal", [False, True])
 def test_004_the_post_norm_block(causal: bool):
     # The notebook has biases in the MLP and the norms but not in attention: biases of zero there.
-    # Its block sees both ways, which a language model must not: a block's `causal` is true until changed.
+    # Its block is bidirectional, which a language model must not be; a block is causal by default.
     block = Block(GPTConfig(n_embd=10, n_head=20, head_dim=10, norm_position="post", activation="relu"))
     assert block.attention.causal
     block.attention.causal = causal
@@ -396,7 +396,7 @@ def test_004_a_gpt_of_such_blocks_trains():
     )
     model = GPT(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    # A cycle in which 0 is followed by 1, 2, 3 or 4, as the token before says: it takes attention to learn.
+    # The token after 0 depends on the token before it, so a model needs attention to learn the cycle.
     cycle = torch.tensor([0, 1, 5, 0, 2, 6, 0, 3, 3, 0, 4]).repeat(4)
     windows = torch.stack([cycle[start : start + 17] for start in range(11)])
     losses = []

@@ -45,7 +45,7 @@ def good() -> dict[str, Any]:
 
 
 def file(values: Any, tensors: dict[str, Tensor], **metadata: str) -> bytes:
-    """Return a safetensors file with a correct checksum; `values` is the JSON text, or what it holds."""
+    """Return a safetensors file with a correct checksum; `values` is the JSON text, or its parsed values."""
     text = values if isinstance(values, str) else json.dumps(values)
     return save(tensors, {"format": "pt", "minigpt": text, "crc32": checksum(text, tensors)} | metadata)
 
@@ -95,7 +95,7 @@ def weight(value: Any, name: str = "model.wte.weight") -> bytes:
 
 
 def header(content: Any, data: bytes = bytes(8), length: int | None = None) -> bytes:
-    """Return a file with a header of one's own: bytes, or what is written as JSON."""
+    """Return a file with the given header: bytes, or values to encode as JSON."""
     written = content if isinstance(content, bytes) else json.dumps(content).encode()
     return (len(written) if length is None else length).to_bytes(8, "little") + written + data
 
