@@ -393,8 +393,8 @@ def test_a_point_that_lacks_a_setting_is_skipped_and_a_completed_sweep_is_report
 
 
 BAD_INPUT = {
-    "tokenizer=char,byte tokenizer.vocab_size=512": "no point of the sweep is possible: "
-    "tokenizer.vocab_size does not exist here; it belongs to tokenizer=bpe",
+    "tokenizer=char,bpe tokenizer.vocab_size=512": "tokenizer.vocab_size does not exist here; it belongs to "
+    "tokenizer=bpe",
     "model=nano,baby optimizer.lrr=1": "optimizer.lrr does not exist (did you mean optimizer.lr?)",
     "model.n_hed=2,4": "model.n_hed does not exist (did you mean model.n_head?)",
     "modell=nano,baby": "modell does not exist (did you mean model?)",
@@ -659,7 +659,7 @@ def test_a_killed_worker_ends_only_its_own_run_and_the_reason_names_the_signal(
 def test_stderr_lists_skipped_points_and_ended_runs(stage_result: Callable[..., Any]) -> None:
     lines = stage_result(1).err.splitlines()
     assert sum("skipped: model.n_embd must be divisible by model.n_head=2, got 31" in line for line in lines) == 6
-    assert "6 of 12 to run, 2 at a time with 1 thread each" in lines
+    assert "6 of 12 to run, 2 at a time with OMP_NUM_THREADS=1" in lines
     ended = [line for line in lines if re.match(r"\d/6 ", line)]
     assert {line.split()[1] for line in ended} == {*GOOD[:3], *DIVERGING[:3]}
     assert ended[-1].startswith("6/6 ")
@@ -680,7 +680,7 @@ def test_stdout_and_sweep_csv_hold_the_ranked_table(stage_result: Callable[..., 
     assert first["status"] == "2 completed, 1 failed"
     assert [(row["rank"], row["val_loss"]) for row in others] == [("", "")] * 3
     assert sorted(row["status"] for row in others) == ["failed", "skipped", "skipped"]
-    assert f"{statistics.mean(over):.4f} ± {statistics.stdev(over):.4f} (3 seeds)" in result.out
+    assert f"{statistics.mean(over):.4f} ± {statistics.stdev(over):.4f} (3 runs)" in result.out
     assert "the loss is nan at step" in result.out
     assert "model.n_embd must be divisible by model.n_head=2, got 31" in result.out
     assert "Traceback" not in result.out + result.err
