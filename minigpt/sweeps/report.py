@@ -95,7 +95,7 @@ def write_table(file: Path, points: Sequence[Point]) -> None:
         table.writerow(["rank", *names, *losses, "seeds", *_COSTS, "status", "reason", "folder"])
         for rank, row in enumerate(rows, 1):
             nats, bits = (replace(row, unit=unit) for unit in (NATS, BITS))
-            cells = [rank if row.losses else "", *(row.overrides.get(name, "") for name in names)]
+            cells: list[Any] = [rank if row.losses else "", *(row.overrides.get(name, "") for name in names)]
             cells += [nats.loss, nats.spread, bits.loss, bits.spread, len(row.losses), *map(row.mean_of, _COSTS)]
             cells += [row.status, row.reason, " ".join(str(point.folder) for point in row.points)]
             table.writerow(cells)
