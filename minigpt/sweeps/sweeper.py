@@ -22,23 +22,12 @@ from hydra.plugins import sweeper as hydra_sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
-from tqdm import tqdm
 
 from minigpt.runs.processes import quote_override
-from minigpt.runs.run_dir import PLAN, update_latest_link, write_failure
+from minigpt.runs.run_dir import PLAN, SUMMARY, update_latest_link, write_failure
 from minigpt.sweeps.launcher import Joblib
 from minigpt.sweeps.ranking import short_names
-from minigpt.sweeps.results import (
-    CRASHED,
-    IRRELEVANT_GROUPS,
-    SKIPPED,
-    WAITING,
-    Point,
-    is_relevant,
-    read_plan,
-    refresh,
-    write_plan,
-)
+from minigpt.sweeps.results import IRRELEVANT_GROUPS, SKIPPED, Point, is_relevant, read_plan, refresh, write_plan
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.signals import Interrupted
@@ -149,21 +138,19 @@ class Sweeper(hydra_sweeper.Sweeper):
         update_latest_link(self.folder)
         write_plan(self.folder, self.fixed, self.points)
         ended = itertools.count(1)
-        with tqdm(total=len(points), desc="runs", leave=False, disable=None) as bar:
 
-            def on_end(index: int, job: JobReturn) -> None:
-                point = refresh(points[index])
-                if job.status == JobStatus.FAILED and point.status in (CRASHED, WAITING):  # its process died
-                    write_failure(point.folder, str(job._return_value))
-                    point = refresh(point)
-                loss = f", val loss {point.val_loss:.4f} after {point.seconds:,.0f} s" if point.val_loss else ""
-                reason = f": {point.reason}" if point.reason else ""
-                line = f"{next(ended)}/{len(points)} {point.folder.name} {point.status}{loss}{reason}"
-                bar.update()
-                bar.write(sanitize_line(line), file=sys.stderr)
+        def on_end(index: int, job: JobReturn) -> None:
+            folder = points[index].folder
+            if job.status == JobStatus.FAILED and not (folder / SUMMARY).exists():  # its process died
+                write_failure(folder, str(job._return_value))
+            point = refresh(points[index])
+            loss = f", val loss {point.val_loss:.4f} after {point.seconds:,.0f} s" if point.val_loss else ""
+            reason = f": {point.reason}" if point.reason else ""
+            line = f"{next(ended)}/{len(points)} {folder.name} {point.status}{loss}{reason}"
+            print(sanitize_line(line), file=sys.stderr)
 
-            self.engine.on_end = on_end  # only launchers of minigpt call it
-            self.engine.launch(list(map(self._job_overrides, points)), initial_job_idx=self.launched)
+        self.engine.on_end = on_end  # only launchers of minigpt call it
+        self.engine.launch(list(map(self._job_overrides, points)), initial_job_idx=self.launched)
         self.launched += len(points)
 
     def _job_overrides(self, point: Point) -> list[str]:
