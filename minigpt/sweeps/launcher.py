@@ -141,7 +141,7 @@ class Joblib(Launcher):
 
     def close(self) -> None:
         for worker in self.workers:
-            if worker.executor:
+            if worker.future:  # else a signal came before its first job
                 worker.executor.shutdown()
 
     def stop(self, *, kill: bool) -> None:
@@ -198,7 +198,6 @@ class _Worker:
 
     def __init__(self, env: dict[str, str]) -> None:
         self.env = env
-        self.executor: Any = None
         self.future: Any = None
 
     def submit(self, job: Job) -> Any:

@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import product
-from math import inf, nan
+from math import inf, nan, prod
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -75,18 +75,17 @@ def power_law(xs: Sequence[float], losses: Sequence[float]) -> tuple[float, floa
 
 def _plot_swept(panel: "Axes", rows: Sequence[Row], along: str | None) -> None:
     """Plot a heat map of two numeric settings, lines over one, or else the best rows by name."""
-    names = list(rows[0].short_names)
-    values = {name: _values(rows, name) for name in names}
-    numeric = [name for name in names if len(values[name]) > 1 and all(row.number(name) is not None for row in rows)]
+    values = {name: _values(rows, name) for name in rows[0].short_names}
+    numeric = [name for name in values if len(values[name]) > 1 and all(row.number(name) is not None for row in rows)]
     if along is None and len(numeric) == 1 and len({row.label(numeric[0]) for row in rows}) <= MAX_LABELED:
         along = numeric[0]
     if along is not None:
         _plot_lines(panel, rows, along)
-    elif len(names) == len(numeric) == 2 and len(rows) > len(values[names[0]]) * len(values[names[1]]) / 2:
-        _plot_heat_map(panel, rows, *sorted(names, key=lambda name: -len(values[name])))
+    elif len(values) == len(numeric) == 2 and len(rows) > prod(map(len, values.values())) / 2:
+        _plot_heat_map(panel, rows, *sorted(values, key=lambda name: -len(values[name])))
     else:
         _plot_names(panel, [row for row in rows if row.losses][:MAX_NAMES])
-    panel.set_title("best validation loss (with several seeds mean ± standard deviation)")
+    panel.set_title("best validation loss (mean ± standard deviation over seeds)")
 
 
 def _plot_heat_map(panel: "Axes", rows: Sequence[Row], x: str, y: str) -> None:
@@ -97,8 +96,8 @@ def _plot_heat_map(panel: "Axes", rows: Sequence[Row], x: str, y: str) -> None:
     losses = [[nan if row is None or row.loss is None else row.loss for row in line] for line in grid]
     highest = _highest_converged([row.loss for row in rows if row.loss is not None])
     image = panel.imshow(losses, cmap="viridis_r", alpha=0.5, origin="lower", aspect="auto", vmax=highest)
-    for (i, line), j in product(enumerate(grid), range(len(columns))) if len(cells) <= MAX_ANNOTATED else ():
-        if (row := line[j]) is not None:
+    for i, j in product(range(len(lines)), range(len(columns))) if len(cells) <= MAX_ANNOTATED else ():
+        if row := grid[i][j]:
             spread = "" if row.spread is None else f"\n± {row.spread:.4f}"
             text = f"{row.loss:.4f}{spread}\n" if row.losses else ""
             text += "" if row.status == COMPLETED else _escape(row.status).replace(", ", "\n")

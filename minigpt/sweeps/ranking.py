@@ -17,7 +17,6 @@ class Row:
 
     Args:
         overrides: without the seed.
-        points: one per seed.
         unit: of the losses, `NATS` or `BITS`.
         short_names: of the settings in which rows differ.
     """
@@ -106,7 +105,7 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
 def as_number(text: str | None) -> float | None:
     """Return the finite number that an override sets, or None."""
     try:
-        value = float(text) if text is not None else inf
+        value = float(text or inf)
     except ValueError:
         return None
     return value if isfinite(value) else None

@@ -128,7 +128,7 @@ def refresh(point: Point) -> Point:
     """Return the point with the present status and measurements of its run folder."""
     if point.status == SKIPPED:
         return point
-    summary, found, reasons = dict[str, Any](), dict[str, Any](), []
+    summary, found = dict[str, Any](), dict[str, Any]()
     try:
         summary = read_summary(point.folder)
     except (OSError, ValueError) as error:
@@ -136,8 +136,7 @@ def refresh(point: Point) -> Point:
     status = str(summary.get("status") or (CRASHED if (point.folder / ".hydra").exists() else WAITING))
     if status != COMPLETED and is_locked(point.folder):
         status = RUNNING
-    if summary.get("reason"):
-        reasons.append(str(summary["reason"]))
+    reasons = [str(summary.get("reason") or "")]
     try:
         found = _measurements(point.folder / METRICS)
     except FileNotFoundError:
@@ -148,7 +147,7 @@ def refresh(point: Point) -> Point:
     totals = {name: _finite(summary.get(key)) for name, key in _TOTALS.items()}
     totals["bytes_per_token"] = _bytes_per_token(totals["val_loss"], _finite(summary.get("best_val_bits_per_byte")))
     found |= {name: value for name, value in totals.items() if value}
-    return replace(point, status=status, reason="; ".join(reasons), **found)
+    return replace(point, status=status, reason="; ".join(filter(None, reasons)), **found)
 
 
 def _measurements(file: Path) -> dict[str, Any]:
