@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
@@ -33,9 +33,6 @@ from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.signals import Interrupted
 from minigpt.utils.terminal import sanitize_line
 
-if TYPE_CHECKING:
-    from minigpt.data.token_files import Corpus
-
 MAX_NAME_CHARS = 120
 
 
@@ -53,7 +50,6 @@ class Sweeper(hydra_sweeper.Sweeper):
         self.loader, self.cfg, self.folder = hydra_context.config_loader, config, Path(str(config.hydra.sweep.dir))
         self.engine: Any = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
         self.points: list[Point] = []
-        self.corpora: dict[str, Corpus] = {}
         self.launched = 0
 
     def sweep(self, arguments: list[str]) -> None:
@@ -96,7 +92,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         try:
             config = self.compose(values)
             identity = _identity(config)
-            _, model = build_corpus_and_config(config, self._corpus)
+            _, model = build_corpus_and_config(config)
         except (UserError, ConfigCompositionException, OmegaConfBaseException) as error:
             return replace(point, status=SKIPPED, reason=error_text(error))
         if any(other.identity == identity for other in self.points):
@@ -205,15 +201,6 @@ class Sweeper(hydra_sweeper.Sweeper):
         if len(name) > MAX_NAME_CHARS or name in used:
             name = f"{name[:MAX_NAME_CHARS]}-{hashlib.sha256(repr(values).encode()).hexdigest()[:8]}"
         return name
-
-    def _corpus(self, data: Any, tokenizer: Any) -> "Corpus":
-        """Load a corpus once for all points that share it."""
-        from minigpt.data.prepare import load_corpus
-
-        key = f"{data} {tokenizer}"
-        if key not in self.corpora:
-            self.corpora[key] = load_corpus(data, tokenizer)
-        return self.corpora[key]
 
 
 class Grid(Sweeper):
