@@ -26,7 +26,6 @@ from omegaconf import DictConfig
 from minigpt.runs.processes import quote_override, shared_arguments
 from minigpt.runs.run_dir import short_path
 from minigpt.runs.train import train_in
-from minigpt.sweeps.sweeper import with_deferred
 from minigpt.utils.cli import cli_entrypoint
 
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
@@ -54,7 +53,7 @@ def resume_command(folder: Path) -> str:
 def start() -> None:
     """Run Hydra with the command line that all ranks share."""
     sys.argv[1:] = shared_arguments(sys.argv[1:])
-    with_deferred(main)()
+    main()
 
 
 if __name__ == "__main__":

@@ -31,12 +31,10 @@ _busy = threading.Lock()  # held while this worker runs a job
 class Job:
     """A picklable call that trains one run and returns its best validation loss.
 
-    Output goes to `log.txt` in the run folder. A run on several devices is a process of its own, which starts the
-    others.
+    Output goes to `log.txt` in the run folder. A run on several devices is a process of its own.
 
     Args:
         config: of the sweep.
-        number: of the job in the sweep.
         state: Hydra's singletons in the process of the sweep.
 
     Raises:

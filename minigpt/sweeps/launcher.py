@@ -1,6 +1,6 @@
 """Run the jobs of a sweep: in worker processes of this machine, each with its cores and its GPU, or through submitit.
 
-Each job is one run in its own folder, which holds its status, and a job whose process dies does not end the others.
+A job whose process dies does not end the others.
 """
 
 import importlib.util
@@ -51,10 +51,12 @@ class Launcher(hydra_launcher.Launcher):
             Interrupted: a signal was received, and the running jobs have ended.
         """
         state, script = Singleton.get_state(), Path(sys.argv[0]).absolute()
-        jobs = [
+        waiting = deque(
             Job(self.context, self.config, self.function, script, overrides, number, state)
             for number, overrides in enumerate(job_overrides, initial_job_idx)
-        ]
+        )
+        returned = [JobReturn() for _ in waiting]
+        self.running: dict[Any, int] = {}  # future → index of its job
         signals: list[int] = []
 
         def handle(signum: int, _: object) -> None:
@@ -63,30 +65,24 @@ class Launcher(hydra_launcher.Launcher):
 
         handlers = {signum: signal.signal(signum, handle) for signum in (signal.SIGINT, signal.SIGTERM)}
         try:
-            returned = self._run(jobs, signals)
+            slots = self.start(len(waiting))
+            while self.running or (waiting and not signals):
+                count = 0 if signals else min(len(waiting), slots - len(self.running))
+                if batch := [waiting.popleft() for _ in range(count)]:
+                    indices = [job.number - initial_job_idx for job in batch]
+                    self.running |= zip(self.submit(batch), indices, strict=True)
+                for future in [future for future in self.running if future.done()]:
+                    index = self.running.pop(future)
+                    returned[index] = _job_return(future)
+                    if self.on_end:
+                        self.on_end(index, returned[index])
+                time.sleep(POLL_SECONDS)
+            self.close()
         finally:
             for signum, handler in handlers.items():
                 signal.signal(signum, handler)
         if signals:
             raise Interrupted(signals[0])
-        return returned
-
-    def _run(self, jobs: Sequence[Job], signals: Sequence[int]) -> list[JobReturn]:
-        slots, waiting = self.start(len(jobs)), deque(range(len(jobs)))
-        self.running: dict[int, Any] = {}  # number of the job → its future
-        returned = [JobReturn() for _ in jobs]
-        while self.running or (waiting and not signals):
-            count = 0 if signals else min(len(waiting), slots - len(self.running))
-            if batch := [waiting.popleft() for _ in range(count)]:
-                self.running |= zip(batch, self.submit([jobs[number] for number in batch]), strict=True)
-            for number in [number for number, future in self.running.items() if future.done()]:
-                future = self.running.pop(number)
-                returned[number] = _job_return(future)
-                self.release(future)
-                if self.on_end:
-                    self.on_end(number, returned[number])
-            time.sleep(POLL_SECONDS)
-        self.close()
         return returned
 
     def start(self, jobs: int) -> int:
@@ -97,9 +93,6 @@ class Launcher(hydra_launcher.Launcher):
         """Start jobs; return a future of each."""
         raise NotImplementedError
 
-    def release(self, future: Any) -> None:
-        """Free what an ended job used."""
-
     def close(self) -> None:
         """Free everything after the last job."""
 
@@ -109,9 +102,7 @@ class Launcher(hydra_launcher.Launcher):
 
 
 class Joblib(Launcher):
-    """Worker processes of loky, the backend of joblib.
-
-    A worker imports once and runs one job after the other. A worker that dies is replaced.
+    """Worker processes of loky, the backend of joblib; each imports once and runs one job after the other.
 
     Args:
         n_jobs: jobs at a time; None is one per GPU, or one per core without GPUs.
@@ -126,8 +117,7 @@ class Joblib(Launcher):
     def worker_envs(self, jobs: int) -> list[dict[str, str]]:
         """Return the environment of each worker process for so many jobs: its number of threads and its GPU.
 
-        Several small models with one thread each train faster than one after another with all threads. Workers share
-        a GPU only if more of them were requested than there are GPUs. Jobs on several devices use all of them.
+        Several small models with one thread each train faster than one after another with all threads.
         """
         from loky import cpu_count
 
@@ -142,26 +132,17 @@ class Joblib(Launcher):
         return envs
 
     def start(self, jobs: int) -> int:
-        self.idle = deque((env, _new_worker(env)) for env in self.worker_envs(jobs))
-        self.busy: dict[Any, tuple[dict[str, str], Any]] = {}
-        return len(self.idle)
+        self.workers = [_Worker(env) for env in self.worker_envs(jobs)]
+        return len(self.workers)
 
     def submit(self, jobs: Sequence[Job]) -> list[Any]:
-        workers = [self.idle.popleft() for _ in jobs]
-        futures = [worker.submit(job) for (_, worker), job in zip(workers, jobs, strict=True)]
-        self.busy |= zip(futures, workers, strict=True)
-        return futures
-
-    def release(self, future: Any) -> None:
-        env, worker = self.busy.pop(future)
-        if isinstance(future.exception(), BrokenExecutor):
-            worker.shutdown(wait=False)
-            worker = _new_worker(env)
-        self.idle.append((env, worker))
+        idle = [worker for worker in self.workers if worker.future is None or worker.future.done()]
+        return [worker.submit(job) for worker, job in zip(idle, jobs, strict=False)]
 
     def close(self) -> None:
-        for _, worker in self.idle:
-            worker.shutdown()
+        for worker in self.workers:
+            if worker.future:  # else a signal came before its first job
+                worker.executor.shutdown()
 
     def stop(self, *, kill: bool) -> None:
         for process in multiprocessing.active_children():
@@ -184,39 +165,48 @@ class Submitit(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
-        name = f"hydra/launcher=submitit_{self.cluster}"
+        self.slurm, name = self.cluster == "slurm", f"hydra/launcher=submitit_{self.cluster}"
         if importlib.util.find_spec("submitit") is None:
             raise UserError(f'{name} needs: pip install -e ".[submitit]" -c constraints.txt')
-        if self.cluster == "slurm":  # its jobs are one process each
+        if self.slurm:  # its jobs are one process each
             require("trainer.devices", config.trainer.devices, lambda devices: devices == 1, f"1 with {name}")
 
     def start(self, jobs: int) -> int:
         import submitit
 
-        folder = Path(str(self.config.hydra.sweep.dir), ".submitit")
-        slurm = self.cluster == "slurm"
+        folder = Path(str(self.config.hydra.sweep.dir), ".submitit", "%j")
         try:
-            self.executor = submitit.AutoExecutor(folder=folder / "%j", cluster=self.cluster)
-            if slurm and self.n_jobs is not None:
+            self.executor = submitit.AutoExecutor(folder=folder, cluster=self.cluster)
+            if self.slurm and self.n_jobs is not None:
                 self.executor.update_parameters(slurm_array_parallelism=self.n_jobs)
             self.executor.update_parameters(**self.parameters)
         except (RuntimeError, NameError, TypeError) as error:
             raise UserError(f"hydra/launcher=submitit_{self.cluster}: {error}") from error
-        return jobs if slurm else self.n_jobs or os.cpu_count() or 1  # SLURM queues what does not fit
+        return jobs if self.slurm else self.n_jobs or os.cpu_count() or 1  # SLURM queues what does not fit
 
     def submit(self, jobs: Sequence[Job]) -> list[Any]:
-        with self.executor.batch() if self.cluster == "slurm" else nullcontext():
+        with self.executor.batch() if self.slurm else nullcontext():
             return [self.executor.submit(job) for job in jobs]
 
     def stop(self, *, kill: bool) -> None:
-        for future in self.running.values():
+        for future in self.running:
             future.cancel()
 
 
-def _new_worker(env: dict[str, str]) -> Any:
-    from loky import ProcessPoolExecutor
+class _Worker:
+    """A worker process, which is replaced after it died."""
 
-    return ProcessPoolExecutor(1, initializer=init_worker, initargs=(os.getpid(),), env=env)
+    def __init__(self, env: dict[str, str]) -> None:
+        self.env = env
+        self.future: Any = None
+
+    def submit(self, job: Job) -> Any:
+        from loky import ProcessPoolExecutor
+
+        if self.future is None or isinstance(self.future.exception(), BrokenExecutor):
+            self.executor = ProcessPoolExecutor(1, initializer=init_worker, initargs=(os.getpid(),), env=self.env)
+        self.future = self.executor.submit(job)
+        return self.future
 
 
 @cache

@@ -6,7 +6,8 @@ Matplotlib is imported where something is plotted. Text from files goes through 
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from math import exp, inf, log
+from itertools import product
+from math import inf, nan, prod
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -43,16 +44,13 @@ def sweep_figure(points: Sequence[Point], *, title: str, along: str | None = Non
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 10.5), layout="constrained")
-    panels = figure.subplots(2, 2).flat
-    for panel in panels:
-        panel.spines[["top", "right"]].set_visible(False)
+    swept, curves, params, flops = figure.subplots(2, 2).flat
     rows = ranked(points)
-    measured = [row for row in rows if row.losses]
-    if measured:
-        _plot_swept(panels[0], rows, along)
-        _plot_curves(panels[1], measured)
-        _plot_scaling(panels[2], measured, "params", "parameters N")
-        _plot_scaling(panels[3], measured, "flops", "training FLOPs C")
+    if measured := [row for row in rows if row.losses]:
+        _plot_swept(swept, rows, along)
+        _plot_curves(curves, measured)
+        _plot_scaling(params, measured, "params", "parameters N")
+        _plot_scaling(flops, measured, "flops", "training FLOPs C")
     counts = count_text(Counter(point.status for point in points))
     figure.suptitle(_escape(f"{title}: {counts}", 120), fontsize=14)
     return figure
@@ -72,46 +70,38 @@ def power_law(xs: Sequence[float], losses: Sequence[float]) -> tuple[float, floa
     import numpy as np
 
     slope, offset = np.polyfit(np.log(xs), np.log(losses), 1)
-    return exp(offset), -float(slope)
+    return float(np.exp(offset)), -float(slope)
 
 
 def _plot_swept(panel: "Axes", rows: Sequence[Row], along: str | None) -> None:
     """Plot a heat map of two numeric settings, lines over one, or else the best rows by name."""
-    names = list(rows[0].short_names)
-    values = {name: _values(rows, name) for name in names}
-    numeric = [name for name in names if len(values[name]) > 1 and all(row.number(name) is not None for row in rows)]
+    values = {name: _values(rows, name) for name in rows[0].short_names}
+    numeric = [name for name in values if len(values[name]) > 1 and all(row.number(name) is not None for row in rows)]
     if along is None and len(numeric) == 1 and len({row.label(numeric[0]) for row in rows}) <= MAX_LABELED:
         along = numeric[0]
     if along is not None:
         _plot_lines(panel, rows, along)
-    elif len(names) == len(numeric) == 2 and len(rows) > len(values[names[0]]) * len(values[names[1]]) / 2:
-        _plot_heat_map(panel, rows, *sorted(names, key=lambda name: -len(values[name])))
+    elif len(values) == len(numeric) == 2 and len(rows) > prod(map(len, values.values())) / 2:
+        _plot_heat_map(panel, rows, *sorted(values, key=lambda name: -len(values[name])))
     else:
         _plot_names(panel, [row for row in rows if row.losses][:MAX_NAMES])
-    seeds = ", mean ± standard deviation over seeds" if any(row.spread is not None for row in rows) else ""
-    panel.set_title(f"best validation loss{seeds}", loc="left")
+    panel.set_title("best validation loss (mean ± standard deviation over seeds)")
 
 
 def _plot_heat_map(panel: "Axes", rows: Sequence[Row], x: str, y: str) -> None:
     """Plot a grid of two settings, with the mean loss or the status in each cell."""
-    import numpy as np
-
     columns, lines = _values(rows, x), _values(rows, y)
-    cells = {  # of equal settings the best is shown
-        (lines.index(float(row.overrides[y])), columns.index(float(row.overrides[x]))): row for row in reversed(rows)
-    }
-    losses = np.full((len(lines), len(columns)), np.nan)
-    for at, row in cells.items():
-        losses[at] = np.nan if row.loss is None else row.loss
-    low, high = _range_without_outliers(losses[np.isfinite(losses)].tolist())
-    image = panel.imshow(losses, cmap="viridis_r", origin="lower", aspect="auto", vmin=low, vmax=high)
-    for at, row in cells.items() if losses.size <= MAX_ANNOTATED else ():
-        spread = "" if row.spread is None else f"\n± {row.spread:.4f}"
-        text = f"{row.loss:.4f}{spread}\n" if row.losses else ""
-        text += "" if row.status == COMPLETED else _escape(row.status).replace(", ", "\n")
-        color, weight = "white" if losses[at] > (low + high) / 2 else "black", "bold" if row is rows[0] else "normal"
-        panel.text(*at[::-1], text.strip(), ha="center", va="center", fontsize=8, color=color, weight=weight)
-    panel.set_facecolor("0.92")
+    cells = {(row.number(y), row.number(x)): row for row in reversed(rows)}  # of equal settings the best is shown
+    grid = [[cells.get((line, column)) for column in columns] for line in lines]
+    losses = [[nan if row is None or row.loss is None else row.loss for row in line] for line in grid]
+    highest = _highest_converged([row.loss for row in rows if row.loss is not None])
+    image = panel.imshow(losses, cmap="viridis_r", alpha=0.5, origin="lower", aspect="auto", vmax=highest)
+    for i, j in product(range(len(lines)), range(len(columns))) if len(cells) <= MAX_ANNOTATED else ():
+        if row := grid[i][j]:
+            spread = "" if row.spread is None else f"\n± {row.spread:.4f}"
+            text = f"{row.loss:.4f}{spread}\n" if row.losses else ""
+            text += "" if row.status == COMPLETED else _escape(row.status).replace(", ", "\n")
+            panel.text(j, i, text.strip(), ha="center", va="center", weight="bold" if row is rows[0] else "normal")
     panel.set_xticks(range(len(columns)), [f"{value:g}" for value in columns])
     panel.set_yticks(range(len(lines)), [f"{value:g}" for value in lines])
     panel.set(xlabel=_escape(x), ylabel=_escape(y))
@@ -123,36 +113,29 @@ def _plot_lines(panel: "Axes", rows: Sequence[Row], along: str) -> None:
     lines: dict[str, list[tuple[float, float, float]]] = {}  # (value, loss, standard deviation)
     for row in rows:
         if row.loss is not None and (value := row.number(along)) is not None:
-            lines.setdefault(row.label(along), []).append((value, row.loss, row.spread or 0.0))
+            lines.setdefault(row.label(along), []).append((value, row.loss, row.spread or nan))
     for rank, (name, line) in enumerate(lines.items()):
         xs, losses, spreads = zip(*sorted(line), strict=True)
         label = _escape(name) if rank < MAX_LABELED and len(lines) > 1 else None
-        style: dict[str, Any] = {"color": _rank_color(rank), "marker": "os^Dv<>Pp*"[rank % 10], "capsize": 3}
-        panel.errorbar(xs, losses, spreads if any(spreads) else None, label=label, zorder=10 - rank, **style)
+        panel.errorbar(xs, losses, spreads, label=label, color=_rank_color(rank), marker="o", capsize=3)
     panel.set(xlabel=_escape(along), ylabel=f"best validation loss ({rows[0].unit})")
     values = _values(rows, along)
     if values[0] > 0 and values[-1] >= 10 * values[0]:
         panel.set_xscale("log")
-    if len(lines) > 1:
-        panel.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    _clip_outliers(panel, [loss for line in lines.values() for _, loss, _ in line])
-    panel.grid(alpha=0.3)
+    _finish(panel, [loss for line in lines.values() for _, loss, _ in line])
 
 
 def _plot_names(panel: "Axes", rows: Sequence[Row]) -> None:
     """Plot the losses of rows by name."""
     for rank, row in enumerate(rows):
         panel.errorbar(row.loss or inf, rank, xerr=row.spread, marker="o", capsize=3, color=_rank_color(rank))
-    panel.set_yticks(range(len(rows)), [f"{_escape(row.label())}   {row.loss:.4f}" for row in rows], fontsize=8)
+    panel.set_yticks(range(len(rows)), [f"{_escape(row.label())}   {row.loss:.4f}" for row in rows])
     panel.invert_yaxis()
     panel.set_xlabel(f"best validation loss ({rows[0].unit})")
-    panel.grid(alpha=0.3)
 
 
 def _plot_curves(panel: "Axes", rows: Sequence[Row]) -> None:
     """Plot validation loss over tokens for every run, the best rows in color."""
-    from matplotlib.ticker import EngFormatter
-
     ends = []
     for rank, row in enumerate(rows):
         label = f"{rank + 1}  {_escape(row.label())}" if rank < MAX_LABELED else None
@@ -161,56 +144,51 @@ def _plot_curves(panel: "Axes", rows: Sequence[Row]) -> None:
         for i, point in enumerate(row.points):  # one entry in the legend for all seeds
             tokens = [at for at, _ in point.curve]
             losses = [point.in_unit(loss, row.unit) or inf for _, loss in point.curve]
-            panel.plot(tokens, losses, marker="o" if len(losses) == 1 else None, label=None if i else label, **style)
+            panel.plot(tokens, losses, marker="." if len(losses) == 1 else None, label=None if i else label, **style)
             ends += losses[1:] or losses
-    _clip_outliers(panel, ends)
-    panel.xaxis.set_major_formatter(EngFormatter())
     panel.set(xlabel="tokens", ylabel=f"validation loss ({rows[0].unit})")
-    panel.set_title("learning curves by rank (dotted: not completed)", loc="left")
-    panel.grid(alpha=0.3)
-    panel.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    panel.set_title("learning curves by rank (dotted: not completed)")
+    _finish(panel, ends)
 
 
 def _plot_scaling(panel: "Axes", rows: Sequence[Row], cost: str, label: str) -> None:
     """Plot the loss over a cost, with the Pareto front and a power law fitted to it."""
-    from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
     known = [(x, row.loss) for row in rows if row.loss and (x := row.mean_of(cost))]
     panel.set(xlabel=label, ylabel=f"best validation loss ({rows[0].unit})")
     if not known:
         return
-    panel.set(xscale="log", yscale="log")
-    panel.scatter(*zip(*known, strict=True), alpha=0.6)
-    front = pareto_front(known)
-    panel.plot(*zip(*front, strict=True), color="0.2", linewidth=1, label="Pareto front")
-    if len({round(log(x), 2) for x, _ in front}) >= MIN_FIT_POINTS:  # measured costs that differ by < 1 % are equal
-        scale, exponent = power_law(*zip(*front, strict=True))
-        fit = [scale * x**-exponent for x, _ in front]
-        text = f"fit: {scale:.3g} · {label[-1]}$^{{{-exponent:.3f}}}$"
-        panel.plot([x for x, _ in front], fit, "--", color="C1", label=text)
-    panel.plot(*known[0], "*", markersize=15, color="C3", label=f"best {known[0][1]:.4f}")
+    panel.set_xscale("log")
     panel.xaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter=EngFormatter())
-    panel.yaxis.set(major_locator=MaxNLocator(6), major_formatter=ScalarFormatter(useOffset=False))
-    panel.yaxis.set_minor_formatter(NullFormatter())
     panel.xaxis.set_minor_formatter(NullFormatter())
-    _clip_outliers(panel, [loss for _, loss in known])
+    panel.scatter(*zip(*known, strict=True), alpha=0.6)
+    xs, losses = zip(*pareto_front(known), strict=True)
+    panel.plot(xs, losses, color="0.2", label="Pareto front")
+    if len(xs) >= MIN_FIT_POINTS:
+        scale, exponent = power_law(xs, losses)
+        text = f"fit: {scale:.3g} · {label[-1]}$^{{{-exponent:.3f}}}$"
+        panel.plot(xs, [scale * x**-exponent for x in xs], "--", color="C1", label=text)
+    panel.plot(*known[0], "*", markersize=15, color="C3", label=f"best {known[0][1]:.4f}")
+    _finish(panel, [loss for _, loss in known])
+
+
+def _finish(panel: "Axes", losses: Sequence[float]) -> None:
+    """Add grid and legend, and limit the y axis to the losses of runs that did not diverge."""
+    highest = _highest_converged(losses) if losses else inf
+    if above := sum(loss > highest for loss in losses):
+        margin = 0.05 * (highest - min(losses))
+        panel.set_ylim(min(losses) - margin, highest + margin)
+        panel.text(0.01, 0.01, f"{above} above this range", transform=panel.transAxes)
     panel.grid(alpha=0.3)
-    panel.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False)
+    if panel.get_legend_handles_labels()[0]:
+        panel.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def _clip_outliers(panel: "Axes", losses: Sequence[float]) -> None:
-    """Limit the y axis to the losses of runs that did not diverge, and note how many lie above."""
-    low, high = _range_without_outliers(losses)
-    if above := sum(loss > high for loss in losses):
-        margin = 0.05 * (high - low)
-        panel.set_ylim(low - margin, high + margin)
-        panel.text(0.01, 0.01, f"{above} above this range", transform=panel.transAxes, fontsize=8)
-
-
-def _range_without_outliers(losses: Sequence[float]) -> tuple[float, float]:
-    """Return the lowest loss, and the highest at most 5 times as far from it as the median."""
-    best, middle = min(losses, default=0.0), median(losses or [0.0])
-    return best, max((loss for loss in losses if loss <= best + 5 * (middle - best)), default=best)
+def _highest_converged(losses: Sequence[float]) -> float:
+    """Return the highest loss that is at most 5 times as far from the best as the median."""
+    best = min(losses)
+    return max(loss for loss in losses if loss <= best + 5 * (median(losses) - best))
 
 
 def _rank_color(rank: int) -> str:

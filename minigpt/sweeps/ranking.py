@@ -2,12 +2,11 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf, isfinite
 from statistics import mean, stdev
-from typing import Any
 
-from minigpt.sweeps.results import BITS, NATS, Point, read_yaml
+from minigpt.sweeps.results import BITS, NATS, Point
 
 SEED = "seed"
 
@@ -18,7 +17,6 @@ class Row:
 
     Args:
         overrides: without the seed.
-        points: one per seed.
         unit: of the losses, `NATS` or `BITS`.
         short_names: of the settings in which rows differ.
     """
@@ -93,34 +91,6 @@ def loss_unit(points: Sequence[Point]) -> str:
     return BITS if lengths and max(lengths) > 1.001 * min(lengths) else NATS
 
 
-def with_effective_settings(points: Sequence[Point]) -> list[Point]:
-    """Return points of unrelated runs with comparable overrides.
-
-    Overrides list only what differs from the defaults. Here every setting that any run overrides has, in every point,
-    the value of that run's composed configuration.
-    """
-    names = dict.fromkeys(key for point in points for key in point.overrides)
-    compared = []
-    for point in points:
-        config, hydra = (read_yaml(point.folder / f".hydra/{name}.yaml", dict) for name in ("config", "hydra"))
-        overrides = {}
-        for name in names:
-            key = name.lstrip("+")
-            found = (_lookup(config, *key.split(".")), _lookup(hydra, "hydra", "runtime", "choices", key))
-            values = [value for value in (*found, point.overrides.get(name)) if isinstance(value, str)]
-            if values:
-                overrides[name] = values[0]
-        compared.append(replace(point, overrides=overrides))
-    return compared
-
-
-def _lookup(config: Any, *keys: str) -> Any:
-    """Return a nested value, a list as an override writes it; None if it is missing."""
-    for key in keys:
-        config = config.get(key) if isinstance(config, dict) else None
-    return f"[{','.join(map(str, config))}]" if isinstance(config, list) else config
-
-
 def count_text(counts: Mapping[str, int]) -> str:
     """Return counts as text, such as `2 completed, 1 failed`."""
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
@@ -135,7 +105,7 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
 def as_number(text: str | None) -> float | None:
     """Return the finite number that an override sets, or None."""
     try:
-        value = float(text) if text is not None else inf
+        value = float(text or inf)
     except ValueError:
         return None
     return value if isfinite(value) else None

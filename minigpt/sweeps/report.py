@@ -13,16 +13,16 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from minigpt.runs.run_dir import PLAN, short_path
+from minigpt.runs.run_dir import short_path
 from minigpt.sweeps.plots import plot_sweep
-from minigpt.sweeps.ranking import SEED, Row, as_number, axes, ranked, with_effective_settings
-from minigpt.sweeps.results import BITS, NATS, Point, read_plan, read_sweep, write_plan
+from minigpt.sweeps.ranking import SEED, Row, as_number, axes, ranked, short_names
+from minigpt.sweeps.results import BITS, NATS, Point, read_sweep
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write
 from minigpt.utils.terminal import did_you_mean, sanitize_line
 
 TABLE, PLOT = "sweep.csv", "sweep.png"
-_FIGURES = ("params", "flops", "tokens_per_second", "seconds")
+_COSTS = ("params", "flops", "tokens_per_second", "seconds")
 
 
 def report(folders: Sequence[Path], *, out: Path | None = None, along: str | None = None) -> None:
@@ -30,26 +30,20 @@ def report(folders: Sequence[Path], *, out: Path | None = None, along: str | Non
 
     Args:
         folders: sweeps, or folders with runs below them.
-        out: folder to write to. By default that of the only sweep, whose `sweep.json` is then updated too, or the
-            current folder for several sweeps.
+        out: folder to write to; by default that of the only sweep, or the current folder for several.
         along: a numeric setting to plot the loss over, such as optimizer.lr, or its last part if that is unique.
 
     Raises:
         UserError: a folder holds no runs, or `along` is not one numeric setting in which the runs differ.
     """
-    points = _read(folders)
+    points = list({point.folder: point for folder in folders for point in read_sweep(folder)}.values())
     along = along if along is None else _full_name(points, along)
-    folder = folders[0].resolve() if len(folders) == 1 else Path.cwd()
-    out = out or folder
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out must be a folder, got the file {out}")
+    only = folders[0].resolve() if len(folders) == 1 else None
+    out = out or only or Path.cwd()
     out.mkdir(parents=True, exist_ok=True)
-    if len(folders) == 1 and out.resolve() == folder and (folder / PLAN).exists():
-        write_plan(folder, read_plan(folder)[0], points)
     write_table(out / TABLE, points)
     print_table(points)
-    title = folder.name if len(folders) == 1 else f"{len(folders)} sweeps"
-    plot_sweep(out / PLOT, points, title=title, along=along)
+    plot_sweep(out / PLOT, points, title=only.name if only else f"{len(folders)} sweeps", along=along)
     print(f"table    {_display(out / TABLE)}\nplot     {_display(out / PLOT)}")
 
 
@@ -63,27 +57,17 @@ def print_table(points: Sequence[Point]) -> None:
     from rich.table import Table
 
     rows = ranked(points)
-    names = rows[0].short_names
+    best, names = rows[0], rows[0].short_names
     parent = Path(os.path.commonpath([point.folder.parent for point in points]))
-    header = ["#", *names.values(), "val loss", "bits/byte", "params", "status", "folder"]
-    cells = [
-        [
-            str(rank) if row.losses else "",
-            *(row.overrides.get(name, "default") for name in names),
-            *(_format_loss(row, unit) for unit in (NATS, BITS)),
-            "–" if (params := row.mean_of("params")) is None else f"{params:,.0f}",
-            row.status,
-            " ".join(str(point.folder.relative_to(parent)) for point in row.points),
-        ]
-        for rank, row in enumerate(rows, 1)
-    ]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    for name, column in zip(header, zip(*cells, strict=True), strict=True):
-        numeric = all(as_number(cell.replace(",", "")) is not None or cell in ("", "–") for cell in column)
-        table.add_column(sanitize_line(name), justify="right" if numeric else "left", overflow="fold")
-    for row, line in zip(rows, cells, strict=True):
-        style = "dim" if not row.losses else "bold" if row is rows[0] else None
-        table.add_row(*map(sanitize_line, line), style=style)
+    for name in ("#", *names.values(), "val loss", "bits/byte", "params", "status", "folder"):
+        table.add_column(sanitize_line(name), justify="right" if name == "params" else "left", overflow="fold")
+    for rank, row in enumerate(rows, 1):
+        cells = [str(rank) if row.losses else "", *(row.overrides.get(name, "default") for name in names)]
+        cells += [_format_loss(row, NATS), _format_loss(row, BITS)]
+        cells += ["–" if (params := row.mean_of("params")) is None else f"{params:,.0f}", row.status]
+        cells += [" ".join(str(point.folder.relative_to(parent)) for point in row.points)]
+        table.add_row(*map(sanitize_line, cells), style="dim" if not row.losses else "bold" if row is best else None)
     width = None if sys.stdout.isatty() else 100_000
     print(f"runs in {_display(parent)}\n")
     Console(width=width, markup=False, highlight=False, emoji=False).print(table)
@@ -91,12 +75,11 @@ def print_table(points: Sequence[Point]) -> None:
     for row in rows:
         if row.reason:
             print(sanitize_line(f"{row.label()}: {row.status}: {row.reason}"))
-    best, unit = rows[0], rows[0].unit
-    if unit == BITS:
+    if best.unit == BITS:
         print("ranked by bits per byte, because the mean length of tokens differs between runs")
     if best.losses:
-        loss = _format_loss(best, unit) + (" bits/byte" if unit == BITS else "")
-        run = min(best.points, key=lambda point: inf if (loss := point.loss(unit)) is None else loss)
+        loss = _format_loss(best, best.unit) + (" bits/byte" if best.unit == BITS else "")
+        run = min(best.points, key=lambda point: inf if (loss := point.loss(best.unit)) is None else loss)
         print(f"best     {loss}: {sanitize_line(best.label())}\nrun      {_display(run.folder)}")
 
 
@@ -109,18 +92,13 @@ def write_table(file: Path, points: Sequence[Point]) -> None:
     encoding: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
     with atomic_write(file) as partial, open(partial, "w", newline="", **encoding) as opened:
         table = csv.writer(opened)
-        table.writerow(["rank", *names, *losses, "seeds", *_FIGURES, "status", "reason", "folder"])
+        table.writerow(["rank", *names, *losses, "seeds", *_COSTS, "status", "reason", "folder"])
         for rank, row in enumerate(rows, 1):
             nats, bits = (replace(row, unit=unit) for unit in (NATS, BITS))
-            table.writerow(
-                [
-                    rank if row.losses else "",
-                    *(row.overrides.get(name, "") for name in names),
-                    *(nats.loss, nats.spread, bits.loss, bits.spread, len(row.losses)),
-                    *map(row.mean_of, _FIGURES),
-                    *(row.status, row.reason, " ".join(str(point.folder) for point in row.points)),
-                ]
-            )
+            cells: list[Any] = [rank if row.losses else "", *(row.overrides.get(name, "") for name in names)]
+            cells += [nats.loss, nats.spread, bits.loss, bits.spread, len(row.losses), *map(row.mean_of, _COSTS)]
+            cells += [row.status, row.reason, " ".join(str(point.folder) for point in row.points)]
+            table.writerow(cells)
 
 
 def publish(folder: Path, wandb_config: Any) -> None:
@@ -146,30 +124,15 @@ def publish(folder: Path, wandb_config: Any) -> None:
     logger.finish({})
 
 
-def _read(folders: Sequence[Path]) -> list[Point]:
-    """Read the points of all folders, each run once, with settings that compare across sweeps."""
-    points: dict[Path, Point] = {}
-    for folder in folders:
-        is_sweep = (folder / PLAN).exists()
-        # What all points of one sweep share may differ from what those of another share.
-        fixed = read_plan(folder)[0] if is_sweep and len(folders) > 1 else []
-        shared = dict(override.partition("=")[::2] for override in fixed)
-        for point in read_sweep(folder.resolve() if folder.is_dir() else folder):
-            points.setdefault(point.folder.resolve(), replace(point, overrides={**shared, **point.overrides}))
-    found = list(points.values())
-    return found if len(folders) == 1 and is_sweep else with_effective_settings(found)
-
-
 def _full_name(points: Sequence[Point], along: str) -> str:
     """Return the numeric setting that `--along` names, in full or by its last part."""
     values = {name: {as_number(point.overrides.get(name)) for point in points} - {None} for name in axes(points)}
     numeric = [name for name in values if name != SEED and len(values[name]) > 1]
-    matches = [name for name in numeric if along in (name, name.rpartition(".")[2])]
-    if len(matches) == 1 or along in matches:
-        return along if along in matches else matches[0]
-    choices = ", ".join(matches or numeric) or "none"
+    for name, short in short_names(numeric).items():
+        if along in (name, short):
+            return name
     expected = f"must be one numeric setting in which the runs differ{did_you_mean(along, numeric)}"
-    raise UserError(sanitize_line(f"--along={along} {expected}; use one of: {choices}"))
+    raise UserError(sanitize_line(f"--along={along} {expected}; use one of: {', '.join(numeric) or 'none'}"))
 
 
 def _format_loss(row: Row, unit: str) -> str:
@@ -179,8 +142,7 @@ def _format_loss(row: Row, unit: str) -> str:
         return "–"
     known, runs = len(row.losses), len(row.points)
     spread = "" if row.spread is None else f" ± {row.spread:.4f}"
-    seeds = "seeds" if len({point.overrides.get(SEED) for point in row.points}) == runs else "runs"
-    count = f" ({known} {seeds})" if known == runs else f" ({known} of {runs} {seeds})"
+    count = f" ({known} runs)" if known == runs else f" ({known} of {runs} runs)"
     return f"{row.loss:.4f}{spread}{count if runs > 1 and ranks else ''}"
 
 

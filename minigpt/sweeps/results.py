@@ -5,29 +5,26 @@ way while it runs, after it ended and after it crashed.
 """
 
 import csv
-import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, log
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from minigpt.runs.run_dir import METRICS, PLAN, SUMMARY, is_locked, read_metrics, read_summary
 from minigpt.utils.checks import is_number
 from minigpt.utils.errors import UserError
-from minigpt.utils.files import atomic_write, read_json
+from minigpt.utils.files import read_json, write_json
 from minigpt.utils.terminal import warn
 
 COMPLETED, RUNNING, WAITING, CRASHED, SKIPPED = "completed", "running", "waiting", "crashed", "skipped"
 NATS, BITS = "nats per token", "bits per byte"  # units of a loss
 IRRELEVANT_GROUPS = ("resume", "logger")  # settings that do not change what a run computes
-MAX_YAML_DEPTH, MAX_NUMBER = 50, 1e300  # of damaged files
-T = TypeVar("T")
-_TOTALS = ("params", "steps", "tokens", "flops", "tokens_per_second", "seconds")
-_PLAN_FIELDS = (
-    *("status", "reason", "identity", "params", "max_steps", "step", "tokens", "flops", "val_loss"),
-    *("tokens_per_second", "seconds"),
-)
+MAX_NUMBER = 1e300  # of damaged files
+_TOTALS = {"step": "steps", "val_loss": "best_val_loss"}  # field of a point → key of summary.json
+_TOTALS |= {name: name for name in ("params", "tokens", "flops", "tokens_per_second", "seconds")}
 
 
 @dataclass(frozen=True)
@@ -35,11 +32,9 @@ class Point:
     """One run of a sweep: its settings, its status and its measurements.
 
     Args:
-        folder: its run folder.
         overrides: the swept settings, as they were written.
         status: completed, running, waiting, failed, interrupted, crashed (the process ended without a summary) or
             skipped (the configuration is impossible).
-        reason: why it failed or was skipped.
         identity: hash of the configuration.
         planned_flops: of the whole training, from the configuration.
         flops: of the training so far.
@@ -54,7 +49,6 @@ class Point:
     reason: str = ""
     identity: str = ""
     params: int | None = None
-    max_steps: int | None = None
     planned_flops: float = 0.0
     step: int = 0
     tokens: int = 0
@@ -82,15 +76,18 @@ class Point:
 
 
 def read_sweep(folder: Path) -> list[Point]:
-    """Read the points of a sweep folder; without a `sweep.json`, every run below the folder is a point.
+    """Read the points of a sweep, with all settings; without a `sweep.json`, every run below the folder is a point.
 
     Raises:
         UserError: the folder does not exist or holds no runs.
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give the folder of a sweep, such as runs/sweeps/latest")
+    folder = folder.resolve()
     if (folder / PLAN).exists():
-        _, points = read_plan(folder)
+        fixed, planned = read_plan(folder)
+        shared = dict(override.partition("=")[::2] for override in fixed)
+        points = [replace(point, overrides={**shared, **point.overrides}) for point in planned]
     else:
         files = sorted(folder.rglob(".hydra/overrides.yaml"))
         points = [Point(folder=file.parents[1], overrides=_read_overrides(file)) for file in files]
@@ -100,10 +97,7 @@ def read_sweep(folder: Path) -> list[Point]:
 
 
 def read_plan(folder: Path) -> tuple[list[str], list[Point]]:
-    """Read `sweep.json`.
-
-    Returns:
-        The overrides that all points share, and the points.
+    """Read `sweep.json`: the overrides that all points share, and the points.
 
     Raises:
         UserError: the file is damaged.
@@ -119,18 +113,22 @@ def write_plan(folder: Path, fixed: Sequence[str], points: Sequence[Point]) -> N
     """Write `sweep.json`: the overrides that all points share, and the state of each point."""
     entries = [
         {"folder": point.folder.name, "overrides": dict(point.overrides), "val_bits_per_byte": point.loss(BITS)}
-        | {name: getattr(point, name) for name in _PLAN_FIELDS}
+        | {name: getattr(point, name) for name in ("status", "reason", "identity", *_TOTALS)}
         for point in points
     ]
-    with atomic_write(folder / PLAN) as partial:
-        partial.write_text(json.dumps({"fixed": list(fixed), "points": entries}, indent=1) + "\n", encoding="utf-8")
+    write_json(folder / PLAN, {"fixed": list(fixed), "points": entries})
+
+
+def is_relevant(override: str) -> bool:
+    """Return whether an override changes what a run computes."""
+    return re.split("[.@=]", override.lstrip("+~"))[0] not in IRRELEVANT_GROUPS
 
 
 def refresh(point: Point) -> Point:
     """Return the point with the present status and measurements of its run folder."""
     if point.status == SKIPPED:
         return point
-    summary, curve = dict[str, Any](), dict[str, Any]()
+    summary, found = dict[str, Any](), dict[str, Any]()
     try:
         summary = read_summary(point.folder)
     except (OSError, ValueError) as error:
@@ -140,70 +138,31 @@ def refresh(point: Point) -> Point:
         status = RUNNING
     reasons = [str(summary.get("reason") or "")]
     try:
-        curve = _measurements(read_metrics(point.folder / METRICS)) if (point.folder / METRICS).exists() else {}
+        found = _measurements(point.folder / METRICS)
+    except FileNotFoundError:
+        pass
     except (OSError, ValueError, ArithmeticError, csv.Error) as error:
         warn(f"{point.folder / METRICS} is not readable ({error}); its curve is left out")
         reasons.append(f"{METRICS} is not readable")
-    # Totals come from the summary. The best loss comes from the curve, which covers all parts of a resumed run.
-    numbers = {name: _finite(value) for name, value in summary.items()}
-    loss, bits = numbers.get("best_val_loss"), numbers.get("best_val_bits_per_byte")
-    best = {"val_loss": loss, "bytes_per_token": _bytes_per_token(loss, bits)}
-    totals = {"step" if name == "steps" else name: numbers.get(name) for name in _TOTALS}
-    found: dict[str, Any] = {name: value for part in (best, curve, totals) for name, value in part.items() if value}
+    totals = {name: _finite(summary.get(key)) for name, key in _TOTALS.items()}
+    totals["bytes_per_token"] = _bytes_per_token(totals["val_loss"], _finite(summary.get("best_val_bits_per_byte")))
+    found |= {name: value for name, value in totals.items() if value}
     return replace(point, status=status, reason="; ".join(filter(None, reasons)), **found)
 
 
-def read_yaml(file: Path, kind: type[T]) -> T:
-    """Read a YAML file into dicts, lists and strings.
-
-    Args:
-        kind: expected type of the content; an empty one is returned, with a warning, for a damaged file.
-    """
-    import yaml  # a dependency of Hydra
-
-    try:
-        text, depth = file.read_text(encoding="utf-8"), 0
-        for event in yaml.parse(text, yaml.CBaseLoader):  # aliases can expand exponentially, nesting exhaust the stack
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > MAX_YAML_DEPTH or isinstance(event, yaml.AliasEvent):
-                raise ValueError("it has aliases or is nested too deeply")
-        if isinstance(content := yaml.load(text, yaml.CBaseLoader) or kind(), kind):
-            return content
-        raise ValueError(f"it must be a {kind.__name__}")
-    except FileNotFoundError:
-        return kind()
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        warn(f"{file} is not readable ({error}); it is left out")
-        return kind()
-
-
-def _planned(folder: Path, entry: dict[str, Any]) -> Point:
-    name = entry["folder"]
-    if Path(name).name != name or len(name) > 255:
-        raise ValueError("a folder is not a file name")
-    overrides = {key: str(value) for key, value in entry["overrides"].items()}
-    status, reason, identity = (str(entry[field]) for field in ("status", "reason", "identity"))
-    params, max_steps = _finite(entry["params"]), _finite(entry["max_steps"])
-    return Point(folder / name, overrides, status, reason, identity, params, max_steps)
-
-
-def _measurements(columns: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, Any]:
-    """Compute the fields of a point from the columns of `metrics.csv`."""
-    last = {name: column[-1][1] for name, column in columns.items()}
+def _measurements(file: Path) -> dict[str, Any]:
+    """Return what `metrics.csv` holds of a point, also while its run has no summary."""
+    columns = read_metrics(file)
     losses = [(step, loss) for step, loss in columns.get("val_loss", ()) if isfinite(loss)]
-    bits = dict(columns.get("val_bits_per_byte", ()))
-    step = max((column[-1][0] for column in columns.values()), default=0)
-    per_step = last["tokens"] / columns["tokens"][-1][0] if "tokens" in last else 0.0
-    speed, flops = last.get("tokens_per_second"), last.get("flops_per_second")
+    best_step, best = min(losses, key=itemgetter(1), default=(0, None))
+    step, tokens = columns["tokens"][-1] if "tokens" in columns else (1, 0.0)
+    last_step = max((column[-1][0] for column in columns.values()), default=0)
     return {
-        "step": step,
-        "tokens": round(step * per_step),
-        "flops": _finite(flops / speed * step * per_step) if flops and speed else None,
-        "val_loss": min((loss for _, loss in losses), default=None),
-        "bytes_per_token": next(filter(None, (_bytes_per_token(loss, bits.get(at)) for at, loss in losses)), None),
-        "tokens_per_second": speed,
-        "seconds": last.get("seconds", 0.0),
-        "curve": [(round(at * per_step), loss) for at, loss in losses],
+        "step": last_step,
+        "tokens": round(last_step * tokens / step),
+        "val_loss": best,
+        "bytes_per_token": _bytes_per_token(best, dict(columns.get("val_bits_per_byte", ())).get(best_step)),
+        "curve": [(round(at * tokens / step), loss) for at, loss in losses],
     }
 
 
@@ -217,6 +176,24 @@ def _finite(value: Any) -> Any:
     return value if is_number(value) and abs(value) < MAX_NUMBER else None
 
 
+def _planned(folder: Path, entry: dict[str, Any]) -> Point:
+    name = entry["folder"]
+    if Path(name).name != name or len(name) > 255:
+        raise ValueError("a folder is not a file name")
+    overrides = {key: str(value) for key, value in entry["overrides"].items()}
+    status, reason, identity = (str(entry[field]) for field in ("status", "reason", "identity"))
+    return Point(folder / name, overrides, status, reason, identity, _finite(entry["params"]))
+
+
 def _read_overrides(file: Path) -> dict[str, str]:
-    overrides = [override.partition("=") for override in read_yaml(file, list) if isinstance(override, str)]
-    return {key: value for key, _, value in overrides if key.lstrip("+~").partition(".")[0] not in IRRELEVANT_GROUPS}
+    import yaml  # a dependency of Hydra
+
+    try:
+        # The loader without C code raises an error where nesting would overflow the stack of the other.
+        overrides = yaml.load(file.read_text(encoding="utf-8"), yaml.BaseLoader) or []
+        if not isinstance(overrides, list):
+            raise ValueError("it must be a list")
+        return {key: value for key, _, value in (text.partition("=") for text in overrides) if is_relevant(key)}
+    except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError) as error:
+        warn(f"{file} is not readable ({error}); it is left out")
+        return {}

@@ -24,7 +24,6 @@ class Search(Sweeper):
     Args:
         n_trials: number of runs.
         batch: runs at a time.
-        seed: of the sampler.
     """
 
     def __init__(self, n_trials: int, batch: int, seed: int, params: Mapping[str, Any] | None = None) -> None:

@@ -3,20 +3,18 @@
 Hydra calls the sweeper, which hands its jobs to a launcher; Hydra finds both in `hydra_plugins`.
 """
 
-import copy
 import hashlib
 import itertools
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import ConfigCompositionException
@@ -24,23 +22,18 @@ from hydra.plugins import sweeper as hydra_sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
-from tqdm import tqdm
 
 from minigpt.runs.processes import quote_override
-from minigpt.runs.run_dir import PLAN, update_latest_link, write_failure
-from minigpt.sweeps.launcher import Joblib, Launcher
+from minigpt.runs.run_dir import PLAN, SUMMARY, update_latest_link, write_failure
+from minigpt.sweeps.launcher import Joblib
 from minigpt.sweeps.ranking import short_names
-from minigpt.sweeps.results import CRASHED, IRRELEVANT_GROUPS, SKIPPED, WAITING, Point, read_plan, refresh, write_plan
+from minigpt.sweeps.results import IRRELEVANT_GROUPS, SKIPPED, Point, is_relevant, read_plan, refresh, write_plan
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.signals import Interrupted
 from minigpt.utils.terminal import sanitize_line
 
-if TYPE_CHECKING:
-    from minigpt.data.token_files import Corpus
-
 MAX_NAME_CHARS = 120
-_DEFERRED = "deferred"  # tag of a setting that the default groups lack
 
 
 class Sweeper(hydra_sweeper.Sweeper):
@@ -55,11 +48,8 @@ class Sweeper(hydra_sweeper.Sweeper):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.loader, self.cfg, self.folder = hydra_context.config_loader, config, Path(str(config.hydra.sweep.dir))
-        self.engine = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
-        self.parser = OverridesParser.create(config_loader=self.loader)
+        self.engine: Any = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
         self.points: list[Point] = []
-        self.composed: dict[tuple[str, ...], DictConfig] = {}
-        self.corpora: dict[str, Corpus] = {}
         self.launched = 0
 
     def sweep(self, arguments: list[str]) -> None:
@@ -70,30 +60,23 @@ class Sweeper(hydra_sweeper.Sweeper):
             RunError: a run failed; all others have ended.
         """
         given = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
-        # The last of equal keys wins.
-        overrides = {override.get_key_element(): override for override in self.parser.parse_overrides(given)}
-        self.axes = {k: v for k, v in overrides.items() if v.is_sweep_override() and not _is_deferred(v)}
+        parsed = OverridesParser.create(config_loader=self.loader).parse_overrides(given)
+        overrides = {override.get_key_element(): override for override in parsed}  # the last of equal keys wins
+        self.axes = {key: override for key, override in overrides.items() if override.is_sweep_override()}
         if not self.axes:
             raise UserError("a sweep needs a setting with several values, such as model.n_head=2,4,8")
-        shared = {key: _to_text(override) for key, override in overrides.items() if key not in self.axes}
-        self.shared = list(shared.values())
-        self.fixed = [
-            text for key, text in shared.items() if re.split("[.@]", key.lstrip("+~"))[0] not in IRRELEVANT_GROUPS
-        ]
+        self.shared = [str(override.input_line) for key, override in overrides.items() if key not in self.axes]
+        self.fixed = [override for override in self.shared if is_relevant(override)]
         self.existing = self._read_existing()
-        checked = False
         try:
             for batch in self.batches():
-                checked = True
                 self._run(batch)
         except Interrupted:
+            self._report()
             line = f"to resume, run the same command with hydra.sweep.dir={self.folder} resume=auto"
             print(sanitize_line(line), file=sys.stderr)
             raise
-        finally:
-            self.points[:] = map(refresh, self.points)
-            if checked and (self.folder / PLAN).exists():
-                self._report()
+        self._report()
         if failed := sum(point.pending for point in self.points):
             raise RunError(f"{failed} of {len(self.points)} runs failed; the table has the reasons")
 
@@ -102,51 +85,33 @@ class Sweeper(hydra_sweeper.Sweeper):
         raise NotImplementedError
 
     def check(self, values: Mapping[str, str]) -> Point:
-        """Compose and check a point; return it with its status, skipped with a reason if it is impossible.
-
-        Raises:
-            ConfigCompositionException: a setting does not exist, and no swept group could have it.
-        """
+        """Compose and check a point; return it with its status, skipped with a reason if it is impossible."""
         from minigpt.runs.config_checks import build_corpus_and_config
 
         point = Point(folder=self.folder / self._folder_name(values), overrides=dict(values))
         try:
             config = self.compose(values)
             identity = _identity(config)
-            _, model = build_corpus_and_config(config, self._corpus)
+            _, model = build_corpus_and_config(config)
         except (UserError, ConfigCompositionException, OmegaConfBaseException) as error:
-            if isinstance(error, ConfigCompositionException) and not any(map(self.loader.get_group_options, self.axes)):
-                raise
             return replace(point, status=SKIPPED, reason=error_text(error))
         if any(other.identity == identity for other in self.points):
             return replace(point, status=SKIPPED, reason="same configuration as another point")
-        folder = self.existing[identity].folder if identity in self.existing else point.folder
+        folder = self.existing.get(identity, point).folder
         batches = config.max_steps * config.trainer.accumulate_grad_batches
         flops = batches * config.data.batch_size * model.block_size * model.flops_per_token()
-        known = {"params": model.num_params(), "max_steps": config.max_steps, "planned_flops": flops}
-        return refresh(replace(point, folder=folder, identity=identity, **known))
+        params = model.num_params()
+        return refresh(replace(point, folder=folder, identity=identity, params=params, planned_flops=flops))
 
     def compose(self, values: Mapping[str, str]) -> DictConfig:
-        """Compose the configuration of a point, as its job will.
-
-        Hydra takes 0.1 s, so points that differ only in plain values share one composition.
-        """
-        texts = {key: f"{key}={value}" for key, value in values.items()}
-        plain = [key for key in values if self._is_plain(key, values[key])]
-        rest = tuple(texts[key] for key in values if key not in plain)
-        if rest not in self.composed:
-            self.composed[rest] = self.loader.load_sweep_config(self.cfg, [*self.shared, *texts.values()])
-            with open_dict(self.composed[rest]):
-                del self.composed[rest]["hydra"]
-        config = copy.deepcopy(self.composed[rest])
-        for key in plain:
-            OmegaConf.update(config, key, self.parser.parse_override(texts[key]).value())
+        """Compose the configuration of a point, as its job will."""
+        config = self.loader.load_sweep_config(self.cfg, self._overrides(values))
+        with open_dict(config):
+            del config["hydra"]
         return config
 
-    def _is_plain(self, key: str, value: str) -> bool:
-        """Whether an override only replaces the value of an existing setting."""
-        changes = self.axes[key].type == OverrideType.CHANGE and "@" not in key and "{" not in value
-        return changes and not self.loader.get_group_options(key)
+    def _overrides(self, values: Mapping[str, str]) -> list[str]:
+        return [*self.shared, *(f"{key}={value}" for key, value in values.items())]
 
     def _run(self, batch: Sequence[Point]) -> None:
         """Print which points are skipped and how many run, then run them, the longest first."""
@@ -156,9 +121,9 @@ class Sweeper(hydra_sweeper.Sweeper):
         # All workers end at about the same time.
         pending = sorted((point for point in batch if point.pending), key=lambda point: -point.planned_flops)
         text = f"{len(pending)} of {len(batch)} to run"
-        if isinstance(self.engine, Joblib) and (workers := self.engine.worker_envs(len(pending))):
-            threads = workers[0]["OMP_NUM_THREADS"]
-            text += f", {len(workers)} at a time with {threads} thread{'' if threads == '1' else 's'} each"
+        if pending and isinstance(self.engine, Joblib):
+            workers = self.engine.worker_envs(len(pending))
+            text += f", {len(workers)} at a time with OMP_NUM_THREADS={workers[0]['OMP_NUM_THREADS']}"
         print(text, file=sys.stderr)
         if pending:
             self._launch(pending)
@@ -169,28 +134,24 @@ class Sweeper(hydra_sweeper.Sweeper):
         update_latest_link(self.folder)
         write_plan(self.folder, self.fixed, self.points)
         ended = itertools.count(1)
-        ours = isinstance(self.engine, Launcher)  # Hydra's own runs jobs in this terminal, for a debugger
-        with tqdm(total=len(points), desc="runs", leave=False, disable=None if ours else True) as bar:
 
-            def on_end(index: int, job: JobReturn) -> None:
-                point = refresh(points[index])
-                if job.status == JobStatus.FAILED and point.status in (CRASHED, WAITING):  # its process died
-                    write_failure(point.folder, str(job._return_value))
-                    point = refresh(point)
-                loss = f", val loss {point.val_loss:.4f} after {point.seconds:,.0f} s" if point.val_loss else ""
-                reason = f": {point.reason}" if point.reason else ""
-                line = f"{next(ended)}/{len(points)} {point.folder.name} {point.status}{loss}{reason}"
-                bar.update()
-                bar.write(sanitize_line(line), file=sys.stderr)
+        def on_end(index: int, job: JobReturn) -> None:
+            folder = points[index].folder
+            if job.status == JobStatus.FAILED and not (folder / SUMMARY).exists():  # its process died
+                write_failure(folder, str(job._return_value))
+            point = refresh(points[index])
+            loss = f", val loss {point.val_loss:.4f} after {point.seconds:,.0f} s" if point.val_loss else ""
+            reason = f": {point.reason}" if point.reason else ""
+            line = f"{next(ended)}/{len(points)} {folder.name} {point.status}{loss}{reason}"
+            print(sanitize_line(line), file=sys.stderr)
 
-            if isinstance(self.engine, Launcher):
-                self.engine.on_end = on_end
-            self.engine.launch(list(map(self._job_overrides, points)), initial_job_idx=self.launched)
+        self.engine.on_end = on_end  # only launchers of minigpt call it
+        self.engine.launch(list(map(self._job_overrides, points)), initial_job_idx=self.launched)
         self.launched += len(points)
 
     def _job_overrides(self, point: Point) -> list[str]:
         """Return the command line of a run, with a name, group and tag for Weights & Biases."""
-        overrides = [*self.shared, *(f"{key}={value}" for key, value in point.overrides.items())]
+        overrides = self._overrides(point.overrides)
         if wandb := OmegaConf.select(self.cfg, "logger.wandb"):
             names = {"name": point.folder.name, "group": self.folder.name}  # unless the user set them
             overrides += [f"logger.wandb.{k}={quote_override(name)}" for k, name in names.items() if wandb[k] is None]
@@ -201,6 +162,8 @@ class Sweeper(hydra_sweeper.Sweeper):
     def _report(self) -> None:
         from minigpt.sweeps.report import publish, report
 
+        self.points[:] = map(refresh, self.points)
+        write_plan(self.folder, self.fixed, self.points)
         report([self.folder])
         if wandb := OmegaConf.select(self.cfg, "logger.wandb"):
             publish(self.folder, wandb)
@@ -212,13 +175,13 @@ class Sweeper(hydra_sweeper.Sweeper):
             UserError: the folder holds something else, or resume=auto is missing.
             NotADirectoryError: it is a file, or lies below one.
         """
-        try:
-            if not any(self.folder.iterdir()):
-                return {}
-        except FileNotFoundError:
+        files: list[Path] = []
+        with suppress(FileNotFoundError):
+            files = list(self.folder.iterdir())
+        if not files:
             return {}
         another = "choose another folder with hydra.sweep.dir=…"
-        if not (self.folder / PLAN).exists():
+        if self.folder / PLAN not in files:
             raise UserError(f"{self.folder} is not empty and holds no sweep; {another}")
         if self.cfg.resume != "auto":
             raise UserError(f"{self.folder} holds a sweep already; resume it with resume=auto, or {another}")
@@ -239,15 +202,6 @@ class Sweeper(hydra_sweeper.Sweeper):
             name = f"{name[:MAX_NAME_CHARS]}-{hashlib.sha256(repr(values).encode()).hexdigest()[:8]}"
         return name
 
-    def _corpus(self, data: Any, tokenizer: Any) -> "Corpus":
-        """Load a corpus once for all points that share it."""
-        from minigpt.data.prepare import load_corpus
-
-        key = f"{data} {tokenizer}"
-        if key not in self.corpora:
-            self.corpora[key] = load_corpus(data, tokenizer)
-        return self.corpora[key]
-
 
 class Grid(Sweeper):
     """Every combination of the values of all swept settings, in any of Hydra's notations."""
@@ -261,46 +215,6 @@ class Grid(Sweeper):
         if all(point.status == SKIPPED for point in self.points):
             raise UserError(f"no point of the sweep is possible: {self.points[0].reason}")
         yield self.points
-
-
-def with_deferred(main: Callable[[], Any]) -> Callable[[], Any]:
-    """Wrap a Hydra program so that a sweep may set what only some of the swept groups have.
-
-    Hydra composes the defaults before it calls the sweeper, and fails at a setting that they lack. Such a setting
-    becomes an axis with one value, which Hydra leaves to the sweeper.
-    """
-
-    @wraps(main)
-    def program() -> Any:
-        while True:
-            try:
-                return main()
-            except ConfigCompositionException as error:
-                missing = re.search(r"Could not override '([^']+)'", str(error))
-                setting, parser = f"{missing[1]}=" if missing else "", OverridesParser.create()
-                given = [argument for argument in sys.argv[1:] if "=" in argument and argument[0] != "-"]
-                swept = {argument: parser.parse_override(argument).is_sweep_override() for argument in given}
-                deferred = {
-                    argument: f"{setting}tag({_DEFERRED},choice({argument.removeprefix(setting)}))"
-                    for argument in given
-                    if setting and argument.startswith(setting) and not swept[argument]
-                }
-                if not deferred or not any(swept.values()):
-                    raise
-                sys.argv[1:] = [deferred.get(argument, argument) for argument in sys.argv[1:]]
-
-    return program
-
-
-def _is_deferred(override: Override) -> bool:
-    return _DEFERRED in getattr(override.value(), "tags", ())
-
-
-def _to_text(override: Override) -> str:
-    key = override.get_key_element()
-    if _is_deferred(override):
-        return f"{key}={next(override.sweep_string_iterator())}"
-    return key if override.type == OverrideType.DEL else f"{key}={override.get_value_element_as_str()}"
 
 
 def _identity(config: DictConfig) -> str:
