@@ -37,11 +37,6 @@ class LightningWorkarounds(Callback):
             trainer.val_check_batch = batch_idx + 1
 
 
-def order_callbacks(trainer: L.Trainer) -> None:
-    """Sort callbacks by `order` (default 0): some must run after Checkpoint callbacks, which Lightning puts last."""
-    trainer.callbacks.sort(key=lambda callback: getattr(callback, "order", 0))  # type: ignore[attr-defined]
-
-
 def fix_loop_state(checkpoint: dict[str, Any], *, validation_due: bool) -> None:
     """Correct the loop counters of a checkpoint before Lightning restores them.
 

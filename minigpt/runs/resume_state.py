@@ -58,8 +58,6 @@ class ResumeState(Callback):
 class EMACallback(Callback):
     """Validate, sample and save an exponential moving average of the weights (config key `ema_decay`)."""
 
-    order = 2  # its average stays in place until checkpoints are saved and samples written
-
     def __init__(self, decay: float) -> None:
         self.decay = decay
         self.ema: EMA | None = None  # starts with the training

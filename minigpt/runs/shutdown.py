@@ -21,8 +21,6 @@ class GracefulShutdown(Callback):
         sync_every: optimizer steps between the points at which several ranks exchange signals.
     """
 
-    order = 3  # after the EMA is updated
-
     def __init__(self, folder: Path, *, sync_every: int) -> None:
         self.file, self.sync_every = folder / LAST, sync_every
         self.received: int | None = None

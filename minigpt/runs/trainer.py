@@ -9,7 +9,7 @@ import torch
 from hydra.utils import instantiate
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import DictConfig
 
@@ -18,20 +18,18 @@ from minigpt.runs.lightning_workarounds import (
     LightningWorkarounds,
     end_with_rank_zero,
     keep_freed_memory,
-    order_callbacks,
     silence_lightning,
 )
+from minigpt.runs.loggers import MetricsCSV, Progress
+from minigpt.runs.resume_state import EMACallback
+from minigpt.runs.run_dir import LOG, METRICS
+from minigpt.runs.shutdown import GracefulShutdown
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.ranks import started_together
 
 
-def build_trainer(cfg: DictConfig, folder: Path, callbacks: list[Any], loggers: list[Any]) -> L.Trainer:
-    """Build a Trainer whose budget is optimizer steps.
-
-    Args:
-        cfg: the run configuration.
-        folder: the run folder.
-        callbacks, loggers: of every run; those of the config groups `callbacks` and `logger` are added.
+def build_trainer(cfg: DictConfig, folder: Path, *callbacks: Callback) -> L.Trainer:
+    """Build a Trainer whose budget is optimizer steps, with the callbacks and loggers of every run and of the config.
 
     Raises:
         UserError: the device is missing, or Lightning rejects an option.
@@ -39,7 +37,11 @@ def build_trainer(cfg: DictConfig, folder: Path, callbacks: list[Any], loggers: 
     silence_lightning()
     keep_freed_memory()
     end_with_rank_zero()
-    callbacks = [LightningWorkarounds(), *callbacks, *instantiate_group(cfg.callbacks)]
+    # Samples are from the averages, which the EMA callback swaps out. The checkpoint of a shutdown is from after the
+    # update of the EMA. Lightning puts Checkpoint callbacks last.
+    callbacks = (LightningWorkarounds(), *callbacks, *instantiate_group(cfg.callbacks))
+    callbacks += () if cfg.ema_decay is None else (EMACallback(cfg.ema_decay),)
+    callbacks += (GracefulShutdown(folder, sync_every=cfg.log_every),)
     options = instantiate(cfg.trainer, _convert_="all")
     started = started_together()
     if started and options["devices"] == 1 and options["strategy"] == "auto":
@@ -50,18 +52,18 @@ def build_trainer(cfg: DictConfig, folder: Path, callbacks: list[Any], loggers: 
     plugins: list[Any] = [CheckpointIO()]
     if SLURMEnvironment.detect() or (started and "TORCHELASTIC_RUN_ID" not in os.environ):
         plugins.append(SLURMEnvironment(auto_requeue=False))  # GracefulShutdown ends a run with the code for a requeue
-    loggers = [*loggers, *instantiate_group(cfg.logger)]
+    own_loggers = [MetricsCSV(folder / METRICS), Progress(cfg.max_steps, folder / LOG)]
     torch.backends.cuda.matmul.allow_tf32 = True  # matrix products that stay in fp32 on a GPU
     try:
-        trainer = L.Trainer(
+        return L.Trainer(
             **options,
             max_steps=cfg.max_steps,
             max_epochs=-1,
             val_check_interval=min(cfg.eval_every, cfg.max_steps) * cfg.trainer.accumulate_grad_batches,
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
-            callbacks=callbacks,
-            logger=loggers,
+            callbacks=list(callbacks),
+            logger=[*own_loggers, *instantiate_group(cfg.logger)],
             plugins=plugins,
             default_root_dir=folder,
             log_every_n_steps=1,
@@ -72,8 +74,6 @@ def build_trainer(cfg: DictConfig, folder: Path, callbacks: list[Any], loggers: 
         )
     except Exception as error:  # Lightning raises a dozen kinds for an option that it rejects
         raise UserError(f"the trainer cannot be built: {error}") from error
-    order_callbacks(trainer)
-    return trainer
 
 
 def instantiate_group(group: DictConfig) -> list[Any]:
