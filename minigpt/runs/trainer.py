@@ -24,7 +24,7 @@ from minigpt.runs.loggers import MetricsCSV, Progress
 from minigpt.runs.resume_state import EMACallback
 from minigpt.runs.run_dir import LOG, METRICS
 from minigpt.runs.shutdown import GracefulShutdown
-from minigpt.utils.errors import UserError, require
+from minigpt.utils.errors import UserError
 from minigpt.utils.ranks import started_together
 
 
@@ -41,14 +41,15 @@ def build_trainer(cfg: DictConfig, folder: Path, *callbacks: Callback) -> L.Trai
     # update of the EMA. Lightning puts Checkpoint callbacks last.
     callbacks = (LightningWorkarounds(), *callbacks, *instantiate_group(cfg.callbacks))
     callbacks += () if cfg.ema_decay is None else (EMACallback(cfg.ema_decay),)
-    callbacks += (GracefulShutdown(folder, sync_every=cfg.log_every),)
+    callbacks += (GracefulShutdown(sync_every=cfg.log_every),)
     options = instantiate(cfg.trainer, _convert_="all")
     started = started_together()
     if started and options["devices"] == 1 and options["strategy"] == "auto":
         options["num_nodes"], options["devices"] = started
         options["strategy"] = DDPStrategy(broadcast_buffers=False, gradient_as_bucket_view=True)
-    check_accelerator(options["accelerator"])
-    options["precision"] = resolve_precision(options["precision"], options["accelerator"])
+    if options["precision"] == "auto":
+        on_cuda = options["accelerator"] in ("auto", "cuda", "gpu") and torch.cuda.is_available()
+        options["precision"] = "bf16-mixed" if on_cuda and torch.cuda.is_bf16_supported() else "32-true"
     plugins: list[Any] = [CheckpointIO()]
     if SLURMEnvironment.detect() or (started and "TORCHELASTIC_RUN_ID" not in os.environ):
         plugins.append(SLURMEnvironment(auto_requeue=False))  # GracefulShutdown ends a run with the code for a requeue
@@ -81,34 +82,14 @@ def instantiate_group(group: DictConfig) -> list[Any]:
     return [part for part in instantiate(group, _convert_="all").values() if part is not None]
 
 
-def check_accelerator(accelerator: str) -> None:
-    """Raise UserError if the machine has no such accelerator."""
-    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-    missing = {name for name, present in (("cuda", cuda), ("mps", mps), ("gpu", cuda or mps)) if not present}
-    expected, advice = "available on this machine", "use trainer=auto or trainer=cpu"
-    require("trainer.accelerator", accelerator, lambda name: name not in missing, expected, advice)
-
-
-def resolve_precision(precision: Any, accelerator: str) -> Any:
-    """Replace "auto" by bf16-mixed on a CUDA GPU that has bfloat16, and by 32-true elsewhere."""
-    if precision != "auto":
-        return precision
-    on_cuda = accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available()
-    return "bf16-mixed" if on_cuda and torch.cuda.is_bf16_supported() else "32-true"
-
-
 class CheckpointIO(TorchCheckpointIO):
     """Write and read the checkpoints of the Trainer as `minigpt.checkpoints.format` does.
 
     With an EMA, `state_dict` in the file is the average, which sampling loads, and `unaveraged` the weights that
-    training continues from. In the Trainer `state_dict` is the weights, and `ema` the average.
+    training continues from.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        if "ema" in checkpoint:
-            weights, average = checkpoint["state_dict"], checkpoint["ema"]
-            checkpoint = {**checkpoint, "state_dict": average, "unaveraged": weights}
-            del checkpoint["ema"]
         write(checkpoint, Path(path))
 
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
