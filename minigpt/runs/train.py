@@ -84,12 +84,11 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
     from minigpt.checkpoints.resume import check_same, contents, find_resumed
     from minigpt.model import GPT
     from minigpt.runs.curves import plot_curves
-    from minigpt.runs.datamodule import TokenDataModule
     from minigpt.runs.lightning_workarounds import is_resume_error
     from minigpt.runs.metrics import MetricsCallback, early_stopping_reason
     from minigpt.runs.resume_state import ResumeState
     from minigpt.runs.samples import final_sample
-    from minigpt.runs.trainer import build_trainer
+    from minigpt.runs.trainer import TokenDataModule, build_trainer
     from minigpt.runs.wandb_logger import wandb_loggers
     from minigpt.training import LanguageModel
 

@@ -1,4 +1,4 @@
-"""Build the Lightning Trainer of a run from `configs/trainer/`."""
+"""Build the Lightning Trainer of a run from `configs/trainer/`, and its data module."""
 
 import os
 from pathlib import Path
@@ -14,6 +14,8 @@ from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import DictConfig
 
 from minigpt.checkpoints.format import read, write
+from minigpt.data.batches import Batches, ValidationBatches, WindowOrder
+from minigpt.data.token_files import Corpus
 from minigpt.runs.lightning_workarounds import (
     LightningWorkarounds,
     end_with_rank_zero,
@@ -24,7 +26,7 @@ from minigpt.runs.loggers import MetricsCSV, Progress
 from minigpt.runs.resume_state import EMACallback
 from minigpt.runs.run_dir import LOG, METRICS
 from minigpt.runs.shutdown import GracefulShutdown
-from minigpt.utils.errors import UserError
+from minigpt.utils.errors import UserError, require
 from minigpt.utils.ranks import started_together
 
 
@@ -80,6 +82,42 @@ def build_trainer(cfg: DictConfig, folder: Path, *callbacks: Callback) -> L.Trai
 def instantiate_group(group: DictConfig) -> list[Any]:
     """Instantiate the objects of a config group; null values are skipped."""
     return [part for part in instantiate(group, _convert_="all").values() if part is not None]
+
+
+class TokenDataModule(L.LightningDataModule):
+    """Training and validation batches of one rank, as the run configuration `cfg` sets them."""
+
+    def __init__(self, corpus: Corpus, cfg: DictConfig) -> None:
+        super().__init__()
+        self.corpus, self.cfg = corpus, cfg
+
+    def train_dataloader(self) -> Batches:
+        trainer: Any = self.trainer
+        cfg, n = self.cfg, trainer.world_size
+        require("data.batch_size", cfg.data.batch_size, lambda size: size % n == 0, f"divisible by the {n} processes")
+        return Batches(
+            self.corpus.tokens("train"),
+            WindowOrder(self.corpus.train.tokens, cfg.model.block_size, cfg.seed),
+            batch_size=cfg.data.batch_size,
+            first=lambda: trainer.fit_loop.epoch_loop.batch_progress.current.ready,
+            stop=cfg.max_steps * cfg.trainer.accumulate_grad_batches,
+            repeat=cfg.data.overfit_batches,
+            **self._rank(),
+        )
+
+    def val_dataloader(self) -> ValidationBatches:
+        return ValidationBatches(
+            self.corpus.tokens("val"),
+            block_size=self.cfg.model.block_size,
+            batch_size=self.cfg.data.eval_batch_size,
+            n_batches=self.cfg.eval_batches,
+            **self._rank(),
+        )
+
+    def _rank(self) -> dict[str, Any]:
+        trainer: Any = self.trainer
+        device = trainer.strategy.root_device
+        return {"rank": trainer.global_rank, "world_size": trainer.world_size, "device": device}
 
 
 class CheckpointIO(TorchCheckpointIO):

@@ -15,7 +15,7 @@ from minigpt.data import batches as module
 from minigpt.data.batches import Batches, ValidationBatches, WindowOrder, permute
 from minigpt.data.token_files import Corpus, Split
 from minigpt.data.tokenizer import CharTokenizer
-from minigpt.runs.datamodule import TokenDataModule
+from minigpt.runs.trainer import TokenDataModule
 from minigpt.utils.errors import UserError
 
 CPU = torch.device("cpu")
