@@ -55,7 +55,7 @@ class MetricsCallback(Callback):
         self.log_every, self.started = cfg.log_every, started
         self.tokens_per_step = cfg.data.batch_size * cfg.trainer.accumulate_grad_batches * cfg.model.block_size
         self.seconds = self._logged_seconds = 0.0  # of training
-        self._clock: float | None = None  # until when `seconds` are counted; None during validation and sampling
+        self._clock: float | None = None  # until when `seconds` are counted; None before training and during validation
         self._logged_step = 0
         self._losses: list[Tensor] = []  # of the batches since the last row
         self._resumed_losses: list[list[float]] = []  # the same per rank, from a checkpoint
@@ -93,7 +93,6 @@ class MetricsCallback(Callback):
         if warmup >= trainer.max_steps:
             setting = f"schedule.warmup_steps={warmup} is not below max_steps={trainer.max_steps}"
             warn(f"{setting}: no step has the peak learning rate")
-        self._clock = time.perf_counter()
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._clock is None:

@@ -23,14 +23,12 @@ def shared_arguments(arguments: list[str]) -> list[str]:
     """
     if started_together() is None:
         return arguments
-    from datetime import timedelta
-
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     env = os.environ
     if "TORCHELASTIC_RUN_ID" in env:  # its agent serves a store
         rank, key = int(env["RANK"]), f"minigpt/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-        store = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=timedelta(minutes=5))
+        store = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]))
     else:
         from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 

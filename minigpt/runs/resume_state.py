@@ -52,10 +52,11 @@ class ResumeState(Callback):
 class EMACallback(Callback):
     """Validate, sample and save an exponential moving average of the weights (config key `ema_decay`)."""
 
+    ema: EMA
+    restored: tuple[dict[str, Any], int] | None = None  # averages and updates, from a checkpoint
+
     def __init__(self, decay: float) -> None:
         self.decay = decay
-        self.ema: EMA | None = None  # starts with the training
-        self.restored: tuple[dict[str, Any], int] | None = None  # averages and updates, from a checkpoint
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if "ema" in checkpoint:
@@ -73,17 +74,15 @@ class EMACallback(Callback):
             self.restored = None
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.ema and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             self.ema.update()
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        if self.ema:
-            weights, averages = self.ema.state_dicts(pl_module.state_dict)
-            checkpoint.update(state_dict=averages, unaveraged=weights, ema_updates=self.ema.updates)
+        weights, averages = self.ema.state_dicts(pl_module.state_dict)
+        checkpoint.update(state_dict=averages, unaveraged=weights, ema_updates=self.ema.updates)
 
     def _swap(self, *args: Any, **kwargs: Any) -> None:
-        if self.ema:
-            self.ema.swap()
+        self.ema.swap()
 
     on_validation_start = on_validation_end = on_train_end = _swap  # the final sample is from the averages too
 

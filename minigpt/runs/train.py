@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from minigpt import __version__
 from minigpt.runs import run_dir
 from minigpt.runs.config_checks import build_corpus_and_config
 from minigpt.utils.cli import error_text
@@ -25,9 +27,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Train in this process, as `python scripts/train.py OVERRIDES` does; for notebooks.
-
-    Args:
-        overrides: of the config, in Hydra's grammar, such as "max_steps=100".
 
     Returns:
         The contents of `summary.json`, and the run folder as `folder`.
@@ -54,13 +53,10 @@ def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None) -> float | None:
-    """Lock a run folder and train in it.
+    """Lock a run folder, train in it, and return the best validation loss, nats per token.
 
     Args:
         resume_command: printed when a signal ends the run.
-
-    Returns:
-        The best validation loss, nats per token.
     """
     with raise_on_signal(), run_dir.lock_run_dir(folder, resume=cfg.resume == "auto"):
         try:
@@ -161,11 +157,6 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
 
 def provenance() -> dict[str, Any]:
     """Return the provenance of a run: command, host, versions and git commit."""
-    import lightning
-    import torch
-
-    from minigpt import __version__
-
     command, described = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"], None
     if (ROOT / ".git").exists():
         with suppress(OSError, subprocess.SubprocessError):  # git may be missing
@@ -174,7 +165,7 @@ def provenance() -> dict[str, Any]:
     return {
         "command": " ".join(sys.argv),
         "host": platform.node(),
-        "versions": versions | {"torch": str(torch.__version__), "lightning": str(lightning.__version__)},
+        "versions": versions | {name: version(name) for name in ("torch", "lightning")},
         "commit": described and described.removesuffix("-dirty"),
         "dirty": described and described.endswith("-dirty"),
     }
