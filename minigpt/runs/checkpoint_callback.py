@@ -10,6 +10,7 @@ from minigpt.checkpoints.find import BEST, LAST
 from minigpt.checkpoints.format import hardlink_or_copy
 from minigpt.utils.checks import POSITIVE_INT
 from minigpt.utils.errors import require
+from minigpt.utils.ranks import is_rank_zero
 
 
 class CheckpointCallback(Checkpoint):
@@ -30,19 +31,15 @@ class CheckpointCallback(Checkpoint):
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best = [(loss, step) for loss, step in state_dict["best"]]
-
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        self.resumed_step = int(checkpoint["global_step"])
+        self.resumed, self.resumed_step = Path(str(trainer.ckpt_path)), int(checkpoint["global_step"])
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Link the resumed checkpoint: the run may have been killed before it did. Drop the best of another run."""
-        resumed = trainer.ckpt_path
-        if resumed is None or Path(resumed).resolve().parent != self.folder.resolve():
-            self.best = []
-        elif trainer.is_global_zero:
-            self._link(Path(resumed), self.resumed_step)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Link the resumed checkpoint: the run may have been killed before it did. Ignore the best of another run."""
+        if self.resumed.resolve().parent == self.folder.resolve():
+            self.best = [(loss, step) for loss, step in state_dict["best"]]
+            if is_rank_zero():
+                self._link(self.resumed, self.resumed_step)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         step, file = trainer.global_step, self.folder / Path(LAST).name

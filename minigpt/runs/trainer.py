@@ -31,10 +31,10 @@ from minigpt.utils.ranks import started_together
 
 
 def build_trainer(cfg: DictConfig, folder: Path, *callbacks: Callback) -> L.Trainer:
-    """Build a Trainer whose budget is optimizer steps, with the callbacks and loggers of every run and of the config.
+    """Build a Trainer whose budget is optimizer steps, with `callbacks`, and the callbacks and loggers of the config.
 
     Raises:
-        UserError: the device is missing, or Lightning rejects an option.
+        UserError: Lightning rejects an option, or the device is missing.
     """
     silence_lightning()
     keep_freed_memory()
@@ -55,10 +55,9 @@ def build_trainer(cfg: DictConfig, folder: Path, *callbacks: Callback) -> L.Trai
     plugins: list[Any] = [CheckpointIO()]
     if SLURMEnvironment.detect() or (started and "TORCHELASTIC_RUN_ID" not in os.environ):
         plugins.append(SLURMEnvironment(auto_requeue=False))  # GracefulShutdown ends a run with the code for a requeue
-    own_loggers = [MetricsCSV(folder / METRICS), Progress(cfg.max_steps, folder / LOG)]
     torch.backends.cuda.matmul.allow_tf32 = True  # matrix products that stay in fp32 on a GPU
     try:
-        return L.Trainer(
+        trainer = L.Trainer(
             **options,
             max_steps=cfg.max_steps,
             max_epochs=-1,
@@ -66,7 +65,7 @@ def build_trainer(cfg: DictConfig, folder: Path, *callbacks: Callback) -> L.Trai
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
             callbacks=list(callbacks),
-            logger=[*own_loggers, *instantiate_group(cfg.logger)],
+            logger=[MetricsCSV(folder / METRICS), Progress(cfg.max_steps, folder / LOG)],
             plugins=plugins,
             default_root_dir=folder,
             log_every_n_steps=1,
@@ -77,6 +76,8 @@ def build_trainer(cfg: DictConfig, folder: Path, *callbacks: Callback) -> L.Trai
         )
     except Exception as error:  # Lightning raises a dozen kinds for an option that it rejects
         raise UserError(f"the trainer cannot be built: {error}") from error
+    trainer.loggers = [*trainer.loggers, *instantiate_group(cfg.logger)]  # W&B starts a run
+    return trainer
 
 
 def instantiate_group(group: DictConfig) -> list[Any]:

@@ -64,7 +64,7 @@ def wandb_logger(folder: str | Path, *, name: str | None, timeout: float, **opti
     Args:
         name: of the run; None is the name of the folder.
         timeout: seconds that training waits for the server at most.
-        options: project, entity, group and tags of `wandb.init`.
+        options: of `wandb.init`.
 
     Raises:
         UserError: W&B cannot start, not even offline.
