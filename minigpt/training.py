@@ -32,9 +32,7 @@ class LanguageModel(L.LightningModule):
     Args:
         optimizer: returns the optimizer of a model.
         schedule: factor on the peak learning rate, a function of `step` and `max_steps`.
-        max_steps: optimizer steps of the run.
         bytes_per_token: of the validation split, for bits per byte.
-        compile: compile the model with torch.compile before training.
     """
 
     def __init__(

@@ -203,20 +203,14 @@ def test_checkpoints_can_be_disabled(train, capsys, override):
     assert "best checkpoint" not in capsys.readouterr().out
 
 
-def test_a_failing_sample_is_a_warning_after_its_checkpoint(
-    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
-) -> None:
-    there: list[bool] = []
-
+def test_a_failing_sample_is_a_warning(train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     def fails(*args: Any, **kwargs: Any) -> None:
-        there.append((tmp_path / "run/checkpoints/last.safetensors").exists())
         raise RuntimeError("no text today")
 
     monkeypatch.setattr("minigpt.runs.samples.generate", fails)
     monkeypatch.setattr("minigpt.runs.samples.plot_maps", fails)
     run = train("callbacks=attention")
     assert run.summary["status"] == "completed"
-    assert there == [True] * 5  # a sample and a map per validation, and the final sample
     output = capsys.readouterr().err
     assert output.count("warning: Samples failed at step") == 2
     assert output.count("warning: the final sample failed: RuntimeError: no text today") == 1
@@ -249,7 +243,7 @@ def test_every_other_option_of_the_trainer_is_refused_in_one_line(train: Callabl
     for option in options:
         with pytest.raises(UserError, match=rf"^trainer\.{option} is not an option; [^\n]+$"):
             check_run({"trainer": {option: 0}})
-    with pytest.raises(UserError, match="limit_val_batches is not an option; set eval_batches"):
+    with pytest.raises(UserError, match=r"limit_val_batches is not an option; .* of a validation eval_batches$"):
         train("+trainer.limit_val_batches=0")
     assert not (tmp_path / "run").exists()
 

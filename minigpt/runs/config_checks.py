@@ -41,8 +41,8 @@ def check_run(cfg: Mapping[str, Any]) -> None:
         raise UserError("configs/sweep/wandb.yaml is for W&B's own agent: wandb sweep configs/sweep/wandb.yaml")
     for option in cfg.get("trainer", {}):
         if option not in TRAINER_OPTIONS:
-            advice = _INSTEAD.get(option, f"trainer takes {', '.join(TRAINER_OPTIONS)}")
-            raise UserError(f"trainer.{option} is not an option; {advice}")
+            advice = "the length of a run is max_steps, of a validation eval_batches"
+            raise UserError(f"trainer.{option} is not an option; trainer takes {', '.join(TRAINER_OPTIONS)}; {advice}")
     for key, (accepts, expected) in _RULES.items():
         group, _, name = key.rpartition(".")
         values = cfg.get(group, {}) if group else cfg
@@ -58,23 +58,6 @@ TRAINER_OPTIONS = (
     *("accelerator", "devices", "num_nodes", "strategy", "precision", "accumulate_grad_batches", "gradient_clip_val"),
     *("deterministic", "benchmark", "detect_anomaly", "profiler"),
 )
-_INSTEAD = {
-    "max_epochs": "set max_steps",
-    "max_steps": "set max_steps, without trainer",
-    "max_time": "set max_steps",
-    "limit_train_batches": "set max_steps",
-    "limit_val_batches": "set eval_batches",
-    "val_check_interval": "set eval_every",
-    "check_val_every_n_epoch": "set eval_every",
-    "log_every_n_steps": "set log_every",
-    "overfit_batches": "set data.overfit_batches",
-    "fast_dev_run": "use debug=fast",
-    "default_root_dir": "set hydra.run.dir",
-    "logger": "use logger=NAME",
-    "callbacks": "add +callbacks.NAME._target_=CLASS",
-    "enable_checkpointing": "set callbacks.checkpoint=null to keep none",
-    "enable_model_summary": "add +callbacks.NAME._target_=lightning.pytorch.callbacks.ModelSummary",
-}
 
 _RULES: dict[str, checks.Rule] = {
     "seed": checks.NON_NEGATIVE_INT,

@@ -37,12 +37,7 @@ class LightningWorkarounds(Callback):
             trainer.val_check_batch = batch_idx + 1
 
 
-def order_callbacks(trainer: L.Trainer) -> None:
-    """Sort callbacks by `order` (default 0): some must run after Checkpoint callbacks, which Lightning puts last."""
-    trainer.callbacks.sort(key=lambda callback: getattr(callback, "order", 0))  # type: ignore[attr-defined]
-
-
-def fix_loop_state(checkpoint: dict[str, Any], *, validation_due: bool) -> None:
+def fix_loop_state(checkpoint: dict[str, Any]) -> None:
     """Correct the loop counters of a checkpoint before Lightning restores them.
 
     A run is one epoch of max_steps, so with a larger max_steps the last batch of the checkpoint is not the last any
@@ -50,7 +45,7 @@ def fix_loop_state(checkpoint: dict[str, Any], *, validation_due: bool) -> None:
     """
     loops = checkpoint["loops"]["fit_loop"]
     loops["epoch_loop.batch_progress"]["is_last_batch"] = False
-    if validation_due:
+    if checkpoint.get("validation_due"):
         started = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
         for counters in ("total", "current"):
             loops["epoch_loop.val_loop.batch_progress"][counters] |= started

@@ -8,12 +8,13 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from omegaconf import DictConfig
 from torch import Tensor
 
 from minigpt.checkpoints.find import BEST
-from minigpt.runs.progress import Progress
+from minigpt.runs.loggers import Progress
 from minigpt.runs.resume_state import gather_objects
-from minigpt.runs.run_dir import METRICS, append_log, read_metrics, short_path
+from minigpt.runs.run_dir import METRICS, append_log, read_metrics, short_path, update_latest_link
 from minigpt.utils.errors import Diverged
 from minigpt.utils.terminal import sanitize_line, warn
 
@@ -43,30 +44,25 @@ class MetricsCallback(Callback):
     """Log metrics every `log_every` steps and at every validation.
 
     Losses are means over the steps since the last row and over all ranks. Speeds exclude validation and sampling.
-
-    Args:
-        log_every: optimizer steps between rows.
-        tokens_per_step: over all ranks.
-        started: `time.perf_counter()` when the run started.
+    `started` is `time.perf_counter()` when the run started.
 
     Raises:
         Diverged: the loss or the gradient is NaN or infinite, on every rank at the same step. A CPU checks the norm of
             the gradient at every step; a GPU, where reading it would wait, the losses of a row.
     """
 
-    def __init__(self, *, log_every: int, tokens_per_step: int, started: float) -> None:
-        self.log_every, self.tokens_per_step, self.started = log_every, tokens_per_step, started
-        self.seconds = 0.0  # of training
-        self._clock = self._logged_seconds = 0.0
+    def __init__(self, cfg: DictConfig, *, started: float) -> None:
+        self.log_every, self.started = cfg.log_every, started
+        self.tokens_per_step = cfg.data.batch_size * cfg.trainer.accumulate_grad_batches * cfg.model.block_size
+        self.seconds = self._logged_seconds = 0.0  # of training
+        self._clock: float | None = None  # until when `seconds` are counted; None before training and during validation
         self._logged_step = 0
-        self._paused = False
         self._losses: list[Tensor] = []  # of the batches since the last row
         self._resumed_losses: list[list[float]] = []  # the same per rank, from a checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state from which a resumed run logs the same next row as an uninterrupted one."""
-        if not self._paused:
-            self._stop_clock()
+        self._update_seconds()
         return {
             "seconds": self.seconds,
             "wall_seconds": time.perf_counter() - self.started,
@@ -90,19 +86,17 @@ class MetricsCallback(Callback):
             same = len(losses) == trainer.world_size
             self._losses = list(losses[trainer.global_rank] if same else losses.mean(0))
         if trainer.is_global_zero:
+            update_latest_link(Path(trainer.default_root_dir))
             for line in banner(trainer, pl_module, self.tokens_per_step):
                 append_log(Path(trainer.default_root_dir), line)
         warmup = pl_module.schedule.keywords.get("warmup_steps", 0)
         if warmup >= trainer.max_steps:
-            warn(
-                f"schedule.warmup_steps={warmup} is not below max_steps={trainer.max_steps}: "
-                "no step has the peak learning rate"
-            )
-        self._clock = time.perf_counter()
+            setting = f"schedule.warmup_steps={warmup} is not below max_steps={trainer.max_steps}"
+            warn(f"{setting}: no step has the peak learning rate")
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self._paused:  # during validation, sampling and checkpoints
-            self._paused, self._clock = False, time.perf_counter()
+        if self._clock is None:
+            self._clock = time.perf_counter()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._losses.append(outputs["loss"])  # divided by accumulate_grad_batches
@@ -115,14 +109,13 @@ class MetricsCallback(Callback):
             self._log(trainer, pl_module, step)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._stop_clock()
-        self._paused = True
+        self._update_seconds()
+        self._clock = None
 
     def on_validation_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
         batch = trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.ready
-        for logger in trainer.loggers:
-            if isinstance(logger, Progress):
-                logger.show_validation(batch, int(trainer.num_val_batches[0]))
+        for progress in (logger for logger in trainer.loggers if isinstance(logger, Progress)):
+            progress.show_validation(batch, int(trainer.num_val_batches[0]))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         metrics = {name: float(trainer.callback_metrics[name]) for name in ("val_loss", "val_bits_per_byte")}
@@ -142,7 +135,6 @@ class MetricsCallback(Callback):
             "best_val_bits_per_byte": dict(columns.get("val_bits_per_byte", [])).get(best_step or 0),
             "best_step": best_step,
             "steps": trainer.global_step,
-            "stopped_early": bool(early_stopping_reason(trainer)),
             "tokens": tokens,
             "params": pl_module.model.num_params(),
             "flops": tokens * pl_module.model.config.flops_per_token(),
@@ -155,16 +147,17 @@ class MetricsCallback(Callback):
             "checkpoint": BEST if (folder / BEST).exists() else None,
         }
 
-    def _stop_clock(self) -> None:
-        now = time.perf_counter()
-        self.seconds += now - self._clock
-        self._clock = now
+    def _update_seconds(self) -> None:
+        if self._clock is not None:
+            now = time.perf_counter()
+            self.seconds += now - self._clock
+            self._clock = now
 
     def _log(self, trainer: L.Trainer, pl_module: Any, step: int) -> None:
         steps = step - self._logged_step
         by_step = torch.stack(self._losses).view(steps, -1).sum(1)  # (steps,)
         losses: list[float] = trainer.strategy.reduce(by_step, reduce_op="mean").tolist()  # waits for a GPU
-        self._stop_clock()
+        self._update_seconds()
         self._losses.clear()
         for logged_step, loss in enumerate(losses, self._logged_step + 1):
             if not isfinite(loss):
@@ -193,14 +186,14 @@ def banner(trainer: L.Trainer, pl_module: Any, tokens_per_step: int) -> list[str
     corpus, model = trainer.datamodule.corpus, pl_module.model  # type: ignore[attr-defined]
     config, steps = model.config, trainer.max_steps - trainer.global_step
     n_tokens, n_train, tokenizer = steps * tokens_per_step, corpus.train.tokens, corpus.tokenizer.to_dict()["name"]
+    shape = ", ".join(f"{name} {getattr(config, name)}" for name in ("n_layer", "n_head", "n_embd", "block_size"))
     resumed = f" from step {trainer.global_step:,}" if trainer.global_step else ""
+    epochs, flops = f"{n_tokens / n_train:.2f} epochs", f"{n_tokens * config.flops_per_token():.3g} FLOPs"
     ranks = f"{trainer.world_size} × " if trainer.world_size > 1 else ""
     rows = {
-        "model": f"{model.num_params():,} parameters: n_layer {config.n_layer}, n_head {config.n_head}, "
-        f"n_embd {config.n_embd}, block_size {config.block_size}",
+        "model": f"{model.num_params():,} parameters: {shape}",
         "data": f"{corpus.name}, {n_train:,} training tokens; tokenizer {tokenizer}, vocab_size {config.vocab_size:,}",
-        "training": f"{steps:,} steps{resumed}, {n_tokens:,} tokens ({n_tokens / n_train:.2f} epochs), "
-        f"{n_tokens * model.config.flops_per_token():.3g} FLOPs",
+        "training": f"{steps:,} steps{resumed}, {n_tokens:,} tokens ({epochs}), {flops}",
         "device": f"{ranks}{device_name(pl_module.device)}, precision {trainer.precision}",
         "run folder": str(short_path(Path(trainer.default_root_dir))),
     }
@@ -225,4 +218,4 @@ def device_name(device: torch.device) -> str:
 
 def peak_flops(device: torch.device) -> float | None:
     """Return the bfloat16 peak of a known GPU, FLOPs per second; None for others and for a CPU."""
-    return PEAK_FLOPS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return PEAK_FLOPS.get(device_name(device))

@@ -3,22 +3,11 @@
 import os
 import re
 import time
-from pathlib import Path
 from typing import Any
 
 from minigpt.utils.ranks import started_together
 
 _open_stores: list[Any] = []  # keeps rank 0's store alive, which the other ranks read
-
-
-def resolve_links(overrides: list[str]) -> list[str]:
-    """Replace a link in `resume=runs/latest` by the run that it points at: it moves when the new run starts."""
-    resolved = []
-    for override in overrides:
-        path = Path(override.removeprefix("resume="))
-        is_link = override.startswith("resume=") and path.resolve() != path.absolute()
-        resolved.append(f"resume={quote_override(path.resolve())}" if is_link else override)
-    return resolved
 
 
 def quote_override(value: object) -> str:
@@ -32,17 +21,14 @@ def shared_arguments(arguments: list[str]) -> list[str]:
 
     Without it each rank would name a run folder after the second at which it started.
     """
-    arguments = resolve_links(arguments)
     if started_together() is None:
         return arguments
-    from datetime import timedelta
-
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     env = os.environ
     if "TORCHELASTIC_RUN_ID" in env:  # its agent serves a store
         rank, key = int(env["RANK"]), f"minigpt/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-        store = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=timedelta(minutes=5))
+        store = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]))
     else:
         from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 

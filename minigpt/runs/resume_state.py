@@ -1,7 +1,7 @@
 """Callbacks that make a resumed run equal an uninterrupted one bit for bit: RNG, a due validation, the EMA."""
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import lightning.pytorch as L
 import torch
@@ -13,15 +13,9 @@ from minigpt.ema import EMA
 from minigpt.runs.lightning_workarounds import fix_loop_state
 from minigpt.utils.errors import UserError
 
-T = TypeVar("T")
-
 
 class ResumeState(Callback):
-    """Save and restore random state, a due validation, and what identifies the run.
-
-    Args:
-        contents: model config, tokenizer, run config …, from `checkpoints.resume.contents`.
-    """
+    """Save and restore random state, a due validation, and `contents` (of `checkpoints.resume`), which identify it."""
 
     def __init__(self, contents: Mapping[str, Any]) -> None:
         self.contents = contents
@@ -39,7 +33,7 @@ class ResumeState(Callback):
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         self.rng = checkpoint["rng"]
-        fix_loop_state(checkpoint, validation_due=bool(checkpoint.get("validation_due")))
+        fix_loop_state(checkpoint)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         if self.rng is not None:
@@ -58,12 +52,11 @@ class ResumeState(Callback):
 class EMACallback(Callback):
     """Validate, sample and save an exponential moving average of the weights (config key `ema_decay`)."""
 
-    order = 2  # its average stays in place until checkpoints are saved and samples written
+    ema: EMA
+    restored: tuple[dict[str, Any], int] | None = None  # averages and updates, from a checkpoint
 
     def __init__(self, decay: float) -> None:
         self.decay = decay
-        self.ema: EMA | None = None  # starts with the training
-        self.restored: tuple[dict[str, Any], int] | None = None  # averages and updates, from a checkpoint
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if "ema" in checkpoint:
@@ -81,17 +74,15 @@ class EMACallback(Callback):
             self.restored = None
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.ema and (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             self.ema.update()
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        if self.ema:
-            weights, averages = self.ema.state_dicts(pl_module.state_dict)
-            checkpoint.update(state_dict=weights, ema=averages, ema_updates=self.ema.updates)
+        weights, averages = self.ema.state_dicts(pl_module.state_dict)
+        checkpoint.update(state_dict=averages, unaveraged=weights, ema_updates=self.ema.updates)
 
     def _swap(self, *args: Any, **kwargs: Any) -> None:
-        if self.ema:
-            self.ema.swap()
+        self.ema.swap()
 
     on_validation_start = on_validation_end = on_train_end = _swap  # the final sample is from the averages too
 
@@ -108,7 +99,7 @@ def apply_config(trainer: L.Trainer, pl_module: Any) -> None:
     scheduler.base_lrs = fresh_scheduler.base_lrs
 
 
-def gather_objects(mine: T) -> list[T]:
+def gather_objects(mine: Any) -> list[Any]:
     """Return every rank's object, by rank; all ranks must call it."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return [mine]

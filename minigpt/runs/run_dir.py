@@ -1,12 +1,11 @@
 """A run folder: its lock, `runs/latest`, logs, metrics and summary."""
 
 import csv
-import json
 import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from minigpt.utils.errors import UserError
-from minigpt.utils.files import atomic_write, read_json
+from minigpt.utils.files import atomic_write, read_json, write_json
 from minigpt.utils.ranks import is_rank_zero
 from minigpt.utils.terminal import escape_control_chars, sanitize_line, warn
 
@@ -27,7 +26,7 @@ _SAMPLE_HEADER = re.compile(r"(?m)^(?=── step \d+, validation loss)")
 
 @contextmanager
 def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
-    """Lock a run folder and point `latest` at it; remove it if the run wrote nothing.
+    """Lock a run folder; remove it if the run wrote nothing.
 
     Args:
         resume: the folder may hold a run, which continues.
@@ -51,17 +50,11 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
         for pattern in (".*.partial", "checkpoints/.*.partial", "checkpoints/.tmp*"):  # of killed runs
             for partial in folder.glob(pattern):
                 partial.unlink(missing_ok=True)
-        real = folder.resolve()  # it may be the link `latest` itself
-        in_sweep = (real.parent / PLAN).exists()  # whose jobs print to log.txt
-        previous = None if in_sweep else update_latest_link(real)
         try:
             yield
         finally:
-            if {entry.name for entry in folder.iterdir()} <= {".hydra", _LOCK, *([] if in_sweep else [LOG])}:
-                shutil.rmtree(real)
-                latest = real.parent / LATEST
-                if latest.is_symlink() and latest.readlink() == Path(real.name):  # no newer run moved it
-                    _set_link(latest, previous)
+            if {entry.name for entry in folder.iterdir()} <= {".hydra", _LOCK}:
+                shutil.rmtree(folder.resolve())  # it may be the link `latest`
 
 
 def is_locked(folder: Path) -> bool:
@@ -77,20 +70,14 @@ def is_locked(folder: Path) -> bool:
         return False
 
 
-def update_latest_link(folder: Path) -> Path | None:
-    """Point `latest`, beside a folder, at it; return its previous target."""
+def update_latest_link(folder: Path) -> None:
+    """Point `latest`, beside a folder, at it; the runs of a sweep have no such link."""
     folder = folder.resolve()
-    latest = folder.parent / LATEST
-    previous = latest.readlink() if latest.is_symlink() else None
-    _set_link(latest, Path(folder.name))
-    return previous
-
-
-def _set_link(link: Path, target: Path | None) -> None:
+    if (folder.parent / PLAN).exists():
+        return
     with suppress(OSError):  # some file systems have no links
-        link.unlink(missing_ok=True)
-        if target is not None:
-            link.symlink_to(target, target_is_directory=True)
+        (folder.parent / LATEST).unlink(missing_ok=True)
+        (folder.parent / LATEST).symlink_to(folder.name, target_is_directory=True)
 
 
 def append_log(folder: Path, line: str, *, show: bool = True) -> None:
@@ -109,52 +96,57 @@ def truncate_logs(folder: Path, step: int) -> None:
     (folder / SUMMARY).unlink(missing_ok=True)
     metrics, samples = folder / METRICS, folder / SAMPLES
     if metrics.exists():
-        header, *rows = metrics.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) or [""]
-        rows = [row for row in rows if row.endswith("\n")]  # a killed run may have cut the last one
-        valid = [row for row in rows if _is_valid_row(row, header)]
+        names, rows = read_rows(metrics)
+        valid = [row for row in rows if _parse(row)]
         if len(valid) < len(rows):
             warn(f"{metrics} is damaged; {len(rows) - len(valid)} of its rows are dropped")
-        kept = [row for row in valid if int(row.partition(",")[0]) <= step]
-        _replace(metrics, [header, *kept] if kept else [])
+        if kept := [row for row in valid if int(row["step"]) <= step]:
+            write_rows(metrics, names, kept)
+        else:
+            metrics.unlink()
     if samples.exists():
         sections = _SAMPLE_HEADER.split(samples.read_text(encoding="utf-8", errors="replace"))[1:]
-        _replace(samples, [section for section in sections if int(section.split()[2].rstrip(",")) <= step])
-
-
-def _is_valid_row(row: str, header: str) -> bool:
-    names, values = header.strip().split(","), row.strip().split(",")
-    try:
-        numbers = [float(value) for value in values if value]
-    except ValueError:
-        return False
-    return names[0] == "step" and len(names) == len(values) and values[0].isdecimal() and len(numbers) > 1
-
-
-def _replace(file: Path, lines: list[str]) -> None:
-    if not lines:
-        file.unlink()
-        return
-    with atomic_write(file) as partial:
-        partial.write_text("".join(lines), encoding="utf-8", newline="")
+        with atomic_write(samples) as partial, open(partial, "w", encoding="utf-8", newline="") as file:
+            file.writelines(section for section in sections if int(section.split()[2].rstrip(",")) <= step)
 
 
 def read_metrics(file: Path) -> dict[str, list[tuple[int, float]]]:
     """Read the columns of `metrics.csv`, each a list of (step, value).
 
     Raises:
-        ValueError: a row is damaged; an incomplete last line is ignored.
+        ValueError: a row is damaged.
     """
     columns: dict[str, list[tuple[int, float]]] = {}
-    with open(file, newline="", encoding="utf-8") as lines:
-        for row in csv.DictReader(line for line in lines if line.endswith("\n")):
-            try:
-                step = int(row.pop("step"))
-                for name, value in row.items():
-                    if value:
-                        columns.setdefault(name, []).append((step, float(value)))
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"a row is not a measurement: {error}") from error
+    for row in read_rows(file)[1]:
+        if (parsed := _parse(row)) is None:
+            raise ValueError(f"a row is not a measurement: {','.join(map(str, row.values()))}")
+        for name, value in parsed[1].items():
+            columns.setdefault(name, []).append((parsed[0], value))
     return columns
+
+
+def read_rows(file: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Read the column names and the rows of `metrics.csv`; an incomplete last line, of a killed run, is ignored."""
+    with open(file, newline="", encoding="utf-8", errors="replace") as lines:
+        reader = csv.DictReader((line for line in lines if line.endswith("\n")), quoting=csv.QUOTE_NONE)
+        return list(reader.fieldnames or []), list(reader)
+
+
+def write_rows(file: Path, names: Sequence[str], rows: Iterable[Mapping[str, str]]) -> None:
+    """Write `metrics.csv`."""
+    with atomic_write(file) as partial, open(partial, "w", newline="", encoding="utf-8") as output:
+        writer = csv.DictWriter(output, names)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _parse(row: Mapping[str, str]) -> tuple[int, dict[str, float]] | None:
+    """Return the step and the metrics of a row; None if the row is damaged."""
+    try:
+        metrics = {name: float(value) for name, value in row.items() if name != "step" and value != ""}
+        return (int(row["step"]), metrics) if metrics else None
+    except (KeyError, TypeError, ValueError):  # also of a row that is too short or too long
+        return None
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
@@ -175,8 +167,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     """Write `summary.json`."""
     folder.mkdir(parents=True, exist_ok=True)
-    with atomic_write(folder / SUMMARY) as partial:
-        partial.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / SUMMARY, summary)
 
 
 def write_failure(folder: Path, reason: str) -> None:

@@ -8,15 +8,13 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from minigpt.checkpoints.format import read
-from minigpt.checkpoints.models import load_checkpoint
 from minigpt.data.tokenizer import Tokenizer, encode_prompt
 from minigpt.generation import generate
 from minigpt.generation_settings import check_settings
 from minigpt.interpret.attention_maps import attention_maps, token_texts
 from minigpt.interpret.plots import plot_maps
 from minigpt.model import GPT
-from minigpt.runs.run_dir import METRICS, SAMPLES, read_metrics
+from minigpt.runs.run_dir import SAMPLES
 from minigpt.runs.wandb_logger import wandb_loggers
 from minigpt.utils.checks import POSITIVE_INT
 from minigpt.utils.cli import error_text
@@ -25,26 +23,24 @@ from minigpt.utils.files import sync
 from minigpt.utils.terminal import warn
 
 
-class AfterCheckpoint(Callback):
-    """Base of callbacks that log output of the model after each checkpoint; an error in them is a warning."""
+class OutputCallback(Callback):
+    """Base of callbacks that log output of the model at every validation; an error in them is a warning.
 
-    order = 1  # after CheckpointCallback, and before the EMA swaps the weights back
+    They run before the checkpoint is saved, so that a resumed run neither lacks nor repeats an output.
+    """
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self.warn_on_error(trainer.global_step, self.log_output, trainer, pl_module)
-
-    def warn_on_error(self, step: int, function: Any, *args: Any) -> None:
         try:
-            function(*args)
+            self.log_output(trainer, pl_module)
         except Exception as error:
-            warn(f"{type(self).__name__} failed at step {step}: {error_text(error)}")
+            warn(f"{type(self).__name__} failed at step {trainer.global_step}: {error_text(error)}")
 
     def log_output(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Compute the output on all ranks, because sharded weights are gathered by all; write it on rank 0."""
         raise NotImplementedError
 
 
-class Samples(AfterCheckpoint):
+class Samples(OutputCallback):
     """Append a sample to `samples.txt` at every validation, and send it to Weights & Biases.
 
     Args:
@@ -60,32 +56,13 @@ class Samples(AfterCheckpoint):
         self.prompt_ids = torch.as_tensor(encode_prompt(self.tokenizer, self.prompt)).long()  # (T,)
         self.file = Path(trainer.default_root_dir) / SAMPLES
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        """Write the sample that is missing because the resumed run was killed just after its checkpoint."""
-        resumed = trainer.ckpt_path
-        if resumed and trainer.is_global_zero and Path(resumed).resolve().parents[1] == self.file.parent.resolve():
-            self.warn_on_error(0, self._write_missing, trainer, resumed)
-
-    def _write_missing(self, trainer: L.Trainer, resumed: str) -> None:
-        metrics = self.file.with_name(METRICS)
-        losses = dict(read_metrics(metrics).get("val_loss", [])) if metrics.exists() else {}
-        step = int(read(Path(resumed), device="cpu")["global_step"])
-        written = self.file.read_text(encoding="utf-8", errors="replace") if self.file.exists() else ""
-        if step in losses and f"── step {step}, " not in written:
-            model, _ = load_checkpoint(resumed, device=trainer.strategy.root_device)
-            self._write(trainer, model, step, losses[step])
-
     def log_output(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self._write(trainer, pl_module.model, trainer.global_step, float(trainer.callback_metrics["val_loss"]))
-
-    def _write(self, trainer: L.Trainer, model: GPT, step: int, loss: float) -> None:
-        text = self.prompt + sample_text(model, self.tokenizer, self.prompt_ids, **self.settings)
-        if not trainer.is_global_zero:
-            return
-        with open(self.file, "a", encoding="utf-8") as file:
-            file.write(f"── step {step}, validation loss {loss:.4f} ──\n{text.strip()}\n\n")
-        for wandb in wandb_loggers(trainer):
-            wandb.log_html("samples", text)
+        text = self.prompt + sample_text(pl_module.model, self.tokenizer, self.prompt_ids, **self.settings)
+        if trainer.is_global_zero:
+            with open(self.file, "a", encoding="utf-8") as file:
+                file.write(f"── {_title(trainer)} ──\n{text.strip()}\n\n")
+            for wandb in wandb_loggers(trainer):
+                wandb.log_html("samples", text)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         sync(self.file)
@@ -107,7 +84,7 @@ def final_sample(model: GPT, tokenizer: Tokenizer, *, seed: int) -> str:
         return ""
 
 
-class AttentionMaps(AfterCheckpoint):
+class AttentionMaps(OutputCallback):
     """Plot the attention of every head for one text to `attention/` and Weights & Biases at every validation.
 
     Args:
@@ -130,11 +107,13 @@ class AttentionMaps(AfterCheckpoint):
     def log_output(self, trainer: L.Trainer, pl_module: Any) -> None:
         with torch.compiler.set_stance("force_eager"):  # hooks would make a compiled model compile again
             weights, _ = attention_maps(pl_module.model, self.tokens.to(pl_module.device))
-        if not trainer.is_global_zero:
-            return
-        step, loss = trainer.global_step, float(trainer.callback_metrics["val_loss"])
-        self.folder.mkdir(exist_ok=True)
-        picture = self.folder / f"step-{step}.png"
-        plot_maps(picture, weights, self.texts, title=f"step {step}, validation loss {loss:.4f}")
-        for wandb in wandb_loggers(trainer):
-            wandb.log_image("attention", images=[str(picture)], step=step)
+        if trainer.is_global_zero:
+            self.folder.mkdir(exist_ok=True)
+            picture = self.folder / f"step-{trainer.global_step}.png"
+            plot_maps(picture, weights, self.texts, title=_title(trainer))
+            for wandb in wandb_loggers(trainer):
+                wandb.log_image("attention", images=[str(picture)], step=trainer.global_step)
+
+
+def _title(trainer: L.Trainer) -> str:
+    return f"step {trainer.global_step}, validation loss {float(trainer.callback_metrics['val_loss']):.4f}"

@@ -16,15 +16,11 @@ from minigpt.utils.signals import END_SIGNALS, REQUEUE_SIGNAL, Interrupted, rais
 class GracefulShutdown(Callback):
     """On a signal: finish the step, save `last.safetensors`, raise `Interrupted`. A second signal ends at once.
 
-    Args:
-        folder: the run folder.
-        sync_every: optimizer steps between the points at which several ranks exchange signals.
+    Several ranks exchange signals every `sync_every` optimizer steps.
     """
 
-    order = 3  # after the EMA is updated
-
-    def __init__(self, folder: Path, *, sync_every: int) -> None:
-        self.file, self.sync_every = folder / LAST, sync_every
+    def __init__(self, *, sync_every: int) -> None:
+        self.sync_every = sync_every
         self.received: int | None = None
         self._previous_handlers: dict[int, Any] = {}
 
@@ -62,5 +58,5 @@ class GracefulShutdown(Callback):
         norm: Any = trainer.lightning_module.grad_norm
         # After the last step the validation is still due, and after a divergence the last good checkpoint must stay.
         if trainer.global_step < trainer.max_steps and (norm is None or norm.isfinite()):
-            trainer.save_checkpoint(self.file)
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / LAST)
         raise Interrupted(signum)

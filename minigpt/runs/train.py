@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from minigpt import __version__
 from minigpt.runs import run_dir
 from minigpt.runs.config_checks import build_corpus_and_config
 from minigpt.utils.cli import error_text
@@ -26,9 +28,6 @@ ROOT = Path(__file__).resolve().parents[2]
 def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Train in this process, as `python scripts/train.py OVERRIDES` does; for notebooks.
 
-    Args:
-        overrides: of the config, in Hydra's grammar, such as "max_steps=100".
-
     Returns:
         The contents of `summary.json`, and the run folder as `folder`.
 
@@ -39,31 +38,25 @@ def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import open_dict
 
-    from minigpt.runs.processes import resolve_links
-
-    overrides = resolve_links(list(overrides))
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        cfg = compose("train", overrides=overrides, return_hydra_config=True)
+        cfg = compose("train", overrides=list(overrides), return_hydra_config=True)
     folder = Path(cfg.hydra.run.dir).absolute()
     with open_dict(cfg):
         cfg.hydra.runtime.output_dir = str(folder)
         HydraConfig.instance().set_config(cfg)
         del cfg["hydra"]
     (folder / ".hydra").mkdir(parents=True, exist_ok=True)
-    for name, content in (("config", cfg), ("overrides", OmegaConf.create(overrides))):
+    for name, content in (("config", cfg), ("overrides", OmegaConf.create(list(overrides)))):
         OmegaConf.save(content, folder / ".hydra" / f"{name}.yaml")
     train_in(folder, cfg)
     return {"folder": str(folder), **run_dir.read_summary(folder)}
 
 
 def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None) -> float | None:
-    """Lock a run folder and train in it.
+    """Lock a run folder, train in it, and return the best validation loss, nats per token.
 
     Args:
         resume_command: printed when a signal ends the run.
-
-    Returns:
-        The best validation loss, nats per token.
     """
     with raise_on_signal(), run_dir.lock_run_dir(folder, resume=cfg.resume == "auto"):
         try:
@@ -87,15 +80,11 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
     from minigpt.checkpoints.resume import check_same, contents, find_resumed
     from minigpt.model import GPT
     from minigpt.runs.curves import plot_curves
-    from minigpt.runs.datamodule import TokenDataModule
     from minigpt.runs.lightning_workarounds import is_resume_error
-    from minigpt.runs.loggers import MetricsCSV
     from minigpt.runs.metrics import MetricsCallback, early_stopping_reason
-    from minigpt.runs.progress import Progress
-    from minigpt.runs.resume_state import EMACallback, ResumeState
+    from minigpt.runs.resume_state import ResumeState
     from minigpt.runs.samples import final_sample
-    from minigpt.runs.shutdown import GracefulShutdown
-    from minigpt.runs.trainer import build_trainer
+    from minigpt.runs.trainer import TokenDataModule, build_trainer
     from minigpt.runs.wandb_logger import wandb_loggers
     from minigpt.training import LanguageModel
 
@@ -113,43 +102,25 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
             return done.get("best_val_loss")
     run_dir.truncate_logs(folder, step)
 
-    accumulate = cfg.trainer.accumulate_grad_batches
-    data = TokenDataModule(
-        corpus,
-        block_size=config.block_size,
-        batch_size=cfg.data.batch_size,
-        eval_batch_size=cfg.data.eval_batch_size,
-        n_batches=cfg.max_steps * accumulate,
-        n_eval_batches=cfg.eval_batches,
-        overfit_batches=cfg.data.overfit_batches,
-        seed=cfg.seed,
-    )
-    model = GPT(config)
     module = LanguageModel(
-        model,
+        GPT(config),
         optimizer=partial_from_config(cfg.optimizer),
         schedule=partial_from_config(cfg.schedule),
         max_steps=cfg.max_steps,
         bytes_per_token=corpus.val_bytes_per_token,
         compile=cfg.compile,
     )
-    tokens_per_step = cfg.data.batch_size * accumulate * config.block_size
-    metrics = MetricsCallback(log_every=cfg.log_every, tokens_per_step=tokens_per_step, started=started)
-    state = ResumeState(saved)
-    callbacks = [metrics, state, GracefulShutdown(folder, sync_every=cfg.log_every)]
-    if cfg.ema_decay is not None:
-        callbacks.append(EMACallback(cfg.ema_decay))
-    loggers = [MetricsCSV(folder / run_dir.METRICS), Progress(cfg.max_steps, folder / run_dir.LOG)]
-    trainer = build_trainer(cfg, folder, callbacks, loggers)
+    metrics, state = MetricsCallback(cfg, started=started), ResumeState(saved)
+    trainer = build_trainer(cfg, folder, metrics, state)
     torch.manual_seed(cfg.seed + trainer.global_rank)  # a dropout mask per rank
 
     status, reason, sample = "failed", "", ""
     try:
         for logger in trainer.loggers:
             logger.log_hyperparams(resolved)
-        trainer.fit(module, data, ckpt_path=resume)
-        if (folder / BEST).exists():  # as sample.py loads it
-            model = load_checkpoint(folder / BEST, device=module.device)[0]
+        trainer.fit(module, TokenDataModule(corpus, cfg), ckpt_path=resume)
+        best = folder / BEST  # as sample.py loads it
+        model = load_checkpoint(best, device=module.device)[0] if best.exists() else module.model
         sample = final_sample(model, corpus.tokenizer, seed=cfg.seed)
         status, reason = "completed", early_stopping_reason(trainer)
     except (Interrupted, KeyboardInterrupt, SystemExit):  # submitit ends a job with SystemExit
@@ -164,6 +135,7 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
         summary = metrics.summary(trainer, module) | {
             "status": status,
             "reason": reason,
+            "stopped_early": status == "completed" and reason != "",
             "seed": cfg.seed,
             "eval_batches": cfg.eval_batches,
             "corpus": corpus.name,
@@ -185,11 +157,6 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
 
 def provenance() -> dict[str, Any]:
     """Return the provenance of a run: command, host, versions and git commit."""
-    import lightning
-    import torch
-
-    from minigpt import __version__
-
     command, described = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"], None
     if (ROOT / ".git").exists():
         with suppress(OSError, subprocess.SubprocessError):  # git may be missing
@@ -198,7 +165,7 @@ def provenance() -> dict[str, Any]:
     return {
         "command": " ".join(sys.argv),
         "host": platform.node(),
-        "versions": versions | {"torch": str(torch.__version__), "lightning": str(lightning.__version__)},
+        "versions": versions | {name: version(name) for name in ("torch", "lightning")},
         "commit": described and described.removesuffix("-dirty"),
         "dirty": described and described.endswith("-dirty"),
     }

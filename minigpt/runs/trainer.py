@@ -1,4 +1,4 @@
-"""Build the Lightning Trainer of a run from `configs/trainer/`."""
+"""Build the Lightning Trainer of a run from `configs/trainer/`, and its data module."""
 
 import os
 from pathlib import Path
@@ -9,48 +9,52 @@ import torch
 from hydra.utils import instantiate
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import DictConfig
 
 from minigpt.checkpoints.format import read, write
+from minigpt.data.batches import Batches, ValidationBatches, WindowOrder
+from minigpt.data.token_files import Corpus
 from minigpt.runs.lightning_workarounds import (
     LightningWorkarounds,
     end_with_rank_zero,
     keep_freed_memory,
-    order_callbacks,
     silence_lightning,
 )
+from minigpt.runs.loggers import MetricsCSV, Progress
+from minigpt.runs.resume_state import EMACallback
+from minigpt.runs.run_dir import LOG, METRICS
+from minigpt.runs.shutdown import GracefulShutdown
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.ranks import started_together
 
 
-def build_trainer(cfg: DictConfig, folder: Path, callbacks: list[Any], loggers: list[Any]) -> L.Trainer:
-    """Build a Trainer whose budget is optimizer steps.
-
-    Args:
-        cfg: the run configuration.
-        folder: the run folder.
-        callbacks, loggers: of every run; those of the config groups `callbacks` and `logger` are added.
+def build_trainer(cfg: DictConfig, folder: Path, *callbacks: Callback) -> L.Trainer:
+    """Build a Trainer whose budget is optimizer steps, with `callbacks`, and the callbacks and loggers of the config.
 
     Raises:
-        UserError: the device is missing, or Lightning rejects an option.
+        UserError: Lightning rejects an option, or the device is missing.
     """
     silence_lightning()
     keep_freed_memory()
     end_with_rank_zero()
-    callbacks = [LightningWorkarounds(), *callbacks, *instantiate_group(cfg.callbacks)]
+    # Samples are from the averages, which the EMA callback swaps out. The checkpoint of a shutdown is from after the
+    # update of the EMA. Lightning puts Checkpoint callbacks last.
+    callbacks = (LightningWorkarounds(), *callbacks, *instantiate_group(cfg.callbacks))
+    callbacks += () if cfg.ema_decay is None else (EMACallback(cfg.ema_decay),)
+    callbacks += (GracefulShutdown(sync_every=cfg.log_every),)
     options = instantiate(cfg.trainer, _convert_="all")
     started = started_together()
     if started and options["devices"] == 1 and options["strategy"] == "auto":
         options["num_nodes"], options["devices"] = started
         options["strategy"] = DDPStrategy(broadcast_buffers=False, gradient_as_bucket_view=True)
-    check_accelerator(options["accelerator"])
-    options["precision"] = resolve_precision(options["precision"], options["accelerator"])
+    if options["precision"] == "auto":
+        on_cuda = options["accelerator"] in ("auto", "cuda", "gpu") and torch.cuda.is_available()
+        options["precision"] = "bf16-mixed" if on_cuda and torch.cuda.is_bf16_supported() else "32-true"
     plugins: list[Any] = [CheckpointIO()]
     if SLURMEnvironment.detect() or (started and "TORCHELASTIC_RUN_ID" not in os.environ):
         plugins.append(SLURMEnvironment(auto_requeue=False))  # GracefulShutdown ends a run with the code for a requeue
-    loggers = [*loggers, *instantiate_group(cfg.logger)]
     torch.backends.cuda.matmul.allow_tf32 = True  # matrix products that stay in fp32 on a GPU
     try:
         trainer = L.Trainer(
@@ -60,8 +64,8 @@ def build_trainer(cfg: DictConfig, folder: Path, callbacks: list[Any], loggers: 
             val_check_interval=min(cfg.eval_every, cfg.max_steps) * cfg.trainer.accumulate_grad_batches,
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
-            callbacks=callbacks,
-            logger=loggers,
+            callbacks=list(callbacks),
+            logger=[MetricsCSV(folder / METRICS), Progress(cfg.max_steps, folder / LOG)],
             plugins=plugins,
             default_root_dir=folder,
             log_every_n_steps=1,
@@ -72,7 +76,7 @@ def build_trainer(cfg: DictConfig, folder: Path, callbacks: list[Any], loggers: 
         )
     except Exception as error:  # Lightning raises a dozen kinds for an option that it rejects
         raise UserError(f"the trainer cannot be built: {error}") from error
-    order_callbacks(trainer)
+    trainer.loggers = [*trainer.loggers, *instantiate_group(cfg.logger)]  # W&B starts a run
     return trainer
 
 
@@ -81,34 +85,50 @@ def instantiate_group(group: DictConfig) -> list[Any]:
     return [part for part in instantiate(group, _convert_="all").values() if part is not None]
 
 
-def check_accelerator(accelerator: str) -> None:
-    """Raise UserError if the machine has no such accelerator."""
-    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-    missing = {name for name, present in (("cuda", cuda), ("mps", mps), ("gpu", cuda or mps)) if not present}
-    expected, advice = "available on this machine", "use trainer=auto or trainer=cpu"
-    require("trainer.accelerator", accelerator, lambda name: name not in missing, expected, advice)
+class TokenDataModule(L.LightningDataModule):
+    """Training and validation batches of one rank, as the run configuration `cfg` sets them."""
 
+    def __init__(self, corpus: Corpus, cfg: DictConfig) -> None:
+        super().__init__()
+        self.corpus, self.cfg = corpus, cfg
 
-def resolve_precision(precision: Any, accelerator: str) -> Any:
-    """Replace "auto" by bf16-mixed on a CUDA GPU that has bfloat16, and by 32-true elsewhere."""
-    if precision != "auto":
-        return precision
-    on_cuda = accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available()
-    return "bf16-mixed" if on_cuda and torch.cuda.is_bf16_supported() else "32-true"
+    def train_dataloader(self) -> Batches:
+        trainer: Any = self.trainer
+        cfg, n = self.cfg, trainer.world_size
+        require("data.batch_size", cfg.data.batch_size, lambda size: size % n == 0, f"divisible by the {n} processes")
+        return Batches(
+            self.corpus.tokens("train"),
+            WindowOrder(self.corpus.train.tokens, cfg.model.block_size, cfg.seed),
+            batch_size=cfg.data.batch_size,
+            first=lambda: trainer.fit_loop.epoch_loop.batch_progress.current.ready,
+            stop=cfg.max_steps * cfg.trainer.accumulate_grad_batches,
+            repeat=cfg.data.overfit_batches,
+            **self._rank(),
+        )
+
+    def val_dataloader(self) -> ValidationBatches:
+        return ValidationBatches(
+            self.corpus.tokens("val"),
+            block_size=self.cfg.model.block_size,
+            batch_size=self.cfg.data.eval_batch_size,
+            n_batches=self.cfg.eval_batches,
+            **self._rank(),
+        )
+
+    def _rank(self) -> dict[str, Any]:
+        trainer: Any = self.trainer
+        device = trainer.strategy.root_device
+        return {"rank": trainer.global_rank, "world_size": trainer.world_size, "device": device}
 
 
 class CheckpointIO(TorchCheckpointIO):
     """Write and read the checkpoints of the Trainer as `minigpt.checkpoints.format` does.
 
     With an EMA, `state_dict` in the file is the average, which sampling loads, and `unaveraged` the weights that
-    training continues from. In the Trainer `state_dict` is the weights, and `ema` the average.
+    training continues from.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        if "ema" in checkpoint:
-            weights, average = checkpoint["state_dict"], checkpoint["ema"]
-            checkpoint = {**checkpoint, "state_dict": average, "unaveraged": weights}
-            del checkpoint["ema"]
         write(checkpoint, Path(path))
 
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:

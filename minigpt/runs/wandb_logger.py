@@ -1,4 +1,4 @@
-"""Weights & Biases: online with a key and a reachable server, else offline, and never a reason to stop a run."""
+"""Weights & Biases: online with a key and a server that answers, else offline, and never a reason to stop a run."""
 
 import os
 import sys
@@ -64,7 +64,7 @@ def wandb_logger(folder: str | Path, *, name: str | None, timeout: float, **opti
     Args:
         name: of the run; None is the name of the folder.
         timeout: seconds that training waits for the server at most.
-        options: project, entity, group and tags of `wandb.init`.
+        options: of `wandb.init`.
 
     Raises:
         UserError: W&B cannot start, not even offline.
@@ -74,14 +74,16 @@ def wandb_logger(folder: str | Path, *, name: str | None, timeout: float, **opti
     # wandb's error reports wait for an unresponsive server, for 20 s at exit.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     os.environ.setdefault("WANDB_SILENT", "true")
+    import requests
     import wandb
 
-    half = timeout * 0.5
+    half = timeout / 2
     settings = wandb.Settings(init_timeout=half, login_timeout=half, finish_timeout=timeout, silent=True, console="off")
     previous = sorted(Path(folder, "wandb").glob("*run-*-*"), key=lambda path: path.name.rpartition("run-")[2])
     run_id = previous[-1].name.rpartition("-")[2] if previous else None
     options |= {"id": run_id, "resume": "allow", "dir": str(folder), "name": name or Path(folder).name}
-    mode: Any = os.environ.get("WANDB_MODE") or ("online" if _is_reachable(timeout * 0.3) else "offline")
+    has_key = os.environ.get("WANDB_API_KEY") or requests.utils.get_netrc_auth(wandb.setup().settings.base_url)
+    mode: Any = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
     try:
         run = wandb.init(mode=mode, settings=settings, **options)
     except (wandb.errors.CommError, wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
@@ -99,17 +101,3 @@ def wandb_logger(folder: str | Path, *, name: str | None, timeout: float, **opti
 def wandb_loggers(trainer: L.Trainer) -> list[Wandb]:
     """Return the W&B loggers of a Trainer."""
     return [logger for logger in trainer.loggers if isinstance(logger, Wandb)]
-
-
-def _is_reachable(timeout: float) -> bool:
-    """Whether there is a key for W&B's server, and the server answers."""
-    import requests
-    import wandb
-
-    server = wandb.setup().settings.base_url
-    if not (os.environ.get("WANDB_API_KEY") or requests.utils.get_netrc_auth(server)):
-        return False
-    try:
-        return requests.head(server, timeout=timeout).status_code < 500
-    except requests.RequestException:
-        return False

@@ -8,13 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from minigpt import GPT, GPTConfig
 from minigpt.data import batches as module
 from minigpt.data.batches import Batches, ValidationBatches, WindowOrder, permute
 from minigpt.data.token_files import Corpus, Split
 from minigpt.data.tokenizer import CharTokenizer
-from minigpt.runs.datamodule import TokenDataModule
+from minigpt.runs.trainer import TokenDataModule
 from minigpt.utils.errors import UserError
 
 CPU = torch.device("cpu")
@@ -283,8 +284,9 @@ def token_data(folder, **changes):
         val=Split((), 0, 0, 0),
         provenance={},
     )
-    settings = {"block_size": 8, "batch_size": 4, "eval_batch_size": 4, "n_batches": 20, "seed": 3}
-    return TokenDataModule(corpus, **(settings | {"overfit_batches": 0} | changes))
+    data = {"batch_size": 4, "overfit_batches": 0, **changes}
+    cfg = {"data": data, "model": {"block_size": 8}, "trainer": {"accumulate_grad_batches": 1}}
+    return TokenDataModule(corpus, OmegaConf.create(cfg | {"max_steps": 20, "seed": 3}))
 
 
 def trainer(folder, max_steps):

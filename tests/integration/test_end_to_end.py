@@ -171,7 +171,7 @@ BAD_INPUT = {
     "data.path=short.txt": "a window needs model.block_size + 1 = 17",
     "hydra.run.dir=empty.txt/run": "not a directory",
     "data.folder=empty.txt/data": "not a directory",
-    "trainer.accelerator=cuda": "trainer.accelerator must be available on this machine, got cuda",
+    "trainer.accelerator=cuda": "the trainer cannot be built: `CUDAAccelerator` can not run on your system",
     "+trainer.color=red": "trainer.color is not an option; trainer takes accelerator,",
     "callbacks.samples.top_k=0": "top_k must be an integer",
     "callbacks.samples.prompt=Zebra": "the tokenizer has no id for 'Z'",

@@ -9,9 +9,8 @@ import pytest
 from matplotlib import image
 
 from minigpt.runs.curves import plot_curves
-from minigpt.runs.loggers import MetricsCSV
-from minigpt.runs.progress import Progress
-from minigpt.runs.run_dir import lock_run_dir, print_results, read_metrics, write_summary
+from minigpt.runs.loggers import MetricsCSV, Progress
+from minigpt.runs.run_dir import lock_run_dir, print_results, read_metrics, update_latest_link, write_summary
 from minigpt.utils.errors import UserError
 
 ORANGE = (255, 127, 14)  # the validation curve, in matplotlib's tab:orange
@@ -32,8 +31,14 @@ def new_folder(runs, name):
 def finished_run(runs, name):
     folder = new_folder(runs, name)
     with lock_run_dir(folder):
-        measure(folder)
+        start(folder)
     return folder
+
+
+def start(folder):
+    """Write what a run writes."""
+    update_latest_link(folder)
+    measure(folder)
 
 
 def measure(folder, *, validated=True, last=2.6):
@@ -101,8 +106,8 @@ def test_latest_points_at_the_newest_run_during_and_after_it(tmp_path):
     for name in ("first", "second", "third"):
         folder = new_folder(tmp_path, name)
         with lock_run_dir(folder):
+            start(folder)
             assert (tmp_path / "latest").resolve() == folder
-            measure(folder)
         assert (tmp_path / "latest").resolve() == folder
 
 
