@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -15,19 +16,27 @@ import numpy as np
 from minigpt.data.tokenizer import BPETokenizer, Ids, Tokenizer, from_dict, token_dtype
 from minigpt.utils.errors import RunError
 
+_SINGLE_PROCESS_BATCHES = 16  # tokenizing so few takes less time than starting other processes
+
 TokenizeBatch = list[tuple[int, bool, str]]  # split, whether a separator precedes the text, text
 
 
-def tokenize(tokenizer: Tokenizer, batches: Iterable[TokenizeBatch], processes: int) -> Iterator[list[Ids]]:
+def tokenize(tokenizer: Tokenizer, batches: Iterable[TokenizeBatch], processes: int | None) -> Iterator[list[Ids]]:
     """Tokenize batches of texts.
 
     Args:
-        processes: number of worker processes; 1 tokenizes in this process.
+        processes: number of worker processes, None for one per core; 1 tokenizes in this process.
 
     Yields:
         The ids of each split, per batch.
     """
-    if processes == 1 or not isinstance(tokenizer, BPETokenizer):  # others take less time than sending the text
+    from loky import cpu_count
+
+    processes, batches = processes or cpu_count(), iter(batches)
+    head = list(islice(batches, _SINGLE_PROCESS_BATCHES))
+    batches = chain(head, batches)
+    # Char and byte tokenizers take less time than sending the text.
+    if processes == 1 or not isinstance(tokenizer, BPETokenizer) or len(head) < _SINGLE_PROCESS_BATCHES:
         yield from (_encode(tokenizer, batch) for batch in batches)
         return
     pool = ProcessPoolExecutor(

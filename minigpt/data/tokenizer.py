@@ -77,9 +77,6 @@ class Tokenizer:
         """Return the plain data from which `from_dict` rebuilds the tokenizer."""
         raise NotImplementedError
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r}, vocab_size={self.vocab_size})"
-
 
 class CharTokenizer(Tokenizer):
     """One id per distinct character of a corpus, in code-point order, as in nanoGPT."""
@@ -95,10 +92,6 @@ class CharTokenizer(Tokenizer):
         self._unknown = self.vocab_size
         self._ids = np.full(int(points[-1]) + 2, self._unknown, dtype=token_dtype(self.vocab_size + 1))
         self._ids[points] = np.arange(len(points))  # code point -> id; the last entry is for all beyond
-        # bytes.translate is four times as fast as the table above, for texts in Latin-1 (one byte per character).
-        latin = np.full(256, 255, dtype=np.uint8)
-        latin[points[points < 256]] = np.arange((points < 256).sum())
-        self._latin = latin.tobytes()
         self.separator = np.flatnonzero(points == ord("\n")).astype(self._ids.dtype)
 
     @classmethod
@@ -108,12 +101,6 @@ class CharTokenizer(Tokenizer):
 
     def encode(self, text: str) -> Ids:
         """Raises UserError, with the characters, for any outside the alphabet."""
-        try:
-            row = text.encode("latin-1").translate(self._latin)
-        except UnicodeEncodeError:
-            row = b"\xff"
-        if b"\xff" not in row:
-            return np.frombuffer(row, dtype=np.uint8).astype(self._ids.dtype)
         ids = self._ids.take(_code_points(text), mode="clip")
         if ids.max(initial=0) == self._unknown:
             unknown = sorted({chr(point) for point in _code_points(text)[ids == self._unknown]})
