@@ -22,14 +22,7 @@ TokenizeBatch = list[tuple[int, bool, str]]  # split, whether a separator preced
 
 
 def tokenize(tokenizer: Tokenizer, batches: Iterable[TokenizeBatch], processes: int | None) -> Iterator[list[Ids]]:
-    """Tokenize batches of texts.
-
-    Args:
-        processes: number of worker processes, None for one per core; 1 tokenizes in this process.
-
-    Yields:
-        The ids of each split, per batch.
-    """
+    """Tokenize batches in `processes` (None: one per core); yield the ids of each split, per batch."""
     from loky import cpu_count
 
     processes, batches = processes or cpu_count(), iter(batches)
@@ -37,7 +30,7 @@ def tokenize(tokenizer: Tokenizer, batches: Iterable[TokenizeBatch], processes: 
     batches = chain(head, batches)
     # Char and byte tokenizers take less time than sending the text.
     if processes == 1 or not isinstance(tokenizer, BPETokenizer) or len(head) < _SINGLE_PROCESS_BATCHES:
-        yield from (_encode(tokenizer, batch) for batch in batches)
+        yield from (_encode(batch, tokenizer) for batch in batches)
         return
     pool = ProcessPoolExecutor(
         processes,
@@ -48,7 +41,7 @@ def tokenize(tokenizer: Tokenizer, batches: Iterable[TokenizeBatch], processes: 
     pending: deque[Future[list[Ids]]] = deque()
     try:
         for batch in batches:
-            pending.append(pool.submit(_encode_in_worker, batch))
+            pending.append(pool.submit(_encode, batch))
             if len(pending) > 3 * processes:  # bounds the texts in memory
                 yield pending.popleft().result()
         for ids in pending:
@@ -79,15 +72,12 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def _encode_in_worker(batch: TokenizeBatch) -> list[Ids]:
-    return _encode(_worker_tokenizer, batch)
-
-
-def _encode(tokenizer: Tokenizer, batch: TokenizeBatch) -> list[Ids]:
-    ids: list[list[Ids]] = [[], []]
+def _encode(batch: TokenizeBatch, tokenizer: Tokenizer | None = None) -> list[Ids]:
+    tokenizer = tokenizer or _worker_tokenizer
+    dtype = token_dtype(tokenizer.vocab_size)
+    ids: list[list[Ids]] = [[np.empty(0, dtype)], [np.empty(0, dtype)]]
     for split, separated, text in batch:
         if separated:
             ids[split].append(tokenizer.separator)
         ids[split].append(tokenizer.encode(text))
-    dtype = token_dtype(tokenizer.vocab_size)
-    return [np.concatenate([np.empty(0, dtype), *row]).astype(dtype, copy=False) for row in ids]
+    return [np.concatenate(row, dtype=dtype) for row in ids]

@@ -43,15 +43,11 @@ ENCODINGS = {  # tiktoken encoding -> pattern
 
 
 class Tokenizer:
-    """The interface of every tokenizer.
+    """The interface of every tokenizer."""
 
-    Attributes:
-        name: of the config group; vocab_size: number of ids; separator: ids between two documents.
-    """
-
-    name: str
+    name: str  # of the config group
     vocab_size: int
-    separator: Ids
+    separator: Ids  # between two documents
 
     @property
     def start(self) -> Ids:
@@ -88,10 +84,9 @@ class CharTokenizer(Tokenizer):
         if len(points) == 0 or (np.diff(points.astype(np.int64)) <= 0).any():
             raise UserError("the alphabet of a char tokenizer must be distinct characters in code-point order")
         self.alphabet, self.vocab_size = alphabet, len(points)
-        self._points = np.append(points, np.uint32(ord(REPLACEMENT)))  # id -> code point; the last is for invalid ids
-        self._unknown = self.vocab_size
-        self._ids = np.full(int(points[-1]) + 2, self._unknown, dtype=token_dtype(self.vocab_size + 1))
-        self._ids[points] = np.arange(len(points))  # code point -> id; the last entry is for all beyond
+        # Code point -> id; vocab_size if it has none. The last entry is for all beyond.
+        self._ids = np.full(int(points[-1]) + 2, self.vocab_size, dtype=token_dtype(self.vocab_size + 1))
+        self._ids[points] = np.arange(len(points))
         self.separator = np.flatnonzero(points == ord("\n")).astype(self._ids.dtype)
 
     @classmethod
@@ -100,10 +95,9 @@ class CharTokenizer(Tokenizer):
         return cls("".join(sorted(set(characters))))
 
     def encode(self, text: str) -> Ids:
-        """Raises UserError, with the characters, for any outside the alphabet."""
         ids = self._ids.take(_code_points(text), mode="clip")
-        if ids.max(initial=0) == self._unknown:
-            unknown = sorted({chr(point) for point in _code_points(text)[ids == self._unknown]})
+        if ids.max(initial=0) == self.vocab_size:
+            unknown = sorted(set(text) - set(self.alphabet))
             listed = ", ".join(map(repr, unknown[:10])) + (", …" if len(unknown) > 10 else "")
             raise UserError(
                 f"the tokenizer has no id for {listed}; its alphabet is the {self.vocab_size} characters "
@@ -112,11 +106,8 @@ class CharTokenizer(Tokenizer):
         return ids
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
-        """Decode ids; those beyond the alphabet (of a padded vocabulary) become the replacement character."""
-        chosen = np.asarray(ids, dtype=np.int64)
-        valid = (chosen >= 0) & (chosen < self.vocab_size)
-        points = self._points[np.where(valid, chosen, self.vocab_size)]
-        return points.astype("<u4").tobytes().decode("utf-32-le", errors="replace")
+        characters = dict(enumerate(self.alphabet))  # ids beyond it are of a padded vocabulary
+        return whole_characters("".join(characters.get(i, REPLACEMENT) for i in np.asarray(ids).tolist()))
 
     def decode_bytes(self, ids: Sequence[int] | Ids) -> bytes:
         return self.decode(ids).encode()
@@ -185,8 +176,7 @@ class BPETokenizer(Tokenizer):
     def train(cls, texts: Iterable[str], vocab_size: int) -> "BPETokenizer":
         """Merge the most frequent pairs until there are `vocab_size` ids, including SEPARATOR.
 
-        Raises:
-            UserError: the texts have too few pairs.
+        Raise UserError if the texts have too few pairs.
         """
         import rustbpe
 
@@ -222,20 +212,16 @@ class BPETokenizer(Tokenizer):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "BPETokenizer":
         """Raises UserError if the values are not those of `to_dict`."""
-        tokens, special, separated = values.get("tokens"), values.get("special"), values.get("separated")
-        if not (
-            isinstance(tokens, str)
-            and isinstance(special, Mapping)
-            and all(isinstance(key, str) and type(value) is int for key, value in special.items())
-            and max(special.values(), default=0) < tokens.count(" ") + (1 << 16)  # a vocabulary that fits in memory
-            and isinstance(separated, bool)
-        ):
-            raise UserError("a byte-pair encoding must have the keys tokens, special and separated, of their types")
         try:
-            decoded = [None if token == "-" else base64.b64decode(token, validate=True) for token in tokens.split(" ")]
-        except ValueError as error:
-            raise UserError(f"the tokens of a byte-pair encoding must be base64 ({error})") from error
-        return cls(values["name"], decoded, special, separated=separated)
+            texts, special, separated = values["tokens"].split(" "), values["special"], values["separated"]
+            tokens = [None if text == "-" else base64.b64decode(text, validate=True) for text in texts]
+            valid = all(isinstance(key, str) and type(value) is int for key, value in special.items())
+            fits_in_memory = max(special.values(), default=0) < len(tokens) + (1 << 16)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(f"the values of a byte-pair encoding are not valid ({error!r:.80})") from error
+        if not (valid and fits_in_memory and isinstance(separated, bool)):
+            raise UserError("a byte-pair encoding must have the keys tokens, special and separated, of their types")
+        return cls(values["name"], tokens, special, separated=separated)
 
     @cached_property
     def _encoding(self) -> "tiktoken.Encoding":
@@ -248,11 +234,7 @@ class BPETokenizer(Tokenizer):
 
 
 def from_dict(values: Mapping[str, Any]) -> Tokenizer:
-    """Rebuild a tokenizer from what its `to_dict` returned.
-
-    Raises:
-        UserError: the values do not describe a tokenizer.
-    """
+    """Rebuild a tokenizer from the result of `to_dict`; raise UserError if it does not describe one."""
     name = values.get("name") if isinstance(values, Mapping) else None
     if name == CharTokenizer.name and isinstance(values.get("alphabet"), str):
         return CharTokenizer(values["alphabet"])
@@ -264,11 +246,7 @@ def from_dict(values: Mapping[str, Any]) -> Tokenizer:
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Ids:
-    """Encode a prompt; an empty one becomes a separator, a new line, or the first id.
-
-    Raises:
-        UserError: the prompt has characters without an id.
-    """
+    """Encode a prompt, (T,); an empty one becomes a separator, a new line, or the first id."""
     return tokenizer.encode(prompt) if prompt else tokenizer.start
 
 
