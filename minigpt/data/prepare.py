@@ -38,19 +38,18 @@ _SYNC_BYTES = 1 << 25  # of ids between two journal entries
 def load_corpus(data: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Corpus:
     """Load the token files for the config groups data and tokenizer; write them first if there are none.
 
-    Raises:
-        UserError: there is no such text, it is empty or damaged, has too few documents or pairs of bytes, or the
-            data folder cannot be written.
+    Raise UserError if there is no such text, if it is empty or damaged, has too few documents or pairs of bytes, or if
+    the data folder cannot be written.
     """
     folder = Path(data["folder"])
     if data["train_bin"] is not None or data["val_bin"] is not None:
         return _load_bins(data, tokenizer, folder)
     sources = find_sources(data)
+    provenance = {"source_sha256": sources[0].sha256, "tokenizer": dict(tokenizer)}
     if len(sources) > 1:
-        rule = {"val_sha256": sources[1].sha256}
+        provenance["val_sha256"] = sources[1].sha256
     else:
-        rule = {key: data[key] for key in ("split", "val_fraction")}
-    provenance = {"source_sha256": sources[0].sha256, "tokenizer": dict(tokenizer)} | rule
+        provenance |= {"split": data["split"], "val_fraction": data["val_fraction"]}
     key = hashlib.sha256(json.dumps([FORMAT, provenance], sort_keys=True).encode()).hexdigest()
     target = folder / "tokens" / f"{sources[0].name[:40]}-{key[:12]}"
     if not (target / META).is_file():
@@ -112,12 +111,7 @@ def _build_tokenizer(settings: Mapping[str, Any], folder: Path, alphabet: str, t
 def _write_corpus(
     target: Path, sources: Sequence[Source], provenance: Mapping[str, Any], processes: int | None
 ) -> None:
-    """Write the files to a folder beside `target`, and rename it when it is complete.
-
-    Args:
-        sources: for training and, if it is separate, for validation.
-        provenance: checksums of the sources, and the config of the tokenizer and the split.
-    """
+    """Write the files to a folder beside `target`, and rename it when it is complete."""
     started, partial = time.monotonic(), target.with_name(f"{target.name}.partial")
     journal: dict[str, Any] = {"batches": 0, "bytes": [0, 0]}
     try:

@@ -39,13 +39,8 @@ class TextChunk(NamedTuple):
 def find_files(path: str, setting: str = "data.path") -> list[Path]:
     """Find the files of a path, sorted: one file, the files of a folder with known suffixes, or those of a pattern.
 
-    A file that is named, or matched by a pattern, may have any suffix. Hidden files of a folder are skipped.
-
-    Args:
-        setting: the config key of the path, for messages.
-
-    Raises:
-        UserError: there is no such file.
+    A file that is named, or matched by a pattern, may have any suffix. Hidden files of a folder are skipped. Raise
+    UserError with `setting`, the config key of the path, if there is no such file.
     """
     given = Path(path or "''").expanduser()  # Path("") would be the current folder
     if given.is_dir():
@@ -75,13 +70,9 @@ def content_suffix(file: Path) -> str:
 
 
 def read_documents(file: Path, field: str) -> Iterator[TextChunk]:
-    """Read the documents of a file.
+    """Read the documents of a file; `field` is the field of JSON Lines or column of Parquet that holds the text.
 
-    Args:
-        field: field of JSON Lines or column of Parquet that holds the text.
-
-    Raises:
-        UserError: the file is damaged, binary, not UTF-8, or has no such field.
+    Raise UserError if the file is damaged, binary, not UTF-8, or has no such field.
     """
     suffix = content_suffix(file)
     if suffix == ".parquet":
@@ -213,11 +204,7 @@ def no_text(kind: str, name: str, others: list[str]) -> str:
 
 
 def import_extra(module: str) -> Any:
-    """Import a package that only some kinds of data need.
-
-    Raises:
-        UserError: the package is not installed.
-    """
+    """Import a package that only some kinds of data need; raise UserError if it is not installed."""
     try:
         return import_module(module)
     except ImportError as error:

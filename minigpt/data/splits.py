@@ -45,10 +45,8 @@ def cut_by_fraction(lengths: Sequence[int], val_fraction: float) -> tuple[int, i
 def split_chunks(sources: Sequence[Source], rule: Mapping[str, Any], cut: tuple[int, int]) -> Iterator[SplitChunk]:
     """Read the chunks of all documents with the split of each.
 
-    Args:
-        sources: for training and, if it is separate, for validation.
-        rule: `split` and `val_fraction` of the data group, used for a single source.
-        cut: of split=fraction, by `cut_by_fraction`.
+    Two sources are the two splits. A single one is split by `rule`, which has `split` and `val_fraction` of the data
+    group; `cut` is the result of `cut_by_fraction` for split=fraction.
     """
     if len(sources) > 1:
         return _read(sources)
@@ -86,15 +84,12 @@ def _by_hash(chunks: Iterable[TextChunk], val_fraction: float) -> Iterator[Split
 
 
 class TextBatches:
-    """Iterate once over the texts of both splits in batches, and count them.
-
-    Attributes:
-        bytes: of UTF-8 in each split.
-        hashes: one per document of each split.
-    """
+    """Iterate once over the texts of both splits in batches, and count them."""
 
     def __init__(self, chunks: Iterable[SplitChunk]) -> None:
-        self.chunks, self.bytes, self.hashes = chunks, [0, 0], (array("Q"), array("Q"))
+        self.chunks = chunks
+        self.bytes = [0, 0]  # of UTF-8 in each split
+        self.hashes = (array("Q"), array("Q"))  # one per document of each split
 
     def __iter__(self) -> Iterator[TokenizeBatch]:
         batch: TokenizeBatch = []

@@ -40,22 +40,16 @@ class Split:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Token files of two splits and their tokenizer.
-
-    Args:
-        sha256: of the text.
-        stand_in: whether the text replaces one that could not be downloaded.
-        provenance: settings and figures of `prepare.py`; empty for nanoGPT's files.
-    """
+    """Token files of two splits and their tokenizer."""
 
     name: str
-    sha256: str
+    sha256: str  # of the text
     tokenizer: Tokenizer
     train: Split
     val: Split
     dtype: str = "uint16"
-    stand_in: bool = False
-    provenance: Mapping[str, Any] = field(default_factory=dict)
+    stand_in: bool = False  # whether the text replaces one that could not be downloaded
+    provenance: Mapping[str, Any] = field(default_factory=dict)  # of `prepare.py`; empty for nanoGPT's files
 
     @property
     def val_bytes_per_token(self) -> float:
@@ -112,11 +106,7 @@ class Tokens:
 
 
 def load(folder: Path) -> Corpus:
-    """Load the token files that `prepare.py` wrote.
-
-    Raises:
-        UserError: a file is missing, or does not have the size in `meta.json`.
-    """
+    """Load the files of `prepare.py`; raise UserError if one is missing or has another size than in `meta.json`."""
     try:
         meta = read_json(folder / META)
         require("dtype", meta["dtype"], *one_of(("uint16", "uint32")))
@@ -134,32 +124,27 @@ def load(folder: Path) -> Corpus:
 
 
 def from_bins(train_bin: Path, val_bin: Path, tokenizer: Tokenizer, checksum_cache: Path | None = None) -> Corpus:
-    """Read nanoGPT's token files in place: arrays of 16-bit ids.
+    """Read nanoGPT's token files, arrays of 16-bit ids, in place; `checksum_cache` is that of `checksums`.
 
-    Args:
-        checksum_cache: JSON file of earlier checksums; None disables caching.
-
-    Raises:
-        UserError: a file is missing or not such an array.
+    Raise UserError if a file is missing or not such an array.
     """
     for name, file in zip(SPLITS, (train_bin, val_bin), strict=True):
         if not file.is_file():
             raise UserError(f"data.{name}_bin={file} is not a file; give the path of a nanoGPT token file")
         if (size := file.stat().st_size) % 2 or not size:
             raise UserError(f"data.{name}_bin={file} has {size} bytes, not an array of 16-bit ids")
-    n_train, n_val = (file.stat().st_size // 2 for file in (train_bin, val_bin))
-    counts = Tokens(val_bin, "uint16", tokenizer.vocab_size).count_ids()
-    val_bytes, documents = n_val, 0
+    train, val = (Tokens(file, "uint16", tokenizer.vocab_size) for file in (train_bin, val_bin))
+    counts, documents = val.count_ids(), 0
     if isinstance(tokenizer, BPETokenizer):
-        val_bytes, documents = int(counts @ tokenizer.byte_lengths()), int(counts[tokenizer.separator[0]])
+        documents = int(counts[tokenizer.separator[0]])
         tokenizer = copy(tokenizer)
         tokenizer.separated = tokenizer.separated or documents > 0
     return Corpus(
         name=train_bin.name,
         sha256=hashlib.sha256("".join(checksums([train_bin, val_bin], checksum_cache)).encode()).hexdigest(),
         tokenizer=tokenizer,
-        train=Split(train_bin, n_train, 0, 0),
-        val=Split(val_bin, n_val, val_bytes, documents),
+        train=Split(train_bin, len(train), 0, 0),
+        val=Split(val_bin, len(val), int(counts @ tokenizer.byte_lengths()), documents),
     )
 
 

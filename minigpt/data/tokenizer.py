@@ -48,6 +48,7 @@ class Tokenizer:
     name: str  # of the config group
     vocab_size: int
     separator: Ids  # between two documents
+    token_bytes: Mapping[int, bytes]  # UTF-8 of each id; b"" for special tokens
 
     @property
     def start(self) -> Ids:
@@ -67,7 +68,12 @@ class Tokenizer:
 
     def decode_bytes(self, ids: Sequence[int] | Ids) -> bytes:
         """Decode ids to UTF-8, which may end within a character; special tokens are left out."""
-        raise NotImplementedError
+        unknown = REPLACEMENT.encode()
+        return b"".join(self.token_bytes.get(i, unknown) for i in np.asarray(ids).tolist())
+
+    def byte_lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return the bytes of text per id, (vocab_size,)."""
+        return np.array([len(self.token_bytes.get(i, b"")) for i in range(self.vocab_size)])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plain data from which `from_dict` rebuilds the tokenizer."""
@@ -84,6 +90,7 @@ class CharTokenizer(Tokenizer):
         if len(points) == 0 or (np.diff(points.astype(np.int64)) <= 0).any():
             raise UserError("the alphabet of a char tokenizer must be distinct characters in code-point order")
         self.alphabet, self.vocab_size = alphabet, len(points)
+        self.token_bytes = {i: whole_characters(character).encode() for i, character in enumerate(alphabet)}
         # Code point -> id; vocab_size if it has none. The last entry is for all beyond.
         self._ids = np.full(int(points[-1]) + 2, self.vocab_size, dtype=token_dtype(self.vocab_size + 1))
         self._ids[points] = np.arange(len(points))
@@ -105,13 +112,6 @@ class CharTokenizer(Tokenizer):
             )
         return ids
 
-    def decode(self, ids: Sequence[int] | Ids) -> str:
-        characters = dict(enumerate(self.alphabet))  # ids beyond it are of a padded vocabulary
-        return whole_characters("".join(characters.get(i, REPLACEMENT) for i in np.asarray(ids).tolist()))
-
-    def decode_bytes(self, ids: Sequence[int] | Ids) -> bytes:
-        return self.decode(ids).encode()
-
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, "alphabet": self.alphabet}
 
@@ -121,14 +121,11 @@ class ByteTokenizer(Tokenizer):
 
     name = "byte"
     vocab_size = 256
+    token_bytes = {i: bytes([i]) for i in range(256)}
     separator = np.array([ord("\n")], dtype=np.uint8)
 
     def encode(self, text: str) -> Ids:
         return np.frombuffer(bytearray(whole_characters(text).encode()), dtype=np.uint8)  # writable, for torch
-
-    def decode_bytes(self, ids: Sequence[int] | Ids) -> bytes:
-        unknown = REPLACEMENT.encode()
-        return b"".join(bytes([i]) if 0 <= i < 256 else unknown for i in np.asarray(ids).tolist())
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name}
@@ -159,7 +156,7 @@ class BPETokenizer(Tokenizer):
         self.name, self.tokens, self.special, self.separated = name, tokens, dict(special), separated
         self.vocab_size = max(len(tokens), max(special.values()) + 1)
         self._ranks, self._dtype = ranks, token_dtype(self.vocab_size)
-        self._bytes = dict.fromkeys(special.values(), b"") | {rank: token for token, rank in ranks.items()}
+        self.token_bytes = dict.fromkeys(special.values(), b"") | {rank: token for token, rank in ranks.items()}
         self.separator = np.array([special[SEPARATOR]], dtype=self._dtype)
 
     @classmethod
@@ -191,14 +188,6 @@ class BPETokenizer(Tokenizer):
 
     def encode(self, text: str) -> Ids:
         return self._encoding.encode_to_numpy(whole_characters(text), disallowed_special=()).astype(self._dtype)
-
-    def decode_bytes(self, ids: Sequence[int] | Ids) -> bytes:
-        unknown = REPLACEMENT.encode()
-        return b"".join(self._bytes.get(i, unknown) for i in np.asarray(ids).tolist())
-
-    def byte_lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return the bytes of text per id, (vocab_size,)."""
-        return np.array([len(self._bytes.get(i, b"")) for i in range(self.vocab_size)])
 
     @property
     def start(self) -> Ids:
