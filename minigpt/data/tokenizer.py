@@ -200,14 +200,10 @@ class BPETokenizer(Tokenizer):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "BPETokenizer":
-        """Raises UserError if the values are not those of `to_dict`."""
-        try:
-            texts, special, separated = values["tokens"].split(" "), values["special"], values["separated"]
-            tokens = [None if text == "-" else base64.b64decode(text, validate=True) for text in texts]
-            valid = all(isinstance(key, str) and type(value) is int for key, value in special.items())
-            fits_in_memory = max(special.values(), default=0) < len(tokens) + (1 << 16)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"the values of a byte-pair encoding are not valid ({error!r:.80})") from error
+        texts, special, separated = values["tokens"].split(" "), values["special"], values["separated"]
+        tokens = [None if text == "-" else base64.b64decode(text, validate=True) for text in texts]
+        valid = all(isinstance(key, str) and type(value) is int for key, value in special.items())
+        fits_in_memory = max(special.values(), default=0) < len(tokens) + (1 << 16)
         if not (valid and fits_in_memory and isinstance(separated, bool)):
             raise UserError("a byte-pair encoding must have the keys tokens, special and separated, of their types")
         return cls(values["name"], tokens, special, separated=separated)
@@ -224,13 +220,15 @@ class BPETokenizer(Tokenizer):
 
 def from_dict(values: Mapping[str, Any]) -> Tokenizer:
     """Rebuild a tokenizer from the result of `to_dict`; raise UserError if it does not describe one."""
-    name = values.get("name") if isinstance(values, Mapping) else None
-    if name == CharTokenizer.name and isinstance(values.get("alphabet"), str):
-        return CharTokenizer(values["alphabet"])
-    if name == ByteTokenizer.name:
-        return ByteTokenizer()
-    if isinstance(name, str) and name in (BPETokenizer.trained, *ENCODINGS):
-        return BPETokenizer.from_dict(values)
+    try:
+        if values["name"] == CharTokenizer.name:
+            return CharTokenizer(values["alphabet"])
+        if values["name"] == ByteTokenizer.name:
+            return ByteTokenizer()
+        if values["name"] in (BPETokenizer.trained, *ENCODINGS):
+            return BPETokenizer.from_dict(values)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"the description of a tokenizer is not valid ({error!r:.80})") from error
     raise UserError(f"unknown tokenizer {values!r:.80}; it must be char, byte, bpe, {', '.join(ENCODINGS)}")
 
 
