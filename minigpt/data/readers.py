@@ -171,7 +171,7 @@ def _read_jsonl(file: Path, field: str) -> Iterator[TextChunk]:
         except (ValueError, RecursionError) as error:
             raise UserError(f"{file}, line {number:,}: not JSON ({error})") from error
         if not isinstance(row, dict) or not isinstance(row.get(field), str):
-            raise UserError(f"{file}, line {number:,}: {no_text('field', field, text_keys(row))}")
+            raise UserError(f"{file}, line {number:,}: {no_text('field', field, row)}")
         yield TextChunk(whole_characters(row[field]), True)
 
 
@@ -185,20 +185,16 @@ def _read_parquet(file: Path, field: str) -> Iterator[TextChunk]:
             table = parquet.ParquetFile(raw)
             columns = [column.name for column in table.schema_arrow if str(column.type) in _ARROW_TEXT_TYPES]
             if field not in columns:
-                raise UserError(f"{file}: {no_text('column', field, columns)}")
+                raise UserError(f"{file}: {no_text('column', field, dict.fromkeys(columns, ''))}")
             for batch in table.iter_batches(batch_size=256, columns=[field]):
                 yield from (TextChunk(text or "", True) for text in batch.column(0).to_pylist())
         except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise UserError(f"{file} is not a complete Parquet file ({error})") from error
 
 
-def text_keys(row: Any) -> list[str]:
-    """Return the keys of a row that have text."""
-    return [key for key, value in row.items() if isinstance(value, str)] if isinstance(row, dict) else []
-
-
-def no_text(kind: str, name: str, others: list[str]) -> str:
-    """Return the message for a field or column without text."""
+def no_text(kind: str, name: str, row: Any) -> str:
+    """Return the message for a row whose field or column has no text."""
+    others = [key for key, value in row.items() if isinstance(value, str)] if isinstance(row, dict) else []
     listed = f"the {kind}s with text are {', '.join(others[:10])}" if others else f"there is no {kind} with text"
     return f"no text in {kind} {name}; {listed}; set data.field=…"
 

@@ -24,7 +24,6 @@ from minigpt.data.readers import (
     import_extra,
     no_text,
     read_documents,
-    text_keys,
 )
 from minigpt.data.tokenizer import whole_characters
 from minigpt.utils.downloads import download
@@ -171,7 +170,7 @@ def _stream(data: Mapping[str, Any], split: str) -> Iterator[TextChunk]:
         )
         for row in rows:
             if not isinstance(row.get(field), str):
-                raise UserError(f"{setting}: {no_text('column', field, text_keys(row))}")
+                raise UserError(f"{setting}: {no_text('column', field, row)}")
             yield TextChunk(whole_characters(row[field]), True)
     except (ValueError, FileNotFoundError) as error:
         raise UserError(f"{setting} cannot be read: {error}") from error
