@@ -228,7 +228,7 @@ def from_dict(values: Mapping[str, Any]) -> Tokenizer:
         if values["name"] in (BPETokenizer.trained, *ENCODINGS):
             return BPETokenizer.from_dict(values)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"the description of a tokenizer is not valid ({error!r:.80})") from error
+        raise UserError(f"damaged description of a tokenizer {values!r:.80} ({error!r:.80})") from error
     raise UserError(f"unknown tokenizer {values!r:.80}; it must be char, byte, bpe, {', '.join(ENCODINGS)}")
 
 
