@@ -6,6 +6,7 @@ cost of a batch does not depend on the size of the corpus, and a resumed run nee
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,7 @@ _MAX_DEVICE_TOKENS = 1 << 28  # a larger corpus stays on disk, and its batches a
 
 
 class WindowOrder:
-    """The order in which training reads the windows of `block_size` + 1 tokens.
-
-    Args:
-        n_tokens: length of the training split, more than block_size.
-        block_size: window length T in tokens; a window has one more, the last target.
-        seed: selects the order.
-    """
+    """The order in which training reads the windows of `block_size` + 1 tokens; the training split has more."""
 
     def __init__(self, n_tokens: int, block_size: int, seed: int) -> None:
         self.block_size, self.seed = block_size, seed
@@ -78,35 +73,24 @@ def permute(index: Array, n: int, keys: np.ndarray[Any, np.dtype[np.uint64]]) ->
     return x.astype(np.int64)
 
 
+@dataclass(eq=False)
 class Batches:
-    """Iterate over the training batches of one rank, as (tokens, targets), (B, T) each.
+    """Iterate over the training batches of one rank, as (tokens, targets), (B, T) each."""
 
-    Args:
-        tokens: the training split, (N,).
-        order: of the windows.
-        batch_size: windows per batch over all ranks; this rank reads rows rank, rank + world_size, ….
-        first: returns the index of the first batch when iteration starts.
-        stop: number of batches of the whole run.
-        repeat: number of batches that are repeated; 0 reads all.
-        device: of the batches.
-    """
+    tokens: Tokens  # the training split, (N,)
+    order: WindowOrder
+    _: KW_ONLY
+    batch_size: int  # windows per batch over all ranks; this rank reads rows rank, rank + world_size, …
+    rank: int
+    world_size: int
+    first: Callable[[], int]  # returns the index of the first batch when iteration starts
+    stop: int  # number of batches of the whole run
+    repeat: int  # number of batches that are repeated; 0 reads all
+    device: torch.device
 
-    def __init__(
-        self,
-        tokens: Tokens,
-        order: WindowOrder,
-        *,
-        batch_size: int,
-        rank: int,
-        world_size: int,
-        first: Callable[[], int],
-        stop: int,
-        repeat: int,
-        device: torch.device,
-    ) -> None:
-        self.order, self.batch_size, self.first, self.stop, self.repeat = order, batch_size, first, stop, repeat
-        self.rows = np.arange(rank, batch_size, world_size)
-        self.read_windows = WindowReader(tokens, order.block_size, device)
+    def __post_init__(self) -> None:
+        self.rows = np.arange(self.rank, self.batch_size, self.world_size)
+        self.read_windows = WindowReader(self.tokens, self.order.block_size, self.device)
 
     def __len__(self) -> int:
         return self.stop
@@ -121,35 +105,29 @@ class Batches:
                 yield self.read_windows(starts)
 
 
+@dataclass(eq=False)
 class ValidationBatches:
     """Iterate over the validation split in non-overlapping windows, as (tokens, targets), (B, T) each.
 
     A shorter last window is padded to (T,), with targets `IGNORE_INDEX`. The rows of a batch are spread over the
     ranks, so that all ranks have equally many batches, and the windows are the same on any number of ranks.
-
-    Args:
-        tokens: the validation split, (N,), at least two tokens.
-        n_batches: maximum number of batches, whose windows are spread evenly over the split; None: no maximum.
     """
 
-    def __init__(
-        self,
-        tokens: Tokens,
-        *,
-        block_size: int,
-        batch_size: int,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        n_batches: int | None = None,
-    ) -> None:
-        self.n_targets = len(tokens) - 1
-        total = -(-self.n_targets // block_size)
-        kept = total if n_batches is None else min(total, n_batches * batch_size)
+    tokens: Tokens  # the validation split, (N,), at least two tokens
+    _: KW_ONLY
+    block_size: int
+    batch_size: int  # windows per batch over all ranks
+    rank: int
+    world_size: int
+    device: torch.device
+    n_batches: int | None = None  # maximum, whose windows are spread evenly over the split; None: no maximum
+
+    def __post_init__(self) -> None:
+        self.n_targets = len(self.tokens) - 1
+        total = -(-self.n_targets // self.block_size)
+        kept = total if self.n_batches is None else min(total, self.n_batches * self.batch_size)
         self.windows = np.arange(kept) * total // kept
-        self.block_size, self.batch_size = block_size, batch_size
-        self.rank, self.world_size = rank, world_size
-        self.read_windows = WindowReader(tokens, block_size, device)
+        self.read_windows = WindowReader(self.tokens, self.block_size, self.device)
 
     def __len__(self) -> int:
         return -(-len(self.windows) // self.batch_size)
@@ -172,11 +150,10 @@ class WindowReader:
     """
 
     def __init__(self, tokens: Tokens, block_size: int, device: torch.device) -> None:
-        self.device, self.window = device, np.arange(block_size + 1)
+        self.tokens, self.device, self.window = tokens, device, np.arange(block_size + 1)
         self.on_device: Tensor | None = None
         if device.type != "cpu" and len(tokens) <= _MAX_DEVICE_TOKENS:
             self.on_device = torch.from_numpy(tokens[:].astype(np.int32)).to(device)
-        self.tokens = tokens
 
     def __call__(self, starts: Array) -> tuple[Tensor, Tensor]:
         index = np.minimum(starts[:, None] + self.window, len(self.tokens) - 1)  # (B, T + 1)

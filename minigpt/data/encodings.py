@@ -6,7 +6,6 @@ tiktoken's own download has no timeout and does not name the missing file.
 import hashlib
 import os
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from minigpt.data.tokenizer import ENCODINGS, BPETokenizer
 from minigpt.utils.downloads import download
@@ -28,8 +27,7 @@ _SHARED_FILES = {"p50k_edit": "p50k_base", "o200k_harmony": "o200k_base"}  # enc
 def load_encoding(name: str, folder: Path) -> BPETokenizer:
     """Load a tiktoken encoding from the cache in TIKTOKEN_CACHE_DIR, or else in `folder`.
 
-    Raises:
-        UserError: there is no such encoding, or a file is missing and cannot be downloaded.
+    Raise UserError if there is no such encoding, or a file is missing and cannot be downloaded.
     """
     require("tokenizer.name", name, ENCODINGS.__contains__, f"one of char, byte, bpe, {', '.join(ENCODINGS)}")
     before = os.environ.get("TIKTOKEN_CACHE_DIR")
@@ -49,20 +47,19 @@ def _download_missing(name: str, cache: Path) -> None:
     missing = {
         url: file for url, file in files.items() if not file.is_file() or checksums([file], None) != [_SHA256[url]]
     }
-    for url, file in missing.items():
-        try:
-            downloaded = download(url, _SHA256[url], file)
-        except OSError as error:
-            raise UserError(
-                f"the files of tokenizer={name} cannot be written to {cache} ({error.strerror}); "
-                f"set TIKTOKEN_CACHE_DIR to a writable folder"
-            ) from error
-        if not downloaded:
-            wanted = ", and ".join(f"{url} as {file}" for url, file in missing.items())
-            raise UserError(
-                f"the files of tokenizer={name} could not be downloaded from {urlsplit(url).netloc}; "
-                f"save {wanted}, or set TIKTOKEN_CACHE_DIR to a folder that has them"
-            )
+    try:
+        complete = all(download(url, _SHA256[url], file) for url, file in missing.items())
+    except OSError as error:
+        raise UserError(
+            f"the files of tokenizer={name} cannot be written to {cache} ({error.strerror}); "
+            f"set TIKTOKEN_CACHE_DIR to a writable folder"
+        ) from error
+    if not complete:
+        wanted = ", and ".join(f"{url} as {file}" for url, file in missing.items())
+        raise UserError(
+            f"the files of tokenizer={name} could not be downloaded; "
+            f"save {wanted}, or set TIKTOKEN_CACHE_DIR to a folder that has them"
+        )
 
 
 def _urls(name: str) -> list[str]:

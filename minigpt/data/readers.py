@@ -9,21 +9,16 @@ import codecs
 import gzip
 import json
 import re
-import sys
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import cache
 from glob import glob, has_magic
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from minigpt.data.tokenizer import whole_characters
 from minigpt.utils.errors import UserError
-from minigpt.utils.ranks import is_rank_zero
-from minigpt.utils.terminal import sanitize_line
 
 TEXT_SUFFIXES, ROW_SUFFIXES, COMPRESSED_SUFFIXES = (".txt", ".md"), (".jsonl", ".parquet"), (".gz", ".zst")
 _ARROW_TEXT_TYPES = ("string", "large_string", "string_view", "dictionary<values=string, indices=int32, ordered=0>")
@@ -34,68 +29,38 @@ _MAX_CHUNK_CHARS = 1 << 24  # of a chunk in which there is no place to cut
 _CUTS = (re.compile(r"(?s:.*)(?<=\S)\n(?=[^\W_])"), re.compile(r"(?s:.*)(?<=[^\W\d_])(?= [^\W\d_])"))
 
 
-@dataclass(frozen=True)
-class TextChunk:
-    """A document or a part of one.
-
-    Args:
-        text: empty only for an empty document.
-        first: whether a document starts here.
-        position: bytes of the file that were read so far.
-    """
+class TextChunk(NamedTuple):
+    """A document or a part of one; the text is empty only for an empty document."""
 
     text: str
-    first: bool
-    position: int
+    first: bool  # whether a document starts here
 
 
 def find_files(path: str, setting: str = "data.path") -> list[Path]:
     """Find the files of a path, sorted: one file, the files of a folder with known suffixes, or those of a pattern.
 
-    A file that is named, or matched by a pattern, may have any suffix. One line on stderr counts the files of a
-    folder that are skipped; hidden files are not counted.
-
-    Args:
-        setting: the config key of the path, for messages.
-
-    Raises:
-        UserError: there is no such file.
+    A file that is named, or matched by a pattern, may have any suffix. Hidden files of a folder are skipped. Raise
+    UserError with `setting`, the config key of the path, if there is no such file.
     """
     given = Path(path or "''").expanduser()  # Path("") would be the current folder
     if given.is_dir():
-        return _find_in_folder(given, f"{setting}={path}")
-    if given.exists():  # also a pipe, which is not a regular file
+        files = [file for file in given.rglob("*") if _has_text_suffix(file.relative_to(given)) and file.is_file()]
+        suffixes = f"{', '.join(TEXT_SUFFIXES + ROW_SUFFIXES)}, or these with {' or '.join(COMPRESSED_SUFFIXES)}"
+        problem = f"has no file with suffix {suffixes}; for others give a pattern such as '**/*.py'"
+    elif given.exists():  # also a pipe, which is not a regular file
         return [given]
-    files = {Path(file) for file in glob(str(given), recursive=True) if Path(file).is_file()}
-    if not files:
+    else:
+        files = [Path(file) for file in glob(str(given), recursive=True) if Path(file).is_file()]
         problem = "matches no file" if has_magic(str(given)) else "does not exist"
-        raise UserError(f"{setting}={path} {problem}; give a file, a folder, or a pattern such as 'texts/**/*.txt'")
-    return sorted(files)
-
-
-def _find_in_folder(folder: Path, setting: str) -> list[Path]:
-    files, skipped = [], Counter[str]()
-    for file in folder.rglob("*"):
-        hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-        if hidden or not file.is_file():
-            continue
-        if content_suffix(file) in (*TEXT_SUFFIXES, *ROW_SUFFIXES):
-            files.append(file)
-        else:
-            skipped[file.suffix.lower() or "no suffix"] += 1
+        problem += "; give a file, a folder, or a pattern such as 'texts/**/*.txt'"
     if not files:
-        suffixes = f"{', '.join((*TEXT_SUFFIXES, *ROW_SUFFIXES))}, or these with {' or '.join(COMPRESSED_SUFFIXES)}"
-        raise UserError(f"{setting} has no file with suffix {suffixes}; for others give a pattern such as '**/*.py'")
-    if skipped:
-        listed = ", ".join(sorted(skipped)[:8]) + (", …" if len(skipped) > 8 else "")
-        _print_once(f"{setting}: read {len(files):,} files, skipped {skipped.total():,} of other kinds ({listed})")
-    return sorted(files)
+        raise UserError(f"{setting}={path} {problem}")
+    return sorted(set(files))
 
 
-@cache  # a folder is read several times
-def _print_once(line: str) -> None:
-    if is_rank_zero():
-        print(sanitize_line(line), file=sys.stderr)
+def _has_text_suffix(file: Path) -> bool:
+    hidden = any(part.startswith(".") for part in file.parts)
+    return content_suffix(file) in TEXT_SUFFIXES + ROW_SUFFIXES and not hidden
 
 
 def content_suffix(file: Path) -> str:
@@ -105,13 +70,9 @@ def content_suffix(file: Path) -> str:
 
 
 def read_documents(file: Path, field: str) -> Iterator[TextChunk]:
-    """Read the documents of a file.
+    """Read the documents of a file; `field` is the field of JSON Lines or column of Parquet that holds the text.
 
-    Args:
-        field: field of JSON Lines or column of Parquet that holds the text.
-
-    Raises:
-        UserError: the file is damaged, binary, not UTF-8, or has no such field.
+    Raise UserError if the file is damaged, binary, not UTF-8, or has no such field.
     """
     suffix = content_suffix(file)
     if suffix == ".parquet":
@@ -119,18 +80,18 @@ def read_documents(file: Path, field: str) -> Iterator[TextChunk]:
     return _read_jsonl(file, field) if suffix == ".jsonl" else text_chunks(_read_text(file))
 
 
-def text_chunks(blocks: Iterable[tuple[str, int]]) -> Iterator[TextChunk]:
-    """Cut one document, given as blocks of text and positions in its file, where no tokenizer merges across."""
-    first, rest, position = True, "", 0
-    for block, position in blocks:
+def text_chunks(blocks: Iterable[str]) -> Iterator[TextChunk]:
+    """Cut one document, given as blocks of text, where no tokenizer merges across."""
+    first, rest = True, ""
+    for block in blocks:
         rest += block
         if len(rest) < _BLOCK_BYTES // 2:
             continue
         if cut := cut_point(rest) or (len(rest) if len(rest) > _MAX_CHUNK_CHARS else 0):
-            yield TextChunk(rest[:cut], first, position)
+            yield TextChunk(rest[:cut], first)
             first, rest = False, rest[cut:]
     if rest or first:
-        yield TextChunk(rest, first, position)
+        yield TextChunk(rest, first)
 
 
 def cut_point(text: str) -> int:
@@ -139,11 +100,11 @@ def cut_point(text: str) -> int:
     return next((found.end() for pattern in _CUTS if (found := pattern.match(text, start))), 0)
 
 
-def _read_text(file: Path) -> Iterator[tuple[str, int]]:
-    """Yield blocks of text, with line ends as they are, and the position in the file."""
+def _read_text(file: Path) -> Iterator[str]:
+    """Yield blocks of text, with line ends as they are."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset, started = 0, False
-    for block, position in _read_blocks(file):
+    for block in chain(_read_blocks(file), [b""]):
         if (zero := block.find(b"\0")) >= 0:
             raise UserError(f"{file} is not text: byte 0 at offset {offset + zero:,}; save it as UTF-8 text")
         pending = len(decoder.getstate()[0])
@@ -152,30 +113,26 @@ def _read_text(file: Path) -> Iterator[tuple[str, int]]:
         except UnicodeDecodeError as error:
             where = offset - pending + error.start
             raise UserError(f"{file} is not UTF-8 text: bad byte at offset {where:,}; save it as UTF-8") from error
-        if text and not started:
-            text, started = text.removeprefix("\ufeff"), True  # byte order mark
         offset += len(block)
         if text:
-            yield text, position
+            yield text if started else text.removeprefix("\ufeff")  # byte order mark
+            started = True
 
 
-def _read_blocks(file: Path) -> Iterator[tuple[bytes, int]]:
-    """Yield decompressed blocks and the position in the file; the last block is empty."""
+def _read_blocks(file: Path) -> Iterator[bytes]:
+    """Yield decompressed blocks."""
     suffix = file.suffix.lower()
     with open(file, "rb") as raw:
-        if suffix == ".zst":
-            blocks = _decompress_zstandard(raw)
-        else:
-            content: Any = gzip.GzipFile(fileobj=raw) if suffix == ".gz" else raw
-            blocks = iter(lambda: content.read(_BLOCK_BYTES), b"")
         try:
-            for block in blocks:
-                yield block, raw.tell()
+            if suffix == ".zst":
+                yield from _decompress_zstandard(raw)
+            else:
+                content: Any = gzip.GzipFile(fileobj=raw) if suffix == ".gz" else raw
+                yield from iter(lambda: content.read(_BLOCK_BYTES), b"")
             if suffix == ".gz" and raw.tell() == 0:  # GzipFile accepts an empty file
                 raise EOFError("it is empty")
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise UserError(f"{file} is not a complete {suffix} file ({error})") from error
-        yield b"", raw.tell()
 
 
 def _decompress_zstandard(raw: IO[bytes]) -> Iterator[bytes]:
@@ -197,17 +154,16 @@ def _decompress_zstandard(raw: IO[bytes]) -> Iterator[bytes]:
         raise EOFError("it ends too early")
 
 
-def _read_lines(file: Path) -> Iterator[tuple[str, int]]:
-    rest, position = "", 0
-    for block, position in _read_text(file):
+def _read_lines(file: Path) -> Iterator[str]:
+    rest = ""
+    for block in _read_text(file):
         *lines, rest = (rest + block).split("\n")
-        for line in lines:
-            yield line, position
-    yield rest, position
+        yield from lines
+    yield rest
 
 
 def _read_jsonl(file: Path, field: str) -> Iterator[TextChunk]:
-    for number, (line, position) in enumerate(_read_lines(file), 1):
+    for number, line in enumerate(_read_lines(file), 1):
         if not line.strip():
             continue
         try:
@@ -215,8 +171,8 @@ def _read_jsonl(file: Path, field: str) -> Iterator[TextChunk]:
         except (ValueError, RecursionError) as error:
             raise UserError(f"{file}, line {number:,}: not JSON ({error})") from error
         if not isinstance(row, dict) or not isinstance(row.get(field), str):
-            raise UserError(f"{file}, line {number:,}: {no_text('field', field, text_keys(row))}")
-        yield TextChunk(whole_characters(row[field]), True, position)
+            raise UserError(f"{file}, line {number:,}: {no_text('field', field, row)}")
+        yield TextChunk(whole_characters(row[field]), True)
 
 
 def _read_parquet(file: Path, field: str) -> Iterator[TextChunk]:
@@ -224,38 +180,27 @@ def _read_parquet(file: Path, field: str) -> Iterator[TextChunk]:
     arrow = import_extra("pyarrow")
     if file.suffix.lower() in COMPRESSED_SUFFIXES:
         raise UserError(f"{file}: Parquet is compressed inside; decompress the {file.suffix} around it")
-    size, rows = file.stat().st_size, 0
     with open(file, "rb") as raw:
         try:
             table = parquet.ParquetFile(raw)
             columns = [column.name for column in table.schema_arrow if str(column.type) in _ARROW_TEXT_TYPES]
             if field not in columns:
-                raise UserError(f"{file}: {no_text('column', field, columns)}")
+                raise UserError(f"{file}: {no_text('column', field, dict.fromkeys(columns, ''))}")
             for batch in table.iter_batches(batch_size=256, columns=[field]):
-                rows += len(batch)
-                for text in batch.column(0).to_pylist():
-                    yield TextChunk(text or "", True, size * rows // table.metadata.num_rows)
+                yield from (TextChunk(text or "", True) for text in batch.column(0).to_pylist())
         except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise UserError(f"{file} is not a complete Parquet file ({error})") from error
 
 
-def text_keys(row: Any) -> list[str]:
-    """Return the keys of a row that have text."""
-    return [key for key, value in row.items() if isinstance(value, str)] if isinstance(row, dict) else []
-
-
-def no_text(kind: str, name: str, others: list[str]) -> str:
-    """Return the message for a field or column without text."""
+def no_text(kind: str, name: str, row: Any) -> str:
+    """Return the message for a row whose field or column has no text."""
+    others = [key for key, value in row.items() if isinstance(value, str)] if isinstance(row, dict) else []
     listed = f"the {kind}s with text are {', '.join(others[:10])}" if others else f"there is no {kind} with text"
     return f"no text in {kind} {name}; {listed}; set data.field=…"
 
 
 def import_extra(module: str) -> Any:
-    """Import a package that only some kinds of data need.
-
-    Raises:
-        UserError: the package is not installed.
-    """
+    """Import a package that only some kinds of data need; raise UserError if it is not installed."""
     try:
         return import_module(module)
     except ImportError as error:

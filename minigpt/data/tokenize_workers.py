@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -15,20 +16,21 @@ import numpy as np
 from minigpt.data.tokenizer import BPETokenizer, Ids, Tokenizer, from_dict, token_dtype
 from minigpt.utils.errors import RunError
 
+_SINGLE_PROCESS_BATCHES = 16  # tokenizing so few takes less time than starting other processes
+
 TokenizeBatch = list[tuple[int, bool, str]]  # split, whether a separator precedes the text, text
 
 
-def tokenize(tokenizer: Tokenizer, batches: Iterable[TokenizeBatch], processes: int) -> Iterator[list[Ids]]:
-    """Tokenize batches of texts.
+def tokenize(tokenizer: Tokenizer, batches: Iterable[TokenizeBatch], processes: int | None) -> Iterator[list[Ids]]:
+    """Tokenize batches in `processes` (None: one per core); yield the ids of each split, per batch."""
+    from loky import cpu_count
 
-    Args:
-        processes: number of worker processes; 1 tokenizes in this process.
-
-    Yields:
-        The ids of each split, per batch.
-    """
-    if processes == 1 or not isinstance(tokenizer, BPETokenizer):  # others take less time than sending the text
-        yield from (_encode(tokenizer, batch) for batch in batches)
+    processes, batches = processes or cpu_count(), iter(batches)
+    head = list(islice(batches, _SINGLE_PROCESS_BATCHES))
+    batches = chain(head, batches)
+    # Char and byte tokenizers take less time than sending the text.
+    if processes == 1 or not isinstance(tokenizer, BPETokenizer) or len(head) < _SINGLE_PROCESS_BATCHES:
+        yield from (_encode(batch, tokenizer) for batch in batches)
         return
     pool = ProcessPoolExecutor(
         processes,
@@ -39,7 +41,7 @@ def tokenize(tokenizer: Tokenizer, batches: Iterable[TokenizeBatch], processes: 
     pending: deque[Future[list[Ids]]] = deque()
     try:
         for batch in batches:
-            pending.append(pool.submit(_encode_in_worker, batch))
+            pending.append(pool.submit(_encode, batch))
             if len(pending) > 3 * processes:  # bounds the texts in memory
                 yield pending.popleft().result()
         for ids in pending:
@@ -70,15 +72,12 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def _encode_in_worker(batch: TokenizeBatch) -> list[Ids]:
-    return _encode(_worker_tokenizer, batch)
-
-
-def _encode(tokenizer: Tokenizer, batch: TokenizeBatch) -> list[Ids]:
-    ids: list[list[Ids]] = [[], []]
+def _encode(batch: TokenizeBatch, tokenizer: Tokenizer | None = None) -> list[Ids]:
+    tokenizer = tokenizer or _worker_tokenizer
+    dtype = token_dtype(tokenizer.vocab_size)
+    ids: list[list[Ids]] = [[np.empty(0, dtype)], [np.empty(0, dtype)]]
     for split, separated, text in batch:
         if separated:
             ids[split].append(tokenizer.separator)
         ids[split].append(tokenizer.encode(text))
-    dtype = token_dtype(tokenizer.vocab_size)
-    return [np.concatenate([np.empty(0, dtype), *row]).astype(dtype, copy=False) for row in ids]
+    return [np.concatenate(row, dtype=dtype) for row in ids]

@@ -43,15 +43,12 @@ ENCODINGS = {  # tiktoken encoding -> pattern
 
 
 class Tokenizer:
-    """The interface of every tokenizer.
+    """The interface of every tokenizer."""
 
-    Attributes:
-        name: of the config group; vocab_size: number of ids; separator: ids between two documents.
-    """
-
-    name: str
+    name: str  # of the config group
     vocab_size: int
-    separator: Ids
+    separator: Ids  # between two documents
+    token_bytes: Mapping[int, bytes]  # UTF-8 of each id; b"" for special tokens
 
     @property
     def start(self) -> Ids:
@@ -71,14 +68,16 @@ class Tokenizer:
 
     def decode_bytes(self, ids: Sequence[int] | Ids) -> bytes:
         """Decode ids to UTF-8, which may end within a character; special tokens are left out."""
-        raise NotImplementedError
+        unknown = REPLACEMENT.encode()
+        return b"".join(self.token_bytes.get(i, unknown) for i in np.asarray(ids).tolist())
+
+    def byte_lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return the bytes of text per id, (vocab_size,)."""
+        return np.array([len(self.token_bytes.get(i, b"")) for i in range(self.vocab_size)])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plain data from which `from_dict` rebuilds the tokenizer."""
         raise NotImplementedError
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r}, vocab_size={self.vocab_size})"
 
 
 class CharTokenizer(Tokenizer):
@@ -91,14 +90,10 @@ class CharTokenizer(Tokenizer):
         if len(points) == 0 or (np.diff(points.astype(np.int64)) <= 0).any():
             raise UserError("the alphabet of a char tokenizer must be distinct characters in code-point order")
         self.alphabet, self.vocab_size = alphabet, len(points)
-        self._points = np.append(points, np.uint32(ord(REPLACEMENT)))  # id -> code point; the last is for invalid ids
-        self._unknown = self.vocab_size
-        self._ids = np.full(int(points[-1]) + 2, self._unknown, dtype=token_dtype(self.vocab_size + 1))
-        self._ids[points] = np.arange(len(points))  # code point -> id; the last entry is for all beyond
-        # bytes.translate is four times as fast as the table above, for texts in Latin-1 (one byte per character).
-        latin = np.full(256, 255, dtype=np.uint8)
-        latin[points[points < 256]] = np.arange((points < 256).sum())
-        self._latin = latin.tobytes()
+        self.token_bytes = {i: whole_characters(character).encode() for i, character in enumerate(alphabet)}
+        # Code point -> id; vocab_size if it has none. The last entry is for all beyond.
+        self._ids = np.full(int(points[-1]) + 2, self.vocab_size, dtype=token_dtype(self.vocab_size + 1))
+        self._ids[points] = np.arange(len(points))
         self.separator = np.flatnonzero(points == ord("\n")).astype(self._ids.dtype)
 
     @classmethod
@@ -107,32 +102,15 @@ class CharTokenizer(Tokenizer):
         return cls("".join(sorted(set(characters))))
 
     def encode(self, text: str) -> Ids:
-        """Raises UserError, with the characters, for any outside the alphabet."""
-        try:
-            row = text.encode("latin-1").translate(self._latin)
-        except UnicodeEncodeError:
-            row = b"\xff"
-        if b"\xff" not in row:
-            return np.frombuffer(row, dtype=np.uint8).astype(self._ids.dtype)
         ids = self._ids.take(_code_points(text), mode="clip")
-        if ids.max(initial=0) == self._unknown:
-            unknown = sorted({chr(point) for point in _code_points(text)[ids == self._unknown]})
+        if ids.max(initial=0) == self.vocab_size:
+            unknown = sorted(set(text) - set(self.alphabet))
             listed = ", ".join(map(repr, unknown[:10])) + (", …" if len(unknown) > 10 else "")
             raise UserError(
                 f"the tokenizer has no id for {listed}; its alphabet is the {self.vocab_size} characters "
                 f"of the text it was built from"
             )
         return ids
-
-    def decode(self, ids: Sequence[int] | Ids) -> str:
-        """Decode ids; those beyond the alphabet (of a padded vocabulary) become the replacement character."""
-        chosen = np.asarray(ids, dtype=np.int64)
-        valid = (chosen >= 0) & (chosen < self.vocab_size)
-        points = self._points[np.where(valid, chosen, self.vocab_size)]
-        return points.astype("<u4").tobytes().decode("utf-32-le", errors="replace")
-
-    def decode_bytes(self, ids: Sequence[int] | Ids) -> bytes:
-        return self.decode(ids).encode()
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, "alphabet": self.alphabet}
@@ -143,14 +121,11 @@ class ByteTokenizer(Tokenizer):
 
     name = "byte"
     vocab_size = 256
+    token_bytes = {i: bytes([i]) for i in range(256)}
     separator = np.array([ord("\n")], dtype=np.uint8)
 
     def encode(self, text: str) -> Ids:
         return np.frombuffer(bytearray(whole_characters(text).encode()), dtype=np.uint8)  # writable, for torch
-
-    def decode_bytes(self, ids: Sequence[int] | Ids) -> bytes:
-        unknown = REPLACEMENT.encode()
-        return b"".join(bytes([i]) if 0 <= i < 256 else unknown for i in np.asarray(ids).tolist())
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name}
@@ -181,7 +156,7 @@ class BPETokenizer(Tokenizer):
         self.name, self.tokens, self.special, self.separated = name, tokens, dict(special), separated
         self.vocab_size = max(len(tokens), max(special.values()) + 1)
         self._ranks, self._dtype = ranks, token_dtype(self.vocab_size)
-        self._bytes = dict.fromkeys(special.values(), b"") | {rank: token for token, rank in ranks.items()}
+        self.token_bytes = dict.fromkeys(special.values(), b"") | {rank: token for token, rank in ranks.items()}
         self.separator = np.array([special[SEPARATOR]], dtype=self._dtype)
 
     @classmethod
@@ -198,8 +173,7 @@ class BPETokenizer(Tokenizer):
     def train(cls, texts: Iterable[str], vocab_size: int) -> "BPETokenizer":
         """Merge the most frequent pairs until there are `vocab_size` ids, including SEPARATOR.
 
-        Raises:
-            UserError: the texts have too few pairs.
+        Raise UserError if the texts have too few pairs.
         """
         import rustbpe
 
@@ -215,14 +189,6 @@ class BPETokenizer(Tokenizer):
     def encode(self, text: str) -> Ids:
         return self._encoding.encode_to_numpy(whole_characters(text), disallowed_special=()).astype(self._dtype)
 
-    def decode_bytes(self, ids: Sequence[int] | Ids) -> bytes:
-        unknown = REPLACEMENT.encode()
-        return b"".join(self._bytes.get(i, unknown) for i in np.asarray(ids).tolist())
-
-    def byte_lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return the bytes of text per id, (vocab_size,)."""
-        return np.array([len(self._bytes.get(i, b"")) for i in range(self.vocab_size)])
-
     @property
     def start(self) -> Ids:
         return self.separator if self.separated else self.encode("\n")
@@ -234,21 +200,13 @@ class BPETokenizer(Tokenizer):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "BPETokenizer":
-        """Raises UserError if the values are not those of `to_dict`."""
-        tokens, special, separated = values.get("tokens"), values.get("special"), values.get("separated")
-        if not (
-            isinstance(tokens, str)
-            and isinstance(special, Mapping)
-            and all(isinstance(key, str) and type(value) is int for key, value in special.items())
-            and max(special.values(), default=0) < tokens.count(" ") + (1 << 16)  # a vocabulary that fits in memory
-            and isinstance(separated, bool)
-        ):
+        texts, special, separated = values["tokens"].split(" "), values["special"], values["separated"]
+        tokens = [None if text == "-" else base64.b64decode(text, validate=True) for text in texts]
+        valid = all(isinstance(key, str) and type(value) is int for key, value in special.items())
+        fits_in_memory = max(special.values(), default=0) < len(tokens) + (1 << 16)
+        if not (valid and fits_in_memory and isinstance(separated, bool)):
             raise UserError("a byte-pair encoding must have the keys tokens, special and separated, of their types")
-        try:
-            decoded = [None if token == "-" else base64.b64decode(token, validate=True) for token in tokens.split(" ")]
-        except ValueError as error:
-            raise UserError(f"the tokens of a byte-pair encoding must be base64 ({error})") from error
-        return cls(values["name"], decoded, special, separated=separated)
+        return cls(values["name"], tokens, special, separated=separated)
 
     @cached_property
     def _encoding(self) -> "tiktoken.Encoding":
@@ -261,27 +219,21 @@ class BPETokenizer(Tokenizer):
 
 
 def from_dict(values: Mapping[str, Any]) -> Tokenizer:
-    """Rebuild a tokenizer from what its `to_dict` returned.
-
-    Raises:
-        UserError: the values do not describe a tokenizer.
-    """
-    name = values.get("name") if isinstance(values, Mapping) else None
-    if name == CharTokenizer.name and isinstance(values.get("alphabet"), str):
-        return CharTokenizer(values["alphabet"])
-    if name == ByteTokenizer.name:
-        return ByteTokenizer()
-    if isinstance(name, str) and name in (BPETokenizer.trained, *ENCODINGS):
-        return BPETokenizer.from_dict(values)
+    """Rebuild a tokenizer from the result of `to_dict`; raise UserError if it does not describe one."""
+    try:
+        if values["name"] == CharTokenizer.name:
+            return CharTokenizer(values["alphabet"])
+        if values["name"] == ByteTokenizer.name:
+            return ByteTokenizer()
+        if values["name"] in (BPETokenizer.trained, *ENCODINGS):
+            return BPETokenizer.from_dict(values)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"damaged description of a tokenizer {values!r:.80} ({error!r:.80})") from error
     raise UserError(f"unknown tokenizer {values!r:.80}; it must be char, byte, bpe, {', '.join(ENCODINGS)}")
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Ids:
-    """Encode a prompt; an empty one becomes a separator, a new line, or the first id.
-
-    Raises:
-        UserError: the prompt has characters without an id.
-    """
+    """Encode a prompt, (T,); an empty one becomes a separator, a new line, or the first id."""
     return tokenizer.encode(prompt) if prompt else tokenizer.start
 
 

@@ -72,7 +72,6 @@ _RULES: dict[str, checks.Rule] = {
     "data.val_fraction": checks.OPEN_FRACTION,
     "data.source": one_of(("files", "download", "plays", "huggingface")),
     "data.split": one_of(("fraction", "document")),
-    "data.shard_tokens": integer(1000),
     "data.processes": or_null(checks.POSITIVE_INT),
     "tokenizer.vocab_size": integer(257),  # 256 bytes and the separator
     "optimizer.lr": checks.POSITIVE,

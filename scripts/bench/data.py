@@ -40,8 +40,7 @@ def data(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             row[f"first step, {name} s"] = launch(command, watch=run / "metrics.csv").seconds
         row["first step, 1 GB later by s"] = row["first step, 1 GB s"] - row["first step, tiny s"]
         for name, tokens in (("1 MB", 10**6 // 2), ("1 GB", 10**9 // 2), ("1 TB", 10**12 // 2)):
-            for kind, size in (("one file", 1 << 62), ("shards", 100_000_000)):
-                row[f"batch, {name}, {kind} ms"] = batch(folder / f"{name}-{kind}", tokens, size)
+            row[f"batch, {name} ms"] = batch(folder / f"{name}.bin", tokens)
         if i == 0:
             twice = folder / "twice"
             twice.mkdir()
@@ -79,20 +78,17 @@ def gpt2(file: Path, folder: Path) -> dict[str, float]:
     return {"gpt2, tiktoken s": alone, "gpt2, preparation s": ours_s, "gpt2: ratio": alone / ours_s}
 
 
-def batch(folder: Path, n_tokens: int, shard_tokens: int) -> float:
-    """Return the median milliseconds per training batch of 12 windows of 64 tokens, read from sparse files."""
+def batch(file: Path, n_tokens: int) -> float:
+    """Return the median milliseconds per training batch of 12 windows of 64 tokens, read from a sparse file."""
     import torch
 
     from minigpt.data.batches import Batches, WindowOrder
     from minigpt.data.token_files import Tokens
 
-    folder.mkdir(exist_ok=True)
-    files = [folder / f"{i:05}.bin" for i in range(-(-n_tokens // shard_tokens))]
-    for i, file in enumerate(files):
-        file.touch()
-        os.truncate(file, 2 * min(shard_tokens, n_tokens - i * shard_tokens))
+    file.touch()
+    os.truncate(file, 2 * n_tokens)
     batches = Batches(
-        Tokens(files, "uint16", shard_tokens, n_tokens, 65),
+        Tokens(file, "uint16", 65),
         WindowOrder(n_tokens, 64, seed=0),
         batch_size=12,
         rank=0,

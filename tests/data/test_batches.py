@@ -272,16 +272,16 @@ class Recorder(L.LightningModule):
 
 
 def token_data(folder, **changes):
-    positions(500).astype(np.uint16).tofile(folder / "train-00000.bin")
+    positions(500).astype(np.uint16).tofile(folder / "train.bin")
+    (folder / "val.bin").touch()
     corpus = Corpus(
         name="mine",
         sha256="",
         stand_in=False,
         tokenizer=CharTokenizer.of(map(chr, range(500))),
         dtype="uint16",
-        shard_tokens=500,
-        train=Split((folder / "train-00000.bin",), 500, 500, 1),
-        val=Split((), 0, 0, 0),
+        train=Split(folder / "train.bin", 500, 500, 1),
+        val=Split(folder / "val.bin", 0, 0, 0),
         provenance={},
     )
     data = {"batch_size": 4, "overfit_batches": 0, **changes}

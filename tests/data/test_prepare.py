@@ -19,8 +19,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minigpt.data import journal, readers, splits, token_files
 from minigpt.data import prepare as preparation
+from minigpt.data import readers, splits, token_files, tokenize_workers
 from minigpt.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,19 +67,12 @@ def stories(number, seed=0):
 
 
 def folder_of(corpus):
-    return (corpus.train.files or corpus.val.files)[0].parent
+    return corpus.train.file.parent
 
 
 def on_disk(corpus):
     """Read the ids of both splits with numpy."""
-    return [
-        [
-            i
-            for file in sorted(folder_of(corpus).glob(f"{split}-*.bin"))
-            for i in np.fromfile(file, corpus.dtype).tolist()
-        ]
-        for split in ("train", "val")
-    ]
+    return [np.fromfile(folder_of(corpus) / f"{split}.bin", corpus.dtype).tolist() for split in ("train", "val")]
 
 
 def texts_on_disk(corpus):
@@ -224,7 +217,7 @@ def test_ids_have_16_bits_if_they_fit(tmp_path, characters, dtype):
     assert corpus.tokenizer.vocab_size == characters
     assert corpus.dtype == dtype
     assert all_on_disk(corpus) == (points - 0x10000).tolist()
-    assert (folder_of(corpus) / "train-00000.bin").stat().st_size == corpus.train.tokens * np.dtype(dtype).itemsize
+    assert (folder_of(corpus) / "train.bin").stat().st_size == corpus.train.tokens * np.dtype(dtype).itemsize
 
 
 def test_without_a_validation_split_its_tokens_are_empty(tmp_path):
@@ -232,7 +225,7 @@ def test_without_a_validation_split_its_tokens_are_empty(tmp_path):
     assert len(corpus.tokens("val")) == 0
     assert len(corpus.tokens("val")[:]) == 0
     assert len(corpus.tokens("train")) == len("all of it is for training")
-    assert {file.name for file in folder_of(corpus).iterdir()} == {"meta.json", "train-00000.bin"}
+    assert {file.name for file in folder_of(corpus).iterdir()} == {"meta.json", "train.bin", "val.bin"}
 
 
 def test_an_empty_file_raises_with_its_name(tmp_path):
@@ -474,31 +467,19 @@ def test_documents_in_both_splits_are_counted_with_a_warning(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", BPE], ids=str)
-def test_shards_have_shard_tokens_ids_and_concatenate_to_one_file(tmp_path, monkeypatch, tokenizer):
+def test_the_checksum_and_the_used_ids_are_those_of_both_files(tmp_path, monkeypatch, tokenizer):
     monkeypatch.setattr(splits, "_BATCH_CHARS", 700)
-    text = rows(stories(300))
-    one = prepare(text, tmp_path, tokenizer, name="mine.jsonl")
-    many = prepare(text, tmp_path, tokenizer, name="mine.jsonl", shard_tokens=1000)
-    assert folder_of(one) != folder_of(many)
-    assert on_disk(many) == on_disk(one)
-    for split, files in (("train", many.train), ("val", many.val)):
-        sizes = [file.stat().st_size // 2 for file in files.files]
-        assert sizes == [1000] * (files.tokens // 1000) + [files.tokens % 1000] * (files.tokens % 1000 > 0)
-        assert [file.name for file in files.files] == [f"{split}-{i:05}.bin" for i in range(len(sizes))]
-    assert len(many.train.files) > 5
-    assert one.provenance["tokens_sha256"] == many.provenance["tokens_sha256"]
-    ids = np.array(all_on_disk(one), dtype=np.uint16)
-    assert one.provenance["tokens_sha256"] == hashlib.sha256(ids.tobytes()).hexdigest()
-    assert one.provenance["used_ids"] == many.provenance["used_ids"] == len(np.unique(ids))
+    corpus = prepare(rows(stories(300)), tmp_path, tokenizer, name="mine.jsonl")
+    ids = np.array(all_on_disk(corpus), dtype=np.uint16)
+    assert corpus.provenance["tokens_sha256"] == hashlib.sha256(ids.tobytes()).hexdigest()
+    assert corpus.provenance["used_ids"] == len(np.unique(ids))
 
 
-def test_shards_are_byte_identical_for_any_number_of_processes(tmp_path, monkeypatch):
-    monkeypatch.setattr(preparation, "_SINGLE_PROCESS_BYTES", 0)
+def test_token_files_are_byte_identical_for_any_number_of_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenize_workers, "_SINGLE_PROCESS_BATCHES", 0)
     monkeypatch.setattr(splits, "_BATCH_CHARS", 700)
     text = rows(stories(300))
-    one, two, four = (
-        prepare(text, tmp_path / f"{n}", BPE, name="mine.jsonl", shard_tokens=1000, processes=n) for n in (1, 2, 4)
-    )
+    one, two, four = (prepare(text, tmp_path / f"{n}", BPE, name="mine.jsonl", processes=n) for n in (1, 2, 4))
     assert in_folder(one) == in_folder(two) == in_folder(four)
 
 
@@ -546,17 +527,16 @@ def test_leftovers_of_a_killed_process_are_replaced(tmp_path):
     name = folder_of(prepare(text, tmp_path / "elsewhere")).name
     for left in (f"{name}.partial", name):  # a half-written folder, and a final one without its meta.json
         (tmp_path / "here/tokens" / left).mkdir(parents=True)
-        (tmp_path / "here/tokens" / left / "train-00000.bin").write_bytes(b"half")
-        (tmp_path / "here/tokens" / left / "train-00001.bin").write_bytes(b"half")
+        (tmp_path / "here/tokens" / left / "train.bin").write_bytes(b"half")
     corpus = prepare(text, tmp_path / "here")
     assert on_disk(corpus) == nanogpt(text)
     assert [path.name for path in folder_of(corpus).parent.iterdir() if path.is_dir()] == [name]
 
 
 PREPARE = """if True:
-    import os, resource, signal, sys
+    import io, os, resource, signal, sys
     from pathlib import Path
-    from minigpt.data import journal, readers, splits
+    from minigpt.data import readers, splits, tokenize_workers
     from minigpt.data import prepare as preparation
     sys.path.insert(0, sys.argv[1])
     from test_prepare import corpus_of
@@ -610,25 +590,27 @@ def test_concurrent_preparations_write_the_files_once(tmp_path):
 
 KILLED = """
     left = int(sys.argv[3])
-    readers._BLOCK_BYTES, splits._BATCH_CHARS, journal._SAVE_EVERY_TOKENS = 400, 300, 500
-    preparation._SINGLE_PROCESS_BYTES = 0
-    append = journal.Journal._append_row
+    readers._BLOCK_BYTES, splits._BATCH_CHARS, preparation._SYNC_BYTES = 400, 300, 1000
+    tokenize_workers._SINGLE_PROCESS_BATCHES = 0
+    tokenize = preparation.tokenize
 
-    def dying(self, *row):
+    def rows(ids):
         global left
-        left -= 1
-        append(self, *row)
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+        for row in ids:
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield row
 
-    journal.Journal._append_row = dying
+    preparation.tokenize = lambda *args: map(rows, tokenize(*args))
+    preparation.open = lambda file, mode: io.open(file, mode, buffering=0)  # a row is written before the next
     corpus_of(folder.parent / "in", folder, {"name": "bpe", "vocab_size": 300}, **eval(sys.argv[4]))
 """
 
 
 @pytest.fixture
 def killed(tmp_path):
-    """Prepare a folder of several files in a process that is killed at its n-th append: `killed(n, **changes)`."""
+    """Prepare a folder of several files in a process that is killed before its n-th append: `killed(n, **changes)`."""
     (tmp_path / "in").mkdir()
     texts = stories(250)
     (tmp_path / "in/a.txt").write_text("\n".join(stories(150, seed=1)))
@@ -647,7 +629,7 @@ def killed(tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"shard_tokens": 1000}, {"split": "document", "val_fraction": 0.3, "shard_tokens": 3000}],
+    [{}, {"split": "document", "val_fraction": 0.3}],
     ids=["fraction", "document"],
 )
 def test_a_killed_preparation_resumes_to_the_same_bytes(tmp_path, monkeypatch, killed, changes):
@@ -656,12 +638,14 @@ def test_a_killed_preparation_resumes_to_the_same_bytes(tmp_path, monkeypatch, k
     whole = corpus_of(tmp_path / "in", tmp_path / "whole", BPE, **changes)
     early = killed(90, **changes, processes=2)
     late = killed(101, **changes, processes=1)
-    assert 0 < sum(early.noted["tokens"]) < sum(late.noted["tokens"])
-    monkeypatch.setattr(journal, "_SAVE_EVERY_TOKENS", 500)
-    monkeypatch.setattr(preparation, "_SINGLE_PROCESS_BYTES", 0)
-    with open(late.partial / "train-00000.bin", "rb") as first:  # kept open, so that no new file gets its inode
+    assert 0 < sum(early.noted["bytes"]) < sum(late.noted["bytes"])
+    written = sum((late.partial / f"{split}.bin").stat().st_size for split in ("train", "val"))
+    assert written > sum(late.noted["bytes"])
+    monkeypatch.setattr(preparation, "_SYNC_BYTES", 1000)
+    monkeypatch.setattr(tokenize_workers, "_SINGLE_PROCESS_BATCHES", 0)
+    with open(late.partial / "train.bin", "rb") as first:  # kept open, so that no new file gets its inode
         corpus = corpus_of(tmp_path / "in", tmp_path / "data", BPE, **changes, processes=2)
-        assert os.fstat(first.fileno()).st_ino == (folder_of(corpus) / "train-00000.bin").stat().st_ino
+        assert os.fstat(first.fileno()).st_ino == (folder_of(corpus) / "train.bin").stat().st_ino
     assert in_folder(corpus).keys() == in_folder(whole).keys()
     assert on_disk(corpus) == on_disk(whole)
     assert in_folder(corpus) == in_folder(whole)
@@ -669,19 +653,18 @@ def test_a_killed_preparation_resumes_to_the_same_bytes(tmp_path, monkeypatch, k
 
 
 def test_a_resumed_preparation_counts_the_documents_in_both_splits(tmp_path, monkeypatch, killed):
-    changes = {"shard_tokens": 100}
-    whole = corpus_of(tmp_path / "in", tmp_path / "whole", BPE, **changes)
+    whole = corpus_of(tmp_path / "in", tmp_path / "whole", BPE)
     assert whole.provenance["duplicates"] > 0
-    killed(200, **changes)  # after most of the duplicates were read
+    killed(200)  # after most of the duplicates were read
     monkeypatch.setattr(readers, "_BLOCK_BYTES", 400)
     monkeypatch.setattr(splits, "_BATCH_CHARS", 300)
-    corpus = corpus_of(tmp_path / "in", tmp_path / "data", BPE, **changes)
+    corpus = corpus_of(tmp_path / "in", tmp_path / "data", BPE)
     assert corpus.provenance["duplicates"] == whole.provenance["duplicates"]
 
 
 def test_a_damaged_text_leaves_no_partial_files(tmp_path, monkeypatch):
     monkeypatch.setattr(splits, "_BATCH_CHARS", 300)
-    monkeypatch.setattr(journal, "_SAVE_EVERY_TOKENS", 500)
+    monkeypatch.setattr(preparation, "_SYNC_BYTES", 1000)
     with pytest.raises(UserError, match=r"line 301: not JSON"):
         prepare(rows(stories(300)) + "{", tmp_path, "byte", name="mine.jsonl", split="document")
     assert leftovers(tmp_path) == []

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from minigpt.data import readers
-from minigpt.data.readers import TextChunk, cut_point, find_files, read_documents, text_chunks
+from minigpt.data.readers import cut_point, find_files, read_documents, text_chunks
 from minigpt.data.tokenizer import PATTERNS, BPETokenizer
 from minigpt.utils.errors import UserError
 
@@ -73,29 +73,15 @@ def test_a_file_is_found_whatever_its_name(tmp_path):
         assert find_files(str(tmp_path / name)) == [tmp_path / name]
 
 
-def test_a_folder_gives_its_sorted_files_of_known_suffixes_and_counts_the_others(tmp_path, capsys):
+def test_a_folder_gives_its_sorted_files_of_known_suffixes_that_are_not_hidden(tmp_path):
     known = ["B.TXT", "a.md", "deep/er/c.jsonl", "deep/d.parquet", "e.txt.gz", "f.md.zst", "g.jsonl.GZ"]
-    hidden = [".hidden.txt", ".git/a.py", "deep/.cache/b.txt"]
+    hidden = [".hidden.txt", ".git/a.md", "deep/.cache/b.txt"]
     other = ["x.pdf", "y.gz", "noname", "z.txt.bak", "deep/b.PDF"]
     for name in known + hidden + other:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("a")
     (tmp_path / "folder.txt").mkdir()
-    for _ in range(2):  # the line comes once
-        assert find_files(str(tmp_path)) == sorted(tmp_path / name for name in known)
-    line = f"data.path={tmp_path}: read 7 files, skipped 5 of other kinds (.bak, .gz, .pdf, no suffix)\n"
-    assert capsys.readouterr() == ("", line)
-
-
-def test_only_rank_zero_counts_skipped_files(tmp_path, monkeypatch, capsys):
-    (tmp_path / "a.txt").write_text("a")
-    (tmp_path / ".hidden").write_text("a")
-    find_files(str(tmp_path))
-    (tmp_path / "b.py").write_text("b")
-    find_files(f"{tmp_path}/*")
-    monkeypatch.setenv("RANK", "1")
-    find_files(str(tmp_path))
-    assert capsys.readouterr().err == ""
+    assert find_files(str(tmp_path)) == sorted(tmp_path / name for name in known)
 
 
 def test_a_folder_below_a_hidden_one_is_read(tmp_path):
@@ -141,14 +127,13 @@ def test_a_text_file_is_one_document(tmp_path, block, kind, packed):
     file = tmp_path / f"a{kind}{packed}"
     file.write_bytes(COMPRESS[packed](TEXT.encode() * 20))
     assert texts_of(file) == [TEXT * 20]
-    assert [chunk.position for chunk in read_documents(file, "text")][-1] == file.stat().st_size
 
 
 @pytest.mark.parametrize("packed", COMPRESS)
 def test_an_empty_file_is_an_empty_document(tmp_path, packed):
     file = tmp_path / f"a.txt{packed}"
     file.write_bytes(COMPRESS[packed](b""))
-    assert [(chunk.text, chunk.first) for chunk in read_documents(file, "text")] == [("", True)]
+    assert list(read_documents(file, "text")) == [("", True)]
 
 
 @pytest.mark.parametrize("packed", COMPRESS)
@@ -209,7 +194,6 @@ def test_every_row_of_parquet_is_a_document(tmp_path, kind):
     found = list(read_documents(file, "story"))
     assert [chunk.text for chunk in found] == texts
     assert all(chunk.first for chunk in found)
-    assert found[-1].position == file.stat().st_size
 
 
 @pytest.mark.parametrize(
@@ -360,11 +344,10 @@ def test_utf16_raises(tmp_path):
 def test_chunks_concatenate_to_the_text_and_only_one_is_first(blocks, block):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readers, "_BLOCK_BYTES", block)
-        found = list(text_chunks((text, 10 * i) for i, text in enumerate(blocks)))
+        found = list(text_chunks(blocks))
     assert "".join(chunk.text for chunk in found) == "".join(blocks)
     assert [chunk.first for chunk in found] == [True] + [False] * (len(found) - 1)
-    assert all(chunk.text for chunk in found) or found == [TextChunk("", True, max(0, 10 * len(blocks) - 10))]
-    assert [chunk.position for chunk in found] == sorted(chunk.position for chunk in found)
+    assert all(chunk.text for chunk in found) or found == [("", True)]
 
 
 def test_a_long_text_comes_in_several_chunks(tmp_path):
@@ -379,7 +362,7 @@ def test_a_long_text_comes_in_several_chunks(tmp_path):
 def test_a_text_without_a_cut_point_is_cut_at_the_maximum_length(monkeypatch):
     monkeypatch.setattr(readers, "_BLOCK_BYTES", 100)
     monkeypatch.setattr(readers, "_MAX_CHUNK_CHARS", 1000)
-    found = list(text_chunks(("1" * 100, i) for i in range(35)))
+    found = list(text_chunks(["1" * 100] * 35))
     assert "".join(chunk.text for chunk in found) == "1" * 3500
     assert [chunk.first for chunk in found] == [True] + [False] * (len(found) - 1)
     assert max(len(chunk.text) for chunk in found) < 1200
@@ -420,7 +403,7 @@ def test_a_chunked_text_has_the_ids_of_the_whole_text(blocks, block):
     tokenizer = trained()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readers, "_BLOCK_BYTES", block)
-        found = list(text_chunks((text, 0) for text in blocks))
+        found = list(text_chunks(blocks))
     ids = [i for chunk in found for i in tokenizer.encode(chunk.text).tolist()]
     assert ids == tokenizer.encode("".join(blocks)).tolist()
 

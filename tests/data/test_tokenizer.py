@@ -230,14 +230,6 @@ def test_the_model_takes_encoded_arrays(name):
             model(wrong)
 
 
-@pytest.mark.parametrize("name", ["char", "byte", "bpe"])
-def test_the_repr_of_a_tokenizer_is_one_short_line(name):
-    shown = repr(tokenizer_of(name))
-    assert str(tokenizer_of(name).vocab_size) in shown
-    assert len(shown) < 120
-    assert shown.isprintable()
-
-
 @pytest.mark.parametrize("name", ["byte", "bpe"])
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))

@@ -219,7 +219,6 @@ META = {
     "sha256": "ab",
     "stand_in": False,
     "dtype": "uint16",
-    "shard_tokens": 1000,
     "train": {"documents": 1, "bytes": 1500, "tokens": 1500},
     "val": {"documents": 1, "bytes": 40, "tokens": 40},
     "provenance": {"used_ids": 9, "duplicates": 0, "tokens_sha256": "ab", "seconds": 1.0},
@@ -229,9 +228,8 @@ META = {
 
 def meta(chance: random.Random, folder: Path) -> Callable[[], None]:
     """Mutate the meta.json of token files."""
-    (folder / "train-00000.bin").write_bytes(bytes(2000))
-    (folder / "train-00001.bin").write_bytes(bytes(1000))
-    (folder / "val-00000.bin").write_bytes(bytes(80))
+    (folder / "train.bin").write_bytes(bytes(3000))
+    (folder / "val.bin").write_bytes(bytes(80))
     (folder / "meta.json").write_bytes(as_json(chance, META))
 
     def read() -> None:

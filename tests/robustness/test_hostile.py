@@ -503,7 +503,7 @@ def test_a_checkpoint_causes_no_download(tmp_path: Path):
         url = f"http://127.0.0.1:{server.server_address[1]}/evil.txt"
         named = {"source": "download", "name": "../evil", "url": url, "sha256": "0" * 64, "characters": 9}
         paths = dict.fromkeys(("path", "val_path", "train_bin", "val_bin"))
-        settings = {"field": "text", "split": "fraction", "val_fraction": 0.1, "shard_tokens": 1000, "processes": 1}
+        settings = {"field": "text", "split": "fraction", "val_fraction": 0.1, "processes": 1}
         data = {"folder": str(tmp_path / "data"), **named, **paths, **settings}
         content["minigpt"]["config"] = {"data": data, "tokenizer": {"name": "char"}}
         write(content, tmp_path / "a.safetensors")
