@@ -96,8 +96,8 @@ def plot_ablation(path: Path, dloss: Tensor, *, loss: float) -> None:
     limit = float(dloss.nan_to_num().abs().max()) or 1.0
     image = axes.imshow(dloss.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit)
     _print_values(axes, dloss, "{:+.3f}", threshold=0.6 * limit)
-    axes.set_xticks(range(H), range(1, H + 1))
-    axes.set_yticks(range(L), range(1, L + 1))
+    axes.set_xticks(range(H), map(str, range(1, H + 1)))
+    axes.set_yticks(range(L), map(str, range(1, L + 1)))
     title = f"Increase of the validation loss without one head\nnats per token; {loss:.4f} with all heads"
     axes.set(xlabel="head", ylabel="layer", title=title)
     figure.colorbar(image, ax=axes)
