@@ -123,20 +123,15 @@ class MultiHeadAttention(nn.Module):
     """Project to queries, keys and values, attend in every head, project back.
 
     Args:
-        n_embd: width C of the input and the output.
-        n_head: number H of query heads.
-        n_kv_head: number K of key-value heads, a divisor of H; None is H. K < H is grouped-query attention
-            (https://arxiv.org/abs/2305.13245), K = 1 multi-query attention (https://arxiv.org/abs/1911.02150).
-        head_dim: width D of a head; None is C / H.
+        n_embd, n_head, head_dim: C, H and D; None is D = C / H.
+        n_kv_head: K, a divisor of H; None is H. K < H is grouped-query attention (https://arxiv.org/abs/2305.13245),
+            K = 1 multi-query attention (https://arxiv.org/abs/1911.02150).
         dropout, out_dropout: dropout probability of the weights and of the output; None is `dropout`.
         causal: mask future positions.
         qk_norm: RMS-normalize queries and keys per head (https://arxiv.org/abs/2010.04245).
         scale: factor on the scores; None is 1/√D.
         backend: "fused" (`attend`) or "explicit" (`attend_explicit`).
         out_proj: project the concatenated heads to C; False returns them, (B, T, H·D).
-
-    Raises:
-        UserError: the heads do not divide the width, K does not divide H, or the backend does not exist.
     """
 
     def __init__(

@@ -129,8 +129,7 @@ class GPTConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "GPTConfig":
         """Build a config from stored values; raise UserError for an unknown name or an invalid value."""
-        unknown = sorted(set(values) - set(cls.__dataclass_fields__))
-        if unknown:
+        if unknown := sorted(set(values) - set(cls.__dataclass_fields__)):
             raise UserError(f"unknown model setting {', '.join(unknown)}; made by another version of minigpt?")
         return cls(**values)
 

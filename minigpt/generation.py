@@ -174,15 +174,12 @@ class StopCriteria:
     def update(self, tokens: Sequence[int]) -> list[bool]:
         """Append one token to each sample; return which samples have stopped."""
         for i, token in enumerate(tokens):
-            self.stopped[i] = self.stopped[i] or token in self.ids or self._completes_string(i, token)
+            self.stopped[i] |= token in self.ids
+            if self.tokenizer and self.strings and not self.stopped[i]:
+                text = self.tails[i] + self.tokenizer.decode_bytes([token])
+                self.tails[i] = text[-self.overlap :] if self.overlap else b""
+                self.stopped[i] = any(string in text for string in self.strings)
         return list(self.stopped)
-
-    def _completes_string(self, i: int, token: int) -> bool:
-        if not self.tokenizer or not self.strings:
-            return False
-        text = self.tails[i] + self.tokenizer.decode_bytes([token])
-        self.tails[i] = text[-self.overlap :] if self.overlap else b""
-        return any(string in text for string in self.strings)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,9 @@
 """The checkpoint file: one safetensors file, verified by a checksum and written atomically.
 
 Tensors are stored by dotted name: weights (`model.wte.weight`), optimizer state (`optimizer.0.state.3.exp_avg`),
-random state of every rank (`rng.0.torch`). Everything else is one JSON text in the metadata, where
-`{"$tensor": NAME}` refers to a tensor: model config, tokenizer, run config, corpus checksum and provenance
-(`resume.contents`), and the progress of the Trainer. Reading builds tensors and plain containers only: a file cannot
-execute code. https://github.com/huggingface/safetensors
+random state (`rng.0.torch`). Everything else (`resume.contents`, progress of the Trainer) is one JSON text in the
+metadata, where `{"$tensor": NAME}` refers to a tensor. Reading builds tensors and plain containers only: a file
+cannot execute code. https://github.com/huggingface/safetensors
 """
 
 import json
