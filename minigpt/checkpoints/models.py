@@ -70,7 +70,7 @@ def _check_size(config: GPTConfig, tensors: int, size: int) -> None:
     """Raise UserError if a file of `size` bytes is too small for the model, before the model is allocated."""
     rope_table = config.block_size * config.head_width if config.position == "rope" else 0  # is not in the file
     for name, needed, limit in (
-        ("parameters", config.num_params(), size + SIZE_MARGIN),  # less than one byte per parameter
+        ("parameters", config.num_params(), size + SIZE_MARGIN),  # at least one byte per parameter
         ("layers", config.n_layer + config.smear, tensors),
         ("elements in its rotary table", rope_table, size + ROPE_TABLE_MARGIN),
     ):
