@@ -204,12 +204,9 @@ class Score:
 
 @torch.no_grad()
 def score(model: GPT, tokens: Prompt, start: Prompt) -> Score:
-    """Rate a text by a sliding window: each token has at least half a block, or all text before it, as context.
+    """Rate a text, (T,) ids, after `start`, at least one id that is not rated; the model is left in its mode.
 
-    Args:
-        model: is used in evaluation mode and left in its mode.
-        tokens: (T,) ids of the text, at least one.
-        start: ids before the text, at least one; they are not rated.
+    The window slides: each token has at least half a block, or all text before it, as context.
     """
     device, block_size = model.wte.weight.device, model.config.block_size
     before, text = (_check_ids(ids, model.config.vocab_size) for ids in (start, tokens))

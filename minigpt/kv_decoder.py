@@ -31,7 +31,7 @@ LinearWeights = tuple[Tensor, Tensor | None]
 
 
 class Decoder:
-    """Decode a batch of samples token by token.
+    """Decode a batch of samples token by token; `logits` (B, V) are those of the next token.
 
     All samples write to the same slot of the cache, so prompts are aligned at their ends.
 
@@ -40,10 +40,6 @@ class Decoder:
         prompts: token ids of each prompt, at least one; the last `block_size` are read.
         num_samples: samples per prompt; each prompt is read once.
         max_new_tokens: per sample; bounds the size of the cache.
-
-    Attributes:
-        logits: (B, V) of the next token.
-        tokens: ids of every sample, with its prompt.
     """
 
     @torch.inference_mode()
@@ -65,7 +61,7 @@ class Decoder:
         self.device = self._wte.device
 
         contexts = [list(prompt[:-1]) for prompt in prompts]  # the first step adds the last token
-        self.tokens = [list(context) for context in contexts for _ in range(num_samples)]
+        self.tokens = [list(context) for context in contexts for _ in range(num_samples)]  # with the prompts
         self._end = min(max(map(len, contexts)), self.block_size - 1)  # first free slot of the cache
         self._begins = [self._end] * len(self.tokens)  # slot of position 0 of each sample, negative once it is dropped
         # Above 2 block_size, the window moves to the front of the cache once per block_size tokens.

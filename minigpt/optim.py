@@ -77,7 +77,7 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         groups: parameter groups with a `kind`, "muon" or "adamw", and the options of `muon` for it.
-        rows: by matrix, the row counts of the matrices that are concatenated in it; each is orthogonalized by itself.
+        rows: from `matrix_params`; each of the concatenated matrices is orthogonalized by itself.
 
     Source: https://kellerjordan.github.io/posts/muon
     """

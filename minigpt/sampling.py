@@ -44,9 +44,7 @@ class Sampling:
         check_settings(**vars(self))
 
     def filter(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Apply all filters to logits (B, V); excluded tokens get -inf. A penalty needs `seen` (B, V), true for tokens
-        in the text.
-        """
+        """Apply all filters to logits (B, V): excluded tokens get -inf. `seen` (B, V) is true for tokens of the text."""
         logits = self._penalize(logits, seen)
         if self.temperature not in (0, 1):
             if self.temperature < 0.01:  # relative to the maximum, or the quotients overflow to inf and NaN
@@ -68,12 +66,7 @@ class Sampling:
         return logits
 
     def draw(self, logits: Tensor, uniform: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Draw token ids (B,) from logits (B, V) by inverse transform sampling.
-
-        Args:
-            uniform: one number in [0, 1) per sample, (B,); the draw runs on its device.
-            seen: as for `filter`.
-        """
+        """Draw token ids (B,) by inverse transform sampling, on the device of `uniform`: (B,) numbers in [0, 1)."""
         if self.temperature == 0:
             return self._penalize(logits, seen).argmax(dim=-1)
         logits = self.filter(logits, seen)

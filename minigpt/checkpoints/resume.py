@@ -42,9 +42,8 @@ def find_resumed(resume: str | None, folder: Path, present: Mapping[str, Any]) -
     """Find the checkpoint from which a run resumes, check that it fits the run, and warn of changed settings.
 
     Args:
-        resume: a checkpoint file, a run folder, or "auto": the newest undamaged checkpoint of `folder`, if any. With
-            "auto", the checkpoint may be of the last step.
-        folder: of the run.
+        resume: a checkpoint file, a run folder, or "auto": the newest undamaged checkpoint of `folder`, if any, which
+            may be of the last step.
         present: `contents` of the run.
 
     Returns:
