@@ -44,7 +44,7 @@ class Sampling:
         check_settings(**vars(self))
 
     def filter(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Apply all filters to logits (B, V): excluded tokens get -inf. `seen` (B, V) is true for tokens of the text."""
+        """Apply all filters to logits (B, V): excluded tokens get -inf. `seen` (B, V): true for tokens in the text."""
         logits = self._penalize(logits, seen)
         if self.temperature not in (0, 1):
             if self.temperature < 0.01:  # relative to the maximum, or the quotients overflow to inf and NaN
