@@ -104,7 +104,7 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 
 
 class KVCache:
-    """Hold the keys and values of one layer in preallocated memory of `shape` (B, K, capacity, D)."""
+    """Keys and values of one layer, in preallocated memory of `shape` (B, K, capacity, D)."""
 
     def __init__(self, shape: tuple[int, int, int, int], *, device: torch.device, dtype: torch.dtype) -> None:
         self.k = torch.empty(shape, device=device, dtype=dtype)
@@ -123,22 +123,15 @@ class MultiHeadAttention(nn.Module):
     """Project to queries, keys and values, attend in every head, project back.
 
     Args:
-        n_embd: width C of the input and the output.
-        n_head: number H of query heads.
-        n_kv_head: number K of key-value heads, a divisor of H; None is H. K < H is grouped-query attention
-            (https://arxiv.org/abs/2305.13245), K = 1 multi-query attention (https://arxiv.org/abs/1911.02150).
-        head_dim: width D of a head; None is C / H.
-        bias: biases in the projections.
-        dropout: dropout probability of the weights.
-        out_dropout: dropout probability of the output; None is `dropout`.
+        n_embd, n_head, head_dim: C, H and D; None is D = C / H.
+        n_kv_head: K, a divisor of H; None is H. K < H is grouped-query attention (https://arxiv.org/abs/2305.13245),
+            K = 1 multi-query attention (https://arxiv.org/abs/1911.02150).
+        dropout, out_dropout: dropout probability of the weights and of the output; None is `dropout`.
         causal: mask future positions.
         qk_norm: RMS-normalize queries and keys per head (https://arxiv.org/abs/2010.04245).
         scale: factor on the scores; None is 1/√D.
         backend: "fused" (`attend`) or "explicit" (`attend_explicit`).
         out_proj: project the concatenated heads to C; False returns them, (B, T, H·D).
-
-    Raises:
-        UserError: the heads do not divide the width, K does not divide H, or the backend does not exist.
     """
 
     def __init__(
@@ -178,25 +171,18 @@ class MultiHeadAttention(nn.Module):
         rotary: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """Attend from every position of x to x, or to a context.
+        """Attend from every position of x (B, T, C) to x, or to a context (B, S, C); return (B, T, C).
 
         Args:
-            x: (B, T, C). context: (B, S, C).
             mask: boolean, broadcastable to (B, H, T, S), true where a query sees a key.
             rotary: (2, T, D/2), `rotary_table` of the positions of x.
             cache: keys and values of the positions before x; those of x are appended.
-
-        Returns:
-            (B, T, C).
         """
         q, k, v = self._project(x, context, rotary)  # (B, H, T, D), (B, K, S, D) twice
         if cache is not None:
             k, v = cache.append(k, v)
-        options: Any = {"causal": self.causal, "scale": self.scale, "dropout": self.dropout * self.training}
-        if self.backend == "fused":
-            y = attend(q, k, v, mask=mask, **options)  # (B, H, T, D)
-        else:
-            y, _ = attend_explicit(q, k, v, mask=mask, **options)
+        options = self._options(mask)
+        y = attend(q, k, v, **options) if self.backend == "fused" else attend_explicit(q, k, v, **options)[0]
         y = y.transpose(1, 2).flatten(2)  # (B, H, T, D) -> (B, T, H·D)
         return F.dropout(self.out(y), self.out_dropout, self.training)
 
@@ -204,9 +190,11 @@ class MultiHeadAttention(nn.Module):
         self, x: Tensor, context: Tensor | None = None, *, mask: Tensor | None = None, rotary: Tensor | None = None
     ) -> Tensor:
         """Return the attention weights (B, H, T, S) of `forward`, with either backend."""
-        q, k, v = self._project(x, context, rotary)
+        return attend_explicit(*self._project(x, context, rotary), **self._options(mask))[1]
+
+    def _options(self, mask: Tensor | None) -> dict[str, Any]:
         dropout = self.dropout * self.training
-        return attend_explicit(q, k, v, causal=self.causal, mask=mask, scale=self.scale, dropout=dropout)[1]
+        return {"causal": self.causal, "mask": mask, "scale": self.scale, "dropout": dropout}
 
     def _project(self, x: Tensor, context: Tensor | None, rotary: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, H, T, D), and keys and values (B, K, S, D), normalized and rotated."""

@@ -23,11 +23,7 @@ MAX_BLOCK_SIZE = 1 << 20  # tokens; positions are stored as tables
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Describe a decoder-only transformer. The defaults are GPT-2 small (https://github.com/openai/gpt-2).
-
-    Raises:
-        UserError: a value is invalid.
-    """
+    """Describe a decoder-only transformer. The defaults are GPT-2 small (https://github.com/openai/gpt-2)."""
 
     block_size: int = 1024  # maximum context length, tokens
     vocab_size: int = 50257
@@ -133,8 +129,7 @@ class GPTConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "GPTConfig":
         """Build a config from stored values; raise UserError for an unknown name or an invalid value."""
-        unknown = sorted(set(values) - set(cls.__dataclass_fields__))
-        if unknown:
+        if unknown := sorted(set(values) - set(cls.__dataclass_fields__)):
             raise UserError(f"unknown model setting {', '.join(unknown)}; made by another version of minigpt?")
         return cls(**values)
 

@@ -107,11 +107,7 @@ class Console:
                 _log(f"error: {error}")
 
     def score(self, text: str, *, as_json: bool) -> None:
-        """Print the likelihood of a text: in total, and per token with `show_probs` or as JSON.
-
-        Raises:
-            UserError: the text is empty.
-        """
+        """Print the likelihood of a text: in total, and per token with `show_probs` or as JSON."""
         if not text:
             raise UserError("--score must be a non-empty text")
         ids, n_bytes = self.tokenizer.encode(text).tolist(), len(text.encode())
@@ -179,11 +175,7 @@ class Console:
 
 
 def move_model(model: GPT, device: str, dtype: str) -> GPT:
-    """Move the model to a device ("auto": the fastest) and a precision.
-
-    Raises:
-        UserError: the device is not available.
-    """
+    """Move the model to a device ("auto": the fastest) and a precision."""
     available = [*devices(), *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     require("--device", device, ["auto", *available].__contains__, f"one of {', '.join(available)}")
     return model.to(available[0] if device == "auto" else device, getattr(torch, dtype))
@@ -196,11 +188,7 @@ def devices() -> list[str]:
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
-    """Return the prompt given as text, in a file or on stdin (`-`); empty by default.
-
-    Raises:
-        UserError: both are given, or the file cannot be read.
-    """
+    """Return the prompt given as text, in a file or on stdin (`-`); empty by default."""
     if file is None:
         return whole_characters(prompt or "")  # as the tokenizer encodes it
     if prompt is not None:
@@ -209,11 +197,7 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
 
 
 def read_text(file: str, option: str) -> str:
-    """Read a UTF-8 text file, or stdin (`-`).
-
-    Raises:
-        UserError: it cannot be read, or is not UTF-8.
-    """
+    """Read a UTF-8 text file, or stdin (`-`)."""
     try:
         content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
         return content.decode("utf-8")

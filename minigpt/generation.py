@@ -27,17 +27,11 @@ Prompt = Tensor | Sequence[int]
 
 @dataclass
 class Sample:
-    """The continuation of a prompt.
+    """The continuation of a prompt."""
 
-    Args:
-        tokens: generated ids, up to and with the one that completes a stop string.
-        logprobs: log-probability of each token in nats, before temperature and filters; empty unless requested.
-        reason: "stop", or "length" at `max_new_tokens`.
-    """
-
-    tokens: list[int]
-    logprobs: list[float]
-    reason: str = "length"
+    tokens: list[int]  # generated ids, up to and with the one that completes a stop string
+    logprobs: list[float]  # of each token in nats, before temperature and filters; empty unless requested
+    reason: str = "length"  # at max_new_tokens; or "stop"
 
     def __repr__(self) -> str:
         shown = ", ".join(map(str, self.tokens[:8])) + (", …" if len(self.tokens) > 8 else "")
@@ -46,17 +40,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Step:
-    """The next token of every sample; to be ignored for samples that stopped before.
-
-    Args:
-        tokens: one id per sample.
-        logprobs: as in `Sample`.
-        stopped: whether each sample has stopped, with this token or before.
-    """
+    """The next token of every sample; to be ignored for samples that stopped before."""
 
     tokens: list[int]
-    logprobs: list[float]
-    stopped: list[bool]
+    logprobs: list[float]  # as in `Sample`
+    stopped: list[bool]  # with this token or before
 
 
 def generate(
@@ -78,8 +66,15 @@ def generate(
     """Continue one prompt or a batch of prompts.
 
     Args:
+        model: is used in evaluation mode and left in its mode.
+        prompts: token ids (T,) of one prompt, or a list of prompts of any lengths; the last `block_size` are read.
+        max_new_tokens: per sample; not limited by `block_size` (see `minigpt.kv_decoder`).
         temperature, top_k, top_p, min_p, repetition_penalty: as for `Sampling`.
-        model, prompts, max_new_tokens …: as for `stream`.
+        stop: strings and token ids that end a sample. A string may span tokens.
+        tokenizer: required by stop strings.
+        seed: sample i of every prompt has its own random generator, seeded with seed + i.
+        num_samples: per prompt.
+        logprobs: return the log-probability of every token.
 
     Returns:
         `num_samples` samples of the first prompt, then of the second …
@@ -88,21 +83,9 @@ def generate(
         UserError: a setting or a prompt is invalid.
         RunError: the logits are NaN or infinite.
     """
-    filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
-    steps = stream(
-        model,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        stop=stop,
-        tokenizer=tokenizer,
-        seed=seed,
-        num_samples=num_samples,
-        logprobs=logprobs,
-        temperature=temperature,
-        **filters,
-    )
+    settings = locals()  # by name, as `stream` takes them
     samples: list[Sample] = []
-    for step in steps:
+    for step in stream(**settings):
         samples = samples or [Sample([], []) for _ in step.tokens]
         for i, sample in enumerate(samples):
             if sample.reason == "length":
@@ -126,25 +109,14 @@ def stream(
 ) -> Iterator[Step]:
     """Yield the next token of every sample as soon as it is drawn, until all have stopped.
 
-    Args:
-        model: is used in evaluation mode and left in its mode.
-        prompts: token ids (T,) of one prompt, or a list of prompts of any lengths; the last `block_size` are read.
-        max_new_tokens: per sample; not limited by `block_size` (see `minigpt.kv_decoder`).
-        stop: strings and token ids that end a sample. A string may span tokens.
-        tokenizer: required by stop strings.
-        seed: sample i of every prompt has its own random generator, seeded with seed + i.
-        num_samples: per prompt.
-        logprobs: return the log-probability of every token.
-        filters: temperature, top_k, top_p, min_p and repetition_penalty of `Sampling`.
-
-    Raises:
-        UserError, RunError: as for `generate`; a UserError is raised by the call, before the first step.
+    Arguments and errors are those of `generate`, with `Sampling` as `filters`; a UserError is raised by the call,
+    before the first step.
     """
     check_settings(max_new_tokens=max_new_tokens, seed=seed, num_samples=num_samples, stop=stop)
     sampling = Sampling(**filters)
-    batch = _to_list(prompts)
-    is_batch = isinstance(batch, list) and batch and hasattr(batch[0], "__len__")
-    prompt_ids = [_check_ids(prompt, model.config.vocab_size) for prompt in (batch if is_batch else [prompts])]
+    batch: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    is_batch = isinstance(batch, Sequence) and len(batch) > 0 and hasattr(batch[0], "__len__")
+    prompt_ids = [_check_ids(prompt, model.config.vocab_size) for prompt in (batch if is_batch else [batch])]
     criteria = StopCriteria(stop, tokenizer, len(prompt_ids) * num_samples)
     seeds = [seed + i for _ in prompt_ids for i in range(num_samples)]
     return _stream(model, prompt_ids, sampling, max_new_tokens, criteria, seeds, logprobs)
@@ -202,28 +174,20 @@ class StopCriteria:
     def update(self, tokens: Sequence[int]) -> list[bool]:
         """Append one token to each sample; return which samples have stopped."""
         for i, token in enumerate(tokens):
-            self.stopped[i] = self.stopped[i] or token in self.ids or self._completes_string(i, token)
+            self.stopped[i] |= token in self.ids
+            if self.tokenizer and self.strings and not self.stopped[i]:
+                text = self.tails[i] + self.tokenizer.decode_bytes([token])
+                self.tails[i] = text[-self.overlap :] if self.overlap else b""
+                self.stopped[i] = any(string in text for string in self.strings)
         return list(self.stopped)
-
-    def _completes_string(self, i: int, token: int) -> bool:
-        if not self.tokenizer or not self.strings:
-            return False
-        text = self.tails[i] + self.tokenizer.decode_bytes([token])
-        self.tails[i] = text[-self.overlap :] if self.overlap else b""
-        return any(string in text for string in self.strings)
 
 
 @dataclass(frozen=True)
 class Score:
-    """The likelihood of a text, token by token.
+    """The likelihood of a text, token by token."""
 
-    Args:
-        logprobs: (T,) log-probability of each token after those before it, in nats.
-        ranks: (T,) number of more likely tokens.
-    """
-
-    logprobs: Tensor
-    ranks: Tensor
+    logprobs: Tensor  # (T,) of each token after those before it, in nats
+    ranks: Tensor  # (T,) number of more likely tokens
 
     def __repr__(self) -> str:
         return f"Score({len(self.logprobs)} tokens, nats={self.nats:.4f})"
@@ -240,15 +204,9 @@ class Score:
 
 @torch.no_grad()
 def score(model: GPT, tokens: Prompt, start: Prompt) -> Score:
-    """Rate a text by a sliding window: each token has at least half a block, or all text before it, as context.
+    """Rate a text, (T,) ids, after `start`, at least one id that is not rated; the model is left in its mode.
 
-    Args:
-        model: is used in evaluation mode and left in its mode.
-        tokens: (T,) ids of the text, at least one.
-        start: ids before the text, at least one; they are not rated.
-
-    Raises:
-        UserError: the ids are invalid.
+    The window slides: each token has at least half a block, or all text before it, as context.
     """
     device, block_size = model.wte.weight.device, model.config.block_size
     before, text = (_check_ids(ids, model.config.vocab_size) for ids in (start, tokens))
@@ -269,14 +227,8 @@ def score(model: GPT, tokens: Prompt, start: Prompt) -> Score:
 
 
 def _check_ids(prompt: Any, vocab_size: int) -> list[int]:
-    ids = _to_list(prompt)
-    if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
+    """Return token ids, given as a tensor, an array or a sequence, as a list."""
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(ids, Sequence) or not ids or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
         raise UserError(f"a prompt must be a non-empty sequence of token ids in [0, {vocab_size})")
-    return ids
-
-
-def _to_list(tokens: Any) -> Any:
-    """Convert tensors, arrays and sequences other than strings to lists."""
-    if hasattr(tokens, "tolist"):
-        return tokens.tolist()
-    return list(tokens) if isinstance(tokens, Sequence) and not isinstance(tokens, str) else tokens
+    return list(ids)

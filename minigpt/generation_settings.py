@@ -8,15 +8,7 @@ from minigpt.utils.errors import require
 
 
 def check_settings(*, key: Callable[[str], str] = str, **settings: Any) -> None:
-    """Check settings of `minigpt.generation.generate`, given by name.
-
-    Args:
-        key: maps a setting's name to the key or flag in the error message.
-        settings: values by name, as for `generate`; None disables `top_k`, `top_p` and `min_p`.
-
-    Raises:
-        UserError: a value is out of range.
-    """
+    """Raise UserError if a setting of `generate` is out of range; `key` maps its name to that in the message."""
     for name, value in settings.items():
         if value is not None or name not in _OPTIONAL:
             require(key(name), value, *_CHECKS[name])

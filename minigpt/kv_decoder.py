@@ -13,14 +13,14 @@ Shapes: B samples, C n_embd, V vocab, L layers, H query heads, K key-value heads
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from minigpt.attention import rotary_table
-from minigpt.model import GPT, Block, Cache, smear
+from minigpt.model import GPT, Cache, smear
 from minigpt.ops import ACTIVATIONS, NORMS, rms_norm
 
 _MAX_COPIED_NUMEL = 1 << 20  # of a weight matrix that is copied to a faster layout
@@ -31,7 +31,7 @@ LinearWeights = tuple[Tensor, Tensor | None]
 
 
 class Decoder:
-    """Decode a batch of samples token by token.
+    """Decode a batch of samples token by token; `logits` (B, V) are those of the next token.
 
     All samples write to the same slot of the cache, so prompts are aligned at their ends.
 
@@ -40,10 +40,6 @@ class Decoder:
         prompts: token ids of each prompt, at least one; the last `block_size` are read.
         num_samples: samples per prompt; each prompt is read once.
         max_new_tokens: per sample; bounds the size of the cache.
-
-    Attributes:
-        logits: (B, V) of the next token.
-        tokens: ids of every sample, with its prompt.
     """
 
     @torch.inference_mode()
@@ -57,7 +53,7 @@ class Decoder:
         self.norm, self.activation = NORMS[config.norm], ACTIVATIONS[config.activation]
         if scaled := config.activation == "gelu" and config.n_embd * config.inner_width < _MAX_COPIED_NUMEL:
             self.activation = _scaled_gelu
-        self._layers = [BlockWeights.of(block, scaled_gelu=scaled) for block in model.blocks]
+        self._layers = [BlockWeights(block, scaled_gelu=scaled) for block in model.blocks]
         self._final_norm, (self._lm_head, _) = _norm_weights(model.final_norm), _linear_weights(model.lm_head)
         self._wte = _full_tensor(model.wte.weight)
         self._wpe = _full_tensor(model.wpe.weight) if config.position == "learned" else None
@@ -65,7 +61,7 @@ class Decoder:
         self.device = self._wte.device
 
         contexts = [list(prompt[:-1]) for prompt in prompts]  # the first step adds the last token
-        self.tokens = [list(context) for context in contexts for _ in range(num_samples)]
+        self.tokens = [list(context) for context in contexts for _ in range(num_samples)]  # with the prompts
         self._end = min(max(map(len, contexts)), self.block_size - 1)  # first free slot of the cache
         self._begins = [self._end] * len(self.tokens)  # slot of position 0 of each sample, negative once it is dropped
         # Above 2 block_size, the window moves to the front of the cache once per block_size tokens.
@@ -93,7 +89,10 @@ class Decoder:
         low, high = min(self._begins), max(self._begins)
         begins: int | Tensor = low if low == high else torch.tensor(self._begins, device=self.device)  # or (B,)
         first, last = (max(begin, self._end - self.block_size) for begin in (low, high))  # first visible slots
-        mask = self._mask(first, begins) if isinstance(begins, Tensor) and first < last else None
+        mask = None
+        if isinstance(begins, Tensor) and first < last:
+            slots = torch.arange(first, self._end, device=self.device)
+            mask = (slots >= begins[:, None])[:, None, None]  # (B, 1, 1, S)
         rotary = self._rotary_at(slot - begins, slot - high, slot - low) if self.config.position == "rope" else None
         x = self._embed(tokens, slot - begins)  # (B, C)
         written = self._cache[..., slot : self._end, :]  # (L, B, 2K, 1, D)
@@ -102,7 +101,8 @@ class Decoder:
         for weights, layer in zip(self._layers, cached, strict=True):
             x = self._block(x, weights, rotary, mask, *layer)
         x = self.norm(x, *self._final_norm) if self.pre_norm else x
-        self.logits = torch.mm(x if self.config.width_ratio == 1 else x / self.config.width_ratio, self._lm_head)
+        x = x if self.config.width_ratio == 1 else x / self.config.width_ratio
+        self.logits = torch.mm(x, self._lm_head)
         return self.logits
 
     def _embed(self, tokens: Tensor, position: int | Tensor) -> Tensor:
@@ -112,8 +112,7 @@ class Decoder:
         if config.ngram:
             x = x + model.ngrams(tokens[:, None], self._inputs)[:, 0]
         if config.smear:
-            mixed, self._inputs.last = smear(x[:, None], tuple(model.smear), self._inputs.last)
-            x = mixed[:, 0]
+            x = smear(x[:, None], model.smear, self._inputs)[:, 0]
         if self._wpe is not None:
             x = x + self._wpe[position]
         return rms_norm(x) if config.embed_norm else x
@@ -180,13 +179,7 @@ class Decoder:
         if self._inputs.last is not None:
             self._inputs.last[rows] = 0 if read.last is None else read.last
         if self._inputs.last_tokens is not None:
-            padding = self.config.vocab_size
-            self._inputs.last_tokens[rows] = padding if read.last_tokens is None else read.last_tokens
-
-    def _mask(self, first: int, begins: Tensor) -> Tensor:
-        """Return which slots from `first` on each sample attends to, (B, 1, 1, S)."""
-        slots = torch.arange(first, self._end, device=self.device)
-        return (slots >= begins[:, None])[:, None, None]
+            self._inputs.last_tokens[rows] = self.config.vocab_size if read.last_tokens is None else read.last_tokens
 
     def _rotary_at(self, position: int | Tensor, least: int, most: int) -> tuple[Tensor, Tensor]:
         """Return cosines and signed sines that broadcast with (B, H, 1, D)."""
@@ -200,31 +193,17 @@ class Decoder:
         return cos, sin
 
 
-class BlockWeights(NamedTuple):
+class BlockWeights:
     """Weights and biases of one block; matrices are transposed, (in, out)."""
 
-    norm_1: NormWeights
-    qkv: LinearWeights
-    out: LinearWeights
-    norm_2: NormWeights
-    up: LinearWeights
-    down: LinearWeights
-
-    @classmethod
-    def of(cls, block: nn.Module, *, scaled_gelu: bool) -> "BlockWeights":
-        assert isinstance(block, Block)
-        (up, up_bias), (down, down_bias) = _linear_weights(block.mlp.up), _linear_weights(block.mlp.down)
+    def __init__(self, block: Any, *, scaled_gelu: bool) -> None:
+        self.norm_1, self.norm_2 = _norm_weights(block.norm_1), _norm_weights(block.norm_2)
+        self.qkv, self.out = _linear_weights(block.attention.qkv), _linear_weights(block.attention.out)
+        self.up, self.down = _linear_weights(block.mlp.up), _linear_weights(block.mlp.down)
         if scaled_gelu:
-            half = math.sqrt(0.5)
-            up, up_bias, down = up * half, None if up_bias is None else up_bias * half, down * half
-        return cls(
-            _norm_weights(block.norm_1),
-            _linear_weights(block.attention.qkv),
-            _linear_weights(block.attention.out),
-            _norm_weights(block.norm_2),
-            (up, up_bias),
-            (down, down_bias),
-        )
+            half, (up, up_bias), (down, down_bias) = math.sqrt(0.5), self.up, self.down
+            self.up = up * half, None if up_bias is None else up_bias * half
+            self.down = down * half, down_bias
 
 
 def _norm_weights(layer: nn.Module) -> NormWeights:
@@ -232,8 +211,7 @@ def _norm_weights(layer: nn.Module) -> NormWeights:
     return None if weight is None else _full_tensor(weight), None if bias is None else _full_tensor(bias)
 
 
-def _linear_weights(layer: nn.Module) -> LinearWeights:
-    assert isinstance(layer, nn.Linear)
+def _linear_weights(layer: nn.Linear) -> LinearWeights:
     weight = _full_tensor(layer.weight).T
     weight = weight.contiguous() if weight.numel() < _MAX_COPIED_NUMEL else weight  # baby: 15 % faster
     return weight, None if layer.bias is None else _full_tensor(layer.bias)

@@ -7,8 +7,9 @@ Shapes: B batch, T time, C n_embd, D head width, V vocab.
 """
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,7 +60,7 @@ class GPT(nn.Module):
         cache: "Cache | None" = None,
         reduction: str = "mean",
     ) -> Tensor:
-        """Compute the logits, or the loss if targets are given.
+        """Compute the logits (B, T, V), or the cross-entropy in nats, a scalar, if targets are given.
 
         Args:
             tokens: (B, T) integer token ids, T at most `block_size` minus the length of the cache: a tensor, or an
@@ -67,9 +68,6 @@ class GPT(nn.Module):
             targets: (B, T) the id after each token, likewise.
             cache: from `new_cache`; the tokens continue it and are appended to it.
             reduction: "mean" or "sum" of the loss over tokens.
-
-        Returns:
-            Logits (B, T, V), or the cross-entropy in nats, a scalar.
 
         Raises:
             ValueError: the tokens are not integers (B, T), or too many.
@@ -83,9 +81,7 @@ class GPT(nn.Module):
         if self.config.ngram:
             x = x + self.ngrams(tokens, cache)
         if self.config.smear:
-            x, last = smear(x, tuple(self.smear), cache.last if cache else None)
-            if cache:
-                cache.last = last
+            x = smear(x, self.smear, cache)
         if self.config.position == "learned":
             x = x + self.wpe.weight[start:end]  # (T, C)
         rotary = None if self.rotary is None else self.rotary[:, start:end]  # (2, T, D/2)
@@ -118,12 +114,11 @@ class GPT(nn.Module):
 
     def _to_ids(self, values: "Tensor | Ids") -> Tensor:
         """Convert token ids (B, T) to int64; arrays are moved to the model's device."""
-        ids = values if isinstance(values, Tensor) else torch.tensor(values)
+        ids = values if isinstance(values, Tensor) else torch.tensor(values, device=self.wte.weight.device)
         if ids.dim() != 2 or ids.is_floating_point():
-            raise ValueError(
-                f"token ids must be integers (B, T), got {ids.dtype} {tuple(ids.shape)}; ids[None] adds a batch"
-            )
-        return ids.long() if ids is values else ids.long().to(self.wte.weight.device)
+            found = f"{ids.dtype} {tuple(ids.shape)}"
+            raise ValueError(f"token ids must be integers (B, T), got {found}; ids[None] adds a batch")
+        return ids.long()
 
     def _initialize(self) -> None:
         """Initialize as GPT-2: normal(0.02), and 1/√(2 n_layer) of it for projections into the residual stream.
@@ -202,13 +197,13 @@ class Norm(nn.Module):
         return self.function(x, self.weight, self.bias)
 
 
+@dataclass
 class Cache:
     """The state of a batch of sequences: keys and values per layer, the last embeddings and the last tokens."""
 
-    def __init__(self, layers: list[KVCache]) -> None:
-        self.layers = layers
-        self.last: Tensor | None = None  # embeddings (B, smear, C)
-        self.last_tokens: Tensor | None = None  # (B, ngram - 1)
+    layers: list[KVCache]
+    last: Tensor | None = None  # embeddings (B, smear, C)
+    last_tokens: Tensor | None = None  # (B, ngram - 1)
 
     @property
     def length(self) -> int:
@@ -250,24 +245,18 @@ class NGramEmbedding(nn.Module):
         return self.out(embedded.flatten(2))
 
 
-def smear(x: Tensor, factors: Collection[Tensor], before: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Add to each position the k previous ones, times k factors.
-
-    Args:
-        x: (B, T, C).
-        factors: k tensors (C,), the last for the previous position.
-        before: (B, k, C), the k positions before x; None is zeros.
-
-    Returns:
-        The sum (B, T, C), and the last k positions of x, (B, k, C).
-    """
+def smear(x: Tensor, factors: nn.ParameterList, cache: Cache | None) -> Tensor:
+    """Add to each position of x (B, T, C), after those of the cache, the k previous ones times k factors (C,) each."""
     k, T = len(factors), x.size(1)
+    before = cache.last if cache else None
     if before is None:
         before = x.new_zeros(x.size(0), k, x.size(2))
     padded = torch.cat((before, x), dim=1)  # (B, k + T, C)
-    for i, factor in enumerate(factors):
+    if cache:
+        cache.last = padded[:, -k:]
+    for i, factor in enumerate(factors):  # the last is for the previous position
         x = x + factor * padded[:, i : i + T]
-    return x, padded[:, -k:]
+    return x
 
 
 @contextmanager

@@ -19,13 +19,8 @@ FUSED_DEVICES = ("cpu", "cuda")  # fused AdamW is 3 to 6 times faster on a CPU
 def adamw(model: GPT, *, lr: float, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
     """Build AdamW (https://arxiv.org/abs/1711.05101) with weight decay on matrices and embeddings alone.
 
-    Under mup (https://arxiv.org/abs/2203.03466, table 8), lr is divided and weight_decay multiplied by the width
-    ratio for the matrices of the blocks.
-
-    Args:
-        lr: peak learning rate.
-        betas: decay rates of the moment estimates.
-        weight_decay: decoupled weight decay.
+    Under mup (https://arxiv.org/abs/2203.03466, table 8), the peak learning rate is divided and the weight decay
+    multiplied by the width ratio for the matrices of the blocks.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     hidden = matrix_params(model) if model.config.parametrization == "mup" else {}
@@ -58,11 +53,9 @@ def muon(
     change if both grow alike (https://arxiv.org/abs/2310.17813).
 
     Args:
-        lr: peak learning rate of the matrices.
-        adam_lr: peak learning rate of the other parameters.
-        betas: decay rates of AdamW's moment estimates.
+        lr, weight_decay: peak learning rate and decoupled weight decay of the matrices.
+        adam_lr, betas: peak learning rate and decay rates of AdamW's moment estimates.
         ngram_weight_decay: decoupled weight decay of the n-gram tables; the rest of AdamW's parameters have none.
-        weight_decay: decoupled weight decay of the matrices.
         momentum: momentum after `momentum_warmup` steps, over which it rises linearly from 0.85.
         newton_schulz_steps: iterations of the orthogonalization.
     """
@@ -84,7 +77,7 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         groups: parameter groups with a `kind`, "muon" or "adamw", and the options of `muon` for it.
-        rows: by matrix, the row counts of the matrices that are concatenated in it; each is orthogonalized by itself.
+        rows: from `matrix_params`; each of the concatenated matrices is orthogonalized by itself.
 
     Source: https://kellerjordan.github.io/posts/muon
     """

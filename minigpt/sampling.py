@@ -19,7 +19,7 @@ _NUMBERS_PER_REFILL = 64  # of each generator of `PerSampleRNG`
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling settings.
+    """Sampling settings; a value out of range raises UserError.
 
     Args:
         temperature: divides the logits; 0 is greedy decoding, which takes the first of equal maxima.
@@ -27,9 +27,6 @@ class Sampling:
         top_p: keep the smallest set of most likely tokens with this total probability.
         min_p: keep tokens with at least this fraction of the highest probability.
         repetition_penalty: divides positive logits of tokens in the text and multiplies negative ones; 1 disables it.
-
-    Raises:
-        UserError: a value is out of range.
 
     Source:
         top_p: Holtzman et al., 2019, https://arxiv.org/abs/1904.09751
@@ -47,11 +44,7 @@ class Sampling:
         check_settings(**vars(self))
 
     def filter(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Apply all filters to logits (B, V); excluded tokens get -inf.
-
-        Args:
-            seen: boolean (B, V), true for tokens in the text; required with a repetition penalty.
-        """
+        """Apply all filters to logits (B, V): excluded tokens get -inf. `seen` (B, V): true for tokens in the text."""
         logits = self._penalize(logits, seen)
         if self.temperature not in (0, 1):
             if self.temperature < 0.01:  # relative to the maximum, or the quotients overflow to inf and NaN
@@ -73,12 +66,7 @@ class Sampling:
         return logits
 
     def draw(self, logits: Tensor, uniform: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Draw token ids (B,) from logits (B, V) by inverse transform sampling.
-
-        Args:
-            uniform: one number in [0, 1) per sample, (B,); the draw runs on its device.
-            seen: as for `filter`.
-        """
+        """Draw token ids (B,) by inverse transform sampling, on the device of `uniform`: (B,) numbers in [0, 1)."""
         if self.temperature == 0:
             return self._penalize(logits, seen).argmax(dim=-1)
         logits = self.filter(logits, seen)
@@ -96,12 +84,7 @@ class Sampling:
 
 
 class PerSampleRNG:
-    """Uniform float64 numbers in [0, 1) from one generator per sample.
-
-    Args:
-        seeds: one per sample, (B,).
-        device: of the numbers; the CPU for MPS, which has no float64.
-    """
+    """Uniform float64 numbers in [0, 1) from one generator per seed; on the CPU for MPS, which has no float64."""
 
     def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]

@@ -39,11 +39,11 @@ BLOCK_SIZE = 32
 WHOLE = "é€𝄞"  # characters of two, three and four bytes, no byte of which is in two of them
 ENDLESS = ("--max-new-tokens", "10000000")
 ANSI = re.compile(r"\x1b\[[\d;]*m")
-COLOURED = re.compile(r"\x1b\[38;5;(\d+)m([^\x1b]+)\x1b\[0m")
+COLORED = re.compile(r"\x1b\[38;5;(\d+)m([^\x1b]+)\x1b\[0m")
 
 
 def trained(tokenizer: Tokenizer, seed: int = 0) -> GPT:
-    """A model of random weights, large enough that every token before has a say."""
+    """A model of random weights, large enough that every earlier token changes the logits."""
     torch.manual_seed(seed)
     shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "tie_embeddings": False}
     model = GPT(GPTConfig(block_size=BLOCK_SIZE, vocab_size=tokenizer.vocab_size, **shape))
@@ -55,7 +55,7 @@ def trained(tokenizer: Tokenizer, seed: int = 0) -> GPT:
 
 
 def chain(tokenizer: Tokenizer, follows: dict[int, int]) -> GPT:
-    """A model that is sure which token follows which."""
+    """A model that predicts one next token per token."""
     size = tokenizer.vocab_size
     shape = {"n_layer": 1, "n_head": 1, "head_dim": 2, "n_inner": 1, "n_embd": size, "tie_embeddings": False}
     model = GPT(GPTConfig(block_size=BLOCK_SIZE, vocab_size=size, position="none", bias=False, **shape))
@@ -78,7 +78,7 @@ def saved(path: Path, model: GPT, tokenizer: Tokenizer) -> str:
 
 
 def printed(found: list[dict[str, Any]]) -> str:
-    """What is printed without --json of several samples."""
+    """The output for several samples without --json."""
     return "".join(f"── sample {i + 1} ──\n{one['prompt']}{one['text']}\n" for i, one in enumerate(found))
 
 
@@ -133,12 +133,12 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Start a process in an empty folder; it is gone after the test."""
+    """Start a process in an empty folder; kill it after the test."""
     started = []
 
     def begin(arguments: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what runs in the background may ignore it
-        started.append(subprocess.Popen(arguments, cwd=tmp_path, env=environment(), preexec_fn=heard, **options))
+        reset = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a background process may ignore SIGINT
+        started.append(subprocess.Popen(arguments, cwd=tmp_path, env=environment(), preexec_fn=reset, **options))
         return started[-1]
 
     yield begin
@@ -148,7 +148,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
 
 def error(result: Any) -> str:
-    """The one line that says what is wrong: nothing but the checkpoint's name stands before it."""
+    """The error line; only the line with the checkpoint's name may precede it."""
     *before, line = result.stderr.splitlines()
     assert all(one.startswith("sampling from ") for one in before), result.stderr
     assert result.returncode == 2, result.stderr
@@ -178,7 +178,7 @@ def greedy(path: str, prompt: str, n: int) -> str:
 
 
 def read_until(descriptor: int, wanted: bytes, seconds: float = 300) -> bytes:
-    """What comes from a terminal or pipe up to some text."""
+    """The output of a terminal or pipe up to some text."""
     read, end = b"", time.monotonic() + seconds
     while wanted not in read:
         ready, _, _ = select.select([descriptor], [], [], max(0, end - time.monotonic()))
@@ -194,14 +194,14 @@ def test_text_is_streamed_in_complete_characters(saves, start, tmp_path):
     with open(tmp_path / "stderr", "wb") as stderr:
         process = start(command(saves["multibyte"], *ENDLESS), stdout=subprocess.PIPE, stderr=stderr)
     text = os.read(process.stdout.fileno(), 1 << 16)
-    assert len(text) < 4096  # it did not wait in a buffer
+    assert len(text) < 4096  # not buffered
     for _ in range(100):
         text += os.read(process.stdout.fileno(), 1 << 16)
         text.decode()
     assert process.poll() is None
     assert (WHOLE * 200).startswith(text.decode()[:500])
     assert len(text) >= 200
-    process.stdout.close()  # whoever reads has seen enough
+    process.stdout.close()  # as `head` does
     assert process.wait(300) == 0
     assert (tmp_path / "stderr").read_text().splitlines() == [
         f"sampling from {saves['multibyte']} on cpu",
@@ -297,14 +297,14 @@ OWNED = "a你\x1b]0;owned\x07\r\x9b2J\u202eb"
 
 @pytest.fixture
 def obeyed(tmp_path: Path) -> str:
-    """A checkpoint in a folder with such a name, whose model writes such a text."""
+    """A checkpoint in a folder with control characters in its name, whose model generates the same text."""
     tokenizer = CharTokenizer.of(f"\n{OWNED}")
     follows = in_turn(tokenizer.encode("".join(dict.fromkeys(f"\n{OWNED}"))))
     return saved(tmp_path / OWNED / "x.safetensors", chain(tokenizer, follows), tokenizer)
 
 
 def seen(arguments: list[str], folder: Path, stdin: bytes = b"") -> bytes:
-    """All that a program writes to a terminal."""
+    """The output of a program to a terminal."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         arguments, cwd=folder, env=environment(), stdin=subprocess.PIPE, stdout=theirs, stderr=theirs
@@ -313,7 +313,7 @@ def seen(arguments: list[str], folder: Path, stdin: bytes = b"") -> bytes:
     process.stdin.close()
     os.close(theirs)
     read = b""
-    with suppress(OSError):  # nobody holds the other end any more
+    with suppress(OSError):  # the other end is closed
         while new := os.read(ours, 1 << 16):
             read += new
     process.wait(60)
@@ -524,7 +524,7 @@ def test_a_token_is_cut_after_the_stop_string(saves, sample):
     (one,) = samples(sample(*flags, "--json"))
     assert (one["text"], one["reason"], one["tokens"]) == ("cd", "stop", [256])
     colored = sample(*flags, "--show-probs").stdout
-    assert COLOURED.findall(colored) == [("40", "cd")]
+    assert COLORED.findall(colored) == [("40", "cd")]
     assert ANSI.sub("", colored) == "acd\n"
 
 
@@ -583,13 +583,13 @@ def test_colors_show_the_probability_of_each_token(flags, saves, sample):
     (one,) = samples(sample(*flags, "--json"))
     _, tokenizer = load_checkpoint(saves["char"])
     p = logprobs(saves["char"], tokenizer.encode("a fox").tolist(), one["tokens"])[range(27), one["tokens"]].exp()
-    assert COLOURED.findall(shown) == [(color(x), c) for x, c in zip(p.tolist(), one["text"], strict=True)]
+    assert COLORED.findall(shown) == [(color(x), c) for x, c in zip(p.tolist(), one["text"], strict=True)]
     assert len({color(x) for x in p.tolist()}) >= 3
 
 
 def test_colors_do_not_split_characters(saves, sample):
     shown = sample(saves["multibyte"], "--max-new-tokens", 27, "--show-probs").stdout
-    assert COLOURED.findall(shown) == [("40", character) for character in WHOLE * 3]
+    assert COLORED.findall(shown) == [("40", character) for character in WHOLE * 3]
     assert ANSI.sub("", shown) == WHOLE * 3 + "\n"
 
 
@@ -597,7 +597,7 @@ def test_every_sample_has_colors(saves, sample):
     flags = [saves["char"], "--prompt", "a fox", "--num-samples", 3, "--max-new-tokens", 20]
     plain, shown = sample(*flags).stdout, sample(*flags, "--show-probs").stdout
     assert ANSI.sub("", shown) == plain
-    assert len(COLOURED.findall(shown)) == 60
+    assert len(COLORED.findall(shown)) == 60
 
 
 def test_json_has_no_colors(saves, sample):
@@ -643,7 +643,7 @@ def test_a_score_shows_the_text_in_colors(saves, sample):
     plain = sample(saves["char"], "--score", "-", stdin=TEXT.encode()).stdout
     shown = sample(saves["char"], "--score", "-", "--show-probs", stdin=TEXT.encode()).stdout
     (found,) = samples(sample(saves["char"], "--score", "-", "--json", stdin=TEXT.encode()))
-    assert COLOURED.findall(shown) == [(color(math.exp(p)), c) for p, c in zip(found["logprobs"], TEXT, strict=True)]
+    assert COLORED.findall(shown) == [(color(math.exp(p)), c) for p, c in zip(found["logprobs"], TEXT, strict=True)]
     assert ANSI.sub("", shown) == f"{TEXT}\n{plain}"
 
 
@@ -740,7 +740,7 @@ def test_replies_end_after_stop_strings_and_documents(saves, sample):
 
 def test_replies_have_colors(saves, sample):
     shown = talk(sample, saves["char"], "a fox", ", a dog", flags=("--show-probs",)).stdout
-    assert len(COLOURED.findall(shown)) == 24
+    assert len(COLORED.findall(shown)) == 24
     assert ANSI.sub("", shown) == talk(sample, saves["char"], "a fox", ", a dog", flags=()).stdout
 
 

@@ -10,15 +10,12 @@ PREVIOUS = "checkpoints/previous.safetensors"
 
 
 def find_checkpoint(path: str | Path | None, *, runs: Path = Path("runs"), last: bool = False) -> Path:
-    """Find a checkpoint file.
+    """Find a checkpoint file; raise UserError if there is none.
 
     Args:
         path: a file, a run folder (its best checkpoint), or None (the best checkpoint of the newest run).
         runs: the folder of all runs.
         last: prefer the last checkpoint of a run folder, from which training resumes.
-
-    Raises:
-        UserError: there is none.
     """
     if path is None:
         files = sorted(runs.glob(f"*/{BEST}"), key=lambda file: file.stat().st_mtime)

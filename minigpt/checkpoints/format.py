@@ -1,10 +1,9 @@
 """The checkpoint file: one safetensors file, verified by a checksum and written atomically.
 
 Tensors are stored by dotted name: weights (`model.wte.weight`), optimizer state (`optimizer.0.state.3.exp_avg`),
-random state of every rank (`rng.0.torch`). Everything else is one JSON text in the metadata, where
-`{"$tensor": NAME}` refers to a tensor: model config, tokenizer, run config, corpus checksum and provenance
-(`resume.contents`), and the progress of the Trainer. Reading builds tensors and plain containers only: a file cannot
-execute code. https://github.com/huggingface/safetensors
+random state (`rng.0.torch`). Everything else (`resume.contents`, progress of the Trainer) is one JSON text in the
+metadata, where `{"$tensor": NAME}` refers to a tensor. Reading builds tensors and plain containers only: a file
+cannot execute code. https://github.com/huggingface/safetensors
 """
 
 import json
@@ -31,16 +30,13 @@ FORMAT = 2
 MINIGPT = "minigpt"  # the key of the model, the tokenizer and the run, beside the keys of Lightning
 MAX_HEADER_BYTES = 1 << 23  # ten times the header of GPT-2 XL with its tokenizer and optimizer state
 MAX_DEPTH = 64  # of nested containers
+CONTENT_ERRORS = (LookupError, TypeError, AttributeError, ValueError, RuntimeError)  # of content of another program
 _PREFIXES = {"state_dict": "", "optimizer_states": "optimizer"}  # of tensor names; of other keys, the key itself
 _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x04", b"\x80\x05")  # first bytes: zipped, and by protocol
 
 
 def read(path: Path, *, device: str | torch.device = "cpu") -> dict[str, Any]:
-    """Read a checkpoint file as plain containers and tensors.
-
-    Raises:
-        UserError: the file is not a complete, undamaged checkpoint of this version.
-    """
+    """Read a checkpoint as plain containers and tensors; raise UserError if it is damaged or another kind of file."""
     _check_header(path)
     try:
         with safe_open(path, framework="pt", backend="pread") as file:  # mmap would keep a replaced file on disk
@@ -56,7 +52,7 @@ def read(path: Path, *, device: str | torch.device = "cpu") -> dict[str, Any]:
         tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
         content = _unpack(json.loads(text, parse_int=lambda digits: int(digits) if len(digits) <= 20 else inf), tensors)
         content["state_dict"], number = dict(content["state_dict"]), content[MINIGPT].get("format")
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+    except CONTENT_ERRORS as error:
         raise UserError(f"{path} is not a checkpoint of minigpt ({type(error).__name__}: {error!s:.200})") from error
     if number != FORMAT:
         raise UserError(f"{path} has format {number}; this version of minigpt reads format {FORMAT}")
@@ -94,7 +90,7 @@ def hardlink_or_copy(file: Path, other: Path) -> None:
 
 
 def checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
-    """Compute the CRC-32 of the JSON text and of every tensor's name, dtype, shape and bytes."""
+    """Return the CRC-32 of the JSON text and of every tensor's name, dtype, shape and bytes."""
     crc = zlib.crc32(text.encode())
     for name, tensor in sorted(tensors.items()):
         crc = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), crc)

@@ -1,11 +1,12 @@
 """Load a model and its tokenizer from a checkpoint, and save them from any training loop."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from minigpt.checkpoints.find import find_checkpoint
-from minigpt.checkpoints.format import FORMAT, MINIGPT, read, write
+from minigpt.checkpoints.format import CONTENT_ERRORS, FORMAT, MINIGPT, read, write
 from minigpt.config import GPTConfig
 from minigpt.data import tokenizer as tokenizers
 from minigpt.data.tokenizer import Tokenizer
@@ -31,31 +32,33 @@ def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> 
     try:
         ours = content[MINIGPT]
         config, tokenizer = GPTConfig.from_dict(ours["model"]), tokenizers.from_dict(ours["tokenizer"])
-        _check_vocabulary(config, tokenizer)
         weights = {name[len(PREFIX) :]: x for name, x in content["state_dict"].items() if name.startswith(PREFIX)}
+        _check_vocabulary(config, tokenizer)
         _check_size(config, len(weights), path.stat().st_size)
         model = GPT(config)
         model.load_state_dict(weights)
         if not all(weight.isfinite().all() for weight in model.parameters()):
             raise UserError("its weights are NaN or infinite")
-    except (UserError, KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+    except (UserError, *CONTENT_ERRORS) as error:
         raise UserError(f"{path} does not hold a model of minigpt ({type(error).__name__}: {error})") from error
     return model.to(device).eval(), tokenizer
 
 
 def save_checkpoint(model: GPT, tokenizer: Tokenizer, path: str | Path) -> None:
-    """Save a model and its tokenizer atomically, for `load_checkpoint` and the scripts.
-
-    The file has no training state, so a run cannot resume from it.
+    """Save a model and its tokenizer atomically, for `load_checkpoint` and the scripts; a run cannot resume from it.
 
     Raises:
         UserError: the tokenizer has more ids than the model.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     _check_vocabulary(model.config, tokenizer)
-    ours = {"format": FORMAT, "model": model.config.to_dict(), "tokenizer": tokenizer.to_dict()}
     weights = {f"{PREFIX}{name}": tensor for name, tensor in model.state_dict().items()}
-    write({MINIGPT: ours, "state_dict": weights}, Path(path))
+    write({MINIGPT: model_contents(model.config, tokenizer), "state_dict": weights}, Path(path))
+
+
+def model_contents(config: GPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the metadata from which the model and the tokenizer are built again."""
+    return {"format": FORMAT, "model": config.to_dict(), "tokenizer": tokenizer.to_dict()}
 
 
 def _check_vocabulary(config: GPTConfig, tokenizer: Tokenizer) -> None:
@@ -67,7 +70,7 @@ def _check_size(config: GPTConfig, tensors: int, size: int) -> None:
     """Raise UserError if a file of `size` bytes is too small for the model, before the model is allocated."""
     rope_table = config.block_size * config.head_width if config.position == "rope" else 0  # is not in the file
     for name, needed, limit in (
-        ("parameters", config.num_params(), size + SIZE_MARGIN),  # less than one byte per parameter
+        ("parameters", config.num_params(), size + SIZE_MARGIN),  # at least one byte per parameter
         ("layers", config.n_layer + config.smear, tensors),
         ("elements in its rotary table", rope_table, size + ROPE_TABLE_MARGIN),
     ):

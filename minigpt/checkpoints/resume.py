@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint
-from minigpt.checkpoints.format import FORMAT, MINIGPT, read
+from minigpt.checkpoints.format import CONTENT_ERRORS, MINIGPT, read
+from minigpt.checkpoints.models import model_contents
 from minigpt.config import GPTConfig
 from minigpt.data.tokenizer import Tokenizer
 from minigpt.utils.errors import UserError
@@ -33,58 +34,36 @@ def contents(
         corpus: SHA-256 of the text.
         provenance: command, host, versions and commit.
     """
-    model = {"format": FORMAT, "model": config.to_dict(), "tokenizer": tokenizer.to_dict()}
-    return {MINIGPT: {**model, "config": dict(run), "corpus_sha256": corpus, "provenance": dict(provenance)}}
+    added = {"config": dict(run), "corpus_sha256": corpus, "provenance": dict(provenance)}
+    return {MINIGPT: model_contents(config, tokenizer) | added}
 
 
-def find_resumed(resume: str | None, folder: Path) -> Path | None:
-    """Find the checkpoint from which a run in `folder` resumes; None if it starts from scratch.
-
-    Args:
-        resume: a checkpoint file, a run folder, or "auto": the newest undamaged checkpoint of `folder`, if any.
-
-    Raises:
-        UserError: there is no such checkpoint, or all checkpoints of `folder` are damaged.
-    """
-    if resume is None:
-        return None
-    if resume != "auto":
-        return find_checkpoint(resume, last=True)
-    steps: dict[Path, int] = {}
-    errors: dict[Path, str] = {}
-    for file in (folder / name for name in (LAST, PREVIOUS, BEST) if (folder / name).is_file()):
-        if folder / LAST in steps or any(map(file.samefile, errors)):  # hard links
-            continue
-        try:
-            steps[file] = _step(read(file), str(file))
-        except (UserError, OSError) as error:
-            errors[file] = str(error)
-    if errors and not steps:
-        raise UserError(f"resume=auto: no checkpoint in {folder} can be resumed; {next(iter(errors.values()))}")
-    newest = max(steps, key=steps.__getitem__, default=None)
-    for reason in errors.values():
-        warn(f"{reason}; resuming from {newest}")
-    return newest
-
-
-def check_same(path: Path, present: Mapping[str, Any], *, may_be_done: bool = False) -> int:
-    """Check that a run can resume from a checkpoint, and warn of changed settings.
+def find_resumed(resume: str | None, folder: Path, present: Mapping[str, Any]) -> tuple[Path | None, int]:
+    """Find the checkpoint from which a run resumes, check that it fits the run, and warn of changed settings.
 
     Args:
-        present: `contents` of the run that resumes.
-        may_be_done: accept a checkpoint of the run's last step.
+        resume: a checkpoint file, a run folder, or "auto": the newest undamaged checkpoint of `folder`, if any, which
+            may be of the last step.
+        present: `contents` of the run.
 
     Returns:
-        The optimizer step of the checkpoint.
+        The checkpoint and its optimizer step; None and 0 if the run starts from scratch.
 
     Raises:
-        UserError: the checkpoint has another model, corpus, tokenizer, optimizer or batch size, or is at the last step.
+        UserError: there is no such checkpoint; or it has another model, corpus, tokenizer, optimizer or batch size.
     """
-    content = read(path)
-    step = _step(content, f"resume={path}")
+    if resume == "auto":
+        path, content = _newest(folder)
+    else:
+        path = find_checkpoint(resume, last=True) if resume else None
+        content = read_run(path) if path else {}
+    if path is None:
+        return None, 0
     try:
+        if not isinstance(step := content["global_step"], int):
+            raise TypeError(f"global_step is {step}")
         before, now = _settings(content[MINIGPT]), _settings(present[MINIGPT])
-    except (UserError, KeyError, TypeError, AttributeError, ValueError) as error:
+    except (UserError, *CONTENT_ERRORS) as error:
         raise UserError(f"{path} does not hold a run of minigpt ({type(error).__name__}: {error})") from error
     changed = {key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)}
     fixed = {key: pair for key, pair in changed.items() if key in _FIXED or key.startswith(("model.", "the "))}
@@ -92,22 +71,37 @@ def check_same(path: Path, present: Mapping[str, Any], *, may_be_done: bool = Fa
         listed = ", ".join(f"{key} ({was} in the checkpoint, {value} now)" for key, (was, value) in fixed.items())
         listed = re.sub(r"\b([0-9a-f]{8})[0-9a-f]{56}\b", r"\1…", listed)  # shortens hashes
         raise UserError(f"resume={path} does not match this run: it differs in {listed}")
-    max_steps = now["max_steps"]
-    if step >= max_steps + may_be_done:
-        raise UserError(f"resume={path} is at step {step} of {max_steps}; raise max_steps to continue")
+    if step >= now["max_steps"] + (resume == "auto"):
+        raise UserError(f"resume={path} is at step {step} of {now['max_steps']}; raise max_steps to continue")
     for key, (was, value) in changed.items():
         what = "the learning-rate schedule follows it" if key == "max_steps" else "it applies"
         warn(f"{key} changed from {was} to {value}; {what} from step {step} on")
-    return step
+    return path, step
 
 
-def _step(content: Mapping[str, Any], name: str) -> int:
-    """Return the optimizer step of a checkpoint, and check that it is one of a run."""
+def read_run(path: Path) -> dict[str, Any]:
+    """Read a checkpoint; raise UserError if it holds a model alone."""
+    content = read(path)
     if "config" not in content[MINIGPT]:
-        raise UserError(f"{name} holds a model without training state; resume from a checkpoint of scripts/train.py")
-    if not isinstance(step := content.get("global_step"), int):
-        raise UserError(f"{name} does not hold a run of minigpt (global_step is {step})")
-    return step
+        raise UserError(f"{path} holds a model without its run; use a checkpoint of scripts/train.py")
+    return content
+
+
+def _newest(folder: Path) -> tuple[Path | None, dict[str, Any]]:
+    """Read the newest undamaged checkpoint of a run folder, and warn of damaged ones."""
+    errors: list[str] = []
+    for file in (folder / name for name in (LAST, PREVIOUS, BEST) if (folder / name).is_file()):
+        try:
+            content = read_run(file)
+        except (UserError, OSError) as error:
+            errors.append(str(error))
+            continue
+        for reason in errors:
+            warn(f"{reason}; resuming from {file}")
+        return file, content
+    if errors:
+        raise UserError(f"resume=auto: no checkpoint in {folder} can be resumed; {errors[0]}")
+    return None, {}
 
 
 def _settings(run: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from minigpt.checkpoints.format import read
+from minigpt.checkpoints.format import CONTENT_ERRORS, MINIGPT
+from minigpt.checkpoints.resume import read_run
 from minigpt.data import token_files
 from minigpt.data.batches import ValidationBatches
 from minigpt.data.tokenizer import from_dict
@@ -25,19 +26,16 @@ def validation_batches(checkpoint: Path, model: GPT) -> ValidationBatches:
     Raises:
         UserError: the checkpoint has no run config, or the token files of the run are missing or have changed.
     """
-    run = read(checkpoint, device="cpu")["minigpt"]
+    run, block_size = read_run(checkpoint)[MINIGPT], model.config.block_size
     try:
         corpus = _find_corpus(run, run["config"]["data"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"the run config of {checkpoint} is missing or incomplete ({error!r}), so its validation split is unknown; "
-            "use a checkpoint of scripts/train.py"
-        ) from error
-    corpus.check_length(model.config.block_size)
+    except CONTENT_ERRORS as error:
+        raise UserError(f"{checkpoint} does not hold a run of minigpt ({type(error).__name__}: {error})") from error
+    corpus.check_length(block_size)
     return ValidationBatches(
         corpus.tokens("val"),
-        block_size=model.config.block_size,
-        batch_size=max(1, TOKENS_PER_BATCH // model.config.block_size),
+        block_size=block_size,
+        batch_size=max(1, TOKENS_PER_BATCH // block_size),
         rank=0,
         world_size=1,
         device=model.wte.weight.device,

@@ -59,11 +59,7 @@ def induction_scores(model: GPT, vocab_size: int, *, seed: int = 0) -> Tensor:
 
 
 def prompt_tokens(tokenizer: "Tokenizer", prompt: str, block_size: int, *, truncate: bool = False) -> Tensor:
-    """Encode a prompt to token ids (T,); `truncate` keeps the last `block_size` tokens of a longer one.
-
-    Raises:
-        UserError: it is empty, a single token, too long, or has characters outside the vocabulary.
-    """
+    """Encode a prompt to token ids (T,), T ≥ 2; `truncate` keeps the last `block_size` tokens of a longer one."""
     tokens = torch.as_tensor(tokenizer.encode(prompt)).long()
     if len(tokens) < 2:
         raise UserError(f"--prompt must have at least 2 tokens, got {len(tokens)}")
@@ -94,8 +90,7 @@ def _forward(model: GPT, tokens: Tensor) -> tuple[Tensor, Tensor]:
     weights: list[Tensor] = []
 
     def record(attention: MultiHeadAttention, args: Any, kwargs: dict[str, Any]) -> None:
-        kwargs = {name: value for name, value in kwargs.items() if name != "cache"}
-        weights.append(attention.attention_weights(*args, **kwargs).float().cpu())
+        weights.append(attention.attention_weights(*args, rotary=kwargs["rotary"]).float().cpu())
 
     with eval_mode(model), ExitStack() as hooks:
         for attention in attention_modules(model):

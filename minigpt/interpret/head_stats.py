@@ -51,8 +51,7 @@ def head_names(table: Mapping[str, Tensor], length: int) -> list[list[str]]:
     """Classify every head as "induction", "previous token", "self", "first token", or "" for none of them.
 
     Args:
-        table: from `head_table`.
-        length: number of tokens of the text behind the table.
+        table: from `head_table`, of a text of `length` tokens.
 
     Returns:
         L lists of H names.
@@ -72,12 +71,11 @@ def head_names(table: Mapping[str, Tensor], length: int) -> list[list[str]]:
 
 def format_table(table: Mapping[str, Tensor], names: Sequence[Sequence[str]]) -> str:
     """Format the table as text, one line per head."""
-    widths = {column: max(len(column), 8) for column in table}
-    lines = ["layer  head  " + "  ".join(f"{column:>{width}}" for column, width in widths.items()) + "  name"]
+    lines = ["layer  head" + "".join(f"{column:>11}" for column in table) + "  name"]
     for layer, row in enumerate(names):
         for head, name in enumerate(row):
-            cells = [f"{float(table[column][layer, head]):{width}.3f}" for column, width in widths.items()]
-            lines.append(f"{layer + 1:>5}  {head + 1:>4}  {'  '.join(cells)}  {name}".rstrip())
+            cells = "".join(f"{float(values[layer, head]):11.3f}" for values in table.values())
+            lines.append(f"{layer + 1:5}  {head + 1:4}{cells}  {name}".rstrip())
     return "\n".join(lines)
 
 

@@ -27,23 +27,19 @@ def write_page(path: Path, *, labels: list[str], weights: Tensor, probabilities:
     """Write the page atomically.
 
     Args:
-        labels: text of each token.
+        labels: text of each of the T tokens.
         weights: (L, H, T, T), causal, each row with sum 1.
         probabilities: (T,), the probability that the model assigned to each token; NaN if there is none.
 
     Raises:
-        ValueError: the shapes do not match, or a weight is not finite.
+        ValueError: a weight is not finite.
     """
-    L, H, T = *weights.shape[:2], len(labels)
-    if weights.shape != (L, H, T, T) or weights.numel() == 0 or probabilities.shape != (T,):
-        found = f"{tuple(weights.shape)} and {tuple(probabilities.shape)}"
-        raise ValueError(f"weights must be (L, H, {T}, {T}) and probabilities ({T},), got {found}")
     if not weights.isfinite().all():
         raise ValueError("weights must be finite; the model may have diverged")
     data = {
         "labels": [visible_text(label).replace("⏎", "⏎\n") for label in labels],
-        "layers": L,
-        "heads": H,
+        "layers": weights.size(0),
+        "heads": weights.size(1),
         "probabilities": [None if p != p else float(f"{min(p, 1.0):.4g}") for p in probabilities.tolist()],
         "weights": _pack(weights),
     }

@@ -77,7 +77,7 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
 
     from minigpt.checkpoints.find import BEST
     from minigpt.checkpoints.models import load_checkpoint
-    from minigpt.checkpoints.resume import check_same, contents, find_resumed
+    from minigpt.checkpoints.resume import contents, find_resumed
     from minigpt.model import GPT
     from minigpt.runs.curves import plot_curves
     from minigpt.runs.lightning_workarounds import is_resume_error
@@ -92,14 +92,12 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
     resolved: Any = OmegaConf.to_container(cfg, resolve=True)
     origin = provenance()
     saved = contents(config, corpus.tokenizer, resolved, corpus.sha256, origin)
-    auto, resume, step = cfg.resume == "auto", find_resumed(cfg.resume, folder), 0
-    if resume is not None:
-        step = check_same(resume, saved, may_be_done=auto)
-        if auto and (done := run_dir.completed_summary(folder, step, cfg.max_steps)):
-            if is_rank_zero():
-                where = f"{run_dir.short_path(folder)} is complete at step {step} of {cfg.max_steps}"
-                print(sanitize_line(f"{where}, best validation loss {done.get('best_val_loss')}; nothing to do"))
-            return done.get("best_val_loss")
+    resume, step = find_resumed(cfg.resume, folder, saved)
+    if cfg.resume == "auto" and resume and (done := run_dir.completed_summary(folder, step, cfg.max_steps)):
+        if is_rank_zero():
+            where = f"{run_dir.short_path(folder)} is complete at step {step} of {cfg.max_steps}"
+            print(sanitize_line(f"{where}, best validation loss {done.get('best_val_loss')}; nothing to do"))
+        return done.get("best_val_loss")
     run_dir.truncate_logs(folder, step)
 
     module = LanguageModel(

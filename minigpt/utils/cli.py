@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 from minigpt.utils.errors import Diverged, UserError
 from minigpt.utils.hydra_errors import explain_hydra
@@ -15,15 +15,14 @@ from minigpt.utils.ranks import is_rank_zero
 from minigpt.utils.signals import Interrupted
 from minigpt.utils.terminal import sanitize_line
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def cli_entrypoint(function: Callable[P, R]) -> Callable[P, R]:
+def cli_entrypoint(function: Callable[..., R]) -> Callable[..., R]:
     """Decorate a script's main function: print its exceptions as one line on stderr, and exit with a code."""
 
     @wraps(function)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapper(*args: object, **kwargs: object) -> R:
         if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # set by a script during its imports
             signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
@@ -34,9 +33,8 @@ def cli_entrypoint(function: Callable[P, R]) -> Callable[P, R]:
             if os.environ.get("MINIGPT_TRACEBACK") == "1":
                 raise
             message, code = explain(error)
-            # Bad input, signals and divergence happen on every rank: only rank 0 prints them.
-            one_rank = code == 1 and not isinstance(error, Diverged)
-            if message and (one_rank or is_rank_zero()):
+            of_all_ranks = code != 1 or isinstance(error, Diverged)  # bad input, signals, divergence
+            if message and (is_rank_zero() or not of_all_ranks):
                 print(message, file=sys.stderr)
             try:
                 sys.stdout.flush()
@@ -59,6 +57,7 @@ def error_text(error: BaseException) -> str:
 
 
 def _explain(error: BaseException) -> tuple[str, int]:
+    name = type(error).__name__
     if isinstance(error, UserError):
         return f"error: {error}", error.exit_code
     if isinstance(error, Interrupted):
@@ -67,21 +66,17 @@ def _explain(error: BaseException) -> tuple[str, int]:
         return "interrupted", 130
     if isinstance(error, BrokenPipeError):
         return "", 0
-    if type(error).__name__ == "InstantiationException" and error.__cause__ is not None:  # Hydra's, around the real one
+    if name == "InstantiationException" and error.__cause__ is not None:  # Hydra's, around the real one
         return _explain(error.__cause__)
-    if {type(error).__module__.partition(".")[0], _raised_in(error)} & {"hydra", "omegaconf", "antlr4"}:
+    # Hydra raises built-in errors for some of its syntax.
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)][-1:]
+    if {module.partition(".")[0] for module in (type(error).__module__, *modules)} & {"hydra", "omegaconf", "antlr4"}:
         return explain_hydra(error)
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         advice = "; free some space, or choose another folder" if full else "; choose another folder" if where else ""
         return f"error: {where}{error.strerror.lower()}{advice}", 2 if where and not full else 1
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    if isinstance(error, MemoryError) or name == "OutOfMemoryError":
         return "error: out of memory; lower data.batch_size (or --num-samples), or choose a smaller model", 1
-    return f"error: {type(error).__name__}: {error} (MINIGPT_TRACEBACK=1 shows where)", 1
-
-
-def _raised_in(error: BaseException) -> str:
-    """Return the package that raised an error: Hydra raises built-in errors for some of its syntax."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return str(frames[-1].f_globals.get("__name__", "")).partition(".")[0] if frames else ""
+    return f"error: {name}: {error} (MINIGPT_TRACEBACK=1 shows where)", 1

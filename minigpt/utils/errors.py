@@ -27,17 +27,12 @@ class Diverged(RunError):
 
 
 def require(key: str, value: object, accepts: Callable[[Any], bool], expected: str, advice: str = "") -> None:
-    """Check a value.
+    """Raise UserError unless `accepts(value)`: KEY must be EXPECTED, got VALUE; ADVICE.
 
     Args:
         key: full configuration key or flag.
-        value: what the user set.
-        accepts: predicate of valid values.
         expected: the phrase that follows "must be", such as "in [0, 1)".
         advice: the next step, if there is one.
-
-    Raises:
-        UserError: `accepts(value)` is false.
     """
     if not accepts(value):
         raise UserError(f"{key} must be {expected}, got {value}" + (f"; {advice}" if advice else ""))

@@ -32,11 +32,7 @@ def sync(path: Path) -> None:
 
 
 def read_json(file: Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        ValueError: the file is not JSON, or is nested too deeply.
-    """
+    """Read a JSON file; raise ValueError if it is not JSON, or nested too deeply."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except RecursionError as error:
@@ -58,19 +54,18 @@ def checksums(files: Sequence[Path], cache: Path | None) -> list[str]:
     Args:
         cache: JSON file of earlier checksums, updated if it can be written; None disables caching.
     """
-    cached: dict[str, str] = {}
-    if cache is not None:
-        with suppress(OSError, ValueError, TypeError):  # missing or damaged
-            cached = {key: str(value) for key, value in dict(read_json(cache)).items()}
-    keys, found = [], dict(cached)
+    known: dict[str, str] = {}
+    with suppress(OSError, ValueError, TypeError):  # missing or damaged
+        known |= read_json(cache) if cache else {}
+    keys, n_cached = [], len(known)
     for file in files:
         state = file.stat()
         keys.append(f"{file.resolve()} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns} {state.st_ino}")
-        if keys[-1] not in found:
+        if keys[-1] not in known:
             with open(file, "rb") as content:
-                found[keys[-1]] = hashlib.file_digest(content, "sha256").hexdigest()
-    if cache is not None and found != cached:
+                known[keys[-1]] = hashlib.file_digest(content, "sha256").hexdigest()
+    if cache and len(known) > n_cached:
         with suppress(OSError):
             cache.parent.mkdir(parents=True, exist_ok=True)
-            write_json(cache, found)
-    return [found[key] for key in keys]
+            write_json(cache, known)
+    return [known[key] for key in keys]

@@ -33,17 +33,17 @@ def _exit_for_requeue(signum: int, frame: FrameType | None) -> None:
 @contextmanager
 def raise_on_signal() -> Iterator[None]:
     """Raise `Interrupted` on signals that would kill the process; other handlers, such as submitit's, stay."""
-    in_main = threading.current_thread() is threading.main_thread()
-    previous = {signum: signal.getsignal(signum) for signum in END_SIGNALS if in_main}
     default = (signal.SIG_DFL, signal.default_int_handler, _exit_for_requeue)
-    replaced = [signum for signum, handler in previous.items() if handler in default]
+    in_main = threading.current_thread() is threading.main_thread()
+    handlers = {signum: signal.getsignal(signum) for signum in END_SIGNALS if in_main}
+    replaced = {signum: handler for signum, handler in handlers.items() if handler in default}
     for signum in replaced:
         signal.signal(signum, raise_interrupted)
     try:
         yield
     finally:
-        for signum in replaced:
-            signal.signal(signum, previous[signum])
+        for signum, handler in replaced.items():
+            signal.signal(signum, handler)
 
 
 def raise_interrupted(signum: int, frame: FrameType | None) -> None:

@@ -5,6 +5,7 @@ import pickle
 import resource
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from minigpt.checkpoints import format
 from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint
 from minigpt.checkpoints.format import FORMAT, MAX_HEADER_BYTES, checksum, read, write
 from minigpt.checkpoints.models import load_checkpoint, save_checkpoint
-from minigpt.checkpoints.resume import check_same, contents, find_resumed
+from minigpt.checkpoints.resume import contents, find_resumed
 from minigpt.data.tokenizer import CharTokenizer
 from minigpt.runs.trainer import CheckpointIO
 from minigpt.utils.errors import UserError
@@ -91,13 +92,12 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused_when_saved(tmp_path
 @pytest.mark.parametrize("name", ["mine.safetensors", LAST])
 def test_a_model_without_training_state_is_not_resumed(tmp_path: Path, name: str):
     save_checkpoint(make(), CharTokenizer.of(ALPHABET), tmp_path / name)
-    assert find_resumed(str(tmp_path / name), tmp_path) == tmp_path / name
-    reason = "holds a model without training state; resume from a checkpoint of scripts/train.py"
-    with pytest.raises(UserError, match=rf"^resume={tmp_path / name} {reason}$"):
-        check_same(tmp_path / name, checkpoint(make()))
+    reason = "holds a model without its run; use a checkpoint of scripts/train.py"
+    with pytest.raises(UserError, match=rf"^{tmp_path / name} {reason}$"):
+        find_resumed(str(tmp_path / name), tmp_path, checkpoint(make()))
     if name == LAST:
         with pytest.raises(UserError, match=rf"^resume=auto: no checkpoint in .* can be resumed; .*{name} {reason}$"):
-            find_resumed("auto", tmp_path)
+            find_resumed("auto", tmp_path, checkpoint(make()))
 
 
 def test_configuration_progress_and_optimizer_state_are_kept(tmp_path: Path):
@@ -396,25 +396,28 @@ def test_a_file_can_be_read_by_everyone_whom_the_umask_allows(tmp_path: Path):
 
 
 def test_auto_resumes_from_the_newest_undamaged_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert find_resumed("auto", tmp_path) is None
+    run = checkpoint(make())
+    run["minigpt"]["config"] |= {"data": {}, "schedule": {}, "trainer": {}, "max_steps": 40}
+    find = partial(find_resumed, "auto", tmp_path, run)
+    assert find() == (None, 0)
     for step in (10, 20, 30):
-        write(checkpoint(make()) | {"global_step": step}, tmp_path / LAST)
-    write(checkpoint(make()) | {"global_step": 10}, tmp_path / BEST)
-    assert find_resumed("auto", tmp_path) == tmp_path / LAST
+        write(run | {"global_step": step}, tmp_path / LAST)
+    write(run | {"global_step": 10}, tmp_path / BEST)
+    assert find() == (tmp_path / LAST, 30)
     assert capsys.readouterr().err == ""
 
     last = (tmp_path / LAST).read_bytes()
     for harm in (last[:-9], b"", last[:-9] + b"x" + last[-8:]):
         (tmp_path / LAST).write_bytes(harm)
-        assert find_resumed("auto", tmp_path) == tmp_path / PREVIOUS
+        assert find() == (tmp_path / PREVIOUS, 20)
         stderr = capsys.readouterr().err
         assert stderr.startswith(f"warning: {tmp_path / LAST} is")
         assert stderr.endswith(f"resuming from {tmp_path / PREVIOUS}\n")
     (tmp_path / PREVIOUS).write_bytes(b"")
-    assert find_resumed("auto", tmp_path) == tmp_path / BEST
+    assert find() == (tmp_path / BEST, 10)
     (tmp_path / BEST).write_bytes(b"")
     with pytest.raises(UserError, match=r"no checkpoint in .* can be resumed; .*last\.safetensors is damaged"):
-        find_resumed("auto", tmp_path)
+        find()
 
 
 @pytest.mark.parametrize("claim", [{"n_layer": 1 << 40}, {"n_embd": 1 << 20}, {"n_inner": 1 << 50}, {"ngram": 1 << 30}])

@@ -66,7 +66,7 @@ BAD_INPUT = {
     "a folder": (["--prompt", "What", "--html", "."], "--html must be a file, not a folder, got ."),
     "a format": (["--prompt", "What", "--out", "a.txt"], "--out must be a file in .png, .pdf, .svg format, got a.txt"),
     "one name twice": (["--prompt", "What", "--ablation", "attention.png"], "--out, --ablation must be different"),
-    "no corpus": (["--prompt", "What", "--ablation", "v.png"], "the run config of model.safetensors is missing"),
+    "no corpus": (["--prompt", "What", "--ablation", "v.png"], "model.safetensors holds a model without its run; use"),
 }
 
 

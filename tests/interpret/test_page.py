@@ -120,24 +120,6 @@ def test_the_page_refers_to_nothing_outside_itself(tmp_path):
     assert "default-src 'none'" in page.elements[3][1]["content"]
 
 
-@pytest.mark.parametrize(
-    ("labels", "shape", "probabilities", "message"),
-    [
-        ([], (1, 1, 0, 0), 0, "must be"),
-        (["a", "b"], (1, 1, 3, 3), 2, r"must be \(L, H, 2, 2\) and .* got \(1, 1, 3, 3\)"),
-        (["a", "b"], (2, 2), 2, "must be"),
-        (["a", "b"], (1, 0, 2, 2), 2, "must be"),
-        (["a", "b"], (1, 1, 2, 2), 3, r"must be .* \(2,\), got .* \(3,\)"),
-    ],
-)
-def test_mismatched_shapes_are_an_error(tmp_path, labels, shape, probabilities, message):
-    with pytest.raises(ValueError, match=message):
-        write_page(
-            tmp_path / "p.html", labels=labels, weights=torch.zeros(shape), probabilities=torch.zeros(probabilities)
-        )
-    assert not list(tmp_path.iterdir())
-
-
 def test_nan_weights_are_an_error(tmp_path):
     weights, probabilities = attention(1, 1, 3)
     weights[0, 0, 2, 1] = math.nan
