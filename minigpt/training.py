@@ -8,7 +8,6 @@ Shapes: B batch, T time.
 
 from collections.abc import Callable
 from functools import partial
-from math import log
 from typing import Any
 
 import lightning.pytorch as L
@@ -32,7 +31,6 @@ class LanguageModel(L.LightningModule):
     Args:
         optimizer: returns the optimizer of a model.
         schedule: factor on the peak learning rate, a function of `step` and `max_steps`.
-        bytes_per_token: of the validation split, for bits per byte.
     """
 
     def __init__(
@@ -42,11 +40,10 @@ class LanguageModel(L.LightningModule):
         optimizer: Callable[[GPT], Optimizer],
         schedule: Callable[..., float],
         max_steps: int,
-        bytes_per_token: float,
         compile: bool = False,
     ) -> None:
         super().__init__()
-        self.model, self.bytes_per_token = model, bytes_per_token
+        self.model = model
         self.make_optimizer = optimizer
         self.schedule = partial(schedule, max_steps=max_steps)
         self.grad_norm: Tensor | None = None  # of the last step, before clipping
@@ -111,4 +108,3 @@ class LanguageModel(L.LightningModule):
         total = torch.stack((self.val_nats, self.val_tokens))
         nats, tokens = self.trainer.strategy.reduce(total, reduce_op="sum").tolist()
         self.log("val_loss", nats / tokens, logger=False)
-        self.log("val_bits_per_byte", nats / tokens / log(2) / self.bytes_per_token, logger=False)

@@ -1,7 +1,7 @@
 """Measure a run: losses, speed and MFU for the loggers, figures for `summary.json`; stop it if the loss is NaN."""
 
 import time
-from math import isfinite
+from math import isfinite, log
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from minigpt.checkpoints.find import BEST
-from minigpt.runs.loggers import Progress
+from minigpt.runs.progress import Progress
 from minigpt.runs.resume_state import gather_objects
 from minigpt.runs.run_dir import METRICS, append_log, read_metrics, short_path, update_latest_link
 from minigpt.utils.errors import Diverged
@@ -118,9 +118,10 @@ class MetricsCallback(Callback):
             progress.show_validation(batch, int(trainer.num_val_batches[0]))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        metrics = {name: float(trainer.callback_metrics[name]) for name in ("val_loss", "val_bits_per_byte")}
-        if not isfinite(metrics["val_loss"]):
-            raise Diverged(metrics["val_loss"], trainer.global_step, pl_module.learning_rate)
+        loss, corpus = float(trainer.callback_metrics["val_loss"]), trainer.datamodule.corpus  # type: ignore[attr-defined]
+        if not isfinite(loss):
+            raise Diverged(loss, trainer.global_step, pl_module.learning_rate)
+        metrics = {"val_loss": loss, "val_bits_per_byte": loss / log(2) / corpus.val_bytes_per_token}
         for logger in trainer.loggers:
             logger.log_metrics(metrics, trainer.global_step)
 

@@ -105,7 +105,6 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
         optimizer=partial_from_config(cfg.optimizer),
         schedule=partial_from_config(cfg.schedule),
         max_steps=cfg.max_steps,
-        bytes_per_token=corpus.val_bytes_per_token,
         compile=cfg.compile,
     )
     metrics, state = MetricsCallback(cfg, started=started), ResumeState(saved)

@@ -9,7 +9,8 @@ import pytest
 from matplotlib import image
 
 from minigpt.runs.curves import plot_curves
-from minigpt.runs.loggers import MetricsCSV, Progress
+from minigpt.runs.loggers import MetricsCSV
+from minigpt.runs.progress import Progress
 from minigpt.runs.run_dir import lock_run_dir, print_results, read_metrics, update_latest_link, write_summary
 from minigpt.utils.errors import UserError
 
