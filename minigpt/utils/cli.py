@@ -66,7 +66,9 @@ def _explain(error: BaseException) -> tuple[str, int]:
         return "interrupted", 130
     if isinstance(error, BrokenPipeError):
         return "", 0
-    if name == "InstantiationException" and error.__cause__ is not None:  # Hydra's, around the real one
+    # Hydra's error around the real one; and an extension module turns a signal during its import into an ImportError.
+    interrupted = isinstance(error.__cause__, KeyboardInterrupt | Interrupted)
+    if error.__cause__ is not None and (interrupted or name == "InstantiationException"):
         return _explain(error.__cause__)
     # Hydra raises built-in errors for some of its syntax.
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)][-1:]

@@ -250,3 +250,12 @@ def test_a_preempted_run_exits_with_the_requeue_code_also_before_it_starts(start
     program += f"\n@cli_entrypoint\ndef main():{body}\nmain()"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (75, stderr)
+
+
+@pytest.mark.parametrize(("cause", "code"), [(KeyboardInterrupt(), 130), (Interrupted(signal.SIGTERM), 143)])
+def test_a_signal_during_the_import_of_an_extension_module_is_a_signal(cause, code):
+    """pybind11 raises an ImportError from any exception in the initialization of its module."""
+    error = ImportError("initialization failed")
+    error.__cause__ = cause
+    assert explain(error) == explain(cause)
+    assert explain(error)[1] == code
