@@ -85,7 +85,8 @@ def _plot_swept(panel: "Axes", rows: Sequence[Row], along: str | None) -> None:
         _plot_heat_map(panel, rows, *sorted(values, key=lambda name: -len(values[name])))
     else:
         _plot_names(panel, [row for row in rows if row.losses][:MAX_NAMES])
-    panel.set_title("best validation loss (mean ± standard deviation over seeds)")
+    seeds = ", mean ± standard deviation over seeds" if any(row.spread is not None for row in rows) else ""
+    panel.set_title(f"best validation loss{seeds}")
 
 
 def _plot_heat_map(panel: "Axes", rows: Sequence[Row], x: str, y: str) -> None:
@@ -136,6 +137,8 @@ def _plot_names(panel: "Axes", rows: Sequence[Row]) -> None:
 
 def _plot_curves(panel: "Axes", rows: Sequence[Row]) -> None:
     """Plot validation loss over tokens for every run, the best rows in color."""
+    from matplotlib.ticker import EngFormatter
+
     ends = []
     for rank, row in enumerate(rows):
         label = f"{rank + 1}  {_escape(row.label())}" if rank < MAX_LABELED else None
@@ -146,6 +149,7 @@ def _plot_curves(panel: "Axes", rows: Sequence[Row]) -> None:
             losses = [point.in_unit(loss, row.unit) or inf for _, loss in point.curve]
             panel.plot(tokens, losses, marker="." if len(losses) == 1 else None, label=None if i else label, **style)
             ends += losses[1:] or losses
+    panel.xaxis.set_major_formatter(EngFormatter())
     panel.set(xlabel="tokens", ylabel=f"validation loss ({rows[0].unit})")
     panel.set_title("learning curves by rank (dotted: not completed)")
     _finish(panel, ends)
@@ -170,11 +174,11 @@ def _plot_scaling(panel: "Axes", rows: Sequence[Row], cost: str, label: str) -> 
         text = f"fit: {scale:.3g} · {label[-1]}$^{{{-exponent:.3f}}}$"
         panel.plot(xs, [scale * x**-exponent for x in xs], "--", color="C1", label=text)
     panel.plot(*known[0], "*", markersize=15, color="C3", label=f"best {known[0][1]:.4f}")
-    _finish(panel, [loss for _, loss in known])
+    _finish(panel, [loss for _, loss in known], loc="upper right")
 
 
-def _finish(panel: "Axes", losses: Sequence[float]) -> None:
-    """Add grid and legend, and limit the y axis to the losses of runs that did not diverge."""
+def _finish(panel: "Axes", losses: Sequence[float], **legend: Any) -> None:
+    """Add a grid and a legend (beside the panel), and limit the y axis to the losses of runs that did not diverge."""
     highest = _highest_converged(losses) if losses else inf
     if above := sum(loss > highest for loss in losses):
         margin = 0.05 * (highest - min(losses))
@@ -182,7 +186,7 @@ def _finish(panel: "Axes", losses: Sequence[float]) -> None:
         panel.text(0.01, 0.01, f"{above} above this range", transform=panel.transAxes)
     panel.grid(alpha=0.3)
     if panel.get_legend_handles_labels()[0]:
-        panel.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+        panel.legend(fontsize=8, **(legend or {"loc": "upper left", "bbox_to_anchor": (1, 1)}))
 
 
 def _highest_converged(losses: Sequence[float]) -> float:
