@@ -7,6 +7,7 @@ cross-attention, causal or bidirectional, with rotary position embeddings, QK-no
 Shapes: B batch, T queries, S keys, C n_embd, H query heads, K key-value heads, D head width.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from minigpt.config import check_heads
-from minigpt.ops import rms_norm
+from minigpt.ops import EPS, rms_norm
 from minigpt.utils.checks import one_of
 from minigpt.utils.errors import require
 
@@ -85,14 +86,31 @@ def _visible(T: int, S: int, causal: bool, mask: Tensor | None, device: torch.de
     return lower if mask is None else lower & mask
 
 
-def rotary_table(length: int, head_dim: int, base: float = 10000.0, *, start: int = 0) -> Tensor:
+def rotary_table(
+    length: int,
+    head_dim: int,
+    base: float = 10000.0,
+    *,
+    start: int = 0,
+    scaling: tuple[float, float, float, int] | None = None,
+) -> Tensor:
     """Return the cosines and sines (2, length, D/2) of the rotary embedding of the positions from `start` on.
 
-    Source: https://arxiv.org/abs/2104.09864
+    Args:
+        scaling: factor, low and high frequency factor and original context length T of Llama 3.1: wavelengths above
+            T/low are multiplied by the factor, those below T/high are not, and between them is a linear transition.
+
+    Source: https://arxiv.org/abs/2104.09864; scaling: https://arxiv.org/abs/2407.21783
     """
     # In float64: the product of a large position and a frequency exceeds the precision of float32.
-    frequency = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)  # (D/2,)
-    angle = torch.outer(torch.arange(start, start + length, dtype=torch.float64), frequency)  # (T, D/2)
+    options: Any = {"dtype": torch.float64, "device": "cpu"}
+    frequency = base ** (-torch.arange(0, head_dim, 2, **options) / head_dim)  # (D/2,)
+    if scaling is not None:
+        factor, low, high, original_length = scaling
+        turns = original_length * frequency / (2 * math.pi)  # within the original context
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        frequency = frequency * (kept + (1 - kept) / factor)
+    angle = torch.outer(torch.arange(start, start + length, **options), frequency)  # (T, D/2)
     return torch.stack((angle.cos(), angle.sin())).float()
 
 
@@ -126,9 +144,11 @@ class MultiHeadAttention(nn.Module):
         n_embd, n_head, head_dim: C, H and D; None is D = C / H.
         n_kv_head: K, a divisor of H; None is H. K < H is grouped-query attention (https://arxiv.org/abs/2305.13245),
             K = 1 multi-query attention (https://arxiv.org/abs/1911.02150).
+        qkv_bias: biases of queries, keys and values; None is `bias`.
         dropout, out_dropout: dropout probability of the weights and of the output; None is `dropout`.
         causal: mask future positions.
-        qk_norm: RMS-normalize queries and keys per head (https://arxiv.org/abs/2010.04245).
+        qk_norm: RMS-normalize queries and keys per head (https://arxiv.org/abs/2010.04245); `qk_norm_weights` adds
+            learned weights (D,), and `norm_eps` is added to the mean square.
         scale: factor on the scores; None is 1/√D.
         backend: "fused" (`attend`) or "explicit" (`attend_explicit`).
         out_proj: project the concatenated heads to C; False returns them, (B, T, H·D).
@@ -142,10 +162,13 @@ class MultiHeadAttention(nn.Module):
         n_kv_head: int | None = None,
         head_dim: int | None = None,
         bias: bool = True,
+        qkv_bias: bool | None = None,
         dropout: float = 0.0,
         out_dropout: float | None = None,
         causal: bool = True,
         qk_norm: bool = False,
+        qk_norm_weights: bool = False,
+        norm_eps: float = EPS,
         scale: float | None = None,
         backend: str = "fused",
         out_proj: bool = True,
@@ -159,7 +182,10 @@ class MultiHeadAttention(nn.Module):
         self.causal, self.qk_norm, self.scale, self.backend = causal, qk_norm, scale, backend
         self.q_width = n_head * self.head_dim  # H·D
         self.kv_width = self.n_kv_head * self.head_dim  # K·D
-        self.qkv = nn.Linear(n_embd, self.q_width + 2 * self.kv_width, bias=bias)
+        self.qkv = nn.Linear(n_embd, self.q_width + 2 * self.kv_width, bias=bias if qkv_bias is None else qkv_bias)
+        self.norm_eps = norm_eps
+        self.q_norm = nn.Parameter(torch.ones(self.head_dim)) if qk_norm_weights else None
+        self.k_norm = nn.Parameter(torch.ones(self.head_dim)) if qk_norm_weights else None
         self.out = nn.Linear(self.q_width, n_embd, bias=bias) if out_proj else nn.Identity()
 
     def forward(
@@ -209,7 +235,7 @@ class MultiHeadAttention(nn.Module):
         # (B, T, H·D) -> (B, H, T, D)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))
         if self.qk_norm:
-            q, k = rms_norm(q), rms_norm(k)
+            q, k = rms_norm(q, self.q_norm, eps=self.norm_eps), rms_norm(k, self.k_norm, eps=self.norm_eps)
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         return q, k, v

@@ -13,7 +13,7 @@ from minigpt.utils.checks import integer, one_of, or_null
 from minigpt.utils.errors import UserError, require
 
 # Sizes of the activations and norms of `minigpt.ops`, known without importing torch.
-UP_PROJECTIONS = {"gelu": 1, "relu": 1, "relu2": 1, "swiglu": 2}  # of the input of the MLP; 2 if gated
+UP_PROJECTIONS = {"gelu": 1, "gelu_tanh": 1, "relu": 1, "relu2": 1, "swiglu": 2}  # of the MLP's input; 2 if gated
 NORM_PARAMS = {"layernorm": ("weight", "bias"), "rmsnorm": ("weight",), "rmsnorm_noscale": ()}
 POSITIONS = ("learned", "rope", "none")
 NORM_POSITIONS = ("pre", "post")
@@ -34,19 +34,27 @@ class GPTConfig:
     head_dim: int | None = None  # width of a head; None: n_embd / n_head
     n_inner: int | None = None  # hidden width of the MLP; None: 4 n_embd, or 8/3 n_embd if gated
     bias: bool = True  # biases in linear layers and LayerNorms
+    qkv_bias: bool | None = None  # biases of queries, keys and values; None: as bias
     dropout: float = 0.0
     norm: str = "layernorm"
+    norm_eps: float = 1e-5  # added to the variance or the mean square
     norm_position: str = "pre"
     position: str = "learned"
     rope_base: float = 10000.0
+    rope_factor: float = 1.0  # Llama 3's scaling of rope for a longer context: long wavelengths are multiplied by it
+    rope_low_freq_factor: float = 1.0  # wavelengths above rope_original_block_size / this are scaled
+    rope_high_freq_factor: float = 4.0  # those below rope_original_block_size / this are not
+    rope_original_block_size: int = 8192  # context length before the scaling, tokens
     activation: str = "gelu"
     qk_norm: bool = False  # RMS-normalize queries and keys per head
+    qk_norm_weights: bool = False  # with learned weights (D,), as Qwen3
     tie_embeddings: bool = True  # share the weights of the token embedding and the output head
     ngram: int = 0  # add embeddings of the last 2 … ngram tokens; 0: none
     ngram_buckets: int = 8192  # rows of the hash table of each n
     ngram_dim: int = 16  # width of an n-gram embedding
     smear: int = 0  # number of previous token embeddings added to each, with learned factors per channel
     embed_norm: bool = False  # RMS-normalize the input of the first block
+    logit_softcap: float | None = None  # limit of the logits: c tanh(logits / c)
     parametrization: str = "standard"  # mup: the optimal learning rate is the same at every width
     base_n_embd: int = 128  # n_embd at which mup equals standard
     base_head_dim: int = 32  # head width at which mup equals standard
@@ -57,6 +65,11 @@ class GPTConfig:
         check_heads(self.n_embd, self.n_head, self.n_kv_head, self.head_dim, prefix="model.")
         if self.position == "rope":
             require("model.head_dim", self.head_width, lambda v: v % 2 == 0, "even with model.position=rope")
+        if self.qk_norm_weights:
+            require("model.qk_norm", self.qk_norm, bool, "true with model.qk_norm_weights=true")
+        low = self.rope_low_freq_factor
+        above = f"above model.rope_low_freq_factor={low}"
+        require("model.rope_high_freq_factor", self.rope_high_freq_factor, lambda v: v > low, above)
 
     @property
     def head_width(self) -> int:
@@ -75,6 +88,17 @@ class GPTConfig:
     def up_width(self) -> int:
         """Output width of the first matrix of the MLP: twice the hidden width if the activation is gated."""
         return self.inner_width * UP_PROJECTIONS[self.activation]
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        return self.bias if self.qkv_bias is None else self.qkv_bias
+
+    @property
+    def rope_scaling(self) -> tuple[float, float, float, int] | None:
+        """The scaling of `rotary_table`, or None."""
+        factors = (self.rope_factor, self.rope_low_freq_factor, self.rope_high_freq_factor)
+        return None if self.rope_factor == 1 else (*factors, self.rope_original_block_size)
 
     @property
     def norm_params(self) -> tuple[str, ...]:
@@ -96,7 +120,8 @@ class GPTConfig:
         width, heads = self.n_embd, self.n_head * self.head_width
         qkv = heads + 2 * (self.n_kv_head or self.n_head) * self.head_width
         norm = width * len(self.norm_params)
-        attention = width * (qkv + heads) + self.bias * (qkv + width)
+        attention = width * (qkv + heads) + self.has_qkv_bias * qkv + self.bias * width
+        attention += 2 * self.qk_norm_weights * self.head_width
         mlp = width * (self.up_width + self.inner_width) + self.bias * (self.up_width + width)
         embeddings = self.vocab_size * width * (1 if self.tie_embeddings else 2)
         if positions and self.position == "learned":
@@ -147,12 +172,16 @@ _RULES: dict[str, checks.Rule] = {
     "block_size": integer(1, MAX_BLOCK_SIZE),
     **dict.fromkeys(("vocab_size", "n_layer", "n_head", "n_embd"), checks.POSITIVE_INT),
     **dict.fromkeys(("n_kv_head", "head_dim", "n_inner"), or_null(checks.POSITIVE_INT)),
-    **dict.fromkeys(("bias", "qk_norm", "tie_embeddings", "embed_norm"), checks.BOOLEAN),
+    **dict.fromkeys(("bias", "qk_norm", "qk_norm_weights", "tie_embeddings", "embed_norm"), checks.BOOLEAN),
+    "qkv_bias": or_null(checks.BOOLEAN),
     "dropout": checks.FRACTION,
     "norm": one_of(NORM_PARAMS),
     "norm_position": one_of(NORM_POSITIONS),
     "position": one_of(POSITIONS),
-    "rope_base": checks.POSITIVE,
+    **dict.fromkeys(("rope_base", "rope_low_freq_factor", "rope_high_freq_factor", "norm_eps"), checks.POSITIVE),
+    "rope_factor": (lambda v: checks.POSITIVE[0](v) and v >= 1, "a finite number ≥ 1"),
+    "rope_original_block_size": checks.POSITIVE_INT,
+    "logit_softcap": or_null(checks.POSITIVE),
     "activation": one_of(UP_PROJECTIONS),
     "ngram": (lambda v: checks.NON_NEGATIVE_INT[0](v) and v != 1, "0, or an integer ≥ 2"),
     "smear": checks.NON_NEGATIVE_INT,

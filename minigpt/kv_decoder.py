@@ -13,14 +13,15 @@ Shapes: B samples, C n_embd, V vocab, L layers, H query heads, K key-value heads
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from minigpt.attention import rotary_table
-from minigpt.model import GPT, Cache, smear
+from minigpt.attention import MultiHeadAttention, rotary_table
+from minigpt.model import GPT, Cache, smear, soft_cap
 from minigpt.ops import ACTIVATIONS, NORMS, rms_norm
 
 _MAX_COPIED_NUMEL = 1 << 20  # of a weight matrix that is copied to a faster layout
@@ -50,7 +51,7 @@ class Decoder:
         self.model, self.config, self.block_size = model, config, config.block_size
         self.n_kv_head, self.head_width = config.n_kv_head or config.n_head, config.head_width
         self.attention_scale, self.pre_norm = config.attention_scale, {"pre": True, "post": False}[config.norm_position]
-        self.norm, self.activation = NORMS[config.norm], ACTIVATIONS[config.activation]
+        self.norm, self.activation = partial(NORMS[config.norm], eps=config.norm_eps), ACTIVATIONS[config.activation]
         if scaled := config.activation == "gelu" and config.n_embd * config.inner_width < _MAX_COPIED_NUMEL:
             self.activation = _scaled_gelu
         self._layers = [BlockWeights(block, scaled_gelu=scaled) for block in model.blocks]
@@ -102,7 +103,7 @@ class Decoder:
             x = self._block(x, weights, rotary, mask, *layer)
         x = self.norm(x, *self._final_norm) if self.pre_norm else x
         x = x if self.config.width_ratio == 1 else x / self.config.width_ratio
-        self.logits = torch.mm(x, self._lm_head)
+        self.logits = soft_cap(torch.mm(x, self._lm_head), self.config.logit_softcap)
         return self.logits
 
     def _embed(self, tokens: Tensor, position: int | Tensor) -> Tensor:
@@ -115,7 +116,7 @@ class Decoder:
             x = smear(x[:, None], model.smear, self._inputs)[:, 0]
         if self._wpe is not None:
             x = x + self._wpe[position]
-        return rms_norm(x) if config.embed_norm else x
+        return rms_norm(x, eps=config.norm_eps) if config.embed_norm else x
 
     def _block(
         self,
@@ -135,7 +136,7 @@ class Decoder:
         if self.config.qk_norm or rotary is not None:
             qk = heads.narrow(1, 0, H + KV // 2)  # is changed in place, and with it q and kv
             if self.config.qk_norm:
-                qk.copy_(rms_norm(qk))
+                qk.copy_(rms_norm(qk, weights.qk_norm, eps=self.config.norm_eps))
             if rotary is not None:
                 cos, sin = rotary
                 rotated = qk.roll(D // 2, dims=-1).mul_(sin)
@@ -185,7 +186,9 @@ class Decoder:
         """Return cosines and signed sines that broadcast with (B, H, 1, D)."""
         if self._rotary is None or most >= self._rotary[0] + len(self._rotary[1]):
             length = most - least + _ROTARY_CHUNK
-            cos, sin = rotary_table(length, self.config.head_width, self.config.rope_base, start=least)
+            config = self.config
+            options: Any = {"start": least, "scaling": config.rope_scaling}
+            cos, sin = rotary_table(length, config.head_width, config.rope_base, **options)
             table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
             self._rotary = least, table[:, :, None, None].to(self._wte)
         first, table = self._rotary
@@ -200,6 +203,7 @@ class BlockWeights:
         self.norm_1, self.norm_2 = _norm_weights(block.norm_1), _norm_weights(block.norm_2)
         self.qkv, self.out = _linear_weights(block.attention.qkv), _linear_weights(block.attention.out)
         self.up, self.down = _linear_weights(block.mlp.up), _linear_weights(block.mlp.down)
+        self.qk_norm = _qk_norm_weights(block.attention)
         if scaled_gelu:
             half, (up, up_bias), (down, down_bias) = math.sqrt(0.5), self.up, self.down
             self.up = up * half, None if up_bias is None else up_bias * half
@@ -209,6 +213,14 @@ class BlockWeights:
 def _norm_weights(layer: nn.Module) -> NormWeights:
     weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
     return None if weight is None else _full_tensor(weight), None if bias is None else _full_tensor(bias)
+
+
+def _qk_norm_weights(attention: MultiHeadAttention) -> Tensor | None:
+    """Return the weights of all query and key heads, (H + K, 1, D)."""
+    if attention.q_norm is None or attention.k_norm is None:
+        return None
+    heads = ((attention.q_norm, attention.n_head), (attention.k_norm, attention.n_kv_head))
+    return torch.cat([_full_tensor(weight).expand(n, 1, -1) for weight, n in heads])
 
 
 def _linear_weights(layer: nn.Linear) -> LinearWeights:

@@ -39,7 +39,9 @@ class GPT(nn.Module):
         if config.position == "learned":
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
         elif config.position == "rope":
-            rotary = rotary_table(config.block_size, config.head_width, config.rope_base)  # (2, T, D/2)
+            rotary = rotary_table(  # (2, T, D/2)
+                config.block_size, config.head_width, config.rope_base, scaling=config.rope_scaling
+            )
         elif config.position != "none":
             raise ValueError(f"unknown position {config.position!r}")
         self.rotary: Tensor | None
@@ -86,14 +88,14 @@ class GPT(nn.Module):
             x = x + self.wpe.weight[start:end]  # (T, C)
         rotary = None if self.rotary is None else self.rotary[:, start:end]  # (2, T, D/2)
         if self.config.embed_norm:
-            x = rms_norm(x)
+            x = rms_norm(x, eps=self.config.norm_eps)
         x = F.dropout(x, self.config.dropout, self.training)
         for i, block in enumerate(self.blocks):
             x = block(x, rotary, cache.layers[i] if cache else None)
         x = self.final_norm(x)
         if self.config.width_ratio != 1:
             x = x / self.config.width_ratio  # mup: updates of the head change the logits equally at every width
-        logits = self.lm_head(x)  # (B, T, V)
+        logits = soft_cap(self.lm_head(x), self.config.logit_softcap)  # (B, T, V)
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1), self._to_ids(targets).flatten(), reduction=reduction)
@@ -152,8 +154,11 @@ class Block(nn.Module):
             n_kv_head=config.n_kv_head,
             head_dim=config.head_dim,
             bias=config.bias,
+            qkv_bias=config.qkv_bias,
             dropout=config.dropout,
             qk_norm=config.qk_norm,
+            qk_norm_weights=config.qk_norm_weights,
+            norm_eps=config.norm_eps,
             scale=config.attention_scale,
         )
         self.norm_2 = Norm(config)
@@ -188,13 +193,13 @@ class Norm(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.function = NORMS[config.norm]
+        self.function, self.eps = NORMS[config.norm], config.norm_eps
         self.weight = nn.Parameter(torch.ones(config.n_embd)) if "weight" in config.norm_params else None
         self.bias = nn.Parameter(torch.zeros(config.n_embd)) if "bias" in config.norm_params else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (…, C) to (…, C)."""
-        return self.function(x, self.weight, self.bias)
+        return self.function(x, self.weight, self.bias, self.eps)
 
 
 @dataclass
@@ -257,6 +262,11 @@ def smear(x: Tensor, factors: nn.ParameterList, cache: Cache | None) -> Tensor:
     for i, factor in enumerate(factors):  # the last is for the previous position
         x = x + factor * padded[:, i : i + T]
     return x
+
+
+def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
+    """Limit logits smoothly to ±cap, if there is one. Source: Gemma 2, https://arxiv.org/abs/2408.00118"""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 @contextmanager

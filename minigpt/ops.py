@@ -6,6 +6,7 @@ and in other precisions than float32, they call torch's.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,20 +14,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-EPS = 1e-5  # added to the variance or the mean square
+EPS = 1e-5  # default of what is added to the variance or the mean square
 
 
-def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = EPS) -> Tensor:
     """Normalize x (…, C) to mean 0 and variance 1, times weight (C,), plus bias (C,). https://arxiv.org/abs/1607.06450"""
-    return torch.layer_norm(x, x.shape[-1:], weight, bias, EPS)
+    return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def rms_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = EPS) -> Tensor:
     """Normalize x (…, C) to root mean square 1, times weight (C,), plus bias (C,). https://arxiv.org/abs/1910.07467"""
     if not _use_fused_cpu(x):
-        y = F.rms_norm(x, x.shape[-1:], weight, EPS)
+        y = F.rms_norm(x, x.shape[-1:], weight, eps)
     else:
-        y = _RMSNorm.apply(x) if torch.is_grad_enabled() else x * _rms_factor(x)
+        y = _RMSNorm.apply(x, eps) if torch.is_grad_enabled() else x * _rms_factor(x, eps)
         y = y if weight is None else y * weight
     return y if bias is None else y + bias
 
@@ -47,32 +48,38 @@ def swiglu(x: Tensor) -> Tensor:
 
 Function = Callable[..., Tensor]
 NORMS: dict[str, Function] = {"layernorm": layer_norm, "rmsnorm": rms_norm, "rmsnorm_noscale": rms_norm}
-ACTIVATIONS: dict[str, Function] = {"gelu": F.gelu, "relu": F.relu, "relu2": relu_squared, "swiglu": swiglu}
+ACTIVATIONS: dict[str, Function] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),  # of GPT-2
+    "relu": F.relu,
+    "relu2": relu_squared,
+    "swiglu": swiglu,
+}
 
 
 def _use_fused_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling()
 
 
-def _rms_factor(x: Tensor) -> Tensor:
-    """1 / √(mean(x²) + EPS): (…, C) to (…, 1)."""
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(EPS).rsqrt_()
+def _rms_factor(x: Tensor, eps: float) -> Tensor:
+    """1 / √(mean(x²) + eps): (…, C) to (…, 1)."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(eps).rsqrt_()
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        factor = _rms_factor(x)
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+        factor = _rms_factor(x, eps)
         y = x * factor
         ctx.save_for_backward(y, factor)
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         y, factor = ctx.saved_tensors
         along = torch.linalg.vecdot(gradient, y).unsqueeze(-1)  # (…, 1)
-        return torch.addcmul(gradient, y, along, value=-1 / y.size(-1)).mul_(factor)
+        return torch.addcmul(gradient, y, along, value=-1 / y.size(-1)).mul_(factor), None
 
 
 class _ReLUSquared(torch.autograd.Function):

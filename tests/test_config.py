@@ -28,17 +28,23 @@ BAD_VALUES = [
     *(("n_layer", value, INT) for value in (True, "12", None)),
     *((name, value, f"{INT}, or null") for name in ("n_kv_head", "head_dim", "n_inner") for value in (0, 1.5)),
     *((name, value, "true or false") for name in ("bias", "qk_norm") for value in (1, None, "no")),
-    *((name, 1, "true or false") for name in ("tie_embeddings", "embed_norm")),
+    *((name, 1, "true or false") for name in ("tie_embeddings", "embed_norm", "qk_norm_weights")),
+    ("qkv_bias", 1, "true or false, or null"),
     *(("ngram", value, "0, or an integer ≥ 2") for value in (1, -2, 2.5)),
     *((name, 0, INT) for name in ("ngram_buckets", "ngram_dim")),
     *(("smear", value, "an integer ≥ 0") for value in (-1, 0.5, True, None)),
     *(("dropout", value, "in [0, 1)") for value in (1, 1.0, -0.1, float("nan"), "0.1", None)),
     *(("rope_base", value, "a finite number > 0") for value in (0, -1.0, float("inf"), float("nan"))),
+    *((name, 0, "a finite number > 0") for name in ("norm_eps", "rope_low_freq_factor", "rope_high_freq_factor")),
+    *(("rope_factor", value, "a finite number ≥ 1") for value in (0.5, float("inf"), None)),
+    ("rope_high_freq_factor", 1.0, "above model.rope_low_freq_factor=1.0"),
+    ("rope_original_block_size", 0, INT),
+    ("logit_softcap", 0, "a finite number > 0, or null"),
     ("norm", "batchnorm", "one of layernorm, rmsnorm, rmsnorm_noscale"),
     ("position", "alibi", "one of learned, rope, none"),
     ("position", None, "one of learned, rope, none"),
-    ("activation", "GELU", "one of gelu, relu, relu2, swiglu"),
-    ("activation", ["gelu"], "one of gelu, relu, relu2, swiglu"),
+    ("activation", "GELU", "one of gelu, gelu_tanh, relu, relu2, swiglu"),
+    ("activation", ["gelu"], "one of gelu, gelu_tanh, relu, relu2, swiglu"),
     ("norm_position", "sandwich", "one of pre, post"),
     ("parametrization", "muP", "one of standard, mup"),
     *((name, value, INT) for name in ("base_n_embd", "base_head_dim") for value in (0, 64.0, None)),
@@ -49,6 +55,11 @@ BAD_VALUES = [
 def test_an_invalid_value_raises_with_its_key_and_the_valid_values(name: str, value: Any, expected: str):
     with pytest.raises(UserError, match=f"^{re.escape(f'model.{name} must be {expected}, got {value}')}$"):
         GPTConfig(**{name: value})
+
+
+def test_weights_of_qk_norm_need_qk_norm():
+    with pytest.raises(UserError, match="^model.qk_norm must be true with model.qk_norm_weights=true, got False$"):
+        GPTConfig(qk_norm_weights=True)
 
 
 def test_a_width_that_the_heads_do_not_divide_raises_with_the_multiple_to_use():
@@ -166,7 +177,7 @@ def test_a_run_with_a_value_at_its_limit_is_accepted(override: str):
         ("model.n_embd=101", "divisible by model.n_head=4"),
         ("model.dropout=1", "in [0, 1)"),
         ("model.vocab_size=0", INT),
-        ("model.activation=selu", "one of gelu, relu, relu2, swiglu"),
+        ("model.activation=selu", "one of gelu, gelu_tanh, relu, relu2, swiglu"),
     ],
 )
 def test_an_invalid_run_configuration_raises_with_the_overridden_key(override: str, expected: str):

@@ -159,8 +159,10 @@ def test_the_gpt2_presets_have_the_published_sizes(name: str, params: int):
             "norm": st.sampled_from(["layernorm", "rmsnorm", "rmsnorm_noscale"]),
             "norm_position": st.sampled_from(["pre", "post"]),
             "position": st.sampled_from(["learned", "rope", "none"]),
+            "qkv_bias": st.sampled_from([None, False, True]),
             "activation": st.sampled_from(["gelu", "relu2", "swiglu"]),
-            "qk_norm": st.booleans(),
+            "qk_norm": st.just(True),
+            "qk_norm_weights": st.booleans(),
             "tie_embeddings": st.booleans(),
             "ngram": st.sampled_from([0, 2, 4]),
             "smear": st.integers(0, 2),
@@ -233,19 +235,27 @@ CHANGES: dict[str, Any] = {
     "head_dim": 6,
     "n_inner": 50,
     "bias": False,
+    "qkv_bias": False,
     "dropout": 0.5,
     "norm": "rmsnorm",
+    "norm_eps": 0.1,
     "norm_position": "post",
     "position": "none",
     "rope_base": 100.0,
+    "rope_factor": 8.0,
+    "rope_low_freq_factor": 3.0,
+    "rope_high_freq_factor": 9.0,
+    "rope_original_block_size": 100,
     "activation": "relu",
     "qk_norm": True,
+    "qk_norm_weights": True,
     "tie_embeddings": False,
     "ngram": 3,
     "ngram_buckets": 50,
     "ngram_dim": 5,
     "smear": 2,
     "embed_norm": True,
+    "logit_softcap": 0.5,
     "parametrization": "mup",
     "base_n_embd": 64,
     "base_head_dim": 16,
@@ -254,7 +264,10 @@ CHANGES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", GPTConfig.__dataclass_fields__)
 def test_every_setting_changes_the_model(name: str):
-    base = TINY | ({"position": "rope"} if name == "rope_base" else {})
+    base = TINY | ({"position": "rope", "rope_original_block_size": 16} if name.startswith("rope_") else {})
+    base |= {"rope_factor": 4.0} if name in ("rope_low_freq_factor", "rope_high_freq_factor") else {}
+    base |= {"rope_factor": 4.0} if name == "rope_original_block_size" else {}
+    base |= {"qk_norm": True} if name == "qk_norm_weights" else {}
     base |= {"ngram": 2} if name.startswith("ngram_") else {}
     base |= {"parametrization": "mup"} if name.startswith("base_") else {}
     assert same(fingerprint(base), fingerprint(base))

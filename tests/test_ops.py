@@ -95,8 +95,8 @@ def gated_tanh(x: Tensor) -> Tensor:
     return gate.tanh() * x
 
 
-def mean_abs_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    return x / (x.abs().mean(-1, keepdim=True) + 1e-5) * weight + (0 if bias is None else bias)
+def mean_abs_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    return x / (x.abs().mean(-1, keepdim=True) + eps) * weight + (0 if bias is None else bias)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> 
         config, tokenizer = GPTConfig.from_dict(ours["model"]), tokenizers.from_dict(ours["tokenizer"])
         weights = {name[len(PREFIX) :]: x for name, x in content["state_dict"].items() if name.startswith(PREFIX)}
         _check_vocabulary(config, tokenizer)
-        _check_size(config, len(weights), path.stat().st_size)
+        check_size(config, len(weights), path.stat().st_size)
         model = GPT(config)
         model.load_state_dict(weights)
         if not all(weight.isfinite().all() for weight in model.parameters()):
@@ -66,8 +66,8 @@ def _check_vocabulary(config: GPTConfig, tokenizer: Tokenizer) -> None:
     require("model.vocab_size", config.vocab_size, lambda value: value >= size, f"at least the tokenizer's {size}")
 
 
-def _check_size(config: GPTConfig, tensors: int, size: int) -> None:
-    """Raise UserError if a file of `size` bytes is too small for the model, before the model is allocated."""
+def check_size(config: GPTConfig, tensors: int, size: int) -> None:
+    """Raise UserError if files of `size` bytes are too small for the model, before the model is allocated."""
     rope_table = config.block_size * config.head_width if config.position == "rope" else 0  # is not in the file
     for name, needed, limit in (
         ("parameters", config.num_params(), size + SIZE_MARGIN),  # at least one byte per parameter

@@ -1,0 +1,273 @@
+"""Configurations and weights of Hugging Face's models as ours. Depends on torch and safetensors alone.
+
+A `Family` is one class of transformers, as two tables: keys of `config.json`, and names of modules. A value of a
+`config.json` that `GPTConfig` cannot express is an error that names it.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from minigpt.checkpoints.models import check_size
+from minigpt.config import GPTConfig
+from minigpt.model import GPT
+from minigpt.utils.errors import UserError
+from minigpt.utils.files import read_json
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_IGNORED = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")  # buffers that old versions saved
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A class of transformers.
+
+    Args:
+        keys: their configuration key by our name.
+        implied: values of ours that the class always has.
+        defaults: their values of keys that a `config.json` may lack.
+        required: their values without which the class computes something that we do not.
+        activations: our activation by their name.
+        modules: their module by our name; several are concatenated in ours. `*` is the number of the layer.
+        transposed: the matrices of the blocks are stored (in, out).
+        swapped_halves: the rotary embedding turns the other way, as if the halves of queries and keys were swapped.
+    """
+
+    keys: Values
+    implied: Values
+    defaults: Values
+    required: Values
+    activations: Mapping[str, str]
+    modules: Mapping[str, str | tuple[str, ...]]
+    transposed: bool = False
+    swapped_halves: bool = False
+
+
+_GELU_TANH = dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")
+_UNGATED = {**_GELU_TANH, "gelu": "gelu", "relu": "relu", "relu2": "relu2"}
+_GATED = {"silu": "swiglu", "swish": "swiglu"}
+
+_GPT2 = Family(
+    keys={
+        **{name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd", "n_inner")},
+        "block_size": "n_positions",
+        "norm_eps": "layer_norm_epsilon",
+        "activation": "activation_function",
+        "tie_embeddings": "tie_word_embeddings",
+    },
+    implied={"norm": "layernorm", "position": "learned", "bias": True},
+    defaults={
+        "n_inner": None,
+        "layer_norm_epsilon": 1e-5,
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": True,
+    },
+    required={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+    activations=_UNGATED,
+    modules={
+        "wte": "transformer.wte",
+        "wpe": "transformer.wpe",
+        "blocks.*.norm_1": "transformer.h.*.ln_1",
+        "blocks.*.attention.qkv": "transformer.h.*.attn.c_attn",
+        "blocks.*.attention.out": "transformer.h.*.attn.c_proj",
+        "blocks.*.norm_2": "transformer.h.*.ln_2",
+        "blocks.*.mlp.up": "transformer.h.*.mlp.c_fc",
+        "blocks.*.mlp.down": "transformer.h.*.mlp.c_proj",
+        "final_norm": "transformer.ln_f",
+        "lm_head": "lm_head",
+    },
+    transposed=True,
+)
+
+_KEYS = {
+    "block_size": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads",
+    "n_embd": "hidden_size",
+    "head_dim": "head_dim",
+    "n_inner": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "activation": "hidden_act",
+    "tie_embeddings": "tie_word_embeddings",
+    "rope_base": "rope.rope_theta",
+    "rope_factor": "rope.factor",
+    "rope_low_freq_factor": "rope.low_freq_factor",
+    "rope_high_freq_factor": "rope.high_freq_factor",
+    "rope_original_block_size": "rope.original_max_position_embeddings",
+}
+_IMPLIED = {"norm": "rmsnorm", "position": "rope"}
+_NO_BIAS = {**_IMPLIED, "bias": False}
+_DEFAULTS = {
+    **{"num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "hidden_act": "silu"},
+    **{"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False},
+    **{"rope.rope_theta": 10000.0, "rope.factor": 1.0, "rope.low_freq_factor": 1.0, "rope.high_freq_factor": 4.0},
+    "rope.original_max_position_embeddings": 8192,
+}
+_LAYER = "model.layers.*."
+_ATTENTION = _LAYER + "self_attn."
+_MODULES: dict[str, str | tuple[str, ...]] = {
+    "wte": "model.embed_tokens",
+    "blocks.*.norm_1": _LAYER + "input_layernorm",
+    "blocks.*.attention.qkv": (_ATTENTION + "q_proj", _ATTENTION + "k_proj", _ATTENTION + "v_proj"),
+    "blocks.*.attention.q_norm": _ATTENTION + "q_norm",
+    "blocks.*.attention.k_norm": _ATTENTION + "k_norm",
+    "blocks.*.attention.out": _ATTENTION + "o_proj",
+    "blocks.*.norm_2": _LAYER + "post_attention_layernorm",
+    "blocks.*.mlp.up": (_LAYER + "mlp.gate_proj", _LAYER + "mlp.up_proj"),
+    "blocks.*.mlp.down": _LAYER + "mlp.down_proj",
+    "final_norm": "model.norm",
+    "lm_head": "lm_head",
+}
+_NO_SLIDING = {"use_sliding_window": False}
+FAMILIES = {  # by their model_type
+    "gpt2": _GPT2,
+    "llama": Family({**_KEYS, "bias": "mlp_bias"}, _IMPLIED, _DEFAULTS, {}, _GATED, _MODULES),
+    "qwen2": Family(_KEYS, {**_NO_BIAS, "qkv_bias": True}, _DEFAULTS, _NO_SLIDING, _GATED, _MODULES),
+    "qwen3": Family(
+        _KEYS,
+        {**_NO_BIAS, "qk_norm": True, "qk_norm_weights": True},
+        {**_DEFAULTS, "head_dim": 128},
+        {**_NO_SLIDING, "attention_bias": False},
+        _GATED,
+        _MODULES,
+    ),
+    "arcee": Family(
+        {**_KEYS, "bias": "mlp_bias"},
+        _IMPLIED,
+        {**_DEFAULTS, "rms_norm_eps": 1e-5, "hidden_act": "relu2"},
+        {},
+        _UNGATED,
+        {**_MODULES, "blocks.*.mlp.up": _LAYER + "mlp.up_proj"},
+    ),
+    "nanochat": Family(
+        {**_KEYS, "logit_softcap": "final_logit_softcapping"},
+        {**_NO_BIAS, "norm": "rmsnorm_noscale", "qk_norm": True, "embed_norm": True},
+        {**_DEFAULTS, "hidden_act": "relu2", "final_logit_softcapping": 15.0},
+        {"attention_bias": False},
+        _UNGATED,
+        {**_MODULES, "blocks.*.mlp.up": _LAYER + "mlp.fc1", "blocks.*.mlp.down": _LAYER + "mlp.fc2"},
+        swapped_halves=True,
+    ),
+}
+
+
+def load_folder(folder: str | Path) -> GPT:
+    """Load the model of a Hugging Face folder, in float32 and in evaluation mode.
+
+    Raises:
+        UserError: a file is missing or damaged, or the model is not of one of `FAMILIES`.
+    """
+    folder = Path(folder)
+    try:
+        values = read_json(folder / CONFIG)
+        config, files = config_from(values), _open(folder)
+        check_size(config, len(files), sum(file.stat().st_size for file in folder.glob("*.safetensors")))
+        with torch.device("meta"):  # no memory, and no initialization
+            model = GPT(config)
+        weights = dict(_weights(files, FAMILIES[values["model_type"]], model))
+    except OSError as error:
+        raise UserError(f"{folder} cannot be loaded: {error.filename} is missing or cannot be read") from error
+    except (UserError, SafetensorError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder} cannot be loaded: {error}") from error
+    model.load_state_dict(weights, assign=True)
+    if config.tie_embeddings:
+        model.lm_head.weight = model.wte.weight
+    return model.eval()
+
+
+def config_from(values: Values) -> GPTConfig:
+    """Convert the values of a `config.json`.
+
+    Raises:
+        UserError: the class is not one of `FAMILIES`, or has a value that `GPTConfig` cannot express.
+    """
+    family = FAMILIES.get(values.get("model_type", ""))
+    if family is None:
+        raise UserError(f"model_type must be one of {', '.join(FAMILIES)}, got {values.get('model_type')}")
+    if "quantization_config" in values:
+        raise UserError("its weights are quantized; use weights in float32, float16 or bfloat16")
+    theirs = {**family.defaults, **values, **_rope_values(values)}
+    required = dict(family.required)
+    if "bias" in family.keys:  # of attention and MLP, which we have together
+        required["attention_bias"] = theirs["mlp_bias"]
+    for key, wanted in required.items():
+        if theirs.get(key, wanted) != wanted:
+            raise UserError(f"{key} must be {wanted}, got {theirs[key]}")
+    if missing := [key for key in family.keys.values() if key not in theirs]:
+        raise UserError(f"{CONFIG} has no {', '.join(missing)}")
+    ours = {**{name: theirs[key] for name, key in family.keys.items()}, **family.implied}
+    if (activation := ours["activation"]) not in family.activations:
+        expected = f"one of {', '.join(family.activations)}"
+        raise UserError(f"{family.keys['activation']} must be {expected}, got {activation}")
+    return GPTConfig(**{**ours, "activation": family.activations[activation]})
+
+
+def _rope_values(values: Values) -> dict[str, Any]:
+    """Return the parameters of the rotary embedding as `rope.KEY`; transformers 4 has them in two places."""
+    rope = values.get("rope_parameters") or {**values, **(values.get("rope_scaling") or {})}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        raise UserError(f"rope_type must be default or llama3, got {kind}")
+    return {f"rope.{key}": value for key, value in rope.items() if kind == "llama3" or key == "rope_theta"}
+
+
+def _open(folder: Path) -> dict[str, Any]:
+    """Open all safetensors files of a folder; return the file of each tensor by the tensor's name."""
+    names = [WEIGHTS]
+    if (folder / INDEX).is_file():
+        names = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
+    elif not (folder / WEIGHTS).is_file() and any(folder.glob("*.bin")):
+        raise UserError(f"it has no {WEIGHTS} but a pickle, which can execute code; save it as safetensors")
+    files = [safe_open(folder / Path(name).name, framework="pt", backend="pread") for name in names]
+    return {name: file for file in files for name in file.keys()}  # noqa: SIM118  # not a dict
+
+
+def _weights(files: dict[str, Any], family: Family, model: GPT) -> Iterator[tuple[str, Tensor]]:
+    """Yield every weight of ours by name, in float32; `files` has the file of each of theirs."""
+    base = str(family.modules["wte"]).partition(".")[0]  # a model that was saved without its head lacks the prefix
+    prefix = "" if any(name.startswith(f"{base}.") for name in files) else f"{base}."
+    unused = {name for name in files if not _IGNORED.search(name)}
+
+    def read(module: str, leaf: str) -> Tensor:
+        name = f"{module}.{leaf}".removeprefix(prefix)
+        if name not in files:
+            raise UserError(f"the weight {name} is missing")
+        unused.discard(name)
+        tensor: Tensor = files[name].get_tensor(name).float()
+        return tensor.T.contiguous() if family.transposed and ".h." in f".{name}" and tensor.dim() == 2 else tensor
+
+    weights: dict[str, Tensor] = {}
+    for name, expected in model.state_dict().items():
+        if name == "lm_head.weight" and model.config.tie_embeddings:
+            weights[name] = weights["wte.weight"]
+            unused.discard(name)
+        else:
+            weights[name] = _read_weight(name, family, model.config, read)
+        if weights[name].shape != expected.shape:
+            raise UserError(f"{name} must have shape {tuple(expected.shape)}, got {tuple(weights[name].shape)}")
+        yield name, weights[name]
+    if unused:
+        raise UserError(f"it has weights that the class has not: {', '.join(sorted(unused)[:3])} …")
+
+
+def _read_weight(name: str, family: Family, config: GPTConfig, read: Callable[[str, str], Tensor]) -> Tensor:
+    block = re.match(r"blocks\.(\d+)\.", name)
+    name = name.replace(block[0], "blocks.*.") if block else name
+    module, _, leaf = name.rpartition(".")
+    if name in family.modules:  # the weights of QK-norm are parameters of ours, and modules of theirs
+        module, leaf = name, "weight"
+    theirs = family.modules[module]
+    parts = [theirs] if isinstance(theirs, str) else theirs
+    tensors = [read(part.replace("*", block[1] if block else ""), leaf) for part in parts]
+    if family.swapped_halves and module.endswith("qkv"):
+        tensors[:2] = [x.unflatten(0, (-1, 2, config.head_width // 2)).flip(1).flatten(0, 2) for x in tensors[:2]]
+    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]

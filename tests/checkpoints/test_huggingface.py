@@ -1,0 +1,179 @@
+"""Models of transformers with random weights, loaded from their folders: logits, loss and greedy text are equal."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minigpt import GPTConfig, generate
+from minigpt.checkpoints.huggingface import FAMILIES, config_from, load_folder
+from minigpt.utils.errors import UserError
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 8}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+ROPE = {"rope_type": "default", "rope_theta": 777.0}
+GPT2 = {"vocab_size": 101, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "GPT-2": ("GPT2", GPT2),
+    "GPT-2 with erf and an inner width": ("GPT2", {**GPT2, "activation_function": "gelu", "n_inner": 40}),
+    "GPT-2 with an untied head": ("GPT2", {**GPT2, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3}),
+    "Llama": ("Llama", {**SMALL, **HEADS, "rope_parameters": ROPE}),
+    "Llama with one key-value head": ("Llama", {**SMALL, **HEADS, "num_key_value_heads": 1}),
+    "Llama with as many key-value heads": ("Llama", {**SMALL, **HEADS, "num_key_value_heads": 4}),
+    "Llama with tied embeddings": ("Llama", {**SMALL, **HEADS, "tie_word_embeddings": True, "rms_norm_eps": 1e-2}),
+    "Llama with biases": ("Llama", {**SMALL, **HEADS, "attention_bias": True, "mlp_bias": True}),
+    "Llama 3 with scaled rope": ("Llama", {**SMALL, **HEADS, "rope_parameters": LLAMA3}),
+    "Llama with wide heads": ("Llama", {**SMALL, **HEADS, "head_dim": 12}),
+    "Qwen2": ("Qwen2", {**SMALL, **HEADS}),
+    "Qwen3": ("Qwen3", {**SMALL, **HEADS, "head_dim": 16}),
+    "Arcee": ("Arcee", {**SMALL, **HEADS}),
+    "NanoChat": ("NanoChat", {**SMALL, **HEADS}),
+    "NanoChat without a soft cap": ("NanoChat", {**SMALL, **HEADS, "final_logit_softcapping": None}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_transformers_gives_the_same_logits_loss_and_greedy_text(name: str, tmp_path: Path) -> None:
+    theirs = random_model(*MODELS[name])
+    theirs.save_pretrained(tmp_path)
+    ours = load_folder(tmp_path)
+    tokens = torch.randint(0, ours.config.vocab_size, (3, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs(tokens, labels=tokens)
+        torch.testing.assert_close(ours(tokens), expected.logits, rtol=0, atol=1e-4)
+        torch.testing.assert_close(ours(tokens[:, :-1], tokens[:, 1:]), expected.loss, rtol=0, atol=1e-5)
+    text = theirs.generate(tokens[:1, :5], max_new_tokens=50, do_sample=False, eos_token_id=None, pad_token_id=0)
+    (sample,) = generate(ours, tokens[0, :5], max_new_tokens=50, temperature=0)
+    assert sample.tokens == text[0, 5:].tolist()
+
+
+def test_shards_and_half_precision_are_read_as_float32(tmp_path: Path) -> None:
+    random_model(*MODELS["Llama"]).bfloat16().save_pretrained(tmp_path, max_shard_size="20kB")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    ours = load_folder(tmp_path)
+    assert {weight.dtype for weight in ours.parameters()} == {torch.float32}
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
+
+
+def test_a_model_saved_without_its_head_is_read(tmp_path: Path) -> None:
+    """The weights of gpt2 on the Hub have names without `transformer.`, and no head."""
+    theirs = random_model(*MODELS["GPT-2"])
+    theirs.transformer.save_pretrained(tmp_path)
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(load_folder(tmp_path)(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
+
+
+def test_a_loaded_model_trains(tmp_path: Path) -> None:
+    random_model(*MODELS["Qwen3"]).save_pretrained(tmp_path)
+    model = load_folder(tmp_path).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens = torch.arange(40).view(2, 20)
+    losses = []
+    for _ in range(10):
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+    assert all(weight.grad_fn is None and weight.requires_grad for weight in model.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_default_configuration_of_transformers_is_read_from_its_json(family: str) -> None:
+    theirs = transformers.AutoConfig.for_model(family)
+    ours = config_from(json.loads(theirs.to_json_string(use_diff=False)))
+    assert isinstance(ours, GPTConfig)
+    assert (ours.n_layer, ours.n_head, ours.n_embd) == (
+        theirs.num_hidden_layers,
+        theirs.num_attention_heads,
+        theirs.hidden_size,
+    )
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model_type": "bert"}, "model_type must be one of gpt2, llama, qwen2, qwen3, arcee, nanochat, got bert"),
+        ({"quantization_config": {"bits": 4}}, "its weights are quantized; use weights in float32"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be default or llama3, got yarn"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type must be default or llama3, got linear"),
+        ({"attention_bias": True}, "attention_bias must be False, got True"),
+        ({"hidden_act": "gelu"}, "hidden_act must be one of silu, swish, got gelu"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window must be False, got True"),
+        ({"head_dim": 7}, "model.head_dim must be even with model.position=rope, got 7"),
+    ],
+)
+def test_a_value_that_the_model_lacks_is_named(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+    random_model(*MODELS["Llama"]).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    if "rope_scaling" in values:
+        del config["rope_parameters"]
+    file.write_text(json.dumps({**config, **values}))
+    with pytest.raises(UserError, match="cannot be loaded: ") as error:
+        load_folder(tmp_path)
+    assert message in str(error.value)
+
+
+def test_damaged_folders_are_one_line(tmp_path: Path) -> None:
+    theirs = random_model(*MODELS["Llama"])
+
+    def folder(name: str, **options: Any) -> Path:
+        theirs.save_pretrained(tmp_path / name, **options)
+        return tmp_path / name
+
+    (missing := folder("missing", max_shard_size="20kB") / "model-00001-of-00003.safetensors").unlink(missing_ok=True)
+    next(missing.parent.glob("model-*.safetensors")).unlink()
+    (truncated := folder("truncated") / "model.safetensors").write_bytes(b"\x10" + bytes(200))
+    (pickled := folder("pickled") / "model.safetensors").rename(pickled.with_name("pytorch_model.bin"))
+    wide = folder("wide") / "config.json"
+    wide.write_text(json.dumps({**json.loads(wide.read_text()), "intermediate_size": 56}))
+    short = folder("short") / "config.json"
+    short.write_text(json.dumps({**json.loads(short.read_text()), "num_hidden_layers": 1}))
+    long = folder("long") / "config.json"
+    long.write_text(json.dumps({**json.loads(long.read_text()), "num_hidden_layers": 3}))
+    deep = folder("deep") / "config.json"
+    deep.write_text(json.dumps({**json.loads(deep.read_text()), "num_hidden_layers": 10**12}))
+    (none := folder("none") / "config.json").unlink()
+    for file, message in (
+        (missing, "is missing or cannot be read"),
+        (truncated, "cannot be loaded: "),
+        (pickled, "it has no model.safetensors but a pickle, which can execute code; save it as safetensors"),
+        (wide, "blocks.0.mlp.up.weight must have shape (112, 32), got (96, 32)"),
+        (short, "it has weights that the class has not: model.layers.1."),
+        (long, "the weight model.layers.2.input_layernorm.weight is missing"),
+        (deep, "its model has 1"),
+        (none, "config.json is missing or cannot be read"),
+    ):
+        with pytest.raises(UserError) as error:
+            load_folder(file.parent)
+        assert message in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+def random_model(name: str, values: dict[str, Any]) -> Any:
+    """Return a model of transformers with random weights, all parameters nonzero."""
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{name}ForCausalLM" if name != "GPT2" else "GPT2LMHeadModel")(
+        getattr(transformers, f"{name}Config")(**values)
+    )
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.2)
+    return model.eval()
