@@ -58,7 +58,7 @@ def test_an_invalid_value_raises_with_its_key_and_the_valid_values(name: str, va
 
 
 def test_weights_of_qk_norm_need_qk_norm():
-    with pytest.raises(UserError, match="^model.qk_norm must be true with model.qk_norm_weights=true, got False$"):
+    with pytest.raises(UserError, match=r"^model\.qk_norm must be true with model\.qk_norm_weights=true, got False$"):
         GPTConfig(qk_norm_weights=True)
 
 

@@ -176,7 +176,7 @@ def load_folder(folder: str | Path) -> GPT:
         weights = dict(_weights(files, FAMILIES[values["model_type"]], model))
     except OSError as error:
         raise UserError(f"{folder} cannot be loaded: {error.filename} is missing or cannot be read") from error
-    except (UserError, SafetensorError, ValueError, TypeError, AttributeError) as error:
+    except (UserError, SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{folder} cannot be loaded: {error}") from error
     model.load_state_dict(weights, assign=True)
     if config.tie_embeddings:

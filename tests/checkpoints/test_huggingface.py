@@ -159,7 +159,7 @@ def test_damaged_folders_are_one_line(tmp_path: Path) -> None:
         (wide, "blocks.0.mlp.up.weight must have shape (112, 32), got (96, 32)"),
         (short, "it has weights that the class has not: model.layers.1."),
         (long, "the weight model.layers.2.input_layernorm.weight is missing"),
-        (deep, "its model has 1"),
+        (deep, "its model has 7,744,000,000,006,368 parameters, but the file has 21 weights"),
         (none, "config.json is missing or cannot be read"),
     ):
         with pytest.raises(UserError) as error:
