@@ -184,8 +184,9 @@ class MultiHeadAttention(nn.Module):
         self.kv_width = self.n_kv_head * self.head_dim  # K·D
         self.qkv = nn.Linear(n_embd, self.q_width + 2 * self.kv_width, bias=bias if qkv_bias is None else qkv_bias)
         self.norm_eps = norm_eps
-        self.q_norm = nn.Parameter(torch.ones(self.head_dim)) if qk_norm_weights else None
-        self.k_norm = nn.Parameter(torch.ones(self.head_dim)) if qk_norm_weights else None
+        learned = qk_norm and qk_norm_weights
+        self.q_norm = nn.Parameter(torch.ones(self.head_dim)) if learned else None
+        self.k_norm = nn.Parameter(torch.ones(self.head_dim)) if learned else None
         self.out = nn.Linear(self.q_width, n_embd, bias=bias) if out_proj else nn.Identity()
 
     def forward(

@@ -42,8 +42,8 @@ class GPTConfig:
     position: str = "learned"
     rope_base: float = 10000.0
     rope_factor: float = 1.0  # Llama 3's scaling of rope for a longer context: long wavelengths are multiplied by it
-    rope_low_freq_factor: float = 1.0  # wavelengths above rope_original_block_size / this are scaled
-    rope_high_freq_factor: float = 4.0  # those below rope_original_block_size / this are not
+    rope_low_freq_factor: float = 1.0  # wavelengths above rope_original_block_size / this are scaled fully
+    rope_high_freq_factor: float = 4.0  # those below rope_original_block_size / this are not scaled
     rope_original_block_size: int = 8192  # context length before the scaling, tokens
     activation: str = "gelu"
     qk_norm: bool = False  # RMS-normalize queries and keys per head

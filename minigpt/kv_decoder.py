@@ -136,7 +136,8 @@ class Decoder:
         if self.config.qk_norm or rotary is not None:
             qk = heads.narrow(1, 0, H + KV // 2)  # is changed in place, and with it q and kv
             if self.config.qk_norm:
-                qk.copy_(rms_norm(qk, weights.qk_norm, eps=self.config.norm_eps))
+                normed = rms_norm(qk, eps=self.config.norm_eps)
+                qk.copy_(normed if weights.qk_norm is None else normed * weights.qk_norm)
             if rotary is not None:
                 cos, sin = rotary
                 rotated = qk.roll(D // 2, dims=-1).mul_(sin)

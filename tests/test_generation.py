@@ -26,6 +26,7 @@ from minigpt.utils.errors import RunError, UserError
 ARCHITECTURES = {
     "gpt2": {},
     "llama": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "n_kv_head": 2},
+    "qwen3": {"position": "rope", "qk_norm": True, "qk_norm_weights": True, "norm_eps": 1e-6, "n_kv_head": 2},
     "multi-query": {"position": "none", "n_kv_head": 1, "qk_norm": True, "head_dim": 10},
     "modern": {"position": "rope", "norm": "rmsnorm_noscale", "ngram": 3, "smear": 2},
     "post-norm": {"norm_position": "post", "activation": "relu2", "tie_embeddings": False},

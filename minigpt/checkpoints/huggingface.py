@@ -5,7 +5,7 @@ A `Family` is one class of transformers, as two tables: keys of `config.json`, a
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from minigpt.checkpoints.format import CONTENT_ERRORS
 from minigpt.checkpoints.models import check_size
 from minigpt.config import GPTConfig
 from minigpt.model import GPT
-from minigpt.utils.errors import UserError
+from minigpt.utils.checks import one_of
+from minigpt.utils.errors import UserError, require
 from minigpt.utils.files import read_json
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -37,7 +39,7 @@ class Family:
         activations: our activation by their name.
         modules: their module by our name; several are concatenated in ours. `*` is the number of the layer.
         transposed: the matrices of the blocks are stored (in, out).
-        swapped_halves: the rotary embedding turns the other way, as if the halves of queries and keys were swapped.
+        swapped_halves: the rotary embedding has the opposite direction, which swapped halves of queries and keys undo.
     """
 
     keys: Values
@@ -110,7 +112,7 @@ _DEFAULTS = {
     **{"num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "hidden_act": "silu"},
     **{"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False},
     **{"rope.rope_theta": 10000.0, "rope.factor": 1.0, "rope.low_freq_factor": 1.0, "rope.high_freq_factor": 4.0},
-    "rope.original_max_position_embeddings": 8192,
+    "rope.original_max_position_embeddings": 8192,  # has no effect with a factor of 1
 }
 _LAYER = "model.layers.*."
 _ATTENTION = _LAYER + "self_attn."
@@ -130,38 +132,52 @@ _MODULES: dict[str, str | tuple[str, ...]] = {
 _NO_SLIDING = {"use_sliding_window": False}
 FAMILIES = {  # by their model_type
     "gpt2": _GPT2,
-    "llama": Family({**_KEYS, "bias": "mlp_bias"}, _IMPLIED, _DEFAULTS, {}, _GATED, _MODULES),
-    "qwen2": Family(_KEYS, {**_NO_BIAS, "qkv_bias": True}, _DEFAULTS, _NO_SLIDING, _GATED, _MODULES),
+    "llama": Family(
+        keys={**_KEYS, "bias": "mlp_bias"},
+        implied=_IMPLIED,
+        defaults=_DEFAULTS,
+        required={},
+        activations=_GATED,
+        modules=_MODULES,
+    ),
+    "qwen2": Family(
+        keys=_KEYS,
+        implied={**_NO_BIAS, "qkv_bias": True},
+        defaults=_DEFAULTS,
+        required=_NO_SLIDING,
+        activations=_GATED,
+        modules=_MODULES,
+    ),
     "qwen3": Family(
-        _KEYS,
-        {**_NO_BIAS, "qk_norm": True, "qk_norm_weights": True},
-        {**_DEFAULTS, "head_dim": 128},
-        {**_NO_SLIDING, "attention_bias": False},
-        _GATED,
-        _MODULES,
+        keys=_KEYS,
+        implied={**_NO_BIAS, "qk_norm": True, "qk_norm_weights": True},
+        defaults={**_DEFAULTS, "head_dim": 128},
+        required={**_NO_SLIDING, "attention_bias": False},
+        activations=_GATED,
+        modules=_MODULES,
     ),
     "arcee": Family(
-        {**_KEYS, "bias": "mlp_bias"},
-        _IMPLIED,
-        {**_DEFAULTS, "rms_norm_eps": 1e-5, "hidden_act": "relu2"},
-        {},
-        _UNGATED,
-        {**_MODULES, "blocks.*.mlp.up": _LAYER + "mlp.up_proj"},
+        keys={**_KEYS, "bias": "mlp_bias"},
+        implied=_IMPLIED,
+        defaults={**_DEFAULTS, "rms_norm_eps": 1e-5, "hidden_act": "relu2"},
+        required={},
+        activations=_UNGATED,
+        modules={**_MODULES, "blocks.*.mlp.up": _LAYER + "mlp.up_proj"},
     ),
     "nanochat": Family(
-        {**_KEYS, "logit_softcap": "final_logit_softcapping"},
-        {**_NO_BIAS, "norm": "rmsnorm_noscale", "qk_norm": True, "embed_norm": True},
-        {**_DEFAULTS, "hidden_act": "relu2", "final_logit_softcapping": 15.0},
-        {"attention_bias": False},
-        _UNGATED,
-        {**_MODULES, "blocks.*.mlp.up": _LAYER + "mlp.fc1", "blocks.*.mlp.down": _LAYER + "mlp.fc2"},
+        keys={**_KEYS, "logit_softcap": "final_logit_softcapping"},
+        implied={**_NO_BIAS, "norm": "rmsnorm_noscale", "qk_norm": True, "embed_norm": True},
+        defaults={**_DEFAULTS, "hidden_act": "relu2", "final_logit_softcapping": 15.0},
+        required={"attention_bias": False},
+        activations=_UNGATED,
+        modules={**_MODULES, "blocks.*.mlp.up": _LAYER + "mlp.fc1", "blocks.*.mlp.down": _LAYER + "mlp.fc2"},
         swapped_halves=True,
     ),
 }
 
 
 def load_folder(folder: str | Path) -> GPT:
-    """Load the model of a Hugging Face folder, in float32 and in evaluation mode.
+    """Load the model of a Hugging Face folder, in float32, in evaluation mode and without dropout.
 
     Raises:
         UserError: a file is missing or damaged, or the model is not of one of `FAMILIES`.
@@ -169,15 +185,16 @@ def load_folder(folder: str | Path) -> GPT:
     folder = Path(folder)
     try:
         values = read_json(folder / CONFIG)
+        if not isinstance(values, dict):
+            raise UserError(f"{CONFIG} must be an object")
         config, files = config_from(values), _open(folder)
         check_size(config, len(files), sum(file.stat().st_size for file in folder.glob("*.safetensors")))
         with torch.device("meta"):  # no memory, and no initialization
             model = GPT(config)
-        weights = dict(_weights(files, FAMILIES[values["model_type"]], model))
-    except OSError as error:
-        raise UserError(f"{folder} cannot be loaded: {error.filename} is missing or cannot be read") from error
-    except (UserError, SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"{folder} cannot be loaded: {error}") from error
+        weights = _weights(files, FAMILIES[values["model_type"]], model)
+    except (UserError, SafetensorError, OSError, ArithmeticError, *CONTENT_ERRORS) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"{folder} cannot be loaded: {reason}") from error
     model.load_state_dict(weights, assign=True)
     if config.tie_embeddings:
         model.lm_head.weight = model.wte.weight
@@ -190,13 +207,12 @@ def config_from(values: Values) -> GPTConfig:
     Raises:
         UserError: the class is not one of `FAMILIES`, or has a value that `GPTConfig` cannot express.
     """
-    family = FAMILIES.get(values.get("model_type", ""))
-    if family is None:
-        raise UserError(f"model_type must be one of {', '.join(FAMILIES)}, got {values.get('model_type')}")
-    if "quantization_config" in values:
+    require("model_type", values.get("model_type"), *one_of(FAMILIES))
+    family = FAMILIES[values["model_type"]]
+    if values.get("quantization_config"):
         raise UserError("its weights are quantized; use weights in float32, float16 or bfloat16")
     theirs = {**family.defaults, **values, **_rope_values(values)}
-    required = dict(family.required)
+    required = {"is_causal": True, **family.required}
     if "bias" in family.keys:  # of attention and MLP, which we have together
         required["attention_bias"] = theirs["mlp_bias"]
     for key, wanted in required.items():
@@ -205,34 +221,38 @@ def config_from(values: Values) -> GPTConfig:
     if missing := [key for key in family.keys.values() if key not in theirs]:
         raise UserError(f"{CONFIG} has no {', '.join(missing)}")
     ours = {**{name: theirs[key] for name, key in family.keys.items()}, **family.implied}
-    if (activation := ours["activation"]) not in family.activations:
-        expected = f"one of {', '.join(family.activations)}"
-        raise UserError(f"{family.keys['activation']} must be {expected}, got {activation}")
-    return GPTConfig(**{**ours, "activation": family.activations[activation]})
+    require(family.keys["activation"], ours["activation"], *one_of(family.activations))
+    return GPTConfig(**{**ours, "activation": family.activations[ours["activation"]]})
 
 
 def _rope_values(values: Values) -> dict[str, Any]:
-    """Return the parameters of the rotary embedding as `rope.KEY`; transformers 4 has them in two places."""
-    rope = values.get("rope_parameters") or {**values, **(values.get("rope_scaling") or {})}
+    """Return the parameters of the rotary embedding as `rope.KEY`; the version of transformers decides their place."""
+    rope = {**values, **(values.get("rope_scaling") or values.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise UserError(f"rope_type must be default or llama3, got {kind}")
-    return {f"rope.{key}": value for key, value in rope.items() if kind == "llama3" or key == "rope_theta"}
+    require("rope_type", kind, *one_of(("default", "llama3")))
+    keys = ["rope_theta"] if "rope_theta" in rope else []
+    if kind == "llama3":
+        keys += ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
+        name = keys[-1]
+        rope[name] = values.get(name) or rope.get(name) or values["max_position_embeddings"]
+    return {f"rope.{key}": rope[key] for key in keys}
 
 
 def _open(folder: Path) -> dict[str, Any]:
     """Open all safetensors files of a folder; return the file of each tensor by the tensor's name."""
     names = [WEIGHTS]
     if (folder / INDEX).is_file():
-        names = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
+        names = sorted({Path(name).name for name in read_json(folder / INDEX)["weight_map"].values()})
     elif not (folder / WEIGHTS).is_file() and any(folder.glob("*.bin")):
         raise UserError(f"it has no {WEIGHTS} but a pickle, which can execute code; save it as safetensors")
-    files = [safe_open(folder / Path(name).name, framework="pt", backend="pread") for name in names]
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise UserError(f"{missing[0]} is missing")
+    files = [safe_open(folder / name, framework="pt", backend="pread") for name in names]
     return {name: file for file in files for name in file.keys()}  # noqa: SIM118  # not a dict
 
 
-def _weights(files: dict[str, Any], family: Family, model: GPT) -> Iterator[tuple[str, Tensor]]:
-    """Yield every weight of ours by name, in float32; `files` has the file of each of theirs."""
+def _weights(files: dict[str, Any], family: Family, model: GPT) -> dict[str, Tensor]:
+    """Return every weight of ours by name, in float32; `files` has the file of each of theirs."""
     base = str(family.modules["wte"]).partition(".")[0]  # a model that was saved without its head lacks the prefix
     prefix = "" if any(name.startswith(f"{base}.") for name in files) else f"{base}."
     unused = {name for name in files if not _IGNORED.search(name)}
@@ -247,16 +267,17 @@ def _weights(files: dict[str, Any], family: Family, model: GPT) -> Iterator[tupl
 
     weights: dict[str, Tensor] = {}
     for name, expected in model.state_dict().items():
-        if name == "lm_head.weight" and model.config.tie_embeddings:
-            weights[name] = weights["wte.weight"]
-            unused.discard(name)
-        else:
-            weights[name] = _read_weight(name, family, model.config, read)
+        tied = name == "lm_head.weight" and model.config.tie_embeddings
+        if tied and name in files and not torch.equal(read("lm_head", "weight"), weights["wte.weight"]):
+            raise UserError("lm_head.weight differs from the embeddings; set tie_word_embeddings to false")
+        weights[name] = weights["wte.weight"] if tied else _read_weight(name, family, model.config, read)
         if weights[name].shape != expected.shape:
             raise UserError(f"{name} must have shape {tuple(expected.shape)}, got {tuple(weights[name].shape)}")
-        yield name, weights[name]
+        if not weights[name].isfinite().all():
+            raise UserError(f"{name} is NaN or infinite")
     if unused:
-        raise UserError(f"it has weights that the class has not: {', '.join(sorted(unused)[:3])} …")
+        raise UserError(f"it has weights that the class has not: {', '.join(sorted(unused)[:3])}")
+    return weights
 
 
 def _read_weight(name: str, family: Family, config: GPTConfig, read: Callable[[str, str], Tensor]) -> Tensor:

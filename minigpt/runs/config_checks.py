@@ -1,6 +1,6 @@
 """Checks of a composed run configuration: before torch is imported and before anything is written."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minigpt.config import GPTConfig
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from minigpt.data.token_files import Corpus
 
 
-def build_corpus_and_config(cfg: Any) -> "tuple[Corpus, GPTConfig]":
-    """Check a composed run configuration; load its corpus and build its architecture.
+def build_corpus_and_config(cfg: Any, load: "Callable[..., Corpus] | None" = None) -> "tuple[Corpus, GPTConfig]":
+    """Check a composed run configuration; load its corpus (with `load_corpus`) and build its architecture.
 
     Raises:
         UserError: a value is invalid, the text is missing, or the corpus and the architecture do not fit.
@@ -21,7 +21,7 @@ def build_corpus_and_config(cfg: Any) -> "tuple[Corpus, GPTConfig]":
     check_run(cfg)
     from minigpt.data.prepare import load_corpus  # numpy: after the checks
 
-    corpus = load_corpus(cfg.data, cfg.tokenizer)
+    corpus = (load or load_corpus)(cfg.data, cfg.tokenizer)
     corpus.check_length(cfg.model.block_size)
     n, expected = corpus.tokenizer.vocab_size, f"at least the tokenizer's {corpus.tokenizer.vocab_size}"
     require("model.vocab_size", cfg.model.vocab_size, lambda size: size is None or size >= n, expected, "use null")

@@ -57,6 +57,7 @@ class MetricsCallback(Callback):
         self.seconds = self._logged_seconds = 0.0  # of training
         self._clock: float | None = None  # until when `seconds` are counted; None before training and during validation
         self._logged_step = 0
+        self._linked = False  # whether `latest` points at the run
         self._losses: list[Tensor] = []  # of the batches since the last row
         self._resumed_losses: list[list[float]] = []  # the same per rank, from a checkpoint
 
@@ -86,7 +87,6 @@ class MetricsCallback(Callback):
             same = len(losses) == trainer.world_size
             self._losses = list(losses[trainer.global_rank] if same else losses.mean(0))
         if trainer.is_global_zero:
-            update_latest_link(Path(trainer.default_root_dir))
             for line in banner(trainer, pl_module, self.tokens_per_step):
                 append_log(Path(trainer.default_root_dir), line)
         warmup = pl_module.schedule.keywords.get("warmup_steps", 0)
@@ -103,6 +103,9 @@ class MetricsCallback(Callback):
         step, accumulate = trainer.global_step, trainer.accumulate_grad_batches
         if (batch_idx + 1) % accumulate:
             return
+        if trainer.is_global_zero and not self._linked:  # it has something to show
+            update_latest_link(Path(trainer.default_root_dir))
+            self._linked = True
         if pl_module.device.type == "cpu" and not isfinite(pl_module.grad_norm):
             raise Diverged(float(sum(self._losses[-accumulate:])), step, pl_module.learning_rate)
         if step % self.log_every == 0 or step == trainer.max_steps:

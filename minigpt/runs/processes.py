@@ -3,11 +3,22 @@
 import os
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 from minigpt.utils.ranks import started_together
 
 _open_stores: list[Any] = []  # keeps rank 0's store alive, which the other ranks read
+
+
+def resolve_links(overrides: list[str]) -> list[str]:
+    """Replace a link in `resume=runs/latest` by the run that it points at: it moves when a new run starts."""
+    resolved = []
+    for override in overrides:
+        path = Path(override.removeprefix("resume="))
+        is_link = override.startswith("resume=") and path.resolve() != path.absolute()
+        resolved.append(f"resume={quote_override(path.resolve())}" if is_link else override)
+    return resolved
 
 
 def quote_override(value: object) -> str:
@@ -21,6 +32,7 @@ def shared_arguments(arguments: list[str]) -> list[str]:
 
     Without it each rank would name a run folder after the second at which it started.
     """
+    arguments = resolve_links(arguments)
     if started_together() is None:
         return arguments
     from torch.distributed import TCPStore  # type: ignore[attr-defined]

@@ -53,8 +53,10 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
         try:
             yield
         finally:
-            if {entry.name for entry in folder.iterdir()} <= {".hydra", _LOCK}:
-                shutil.rmtree(folder.resolve())  # it may be the link `latest`
+            real = folder.resolve()  # it may be the link `latest`
+            in_sweep = (real.parent / PLAN).exists()  # whose jobs print to log.txt
+            if {entry.name for entry in real.iterdir()} <= {".hydra", _LOCK, *([] if in_sweep else [LOG])}:
+                shutil.rmtree(real)
 
 
 def is_locked(folder: Path) -> bool:

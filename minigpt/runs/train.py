@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from minigpt import __version__
 from minigpt.runs import run_dir
 from minigpt.runs.config_checks import build_corpus_and_config
+from minigpt.runs.processes import resolve_links
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import UserError
 from minigpt.utils.ranks import is_rank_zero
@@ -38,15 +39,16 @@ def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import open_dict
 
+    overrides = resolve_links(list(overrides))
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        cfg = compose("train", overrides=list(overrides), return_hydra_config=True)
+        cfg = compose("train", overrides=overrides, return_hydra_config=True)
     folder = Path(cfg.hydra.run.dir).absolute()
     with open_dict(cfg):
         cfg.hydra.runtime.output_dir = str(folder)
         HydraConfig.instance().set_config(cfg)
         del cfg["hydra"]
     (folder / ".hydra").mkdir(parents=True, exist_ok=True)
-    for name, content in (("config", cfg), ("overrides", OmegaConf.create(list(overrides)))):
+    for name, content in (("config", cfg), ("overrides", OmegaConf.create(overrides))):
         OmegaConf.save(content, folder / ".hydra" / f"{name}.yaml")
     train_in(folder, cfg)
     return {"folder": str(folder), **run_dir.read_summary(folder)}

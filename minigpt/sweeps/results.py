@@ -157,9 +157,14 @@ def _measurements(file: Path) -> dict[str, Any]:
     best_step, best = min(losses, key=itemgetter(1), default=(0, None))
     step, tokens = columns["tokens"][-1] if "tokens" in columns else (1, 0.0)
     last_step = max((column[-1][0] for column in columns.values()), default=0)
+    last = {name: column[-1][1] for name, column in columns.items()}
+    speed, flops = last.get("tokens_per_second"), last.get("flops_per_second")
     return {
         "step": last_step,
         "tokens": round(last_step * tokens / step),
+        "flops": _finite(flops / speed * last_step * tokens / step) if flops and speed else None,
+        "tokens_per_second": speed,
+        "seconds": last.get("seconds", 0.0),
         "val_loss": best,
         "bytes_per_token": _bytes_per_token(best, dict(columns.get("val_bits_per_byte", ())).get(best_step)),
         "curve": [(round(at * tokens / step), loss) for at, loss in losses],

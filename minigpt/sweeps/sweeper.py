@@ -24,10 +24,20 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from minigpt.runs.processes import quote_override
-from minigpt.runs.run_dir import PLAN, SUMMARY, update_latest_link, write_failure
+from minigpt.runs.run_dir import PLAN, update_latest_link, write_failure
 from minigpt.sweeps.launcher import Joblib
 from minigpt.sweeps.ranking import short_names
-from minigpt.sweeps.results import IRRELEVANT_GROUPS, SKIPPED, Point, is_relevant, read_plan, refresh, write_plan
+from minigpt.sweeps.results import (
+    CRASHED,
+    IRRELEVANT_GROUPS,
+    SKIPPED,
+    WAITING,
+    Point,
+    is_relevant,
+    read_plan,
+    refresh,
+    write_plan,
+)
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.signals import Interrupted
@@ -50,6 +60,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         self.loader, self.cfg, self.folder = hydra_context.config_loader, config, Path(str(config.hydra.sweep.dir))
         self.engine: Any = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
         self.points: list[Point] = []
+        self.corpora: dict[str, Any] = {}
         self.launched = 0
 
     def sweep(self, arguments: list[str]) -> None:
@@ -71,8 +82,9 @@ class Sweeper(hydra_sweeper.Sweeper):
         try:
             for batch in self.batches():
                 self._run(batch)
-        except Interrupted:
-            self._report()
+        except (Interrupted, KeyboardInterrupt):
+            if self.launched:  # else the folder holds nothing, or the plan of the sweep to resume
+                self._report()
             line = f"to resume, run the same command with hydra.sweep.dir={self.folder} resume=auto"
             print(sanitize_line(line), file=sys.stderr)
             raise
@@ -92,8 +104,10 @@ class Sweeper(hydra_sweeper.Sweeper):
         try:
             config = self.compose(values)
             identity = _identity(config)
-            _, model = build_corpus_and_config(config)
+            _, model = build_corpus_and_config(config, self._corpus)
         except (UserError, ConfigCompositionException, OmegaConfBaseException) as error:
+            if isinstance(error, ConfigCompositionException) and not any(map(self.loader.get_group_options, self.axes)):
+                raise  # a setting does not exist at any point
             return replace(point, status=SKIPPED, reason=error_text(error))
         if any(other.identity == identity for other in self.points):
             return replace(point, status=SKIPPED, reason="same configuration as another point")
@@ -102,6 +116,15 @@ class Sweeper(hydra_sweeper.Sweeper):
         flops = batches * config.data.batch_size * model.block_size * model.flops_per_token()
         params = model.num_params()
         return refresh(replace(point, folder=folder, identity=identity, params=params, planned_flops=flops))
+
+    def _corpus(self, data: Any, tokenizer: Any) -> Any:
+        """Load a corpus once for all points that share it."""
+        from minigpt.data.prepare import load_corpus
+
+        key = f"{data} {tokenizer}"
+        if key not in self.corpora:
+            self.corpora[key] = load_corpus(data, tokenizer)
+        return self.corpora[key]
 
     def compose(self, values: Mapping[str, str]) -> DictConfig:
         """Compose the configuration of a point, as its job will."""
@@ -137,7 +160,10 @@ class Sweeper(hydra_sweeper.Sweeper):
 
         def on_end(index: int, job: JobReturn) -> None:
             folder = points[index].folder
-            if job.status == JobStatus.FAILED and not (folder / SUMMARY).exists():  # its process died
+            if job.status == JobStatus.FAILED and refresh(points[index]).status in (
+                CRASHED,
+                WAITING,
+            ):  # its process died
                 write_failure(folder, str(job._return_value))
             point = refresh(points[index])
             loss = f", val loss {point.val_loss:.4f} after {point.seconds:,.0f} s" if point.val_loss else ""
@@ -146,8 +172,8 @@ class Sweeper(hydra_sweeper.Sweeper):
             print(sanitize_line(line), file=sys.stderr)
 
         self.engine.on_end = on_end  # only launchers of minigpt call it
-        self.engine.launch(list(map(self._job_overrides, points)), initial_job_idx=self.launched)
-        self.launched += len(points)
+        first, self.launched = self.launched, self.launched + len(points)
+        self.engine.launch(list(map(self._job_overrides, points)), initial_job_idx=first)
 
     def _job_overrides(self, point: Point) -> list[str]:
         """Return the command line of a run, with a name, group and tag for Weights & Biases."""

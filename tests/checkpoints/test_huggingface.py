@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from minigpt import GPTConfig, generate
 from minigpt.checkpoints.huggingface import FAMILIES, config_from, load_folder
@@ -79,6 +80,24 @@ def test_a_model_saved_without_its_head_is_read(tmp_path: Path) -> None:
         torch.testing.assert_close(load_folder(tmp_path)(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling", "beside"])
+def test_the_scaling_of_rope_is_read_where_any_version_of_transformers_writes_it(place: str) -> None:
+    values = json.loads(transformers.LlamaConfig(**SMALL, **HEADS).to_json_string(use_diff=False))
+    rope = {
+        key: value for key, value in LLAMA3.items() if key not in ("rope_theta", "original_max_position_embeddings")
+    }
+    del values["rope_parameters"]
+    if place == "rope_parameters":
+        values["rope_parameters"] = LLAMA3
+    elif place == "rope_scaling":
+        values |= {"rope_theta": 500.0, "rope_scaling": {**rope, "original_max_position_embeddings": 32}}
+    else:
+        values |= {"rope_theta": 500.0, "rope_parameters": rope, "original_max_position_embeddings": 32}
+    config = config_from(values)
+    assert config.rope_base == 500
+    assert config.rope_scaling == (4.0, 1.0, 4.0, 32)
+
+
 def test_a_loaded_model_trains(tmp_path: Path) -> None:
     random_model(*MODELS["Qwen3"]).save_pretrained(tmp_path)
     model = load_folder(tmp_path).train()
@@ -112,11 +131,16 @@ def test_the_default_configuration_of_transformers_is_read_from_its_json(family:
     [
         ({"model_type": "bert"}, "model_type must be one of gpt2, llama, qwen2, qwen3, arcee, nanochat, got bert"),
         ({"quantization_config": {"bits": 4}}, "its weights are quantized; use weights in float32"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be default or llama3, got yarn"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type must be default or llama3, got linear"),
+        ({"model_type": []}, "model_type must be one of gpt2, llama, qwen2, qwen3, arcee, nanochat, got []"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be one of default, llama3, got yarn"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type must be one of default, llama3, got linear"),
         ({"attention_bias": True}, "attention_bias must be False, got True"),
         ({"hidden_act": "gelu"}, "hidden_act must be one of silu, swish, got gelu"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window must be False, got True"),
+        ({"is_causal": False}, "is_causal must be True, got False"),
+        ({"rope_parameters": {**LLAMA3, "factor": 10**400}}, "int too big to convert"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "factor"),
+        ({"rms_norm_eps": "small"}, "model.norm_eps must be a finite number > 0, got small"),
         ({"head_dim": 7}, "model.head_dim must be even with model.position=rope, got 7"),
     ],
 )
@@ -151,16 +175,25 @@ def test_damaged_folders_are_one_line(tmp_path: Path) -> None:
     long.write_text(json.dumps({**json.loads(long.read_text()), "num_hidden_layers": 3}))
     deep = folder("deep") / "config.json"
     deep.write_text(json.dumps({**json.loads(deep.read_text()), "num_hidden_layers": 10**12}))
+    narrow = folder("narrow") / "model.safetensors"
+    save_file(load_file(narrow) | {"model.layers.0.self_attn.k_proj.weight": torch.zeros(16, 31)}, narrow)
+    headed = folder("headed") / "config.json"
+    headed.write_text(json.dumps({**json.loads(headed.read_text()), "tie_word_embeddings": True}))
+    infinite = folder("infinite") / "model.safetensors"
+    save_file(load_file(infinite) | {"model.norm.weight": torch.full((32,), float("inf"))}, infinite)
     (none := folder("none") / "config.json").unlink()
     for file, message in (
-        (missing, "is missing or cannot be read"),
+        (missing, ".safetensors is missing"),
         (truncated, "cannot be loaded: "),
         (pickled, "it has no model.safetensors but a pickle, which can execute code; save it as safetensors"),
         (wide, "blocks.0.mlp.up.weight must have shape (112, 32), got (96, 32)"),
         (short, "it has weights that the class has not: model.layers.1."),
         (long, "the weight model.layers.2.input_layernorm.weight is missing"),
         (deep, "its model has 7,744,000,000,006,368 parameters, but the file has 21 weights"),
-        (none, "config.json is missing or cannot be read"),
+        (narrow, "Sizes of tensors must match"),
+        (headed, "lm_head.weight differs from the embeddings; set tie_word_embeddings to false"),
+        (infinite, "final_norm.weight is NaN or infinite"),
+        (none, "config.json"),
     ):
         with pytest.raises(UserError) as error:
             load_folder(file.parent)
