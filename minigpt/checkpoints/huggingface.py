@@ -262,8 +262,7 @@ def _weights(files: dict[str, Any], family: Family, model: GPT) -> dict[str, Ten
         if name not in files:
             raise UserError(f"the weight {name} is missing")
         unused.discard(name)
-        tensor: Tensor = files[name].get_tensor(name).float()
-        return tensor.T.contiguous() if family.transposed and ".h." in f".{name}" and tensor.dim() == 2 else tensor
+        return files[name].get_tensor(name).float()
 
     weights: dict[str, Tensor] = {}
     for name, expected in model.state_dict().items():
@@ -291,4 +290,5 @@ def _read_weight(name: str, family: Family, config: GPTConfig, read: Callable[[s
     tensors = [read(part.replace("*", block[1] if block else ""), leaf) for part in parts]
     if family.swapped_halves and module.endswith("qkv"):
         tensors[:2] = [x.unflatten(0, (-1, 2, config.head_width // 2)).flip(1).flatten(0, 2) for x in tensors[:2]]
-    return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+    weight = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+    return weight.T.contiguous() if family.transposed and block and weight.dim() == 2 else weight

@@ -6,12 +6,15 @@ import sys
 
 import numpy as np
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from matplotlib import image
 
 from minigpt.runs.curves import plot_curves
 from minigpt.runs.loggers import MetricsCSV
+from minigpt.runs.processes import resolve_links
 from minigpt.runs.progress import Progress
 from minigpt.runs.run_dir import lock_run_dir, print_results, read_metrics, update_latest_link, write_summary
+from minigpt.training import LanguageModel
 from minigpt.utils.errors import UserError
 
 ORANGE = (255, 127, 14)  # the validation curve, in matplotlib's tab:orange
@@ -129,6 +132,26 @@ def test_a_run_that_never_started_does_not_take_latest_from_a_newer_run(tmp_path
     with lock_run_dir(new_folder(tmp_path, "first")):
         second = finished_run(tmp_path, "second")
     assert (tmp_path / "latest").resolve() == second
+
+
+def test_a_run_that_fails_in_its_first_step_leaves_no_folder_and_latest_as_it_was(train, tmp_path, monkeypatch):
+    first = train("max_steps=2", folder=tmp_path / "runs/first").folder
+    monkeypatch.setattr(LanguageModel, "training_step", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train("max_steps=2", folder=tmp_path / "runs/second")
+    assert not (tmp_path / "runs/second").exists()
+    assert (tmp_path / "runs/latest").resolve() == first
+
+
+def test_a_link_to_resume_from_is_resolved_before_a_newer_run_moves_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first = finished_run(tmp_path / "runs", "it's first")
+    arguments = resolve_links(["resume=runs/latest", "seed=2"])
+    finished_run(tmp_path / "runs", "second")
+    override = OverridesParser.create().parse_override(arguments[0])
+    assert (override.key_or_group, override.value()) == ("resume", str(first))
+    unchanged = ["seed=2", "resume=auto", "resume=runs/second"]
+    assert [*arguments[1:], *resolve_links(unchanged[1:])] == unchanged
 
 
 def test_a_first_run_that_never_started_leaves_no_broken_link(tmp_path):

@@ -27,11 +27,13 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import ConfigCompositionException
 from hydra.types import HydraContext, RunMode
 from matplotlib import image
 from omegaconf import DictConfig, OmegaConf, open_dict
 from wandb_records import records
 
+from minigpt.data.prepare import load_corpus
 from minigpt.runs.run_dir import read_metrics
 from minigpt.sweeps.results import COMPLETED, SKIPPED, read_sweep
 
@@ -207,6 +209,24 @@ def test_impossible_points_are_skipped_with_the_reason_and_the_rest_runs(
     skipped = [point for point in read_sweep(sweeper.folder) if point.status == SKIPPED]
     assert len(skipped) == 15
     assert not any(point.folder.exists() for point in skipped)
+
+
+def test_points_that_share_a_corpus_load_it_once(plan: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+
+    def load(data: Any, tokenizer: Any) -> Any:
+        loaded.append(tokenizer.name)
+        return load_corpus(data, tokenizer)
+
+    monkeypatch.setattr("minigpt.data.prepare.load_corpus", load)
+    sweeper = plan("tokenizer=char,byte", "optimizer.lr=0.1,0.2,0.3")
+    assert len(sweeper.points) == 6
+    assert sorted(loaded) == ["byte", "char"]
+
+
+def test_a_setting_that_no_point_has_is_an_error_at_once(plan: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigCompositionException, match="n_heads"):
+        plan("model.n_heads=2,4")
 
 
 def test_a_text_too_short_for_a_point_skips_that_point(plan: Callable[..., Any]) -> None:
