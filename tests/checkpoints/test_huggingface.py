@@ -80,7 +80,7 @@ def test_a_model_saved_without_its_head_is_read(tmp_path: Path) -> None:
         torch.testing.assert_close(load_folder(tmp_path)(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling", "beside"])
+@pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling", "beside", "both"])
 def test_the_scaling_of_rope_is_read_where_any_version_of_transformers_writes_it(place: str) -> None:
     values = json.loads(transformers.LlamaConfig(**SMALL, **HEADS).to_json_string(use_diff=False))
     rope = {
@@ -93,6 +93,8 @@ def test_the_scaling_of_rope_is_read_where_any_version_of_transformers_writes_it
         values |= {"rope_theta": 500.0, "rope_scaling": {**rope, "original_max_position_embeddings": 32}}
     else:
         values |= {"rope_theta": 500.0, "rope_parameters": rope, "original_max_position_embeddings": 32}
+    if place == "both":  # the outer value wins
+        values["rope_parameters"] = {**rope, "original_max_position_embeddings": 64}
     config = config_from(values)
     assert config.rope_base == 500
     assert config.rope_scaling == (4.0, 1.0, 4.0, 32)
