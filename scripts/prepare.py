@@ -5,11 +5,13 @@ An interrupted preparation resumes.
 """
 
 import os
+import sys
 
 import hydra
 from omegaconf import DictConfig
 
 from minigpt.runs.config_checks import check_run
+from minigpt.runs.processes import complete_overrides
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.terminal import sanitize_line
 
@@ -27,9 +29,15 @@ def prepare(cfg: DictConfig) -> None:
     check_run(cfg)
     from minigpt.data.prepare import describe_corpus, load_corpus
 
-    for name, value in describe_corpus(load_corpus(cfg.data, cfg.tokenizer)).items():
+    tokenizer = cfg.tokenizer
+    if cfg.init_from is not None:
+        from minigpt.checkpoints.pretrained import find_pretrained
+
+        tokenizer = find_pretrained(cfg.init_from).tokenizer.to_dict()
+    for name, value in describe_corpus(load_corpus(cfg.data, tokenizer)).items():
         print(f"{name:17}{sanitize_line(value)}")
 
 
 if __name__ == "__main__":
+    sys.argv[1:] = complete_overrides(sys.argv[1:], groups=["tokenizer"])
     cli_entrypoint(main)()

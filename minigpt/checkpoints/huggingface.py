@@ -5,7 +5,8 @@ A `Family` is one class of transformers, as two tables: keys of `config.json`, a
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minigpt.checkpoints.format import CONTENT_ERRORS
-from minigpt.checkpoints.models import check_size
+from minigpt.checkpoints.models import build_model, check_size
 from minigpt.config import GPTConfig
 from minigpt.model import GPT
 from minigpt.utils.checks import one_of
@@ -182,23 +183,25 @@ def load_folder(folder: str | Path) -> GPT:
     Raises:
         UserError: a file is missing or damaged, or the model is not of one of `FAMILIES`.
     """
+    config = read_config(folder)
+    return build_model(config, read_weights(folder, config)).eval()
+
+
+def read_config(folder: str | Path) -> GPTConfig:
+    """Read the configuration of a Hugging Face folder; raises as `load_folder`."""
+    with _errors_of(folder):
+        return config_from(_read_values(Path(folder)))
+
+
+def read_weights(folder: str | Path, config: GPTConfig) -> dict[str, Tensor]:
+    """Read the weights of a Hugging Face folder, by our names and in float32; raises as `load_folder`."""
     folder = Path(folder)
-    try:
-        values = read_json(folder / CONFIG)
-        if not isinstance(values, dict):
-            raise UserError(f"{CONFIG} must be an object")
-        config, files = config_from(values), _open(folder)
+    with _errors_of(folder):
+        files = _open(folder)
         check_size(config, len(files), sum(file.stat().st_size for file in folder.glob("*.safetensors")))
         with torch.device("meta"):  # no memory, and no initialization
-            model = GPT(config)
-        weights = _weights(files, FAMILIES[values["model_type"]], model)
-    except (UserError, SafetensorError, OSError, ArithmeticError, *CONTENT_ERRORS) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(f"{folder} cannot be loaded: {reason}") from error
-    model.load_state_dict(weights, assign=True)
-    if config.tie_embeddings:
-        model.lm_head.weight = model.wte.weight
-    return model.eval()
+            expected = GPT(config).state_dict()
+        return _weights(files, FAMILIES[_read_values(folder)["model_type"]], config, expected)
 
 
 def config_from(values: Values) -> GPTConfig:
@@ -225,6 +228,23 @@ def config_from(values: Values) -> GPTConfig:
     return GPTConfig(**{**ours, "activation": family.activations[ours["activation"]]})
 
 
+@contextmanager
+def _errors_of(folder: str | Path) -> Iterator[None]:
+    """Raise UserError for everything that can be wrong with the files of a folder."""
+    try:
+        yield
+    except (UserError, SafetensorError, OSError, ArithmeticError, *CONTENT_ERRORS) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"{folder} cannot be loaded: {reason}") from error
+
+
+def _read_values(folder: Path) -> Values:
+    values = read_json(folder / CONFIG)
+    if not isinstance(values, dict):
+        raise UserError(f"{CONFIG} must be an object")
+    return values
+
+
 def _rope_values(values: Values) -> dict[str, Any]:
     """Return the parameters of the rotary embedding as `rope.KEY`; the version of transformers decides their place."""
     rope = {**values, **(values.get("rope_scaling") or values.get("rope_parameters") or {})}
@@ -243,16 +263,16 @@ def _open(folder: Path) -> dict[str, Any]:
     names = [WEIGHTS]
     if (folder / INDEX).is_file():
         names = sorted({Path(name).name for name in read_json(folder / INDEX)["weight_map"].values()})
-    elif not (folder / WEIGHTS).is_file() and any(folder.glob("*.bin")):
-        raise UserError(f"it has no {WEIGHTS} but a pickle, which can execute code; save it as safetensors")
     if missing := [name for name in names if not (folder / name).is_file()]:
-        raise UserError(f"{missing[0]} is missing")
+        raise UserError(f"{missing[0]} is missing (a .bin file is a pickle, which can execute code, and is not read)")
     files = [safe_open(folder / name, framework="pt", backend="pread") for name in names]
     return {name: file for file in files for name in file.keys()}  # noqa: SIM118  # not a dict
 
 
-def _weights(files: dict[str, Any], family: Family, model: GPT) -> dict[str, Tensor]:
-    """Return every weight of ours by name, in float32; `files` has the file of each of theirs."""
+def _weights(
+    files: dict[str, Any], family: Family, config: GPTConfig, expected: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return every weight of ours by name; `files` has the file of each of theirs, `expected` the shapes of ours."""
     base = str(family.modules["wte"]).partition(".")[0]  # a model that was saved without its head lacks the prefix
     prefix = "" if any(name.startswith(f"{base}.") for name in files) else f"{base}."
     unused = {name for name in files if not _IGNORED.search(name)}
@@ -265,13 +285,13 @@ def _weights(files: dict[str, Any], family: Family, model: GPT) -> dict[str, Ten
         return files[name].get_tensor(name).float()
 
     weights: dict[str, Tensor] = {}
-    for name, expected in model.state_dict().items():
-        tied = name == "lm_head.weight" and model.config.tie_embeddings
+    for name, like in expected.items():
+        tied = name == "lm_head.weight" and config.tie_embeddings
         if tied and name in files and not torch.equal(read("lm_head", "weight"), weights["wte.weight"]):
             raise UserError("lm_head.weight differs from the embeddings; set tie_word_embeddings to false")
-        weights[name] = weights["wte.weight"] if tied else _read_weight(name, family, model.config, read)
-        if weights[name].shape != expected.shape:
-            raise UserError(f"{name} must have shape {tuple(expected.shape)}, got {tuple(weights[name].shape)}")
+        weights[name] = weights["wte.weight"] if tied else _read_weight(name, family, config, read)
+        if weights[name].shape != like.shape:
+            raise UserError(f"{name} must have shape {tuple(like.shape)}, got {tuple(weights[name].shape)}")
         if not weights[name].isfinite().all():
             raise UserError(f"{name} is NaN or infinite")
     if unused:

@@ -1,9 +1,11 @@
 """Load a model and its tokenizer from a checkpoint, and save them from any training loop."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from minigpt.checkpoints.find import find_checkpoint
 from minigpt.checkpoints.format import CONTENT_ERRORS, FORMAT, MINIGPT, read, write
@@ -33,10 +35,9 @@ def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> 
         ours = content[MINIGPT]
         config, tokenizer = GPTConfig.from_dict(ours["model"]), tokenizers.from_dict(ours["tokenizer"])
         weights = {name[len(PREFIX) :]: x for name, x in content["state_dict"].items() if name.startswith(PREFIX)}
-        _check_vocabulary(config, tokenizer)
+        check_vocabulary(config, tokenizer)
         check_size(config, len(weights), path.stat().st_size)
-        model = GPT(config)
-        model.load_state_dict(weights)
+        model = build_model(config, weights)
         if not all(weight.isfinite().all() for weight in model.parameters()):
             raise UserError("its weights are NaN or infinite")
     except (UserError, *CONTENT_ERRORS) as error:
@@ -51,7 +52,7 @@ def save_checkpoint(model: GPT, tokenizer: Tokenizer, path: str | Path) -> None:
         UserError: the tokenizer has more ids than the model.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
-    _check_vocabulary(model.config, tokenizer)
+    check_vocabulary(model.config, tokenizer)
     weights = {f"{PREFIX}{name}": tensor for name, tensor in model.state_dict().items()}
     write({MINIGPT: model_contents(model.config, tokenizer), "state_dict": weights}, Path(path))
 
@@ -61,7 +62,26 @@ def model_contents(config: GPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     return {"format": FORMAT, "model": config.to_dict(), "tokenizer": tokenizer.to_dict()}
 
 
-def _check_vocabulary(config: GPTConfig, tokenizer: Tokenizer) -> None:
+def build_model(config: GPTConfig, weights: Mapping[str, Tensor]) -> GPT:
+    """Build a float32 model around `weights`, without a copy; more learned positions than it has are dropped.
+
+    Raises:
+        RuntimeError: the weights do not fit.
+    """
+    with torch.device("meta"):  # no memory, and no initialization
+        model = GPT(config)
+    weights = dict(weights)
+    if config.position == "learned":
+        weights["wpe.weight"] = weights["wpe.weight"][: config.block_size].clone()
+    model.load_state_dict(weights, assign=True)
+    model.float()
+    if config.tie_embeddings:
+        model.lm_head.weight = model.wte.weight
+    return model
+
+
+def check_vocabulary(config: GPTConfig, tokenizer: Tokenizer) -> None:
+    """Raise UserError if the tokenizer has more ids than the model."""
     size = tokenizer.vocab_size
     require("model.vocab_size", config.vocab_size, lambda value: value >= size, f"at least the tokenizer's {size}")
 

@@ -16,7 +16,7 @@ from minigpt.utils.errors import UserError
 from minigpt.utils.terminal import warn
 
 # Settings that must not change: the optimizer state and the position in the corpus depend on them.
-_FIXED = ("optimizer._target_", "data.batch_size", "trainer.accumulate_grad_batches", "eval_batches")
+_FIXED = ("init_from", "optimizer._target_", "data.batch_size", "trainer.accumulate_grad_batches", "eval_batches")
 # Settings that change the training.
 _LEARNING = (
     *(*_FIXED, "optimizer.*", "schedule.*", "max_steps", "seed", "data.overfit_batches"),

@@ -38,12 +38,18 @@ _SYNC_BYTES = 1 << 25  # of ids between two journal entries
 def load_corpus(data: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Corpus:
     """Load the token files for the config groups data and tokenizer; write them first if there are none.
 
+    `tokenizer` may also be the `to_dict` of a built tokenizer.
+
     Raise UserError if there is no such text, if it is empty or damaged, has too few documents or pairs of bytes, or if
     the data folder cannot be written.
     """
     folder = Path(data["folder"])
+    built = tokenizers.from_dict(tokenizer) if tokenizer.keys() - {"name", "vocab_size"} else None
+    if built:
+        digest = hashlib.sha256(json.dumps(tokenizer, sort_keys=True).encode()).hexdigest()
+        tokenizer = {"name": "pretrained", "sha256": digest}
     if data["train_bin"] is not None or data["val_bin"] is not None:
-        return _load_bins(data, tokenizer, folder)
+        return _load_bins(data, tokenizer, folder, built)
     sources = find_sources(data)
     provenance = {"source_sha256": sources[0].sha256, "tokenizer": dict(tokenizer)}
     if len(sources) > 1:
@@ -57,7 +63,7 @@ def load_corpus(data: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Corpus
             target.parent.mkdir(parents=True, exist_ok=True)
             with _lock(target):
                 if not (target / META).is_file():  # no other process wrote it meanwhile
-                    _write_corpus(target, sources, provenance, data["processes"])
+                    _write_corpus(target, sources, provenance, data["processes"], built)
         except OSError as error:
             if error.filename is not None and not Path(error.filename).is_relative_to(folder):
                 raise
@@ -84,7 +90,7 @@ def describe_corpus(corpus: Corpus) -> dict[str, str]:
     return rows
 
 
-def _load_bins(data: Mapping[str, Any], tokenizer: Mapping[str, Any], folder: Path) -> Corpus:
+def _load_bins(data: Mapping[str, Any], tokenizer: Mapping[str, Any], folder: Path, built: Tokenizer | None) -> Corpus:
     if data["train_bin"] is None or data["val_bin"] is None:
         raise UserError("data.train_bin and data.val_bin must be set together; set both, or neither")
     if tokenizer["name"] in (CharTokenizer.name, BPETokenizer.trained):
@@ -92,8 +98,9 @@ def _load_bins(data: Mapping[str, Any], tokenizer: Mapping[str, Any], folder: Pa
             f"tokenizer={tokenizer['name']} is built from a text, but data.train_bin has only ids; "
             f"set tokenizer=gpt2 (nanoGPT's) or byte"
         )
+    built = built or _build_tokenizer(tokenizer, folder, "", ())
     train, val = (Path(data[key]).expanduser() for key in ("train_bin", "val_bin"))
-    return token_files.from_bins(train, val, _build_tokenizer(tokenizer, folder, "", ()), folder / CHECKSUM_CACHE)
+    return token_files.from_bins(train, val, built, folder / CHECKSUM_CACHE)
 
 
 def _build_tokenizer(settings: Mapping[str, Any], folder: Path, alphabet: str, texts: Iterable[str]) -> Tokenizer:
@@ -109,7 +116,11 @@ def _build_tokenizer(settings: Mapping[str, Any], folder: Path, alphabet: str, t
 
 
 def _write_corpus(
-    target: Path, sources: Sequence[Source], provenance: Mapping[str, Any], processes: int | None
+    target: Path,
+    sources: Sequence[Source],
+    provenance: Mapping[str, Any],
+    processes: int | None,
+    built: Tokenizer | None,
 ) -> None:
     """Write the files to a folder beside `target`, and rename it when it is complete."""
     started, partial = time.monotonic(), target.with_name(f"{target.name}.partial")
@@ -120,7 +131,7 @@ def _write_corpus(
         else:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
-            journal |= _plan(sources, provenance, target.parents[1])
+            journal |= _plan(sources, provenance, target.parents[1], built)
             write_json(partial / _JOURNAL, journal)
         tokenizer = tokenizers.from_dict(journal["tokenizer"])
         batches = TextBatches(split_chunks(sources, provenance, journal["cut"]))
@@ -137,8 +148,10 @@ def _write_corpus(
         raise
 
 
-def _plan(sources: Sequence[Source], provenance: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Find the cut between the splits and build the tokenizer."""
+def _plan(
+    sources: Sequence[Source], provenance: Mapping[str, Any], folder: Path, built: Tokenizer | None
+) -> dict[str, Any]:
+    """Find the cut between the splits, and build the tokenizer if it is not built."""
     settings, cut, alphabet = provenance["tokenizer"], (0, 0), ""
     by_character = settings["name"] == CharTokenizer.name
     if provenance.get("split") == "fraction" or by_character:
@@ -148,7 +161,8 @@ def _plan(sources: Sequence[Source], provenance: Mapping[str, Any], folder: Path
         if "val_fraction" in provenance:
             cut = cut_by_fraction(lengths, provenance["val_fraction"])
     texts = (chunk.text for split, chunk in split_chunks(sources, provenance, cut) if split == TRAIN)
-    return {"tokenizer": _build_tokenizer(settings, folder, alphabet, texts).to_dict(), "cut": cut}
+    tokenizer = built or _build_tokenizer(settings, folder, alphabet, texts)
+    return {"tokenizer": tokenizer.to_dict(), "cut": cut}
 
 
 def _append_tokens(

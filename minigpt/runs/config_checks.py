@@ -1,6 +1,9 @@
 """Checks of a composed run configuration: before torch is imported and before anything is written."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from operator import eq
 from typing import TYPE_CHECKING, Any
 
 from minigpt.config import GPTConfig
@@ -9,23 +12,50 @@ from minigpt.utils.checks import integer, one_of, or_null
 from minigpt.utils.errors import UserError, require
 
 if TYPE_CHECKING:
+    from minigpt.checkpoints.pretrained import Pretrained
     from minigpt.data.token_files import Corpus
 
 
-def build_corpus_and_config(cfg: Any, load: "Callable[..., Corpus] | None" = None) -> "tuple[Corpus, GPTConfig]":
-    """Check a composed run configuration; load its corpus (with `load_corpus`) and build its architecture.
+def load_parts(
+    cfg: Any, once: Callable[..., Any] = lambda load, *args: load(*args)
+) -> "tuple[Corpus, GPTConfig, Pretrained | None]":
+    """Check a composed run configuration; return its corpus, its architecture, and the model of `init_from`, if any.
+
+    Args:
+        once: calls a function; a sweep replaces it to call each once.
 
     Raises:
-        UserError: a value is invalid, the text is missing, or the corpus and the architecture do not fit.
+        UserError: a value is invalid, the text or the model is missing, or they do not fit each other.
     """
     check_run(cfg)
     from minigpt.data.prepare import load_corpus  # numpy: after the checks
 
-    corpus = (load or load_corpus)(cfg.data, cfg.tokenizer)
-    corpus.check_length(cfg.model.block_size)
-    n, expected = corpus.tokenizer.vocab_size, f"at least the tokenizer's {corpus.tokenizer.vocab_size}"
-    require("model.vocab_size", cfg.model.vocab_size, lambda size: size is None or size >= n, expected, "use null")
-    return corpus, GPTConfig(**{**cfg.model, "vocab_size": cfg.model.vocab_size or n})
+    if cfg.init_from is None:
+        corpus = once(load_corpus, cfg.data, cfg.tokenizer)
+        n, expected = corpus.tokenizer.vocab_size, f"at least the tokenizer's {corpus.tokenizer.vocab_size}"
+        require("model.vocab_size", cfg.model.vocab_size, lambda size: size is None or size >= n, expected, "use null")
+        config, pretrained = GPTConfig(**{**cfg.model, "vocab_size": cfg.model.vocab_size or n}), None
+    else:
+        from minigpt.checkpoints.pretrained import find_pretrained
+
+        pretrained = once(find_pretrained, cfg.init_from)
+        config = _finetuned(cfg, pretrained.config)
+        corpus = once(load_corpus, cfg.data, pretrained.tokenizer.to_dict())
+    corpus.check_length(config.block_size)
+    return corpus, config, pretrained
+
+
+def _finetuned(cfg: Any, config: GPTConfig) -> GPTConfig:
+    """Return the architecture of `init_from` with the values of `model` that may differ from it."""
+    require("tokenizer.name", cfg.tokenizer.name, *one_of(["pretrained"]), "a run with init_from has its tokenizer")
+    for name, value in cfg.model.items():
+        expected = getattr(config, name)
+        if name == "block_size":
+            require("model.block_size", value, *or_null(integer(1, expected)))
+        elif name != "dropout" and value is not None:
+            phrase, advice = f"{expected}, as in init_from={cfg.init_from}", "remove it, or use model=pretrained"
+            require(f"model.{name}", value, partial(eq, expected), phrase, advice)
+    return replace(config, block_size=cfg.model.block_size or config.block_size, dropout=cfg.model.dropout)
 
 
 def check_run(cfg: Mapping[str, Any]) -> None:
@@ -45,9 +75,14 @@ def check_run(cfg: Mapping[str, Any]) -> None:
         values = cfg.get(group, {}) if group else cfg
         if name in values:  # not every optimizer and schedule has every value
             require(key, values[name], accepts, expected)
-    if "model" in cfg:  # missing in scripts/prepare.py
-        vocab_size = cfg["model"]["vocab_size"]  # null until the text is read
-        GPTConfig.from_dict({**cfg["model"], "vocab_size": 1 if vocab_size is None else vocab_size})
+    if cfg["init_from"] is not None:
+        return  # the architecture is compared with that of the weights
+    model = cfg.get("model")  # missing in scripts/prepare.py
+    if cfg["tokenizer"]["name"] == "pretrained" or (model is not None and "n_layer" not in model):
+        raise UserError("model=pretrained and tokenizer=pretrained need init_from=…; remove them, or set it")
+    if model is not None:
+        vocab_size = model["vocab_size"]  # null until the text is read
+        GPTConfig.from_dict({**model, "vocab_size": 1 if vocab_size is None else vocab_size})
 
 
 # The other options of lightning.Trainer would have no effect, or prevent an exact resume.
@@ -62,6 +97,9 @@ _RULES: dict[str, checks.Rule] = {
     "eval_every": checks.POSITIVE_INT,
     "eval_batches": or_null(checks.POSITIVE_INT),
     "log_every": checks.POSITIVE_INT,
+    "init_from": or_null(
+        (lambda v: isinstance(v, str), "a run folder, a checkpoint, or a folder or id of Hugging Face")
+    ),
     "resume": or_null((lambda v: isinstance(v, str), "auto, a run folder, a checkpoint")),
     "ema_decay": or_null(checks.OPEN_FRACTION),
     "data.batch_size": checks.POSITIVE_INT,

@@ -3,22 +3,32 @@
 import os
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from minigpt.utils.errors import UserError
 from minigpt.utils.ranks import started_together
 
 _open_stores: list[Any] = []  # keeps rank 0's store alive, which the other ranks read
 
 
-def resolve_links(overrides: list[str]) -> list[str]:
-    """Replace a link in `resume=runs/latest` by the run that it points at: it moves when a new run starts."""
-    resolved = []
+def complete_overrides(overrides: Sequence[str], groups: Sequence[str] = ("model", "tokenizer")) -> list[str]:
+    """Return the overrides of a run with links resolved, and with the choices that `init_from=` stands for.
+
+    A link such as `runs/latest` becomes the run that it points at: it moves when a new run starts.
+    """
+    complete, keys = [], [override.partition("=")[0] for override in overrides]
     for override in overrides:
-        path = Path(override.removeprefix("resume="))
-        is_link = override.startswith("resume=") and path.resolve() != path.absolute()
-        resolved.append(f"resume={quote_override(path.resolve())}" if is_link else override)
-    return resolved
+        key, _, value = override.partition("=")
+        path = Path(value)
+        is_link = key in ("resume", "init_from") and path.resolve() != path.absolute()
+        complete.append(f"{key}={quote_override(path.resolve())}" if is_link else override)
+        if key == "init_from" and value != "null":
+            complete += [f"{group}=pretrained" for group in groups if group not in keys]
+            if fixed := [name for name in keys if re.match(r"model\.(?!block_size$|dropout$)", name)]:
+                raise UserError(f"{fixed[0]} is that of init_from; only model.block_size and model.dropout can be set")
+    return complete
 
 
 def quote_override(value: object) -> str:
@@ -32,7 +42,7 @@ def shared_arguments(arguments: list[str]) -> list[str]:
 
     Without it each rank would name a run folder after the second at which it started.
     """
-    arguments = resolve_links(arguments)
+    arguments = complete_overrides(arguments)
     if started_together() is None:
         return arguments
     from torch.distributed import TCPStore  # type: ignore[attr-defined]

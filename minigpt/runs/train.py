@@ -15,8 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from minigpt import __version__
 from minigpt.runs import run_dir
-from minigpt.runs.config_checks import build_corpus_and_config
-from minigpt.runs.processes import resolve_links
+from minigpt.runs.config_checks import load_parts
+from minigpt.runs.processes import complete_overrides
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import UserError
 from minigpt.utils.ranks import is_rank_zero
@@ -39,7 +39,7 @@ def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import open_dict
 
-    overrides = resolve_links(list(overrides))
+    overrides = complete_overrides(overrides)
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         cfg = compose("train", overrides=overrides, return_hydra_config=True)
     folder = Path(cfg.hydra.run.dir).absolute()
@@ -72,7 +72,8 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
 def fit(cfg: DictConfig, folder: Path) -> float | None:
     """Build every part that the config names, train, sample and write the summary; see `train_in`."""
     started = time.perf_counter()
-    corpus, config = build_corpus_and_config(cfg)
+    corpus, config, pretrained = load_parts(cfg)
+    cfg.model = config.to_dict()  # with the values that null stands for
 
     # Heavy packages are imported here, after every setting is checked.
     import torch
@@ -92,7 +93,7 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
 
     torch.manual_seed(cfg.seed)
     resolved: Any = OmegaConf.to_container(cfg, resolve=True)
-    origin = provenance()
+    origin = provenance() | {"init_from": pretrained and pretrained.provenance()}
     saved = contents(config, corpus.tokenizer, resolved, corpus.sha256, origin)
     resume, step = find_resumed(cfg.resume, folder, saved)
     if cfg.resume == "auto" and resume and (done := run_dir.completed_summary(folder, step, cfg.max_steps)):
@@ -103,7 +104,7 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
     run_dir.truncate_logs(folder, step)
 
     module = LanguageModel(
-        GPT(config),
+        pretrained.load(config).train() if pretrained else GPT(config),
         optimizer=partial_from_config(cfg.optimizer),
         schedule=partial_from_config(cfg.schedule),
         max_steps=cfg.max_steps,

@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +60,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         self.loader, self.cfg, self.folder = hydra_context.config_loader, config, Path(str(config.hydra.sweep.dir))
         self.engine: Any = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
         self.points: list[Point] = []
-        self.corpora: dict[str, Any] = {}
+        self.loaded: dict[str, Any] = {}
         self.launched = 0
 
     def sweep(self, arguments: list[str]) -> None:
@@ -98,13 +98,13 @@ class Sweeper(hydra_sweeper.Sweeper):
 
     def check(self, values: Mapping[str, str]) -> Point:
         """Compose and check a point; return it with its status, skipped with a reason if it is impossible."""
-        from minigpt.runs.config_checks import build_corpus_and_config
+        from minigpt.runs.config_checks import load_parts
 
         point = Point(folder=self.folder / self._folder_name(values), overrides=dict(values))
         try:
             config = self.compose(values)
             identity = _identity(config)
-            _, model = build_corpus_and_config(config, self._corpus)
+            _, model, _ = load_parts(config, self._once)
         except (UserError, ConfigCompositionException, OmegaConfBaseException) as error:
             if isinstance(error, ConfigCompositionException) and not any(map(self.loader.get_group_options, self.axes)):
                 raise  # a setting does not exist at any point
@@ -117,14 +117,12 @@ class Sweeper(hydra_sweeper.Sweeper):
         params = model.num_params()
         return refresh(replace(point, folder=folder, identity=identity, params=params, planned_flops=flops))
 
-    def _corpus(self, data: Any, tokenizer: Any) -> Any:
-        """Load a corpus once for all points that share it."""
-        from minigpt.data.prepare import load_corpus
-
-        key = f"{data} {tokenizer}"
-        if key not in self.corpora:
-            self.corpora[key] = load_corpus(data, tokenizer)
-        return self.corpora[key]
+    def _once(self, load: Callable[..., Any], *args: Any) -> Any:
+        """Load a corpus or a model once for all points that share it."""
+        key = f"{load.__name__} {args}"
+        if key not in self.loaded:
+            self.loaded[key] = load(*args)
+        return self.loaded[key]
 
     def compose(self, values: Mapping[str, str]) -> DictConfig:
         """Compose the configuration of a point, as its job will."""

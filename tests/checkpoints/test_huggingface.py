@@ -187,7 +187,7 @@ def test_damaged_folders_are_one_line(tmp_path: Path) -> None:
     for file, message in (
         (missing, ".safetensors is missing"),
         (truncated, "cannot be loaded: "),
-        (pickled, "it has no model.safetensors but a pickle, which can execute code; save it as safetensors"),
+        (pickled, "model.safetensors is missing (a .bin file is a pickle, which can execute code, and is not read)"),
         (wide, "blocks.0.mlp.up.weight must have shape (112, 32), got (96, 32)"),
         (short, "it has weights that the class has not: model.layers.1."),
         (long, "the weight model.layers.2.input_layernorm.weight is missing"),

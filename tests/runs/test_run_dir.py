@@ -11,7 +11,7 @@ from matplotlib import image
 
 from minigpt.runs.curves import plot_curves
 from minigpt.runs.loggers import MetricsCSV
-from minigpt.runs.processes import resolve_links
+from minigpt.runs.processes import complete_overrides
 from minigpt.runs.progress import Progress
 from minigpt.runs.run_dir import lock_run_dir, print_results, read_metrics, update_latest_link, write_summary
 from minigpt.training import LanguageModel
@@ -146,12 +146,12 @@ def test_a_run_that_fails_in_its_first_step_leaves_no_folder_and_latest_as_it_wa
 def test_a_link_to_resume_from_is_resolved_before_a_newer_run_moves_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first = finished_run(tmp_path / "runs", "it's first")
-    arguments = resolve_links(["resume=runs/latest", "seed=2"])
+    arguments = complete_overrides(["resume=runs/latest", "seed=2"])
     finished_run(tmp_path / "runs", "second")
     override = OverridesParser.create().parse_override(arguments[0])
     assert (override.key_or_group, override.value()) == ("resume", str(first))
     unchanged = ["seed=2", "resume=auto", "resume=runs/second"]
-    assert [*arguments[1:], *resolve_links(unchanged[1:])] == unchanged
+    assert [*arguments[1:], *complete_overrides(unchanged[1:])] == unchanged
 
 
 def test_a_first_run_that_never_started_leaves_no_broken_link(tmp_path):

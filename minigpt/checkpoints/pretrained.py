@@ -1,0 +1,88 @@
+"""Models that a run can start from (`init_from`): of minigpt, or of Hugging Face, local or on its Hub."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from minigpt.checkpoints.find import find_checkpoint
+from minigpt.checkpoints.huggingface import CONFIG, INDEX, WEIGHTS, read_config, read_weights
+from minigpt.checkpoints.models import build_model, check_vocabulary, load_checkpoint
+from minigpt.config import GPTConfig
+from minigpt.data.tokenizer import Tokenizer
+from minigpt.data.tokenizer_json import load_tokenizer
+from minigpt.model import GPT
+from minigpt.utils.errors import UserError
+from minigpt.utils.files import checksums
+
+_HUB_FILES = [CONFIG, WEIGHTS, "model-*.safetensors", INDEX, "tokenizer.json", "tokenizer_config.json"]
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model to start from, whose weights may not be read yet, and its tokenizer.
+
+    Args:
+        path: a checkpoint of minigpt, or a folder of Hugging Face.
+        source: path or id, as the user wrote it.
+        revision: commit of the Hub.
+        model: of minigpt's checkpoint.
+    """
+
+    path: Path
+    source: str
+    revision: str | None
+    config: GPTConfig
+    tokenizer: Tokenizer
+    model: GPT | None = None
+
+    def load(self, config: GPTConfig | None = None) -> GPT:
+        """Load the model in float32 and evaluation mode, with the block size and the dropout of `config`."""
+        weights = self.model.state_dict() if self.model else read_weights(self.path, self.config)
+        return build_model(config or self.config, weights).eval()
+
+    def provenance(self) -> dict[str, Any]:
+        """Return the source, the revision, and the SHA-256 of each file of weights."""
+        files = [self.path] if self.model else sorted(self.path.glob("model*.safetensors"))
+        sums = dict(zip((file.name for file in files), checksums(files, None), strict=True))
+        return {"source": self.source, "revision": self.revision, "sha256": sums}
+
+
+def find_pretrained(source: str | None) -> Pretrained:
+    """Find a model, download it if it is on the Hub only, and read its configuration and tokenizer.
+
+    Args:
+        source: a run folder or checkpoint of minigpt, a folder of Hugging Face, an id of its Hub, which may end in `@`
+            and a revision, or None: the newest run.
+
+    Raises:
+        UserError: there is no such model, or minigpt cannot read it.
+    """
+    path, revision = source and Path(source).expanduser(), None
+    if path and not path.exists():
+        path = _download(str(source))
+        revision = path.name
+    if path and (path / CONFIG).is_file():
+        config, tokenizer = read_config(path), load_tokenizer(path)
+        check_vocabulary(config, tokenizer)
+        return Pretrained(path, str(source), revision, config, tokenizer)
+    path = find_checkpoint(path or None)
+    model, tokenizer = load_checkpoint(path)
+    return Pretrained(path, source or str(path), revision, replace(model.config, dropout=0.0), tokenizer, model)
+
+
+def _download(source: str) -> Path:
+    """Download the files of a model into the cache of huggingface_hub, and return their folder."""
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        advice = 'to download it as a model of the Hugging Face Hub: pip install "minigpt[huggingface]"'
+        raise UserError(f"{source} does not exist; {advice}") from error
+
+    name, _, revision = source.partition("@")
+    try:
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=_HUB_FILES))
+    except Exception as error:  # its own, of HTTP and of the file system
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UserError(
+            f"{source} does not exist, and cannot be downloaded from the Hugging Face Hub: {reason.rstrip('.')}"
+        ) from error
