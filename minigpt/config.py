@@ -8,8 +8,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from minigpt.utils import checks
-from minigpt.utils.checks import integer, one_of, or_null
+from minigpt.utils.checks import (
+    BOOLEAN,
+    FRACTION,
+    NON_NEGATIVE_INT,
+    POSITIVE,
+    POSITIVE_INT,
+    Rule,
+    integer,
+    one_of,
+    or_null,
+)
 from minigpt.utils.errors import UserError, require
 
 # Sizes of the activations and norms of `minigpt.ops`, known without importing torch.
@@ -168,23 +177,23 @@ def check_heads(n_embd: int, n_head: int, n_kv_head: int | None, head_dim: int |
         require(f"{prefix}n_head", n_head, lambda v: v % n_kv_head == 0, f"divisible by {prefix}n_kv_head={n_kv_head}")
 
 
-_RULES: dict[str, checks.Rule] = {
+_RULES: dict[str, Rule] = {
     "block_size": integer(1, MAX_BLOCK_SIZE),
-    **dict.fromkeys(("vocab_size", "n_layer", "n_head", "n_embd"), checks.POSITIVE_INT),
-    **dict.fromkeys(("n_kv_head", "head_dim", "n_inner"), or_null(checks.POSITIVE_INT)),
-    **dict.fromkeys(("bias", "qk_norm", "qk_norm_weights", "tie_embeddings", "embed_norm"), checks.BOOLEAN),
-    "qkv_bias": or_null(checks.BOOLEAN),
-    "dropout": checks.FRACTION,
+    **dict.fromkeys(("vocab_size", "n_layer", "n_head", "n_embd"), POSITIVE_INT),
+    **dict.fromkeys(("n_kv_head", "head_dim", "n_inner"), or_null(POSITIVE_INT)),
+    **dict.fromkeys(("bias", "qk_norm", "qk_norm_weights", "tie_embeddings", "embed_norm"), BOOLEAN),
+    "qkv_bias": or_null(BOOLEAN),
+    "dropout": FRACTION,
     "norm": one_of(NORM_PARAMS),
     "norm_position": one_of(NORM_POSITIONS),
     "position": one_of(POSITIONS),
-    **dict.fromkeys(("rope_base", "rope_low_freq_factor", "rope_high_freq_factor", "norm_eps"), checks.POSITIVE),
-    "rope_factor": (lambda v: checks.POSITIVE[0](v) and v >= 1, "a finite number ≥ 1"),
-    "rope_original_block_size": checks.POSITIVE_INT,
-    "logit_softcap": or_null(checks.POSITIVE),
+    **dict.fromkeys(("rope_base", "rope_low_freq_factor", "rope_high_freq_factor", "norm_eps"), POSITIVE),
+    "rope_factor": (lambda v: POSITIVE[0](v) and v >= 1, "a finite number ≥ 1"),
+    "rope_original_block_size": POSITIVE_INT,
+    "logit_softcap": or_null(POSITIVE),
     "activation": one_of(UP_PROJECTIONS),
-    "ngram": (lambda v: checks.NON_NEGATIVE_INT[0](v) and v != 1, "0, or an integer ≥ 2"),
-    "smear": checks.NON_NEGATIVE_INT,
+    "ngram": (lambda v: NON_NEGATIVE_INT[0](v) and v != 1, "0, or an integer ≥ 2"),
+    "smear": NON_NEGATIVE_INT,
     "parametrization": one_of(PARAMETRIZATIONS),
-    **dict.fromkeys(("ngram_buckets", "ngram_dim", "base_n_embd", "base_head_dim"), checks.POSITIVE_INT),
+    **dict.fromkeys(("ngram_buckets", "ngram_dim", "base_n_embd", "base_head_dim"), POSITIVE_INT),
 }

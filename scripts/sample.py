@@ -13,7 +13,7 @@ def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("run", nargs="?", help="run folder or checkpoint (default: the newest run)")
+    add("run", nargs="?", help="run folder, checkpoint, or folder or id of Hugging Face (default: the newest run)")
     add("--prompt", help="text to continue (default: the separator of documents, or a line break)")
     add("--prompt-file", metavar="FILE", help="read the prompt from a file, or from stdin (-)")
     add("--num-samples", type=int, default=1, metavar="N", help="samples per prompt (default: %(default)s)")
@@ -44,15 +44,13 @@ def main() -> None:
     if args.interactive and (args.json or args.score is not None):
         raise UserError("--interactive cannot be combined with --json or --score")
 
-    from minigpt.checkpoints.find import find_checkpoint
-    from minigpt.checkpoints.models import load_checkpoint
+    from minigpt.checkpoints.pretrained import find_pretrained
     from minigpt.console import Console, move_model, read_prompt, read_text
 
-    path = find_checkpoint(args.run)
-    model, tokenizer = load_checkpoint(path)
-    model = move_model(model, args.device, args.dtype)
-    print(sanitize_line(f"sampling from {path} on {model.wte.weight.device}"), file=sys.stderr)
-    console = Console(model, tokenizer, options, show_probs=args.show_probs)
+    pretrained = find_pretrained(args.run)
+    model = move_model(pretrained.load(), args.device, args.dtype)
+    print(sanitize_line(f"sampling from {pretrained.path} on {model.wte.weight.device}"), file=sys.stderr)
+    console = Console(model, pretrained.tokenizer, options, show_probs=args.show_probs)
     if args.score is not None:
         console.score(read_text(args.score, "--score"), as_json=args.json)
         return

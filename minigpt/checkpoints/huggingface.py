@@ -7,7 +7,7 @@ A `Family` is one class of transformers, as two tables: keys of `config.json`, a
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +33,24 @@ class Family:
     """A class of transformers.
 
     Args:
+        architecture: name of the class.
         keys: their configuration key by our name.
         implied: values of ours that the class always has.
         defaults: their values of keys that a `config.json` may lack.
-        required: their values without which the class computes something that we do not.
         activations: our activation by their name.
         modules: their module by our name; several are concatenated in ours. `*` is the number of the layer.
+        required: their values without which the class computes something that we do not.
         transposed: the matrices of the blocks are stored (in, out).
         swapped_halves: the rotary embedding has the opposite direction, which swapped halves of queries and keys undo.
     """
 
+    architecture: str
     keys: Values
     implied: Values
     defaults: Values
-    required: Values
     activations: Mapping[str, str]
     modules: Mapping[str, str | tuple[str, ...]]
+    required: Values = field(default_factory=dict)
     transposed: bool = False
     swapped_halves: bool = False
 
@@ -58,6 +60,7 @@ _UNGATED = {**_GELU_TANH, "gelu": "gelu", "relu": "relu", "relu2": "relu2"}
 _GATED = {"silu": "swiglu", "swish": "swiglu"}
 
 _GPT2 = Family(
+    architecture="GPT2LMHeadModel",
     keys={
         **{name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd", "n_inner")},
         "block_size": "n_positions",
@@ -134,14 +137,15 @@ _NO_SLIDING = {"use_sliding_window": False}
 FAMILIES = {  # by their model_type
     "gpt2": _GPT2,
     "llama": Family(
+        architecture="LlamaForCausalLM",
         keys={**_KEYS, "bias": "mlp_bias"},
         implied=_IMPLIED,
         defaults=_DEFAULTS,
-        required={},
         activations=_GATED,
         modules=_MODULES,
     ),
     "qwen2": Family(
+        architecture="Qwen2ForCausalLM",
         keys=_KEYS,
         implied={**_NO_BIAS, "qkv_bias": True},
         defaults=_DEFAULTS,
@@ -150,6 +154,7 @@ FAMILIES = {  # by their model_type
         modules=_MODULES,
     ),
     "qwen3": Family(
+        architecture="Qwen3ForCausalLM",
         keys=_KEYS,
         implied={**_NO_BIAS, "qk_norm": True, "qk_norm_weights": True},
         defaults={**_DEFAULTS, "head_dim": 128},
@@ -158,14 +163,15 @@ FAMILIES = {  # by their model_type
         modules=_MODULES,
     ),
     "arcee": Family(
+        architecture="ArceeForCausalLM",
         keys={**_KEYS, "bias": "mlp_bias"},
         implied=_IMPLIED,
         defaults={**_DEFAULTS, "rms_norm_eps": 1e-5, "hidden_act": "relu2"},
-        required={},
         activations=_UNGATED,
         modules={**_MODULES, "blocks.*.mlp.up": _LAYER + "mlp.up_proj"},
     ),
     "nanochat": Family(
+        architecture="NanoChatForCausalLM",
         keys={**_KEYS, "logit_softcap": "final_logit_softcapping"},
         implied={**_NO_BIAS, "norm": "rmsnorm_noscale", "qk_norm": True, "embed_norm": True},
         defaults={**_DEFAULTS, "hidden_act": "relu2", "final_logit_softcapping": 15.0},
@@ -173,6 +179,15 @@ FAMILIES = {  # by their model_type
         activations=_UNGATED,
         modules={**_MODULES, "blocks.*.mlp.up": _LAYER + "mlp.fc1", "blocks.*.mlp.down": _LAYER + "mlp.fc2"},
         swapped_halves=True,
+    ),
+    "starcoder2": Family(
+        architecture="Starcoder2ForCausalLM",
+        keys={**_KEYS, "bias": "use_bias", "norm_eps": "norm_epsilon"},
+        implied={**_IMPLIED, "norm": "layernorm"},
+        defaults={**_DEFAULTS, "norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+        activations=_UNGATED,
+        modules={**_MODULES, "blocks.*.mlp.up": _LAYER + "mlp.c_fc", "blocks.*.mlp.down": _LAYER + "mlp.c_proj"},
+        required={"use_bias": True, "sliding_window": None},  # its norms always have biases
     ),
 }
 
@@ -216,7 +231,7 @@ def config_from(values: Values) -> GPTConfig:
         raise UserError("its weights are quantized; use weights in float32, float16 or bfloat16")
     theirs = {**family.defaults, **values, **_rope_values(values)}
     required = {"is_causal": True, **family.required}
-    if "bias" in family.keys:  # of attention and MLP, which we have together
+    if family.keys.get("bias") == "mlp_bias":  # of attention and MLP, which we have together
         required["attention_bias"] = theirs["mlp_bias"]
     for key, wanted in required.items():
         if theirs.get(key, wanted) != wanted:
@@ -277,8 +292,8 @@ def _weights(
     prefix = "" if any(name.startswith(f"{base}.") for name in files) else f"{base}."
     unused = {name for name in files if not _IGNORED.search(name)}
 
-    def read(module: str, leaf: str) -> Tensor:
-        name = f"{module}.{leaf}".removeprefix(prefix)
+    def read(name: str) -> Tensor:
+        name = name.removeprefix(prefix)
         if name not in files:
             raise UserError(f"the weight {name} is missing")
         unused.discard(name)
@@ -287,7 +302,7 @@ def _weights(
     weights: dict[str, Tensor] = {}
     for name, like in expected.items():
         tied = name == "lm_head.weight" and config.tie_embeddings
-        if tied and name in files and not torch.equal(read("lm_head", "weight"), weights["wte.weight"]):
+        if tied and name in files and not torch.equal(read("lm_head.weight"), weights["wte.weight"]):
             raise UserError("lm_head.weight differs from the embeddings; set tie_word_embeddings to false")
         weights[name] = weights["wte.weight"] if tied else _read_weight(name, family, config, read)
         if weights[name].shape != like.shape:
@@ -299,7 +314,16 @@ def _weights(
     return weights
 
 
-def _read_weight(name: str, family: Family, config: GPTConfig, read: Callable[[str, str], Tensor]) -> Tensor:
+def _read_weight(name: str, family: Family, config: GPTConfig, read: Callable[[str], Tensor]) -> Tensor:
+    tensors = [read(theirs) for theirs in tensor_names(name, family)]
+    if family.swapped_halves and ".qkv." in name:
+        tensors[:2] = [swap_halves(tensor, config) for tensor in tensors[:2]]
+    weight = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+    return weight.T.contiguous() if is_transposed(name, weight, family) else weight
+
+
+def tensor_names(name: str, family: Family) -> list[str]:
+    """Return the names of their tensors that make up a weight of ours."""
     block = re.match(r"blocks\.(\d+)\.", name)
     name = name.replace(block[0], "blocks.*.") if block else name
     module, _, leaf = name.rpartition(".")
@@ -307,8 +331,14 @@ def _read_weight(name: str, family: Family, config: GPTConfig, read: Callable[[s
         module, leaf = name, "weight"
     theirs = family.modules[module]
     parts = [theirs] if isinstance(theirs, str) else theirs
-    tensors = [read(part.replace("*", block[1] if block else ""), leaf) for part in parts]
-    if family.swapped_halves and module.endswith("qkv"):
-        tensors[:2] = [x.unflatten(0, (-1, 2, config.head_width // 2)).flip(1).flatten(0, 2) for x in tensors[:2]]
-    weight = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
-    return weight.T.contiguous() if family.transposed and block and weight.dim() == 2 else weight
+    return [f"{part.replace('*', block[1] if block else '')}.{leaf}" for part in parts]
+
+
+def is_transposed(name: str, weight: Tensor, family: Family) -> bool:
+    """Return whether their tensor is the transpose of a weight of ours."""
+    return family.transposed and name.startswith("blocks.") and weight.dim() == 2
+
+
+def swap_halves(x: Tensor, config: GPTConfig) -> Tensor:
+    """Swap the halves of each head in the rows of x: (H·D, C), or (H·D,)."""
+    return x.unflatten(0, (-1, 2, config.head_width // 2)).flip(1).flatten(0, 2)
