@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import minigpt
 
@@ -29,6 +30,27 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("text") / "fox.txt"
     file.write_text("".join(lines)[:20_000], encoding="utf-8")
     return file
+
+
+@pytest.fixture(scope="session")
+def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small GPT-2 with random weights, its configuration and its tokenizer, as transformers saves them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog number " * 20], trainer)
+    size = tokenizer.get_vocab_size()
+    folder = tmp_path_factory.mktemp("gpt2")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(folder)
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=size + 3, n_positions=32, n_embd=32, n_layer=2, n_head=2, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
 
 
 def small_run(text: Path, data: Path) -> list[str]:

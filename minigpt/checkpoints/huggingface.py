@@ -204,14 +204,14 @@ def load_folder(folder: str | Path) -> GPT:
 
 def read_config(folder: str | Path) -> GPTConfig:
     """Read the configuration of a Hugging Face folder; raises as `load_folder`."""
-    with _errors_of(folder):
+    with folder_errors(folder):
         return config_from(_read_values(Path(folder)))
 
 
 def read_weights(folder: str | Path, config: GPTConfig) -> dict[str, Tensor]:
     """Read the weights of a Hugging Face folder, by our names and in float32; raises as `load_folder`."""
     folder = Path(folder)
-    with _errors_of(folder):
+    with folder_errors(folder):
         files = _open(folder)
         check_size(config, len(files), sum(file.stat().st_size for file in folder.glob("*.safetensors")))
         with torch.device("meta"):  # no memory, and no initialization
@@ -244,7 +244,7 @@ def config_from(values: Values) -> GPTConfig:
 
 
 @contextmanager
-def _errors_of(folder: str | Path) -> Iterator[None]:
+def folder_errors(folder: str | Path) -> Iterator[None]:
     """Raise UserError for everything that can be wrong with the files of a folder."""
     try:
         yield

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from minigpt.checkpoints.find import find_checkpoint
-from minigpt.checkpoints.huggingface import CONFIG, INDEX, WEIGHTS, read_config, read_weights
+from minigpt.checkpoints.huggingface import CONFIG, INDEX, WEIGHTS, folder_errors, read_config, read_weights
 from minigpt.checkpoints.models import build_model, check_vocabulary, load_checkpoint
 from minigpt.config import GPTConfig
 from minigpt.data.tokenizer import Tokenizer
@@ -63,7 +63,8 @@ def find_pretrained(source: str | None) -> Pretrained:
         revision = path.name
     if path and (path / CONFIG).is_file():
         config, tokenizer = read_config(path), load_tokenizer(path)
-        check_vocabulary(config, tokenizer)
+        with folder_errors(path):
+            check_vocabulary(config, tokenizer)
         return Pretrained(path, str(source), revision, config, tokenizer)
     path = find_checkpoint(path or None)
     model, tokenizer = load_checkpoint(path)

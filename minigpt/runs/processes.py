@@ -26,7 +26,8 @@ def complete_overrides(overrides: Sequence[str], groups: Sequence[str] = ("model
         complete.append(f"{key}={quote_override(path.resolve())}" if is_link else override)
         if key == "init_from" and value != "null":
             complete += [f"{group}=pretrained" for group in groups if group not in keys]
-            if fixed := [name for name in keys if re.match(r"model\.(?!block_size$|dropout$)", name)]:
+            fixed = [name for name in keys if re.match(r"model\.(?!block_size$|dropout$)", name)]
+            if fixed and "model" not in keys:
                 raise UserError(f"{fixed[0]} is that of init_from; only model.block_size and model.dropout can be set")
     return complete
 

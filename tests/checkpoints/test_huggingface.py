@@ -132,9 +132,15 @@ def test_the_default_configuration_of_transformers_is_read_from_its_json(family:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model_type": "bert"}, "model_type must be one of gpt2, llama, qwen2, qwen3, arcee, nanochat, starcoder2, got bert"),
+        (
+            {"model_type": "bert"},
+            "model_type must be one of gpt2, llama, qwen2, qwen3, arcee, nanochat, starcoder2, got bert",
+        ),
         ({"quantization_config": {"bits": 4}}, "its weights are quantized; use weights in float32"),
-        ({"model_type": []}, "model_type must be one of gpt2, llama, qwen2, qwen3, arcee, nanochat, starcoder2, got []"),
+        (
+            {"model_type": []},
+            "model_type must be one of gpt2, llama, qwen2, qwen3, arcee, nanochat, starcoder2, got []",
+        ),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be one of default, llama3, got yarn"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type must be one of default, llama3, got linear"),
         ({"attention_bias": True}, "attention_bias must be False, got True"),

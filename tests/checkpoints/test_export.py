@@ -1,0 +1,214 @@
+"""Exported models in transformers: logits, loss and greedy text are equal."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from minigpt import GPT, GPTConfig, generate, load_checkpoint
+from minigpt.checkpoints.export import MODELING, export_model, modeling_code
+from minigpt.checkpoints.huggingface import load_folder
+
+transformers = pytest.importorskip("transformers")
+
+LLAMA = {"norm": "rmsnorm", "position": "rope", "bias": False, "activation": "swiglu"}
+NANOCHAT = {**LLAMA, "norm": "rmsnorm_noscale", "activation": "relu2", "qk_norm": True, "embed_norm": True}
+MUP = {"parametrization": "mup", "base_n_embd": 24, "base_head_dim": 4}
+SCALED = {"rope_base": 300.0, "rope_factor": 4.0, "rope_original_block_size": 16}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "GPT-2": ("GPT2LMHeadModel", {"activation": "gelu_tanh"}),
+    "GPT-2 with erf, untied": ("GPT2LMHeadModel", {"tie_embeddings": False, "n_inner": 40}),
+    "nanoGPT, without biases": ("GPT2LMHeadModel", {"bias": False}),
+    "GPT-2 under mup": ("GPT2LMHeadModel", MUP),
+    "nano, the default": ("Starcoder2ForCausalLM", {"position": "rope", "bias": False, "rope_base": 300.0}),
+    "nano with a gated MLP": (
+        "MiniGPTForCausalLM",
+        {"position": "rope", "bias": False, "activation": "swiglu"},
+    ),
+    "Llama": ("LlamaForCausalLM", {**LLAMA, "tie_embeddings": False}),
+    "Llama, tied, one key-value head": ("LlamaForCausalLM", {**LLAMA, "n_kv_head": 1, "norm_eps": 1e-3}),
+    "Llama, two key-value heads": ("LlamaForCausalLM", {**LLAMA, "n_kv_head": 2, "head_dim": 12, "n_inner": 40}),
+    "Llama with biases": ("LlamaForCausalLM", {**LLAMA, "bias": True}),
+    "Llama 3 with scaled rope": ("LlamaForCausalLM", {**LLAMA, **SCALED}),
+    "Llama under mup": ("LlamaForCausalLM", {**LLAMA, **SCALED, **MUP}),
+    "Llama under mup without weights of norms": (
+        "LlamaForCausalLM",
+        {**LLAMA, **MUP, "norm": "rmsnorm_noscale", "bias": True},
+    ),
+    "Llama with normalized embeddings": ("LlamaForCausalLM", {**LLAMA, "embed_norm": True}),
+    "Qwen2": ("Qwen2ForCausalLM", {**LLAMA, "qkv_bias": True, "n_kv_head": 2}),
+    "Qwen3": ("Qwen3ForCausalLM", {**LLAMA, "qk_norm": True, "qk_norm_weights": True, "n_kv_head": 2}),
+    "Qwen3 without weights of QK-norm": ("Qwen3ForCausalLM", {**LLAMA, "qk_norm": True}),
+    "Qwen3 under mup": ("Qwen3ForCausalLM", {**LLAMA, **MUP, "qk_norm": True}),
+    "Arcee": ("ArceeForCausalLM", {**LLAMA, "activation": "relu2"}),
+    "Arcee with normalized embeddings, untied": (
+        "ArceeForCausalLM",
+        {**NANOCHAT, "qk_norm": False, "tie_embeddings": False},
+    ),
+    "NanoChat": ("NanoChatForCausalLM", NANOCHAT),
+    "NanoChat, one key-value head, soft cap": (
+        "NanoChatForCausalLM",
+        {**NANOCHAT, "n_kv_head": 1, "logit_softcap": 2.0, "tie_embeddings": False},
+    ),
+    "n-grams and smear": (
+        "MiniGPTForCausalLM",
+        {**NANOCHAT, "ngram": 4, "ngram_buckets": 64, "smear": 2, "tie_embeddings": False},
+    ),
+    "post-norm": ("MiniGPTForCausalLM", {"norm_position": "post"}),
+    "no positions": ("MiniGPTForCausalLM", {"position": "none", "logit_softcap": 5.0}),
+    "NanoChat under mup": ("MiniGPTForCausalLM", {**NANOCHAT, **MUP}),
+}
+
+
+def random_model(**values: Any) -> GPT:
+    """Return a model with random weights, all nonzero, and an odd vocabulary."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**{"block_size": 64, "vocab_size": 101, "n_layer": 2, "n_head": 4, "n_embd": 32, **values}))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.2)
+    return model.eval()
+
+
+def in_transformers(model: GPT, folder: Path) -> Any:
+    """Export a model, and load it with transformers."""
+    values, weights = export_model(model)
+    folder.mkdir(exist_ok=True)
+    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(values | special))
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (folder / MODELING).write_text(modeling_code())
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code="auto_map" in values)
+    assert type(theirs).__name__ == values["architectures"][0]
+    return theirs.eval()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_exported_model_gives_the_same_logits_loss_and_greedy_text(name: str, tmp_path: Path) -> None:
+    architecture, values = MODELS[name]
+    ours = random_model(**values)
+    theirs = in_transformers(ours, tmp_path)
+    assert type(theirs).__name__ == architecture
+    tokens = torch.randint(0, 101, (3, 64), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs(tokens, labels=tokens)
+        torch.testing.assert_close(ours(tokens), expected.logits, rtol=0, atol=1e-4)
+        torch.testing.assert_close(ours(tokens[:, :-1], tokens[:, 1:]), expected.loss, rtol=0, atol=1e-5)
+    text = theirs.generate(tokens[:1, :5], max_new_tokens=59, do_sample=False)
+    (sample,) = generate(ours, tokens[0, :5], max_new_tokens=59, temperature=0)
+    assert sample.tokens == text[0, 5:].tolist()
+
+
+@pytest.mark.parametrize("name", [name for name, (architecture, _) in MODELS.items() if "MiniGPT" not in architecture])
+def test_an_export_that_is_loaded_and_exported_again_is_equal_bit_for_bit(name: str, tmp_path: Path) -> None:
+    theirs = in_transformers(random_model(**MODELS[name][1]), tmp_path)
+    theirs.save_pretrained(tmp_path / "theirs")
+    values, weights = export_model(load_folder(tmp_path / "theirs"))
+    written = load_file(tmp_path / "model.safetensors")
+    assert weights.keys() == written.keys()
+    assert all(torch.equal(weights[key], written[key]) for key in weights)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert {key: config[key] for key in values} == values
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_architecture_gives_the_same_logits(data: Any, tmp_path: Path) -> None:
+    choices: dict[str, list[Any]] = {
+        "norm": ["layernorm", "rmsnorm", "rmsnorm_noscale"],
+        "position": ["rope", "rope", "learned"],
+        "activation": ["swiglu", "relu2", "gelu", "gelu_tanh", "relu"],
+        "n_kv_head": [None, 1, 2],
+        "head_dim": [None, 6],
+        "logit_softcap": [None, None, 3.0],
+        "parametrization": ["standard", "mup"],
+        "smear": [0, 0, 0, 1],
+        **dict.fromkeys(["bias", "qk_norm", "tie_embeddings", "embed_norm"], [True, False]),
+        "qkv_bias": [None, None, True],
+    }
+    ours = random_model(**{name: data.draw(st.sampled_from(values), name) for name, values in choices.items()})
+    theirs = in_transformers(ours, tmp_path)
+    tokens = torch.randint(0, 101, (2, 30), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=0, atol=1e-4)
+
+
+def test_a_model_of_its_own_class_ignores_padding_and_continues_beyond_its_context(tmp_path: Path) -> None:
+    ours = random_model(position="none", smear=1, block_size=16)
+    theirs = in_transformers(ours, tmp_path)
+    tokens = torch.arange(9)[None]
+    left = theirs(torch.cat((tokens.new_zeros(1, 5), tokens), 1), attention_mask=torch.tensor([[0] * 5 + [1] * 9]))
+    right = theirs(torch.cat((tokens, tokens.new_zeros(1, 5)), 1), attention_mask=torch.tensor([[1] * 9 + [0] * 5]))
+    with torch.no_grad():
+        torch.testing.assert_close(left.logits[:, 5:], ours(tokens), rtol=0, atol=1e-4)
+        torch.testing.assert_close(right.logits[:, :9], ours(tokens), rtol=0, atol=1e-4)
+    assert theirs.generate(tokens, max_new_tokens=20, do_sample=False).shape == (1, 29)
+
+
+def test_the_modeling_file_needs_no_minigpt(tmp_path: Path) -> None:
+    in_transformers(random_model(smear=1), tmp_path)
+    code = (
+        "import sys; sys.modules['minigpt'] = None\n"  # an import of it fails
+        "from transformers import AutoModelForCausalLM\n"
+        "AutoModelForCausalLM.from_pretrained('.', trust_remote_code=True)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
+def test_an_exported_run_works_in_transformers(
+    train: Callable[..., Any], launch: Callable[..., Any], tmp_path: Path, tokenizer: str
+) -> None:
+    size = ["tokenizer.vocab_size=300"] if tokenizer == "bpe" else []
+    run = train(f"tokenizer={tokenizer}", *size)
+    folder = tmp_path / "exports" / "tiny"
+    result = launch("export.py", str(run.folder), "--to", "huggingface", "--out", str(folder))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == f"to upload it: hf upload tiny {folder}"
+    names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {file.name for file in folder.iterdir()} == names | {"README.md"}
+    model, encoding = load_checkpoint(run.folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    text = "7: the quick brown fox\n"
+    assert theirs(text).input_ids == encoding.encode(text).tolist()
+    pipeline = transformers.pipeline("text-generation", model=str(folder))
+    (answer,) = pipeline("the quick", max_new_tokens=7, do_sample=False)
+    (sample,) = generate(model, encoding.encode("the quick"), max_new_tokens=7, temperature=0)
+    assert answer["generated_text"] == "the quick" + encoding.decode(sample.tokens)
+    assert len(pipeline("the quick")[0]["generated_text"]) > len("the quick")
+    card = (folder / "README.md").read_text()
+    assert f"| validation loss | {run.loss:.4f} nats per token" in card
+    assert "n_embd: 32" in card
+
+
+def test_what_cannot_be_exported_is_one_line(launch: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    for arguments, message in (
+        (["--to", "huggingface", "--out", "full"], "error: --out must be a path that does not exist yet, got full"),
+        (["--to", "huggingface", "--out", "new"], "error: no run with a checkpoint in runs/"),
+        (["full", "--to", "huggingface", "--out", "new"], "error: full holds no checkpoints/best.safetensors"),
+    ):
+        result = launch("export.py", *arguments, cwd=tmp_path)
+        assert result.returncode == 2
+        assert result.stderr.startswith(message)
+        assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_weights_alone_are_a_checkpoint(train: Callable[..., Any], launch: Callable[..., Any]) -> None:
+    run = train("max_steps=2")
+    out = run.folder / "weights.safetensors"
+    result = launch("export.py", str(run.folder), "--to", "safetensors", "--out", str(out))
+    assert result.returncode == 0, result.stderr
+    model, tokenizer = load_checkpoint(out)
+    expected, other = load_checkpoint(run.folder)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+    assert tokenizer.to_dict() == other.to_dict()
+    assert out.stat().st_size < (run.folder / "checkpoints/best.safetensors").stat().st_size / 2

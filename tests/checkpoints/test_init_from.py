@@ -1,0 +1,168 @@
+"""Runs that start from the weights of another run, or of a Hugging Face folder."""
+
+import hashlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_resume import OFTEN, broken_off, check_same_end
+
+import minigpt
+from minigpt import load_checkpoint
+from minigpt.checkpoints.find import BEST, LAST
+from minigpt.checkpoints.format import read
+from minigpt.checkpoints.pretrained import find_pretrained
+from minigpt.utils.errors import UserError
+
+transformers = pytest.importorskip("transformers")
+Finetune = Callable[..., SimpleNamespace]
+
+
+@pytest.fixture
+def finetune(text: Path, tmp_path: Path) -> Finetune:
+    """Train in this process from other weights: `finetune(SOURCE, "max_steps=5", folder=...)`."""
+
+    def run(source: Path | str, *overrides: str, folder: Path = tmp_path / "run") -> SimpleNamespace:
+        shared = ["trainer=cpu", f"data.path={text}", f"data.folder={tmp_path}/data", "log_every=5"]
+        lengths = ["max_steps=20", "eval_every=10", "callbacks.samples.max_new_tokens=20"]
+        summary = minigpt.train(
+            [*shared, *lengths, f"init_from={source}", *overrides, f"hydra.run.dir={folder}"],
+        )
+        return SimpleNamespace(folder=folder, loss=summary["best_val_loss"], summary=summary)
+
+    return run
+
+
+def test_finetuning_a_folder_of_transformers_starts_from_its_loss_and_lowers_it(
+    finetune: Finetune, gpt2_folder: Path
+) -> None:
+    run = finetune(gpt2_folder, "optimizer.lr=1e-30", "max_steps=1", "schedule.warmup_steps=0")
+    corpus = next((run.folder.parent / "data/tokens").glob("*/val.bin"))
+    ids = torch.frombuffer(bytearray(corpus.read_bytes()), dtype=torch.uint16).long()
+    windows = ids[: (len(ids) - 1) // 32 * 32 + 1].unfold(0, 33, 32)  # (N, T + 1)
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(gpt2_folder).eval()
+    with torch.no_grad():
+        losses = torch.nn.functional.cross_entropy(
+            theirs(windows[:, :-1]).logits.flatten(0, 1), windows[:, 1:].flatten()
+        )
+    assert run.loss == pytest.approx(losses.item(), abs=2e-3)  # the last window, which is shorter, is left out here
+    tuned = finetune(gpt2_folder, "optimizer.lr=1e-2", "schedule.warmup_steps=0", folder=run.folder.parent / "tuned")
+    assert tuned.loss < run.loss - 1
+
+
+def test_a_finetuning_resumes_bit_for_bit(finetune: Finetune, gpt2_folder: Path, tmp_path: Path) -> None:
+    whole = finetune(gpt2_folder, *OFTEN, folder=tmp_path / "whole").folder
+    resumed = broken_off(whole, 7, tmp_path / "resumed")
+    finetune(gpt2_folder, *OFTEN, "resume=auto", folder=resumed)
+    check_same_end(whole, resumed)
+
+
+def test_a_run_starts_from_another_run_with_its_tokenizer_at_step_0(
+    train: Callable[..., Any], finetune: Finetune, tmp_path: Path
+) -> None:
+    first = train("max_steps=20", "tokenizer=bpe", "tokenizer.vocab_size=300", folder=tmp_path / "first")
+    second = finetune(first.folder, "max_steps=1", "optimizer.lr=1e-30", "schedule.warmup_steps=0")
+    assert second.loss == pytest.approx(first.loss, abs=1e-5)
+    assert read(second.folder / LAST)["global_step"] == 1
+    tokenizers = [load_checkpoint(folder)[1] for folder in (first.folder, second.folder)]
+    assert tokenizers[0].to_dict() == tokenizers[1].to_dict()
+
+
+@pytest.mark.parametrize("position", ["rope", "learned"])
+def test_the_block_size_can_be_cropped_and_dropout_set(
+    train: Callable[..., Any], finetune: Finetune, tmp_path: Path, position: str
+) -> None:
+    first = train("max_steps=2", f"model.position={position}", folder=tmp_path / "first")
+    run = finetune(first.folder, "max_steps=1", "model.block_size=8", "model.dropout=0.2")
+    model, _ = load_checkpoint(run.folder)
+    assert (model.config.block_size, model.config.dropout) == (8, 0.2)
+    tokens = torch.arange(8)[None]
+    start = find_pretrained(str(first.folder))
+    with torch.no_grad():
+        longer, shorter = start.load()(tokens), start.load(model.config)(tokens)
+    assert torch.equal(longer, shorter)
+
+
+def test_the_checkpoint_and_the_summary_record_the_source(finetune: Finetune, gpt2_folder: Path) -> None:
+    run = finetune(gpt2_folder, "max_steps=1")
+    digest = hashlib.sha256((gpt2_folder / "model.safetensors").read_bytes()).hexdigest()
+    expected = {"source": str(gpt2_folder), "revision": None, "sha256": {"model.safetensors": digest}}
+    assert run.summary["init_from"] == expected
+    assert read(run.folder / BEST)["minigpt"]["provenance"]["init_from"] == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.n_layer=3"], "model.n_layer is that of init_from; only model.block_size and model.dropout can be set"),
+        (["model=nano"], "model.block_size must be an integer in [1, 32], or null, got 64"),
+        (["model=nano", "model.block_size=16"], "model.n_layer must be 2, as in init_from="),
+        (["model.block_size=33"], "model.block_size must be an integer in [1, 32], or null, got 33"),
+        (["tokenizer=char"], "tokenizer.name must be one of pretrained, got char; a run with init_from has its"),
+        (["experiment=fast_cpu"], "model.block_size must be an integer in [1, 32], or null, got 64"),
+        (["experiment=fast_cpu", "model.block_size=16"], "model.n_head must be 2, as in init_from="),
+        (["init_from=null", "model=pretrained"], "model=pretrained and tokenizer=pretrained need init_from="),
+        (["init_from=null", "tokenizer=pretrained"], "model=pretrained and tokenizer=pretrained need init_from="),
+        (["init_from=7"], "init_from must be a run folder, a checkpoint, or a folder or id of Hugging Face, or null"),
+        (["init_from=no/such/model"], "no/such/model does not exist, and cannot be downloaded from the Hugging Face"),
+    ],
+)
+def test_what_contradicts_the_weights_is_named(
+    finetune: Finetune, gpt2_folder: Path, tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(UserError) as error:
+        finetune(gpt2_folder, *overrides)
+    assert message in str(error.value)
+    assert not (tmp_path / "run/metrics.csv").exists()
+
+
+def test_a_resumed_run_must_start_from_the_same_weights(finetune: Finetune, gpt2_folder: Path, tmp_path: Path) -> None:
+    run = finetune(gpt2_folder, "max_steps=2", "eval_every=2")
+    other = shutil.copytree(gpt2_folder, tmp_path / "other")
+    with pytest.raises(UserError, match="differs in init_from"):
+        finetune(other, "max_steps=4", "resume=auto", folder=run.folder)
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(gpt2_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(gpt2_folder, tmp_path / "small")
+    config = transformers.GPT2Config(vocab_size=200, n_positions=32, n_embd=32, n_layer=1, n_head=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    with pytest.raises(UserError, match=r"small cannot be loaded: model\.vocab_size must be at least the tokenizer's"):
+        find_pretrained(str(folder))
+
+
+def test_a_model_of_the_cache_of_the_hub_is_found_without_a_network(
+    finetune: Finetune, gpt2_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache has the layout of huggingface_hub: blobs, and links to them per commit."""
+    commit = "0123456789012345678901234567890123456789"
+    model = tmp_path / "hub/models--someone--tiny"
+    shutil.copytree(gpt2_folder, model / "snapshots" / commit)
+    (model / "refs").mkdir()
+    (model / "refs/main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for source in ("someone/tiny", "someone/tiny@main", f"someone/tiny@{commit}"):
+        found = find_pretrained(source)
+        assert (found.source, found.revision) == (source, commit)
+        expected = load_file(gpt2_folder / "model.safetensors")["transformer.wte.weight"]
+        assert torch.equal(found.load().wte.weight, expected)
+    with pytest.raises(UserError, match="someone/other does not exist, and cannot be downloaded"):
+        find_pretrained("someone/other")
+
+
+@pytest.mark.network
+def test_gpt2_of_the_hub_equals_that_of_transformers() -> None:
+    ours = find_pretrained("gpt2")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained("gpt2").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained("gpt2")
+    prompt = "ROMEO: But, soft! what light through yonder window breaks?"
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    assert ours.tokenizer.encode(prompt).tolist() == ids[0].tolist()
+    with torch.no_grad():
+        torch.testing.assert_close(ours.load()(ids), theirs(ids).logits, rtol=0, atol=1e-4)
