@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minigpt.checkpoints.format import CONTENT_ERRORS
-from minigpt.checkpoints.models import build_model, check_size
+from minigpt.checkpoints.models import build_model, check_size, is_finite
 from minigpt.config import GPTConfig
 from minigpt.model import GPT
 from minigpt.utils.checks import one_of
@@ -307,7 +307,7 @@ def _weights(
         weights[name] = weights["wte.weight"] if tied else _read_weight(name, family, config, read)
         if weights[name].shape != like.shape:
             raise UserError(f"{name} must have shape {tuple(like.shape)}, got {tuple(weights[name].shape)}")
-        if not weights[name].isfinite().all():
+        if not is_finite(weights[name]):
             raise UserError(f"{name} is NaN or infinite")
     if unused:
         raise UserError(f"it has weights that the class has not: {', '.join(sorted(unused)[:3])}")
