@@ -28,7 +28,7 @@ from minigpt.utils.files import atomic_write, sync
 
 FORMAT = 2
 MINIGPT = "minigpt"  # the key of the model, the tokenizer and the run, beside the keys of Lightning
-MAX_HEADER_BYTES = 1 << 23  # ten times the header of GPT-2 XL with its tokenizer and optimizer state
+MAX_HEADER_BYTES = 1 << 25  # twice the header of a model with a tokenizer.json of 150,000 ids and 280,000 merges
 MAX_DEPTH = 64  # of nested containers
 CONTENT_ERRORS = (LookupError, TypeError, AttributeError, ValueError, RuntimeError)  # of content of another program
 _PREFIXES = {"state_dict": "", "optimizer_states": "optimizer"}  # of tensor names; of other keys, the key itself

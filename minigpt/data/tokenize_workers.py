@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from minigpt.data.tokenizer import BPETokenizer, Ids, Tokenizer, from_dict, token_dtype
+from minigpt.data.tokenizer import ByteTokenizer, CharTokenizer, Ids, Tokenizer, from_dict, token_dtype
 from minigpt.utils.errors import RunError
 
 _SINGLE_PROCESS_BATCHES = 16  # tokenizing so few takes less time than starting other processes
@@ -29,7 +29,7 @@ def tokenize(tokenizer: Tokenizer, batches: Iterable[TokenizeBatch], processes: 
     head = list(islice(batches, _SINGLE_PROCESS_BATCHES))
     batches = chain(head, batches)
     # Char and byte tokenizers take less time than sending the text.
-    if processes == 1 or not isinstance(tokenizer, BPETokenizer) or len(head) < _SINGLE_PROCESS_BATCHES:
+    if processes == 1 or isinstance(tokenizer, CharTokenizer | ByteTokenizer) or len(head) < _SINGLE_PROCESS_BATCHES:
         yield from (_encode(batch, tokenizer) for batch in batches)
         return
     pool = ProcessPoolExecutor(

@@ -1,11 +1,14 @@
-"""Text to token ids and back: characters, bytes, and byte-pair encodings.
+"""Text to token ids and back: characters, bytes, byte-pair encodings, and tokenizers of Hugging Face.
 
 A tokenizer is saved as plain data in token files and checkpoints; `from_dict` rebuilds it without any other
-file. Patterns are saved by name, so no file can contain a regular expression.
+file. Patterns are saved by name, so no file can contain a regular expression, except in a `HuggingFaceTokenizer`.
 """
 
 import base64
-from collections.abc import Iterable, Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +43,11 @@ ENCODINGS = {  # tiktoken encoding -> pattern
     "o200k_base": "o200k",
     "o200k_harmony": "o200k",
 }
+
+# The character that stands for each byte in a byte-level tokenizer.json, as in GPT-2: the same if it is visible.
+_VISIBLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+BYTE_CHARACTERS = dict(zip(_VISIBLE, map(chr, _VISIBLE), strict=True))
+BYTE_CHARACTERS |= {byte: chr(256 + i) for i, byte in enumerate(sorted(set(range(256)) - set(_VISIBLE)))}
 
 
 class Tokenizer:
@@ -218,6 +226,56 @@ class BPETokenizer(Tokenizer):
         )
 
 
+class HuggingFaceTokenizer(Tokenizer):
+    """A tokenizer.json of Hugging Face, run by their package tokenizers: the ids of transformers for the text alone.
+
+    Ids are decoded one by one. So where the file puts a space before a text and its decoder takes it away (Llama 2),
+    the decoded text begins with that space.
+
+    Args:
+        content: the text of tokenizer.json.
+        separator: id of the end of a text; None if there is none.
+
+    Raises:
+        UserError: the text is damaged, or has a decoder other than ByteLevel, ByteFallback and Fuse.
+    """
+
+    name = "huggingface"
+
+    def __init__(self, content: str, separator: int | None = None) -> None:
+        try:
+            from tokenizers import Tokenizer as Backend
+        except ImportError:
+            raise UserError('tokenizer.json needs the package tokenizers; pip install "minigpt[huggingface]"') from None
+        with _one_line_errors("damaged tokenizer.json"):
+            values = json.loads(content)
+            self.json = json.dumps(values, ensure_ascii=False, separators=(",", ":"))
+            self.backend = Backend.from_str(self.json)
+            self.backend.encode_special_tokens = True  # as ordinary text
+            self.backend.no_truncation()
+            self.backend.no_padding()
+            to_bytes = _token_decoder(values["decoder"])
+            vocabulary = self.backend.get_vocab(with_added_tokens=True)
+            self.token_bytes = {i: to_bytes(token) for token, i in vocabulary.items()}
+            for i, added in self.backend.get_added_tokens_decoder().items():
+                self.token_bytes[i] = b"" if added.special else added.content.encode()
+            self.vocab_size = max(self.token_bytes) + 1
+        if self.vocab_size > len(self.token_bytes) + (1 << 16):  # lists of all ids would not fit in memory
+            raise UserError(f"the ids of tokenizer.json must be consecutive, got {self.vocab_size - 1} as the largest")
+        if separator is not None and separator not in self.token_bytes:
+            raise UserError(f"the separator must be an id of tokenizer.json, got {separator!r:.80}")
+        self._dtype = token_dtype(self.vocab_size)
+        self.separator = np.array([] if separator is None else [separator], dtype=self._dtype)
+
+    def encode(self, text: str) -> Ids:
+        with _one_line_errors("tokenizer.json does not encode this text"):
+            encoding = self.backend.encode(whole_characters(text), add_special_tokens=False)
+        return np.array(encoding.ids, dtype=self._dtype)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "json": self.json, "separator": next(iter(self.separator.tolist()), None)}
+
+
 def from_dict(values: Mapping[str, Any]) -> Tokenizer:
     """Rebuild a tokenizer from the result of `to_dict`; raise UserError if it does not describe one."""
     try:
@@ -227,9 +285,11 @@ def from_dict(values: Mapping[str, Any]) -> Tokenizer:
             return ByteTokenizer()
         if values["name"] in (BPETokenizer.trained, *ENCODINGS):
             return BPETokenizer.from_dict(values)
+        if values["name"] == HuggingFaceTokenizer.name:
+            return HuggingFaceTokenizer(values["json"], values["separator"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"damaged description of a tokenizer {values!r:.80} ({error!r:.80})") from error
-    raise UserError(f"unknown tokenizer {values!r:.80}; it must be char, byte, bpe, {', '.join(ENCODINGS)}")
+    raise UserError(f"unknown tokenizer {values!r:.80}; use char, byte, bpe, huggingface, {', '.join(ENCODINGS)}")
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Ids:
@@ -249,3 +309,36 @@ def token_dtype(vocab_size: int) -> str:
 
 def _code_points(text: str) -> np.ndarray[Any, np.dtype[np.uint32]]:
     return np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype="<u4")
+
+
+def _token_decoder(decoder: Mapping[str, Any] | None) -> Callable[[str], bytes]:
+    """Return the function from a token to its bytes that the decoder of a tokenizer.json describes."""
+    parts = decoder.get("decoders", [decoder]) if decoder else []
+    kinds = {part["type"] for part in parts}
+    if kinds == {"ByteLevel"}:
+        byte_of = {character: byte for byte, character in BYTE_CHARACTERS.items()}
+        return lambda token: bytes(map(byte_of.__getitem__, token)) if byte_of.keys() >= set(token) else token.encode()
+    if not kinds <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
+        raise UserError(f"the decoder of tokenizer.json must be ByteLevel, ByteFallback or Fuse, got {kinds!s:.80}")
+    replaced = [(part["pattern"]["String"], part["content"]) for part in parts if part["type"] == "Replace"]
+
+    def to_bytes(token: str) -> bytes:
+        if "ByteFallback" in kinds and (byte := re.fullmatch("<0x([0-9A-Fa-f]{2})>", token)):
+            return bytes.fromhex(byte[1])
+        for old, new in replaced:
+            token = token.replace(old, new)
+        return token.encode()
+
+    return to_bytes
+
+
+@contextmanager
+def _one_line_errors(problem: str) -> Iterator[None]:
+    """Raise UserError for errors and panics of the package tokenizers."""
+    try:
+        yield
+    except BaseException as error:
+        panic = type(error).__name__ == "PanicException"  # of pyo3, which does not export it
+        if isinstance(error, UserError) or not (isinstance(error, Exception) or panic):
+            raise
+        raise UserError(f"{problem} ({error!r:.200})") from error

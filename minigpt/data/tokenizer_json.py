@@ -1,14 +1,110 @@
-"""Stub."""
+"""Tokenizers from and to the `tokenizer.json` of Hugging Face, the format of their package tokenizers.
 
+A folder of transformers has `tokenizer_config.json` beside it, with the class and the end-of-text token.
+"""
+
+import json
 from pathlib import Path
-from minigpt.data.tokenizer import Tokenizer, BPETokenizer
+from typing import Any
+
+import numpy as np
+
+from minigpt.data.tokenizer import (
+    BYTE_CHARACTERS,
+    ENCODINGS,
+    PATTERNS,
+    SEPARATOR,
+    BPETokenizer,
+    CharTokenizer,
+    HuggingFaceTokenizer,
+    Tokenizer,
+)
+from minigpt.utils.errors import UserError
+from minigpt.utils.files import read_json
+
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+
+# PATTERNS for Oniguruma, which the package tokenizers uses: there `$` also matches before a line break, and `{1,3}+`
+# repeats. Its classes and its upper and lower case equal those of tiktoken for every code point.
+_ONIGURUMA = {name: pattern.replace("$", r"\z").replace("{1,3}+", "{1,3}") for name, pattern in PATTERNS.items()}
+_BYTE_LEVEL: dict[str, Any] = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": False,
+    "use_regex": False,
+}
+_SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    from minigpt.data.encodings import load_encoding
+def load_tokenizer(folder: Path) -> HuggingFaceTokenizer:
+    """Load `tokenizer.json` of a folder, with the end-of-text token of the files beside it as the separator.
 
-    return load_encoding("gpt2", Path("data"))
+    Raise UserError if a file is damaged, or of a kind that `HuggingFaceTokenizer` refuses.
+    """
+    file = folder / TOKENIZER
+    if not file.is_file():
+        raise UserError(f"{file} is missing; write it with AutoTokenizer.from_pretrained(…).save_pretrained({folder})")
+    try:
+        tokenizer = HuggingFaceTokenizer(file.read_text(encoding="utf-8"))
+        others = (folder / TOKENIZER_CONFIG, folder / "config.json")
+        config, model = (read_json(other) if other.is_file() else {} for other in others)
+        token, ids = config.get("eos_token") or "", model.get("eos_token_id")
+        end = tokenizer.backend.token_to_id(token["content"] if isinstance(token, dict) else token)
+        if end is None:
+            end = ids[0] if isinstance(ids, list) else ids
+        if end in tokenizer.token_bytes:
+            tokenizer.separator = np.array([end], dtype=tokenizer.separator.dtype)
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"the tokenizer in {folder} is damaged ({error!r:.200})") from error
+    return tokenizer
 
 
-def tokenizer_files(tokenizer):
-    return {}
+def tokenizer_files(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
+    """Return the contents of `tokenizer.json` and `tokenizer_config.json`, by file name.
+
+    `AutoTokenizer` of transformers gives our ids, also for texts that look like special tokens, and our text for ids;
+    a character without an id is an error in both. `eos_token` is the separator, unless that is ordinary text.
+    """
+    end = SEPARATOR if isinstance(tokenizer, BPETokenizer) else None
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        content = json.loads(tokenizer.json)
+        end = tokenizer.backend.id_to_token(tokenizer.separator[0]) if len(tokenizer.separator) else None
+    else:
+        content = _content(tokenizer)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,  # as ordinary text
+        "eos_token": end,
+    }
+    return {TOKENIZER: content, TOKENIZER_CONFIG: config}
+
+
+def _content(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return a byte-pair encoding that merges as tiktoken: neighbors that are a token together, the lowest id first."""
+    pattern, special = "(?m:.)", {}
+    if isinstance(tokenizer, BPETokenizer):
+        pattern, special = _ONIGURUMA[ENCODINGS.get(tokenizer.name, "gpt2")], tokenizer.special
+    ids = {token: i for i, token in tokenizer.token_bytes.items() if token}
+    if isinstance(tokenizer, CharTokenizer):
+        steps, decoder, texts = [], {"type": "Fuse"}, {token: token.decode() for token in ids}
+    else:
+        steps, decoder = [_BYTE_LEVEL], _BYTE_LEVEL
+        texts = {token: token.decode("latin-1").translate(BYTE_CHARACTERS) for token in ids}
+    splits = ((token[:i], token[i:]) for token in ids for i in range(1, len(token)))
+    merges = sorted((ids[a + b], ids[a], ids[b], a, b) for a, b in splits if a in ids and b in ids)
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {
+        "version": "1.0",
+        **dict.fromkeys(("truncation", "padding", "normalizer", "post_processor")),
+        "added_tokens": [{"id": i, "content": token} | _SPECIAL for token, i in special.items()],
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, *steps]},
+        "decoder": decoder,
+        "model": {
+            "type": "BPE",
+            "vocab": {texts[token]: i for token, i in ids.items()} | special,  # all, so that ids may have gaps
+            "merges": [f"{texts[a]} {texts[b]}" for *_, a, b in merges],
+            "ignore_merges": True,  # for a piece that is a token
+            "unk_token": "",  # without an id: a character that has none is an error
+        },
+    }

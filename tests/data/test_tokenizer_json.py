@@ -1,0 +1,513 @@
+"""tokenizer.json, against the packages tokenizers, transformers and tiktoken."""
+
+import json
+import random
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import rustbpe
+import tiktoken
+import tiktoken_ext.openai_public
+import tokenizers
+import torch
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from minigpt.checkpoints.format import MAX_HEADER_BYTES
+from minigpt.checkpoints.models import load_checkpoint, save_checkpoint
+from minigpt.config import GPTConfig
+from minigpt.data.tokenizer import (
+    PATTERNS,
+    SEPARATOR,
+    BPETokenizer,
+    ByteTokenizer,
+    CharTokenizer,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    from_dict,
+)
+from minigpt.data.tokenizer_json import load_tokenizer, tokenizer_files
+from minigpt.model import GPT
+from minigpt.utils.errors import UserError
+
+SPACES = [" ", "  ", "\t", "\n", "\r", "\r\n", *"\v\f\x1c\x85\xa0\u1680\u2003\u2028\u2029\u202f\u3000\u200b\ufeff"]
+WORDS = [
+    *(
+        "the",
+        "cat",
+        "The",
+        "CAT",
+        "tHe",
+        "HelloWorld",
+        "İstanbul",
+        "straße",
+        "ﬁn",
+        "Ǆ",
+        "ǅ",
+        "ʰa",
+        "ªº",
+        "naïve",
+        "漢字",
+    ),
+    *("日本語", "한국어", "العربية", "हिन्दी", "ไทย", "Ελληνικά", "русский", "ᏣᎳᎩ", "𝔘𝔫𝔦", "①", "Ⅳ", "²", "½", "٣٤"),
+    *("def f(x):\n\treturn x**2\n", "//", "a_b.c->d[0]['k'] != null;\r\n", "https://x.org/?b=c#d"),
+]
+ENDINGS = [*"sSſtTmMdDKK", "re", "RE", "rE", "ve", "VE", "ll", "LL", "lL"]
+SPECIAL = [SEPARATOR, "<|endofprompt|>", "<|fim_prefix|>", "<|", "|>", "<s>", "</s>", "<0x0A>", "<unk>", "<think>"]
+EMOJI = ["👩‍👩‍👧‍👦", "🏳️‍🌈", "👍🏽", "🇩🇪", "😀", "❤️", "\u200d", "\ufe0f", "e\u0301\u0327", "\u0301"]
+NAMES = ["char", "byte", "bpe", "gpt2", "cl100k_base", "o200k_base"]
+
+
+def random_character(rng: random.Random) -> str:
+    first, last = rng.choice(
+        [
+            (32, 127),
+            (128, 0x250),
+            (0x300, 0x370),
+            (0x900, 0x980),
+            (0x250, 0xD800),
+            (0xE000, 0x10000),
+            (0x10000, 0x110000),
+        ]
+    )
+    return chr(rng.randrange(first, last))
+
+
+def random_text(rng: random.Random) -> str:
+    parts = []
+    for _ in range(rng.randrange(1, 9)):
+        match rng.randrange(7):
+            case 0:
+                part = "".join(random_character(rng) for _ in range(rng.randrange(1, 12)))
+            case 1:
+                part = "".join(rng.choices("0123456789٣", k=rng.choice([1, 2, 3, 4, 7, 30])))
+            case 2:
+                part = "".join(rng.choices(SPACES, k=rng.randrange(1, 6)))
+            case 3:
+                part = rng.choice(["", " "]) + rng.choice(WORDS) + rng.choice("''’") + rng.choice(ENDINGS)
+            case 4:
+                part = rng.choice(SPECIAL + EMOJI)
+            case 5:
+                unit = rng.choice([random_character(rng), *" \n=-_a.A1漢é*/", "ab", "xyx", "aab", " \n", *WORDS[:4]])
+                part = unit * rng.randrange(1, rng.choice([4, 12, 300]))
+            case _:
+                part = rng.choice(["", " "]) + rng.choice(WORDS)
+        parts.append(part)
+    return "".join(parts)
+
+
+@cache
+def corpus() -> list[str]:
+    rng = random.Random(0)
+    code = [file.read_text(encoding="utf-8") for file in sorted(Path(__file__).parents[2].glob("minigpt/*.py"))]
+    return code + [random_text(rng) for _ in range(2000)]
+
+
+def tokens_of(pattern: str) -> list[bytes]:
+    """Train a byte-pair encoding with a pattern."""
+    trainer = rustbpe.Tokenizer()
+    trainer.train_from_iterator(iter(corpus()), vocab_size=3000, pattern=pattern)
+    return [bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])]
+
+
+def tokenizer_of(name: str, texts: list[str]) -> tuple[Tokenizer, tiktoken.Encoding | None]:
+    """Return a tokenizer, and the encoding of tiktoken if it is one."""
+    return (CharTokenizer.of("".join(texts)), None) if name == "char" else encoding_of(name)
+
+
+@cache
+def encoding_of(name: str) -> tuple[Tokenizer, tiktoken.Encoding | None]:
+    """cl100k_base and o200k_base have their patterns and special tokens, but few other tokens."""
+    if name == "gpt2":
+        try:
+            return BPETokenizer.from_tiktoken(name), tiktoken.get_encoding(name)
+        except OSError:
+            pytest.skip("gpt2 is not in the cache of tiktoken")
+    if name in ("cl100k_base", "o200k_base"):
+        tokens = tokens_of(PATTERNS[name.removesuffix("_base")])
+        with pytest.MonkeyPatch.context() as patch:
+            ranks = {token: rank for rank, token in enumerate(tokens)}
+            patch.setattr(tiktoken_ext.openai_public, "load_tiktoken_bpe", lambda *_, **__: ranks)
+            definition = getattr(tiktoken_ext.openai_public, name)()
+        special = definition["special_tokens"]
+        definition["special_tokens"] = {token: i - min(special.values()) + 3005 for token, i in special.items()}
+        return BPETokenizer(name, tokens, definition["special_tokens"]), tiktoken.Encoding(**definition)
+    return {"byte": ByteTokenizer, "bpe": lambda: BPETokenizer.train(corpus(), 3000)}[name](), None
+
+
+def theirs(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
+    loaded = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_files(tokenizer)["tokenizer.json"]))
+    loaded.encode_special_tokens = True
+    return loaded
+
+
+def save(tokenizer: Tokenizer, folder: Path, **config: Any) -> Path:
+    for name, content in tokenizer_files(tokenizer).items():
+        (folder / name).write_text(json.dumps(content), encoding="utf-8")
+    if config:
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+# Out
+
+
+@pytest.mark.parametrize("count", [2000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", NAMES)
+def test_ids_and_texts_of_a_written_tokenizer_equal_ours(name: str, count: int) -> None:
+    rng = random.Random(count)
+    texts = [random_text(rng) for _ in range(count)]
+    ours, encoding = tokenizer_of(name, texts)
+    written = theirs(ours)
+    assert written.get_vocab_size() == len(ours.token_bytes)
+    for text in texts:
+        ids = ours.encode(text).tolist()
+        assert written.encode(text).ids == ids
+        if encoding:
+            assert encoding.encode_ordinary(text) == ids
+        drawn = rng.choices(ids, k=5)  # not always UTF-8
+        assert written.decode(drawn) == ours.decode(drawn)
+        assert written.decode(ids) == text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "cl100k_base", "o200k_base"])
+def test_every_character_is_split_as_by_tiktoken(name: str) -> None:
+    ours, encoding = encoding_of(name)
+    assert encoding is not None
+    written = theirs(ours)
+    for first in range(0, 0x110000, 0x1000):
+        characters = [chr(i) for i in range(first, first + 0x1000) if not 0xD800 <= i < 0xE000]
+        text = "".join(f"x{c}A{c}1{c}{c} {c}\n{c}'{c}S'{c}.{c}\u0301" for c in characters)
+        assert written.encode(text).ids == encoding.encode_ordinary(text)
+
+
+def test_ids_of_a_written_tokenizer_keep_gaps_and_special_tokens() -> None:
+    tokenizer, _ = encoding_of("o200k_base")
+    written = theirs(tokenizer)
+    assert written.token_to_id(SEPARATOR) == tokenizer.separator[0] == 3005
+    assert written.token_to_id("<|endofprompt|>") == tokenizer.vocab_size - 1 == 3024
+    assert written.id_to_token(3004) is None
+    assert written.decode([3005, 97]) == tokenizer.decode([3005, 97])
+    assert written.encode(SEPARATOR).ids == tokenizer.encode(SEPARATOR).tolist()
+
+
+def test_a_character_without_an_id_is_an_error_in_both() -> None:
+    tokenizer = CharTokenizer("abc")
+    with pytest.raises(Exception, match="Unk token"):
+        theirs(tokenizer).encode("axb")
+    with pytest.raises(UserError, match="'x'"):
+        tokenizer.encode("axb")
+
+
+@pytest.mark.parametrize("model_type", [None, "gpt2", "llama"])
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers_loads_a_written_tokenizer(tmp_path: Path, name: str, model_type: str | None) -> None:
+    texts = ["", *corpus()[-50:], " a , b . it 's\n", "".join(SPECIAL)]
+    ours, _ = tokenizer_of(name, texts)
+    loaded = AutoTokenizer.from_pretrained(save(ours, tmp_path, **({"model_type": model_type} if model_type else {})))
+    assert loaded.is_fast
+    assert loaded.eos_token == (SEPARATOR if isinstance(ours, BPETokenizer) else None)
+    for text in texts:
+        ids = ours.encode(text).tolist()
+        assert loaded(text)["input_ids"] == ids
+        assert loaded.decode(ids) == ours.decode(ids) == text
+        assert loaded.decode([*ids, *ours.separator.tolist()], skip_special_tokens=True) == ours.decode(
+            [*ids, *ours.separator.tolist()]
+        )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_written_tokenizer_is_read_with_equal_ids(tmp_path: Path, name: str) -> None:
+    ours, _ = tokenizer_of(name, corpus()[-200:])
+    again = load_tokenizer(save(ours, tmp_path))
+    assert again.vocab_size == ours.vocab_size
+    assert again.token_bytes == dict(ours.token_bytes)
+    assert again.separator.tolist() == (ours.separator.tolist() if isinstance(ours, BPETokenizer) else [])
+    for text in corpus()[-200:]:
+        assert again.encode(text).tolist() == ours.encode(text).tolist()
+
+
+# In
+
+
+def train(tokenizer: tokenizers.Tokenizer, special: list[str], alphabet: list[str] | None = None) -> dict[str, Any]:
+    trainer = trainers.BpeTrainer(
+        vocab_size=1500, special_tokens=special, initial_alphabet=alphabet or [], show_progress=False
+    )
+    tokenizer.train_from_iterator(corpus(), trainer)
+    return json.loads(tokenizer.to_str())
+
+
+def byte_level(pattern: str | None = None, normalizer: Any = None) -> dict[str, Any]:
+    """Return a tokenizer.json of GPT-2's shape, or with another pattern."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    if normalizer:
+        tokenizer.normalizer = normalizer
+    split = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pattern)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, level])
+    tokenizer.decoder = decoders.ByteLevel()
+    return train(tokenizer, [SEPARATOR], pre_tokenizers.ByteLevel.alphabet())
+
+
+def add(content: dict[str, Any], *tokens: AddedToken) -> dict[str, Any]:
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+    tokenizer.add_tokens(list(tokens))
+    return json.loads(tokenizer.to_str())
+
+
+def qwen() -> dict[str, Any]:
+    pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+"
+    added = [AddedToken("<|im_start|>", special=True), AddedToken("<think>", normalized=False), AddedToken("   ")]
+    return add(byte_level(pattern, normalizers.NFC()), *added)
+
+
+def llama3() -> dict[str, Any]:
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    begin = "<|begin_of_text|>"
+    content = add(byte_level(pattern), AddedToken(begin, special=True))
+    content["model"]["ignore_merges"] = True
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+    template = processors.TemplateProcessing(f"{begin} $A", special_tokens=[(begin, tokenizer.token_to_id(begin))])
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=9)
+    return json.loads(tokenizer.to_str())
+
+
+def sentencepiece(prefix: bool) -> dict[str, Any]:
+    """Return a tokenizer.json of the shape of Llama 2 (with a space before the text) or Gemma."""
+    tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    spaces = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces] if prefix else [spaces])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    special = ["<unk>", "<s>", "</s>"]
+    content = train(tokenizer, special + [f"<0x{byte:02X}>" for byte in range(256)], list(map(chr, range(32, 127))))
+    content["added_tokens"] = content["added_tokens"][: len(special)]
+    return content
+
+
+CONTENTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "gpt2": byte_level,
+    "qwen": qwen,
+    "llama3": llama3,
+    "llama2": lambda: sentencepiece(True),
+    "gemma": lambda: sentencepiece(False),
+}
+
+
+@cache
+def content_of(name: str) -> str:
+    return json.dumps(CONTENTS[name](), indent=2)
+
+
+def write_folder(folder: Path, content: str, config: Any = None, model: Any = None) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(content, encoding="utf-8")
+    for file, values in (("tokenizer_config.json", config), ("config.json", model)):
+        if values is not None:
+            (folder / file).write_text(json.dumps(values), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_ids_and_texts_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
+    folder, rng = write_folder(tmp_path / name, content_of(name)), random.Random(1)
+    ours = load_tokenizer(folder)
+    reference = PreTrainedTokenizerFast.from_pretrained(folder, split_special_tokens=True)
+    assert ours.vocab_size == max(tokenizers.Tokenizer.from_str(content_of(name)).get_vocab().values()) + 1
+    for text in ["", " ", "a", "\n", *(random_text(rng) for _ in range(500))]:
+        ids = reference(text, add_special_tokens=False, truncation=False, padding=False)["input_ids"]
+        assert ours.encode(text).tolist() == ids
+        decoded = ours.decode(ids)
+        assert decoded.removeprefix(" " if name == "llama2" else "") == reference.decode(ids, skip_special_tokens=True)
+        if name not in ("qwen", "llama2"):  # which normalize, and start with a space
+            assert decoded == text
+        drawn = rng.choices(range(ours.vocab_size), k=rng.randrange(1, 9))
+        if name in ("gpt2", "qwen", "llama3"):
+            assert ours.decode(drawn) == reference.decode(drawn, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_a_tokenizer_that_was_read_is_written_as_it_was(tmp_path: Path, name: str) -> None:
+    tokenizer = load_tokenizer(write_folder(tmp_path, content_of(name), {"eos_token": {"content": SEPARATOR}}))
+    files = tokenizer_files(tokenizer)
+    assert files["tokenizer.json"] == json.loads(content_of(name))
+    assert files["tokenizer_config.json"]["eos_token"] == (SEPARATOR if name in ("gpt2", "qwen", "llama3") else None)
+    again = load_tokenizer(save(tokenizer, tmp_path))
+    assert again.to_dict() == tokenizer.to_dict()
+    assert from_dict(json.loads(json.dumps(tokenizer.to_dict()))).to_dict() == tokenizer.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "token"),
+    [
+        ({"eos_token": "<think>"}, {"eos_token_id": 97}, "<think>"),
+        ({"eos_token": {"content": "<|im_start|>"}}, None, "<|im_start|>"),
+        ({"eos_token": "<|no such token|>"}, {"eos_token_id": [0, 97]}, SEPARATOR),
+        ({"eos_token": None}, {"eos_token_id": 0}, SEPARATOR),
+        ({}, None, None),
+        (None, {"eos_token_id": 10**9}, None),
+        (None, {"eos_token_id": None}, None),
+        (None, None, None),
+    ],
+)
+def test_the_separator_is_the_end_of_text(tmp_path: Path, config: Any, model: Any, token: str | None) -> None:
+    tokenizer = load_tokenizer(write_folder(tmp_path, content_of("qwen"), config, model))
+    id_ = tokenizers.Tokenizer.from_str(content_of("qwen")).token_to_id(token) if token else None
+    assert tokenizer.separator.tolist() == ([] if id_ is None else [id_])
+    assert tokenizer.separator.dtype == tokenizer.encode("a").dtype == np.uint16
+    assert tokenizer.start.tolist() == [id_ or 0]
+
+
+def test_special_tokens_have_no_bytes_and_added_tokens_have_theirs() -> None:
+    tokenizer = HuggingFaceTokenizer(content_of("qwen"))
+    ids = tokenizers.Tokenizer.from_str(content_of("qwen")).get_vocab()
+    bytes_of = {
+        token: tokenizer.token_bytes[ids[token]] for token in (SEPARATOR, "<|im_start|>", "<think>", "   ", "Ġ")
+    }
+    assert bytes_of == {SEPARATOR: b"", "<|im_start|>": b"", "<think>": b"<think>", "   ": b"   ", "Ġ": b" "}
+    assert tokenizer.byte_lengths().sum() == sum(map(len, tokenizer.token_bytes.values()))
+    assert tokenizer.encode("<think>").tolist() == [ids["<think>"]]
+
+
+def test_more_than_65536_ids_take_32_bits() -> None:
+    content = json.loads(content_of("gpt2"))
+    content["model"]["vocab"] |= {f"unused{i}": 1500 + i for i in range(65_000)}
+    assert HuggingFaceTokenizer(json.dumps(content)).encode("a").dtype == np.uint32
+
+
+def test_a_checkpoint_has_the_tokenizer(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_folder(tmp_path, content_of("llama3"), {"eos_token": SEPARATOR}))
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=tokenizer.vocab_size, block_size=8, n_layer=1, n_head=1, n_embd=8))
+    save_checkpoint(model, tokenizer, tmp_path / "a.safetensors")
+    _, again = load_checkpoint(tmp_path / "a.safetensors")
+    assert again.to_dict() == tokenizer.to_dict()
+    assert all(again.encode(text).tolist() == tokenizer.encode(text).tolist() for text in corpus()[-100:])
+    assert again.token_bytes == tokenizer.token_bytes
+
+
+def test_a_checkpoint_holds_a_tokenizer_of_150000_ids(tmp_path: Path) -> None:
+    """As many as Qwen's has."""
+    content, halves = json.loads(content_of("qwen")), [f"Ġä¸{i:06}" for i in range(75_000)]
+    content["model"]["vocab"] |= {token: 2000 + i for i, token in enumerate(halves + [f"{half}a" for half in halves])}
+    content["model"]["merges"] += [[half, "a"] for half in halves]
+    tokenizer = HuggingFaceTokenizer(json.dumps(content))
+    model = GPT(GPTConfig(vocab_size=tokenizer.vocab_size, block_size=8, n_layer=1, n_head=1, n_embd=1))
+    save_checkpoint(model, tokenizer, tmp_path / "a.safetensors")
+    with open(tmp_path / "a.safetensors", "rb") as file:
+        assert 1 << 23 < int.from_bytes(file.read(8), "little") < MAX_HEADER_BYTES / 2
+    assert load_checkpoint(tmp_path / "a.safetensors")[1].to_dict() == tokenizer.to_dict()
+
+
+# Damaged and hostile files
+
+BAD_CHARMAP = {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8AAAAA"}
+EXPONENTIAL = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}
+DAMAGED: dict[str, dict[str, Any]] = {
+    "no model": {"model": None},
+    "no decoder key": {"decoder": ...},
+    "WordPiece": {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}},
+    "a list of decoders": {"decoder": {"type": "Sequence", "decoders": [[]]}},
+    "a regular expression in the decoder": {
+        "decoder": {"type": "Replace", "pattern": {"Regex": "(a|aa)+$"}, "content": "x"},
+    },
+    "an unclosed regular expression": {"pre_tokenizer": EXPONENTIAL | {"pattern": {"Regex": "("}}},
+    "a regular expression of exponential time": {"pre_tokenizer": EXPONENTIAL},
+    "an empty replaced text": {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "b"}},
+    "no charmap": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}},
+    "a damaged charmap": {"normalizer": BAD_CHARMAP},
+    "pieces of length 0": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+    "an empty vocabulary": {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []},
+    "a negative id": {"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}},
+    "an id of 2^32": {"model": {"type": "BPE", "vocab": {"a": 1 << 32}, "merges": []}},
+    "an id of 2^32 - 1": {"model": {"type": "BPE", "vocab": {"a": (1 << 32) - 1}, "merges": []}},
+    "merges of other tokens": {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["x y"]}},
+    "a long prefix": {
+        "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"], "continuing_subword_prefix": "ééé"},
+    },
+    "a model without the unknown token": {"model": {"type": "WordLevel", "vocab": {"x": 0}, "unk_token": "[UNK]"}},
+    "another version": {"version": "9"},
+    "a hundred nested normalizers": {"normalizer": ...},
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_a_damaged_tokenizer_is_one_line(case: str) -> None:
+    content = json.loads(content_of("gpt2")) | DAMAGED[case]
+    content = {key: value for key, value in content.items() if value is not ...}
+    if "nested" in case:
+        content["normalizer"] = {"type": "NFC"}
+        for _ in range(100):
+            content["normalizer"] = {"type": "Sequence", "normalizers": [content["normalizer"]]}
+    with pytest.raises(UserError, match=r"tokenizer\.json") as error:
+        HuggingFaceTokenizer(json.dumps(content)).encode("a" * 60 + "b")
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "1", '"a"', "[" * 100_000, "{}", '{"decoder": null}', "\udcff"]
+)
+def test_a_text_that_is_no_tokenizer_is_one_line(tmp_path: Path, text: str) -> None:
+    with pytest.raises(UserError, match="damaged") as error:
+        from_dict({"name": "huggingface", "json": text, "separator": None})
+    assert "\n" not in str(error.value)
+    (tmp_path / "tokenizer.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(UserError, match="damaged"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"json": None, "separator": None}, {"json": ["a"], "separator": None}, {"json": {}, "separator": 0}]
+    + [{"json": ..., "separator": value} for value in (-1, 10**6, 1 << 70, "0", [0], {}, 0.5)],
+    ids=repr,
+)
+def test_damaged_values_of_a_checkpoint_are_refused(values: dict[str, Any]) -> None:
+    values = {key: content_of("gpt2") if value is ... else value for key, value in values.items()}
+    with pytest.raises(UserError):
+        from_dict({"name": "huggingface", **values})
+
+
+def test_a_folder_without_tokenizer_json_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"tokenizer\.json is missing; write it with .*save_pretrained"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("config", [[], None, "x", {"eos_token": 1}, {"eos_token": []}, {"eos_token": {"id": 0}}])
+def test_a_damaged_tokenizer_config_is_one_line(tmp_path: Path, config: Any) -> None:
+    folder = write_folder(tmp_path, content_of("gpt2"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    if config == {"eos_token": []}:
+        assert load_tokenizer(folder).separator.tolist() == []
+        return
+    with pytest.raises(UserError, match="is damaged"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("model", [[], {"eos_token_id": {}}, {"eos_token_id": []}, {"eos_token_id": [[]]}])
+def test_a_damaged_end_of_text_id_is_one_line(tmp_path: Path, model: Any) -> None:
+    with pytest.raises(UserError, match="is damaged"):
+        load_tokenizer(write_folder(tmp_path, content_of("gpt2"), None, model))
+
+
+def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = content_of("gpt2")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match=r"needs the package tokenizers; pip install .minigpt\[huggingface\]"):
+        HuggingFaceTokenizer(content)
