@@ -1,30 +1,13 @@
-"""The command `minigpt`: `minigpt sweep-report FOLDER` runs `scripts/sweep_report.py FOLDER`."""
+"""The command `minigpt` and `python -m minigpt`: see `scripts/__main__.py`, which a wheel has too."""
 
-import ast
 import runpy
-import sys
 
-from minigpt.utils.cli import cli_entrypoint
-from minigpt.utils.errors import UserError
 from minigpt.utils.scripts import ROOT
-from minigpt.utils.terminal import did_you_mean
 
 
-@cli_entrypoint
 def main() -> None:
-    """Run the script that the first argument names; without one, list the scripts."""
-    scripts = {file.stem.replace("_", "-"): file for file in sorted((ROOT / "scripts").glob("*.py"))}
-    if sys.argv[1:] in ([], ["-h"], ["--help"]):
-        print("usage: minigpt COMMAND [ARGUMENT] ...   (minigpt COMMAND --help lists the arguments)\n")
-        for name, file in scripts.items():
-            summary = (ast.get_docstring(ast.parse(file.read_bytes())) or "").partition("\n")[0].partition(":")[0]
-            print(f"  {name:14}{summary}")
-        return
-    name = sys.argv.pop(1)
-    if name not in scripts:
-        close, known = did_you_mean(name, scripts), ", ".join(scripts)
-        raise UserError(f"minigpt {name} does not exist{close}; the commands are {known}")
-    runpy.run_path(str(scripts[name]), run_name="__main__")
+    """Run a script by its name."""
+    runpy.run_path(str(ROOT / "scripts" / "__main__.py"), run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write, read_json, write_json
 from minigpt.utils.ranks import is_rank_zero
-from minigpt.utils.scripts import INSTALLED, ROOT
+from minigpt.utils.scripts import INSTALLED, ROOT, usage
 from minigpt.utils.terminal import escape_control_chars, sanitize_line, warn
 
 METRICS, CURVES, SAMPLES, SUMMARY, LOG = "metrics.csv", "curves.png", "samples.txt", "summary.json", "log.txt"
@@ -219,5 +219,5 @@ def command(script: str, *arguments: str) -> str:
     words = [str(short_path(sys.executable)), str(short_path(ROOT / "scripts" / f"{script}.py"))]
     if INSTALLED:
         on_path = Path(shutil.which("minigpt") or "").parent == Path(sysconfig.get_path("scripts"))
-        words = [*(["minigpt"] if on_path else [words[0], "-m", "minigpt"]), script.replace("_", "-")]
+        words = [*([] if on_path else [words[0], "-m"]), *usage(script).split()]
     return shlex.join([*words, *arguments])
