@@ -25,7 +25,7 @@ TWO = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
 
 
 def pip(*arguments: object, python: object = sys.executable) -> None:
-    command = [sys.executable, "-m", "pip", "--python", python, *arguments]
+    command = [sys.executable, "-m", "pip", "--no-cache-dir", "--python", python, *arguments]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
