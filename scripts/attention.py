@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from minigpt.utils.cli import cli_entrypoint
+from minigpt.utils.scripts import usage
 from minigpt.utils.terminal import sanitize_line
 
 # Idle threads sleep, not spin: 3.6 times as fast beside a busy process on 2 cores. To be set before torch is imported.
@@ -14,7 +15,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog=usage("attention"), description=__doc__)
     parser.add_argument("run", nargs="?", help="run folder or checkpoint (default: the newest run)")
     parser.add_argument("--prompt", help="text of at least two tokens")
     parser.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file, or from stdin (-)")

@@ -8,14 +8,16 @@ import os
 import sys
 
 import hydra
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from minigpt.runs.config_checks import check_run
 from minigpt.runs.processes import complete_overrides
 from minigpt.utils.cli import cli_entrypoint
+from minigpt.utils.scripts import usage
 from minigpt.utils.terminal import sanitize_line
 
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors; `cli_entrypoint` prints them
+OmegaConf.register_new_resolver("usage", usage, replace=True)  # for --help: configs/hydra/help/
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="prepare")

@@ -6,12 +6,13 @@ import sys
 from minigpt.generation_settings import check_settings
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.errors import UserError
+from minigpt.utils.scripts import usage
 from minigpt.utils.terminal import sanitize_line
 
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog=usage("sample"), description=__doc__)
     add = parser.add_argument
     add("run", nargs="?", help="run folder, checkpoint, or folder or id of Hugging Face (default: the newest run)")
     add("--prompt", help="text to continue (default: the separator of documents, or a line break)")

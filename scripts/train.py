@@ -15,20 +15,21 @@ if __name__ == "__main__":  # a signal during the imports below ends the process
     exit_on_requeue_signal()
 
 import re
-import shlex
 from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from minigpt.runs.processes import quote_override, shared_arguments
-from minigpt.runs.run_dir import short_path
+from minigpt.runs.run_dir import command, short_path
 from minigpt.runs.train import train_in
 from minigpt.utils.cli import cli_entrypoint
+from minigpt.utils.scripts import usage
 
 os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
+OmegaConf.register_new_resolver("usage", usage, replace=True)  # for --help: configs/hydra/help/
 
 
 @hydra.main(version_base="1.3", config_path="../configs", config_name="train")
@@ -45,8 +46,7 @@ def resume_command(folder: Path) -> str:
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith(("resume=", "hydra.run.dir="))]
     path = str(short_path(folder))
     path = path if re.fullmatch(r"[\w./-]+", path) else quote_override(path)
-    python = str(short_path(sys.executable))
-    return shlex.join([python, sys.argv[0], *arguments, f"hydra.run.dir={path}", "resume=auto"])
+    return command("train", *arguments, f"hydra.run.dir={path}", "resume=auto")
 
 
 @cli_entrypoint

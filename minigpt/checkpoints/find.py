@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from minigpt.utils.errors import UserError
+from minigpt.utils.scripts import usage
 
 BEST = "checkpoints/best.safetensors"
 LAST = "checkpoints/last.safetensors"
@@ -20,7 +21,7 @@ def find_checkpoint(path: str | Path | None, *, runs: Path = Path("runs"), last:
     if path is None:
         files = sorted(runs.glob(f"*/{BEST}"), key=lambda file: file.stat().st_mtime)
         if not files:
-            raise UserError(f"no run with a checkpoint in {runs}/; train one with python scripts/train.py")
+            raise UserError(f"no run with a checkpoint in {runs}/; train one with {usage('train')}")
         return files[-1]
     path = Path(path)
     if path.is_file():

@@ -83,7 +83,7 @@ def read_run(path: Path) -> dict[str, Any]:
     """Read a checkpoint; raise UserError if it holds a model alone."""
     content = read(path)
     if "config" not in content[MINIGPT]:
-        raise UserError(f"{path} holds a model without its run; use a checkpoint of scripts/train.py")
+        raise UserError(f"{path} holds a model without its run; use a checkpoint of a training run")
     return content
 
 

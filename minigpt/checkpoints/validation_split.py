@@ -16,6 +16,7 @@ from minigpt.data.batches import ValidationBatches
 from minigpt.data.tokenizer import from_dict
 from minigpt.model import GPT
 from minigpt.utils.errors import UserError
+from minigpt.utils.scripts import usage
 
 TOKENS_PER_BATCH = 4096
 
@@ -61,5 +62,5 @@ def _find_corpus(run: Mapping[str, Any], data: Mapping[str, Any]) -> token_files
                 return corpus
     raise UserError(
         f"the token files of the run are not in {folder}; start from the folder that training was started in, or "
-        "prepare them with python scripts/prepare.py and the run's data= and tokenizer="
+        f"prepare them with {usage('prepare')} and the run's data= and tokenizer="
     )

@@ -19,6 +19,7 @@ from typing import IO, Any, NamedTuple
 
 from minigpt.data.tokenizer import whole_characters
 from minigpt.utils.errors import UserError
+from minigpt.utils.scripts import PIP_INSTALL
 
 TEXT_SUFFIXES, ROW_SUFFIXES, COMPRESSED_SUFFIXES = (".txt", ".md"), (".jsonl", ".parquet"), (".gz", ".zst")
 _ARROW_TEXT_TYPES = ("string", "large_string", "string_view", "dictionary<values=string, indices=int32, ordered=0>")
@@ -205,4 +206,4 @@ def import_extra(module: str) -> Any:
         return import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise UserError(f'this data needs the package {package}; install it with pip install -e ".[data]"') from error
+        raise UserError(f"this data needs the package {package}: {PIP_INSTALL.format('data')}") from error

@@ -7,9 +7,11 @@ from operator import eq
 from typing import TYPE_CHECKING, Any
 
 from minigpt.config import GPTConfig
+from minigpt.runs.run_dir import short_path
 from minigpt.utils import checks
 from minigpt.utils.checks import integer, one_of, or_null
 from minigpt.utils.errors import UserError, require
+from minigpt.utils.scripts import ROOT
 
 if TYPE_CHECKING:
     from minigpt.checkpoints.pretrained import Pretrained
@@ -65,7 +67,8 @@ def check_run(cfg: Mapping[str, Any]) -> None:
         UserError: a value is invalid; the message names the first.
     """
     if "sweep" in cfg:  # the other files of this group set values elsewhere
-        raise UserError("configs/sweep/wandb.yaml is for W&B's own agent: wandb sweep configs/sweep/wandb.yaml")
+        file = short_path(ROOT / "configs/sweep/wandb.yaml")
+        raise UserError(f"{file} is for W&B's own agent: wandb sweep {file}")
     for option in cfg.get("trainer", {}):
         if option not in TRAINER_OPTIONS:
             advice = "the length of a run is max_steps, of a validation eval_batches"

@@ -3,8 +3,10 @@
 import csv
 import os
 import re
+import shlex
 import shutil
 import sys
+import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +17,7 @@ from filelock import FileLock, Timeout
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write, read_json, write_json
 from minigpt.utils.ranks import is_rank_zero
+from minigpt.utils.scripts import INSTALLED, ROOT, usage
 from minigpt.utils.terminal import escape_control_chars, sanitize_line, warn
 
 METRICS, CURVES, SAMPLES, SUMMARY, LOG = "metrics.csv", "curves.png", "samples.txt", "summary.json", "log.txt"
@@ -187,7 +190,7 @@ def completed_summary(folder: Path, step: int, max_steps: int) -> dict[str, Any]
     return summary if done and summary.get("status") == "completed" else None
 
 
-def print_results(folder: Path, sample: str, summary: Mapping[str, Any], *, sample_script: Path) -> None:
+def print_results(folder: Path, sample: str, summary: Mapping[str, Any]) -> None:
     """Print the sample, the best loss, and the paths of the results."""
     sample = escape_control_chars(sample) if sys.stdout.isatty() else sample
     print(f"{sample.strip()}\n")
@@ -197,15 +200,24 @@ def print_results(folder: Path, sample: str, summary: Mapping[str, Any], *, samp
         part = "" if summary["eval_batches"] is None else f", on {summary['eval_batches']} batches of the split"
         print(f"validation loss  {summary['best_val_loss']:.4f} at step {summary['best_step']}{part}")
     print(f"time             {summary['wall_seconds']:,.1f} s, training {summary['seconds']:,.1f} s")
-    run, python, script = (sanitize_line(str(short_path(path))) for path in (folder, sys.executable, sample_script))
+    run = sanitize_line(str(short_path(folder)))
     print(f"run folder       {run}")
     print(f"curves           {run}/{CURVES}")
     if summary["checkpoint"]:  # callbacks.checkpoint=null saves none
         print(f"best checkpoint  {run}/{summary['checkpoint']}")
-        print(f"sample again     {python} {script} {run} --seed 1")
+        print(f"sample again     {sanitize_line(command('sample', str(short_path(folder)), '--seed', '1'))}")
 
 
 def short_path(path: str | Path) -> Path:
     """Return a path relative to the working directory if it lies below it."""
     path = Path(path)
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def command(script: str, *arguments: str) -> str:
+    """Return the command line that runs a script of this installation, to be copied into a shell."""
+    words = [str(short_path(sys.executable)), str(short_path(ROOT / "scripts" / f"{script}.py"))]
+    if INSTALLED:
+        on_path = Path(shutil.which("minigpt") or "").parent == Path(sysconfig.get_path("scripts"))
+        words = [*([] if on_path else [words[0], "-m"]), *usage(script).split()]
+    return shlex.join([*words, *arguments])

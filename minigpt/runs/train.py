@@ -20,10 +20,9 @@ from minigpt.runs.processes import complete_overrides
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import UserError
 from minigpt.utils.ranks import is_rank_zero
+from minigpt.utils.scripts import ROOT
 from minigpt.utils.signals import Interrupted, raise_on_signal
 from minigpt.utils.terminal import sanitize_line
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -151,7 +150,7 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
             for wandb in wandb_loggers(trainer):
                 wandb.finish(summary)
     if trainer.is_global_zero:
-        run_dir.print_results(folder, sample, summary, sample_script=ROOT / "scripts/sample.py")
+        run_dir.print_results(folder, sample, summary)
     return summary["best_val_loss"]
 
 

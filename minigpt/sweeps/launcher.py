@@ -31,6 +31,7 @@ from minigpt.sweeps.job import Job, init_worker
 from minigpt.utils.checks import POSITIVE_INT, or_null
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import RunError, UserError, require
+from minigpt.utils.scripts import PIP_INSTALL
 from minigpt.utils.signals import Interrupted
 
 POLL_SECONDS = 0.05
@@ -167,7 +168,7 @@ class Submitit(Launcher):
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
         self.slurm, name = self.cluster == "slurm", f"hydra/launcher=submitit_{self.cluster}"
         if importlib.util.find_spec("submitit") is None:
-            raise UserError(f'{name} needs: pip install -e ".[submitit]" -c constraints.txt')
+            raise UserError(f"{name} needs: {PIP_INSTALL.format('submitit')}")
         if self.slurm:  # its jobs are one process each
             require("trainer.devices", config.trainer.devices, lambda devices: devices == 1, f"1 with {name}")
 

@@ -10,6 +10,7 @@ from minigpt.sweeps.results import BITS, COMPLETED, SKIPPED, Point, refresh
 from minigpt.sweeps.sweeper import Sweeper
 from minigpt.utils.checks import POSITIVE_INT
 from minigpt.utils.errors import UserError, require
+from minigpt.utils.scripts import PIP_INSTALL
 from minigpt.utils.terminal import warn
 
 MAX_TRIES_PER_TRIAL = 20  # including points that are impossible or the same as another
@@ -34,7 +35,7 @@ class Search(Sweeper):
 
     def batches(self) -> Iterator[Sequence[Point]]:
         if importlib.util.find_spec("optuna") is None:
-            raise UserError('hydra/sweeper=optuna needs: pip install -e ".[optuna]" -c constraints.txt')
+            raise UserError(f"hydra/sweeper=optuna needs: {PIP_INSTALL.format('optuna')}")
         import optuna
         from optuna.trial import TrialState
 

@@ -2,12 +2,10 @@
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+from minigpt.utils.scripts import ROOT
 from minigpt.utils.terminal import did_you_mean
-
-_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 def explain_hydra(error: BaseException) -> tuple[str, int]:
@@ -37,9 +35,9 @@ def _settings() -> dict[str, list[str]]:
     """Return the dotted settings of each file in `configs/`, by GROUP=CHOICE."""
     import yaml  # a dependency of Hydra
 
-    found = {}
-    for file in sorted(_CONFIGS.rglob("*.yaml")):
-        group, text = file.parent.relative_to(_CONFIGS).as_posix(), file.read_text(encoding="utf-8")
+    found, configs = {}, ROOT / "configs"
+    for file in sorted(configs.rglob("*.yaml")):
+        group, text = file.parent.relative_to(configs).as_posix(), file.read_text(encoding="utf-8")
         inside = group in (".", "hydra/help") or "@package _global_" in text
         found[f"{group}={file.stem}"] = list(_keys(yaml.load(text, yaml.CSafeLoader), "" if inside else f"{group}."))
     return found

@@ -92,7 +92,7 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused_when_saved(tmp_path
 @pytest.mark.parametrize("name", ["mine.safetensors", LAST])
 def test_a_model_without_training_state_is_not_resumed(tmp_path: Path, name: str):
     save_checkpoint(make(), CharTokenizer.of(ALPHABET), tmp_path / name)
-    reason = "holds a model without its run; use a checkpoint of scripts/train.py"
+    reason = "holds a model without its run; use a checkpoint of a training run"
     with pytest.raises(UserError, match=rf"^{tmp_path / name} {reason}$"):
         find_resumed(str(tmp_path / name), tmp_path, checkpoint(make()))
     if name == LAST:

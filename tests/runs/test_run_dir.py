@@ -252,7 +252,7 @@ def test_a_run_ends_by_printing_its_sample_and_the_paths_of_its_results(tmp_path
         "wall_seconds": 1234.56,
         "seconds": 1200.01,
     }
-    print_results(tmp_path / "runs/a", "\nTo be\n", summary, sample_script=tmp_path / "scripts/sample.py")
+    print_results(tmp_path / "runs/a", "\nTo be\n", summary)
     output = capsys.readouterr().out
     assert output.startswith("To be\n")
     for part in (

@@ -1,0 +1,217 @@
+"""The command `minigpt` from a wheel: train, sample, sweep and resume in a folder without a clone."""
+
+import json
+import os
+import shlex
+import signal
+import string
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from zipfile import ZipFile
+
+import pytest
+from test_readme import SHORT, commands
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
+# Without it, pip downloads the setuptools that pyproject.toml requires.
+NO_ISOLATION = ["--no-build-isolation"] if int(version("setuptools").partition(".")[0]) >= 77 else []
+TWO = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
+
+
+def pip(*arguments: object, python: object = sys.executable) -> None:
+    command = [sys.executable, "-m", "pip", "--no-cache-dir", "--python", python, *arguments]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def new_environment(folder: Path, *install: object) -> Path:
+    """Create a virtual environment with minigpt; its dependencies are those of this environment."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    # The .pth files in that folder, as of an editable install of the clone, have no effect.
+    (packages / "dependencies.pth").write_text(str(Path(pytest.__file__).parents[1]))
+    pip("install", "--no-deps", *NO_ISOLATION, *install, python=folder / "bin" / "python")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the clone, in which builds leave their files."""
+    folder = tmp_path_factory.mktemp("source")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, listed.split("\0")):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes((ROOT / name).read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    pip("wheel", "--no-deps", *NO_ISOLATION, "-w", folder, source)
+    return next(folder.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A virtual environment with the wheel, which no run changes."""
+    folder = new_environment(tmp_path_factory.mktemp("installed") / "venv", wheel)
+    files = installed_files(folder)
+    yield folder
+    assert installed_files(folder) == files
+
+
+def installed_files(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
+
+
+def shell_env(*path: Path) -> dict[str, str]:
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MINIGPT_DATA_DIR")}
+    return env | {"PATH": os.pathsep.join([*map(str, path), env["PATH"]])}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("work")
+    (folder / "my.txt").write_text(f"{string.printable}\n" * 200)  # contains the characters of all prompts
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shell(environment: Path, work: Path) -> Callable[..., Any]:
+    """Run a command line in the working directory, with the environment on PATH."""
+
+    def run(line: str, *arguments: str, code: int = 0) -> Any:
+        command, env = [*shlex.split(line), *arguments], shell_env(environment / "bin")
+        done = subprocess.run(command, cwd=work, env=env, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == code, done.stderr
+        return done
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def trained(shell: Callable[..., Any]) -> str:
+    """The output of the README's first command for the wheel, with few steps."""
+    train, _ = commands("minigpt")
+    return shell(shlex.join(train), *SHORT, "data.path=my.txt").stdout
+
+
+def test_a_wheel_holds_every_module_config_and_script(source: Path, wheel: Path) -> None:
+    files = [file for folder in ("minigpt", "hydra_plugins", "configs") for file in (source / folder).rglob("*.*")]
+    files += (source / "scripts").glob("*.py")  # without scripts/bench/
+    names = [file.relative_to(source).as_posix() for file in files]
+    inside = {f"minigpt/{name}" if name.startswith(("configs/", "scripts/")) else name for name in names}
+    assert {name for name in ZipFile(wheel).namelist() if ".dist-info/" not in name} == inside
+    assert "minigpt/configs/hydra/help/minigpt.yaml" in inside
+
+
+def test_a_wheel_from_the_source_distribution_is_the_same(source: Path, wheel: Path, tmp_path: Path) -> None:
+    if not NO_ISOLATION:
+        pytest.skip("needs setuptools ≥ 77")
+    program = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", program, tmp_path], cwd=source, capture_output=True, check=True)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    pip("wheel", "--no-deps", *NO_ISOLATION, "-w", tmp_path, archive)
+    (same,) = tmp_path.glob("*.whl")
+    first, second = ([(file.filename, file.CRC) for file in ZipFile(path).infolist()] for path in (wheel, same))
+    assert sorted(first) == sorted(second)
+
+
+def test_python_code_trains_with_the_package(shell: Callable[..., Any], text: Path, environment: Path) -> None:
+    program = "import minigpt, sys; print(minigpt.train(sys.argv[1:])['folder']); print(minigpt.__file__)"
+    *_, folder, file = shell("python -c", program, *SHORT, f"data.path={text}").stdout.splitlines()
+    assert json.loads(Path(folder, "summary.json").read_text())["commit"] is None
+    assert Path(file).is_relative_to(environment)
+
+
+def test_the_commands_of_the_readme_run(shell: Callable[..., Any], trained: str, work: Path) -> None:
+    assert {path.name for path in work.iterdir()} == {"my.txt", "data", "runs"}
+    _, sample = commands("minigpt")
+    assert shell(shlex.join(sample), "--max-new-tokens", "5").stdout
+
+
+def test_a_run_prints_a_command_that_samples_again(shell: Callable[..., Any], trained: str) -> None:
+    (line,) = (line for line in trained.splitlines() if line.startswith("sample again"))
+    again = line.removeprefix("sample again").strip()
+    assert again.startswith("minigpt sample runs/")
+    assert shell(again).stdout
+
+
+def test_the_other_commands_run(shell: Callable[..., Any], trained: str, work: Path) -> None:
+    assert "layer  head" in shell('minigpt attention --prompt "ROMEO: What light" --out runs/maps.png').stdout
+    assert (work / "runs" / "maps.png").exists()
+    prepared = shell("minigpt prepare data=text data.path=my.txt tokenizer=byte").stdout
+    assert "folder           data/tokens/my.txt-" in prepared
+
+
+def test_a_sweep_runs_and_is_reported_again(shell: Callable[..., Any], text: Path, work: Path) -> None:
+    shell("minigpt train -m model.n_embd=8,16 model.n_head=2", *SHORT, f"data.path={text}")
+    reported = shell("minigpt sweep-report").stdout
+    assert reported.count("completed") == 2
+    assert (work / "runs" / "sweeps" / "latest" / "sweep.png").exists()
+
+
+def test_two_processes_train_together(shell: Callable[..., Any], text: Path, work: Path) -> None:
+    shell("minigpt train hydra.run.dir=runs/two", *SHORT, *TWO, f"data.path={text}")
+    summary = json.loads((work / "runs" / "two" / "summary.json").read_text())
+    assert (summary["world_size"], summary["status"]) == (2, "completed")
+
+
+def test_the_printed_command_resumes_a_run_without_minigpt_on_path(
+    environment: Path, small: list[str], tmp_path: Path
+) -> None:
+    env, folder = shell_env(), tmp_path / "run"
+    command = [environment / "bin" / "minigpt", "train", *small, "hydra.run.dir=run", "max_steps=1000000"]
+    with subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 100
+        while not (folder / "metrics.csv").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        *_, resume, last = process.communicate(timeout=100)[1].splitlines()
+    assert last == "interrupted by SIGINT"
+    words = shlex.split(resume.removeprefix("resume with: "))
+    assert words[:4] == [str(environment / "bin" / "python"), "-m", "minigpt", "train"]
+    steps = json.loads((folder / "summary.json").read_text())["steps"]
+    subprocess.run([*words, f"max_steps={steps + 1}"], cwd=tmp_path, env=env, capture_output=True, check=True)
+    assert json.loads((folder / "summary.json").read_text())["steps"] == steps + 1
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("minigpt train max_stepz=3", "error: max_stepz does not exist (did you mean max_steps?); --help lists them"),
+        ("minigpt trian", "error: minigpt trian does not exist (did you mean train?); the commands are attention, "),
+        ("minigpt sample nowhere", "error: nowhere does not exist; give a run folder or a checkpoint file"),
+    ],
+)
+def test_bad_input_is_one_line(line: str, message: str, shell: Callable[..., Any]) -> None:
+    refused = shell(line, code=2)
+    assert refused.stderr.startswith(message)
+    assert refused.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["train", "prepare", "sample", "attention", "sweep-report"])
+def test_help_names_the_command(name: str, shell: Callable[..., Any]) -> None:
+    shown = shell(f"minigpt {name} --help").stdout
+    assert f"usage: minigpt {name} [" in shown
+    assert "scripts/" not in shown
+
+
+def test_an_editable_install_runs_the_clone(source: Path, tmp_path: Path) -> None:
+    environment = new_environment(tmp_path / "venv", "-e", source)
+    shown = subprocess.run(
+        [environment / "bin" / "minigpt", "train", "--help"],
+        env=shell_env(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "usage: python scripts/train.py [" in shown.stdout
