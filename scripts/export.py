@@ -6,12 +6,13 @@ from pathlib import Path
 
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.errors import require
+from minigpt.utils.scripts import usage
 from minigpt.utils.terminal import sanitize_line
 
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog=usage("export"), description=__doc__)
     add = parser.add_argument
     add("run", nargs="?", help="run folder, checkpoint, or folder or id of Hugging Face (default: the newest run)")
     formats = ("huggingface", "safetensors")

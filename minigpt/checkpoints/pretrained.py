@@ -13,6 +13,7 @@ from minigpt.data.tokenizer_json import load_tokenizer
 from minigpt.model import GPT
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import checksums
+from minigpt.utils.scripts import PIP_INSTALL
 
 _HUB_FILES = [CONFIG, WEIGHTS, "model-*.safetensors", INDEX, "tokenizer.json", "tokenizer_config.json"]
 
@@ -62,10 +63,10 @@ def find_pretrained(source: str | None) -> Pretrained:
         path = _download(str(source))
         revision = path.name
     if path and (path / CONFIG).is_file():
-        config, tokenizer = read_config(path), load_tokenizer(path)
+        found = Pretrained(path, str(source), revision, read_config(path), load_tokenizer(path))
         with folder_errors(path):
-            check_vocabulary(config, tokenizer)
-        return Pretrained(path, str(source), revision, config, tokenizer)
+            check_vocabulary(found.config, found.tokenizer)
+        return found
     path = find_checkpoint(path or None)
     model, tokenizer = load_checkpoint(path)
     return Pretrained(path, source or str(path), revision, replace(model.config, dropout=0.0), tokenizer, model)
@@ -76,7 +77,7 @@ def _download(source: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        advice = 'to download it as a model of the Hugging Face Hub: pip install "minigpt[huggingface]"'
+        advice = f"to look for it on the Hugging Face Hub: {PIP_INSTALL.format('huggingface')}"
         raise UserError(f"{source} does not exist; {advice}") from error
 
     name, _, revision = source.partition("@")

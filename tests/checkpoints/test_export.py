@@ -130,7 +130,7 @@ def test_any_architecture_gives_the_same_logits(data: Any, tmp_path: Path) -> No
         "logit_softcap": [None, None, 3.0],
         "parametrization": ["standard", "mup"],
         "smear": [0, 0, 0, 1],
-        **dict.fromkeys(["bias", "qk_norm", "tie_embeddings", "embed_norm"], [True, False]),
+        **{name: [True, False] for name in ("bias", "qk_norm", "tie_embeddings", "embed_norm")},
         "qkv_bias": [None, None, True],
     }
     ours = random_model(**{name: data.draw(st.sampled_from(values), name) for name, values in choices.items()})
