@@ -14,7 +14,7 @@ RECIPE = $(if $(shell nvidia-smi -L 2>/dev/null),fast_gpu,fast_cpu)
 .DEFAULT_GOAL = train
 
 train: $(VENV)/.train
-	@$(IN_VENV) scripts/train.py $(if $(filter experiment=% model=%,$(ARGS)),,experiment=$(RECIPE)) $(ARGS)
+	@$(IN_VENV) scripts/train.py $(if $(filter experiment=% model=% init_from=%,$(ARGS)),,experiment=$(RECIPE)) $(ARGS)
 
 sweep: $(VENV)/.train
 	@$(IN_VENV) scripts/train.py -m $(if $(findstring +sweep=,$(ARGS)),,+sweep=heads_by_width) $(ARGS)

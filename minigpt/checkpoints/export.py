@@ -13,10 +13,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 import minigpt
+from minigpt.checkpoints.format import save_tensors
 from minigpt.checkpoints.huggingface import (
     CONFIG,
     FAMILIES,
@@ -55,16 +55,15 @@ def export_folder(pretrained: Pretrained, folder: Path) -> str:
     architecture: str = values["architectures"][0]
     end = int(tokenizer.separator[0]) if has_end_token(tokenizer) else None
     special = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
-    length = max(1, model.config.block_size // 2)  # leaves room for a prompt
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent) as temporary:
         (partial := Path(temporary, folder.name)).mkdir()
         write_json(partial / CONFIG, values | special | {"dtype": "float32"})
-        sampling = {"do_sample": True, "temperature": 0.8, "max_new_tokens": length}
+        sampling = {"do_sample": True, "temperature": 0.8, "max_length": model.config.block_size}
         write_json(partial / "generation_config.json", special | sampling)
         for name, content in tokenizer_files(tokenizer).items():
             write_json(partial / name, content)
-        save_file(weights, partial / WEIGHTS, {"format": "pt"})
+        save_tensors(weights, partial / WEIGHTS)
         if "auto_map" in values:
             (partial / MODELING).write_text(modeling_code(), encoding="utf-8")
         card = model_card(folder.name, architecture, pretrained)

@@ -98,6 +98,14 @@ def checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
     return f"{crc:08x}"
 
 
+def save_tensors(tensors: dict[str, Tensor], file: Path, metadata: Mapping[str, str] = {}) -> None:
+    """Write a safetensors file."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(tensors, file, {"format": "pt", **metadata})
+    file.chmod(mode)  # save_file ignores the umask: https://github.com/safetensors/safetensors/issues/782
+
+
 def _link(file: Path, other: Path) -> None:
     try:
         other.hardlink_to(file)
@@ -123,10 +131,7 @@ def _save(content: Mapping[str, Any], file: Path) -> None:
     tensors: dict[str, Tensor] = {}
     names: dict[Any, str] = {}
     text = json.dumps({key: _pack(value, _PREFIXES.get(key, key), tensors, names) for key, value in content.items()})
-    file.touch()
-    mode = file.stat().st_mode
-    save_file(tensors, file, {"format": "pt", MINIGPT: text, "crc32": checksum(text, tensors)})
-    file.chmod(mode)  # save_file ignores the umask: https://github.com/safetensors/safetensors/issues/782
+    save_tensors(tensors, file, {MINIGPT: text, "crc32": checksum(text, tensors)})
     with open(file, "rb+") as saved:
         os.fsync(saved.fileno())
     _check_header(file)

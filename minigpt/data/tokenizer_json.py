@@ -74,7 +74,7 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "split_special_tokens": True,  # as ordinary text
+        "split_special_tokens": not isinstance(tokenizer, HuggingFaceTokenizer),  # as ordinary text
         "eos_token": end,
     }
     return {TOKENIZER: content, TOKENIZER_CONFIG: config}

@@ -1,4 +1,4 @@
-"""Every command of the README runs, with few training steps."""
+"""Every command of the README and of docs/huggingface.md runs, with few training steps."""
 
 import os
 import re
@@ -15,6 +15,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+HUGGING_FACE = (ROOT / "docs/huggingface.md").read_text(encoding="utf-8")
 SHORT = [
     *("max_steps=2", "eval_every=2", "model.n_layer=2", "model.block_size=32", "compile=false"),
     "callbacks.samples.max_new_tokens=5",
@@ -25,8 +26,8 @@ SLOW = {"-m", "trainer.devices=2", "scripts/bench", "logger=wandb", "experiment=
 
 
 def commands(first: str) -> list[list[str]]:
-    """The distinct commands of the README whose first word is `first`."""
-    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    """The distinct commands whose first word is `first`."""
+    blocks = re.findall(r"```bash\n(.*?)```", README + HUGGING_FACE, re.DOTALL)
     lines = (words for line in "".join(blocks).splitlines() if (words := shlex.split(line, comments=True)))
     return [list(words) for words in dict.fromkeys(map(tuple, lines)) if words[0] == first]
 
@@ -83,6 +84,7 @@ def test_every_script_command_runs(
     text: Path,
     tmp_path: Path,
     trained: Path,
+    gpt2_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -90,9 +92,13 @@ def test_every_script_command_runs(
     (tmp_path / "my.txt").write_bytes(text.read_bytes() if script == "scripts/train.py" else b"But soft!")
     for folder in ("runs", "data"):
         (tmp_path / folder).symlink_to(trained / folder)
+    (tmp_path / "openai-community").mkdir()
+    for model in ("gpt2", "openai-community/gpt2@607a30d783dfa663caf39e06633721c8d4cfcd7e"):
+        (tmp_path / model).symlink_to(gpt2_folder)  # a folder comes before a model of the Hub
     if script == "scripts/train.py" and "--help" not in arguments:
         folders = [f"hydra.run.dir={tmp_path}/run", f"hydra.sweep.dir={tmp_path}/sweep"]
-        arguments += [*SHORT, *folders]
+        pretrained = any("init_from=" in argument or "finetune" in argument for argument in arguments)
+        arguments += [*(option for option in SHORT if not (pretrained and "n_layer" in option)), *folders]
         arguments += [*SMALL_SWEEP, f"data.path={text}", f"data.folder={tmp_path}/data"] if "-m" in arguments else []
         arguments += ["trainer.accelerator=cpu"] if "trainer.devices=2" in arguments else []
     if script == "scripts/bench":
