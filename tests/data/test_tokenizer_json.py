@@ -402,7 +402,7 @@ def test_two_processes_give_the_ids_of_one() -> None:
         assert found[0].tolist() == [0, *tokenizer.encode(text).tolist()]
 
 
-def test_encoding_starts_no_threads_and_warns_of_no_fork() -> None:
+def test_a_fork_after_encoding_prints_no_warning() -> None:
     """The package tokenizers warns when a process forks after its thread pool has started."""
     code = (
         "import os, sys; from minigpt.data.tokenizer import HuggingFaceTokenizer; "
