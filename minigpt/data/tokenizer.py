@@ -230,14 +230,11 @@ class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json of Hugging Face, run by their package tokenizers: the ids of transformers for the text alone.
 
     Ids are decoded one by one. So where the file puts a space before a text and its decoder takes it away (Llama 2),
-    the decoded text begins with that space.
+    the decoded text begins with that space. Decoders other than ByteLevel, ByteFallback and Fuse raise UserError.
 
     Args:
         content: the text of tokenizer.json.
         separator: id of the end of a text; None if there is none.
-
-    Raises:
-        UserError: the text is damaged, or has a decoder other than ByteLevel, ByteFallback and Fuse.
     """
 
     name = "huggingface"
@@ -250,13 +247,14 @@ class HuggingFaceTokenizer(Tokenizer):
         with _one_line_errors("damaged tokenizer.json"):
             values = json.loads(content)
             self.json = json.dumps(values, ensure_ascii=False, separators=(",", ":"))
+            if values["model"].get("continuing_subword_prefix"):  # merges with one can abort the process
+                raise UserError("tokenizer.json must have no continuing_subword_prefix")
             self.backend = Backend.from_str(self.json)
             self.backend.encode_special_tokens = True  # as ordinary text
             self.backend.no_truncation()
             self.backend.no_padding()
             to_bytes = _token_decoder(values["decoder"])
-            vocabulary = self.backend.get_vocab(with_added_tokens=True)
-            self.token_bytes = {i: to_bytes(token) for token, i in vocabulary.items()}
+            self.token_bytes = {i: to_bytes(token) for token, i in self.backend.get_vocab().items()}
             for i, added in self.backend.get_added_tokens_decoder().items():
                 self.token_bytes[i] = b"" if added.special else added.content.encode()
             self.vocab_size = max(self.token_bytes) + 1
@@ -264,13 +262,12 @@ class HuggingFaceTokenizer(Tokenizer):
             raise UserError(f"the ids of tokenizer.json must be consecutive, got {self.vocab_size - 1} as the largest")
         if separator is not None and separator not in self.token_bytes:
             raise UserError(f"the separator must be an id of tokenizer.json, got {separator!r:.80}")
-        self._dtype = token_dtype(self.vocab_size)
-        self.separator = np.array([] if separator is None else [separator], dtype=self._dtype)
+        self.separator = np.array([] if separator is None else [separator], dtype=token_dtype(self.vocab_size))
 
     def encode(self, text: str) -> Ids:
         with _one_line_errors("tokenizer.json does not encode this text"):
             encoding = self.backend.encode(whole_characters(text), add_special_tokens=False)
-        return np.array(encoding.ids, dtype=self._dtype)
+        return np.array(encoding.ids, dtype=self.separator.dtype)
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, "json": self.json, "separator": next(iter(self.separator.tolist()), None)}

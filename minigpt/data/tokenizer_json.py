@@ -1,7 +1,4 @@
-"""Tokenizers from and to the `tokenizer.json` of Hugging Face, the format of their package tokenizers.
-
-A folder of transformers has `tokenizer_config.json` beside it, with the class and the end-of-text token.
-"""
+"""Tokenizers from and to folders of Hugging Face: `tokenizer.json`, and `tokenizer_config.json` beside it."""
 
 import json
 from pathlib import Path
@@ -27,20 +24,12 @@ TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 # PATTERNS for Oniguruma, which the package tokenizers uses: there `$` also matches before a line break, and `{1,3}+`
 # repeats. Its classes and its upper and lower case equal those of tiktoken for every code point.
 _ONIGURUMA = {name: pattern.replace("$", r"\z").replace("{1,3}+", "{1,3}") for name, pattern in PATTERNS.items()}
-_BYTE_LEVEL: dict[str, Any] = {
-    "type": "ByteLevel",
-    "add_prefix_space": False,
-    "trim_offsets": False,
-    "use_regex": False,
-}
+_BYTE_LEVEL: Any = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
 _SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
 def load_tokenizer(folder: Path) -> HuggingFaceTokenizer:
-    """Load `tokenizer.json` of a folder, with the end-of-text token of the files beside it as the separator.
-
-    Raise UserError if a file is damaged, or of a kind that `HuggingFaceTokenizer` refuses.
-    """
+    """Load `tokenizer.json`, with the end of text in the files beside it; raise UserError if one is damaged."""
     file = folder / TOKENIZER
     if not file.is_file():
         raise UserError(f"{file} is missing; write it with AutoTokenizer.from_pretrained(…).save_pretrained({folder})")
@@ -66,22 +55,21 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
     a character without an id is an error in both. `eos_token` is the separator, unless that is ordinary text.
     """
     end = SEPARATOR if isinstance(tokenizer, BPETokenizer) else None
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        content = json.loads(tokenizer.json)
-        end = tokenizer.backend.id_to_token(tokenizer.separator[0]) if len(tokenizer.separator) else None
-    else:
-        content = _content(tokenizer)
+    if isinstance(tokenizer, HuggingFaceTokenizer) and len(tokenizer.separator):
+        end = tokenizer.backend.id_to_token(tokenizer.separator[0])
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": not isinstance(tokenizer, HuggingFaceTokenizer),  # as ordinary text
         "eos_token": end,
     }
-    return {TOKENIZER: content, TOKENIZER_CONFIG: config}
+    return {TOKENIZER: _content(tokenizer), TOKENIZER_CONFIG: config}
 
 
 def _content(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return a byte-pair encoding that merges as tiktoken: neighbors that are a token together, the lowest id first."""
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return json.loads(tokenizer.json)
     pattern, special = "(?m:.)", {}
     if isinstance(tokenizer, BPETokenizer):
         pattern, special = _ONIGURUMA[ENCODINGS.get(tokenizer.name, "gpt2")], tokenizer.special

@@ -34,7 +34,8 @@ from minigpt.checkpoints.resume import contents
 from minigpt.config import GPTConfig
 from minigpt.data import token_files as corpus
 from minigpt.data import tokenizer as tokenizers
-from minigpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer
+from minigpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, HuggingFaceTokenizer
+from minigpt.data.tokenizer_json import tokenizer_files
 from minigpt.generation_settings import check_settings
 from minigpt.model import GPT
 from minigpt.runs.config_checks import check_run
@@ -160,6 +161,7 @@ TOKENIZERS = [
     CharTokenizer.of(ALPHABET).to_dict(),
     ByteTokenizer().to_dict(),
     BPETokenizer("bpe", [*(bytes([i]) for i in range(256)), b"ab", None], {"<|endoftext|>": 257}).to_dict(),
+    HuggingFaceTokenizer(json.dumps(tokenizer_files(ByteTokenizer())["tokenizer.json"]), 0).to_dict(),
 ]
 
 

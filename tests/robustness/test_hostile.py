@@ -32,6 +32,7 @@ from minigpt.utils.cli import UserError
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 ALPHABET = "\n abcdeé€😀"
 MEMORY, SECONDS = 300 << 20, 5  # per file, beyond the imports
+WORDS, CHARMAP = {"type": "BPE", "vocab": {"a": 0}, "merges": []}, {"type": "Precompiled", "precompiled_charsmap": ""}
 BPE = BPETokenizer("bpe", [bytes([i]) for i in range(256)], {"<|endoftext|>": 256}).to_dict()
 SIZE = (len(ALPHABET), 16)  # of the embedding
 HUGE = 10**15
@@ -88,6 +89,12 @@ def model(**claims: Any) -> bytes:
 
 def tokenizer(values: Any) -> bytes:
     return changed("minigpt", "tokenizer", value=values)
+
+
+def tokenizer_json(separator: int | None = None, **changes: Any) -> bytes:
+    """Return a file with a tokenizer of Hugging Face with one id; changes are of the keys of tokenizer.json."""
+    content = {"version": "1.0", "decoder": None, "model": WORDS} | changes
+    return tokenizer({"name": "huggingface", "json": json.dumps(content), "separator": separator})
 
 
 def weight(value: Any, name: str = "model.wte.weight") -> bytes:
@@ -153,7 +160,7 @@ NAN = torch.full((8, 16), math.nan)
 PICKLE, INCOMPLETE = "is not a safetensors file but a pickle", "is not a complete checkpoint"
 OTHER, LARGE, DAMAGED = "is not a checkpoint of minigpt", "its header is larger than", "is damaged: its checksum"
 MODEL = "does not hold a model"
-FULL = MAX_HEADER_BYTES - 4096  # bytes of JSON in the largest header
+FULL = MAX_HEADER_BYTES - 16384  # bytes of JSON in the largest header
 FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     # Other kinds of files.
     "a checkpoint of torch.save": (torch_saved, PICKLE),
@@ -217,7 +224,8 @@ FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     **{f"{depth} nested lists": (lambda depth=depth: beside(nested(depth)), OTHER) for depth in (100, 900, 100_000)},
     "100 nested dictionaries": (lambda: beside('{"x":' * 100 + "1" + "}" * 100), OTHER),
     "100 nested tuples": (lambda: beside('{"$tuple":[' * 100 + "]}" * 100), OTHER),
-    "a million lists": (lambda: beside(f"[{'[],' * (FULL // 3 - 2000)}[]]"), ""),
+    "a million lists": (lambda: beside(f"[{'[],' * 1_000_000}[]]"), ""),
+    "the largest text": (lambda: beside(f'"{"x" * FULL}"'), ""),
     "two hundred thousand dictionaries": (lambda: beside(f"[{'{},' * 200_000}{{}}]"), ""),
     "an integer of 30 digits": (lambda: beside("9" * 30), ""),
     "an integer of 4,000 digits": (lambda: beside("9" * 4000), ""),
@@ -328,6 +336,11 @@ FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     "tokens that are not base64": (lambda: tokenizer(BPE | {"tokens": "\x1b]0;x\x07 é"}), MODEL),
     "tokens that are a list": (lambda: tokenizer(BPE | {"tokens": ["AA=="]}), MODEL),
     "only spaces": (lambda: tokenizer(BPE | {"tokens": " " * 1_000_000}), MODEL),
+    "a tokenizer.json": (tokenizer_json, ""),
+    "a tokenizer.json without a model": (lambda: tokenizer_json(model={}), MODEL),
+    "a tokenizer.json with a huge id": (lambda: tokenizer_json(model=WORDS | {"vocab": {"a": (1 << 32) - 1}}), MODEL),
+    "a tokenizer.json that panics": (lambda: tokenizer_json(normalizer=CHARMAP), MODEL),
+    "a separator that is no id": (lambda: tokenizer_json(separator=9), MODEL),
     "an alphabet twice": (lambda: tokenizer({"name": "char", "alphabet": "aa"}), MODEL),
     "an empty alphabet": (lambda: tokenizer({"name": "char", "alphabet": ""}), MODEL),
     "an alphabet of a list": (lambda: tokenizer({"name": "char", "alphabet": ["a", "b"]}), MODEL),
