@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, Tokenizer, encode_prompt, whole_characters
+from minigpt.data.tokenizer import SEPARATOR, Tokenizer, encode_prompt, whole_characters
 from minigpt.generation import score, stream
 from minigpt.model import GPT
 from minigpt.utils.errors import UserError, require
@@ -53,8 +53,7 @@ class Console:
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(errors="backslashreplace")  # encodings without some characters, such as Latin-1
         self.stop_strings: list[str] = options["stop"]
-        separated = isinstance(tokenizer, BPETokenizer) and tokenizer.separated  # documents end with the separator
-        stop = [*self.stop_strings, *(tokenizer.separator[:1].tolist() if separated else ())]
+        stop = [*self.stop_strings, *(tokenizer.separator.tolist() if tokenizer.separated else ())]
         self.options = {**options, "stop": stop, "tokenizer": tokenizer}
 
     def sample(self, prompt: str, *, as_json: bool) -> None:

@@ -877,7 +877,7 @@ def broken(saves: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     [
         (None, "no run with a checkpoint in runs/; train one with python scripts/train.py"),
         ("folder", "folder holds no checkpoints/best.safetensors; give a run folder or a checkpoint file"),
-        ("nowhere", "nowhere does not exist; give a run folder or a checkpoint file"),
+        ("nowhere", "nowhere does not exist, and cannot be downloaded from the Hugging Face Hub: "),
         ("text.txt", "text.txt is not a complete checkpoint: truncated, or another kind of file"),
         ("empty.safetensors", "empty.safetensors is not a complete checkpoint: truncated, or another kind of file"),
         ("cut.safetensors", "cut.safetensors is not a complete checkpoint: truncated, or another kind of file"),

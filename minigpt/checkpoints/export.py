@@ -6,7 +6,7 @@ that is exact, and parameters that a model lacks are zeros (biases) or ones (nor
 """
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,7 +30,7 @@ from minigpt.checkpoints.huggingface import (
 from minigpt.checkpoints.model_card import model_card
 from minigpt.checkpoints.pretrained import Pretrained
 from minigpt.config import GPTConfig
-from minigpt.data.tokenizer import Tokenizer
+from minigpt.data.tokenizer import HuggingFaceTokenizer
 from minigpt.data.tokenizer_json import tokenizer_files
 from minigpt.model import GPT
 from minigpt.ops import rms_norm
@@ -51,10 +51,11 @@ Weights = Mapping[str, Tensor]
 def export_folder(pretrained: Pretrained, folder: Path) -> str:
     """Write a Hugging Face folder, which must not exist; return the name of its class."""
     model, tokenizer = pretrained.load(), pretrained.tokenizer
-    values, weights = export_model(model)
+    # AutoTokenizer takes the tokenizer class of Qwen2 for granted. A Llama with biases is equal.
+    qwen2 = set() if isinstance(tokenizer, HuggingFaceTokenizer) else {"qwen2"}
+    values, weights = export_model(model, FAMILIES.keys() - qwen2)
     architecture: str = values["architectures"][0]
-    end = int(tokenizer.separator[0]) if has_end_token(tokenizer) else None
-    special = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end}
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.end_token)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent) as temporary:
         (partial := Path(temporary, folder.name)).mkdir()
@@ -72,11 +73,11 @@ def export_folder(pretrained: Pretrained, folder: Path) -> str:
     return architecture
 
 
-def export_model(model: GPT) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the values of `config.json` and the weights by their names."""
+def export_model(model: GPT, types: Collection[str] = FAMILIES) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the values of `config.json` and the weights by their names, with one of `types` as the model_type."""
     config, weights = model.config, model.state_dict()
     for source, tensors in ((config, weights), _fold(config, weights)):
-        if found := _find_class(_canonical(source)):
+        if found := _find_class(_canonical(source), types):
             values, target = found
             return values, _their_weights(target, tensors, FAMILIES[values["model_type"]])
     tied = config.tie_embeddings
@@ -92,11 +93,6 @@ def export_model(model: GPT) -> tuple[dict[str, Any], dict[str, Tensor]]:
     }
     kept = {f"model.{name}": x for name, x in weights.items() if not (tied and name == "lm_head.weight")}
     return values, kept
-
-
-def has_end_token(tokenizer: Tokenizer) -> bool:
-    """Return whether the separator of documents is a special token, which has no text."""
-    return len(tokenizer.separator) == 1 and tokenizer.token_bytes[int(tokenizer.separator[0])] == b""
 
 
 def modeling_code() -> str:
@@ -115,11 +111,11 @@ def modeling_code() -> str:
     return "\n\n".join(parts)
 
 
-def _find_class(config: GPTConfig) -> tuple[dict[str, Any], GPTConfig] | None:
+def _find_class(config: GPTConfig, types: Collection[str]) -> tuple[dict[str, Any], GPTConfig] | None:
     """Return the values of `config.json` for the class that is nearest to a canonical architecture, and its own one."""
     candidates: list[tuple[int, int, dict[str, Any], GPTConfig]] = []
-    for model_type, family in FAMILIES.items():
-        values = _their_values(config, model_type, family)
+    for model_type in (name for name in FAMILIES if name in types):
+        values = _their_values(config, model_type, FAMILIES[model_type])
         try:
             target = _canonical(config_from(values))
         except UserError:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from minigpt.data import tokenizer as tokenizers
-from minigpt.data.tokenizer import BPETokenizer, Tokenizer
+from minigpt.data.tokenizer import Tokenizer
 from minigpt.utils.checks import NON_NEGATIVE_INT, one_of
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.files import checksums, read_json
@@ -135,8 +135,8 @@ def from_bins(train_bin: Path, val_bin: Path, tokenizer: Tokenizer, checksum_cac
             raise UserError(f"data.{name}_bin={file} has {size} bytes, not an array of 16-bit ids")
     train, val = (Tokens(file, "uint16", tokenizer.vocab_size) for file in (train_bin, val_bin))
     counts, documents = val.count_ids(), 0
-    if isinstance(tokenizer, BPETokenizer):
-        documents = int(counts[tokenizer.separator[0]])
+    if (end := tokenizer.end_token) is not None:
+        documents = int(counts[end])
         tokenizer = copy(tokenizer)
         tokenizer.separated = tokenizer.separated or documents > 0
     return Corpus(

@@ -57,6 +57,12 @@ class Tokenizer:
     vocab_size: int
     separator: Ids  # between two documents
     token_bytes: Mapping[int, bytes]  # UTF-8 of each id; b"" for special tokens
+    separated = False  # documents end with a separator that is a special token
+
+    @property
+    def end_token(self) -> int | None:
+        """Id of the separator if it is a special token."""
+        return next((i for i in self.separator.tolist() if self.token_bytes[i] == b""), None)
 
     @property
     def start(self) -> Ids:
@@ -263,6 +269,7 @@ class HuggingFaceTokenizer(Tokenizer):
         if separator is not None and separator not in self.token_bytes:
             raise UserError(f"the separator must be an id of tokenizer.json, got {separator!r:.80}")
         self.separator = np.array([] if separator is None else [separator], dtype=token_dtype(self.vocab_size))
+        self.separated = separator is not None
 
     def encode(self, text: str) -> Ids:
         with _one_line_errors("tokenizer.json does not encode this text"):

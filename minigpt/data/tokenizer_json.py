@@ -43,6 +43,7 @@ def load_tokenizer(folder: Path) -> HuggingFaceTokenizer:
             end = ids[0] if isinstance(ids, list) else ids
         if end in tokenizer.token_bytes:
             tokenizer.separator = np.array([end], dtype=tokenizer.separator.dtype)
+            tokenizer.separated = True
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"the tokenizer in {folder} is damaged ({error!r:.200})") from error
     return tokenizer

@@ -353,7 +353,7 @@ FILES: dict[str, tuple[Callable[[], bytes], str]] = {
     "weights of another size": (lambda: weight(torch.tensor(1.0)), MODEL),
     "weights that are a text": (lambda: weight("x"), MODEL),
     "unexpected weights": (lambda: weight(torch.ones(2), "model.__class__"), MODEL),
-    "weights of integers": (lambda: weight(torch.ones(*SIZE, dtype=torch.int64)), ""),
+    "weights of integers": (lambda: weight(torch.ones(*SIZE, dtype=torch.int64)), "Only Tensors of floating point"),
     "weights of 16 bits": (lambda: weight(torch.ones(*SIZE, dtype=torch.float16)), ""),
     "a configuration that calls": (
         lambda: changed("config", value={"_target_": "os.system", "a": "touch canary", "b": "${oc.env:HOME}"}),
