@@ -149,6 +149,8 @@ def test_the_other_commands_run(shell: Callable[..., Any], trained: str, work: P
     assert (work / "runs" / "maps.png").exists()
     prepared = shell("minigpt prepare data=text data.path=my.txt tokenizer=byte").stdout
     assert "folder           data/tokens/my.txt-" in prepared
+    assert "MiniGPTForCausalLM" in shell("minigpt export --to huggingface --out runs/exported").stdout
+    assert "class GPT(" in (work / "runs" / "exported" / "modeling_minigpt.py").read_text()
 
 
 def test_a_sweep_runs_and_is_reported_again(shell: Callable[..., Any], text: Path, work: Path) -> None:
@@ -189,7 +191,10 @@ def test_the_printed_command_resumes_a_run_without_minigpt_on_path(
     [
         ("minigpt train max_stepz=3", "error: max_stepz does not exist (did you mean max_steps?); --help lists them"),
         ("minigpt trian", "error: minigpt trian does not exist (did you mean train?); the commands are attention, "),
-        ("minigpt sample nowhere", "error: nowhere does not exist; give a run folder or a checkpoint file"),
+        (
+            "minigpt sample nowhere",
+            "error: nowhere does not exist, and cannot be downloaded from the Hugging Face Hub: ",
+        ),
     ],
 )
 def test_bad_input_is_one_line(line: str, message: str, shell: Callable[..., Any]) -> None:
@@ -198,7 +203,7 @@ def test_bad_input_is_one_line(line: str, message: str, shell: Callable[..., Any
     assert refused.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["train", "prepare", "sample", "attention", "sweep-report"])
+@pytest.mark.parametrize("name", ["train", "prepare", "sample", "attention", "sweep-report", "export"])
 def test_help_names_the_command(name: str, shell: Callable[..., Any]) -> None:
     shown = shell(f"minigpt {name} --help").stdout
     assert f"usage: minigpt {name} [" in shown
