@@ -1,6 +1,8 @@
 """Write a model in another format: a Hugging Face folder, or a checkpoint of its weights and tokenizer alone."""
 
 import argparse
+import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -26,7 +28,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Load the model, write it, print the next step."""
     args = arguments()
-    require("--out", args.out, lambda path: not path.exists(), "a path that does not exist yet")
+    require("--out", args.out, lambda path: not os.path.lexists(path), "a path that does not exist yet")
     from minigpt.checkpoints.export import export_folder
     from minigpt.checkpoints.models import save_checkpoint
     from minigpt.checkpoints.pretrained import find_pretrained
@@ -40,7 +42,7 @@ def main() -> None:
     print(sanitize_line(f"{args.out}: {architecture} of {pretrained.path}"))
     if architecture.startswith("MiniGPT"):
         print("no class of transformers computes this model: load it with trust_remote_code=True", file=sys.stderr)
-    print(sanitize_line(f"to upload it: hf upload {args.out.name} {args.out}"))
+    print(sanitize_line(f"to upload it: {shlex.join(('hf', 'upload', args.out.name, str(args.out)))}"))
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ CHOICES = [
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_file_in_configs_is_a_valid_run(group: str, choice: str):
-    init_from = ["init_from=gpt2"] if choice == "pretrained" else []
+    init_from = ["init_from=gpt2", "tokenizer=pretrained"] if choice == "pretrained" else []
     check_run(composed(f"{group}={choice}", *init_from))
 
 

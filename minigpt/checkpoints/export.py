@@ -1,8 +1,8 @@
 """Write a model and its tokenizer as a Hugging Face folder, for transformers and every program that reads its folders.
 
 The class is the one of `FAMILIES` that computes the same: values that a class lacks are folded into the weights where
-that is exact, and parameters that a model lacks are zeros (biases) or ones (norms). A model of no class gets a
-`modeling_minigpt.py`, which is the code of `minigpt.model` in one file.
+that is exact, and parameters that a model lacks are zeros (biases) or ones (norms). A model that no class computes gets
+a `modeling_minigpt.py`, which is the code of `minigpt.model` in one file.
 """
 
 import ast
@@ -39,7 +39,7 @@ from minigpt.utils.files import write_json
 
 MODELING = "modeling_minigpt.py"
 _SOURCES = ("utils/errors", "utils/checks", "config", "ops", "attention", "model", "checkpoints/modeling_minigpt")
-_ADDED = {  # differences of a class that zeros and ones make up for: our value, its value
+_ADDED = {  # parameters that a class has in addition, and zeros or ones disable: our value, its value
     "bias": (False, True),
     "qkv_bias": (False, True),
     "qk_norm_weights": (False, True),
@@ -51,16 +51,17 @@ Weights = Mapping[str, Tensor]
 def export_folder(pretrained: Pretrained, folder: Path) -> str:
     """Write a Hugging Face folder, which must not exist; return the name of its class."""
     model, tokenizer = pretrained.load(), pretrained.tokenizer
-    # AutoTokenizer takes the tokenizer class of Qwen2 for granted. A Llama with biases is equal.
+    # AutoTokenizer uses the tokenizer class of Qwen2 for model_type qwen2; a Llama with biases computes the same.
     qwen2 = set() if isinstance(tokenizer, HuggingFaceTokenizer) else {"qwen2"}
     values, weights = export_model(model, FAMILIES.keys() - qwen2)
     architecture: str = values["architectures"][0]
-    special = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), tokenizer.end_token)
+    special = {"bos_token_id": None, "eos_token_id": tokenizer.end_token}  # null: the classes have other defaults
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent) as temporary:
         (partial := Path(temporary, folder.name)).mkdir()
-        write_json(partial / CONFIG, values | special | {"dtype": "float32"})
-        sampling = {"do_sample": True, "temperature": 0.8, "max_length": model.config.block_size}
+        write_json(partial / CONFIG, values | special | {"pad_token_id": None, "dtype": "float32"})
+        sampling = {"pad_token_id": tokenizer.end_token, "do_sample": True, "temperature": 0.8}
+        sampling["max_length"] = model.config.block_size
         write_json(partial / "generation_config.json", special | sampling)
         for name, content in tokenizer_files(tokenizer).items():
             write_json(partial / name, content)
@@ -112,7 +113,7 @@ def modeling_code() -> str:
 
 
 def _find_class(config: GPTConfig, types: Collection[str]) -> tuple[dict[str, Any], GPTConfig] | None:
-    """Return the values of `config.json` for the class that is nearest to a canonical architecture, and its own one."""
+    """Return the values of `config.json` for the class nearest to a canonical architecture, and that of the class."""
     candidates: list[tuple[int, int, dict[str, Any], GPTConfig]] = []
     for model_type in (name for name in FAMILIES if name in types):
         values = _their_values(config, model_type, FAMILIES[model_type])
@@ -120,9 +121,11 @@ def _find_class(config: GPTConfig, types: Collection[str]) -> tuple[dict[str, An
             target = _canonical(config_from(values))
         except UserError:
             continue
-        pairs = {name: (value, getattr(target, name)) for name, value in asdict(config).items()}
-        different = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-        if all(_ADDED.get(name) == pair for name, pair in different.items()):
+        theirs = asdict(target)
+        different = {name: (ours, theirs[name]) for name, ours in asdict(config).items() if ours != theirs[name]}
+        # Llama and Arcee refuse a width that the heads do not divide, even with a head_dim.
+        refused = "mlp_bias" in values and config.n_embd % config.n_head
+        if not refused and all(_ADDED.get(name) == pair for name, pair in different.items()):
             candidates.append((len(different), len(candidates), values, target))
     return min(candidates)[2:] if candidates else None
 
@@ -150,7 +153,7 @@ def _canonical(config: GPTConfig) -> GPTConfig:
 
 
 def _their_values(config: GPTConfig, model_type: str, family: Family) -> dict[str, Any]:
-    """Return the values of a class for `config.json`; what it lacks is lost."""
+    """Return the values of a class for `config.json`; values without a key are dropped."""
     values = {**family.defaults, **{key: getattr(config, ours) for ours, key in family.keys.items()}, **family.required}
     names = [theirs for theirs, ours in family.activations.items() if ours == config.activation]
     values[family.keys["activation"]] = names[0] if names else None

@@ -39,7 +39,7 @@ class Family:
         defaults: their values of keys that a `config.json` may lack.
         activations: our activation by their name.
         modules: their module by our name; several are concatenated in ours. `*` is the number of the layer.
-        required: their values without which the class computes something that we do not.
+        required: values of theirs without which the class computes something else.
         transposed: the matrices of the blocks are stored (in, out).
         swapped_halves: the rotary embedding has the opposite direction, which swapped halves of queries and keys undo.
     """
@@ -70,10 +70,8 @@ _GPT2 = Family(
     },
     implied={"norm": "layernorm", "position": "learned", "bias": True},
     defaults={
-        "n_inner": None,
-        "layer_norm_epsilon": 1e-5,
-        "activation_function": "gelu_new",
-        "tie_word_embeddings": True,
+        **{"n_inner": None, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new", "tie_word_embeddings": True},
+        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},  # for exports
     },
     required={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
     activations=_UNGATED,
@@ -213,7 +211,7 @@ def read_weights(folder: str | Path, config: GPTConfig) -> dict[str, Tensor]:
     folder = Path(folder)
     with folder_errors(folder):
         files = _open(folder)
-        check_size(config, len(files), sum(file.stat().st_size for file in folder.glob("*.safetensors")))
+        check_size(config, len(files), sum(path.stat().st_size for path in weight_files(folder)))
         with torch.device("meta"):  # no memory, and no initialization
             expected = GPT(config).state_dict()
         return _weights(files, FAMILIES[_read_values(folder)["model_type"]], config, expected)
@@ -228,11 +226,13 @@ def config_from(values: Values) -> GPTConfig:
     require("model_type", values.get("model_type"), *one_of(FAMILIES))
     family = FAMILIES[values["model_type"]]
     if values.get("quantization_config"):
-        raise UserError("its weights are quantized; use weights in float32, float16 or bfloat16")
+        raise UserError("quantization_config must be null: use weights in float32, float16 or bfloat16")
     theirs = {**family.defaults, **values, **_rope_values(values)}
     required = {"is_causal": True, **family.required}
     if family.keys.get("bias") == "mlp_bias":  # of attention and MLP, which we have together
         required["attention_bias"] = theirs["mlp_bias"]
+    if set(values.get("layer_types") or ()) - {"full_attention"}:
+        raise UserError(f"layer_types must be full_attention, got {values['layer_types']}")
     for key, wanted in required.items():
         if theirs.get(key, wanted) != wanted:
             raise UserError(f"{key} must be {wanted}, got {theirs[key]}")
@@ -241,6 +241,14 @@ def config_from(values: Values) -> GPTConfig:
     ours = {**{name: theirs[key] for name, key in family.keys.items()}, **family.implied}
     require(family.keys["activation"], ours["activation"], *one_of(family.activations))
     return GPTConfig(**{**ours, "activation": family.activations[ours["activation"]]})
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder: the single one, or the shards of its index."""
+    names = {WEIGHTS}
+    if not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file():
+        names = {Path(name).name for name in read_json(folder / INDEX)["weight_map"].values()}
+    return [folder / name for name in sorted(names)]
 
 
 @contextmanager
@@ -261,10 +269,11 @@ def _read_values(folder: Path) -> Values:
 
 
 def _rope_values(values: Values) -> dict[str, Any]:
-    """Return the parameters of the rotary embedding as `rope.KEY`; the version of transformers decides their place."""
+    """Return the parameters of the rotary embedding as `rope.KEY`; versions of transformers have other places."""
     rope = {**values, **(values.get("rope_scaling") or values.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
     require("rope_type", kind, *one_of(("default", "llama3")))
+    require("rope_parameters", rope, lambda v: "full_attention" not in v, "the same for all layers")
     keys = ["rope_theta"] if "rope_theta" in rope else []
     if kind == "llama3":
         keys += ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
@@ -275,12 +284,10 @@ def _rope_values(values: Values) -> dict[str, Any]:
 
 def _open(folder: Path) -> dict[str, Any]:
     """Open all safetensors files of a folder; return the file of each tensor by the tensor's name."""
-    names = [WEIGHTS]
-    if (folder / INDEX).is_file():
-        names = sorted({Path(name).name for name in read_json(folder / INDEX)["weight_map"].values()})
-    if missing := [name for name in names if not (folder / name).is_file()]:
-        raise UserError(f"{missing[0]} is missing (a .bin file is a pickle, which can execute code, and is not read)")
-    files = [safe_open(folder / name, framework="pt", backend="pread") for name in names]
+    paths = weight_files(folder)
+    if missing := [path.name for path in paths if not path.is_file()]:
+        raise UserError(f"{missing[0]} is missing; weights must be safetensors, because a .bin file can execute code")
+    files = [safe_open(path, framework="pt", backend="pread") for path in paths]
     return {name: file for file in files for name in file.keys()}  # noqa: SIM118  # not a dict
 
 
@@ -310,7 +317,7 @@ def _weights(
         if not is_finite(weights[name]):
             raise UserError(f"{name} is NaN or infinite")
     if unused:
-        raise UserError(f"it has weights that the class has not: {', '.join(sorted(unused)[:3])}")
+        raise UserError(f"unexpected weights: {', '.join(sorted(unused)[:3])}")
     return weights
 
 

@@ -1,9 +1,12 @@
 """The model card of an exported model: README.md of its folder."""
 
-from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
+import yaml  # a dependency of Hydra
+
 from minigpt.checkpoints.find import run_folder
+from minigpt.checkpoints.format import MINIGPT, read
 from minigpt.checkpoints.pretrained import Pretrained
 from minigpt.utils.files import read_json
 
@@ -20,7 +23,7 @@ A {architecture} with {params:,} parameters and a context of {block_size:,} toke
 ```python
 from transformers import pipeline
 
-generate = pipeline("text-generation", model="{name}"{options})
+generate = pipeline("text-generation", model={name!r}{options})
 print(generate("ROMEO:")[0]["generated_text"])
 ```
 """
@@ -28,6 +31,18 @@ _WARNING = """
 No class of transformers computes this model: `trust_remote_code=True` executes `modeling_minigpt.py` of this folder.
 Read the file first if you do not trust its author.
 """
+
+
+_FIGURES = {
+    "validation loss": "{best_val_loss:.4f} nats per token, {best_val_bits_per_byte:.4f} bits per byte",
+    "steps": "{steps:,}, {tokens:,} tokens; the lowest loss is at step {best_step:,}",
+    "corpus": "{corpus}, SHA-256 `{corpus_sha256}`",
+    "initial weights": "{init_from[source]}, revision {init_from[revision]}",
+    "training time": "{seconds:,.1f} s on {device}",
+    "seed": "{seed}",
+    "command": "`{command}`",
+    "commit": "`{commit}`",
+}
 
 
 def model_card(name: str, architecture: str, model: Pretrained) -> str:
@@ -41,28 +56,14 @@ def model_card(name: str, architecture: str, model: Pretrained) -> str:
         warning=_WARNING if own else "",
         options=", trust_remote_code=True" if own else "",
     )
-    run = run_folder(model.path) if model.path.is_file() else model.path
-    if (run / "summary.json").is_file():
-        rows = "\n".join(f"| {key} | {value} |" for key, value in _figures(read_json(run / "summary.json")).items())
-        card += f"\n## Training\n\n| | |\n|---|---|\n{rows}\n"
-    recipe = run / ".hydra/config.yaml"
-    if recipe.is_file():
-        card += f"\n## Recipe\n\n```yaml\n{recipe.read_text(encoding='utf-8')}```\n"
-    return card
-
-
-def _figures(summary: Mapping[str, Any]) -> dict[str, str]:
-    """Return the rows of the card."""
-    found = {
-        "validation loss": "{best_val_loss:.4f} nats per token, {best_val_bits_per_byte:.4f} bits per byte",
-        "at step": "{best_step:,} of {steps:,} ({tokens:,} tokens)",
-        "corpus": "{corpus}, SHA-256 `{corpus_sha256}`",
-        "initial weights": "{init_from}",
-        "training time": "{seconds:,.1f} s on {device}",
-        "seed": "{seed}",
-        "command": "`{command}`",
-        "commit": "`{commit}`",
-    }
-    if summary["init_from"] is None:
-        del found["initial weights"]
-    return {name: text.format(**summary) for name, text in found.items()}
+    if not model.model:  # of Hugging Face
+        return card
+    summary: dict[str, Any] = {}
+    with suppress(OSError, ValueError):  # a checkpoint outside its run folder, or a damaged file
+        summary = dict(read_json(run_folder(model.path) / "summary.json"))
+    card += "\n## Training\n\n| | |\n|---|---|\n"
+    for key, text in _FIGURES.items():
+        with suppress(LookupError, TypeError, ValueError):  # of a run that was interrupted, or of an older version
+            card += f"| {key} | {text.format(**summary)} |\n"
+    recipe = read(model.path)[MINIGPT].get("config", {})
+    return f"{card}\n## Recipe\n\n```yaml\n{yaml.safe_dump(recipe, sort_keys=False)}```\n"

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -44,11 +43,8 @@ class MiniGPTForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _init_weights(self, module: Any) -> None:
         if isinstance(module, GPT) and module.rotary is not None:  # is not in the file
-            config = module.config
-            table = rotary_table(
-                config.block_size, config.head_width, config.rope_base, scaling=config.rope_scaling
-            )  # (2, T, D/2)
-            module.rotary = table.to(module.rotary.device)
+            c, device = module.config, module.rotary.device
+            module.rotary = rotary_table(c.block_size, c.head_width, c.rope_base, scaling=c.rope_scaling).to(device)
 
     def get_input_embeddings(self) -> Any:
         """Return the token embeddings."""
@@ -78,8 +74,8 @@ class MiniGPTForCausalLM(PreTrainedModel, GenerationMixin):
         logits = self.model(input_ids.gather(1, order))  # (B, T, V)
         logits = logits.gather(1, order.argsort(1)[..., None].expand_as(logits))
         loss = None
-        if labels is not None:
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())  # -100 is its ignore_index
+        if labels is not None:  # the arguments hold the number of tokens of all accumulated batches
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutput(loss=loss, logits=logits)
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -1,11 +1,20 @@
 """Models that a run can start from (`init_from`): of minigpt, or of Hugging Face, local or on its Hub."""
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from minigpt.checkpoints.find import find_checkpoint
-from minigpt.checkpoints.huggingface import CONFIG, INDEX, WEIGHTS, folder_errors, read_config, read_weights
+from minigpt.checkpoints.huggingface import (
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    folder_errors,
+    read_config,
+    read_weights,
+    weight_files,
+)
 from minigpt.checkpoints.models import build_model, check_vocabulary, load_checkpoint
 from minigpt.config import GPTConfig
 from minigpt.data.tokenizer import Tokenizer
@@ -24,7 +33,7 @@ class Pretrained:
 
     Args:
         path: a checkpoint of minigpt, or a folder of Hugging Face.
-        source: path or id, as the user wrote it.
+        source: absolute path, or id of the Hub.
         revision: commit of the Hub.
         model: of minigpt's checkpoint.
     """
@@ -41,10 +50,10 @@ class Pretrained:
         weights = self.model.state_dict() if self.model else read_weights(self.path, self.config)
         return build_model(config or self.config, weights).eval()
 
-    def provenance(self) -> dict[str, Any]:
-        """Return the source, the revision, and the SHA-256 of each file of weights."""
-        files = [self.path] if self.model else sorted(self.path.glob("model*.safetensors"))
-        sums = dict(zip((file.name for file in files), checksums(files, None), strict=True))
+    def provenance(self, cache: Path | None = None) -> dict[str, Any]:
+        """Return the source, the revision, and the SHA-256 of each file of weights; `cache` is that of `checksums`."""
+        files = [self.path] if self.model else weight_files(self.path)
+        sums = dict(zip((file.name for file in files), checksums(files, cache), strict=True))
         return {"source": self.source, "revision": self.revision, "sha256": sums}
 
 
@@ -58,29 +67,37 @@ def find_pretrained(source: str | None) -> Pretrained:
     Raises:
         UserError: there is no such model, or minigpt cannot read it.
     """
-    path, revision = source and Path(source).expanduser(), None
-    if path and not path.exists():
-        path = _download(str(source))
-        revision = path.name
-    if path and (path / CONFIG).is_file():
-        found = Pretrained(path, str(source), revision, read_config(path), load_tokenizer(path))
-        with folder_errors(path):
-            check_vocabulary(found.config, found.tokenizer)
-        return found
-    path = find_checkpoint(path or None)
+    path = None if source is None else Path(source).expanduser()
+    revision = None
+    if path is not None:
+        if path.exists():
+            source = str(path.resolve())
+        else:
+            path = _download(str(source))
+            revision = path.name
+        if (path / CONFIG).is_file():
+            found = Pretrained(path, str(source), revision, read_config(path), load_tokenizer(path))
+            with folder_errors(path):
+                check_vocabulary(found.config, found.tokenizer)
+            return found
+    path = find_checkpoint(path)
     model, tokenizer = load_checkpoint(path)
-    return Pretrained(path, source or str(path), revision, replace(model.config, dropout=0.0), tokenizer, model)
+    return Pretrained(path, str(path.resolve()), revision, replace(model.config, dropout=0.0), tokenizer, model)
 
 
 def _download(source: str) -> Path:
     """Download the files of a model into the cache of huggingface_hub, and return their folder."""
+    name, _, revision = source.partition("@")
+    first = name.partition("/")[0]
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or first in ("runs", ".", "..") or Path(first).exists():
+        raise UserError(f"{source} does not exist; give a run folder, a checkpoint, or a folder or id of Hugging Face")
     try:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import logging, snapshot_download
     except ImportError as error:
         advice = f"to look for it on the Hugging Face Hub: {PIP_INSTALL.format('huggingface')}"
         raise UserError(f"{source} does not exist; {advice}") from error
 
-    name, _, revision = source.partition("@")
+    logging.set_verbosity_error()  # without a line per retry
     try:
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=_HUB_FILES))
     except Exception as error:  # its own, of HTTP and of the file system

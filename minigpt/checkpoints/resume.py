@@ -16,12 +16,13 @@ from minigpt.utils.errors import UserError
 from minigpt.utils.terminal import warn
 
 # Settings that must not change: the optimizer state and the position in the corpus depend on them.
-_FIXED = ("init_from", "optimizer._target_", "data.batch_size", "trainer.accumulate_grad_batches", "eval_batches")
+_FIXED = ("optimizer._target_", "data.batch_size", "trainer.accumulate_grad_batches", "eval_batches")
 # Settings that change the training.
 _LEARNING = (
     *(*_FIXED, "optimizer.*", "schedule.*", "max_steps", "seed", "data.overfit_batches"),
-    *("trainer.precision", "trainer.gradient_clip_val", "ema_decay"),
+    *("trainer.precision", "trainer.gradient_clip_val", "ema_decay", "init_from"),
 )
+_EFFECTS = {"max_steps": "the learning-rate schedule follows it", "init_from": "the weights of the checkpoint are used"}
 
 
 def contents(
@@ -34,11 +35,13 @@ def contents(
         corpus: SHA-256 of the text.
         provenance: command, host, versions and commit.
     """
-    added = {"config": dict(run), "corpus_sha256": corpus, "provenance": dict(provenance)}
+    added = {"config": dict(run), "corpus_sha256": corpus, "provenance": provenance}
     return {MINIGPT: model_contents(config, tokenizer) | added}
 
 
-def find_resumed(resume: str | None, folder: Path, present: Mapping[str, Any]) -> tuple[Path | None, int]:
+def find_resumed(
+    resume: str | None, folder: Path, present: Mapping[str, Any]
+) -> tuple[Path | None, int, dict[str, Any]]:
     """Find the checkpoint from which a run resumes, check that it fits the run, and warn of changed settings.
 
     Args:
@@ -47,7 +50,7 @@ def find_resumed(resume: str | None, folder: Path, present: Mapping[str, Any]) -
         present: `contents` of the run.
 
     Returns:
-        The checkpoint and its optimizer step; None and 0 if the run starts from scratch.
+        The checkpoint, its optimizer step and its provenance; None, 0 and {} if the run starts at step 0.
 
     Raises:
         UserError: there is no such checkpoint; or it has another model, corpus, tokenizer, optimizer or batch size.
@@ -58,7 +61,7 @@ def find_resumed(resume: str | None, folder: Path, present: Mapping[str, Any]) -
         path = find_checkpoint(resume, last=True) if resume else None
         content = read_run(path) if path else {}
     if path is None:
-        return None, 0
+        return None, 0, {}
     try:
         if not isinstance(step := content["global_step"], int):
             raise TypeError(f"global_step is {step}")
@@ -74,9 +77,9 @@ def find_resumed(resume: str | None, folder: Path, present: Mapping[str, Any]) -
     if step >= now["max_steps"] + (resume == "auto"):
         raise UserError(f"resume={path} is at step {step} of {now['max_steps']}; raise max_steps to continue")
     for key, (was, value) in changed.items():
-        what = "the learning-rate schedule follows it" if key == "max_steps" else "it applies"
+        what = _EFFECTS.get(key, "it applies")
         warn(f"{key} changed from {was} to {value}; {what} from step {step} on")
-    return path, step
+    return path, step, content[MINIGPT].get("provenance", {})
 
 
 def read_run(path: Path) -> dict[str, Any]:

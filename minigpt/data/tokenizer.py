@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minigpt.utils.errors import UserError
+from minigpt.utils.scripts import PIP_INSTALL
 
 if TYPE_CHECKING:
     import tiktoken
@@ -249,7 +250,7 @@ class HuggingFaceTokenizer(Tokenizer):
         try:
             from tokenizers import Tokenizer as Backend
         except ImportError:
-            raise UserError('tokenizer.json needs the package tokenizers; pip install "minigpt[huggingface]"') from None
+            raise UserError(f"tokenizer.json needs tokenizers; {PIP_INSTALL.format('huggingface')}") from None
         with _one_line_errors("damaged tokenizer.json"):
             values = json.loads(content)
             self.json = json.dumps(values, ensure_ascii=False, separators=(",", ":"))
@@ -317,7 +318,7 @@ def _code_points(text: str) -> np.ndarray[Any, np.dtype[np.uint32]]:
 
 def _token_decoder(decoder: Mapping[str, Any] | None) -> Callable[[str], bytes]:
     """Return the function from a token to its bytes that the decoder of a tokenizer.json describes."""
-    parts = decoder.get("decoders", [decoder]) if decoder else []
+    parts: list[Any] = decoder.get("decoders", [decoder]) if decoder else [{"type": None}]  # joins with spaces
     kinds = {part["type"] for part in parts}
     if kinds == {"ByteLevel"}:
         byte_of = {character: byte for byte, character in BYTE_CHARACTERS.items()}

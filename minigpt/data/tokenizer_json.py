@@ -53,7 +53,8 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
     """Return the contents of `tokenizer.json` and `tokenizer_config.json`, by file name.
 
     `AutoTokenizer` of transformers gives our ids, also for texts that look like special tokens, and our text for ids;
-    a character without an id is an error in both. `eos_token` is the separator, unless that is ordinary text.
+    a character without an id is an error in both. A `HuggingFaceTokenizer` is written unchanged: with AutoTokenizer it
+    recognizes special tokens and adds those of its post-processor. `eos_token` is the separator if that is special.
     """
     end = SEPARATOR if isinstance(tokenizer, BPETokenizer) else None
     if isinstance(tokenizer, HuggingFaceTokenizer) and len(tokenizer.separator):

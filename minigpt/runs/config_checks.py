@@ -1,9 +1,10 @@
 """Checks of a composed run configuration: before torch is imported and before anything is written."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
 from functools import partial
 from operator import eq
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minigpt.config import GPTConfig
@@ -19,12 +20,14 @@ if TYPE_CHECKING:
 
 
 def load_parts(
-    cfg: Any, once: Callable[..., Any] = lambda load, *args: load(*args)
+    cfg: Any, once: Callable[..., Any] = lambda load, *args: load(*args), *, folder: Path | None = None
 ) -> "tuple[Corpus, GPTConfig, Pretrained | None]":
     """Check a composed run configuration; return its corpus, its architecture, and the model of `init_from`, if any.
 
     Args:
         once: calls a function; a sweep replaces it to call each once.
+        folder: of the run. A run that resumes has its architecture and tokenizer from its own checkpoint, so that the
+            source of its weights may be gone.
 
     Raises:
         UserError: a value is invalid, the text or the model is missing, or they do not fit each other.
@@ -38,26 +41,38 @@ def load_parts(
         require("model.vocab_size", cfg.model.vocab_size, lambda size: size is None or size >= n, expected, "use null")
         config, pretrained = GPTConfig(**{**cfg.model, "vocab_size": cfg.model.vocab_size or n}), None
     else:
-        from minigpt.checkpoints.pretrained import find_pretrained
-
-        pretrained = once(find_pretrained, cfg.init_from)
+        pretrained = once(_find_start, cfg.init_from, cfg.resume, folder)
         config = _finetuned(cfg, pretrained.config)
         corpus = once(load_corpus, cfg.data, pretrained.tokenizer.to_dict())
     corpus.check_length(config.block_size)
     return corpus, config, pretrained
 
 
+def _find_start(init_from: str, resume: str | None, folder: Path | None) -> "Pretrained":
+    """Find the model of `init_from`, or the checkpoint of the run that `resume` continues."""
+    from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint
+    from minigpt.checkpoints.pretrained import find_pretrained
+
+    if resume not in (None, "auto"):
+        return find_pretrained(str(find_checkpoint(resume, last=True)))
+    for name in (LAST, PREVIOUS, BEST) if resume and folder else ():
+        with suppress(UserError):  # missing or damaged
+            return find_pretrained(str(find_checkpoint(Path(str(folder), name))))
+    return find_pretrained(init_from)
+
+
 def _finetuned(cfg: Any, config: GPTConfig) -> GPTConfig:
     """Return the architecture of `init_from` with the values of `model` that may differ from it."""
-    require("tokenizer.name", cfg.tokenizer.name, *one_of(["pretrained"]), "a run with init_from has its tokenizer")
-    for name, value in cfg.model.items():
+    given = {name: value for name, value in cfg.model.items() if value is not None}
+    wanted = GPTConfig.from_dict({**config.to_dict(), **given})
+    require(
+        "model.block_size", wanted.block_size, *integer(1, config.block_size), f"init_from={cfg.init_from} has no more"
+    )
+    for name in (name for name in given if name not in ("block_size", "dropout")):
         expected = getattr(config, name)
-        if name == "block_size":
-            require("model.block_size", value, *or_null(integer(1, expected)))
-        elif name != "dropout" and value is not None:
-            phrase, advice = f"{expected}, as in init_from={cfg.init_from}", "remove it, or use model=pretrained"
-            require(f"model.{name}", value, partial(eq, expected), phrase, advice)
-    return replace(config, block_size=cfg.model.block_size or config.block_size, dropout=cfg.model.dropout)
+        phrase = f"{expected}, as in init_from={cfg.init_from}"
+        require(f"model.{name}", given[name], partial(eq, expected), phrase, "remove it")
+    return wanted
 
 
 def check_run(cfg: Mapping[str, Any]) -> None:
@@ -78,8 +93,11 @@ def check_run(cfg: Mapping[str, Any]) -> None:
         values = cfg.get(group, {}) if group else cfg
         if name in values:  # not every optimizer and schedule has every value
             require(key, values[name], accepts, expected)
-    if cfg["init_from"] is not None:
-        return  # the architecture is compared with that of the weights
+    if cfg["init_from"] is not None:  # the architecture is compared with that of the weights
+        require(
+            "tokenizer", cfg["tokenizer"]["name"], *one_of(["pretrained"]), "a run with init_from has its tokenizer"
+        )
+        return
     model = cfg.get("model")  # missing in scripts/prepare.py
     if cfg["tokenizer"]["name"] == "pretrained" or (model is not None and "n_layer" not in model):
         raise UserError("model=pretrained and tokenizer=pretrained need init_from=…; remove them, or set it")
@@ -101,7 +119,7 @@ _RULES: dict[str, checks.Rule] = {
     "eval_batches": or_null(checks.POSITIVE_INT),
     "log_every": checks.POSITIVE_INT,
     "init_from": or_null(
-        (lambda v: isinstance(v, str), "a run folder, a checkpoint, or a folder or id of Hugging Face")
+        (lambda v: isinstance(v, str) and v != "", "a run folder, a checkpoint, or a folder or id of Hugging Face")
     ),
     "resume": or_null((lambda v: isinstance(v, str), "auto, a run folder, a checkpoint")),
     "ema_decay": or_null(checks.OPEN_FRACTION),

@@ -14,21 +14,22 @@ _open_stores: list[Any] = []  # keeps rank 0's store alive, which the other rank
 
 
 def complete_overrides(overrides: Sequence[str], groups: Sequence[str] = ("model", "tokenizer")) -> list[str]:
-    """Return the overrides of a run with links resolved, and with the choices that `init_from=` stands for.
+    """Return the overrides of a run with links resolved, and with the groups that `init_from=` selects.
 
     A link such as `runs/latest` becomes the run that it points at: it moves when a new run starts.
     """
-    complete, keys = [], [override.partition("=")[0] for override in overrides]
+    given = {key: value for key, _, value in (override.partition("=") for override in overrides)}
+    complete = []
     for override in overrides:
         key, _, value = override.partition("=")
         path = Path(value)
         is_link = key in ("resume", "init_from") and path.resolve() != path.absolute()
         complete.append(f"{key}={quote_override(path.resolve())}" if is_link else override)
-        if key == "init_from" and value != "null":
-            complete += [f"{group}=pretrained" for group in groups if group not in keys]
-            fixed = [name for name in keys if re.match(r"model\.(?!block_size$|dropout$)", name)]
-            if fixed and "model" not in keys:
-                raise UserError(f"{fixed[0]} is that of init_from; only model.block_size and model.dropout can be set")
+    if given.get("init_from", "null").lower() not in ("null", ""):
+        complete += [f"{group}=pretrained" for group in groups if group not in given]
+        fixed = [name for name in given if re.match(r"model\.(?!block_size$|dropout$)", name)]
+        if fixed and "model" not in given:
+            raise UserError(f"{fixed[0]} is that of init_from; only model.block_size and model.dropout can be set")
     return complete
 
 

@@ -71,8 +71,8 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
 def fit(cfg: DictConfig, folder: Path) -> float | None:
     """Build every part that the config names, train, sample and write the summary; see `train_in`."""
     started = time.perf_counter()
-    corpus, config, pretrained = load_parts(cfg)
-    cfg.model = config.to_dict()  # with the values that null stands for
+    corpus, config, pretrained = load_parts(cfg, folder=folder)
+    cfg.model = config.to_dict()  # null values resolved
 
     # Heavy packages are imported here, after every setting is checked.
     import torch
@@ -80,6 +80,7 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
     from minigpt.checkpoints.find import BEST
     from minigpt.checkpoints.models import load_checkpoint
     from minigpt.checkpoints.resume import contents, find_resumed
+    from minigpt.data.sources import CHECKSUM_CACHE
     from minigpt.model import GPT
     from minigpt.runs.curves import plot_curves
     from minigpt.runs.lightning_workarounds import is_resume_error
@@ -92,18 +93,21 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
 
     torch.manual_seed(cfg.seed)
     resolved: Any = OmegaConf.to_container(cfg, resolve=True)
-    origin = provenance() | {"init_from": pretrained and pretrained.provenance()}
+    origin = provenance() | {"init_from": None}
     saved = contents(config, corpus.tokenizer, resolved, corpus.sha256, origin)
-    resume, step = find_resumed(cfg.resume, folder, saved)
+    resume, step, before = find_resumed(cfg.resume, folder, saved)
     if cfg.resume == "auto" and resume and (done := run_dir.completed_summary(folder, step, cfg.max_steps)):
         if is_rank_zero():
             where = f"{run_dir.short_path(folder)} is complete at step {step} of {cfg.max_steps}"
             print(sanitize_line(f"{where}, best validation loss {done.get('best_val_loss')}; nothing to do"))
         return done.get("best_val_loss")
+    if pretrained:  # `saved` refers to `origin`
+        checksum_cache = Path(cfg.data.folder) / CHECKSUM_CACHE
+        origin["init_from"] = before.get("init_from") if resume else pretrained.provenance(checksum_cache)
     run_dir.truncate_logs(folder, step)
 
     module = LanguageModel(
-        pretrained.load(config).train() if pretrained else GPT(config),
+        pretrained.load(config).train() if pretrained and not resume else GPT(config),
         optimizer=partial_from_config(cfg.optimizer),
         schedule=partial_from_config(cfg.schedule),
         max_steps=cfg.max_steps,

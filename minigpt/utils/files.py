@@ -35,8 +35,8 @@ def read_json(file: Path) -> Any:
     """Read a JSON file; raise ValueError if it is not JSON, or nested too deeply."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
-    except RecursionError as error:
-        raise ValueError("the JSON is nested too deeply") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file.name} is not JSON ({error})") from error
 
 
 def write_json(file: Path, values: Mapping[str, Any]) -> None:

@@ -399,22 +399,22 @@ def test_auto_resumes_from_the_newest_undamaged_checkpoint(tmp_path: Path, capsy
     run = checkpoint(make())
     run["minigpt"]["config"] |= {"data": {}, "schedule": {}, "trainer": {}, "max_steps": 40}
     find = partial(find_resumed, "auto", tmp_path, run)
-    assert find() == (None, 0)
+    assert find() == (None, 0, {})
     for step in (10, 20, 30):
         write(run | {"global_step": step}, tmp_path / LAST)
     write(run | {"global_step": 10}, tmp_path / BEST)
-    assert find() == (tmp_path / LAST, 30)
+    assert find() == (tmp_path / LAST, 30, {})
     assert capsys.readouterr().err == ""
 
     last = (tmp_path / LAST).read_bytes()
     for harm in (last[:-9], b"", last[:-9] + b"x" + last[-8:]):
         (tmp_path / LAST).write_bytes(harm)
-        assert find() == (tmp_path / PREVIOUS, 20)
+        assert find() == (tmp_path / PREVIOUS, 20, {})
         stderr = capsys.readouterr().err
         assert stderr.startswith(f"warning: {tmp_path / LAST} is")
         assert stderr.endswith(f"resuming from {tmp_path / PREVIOUS}\n")
     (tmp_path / PREVIOUS).write_bytes(b"")
-    assert find() == (tmp_path / BEST, 10)
+    assert find() == (tmp_path / BEST, 10, {})
     (tmp_path / BEST).write_bytes(b"")
     with pytest.raises(UserError, match=r"no checkpoint in .* can be resumed; .*last\.safetensors is damaged"):
         find()

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from minigpt import GPT, GPTConfig, generate, load_checkpoint
-from minigpt.checkpoints.export import MODELING, export_model, modeling_code
+from minigpt.checkpoints.export import MODELING, export_folder, export_model, modeling_code
 from minigpt.checkpoints.huggingface import load_folder
+from minigpt.checkpoints.pretrained import find_pretrained
 
 transformers = pytest.importorskip("transformers")
 
@@ -36,6 +37,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", {**LLAMA, "tie_embeddings": False}),
     "Llama, tied, one key-value head": ("LlamaForCausalLM", {**LLAMA, "n_kv_head": 1, "norm_eps": 1e-3}),
     "Llama, two key-value heads": ("LlamaForCausalLM", {**LLAMA, "n_kv_head": 2, "head_dim": 12, "n_inner": 40}),
+    "Llama with a width that the heads do not divide": (
+        "MiniGPTForCausalLM",
+        {**LLAMA, "n_embd": 36, "n_head": 8, "head_dim": 6},
+    ),
     "Llama with biases": ("LlamaForCausalLM", {**LLAMA, "bias": True}),
     "Llama 3 with scaled rope": ("LlamaForCausalLM", {**LLAMA, **SCALED}),
     "Llama under mup": ("LlamaForCausalLM", {**LLAMA, **SCALED, **MUP}),
@@ -186,6 +191,27 @@ def test_an_exported_run_works_in_transformers(
     card = (folder / "README.md").read_text()
     assert f"| validation loss | {run.loss:.4f} nats per token" in card
     assert "n_embd: 32" in card
+
+
+@pytest.mark.parametrize("summary", [None, "{", '{"status": "failed"}', '{"best_val_loss": null, "seed": 7}'])
+def test_an_interrupted_or_older_run_is_exported_with_the_figures_that_it_has(
+    train: Callable[..., Any], tmp_path: Path, summary: str | None
+) -> None:
+    run = train("max_steps=1").folder
+    (run / "summary.json").unlink()
+    if summary:
+        (run / "summary.json").write_text(summary)
+    architecture = export_folder(find_pretrained(str(run)), tmp_path / "exported")
+    card = (tmp_path / "exported/README.md").read_text()
+    assert architecture in card
+    assert "validation loss" not in card
+    assert ("| seed | 7 |" in card) == ("seed" in str(summary))
+
+
+def test_a_finetuned_export_has_no_dropout(tmp_path: Path) -> None:
+    theirs = in_transformers(random_model(), tmp_path).train()
+    tokens = torch.arange(20)[None]
+    assert torch.equal(theirs(tokens).logits, theirs(tokens).logits)
 
 
 def test_what_cannot_be_exported_is_one_line(launch: Callable[..., Any], tmp_path: Path) -> None:

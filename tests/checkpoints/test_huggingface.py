@@ -72,6 +72,17 @@ def test_shards_and_half_precision_are_read_as_float32(tmp_path: Path) -> None:
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
 
 
+def test_a_single_file_is_read_before_an_index_of_shards(tmp_path: Path) -> None:
+    """transformers leaves the index behind when it saves one file over shards."""
+    random_model(*MODELS["Llama"]).save_pretrained(tmp_path, max_shard_size="20kB")
+    theirs = random_model(*MODELS["Llama with one key-value head"])
+    theirs.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(load_folder(tmp_path)(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
+
+
 def test_a_model_saved_without_its_head_is_read(tmp_path: Path) -> None:
     """The weights of gpt2 on the Hub have names without `transformer.`, and no head."""
     theirs = random_model(*MODELS["GPT-2"])
@@ -136,7 +147,7 @@ def test_the_default_configuration_of_transformers_is_read_from_its_json(family:
             {"model_type": "bert"},
             "model_type must be one of gpt2, llama, qwen2, qwen3, arcee, nanochat, starcoder2, got bert",
         ),
-        ({"quantization_config": {"bits": 4}}, "its weights are quantized; use weights in float32"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config must be null: use weights in float32"),
         (
             {"model_type": []},
             "model_type must be one of gpt2, llama, qwen2, qwen3, arcee, nanochat, starcoder2, got []",
@@ -146,6 +157,8 @@ def test_the_default_configuration_of_transformers_is_read_from_its_json(family:
         ({"attention_bias": True}, "attention_bias must be False, got True"),
         ({"hidden_act": "gelu"}, "hidden_act must be one of silu, swish, got gelu"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window must be False, got True"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types must be full_attention, got ["),
+        ({"rope_parameters": {"full_attention": {}}}, "rope_parameters must be the same for all layers"),
         ({"is_causal": False}, "is_causal must be True, got False"),
         ({"rope_parameters": {**LLAMA3, "factor": 10**400}}, "int too big to convert"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "factor"),
@@ -194,9 +207,9 @@ def test_damaged_folders_are_one_line(tmp_path: Path) -> None:
     for file, message in (
         (missing, ".safetensors is missing"),
         (truncated, "cannot be loaded: "),
-        (pickled, "model.safetensors is missing (a .bin file is a pickle, which can execute code, and is not read)"),
+        (pickled, "model.safetensors is missing; weights must be safetensors, because a .bin file can execute code"),
         (wide, "blocks.0.mlp.up.weight must have shape (112, 32), got (96, 32)"),
-        (short, "it has weights that the class has not: model.layers.1."),
+        (short, "unexpected weights: model.layers.1."),
         (long, "the weight model.layers.2.input_layernorm.weight is missing"),
         (deep, "its model has 7,744,000,000,006,368 parameters, but the file has 21 weights"),
         (narrow, "Sizes of tensors must match"),

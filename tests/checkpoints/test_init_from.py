@@ -100,16 +100,28 @@ def test_the_checkpoint_and_the_summary_record_the_source(finetune: Finetune, gp
     ("overrides", "message"),
     [
         (["model.n_layer=3"], "model.n_layer is that of init_from; only model.block_size and model.dropout can be set"),
-        (["model=nano"], "model.block_size must be an integer in [1, 32], or null, got 64"),
+        (["model=nano"], "model.block_size must be an integer in [1, 32], got 64; init_from="),
         (["model=nano", "model.block_size=16"], "model.n_layer must be 2, as in init_from="),
-        (["model.block_size=33"], "model.block_size must be an integer in [1, 32], or null, got 33"),
-        (["tokenizer=char"], "tokenizer.name must be one of pretrained, got char; a run with init_from has its"),
-        (["experiment=fast_cpu"], "model.block_size must be an integer in [1, 32], or null, got 64"),
+        (["model.block_size=33"], "model.block_size must be an integer in [1, 32], got 33"),
+        (["tokenizer=char"], "tokenizer must be one of pretrained, got char; a run with init_from has its tokenizer"),
+        (["experiment=fast_cpu"], "model.block_size must be an integer in [1, 32], got 64"),
         (["experiment=fast_cpu", "model.block_size=16"], "model.n_head must be 2, as in init_from="),
         (["init_from=null", "model=pretrained"], "model=pretrained and tokenizer=pretrained need init_from="),
         (["init_from=null", "tokenizer=pretrained"], "model=pretrained and tokenizer=pretrained need init_from="),
+        (
+            ["init_from="],
+            "init_from must be a run folder, a checkpoint, or a folder or id of Hugging Face, or null, got ",
+        ),
+        (["+model.width=7"], "unknown model setting width"),
+        (
+            ["init_from=runs/mistyped"],
+            "runs/mistyped does not exist; give a run folder, a checkpoint, or a folder or id",
+        ),
         (["init_from=7"], "init_from must be a run folder, a checkpoint, or a folder or id of Hugging Face, or null"),
-        (["init_from=no/such/model"], "no/such/model does not exist, and cannot be downloaded from the Hugging Face"),
+        (
+            ["init_from=no/such/model"],
+            "no/such/model does not exist; give a run folder, a checkpoint, or a folder or id of",
+        ),
     ],
 )
 def test_what_contradicts_the_weights_is_named(
@@ -121,11 +133,47 @@ def test_what_contradicts_the_weights_is_named(
     assert not (tmp_path / "run/metrics.csv").exists()
 
 
-def test_a_resumed_run_must_start_from_the_same_weights(finetune: Finetune, gpt2_folder: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_without_the_source_of_its_weights(finetune: Finetune, gpt2_folder: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(gpt2_folder, tmp_path / "source")
+    whole = finetune(source, *OFTEN, folder=tmp_path / "whole")
+    auto, by_path = (broken_off(whole.folder, 7, tmp_path / name) for name in ("auto", "first"))
+    shutil.rmtree(source)
+    (auto / "checkpoints/previous.safetensors").write_bytes((auto / LAST).read_bytes())
+    (auto / LAST).write_bytes(b"damaged")
+    resumed = finetune(source, *OFTEN, "resume=auto", folder=auto)
+    check_same_end(whole.folder, auto)
+    assert resumed.summary["init_from"] == whole.summary["init_from"]  # of the weights that the run started from
+    branch = finetune(source, *OFTEN, f"resume={by_path}", folder=tmp_path / "branch")
+    check_same_end_of_training(whole.folder, branch.folder)
+
+
+def check_same_end_of_training(one: Path, other: Path) -> None:
+    weights = [dict(load_checkpoint(folder / LAST)[0].named_parameters()) for folder in (one, other)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_another_source_has_no_effect_on_a_resumed_run(
+    finetune: Finetune, gpt2_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = finetune(gpt2_folder, "max_steps=2", "eval_every=2")
     other = shutil.copytree(gpt2_folder, tmp_path / "other")
-    with pytest.raises(UserError, match="differs in init_from"):
-        finetune(other, "max_steps=4", "resume=auto", folder=run.folder)
+    finetune(other, "max_steps=4", "eval_every=2", "resume=auto", folder=run.folder)
+    assert f"init_from changed from {gpt2_folder} to {other}; the weights of the checkpoint" in capsys.readouterr().err
+
+
+def test_a_preparation_uses_the_tokenizer_of_the_model(
+    launch: Callable[..., Any], text: Path, gpt2_folder: Path, tmp_path: Path
+) -> None:
+    data = ["data=text", f"data.path={text}", f"data.folder={tmp_path}/data", f"init_from={gpt2_folder}"]
+    prepared = launch("prepare.py", *data)
+    assert "vocabulary       293 ids" in prepared.stdout, prepared.stderr
+    (ids,) = (tmp_path / "data/tokens").glob("*/train.bin")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(gpt2_folder)
+    written = torch.frombuffer(bytearray(ids.read_bytes()), dtype=torch.uint16)
+    assert written.tolist() == tokenizer(text.read_text()[: int(20_000 * 0.9)]).input_ids
+    refused = launch("prepare.py", *data, "tokenizer=gpt2")
+    assert refused.returncode == 2
+    assert "tokenizer must be one of pretrained, got gpt2" in refused.stderr
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(gpt2_folder: Path, tmp_path: Path) -> None:

@@ -541,5 +541,5 @@ def test_a_damaged_end_of_text_id_is_one_line(tmp_path: Path, model: Any) -> Non
 def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     content = content_of("gpt2")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UserError, match=r"needs the package tokenizers; pip install .minigpt\[huggingface\]"):
+    with pytest.raises(UserError, match=r"tokenizer.json needs tokenizers; pip install -e .\.\[huggingface\]"):
         HuggingFaceTokenizer(content)
