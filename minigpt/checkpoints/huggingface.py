@@ -38,7 +38,7 @@ class Family:
         implied: values of ours that the class always has.
         defaults: their values of keys that a `config.json` may lack.
         activations: our activation by their name.
-        modules: their module by our name; several are concatenated in ours. `*` is the number of the layer.
+        modules: their modules by our name, separated by spaces; ours is their concatenation. `*` is the layer number.
         required: values of theirs without which the class computes something else.
         transposed: the matrices of the blocks are stored (in, out).
         swapped_halves: the rotary embedding has the opposite direction, which swapped halves of queries and keys undo.
@@ -49,7 +49,7 @@ class Family:
     implied: Values
     defaults: Values
     activations: Mapping[str, str]
-    modules: Mapping[str, str | tuple[str, ...]]
+    modules: Mapping[str, str]
     required: Values = field(default_factory=dict)
     transposed: bool = False
     swapped_halves: bool = False
@@ -118,15 +118,15 @@ _DEFAULTS = {
 }
 _LAYER = "model.layers.*."
 _ATTENTION = _LAYER + "self_attn."
-_MODULES: dict[str, str | tuple[str, ...]] = {
+_MODULES = {
     "wte": "model.embed_tokens",
     "blocks.*.norm_1": _LAYER + "input_layernorm",
-    "blocks.*.attention.qkv": (_ATTENTION + "q_proj", _ATTENTION + "k_proj", _ATTENTION + "v_proj"),
+    "blocks.*.attention.qkv": f"{_ATTENTION}q_proj {_ATTENTION}k_proj {_ATTENTION}v_proj",
     "blocks.*.attention.q_norm": _ATTENTION + "q_norm",
     "blocks.*.attention.k_norm": _ATTENTION + "k_norm",
     "blocks.*.attention.out": _ATTENTION + "o_proj",
     "blocks.*.norm_2": _LAYER + "post_attention_layernorm",
-    "blocks.*.mlp.up": (_LAYER + "mlp.gate_proj", _LAYER + "mlp.up_proj"),
+    "blocks.*.mlp.up": f"{_LAYER}mlp.gate_proj {_LAYER}mlp.up_proj",
     "blocks.*.mlp.down": _LAYER + "mlp.down_proj",
     "final_norm": "model.norm",
     "lm_head": "lm_head",
@@ -295,7 +295,7 @@ def _weights(
     files: dict[str, Any], family: Family, config: GPTConfig, expected: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return every weight of ours by name; `files` has the file of each of theirs, `expected` the shapes of ours."""
-    base = str(family.modules["wte"]).partition(".")[0]  # a model that was saved without its head lacks the prefix
+    base = family.modules["wte"].partition(".")[0]  # a model that was saved without its head lacks the prefix
     prefix = "" if any(name.startswith(f"{base}.") for name in files) else f"{base}."
     unused = {name for name in files if not _IGNORED.search(name)}
 
@@ -336,9 +336,8 @@ def tensor_names(name: str, family: Family) -> list[str]:
     module, _, leaf = name.rpartition(".")
     if name in family.modules:  # the weights of QK-norm are parameters of ours, and modules of theirs
         module, leaf = name, "weight"
-    theirs = family.modules[module]
-    parts = [theirs] if isinstance(theirs, str) else theirs
-    return [f"{part.replace('*', block[1] if block else '')}.{leaf}" for part in parts]
+    theirs = family.modules[module].replace("*", block[1] if block else "")
+    return [f"{part}.{leaf}" for part in theirs.split()]
 
 
 def is_transposed(name: str, weight: Tensor, family: Family) -> bool:
