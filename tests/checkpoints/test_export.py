@@ -76,7 +76,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def random_model(**values: Any) -> GPT:
     """Return a model with random weights, all nonzero, and an odd vocabulary."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(**{"block_size": 64, "vocab_size": 101, "n_layer": 2, "n_head": 4, "n_embd": 32, **values}))
+    model = GPT(GPTConfig(**{"block_size": 72, "vocab_size": 101, "n_layer": 2, "n_head": 4, "n_embd": 32, **values}))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.2)
     return model.eval()
@@ -101,14 +101,14 @@ def test_an_exported_model_gives_the_same_logits_loss_and_greedy_text(name: str,
     ours = random_model(**values)
     theirs = in_transformers(ours, tmp_path)
     assert type(theirs).__name__ == architecture
-    tokens = torch.randint(0, 101, (3, 64), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(0, 101, (3, 72), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = theirs(tokens, labels=tokens)
         torch.testing.assert_close(ours(tokens), expected.logits, rtol=0, atol=1e-4)
         torch.testing.assert_close(ours(tokens[:, :-1], tokens[:, 1:]), expected.loss, rtol=0, atol=1e-5)
-    text = theirs.generate(tokens[:1, :5], max_new_tokens=59, do_sample=False)
-    (sample,) = generate(ours, tokens[0, :5], max_new_tokens=59, temperature=0)
-    assert sample.tokens == text[0, 5:].tolist()
+    text = theirs.generate(tokens[:1, :8], max_new_tokens=64, do_sample=False)
+    (sample,) = generate(ours, tokens[0, :8], max_new_tokens=64, temperature=0)
+    assert sample.tokens == text[0, 8:].tolist()
 
 
 @pytest.mark.parametrize("name", [name for name, (architecture, _) in MODELS.items() if "MiniGPT" not in architecture])

@@ -15,7 +15,7 @@ from minigpt.utils.errors import UserError
 transformers = pytest.importorskip("transformers")
 
 SMALL = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 8}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 72, "head_dim": 8}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -25,7 +25,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 ROPE = {"rope_type": "default", "rope_theta": 777.0}
-GPT2 = {"vocab_size": 101, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+GPT2 = {"vocab_size": 101, "n_positions": 72, "n_embd": 32, "n_layer": 2, "n_head": 4}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-2": ("GPT2", GPT2),
     "GPT-2 with erf and an inner width": ("GPT2", {**GPT2, "activation_function": "gelu", "n_inner": 40}),
@@ -56,9 +56,9 @@ def test_a_model_of_transformers_gives_the_same_logits_loss_and_greedy_text(name
         expected = theirs(tokens, labels=tokens)
         torch.testing.assert_close(ours(tokens), expected.logits, rtol=0, atol=1e-4)
         torch.testing.assert_close(ours(tokens[:, :-1], tokens[:, 1:]), expected.loss, rtol=0, atol=1e-5)
-    text = theirs.generate(tokens[:1, :5], max_new_tokens=50, do_sample=False, eos_token_id=None, pad_token_id=0)
-    (sample,) = generate(ours, tokens[0, :5], max_new_tokens=50, temperature=0)
-    assert sample.tokens == text[0, 5:].tolist()
+    text = theirs.generate(tokens[:1, :8], max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0)
+    (sample,) = generate(ours, tokens[0, :8], max_new_tokens=64, temperature=0)
+    assert sample.tokens == text[0, 8:].tolist()
 
 
 def test_shards_and_half_precision_are_read_as_float32(tmp_path: Path) -> None:
