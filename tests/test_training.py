@@ -123,6 +123,7 @@ def test_every_schedule_trains(train: Callable[..., Any], schedule: str) -> None
     [
         pytest.param(file.stem, marks=[pytest.mark.slow] if "_" in file.stem else [])  # the large ones of GPT-2
         for file in sorted((CONFIGS / "model").glob("*.yaml"))
+        if file.stem != "pretrained"
     ],
 )
 def test_every_preset_takes_a_step_at_its_own_width(train: Callable[..., Any], preset: str) -> None:

@@ -93,13 +93,13 @@ def check_run(cfg: Mapping[str, Any]) -> None:
         values = cfg.get(group, {}) if group else cfg
         if name in values:  # not every optimizer and schedule has every value
             require(key, values[name], accepts, expected)
-    if cfg["init_from"] is not None:  # the architecture is compared with that of the weights
+    if cfg.get("init_from") is not None:  # the architecture is compared with that of the weights
         require(
             "tokenizer", cfg["tokenizer"]["name"], *one_of(["pretrained"]), "a run with init_from has its tokenizer"
         )
         return
     model = cfg.get("model")  # missing in scripts/prepare.py
-    if cfg["tokenizer"]["name"] == "pretrained" or (model is not None and "n_layer" not in model):
+    if cfg.get("tokenizer", {}).get("name") == "pretrained" or (model is not None and "n_layer" not in model):
         raise UserError("model=pretrained and tokenizer=pretrained need init_from=…; remove them, or set it")
     if model is not None:
         vocab_size = model["vocab_size"]  # null until the text is read

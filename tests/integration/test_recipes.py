@@ -21,6 +21,7 @@ from minigpt.model import GPT
 
 CHARACTERS = 65  # of tiny shakespeare
 RECIPES = sorted(file.stem for file in (CONFIGS / "experiment").glob("*.yaml"))
+FROM_SCRATCH = [name for name in RECIPES if not name.startswith("finetune")]
 
 
 def recipe(name: str, *overrides: str) -> Any:
@@ -28,7 +29,7 @@ def recipe(name: str, *overrides: str) -> Any:
         return compose("train", overrides=[f"experiment={name}", *overrides])
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", FROM_SCRATCH)
 def test_a_recipe_is_no_larger_than_nanogpts(name: str):
     """At most 0.81M parameters as nanoGPT's CPU recipe, or 10.65M without positions as its GPU recipe."""
     cfg = recipe(name)
@@ -99,10 +100,38 @@ def test_another_optimizer_and_schedule_replace_all_values_of_a_recipes(name: st
     assert set(cfg.schedule) == {"_target_", "warmup_steps"}
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("nanogpt_cpu", "fast_cpu", "sprint_cpu")])
+@pytest.mark.parametrize(
+    "name", [name for name in FROM_SCRATCH if name not in ("nanogpt_cpu", "fast_cpu", "sprint_cpu")]
+)
 def test_a_recipe_trains(train, name: str):
     """Train a small version on a CPU."""
     assert train(f"experiment={name}", "compile=false", "max_steps=20").loss < 4.0
+
+
+def test_the_finetuning_of_gpt2_has_nanogpts_values():
+    """nanoGPT's config/finetune_shakespeare.py, and the defaults of its train.py."""
+    cfg = recipe("finetune_gpt2")
+    assert cfg.init_from.startswith("openai-community/gpt2@")  # nanoGPT: gpt2-xl
+    assert cfg.model == {"block_size": 1024, "dropout": 0.0}
+    assert (cfg.data.batch_size, cfg.trainer.accumulate_grad_batches, cfg.max_steps, cfg.eval_every) == (1, 32, 20, 5)
+    assert cfg.optimizer == {
+        "_target_": "minigpt.optim.adamw",
+        "lr": 3e-5,
+        "betas": [0.9, 0.95],
+        "weight_decay": 0.1,
+    }
+    assert cfg.schedule == {"_target_": "minigpt.schedules.constant", "warmup_steps": 0}
+    assert cfg.trainer.gradient_clip_val == 1.0
+
+
+@pytest.mark.parametrize("name", sorted(set(RECIPES) - set(FROM_SCRATCH)))
+def test_a_finetuning_lowers_the_loss(name: str, text: Path, gpt2_folder: Path, tmp_path: Path):
+    """Of a small model, whose first validation is before the peak of a low learning rate."""
+    small = ["trainer=cpu", "model.block_size=32", f"data.path={text}", f"data.folder={tmp_path}/data"]
+    overrides = [f"experiment={name}", f"init_from={gpt2_folder}", *small, "optimizer.lr=1e-2", "~callbacks.samples"]
+    first = minigpt.train([*overrides, "max_steps=1", "optimizer.lr=1e-30", f"hydra.run.dir={tmp_path}/first"])
+    last = minigpt.train([*overrides, f"hydra.run.dir={tmp_path}/last"])
+    assert last["best_val_loss"] < first["best_val_loss"] - 0.5
 
 
 def test_the_fast_recipe_trains_with_adamw(train):

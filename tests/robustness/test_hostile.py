@@ -93,7 +93,7 @@ def tokenizer(values: Any) -> bytes:
 
 def tokenizer_json(separator: int | None = None, **changes: Any) -> bytes:
     """Return a file with a tokenizer of Hugging Face with one id; changes are of the keys of tokenizer.json."""
-    content = {"version": "1.0", "decoder": None, "model": WORDS} | changes
+    content = {"version": "1.0", "decoder": {"type": "Fuse"}, "model": WORDS} | changes
     return tokenizer({"name": "huggingface", "json": json.dumps(content), "separator": separator})
 
 

@@ -241,6 +241,7 @@ def test_a_summary_is_what_was_measured(runs: dict[str, SimpleNamespace], loop: 
             "seed": 7,
             "eval_batches": None,
             "corpus": corpus.name,
+            "init_from": None,
             "corpus_sha256": hashlib.sha256(corpus.read_bytes()).hexdigest(),
             "tokenizer": "char",
             "command": run.command,
