@@ -1,7 +1,6 @@
 """The attention page in headless Chromium, by mouse, touch and keyboard."""
 
 import re
-import shutil
 import time
 
 import pytest
@@ -9,24 +8,6 @@ import torch
 from pages import HOSTILE, attention
 
 from minigpt.interpret.page import write_page
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """Headless Chromium."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium: pip install selenium")
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    driver = shutil.which("chromedriver")
-    if not chromium or not driver:
-        pytest.skip("no Chromium or no chromedriver: apt-get install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    browser = webdriver.Chrome(options, webdriver.ChromeService(driver))
-    yield browser
-    browser.quit()
 
 
 class Reader:
