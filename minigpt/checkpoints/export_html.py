@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from minigpt.checkpoints.pretrained import Pretrained
-from minigpt.data.tokenizer import ENCODINGS, HuggingFaceTokenizer
+from minigpt.data.tokenizer import ENCODINGS, PATTERNS, HuggingFaceTokenizer
 from minigpt.model import GPT
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.files import atomic_write
@@ -59,7 +59,7 @@ def _render(pretrained: Pretrained, model: GPT, weight_format: str) -> str:
     encoding = {
         "start": tokenizer.start.tolist(),
         "end_token": tokenizer.end_token,
-        "pattern": ENCODINGS.get(tokenizer.name, "gpt2"),
+        "pattern": PATTERNS[ENCODINGS.get(tokenizer.name, "gpt2")],
     }
     data = {
         "config": config.to_dict(),

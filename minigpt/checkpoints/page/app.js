@@ -8,21 +8,17 @@ const model = new GPT(data.config, readWeights(find("weights").textContent, data
 const tokenizer = new Tokenizer(data.tokenizer);
 find("weights").remove();  // the text is not needed any more
 
-let running = false;
+let running = false, stopped = false;
 let before = "";  // the text before the last generation
 
 function settings() {
-  const topK = find("top-k").valueAsNumber;
-  return {
-    temperature: find("temperature").valueAsNumber,
-    topK: Number.isNaN(topK) ? null : topK,
-    topP: find("top-p").valueAsNumber,
-    minP: find("min-p").valueAsNumber,
-  };
+  const [count, seed, temperature, topK, topP, minP] = ["tokens", "seed", "temperature", "top-k", "top-p", "min-p"]
+    .map(id => find(id).valueAsNumber);
+  return {count, seed, temperature, topK: topK || null, topP, minP};  // NaN: an empty field
 }
 
 // Yield the tokens that follow a prompt, and null after each token of the prompt, so that the caller can pause.
-function* generate(prompt, count, sampling, seed) {
+function* generate(prompt, {count, seed, ...sampling}) {
   const random = new Random(seed), context = prompt.slice(-data.config.block_size);
   model.reset();
   for (const token of context.slice(0, -1)) {
@@ -39,15 +35,17 @@ function* generate(prompt, count, sampling, seed) {
 // Generate, and update the page every WORK_MS milliseconds.
 async function run() {
   const text = find("text"), decode = tokenizer.decoder();
-  const tokens = generate(tokenizer.encode(text.value), find("tokens").valueAsNumber, settings(), find("seed").valueAsNumber);
   before = text.value;
+  stopped = false;
+  const tokens = generate(tokenizer.encode(before), settings());
   show(true, "Reading the prompt …");
+  find("speed").textContent = "";
   let count = 0, seconds = 0, done = false;
-  while (running && !done) {
+  while (!stopped && !done) {
     await new Promise(resolve => setTimeout(resolve));
     const start = performance.now();
     let added = "";
-    for (let now = start; running && !done && now - start < WORK_MS;) {
+    for (let now = start; !stopped && !done && now - start < WORK_MS;) {
       const next = tokens.next(), end = performance.now();
       done = next.done;
       if (!done && next.value !== null) {
@@ -57,7 +55,7 @@ async function run() {
       }
       now = end;
     }
-    append(text, done || !running ? added + decode() : added);
+    append(text, done || stopped ? added + decode() : added);
     if (count) {
       find("status").textContent = "";
       find("speed").textContent = `${count} tokens, ${Math.round(count / seconds)} tokens/s`;
@@ -83,21 +81,21 @@ function show(generating, status, isError = false) {
 
 find("form").addEventListener("submit", event => {
   event.preventDefault();
-  if (running) {
-    running = false;
-    return;
-  }
-  find("speed").textContent = "";
-  run().catch(error => show(false, error.message, true));
+  stopped = true;
+  if (!running) run().catch(error => show(false, error.message, true));
 });
 find("undo").addEventListener("click", () => {
   find("text").value = before;
   find("text").focus();
   show(false, "");
 });
+find("text").addEventListener("input", () => { find("undo").disabled = true; });  // which would undo the input too
 document.addEventListener("keydown", event => {
-  if (event.key === "Escape") running = false;
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !running) find("form").requestSubmit();
+  if (event.key === "Escape") stopped = true;
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
+    event.preventDefault();  // a field or button would submit the form too
+    if (!running) find("form").requestSubmit();
+  }
 });
 for (const input of document.querySelectorAll("input[type=range]")) {
   const update = () => { input.parentElement.querySelector("output").value = input.value; };

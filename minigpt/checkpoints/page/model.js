@@ -235,7 +235,8 @@ function rotaryFrequency(config, D) {
 }
 
 function rotationAt(position, frequency) {
-  return {cos: frequency.map(value => Math.cos(position * value)), sin: frequency.map(value => Math.sin(position * value))};
+  const angle = frequency.map(value => position * value);
+  return {cos: angle.map(Math.cos), sin: angle.map(Math.sin)};
 }
 
 // Rotate the pairs (i, i + D/2).

@@ -1,15 +1,7 @@
 // The tokenizers of minigpt/data/tokenizer.py: characters, bytes and byte-pair encodings.
 
-// The patterns of minigpt.data.tokenizer. Possessive quantifiers are ordinary ones here, which match the same; \s is
-// \p{White_Space}, as in tiktoken; ſ is an s in any case.
-const PATTERNS = {
-  gpt2: /'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\p{White_Space}\p{L}\p{N}]+|\p{White_Space}+$|\p{White_Space}+(?!\P{White_Space})|\p{White_Space}/gu,
-  cl100k: /'(?:[sSſdDmMtT]|[lL]{2}|[vV][eE]|[rR][eE])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\p{White_Space}\p{L}\p{N}]+[\r\n]*|\p{White_Space}+$|\p{White_Space}*[\r\n]|\p{White_Space}+(?!\P{White_Space})|\p{White_Space}/gu,
-  o200k: /[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?:'(?:[sSſdDmMtT]|[lL]{2}|[vV][eE]|[rR][eE]))?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?:'(?:[sSſdDmMtT]|[lL]{2}|[vV][eE]|[rR][eE]))?|\p{N}{1,3}| ?[^\p{White_Space}\p{L}\p{N}]+[\r\n/]*|\p{White_Space}*[\r\n]+|\p{White_Space}+(?!\P{White_Space})|\p{White_Space}+/gu,
-};
-
 class Tokenizer {
-  // values: those of the tokenizer's to_dict; `start`, the ids for an empty text; `pattern`, a name in PATTERNS.
+  // values: of the tokenizer's to_dict; `start`: the ids for an empty text; `pattern`: splits a text before the merges.
   constructor(values) {
     this.values = values;
     if (values.name === "char") {
@@ -18,6 +10,7 @@ class Tokenizer {
     } else if (values.name === "byte") {
       this.tokens = Array.from({length: 256}, (_, byte) => String.fromCharCode(byte));
     } else {
+      this.pattern = toRegExp(values.pattern);
       this.tokens = values.tokens.split(" ").map(token => token === "-" ? null : atob(token));
       this.ids = new Map(this.tokens.map((token, id) => [token, id]));
     }
@@ -28,10 +21,10 @@ class Tokenizer {
     if (text === "") return this.values.start;
     if (this.values.name === "byte") return Array.from(utf8(text), byte => byte.charCodeAt(0));
     if (this.values.name !== "char") {
-      return text.toWellFormed().match(PATTERNS[this.values.pattern]).flatMap(piece => this.merge(utf8(piece)));
+      return text.toWellFormed().match(this.pattern).flatMap(piece => this.merge(utf8(piece)));
     }
     const unknown = [...new Set(text)].filter(character => !this.ids.has(character));
-    if (unknown.length) throw new Error(`the model was trained without ${unknown.map(c => JSON.stringify(c)).join(", ")}`);
+    if (unknown.length) throw new Error(`the model was trained without ${JSON.stringify(unknown).slice(1, -1)}`);
     return Array.from(text, character => this.ids.get(character));
   }
 
@@ -61,6 +54,18 @@ class Tokenizer {
       if (best > 0) ranks[best - 1] = pair(best - 1);
     }
   }
+}
+
+// Translate a pattern of tiktoken. Possessive quantifiers become ordinary ones, with which these patterns match the
+// same; \s has a few other characters in JavaScript; groups that ignore the case are missing in older browsers.
+function toRegExp(pattern) {
+  const anyCase = letter => `[${letter}${letter.toUpperCase()}${letter === "s" ? "ſ" : ""}]`;
+  const source = pattern
+    .replace(/([+*?}])\+/g, "$1")
+    .replaceAll("\\s", "\\p{White_Space}")
+    .replaceAll("\\S", "\\P{White_Space}")
+    .replace(/\(\?i:(.*?)\)/g, (_, group) => `(?:${group.replace("[sdmt]", "s|d|m|t").replace(/[a-z]/g, anyCase)})`);
+  return new RegExp(source, "gu");
 }
 
 // UTF-8 with one character per byte, which can be the key of a Map; lone surrogates become the replacement character.

@@ -1,4 +1,4 @@
-// The weights in the page: base64 of all tensors, one after the other, as minigpt/checkpoints/export_html.py writes them.
+// The weights in the page: base64 of all tensors, one after the other, by minigpt/checkpoints/export_html.py.
 
 // Return a Float32Array per name. tensors: [name, shape] of each; format: of the matrices, vectors are float32.
 function readWeights(base64, tensors, format) {
