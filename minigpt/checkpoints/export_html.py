@@ -58,7 +58,7 @@ def _render(pretrained: Pretrained, model: GPT, weight_format: str) -> str:
     packed = b"".join(_pack(name, tensor, weight_format) for name, tensor in tensors.items())
     encoding = {
         "start": tokenizer.start.tolist(),
-        "end_token": tokenizer.end_token,
+        "stop": tokenizer.end_token if tokenizer.separated else None,  # as scripts/sample.py
         "pattern": PATTERNS[ENCODINGS.get(tokenizer.name, "gpt2")],
     }
     data = {

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from contrast import text_contrasts
 
 from minigpt import GPT, GPTConfig, generate
 from minigpt.checkpoints.export_html import export_html
@@ -130,6 +131,13 @@ def test_logits_and_greedy_text_equal_those_of_the_model(name: str, open_page: A
     prompt = tokens[0, :8].tolist()
     (sample,) = generate(model, prompt, max_new_tokens=200, temperature=0)
     assert run(SAMPLE, prompt, {**DEFAULTS, "count": 200, "temperature": 0}) == sample.tokens
+
+
+def test_the_page_uses_every_value_of_the_configuration() -> None:
+    source = (ROOT / "minigpt/checkpoints/page/model.js").read_text(encoding="utf-8")
+    known_from_the_weights = {"bias", "qkv_bias", "qk_norm_weights", "n_inner"}
+    used = {name for name in GPTConfig.__dataclass_fields__ if re.search(rf"\b{name}\b", source)}
+    assert GPTConfig.__dataclass_fields__.keys() - used <= {"dropout"} | known_from_the_weights
 
 
 def test_a_prompt_longer_than_the_context_is_read_from_its_last_tokens(open_page: Any, tmp_path: Path) -> None:
@@ -352,6 +360,7 @@ def test_an_unknown_character_is_an_error_that_names_it(reader: Reader) -> None:
 
 def test_generation_ends_at_the_separator_of_documents(browser: Any, tmp_path: Path) -> None:
     tokenizer = byte_pairs("bpe")
+    tokenizer.separated = True
     model = random_model(vocab_size=tokenizer.vocab_size, tie_embeddings=False, norm="layernorm")
     with torch.no_grad():  # the separator is the likeliest token
         model.final_norm.weight.zero_()
@@ -376,12 +385,19 @@ def test_the_page_makes_no_request_and_its_policy_forbids_them(reader: Reader, p
 
 @pytest.mark.parametrize("width", [320, 390, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_fits_small_screens_and_has_contrast_in_both_schemes(reader: Reader, width: int, scheme: str) -> None:
-    reader.prefer(scheme)
+def test_the_page_fits_every_screen_and_has_contrast_in_both_schemes(reader: Reader, width: int, scheme: str) -> None:
     reader.resize(width, 740)
+    reader.prefer(scheme)
     assert reader.browser.execute_script("return document.documentElement.scrollWidth") <= width
     background = reader.browser.execute_script("return getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", background))) < 200) == (scheme == "dark")
+    for prompt in ("é", "e"):  # an error, and the result
+        reader.write("text", prompt)
+        reader.find("generate").click()
+        reader.wait_for('the model was trained without "é"' if prompt == "é" else "Done.")
+        contrasts = text_contrasts(reader.browser)
+        assert len(contrasts) > 12
+        assert [(element, ratio) for element, ratio in contrasts if ratio < 4.5] == []
 
 
 def test_hostile_tokens_do_not_run(browser: Any, tmp_path: Path) -> None:

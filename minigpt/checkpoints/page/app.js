@@ -27,7 +27,7 @@ function* generate(prompt, {count, seed, ...sampling}) {
   }
   for (let i = 0, token = context.at(-1); i < count; i++) {
     token = draw(model.step(token), sampling, random);
-    if (token === data.tokenizer.end_token) return;
+    if (token === data.tokenizer.stop) return;
     yield token;
   }
 }
