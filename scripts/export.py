@@ -1,4 +1,4 @@
-"""Write a model in another format: a Hugging Face folder, or a checkpoint of its weights and tokenizer alone."""
+"""Write a model in another format: a Hugging Face folder, a checkpoint without training state, or an HTML page."""
 
 import argparse
 import os
@@ -17,11 +17,12 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=usage("export"), description=__doc__)
     add = parser.add_argument
     add("run", nargs="?", help="run folder, checkpoint, or folder or id of Hugging Face (default: the newest run)")
-    formats = ("huggingface", "safetensors")
-    add(
-        "--to", required=True, choices=formats, help="a folder for transformers, or a checkpoint without training state"
-    )
+    formats = ("huggingface", "safetensors", "html")
+    formats_help = "a folder for transformers, a checkpoint without training state, or a page that runs the model"
+    add("--to", required=True, choices=formats, help=formats_help)
     add("--out", required=True, type=Path, metavar="PATH", help="folder or file to write")
+    weights = ("float16", "int8", "float32")
+    add("--weights", choices=weights, help="format of the weights in the page of --to html (default: float16)")
     return parser.parse_args()
 
 
@@ -29,7 +30,9 @@ def main() -> None:
     """Load the model, write it, print the next step."""
     args = arguments()
     require("--out", args.out, lambda path: not os.path.lexists(path), "a path that does not exist yet")
+    require("--weights", args.weights, lambda value: value is None or args.to == "html", "left out without --to html")
     from minigpt.checkpoints.export import export_folder
+    from minigpt.checkpoints.export_html import export_html
     from minigpt.checkpoints.models import save_checkpoint
     from minigpt.checkpoints.pretrained import find_pretrained
 
@@ -37,6 +40,11 @@ def main() -> None:
     if args.to == "safetensors":
         save_checkpoint(pretrained.load(), pretrained.tokenizer, args.out)
         print(sanitize_line(f"{args.out}: weights and tokenizer of {pretrained.path}"))
+        return
+    if args.to == "html":
+        export_html(pretrained, args.out, args.weights or "float16")
+        size = args.out.stat().st_size / 1e6
+        print(sanitize_line(f"{args.out}: {size:.1f} MB, the model of {pretrained.path}; open it in a browser"))
         return
     architecture = export_folder(pretrained, args.out)
     print(sanitize_line(f"{args.out}: {architecture} of {pretrained.path}"))

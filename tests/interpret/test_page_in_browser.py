@@ -1,32 +1,14 @@
 """The attention page in headless Chromium, by mouse, touch and keyboard."""
 
 import re
-import shutil
 import time
 
 import pytest
 import torch
+from contrast import text_contrasts
 from pages import HOSTILE, attention
 
 from minigpt.interpret.page import write_page
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """Headless Chromium."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium: pip install selenium")
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    driver = shutil.which("chromedriver")
-    if not chromium or not driver:
-        pytest.skip("no Chromium or no chromedriver: apt-get install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    browser = webdriver.Chrome(options, webdriver.ChromeService(driver))
-    yield browser
-    browser.quit()
 
 
 class Reader:
@@ -95,25 +77,6 @@ class Reader:
             "return [...document.querySelectorAll('#strongest tbody tr')]"
             ".map(row => [Number(row.dataset.j), row.querySelector('.number').textContent])"
         )
-
-    @property
-    def contrasts(self):
-        """WCAG contrast ratio of every text of the page against its background."""
-        return self.browser.execute_script("""
-            const rgba = text => text.match(/[\\d.]+/g).map(Number);
-            const linear = v => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
-            const light = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
-            const behind = e => {
-              const color = rgba(getComputedStyle(e).backgroundColor);
-              return color.length === 3 || color[3] === 1 ? color : behind(e.parentElement);
-            };
-            return [...document.querySelectorAll("body *:not(script, noscript)")]
-              .filter(e => [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim()))
-              .map(e => {
-                const [a, b] = [light(rgba(getComputedStyle(e).color)), light(behind(e))].sort((x, y) => y - x);
-                return [e.outerHTML.slice(0, 80), (a + 0.05) / (b + 0.05)];
-              });
-        """)
 
 
 def eventually(holds):
@@ -305,7 +268,7 @@ def test_every_text_has_enough_contrast_in_light_and_dark_mode(reader, scheme):
     eventually(lambda: (sum(reader.colors[17]) < 400) == (scheme == "dark"))
     for act in (lambda: None, lambda: reader.hover(reader.token(30)), lambda: reader.pick("heads", 1)):
         act()
-        contrasts = reader.contrasts
+        contrasts = text_contrasts(reader.browser)
         assert len(contrasts) > len(TEXT)
         assert [(element, ratio) for element, ratio in contrasts if ratio < 4.5] == []
 

@@ -1,0 +1,262 @@
+// The forward pass of minigpt/model.py for one sequence, token by token, with a cache of keys and values.
+//
+// Shapes: C n_embd, D head width, H query heads, K key-value heads, T block_size, V vocab. Matrices are (out, in),
+// one row after the other.
+
+class GPT {
+  // config: the values of GPTConfig. weights: a Float32Array per name of the state dict.
+  constructor(config, weights) {
+    this.config = config;
+    this.weights = weights;
+    this.H = config.n_head;
+    this.K = config.n_kv_head ?? config.n_head;
+    this.D = config.head_dim ?? config.n_embd / config.n_head;
+    const mup = config.parametrization === "mup";
+    this.attentionScale = mup ? Math.sqrt(config.base_head_dim) / this.D : 1 / Math.sqrt(this.D);
+    this.widthRatio = mup ? config.n_embd / config.base_n_embd : 1;
+    this.frequency = config.position === "rope" ? rotaryFrequency(config, this.D) : null;
+    this.layers = Array.from({length: config.n_layer}, (_, i) => this.newLayer(`blocks.${i}.`));
+    this.finalNorm = this.newNorm("final_norm");
+    const head = config.tie_embeddings ? weights["wte.weight"] : weights["lm_head.weight"];
+    this.head = {weight: head, y: new Float32Array(config.vocab_size)};
+    this.ngramOut = config.ngram ? this.newLinear("ngrams.out", config.n_embd) : null;
+    this.reset();
+  }
+
+  // Empty the cache.
+  reset() {
+    this.tokens = [];  // in the cache
+    this.embeddings = [];  // the last ones, for smear
+  }
+
+  // Append a token and return the logits (V) of the next one, which the following call overwrites.
+  step(token) {
+    const {config} = this;
+    let x = this.forward(token);
+    if (config.norm_position === "pre") x = this.norm(x, this.finalNorm);
+    const logits = linear(this.head, x.map(value => value / this.widthRatio));
+    const cap = config.logit_softcap;
+    if (cap !== null) logits.forEach((value, i) => { logits[i] = cap * Math.tanh(value / cap); });
+    return logits;
+  }
+
+  // Append a token and return the output (C) of the last block.
+  //
+  // Beyond T tokens, the window of rotary or no positions slides by one token. Learned positions end with the block:
+  // the newer half of the window is read again from position 0.
+  forward(token) {
+    const {config} = this, T = config.block_size;
+    if (config.position === "learned" && this.tokens.length === T) {
+      const kept = this.tokens.slice(T - Math.max(1, Math.floor(T / 2)) + 1);
+      this.reset();
+      kept.forEach(earlier => this.forward(earlier));
+    }
+    const position = this.tokens.length;
+    const rotation = this.frequency && rotationAt(position, this.frequency);
+    const x = this.embed(token, position);
+    this.tokens.push(token);
+    const pre = config.norm_position === "pre";
+    for (const layer of this.layers) {
+      add(x, this.attend(layer, pre ? this.norm(x, layer.norm1) : x, position, rotation));
+      if (!pre) x.set(this.norm(x, layer.norm1));
+      const up = linear(layer.up, pre ? this.norm(x, layer.norm2) : x);
+      add(x, linear(layer.down, activate(up, config.activation)));
+      if (!pre) x.set(this.norm(x, layer.norm2));
+    }
+    return x;
+  }
+
+  embed(token, position) {
+    const {config, weights} = this, C = config.n_embd;
+    const x = weights["wte.weight"].slice(token * C, (token + 1) * C);
+    if (config.ngram) add(x, linear(this.ngramOut, this.embedNgrams(token)));
+    if (config.smear) {
+      const previous = this.embeddings;
+      this.embeddings = [...previous, x.slice()].slice(-config.smear);
+      for (let back = 1; back <= previous.length; back++) {  // the last factor is for the previous token
+        const factor = weights[`smear.${config.smear - back}`], before = previous[previous.length - back];
+        for (let i = 0; i < C; i++) x[i] += factor[i] * before[i];
+      }
+    }
+    if (config.position === "learned") add(x, weights["wpe.weight"].subarray(position * C, (position + 1) * C));
+    return config.embed_norm ? normalize(x, config.norm_eps) : x;
+  }
+
+  // The embeddings of the last 2 … ngram tokens, one after the other: each n-gram is hashed into a table.
+  embedNgrams(token) {
+    const {ngram, ngram_dim: width, ngram_buckets: buckets, vocab_size: padding} = this.config;
+    const table = this.weights["ngrams.table.weight"], x = new Float32Array((ngram - 1) * width);
+    let hash = BigInt(token);  // the products exceed 2⁵³
+    for (let n = 1; n < ngram; n++) {
+      const before = this.tokens[this.tokens.length - n] ?? padding;
+      hash = (hash * 2654435761n + BigInt(before) + 1n) % 2147483647n;
+      const row = Number(hash % BigInt(buckets)) + (n - 1) * buckets;
+      x.set(table.subarray(row * width, (row + 1) * width), (n - 1) * width);
+    }
+    return x;
+  }
+
+  // Attention from the token at `position` to those in the cache, of which T slots are used in turn.
+  attend(layer, x, position, rotation) {
+    const {H, K, D} = this, T = this.config.block_size;
+    const qkv = linear(layer.qkv, x);  // H + 2K heads
+    for (let head = 0; head < H + K; head++) {
+      const part = qkv.subarray(head * D, (head + 1) * D);
+      if (this.config.qk_norm) part.set(normalize(part, this.config.norm_eps, head < H ? layer.qNorm : layer.kNorm));
+      if (rotation) rotate(part, rotation);
+    }
+    layer.keys = store(layer.keys, qkv.subarray(H * D, (H + K) * D), position % T, T);
+    layer.values = store(layer.values, qkv.subarray((H + K) * D), position % T, T);
+    const {keys, values} = layer, S = Math.min(position + 1, T);
+    const y = new Float32Array(H * D), weights = new Float64Array(S);
+    for (let head = 0; head < H; head++) {
+      const q = head * D, kv = Math.floor(head * K / H) * D;
+      let most = -Infinity, total = 0;
+      for (let s = 0; s < S; s++) {
+        const k = s * K * D + kv;
+        let score = 0;
+        for (let d = 0; d < D; d++) score += qkv[q + d] * keys[k + d];
+        weights[s] = score * this.attentionScale;
+        most = Math.max(most, weights[s]);
+      }
+      for (let s = 0; s < S; s++) total += weights[s] = Math.exp(weights[s] - most);
+      for (let s = 0; s < S; s++) {
+        const weight = weights[s] / total, v = s * K * D + kv;
+        for (let d = 0; d < D; d++) y[q + d] += weight * values[v + d];
+      }
+    }
+    return linear(layer.out, y);
+  }
+
+  norm(x, {weight, bias}) {
+    return normalize(x, this.config.norm_eps, weight, bias, this.config.norm === "layernorm");
+  }
+
+  newLayer(prefix) {
+    const {config, H, K, D} = this, attention = `${prefix}attention.`;
+    const upWidth = this.weights[`${prefix}mlp.up.weight`].length / config.n_embd;
+    return {
+      norm1: this.newNorm(`${prefix}norm_1`),
+      qkv: this.newLinear(`${attention}qkv`, (H + 2 * K) * D),
+      qNorm: this.weights[`${attention}q_norm`],
+      kNorm: this.weights[`${attention}k_norm`],
+      out: this.newLinear(`${attention}out`, config.n_embd),
+      norm2: this.newNorm(`${prefix}norm_2`),
+      up: this.newLinear(`${prefix}mlp.up`, upWidth),
+      down: this.newLinear(`${prefix}mlp.down`, config.n_embd),
+      keys: new Float32Array(0),  // K·D values per position
+      values: new Float32Array(0),
+    };
+  }
+
+  newNorm(name) {
+    return {weight: this.weights[`${name}.weight`], bias: this.weights[`${name}.bias`]};
+  }
+
+  newLinear(name, width) {
+    return {...this.newNorm(name), y: new Float32Array(width)};
+  }
+}
+
+// Compute y = W x + b, and return y, which the next call overwrites. Four rows at a time, so that each x[j] is loaded
+// once for four products: twice as fast as one row at a time.
+function linear({weight, bias, y}, x) {
+  const n = x.length, rows = y.length;
+  let i = 0;
+  for (; i + 3 < rows; i += 4) {
+    const first = i * n, second = first + n, third = second + n, fourth = third + n;
+    let a = 0, b = 0, c = 0, d = 0;
+    for (let j = 0; j < n; j++) {
+      const value = x[j];
+      a += weight[first + j] * value;
+      b += weight[second + j] * value;
+      c += weight[third + j] * value;
+      d += weight[fourth + j] * value;
+    }
+    y[i] = a;
+    y[i + 1] = b;
+    y[i + 2] = c;
+    y[i + 3] = d;
+  }
+  for (; i < rows; i++) {
+    let sum = 0;
+    for (let j = 0; j < n; j++) sum += weight[i * n + j] * x[j];
+    y[i] = sum;
+  }
+  if (bias) add(y, bias);
+  return y;
+}
+
+function add(x, y) {
+  for (let i = 0; i < x.length; i++) x[i] += y[i];
+}
+
+// LayerNorm if `centered`, else RMSNorm.
+function normalize(x, eps, weight, bias, centered = false) {
+  const n = x.length, y = new Float32Array(n);
+  let mean = 0, square = 0;
+  if (centered) for (let i = 0; i < n; i++) mean += x[i] / n;
+  for (let i = 0; i < n; i++) square += (x[i] - mean) ** 2 / n;
+  const factor = 1 / Math.sqrt(square + eps);
+  for (let i = 0; i < n; i++) y[i] = (x[i] - mean) * factor * (weight ? weight[i] : 1) + (bias ? bias[i] : 0);
+  return y;
+}
+
+const ACTIVATIONS = {
+  gelu: x => 0.5 * x * (1 + erf(x * Math.SQRT1_2)),
+  gelu_tanh: x => 0.5 * x * (1 + Math.tanh(Math.sqrt(2 / Math.PI) * (x + 0.044715 * x ** 3))),
+  relu: x => Math.max(x, 0),
+  relu2: x => Math.max(x, 0) ** 2,
+  swiglu: x => x / (1 + Math.exp(-x)),  // silu, of the first half
+};
+
+function activate(x, name) {
+  const width = name === "swiglu" ? x.length / 2 : x.length, activation = ACTIVATIONS[name];
+  for (let i = 0; i < width; i++) x[i] = activation(x[i]) * (name === "swiglu" ? x[width + i] : 1);
+  return x.subarray(0, width);
+}
+
+// The error is below 1.5e-7. Source: Abramowitz and Stegun, Handbook of Mathematical Functions, formula 7.1.26.
+function erf(x) {
+  const t = 1 / (1 + 0.3275911 * Math.abs(x));
+  const series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))));
+  return Math.sign(x) * (1 - series * Math.exp(-x * x));
+}
+
+// The frequencies (D/2) of minigpt.attention.rotary_table, with Llama 3's scaling.
+function rotaryFrequency(config, D) {
+  const low = config.rope_low_freq_factor, high = config.rope_high_freq_factor;
+  return Float64Array.from({length: D / 2}, (_, i) => {
+    const frequency = config.rope_base ** (-2 * i / D);
+    const turns = config.rope_original_block_size * frequency / (2 * Math.PI);  // within the original context
+    const kept = Math.min(Math.max((turns - low) / (high - low), 0), 1);
+    return frequency * (kept + (1 - kept) / config.rope_factor);
+  });
+}
+
+function rotationAt(position, frequency) {
+  const angle = frequency.map(value => position * value);
+  return {cos: angle.map(Math.cos), sin: angle.map(Math.sin)};
+}
+
+// Rotate the pairs (i, i + D/2).
+function rotate(x, {cos, sin}) {
+  const half = x.length / 2;
+  for (let i = 0; i < half; i++) {
+    const a = x[i], b = x[i + half];
+    x[i] = a * cos[i] - b * sin[i];
+    x[i + half] = a * sin[i] + b * cos[i];
+  }
+}
+
+// Write values to a slot of a cache of at most T slots, and return the cache, which grows by doubling.
+function store(cache, values, slot, T) {
+  const n = values.length;
+  if ((slot + 1) * n > cache.length) {
+    const larger = new Float32Array(Math.min(Math.max(64 * n, 2 * cache.length), T * n));
+    larger.set(cache);
+    cache = larger;
+  }
+  cache.set(values, slot * n);
+  return cache;
+}

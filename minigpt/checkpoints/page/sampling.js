@@ -1,0 +1,64 @@
+// The filters and the draw of minigpt/sampling.py. Random numbers are those of torch: a seed gives the same samples.
+
+// Draw a token id from logits (V).
+//
+// temperature: 0 takes the first of equal maxima. topK: number of tokens, or null. topP, minP: as in minigpt.
+// random: numbers in [0, 1).
+function draw(logits, {temperature, topK, topP, minP}, random) {
+  const V = logits.length;
+  let most = -Infinity, p = new Float64Array(V), total = 0, cumulative = 0, last = 0;
+  for (let i = 0; i < V; i++) most = Math.max(most, logits[i]);
+  if (!Number.isFinite(most)) throw new Error("the logits are NaN or infinite");
+  if (temperature === 0) return logits.indexOf(most);
+  for (let i = 0; i < V; i++) p[i] = Math.exp((logits[i] - most) / temperature);  // relative to the largest
+  if (topK !== null || topP < 1) p = keepLikeliest(p, topK ?? V, topP);
+  for (let i = 0; i < V; i++) total += p[i] = p[i] < minP ? 0 : p[i];
+  for (let i = 0, target = random.next() * total; i < V && cumulative <= target; i++) {
+    cumulative += p[i];
+    if (p[i] > 0) last = i;
+  }
+  return last;
+}
+
+// Set all but the topK largest, and of these all but the fewest with the fraction topP of their sum, to 0.
+function keepLikeliest(p, topK, topP) {
+  const descending = p.slice().sort().reverse().subarray(0, topK);
+  const target = topP * descending.reduce((a, b) => a + b, 0);
+  let count = 0;
+  for (let sum = 0; count < descending.length && (count === 0 || sum < target); count++) sum += descending[count];
+  const least = descending[count - 1];
+  let ties = count - descending.indexOf(least);  // kept in the order of their ids
+  return p.map(value => value > least || value === least && ties-- > 0 ? value : 0);
+}
+
+// The Mersenne Twister MT19937, and the float32 numbers that torch.rand makes of it.
+// Source: Matsumoto and Nishimura, 1998, https://doi.org/10.1145/272991.272995
+class Random {
+  constructor(seed) {
+    this.state = new Uint32Array(624);
+    this.state[0] = seed;
+    for (let i = 1; i < 624; i++) {
+      this.state[i] = Math.imul(1812433253, this.state[i - 1] ^ this.state[i - 1] >>> 30) + i;
+    }
+    this.index = 624;
+  }
+
+  next() {
+    if (this.index === 624) this.refill();
+    let y = this.state[this.index++];
+    y ^= y >>> 11;
+    y ^= y << 7 & 0x9d2c5680;
+    y ^= y << 15 & 0xefc60000;
+    y ^= y >>> 18;
+    return (y & 0xffffff) / 0x1000000;  // 24 bits
+  }
+
+  refill() {
+    const {state} = this;
+    for (let i = 0; i < 624; i++) {
+      const y = state[i] & 0x80000000 | state[(i + 1) % 624] & 0x7fffffff;
+      state[i] = state[(i + 397) % 624] ^ y >>> 1 ^ (y & 1 ? 0x9908b0df : 0);
+    }
+    this.index = 0;
+  }
+}
