@@ -17,7 +17,7 @@ def open_socket(host: str, port: int) -> socket.socket:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         opened = socket.create_server((str(address[0]), port), family=family)
     except (OSError, UnicodeError) as error:
-        reason = str(getattr(error, "strerror", None) or error).lower()
+        reason = str(getattr(error, "strerror", None) or error).lower().partition(" (")[0]
         advice = "choose another --port, or 0 for a free one"
         raise UserError(f"--host {host} --port {port} cannot be opened ({reason}); {advice}") from error
     opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else a response waits 40 ms between head and body
