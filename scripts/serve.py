@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import sys
+import threading
 import webbrowser
 
 from minigpt.serve.models import Models, find_models
@@ -56,13 +57,14 @@ def main() -> None:
     from minigpt.console import devices
     from minigpt.serve.api import create_app
 
-    require("--device", args.device, lambda name: name == "auto" or name.partition(":")[0] in devices(), "available")
+    available = ["auto", *devices()]
+    require("--device", args.device, lambda s: s.partition(":")[0] in available, f"one of {', '.join(available)}")
 
     def announce() -> None:
         print(sanitize_line(f"serving {', '.join(found)}"), file=sys.stderr)
         print(f"{url}/v1 is the base URL of clients; Ctrl-C ends the server", file=sys.stderr, flush=True)
         if args.open:
-            webbrowser.open(url)
+            threading.Thread(target=webbrowser.open, args=[url], daemon=True).start()  # a text browser would block
 
     guard = Guard(create_app(Models(found, device=args.device)), host=args.host, key=key, origins=args.allow_origin)
     try:

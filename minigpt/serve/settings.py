@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +88,7 @@ def json_response(content: object, status: int = 200, headers: Mapping[str, str]
 def _check(body: dict[str, Any], settings: Mapping[str, tuple[Any, Rule]]) -> dict[str, Any]:
     """Return the value or default of every setting; null is the default."""
     for name in body.keys() - settings.keys():
-        if body[name] is not None and not _HARMLESS.get(name, _never)(body[name]):
+        if body[name] is not None and name not in _IGNORED and body[name] not in _HARMLESS.get(name, ()):
             message = f"{name} is not supported with this value; leave it out"
             raise ApiError(400, message, param=name, code="unsupported_parameter")
     values = {}
@@ -104,7 +104,10 @@ def _check(body: dict[str, Any], settings: Mapping[str, tuple[Any, Rule]]) -> di
 
 def _to_call(values: dict[str, Any], chat: bool) -> Call:
     if chat:
-        prompts: list[Prompt] = ["\n".join(_content(message) for message in values["messages"])]
+        contents = (message["content"] for message in values["messages"])
+        prompts: list[Prompt] = [
+            "\n".join(text if isinstance(text, str) else "".join(part["text"] for part in text) for text in contents)
+        ]
         n_top = (values["top_logprobs"] or 0) if values["logprobs"] else None
         max_tokens = values["max_completion_tokens"] or values["max_tokens"]
     else:
@@ -128,11 +131,6 @@ def _to_call(values: dict[str, Any], chat: bool) -> Call:
         echo=values.get("echo", False),
         sampling=Sampling(**{name: values[name] for name in _SAMPLING}),
     )
-
-
-def _content(message: dict[str, Any]) -> str:
-    content = message["content"]
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def _is_prompt(value: Any) -> bool:
@@ -162,10 +160,6 @@ def _between(least: float, most: float) -> Rule:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number of JSON")
-
-
-def _never(value: Any) -> bool:
-    return False
 
 
 _REQUIRED = object()
@@ -200,18 +194,16 @@ _CHAT: dict[str, tuple[Any, Rule]] = _SETTINGS | {
     "logprobs": (False, BOOLEAN),
     "top_logprobs": (None, integer(0, 20)),
 }
-# Settings that clients send, and the values that change no result.
-_HARMLESS: dict[str, Callable[[Any], bool]] = dict.fromkeys(
-    ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
-    lambda value: True,
-) | {
-    "best_of": lambda value: value == 1,
-    "frequency_penalty": lambda value: value == 0,
-    "presence_penalty": lambda value: value == 0,
-    "suffix": lambda value: value == "",
-    "logit_bias": lambda value: value == {},
-    "tools": lambda value: value == [],
-    "tool_choice": lambda value: value in ("none", "auto"),
-    "response_format": lambda value: value == {"type": "text"},
-    "modalities": lambda value: value == ["text"],
+# Settings that clients send, and the values of others, that change no result.
+_IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "suffix": ("",),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
 }

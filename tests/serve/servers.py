@@ -18,6 +18,7 @@ from minigpt.serve.engine import Engine, QueueFull, Request, Token
 from minigpt.serve.guard import Guard
 from minigpt.serve.models import Models, find_models
 from minigpt.serve.server import Server, open_socket
+from minigpt.utils.errors import RunError
 
 ENGINE: Any = SimpleEngine  # minigpt.serve.engine.Engine
 
@@ -47,6 +48,17 @@ class _Endless:
 
     async def aclose(self) -> None:
         EndlessEngine.open -= 1
+
+
+class BrokenEngine(Engine):
+    """Fail after one token."""
+
+    async def generate(self, request: Request) -> AsyncGenerator[Token]:
+        yield Token(ord("a"), -1.0, 0, [])
+        raise RunError("the model's logits are NaN")
+
+    async def close(self) -> int:
+        return 0
 
 
 def make_run(folder: Path, **settings: Any) -> Path:

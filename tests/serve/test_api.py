@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from servers import EndlessEngine, make_run, serving
+from servers import BrokenEngine, EndlessEngine, make_run, serving
 
 from minigpt import generate, load_checkpoint
 from minigpt.generation import score
@@ -414,3 +414,21 @@ def test_a_server_that_ends_cuts_off_requests_after_a_second(run: Path) -> None:
         assert server.guard.cut_off == 2
         assert [request.result().status_code for request in sent] == [500, 500]
         assert EndlessEngine.open == 0
+
+
+def test_a_failure_of_the_server_is_an_error_without_its_cause(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gone = make_run(tmp_path / "gone")
+    with serving([make_run(tmp_path / "broken"), gone], engine=BrokenEngine) as server:
+        (gone / "checkpoints" / "best.safetensors").unlink()
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
+        with pytest.raises(openai.InternalServerError, match="the server failed; its terminal shows the error"):
+            client.completions.create(model="broken", prompt="a")
+        stream = client.completions.create(model="broken", prompt="a", stream=True)
+        with pytest.raises(openai.APIError, match="the server failed"):
+            list(stream)
+        with pytest.raises(openai.InternalServerError, match="gone cannot be loaded: "):
+            client.completions.create(model="gone", prompt="a")
+        assert server.guard.cut_off == 0
+    assert capfd.readouterr().err == "error: the model's logits are NaN\n" * 2

@@ -71,7 +71,7 @@ def test_bad_input_is_one_line(tmp_path: Path, serve: Callable[..., tuple[Any, s
             ),
             ([run, "--api-key", ""], "--api-key must be printable ASCII without spaces"),
             ([run, "--allow-origin", "*"], "--allow-origin must be http(s)://HOST:PORT, got *"),
-            ([run, "--port", 0, "--device", "tpu"], "--device must be available, got tpu"),
+            ([run, "--port", 0, "--device", "tpu"], "--device must be one of auto, "),
         ]:
             code, error = serve(*arguments)
             assert (code, error.count("\n")) == (2, 1), error
