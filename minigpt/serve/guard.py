@@ -39,11 +39,14 @@ class Guard:
             await self.app(scope, receive, send)
             return
         added, origin, app = dict(_SECURITY_HEADERS), Headers(scope=scope).get("origin"), self.app
+        started = False
         if origin in self.origins:
             added |= {"Access-Control-Allow-Origin": str(origin), "Vary": "Origin"}
 
         async def send_with_headers(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
+                started = True
                 headers = MutableHeaders(scope=message)
                 for name, value in added.items():
                     headers.setdefault(name, value)
@@ -57,6 +60,8 @@ class Guard:
             await app(scope, receive, send_with_headers)
         except asyncio.CancelledError:
             self.cut_off += 1
+            if not started:
+                await ApiError(503, "the server was stopped").response()(scope, receive, send_with_headers)
             raise
 
     def _check(self, scope: Scope) -> Response | None:

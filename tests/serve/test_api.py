@@ -412,7 +412,8 @@ def test_a_server_that_ends_cuts_off_requests_after_a_second(run: Path) -> None:
             time.sleep(0.02)
         server.stop()
         assert server.guard.cut_off == 2
-        assert [request.result().status_code for request in sent] == [500, 500]
+        assert [request.result().status_code for request in sent] == [503, 503]
+        assert sent[0].result().json()["error"]["message"] == "the server was stopped"
         assert EndlessEngine.open == 0
 
 
