@@ -22,6 +22,7 @@ SHORT = [
 ]
 SMALL_SWEEP = ["model.n_head=2", "model.n_embd=8,16"]
 SUBPROCESS = {"-m", "trainer.devices=2", "logger=wandb", "--interactive"}  # arguments that need a new process
+ENDLESS = {"scripts/serve.py"}  # run by tests/serve/test_serve_script.py
 SLOW = {"-m", "trainer.devices=2", "scripts/bench", "logger=wandb", "experiment=nanogpt_gpu"}
 
 
@@ -76,7 +77,11 @@ def call_in_process(script: str, *arguments: str) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(words, marks=[pytest.mark.slow] if SLOW & {*words} else []) for words in commands("python")],
+    [
+        pytest.param(words, marks=[pytest.mark.slow] if SLOW & {*words} else [])
+        for words in commands("python")
+        if not ENDLESS & {*words}
+    ],
     ids=" ".join,
 )
 def test_every_script_command_runs(

@@ -203,7 +203,7 @@ def test_bad_input_is_one_line(line: str, message: str, shell: Callable[..., Any
     assert refused.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["train", "prepare", "sample", "attention", "sweep-report", "export"])
+@pytest.mark.parametrize("name", ["train", "prepare", "sample", "attention", "sweep-report", "export", "serve"])
 def test_help_names_the_command(name: str, shell: Callable[..., Any]) -> None:
     shown = shell(f"minigpt {name} --help").stdout
     assert f"usage: minigpt {name} [" in shown

@@ -1,0 +1,103 @@
+"""Checks of every request before the application: the Host, the Origin and the key."""
+
+import asyncio
+import ipaddress
+from collections.abc import Collection
+from hmac import compare_digest
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from minigpt.serve.settings import ApiError
+
+_SECURITY_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+class Guard:
+    """Refuse requests of other web sites and those without the key; add security headers.
+
+    A web site can send requests to servers of the computer on which it is read. Its Origin gives it away; after DNS
+    rebinding, its Host. Source: https://en.wikipedia.org/wiki/DNS_rebinding
+
+    Args:
+        host: the address or name that the server is bound to.
+        key: is required as `Authorization: Bearer KEY` under /v1/, if there is one.
+        origins: of web sites that may use the server.
+    """
+
+    def __init__(self, app: ASGIApp, *, host: str, key: str | None = None, origins: Collection[str] = ()) -> None:
+        self.app, self.host, self.key, self.origins = app, host.lower(), key, origins
+        self.cut_off = 0  # requests that the end of the server cancelled
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        added, origin, app = dict(_SECURITY_HEADERS), Headers(scope=scope).get("origin"), self.app
+        started = False
+        if origin in self.origins:
+            added |= {"Access-Control-Allow-Origin": str(origin), "Vary": "Origin"}
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                headers = MutableHeaders(scope=message)
+                for name, value in added.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        try:
+            app = self._check(scope) or app
+        except ApiError as error:
+            app = error.response()
+        try:
+            await app(scope, receive, send_with_headers)
+        except asyncio.CancelledError:
+            self.cut_off += 1
+            if not started:
+                await ApiError(503, "the server was stopped").response()(scope, receive, send_with_headers)
+            raise
+
+    def _check(self, scope: Scope) -> Response | None:
+        """Raise ApiError for a request to refuse; return the response to a preflight request of an allowed origin."""
+        headers = Headers(scope=scope)
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if not self._is_own(hostname(host)):
+            raise ApiError(403, f"Host must be a loopback address or {self.host}, got {host}; see --host")
+        if origin is not None and origin not in (f"{scope['scheme']}://{host}", *self.origins):
+            raise ApiError(403, f"Origin must be that of the server, got {origin}; allow others with --allow-origin")
+        if scope["method"] == "OPTIONS" and origin in self.origins:
+            allowed = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Allow-Headers": "*, Authorization"}
+            return Response(status_code=204, headers=allowed)
+        given = headers.get("authorization", "").encode()
+        if self.key and scope["path"].startswith("/v1/") and not compare_digest(given, f"Bearer {self.key}".encode()):
+            message = "the key is wrong or missing; send the header Authorization: Bearer KEY"
+            raise ApiError(401, message, code="invalid_api_key", www_authenticate="Bearer")
+        return None
+
+    def _is_own(self, name: str) -> bool:
+        """Return whether a name is loopback or the bound one; for a server on all interfaces, an address is enough."""
+        return is_loopback(name) or name == self.host or (self.host in ("0.0.0.0", "::") and _is_address(name))
+
+
+def hostname(host: str) -> str:
+    """Return the name in a Host header, without port and brackets."""
+    return host.lower().rpartition("]")[0].lstrip("[") or host.lower().partition(":")[0]
+
+
+def is_loopback(name: str) -> bool:
+    """Return whether a name or address is that of this computer alone."""
+    return name.lower() == "localhost" or (_is_address(name) and ipaddress.ip_address(name).is_loopback)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False

@@ -1,0 +1,78 @@
+"""Serve models over HTTP with the API of OpenAI: completions, chat, log-probabilities of a text."""
+
+import argparse
+import os
+import re
+import sys
+import threading
+import webbrowser
+
+from minigpt.serve.models import Models, find_models
+from minigpt.utils.checks import integer
+from minigpt.utils.cli import cli_entrypoint
+from minigpt.utils.errors import UserError, require
+from minigpt.utils.scripts import PIP_INSTALL, usage
+from minigpt.utils.terminal import sanitize_line
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(prog=usage("serve"), description=__doc__)
+    add = parser.add_argument
+    add("runs", nargs="*", metavar="RUN", help="run folder, checkpoint, or folder or id of Hugging Face (default: all)")
+    add("--host", default="127.0.0.1", metavar="HOST", help="address or name to bind to (default: %(default)s)")
+    add("--port", type=int, default=8000, metavar="N", help="0 takes a free one (default: %(default)s)")
+    add("--api-key", metavar="KEY", help="that clients must send (default: MINIGPT_API_KEY, or none)")
+    origin_help = "of a web site that may use the server, such as http://localhost:3000; can be repeated"
+    add("--allow-origin", action="append", default=[], metavar="ORIGIN", help=origin_help)
+    add("--device", default="auto", metavar="DEVICE", help="cpu, cuda, cuda:1 or mps (default: auto, the fastest)")
+    add("--open", action="store_true", help="open the server's address in the browser")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Find the models, open the socket, serve until Ctrl-C."""
+    args = arguments()
+    require("--port", args.port, *integer(0, 65535))
+    key = os.environ.get("MINIGPT_API_KEY") if args.api_key is None else args.api_key
+    if key is not None:
+        require("--api-key", "this key", lambda _: re.fullmatch(r"[!-~]+", key), "printable ASCII without spaces")
+    for origin in args.allow_origin:
+        require("--allow-origin", origin, lambda text: re.fullmatch(r"https?://[^/\s*]+", text), "http(s)://HOST:PORT")
+    found = find_models(args.runs)
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise UserError(f"the server needs starlette and uvicorn; {PIP_INSTALL.format('serve')}") from error
+    from minigpt.serve.guard import Guard, is_loopback
+    from minigpt.serve.server import Server, open_socket
+
+    if key is None and not is_loopback(args.host):
+        advice = "set MINIGPT_API_KEY or --api-key to serve other computers"
+        raise UserError(f"--host must be a loopback address without a key, got {args.host}; {advice}")
+    opened = open_socket(args.host, args.port)
+    url = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{opened.getsockname()[1]}"
+
+    from minigpt.console import devices
+    from minigpt.serve.api import create_app
+
+    available = ["auto", *devices()]
+    require("--device", args.device, lambda s: s.partition(":")[0] in available, f"one of {', '.join(available)}")
+
+    def announce() -> None:
+        print(sanitize_line(f"serving {', '.join(found)}"), file=sys.stderr)
+        print(f"{url}/v1 is the base URL of clients; Ctrl-C ends the server", file=sys.stderr, flush=True)
+        if args.open:
+            threading.Thread(target=webbrowser.open, args=[url], daemon=True).start()  # a text browser would block
+
+    guard = Guard(create_app(Models(found, device=args.device)), host=args.host, key=key, origins=args.allow_origin)
+    try:
+        Server(guard, announce).run(sockets=[opened])
+    finally:
+        if guard.cut_off:
+            print(f"requests that were cut off: {guard.cut_off}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    cli_entrypoint(main)()
