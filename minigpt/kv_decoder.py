@@ -31,6 +31,7 @@ _ROTARY_CHUNK = 256  # positions per computation of the rotary table
 
 NormWeights = tuple[Tensor | None, Tensor | None]  # weight and bias
 LinearWeights = tuple[Tensor, Tensor | None]
+Prompts = Sequence[Sequence[int]]
 
 
 class Decoder:
@@ -47,11 +48,7 @@ class Decoder:
 
     @torch.inference_mode()
     def __init__(
-        self,
-        model: GPT,
-        prompts: Sequence[Sequence[int]] = (),
-        num_samples: int = 1,
-        max_new_tokens: int | None = None,
+        self, model: GPT, prompts: Prompts = (), num_samples: int = 1, max_new_tokens: int | None = None
     ) -> None:
         config = model.config
         if config.position not in ("learned", "rope", "none"):
@@ -98,10 +95,7 @@ class Decoder:
         context, B = list(prompt[:-1]), len(self.tokens)
         rows = range(B, B + num_samples)
         if rows.stop > self._cache.size(1):
-            layers, capacity, *sizes = self._cache.shape
-            grown = self._cache.new_zeros(layers, max(rows.stop, 2 * capacity), *sizes)
-            grown[:, :B] = self._cache[:, :B]
-            self._cache = grown
+            self._cache = F.pad(self._cache, (0, 0, 0, 0, 0, 0, 0, max(num_samples, self._cache.size(1))))
         self.tokens += [list(context) for _ in rows]
         self._begins += [self._end for _ in rows]
         if self._inputs.last is not None:

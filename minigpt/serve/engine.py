@@ -11,22 +11,23 @@ import asyncio
 import math
 import threading
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from minigpt.data.tokenizer import Tokenizer
-from minigpt.generation import NON_FINITE, StopCriteria, check_ids, score, top_logprobs
+from minigpt.generation import NON_FINITE, Score, StopCriteria, check_ids, score, top_logprobs
 from minigpt.generation_settings import check_settings
 from minigpt.kv_decoder import Decoder
 from minigpt.model import GPT
 from minigpt.sampling import PerSampleRNG, Sampling
-from minigpt.utils.checks import integer
-from minigpt.utils.errors import RunError, require
+from minigpt.utils.errors import RunError
 
 _CLOSED = "the engine is closed"
 
@@ -85,7 +86,7 @@ class Engine:
         self._decoder: Decoder | None = None
         self._running: list[_Job] = []  # in the order of the decoder's rows
         self._waiting: deque[_Job] = deque()
-        self._scores: deque[tuple[Future[list[Token]], list[int], int]] = deque()
+        self._scores: deque[tuple[Future[Score], Callable[[], Score]]] = deque()
         self._closing = False
         self._changed = threading.Condition()  # also guards the moves of requests
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
@@ -98,8 +99,9 @@ class Engine:
             QueueFull: at once, if too many requests wait.
             UserError: at once, if a setting or the prompt is invalid, or the engine is closed.
         """
-        check_settings(max_new_tokens=request.max_new_tokens, seed=request.seed, stop=request.stop)
-        self._check(request.prompt, request.n_top)
+        r = request
+        check_settings(max_new_tokens=r.max_new_tokens, seed=r.seed, stop=r.stop, n_top=r.n_top)
+        check_ids(request.prompt, self.model.config.vocab_size)
         job = _Job(request, self.tokenizer, self.model)
         self._append(self._waiting, job)
         return TokenStream(job)
@@ -109,29 +111,32 @@ class Engine:
 
         The windows are those of `minigpt.generation.score`. Raises QueueFull and UserError as `generate`.
         """
-        self._check(prompt, n_top)
-        result: Future[list[Token]] = Future()
-        self._append(self._scores, (result, prompt, n_top))
-        return await asyncio.wrap_future(result)
+        check_settings(n_top=n_top)
+        check_ids(prompt, self.model.config.vocab_size)
+        tokens = [Token(prompt[0], math.nan, 0, [])]
+        if len(prompt) > 1:
+            result: Future[Score] = Future()
+            self._append(self._scores, (result, partial(score, self.model, prompt[1:], prompt[:1], n_top)))
+            found = await asyncio.wrap_future(result)
+            rest = zip(prompt[1:], found.logprobs.tolist(), found.ranks.tolist(), found.top, strict=True)
+            tokens += [Token(*row) for row in rest]
+        return tokens
 
     async def close(self) -> int:
         """End the thread; return the number of requests that were cut off: they raise RunError."""
+        self._loop = asyncio.get_running_loop()
         with self._changed:
             self._closing = True
             self._changed.notify()
         await asyncio.to_thread(self._thread.join)
         error = RunError(_CLOSED)
         cut_off = [job for job in (*self._running, *self._waiting) if not job.ended]
-        _deliver([(job, error) for job in cut_off])
-        results = [result for result, _, _ in self._scores if result.set_running_or_notify_cancel()]
+        self._send([(job, error) for job in cut_off])
+        results = [result for result, _ in self._scores if result.set_running_or_notify_cancel()]
         for result in results:
             result.set_exception(error)
         self._running, self._waiting, self._scores = [], deque(), deque()
         return len(cut_off) + len(results)
-
-    def _check(self, prompt: list[int], n_top: int) -> None:
-        check_ids(prompt, self.model.config.vocab_size)
-        require("n_top", n_top, *integer(0, self.model.config.vocab_size))
 
     def _append(self, queue: deque[Any], item: Any) -> None:
         self._loop = asyncio.get_running_loop()
@@ -147,7 +152,11 @@ class Engine:
     @torch.inference_mode()
     def _work(self) -> None:
         """Run steps while there is any request, until `close`."""
-        while self._wait():
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._running or self._waiting or self._scores)
+                if self._closing:
+                    return
             self._score_next()
             try:
                 self._leave()
@@ -159,21 +168,14 @@ class Engine:
                 failed, self._running, self._decoder = self._running, [], None
                 self._send([(job, error) for job in failed if not job.ended])
 
-    def _wait(self) -> bool:
-        """Wait for a request; return whether the engine is open."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closing or self._running or self._waiting or self._scores)
-            return not self._closing
-
     def _leave(self) -> None:
         """Free the rows of requests that ended."""
-        for row in reversed(range(len(self._running))):
-            if self._running[row].ended:
-                assert self._decoder
-                self._decoder.drop(row)
-                last = self._running.pop()
-                if row < len(self._running):
-                    self._running[row] = last
+        with self._changed:
+            for row in reversed(range(len(self._running))):
+                if self._running[row].ended and self._decoder:
+                    self._decoder.drop(row)
+                    self._running[row] = self._running[-1]
+                    self._running.pop()
 
     def _join(self) -> None:
         """Read the prompts of waiting requests, together at most `block_size` tokens; equal prompts are read once."""
@@ -203,44 +205,51 @@ class Engine:
         assert self._decoder
         last = torch.tensor([job.last for job in self._running], device=self._decoder.device)
         logits = self._decoder.step(last).float()  # (B, V)
-        tokens = self._draw(logits).clamp(max=logits.size(-1) - 1)  # (B,); of NaN logits the draw is V
+        tokens = self._draw(logits)
+        ids = torch.tensor(tokens, device=logits.device).clamp(max=logits.size(-1) - 1)  # of NaN logits the draw is V
         logprobs = logits.log_softmax(dim=-1)
-        of_tokens = logprobs.gather(-1, tokens[:, None])  # (B, 1)
+        of_tokens = logprobs.gather(-1, ids[:, None])  # (B, 1)
         ranks = (logprobs > of_tokens).sum(dim=-1).tolist()
         n_top = max(job.request.n_top for job in self._running)
         top = top_logprobs(logprobs, n_top) if n_top else [[] for _ in ranks]
-        rows = zip(self._running, tokens.tolist(), of_tokens[:, 0].tolist(), ranks, top, strict=True)
+        rows = zip(self._running, tokens, of_tokens[:, 0].tolist(), ranks, top, strict=True)
         self._send([(job, job.append(*token)) for job, *token in rows if not job.ended])
 
-    def _draw(self, logits: Tensor) -> Tensor:
-        """Draw a token (B,) for every running request, in one batch for each of their sampling settings."""
+    def _draw(self, logits: Tensor) -> list[int]:
+        """Draw a token for every running request, in one batch for each of their sampling settings."""
         groups: dict[Sampling, list[int]] = {}
         for row, job in enumerate(self._running):
             groups.setdefault(job.request.sampling, []).append(row)
-        if len(groups) == 1:
-            return _draw_alike(logits, self._running)
-        tokens = torch.empty(len(logits), dtype=torch.long, device=logits.device)
-        for rows in groups.values():
-            tokens[rows] = _draw_alike(logits[rows], [self._running[row] for row in rows])
+        tokens = [0] * len(logits)
+        for sampling, rows in groups.items():
+            jobs = [self._running[row] for row in rows]
+            uniforms = torch.cat([job.uniforms.next() for job in jobs])
+            seen = [job.seen for job in jobs if job.seen is not None]
+            group = logits if len(groups) == 1 else logits[rows]
+            drawn = sampling.draw(group, uniforms, torch.stack(seen) if seen else None)
+            for row, token in zip(rows, drawn.tolist(), strict=True):
+                tokens[row] = token
         return tokens
 
     def _score_next(self) -> None:
         """Rate the next text that waits, if any."""
         if self._scores:
-            result, prompt, n_top = self._scores.popleft()
+            result, rate = self._scores.popleft()
             if result.set_running_or_notify_cancel():
                 try:
-                    result.set_result(_score(self.model, prompt, n_top))
+                    result.set_result(rate())
                 except Exception as error:
                     result.set_exception(error)
 
     def _send(self, items: list[tuple["_Job", Token | Exception]]) -> None:
-        """Put the tokens of a step into the queues of their requests, in one call of the event loop."""
-        try:
-            self._loop.call_soon_threadsafe(_deliver, items)
-        except RuntimeError:  # the event loop is closed
-            for job, _ in items:
-                job.ended = True
+        """Put items into the queues of their requests, in one call of the event loop."""
+
+        def deliver() -> None:
+            for job, item in items:
+                job.items.put_nowait(item)
+
+        with suppress(RuntimeError):  # the event loop is closed
+            self._loop.call_soon_threadsafe(deliver)
 
 
 class TokenStream(AsyncIterator[Token]):
@@ -279,39 +288,21 @@ class _Job:
         self.request, self.last, self.n_tokens, self.ended = request, request.prompt[-1], 0, False
         self.items: asyncio.Queue[Token | Exception] = asyncio.Queue()
         self.criteria, self.uniforms = StopCriteria(request.stop, tokenizer, 1), PerSampleRNG([request.seed], device)
-        self.seen = None
+        self.seen = None  # (V,), for a repetition penalty
         if request.sampling.repetition_penalty != 1:
             self.seen = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=device)
             self.seen[request.prompt] = True
 
     def append(self, token: int, logprob: float, rank: int, top: list[tuple[int, float]]) -> Token | Exception:
         """Append a token; return it, or the error if the logits are NaN or infinite."""
+        if math.isnan(logprob):
+            self.ended = True
+            return RunError(NON_FINITE)
         self.last, self.n_tokens = token, self.n_tokens + 1
         if self.seen is not None:
             self.seen[token] = True
-        stopped, full = self.criteria.update([token])[0], self.n_tokens == self.request.max_new_tokens
-        invalid = math.isnan(logprob)
-        if stopped or full or invalid:
+        full = self.n_tokens == self.request.max_new_tokens
+        reason = "stop" if self.criteria.update([token])[0] else "length" if full else None
+        if reason:
             self.ended = True
-        reason = "stop" if stopped else "length" if full else None
-        return RunError(NON_FINITE) if invalid else Token(token, logprob, rank, top[: self.request.n_top], reason)
-
-
-def _draw_alike(logits: Tensor, jobs: list[_Job]) -> Tensor:
-    uniforms = torch.cat([job.uniforms.next() for job in jobs])  # (B,)
-    seen = [job.seen for job in jobs if job.seen is not None]
-    return jobs[0].request.sampling.draw(logits, uniforms, torch.stack(seen) if seen else None)
-
-
-def _deliver(items: list[tuple[_Job, Token | Exception]]) -> None:
-    for job, item in items:
-        job.items.put_nowait(item)
-
-
-def _score(model: GPT, prompt: list[int], n_top: int) -> list[Token]:
-    first = Token(prompt[0], math.nan, 0, [])
-    if len(prompt) == 1:
-        return [first]
-    found = score(model, prompt[1:], prompt[:1], n_top)
-    rest = zip(prompt[1:], found.logprobs.tolist(), found.ranks.tolist(), found.top, strict=True)
-    return [first, *(Token(*row) for row in rest)]
+        return Token(token, logprob, rank, top[: self.request.n_top], reason)

@@ -153,7 +153,7 @@ def test_too_many_requests_raise_at_once_until_one_ends():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"prompt": []}, {"prompt": [23]}, {"max_new_tokens": 0}, {"seed": -1}, {"n_top": 24}, {"stop": ("",)}],
+    [{"prompt": []}, {"prompt": [23]}, {"max_new_tokens": 0}, {"seed": -1}, {"n_top": -1}, {"stop": ("",)}],
     ids=str,
 )
 def test_an_invalid_request_raises_at_once(wrong: dict[str, Any]):
