@@ -10,12 +10,12 @@ Shapes: B running requests, V vocab.
 import asyncio
 import math
 import threading
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -85,8 +85,8 @@ class Engine:
         self.max_running, self.max_waiting = max_running, max_waiting
         self._decoder: Decoder | None = None
         self._running: list[_Job] = []  # in the order of the decoder's rows
-        self._waiting: deque[_Job] = deque()
-        self._scores: deque[tuple[Future[Score], Callable[[], Score]]] = deque()
+        self._waiting: list[_Job] = []
+        self._scores: list[tuple[Future[Score], Callable[[], Score]]] = []
         self._closing = False
         self._changed = threading.Condition()  # also guards the moves of requests
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
@@ -99,8 +99,8 @@ class Engine:
             QueueFull: at once, if too many requests wait.
             UserError: at once, if a setting or the prompt is invalid, or the engine is closed.
         """
-        r = request
-        check_settings(max_new_tokens=r.max_new_tokens, seed=r.seed, stop=r.stop, n_top=r.n_top)
+        settings = {name: value for name, value in vars(request).items() if name not in ("prompt", "sampling")}
+        check_settings(**settings)
         check_ids(request.prompt, self.model.config.vocab_size)
         job = _Job(request, self.tokenizer, self.model)
         self._append(self._waiting, job)
@@ -135,10 +135,10 @@ class Engine:
         results = [result for result, _ in self._scores if result.set_running_or_notify_cancel()]
         for result in results:
             result.set_exception(error)
-        self._running, self._waiting, self._scores = [], deque(), deque()
+        self._running, self._waiting, self._scores = [], [], []
         return len(cut_off) + len(results)
 
-    def _append(self, queue: deque[Any], item: Any) -> None:
+    def _append(self, queue: list[Any], item: Any) -> None:
         self._loop = asyncio.get_running_loop()
         with self._changed:
             if self._closing:
@@ -179,26 +179,20 @@ class Engine:
 
     def _join(self) -> None:
         """Read the prompts of waiting requests, together at most `block_size` tokens; equal prompts are read once."""
-        unread = self.model.config.block_size
-        while joining := self._next_joining(unread):
-            prompt = joining[0].request.prompt
-            unread -= len(prompt[-unread:])
-            self._decoder = self._decoder or Decoder(self.model)
-            self._decoder.add(prompt, len(joining))
-
-    def _next_joining(self, max_tokens: int) -> list["_Job"]:
-        """Move the next waiting requests, all of one prompt of at most `max_tokens`, to the running ones."""
-        joining: list[_Job] = []
+        joining, block_size = list[list[_Job]](), self.model.config.block_size
         with self._changed:
-            self._waiting = deque(job for job in self._waiting if not job.ended)
-            while self._waiting and len(self._running) < self.max_running:
-                prompt = self._waiting[0].request.prompt
-                too_long = len(prompt[-self.model.config.block_size :]) > max_tokens
-                if prompt != joining[0].request.prompt if joining else too_long:
+            waiting = [job for job in self._waiting if not job.ended]
+            room, unread = self.max_running - len(self._running), block_size
+            for prompt, jobs in groupby(waiting[:room], lambda job: job.request.prompt):
+                unread -= len(prompt[-block_size:])
+                if unread < 0:
                     break
-                joining.append(self._waiting.popleft())
-                self._running.append(joining[-1])
-        return joining
+                joining.append(list(jobs))
+            n_joining = sum(map(len, joining))
+            self._running, self._waiting = self._running + waiting[:n_joining], waiting[n_joining:]
+        for group in joining:
+            self._decoder = self._decoder or Decoder(self.model)
+            self._decoder.add(group[0].request.prompt, len(group))
 
     def _step(self) -> None:
         """Add one token to every running request."""
@@ -234,7 +228,7 @@ class Engine:
     def _score_next(self) -> None:
         """Rate the next text that waits, if any."""
         if self._scores:
-            result, rate = self._scores.popleft()
+            result, rate = self._scores.pop(0)
             if result.set_running_or_notify_cancel():
                 try:
                     result.set_result(rate())
