@@ -10,6 +10,7 @@ Shapes: B running requests, V vocab.
 import asyncio
 import math
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -29,6 +30,7 @@ from minigpt.model import GPT
 from minigpt.sampling import PerSampleRNG, Sampling
 from minigpt.utils.errors import RunError
 
+_SEND_SECONDS = 0.01  # between tokens that are sent: the event loop holds Python's lock, which the steps need too
 _CLOSED = "the engine is closed"
 
 
@@ -87,7 +89,8 @@ class Engine:
         self._running: list[_Job] = []  # in the order of the decoder's rows
         self._waiting: list[_Job] = []
         self._scores: list[tuple[Future[Score], Callable[[], Score]]] = []
-        self._closing = False
+        self._unsent: list[tuple[_Job, Token | Exception]] = []
+        self._next_send, self._closing = 0.0, False
         self._changed = threading.Condition()  # also guards the moves of requests
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
@@ -207,7 +210,8 @@ class Engine:
         n_top = max(job.request.n_top for job in self._running)
         top = top_logprobs(logprobs, n_top) if n_top else [[] for _ in ranks]
         rows = zip(self._running, tokens, of_tokens[:, 0].tolist(), ranks, top, strict=True)
-        self._send([(job, job.append(*token)) for job, *token in rows if not job.ended])
+        items = [(job, job.append(*token)) for job, *token in rows if not job.ended]
+        self._send(items, at_once=any(job.ended for job in self._running))
 
     def _draw(self, logits: Tensor) -> list[int]:
         """Draw a token for every running request, in one batch for each of their sampling settings."""
@@ -235,15 +239,13 @@ class Engine:
                 except Exception as error:
                     result.set_exception(error)
 
-    def _send(self, items: list[tuple["_Job", Token | Exception]]) -> None:
+    def _send(self, items: list[tuple["_Job", Token | Exception]], *, at_once: bool = True) -> None:
         """Put items into the queues of their requests, in one call of the event loop."""
-
-        def deliver() -> None:
-            for job, item in items:
-                job.items.put_nowait(item)
-
-        with suppress(RuntimeError):  # the event loop is closed
-            self._loop.call_soon_threadsafe(deliver)
+        self._unsent += items
+        if at_once or time.monotonic() >= self._next_send:
+            ready, self._unsent, self._next_send = self._unsent, [], time.monotonic() + _SEND_SECONDS
+            with suppress(RuntimeError):  # the event loop is closed
+                self._loop.call_soon_threadsafe(_deliver, ready)
 
 
 class TokenStream(AsyncIterator[Token]):
@@ -300,3 +302,8 @@ class _Job:
         if reason:
             self.ended = True
         return Token(token, logprob, rank, top[: self.request.n_top], reason)
+
+
+def _deliver(items: list[tuple[_Job, Token | Exception]]) -> None:
+    for job, item in items:
+        job.items.put_nowait(item)
