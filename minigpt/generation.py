@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 Prompt = Tensor | Sequence[int]
 
+NON_FINITE = "the model's logits are NaN or infinite; its weights hold NaN or infinite values"
+
 
 @dataclass
 class Sample:
@@ -116,7 +118,7 @@ def stream(
     sampling = Sampling(**filters)
     batch: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
     is_batch = isinstance(batch, Sequence) and len(batch) > 0 and hasattr(batch[0], "__len__")
-    prompt_ids = [_check_ids(prompt, model.config.vocab_size) for prompt in (batch if is_batch else [batch])]
+    prompt_ids = [check_ids(prompt, model.config.vocab_size) for prompt in (batch if is_batch else [batch])]
     criteria = StopCriteria(stop, tokenizer, len(prompt_ids) * num_samples)
     seeds = [seed + i for _ in prompt_ids for i in range(num_samples)]
     return _stream(model, prompt_ids, sampling, max_new_tokens, criteria, seeds, logprobs)
@@ -146,7 +148,7 @@ def _stream(
             ids, of_tokens = tokens.tolist(), list[float]()
             # Of NaN logits the draw is V; greedy decoding returns an index of NaN, so the first logits are checked.
             if max(ids) >= logits.size(-1) or (i == 0 and not logits.isfinite().all()):
-                raise RunError("the model's logits are NaN or infinite; its weights hold NaN or infinite values")
+                raise RunError(NON_FINITE)
             if logprobs:
                 of_tokens = logits.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0].tolist()
             stopped = criteria.update(ids)
@@ -188,6 +190,7 @@ class Score:
 
     logprobs: Tensor  # (T,) of each token after those before it, in nats
     ranks: Tensor  # (T,) number of more likely tokens
+    top: list[list[tuple[int, float]]]  # the `n_top` likeliest tokens in each place, with log-probabilities
 
     def __repr__(self) -> str:
         return f"Score({len(self.logprobs)} tokens, nats={self.nats:.4f})"
@@ -203,16 +206,16 @@ class Score:
 
 
 @torch.no_grad()
-def score(model: GPT, tokens: Prompt, start: Prompt) -> Score:
+def score(model: GPT, tokens: Prompt, start: Prompt, n_top: int = 0) -> Score:
     """Rate a text, (T,) ids, after `start`, at least one id that is not rated; the model is left in its mode.
 
     The window slides: each token has at least half a block, or all text before it, as context.
     """
     device, block_size = model.wte.weight.device, model.config.block_size
-    before, text = (_check_ids(ids, model.config.vocab_size) for ids in (start, tokens))
+    before, text = (check_ids(ids, model.config.vocab_size) for ids in (start, tokens))
     ids = torch.tensor(before[-block_size:] + text, device=device)  # (N,)
     done = len(ids) - len(text)  # tokens that are rated, or not to be rated
-    logprobs, ranks = [], []
+    logprobs, ranks, top = [], [], list[list[tuple[int, float]]]()
     with eval_mode(model):
         while done < len(ids):
             begin = 0 if done < block_size else done - (block_size + 1) // 2
@@ -222,11 +225,18 @@ def score(model: GPT, tokens: Prompt, start: Prompt) -> Score:
             of_tokens = all_logprobs.gather(-1, ids[done:end, None])  # (n, 1)
             logprobs.append(of_tokens[:, 0])
             ranks.append((all_logprobs > of_tokens).sum(dim=-1))
+            top += top_logprobs(all_logprobs, n_top)
             done = end
-    return Score(torch.cat(logprobs).cpu(), torch.cat(ranks).cpu())
+    return Score(torch.cat(logprobs).cpu(), torch.cat(ranks).cpu(), top)
 
 
-def _check_ids(prompt: Any, vocab_size: int) -> list[int]:
+def top_logprobs(logprobs: Tensor, n: int) -> list[list[tuple[int, float]]]:
+    """Return the n likeliest ids in each row of log-probabilities (B, V) with their values, the likeliest first."""
+    values, ids = logprobs.topk(min(n, logprobs.size(-1)))  # (B, n)
+    return [list(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
+
+
+def check_ids(prompt: Any, vocab_size: int) -> list[int]:
     """Return token ids, given as a tensor, an array or a sequence, as a list."""
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if not isinstance(ids, Sequence) or not ids or not all(type(i) is int and 0 <= i < vocab_size for i in ids):

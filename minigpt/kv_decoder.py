@@ -8,6 +8,8 @@ nano 2.43× with 1 stream, 1.68× with 16; baby 1.37× and 1.17×; fast_cpu 1.50
 Beyond `block_size` tokens, the window of rotary or no positions slides over the cached keys and values, one token per
 step. Learned positions end with the block: the newer half of the window is read again from position 0.
 
+Samples can join and leave the batch between steps (`Decoder.add` and `drop`), for a server.
+
 Shapes: B samples, C n_embd, V vocab, L layers, H query heads, K key-value heads, D head width, S visible slots.
 """
 
@@ -29,6 +31,7 @@ _ROTARY_CHUNK = 256  # positions per computation of the rotary table
 
 NormWeights = tuple[Tensor | None, Tensor | None]  # weight and bias
 LinearWeights = tuple[Tensor, Tensor | None]
+Prompts = Sequence[Sequence[int]]
 
 
 class Decoder:
@@ -40,11 +43,13 @@ class Decoder:
         model: in evaluation mode.
         prompts: token ids of each prompt, at least one; the last `block_size` are read.
         num_samples: samples per prompt; each prompt is read once.
-        max_new_tokens: per sample; bounds the size of the cache.
+        max_new_tokens: per sample; bounds the size of the cache. None: any number, and samples can join.
     """
 
     @torch.inference_mode()
-    def __init__(self, model: GPT, prompts: Sequence[Sequence[int]], num_samples: int, max_new_tokens: int) -> None:
+    def __init__(
+        self, model: GPT, prompts: Prompts = (), num_samples: int = 1, max_new_tokens: int | None = None
+    ) -> None:
         config = model.config
         if config.position not in ("learned", "rope", "none"):
             raise ValueError(f"unknown position {config.position!r}")
@@ -61,24 +66,58 @@ class Decoder:
         self._rotary: tuple[int, Tensor] | None = None  # first position, table (positions, 2, 1, 1, D)
         self.device = self._wte.device
 
-        contexts = [list(prompt[:-1]) for prompt in prompts]  # the first step adds the last token
-        self.tokens = [list(context) for context in contexts for _ in range(num_samples)]  # with the prompts
-        self._end = min(max(map(len, contexts)), self.block_size - 1)  # first free slot of the cache
-        self._begins = [self._end] * len(self.tokens)  # slot of position 0 of each sample, negative once it is dropped
+        self.tokens: list[list[int]] = []  # of each sample, with its prompt
+        self._begins: list[int] = []  # slot of position 0 of each sample, negative once it is dropped
         # Above 2 block_size, the window moves to the front of the cache once per block_size tokens.
-        slots = min(max(map(len, contexts)) + max_new_tokens, 2 * self.block_size)
-        shape = (len(self._layers), len(self.tokens), 2 * self.n_kv_head, slots, self.head_width)
-        self._cache = self._wte.new_zeros(shape)  # keys, then values
+        self._end, slots = self.block_size - 1, 2 * self.block_size  # first free slot: a prompt of any length can join
+        if max_new_tokens is not None:
+            longest = max(len(prompt) for prompt in prompts)
+            self._end, slots = min(longest - 1, self._end), min(longest - 1 + max_new_tokens, slots)
+        shape = (len(self._layers), len(prompts) * num_samples, 2 * self.n_kv_head, slots, self.head_width)
+        self._cache = self._wte.new_zeros(shape)  # keys, then values; the first rows are in use
         self._inputs = Cache([])  # previous inputs of smear and n-grams
         if config.smear:
-            self._inputs.last = self._wte.new_zeros(len(self.tokens), config.smear, config.n_embd)
+            self._inputs.last = self._wte.new_zeros(0, config.smear, config.n_embd)
         if config.ngram:
-            shape_2d = (len(self.tokens), config.ngram - 1)
-            self._inputs.last_tokens = torch.full(shape_2d, config.vocab_size, device=self.device)
-        for i, context in enumerate(contexts):
-            self._read([context[max(0, len(context) - self._end) :]], range(i * num_samples, (i + 1) * num_samples))
-        last = [prompt[-1] for prompt in prompts for _ in range(num_samples)]
-        self.logits = self.step(torch.tensor(last, device=self.device))
+            self._inputs.last_tokens = torch.zeros(0, config.ngram - 1, dtype=torch.long, device=self.device)
+        for prompt in prompts:
+            self.add(prompt, num_samples)
+        if prompts:
+            last = [prompt[-1] for prompt in prompts for _ in range(num_samples)]
+            self.logits = self.step(torch.tensor(last, device=self.device))
+
+    @torch.inference_mode()
+    def add(self, prompt: Sequence[int], num_samples: int = 1) -> None:
+        """Read a prompt once, for new samples at the end of the batch; the next `step` is to add its last token.
+
+        Other samples are as before. The cache doubles when its rows are in use.
+        """
+        context, B = list(prompt[:-1]), len(self.tokens)
+        rows = range(B, B + num_samples)
+        if rows.stop > self._cache.size(1):
+            self._cache = F.pad(self._cache, (0, 0, 0, 0, 0, 0, 0, max(num_samples, self._cache.size(1))))
+        self.tokens += [list(context) for _ in rows]
+        self._begins += [self._end for _ in rows]
+        if self._inputs.last is not None:
+            self._inputs.last = F.pad(self._inputs.last, (0, 0, 0, 0, 0, num_samples))
+        if self._inputs.last_tokens is not None:
+            self._inputs.last_tokens = F.pad(self._inputs.last_tokens, (0, 0, 0, num_samples))
+        self._read([context[max(0, len(context) - self.block_size + 1) :]], rows)
+        # Masked slots count with weight 0, which does not remove NaN of an earlier sample.
+        self._cache[:, B : rows.stop, :, : self._begins[B]] = 0
+
+    @torch.inference_mode()
+    def drop(self, row: int) -> None:
+        """Remove a sample; the last one of the batch takes its row."""
+        tokens, begin = self.tokens.pop(), self._begins.pop()
+        last = len(self.tokens)
+        if row < last:
+            self.tokens[row], self._begins[row] = tokens, begin
+            self._cache[:, row, :, : self._end] = self._cache[:, last, :, : self._end]
+        for name in ("last", "last_tokens"):
+            if (values := getattr(self._inputs, name)) is not None:
+                values[row] = values[last]
+                setattr(self._inputs, name, values[:last])
 
     @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
@@ -96,8 +135,9 @@ class Decoder:
             mask = (slots >= begins[:, None])[:, None, None]  # (B, 1, 1, S)
         rotary = self._rotary_at(slot - begins, slot - high, slot - low) if self.config.position == "rope" else None
         x = self._embed(tokens, slot - begins)  # (B, C)
-        written = self._cache[..., slot : self._end, :]  # (L, B, 2K, 1, D)
-        keys, values = self._cache[..., first : self._end, :].chunk(2, dim=2)  # (L, B, K, S, D) each
+        cache = self._cache[:, : len(self.tokens)]
+        written = cache[..., slot : self._end, :]  # (L, B, 2K, 1, D)
+        keys, values = cache[..., first : self._end, :].chunk(2, dim=2)  # (L, B, K, S, D) each
         cached = zip(written.unbind(), keys.unbind(), values.unbind(), strict=True)
         for weights, layer in zip(self._layers, cached, strict=True):
             x = self._block(x, weights, rotary, mask, *layer)
@@ -159,10 +199,11 @@ class Decoder:
             kept = max(1, self.block_size // 2) - 1  # and the token that this step adds
             self._read([self.tokens[row][len(self.tokens[row]) - kept :] for row in full], full)
         if self._end == self._cache.size(3):
-            first = min(max(begin, self._end - self.block_size) for begin in self._begins)
-            self._cache[..., : self._end - first, :] = self._cache[..., first : self._end, :].clone()
-            self._begins = [begin - first for begin in self._begins]
-            self._end -= first
+            shift, B = self._end - self.block_size, len(self.tokens)
+            first = max(min(self._begins), shift)  # visible slot
+            self._cache[:, :B, :, first - shift : self.block_size] = self._cache[:, :B, :, first:]
+            self._begins = [begin - shift for begin in self._begins]
+            self._end -= shift
 
     def _read(self, contexts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
         """Fill the cache of the given samples: one context for all of them, or one each, of equal length."""
@@ -185,7 +226,8 @@ class Decoder:
 
     def _rotary_at(self, position: int | Tensor, least: int, most: int) -> tuple[Tensor, Tensor]:
         """Return cosines and signed sines that broadcast with (B, H, 1, D)."""
-        if self._rotary is None or most >= self._rotary[0] + len(self._rotary[1]):
+        if self._rotary is None or least < self._rotary[0] or most >= self._rotary[0] + len(self._rotary[1]):
+            least = 0 if least < self.block_size else least  # for samples that join
             length = most - least + _ROTARY_CHUNK
             config = self.config
             options: Any = {"start": least, "scaling": config.rope_scaling}

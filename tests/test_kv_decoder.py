@@ -234,13 +234,57 @@ def test_any_architecture_decodes_any_prompts_as_gpt_forward(data: st.DataObject
         [text[n:] for text, n in zip(texts, lengths, strict=True)],
     )
     for text, n, logits in zip(texts, lengths, together, strict=True):
-        if changes["position"] == "learned":
-            expected = newer_halves(model, text, n)
-        else:
-            read = min(n, changes["block_size"])
-            expected = sliding_window(model, text[n - read :])[read - 1 :]
-        # In 64 bits but for the sines of rotary positions.
-        assert_near(logits, expected, terms=terms_of(model.config), dtype=torch.float32)
+        assert_as_alone(model, text, n, logits)
+    visits = data.draw(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12), st.integers(0, 25)), max_size=5))
+    for text, n, logits in join_and_leave(model, visits):
+        assert_as_alone(model, text, n, logits)
+
+
+VISITS = [(0, 3, 30), (2, 25, 4), (2, 1, 9), (5, 16, 60), (7, 2, 0), (20, 9, 30), (80, 16, 3), (80, 1, 50)]
+
+
+@every
+def test_samples_that_join_and_leave_a_batch_are_decoded_as_each_alone(changes: dict[str, Any]):
+    model = make(**changes)
+    for text, n, logits in join_and_leave(model, VISITS):
+        close(model, logits, decode(model, [text[:n]], [text[n:]])[0])
+
+
+def test_samples_that_join_together_share_one_prefill_of_their_prompt():
+    model, prompt, following = make(position="rope", ngram=3, smear=2), tokens(5), [tokens(20) for _ in range(3)]
+    decoder, read = Decoder(model), []
+    hook = model.register_forward_hook(lambda module, given, logits: read.append(given[0].numel()))
+    decoder.add(prompt, 3)
+    hook.remove()
+    assert read == [4]
+    found = [decoder.step(torch.tensor(step)) for step in ([prompt[-1]] * 3, *zip(*following, strict=True))]
+    for after, logits in zip(following, torch.stack(found, dim=1), strict=True):
+        close(model, logits, decode(model, [prompt], [after])[0])
+
+
+@pytest.mark.parametrize("changes", [{}, {"smear": 2, "ngram": 3}, *SLIDING.values()], ids=str)
+def test_memory_is_constant_while_samples_join_and_leave(changes: dict[str, Any]):
+    decoder, held = Decoder(make(**changes)), []
+    for step in range(200):
+        if step % 10 == 0:
+            decoder.add(tokens(1 + step % 16))
+        decoder.step(torch.randint(23, (len(decoder.tokens),)))
+        if len(decoder.tokens) == 4:
+            decoder.drop(step % 3)
+        held.append(memory(decoder))
+    assert max(held[60:]) == max(held[:60])
+
+
+def test_a_sample_with_nan_leaves_none_in_its_row():
+    model = make(position="rope", tie_embeddings=False)
+    model.wte.weight[22] = float("nan")
+    decoder = Decoder(model)
+    for prompt in ([22] * 14, [1] * 12):
+        decoder.add(prompt)
+    assert decoder.step(torch.tensor([22, 1])).isnan().any(dim=1).tolist() == [True, False]
+    decoder.drop(0)
+    decoder.add([1, 2])
+    assert decoder.step(torch.tensor([1, 2])).isfinite().all()
 
 
 @pytest.mark.parametrize("changes", ARCHITECTURES.values(), ids=ARCHITECTURES)
@@ -280,6 +324,39 @@ def decode(model: GPT, prompts: list[list[int]], following: list[list[int]], num
     steps = torch.tensor(following).long().T  # (steps, B)
     decoder = Decoder(model, prompts, num_samples, len(steps) + 1)
     return torch.stack([decoder.logits.clone(), *(decoder.step(step).clone() for step in steps)], dim=1)
+
+
+def join_and_leave(model: GPT, visits: list[tuple[int, int, int]]) -> list[tuple[list[int], int, Tensor]]:
+    """The text, the length of its prompt and the logits of samples that join at a step with a prompt of n tokens and
+    leave after m more: `visits` are (step, n, m)."""
+    texts = [tokens(n + m) for _, n, m in visits]
+    found: list[list[Tensor]] = [[] for _ in visits]
+    decoder, rows = Decoder(model), list[int]()
+    for step in range(max((start + m + 1 for start, _, m in visits), default=0)):
+        for i, (start, n, _) in enumerate(visits):
+            if start == step:
+                decoder.add(texts[i][:n])
+                rows.append(i)
+        if rows:
+            logits = decoder.step(torch.tensor([texts[i][visits[i][1] - 1 + len(found[i])] for i in rows]))
+        for row in reversed(range(len(rows))):
+            found[rows[row]].append(logits[row].clone())
+            if len(found[rows[row]]) == visits[rows[row]][2] + 1:
+                decoder.drop(row)
+                rows[row] = rows[-1]
+                rows.pop()
+    return [(text, n, torch.stack(logits)) for text, (_, n, _), logits in zip(texts, visits, found, strict=True)]
+
+
+def assert_as_alone(model: GPT, text: list[int], n: int, logits: Tensor) -> None:
+    """The logits after the prompt, the first n tokens, and after those that follow, in 64 bits."""
+    if model.config.position == "learned":
+        expected = newer_halves(model, text, n)
+    else:
+        read = min(n, model.config.block_size)
+        expected = sliding_window(model, text[n - read :])[read - 1 :]
+    # In 64 bits but for the sines of rotary positions.
+    assert_near(logits, expected, terms=terms_of(model.config), dtype=torch.float32)
 
 
 def sliding_window(model: GPT, text: list[int]) -> Tensor:

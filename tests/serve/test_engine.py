@@ -1,0 +1,284 @@
+"""The engine against `generate`: the tokens of a request do not depend on what else runs."""
+
+import asyncio
+import math
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_generation import ARCHITECTURES, Letters, make
+from tolerance import assert_near, terms_of
+
+from minigpt.generation import generate, score
+from minigpt.kv_decoder import Decoder
+from minigpt.model import GPT
+from minigpt.sampling import Sampling
+from minigpt.serve.engine import Engine, QueueFull, Request, Token, TokenStream
+from minigpt.utils.errors import RunError, UserError
+
+SETTINGS = [
+    {"temperature": 0},
+    {},
+    {"temperature": 0.7, "top_k": 5},
+    {"top_p": 0.8, "min_p": 0.02},
+    {"repetition_penalty": 1.3},
+    {"temperature": 0, "repetition_penalty": 1.5},
+]
+ENDLESS = Request([1, 2, 3], 10**9)
+architectures = pytest.mark.parametrize("changes", ARCHITECTURES.values(), ids=ARCHITECTURES)
+
+
+@architectures
+def test_requests_that_join_at_different_times_get_the_tokens_of_generate(changes: dict[str, Any]):
+    model, rng = make(**changes, vocab_size=12), torch.Generator().manual_seed(0)
+    requests = [
+        Request(
+            prompt=torch.randint(12, (n,), generator=rng).tolist(),
+            max_new_tokens=7 + 5 * (i % 8),
+            sampling=Sampling(**SETTINGS[i % len(SETTINGS)]),
+            stop=((), ("dab",), (3,), ("é", 11))[i % 4],
+            seed=i,
+        )
+        for i, n in enumerate((3, 16, 1, 25, 7, 2, 16, 16, 9, 4, 1, 30))
+    ]
+
+    async def both(engine: Engine) -> list[list[Token]]:
+        first = engine.generate(requests[0])
+        start = [await anext(first) for _ in range(3)]  # the others join while the first runs
+        others = [engine.generate(request) for request in requests[1:]]
+        rest, *found = await asyncio.gather(*map(collect, (first, *others)))
+        return [start + rest, *found]
+
+    for request, found in zip(requests, serve(model, both, max_running=4), strict=True):
+        assert_as_generate(model, request, found)
+
+
+def test_equal_prompts_that_wait_are_read_once():
+    model, read, queued = make(), [], threading.Event()
+    requests = [Request([4, 5, 6], 5, seed=seed) for seed in range(4)]
+
+    def hook(module: GPT, given: tuple[torch.Tensor], logits: torch.Tensor) -> None:
+        read.append(given[0].tolist())
+        assert queued.wait(60)
+
+    model.register_forward_hook(hook)
+
+    async def ask(engine: Engine) -> list[list[Token]]:
+        streams = [engine.generate(request) for request in requests]
+        queued.set()
+        return await asyncio.gather(*map(collect, streams))
+
+    found = serve(model, ask)
+    assert read in ([[[4, 5]]], [[[4, 5]], [[4, 5]]])  # the first can be read before the others come
+    for request, tokens in zip(requests, found, strict=True):
+        assert_as_generate(model, request, tokens)
+
+
+def test_alternatives_and_ranks_are_those_of_the_logits():
+    model, request = make(position="rope"), Request([3, 7], 10, n_top=4)
+
+    async def beside_another(engine: Engine) -> list[Token]:
+        async with aclosing(engine.generate(replace(ENDLESS, n_top=9))) as other:
+            await anext(other)
+            return await collect(engine.generate(request))
+
+    found = serve(model, beside_another)
+    text = request.prompt + [token.id for token in found]
+    for token, row in zip(found, model(torch.tensor([text]))[0, 1:].log_softmax(dim=-1), strict=False):
+        values, ids = row.sort(descending=True)
+        assert [i for i, _ in token.top] == ids[:4].tolist()
+        assert_near(torch.tensor([x for _, x in token.top]), values[:4], terms=terms_of(model.config))
+        assert ids[token.rank] == token.id
+    assert serve(model, lambda engine: collect(engine.generate(replace(request, n_top=0))))[0].top == []
+
+
+async def _close(stream: TokenStream) -> None:
+    await stream.aclose()
+
+
+async def _cancel(stream: TokenStream) -> None:
+    task = asyncio.create_task(collect(stream))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("end", [_close, _cancel], ids=["closed", "cancelled"])
+@pytest.mark.parametrize("started", [True, False])
+def test_closing_a_stream_frees_its_row(end: Callable[[TokenStream], Awaitable[None]], started: bool):
+    async def one_after_another(engine: Engine) -> list[Token]:
+        for _ in range(3):
+            stream = engine.generate(ENDLESS)
+            if started:
+                await anext(stream)
+            await end(stream)
+            assert await collect(stream) == []
+        return await collect(engine.generate(Request([5], 4)))
+
+    assert_as_generate(make(), Request([5], 4), serve(make(), one_after_another, max_running=1))
+
+
+def test_a_stream_that_is_dropped_frees_its_row():
+    async def drop(engine: Engine) -> list[Token]:
+        async for _ in engine.generate(ENDLESS):
+            break
+        engine.generate(ENDLESS)
+        return await collect(engine.generate(Request([5], 4)))
+
+    assert len(serve(make(), drop, max_running=1)) == 4
+
+
+def test_too_many_requests_raise_at_once_until_one_ends():
+    async def fill(engine: Engine) -> None:
+        streams = [engine.generate(ENDLESS) for _ in range(3)]
+        for _ in range(2):
+            with pytest.raises(QueueFull):
+                engine.generate(ENDLESS)
+        with pytest.raises(QueueFull):
+            await engine.score([1, 2])
+        await streams[2].aclose()
+        streams[2] = engine.generate(ENDLESS)
+        with pytest.raises(QueueFull):
+            engine.generate(ENDLESS)
+        await streams[0].aclose()
+        await anext(streams[1])
+
+    serve(make(), fill, max_running=1, max_waiting=2)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"prompt": []}, {"prompt": [23]}, {"max_new_tokens": 0}, {"seed": -1}, {"n_top": -1}, {"stop": ("",)}],
+    ids=str,
+)
+def test_an_invalid_request_raises_at_once(wrong: dict[str, Any]):
+    async def ask(engine: Engine) -> None:
+        with pytest.raises(UserError):
+            engine.generate(replace(ENDLESS, **wrong))
+
+    serve(make(), ask)
+
+
+def test_a_failure_of_the_model_ends_its_requests_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch):
+    step, failures = Decoder.step, []
+
+    def fail(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
+        if len(tokens) == 2 and not failures:
+            failures.append(MemoryError("no memory"))
+            raise failures[0]
+        return step(decoder, tokens)
+
+    monkeypatch.setattr(Decoder, "step", fail)
+
+    async def ask(engine: Engine) -> list[Token]:
+        results = await asyncio.gather(
+            *(collect(engine.generate(ENDLESS)) for _ in range(2)),
+            collect(engine.generate(Request([5], 4))),  # waits
+            return_exceptions=True,
+        )
+        assert results[:2] == failures * 2
+        return results[2]
+
+    assert_as_generate(make(), Request([5], 4), serve(make(), ask, max_running=2))
+
+
+def test_nan_logits_end_their_request_alone():
+    model = make(position="rope", tie_embeddings=False)
+    with torch.no_grad():
+        model.wte.weight[22] = float("nan")
+    request = Request([1, 2, 3], 30, Sampling(temperature=0))
+
+    async def ask(engine: Engine) -> list[Token]:
+        other = engine.generate(request)
+        start = [await anext(other)]
+        for sampling in (Sampling(), Sampling(temperature=0)):
+            with pytest.raises(RunError, match="NaN"):
+                await collect(engine.generate(Request([1, 22], 5, sampling)))
+        return start + await collect(other)
+
+    assert_as_generate(model, request, serve(model, ask))
+
+
+def test_close_cuts_off_what_runs_and_waits():
+    async def close() -> None:
+        engine = Engine(make(), Letters(), max_running=1)
+        assert len(await collect(engine.generate(Request([5], 4)))) == 4
+        streams = [engine.generate(ENDLESS) for _ in range(3)]
+        await anext(streams[0])
+        await streams[1].aclose()
+        assert await engine.close() == 2
+        for stream in (streams[0], streams[2]):
+            with pytest.raises(RunError, match="closed"):
+                await collect(stream)
+        with pytest.raises(RunError, match="closed"):
+            engine.generate(ENDLESS)
+        assert await engine.close() == 0
+
+    asyncio.run(asyncio.wait_for(close(), 60))
+
+
+@architectures
+def test_score_gives_the_log_softmax_of_the_model(changes: dict[str, Any]):
+    model, text = make(**changes), torch.randint(23, (16,)).tolist()
+
+    async def while_another_runs(engine: Engine) -> list[Token]:
+        async with aclosing(engine.generate(ENDLESS)) as other:
+            await anext(other)
+            return await engine.score(text, n_top=3)
+
+    found = serve(model, while_another_runs)
+    expected = model(torch.tensor([text]))[0, :-1].log_softmax(dim=-1).detach()
+    assert [token.id for token in found] == text
+    assert math.isnan(found[0].logprob)
+    assert found[0].top == []
+    chosen = torch.tensor([row[token.id] for token, row in zip(found[1:], expected, strict=True)])
+    assert_near(torch.tensor([token.logprob for token in found[1:]]), chosen, terms=terms_of(model.config))
+    assert [token.rank for token in found[1:]] == (expected > chosen[:, None]).sum(dim=-1).tolist()
+    assert [[i for i, _ in token.top] for token in found[1:]] == expected.topk(3).indices.tolist()
+    assert serve(model, lambda engine: engine.score(text[:1]))[0].id == text[0]
+
+
+def test_a_text_above_block_size_is_scored_in_the_windows_of_score():
+    model, text = make(), torch.randint(23, (100,)).tolist()
+    found = serve(model, lambda engine: engine.score(text))
+    assert [token.logprob for token in found[1:]] == score(model, text[1:], text[:1]).logprobs.tolist()
+    for wrong in ({"prompt": []}, {"prompt": [-1]}, {"prompt": [1], "n_top": -1}):
+        with pytest.raises(UserError):
+            serve(model, lambda engine, wrong=wrong: engine.score(**wrong))
+
+
+def serve(model: GPT, use: Callable[[Engine], Awaitable[Any]], **options: Any) -> Any:
+    async def run() -> Any:
+        engine = Engine(model, Letters(), **options)
+        try:
+            return await use(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+async def collect(stream: TokenStream) -> list[Token]:
+    return [token async for token in stream]
+
+
+def assert_as_generate(model: GPT, request: Request, found: list[Token]) -> None:
+    (sample,) = generate(
+        model,
+        request.prompt,
+        max_new_tokens=request.max_new_tokens,
+        stop=request.stop,
+        tokenizer=Letters(),
+        seed=request.seed,
+        logprobs=True,
+        **vars(request.sampling),
+    )
+    assert [token.id for token in found] == sample.tokens
+    assert [token.reason for token in found] == [None] * (len(found) - 1) + [sample.reason]
+    logprobs = torch.tensor([token.logprob for token in found])
+    assert_near(logprobs, torch.tensor(sample.logprobs), terms=terms_of(model.config))
