@@ -4,8 +4,6 @@ import argparse
 import os
 import re
 import sys
-import threading
-import webbrowser
 
 from minigpt.serve.models import Models, find_models
 from minigpt.utils.checks import integer
@@ -26,7 +24,6 @@ def arguments() -> argparse.Namespace:
     origin_help = "of a web site that may use the server, such as http://localhost:3000; can be repeated"
     add("--allow-origin", action="append", default=[], metavar="ORIGIN", help=origin_help)
     add("--device", default="auto", metavar="DEVICE", help="cpu, cuda, cuda:1 or mps (default: auto, the fastest)")
-    add("--open", action="store_true", help="open the server's address in the browser")
     return parser.parse_args()
 
 
@@ -63,8 +60,6 @@ def main() -> None:
     def announce() -> None:
         print(sanitize_line(f"serving {', '.join(found)}"), file=sys.stderr)
         print(f"{url}/v1 is the base URL of clients; Ctrl-C ends the server", file=sys.stderr, flush=True)
-        if args.open:
-            threading.Thread(target=webbrowser.open, args=[url], daemon=True).start()  # a text browser would block
 
     guard = Guard(create_app(Models(found, device=args.device)), host=args.host, key=key, origins=args.allow_origin)
     try:

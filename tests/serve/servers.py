@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from simple_engine import SimpleEngine
 
 from minigpt import GPT, GPTConfig, save_checkpoint
 from minigpt.data.tokenizer import ByteTokenizer
@@ -20,7 +19,7 @@ from minigpt.serve.models import Models, find_models
 from minigpt.serve.server import Server, open_socket
 from minigpt.utils.errors import RunError
 
-ENGINE: Any = SimpleEngine  # minigpt.serve.engine.Engine
+ENGINE: Any = Engine
 
 
 class EndlessEngine(Engine):
