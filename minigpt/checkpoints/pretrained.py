@@ -1,11 +1,12 @@
 """Models that a run can start from (`init_from`): of minigpt, or of Hugging Face, local or on its Hub."""
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from minigpt.checkpoints.find import find_checkpoint
+from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint
 from minigpt.checkpoints.huggingface import (
     CONFIG,
     INDEX,
@@ -83,6 +84,16 @@ def find_pretrained(source: str | None) -> Pretrained:
     path = find_checkpoint(path)
     model, tokenizer = load_checkpoint(path)
     return Pretrained(path, str(path.resolve()), revision, replace(model.config, dropout=0.0), tokenizer, model)
+
+
+def find_start(init_from: str, resume: str | None, folder: Path | None) -> Pretrained:
+    """Find the model of `init_from`, or the checkpoint of the run that `resume` continues, whose folder is `folder`."""
+    if resume not in (None, "auto"):
+        return find_pretrained(str(find_checkpoint(resume, last=True)))
+    for name in (LAST, PREVIOUS, BEST) if resume and folder else ():
+        with suppress(UserError):  # missing or damaged
+            return find_pretrained(str(find_checkpoint(Path(str(folder), name))))
+    return find_pretrained(init_from)
 
 
 def _download(source: str) -> Path:

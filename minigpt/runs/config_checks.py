@@ -1,7 +1,6 @@
 """Checks of a composed run configuration: before torch is imported and before anything is written."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from operator import eq
 from pathlib import Path
@@ -41,24 +40,13 @@ def load_parts(
         require("model.vocab_size", cfg.model.vocab_size, lambda size: size is None or size >= n, expected, "use null")
         config, pretrained = GPTConfig(**{**cfg.model, "vocab_size": cfg.model.vocab_size or n}), None
     else:
-        pretrained = once(_find_start, cfg.init_from, cfg.resume, folder)
+        from minigpt.checkpoints.pretrained import find_start
+
+        pretrained = once(find_start, cfg.init_from, cfg.resume, folder)
         config = _finetuned(cfg, pretrained.config)
         corpus = once(load_corpus, cfg.data, pretrained.tokenizer.to_dict())
     corpus.check_length(config.block_size)
     return corpus, config, pretrained
-
-
-def _find_start(init_from: str, resume: str | None, folder: Path | None) -> "Pretrained":
-    """Find the model of `init_from`, or the checkpoint of the run that `resume` continues."""
-    from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint
-    from minigpt.checkpoints.pretrained import find_pretrained
-
-    if resume not in (None, "auto"):
-        return find_pretrained(str(find_checkpoint(resume, last=True)))
-    for name in (LAST, PREVIOUS, BEST) if resume and folder else ():
-        with suppress(UserError):  # missing or damaged
-            return find_pretrained(str(find_checkpoint(Path(str(folder), name))))
-    return find_pretrained(init_from)
 
 
 def _finetuned(cfg: Any, config: GPTConfig) -> GPTConfig:

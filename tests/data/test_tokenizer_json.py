@@ -200,6 +200,19 @@ def test_ids_of_a_written_tokenizer_keep_gaps_and_special_tokens() -> None:
     assert written.encode(SEPARATOR).ids == tokenizer.encode(SEPARATOR).tolist()
 
 
+def test_a_piece_that_is_a_token_is_one_id_even_if_no_merges_lead_to_it() -> None:
+    tokens = [bytes([byte]) for byte in range(256)] + [b"abcd"]
+    tokenizer = BPETokenizer("bpe", tokens, {SEPARATOR: 257})
+    reference = tiktoken.Encoding(
+        "test",
+        pat_str=PATTERNS["gpt2"],
+        mergeable_ranks={token: rank for rank, token in enumerate(tokens)},
+        special_tokens={},
+    )
+    for text, ids in (("abcd", [256]), ("abcde", list(b"abcde"))):
+        assert theirs(tokenizer).encode(text).ids == reference.encode(text) == tokenizer.encode(text).tolist() == ids
+
+
 def test_a_character_without_an_id_is_an_error_in_both() -> None:
     tokenizer = CharTokenizer("abc")
     with pytest.raises(Exception, match="Unk token"):
