@@ -1,4 +1,4 @@
-"""Imports go one way: utils → config → data → core → checkpoints → interpret → runs → sweeps → serve → scripts."""
+"""Imports go one way: utils → config → data → core → page → checkpoints → interpret → runs → sweeps → serve → scripts."""
 
 import ast
 from graphlib import TopologicalSorter
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-ORDER = ["utils", "config", "data", "core", "checkpoints", "interpret", "runs", "sweeps", "serve", "scripts"]
+ORDER = ["utils", "config", "data", "core", "page", "checkpoints", "interpret", "runs", "sweeps", "serve", "scripts"]
 MODULES = {
     ".".join(file.relative_to(ROOT).with_suffix("").parts): file
     for folder in ("minigpt", "hydra_plugins", "scripts")
