@@ -1,104 +1,326 @@
-// The page: one text that is the prompt and the output, and the settings.
+// The page: one text that is prompt and output, a second one to compare with, and what the backend knows about them.
 
-const WORK_MS = 40;  // of generation between two updates of the page
+import {AttentionPanel} from "./attention.js";
+import {Branches} from "./branches.js";
+import {color, scheme} from "./colors.js";
+import {find, make, percent, plural} from "./dom.js";
+import {showHistory} from "./history.js";
+import {TextPane} from "./text.js";
+import {TokenPanel, loss} from "./tokens.js";
 
-const find = id => document.getElementById(id);
-const data = JSON.parse(find("data").textContent);
-const model = new GPT(data.config, readWeights(find("weights").textContent, data.tensors, data.format));
-const tokenizer = new Tokenizer(data.tokenizer);
-find("weights").remove();  // the text is not needed any more
+const TYPING_MS = 300;  // a pause of this length ends a change of the text, which is then scored
 
-let running = false, stopped = false;
-let before = "";  // the text before the last generation
-
-function settings() {
-  const [count, seed, temperature, topK, topP, minP] = ["tokens", "seed", "temperature", "top-k", "top-p", "min-p"]
-    .map(id => find(id).valueAsNumber);
-  return {count, seed, temperature, topK: topK || null, topP, minP};  // NaN: an empty field
+// Show the page of a backend: server.js, browser.js or saved.js.
+export async function start(backend) {
+  globalThis.backend = backend;  // for the console
+  const page = new Page(backend);
+  await page.load();
 }
 
-// Yield the tokens that follow a prompt, and null after each token of the prompt, so that the caller can pause.
-function* generate(prompt, {count, seed, ...sampling}) {
-  const random = new Random(seed), context = prompt.slice(-data.config.block_size);
-  model.reset();
-  for (const token of context.slice(0, -1)) {
-    model.forward(token);
-    yield null;
+class Page {
+  constructor(backend) {
+    this.backend = backend;
+    this.first = new TextPane(find("first"), {onEdit: () => this.edited(), onSelect: i => this.select(this.first, i)});
+    this.second = new TextPane(find("second"), {onSelect: i => this.select(this.second, i)});
+    this.token = new TokenPanel(find("token"), backend.generate ? (...choice) => this.branch(...choice) : null);
+    this.attention = new AttentionPanel(find("attention"), backend, {
+      onShade: weights => this.shade(weights),
+      onSilence: () => this.rescore(),
+    });
+    this.branches = new Branches(find("branches"), {
+      onOpen: branch => this.open(branch),
+      onCompare: branch => this.compare({branch}),
+    });
+    this.past = [];  // texts with their tokens, for undo
+    this.future = [];
+    this.lastEdit = 0;
+    this.work = null;  // an AbortController while something is generated or scored
+    this.generating = false;
+    this.comparison = null;  // {model} or {branch}
+    this.options = find("form").elements;
+    this.listen();
   }
-  for (let i = 0, token = context.at(-1); i < count; i++) {
-    token = draw(model.step(token), sampling, random);
-    if (token === data.tokenizer.stop) return;
-    yield token;
-  }
-}
 
-// Generate, and update the page every WORK_MS milliseconds.
-async function run() {
-  const text = find("text"), decode = tokenizer.decoder();
-  before = text.value;
-  stopped = false;
-  const tokens = generate(tokenizer.encode(before), settings());
-  show(true, "Reading the prompt …");
-  find("speed").textContent = "";
-  let count = 0, seconds = 0, done = false;
-  while (!stopped && !done) {
-    await new Promise(resolve => setTimeout(resolve));
-    const start = performance.now();
-    let added = "";
-    for (let now = start; !stopped && !done && now - start < WORK_MS;) {
-      const next = tokens.next(), end = performance.now();
-      done = next.done;
-      if (!done && next.value !== null) {
-        added += decode(next.value);
-        count += 1;
-        seconds += (end - now) / 1000;
+  get model() { return find("model").value; }
+
+  listen() {
+    const {backend} = this;
+    for (const select of [find("model"), find("other")]) select.append(...backend.models.map(name => make("option", {}, name)));
+    for (const label of document.querySelectorAll(".picker")) label.hidden = backend.models.length < 2;
+    for (const part of document.querySelectorAll("fieldset, .actions, #keys")) part.hidden = !backend.generate;
+    this.first.field.readOnly = !backend.generate;
+    find("branches").parentElement.hidden = !backend.generate;
+    find("model").addEventListener("change", () => this.load());
+    find("other").addEventListener("change", () => this.compare(find("other").value ? {model: find("other").value} : null));
+    find("close").addEventListener("click", () => this.compare(null));
+    find("form").addEventListener("submit", event => {
+      event.preventDefault();
+      if (this.generating) this.work.abort();
+      else this.generate();
+    });
+    find("undo").addEventListener("click", () => this.undo());
+    this.first.field.addEventListener("beforeinput", () => {
+      if (Date.now() - this.lastEdit > 1000) this.remember();  // one step for what is typed without a pause
+      this.lastEdit = Date.now();
+    });
+    document.addEventListener("keydown", event => this.press(event));
+    scheme.addEventListener("change", () => [this.first, this.second].forEach(pane => pane.paint()));
+    for (const panel of document.querySelectorAll("details")) panel.addEventListener("toggle", () => this.toggled(panel));
+    for (const input of document.querySelectorAll("input[type=range]")) {
+      const update = () => { input.parentElement.querySelector("output").value = input.value; };
+      input.addEventListener("input", update);
+      update();
+    }
+    this.shade(null);
+    this.status("");
+  }
+
+  press(event) {
+    const command = event.ctrlKey || event.metaKey, key = event.key.toLowerCase();
+    if (event.key === "Escape" && this.generating) this.work.abort();
+    if (command && event.key === "Enter" && !this.generating && this.backend.generate) this.generate();
+    else if (command && event.target === this.first.field && (key === "z" || key === "y")) {
+      if (event.shiftKey || key === "y") this.redo();
+      else this.undo();
+    } else return;
+    event.preventDefault();
+  }
+
+  toggled(panel) {
+    if (panel.contains(find("attention"))) {
+      this.attention.visible = panel.open;
+      this.select(this.first, this.first.selected);
+    } else if (panel.contains(find("history")) && panel.open) this.run(() => showHistory(find("history"), this.backend, this.model));
+  }
+
+  // Load the chosen model, and score the text with it.
+  async load() {
+    const {model} = this;
+    this.attention.setModel(null);
+    await this.run(async signal => {
+      const description = await this.backend.describe(model);
+      if (model !== this.model) return;
+      find("facts").textContent = description.facts;
+      this.attention.setModel(description);
+      if (find("history").closest("details").open) await showHistory(find("history"), this.backend, model);
+      await this.score(signal);
+    });
+  }
+
+  // ── the text ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+  edited() {
+    this.first.keepUnchanged();
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => this.rescore(), TYPING_MS);
+  }
+
+  rescore() {
+    return this.run(signal => this.score(signal));
+  }
+
+  // Score the text with the model, and with the other one.
+  async score(signal) {
+    const {text} = this.first, {silenced} = this.attention;
+    this.showTokens(await this.backend.score(this.model, text, silenced, signal));
+    if (this.comparison) await this.scoreOther(signal);
+    await this.showLosses(signal);
+  }
+
+  // Show the tokens of the text, unless the tokenizer changed it.
+  showTokens(tokens) {
+    if (!this.backend.generate) this.first.set(tokens);
+    else if (joined(tokens) === this.first.text) keepCursor(this.first.field, () => this.first.set(tokens));
+    this.branches.draw(this.first.text);
+  }
+
+  async scoreOther(signal) {
+    const {model, branch} = this.comparison;
+    find("second-name").textContent = model ?? "Another branch";
+    this.second.set(branch ? branch.tokens : await this.backend.score(model, this.first.text, [], signal));
+  }
+
+  // The tokens of the text before the cursor.
+  async prompt(signal) {
+    const {tokens, ends, text, field} = this.first, end = field.selectionStart, count = ends.indexOf(end) + 1;
+    if (end === 0) return [];
+    return count ? tokens.slice(0, count) : this.backend.score(this.model, text.slice(0, end), this.attention.silenced, signal);
+  }
+
+  // ── generation ────────────────────────────────────────────────────────────────────────────────────────────────
+
+  // Continue the tokens `prompt`, or the text before the cursor.
+  generate(prompt = null) {
+    if (!find("form").reportValidity()) return null;
+    const settings = this.settings();
+    this.remember();
+    return this.run(async signal => {
+      this.setGenerating(true);
+      const start = performance.now();
+      let count = 0;
+      const progress = () => this.status(`${plural(++count, "token")}, ${Math.round(1000 * count / (performance.now() - start))} tokens/s`);
+      try {
+        const tokens = prompt ?? await this.prompt(signal), {silenced} = this.attention, other = this.comparison?.model;
+        const jobs = [this.write(this.first, this.model, tokens, settings, silenced, signal, progress)];
+        if (other) {
+          const read = this.backend.score(other, joined(tokens), [], signal);
+          jobs.push(read.then(same => this.write(this.second, other, same, settings, [], signal, () => {})));
+        }
+        await Promise.all(jobs);
+      } finally {
+        this.setGenerating(false);
+        this.branches.add(this.first.text, this.first.tokens, this.model);
+        this.showTokens(this.first.tokens);
       }
-      now = end;
-    }
-    append(text, done || stopped ? added + decode() : added);
-    if (count) {
-      find("status").textContent = "";
-      find("speed").textContent = `${count} tokens, ${Math.round(count / seconds)} tokens/s`;
+      await this.showLosses(signal);
+    });
+  }
+
+  // Generate after the tokens `prompt` into a pane, which changes once per frame.
+  async write(pane, model, prompt, settings, silenced, signal, onToken) {
+    const tokens = [...prompt];
+    let frame = 0;
+    const draw = () => {
+      frame = 0;
+      pane.follow(() => pane.set([...tokens]));
+    };
+    draw();
+    try {
+      for await (const token of this.backend.generate(model, prompt.map(({id}) => id), settings, silenced, signal)) {
+        tokens.push(token);
+        onToken();
+        frame ||= requestAnimationFrame(draw);
+      }
+    } finally {
+      cancelAnimationFrame(frame);
+      draw();
     }
   }
-  show(false, done ? "Done." : "Stopped.");
-}
 
-function append(text, added) {
-  const atEnd = text.scrollHeight - text.scrollTop - text.clientHeight < 40;
-  text.setRangeText(added, text.value.length, text.value.length, "end");
-  if (atEnd) text.scrollTop = text.scrollHeight;
-}
-
-function show(generating, status, isError = false) {
-  running = generating;
-  find("generate").textContent = generating ? "Stop" : "Generate";
-  find("text").readOnly = generating;
-  find("undo").disabled = generating || find("text").value === before;
-  find("status").textContent = status;
-  find("status").classList.toggle("error", isError);
-}
-
-find("form").addEventListener("submit", event => {
-  event.preventDefault();
-  stopped = true;
-  if (!running) run().catch(error => show(false, error.message, true));
-});
-find("undo").addEventListener("click", () => {
-  find("text").value = before;
-  find("text").focus();
-  show(false, "");
-});
-find("text").addEventListener("input", () => { find("undo").disabled = true; });  // which would undo the input too
-document.addEventListener("keydown", event => {
-  if (event.key === "Escape") stopped = true;
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
-    event.preventDefault();  // a field or button would submit the form too
-    if (!running) find("form").requestSubmit();
+  // Continue with an alternative in the place of a token.
+  branch(index, alternative) {
+    this.generate([...this.first.tokens.slice(0, index), {...this.first.tokens[index], ...alternative}]);
   }
-});
-for (const input of document.querySelectorAll("input[type=range]")) {
-  const update = () => { input.parentElement.querySelector("output").value = input.value; };
-  input.addEventListener("input", update);
-  update();
+
+  settings() {
+    const names = ["temperature", "top_p", "min_p", "top_k", "max_tokens", "seed"];
+    const values = Object.fromEntries(names.map(name => [name, this.options[name].valueAsNumber]));
+    return {...values, top_k: values.top_k || null};  // NaN: an empty field
+  }
+
+  setGenerating(generating) {
+    this.generating = generating;
+    this.first.field.readOnly = generating;
+    find("generate").textContent = generating ? "Stop" : "Generate";
+    find("model").disabled = find("other").disabled = generating;
+  }
+
+  // Run a task with an AbortSignal in the place of the one that runs; show its error.
+  async run(task) {
+    this.work?.abort();
+    clearTimeout(this.timer);
+    const work = this.work = new AbortController();
+    try {
+      await task(work.signal);
+    } catch (error) {
+      if (!work.signal.aborted) this.status(error.message, true);
+    }
+  }
+
+  // ── undo and branches ─────────────────────────────────────────────────────────────────────────────────────────
+
+  snapshot() {
+    return {text: this.first.text, tokens: this.first.tokens};
+  }
+
+  remember() {
+    this.past.push(this.snapshot());
+    this.future = [];
+    this.status("");
+  }
+
+  undo() { this.move(this.past, this.future); }
+
+  redo() { this.move(this.future, this.past); }
+
+  move(from, to) {
+    if (this.generating || !from.length) return;
+    to.push(this.snapshot());
+    this.restore(from.pop());
+  }
+
+  restore({text, tokens}) {
+    this.lastEdit = 0;
+    this.first.set(tokens, text.slice(joined(tokens).length));
+    this.status("");
+    this.rescore();
+  }
+
+  open(branch) {
+    if (this.generating) return;
+    this.remember();
+    this.restore(branch);
+  }
+
+  compare(comparison) {
+    this.comparison = comparison;
+    find("other").value = comparison?.model ?? "";
+    find("second").hidden = !comparison;
+    this.run(async signal => {
+      if (comparison) await this.scoreOther(signal);
+      await this.showLosses(signal);
+    });
+  }
+
+  // ── what is known about the text ──────────────────────────────────────────────────────────────────────────────
+
+  select(pane, index) {
+    this.token.show(pane.tokens, index, pane === this.first && !this.generating);
+    if (pane === this.first) this.attention.update(pane.tokens, index);
+  }
+
+  shade(weights) {
+    this.first.shade(weights);
+    const name = weights ? "attention" : "probability", stops = Array.from({length: 21}, (_, i) => color(name, i / 20).background);
+    find("ramp").style.background = `linear-gradient(to right, ${stops})`;
+    find("low").textContent = weights ? "attention 0" : `probability ≤ ${percent(0.001)}`;
+    find("high").textContent = weights ? "1" : percent(1);
+  }
+
+  // The loss of each model on each text; of a model with silenced heads, also that of the whole model.
+  async showLosses(signal) {
+    const {silenced} = this.attention, texts = [this.first, ...(this.comparison ? [this.second] : [])];
+    const models = [{model: this.model, silenced, own: this.first}];
+    if (silenced.length) models.push({model: this.model, silenced: []});
+    if (this.comparison?.model) models.push({model: this.comparison.model, silenced: [], own: this.second});
+    const rows = [];
+    for (const {model, silenced, own} of models) {
+      const cells = [];
+      for (const pane of texts) {
+        const known = pane === own || (pane === this.second && this.comparison.branch?.model === model && !silenced.length);
+        const found = loss(known ? pane.tokens : await this.backend.score(model, pane.text, silenced, signal));
+        cells.push(make("td", {}, found ? `${found.nats.toFixed(3)} nats per token, ${found.bits.toFixed(3)} bits per byte` : "–"));
+      }
+      const name = silenced.length ? `${model} without ${plural(silenced.length, "head")}` : model;
+      rows.push(make("tr", {}, make("th", {scope: "row"}, name), ...cells));
+    }
+    const head = ["Loss", "the text", "the text beside it"].slice(0, texts.length + 1).map(name => make("th", {scope: "col"}, name));
+    const table = make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows));
+    signal.throwIfAborted();
+    find("losses").replaceChildren(table);
+  }
+
+  status(text, isError = false) {
+    find("status").textContent = text;
+    find("status").classList.toggle("error", isError);
+    find("undo").disabled = this.generating || !this.past.length;
+  }
+}
+
+const joined = tokens => tokens.map(token => token.text).join("");
+
+function keepCursor(field, change) {
+  const {selectionStart, selectionEnd} = field;
+  change();
+  if (field.selectionStart !== selectionStart || field.selectionEnd !== selectionEnd) field.setSelectionRange(selectionStart, selectionEnd);
 }

@@ -1,0 +1,56 @@
+// The generated texts as a tree: each is a child of the one with which it shares the longest beginning.
+
+import {make, visible} from "./dom.js";
+import {loss} from "./tokens.js";
+
+export class Branches {
+  // onOpen(branch), onCompare(branch): the reader chose one.
+  constructor(root, {onOpen, onCompare}) {
+    Object.assign(this, {root, onOpen, onCompare});
+    this.all = [];  // {text, tokens, model, start: offset of what is not in the parent, children}
+    this.draw(null);
+  }
+
+  add(text, tokens, model) {
+    let branch = this.all.find(other => other.text === text);
+    if (!branch) {
+      branch = {text, start: 0, children: [], parent: null};
+      for (const other of this.all) {
+        const shared = commonLength(other.text, text);
+        if (shared > branch.start) Object.assign(branch, {start: shared, parent: other});
+      }
+      branch.parent?.children.push(branch);
+      this.all.push(branch);
+    }
+    Object.assign(branch, {tokens, model});
+  }
+
+  // text: the shown one.
+  draw(text) {
+    const list = branches => make("ul", {class: "branches"}, ...branches.map(branch => {
+      const {nats} = loss(from(branch.tokens, branch.start)) ?? {}, snippet = branch.text.slice(branch.start, branch.start + 60);
+      const open = make("button", {type: "button"}, make("code", {}, snippet.split("\n").map(visible).join("⏎") || "∅"),
+        make("small", {}, `${branch.model}${nats === undefined ? "" : `, ${nats.toFixed(2)} nats per token`}`));
+      const compare = make("button", {type: "button", "aria-label": `Compare with ${snippet}`}, "Compare");
+      if (branch.text === text) open.setAttribute("aria-current", "true");
+      compare.disabled = branch.text === text;
+      open.addEventListener("click", () => this.onOpen(branch));
+      compare.addEventListener("click", () => this.onCompare(branch));
+      return make("li", {}, make("div", {}, open, compare), ...(branch.children.length ? [list(branch.children)] : []));
+    }));
+    const hint = "Every generated text stays here. Generate from the cursor, or choose an alternative of a token.";
+    this.root.replaceChildren(this.all.length ? list(this.all.filter(branch => !branch.parent)) : make("p", {class: "soft"}, hint));
+  }
+}
+
+function commonLength(a, b) {
+  let length = 0;
+  while (length < a.length && length < b.length && a[length] === b[length]) length++;
+  return length;
+}
+
+// The tokens that begin at an offset of the text or behind it.
+function from(tokens, offset) {
+  let start = 0;
+  return tokens.filter(({text}) => (start += text.length) > offset);
+}

@@ -1,0 +1,108 @@
+// A text with colored tokens: a textarea, and under its transparent letters the same text with one span per token.
+
+import {color, expected, paint} from "./colors.js";
+import {make} from "./dom.js";
+
+export class TextPane {
+  // onEdit: the reader typed. onSelect: another token is selected.
+  constructor(root, {onEdit = () => {}, onSelect = () => {}} = {}) {
+    this.root = root.querySelector(".scroll");
+    this.layer = root.querySelector(".tokens");
+    this.field = root.querySelector("textarea");
+    this.rest = make("span");  // text without tokens
+    this.layer.append(this.rest, "\u200b");  // gives an empty last line its height
+    this.tokens = [];
+    this.spans = [];
+    this.ends = [];  // the offset behind each token
+    this.hovered = this.clicked = this.shading = null;
+    this.onSelect = onSelect;
+    this.field.addEventListener("input", () => {
+      this.clicked = this.hovered = null;
+      onEdit();
+    });
+    this.field.addEventListener("pointermove", event => this.hover(this.indexAt(event)));
+    this.field.addEventListener("pointerleave", () => this.hover(null));
+    this.field.addEventListener("click", event => { this.clicked = this.indexAt(event); });
+    this.field.addEventListener("keydown", () => { this.clicked = this.hovered = null; });
+    document.addEventListener("selectionchange", () => {
+      if (document.activeElement === this.field) this.mark();
+    });
+  }
+
+  get text() { return this.field.value; }
+
+  // The token under the pointer, else the one that was clicked, else the one before the cursor.
+  get selected() {
+    const before = this.ends.findIndex((end, i) => this.field.selectionStart <= end && this.tokens[i].text);
+    const index = this.hovered ?? this.clicked ?? (this.field.selectionStart > 0 ? before : -1);
+    return index in this.tokens ? index : null;
+  }
+
+  // Show tokens, and after them text that has none yet.
+  set(tokens, rest = "") {
+    let same = 0;
+    while (same < tokens.length && tokens[same] === this.tokens[same]) same++;
+    this.spans.splice(same).forEach(span => span.remove());
+    this.ends.length = same;
+    for (const token of tokens.slice(same)) {
+      this.ends.push((this.ends.at(-1) ?? 0) + token.text.length);
+      this.spans.push(make("span", {class: "token"}, token.text));
+    }
+    this.rest.before(...this.spans.slice(same));
+    this.rest.textContent = rest;
+    this.tokens = tokens;
+    const text = tokens.map(token => token.text).join("") + rest;
+    if (this.text !== text) this.field.value = text;  // moves the cursor to the end
+    this.paint(same);
+    this.mark();
+  }
+
+  // Show the tokens of the text up to the first change, and the rest without colors.
+  keepUnchanged() {
+    let kept = 0;
+    const {text, tokens, ends} = this;
+    while (kept < tokens.length && text.startsWith(tokens[kept].text, ends[kept] - tokens[kept].text.length)) kept++;
+    this.set(tokens.slice(0, kept), text.slice(ends[kept - 1] ?? 0));
+  }
+
+  // Color by attention weights of the first tokens, or with null by the probability of each token.
+  shade(weights) {
+    this.shading = weights;
+    this.paint();
+  }
+
+  paint(from = 0) {
+    for (let i = from; i < this.spans.length; i++) {
+      const {logprob} = this.tokens[i], weight = this.shading?.[i];
+      const look = this.shading ? weight !== undefined && color("attention", Math.sqrt(weight))
+        : logprob !== null && color("probability", expected(logprob));
+      paint(this.spans[i], look || null);
+    }
+  }
+
+  hover(index) {
+    if (index === this.hovered) return;
+    this.hovered = index;
+    this.mark();
+  }
+
+  mark() {
+    const {selected} = this;
+    this.layer.querySelector(".selected")?.classList.remove("selected");
+    this.spans[selected]?.classList.add("selected");
+    this.onSelect(selected);
+  }
+
+  indexAt({clientX, clientY}) {
+    const span = document.elementsFromPoint(clientX, clientY).find(element => element.parentElement === this.layer);
+    const index = this.spans.indexOf(span);
+    return index < 0 ? null : index;
+  }
+
+  // Change the text, and keep its end in view if it is.
+  follow(change) {
+    const atEnd = this.root.scrollHeight - this.root.scrollTop - this.root.clientHeight < 60;
+    change();
+    if (atEnd) this.root.scrollTop = this.root.scrollHeight;
+  }
+}

@@ -1,0 +1,53 @@
+// The selected token: its probability, and the likeliest alternatives, from each of which a branch can start.
+
+import {make, percent, visible} from "./dom.js";
+
+// The mean loss of tokens in nats per token and in bits per byte, or null if none of them is predicted.
+export function loss(tokens) {
+  const predicted = tokens.filter(token => token.logprob !== null);
+  if (!predicted.length) return null;
+  const nats = -predicted.reduce((sum, token) => sum + token.logprob, 0);
+  const bytes = new TextEncoder().encode(predicted.map(token => token.text).join("")).length;
+  return {nats: nats / predicted.length, bits: nats / Math.LN2 / bytes};
+}
+
+export class TokenPanel {
+  // onBranch(index, alternative): continue with an alternative in the place of a token; null: not possible.
+  constructor(root, onBranch) {
+    this.root = root;
+    this.onBranch = onBranch;
+    this.show([], null);
+  }
+
+  show(tokens, index, canBranch = true) {
+    const token = tokens[index] ?? null, key = `${index} ${canBranch}`;
+    if (token === this.token && key === this.key) return;  // keeps the focus
+    [this.token, this.key] = [token, key];
+    if (!token) {
+      const hint = make("p", {class: "soft"}, "Colors show the probability of each token. Point at a token, or move the cursor "
+        + "to it, to see what the model expected" + (this.onBranch ? "; an alternative starts a branch." : "."));
+      this.root.replaceChildren(make("h2", {}, "No token selected"), hint);
+      return;
+    }
+    const heading = make("h2", {}, `Token ${index + 1} `, make("code", {}, visible(token.text)));
+    const facts = token.logprob === null ? "not predicted: it is the first"
+      : `probability ${percent(Math.exp(token.logprob))}, rank ${token.rank + 1}, `
+        + `surprisal ${(-token.logprob / Math.LN2).toFixed(2)} bits`;
+    const rows = token.top.map((alternative, rank) => this.row(alternative, rank, index, canBranch));
+    if (token.logprob !== null && token.rank >= rows.length) rows.push(this.row(token, token.rank, index, false));
+    this.root.replaceChildren(heading, make("p", {class: "soft"}, facts), make("ol", {class: "alternatives"}, ...rows));
+  }
+
+  row(alternative, rank, index, canBranch) {
+    const {id, text, logprob} = alternative, p = Math.exp(logprob), bar = make("span", {class: "bar"});
+    bar.style.width = `${100 * p}%`;
+    const button = make("button", {type: "button"}, bar, make("span", {class: "rank"}, String(rank + 1)),
+      make("code", {}, visible(text)), make("span", {class: "percent"}, percent(p)));
+    const isWhole = text !== "" && !text.includes("\ufffd");  // else bytes of a character, or a special token
+    button.disabled = !canBranch || !this.onBranch || !isWhole || id === this.token.id;
+    if (id === this.token.id) button.setAttribute("aria-current", "true");
+    button.title = `surprisal ${(-logprob / Math.LN2).toFixed(2)} bits` + (button.disabled ? "" : "; continue from here");
+    button.addEventListener("click", () => this.onBranch(index, {...alternative, rank}));
+    return make("li", {}, button);
+  }
+}
