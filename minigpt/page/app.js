@@ -72,17 +72,17 @@ class Page {
       update();
     }
     this.shade(null);
-    this.status("");
+    this.setGenerating(false);
   }
 
   press(event) {
     const command = event.ctrlKey || event.metaKey, key = event.key.toLowerCase();
     if (event.key === "Escape" && this.generating) this.work.abort();
-    if (command && event.key === "Enter" && !this.generating && this.backend.generate) this.generate();
-    else if (command && event.target === this.first.field && (key === "z" || key === "y")) {
-      if (event.shiftKey || key === "y") this.redo();
-      else this.undo();
-    } else return;
+    if (!command || !this.backend.generate || event.target.closest("fieldset") && key !== "enter") return;
+    if (key === "enter" && !this.generating) this.generate();
+    else if (key === "y" || key === "z" && event.shiftKey) this.redo();
+    else if (key === "z") this.undo();
+    else if (key !== "enter") return;
     event.preventDefault();
   }
 
@@ -90,7 +90,7 @@ class Page {
     if (panel.contains(find("attention"))) {
       this.attention.visible = panel.open;
       this.select(this.first, this.first.selected);
-    } else if (panel.contains(find("history")) && panel.open) this.run(() => showHistory(find("history"), this.backend, this.model));
+    } else if (panel.contains(find("history")) && panel.open) this.showHistory();
   }
 
   // Load the chosen model, and score the text with it.
@@ -102,9 +102,13 @@ class Page {
       if (model !== this.model) return;
       find("facts").textContent = description.facts;
       this.attention.setModel(description);
-      if (find("history").closest("details").open) await showHistory(find("history"), this.backend, model);
+      if (find("history").closest("details").open) this.showHistory();
       await this.score(signal);
     });
+  }
+
+  showHistory() {
+    showHistory(find("history"), this.backend, this.model).catch(error => this.status(error.message, true));
   }
 
   // ── the text ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -150,34 +154,32 @@ class Page {
   // ── generation ────────────────────────────────────────────────────────────────────────────────────────────────
 
   // Continue the tokens `prompt`, or the text before the cursor.
-  generate(prompt = null) {
-    if (!find("form").reportValidity()) return null;
+  async generate(prompt = null) {
+    if (!find("form").reportValidity()) return;
     const settings = this.settings();
     this.remember();
-    return this.run(async signal => {
-      this.setGenerating(true);
-      const start = performance.now();
-      let count = 0;
-      const progress = () => this.status(`${plural(++count, "token")}, ${Math.round(1000 * count / (performance.now() - start))} tokens/s`);
-      try {
-        const tokens = prompt ?? await this.prompt(signal), {silenced} = this.attention, other = this.comparison?.model;
-        const jobs = [this.write(this.first, this.model, tokens, settings, silenced, signal, progress)];
-        if (other) {
-          const read = this.backend.score(other, joined(tokens), [], signal);
-          jobs.push(read.then(same => this.write(this.second, other, same, settings, [], signal, () => {})));
-        }
-        await Promise.all(jobs);
-      } finally {
-        this.setGenerating(false);
-        this.branches.add(this.first.text, this.first.tokens, this.model);
-        this.showTokens(this.first.tokens);
+    this.setGenerating(true);
+    this.status("Generating …");
+    const times = [];  // of the tokens
+    const succeeded = await this.run(async signal => {
+      const tokens = prompt ?? await this.prompt(signal), {silenced} = this.attention, other = this.comparison?.model;
+      const jobs = [this.write(this.first, this.model, tokens, settings, silenced, signal, times)];
+      if (other) {
+        const read = this.backend.score(other, joined(tokens), [], signal);
+        jobs.push(read.then(same => this.write(this.second, other, same, settings, [], signal)));
       }
-      await this.showLosses(signal);
+      await Promise.all(jobs);
     });
+    this.setGenerating(false);
+    const speed = Math.round(1000 * (times.length - 1) / (times.at(-1) - times[0]));
+    if (succeeded) this.status(plural(times.length, "token") + (times.length > 1 ? `, ${speed} tokens/s` : ""));
+    if (times.length) this.branches.add(this.first.text, this.first.tokens, this.model);
+    this.showTokens(this.first.tokens);
+    await this.run(signal => this.showLosses(signal));
   }
 
   // Generate after the tokens `prompt` into a pane, which changes once per frame.
-  async write(pane, model, prompt, settings, silenced, signal, onToken) {
+  async write(pane, model, prompt, settings, silenced, signal, times = []) {
     const tokens = [...prompt];
     let frame = 0;
     const draw = () => {
@@ -188,7 +190,7 @@ class Page {
     try {
       for await (const token of this.backend.generate(model, prompt.map(({id}) => id), settings, silenced, signal)) {
         tokens.push(token);
-        onToken();
+        times.push(performance.now());
         frame ||= requestAnimationFrame(draw);
       }
     } finally {
@@ -212,18 +214,22 @@ class Page {
     this.generating = generating;
     this.first.field.readOnly = generating;
     find("generate").textContent = generating ? "Stop" : "Generate";
-    find("model").disabled = find("other").disabled = generating;
+    find("model").disabled = find("other").disabled = find("close").disabled = generating;
+    document.querySelector("aside").inert = generating;
+    find("undo").disabled = generating || !this.past.length;
   }
 
-  // Run a task with an AbortSignal in the place of the one that runs; show its error.
+  // Run a task with an AbortSignal in the place of the one that runs. Show its error, and return false if it has one.
   async run(task) {
     this.work?.abort();
     clearTimeout(this.timer);
     const work = this.work = new AbortController();
     try {
       await task(work.signal);
+      return true;
     } catch (error) {
       if (!work.signal.aborted) this.status(error.message, true);
+      return work.signal.aborted;
     }
   }
 
@@ -236,6 +242,7 @@ class Page {
   remember() {
     this.past.push(this.snapshot());
     this.future = [];
+    find("undo").disabled = false;
     this.status("");
   }
 
@@ -251,13 +258,13 @@ class Page {
 
   restore({text, tokens}) {
     this.lastEdit = 0;
+    find("undo").disabled = !this.past.length;
     this.first.set(tokens, text.slice(joined(tokens).length));
     this.status("");
     this.rescore();
   }
 
   open(branch) {
-    if (this.generating) return;
     this.remember();
     this.restore(branch);
   }
@@ -297,8 +304,8 @@ class Page {
     for (const {model, silenced, own} of models) {
       const cells = [];
       for (const pane of texts) {
-        const known = pane === own || (pane === this.second && this.comparison.branch?.model === model && !silenced.length);
-        const found = loss(known ? pane.tokens : await this.backend.score(model, pane.text, silenced, signal));
+        const tokens = pane === own ? pane.tokens : await this.backend.score(model, pane.text, silenced, signal).catch(() => []);
+        const found = loss(tokens);  // null: the tokenizer of the model lacks a character
         cells.push(make("td", {}, found ? `${found.nats.toFixed(3)} nats per token, ${found.bits.toFixed(3)} bits per byte` : "–"));
       }
       const name = silenced.length ? `${model} without ${plural(silenced.length, "head")}` : model;
@@ -313,7 +320,6 @@ class Page {
   status(text, isError = false) {
     find("status").textContent = text;
     find("status").classList.toggle("error", isError);
-    find("undo").disabled = this.generating || !this.past.length;
   }
 }
 
