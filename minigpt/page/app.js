@@ -90,7 +90,7 @@ class Page {
     if (panel.contains(find("attention"))) {
       this.attention.visible = panel.open;
       this.select(this.first, this.first.selected);
-    } else if (panel.contains(find("history")) && panel.open) this.showHistory();
+    } else if (panel.contains(find("history")) && panel.open) showHistory(find("history"), this.backend, this.model);
   }
 
   // Load the chosen model, and score the text with it.
@@ -102,13 +102,9 @@ class Page {
       if (model !== this.model) return;
       find("facts").textContent = description.facts;
       this.attention.setModel(description);
-      if (find("history").closest("details").open) this.showHistory();
+      if (find("history").closest("details").open) showHistory(find("history"), this.backend, this.model);
       await this.score(signal);
     });
-  }
-
-  showHistory() {
-    showHistory(find("history"), this.backend, this.model).catch(error => this.status(error.message, true));
   }
 
   // ── the text ──────────────────────────────────────────────────────────────────────────────────────────────────

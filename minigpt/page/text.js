@@ -40,8 +40,9 @@ export class TextPane {
 
   // Show tokens, and after them text that has none yet.
   set(tokens, rest = "") {
+    const changed = tokens.findIndex((token, i) => token !== this.tokens[i]);
     let same = 0;
-    while (same < tokens.length && tokens[same] === this.tokens[same]) same++;
+    while (same < tokens.length && tokens[same].text === this.tokens[same]?.text) same++;
     this.spans.splice(same).forEach(span => span.remove());
     this.ends.length = same;
     for (const token of tokens.slice(same)) {
@@ -53,7 +54,7 @@ export class TextPane {
     this.tokens = tokens;
     const text = tokens.map(token => token.text).join("") + rest;
     if (this.text !== text) this.field.value = text;  // moves the cursor to the end
-    this.paint(same);
+    if (changed >= 0) this.paint(changed);
     this.mark();
   }
 

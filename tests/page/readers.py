@@ -1,0 +1,138 @@
+"""A person who reads and uses the page in headless Chromium, and the models in it."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minigpt import GPT, GPTConfig, generate, save_checkpoint
+from minigpt.data.tokenizer import CharTokenizer
+
+CHARACTERS = CharTokenizer.of([chr(i) for i in range(32, 127)] + ["\n"])
+SECONDS = 60
+
+
+class Reader:
+    """The mouse, touch and keyboard events of a person."""
+
+    def __init__(self, browser: Any, url: str, width: int = 1280, height: int = 1000) -> None:
+        self.browser, self.run = browser, browser.execute_script
+        self.resize(width, height)
+        self.prefer("light")
+        browser.get("about:blank")
+        browser.get_log("browser")
+        browser.get(url)
+        self.wait_until(lambda: self.find("#facts").text)
+
+    def resize(self, width: int, height: int) -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+    def prefer(self, scheme: str) -> None:
+        features = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        self.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", features)
+
+    def find(self, selector: str) -> Any:
+        return self.browser.find_element("css selector", selector)
+
+    def find_all(self, selector: str) -> list[Any]:
+        return self.browser.find_elements("css selector", selector)
+
+    def wait_until(self, condition: Callable[[], Any]) -> None:
+        end = time.monotonic() + SECONDS
+        while not condition():
+            assert time.monotonic() < end, (self.find("#status").text, self.browser.get_log("browser"))
+            time.sleep(0.02)
+
+    def press(self, *keys: str) -> None:
+        """Press keys at once, where the focus is."""
+        from selenium.webdriver import ActionChains
+
+        actions = ActionChains(self.browser, duration=0)
+        for key in keys:
+            actions.key_down(key)
+        for key in reversed(keys):
+            actions.key_up(key)
+        actions.perform()
+
+    def hover(self, element: Any) -> None:
+        from selenium.webdriver import ActionChains
+
+        ActionChains(self.browser, duration=0).move_to_element(element).perform()
+
+    def click(self, element: Any) -> None:
+        """Click where an element is, though it can be below another one."""
+        from selenium.webdriver import ActionChains
+
+        ActionChains(self.browser, duration=0).move_to_element(element).click().perform()
+
+    def write(self, text: str) -> None:
+        """Write at the cursor, and wait for the colors of the tokens."""
+        self.find("#text").send_keys(text)
+        self.wait_for_tokens()
+
+    def wait_for_tokens(self) -> None:
+        self.wait_until(lambda: self.token_text() == self.text and self.find("#generate").text == "Generate")
+
+    def set(self, name: str, value: object) -> None:
+        """Set a number of the settings."""
+        field = self.find(f"[name={name}]")
+        field.clear()
+        field.send_keys(str(value))
+
+    def open(self, panel: str) -> None:
+        (summary,) = [summary for summary in self.find_all("summary") if summary.text == panel]
+        summary.click()
+
+    def generate(self) -> None:
+        self.find("#generate").click()
+        self.wait_for_generation()
+
+    def wait_for_generation(self) -> None:
+        self.wait_until(lambda: self.find("#generate").text == "Generate" and "token" in self.find("#status").text)
+        self.wait_for_tokens()
+
+    @property
+    def text(self) -> str:
+        return self.find("#text").get_property("value")
+
+    def token_text(self, pane: str = "#first") -> str:
+        return self.run(
+            "return [...document.querySelectorAll(arguments[0] + ' .token')].map(e => e.textContent).join('')", pane
+        )
+
+    def tokens(self) -> list[Any]:
+        return self.find_all("#first .token")
+
+    def backgrounds(self) -> list[list[int]]:
+        """The red, green and blue of the background of each token."""
+        script = """return [...document.querySelectorAll("#first .token")].map(
+            e => getComputedStyle(e).backgroundColor.match(/[\\d.]+/g).map(Number))"""
+        return self.run(script)
+
+    def losses(self) -> dict[str, list[float | None]]:
+        """The loss in nats per token of each model on each shown text."""
+        rows = self.run("""return [...document.querySelectorAll("#losses tbody tr")].map(
+            row => [...row.cells].map(cell => cell.textContent))""")
+        return {name: [float(cell.split()[0]) if cell != "–" else None for cell in cells] for name, *cells in rows}
+
+
+def make_run(folder: Path, seed: int = 0, **settings: Any) -> GPT:
+    """Write the run folder of a model of characters with random weights; return the model."""
+    torch.manual_seed(seed)
+    values = {"vocab_size": 96, "block_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 32, "position": "rope"}
+    model = GPT(GPTConfig(**{**values, **settings})).eval()
+    for name, parameter in model.named_parameters():  # far from the small initial weights, which make all tokens alike
+        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.3)
+    (folder / "checkpoints").mkdir(parents=True)
+    save_checkpoint(model, CHARACTERS, folder / "checkpoints" / "best.safetensors")
+    return model
+
+
+def continuation(model: GPT, prompt: str, n_tokens: int, **settings: Any) -> str:
+    """A prompt and what `generate` adds to it with the defaults of the page."""
+    values = {"temperature": 0.8, "seed": 1337, **settings}
+    (sample,) = generate(model, CHARACTERS.encode(prompt), max_new_tokens=n_tokens, **values)
+    return prompt + CHARACTERS.decode(sample.tokens)

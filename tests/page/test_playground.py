@@ -1,0 +1,322 @@
+"""The page in headless Chromium, with the models on a server and with the model in the file."""
+
+import csv
+import re
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from contrast import text_contrasts
+from readers import CHARACTERS, Reader, continuation, make_run
+from servers import serving
+
+from minigpt import GPT
+from minigpt.checkpoints.export_html import export_html
+from minigpt.checkpoints.pretrained import find_pretrained
+from minigpt.generation import score
+from minigpt.interpret.attention_maps import attention_maps, attention_modules
+from minigpt.interpret.head_stats import ablated
+
+PROMPT = "To be, or not to be"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Two models and their history, served, and a page that holds the first."""
+    folder = tmp_path_factory.mktemp("runs")
+    models = {"small": make_run(folder / "small"), "other": make_run(folder / "other", 1, n_layer=3, n_head=4)}
+    with (folder / "small" / "metrics.csv").open("w") as file:
+        rows = [{"step": 1, "train_loss": 4.5}, {"step": 2, "train_loss": 4.25, "val_loss": 4.3}]
+        writer = csv.DictWriter(file, ["step", "train_loss", "val_loss"])
+        writer.writeheader()
+        writer.writerows(rows)
+    (folder / "small" / "samples.txt").write_text("── step 2, validation loss 4.3000 ──\nTo be\n\n")
+    export_html(find_pretrained(str(folder / "small")), folder / "small.html", "float32")
+    with serving([folder / "small", folder / "other"]) as server:
+        yield SimpleNamespace(models=models, server=f"{server.url}/", file=(folder / "small.html").as_uri())
+
+
+@pytest.fixture(params=["server", "file"])
+def reader(request: Any, browser: Any, site: Any) -> Any:
+    """A person at the page, served or in a file; the console must be empty at the end."""
+    reader = Reader(browser, getattr(site, request.param))
+    reader.set("max_tokens", 30)
+    yield reader
+    assert browser.get_log("browser") == []
+
+
+@pytest.fixture
+def at_server(browser: Any, site: Any) -> Any:
+    reader = Reader(browser, site.server)
+    reader.set("max_tokens", 30)
+    yield reader
+    assert browser.get_log("browser") == []
+
+
+def loss_of(model: GPT, text: str, silenced: tuple[tuple[int, int], ...] = ()) -> float:
+    ids = CHARACTERS.encode(text).tolist()
+    with ExitStack() as stack:
+        for layer, head in silenced:
+            stack.enter_context(ablated(attention_modules(model)[layer], head))
+        return -score(model, ids[1:], ids[:1]).logprobs.mean().item()
+
+
+def test_the_text_is_continued_and_undo_takes_the_continuation_away(reader: Reader, site: Any) -> None:
+    from selenium.webdriver import Keys
+
+    model = site.models["small"]
+    reader.write(PROMPT)
+    reader.generate()
+    first = continuation(model, PROMPT, 30)
+    assert reader.text == first
+    assert re.fullmatch(r"30 tokens, [\d,]+ tokens/s", reader.find("#status").text)
+    reader.generate()
+    second = continuation(model, first, 30)
+    assert reader.text == second
+    reader.find("#undo").click()
+    assert reader.text == first
+    reader.press(Keys.CONTROL, "z")
+    assert reader.text == PROMPT
+    reader.press(Keys.CONTROL, "y")
+    assert reader.text == first
+
+
+def test_text_is_generated_from_the_cursor(reader: Reader, site: Any) -> None:
+    from selenium.webdriver import Keys
+
+    reader.write(PROMPT)
+    for _ in range(3):
+        reader.press(Keys.ARROW_LEFT)
+    reader.press(Keys.CONTROL, Keys.ENTER)
+    reader.wait_for_generation()
+    assert reader.text == continuation(site.models["small"], PROMPT[:-3], 30)
+
+
+def test_an_empty_text_is_continued_from_the_start_token(reader: Reader, site: Any) -> None:
+    reader.generate()
+    start = CHARACTERS.decode(CHARACTERS.start)
+    assert start + reader.text == continuation(site.models["small"], start, 30)
+
+
+def test_the_settings_are_those_of_the_samples(reader: Reader, site: Any) -> None:
+    from selenium.webdriver import Keys
+
+    reader.write("Now")
+    reader.find("[name=temperature]").send_keys(Keys.ARROW_RIGHT * 4)
+    reader.find("[name=top_p]").send_keys(Keys.ARROW_LEFT * 2)
+    reader.find("[name=min_p]").send_keys(Keys.ARROW_RIGHT * 3)
+    for name, value in (("top_k", 12), ("max_tokens", 60), ("seed", 7)):
+        reader.set(name, value)
+    reader.generate()
+    settings = {"temperature": 1.0, "top_p": 0.9, "min_p": 0.03, "top_k": 12, "seed": 7}
+    assert reader.text == continuation(site.models["small"], "Now", 60, **settings)
+
+
+@pytest.mark.parametrize("key", ["button", "Escape"])
+def test_generation_stops(reader: Reader, key: str) -> None:
+    from selenium.webdriver import Keys
+
+    reader.set("max_tokens", 60000)
+    reader.find("#generate").click()
+    reader.wait_until(lambda: len(reader.text) > 20)
+    if key == "button":
+        assert reader.find("#generate").text == "Stop"
+        reader.find("#generate").click()
+    else:
+        reader.press(Keys.ESCAPE)
+    reader.wait_for_generation()
+    assert len(reader.text) < 60000
+
+
+def test_an_unknown_character_is_an_error_that_names_it(reader: Reader) -> None:
+    reader.find("#text").send_keys("café")
+    reader.wait_until(lambda: "é" in reader.find("#status").text)
+    reader.browser.get_log("browser")  # the browser lists the response 400
+    reader.find("#generate").click()
+    reader.wait_until(lambda: reader.find("#generate").text == "Generate" and "é" in reader.find("#status").text)
+    assert reader.text == "café"
+    reader.browser.get_log("browser")
+
+
+def test_a_pause_while_typing_is_one_step_of_undo(reader: Reader) -> None:
+    reader.write("abc")
+    reader.find("#undo").click()
+    assert reader.text == ""
+
+
+def test_tokens_are_colored_by_probability_in_the_place_of_the_letters(reader: Reader, site: Any) -> None:
+    text = "Words and " * 30 + "end\n\n"
+    reader.write(text)
+    ids = CHARACTERS.encode(text).tolist()
+    logprobs = score(site.models["small"], ids[1:], ids[:1]).logprobs
+    first, *colors = reader.backgrounds()
+    assert len(first) == 4  # transparent: the first token is not predicted
+    warmth = [red - blue for red, _, blue in colors]
+    ordered = [warmth[i] for i in logprobs.argsort()]
+    assert ordered == sorted(ordered, reverse=True)
+    assert ordered[0] > 0 > ordered[-1]
+    heights = "return ['.tokens', 'textarea'].map(s => document.querySelector('#first ' + s).scrollHeight)"
+    layer, field = reader.run(heights)
+    assert layer == field
+
+
+def test_the_alternatives_of_a_token_are_the_likeliest_and_a_click_starts_a_branch(reader: Reader, site: Any) -> None:
+    model = site.models["small"]
+    reader.write(PROMPT)
+    reader.hover(reader.tokens()[7])
+    with torch.no_grad():
+        logits = model(CHARACTERS.encode(PROMPT[:7])[None])[0, -1]
+    p, likeliest = logits.softmax(-1).topk(10)
+    names = [e.text for e in reader.find_all(".alternatives code")][:10]
+    assert [name.replace("␣", " ").replace("⏎", "\n") for name in names] == [CHARACTERS.decode([i]) for i in likeliest]
+    shown = [float(e.text.split()[0]) for e in reader.find_all(".alternatives .percent")][:10]
+    assert shown == pytest.approx((100 * p).tolist(), rel=0.01)
+    rank = int((logits > logits[CHARACTERS.encode(PROMPT[7])]).sum()) + 1
+    assert f"rank {rank}, surprisal" in reader.find("#token p").text
+    reader.click(reader.tokens()[7])  # keeps the token while the pointer moves to the alternatives
+    alternative = reader.find_all(".alternatives button")[2]
+    alternative.click()
+    reader.wait_for_generation()
+    branched = PROMPT[:7] + CHARACTERS.decode([likeliest[2]])
+    assert reader.text == continuation(model, branched, 30)
+
+
+def test_the_cursor_selects_the_token_before_it(reader: Reader) -> None:
+    from selenium.webdriver import Keys
+
+    reader.write("abcd")
+    reader.press(Keys.ARROW_LEFT)
+    reader.wait_until(lambda: reader.find("#token h2").text == "Token 3 c")
+
+
+def test_branches_form_a_tree_and_can_be_opened_and_compared(reader: Reader, site: Any) -> None:
+    model = site.models["small"]
+    reader.open("Branches")
+    reader.write(PROMPT)
+    reader.generate()
+    first = reader.text
+    reader.find("#undo").click()
+    reader.wait_for_tokens()
+    reader.set("seed", 2)
+    reader.generate()
+    second = reader.text
+    assert first != second
+    assert len(reader.find_all(".branches > li")) == 2
+    assert len(reader.find_all(".branches .branches > li")) == 1
+    current, other = reader.find("[aria-current=true]"), reader.find(".branches button:not([aria-current])")
+    assert current.find_element("tag name", "code").text.strip() != ""
+    other.click()
+    reader.wait_for_tokens()
+    assert reader.text == first
+    (compare,) = [e for e in reader.find_all(".branches button") if e.text == "Compare" and e.is_enabled()]
+    compare.click()
+    reader.wait_until(lambda: reader.token_text("#second") == second)
+    reader.wait_until(lambda: reader.losses().get("small", []) == pytest.approx([loss_of(model, first), loss_of(model, second)], abs=2e-3))
+    reader.find("#close").click()
+    reader.wait_until(lambda: not reader.find("#second").is_displayed())
+
+
+def test_the_attention_of_the_selected_token_shades_the_text(reader: Reader, site: Any) -> None:
+    reader.write(PROMPT)
+    reader.open("Attention")
+    reader.find(".heads [aria-label='layer 2, head 1']").click()
+    weights, _ = attention_maps(site.models["small"], CHARACTERS.encode(PROMPT))
+    expected = weights[1, 0, 11, :12]
+    reader.hover(reader.tokens()[11])
+    reader.wait_until(lambda: reader.find_all("#attention table td"))
+    listed = [float(row.text.split()[0]) for row in reader.find_all("#attention tbody tr")]
+    assert listed == pytest.approx(expected.sort(descending=True).values[: len(listed)].tolist(), abs=2e-3)
+    shades = [sum(color) for color in reader.backgrounds()[:12]]  # the darker, the more weight
+    ordered = [shades[i] for i in expected.argsort()]
+    assert all(after - before <= 6 for before, after in zip(ordered, ordered[1:], strict=False))  # packed weights are rounded
+    assert all(len(color) == 4 for color in reader.backgrounds()[12:])
+
+
+def test_a_silenced_head_changes_the_loss_of_the_text_and_what_is_generated(reader: Reader, site: Any) -> None:
+    model, silenced = site.models["small"], ((1, 0),)
+    reader.write(PROMPT)
+    reader.open("Attention")
+    reader.find(".heads [aria-label='layer 2, head 1']").click()
+    (button,) = [e for e in reader.find_all("#attention button") if e.text.startswith("Silence")]
+    button.click()
+    with_and_without = {"small without 1 head": loss_of(model, PROMPT, silenced), "small": loss_of(model, PROMPT)}
+    reader.wait_until(lambda: {n: v[0] for n, v in reader.losses().items()} == pytest.approx(with_and_without, abs=2e-3))
+    reader.generate()
+    with ablated(attention_modules(model)[1], 0):
+        expected = continuation(model, PROMPT, 30)  # computes the prompt with the hook; the decoder has none
+    del expected
+    assert reader.text.startswith(PROMPT)
+    assert reader.text != continuation(model, PROMPT, 30)
+    reader.wait_until(lambda: reader.losses()["small without 1 head"][0] == pytest.approx(loss_of(model, reader.text, silenced), abs=2e-3))
+
+
+def test_two_models_continue_one_prompt_with_one_seed(at_server: Reader, site: Any) -> None:
+    from selenium.webdriver.support.ui import Select
+
+    reader = at_server
+    reader.write(PROMPT)
+    Select(reader.find("#other")).select_by_visible_text("other")
+    reader.wait_until(lambda: reader.token_text("#second") == PROMPT)
+    reader.generate()
+    texts = [continuation(site.models[name], PROMPT, 30) for name in ("small", "other")]
+    assert [reader.token_text("#first"), reader.token_text("#second")] == texts
+    expected = {name: [loss_of(model, text) for text in texts] for name, model in site.models.items()}
+    reader.wait_until(lambda: reader.losses().keys() == expected.keys())
+    for name, losses in reader.losses().items():
+        assert losses == pytest.approx(expected[name], abs=2e-3)
+
+
+def test_another_model_scores_the_text(at_server: Reader, site: Any) -> None:
+    from selenium.webdriver.support.ui import Select
+
+    reader = at_server
+    reader.write(PROMPT)
+    Select(reader.find("#model")).select_by_visible_text("other")
+    reader.wait_until(lambda: reader.losses() == {"other": [pytest.approx(loss_of(site.models["other"], PROMPT), abs=2e-3)]})
+
+
+def test_the_curve_and_the_samples_of_the_run_are_shown(at_server: Reader) -> None:
+    at_server.open("Training")
+    at_server.wait_until(lambda: at_server.find_all("#history svg"))
+    assert "4.3" in at_server.find("#history [role=img]").get_attribute("aria-label")
+    assert at_server.find("#history pre").text == "To be"
+
+
+def test_the_page_makes_no_request_but_to_its_server(reader: Reader, site: Any) -> None:
+    loaded = reader.run("return performance.getEntriesByType('resource').map(entry => entry.name)")
+    assert all(name.startswith((site.server, "data:")) for name in loaded)
+    assert bool(loaded) == reader.browser.current_url.startswith("http")
+    blocked = "const done = arguments[0]; fetch('https://example.com').then(() => done('sent'), () => done('blocked'))"
+    assert reader.browser.execute_async_script(blocked) == "blocked"
+    assert "Content Security Policy" in reader.browser.get_log("browser")[0]["message"]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [320, 390, 1280])
+def test_the_page_fits_every_screen_and_has_contrast(reader: Reader, width: int, scheme: str) -> None:
+    reader.write(PROMPT)
+    reader.resize(width, 740)
+    reader.prefer(scheme)
+    for panel in ("Attention", "Branches", "Training"):
+        reader.open(panel)
+    reader.click(reader.tokens()[5])
+    assert reader.run("return document.documentElement.scrollWidth") <= width
+    background = reader.run("return getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", background))) < 200) == (scheme == "dark")
+    contrasts = text_contrasts(reader.browser)
+    assert len(contrasts) > 40
+    assert [(element, ratio) for element, ratio in contrasts if ratio < 4.5] == []
+
+
+def test_every_control_is_reachable_by_keyboard(reader: Reader) -> None:
+    from selenium.webdriver import Keys
+
+    reader.write("abc")
+    reached = set()
+    for _ in range(60):
+        reader.press(Keys.TAB)
+        reached.add(reader.run("const e = document.activeElement; return e.name || e.id || e.textContent"))
+    assert reached >= {"generate", "undo", "temperature", "top_p", "min_p", "top_k", "max_tokens", "seed", "Attention"}
