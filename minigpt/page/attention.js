@@ -74,9 +74,9 @@ export class AttentionPanel {
     this.#fetching = new AbortController();
     this.error.textContent = "";
     if (text !== this.#ids) this.#fetched = null;
-    const delay = this.#ids && text !== this.#ids ? DELAY_MS : 0;
-    [this.#key, this.#ids, this.body.ariaBusy] = [key, text, ids.length > 0];
-    if (ids.length) this.#fetch(key, ids, chosen, silenced, delay, this.#fetching.signal);
+    const delay = this.#ids && text !== this.#ids ? DELAY_MS : 0, isNew = ids.length > 0 && key !== this.#fetched?.key;
+    [this.#key, this.#ids, this.body.ariaBusy] = [key, text, isNew];
+    if (isNew) this.#fetch(key, ids, chosen, silenced, delay, this.#fetching.signal);
   }
 
   async #fetch(key, ids, head, silenced, delay, signal) {
@@ -149,7 +149,8 @@ function attendedTokens(tokens, weights, head) {
     return [weights[i].toFixed(3), make("code", {}, before, token, after), distance];
   });
   const line = (tag, cells) => make("tr", {}, ...cells.map(cell => make(tag, {}, cell)));
-  const caption = make("caption", {}, make("code", {}, visible(tokens[selected].text)), ` attends to (${headName(head)})`);
-  return make("table", {}, caption, make("thead", {}, line("th", ["weight", "token", "distance"])),
+  return make("table", {},
+    make("caption", {}, make("code", {}, visible(tokens[selected].text)), ` attends to (${headName(head)})`),
+    make("thead", {}, line("th", ["weight", "token", "distance"])),
     make("tbody", {}, ...rows.map(row => line("td", row))));
 }

@@ -4,14 +4,13 @@
 import {make} from "./dom.js";
 
 export const headName = ([layer, head]) => `layer ${layer + 1}, ${head === null ? "mean" : `head ${head + 1}`}`;
-const same = a => b => a[0] === b[0] && a[1] === b[1];
 
 export class HeadPicker {
-  chosen = [0, null];
-  silenced = [];
+  chosen = [0, null];  // one of #heads if there are any
+  silenced = [];  // some of #heads
   #heads = []; #buttons = []; #columns = 1;
 
-  // canSilence: whether the model can be run again with some heads silenced.
+  // canSilence: whether the model can run again without some heads.
   constructor(root, canSilence, {onChoose, onSilence}) {
     Object.assign(this, {onChoose, onSilence});
     this.grid = make("div", {class: "heads", role: "radiogroup", "aria-label": "Attention head"});
@@ -19,43 +18,53 @@ export class HeadPicker {
     this.restore = make("button", {type: "button"}, "Restore all");
     root.append(this.grid);
     if (canSilence) root.append(make("div", {class: "actions"}, this.silence, this.restore));
-
     this.grid.addEventListener("keydown", event => this.#move(event));
-    this.silence.addEventListener("click", () => this.#setSilenced(this.silenced.some(same(this.chosen))
-      ? this.silenced.filter(head => !same(head)(this.chosen)) : [...this.silenced, this.chosen]));
+    this.silence.addEventListener("click", () => this.#toggle());
     this.restore.addEventListener("click", () => {
       this.#setSilenced([]);
-      (this.silence.disabled ? this.#buttons[this.#at] : this.silence).focus();  // the focused button is hidden
+      this.#buttons[this.#heads.indexOf(this.chosen)].focus();  // this button is hidden now
     });
-    this.setModel(null);
+    this.#draw();
   }
 
   setModel(description) {
     const {n_layer, n_head} = description ?? {n_layer: 0, n_head: 0};
-    const columns = [null, ...Array(n_head).keys()], layers = [...Array(n_layer).keys()];
-    this.#heads = layers.flatMap(layer => columns.map(head => [layer, head]));
-    this.#buttons = this.#heads.map(([, head], i) => {
-      const button = make("button", {type: "button", role: "radio"}, head === null ? "mean" : String(head + 1));
-      button.addEventListener("click", () => this.#choose(i));
-      return button;
-    });
-    this.#columns = columns.length;
-    const rows = layers.flatMap(layer => [make("span", {"aria-hidden": true}, String(layer + 1)),
-      ...this.#buttons.slice(layer * columns.length, (layer + 1) * columns.length)]);
-    const titles = ["Layer", "Head"].map(title => make("span", {"aria-hidden": true}, title));
-    this.grid.replaceChildren(...titles, ...rows);
+    const label = text => make("span", {"aria-hidden": true}, text), cells = [label("Layer"), label("Head")];
+    [this.#heads, this.#buttons, this.#columns] = [[], [], n_head + 1];
+    for (let layer = 0; layer < n_layer; layer++) {
+      cells.push(label(String(layer + 1)));
+      for (const head of [null, ...Array(n_head).keys()]) {
+        const i = this.#heads.push([layer, head]) - 1;
+        const button = make("button", {type: "button", role: "radio"}, head === null ? "mean" : String(head + 1));
+        button.addEventListener("click", () => this.#choose(i));
+        this.#buttons.push(button);
+        cells.push(button);
+      }
+    }
+    this.grid.replaceChildren(...n_layer ? cells : []);
     this.grid.style.setProperty("--heads", n_head);
-    this.grid.hidden = !n_layer;
-    [this.chosen, this.silenced] = [[0, null], []];
+    [this.chosen, this.silenced] = [this.#heads[0] ?? [0, null], []];
     this.#draw();
   }
-
-  get #at() { return this.#heads.findIndex(same(this.chosen)); }
 
   #choose(i) {
     this.chosen = this.#heads[i];
     this.#draw();
     this.onChoose();
+  }
+
+  #move(event) {
+    const step = {ArrowLeft: -1, ArrowRight: 1, ArrowUp: -this.#columns, ArrowDown: this.#columns}[event.key];
+    if (!step || event.ctrlKey || event.altKey || event.metaKey) return;
+    event.preventDefault();
+    const count = this.#heads.length, i = (this.#heads.indexOf(this.chosen) + step + count) % count;
+    this.#buttons[i].focus();
+    this.#choose(i);
+  }
+
+  #toggle() {
+    const others = this.silenced.filter(head => head !== this.chosen);
+    this.#setSilenced(others.length < this.silenced.length ? others : [...others, this.chosen]);
   }
 
   #setSilenced(heads) {
@@ -64,26 +73,17 @@ export class HeadPicker {
     this.onSilence();
   }
 
-  #move(event) {
-    const step = {ArrowLeft: -1, ArrowRight: 1, ArrowUp: -this.#columns, ArrowDown: this.#columns}[event.key];
-    if (!step || event.ctrlKey || event.altKey || event.metaKey) return;
-    event.preventDefault();
-    const count = this.#heads.length, i = (this.#at + step + count) % count;
-    this.#buttons[i].focus();
-    this.#choose(i);
-  }
-
   #draw() {
     this.#heads.forEach((head, i) => {
-      const chosen = same(head)(this.chosen), silenced = this.silenced.some(same(head)), button = this.#buttons[i];
-      button.setAttribute("aria-checked", chosen);
-      button.setAttribute("aria-label", headName(head) + (silenced ? ", silenced" : ""));
-      button.tabIndex = chosen ? 0 : -1;
+      const button = this.#buttons[i], silenced = this.silenced.includes(head);
+      button.ariaChecked = head === this.chosen;
+      button.ariaLabel = headName(head) + (silenced ? ", silenced" : "");
+      button.tabIndex = head === this.chosen ? 0 : -1;
       button.classList.toggle("silenced", silenced);
     });
-    const silenced = this.silenced.some(same(this.chosen)), mean = this.chosen[1] === null;
+    const mean = this.chosen[1] === null, verb = this.silenced.includes(this.chosen) ? "Restore" : "Silence";
     this.silence.disabled = mean;
-    this.silence.textContent = mean ? "Silence a head" : `${silenced ? "Restore" : "Silence"} ${headName(this.chosen)}`;
+    this.silence.textContent = mean ? "Silence a head" : `${verb} ${headName(this.chosen)}`;
     this.restore.hidden = !this.silenced.length;
   }
 }

@@ -37,7 +37,7 @@ function plotCurves(history, names, width) {
   const lastStep = Math.max(1, ...points.map(([step]) => step));
   const lowest = Math.min(...losses), highest = Math.max(...losses);
   const tick = roundTick((highest - lowest) / 6), low = Math.floor(lowest / tick);
-  const x = axis(0, lastStep, roundTick(110 * lastStep / width), left, right);
+  const x = axis(0, lastStep, roundTick(80 * lastStep / width), left, right);
   const y = axis(low * tick, Math.max(low + 1, Math.ceil(highest / tick)) * tick, tick, bottom, top);
   const parts = [
     svg("text", {x: 0, y: 12}, "loss (nats per token)"),

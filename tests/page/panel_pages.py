@@ -37,8 +37,10 @@ SCRIPT
 const data = JSON.parse(find("data").textContent), calls = [], delays = [], shades = [], silencings = [];
 const backend = {
   async attention(model, ids, layer, head, silenced, signal) {
-    calls.push({model, ids, layer, head, silenced, signal});
+    const call = {ids, layer, head, silenced};
+    calls.push(call);
     await new Promise(resolve => setTimeout(resolve, delays.shift() ?? 0));
+    call.aborted = signal.aborted;
     const weights = data.weights[JSON.stringify([ids, layer, head, silenced])];
     if (!weights) throw new Error("the weights are not in the data");
     return Float32Array.from(weights.flat());
