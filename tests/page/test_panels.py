@@ -343,6 +343,14 @@ def test_a_hidden_panel_fetches_and_shades_nothing(reader: Reader) -> None:
     reader.run("panel.visible = true")
     assert len(reader.shade) == 5
     assert len(reader.calls) == 1
+    reader.run("delays.push(100)")
+    reader.head("layer 1, head 1").click()
+    reader.wait(lambda: len(reader.calls) == 2)
+    reader.run("panel.visible = false")
+    reader.wait(lambda: reader.run("return calls[1].aborted"))
+    reader.run("panel.visible = true")
+    reader.wait_for_weights()
+    assert reader.calls[1:] == [(IDS, 0, 0, [])] * 2
 
 
 def test_another_model_restores_its_heads(reader: Reader) -> None:
