@@ -33,8 +33,10 @@ def main() -> None:
     require("--weights", args.weights, lambda value: value is None or args.to == "html", "left out without --to html")
     from minigpt.checkpoints.export import export_folder
     from minigpt.checkpoints.export_html import export_html
+    from minigpt.checkpoints.find import run_folder
     from minigpt.checkpoints.models import save_checkpoint
     from minigpt.checkpoints.pretrained import find_pretrained
+    from minigpt.runs.history import read_history
 
     pretrained = find_pretrained(args.run)
     if args.to == "safetensors":
@@ -42,7 +44,8 @@ def main() -> None:
         print(sanitize_line(f"{args.out}: weights and tokenizer of {pretrained.path}"))
         return
     if args.to == "html":
-        export_html(pretrained, args.out, args.weights or "float16")
+        history = read_history(run_folder(pretrained.path))
+        export_html(pretrained, args.out, args.weights or "float16", history)
         size = args.out.stat().st_size / 1e6
         print(sanitize_line(f"{args.out}: {size:.1f} MB, the model of {pretrained.path}; open it in a browser"))
         return

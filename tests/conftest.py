@@ -51,6 +51,19 @@ def browser() -> Iterator[Any]:
     browser.quit()
 
 
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Callable[[Path], Callable[..., Any]]]:
+    """Return a function that opens a page and returns one that runs a script in it; the page logs no error."""
+
+    def open_(file: Path) -> Callable[..., Any]:
+        browser.get(file.as_uri())
+        return browser.execute_script
+
+    browser.get_log("browser")
+    yield open_
+    assert browser.get_log("browser") == []  # no error, nothing blocked
+
+
 @pytest.fixture(scope="session")
 def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small GPT-2 with random weights, its configuration and its tokenizer, as transformers saves them."""

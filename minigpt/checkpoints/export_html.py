@@ -1,36 +1,39 @@
 """Write a model as one HTML page that generates text in a browser, without a server and without a network.
 
-The page holds the scripts of the folder page/, the tokenizer, and the weights in base64. The scripts repeat the forward
+The page holds the scripts of `minigpt.page`, the tokenizer, and the weights in base64. The scripts repeat the forward
 pass of `minigpt.model` and the draws of `minigpt.sampling`.
 """
 
 import base64
-import hashlib
-import html
-import json
-import re
-from importlib import resources
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minigpt.checkpoints.pretrained import Pretrained
 from minigpt.data.tokenizer import ENCODINGS, PATTERNS, HuggingFaceTokenizer
-from minigpt.model import GPT
+from minigpt.page.render import describe, render
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.files import atomic_write
 
 FORMATS = {"float16": 2, "int8": 1, "float32": 4}  # of the matrices; bytes per weight
 MAX_WEIGHT_BYTES = 64_000_000
-_SCRIPTS = ("model.js", "weights.js", "tokenizer.js", "sampling.js", "app.js")
+_PRIVACY = "The model runs in this page: the text never leaves your device."
 
 
-def export_html(pretrained: Pretrained, path: Path, weight_format: str = "float16") -> None:
+def export_html(
+    pretrained: Pretrained,
+    path: Path,
+    weight_format: str = "float16",
+    history: Mapping[str, Any] | None = None,
+) -> None:
     """Write the page atomically.
 
     Args:
         weight_format: one of `FORMATS`. int8 has one scale per row. Vectors are float32 in every format.
+        history: losses and samples of its training, as `minigpt.runs.history.read_history` returns them.
 
     Raises:
         UserError: the weights are too large, or the tokenizer is one of Hugging Face.
@@ -43,17 +46,20 @@ def export_html(pretrained: Pretrained, path: Path, weight_format: str = "float1
         )
     if isinstance(pretrained.tokenizer, HuggingFaceTokenizer):
         raise UserError("the tokenizer of the page must be char, byte or bpe, got huggingface; use --to huggingface")
-    text = _render(pretrained, pretrained.load(), weight_format)
+    description = describe(pretrained.name, pretrained.config, pretrained.tokenizer.name, f" in {weight_format}")
+    data, weights = _contents(pretrained, weight_format)
+    data |= {"name": pretrained.name, "facts": f"{description['facts']} {_PRIVACY}", "history": history}
+    page = render("browser.js", data, {"weights": weights})
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as partial:
-        partial.write_text(text, encoding="utf-8", newline="\n")
+        partial.write_text(page, encoding="utf-8", newline="\n")
 
 
-def _render(pretrained: Pretrained, model: GPT, weight_format: str) -> str:
-    """Fill the template, with a content security policy that allows only its own script and style."""
-    config, tokenizer = model.config, pretrained.tokenizer
+def _contents(pretrained: Pretrained, weight_format: str) -> tuple[dict[str, Any], str]:
+    """Return the values that rebuild the model and its tokenizer, and its weights in base64."""
+    model, tokenizer = pretrained.load(), pretrained.tokenizer
     tensors = model.state_dict()
-    if config.tie_embeddings:
+    if model.config.tie_embeddings:
         del tensors["lm_head.weight"]
     packed = b"".join(_pack(name, tensor, weight_format) for name, tensor in tensors.items())
     encoding = {
@@ -61,32 +67,13 @@ def _render(pretrained: Pretrained, model: GPT, weight_format: str) -> str:
         "stop": tokenizer.end_token if tokenizer.separated else None,  # as scripts/sample.py
         "pattern": PATTERNS[ENCODINGS.get(tokenizer.name, "gpt2")],
     }
-    data = {
-        "config": config.to_dict(),
+    values = {
+        "config": model.config.to_dict(),
         "tokenizer": tokenizer.to_dict() | encoding,
         "tensors": [(name, tensor.shape) for name, tensor in tensors.items()],
         "format": weight_format,
     }
-    folder = resources.files("minigpt.checkpoints") / "page"
-    template, style, *scripts = (
-        folder.joinpath(name).read_text(encoding="utf-8") for name in ("page.html", "style.css", *_SCRIPTS)
-    )
-    script = '"use strict";\n' + "".join(scripts)
-    allowed = f"style-src {_source(style)}; script-src {_source(script)}; base-uri 'none'; form-action 'none'"
-    facts = (
-        f"A GPT with {config.num_params():,} parameters in {weight_format}: {config.n_layer} layers, {config.n_head} "
-        f"heads, width {config.n_embd}, a context of {config.block_size} tokens, tokenizer {tokenizer.name}."
-    )
-    parts = {
-        "policy": html.escape(f"default-src 'none'; {allowed}"),
-        "facts": html.escape(facts),
-        "style": style,
-        "script": script,
-        # JSON in ASCII; <, > and & are the only characters left that HTML interprets.
-        "data": re.sub("[<>&]", lambda match: f"\\u{ord(match[0]):04x}", json.dumps(data, separators=(",", ":"))),
-        "weights": base64.b64encode(packed).decode("ascii"),
-    }
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+    return values, base64.b64encode(packed).decode("ascii")
 
 
 def _pack(name: str, tensor: Tensor, weight_format: str) -> bytes:
@@ -100,8 +87,3 @@ def _pack(name: str, tensor: Tensor, weight_format: str) -> bytes:
         return array.astype("<f2").tobytes()
     scales = (tensor.abs().amax(dim=1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)  # (rows, 1)
     return scales.numpy().astype("<f4").tobytes() + (tensor / scales).round().to(torch.int8).numpy().tobytes()
-
-
-def _source(text: str) -> str:
-    digest = hashlib.sha256(text.encode("utf-8")).digest()
-    return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"

@@ -37,3 +37,11 @@ def run_folder(checkpoint: Path) -> Path:
     """Return the run folder of a checkpoint file, or its parent folder if it belongs to no run."""
     folder = checkpoint.parent.parent
     return folder if any((folder / name).is_file() for name in (BEST, LAST)) else checkpoint.parent
+
+
+def model_name(checkpoint: Path) -> str:
+    """Return a name for a checkpoint file: that of its run folder, or that of the file if it belongs to no run."""
+    folder = run_folder(checkpoint.resolve())
+    if folder == checkpoint.resolve().parent:
+        return checkpoint.stem
+    return "/".join(folder.parts[-2:]) if folder.name.isdigit() else folder.name  # a run of a sweep is a number

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint
+from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint, model_name
 from minigpt.checkpoints.huggingface import (
     CONFIG,
     INDEX,
@@ -45,6 +45,13 @@ class Pretrained:
     config: GPTConfig
     tokenizer: Tokenizer
     model: GPT | None = None
+
+    @property
+    def name(self) -> str:
+        """A short name: that of the run, of the file or of the folder, or the id of the Hub."""
+        if self.model:
+            return model_name(self.path)
+        return self.source if self.revision else self.path.name
 
     def load(self, config: GPTConfig | None = None) -> GPT:
         """Load the model in float32 and evaluation mode, with the block size and the dropout of `config`."""

@@ -5,6 +5,7 @@ file. Patterns are saved by name, so no file can contain a regular expression, e
 """
 
 import base64
+import codecs
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -300,6 +301,13 @@ def from_dict(values: Mapping[str, Any]) -> Tokenizer:
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Ids:
     """Encode a prompt, (T,); an empty one becomes a separator, a new line, or the first id."""
     return tokenizer.encode(prompt) if prompt else tokenizer.start
+
+
+def token_pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """Split the text of ids (T,) into the characters that each of them completes; joined, they are the text."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    ends = (i == len(ids) for i in range(1, len(ids) + 1))
+    return [decoder.decode(tokenizer.decode_bytes([id_]), final=end) for id_, end in zip(ids, ends, strict=True)]
 
 
 def whole_characters(text: str) -> str:

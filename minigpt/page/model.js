@@ -3,7 +3,7 @@
 // Shapes: C n_embd, D head width, H query heads, K key-value heads, T block_size, V vocab. Matrices are (out, in),
 // one row after the other.
 
-class GPT {
+export class GPT {
   // config: the values of GPTConfig. weights: a Float32Array per name of the state dict.
   constructor(config, weights) {
     this.config = config;
@@ -15,18 +15,26 @@ class GPT {
     this.attentionScale = mup ? Math.sqrt(config.base_head_dim) / this.D : 1 / Math.sqrt(this.D);
     this.widthRatio = mup ? config.n_embd / config.base_n_embd : 1;
     this.frequency = config.position === "rope" ? rotaryFrequency(config, this.D) : null;
-    this.layers = Array.from({length: config.n_layer}, (_, i) => this.newLayer(`blocks.${i}.`));
+    this.layers = Array.from({length: config.n_layer}, (_, i) => this.newLayer(i));
     this.finalNorm = this.newNorm("final_norm");
     const head = config.tie_embeddings ? weights["wte.weight"] : weights["lm_head.weight"];
     this.head = {weight: head, y: new Float32Array(config.vocab_size)};
     this.ngramOut = config.ngram ? this.newLinear("ngrams.out", config.n_embd) : null;
+    this.silenced = [];  // [layer, head] of each head whose output is zero
+    this.record = null;  // a function of the layer, the head, and the attention weights of the current token
     this.reset();
   }
 
   // Empty the cache.
   reset() {
     this.tokens = [];  // in the cache
-    this.embeddings = [];  // the last ones, for smear
+    this.embeddings = [];  // for smear, of as many tokens
+  }
+
+  // Keep the first n tokens in the cache, which never had more than T.
+  rewind(n) {
+    this.tokens.length = n;
+    if (this.config.smear) this.embeddings.length = n;
   }
 
   // Append a token and return the logits (V) of the next one, which the following call overwrites.
@@ -71,12 +79,13 @@ class GPT {
     const x = weights["wte.weight"].slice(token * C, (token + 1) * C);
     if (config.ngram) add(x, linear(this.ngramOut, this.embedNgrams(token)));
     if (config.smear) {
-      const previous = this.embeddings;
-      this.embeddings = [...previous, x.slice()].slice(-config.smear);
-      for (let back = 1; back <= previous.length; back++) {  // the last factor is for the previous token
+      const previous = this.embeddings, own = x.slice();
+      for (let back = 1; back <= Math.min(config.smear, previous.length); back++) {  // the last factor: previous token
         const factor = weights[`smear.${config.smear - back}`], before = previous[previous.length - back];
         for (let i = 0; i < C; i++) x[i] += factor[i] * before[i];
       }
+      previous.push(own);
+      if (previous.length > config.block_size + config.smear) previous.shift();
     }
     if (config.position === "learned") add(x, weights["wpe.weight"].subarray(position * C, (position + 1) * C));
     return config.embed_norm ? normalize(x, config.norm_eps) : x;
@@ -120,8 +129,11 @@ class GPT {
         most = Math.max(most, weights[s]);
       }
       for (let s = 0; s < S; s++) total += weights[s] = Math.exp(weights[s] - most);
+      for (let s = 0; s < S; s++) weights[s] /= total;
+      if (this.record) this.record(layer.index, head, weights);
+      if (this.silenced.some(([l, h]) => l === layer.index && h === head)) continue;
       for (let s = 0; s < S; s++) {
-        const weight = weights[s] / total, v = s * K * D + kv;
+        const weight = weights[s], v = s * K * D + kv;
         for (let d = 0; d < D; d++) y[q + d] += weight * values[v + d];
       }
     }
@@ -132,10 +144,11 @@ class GPT {
     return normalize(x, this.config.norm_eps, weight, bias, this.config.norm === "layernorm");
   }
 
-  newLayer(prefix) {
-    const {config, H, K, D} = this, attention = `${prefix}attention.`;
+  newLayer(index) {
+    const {config, H, K, D} = this, prefix = `blocks.${index}.`, attention = `${prefix}attention.`;
     const upWidth = this.weights[`${prefix}mlp.up.weight`].length / config.n_embd;
     return {
+      index,
       norm1: this.newNorm(`${prefix}norm_1`),
       qkv: this.newLinear(`${attention}qkv`, (H + 2 * K) * D),
       qNorm: this.weights[`${attention}q_norm`],

@@ -1,23 +1,46 @@
-// The filters and the draw of minigpt/sampling.py. Random numbers are those of torch: a seed gives the same samples.
+// The filters and the draw of minigpt/sampling.py, and the rating of tokens as in minigpt/generation.py. Random numbers
+// are those of torch: a seed gives the same samples.
+
+const N_TOP = 10;
 
 // Draw a token id from logits (V).
 //
-// temperature: 0 takes the first of equal maxima. topK: number of tokens, or null. topP, minP: as in minigpt.
+// temperature: 0 takes the first of equal maxima. top_k: number of tokens, or null. top_p, min_p: as in minigpt.
 // random: numbers in [0, 1).
-function draw(logits, {temperature, topK, topP, minP}, random) {
+export function draw(logits, {temperature, top_k, top_p, min_p}, random) {
   const V = logits.length;
   let most = -Infinity, p = new Float64Array(V), total = 0, cumulative = 0, last = 0;
   for (let i = 0; i < V; i++) most = Math.max(most, logits[i]);
   if (!Number.isFinite(most)) throw new Error("the logits are NaN or infinite");
   if (temperature === 0) return logits.indexOf(most);
   for (let i = 0; i < V; i++) p[i] = Math.exp((logits[i] - most) / temperature);  // relative to the largest
-  if (topK !== null || topP < 1) p = keepLikeliest(p, topK ?? V, topP);
-  for (let i = 0; i < V; i++) total += p[i] = p[i] < minP ? 0 : p[i];
+  if (top_k !== null || top_p < 1) p = keepLikeliest(p, top_k ?? V, top_p);
+  for (let i = 0; i < V; i++) total += p[i] = p[i] < min_p ? 0 : p[i];
   for (let i = 0, target = random.next() * total; i < V && cumulative <= target; i++) {
     cumulative += p[i];
     if (p[i] > 0) last = i;
   }
   return last;
+}
+
+// Rate a token id by logits (V): its log-probability in nats, its rank, and the likeliest ids, the likeliest first.
+export function rate(logits, id) {
+  let most = -Infinity, total = 0, rank = 0, least = -Infinity;  // of `top`, when it is full
+  const top = [];
+  for (let i = 0; i < logits.length; i++) {
+    const value = logits[i];
+    most = Math.max(most, value);
+    if (value > logits[id]) rank++;
+    if (value <= least) continue;
+    let at = top.length;
+    while (at > 0 && logits[top[at - 1]] < value) at--;
+    top.splice(at, 0, i);
+    if (top.length > N_TOP) top.pop();
+    if (top.length === N_TOP) least = logits[top[N_TOP - 1]];
+  }
+  for (let i = 0; i < logits.length; i++) total += Math.exp(logits[i] - most);
+  const logprob = i => logits[i] - most - Math.log(total);
+  return {logprob: logprob(id), rank, top: top.map(i => ({id: i, logprob: logprob(i)}))};
 }
 
 // Set all but the topK largest, and of these all but the fewest with the fraction topP of their sum, to 0.
@@ -33,7 +56,7 @@ function keepLikeliest(p, topK, topP) {
 
 // The Mersenne Twister MT19937, and the float32 numbers that torch.rand makes of it.
 // Source: Matsumoto and Nishimura, 1998, https://doi.org/10.1145/272991.272995
-class Random {
+export class Random {
   constructor(seed) {
     this.state = new Uint32Array(624);
     this.state[0] = seed;

@@ -1,6 +1,6 @@
 // The tokenizers of minigpt/data/tokenizer.py: characters, bytes and byte-pair encodings.
 
-class Tokenizer {
+export class Tokenizer {
   // values: of the tokenizer's to_dict; `start`: the ids for an empty text; `pattern`: splits a text before the merges.
   constructor(values) {
     this.values = values;
@@ -18,10 +18,9 @@ class Tokenizer {
 
   // Return the ids of a text; throw an Error for characters without an id.
   encode(text) {
-    if (text === "") return this.values.start;
     if (this.values.name === "byte") return Array.from(utf8(text), byte => byte.charCodeAt(0));
     if (this.values.name !== "char") {
-      return text.toWellFormed().match(this.pattern).flatMap(piece => this.merge(utf8(piece)));
+      return (text.toWellFormed().match(this.pattern) ?? []).flatMap(piece => this.merge(utf8(piece)));
     }
     const unknown = [...new Set(text)].filter(character => !this.ids.has(character));
     if (unknown.length) throw new Error(`the model was trained without ${JSON.stringify(unknown).slice(1, -1)}`);
@@ -37,6 +36,12 @@ class Tokenizer {
       const token = special.has(id) ? "" : this.tokens[id] ?? utf8("\ufffd");
       return decoder.decode(Uint8Array.from(token, byte => byte.charCodeAt(0)), {stream: true});
     };
+  }
+
+  // Decode ids without a text before them.
+  decode(ids) {
+    const decode = this.decoder();
+    return ids.map(id => decode(id)).join("") + decode();
   }
 
   // Merge the pair of the lowest id until no pair is a token.

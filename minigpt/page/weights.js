@@ -1,7 +1,7 @@
 // The weights in the page: base64 of all tensors, one after the other, by minigpt/checkpoints/export_html.py.
 
 // Return a Float32Array per name. tensors: [name, shape] of each; format: of the matrices, vectors are float32.
-function readWeights(base64, tensors, format) {
+export function readWeights(base64, tensors, format) {
   const text = atob(base64), bytes = new Uint8Array(text.length), halves = format === "float16" && floatsOfHalves();
   for (let i = 0; i < bytes.length; i++) bytes[i] = text.charCodeAt(i);
   let offset = 0;

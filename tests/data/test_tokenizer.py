@@ -26,6 +26,7 @@ from minigpt.data.tokenizer import (
     CharTokenizer,
     encode_prompt,
     from_dict,
+    token_pieces,
 )
 from minigpt.generation import generate, score
 from minigpt.model import GPT
@@ -285,6 +286,18 @@ def test_invalid_ids_decode_to_the_replacement_character(name):
     tokenizer = tokenizer_of(name)
     (a,) = tokenizer.encode("a").tolist()
     assert tokenizer.decode([a, tokenizer.vocab_size, -1, a, 1 << 40]) == "a\ufffd\ufffda\ufffd"
+
+
+@given(st.text(), st.integers(0, 3))
+def test_the_pieces_of_tokens_are_the_characters_that_they_complete(text, n_cut):
+    tokenizer = tokenizer_of("byte")
+    ids = tokenizer.encode(text).tolist()
+    ids = ids[: len(ids) - n_cut]
+    pieces = token_pieces(tokenizer, ids)
+    assert len(pieces) == len(ids)
+    assert "".join(pieces) == tokenizer.decode(ids)
+    last_bytes = [i for i, piece in enumerate(pieces[:-1]) if piece]
+    assert last_bytes == [i for i, id_ in enumerate(ids[1:]) if id_ & 0xC0 != 0x80]  # before the next character
 
 
 def test_the_separator_within_a_text_is_ordinary_text():

@@ -1,0 +1,95 @@
+"""Small models of every architecture, and their exported pages."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minigpt import GPT, GPTConfig
+from minigpt.checkpoints.export_html import export_html
+from minigpt.checkpoints.models import save_checkpoint
+from minigpt.checkpoints.pretrained import find_pretrained
+from minigpt.data.tokenizer import CharTokenizer, Tokenizer
+
+CHARACTERS = CharTokenizer.of(map(chr, range(32, 127)))  # 95 ids
+BASE = {"block_size": 40, "vocab_size": 101, "n_layer": 2, "n_head": 4, "n_embd": 32}
+LLAMA = {"norm": "rmsnorm", "position": "rope", "bias": False, "activation": "swiglu"}
+SCALED = {"rope_base": 300.0, "rope_factor": 4.0, "rope_original_block_size": 16}
+MODELS: dict[str, dict[str, Any]] = {
+    "GPT-2": {"activation": "gelu_tanh"},
+    "GPT-2, untied": {"tie_embeddings": False, "n_inner": 42},
+    "nanoGPT, without biases": {"bias": False},
+    "one position": {"block_size": 1},
+    "an odd number of learned positions": {"block_size": 7, "smear": 1, "ngram": 3, "ngram_buckets": 50},
+    "one rotary position": {"block_size": 1, "position": "rope"},
+    "no positions": {"position": "none", "activation": "relu"},
+    "rope, and biases of queries, keys and values": {"position": "rope", "bias": False, "qkv_bias": True},
+    "Llama": {**LLAMA, "tie_embeddings": False},
+    "Llama, one key-value head": {**LLAMA, "n_kv_head": 1, "norm_eps": 1e-2},
+    "Llama, a wider head": {**LLAMA, "n_kv_head": 2, "head_dim": 10, "n_inner": 40},
+    "Llama 3, scaled rope": {**LLAMA, **SCALED},
+    "Llama 3, scaled rope of other factors": {
+        **{**LLAMA, **SCALED},
+        **{"rope_low_freq_factor": 0.5, "rope_high_freq_factor": 2.0},
+    },
+    "Qwen3": {**LLAMA, "qk_norm": True, "qk_norm_weights": True, "n_kv_head": 2},
+    "NanoChat": {
+        **{**LLAMA, "norm": "rmsnorm_noscale", "activation": "relu2", "qk_norm": True, "embed_norm": True},
+        "logit_softcap": 2.0,
+    },
+    "post-norm": {"norm_position": "post"},
+    "post-norm with rope": {"norm_position": "post", **LLAMA},
+    "mup": {"parametrization": "mup", "base_n_embd": 24, "base_head_dim": 4},
+    "n-grams": {"position": "none", "ngram": 5, "ngram_buckets": 1009, "ngram_dim": 6},
+    "smear": {"position": "rope", "smear": 3},
+    "fast_cpu": {
+        **{"position": "rope", "norm": "rmsnorm_noscale", "bias": False, "activation": "relu2", "qk_norm": True},
+        **{"tie_embeddings": False, "ngram": 5, "ngram_buckets": 512, "smear": 2, "embed_norm": True},
+    },
+}
+CHOICES: dict[str, list[Any]] = {
+    "position": ["learned", "rope", "none"],
+    "norm": ["layernorm", "rmsnorm", "rmsnorm_noscale"],
+    "norm_position": ["pre", "post"],
+    "activation": ["gelu", "gelu_tanh", "relu", "relu2", "swiglu"],
+    "n_kv_head": [None, 1, 2],
+    "head_dim": [None, 6],
+    "logit_softcap": [None, 3.0],
+    "parametrization": ["standard", "mup"],
+    "qkv_bias": [None, True, False],
+    "ngram": [0, 2, 4],
+    "smear": [0, 1, 2],
+    **{name: [True, False] for name in ("bias", "qk_norm", "tie_embeddings", "embed_norm")},
+}
+MODELS |= {
+    f"random {i}": {name: rng.choice(values) for name, values in CHOICES.items()}
+    for i in range(12)
+    for rng in [random.Random(i)]
+}
+
+
+def random_model(**values: Any) -> GPT:
+    """Return a model with random weights, all nonzero."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**{**BASE, **values}))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.2)
+    return model.eval()
+
+
+def export(model: GPT, tokenizer: Tokenizer, folder: Path, weights: str = "float32", **options: Any) -> Path:
+    save_checkpoint(model, tokenizer, folder / "model.safetensors")
+    export_html(find_pretrained(folder / "model.safetensors"), folder / f"{weights}.html", weights, **options)
+    return folder / f"{weights}.html"
+
+
+# Scripts for the page. The tokens that follow a prompt; arguments: ids, settings, silenced heads.
+SAMPLE = """
+const given = arguments;
+return (async () => {
+  const tokens = [];
+  for await (const token of backend.generate(backend.models[0], ...given)) tokens.push(token);
+  return tokens;
+})()"""
+DEFAULTS = {"seed": 0, "temperature": 1, "top_k": None, "top_p": 1, "min_p": 0}
