@@ -31,11 +31,13 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Load, compute, plot, print."""
     args = arguments()
-    from minigpt.checkpoints.find import find_checkpoint, run_folder
+    from minigpt.checkpoints.find import find_checkpoint, model_name, run_folder
     from minigpt.checkpoints.models import load_checkpoint
     from minigpt.checkpoints.validation_split import validation_batches
     from minigpt.console import read_prompt
     from minigpt.interpret import attention_maps, head_stats, page, plots
+    from minigpt.page.render import describe
+    from minigpt.runs.history import read_history
 
     prompt = read_prompt(args.prompt, args.prompt_file)
     path = find_checkpoint(args.run)
@@ -48,13 +50,15 @@ def main() -> None:
     batches = validation_batches(path, model) if args.ablation else None
     print(sanitize_line(f"loaded {path}"), file=sys.stderr)
 
-    weights, probabilities = attention_maps.attention_maps(model, tokens)
+    weights = attention_maps.attention_maps(model, tokens)
     texts = attention_maps.token_texts(tokenizer, tokens)
     table = head_stats.head_table(weights, attention_maps.induction_scores(model, tokenizer.vocab_size))
     names = head_stats.head_names(table, len(tokens))
     plots.plot_maps(out, weights, texts, names=names, layers=layers, heads=heads)
     if args.html:
-        page.write_page(args.html, labels=texts, weights=weights, probabilities=probabilities)
+        rated, history = page.rate_tokens(model, tokenizer, tokens), read_history(run_folder(path))
+        description = describe(model_name(path), model.config, tokenizer.name)
+        page.write_page(args.html, description=description, tokens=rated, weights=weights, history=history)
     if batches:
         table["Δloss"], loss = head_stats.head_ablation(model, batches)
         plots.plot_ablation(args.ablation, table["Δloss"], loss=loss)

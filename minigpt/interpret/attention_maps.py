@@ -22,19 +22,16 @@ if TYPE_CHECKING:
 N_SEQUENCES = 8  # random sequences per induction score
 
 
-def attention_maps(model: GPT, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the attention weights of every head for one text, and the probability of each of its tokens.
+def attention_maps(model: GPT, tokens: Tensor) -> Tensor:
+    """Compute the attention weights of every head for one text.
 
     Args:
         tokens: (T,) ids, T at most `block_size`.
 
     Returns:
-        The weights (L, H, T, T), one row per query, and the probability that the model assigned to each token (T,),
-        NaN for the first; float32, on the CPU.
+        (L, H, T, T), one row per query; float32, on the CPU.
     """
-    weights, logits = _forward(model, tokens[None])
-    probabilities = logits[0, :-1].float().softmax(dim=-1).gather(1, tokens[1:, None]).squeeze(1)  # (T - 1,)
-    return weights[:, 0], torch.cat((torch.full((1,), float("nan")), probabilities.cpu()))
+    return _attention_weights(model, tokens[None])[:, 0]
 
 
 def induction_scores(model: GPT, vocab_size: int, *, seed: int = 0) -> Tensor:
@@ -53,7 +50,7 @@ def induction_scores(model: GPT, vocab_size: int, *, seed: int = 0) -> Tensor:
         return torch.full((model.config.n_layer, model.config.n_head), float("nan"))
     generator = torch.Generator().manual_seed(seed)
     copy = torch.stack([torch.randperm(vocab_size, generator=generator)[:P] for _ in range(N_SEQUENCES)])  # (B, P)
-    weights, _ = _forward(model, torch.cat((copy, copy), dim=1).to(model.wte.weight.device))
+    weights = _attention_weights(model, torch.cat((copy, copy), dim=1).to(model.wte.weight.device))
     query = torch.arange(P, 2 * P)
     return weights[..., query, query - P + 1].mean(dim=(1, 3))  # (L, B, H, P) -> (L, H)
 
@@ -85,8 +82,8 @@ def attention_modules(model: GPT) -> list[MultiHeadAttention]:
 
 
 @torch.no_grad()
-def _forward(model: GPT, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weights (L, B, H, T, T) on the CPU and the logits (B, T, V) of tokens (B, T)."""
+def _attention_weights(model: GPT, tokens: Tensor) -> Tensor:
+    """Return the weights (L, B, H, T, T) of tokens (B, T), on the CPU."""
     weights: list[Tensor] = []
 
     def record(attention: MultiHeadAttention, args: Any, kwargs: dict[str, Any]) -> None:
@@ -95,5 +92,5 @@ def _forward(model: GPT, tokens: Tensor) -> tuple[Tensor, Tensor]:
     with eval_mode(model), ExitStack() as hooks:
         for attention in attention_modules(model):
             hooks.enter_context(attention.register_forward_pre_hook(record, with_kwargs=True))
-        logits = model(tokens)
-    return torch.stack(weights), logits
+        model(tokens)
+    return torch.stack(weights)

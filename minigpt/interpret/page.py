@@ -1,50 +1,72 @@
-"""Attention as an interactive HTML page: each token colored by its probability and by its attention weights.
+"""Attention as an interactive HTML page: the tokens of one text with their probabilities, and all attention weights.
 
-The page is self-contained: `page.html` holds style and script, and the data is embedded as escaped JSON. Each weight
-takes 12 bits of its square root in two base64 characters (error below √weight / 4000), so that 36 heads × 256 tokens
-stay below 3 MB.
+Each weight takes 12 bits of its square root (error below √weight / 4000), so that 36 heads × 256 tokens stay below
+3 MB. `minigpt/page/saved.js` reads them.
 """
 
 import base64
-import hashlib
-import html
-import json
-import re
-from importlib import resources
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from minigpt.interpret.attention_maps import visible_text
+from minigpt.data.tokenizer import Tokenizer, token_pieces
+from minigpt.generation import score
+from minigpt.model import GPT
+from minigpt.page.render import render
 from minigpt.utils.files import atomic_write
 
 MAX_LEVEL = 4095  # largest 12-bit integer
+N_TOP = 10
 
 
-def write_page(path: Path, *, labels: list[str], weights: Tensor, probabilities: Tensor) -> None:
+def write_page(
+    path: Path,
+    *,
+    description: Mapping[str, Any],
+    tokens: Sequence[Mapping[str, Any]],
+    weights: Tensor,
+    history: Mapping[str, Any] | None = None,
+) -> None:
     """Write the page atomically.
 
     Args:
-        labels: text of each of the T tokens.
+        description: of the model, from `minigpt.page.render.describe`.
+        tokens: T tokens, from `rate_tokens`.
         weights: (L, H, T, T), causal, each row with sum 1.
-        probabilities: (T,), the probability that the model assigned to each token; NaN if there is none.
+        history: losses and samples of its training, as `minigpt.runs.history.read_history` returns them.
 
     Raises:
         ValueError: a weight is not finite.
     """
     if not weights.isfinite().all():
         raise ValueError("weights must be finite; the model may have diverged")
-    data = {
-        "labels": [visible_text(label).replace("⏎", "⏎\n") for label in labels],
-        "layers": weights.size(0),
-        "heads": weights.size(1),
-        "probabilities": [None if p != p else float(f"{min(p, 1.0):.4g}") for p in probabilities.tolist()],
-        "weights": _pack(weights),
-    }
+    facts = f"{description['facts']} This page holds one text and its attention weights, without the model."
+    data = {**description, "facts": facts, "history": history, "tokens": tokens, "weights": _pack(weights)}
+    page = render("saved.js", data)
     with atomic_write(path) as partial:
-        partial.write_text(_render(data), encoding="utf-8", newline="\n")
+        partial.write_text(page, encoding="utf-8", newline="\n")
+
+
+def rate_tokens(model: GPT, tokenizer: Tokenizer, tokens: Tensor) -> list[dict[str, Any]]:
+    """Rate each token of a text (T,), T ≥ 2, after those before it: its text, log-probability, rank and alternatives.
+
+    The log-probability of the first is None, because no token is before it.
+    """
+    rated = score(model, tokens[1:], tokens[:1], n_top=N_TOP)
+    ids = tokens.tolist()
+    columns = ([None, *map(_rounded, rated.logprobs.tolist())], [0, *rated.ranks.tolist()], [[], *rated.top])
+    return [
+        {"id": token, "text": text, "logprob": logprob, "rank": rank}
+        | {"top": [{"id": i, "text": tokenizer.decode([i]), "logprob": _rounded(value)} for i, value in top]}
+        for token, text, logprob, rank, top in zip(ids, token_pieces(tokenizer, ids), *columns, strict=True)
+    ]
+
+
+def _rounded(logprob: float) -> float:
+    return float(f"{logprob:.5g}")
 
 
 def _pack(weights: Tensor) -> str:
@@ -57,15 +79,3 @@ def _pack(weights: Tensor) -> str:
     first, second = pairs.unbind(1)
     packed = torch.stack((first >> 4, (first & 15) << 4 | second >> 8, second & 255), dim=1)
     return base64.b64encode(packed.to(torch.uint8).numpy().tobytes()).decode("ascii")
-
-
-def _render(data: dict[str, Any]) -> str:
-    """Fill the template, with a content security policy that allows only its own script."""
-    template = resources.files("minigpt.interpret").joinpath("page.html").read_text(encoding="utf-8")
-    script = template.partition("<script>")[2].partition("</script>")[0]
-    digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    # JSON in ASCII; <, > and & are the only characters left that HTML interprets.
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    text = re.sub("[<>&]", lambda match: f"\\u{ord(match[0]):04x}", text)
-    return template.replace("{{policy}}", html.escape(policy)).replace("{{data}}", text)

@@ -106,7 +106,7 @@ class AttentionMaps(OutputCallback):
 
     def log_output(self, trainer: L.Trainer, pl_module: Any) -> None:
         with torch.compiler.set_stance("force_eager"):  # hooks would make a compiled model compile again
-            weights, _ = attention_maps(pl_module.model, self.tokens.to(pl_module.device))
+            weights = attention_maps(pl_module.model, self.tokens.to(pl_module.device))
         if trainer.is_global_zero:
             self.folder.mkdir(exist_ok=True)
             picture = self.folder / f"step-{trainer.global_step}.png"

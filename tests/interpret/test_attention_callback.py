@@ -98,7 +98,7 @@ def test_plotting_maps_does_not_recompile_a_compiled_model(tmp_path: Path, monke
     callback.on_validation_end(trainer, module)  # type: ignore[arg-type]
     torch.testing.assert_close(model(tokens), plain)
     assert len(graphs) == before
-    torch.testing.assert_close(plotted[0], attention_maps(make_model(), callback.tokens)[0])
+    torch.testing.assert_close(plotted[0], attention_maps(make_model(), callback.tokens))
 
 
 @pytest.mark.parametrize("options", [{"text": ""}, {"max_tokens": 0}])

@@ -60,7 +60,7 @@ def position_heads() -> GPT:
 
 
 def test_heads_with_hand_set_weights_get_their_names(position_heads: GPT) -> None:
-    weights, _ = attention_maps(position_heads, torch.arange(16))
+    weights = attention_maps(position_heads, torch.arange(16))
     table = head_table(weights, induction_scores(position_heads, 20))
     assert head_names(table, 16) == [["previous token", "self", "first token", ""]]
     text = format_table(table, head_names(table, 16)).splitlines()
@@ -99,7 +99,7 @@ def test_a_head_that_matches_a_repeated_prefix_is_an_induction_head(induction: G
     scores = induction_scores(induction, 10)
     assert float(scores[1, 0]) > 0.9
     assert float(scores[0, 0]) < 0.1  # it attends to the previous token
-    weights, _ = attention_maps(induction, torch.arange(10))
+    weights = attention_maps(induction, torch.arange(10))
     names = head_names(head_table(weights, scores), 10)
     assert names == [["previous token"], ["induction"]]
 

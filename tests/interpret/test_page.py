@@ -1,143 +1,150 @@
-"""The file of the attention page: it holds the given data and escapes every token."""
+"""The file of the attention page: the tokens and weights of the model, and every token escaped."""
 
-import base64
 import json
 import math
 import re
 from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pages import HOSTILE, attention
+from pages import HOSTILE, attention, token, unpack
+from tiny_models import ALPHABET, make_model
+from torch import Tensor
 
-from minigpt.interpret.page import write_page
+from minigpt.data.tokenizer import ByteTokenizer, CharTokenizer
+from minigpt.interpret.page import rate_tokens, write_page
 
 
 class Page(HTMLParser):
     """The elements of a page and the text of its scripts."""
 
-    def __init__(self, text):
+    def __init__(self, text: str) -> None:
         super().__init__()
-        self.elements, self.scripts = [], []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
         self.feed(text)
         self.close()
 
-    def handle_starttag(self, tag, attributes):
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attributes)))
         if tag == "script":
             self.scripts.append("")
 
-    def handle_data(self, data):
+    def handle_data(self, data: str) -> None:
         if self.elements and self.elements[-1][0] == "script":
             self.scripts[-1] += data
 
     @property
-    def data(self):
+    def data(self) -> Any:
         return json.loads(self.scripts[0])
 
 
-def unpack(data):
-    """Decode the weights of a page: lower triangles, 12 bits per weight, big-endian."""
-    L, H, T = data["layers"], data["heads"], len(data["labels"])
-    bits = "".join(f"{byte:08b}" for byte in base64.b64decode(data["weights"], validate=True))
-    triangle = T * (T + 1) // 2
-    assert len(bits) - 12 * L * H * triangle in (0, 12)
-    weights = torch.zeros(L, H, T, T)
-    place = 0
-    for layer in range(L):
-        for head in range(H):
-            for i in range(T):
-                for j in range(i + 1):
-                    weights[layer, head, i, j] = (int(bits[place : place + 12], 2) / 4095) ** 2
-                    place += 12
-    return weights
-
-
-def written(path, labels, weights, probabilities):
-    write_page(path, labels=labels, weights=weights, probabilities=probabilities)
+def written(path: Path, texts: list[str], weights: Tensor, **options: Any) -> Page:
+    shape = {"n_layer": weights.size(0), "n_head": weights.size(1), "block_size": len(texts)}
+    description = {"name": "model", "facts": "A GPT.", **shape}
+    write_page(path, description=description, tokens=list(map(token, texts)), weights=weights, **options)
     return Page(path.read_text(encoding="utf-8"))
 
 
 @settings(max_examples=25, deadline=None)
 @given(L=st.integers(1, 3), H=st.integers(1, 3), T=st.integers(1, 9), seed=st.integers(0, 99), sharp=st.floats(0, 30))
-def test_the_page_holds_the_weights_it_was_given(tmp_path_factory, L, H, T, seed, sharp):
-    weights, probabilities = attention(L, H, T, seed, sharp)
-    data = written(tmp_path_factory.mktemp("page") / "page.html", ["x"] * T, weights, probabilities).data
+def test_the_page_holds_the_weights_it_was_given(
+    tmp_path_factory: pytest.TempPathFactory, L: int, H: int, T: int, seed: int, sharp: float
+) -> None:
+    weights = attention(L, H, T, seed, sharp)
+    data = written(tmp_path_factory.mktemp("page") / "page.html", ["x"] * T, weights).data
     error = (unpack(data) - weights).abs()
     assert (error <= weights.sqrt() / 4000 + 1e-7).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_weights_may_have_any_float_dtype_and_require_gradients(tmp_path, dtype):
-    weights, probabilities = attention(1, 2, 5)
-    given_weights = weights.to(dtype).requires_grad_()
-    data = written(tmp_path / "page.html", list("abcde"), given_weights, probabilities.to(dtype)).data
-    torch.testing.assert_close(unpack(data), given_weights.detach().float(), atol=3e-4, rtol=0)
+def test_weights_may_have_any_float_dtype_and_require_gradients(tmp_path: Path, dtype: torch.dtype) -> None:
+    weights = attention(1, 2, 5).to(dtype).requires_grad_()
+    data = written(tmp_path / "page.html", list("abcde"), weights).data
+    torch.testing.assert_close(unpack(data), weights.detach().float(), atol=3e-4, rtol=0)
 
 
-def test_the_page_holds_the_probabilities_and_null_for_a_token_without_one(tmp_path):
-    weights, _ = attention(1, 1, 4)
-    probabilities = torch.tensor([math.nan, 0.123456, 3.21987e-7, 1.0000001])
-    data = written(tmp_path / "page.html", list("abcd"), weights, probabilities).data
-    assert data["probabilities"] == [None, 0.1235, 3.22e-7, 1.0]
+def test_tokens_are_rated_by_the_predictions_of_the_model() -> None:
+    model, tokenizer = make_model(), CharTokenizer.of(ALPHABET)
+    tokens = torch.randint(len(ALPHABET), (9,))
+    first, *rest = rate_tokens(model, tokenizer, tokens)
+    assert first == {"id": tokens[0], "text": ALPHABET[tokens[0]], "logprob": None, "rank": 0, "top": []}
+    for t, rated in enumerate(rest, start=1):
+        with torch.no_grad():  # from the tokens before it only
+            logprobs = model(tokens[None, :t])[0, -1].log_softmax(0)
+        assert (rated["id"], rated["text"]) == (tokens[t], ALPHABET[tokens[t]])
+        assert rated["logprob"] == pytest.approx(float(logprobs[tokens[t]]), rel=1e-4)
+        order = logprobs.argsort(descending=True).tolist()
+        assert rated["rank"] == order.index(tokens[t])
+        assert [other["id"] for other in rated["top"]] == order[:10]
+        assert [other["text"] for other in rated["top"]] == [ALPHABET[i] for i in order[:10]]
+        expected = [float(logprobs[i]) for i in order[:10]]
+        assert [other["logprob"] for other in rated["top"]] == pytest.approx(expected, rel=1e-4)
 
 
-def test_invisible_characters_of_labels_are_replaced(tmp_path):
-    labels = ["a", " the", "\n", "\n\n", "\r\n", "\t", "\x00", "\x7f", "\u202e", "\xa0", "", "é😀"]
-    weights, probabilities = attention(1, 1, len(labels))
-    data = written(tmp_path / "page.html", labels, weights, probabilities).data
-    assert data["labels"] == [
-        *("a", " the", "⏎\n", "⏎\n⏎\n", "⟨U+000D⟩⏎\n", "⇥", "⟨U+0000⟩", "⟨U+007F⟩", "⟨U+202E⟩", "⟨U+00A0⟩", "∅", "é😀")
-    ]
+def test_the_texts_of_tokens_are_the_characters_that_they_complete() -> None:
+    tokens = torch.tensor([*"a😀".encode(), 0xC3])
+    rated = rate_tokens(make_model(vocab_size=256), ByteTokenizer(), tokens)
+    assert [token["text"] for token in rated] == ["a", "", "", "", "😀", "\ufffd"]
 
 
-def test_six_by_six_heads_over_256_tokens_stay_below_three_megabytes(tmp_path):
-    weights, probabilities = attention(6, 6, 256)
-    file = tmp_path / "page.html"
-    write_page(file, labels=["\n"] * 256, weights=weights, probabilities=probabilities)
-    assert file.stat().st_size < 3_000_000
+def test_the_page_holds_the_description_and_the_history(tmp_path: Path) -> None:
+    history = {"train_loss": [[1, 2.5]], "val_loss": [], "samples": [{"step": 1, "text": "é"}]}
+    data = written(tmp_path / "page.html", ["a", "b"], attention(3, 2, 2), history=history).data
+    assert (data["name"], data["n_layer"], data["n_head"], data["block_size"]) == ("model", 3, 2, 2)
+    assert data["facts"].startswith("A GPT. ")
+    assert data["history"] == history
+    assert written(tmp_path / "page.html", ["a", "b"], attention(1, 1, 2)).data["history"] is None
 
 
-def test_hostile_tokens_add_no_element_and_change_no_script(tmp_path):
-    weights, probabilities = attention(1, 1, len(HOSTILE))
-    harmless = written(tmp_path / "harmless.html", ["x"] * len(HOSTILE), weights, probabilities)
-    hostile = written(tmp_path / "hostile.html", HOSTILE, weights, probabilities)
+def test_six_by_six_heads_over_256_tokens_stay_below_three_megabytes(tmp_path: Path) -> None:
+    written(tmp_path / "page.html", ["\n"] * 256, attention(6, 6, 256))
+    assert (tmp_path / "page.html").stat().st_size < 3_000_000
+
+
+def test_hostile_tokens_add_no_element_and_change_no_script(tmp_path: Path) -> None:
+    weights = attention(1, 1, len(HOSTILE))
+    harmless = written(tmp_path / "harmless.html", ["x"] * len(HOSTILE), weights)
+    hostile = written(tmp_path / "hostile.html", HOSTILE, weights)
     assert hostile.elements == harmless.elements
     assert hostile.scripts[1:] == harmless.scripts[1:]
-    shown = [label.replace("\u2028", "⟨U+2028⟩").replace("\ud800", "⟨U+D800⟩") for label in HOSTILE]
-    assert hostile.data["labels"] == shown
+    assert [token["text"] for token in hostile.data["tokens"]] == HOSTILE
     assert not re.search("[<>&]", hostile.scripts[0])
 
 
-def test_the_page_refers_to_nothing_outside_itself(tmp_path):
-    page = written(tmp_path / "page.html", ["a", "b"], *attention(1, 1, 2))
+def test_the_page_refers_to_nothing_outside_itself(tmp_path: Path) -> None:
+    page = written(tmp_path / "page.html", ["a", "b"], attention(1, 1, 2))
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert not re.search(r"(https?:)?//[\w-]+\.\w|https?:|url\(|@import|\bimport\b|fetch\(|XMLHttpRequest", text)
+    assert not re.search(
+        r"//[\w-]+\.\w|https?:(?!//www\.w3\.org/)|url\(|@import|\bimport\b|fetch\(|XMLHttpRequest", text
+    )
     outside = {"src", "href", "srcset", "data", "action", "poster", "background"}
-    assert not [(tag, found) for tag, found in page.elements if outside & set(found)]
-    assert "default-src 'none'" in page.elements[3][1]["content"]
+    found = [attributes[name] for _, attributes in page.elements for name in outside & set(attributes)]
+    assert all(str(address).startswith("data:") for address in found)
 
 
-def test_nan_weights_are_an_error(tmp_path):
-    weights, probabilities = attention(1, 1, 3)
+def test_nan_weights_are_an_error(tmp_path: Path) -> None:
+    weights = attention(1, 1, 3)
     weights[0, 0, 2, 1] = math.nan
     with pytest.raises(ValueError, match="must be finite"):
-        write_page(tmp_path / "p.html", labels=list("abc"), weights=weights, probabilities=probabilities)
+        written(tmp_path / "p.html", list("abc"), weights)
+    assert not list(tmp_path.iterdir())
 
 
-def test_a_failed_write_leaves_the_old_page_and_no_other_file(tmp_path, monkeypatch):
-    file = tmp_path / "page.html"
-    weights, probabilities = attention(1, 1, 2)
-    write_page(file, labels=["a", "b"], weights=weights, probabilities=probabilities)
+def test_a_failed_write_leaves_the_old_page_and_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, weights = tmp_path / "page.html", attention(1, 1, 2)
+    written(file, ["a", "b"], weights)
     before = file.read_bytes()
 
-    def fail(self, target):
+    def fail(self: Path, target: Path) -> None:
         raise OSError(28, "No space left on device", str(target))
 
     monkeypatch.setattr("pathlib.Path.replace", fail)
     with pytest.raises(OSError, match="No space"):
-        write_page(file, labels=["c", "d"], weights=weights, probabilities=probabilities)
+        written(file, ["c", "d"], weights)
     assert file.read_bytes() == before
     assert list(file.parent.iterdir()) == [file]

@@ -1,0 +1,41 @@
+// The backend of a page that holds one text with its tokens and attention weights, and no model.
+
+import {start} from "./app.js";
+
+class SavedBackend {
+  constructor(data) {
+    this.data = data;
+    this.models = [data.name];
+    this.packed = Uint8Array.from(atob(data.weights), byte => byte.charCodeAt(0));
+  }
+
+  async describe() {
+    const {name, facts, n_layer, n_head, block_size} = this.data;
+    return {name, facts, n_layer, n_head, block_size};
+  }
+
+  async history() { return this.data.history; }
+
+  async score() { return this.data.tokens; }
+
+  // Of the whole text. The lower triangles are stored row by row.
+  async attention(_, ids, layer, head) {
+    const {n_head, tokens} = this.data, T = tokens.length, weights = new Float32Array(T * T);
+    const heads = head === null ? [...Array(n_head).keys()] : [head];
+    for (const h of heads) {
+      let at = (layer * n_head + h) * T * (T + 1) / 2;
+      for (let i = 0; i < T; i++) {
+        for (let j = 0; j <= i; j++) weights[i * T + j] += (this.level(at++) / 4095) ** 2 / heads.length;
+      }
+    }
+    return weights;
+  }
+
+  // The number in the given place, of 12 bits.
+  level(at) {
+    const byte = 3 * (at >> 1), [a, b, c] = this.packed.subarray(byte, byte + 3);
+    return at % 2 ? (b & 15) << 8 | c : a << 4 | b >> 4;
+  }
+}
+
+start(new SavedBackend(JSON.parse(document.getElementById("data").textContent)));
