@@ -147,8 +147,8 @@ def test_a_pause_while_typing_is_one_step_of_undo(reader: Reader) -> None:
     assert reader.text == ""
 
 
-def test_tokens_are_colored_by_probability_in_the_place_of_the_letters(reader: Reader, site: Any) -> None:
-    text = "Words and " * 30 + "end\n\n"
+def test_tokens_are_colored_by_probability(reader: Reader, site: Any) -> None:
+    text = "Now is the winter of our discontent\nMade glorious"
     reader.write(text)
     ids = CHARACTERS.encode(text).tolist()
     logprobs = score(site.models["small"], ids[1:], ids[:1]).logprobs
@@ -158,6 +158,10 @@ def test_tokens_are_colored_by_probability_in_the_place_of_the_letters(reader: R
     ordered = [warmth[i] for i in logprobs.argsort()]
     assert ordered == sorted(ordered, reverse=True)
     assert ordered[0] > 0 > ordered[-1]
+
+
+def test_tokens_are_in_the_places_of_the_letters(reader: Reader) -> None:
+    reader.write("Many words and spaces   " * 12 + "a" * 200 + "\n\n")
     heights = "return ['.tokens', 'textarea'].map(s => document.querySelector('#first ' + s).scrollHeight)"
     layer, field = reader.run(heights)
     assert layer == field
@@ -223,7 +227,7 @@ def test_the_attention_of_the_selected_token_shades_the_text(reader: Reader, sit
     reader.write(PROMPT)
     reader.open("Attention")
     reader.find(".heads [aria-label='layer 2, head 1']").click()
-    weights, _ = attention_maps(site.models["small"], CHARACTERS.encode(PROMPT))
+    weights = attention_maps(site.models["small"], CHARACTERS.encode(PROMPT))
     expected = weights[1, 0, 11, :12]
     reader.hover(reader.tokens()[11])
     reader.wait_until(lambda: reader.find_all("#attention table td"))
