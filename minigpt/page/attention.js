@@ -11,7 +11,7 @@ const BEFORE = 10, AFTER = 9;  // characters of context in the list
 
 export class AttentionPanel {
   #model = null; #visible = false; #tokens = []; #selected = null;
-  #fetched = null;  // {key, length, head, weights} of the current text, or null
+  #fetched = null;  // {key, start, length, head, weights} of a window of the text, or null
   #key = ""; #ids = ""; #fetching = new AbortController();  // of the last request
   #shaded = false;
 
@@ -67,8 +67,8 @@ export class AttentionPanel {
 
   // Fetch the weights, unless they are those of the last request.
   #request() {
-    const ids = this.#tokens.slice(-this.#model.block_size).map(token => token.id), text = String(ids);
-    const {chosen, silenced} = this.picker, key = JSON.stringify([this.#model.name, ids, chosen, silenced]);
+    const start = this.#start(), ids = this.#tokens.slice(start, start + this.#model.block_size).map(token => token.id);
+    const {chosen, silenced} = this.picker, key = JSON.stringify([this.#model.name, start, ids, chosen, silenced]), text = `${start} ${ids}`;
     if (key === this.#key) return;
     this.#fetching.abort();
     this.#fetching = new AbortController();
@@ -76,16 +76,24 @@ export class AttentionPanel {
     if (text !== this.#ids) this.#fetched = null;
     const delay = this.#ids && text !== this.#ids ? DELAY_MS : 0, isNew = ids.length > 0 && key !== this.#fetched?.key;
     [this.#key, this.#ids, this.body.ariaBusy] = [key, text, isNew];
-    if (isNew) this.#fetch(key, ids, chosen, silenced, delay, this.#fetching.signal);
+    if (isNew) this.#fetch(key, start, ids, chosen, silenced, delay, this.#fetching.signal);
   }
 
-  async #fetch(key, ids, head, silenced, delay, signal) {
+  // The first token of the window that the model reads: the last one, or for a token before it, one in which at least
+  // half a block is before that token, as far as the text is that long.
+  #start() {
+    const {block_size} = this.#model, last = Math.max(0, this.#tokens.length - block_size), half = Math.ceil(block_size / 2);
+    if (this.#selected === null || this.#selected >= last) return last;
+    return Math.max(0, Math.floor(this.#selected / half) - 1) * half;
+  }
+
+  async #fetch(key, start, ids, head, silenced, delay, signal) {
     let fetched = null, error = "";
     try {
       await new Promise(resolve => setTimeout(resolve, delay));
       if (signal.aborted) return;
       const weights = await this.backend.attention(this.#model.name, ids, ...head, silenced, signal);
-      fetched = {key, length: ids.length, head, weights};
+      fetched = {key, start, length: ids.length, head, weights};
     } catch ({message}) {
       error = message;
     }
@@ -101,18 +109,18 @@ export class AttentionPanel {
 
   // All but the map, which takes longer: this is called whenever another token is selected.
   #draw() {
-    const query = this.#query(), shown = query !== null && query >= 0, weights = shown ? this.#weights(query) : null;
+    const query = this.#query(), shown = query !== null, weights = shown ? this.#weights(query) : null;
     this.map.element.hidden = !this.#tokens.length || this.error.textContent !== "";
-    this.map.mark(shown ? query : null);
-    this.list.replaceChildren(shown ? attendedTokens(this.#tokens, weights, this.#fetched.head) : this.#hint(query));
+    this.map.mark(query);
+    const hint = this.#selected === null ? "Select a token of the text to see what it attends to." : "";
+    this.list.replaceChildren(shown ? attendedTokens(this.#tokens, weights, this.#fetched.head) : hint);
     if (shown || this.#shaded) this.onShade(weights);
     this.#shaded = shown;
   }
 
-  // The row of the selected token, negative if the token is before the window; null if there is none.
+  // The row of the selected token, or null.
   #query() {
-    if (!this.#visible || !this.#fetched || this.#selected === null) return null;
-    return this.#selected - this.#tokens.length + this.#fetched.length;
+    return this.#visible && this.#fetched && this.#selected !== null ? this.#selected - this.#fetched.start : null;
   }
 
   // The weights of the selected token for the tokens of the text up to it.
@@ -122,14 +130,9 @@ export class AttentionPanel {
     return row;
   }
 
-  #hint(query) {
-    if (query !== null) return `The model reads the last ${this.#fetched.length} tokens, and this one is before them.`;
-    return this.#selected === null ? "Select a token of the text to see what it attends to." : "";
-  }
-
   #nameCell(query, key) {
     if (!this.#fetched) return "";
-    const {length, weights} = this.#fetched, start = this.#tokens.length - length;
+    const {start, length, weights} = this.#fetched;
     const [from, to] = [query, key].map(i => `${visible(this.#tokens[start + i].text)} (${start + i + 1})`);
     return `${from} → ${to}: ${weights[query * length + key].toFixed(3)}`;
   }

@@ -23,7 +23,7 @@ PAGE = """<!DOCTYPE html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>panels</title>
 <style>STYLE
-  #columns { display: flex; flex-wrap: wrap; gap: 1rem; align-items: start; padding: 1rem; }
+  #columns { display: flex; flex-wrap: wrap; gap: 1rem; align-items: start; }
   #columns > * { flex: 1 1 20rem; min-width: 0; max-width: 100%; }
   section { padding: 1rem; border: 1px solid var(--line); border-radius: .75rem; background: var(--card); }
   #panel { flex: 0 1 24rem !important; }
@@ -81,7 +81,7 @@ def all_weights(model: GPT, ids: Sequence[int], silenced: Sequence[Sequence[int]
     with ExitStack() as stack:
         for layer, head in silenced:
             stack.enter_context(ablated(attention_modules(model)[layer], head))
-        weights, _ = attention_maps(model, torch.tensor(ids))
+        weights = attention_maps(model, torch.tensor(ids))
     found = {}
     for layer in range(model.config.n_layer):
         for head in [None, *range(model.config.n_head)]:
@@ -111,7 +111,7 @@ def write_page(
     folder = resources.files("minigpt.page")
     modules = [folder.joinpath(f"{name}.js").read_text("utf-8") for name in MODULES]
     script = re.sub(r"(?m)^import .*\n|^export ", "", "".join(modules))
-    style = "".join(folder.joinpath(name).read_text("utf-8") for name in ("style.css", "panels.css"))
+    style = folder.joinpath("style.css").read_text("utf-8")
     text = json.dumps(data).replace("<", "\\u003c")
     parts = {"STYLE": style, "SCRIPT": script, "DATA": text}
     path.write_text(re.sub("STYLE|SCRIPT|DATA", lambda match: parts[match[0]], PAGE), encoding="utf-8")
