@@ -52,7 +52,7 @@ def main() -> None:
     url = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{opened.getsockname()[1]}"
 
     from minigpt.console import devices
-    from minigpt.serve.api import create_app
+    from minigpt.serve.app import create_app
 
     available = ["auto", *devices()]
     require("--device", args.device, lambda s: s.partition(":")[0] in available, f"one of {', '.join(available)}")

@@ -34,6 +34,11 @@ def attention_maps(model: GPT, tokens: Tensor) -> Tensor:
     return _attention_weights(model, tokens[None])[:, 0]
 
 
+def layer_attention(model: GPT, tokens: Tensor, layer: int) -> Tensor:
+    """Compute the attention weights (H, T, T) of the heads of one layer, counted from 0, as `attention_maps`."""
+    return _attention_weights(model, tokens[None], slice(layer, layer + 1))[0, 0]
+
+
 def induction_scores(model: GPT, vocab_size: int, *, seed: int = 0) -> Tensor:
     """Compute the prefix-matching score of every head, which is high for induction heads.
 
@@ -82,15 +87,15 @@ def attention_modules(model: GPT) -> list[MultiHeadAttention]:
 
 
 @torch.no_grad()
-def _attention_weights(model: GPT, tokens: Tensor) -> Tensor:
-    """Return the weights (L, B, H, T, T) of tokens (B, T), on the CPU."""
+def _attention_weights(model: GPT, tokens: Tensor, layers: slice = slice(None)) -> Tensor:
+    """Return the weights (L, B, H, T, T) of some layers for tokens (B, T), on the CPU."""
     weights: list[Tensor] = []
 
     def record(attention: MultiHeadAttention, args: Any, kwargs: dict[str, Any]) -> None:
         weights.append(attention.attention_weights(*args, rotary=kwargs["rotary"]).float().cpu())
 
     with eval_mode(model), ExitStack() as hooks:
-        for attention in attention_modules(model):
+        for attention in attention_modules(model)[layers]:
             hooks.enter_context(attention.register_forward_pre_hook(record, with_kwargs=True))
         model(tokens)
     return torch.stack(weights)

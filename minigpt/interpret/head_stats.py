@@ -6,7 +6,9 @@ and on tqdm for the progress bar. Tensors count layers and heads from 0; the pri
 Shapes: L layers, H heads, B batch, T time, D head width.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import copy
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,3 +113,15 @@ def ablated(attention: MultiHeadAttention, head: int) -> RemovableHandle:
     keep = torch.ones(attention.n_head, attention.head_dim, device=attention.qkv.weight.device)  # (H, D)
     keep[head] = 0
     return attention.out.register_forward_pre_hook(lambda _, args: (args[0] * keep.flatten().to(args[0]),))
+
+
+def without_heads(model: GPT, heads: Collection[tuple[int, int]]) -> GPT:
+    """Return a copy of a model, which shares its tensors, where the output of heads (layer, head) from 0 is zero."""
+    shared: Any = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    model = copy.deepcopy(model, shared)
+    for layer, attention in enumerate(attention_modules(model)):
+        if silenced := [head for other, head in heads if other == layer]:
+            weight = attention.out.weight.detach().clone()  # (C, H·D)
+            weight.view(len(weight), attention.n_head, attention.head_dim)[:, silenced] = 0
+            attention.out.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return model

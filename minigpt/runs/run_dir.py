@@ -24,7 +24,7 @@ METRICS, CURVES, SAMPLES, SUMMARY, LOG = "metrics.csv", "curves.png", "samples.t
 LATEST = "latest"  # link to the newest run, beside the run folders
 PLAN = "sweep.json"  # in the folder of a sweep, which holds its run folders
 _LOCK = ".lock"
-_SAMPLE_HEADER = re.compile(r"(?m)^(?=── step \d+, validation loss)")
+SAMPLE_HEADER = re.compile(r"(?m)^(?=── step \d+, validation loss)")
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def truncate_logs(folder: Path, step: int) -> None:
         else:
             metrics.unlink()
     if samples.exists():
-        sections = _SAMPLE_HEADER.split(samples.read_text(encoding="utf-8", errors="replace"))[1:]
+        sections = SAMPLE_HEADER.split(samples.read_text(encoding="utf-8", errors="replace"))[1:]
         with atomic_write(samples) as partial, open(partial, "w", encoding="utf-8", newline="") as file:
             file.writelines(section for section in sections if int(section.split()[2].rstrip(",")) <= step)
 

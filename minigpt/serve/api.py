@@ -1,146 +1,107 @@
-"""The HTTP application: OpenAI's API for completions, chat and models.
+"""OpenAI's API: completions, chat and models.
 
 Source: https://platform.openai.com/docs/api-reference/completions
 """
 
 import asyncio
 import json
-import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator
 from functools import partial
 from math import isnan
-from typing import Any, TypeVar
+from typing import Any
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from minigpt.data.tokenizer import Tokenizer, encode_prompt
-from minigpt.serve.engine import Engine, QueueFull, Token
+from minigpt.serve import engine as engines
+from minigpt.serve.engine import Engine, Token, TokenStream
+from minigpt.serve.http import ApiError, Stream, check_model, find_engine, json_response, post
 from minigpt.serve.models import Models
-from minigpt.serve.samples import Piece, Samples
-from minigpt.serve.settings import MAX_TOKENS, ApiError, Call, Prompt, json_response, read_call
-from minigpt.utils.cli import error_text
-from minigpt.utils.errors import RunError, UserError
-from minigpt.utils.terminal import sanitize_line
-
-T = TypeVar("T")
+from minigpt.serve.samples import Piece, pieces
+from minigpt.serve.settings import MAX_TOKENS, Call, Prompt, read_call
+from minigpt.utils.errors import UserError
 
 
-def create_app(models: Models) -> Starlette:
-    """Return the application, without the checks of `minigpt.serve.guard`."""
-
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        yield
-        await models.close()
-
-    async def generate(request: Request, *, chat: bool) -> Response:
-        call = await read_call(request, chat=chat)
-        return await unless_disconnected(request.receive, _respond(models, call)) or Response(status_code=499)
+def api_routes(models: Models) -> list[Route]:
+    """Return the routes of the API."""
 
     async def list_models(request: Request) -> Response:
-        described = [_describe(models, name) for name in models.sources]
-        return json_response({"object": "list", "data": described})
+        return json_response({"object": "list", "data": [describe(name) for name in models.names()]})
 
     async def retrieve_model(request: Request) -> Response:
-        return json_response(_describe(models, request.path_params["name"]))
+        return json_response(describe(check_model(models, request.path_params["name"])))
 
-    async def health(request: Request) -> Response:
-        return json_response({"status": "ok"})
+    def describe(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": models.created, "owned_by": "minigpt"}
 
-    routes = [
-        Route("/health", health),
+    return [
         Route("/v1/models", list_models),
         Route("/v1/models/{name:path}", retrieve_model),
-        Route("/v1/completions", partial(generate, chat=False), methods=["POST"]),
-        Route("/v1/chat/completions", partial(generate, chat=True), methods=["POST"]),
+        post("/v1/completions", partial(_generate, models, chat=False)),
+        post("/v1/chat/completions", partial(_generate, models, chat=True)),
     ]
-    handlers = dict.fromkeys((ApiError, HTTPException, UserError, QueueFull, Exception), _error_response)
-    return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """Return the result of a coroutine; cancel it when the client disconnects, and return None."""
-
-    async def disconnect() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = working, watching = asyncio.create_task(work), asyncio.create_task(disconnect())
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        watching.cancel()
-        working.cancel()  # has no effect on a task that is done
-        await asyncio.wait(tasks)
-    return None if working.cancelled() else working.result()
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events of a call; the samples end with the response."""
-
-    def __init__(self, samples: Samples, events: AsyncIterator[str]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-        self.samples = samples
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await unless_disconnected(receive, self.stream_response(send))
-        finally:
-            await self.samples.close()
-
-
-async def _respond(models: Models, call: Call) -> Response:
-    _describe(models, call.model)
-    try:
-        engine = await models.engine(call.model)
-    except UserError as error:
-        raise ApiError(500, f"{call.model} cannot be loaded: {error}") from error
+async def _generate(models: Models, request: Request, body: dict[str, Any], *, chat: bool) -> Response:
+    call = read_call(body, chat=chat)
+    engine = await find_engine(models, call.model)
     prompts = [await asyncio.to_thread(_encode, engine, prompt) for prompt in call.prompts]
-    samples = Samples(engine, call, prompts)
-    streaming = False
-    try:
-        await samples.start()
-        if streaming := call.stream:
-            return EventStream(samples, _events(samples))
-        whole = [Piece() for _ in range(len(prompts) * call.n)]
-        async for i, piece in samples.pieces():
-            whole[i].text += piece.text
-            whole[i].tokens += piece.tokens
-            whole[i].reason = piece.reason
-        choices = [_choice(call, engine.tokenizer, i, piece, "message") for i, piece in enumerate(whole)]
-        return json_response(_envelope(call) | {"choices": choices, "usage": _usage(samples)})
-    finally:
-        if not streaming:
-            await samples.close()
+    echoed = [await _echo(engine, call, *given) for given in zip(call.prompts, prompts, strict=True)]
+    end = engine.tokenizer.separator.tolist() if engine.tokenizer.separated else []
+    tokens = engine.generate(
+        *(
+            engines.Request(ids, call.max_tokens, call.sampling, (*call.stop, *end), call.seed + i, call.n_top)
+            for ids in (prompts if call.max_tokens else ())
+            for i in range(call.n)
+        )
+    )
+    request.scope["tokens"] = tokens  # for the log
+    n_read = sum(map(len, prompts))
+    if call.stream:
+        return Stream(_events(engine.tokenizer, call, echoed, tokens, n_read), "text/event-stream")
+    whole = [Piece() for _ in range(len(prompts) * call.n)]
+    async for i, piece in pieces(engine.tokenizer, call, echoed, tokens):
+        whole[i].text += piece.text
+        whole[i].tokens += piece.tokens
+        whole[i].reason = piece.reason
+    choices = [_choice(call, engine.tokenizer, i, piece, "message") for i, piece in enumerate(whole)]
+    return json_response(_envelope(call) | {"choices": choices, "usage": _usage(n_read, tokens.n_tokens)})
 
 
-async def _events(samples: Samples) -> AsyncIterator[str]:
-    call, tokenizer, envelope = samples.call, samples.engine.tokenizer, _envelope(samples.call)
-    if call.include_usage:
-        envelope["usage"] = None
-    started = set[int]()
+async def _echo(engine: Engine, call: Call, prompt: Prompt, ids: list[int]) -> list[Token]:
+    """Return the tokens of a prompt that begin its samples."""
+    if not call.echo or not prompt:  # without the start token of an empty prompt
+        return []
+    return [Token(i) for i in ids] if call.n_top is None else await engine.score(ids, n_top=call.n_top)
+
+
+async def _events(
+    tokenizer: Tokenizer, call: Call, echoed: list[list[Token]], tokens: TokenStream, n_read: int
+) -> AsyncGenerator[str]:
+    """Yield server-sent events, several at once if their tokens are there."""
+    envelope = _envelope(call) | ({"usage": None} if call.include_usage else {})
+    started, ready = set[int](), ""
     try:
-        async for i, piece in samples.pieces():
+        async for i, piece in pieces(tokenizer, call, echoed, tokens):
             first = call.chat and i not in started
             started.add(i)
             if first or piece.text or piece.tokens or piece.reason:
                 choice = _choice(call, tokenizer, i, piece, "delta")
                 if first:
                     choice["delta"]["role"] = "assistant"
-                yield _event(envelope | {"choices": [choice]})
+                ready += _event(envelope | {"choices": [choice]})
+            if ready and not tokens.has_more:
+                yield ready
+                ready = ""
         if call.include_usage:
-            yield _event(envelope | {"choices": [], "usage": _usage(samples)})
-        yield "data: [DONE]\n\n"
-    except Exception as error:
-        yield _event(_to_api_error(error).content)
+            ready += _event(envelope | {"choices": [], "usage": _usage(n_read, tokens.n_tokens)})
+        yield f"{ready}data: [DONE]\n\n"
+    except (Exception, asyncio.CancelledError) as error:  # cancelled at the end of the server
+        yield ready + _event(ApiError.of(error).content)
 
 
 def _event(content: object) -> str:
@@ -153,8 +114,7 @@ def _envelope(call: Call) -> dict[str, Any]:
     return {"id": prefix + uuid.uuid4().hex, "object": kind, "created": int(time.time()), "model": call.model}
 
 
-def _usage(samples: Samples) -> dict[str, int]:
-    read, generated = sum(map(len, samples.prompts)), samples.n_tokens
+def _usage(read: int, generated: int) -> dict[str, int]:
     return {"prompt_tokens": read, "completion_tokens": generated, "total_tokens": read + generated}
 
 
@@ -212,29 +172,3 @@ def _encode(engine: Engine, prompt: Prompt) -> list[int]:
     if wrong := [i for i in ids if not 0 <= i < vocab_size]:
         raise ApiError(400, f"prompt must have token ids in [0, {vocab_size}), got {wrong[0]}", param="prompt")
     return ids
-
-
-def _describe(models: Models, name: str) -> dict[str, Any]:
-    if name not in models.sources:
-        message = f"the model {name!r} does not exist; GET /v1/models lists all"
-        raise ApiError(404, message, param="model", code="model_not_found")
-    return {"id": name, "object": "model", "created": models.created, "owned_by": "minigpt"}
-
-
-def _error_response(request: Request, error: Exception) -> Response:
-    return _to_api_error(error).response()
-
-
-def _to_api_error(error: Exception) -> ApiError:
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, HTTPException):  # of the router
-        headers = {name.lower(): value for name, value in (error.headers or {}).items()}
-        return ApiError(error.status_code, error.detail.lower(), **headers)
-    if isinstance(error, QueueFull):
-        return ApiError(429, f"too many requests wait: {error}", code="rate_limit_exceeded", retry_after="1")
-    if isinstance(error, UserError) and not isinstance(error, RunError):
-        return ApiError(400, str(error))
-    if not isinstance(error, ClientDisconnect):
-        print(sanitize_line(f"error: {error_text(error)}"), file=sys.stderr)
-    return ApiError(500, "the server failed; its terminal shows the error")

@@ -17,20 +17,23 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from minigpt.data.tokenizer import Tokenizer
-from minigpt.generation import NON_FINITE, Score, StopCriteria, check_ids, score, top_logprobs
+from minigpt.generation import NON_FINITE, StopCriteria, check_ids, score, top_logprobs
 from minigpt.generation_settings import check_settings
 from minigpt.kv_decoder import Decoder
 from minigpt.model import GPT
 from minigpt.sampling import PerSampleRNG, Sampling
 from minigpt.utils.errors import RunError
 
+T = TypeVar("T")
+
 _SEND_SECONDS = 0.01  # between tokens that are sent: the event loop holds Python's lock, which the steps need too
+_IDLE_SECONDS = 5.0  # until the thread ends and the KV cache is freed
 _CLOSED = "the engine is closed"
 
 
@@ -45,7 +48,7 @@ class Request:
     Args:
         prompt: token ids, at least one.
         stop: strings and token ids.
-        n_top: number of likeliest alternatives to return per token.
+        n_top: number of likeliest alternatives to return per token; None: no log-probabilities and ranks either.
     """
 
     prompt: list[int]
@@ -53,7 +56,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str | int, ...] = ()
     seed: int = 0
-    n_top: int = 0
+    n_top: int | None = 0
 
 
 @dataclass(frozen=True)
@@ -61,21 +64,25 @@ class Token:
     """A generated or scored token.
 
     Args:
-        logprob: in nats, before temperature and filters.
+        logprob: in nats, before temperature and filters; NaN if there is none.
         rank: number of likelier tokens.
         top: the likeliest tokens at this place with their log-probabilities, the likeliest first.
         reason: "stop" or "length" with the last token of a request, else None.
+        sample: index of its request among those of a stream.
     """
 
     id: int
-    logprob: float
-    rank: int
-    top: list[tuple[int, float]]
+    logprob: float = math.nan
+    rank: int = 0
+    top: list[tuple[int, float]] = field(default_factory=list)
     reason: str | None = None
+    sample: int = 0
 
 
 class Engine:
     """Generate for many requests at once. All methods are for one asyncio event loop.
+
+    The thread starts with the first request, and ends, as its KV cache, after some seconds without one.
 
     Args:
         max_running: requests that are decoded in one batch.
@@ -88,79 +95,93 @@ class Engine:
         self._decoder: Decoder | None = None
         self._running: list[_Job] = []  # in the order of the decoder's rows
         self._waiting: list[_Job] = []
-        self._scores: list[tuple[Future[Score], Callable[[], Score]]] = []
+        self._calls: list[tuple[Future[Any], Callable[[GPT], Any]]] = []
         self._unsent: list[tuple[_Job, Token | Exception]] = []
         self._next_send, self._closing = 0.0, False
         self._changed = threading.Condition()  # also guards the moves of requests
-        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
-    def generate(self, request: Request) -> "TokenStream":
-        """Queue a request and return its tokens as they are generated; closing the iterator ends the request.
+    def generate(self, *requests: Request) -> "TokenStream":
+        """Queue requests and return their tokens as they are generated; closing the iterator ends the requests.
 
         Raises:
             QueueFull: at once, if too many requests wait.
-            UserError: at once, if a setting or the prompt is invalid, or the engine is closed.
+            UserError: at once, if a setting or a prompt is invalid, or the engine is closed.
         """
-        settings = {name: value for name, value in vars(request).items() if name not in ("prompt", "sampling")}
-        check_settings(**settings)
-        check_ids(request.prompt, self.model.config.vocab_size)
-        job = _Job(request, self.tokenizer, self.model)
-        self._append(self._waiting, job)
-        return TokenStream(job)
+        items: asyncio.Queue[Token | Exception] = asyncio.Queue()
+        for request in requests:
+            settings = {name: value for name, value in vars(request).items() if name not in ("prompt", "sampling")}
+            check_settings(**settings | {"n_top": request.n_top or 0})
+            check_ids(request.prompt, self.model.config.vocab_size)
+        jobs = [_Job(request, i, items, self.tokenizer, self.model) for i, request in enumerate(requests)]
+        self._append(self._waiting, *jobs)
+        return TokenStream(jobs, items)
+
+    async def run(self, function: Callable[[GPT], T]) -> T:
+        """Call a function of the model in the engine's thread, between two steps. Raises QueueFull as `generate`."""
+        result: Future[T] = Future()
+        self._append(self._calls, (result, function))
+        return await asyncio.wrap_future(result)
 
     async def score(self, prompt: list[int], *, n_top: int = 0) -> list[Token]:
         """Return the log-probability of every token of a prompt after those before it; of the first, NaN.
 
-        The windows are those of `minigpt.generation.score`. Raises QueueFull and UserError as `generate`.
+        The windows are those of `minigpt.generation.score`; steps of other requests run between two of them.
         """
         check_settings(n_top=n_top)
         check_ids(prompt, self.model.config.vocab_size)
-        tokens = [Token(prompt[0], math.nan, 0, [])]
-        if len(prompt) > 1:
-            result: Future[Score] = Future()
-            self._append(self._scores, (result, partial(score, self.model, prompt[1:], prompt[:1], n_top)))
-            found = await asyncio.wrap_future(result)
-            rest = zip(prompt[1:], found.logprobs.tolist(), found.ranks.tolist(), found.top, strict=True)
-            tokens += [Token(*row) for row in rest]
+        tokens, block_size = [Token(prompt[0])], self.model.config.block_size
+        while (done := len(tokens)) < len(prompt):
+            end = done + (block_size if done == 1 else block_size // 2 + 1)
+            before = prompt[max(0, done - block_size) : done]
+            found = await self.run(partial(score, tokens=prompt[done:end], start=before, n_top=n_top))
+            rows = zip(prompt[done:end], found.logprobs.tolist(), found.ranks.tolist(), found.top, strict=True)
+            tokens += [Token(*row) for row in rows]
         return tokens
 
     async def close(self) -> int:
         """End the thread; return the number of requests that were cut off: they raise RunError."""
-        self._loop = asyncio.get_running_loop()
         with self._changed:
             self._closing = True
             self._changed.notify()
-        await asyncio.to_thread(self._thread.join)
+            thread = self._thread
+        if thread:
+            await asyncio.to_thread(thread.join)
         error = RunError(_CLOSED)
         cut_off = [job for job in (*self._running, *self._waiting) if not job.ended]
-        self._send([(job, error) for job in cut_off])
-        results = [result for result, _ in self._scores if result.set_running_or_notify_cancel()]
+        _deliver([(job, error) for job in cut_off])
+        results = [result for result, _ in self._calls if result.set_running_or_notify_cancel()]
         for result in results:
             result.set_exception(error)
-        self._running, self._waiting, self._scores = [], [], []
+        self._running, self._waiting, self._calls = [], [], []
         return len(cut_off) + len(results)
 
-    def _append(self, queue: list[Any], item: Any) -> None:
+    def _append(self, queue: list[Any], *items: Any) -> None:
         self._loop = asyncio.get_running_loop()
         with self._changed:
             if self._closing:
                 raise RunError(_CLOSED)
-            n_open = sum(not job.ended for job in (*self._running, *self._waiting)) + len(self._scores)
-            if n_open >= self.max_running + self.max_waiting:
+            n_open = sum(not job.ended for job in (*self._running, *self._waiting)) + len(self._calls)
+            if n_open + len(items) > self.max_running + self.max_waiting:
                 raise QueueFull(f"{self.max_waiting} requests wait")
-            queue.append(item)
+            queue += items
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+                self._thread.start()
             self._changed.notify()
 
     @torch.inference_mode()
     def _work(self) -> None:
-        """Run steps while there is any request, until `close`."""
+        """Run steps while there is any request, until `close` or a pause without requests."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._running or self._waiting or self._scores)
-                if self._closing:
+                ready = self._changed.wait_for(
+                    lambda: self._closing or self._running or self._waiting or self._calls, timeout=_IDLE_SECONDS
+                )
+                if self._closing or not ready:
+                    self._thread = self._decoder = None
                     return
-            self._score_next()
+            self._call_next()
             try:
                 self._leave()
                 if self._waiting:
@@ -170,6 +191,16 @@ class Engine:
             except Exception as error:  # of the model, such as a lack of memory
                 failed, self._running, self._decoder = self._running, [], None
                 self._send([(job, error) for job in failed if not job.ended])
+
+    def _call_next(self) -> None:
+        """Call the next function that waits, if any."""
+        if self._calls:
+            result, function = self._calls.pop(0)
+            if result.set_running_or_notify_cancel():
+                try:
+                    result.set_result(function(self.model))
+                except Exception as error:
+                    result.set_exception(error)
 
     def _leave(self) -> None:
         """Free the rows of requests that ended."""
@@ -203,13 +234,15 @@ class Engine:
         last = torch.tensor([job.last for job in self._running], device=self._decoder.device)
         logits = self._decoder.step(last).float()  # (B, V)
         tokens = self._draw(logits)
-        ids = torch.tensor(tokens, device=logits.device).clamp(max=logits.size(-1) - 1)  # of NaN logits the draw is V
-        logprobs = logits.log_softmax(dim=-1)
+        V = logits.size(-1)
+        ids = torch.tensor(tokens, device=logits.device).clamp(max=V - 1)  # of NaN logits the draw is V
+        n_tops = [job.request.n_top for job in self._running if job.request.n_top is not None]
+        logprobs = logits.log_softmax(dim=-1) if n_tops else logits
         of_tokens = logprobs.gather(-1, ids[:, None])  # (B, 1)
-        ranks = (logprobs > of_tokens).sum(dim=-1).tolist()
-        n_top = max(job.request.n_top for job in self._running)
-        top = top_logprobs(logprobs, n_top) if n_top else [[] for _ in ranks]
-        rows = zip(self._running, tokens, of_tokens[:, 0].tolist(), ranks, top, strict=True)
+        ranks = (logprobs > of_tokens).sum(dim=-1).tolist() if n_tops else [0] * len(tokens)
+        top = top_logprobs(logprobs, max(n_tops)) if any(n_tops) else [[] for _ in tokens]
+        values = [math.nan if i == V else x for i, x in zip(tokens, of_tokens[:, 0].tolist(), strict=True)]
+        rows = zip(self._running, tokens, values, ranks, top, strict=True)
         items = [(job, job.append(*token)) for job, *token in rows if not job.ended]
         self._send(items, at_once=any(job.ended for job in self._running))
 
@@ -229,16 +262,6 @@ class Engine:
                 tokens[row] = token
         return tokens
 
-    def _score_next(self) -> None:
-        """Rate the next text that waits, if any."""
-        if self._scores:
-            result, rate = self._scores.pop(0)
-            if result.set_running_or_notify_cancel():
-                try:
-                    result.set_result(rate())
-                except Exception as error:
-                    result.set_exception(error)
-
     def _send(self, items: list[tuple["_Job", Token | Exception]], *, at_once: bool = True) -> None:
         """Put items into the queues of their requests, in one call of the event loop."""
         self._unsent += items
@@ -249,40 +272,56 @@ class Engine:
 
 
 class TokenStream(AsyncIterator[Token]):
-    """The tokens of a request. Raises the exception that ended it, if one did."""
+    """The tokens of some requests. Raises the exception that ended one of them."""
 
-    def __init__(self, job: "_Job") -> None:
-        self._job, self._exhausted = job, False
+    def __init__(self, jobs: "list[_Job]", items: asyncio.Queue[Token | Exception]) -> None:
+        self._jobs, self._items, self._open, self.n_tokens = jobs, items, len(jobs), 0
+
+    @property
+    def has_more(self) -> bool:
+        """Whether the next token is there already."""
+        return not self._items.empty()
 
     async def __anext__(self) -> Token:
-        """Wait for the next token; cancellation ends the request."""
-        if self._exhausted:
+        """Wait for the next token; cancellation ends the requests."""
+        if not self._open:
             raise StopAsyncIteration
         try:
-            item = await self._job.items.get()
+            item = await self._items.get()
             if isinstance(item, Exception):
                 raise item
         except BaseException:
             await self.aclose()
             raise
-        self._exhausted = item.reason is not None
+        self.n_tokens += 1
+        self._open -= item.reason is not None
         return item
 
     async def aclose(self) -> None:
-        """End the request; its row is free before the next step."""
-        self._job.ended = self._exhausted = True
+        """End the requests; their rows are free before the next step."""
+        self._open = 0
+        for job in self._jobs:
+            job.ended = True
 
     def __del__(self) -> None:
-        self._job.ended = True
+        for job in self._jobs:
+            job.ended = True
 
 
 class _Job:
     """The state of a request. `ended` is set by both threads and never reset."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, model: GPT) -> None:
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        items: asyncio.Queue[Token | Exception],
+        tokenizer: Tokenizer,
+        model: GPT,
+    ) -> None:
         device = model.wte.weight.device
-        self.request, self.last, self.n_tokens, self.ended = request, request.prompt[-1], 0, False
-        self.items: asyncio.Queue[Token | Exception] = asyncio.Queue()
+        self.request, self.index, self.items = request, index, items
+        self.last, self.n_tokens, self.ended = request.prompt[-1], 0, False
         self.criteria, self.uniforms = StopCriteria(request.stop, tokenizer, 1), PerSampleRNG([request.seed], device)
         self.seen = None  # (V,), for a repetition penalty
         if request.sampling.repetition_penalty != 1:
@@ -290,8 +329,12 @@ class _Job:
             self.seen[request.prompt] = True
 
     def append(self, token: int, logprob: float, rank: int, top: list[tuple[int, float]]) -> Token | Exception:
-        """Append a token; return it, or the error if the logits are NaN or infinite."""
-        if math.isnan(logprob):
+        """Append a token; return it, or the error if the logits are NaN or infinite.
+
+        Args:
+            logprob: the logit if the request has no `n_top`.
+        """
+        if not math.isfinite(logprob):
             self.ended = True
             return RunError(NON_FINITE)
         self.last, self.n_tokens = token, self.n_tokens + 1
@@ -299,9 +342,10 @@ class _Job:
             self.seen[token] = True
         full = self.n_tokens == self.request.max_new_tokens
         reason = "stop" if self.criteria.update([token])[0] else "length" if full else None
-        if reason:
-            self.ended = True
-        return Token(token, logprob, rank, top[: self.request.n_top], reason)
+        self.ended |= reason is not None
+        if self.request.n_top is None:
+            return Token(token, reason=reason, sample=self.index)
+        return Token(token, logprob, rank, top[: self.request.n_top], reason, self.index)
 
 
 def _deliver(items: list[tuple[_Job, Token | Exception]]) -> None:

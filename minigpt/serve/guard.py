@@ -9,7 +9,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minigpt.serve.settings import ApiError
+from minigpt.serve.http import ApiError
 
 _SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
@@ -26,7 +26,7 @@ class Guard:
 
     Args:
         host: the address or name that the server is bound to.
-        key: is required as `Authorization: Bearer KEY` under /v1/, if there is one.
+        key: is required as `Authorization: Bearer KEY` under /v1/ and /api/, if there is one.
         origins: of web sites that may use the server.
     """
 
@@ -76,7 +76,8 @@ class Guard:
             allowed = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Allow-Headers": "*, Authorization"}
             return Response(status_code=204, headers=allowed)
         given = headers.get("authorization", "").encode()
-        if self.key and scope["path"].startswith("/v1/") and not compare_digest(given, f"Bearer {self.key}".encode()):
+        private = scope["path"].startswith(("/v1/", "/api/"))
+        if self.key and private and not compare_digest(given, f"Bearer {self.key}".encode()):
             message = "the key is wrong or missing; send the header Authorization: Bearer KEY"
             raise ApiError(401, message, code="invalid_api_key", www_authenticate="Bearer")
         return None

@@ -2,16 +2,19 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minigpt.checkpoints.find import BEST, find_checkpoint, run_folder
+from minigpt.utils.errors import require
 
 if TYPE_CHECKING:
     from minigpt.data.tokenizer import Tokenizer
     from minigpt.model import GPT
     from minigpt.serve.engine import Engine
+
+MAX_SILENCED = 2  # engines per model
 
 
 def find_models(sources: Sequence[str], runs: Path = Path("runs")) -> dict[str, str]:
@@ -64,6 +67,15 @@ class Models:
         self._build = engine
         self._locks = {name: asyncio.Lock() for name in sources}
         self._engines: dict[str, Engine] = {}
+        self._silenced: dict[str, dict[frozenset[tuple[int, int]], Engine]] = {name: {} for name in sources}
+
+    def names(self) -> list[str]:
+        """Return the names of the models that are loaded, of the Hub, or still on the disk."""
+
+        def exists(source: str) -> bool:
+            return not Path(source).is_absolute() or Path(source).exists()
+
+        return [name for name, source in self.sources.items() if name in self._engines or exists(source)]
 
     async def engine(self, name: str) -> "Engine":
         """Return the engine of a model, loaded on the first call.
@@ -74,14 +86,68 @@ class Models:
         """
         async with self._locks[name]:
             if name not in self._engines:
-                from minigpt.serve.engine import Engine
-
-                self._engines[name] = (self._build or Engine)(*await asyncio.to_thread(self._load, name))
+                self._engines[name] = self._new_engine(*await asyncio.to_thread(self._load, name))
         return self._engines[name]
+
+    def silenced(self, name: str, heads: "Collection[Sequence[int]]") -> "Engine":
+        """Return an engine of a loaded model whose heads (layer, head) have the output zero; two per model are kept.
+
+        Raises:
+            UserError: there is no such head.
+        """
+        from minigpt.interpret.head_stats import without_heads
+
+        original, kept = self._engines[name], self._silenced[name]
+        key = frozenset((layer, head) for layer, head in heads)
+        L, H = original.model.config.n_layer, original.model.config.n_head
+        expected = f"pairs of a layer below {L} and a head below {H}, from 0"
+        require("silenced", heads, lambda _: all(0 <= i < L and 0 <= j < H for i, j in key), expected)
+        if key not in kept:
+            kept[key] = self._new_engine(without_heads(original.model, key), original.tokenizer)
+        kept[key] = kept.pop(key)  # the last is the most recently used
+        if len(kept) > MAX_SILENCED:
+            del kept[next(iter(kept))]  # its thread ends when it is idle
+        return kept[key]
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """Return the name, the size and a line of facts; the weights are not read."""
+        from minigpt.checkpoints.format import read_description
+        from minigpt.checkpoints.pretrained import find_pretrained
+        from minigpt.config import GPTConfig
+        from minigpt.data.tokenizer import from_dict
+
+        source = self.sources[name]
+        if engine := self._engines.get(name):
+            config, tokenizer = engine.model.config, engine.tokenizer
+        elif Path(source).exists() and not Path(source, "config.json").is_file():
+            described = read_description(find_checkpoint(source))
+            config, tokenizer = GPTConfig.from_dict(described["model"]), from_dict(described["tokenizer"])
+        else:  # of Hugging Face
+            found = find_pretrained(source)
+            config, tokenizer = found.config, found.tokenizer
+        facts = (
+            f"{config.num_params():,} parameters, {config.n_layer} layers, {config.n_head} heads, width "
+            f"{config.n_embd}, context {config.block_size} tokens, tokenizer {tokenizer.name}"
+        )
+        sizes = {key: getattr(config, key) for key in ("n_layer", "n_head", "block_size")}
+        return {"name": name, "facts": facts, **sizes}
+
+    def history(self, name: str) -> dict[str, Any] | None:
+        """Return the history of the run of a model; None if there is none."""
+        from minigpt.runs.history import read_history
+
+        path = Path(self.sources[name])
+        return read_history(run_folder(path) if path.is_file() else path)
 
     async def close(self) -> None:
         """Close all engines."""
-        await asyncio.gather(*(engine.close() for engine in self._engines.values()))
+        silenced = (engine for engines in self._silenced.values() for engine in engines.values())
+        await asyncio.gather(*(engine.close() for engine in (*self._engines.values(), *silenced)))
+
+    def _new_engine(self, model: "GPT", tokenizer: "Tokenizer") -> "Engine":
+        from minigpt.serve.engine import Engine
+
+        return (self._build or Engine)(model, tokenizer)
 
     def _load(self, name: str) -> "tuple[GPT, Tokenizer]":
         from minigpt.checkpoints.pretrained import find_pretrained

@@ -1,17 +1,12 @@
-"""The samples of one request, generated at once, as pieces of text that can be sent."""
+"""The samples of one request as pieces of text that can be sent."""
 
-import asyncio
 import codecs
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from math import nan
-from typing import cast
 
 from minigpt.data.tokenizer import Tokenizer
-from minigpt.serve.engine import Engine, Request, Token
+from minigpt.serve.engine import Token, TokenStream
 from minigpt.serve.settings import Call
-
-_MAX_QUEUED_TOKENS = 256  # per request, until the client has received those before
 
 
 @dataclass
@@ -63,69 +58,19 @@ class TextSplitter:
         return Piece(text[:end], sent, token.reason)
 
 
-class Samples:
-    """All samples of a call: sample i of prompt p has the index p × n + i and the seed `seed` + i.
+async def pieces(
+    tokenizer: Tokenizer, call: Call, echoed: list[list[Token]], tokens: TokenStream
+) -> AsyncIterator[tuple[int, Piece]]:
+    """Yield the index of a sample and its next piece, which may be empty; the last one has a reason.
 
     Args:
-        prompts: token ids of each prompt.
+        echoed: tokens of each prompt that begin its samples.
+        tokens: of all samples; sample i of prompt p has the index p × n + i.
     """
-
-    def __init__(self, engine: Engine, call: Call, prompts: list[list[int]]) -> None:
-        self.engine, self.call, self.prompts = engine, call, prompts
-        self.n_tokens = 0  # generated
-        self._echoed: list[list[Token]] = []
-        self._iterators: list[AsyncGenerator[Token]] = []
-        self._tasks: list[asyncio.Task[None]] = []
-        self._queue: asyncio.Queue[tuple[int, Token | Exception | None]] = asyncio.Queue(_MAX_QUEUED_TOKENS)
-
-    async def start(self) -> None:
-        """Score the prompts if they are echoed, and queue all samples; errors are those of the engine."""
-        call, tokenizer = self.call, self.engine.tokenizer
-        for prompt, ids in zip(call.prompts, self.prompts, strict=True) if call.echo else ():
-            echoed = ids if prompt else []  # without the start token of an empty prompt
-            if call.n_top is None or not echoed:
-                self._echoed.append([Token(i, nan, 0, []) for i in echoed])
-            else:
-                self._echoed.append(await self.engine.score(echoed, n_top=call.n_top))
-        end = tokenizer.separator.tolist() if tokenizer.separated else []
-        for ids in self.prompts if call.max_tokens else ():
-            for i in range(call.n):
-                stop, n_top = (*call.stop, *end), call.n_top or 0
-                request = Request(ids, call.max_tokens, call.sampling, stop, call.seed + i, n_top)
-                self._iterators.append(cast(AsyncGenerator[Token], self.engine.generate(request)))
-        self._tasks = [asyncio.create_task(self._drain(i, tokens)) for i, tokens in enumerate(self._iterators)]
-
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
-        """Yield the index of a sample and its next piece, which may be empty; the last one has a reason."""
-        n_samples = len(self.prompts) * self.call.n
-        splitters = [TextSplitter(self.engine.tokenizer, self.call.stop) for _ in range(n_samples)]
-        for i, splitter in enumerate(splitters):
-            piece = splitter.prompt(self._echoed[i // self.call.n] if self.call.echo else [])
-            piece.reason = None if self.call.max_tokens else "length"
-            yield i, piece
-        running = len(self._tasks)
-        while running:
-            i, token = await self._queue.get()
-            if isinstance(token, Exception):
-                raise token
-            if token is None:
-                running -= 1
-            else:
-                self.n_tokens += 1
-                yield i, splitters[i].add(token)
-
-    async def close(self) -> None:
-        """End all samples that are not complete."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for iterator in self._iterators:
-            await iterator.aclose()
-
-    async def _drain(self, index: int, tokens: AsyncIterator[Token]) -> None:
-        try:
-            async for token in tokens:
-                await self._queue.put((index, token))
-            await self._queue.put((index, None))
-        except Exception as error:
-            await self._queue.put((index, error))
+    splitters = [TextSplitter(tokenizer, call.stop) for _ in range(len(echoed) * call.n)]
+    for i, splitter in enumerate(splitters):
+        piece = splitter.prompt(echoed[i // call.n])
+        piece.reason = None if call.max_tokens else "length"
+        yield i, piece
+    async for token in tokens:
+        yield token.sample, splitters[token.sample].add(token)

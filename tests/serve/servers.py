@@ -1,8 +1,7 @@
 """Servers in a thread, their models, and the engine that the tests of this folder use."""
 
-import asyncio
 import threading
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +10,9 @@ from typing import Any
 import torch
 
 from minigpt import GPT, GPTConfig, save_checkpoint
-from minigpt.data.tokenizer import ByteTokenizer
-from minigpt.serve.api import create_app
-from minigpt.serve.engine import Engine, QueueFull, Request, Token
+from minigpt.data.tokenizer import ByteTokenizer, Tokenizer
+from minigpt.serve.app import create_app
+from minigpt.serve.engine import Engine
 from minigpt.serve.guard import Guard
 from minigpt.serve.models import Models, find_models
 from minigpt.serve.server import Server, open_socket
@@ -22,42 +21,27 @@ from minigpt.utils.errors import RunError
 ENGINE: Any = Engine
 
 
-class EndlessEngine(Engine):
-    """Generate the letter a until the iterator is closed; at most three requests at once."""
+class SmallEngine(Engine):
+    """Take at most three requests at once."""
 
-    open = 0
+    last: "SmallEngine"
 
-    def generate(self, request: Request) -> AsyncGenerator[Token]:
-        if EndlessEngine.open == 3:
-            raise QueueFull("3 of 3")
-        EndlessEngine.open += 1
-        return _Endless()
+    def __init__(self, model: GPT, tokenizer: Tokenizer) -> None:
+        super().__init__(model, tokenizer, max_running=2, max_waiting=1)
+        SmallEngine.last = self
 
-    async def close(self) -> int:
-        return EndlessEngine.open
-
-
-class _Endless:
-    def __aiter__(self) -> "_Endless":
-        return self
-
-    async def __anext__(self) -> Token:
-        await asyncio.sleep(0.01)
-        return Token(ord("a"), -1.0, 0, [])
-
-    async def aclose(self) -> None:
-        EndlessEngine.open -= 1
+    @classmethod
+    def n_open(cls) -> int:
+        return sum(not job.ended for job in (*cls.last._running, *cls.last._waiting))
 
 
 class BrokenEngine(Engine):
     """Fail after one token."""
 
-    async def generate(self, request: Request) -> AsyncGenerator[Token]:
-        yield Token(ord("a"), -1.0, 0, [])
-        raise RunError("the model's logits are NaN")
-
-    async def close(self) -> int:
-        return 0
+    def _step(self) -> None:
+        if self._running[0].n_tokens:
+            raise RunError("the model's logits are NaN")
+        super()._step()
 
 
 def make_run(folder: Path, **settings: Any) -> Path:

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from servers import BrokenEngine, EndlessEngine, make_run, serving
+from servers import BrokenEngine, SmallEngine, make_run, serving
 
 from minigpt import generate, load_checkpoint
 from minigpt.generation import score
@@ -380,7 +380,7 @@ def test_the_requests_of_open_webui_are_answered(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_samples_of_a_client_that_disconnects_end(stream: bool, run: Path) -> None:
-    with serving([run], engine=EndlessEngine) as server:
+    with serving([run], engine=SmallEngine) as server:
         body = {"model": "tiny", "prompt": "a", "n": 2, "max_tokens": 60_000, "stream": stream}
         with httpx.Client(base_url=server.url, timeout=1) as client:
             if stream:
@@ -390,31 +390,31 @@ def test_the_samples_of_a_client_that_disconnects_end(stream: bool, run: Path) -
                 with pytest.raises(httpx.ReadTimeout):
                     client.post(COMPLETIONS, json=body)
         deadline = time.monotonic() + 5
-        while EndlessEngine.open and time.monotonic() < deadline:
+        while SmallEngine.n_open() and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert EndlessEngine.open == 0
+        assert SmallEngine.n_open() == 0
 
 
 def test_too_many_requests_are_told_to_try_again_and_leave_no_samples(run: Path) -> None:
-    with serving([run], engine=EndlessEngine) as server:
+    with serving([run], engine=SmallEngine) as server:
         body = {"model": "tiny", "prompt": "a", "n": 4, "max_tokens": 10}
         response = httpx.post(f"{server.url}{COMPLETIONS}", json=body)
         assert (response.status_code, response.headers["Retry-After"]) == (429, "1")
         assert response.json()["error"]["type"] == "rate_limit_error"
-        assert EndlessEngine.open == 0
+        assert SmallEngine.n_open() == 0
 
 
 def test_a_server_that_ends_cuts_off_requests_after_a_second(run: Path) -> None:
-    with serving([run], engine=EndlessEngine) as server, ThreadPoolExecutor() as pool:
+    with serving([run], engine=SmallEngine) as server, ThreadPoolExecutor() as pool:
         body = {"model": "tiny", "prompt": "a", "max_tokens": 60_000}
         sent = [pool.submit(httpx.post, f"{server.url}{COMPLETIONS}", json=body) for _ in range(2)]
-        while EndlessEngine.open < 2:
+        while not hasattr(SmallEngine, "last") or SmallEngine.n_open() < 2:
             time.sleep(0.02)
         server.stop()
         assert server.guard.cut_off == 2
         assert [request.result().status_code for request in sent] == [503, 503]
         assert sent[0].result().json()["error"]["message"] == "the server was stopped"
-        assert EndlessEngine.open == 0
+        assert SmallEngine.n_open() == 0
 
 
 def test_a_failure_of_the_server_is_an_error_without_its_cause(

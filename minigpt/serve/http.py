@@ -1,0 +1,169 @@
+"""What the endpoints share: JSON bodies and their checks, errors, streams, and clients that disconnect."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from minigpt.serve.engine import Engine, QueueFull
+from minigpt.serve.models import Models
+from minigpt.utils.checks import Rule
+from minigpt.utils.cli import error_text
+from minigpt.utils.errors import RunError, UserError, require
+from minigpt.utils.terminal import sanitize_line
+
+T = TypeVar("T")
+Settings = Mapping[str, tuple[Any, Rule]]  # default and rule by name
+
+REQUIRED = object()  # as a default
+MAX_BODY_BYTES = 1 << 20
+_JSON = "application/json"
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """An error of a request, with its HTTP status."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, **headers: str
+    ) -> None:
+        super().__init__(message)
+        kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        self.status, self.headers = status, {name.replace("_", "-"): value for name, value in headers.items()}
+        self.content = {"error": {"message": sanitize_line(message), "type": kind, "param": param, "code": code}}
+
+    @classmethod
+    def of(cls, error: BaseException) -> "ApiError":
+        """Return the error that a client gets; the cause of a failure of the server is printed to its terminal."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, HTTPException):  # of the router
+            headers = {name.lower(): value for name, value in (error.headers or {}).items()}
+            return cls(error.status_code, error.detail.lower(), **headers)
+        if isinstance(error, asyncio.CancelledError):
+            return cls(503, "the server was stopped")
+        if isinstance(error, QueueFull):
+            return cls(429, f"too many requests wait: {error}", code="rate_limit_exceeded", retry_after="1")
+        if isinstance(error, UserError) and not isinstance(error, RunError):
+            return cls(400, str(error))
+        if not isinstance(error, ClientDisconnect):
+            print(sanitize_line(f"error: {error_text(error)}"), file=sys.stderr)
+        return cls(500, "the server failed; its terminal shows the error")
+
+    def response(self) -> Response:
+        """Return the response that OpenAI's clients expect."""
+        return json_response(self.content, self.status, self.headers)
+
+
+def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a response of ASCII, so that it can hold lone surrogates."""
+    return Response(json.dumps(content), status, headers, _JSON)
+
+
+def post(path: str, work: Callable[[Request, dict[str, Any]], Coroutine[Any, Any, Response]]) -> Route:
+    """Return a route for POST; `work` gets the JSON object of the body, and is cancelled if the client disconnects."""
+
+    async def endpoint(request: Request) -> Response:
+        body = await _read_json(request)
+        return await _unless_disconnected(request.receive, work(request, body)) or Response(status_code=499)
+
+    return Route(path, endpoint, methods=["POST"])
+
+
+class Stream(StreamingResponse):
+    """A response whose parts are sent as they are generated, until the client disconnects."""
+
+    def __init__(self, parts: AsyncGenerator[str], media_type: str) -> None:
+        super().__init__(parts, media_type=media_type, headers={"Cache-Control": "no-store"})
+        self.parts = parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self.parts):
+            await _unless_disconnected(receive, self.stream_response(send))
+
+
+def check(
+    body: dict[str, Any], settings: Settings, *, ignored: Collection[str] = (), harmless: Mapping[str, Any] = {}
+) -> dict[str, Any]:
+    """Return the value or default of every setting; null is the default.
+
+    Args:
+        ignored: other settings that a body may have.
+        harmless: values that yet others may have.
+    """
+    for name in body.keys() - settings.keys():
+        if body[name] is not None and name not in ignored and body[name] not in harmless.get(name, ()):
+            message = f"{name} is not supported with this value; leave it out"
+            raise ApiError(400, message, param=name, code="unsupported_parameter")
+    values = {}
+    for name, (default, rule) in settings.items():
+        values[name] = default if body.get(name) is None else body[name]
+        if values[name] is not default or default is REQUIRED:
+            try:
+                require(name, None if values[name] is REQUIRED else values[name], *rule)
+            except UserError as error:
+                raise ApiError(400, str(error), param=name) from error
+    return values
+
+
+def check_model(models: Models, name: str) -> str:
+    """Return the name of a model; raise ApiError if there is none."""
+    if name not in models.names():
+        message = f"the model {name!r} does not exist; GET /v1/models lists all"
+        raise ApiError(404, message, param="model", code="model_not_found")
+    return name
+
+
+async def find_engine(models: Models, name: str, silenced: Collection[tuple[int, int]] = ()) -> Engine:
+    """Return the engine of a model; raise ApiError if there is none, or it cannot be loaded."""
+    try:
+        engine = await models.engine(check_model(models, name))
+    except UserError as error:
+        raise ApiError(500, f"{name} cannot be loaded: {error}") from error
+    return models.silenced(name, silenced) if silenced else engine
+
+
+async def _read_json(request: Request) -> dict[str, Any]:
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != _JSON:
+        raise ApiError(415, f"the Content-Type of a request must be {_JSON}")
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise ApiError(413, f"the body of a request must have at most {MAX_BODY_BYTES:,} bytes", connection="close")
+    try:
+        values = json.loads(body, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body of a request must be JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise ApiError(400, "the body of a request must be a JSON object")
+    return values
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """Return the result of a coroutine; cancel it when the client disconnects, and return None."""
+
+    async def disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = working, watching = asyncio.create_task(work), asyncio.create_task(disconnect())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watching.cancel()
+        working.cancel()  # has no effect on a task that is done
+        await asyncio.wait(tasks)
+    return None if working.cancelled() else working.result()
