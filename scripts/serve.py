@@ -1,9 +1,12 @@
-"""Serve models over HTTP with the API of OpenAI: completions, chat, log-probabilities of a text."""
+"""Serve models over HTTP: a page for browsers, and the API of OpenAI."""
 
 import argparse
 import os
 import re
 import sys
+import threading
+import webbrowser
+from urllib.parse import quote
 
 from minigpt.serve.models import Models, find_models
 from minigpt.utils.checks import integer
@@ -24,6 +27,8 @@ def arguments() -> argparse.Namespace:
     origin_help = "of a web site that may use the server, such as http://localhost:3000; can be repeated"
     add("--allow-origin", action="append", default=[], metavar="ORIGIN", help=origin_help)
     add("--device", default="auto", metavar="DEVICE", help="cpu, cuda, cuda:1 or mps (default: auto, the fastest)")
+    add("--open", action="store_true", help="open the page in a browser")
+    add("--quiet", action="store_true", help="print no line per request")
     return parser.parse_args()
 
 
@@ -49,7 +54,8 @@ def main() -> None:
         advice = "set MINIGPT_API_KEY or --api-key to serve other computers"
         raise UserError(f"--host must be a loopback address without a key, got {args.host}; {advice}")
     opened = open_socket(args.host, args.port)
-    url = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{opened.getsockname()[1]}"
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(args.host, args.host)  # all interfaces have no address themselves
+    url = f"http://{f'[{host}]' if ':' in host else host}:{opened.getsockname()[1]}"
 
     from minigpt.console import devices
     from minigpt.serve.app import create_app
@@ -58,15 +64,29 @@ def main() -> None:
     require("--device", args.device, lambda s: s.partition(":")[0] in available, f"one of {', '.join(available)}")
 
     def announce() -> None:
-        print(sanitize_line(f"serving {', '.join(found)}"), file=sys.stderr)
-        print(f"{url}/v1 is the base URL of clients; Ctrl-C ends the server", file=sys.stderr, flush=True)
+        log(sanitize_line(f"serving {', '.join(found)}"))
+        log(f"{url} is the page, {url}/v1 the base URL of clients; Ctrl-C ends the server")
+        if args.open:
+            threading.Thread(target=open_browser, args=(url, key), daemon=True).start()  # some browsers wait
 
-    guard = Guard(create_app(Models(found, device=args.device)), host=args.host, key=key, origins=args.allow_origin)
+    app, silent = create_app(Models(found, device=args.device)), lambda line: None
+    guard = Guard(app, host=args.host, key=key, origins=args.allow_origin, log=silent if args.quiet else log)
     try:
         Server(guard, announce).run(sockets=[opened])
     finally:
         if guard.cut_off:
-            print(f"requests that were cut off: {guard.cut_off}", file=sys.stderr)
+            log(f"requests that were cut off: {guard.cut_off}")
+
+
+def open_browser(url: str, key: str | None) -> None:
+    """Open the page; its address hands over the key."""
+    if not webbrowser.open(f"{url}/#key={quote(key, safe='')}" if key else url):
+        log(f"found no browser; open {url} in one")
+
+
+def log(line: str) -> None:
+    """Print a line to stderr."""
+    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

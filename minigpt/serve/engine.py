@@ -8,6 +8,7 @@ Shapes: B running requests, V vocab.
 """
 
 import asyncio
+import itertools
 import math
 import threading
 import time
@@ -223,7 +224,8 @@ class Engine:
                     break
                 joining.append(list(jobs))
             n_joining = sum(map(len, joining))
-            self._running, self._waiting = self._running + waiting[:n_joining], waiting[n_joining:]
+            self._running += waiting[:n_joining]
+            self._waiting[:] = waiting[n_joining:]  # in place: `_append` may hold the list already
         for group in joining:
             self._decoder = self._decoder or Decoder(self.model)
             self._decoder.add(group[0].request.prompt, len(group))
@@ -233,33 +235,33 @@ class Engine:
         assert self._decoder
         last = torch.tensor([job.last for job in self._running], device=self._decoder.device)
         logits = self._decoder.step(last).float()  # (B, V)
-        tokens = self._draw(logits)
-        V = logits.size(-1)
-        ids = torch.tensor(tokens, device=logits.device).clamp(max=V - 1)  # of NaN logits the draw is V
+        tokens = self._draw(logits)  # (B,)
         n_tops = [job.request.n_top for job in self._running if job.request.n_top is not None]
-        logprobs = logits.log_softmax(dim=-1) if n_tops else logits
-        of_tokens = logprobs.gather(-1, ids[:, None])  # (B, 1)
-        ranks = (logprobs > of_tokens).sum(dim=-1).tolist() if n_tops else [0] * len(tokens)
-        top = top_logprobs(logprobs, max(n_tops)) if any(n_tops) else [[] for _ in tokens]
-        values = [math.nan if i == V else x for i, x in zip(tokens, of_tokens[:, 0].tolist(), strict=True)]
-        rows = zip(self._running, tokens, values, ranks, top, strict=True)
+        logprobs, ranks, top = logits.sum(dim=-1), itertools.repeat(0), itertools.repeat([])  # finite if all logits are
+        if n_tops:
+            all_logprobs = logits.log_softmax(dim=-1)
+            of_tokens = all_logprobs.gather(-1, tokens[:, None].clamp(max=logits.size(-1) - 1))  # of NaN: V is drawn
+            logprobs, ranks = of_tokens[:, 0], (all_logprobs > of_tokens).sum(dim=-1).tolist()
+            top = top_logprobs(all_logprobs, max(n_tops))
+        rows = zip(self._running, tokens.tolist(), logprobs.tolist(), ranks, top)
         items = [(job, job.append(*token)) for job, *token in rows if not job.ended]
-        self._send(items, at_once=any(job.ended for job in self._running))
+        self._send(items, at_once=any(job.ended or job.n_tokens == 1 for job in self._running))
 
-    def _draw(self, logits: Tensor) -> list[int]:
-        """Draw a token for every running request, in one batch for each of their sampling settings."""
+    def _draw(self, logits: Tensor) -> Tensor:
+        """Draw a token for every running request, (B,), in one batch for each of their sampling settings."""
         groups: dict[Sampling, list[int]] = {}
         for row, job in enumerate(self._running):
             groups.setdefault(job.request.sampling, []).append(row)
-        tokens = [0] * len(logits)
+        tokens = torch.empty(len(logits), dtype=torch.long, device=logits.device)
         for sampling, rows in groups.items():
             jobs = [self._running[row] for row in rows]
             uniforms = torch.cat([job.uniforms.next() for job in jobs])
             seen = [job.seen for job in jobs if job.seen is not None]
-            group = logits if len(groups) == 1 else logits[rows]
-            drawn = sampling.draw(group, uniforms, torch.stack(seen) if seen else None)
-            for row, token in zip(rows, drawn.tolist(), strict=True):
-                tokens[row] = token
+            everything = len(groups) == 1
+            drawn = sampling.draw(logits if everything else logits[rows], uniforms, torch.stack(seen) if seen else None)
+            if everything:
+                return drawn
+            tokens[rows] = drawn
         return tokens
 
     def _send(self, items: list[tuple["_Job", Token | Exception]], *, at_once: bool = True) -> None:

@@ -2,7 +2,8 @@
 
 import asyncio
 import ipaddress
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from hmac import compare_digest
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -10,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minigpt.serve.http import ApiError
+from minigpt.utils.terminal import sanitize_line
 
 _SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
@@ -19,7 +21,7 @@ _SECURITY_HEADERS = {
 
 
 class Guard:
-    """Refuse requests of other web sites and those without the key; add security headers.
+    """Refuse requests of other web sites and those without the key; add security headers; log requests.
 
     A web site can send requests to servers of the computer on which it is read. Its Origin gives it away; after DNS
     rebinding, its Host. Source: https://en.wikipedia.org/wiki/DNS_rebinding
@@ -28,10 +30,19 @@ class Guard:
         host: the address or name that the server is bound to.
         key: is required as `Authorization: Bearer KEY` under /v1/ and /api/, if there is one.
         origins: of web sites that may use the server.
+        log: gets a line per request, without its text and key.
     """
 
-    def __init__(self, app: ASGIApp, *, host: str, key: str | None = None, origins: Collection[str] = ()) -> None:
-        self.app, self.host, self.key, self.origins = app, host.lower(), key, origins
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        host: str,
+        key: str | None = None,
+        origins: Collection[str] = (),
+        log: Callable[[str], object] = lambda line: None,
+    ) -> None:
+        self.app, self.host, self.key, self.origins, self.log = app, host.lower(), key, origins, log
         self.cut_off = 0  # requests that the end of the server cancelled
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -39,14 +50,14 @@ class Guard:
             await self.app(scope, receive, send)
             return
         added, origin, app = dict(_SECURITY_HEADERS), Headers(scope=scope).get("origin"), self.app
-        started = False
+        start, status = time.monotonic(), 0
         if origin in self.origins:
             added |= {"Access-Control-Allow-Origin": str(origin), "Vary": "Origin"}
 
         async def send_with_headers(message: Message) -> None:
-            nonlocal started
+            nonlocal status
             if message["type"] == "http.response.start":
-                started = True
+                status = message["status"]
                 headers = MutableHeaders(scope=message)
                 for name, value in added.items():
                     headers.setdefault(name, value)
@@ -58,11 +69,15 @@ class Guard:
             app = error.response()
         try:
             await app(scope, receive, send_with_headers)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             self.cut_off += 1
-            if not started:
-                await ApiError(503, "the server was stopped").response()(scope, receive, send_with_headers)
+            if not status:
+                await ApiError.of(error).response()(scope, receive, send_with_headers)
             raise
+        finally:
+            request = f"{time.strftime('%H:%M:%S')} {scope['method']} {scope['path']} {status}"
+            tokens = f", {scope['tokens'].n_tokens} tokens" if "tokens" in scope else ""  # a TokenStream
+            self.log(sanitize_line(f"{request} {1000 * (time.monotonic() - start):.0f} ms{tokens}"))
 
     def _check(self, scope: Scope) -> Response | None:
         """Raise ApiError for a request to refuse; return the response to a preflight request of an allowed origin."""

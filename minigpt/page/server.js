@@ -1,0 +1,80 @@
+// The page of scripts/serve.py: the models run on the server.
+
+import {start} from "./app.js";
+
+export class ServerBackend {
+  constructor(models) {
+    this.models = models;
+  }
+
+  async describe(model) {
+    return (await request(`models/${encodeURIComponent(model)}`)).json();
+  }
+
+  async history(model) {
+    return (await request(`history/${encodeURIComponent(model)}`)).json();
+  }
+
+  async score(model, textOrIds, silenced = [], signal) {
+    const given = typeof textOrIds === "string" ? {text: textOrIds} : {ids: textOrIds};
+    return (await (await request("score", {model, ...given, silenced}, signal)).json()).tokens;
+  }
+
+  async attention(model, ids, layer, head, silenced = [], signal) {
+    const response = await request("attention", {model, ids, layer, head, silenced}, signal);
+    return new Float32Array(await response.arrayBuffer());  // little-endian, as every processor that runs a browser
+  }
+
+  async *generate(model, ids, settings, silenced = [], signal) {
+    try {
+      const response = await request("generate", {model, ids, ...settings, silenced}, signal);
+      let rest = "";  // of a line whose end has not come
+      for await (const part of parts(response.body.pipeThrough(new TextDecoderStream()))) {
+        const lines = (rest + part).split("\n");
+        rest = lines.pop();
+        for (const line of lines) {
+          const token = JSON.parse(line);
+          if (token.error) throw new Error(token.error);
+          yield token;
+        }
+      }
+    } catch (error) {
+      if (error.name !== "AbortError") throw error;
+    }
+  }
+}
+
+async function* parts(stream) {  // Safari cannot iterate over a stream
+  const reader = stream.getReader();
+  try {
+    for (let part = await reader.read(); !part.done; part = await reader.read()) yield part.value;
+  } finally {
+    await reader.cancel().catch(() => {});  // ends the request if the caller stops early
+  }
+}
+
+// Request a path of the API, and ask for the key if the server requires one.
+async function request(path, body, signal) {
+  const key = sessionStorage.getItem("key");
+  const headers = {"Content-Type": "application/json", ...(key && {Authorization: `Bearer ${key}`})};
+  const options = body ? {method: "POST", body: JSON.stringify(body)} : {};
+  const response = await fetch(`api/${path}`, {...options, headers, signal}).catch(error => {
+    throw error.name === "AbortError" ? error : new Error("the server does not answer");
+  });
+  if (response.status === 401) {
+    const known = sessionStorage.getItem("key");  // another request may have asked meanwhile
+    const given = known === key ? window.prompt("Key of the server (its --api-key or MINIGPT_API_KEY)") : known;
+    if (given) {
+      sessionStorage.setItem("key", given.trim());
+      return request(path, body, signal);
+    }
+  }
+  if (!response.ok) throw new Error((await response.json()).error.message);
+  return response;
+}
+
+if (location.hash.startsWith("#key=")) {
+  sessionStorage.setItem("key", decodeURIComponent(location.hash.slice(5)));
+  history.replaceState(null, "", location.pathname);  // without the key
+}
+start(new ServerBackend((await (await request("models")).json()).models));
