@@ -48,7 +48,7 @@ def main() -> None:
     except ImportError as error:
         raise UserError(f"the server needs starlette and uvicorn; {PIP_INSTALL.format('serve')}") from error
     from minigpt.serve.guard import Guard, is_loopback
-    from minigpt.serve.server import Server, open_socket
+    from minigpt.serve.server import new_server, open_socket
 
     if key is None and not is_loopback(args.host):
         advice = "set MINIGPT_API_KEY or --api-key to serve other computers"
@@ -63,16 +63,14 @@ def main() -> None:
     available = ["auto", *devices()]
     require("--device", args.device, lambda s: s.partition(":")[0] in available, f"one of {', '.join(available)}")
 
-    def announce() -> None:
-        log(sanitize_line(f"serving {', '.join(found)}"))
-        log(f"{url} is the page, {url}/v1 the base URL of clients; Ctrl-C ends the server")
-        if args.open:
-            threading.Thread(target=open_browser, args=(url, key), daemon=True).start()  # some browsers wait
-
+    log(sanitize_line(f"serving {', '.join(found)}"))
+    log(f"{url} is the page, {url}/v1 the base URL of clients; Ctrl-C ends the server")
+    if args.open:
+        threading.Thread(target=open_browser, args=(url, key), daemon=True).start()  # some browsers wait
     app, silent = create_app(Models(found, device=args.device)), lambda line: None
     guard = Guard(app, host=args.host, key=key, origins=args.allow_origin, log=silent if args.quiet else log)
     try:
-        Server(guard, announce).run(sockets=[opened])
+        new_server(guard).run(sockets=[opened])
     finally:
         if guard.cut_off:
             log(f"requests that were cut off: {guard.cut_off}")

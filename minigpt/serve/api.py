@@ -10,19 +10,20 @@ import uuid
 from collections.abc import AsyncGenerator
 from functools import partial
 from math import isnan
+from types import SimpleNamespace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from minigpt.data.tokenizer import Tokenizer, encode_prompt
+from minigpt.data.tokenizer import Tokenizer, encode_prompt, whole_characters
 from minigpt.serve import engine as engines
 from minigpt.serve.engine import Engine, Token, TokenStream
 from minigpt.serve.http import ApiError, Stream, check_model, find_engine, json_response, post
 from minigpt.serve.models import Models
 from minigpt.serve.samples import Piece, pieces
-from minigpt.serve.settings import MAX_TOKENS, Call, Prompt, read_call
+from minigpt.serve.settings import MAX_TOKENS, read_call
 from minigpt.utils.errors import UserError
 
 
@@ -72,7 +73,7 @@ async def _generate(models: Models, request: Request, body: dict[str, Any], *, c
     return json_response(_envelope(call) | {"choices": choices, "usage": _usage(n_read, tokens.n_tokens)})
 
 
-async def _echo(engine: Engine, call: Call, prompt: Prompt, ids: list[int]) -> list[Token]:
+async def _echo(engine: Engine, call: SimpleNamespace, prompt: str | list[int], ids: list[int]) -> list[Token]:
     """Return the tokens of a prompt that begin its samples."""
     if not call.echo or not prompt:  # without the start token of an empty prompt
         return []
@@ -80,7 +81,7 @@ async def _echo(engine: Engine, call: Call, prompt: Prompt, ids: list[int]) -> l
 
 
 async def _events(
-    tokenizer: Tokenizer, call: Call, echoed: list[list[Token]], tokens: TokenStream, n_read: int
+    tokenizer: Tokenizer, call: SimpleNamespace, echoed: list[list[Token]], tokens: TokenStream, n_read: int
 ) -> AsyncGenerator[str]:
     """Yield server-sent events, several at once if their tokens are there."""
     envelope = _envelope(call) | ({"usage": None} if call.include_usage else {})
@@ -108,7 +109,7 @@ def _event(content: object) -> str:
     return f"data: {json.dumps(content)}\n\n"
 
 
-def _envelope(call: Call) -> dict[str, Any]:
+def _envelope(call: SimpleNamespace) -> dict[str, Any]:
     prefix, kind = ("chatcmpl-", "chat.completion") if call.chat else ("cmpl-", "text_completion")
     kind += ".chunk" if call.chat and call.stream else ""
     return {"id": prefix + uuid.uuid4().hex, "object": kind, "created": int(time.time()), "model": call.model}
@@ -118,7 +119,7 @@ def _usage(read: int, generated: int) -> dict[str, int]:
     return {"prompt_tokens": read, "completion_tokens": generated, "total_tokens": read + generated}
 
 
-def _choice(call: Call, tokenizer: Tokenizer, index: int, piece: Piece, key: str) -> dict[str, Any]:
+def _choice(call: SimpleNamespace, tokenizer: Tokenizer, index: int, piece: Piece, key: str) -> dict[str, Any]:
     """Return a choice of a response; `key` is "message" or "delta"."""
     logprobs = None
     if call.n_top is not None:
@@ -161,10 +162,10 @@ def _name(tokenizer: Tokenizer, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
 
-def _encode(engine: Engine, prompt: Prompt) -> list[int]:
+def _encode(engine: Engine, prompt: str | list[int]) -> list[int]:
     vocab_size = engine.model.config.vocab_size
     try:
-        ids = encode_prompt(engine.tokenizer, prompt).tolist() if isinstance(prompt, str) else prompt
+        ids = prompt if isinstance(prompt, list) else encode_prompt(engine.tokenizer, whole_characters(prompt)).tolist()
     except UserError as error:
         raise ApiError(400, f"prompt: {error}", param="prompt") from error
     if len(ids) > MAX_TOKENS:

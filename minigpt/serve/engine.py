@@ -8,7 +8,6 @@ Shapes: B running requests, V vocab.
 """
 
 import asyncio
-import itertools
 import math
 import threading
 import time
@@ -111,10 +110,10 @@ class Engine:
         """
         items: asyncio.Queue[Token | Exception] = asyncio.Queue()
         for request in requests:
-            settings = {name: value for name, value in vars(request).items() if name not in ("prompt", "sampling")}
-            check_settings(**settings | {"n_top": request.n_top or 0})
+            values = {name: getattr(request, name) for name in ("max_new_tokens", "seed", "stop")}
+            check_settings(**values, n_top=request.n_top or 0)
             check_ids(request.prompt, self.model.config.vocab_size)
-        jobs = [_Job(request, i, items, self.tokenizer, self.model) for i, request in enumerate(requests)]
+        jobs = [_Job(request, i, items, self) for i, request in enumerate(requests)]
         self._append(self._waiting, *jobs)
         return TokenStream(jobs, items)
 
@@ -237,13 +236,13 @@ class Engine:
         logits = self._decoder.step(last).float()  # (B, V)
         tokens = self._draw(logits)  # (B,)
         n_tops = [job.request.n_top for job in self._running if job.request.n_top is not None]
-        logprobs, ranks, top = logits.sum(dim=-1), itertools.repeat(0), itertools.repeat([])  # finite if all logits are
+        logprobs, ranks, top = logits.sum(dim=-1), [0] * len(tokens), [[]] * len(tokens)  # a sum is finite if all are
         if n_tops:
             all_logprobs = logits.log_softmax(dim=-1)
             of_tokens = all_logprobs.gather(-1, tokens[:, None].clamp(max=logits.size(-1) - 1))  # of NaN: V is drawn
             logprobs, ranks = of_tokens[:, 0], (all_logprobs > of_tokens).sum(dim=-1).tolist()
             top = top_logprobs(all_logprobs, max(n_tops))
-        rows = zip(self._running, tokens.tolist(), logprobs.tolist(), ranks, top)
+        rows = zip(self._running, tokens.tolist(), logprobs.tolist(), ranks, top, strict=True)
         items = [(job, job.append(*token)) for job, *token in rows if not job.ended]
         self._send(items, at_once=any(job.ended or job.n_tokens == 1 for job in self._running))
 
@@ -313,29 +312,19 @@ class TokenStream(AsyncIterator[Token]):
 class _Job:
     """The state of a request. `ended` is set by both threads and never reset."""
 
-    def __init__(
-        self,
-        request: Request,
-        index: int,
-        items: asyncio.Queue[Token | Exception],
-        tokenizer: Tokenizer,
-        model: GPT,
-    ) -> None:
-        device = model.wte.weight.device
+    def __init__(self, request: Request, index: int, items: asyncio.Queue[Token | Exception], engine: Engine) -> None:
+        device = engine.model.wte.weight.device
         self.request, self.index, self.items = request, index, items
         self.last, self.n_tokens, self.ended = request.prompt[-1], 0, False
-        self.criteria, self.uniforms = StopCriteria(request.stop, tokenizer, 1), PerSampleRNG([request.seed], device)
+        self.criteria = StopCriteria(request.stop, engine.tokenizer, 1)
+        self.uniforms = PerSampleRNG([request.seed], device)
         self.seen = None  # (V,), for a repetition penalty
         if request.sampling.repetition_penalty != 1:
-            self.seen = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=device)
+            self.seen = torch.zeros(engine.model.config.vocab_size, dtype=torch.bool, device=device)
             self.seen[request.prompt] = True
 
     def append(self, token: int, logprob: float, rank: int, top: list[tuple[int, float]]) -> Token | Exception:
-        """Append a token; return it, or the error if the logits are NaN or infinite.
-
-        Args:
-            logprob: the logit if the request has no `n_top`.
-        """
+        """Append a token; return it, or the error if the logits are NaN or infinite, and with them `logprob`."""
         if not math.isfinite(logprob):
             self.ended = True
             return RunError(NON_FINITE)

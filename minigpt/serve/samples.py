@@ -3,10 +3,10 @@
 import codecs
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 from minigpt.data.tokenizer import Tokenizer
 from minigpt.serve.engine import Token, TokenStream
-from minigpt.serve.settings import Call
 
 
 @dataclass
@@ -59,11 +59,12 @@ class TextSplitter:
 
 
 async def pieces(
-    tokenizer: Tokenizer, call: Call, echoed: list[list[Token]], tokens: TokenStream
+    tokenizer: Tokenizer, call: SimpleNamespace, echoed: list[list[Token]], tokens: TokenStream
 ) -> AsyncIterator[tuple[int, Piece]]:
     """Yield the index of a sample and its next piece, which may be empty; the last one has a reason.
 
     Args:
+        call: of `read_call`.
         echoed: tokens of each prompt that begin its samples.
         tokens: of all samples; sample i of prompt p has the index p × n + i.
     """

@@ -1,18 +1,21 @@
-"""The server process: its socket, its start, and its end on Ctrl-C."""
+"""The server process: its socket, and its end on Ctrl-C."""
 
 import socket
-from collections.abc import Callable
 
 import uvicorn
+from starlette.types import ASGIApp
 
-from minigpt.serve.guard import Guard
 from minigpt.utils.errors import UserError
 
 _SHUTDOWN_SECONDS = 1  # for requests in progress
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """Open the socket of a server; raise UserError if the port is taken or the host is not of this computer."""
+    """Open the socket of a server, so that connections wait until it runs.
+
+    Raises:
+        UserError: the port is taken, or the host is not of this computer.
+    """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         opened = socket.create_server((str(address[0]), port), family=family)
@@ -24,29 +27,17 @@ def open_socket(host: str, port: int) -> socket.socket:
     return opened
 
 
-class Server(uvicorn.Server):
-    """Serve an application until Ctrl-C or SIGTERM; requests in progress have a second to finish.
-
-    Args:
-        on_start: is called when the server accepts connections.
-    """
-
-    def __init__(self, app: Guard, on_start: Callable[[], object] = lambda: None) -> None:
-        config = uvicorn.Config(
-            app,
-            http="h11",
-            ws="none",
-            lifespan="on",
-            log_config=None,
-            log_level="critical",  # the application prints its errors
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
-        )
-        super().__init__(config)
-        self.on_start = on_start
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start listening."""
-        await super().startup(sockets)
-        self.on_start()
+def new_server(app: ASGIApp) -> uvicorn.Server:
+    """Return a server: `run(sockets=[…])` ends with Ctrl-C or SIGTERM; requests then have a second to finish."""
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        log_level="critical",  # the application prints its errors
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+    )
+    return uvicorn.Server(config)

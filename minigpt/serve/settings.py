@@ -1,10 +1,9 @@
 """The settings of OpenAI's API, with defaults and rules, and the samples that they ask for."""
 
 import random
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
-from minigpt.data.tokenizer import whole_characters
 from minigpt.sampling import Sampling
 from minigpt.serve.http import REQUIRED, ApiError, Settings, check
 from minigpt.utils.checks import BOOLEAN, CLOSED_FRACTION, NON_NEGATIVE_INT, POSITIVE_INT, Rule, integer, is_number
@@ -12,61 +11,31 @@ from minigpt.utils.checks import BOOLEAN, CLOSED_FRACTION, NON_NEGATIVE_INT, POS
 MAX_TOKENS = 65_536  # of a prompt, and of a sample
 MAX_SAMPLES = 128  # of a request
 
-Prompt = str | list[int]
 
+def read_call(body: dict[str, Any], *, chat: bool) -> SimpleNamespace:
+    """Check the body of a request; raise ApiError for a bad setting.
 
-@dataclass(frozen=True)
-class Call:
-    """A valid request: settings of one or several samples per prompt.
-
-    Args:
-        n_top: number of likeliest alternatives per token; None if no log-probabilities are requested.
+    Returns:
+        The settings by name, with the same for both endpoints: `prompts`, `max_tokens`, `stop` as a tuple, `seed`,
+        `echo`, `sampling`, and `n_top`, the number of alternatives per token, None without log-probabilities.
     """
-
-    chat: bool
-    model: str
-    prompts: list[Prompt]
-    max_tokens: int
-    n: int
-    seed: int
-    stop: tuple[str, ...]
-    stream: bool
-    include_usage: bool
-    n_top: int | None
-    echo: bool
-    sampling: Sampling
-
-
-def read_call(body: dict[str, Any], *, chat: bool) -> Call:
-    """Check the body of a request; raise ApiError for a bad setting."""
     values = check(body, _CHAT if chat else _COMPLETION, ignored=_IGNORED, harmless=_HARMLESS)
+    call = SimpleNamespace(**{"chat": chat, "echo": False, **values})
     if chat:
-        contents = (message["content"] for message in values["messages"])
-        prompts: list[Prompt] = [
-            "\n".join(text if isinstance(text, str) else "".join(part["text"] for part in text) for text in contents)
-        ]
-        n_top = (values["top_logprobs"] or 0) if values["logprobs"] else None
-        max_tokens = values["max_completion_tokens"] or values["max_tokens"]
+        contents = (message["content"] for message in call.messages)
+        texts = (text if isinstance(text, str) else "".join(part["text"] for part in text) for text in contents)
+        call.prompts, call.n_top = ["\n".join(texts)], (call.top_logprobs or 0) if call.logprobs else None
+        call.max_tokens = call.max_completion_tokens or call.max_tokens
     else:
-        prompt, n_top, max_tokens = values["prompt"], values["logprobs"], values["max_tokens"]
-        prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
-    if len(prompts) * values["n"] > MAX_SAMPLES:
-        message = f"n × prompts must be at most {MAX_SAMPLES}, got {len(prompts) * values['n']}"
+        single = isinstance(call.prompt, str) or isinstance(call.prompt[0], int)
+        call.prompts, call.n_top = [call.prompt] if single else call.prompt, call.logprobs
+    if len(call.prompts) * call.n > MAX_SAMPLES:
+        message = f"n × prompts must be at most {MAX_SAMPLES}, got {len(call.prompts) * call.n}"
         raise ApiError(400, message, param="n")
-    return Call(
-        chat=chat,
-        model=values["model"],
-        prompts=[whole_characters(prompt) if isinstance(prompt, str) else prompt for prompt in prompts],
-        max_tokens=max_tokens,
-        n=values["n"],
-        seed=random.getrandbits(32) if values["seed"] is None else values["seed"],
-        stop=(values["stop"],) if isinstance(values["stop"], str) else tuple(values["stop"]),
-        stream=values["stream"],
-        include_usage=values["stream_options"].get("include_usage") is True,
-        n_top=n_top,
-        echo=values.get("echo", False),
-        sampling=Sampling(**{name: values[name] for name in SAMPLING}),
-    )
+    call.stop = (call.stop,) if isinstance(call.stop, str) else tuple(call.stop)
+    call.seed = random.getrandbits(32) if call.seed is None else call.seed
+    call.sampling = Sampling(**{name: values[name] for name in SAMPLING})
+    return call
 
 
 def is_ids(value: Any) -> bool:

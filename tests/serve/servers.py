@@ -15,7 +15,7 @@ from minigpt.serve.app import create_app
 from minigpt.serve.engine import Engine
 from minigpt.serve.guard import Guard
 from minigpt.serve.models import Models, find_models
-from minigpt.serve.server import Server, open_socket
+from minigpt.serve.server import new_server, open_socket
 from minigpt.utils.errors import RunError
 
 ENGINE: Any = Engine
@@ -60,11 +60,10 @@ def make_run(folder: Path, **settings: Any) -> Path:
 def serving(sources: Sequence[Path | str], *, engine: Any = ENGINE, **options: Any) -> Iterator[Any]:
     """Run a server in a thread: `url`, `guard` and `stop`; options are those of `Guard`."""
     models = Models(find_models([str(source) for source in sources]), device="cpu", engine=engine)
-    guard, started = Guard(create_app(models), **({"host": "127.0.0.1"} | options)), threading.Event()
-    server, opened = Server(guard, started.set), open_socket("127.0.0.1", 0)
+    guard, opened = Guard(create_app(models), **({"host": "127.0.0.1"} | options)), open_socket("127.0.0.1", 0)
+    server = new_server(guard)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]})
     thread.start()
-    assert started.wait(10)
 
     def stop() -> None:
         server.should_exit = True

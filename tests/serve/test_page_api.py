@@ -1,0 +1,388 @@
+"""The API of the page through a real server, against the functions of minigpt that it stands for."""
+
+import json
+import math
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from servers import BrokenEngine, SmallEngine, make_run, serving
+
+from minigpt import GPT, generate, load_checkpoint
+from minigpt.interpret.attention_maps import attention_maps, attention_modules
+from minigpt.interpret.head_stats import ablated
+from minigpt.serve import page
+from minigpt.serve.page import MAX_SCORED
+
+TEXT = "To bé, or not to be: that is the quéstion"  # above the block size
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_run(tmp_path_factory.mktemp("runs") / "tiny")
+    (folder / "metrics.csv").write_text("step,train_loss,val_loss\n1,5.5,\n2,,5.25\n")
+    (folder / "samples.txt").write_text("── step 2, validation loss 5.2500 ──\nROMEO:\n\nhm\n\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(run: Path) -> GPT:
+    return load_checkpoint(run)[0]
+
+
+@pytest.fixture(scope="module")
+def http(run: Path, gpt2_folder: Path) -> Iterator[httpx.Client]:
+    with serving([run, gpt2_folder]) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+        yield client
+
+
+def post(http: httpx.Client, path: str, **body: Any) -> httpx.Response:
+    return http.post(f"/api/{path}", json={"model": "tiny", **body})
+
+
+def lines(response: httpx.Response) -> list[Any]:
+    assert response.status_code == 200, response.text
+    return [json.loads(line) for line in response.text.splitlines()]
+
+
+def test_the_models_are_described_without_their_weights(
+    http: httpx.Client, tmp_path: Path, gpt2_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert http.get("/api/models").json() == {"models": ["tiny", gpt2_folder.name]}
+    tiny = http.get("/api/models/tiny").json()
+    facts = tiny.pop("facts")
+    assert tiny == {"name": "tiny", "n_layer": 2, "n_head": 2, "block_size": 32}
+    assert "parameters, 2 layers, 2 heads, width 16, context 32 tokens, tokenizer byte" in facts
+    assert http.get(f"/api/models/{gpt2_folder.name}").json()["block_size"] == 32
+    other = make_run(tmp_path / "runs" / "7", n_head=4)
+    monkeypatch.setattr("minigpt.checkpoints.format.checksum", lambda *_: pytest.fail("the weights were read"))
+    with serving([other]) as server:
+        assert httpx.get(f"{server.url}/api/models/runs%2F7").json()["n_head"] == 4
+
+
+def test_a_scored_text_has_the_likelihood_of_every_token(http: httpx.Client, model: GPT) -> None:
+    ids = list(TEXT.encode())[:32]
+    tokens = post(http, "score", text=bytes(ids).decode()).json()["tokens"]
+    assert [token["id"] for token in tokens] == ids
+    assert "".join(token["text"] for token in tokens) == bytes(ids).decode()
+    assert {token["text"] for token in tokens if token["id"] > 127} == {"", "é"}  # with the byte that completes it
+    assert (tokens[0]["logprob"], tokens[0]["top"]) == (None, [])
+    with torch.no_grad():
+        expected = model(torch.tensor([ids]))[0, :-1].log_softmax(dim=-1)
+    for token, row in zip(tokens[1:], expected, strict=True):
+        assert token["logprob"] == pytest.approx(row[token["id"]].item(), abs=1e-4)
+        assert [top["id"] for top in token["top"]] == row.topk(10).indices.tolist()
+        assert [top["logprob"] for top in token["top"]] == pytest.approx(row.topk(10).values.tolist(), abs=1e-4)
+        assert {top["text"] for top in token["top"]} == {
+            bytes([top["id"]]).decode(errors="replace") for top in token["top"]
+        }
+        assert token["rank"] == (row > row[token["id"]]).sum()
+    assert post(http, "score", ids=ids).json()["tokens"] == tokens
+    assert post(http, "score", text="").json() == {"tokens": []}
+    assert "".join(token["text"] for token in post(http, "score", ids=[97, 195]).json()["tokens"]) == "a\ufffd"
+    assert len(post(http, "score", text=TEXT).json()["tokens"]) == len(TEXT.encode()) > 32
+
+
+def test_generated_tokens_are_those_of_generate(http: httpx.Client, model: GPT) -> None:
+    prompt = list(TEXT.encode())[:4]  # ends within a character
+    options = {"temperature": 0.9, "top_k": 200, "top_p": 0.98, "min_p": 0.001}
+    tokens = lines(post(http, "generate", ids=prompt, max_tokens=60, seed=5, **options))
+    (sample,) = generate(model, prompt, max_new_tokens=60, seed=5, logprobs=True, **options)
+    assert [token["id"] for token in tokens] == sample.tokens
+    assert [token["logprob"] for token in tokens] == pytest.approx(sample.logprobs, abs=1e-4)
+    text = bytes(prompt + sample.tokens).decode(errors="replace")
+    assert "To b" + "".join(token["text"] for token in tokens) == "To b" + text[len("To b") :]
+    for token in tokens:
+        assert [top["logprob"] for top in token["top"]] == sorted(
+            (top["logprob"] for top in token["top"]), reverse=True
+        )
+        assert len(token["top"]) == 10
+    start = lines(post(http, "generate", ids=[], max_tokens=3))
+    assert [token["id"] for token in start] == generate(model, [10], max_new_tokens=3)[0].tokens
+
+
+def test_the_end_of_text_token_ends_a_sample_and_is_not_part_of_it(http: httpx.Client, gpt2_folder: Path) -> None:
+    lengths = set()
+    for seed in range(40):
+        body = {"model": gpt2_folder.name, "max_tokens": 30, "seed": seed, "temperature": 3}
+        tokens = lines(post(http, "generate", **body))
+        assert 0 not in [token["id"] for token in tokens]
+        lengths.add(len(tokens))
+    assert min(lengths) < 30 == max(lengths)
+
+
+def test_silenced_heads_have_no_output(http: httpx.Client, model: GPT) -> None:
+    ids, heads = list(TEXT.encode())[:20], [[0, 1], [1, 0], [1, 1]]
+    with torch.no_grad(), ExitStack() as stack:
+        for layer, head in heads:
+            stack.enter_context(ablated(attention_modules(model)[layer], head))
+        expected = model(torch.tensor([ids]))[0, :-1].log_softmax(dim=-1)
+        maps, _ = attention_maps(model, torch.tensor(ids))
+    for silenced in (heads, [*heads[::-1], heads[0]], [[0, 0]], [[1, 0]], heads):  # more engines than are kept
+        tokens = post(http, "score", ids=ids, silenced=silenced).json()["tokens"]
+    found = [token["logprob"] for token in tokens[1:]]
+    assert found == pytest.approx([row[i].item() for row, i in zip(expected, ids[1:], strict=True)], abs=1e-4)
+    assert found != pytest.approx([token["logprob"] for token in post(http, "score", ids=ids).json()["tokens"]][1:])
+    weights = post(http, "attention", ids=ids, layer=1, head=0, silenced=heads).content
+    torch.testing.assert_close(matrix(weights), maps[1, 0])
+    greedy = lines(post(http, "generate", ids=ids, max_tokens=1, temperature=0, silenced=heads))
+    with torch.no_grad(), ExitStack() as stack:
+        for layer, head in heads:
+            stack.enter_context(ablated(attention_modules(model)[layer], head))
+        assert greedy[0]["id"] == model(torch.tensor([ids]))[0, -1].argmax()
+
+
+def matrix(content: bytes) -> torch.Tensor:
+    weights = torch.frombuffer(bytearray(content), dtype=torch.float32)
+    return weights.view(math.isqrt(len(weights)), -1)
+
+
+def test_attention_is_that_of_the_last_block_of_tokens(http: httpx.Client, model: GPT) -> None:
+    ids = list(TEXT.encode())
+    maps, _ = attention_maps(model, torch.tensor(ids[-32:]))
+    for layer in range(2):
+        response = post(http, "attention", ids=ids, layer=layer, head=1)
+        assert response.headers["Content-Type"] == "application/octet-stream"
+        torch.testing.assert_close(matrix(response.content), maps[layer, 1])
+        torch.testing.assert_close(
+            matrix(post(http, "attention", ids=ids, layer=layer).content), maps[layer].mean(dim=0)
+        )
+    assert matrix(post(http, "attention", ids=[7], layer=0, head=0).content).tolist() == [[1]]
+
+
+def test_the_history_is_that_of_the_run(http: httpx.Client, gpt2_folder: Path) -> None:
+    assert http.get("/api/history/tiny").json() == {
+        "train_loss": [[1, 5.5]],
+        "val_loss": [[2, 5.25]],
+        "samples": [{"step": 2, "text": "ROMEO:\n\nhm"}],
+    }
+    assert http.get(f"/api/history/{gpt2_folder.name}").json() is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("score", {"text": 3}, "text must be a text, got 3"),
+        ("score", {"text": "a" * (MAX_SCORED + 1)}, "the text must be at most 8,192 tokens long, got 8,193 tokens"),
+        ("score", {"ids": [1, 256]}, "a prompt must be a non-empty sequence of token ids in [0, 256)"),
+        ("score", {"ids": "a"}, "ids must be a list of token ids, got a"),
+        ("score", {"text": "a", "silenced": [[0]]}, "silenced must be a list of [layer, head], from 0, got [[0]]"),
+        ("score", {"text": "a", "silenced": [[2, 0]]}, "silenced must be pairs of a layer below 2 and a head below 2"),
+        ("score", {"text": "a", "silenced": [[0, -1]]}, "silenced must be pairs of a layer below 2 and a head below 2"),
+        ("generate", {"max_tokens": 0}, "max_tokens must be an integer in [1, 65536], got 0"),
+        ("generate", {"ids": [-1]}, "a prompt must be"),
+        ("generate", {"stop": "a"}, "stop is not supported with this value; leave it out"),
+        ("attention", {"ids": [1]}, "layer must be an integer ≥ 0, got None"),
+        ("attention", {"ids": [], "layer": 0}, "a prompt must be a non-empty sequence"),
+        ("attention", {"ids": [1], "layer": 2}, "layer must be an integer in [0, 1], got 2"),
+        ("attention", {"ids": [1], "layer": 0, "head": 2}, "head must be an integer in [0, 1], or null, got 2"),
+    ],
+)
+def test_bad_input_is_one_line(path: str, body: dict[str, Any], message: str, http: httpx.Client) -> None:
+    response = post(http, path, **body)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(message)
+
+
+def test_a_character_that_the_model_was_not_trained_with_is_named(tmp_path: Path) -> None:
+    from minigpt import GPTConfig, save_checkpoint
+    from minigpt.data.tokenizer import CharTokenizer
+
+    file = tmp_path / "abc.safetensors"
+    config = GPTConfig(vocab_size=3, block_size=8, n_layer=1, n_head=1, n_embd=8)
+    save_checkpoint(GPT(config), CharTokenizer("abc"), file)
+    with serving([file]) as server:
+        response = httpx.post(
+            f"{server.url}/api/score",
+            json={"model": "abc", "text": "bé\ud800".encode("utf-16", "surrogatepass").decode("utf-16", "replace")},
+        )
+        assert response.status_code == 400
+        assert response.json()["error"]["message"].startswith("the tokenizer has no id for 'é'")
+
+
+def test_the_page_and_its_files_are_served_without_a_key(run: Path) -> None:
+    with serving([run], key="secret") as server, httpx.Client(base_url=server.url) as http:
+        for path, kind in [("/", "text/html"), ("/index.html", "text/html"), ("/server.js", "text/javascript")]:
+            response = http.get(path)
+            assert response.status_code == 200
+            assert response.headers["Content-Type"].startswith(kind)
+            policy = response.headers["Content-Security-Policy"]
+            assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'")
+            assert "frame-ancestors 'none'" in policy
+        for path in ("/__init__.py", "/../guard.py", "/%2e%2e/guard.py", "/page/index.html", "/none.js"):
+            assert http.get(path).status_code == 404
+        for path in ("/api/models", "/api/models/tiny", "/api/history/tiny", "/api/nothing"):
+            assert http.get(path).status_code == 401
+            assert http.get(path, headers={"Authorization": "Bearer secret"}).status_code in (200, 404)
+        assert http.post("/api/score", json={"model": "tiny", "text": "a"}).status_code == 401
+
+
+def test_a_long_score_leaves_the_steps_of_other_requests_in_between(http: httpx.Client) -> None:
+    body = {"model": "tiny", "ids": [1], "max_tokens": 60_000}
+    with http.stream("POST", "/api/generate", json=body) as response:
+        tokens = response.iter_lines()
+        for _ in range(10):
+            assert json.loads(next(tokens))["top"]
+        assert len(post(http, "score", text="a" * 2000).json()["tokens"]) == 2000
+        assert json.loads(next(tokens))["top"]
+
+
+def test_a_stream_ends_with_an_error_when_the_server_fails_or_stops(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with serving([run], engine=BrokenEngine) as server:
+        *_, last = lines(httpx.post(f"{server.url}/api/generate", json={"model": "tiny", "max_tokens": 9}))
+        assert last == {"error": "the server failed; its terminal shows the error"}
+    assert capfd.readouterr().err == "error: the model's logits are NaN\n"
+    for path, stopped in (
+        ("/api/generate", '{"error": "the server was stopped"}'),
+        ("/v1/completions", "server_error"),
+    ):
+        with serving([run]) as server:
+            body = {"model": "tiny", "prompt": "a", "max_tokens": 65_000, "stream": True}
+            body = body if path.startswith("/v1/") else {"model": "tiny", "max_tokens": 65_000}
+            with httpx.stream("POST", f"{server.url}{path}", json=body) as response:
+                received = response.iter_lines()
+                next(received)
+                server.stop()
+                assert stopped in [line for line in received if line][-1]
+            assert server.guard.cut_off == 1
+
+
+def test_a_client_that_leaves_ends_its_stream(run: Path) -> None:
+    with serving([run], engine=SmallEngine) as server:
+        with httpx.stream(
+            "POST", f"{server.url}/api/generate", json={"model": "tiny", "max_tokens": 60_000}
+        ) as response:
+            assert next(response.iter_lines())
+            assert SmallEngine.n_open() == 1
+        deadline = time.monotonic() + 5
+        while SmallEngine.n_open() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert SmallEngine.n_open() == 0
+
+
+def test_a_run_that_is_deleted_is_no_longer_listed_unless_it_is_loaded(run: Path, tmp_path: Path) -> None:
+    gone, loaded = make_run(tmp_path / "gone"), make_run(tmp_path / "loaded")
+    with serving([run, gone, loaded]) as server, httpx.Client(base_url=server.url) as http:
+        assert len(post(http, "score", model="loaded", text="ab").json()["tokens"]) == 2
+        shutil.rmtree(gone)
+        shutil.rmtree(loaded)
+        assert http.get("/api/models").json() == {"models": ["tiny", "loaded"]}
+        assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["tiny", "loaded"]
+        response = post(http, "score", model="gone", text="ab")
+        assert response.status_code == 404
+        assert response.json()["error"]["message"] == "the model 'gone' does not exist; GET /v1/models lists all"
+        assert http.get("/api/models/gone").status_code == 404
+        assert post(http, "score", model="loaded", text="ab").status_code == 200
+        assert http.get("/api/models/loaded").json()["n_layer"] == 2
+        assert http.get("/api/history/loaded").json() is None
+
+
+def test_every_request_is_logged_without_its_text_and_key(run: Path) -> None:
+    logged: list[str] = []
+    with serving([run], key="secret", log=logged.append) as server:
+        headers = {"Authorization": "Bearer secret"}
+        httpx.get(f"{server.url}/api/models?text=private", headers=headers)
+        httpx.get(f"{server.url}/api/models")
+        body = {"model": "tiny", "prompt": "private", "max_tokens": 7, "n": 2}
+        httpx.post(f"{server.url}/v1/completions", json=body, headers=headers)
+        httpx.get(f"{server.url}/%0a%1b[31m")
+    time_ = r"\d\d:\d\d:\d\d "
+    for line, pattern in zip(
+        logged,
+        [
+            r"GET /api/models 200 \d+ ms",
+            r"GET /api/models 401 \d+ ms",
+            r"POST /v1/completions 200 \d+ ms, 14 tokens",
+            "GET /",
+        ],
+        strict=True,
+    ):
+        assert re.match(time_ + pattern, line), line
+        assert "private" not in line
+        assert "secret" not in line
+        assert line.isprintable()
+
+
+@pytest.fixture
+def backend(run: Path, tmp_path: Path, browser: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A function that runs JavaScript in a page with server.js alone, and returns what it returns."""
+    folder = tmp_path / "page"
+    folder.mkdir()
+    shutil.copy(Path(page.__file__).parents[1] / "page" / "server.js", folder)
+    (folder / "app.js").write_text("export const start = backend => { globalThis.backend = backend; };")
+    (folder / "index.html").write_text('<!DOCTYPE html><script type="module" src="server.js"></script>')
+    monkeypatch.setattr(page, "files", lambda package: folder)
+    with serving([run], key="sec%ret#&") as server:
+        browser.get(f"{server.url}/#key=sec%25ret%23%26")
+
+        def evaluate(script: str) -> Any:
+            return browser.execute_async_script(f"""
+                const done = arguments[0];
+                const collect = async stream => {{
+                  const all = [];
+                  for await (const item of stream) all.push(item);
+                  return all;
+                }};
+                const run = async () => {{ {script} }};
+                const poll = () => {{
+                  if (!globalThis.backend) return setTimeout(poll, 10);
+                  run().then(done, error => done("error: " + error.message));
+                }};
+                poll();""")
+
+        yield evaluate
+
+
+def test_the_backend_of_the_page_calls_the_server(backend: Any, browser: Any, model: GPT, http: httpx.Client) -> None:
+    ids = list(TEXT.encode())[:20]
+    assert backend("return backend.models;") == ["tiny"]
+    assert "key" not in browser.current_url
+    assert backend("return backend.describe('tiny');") == http.get("/api/models/tiny").json()
+    assert backend("return backend.history('tiny');") == http.get("/api/history/tiny").json()
+    scored = post(http, "score", ids=ids, silenced=[[0, 1]]).json()["tokens"]
+    assert backend(f"return backend.score('tiny', {ids}, [[0, 1]]);") == scored
+    assert backend("return backend.score('tiny', 'é');") == post(http, "score", text="é").json()["tokens"]
+    weights = backend(f"return [...await backend.attention('tiny', {ids}, 1, null)];")
+    maps, _ = attention_maps(model, torch.tensor(ids))
+    torch.testing.assert_close(torch.tensor(weights).view(20, 20), maps[1].mean(dim=0))
+    settings = {"max_tokens": 30, "seed": 3, "temperature": 1, "top_k": None, "top_p": 1, "min_p": 0}
+    tokens = backend(f"return collect(backend.generate('tiny', {ids}, {json.dumps(settings)}));")
+    assert tokens == lines(post(http, "generate", ids=ids, **settings))
+    assert backend("return backend.score('tiny', [256]);").startswith("error: a prompt must be a non-empty sequence")
+    assert backend("return backend.describe('x/y');").startswith("error: the model 'x/y' does not exist")
+    long = json.dumps(settings | {"max_tokens": 60_000})
+    aborted = f"""
+        const controller = new AbortController(), tokens = [];
+        for await (const token of backend.generate('tiny', {ids}, {long}, [], controller.signal)) {{
+          tokens.push(token);
+          if (tokens.length === 5) controller.abort();
+        }}
+        return tokens.length;"""
+    assert 5 <= backend(aborted) < 60_000
+    assert (
+        backend(f"for await (const token of backend.generate('tiny', {ids}, {long})) return token.id;")
+        == tokens[0]["id"]
+    )
+
+
+def test_the_page_asks_for_a_missing_key(backend: Any, browser: Any) -> None:
+    backend("return null;")
+    asked = """
+        let asked = 0;
+        window.prompt = () => { asked += 1; return "sec%ret#&"; };
+        sessionStorage.setItem("key", "wrong");
+        await Promise.all([backend.describe("tiny"), backend.history("tiny")]);
+        return asked;"""
+    assert backend(asked) == 1
+    assert backend('sessionStorage.clear(); window.prompt = () => null; return backend.describe("tiny");').startswith(
+        "error: the key is wrong or missing"
+    )
