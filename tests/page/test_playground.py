@@ -193,7 +193,7 @@ def test_the_cursor_selects_the_token_before_it(reader: Reader) -> None:
 
     reader.write("abcd")
     reader.press(Keys.ARROW_LEFT)
-    reader.wait_until(lambda: reader.find("#token h2").text == "Token 3 c")
+    reader.wait_until(lambda: reader.run("return document.querySelector('#token h2').textContent") == "Token 3 c")
 
 
 def test_branches_form_a_tree_and_can_be_opened_and_compared(reader: Reader, site: Any) -> None:
