@@ -20,7 +20,6 @@ from minigpt.utils.files import atomic_write
 
 FORMATS = {"float16": 2, "int8": 1, "float32": 4}  # of the matrices; bytes per weight
 MAX_WEIGHT_BYTES = 64_000_000
-_PRIVACY = "The model runs in this page: the text never leaves your device."
 
 
 def export_html(
@@ -48,7 +47,8 @@ def export_html(
         raise UserError("the tokenizer of the page must be char, byte or bpe, got huggingface; use --to huggingface")
     description = describe(pretrained.name, pretrained.config, pretrained.tokenizer.name, f" in {weight_format}")
     data, weights = _contents(pretrained, weight_format)
-    data |= {"name": pretrained.name, "facts": f"{description['facts']} {_PRIVACY}", "history": history}
+    description["facts"] += " The model runs in this page: the text never leaves your device."
+    data |= {"description": description, "history": history}
     page = render("browser.js", data, {"weights": weights})
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as partial:

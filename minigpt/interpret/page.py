@@ -44,8 +44,8 @@ def write_page(
     if not weights.isfinite().all():
         raise ValueError("weights must be finite; the model may have diverged")
     facts = f"{description['facts']} This page holds one text and its attention weights, without the model."
-    data = {**description, "facts": facts, "history": history, "tokens": tokens, "weights": _pack(weights)}
-    page = render("saved.js", data)
+    data = {"description": {**description, "facts": facts}, "history": history}
+    page = render("saved.js", data | {"tokens": tokens, "weights": _pack(weights)})
     with atomic_write(path) as partial:
         partial.write_text(page, encoding="utf-8", newline="\n")
 

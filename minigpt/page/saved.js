@@ -5,14 +5,11 @@ import {start} from "./app.js";
 class SavedBackend {
   constructor(data) {
     this.data = data;
-    this.models = [data.name];
+    this.models = [data.description.name];
     this.packed = Uint8Array.from(atob(data.weights), byte => byte.charCodeAt(0));
   }
 
-  async describe() {
-    const {name, facts, n_layer, n_head, block_size} = this.data;
-    return {name, facts, n_layer, n_head, block_size};
-  }
+  async describe() { return this.data.description; }
 
   async history() { return this.data.history; }
 
@@ -20,7 +17,7 @@ class SavedBackend {
 
   // Of the whole text. The lower triangles are stored row by row.
   async attention(_, ids, layer, head) {
-    const {n_head, tokens} = this.data, T = tokens.length, weights = new Float32Array(T * T);
+    const {description: {n_head}, tokens} = this.data, T = tokens.length, weights = new Float32Array(T * T);
     const heads = head === null ? [...Array(n_head).keys()] : [head];
     for (const h of heads) {
       let at = (layer * n_head + h) * T * (T + 1) / 2;

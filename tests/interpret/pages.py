@@ -36,7 +36,7 @@ def token(text: str) -> dict[str, Any]:
 
 def unpack(data: dict[str, Any]) -> Tensor:
     """Decode the weights of a page: lower triangles, 12 bits per weight, big-endian."""
-    L, H, T = data["n_layer"], data["n_head"], len(data["tokens"])
+    L, H, T = data["description"]["n_layer"], data["description"]["n_head"], len(data["tokens"])
     bits = "".join(f"{byte:08b}" for byte in base64.b64decode(data["weights"], validate=True))
     triangle = T * (T + 1) // 2
     assert len(bits) - 12 * L * H * triangle in (0, 12)

@@ -95,8 +95,8 @@ def test_the_texts_of_tokens_are_the_characters_that_they_complete() -> None:
 def test_the_page_holds_the_description_and_the_history(tmp_path: Path) -> None:
     history = {"train_loss": [[1, 2.5]], "val_loss": [], "samples": [{"step": 1, "text": "é"}]}
     data = written(tmp_path / "page.html", ["a", "b"], attention(3, 2, 2), history=history).data
-    assert (data["name"], data["n_layer"], data["n_head"], data["block_size"]) == ("model", 3, 2, 2)
-    assert data["facts"].startswith("A GPT. ")
+    assert data["description"].pop("facts").startswith("A GPT. ")
+    assert data["description"] == {"name": "model", "n_layer": 3, "n_head": 2, "block_size": 2}
     assert data["history"] == history
     assert written(tmp_path / "page.html", ["a", "b"], attention(1, 1, 2)).data["history"] is None
 

@@ -110,7 +110,7 @@ def test_a_request_after_others_gives_what_it_gives_alone(name: str, open_page: 
         requests += [(SCORE, [text, SILENCED if i % 3 == 2 else []]), (ATTENTION, [text, 1, None])]
         requests += [(SAMPLE, [text, {**DEFAULTS, "max_tokens": 3 + i}])]
     after_others = [run(script, *arguments) for script, arguments in requests]
-    forget = "backend.idle = []; backend.maps = {};"
+    forget = "backend.idle = [];"
     assert after_others == [run(forget + script, *arguments) for script, arguments in requests]
 
 
@@ -131,8 +131,10 @@ def test_a_text_is_read_from_the_first_change_on(open_page: Any, tmp_path: Path)
     assert counted(SCORE, [*ids[:20], 1, 2]) <= 3
     assert counted(SCORE, ids[:10], SILENCED) == 10  # another model
     assert counted(SCORE, [*ids[:20], 1, 2, 3]) == 1
-    assert counted(ATTENTION, ids, 0, 0) == 30
-    assert counted(ATTENTION, ids, 0, None) == 0
+    assert counted(ATTENTION, ids, 0, 0) == 30  # once, to record the weights
+    assert counted(ATTENTION, ids, 1, None) == 0
+    assert counted(SCORE, [*ids, 5]) == 1
+    assert counted(ATTENTION, [*ids, 5], 1, 2) == 0
 
 
 def test_requests_at_the_same_time_do_not_disturb_each_other(open_page: Any, tmp_path: Path) -> None:

@@ -1,0 +1,52 @@
+// The text that a model reads, so that another one is read only from the first change on.
+
+import {rate} from "./sampling.js";
+
+export class Sequence {
+  constructor(model, silenced) {
+    this.model = Object.assign(model, {silenced: [...silenced]});
+    this.ids = [];
+    this.predictions = [];  // {logprob, rank, top} of each id
+    this.maps = null;  // the attention weights of each head, one row per id
+    this.logits = null;  // after the last id
+  }
+
+  // The number of first ids that need not be read again. In a full window, earlier keys and values are overwritten.
+  shared(ids, silenced) {
+    const first = this.ids.findIndex((id, i) => id !== ids[i]), count = first < 0 ? this.ids.length : first;
+    const isLost = count < this.ids.length && this.ids.length > this.model.config.block_size;
+    return isLost || JSON.stringify(silenced) !== JSON.stringify(this.model.silenced) ? 0 : count;
+  }
+
+  // Read other ids, from the first one on that differs.
+  async replace(ids, turn, withMaps = false) {
+    const shared = withMaps && !this.maps ? 0 : this.shared(ids, this.model.silenced);
+    this.predictions.length = shared;
+    if (!shared || shared < this.ids.length) this.rewind(Math.max(0, shared - 1));  // for the logits after it
+    if (withMaps && !this.maps) this.record();
+    for (const id of ids.slice(this.ids.length)) {
+      this.append(id);
+      await turn();
+    }
+  }
+
+  append(id) {
+    const at = this.ids.push(id) - 1;
+    if (at === this.model.config.block_size) this.maps = this.model.record = null;  // its window moves
+    this.predictions[at] ??= at ? rate(this.logits, id) : {logprob: null, rank: 0, top: []};
+    this.logits = this.model.step(id);
+  }
+
+  rewind(count) {
+    if (count) this.model.rewind(count);
+    else this.model.reset();
+    this.ids.length = count;
+    this.maps?.forEach(rows => { rows.length = count; });
+  }
+
+  record() {
+    const {n_layer, n_head} = this.model.config, maps = Array.from({length: n_layer * n_head}, () => []);
+    this.model.record = (layer, head, weights) => maps[layer * n_head + head].push(Float32Array.from(weights));
+    this.maps = maps;
+  }
+}
