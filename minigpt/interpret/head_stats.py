@@ -121,7 +121,7 @@ def without_heads(model: GPT, heads: Collection[tuple[int, int]]) -> GPT:
     model = copy.deepcopy(model, shared)
     for layer, attention in enumerate(attention_modules(model)):
         if silenced := [head for other, head in heads if other == layer]:
-            weight = attention.out.weight.detach().clone()  # (C, H·D)
+            weight: Tensor = attention.out.get_parameter("weight").detach().clone()  # (C, H·D)
             weight.view(len(weight), attention.n_head, attention.head_dim)[:, silenced] = 0
             attention.out.weight = torch.nn.Parameter(weight, requires_grad=False)
     return model

@@ -236,7 +236,8 @@ class Engine:
         logits = self._decoder.step(last).float()  # (B, V)
         tokens = self._draw(logits)  # (B,)
         n_tops = [job.request.n_top for job in self._running if job.request.n_top is not None]
-        logprobs, ranks, top = logits.sum(dim=-1), [0] * len(tokens), [[]] * len(tokens)  # a sum is finite if all are
+        logprobs, ranks = logits.sum(dim=-1), [0] * len(tokens)  # a sum is finite if all logits are
+        top: list[list[tuple[int, float]]] = [[]] * len(tokens)
         if n_tops:
             all_logprobs = logits.log_softmax(dim=-1)
             of_tokens = all_logprobs.gather(-1, tokens[:, None].clamp(max=logits.size(-1) - 1))  # of NaN: V is drawn

@@ -16,8 +16,8 @@ def read_call(body: dict[str, Any], *, chat: bool) -> SimpleNamespace:
     """Check the body of a request; raise ApiError for a bad setting.
 
     Returns:
-        The settings by name, with the same for both endpoints: `prompts`, `max_tokens`, `stop` as a tuple, `seed`,
-        `echo`, `sampling`, and `n_top`, the number of alternatives per token, None without log-probabilities.
+        The settings by name, and for both endpoints `prompts`, `max_tokens`, `stop` as a tuple, `seed`, `echo`,
+        `include_usage`, `sampling`, and `n_top`: alternatives per token, or None without log-probabilities.
     """
     values = check(body, _CHAT if chat else _COMPLETION, ignored=_IGNORED, harmless=_HARMLESS)
     call = SimpleNamespace(**{"chat": chat, "echo": False, **values})
@@ -34,6 +34,7 @@ def read_call(body: dict[str, Any], *, chat: bool) -> SimpleNamespace:
         raise ApiError(400, message, param="n")
     call.stop = (call.stop,) if isinstance(call.stop, str) else tuple(call.stop)
     call.seed = random.getrandbits(32) if call.seed is None else call.seed
+    call.include_usage = call.stream_options.get("include_usage") is True
     call.sampling = Sampling(**{name: values[name] for name in SAMPLING})
     return call
 

@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +42,51 @@ def serve(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 def test_the_command_of_the_readme_serves_all_runs_until_ctrl_c(tmp_path: Path) -> None:
     (line,) = re.findall(r"^(python scripts/serve\.py)(?: *#.*)?$", (ROOT / "README.md").read_text(), re.MULTILINE)
     make_run(tmp_path / "runs" / "mine")
-    command = [sys.executable, str(ROOT / shlex.split(line)[1]), "--port", "0"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr
-        assert process.stderr.readline() == "serving mine\n"
-        url = process.stderr.readline().split()[0]
-        assert [model["id"] for model in httpx.get(f"{url}/models").json()["data"]] == ["mine"]
+    with serve_in_process(tmp_path, str(ROOT / shlex.split(line)[1])) as (process, url, lines):
+        assert [model["id"] for model in httpx.get(f"{url}/v1/models").json()["data"]] == ["mine"]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130
+        assert lines[0] == "serving mine\n"
+        request, last = process.stderr.readlines()
+        assert re.fullmatch(r"\d\d:\d\d:\d\d GET /v1/models 200 \d+ ms\n", request)
+        assert last == "interrupted\n"
+
+
+def test_the_page_is_opened_with_the_key(tmp_path: Path) -> None:
+    run, opened = make_run(tmp_path / "mine"), tmp_path / "opened"
+    opener = tmp_path / "browser"
+    opener.write_text(f'#!/bin/sh\nprintf %s "$1" > {opened}.part && mv {opened}.part {opened}\n')
+    opener.chmod(0o755)
+    options = [str(run), "--quiet", "--open", "--api-key", "a%b#c", "--host", "0.0.0.0"]
+    with serve_in_process(tmp_path, SCRIPT, *options, BROWSER=f"{opener} %s") as (process, url, _):
+        assert url.startswith("http://127.0.0.1:")
+        assert httpx.get(url).status_code == 200
+        deadline = time.monotonic() + 10
+        while not opened.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert opened.read_text() == f"{url}/#key=a%25b%23c"
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=10)[1] == "interrupted\n"
-    assert process.returncode == 130
+
+
+def test_a_computer_without_a_browser_gets_a_line(tmp_path: Path) -> None:
+    options = [str(make_run(tmp_path / "mine")), "--open", "--api-key", "secret"]
+    with serve_in_process(tmp_path, SCRIPT, *options, BROWSER="/nowhere/browser", PATH="") as (process, url, _):
+        assert process.stderr.readline() == f"found no browser; open {url} in one\n"
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+@contextmanager
+def serve_in_process(folder: Path, script: str, *options: str, **env: str) -> Iterator[tuple[Any, str, list[str]]]:
+    """Serve on a free port; yield the process, the URL of the page, and the lines that the script printed."""
+    command = [sys.executable, script, *options, "--port", "0"]
+    with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, env=os.environ | env) as process:
+        assert process.stderr
+        try:
+            lines = [process.stderr.readline(), process.stderr.readline()]
+            yield process, lines[1].split()[0], lines
+        finally:
+            process.kill()
 
 
 def test_bad_input_is_one_line(tmp_path: Path, serve: Callable[..., tuple[Any, str]]) -> None:
