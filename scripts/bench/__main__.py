@@ -1,4 +1,4 @@
-"""Benchmarks: training speed, startup, memory, time to loss, attention, data, checkpoints, sampling, sweeps.
+"""Benchmarks: training, startup, memory, time to loss, attention, data, checkpoints, sampling, server, sweeps.
 
 Variants run alternately for several rounds, because machines are noisy; report medians and their ratio.
 Prints a table and writes the measurements as JSON.
@@ -14,6 +14,7 @@ Prints a table and writes the measurements as JSON.
   python scripts/bench data          tokenization, startup with 1 GB, batches from 1 TB
   python scripts/bench saving        checkpoint time of model=baby, relative to the steps between two checkpoints
   python scripts/bench sampling      decoding speed, compared with a loop without a KV cache and with transformers
+  python scripts/bench serve         1, 4, 16 and 64 clients of the server, compared with scripts/sample.py
   python scripts/bench sweep         nine runs in parallel, sequentially, and as separate processes
   python scripts/bench widths        loss over learning rate at several widths
   python scripts/bench gpu           the GPU recipes, and the MFU of GPT-2
@@ -48,6 +49,7 @@ from common import (
 from gpu import gpu
 from sampling import sampling
 from saving import saving
+from serve import serve
 from sweep import sweep
 from time_to_loss import LOSSES, plot_time_to_loss, show_time_to_loss, time_to_loss
 from widths import plot_widths, show_widths, widths
@@ -177,6 +179,7 @@ def main() -> None:
             gpu,
             saving,
             sampling,
+            serve,
             sweep,
             widths,
         )

@@ -204,3 +204,20 @@ def test_the_saving_benchmark_relates_checkpoint_time_to_training_time(small: li
     (row,) = json.loads((tmp_path / "runs" / "bench" / "saving.json").read_text(encoding="utf-8"))["rows"]
     assert row["steps between two of baby"] == 250
     assert row["share of training %"] == pytest.approx(100 * row["saving s"] / (250 * row["a step s"]))
+
+
+@pytest.mark.slow
+def test_the_server_benchmark_compares_streams_with_sample(
+    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS / "bench"))
+    import serve
+
+    monkeypatch.setattr(serve, "CLIENTS", (1, 16))
+    monkeypatch.setattr(serve, "N_TOKENS", 20)
+    (row,) = serve.serve(argparse.Namespace(rounds=1, overrides=[*small, "model.n_head=2"]), tmp_path)
+    for streams, samples in (("1 client", "1 sample"), ("16 clients", "16 samples")):
+        speed, reference = row[f"{streams}: tokens/s"], row[f"sample.py, {samples}: tokens/s"]
+        assert row[f"{streams}: over sample.py"] == pytest.approx(speed / reference)
+        for measurement in ("first token", "per token"):
+            assert 0 < row[f"{streams}: {measurement} ms, p50"] <= row[f"{streams}: {measurement} ms, p99"]
