@@ -85,6 +85,7 @@ async def _events(
 ) -> AsyncGenerator[str]:
     """Yield server-sent events, several at once if their tokens are there."""
     envelope = _envelope(call) | ({"usage": None} if call.include_usage else {})
+    begin = json.dumps(envelope)[:-1]  # of every event: it is encoded once
     started, ready = set[int](), ""
     try:
         async for i, piece in pieces(tokenizer, call, echoed, tokens):
@@ -94,7 +95,7 @@ async def _events(
                 choice = _choice(call, tokenizer, i, piece, "delta")
                 if first:
                     choice["delta"]["role"] = "assistant"
-                ready += _event(envelope | {"choices": [choice]})
+                ready += f'data: {begin}, "choices": [{json.dumps(choice)}]}}\n\n'
             if ready and not tokens.has_more:
                 yield ready
                 ready = ""

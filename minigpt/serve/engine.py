@@ -32,7 +32,7 @@ from minigpt.utils.errors import RunError
 
 T = TypeVar("T")
 
-_SEND_SECONDS = 0.01  # between tokens that are sent: the event loop holds Python's lock, which the steps need too
+_SEND_SECONDS = 0.02  # between tokens that are sent: the event loop holds Python's lock, which the steps need too
 _IDLE_SECONDS = 5.0  # until the thread ends and the KV cache is freed
 _CLOSED = "the engine is closed"
 
@@ -59,7 +59,7 @@ class Request:
     n_top: int | None = 0
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Token:
     """A generated or scored token.
 

@@ -49,7 +49,7 @@ class TextSplitter:
         end = len(text)
         if token.reason == "stop":
             end = min((at for string in self.stop if (at := text.find(string)) >= 0), default=end)
-        elif not final:
+        elif self.stop and not final:
             end = next((i for i in range(end) if any(string.startswith(text[i:]) for string in self.stop)), end)
         self._held, self._sent = text[end:], self._sent + end
         everything = token.reason == "length"

@@ -197,8 +197,9 @@ def test_nan_logits_end_their_request_alone():
         other = engine.generate(request)
         start = [await anext(other)]
         for sampling in (Sampling(), Sampling(temperature=0)):
-            with pytest.raises(RunError, match="NaN"):
-                await collect(engine.generate(Request([1, 22], 5, sampling)))
+            for n_top in (0, None):
+                with pytest.raises(RunError, match="NaN"):
+                    await collect(engine.generate(Request([1, 22], 5, sampling, n_top=n_top)))
         return start + await collect(other)
 
     assert_as_generate(model, request, serve(model, ask))
@@ -220,6 +221,60 @@ def test_close_cuts_off_what_runs_and_waits():
         assert await engine.close() == 0
 
     asyncio.run(asyncio.wait_for(close(), 60))
+
+
+def test_an_idle_engine_frees_its_cache_and_goes_on_with_the_next_request(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("minigpt.serve.engine._IDLE_SECONDS", 0.05)
+
+    async def with_a_pause(engine: Engine) -> list[Token]:
+        await collect(engine.generate(Request([5], 4)))
+        while engine._thread:
+            await asyncio.sleep(0.01)
+        assert engine._decoder is None
+        return await collect(engine.generate(Request([5], 4)))
+
+    assert_as_generate(make(), Request([5], 4), serve(make(), with_a_pause))
+
+
+def test_requests_that_come_while_others_join_are_not_lost():
+    async def many(engine: Engine) -> list[list[Token]]:
+        async def one(i: int) -> list[Token]:
+            await asyncio.sleep(i % 50 / 1000)
+            return await collect(engine.generate(Request([i % 23], 1 + i % 3)))
+
+        return await asyncio.gather(*map(one, range(400)))
+
+    assert [len(tokens) for tokens in serve(make(), many, max_waiting=400)] == [1 + i % 3 for i in range(400)]
+
+
+def test_a_function_runs_between_two_steps():
+    async def ask(engine: Engine) -> None:
+        async with aclosing(engine.generate(ENDLESS)) as other:
+            await anext(other)
+            assert await engine.run(lambda model: (threading.current_thread().name, model.config.vocab_size)) == (
+                "engine",
+                23,
+            )
+            with pytest.raises(ZeroDivisionError):
+                await engine.run(lambda model: 1 / 0)
+            await anext(other)
+
+    serve(make(), ask)
+
+
+def test_several_requests_share_a_stream_and_join_together_or_not_at_all():
+    requests = [Request([i], 3 + i, seed=i, n_top=None) for i in range(4)]
+
+    async def ask(engine: Engine) -> list[Token]:
+        with pytest.raises(QueueFull):
+            engine.generate(*requests, ENDLESS)
+        return await collect(engine.generate(*requests))
+
+    found = serve(make(), ask, max_running=2, max_waiting=2)
+    for i in range(4):
+        own = [token for token in found if token.sample == i]
+        assert [token.id for token in own] == generate(make(), [i], max_new_tokens=3 + i, seed=i)[0].tokens
+        assert all(math.isnan(token.logprob) and token.top == [] for token in own)
 
 
 @architectures
