@@ -124,7 +124,7 @@ def test_silenced_heads_have_no_output(http: httpx.Client, model: GPT) -> None:
         for layer, head in heads:
             stack.enter_context(ablated(attention_modules(model)[layer], head))
         expected = model(torch.tensor([ids]))[0, :-1].log_softmax(dim=-1)
-        maps, _ = attention_maps(model, torch.tensor(ids))
+        maps = attention_maps(model, torch.tensor(ids))
     for silenced in (heads, [*heads[::-1], heads[0]], [[0, 0]], [[1, 0]], heads):  # more engines than are kept
         tokens = post(http, "score", ids=ids, silenced=silenced).json()["tokens"]
     found = [token["logprob"] for token in tokens[1:]]
@@ -146,7 +146,7 @@ def matrix(content: bytes) -> torch.Tensor:
 
 def test_attention_is_that_of_the_last_block_of_tokens(http: httpx.Client, model: GPT) -> None:
     ids = list(TEXT.encode())
-    maps, _ = attention_maps(model, torch.tensor(ids[-32:]))
+    maps = attention_maps(model, torch.tensor(ids[-32:]))
     for layer in range(2):
         response = post(http, "attention", ids=ids, layer=layer, head=1)
         assert response.headers["Content-Type"] == "application/octet-stream"
@@ -352,7 +352,7 @@ def test_the_backend_of_the_page_calls_the_server(backend: Any, browser: Any, mo
     assert backend(f"return backend.score('tiny', {ids}, [[0, 1]]);") == scored
     assert backend("return backend.score('tiny', 'é');") == post(http, "score", text="é").json()["tokens"]
     weights = backend(f"return [...await backend.attention('tiny', {ids}, 1, null)];")
-    maps, _ = attention_maps(model, torch.tensor(ids))
+    maps = attention_maps(model, torch.tensor(ids))
     torch.testing.assert_close(torch.tensor(weights).view(20, 20), maps[1].mean(dim=0))
     settings = {"max_tokens": 30, "seed": 3, "temperature": 1, "top_k": None, "top_p": 1, "min_p": 0}
     tokens = backend(f"return collect(backend.generate('tiny', {ids}, {json.dumps(settings)}));")
