@@ -48,7 +48,6 @@ class Page {
     for (const select of [find("model"), find("other")]) select.append(...backend.models.map(name => make("option", {}, name)));
     for (const label of document.querySelectorAll(".picker")) label.hidden = backend.models.length < 2;
     for (const part of document.querySelectorAll("fieldset, .actions, #keys")) part.hidden = !backend.generate;
-    this.first.field.readOnly = !backend.generate;
     find("branches").parentElement.hidden = !backend.generate;
     find("model").addEventListener("change", () => this.load());
     find("other").addEventListener("change", () => this.compare(find("other").value ? {model: find("other").value} : null));
@@ -59,7 +58,8 @@ class Page {
       else this.generate();
     });
     find("undo").addEventListener("click", () => this.undo());
-    this.first.field.addEventListener("beforeinput", () => {
+    this.first.field.addEventListener("beforeinput", event => {
+      if (!backend.generate) event.preventDefault();  // but not read-only: the cursor selects tokens
       if (Date.now() - this.lastEdit > 1000) this.remember();  // one step for what is typed without a pause
       this.lastEdit = Date.now();
     });
@@ -129,8 +129,10 @@ class Page {
 
   // Show the tokens of the text, unless the tokenizer changed it.
   showTokens(tokens) {
-    if (!this.backend.generate) this.first.set(tokens);
-    else if (joined(tokens) === this.first.text) keepCursor(this.first.field, () => this.first.set(tokens));
+    if (!this.backend.generate) {
+      this.first.set(tokens.map(writable));
+      this.first.field.setSelectionRange(0, 0);
+    } else if (joined(tokens) === this.first.text) this.first.set(tokens);
     this.branches.draw(this.first.text);
   }
 
@@ -187,7 +189,7 @@ class Page {
     draw();
     try {
       for await (const token of this.backend.generate(model, prompt.map(({id}) => id), settings, silenced, signal)) {
-        tokens.push(token);
+        tokens.push(writable(token));
         times.push(performance.now());
         timer ||= setTimeout(draw, pause);
       }
@@ -323,8 +325,5 @@ class Page {
 
 const joined = tokens => tokens.map(token => token.text).join("");
 
-function keepCursor(field, change) {
-  const {selectionStart, selectionEnd} = field;
-  change();
-  if (field.selectionStart !== selectionStart || field.selectionEnd !== selectionEnd) field.setSelectionRange(selectionStart, selectionEnd);
-}
+// A token as a textarea shows it, which has no carriage returns.
+const writable = token => ({...token, text: token.text.replaceAll("\r", "")});

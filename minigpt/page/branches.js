@@ -1,6 +1,6 @@
 // The generated texts as a tree: each is a child of the one with which it shares the longest beginning.
 
-import {make, visible} from "./dom.js";
+import {make} from "./dom.js";
 import {loss} from "./tokens.js";
 
 export class Branches {
@@ -29,7 +29,7 @@ export class Branches {
   draw(text) {
     const list = branches => make("ul", {class: "branches"}, ...branches.map(branch => {
       const {nats} = loss(from(branch.tokens, branch.start)) ?? {}, snippet = branch.text.slice(branch.start, branch.start + 60);
-      const open = make("button", {type: "button"}, make("code", {}, snippet.split("\n").map(visible).join("⏎") || "∅"),
+      const open = make("button", {type: "button"}, make("code", {}, snippet.replaceAll("\n", "⏎")),
         make("small", {}, `${branch.model}${nats === undefined ? "" : `, ${nats.toFixed(2)} nats per token`}`));
       const compare = make("button", {type: "button", "aria-label": `Compare with ${snippet}`}, "Compare");
       if (branch.text === text) open.setAttribute("aria-current", "true");

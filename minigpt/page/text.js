@@ -33,8 +33,9 @@ export class TextPane {
 
   // The token under the pointer, else the one that was clicked, else the one before the cursor.
   get selected() {
-    const before = this.ends.findIndex((end, i) => this.field.selectionStart <= end && this.tokens[i].text);
-    const index = this.hovered ?? this.clicked ?? (this.field.selectionStart > 0 ? before : -1);
+    const cursor = this.field.readOnly ? 0 : this.field.selectionStart;
+    const before = cursor ? this.ends.findIndex((end, i) => cursor <= end && this.tokens[i].text) : -1;
+    const index = this.hovered ?? this.clicked ?? before;
     return index in this.tokens ? index : null;
   }
 
