@@ -7,17 +7,12 @@ export class ServerBackend {
     this.models = models;
   }
 
-  async describe(model) {
-    return (await request(`models/${encodeURIComponent(model)}`)).json();
-  }
-
-  async history(model) {
-    return (await request(`history/${encodeURIComponent(model)}`)).json();
-  }
+  describe = model => json(`models/${encodeURIComponent(model)}`);
+  history = model => json(`history/${encodeURIComponent(model)}`);
 
   async score(model, textOrIds, silenced = [], signal) {
     const given = typeof textOrIds === "string" ? {text: textOrIds} : {ids: textOrIds};
-    return (await (await request("score", {model, ...given, silenced}, signal)).json()).tokens;
+    return (await json("score", {model, ...given, silenced}, signal)).tokens;
   }
 
   async attention(model, ids, layer, head, silenced = [], signal) {
@@ -42,6 +37,10 @@ export class ServerBackend {
       if (error.name !== "AbortError") throw error;
     }
   }
+}
+
+async function json(...given) {
+  return (await request(...given)).json();
 }
 
 async function* parts(stream) {  // Safari cannot iterate over a stream
@@ -77,4 +76,4 @@ if (location.hash.startsWith("#key=")) {
   sessionStorage.setItem("key", decodeURIComponent(location.hash.slice(5)));
   history.replaceState(null, "", location.pathname);  // without the key
 }
-start(new ServerBackend((await (await request("models")).json()).models));
+start(new ServerBackend((await json("models")).models));

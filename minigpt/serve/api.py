@@ -63,7 +63,7 @@ async def _generate(models: Models, request: Request, body: dict[str, Any], *, c
     request.scope["tokens"] = tokens  # for the log
     n_read = sum(map(len, prompts))
     if call.stream:
-        return Stream(_events(engine.tokenizer, call, echoed, tokens, n_read), "text/event-stream")
+        return Stream(tokens, _events(engine.tokenizer, call, echoed, tokens, n_read), "text/event-stream")
     whole = [Piece() for _ in range(len(prompts) * call.n)]
     async for i, piece in pieces(engine.tokenizer, call, echoed, tokens):
         whole[i].text += piece.text

@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from minigpt.serve.engine import Engine, QueueFull
+from minigpt.serve.engine import Engine, QueueFull, TokenStream
 from minigpt.serve.models import Models
 from minigpt.utils.checks import Rule
 from minigpt.utils.cli import error_text
@@ -79,14 +79,14 @@ def post(path: str, work: Callable[[Request, dict[str, Any]], Coroutine[Any, Any
 
 
 class Stream(StreamingResponse):
-    """A response whose parts are sent as they are generated, until the client disconnects."""
+    """A response whose parts are sent as they are made of tokens, until the client disconnects."""
 
-    def __init__(self, parts: AsyncGenerator[str], media_type: str) -> None:
+    def __init__(self, tokens: TokenStream, parts: AsyncGenerator[str], media_type: str) -> None:
         super().__init__(parts, media_type=media_type, headers={"Cache-Control": "no-store"})
-        self.parts = parts
+        self.tokens, self.parts = tokens, parts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self.parts):
+        async with aclosing(self.tokens), aclosing(self.parts):
             await _unless_disconnected(receive, self.stream_response(send))
 
 

@@ -100,7 +100,7 @@ async def _generate(models: Models, request: Request, body: dict[str, Any]) -> R
     stop = tuple(tokenizer.separator.tolist()) if tokenizer.separated else ()
     tokens = engine.generate(engines.Request(prompt, values["max_tokens"], sampling, stop, values["seed"], N_TOP))
     request.scope["tokens"] = tokens  # for the log
-    return Stream(_lines(engine, prompt if values["ids"] else [], tokens), "application/x-ndjson")
+    return Stream(tokens, _lines(engine, values["ids"], tokens), "application/x-ndjson")
 
 
 async def _lines(engine: Engine, prompt: list[int], tokens: TokenStream) -> AsyncGenerator[str]:
