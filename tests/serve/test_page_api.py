@@ -261,7 +261,8 @@ def test_a_client_that_leaves_ends_its_stream(run: Path) -> None:
         with httpx.stream(
             "POST", f"{server.url}/api/generate", json={"model": "tiny", "max_tokens": 60_000}
         ) as response:
-            assert next(response.iter_lines())
+            received = response.iter_lines()  # closes the response when it is collected
+            assert next(received)
             assert SmallEngine.n_open() == 1
         deadline = time.monotonic() + 5
         while SmallEngine.n_open() and time.monotonic() < deadline:
