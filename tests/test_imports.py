@@ -1,4 +1,4 @@
-"""Imports go one way: utils → config → data → core → page → checkpoints → interpret → runs → sweeps → serve → scripts."""
+"""Imports go one way, in the order of `ORDER`."""
 
 import ast
 from graphlib import TopologicalSorter

@@ -86,7 +86,7 @@ def test_the_policy_allows_the_script_and_the_style_of_the_page_and_nothing_else
         "form-action 'none'",
     ]
     assert page.index("Content-Security-Policy") < page.index("<style>") < page.index("<script")
-    assert 'src=' not in page
+    assert "src=" not in page
     assert not re.search(r"^(import|export)\b", script_of(page), re.MULTILINE)
 
 

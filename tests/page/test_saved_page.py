@@ -1,6 +1,7 @@
 """The page of one text in headless Chromium: what a reader sees and can select."""
 
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,15 @@ from minigpt.interpret.page import rate_tokens, write_page
 from minigpt.page.render import describe
 
 TEXT = "First line\nand the second"
-HOSTILE = ["</script>", "<!--<script>", "<img src=x onerror=\"document.title='broken'\">", "&lt;b&gt;", "\r\n", "\u2028", "\ud800"]
+HOSTILE = [
+    "</script>",
+    "<!--<script>",
+    "<img src=x onerror=\"document.title='broken'\">",
+    "&lt;b&gt;",
+    "\r\n",
+    "\u2028",
+    "\ud800",
+]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +56,9 @@ def test_pointing_at_a_token_shows_its_alternatives(reader: Reader, saved: Any) 
     token = saved[1][4]
     reader.hover(reader.tokens()[4])
     shown = [e.text for e in reader.find_all(".alternatives .percent")][:10]
-    assert [float(p.split()[0]) for p in shown] == pytest.approx([100 * math.exp(t["logprob"]) for t in token["top"]], rel=0.01)
+    assert [float(p.split()[0]) for p in shown] == pytest.approx(
+        [100 * math.exp(t["logprob"]) for t in token["top"]], rel=0.01
+    )
     assert all(not button.is_enabled() for button in reader.find_all(".alternatives button"))
 
 
@@ -59,7 +70,7 @@ def test_attention_shades_the_text_while_the_pointer_is_on_a_token(reader: Reade
     reader.wait_until(lambda: len(reader.backgrounds()[9]) == 3)
     shades = [sum(color) for color in reader.backgrounds()[:10]]
     ordered = [shades[i] for i in saved[0][0, 1, 9, :10].argsort()]
-    assert all(after - before <= 6 for before, after in zip(ordered, ordered[1:], strict=False))
+    assert all(after - before <= 6 for before, after in pairwise(ordered))
     assert all(len(color) == 4 for color in reader.backgrounds()[10:])  # transparent
     reader.hover(reader.find("h1"))
     assert reader.backgrounds() == colors
@@ -76,7 +87,10 @@ def test_tokens_are_selected_by_keyboard(reader: Reader) -> None:
 
 def test_tokens_are_selected_by_touch(reader: Reader) -> None:
     reader.resize(360, 740)
-    box = reader.run("const r = arguments[0].getBoundingClientRect(); return {x: r.x + r.width / 2, y: r.y + r.height / 2}", reader.tokens()[5])
+    box = reader.run(
+        "const r = arguments[0].getBoundingClientRect(); return {x: r.x + r.width / 2, y: r.y + r.height / 2}",
+        reader.tokens()[5],
+    )
     for kind, points in (("touchStart", [box]), ("touchEnd", [])):
         reader.browser.execute_cdp_cmd("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
     reader.wait_until(lambda: "Token 6 " in reader.find("#token").text)
@@ -94,7 +108,13 @@ def test_colors_follow_the_scheme_and_every_text_has_contrast(reader: Reader, sc
 
 def test_hostile_tokens_are_text(browser: Any, tmp_path: Path) -> None:
     tokens = [
-        {"id": i, "text": text, "logprob": -1.5 if i else None, "rank": 0, "top": [{"id": i, "text": text, "logprob": -1.5}]}
+        {
+            "id": i,
+            "text": text,
+            "logprob": -1.5 if i else None,
+            "rank": 0,
+            "top": [{"id": i, "text": text, "logprob": -1.5}],
+        }
         for i, text in enumerate(HOSTILE)
     ]
     weights = torch.ones(1, 1, len(HOSTILE), len(HOSTILE)).tril()
