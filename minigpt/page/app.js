@@ -64,7 +64,10 @@ class Page {
       this.lastEdit = Date.now();
     });
     document.addEventListener("keydown", event => this.press(event));
-    scheme.addEventListener("change", () => [this.first, this.second].forEach(pane => pane.paint()));
+    scheme.addEventListener("change", () => {
+      this.second.paint();
+      this.shade(this.first.shading);
+    });
     for (const panel of document.querySelectorAll("details")) panel.addEventListener("toggle", () => this.toggled(panel));
     for (const input of document.querySelectorAll("input[type=range]")) {
       const update = () => { input.parentElement.querySelector("output").value = input.value; };
@@ -97,6 +100,8 @@ class Page {
   async load() {
     const {model} = this;
     this.attention.setModel(null);
+    this.first.set([], this.first.text);  // without the colors of another model
+    find("facts").textContent = "";
     await this.run(async signal => {
       const description = await this.backend.describe(model);
       if (model !== this.model) return;
@@ -123,6 +128,7 @@ class Page {
   async score(signal) {
     const {text} = this.first, {silenced} = this.attention;
     this.showTokens(await this.backend.score(this.model, text, silenced, signal));
+    this.status("");
     if (this.comparison) await this.scoreOther(signal);
     await this.showLosses(signal);
   }
@@ -166,7 +172,7 @@ class Page {
         const read = this.backend.score(other, joined(tokens), [], signal);
         jobs.push(read.then(same => this.write(this.second, other, same, settings, [], signal)));
       }
-      await Promise.all(jobs);
+      for (const {reason} of await Promise.allSettled(jobs)) if (reason) throw reason;
     });
     this.setGenerating(false);
     const speed = Math.round(1000 * (times.length - 1) / (times.at(-1) - times[0]));
