@@ -25,7 +25,7 @@ class Page {
     this.token = new TokenPanel(find("token"), backend.generate ? (...choice) => this.branch(...choice) : null);
     this.attention = new AttentionPanel(find("attention"), backend, {
       onShade: weights => this.shade(weights),
-      onSilence: () => this.rescore(),
+      onSilence: () => this.run(signal => this.score(signal)),
     });
     this.branches = new Branches(find("branches"), {
       onOpen: branch => this.open(branch),
@@ -45,12 +45,12 @@ class Page {
 
   listen() {
     const {backend} = this;
-    for (const select of [find("model"), find("other")]) select.append(...backend.models.map(name => make("option", {}, name)));
+    for (const id of ["model", "other"]) find(id).append(...backend.models.map(name => make("option", {}, name)));
     for (const label of document.querySelectorAll(".picker")) label.hidden = backend.models.length < 2;
     for (const part of document.querySelectorAll("fieldset, .actions, #keys")) part.hidden = !backend.generate;
     find("branches").parentElement.hidden = !backend.generate;
     find("model").addEventListener("change", () => this.load());
-    find("other").addEventListener("change", () => this.compare(find("other").value ? {model: find("other").value} : null));
+    find("other").addEventListener("change", ({target: {value}}) => this.compare(value ? {model: value} : null));
     find("close").addEventListener("click", () => this.compare(null));
     find("form").addEventListener("submit", event => {
       event.preventDefault();
@@ -68,7 +68,9 @@ class Page {
       this.second.paint();
       this.shade(this.first.shading);
     });
-    for (const panel of document.querySelectorAll("details")) panel.addEventListener("toggle", () => this.toggled(panel));
+    for (const panel of document.querySelectorAll("details")) {
+      panel.addEventListener("toggle", () => this.toggled(panel));
+    }
     for (const input of document.querySelectorAll("input[type=range]")) {
       const update = () => { input.parentElement.querySelector("output").value = input.value; };
       input.addEventListener("input", update);
@@ -120,16 +122,18 @@ class Page {
     this.timer = setTimeout(() => this.rescore(), TYPING_MS);
   }
 
+  // Score a text that changed, also with the model beside it.
   rescore() {
-    return this.run(signal => this.score(signal));
+    return this.run(async signal => {
+      if (this.comparison) await this.scoreOther(signal);
+      await this.score(signal);
+    });
   }
 
-  // Score the text with the model, and with the other one.
   async score(signal) {
     const {text} = this.first, {silenced} = this.attention;
     this.showTokens(await this.backend.score(this.model, text, silenced, signal));
     this.status("");
-    if (this.comparison) await this.scoreOther(signal);
     await this.showLosses(signal);
   }
 
@@ -145,14 +149,17 @@ class Page {
   async scoreOther(signal) {
     const {model, branch} = this.comparison;
     find("second-name").textContent = model ?? "Another branch";
-    this.second.set(branch ? branch.tokens : await this.backend.score(model, this.first.text, [], signal));
+    const {text} = this.first, read = () => this.backend.score(model, text, [], signal).catch(() => []);
+    const tokens = branch?.tokens ?? await read();
+    this.second.set(tokens, tokens.length ? "" : text);  // text with unknown characters has no tokens
   }
 
   // The tokens of the text before the cursor.
   async prompt(signal) {
-    const {tokens, ends, text, field} = this.first, end = field.selectionStart, count = ends.indexOf(end) + 1;
-    if (end === 0) return [];
-    return count ? tokens.slice(0, count) : this.backend.score(this.model, text.slice(0, end), this.attention.silenced, signal);
+    const {tokens, ends, text, field} = this.first, cursor = field.selectionStart, count = ends.indexOf(cursor) + 1;
+    if (cursor === 0) return [];
+    if (count) return tokens.slice(0, count);
+    return this.backend.score(this.model, text.slice(0, cursor), this.attention.silenced, signal);
   }
 
   // ── generation ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -294,7 +301,8 @@ class Page {
 
   shade(weights) {
     this.first.shade(weights);
-    const name = weights ? "attention" : "probability", stops = Array.from({length: 21}, (_, i) => color(name, i / 20).background);
+    const palette = weights ? "attention" : "probability";
+    const stops = Array.from({length: 21}, (_, i) => color(palette, i / 20).background);
     find("ramp").style.background = `linear-gradient(to right, ${stops})`;
     find("low").textContent = weights ? "attention 0" : `probability ≤ ${percent(0.001)}`;
     find("high").textContent = weights ? "1" : percent(1);
@@ -310,14 +318,15 @@ class Page {
     for (const {model, silenced, own} of models) {
       const cells = [];
       for (const pane of texts) {
-        const tokens = pane === own ? pane.tokens : await this.backend.score(model, pane.text, silenced, signal).catch(() => []);
-        const found = loss(tokens);  // null: the tokenizer of the model lacks a character
-        cells.push(make("td", {}, found ? `${found.nats.toFixed(3)} nats per token, ${found.bits.toFixed(3)} bits per byte` : "–"));
+        const read = () => this.backend.score(model, pane.text, silenced, signal).catch(() => []);  // as in scoreOther
+        const found = loss(pane === own ? pane.tokens : await read());
+        cells.push(make("td", {}, found ? `${found.nats.toFixed(3)} (${found.bits.toFixed(3)})` : "–"));
       }
       const name = silenced.length ? `${model} without ${plural(silenced.length, "head")}` : model;
       rows.push(make("tr", {}, make("th", {scope: "row"}, name), ...cells));
     }
-    const head = ["Loss", "the text", "the text beside it"].slice(0, texts.length + 1).map(name => make("th", {scope: "col"}, name));
+    const names = ["Loss: nats per token (bits per byte)", "the text", "the text beside it"].slice(0, texts.length + 1);
+    const head = names.map(name => make("th", {scope: "col"}, name));
     const table = make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows));
     signal.throwIfAborted();
     find("losses").replaceChildren(table);

@@ -68,7 +68,8 @@ export class AttentionPanel {
   // Fetch the weights, unless they are those of the last request.
   #request() {
     const start = this.#start(), ids = this.#tokens.slice(start, start + this.#model.block_size).map(token => token.id);
-    const {chosen, silenced} = this.picker, key = JSON.stringify([this.#model.name, start, ids, chosen, silenced]), text = `${start} ${ids}`;
+    const {chosen, silenced} = this.picker, text = `${start} ${ids}`;
+    const key = JSON.stringify([this.#model.name, text, chosen, silenced]);
     if (key === this.#key) return;
     this.#fetching.abort();
     this.#fetching = new AbortController();
@@ -82,7 +83,8 @@ export class AttentionPanel {
   // The first token of the window that the model reads: the last one, or for a token before it, one in which at least
   // half a block is before that token, as far as the text is that long.
   #start() {
-    const {block_size} = this.#model, last = Math.max(0, this.#tokens.length - block_size), half = Math.ceil(block_size / 2);
+    const {block_size} = this.#model, half = Math.ceil(block_size / 2);
+    const last = Math.max(0, this.#tokens.length - block_size);
     if (this.#selected === null || this.#selected >= last) return last;
     return Math.max(0, Math.floor(this.#selected / half) - 1) * half;
   }

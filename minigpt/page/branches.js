@@ -28,7 +28,8 @@ export class Branches {
   // text: the shown one.
   draw(text) {
     const list = branches => make("ul", {class: "branches"}, ...branches.map(branch => {
-      const {nats} = loss(from(branch.tokens, branch.start)) ?? {}, snippet = branch.text.slice(branch.start, branch.start + 60);
+      const {nats} = loss(from(branch.tokens, branch.start)) ?? {};
+      const snippet = branch.text.slice(branch.start, branch.start + 60);
       const open = make("button", {type: "button"}, make("code", {}, snippet.replaceAll("\n", "⏎")),
         make("small", {}, `${branch.model}${nats === undefined ? "" : `, ${nats.toFixed(2)} nats per token`}`));
       const compare = make("button", {type: "button", "aria-label": `Compare with ${snippet}`}, "Compare");
@@ -38,8 +39,9 @@ export class Branches {
       compare.addEventListener("click", () => this.onCompare(branch));
       return make("li", {}, make("div", {}, open, compare), ...(branch.children.length ? [list(branch.children)] : []));
     }));
+    const roots = this.all.filter(branch => !branch.parent);
     const hint = "Every generated text stays here. Generate from the cursor, or choose an alternative of a token.";
-    this.root.replaceChildren(this.all.length ? list(this.all.filter(branch => !branch.parent)) : make("p", {class: "soft"}, hint));
+    this.root.replaceChildren(roots.length ? list(roots) : make("p", {class: "soft"}, hint));
   }
 }
 

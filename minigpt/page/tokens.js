@@ -24,9 +24,9 @@ export class TokenPanel {
     if (token === this.token && key === this.key) return;  // keeps the focus
     [this.token, this.key] = [token, key];
     if (!token) {
-      const hint = make("p", {class: "soft"}, "Colors show the probability of each token. Point at a token, or move the cursor "
-        + "to it, to see what the model expected" + (this.onBranch ? "; an alternative starts a branch." : "."));
-      this.root.replaceChildren(make("h2", {}, "No token selected"), hint);
+      const hint = "Colors show the probability of each token. Point at a token, or move the cursor behind it, to see "
+        + `what the model expected${this.onBranch ? "; an alternative starts a branch" : ""}.`;
+      this.root.replaceChildren(make("h2", {}, "No token selected"), make("p", {class: "soft"}, hint));
       return;
     }
     const heading = make("h2", {}, `Token ${index + 1} `, make("code", {}, visible(token.text)));
@@ -46,7 +46,7 @@ export class TokenPanel {
     const isWhole = text !== "" && !text.includes("\ufffd");  // else bytes of a character, or a special token
     button.disabled = !canBranch || !this.onBranch || !isWhole || id === this.token.id;
     if (id === this.token.id) button.setAttribute("aria-current", "true");
-    button.title = `surprisal ${(-logprob / Math.LN2).toFixed(2)} bits` + (button.disabled ? "" : "; continue from here");
+    button.title = `surprisal ${(-logprob / Math.LN2).toFixed(2)} bits${button.disabled ? "" : "; continue from here"}`;
     button.addEventListener("click", () => this.onBranch(index, {...alternative, rank}));
     return make("li", {}, button);
   }
