@@ -70,5 +70,7 @@ def serving(sources: Sequence[Path | str], *, engine: Any = ENGINE, **options: A
         thread.join(10)
         assert not thread.is_alive()
 
-    yield SimpleNamespace(url=f"http://127.0.0.1:{opened.getsockname()[1]}", guard=guard, stop=stop)
-    stop()
+    try:
+        yield SimpleNamespace(url=f"http://127.0.0.1:{opened.getsockname()[1]}", guard=guard, stop=stop)
+    finally:
+        stop()

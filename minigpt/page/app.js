@@ -1,4 +1,4 @@
-// The page: one text that is prompt and output, a second one to compare with, and what the backend knows about them.
+// The page: one text that is prompt and output, a second one to compare with, their tokens and their losses.
 
 import {AttentionPanel} from "./attention.js";
 import {Branches} from "./branches.js";
@@ -8,13 +8,18 @@ import {showHistory} from "./history.js";
 import {TextPane} from "./text.js";
 import {TokenPanel, loss} from "./tokens.js";
 
-const TYPING_MS = 300;  // a pause of this length ends a change of the text, which is then scored
+const TYPING_MS = 300;  // from the last key to the scoring of the text
+const PAUSE_MS = 1000;  // what is typed without a pause is one step of undo
+const DOUBLE_CLICK_MS = 300;  // the second click does not stop what the first one started
 
-// Show the page of a backend: server.js, browser.js or saved.js.
+// Start the page with a backend, or a promise of one: of server.js, browser.js or saved.js.
 export async function start(backend) {
-  globalThis.backend = backend;  // for the console
-  const page = new Page(backend);
-  await page.load();
+  try {
+    globalThis.backend = await backend;  // for the console too
+    await new Page(globalThis.backend).load();
+  } catch (error) {
+    showStatus(error.message, true);
+  }
 }
 
 class Page {
@@ -25,7 +30,10 @@ class Page {
     this.token = new TokenPanel(find("token"), backend.generate ? (...choice) => this.branch(...choice) : null);
     this.attention = new AttentionPanel(find("attention"), backend, {
       onShade: weights => this.shade(weights),
-      onSilence: () => this.run(signal => this.score(signal)),
+      onSilence: () => {
+        this.first.set([], this.first.text);
+        this.run(signal => this.score(signal));
+      },
     });
     this.branches = new Branches(find("branches"), {
       onOpen: branch => this.open(branch),
@@ -33,7 +41,7 @@ class Page {
     });
     this.past = [];  // texts with their tokens, for undo
     this.future = [];
-    this.lastEdit = 0;
+    this.lastEdit = -Infinity;
     this.work = null;  // an AbortController while something is generated or scored
     this.generating = false;
     this.comparison = null;  // {model} or {branch}
@@ -54,14 +62,13 @@ class Page {
     find("close").addEventListener("click", () => this.compare(null));
     find("form").addEventListener("submit", event => {
       event.preventDefault();
-      if (this.generating) this.work.abort();
-      else this.generate();
+      if (!this.generating) this.generate();
+      else if (performance.now() - this.started > DOUBLE_CLICK_MS) this.work.abort();
     });
     find("undo").addEventListener("click", () => this.undo());
     this.first.field.addEventListener("beforeinput", event => {
       if (!backend.generate) event.preventDefault();  // but not read-only: the cursor selects tokens
-      if (Date.now() - this.lastEdit > 1000) this.remember();  // one step for what is typed without a pause
-      this.lastEdit = Date.now();
+      this.unedited = this.snapshot();
     });
     document.addEventListener("keydown", event => this.press(event));
     scheme.addEventListener("change", () => {
@@ -104,6 +111,7 @@ class Page {
     this.attention.setModel(null);
     this.first.set([], this.first.text);  // without the colors of another model
     find("facts").textContent = "";
+    find("losses").replaceChildren();
     await this.run(async signal => {
       const description = await this.backend.describe(model);
       if (model !== this.model) return;
@@ -117,6 +125,8 @@ class Page {
   // ── the text ──────────────────────────────────────────────────────────────────────────────────────────────────
 
   edited() {
+    if (performance.now() - this.lastEdit > PAUSE_MS) this.remember(this.unedited);
+    this.lastEdit = performance.now();
     this.first.keepUnchanged();
     clearTimeout(this.timer);
     this.timer = setTimeout(() => this.rescore(), TYPING_MS);
@@ -125,7 +135,7 @@ class Page {
   // Score a text that changed, also with the model beside it.
   rescore() {
     return this.run(async signal => {
-      if (this.comparison) await this.scoreOther(signal);
+      if (this.comparison) await this.scoreOther(signal).catch(() => {});  // a character that the other model lacks
       await this.score(signal);
     });
   }
@@ -133,7 +143,7 @@ class Page {
   async score(signal) {
     const {text} = this.first, {silenced} = this.attention;
     this.showTokens(await this.backend.score(this.model, text, silenced, signal));
-    this.status("");
+    showStatus("");
     await this.showLosses(signal);
   }
 
@@ -143,23 +153,24 @@ class Page {
       this.first.set(tokens.map(writable));
       this.first.field.setSelectionRange(0, 0);
     } else if (joined(tokens) === this.first.text) this.first.set(tokens);
-    this.branches.draw(this.first.text);
+    this.branches.show(this.first.text);
   }
 
   async scoreOther(signal) {
     const {model, branch} = this.comparison;
-    find("second-name").textContent = model ?? "Another branch";
-    const {text} = this.first, read = () => this.backend.score(model, text, [], signal).catch(() => []);
-    const tokens = branch?.tokens ?? await read();
-    this.second.set(tokens, tokens.length ? "" : text);  // text with unknown characters has no tokens
+    find("second-name").textContent = model ? `The text of ${model}` : "Another branch";
+    const {text} = this.first;
+    this.second.set([], branch?.text ?? text);
+    this.second.set(branch?.tokens ?? await this.backend.score(model, text, [], signal));
   }
 
   // The tokens of the text before the cursor.
   async prompt(signal) {
     const {tokens, ends, text, field} = this.first, cursor = field.selectionStart, count = ends.indexOf(cursor) + 1;
     if (cursor === 0) return [];
-    if (count) return tokens.slice(0, count);
-    return this.backend.score(this.model, text.slice(0, cursor), this.attention.silenced, signal);
+    if (!count) return this.backend.score(this.model, text.slice(0, cursor), this.attention.silenced, signal);
+    const isWhole = token => !token.text.endsWith("\ufffd");  // else the first bytes of a character
+    return tokens.slice(0, tokens.slice(0, count).findLastIndex(isWhole) + 1);
   }
 
   // ── generation ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -167,54 +178,64 @@ class Page {
   // Continue the tokens `prompt`, or the text before the cursor.
   async generate(prompt = null) {
     if (!find("form").reportValidity()) return;
-    const settings = this.settings();
-    this.remember();
+    const settings = this.settings(), before = this.snapshot();
     this.setGenerating(true);
-    this.status("Generating …");
-    const times = [];  // of the tokens
+    showStatus("Generating …");
+    let count = 0, seconds = 0;
+    const onToken = () => {
+      count += 1;
+      seconds = (performance.now() - this.started) / 1000;
+    };
     const succeeded = await this.run(async signal => {
       const tokens = prompt ?? await this.prompt(signal), {silenced} = this.attention, other = this.comparison?.model;
-      const jobs = [this.write(this.first, this.model, tokens, settings, silenced, signal, times)];
-      if (other) {
-        const read = this.backend.score(other, joined(tokens), [], signal);
-        jobs.push(read.then(same => this.write(this.second, other, same, settings, [], signal)));
-      }
+      const jobs = [this.write(this.first, this.model, tokens, settings, silenced, signal, onToken)];
+      if (other) jobs.push(this.writeOther(other, joined(tokens), settings, signal));
       for (const {reason} of await Promise.allSettled(jobs)) if (reason) throw reason;
     });
+    if (this.first.text !== before.text) this.remember(before);
     this.setGenerating(false);
-    const speed = Math.round(1000 * (times.length - 1) / (times.at(-1) - times[0]));
-    if (succeeded) this.status(plural(times.length, "token") + (times.length > 1 ? `, ${speed} tokens/s` : ""));
-    if (times.length) this.branches.add(this.first.text, this.first.tokens, this.model);
-    this.showTokens(this.first.tokens);
-    await this.run(signal => this.showLosses(signal));
+    if (succeeded) showStatus(`${plural(count, "token")}, ${Math.round(count / seconds || 0)} tokens/s`);
+    if (count) this.branches.add(this.first.text, this.first.tokens, this.model);
+    this.branches.show(this.first.text);
+    const isScored = joined(this.first.tokens) === this.first.text;  // not if it was stopped before
+    await this.run(signal => isScored ? this.showLosses(signal) : this.score(signal));
   }
 
   // Generate after the tokens `prompt` into a pane, which takes at most a third of the time.
-  async write(pane, model, prompt, settings, silenced, signal, times = []) {
+  async write(pane, model, prompt, settings, silenced, signal, onToken = () => {}) {
     const tokens = [...prompt];
     let timer = 0, pause = 0;
-    const draw = () => {
+    const show = () => {
       const start = performance.now();
       pane.follow(() => pane.set([...tokens]));
       timer = 0;
       pause = Math.max(16, 2 * (performance.now() - start));
     };
-    draw();
+    show();
     try {
       for await (const token of this.backend.generate(model, prompt.map(({id}) => id), settings, silenced, signal)) {
         tokens.push(writable(token));
-        times.push(performance.now());
-        timer ||= setTimeout(draw, pause);
+        onToken();
+        timer ||= setTimeout(show, pause);
       }
     } finally {
       clearTimeout(timer);
-      draw();
+      show();
+    }
+  }
+
+  async writeOther(model, prompt, settings, signal) {
+    try {
+      const tokens = await this.backend.score(model, prompt, [], signal);
+      await this.write(this.second, model, tokens, settings, [], signal);
+    } catch (error) {
+      throw new Error(`${model}: ${error.message}`);
     }
   }
 
   // Continue with an alternative in the place of a token.
   branch(index, alternative) {
-    this.generate([...this.first.tokens.slice(0, index), {...this.first.tokens[index], ...alternative}]);
+    this.generate([...this.first.tokens.slice(0, index), writable({...this.first.tokens[index], ...alternative})]);
   }
 
   settings() {
@@ -224,11 +245,13 @@ class Page {
   }
 
   setGenerating(generating) {
-    this.generating = generating;
-    this.first.field.readOnly = generating;
-    find("generate").textContent = generating ? "Stop" : "Generate";
+    const panels = document.querySelector("aside");
+    if (panels.contains(document.activeElement)) this.first.field.focus({preventScroll: true});
+    panels.inert = generating;
+    this.generating = this.first.field.readOnly = generating;
+    if (generating) this.started = performance.now();
+    this.select(this.first, this.first.selected);
     find("model").disabled = find("other").disabled = find("close").disabled = generating;
-    document.querySelector("aside").inert = generating;
     find("undo").disabled = generating || !this.past.length;
   }
 
@@ -241,7 +264,7 @@ class Page {
       await task(work.signal);
       return true;
     } catch (error) {
-      if (!work.signal.aborted) this.status(error.message, true);
+      if (!work.signal.aborted) showStatus(error.message, true);
       return work.signal.aborted;
     }
   }
@@ -249,14 +272,14 @@ class Page {
   // ── undo and branches ─────────────────────────────────────────────────────────────────────────────────────────
 
   snapshot() {
-    return {text: this.first.text, tokens: this.first.tokens};
+    return {text: this.first.text, tokens: this.first.tokens, model: this.model};
   }
 
-  remember() {
-    this.past.push(this.snapshot());
+  remember(snapshot) {
+    this.past.push(snapshot);
     this.future = [];
+    this.lastEdit = -Infinity;
     find("undo").disabled = false;
-    this.status("");
   }
 
   undo() { this.move(this.past, this.future); }
@@ -269,16 +292,18 @@ class Page {
     this.restore(from.pop());
   }
 
-  restore({text, tokens}) {
-    this.lastEdit = 0;
+  restore({text, tokens, model}) {
+    this.lastEdit = -Infinity;
     find("undo").disabled = !this.past.length;
-    this.first.set(tokens, text.slice(joined(tokens).length));
-    this.status("");
+    const known = model === this.model ? tokens : [];  // token ids are those of a model
+    this.first.set(known, text.slice(joined(known).length));
+    this.branches.show(text);
+    showStatus("");
     this.rescore();
   }
 
   open(branch) {
-    this.remember();
+    this.remember(this.snapshot());
     this.restore(branch);
   }
 
@@ -286,17 +311,19 @@ class Page {
     this.comparison = comparison;
     find("other").value = comparison?.model ?? "";
     find("second").hidden = !comparison;
-    this.run(async signal => {
-      if (comparison) await this.scoreOther(signal);
-      await this.showLosses(signal);
-    });
+    this.rescore();
   }
 
-  // ── what is known about the text ──────────────────────────────────────────────────────────────────────────────
+  // ── tokens, colors and losses ──────────────────────────────────────────────────────────────────────────────────
 
   select(pane, index) {
+    if (pane === this.second && index === null) [pane, index] = [this.first, this.first.selected];
+    if (pane === this.first && index !== null) this.second.clicked = null;
     this.token.show(pane.tokens, index, pane === this.first && !this.generating);
-    if (pane === this.first) this.attention.update(pane.tokens, index);
+    if (pane === this.second) return;
+    this.attention.update(pane.tokens, index);
+    const atEnd = pane.field.selectionStart === pane.text.length;
+    find("generate").textContent = this.generating ? "Stop" : atEnd ? "Generate" : "Generate from the cursor";
   }
 
   shade(weights) {
@@ -318,24 +345,25 @@ class Page {
     for (const {model, silenced, own} of models) {
       const cells = [];
       for (const pane of texts) {
-        const read = () => this.backend.score(model, pane.text, silenced, signal).catch(() => []);  // as in scoreOther
-        const found = loss(pane === own ? pane.tokens : await read());
+        const score = () => this.backend.score(model, pane.text, silenced, signal).catch(() => []);  // as in rescore
+        const found = loss(pane === own ? pane.tokens : await score());
         cells.push(make("td", {}, found ? `${found.nats.toFixed(3)} (${found.bits.toFixed(3)})` : "–"));
       }
       const name = silenced.length ? `${model} without ${plural(silenced.length, "head")}` : model;
       rows.push(make("tr", {}, make("th", {scope: "row"}, name), ...cells));
     }
-    const names = ["Loss: nats per token (bits per byte)", "the text", "the text beside it"].slice(0, texts.length + 1);
+    const names = this.comparison ? [`the text of ${this.model}`, find("second-name").textContent] : ["the text"];
+    names.unshift("Loss: nats per token (bits per byte)");
     const head = names.map(name => make("th", {scope: "col"}, name));
     const table = make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows));
     signal.throwIfAborted();
     find("losses").replaceChildren(table);
   }
+}
 
-  status(text, isError = false) {
-    find("status").textContent = text;
-    find("status").classList.toggle("error", isError);
-  }
+function showStatus(text, isError = false) {
+  find("status").textContent = text;
+  find("status").classList.toggle("error", isError);
 }
 
 const joined = tokens => tokens.map(token => token.text).join("");

@@ -4,11 +4,11 @@ import {make} from "./dom.js";
 import {loss} from "./tokens.js";
 
 export class Branches {
-  // onOpen(branch), onCompare(branch): the reader chose one.
+  // onOpen(branch), onCompare(branch): the user chose one.
   constructor(root, {onOpen, onCompare}) {
     Object.assign(this, {root, onOpen, onCompare});
     this.all = [];  // {text, tokens, model, start: offset of what is not in the parent, children}
-    this.draw(null);
+    this.show(null);
   }
 
   add(text, tokens, model) {
@@ -26,7 +26,7 @@ export class Branches {
   }
 
   // text: the shown one.
-  draw(text) {
+  show(text) {
     const list = branches => make("ul", {class: "branches"}, ...branches.map(branch => {
       const {nats} = loss(from(branch.tokens, branch.start)) ?? {};
       const snippet = branch.text.slice(branch.start, branch.start + 60);

@@ -30,7 +30,7 @@ export function color(palette, x) {
   return {background: `rgb(${rgb})`, color: luminance > 0.179 ? "#000" : "#fff"};
 }
 
-export function paint(element, look) {
-  element.style.background = look ? look.background : "";
-  element.style.color = look ? look.color : "";
+export function paint(element, style) {
+  element.style.background = style?.background ?? "";
+  element.style.color = style?.color ?? "";
 }

@@ -83,7 +83,7 @@ export class HeadPicker {
     });
     const mean = this.chosen[1] === null, verb = this.silenced.includes(this.chosen) ? "Restore" : "Silence";
     this.silence.disabled = mean;
-    this.silence.textContent = mean ? "Silence a head" : `${verb} ${headName(this.chosen)}`;
+    this.silence.textContent = mean ? "Choose a head to silence it" : `${verb} ${headName(this.chosen)}`;
     this.restore.hidden = !this.silenced.length;
   }
 }

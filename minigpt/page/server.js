@@ -23,7 +23,7 @@ export class ServerBackend {
   async *generate(model, ids, settings, silenced = [], signal) {
     try {
       const response = await request("generate", {model, ids, ...settings, silenced}, signal);
-      let rest = "";  // of a line whose end has not come
+      let rest = "";  // of an incomplete line
       for await (const part of parts(response.body.pipeThrough(new TextDecoderStream()))) {
         const lines = (rest + part).split("\n");
         rest = lines.pop();
@@ -34,6 +34,7 @@ export class ServerBackend {
         }
       }
     } catch (error) {
+      if (error.name === "TypeError") throw new Error("the connection to the server was lost");
       if (error.name !== "AbortError") throw error;
     }
   }
@@ -62,9 +63,10 @@ async function request(path, body, signal) {
   });
   if (response.status === 401) {
     const known = sessionStorage.getItem("key");  // another request may have asked meanwhile
-    const given = known === key ? window.prompt("Key of the server (its --api-key or MINIGPT_API_KEY)") : known;
+    const question = `${key ? "That key is wrong. " : ""}Key of the server (its --api-key or MINIGPT_API_KEY)`;
+    const given = known === key ? window.prompt(question) : known;
     if (given) {
-      sessionStorage.setItem("key", given.trim());
+      setKey(given);
       return request(path, body, signal);
     }
   }
@@ -72,8 +74,18 @@ async function request(path, body, signal) {
   return response;
 }
 
-if (location.hash.startsWith("#key=")) {
-  sessionStorage.setItem("key", decodeURIComponent(location.hash.slice(5)));
-  history.replaceState(null, "", location.pathname);  // without the key
+const setKey = key => sessionStorage.setItem("key", key.replace(/[^!-~]/g, ""));  // headers hold ASCII only
+
+async function connect() {
+  const key = new URLSearchParams(location.hash.slice(1)).get("key");
+  if (key) {
+    setKey(key);
+    history.replaceState(null, "", location.pathname);  // without the key
+  }
+  const {models} = await json("models");
+  if (!models.length) throw new Error("the server has no model left; restart it with a run");
+  return new ServerBackend(models);
 }
-start(new ServerBackend((await json("models")).models));
+
+addEventListener("hashchange", () => location.reload());
+start(connect());

@@ -4,7 +4,7 @@ import {color, expected, paint} from "./colors.js";
 import {make} from "./dom.js";
 
 export class TextPane {
-  // onEdit: the reader typed. onSelect: another token is selected.
+  // onEdit: the user typed. onSelect: another token is selected.
   constructor(root, {onEdit = () => {}, onSelect = () => {}} = {}) {
     this.root = root.querySelector(".scroll");
     this.layer = root.querySelector(".tokens");
@@ -76,9 +76,9 @@ export class TextPane {
   paint(from = 0) {
     for (let i = from; i < this.spans.length; i++) {
       const {logprob} = this.tokens[i], weight = this.shading?.[i];
-      const look = this.shading ? weight !== undefined && color("attention", Math.sqrt(weight))
+      const style = this.shading ? weight !== undefined && color("attention", Math.sqrt(weight))
         : logprob !== null && color("probability", expected(logprob));
-      paint(this.spans[i], look || null);
+      paint(this.spans[i], style || null);
     }
   }
 

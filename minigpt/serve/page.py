@@ -38,7 +38,7 @@ from minigpt.serve.settings import MAX_TOKENS, MODEL, SAMPLING, is_ids
 from minigpt.utils.checks import NON_NEGATIVE_INT, integer, or_null
 from minigpt.utils.errors import RunError, require
 
-MAX_SCORED = 8192  # tokens of a text
+MAX_SCORED = 32768  # tokens of a text
 N_TOP = 10  # likeliest alternatives of a token
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _POLICY = (

@@ -145,7 +145,7 @@ def test_a_model_without_heads_equals_their_ablation_and_shares_all_other_tensor
     with ExitStack() as hooks, torch.no_grad():
         for layer, head in heads:
             hooks.enter_context(ablated(attention_modules(model)[layer], head))
-        expected, maps = model(tokens[None]), attention_maps(model, tokens)[0]
+        expected, maps = model(tokens[None]), attention_maps(model, tokens)
     with torch.no_grad():
         torch.testing.assert_close(silent(tokens[None]), expected)
     for layer in range(model.config.n_layer):

@@ -11,6 +11,7 @@ from minigpt import GPT, GPTConfig, generate, save_checkpoint
 from minigpt.data.tokenizer import CharTokenizer
 
 CHARACTERS = CharTokenizer.of([chr(i) for i in range(32, 127)] + ["\n"])
+SHIFTED = CharTokenizer.of([chr(i) for i in range(32, 126)] + ["\n", "\t"])  # with other ids, and without the tilde
 SECONDS = 60
 
 
@@ -74,7 +75,7 @@ class Reader:
         self.wait_for_tokens()
 
     def wait_for_tokens(self) -> None:
-        self.wait_until(lambda: self.token_text() == self.text and self.find("#generate").text == "Generate")
+        self.wait_until(lambda: self.token_text() == self.text and self.find("#generate").text != "Stop")
 
     def set(self, name: str, value: object) -> None:
         """Set a number of the settings."""
@@ -91,7 +92,7 @@ class Reader:
         self.wait_for_generation()
 
     def wait_for_generation(self) -> None:
-        self.wait_until(lambda: self.find("#generate").text == "Generate" and "token" in self.find("#status").text)
+        self.wait_until(lambda: self.find("#generate").text != "Stop" and "tokens" in self.find("#status").text)
         self.wait_for_tokens()
 
     @property
@@ -119,7 +120,7 @@ class Reader:
         return {name: [float(cell.split()[0]) if cell != "–" else None for cell in cells] for name, *cells in rows}
 
 
-def make_run(folder: Path, seed: int = 0, **settings: Any) -> GPT:
+def make_run(folder: Path, seed: int = 0, tokenizer: CharTokenizer = CHARACTERS, **settings: Any) -> GPT:
     """Write the run folder of a model of characters with random weights; return the model."""
     torch.manual_seed(seed)
     values = {"vocab_size": 96, "block_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 32, "position": "rope"}
@@ -127,12 +128,12 @@ def make_run(folder: Path, seed: int = 0, **settings: Any) -> GPT:
     for name, parameter in model.named_parameters():  # far from the small initial weights, which make all tokens alike
         torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.3)
     (folder / "checkpoints").mkdir(parents=True)
-    save_checkpoint(model, CHARACTERS, folder / "checkpoints" / "best.safetensors")
+    save_checkpoint(model, tokenizer, folder / "checkpoints" / "best.safetensors")
     return model
 
 
-def continuation(model: GPT, prompt: str, n_tokens: int, **settings: Any) -> str:
+def continuation(model: GPT, prompt: str, n_tokens: int, tokenizer: CharTokenizer = CHARACTERS, **settings: Any) -> str:
     """A prompt and what `generate` adds to it with the defaults of the page."""
     values = {"temperature": 0.8, "seed": 1337, **settings}
-    (sample,) = generate(model, CHARACTERS.encode(prompt), max_new_tokens=n_tokens, **values)
-    return prompt + CHARACTERS.decode(sample.tokens)
+    (sample,) = generate(model, tokenizer.encode(prompt), max_new_tokens=n_tokens, **values)
+    return prompt + tokenizer.decode(sample.tokens)

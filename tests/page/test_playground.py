@@ -2,6 +2,7 @@
 
 import csv
 import re
+import time
 from contextlib import ExitStack
 from itertools import pairwise
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from contrast import text_contrasts
-from readers import CHARACTERS, Reader, continuation, make_run
+from readers import CHARACTERS, SHIFTED, Reader, continuation, make_run
 from servers import serving
 
 from minigpt import GPT
@@ -25,9 +26,13 @@ PROMPT = "To be, or not to be"
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Two models and their history, served, and a page that holds the first."""
+    """Three models and a history, served, and a page that holds the first."""
     folder = tmp_path_factory.mktemp("runs")
-    models = {"small": make_run(folder / "small"), "other": make_run(folder / "other", 1, n_layer=3, n_head=4)}
+    models = {
+        "small": make_run(folder / "small"),
+        "other": make_run(folder / "other", 1, n_layer=3, n_head=4),
+        "shifted": make_run(folder / "shifted", 2, SHIFTED),
+    }
     with (folder / "small" / "metrics.csv").open("w") as file:
         rows = [{"step": 1, "train_loss": 4.5}, {"step": 2, "train_loss": 4.25, "val_loss": 4.3}]
         writer = csv.DictWriter(file, ["step", "train_loss", "val_loss"])
@@ -35,7 +40,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Any:
         writer.writerows(rows)
     (folder / "small" / "samples.txt").write_text("── step 2, validation loss 4.3000 ──\nTo be\n\n")
     export_html(find_pretrained(str(folder / "small")), folder / "small.html", "float32")
-    with serving([folder / "small", folder / "other"]) as server:
+    with serving([folder / name for name in models]) as server:
         yield SimpleNamespace(models=models, server=f"{server.url}/", file=(folder / "small.html").as_uri())
 
 
@@ -124,6 +129,7 @@ def test_generation_stops(reader: Reader, key: str) -> None:
     reader.wait_until(lambda: len(reader.text) > 20)
     if key == "button":
         assert reader.find("#generate").text == "Stop"
+        time.sleep(0.35)  # a double click does not stop
         reader.find("#generate").click()
     else:
         reader.press(Keys.ESCAPE)
@@ -162,9 +168,18 @@ def test_tokens_are_colored_by_probability(reader: Reader, site: Any) -> None:
 
 def test_tokens_are_in_the_places_of_the_letters(reader: Reader) -> None:
     reader.write("Many words and spaces   " * 12 + "a" * 200 + "\n\n")
-    heights = "return ['.tokens', 'textarea'].map(s => document.querySelector('#first ' + s).scrollHeight)"
-    layer, field = reader.run(heights)
-    assert layer == field
+    layer, field = reader.run("""
+        const [tokens, field] = [".tokens", "textarea"].map(s => document.querySelector("#first " + s));
+        const range = document.createRange();
+        range.selectNodeContents(tokens);
+        field.style.height = field.style.minHeight = "0";
+        return [range.getBoundingClientRect().height, field.scrollHeight];""")
+    assert 0 < field - layer < 50  # the padding
+    differing = reader.run("""
+        const [a, b] = [".tokens", "textarea"].map(s => getComputedStyle(document.querySelector("#first " + s)));
+        return ["font", "letterSpacing", "wordSpacing", "textAlign", "textIndent", "padding", "border", "width", "tabSize",
+          "whiteSpace", "overflowWrap", "wordBreak", "fontKerning", "unicodeBidi"].filter(name => a[name] !== b[name]);""")
+    assert differing == []
 
 
 def test_the_alternatives_of_a_token_are_the_likeliest_and_a_click_starts_a_branch(reader: Reader, site: Any) -> None:
@@ -273,10 +288,64 @@ def test_two_models_continue_one_prompt_with_one_seed(at_server: Reader, site: A
     reader.generate()
     texts = [continuation(site.models[name], PROMPT, 30) for name in ("small", "other")]
     assert [reader.token_text("#first"), reader.token_text("#second")] == texts
-    expected = {name: [loss_of(model, text) for text in texts] for name, model in site.models.items()}
+    expected = {name: [loss_of(site.models[name], text) for text in texts] for name in ("small", "other")}
     reader.wait_until(lambda: reader.losses().keys() == expected.keys())
     for name, losses in reader.losses().items():
         assert losses == pytest.approx(expected[name], abs=2e-3)
+
+
+def test_a_model_gets_no_token_ids_of_another(at_server: Reader, site: Any) -> None:
+    from selenium.webdriver import Keys
+    from selenium.webdriver.support.ui import Select
+
+    reader = at_server
+    reader.write(PROMPT)
+    Select(reader.find("#model")).select_by_visible_text("shifted")
+    reader.press(Keys.CONTROL, Keys.ENTER)  # before the text is scored
+    reader.wait_for_generation()
+    assert reader.text == continuation(site.models["shifted"], PROMPT, 30, SHIFTED)
+    Select(reader.find("#model")).select_by_visible_text("small")
+    reader.find("#undo").click()
+    reader.generate()
+    assert reader.text == continuation(site.models["small"], PROMPT, 30)
+
+
+def test_a_model_that_lacks_a_character_is_compared_without_its_loss(at_server: Reader, site: Any) -> None:
+    from selenium.webdriver.support.ui import Select
+
+    reader = at_server
+    Select(reader.find("#other")).select_by_visible_text("shifted")
+    reader.write("a~b")
+    reader.wait_until(lambda: reader.losses().get("shifted") == [None, None])
+    assert reader.losses()["small"] == [pytest.approx(loss_of(site.models["small"], "a~b"), abs=2e-3)] * 2
+    assert reader.find("#second textarea").get_property("value") == "a~b"
+    reader.find("#generate").click()
+    reader.wait_until(
+        lambda: reader.find("#status").text.startswith("shifted: ") and "~" in reader.find("#status").text
+    )
+    assert reader.text == continuation(site.models["small"], "a~b", 30)
+    reader.browser.get_log("browser")  # the browser lists the responses 400
+
+
+def test_a_comparison_does_not_end_the_scoring_of_the_text(at_server: Reader) -> None:
+    from selenium.webdriver.support.ui import Select
+
+    reader = at_server
+    reader.find("#text").send_keys(PROMPT)
+    Select(reader.find("#other")).select_by_visible_text("other")  # at once
+    reader.wait_for_tokens()
+    reader.wait_until(lambda: reader.token_text("#second") == PROMPT)
+
+
+def test_what_is_typed_after_a_generation_is_undone_alone(reader: Reader) -> None:
+    reader.write("abc")
+    reader.generate()
+    generated = reader.text
+    reader.find("#text").send_keys("XYZ")
+    reader.find("#undo").click()
+    assert reader.text == generated
+    reader.find("#undo").click()
+    assert reader.text == "abc"
 
 
 def test_another_model_scores_the_text(at_server: Reader, site: Any) -> None:

@@ -170,7 +170,7 @@ def test_the_history_is_that_of_the_run(http: httpx.Client, gpt2_folder: Path) -
     ("path", "body", "message"),
     [
         ("score", {"text": 3}, "text must be a text, got 3"),
-        ("score", {"text": "a" * (MAX_SCORED + 1)}, "the text must be at most 8,192 tokens long, got 8,193 tokens"),
+        ("score", {"text": "a" * (MAX_SCORED + 1)}, "the text must be at most 32,768 tokens long, got 32,769 tokens"),
         ("score", {"ids": [1, 256]}, "a prompt must be a non-empty sequence of token ids in [0, 256)"),
         ("score", {"ids": "a"}, "ids must be a list of token ids, got a"),
         ("score", {"text": "a", "silenced": [[0]]}, "silenced must be a list of [layer, head], from 0, got [[0]]"),
@@ -319,7 +319,7 @@ def backend(run: Path, tmp_path: Path, browser: Any, monkeypatch: pytest.MonkeyP
     folder = tmp_path / "page"
     folder.mkdir()
     shutil.copy(Path(page.__file__).parents[1] / "page" / "server.js", folder)
-    (folder / "app.js").write_text("export const start = backend => { globalThis.backend = backend; };")
+    (folder / "app.js").write_text("export const start = async backend => { globalThis.backend = await backend; };")
     (folder / "index.html").write_text('<!DOCTYPE html><script type="module" src="server.js"></script>')
     monkeypatch.setattr(page, "files", lambda package: folder)
     with serving([run], key="sec%ret#&") as server:
