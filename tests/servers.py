@@ -32,7 +32,7 @@ class SmallEngine(Engine):
 
     @classmethod
     def n_open(cls) -> int:
-        return sum(not job.ended for job in (*cls.last._running, *cls.last._waiting))
+        return sum(not job.ended for job in cls.last._jobs)
 
 
 class BrokenEngine(Engine):
