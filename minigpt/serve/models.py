@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minigpt.checkpoints.find import BEST, find_checkpoint, run_folder
+from minigpt.checkpoints.find import BEST, find_checkpoint, named_path, run_folder
 from minigpt.utils.errors import require
 
 if TYPE_CHECKING:
@@ -28,17 +28,13 @@ def find_models(sources: Sequence[str], runs: Path = Path("runs")) -> dict[str, 
     """
     if not sources:
         newest_first = sorted(runs.rglob(BEST), key=lambda file: file.stat().st_mtime, reverse=True)
-        sources = [str(file.parents[1]) for file in newest_first] or [str(run_folder(find_checkpoint(None, runs=runs)))]
+        sources = [str(file.parents[1]) for file in newest_first] or [str(find_checkpoint(None, runs=runs))]
     found: dict[str, str] = {}
     for source in sources:
         path = Path(source).expanduser()
         if path.exists():
-            path = path.resolve()
-            if not (path / "config.json").is_file():
-                find_checkpoint(path)
-            source = str(path)
-            if path.is_file():
-                path = path.with_suffix("") if run_folder(path) == path.parent else run_folder(path)
+            source = str(path.resolve())
+            path = path.resolve() if (path / "config.json").is_file() else named_path(find_checkpoint(path))
         else:
             from minigpt.checkpoints.pretrained import find_pretrained
 
@@ -108,29 +104,6 @@ class Models:
         if len(kept) > MAX_SILENCED:
             del kept[next(iter(kept))]  # its thread ends when it is idle
         return kept[key]
-
-    def describe(self, name: str) -> dict[str, Any]:
-        """Return the name, the size and a line of facts; the weights are not read."""
-        from minigpt.checkpoints.format import read_description
-        from minigpt.checkpoints.pretrained import find_pretrained
-        from minigpt.config import GPTConfig
-        from minigpt.data.tokenizer import from_dict
-
-        source = self.sources[name]
-        if engine := self._engines.get(name):
-            config, tokenizer = engine.model.config, engine.tokenizer
-        elif Path(source).exists() and not Path(source, "config.json").is_file():
-            described = read_description(find_checkpoint(source))
-            config, tokenizer = GPTConfig.from_dict(described["model"]), from_dict(described["tokenizer"])
-        else:  # of Hugging Face
-            found = find_pretrained(source)
-            config, tokenizer = found.config, found.tokenizer
-        facts = (
-            f"{config.num_params():,} parameters, {config.n_layer} layers, {config.n_head} heads, width "
-            f"{config.n_embd}, context {config.block_size} tokens, tokenizer {tokenizer.name}"
-        )
-        sizes = {key: getattr(config, key) for key in ("n_layer", "n_head", "block_size")}
-        return {"name": name, "facts": facts, **sizes}
 
     def history(self, name: str) -> dict[str, Any] | None:
         """Return the history of the run of a model; None if there is none."""
