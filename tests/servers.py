@@ -60,7 +60,8 @@ def serving(
     sources: Sequence[Path | str], *, engine: Any = ENGINE, access_log: bool = False, **options: Any
 ) -> Iterator[Any]:
     """Run a server in a thread: `url`, `guard` and `stop`; options are those of `Guard`."""
-    models = Models(find_models([str(source) for source in sources]), device="cpu", engine=engine)
+    models: Any = Models(find_models([str(source) for source in sources]), device="cpu")
+    models.new_engine = engine
     guard, opened = Guard(create_app(models), **({"host": "127.0.0.1"} | options)), open_socket("127.0.0.1", 0)
     server = new_server(guard, access_log=access_log)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]})

@@ -111,8 +111,8 @@ class Engine:
         """
         items: asyncio.Queue[Token | Exception] = asyncio.Queue()
         for request in requests:
-            values = {name: getattr(request, name) for name in ("max_new_tokens", "seed", "stop")}
-            check_settings(**values, n_top=request.n_top or 0)
+            n_new, n_top = request.max_new_tokens, request.n_top or 0
+            check_settings(max_new_tokens=n_new, seed=request.seed, stop=request.stop, n_top=n_top)
             check_ids(request.prompt, self.model.config.vocab_size)
         jobs = [_Job(request, i, items, self) for i, request in enumerate(requests)]
         self._check_room(len(jobs))

@@ -39,8 +39,7 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        added, origin, app = dict(_SECURITY_HEADERS), Headers(scope=scope).get("origin"), self.app
-        started = False
+        added, origin, started = dict(_SECURITY_HEADERS), Headers(scope=scope).get("origin"), False
         if origin in self.origins:
             added |= {"Access-Control-Allow-Origin": str(origin), "Vary": "Origin"}
 
@@ -52,7 +51,7 @@ class Guard:
             await send(message)
 
         try:
-            app = self._check(scope) or app
+            app = self._check(scope) or self.app
         except ApiError as error:
             app = error.response()
         try:

@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,9 +42,8 @@ def find_models(sources: Sequence[str], runs: Path = Path("runs")) -> dict[str, 
             find_pretrained(source)
         if source not in found.values():
             name, with_parent = path.name, "/".join(path.parts[-2:])  # a run of a sweep is a number
-            numbered = (f"{name}-{i}" for i in range(2, len(found) + 3))
-            candidates = [*([] if name.isdigit() else [name]), with_parent, *numbered]
-            found[next(candidate for candidate in candidates if candidate not in found)] = source
+            names = chain([with_parent if name.isdigit() else name, with_parent], map(f"{name}-{{}}".format, count(2)))
+            found[next(name for name in names if name not in found)] = source
     return found
 
 
@@ -53,14 +53,10 @@ class Models:
     Args:
         sources: the result of `find_models`.
         device: "auto" or a device of torch.
-        engine: builds the engine of a model.
     """
 
-    def __init__(
-        self, sources: dict[str, str], *, device: str, engine: "Callable[[GPT, Tokenizer], Engine] | None" = None
-    ) -> None:
+    def __init__(self, sources: dict[str, str], *, device: str) -> None:
         self.sources, self.device, self.created = sources, device, int(time.time())
-        self._build = engine
         self._locks = {name: asyncio.Lock() for name in sources}
         self._engines: dict[str, Engine] = {}
         self._silenced: dict[str, dict[frozenset[tuple[int, int]], Engine]] = {name: {} for name in sources}
@@ -82,7 +78,7 @@ class Models:
         """
         async with self._locks[name]:
             if name not in self._engines:
-                self._engines[name] = self._new_engine(*await asyncio.to_thread(self._load, name))
+                self._engines[name] = self.new_engine(*await asyncio.to_thread(self._load, name))
         return self._engines[name]
 
     def silenced(self, name: str, heads: "Collection[Sequence[int]]") -> "Engine":
@@ -98,12 +94,11 @@ class Models:
         L, H = original.model.config.n_layer, original.model.config.n_head
         expected = f"pairs of a layer below {L} and a head below {H}, from 0"
         require("silenced", heads, lambda _: all(0 <= i < L and 0 <= j < H for i, j in key), expected)
-        if key not in kept:
-            kept[key] = self._new_engine(without_heads(original.model, key), original.tokenizer)
-        kept[key] = kept.pop(key)  # the last is the most recently used
+        found = kept.pop(key, None) or self.new_engine(without_heads(original.model, key), original.tokenizer)
+        kept[key] = found  # the last is the most recently used
         if len(kept) > MAX_SILENCED:
-            del kept[next(iter(kept))]  # its thread ends when it is idle
-        return kept[key]
+            del kept[next(iter(kept))]  # its thread ends with its requests
+        return found
 
     def history(self, name: str) -> dict[str, Any] | None:
         """Return the history of the run of a model; None if there is none."""
@@ -117,10 +112,11 @@ class Models:
         silenced = (engine for engines in self._silenced.values() for engine in engines.values())
         await asyncio.gather(*(engine.close() for engine in (*self._engines.values(), *silenced)))
 
-    def _new_engine(self, model: "GPT", tokenizer: "Tokenizer") -> "Engine":
+    def new_engine(self, model: "GPT", tokenizer: "Tokenizer") -> "Engine":
+        """Return the engine of a model; the tests replace this method."""
         from minigpt.serve.engine import Engine
 
-        return (self._build or Engine)(model, tokenizer)
+        return Engine(model, tokenizer)
 
     def _load(self, name: str) -> "tuple[GPT, Tokenizer]":
         from minigpt.checkpoints.pretrained import find_pretrained
