@@ -163,7 +163,7 @@ class Engine:
     def _add(self, jobs: "list[_Job]") -> None:
         idle = not (self._running or self._waiting)
         self._waiting += jobs
-        if idle:
+        if idle and jobs:
             self._thread.submit(self._work)
 
     @torch.inference_mode()
