@@ -96,7 +96,7 @@ class Stream(StreamingResponse):
     def __init__(
         self, tokens: TokenStream, parts: AsyncIterator[str], last: Callable[[ApiError], str], media_type: str
     ) -> None:
-        super().__init__(self._batches(parts, last), media_type=media_type)
+        super().__init__(self._batches(parts, last), media_type=media_type, headers={"Cache-Control": "no-store"})
         self.tokens = tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

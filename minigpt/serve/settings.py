@@ -107,5 +107,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "logit_bias": ({},),
     "tools": ([],),
+    "tool_choice": ("none", "auto"),
     "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
 }
