@@ -11,7 +11,7 @@ def check_settings(*, key: Callable[[str], str] = str, **settings: Any) -> None:
     """Raise UserError if a setting of `generate` is out of range; `key` maps its name to that in the message."""
     for name, value in settings.items():
         if value is not None or name not in _OPTIONAL:
-            require(key(name), value, *_CHECKS[name])
+            require(key(name), value, *RULES[name])
 
 
 def _is_stop_list(value: Any) -> bool:
@@ -20,7 +20,7 @@ def _is_stop_list(value: Any) -> bool:
 
 
 _OPTIONAL = ("top_k", "top_p", "min_p")
-_CHECKS: dict[str, Rule] = {
+RULES: dict[str, Rule] = {
     "max_new_tokens": POSITIVE_INT,
     "seed": NON_NEGATIVE_INT,
     "num_samples": integer(1, 65536),

@@ -47,8 +47,9 @@ def main() -> None:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise UserError(f"the server needs starlette and uvicorn; {PIP_INSTALL.format('serve')}") from error
+    from minigpt.console import devices
     from minigpt.serve.guard import Guard, is_loopback
-    from minigpt.serve.server import new_server, open_socket
+    from minigpt.serve.server import create_app, new_server, open_socket
 
     if key is None and not is_loopback(args.host):
         advice = "set MINIGPT_API_KEY or --api-key to serve other computers"
@@ -57,9 +58,6 @@ def main() -> None:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(args.host, args.host)  # all interfaces have no address themselves
     url = f"http://{f'[{host}]' if ':' in host else host}:{opened.getsockname()[1]}"
 
-    from minigpt.console import devices
-    from minigpt.serve.app import create_app
-
     available = ["auto", *devices()]
     require("--device", args.device, lambda s: s.partition(":")[0] in available, f"one of {', '.join(available)}")
 
@@ -67,10 +65,10 @@ def main() -> None:
     log(f"{url} is the page, {url}/v1 the base URL of clients; Ctrl-C ends the server")
     if args.open:
         threading.Thread(target=open_browser, args=(url, key), daemon=True).start()  # some browsers wait
-    app, silent = create_app(Models(found, device=args.device)), lambda line: None
-    guard = Guard(app, host=args.host, key=key, origins=args.allow_origin, log=silent if args.quiet else log)
+    app = create_app(Models(found, device=args.device))
+    guard = Guard(app, host=args.host, key=key, origins=args.allow_origin)
     try:
-        new_server(guard).run(sockets=[opened])
+        new_server(guard, access_log=not args.quiet).run(sockets=[opened])
     finally:
         if guard.cut_off:
             log(f"requests that were cut off: {guard.cut_off}")

@@ -11,11 +11,10 @@ import torch
 
 from minigpt import GPT, GPTConfig, save_checkpoint
 from minigpt.data.tokenizer import ByteTokenizer, Tokenizer
-from minigpt.serve.app import create_app
 from minigpt.serve.engine import Engine
 from minigpt.serve.guard import Guard
 from minigpt.serve.models import Models, find_models
-from minigpt.serve.server import new_server, open_socket
+from minigpt.serve.server import create_app, new_server, open_socket
 from minigpt.utils.errors import RunError
 
 ENGINE: Any = Engine
@@ -32,7 +31,7 @@ class SmallEngine(Engine):
 
     @classmethod
     def n_open(cls) -> int:
-        return sum(not job.ended for job in (*cls.last._running, *cls.last._waiting))
+        return sum(not job.ended for job in cls.last._jobs)
 
 
 class BrokenEngine(Engine):
@@ -57,11 +56,14 @@ def make_run(folder: Path, **settings: Any) -> Path:
 
 
 @contextmanager
-def serving(sources: Sequence[Path | str], *, engine: Any = ENGINE, **options: Any) -> Iterator[Any]:
+def serving(
+    sources: Sequence[Path | str], *, engine: Any = ENGINE, access_log: bool = False, **options: Any
+) -> Iterator[Any]:
     """Run a server in a thread: `url`, `guard` and `stop`; options are those of `Guard`."""
-    models = Models(find_models([str(source) for source in sources]), device="cpu", engine=engine)
+    models: Any = Models(find_models([str(source) for source in sources]), device="cpu")
+    models.new_engine = engine
     guard, opened = Guard(create_app(models), **({"host": "127.0.0.1"} | options)), open_socket("127.0.0.1", 0)
-    server = new_server(guard)
+    server = new_server(guard, access_log=access_log)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]})
     thread.start()
 

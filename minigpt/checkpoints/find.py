@@ -41,7 +41,11 @@ def run_folder(checkpoint: Path) -> Path:
 
 def model_name(checkpoint: Path) -> str:
     """Return a name for a checkpoint file: that of its run folder, or that of the file if it belongs to no run."""
-    folder = run_folder(checkpoint.resolve())
-    if folder == checkpoint.resolve().parent:
-        return checkpoint.stem
-    return "/".join(folder.parts[-2:]) if folder.name.isdigit() else folder.name  # a run of a sweep is a number
+    path = named_path(checkpoint)
+    return "/".join(path.parts[-2:]) if path.name.isdigit() else path.name  # a run of a sweep is a number
+
+
+def named_path(checkpoint: Path) -> Path:
+    """Return the absolute path that names a checkpoint file: its run folder, or the file without its suffix."""
+    path = checkpoint.resolve()
+    return path.with_suffix("") if run_folder(path) == path.parent else run_folder(path)

@@ -59,17 +59,6 @@ def read(path: Path, *, device: str | torch.device = "cpu") -> dict[str, Any]:
     return content
 
 
-def read_description(path: Path) -> dict[str, Any]:
-    """Read the descriptions of the model, the tokenizer and the run, without the weights and their checksum."""
-    _check_header(path)
-    try:
-        with safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {})[MINIGPT]
-        return dict(_unpack(json.loads(text)[MINIGPT], {}))
-    except (SafetensorError, *CONTENT_ERRORS) as error:
-        raise UserError(f"{path} is not a checkpoint of minigpt ({type(error).__name__}: {error!s:.200})") from error
-
-
 def write(content: Mapping[str, Any], path: Path) -> None:
     """Write a checkpoint atomically; the `last` checkpoint before it becomes `previous`.
 

@@ -57,16 +57,17 @@ def rate_tokens(model: GPT, tokenizer: Tokenizer, tokens: Tensor) -> list[dict[s
     """
     rated = score(model, tokens[1:], tokens[:1], n_top=N_TOP)
     ids = tokens.tolist()
-    columns = ([None, *map(_rounded, rated.logprobs.tolist())], [0, *rated.ranks.tolist()], [[], *rated.top])
-    return [
-        {"id": token, "text": text, "logprob": logprob, "rank": rank}
-        | {"top": [{"id": i, "text": tokenizer.decode([i]), "logprob": _rounded(value)} for i, value in top]}
-        for token, text, logprob, rank, top in zip(ids, token_pieces(tokenizer, ids), *columns, strict=True)
-    ]
+    columns = ([None, *rated.logprobs.tolist()], [0, *rated.ranks.tolist()], [[], *rated.top])
+    rows = zip(ids, token_pieces(tokenizer, ids), *columns, strict=True)
+    return [describe_token(tokenizer, *row) for row in rows]
 
 
-def _rounded(logprob: float) -> float:
-    return float(f"{logprob:.5g}")
+def describe_token(
+    tokenizer: Tokenizer, token: int, text: str, logprob: float | None, rank: int, top: Sequence[tuple[int, float]]
+) -> dict[str, Any]:
+    """Return a token for the page, with the characters that it completes and the likeliest alternatives."""
+    alternatives = [{"id": i, "text": tokenizer.decode([i]), "logprob": value} for i, value in top]
+    return {"id": token, "text": text, "logprob": logprob, "rank": rank, "top": alternatives}
 
 
 def _pack(weights: Tensor) -> str:

@@ -7,7 +7,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncIterator
 from functools import partial
 from math import isnan
 from types import SimpleNamespace
@@ -60,10 +60,10 @@ async def _generate(models: Models, request: Request, body: dict[str, Any], *, c
             for i in range(call.n)
         )
     )
-    request.scope["tokens"] = tokens  # for the log
     n_read = sum(map(len, prompts))
     if call.stream:
-        return Stream(tokens, _events(engine.tokenizer, call, echoed, tokens, n_read), "text/event-stream")
+        events = _events(engine.tokenizer, call, echoed, tokens, n_read)
+        return Stream(tokens, events, lambda error: _event(error.content), "text/event-stream")
     whole = [Piece() for _ in range(len(prompts) * call.n)]
     async for i, piece in pieces(engine.tokenizer, call, echoed, tokens):
         whole[i].text += piece.text
@@ -82,28 +82,22 @@ async def _echo(engine: Engine, call: SimpleNamespace, prompt: str | list[int], 
 
 async def _events(
     tokenizer: Tokenizer, call: SimpleNamespace, echoed: list[list[Token]], tokens: TokenStream, n_read: int
-) -> AsyncGenerator[str]:
-    """Yield server-sent events, several at once if their tokens are there."""
+) -> AsyncIterator[str]:
+    """Yield server-sent events."""
     envelope = _envelope(call) | ({"usage": None} if call.include_usage else {})
     begin = json.dumps(envelope)[:-1]  # of every event: it is encoded once
-    started, ready = set[int](), ""
-    try:
-        async for i, piece in pieces(tokenizer, call, echoed, tokens):
-            first = call.chat and i not in started
-            started.add(i)
-            if first or piece.text or piece.tokens or piece.reason:
-                choice = _choice(call, tokenizer, i, piece, "delta")
-                if first:
-                    choice["delta"]["role"] = "assistant"
-                ready += f'data: {begin}, "choices": [{json.dumps(choice)}]}}\n\n'
-            if ready and not tokens.has_more:
-                yield ready
-                ready = ""
-        if call.include_usage:
-            ready += _event(envelope | {"choices": [], "usage": _usage(n_read, tokens.n_tokens)})
-        yield f"{ready}data: [DONE]\n\n"
-    except (Exception, asyncio.CancelledError) as error:  # cancelled at the end of the server
-        yield ready + _event(ApiError.of(error).content)
+    started = set[int]()
+    async for i, piece in pieces(tokenizer, call, echoed, tokens):
+        first = call.chat and i not in started
+        started.add(i)
+        if first or piece.text or piece.tokens or piece.reason:
+            choice = _choice(call, tokenizer, i, piece, "delta")
+            if first:
+                choice["delta"]["role"] = "assistant"
+            yield f'data: {begin}, "choices": [{json.dumps(choice)}]}}\n\n'
+    if call.include_usage:
+        yield _event(envelope | {"choices": [], "usage": _usage(n_read, tokens.n_tokens)})
+    yield "data: [DONE]\n\n"
 
 
 def _event(content: object) -> str:

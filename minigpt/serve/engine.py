@@ -9,15 +9,14 @@ Shapes: B running requests, V vocab.
 
 import asyncio
 import math
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -33,7 +32,6 @@ from minigpt.utils.errors import RunError
 T = TypeVar("T")
 
 _SEND_SECONDS = 0.02  # between tokens that are sent: the event loop holds Python's lock, which the steps need too
-_IDLE_SECONDS = 5.0  # until the thread ends and the KV cache is freed
 _CLOSED = "the engine is closed"
 
 
@@ -80,9 +78,10 @@ class Token:
 
 
 class Engine:
-    """Generate for many requests at once. All methods are for one asyncio event loop.
+    """Generate for many requests at once. To be built and called in one asyncio event loop.
 
-    The thread starts with the first request, and ends, as its KV cache, after some seconds without one.
+    Steps, new requests and calls of `run` wait in the queue of the thread, where each step queues the next one. The KV
+    cache is freed when no request is left.
 
     Args:
         max_running: requests that are decoded in one batch.
@@ -92,14 +91,16 @@ class Engine:
     def __init__(self, model: GPT, tokenizer: Tokenizer, *, max_running: int = 32, max_waiting: int = 256) -> None:
         self.model, self.tokenizer = model.eval(), tokenizer
         self.max_running, self.max_waiting = max_running, max_waiting
-        self._decoder: Decoder | None = None
+        self._thread, self._loop = ThreadPoolExecutor(1, "engine"), asyncio.get_running_loop()
+        # Of the event loop:
+        self._jobs: list[_Job] = []  # that may run or wait
+        self._n_calls, self._closed = 0, False
+        # Of the thread:
+        self._decoder = Decoder(model)
         self._running: list[_Job] = []  # in the order of the decoder's rows
         self._waiting: list[_Job] = []
-        self._calls: list[tuple[Future[Any], Callable[[GPT], Any]]] = []
         self._unsent: list[tuple[_Job, Token | Exception]] = []
-        self._next_send, self._closing = 0.0, False
-        self._changed = threading.Condition()  # also guards the moves of requests
-        self._thread: threading.Thread | None = None
+        self._next_send = 0.0
 
     def generate(self, *requests: Request) -> "TokenStream":
         """Queue requests and return their tokens as they are generated; closing the iterator ends the requests.
@@ -110,18 +111,23 @@ class Engine:
         """
         items: asyncio.Queue[Token | Exception] = asyncio.Queue()
         for request in requests:
-            values = {name: getattr(request, name) for name in ("max_new_tokens", "seed", "stop")}
-            check_settings(**values, n_top=request.n_top or 0)
+            n_new, n_top = request.max_new_tokens, request.n_top or 0
+            check_settings(max_new_tokens=n_new, seed=request.seed, stop=request.stop, n_top=n_top)
             check_ids(request.prompt, self.model.config.vocab_size)
         jobs = [_Job(request, i, items, self) for i, request in enumerate(requests)]
-        self._append(self._waiting, *jobs)
+        self._check_room(len(jobs))
+        self._jobs += jobs
+        self._thread.submit(self._add, jobs)
         return TokenStream(jobs, items)
 
     async def run(self, function: Callable[[GPT], T]) -> T:
         """Call a function of the model in the engine's thread, between two steps. Raises QueueFull as `generate`."""
-        result: Future[T] = Future()
-        self._append(self._calls, (result, function))
-        return await asyncio.wrap_future(result)
+        self._check_room(1)
+        self._n_calls += 1
+        try:
+            return await self._loop.run_in_executor(self._thread, torch.inference_mode()(function), self.model)
+        finally:
+            self._n_calls -= 1
 
     async def score(self, prompt: list[int], *, n_top: int = 0) -> list[Token]:
         """Return the log-probability of every token of a prompt after those before it; of the first, NaN.
@@ -139,99 +145,66 @@ class Engine:
             tokens += [Token(*row) for row in rows]
         return tokens
 
-    async def close(self) -> int:
-        """End the thread; return the number of requests that were cut off: they raise RunError."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-            thread = self._thread
-        if thread:
-            await asyncio.to_thread(thread.join)
-        error = RunError(_CLOSED)
-        cut_off = [job for job in (*self._running, *self._waiting) if not job.ended]
-        _deliver([(job, error) for job in cut_off])
-        results = [result for result, _ in self._calls if result.set_running_or_notify_cancel()]
-        for result in results:
-            result.set_exception(error)
-        self._running, self._waiting, self._calls = [], [], []
-        return len(cut_off) + len(results)
+    async def close(self) -> None:
+        """End the thread; requests that run or wait raise RunError."""
+        self._closed = True
+        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
+        _deliver([(job, RunError(_CLOSED)) for job in self._jobs if not job.ended])
 
-    def _append(self, queue: list[Any], *items: Any) -> None:
-        self._loop = asyncio.get_running_loop()
-        with self._changed:
-            if self._closing:
-                raise RunError(_CLOSED)
-            n_open = sum(not job.ended for job in (*self._running, *self._waiting)) + len(self._calls)
-            if n_open + len(items) > self.max_running + self.max_waiting:
-                raise QueueFull(f"{self.max_waiting} requests wait")
-            queue += items
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
-                self._thread.start()
-            self._changed.notify()
+    def _check_room(self, n_new: int) -> None:
+        if self._closed:
+            raise RunError(_CLOSED)
+        self._jobs = [job for job in self._jobs if not job.ended]
+        if len(self._jobs) + self._n_calls + n_new > self.max_running + self.max_waiting:
+            raise QueueFull(f"{self.max_waiting} requests wait")
+
+    # The methods below run in the thread.
+
+    def _add(self, jobs: "list[_Job]") -> None:
+        idle = not (self._running or self._waiting)
+        self._waiting += jobs
+        if idle and jobs:
+            self._thread.submit(self._work)
 
     @torch.inference_mode()
     def _work(self) -> None:
-        """Run steps while there is any request, until `close` or a pause without requests."""
-        while True:
-            with self._changed:
-                ready = self._changed.wait_for(
-                    lambda: self._closing or self._running or self._waiting or self._calls, timeout=_IDLE_SECONDS
-                )
-                if self._closing or not ready:
-                    self._thread = self._decoder = None
-                    return
-            self._call_next()
-            try:
-                self._leave()
-                if self._waiting:
-                    self._join()
-                if self._running:
-                    self._step()
-            except Exception as error:  # of the model, such as a lack of memory
-                failed, self._running, self._decoder = self._running, [], None
-                self._send([(job, error) for job in failed if not job.ended])
-
-    def _call_next(self) -> None:
-        """Call the next function that waits, if any."""
-        if self._calls:
-            result, function = self._calls.pop(0)
-            if result.set_running_or_notify_cancel():
-                try:
-                    result.set_result(function(self.model))
-                except Exception as error:
-                    result.set_exception(error)
+        """Run a step, and queue the next one."""
+        try:
+            self._leave()
+            self._join()
+            if self._running:
+                self._step()
+        except Exception as error:  # of the model, such as a lack of memory
+            failed, self._running = self._running, []
+            self._send([(job, error) for job in failed if not job.ended])
+        if not self._running:
+            self._decoder = Decoder(self.model)  # with an empty cache
+        if self._running or self._waiting:
+            self._thread.submit(self._work)  # raises if the engine is closed
 
     def _leave(self) -> None:
         """Free the rows of requests that ended."""
-        with self._changed:
-            for row in reversed(range(len(self._running))):
-                if self._running[row].ended and self._decoder:
-                    self._decoder.drop(row)
-                    self._running[row] = self._running[-1]
-                    self._running.pop()
+        for row in reversed(range(len(self._running))):
+            if self._running[row].ended:
+                self._decoder.drop(row)
+                self._running[row] = self._running[-1]
+                self._running.pop()
 
     def _join(self) -> None:
         """Read the prompts of waiting requests, together at most `block_size` tokens; equal prompts are read once."""
-        joining, block_size = list[list[_Job]](), self.model.config.block_size
-        with self._changed:
-            waiting = [job for job in self._waiting if not job.ended]
-            room, unread = self.max_running - len(self._running), block_size
-            for prompt, jobs in groupby(waiting[:room], lambda job: job.request.prompt):
-                unread -= len(prompt[-block_size:])
-                if unread < 0:
-                    break
-                joining.append(list(jobs))
-            n_joining = sum(map(len, joining))
-            self._running += waiting[:n_joining]
-            self._waiting[:] = waiting[n_joining:]  # in place: `_append` may hold the list already
-        for group in joining:
-            self._decoder = self._decoder or Decoder(self.model)
-            self._decoder.add(group[0].request.prompt, len(group))
+        self._waiting = [job for job in self._waiting if not job.ended]
+        room, unread = self.max_running - len(self._running), self.model.config.block_size
+        for prompt, group in groupby(self._waiting[:room], lambda job: job.request.prompt):
+            unread -= len(prompt[-self.model.config.block_size :])
+            if unread < 0:
+                break
+            jobs = list(group)
+            self._running += jobs
+            del self._waiting[: len(jobs)]
+            self._decoder.add(prompt, len(jobs))
 
     def _step(self) -> None:
         """Add one token to every running request."""
-        assert self._decoder
         last = torch.tensor([job.last for job in self._running], device=self._decoder.device)
         logits = self._decoder.step(last).float()  # (B, V)
         tokens = self._draw(logits)  # (B,)
@@ -257,11 +230,8 @@ class Engine:
             jobs = [self._running[row] for row in rows]
             uniforms = torch.cat([job.uniforms.next() for job in jobs])
             seen = [job.seen for job in jobs if job.seen is not None]
-            everything = len(groups) == 1
-            drawn = sampling.draw(logits if everything else logits[rows], uniforms, torch.stack(seen) if seen else None)
-            if everything:
-                return drawn
-            tokens[rows] = drawn
+            index = rows if len(groups) > 1 else slice(None)  # without a copy
+            tokens[index] = sampling.draw(logits[index], uniforms, torch.stack(seen) if seen else None)
         return tokens
 
     def _send(self, items: list[tuple["_Job", Token | Exception]], *, at_once: bool = True) -> None:

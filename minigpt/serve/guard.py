@@ -2,8 +2,7 @@
 
 import asyncio
 import ipaddress
-import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from hmac import compare_digest
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -11,17 +10,17 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minigpt.serve.http import ApiError
-from minigpt.utils.terminal import sanitize_line
 
 _SECURITY_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
 
 
 class Guard:
-    """Refuse requests of other web sites and those without the key; add security headers; log requests.
+    """Refuse requests of other web sites and those without the key; add security headers.
 
     A web site can send requests to servers of the computer on which it is read. Its Origin gives it away; after DNS
     rebinding, its Host. Source: https://en.wikipedia.org/wiki/DNS_rebinding
@@ -30,54 +29,38 @@ class Guard:
         host: the address or name that the server is bound to.
         key: is required as `Authorization: Bearer KEY` under /v1/ and /api/, if there is one.
         origins: of web sites that may use the server.
-        log: gets a line per request, without its text and key.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        host: str,
-        key: str | None = None,
-        origins: Collection[str] = (),
-        log: Callable[[str], object] = lambda line: None,
-    ) -> None:
-        self.app, self.host, self.key, self.origins, self.log = app, host.lower(), key, origins, log
+    def __init__(self, app: ASGIApp, *, host: str, key: str | None = None, origins: Collection[str] = ()) -> None:
+        self.app, self.host, self.key, self.origins = app, host.lower(), key, origins
         self.cut_off = 0  # requests that the end of the server cancelled
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        added, origin, app = dict(_SECURITY_HEADERS), Headers(scope=scope).get("origin"), self.app
-        start, status = time.monotonic(), 0
+        added, origin, started = dict(_SECURITY_HEADERS), Headers(scope=scope).get("origin"), False
         if origin in self.origins:
             added |= {"Access-Control-Allow-Origin": str(origin), "Vary": "Origin"}
 
         async def send_with_headers(message: Message) -> None:
-            nonlocal status
+            nonlocal started
             if message["type"] == "http.response.start":
-                status = message["status"]
-                headers = MutableHeaders(scope=message)
-                for name, value in added.items():
-                    headers.setdefault(name, value)
+                started = True
+                MutableHeaders(scope=message).update(added)
             await send(message)
 
         try:
-            app = self._check(scope) or app
+            app = self._check(scope) or self.app
         except ApiError as error:
             app = error.response()
         try:
             await app(scope, receive, send_with_headers)
         except asyncio.CancelledError as error:
             self.cut_off += 1
-            if not status:
+            if not started:
                 await ApiError.of(error).response()(scope, receive, send_with_headers)
             raise
-        finally:
-            request = f"{time.strftime('%H:%M:%S')} {scope['method']} {scope['path']} {status}"
-            tokens = f", {scope['tokens'].n_tokens} tokens" if "tokens" in scope else ""  # a TokenStream
-            self.log(sanitize_line(f"{request} {1000 * (time.monotonic() - start):.0f} ms{tokens}"))
 
     def _check(self, scope: Scope) -> Response | None:
         """Raise ApiError for a request to refuse; return the response to a preflight request of an allowed origin."""

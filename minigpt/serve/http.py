@@ -3,9 +3,9 @@
 import asyncio
 import json
 import sys
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -20,7 +20,6 @@ from minigpt.utils.cli import error_text
 from minigpt.utils.errors import RunError, UserError, require
 from minigpt.utils.terminal import sanitize_line
 
-T = TypeVar("T")
 Settings = Mapping[str, tuple[Any, Rule]]  # default and rule by name
 
 REQUIRED = object()  # as a default
@@ -72,22 +71,49 @@ def post(path: str, work: Callable[[Request, dict[str, Any]], Coroutine[Any, Any
     """Return a route for POST; `work` gets the JSON object of the body, and is cancelled if the client disconnects."""
 
     async def endpoint(request: Request) -> Response:
-        body = await _read_json(request)
-        return await _unless_disconnected(request.receive, work(request, body)) or Response(status_code=499)
+        working = asyncio.create_task(work(request, await _read_json(request)))
+        disconnect = asyncio.ensure_future(request.receive())  # after the body, there is no other message
+        disconnect.add_done_callback(lambda _: working.cancel())
+        try:
+            return await working
+        except asyncio.CancelledError:
+            if disconnect.done():
+                return Response(status_code=499)  # to nobody
+            raise
+        finally:
+            disconnect.cancel()
 
     return Route(path, endpoint, methods=["POST"])
 
 
 class Stream(StreamingResponse):
-    """A response whose parts are sent as they are made of tokens, until the client disconnects."""
+    """A response whose parts are sent as they are made of tokens, several at once if their tokens are there.
 
-    def __init__(self, tokens: TokenStream, parts: AsyncGenerator[str], media_type: str) -> None:
-        super().__init__(parts, media_type=media_type, headers={"Cache-Control": "no-store"})
-        self.tokens, self.parts = tokens, parts
+    Args:
+        last: returns the part that ends the response after an error.
+    """
+
+    def __init__(
+        self, tokens: TokenStream, parts: AsyncIterator[str], last: Callable[[ApiError], str], media_type: str
+    ) -> None:
+        super().__init__(self._batches(parts, last), media_type=media_type, headers={"Cache-Control": "no-store"})
+        self.tokens = tokens
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self.tokens), aclosing(self.parts):
-            await _unless_disconnected(receive, self.stream_response(send))
+        async with aclosing(self.tokens):  # also if the client disconnects
+            await super().__call__(scope, receive, send)
+
+    async def _batches(self, parts: AsyncIterator[str], last: Callable[[ApiError], str]) -> AsyncIterator[str]:
+        ready = ""
+        try:
+            async for part in parts:
+                ready += part
+                if not self.tokens.has_more:
+                    yield ready
+                    ready = ""
+        except (Exception, asyncio.CancelledError) as error:  # cancelled at the end of the server
+            ready += last(ApiError.of(error))
+        yield ready
 
 
 def check(
@@ -150,20 +176,3 @@ async def _read_json(request: Request) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number of JSON")
-
-
-async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """Return the result of a coroutine; cancel it when the client disconnects, and return None."""
-
-    async def disconnect() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = working, watching = asyncio.create_task(work), asyncio.create_task(disconnect())
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        watching.cancel()
-        working.cancel()  # has no effect on a task that is done
-        await asyncio.wait(tasks)
-    return None if working.cancelled() else working.result()

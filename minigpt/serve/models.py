@@ -2,11 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minigpt.checkpoints.find import BEST, find_checkpoint, run_folder
+from minigpt.checkpoints.find import BEST, find_checkpoint, named_path, run_folder
 from minigpt.utils.errors import require
 
 if TYPE_CHECKING:
@@ -28,26 +29,21 @@ def find_models(sources: Sequence[str], runs: Path = Path("runs")) -> dict[str, 
     """
     if not sources:
         newest_first = sorted(runs.rglob(BEST), key=lambda file: file.stat().st_mtime, reverse=True)
-        sources = [str(file.parents[1]) for file in newest_first] or [str(run_folder(find_checkpoint(None, runs=runs)))]
+        sources = [str(file.parents[1]) for file in newest_first] or [str(find_checkpoint(None, runs=runs))]
     found: dict[str, str] = {}
     for source in sources:
         path = Path(source).expanduser()
         if path.exists():
-            path = path.resolve()
-            if not (path / "config.json").is_file():
-                find_checkpoint(path)
-            source = str(path)
-            if path.is_file():
-                path = path.with_suffix("") if run_folder(path) == path.parent else run_folder(path)
+            source = str(path.resolve())
+            path = path.resolve() if (path / "config.json").is_file() else named_path(find_checkpoint(path))
         else:
             from minigpt.checkpoints.pretrained import find_pretrained
 
             find_pretrained(source)
         if source not in found.values():
             name, with_parent = path.name, "/".join(path.parts[-2:])  # a run of a sweep is a number
-            numbered = (f"{name}-{i}" for i in range(2, len(found) + 3))
-            candidates = [*([] if name.isdigit() else [name]), with_parent, *numbered]
-            found[next(candidate for candidate in candidates if candidate not in found)] = source
+            names = chain([with_parent if name.isdigit() else name, with_parent], map(f"{name}-{{}}".format, count(2)))
+            found[next(name for name in names if name not in found)] = source
     return found
 
 
@@ -57,14 +53,10 @@ class Models:
     Args:
         sources: the result of `find_models`.
         device: "auto" or a device of torch.
-        engine: builds the engine of a model.
     """
 
-    def __init__(
-        self, sources: dict[str, str], *, device: str, engine: "Callable[[GPT, Tokenizer], Engine] | None" = None
-    ) -> None:
+    def __init__(self, sources: dict[str, str], *, device: str) -> None:
         self.sources, self.device, self.created = sources, device, int(time.time())
-        self._build = engine
         self._locks = {name: asyncio.Lock() for name in sources}
         self._engines: dict[str, Engine] = {}
         self._silenced: dict[str, dict[frozenset[tuple[int, int]], Engine]] = {name: {} for name in sources}
@@ -86,7 +78,7 @@ class Models:
         """
         async with self._locks[name]:
             if name not in self._engines:
-                self._engines[name] = self._new_engine(*await asyncio.to_thread(self._load, name))
+                self._engines[name] = self.new_engine(*await asyncio.to_thread(self._load, name))
         return self._engines[name]
 
     def silenced(self, name: str, heads: "Collection[Sequence[int]]") -> "Engine":
@@ -102,35 +94,11 @@ class Models:
         L, H = original.model.config.n_layer, original.model.config.n_head
         expected = f"pairs of a layer below {L} and a head below {H}, from 0"
         require("silenced", heads, lambda _: all(0 <= i < L and 0 <= j < H for i, j in key), expected)
-        if key not in kept:
-            kept[key] = self._new_engine(without_heads(original.model, key), original.tokenizer)
-        kept[key] = kept.pop(key)  # the last is the most recently used
+        found = kept.pop(key, None) or self.new_engine(without_heads(original.model, key), original.tokenizer)
+        kept[key] = found  # the last is the most recently used
         if len(kept) > MAX_SILENCED:
-            del kept[next(iter(kept))]  # its thread ends when it is idle
-        return kept[key]
-
-    def describe(self, name: str) -> dict[str, Any]:
-        """Return the name, the size and a line of facts; the weights are not read."""
-        from minigpt.checkpoints.format import read_description
-        from minigpt.checkpoints.pretrained import find_pretrained
-        from minigpt.config import GPTConfig
-        from minigpt.data.tokenizer import from_dict
-
-        source = self.sources[name]
-        if engine := self._engines.get(name):
-            config, tokenizer = engine.model.config, engine.tokenizer
-        elif Path(source).exists() and not Path(source, "config.json").is_file():
-            described = read_description(find_checkpoint(source))
-            config, tokenizer = GPTConfig.from_dict(described["model"]), from_dict(described["tokenizer"])
-        else:  # of Hugging Face
-            found = find_pretrained(source)
-            config, tokenizer = found.config, found.tokenizer
-        facts = (
-            f"{config.num_params():,} parameters, {config.n_layer} layers, {config.n_head} heads, width "
-            f"{config.n_embd}, context {config.block_size} tokens, tokenizer {tokenizer.name}"
-        )
-        sizes = {key: getattr(config, key) for key in ("n_layer", "n_head", "block_size")}
-        return {"name": name, "facts": facts, **sizes}
+            del kept[next(iter(kept))]  # its thread ends with its requests
+        return found
 
     def history(self, name: str) -> dict[str, Any] | None:
         """Return the history of the run of a model; None if there is none."""
@@ -144,10 +112,11 @@ class Models:
         silenced = (engine for engines in self._silenced.values() for engine in engines.values())
         await asyncio.gather(*(engine.close() for engine in (*self._engines.values(), *silenced)))
 
-    def _new_engine(self, model: "GPT", tokenizer: "Tokenizer") -> "Engine":
+    def new_engine(self, model: "GPT", tokenizer: "Tokenizer") -> "Engine":
+        """Return the engine of a model; the tests replace this method."""
         from minigpt.serve.engine import Engine
 
-        return (self._build or Engine)(model, tokenizer)
+        return Engine(model, tokenizer)
 
     def _load(self, name: str) -> "tuple[GPT, Tokenizer]":
         from minigpt.checkpoints.pretrained import find_pretrained

@@ -1,9 +1,8 @@
 """The page, and the API that it uses: texts with the probability of every token, samples, attention, history."""
 
 import asyncio
-import codecs
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncIterator
 from functools import partial
 from importlib.resources import files
 from math import isnan
@@ -15,16 +14,17 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from minigpt.data.tokenizer import whole_characters
+from minigpt.data.tokenizer import piece_decoder, token_pieces, whole_characters
 from minigpt.generation import NON_FINITE, check_ids
 from minigpt.interpret.attention_maps import layer_attention
+from minigpt.interpret.page import N_TOP, describe_token
 from minigpt.model import GPT
+from minigpt.page.render import describe
 from minigpt.sampling import Sampling
 from minigpt.serve import engine as engines
 from minigpt.serve.engine import Engine, Token, TokenStream
 from minigpt.serve.http import (
     REQUIRED,
-    ApiError,
     Settings,
     Stream,
     check,
@@ -39,12 +39,7 @@ from minigpt.utils.checks import NON_NEGATIVE_INT, integer, or_null
 from minigpt.utils.errors import RunError, require
 
 MAX_SCORED = 32768  # tokens of a text
-N_TOP = 10  # likeliest alternatives of a token
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
-_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 
 
 def page_routes(models: Models) -> list[Route]:
@@ -53,23 +48,24 @@ def page_routes(models: Models) -> list[Route]:
     async def names(request: Request) -> Response:
         return json_response({"models": models.names()})
 
-    async def describe(request: Request) -> Response:
-        return json_response(await asyncio.to_thread(models.describe, check_model(models, request.path_params["name"])))
+    async def description(request: Request) -> Response:
+        name = request.path_params["name"]
+        engine = await find_engine(models, name)
+        return json_response(describe(name, engine.model.config, engine.tokenizer.name))
 
     async def history(request: Request) -> Response:
         return json_response(await asyncio.to_thread(models.history, check_model(models, request.path_params["name"])))
 
     async def file(request: Request) -> Response:
-        path = Path(str(folder), request.url.path.lstrip("/") or "index.html")
-        headers = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"}
-        return FileResponse(path, headers=headers, media_type=_TYPES[path.suffix])
+        path = folder / (request.url.path.lstrip("/") or "index.html")
+        return FileResponse(path, headers={"Cache-Control": "no-cache"}, media_type=_TYPES[path.suffix])
 
-    folder = files("minigpt.page")
-    paths = ["/", *(f"/{entry.name}" for entry in folder.iterdir() if Path(entry.name).suffix in _TYPES)]
+    folder = Path(str(files("minigpt.page")))
+    paths = ["/", *(f"/{path.name}" for path in folder.iterdir() if path.suffix in _TYPES)]
     return [
         *(Route(path, file) for path in paths),
         Route("/api/models", names),
-        Route("/api/models/{name:path}", describe),
+        Route("/api/models/{name:path}", description),
         Route("/api/history/{name:path}", history),
         post("/api/score", partial(_score, models)),
         post("/api/generate", partial(_generate, models)),
@@ -87,9 +83,8 @@ async def _score(models: Models, request: Request, body: dict[str, Any]) -> Resp
     tokens = await engine.score(ids, n_top=N_TOP) if ids else []
     if any(isnan(token.logprob) for token in tokens[1:]):
         raise RunError(NON_FINITE)
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    last = len(tokens) - 1
-    return json_response({"tokens": [_to_json(engine, decoder, t, final=i == last) for i, t in enumerate(tokens)]})
+    pieces = token_pieces(engine.tokenizer, ids)
+    return json_response({"tokens": [_to_json(engine, *pair) for pair in zip(tokens, pieces, strict=True)]})
 
 
 async def _generate(models: Models, request: Request, body: dict[str, Any]) -> Response:
@@ -99,23 +94,21 @@ async def _generate(models: Models, request: Request, body: dict[str, Any]) -> R
     prompt = values["ids"] or tokenizer.start.tolist()
     stop = tuple(tokenizer.separator.tolist()) if tokenizer.separated else ()
     tokens = engine.generate(engines.Request(prompt, values["max_tokens"], sampling, stop, values["seed"], N_TOP))
-    request.scope["tokens"] = tokens  # for the log
-    return Stream(tokens, _lines(engine, values["ids"], tokens), "application/x-ndjson")
+    lines = _lines(engine, values["ids"], tokens)
+    return Stream(tokens, lines, lambda error: _line({"error": str(error)}), "application/x-ndjson")
 
 
-async def _lines(engine: Engine, prompt: list[int], tokens: TokenStream) -> AsyncGenerator[str]:
-    """Yield a line per token, several at once if their tokens are there, and one for an error."""
-    decoder, ready = codecs.getincrementaldecoder("utf-8")(errors="replace"), ""
-    decoder.decode(engine.tokenizer.decode_bytes(prompt))  # may end within a character
-    try:
-        async for token in tokens:
-            if token.reason != "stop":  # the end-of-text token
-                ready += json.dumps(_to_json(engine, decoder, token, final=token.reason is not None)) + "\n"
-            if ready and not tokens.has_more:
-                yield ready
-                ready = ""
-    except (Exception, asyncio.CancelledError) as error:  # cancelled at the end of the server
-        yield ready + json.dumps({"error": str(ApiError.of(error))}) + "\n"
+async def _lines(engine: Engine, prompt: list[int], tokens: TokenStream) -> AsyncIterator[str]:
+    """Yield a line per token."""
+    decode = piece_decoder(engine.tokenizer)
+    decode(prompt)  # may end within a character
+    async for token in tokens:
+        if token.reason != "stop":  # the end-of-text token
+            yield _line(_to_json(engine, token, decode([token.id], token.reason is not None)))
+
+
+def _line(content: object) -> str:
+    return json.dumps(content) + "\n"
 
 
 async def _attention(models: Models, request: Request, body: dict[str, Any]) -> Response:
@@ -135,16 +128,9 @@ async def _attention(models: Models, request: Request, body: dict[str, Any]) -> 
     return Response(await engine.run(compute), media_type="application/octet-stream")
 
 
-def _to_json(engine: Engine, decoder: codecs.IncrementalDecoder, token: Token, *, final: bool) -> dict[str, Any]:
-    """Return a token with the characters that it completes."""
-    tokenizer = engine.tokenizer
-    return {
-        "id": token.id,
-        "text": decoder.decode(tokenizer.decode_bytes([token.id]), final),
-        "logprob": None if isnan(token.logprob) else token.logprob,
-        "rank": token.rank,
-        "top": [{"id": i, "text": tokenizer.decode([i]), "logprob": logprob} for i, logprob in token.top],
-    }
+def _to_json(engine: Engine, token: Token, text: str) -> dict[str, Any]:
+    logprob = None if isnan(token.logprob) else token.logprob
+    return describe_token(engine.tokenizer, token.id, text, logprob, token.rank, token.top)
 
 
 def _is_silenced(value: Any) -> bool:

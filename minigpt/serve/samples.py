@@ -1,11 +1,10 @@
 """The samples of one request as pieces of text that can be sent."""
 
-import codecs
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from minigpt.data.tokenizer import Tokenizer
+from minigpt.data.tokenizer import Tokenizer, piece_decoder
 from minigpt.serve.engine import Token, TokenStream
 
 
@@ -27,8 +26,7 @@ class TextSplitter:
     """Turn tokens into pieces of whole characters; what may begin a stop string is held back until it is decided."""
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
-        self.tokenizer, self.stop = tokenizer, stop
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.stop, self._decode = stop, piece_decoder(tokenizer)
         self._held, self._sent = "", 0  # text, and characters
         self._tokens: list[tuple[Token, int]] = []  # of text that is held
 
@@ -37,7 +35,7 @@ class TextSplitter:
         piece = Piece()
         for token in tokens:
             piece.tokens.append((token, len(piece.text)))
-            piece.text += self._decoder.decode(self.tokenizer.decode_bytes([token.id]))
+            piece.text += self._decode([token.id])
         self._sent = len(piece.text)
         return piece
 
@@ -45,7 +43,7 @@ class TextSplitter:
         """Return the text that a generated token completes."""
         self._tokens.append((token, self._sent + len(self._held)))
         final = token.reason is not None
-        text = self._held + self._decoder.decode(self.tokenizer.decode_bytes([token.id]), final=final)
+        text = self._held + self._decode([token.id], final)
         end = len(text)
         if token.reason == "stop":
             end = min((at for string in self.stop if (at := text.find(string)) >= 0), default=end)

@@ -1,12 +1,14 @@
 """The settings of OpenAI's API, with defaults and rules, and the samples that they ask for."""
 
 import random
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
+from minigpt.generation_settings import RULES
 from minigpt.sampling import Sampling
 from minigpt.serve.http import REQUIRED, ApiError, Settings, check
-from minigpt.utils.checks import BOOLEAN, CLOSED_FRACTION, NON_NEGATIVE_INT, POSITIVE_INT, Rule, integer, is_number
+from minigpt.utils.checks import BOOLEAN, NON_NEGATIVE_INT, integer, is_number
 
 MAX_TOKENS = 65_536  # of a prompt, and of a sample
 MAX_SAMPLES = 128  # of a request
@@ -64,16 +66,9 @@ def _is_stop(value: Any) -> bool:
     return isinstance(listed, list) and len(listed) <= 4 and all(isinstance(item, str) and item for item in listed)
 
 
-def _between(least: float, most: float) -> Rule:
-    return lambda v: is_number(v) and least <= v <= most, f"in [{least}, {most}]"
-
-
 SAMPLING: Settings = {
-    "temperature": (1.0, _between(0, 100)),
-    "top_k": (None, POSITIVE_INT),
-    "top_p": (None, (lambda v: is_number(v) and 0 < v <= 1, "in (0, 1]")),
-    "min_p": (None, CLOSED_FRACTION),
-    "repetition_penalty": (1.0, _between(0.01, 100)),
+    **{field.name: (field.default, RULES[field.name]) for field in fields(Sampling)},
+    "temperature": (1.0, (lambda v: is_number(v) and 0 <= v <= 100, "in [0, 100]")),
 }
 MODEL: Settings = {"model": (REQUIRED, (lambda v: isinstance(v, str), "a name of GET /v1/models"))}
 _COMMON: Settings = {
