@@ -12,7 +12,7 @@ export async function showHistory(root, backend, model) {
   try {
     const history = await backend.history(model), names = Object.keys(CURVES).filter(name => history?.[name].length);
     if (names.length) content.append(...curves(history, names));
-    else content.append(make("p", {class: "soft"}, "This run has no metrics.csv."));
+    else content.append(make("p", {class: "soft"}, "This run has no readable metrics.csv."));
     if (history?.samples.length) content.append(...sampleViewer(history.samples));
   } catch ({message}) {
     content.append(make("p", {class: "error", role: "alert"}, message));

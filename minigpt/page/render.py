@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from minigpt.config import GPTConfig
 
+MAX_MAP_TOKENS = 1024  # of a map of attention weights
 _STYLE, _SCRIPT = '<link rel="stylesheet" href="style.css">\n', '<script type="module" src="server.js"></script>\n'
 _IMPORT = re.compile(r'^import \{[\w, ]+\} from "\./([\w.]+)";\n', re.MULTILINE)
 _DECLARATION = re.compile(r"^(?:async )?(?:function\*?|class|const|let) (\w+)", re.MULTILINE)
@@ -51,7 +52,8 @@ def describe(name: str, config: "GPTConfig", tokenizer: str, weights: str = "") 
         f"A GPT with {config.num_params():,} parameters{weights}: {config.n_layer} layers, {config.n_head} heads, "
         f"width {config.n_embd}, a context of {config.block_size} tokens, tokenizer {tokenizer}."
     )
-    shape = {"n_layer": config.n_layer, "n_head": config.n_head, "block_size": config.block_size}
+    block_size = min(config.block_size, MAX_MAP_TOKENS)
+    shape = {"n_layer": config.n_layer, "n_head": config.n_head, "block_size": block_size}
     return {"name": name, "facts": facts, **shape}
 
 

@@ -145,6 +145,11 @@ class Engine:
             tokens += [Token(*row) for row in rows]
         return tokens
 
+    @property
+    def busy(self) -> bool:
+        """Whether a request runs or waits."""
+        return self._n_calls > 0 or not all(job.ended for job in self._jobs)
+
     async def close(self) -> None:
         """End the thread; requests that run or wait raise RunError."""
         self._closed = True

@@ -2,6 +2,7 @@
 
 import asyncio
 import ipaddress
+import re
 from collections.abc import Collection
 from hmac import compare_digest
 
@@ -22,7 +23,7 @@ _SECURITY_HEADERS = {
 class Guard:
     """Refuse requests of other web sites and those without the key; add security headers.
 
-    A web site can send requests to servers of the computer on which it is read. Its Origin gives it away; after DNS
+    A web site can send requests to servers of the computer on which it is read. They have its Origin; after DNS
     rebinding, its Host. Source: https://en.wikipedia.org/wiki/DNS_rebinding
 
     Args:
@@ -86,8 +87,9 @@ class Guard:
 
 
 def hostname(host: str) -> str:
-    """Return the name in a Host header, without port and brackets."""
-    return host.lower().rpartition("]")[0].lstrip("[") or host.lower().partition(":")[0]
+    """Return the name in a Host header, without port and brackets; empty if the header is malformed."""
+    match = re.fullmatch(r"(?:\[([0-9a-f:.]+)\]|([\w.-]+))(?::\d+)?", host.lower())
+    return (match[1] or match[2]) if match else ""
 
 
 def is_loopback(name: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minigpt.checkpoints.find import BEST, find_checkpoint, named_path, run_folder
-from minigpt.utils.errors import require
+from minigpt.utils.errors import UserError, require
 
 if TYPE_CHECKING:
     from minigpt.data.tokenizer import Tokenizer
@@ -57,7 +57,7 @@ class Models:
 
     def __init__(self, sources: dict[str, str], *, device: str) -> None:
         self.sources, self.device, self.created = sources, device, int(time.time())
-        self._locks = {name: asyncio.Lock() for name in sources}
+        self._loading: dict[str, asyncio.Task[None]] = {}
         self._engines: dict[str, Engine] = {}
         self._silenced: dict[str, dict[frozenset[tuple[int, int]], Engine]] = {name: {} for name in sources}
 
@@ -73,12 +73,15 @@ class Models:
         """Return the engine of a model, loaded on the first call.
 
         Raises:
-            KeyError: there is no such model.
             UserError: it cannot be loaded.
         """
-        async with self._locks[name]:
-            if name not in self._engines:
-                self._engines[name] = self.new_engine(*await asyncio.to_thread(self._load, name))
+        if name not in self._loading:
+            self._loading[name] = asyncio.create_task(self._load(name))
+        try:
+            await asyncio.shield(self._loading[name])  # goes on for the next request if this one is cancelled
+        except UserError:
+            self._loading.pop(name, None)
+            raise
         return self._engines[name]
 
     def silenced(self, name: str, heads: "Collection[Sequence[int]]") -> "Engine":
@@ -86,18 +89,23 @@ class Models:
 
         Raises:
             UserError: there is no such head.
+            QueueFull: all engines that are kept are in use.
         """
         from minigpt.interpret.head_stats import without_heads
+        from minigpt.serve.engine import QueueFull
 
         original, kept = self._engines[name], self._silenced[name]
         key = frozenset((layer, head) for layer, head in heads)
         L, H = original.model.config.n_layer, original.model.config.n_head
         expected = f"pairs of a layer below {L} and a head below {H}, from 0"
         require("silenced", heads, lambda _: all(0 <= i < L and 0 <= j < H for i, j in key), expected)
+        if key not in kept and len(kept) == MAX_SILENCED:
+            idle = next((other for other, engine in kept.items() if not engine.busy), None)
+            if idle is None:
+                raise QueueFull("other heads are silenced")
+            del kept[idle]
         found = kept.pop(key, None) or self.new_engine(without_heads(original.model, key), original.tokenizer)
         kept[key] = found  # the last is the most recently used
-        if len(kept) > MAX_SILENCED:
-            del kept[next(iter(kept))]  # its thread ends with its requests
         return found
 
     def history(self, name: str) -> dict[str, Any] | None:
@@ -118,9 +126,12 @@ class Models:
 
         return Engine(model, tokenizer)
 
-    def _load(self, name: str) -> "tuple[GPT, Tokenizer]":
+    async def _load(self, name: str) -> None:
         from minigpt.checkpoints.pretrained import find_pretrained
         from minigpt.console import move_model
 
-        found = find_pretrained(self.sources[name])
-        return move_model(found.load(), self.device, "float32"), found.tokenizer
+        def load() -> "tuple[GPT, Tokenizer]":
+            found = find_pretrained(self.sources[name])
+            return move_model(found.load(), self.device, "float32"), found.tokenizer
+
+        self._engines[name] = self.new_engine(*await asyncio.to_thread(load))

@@ -19,7 +19,7 @@ from minigpt.generation import NON_FINITE, check_ids
 from minigpt.interpret.attention_maps import layer_attention
 from minigpt.interpret.page import N_TOP, describe_token
 from minigpt.model import GPT
-from minigpt.page.render import describe
+from minigpt.page.render import MAX_MAP_TOKENS, describe
 from minigpt.sampling import Sampling
 from minigpt.serve import engine as engines
 from minigpt.serve.engine import Engine, Token, TokenStream
@@ -57,7 +57,7 @@ def page_routes(models: Models) -> list[Route]:
         return json_response(await asyncio.to_thread(models.history, check_model(models, request.path_params["name"])))
 
     async def file(request: Request) -> Response:
-        path = folder / (request.url.path.lstrip("/") or "index.html")
+        path = folder / (request.scope["path"].lstrip("/") or "index.html")
         return FileResponse(path, headers={"Cache-Control": "no-cache"}, media_type=_TYPES[path.suffix])
 
     folder = Path(str(files("minigpt.page")))
@@ -118,7 +118,7 @@ async def _attention(models: Models, request: Request, body: dict[str, Any]) -> 
     config, layer, head = engine.model.config, values["layer"], values["head"]
     require("layer", layer, *integer(0, config.n_layer - 1))
     require("head", head, *or_null(integer(0, config.n_head - 1)))
-    ids = check_ids(values["ids"], config.vocab_size)[-config.block_size :]
+    ids = check_ids(values["ids"], config.vocab_size)[-min(config.block_size, MAX_MAP_TOKENS) :]
 
     def compute(model: GPT) -> bytes:
         weights = layer_attention(model, torch.tensor(ids, device=model.wte.weight.device), layer)  # (H, T, T)

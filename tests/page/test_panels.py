@@ -244,14 +244,14 @@ def test_selecting_tokens_fetches_nothing_and_marks_their_rows(reader: Reader) -
 def test_an_outdated_fetch_is_aborted_and_ignored(reader: Reader, weights: Tensor) -> None:
     reader.write(IDS)
     reader.wait_for_weights()
-    reader.run("delays.push(200, 0)")
+    reader.run("delays.push(1000, 0)")
     reader.head("layer 1, head 1").click()
     reader.wait(lambda: len(reader.calls) == 2)
     reader.head("layer 2, head 2").click()
     reader.select(9)
-    time.sleep(0.4)
+    reader.wait(lambda: reader.run("return calls[1].aborted"))  # when its second is over
     torch.testing.assert_close(reader.shade, weights[1, 1, 9, :10])
-    reader.run("delays.push(200)")
+    reader.run("delays.push(1000)")
     reader.head("layer 1, mean").click()
     reader.head("layer 2, head 2").click()  # is still there
     torch.testing.assert_close(reader.shade, weights[1, 1, 9, :10])
@@ -261,9 +261,7 @@ def test_an_outdated_fetch_is_aborted_and_ignored(reader: Reader, weights: Tenso
 def test_a_text_that_grows_is_fetched_when_it_stops(reader: Reader) -> None:
     reader.write(IDS[:1])
     reader.wait_for_weights()
-    for count in range(2, len(IDS) + 1):
-        reader.write(IDS[:count])
-        time.sleep(0.05)
+    reader.run("for (let count = 2; count <= arguments[0].length; count++) write(arguments[0].slice(0, count))", IDS)
     assert reader.run("return find('panel').querySelector('.weights').ariaBusy") == "true"
     reader.wait_for_weights()
     assert [call[0] for call in reader.calls] == [IDS[:1], IDS]
@@ -274,7 +272,7 @@ def test_silencing_a_head_changes_the_weights_of_later_layers(reader: Reader, mo
     expected = torch.tensor(all_weights(model, IDS, SILENCED)[key])
     assert not torch.allclose(expected, weights[1, 1])
     reader.write(IDS)
-    assert not reader.button("Silence a head").is_enabled()  # the mean is selected
+    assert not reader.button("Choose a head to silence it").is_enabled()  # the mean is selected
     reader.head("layer 1, head 2").click()
     reader.button("Silence layer 1, head 2").click()
     assert reader.button("Restore layer 1, head 2").is_displayed()
@@ -447,7 +445,7 @@ def test_a_history_may_be_short_or_missing_or_fail(reader: Reader) -> None:
     assert "NaN" not in reader.find("svg").get_attribute("outerHTML")
     assert (reader.find("pre").text, reader.all("#history input")) == ("one", [])
     reader.run("showHistory(find('history'), backend, 'none')")
-    reader.wait(lambda: reader.find("#history").text == "This run has no metrics.csv.")
+    reader.wait(lambda: reader.find("#history").text == "This run has no readable metrics.csv.")
     reader.run(
         "backend.history = async () => { throw new Error('gone'); }; showHistory(find('history'), backend, 'run')"
     )
@@ -461,4 +459,4 @@ def test_a_late_history_of_another_model_is_not_shown(reader: Reader) -> None:
         "showHistory(find('history'), backend, 'run'); showHistory(find('history'), backend, 'none')"
     )
     time.sleep(0.4)
-    assert reader.find("#history").text == "This run has no metrics.csv."
+    assert reader.find("#history").text == "This run has no readable metrics.csv."

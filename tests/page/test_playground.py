@@ -177,8 +177,8 @@ def test_tokens_are_in_the_places_of_the_letters(reader: Reader) -> None:
     assert reader.run("const e = document.querySelector('.scroll'); return e.scrollWidth <= e.clientWidth")
     differing = reader.run("""
         const [a, b] = [".tokens", "textarea"].map(s => getComputedStyle(document.querySelector("#first " + s)));
-        const names = ["font", "letterSpacing", "wordSpacing", "textAlign", "textIndent", "padding", "borderWidth", "width",
-          "tabSize", "whiteSpace", "overflowWrap", "wordBreak", "fontKerning", "unicodeBidi"];
+        const names = ["font", "letterSpacing", "wordSpacing", "textAlign", "textIndent", "padding", "borderWidth",
+          "width", "tabSize", "whiteSpace", "overflowWrap", "wordBreak", "fontKerning", "unicodeBidi"];
         return names.filter(name => a[name] !== b[name]);""")
     assert differing == []
 

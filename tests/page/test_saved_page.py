@@ -100,7 +100,7 @@ def test_tokens_are_selected_by_touch(reader: Reader) -> None:
 def test_colors_follow_the_scheme_and_every_text_has_contrast(reader: Reader, scheme: str) -> None:
     before = reader.backgrounds()
     reader.prefer(scheme)
-    assert (reader.backgrounds() == before) == (scheme == "light")
+    reader.wait_until(lambda: (reader.backgrounds() == before) == (scheme == "light"))
     reader.open("Attention")
     reader.hover(reader.tokens()[9])
     assert [(element, ratio) for element, ratio in text_contrasts(reader.browser) if ratio < 4.5] == []

@@ -349,10 +349,21 @@ def test_random_bodies_give_a_result_or_a_json_error(requests: int, http: httpx.
     assert statuses >= {(path, status) for path in bodies for status in (200, 400)}
 
 
+# Before a path, as an address, and with characters that libraries of URLs interpret.
+MALFORMED_HOSTS = ("127.0.0.1:8000/../../secret.html?", "[::1]evil.com", "127.0.0.1/x", "localhost#", "a@localhost")
+
+
 def test_the_host_must_be_that_of_the_server(http: httpx.Client) -> None:
     for host, status in [("localhost", 200), ("[::1]:8000", 200), ("127.0.0.1:1", 200), ("LOCALHOST:8000", 200)]:
         assert http.get("/v1/models", headers={"Host": host}).status_code == status
-    for host in ("example.com", "127.0.0.1.example.com", "localhost.example.com:8000", "192.168.0.1", ""):
+    for host in (
+        "example.com",
+        "127.0.0.1.example.com",
+        "localhost.example.com:8000",
+        "192.168.0.1",
+        "",
+        *MALFORMED_HOSTS,
+    ):
         refused = http.get("/v1/models", headers={"Host": host})
         assert refused.status_code == 403
         assert refused.json()["error"]["message"].startswith("Host must be a loopback address or 127.0.0.1, got")
@@ -433,7 +444,9 @@ def test_a_server_that_ends_cuts_off_requests_after_a_second(run: Path) -> None:
     with serving([run], engine=SmallEngine) as server, ThreadPoolExecutor() as pool:
         body = {"model": "tiny", "prompt": "a", "max_tokens": 60_000}
         sent = [pool.submit(httpx.post, f"{server.url}{COMPLETIONS}", json=body) for _ in range(2)]
+        deadline = time.monotonic() + 30
         while not hasattr(SmallEngine, "last") or SmallEngine.n_open() < 2:
+            assert time.monotonic() < deadline
             time.sleep(0.02)
         server.stop()
         assert server.guard.cut_off == 2

@@ -336,3 +336,20 @@ def assert_as_generate(model: GPT, request: Request, found: list[Token]) -> None
     assert [token.reason for token in found] == [None] * (len(found) - 1) + [sample.reason]
     logprobs = torch.tensor([token.logprob for token in found])
     assert_near(logprobs, torch.tensor(sample.logprobs), terms=terms_of(model.config))
+
+
+def test_a_long_text_is_scored_between_the_steps_of_other_requests():
+    model = make()
+    text = torch.randint(12, (400,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    async def count(engine: Engine) -> int:
+        stream = engine.generate(ENDLESS)
+        await anext(stream)
+        scoring, n_tokens = asyncio.create_task(engine.score(text)), 0
+        while not scoring.done():
+            await anext(stream)
+            n_tokens += 1
+        await stream.aclose()
+        return n_tokens
+
+    assert serve(model, count) > 10  # of windows of 16 tokens

@@ -16,6 +16,7 @@ import torch
 from servers import BrokenEngine, SmallEngine, make_run, serving
 
 from minigpt import GPT, generate, load_checkpoint
+from minigpt.checkpoints.pretrained import Pretrained
 from minigpt.interpret.attention_maps import attention_maps, attention_modules
 from minigpt.interpret.head_stats import ablated
 from minigpt.serve import page
@@ -221,14 +222,36 @@ def test_the_page_and_its_files_are_served_without_a_key(run: Path) -> None:
         assert http.post("/api/score", json={"model": "tiny", "text": "a"}).status_code == 401
 
 
-def test_a_long_score_leaves_the_steps_of_other_requests_in_between(http: httpx.Client) -> None:
-    body = {"model": "tiny", "ids": [1], "max_tokens": 60_000}
-    with http.stream("POST", "/api/generate", json=body) as response:
-        tokens = response.iter_lines()
-        for _ in range(10):
-            assert json.loads(next(tokens))["top"]
-        assert len(post(http, "score", text="a" * 2000).json()["tokens"]) == 2000
-        assert json.loads(next(tokens))["top"]
+def test_one_model_is_loaded_once_by_requests_that_are_cancelled(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads, load = [], Pretrained.load
+
+    def slow(self: Pretrained, *given: Any) -> GPT:
+        loads.append(self.path)
+        time.sleep(0.3)
+        return load(self, *given)
+
+    monkeypatch.setattr(Pretrained, "load", slow)
+    with serving([run]) as server:
+        for _ in range(3):
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{server.url}/api/score", json={"model": "tiny", "text": "abc"}, timeout=0.05)
+        found = httpx.post(f"{server.url}/api/score", json={"model": "tiny", "text": "abc"}).json()
+        assert len(found["tokens"]) == 3
+    assert len(loads) == 1
+
+
+def test_few_sets_of_silenced_heads_are_in_use_at_once(http: httpx.Client) -> None:
+    parts: list[Iterator[bytes]] = []
+    with ExitStack() as streams:
+        for heads in ([[0, 0]], [[0, 1]]):
+            body = {"model": "tiny", "ids": [1], "max_tokens": 60_000, "silenced": heads}
+            response = streams.enter_context(http.stream("POST", "/api/generate", json=body))
+            parts.append(response.iter_raw())  # kept: without it, the response is closed
+            next(parts[-1])
+        refused = post(http, "score", text="abc", silenced=[[1, 0]])
+        assert refused.status_code == 429, refused.text
+        assert refused.headers["Retry-After"] == "1"
+        assert post(http, "score", text="abc", silenced=[[0, 1]]).status_code == 200
 
 
 def test_a_stream_ends_with_an_error_when_the_server_fails_or_stops(
