@@ -56,9 +56,9 @@ def main() -> None:
     names = head_stats.head_names(table, len(tokens))
     plots.plot_maps(out, weights, texts, names=names, layers=layers, heads=heads)
     if args.html:
-        rated, history = page.rate_tokens(model, tokenizer, tokens), read_history(run_folder(path))
+        scored, history = page.score_tokens(model, tokenizer, tokens), read_history(run_folder(path))
         description = describe(model_name(path), model.config, tokenizer.name)
-        page.write_page(args.html, description=description, tokens=rated, weights=weights, history=history)
+        page.write_page(args.html, description=description, tokens=scored, weights=weights, history=history)
     if batches:
         table["Δloss"], loss = head_stats.head_ablation(model, batches)
         plots.plot_ablation(args.ablation, table["Δloss"], loss=loss)

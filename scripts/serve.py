@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def open_browser(url: str, key: str | None) -> None:
-    """Open the page; its address hands over the key."""
+    """Open the page, with the key in its address."""
     if not webbrowser.open(f"{url}/#key={quote(key, safe='')}" if key else url):
         log(f"found no browser; open {url} in one")
 

@@ -34,7 +34,7 @@ def write_page(
 
     Args:
         description: of the model, from `minigpt.page.render.describe`.
-        tokens: T tokens, from `rate_tokens`.
+        tokens: T tokens, from `score_tokens`.
         weights: (L, H, T, T), causal, each row with sum 1.
         history: losses and samples of its training, as `minigpt.runs.history.read_history` returns them.
 
@@ -50,8 +50,8 @@ def write_page(
         partial.write_text(page, encoding="utf-8", newline="\n")
 
 
-def rate_tokens(model: GPT, tokenizer: Tokenizer, tokens: Tensor) -> list[dict[str, Any]]:
-    """Rate each token of a text (T,), T ≥ 2, after those before it: its text, log-probability, rank and alternatives.
+def score_tokens(model: GPT, tokenizer: Tokenizer, tokens: Tensor) -> list[dict[str, Any]]:
+    """Score each token of a text (T,), T ≥ 2, after those before it: its text, log-probability, rank and alternatives.
 
     The log-probability of the first is None, because no token is before it.
     """
@@ -65,7 +65,7 @@ def rate_tokens(model: GPT, tokenizer: Tokenizer, tokens: Tensor) -> list[dict[s
 def describe_token(
     tokenizer: Tokenizer, token: int, text: str, logprob: float | None, rank: int, top: Sequence[tuple[int, float]]
 ) -> dict[str, Any]:
-    """Return a token for the page, with the characters that it completes and the likeliest alternatives."""
+    """Return a token for the page, with the characters that it completes and the most likely alternatives."""
     alternatives = [{"id": i, "text": tokenizer.decode([i]), "logprob": value} for i, value in top]
     return {"id": token, "text": text, "logprob": logprob, "rank": rank, "top": alternatives}
 

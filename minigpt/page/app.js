@@ -158,7 +158,7 @@ class Page {
 
   async scoreOther(signal) {
     const {model, branch} = this.comparison;
-    find("second-name").textContent = model ? `The text of ${model}` : "Another branch";
+    find("second-name").textContent = model ? `Text of ${model}` : "Another branch";
     const {text} = this.first;
     this.second.set([], branch?.text ?? text);
     this.second.set(branch?.tokens ?? await this.backend.score(model, text, [], signal));
@@ -352,7 +352,7 @@ class Page {
       const name = silenced.length ? `${model} without ${plural(silenced.length, "head")}` : model;
       rows.push(make("tr", {}, make("th", {scope: "row"}, name), ...cells));
     }
-    const names = this.comparison ? [`the text of ${this.model}`, find("second-name").textContent] : ["the text"];
+    const names = this.comparison ? [`Text of ${this.model}`, find("second-name").textContent] : ["Text"];
     names.unshift("Loss: nats per token (bits per byte)");
     const head = names.map(name => make("th", {scope: "col"}, name));
     const table = make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows));

@@ -8,7 +8,7 @@ const PLOT_HEIGHT = 240;  // pixels; the width is that of the page, so that text
 // Fill `root` with the curves and the samples of a model; with a line of text if there are none.
 export async function showHistory(root, backend, model) {
   const content = make("div", {class: "history"});
-  root.replaceChildren(content);  // what comes late for another model is not shown
+  root.replaceChildren(content);  // a late response for another model is not shown
   try {
     const history = await backend.history(model), names = Object.keys(CURVES).filter(name => history?.[name].length);
     if (names.length) content.append(...curves(history, names));

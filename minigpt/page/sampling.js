@@ -1,4 +1,4 @@
-// The filters and the draw of minigpt/sampling.py, and the rating of tokens as in minigpt/generation.py. Random numbers
+// The filters and the draw of minigpt/sampling.py, and the scores of tokens as in minigpt/generation.py. Random numbers
 // are those of torch: a seed gives the same samples.
 
 const N_TOP = 10;
@@ -23,8 +23,8 @@ export function draw(logits, {temperature, top_k, top_p, min_p}, random) {
   return last;
 }
 
-// Rate a token id by logits (V): its log-probability in nats, its rank, and the likeliest ids, the likeliest first.
-export function rate(logits, id) {
+// Score a token id by logits (V): its log-probability in nats, its rank, and the most likely ids, in order.
+export function scoreToken(logits, id) {
   let most = -Infinity, total = 0, rank = 0, least = -Infinity;  // of `top`, when it is full
   const top = [];
   for (let i = 0; i < logits.length; i++) {

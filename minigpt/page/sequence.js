@@ -1,6 +1,6 @@
 // The text that a model reads, so that another one is read only from the first change on.
 
-import {rate} from "./sampling.js";
+import {scoreToken} from "./sampling.js";
 
 export class Sequence {
   constructor(model, silenced) {
@@ -33,7 +33,7 @@ export class Sequence {
   append(id) {
     const at = this.ids.push(id) - 1;
     if (at === this.model.config.block_size) this.maps = this.model.record = null;  // its window moves
-    this.predictions[at] ??= at ? rate(this.logits, id) : {logprob: null, rank: 0, top: []};
+    this.predictions[at] ??= at ? scoreToken(this.logits, id) : {logprob: null, rank: 0, top: []};
     this.logits = this.model.step(id);
   }
 

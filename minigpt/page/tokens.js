@@ -1,4 +1,4 @@
-// The selected token: its probability, and the likeliest alternatives, from each of which a branch can start.
+// The selected token: its probability, and the most likely alternatives, from each of which a branch can start.
 
 import {make, percent, visible} from "./dom.js";
 

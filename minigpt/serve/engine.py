@@ -46,7 +46,7 @@ class Request:
     Args:
         prompt: token ids, at least one.
         stop: strings and token ids.
-        n_top: number of likeliest alternatives to return per token; None: no log-probabilities and ranks either.
+        n_top: number of most likely alternatives to return per token; None: no log-probabilities and ranks either.
     """
 
     prompt: list[int]
@@ -64,7 +64,7 @@ class Token:
     Args:
         logprob: in nats, before temperature and filters; NaN if there is none.
         rank: number of likelier tokens.
-        top: the likeliest tokens at this place with their log-probabilities, the likeliest first.
+        top: the most likely tokens with their log-probabilities, in descending order.
         reason: "stop" or "length" with the last token of a request, else None.
         sample: index of its request among those of a stream.
     """

@@ -71,7 +71,7 @@ async def load(port: int, clients: int, n_requests: int = N_REQUESTS) -> dict[st
 
 
 async def request(port: int, seed: int) -> list[float]:
-    """Stream a completion; return the time when it was requested, and those when its tokens came."""
+    """Stream a completion; return the time when it was requested, and those of its tokens."""
     body = {"model": "run", "prompt": "\n", "max_tokens": N_TOKENS, "seed": seed, "temperature": 0.8, "stream": True}
     content = json.dumps(body)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"

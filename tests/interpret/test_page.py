@@ -16,7 +16,7 @@ from tiny_models import ALPHABET, make_model
 from torch import Tensor
 
 from minigpt.data.tokenizer import ByteTokenizer, CharTokenizer
-from minigpt.interpret.page import rate_tokens, write_page
+from minigpt.interpret.page import score_tokens, write_page
 
 
 class Page(HTMLParser):
@@ -71,7 +71,7 @@ def test_weights_may_have_any_float_dtype_and_require_gradients(tmp_path: Path, 
 def test_tokens_are_rated_by_the_predictions_of_the_model() -> None:
     model, tokenizer = make_model(), CharTokenizer.of(ALPHABET)
     tokens = torch.randint(len(ALPHABET), (9,))
-    first, *rest = rate_tokens(model, tokenizer, tokens)
+    first, *rest = score_tokens(model, tokenizer, tokens)
     assert first == {"id": tokens[0], "text": ALPHABET[tokens[0]], "logprob": None, "rank": 0, "top": []}
     for t, rated in enumerate(rest, start=1):
         with torch.no_grad():  # from the tokens before it only
@@ -88,7 +88,7 @@ def test_tokens_are_rated_by_the_predictions_of_the_model() -> None:
 
 def test_the_texts_of_tokens_are_the_characters_that_they_complete() -> None:
     tokens = torch.tensor([*"a😀".encode(), 0xC3])
-    rated = rate_tokens(make_model(vocab_size=256), ByteTokenizer(), tokens)
+    rated = score_tokens(make_model(vocab_size=256), ByteTokenizer(), tokens)
     assert [token["text"] for token in rated] == ["a", "", "", "", "😀", "\ufffd"]
 
 

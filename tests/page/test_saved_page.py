@@ -11,7 +11,7 @@ from contrast import text_contrasts
 from readers import CHARACTERS, Reader, make_run
 
 from minigpt.interpret.attention_maps import attention_maps
-from minigpt.interpret.page import rate_tokens, write_page
+from minigpt.interpret.page import score_tokens, write_page
 from minigpt.page.render import describe
 
 TEXT = "First line\nand the second"
@@ -31,7 +31,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.Tensor, list[
     """Weights, tokens and page of a text."""
     folder = tmp_path_factory.mktemp("saved")
     model, ids = make_run(folder / "run"), CHARACTERS.encode(TEXT)
-    weights, tokens = attention_maps(model, ids), rate_tokens(model, CHARACTERS, torch.as_tensor(ids).long())
+    weights, tokens = attention_maps(model, ids), score_tokens(model, CHARACTERS, torch.as_tensor(ids).long())
     description = describe("run", model.config, "char")
     write_page(folder / "page.html", description=description, tokens=tokens, weights=weights)
     return weights, tokens, folder / "page.html"
