@@ -5,8 +5,10 @@ import {Branches} from "./branches.js";
 import {color, scheme} from "./colors.js";
 import {find, make, percent, plural} from "./dom.js";
 import {showHistory} from "./history.js";
+import {lossTable} from "./losses.js";
+import {readSettings, showRanges} from "./settings.js";
 import {TextPane} from "./text.js";
-import {TokenPanel, loss} from "./tokens.js";
+import {TokenPanel} from "./tokens.js";
 
 const TYPING_MS = 300;  // from the last key to the scoring of the text
 const PAUSE_MS = 1000;  // what is typed without a pause is one step of undo
@@ -45,7 +47,6 @@ class Page {
     this.work = null;  // an AbortController while something is generated or scored
     this.generating = false;
     this.comparison = null;  // {model} or {branch}
-    this.options = find("form").elements;
     this.listen();
   }
 
@@ -65,7 +66,7 @@ class Page {
       if (!this.generating) this.generate();
       else if (performance.now() - this.started > DOUBLE_CLICK_MS) this.work.abort();
     });
-    find("undo").addEventListener("click", () => this.undo());
+    find("undo").addEventListener("click", () => this.move(this.past, this.future));
     this.first.field.addEventListener("beforeinput", event => {
       if (!backend.generate) event.preventDefault();  // but not read-only: the cursor selects tokens
       this.unedited = this.snapshot();
@@ -78,11 +79,7 @@ class Page {
     for (const panel of document.querySelectorAll("details")) {
       panel.addEventListener("toggle", () => this.toggled(panel));
     }
-    for (const input of document.querySelectorAll("input[type=range]")) {
-      const update = () => { input.parentElement.querySelector("output").value = input.value; };
-      input.addEventListener("input", update);
-      update();
-    }
+    showRanges();
     this.shade(null);
     this.setGenerating(false);
   }
@@ -92,8 +89,8 @@ class Page {
     if (event.key === "Escape" && this.generating) this.work.abort();
     if (!command || !this.backend.generate || event.target.closest("fieldset") && key !== "enter") return;
     if (key === "enter" && !this.generating) this.generate();
-    else if (key === "y" || key === "z" && event.shiftKey) this.redo();
-    else if (key === "z") this.undo();
+    else if (key === "y" || key === "z" && event.shiftKey) this.move(this.future, this.past);
+    else if (key === "z") this.move(this.past, this.future);
     else if (key !== "enter") return;
     event.preventDefault();
   }
@@ -178,7 +175,7 @@ class Page {
   // Continue the tokens `prompt`, or the text before the cursor.
   async generate(prompt = null) {
     if (!find("form").reportValidity()) return;
-    const settings = this.settings(), before = this.snapshot();
+    const settings = readSettings(), before = this.snapshot();
     this.setGenerating(true);
     showStatus("Generating …");
     let count = 0, seconds = 0;
@@ -238,12 +235,6 @@ class Page {
     this.generate([...this.first.tokens.slice(0, index), writable({...this.first.tokens[index], ...alternative})]);
   }
 
-  settings() {
-    const names = ["temperature", "top_p", "min_p", "top_k", "max_tokens", "seed"];
-    const values = Object.fromEntries(names.map(name => [name, this.options[name].valueAsNumber]));
-    return {...values, top_k: values.top_k || null};  // NaN: an empty field
-  }
-
   setGenerating(generating) {
     const panels = document.querySelector("aside");
     if (panels.contains(document.activeElement)) this.first.field.focus({preventScroll: true});
@@ -282,10 +273,7 @@ class Page {
     find("undo").disabled = false;
   }
 
-  undo() { this.move(this.past, this.future); }
-
-  redo() { this.move(this.future, this.past); }
-
+  // Restore the last snapshot of `from`: undo from the past to the future, redo in the other direction.
   move(from, to) {
     if (this.generating || !from.length) return;
     to.push(this.snapshot());
@@ -343,21 +331,16 @@ class Page {
     if (this.comparison?.model) models.push({model: this.comparison.model, silenced: [], own: this.second});
     const rows = [];
     for (const {model, silenced, own} of models) {
-      const cells = [];
+      const row = [silenced.length ? `${model} without ${plural(silenced.length, "head")}` : model];
       for (const pane of texts) {
         const score = () => this.backend.score(model, pane.text, silenced, signal).catch(() => []);  // as in rescore
-        const found = loss(pane === own ? pane.tokens : await score());
-        cells.push(make("td", {}, found ? `${found.nats.toFixed(3)} (${found.bits.toFixed(3)})` : "–"));
+        row.push(pane === own ? pane.tokens : await score());
       }
-      const name = silenced.length ? `${model} without ${plural(silenced.length, "head")}` : model;
-      rows.push(make("tr", {}, make("th", {scope: "row"}, name), ...cells));
+      rows.push(row);
     }
-    const names = this.comparison ? [`Text of ${this.model}`, find("second-name").textContent] : ["Text"];
-    names.unshift("Loss: nats per token (bits per byte)");
-    const head = names.map(name => make("th", {scope: "col"}, name));
-    const table = make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...rows));
+    const columns = this.comparison ? [`Text of ${this.model}`, find("second-name").textContent] : ["Text"];
     signal.throwIfAborted();
-    find("losses").replaceChildren(table);
+    find("losses").replaceChildren(lossTable(columns, rows));
   }
 }
 

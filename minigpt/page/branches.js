@@ -1,7 +1,7 @@
 // The generated texts as a tree: each is a child of the one with which it shares the longest beginning.
 
 import {make} from "./dom.js";
-import {loss} from "./tokens.js";
+import {loss} from "./losses.js";
 
 export class Branches {
   // onOpen(branch), onCompare(branch): the user chose one.

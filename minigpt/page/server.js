@@ -2,7 +2,7 @@
 
 import {start} from "./app.js";
 
-export class ServerBackend {
+class ServerBackend {
   constructor(models) {
     this.models = models;
   }

@@ -5,7 +5,7 @@ import {make} from "./dom.js";
 
 export class TextPane {
   // onEdit: the user typed. onSelect: another token is selected.
-  constructor(root, {onEdit = () => {}, onSelect = () => {}} = {}) {
+  constructor(root, {onEdit = () => {}, onSelect}) {
     this.root = root.querySelector(".scroll");
     this.layer = root.querySelector(".tokens");
     this.field = root.querySelector("textarea");

@@ -2,15 +2,6 @@
 
 import {make, percent, visible} from "./dom.js";
 
-// The mean loss of tokens in nats per token and in bits per byte, or null if none of them is predicted.
-export function loss(tokens) {
-  const predicted = tokens.filter(token => token.logprob !== null);
-  if (!predicted.length) return null;
-  const nats = -predicted.reduce((sum, token) => sum + token.logprob, 0);
-  const bytes = new TextEncoder().encode(predicted.map(token => token.text).join("")).length;
-  return {nats: nats / predicted.length, bits: nats / Math.LN2 / bytes};
-}
-
 export class TokenPanel {
   // onBranch(index, alternative): continue with an alternative in the place of a token; null: not possible.
   constructor(root, onBranch) {
