@@ -7,7 +7,7 @@ import {find, make, percent, plural} from "./dom.js";
 import {showHistory} from "./history.js";
 import {lossTable} from "./losses.js";
 import {readSettings, showRanges} from "./settings.js";
-import {TextPane} from "./text.js";
+import {TextPane, joined, writable} from "./text.js";
 import {TokenPanel} from "./tokens.js";
 
 const TYPING_MS = 300;  // from the last key to the scoring of the text
@@ -348,8 +348,3 @@ function showStatus(text, isError = false) {
   find("status").textContent = text;
   find("status").classList.toggle("error", isError);
 }
-
-const joined = tokens => tokens.map(token => token.text).join("");
-
-// A token as a textarea shows it, which has no carriage returns.
-const writable = token => ({...token, text: token.text.replaceAll("\r", "")});

@@ -3,6 +3,11 @@
 import {color, expected, paint} from "./colors.js";
 import {make} from "./dom.js";
 
+export const joined = tokens => tokens.map(token => token.text).join("");
+
+// A token as a textarea shows it, without carriage returns.
+export const writable = token => ({...token, text: token.text.replaceAll("\r", "")});
+
 export class TextPane {
   // onEdit: the user typed. onSelect: another token is selected.
   constructor(root, {onEdit = () => {}, onSelect}) {
@@ -53,7 +58,7 @@ export class TextPane {
     this.rest.before(...this.spans.slice(same));
     this.rest.textContent = rest;
     this.tokens = tokens;
-    const text = tokens.map(token => token.text).join("") + rest;
+    const text = joined(tokens) + rest;
     if (this.text !== text) this.field.value = text;  // moves the cursor to the end
     if (changed >= 0) this.paint(changed);
     this.mark();

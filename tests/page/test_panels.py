@@ -363,8 +363,7 @@ def test_another_model_restores_its_heads(reader: Reader) -> None:
     assert reader.run("return panel.silenced") == []
 
 
-@pytest.mark.parametrize("width", [320, 390, 1280])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "scheme"), [(320, "light"), (390, "dark"), (1280, "light")])
 def test_panels_fit_every_screen_and_have_contrast(width: int, scheme: str, browser: Any, tmp_path: Path) -> None:
     model = random_model(n_layer=12, n_head=12)
     page = write_page(tmp_path / "page.html", model, TEXTS, [all_weights(model, IDS)], histories={"run": HISTORY})

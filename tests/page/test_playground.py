@@ -376,8 +376,7 @@ def test_the_page_makes_no_request_but_to_its_server(reader: Reader, site: Any) 
     assert "Content Security Policy" in reader.browser.get_log("browser")[0]["message"]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [320, 390, 1280])
+@pytest.mark.parametrize(("width", "scheme"), [(320, "light"), (390, "dark"), (1280, "light")])
 def test_the_page_fits_every_screen_and_has_contrast(reader: Reader, width: int, scheme: str) -> None:
     reader.write(PROMPT)
     reader.resize(width, 740)
