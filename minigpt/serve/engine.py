@@ -31,7 +31,7 @@ from minigpt.utils.errors import RunError
 
 T = TypeVar("T")
 
-_SEND_SECONDS = 0.02  # between tokens that are sent: the event loop holds Python's lock, which the steps need too
+_SEND_SECONDS = 0.03  # between tokens that are sent: the event loop holds Python's lock, which the steps need too
 _CLOSED = "the engine is closed"
 
 
