@@ -5,7 +5,6 @@ file. Patterns are saved by name, so no file can contain a regular expression, e
 """
 
 import base64
-import codecs
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -301,21 +300,6 @@ def from_dict(values: Mapping[str, Any]) -> Tokenizer:
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Ids:
     """Encode a prompt, (T,); an empty one becomes a separator, a new line, or the first id."""
     return tokenizer.encode(prompt) if prompt else tokenizer.start
-
-
-def token_pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """Split the text of ids (T,) into the characters that each of them completes; joined, they are the text."""
-    decode = piece_decoder(tokenizer)
-    return [decode([id_], final=i == len(ids)) for i, id_ in enumerate(ids, start=1)]
-
-
-def piece_decoder(tokenizer: Tokenizer) -> Callable[..., str]:
-    """Return a function that decodes the next ids of a text to the characters that they complete.
-
-    With `final=True` as its second argument, it also returns what is left of an incomplete character.
-    """
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    return lambda ids, final=False: decoder.decode(tokenizer.decode_bytes(ids), final)
 
 
 def whole_characters(text: str) -> str:

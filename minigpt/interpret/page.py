@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minigpt.data.tokenizer import Tokenizer, token_pieces
+from minigpt.data.pieces import token_pieces
+from minigpt.data.tokenizer import Tokenizer
 from minigpt.generation import score
 from minigpt.model import GPT
 from minigpt.page.render import render
@@ -55,9 +56,9 @@ def score_tokens(model: GPT, tokenizer: Tokenizer, tokens: Tensor) -> list[dict[
 
     The log-probability of the first is None, because no token is before it.
     """
-    rated = score(model, tokens[1:], tokens[:1], n_top=N_TOP)
+    scored = score(model, tokens[1:], tokens[:1], n_top=N_TOP)
     ids = tokens.tolist()
-    columns = ([None, *rated.logprobs.tolist()], [0, *rated.ranks.tolist()], [[], *rated.top])
+    columns = ([None, *scored.logprobs.tolist()], [0, *scored.ranks.tolist()], [[], *scored.top])
     rows = zip(ids, token_pieces(tokenizer, ids), *columns, strict=True)
     return [describe_token(tokenizer, *row) for row in rows]
 

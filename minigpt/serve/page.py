@@ -14,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from minigpt.data.tokenizer import piece_decoder, token_pieces, whole_characters
+from minigpt.data.pieces import piece_decoder, token_pieces
+from minigpt.data.tokenizer import whole_characters
 from minigpt.generation import NON_FINITE, check_ids
 from minigpt.interpret.attention_maps import layer_attention
 from minigpt.interpret.page import N_TOP, describe_token

@@ -4,7 +4,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-from minigpt.data.tokenizer import Tokenizer, piece_decoder
+from minigpt.data.pieces import piece_decoder
+from minigpt.data.tokenizer import Tokenizer
 from minigpt.serve.engine import Token, TokenStream
 
 

@@ -17,6 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from minigpt.config import GPTConfig
+from minigpt.data.pieces import token_pieces
 from minigpt.data.tokenizer import (
     ENCODINGS,
     PATTERNS,
@@ -26,7 +27,6 @@ from minigpt.data.tokenizer import (
     CharTokenizer,
     encode_prompt,
     from_dict,
-    token_pieces,
 )
 from minigpt.generation import generate, score
 from minigpt.model import GPT

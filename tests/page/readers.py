@@ -15,19 +15,13 @@ SHIFTED = CharTokenizer.of([chr(i) for i in range(32, 126)] + ["\n", "\t"])  # w
 SECONDS = 60
 
 
-class Reader:
-    """The mouse, touch and keyboard events of a person."""
+class Window:
+    """A page in a window of the browser."""
 
-    def __init__(self, browser: Any, url: str, width: int = 1280, height: int = 1000) -> None:
+    def __init__(self, browser: Any) -> None:
         self.browser, self.run = browser, browser.execute_script
-        self.resize(width, height)
-        self.prefer("light")
-        browser.get("about:blank")
-        browser.get_log("browser")
-        browser.get(url)
-        self.wait_until(lambda: self.find("#facts").text)
 
-    def resize(self, width: int, height: int) -> None:
+    def resize(self, width: int, height: int = 1400) -> None:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
@@ -40,6 +34,19 @@ class Reader:
 
     def find_all(self, selector: str) -> list[Any]:
         return self.browser.find_elements("css selector", selector)
+
+
+class Reader(Window):
+    """The mouse, touch and keyboard events of a person."""
+
+    def __init__(self, browser: Any, url: str, width: int = 1280, height: int = 1000) -> None:
+        super().__init__(browser)
+        self.resize(width, height)
+        self.prefer("light")
+        browser.get("about:blank")
+        browser.get_log("browser")
+        browser.get(url)
+        self.wait_until(lambda: self.find("#facts").text)
 
     def wait_until(self, condition: Callable[[], Any]) -> None:
         end = time.monotonic() + SECONDS

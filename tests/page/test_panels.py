@@ -11,6 +11,7 @@ import pytest
 import torch
 from contrast import text_contrasts
 from panel_pages import all_weights, write_page
+from readers import Window
 from torch import Tensor
 
 from minigpt import GPT, GPTConfig
@@ -42,31 +43,17 @@ def random_model(**settings: Any) -> GPT:
     return model.eval()
 
 
-class Reader:
+class Reader(Window):
     """A page in the browser, and what a person does with it."""
 
     def __init__(self, browser: Any, file: Path) -> None:
-        self.browser, self.run = browser, browser.execute_script
+        super().__init__(browser)
         self.resize(1280)
         self.prefer("light")
         browser.get(file.as_uri())
 
-    def resize(self, width: int) -> None:
-        size = {"width": width, "height": 1400, "deviceScaleFactor": 1, "mobile": False}
-        self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-
-    def prefer(self, scheme: str) -> None:
-        features = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-        self.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", features)
-
-    def find(self, selector: str) -> Any:
-        return self.browser.find_element("css selector", selector)
-
-    def all(self, selector: str) -> list[Any]:
-        return self.browser.find_elements("css selector", selector)
-
     def button(self, text: str) -> Any:
-        (found,) = [button for button in self.all("button") if button.text == text]
+        (found,) = [button for button in self.find_all("button") if button.text == text]
         return found
 
     def head(self, name: str) -> Any:
@@ -86,7 +73,7 @@ class Reader:
         self.run("write(arguments[0])", ids)
 
     def select(self, i: int) -> None:
-        self.hover(self.all("#text span")[i])
+        self.hover(self.find_all("#text span")[i])
 
     def wait(self, condition: Callable[[], Any]) -> None:
         end = time.monotonic() + 10
@@ -162,8 +149,8 @@ def test_heads_are_one_tab_stop_and_picked_by_arrow_keys(reader: Reader) -> None
     ):
         reader.press(key)
         assert reader.browser.switch_to.active_element.accessible_name == name
-        assert [button.accessible_name for button in reader.all(".heads [aria-checked='true']")] == [name]
-    assert len(reader.all(".heads [tabindex='0']")) == 1
+        assert [button.accessible_name for button in reader.find_all(".heads [aria-checked='true']")] == [name]
+    assert len(reader.find_all(".heads [tabindex='0']")) == 1
     reader.wait_for_weights()
     assert reader.calls[-1] == (IDS, 0, 2, [])
     reader.press("TAB")
@@ -296,7 +283,7 @@ def test_a_saved_text_cannot_be_computed_without_heads(browser: Any, model: GPT,
     reader = Reader(browser, write_page(tmp_path / "saved.html", model, TEXTS, [all_weights(model, IDS)], saved=True))
     reader.write(IDS)
     reader.head("layer 1, head 2").click()
-    assert [button.text for button in reader.all("button")] == ["mean", "1", "2", "3"] * 2
+    assert [button.text for button in reader.find_all("button")] == ["mean", "1", "2", "3"] * 2
 
 
 def test_a_token_of_a_long_text_has_the_weights_of_the_window_that_holds_it(reader: Reader, model: GPT) -> None:
@@ -355,9 +342,9 @@ def test_another_model_restores_its_heads(reader: Reader) -> None:
     reader.head("layer 1, head 2").click()
     reader.button("Silence layer 1, head 2").click()
     reader.run("panel.setModel(null)")
-    assert reader.all(".heads button") == []
+    assert reader.find_all(".heads button") == []
     reader.run("panel.setModel({name: 'other', n_layer: 1, n_head: 2, block_size: 4})")
-    assert [button.accessible_name for button in reader.all(".heads button")] == [
+    assert [button.accessible_name for button in reader.find_all(".heads button")] == [
         f"layer 1, {head}" for head in ("mean", "head 1", "head 2")
     ]
     assert reader.run("return panel.silenced") == []
@@ -372,7 +359,7 @@ def test_panels_fit_every_screen_and_have_contrast(width: int, scheme: str, brow
     reader.prefer(scheme)
     reader.write(IDS)
     reader.run("showHistory(find('history'), backend, 'run')")
-    reader.wait(lambda: reader.all("svg"))
+    reader.wait(lambda: reader.find_all("svg"))
     reader.head("layer 12, head 11").click()
     reader.button("Silence layer 12, head 11").click()
     reader.head("layer 12, head 12").click()
@@ -402,7 +389,7 @@ def places(reader: Reader, name: str) -> list[list[float]]:
 def test_curves_have_the_points_of_the_history_at_their_ticks(width: int, reader: Reader) -> None:
     reader.resize(width)
     reader.run("showHistory(find('history'), backend, 'run')")
-    reader.wait(lambda: reader.all("svg"))
+    reader.wait(lambda: reader.find_all("svg"))
     assert reader.find("svg").size["width"] == reader.find("#history").size["width"] - 34
     ticks = reader.run(
         "return [...document.querySelectorAll('svg text')].map(t => [t.textContent, Number(t.getAttribute('x')),"
@@ -416,7 +403,7 @@ def test_curves_have_the_points_of_the_history_at_their_ticks(width: int, reader
     for name in ("train_loss", "val_loss"):
         expected = [[x_ticks[0] + step * per_step, y_ticks[1.0] + (loss - 1) * per_nat] for step, loss in HISTORY[name]]
         torch.testing.assert_close(torch.tensor(places(reader, name)), torch.tensor(expected), rtol=0, atol=0.01)
-    assert len(reader.all("svg circle")) == len(HISTORY["val_loss"])
+    assert len(reader.find_all("svg circle")) == len(HISTORY["val_loss"])
     label = reader.find(".plot").get_attribute("aria-label")
     assert label.endswith("training loss 1.010 at step 1,700, validation loss 1.210 at step 1,700")
     assert {text for text, *_, anchor in ticks if anchor is None} == {"loss (nats per token)", "step"}
@@ -424,7 +411,7 @@ def test_curves_have_the_points_of_the_history_at_their_ticks(width: int, reader
 
 def test_samples_are_chosen_by_keyboard(reader: Reader) -> None:
     reader.run("showHistory(find('history'), backend, 'run')")
-    reader.wait(lambda: reader.all("pre"))
+    reader.wait(lambda: reader.find_all("pre"))
     assert reader.find("pre").text == "sample of step 1700"
     reader.find("#history input").click()  # at the center
     for key, step in (("HOME", 170), ("ARROW_RIGHT", 340), ("ARROW_RIGHT", 510), ("END", 1700)):
@@ -439,10 +426,10 @@ def test_samples_are_chosen_by_keyboard(reader: Reader) -> None:
 
 def test_a_history_may_be_short_or_missing_or_fail(reader: Reader) -> None:
     reader.run("showHistory(find('history'), backend, 'single')")
-    reader.wait(lambda: reader.all("svg"))
-    assert len(reader.all("svg circle")) == 1
+    reader.wait(lambda: reader.find_all("svg"))
+    assert len(reader.find_all("svg circle")) == 1
     assert "NaN" not in reader.find("svg").get_attribute("outerHTML")
-    assert (reader.find("pre").text, reader.all("#history input")) == ("one", [])
+    assert (reader.find("pre").text, reader.find_all("#history input")) == ("one", [])
     reader.run("showHistory(find('history'), backend, 'none')")
     reader.wait(lambda: reader.find("#history").text == "This run has no readable metrics.csv.")
     reader.run(
