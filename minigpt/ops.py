@@ -1,8 +1,8 @@
-"""Norms and activations, for the model and the decoder. Depends on torch alone.
+"""Norms, activations and dropout, for the model and the decoder. Depends on torch alone.
 
 An entry in `NORMS` or `ACTIVATIONS`, and its size in `minigpt.config`, adds one. RMSNorm and ReLU² are limited by
 memory bandwidth on a CPU: the versions here make half as many passes over memory as torch's. On other devices
-and in other precisions than float32, they call torch's.
+and in other precisions, they call torch's.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = EPS) -> Tensor:
     """Normalize x (…, C) to root mean square 1, times weight (C,), plus bias (C,). https://arxiv.org/abs/1910.07467"""
-    if not _use_fused_cpu(x):
+    if not _use_fused_cpu(x, torch.float32):
         y = F.rms_norm(x, x.shape[-1:], weight, eps)
     else:
         y = _RMSNorm.apply(x, eps) if torch.is_grad_enabled() else x * _rms_factor(x, eps)
@@ -34,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
 
 def relu_squared(x: Tensor) -> Tensor:
     """Return max(x, 0)², of any shape. https://arxiv.org/abs/2109.08668"""
-    if not _use_fused_cpu(x):
+    if not _use_fused_cpu(x, torch.float32, torch.bfloat16):
         return F.relu(x).square()
     squared: Tensor = _ReLUSquared.apply(x) if torch.is_grad_enabled() else F.relu(x).square_()
     return squared
@@ -57,8 +57,32 @@ ACTIVATIONS: dict[str, Function] = {
 }
 
 
-def _use_fused_cpu(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling()
+def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
+    """In training, zero each element of x with probability p and divide the others by 1 - p.
+
+    On a CPU one random number of 64 bits decides on four elements, because torch's dropout draws one per element,
+    which takes longer than the rest of it. https://jmlr.org/papers/v15/srivastava14a.html
+    """
+    if not training or p == 0:
+        return x
+    if not _use_fused_cpu(x, torch.float32, torch.bfloat16):
+        return F.dropout(x, p)
+    n, lowest = x.numel(), -(1 << 15)
+    drawn = torch.empty(-(-n // 4), dtype=torch.int64).random_(-(1 << 63), None).view(torch.int16)  # uniform
+    kept = drawn[:n].view(x.shape) >= lowest + min(round(p * (1 << 16)), (1 << 16) - 1)
+    return x * kept.to(x.dtype).div_(1 - p)
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Return whether a GPU or a CPU has instructions for bfloat16, so that it computes faster than float32."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    supported = torch.cpu.get_capabilities() if device.type == "cpu" else {}
+    return bool(supported.get("avx512_bf16") or supported.get("amx_bf16"))
+
+
+def _use_fused_cpu(x: Tensor, *dtypes: torch.dtype) -> bool:
+    return x.device.type == "cpu" and x.dtype in dtypes and not torch.compiler.is_compiling()
 
 
 def _rms_factor(x: Tensor, eps: float) -> Tensor:

@@ -12,6 +12,7 @@ from torch.optim.adamw import adamw as adamw_step
 
 from minigpt.attention import MultiHeadAttention
 from minigpt.model import GPT, MLP, NGramEmbedding
+from minigpt.ops import has_bfloat16
 
 FUSED_DEVICES = ("cpu", "cuda")  # fused AdamW is 3 to 6 times faster on a CPU
 
@@ -146,12 +147,13 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
-    """Approximate the nearest semi-orthogonal matrices by Newton-Schulz iterations, in bfloat16 on a GPU.
+    """Approximate the nearest semi-orthogonal matrices by Newton-Schulz iterations, in bfloat16 where that is faster.
 
     Muon's quintic polynomial does not converge: it raises small singular values fastest, and after five steps
     all of them are between about 0.7 and 1.2. (N, R, C) to (N, R, C).
     """
-    x = matrices.bfloat16() if matrices.is_cuda else matrices
+    reduced = matrices.dtype == torch.float32 and has_bfloat16(matrices.device)
+    x = matrices.bfloat16() if reduced else matrices
     tall = x.size(1) > x.size(2)
     x = x.mT if tall else x  # the Gram matrix is of the shorter side
     x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)

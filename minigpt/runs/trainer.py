@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from minigpt.checkpoints.format import read, write
 from minigpt.data.batches import Batches, ValidationBatches, WindowOrder
 from minigpt.data.token_files import Corpus
+from minigpt.ops import has_bfloat16
 from minigpt.runs.lightning_workarounds import (
     LightningWorkarounds,
     end_with_rank_zero,
@@ -51,8 +52,8 @@ def build_trainer(cfg: DictConfig, folder: Path, *callbacks: Callback) -> L.Trai
         options["num_nodes"], options["devices"] = started
         options["strategy"] = DDPStrategy(broadcast_buffers=False, gradient_as_bucket_view=True)
     if options["precision"] == "auto":
-        on_cuda = options["accelerator"] in ("auto", "cuda", "gpu") and torch.cuda.is_available()
-        options["precision"] = "bf16-mixed" if on_cuda and torch.cuda.is_bf16_supported() else "32-true"
+        gpu = None if options["accelerator"] == "cpu" else torch.accelerator.current_accelerator(check_available=True)
+        options["precision"] = "bf16-mixed" if has_bfloat16(gpu or torch.device("cpu")) else "32-true"
     plugins: list[Any] = [CheckpointIO()]
     if SLURMEnvironment.detect() or (started and "TORCHELASTIC_RUN_ID" not in os.environ):
         plugins.append(SLURMEnvironment(auto_requeue=False))  # GracefulShutdown ends a run with the code for a requeue
