@@ -91,6 +91,7 @@ def small_run(text: Path, data: Path) -> list[str]:
         f"data.path={text}",
         f"data.folder={data}",
         "trainer=cpu",
+        "trainer.precision=32-true",  # on every machine
         "model.block_size=16",
         "model.n_layer=2",
         "model.n_head=2",

@@ -46,7 +46,17 @@ def load_parts(
         config = _finetuned(cfg, pretrained.config)
         corpus = once(load_corpus, cfg.data, pretrained.tokenizer.to_dict())
     corpus.check_length(config.block_size)
+    fits = partial(_is_length_warmup, block_size=config.block_size)
+    expected = f"a list of [fraction of max_steps, divisor of model.block_size={config.block_size}]"
+    require("data.length_warmup", cfg.data.length_warmup, fits, expected)
     return corpus, config, pretrained
+
+
+def _is_length_warmup(value: Any, block_size: int) -> bool:
+    try:
+        return all(0 <= end <= 1 and length >= 1 and block_size % length == 0 for end, length in value)
+    except (TypeError, ValueError):
+        return False
 
 
 def _finetuned(cfg: Any, config: GPTConfig) -> GPTConfig:

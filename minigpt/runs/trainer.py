@@ -105,6 +105,7 @@ class TokenDataModule(L.LightningDataModule):
             first=lambda: trainer.fit_loop.epoch_loop.batch_progress.current.ready,
             stop=cfg.max_steps * cfg.trainer.accumulate_grad_batches,
             repeat=cfg.data.overfit_batches,
+            length_warmup=cfg.data.length_warmup,
             **self._rank(),
         )
 

@@ -82,7 +82,7 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Si
     exact = [*given, "trainer.precision=64-true"]  # FSDP has no 64 bits
     script = base / "rank.py"
     script.write_text(RANK)
-    both = [[*exact, "trainer=ddp"], [*given, "trainer=fsdp"]]
+    both = [[*exact, "trainer=ddp"], [*given, "trainer.precision=32-true", "trainer=fsdp"]]
     both = [[*run, f"hydra.run.dir={base}/{run[-1][8:]}", "trainer.devices=2"] for run in both]
     began = time.perf_counter()
     with pytest.MonkeyPatch.context() as patch:
