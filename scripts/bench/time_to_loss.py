@@ -13,10 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from common import TOKENS_PER_STEP, TRAIN, bare_nanogpt, launch, machine, metrics, summary
+from omegaconf import OmegaConf
+
+from minigpt.checkpoints.models import load_checkpoint
+from minigpt.data.prepare import load_corpus
 
 BASELINE = "baseline"
-RECIPES = (BASELINE, "sprint_cpu eval_every=5", "sprint_4x128_cpu eval_every=10", "fast_cpu")
+RECIPES = (BASELINE, "sprint_cpu eval_every=5", "sprint_4x128_cpu eval_every=10", "fast_cpu", "coffee_cpu")
 LOSSES = (1.88, 1.6)  # 1.88: published by nanoGPT for its recipe, from 20 random batches
 
 
@@ -57,6 +62,7 @@ def run_recipe(recipe: str, seed: int, run: Path, overrides: Sequence[str]) -> d
     return {
         "recipe": recipe,
         "seed": seed,
+        "estimate": nanogpt_estimate(run),
         "params": results["params"],
         "tokens": results["tokens"],
         "startup s": startup,
@@ -67,6 +73,21 @@ def run_recipe(recipe: str, seed: int, run: Path, overrides: Sequence[str]) -> d
     }
 
 
+@torch.inference_mode()
+def nanogpt_estimate(run: Path) -> float:
+    """The validation loss of the best checkpoint as nanoGPT estimates it: over 200 batches of 64 random windows."""
+    corpus = load_corpus(*(OmegaConf.load(run / ".hydra/config.yaml")[name] for name in ("data", "tokenizer")))
+    model, _ = load_checkpoint(run, device="cpu")
+    tokens = torch.from_numpy(corpus.tokens("val")[:].astype(np.int64))
+    generator, window = torch.Generator().manual_seed(0), torch.arange(model.config.block_size + 1)
+    losses = []
+    for _ in range(200):
+        start = torch.randint(len(tokens) - len(window) + 1, (64, 1), generator=generator)
+        batch = tokens[start + window]  # (B, T + 1)
+        losses.append(model(batch[:, :-1], batch[:, 1:]).item())
+    return statistics.mean(losses)
+
+
 def run_baseline(recipe: str, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
     """Run the baseline, which may include overrides."""
     result = bare_nanogpt([f"seed={seed}", *overrides, *recipe.split()[1:]])
@@ -75,6 +96,7 @@ def run_baseline(recipe: str, seed: int, overrides: Sequence[str]) -> dict[str, 
     return {
         "recipe": BASELINE,
         "seed": seed,
+        "estimate": float("nan"),
         "params": int(re.search(r"params ([\d,]+)", result.output)[1].replace(",", "")),  # type: ignore[index]
         "tokens": steps * TOKENS_PER_STEP,
         "startup s": result.seconds - wall,
@@ -95,7 +117,7 @@ def show_time_to_loss(rows: Sequence[dict[str, Any]], losses: Sequence[float]) -
     recipes = list(dict.fromkeys(row["recipe"] for row in rows))
     seeds = len(rows) // len(recipes)
     print(f"\ntime_to_loss, {seeds} seeds, {machine()}; training seconds, medians (min–max)\n")
-    heads = ["recipe", "params", "startup", "training", "other", "last loss", "best loss"]
+    heads = ["recipe", "params", "startup", "training", "other", "last loss", "best loss", "nanoGPT's estimate"]
     heads += [f"to {loss}{what}" for loss in losses for what in ("", ", from launch", ", steps")]
     print("| " + " | ".join(heads) + " |")
     print("|" + "---|" * len(heads))
@@ -105,6 +127,7 @@ def show_time_to_loss(rows: Sequence[dict[str, Any]], losses: Sequence[float]) -
         cells += [spread([row[name] for row in some]) for name in ("startup s", "train s", "rest s")]
         cells.append(spread([row["curve"][-1]["loss"] for row in some], 4))
         cells.append(spread([min(point["loss"] for point in row["curve"]) for row in some], 4))
+        cells.append(spread([row["estimate"] for row in some], 4))
         for loss in losses:
             points = [row["crossings"][str(loss)] for row in some]
             if not all(points):
