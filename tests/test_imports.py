@@ -64,7 +64,7 @@ def test_a_run_imports_no_package_that_it_does_not_use_before_its_first_step(sma
     assert "missing.safetensors does not exist" in output
     found = set(re.findall(r"\| +(\w+)$", output, re.MULTILINE))
     assert {"torch", "lightning"} <= found
-    unused = {"datasets", "huggingface_hub", "joblib", "loky", "matplotlib", "optuna", "pandas", "pooch", "scipy"}
+    unused = {"datasets", "huggingface_hub", "joblib", "matplotlib", "optuna", "pandas", "pooch", "scipy"}
     assert not found & {*unused, "sklearn", "submitit", "tensorboard", "tokenizers", "transformers", "wandb"}
 
 
