@@ -1,6 +1,9 @@
 """Imports go one way, in the order of `ORDER`."""
 
 import ast
+import re
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -52,3 +55,25 @@ def test_no_modules_import_each_other() -> None:
 def test_model_files_import_torch_alone(name: str) -> None:
     heavy = {"lightning", "hydra", "omegaconf", "wandb", "numpy", "tiktoken", "matplotlib"}
     assert not {module.partition(".")[0] for module in imports(MODULES[f"minigpt.{name}"])} & heavy
+
+
+def test_a_run_imports_no_package_that_it_does_not_use_before_its_first_step(small: list[str], tmp_path: Path) -> None:
+    arguments = [*small, "resume=missing.safetensors"]  # ends after the imports
+    command = [sys.executable, "-X", "importtime", str(ROOT / "scripts/train.py"), *arguments]
+    output = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stderr
+    assert "missing.safetensors does not exist" in output
+    found = set(re.findall(r"\| +(\w+)$", output, re.MULTILINE))
+    assert {"torch", "lightning"} <= found
+    unused = {"datasets", "huggingface_hub", "joblib", "matplotlib", "optuna", "pandas", "pooch", "scipy"}
+    assert not found & {*unused, "sklearn", "submitit", "tensorboard", "tokenizers", "transformers", "wandb"}
+
+
+def test_an_empty_model_is_built_without_the_compiler_of_torch() -> None:
+    code = """
+import sys
+from minigpt.checkpoints.models import GPTConfig, empty_model
+assert empty_model(GPTConfig(vocab_size=65)).wte.weight.is_meta
+print("torch._dynamo" in sys.modules)
+"""
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout == "False\n"

@@ -28,6 +28,7 @@ from minigpt.checkpoints.huggingface import (
     tensor_names,
 )
 from minigpt.checkpoints.model_card import model_card
+from minigpt.checkpoints.models import empty_model
 from minigpt.checkpoints.pretrained import Pretrained
 from minigpt.config import GPTConfig
 from minigpt.data.tokenizer import HuggingFaceTokenizer
@@ -194,14 +195,12 @@ def _fold(config: GPTConfig, weights: Weights) -> tuple[GPTConfig, Weights]:
 
 def _their_weights(target: GPTConfig, weights: Weights, family: Family) -> dict[str, Tensor]:
     """Return the weights of a class by their names, from ours and those that the model lacks."""
-    with torch.device("meta"):
-        shapes = {name: weight.shape for name, weight in GPT(target).state_dict().items()}
     q, kv = target.n_head * target.head_width, (target.n_kv_head or target.n_head) * target.head_width
     exported: dict[str, Tensor] = {}
-    for name, shape in shapes.items():
+    for name, empty in empty_model(target).state_dict().items():
         if name == "lm_head.weight" and target.tie_embeddings:
             continue
-        weight = weights[name] if name in weights else torch.full(shape, 0.0 if name.endswith("bias") else 1.0)
+        weight = weights[name] if name in weights else torch.full(empty.shape, float(not name.endswith("bias")))
         names = tensor_names(name, family)
         weight = weight.T if is_transposed(name, weight, family) else weight
         parts = list(weight.split((q, kv, kv)) if len(names) == 3 else weight.chunk(len(names)))

@@ -23,10 +23,7 @@ MAX_WEIGHT_BYTES = 64_000_000
 
 
 def export_html(
-    pretrained: Pretrained,
-    path: Path,
-    weight_format: str = "float16",
-    history: Mapping[str, Any] | None = None,
+    pretrained: Pretrained, path: Path, weight_format: str = "float16", history: Mapping[str, Any] | None = None
 ) -> None:
     """Write the page atomically.
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from minigpt.checkpoints.format import CONTENT_ERRORS
-from minigpt.checkpoints.models import build_model, check_size, is_finite
+from minigpt.checkpoints.models import build_model, check_size, empty_model, is_finite
 from minigpt.config import GPTConfig
 from minigpt.model import GPT
 from minigpt.utils.checks import one_of
@@ -24,6 +24,7 @@ from minigpt.utils.errors import UserError, require
 from minigpt.utils.files import read_json
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+HUB_FILES = [CONFIG, WEIGHTS, "model-*.safetensors", INDEX, "tokenizer.json", "tokenizer_config.json"]
 _IGNORED = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")  # buffers that old versions saved
 Values = Mapping[str, Any]
 
@@ -212,8 +213,7 @@ def read_weights(folder: str | Path, config: GPTConfig) -> dict[str, Tensor]:
     with folder_errors(folder):
         files = _open(folder)
         check_size(config, len(files), sum(path.stat().st_size for path in weight_files(folder)))
-        with torch.device("meta"):  # no memory, and no initialization
-            expected = GPT(config).state_dict()
+        expected = empty_model(config).state_dict()
         return _weights(files, FAMILIES[_read_values(folder)["model_type"]], config, expected)
 
 

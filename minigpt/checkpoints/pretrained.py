@@ -7,15 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint, model_name
-from minigpt.checkpoints.huggingface import (
-    CONFIG,
-    INDEX,
-    WEIGHTS,
-    folder_errors,
-    read_config,
-    read_weights,
-    weight_files,
-)
+from minigpt.checkpoints.huggingface import CONFIG, HUB_FILES, folder_errors, read_config, read_weights, weight_files
 from minigpt.checkpoints.models import build_model, check_vocabulary, load_checkpoint
 from minigpt.config import GPTConfig
 from minigpt.data.tokenizer import Tokenizer
@@ -24,8 +16,6 @@ from minigpt.model import GPT
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import checksums
 from minigpt.utils.scripts import PIP_INSTALL
-
-_HUB_FILES = [CONFIG, WEIGHTS, "model-*.safetensors", INDEX, "tokenizer.json", "tokenizer_config.json"]
 
 
 @dataclass(frozen=True)
@@ -117,7 +107,7 @@ def _download(source: str) -> Path:
 
     logging.set_verbosity_error()  # without a line per retry
     try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=HUB_FILES))
     except Exception as error:  # its own, of HTTP and of the file system
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UserError(

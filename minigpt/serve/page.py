@@ -24,16 +24,7 @@ from minigpt.page.render import MAX_MAP_TOKENS, describe
 from minigpt.sampling import Sampling
 from minigpt.serve import engine as engines
 from minigpt.serve.engine import Engine, Token, TokenStream
-from minigpt.serve.http import (
-    REQUIRED,
-    Settings,
-    Stream,
-    check,
-    check_model,
-    find_engine,
-    json_response,
-    post,
-)
+from minigpt.serve.http import REQUIRED, Settings, Stream, check, check_model, find_engine, json_response, post
 from minigpt.serve.models import Models
 from minigpt.serve.settings import MAX_TOKENS, MODEL, SAMPLING, is_ids
 from minigpt.utils.checks import NON_NEGATIVE_INT, integer, or_null
