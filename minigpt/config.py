@@ -61,6 +61,7 @@ class GPTConfig:
     ngram: int = 0  # add embeddings of the last 2 … ngram tokens; 0: none
     ngram_buckets: int = 8192  # rows of the hash table of each n
     ngram_dim: int = 16  # width of an n-gram embedding
+    ngram_dropout: float = 0.0
     smear: int = 0  # number of previous token embeddings added to each, with learned factors per channel
     embed_norm: bool = False  # RMS-normalize the input of the first block
     logit_softcap: float | None = None  # limit of the logits: c tanh(logits / c)
@@ -183,7 +184,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("n_kv_head", "head_dim", "n_inner"), or_null(POSITIVE_INT)),
     **dict.fromkeys(("bias", "qk_norm", "qk_norm_weights", "tie_embeddings", "embed_norm"), BOOLEAN),
     "qkv_bias": or_null(BOOLEAN),
-    "dropout": FRACTION,
+    **dict.fromkeys(("dropout", "ngram_dropout"), FRACTION),
     "norm": one_of(NORM_PARAMS),
     "norm_position": one_of(NORM_POSITIONS),
     "position": one_of(POSITIONS),

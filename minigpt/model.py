@@ -229,6 +229,7 @@ class NGramEmbedding(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.vocab_size, self.orders, self.buckets = config.vocab_size, config.ngram - 1, config.ngram_buckets
+        self.dropout = config.ngram_dropout
         self.table = nn.Embedding(self.orders * self.buckets, config.ngram_dim)
         self.out = nn.Linear(self.orders * config.ngram_dim, config.n_embd, bias=False)
 
@@ -247,6 +248,8 @@ class NGramEmbedding(nn.Module):
             hashed = (hashed * self.MULTIPLIER + padded[:, self.orders - n :][:, :T] + 1) % self.PRIME
             rows.append(hashed % self.buckets + (n - 1) * self.buckets)  # (B, T)
         embedded = self.table(torch.stack(rows, dim=-1))  # (B, T, orders, ngram_dim)
+        if self.training and self.dropout:
+            embedded = embedded * dropout(embedded.new_ones(*embedded.shape[:3], 1), self.dropout)
         return self.out(embedded.flatten(2))
 
 

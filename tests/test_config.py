@@ -33,6 +33,7 @@ BAD_VALUES = [
     *(("ngram", value, "0, or an integer ≥ 2") for value in (1, -2, 2.5)),
     *((name, 0, INT) for name in ("ngram_buckets", "ngram_dim")),
     *(("smear", value, "an integer ≥ 0") for value in (-1, 0.5, True, None)),
+    ("ngram_dropout", 1.0, "in [0, 1)"),
     *(("dropout", value, "in [0, 1)") for value in (1, 1.0, -0.1, float("nan"), "0.1", None)),
     *(("rope_base", value, "a finite number > 0") for value in (0, -1.0, float("inf"), float("nan"))),
     *((name, 0, "a finite number > 0") for name in ("norm_eps", "rope_low_freq_factor", "rope_high_freq_factor")),

@@ -254,6 +254,7 @@ CHANGES: dict[str, Any] = {
     "ngram": 3,
     "ngram_buckets": 50,
     "ngram_dim": 5,
+    "ngram_dropout": 0.5,
     "smear": 2,
     "embed_norm": True,
     "logit_softcap": 0.5,
@@ -373,6 +374,19 @@ def test_dropout_zeroes_its_fraction_and_scales_the_rest(place: str):
     assert zeros.float().mean().item() == pytest.approx(0.2, abs=0.0065)
     if place != "attention":  # whose weights are dropped as well
         assert_near(dropped[~zeros], plain[~zeros] / 0.8, terms=2)
+
+
+def test_ngram_dropout_zeroes_whole_embeddings_and_scales_the_rest():
+    model, seen = tiny(ngram=4, ngram_dropout=0.2), list[Tensor]()
+    model.ngrams.out.register_forward_pre_hook(lambda _, given: seen.append(given[0].unflatten(-1, (3, -1))))
+    tokens = torch.randint(29, (1000, 16))
+    model(tokens)
+    model.train()
+    model(tokens)
+    plain, dropped = seen
+    kept = (dropped != 0).any(-1)
+    assert kept.float().mean().item() == pytest.approx(0.8, abs=0.01)  # of 48,000: more than five standard deviations
+    assert_near(dropped[kept], plain[kept] / 0.8, terms=2)
 
 
 def test_the_flops_of_nano_are_those_of_the_formula():

@@ -149,6 +149,7 @@ def _canonical(config: GPTConfig) -> GPTConfig:
         n_inner=config.inner_width,
         qkv_bias=config.has_qkv_bias,
         dropout=0.0,
+        ngram_dropout=0.0,
         **{name: getattr(GPTConfig, name) for name in unused},
     )
 
