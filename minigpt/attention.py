@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from minigpt import ops
 from minigpt.config import check_heads
-from minigpt.ops import EPS, rms_norm
+from minigpt.ops import EPS, apply_dropout, rms_norm
 from minigpt.utils.checks import one_of
 from minigpt.utils.errors import require
 
@@ -82,7 +81,7 @@ def attend_explicit(
     weights = scores.softmax(dim=-1)
     if visible is not None and (mask is not None or T > S):  # a query may see no key
         weights = weights.masked_fill(~visible, 0.0)
-    weights = ops.dropout(weights, dropout)
+    weights = apply_dropout(weights, dropout)
     return weights @ v, weights
 
 
@@ -220,7 +219,7 @@ class MultiHeadAttention(nn.Module):
         options = self._options(mask)
         y = attend(q, k, v, **options) if self.backend == "fused" else attend_explicit(q, k, v, **options)[0]
         y = y.transpose(1, 2).flatten(2)  # (B, H, T, D) -> (B, T, H·D)
-        return ops.dropout(self.out(y), self.out_dropout, self.training)
+        return apply_dropout(self.out(y), self.out_dropout, self.training)
 
     def attention_weights(
         self, x: Tensor, context: Tensor | None = None, *, mask: Tensor | None = None, rotary: Tensor | None = None

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from minigpt.attention import KVCache, MultiHeadAttention, rotary_table
 from minigpt.config import GPTConfig
-from minigpt.ops import ACTIVATIONS, NORMS, dropout, rms_norm
+from minigpt.ops import ACTIVATIONS, NORMS, apply_dropout, rms_norm
 
 if TYPE_CHECKING:
     from minigpt.data.tokenizer import Ids
@@ -89,7 +89,7 @@ class GPT(nn.Module):
         rotary = None if self.rotary is None else self.rotary[:, start:end]  # (2, T, D/2)
         if self.config.embed_norm:
             x = rms_norm(x, eps=self.config.norm_eps)
-        x = dropout(x, self.config.dropout, self.training)
+        x = apply_dropout(x, self.config.dropout, self.training)
         for i, block in enumerate(self.blocks):
             x = block(x, rotary, cache.layers[i] if cache else None)
         x = self.final_norm(x)
@@ -185,7 +185,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, T, C) to (B, T, C)."""
         x = self.activation(self.up(x))  # (B, T, inner)
-        return dropout(self.down(x), self.dropout, self.training)
+        return apply_dropout(self.down(x), self.dropout, self.training)
 
 
 class Norm(nn.Module):
@@ -249,7 +249,7 @@ class NGramEmbedding(nn.Module):
             rows.append(hashed % self.buckets + (n - 1) * self.buckets)  # (B, T)
         embedded = self.table(torch.stack(rows, dim=-1))  # (B, T, orders, ngram_dim)
         if self.training and self.dropout:
-            embedded = embedded * dropout(embedded.new_ones(*embedded.shape[:3], 1), self.dropout)
+            embedded = embedded * apply_dropout(embedded.new_ones(*embedded.shape[:3], 1), self.dropout)
         return self.out(embedded.flatten(2))
 
 

@@ -57,7 +57,7 @@ ACTIVATIONS: dict[str, Function] = {
 }
 
 
-def dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
+def apply_dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     """In training, zero each element of x with probability p and divide the others by 1 - p.
 
     On a CPU one random number of 64 bits decides on four elements, because torch's dropout draws one per element,
