@@ -45,7 +45,6 @@ def muon(
     ngram_weight_decay: float,
     weight_decay: float,
     momentum: float,
-    momentum_warmup: int,
     newton_schulz_steps: int,
 ) -> "Muon":
     """Build Muon for the matrices of the blocks and AdamW for embeddings, head and vectors, as one optimizer.
@@ -57,13 +56,13 @@ def muon(
         lr, weight_decay: peak learning rate and decoupled weight decay of the matrices.
         adam_lr, betas: peak learning rate and decay rates of AdamW's moment estimates.
         ngram_weight_decay: decoupled weight decay of the n-gram tables; the rest of AdamW's parameters have none.
-        momentum: momentum after `momentum_warmup` steps, over which it rises linearly from 0.85.
+        momentum: decay rate of the average of gradients.
         newton_schulz_steps: iterations of the orthogonalization.
     """
     rows = matrix_params(model)
     rest = [p for p in model.parameters() if p.requires_grad and p not in rows]
     tables = {module.table.weight for module in model.modules() if isinstance(module, NGramEmbedding)}
-    options = {"momentum": momentum, "momentum_warmup": momentum_warmup, "newton_schulz_steps": newton_schulz_steps}
+    options = {"momentum": momentum, "newton_schulz_steps": newton_schulz_steps}
     adam = {"kind": "adamw", "lr": adam_lr, "betas": (betas[0], betas[1])}
     groups: list[dict[str, Any]] = [
         {"kind": "muon", "params": list(rows), "lr": lr, "weight_decay": weight_decay, **options},
@@ -84,7 +83,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], rows: dict[Tensor, list[int]]) -> None:
-        super().__init__([group for group in groups if group["params"]], {"steps": 0})
+        super().__init__([group for group in groups if group["params"]], {})
         self.rows = rows
 
     @torch.no_grad()
@@ -99,9 +98,6 @@ class Muon(torch.optim.Optimizer):
 
     def _muon(self, group: dict[str, Any], matrices: list[Any]) -> None:
         momentum, lr = group["momentum"], group["lr"]
-        if group["steps"] < group["momentum_warmup"]:
-            momentum = 0.85 + (momentum - 0.85) * group["steps"] / group["momentum_warmup"]
-        group["steps"] += 1
         if not matrices:
             return
         for matrix in matrices:

@@ -18,7 +18,6 @@ OPTIONS: dict[str, Any] = {
     "lr": 0.02,
     "weight_decay": 0.1,
     "momentum": 0.95,
-    "momentum_warmup": 0,
     "newton_schulz_steps": 5,
 }
 ADAM: dict[str, Any] = {"adam_lr": 0.01, "betas": (0.9, 0.95), "ngram_weight_decay": 0.2}
@@ -115,28 +114,16 @@ def test_concatenated_projections_are_orthogonalized_separately():
             assert values.max() < 1.25, name
 
 
-def test_momentum_rises_over_its_warm_up():
-    weights = [nn.Parameter(torch.zeros(8, 8)) for _ in range(2)]
-    warmed = make({weights[0]: [8]}, momentum_warmup=4)
-    for step in range(4):
-        weights[0].grad = torch.randn(8, 8, generator=generator(step))
-        warmed.step()
-    average = torch.zeros(8, 8)
-    for step, momentum in enumerate((0.85, 0.875, 0.9, 0.925)):
-        average = momentum * average + (1 - momentum) * torch.randn(8, 8, generator=generator(step))
-    assert_near(warmed.state[weights[0]]["momentum"], average, terms=4)
-
-
 def test_an_optimizer_restored_from_its_state_dict_continues_exactly():
     straight = model()
-    one = muon(straight, **ADAM | OPTIONS | {"momentum_warmup": 6})
+    one = muon(straight, **ADAM, **OPTIONS)
     for step in range(3):
         train(straight, one, step)
     resumed = copy.deepcopy(straight)
     file = io.BytesIO()
     torch.save(one.state_dict(), file)
     file.seek(0)
-    other = muon(resumed, **ADAM | OPTIONS | {"momentum_warmup": 6})
+    other = muon(resumed, **ADAM, **OPTIONS)
     other.load_state_dict(torch.load(file, weights_only=True))
     for step in range(3, 6):
         train(straight, one, step)

@@ -25,7 +25,6 @@ MUON = {
     "ngram_weight_decay": 0.1,
     "weight_decay": 0.1,
     "momentum": 0.95,
-    "momentum_warmup": 0,
     "newton_schulz_steps": 5,
 }
 OPTIMIZERS = {"adamw": (adamw, ADAMW), "muon": (muon, MUON)}

@@ -135,7 +135,6 @@ _RULES: dict[str, checks.Rule] = {
     ),
     "optimizer.adam_lr": checks.POSITIVE,
     "optimizer.momentum": checks.FRACTION,
-    "optimizer.momentum_warmup": checks.NON_NEGATIVE_INT,
     "optimizer.newton_schulz_steps": checks.POSITIVE_INT,
     "optimizer.ngram_weight_decay": checks.NON_NEGATIVE,
     "optimizer.weight_decay": checks.NON_NEGATIVE,
