@@ -1,0 +1,54 @@
+"""Int8 weights for sampling on a CPU. Depends on torch alone.
+
+A product of int8 matrices is exact, so a row of the result depends on no other row: samples do not depend on their
+batch, nor logits on later tokens. `torch.ao.quantization` has one scale for all rows of an input, and is deprecated.
+
+Shapes: N rows, I input channels, O output channels.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from minigpt.model import GPT
+
+_MAX_INT8 = 127
+_LEAST = 1e-30  # scale of a row of zeros
+
+
+def quantize(model: GPT) -> GPT:
+    """Replace the matrices of the blocks and the head by int8 ones, in place; embeddings stay as they are."""
+    for parent in (*model.blocks.modules(), model):
+        for name, layer in parent.named_children():
+            if isinstance(layer, nn.Linear):
+                setattr(parent, name, Int8Linear(layer))
+    return model
+
+
+class Int8Linear(nn.Module):
+    """A linear layer of int8 weights with a scale per output channel, for inputs that are rounded with one per row.
+
+    Source: vector-wise quantization, https://arxiv.org/abs/2208.07339, section 3.1
+    """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        weight = layer.weight.detach().float()
+        # Without VNNI, oneDNN adds pairs of products in int16, which 7 bits do not overflow.
+        ones = torch.full((1, 64), _MAX_INT8, dtype=torch.int8)
+        max_weight = _MAX_INT8 if int(torch._int_mm(ones, ones.T)) == 64 * _MAX_INT8**2 else _MAX_INT8 // 2
+        scale = weight.abs().amax(dim=1).clamp(min=_LEAST) / max_weight
+        self.weight: Tensor
+        self.scale: Tensor
+        self.register_buffer("weight", (weight / scale[:, None]).round().to(torch.int8))  # (O, I)
+        self.register_buffer("scale", scale / _MAX_INT8)  # (O,) with the constant of the row scales
+        self.bias = layer.bias
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Map (…, I) to (…, O), plus the residual (…, O)."""
+        rows = x.flatten(0, -2)  # (N, I)
+        largest = rows.abs().amax(dim=-1, keepdim=True).clamp_(min=_LEAST)  # (N, 1)
+        rounded = (rows * (_MAX_INT8 / largest)).round_().to(torch.int8)
+        y = (torch._int_mm(rounded, self.weight.T) * self.scale).mul_(largest)  # (N, O)
+        y = y if self.bias is None else y.add_(self.bias)
+        y = y.view(*x.shape[:-1], -1)
+        return y if residual is None else y.add_(residual)
