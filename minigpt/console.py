@@ -178,6 +178,8 @@ def move_model(model: GPT, device: str, dtype: str) -> GPT:
     """Move the model to a device ("auto": the fastest) and a precision; int8 is for the CPU."""
     if dtype == "int8":
         require("--device", device, ("auto", "cpu").__contains__, "cpu for --dtype int8")
+        expected = "float32, bfloat16 or float16 for a torch without oneDNN"
+        require("--dtype", dtype, lambda _: torch.backends.mkldnn.is_available(), expected)
         return quantize(model.cpu())
     available = [*devices(), *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     require("--device", device, ["auto", *available].__contains__, f"one of {', '.join(available)}")

@@ -19,13 +19,13 @@ def quantize(model: GPT) -> GPT:
     """Replace the matrices of the blocks and the head by int8 ones, in place; embeddings stay as they are."""
     for parent in (*model.blocks.modules(), model):
         for name, layer in parent.named_children():
-            if isinstance(layer, nn.Linear):
+            if isinstance(layer, nn.Linear) and layer.in_features > 1:  # of one, torch 2.13's product is wrong
                 setattr(parent, name, Int8Linear(layer))
     return model
 
 
 class Int8Linear(nn.Module):
-    """A linear layer of int8 weights with a scale per output channel, for inputs that are rounded with one per row.
+    """A linear layer of int8 weights with a scale per output channel, for inputs that are rounded with a scale per row.
 
     Source: vector-wise quantization, https://arxiv.org/abs/2208.07339, section 3.1
     """
@@ -39,16 +39,22 @@ class Int8Linear(nn.Module):
         scale = weight.abs().amax(dim=1).clamp(min=_LEAST) / max_weight
         self.weight: Tensor
         self.scale: Tensor
-        self.register_buffer("weight", (weight / scale[:, None]).round().to(torch.int8))  # (O, I)
+        self.register_buffer("weight", (weight / scale[:, None]).round().to(torch.int8).T)  # (I, O)
         self.register_buffer("scale", scale / _MAX_INT8)  # (O,) with the constant of the row scales
         self.bias = layer.bias
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Map (…, I) to (…, O), plus the residual (…, O)."""
-        rows = x.flatten(0, -2)  # (N, I)
-        largest = rows.abs().amax(dim=-1, keepdim=True).clamp_(min=_LEAST)  # (N, 1)
-        rounded = (rows * (_MAX_INT8 / largest)).round_().to(torch.int8)
-        y = (torch._int_mm(rounded, self.weight.T) * self.scale).mul_(largest)  # (N, O)
-        y = y if self.bias is None else y.add_(self.bias)
-        y = y.view(*x.shape[:-1], -1)
-        return y if residual is None else y.add_(residual)
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (…, I) to (…, O)."""
+        return int8_linear(self.weight, self.scale, self.bias, x.flatten(0, -2)).view(*x.shape[:-1], -1)
+
+
+def int8_linear(
+    weight: Tensor, scale: Tensor, bias: Tensor | None, x: Tensor, residual: Tensor | None = None
+) -> Tensor:
+    """Return x @ (weight · scale) + bias + residual for x (N, I), with the tensors of an `Int8Linear`."""
+    largest = x.abs().amax(dim=-1, keepdim=True).clamp_(min=_LEAST)  # (N, 1)
+    rounded = (x / largest).mul_(_MAX_INT8).round_().to(torch.int8)
+    y = torch._int_mm(rounded, weight) * scale  # (N, O)
+    added = bias if residual is None or bias is None else residual + bias
+    added = residual if added is None else added
+    return y.mul_(largest) if added is None else torch.addcmul(added, y, largest)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from minigpt.attention import MultiHeadAttention, rotary_table
-from minigpt.int8 import Int8Linear
+from minigpt.int8 import Int8Linear, int8_linear
 from minigpt.model import GPT, Cache, smear, soft_cap
 from minigpt.ops import ACTIVATIONS, NORMS, rms_norm
 
@@ -60,8 +60,7 @@ class Decoder:
         self.n_kv_head, self.head_width = config.n_kv_head or config.n_head, config.head_width
         self.attention_scale, self.pre_norm = config.attention_scale, {"pre": True, "post": False}[config.norm_position]
         self.norm, self.activation = partial(NORMS[config.norm], eps=config.norm_eps), ACTIVATIONS[config.activation]
-        small = config.n_embd * config.inner_width < _MAX_COPIED_NUMEL
-        if scaled := config.activation == "gelu" and small and not isinstance(model.lm_head, Int8Linear):
+        if scaled := config.activation == "gelu" and config.n_embd * config.inner_width < _MAX_COPIED_NUMEL:
             self.activation = _scaled_gelu
         self._layers = [BlockWeights(block, scaled_gelu=scaled) for block in model.blocks]
         self._final_norm, self._lm_head = _norm_weights(model.final_norm), _linear(model.lm_head)
@@ -267,14 +266,13 @@ def _qk_norm_weights(attention: MultiHeadAttention) -> Tensor | None:
     return torch.cat([_full_tensor(weight).expand(n, 1, -1) for weight, n in heads])
 
 
-def _linear(layer: nn.Module, weight_factor: float = 1.0, bias_factor: float = 1.0) -> Linear:
+def _linear(layer: nn.Linear | Int8Linear, weight_factor: float = 1.0, bias_factor: float = 1.0) -> Linear:
     """Return the fastest function of a linear layer, with its weights and bias multiplied by factors."""
+    bias = None if layer.bias is None else _full_tensor(layer.bias) * bias_factor
     if isinstance(layer, Int8Linear):
-        return layer
-    weight, bias = _norm_weights(layer)
-    assert weight is not None
+        return partial(int8_linear, layer.weight, layer.scale * weight_factor, bias)
+    weight = _full_tensor(layer.weight)
     weight = weight if weight_factor == 1 else weight * weight_factor
-    bias = bias if bias is None or bias_factor == 1 else bias * bias_factor
     copied = weight.numel() < _MAX_COPIED_NUMEL
     if weight.numel() >= _MIN_ONEDNN_NUMEL and weight.is_cpu and weight.dtype == torch.float32 and _HAS_ONEDNN:
         weight = torch.ops.mkldnn._reorder_linear_weight(weight) if copied else weight
