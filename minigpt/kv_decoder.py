@@ -28,7 +28,7 @@ from minigpt.model import GPT, Cache, smear, soft_cap
 from minigpt.ops import ACTIVATIONS, NORMS, rms_norm
 
 _MAX_COPIED_NUMEL = 1 << 20  # of a weight matrix that is copied to a faster layout
-_MIN_ONEDNN_NUMEL = 1 << 17  # smaller matrices take less time by `mm`
+_MIN_LARGE_NUMEL = 1 << 17  # smaller matrices take less time by `mm`
 _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 _ROTARY_CHUNK = 256  # positions per computation of the rotary table
 
@@ -274,15 +274,19 @@ def _linear(layer: nn.Linear | Int8Linear, weight_factor: float = 1.0, bias_fact
     weight = _full_tensor(layer.weight)
     weight = weight if weight_factor == 1 else weight * weight_factor
     copied = weight.numel() < _MAX_COPIED_NUMEL
-    if weight.numel() >= _MIN_ONEDNN_NUMEL and weight.is_cpu and weight.dtype == torch.float32 and _HAS_ONEDNN:
-        weight = torch.ops.mkldnn._reorder_linear_weight(weight) if copied else weight
-        return partial(_onednn, weight, bias)
+    if weight.numel() >= _MIN_LARGE_NUMEL and weight.is_cpu and weight.dtype == torch.float32 and _HAS_ONEDNN:
+        slices = weight.view(math.gcd(len(weight), 8), -1, weight.size(1))  # (slices, O/slices, I)
+        return partial(_large, slices, torch.ops.mkldnn._reorder_linear_weight(weight) if copied else weight, bias)
     return partial(_mm, weight.T.contiguous() if copied else weight.T, bias)
 
 
-def _onednn(weight: Tensor, bias: Tensor | None, x: Tensor, residual: Tensor | None) -> Tensor:
-    """A product that reads the weights with all threads for a single row too: 1.4 × with baby."""
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+def _large(slices: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, residual: Tensor | None) -> Tensor:
+    """A product limited by the memory bandwidth, for which MKL's `mm` of few rows uses one thread and a third of it."""
+    if len(x) < 4:
+        y = torch.bmm(slices, x.T.expand(len(slices), -1, -1)).flatten(0, 1).T.contiguous()  # (B, O)
+        y = y if bias is None else y.add_(bias)
+    else:
+        y = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return y if residual is None else y.add_(residual)
 
 
