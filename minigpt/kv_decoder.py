@@ -273,21 +273,27 @@ def _linear(layer: nn.Linear | Int8Linear, weight_factor: float = 1.0, bias_fact
         return partial(int8_linear, layer.weight, layer.scale * weight_factor, bias)
     weight = _full_tensor(layer.weight)
     weight = weight if weight_factor == 1 else weight * weight_factor
-    copied = weight.numel() < _MAX_COPIED_NUMEL
     if weight.numel() >= _MIN_LARGE_NUMEL and weight.is_cpu and weight.dtype == torch.float32 and _HAS_ONEDNN:
-        slices = weight.view(math.gcd(len(weight), 8), -1, weight.size(1))  # (slices, O/slices, I)
-        return partial(_large, slices, torch.ops.mkldnn._reorder_linear_weight(weight) if copied else weight, bias)
-    return partial(_mm, weight.T.contiguous() if copied else weight.T, bias)
+        return _LargeLinear(weight, bias)
+    return partial(_mm, weight.T.contiguous() if weight.numel() < _MAX_COPIED_NUMEL else weight.T, bias)
 
 
-def _large(slices: Tensor, weight: Tensor, bias: Tensor | None, x: Tensor, residual: Tensor | None) -> Tensor:
-    """A product limited by the memory bandwidth, for which MKL's `mm` of few rows uses one thread and a third of it."""
-    if len(x) < 4:
-        y = torch.bmm(slices, x.T.expand(len(slices), -1, -1)).flatten(0, 1).T.contiguous()  # (B, O)
-        y = y if bias is None else y.add_(bias)
-    else:
-        y = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return y if residual is None else y.add_(residual)
+class _LargeLinear:
+    """Products limited by the memory bandwidth: MKL's `mm` uses one thread and a third of it for few rows."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias, self.is_packed = weight, bias, weight.numel() >= _MAX_COPIED_NUMEL
+        self.slices = weight.reshape(math.gcd(len(weight), 8), -1, weight.size(1))  # (slices, O/slices, I)
+
+    def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        if len(x) < 4:
+            y = torch.bmm(self.slices, x.T.expand(len(self.slices), -1, -1)).flatten(0, 1).T.contiguous()  # (B, O)
+            y = y if self.bias is None else y.add_(self.bias)
+        else:
+            if not self.is_packed:
+                self.weight, self.is_packed = torch.ops.mkldnn._reorder_linear_weight(self.weight), True
+            y = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return y if residual is None else y.add_(residual)
 
 
 def _mm(weight: Tensor, bias: Tensor | None, x: Tensor, residual: Tensor | None) -> Tensor:
