@@ -3,7 +3,7 @@
 `GPT.forward` reads the prompts. `Decoder.step` repeats its mathematics with fewer operations, because one token of
 a small model costs the overhead of its operations, not their arithmetic. Tokens/s against `GPT.forward(cache=…)` in
 inference mode (2 cores of an AMD EPYC with AVX-512, float32, sampling included, `block_size` tokens):
-nano 2.43× with 1 stream, 1.68× with 16; baby 1.37× and 1.17×; fast_cpu 1.50× and 1.40×.
+nano 1.83× with 1 stream, 1.45× with 16; baby 2.6× and 1.62×; fast_cpu 1.45× and 1.37×.
 
 Beyond `block_size` tokens, the window of rotary or no positions slides over the cached keys and values, one token per
 step. Learned positions end with the block: the newer half of the window is read again from position 0.
