@@ -18,6 +18,7 @@ import torch
 
 from minigpt.data.tokenizer import SEPARATOR, Tokenizer, encode_prompt, whole_characters
 from minigpt.generation import score, stream
+from minigpt.int8 import quantize
 from minigpt.model import GPT
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.terminal import escape_control_chars, sanitize_line
@@ -174,7 +175,12 @@ class Console:
 
 
 def move_model(model: GPT, device: str, dtype: str) -> GPT:
-    """Move the model to a device ("auto": the fastest) and a precision."""
+    """Move the model to a device ("auto": the fastest) and a precision; int8 is for the CPU."""
+    if dtype == "int8":
+        require("--device", device, ("auto", "cpu").__contains__, "cpu for --dtype int8")
+        expected = "float32, bfloat16 or float16 for a torch without oneDNN"
+        require("--dtype", dtype, lambda _: torch.backends.mkldnn.is_available(), expected)
+        return quantize(model.cpu())
     available = [*devices(), *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     require("--device", device, ["auto", *available].__contains__, f"one of {', '.join(available)}")
     return model.to(available[0] if device == "auto" else device, getattr(torch, dtype))

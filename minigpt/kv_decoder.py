@@ -3,7 +3,7 @@
 `GPT.forward` reads the prompts. `Decoder.step` repeats its mathematics with fewer operations, because one token of
 a small model costs the overhead of its operations, not their arithmetic. Tokens/s against `GPT.forward(cache=…)` in
 inference mode (2 cores of an AMD EPYC with AVX-512, float32, sampling included, `block_size` tokens):
-nano 2.43× with 1 stream, 1.68× with 16; baby 1.37× and 1.17×; fast_cpu 1.50× and 1.40×.
+nano 1.83× with 1 stream, 1.45× with 16; baby 2.6× and 1.62×; fast_cpu 1.45× and 1.37×.
 
 Beyond `block_size` tokens, the window of rotary or no positions slides over the cached keys and values, one token per
 step. Learned positions end with the block: the newer half of the window is read again from position 0.
@@ -14,7 +14,7 @@ Shapes: B samples, C n_embd, V vocab, L layers, H query heads, K key-value heads
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,14 +23,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from minigpt.attention import MultiHeadAttention, rotary_table
+from minigpt.int8 import Int8Linear, int8_linear
 from minigpt.model import GPT, Cache, smear, soft_cap
 from minigpt.ops import ACTIVATIONS, NORMS, rms_norm
 
 _MAX_COPIED_NUMEL = 1 << 20  # of a weight matrix that is copied to a faster layout
+_MIN_LARGE_NUMEL = 1 << 17  # smaller matrices take less time by `mm`
+_HAS_ONEDNN = torch.backends.mkldnn.is_available()
 _ROTARY_CHUNK = 256  # positions per computation of the rotary table
 
 NormWeights = tuple[Tensor | None, Tensor | None]  # weight and bias
-LinearWeights = tuple[Tensor, Tensor | None]
+Linear = Callable[[Tensor, Tensor | None], Tensor]  # x, residual ↦ x @ weight + bias + residual
 Prompts = Sequence[Sequence[int]]
 
 
@@ -60,7 +63,7 @@ class Decoder:
         if scaled := config.activation == "gelu" and config.n_embd * config.inner_width < _MAX_COPIED_NUMEL:
             self.activation = _scaled_gelu
         self._layers = [BlockWeights(block, scaled_gelu=scaled) for block in model.blocks]
-        self._final_norm, (self._lm_head, _) = _norm_weights(model.final_norm), _linear_weights(model.lm_head)
+        self._final_norm, self._lm_head = _norm_weights(model.final_norm), _linear(model.lm_head)
         self._wte = _full_tensor(model.wte.weight)
         self._wpe = _full_tensor(model.wpe.weight) if config.position == "learned" else None
         self._rotary: tuple[int, Tensor] | None = None  # first position, table (positions, 2, 1, 1, D)
@@ -143,7 +146,7 @@ class Decoder:
             x = self._block(x, weights, rotary, mask, *layer)
         x = self.norm(x, *self._final_norm) if self.pre_norm else x
         x = x if self.config.width_ratio == 1 else x / self.config.width_ratio
-        self.logits = soft_cap(torch.mm(x, self._lm_head), self.config.logit_softcap)
+        self.logits = soft_cap(self._lm_head(x, None), self.config.logit_softcap)
         return self.logits
 
     def _embed(self, tokens: Tensor, position: int | Tensor) -> Tensor:
@@ -171,7 +174,7 @@ class Decoder:
         """One transformer block: (B, C) to (B, C). Stores its keys and values in `written`, (B, 2K, 1, D)."""
         B, KV, H, D = len(x), 2 * self.n_kv_head, self.config.n_head, self.head_width
         h = self.norm(x, *weights.norm_1) if self.pre_norm else x
-        heads = _linear(h, weights.qkv).view(B, H + KV, 1, D)
+        heads = weights.qkv(h, None).view(B, H + KV, 1, D)
         q, kv = heads.narrow(1, 0, H), heads.narrow(1, H, KV)  # (B, H, 1, D), (B, 2K, 1, D)
         if self.config.qk_norm or rotary is not None:
             qk = heads.narrow(1, 0, H + KV // 2)  # is changed in place, and with it q and kv
@@ -186,10 +189,10 @@ class Decoder:
         y = F.scaled_dot_product_attention(
             q, keys, values, attn_mask=mask, scale=self.attention_scale, enable_gqa=2 * H != KV
         )
-        x = _linear(y.view(B, H * D), weights.out, residual=x)
+        x = weights.out(y.view(B, H * D), x)
         x = x if self.pre_norm else self.norm(x, *weights.norm_1)
         h = self.norm(x, *weights.norm_2) if self.pre_norm else x
-        x = _linear(self.activation(_linear(h, weights.up)), weights.down, residual=x)
+        x = weights.down(self.activation(weights.up(h, None)), x)
         return x if self.pre_norm else self.norm(x, *weights.norm_2)
 
     def _make_room(self) -> None:
@@ -240,17 +243,14 @@ class Decoder:
 
 
 class BlockWeights:
-    """Weights and biases of one block; matrices are transposed, (in, out)."""
+    """Norms and linear layers of one block."""
 
     def __init__(self, block: Any, *, scaled_gelu: bool) -> None:
         self.norm_1, self.norm_2 = _norm_weights(block.norm_1), _norm_weights(block.norm_2)
-        self.qkv, self.out = _linear_weights(block.attention.qkv), _linear_weights(block.attention.out)
-        self.up, self.down = _linear_weights(block.mlp.up), _linear_weights(block.mlp.down)
+        half = math.sqrt(0.5) if scaled_gelu else 1.0
+        self.qkv, self.out = _linear(block.attention.qkv), _linear(block.attention.out)
+        self.up, self.down = _linear(block.mlp.up, half, half), _linear(block.mlp.down, half)
         self.qk_norm = _qk_norm_weights(block.attention)
-        if scaled_gelu:
-            half, (up, up_bias), (down, down_bias) = math.sqrt(0.5), self.up, self.down
-            self.up = up * half, None if up_bias is None else up_bias * half
-            self.down = down * half, down_bias
 
 
 def _norm_weights(layer: nn.Module) -> NormWeights:
@@ -266,24 +266,46 @@ def _qk_norm_weights(attention: MultiHeadAttention) -> Tensor | None:
     return torch.cat([_full_tensor(weight).expand(n, 1, -1) for weight, n in heads])
 
 
-def _linear_weights(layer: nn.Linear) -> LinearWeights:
-    weight = _full_tensor(layer.weight).T
-    weight = weight.contiguous() if weight.numel() < _MAX_COPIED_NUMEL else weight  # baby: 15 % faster
-    return weight, None if layer.bias is None else _full_tensor(layer.bias)
+def _linear(layer: nn.Linear | Int8Linear, weight_factor: float = 1.0, bias_factor: float = 1.0) -> Linear:
+    """Return the fastest function of a linear layer, with its weights and bias multiplied by factors."""
+    bias = None if layer.bias is None else _full_tensor(layer.bias) * bias_factor
+    if isinstance(layer, Int8Linear):
+        return partial(int8_linear, layer.weight, layer.scale * weight_factor, bias)
+    weight = _full_tensor(layer.weight)
+    weight = weight if weight_factor == 1 else weight * weight_factor
+    if weight.numel() >= _MIN_LARGE_NUMEL and weight.is_cpu and weight.dtype == torch.float32 and _HAS_ONEDNN:
+        return _LargeLinear(weight, bias)
+    return partial(_mm, weight.T.contiguous() if weight.numel() < _MAX_COPIED_NUMEL else weight.T, bias)
+
+
+class _LargeLinear:
+    """Products limited by the memory bandwidth: MKL's `mm` uses one thread and a third of it for few rows."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias, self.is_packed = weight, bias, weight.numel() >= _MAX_COPIED_NUMEL
+        self.slices = weight.reshape(math.gcd(len(weight), 8), -1, weight.size(1))  # (slices, O/slices, I)
+
+    def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        if len(x) < 4:
+            y = torch.bmm(self.slices, x.T.expand(len(self.slices), -1, -1)).flatten(0, 1).T.contiguous()  # (B, O)
+            y = y if self.bias is None else y.add_(self.bias)
+        else:
+            if not self.is_packed:
+                self.weight, self.is_packed = torch.ops.mkldnn._reorder_linear_weight(self.weight), True
+            y = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return y if residual is None else y.add_(residual)
+
+
+def _mm(weight: Tensor, bias: Tensor | None, x: Tensor, residual: Tensor | None) -> Tensor:
+    if residual is None:
+        return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+    return torch.addmm(residual if bias is None else residual + bias, x, weight)
 
 
 def _full_tensor(weight: Tensor) -> Tensor:
     """Return a weight without gradient, gathered if FSDP shards it."""
     full: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight.detach()
     return full
-
-
-def _linear(x: Tensor, weights: LinearWeights, residual: Tensor | None = None) -> Tensor:
-    """x @ weight + bias + residual, in one operation unless both are given."""
-    weight, bias = weights
-    if residual is None:
-        return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
-    return torch.addmm(residual if bias is None else residual + bias, x, weight)
 
 
 def _scaled_gelu(x: Tensor) -> Tensor:

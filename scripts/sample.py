@@ -31,8 +31,8 @@ def arguments() -> argparse.Namespace:
     add("--show-probs", action="store_true", help="color tokens by probability, from red (low) to green (high)")
     add("--score", metavar="FILE", help="print the likelihood of a text (- for stdin) instead of samples")
     add("--device", default="auto", metavar="DEVICE", help="cpu, cuda, cuda:1 or mps (default: auto, the fastest)")
-    dtypes = ("float32", "bfloat16", "float16")
-    add("--dtype", default="float32", choices=dtypes, help="of the weights (default: %(default)s)")
+    dtypes = ("float32", "bfloat16", "float16", "int8")
+    add("--dtype", default="float32", choices=dtypes, help="of the weights; int8 on a CPU only (default: %(default)s)")
     return parser.parse_args()
 
 

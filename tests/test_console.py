@@ -857,6 +857,25 @@ def test_an_unavailable_device_is_refused(device, saves, sample):
     assert re.match(rf"error: --device must be one of .*\bcpu\b.*, got {device}".strip() + "$", output)
 
 
+def test_int8_weights_give_samples_and_nearly_the_score_of_float32(saves, sample):
+    text = samples(sample(saves["letters"], "--dtype", "int8", "--prompt", "ab", "--max-new-tokens", 4, "--json"))[0]
+    assert text["text"] == "cdef"
+    nats = {}
+    for dtype in ("float32", "int8"):
+        scored = sample(saves["char"], "--dtype", dtype, "--score", "-", "--json", stdin=b"the quick brown fox" * 5)
+        nats[dtype] = json.loads(scored.stdout.splitlines()[0])["nats_per_token"]
+    assert 0 < abs(nats["int8"] - nats["float32"]) < 0.05 * nats["float32"]
+
+
+def test_int8_weights_are_for_the_cpu(saves, sample, monkeypatch):
+    for device in ("cuda", "mps", "nonsense"):
+        output = error(sample(saves["char"], "--dtype", "int8", f"--device={device}"))
+        assert output == f"error: --device must be cpu for --dtype int8, got {device}"
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    output = error(sample(saves["char"], "--dtype", "int8"))
+    assert output == "error: --dtype must be float32, bfloat16 or float16 for a torch without oneDNN, got int8"
+
+
 @pytest.fixture
 def broken(saves: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that are not valid checkpoints, each in its way."""

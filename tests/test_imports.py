@@ -17,7 +17,7 @@ MODULES = {
     for file in (ROOT / folder).rglob("*.py")
     if file.name != "__init__.py"
 }
-MODEL_FILES = ("attention", "model", "ops", "optim", "schedules", "ema", "generation", "sampling", "kv_decoder")
+MODEL_FILES = ("attention", "model", "ops", "optim", "schedules", "ema", "generation", "sampling", "kv_decoder", "int8")
 
 
 def package_of(module: str) -> str:

@@ -299,6 +299,15 @@ def test_bfloat16_decoding_is_as_close_to_float32_as_gpt_forward(changes: dict[s
     assert beyond.isfinite().all()
 
 
+@pytest.mark.parametrize("B", [1, 2, 3, 4, 17])
+@pytest.mark.parametrize("changes", [{}, {"bias": False}, {"n_inner": 515, "activation": "relu"}], ids=str)
+def test_large_matrices_give_the_logits_of_gpt_forward(changes: dict[str, Any], B: int):
+    model = make(n_embd=256, n_head=4, **changes).float()
+    text = torch.randint(23, (B, 12))
+    logits = decode(model, text[:, :3].tolist(), text[:, 3:].tolist())
+    assert_near(logits, model(text)[:, 2:], terms=terms_of(model.config))
+
+
 def test_decoding_leaves_the_model_unchanged():
     for changes in EVERY.values():
         model = make(**changes)

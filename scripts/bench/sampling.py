@@ -1,6 +1,7 @@
 """Decoding in tokens/s against a loop without a cache, transformers, and the limit of the memory bandwidth."""
 
 import argparse
+import copy
 import statistics
 import subprocess
 import sys
@@ -20,10 +21,11 @@ BANDWIDTH_BYTES = 256 << 20  # more than any CPU cache holds
 
 
 def sampling(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Measure one block of tokens after a prompt of one: untrained models of nanoGPT's shapes, float32, CPU."""
+    """Measure one block of tokens after a prompt of one: untrained models of nanoGPT's shapes on a CPU."""
     import torch
 
     from minigpt.config import GPTConfig
+    from minigpt.int8 import quantize
     from minigpt.model import GPT
 
     rows = []
@@ -34,7 +36,7 @@ def sampling(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         for name, shape in SHAPES.items():
             torch.manual_seed(0)
             model = GPT(GPTConfig(vocab_size=65, bias=False, **shape)).eval()
-            theirs = in_transformers(model)
+            theirs, in_int8 = in_transformers(model), quantize(copy.deepcopy(model))
             for streams in (1, 16):
                 n = model.config.block_size - 1
                 title = f"{name}, {streams} stream{'s'[: streams > 1]}"
@@ -43,10 +45,12 @@ def sampling(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                 loop = without_cache(model, n, streams, stride)
                 ours = n * streams / seconds(lambda m=model, n=n, s=streams: minigpt_tokens(m, n, s))
                 other = n * streams / seconds(lambda m=theirs, n=n, s=streams: transformers_tokens(m, n, s))
+                int8 = n * streams / seconds(lambda m=in_int8, n=n, s=streams: minigpt_tokens(m, n, s))
                 row |= {
                     f"{title}: no cache tokens/s": loop,
                     f"{title}: transformers tokens/s": other,
                     f"{title}: minigpt tokens/s": ours,
+                    f"{title}: minigpt int8 tokens/s": int8,
                     f"{title}: over no cache": ours / loop,
                     f"{title}: over transformers": ours / other,
                 }
