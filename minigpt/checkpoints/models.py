@@ -1,6 +1,7 @@
 """Load a model and its tokenizer from a checkpoint, and save them from any training loop."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +67,13 @@ def model_contents(config: GPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
 def build_model(config: GPTConfig, weights: Mapping[str, Tensor]) -> GPT:
     """Build a float32 model around `weights`, without a copy; more learned positions than it has are dropped.
 
+    The second head, which is for training, is dropped too.
+
     Raises:
         RuntimeError: the weights do not fit.
     """
-    model, weights = empty_model(config), dict(weights)
+    model = empty_model(replace(config, future_loss=0.0))
+    weights = {name: weight for name, weight in weights.items() if name != "future_head.weight"}
     if config.position == "learned":
         weights["wpe.weight"] = weights["wpe.weight"][: config.block_size].clone()
     model.load_state_dict(weights, assign=True)

@@ -109,7 +109,7 @@ class Batches:
             for i, starts in enumerate(self.order.starts(batches[:, None] * self.batch_size + self.rows), begin):
                 tokens, targets = self.read_windows(starts)
                 short = [length for end, length in self.length_warmup if i < end * self.stop]
-                length = short[0] if short else self.order.block_size
+                length = min([*short[:1], self.order.block_size])
                 yield tokens.reshape(-1, length), targets.reshape(-1, length)
 
 

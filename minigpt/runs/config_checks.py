@@ -47,14 +47,14 @@ def load_parts(
         corpus = once(load_corpus, cfg.data, pretrained.tokenizer.to_dict())
     corpus.check_length(config.block_size)
     fits = partial(_is_length_warmup, block_size=config.block_size)
-    expected = f"a list of [fraction of max_steps, divisor of model.block_size={config.block_size}]"
+    expected = f"pairs [fraction of max_steps, length that divides model.block_size={config.block_size}, or exceeds it]"
     require("data.length_warmup", cfg.data.length_warmup, fits, expected)
     return corpus, config, pretrained
 
 
 def _is_length_warmup(value: Any, block_size: int) -> bool:
     try:
-        return all(0 <= end <= 1 and length >= 1 and block_size % length == 0 for end, length in value)
+        return all(0 <= end <= 1 and length >= 1 and block_size % min(length, block_size) == 0 for end, length in value)
     except (TypeError, ValueError):
         return False
 

@@ -50,8 +50,12 @@ def test_logits_and_greedy_text_equal_those_of_the_model(name: str, open_page: A
 def test_the_page_uses_every_value_of_the_configuration() -> None:
     source = (ROOT / "minigpt/page/model.js").read_text(encoding="utf-8")
     known_from_the_weights = {"bias", "qkv_bias", "qk_norm_weights", "n_inner"}
+    of_training = {"dropout", "ngram_dropout", "future_loss"}
     used = {name for name in GPTConfig.__dataclass_fields__ if re.search(rf"\b{name}\b", source)}
-    assert GPTConfig.__dataclass_fields__.keys() - used <= {"dropout"} | known_from_the_weights
+    assert (
+        GPTConfig.__dataclass_fields__.keys() - used
+        <= {"dropout", "ngram_dropout", "future_loss"} | known_from_the_weights
+    )
 
 
 def test_a_prompt_longer_than_the_context_is_read_from_its_last_tokens(open_page: Any, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def finetune(text: Path, tmp_path: Path) -> Finetune:
 
     def run(source: Path | str, *overrides: str, folder: Path = tmp_path / "run") -> SimpleNamespace:
         shared = ["trainer=cpu", f"data.path={text}", f"data.folder={tmp_path}/data", "log_every=5"]
-        lengths = ["max_steps=20", "eval_every=10", "callbacks.samples.max_new_tokens=20"]
+        lengths = ["max_steps=20", "eval_every=10", "callbacks.samples.max_new_tokens=20", "trainer.precision=32-true"]
         summary = minigpt.train(
             [*shared, *lengths, f"init_from={source}", *overrides, f"hydra.run.dir={folder}"],
         )
@@ -104,7 +104,7 @@ def test_the_checkpoint_and_the_summary_record_the_source(finetune: Finetune, gp
         (["model=nano", "model.block_size=16"], "model.n_layer must be 2, as in init_from="),
         (["model.block_size=33"], "model.block_size must be an integer in [1, 32], got 33"),
         (["tokenizer=char"], "tokenizer must be one of pretrained, got char; a run with init_from has its tokenizer"),
-        (["experiment=fast_cpu"], "model.block_size must be an integer in [1, 32], got 64"),
+        (["experiment=fast_cpu"], "model.block_size must be an integer in [1, 32], got 128"),
         (["experiment=fast_cpu", "model.block_size=16"], "model.n_head must be 2, as in init_from="),
         (["init_from=null", "model=pretrained"], "model=pretrained and tokenizer=pretrained need init_from="),
         (["init_from=null", "tokenizer=pretrained"], "model=pretrained and tokenizer=pretrained need init_from="),
