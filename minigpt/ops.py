@@ -6,7 +6,7 @@ and in other precisions, they call torch's.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -73,6 +73,7 @@ def apply_dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     return x * kept.to(x.dtype).div_(1 - p)
 
 
+@cache
 def has_bfloat16(device: torch.device) -> bool:
     """Return whether a GPU or a CPU has instructions for bfloat16, so that it computes faster than float32."""
     if device.type == "cuda":

@@ -71,15 +71,17 @@ def test_fused_and_explicit_attention_equal_the_formula(problem: dict[str, Any])
 
 @given(problems(dtypes=(torch.float64, torch.float32, torch.bfloat16)))
 @PROPERTY
-def test_fused_equals_explicit_in_value_and_gradient(problem: dict[str, Any]):
-    inputs = [problem[name].requires_grad_() for name in "qkv"]
-    fused, explicit = attend(**problem), attend_explicit(**problem)[0]
-    assert fused.dtype == explicit.dtype == problem["q"].dtype
-    assert_near(fused, explicit, *inputs, terms=8 + 6)
-    direction = torch.linspace(-1, 1, fused.numel(), dtype=fused.dtype).view_as(fused)
-    gradients = (torch.autograd.grad(y, inputs, direction) for y in (fused, explicit))
-    for ours, reference in zip(*gradients, strict=True):
-        assert_near(ours, reference, *inputs, terms=2 * (8 + 6))
+def test_attention_equals_the_explicit_one_in_64_bits_in_value_and_gradient(problem: dict[str, Any]):
+    inputs, dtype = [problem[name].requires_grad_() for name in "qkv"], problem["q"].dtype
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    expected = attend_explicit(**{**problem, **dict(zip("qkv", exact, strict=True))})[0]
+    direction = torch.linspace(-1, 1, expected.numel(), dtype=dtype).view_as(expected)
+    references = torch.autograd.grad(expected, exact, direction.double())
+    for y in (attend(**problem), attend_explicit(**problem)[0]):
+        assert y.dtype == dtype
+        assert_near(y.double(), expected, *inputs, terms=8 + 6, dtype=dtype)
+        for gradient, reference in zip(torch.autograd.grad(y, inputs, direction), references, strict=True):
+            assert_near(gradient.double(), reference, *inputs, terms=2 * (8 + 6), dtype=dtype)
 
 
 @given(problems())

@@ -1,6 +1,7 @@
 """Norms and activations equal torch's in value and gradient, and an entry in the tables adds another."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from minigpt.config import NORM_PARAMS, UP_PROJECTIONS, GPTConfig
 from minigpt.generation import generate
 from minigpt.model import GPT
-from minigpt.ops import ACTIVATIONS, NORMS, layer_norm, relu_squared, rms_norm
+from minigpt.ops import ACTIVATIONS, NORMS, apply_dropout, has_bfloat16, layer_norm, relu_squared, rms_norm
 from minigpt.optim import adamw
 from minigpt.utils.errors import UserError
 
@@ -73,6 +74,44 @@ def test_relu_squared_equals_torchs(shape):
     x = torch.randn(shape)
     x.view(-1)[0] = 0.0
     assert_same(with_gradients(relu_squared, x), with_gradients(lambda x: F.relu(x).square(), x))
+
+
+def test_relu_squared_in_bfloat16_is_that_of_64_bits_rounded():
+    x = torch.randn(5, 16, dtype=torch.bfloat16, requires_grad=True)
+    exact = F.relu(x.double()).square()
+    assert_near(relu_squared(x).double(), exact, terms=1, dtype=torch.bfloat16)
+    (found,) = torch.autograd.grad(relu_squared(x).sum(), x)
+    assert_near(found.double(), 2 * F.relu(x.double()), terms=1, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropout_drops_each_element_independently_and_scales_the_rest(p: float, dtype: torch.dtype):
+    torch.manual_seed(0)
+    x = torch.ones(1_000_003, dtype=dtype, requires_grad=True)
+    y = apply_dropout(x, p)
+    dropped = (y == 0).float()
+    deviation = (p * (1 - p) / len(x)) ** 0.5
+    for i in range(4):  # elements that share a random number
+        assert dropped[i::4].mean().item() == pytest.approx(p, abs=5 * 2 * deviation)
+    centered = dropped - p
+    for lag in (1, 2, 3, 4, 8):
+        covariance = (centered[lag:] * centered[:-lag]).mean().item()
+        assert covariance == pytest.approx(0, abs=5 * p * (1 - p) / len(x) ** 0.5)
+    kept = y[dropped == 0].double()
+    assert_near(kept, torch.full_like(kept, 1 / (1 - p)), terms=1, dtype=dtype)
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(gradient, y)
+    assert apply_dropout(x, p, training=False) is x
+    torch.manual_seed(0)
+    assert torch.equal(apply_dropout(x, p), y)
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs /proc/cpuinfo")
+def test_instructions_for_bfloat16_are_those_that_the_system_lists():
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    assert has_bfloat16(torch.device("cpu")) == bool(flags & {"avx512_bf16", "amx_bf16"})
+    assert not has_bfloat16(torch.device("meta"))
 
 
 @pytest.mark.parametrize("function", [rms_norm, relu_squared])

@@ -21,6 +21,7 @@ import minigpt
 from minigpt import GPT, load_checkpoint
 from minigpt.checkpoints.format import read
 from minigpt.data.token_files import load
+from minigpt.runs import trainer
 from minigpt.runs.config_checks import TRAINER_OPTIONS, check_run
 from minigpt.runs.metrics import peak_flops
 from minigpt.utils.errors import RunError, UserError
@@ -228,6 +229,16 @@ def test_callbacks_of_lightning_log_and_write_into_the_run_folder(train: Callabl
     assert read(file)["global_step"] == 20
     assert {path.name for path in run.folder.iterdir() if path.is_dir()} == {"checkpoints", ".hydra"}
     assert "Total params" in caplog.text
+
+
+@pytest.mark.parametrize(("supported", "precision"), [(True, "bf16-mixed"), (False, "32-true")])
+def test_automatic_precision_is_bfloat16_where_the_device_has_it(
+    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, supported: bool, precision: str
+) -> None:
+    monkeypatch.setattr(trainer, "has_bfloat16", lambda device: supported and device.type == "cpu")
+    run = train("trainer.precision=auto", "max_steps=40", "optimizer.lr=1e-2")
+    assert run.summary["precision"] == precision
+    assert run.loss < 2.5
 
 
 def test_options_of_the_trainer_that_are_accepted_work(train: Callable[..., Any], caplog: Any) -> None:

@@ -80,7 +80,8 @@ def find_pretrained(source: str | None) -> Pretrained:
             return found
     path = find_checkpoint(path)
     model, tokenizer = load_checkpoint(path)
-    return Pretrained(path, str(path.resolve()), revision, replace(model.config, dropout=0.0), tokenizer, model)
+    config = replace(model.config, dropout=0.0, ngram_dropout=0.0)
+    return Pretrained(path, str(path.resolve()), revision, config, tokenizer, model)
 
 
 def find_start(init_from: str, resume: str | None, folder: Path | None) -> Pretrained:

@@ -91,7 +91,7 @@ class Batches:
     stop: int  # number of batches of the whole run
     repeat: int  # number of batches that are repeated; 0 reads all
     device: torch.device
-    length_warmup: Sequence[tuple[float, int]] = ()  # until this fraction of all batches, windows of this length
+    length_warmup: Sequence[tuple[float, int]] = ()  # until this fraction of all batches, at most this length
 
     def __post_init__(self) -> None:
         self.rows = np.arange(self.rank, self.batch_size, self.world_size)
@@ -108,8 +108,8 @@ class Batches:
                 batches %= self.repeat
             for i, starts in enumerate(self.order.starts(batches[:, None] * self.batch_size + self.rows), begin):
                 tokens, targets = self.read_windows(starts)
-                short = [length for end, length in self.length_warmup if i < end * self.stop]
-                length = min([*short[:1], self.order.block_size])
+                short = (length for end, length in self.length_warmup if i < end * self.stop)
+                length = min([self.order.block_size, *short])
                 yield tokens.reshape(-1, length), targets.reshape(-1, length)
 
 

@@ -53,8 +53,9 @@ def load_parts(
 
 
 def _is_length_warmup(value: Any, block_size: int) -> bool:
+    fraction, positive = checks.CLOSED_FRACTION[0], checks.POSITIVE_INT[0]
     try:
-        return all(0 <= end <= 1 and length >= 1 and block_size % min(length, block_size) == 0 for end, length in value)
+        return all(fraction(end) and positive(n) and block_size % min(n, block_size) == 0 for end, n in value)
     except (TypeError, ValueError):
         return False
 

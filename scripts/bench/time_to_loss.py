@@ -96,7 +96,7 @@ def run_baseline(recipe: str, seed: int, overrides: Sequence[str]) -> dict[str, 
     return {
         "recipe": BASELINE,
         "seed": seed,
-        "estimate": float("nan"),
+        "estimate": None,  # there is no checkpoint
         "params": int(re.search(r"params ([\d,]+)", result.output)[1].replace(",", "")),  # type: ignore[index]
         "tokens": steps * TOKENS_PER_STEP,
         "startup s": result.seconds - wall,
@@ -127,7 +127,7 @@ def show_time_to_loss(rows: Sequence[dict[str, Any]], losses: Sequence[float]) -
         cells += [spread([row[name] for row in some]) for name in ("startup s", "train s", "rest s")]
         cells.append(spread([row["curve"][-1]["loss"] for row in some], 4))
         cells.append(spread([min(point["loss"] for point in row["curve"]) for row in some], 4))
-        cells.append(spread([row["estimate"] for row in some], 4))
+        cells.append("" if recipe.split()[0] == BASELINE else spread([row["estimate"] for row in some], 4))
         for loss in losses:
             points = [row["crossings"][str(loss)] for row in some]
             if not all(points):
