@@ -69,7 +69,8 @@ def step(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         recipes = args.recipes or ["nanogpt_cpu"]
         for recipe in recipes:
             run = folder / f"{recipe.replace('/', '_')}{i}"
-            settings = [f"experiment={recipe}", f"max_steps={args.steps}", *args.overrides]
+            # The bare loop has windows of one length.
+            settings = [f"experiment={recipe}", f"max_steps={args.steps}", "data.length_warmup=[]", *args.overrides]
             bare = json.loads(launch([sys.executable, BARE_MINIGPT, *settings]).output.splitlines()[-1])
             launch([sys.executable, TRAIN, *settings, f"eval_every={args.steps}", f"hydra.run.dir={run}"])
             bare_speed, speed = bare["tokens"] / bare["seconds"], summary(run)["tokens_per_second"]
@@ -84,7 +85,11 @@ def step(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         if "nanogpt_cpu" in recipes:
             result = bare_nanogpt([*args.overrides, f"max_steps={args.steps}", f"eval_every={args.steps}"])
             seconds = float(re.findall(r"train-s ([\d.]+)", result.output)[-1])
-            row["nanogpt_cpu: baseline tokens/s"] = args.steps * TOKENS_PER_STEP / seconds
+            baseline = args.steps * TOKENS_PER_STEP / seconds
+            row |= {
+                "nanogpt_cpu: baseline tokens/s": baseline,
+                "nanogpt_cpu: ratio to baseline": row["nanogpt_cpu: minigpt tokens/s"] / baseline,
+            }
         rows.append(row)
     return rows
 

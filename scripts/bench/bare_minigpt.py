@@ -1,7 +1,7 @@
 """A bare training loop of any recipe with minigpt's model and optimizer, for `python scripts/bench step`.
 
-Takes the overrides of train.py. Prints as JSON the tokens, the seconds of all steps, the FLOPs per token, and the
-FLOP/s of a large matrix product on this machine.
+Takes the overrides of train.py, and computes in the precision of `trainer.precision=auto`. Prints as JSON the tokens,
+the seconds of all steps, the FLOPs per token, and the FLOP/s of a large matrix product on this machine.
 """
 
 import json
@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from minigpt.config import GPTConfig
 from minigpt.data.prepare import load_corpus
 from minigpt.model import GPT
+from minigpt.ops import has_bfloat16
 from minigpt.runs.train import partial_from_config
 from minigpt.utils.cli import cli_entrypoint
 
@@ -38,12 +39,13 @@ def main() -> None:
     schedule = LambdaLR(optimizer, partial(partial_from_config(cfg.schedule), max_steps=cfg.max_steps))
     tokens = torch.from_numpy(corpus.tokens("train")[:].astype(np.int64))
     B, T = cfg.data.batch_size, cfg.model.block_size
-    window = torch.arange(T + 1)
+    window, reduced = torch.arange(T + 1), has_bfloat16(torch.device("cpu"))
 
     start = time.perf_counter()
     for _ in range(cfg.max_steps):
         batch = tokens[torch.randint(len(tokens) - T, (B, 1)) + window]  # (B, T + 1)
-        loss = model(batch[:, :-1], batch[:, 1:])
+        with torch.autocast("cpu", torch.bfloat16, enabled=reduced):
+            loss = model(batch[:, :-1], batch[:, 1:])
         loss.backward()
         clip_grad_norm_(model.parameters(), cfg.trainer.gradient_clip_val)
         optimizer.step()
