@@ -132,7 +132,7 @@ def encoding_of(name: str) -> tuple[Tokenizer, tiktoken.Encoding | None]:
         except OSError:
             pytest.skip("gpt2 is not in the cache of tiktoken")
     if name in ("cl100k_base", "o200k_base"):
-        tokens = tokens_of(PATTERNS[name.removesuffix("_base")])
+        tokens = tokens_of(PATTERNS[name])
         with pytest.MonkeyPatch.context() as patch:
             ranks = {token: rank for rank, token in enumerate(tokens)}
             patch.setattr(tiktoken_ext.openai_public, "load_tiktoken_bpe", lambda *_, **__: ranks)
