@@ -85,7 +85,7 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
         from minigpt.checkpoints.resume import contents, find_resumed
         from minigpt.data.sources import CHECKSUM_CACHE
         from minigpt.model import GPT
-        from minigpt.runs.curves import plot_curves
+        from minigpt.runs.history import plot_curves
         from minigpt.runs.lightning_workarounds import is_resume_error
         from minigpt.runs.metrics import MetricsCallback, early_stopping_reason
         from minigpt.runs.resume_state import ResumeState
