@@ -94,8 +94,8 @@ def apply_config(trainer: L.Trainer, pl_module: Any) -> None:
     (optimizer,), (config,) = trainer.optimizers, trainer.lr_scheduler_configs
     scheduler = config.scheduler
     for group, new in zip(optimizer.param_groups, fresh_optimizer.param_groups, strict=True):
-        kept = {key: group[key] for key in ("params", "steps") if key in group}  # Muon counts its steps
-        group.update(new | kept | {"lr": new["initial_lr"] * pl_module.schedule(scheduler.last_epoch)})
+        lr = new["initial_lr"] * pl_module.schedule(scheduler.last_epoch)
+        group.update(new | {"params": group["params"], "lr": lr})
     scheduler.base_lrs = fresh_scheduler.base_lrs
 
 
