@@ -32,7 +32,7 @@ from minigpt.utils.errors import RunError
 
 # Two processes, as torchrun starts them, that train one run after another.
 RANK = """
-import json, sys
+import json, sys, torch
 from minigpt import train
 from minigpt.runs import metrics
 metrics.PEAK_FLOPS[metrics.device_name(torch.device("cpu"))] = 1e12
