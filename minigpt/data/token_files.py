@@ -48,7 +48,6 @@ class Corpus:
     train: Split
     val: Split
     dtype: str = "uint16"
-    stand_in: bool = False  # whether the text replaces one that could not be downloaded
     provenance: Mapping[str, Any] = field(default_factory=dict)  # of `prepare.py`; empty for nanoGPT's files
 
     @property
@@ -110,14 +109,14 @@ def load(folder: Path) -> Corpus:
     try:
         meta = read_json(folder / META)
         require("dtype", meta["dtype"], *one_of(("uint16", "uint32")))
-        for key, kind in (("name", str), ("sha256", str), ("stand_in", bool), ("provenance", dict)):
+        for key, kind in (("name", str), ("sha256", str), ("provenance", dict)):
             if not isinstance(meta[key], kind):
                 raise ValueError(f"{key} must be a {kind.__name__}")
         return Corpus(
             tokenizer=tokenizers.from_dict(meta["tokenizer"]),
             train=_load_split(folder / "train.bin", meta["train"], meta["dtype"]),
             val=_load_split(folder / "val.bin", meta["val"], meta["dtype"]),
-            **{key: meta[key] for key in ("name", "sha256", "stand_in", "dtype", "provenance")},
+            **{key: meta[key] for key in ("name", "sha256", "dtype", "provenance")},
         )
     except (UserError, OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"broken token files ({error}); remove {folder} to have them written again") from error

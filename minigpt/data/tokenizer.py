@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 Ids = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 SEPARATOR = "<|endoftext|>"
-REPLACEMENT = "\ufffd"
 
 # Regular expressions that split a text before bytes are merged, by tiktoken's encoding: GPT-2, GPT-4 and GPT-4o.
 PATTERNS = {
@@ -74,7 +73,7 @@ class Tokenizer:
 
     def decode_bytes(self, ids: Sequence[int] | Ids) -> bytes:
         """Decode ids to UTF-8, which may end within a character; special tokens are left out."""
-        unknown = REPLACEMENT.encode()
+        unknown = "\ufffd".encode()  # the replacement character
         return b"".join(self.token_bytes.get(i, unknown) for i in np.asarray(ids).tolist())
 
     def byte_lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
