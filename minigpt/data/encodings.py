@@ -29,12 +29,6 @@ def load_encoding(name: str, folder: Path) -> BPETokenizer:
     """
     require("tokenizer.name", name, *one_of(("char", "byte", "bpe", *PATTERNS)))
     cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or folder)
-    _download_missing(name, cache)
-    os.environ["TIKTOKEN_CACHE_DIR"] = str(cache.absolute())  # where tiktoken reads the files
-    return BPETokenizer.from_tiktoken(name)
-
-
-def _download_missing(name: str, cache: Path) -> None:
     part = "/gpt-2/" if name == "gpt2" else f"/{name}.tiktoken"
     urls = [url for url in _SHA256 if part in url]
     files = {url: cache / hashlib.sha1(url.encode(), usedforsecurity=False).hexdigest() for url in urls}
@@ -54,3 +48,5 @@ def _download_missing(name: str, cache: Path) -> None:
             f"the files of tokenizer={name} could not be downloaded; "
             f"save {wanted}, or set TIKTOKEN_CACHE_DIR to a folder that has them"
         )
+    os.environ["TIKTOKEN_CACHE_DIR"] = str(cache.absolute())  # where tiktoken reads the files
+    return BPETokenizer.from_tiktoken(name)

@@ -133,7 +133,8 @@ def from_bins(train_bin: Path, val_bin: Path, tokenizer: Tokenizer, checksum_cac
         if (size := file.stat().st_size) % 2 or not size:
             raise UserError(f"data.{name}_bin={file} has {size} bytes, not an array of 16-bit ids")
     train, val = (Tokens(file, "uint16", tokenizer.vocab_size) for file in (train_bin, val_bin))
-    counts, documents = val.count_ids(), 0
+    counts, documents = val.count_ids(), 0  # (vocab_size,)
+    val_bytes = sum(int(n) * len(tokenizer.token_bytes.get(i, b"")) for i, n in enumerate(counts))  # of UTF-8
     if (end := tokenizer.end_token) is not None:
         documents = int(counts[end])
         tokenizer = copy(tokenizer)
@@ -143,7 +144,7 @@ def from_bins(train_bin: Path, val_bin: Path, tokenizer: Tokenizer, checksum_cac
         sha256=hashlib.sha256("".join(checksums([train_bin, val_bin], checksum_cache)).encode()).hexdigest(),
         tokenizer=tokenizer,
         train=Split(train_bin, len(train), 0, 0),
-        val=Split(val_bin, len(val), int(counts @ tokenizer.byte_lengths()), documents),
+        val=Split(val_bin, len(val), val_bytes, documents),
     )
 
 

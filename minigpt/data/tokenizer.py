@@ -76,10 +76,6 @@ class Tokenizer:
         unknown = "\ufffd".encode()  # the replacement character
         return b"".join(self.token_bytes.get(i, unknown) for i in np.asarray(ids).tolist())
 
-    def byte_lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return the bytes of text per id, (vocab_size,)."""
-        return np.array([len(self.token_bytes.get(i, b"")) for i in range(self.vocab_size)])
-
     def to_dict(self) -> dict[str, Any]:
         """Return the plain data from which `from_dict` rebuilds the tokenizer."""
         raise NotImplementedError

@@ -46,7 +46,7 @@ def cache(request, tmp_path, monkeypatch):
     if request.param == "given":
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "given"))
     else:
-        monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
     return tmp_path / request.param
 
 

@@ -251,7 +251,7 @@ def test_bytes_of_bpe_tokens_are_counted_without_separators(tmp_path, bpe):
 
 
 def test_a_separator_below_other_ids_has_no_bytes(tmp_path):
-    tokens = [*(bytes([i]) for i in range(256)), None, b"ab"]  # p50k_base has its separator there
+    tokens = [*(bytes([i]) for i in range(256)), None, b"ab"]
     corpus = read_bins(tmp_path, [1, 2], [97, 256, 257, 256], BPETokenizer("bpe", tokens, {SEPARATOR: 256}))
     assert (corpus.val.bytes, corpus.val.tokens, corpus.val.documents) == (3, 4, 2)
     assert corpus.val_bytes_per_token == 3 / 4
