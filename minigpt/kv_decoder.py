@@ -54,11 +54,9 @@ class Decoder:
         self, model: GPT, prompts: Prompts = (), num_samples: int = 1, max_new_tokens: int | None = None
     ) -> None:
         config = model.config
-        if config.position not in ("learned", "rope", "none"):
-            raise ValueError(f"unknown position {config.position!r}")
         self.model, self.config, self.block_size = model, config, config.block_size
         self.n_kv_head, self.head_width = config.n_kv_head or config.n_head, config.head_width
-        self.attention_scale, self.pre_norm = config.attention_scale, {"pre": True, "post": False}[config.norm_position]
+        self.attention_scale, self.pre_norm = config.attention_scale, config.norm_position == "pre"
         self.norm, self.activation = partial(NORMS[config.norm], eps=config.norm_eps), ACTIVATIONS[config.activation]
         if scaled := config.activation == "gelu" and config.n_embd * config.inner_width < _MAX_COPIED_NUMEL:
             self.activation = _scaled_gelu

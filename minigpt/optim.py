@@ -93,13 +93,12 @@ class Muon(torch.optim.Optimizer):
             loss = closure() if closure else None
         for group in self.param_groups:
             update = {"muon": self._muon, "adamw": self._adamw}[group["kind"]]
-            update(group, [p for p in group["params"] if p.grad is not None])
+            if parameters := [p for p in group["params"] if p.grad is not None]:
+                update(group, parameters)
         return loss
 
     def _muon(self, group: dict[str, Any], matrices: list[Any]) -> None:
         momentum, lr = group["momentum"], group["lr"]
-        if not matrices:
-            return
         for matrix in matrices:
             if not self.state[matrix]:
                 self.state[matrix]["momentum"] = torch.zeros_like(matrix)
@@ -131,7 +130,7 @@ class Muon(torch.optim.Optimizer):
             [state["exp_avg_sq"] for state in states],
             [],
             [state["step"] for state in states],
-            fused=bool(parameters) and parameters[0].device.type in FUSED_DEVICES,
+            fused=parameters[0].device.type in FUSED_DEVICES,
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],

@@ -69,12 +69,11 @@ def test_a_step_gives_the_logits_of_gpt_forward_on_the_whole_text(changes: dict[
 
 
 @pytest.mark.parametrize("setting", ["norm", "position", "norm_position"])
-def test_a_value_that_model_or_decoder_does_not_implement_raises(setting: str):
+def test_a_value_that_the_model_does_not_implement_raises(setting: str):
     model = make()
     object.__setattr__(model.config, setting, "new")  # past the config's own check
-    for build in (lambda: GPT(model.config), lambda: Decoder(model, [[1]], 1, 1)):
-        with pytest.raises((KeyError, ValueError), match="new"):
-            build()
+    with pytest.raises((KeyError, ValueError), match="new"):
+        GPT(model.config)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -23,7 +23,7 @@ from minigpt.checkpoints.format import read
 from minigpt.data.token_files import load
 from minigpt.runs import trainer
 from minigpt.runs.config_checks import TRAINER_OPTIONS, check_run
-from minigpt.runs.metrics import peak_flops
+from minigpt.runs.metrics import PEAK_FLOPS, device_name
 from minigpt.utils.errors import RunError, UserError
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -326,5 +326,4 @@ def test_only_exact_names_of_gpus_have_a_peak(monkeypatch: pytest.MonkeyPatch) -
     unknown = dict.fromkeys(("NVIDIA A10G", "NVIDIA RTX A1000", "NVIDIA L40G", "H100", "Tesla V100-SXM2-16GB"))
     for name, peak in {**peaks, **unknown}.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
-        assert peak_flops(torch.device("cuda")) == peak
-    assert peak_flops(torch.device("cpu")) is None
+        assert PEAK_FLOPS.get(device_name(torch.device("cuda"))) == peak

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minigpt.checkpoints.pretrained import Pretrained
-from minigpt.data.tokenizer import ENCODINGS, PATTERNS, HuggingFaceTokenizer
+from minigpt.data.tokenizer import PATTERNS, HuggingFaceTokenizer
 from minigpt.page.render import describe, render
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.files import atomic_write
@@ -62,7 +62,7 @@ def _contents(pretrained: Pretrained, weight_format: str) -> tuple[dict[str, Any
     encoding = {
         "start": tokenizer.start.tolist(),
         "stop": tokenizer.end_token if tokenizer.separated else None,  # as scripts/sample.py
-        "pattern": PATTERNS[ENCODINGS.get(tokenizer.name, "gpt2")],
+        "pattern": PATTERNS.get(tokenizer.name, PATTERNS["gpt2"]),
     }
     values = {
         "config": model.config.to_dict(),

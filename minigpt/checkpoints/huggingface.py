@@ -204,7 +204,7 @@ def load_folder(folder: str | Path) -> GPT:
 def read_config(folder: str | Path) -> GPTConfig:
     """Read the configuration of a Hugging Face folder; raises as `load_folder`."""
     with folder_errors(folder):
-        return config_from(_read_values(Path(folder)))
+        return config_from(read_json(Path(folder) / CONFIG))
 
 
 def read_weights(folder: str | Path, config: GPTConfig) -> dict[str, Tensor]:
@@ -214,7 +214,7 @@ def read_weights(folder: str | Path, config: GPTConfig) -> dict[str, Tensor]:
         files = _open(folder)
         check_size(config, len(files), sum(path.stat().st_size for path in weight_files(folder)))
         expected = empty_model(config).state_dict()
-        return _weights(files, FAMILIES[_read_values(folder)["model_type"]], config, expected)
+        return _weights(files, FAMILIES[read_json(folder / CONFIG)["model_type"]], config, expected)
 
 
 def config_from(values: Values) -> GPTConfig:
@@ -259,13 +259,6 @@ def folder_errors(folder: str | Path) -> Iterator[None]:
     except (UserError, SafetensorError, OSError, ArithmeticError, *CONTENT_ERRORS) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"{folder} cannot be loaded: {reason}") from error
-
-
-def _read_values(folder: Path) -> Values:
-    values = read_json(folder / CONFIG)
-    if not isinstance(values, dict):
-        raise UserError(f"{CONFIG} must be an object")
-    return values
 
 
 def _rope_values(values: Values) -> dict[str, Any]:

@@ -65,19 +65,17 @@ def find_pretrained(source: str | None) -> Pretrained:
     Raises:
         UserError: there is no such model, or minigpt cannot read it.
     """
-    path = None if source is None else Path(source).expanduser()
-    revision = None
-    if path is not None:
-        if path.exists():
-            source = str(path.resolve())
-        else:
-            path = _download(str(source))
-            revision = path.name
-        if (path / CONFIG).is_file():
-            found = Pretrained(path, str(source), revision, read_config(path), load_tokenizer(path))
-            with folder_errors(path):
-                check_vocabulary(found.config, found.tokenizer)
-            return found
+    path, revision = find_checkpoint(None) if source is None else Path(source).expanduser(), None
+    if path.exists():
+        source = str(path.resolve())
+    else:
+        path = _download(str(source))
+        revision = path.name
+    if (path / CONFIG).is_file():
+        found = Pretrained(path, str(source), revision, read_config(path), load_tokenizer(path))
+        with folder_errors(path):
+            check_vocabulary(found.config, found.tokenizer)
+        return found
     path = find_checkpoint(path)
     model, tokenizer = load_checkpoint(path)
     config = replace(model.config, dropout=0.0, ngram_dropout=0.0)

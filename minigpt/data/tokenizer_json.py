@@ -8,7 +8,6 @@ import numpy as np
 
 from minigpt.data.tokenizer import (
     BYTE_CHARACTERS,
-    ENCODINGS,
     PATTERNS,
     SEPARATOR,
     BPETokenizer,
@@ -74,7 +73,7 @@ def _content(tokenizer: Tokenizer) -> dict[str, Any]:
         return json.loads(tokenizer.json)
     pattern, special = "(?m:.)", {}
     if isinstance(tokenizer, BPETokenizer):
-        pattern, special = _ONIGURUMA[ENCODINGS.get(tokenizer.name, "gpt2")], tokenizer.special
+        pattern, special = _ONIGURUMA.get(tokenizer.name, _ONIGURUMA["gpt2"]), tokenizer.special
     ids = {token: i for i, token in tokenizer.token_bytes.items() if token}
     if isinstance(tokenizer, CharTokenizer):
         steps, decoder, texts = [], {"type": "Fuse"}, {token: token.decode() for token in ids}

@@ -1,13 +1,39 @@
-"""The history of a run for the page: losses over steps, and the samples of its validations."""
+"""The history of a run: `curves.png`, and for the page its losses over steps and the samples of its validations."""
 
 import csv
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from minigpt.runs.run_dir import METRICS, SAMPLE_HEADER, SAMPLES, read_metrics
+from minigpt.runs.run_dir import CURVES, METRICS, SAMPLE_HEADER, SAMPLES, read_metrics
 
 MAX_POINTS = 500  # of a curve
+
+
+def plot_curves(folder: Path) -> None:
+    """Plot the losses and the learning rate of a run folder over optimizer steps."""
+    from matplotlib.figure import Figure
+
+    columns = {name: list(zip(*points, strict=True)) for name, points in read_metrics(folder / METRICS).items()}
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    if "train_loss" in columns:
+        losses.plot(*columns["train_loss"], color="tab:blue", alpha=0.6, linewidth=1, label="train")
+    if "val_loss" in columns:
+        losses.plot(*columns["val_loss"], color="tab:orange", marker="o", markersize=4, label="validation")
+        best, best_step = min(zip(*reversed(columns["val_loss"]), strict=True))
+        offset = {"xytext": (0, 14), "textcoords": "offset points", "ha": "right"}
+        losses.annotate(f"best {best:.4f}", (best_step, best), color="tab:orange", **offset)
+    if "learning_rate" in columns:
+        rates.plot(*columns["learning_rate"], color="tab:green", linewidth=1)
+    losses.set(ylabel="loss (nats per token)", title=f"{folder.resolve().name}: loss and learning rate")
+    losses.legend()
+    rates.set(ylabel="learning rate", xlabel="optimizer step")
+    rates.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    rates.set_ylim(bottom=0)
+    for axes in (losses, rates):
+        axes.grid(alpha=0.3)
+    figure.savefig(folder / CURVES, dpi=120)
 
 
 def read_history(folder: Path) -> dict[str, Any] | None:

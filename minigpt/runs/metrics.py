@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from minigpt.checkpoints.find import BEST
-from minigpt.runs.progress import Progress
+from minigpt.runs.loggers import Progress
 from minigpt.runs.resume_state import gather_objects
 from minigpt.runs.run_dir import METRICS, append_log, read_metrics, short_path, update_latest_link
 from minigpt.utils.errors import Diverged
@@ -178,7 +178,7 @@ class MetricsCallback(Callback):
             "tokens_per_second": round(tokens_per_second, 1),
             "flops_per_second": flops,
         }
-        if (peak := peak_flops(pl_module.device)) is not None:
+        if (peak := PEAK_FLOPS.get(device_name(pl_module.device))) is not None:
             metrics["mfu"] = flops / (peak * trainer.world_size)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step)
@@ -218,8 +218,3 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"cpu, {torch.get_num_threads()} threads" if device.type == "cpu" else device.type
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """Return the bfloat16 peak of a known GPU, FLOPs per second; None for others and for a CPU."""
-    return PEAK_FLOPS.get(device_name(device))

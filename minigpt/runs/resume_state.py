@@ -20,7 +20,6 @@ class ResumeState(Callback):
     def __init__(self, contents: Mapping[str, Any]) -> None:
         self.contents = contents
         self.rng: list[dict[str, Any]] | None = None  # per rank, from a checkpoint
-        self.training_began = False
         self.validated_step = 0
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -43,7 +42,6 @@ class ResumeState(Callback):
                 torch.set_rng_state(state["torch"])
                 if state["cuda"] is not None and torch.cuda.is_available():
                     torch.cuda.set_rng_state(state["cuda"])
-        self.training_began = True
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self.validated_step = trainer.global_step
@@ -94,8 +92,8 @@ def apply_config(trainer: L.Trainer, pl_module: Any) -> None:
     (optimizer,), (config,) = trainer.optimizers, trainer.lr_scheduler_configs
     scheduler = config.scheduler
     for group, new in zip(optimizer.param_groups, fresh_optimizer.param_groups, strict=True):
-        kept = {key: group[key] for key in ("params", "steps") if key in group}  # Muon counts its steps
-        group.update(new | kept | {"lr": new["initial_lr"] * pl_module.schedule(scheduler.last_epoch)})
+        lr = new["initial_lr"] * pl_module.schedule(scheduler.last_epoch)
+        group.update(new | {"params": group["params"], "lr": lr})
     scheduler.base_lrs = fresh_scheduler.base_lrs
 
 

@@ -23,8 +23,7 @@ from minigpt.runs.lightning_workarounds import (
     keep_freed_memory,
     silence_lightning,
 )
-from minigpt.runs.loggers import MetricsCSV
-from minigpt.runs.progress import Progress
+from minigpt.runs.loggers import MetricsCSV, Progress
 from minigpt.runs.resume_state import EMACallback
 from minigpt.runs.run_dir import LOG, METRICS
 from minigpt.runs.shutdown import GracefulShutdown

@@ -97,7 +97,7 @@ def bare_nanogpt(settings: Sequence[str]) -> ProcessResult:
 def text_file() -> Path:
     """Tiny shakespeare, from the folder that a run reads it from."""
     data = yaml.safe_load((ROOT / "configs" / "data" / "shakespeare_char.yaml").read_text(encoding="utf-8"))["data"]
-    return find_text(data | {"folder": ROOT / "data"})[0].resolve()
+    return find_text(data | {"folder": ROOT / "data"}).resolve()
 
 
 def metrics(run: Path) -> list[dict[str, str]]:

@@ -125,7 +125,7 @@ def byte_pairs(name: str) -> BPETokenizer:
     return BPETokenizer(name, tokens, {SEPARATOR: len(tokens)})
 
 
-@pytest.mark.parametrize("name", ["byte", "char", "bpe", "r50k_base", "cl100k_base", "o200k_base"])
+@pytest.mark.parametrize("name", ["byte", "char", "bpe", "gpt2", "cl100k_base", "o200k_base"])
 def test_texts_are_encoded_and_decoded_as_by_minigpt(name: str, open_page: Any, tmp_path: Path) -> None:
     texts = random_texts(300)
     tokenizer: Tokenizer

@@ -291,7 +291,6 @@ def token_data(folder, **changes):
     corpus = Corpus(
         name="mine",
         sha256="",
-        stand_in=False,
         tokenizer=CharTokenizer.of(map(chr, range(500))),
         dtype="uint16",
         train=Split(folder / "train.bin", 500, 500, 1),

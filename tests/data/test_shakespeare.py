@@ -89,14 +89,14 @@ def test_the_text_is_searched_in_folder_then_shared_folder_then_url(tmp_path, mo
         file.parent.mkdir()
         file.write_bytes(LITTLE)
 
-    assert find(folder, server.url) == (folder / "little.txt", False)
+    assert find(folder, server.url) == folder / "little.txt"
     (folder / "little.txt").unlink()
-    assert find(folder, server.url) == (shared / "little.txt", False)
+    assert find(folder, server.url) == shared / "little.txt"
     (shared / "little.txt").unlink()
     assert server.requests == 0
-    assert find(folder, server.url) == (folder / "little.txt", False)
+    assert find(folder, server.url) == folder / "little.txt"
     assert (folder / "little.txt").read_bytes() == LITTLE
-    assert find(folder, server.url) == (folder / "little.txt", False)  # from the folder
+    assert find(folder, server.url) == folder / "little.txt"  # from the folder
     assert server.requests == 1
     assert "warning" not in capsys.readouterr().err
 
@@ -107,7 +107,7 @@ def test_the_text_is_searched_in_folder_then_shared_folder_then_url(tmp_path, mo
     text = shakespeare.stand_in(1000)
     assert corpus.sha256 == hashlib.sha256(text.encode()).hexdigest()
     assert corpus.tokenizer.decode([*corpus.tokens("train")[:], *corpus.tokens("val")[:]]) == text
-    assert (corpus.stand_in, corpus.name) == (True, "little-stand-in")  # its losses are not little's
+    assert corpus.name == "little-stand-in"  # its losses are not little's
     warning = capsys.readouterr().err
     assert warning.startswith("warning: ")
     assert warning.count("\n") == 1
@@ -122,27 +122,25 @@ def test_a_copy_with_a_wrong_checksum_is_skipped_with_one_warning(tmp_path, monk
     wrong = (folder if place == "folder" else shared) / "little.txt"
     wrong.parent.mkdir()
     wrong.write_bytes(LITTLE + b"and a third\n")
-    file, stand_in = find(folder, server.url)
-    assert file.read_bytes() == LITTLE
-    assert not stand_in
+    assert find(folder, server.url).read_bytes() == LITTLE
     warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
     assert len(warnings) == 1
     assert str(wrong) in warnings[0]
 
 
 def test_a_copy_that_changed_since_is_downloaded_again(tmp_path, server):
-    file, _ = find(tmp_path, server.url)
+    file = find(tmp_path, server.url)
     find(tmp_path, server.url)  # caches its checksum
     file.write_bytes(LITTLE.upper())
-    assert find(tmp_path, server.url)[0].read_bytes() == LITTLE
+    assert find(tmp_path, server.url).read_bytes() == LITTLE
     assert server.requests == 2
 
 
 def test_a_download_that_keeps_failing_is_replaced_by_the_stand_in(tmp_path, server, capsys):
     server.answers = [404, LITTLE[:-5], LITTLE.upper()]  # the download is retried
-    file, stand_in = find(tmp_path, server.url)
+    file = find(tmp_path, server.url)
     assert server.requests >= 3
-    assert stand_in
+    assert file.name == "little-stand-in.txt"
     assert [path.name for path in tmp_path.iterdir() if path.suffix != ".json"] == [file.name]
     warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
     assert len(warnings) == 1
@@ -150,12 +148,12 @@ def test_a_download_that_keeps_failing_is_replaced_by_the_stand_in(tmp_path, ser
 
 def test_a_failed_download_is_retried(tmp_path, server):
     server.answers = [503, LITTLE]
-    assert find(tmp_path, server.url)[0].read_bytes() == LITTLE
+    assert find(tmp_path, server.url).read_bytes() == LITTLE
 
 
 def test_a_downloaded_text_has_the_permissions_of_a_new_file(tmp_path, server):
     (tmp_path / "new").touch()
-    downloaded, _ = find(tmp_path, server.url)
+    downloaded = find(tmp_path, server.url)
     assert stat.S_IMODE(downloaded.stat().st_mode) == stat.S_IMODE((tmp_path / "new").stat().st_mode)
 
 

@@ -181,7 +181,7 @@ def test_a_prepared_corpus_is_loaded(tmp_path):
     corpus = prepare(TEXT, tmp_path)
     folder = folder_of(corpus)
     loaded = token_files.load(folder)
-    assert (loaded.name, loaded.stand_in, loaded.dtype) == ("mine.txt", False, "uint16")
+    assert (loaded.name, loaded.dtype) == ("mine.txt", "uint16")
     assert (loaded.train.file, loaded.val.file) == (folder / "train.bin", folder / "val.bin")
     assert (loaded.train.tokens, loaded.train.bytes, loaded.train.documents) == (45, 45, 1)
     assert (loaded.val.tokens, loaded.val.bytes, loaded.val.documents) == (5, 5, 1)
@@ -226,7 +226,7 @@ def test_nanogpts_files_are_read_in_place(tmp_path):
     assert corpus.tokens("val")[:].tolist() == [*val]
     assert (corpus.train.tokens, corpus.val.tokens, corpus.val.bytes) == (len(train), len(val), len(val))
     assert corpus.val_bytes_per_token == 1
-    assert (corpus.name, corpus.dtype, corpus.stand_in) == ("train.bin", "uint16", False)
+    assert (corpus.name, corpus.dtype) == ("train.bin", "uint16")
     assert not (tmp_path / "data/tokens").exists()
 
 
@@ -251,7 +251,7 @@ def test_bytes_of_bpe_tokens_are_counted_without_separators(tmp_path, bpe):
 
 
 def test_a_separator_below_other_ids_has_no_bytes(tmp_path):
-    tokens = [*(bytes([i]) for i in range(256)), None, b"ab"]  # p50k_base has its separator there
+    tokens = [*(bytes([i]) for i in range(256)), None, b"ab"]
     corpus = read_bins(tmp_path, [1, 2], [97, 256, 257, 256], BPETokenizer("bpe", tokens, {SEPARATOR: 256}))
     assert (corpus.val.bytes, corpus.val.tokens, corpus.val.documents) == (3, 4, 2)
     assert corpus.val_bytes_per_token == 3 / 4

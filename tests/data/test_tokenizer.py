@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from minigpt.config import GPTConfig
 from minigpt.data.pieces import token_pieces
 from minigpt.data.tokenizer import (
-    ENCODINGS,
     PATTERNS,
     SEPARATOR,
     BPETokenizer,
@@ -415,7 +414,3 @@ def test_a_too_large_vocab_size_raises_with_the_largest_possible(text):
     assert not left  # nothing is left to merge
     with pytest.raises(UserError, match=f"at most {largest} "):
         BPETokenizer.train([text], largest + 1)
-
-
-def test_every_encoding_has_a_pattern():
-    assert set(ENCODINGS.values()) == set(PATTERNS)

@@ -132,7 +132,7 @@ def encoding_of(name: str) -> tuple[Tokenizer, tiktoken.Encoding | None]:
         except OSError:
             pytest.skip("gpt2 is not in the cache of tiktoken")
     if name in ("cl100k_base", "o200k_base"):
-        tokens = tokens_of(PATTERNS[name.removesuffix("_base")])
+        tokens = tokens_of(PATTERNS[name])
         with pytest.MonkeyPatch.context() as patch:
             ranks = {token: rank for rank, token in enumerate(tokens)}
             patch.setattr(tiktoken_ext.openai_public, "load_tiktoken_bpe", lambda *_, **__: ranks)
@@ -396,7 +396,6 @@ def test_special_tokens_have_no_bytes_and_added_tokens_have_theirs() -> None:
         token: tokenizer.token_bytes[ids[token]] for token in (SEPARATOR, "<|im_start|>", "<think>", "   ", "Ġ")
     }
     assert bytes_of == {SEPARATOR: b"", "<|im_start|>": b"", "<think>": b"<think>", "   ": b"   ", "Ġ": b" "}
-    assert tokenizer.byte_lengths().sum() == sum(map(len, tokenizer.token_bytes.values()))
     assert tokenizer.encode("<think>").tolist() == [ids["<think>"]]
 
 

@@ -219,11 +219,10 @@ META = {
     "format": corpus.FORMAT,
     "name": "x",
     "sha256": "ab",
-    "stand_in": False,
     "dtype": "uint16",
     "train": {"documents": 1, "bytes": 1500, "tokens": 1500},
     "val": {"documents": 1, "bytes": 40, "tokens": 40},
-    "provenance": {"used_ids": 9, "duplicates": 0, "tokens_sha256": "ab", "seconds": 1.0},
+    "provenance": {"duplicates": 0},
     "tokenizer": TOKENIZERS[0],
 }
 

@@ -32,10 +32,10 @@ from minigpt.utils.errors import RunError
 
 # Two processes, as torchrun starts them, that train one run after another.
 RANK = """
-import json, sys
+import json, sys, torch
 from minigpt import train
 from minigpt.runs import metrics
-metrics.peak_flops = lambda device: 1e12
+metrics.PEAK_FLOPS[metrics.device_name(torch.device("cpu"))] = 1e12
 for overrides in json.loads(sys.argv[1]):
     train(overrides)
 """
@@ -86,7 +86,7 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Si
     both = [[*run, f"hydra.run.dir={base}/{run[-1][8:]}", "trainer.devices=2"] for run in both]
     began = time.perf_counter()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metrics, "peak_flops", lambda device: 1e12)
+        patch.setitem(metrics.PEAK_FLOPS, metrics.device_name(torch.device("cpu")), 1e12)
         minigpt.train([*exact, "trainer=cpu", f"hydra.run.dir={base}/one"])
     wall = time.perf_counter() - began
     with socket.socket() as free:

@@ -9,10 +9,9 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from matplotlib import image
 
-from minigpt.runs.curves import plot_curves
-from minigpt.runs.loggers import MetricsCSV
+from minigpt.runs.history import plot_curves
+from minigpt.runs.loggers import MetricsCSV, Progress
 from minigpt.runs.processes import complete_overrides
-from minigpt.runs.progress import Progress
 from minigpt.runs.run_dir import lock_run_dir, print_results, read_metrics, update_latest_link, write_summary
 from minigpt.training import LanguageModel
 from minigpt.utils.errors import UserError
