@@ -51,6 +51,12 @@ def fix_loop_state(checkpoint: dict[str, Any]) -> None:
             loops["epoch_loop.val_loop.batch_progress"][counters] |= started
 
 
+def is_resume_error(error: Exception) -> bool:
+    """Whether an error is that of Lightning or torch with an unsuitable checkpoint; memory and network are others."""
+    wrong_weights = isinstance(error, RuntimeError) and "loading state_dict" in str(error)
+    return wrong_weights or isinstance(error, LookupError | TypeError | ValueError | AttributeError)
+
+
 def silence_lightning() -> None:
     """Silence Lightning's advice to authors of training loops, but not model summaries and profiles."""
     for name in ("lightning.pytorch", "lightning.fabric"):

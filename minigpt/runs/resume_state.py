@@ -20,6 +20,7 @@ class ResumeState(Callback):
     def __init__(self, contents: Mapping[str, Any]) -> None:
         self.contents = contents
         self.rng: list[dict[str, Any]] | None = None  # per rank, from a checkpoint
+        self.training_began = False
         self.validated_step = 0
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -42,6 +43,7 @@ class ResumeState(Callback):
                 torch.set_rng_state(state["torch"])
                 if state["cuda"] is not None and torch.cuda.is_available():
                     torch.cuda.set_rng_state(state["cuda"])
+        self.training_began = True
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         self.validated_step = trainer.global_step

@@ -20,6 +20,7 @@ from minigpt.runs import run_dir
 from minigpt.runs.config_checks import load_parts
 from minigpt.runs.processes import complete_overrides
 from minigpt.utils.cli import error_text
+from minigpt.utils.errors import UserError
 from minigpt.utils.ranks import is_rank_zero
 from minigpt.utils.scripts import ROOT
 from minigpt.utils.signals import Interrupted, raise_on_signal
@@ -85,6 +86,7 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
         from minigpt.data.sources import CHECKSUM_CACHE
         from minigpt.model import GPT
         from minigpt.runs.history import plot_curves
+        from minigpt.runs.lightning_workarounds import is_resume_error
         from minigpt.runs.metrics import MetricsCallback, early_stopping_reason
         from minigpt.runs.resume_state import ResumeState
         from minigpt.runs.samples import final_sample
@@ -114,8 +116,8 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
         max_steps=cfg.max_steps,
         compile=cfg.compile,
     )
-    metrics = MetricsCallback(cfg, started=started)
-    trainer = build_trainer(cfg, folder, metrics, ResumeState(saved))
+    metrics, state = MetricsCallback(cfg, started=started), ResumeState(saved)
+    trainer = build_trainer(cfg, folder, metrics, state)
     torch.manual_seed(cfg.seed + trainer.global_rank)  # a dropout mask per rank
 
     status, reason, sample = "failed", "", ""
@@ -131,8 +133,10 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
         status = "interrupted"
         raise
     except Exception as error:
+        if resume is not None and not state.training_began and is_resume_error(error):
+            error = UserError(f"{resume} does not hold a run of minigpt ({type(error).__name__}: {error})")
         reason = error_text(error)
-        raise
+        raise error
     finally:
         summary = metrics.summary(trainer, module) | {
             "status": status,
