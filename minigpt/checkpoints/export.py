@@ -1,7 +1,8 @@
 """Write a model and its tokenizer as a Hugging Face folder, for transformers and every program that reads its folders.
 
-The class is the one of `FAMILIES` that computes the same; parameters that a model lacks are zeros (biases) or ones
-(norms). A model that no class computes gets a `modeling_minigpt.py`, the code of `minigpt.model` in one file.
+The class is the one of `FAMILIES` that computes the same: values that a class lacks are folded into the weights where
+that is exact, and parameters that a model lacks are zeros (biases) or ones (norms). A model that no class computes gets
+a `modeling_minigpt.py`, which is the code of `minigpt.model` in one file.
 """
 
 import ast
@@ -33,6 +34,7 @@ from minigpt.config import GPTConfig
 from minigpt.data.tokenizer import HuggingFaceTokenizer
 from minigpt.data.tokenizer_json import tokenizer_files
 from minigpt.model import GPT
+from minigpt.ops import rms_norm
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import write_json
 
@@ -44,6 +46,7 @@ _ADDED = {  # parameters that a class has in addition, and zeros or ones disable
     "qk_norm_weights": (False, True),
     "norm": ("rmsnorm_noscale", "rmsnorm"),
 }
+Weights = Mapping[str, Tensor]
 
 
 def export_folder(pretrained: Pretrained, folder: Path) -> str:
@@ -75,9 +78,10 @@ def export_folder(pretrained: Pretrained, folder: Path) -> str:
 def export_model(model: GPT, types: Collection[str] = FAMILIES) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the values of `config.json` and the weights by their names, with one of `types` as the model_type."""
     config, weights = model.config, model.state_dict()
-    if found := _find_class(_canonical(config), types):
-        values, target = found
-        return values, _their_weights(target, weights, FAMILIES[values["model_type"]])
+    for source, tensors in ((config, weights), _fold(config, weights)):
+        if found := _find_class(_canonical(source), types):
+            values, target = found
+            return values, _their_weights(target, tensors, FAMILIES[values["model_type"]])
     tied = config.tie_embeddings
     values = {
         "model_type": "minigpt",
@@ -165,7 +169,33 @@ def _their_values(config: GPTConfig, model_type: str, family: Family) -> dict[st
     return {"model_type": model_type, "architectures": [family.architecture], **values}
 
 
-def _their_weights(target: GPTConfig, weights: Mapping[str, Tensor], family: Family) -> dict[str, Tensor]:
+def _fold(config: GPTConfig, weights: Weights) -> tuple[GPTConfig, Weights]:
+    """Fold the factors of mup, and the norm of embeddings that depend on the token alone, into the weights."""
+    weights = dict(weights)
+    if config.parametrization == "mup":
+        norms = [name for name in weights if name.startswith("final_norm.")]
+        for name in norms or ["lm_head.weight"]:
+            weights[name] = weights[name] / config.width_ratio
+        scale = (config.attention_scale or 1.0) * config.head_width**0.5
+        one = torch.ones(config.head_width)
+        for i in range(config.n_layer):
+            prefix = f"blocks.{i}.attention."
+            if config.qk_norm:
+                weights[f"{prefix}q_norm"] = weights.get(f"{prefix}q_norm", one) * scale
+                weights.setdefault(f"{prefix}k_norm", one)
+            else:
+                for name in [name for name in weights if name.startswith(f"{prefix}qkv.")]:
+                    q, kv = weights[name].tensor_split([config.n_head * config.head_width])
+                    weights[name] = torch.cat((q * scale, kv))
+        tied = config.tie_embeddings and norms != []
+        config = replace(config, parametrization="standard", qk_norm_weights=config.qk_norm, tie_embeddings=tied)
+    if config.embed_norm and config.position != "learned" and not config.ngram and not config.smear:
+        weights["wte.weight"] = rms_norm(weights["wte.weight"], eps=config.norm_eps)
+        config = replace(config, embed_norm=False, tie_embeddings=False)
+    return config, weights
+
+
+def _their_weights(target: GPTConfig, weights: Weights, family: Family) -> dict[str, Tensor]:
     """Return the weights of a class by their names, from ours and those that the model lacks."""
     q, kv = target.n_head * target.head_width, (target.n_kv_head or target.n_head) * target.head_width
     exported: dict[str, Tensor] = {}

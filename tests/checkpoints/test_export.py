@@ -28,7 +28,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-2": ("GPT2LMHeadModel", {"activation": "gelu_tanh"}),
     "GPT-2 with erf, untied": ("GPT2LMHeadModel", {"tie_embeddings": False, "n_inner": 40}),
     "nanoGPT, without biases": ("GPT2LMHeadModel", {"bias": False}),
-    "GPT-2 under mup": ("MiniGPTForCausalLM", MUP),
+    "GPT-2 under mup": ("GPT2LMHeadModel", MUP),
     "nano, the default": ("Starcoder2ForCausalLM", {"position": "rope", "bias": False, "rope_base": 300.0}),
     "nano with a gated MLP": (
         "MiniGPTForCausalLM",
@@ -43,16 +43,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Llama with biases": ("LlamaForCausalLM", {**LLAMA, "bias": True}),
     "Llama 3 with scaled rope": ("LlamaForCausalLM", {**LLAMA, **SCALED}),
-    "Llama under mup": ("MiniGPTForCausalLM", {**LLAMA, **SCALED, **MUP}),
-    "Llama without weights of norms": ("LlamaForCausalLM", {**LLAMA, "norm": "rmsnorm_noscale", "bias": True}),
-    "Llama with normalized embeddings": ("MiniGPTForCausalLM", {**LLAMA, "embed_norm": True}),
+    "Llama under mup": ("LlamaForCausalLM", {**LLAMA, **SCALED, **MUP}),
+    "Llama under mup without weights of norms": (
+        "LlamaForCausalLM",
+        {**LLAMA, **MUP, "norm": "rmsnorm_noscale", "bias": True},
+    ),
+    "Llama with normalized embeddings": ("LlamaForCausalLM", {**LLAMA, "embed_norm": True}),
     "Qwen2": ("Qwen2ForCausalLM", {**LLAMA, "qkv_bias": True, "n_kv_head": 2}),
     "Qwen3": ("Qwen3ForCausalLM", {**LLAMA, "qk_norm": True, "qk_norm_weights": True, "n_kv_head": 2}),
     "Qwen3 without weights of QK-norm": ("Qwen3ForCausalLM", {**LLAMA, "qk_norm": True}),
+    "Qwen3 under mup": ("Qwen3ForCausalLM", {**LLAMA, **MUP, "qk_norm": True}),
     "Arcee": ("ArceeForCausalLM", {**LLAMA, "activation": "relu2"}),
-    "Arcee without weights of norms, untied": (
+    "Arcee with normalized embeddings, untied": (
         "ArceeForCausalLM",
-        {**NANOCHAT, "qk_norm": False, "embed_norm": False, "tie_embeddings": False},
+        {**NANOCHAT, "qk_norm": False, "tie_embeddings": False},
     ),
     "NanoChat": ("NanoChatForCausalLM", NANOCHAT),
     "NanoChat, one key-value head, soft cap": (
