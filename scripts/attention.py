@@ -35,6 +35,7 @@ def main() -> None:
     from minigpt.checkpoints.models import load_checkpoint
     from minigpt.checkpoints.validation_split import validation_batches
     from minigpt.console import read_prompt
+    from minigpt.data.pieces import token_pieces
     from minigpt.interpret import attention_maps, head_stats, page, plots
     from minigpt.page.render import describe
     from minigpt.runs.history import read_history
@@ -51,7 +52,7 @@ def main() -> None:
     print(sanitize_line(f"loaded {path}"), file=sys.stderr)
 
     weights = attention_maps.attention_maps(model, tokens)
-    texts = attention_maps.token_texts(tokenizer, tokens)
+    texts = token_pieces(tokenizer, tokens.tolist())
     table = head_stats.head_table(weights, attention_maps.induction_scores(model, tokenizer.vocab_size))
     names = head_stats.head_names(table, len(tokens))
     plots.plot_maps(out, weights, texts, names=names, layers=layers, heads=heads)

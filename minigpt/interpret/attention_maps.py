@@ -5,7 +5,6 @@ Forward pre-hooks record the weights during an ordinary forward pass, so this wo
 Shapes: L layers, H heads, B batch, T time, V vocab.
 """
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -22,21 +21,17 @@ if TYPE_CHECKING:
 N_SEQUENCES = 8  # random sequences per induction score
 
 
-def attention_maps(model: GPT, tokens: Tensor) -> Tensor:
+def attention_maps(model: GPT, tokens: Tensor, layers: slice = slice(None)) -> Tensor:
     """Compute the attention weights of every head for one text.
 
     Args:
         tokens: (T,) ids, T at most `block_size`.
+        layers: the ones to compute, counted from 0.
 
     Returns:
         (L, H, T, T), one row per query; float32, on the CPU.
     """
-    return _attention_weights(model, tokens[None])[:, 0]
-
-
-def layer_attention(model: GPT, tokens: Tensor, layer: int) -> Tensor:
-    """Compute the attention weights (H, T, T) of the heads of one layer, counted from 0, as `attention_maps`."""
-    return _attention_weights(model, tokens[None], slice(layer, layer + 1))[0, 0]
+    return _attention_weights(model, tokens[None], layers)[:, 0]
 
 
 def induction_scores(model: GPT, vocab_size: int, *, seed: int = 0) -> Tensor:
@@ -70,22 +65,6 @@ def prompt_tokens(tokenizer: "Tokenizer", prompt: str, block_size: int, *, trunc
     return tokens[-block_size:]
 
 
-def token_texts(tokenizer: "Tokenizer", tokens: Tensor) -> list[str]:
-    """Decode each of the tokens (T,) separately."""
-    return [tokenizer.decode([token]) for token in tokens.tolist()]
-
-
-def visible_text(token: str, is_visible: Callable[[str], bool] = str.isprintable) -> str:
-    """Replace the invisible characters of a token: ⏎, ⇥, ∅ for an empty text, the code point for any other."""
-    symbols = {"\n": "⏎", "\t": "⇥"}
-    return "".join(symbols.get(c) or (c if is_visible(c) else f"⟨U+{ord(c):04X}⟩") for c in token) or "∅"
-
-
-def attention_modules(model: GPT) -> list[MultiHeadAttention]:
-    """Return the attention module of each layer."""
-    return [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
-
-
 @torch.no_grad()
 def _attention_weights(model: GPT, tokens: Tensor, layers: slice = slice(None)) -> Tensor:
     """Return the weights (L, B, H, T, T) of some layers for tokens (B, T), on the CPU."""
@@ -95,7 +74,8 @@ def _attention_weights(model: GPT, tokens: Tensor, layers: slice = slice(None)) 
         weights.append(attention.attention_weights(*args, rotary=kwargs["rotary"]).float().cpu())
 
     with eval_mode(model), ExitStack() as hooks:
-        for attention in attention_modules(model)[layers]:
+        for block in model.blocks[layers]:
+            attention: Any = block.attention
             hooks.enter_context(attention.register_forward_pre_hook(record, with_kwargs=True))
         model(tokens)
     return torch.stack(weights)

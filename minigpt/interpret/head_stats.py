@@ -8,14 +8,12 @@ Shapes: L layers, H heads, B batch, T time, D head width.
 
 import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
-from minigpt.attention import MultiHeadAttention
-from minigpt.interpret.attention_maps import attention_modules
 from minigpt.model import GPT, eval_mode
 
 POSITION_THRESHOLD = 0.5  # mean weight on one position: at most one position can exceed it
@@ -86,7 +84,8 @@ def head_ablation(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple
     """Compute the increase of the loss when the output of one head is set to zero, for every head.
 
     Args:
-        batches: tokens and targets, (B, T) each, on the model's device; negative targets are ignored.
+        batches: tokens and targets, (B, T) each, on the model's device; negative targets are ignored. They are read
+            once per head.
 
     Returns:
         The increase per head (L, H), and the loss of the intact model; nats per token.
@@ -96,32 +95,26 @@ def head_ablation(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple
     from tqdm import tqdm
 
     L, H = model.config.n_layer, model.config.n_head
-    intact, ablated_loss, count = 0.0, torch.zeros(L, H, dtype=torch.float64), 0
+    count = sum(int((targets >= 0).sum()) for _, targets in batches)
+
+    def loss_of(model: GPT) -> float:
+        return sum(float(model(*batch, reduction="sum")) for batch in batches) / count
+
     with eval_mode(model):
-        for tokens, targets in tqdm(batches, desc="ablating every head", unit="batch", disable=None):
-            count += int((targets >= 0).sum())
-            intact += float(model(tokens, targets, reduction="sum"))
-            for layer, attention in enumerate(attention_modules(model)):
-                for head in range(H):
-                    with ablated(attention, head):
-                        ablated_loss[layer, head] += float(model(tokens, targets, reduction="sum"))
-    return ((ablated_loss - intact) / count).float(), intact / count
-
-
-def ablated(attention: MultiHeadAttention, head: int) -> RemovableHandle:
-    """Set the output of one head, counted from 0, to zero: `with ablated(attention, head): …`."""
-    keep = torch.ones(attention.n_head, attention.head_dim, device=attention.qkv.weight.device)  # (H, D)
-    keep[head] = 0
-    return attention.out.register_forward_pre_hook(lambda _, args: (args[0] * keep.flatten().to(args[0]),))
+        intact = loss_of(model)
+        heads = tqdm(list(product(range(L), range(H))), desc="ablating every head", unit="head", disable=None)
+        increases = [loss_of(without_heads(model, [head])) - intact for head in heads]
+    return torch.tensor(increases).view(L, H), intact
 
 
 def without_heads(model: GPT, heads: Collection[tuple[int, int]]) -> GPT:
     """Return a copy of a model, which shares its tensors, where the output of heads (layer, head) from 0 is zero."""
     shared: Any = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     model = copy.deepcopy(model, shared)
-    for layer, attention in enumerate(attention_modules(model)):
+    for layer, block in enumerate(model.blocks):
         if silenced := [head for other, head in heads if other == layer]:
-            weight: Tensor = attention.out.get_parameter("weight").detach().clone()  # (C, H·D)
+            attention: Any = block.attention
+            weight: Tensor = attention.out.weight.detach().clone()  # (C, H·D)
             weight.view(len(weight), attention.n_head, attention.head_dim)[:, silenced] = 0
             attention.out.weight = torch.nn.Parameter(weight, requires_grad=False)
     return model
