@@ -166,13 +166,9 @@ async def _read_json(request: Request) -> dict[str, Any]:
         if len(body) > MAX_BODY_BYTES:
             raise ApiError(413, f"the body of a request must have at most {MAX_BODY_BYTES:,} bytes", connection="close")
     try:
-        values = json.loads(body, parse_constant=_refuse_constant)
+        values = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body of a request must be JSON ({error})") from error
     if not isinstance(values, dict):
         raise ApiError(400, "the body of a request must be a JSON object")
     return values
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON")
