@@ -158,10 +158,8 @@ class Sweeper(hydra_sweeper.Sweeper):
 
         def on_end(index: int, job: JobReturn) -> None:
             folder = points[index].folder
-            if job.status == JobStatus.FAILED and refresh(points[index]).status in (
-                CRASHED,
-                WAITING,
-            ):  # its process died
+            # The process of a job that left no status died.
+            if job.status == JobStatus.FAILED and refresh(points[index]).status in (CRASHED, WAITING):
                 write_failure(folder, str(job._return_value))
             point = refresh(points[index])
             loss = f", val loss {point.val_loss:.4f} after {point.seconds:,.0f} s" if point.val_loss else ""
