@@ -123,10 +123,10 @@ def check(
 
     Args:
         ignored: other settings that a body may have.
-        harmless: values that yet others may have.
+        harmless: the value that yet others may have; each may also be empty or zero.
     """
     for name in body.keys() - settings.keys():
-        if body[name] is not None and name not in ignored and body[name] not in harmless.get(name, ()):
+        if body[name] and name not in ignored and body[name] != harmless.get(name):
             message = f"{name} is not supported with this value; leave it out"
             raise ApiError(400, message, param=name, code="unsupported_parameter")
     values = {}

@@ -256,7 +256,8 @@ def test_harmless_settings_of_clients_are_accepted(http: httpx.Client) -> None:
     settings = {"user": "me", "best_of": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "suffix": None}
     settings |= {"logit_bias": {}, "stop": None, "seed": None, "stream": None, "logprobs": None}
     assert post(http, prompt="a", max_tokens=1, **settings).status_code == 200
-    chat = {"tools": [], "response_format": {"type": "text"}, "metadata": {"a": "b"}, "store": False}
+    chat = {"tools": [], "tool_choice": "auto", "metadata": {"a": "b"}, "store": False}
+    chat |= {"response_format": {"type": "text"}, "modalities": ["text"]}
     assert post(http, CHAT, messages=HELLO, max_tokens=1, **chat).status_code == 200
 
 
