@@ -2,12 +2,11 @@
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.scripts import usage
-from minigpt.utils.terminal import sanitize_line
+from minigpt.utils.terminal import log
 
 # Idle threads sleep, not spin: 3.6 times as fast beside a busy process on 2 cores. To be set before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -49,7 +48,7 @@ def main() -> None:
     heads = plots.index_slice("--head", args.head, model.config.n_head)
     tokens = attention_maps.prompt_tokens(tokenizer, prompt, model.config.block_size, truncate=args.truncate)
     batches = validation_batches(path, model) if args.ablation else None
-    print(sanitize_line(f"loaded {path}"), file=sys.stderr)
+    log(f"loaded {path}")
 
     weights = attention_maps.attention_maps(model, tokens)
     texts = token_pieces(tokenizer, tokens.tolist())
@@ -65,7 +64,7 @@ def main() -> None:
         plots.plot_ablation(args.ablation, table["Δloss"], loss=loss)
     print(head_stats.format_table(table, names))
     for file in filter(None, (out, args.html, args.ablation)):
-        print(sanitize_line(f"wrote {file}"), file=sys.stderr)
+        log(f"wrote {file}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -18,7 +17,7 @@ from minigpt.serve.models import Models
 from minigpt.utils.checks import Rule
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import RunError, UserError, require
-from minigpt.utils.terminal import sanitize_line
+from minigpt.utils.terminal import log, sanitize_line
 
 Settings = Mapping[str, tuple[Any, Rule]]  # default and rule by name
 
@@ -54,7 +53,7 @@ class ApiError(Exception):
         if isinstance(error, UserError) and not isinstance(error, RunError):
             return cls(400, str(error))
         if not isinstance(error, ClientDisconnect):
-            print(sanitize_line(f"error: {error_text(error)}"), file=sys.stderr)
+            log(f"error: {error_text(error)}")
         return cls(500, "the server failed; its terminal shows the error")
 
     def response(self) -> Response:

@@ -30,12 +30,11 @@ def plot_sweep(file: Path, points: Sequence[Point], *, title: str, along: str | 
     """Write `sweep.png`.
 
     Args:
-        file: the image; its suffix sets the format.
         along: a numeric setting to plot the loss over, one line per combination of the others.
     """
     with warnings.catch_warnings(), atomic_write(file) as partial:
         warnings.simplefilter("ignore", UserWarning)  # characters that the font lacks
-        sweep_figure(points, title=title, along=along).savefig(partial, dpi=120, format=file.suffix[1:].lower())
+        sweep_figure(points, title=title, along=along).savefig(partial, dpi=120, format="png")
 
 
 def sweep_figure(points: Sequence[Point], *, title: str, along: str | None = None) -> "Figure":
