@@ -212,5 +212,15 @@ def read_text(file: str, option: str) -> str:
         raise UserError(f"{option}={file} is not UTF-8 text: bad byte at offset {error.start:,}") from error
 
 
+def prompt_tokens(tokenizer: Tokenizer, prompt: str, block_size: int, *, truncate: bool = False) -> torch.Tensor:
+    """Encode a prompt to token ids (T,), T ≥ 2; `truncate` keeps the last `block_size` tokens of a longer one."""
+    tokens = torch.as_tensor(tokenizer.encode(prompt)).long()
+    if len(tokens) < 2:
+        raise UserError(f"--prompt must have at least 2 tokens, got {len(tokens)}")
+    if len(tokens) > block_size and not truncate:
+        raise UserError(f"--prompt must have at most block_size={block_size} tokens, got {len(tokens)}; set --truncate")
+    return tokens[-block_size:]
+
+
 def _write(text: str) -> None:
     print(text, end="", flush=True)

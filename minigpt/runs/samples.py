@@ -12,7 +12,7 @@ from minigpt.data.pieces import token_pieces
 from minigpt.data.tokenizer import Tokenizer, encode_prompt
 from minigpt.generation import generate
 from minigpt.generation_settings import check_settings
-from minigpt.interpret.attention_maps import attention_maps
+from minigpt.interpret.heads import attention_maps
 from minigpt.interpret.plots import plot_maps
 from minigpt.model import GPT
 from minigpt.runs.run_dir import SAMPLES

@@ -91,7 +91,7 @@ class Models:
             UserError: there is no such head.
             QueueFull: all engines that are kept are in use.
         """
-        from minigpt.interpret.head_stats import without_heads
+        from minigpt.interpret.heads import without_heads
         from minigpt.serve.engine import Engine, QueueFull
 
         original, kept = self._engines[name], self._silenced[name]

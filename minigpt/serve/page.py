@@ -17,7 +17,7 @@ from starlette.routing import Route
 from minigpt.data.pieces import piece_decoder, token_pieces
 from minigpt.data.tokenizer import whole_characters
 from minigpt.generation import NON_FINITE, check_ids
-from minigpt.interpret.attention_maps import attention_maps
+from minigpt.interpret.heads import attention_maps
 from minigpt.interpret.page import N_TOP, describe_token
 from minigpt.model import GPT
 from minigpt.page.render import MAX_MAP_TOKENS, describe

@@ -11,8 +11,7 @@ from tiny_models import ALPHABET, ARCHITECTURES, count_hooks, make_model
 from tolerance import assert_near, terms_of
 from torch import Tensor
 
-from minigpt.interpret.attention_maps import attention_maps, induction_scores
-from minigpt.interpret.head_stats import head_ablation
+from minigpt.interpret.heads import attention_maps, head_ablation, induction_scores
 from minigpt.model import GPT
 
 

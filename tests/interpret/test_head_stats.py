@@ -12,8 +12,15 @@ from tiny_models import ALPHABET, ARCHITECTURES, count_hooks, make_model, unifor
 from tolerance import rounding, terms_of
 
 from minigpt.config import GPTConfig
-from minigpt.interpret.attention_maps import attention_maps, induction_scores
-from minigpt.interpret.head_stats import format_table, head_ablation, head_names, head_table, without_heads
+from minigpt.interpret.heads import (
+    attention_maps,
+    format_table,
+    head_ablation,
+    head_names,
+    head_table,
+    induction_scores,
+    without_heads,
+)
 from minigpt.model import GPT
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from silence import silence
 
-from minigpt.interpret.attention_maps import attention_maps
+from minigpt.interpret.heads import attention_maps
 from minigpt.model import GPT
 
 MODULES = ("dom", "colors", "heads", "map", "attention", "history")

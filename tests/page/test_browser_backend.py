@@ -11,7 +11,7 @@ from silence import silence
 from minigpt import GPT, generate
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer
 from minigpt.generation import score
-from minigpt.interpret.attention_maps import attention_maps
+from minigpt.interpret.heads import attention_maps
 
 SCORE = "return backend.score(backend.models[0], ...arguments)"
 ATTENTION = "return backend.attention(backend.models[0], ...arguments).then(weights => [...weights])"

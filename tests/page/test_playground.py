@@ -18,8 +18,7 @@ from minigpt import GPT
 from minigpt.checkpoints.export_html import export_html
 from minigpt.checkpoints.pretrained import find_pretrained
 from minigpt.generation import score
-from minigpt.interpret.attention_maps import attention_maps
-from minigpt.interpret.head_stats import without_heads
+from minigpt.interpret.heads import attention_maps, without_heads
 
 PROMPT = "To be, or not to be"
 

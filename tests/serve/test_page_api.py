@@ -18,7 +18,7 @@ from silence import silence
 
 from minigpt import GPT, generate, load_checkpoint
 from minigpt.checkpoints.pretrained import Pretrained
-from minigpt.interpret.attention_maps import attention_maps
+from minigpt.interpret.heads import attention_maps
 from minigpt.serve import page
 from minigpt.serve.page import MAX_SCORED
 

@@ -1,25 +1,63 @@
-"""Statistics of attention heads: where each head attends, and how much the loss depends on it.
+"""Attention heads: their weights for a text, statistics of where they attend, and how much the loss depends on them.
 
-The statistics come from the weights of `attention_maps`; the ablation runs the model once per head. Depends on torch,
-and on tqdm for the progress bar. Tensors count layers and heads from 0; the printed table counts them from 1.
+Forward pre-hooks record the weights during an ordinary forward pass, and an ablation runs the model once per head, so
+both work for every `GPTConfig`. Depends on torch, and on tqdm for the progress bar. Tensors count layers and heads
+from 0; the printed table counts them from 1.
 
 Shapes: L layers, H heads, B batch, T time, D head width.
 """
 
 import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from minigpt.attention import MultiHeadAttention
 from minigpt.model import GPT, eval_mode
 
+N_SEQUENCES = 8  # random sequences per induction score
 POSITION_THRESHOLD = 0.5  # mean weight on one position: at most one position can exceed it
 # 15 times the score of uniform attention for 32 repeated tokens; published induction heads score 0.3 to 1.
 INDUCTION_THRESHOLD = 0.3
 MIN_TOKENS_FOR_NAME = 8  # in a shorter text, uniform attention also has large weights on the previous token
+
+
+def attention_maps(model: GPT, tokens: Tensor, layers: slice = slice(None)) -> Tensor:
+    """Compute the attention weights of every head for one text.
+
+    Args:
+        tokens: (T,) ids, T at most `block_size`.
+        layers: the ones to compute, counted from 0.
+
+    Returns:
+        (L, H, T, T), one row per query; float32, on the CPU.
+    """
+    return _attention_weights(model, tokens[None], layers)[:, 0]
+
+
+def induction_scores(model: GPT, vocab_size: int, *, seed: int = 0) -> Tensor:
+    """Compute the prefix-matching score of every head, which is high for induction heads.
+
+    A sequence of distinct random tokens is repeated once. In the second copy, an induction head attends to the token
+    after the previous occurrence of the current token; the score is the mean weight of that token.
+
+    Returns:
+        (L, H), NaN if the block size or the vocabulary is too small for a repeated sequence.
+
+    Source: Olsson et al., 2022, https://arxiv.org/abs/2209.11895
+    """
+    P = min(model.config.block_size // 2, vocab_size)  # length of one copy
+    if P < 2:
+        return torch.full((model.config.n_layer, model.config.n_head), float("nan"))
+    generator = torch.Generator().manual_seed(seed)
+    once = torch.stack([torch.randperm(vocab_size, generator=generator)[:P] for _ in range(N_SEQUENCES)])  # (B, P)
+    weights = _attention_weights(model, torch.cat((once, once), dim=1).to(model.wte.weight.device))
+    query = torch.arange(P, 2 * P)
+    return weights[..., query, query - P + 1].mean(dim=(1, 3))  # (L, B, H, P) -> (L, H)
 
 
 def head_table(weights: Tensor, induction: Tensor) -> dict[str, Tensor]:
@@ -118,3 +156,19 @@ def without_heads(model: GPT, heads: Collection[tuple[int, int]]) -> GPT:
             weight.view(len(weight), attention.n_head, attention.head_dim)[:, silenced] = 0
             attention.out.weight = torch.nn.Parameter(weight, requires_grad=False)
     return model
+
+
+@torch.no_grad()
+def _attention_weights(model: GPT, tokens: Tensor, layers: slice = slice(None)) -> Tensor:
+    """Return the weights (L, B, H, T, T) of some layers for tokens (B, T), on the CPU."""
+    weights: list[Tensor] = []
+
+    def record(attention: MultiHeadAttention, args: Any, kwargs: dict[str, Any]) -> None:
+        weights.append(attention.attention_weights(*args, rotary=kwargs["rotary"]).float().cpu())
+
+    with eval_mode(model), ExitStack() as hooks:
+        for block in model.blocks[layers]:
+            attention: Any = block.attention
+            hooks.enter_context(attention.register_forward_pre_hook(record, with_kwargs=True))
+        model(tokens)
+    return torch.stack(weights)
