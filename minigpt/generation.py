@@ -35,10 +35,6 @@ class Sample:
     logprobs: list[float]  # of each token in nats, before temperature and filters; empty unless requested
     reason: str = "length"  # at max_new_tokens; or "stop"
 
-    def __repr__(self) -> str:
-        shown = ", ".join(map(str, self.tokens[:8])) + (", …" if len(self.tokens) > 8 else "")
-        return f"Sample({len(self.tokens)} tokens [{shown}], reason={self.reason!r})"
-
 
 @dataclass(frozen=True)
 class Step:
@@ -189,9 +185,6 @@ class Score:
     logprobs: Tensor  # (T,) of each token after those before it, in nats
     ranks: Tensor  # (T,) number of more likely tokens
     top: list[list[tuple[int, float]]]  # the `n_top` likeliest tokens in each place, with log-probabilities
-
-    def __repr__(self) -> str:
-        return f"Score({len(self.logprobs)} tokens, nats={self.nats:.4f})"
 
     @property
     def nats(self) -> float:
