@@ -21,7 +21,7 @@ from minigpt.generation import score, stream
 from minigpt.int8 import quantize
 from minigpt.model import GPT
 from minigpt.utils.errors import UserError, require
-from minigpt.utils.terminal import escape_control_chars, sanitize_line
+from minigpt.utils.terminal import escape_control_chars, log
 
 # ANSI 256-color codes by lowest probability: red, orange, yellow, light green, green.
 _COLORS = ((0.0, 196), (0.05, 208), (0.2, 220), (0.5, 148), (0.8, 40))
@@ -70,7 +70,7 @@ class Console:
         seconds, n_tokens = time.perf_counter() - start, sum(len(sample.tokens) for sample in samples)
         rests = [sample.decoder.decode(b"", final=True) for sample in samples]  # of incomplete characters
         write(f"{rests[0]}\n")
-        _log(f"{n_tokens:,} tokens in {seconds:.2f} s, {n_tokens / seconds:,.0f} tokens/s")
+        log(f"{n_tokens:,} tokens in {seconds:.2f} s, {n_tokens / seconds:,.0f} tokens/s")
         for header, sample, rest in zip(headers[1:], samples[1:], rests[1:], strict=True):
             write(f"{header}{self.escape(prompt)}{sample.rendered}{rest}\n")
         for sample, rest in zip(samples, rests, strict=True) if as_json else ():
@@ -84,7 +84,7 @@ class Console:
             import readline  # noqa: F401  # line editing and history
         if hasattr(sys.stdin, "reconfigure"):
             sys.stdin.reconfigure(errors="replace")
-        _log("type a text to continue; /reset clears the context, /quit exits, Ctrl-C stops a reply")
+        log("type a text to continue; /reset clears the context, /quit exits, Ctrl-C stops a reply")
         input_prompt = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
         seed = self.options["seed"]
         while True:
@@ -102,9 +102,9 @@ class Console:
             except EOFError:
                 return
             except KeyboardInterrupt:
-                _log("")
+                log("")
             except UserError as error:
-                _log(f"error: {error}")
+                log(f"error: {error}")
 
     def score(self, text: str, *, as_json: bool) -> None:
         """Print the likelihood of a text: in total, and per token with `show_probs` or as JSON."""
@@ -129,11 +129,11 @@ class Console:
         """Encode a prompt; log the start token of an empty one, and a truncation."""
         ids: list[int] = encode_prompt(self.tokenizer, prompt).tolist()
         if not prompt:
-            _log(f"no prompt: starting from {self.tokenizer.decode(ids) or SEPARATOR!r}")
+            log(f"no prompt: starting from {self.tokenizer.decode(ids) or SEPARATOR!r}")
         block_size = self.model.config.block_size
         if len(ids) > block_size and not self.reported_truncation:
             self.reported_truncation = True  # once per session
-            _log(f"the prompt has {len(ids):,} tokens; only the last {block_size:,} are read")
+            log(f"the prompt has {len(ids):,} tokens; only the last {block_size:,} are read")
         return ids
 
     def _reply(self, context: str, seed: int) -> str:
@@ -212,9 +212,15 @@ def read_text(file: str, option: str) -> str:
         raise UserError(f"{option}={file} is not UTF-8 text: bad byte at offset {error.start:,}") from error
 
 
+def prompt_tokens(tokenizer: Tokenizer, prompt: str, block_size: int, *, truncate: bool = False) -> torch.Tensor:
+    """Encode a prompt to token ids (T,), T ≥ 2; `truncate` keeps the last `block_size` tokens of a longer one."""
+    tokens = torch.as_tensor(tokenizer.encode(prompt)).long()
+    if len(tokens) < 2:
+        raise UserError(f"--prompt must have at least 2 tokens, got {len(tokens)}")
+    if len(tokens) > block_size and not truncate:
+        raise UserError(f"--prompt must have at most block_size={block_size} tokens, got {len(tokens)}; set --truncate")
+    return tokens[-block_size:]
+
+
 def _write(text: str) -> None:
     print(text, end="", flush=True)
-
-
-def _log(line: str) -> None:
-    print(sanitize_line(line), file=sys.stderr, flush=True)

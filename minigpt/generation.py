@@ -35,10 +35,6 @@ class Sample:
     logprobs: list[float]  # of each token in nats, before temperature and filters; empty unless requested
     reason: str = "length"  # at max_new_tokens; or "stop"
 
-    def __repr__(self) -> str:
-        shown = ", ".join(map(str, self.tokens[:8])) + (", …" if len(self.tokens) > 8 else "")
-        return f"Sample({len(self.tokens)} tokens [{shown}], reason={self.reason!r})"
-
 
 @dataclass(frozen=True)
 class Step:
@@ -119,7 +115,7 @@ def stream(
     batch: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
     is_batch = isinstance(batch, Sequence) and len(batch) > 0 and hasattr(batch[0], "__len__")
     prompt_ids = [check_ids(prompt, model.config.vocab_size) for prompt in (batch if is_batch else [batch])]
-    criteria = StopCriteria(stop, tokenizer, len(prompt_ids) * num_samples)
+    criteria = [StopCriteria(stop, tokenizer) for _ in range(len(prompt_ids) * num_samples)]
     seeds = [seed + i for _ in prompt_ids for i in range(num_samples)]
     return _stream(model, prompt_ids, sampling, max_new_tokens, criteria, seeds, logprobs)
 
@@ -130,7 +126,7 @@ def _stream(
     prompts: list[list[int]],
     sampling: Sampling,
     max_new_tokens: int,
-    criteria: "StopCriteria",
+    criteria: "Sequence[StopCriteria]",
     seeds: list[int],
     logprobs: bool,
 ) -> Iterator[Step]:
@@ -151,7 +147,7 @@ def _stream(
                 raise RunError(NON_FINITE)
             if logprobs:
                 of_tokens = logits.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0].tolist()
-            stopped = criteria.update(ids)
+            stopped = [sample.update(token) for sample, token in zip(criteria, ids, strict=True)]
             yield Step(ids, of_tokens, stopped)
             if i + 1 == max_new_tokens or all(stopped):
                 return
@@ -161,27 +157,25 @@ def _stream(
 
 
 class StopCriteria:
-    """Find stop strings and stop tokens in growing samples."""
+    """Find stop strings and stop tokens in a growing sample."""
 
-    def __init__(self, stop: Sequence[str | int], tokenizer: "Tokenizer | None", n_samples: int) -> None:
+    def __init__(self, stop: Sequence[str | int], tokenizer: "Tokenizer | None") -> None:
         self.ids = {item for item in stop if isinstance(item, int)}
         self.strings = [item.encode("utf-8", "surrogatepass") for item in stop if isinstance(item, str)]
         if self.strings and tokenizer is None:
             raise UserError("stop has strings, which need a tokenizer; set tokenizer, or give token ids")
         self.tokenizer = tokenizer
         self.overlap = max(map(len, self.strings), default=1) - 1  # bytes of a string in earlier tokens, at most
-        self.tails = [b""] * n_samples
-        self.stopped = [False] * n_samples
+        self.tail, self.stopped = b"", False
 
-    def update(self, tokens: Sequence[int]) -> list[bool]:
-        """Append one token to each sample; return which samples have stopped."""
-        for i, token in enumerate(tokens):
-            self.stopped[i] |= token in self.ids
-            if self.tokenizer and self.strings and not self.stopped[i]:
-                text = self.tails[i] + self.tokenizer.decode_bytes([token])
-                self.tails[i] = text[-self.overlap :] if self.overlap else b""
-                self.stopped[i] = any(string in text for string in self.strings)
-        return list(self.stopped)
+    def update(self, token: int) -> bool:
+        """Append a token; return whether the sample has stopped, with this token or before."""
+        self.stopped |= token in self.ids
+        if self.tokenizer and self.strings and not self.stopped:
+            text = self.tail + self.tokenizer.decode_bytes([token])
+            self.tail = text[-self.overlap :] if self.overlap else b""
+            self.stopped = any(string in text for string in self.strings)
+        return self.stopped
 
 
 @dataclass(frozen=True)
@@ -191,9 +185,6 @@ class Score:
     logprobs: Tensor  # (T,) of each token after those before it, in nats
     ranks: Tensor  # (T,) number of more likely tokens
     top: list[list[tuple[int, float]]]  # the `n_top` likeliest tokens in each place, with log-probabilities
-
-    def __repr__(self) -> str:
-        return f"Score({len(self.logprobs)} tokens, nats={self.nats:.4f})"
 
     @property
     def nats(self) -> float:

@@ -2,12 +2,11 @@
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.scripts import usage
-from minigpt.utils.terminal import sanitize_line
+from minigpt.utils.terminal import log
 
 # Idle threads sleep, not spin: 3.6 times as fast beside a busy process on 2 cores. To be set before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -34,8 +33,9 @@ def main() -> None:
     from minigpt.checkpoints.find import find_checkpoint, model_name, run_folder
     from minigpt.checkpoints.models import load_checkpoint
     from minigpt.checkpoints.validation_split import validation_batches
-    from minigpt.console import read_prompt
-    from minigpt.interpret import attention_maps, head_stats, page, plots
+    from minigpt.console import prompt_tokens, read_prompt
+    from minigpt.data.pieces import token_pieces
+    from minigpt.interpret import heads, page, plots
     from minigpt.page.render import describe
     from minigpt.runs.history import read_history
 
@@ -44,27 +44,27 @@ def main() -> None:
     out = args.out or run_folder(path) / "attention.png"
     plots.check_outputs({"--out": out, "--ablation": args.ablation, "--html": args.html})
     model, tokenizer = load_checkpoint(path)
-    layers = plots.index_slice("--layer", args.layer, model.config.n_layer)
-    heads = plots.index_slice("--head", args.head, model.config.n_head)
-    tokens = attention_maps.prompt_tokens(tokenizer, prompt, model.config.block_size, truncate=args.truncate)
+    only_layer = plots.index_slice("--layer", args.layer, model.config.n_layer)
+    only_head = plots.index_slice("--head", args.head, model.config.n_head)
+    tokens = prompt_tokens(tokenizer, prompt, model.config.block_size, truncate=args.truncate)
     batches = validation_batches(path, model) if args.ablation else None
-    print(sanitize_line(f"loaded {path}"), file=sys.stderr)
+    log(f"loaded {path}")
 
-    weights = attention_maps.attention_maps(model, tokens)
-    texts = attention_maps.token_texts(tokenizer, tokens)
-    table = head_stats.head_table(weights, attention_maps.induction_scores(model, tokenizer.vocab_size))
-    names = head_stats.head_names(table, len(tokens))
-    plots.plot_maps(out, weights, texts, names=names, layers=layers, heads=heads)
+    weights = heads.attention_maps(model, tokens)
+    texts = token_pieces(tokenizer, tokens.tolist())
+    table = heads.head_table(weights, heads.induction_scores(model, tokenizer.vocab_size))
+    names = heads.head_names(table, len(tokens))
+    plots.plot_maps(out, weights, texts, names=names, layers=only_layer, heads=only_head)
     if args.html:
         scored, history = page.score_tokens(model, tokenizer, tokens), read_history(run_folder(path))
         description = describe(model_name(path), model.config, tokenizer.name)
         page.write_page(args.html, description=description, tokens=scored, weights=weights, history=history)
     if batches:
-        table["Δloss"], loss = head_stats.head_ablation(model, batches)
+        table["Δloss"], loss = heads.head_ablation(model, batches)
         plots.plot_ablation(args.ablation, table["Δloss"], loss=loss)
-    print(head_stats.format_table(table, names))
+    print(heads.format_table(table, names))
     for file in filter(None, (out, args.html, args.ablation)):
-        print(sanitize_line(f"wrote {file}"), file=sys.stderr)
+        log(f"wrote {file}")
 
 
 if __name__ == "__main__":

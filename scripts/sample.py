@@ -1,13 +1,12 @@
 """Sample text from a checkpoint: samples to stdout, everything else to stderr."""
 
 import argparse
-import sys
 
 from minigpt.generation_settings import check_settings
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.errors import UserError
 from minigpt.utils.scripts import usage
-from minigpt.utils.terminal import sanitize_line
+from minigpt.utils.terminal import log
 
 
 def arguments() -> argparse.Namespace:
@@ -50,7 +49,7 @@ def main() -> None:
 
     pretrained = find_pretrained(args.run)
     model = move_model(pretrained.load(), args.device, args.dtype)
-    print(sanitize_line(f"sampling from {pretrained.path} on {model.wte.weight.device}"), file=sys.stderr)
+    log(f"sampling from {pretrained.path} on {model.wte.weight.device}")
     console = Console(model, pretrained.tokenizer, options, show_probs=args.show_probs)
     if args.score is not None:
         console.score(read_text(args.score, "--score"), as_json=args.json)

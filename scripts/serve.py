@@ -3,7 +3,6 @@
 import argparse
 import os
 import re
-import sys
 import threading
 import webbrowser
 from urllib.parse import quote
@@ -13,7 +12,7 @@ from minigpt.utils.checks import integer
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.scripts import PIP_INSTALL, usage
-from minigpt.utils.terminal import sanitize_line
+from minigpt.utils.terminal import log
 
 
 def arguments() -> argparse.Namespace:
@@ -61,7 +60,7 @@ def main() -> None:
     available = ["auto", *devices()]
     require("--device", args.device, lambda s: s.partition(":")[0] in available, f"one of {', '.join(available)}")
 
-    log(sanitize_line(f"serving {', '.join(found)}"))
+    log(f"serving {', '.join(found)}")
     log(f"{url} is the page, {url}/v1 the base URL of clients; Ctrl-C ends the server")
     if args.open:
         threading.Thread(target=open_browser, args=(url, key), daemon=True).start()  # some browsers wait
@@ -78,11 +77,6 @@ def open_browser(url: str, key: str | None) -> None:
     """Open the page, with the key in its address."""
     if not webbrowser.open(f"{url}/#key={quote(key, safe='')}" if key else url):
         log(f"found no browser; open {url} in one")
-
-
-def log(line: str) -> None:
-    """Print a line to stderr."""
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

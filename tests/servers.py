@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -60,8 +61,7 @@ def serving(
     sources: Sequence[Path | str], *, engine: Any = ENGINE, access_log: bool = False, **options: Any
 ) -> Iterator[Any]:
     """Run a server in a thread: `url`, `guard` and `stop`; options are those of `Guard`."""
-    models: Any = Models(find_models([str(source) for source in sources]), device="cpu")
-    models.new_engine = engine
+    models = Models(find_models([str(source) for source in sources]), device="cpu")
     guard, opened = Guard(create_app(models), **({"host": "127.0.0.1"} | options)), open_socket("127.0.0.1", 0)
     server = new_server(guard, access_log=access_log)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]})
@@ -73,6 +73,7 @@ def serving(
         assert not thread.is_alive()
 
     try:
-        yield SimpleNamespace(url=f"http://127.0.0.1:{opened.getsockname()[1]}", guard=guard, stop=stop)
+        with patch("minigpt.serve.engine.Engine", engine):
+            yield SimpleNamespace(url=f"http://127.0.0.1:{opened.getsockname()[1]}", guard=guard, stop=stop)
     finally:
         stop()

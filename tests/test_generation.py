@@ -265,14 +265,6 @@ def test_generate_passes_every_setting_to_stream():
         assert (whole == plain) == (name == "tokenizer"), name
 
 
-def test_the_repr_of_a_sample_and_of_a_score_is_one_short_line():
-    (sample,) = generate(make(), [3, 7], max_new_tokens=500)
-    assert repr(sample).startswith(f"Sample(500 tokens [{sample.tokens[0]}, ")
-    found = score(make(), sample.tokens, [3])
-    assert repr(found) == f"Score(500 tokens, nats={found.nats:.4f})"
-    assert len(repr(sample)) < 120
-
-
 @pytest.mark.parametrize(
     "stop",
     [

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from minigpt.interpret.attention_maps import visible_text
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.files import atomic_write
 
@@ -129,8 +128,12 @@ def _labels(texts: Sequence[str]) -> list[str]:
     from matplotlib import font_manager
 
     font = font_manager.get_font(font_manager.findfont(FONT))
-    visible = (visible_text(t, lambda c: c.isprintable() and font.get_char_index(ord(c)) > 0) for t in texts)
-    labels = (text.replace(" ", "␣") for text in visible)
+    symbols = {"\n": "⏎", "\t": "⇥", " ": "␣"}
+
+    def visible(c: str) -> str:
+        return symbols.get(c) or (c if c.isprintable() and font.get_char_index(ord(c)) > 0 else f"⟨U+{ord(c):04X}⟩")
+
+    labels = ("".join(map(visible, text)) or "∅" for text in texts)
     return [text if len(text) <= MAX_LABEL_CHARS else f"{text[: MAX_LABEL_CHARS - 1]}…" for text in labels]
 
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 MAX_MAP_TOKENS = 1024  # of a map of attention weights
 _STYLE, _SCRIPT = '<link rel="stylesheet" href="style.css">\n', '<script type="module" src="server.js"></script>\n'
 _IMPORT = re.compile(r'^import \{[\w, ]+\} from "\./([\w.]+)";\n', re.MULTILINE)
-_DECLARATION = re.compile(r"^(?:async )?(?:function\*?|class|const|let) (\w+)", re.MULTILINE)
 
 
 def render(entry: str, data: Mapping[str, Any], texts: Mapping[str, str] | None = None) -> str:
@@ -28,22 +27,20 @@ def render(entry: str, data: Mapping[str, Any], texts: Mapping[str, str] | None 
         data: is JSON in the element with the id "data".
         texts: plain texts without `<` by the ids of their elements.
     """
-    style, script = _read("style.css"), _bundle(entry)
+    style, script = _read("style.css"), "\n".join(_modules(entry, {}).values())
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:; "
     policy += "base-uri 'none'; form-action 'none'"
-    start, _, rest = _read("index.html").partition(_STYLE)
-    head, _, rest = rest.partition(_SCRIPT)
-    body, _, end = rest.partition("</body>")
+    inline_style = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>\n'
     # JSON in ASCII; <, > and & are the only characters left that HTML interprets.
     values = json.dumps(data, separators=(",", ":"), allow_nan=False)
     values = re.sub("[<>&]", lambda match: f"\\u{ord(match[0]):04x}", values)
-    parts = [
-        f'{start}<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>\n{head}{body}',
+    elements = [
         f'<script type="application/json" id="data">{values}</script>\n',
         *(f'<script type="text/plain" id="{name}">{text}</script>\n' for name, text in (texts or {}).items()),
-        f'<script type="module">{script}</script>\n</body>{end}',
+        f'<script type="module">{script}</script>\n</body>',
     ]
-    return "".join(parts)
+    page = _read("index.html").replace(_STYLE, inline_style).replace(_SCRIPT, "")
+    return page.replace("</body>", "".join(elements))
 
 
 def describe(name: str, config: "GPTConfig", tokenizer: str, weights: str = "") -> dict[str, Any]:
@@ -57,26 +54,14 @@ def describe(name: str, config: "GPTConfig", tokenizer: str, weights: str = "") 
     return {"name": name, "facts": facts, **shape}
 
 
-def _bundle(entry: str) -> str:
-    """Join a module and all that it imports, directly or not, into one script."""
-    modules: dict[str, str] = {}
-    _collect(entry, modules)
-    script = "\n".join(modules.values())
-    names = _DECLARATION.findall(script)
-    if repeated := {name for name in names if names.count(name) > 1}:
-        raise ValueError(
-            f"the modules of {entry} must declare different names, got {', '.join(sorted(repeated))} twice"
-        )
-    return script
-
-
-def _collect(name: str, modules: dict[str, str]) -> None:
-    """Add the source of a module after those of the modules that it imports."""
+def _modules(name: str, found: dict[str, str]) -> dict[str, str]:
+    """Add a module to those that were found, after all that it imports: its source, by its name."""
     source = _read(name)
     for imported in _IMPORT.findall(source):
-        if imported not in modules:
-            _collect(imported, modules)
-    modules[name] = re.sub("^export ", "", _IMPORT.sub("", source), flags=re.MULTILINE)
+        if imported not in found:
+            _modules(imported, found)
+    found[name] = re.sub("^export ", "", _IMPORT.sub("", source), flags=re.MULTILINE)
+    return found
 
 
 def _read(name: str) -> str:

@@ -8,10 +8,11 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from minigpt.data.pieces import token_pieces
 from minigpt.data.tokenizer import Tokenizer, encode_prompt
 from minigpt.generation import generate
 from minigpt.generation_settings import check_settings
-from minigpt.interpret.attention_maps import attention_maps, token_texts
+from minigpt.interpret.heads import attention_maps
 from minigpt.interpret.plots import plot_maps
 from minigpt.model import GPT
 from minigpt.runs.run_dir import SAMPLES
@@ -101,7 +102,7 @@ class AttentionMaps(OutputCallback):
         corpus, block_size = trainer.datamodule.corpus, pl_module.model.config.block_size  # type: ignore[attr-defined]
         ids = corpus.tokens("val") if self.text is None else corpus.tokenizer.encode(self.text)
         self.tokens = torch.as_tensor(ids[: min(self.max_tokens, block_size)].astype("int64"))  # (T,)
-        self.texts = token_texts(corpus.tokenizer, self.tokens)
+        self.texts = token_pieces(corpus.tokenizer, self.tokens.tolist())
         self.folder = Path(trainer.default_root_dir) / "attention"
 
     def log_output(self, trainer: L.Trainer, pl_module: Any) -> None:

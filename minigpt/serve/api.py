@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from minigpt.data.tokenizer import Tokenizer, encode_prompt, whole_characters
+from minigpt.generation import check_ids
 from minigpt.serve import engine as engines
 from minigpt.serve.engine import Engine, Token, TokenStream
 from minigpt.serve.http import ApiError, Stream, check_model, find_engine, json_response, post
@@ -158,13 +159,11 @@ def _name(tokenizer: Tokenizer, token: int) -> str:
 
 
 def _encode(engine: Engine, prompt: str | list[int]) -> list[int]:
-    vocab_size = engine.model.config.vocab_size
     try:
         ids = prompt if isinstance(prompt, list) else encode_prompt(engine.tokenizer, whole_characters(prompt)).tolist()
+        check_ids(ids, engine.model.config.vocab_size)
     except UserError as error:
         raise ApiError(400, f"prompt: {error}", param="prompt") from error
     if len(ids) > MAX_TOKENS:
         raise ApiError(400, f"prompt must have at most {MAX_TOKENS:,} tokens, got {len(ids):,}", param="prompt")
-    if wrong := [i for i in ids if not 0 <= i < vocab_size]:
-        raise ApiError(400, f"prompt must have token ids in [0, {vocab_size}), got {wrong[0]}", param="prompt")
     return ids

@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -23,7 +22,6 @@ from torch import Tensor
 
 from minigpt.data.tokenizer import Tokenizer
 from minigpt.generation import NON_FINITE, StopCriteria, check_ids, score, top_logprobs
-from minigpt.generation_settings import check_settings
 from minigpt.kv_decoder import Decoder
 from minigpt.model import GPT
 from minigpt.sampling import PerSampleRNG, Sampling
@@ -107,12 +105,10 @@ class Engine:
 
         Raises:
             QueueFull: at once, if too many requests wait.
-            UserError: at once, if a setting or a prompt is invalid, or the engine is closed.
+            UserError: at once, if a prompt is invalid, or the engine is closed.
         """
         items: asyncio.Queue[Token | Exception] = asyncio.Queue()
         for request in requests:
-            n_new, n_top = request.max_new_tokens, request.n_top or 0
-            check_settings(max_new_tokens=n_new, seed=request.seed, stop=request.stop, n_top=n_top)
             check_ids(request.prompt, self.model.config.vocab_size)
         jobs = [_Job(request, i, items, self) for i, request in enumerate(requests)]
         self._check_room(len(jobs))
@@ -134,7 +130,6 @@ class Engine:
 
         The windows are those of `minigpt.generation.score`; steps of other requests run between two of them.
         """
-        check_settings(n_top=n_top)
         check_ids(prompt, self.model.config.vocab_size)
         tokens, block_size = [Token(prompt[0])], self.model.config.block_size
         while (done := len(tokens)) < len(prompt):
@@ -244,8 +239,7 @@ class Engine:
         self._unsent += items
         if at_once or time.monotonic() >= self._next_send:
             ready, self._unsent, self._next_send = self._unsent, [], time.monotonic() + _SEND_SECONDS
-            with suppress(RuntimeError):  # the event loop is closed
-                self._loop.call_soon_threadsafe(_deliver, ready)
+            self._loop.call_soon_threadsafe(_deliver, ready)  # raises if the event loop is closed
 
 
 class TokenStream(AsyncIterator[Token]):
@@ -280,10 +274,6 @@ class TokenStream(AsyncIterator[Token]):
         for job in self._jobs:
             job.ended = True
 
-    def __del__(self) -> None:
-        for job in self._jobs:
-            job.ended = True
-
 
 class _Job:
     """The state of a request. `ended` is set by both threads and never reset."""
@@ -292,7 +282,7 @@ class _Job:
         device = engine.model.wte.weight.device
         self.request, self.index, self.items = request, index, items
         self.last, self.n_tokens, self.ended = request.prompt[-1], 0, False
-        self.criteria = StopCriteria(request.stop, engine.tokenizer, 1)
+        self.criteria = StopCriteria(request.stop, engine.tokenizer)
         self.uniforms = PerSampleRNG([request.seed], device)
         self.seen = None  # (V,), for a repetition penalty
         if request.sampling.repetition_penalty != 1:
@@ -308,7 +298,7 @@ class _Job:
         if self.seen is not None:
             self.seen[token] = True
         full = self.n_tokens == self.request.max_new_tokens
-        reason = "stop" if self.criteria.update([token])[0] else "length" if full else None
+        reason = "stop" if self.criteria.update(token) else "length" if full else None
         self.ended |= reason is not None
         if self.request.n_top is None:
             return Token(token, reason=reason, sample=self.index)

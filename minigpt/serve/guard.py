@@ -67,7 +67,7 @@ class Guard:
         """Raise ApiError for a request to refuse; return the response to a preflight request of an allowed origin."""
         headers = Headers(scope=scope)
         host, origin = headers.get("host", ""), headers.get("origin")
-        if not self._is_own(hostname(host)):
+        if not self._is_own(host):
             raise ApiError(403, f"Host must be a loopback address or {self.host}, got {host}; see --host")
         if origin is not None and origin not in (f"{scope['scheme']}://{host}", *self.origins):
             raise ApiError(403, f"Origin must be that of the server, got {origin}; allow others with --allow-origin")
@@ -81,15 +81,11 @@ class Guard:
             raise ApiError(401, message, code="invalid_api_key", www_authenticate="Bearer")
         return None
 
-    def _is_own(self, name: str) -> bool:
-        """Return whether a name is loopback or the bound one; for a server on all interfaces, an address is enough."""
+    def _is_own(self, host: str) -> bool:
+        """Return whether a Host header has the loopback or bound name; on all interfaces, any address is enough."""
+        match = re.fullmatch(r"(?:\[([0-9a-f:.]+)\]|([\w.-]+))(?::\d+)?", host.lower())
+        name = (match[1] or match[2]) if match else ""  # without port and brackets
         return is_loopback(name) or name == self.host or (self.host in ("0.0.0.0", "::") and _is_address(name))
-
-
-def hostname(host: str) -> str:
-    """Return the name in a Host header, without port and brackets; empty if the header is malformed."""
-    match = re.fullmatch(r"(?:\[([0-9a-f:.]+)\]|([\w.-]+))(?::\d+)?", host.lower())
-    return (match[1] or match[2]) if match else ""
 
 
 def is_loopback(name: str) -> bool:

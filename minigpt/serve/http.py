@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -18,7 +17,7 @@ from minigpt.serve.models import Models
 from minigpt.utils.checks import Rule
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import RunError, UserError, require
-from minigpt.utils.terminal import sanitize_line
+from minigpt.utils.terminal import log, sanitize_line
 
 Settings = Mapping[str, tuple[Any, Rule]]  # default and rule by name
 
@@ -54,7 +53,7 @@ class ApiError(Exception):
         if isinstance(error, UserError) and not isinstance(error, RunError):
             return cls(400, str(error))
         if not isinstance(error, ClientDisconnect):
-            print(sanitize_line(f"error: {error_text(error)}"), file=sys.stderr)
+            log(f"error: {error_text(error)}")
         return cls(500, "the server failed; its terminal shows the error")
 
     def response(self) -> Response:
@@ -123,10 +122,10 @@ def check(
 
     Args:
         ignored: other settings that a body may have.
-        harmless: values that yet others may have.
+        harmless: the value that yet others may have; each may also be empty or zero.
     """
     for name in body.keys() - settings.keys():
-        if body[name] is not None and name not in ignored and body[name] not in harmless.get(name, ()):
+        if body[name] and name not in ignored and body[name] != harmless.get(name):
             message = f"{name} is not supported with this value; leave it out"
             raise ApiError(400, message, param=name, code="unsupported_parameter")
     values = {}
@@ -166,13 +165,9 @@ async def _read_json(request: Request) -> dict[str, Any]:
         if len(body) > MAX_BODY_BYTES:
             raise ApiError(413, f"the body of a request must have at most {MAX_BODY_BYTES:,} bytes", connection="close")
     try:
-        values = json.loads(body, parse_constant=_refuse_constant)
+        values = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body of a request must be JSON ({error})") from error
     if not isinstance(values, dict):
         raise ApiError(400, "the body of a request must be a JSON object")
     return values
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a number of JSON")

@@ -91,8 +91,8 @@ class Models:
             UserError: there is no such head.
             QueueFull: all engines that are kept are in use.
         """
-        from minigpt.interpret.head_stats import without_heads
-        from minigpt.serve.engine import QueueFull
+        from minigpt.interpret.heads import without_heads
+        from minigpt.serve.engine import Engine, QueueFull
 
         original, kept = self._engines[name], self._silenced[name]
         key = frozenset((layer, head) for layer, head in heads)
@@ -104,7 +104,7 @@ class Models:
             if idle is None:
                 raise QueueFull("other heads are silenced")
             del kept[idle]
-        found = kept.pop(key, None) or self.new_engine(without_heads(original.model, key), original.tokenizer)
+        found = kept.pop(key, None) or Engine(without_heads(original.model, key), original.tokenizer)
         kept[key] = found  # the last is the most recently used
         return found
 
@@ -120,18 +120,13 @@ class Models:
         silenced = (engine for engines in self._silenced.values() for engine in engines.values())
         await asyncio.gather(*(engine.close() for engine in (*self._engines.values(), *silenced)))
 
-    def new_engine(self, model: "GPT", tokenizer: "Tokenizer") -> "Engine":
-        """Return the engine of a model; the tests replace this method."""
-        from minigpt.serve.engine import Engine
-
-        return Engine(model, tokenizer)
-
     async def _load(self, name: str) -> None:
         from minigpt.checkpoints.pretrained import find_pretrained
         from minigpt.console import move_model
+        from minigpt.serve.engine import Engine
 
         def load() -> "tuple[GPT, Tokenizer]":
             found = find_pretrained(self.sources[name])
             return move_model(found.load(), self.device, "float32"), found.tokenizer
 
-        self._engines[name] = self.new_engine(*await asyncio.to_thread(load))
+        self._engines[name] = Engine(*await asyncio.to_thread(load))

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from minigpt.data.pieces import piece_decoder, token_pieces
 from minigpt.data.tokenizer import whole_characters
 from minigpt.generation import NON_FINITE, check_ids
-from minigpt.interpret.attention_maps import layer_attention
+from minigpt.interpret.heads import attention_maps
 from minigpt.interpret.page import N_TOP, describe_token
 from minigpt.model import GPT
 from minigpt.page.render import MAX_MAP_TOKENS, describe
@@ -113,7 +113,8 @@ async def _attention(models: Models, request: Request, body: dict[str, Any]) -> 
     ids = check_ids(values["ids"], config.vocab_size)[-min(config.block_size, MAX_MAP_TOKENS) :]
 
     def compute(model: GPT) -> bytes:
-        weights = layer_attention(model, torch.tensor(ids, device=model.wte.weight.device), layer)  # (H, T, T)
+        tokens = torch.tensor(ids, device=model.wte.weight.device)
+        weights = attention_maps(model, tokens, slice(layer, layer + 1))[0]  # (H, T, T)
         shown = weights.mean(dim=0) if head is None else weights[head]  # (T, T)
         return shown.numpy().astype("<f4").tobytes()
 

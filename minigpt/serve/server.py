@@ -20,8 +20,6 @@ from minigpt.serve.models import Models
 from minigpt.serve.page import page_routes
 from minigpt.utils.errors import UserError
 
-_SHUTDOWN_SECONDS = 1  # for requests in progress
-
 
 def create_app(models: Models) -> Starlette:
     """Return the application: the page, its API, and that of OpenAI, without the checks of `minigpt.serve.guard`."""
@@ -65,13 +63,7 @@ def new_server(app: ASGIApp, *, access_log: bool) -> uvicorn.Server:
     The access log on stdout has a line per request, without its text and key.
     """
     config = uvicorn.Config(
-        app,
-        http="h11",
-        ws="none",
-        lifespan="on",
-        access_log=access_log,
-        server_header=False,
-        timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
+        app, http="h11", ws="none", access_log=access_log, server_header=False, timeout_graceful_shutdown=1
     )
     logging.getLogger("uvicorn.error").setLevel("CRITICAL")  # the application prints its errors
     return uvicorn.Server(config)

@@ -98,16 +98,7 @@ _CHAT: Settings = {
     "logprobs": (False, BOOLEAN),
     "top_logprobs": (None, integer(0, 20)),
 }
-# Settings that clients send, and the values of others, that change no result.
-_IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
-_HARMLESS: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "suffix": ("",),
-    "logit_bias": ({},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-}
+# Settings that clients send, and the values of others, that change no result; nor do values that are empty or zero.
+_IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+_IGNORED |= {"tool_choice", "parallel_tool_calls"}  # without tools
+_HARMLESS = {"best_of": 1, "response_format": {"type": "text"}, "modalities": ["text"]}

@@ -24,19 +24,17 @@ if TYPE_CHECKING:
 MAX_LABELED = 10  # lines with a color and an entry in a legend
 MAX_NAMES = 20  # rows of a plot by name
 MAX_ANNOTATED = 64  # cells of a heat map with their loss as text
-MIN_FIT_POINTS = 5
 
 
 def plot_sweep(file: Path, points: Sequence[Point], *, title: str, along: str | None = None) -> None:
     """Write `sweep.png`.
 
     Args:
-        file: the image; its suffix sets the format.
         along: a numeric setting to plot the loss over, one line per combination of the others.
     """
     with warnings.catch_warnings(), atomic_write(file) as partial:
         warnings.simplefilter("ignore", UserWarning)  # characters that the font lacks
-        sweep_figure(points, title=title, along=along).savefig(partial, dpi=120, format=file.suffix[1:].lower())
+        sweep_figure(points, title=title, along=along).savefig(partial, dpi=120, format="png")
 
 
 def sweep_figure(points: Sequence[Point], *, title: str, along: str | None = None) -> "Figure":
@@ -49,8 +47,8 @@ def sweep_figure(points: Sequence[Point], *, title: str, along: str | None = Non
     if measured := [row for row in rows if row.losses]:
         _plot_swept(swept, rows, along)
         _plot_curves(curves, measured)
-        _plot_scaling(params, measured, "params", "parameters N")
-        _plot_scaling(flops, measured, "flops", "training FLOPs C")
+        _plot_cost(params, measured, "params", "parameters N")
+        _plot_cost(flops, measured, "flops", "training FLOPs C")
     counts = count_text(Counter(point.status for point in points))
     figure.suptitle(_escape(f"{title}: {counts}", 120), fontsize=14)
     return figure
@@ -63,14 +61,6 @@ def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, flo
         if not front or loss < front[-1][1]:
             front.append((cost, loss))
     return front
-
-
-def power_law(xs: Sequence[float], losses: Sequence[float]) -> tuple[float, float]:
-    """Fit loss = scale · x^(−exponent) by least squares in logarithms; return (scale, exponent)."""
-    import numpy as np
-
-    slope, offset = np.polyfit(np.log(xs), np.log(losses), 1)
-    return float(np.exp(offset)), -float(slope)
 
 
 def _plot_swept(panel: "Axes", rows: Sequence[Row], along: str | None) -> None:
@@ -155,8 +145,8 @@ def _plot_curves(panel: "Axes", rows: Sequence[Row]) -> None:
     _finish(panel, ends)
 
 
-def _plot_scaling(panel: "Axes", rows: Sequence[Row], cost: str, label: str) -> None:
-    """Plot the loss over a cost, with the Pareto front and a power law fitted to it."""
+def _plot_cost(panel: "Axes", rows: Sequence[Row], cost: str, label: str) -> None:
+    """Plot the loss over a cost, with the Pareto front."""
     from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
     known = [(x, row.loss) for row in rows if row.loss and (x := row.mean_of(cost))]
@@ -167,12 +157,7 @@ def _plot_scaling(panel: "Axes", rows: Sequence[Row], cost: str, label: str) -> 
     panel.xaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter=EngFormatter())
     panel.xaxis.set_minor_formatter(NullFormatter())
     panel.scatter(*zip(*known, strict=True), alpha=0.6)
-    xs, losses = zip(*pareto_front(known), strict=True)
-    panel.plot(xs, losses, color="0.2", label="Pareto front")
-    if len(xs) >= MIN_FIT_POINTS:
-        scale, exponent = power_law(xs, losses)
-        text = f"fit: {scale:.3g} · {label[-1]}$^{{{-exponent:.3f}}}$"
-        panel.plot(xs, [scale * x**-exponent for x in xs], "--", color="C1", label=text)
+    panel.plot(*zip(*pareto_front(known), strict=True), color="0.2", label="Pareto front")
     panel.plot(*known[0], "*", markersize=15, color="C3", label=f"best {known[0][1]:.4f}")
     _finish(panel, [loss for _, loss in known], loc="upper right")
 

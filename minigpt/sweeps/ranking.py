@@ -70,7 +70,10 @@ class Row:
 def ranked(points: Sequence[Point]) -> list[Row]:
     """Group points by their settings without the seed: lowest mean loss first, rows without a loss last."""
     names = [name for name in axes(points) if name != SEED]
-    unit, short = loss_unit(points), short_names(names)
+    lengths = [point.bytes_per_token for point in points if point.bytes_per_token]
+    # Losses per token do not compare if tokens differ in their mean length, as over tokenizers and corpora.
+    unit = BITS if lengths and max(lengths) > 1.001 * min(lengths) else NATS
+    short = short_names(names)
     groups: dict[tuple[tuple[str, str], ...], list[Point]] = {}
     for point in points:
         values = tuple((name, point.overrides[name]) for name in names if name in point.overrides)
@@ -83,12 +86,6 @@ def axes(points: Sequence[Point]) -> list[str]:
     """Return the settings in which points differ, in the order given; all settings if the points are equal."""
     names = dict.fromkeys(key for point in points for key in point.overrides)
     return [name for name in names if len({point.overrides.get(name) for point in points}) > 1] or list(names)
-
-
-def loss_unit(points: Sequence[Point]) -> str:
-    """Return `BITS` if tokens differ in their mean length, as over tokenizers and corpora, else `NATS`."""
-    lengths = [point.bytes_per_token for point in points if point.bytes_per_token]
-    return BITS if lengths and max(lengths) > 1.001 * min(lengths) else NATS
 
 
 def count_text(counts: Mapping[str, int]) -> str:

@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -41,7 +40,7 @@ from minigpt.sweeps.results import (
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.signals import Interrupted
-from minigpt.utils.terminal import sanitize_line
+from minigpt.utils.terminal import log
 
 MAX_NAME_CHARS = 120
 
@@ -85,8 +84,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         except (Interrupted, KeyboardInterrupt):
             if self.launched:  # else the folder holds nothing, or the plan of the sweep to resume
                 self._report()
-            line = f"to resume, run the same command with hydra.sweep.dir={self.folder} resume=auto"
-            print(sanitize_line(line), file=sys.stderr)
+            log(f"to resume, run the same command with hydra.sweep.dir={self.folder} resume=auto")
             raise
         self._report()
         if failed := sum(point.pending for point in self.points):
@@ -138,14 +136,14 @@ class Sweeper(hydra_sweeper.Sweeper):
         """Print which points are skipped and how many run, then run them, the longest first."""
         for point in batch:
             if point.status == SKIPPED:
-                print(sanitize_line(f"{point.folder.name}  skipped: {point.reason}"), file=sys.stderr)
+                log(f"{point.folder.name}  skipped: {point.reason}")
         # All workers end at about the same time.
         pending = sorted((point for point in batch if point.pending), key=lambda point: -point.planned_flops)
         text = f"{len(pending)} of {len(batch)} to run"
         if pending and isinstance(self.engine, Joblib):
             workers = self.engine.worker_envs(len(pending))
             text += f", {len(workers)} at a time with OMP_NUM_THREADS={workers[0]['OMP_NUM_THREADS']}"
-        print(text, file=sys.stderr)
+        log(text)
         if pending:
             self._launch(pending)
 
@@ -158,16 +156,13 @@ class Sweeper(hydra_sweeper.Sweeper):
 
         def on_end(index: int, job: JobReturn) -> None:
             folder = points[index].folder
-            if job.status == JobStatus.FAILED and refresh(points[index]).status in (
-                CRASHED,
-                WAITING,
-            ):  # its process died
+            # The process of a job that left no status died.
+            if job.status == JobStatus.FAILED and refresh(points[index]).status in (CRASHED, WAITING):
                 write_failure(folder, str(job._return_value))
             point = refresh(points[index])
             loss = f", val loss {point.val_loss:.4f} after {point.seconds:,.0f} s" if point.val_loss else ""
             reason = f": {point.reason}" if point.reason else ""
-            line = f"{next(ended)}/{len(points)} {folder.name} {point.status}{loss}{reason}"
-            print(sanitize_line(line), file=sys.stderr)
+            log(f"{next(ended)}/{len(points)} {folder.name} {point.status}{loss}{reason}")
 
         self.engine.on_end = on_end  # only launchers of minigpt call it
         first, self.launched = self.launched, self.launched + len(points)

@@ -17,7 +17,12 @@ _VISIBLE[127] = "␡"
 def warn(message: str) -> None:
     """Print a one-line warning on rank 0."""
     if is_rank_zero():
-        print(f"warning: {sanitize_line(message)}", file=sys.stderr)
+        log(f"warning: {message}")
+
+
+def log(line: str) -> None:
+    """Print a line to stderr."""
+    print(sanitize_line(line), file=sys.stderr, flush=True)
 
 
 def sanitize_line(text: str) -> str:

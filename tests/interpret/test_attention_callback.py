@@ -11,7 +11,7 @@ import torch
 from tiny_models import ALPHABET, make_model
 
 from minigpt.data.tokenizer import CharTokenizer
-from minigpt.interpret.attention_maps import attention_maps
+from minigpt.interpret.heads import attention_maps
 from minigpt.model import GPT
 from minigpt.runs.samples import AttentionMaps
 from minigpt.utils.errors import UserError

@@ -11,8 +11,7 @@ from tiny_models import ALPHABET, ARCHITECTURES, count_hooks, make_model
 from tolerance import assert_near, terms_of
 from torch import Tensor
 
-from minigpt.interpret.attention_maps import attention_maps, induction_scores, visible_text
-from minigpt.interpret.head_stats import head_ablation
+from minigpt.interpret.heads import attention_maps, head_ablation, induction_scores
 from minigpt.model import GPT
 
 
@@ -88,8 +87,3 @@ def test_the_induction_score_is_nan_for_a_short_block_and_chance_for_uniform_att
         torch.nn.init.zeros_(block.attention.qkv.bias)
     chance = np.mean([1 / n for n in range(9, 17)])  # 8 tokens, repeated once
     assert induction_scores(model, 12).flatten().tolist() == pytest.approx([chance] * 6, rel=1e-5)
-
-
-def test_invisible_characters_are_replaced_by_symbols_or_code_points() -> None:
-    visible = [visible_text(text) for text in ("\n", " the", "\t", "\r\n", "\x00", "\x7f", "\xad", "é", "")]
-    assert visible == ["⏎", " the", "⇥", "⟨U+000D⟩⏎", "⟨U+0000⟩", "⟨U+007F⟩", "⟨U+00AD⟩", "é", "∅"]

@@ -128,7 +128,7 @@ def test_maps_are_written_to_the_run_folder_or_beside_a_single_checkpoint(
 def test_lightning_and_pyplot_are_not_imported(shell: Callable[..., Any], tmp_path: Path) -> None:
     command = [sys.executable, "-X", "importtime", str(ROOT / "scripts" / "attention.py"), "model.safetensors"]
     result = subprocess.run([*command, "--prompt", "What"], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert "minigpt.interpret.attention_maps" in result.stderr
+    assert "minigpt.interpret.heads" in result.stderr
     assert not re.search(r"\| +(lightning|wandb|hydra|matplotlib.pyplot)$", result.stderr, re.MULTILINE)
 
 

@@ -2,18 +2,25 @@
 
 import copy
 import math
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from silence import silence
 from tiny_models import ALPHABET, ARCHITECTURES, count_hooks, make_model, uniform
 from tolerance import rounding, terms_of
 
 from minigpt.config import GPTConfig
-from minigpt.interpret.attention_maps import attention_maps, attention_modules, induction_scores, layer_attention
-from minigpt.interpret.head_stats import ablated, format_table, head_ablation, head_names, head_table, without_heads
+from minigpt.interpret.heads import (
+    attention_maps,
+    format_table,
+    head_ablation,
+    head_names,
+    head_table,
+    induction_scores,
+    without_heads,
+)
 from minigpt.model import GPT
 
 
@@ -142,14 +149,12 @@ def test_a_model_without_heads_equals_their_ablation_and_shares_all_other_tensor
     tokens = torch.arange(8)
     heads = {(0, 0), (model.config.n_layer - 1, model.config.n_head - 1), (0, model.config.n_head - 1)}
     before, silent = copy.deepcopy(model.state_dict()), without_heads(model, heads)
-    with ExitStack() as hooks, torch.no_grad():
-        for layer, head in heads:
-            hooks.enter_context(ablated(attention_modules(model)[layer], head))
+    with silence(model, heads), torch.no_grad():
         expected, maps = model(tokens[None]), attention_maps(model, tokens)
     with torch.no_grad():
         torch.testing.assert_close(silent(tokens[None]), expected)
     for layer in range(model.config.n_layer):
-        torch.testing.assert_close(layer_attention(silent, tokens, layer), maps[layer])
+        torch.testing.assert_close(attention_maps(silent, tokens, slice(layer, layer + 1)), maps[layer : layer + 1])
     copied = {name for name, x in silent.state_dict().items() if x.data_ptr() != model.state_dict()[name].data_ptr()}
     assert {name.split(".", 1)[1].split(".", 1)[1] for name in copied} == {"attention.out.weight"}
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())

@@ -39,14 +39,15 @@ def test_the_future_is_blank_and_all_maps_share_one_color_scale(tmp_path: Path) 
 
 
 def test_a_plot_shows_tokens_layers_heads_and_their_names(tmp_path: Path) -> None:
-    texts = [*"R\n $x$", "日", " antidisestablishmentarianism"]
-    weights = uniform(8).expand(2, 2, 8, 8)
+    texts = [*"R\n $x$", "日", " antidisestablishmentarianism", "\t\r", "\x7f\xad", ""]
+    weights = uniform(11).expand(2, 2, 11, 11)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # for glyphs missing from the font
         plot_maps(tmp_path / "a.svg", weights, texts, names=[["", "induction"], ["", ""]], title="a $ title $")
         plot_maps(tmp_path / "b.svg", weights, texts, layers=slice(1, 2), heads=slice(0, 1))
     shown = svg_texts(tmp_path / "a.svg")
-    labels = ["R", "⏎", "␣", "$", "x", "$", "⟨U+65E5⟩", "␣antidisest…"]
+    labels = ["R", "⏎", "␣", "$", "x", "$", "⟨U+65E5⟩", "␣antidisest…", "⇥⟨U+000D⟩"]
+    labels += ["⟨U+007F⟩⟨U+…", "∅"]
     for label in labels:
         assert shown.count(label) == 4 * labels.count(label)  # two rows of maps and two columns
     assert [text for text in shown if "layer" in text] == [f"layer {n} · head {m}" for n in (1, 2) for m in (1, 2)]

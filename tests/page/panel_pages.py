@@ -3,15 +3,14 @@
 import json
 import re
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
+from silence import silence
 
-from minigpt.interpret.attention_maps import attention_maps, attention_modules
-from minigpt.interpret.head_stats import ablated
+from minigpt.interpret.heads import attention_maps
 from minigpt.model import GPT
 
 MODULES = ("dom", "colors", "heads", "map", "attention", "history")
@@ -78,9 +77,7 @@ panel.visible = true;
 
 def all_weights(model: GPT, ids: Sequence[int], silenced: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
     """The attention weights of every head, by the arguments of the data source."""
-    with ExitStack() as stack:
-        for layer, head in silenced:
-            stack.enter_context(ablated(attention_modules(model)[layer], head))
+    with silence(model, silenced):
         weights = attention_maps(model, torch.tensor(ids))
     found = {}
     for layer in range(model.config.n_layer):

@@ -1,18 +1,17 @@
 """The model in the page: tokens, samples and attention equal those of minigpt, and the page stays responsive."""
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from exported import CHARACTERS, DEFAULTS, MODELS, SAMPLE, export, random_model
+from silence import silence
 
 from minigpt import GPT, generate
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer
 from minigpt.generation import score
-from minigpt.interpret.attention_maps import attention_maps, attention_modules
-from minigpt.interpret.head_stats import ablated
+from minigpt.interpret.heads import attention_maps
 
 SCORE = "return backend.score(backend.models[0], ...arguments)"
 ATTENTION = "return backend.attention(backend.models[0], ...arguments).then(weights => [...weights])"
@@ -36,14 +35,6 @@ SILENCED = [[0, 1], [1, 0], [1, 3]]
 
 def random_ids(count: int, seed: int = 1) -> list[int]:
     return torch.randint(0, 95, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def silence(model: GPT, heads: list[list[int]]) -> ExitStack:
-    """Silence heads of a model: `with silence(model, [[layer, head], …]): …`."""
-    stack = ExitStack()
-    for layer, head in heads:
-        stack.enter_context(ablated(attention_modules(model)[layer], head))
-    return stack
 
 
 def assert_tokens(found: list[dict[str, Any]], model: GPT, ids: list[int]) -> None:

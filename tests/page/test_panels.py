@@ -15,7 +15,7 @@ from readers import Window
 from torch import Tensor
 
 from minigpt import GPT, GPTConfig
-from minigpt.interpret.attention_maps import attention_maps
+from minigpt.interpret.heads import attention_maps
 
 TEXTS = [*"abcdefgh", "\n", " the", "é", "", "</script><img src=x onerror=\"document.title='broken'\">"]
 IDS = [0, 3, 9, 8, 1, 12, 5, 7, 11, 10, 2, 4]

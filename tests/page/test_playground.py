@@ -3,7 +3,6 @@
 import csv
 import re
 import time
-from contextlib import ExitStack
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +12,13 @@ import torch
 from contrast import text_contrasts
 from readers import CHARACTERS, SHIFTED, Reader, continuation, make_run
 from servers import serving
+from silence import silence
 
 from minigpt import GPT
 from minigpt.checkpoints.export_html import export_html
 from minigpt.checkpoints.pretrained import find_pretrained
 from minigpt.generation import score
-from minigpt.interpret.attention_maps import attention_maps, attention_modules
-from minigpt.interpret.head_stats import ablated, without_heads
+from minigpt.interpret.heads import attention_maps, without_heads
 
 PROMPT = "To be, or not to be"
 
@@ -63,9 +62,7 @@ def at_server(browser: Any, site: Any) -> Any:
 
 def loss_of(model: GPT, text: str, silenced: tuple[tuple[int, int], ...] = ()) -> float:
     ids = CHARACTERS.encode(text).tolist()
-    with ExitStack() as stack:
-        for layer, head in silenced:
-            stack.enter_context(ablated(attention_modules(model)[layer], head))
+    with silence(model, silenced):
         return -score(model, ids[1:], ids[:1]).logprobs.mean().item()
 
 

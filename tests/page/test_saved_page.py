@@ -10,7 +10,7 @@ import torch
 from contrast import text_contrasts
 from readers import CHARACTERS, Reader, make_run
 
-from minigpt.interpret.attention_maps import attention_maps
+from minigpt.interpret.heads import attention_maps
 from minigpt.interpret.page import score_tokens, write_page
 from minigpt.page.render import describe
 

@@ -431,7 +431,7 @@ import contextlib, io, json, resource, runpy, sys, warnings
 from pathlib import Path
 warnings.simplefilter("ignore")
 import matplotlib.pyplot, minigpt.checkpoints.models, minigpt.console
-import minigpt.interpret.plots, minigpt.interpret.page, minigpt.interpret.head_stats
+import minigpt.interpret.plots, minigpt.interpret.page, minigpt.interpret.heads
 import minigpt.checkpoints.validation_split
 memory, script, *files = sys.argv[1:]
 pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -219,7 +219,7 @@ def test_the_command_llm_continues_a_prompt(url: str, run: Path, tmp_path: Path)
         ({"logprobs": True}, "logprobs", "logprobs must be an integer in [0, 20], got True"),
         ({"prompt": None}, "prompt", "prompt must be a text, token ids, or a list of them, got None"),
         ({"prompt": []}, "prompt", "prompt must be a text"),
-        ({"prompt": [256]}, "prompt", "prompt must have token ids in [0, 256), got 256"),
+        ({"prompt": [256]}, "prompt", "prompt: a prompt must be a non-empty sequence of token ids in [0, 256)"),
         ({"prompt": "a" * 65537}, "prompt", "prompt must have at most 65,536 tokens, got 65,537"),
         ({"frequency_penalty": 0.5}, "frequency_penalty", "frequency_penalty is not supported with this value"),
         ({"best_of": 2}, "best_of", "best_of is not supported"),
@@ -256,7 +256,8 @@ def test_harmless_settings_of_clients_are_accepted(http: httpx.Client) -> None:
     settings = {"user": "me", "best_of": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "suffix": None}
     settings |= {"logit_bias": {}, "stop": None, "seed": None, "stream": None, "logprobs": None}
     assert post(http, prompt="a", max_tokens=1, **settings).status_code == 200
-    chat = {"tools": [], "response_format": {"type": "text"}, "metadata": {"a": "b"}, "store": False}
+    chat = {"tools": [], "tool_choice": "auto", "metadata": {"a": "b"}, "store": False}
+    chat |= {"response_format": {"type": "text"}, "modalities": ["text"]}
     assert post(http, CHAT, messages=HELLO, max_tokens=1, **chat).status_code == 200
 
 

@@ -14,11 +14,11 @@ import httpx
 import pytest
 import torch
 from servers import BrokenEngine, SmallEngine, make_run, serving
+from silence import silence
 
 from minigpt import GPT, generate, load_checkpoint
 from minigpt.checkpoints.pretrained import Pretrained
-from minigpt.interpret.attention_maps import attention_maps, attention_modules
-from minigpt.interpret.head_stats import ablated
+from minigpt.interpret.heads import attention_maps
 from minigpt.serve import page
 from minigpt.serve.page import MAX_SCORED
 
@@ -118,9 +118,7 @@ def test_the_end_of_text_token_ends_a_sample_and_is_not_part_of_it(http: httpx.C
 
 def test_silenced_heads_have_no_output(http: httpx.Client, model: GPT) -> None:
     ids, heads = list(TEXT.encode())[:20], [[0, 1], [1, 0], [1, 1]]
-    with torch.no_grad(), ExitStack() as stack:
-        for layer, head in heads:
-            stack.enter_context(ablated(attention_modules(model)[layer], head))
+    with torch.no_grad(), silence(model, heads):
         expected = model(torch.tensor([ids]))[0, :-1].log_softmax(dim=-1)
         maps = attention_maps(model, torch.tensor(ids))
     for silenced in (heads, [*heads[::-1], heads[0]], [[0, 0]], [[1, 0]], heads):  # more engines than are kept
@@ -131,9 +129,7 @@ def test_silenced_heads_have_no_output(http: httpx.Client, model: GPT) -> None:
     weights = post(http, "attention", ids=ids, layer=1, head=0, silenced=heads).content
     torch.testing.assert_close(matrix(weights), maps[1, 0])
     greedy = lines(post(http, "generate", ids=ids, max_tokens=1, temperature=0, silenced=heads))
-    with torch.no_grad(), ExitStack() as stack:
-        for layer, head in heads:
-            stack.enter_context(ablated(attention_modules(model)[layer], head))
+    with torch.no_grad(), silence(model, heads):
         assert greedy[0]["id"] == model(torch.tensor([ids]))[0, -1].argmax()
 
 

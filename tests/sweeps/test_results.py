@@ -1,4 +1,4 @@
-"""A sweep folder and its report: points, rows, the table, the power law, the plot."""
+"""A sweep folder and its report: points, rows, the table, the plot."""
 
 import csv
 import io
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from minigpt.runs.run_dir import lock_run_dir
-from minigpt.sweeps.plots import pareto_front, plot_sweep, power_law, sweep_figure
+from minigpt.sweeps.plots import pareto_front, plot_sweep, sweep_figure
 from minigpt.sweeps.ranking import axes, ranked
 from minigpt.sweeps.report import print_table, report, write_table
 from minigpt.sweeps.results import BITS, Point, read_sweep, write_plan
@@ -453,7 +453,7 @@ def test_the_csv_holds_the_printed_table(tmp_path):
     assert float(rows[0]["flops"]) == pytest.approx(6 * 6400 * 20 * TOKENS)
 
 
-# Pareto front and power law.
+# Pareto front.
 
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=12))
@@ -462,11 +462,6 @@ def test_the_pareto_front_holds_all_points_that_none_dominates(points):
         return a != b and a[0] <= b[0] and a[1] <= b[1]
 
     assert pareto_front(points) == sorted({a for a in points if not any(better(b, a) for b in points)})
-
-
-def test_a_power_law_without_noise_is_recovered():
-    xs = [1e4, 3e4, 2e5, 1e6, 4e6]
-    assert power_law(xs, [5.5 * x**-0.076 for x in xs]) == pytest.approx((5.5, 0.076))
 
 
 # The plot.
@@ -548,7 +543,7 @@ def test_other_sweeps_are_the_best_rows_by_name():
     assert names[:2] == ["act=relu, n=0, m=0   4.0000", "act=relu, n=0, m=1   4.1000"]
 
 
-def test_loss_over_cost_has_the_pareto_front_and_a_power_law():
+def test_loss_over_cost_has_the_pareto_front():
     sizes = ["1000", "3000", "10000", "30000", "100000", "300000"]
 
     def loss(size, bad):
@@ -556,20 +551,12 @@ def test_loss_over_cost_has_the_pareto_front_and_a_power_law():
 
     costs = {"params": lambda size, bad: int(size), "flops": lambda size, bad: 6e3 * int(size)}
     _, _, params, flops = panels_of(points_of({"size": sizes, "bad": ["0", "1"]}, loss, **costs))
-    for panel, factor, symbol in ((params, 1, "N"), (flops, 6e3, "C")):
-        front, (fit, _), best = (labels(panel)["Pareto front"], list(labels(panel))[1:], legend(panel)[-1])
+    for panel, factor in ((params, 1), (flops, 6e3)):
+        front = labels(panel)["Pareto front"]
         np.testing.assert_allclose(front.get_xdata(), [factor * float(size) for size in sizes])
         np.testing.assert_allclose(front.get_ydata(), [loss(size, 0) for size in sizes])
-        np.testing.assert_allclose(labels(panel)[fit].get_ydata(), front.get_ydata())
-        assert fit.endswith(f" · {symbol}$^{{-0.080}}$")
-        assert best == f"best {loss('300000', 0):.4f}"
+        assert legend(panel) == ["Pareto front", f"best {loss('300000', 0):.4f}"]
         assert panel.get_xscale() == "log"
-
-
-def test_fewer_than_five_costs_have_no_power_law():
-    sizes = {"size": ["1", "2", "3", "4"], "bad": ["0", "1"]}
-    points = points_of(sizes, lambda size, bad: 9 - int(size) + int(bad) / 10, params=lambda size, bad: int(size))
-    assert legend(panels_of(points)[2]) == ["Pareto front", "best 5.0000"]
 
 
 def test_a_diverged_run_does_not_compress_the_others():

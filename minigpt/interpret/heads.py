@@ -1,27 +1,63 @@
-"""Statistics of attention heads: where each head attends, and how much the loss depends on it.
+"""Attention heads: their weights for a text, statistics of where they attend, and how much the loss depends on them.
 
-The statistics come from the weights of `attention_maps`; the ablation runs the model once per head. Depends on torch,
-and on tqdm for the progress bar. Tensors count layers and heads from 0; the printed table counts them from 1.
+Forward pre-hooks record the weights during an ordinary forward pass, and an ablation runs the model once per head, so
+both work for every `GPTConfig`. Depends on torch, and on tqdm for the progress bar. Tensors count layers and heads
+from 0; the printed table counts them from 1.
 
 Shapes: L layers, H heads, B batch, T time, D head width.
 """
 
 import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from minigpt.attention import MultiHeadAttention
-from minigpt.interpret.attention_maps import attention_modules
 from minigpt.model import GPT, eval_mode
 
+N_SEQUENCES = 8  # random sequences per induction score
 POSITION_THRESHOLD = 0.5  # mean weight on one position: at most one position can exceed it
 # 15 times the score of uniform attention for 32 repeated tokens; published induction heads score 0.3 to 1.
 INDUCTION_THRESHOLD = 0.3
 MIN_TOKENS_FOR_NAME = 8  # in a shorter text, uniform attention also has large weights on the previous token
+
+
+def attention_maps(model: GPT, tokens: Tensor, layers: slice = slice(None)) -> Tensor:
+    """Compute the attention weights of every head for one text.
+
+    Args:
+        tokens: (T,) ids, T at most `block_size`.
+        layers: the ones to compute, counted from 0.
+
+    Returns:
+        (L, H, T, T), one row per query; float32, on the CPU.
+    """
+    return _attention_weights(model, tokens[None], layers)[:, 0]
+
+
+def induction_scores(model: GPT, vocab_size: int, *, seed: int = 0) -> Tensor:
+    """Compute the prefix-matching score of every head, which is high for induction heads.
+
+    A sequence of distinct random tokens is repeated once. In the second copy, an induction head attends to the token
+    after the previous occurrence of the current token; the score is the mean weight of that token.
+
+    Returns:
+        (L, H), NaN if the block size or the vocabulary is too small for a repeated sequence.
+
+    Source: Olsson et al., 2022, https://arxiv.org/abs/2209.11895
+    """
+    P = min(model.config.block_size // 2, vocab_size)  # length of one copy
+    if P < 2:
+        return torch.full((model.config.n_layer, model.config.n_head), float("nan"))
+    generator = torch.Generator().manual_seed(seed)
+    once = torch.stack([torch.randperm(vocab_size, generator=generator)[:P] for _ in range(N_SEQUENCES)])  # (B, P)
+    weights = _attention_weights(model, torch.cat((once, once), dim=1).to(model.wte.weight.device))
+    query = torch.arange(P, 2 * P)
+    return weights[..., query, query - P + 1].mean(dim=(1, 3))  # (L, B, H, P) -> (L, H)
 
 
 def head_table(weights: Tensor, induction: Tensor) -> dict[str, Tensor]:
@@ -86,7 +122,8 @@ def head_ablation(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple
     """Compute the increase of the loss when the output of one head is set to zero, for every head.
 
     Args:
-        batches: tokens and targets, (B, T) each, on the model's device; negative targets are ignored.
+        batches: tokens and targets, (B, T) each, on the model's device; negative targets are ignored. They are read
+            once per head.
 
     Returns:
         The increase per head (L, H), and the loss of the intact model; nats per token.
@@ -96,32 +133,42 @@ def head_ablation(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple
     from tqdm import tqdm
 
     L, H = model.config.n_layer, model.config.n_head
-    intact, ablated_loss, count = 0.0, torch.zeros(L, H, dtype=torch.float64), 0
+    count = sum(int((targets >= 0).sum()) for _, targets in batches)
+
+    def loss_of(model: GPT) -> float:
+        return sum(float(model(*batch, reduction="sum")) for batch in batches) / count
+
     with eval_mode(model):
-        for tokens, targets in tqdm(batches, desc="ablating every head", unit="batch", disable=None):
-            count += int((targets >= 0).sum())
-            intact += float(model(tokens, targets, reduction="sum"))
-            for layer, attention in enumerate(attention_modules(model)):
-                for head in range(H):
-                    with ablated(attention, head):
-                        ablated_loss[layer, head] += float(model(tokens, targets, reduction="sum"))
-    return ((ablated_loss - intact) / count).float(), intact / count
-
-
-def ablated(attention: MultiHeadAttention, head: int) -> RemovableHandle:
-    """Set the output of one head, counted from 0, to zero: `with ablated(attention, head): …`."""
-    keep = torch.ones(attention.n_head, attention.head_dim, device=attention.qkv.weight.device)  # (H, D)
-    keep[head] = 0
-    return attention.out.register_forward_pre_hook(lambda _, args: (args[0] * keep.flatten().to(args[0]),))
+        intact = loss_of(model)
+        heads = tqdm(list(product(range(L), range(H))), desc="ablating every head", unit="head", disable=None)
+        increases = [loss_of(without_heads(model, [head])) - intact for head in heads]
+    return torch.tensor(increases).view(L, H), intact
 
 
 def without_heads(model: GPT, heads: Collection[tuple[int, int]]) -> GPT:
     """Return a copy of a model, which shares its tensors, where the output of heads (layer, head) from 0 is zero."""
     shared: Any = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     model = copy.deepcopy(model, shared)
-    for layer, attention in enumerate(attention_modules(model)):
+    for layer, block in enumerate(model.blocks):
         if silenced := [head for other, head in heads if other == layer]:
-            weight: Tensor = attention.out.get_parameter("weight").detach().clone()  # (C, H·D)
+            attention: Any = block.attention
+            weight: Tensor = attention.out.weight.detach().clone()  # (C, H·D)
             weight.view(len(weight), attention.n_head, attention.head_dim)[:, silenced] = 0
             attention.out.weight = torch.nn.Parameter(weight, requires_grad=False)
     return model
+
+
+@torch.no_grad()
+def _attention_weights(model: GPT, tokens: Tensor, layers: slice = slice(None)) -> Tensor:
+    """Return the weights (L, B, H, T, T) of some layers for tokens (B, T), on the CPU."""
+    weights: list[Tensor] = []
+
+    def record(attention: MultiHeadAttention, args: Any, kwargs: dict[str, Any]) -> None:
+        weights.append(attention.attention_weights(*args, rotary=kwargs["rotary"]).float().cpu())
+
+    with eval_mode(model), ExitStack() as hooks:
+        for block in model.blocks[layers]:
+            attention: Any = block.attention
+            hooks.enter_context(attention.register_forward_pre_hook(record, with_kwargs=True))
+        model(tokens)
+    return torch.stack(weights)
