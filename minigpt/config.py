@@ -65,7 +65,7 @@ class GPTConfig:
     ngram_dropout: float = 0.0
     smear: int = 0  # number of previous token embeddings added to each, with learned factors per channel
     embed_norm: bool = False  # RMS-normalize the input of the first block
-    future_loss: float = 0.0  # weight of the loss of a second head, of the token after the next; in training alone
+    future_loss: float = 0.0  # weight of the loss of a second head, of the token after the next; in training only
     logit_softcap: float | None = None  # limit of the logits: c tanh(logits / c)
     parametrization: str = "standard"  # mup: the optimal learning rate is the same at every width
     base_n_embd: int = 128  # n_embd at which mup equals standard

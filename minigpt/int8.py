@@ -16,7 +16,7 @@ _LEAST = 1e-30  # scale of a row of zeros
 
 
 def quantize(model: GPT) -> GPT:
-    """Replace the matrices of the blocks and the head by int8 ones, in place; embeddings stay as they are."""
+    """Replace the matrices of the blocks and the head of a float32 model by int8 ones, in place."""
     for parent in (*model.blocks.modules(), model):
         for name, layer in parent.named_children():
             if isinstance(layer, nn.Linear) and layer.in_features > 1:  # of one, torch 2.13's product is wrong

@@ -280,7 +280,7 @@ class _LargeLinear:
     """Products limited by the memory bandwidth: MKL's `mm` uses one thread and a third of it for few rows."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight, self.bias, self.is_packed = weight, bias, weight.numel() >= _MAX_COPIED_NUMEL
+        self.weight, self.bias, self.packs_later = weight, bias, weight.numel() < _MAX_COPIED_NUMEL
         self.slices = weight.reshape(math.gcd(len(weight), 8), -1, weight.size(1))  # (slices, O/slices, I)
 
     def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
@@ -288,8 +288,8 @@ class _LargeLinear:
             y = torch.bmm(self.slices, x.T.expand(len(self.slices), -1, -1)).flatten(0, 1).T.contiguous()  # (B, O)
             y = y if self.bias is None else y.add_(self.bias)
         else:
-            if not self.is_packed:
-                self.weight, self.is_packed = torch.ops.mkldnn._reorder_linear_weight(self.weight), True
+            if self.packs_later:
+                self.weight, self.packs_later = torch.ops.mkldnn._reorder_linear_weight(self.weight), False
             y = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return y if residual is None else y.add_(residual)
 

@@ -25,7 +25,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 def rms_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = EPS) -> Tensor:
     """Normalize x (…, C) to root mean square 1, times weight (C,), plus bias (C,). https://arxiv.org/abs/1910.07467"""
     if not _use_fused_cpu(x, torch.float32):
-        y = F.rms_norm(x, x.shape[-1:], weight, eps)
+        y = F.rms_norm(x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps)
     else:
         y = _RMSNorm.apply(x, eps) if torch.is_grad_enabled() else x * _rms_factor(x, eps)
         y = y if weight is None else y * weight
@@ -65,17 +65,18 @@ def apply_dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     """
     if not training or p == 0:
         return x
-    if not _use_fused_cpu(x, torch.float32, torch.bfloat16):
+    dropped = round(p * (1 << 16))  # of the 65,536 values of 16 bits
+    if not 0 < dropped < 1 << 16 or not _use_fused_cpu(x, torch.float32, torch.bfloat16):
         return F.dropout(x, p)
     n, lowest = x.numel(), -(1 << 15)
     drawn = torch.empty(-(-n // 4), dtype=torch.int64).random_(-(1 << 63), None).view(torch.int16)  # uniform
-    kept = drawn[:n].view(x.shape) >= lowest + min(round(p * (1 << 16)), (1 << 16) - 1)
+    kept = drawn[:n].view(x.shape) >= lowest + dropped
     return x * kept.to(x.dtype).div_(1 - p)
 
 
 @cache
 def has_bfloat16(device: torch.device) -> bool:
-    """Return whether a GPU or a CPU has instructions for bfloat16, so that it computes faster than float32."""
+    """Return whether a CUDA GPU or an x86 CPU has instructions for bfloat16, which is faster there than float32."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     supported = torch.cpu.get_capabilities() if device.type == "cpu" else {}

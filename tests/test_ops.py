@@ -107,6 +107,13 @@ def test_dropout_drops_each_element_independently_and_scales_the_rest(p: float, 
     assert torch.equal(apply_dropout(x, p), y)
 
 
+def test_dropout_of_everything_is_zero_and_other_probabilities_are_refused():
+    assert torch.equal(apply_dropout(torch.ones(7), 1.0), torch.zeros(7))
+    for p in (-0.5, 1.5):
+        with pytest.raises(ValueError, match="dropout probability"):
+            apply_dropout(torch.ones(7), p)
+
+
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs /proc/cpuinfo")
 def test_instructions_for_bfloat16_are_those_that_the_system_lists():
     flags = set(Path("/proc/cpuinfo").read_text().split())

@@ -44,7 +44,7 @@ class Pretrained:
         return self.source if self.revision else self.path.name
 
     def load(self, config: GPTConfig | None = None) -> GPT:
-        """Load the model in float32 and evaluation mode, with the block size and the dropout of `config`."""
+        """Load the model in float32 and evaluation mode, with the block size and dropout of `config`."""
         weights = self.model.state_dict() if self.model else read_weights(self.path, self.config)
         return build_model(config or self.config, weights).eval()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minigpt.config import GPTConfig
+from minigpt.runs.processes import SETTABLE
 from minigpt.runs.run_dir import short_path
 from minigpt.utils import checks
 from minigpt.utils.checks import integer, one_of, or_null
@@ -67,7 +68,7 @@ def _finetuned(cfg: Any, config: GPTConfig) -> GPTConfig:
     require(
         "model.block_size", wanted.block_size, *integer(1, config.block_size), f"init_from={cfg.init_from} has no more"
     )
-    for name in (name for name in given if name not in ("block_size", "dropout")):
+    for name in (name for name in given if name not in SETTABLE):
         expected = getattr(config, name)
         phrase = f"{expected}, as in init_from={cfg.init_from}"
         require(f"model.{name}", given[name], partial(eq, expected), phrase, "remove it")

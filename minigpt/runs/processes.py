@@ -10,6 +10,7 @@ from typing import Any
 from minigpt.utils.errors import UserError
 from minigpt.utils.ranks import started_together
 
+SETTABLE = ("block_size", "dropout", "ngram_dropout", "future_loss")  # the values of `model` beside init_from
 _open_stores: list[Any] = []  # keeps rank 0's store alive, which the other ranks read
 
 
@@ -27,9 +28,10 @@ def complete_overrides(overrides: Sequence[str], groups: Sequence[str] = ("model
         complete.append(f"{key}={quote_override(path.resolve())}" if is_link else override)
     if given.get("init_from", "null").lower() not in ("null", ""):
         complete += [f"{group}=pretrained" for group in groups if group not in given]
-        fixed = [name for name in given if re.match(r"model\.(?!block_size$|dropout$)", name)]
+        settable = [f"model.{name}" for name in SETTABLE]
+        fixed = [name for name in given if name.startswith("model.") and name not in settable]
         if fixed and "model" not in given:
-            raise UserError(f"{fixed[0]} is that of init_from; only model.block_size and model.dropout can be set")
+            raise UserError(f"{fixed[0]} is that of init_from; only {', '.join(settable)} can be set")
     return complete
 
 

@@ -163,18 +163,25 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
 
 @contextmanager
 def fast_imports() -> Iterator[None]:
-    """Import in 0.6 of the time: without garbage collection, and torchmetrics without transformers and matplotlib."""
+    """Import in 0.6 of the time: without garbage collection, and torchmetrics without transformers and matplotlib.
+
+    The plots of torchmetrics, which minigpt does not use, cannot be drawn in this process.
+    """
+    collects = gc.isenabled()
     gc.disable()
     try:
         optional: Any = import_module("lightning_utilities.core.imports").RequirementCache
         optional.available = False  # torchmetrics would import both if installed, for metrics of no run
-        import_module("torchmetrics")
-        del optional.available
+        try:
+            import_module("torchmetrics")
+        finally:
+            del optional.available
         yield
     finally:
         gc.freeze()
         gc.unfreeze()  # into the oldest generation, which is rarely collected
-        gc.enable()
+        if collects:
+            gc.enable()
 
 
 def provenance() -> dict[str, Any]:

@@ -88,6 +88,18 @@ def test_the_block_size_can_be_cropped_and_dropout_set(
     assert torch.equal(longer, shorter)
 
 
+def test_a_run_is_finetuned_with_the_recipe_that_trained_it(finetune: Finetune, text: Path, tmp_path: Path) -> None:
+    recipe = ["experiment=coffee_cpu", "max_steps=4", "eval_every=4", "data.batch_size=2"]
+    small = ["trainer=cpu", f"data.path={text}", f"data.folder={tmp_path}/data"]
+    first = minigpt.train([*small, *recipe, f"hydra.run.dir={tmp_path}/first"])
+    tuned = finetune(tmp_path / "first", *recipe, "tokenizer=pretrained")
+    assert tuned.loss < first["best_val_loss"]
+    model, _ = load_checkpoint(tuned.folder)
+    assert model.config.ngram_dropout == 0.15
+    head = read(tuned.folder / LAST)["state_dict"]["model.future_head.weight"]
+    assert 0.01 < head.std() < 0.1
+
+
 def test_the_checkpoint_and_the_summary_record_the_source(finetune: Finetune, gpt2_folder: Path) -> None:
     run = finetune(gpt2_folder, "max_steps=1")
     digest = hashlib.sha256((gpt2_folder / "model.safetensors").read_bytes()).hexdigest()
@@ -99,7 +111,7 @@ def test_the_checkpoint_and_the_summary_record_the_source(finetune: Finetune, gp
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.n_layer=3"], "model.n_layer is that of init_from; only model.block_size and model.dropout can be set"),
+        (["model.n_layer=3"], "model.n_layer is that of init_from; only model.block_size, model.dropout, model.ngram_"),
         (["model=nano"], "model.block_size must be an integer in [1, 32], got 64; init_from="),
         (["model=nano", "model.block_size=16"], "model.n_layer must be 2, as in init_from="),
         (["model.block_size=33"], "model.block_size must be an integer in [1, 32], got 33"),

@@ -32,7 +32,7 @@ def recipe(name: str, *overrides: str) -> Any:
 @pytest.mark.parametrize("name", FROM_SCRATCH)
 def test_a_recipe_is_no_larger_than_nanogpts(name: str):
     """At most 0.81M parameters as nanoGPT's CPU recipe, or 10.65M without positions as its GPU recipe."""
-    cfg = recipe(name)
+    cfg = recipe(name, "model.future_loss=0")  # the second head is for training
     with torch.device("meta"):
         model = GPT(GPTConfig(**{**cfg.model, "vocab_size": CHARACTERS}))
     if name.endswith("_cpu"):
@@ -112,7 +112,7 @@ def test_the_finetuning_of_gpt2_has_nanogpts_values():
     """nanoGPT's config/finetune_shakespeare.py, and the defaults of its train.py."""
     cfg = recipe("finetune_gpt2")
     assert cfg.init_from.startswith("openai-community/gpt2@")  # nanoGPT: gpt2-xl
-    assert cfg.model == {"block_size": 1024, "dropout": 0.0}
+    assert cfg.model == {"block_size": 1024, "dropout": 0.0, "ngram_dropout": 0.0, "future_loss": 0.0}
     assert (cfg.data.batch_size, cfg.trainer.accumulate_grad_batches, cfg.max_steps, cfg.eval_every) == (1, 32, 20, 5)
     assert cfg.optimizer == {
         "_target_": "minigpt.optim.adamw",
