@@ -5,7 +5,7 @@ random order. The order of many windows is a keyed permutation evaluated at a po
 cost of a batch does not depend on the size of the corpus, and a resumed run needs only its step.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -75,11 +75,7 @@ def permute(index: Array, n: int, keys: np.ndarray[Any, np.dtype[np.uint64]]) ->
 
 @dataclass(eq=False)
 class Batches:
-    """Iterate over the training batches of one rank, as (tokens, targets), (B, T) each.
-
-    Early in training, windows can be cut into equal parts, which are read as windows of their own: a short context
-    is cheaper, and enough for what a model learns first. Source: https://arxiv.org/abs/2108.06084
-    """
+    """Iterate over the training batches of one rank, as (tokens, targets), (B, T) each."""
 
     tokens: Tokens  # the training split, (N,)
     order: WindowOrder
@@ -91,7 +87,6 @@ class Batches:
     stop: int  # number of batches of the whole run
     repeat: int  # number of batches that are repeated; 0 reads all
     device: torch.device
-    length_warmup: Sequence[tuple[float, int]] = ()  # until this fraction of all batches, at most this length
 
     def __post_init__(self) -> None:
         self.rows = np.arange(self.rank, self.batch_size, self.world_size)
@@ -106,11 +101,8 @@ class Batches:
             batches = np.arange(begin, min(begin + n, self.stop))
             if self.repeat:
                 batches %= self.repeat
-            for i, starts in enumerate(self.order.starts(batches[:, None] * self.batch_size + self.rows), begin):
-                tokens, targets = self.read_windows(starts)
-                short = (length for end, length in self.length_warmup if i < end * self.stop)
-                length = min([self.order.block_size, *short])
-                yield tokens.reshape(-1, length), targets.reshape(-1, length)
+            for starts in self.order.starts(batches[:, None] * self.batch_size + self.rows):
+                yield self.read_windows(starts)
 
 
 @dataclass(eq=False)

@@ -47,18 +47,7 @@ def load_parts(
         config = _finetuned(cfg, pretrained.config)
         corpus = once(load_corpus, cfg.data, pretrained.tokenizer.to_dict())
     corpus.check_length(config.block_size)
-    fits = partial(_is_length_warmup, block_size=config.block_size)
-    expected = f"pairs [fraction of max_steps, length that divides model.block_size={config.block_size}, or exceeds it]"
-    require("data.length_warmup", cfg.data.length_warmup, fits, expected)
     return corpus, config, pretrained
-
-
-def _is_length_warmup(value: Any, block_size: int) -> bool:
-    fraction, positive = checks.CLOSED_FRACTION[0], checks.POSITIVE_INT[0]
-    try:
-        return all(fraction(end) and positive(n) and block_size % min(n, block_size) == 0 for end, n in value)
-    except (TypeError, ValueError):
-        return False
 
 
 def _finetuned(cfg: Any, config: GPTConfig) -> GPTConfig:

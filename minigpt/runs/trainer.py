@@ -104,7 +104,6 @@ class TokenDataModule(L.LightningDataModule):
             first=lambda: trainer.fit_loop.epoch_loop.batch_progress.current.ready,
             stop=cfg.max_steps * cfg.trainer.accumulate_grad_batches,
             repeat=cfg.data.overfit_batches,
-            length_warmup=[tuple(pair) for pair in cfg.data.length_warmup],  # a config is slow to read
             **self._rank(),
         )
 

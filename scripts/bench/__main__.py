@@ -69,8 +69,7 @@ def step(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         recipes = args.recipes or ["nanogpt_cpu"]
         for recipe in recipes:
             run = folder / f"{recipe.replace('/', '_')}{i}"
-            # The bare loop has windows of one length.
-            settings = [f"experiment={recipe}", f"max_steps={args.steps}", "data.length_warmup=[]", *args.overrides]
+            settings = [f"experiment={recipe}", f"max_steps={args.steps}", *args.overrides]
             bare = json.loads(launch([sys.executable, BARE_MINIGPT, *settings]).output.splitlines()[-1])
             launch([sys.executable, TRAIN, *settings, f"eval_every={args.steps}", f"hydra.run.dir={run}"])
             bare_speed, speed = bare["tokens"] / bare["seconds"], summary(run)["tokens_per_second"]

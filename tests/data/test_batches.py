@@ -30,9 +30,7 @@ def keys(seed):
     return np.random.default_rng(seed).integers(0, 1 << 64, 4, dtype=np.uint64)
 
 
-def batches(
-    n=1000, *, block_size=8, seed=0, batch_size=4, rank=0, world_size=1, first=0, stop=100, repeat=0, length_warmup=()
-):
+def batches(n=1000, *, block_size=8, seed=0, batch_size=4, rank=0, world_size=1, first=0, stop=100, repeat=0):
     order = WindowOrder(n, block_size, seed)
     return Batches(
         positions(n),
@@ -44,24 +42,12 @@ def batches(
         stop=stop,
         repeat=repeat,
         device=CPU,
-        length_warmup=length_warmup,
     )
 
 
 def starts(batches):
     """Return the first token of each window, per batch."""
     return [tokens[:, 0].tolist() for tokens, _ in batches]
-
-
-def test_a_length_warmup_cuts_windows_and_keeps_their_tokens_and_targets():
-    whole = list(batches(stop=10))
-    warmup = list(batches(stop=10, length_warmup=[(0.3, 2), (0.5, 4)]))
-    assert [tokens.shape for tokens, _ in warmup] == [(16, 2)] * 3 + [(8, 4)] * 2 + [(4, 8)] * 5
-    for pair, cut in zip(whole, warmup, strict=True):
-        for a, b in zip(pair, cut, strict=True):
-            assert a.flatten().tolist() == b.flatten().tolist()
-    resumed = list(batches(stop=10, first=4, length_warmup=[(0.3, 2), (0.5, 4)]))
-    assert [tokens.tolist() for tokens, _ in resumed] == [tokens.tolist() for tokens, _ in warmup[4:]]
 
 
 # A permutation of range(n).
@@ -297,7 +283,7 @@ def token_data(folder, **changes):
         val=Split(folder / "val.bin", 0, 0, 0),
         provenance={},
     )
-    data = {"batch_size": 4, "overfit_batches": 0, "length_warmup": [], **changes}
+    data = {"batch_size": 4, "overfit_batches": 0, **changes}
     cfg = {"data": data, "model": {"block_size": 8}, "trainer": {"accumulate_grad_batches": 1}}
     return TokenDataModule(corpus, OmegaConf.create(cfg | {"max_steps": 20, "seed": 3}))
 

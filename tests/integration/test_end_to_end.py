@@ -165,7 +165,6 @@ BAD_INPUT = {
     "max_steps=0": "max_steps must be an integer ≥ 1, got 0",
     "max_steps=many": "max_steps must be an integer ≥ 1, got many",
     "model.norm=batchnorm": "model.norm must be one of layernorm, rmsnorm, rmsnorm_noscale, got batchnorm",
-    "data.length_warmup=[[0.5,5]]": "data.length_warmup must be pairs [fraction of max_steps, length that divides",
     "data.path=missing.txt": "data.path=missing.txt does not exist",
     "data.path=empty.txt": "empty.txt is empty",
     "data.path=latin.txt": "latin.txt is not UTF-8 text: bad byte at offset 3",
