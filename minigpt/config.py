@@ -11,7 +11,6 @@ from typing import Any
 from minigpt.utils.checks import (
     BOOLEAN,
     FRACTION,
-    NON_NEGATIVE,
     NON_NEGATIVE_INT,
     POSITIVE,
     POSITIVE_INT,
@@ -65,7 +64,6 @@ class GPTConfig:
     ngram_dropout: float = 0.0
     smear: int = 0  # number of previous token embeddings added to each, with learned factors per channel
     embed_norm: bool = False  # RMS-normalize the input of the first block
-    future_loss: float = 0.0  # weight of the loss of a second head, of the token after the next; in training only
     logit_softcap: float | None = None  # limit of the logits: c tanh(logits / c)
     parametrization: str = "standard"  # mup: the optimal learning rate is the same at every width
     base_n_embd: int = 128  # n_embd at which mup equals standard
@@ -135,7 +133,7 @@ class GPTConfig:
         attention = width * (qkv + heads) + self.has_qkv_bias * qkv + self.bias * width
         attention += 2 * self.qk_norm_weights * self.head_width
         mlp = width * (self.up_width + self.inner_width) + self.bias * (self.up_width + width)
-        embeddings = self.vocab_size * width * ((1 if self.tie_embeddings else 2) + bool(self.future_loss))
+        embeddings = self.vocab_size * width * (1 if self.tie_embeddings else 2)
         if positions and self.position == "learned":
             embeddings += self.block_size * width
         if self.ngram:
@@ -193,7 +191,6 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("rope_base", "rope_low_freq_factor", "rope_high_freq_factor", "norm_eps"), POSITIVE),
     "rope_factor": (lambda v: POSITIVE[0](v) and v >= 1, "a finite number ≥ 1"),
     "rope_original_block_size": POSITIVE_INT,
-    "future_loss": NON_NEGATIVE,
     "logit_softcap": or_null(POSITIVE),
     "activation": one_of(UP_PROJECTIONS),
     "ngram": (lambda v: NON_NEGATIVE_INT[0](v) and v != 1, "0, or an integer ≥ 2"),

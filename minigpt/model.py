@@ -50,8 +50,6 @@ class GPT(nn.Module):
         # Post-norm blocks end in a norm already.
         self.final_norm = Norm(config) if config.norm_position == "pre" else nn.Identity()
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        if config.future_loss:  # multi-token prediction, https://arxiv.org/abs/2404.19737
-            self.future_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
         self._initialize()
@@ -100,13 +98,7 @@ class GPT(nn.Module):
         logits = soft_cap(self.lm_head(x), self.config.logit_softcap)  # (B, T, V)
         if targets is None:
             return logits
-        targets = self._to_ids(targets)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction=reduction)
-        if self.training and self.config.future_loss and targets.size(1) > 1:
-            future = self.future_head(x[:, :-1])  # (B, T - 1, V)
-            future = F.cross_entropy(future.flatten(0, 1), targets[:, 1:].flatten(), reduction=reduction)
-            loss = loss + self.config.future_loss * (future - future.detach())  # changes the gradient, not the value
-        return loss
+        return F.cross_entropy(logits.flatten(0, 1), self._to_ids(targets).flatten(), reduction=reduction)
 
     def new_cache(self, batch: int) -> "Cache":
         """Return an empty cache of `block_size` positions for `batch` sequences."""

@@ -40,7 +40,6 @@ BAD_VALUES = [
     *(("rope_factor", value, "a finite number ≥ 1") for value in (0.5, float("inf"), None)),
     ("rope_high_freq_factor", 1.0, "above model.rope_low_freq_factor=1.0"),
     ("rope_original_block_size", 0, INT),
-    ("future_loss", -0.1, "a finite number ≥ 0"),
     ("logit_softcap", 0, "a finite number > 0, or null"),
     ("norm", "batchnorm", "one of layernorm, rmsnorm, rmsnorm_noscale"),
     ("position", "alibi", "one of learned, rope, none"),

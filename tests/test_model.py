@@ -257,7 +257,6 @@ CHANGES: dict[str, Any] = {
     "ngram_dropout": 0.5,
     "smear": 2,
     "embed_norm": True,
-    "future_loss": 0.5,
     "logit_softcap": 0.5,
     "parametrization": "mup",
     "base_n_embd": 64,
@@ -375,23 +374,6 @@ def test_dropout_zeroes_its_fraction_and_scales_the_rest(place: str):
     assert zeros.float().mean().item() == pytest.approx(0.2, abs=0.0065)
     if place != "attention":  # whose weights are dropped as well
         assert_near(dropped[~zeros], plain[~zeros] / 0.8, terms=2)
-
-
-def test_a_second_head_learns_the_token_after_the_next_and_changes_gradients_alone():
-    model, tokens = tiny(future_loss=0.3).train(), torch.randint(29, (2, 17))
-    given, targets = tokens[:, :-1], tokens[:, 1:]
-    loss = model(given, targets)
-    found = torch.autograd.grad(loss, [*model.parameters()])
-    inputs: list[Tensor] = []  # of the head
-    hook = model.lm_head.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    next_token = F.cross_entropy(model(given).flatten(0, 1), targets.flatten())
-    hook.remove()
-    later = (inputs[0] @ model.future_head.weight.T)[:, :-1].flatten(0, 1)
-    expected = next_token + 0.3 * F.cross_entropy(later, targets[:, 1:].flatten())
-    assert_near(loss, next_token, terms=terms_of(model.config))
-    for a, b in zip(found, torch.autograd.grad(expected, [*model.parameters()]), strict=True):
-        assert_near(a, b, terms=terms_of(model.config))
-    assert torch.equal(model.eval()(given, targets), F.cross_entropy(model(given).flatten(0, 1), targets.flatten()))
 
 
 def test_ngram_dropout_zeroes_whole_embeddings_and_scales_the_rest():

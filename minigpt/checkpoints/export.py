@@ -150,7 +150,6 @@ def _canonical(config: GPTConfig) -> GPTConfig:
         qkv_bias=config.has_qkv_bias,
         dropout=0.0,
         ngram_dropout=0.0,
-        future_loss=0.0,
         **{name: getattr(GPTConfig, name) for name in unused},
     )
 

@@ -1,7 +1,6 @@
 """Load a model and its tokenizer from a checkpoint, and save them from any training loop."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> 
         weights = {name[len(PREFIX) :]: x for name, x in content["state_dict"].items() if name.startswith(PREFIX)}
         check_vocabulary(config, tokenizer)
         check_size(config, len(weights), path.stat().st_size)
-        model = build_model(replace(config, future_loss=0.0), weights)
+        model = build_model(config, weights)
         if not all(map(is_finite, model.parameters())):
             raise UserError("its weights are NaN or infinite")
     except (UserError, *CONTENT_ERRORS) as error:
@@ -67,15 +66,11 @@ def model_contents(config: GPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
 def build_model(config: GPTConfig, weights: Mapping[str, Tensor]) -> GPT:
     """Build a float32 model around `weights`, without a copy; more learned positions than it has are dropped.
 
-    The second head, which is for training, starts anew if the config has one.
-
     Raises:
         RuntimeError: the weights do not fit.
     """
     model = empty_model(config)
-    weights = {name: weight for name, weight in weights.items() if name != "future_head.weight"}
-    if config.future_loss:
-        weights["future_head.weight"] = torch.randn(config.vocab_size, config.n_embd).mul_(0.02)  # as in the model
+    weights = dict(weights)
     if config.position == "learned":
         weights["wpe.weight"] = weights["wpe.weight"][: config.block_size].clone()
     model.load_state_dict(weights, assign=True)

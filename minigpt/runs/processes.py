@@ -10,7 +10,7 @@ from typing import Any
 from minigpt.utils.errors import UserError
 from minigpt.utils.ranks import started_together
 
-SETTABLE = ("block_size", "dropout", "ngram_dropout", "future_loss")  # the values of `model` beside init_from
+SETTABLE = ("block_size", "dropout", "ngram_dropout")  # the values of `model` beside init_from
 _open_stores: list[Any] = []  # keeps rank 0's store alive, which the other ranks read
 
 

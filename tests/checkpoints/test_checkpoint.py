@@ -5,7 +5,6 @@ import pickle
 import resource
 import zipfile
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,16 +55,6 @@ def test_model_and_tokenizer_are_restored_exactly(tmp_path: Path, settings: dict
     assert tokenizer.vocab_size == len(ALPHABET)
     assert tokenizer.encode("bade😀é").tolist() == CharTokenizer.of(ALPHABET).encode("bade😀é").tolist()
     assert tokenizer.decode(tokenizer.encode("a 😀\n€")) == "a 😀\n€"
-
-
-def test_the_second_head_of_training_is_not_loaded(tmp_path: Path):
-    model = make(future_loss=0.3).eval()
-    write(checkpoint(model), tmp_path / "a.safetensors")
-    loaded, _ = load_checkpoint(tmp_path / "a.safetensors")
-    assert loaded.config == replace(model.config, future_loss=0.0)
-    assert model.num_params() - loaded.num_params() == len(ALPHABET) * 16
-    tokens = torch.randint(len(ALPHABET), (2, 8))
-    assert torch.equal(loaded(tokens), model(tokens))
 
 
 @pytest.mark.parametrize("wrap", [lambda model: model, torch.compile], ids=["plain", "compiled"])

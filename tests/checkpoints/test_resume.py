@@ -87,7 +87,7 @@ def check_same_end(one: Path, other: Path) -> None:
         "model.block_size=64 data.batch_size=64 schedule=cosine",  # 4 batches are an epoch
         "callbacks=early_stopping callbacks.early_stopping.patience=1 callbacks.early_stopping.min_delta=0.2",
         "optimizer=muon_fast trainer.gradient_clip_val=null",
-        "trainer.precision=bf16-mixed model.ngram=3 model.ngram_dropout=0.2 model.future_loss=0.3",
+        "trainer.precision=bf16-mixed model.ngram=3 model.ngram_dropout=0.2",
         pytest.param(
             "tokenizer=gpt2",
             marks=[

@@ -32,7 +32,7 @@ def recipe(name: str, *overrides: str) -> Any:
 @pytest.mark.parametrize("name", FROM_SCRATCH)
 def test_a_recipe_is_no_larger_than_nanogpts(name: str):
     """At most 0.81M parameters as nanoGPT's CPU recipe, or 10.65M without positions as its GPU recipe."""
-    cfg = recipe(name, "model.future_loss=0")  # the second head is for training
+    cfg = recipe(name)
     with torch.device("meta"):
         model = GPT(GPTConfig(**{**cfg.model, "vocab_size": CHARACTERS}))
     if name.endswith("_cpu"):
@@ -112,7 +112,7 @@ def test_the_finetuning_of_gpt2_has_nanogpts_values():
     """nanoGPT's config/finetune_shakespeare.py, and the defaults of its train.py."""
     cfg = recipe("finetune_gpt2")
     assert cfg.init_from.startswith("openai-community/gpt2@")  # nanoGPT: gpt2-xl
-    assert cfg.model == {"block_size": 1024, "dropout": 0.0, "ngram_dropout": 0.0, "future_loss": 0.0}
+    assert cfg.model == {"block_size": 1024, "dropout": 0.0, "ngram_dropout": 0.0}
     assert (cfg.data.batch_size, cfg.trainer.accumulate_grad_batches, cfg.max_steps, cfg.eval_every) == (1, 32, 20, 5)
     assert cfg.optimizer == {
         "_target_": "minigpt.optim.adamw",
@@ -223,10 +223,9 @@ def test_the_fast_recipes_equal_training_loops_with_their_values(
             x = x + hidden @ w[f"blocks.{i}.mlp.down.weight"].T
         return rms(x) @ w["lm_head.weight"].T
 
-    # fast_cpu reads 12 windows of 128 tokens per step, in the first 0.7 of the steps as 24 of 64.
-    windows = {"batch_size": 12, "block_size": 128, "short_steps": 3} if name == "fast_cpu" else {"batch_size": 24}
+    windows = {"fast_cpu": {"batch_size": 12, "block_size": 128}, "sprint_cpu": {"batch_size": 24}}[name]
     expected = loop(text, forward, [*w.values()], optimizers, warmup_steps=warmup_steps, **windows)
-    losses, rates = figures(name, text, tmp_path, "model.ngram_dropout=0.0")
+    losses, rates = figures(name, text, tmp_path)
     assert losses == pytest.approx(expected, rel=1e-6)  # the sines of the model are of 32 bits
     assert rates == pytest.approx([muon["lr"] * step / (warmup_steps + 1) for step in (1, 2, 3, 4)])
 
@@ -250,9 +249,8 @@ def loop(
     batch_size: int,
     warmup_steps: int,
     block_size: int = 64,
-    short_steps: int = 0,
 ) -> list[float]:
-    """Train for four steps, all in the warm-up and `short_steps` on windows of 64; gradients are clipped to norm 1."""
+    """Train for four steps, all in the warm-up; gradients are clipped to norm 1."""
     content = text.read_text()
     letters = sorted(set(content))
     train = torch.tensor([letters.index(c) for c in content[: int(0.9 * len(content))]])
@@ -262,7 +260,6 @@ def loop(
     for step in range(4):
         window = train[torch.from_numpy(starts[step]) + torch.arange(block_size + 1)]
         tokens, targets = window[:, :-1], window[:, 1:]
-        tokens = tokens.reshape(-1, 64) if step < short_steps else tokens
         loss = F.cross_entropy(forward(tokens).flatten(0, 1), targets.flatten())
         for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
             parameter.grad = gradient
@@ -277,12 +274,12 @@ def loop(
     return found
 
 
-def figures(name: str, text: Path, tmp_path: Path, *changes: str) -> tuple[list[float], list[float]]:
+def figures(name: str, text: Path, tmp_path: Path) -> tuple[list[float], list[float]]:
     """Return the losses and learning rates of four steps of a recipe on another text."""
     settings = ["trainer.accelerator=cpu", "trainer.precision=64-true", "max_steps=4", "log_every=1"]
     data = ["data=text", f"data.path={text}", f"data.folder={tmp_path}/data", "data.val_fraction=0.1"]
     settings += ["~callbacks.samples", f"hydra.run.dir={tmp_path}/run", *data]
-    minigpt.train([f"experiment={name}", *settings, *changes])
+    minigpt.train([f"experiment={name}", *settings])
     with open(tmp_path / "run/metrics.csv", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["train_loss"]]
     losses, rates = ([float(row[name]) for row in rows] for name in ("train_loss", "learning_rate"))
