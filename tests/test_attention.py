@@ -82,6 +82,8 @@ def test_attention_equals_the_explicit_one_in_64_bits_in_value_and_gradient(prob
         assert_near(y.double(), expected, *inputs, terms=8 + 6, dtype=dtype)
         for gradient, reference in zip(torch.autograd.grad(y, inputs, direction), references, strict=True):
             assert_near(gradient.double(), reference, *inputs, terms=2 * (8 + 6), dtype=dtype)
+    with torch.no_grad():  # in bfloat16 on a CPU, the fused kernel instead of the formula
+        assert_near(attend(**problem).double(), expected, *inputs, terms=8 + 6, dtype=dtype)
 
 
 @given(problems())

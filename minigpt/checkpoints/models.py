@@ -69,8 +69,7 @@ def build_model(config: GPTConfig, weights: Mapping[str, Tensor]) -> GPT:
     Raises:
         RuntimeError: the weights do not fit.
     """
-    model = empty_model(config)
-    weights = dict(weights)
+    model, weights = empty_model(config), dict(weights)
     if config.position == "learned":
         weights["wpe.weight"] = weights["wpe.weight"][: config.block_size].clone()
     model.load_state_dict(weights, assign=True)
