@@ -21,7 +21,7 @@ from minigpt.checkpoints.models import load_checkpoint
 from minigpt.data.prepare import load_corpus
 
 BASELINE = "baseline"
-RECIPES = (BASELINE, "sprint_cpu eval_every=5", "sprint_4x128_cpu eval_every=10", "fast_cpu", "coffee_cpu")
+RECIPES = (BASELINE, "sprint_cpu eval_every=5", "sprint_4x128_cpu eval_every=10", "fast_cpu", "coffee_cpu", "best_cpu")
 LOSSES = (1.88, 1.6)  # 1.88: published by nanoGPT for its recipe, from 20 random batches
 
 

@@ -158,15 +158,15 @@ def test_the_time_to_loss_benchmark_runs_the_baseline_and_the_recipes(small: lis
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "runs" / "bench" / "time_to_loss.json").read_text(encoding="utf-8"))
     assert [row["recipe"] for row in results["rows"]] == [
-        *("baseline", "sprint_cpu", "sprint_4x128_cpu", "fast_cpu", "coffee_cpu")
+        *("baseline", "sprint_cpu", "sprint_4x128_cpu", "fast_cpu", "coffee_cpu", "best_cpu")
     ]
-    assert [len(row["curve"]) for row in results["rows"]] == [2, 4, 2, 2, 2]
+    assert [len(row["curve"]) for row in results["rows"]] == [2, 4, 2, 2, 2, 2]
     for row in results["rows"]:
         assert row["curve"][-1]["step"] == 20
         first = next(point for point in row["curve"] if point["loss"] <= 4)
         assert row["crossings"] == {"4.0": first, "0.1": None}
         assert 0 < first["seconds"] <= row["train s"] + 0.01
-    assert done.stdout.count("\n| ") == 1 + 5
+    assert done.stdout.count("\n| ") == 1 + 6
     assert image.imread(tmp_path / "runs" / "bench" / "time_to_loss.png").shape[1] >= 1000
 
 
