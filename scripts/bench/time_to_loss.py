@@ -173,7 +173,7 @@ def plot_time_to_loss(rows: Sequence[dict[str, Any]], losses: Sequence[float], f
     for loss in losses:
         axes[0].annotate(f"{loss}", (0.01, loss), xycoords=("axes fraction", "data"), va="bottom", color="gray")
     axes[0].set_ylabel("validation loss (nats per character)")
-    axes[0].legend()
+    axes[2].legend(loc="lower left")  # the first has the labels of the losses
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=110)
     plt.close(figure)
