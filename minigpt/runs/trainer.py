@@ -47,8 +47,9 @@ def build_trainer(cfg: DictConfig, folder: Path, *callbacks: Callback) -> L.Trai
     callbacks += (GracefulShutdown(sync_every=cfg.log_every),)
     options = instantiate(cfg.trainer, _convert_="all")
     started = started_together()
-    if started and options["devices"] == 1 and options["strategy"] == "auto":
+    if started and options["devices"] in (1, "auto"):
         options["num_nodes"], options["devices"] = started
+    if started and options["strategy"] == "auto":
         options["strategy"] = DDPStrategy(broadcast_buffers=False, gradient_as_bucket_view=True)
     if options["precision"] == "auto":
         gpu = None if options["accelerator"] == "cpu" else torch.accelerator.current_accelerator(check_available=True)

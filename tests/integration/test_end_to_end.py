@@ -84,13 +84,14 @@ def test_two_processes_give_the_losses_of_one(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", [[], ["trainer=ddp", "trainer.accelerator=cpu"]], ids=["auto", "ddp"])
 def test_processes_that_torchrun_starts_train_one_model(
-    small: list[str], train: Callable[..., Any], tmp_path: Path
+    small: list[str], train: Callable[..., Any], tmp_path: Path, strategy: list[str]
 ) -> None:
     train("max_steps=10", folder=tmp_path / "runs/first")
     one = train(f"resume={tmp_path}/runs/first", folder=tmp_path / "one")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "scripts/train.py"), *small, "resume=runs/latest"]
+    command += [str(ROOT / "scripts/train.py"), *small, *strategy, "resume=runs/latest"]
     two = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert two.returncode == 0, two.stderr
     latest = (tmp_path / "runs/latest").resolve()
