@@ -47,10 +47,12 @@ def build_trainer(cfg: DictConfig, folder: Path, *callbacks: Callback) -> L.Trai
     callbacks += (GracefulShutdown(sync_every=cfg.log_every),)
     options = instantiate(cfg.trainer, _convert_="all")
     started = started_together()
-    if started and options["devices"] in (1, "auto"):
-        options["num_nodes"], options["devices"] = started
-    if started and options["strategy"] == "auto":
-        options["strategy"] = DDPStrategy(broadcast_buffers=False, gradient_as_bucket_view=True)
+    if started:
+        options["num_nodes"], per_node = started
+        if options["devices"] in (1, "auto"):
+            options["devices"] = per_node
+        if options["strategy"] == "auto":
+            options["strategy"] = DDPStrategy(broadcast_buffers=False, gradient_as_bucket_view=True)
     if options["precision"] == "auto":
         gpu = None if options["accelerator"] == "cpu" else torch.accelerator.current_accelerator(check_available=True)
         options["precision"] = "bf16-mixed" if has_bfloat16(gpu or torch.device("cpu")) else "32-true"
