@@ -47,7 +47,7 @@ from common import (
     text_file,
 )
 from gpu import gpu
-from sampling import sampling
+from sampling import bandwidth, sampling
 from saving import saving
 from serve import serve
 from sweep import sweep
@@ -61,7 +61,8 @@ from minigpt.utils.cli import cli_entrypoint
 def step(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Measure tokens/s of whole runs, with logging and progress bar, and of a bare training loop of the same recipe.
 
-    For nanogpt_cpu also of the baseline. Utilization is the fraction of the FLOP/s of a large matrix product.
+    For nanogpt_cpu also of the baseline. Utilization is the fraction of the FLOP/s of a large matrix product. The memory
+    time, of all reads and writes of a step at the memory bandwidth, is a fraction of the bare step.
     """
     rows = []
     for i in range(args.rounds):
@@ -73,6 +74,7 @@ def step(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             bare = json.loads(launch([sys.executable, BARE_MINIGPT, *settings]).output.splitlines()[-1])
             launch([sys.executable, TRAIN, *settings, f"eval_every={args.steps}", f"hydra.run.dir={run}"])
             bare_speed, speed = bare["tokens"] / bare["seconds"], summary(run)["tokens_per_second"]
+            gb_s, bare_step = bandwidth(), bare["seconds"] / args.steps
             utilization = bare["flops_per_token"] / bare["matrix_flops"]  # per token/s
             row |= {
                 f"{recipe}: bare tokens/s": bare_speed,
@@ -80,6 +82,8 @@ def step(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                 f"{recipe}: ratio": speed / bare_speed,
                 f"{recipe}: bare utilization": bare_speed * utilization,
                 f"{recipe}: minigpt utilization": speed * utilization,
+                f"{recipe}: memory traffic MB": bare["bytes_per_step"] / 1e6,
+                f"{recipe}: memory time of the bare step": bare["bytes_per_step"] / 1e9 / gb_s / bare_step,
             }
         if "nanogpt_cpu" in recipes:
             result = bare_nanogpt([*args.overrides, f"max_steps={args.steps}", f"eval_every={args.steps}"])

@@ -1,7 +1,8 @@
 """A bare training loop of any recipe with minigpt's model and optimizer, for `python scripts/bench step`.
 
 Takes the overrides of train.py, and computes in the precision of `trainer.precision=auto`. Prints as JSON the tokens,
-the seconds of all steps, the FLOPs per token, and the FLOP/s of a large matrix product on this machine.
+the seconds of all steps, the FLOPs per token, the bytes that a step reads and writes, and the FLOP/s of a large matrix
+product on this machine.
 """
 
 import json
@@ -9,13 +10,17 @@ import statistics
 import sys
 import time
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from common import ROOT
 from hydra import compose, initialize_config_dir
+from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from minigpt.config import GPTConfig
 from minigpt.data.prepare import load_corpus
@@ -41,8 +46,7 @@ def main() -> None:
     B, T = cfg.data.batch_size, cfg.model.block_size
     window, reduced = torch.arange(T + 1), has_bfloat16(torch.device("cpu"))
 
-    start = time.perf_counter()
-    for _ in range(cfg.max_steps):
+    def step() -> None:
         batch = tokens[torch.randint(len(tokens) - T, (B, 1)) + window]  # (B, T + 1)
         with torch.autocast("cpu", torch.bfloat16, enabled=reduced):
             loss = model(batch[:, :-1], batch[:, 1:])
@@ -51,9 +55,40 @@ def main() -> None:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
+
+    start = time.perf_counter()
+    for _ in range(cfg.max_steps):
+        step()
     seconds = time.perf_counter() - start
     results = {"tokens": cfg.max_steps * B * T, "seconds": seconds, "flops_per_token": model.config.flops_per_token()}
-    print(json.dumps(results | {"matrix_flops": matrix_flops()}))
+    with MemoryTraffic() as traffic:
+        step()
+    print(json.dumps(results | {"bytes_per_step": traffic.bytes, "matrix_flops": matrix_flops()}))
+
+
+class MemoryTraffic(TorchDispatchMode):
+    """Count the bytes that each operation reads and writes, as if nothing stayed in a cache."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.embedding.default:  # reads as many rows as it writes
+            self.bytes += 2 * result.nbytes
+        elif not func.is_view:
+            inputs, outputs = func._schema.arguments, func._schema.returns
+            values = [*args, *((kwargs or {}).get(argument.name) for argument in inputs[len(args) :])]
+            for argument, value in zip(inputs, values, strict=True):
+                in_place = argument.alias_info is not None and argument.alias_info.is_write
+                self.bytes += (1 + in_place) * tensor_bytes(value)
+            if all(output.alias_info is None for output in outputs):
+                self.bytes += tensor_bytes(result)
+        return result
+
+
+def tensor_bytes(values: Any) -> int:
+    """Return the bytes of all tensors in nested containers."""
+    return sum(value.nbytes for value in tree_leaves(values) if isinstance(value, Tensor))
 
 
 def matrix_flops() -> float:
