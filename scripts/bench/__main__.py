@@ -61,8 +61,8 @@ from minigpt.utils.cli import cli_entrypoint
 def step(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Measure tokens/s of whole runs, with logging and progress bar, and of a bare training loop of the same recipe.
 
-    For nanogpt_cpu also of the baseline. Utilization is the fraction of the FLOP/s of a large matrix product. The time of
-    all reads and writes of a step at the memory bandwidth is a fraction of the bare step.
+    For nanogpt_cpu also of the baseline. Utilization is the fraction of the FLOP/s of a large matrix product, and the
+    memory time, of all reads and writes of a step at the memory bandwidth, a fraction of the bare step.
     """
     rows = []
     for i in range(args.rounds):
