@@ -5,13 +5,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from minigpt.optim import local
 
 
 class EMA:
     """Hold an exponential moving average of parameters (https://doi.org/10.1137/0330046).
 
     Update t uses min(decay, (1 + t) / (10 + t)), as TensorFlow's ExponentialMovingAverage with num_updates, so that
-    a short training forgets the initialization.
+    a short training forgets the initialization. Under FSDP2 each rank averages its shards.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], decay: float) -> None:
@@ -23,6 +26,8 @@ class EMA:
     def load(self, averages: Iterable[Tensor], updates: int) -> None:
         """Resume from stored averages, in the order of the parameters, after `updates` updates."""
         for shadow, average in zip(self.shadow, averages, strict=True):
+            if isinstance(shadow, DTensor):
+                average = distribute_tensor(average, shadow.device_mesh, shadow.placements)
             shadow.copy_(average)
         self.updates = updates
 
@@ -31,12 +36,19 @@ class EMA:
         """Update the averages; call it after every optimizer step."""
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        torch._foreach_lerp_(self.shadow, self.parameters, 1 - decay)
+        torch._foreach_lerp_([local(p) for p in self.shadow], [local(p) for p in self.parameters], 1 - decay)
 
+    @torch.no_grad()
     def swap(self) -> None:
-        """Exchange weights and averages without a copy."""
+        """Exchange weights and averages, without a copy where FSDP2 does not hold the memory of the shards."""
         for i, p in enumerate(self.parameters):
-            p.data, self.shadow[i] = self.shadow[i], p.data
+            if isinstance(p, DTensor):
+                weights, average = local(p), local(self.shadow[i])
+                before = weights.clone()
+                weights.copy_(average)
+                average.copy_(before)
+            else:
+                p.data, self.shadow[i] = self.shadow[i], p.data
         self.swapped = not self.swapped
 
     def state_dicts(self, state: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from minigpt.attention import KVCache, MultiHeadAttention, rotary_table
 from minigpt.config import GPTConfig
@@ -25,7 +26,12 @@ if TYPE_CHECKING:
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer language model."""
+    """A decoder-only transformer language model.
+
+    Attributes:
+        checkpoint_blocks: n: in training, recompute the activations of every n-th block in the backward pass, to save
+            memory (https://arxiv.org/abs/1604.06174); None: keep all.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -52,6 +58,7 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
+        self.checkpoint_blocks: int | None = None
         self._initialize()
 
     def forward(
@@ -91,7 +98,10 @@ class GPT(nn.Module):
             x = rms_norm(x, eps=self.config.norm_eps)
         x = apply_dropout(x, self.config.dropout, self.training)
         for i, block in enumerate(self.blocks):
-            x = block(x, rotary, cache.layers[i] if cache else None)
+            if self.training and self.checkpoint_blocks and i % self.checkpoint_blocks == 0:
+                x = checkpoint(block, x, rotary, None, use_reentrant=False)
+            else:
+                x = block(x, rotary, cache.layers[i] if cache else None)
         x = self.final_norm(x)
         if self.config.width_ratio != 1:
             x = x / self.config.width_ratio  # mup: updates of the head change the logits equally at every width

@@ -19,6 +19,7 @@ EPS = 1e-5  # default of what is added to the variance or the mean square
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = EPS) -> Tensor:
     """Normalize x (…, C) to mean 0 and variance 1, times weight (C,), plus bias (C,). https://arxiv.org/abs/1607.06450"""
+    weight, bias = (None if p is None else p.to(x.dtype) for p in (weight, bias))  # FSDP2 gathers bfloat16
     return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 

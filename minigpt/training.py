@@ -12,17 +12,16 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch import Tensor, distributed
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from minigpt.model import GPT
 from minigpt.optim import Muon
-from minigpt.utils.errors import UserError
 
 
 class LanguageModel(L.LightningModule):
@@ -52,16 +51,15 @@ class LanguageModel(L.LightningModule):
             model.compile()  # in place: parameter names stay
 
     def configure_model(self) -> None:
-        """Shard parameters over all ranks, block by block (FSDP2), with trainer=fsdp."""
-        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not isinstance(self.model, FSDPModule):
-            for block in self.model.blocks:
-                fully_shard(block)
-            fully_shard(self.model)
+        """Shard parameters over all ranks with trainer=fsdp."""
+        strategy: Any = self.trainer.strategy
+        if hasattr(strategy, "shard") and not isinstance(self.model, FSDPModule):
+            strategy.shard(self.model)
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.model)
-        if isinstance(self.model, FSDPModule) and isinstance(optimizer, Muon):
-            raise UserError("optimizer=muon needs whole matrices on every device; use trainer=ddp, or optimizer=adamw")
+        if isinstance(optimizer, Muon) and isinstance(self.trainer.model, DistributedDataParallel):
+            optimizer.replicas = distributed.group.WORLD
         scheduler = LambdaLR(optimizer, self.schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

@@ -78,10 +78,17 @@ def check_run(cfg: Mapping[str, Any]) -> None:
             advice = "the length of a run is max_steps, of a validation eval_batches"
             raise UserError(f"trainer.{option} is not an option; trainer takes {', '.join(TRAINER_OPTIONS)}; {advice}")
     for key, (accepts, expected) in _RULES.items():
-        group, _, name = key.rpartition(".")
-        values = cfg.get(group, {}) if group else cfg
-        if name in values:  # not every optimizer and schedule has every value
+        values: Any = cfg
+        *groups, name = key.split(".")
+        for group in groups:
+            values = values.get(group, {}) if isinstance(values, Mapping) else {}
+        if isinstance(values, Mapping) and name in values:  # not every optimizer, schedule and strategy has every value
             require(key, values[name], accepts, expected)
+    strategy = cfg.get("trainer", {}).get("strategy")
+    if isinstance(strategy, Mapping) and (n := strategy.get("outer_every")):
+        for name in ("max_steps", "eval_every"):  # checkpoints are of weights that all workers have
+            require(name, cfg[name], lambda steps: steps % n == 0, f"a multiple of trainer.strategy.outer_every={n}")
+        require("ema_decay", cfg["ema_decay"], lambda decay: decay is None, "null with trainer=diloco")
     if cfg.get("init_from") is not None:  # the architecture is compared with that of the weights
         require(
             "tokenizer", cfg["tokenizer"]["name"], *one_of(["pretrained"]), "a run with init_from has its tokenizer"
@@ -112,6 +119,7 @@ _RULES: dict[str, checks.Rule] = {
     ),
     "resume": or_null((lambda v: isinstance(v, str), "auto, a run folder, a checkpoint")),
     "ema_decay": or_null(checks.OPEN_FRACTION),
+    "checkpoint_blocks": or_null(checks.POSITIVE_INT),
     "data.batch_size": checks.POSITIVE_INT,
     "data.eval_batch_size": checks.POSITIVE_INT,
     "data.val_fraction": checks.OPEN_FRACTION,
@@ -133,4 +141,9 @@ _RULES: dict[str, checks.Rule] = {
     "schedule.final_lr_frac": checks.CLOSED_FRACTION,
     "trainer.accumulate_grad_batches": checks.POSITIVE_INT,
     "trainer.gradient_clip_val": or_null(checks.POSITIVE),
+    "trainer.strategy.compress": checks.BOOLEAN,
+    "trainer.strategy.reshard_after_forward": checks.BOOLEAN,
+    "trainer.strategy.outer_every": checks.POSITIVE_INT,
+    "trainer.strategy.outer_lr": checks.POSITIVE,
+    "trainer.strategy.outer_momentum": checks.FRACTION,
 }

@@ -10,14 +10,11 @@ import platform
 import signal
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import ModelParallelStrategy
 
-from minigpt.checkpoints.format import read
 from minigpt.utils.ranks import is_rank_zero
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -89,21 +86,3 @@ def end_with_rank_zero() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.environ[_RANK_ZERO_PID] != str(os.getppid()):  # it has ended already
             os._exit(1)
-
-
-class FSDPStrategy(ModelParallelStrategy):
-    """Load our checkpoints with FSDP2: Lightning's strategy reads them with torch.load."""
-
-    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load weights and optimizer state into their shards; return the rest of the checkpoint."""
-        from torch.distributed.checkpoint import state_dict  # slow to import
-        from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
-
-        assert self.model is not None
-        content = read(Path(self.broadcast(checkpoint_path)))
-        (optimizer,), (state,) = self.optimizers, content["optimizer_states"]
-        options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        state_dict.set_model_state_dict(self.model, content.pop("state_dict"), options=options)
-        state = FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, self.model)
-        state_dict.set_optimizer_state_dict(self.model, optimizer, optim_state_dict=state, options=options)
-        return content

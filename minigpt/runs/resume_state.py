@@ -7,11 +7,9 @@ import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import distributed
-from torch.distributed.fsdp import FSDPModule
 
 from minigpt.ema import EMA
 from minigpt.runs.lightning_workarounds import fix_loop_state
-from minigpt.utils.errors import UserError
 
 
 class ResumeState(Callback):
@@ -62,10 +60,6 @@ class EMACallback(Callback):
         if "ema" in checkpoint:
             self.restored = checkpoint["ema"], checkpoint["ema_updates"]
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        if isinstance(pl_module.model, FSDPModule):
-            raise UserError("ema_decay needs whole weights on every device; use trainer=ddp, or ema_decay=null")
-
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self.ema = EMA(pl_module.parameters(), self.decay)
         if self.restored:
@@ -78,7 +72,7 @@ class EMACallback(Callback):
             self.ema.update()
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        weights, averages = self.ema.state_dicts(pl_module.state_dict)
+        weights, averages = self.ema.state_dicts(trainer.strategy.lightning_module_state_dict)
         checkpoint.update(state_dict=averages, unaveraged=weights, ema_updates=self.ema.updates)
 
     def _swap(self, *args: Any, **kwargs: Any) -> None:

@@ -109,8 +109,10 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
         origin["init_from"] = before.get("init_from") if resume else pretrained.provenance(checksum_cache)
     run_dir.truncate_logs(folder, step)
 
+    model = pretrained.load(config).train() if pretrained and not resume else GPT(config)
+    model.checkpoint_blocks = cfg.checkpoint_blocks
     module = LanguageModel(
-        pretrained.load(config).train() if pretrained and not resume else GPT(config),
+        model,
         optimizer=partial_from_config(cfg.optimizer),
         schedule=partial_from_config(cfg.schedule),
         max_steps=cfg.max_steps,

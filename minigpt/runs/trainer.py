@@ -10,7 +10,6 @@ from hydra.utils import instantiate
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback, Checkpoint
-from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import DictConfig
 
 from minigpt.checkpoints.format import read, write
@@ -27,6 +26,7 @@ from minigpt.runs.loggers import MetricsCSV, Progress
 from minigpt.runs.resume_state import EMACallback
 from minigpt.runs.run_dir import LOG, METRICS
 from minigpt.runs.shutdown import GracefulShutdown
+from minigpt.runs.strategies import DDP
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.ranks import started_together
 
@@ -44,15 +44,15 @@ def build_trainer(cfg: DictConfig, folder: Path, *callbacks: Callback) -> L.Trai
     # update of the EMA. Lightning puts Checkpoint callbacks last.
     callbacks = (LightningWorkarounds(), *callbacks, *instantiate_group(cfg.callbacks))
     callbacks += () if cfg.ema_decay is None else (EMACallback(cfg.ema_decay),)
-    callbacks += (GracefulShutdown(sync_every=cfg.log_every),)
     options = instantiate(cfg.trainer, _convert_="all")
+    callbacks += (GracefulShutdown(sync_every=getattr(options["strategy"], "outer_every", cfg.log_every)),)
     started = started_together()
     if started:
         options["num_nodes"], per_node = started
         if options["devices"] in (1, "auto"):
             options["devices"] = per_node
         if options["strategy"] == "auto":
-            options["strategy"] = DDPStrategy(broadcast_buffers=False, gradient_as_bucket_view=True)
+            options["strategy"] = DDP()
     if options["precision"] == "auto":
         gpu = None if options["accelerator"] == "cpu" else torch.accelerator.current_accelerator(check_available=True)
         options["precision"] = "bf16-mixed" if has_bfloat16(gpu or torch.device("cpu")) else "32-true"

@@ -1,0 +1,141 @@
+"""How a run is spread over processes: DDP, FSDP2 and DiLoCo."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from minigpt.model import GPT
+from minigpt.runs.resume_state import gather_objects
+
+
+class DDP(DDPStrategy):
+    """One replica of the model per device; gradients are averaged while the backward pass computes them.
+
+    Args:
+        compress: send gradients in bfloat16, half the bytes. Lightning's `ddp_comm_hook` acts on GPUs alone.
+    """
+
+    def __init__(self, *, compress: bool = False, **options: Any) -> None:
+        # The only buffer of the model is constant.
+        super().__init__(broadcast_buffers=False, gradient_as_bucket_view=True, **options)
+        self.compress = compress
+
+    def _setup_model(self, model: Any) -> Any:
+        # A static graph cannot begin with a backward pass that sends nothing, as the first of an accumulation.
+        self._ddp_kwargs["static_graph"] = model.trainer.accumulate_grad_batches == 1
+        replica = super()._setup_model(model)
+        if self.compress:  # the lambda passes a check that refuses gloo, which can sum bfloat16 too
+            replica.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
+        return replica
+
+
+class FSDP(ModelParallelStrategy):
+    """Weights, gradients and optimizer state sharded over the devices, block by block (FSDP2).
+
+    Args:
+        reshard_after_forward: free the gathered weights of a block after its forward pass and gather them again in the
+            backward pass; false: keep them, which takes memory and saves a third of the communication.
+    """
+
+    def __init__(self, *, reshard_after_forward: bool = True, **options: Any) -> None:
+        super().__init__(save_distributed_checkpoint=False, **options)  # one file, as in every other run
+        self.reshard_after_forward = reshard_after_forward
+
+    def shard(self, model: GPT) -> None:
+        """Shard the parameters of a model in place; with autocast, blocks are gathered in its precision."""
+        reduced = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(self.precision_plugin.precision)
+        # The residual stream stays in float32, as on one device.
+        policy = MixedPrecisionPolicy(param_dtype=reduced, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for block in model.blocks:
+            fully_shard(
+                block,
+                reshard_after_forward=self.reshard_after_forward,
+                mp_policy=policy if reduced else MixedPrecisionPolicy(),
+            )
+        fully_shard(model)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load weights and optimizer state into their shards; return the rest of the checkpoint.
+
+        Lightning's strategy would read our file with torch.load.
+        """
+        from torch.distributed.checkpoint import state_dict  # slow to import
+        from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
+
+        assert self.model is not None
+        content: dict[str, Any] = self.checkpoint_io.load_checkpoint(self.broadcast(checkpoint_path))
+        (optimizer,), (state,) = self.optimizers, content["optimizer_states"]
+        options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        state_dict.set_model_state_dict(self.model, content.pop("state_dict"), options=options)
+        state = FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, self.model)
+        state_dict.set_optimizer_state_dict(self.model, optimizer, optim_state_dict=state, options=options)
+        return content
+
+
+class DiLoCo(DDPStrategy):
+    """Workers that train apart and average what they learned every `outer_every` steps (https://arxiv.org/abs/2311.08105).
+
+    The mean change of the weights is the gradient of an outer optimizer, SGD with Nesterov momentum. Each worker keeps
+    the state of its own optimizer.
+
+    Args:
+        outer_every: optimizer steps between two averages; eval_every and max_steps are multiples of it.
+        outer_lr, outer_momentum: learning rate and momentum of the outer optimizer.
+    """
+
+    def __init__(
+        self, *, outer_every: int = 20, outer_lr: float = 0.7, outer_momentum: float = 0.9, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self.outer_every, self.outer_lr, self.outer_momentum = outer_every, outer_lr, outer_momentum
+        self.outer: torch.optim.SGD  # of the weights as of the last outer step
+
+    def _setup_model(self, model: nn.Module) -> Any:
+        return model  # no replica: gradients stay with the worker
+
+    def _register_ddp_hooks(self) -> None:
+        """Do nothing: there is no replica."""
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)
+        self.trainer, self.weights = trainer, [p for p in trainer.lightning_module.parameters() if p.requires_grad]
+        shared = [nn.Parameter(p.detach().clone()) for p in self.weights]
+        self.outer = torch.optim.SGD(shared, lr=self.outer_lr, momentum=self.outer_momentum, nesterov=True)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)
+        if (self.trainer.global_step + 1) % self.outer_every == 0:
+            self.outer_step()
+        return result
+
+    @torch.no_grad()
+    def outer_step(self) -> None:
+        """Average the changes of all workers since the last outer step, and continue from the same weights."""
+        shared = self.outer.param_groups[0]["params"]
+        changes = torch._foreach_sub(shared, self.weights)
+        mean = self.reduce(torch.cat([change.flatten() for change in changes]))
+        for p, change in zip(shared, mean.split([p.numel() for p in shared]), strict=True):
+            p.grad = change.view_as(p)
+        self.outer.step()
+        torch._foreach_copy_(self.weights, shared)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Add the outer momentum and every worker's optimizer state; called on all ranks, after an outer step."""
+        workers = gather_objects(checkpoint["optimizer_states"][0])
+        momentum = [self.outer.state[p]["momentum_buffer"] for p in self.outer.param_groups[0]["params"]]
+        super().save_checkpoint(checkpoint | {"diloco": {"workers": workers, "momentum": momentum}}, *args, **kwargs)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore a worker; one more than the checkpoint has starts as a copy of another."""
+        if saved := checkpoint.get("diloco"):
+            mine = saved["workers"][self.global_rank % len(saved["workers"])]
+            checkpoint = {**checkpoint, "optimizer_states": [mine]}
+            for p, buffer in zip(self.outer.param_groups[0]["params"], saved["momentum"], strict=True):
+                self.outer.state[p]["momentum_buffer"] = buffer.to(p.device)
+        super().load_optimizer_state_dict(checkpoint)
