@@ -106,3 +106,6 @@ class LanguageModel(L.LightningModule):
         total = torch.stack((self.val_nats, self.val_tokens))
         nats, tokens = self.trainer.strategy.reduce(total, reduce_op="sum").tolist()
         self.log("val_loss", nats / tokens, logger=False)
+        for module in self.modules():  # drop gathered weights, which may be those of the EMA
+            if isinstance(module, FSDPModule):
+                module.reshard()

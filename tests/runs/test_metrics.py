@@ -4,10 +4,8 @@ import csv
 import hashlib
 import json
 import math
-import os
 import platform
 import random
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +18,7 @@ import pytest
 import torch
 from conftest import ROOT
 from lightning.pytorch import Callback
+from ranks import train_on_ranks
 from torch.nn import functional as F
 
 import minigpt
@@ -30,15 +29,6 @@ from minigpt.data.batches import WindowOrder
 from minigpt.runs import metrics
 from minigpt.utils.errors import RunError
 
-# Two processes, as torchrun starts them, that train one run after another.
-RANK = """
-import json, sys, torch
-from minigpt import train
-from minigpt.runs import metrics
-metrics.PEAK_FLOPS[metrics.device_name(torch.device("cpu"))] = 1e12
-for overrides in json.loads(sys.argv[1]):
-    train(overrides)
-"""
 SHAPE = {"block_size": 16, "n_layer": 1, "n_head": 2, "n_embd": 32, "bias": False, "position": "rope"}
 SETTINGS = [
     *(f"model.{name}={value}" for name, value in SHAPE.items()),
@@ -80,8 +70,6 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Si
     base = tmp_path_factory.mktemp("runs")
     given = [*SETTINGS, f"data.path={corpus}", f"data.folder={base}/data"]
     exact = [*given, "trainer.precision=64-true"]  # FSDP has no 64 bits
-    script = base / "rank.py"
-    script.write_text(RANK)
     both = [[*exact, "trainer=ddp"], [*given, "trainer.precision=32-true", "trainer=fsdp"]]
     both = [[*run, f"hydra.run.dir={base}/{run[-1][8:]}", "trainer.devices=2"] for run in both]
     began = time.perf_counter()
@@ -89,19 +77,8 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Si
         patch.setitem(metrics.PEAK_FLOPS, metrics.device_name(torch.device("cpu")), 1e12)
         minigpt.train([*exact, "trainer=cpu", f"hydra.run.dir={base}/one"])
     wall = time.perf_counter() - began
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    group |= {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0"}
-    command = [sys.executable, str(script), json.dumps(both)]
-    ranks = [
-        subprocess.Popen(command, env={**os.environ, **group, "RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE)
-        for rank in "01"
-    ]
-    output = [rank.communicate(timeout=300)[1].decode() for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], output
-    commands = {"one": " ".join(sys.argv), "ddp": " ".join(command[1:]), "fsdp": " ".join(command[1:])}
+    command = train_on_ranks(both)
+    commands = {"one": " ".join(sys.argv), "ddp": command, "fsdp": command}
     return {
         name: SimpleNamespace(
             folder=base / name,
