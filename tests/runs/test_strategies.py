@@ -34,7 +34,7 @@ RUNS = {
     "recomputed": (["trainer=fsdp", "checkpoint_blocks=1"], [], 1e-4),
     "reduced": (["trainer=fsdp", REDUCED], [REDUCED], 1e-3),
 }
-DILOCO = ["trainer=diloco", DOUBLE, "trainer.strategy.outer_every=5"]
+DILOCO = ["trainer=diloco", "trainer.strategy.outer_every=5", "schedule=constant"]
 STEPS, OUTER_EVERY, OUTER_LR, OUTER_MOMENTUM = 20, 5, 0.7, 0.9
 
 
@@ -42,16 +42,16 @@ STEPS, OUTER_EVERY, OUTER_LR, OUTER_MOMENTUM = 20, 5, 0.7, 0.9
 def base(text: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """The folder of all runs, and their settings."""
     folder = tmp_path_factory.mktemp("strategies")
-    return SimpleNamespace(
-        folder=folder, settings=[*small_run(text, folder / "data"), "callbacks.samples=null", "log_every=1"]
-    )
+    settings = [*small_run(text, folder / "data"), "callbacks.samples=null", "log_every=1"]
+    return SimpleNamespace(folder=folder, settings=settings)
 
 
 @pytest.fixture(scope="module")
 def on_two(base: SimpleNamespace) -> Path:
     """The runs, on two ranks; that of DiLoCo whole, and stopped after ten steps and resumed."""
     diloco = {
-        "diloco": DILOCO,
+        "diloco": [*DILOCO, DOUBLE],
+        "whole": DILOCO,
         "stopped": [*DILOCO, "max_steps=10"],
         "resumed": [*DILOCO, f"resume={base.folder}/stopped"],
     }
@@ -146,7 +146,7 @@ def outer_step(shared: list[Any], workers: list[list[Any]], momentum: list[Tenso
 
 
 def test_diloco_resumes_bit_for_bit(on_two: Path) -> None:
-    whole, resumed = (read(on_two / name / LAST)["state_dict"] for name in ("diloco", "resumed"))
+    whole, resumed = (read(on_two / name / LAST)["state_dict"] for name in ("whole", "resumed"))
     assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
 
 
