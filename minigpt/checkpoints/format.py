@@ -11,8 +11,8 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minigpt.checkpoints.find import LAST, PREVIOUS
+from minigpt.optim import local
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write, sync
 
@@ -47,7 +48,7 @@ def read(path: Path, *, device: str | torch.device = "cpu") -> dict[str, Any]:
         text = metadata[MINIGPT]
         if any(tensor.is_complex() for tensor in tensors.values()):
             raise TypeError("complex tensors")
-        if metadata.get("crc32") != checksum(text, tensors):
+        if metadata.get("crc32") != checksum(text, sorted(tensors.items())):
             raise UserError(f"{path} is damaged: its checksum is wrong; use an older checkpoint")
         tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
         content = _unpack(json.loads(text, parse_int=lambda digits: int(digits) if len(digits) <= 20 else inf), tensors)
@@ -68,17 +69,24 @@ def write(content: Mapping[str, Any], path: Path) -> None:
         UserError: the content has values other than tensors and plain data.
         OSError: the file cannot be written.
     """
+    with replace_checkpoint(path) as unfinished:
+        try:
+            _save(content, unfinished)
+        except SafetensorError as error:
+            if code := re.search(r"\(os error (\d+)\)", str(error)):
+                raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
+            raise
+
+
+@contextmanager
+def replace_checkpoint(path: Path) -> Iterator[Path]:
+    """Yield a temporary path that becomes the checkpoint `path`; the `last` checkpoint before it becomes `previous`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as renamed_after:
         if path.name == Path(LAST).name and path.exists():
             _link(path, renamed_after.enter_context(atomic_write(path.with_name(Path(PREVIOUS).name))))
         with atomic_write(path) as unfinished:
-            try:
-                _save(content, unfinished)
-            except SafetensorError as error:
-                if code := re.search(r"\(os error (\d+)\)", str(error)):
-                    raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
-                raise
+            yield unfinished
         sync(path.parent)
 
 
@@ -89,10 +97,10 @@ def hardlink_or_copy(file: Path, other: Path) -> None:
     sync(other.parent)
 
 
-def checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
-    """Return the CRC-32 of the JSON text and of every tensor's name, dtype, shape and bytes."""
+def checksum(text: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Return the CRC-32 of the JSON text and of the name, dtype, shape and bytes of tensors, sorted by name."""
     crc = zlib.crc32(text.encode())
-    for name, tensor in sorted(tensors.items()):
+    for name, tensor in tensors:
         crc = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), crc)
         crc = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, crc)
     return f"{crc:08x}"
@@ -128,24 +136,31 @@ def _check_header(path: Path) -> None:
 
 def _save(content: Mapping[str, Any], file: Path) -> None:
     """Write a safetensors file and sync it to disk."""
-    tensors: dict[str, Tensor] = {}
-    names: dict[Any, str] = {}
-    text = json.dumps({key: _pack(value, _PREFIXES.get(key, key), tensors, names) for key, value in content.items()})
-    save_tensors(tensors, file, {MINIGPT: text, "crc32": checksum(text, tensors)})
+    text, tensors = pack(content)
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    save_tensors(tensors, file, {MINIGPT: text, "crc32": checksum(text, sorted(tensors.items()))})
     with open(file, "rb+") as saved:
         os.fsync(saved.fileno())
     _check_header(file)
+
+
+def pack(content: Mapping[str, Any]) -> tuple[str, dict[str, Tensor]]:
+    """Return the JSON text of a checkpoint, and its tensors by name."""
+    tensors: dict[str, Tensor] = {}
+    names: dict[Any, str] = {}
+    text = json.dumps({key: _pack(value, _PREFIXES.get(key, key), tensors, names) for key, value in content.items()})
+    return text, tensors
 
 
 def _pack(value: Any, name: str, tensors: dict[str, Tensor], names: dict[Any, str]) -> Any:
     """Return what `json.dumps` accepts; collect tensors, and their names by memory: tied weights are stored once."""
     match value:
         case Tensor():
-            memory = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+            memory = (value.device, local(value).data_ptr(), value.dtype, value.shape, value.stride())
             if memory not in names:
                 while name in tensors:
                     name += "_"
-                names[memory], tensors[name] = name, value.detach().cpu().contiguous()
+                names[memory], tensors[name] = name, value.detach()
             return {"$tensor": names[memory]}
         case dict() if all(isinstance(key, str | int) for key in value):
             items = {key: _pack(item, f"{name}.{key}".lstrip("."), tensors, names) for key, item in value.items()}

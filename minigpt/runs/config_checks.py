@@ -143,6 +143,7 @@ _RULES: dict[str, checks.Rule] = {
     "trainer.gradient_clip_val": or_null(checks.POSITIVE),
     "trainer.strategy.compress": checks.BOOLEAN,
     "trainer.strategy.reshard_after_forward": checks.BOOLEAN,
+    "trainer.strategy.parallel_save": checks.BOOLEAN,
     "trainer.strategy.outer_every": checks.POSITIVE_INT,
     "trainer.strategy.outer_lr": checks.POSITIVE,
     "trainer.strategy.outer_momentum": checks.FRACTION,

@@ -8,8 +8,9 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, OptimStateKeyType, fully_shard
 
+from minigpt.checkpoints.parallel import write_parallel
 from minigpt.model import GPT
 from minigpt.runs.resume_state import gather_objects
 
@@ -41,11 +42,13 @@ class FSDP(ModelParallelStrategy):
     Args:
         reshard_after_forward: free the gathered weights of a block after its forward pass and gather them again in the
             backward pass; false: keep them, which takes memory and saves a third of the communication.
+        parallel_save: all ranks write the checkpoint at once, on a file system that they share; false: rank 0 gathers
+            it in the memory of its CPU. The file is the same.
     """
 
-    def __init__(self, *, reshard_after_forward: bool = True, **options: Any) -> None:
-        super().__init__(save_distributed_checkpoint=False, **options)  # one file, as in every other run
-        self.reshard_after_forward = reshard_after_forward
+    def __init__(self, *, reshard_after_forward: bool = True, parallel_save: bool = False, **options: Any) -> None:
+        super().__init__(save_distributed_checkpoint=parallel_save, **options)
+        self.reshard_after_forward, self.parallel_save = reshard_after_forward, parallel_save
 
     def shard(self, model: GPT) -> None:
         """Shard the parameters of a model in place; with autocast, blocks are gathered in its precision."""
@@ -60,13 +63,30 @@ class FSDP(ModelParallelStrategy):
             )
         fully_shard(model)
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the weights; shards are copies, because the EMA exchanges the memory of the model's."""
+        weights = super().lightning_module_state_dict()
+        return {name: weight.clone() for name, weight in weights.items()} if self.parallel_save else weights
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the state of the optimizer, by the numbers of its parameters as in every other run."""
+        state = super().optimizer_state(optimizer)
+        if self.parallel_save and self.model is not None:
+            state = FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, self.model)
+        return state
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self.parallel_save:
+            write_parallel(checkpoint, Path(self.broadcast(filepath)))
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load weights and optimizer state into their shards; return the rest of the checkpoint.
 
         Lightning's strategy would read our file with torch.load.
         """
         from torch.distributed.checkpoint import state_dict  # slow to import
-        from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 
         assert self.model is not None
         content: dict[str, Any] = self.checkpoint_io.load_checkpoint(self.broadcast(checkpoint_path))

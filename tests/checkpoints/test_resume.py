@@ -127,9 +127,11 @@ def test_damaged_logs_do_not_prevent_resuming(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_resume_bit_for_bit(launch: Callable[..., Any], tmp_path: Path, strategy: str) -> None:
-    two = [*OFTEN, f"trainer={strategy}", "trainer.accelerator=cpu", "trainer.devices=2"]
+@pytest.mark.parametrize(
+    "strategy", [["trainer=ddp"], ["trainer=fsdp"], ["trainer=fsdp", "trainer.strategy.parallel_save=true"]]
+)
+def test_two_processes_resume_bit_for_bit(launch: Callable[..., Any], tmp_path: Path, strategy: list[str]) -> None:
+    two = [*OFTEN, *strategy, "optimizer=muon", "ema_decay=0.9", "trainer.accelerator=cpu", "trainer.devices=2"]
     whole = launch("train.py", *two, f"hydra.run.dir={tmp_path}/whole")
     assert whole.returncode == 0, whole.stderr
     folder = broken_off(tmp_path / "whole", 7, tmp_path / "resumed")

@@ -188,7 +188,7 @@ def checkpoint(chance: random.Random, folder: Path) -> Callable[[], None]:
         with safe_open(path, framework="pt") as file:
             text, tensors = file.metadata()["minigpt"], file.get_tensors()
         text = as_json(chance, json.loads(text)).decode("utf-8", "replace")
-        save_file(tensors, path, {"minigpt": text, "crc32": checksum(text, tensors)})
+        save_file(tensors, path, {"minigpt": text, "crc32": checksum(text, sorted(tensors.items()))})
 
     def read() -> None:
         model, tokenizer = load_checkpoint(path)

@@ -48,7 +48,7 @@ def good() -> dict[str, Any]:
 def file(values: Any, tensors: dict[str, Tensor], **metadata: str) -> bytes:
     """Return a safetensors file with a correct checksum; `values` is the JSON text, or its parsed values."""
     text = values if isinstance(values, str) else json.dumps(values)
-    return save(tensors, {"format": "pt", "minigpt": text, "crc32": checksum(text, tensors)} | metadata)
+    return save(tensors, {"format": "pt", "minigpt": text, "crc32": checksum(text, sorted(tensors.items()))} | metadata)
 
 
 def changed(*path: str, value: Any = None, **metadata: str) -> bytes:
