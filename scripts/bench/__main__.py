@@ -18,6 +18,7 @@ Prints a table and writes the measurements as JSON.
   python scripts/bench sweep         nine runs in parallel, sequentially, and as separate processes
   python scripts/bench widths        loss over learning rate at several widths
   python scripts/bench gpu           the GPU recipes, and the MFU of GPT-2
+  python scripts/bench muon          a step of Muon on 2 and 4 ranks, alone and divided
   python scripts/bench attention     memory and time of fused and explicit attention over sequence lengths
 
 The baseline is nanoGPT's CPU recipe in plain PyTorch (scripts/bench/bare_nanogpt.py).
@@ -47,6 +48,7 @@ from common import (
     text_file,
 )
 from gpu import gpu
+from muon import muon
 from sampling import bandwidth, sampling
 from saving import saving
 from serve import serve
@@ -185,6 +187,7 @@ def main() -> None:
             attention,
             data,
             gpu,
+            muon,
             saving,
             sampling,
             serve,
