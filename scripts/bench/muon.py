@@ -14,11 +14,11 @@ from minigpt.model import GPT
 from minigpt.optim import muon as make_muon
 
 RANKS = (2, 4)
-SHAPE = GPTConfig(vocab_size=256, block_size=64, n_layer=6, n_head=8, n_embd=512)
+SHAPE = GPTConfig(vocab_size=256, block_size=64, n_layer=6, n_head=4, n_embd=256)
 
 
 def muon(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Measure the ms of an optimizer step of 19M parameters on CPU processes of one thread each, without network."""
+    """Measure the ms of an optimizer step of 5M parameters on CPU processes of one thread each, without network."""
     rows = []
     for i in range(args.rounds):
         row: dict[str, Any] = {}
