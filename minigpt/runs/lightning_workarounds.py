@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from minigpt.checkpoints.format import read
+from minigpt.runs.collectives import broadcast_checkpoint
 from minigpt.utils.ranks import is_rank_zero
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -100,10 +101,12 @@ class FSDPStrategy(ModelParallelStrategy):
         from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 
         assert self.model is not None
-        content = read(Path(self.broadcast(checkpoint_path)))
-        (optimizer,), (state,) = self.optimizers, content["optimizer_states"]
+        whole = read(Path(checkpoint_path)) if self.global_rank == 0 else {"state_dict": {}, "optimizer_states": [{}]}
+        (optimizer,), (state,) = self.optimizers, whole["optimizer_states"]
+        whole["optimizer_states"] = []
         options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        state_dict.set_model_state_dict(self.model, content.pop("state_dict"), options=options)
-        state = FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, self.model)
+        state_dict.set_model_state_dict(self.model, whole.pop("state_dict"), options=options)
+        if state:
+            state = FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, self.model)
         state_dict.set_optimizer_state_dict(self.model, optimizer, optim_state_dict=state, options=options)
-        return content
+        return broadcast_checkpoint(lambda: whole)

@@ -17,6 +17,7 @@ from minigpt.checkpoints.format import read, write
 from minigpt.data.batches import Batches, ValidationBatches, WindowOrder
 from minigpt.data.token_files import Corpus
 from minigpt.ops import has_bfloat16
+from minigpt.runs.collectives import broadcast_checkpoint
 from minigpt.runs.lightning_workarounds import (
     LightningWorkarounds,
     end_with_rank_zero,
@@ -136,7 +137,7 @@ class CheckpointIO(TorchCheckpointIO):
         write(checkpoint, Path(path))
 
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        checkpoint = read(Path(path), device="cpu")
+        checkpoint = broadcast_checkpoint(lambda: read(Path(path)))
         if "unaveraged" in checkpoint:
             checkpoint["ema"], checkpoint["state_dict"] = checkpoint["state_dict"], checkpoint.pop("unaveraged")
         return checkpoint
