@@ -92,6 +92,7 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
         from minigpt.model import GPT
         from minigpt.runs.history import plot_curves
         from minigpt.runs.lightning_workarounds import is_resume_error
+        from minigpt.runs.lost_ranks import LostRanks
         from minigpt.runs.metrics import MetricsCallback, early_stopping_reason
         from minigpt.runs.resume_state import ResumeState
         from minigpt.runs.samples import final_sample
@@ -120,7 +121,7 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
         origin["init_from"] = before.get("init_from") if resume else pretrained.provenance(checksum_cache)
     run_dir.truncate_logs(folder, step)
 
-    metrics, state = MetricsCallback(cfg, started=started), ResumeState(saved)
+    metrics, state, ranks = MetricsCallback(cfg, started=started), ResumeState(saved), LostRanks()
     with shared_errors():
         module = LanguageModel(
             pretrained.load(config).train() if pretrained and not resume else GPT(config),
@@ -129,7 +130,7 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
             max_steps=cfg.max_steps,
             compile=cfg.compile,
         )
-        trainer = build_trainer(cfg, folder, metrics, state)
+        trainer = build_trainer(cfg, folder, metrics, state, ranks)
     torch.manual_seed(cfg.seed + trainer.global_rank)  # a dropout mask per rank
 
     status, reason, sample = "failed", "", ""
@@ -148,6 +149,7 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
     except Exception as error:
         if resume and not state.training_began and is_resume_error(error):
             error = UserError(f"{resume} does not hold a run of minigpt ({type(error).__name__}: {error})")
+        error = ranks.explain(error)
         reason = error_text(error)
         raise error
     finally:
