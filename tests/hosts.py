@@ -49,6 +49,9 @@ class Hosts:
         """Take the link of a host down."""
         _ip("-n", self._switch, "link", "set", "dev", self.names[host], "down")
 
+    def reconnect(self, host: int) -> None:
+        _ip("-n", self._switch, "link", "set", "dev", self.names[host], "up")
+
     def sent_bytes(self, host: int) -> int:
         """Return the number of bytes that a host has sent."""
         statistics = _ip("-n", self._namespaces[host], "-s", "link", "show", "eth0")

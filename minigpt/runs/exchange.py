@@ -83,11 +83,11 @@ def check_same_corpus(name: str, sha256: str) -> None:
     (first, expected), *others = gather([name, sha256])
     for host, found in others:
         if found != expected:
-            texts = " and ".join(
-                f"{where} has {what} of checksum {digest[:8]}…"
-                for where, (what, digest) in ((first, expected), (host, found))
+            texts = " but ".join(
+                f"host {each} has {text} of checksum {digest[:8]}…"
+                for each, (text, digest) in ((first, expected), (host, found))
             )
-            raise UserError(f"all hosts need the same text, but host {texts}; copy it from one to the other")
+            raise UserError(f"all hosts need the same text: {texts}; copy it from one to the other")
 
 
 def _open_store() -> Any:

@@ -8,6 +8,7 @@ rank 0 sends the lost ranks to the others, and a rank that is still in a collect
 import json
 import os
 import platform
+import signal
 import socket
 import threading
 import time
@@ -43,7 +44,7 @@ class LostRanks(Callback):
         self.lost: list[int] = []  # on rank 0, in the order of their loss
         self.verdict: Future[list[int]] = Future()
         self.ended = threading.Event()  # the main thread left the training
-        server = socket.create_server(("", 0)) if self.rank == 0 else None
+        server = _listen() if self.rank == 0 else None
         mine = platform.node(), server.getsockname()[1] if server else 0, token_hex()
         self.hosts, (port, *_), (token, *_) = zip(*gather_objects(mine), strict=True)
         if server:
@@ -53,8 +54,9 @@ class LostRanks(Callback):
             self._send(f"{token} {self.rank}")
         for rank, connection in self.connections.items():
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in KEEPALIVE.items():
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+            for option, value in KEEPALIVE.items():  # macOS has other names for them
+                if hasattr(socket, option):
+                    connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
             threading.Thread(target=self._follow, args=(rank, connection), daemon=True).start()
 
     def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
@@ -68,9 +70,12 @@ class LostRanks(Callback):
 
     def explain(self, error: Exception) -> Exception:
         """Return the error to raise for an error in training: one that names the lost ranks, if there are any."""
-        if not self.connections or (self.rank == 0 and isinstance(error, UserError)):
+        if not self.connections:
             return error
         self.ended.set()
+        if self.rank == 0 and isinstance(error, UserError):
+            return error
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the ranks of a host after the first
         try:
             lost = self.verdict.result(WAIT_SECONDS)
         except TimeoutError:  # the error is of this rank alone
@@ -120,18 +125,21 @@ class LostRanks(Callback):
         return f"{ranks} ended or lost the network {where}; resume with resume=auto hydra.run.dir={folder}"
 
     def _prints(self, lost: list[int]) -> bool:
-        """Whether this is the first rank of its host that is left; others wait, for torchrun ends it with them."""
+        """Whether this is the first rank of its host that is left."""
         per_host = self.trainer.num_devices
         first = self.rank - self.rank % per_host
-        if self.rank == min({*range(first, first + per_host)} - {*lost}):
-            return True
-        time.sleep(SETTLE_SECONDS)
-        return False
+        return self.rank == min({*range(first, first + per_host)} - {*lost})
 
     def _send(self, message: str) -> None:
         for connection in self.connections.values():
             with suppress(OSError):  # it is lost
                 connection.sendall(f"{message}\n".encode())
+
+
+def _listen() -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
 
 
 def _accept(server: socket.socket, token: str, n: int) -> dict[int, socket.socket]:
