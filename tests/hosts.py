@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 needs_hosts = pytest.mark.skipif(
-    os.name != "posix" or os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc", "unshare"))),
+    os.name != "posix" or os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc", "nsenter", "unshare"))),
     reason="needs root, iproute2 and util-linux: apt-get install iproute2 util-linux",
 )
 
@@ -37,7 +37,8 @@ class Hosts:
 
     def run(self, host: int, command: Sequence[str], env: Mapping[str, str] = {}, **options: Any) -> Any:
         """Start a command on a host, in its `disk`; options are those of `subprocess.Popen`."""
-        start = ["ip", "netns", "exec", self._namespaces[host], "unshare", "--uts", "--mount", "sh", "-c", _ENTER]
+        network = f"--net=/run/netns/{self._namespaces[host]}"  # `ip netns exec` would hide /sys/fs/cgroup of SLURM
+        start = ["nsenter", network, "unshare", "--uts", "--mount", "sh", "-c", _ENTER]
         paths = [str(self.folders[host]), str(self.disk), str(self._table), self.names[host]]
         return subprocess.Popen([*start, *paths, *command], env={**os.environ, **env}, **options)
 
