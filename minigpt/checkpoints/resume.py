@@ -119,3 +119,14 @@ def _settings(run: Mapping[str, Any]) -> dict[str, Any]:
         names = sorted(values) if name == "*" else [name]
         found |= {f"{group}.{each}" if group else each: values.get(each) for each in names}
     return found
+
+
+def read_unaveraged(file: Path) -> dict[str, Any]:
+    """Read a checkpoint with the weights that training continues from.
+
+    With an EMA, `state_dict` in the file is the average, which sampling loads; here it is `ema`.
+    """
+    checkpoint = read(file)
+    if "unaveraged" in checkpoint:
+        checkpoint["ema"], checkpoint["state_dict"] = checkpoint["state_dict"], checkpoint.pop("unaveraged")
+    return checkpoint

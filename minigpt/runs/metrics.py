@@ -12,8 +12,8 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from minigpt.checkpoints.find import BEST
+from minigpt.runs.collectives import gather_objects
 from minigpt.runs.loggers import Progress
-from minigpt.runs.resume_state import gather_objects
 from minigpt.runs.run_dir import METRICS, append_log, read_metrics, short_path, update_latest_link
 from minigpt.utils.errors import Diverged
 from minigpt.utils.terminal import sanitize_line, warn

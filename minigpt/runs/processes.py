@@ -1,17 +1,15 @@
 """The command line of a run: quoted overrides, and one command line for all processes of torchrun or srun."""
 
-import os
 import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from minigpt.runs.exchange import call_on_rank_zero
 from minigpt.utils.errors import UserError
-from minigpt.utils.ranks import started_together
+from minigpt.utils.ranks import global_rank, started_together
 
 SETTABLE = ("block_size", "dropout", "ngram_dropout")  # the values of `model` beside init_from
-_open_stores: list[Any] = []  # keeps rank 0's store alive, which the other ranks read
 
 
 def complete_overrides(overrides: Sequence[str], groups: Sequence[str] = ("model", "tokenizer")) -> list[str]:
@@ -46,24 +44,15 @@ def shared_arguments(arguments: list[str]) -> list[str]:
 
     Without it each rank would name a run folder after the second at which it started.
     """
-    arguments = complete_overrides(arguments)
     if started_together() is None:
-        return arguments
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+        return complete_overrides(arguments)
 
-    env = os.environ
-    if "TORCHELASTIC_RUN_ID" in env:  # its agent serves a store
-        rank, key = int(env["RANK"]), f"minigpt/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-        store = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]))
-    else:
-        from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+    def complete() -> list[str]:
+        name = time.strftime("runs/%Y-%m-%d_%H-%M-%S")
+        folder = (
+            [] if any(argument.startswith("hydra.run.dir=") for argument in arguments) else [f"hydra.run.dir={name}"]
+        )
+        return [*complete_overrides(arguments), *folder]
 
-        slurm, rank, key = SLURMEnvironment(auto_requeue=False), int(env["SLURM_PROCID"]), "minigpt"
-        store = TCPStore(slurm.main_address, slurm.main_port + 1, is_master=rank == 0, wait_for_workers=False)
-    _open_stores.append(store)
-    if rank == 0:
-        if not any(argument.startswith("hydra.run.dir=") for argument in arguments):
-            arguments.append(f"hydra.run.dir={time.strftime('runs/%Y-%m-%d_%H-%M-%S')}")
-        store.set(key, "\0".join(arguments))
-        return arguments
-    return [*store.get(key).decode().split("\0"), "hydra.output_subdir=null"]  # rank 0 writes .hydra
+    shared = call_on_rank_zero(complete)
+    return shared if global_rank() == 0 else [*shared, "hydra.output_subdir=null"]  # rank 0 writes .hydra

@@ -6,9 +6,9 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import distributed
 
 from minigpt.ema import EMA
+from minigpt.runs.collectives import gather_objects
 from minigpt.runs.lightning_workarounds import fix_loop_state
 
 
@@ -91,12 +91,3 @@ def apply_config(trainer: L.Trainer, pl_module: Any) -> None:
         lr = new["initial_lr"] * pl_module.schedule(scheduler.last_epoch)
         group.update(new | {"params": group["params"], "lr": lr})
     scheduler.base_lrs = fresh_scheduler.base_lrs
-
-
-def gather_objects(mine: Any) -> list[Any]:
-    """Return every rank's object, by rank; all ranks must call it."""
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return [mine]
-    objects: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(objects, mine)
-    return objects

@@ -38,7 +38,11 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
         UserError: another process uses the folder, it holds a run, or it cannot be written.
     """
     if not is_rank_zero():
-        yield
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # it holds the run, if the ranks share a disk
+                folder.rmdir()
         return
     try:
         lock = FileLock(folder / _LOCK).acquire(timeout=2)  # is_locked holds it for a moment

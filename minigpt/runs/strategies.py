@@ -11,8 +11,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, OptimStateKeyType, fully_shard
 
 from minigpt.checkpoints.parallel import write_parallel
+from minigpt.checkpoints.resume import read_unaveraged
 from minigpt.model import GPT
-from minigpt.runs.resume_state import gather_objects
+from minigpt.runs.collectives import broadcast_checkpoint, gather_objects
 
 
 class DDP(DDPStrategy):
@@ -89,13 +90,17 @@ class FSDP(ModelParallelStrategy):
         from torch.distributed.checkpoint import state_dict  # slow to import
 
         assert self.model is not None
-        content: dict[str, Any] = self.checkpoint_io.load_checkpoint(self.broadcast(checkpoint_path))
+        content: dict[str, Any] = {"state_dict": {}, "optimizer_states": [{}]}
+        if self.global_rank == 0:  # only its host needs the file
+            content = read_unaveraged(Path(checkpoint_path))
         (optimizer,), (state,) = self.optimizers, content["optimizer_states"]
+        content["optimizer_states"] = []
         options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         state_dict.set_model_state_dict(self.model, content.pop("state_dict"), options=options)
-        state = FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, self.model)
+        if state:
+            state = FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, self.model)
         state_dict.set_optimizer_state_dict(self.model, optimizer, optim_state_dict=state, options=options)
-        return content
+        return broadcast_checkpoint(lambda: content)
 
 
 class DiLoCo(DDPStrategy):

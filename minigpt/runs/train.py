@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from minigpt import __version__
 from minigpt.runs import run_dir
 from minigpt.runs.config_checks import load_parts
+from minigpt.runs.exchange import call_on_rank_zero, check_same_corpus, shared_errors
 from minigpt.runs.processes import complete_overrides
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import UserError
@@ -61,7 +62,9 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
     Args:
         resume_command: printed when a signal ends the run.
     """
-    with raise_on_signal(), run_dir.lock_run_dir(folder, resume=cfg.resume == "auto"):
+    with raise_on_signal(), ExitStack() as stack:
+        with shared_errors():
+            stack.enter_context(run_dir.lock_run_dir(folder, resume=cfg.resume == "auto"))
         try:
             return fit(cfg, folder)
         except (Interrupted, KeyboardInterrupt):
@@ -73,7 +76,9 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
 def fit(cfg: DictConfig, folder: Path) -> float | None:
     """Build every part that the config names, train, sample and write the summary; see `train_in`."""
     started = time.perf_counter()
-    corpus, config, pretrained = load_parts(cfg, folder=folder)
+    with shared_errors():
+        corpus, config, pretrained = load_parts(cfg, folder=folder)
+    check_same_corpus(corpus.name, corpus.sha256)
     cfg.model = config.to_dict()  # null values resolved
 
     # Heavy packages are imported here, after every setting is checked.
@@ -87,6 +92,7 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
         from minigpt.model import GPT
         from minigpt.runs.history import plot_curves
         from minigpt.runs.lightning_workarounds import is_resume_error
+        from minigpt.runs.lost_ranks import LostRanks
         from minigpt.runs.metrics import MetricsCallback, early_stopping_reason
         from minigpt.runs.resume_state import ResumeState
         from minigpt.runs.samples import final_sample
@@ -98,8 +104,14 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
     resolved: Any = OmegaConf.to_container(cfg, resolve=True)
     origin = provenance() | {"init_from": None}
     saved = contents(config, corpus.tokenizer, resolved, corpus.sha256, origin)
-    resume, step, before = find_resumed(cfg.resume, folder, saved)
-    if cfg.resume == "auto" and resume and (done := run_dir.completed_summary(folder, step, cfg.max_steps)):
+
+    def find() -> tuple[str, int, dict[str, Any], dict[str, Any] | None]:
+        path, step, before = find_resumed(cfg.resume, folder, saved)
+        auto = cfg.resume == "auto" and path is not None
+        return str(path or ""), step, before, run_dir.completed_summary(folder, step, cfg.max_steps) if auto else None
+
+    resume, step, before, done = call_on_rank_zero(find)
+    if done:
         if is_rank_zero():
             where = f"{run_dir.short_path(folder)} is complete at step {step} of {cfg.max_steps}"
             print(sanitize_line(f"{where}, best validation loss {done.get('best_val_loss')}; nothing to do"))
@@ -109,34 +121,37 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
         origin["init_from"] = before.get("init_from") if resume else pretrained.provenance(checksum_cache)
     run_dir.truncate_logs(folder, step)
 
-    model = pretrained.load(config).train() if pretrained and not resume else GPT(config)
-    model.checkpoint_blocks = cfg.checkpoint_blocks
-    module = LanguageModel(
-        model,
-        optimizer=partial_from_config(cfg.optimizer),
-        schedule=partial_from_config(cfg.schedule),
-        max_steps=cfg.max_steps,
-        compile=cfg.compile,
-    )
-    metrics, state = MetricsCallback(cfg, started=started), ResumeState(saved)
-    trainer = build_trainer(cfg, folder, metrics, state)
+    metrics, state, ranks = MetricsCallback(cfg, started=started), ResumeState(saved), LostRanks()
+    with shared_errors():
+        model = pretrained.load(config).train() if pretrained and not resume else GPT(config)
+        model.checkpoint_blocks = cfg.checkpoint_blocks
+        module = LanguageModel(
+            model,
+            optimizer=partial_from_config(cfg.optimizer),
+            schedule=partial_from_config(cfg.schedule),
+            max_steps=cfg.max_steps,
+            compile=cfg.compile,
+        )
+        trainer = build_trainer(cfg, folder, metrics, state, ranks)
     torch.manual_seed(cfg.seed + trainer.global_rank)  # a dropout mask per rank
 
     status, reason, sample = "failed", "", ""
     try:
         for logger in trainer.loggers:
             logger.log_hyperparams(resolved)
-        trainer.fit(module, TokenDataModule(corpus, cfg), ckpt_path=resume)
-        best = folder / BEST  # as sample.py loads it
-        model = load_checkpoint(best, device=module.device)[0] if best.exists() else module.model
-        sample = final_sample(model, corpus.tokenizer, seed=cfg.seed)
+        trainer.fit(module, TokenDataModule(corpus, cfg), ckpt_path=resume or None)
+        if trainer.is_global_zero or trainer.checkpoint_callback is None:  # sharded weights need all ranks
+            best = folder / BEST  # as sample.py loads it
+            model = load_checkpoint(best, device=module.device)[0] if best.exists() else module.model
+            sample = final_sample(model, corpus.tokenizer, seed=cfg.seed)
         status, reason = "completed", early_stopping_reason(trainer)
     except (Interrupted, KeyboardInterrupt, SystemExit):  # submitit ends a job with SystemExit
         status = "interrupted"
         raise
     except Exception as error:
-        if resume is not None and not state.training_began and is_resume_error(error):
+        if resume and not state.training_began and is_resume_error(error):
             error = UserError(f"{resume} does not hold a run of minigpt ({type(error).__name__}: {error})")
+        error = ranks.explain(error)
         reason = error_text(error)
         raise error
     finally:

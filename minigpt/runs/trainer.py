@@ -12,10 +12,12 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from omegaconf import DictConfig
 
-from minigpt.checkpoints.format import read, write
+from minigpt.checkpoints.format import write
+from minigpt.checkpoints.resume import read_unaveraged
 from minigpt.data.batches import Batches, ValidationBatches, WindowOrder
 from minigpt.data.token_files import Corpus
 from minigpt.ops import has_bfloat16
+from minigpt.runs.collectives import broadcast_checkpoint
 from minigpt.runs.lightning_workarounds import (
     LightningWorkarounds,
     end_with_rank_zero,
@@ -126,17 +128,11 @@ class TokenDataModule(L.LightningDataModule):
 
 
 class CheckpointIO(TorchCheckpointIO):
-    """Write and read the checkpoints of the Trainer as `minigpt.checkpoints.format` does.
-
-    With an EMA, `state_dict` in the file is the average, which sampling loads, and `unaveraged` the weights that
-    training continues from.
-    """
+    """Write and read the checkpoints of the Trainer as `minigpt.checkpoints.format` does."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         write(checkpoint, Path(path))
 
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        checkpoint = read(Path(path), device="cpu")
-        if "unaveraged" in checkpoint:
-            checkpoint["ema"], checkpoint["state_dict"] = checkpoint["state_dict"], checkpoint.pop("unaveraged")
-        return checkpoint
+        content: dict[str, Any] = broadcast_checkpoint(lambda: read_unaveraged(Path(path)))
+        return content

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import TypeVar
 
-from minigpt.utils.errors import Diverged, UserError
+from minigpt.utils.errors import UserError
 from minigpt.utils.hydra_errors import explain_hydra
 from minigpt.utils.ranks import is_rank_zero
 from minigpt.utils.signals import Interrupted
@@ -33,7 +33,7 @@ def cli_entrypoint(function: Callable[..., R]) -> Callable[..., R]:
             if os.environ.get("MINIGPT_TRACEBACK") == "1":
                 raise
             message, code = explain(error)
-            of_all_ranks = code != 1 or isinstance(error, Diverged)  # bad input, signals, divergence
+            of_all_ranks = getattr(error, "of_all_ranks", code != 1)  # bad input, signals, divergence
             if message and (is_rank_zero() or not of_all_ranks):
                 print(message, file=sys.stderr)
             try:

@@ -9,16 +9,20 @@ class UserError(Exception):
     """An input or a setting is wrong; the message names it, the accepted values and the next step. Exit code 2."""
 
     exit_code = 2
+    of_all_ranks = True  # every rank raises it, and rank 0 prints it
 
 
 class RunError(UserError):
     """A run with valid input failed. Exit code 1."""
 
     exit_code = 1
+    of_all_ranks = False
 
 
 class Diverged(RunError):
-    """The loss or the gradient of an optimizer step is NaN or infinite; every rank raises it."""
+    """The loss or the gradient of an optimizer step is NaN or infinite."""
+
+    of_all_ranks = True
 
     def __init__(self, loss: float, step: int, learning_rate: float) -> None:
         what = "the gradient is not finite" if isfinite(loss) else f"the loss is {loss}"

@@ -6,11 +6,14 @@ import os
 def is_rank_zero() -> bool:
     """Whether this process is rank 0, by the variables of torchrun, Lightning or srun."""
     env = os.environ
-    if "RANK" in env:  # torchrun
-        return env["RANK"] == "0"
-    if "LOCAL_RANK" in env:  # Lightning
+    if "RANK" not in env and "LOCAL_RANK" in env:  # Lightning
         return env["LOCAL_RANK"] == env.get("NODE_RANK", "0") == "0"
-    return env.get("SLURM_PROCID", "0") == "0"  # srun
+    return global_rank() == 0
+
+
+def global_rank() -> int:
+    """Return the rank of a process that torchrun or srun started; 0 for others."""
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
 
 
 def started_together() -> tuple[int, int] | None:

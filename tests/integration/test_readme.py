@@ -1,5 +1,6 @@
 """Every command of the README and of docs/huggingface.md runs, with few training steps."""
 
+import json
 import os
 import re
 import runpy
@@ -11,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from hosts import needs_hosts, start_hosts
 from hydra.core.global_hydra import GlobalHydra
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,6 +118,20 @@ def test_every_script_command_runs(
         call_in_process(script, *arguments)
         output = capsys.readouterr().out
     assert output.strip()
+
+
+@needs_hosts
+@pytest.mark.slow
+def test_the_commands_for_two_hosts_train_one_model(text: Path, tmp_path: Path) -> None:
+    small = [f"data.path={text}", "data.folder=data", "trainer.accelerator=cpu", *SHORT]
+    with start_hosts(2, tmp_path) as hosts:
+        launchers = []
+        for host, (_, *arguments) in enumerate(commands("torchrun")):
+            arguments = [argument.replace("HOST", "a").replace("scripts", f"{ROOT}/scripts") for argument in arguments]
+            launchers.append(hosts.run(host, [sys.executable, "-m", "torch.distributed.run", *arguments, *small]))
+        assert [launcher.wait(300) for launcher in launchers] == [0, 0]
+        (run,) = (path for path in (hosts.folders[0] / "runs").iterdir() if not path.is_symlink())
+        assert json.loads((run / "summary.json").read_text())["world_size"] == 4
 
 
 def test_the_readme_has_commands() -> None:

@@ -1,4 +1,4 @@
-"""Runs and sweeps on a real single-node SLURM, which a fixture starts in a temporary folder."""
+"""Runs and sweeps on a real SLURM of one and of two nodes, which is started in a temporary folder."""
 
 import json
 import os
@@ -11,14 +11,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 import pytest
 import torch
+from hosts import needs_hosts, start_hosts
 
 from minigpt import load_checkpoint
+from minigpt.runs.run_dir import read_metrics
 from minigpt.sweeps.results import COMPLETED, read_sweep
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,59 +36,79 @@ pytestmark = [
 
 CONF = """
 ClusterName=tests
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={first}({address})
 SlurmctldPort={ports[0]}
 SlurmdPort={ports[1]}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 SlurmUser=root
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool.%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd.%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory=2000 State=UNKNOWN
-PartitionName=debug Nodes={host} Default=YES MaxTime=INFINITE State=UP
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
-@pytest.fixture
-def slurm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Start SLURM for one test; its commands read SLURM_CONF."""
+NODE = "NodeName={name} NodeAddr={address} CPUs={cpus} RealMemory=2000 State=UNKNOWN\n"
+
+
+@contextmanager
+def start_slurm(addresses: dict[str, str], start: Callable[..., Any]) -> Iterator[Path]:
+    """Start SLURM on nodes, the first of which is its controller; its commands read SLURM_CONF.
+
+    Args:
+        start: starts a command on a node, given by its number, and returns the process.
+    """
     folder = Path(tempfile.mkdtemp(prefix="slurm"))  # a short path: the limit for a socket is 107 characters
     with socket.socket() as one, socket.socket() as two:
         for free in (one, two):
             free.bind(("127.0.0.1", 0))
         ports = [free.getsockname()[1] for free in (one, two)]
-    for name in ("state", "spool"):
-        (folder / name).mkdir()
-    conf = CONF.format(host=socket.gethostname(), folder=folder, ports=ports, cpus=os.cpu_count())
-    (folder / "slurm.conf").write_text(conf)
+    (folder / "state").mkdir()
+    first, cpus = next(iter(addresses)), os.cpu_count()
+    conf = CONF.format(first=first, address=addresses[first], folder=folder, ports=ports)
+    nodes = (NODE.format(name=name, address=address, cpus=cpus) for name, address in addresses.items())
+    (folder / "slurm.conf").write_text(conf + "".join(nodes))
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o400)
-    monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
     options = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
     files = [f"--{option}={folder}/munge.{name}" for option, name in options.items()]
     try:
-        for command in (["munged", "--force", *files], ["slurmctld", "-c"], ["slurmd"]):
-            subprocess.run(command, check=True, capture_output=True, timeout=30)
-        deadline = time.monotonic() + 30
-        while "idle" not in subprocess.run(["sinfo", "-h", "-o", "%T"], capture_output=True, text=True).stdout:
-            if time.monotonic() > deadline:
-                log = "".join(file.read_text()[-500:] for file in folder.glob("slurm*.log"))
-                pytest.fail(f"SLURM did not start within 30 s: {log}")
-            time.sleep(0.3)
-        yield folder
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+            daemons = [(0, ["munged", "--force", *files]), (0, ["slurmctld", "-c"])]
+            daemons += [(node, ["slurmd"]) for node in range(len(addresses))]
+            for node, command in daemons:
+                assert start(node, command, stderr=subprocess.DEVNULL).wait(30) == 0
+            deadline = time.monotonic() + 60
+            sinfo = ["sinfo", "-h", "-N", "-o", "%T"]
+            while start(0, sinfo, stdout=subprocess.PIPE).communicate()[0].split() != [b"idle"] * len(addresses):
+                if time.monotonic() > deadline:
+                    log = "".join(file.read_text()[-500:] for file in folder.glob("slurm*.log"))
+                    pytest.fail(f"SLURM did not start within 60 s: {log}")
+                time.sleep(0.3)
+            yield folder
     finally:
-        for name in ("slurmd", "slurmctld", "munge"):
+        for file in (*folder.glob("slurm*.pid"), folder / "munge.pid"):
             with suppress(OSError, ValueError):
-                os.kill(int((folder / f"{name}.pid").read_text()), signal.SIGTERM)
+                os.kill(int(file.read_text()), signal.SIGTERM)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def slurm() -> Iterator[Path]:
+    """SLURM on one node."""
+    with start_slurm(
+        {socket.gethostname(): "127.0.0.1"}, lambda _, *args, **options: Popen(*args, **options)
+    ) as folder:
+        yield folder
 
 
 def test_a_sweep_is_one_array_job_and_its_table_lists_failed_runs(
@@ -184,3 +207,29 @@ def test_all_processes_of_srun_use_one_run_folder(slurm: Path, small: list[str],
     latest = (tmp_path / "runs/latest").resolve()
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"latest", latest.name}
     assert json.loads((latest / "summary.json").read_text())["world_size"] == 2
+
+
+@needs_hosts
+def test_srun_trains_on_two_nodes_without_a_shared_disk(
+    small: list[str], train: Callable[..., Any], tmp_path: Path
+) -> None:
+    settings = ["trainer.precision=64-true", "log_every=1"]
+    with start_hosts(2, tmp_path) as hosts, start_slurm(dict(zip("ab", hosts.addresses, strict=True)), hosts.run):
+        script = str(ROOT / "scripts/train.py")
+        srun = [
+            "srun",
+            "--nodes=2",
+            "--ntasks-per-node=2",
+            sys.executable,
+            script,
+            *small,
+            *settings,
+            "data.folder=data",
+        ]
+        command = hosts.run(0, [*srun, "trainer=ddp", "trainer.accelerator=cpu", "hydra.run.dir=run"])
+        assert command.wait(300) == 0
+    run, one = hosts.folders[0] / "run", train(*settings)
+    assert json.loads((run / "summary.json").read_text())["world_size"] == 4
+    losses = [read_metrics(folder / "metrics.csv")["train_loss"] for folder in (run, one.folder)]
+    assert losses[0] == [pytest.approx(point, rel=1e-6) for point in losses[1]]
+    assert [path.name for path in hosts.folders[1].iterdir()] == ["data"]

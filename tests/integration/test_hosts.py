@@ -1,0 +1,212 @@
+"""Runs on several hosts without a shared disk, started with torchrun on each, and the loss of one of them."""
+
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from os import kill
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hosts import Hosts, needs_hosts, start_hosts
+
+from minigpt.checkpoints.find import LAST
+from minigpt.checkpoints.format import read
+from minigpt.runs.run_dir import read_metrics, read_summary
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 300  # for a run, or its end after a fault; collectives alone wait for 30 minutes
+STEPS, PARAMETERS = 50, 26_016
+SETTINGS = ["data.path=fox.txt", "data.folder=data", "log_every=1", "schedule=constant", "schedule.warmup_steps=5"]
+TRAINING = [f"max_steps={STEPS}", "eval_every=25", "trainer.accumulate_grad_batches=2"]
+DDP = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.precision=64-true"]
+FSDP = ["trainer=fsdp", "trainer.accelerator=cpu"]
+MUON = ["optimizer=muon", "optimizer.lr=0.02"]
+pytestmark = needs_hosts
+
+
+@pytest.fixture
+def start(tmp_path: Path, text: Path) -> Iterator[Callable[[int], Hosts]]:
+    """Start hosts, each with its own copy of the text."""
+    with ExitStack() as stack:
+
+        def start(n: int) -> Hosts:
+            hosts = stack.enter_context(start_hosts(n, tmp_path))
+            for folder in hosts.folders:
+                shutil.copy(text, folder / "fox.txt")
+            return hosts
+
+        yield start
+
+
+def torchrun(hosts: Hosts, ranks_per_host: int, overrides: list[str]) -> list[subprocess.Popen[str]]:
+    """Start `scripts/train.py` with torchrun on every host."""
+    options = [f"--nnodes={len(hosts.names)}", f"--nproc-per-node={ranks_per_host}", "--master-addr=a"]
+    command = [sys.executable, "-m", "torch.distributed.run", *options]
+    launchers = []
+    for host in range(len(hosts.names)):
+        train = [f"--node-rank={host}", str(ROOT / "scripts/train.py"), *overrides, *SETTINGS]
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        launchers.append(hosts.run(host, [*command, *train], {"OMP_NUM_THREADS": "1"}, **output))
+    return launchers
+
+
+def finish(launchers: list[subprocess.Popen[str]], code: int) -> list[str]:
+    """Wait until all launchers exit with a code, except killed ones; return what each printed."""
+    printed = [launcher.communicate(timeout=SECONDS)[0] for launcher in launchers]
+    assert {launcher.returncode for launcher in launchers} - {-signal.SIGKILL} == {code}, "\n".join(printed)
+    return printed
+
+
+def errors(printed: str) -> list[str]:
+    return [line for line in printed.splitlines() if line.startswith(("error", "warning"))]
+
+
+def losses(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    columns = read_metrics(folder / "metrics.csv")
+    return {name: columns[name] for name in ("train_loss", "val_loss", "grad_norm")}
+
+
+def assert_close(one: Path, other: Path, rel: float) -> None:
+    for name, points in losses(one).items():
+        assert points == [pytest.approx(point, rel=rel) for point in losses(other)[name]]
+
+
+def one_process(settings: list[str]) -> list[str]:
+    return [setting for setting in settings if not setting.startswith(("trainer=", "trainer.accelerator"))]
+
+
+def files(folder: Path) -> set[str]:
+    """Return the files and folders beside the text and the data."""
+    return {path.name for path in folder.iterdir()} - {"fox.txt", "data"}
+
+
+CASES = [
+    pytest.param(hosts, ranks, [*settings], rel, id=f"{name}-{hosts}x{ranks}", marks=[] if quick else pytest.mark.slow)
+    for name, settings, rel in (
+        ("ddp", [*DDP, "ema_decay=0.9"], 1e-6),
+        ("muon", [*DDP, *MUON], 1e-6),
+        ("fsdp", FSDP, 1e-3),
+    )
+    for hosts, ranks in ((2, 1), (2, 2), (4, 1))
+    for quick in [name != "muon" and (hosts, ranks) == (2, 1)]
+]
+
+
+@pytest.mark.parametrize(("n_hosts", "ranks", "settings", "rel"), CASES)
+def test_hosts_give_the_losses_of_one_process_and_the_first_holds_the_run(
+    start: Callable[[int], Hosts],
+    small: list[str],
+    train: Callable[..., Any],
+    tmp_path: Path,
+    n_hosts: int,
+    ranks: int,
+    settings: list[str],
+    rel: float,
+) -> None:
+    hosts = start(n_hosts)
+    overrides = [*small, *settings, *TRAINING, "hydra.run.dir=run"]
+    first, *others = finish(torchrun(hosts, ranks, overrides), code=0)
+    assert errors(first) == []
+    assert f"device      {n_hosts * ranks} × cpu" in first
+    train(*one_process(settings), *TRAINING, *SETTINGS[2:], folder=tmp_path / "one")
+    assert_close(hosts.folders[0] / "run", tmp_path / "one", rel)
+    tokens = [file.read_bytes() for file in sorted((hosts.folders[0] / "data").glob("tokens/*/*.bin"))]
+    for host, printed in enumerate(others, 1):
+        assert "step" not in printed
+        assert files(hosts.folders[host]) == set()
+        own = sorted((hosts.folders[host] / "data").glob("tokens/*/*.bin"))
+        assert [file.read_bytes() for file in own] == tokens
+    for host in range(n_hosts):
+        assert hosts.sent_bytes(host) > PARAMETERS * 4 * STEPS  # gradients of every step
+
+
+@pytest.mark.slow
+def test_hosts_with_different_texts_or_without_one_do_not_start(
+    start: Callable[[int], Hosts], small: list[str]
+) -> None:
+    hosts = start(2)
+    (hosts.folders[1] / "fox.txt").write_text("another text " * 100)
+    overrides = [*small, *DDP, "hydra.run.dir=run"]
+    first, second = finish(torchrun(hosts, 1, overrides), code=1)  # of torchrun
+    (line,) = errors(first)
+    assert line.startswith("error: all hosts need the same text: host a has fox.txt of checksum ")
+    assert " but host b has fox.txt of checksum " in line
+    assert errors(second) == []
+    assert "exitcode  : 2" in second
+    (hosts.folders[1] / "fox.txt").unlink()
+    first, second = finish(torchrun(hosts, 2, overrides), code=1)
+    assert [line.partition(";")[0] for line in errors(first)] == ["error: host b: data.path=fox.txt does not exist"]
+    assert errors(second) == []
+    assert "exitcode  : 2" in second
+    assert [files(folder) for folder in hosts.folders] == [set(), set()]
+
+
+def rank_pid(hosts: Hosts, host: int, rank: int) -> int:
+    variable = f"\0RANK={rank}\0".encode()
+    (pid,) = (pid for pid in hosts.processes(host) if variable in Path(f"/proc/{pid}/environ").read_bytes())
+    return pid
+
+
+def kill_host(hosts: Hosts, host: int) -> None:
+    for pid in hosts.processes(host):
+        kill(pid, signal.SIGKILL)
+
+
+# Hosts, ranks per host, settings, the fault, and what every host prints of it.
+FAULTS: dict[str, tuple[int, int, list[str], Callable[[Hosts], None], list[str]]] = {
+    "link down": (2, 1, DDP, lambda hosts: hosts.disconnect(1), ["rank 1 (host b)", "rank 0 (host a)"]),
+    "link down, fsdp": (2, 1, FSDP, lambda hosts: hosts.disconnect(1), ["rank 1 (host b)", "rank 0 (host a)"]),
+    "one of four ranks": (
+        *(2, 2, DDP, lambda hosts: kill(rank_pid(hosts, 1, 3), signal.SIGKILL)),
+        ["rank 3 (host b)", "rank 3 (host b)"],
+    ),
+    "another host": (
+        *(3, 1, DDP, lambda hosts: kill_host(hosts, 2)),
+        ["rank 2 (host c)", "rank 2 (host c)", ""],
+    ),
+    "first host": (3, 1, DDP, lambda hosts: kill_host(hosts, 0), ["", "rank 0 (host a)", "rank 0 (host a)"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_run_that_loses_a_host_ends_with_its_name_and_resumes(
+    start: Callable[[int], Hosts], small: list[str], train: Callable[..., Any], tmp_path: Path, fault: str
+) -> None:
+    n_hosts, ranks, settings, inject, lost = FAULTS[fault]
+    hosts = start(n_hosts)
+    run, overrides = hosts.folders[0] / "run", [*small, "data.batch_size=12", "eval_every=20", *settings]
+    launchers = torchrun(hosts, ranks, [*overrides, "max_steps=1000000", "hydra.run.dir=run"])
+    deadline = time.monotonic() + SECONDS
+    while not (run / LAST).exists():
+        assert time.monotonic() < deadline
+        assert all(launcher.poll() is None for launcher in launchers)
+        time.sleep(0.1)
+    inject(hosts)
+    for printed, ranks_lost in zip(finish(launchers, code=1), lost, strict=True):
+        expected = [f"error: {ranks_lost} ended or lost the network"] if ranks_lost else []
+        assert [line.partition(" after step ")[0] for line in errors(printed) if "warmup" not in line] == expected
+    if fault != "first host":
+        summary = read_summary(run)
+        assert (summary["status"], summary["reason"].partition(" ended")[0]) == ("failed", lost[0])
+    assert not any(path.suffix == ".safetensors" for folder in hosts.folders[1:] for path in folder.rglob("*"))
+
+    for host in range(n_hosts):
+        hosts.reconnect(host)
+    shutil.copytree(run, tmp_path / "one")
+    longer = f"max_steps={read(run / LAST)['global_step'] + 20}"
+    finish(torchrun(hosts, ranks, [*overrides, longer, "hydra.run.dir=run", "resume=auto"]), code=0)
+    finish(torchrun(hosts, ranks, [*overrides, longer, "hydra.run.dir=uninterrupted"]), code=0)
+    uninterrupted = hosts.folders[0] / "uninterrupted"
+    assert losses(run) == losses(uninterrupted)
+    weights = (read(folder / LAST)["state_dict"].values() for folder in (run, uninterrupted))
+    assert all(map(torch.equal, *weights))
+    single = [*one_process(settings), "data.batch_size=12", "eval_every=20", *SETTINGS[2:]]
+    train(*single, longer, "resume=auto", folder=tmp_path / "one")
+    assert_close(tmp_path / "one", uninterrupted, 1e-6 if settings == DDP else 1e-3)
