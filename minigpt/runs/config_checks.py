@@ -146,5 +146,5 @@ _RULES: dict[str, checks.Rule] = {
     "trainer.strategy.parallel_save": checks.BOOLEAN,
     "trainer.strategy.outer_every": checks.POSITIVE_INT,
     "trainer.strategy.outer_lr": checks.POSITIVE,
-    "trainer.strategy.outer_momentum": checks.FRACTION,
+    "trainer.strategy.outer_momentum": checks.OPEN_FRACTION,
 }
