@@ -231,9 +231,12 @@ def test_a_run_that_loses_a_host_ends_with_its_name_and_resumes(
     finish(torchrun(hosts, ranks, [*overrides, longer, "hydra.run.dir=run", "resume=auto"]), code=0)
     finish(torchrun(hosts, ranks, [*overrides, longer, "hydra.run.dir=uninterrupted"]), code=0)
     uninterrupted = hosts.folders[0] / "uninterrupted"
-    assert losses(run) == losses(uninterrupted)
-    weights = (read(folder / LAST)["state_dict"].values() for folder in (run, uninterrupted))
-    assert all(map(torch.equal, *weights))
+    if n_hosts * ranks == 2:
+        assert losses(run) == losses(uninterrupted)
+        weights = (read(folder / LAST)["state_dict"].values() for folder in (run, uninterrupted))
+        assert all(map(torch.equal, *weights))
+    else:  # DDP regroups gradients after the first step of a process, and a sum of more than two depends on its order
+        assert_close(run, uninterrupted, rel=1e-12)
     single = [*one_process(settings), "data.batch_size=12", "eval_every=20", *SETTINGS[2:]]
     train(*single, longer, "resume=auto", folder=tmp_path / "one")
     assert_close(tmp_path / "one", uninterrupted, 1e-6 if settings == DDP else 1e-3)
