@@ -94,15 +94,17 @@ def _open_store() -> Any:
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     env = os.environ
-    if "TORCHELASTIC_RUN_ID" in env:  # its agent serves a store
-        key = f"minigpt/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-        store = TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]))
+    if "TORCHELASTIC_RUN_ID" in env:
+        host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
     else:
         from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
-        slurm, key = SLURMEnvironment(auto_requeue=False), "minigpt"
-        address = slurm.main_address, slurm.main_port + 1
-        store = TCPStore(*address, is_master=global_rank() == 0, wait_for_workers=False)
+        slurm = SLURMEnvironment(auto_requeue=False)
+        host, port = slurm.main_address, slurm.main_port
+    serves = global_rank() == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
+    # multi_tenant: torch.distributed serves its own store at this port later.
+    store = TCPStore(host, port, is_master=serves, wait_for_workers=False, multi_tenant=True)
+    key = f"minigpt/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     _stores.append(PrefixStore(key, store))
     return _stores[0]
 

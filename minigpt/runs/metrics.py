@@ -83,7 +83,8 @@ class MetricsCallback(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         if self._resumed_losses:  # on another number of ranks each takes the mean over ranks
-            losses = torch.tensor(self._resumed_losses, device=pl_module.device)  # (ranks, batches)
+            dtype = torch.promote_types(pl_module.dtype, torch.float32)  # of a loss
+            losses = torch.tensor(self._resumed_losses, device=pl_module.device, dtype=dtype)  # (ranks, batches)
             same = len(losses) == trainer.world_size
             self._losses = list(losses[trainer.global_rank] if same else losses.mean(0))
         if trainer.is_global_zero:

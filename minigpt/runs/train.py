@@ -133,6 +133,7 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
             compile=cfg.compile,
         )
         trainer = build_trainer(cfg, folder, metrics, state, ranks)
+        trainer.precision_plugin.convert_module(module)  # Lightning does after it loads a checkpoint into the module
     torch.manual_seed(cfg.seed + trainer.global_rank)  # a dropout mask per rank
 
     status, reason, sample = "failed", "", ""

@@ -88,6 +88,7 @@ def check_same_end(one: Path, other: Path) -> None:
         "callbacks=early_stopping callbacks.early_stopping.patience=1 callbacks.early_stopping.min_delta=0.2",
         "optimizer=muon_fast trainer.gradient_clip_val=null",
         "trainer.precision=bf16-mixed model.ngram=3 model.ngram_dropout=0.2",
+        "trainer.precision=64-true",
         pytest.param(
             "tokenizer=gpt2",
             marks=[
@@ -96,7 +97,7 @@ def check_same_end(one: Path, other: Path) -> None:
             ],
         ),
     ],
-    ids=["plain", "accumulation", "average", "epochs", "early stopping", "muon", "bfloat16", "gpt2"],
+    ids=["plain", "accumulation", "average", "epochs", "early stopping", "muon", "bfloat16", "float64", "gpt2"],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(train: Callable[..., Any], tmp_path: Path, settings: str) -> None:
     same = [*OFTEN, *settings.split()]

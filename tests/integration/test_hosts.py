@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from os import kill
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,14 @@ def finish(launchers: list[subprocess.Popen[str]], code: int) -> list[str]:
     printed = [launcher.communicate(timeout=SECONDS)[0] for launcher in launchers]
     assert {launcher.returncode for launcher in launchers} - {-signal.SIGKILL} == {code}, "\n".join(printed)
     return printed
+
+
+def wait_for(file: Path, launchers: list[subprocess.Popen[str]]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not file.exists():
+        assert time.monotonic() < deadline
+        assert all(launcher.poll() is None for launcher in launchers)
+        time.sleep(0.1)
 
 
 def errors(printed: str) -> list[str]:
@@ -158,6 +166,29 @@ def kill_host(hosts: Hosts, host: int) -> None:
         kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
+def test_a_slow_network_and_a_host_with_pauses_change_no_number(
+    start: Callable[[int], Hosts], small: list[str]
+) -> None:
+    hosts = start(2)
+    fast, slow = (hosts.folders[0] / name for name in ("fast", "slow"))
+    overrides = [*small, *DDP, *TRAINING]
+    finish(torchrun(hosts, 1, [*overrides, "hydra.run.dir=fast"]), code=0)
+    hosts.limit_bandwidth(20_000_000)
+    launchers = torchrun(hosts, 1, [*overrides, "hydra.run.dir=slow"])
+    wait_for(slow / "metrics.csv", launchers)
+    pid, paused = rank_pid(hosts, 1, 1), 0
+    while launchers[1].poll() is None:
+        for signum in (signal.SIGSTOP, signal.SIGCONT):
+            with suppress(ProcessLookupError):
+                kill(pid, signum)
+                paused += 1
+            time.sleep(0.2)
+    finish(launchers, code=0)
+    assert paused > 2
+    assert losses(slow) == losses(fast)
+
+
 # Hosts, ranks per host, settings, the fault, and what every host prints of it.
 FAULTS: dict[str, tuple[int, int, list[str], Callable[[Hosts], None], list[str]]] = {
     "link down": (2, 1, DDP, lambda hosts: hosts.disconnect(1), ["rank 1 (host b)", "rank 0 (host a)"]),
@@ -183,11 +214,7 @@ def test_a_run_that_loses_a_host_ends_with_its_name_and_resumes(
     hosts = start(n_hosts)
     run, overrides = hosts.folders[0] / "run", [*small, "data.batch_size=12", "eval_every=20", *settings]
     launchers = torchrun(hosts, ranks, [*overrides, "max_steps=1000000", "hydra.run.dir=run"])
-    deadline = time.monotonic() + SECONDS
-    while not (run / LAST).exists():
-        assert time.monotonic() < deadline
-        assert all(launcher.poll() is None for launcher in launchers)
-        time.sleep(0.1)
+    wait_for(run / LAST, launchers)
     inject(hosts)
     for printed, ranks_lost in zip(finish(launchers, code=1), lost, strict=True):
         expected = [f"error: {ranks_lost} ended or lost the network"] if ranks_lost else []
@@ -204,9 +231,12 @@ def test_a_run_that_loses_a_host_ends_with_its_name_and_resumes(
     finish(torchrun(hosts, ranks, [*overrides, longer, "hydra.run.dir=run", "resume=auto"]), code=0)
     finish(torchrun(hosts, ranks, [*overrides, longer, "hydra.run.dir=uninterrupted"]), code=0)
     uninterrupted = hosts.folders[0] / "uninterrupted"
-    assert losses(run) == losses(uninterrupted)
-    weights = (read(folder / LAST)["state_dict"].values() for folder in (run, uninterrupted))
-    assert all(map(torch.equal, *weights))
+    if n_hosts * ranks == 2:
+        assert losses(run) == losses(uninterrupted)
+        weights = (read(folder / LAST)["state_dict"].values() for folder in (run, uninterrupted))
+        assert all(map(torch.equal, *weights))
+    else:  # DDP regroups gradients after the first step of a process, and a sum of more than two depends on its order
+        assert_close(run, uninterrupted, rel=1e-12)
     single = [*one_process(settings), "data.batch_size=12", "eval_every=20", *SETTINGS[2:]]
     train(*single, longer, "resume=auto", folder=tmp_path / "one")
     assert_close(tmp_path / "one", uninterrupted, 1e-6 if settings == DDP else 1e-3)
