@@ -19,8 +19,8 @@ from minigpt.utils.errors import UserError, require
 from minigpt.utils.files import atomic_write
 from minigpt.utils.scripts import ROOT
 
-# Memory in GB, and GB/s from a device to the others of its node in one direction (NVLink, else PCIe), of the data sheets
-# in `metrics.py`. Of several names that contain the word of --gpu, the first is taken.
+# Memory in GB, and GB/s from a device to the others of its node in one direction (NVLink, else PCIe), of the data
+# sheets in `metrics.py`. Of several names that contain the word of --gpu, the first is taken.
 GPUS = {
     "NVIDIA B200": (180, 900),
     "NVIDIA H200": (141, 450),

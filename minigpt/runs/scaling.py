@@ -158,7 +158,8 @@ def count_sizes(
     one, two = (saved_bytes(model, ids[:batch], bfloat16=bfloat16) for batch in (1, 2))
     log_probs = FLOAT32 * config.block_size * config.vocab_size
     # Muon holds one momentum per weight, AdamW two moment estimates.
-    states = [(1 if group.get("kind") == "muon" else 2, group["params"]) for group in make_optimizer(model).param_groups]
+    groups = make_optimizer(model).param_groups
+    states = [(1 if group.get("kind") == "muon" else 2, group["params"]) for group in groups]
     late = [model.wte.weight, *([model.wpe.weight] if config.position == "learned" else [])]
     weights = FLOAT32 * model.num_params()
     return Sizes(
@@ -203,7 +204,9 @@ class GPUKernels(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:  # saves queries, keys, values, outputs and log-sum-exp
             q, k, v, _, dropout, causal = args
-            return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout, causal, scale=kwargs["scale"])[0]
+            return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout, causal, scale=kwargs["scale"])[
+                0
+            ]
         if func is F.dropout:  # saves one byte per element
             return torch.native_dropout(args[0], kwargs["p"], True)[0]
         if func is F.rms_norm:  # without a kernel for meta tensors; saves as much as layer_norm

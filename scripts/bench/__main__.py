@@ -18,6 +18,7 @@ Prints a table and writes the measurements as JSON.
   python scripts/bench sweep         nine runs in parallel, sequentially, and as separate processes
   python scripts/bench widths        loss over learning rate at several widths
   python scripts/bench gpu           the GPU recipes, and the MFU of GPT-2
+  python scripts/bench forecast      memory, bytes and time of training steps, compared with scripts/forecast.py (root)
   python scripts/bench attention     memory and time of fused and explicit attention over sequence lengths
 
 The baseline is nanoGPT's CPU recipe in plain PyTorch (scripts/bench/bare_nanogpt.py).
@@ -46,6 +47,7 @@ from common import (
     summary,
     text_file,
 )
+from forecast import forecast
 from gpu import gpu
 from sampling import bandwidth, sampling
 from saving import saving
@@ -61,8 +63,8 @@ from minigpt.utils.cli import cli_entrypoint
 def step(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Measure tokens/s of whole runs, with logging and progress bar, and of a bare training loop of the same recipe.
 
-    For nanogpt_cpu also of the baseline. Utilization is the fraction of the FLOP/s of a large matrix product. The memory
-    time, of all reads and writes of a step at the memory bandwidth, is a fraction of the bare step.
+    For nanogpt_cpu also of the baseline. Utilization is the fraction of the FLOP/s of a large matrix product. The
+    memory time, of all reads and writes of a step at the memory bandwidth, is a fraction of the bare step.
     """
     rows = []
     for i in range(args.rounds):
@@ -184,6 +186,7 @@ def main() -> None:
             time_to_loss,
             attention,
             data,
+            forecast,
             gpu,
             saving,
             sampling,
