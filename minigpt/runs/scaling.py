@@ -154,8 +154,7 @@ def count_sizes(
     """
     with torch.device("meta"):
         model = GPT(config).to("meta")
-        ids = torch.zeros(2, config.block_size, dtype=torch.long)
-    one, two = (saved_bytes(model, ids[:batch], bfloat16=bfloat16) for batch in (1, 2))
+    one, two = (saved_bytes(model, batch, bfloat16=bfloat16) for batch in (1, 2))
     log_probs = FLOAT32 * config.block_size * config.vocab_size
     # Muon holds one momentum per weight, AdamW two moment estimates.
     groups = make_optimizer(model).param_groups
@@ -169,14 +168,15 @@ def count_sizes(
         n_layer=config.n_layer,
         optimizer=FLOAT32 * sum(moments * p.numel() for moments, params in states for p in params),
         ema=weights if ema else 0,
-        casts=2 * one - two,
+        casts=2 * one - two if bfloat16 else 0,  # what does not depend on the batch
         activations=two - one - log_probs,
         logits=3 * log_probs,
     )
 
 
-def saved_bytes(model: GPT, ids: Tensor, *, bfloat16: bool) -> int:
-    """Return the bytes of all storages that autograd saves in a forward pass, without parameters and buffers."""
+def saved_bytes(model: GPT, batch: int, *, bfloat16: bool) -> int:
+    """Return the bytes of the storages that autograd saves for `batch` sequences, without parameters and buffers."""
+    ids = torch.zeros(batch, model.config.block_size, dtype=torch.long, device="meta")
     own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     storages: dict[int, torch.UntypedStorage] = {}
 
@@ -204,9 +204,8 @@ class GPUKernels(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:  # saves queries, keys, values, outputs and log-sum-exp
             q, k, v, _, dropout, causal = args
-            return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout, causal, scale=kwargs["scale"])[
-                0
-            ]
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            return flash(q, k, v, dropout, causal, scale=kwargs["scale"])[0]
         if func is F.dropout:  # saves one byte per element
             return torch.native_dropout(args[0], kwargs["p"], True)[0]
         if func is F.rms_norm:  # without a kernel for meta tensors; saves as much as layer_norm
