@@ -190,10 +190,7 @@ BAD_INPUT = {
     "precision": (["trainer.precision=16-mixed"], "trainer.precision must be one of auto, bf16-mixed, 32-true"),
     "average": (["--strategy", "fsdp", "ema_decay=0.9"], "--strategy fsdp has no whole weights"),
     "muon": (["--strategy", "fsdp", "optimizer=muon"], "--strategy fsdp has no whole weights"),
-    "pretrained": (
-        ["init_from=gpt2", "model=pretrained", "tokenizer=pretrained"],
-        "init_from must be null in a forecast",
-    ),
+    "pretrained": (["init_from=gpt2", "model=pretrained", "tokenizer=pretrained"], "init_from must be null"),
     "unknown vocabulary": (["tokenizer=char"], "model.vocab_size must be an integer ≥ 1, got null"),
     "unknown model": (["model=gpt3"], "model=gpt3 does not exist"),
     "invalid setting": (["model.n_head=7"], "model.n_embd must be divisible by model.n_head=7, got 768"),
