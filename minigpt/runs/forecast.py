@@ -103,8 +103,11 @@ def forecast(
     time, total = timed(strategy, devices), tokens or cfg.max_steps * tokens_per_step
     hours = total / tokens_per_step * time["step"] / 3600
     if out:
-        title = f"{sizes.weights / 4e6:,.0f}M parameters, {batch} × {config.block_size:,} tokens per batch and device"
-        plot_efficiency(out, lambda *point: compute / timed(*point)["step"], title=f"{title}\n{gpu}, {interconnect}")
+        title = (
+            f"{sizes.weights / 4e6:,.0f}M parameters, {batches} × {batch} × {config.block_size:,} tokens per device\n"
+            f"{gpu}, {per_node} per node, {interconnect} between nodes"
+        )
+        plot_efficiency(out, lambda *point: compute / timed(*point)["step"], title=title)
     saved = accumulate or (strategy == "ddp" and devices > 1) or strategy == "fsdp"
     notes = {
         "gradients": "" if saved else "made while activations are freed: the peak has the larger of both",

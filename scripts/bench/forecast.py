@@ -32,7 +32,7 @@ MODELS = {  # values of GPTConfig, and sequences
 }
 STEPS = 100
 TIMED = {"n_layer": 8, "n_head": 8, "n_embd": 512, "block_size": 64}  # 25M parameters: four buckets
-TIMED_BATCH, TIMED_STEPS, MBITS = 4, 10, (100, 200, 400)
+TIMED_BATCH, TIMED_STEPS, MBITS = 4, 8, (100, 200, 400)
 CHARACTERS = 65  # of tiny shakespeare
 
 
@@ -75,7 +75,10 @@ def sent_bytes(folder: Path) -> dict[str, float]:
 
 
 def step_times(folder: Path) -> dict[str, float]:
-    """Compare the time per step of two hosts. Compute is measured: two runs at once, without communication."""
+    """Compare the time per step of two hosts.
+
+    Compute is measured, before and after: the speed of a shared machine changes.
+    """
     shape = [f"model.{name}={value}" for name, value in TIMED.items()]
     sizes = sizes_of(TIMED | {"vocab_size": CHARACTERS, "bias": False, "position": "rope"})
     with ExitStack() as stack:
@@ -86,12 +89,8 @@ def step_times(folder: Path) -> dict[str, float]:
             name = f"forecast-{i}"
             ip("-n", name, "address", "add", f"10.77.0.{i + 1}/24", "dev", name)
             ip("-n", name, "link", "set", name, "up")
-        alone = [folder / "alone0", folder / "alone1"]
-        together(
-            [[sys.executable, *training(run_dir, TIMED_STEPS, TIMED_BATCH), "trainer=cpu", *shape] for run_dir in alone]
-        )
-        compute = sum(map(seconds_per_step, alone)) / 2
-        row = {"compute s per step": compute}
+        compute = seconds_alone(folder / "alone", shape)
+        row = {}
         for mbit in MBITS:
             out = folder / f"link{mbit}"
             commands = []
@@ -104,10 +103,19 @@ def step_times(folder: Path) -> dict[str, float]:
                 train = training(out, TIMED_STEPS, 2 * TIMED_BATCH)
                 commands.append([*inside, *environment, sys.executable, *start, *train, "trainer=ddp", *shape])
             together(commands)
+            before, compute = compute, seconds_alone(folder / f"alone{mbit}", shape)
             cluster = Cluster(2, 1, mbit * 1e6 / 8, mbit * 1e6 / 8)
-            predicted = step_time(sizes, cluster, compute, "ddp")["step"]
+            predicted = step_time(sizes, cluster, (before + compute) / 2, "ddp")["step"]
+            row[f"{mbit} Mbit/s: compute s per step"] = (before + compute) / 2
             row |= compared(f"{mbit} Mbit/s, ddp: s per step", predicted, seconds_per_step(out))
     return row
+
+
+def seconds_alone(folder: Path, shape: Sequence[str]) -> float:
+    """The seconds per step of two runs on one device each, at the same time."""
+    runs = [folder / "0", folder / "1"]
+    together([[sys.executable, *training(run, TIMED_STEPS, TIMED_BATCH), "trainer=cpu", *shape] for run in runs])
+    return sum(map(seconds_per_step, runs)) / len(runs)
 
 
 def compared(name: str, predicted: float, measured: float) -> dict[str, float]:
