@@ -176,7 +176,7 @@ def together(commands: Sequence[Sequence[str]]) -> list[str]:
     """Run commands at the same time, with one thread each, and return their outputs."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     started = [
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for command in commands
     ]
     outputs = [process.communicate() for process in started]
