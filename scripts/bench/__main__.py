@@ -19,6 +19,7 @@ Prints a table and writes the measurements as JSON.
   python scripts/bench widths        loss over learning rate at several widths
   python scripts/bench gpu           the GPU recipes, and the MFU of GPT-2
   python scripts/bench muon          a step of Muon on 2 and 4 ranks, alone and divided
+  python scripts/bench forecast      memory, bytes and time of training steps, compared with scripts/forecast.py (root)
   python scripts/bench attention     memory and time of fused and explicit attention over sequence lengths
 
 The baseline is nanoGPT's CPU recipe in plain PyTorch (scripts/bench/bare_nanogpt.py).
@@ -47,6 +48,7 @@ from common import (
     summary,
     text_file,
 )
+from forecast import forecast
 from gpu import gpu
 from muon import muon
 from sampling import bandwidth, sampling
@@ -186,6 +188,7 @@ def main() -> None:
             time_to_loss,
             attention,
             data,
+            forecast,
             gpu,
             muon,
             saving,

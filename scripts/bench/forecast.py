@@ -1,0 +1,186 @@
+"""Forecasts compared with runs on a CPU: peak memory, bytes that DDP sends, and step time on a limited link.
+
+Bytes and time need root and Linux, because they are measured in network namespaces: gloo sends with TCP, whose headers
+are in the measured bytes, but not in the predicted ones.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, TRAIN, metrics, text_file
+from peak_memory import ADAMW
+
+from minigpt.config import GPTConfig
+from minigpt.optim import adamw
+from minigpt.runs.scaling import Cluster, Sizes, count_sizes, memory, ring_bytes, step_time
+from minigpt.utils.errors import UserError
+
+PEAK_MEMORY = ROOT / "scripts/bench/peak_memory.py"
+LLAMA = {"bias": False, "norm": "rmsnorm", "position": "rope", "activation": "swiglu"}
+MODELS = {  # values of GPTConfig, and sequences
+    "0.8M": ({"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "vocab_size": 65, "bias": False}, 12),
+    "10.6M": ({"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "vocab_size": 65, **LLAMA}, 4),
+    "23.2M": ({"n_layer": 6, "n_head": 8, "n_embd": 512, "block_size": 256, "vocab_size": 8192}, 4),
+}
+STEPS = 100
+TIMED = {"n_layer": 8, "n_head": 8, "n_embd": 512, "block_size": 64}  # 25M parameters: four buckets
+TIMED_BATCH, TIMED_STEPS, MBITS = 4, 8, (100, 200, 400)
+CHARACTERS = 65  # of tiny shakespeare
+
+
+def forecast(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """Measure; one row per round."""
+    rows = []
+    for i in range(args.rounds):
+        here = folder / str(i)
+        rows.append(peak_memory() | sent_bytes(here) | step_times(here))
+    return rows
+
+
+def peak_memory() -> dict[str, float]:
+    """Compare the peak memory of one device, and of two with DDP and FSDP, for every model."""
+    row = {}
+    for name, (values, batch) in MODELS.items():
+        for strategy in ("", "ddp", "fsdp"):
+            devices = 2 if strategy else 1
+            parts = memory(sizes_of(values), devices, batch, strategy or "ddp")
+            torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if strategy else []
+            command = [sys.executable, *torchrun, str(PEAK_MEMORY), json.dumps(values), str(batch), strategy]
+            measured = float(run(command).splitlines()[-1])
+            row |= compared(f"{name}, {strategy or 'one device'}: peak MB", parts["peak"] / 1e6, measured / 1e6)
+    return row
+
+
+def sent_bytes(folder: Path) -> dict[str, float]:
+    """Compare the bytes per step of two processes on one host: of 200 steps minus those of 100 steps."""
+    sent = []
+    with namespace("forecast-lo") as inside:
+        for steps in (STEPS, 2 * STEPS):
+            before = transmitted("forecast-lo")
+            start = [*inside, sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+            run([*start, *training(folder / f"bytes{steps}", steps), "trainer=ddp"])
+            sent.append(transmitted("forecast-lo") - before)
+    values = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "bias": False, "position": "rope"}
+    weights = sizes_of(values | {"vocab_size": CHARACTERS}).weights
+    predicted, measured = ring_bytes(weights, 2, passes=2), (sent[1] - sent[0]) / STEPS / 2
+    return compared("model=nano, ddp: MB sent per device and step", predicted / 1e6, measured / 1e6)
+
+
+def step_times(folder: Path) -> dict[str, float]:
+    """Compare the time per step of two hosts.
+
+    Compute is measured, before and after: the speed of a shared machine changes.
+    """
+    shape = [f"model.{name}={value}" for name, value in TIMED.items()]
+    sizes = sizes_of(TIMED | {"vocab_size": CHARACTERS, "bias": False, "position": "rope"})
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(namespace(f"forecast-{i}")) for i in (0, 1))
+        ends = ["forecast-0", "netns", "forecast-0", "type", "veth", "peer", "forecast-1", "netns", "forecast-1"]
+        ip("link", "add", *ends)
+        for i in (0, 1):
+            name = f"forecast-{i}"
+            ip("-n", name, "address", "add", f"10.77.0.{i + 1}/24", "dev", name)
+            ip("-n", name, "link", "set", name, "up")
+        compute = seconds_alone(folder / "alone", shape)
+        row = {}
+        for mbit in MBITS:
+            out = folder / f"link{mbit}"
+            commands = []
+            for i, inside in enumerate((first, second)):
+                rate = ["rate", f"{mbit}mbit", "burst", "128kb", "latency", "50ms"]
+                run(["tc", "-n", f"forecast-{i}", "qdisc", "replace", "dev", f"forecast-{i}", "root", "tbf", *rate])
+                start = ["-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={i}", "--nproc-per-node=1"]
+                start += ["--master-addr=10.77.0.1", "--master-port=29500"]
+                environment = ["env", f"GLOO_SOCKET_IFNAME=forecast-{i}"]
+                train = training(out, TIMED_STEPS, 2 * TIMED_BATCH)
+                commands.append([*inside, *environment, sys.executable, *start, *train, "trainer=ddp", *shape])
+            together(commands)
+            before, compute = compute, seconds_alone(folder / f"alone{mbit}", shape)
+            cluster = Cluster(2, 1, mbit * 1e6 / 8, mbit * 1e6 / 8)
+            predicted = step_time(sizes, cluster, (before + compute) / 2, "ddp")["step"]
+            row[f"{mbit} Mbit/s: compute s per step"] = (before + compute) / 2
+            row |= compared(f"{mbit} Mbit/s, ddp: s per step", predicted, seconds_per_step(out))
+    return row
+
+
+def seconds_alone(folder: Path, shape: Sequence[str]) -> float:
+    """The seconds per step of two runs on one device each, at the same time."""
+    runs = [folder / "0", folder / "1"]
+    together([[sys.executable, *training(run, TIMED_STEPS, TIMED_BATCH), "trainer=cpu", *shape] for run in runs])
+    return sum(map(seconds_per_step, runs)) / len(runs)
+
+
+def compared(name: str, predicted: float, measured: float) -> dict[str, float]:
+    """The cells of a comparison."""
+    return {f"{name}, predicted": predicted, f"{name}, measured": measured, f"{name}, ratio": predicted / measured}
+
+
+def sizes_of(values: Mapping[str, Any]) -> Sizes:
+    """The sizes of a model in float32 with AdamW."""
+    return count_sizes(GPTConfig(**values), partial(adamw, **ADAMW), bfloat16=False)
+
+
+def training(folder: Path, steps: int, batch: int = 12) -> list[str]:
+    """The arguments of Python that train on tiny shakespeare, and communicate for gradients alone until the end."""
+    settings = [f"max_steps={steps}", f"eval_every={steps}", f"log_every={max(1, steps // 5)}", "eval_batches=1"]
+    trainer = ["trainer.accelerator=cpu", "trainer.precision=32-true"]
+    data = [f"data.path={text_file()}", f"data.batch_size={batch}", "callbacks.samples.max_new_tokens=1"]
+    return [str(TRAIN), *settings, *trainer, *data, f"hydra.run.dir={folder}"]
+
+
+def seconds_per_step(folder: Path) -> float:
+    """The seconds per step of a run after its first row of metrics."""
+    rows = [row for row in metrics(folder) if row["seconds"]]
+    first, last = ((int(row["step"]), float(row["seconds"])) for row in (rows[0], rows[-1]))
+    return (last[1] - first[1]) / (last[0] - first[0])
+
+
+@contextmanager
+def namespace(name: str) -> Iterator[list[str]]:
+    """Add a network namespace with a loopback device; yield the command that runs a program in it."""
+    if os.geteuid() != 0:
+        raise UserError("the benchmark forecast adds network namespaces, which needs root")
+    ip("netns", "add", name)
+    try:
+        ip("-n", name, "link", "set", "lo", "up")
+        yield ["ip", "netns", "exec", name]
+    finally:
+        ip("netns", "delete", name)
+
+
+def transmitted(name: str) -> int:
+    """The bytes that the loopback device of a namespace has sent."""
+    (device,) = json.loads(run(["ip", "-n", name, "-json", "-statistics", "link", "show", "dev", "lo"]))
+    return int(device["stats64"]["tx"]["bytes"])
+
+
+def ip(*arguments: str) -> None:
+    """Run ip."""
+    run(["ip", *arguments])
+
+
+def run(command: Sequence[str]) -> str:
+    """Run a command and return its output."""
+    return together([command])[0]
+
+
+def together(commands: Sequence[Sequence[str]]) -> list[str]:
+    """Run commands at the same time, with one thread each, and return their outputs."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for command in commands
+    ]
+    outputs = [process.communicate() for process in started]
+    for process, (_, errors) in zip(started, outputs, strict=True):
+        if process.returncode:
+            raise UserError(f"{' '.join(process.args)} exited with code {process.returncode}: {errors[-500:]}")
+    return [output for output, _ in outputs]

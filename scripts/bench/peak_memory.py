@@ -1,0 +1,61 @@
+"""Measure the peak of torch's CPU allocator in three training steps, for `python scripts/bench forecast`.
+
+Arguments: a GPTConfig as JSON, sequences per device, and ddp or fsdp if torchrun starts this, else "". Prints bytes.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+from minigpt.config import GPTConfig
+from minigpt.model import GPT
+from minigpt.optim import adamw
+
+ADAMW = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+def train(config: GPTConfig, batch: int, strategy: str) -> None:
+    """Take steps as the trainer does: gradients are freed after each."""
+    model = GPT(config)
+    if strategy == "fsdp":
+        mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = adamw(model, **ADAMW)
+    ddp = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+    compute = DistributedDataParallel(model, **ddp) if strategy == "ddp" else model
+    tokens = torch.randint(config.vocab_size, (batch, config.block_size + 1))
+    for _ in range(3):
+        compute(tokens[:, :-1], tokens[:, 1:]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def main() -> None:
+    """Profile and print."""
+    config, batch, strategy = GPTConfig(**json.loads(sys.argv[1])), int(sys.argv[2]), sys.argv[3]
+    if strategy:
+        distributed.init_process_group("gloo")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        train(config, batch, strategy)
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    if os.environ.get("RANK", "0") == "0":
+        print(max(event["args"]["Total Allocated"] for event in events if event.get("name") == "[memory]"))
+
+
+if __name__ == "__main__":
+    main()
