@@ -49,9 +49,7 @@ def _find_corpus(run: Mapping[str, Any], data: Mapping[str, Any]) -> token_files
     if data["train_bin"]:
         train_bin, val_bin = data["train_bin"], data["val_bin"]
         if "://" in f"{train_bin} {val_bin}":
-            raise UserError(
-                f"{train_bin} and {val_bin} are not fetched for a checkpoint; use a run on local files"
-            )
+            raise UserError(f"{train_bin} and {val_bin} are not fetched for a checkpoint; use a run on local files")
         train, val = (find_shards(f"data.{key}", data[key], Path()) for key in ("train_bin", "val_bin"))
         corpus = token_files.from_bins(train, val, from_dict(run["tokenizer"]))
         if corpus.sha256 == run["corpus_sha256"]:

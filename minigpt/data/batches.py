@@ -199,16 +199,17 @@ def read_ahead(read: Callable[[Array], Array], items: Iterable[Array]) -> Iterat
             except BaseException as error:
                 future.set_exception(error)
 
-    for _ in range(_READERS):
-        Thread(target=work, daemon=True).start()
+    threads = [Thread(target=work, daemon=True) for _ in range(_READERS)]
+    for thread in threads:
+        thread.start()
     try:
         for item in items:
             pending.append(Future())
             tasks.put((item, pending[-1]))
-            if len(pending) > _READERS:
+            if len(pending) > len(threads):
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
     finally:
-        for _ in range(_READERS):
+        for _ in threads:
             tasks.put(None)

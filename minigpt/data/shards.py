@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from filelock import FileLock
 
 from minigpt.utils.errors import RunError, UserError
+from minigpt.utils.files import atomic_write
 from minigpt.utils.scripts import PIP_INSTALL
 
 _WAITS = (0.5, 1.0, 2.0, 4.0)  # seconds between the attempts of a request
@@ -134,14 +135,10 @@ def _is_here(shard: Shard) -> bool:
 
 
 def _download(shard: Shard) -> None:
-    partial = shard.file.with_name(f"{shard.file.name}.partial")  # the lock is held: that of a killed process is lost
-    try:
+    with atomic_write(shard.file) as partial:
         _open_filesystem(str(shard.url)).get_file(shard.url, str(partial))
         if (size := partial.stat().st_size) != shard.bytes:
             raise OSError(f"{size} of {shard.bytes} bytes were received")
-        partial.replace(shard.file)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _read_head(shard: Shard) -> bytes:
@@ -152,8 +149,8 @@ def _read_head(shard: Shard) -> bytes:
     return _retry(url, lambda: _open_filesystem(url).cat_file(url, start=0, end=end))[:end]  # a server may send it all
 
 
-def _retry(url: str, request: Callable[[], T], waits: Sequence[float] = _WAITS) -> T:
-    """Return the result of a request; repeat it after `waits`, in seconds, unless the server refuses it."""
+def _retry(url: str, request: Callable[[], T], attempt: int = 0) -> T:
+    """Return the result of a request, which is repeated with growing waits unless the server refuses it."""
     try:
         return request()
     except UserError:
@@ -161,9 +158,9 @@ def _retry(url: str, request: Callable[[], T], waits: Sequence[float] = _WAITS) 
     except Exception as error:  # each file system of fsspec has its own kinds
         cause = error.__cause__ or error  # fsspec makes a FileNotFoundError of every failure of HTTP
         refused = isinstance(cause, FileNotFoundError | PermissionError) or getattr(cause, "status", None) in _REFUSED
-        if refused or not waits:
+        if refused or attempt == len(_WAITS):
             reason = " ".join(f"{type(cause).__name__}: {cause}".split())
             kind, advice = (UserError, "check the URL and the credentials") if refused else (RunError, "try again")
             raise kind(f"{url} cannot be read ({reason}); {advice}") from error
-    time.sleep(waits[0])
-    return _retry(url, request, waits[1:])
+    time.sleep(_WAITS[attempt])
+    return _retry(url, request, attempt + 1)
