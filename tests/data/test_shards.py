@@ -7,7 +7,6 @@ import sys
 import threading
 from collections import Counter
 from contextlib import contextmanager
-from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import ROOT, SCRIPTS
+from conftest import ROOT
 
 from minigpt.data import prepare, shards
 from minigpt.data.batches import Batches, ValidationBatches, WindowOrder
