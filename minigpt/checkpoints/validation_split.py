@@ -13,6 +13,7 @@ from minigpt.checkpoints.format import CONTENT_ERRORS, MINIGPT
 from minigpt.checkpoints.resume import read_run
 from minigpt.data import token_files
 from minigpt.data.batches import ValidationBatches
+from minigpt.data.shards import find_shards
 from minigpt.data.tokenizer import from_dict
 from minigpt.model import GPT
 from minigpt.utils.errors import UserError
@@ -46,8 +47,11 @@ def validation_batches(checkpoint: Path, model: GPT) -> ValidationBatches:
 def _find_corpus(run: Mapping[str, Any], data: Mapping[str, Any]) -> token_files.Corpus:
     """Find the token files of a run: nanoGPT's files in place, or those in the data folder."""
     if data["train_bin"]:
-        train_bin, val_bin = (Path(data[key]).expanduser() for key in ("train_bin", "val_bin"))
-        corpus = token_files.from_bins(train_bin, val_bin, from_dict(run["tokenizer"]))
+        train_bin, val_bin = data["train_bin"], data["val_bin"]
+        if "://" in f"{train_bin} {val_bin}":
+            raise UserError(f"{train_bin} and {val_bin} are not fetched for a checkpoint; use a run on local files")
+        train, val = (find_shards(f"data.{key}", data[key], Path()) for key in ("train_bin", "val_bin"))
+        corpus = token_files.from_bins(train, val, from_dict(run["tokenizer"]))
         if corpus.sha256 == run["corpus_sha256"]:
             return corpus
         raise UserError(f"{train_bin} or {val_bin} has changed since training; restore the token files of the run")

@@ -5,8 +5,12 @@ random order. The order of many windows is a keyed permutation evaluated at a po
 cost of a batch does not depend on the size of the corpus, and a resumed run needs only its step.
 """
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -21,6 +25,7 @@ IGNORE_INDEX = -100  # torch's cross_entropy leaves out this target
 _FEISTEL_ROUNDS = 4
 _MAX_SHUFFLED_WINDOWS = 1024  # a Feistel network of few rounds is biased on very few windows
 _ROWS_PER_LOOKUP = 4096  # rows whose windows are computed at a time
+_READERS = 16  # batches that are read ahead, each in a thread
 _MAX_DEVICE_TOKENS = 1 << 28  # a larger corpus stays on disk, and its batches are copied to the GPU
 
 
@@ -96,13 +101,15 @@ class Batches:
         return self.stop
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.read_windows(self._starts())
+
+    def _starts(self) -> Iterator[Array]:
         n = max(1, _ROWS_PER_LOOKUP // self.batch_size)
         for begin in range(self.first(), self.stop, n):
             batches = np.arange(begin, min(begin + n, self.stop))
             if self.repeat:
                 batches %= self.repeat
-            for starts in self.order.starts(batches[:, None] * self.batch_size + self.rows):
-                yield self.read_windows(starts)
+            yield from self.order.starts(batches[:, None] * self.batch_size + self.rows)
 
 
 @dataclass(eq=False)
@@ -133,9 +140,11 @@ class ValidationBatches:
         return -(-len(self.windows) // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for begin in range(0, len(self.windows), self.batch_size):
-            starts = self.windows[begin : begin + self.batch_size][self.rank :: self.world_size] * self.block_size
-            tokens, targets = self.read_windows(starts)
+        batches = [
+            self.windows[begin : begin + self.batch_size][self.rank :: self.world_size] * self.block_size
+            for begin in range(0, len(self.windows), self.batch_size)
+        ]
+        for starts, (tokens, targets) in zip(batches, self.read_windows(batches), strict=True):
             if len(starts) and (padding := int(starts[-1]) + self.block_size - self.n_targets) > 0:
                 targets = targets.clone()  # it shares memory with tokens
                 targets[-1, -padding:] = IGNORE_INDEX
@@ -143,10 +152,10 @@ class ValidationBatches:
 
 
 class WindowReader:
-    """Read windows of tokens with one indexed read; beyond the end the last token is repeated.
+    """Read batches of windows with one indexed read each; beyond the end the last token is repeated.
 
-    On a CPU, and for a corpus too large for the device, the tokens stay a memory map; otherwise they are copied to the
-    device once.
+    On a CPU, and for a corpus too large for the device, the tokens stay a memory map that threads read ahead;
+    otherwise they are copied to the device once.
     """
 
     def __init__(self, tokens: Tokens, block_size: int, device: torch.device) -> None:
@@ -155,12 +164,52 @@ class WindowReader:
         if device.type != "cpu" and len(tokens) <= _MAX_DEVICE_TOKENS:
             self.on_device = torch.from_numpy(tokens[:].astype(np.int32)).to(device)
 
-    def __call__(self, starts: Array) -> tuple[Tensor, Tensor]:
-        index = np.minimum(starts[:, None] + self.window, len(self.tokens) - 1)  # (B, T + 1)
+    def __call__(self, batches: Iterable[Array]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (tokens, targets), (B, T) each, of the windows that start at the tokens of each batch, (B,)."""
+        indices = (np.minimum(starts[:, None] + self.window, len(self.tokens) - 1) for starts in batches)  # (B, T + 1)
         if self.on_device is not None:
-            window = self.on_device[torch.from_numpy(index).to(self.device, non_blocking=True)].long()
+            read = map(self._gather, indices)
         else:
-            window = torch.from_numpy(self.tokens[index].astype(np.int64))
-            if self.device.type == "cuda":
-                window = window.pin_memory().to(self.device, non_blocking=True)
-        return window[:, :-1], window[:, 1:]
+            read = map(self._copy, read_ahead(lambda index: self.tokens[index].astype(np.int64), indices))
+        for window in read:
+            yield window[:, :-1], window[:, 1:]
+
+    def _gather(self, index: Array) -> Tensor:
+        assert self.on_device is not None
+        return self.on_device[torch.from_numpy(index).to(self.device, non_blocking=True)].long()
+
+    def _copy(self, ids: Array) -> Tensor:
+        window = torch.from_numpy(ids)
+        return window.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else window
+
+
+def read_ahead(read: Callable[[Array], Array], items: Iterable[Array]) -> Iterator[Array]:
+    """Yield `read(item)` of each item, in order, while threads read the next items.
+
+    The threads do not keep the process from exiting, so a slow read, such as a download, does not delay an interrupt.
+    """
+    tasks: SimpleQueue[tuple[Array, Future[Array]] | None] = SimpleQueue()
+    pending: deque[Future[Array]] = deque()
+
+    def work() -> None:
+        while task := tasks.get():
+            item, future = task
+            try:
+                future.set_result(read(item))
+            except BaseException as error:
+                future.set_exception(error)
+
+    threads = [Thread(target=work, daemon=True) for _ in range(_READERS)]
+    for thread in threads:
+        thread.start()
+    try:
+        for item in items:
+            pending.append(Future())
+            tasks.put((item, pending[-1]))
+            if len(pending) > len(threads):
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        for _ in threads:
+            tasks.put(None)

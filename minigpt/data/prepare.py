@@ -21,12 +21,13 @@ from tqdm import tqdm
 from minigpt.data import token_files
 from minigpt.data import tokenizer as tokenizers
 from minigpt.data.encodings import load_encoding
+from minigpt.data.shards import find_shards, local_shard
 from minigpt.data.sources import CHECKSUM_CACHE, Source, corpus_sha256, find_sources
 from minigpt.data.splits import TRAIN, VAL, TextBatches, cut_by_fraction, scan_corpus, split_chunks
 from minigpt.data.token_files import FORMAT, META, SPLITS, Corpus, Tokens
 from minigpt.data.tokenize_workers import tokenize
 from minigpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, token_dtype
-from minigpt.utils.errors import UserError
+from minigpt.utils.errors import UserError, require
 from minigpt.utils.files import read_json, sync, write_json
 from minigpt.utils.terminal import warn
 
@@ -84,7 +85,7 @@ def describe_corpus(corpus: Corpus) -> dict[str, str]:
         rows["vocabulary"] = f"{corpus.tokenizer.vocab_size:,} ids"
         rows["in both splits"] = f"{made['duplicates']:,} documents"
         rows["files"] = f"train.bin and val.bin of {corpus.dtype}"
-    rows["folder"] = str(corpus.train.file.parent)
+    rows["folder"] = str(corpus.train.shards[0].file.parent)
     return rows
 
 
@@ -97,7 +98,11 @@ def _load_bins(data: Mapping[str, Any], tokenizer: Mapping[str, Any], folder: Pa
             f"set tokenizer=gpt2 (nanoGPT's) or byte"
         )
     built = built or _build_tokenizer(tokenizer, folder, "", ())
-    train, val = (Path(data[key]).expanduser() for key in ("train_bin", "val_bin"))
+    train, val = (find_shards(f"data.{key}", data[key], folder / "remote") for key in ("train_bin", "val_bin"))
+    remote_gb = sum(shard.bytes for shard in (*train, *val) if shard.url) / 1e9
+    expected = f"at least the {remote_gb:,.1f} GB of data.train_bin and data.val_bin"
+    advice = f"raise it if {folder} has room for them, or give fewer shards"
+    require("data.cache_gb", data["cache_gb"], lambda limit: limit >= remote_gb, expected, advice)
     return token_files.from_bins(train, val, built, folder / CHECKSUM_CACHE)
 
 
@@ -209,7 +214,7 @@ def _build_meta(
     dtype, description = token_dtype(tokenizer.vocab_size), tokenizer.to_dict()
     if "separated" in description:
         description["separated"] = documents[TRAIN] > 1
-    tokens = [Tokens(folder / f"{split}.bin", dtype, tokenizer.vocab_size) for split in SPLITS]
+    tokens = [Tokens([local_shard(folder / f"{split}.bin")], dtype, tokenizer.vocab_size) for split in SPLITS]
     figures = zip(SPLITS, documents, batches.bytes, map(len, tokens), strict=True)
     return {
         "format": FORMAT,

@@ -1,20 +1,23 @@
 """Token files: the ids of a corpus on disk, as training reads them.
 
 A folder has `train.bin` and `val.bin`, raw arrays of ids as nanoGPT writes them, beside a `meta.json` that describes
-them. nanoGPT's own files are read in place.
+them. nanoGPT's own files, of which a split may have several, are read in place.
 """
 
 import hashlib
 import mmap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from minigpt.data import tokenizer as tokenizers
+from minigpt.data.shards import Shard, fetch, local_shard, sample_checksum
 from minigpt.data.tokenizer import Tokenizer
 from minigpt.utils.checks import NON_NEGATIVE_INT, one_of
 from minigpt.utils.errors import UserError, require
@@ -24,15 +27,16 @@ FORMAT = 4
 META = "meta.json"
 SPLITS = ("train", "val")
 _SCAN_TOKENS = 1 << 20  # counted at a time
+_MAX_MAPS = 256  # memory maps at a time; each has a file descriptor
 
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class Split:
-    """The token file of one split and its size in tokens, bytes of UTF-8, and documents."""
+    """The token files of one split and its size in tokens, bytes of UTF-8, and documents."""
 
-    file: Path
+    shards: Sequence[Shard]
     tokens: int
     bytes: int
     documents: int
@@ -43,7 +47,7 @@ class Corpus:
     """Token files of two splits and their tokenizer."""
 
     name: str
-    sha256: str  # of the text
+    sha256: str  # of the text, or of token files
     tokenizer: Tokenizer
     train: Split
     val: Split
@@ -66,35 +70,53 @@ class Corpus:
 
     def tokens(self, split: str) -> "Tokens":
         """Return the ids of "train" or "val", (N,), which are read from disk on access."""
-        return Tokens(getattr(self, split).file, self.dtype, self.tokenizer.vocab_size)
+        return Tokens(getattr(self, split).shards, self.dtype, self.tokenizer.vocab_size)
 
 
 class Tokens:
-    """A token file as an array (N,): `tokens[a:b]`, or `tokens[index]` for windows (B, T).
+    """Token files, one after another, as an array (N,): `tokens[a:b]`, or `tokens[index]` for windows (B, T).
 
     The cost of an index does not depend on N. Raises UserError for ids outside the vocabulary.
     """
 
-    def __init__(self, file: Path, dtype: str, vocab_size: int) -> None:
-        self.file, self.dtype, self.vocab_size = file, np.dtype(dtype), vocab_size
-        self.ids = _map(file, self.dtype)
+    def __init__(self, shards: Sequence[Shard], dtype: str, vocab_size: int) -> None:
+        self.shards, self.dtype, self.vocab_size = shards, np.dtype(dtype), vocab_size
+        self.starts = np.cumsum([0, *(shard.bytes // self.dtype.itemsize for shard in shards)])  # (shards + 1,)
+        self.map = lru_cache(_MAX_MAPS)(lambda i: _map(fetch(shards[i]), self.dtype))
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return int(self.starts[-1])
 
     def __getitem__(self, index: Any) -> Array:
         if isinstance(index, slice):
             begin, end, step = index.indices(len(self))
-            count, offset = max(0, end - begin), begin * self.dtype.itemsize
-            ids = np.fromfile(self.file, self.dtype, count, offset=offset)[::step]
-        else:
-            ids = self.ids[index]
+            ids = self._read(begin, max(begin, end))
+            self._check(ids, range(begin, end))
+            return ids[::step]
+        positions = index.ravel()
+        ids, shards = np.empty(positions.size, self.dtype), np.searchsorted(self.starts[1:], positions, side="right")
+        for a, b in pairwise([*np.flatnonzero(np.diff(shards, prepend=-1)), positions.size]):  # runs within a shard
+            ids[a:b] = self.map(shards[a])[positions[a:b] - self.starts[shards[a]]]
+        self._check(ids, positions)
+        return ids.reshape(index.shape)
+
+    def _read(self, begin: int, end: int) -> Array:
+        """Read consecutive ids without mapping their files."""
+        ids = np.empty(end - begin, self.dtype)
+        for i in range(np.searchsorted(self.starts[1:], begin, side="right"), np.searchsorted(self.starts[:-1], end)):
+            a, b = max(begin, self.starts[i]), min(end, self.starts[i + 1])
+            with open(fetch(self.shards[i]), "rb") as content:
+                content.seek((a - self.starts[i]) * self.dtype.itemsize)
+                content.readinto(ids[a - begin : b - begin].data)
+        return ids
+
+    def _check(self, ids: Array, positions: Any) -> None:
         if (largest := ids.max(initial=0)) >= self.vocab_size:
+            i = int(np.searchsorted(self.starts[1:], positions[int(ids.argmax())], side="right"))
             raise UserError(
-                f"{self.file} has a token id {largest}, outside the vocabulary of {self.vocab_size}; "
+                f"{self.shards[i].file} has a token id {largest}, outside the vocabulary of {self.vocab_size}; "
                 f"the file is damaged, or of another tokenizer"
             )
-        return ids
 
     def count_ids(self) -> Array:
         """Count how often each id occurs, (vocab_size,)."""
@@ -122,29 +144,30 @@ def load(folder: Path) -> Corpus:
         raise UserError(f"broken token files ({error}); remove {folder} to have them written again") from error
 
 
-def from_bins(train_bin: Path, val_bin: Path, tokenizer: Tokenizer, checksum_cache: Path | None = None) -> Corpus:
+def from_bins(
+    train: Sequence[Shard], val: Sequence[Shard], tokenizer: Tokenizer, checksum_cache: Path | None = None
+) -> Corpus:
     """Read nanoGPT's token files, arrays of 16-bit ids, in place; `checksum_cache` is that of `checksums`.
 
-    Raise UserError if a file is missing or not such an array.
+    The validation split is read whole. Two local files are identified by their content, others by `sample_checksum`.
     """
-    for name, file in zip(SPLITS, (train_bin, val_bin), strict=True):
-        if not file.is_file():
-            raise UserError(f"data.{name}_bin={file} is not a file; give the path of a nanoGPT token file")
-        if (size := file.stat().st_size) % 2 or not size:
-            raise UserError(f"data.{name}_bin={file} has {size} bytes, not an array of 16-bit ids")
-    train, val = (Tokens(file, "uint16", tokenizer.vocab_size) for file in (train_bin, val_bin))
-    counts, documents = val.count_ids(), 0  # (vocab_size,)
+    val_tokens = Tokens(val, "uint16", tokenizer.vocab_size)
+    counts, documents = val_tokens.count_ids(), 0  # (vocab_size,)
     val_bytes = sum(int(n) * len(tokenizer.token_bytes.get(i, b"")) for i, n in enumerate(counts))  # of UTF-8
     if (end := tokenizer.end_token) is not None:
         documents = int(counts[end])
         tokenizer = copy(tokenizer)
         tokenizer.separated = tokenizer.separated or documents > 0
+    if len(train) == len(val) == 1 and not (train[0].url or val[0].url):
+        sums = checksums([train[0].file, val[0].file], checksum_cache)
+    else:
+        sums = [sample_checksum(train), sample_checksum(val)]
     return Corpus(
-        name=train_bin.name,
-        sha256=hashlib.sha256("".join(checksums([train_bin, val_bin], checksum_cache)).encode()).hexdigest(),
+        name=Path(train[0].url or train[0].file).name,
+        sha256=hashlib.sha256("".join(sums).encode()).hexdigest(),
         tokenizer=tokenizer,
-        train=Split(train_bin, len(train), 0, 0),
-        val=Split(val_bin, len(val), val_bytes, documents),
+        train=Split(train, sum(shard.bytes for shard in train) // 2, 0, 0),
+        val=Split(val, len(val_tokens), val_bytes, documents),
     )
 
 
@@ -165,4 +188,4 @@ def _load_split(file: Path, sizes: Mapping[str, int], dtype: str) -> Split:
     expected = sizes["tokens"] * np.dtype(dtype).itemsize
     if (found := file.stat().st_size) != expected:
         raise UserError(f"{file} has {found} bytes, {META} needs {expected}")
-    return Split(file, sizes["tokens"], sizes["bytes"], sizes["documents"])
+    return Split([local_shard(file)], sizes["tokens"], sizes["bytes"], sizes["documents"])

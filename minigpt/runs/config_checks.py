@@ -108,6 +108,11 @@ TRAINER_OPTIONS = (
     *("deterministic", "benchmark", "detect_anomaly", "profiler"),
 )
 
+_PATHS: checks.Rule = (
+    lambda v: isinstance(v, str) or (isinstance(v, Sequence) and v != [] and all(isinstance(one, str) for one in v)),
+    "a path, a URL, or a list of them",
+)
+
 _RULES: dict[str, checks.Rule] = {
     "seed": checks.NON_NEGATIVE_INT,
     "max_steps": checks.POSITIVE_INT,
@@ -125,6 +130,9 @@ _RULES: dict[str, checks.Rule] = {
     "data.val_fraction": checks.OPEN_FRACTION,
     "data.source": one_of(("files", "download", "plays", "huggingface")),
     "data.split": one_of(("fraction", "document")),
+    "data.train_bin": or_null(_PATHS),
+    "data.val_bin": or_null(_PATHS),
+    "data.cache_gb": checks.NON_NEGATIVE,
     "data.processes": or_null(checks.POSITIVE_INT),
     "tokenizer.vocab_size": integer(257),  # 256 bytes and the separator
     "optimizer.lr": checks.POSITIVE,

@@ -12,6 +12,7 @@ Prints a table and writes the measurements as JSON.
   python scripts/bench time_to_loss --recipes "baseline max_steps=500,sprint_cpu eval_every=5" --losses 2.1
                                      the same for other recipes, losses and settings
   python scripts/bench data          tokenization, startup with 1 GB, batches from 1 TB
+  python scripts/bench shards        a step on 5,000 shards whose reads are slow, compared with tokens in memory
   python scripts/bench saving        checkpoint time of model=baby, relative to the steps between two checkpoints
   python scripts/bench sampling      decoding speed, compared with a loop without a KV cache and with transformers
   python scripts/bench serve         1, 4, 16 and 64 clients of the server, compared with scripts/sample.py
@@ -54,6 +55,7 @@ from muon import muon
 from sampling import bandwidth, sampling
 from saving import saving
 from serve import serve
+from shards import shards
 from sweep import sweep
 from time_to_loss import LOSSES, plot_time_to_loss, show_time_to_loss, time_to_loss
 from widths import plot_widths, show_widths, widths
@@ -194,6 +196,7 @@ def main() -> None:
             saving,
             sampling,
             serve,
+            shards,
             sweep,
             widths,
         )

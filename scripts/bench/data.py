@@ -83,12 +83,13 @@ def batch(file: Path, n_tokens: int) -> float:
     import torch
 
     from minigpt.data.batches import Batches, WindowOrder
+    from minigpt.data.shards import local_shard
     from minigpt.data.token_files import Tokens
 
     file.touch()
     os.truncate(file, 2 * n_tokens)
     batches = Batches(
-        Tokens(file, "uint16", 65),
+        Tokens([local_shard(file)], "uint16", 65),
         WindowOrder(n_tokens, 64, seed=0),
         batch_size=12,
         rank=0,

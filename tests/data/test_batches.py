@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from minigpt import GPT, GPTConfig
 from minigpt.data import batches as module
 from minigpt.data.batches import Batches, ValidationBatches, WindowOrder, permute
+from minigpt.data.shards import local_shard
 from minigpt.data.token_files import Corpus, Split
 from minigpt.data.tokenizer import CharTokenizer
 from minigpt.runs.trainer import TokenDataModule
@@ -279,8 +280,8 @@ def token_data(folder, **changes):
         sha256="",
         tokenizer=CharTokenizer.of(map(chr, range(500))),
         dtype="uint16",
-        train=Split(folder / "train.bin", 500, 500, 1),
-        val=Split(folder / "val.bin", 0, 0, 0),
+        train=Split([local_shard(folder / "train.bin")], 500, 500, 1),
+        val=Split([local_shard(folder / "val.bin")], 0, 0, 0),
         provenance={},
     )
     data = {"batch_size": 4, "overfit_batches": 0, **changes}

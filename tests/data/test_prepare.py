@@ -67,7 +67,7 @@ def stories(number, seed=0):
 
 
 def folder_of(corpus):
-    return corpus.train.file.parent
+    return corpus.train.shards[0].file.parent
 
 
 def on_disk(corpus):

@@ -341,9 +341,11 @@ def test_a_local_data_set_is_tokenized_once(configured, stories):
     assert decode(corpus.tokens("train")[:]) == "\n".join(TRAIN)
     assert decode(corpus.tokens("val")[:]) == "\n".join(text for text in VAL if text)
     assert corpus.train.bytes == len("".join(TRAIN).encode())
-    files = {file: file.stat().st_mtime_ns for file in (corpus.train.file, corpus.val.file)}
+    (train,), (val,) = corpus.train.shards, corpus.val.shards
+    files = {file: file.stat().st_mtime_ns for file in (train.file, val.file)}
     again = preparation.load_corpus(data, tokenizer)
-    assert {file: file.stat().st_mtime_ns for file in (again.train.file, again.val.file)} == files
+    assert (*again.train.shards, *again.val.shards) == (train, val)
+    assert {file: file.stat().st_mtime_ns for file in files} == files
     assert again.sha256 == corpus.sha256
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from minigpt.data import prepare as preparation
 from minigpt.data import token_files
+from minigpt.data.shards import find_shards, local_shard
 from minigpt.data.token_files import Tokens, from_bins
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer
 from minigpt.utils.errors import UserError
@@ -32,8 +33,12 @@ def prepare(text, folder, **changes):
     return preparation.load_corpus(values(folder, path=str(folder / "mine.txt"), **changes), {"name": "char"})
 
 
+def files_of(corpus):
+    return [shard.file for split in (corpus.train, corpus.val) for shard in split.shards]
+
+
 def folder_of(corpus):
-    return corpus.train.file.parent
+    return corpus.train.shards[0].file.parent
 
 
 def ids_of(text):
@@ -54,7 +59,7 @@ def arrays(draw):
 def write(array, folder, vocab_size=1 << 16):
     """Write an array to a file and return its Tokens."""
     array.tofile(folder / "train.bin")
-    return Tokens(folder / "train.bin", array.dtype.name, vocab_size)
+    return Tokens([local_shard(folder / "train.bin")], array.dtype.name, vocab_size)
 
 
 @settings(deadline=None, max_examples=200)
@@ -182,7 +187,7 @@ def test_a_prepared_corpus_is_loaded(tmp_path):
     folder = folder_of(corpus)
     loaded = token_files.load(folder)
     assert (loaded.name, loaded.dtype) == ("mine.txt", "uint16")
-    assert (loaded.train.file, loaded.val.file) == (folder / "train.bin", folder / "val.bin")
+    assert files_of(loaded) == [folder / "train.bin", folder / "val.bin"]
     assert (loaded.train.tokens, loaded.train.bytes, loaded.train.documents) == (45, 45, 1)
     assert (loaded.val.tokens, loaded.val.bytes, loaded.val.documents) == (5, 5, 1)
     assert loaded.tokenizer.alphabet == "".join(sorted(set(TEXT)))
@@ -208,7 +213,13 @@ def bins(folder, train, val):
 
 
 def read_bins(folder, train, val, tokenizer=None):
-    return from_bins(*bins(folder, train, val), tokenizer or ByteTokenizer(), folder / "checksums.json")
+    bins(folder, train, val)
+    return from_files(folder, tokenizer or ByteTokenizer())
+
+
+def from_files(folder, tokenizer):
+    train, val = (find_shards(f"data.{name}_bin", str(folder / f"{name}.bin"), folder) for name in ("train", "val"))
+    return from_bins(train, val, tokenizer, folder / "checksums.json")
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +232,7 @@ def test_nanogpts_files_are_read_in_place(tmp_path):
     train_bin, val_bin = bins(tmp_path, [*train], [*val])
     data = values(tmp_path / "data", train_bin=str(train_bin), val_bin=str(val_bin))
     corpus = preparation.load_corpus(data, {"name": "byte"})
-    assert (corpus.train.file, corpus.val.file) == (train_bin, val_bin)
+    assert files_of(corpus) == [train_bin, val_bin]
     assert corpus.tokens("train")[:].tolist() == [*train]
     assert corpus.tokens("val")[:].tolist() == [*val]
     assert (corpus.train.tokens, corpus.val.tokens, corpus.val.bytes) == (len(train), len(val), len(val))
@@ -283,7 +294,7 @@ def test_a_missing_file_raises_with_the_config_key(tmp_path, missing):
     bins(tmp_path, [1, 2], [3, 4])
     (tmp_path / f"{missing}.bin").unlink()
     with pytest.raises(UserError, match=rf"data\.{missing}_bin=.*{missing}\.bin is not a file"):
-        from_bins(tmp_path / "train.bin", tmp_path / "val.bin", ByteTokenizer(), tmp_path / "checksums.json")
+        from_files(tmp_path, ByteTokenizer())
 
 
 def test_one_file_without_the_other_raises(tmp_path):
