@@ -16,31 +16,23 @@ def positive(text: str) -> float:
     return float(text)
 
 
+def positive_integer(text: str) -> int:
+    """Parse an integer ≥ 1."""
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog=usage("forecast"), description=__doc__)
     add = parser.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE", help="of scripts/train.py, such as trainer=fsdp")
-    add(
-        "--devices",
-        type=int,
-        choices=range(1, 1 << 20),
-        default=1,
-        metavar="N",
-        help="number of GPUs (default: %(default)s)",
-    )
+    add("--devices", type=positive_integer, default=1, metavar="N", help="number of GPUs (default: %(default)s)")
     add("--gpu", default="H100", choices=GPUS, help="(default: %(default)s)")
-    add(
-        "--interconnect", type=positive, default=400, metavar="GBIT/S", help="of a node, one way (default: %(default)s)"
-    )
-    add("--per-node", type=int, default=8, metavar="N", help="GPUs per node (default: %(default)s)")
-    add(
-        "--mfu",
-        type=positive,
-        default=0.4,
-        metavar="X",
-        help="of one device, measured or assumed (default: %(default)s)",
-    )
+    add("--interconnect", type=positive, default=400, metavar="X", help="Gbit/s of a node (default: %(default)s)")
+    add("--per-node", type=positive_integer, default=8, metavar="N", help="GPUs per node (default: %(default)s)")
+    add("--mfu", type=float, default=0.4, metavar="X", help="of one device, measured or assumed (default: %(default)s)")
     add("--tokens", type=positive, metavar="N", help="to train on (default: those of max_steps)")
     add("--price", type=positive, metavar="X", help="of a device per hour, in any currency")
     add("--out", type=Path, metavar="FILE", help="plot the scaling efficiency of all strategies over devices")

@@ -34,7 +34,7 @@ PLOTTED = [1 << i for i in range(13)]  # devices
 
 
 def forecast(args: argparse.Namespace) -> str:
-    """Return the tables of a forecast and write the picture `args.out`; the arguments are those of scripts/forecast.py."""
+    """Return the tables of a forecast and write the picture `args.out`; `args` are of scripts/forecast.py."""
     require("--mfu", args.mfu, *OPEN_FRACTION)
     cfg, config = compose_run(args.overrides)
     given, n, batches = cfg.trainer.strategy, args.devices, cfg.trainer.accumulate_grad_batches
@@ -46,25 +46,21 @@ def forecast(args: argparse.Namespace) -> str:
 
     from minigpt.model import GPT
     from minigpt.runs.metrics import PEAK_FLOPS
-    from minigpt.runs.scaling import Parallelism, count_sizes, memory, step_time
+    from minigpt.runs.scaling import Parallelism, Sizes, memory, step_time
     from minigpt.runs.train import partial_from_config
 
     with torch.device("meta"):
         model = GPT(config).to("meta")
     model.checkpoint_blocks = cfg.checkpoint_blocks
     bfloat16, ema = cfg.trainer.precision != "32-true", cfg.ema_decay is not None
-    sizes = count_sizes(model, partial_from_config(cfg.optimizer)(model), bfloat16=bfloat16, ema=ema)
+    sizes = Sizes(model, partial_from_config(cfg.optimizer)(model), bfloat16=bfloat16, ema=ema)
     gpu, limit, bandwidth = GPUS[args.gpu]
     options = {key: given[key] for key in ("compress", "reshard_after_forward", "outer_every") if key in given}
     spread = Parallelism(strategy, n, args.per_node, bandwidth, args.interconnect * 1e9 / 8, batches, **options)
     batch = cfg.data.batch_size // n
     tokens_per_step = n * batches * batch * config.block_size
     compute = tokens_per_step / n * config.flops_per_token() / (args.mfu * PEAK_FLOPS[gpu])
-
-    def timed(strategy: str, devices: int) -> dict[str, float]:
-        return step_time(sizes, replace(spread, strategy=strategy, devices=devices), compute)
-
-    parts, time = memory(sizes, spread, batch), timed(strategy, n)
+    parts, time = memory(sizes, spread, batch), step_time(sizes, spread, compute)
     largest = bisect_right(range(1, 1 << 30), limit, key=lambda batch: memory(sizes, spread, batch)["peak"])
     tokens = args.tokens or cfg.max_steps * tokens_per_step
     hours = tokens / tokens_per_step * time["step"] / 3600
@@ -72,7 +68,9 @@ def forecast(args: argparse.Namespace) -> str:
     shape = f"{batches} × {batch} × {config.block_size:,} tokens per device"
     if args.out:
         title = f"{model.num_params() / 1e6:,.0f}M parameters, {shape}, {gpu}"
-        plot_efficiency(args.out, title, lambda *point: compute / timed(*point)["step"])
+        plot_efficiency(
+            args.out, title, lambda **at: compute / step_time(sizes, replace(spread, **at), compute)["step"]
+        )
     rows = [
         ("parameters", model.num_params(), shape),
         *((f"{part}, GB", size / 1e9, fits if part == "peak" else "") for part, size in parts.items()),
@@ -81,14 +79,12 @@ def forecast(args: argparse.Namespace) -> str:
         ("communication, ms", 1e3 * time["communication"], f"{time['sent'] / 1e6:,.1f} MB sent per device"),
         ("exposed, ms", 1e3 * time["exposed"], "communication that does not overlap with compute"),
         ("step, ms", 1e3 * time["step"], f"{compute / time['step']:.1%} of the speed without communication"),
-        ("tokens/s", tokens_per_step / time["step"], ""),
+        ("tokens/s", round(tokens_per_step / time["step"]), ""),
         ("hours", hours, f"for {tokens:,.0f} tokens"),
         *([("cost", args.price * hours * n, f"at {args.price} per device and hour")] if args.price else []),
     ]
     lines = [f"{name:24}{value:18,.{0 if value == int(value) else 3}f}  {note}".rstrip() for name, value, note in rows]
-    return "\n".join(
-        [*lines, "no GPU was measured: bandwidths, latencies, overlap and MFU are assumed; reserve 1 to 3 GB"]
-    )
+    return "\n".join([*lines, "no GPU was measured: bandwidths, latencies, overlap and MFU are assumptions"])
 
 
 def compose_run(overrides: Sequence[str]) -> tuple[Any, GPTConfig]:
@@ -106,14 +102,14 @@ def compose_run(overrides: Sequence[str]) -> tuple[Any, GPTConfig]:
     return cfg, GPTConfig(**{**cfg.model, "vocab_size": size})
 
 
-def plot_efficiency(file: Path, title: str, efficiency: Callable[[str, int], float]) -> None:
+def plot_efficiency(file: Path, title: str, efficiency: Callable[..., float]) -> None:
     """Plot the fraction of the speed without communication over the devices `PLOTTED`, one line per strategy."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for name in STRATEGIES:
-        axes.plot(PLOTTED, [efficiency(name, n) for n in PLOTTED], marker="o", markersize=4, label=name)
+        axes.plot(PLOTTED, [efficiency(strategy=name, devices=n) for n in PLOTTED], marker=".", label=name)
     axes.set_xscale("log", base=2)
     axes.set_xticks(PLOTTED, [f"{n:,}" for n in PLOTTED])
     axes.set(xlabel="devices", ylabel="scaling efficiency", ylim=(0, 1.05), title=title)

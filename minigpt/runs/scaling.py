@@ -1,6 +1,6 @@
 """Memory and time of a training step on many devices: plain formulas, and counts on torch's meta device.
 
-Sources: ring all-reduce, https://arxiv.org/abs/1802.05799; sharding, https://arxiv.org/abs/2304.11277.
+Ring all-reduce: https://arxiv.org/abs/1802.05799; sharding: https://arxiv.org/abs/2304.11277
 """
 
 from dataclasses import dataclass
@@ -16,23 +16,31 @@ from torch.overrides import TorchFunctionMode
 
 from minigpt.model import GPT
 
-FLOAT32 = 4  # bytes; of weights, gradients and optimizer state also with precision bf16-mixed
+FLOAT32 = 4  # bytes
 BUCKET_BYTES = 25 << 20  # of gradients: the default of DistributedDataParallel
 HOP_SECONDS = 5e-6  # latency from a device to the next; assumed
 
 
-@dataclass(frozen=True)
 class Sizes:
-    """Bytes in float32 of a replica; activations and logits are those of one sequence of `block_size` tokens."""
+    """Bytes of a model on the meta device and its optimizer, and the activations and logits of one sequence.
 
-    weights: int
-    blocks: int  # the weights inside the `n_layer` blocks
-    embeddings: int  # of tokens; the head has the same or as many weights
-    n_layer: int
-    optimizer: int  # also the EMA of the weights, if there is one
-    bfloat16: bool  # precision is bf16-mixed
-    activations: int
-    logits: int  # log-probabilities, and the gradients of the loss by them and by the logits
+    Args:
+        bfloat16: precision is bf16-mixed, not 32-true. Weights, gradients and optimizer state are in float32 in both.
+        ema: an average of the weights is held; it counts as optimizer state.
+    """
+
+    def __init__(self, model: GPT, optimizer: Optimizer, *, bfloat16: bool, ema: bool = False) -> None:
+        config, groups = model.config, optimizer.param_groups
+        one, two = (saved_bytes(model, batch, bfloat16=bfloat16) for batch in (1, 2))
+        log_probs = FLOAT32 * config.block_size * config.vocab_size
+        moments = {p: 1 if group.get("kind") == "muon" else 2 for group in groups for p in group["params"]}
+        self.n_layer, self.bfloat16 = config.n_layer, bfloat16
+        self.weights = FLOAT32 * model.num_params()
+        self.blocks = FLOAT32 * sum(p.numel() for p in model.blocks.parameters())
+        self.embeddings = FLOAT32 * config.vocab_size * config.n_embd  # of tokens; the head has as many weights
+        self.optimizer = FLOAT32 * sum(n * p.numel() for p, n in moments.items()) + ema * self.weights
+        self.activations = two - one - log_probs  # parameters and their copies do not depend on the batch
+        self.logits = 3 * log_probs  # log-probabilities, and the gradients of the loss by them and by the logits
 
 
 @dataclass(frozen=True)
@@ -87,15 +95,14 @@ def memory(sizes: Sizes, spread: Parallelism, batch: int) -> dict[str, float]:
     and the current and the next block. Gradients that neither DDP nor FSDP holds, nor several batches accumulate, are
     made while activations are freed: the peak has the larger of both.
     """
-    shards, weights = 1, sizes.weights + sizes.bfloat16 * (sizes.blocks + sizes.embeddings) / 2
+    shards, copies = 1, sizes.bfloat16 * (sizes.blocks + sizes.embeddings) / 2
     if spread.strategy == "fsdp":
-        held = min(1, 2 / sizes.n_layer) if spread.reshard_after_forward else 1
-        gathered = sizes.weights - sizes.blocks + held * sizes.blocks / (1 + sizes.bfloat16)
-        shards = spread.devices
-        weights = sizes.weights / shards + gathered + sizes.bfloat16 * sizes.embeddings / 2
+        shards, held = spread.devices, min(1, 2 / sizes.n_layer) if spread.reshard_after_forward else 1
+        copies = sizes.weights - sizes.blocks + sizes.bfloat16 * sizes.embeddings / 2
+        copies += held * sizes.blocks / (1 + sizes.bfloat16)
     outer = 2 * sizes.weights if spread.strategy == "diloco" else 0
     parts = {
-        "weights": weights,
+        "weights": sizes.weights / shards + copies,
         "gradients": sizes.weights / shards,
         "optimizer state": sizes.optimizer / shards + outer,
         "activations": batch * sizes.activations,
@@ -104,24 +111,6 @@ def memory(sizes: Sizes, spread: Parallelism, batch: int) -> dict[str, float]:
     freed = spread.batches == 1 and (spread.strategy == "diloco" or spread.devices == 1)
     shared = min(parts["gradients"], parts["activations"] + parts["logits"]) if freed else 0
     return parts | {"peak": sum(parts.values()) - shared}
-
-
-def count_sizes(model: GPT, optimizer: Optimizer, *, bfloat16: bool, ema: bool = False) -> Sizes:
-    """Count the bytes of a model on the meta device, its optimizer, and its activations with bf16-mixed or 32-true."""
-    config, weights = model.config, FLOAT32 * model.num_params()
-    one, two = (saved_bytes(model, batch, bfloat16=bfloat16) for batch in (1, 2))
-    log_probs = FLOAT32 * config.block_size * config.vocab_size
-    moments = {p: 1 if group.get("kind") == "muon" else 2 for group in optimizer.param_groups for p in group["params"]}
-    return Sizes(
-        weights=weights,
-        blocks=FLOAT32 * sum(p.numel() for p in model.blocks.parameters()),
-        embeddings=FLOAT32 * config.vocab_size * config.n_embd,
-        n_layer=config.n_layer,
-        optimizer=FLOAT32 * sum(n * p.numel() for p, n in moments.items()) + ema * weights,
-        bfloat16=bfloat16,
-        activations=two - one - log_probs,  # parameters and their copies do not depend on the batch
-        logits=3 * log_probs,
-    )
 
 
 def saved_bytes(model: GPT, batch: int, *, bfloat16: bool) -> int:
