@@ -1,7 +1,6 @@
 """Forecast memory, time and cost of a training run on many GPUs, without one. The formulas are in `scaling.py`.
 
-Left out: buffers of CUDA and NCCL, fragmentation, Muon's communication, the block that checkpoint_blocks recomputes,
-compile=true, validation, checkpoints, failures.
+Left out: CUDA's buffers, fragmentation, Muon's communication, the block that is recomputed, validation, checkpoints.
 """
 
 import argparse
@@ -68,14 +67,12 @@ def forecast(args: argparse.Namespace) -> str:
     shape = f"{batches} × {batch} × {config.block_size:,} tokens per device"
     if args.out:
         title = f"{model.num_params() / 1e6:,.0f}M parameters, {shape}, {gpu}"
-        plot_efficiency(
-            args.out, title, lambda **at: compute / step_time(sizes, replace(spread, **at), compute)["step"]
-        )
+        plot_scaling(args.out, title, lambda **at: compute / step_time(sizes, replace(spread, **at), compute)["step"])
     rows = [
         ("parameters", model.num_params(), shape),
         *((f"{part}, GB", size / 1e9, fits if part == "peak" else "") for part, size in parts.items()),
         ("largest batch", largest, "sequences per device"),
-        ("compute, ms", 1e3 * time["compute"], f"at MFU {args.mfu} of {PEAK_FLOPS[gpu] / 1e12:g} TFLOP/s, {gpu}"),
+        ("compute, ms", 1e3 * compute, f"at MFU {args.mfu} of {PEAK_FLOPS[gpu] / 1e12:g} TFLOP/s, {gpu}"),
         ("communication, ms", 1e3 * time["communication"], f"{time['sent'] / 1e6:,.1f} MB sent per device"),
         ("exposed, ms", 1e3 * time["exposed"], "communication that does not overlap with compute"),
         ("step, ms", 1e3 * time["step"], f"{compute / time['step']:.1%} of the speed without communication"),
@@ -97,12 +94,11 @@ def compose_run(overrides: Sequence[str]) -> tuple[Any, GPTConfig]:
     require("init_from", cfg.init_from, lambda value: value is None, "null in a forecast", "set model=… instead")
     require("trainer.precision", cfg.trainer.precision, *one_of(("auto", "bf16-mixed", "32-true")))
     size = cfg.model.vocab_size or cfg.tokenizer.get("vocab_size") or VOCAB_SIZES.get(cfg.tokenizer.name)
-    advice = f"that of tokenizer={cfg.tokenizer.name} depends on the text: set it, or tokenizer=gpt2"
-    require("model.vocab_size", size, *POSITIVE_INT, advice)
+    require("model.vocab_size", size, *POSITIVE_INT, f"tokenizer={cfg.tokenizer.name} has as many as the text")
     return cfg, GPTConfig(**{**cfg.model, "vocab_size": size})
 
 
-def plot_efficiency(file: Path, title: str, efficiency: Callable[..., float]) -> None:
+def plot_scaling(file: Path, title: str, efficiency: Callable[..., float]) -> None:
     """Plot the fraction of the speed without communication over the devices `PLOTTED`, one line per strategy."""
     from matplotlib.figure import Figure
 

@@ -84,8 +84,7 @@ def step_time(sizes: Sizes, spread: Parallelism, compute: float) -> dict[str, fl
     bandwidth = spread.node_bandwidth if n <= spread.per_node else spread.network_bandwidth
     communication = sent / bandwidth + hops * HOP_SECONDS
     exposed = late * communication + max(0, (1 - late) * communication - window)
-    step = compute + exposed
-    return {"compute": compute, "communication": communication, "exposed": exposed, "step": step, "sent": sent}
+    return {"communication": communication, "exposed": exposed, "step": compute + exposed, "sent": sent}
 
 
 def memory(sizes: Sizes, spread: Parallelism, batch: int) -> dict[str, float]:
