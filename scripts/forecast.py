@@ -3,35 +3,48 @@
 import argparse
 from pathlib import Path
 
-from minigpt.runs.forecast import STRATEGIES, forecast
+from minigpt.runs.forecast import GPUS, forecast
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.scripts import usage
 from minigpt.utils.terminal import log
+
+
+def positive(text: str) -> float:
+    """Parse a number > 0."""
+    if not 0 < float(text) < float("inf"):
+        raise ValueError
+    return float(text)
+
+
+def positive_integer(text: str) -> int:
+    """Parse an integer ≥ 1."""
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
 
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog=usage("forecast"), description=__doc__)
     add = parser.add_argument
-    add("overrides", nargs="*", metavar="KEY=VALUE", help="of scripts/train.py; data.batch_size is that of all devices")
-    add("--devices", type=int, default=1, metavar="N", help="number of GPUs (default: %(default)s)")
-    add("--gpu", default="H100", help="name of a GPU, or a word of it (default: %(default)s)")
-    add("--interconnect", default="400Gbit", metavar="BANDWIDTH", help="of a node, one way (default: %(default)s)")
-    add("--per-node", type=int, default=8, metavar="N", help="GPUs per node (default: %(default)s)")
-    add("--strategy", default="ddp", help=f"{', '.join(STRATEGIES)} (default: %(default)s)")
+    add("overrides", nargs="*", metavar="KEY=VALUE", help="of scripts/train.py, such as trainer=fsdp")
+    add("--devices", type=positive_integer, default=1, metavar="N", help="number of GPUs (default: %(default)s)")
+    add("--gpu", default="H100", choices=GPUS, help="(default: %(default)s)")
+    add("--interconnect", type=positive, default=400, metavar="X", help="Gbit/s of a node (default: %(default)s)")
+    add("--per-node", type=positive_integer, default=8, metavar="N", help="GPUs per node (default: %(default)s)")
     add("--mfu", type=float, default=0.4, metavar="X", help="of one device, measured or assumed (default: %(default)s)")
-    add("--tokens", type=float, metavar="N", help="to train on (default: those of max_steps)")
-    add("--price", type=float, metavar="X", help="of a device per hour, in any currency")
-    add("--out", type=Path, metavar="FILE.png", help="plot the scaling efficiency of all strategies over devices")
+    add("--tokens", type=positive, metavar="N", help="to train on (default: those of max_steps)")
+    add("--price", type=positive, metavar="X", help="of a device per hour, in any currency")
+    add("--out", type=Path, metavar="FILE", help="plot the scaling efficiency of all strategies over devices")
     return parser.parse_intermixed_args()
 
 
 def main() -> None:
     """Forecast and print."""
-    args = vars(arguments())
-    print(forecast(args.pop("overrides"), **args))
-    if args["out"]:
-        log(f"wrote {args['out']}")
+    args = arguments()
+    print(forecast(args))
+    if args.out:
+        log(f"wrote {args.out}")
 
 
 if __name__ == "__main__":

@@ -11,16 +11,17 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from common import ROOT, TRAIN, metrics, text_file
 from peak_memory import ADAMW
 
 from minigpt.config import GPTConfig
+from minigpt.model import GPT
 from minigpt.optim import adamw
-from minigpt.runs.scaling import Cluster, Sizes, count_sizes, memory, ring_bytes, step_time
+from minigpt.runs.scaling import Parallelism, Sizes, memory, step_time
 from minigpt.utils.errors import UserError
 
 PEAK_MEMORY = ROOT / "scripts/bench/peak_memory.py"
@@ -51,7 +52,7 @@ def peak_memory() -> dict[str, float]:
     for name, (values, batch) in MODELS.items():
         for strategy in ("", "ddp", "fsdp"):
             devices = 2 if strategy else 1
-            parts = memory(sizes_of(values), devices, batch, strategy or "ddp")
+            parts = memory(sizes_of(values), Parallelism(strategy, devices, devices, 1, 1), batch)
             torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if strategy else []
             command = [sys.executable, *torchrun, str(PEAK_MEMORY), json.dumps(values), str(batch), strategy]
             measured = float(run(command).splitlines()[-1])
@@ -69,8 +70,8 @@ def sent_bytes(folder: Path) -> dict[str, float]:
             run([*start, *training(folder / f"bytes{steps}", steps), "trainer=ddp"])
             sent.append(transmitted("forecast-lo") - before)
     values = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "bias": False, "position": "rope"}
-    weights = sizes_of(values | {"vocab_size": CHARACTERS}).weights
-    predicted, measured = ring_bytes(weights, 2, passes=2), (sent[1] - sent[0]) / STEPS / 2
+    predicted = step_time(sizes_of(values | {"vocab_size": CHARACTERS}), Parallelism("ddp", 2, 2, 1, 1), 0)["sent"]
+    measured = (sent[1] - sent[0]) / STEPS / 2
     return compared("model=nano, ddp: MB sent per device and step", predicted / 1e6, measured / 1e6)
 
 
@@ -104,8 +105,8 @@ def step_times(folder: Path) -> dict[str, float]:
                 commands.append([*inside, *environment, sys.executable, *start, *train, "trainer=ddp", *shape])
             together(commands)
             before, compute = compute, seconds_alone(folder / f"alone{mbit}", shape)
-            cluster = Cluster(2, 1, mbit * 1e6 / 8, mbit * 1e6 / 8)
-            predicted = step_time(sizes, cluster, (before + compute) / 2, "ddp")["step"]
+            spread = Parallelism("ddp", 2, 1, mbit * 1e6 / 8, mbit * 1e6 / 8)
+            predicted = step_time(sizes, spread, (before + compute) / 2)["step"]
             row[f"{mbit} Mbit/s: compute s per step"] = (before + compute) / 2
             row |= compared(f"{mbit} Mbit/s, ddp: s per step", predicted, seconds_per_step(out))
     return row
@@ -125,7 +126,9 @@ def compared(name: str, predicted: float, measured: float) -> dict[str, float]:
 
 def sizes_of(values: Mapping[str, Any]) -> Sizes:
     """The sizes of a model in float32 with AdamW."""
-    return count_sizes(GPTConfig(**values), partial(adamw, **ADAMW), bfloat16=False)
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**values)).to("meta")
+    return Sizes(model, adamw(model, **ADAMW), bfloat16=False)
 
 
 def training(folder: Path, steps: int, batch: int = 12) -> list[str]:
