@@ -115,7 +115,7 @@ class DiLoCo(DDPStrategy):
     """
 
     def __init__(
-        self, *, outer_every: int = 20, outer_lr: float = 0.7, outer_momentum: float = 0.9, **options: Any
+        self, *, outer_every: int = 20, outer_lr: float = 0.85, outer_momentum: float = 0.3, **options: Any
     ) -> None:
         super().__init__(**options)
         self.outer_every, self.outer_lr, self.outer_momentum = outer_every, outer_lr, outer_momentum

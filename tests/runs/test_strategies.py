@@ -37,7 +37,7 @@ RUNS = {
     "reduced": (["trainer=fsdp", REDUCED], [REDUCED], 1e-3),
 }
 DILOCO = ["trainer=diloco", "trainer.strategy.outer_every=5", "schedule=constant"]
-STEPS, OUTER_EVERY, OUTER_LR, OUTER_MOMENTUM = 20, 5, 0.7, 0.9
+STEPS, OUTER_EVERY, OUTER_LR, OUTER_MOMENTUM = 20, 5, 0.85, 0.3
 
 
 @pytest.fixture(scope="module")
