@@ -16,6 +16,11 @@ def positive(text: str) -> float:
     return float(text)
 
 
+def gigabits(text: str) -> float:
+    """Parse a bandwidth in Gbit/s: 400Gbit, or 400."""
+    return positive(text.lower().removesuffix("gbit"))
+
+
 def positive_integer(text: str) -> int:
     """Parse an integer ≥ 1."""
     if int(text) < 1:
@@ -30,7 +35,7 @@ def arguments() -> argparse.Namespace:
     add("overrides", nargs="*", metavar="KEY=VALUE", help="of scripts/train.py, such as trainer=fsdp")
     add("--devices", type=positive_integer, default=1, metavar="N", help="number of GPUs (default: %(default)s)")
     add("--gpu", default="H100", choices=GPUS, help="(default: %(default)s)")
-    add("--interconnect", type=positive, default=400, metavar="X", help="Gbit/s of a node (default: %(default)s)")
+    add("--interconnect", type=gigabits, default=400, metavar="400Gbit", help="Gbit/s of a node, one direction")
     add("--per-node", type=positive_integer, default=8, metavar="N", help="GPUs per node (default: %(default)s)")
     add("--mfu", type=float, default=0.4, metavar="X", help="of one device, measured or assumed (default: %(default)s)")
     add("--tokens", type=positive, metavar="N", help="to train on (default: those of max_steps)")

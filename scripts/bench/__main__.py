@@ -20,6 +20,8 @@ Prints a table and writes the measurements as JSON.
   python scripts/bench widths        loss over learning rate at several widths
   python scripts/bench gpu           the GPU recipes, and the MFU of GPT-2
   python scripts/bench muon          a step of Muon on 2 and 4 ranks, alone and divided
+  python scripts/bench diloco --steps 1000
+                                     loss, time and bytes of DiLoCo on a slow link, compared with DDP (root)
   python scripts/bench forecast      memory, bytes and time of training steps, compared with scripts/forecast.py (root)
   python scripts/bench attention     memory and time of fused and explicit attention over sequence lengths
 
@@ -49,6 +51,7 @@ from common import (
     summary,
     text_file,
 )
+from diloco import diloco
 from forecast import forecast
 from gpu import gpu
 from muon import muon
@@ -190,6 +193,7 @@ def main() -> None:
             time_to_loss,
             attention,
             data,
+            diloco,
             forecast,
             gpu,
             muon,

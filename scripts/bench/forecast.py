@@ -82,34 +82,44 @@ def step_times(folder: Path) -> dict[str, float]:
     """
     shape = [f"model.{name}={value}" for name, value in TIMED.items()]
     sizes = sizes_of(TIMED | {"vocab_size": CHARACTERS, "bias": False, "position": "rope"})
-    with ExitStack() as stack:
-        first, second = (stack.enter_context(namespace(f"forecast-{i}")) for i in (0, 1))
-        ends = ["forecast-0", "netns", "forecast-0", "type", "veth", "peer", "forecast-1", "netns", "forecast-1"]
-        ip("link", "add", *ends)
-        for i in (0, 1):
-            name = f"forecast-{i}"
-            ip("-n", name, "address", "add", f"10.77.0.{i + 1}/24", "dev", name)
-            ip("-n", name, "link", "set", name, "up")
+    with two_hosts() as hosts:
         compute = seconds_alone(folder / "alone", shape)
         row = {}
         for mbit in MBITS:
             out = folder / f"link{mbit}"
-            commands = []
-            for i, inside in enumerate((first, second)):
-                rate = ["rate", f"{mbit}mbit", "burst", "128kb", "latency", "50ms"]
-                run(["tc", "-n", f"forecast-{i}", "qdisc", "replace", "dev", f"forecast-{i}", "root", "tbf", *rate])
-                start = ["-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={i}", "--nproc-per-node=1"]
-                start += ["--master-addr=10.77.0.1", "--master-port=29500"]
-                environment = ["env", f"GLOO_SOCKET_IFNAME=forecast-{i}"]
-                train = training(out, TIMED_STEPS, 2 * TIMED_BATCH)
-                commands.append([*inside, *environment, sys.executable, *start, *train, "trainer=ddp", *shape])
-            together(commands)
+            train_on_hosts(hosts, mbit, [*training(out, TIMED_STEPS, 2 * TIMED_BATCH), "trainer=ddp", *shape])
             before, compute = compute, seconds_alone(folder / f"alone{mbit}", shape)
             spread = Parallelism("ddp", 2, 1, mbit * 1e6 / 8, mbit * 1e6 / 8)
             predicted = step_time(sizes, spread, (before + compute) / 2)["step"]
             row[f"{mbit} Mbit/s: compute s per step"] = (before + compute) / 2
             row |= compared(f"{mbit} Mbit/s, ddp: s per step", predicted, seconds_per_step(out))
     return row
+
+
+@contextmanager
+def two_hosts() -> Iterator[list[list[str]]]:
+    """Join two network namespaces; yield for each the command that runs a program in it."""
+    with ExitStack() as stack:
+        hosts = [stack.enter_context(namespace(f"forecast-{i}")) for i in (0, 1)]
+        ends = ["forecast-0", "netns", "forecast-0", "type", "veth", "peer", "forecast-1", "netns", "forecast-1"]
+        ip("link", "add", *ends)
+        for i in (0, 1):
+            name = f"forecast-{i}"
+            ip("-n", name, "address", "add", f"10.77.0.{i + 1}/24", "dev", name)
+            ip("-n", name, "link", "set", name, "up")
+        yield hosts
+
+
+def train_on_hosts(hosts: Sequence[Sequence[str]], mbit: int, train: Sequence[str]) -> None:
+    """Train with one process per host over a link of `mbit` Mbit/s."""
+    commands = []
+    for i, inside in enumerate(hosts):
+        rate = ["rate", f"{mbit}mbit", "burst", "128kb", "latency", "50ms"]
+        run(["tc", "-n", f"forecast-{i}", "qdisc", "replace", "dev", f"forecast-{i}", "root", "tbf", *rate])
+        start = ["-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={i}", "--nproc-per-node=1"]
+        start += ["--master-addr=10.77.0.1", "--master-port=29500"]
+        commands.append([*inside, "env", f"GLOO_SOCKET_IFNAME=forecast-{i}", sys.executable, *start, *train])
+    together(commands)
 
 
 def seconds_alone(folder: Path, shape: Sequence[str]) -> float:
@@ -159,10 +169,10 @@ def namespace(name: str) -> Iterator[list[str]]:
         ip("netns", "delete", name)
 
 
-def transmitted(name: str) -> int:
-    """The bytes that the loopback device of a namespace has sent."""
-    (device,) = json.loads(run(["ip", "-n", name, "-json", "-statistics", "link", "show", "dev", "lo"]))
-    return int(device["stats64"]["tx"]["bytes"])
+def transmitted(name: str, device: str = "lo") -> int:
+    """The bytes that a device of a namespace has sent."""
+    (found,) = json.loads(run(["ip", "-n", name, "-json", "-statistics", "link", "show", "dev", device]))
+    return int(found["stats64"]["tx"]["bytes"])
 
 
 def ip(*arguments: str) -> None:

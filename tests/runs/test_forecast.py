@@ -168,7 +168,20 @@ def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_script_prints_tables_and_plots_three_strategies(shell: Callable[..., Any], tmp_path: Path) -> None:
-    flags = ["--devices", "64", "--tokens", "1e10", "--price", "2", "--mfu", "0.5", "--out", str(tmp_path / "plot.png")]
+    flags = [
+        "--devices",
+        "64",
+        "--interconnect",
+        "400Gbit",
+        "--tokens",
+        "1e10",
+        "--price",
+        "2",
+        "--mfu",
+        "0.5",
+        "--out",
+        str(tmp_path / "plot.png"),
+    ]
     result = shell("model=gpt2", "tokenizer=gpt2", *flags, "data.batch_size=512", "ema_decay=0.99")
     assert result.code == 0, result.err
     lines = {line[:24].strip(): line[24:].split() for line in result.out.splitlines()}
