@@ -110,7 +110,7 @@ class DiLoCo(DDPStrategy):
     the state of its own optimizer.
 
     Args:
-        outer_every: optimizer steps between two averages; eval_every and max_steps are multiples of it.
+        outer_every: optimizer steps between two averages; there is one more before every validation.
         outer_lr, outer_momentum: learning rate and momentum of the outer optimizer.
     """
 
@@ -135,7 +135,9 @@ class DiLoCo(DDPStrategy):
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(*args, **kwargs)
-        if (self.trainer.global_step + 1) % self.outer_every == 0:
+        step = self.trainer.global_step + 1
+        validates = step * self.trainer.accumulate_grad_batches % self.trainer.val_check_batch == 0
+        if step % self.outer_every == 0 or validates:  # checkpoints are of weights that all workers have
             self.outer_step()
         return result
 

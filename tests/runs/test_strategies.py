@@ -36,8 +36,8 @@ RUNS = {
     "recomputed": (["trainer=fsdp", "checkpoint_blocks=1"], [], 1e-4),
     "reduced": (["trainer=fsdp", REDUCED], [REDUCED], 1e-3),
 }
-DILOCO = ["trainer=diloco", "trainer.strategy.outer_every=5", "schedule=constant"]
-STEPS, OUTER_EVERY, OUTER_LR, OUTER_MOMENTUM = 20, 5, 0.85, 0.3
+DILOCO = ["trainer=diloco", "trainer.strategy.outer_every=4", "schedule=constant"]
+STEPS, EVAL_EVERY, OUTER_EVERY, OUTER_LR, OUTER_MOMENTUM = 20, 10, 4, 0.85, 0.3
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_diloco_equals_a_loop_over_workers_in_plain_torch(on_two: Path, base: Si
             worker(*next(own)).backward()
             torch.nn.utils.clip_grad_norm_(worker.parameters(), cfg.trainer.gradient_clip_val)
             optimizer.step()
-        if (step + 1) % OUTER_EVERY == 0:
+        if (step + 1) % OUTER_EVERY == 0 or (step + 1) % EVAL_EVERY == 0:
             outer_step(list(model.parameters()), [list(worker.parameters()) for worker in workers], momentum)
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(checkpoint["state_dict"][f"model.{name}"], weight, msg=name)
@@ -157,6 +157,7 @@ def test_diloco_resumes_bit_for_bit(on_two: Path) -> None:
     assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
 
 
+@pytest.mark.slow
 def test_a_worker_may_leave_and_come_back(on_two: Path, base: SimpleNamespace, tmp_path: Path) -> None:
     settings = [*base.settings, *DILOCO, "trainer.accelerator=cpu", "trainer.devices=1"]
     minigpt.train([*settings, "max_steps=15", f"resume={on_two}/stopped", f"hydra.run.dir={tmp_path}/alone"])
@@ -170,8 +171,6 @@ def test_a_worker_may_leave_and_come_back(on_two: Path, base: SimpleNamespace, t
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("eval_every=7", "eval_every must be a multiple of trainer.strategy.outer_every=5, got 7"),
-        ("max_steps=21", "max_steps must be a multiple of trainer.strategy.outer_every=5, got 21"),
         ("ema_decay=0.9", "ema_decay must be null with trainer=diloco, got 0.9"),
         ("trainer.strategy.outer_lr=0", "trainer.strategy.outer_lr must be a finite number > 0, got 0"),
     ],
