@@ -29,6 +29,7 @@ from minigpt.utils.terminal import log
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # a network is lost after 30 s
 SETTLE_SECONDS = 3  # in which the ranks of a host end
 WAIT_SECONDS = 10
+_LOOPBACK = "127.0.0.1"
 _OVER = "over"  # sent at the end of the training
 
 
@@ -44,13 +45,15 @@ class LostRanks(Callback):
         self.lost: list[int] = []  # on rank 0, in the order of their loss
         self.verdict: Future[list[int]] = Future()
         self.ended = threading.Event()  # the main thread left the training
-        server = _listen() if self.rank == 0 else None
+        several = trainer.num_nodes > 1
+        server = _listen(several) if self.rank == 0 else None
         mine = platform.node(), server.getsockname()[1] if server else 0, token_hex()
         self.hosts, (port, *_), (token, *_) = zip(*gather_objects(mine), strict=True)
         if server:
             self.connections = _accept(server, token, trainer.world_size - 1)
         else:
-            self.connections = {0: socket.create_connection((os.environ["MASTER_ADDR"], port))}
+            address = os.environ["MASTER_ADDR"] if several else _LOOPBACK
+            self.connections = {0: socket.create_connection((address, port))}
             self._send(f"{token} {self.rank}")
         for rank, connection in self.connections.items():
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -136,7 +139,9 @@ class LostRanks(Callback):
                 connection.sendall(f"{message}\n".encode())
 
 
-def _listen() -> socket.socket:
+def _listen(several_hosts: bool) -> socket.socket:
+    if not several_hosts:
+        return socket.create_server((_LOOPBACK, 0))
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0))

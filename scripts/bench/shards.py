@@ -12,7 +12,7 @@ from unittest.mock import patch
 import numpy as np
 
 SHARDS, SHARD_TOKENS = 5000, 60_000
-READ_SECONDS = 0.01  # of each window, as of a disk with 10 ms of latency
+READ_SECONDS = 0.01  # latency of each read, one per window
 STEPS = 10  # of each variant in turn
 
 
