@@ -9,7 +9,7 @@ from common import metrics
 from forecast import run, seconds_per_step, train_on_hosts, training, transmitted, two_hosts
 
 WORKERS = (2, 4)
-MBIT = 10
+MBIT, DELAY = 10, 0.05  # Mbit/s; seconds in each direction
 LINK_STEPS = {"ddp": 10, "diloco": 100}
 
 
@@ -26,16 +26,17 @@ def diloco(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}"]
             run([sys.executable, *torchrun, *training(out, args.steps), "trainer=diloco", *settings])
             row |= {f"{n} workers: loss": last_loss(out), f"{n} workers: ratio": last_loss(out) / row["ddp: loss"]}
-        with two_hosts() as hosts:
+        link = f"{MBIT} Mbit/s and {1e3 * DELAY:g} ms"
+        with two_hosts(DELAY) as hosts:
             for strategy, steps in LINK_STEPS.items():
                 out = folder / f"{strategy}{seed}"
                 before = transmitted("forecast-0", "forecast-0")
                 train_on_hosts(hosts, MBIT, [*training(out, steps), f"trainer={strategy}"])
                 sent = transmitted("forecast-0", "forecast-0") - before
-                row[f"{strategy}, {MBIT} Mbit/s: s per step"] = seconds_per_step(out)
-                row[f"{strategy}, {MBIT} Mbit/s: MB sent per device and step"] = sent / steps / 1e6
-        names = [f"{strategy}, {MBIT} Mbit/s: s per step" for strategy in LINK_STEPS]
-        row[f"{MBIT} Mbit/s: ratio of the times"] = row[names[0]] / row[names[1]]
+                row[f"{strategy}, {link}: s per step"] = seconds_per_step(out)
+                row[f"{strategy}, {link}: MB sent per device and step"] = sent / steps / 1e6
+        names = [f"{strategy}, {link}: s per step" for strategy in LINK_STEPS]
+        row[f"{link}: ratio of the times"] = row[names[0]] / row[names[1]]
         rows.append(row)
     return rows
 

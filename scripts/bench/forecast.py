@@ -7,11 +7,16 @@ are in the measured bytes, but not in the predicted ones.
 import argparse
 import json
 import os
+import struct
 import subprocess
 import sys
+import threading
+import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from select import select
 from typing import Any
 
 import torch
@@ -97,17 +102,56 @@ def step_times(folder: Path) -> dict[str, float]:
 
 
 @contextmanager
-def two_hosts() -> Iterator[list[list[str]]]:
-    """Join two network namespaces; yield for each the command that runs a program in it."""
+def two_hosts(delay: float = 0) -> Iterator[list[list[str]]]:
+    """Join two network namespaces; yield for each the command that runs a program in it.
+
+    Args:
+        delay: seconds from one to the other. Not every kernel has `netem`, so threads hold the packets back.
+    """
+    names = ["forecast-0", "forecast-1"]
     with ExitStack() as stack:
-        hosts = [stack.enter_context(namespace(f"forecast-{i}")) for i in (0, 1)]
-        ends = ["forecast-0", "netns", "forecast-0", "type", "veth", "peer", "forecast-1", "netns", "forecast-1"]
-        ip("link", "add", *ends)
-        for i in (0, 1):
-            name = f"forecast-{i}"
+        hosts = [stack.enter_context(namespace(name)) for name in names]
+        if delay:
+            stack.enter_context(delayed_link(names, delay))
+        else:
+            ip("link", "add", names[0], "type", "veth", "peer", names[1])
+        for i, name in enumerate(names):
+            ip("link", "set", name, "netns", name)
             ip("-n", name, "address", "add", f"10.77.0.{i + 1}/24", "dev", name)
             ip("-n", name, "link", "set", name, "up")
         yield hosts
+
+
+@contextmanager
+def delayed_link(names: Sequence[str], delay: float) -> Iterator[None]:
+    """Add two network devices; what one sends arrives at the other after `delay` seconds."""
+    from fcntl import ioctl  # not on Windows
+
+    attach, ethernet_without_header = 0x400454CA, 0x1002  # TUNSETIFF; IFF_TAP | IFF_NO_PI
+    ended = threading.Event()
+    with ExitStack() as stack:
+        taps = [stack.enter_context(open("/dev/net/tun", "r+b", buffering=0)) for _ in names]
+        for tap, name in zip(taps, names, strict=True):
+            ioctl(tap, attach, struct.pack("16sH", name.encode(), ethernet_without_header))
+
+        def forward(source: Any, target: Any) -> None:
+            packets: deque[tuple[float, bytes]] = deque()
+            while not ended.is_set():
+                wait = packets[0][0] - time.monotonic() if packets else 0.1
+                if select([source], [], [], max(0, wait))[0]:
+                    packets.append((time.monotonic() + delay, source.read(1 << 16)))
+                while packets and packets[0][0] <= time.monotonic():
+                    target.write(packets.popleft()[1])
+
+        threads = [threading.Thread(target=forward, args=ends) for ends in (taps, taps[::-1])]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            for thread in threads:
+                thread.join()
 
 
 def train_on_hosts(hosts: Sequence[Sequence[str]], mbit: int, train: Sequence[str]) -> None:

@@ -159,8 +159,8 @@ def test_diloco_resumes_bit_for_bit(on_two: Path) -> None:
 
 @pytest.mark.slow
 def test_a_worker_may_leave_and_come_back(on_two: Path, base: SimpleNamespace, tmp_path: Path) -> None:
-    settings = [*base.settings, *DILOCO, "trainer.accelerator=cpu", "trainer.devices=1"]
-    minigpt.train([*settings, "max_steps=15", f"resume={on_two}/stopped", f"hydra.run.dir={tmp_path}/alone"])
+    alone = [*base.settings, *DILOCO, "trainer.accelerator=cpu", "trainer.devices=1", f"resume={on_two}/stopped"]
+    train_on_ranks([[*alone, "max_steps=15", f"hydra.run.dir={tmp_path}/alone"]], ranks=1)
     back = [*base.settings, *DILOCO, "trainer.accelerator=cpu", "trainer.devices=2", f"resume={tmp_path}/alone"]
     train_on_ranks([[*back, f"hydra.run.dir={tmp_path}/back"]])
     summary = json.loads((tmp_path / "back/summary.json").read_text())
