@@ -19,7 +19,7 @@ from minigpt.optim import adamw, local, muon
 
 # Keys and values of a width of their own, an MLP of three matrices, rows that the ranks do not divide, ranks that own
 # no matrix of a stack, and ranks that hold no row of a matrix.
-RANKS, STEPS = 5, 3
+RANKS, STEPS = 3, 3
 MUON: dict[str, Any] = {
     "lr": 0.02,
     "adam_lr": 0.01,

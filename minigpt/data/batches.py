@@ -199,17 +199,18 @@ def read_ahead(read: Callable[[Array], Array], items: Iterable[Array]) -> Iterat
             except BaseException as error:
                 future.set_exception(error)
 
-    threads = [Thread(target=work, daemon=True) for _ in range(_READERS)]
-    for thread in threads:
-        thread.start()
+    threads = 0
     try:
         for item in items:
             pending.append(Future())
             tasks.put((item, pending[-1]))
-            if len(pending) > len(threads):
+            if len(pending) > threads and threads < _READERS:
+                threads += 1
+                Thread(target=work, daemon=True).start()
+            elif len(pending) > _READERS:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
     finally:
-        for _ in threads:
+        for _ in range(threads):
             tasks.put(None)
