@@ -24,6 +24,11 @@ if (texts := os.environ.get("MINIGPT_DATA_DIR")) and (beside := Path(texts, "../
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(beside.resolve()))
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Return one worker more than cores, because many tests wait for a process or a timeout."""
+    return (os.cpu_count() or 1) + 1
+
+
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text of 20,000 characters with patterns that a tiny model learns."""
