@@ -1,14 +1,8 @@
-"""What a CUDA GPU runs, without one: devices by fake tensors, dtypes by autocast, graph breaks by `torch.compile`.
-
-A fake tensor has a shape, a dtype and a device, but no values, and an operation on tensors of two devices raises. What
-the host reads of it is zeros. Backward passes of fake CUDA tensors need a GPU; those of the compile tests are real.
-"""
+"""What a CUDA GPU runs, without one: devices by fake tensors, dtypes by autocast, graph breaks by `torch.compile`."""
 
 import asyncio
-import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as L
@@ -16,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 from conftest import CONFIGS
+from fake_gpu import CUDA, autocast, fake_gpu, model_on_gpu
 from hydra import compose, initialize_config_dir
 from lightning.fabric.utilities.optimizer import _optimizer_to_device
 from lightning.pytorch.plugins.precision import MixedPrecision
+from test_generation import ARCHITECTURES
 from test_kv_decoder import EVERY
 from torch import Tensor, nn
-from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, TensorDataset
 
 import minigpt.data.batches
 from minigpt import GPT, GPTConfig
@@ -34,69 +28,25 @@ from minigpt.ema import EMA
 from minigpt.generation import generate, score
 from minigpt.interpret.heads import attention_maps, head_ablation, induction_scores, without_heads
 from minigpt.model import smear
+from minigpt.ops import ACTIVATIONS
 from minigpt.runs.train import partial_from_config
 from minigpt.sampling import Sampling
 from minigpt.serve import engine
 from minigpt.training import LanguageModel
 
-CUDA = torch.device("cuda", 0)
+CPU = torch.device("cpu")
 RECIPES = ["fast_gpu", "best_gpu", "nanogpt_gpu"]
 OPTIMIZERS = ["adamw", "muon_fast"]
 SMALL = {"block_size": 4, "vocab_size": 256, "n_layer": 1, "n_head": 4, "n_embd": 32}
+SOME = ("soft cap", "scaled rope", "long ngram", "embed_norm", "gelu_tanh, biases", "mup, post-norm", "wide heads")
+VARIED = {**ARCHITECTURES, **{name: EVERY[name] for name in SOME}}  # together, every setting of `GPTConfig`
 CONSTANT = {"schedule": lambda step, max_steps: 1.0, "max_steps": 10}
 
 
-class HostReads(TorchFunctionMode):
-    """Read ones from fake tensors; check that copies to the GPU that do not wait for it are from pinned memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pinned: list[Tensor] = []
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        x = args[0] if args else None
-        if function in (Tensor.tolist, Tensor.item):
-            return np.ones(tuple(x.shape), int).tolist()
-        if function in (Tensor.__bool__, Tensor.__int__, Tensor.__float__):
-            return {"__bool__": True, "__int__": 1, "__float__": 1.0}[function.__name__]
-        if function is Tensor.pin_memory:
-            self.pinned.append(x)
-            return x
-        if function is Tensor.to and kwargs and kwargs.get("non_blocking") and not x.is_cuda:
-            assert any(x is pinned for pinned in self.pinned)
-        return function(*args, **(kwargs or {}))
-
-
-@contextmanager
-def autocast() -> Iterator[None]:
-    """Enable autocast for CUDA, which torch.autocast does only if there is a GPU."""
-    torch.set_autocast_dtype("cuda", torch.bfloat16)
-    torch.set_autocast_enabled("cuda", True)
-    yield
-    torch.set_autocast_enabled("cuda", False)
-
-
 @pytest.fixture
-def gpu_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., GPT]]:
-    """Return a function that builds a model on the CPU and moves it to a fake GPU; all new tensors are fake ones."""
-    (library,) = Path(torch.__file__).with_name("lib").glob("libc10.[sd]*")
-    # A torch without CUDA has no device guard for it: that of meta tensors, which does nothing, takes its place.
-    guards = (ctypes.c_void_p * 15).in_dll(ctypes.CDLL(str(library)), "_ZN3c104impl26device_guard_impl_registryE")
-    before = guards[1]
-    monkeypatch.setattr(fake_tensor, "CONSTANT_NUMEL_LIMIT", -1)  # constants would be copied to a real GPU
-    guards[1] = before or guards[14]  # numbers of c10/core/DeviceType.h
-
-    def build(dtype: torch.dtype = torch.float32, **config: Any) -> GPT:
-        with unset_fake_temporarily():
-            model = GPT(GPTConfig(**config)).to(dtype)
-        model.to(CUDA)
-        if model.config.tie_embeddings:  # fake parameters are new objects
-            model.lm_head.weight = model.wte.weight
-        return model
-
-    with FakeTensorMode(allow_non_fake_inputs=True), HostReads():
-        yield build
-    guards[1] = before
+def gpu() -> Iterator[None]:
+    with fake_gpu():
+        yield
 
 
 def recipe(name: str, *overrides: str) -> Any:
@@ -111,11 +61,11 @@ def tokens(shape: tuple[int, ...] = (3, 4), device: torch.device = CUDA) -> Tens
 # Devices.
 
 
-def test_a_tensor_on_the_wrong_device_raises(gpu_model: Callable[..., GPT]) -> None:
+def test_a_tensor_on_the_wrong_device_raises(gpu: None) -> None:
     """Mistakes that the tests below would find."""
-    model = gpu_model(**SMALL, position="rope")
+    model = model_on_gpu(**SMALL, position="rope")
     with pytest.raises(RuntimeError, match="same device"):
-        model(tokens(device=torch.device("cpu")))
+        model(tokens(device=CPU))
     with pytest.raises(RuntimeError, match="same device"):
         smear(torch.ones(3, 8, 4, device=CUDA), nn.ParameterList([torch.ones(4)]), None)
     with pytest.raises(RuntimeError, match="same device"):
@@ -125,11 +75,9 @@ def test_a_tensor_on_the_wrong_device_raises(gpu_model: Callable[..., GPT]) -> N
         model(tokens())
 
 
-@pytest.mark.parametrize("changes", EVERY.values(), ids=EVERY)
-def test_every_architecture_trains_generates_and_is_inspected_on_one_device(
-    gpu_model: Callable[..., GPT], changes: dict[str, Any]
-) -> None:
-    model = gpu_model(**SMALL | {"dropout": 0.1, "ngram_dropout": 0.1} | changes)
+@pytest.mark.parametrize("changes", VARIED.values(), ids=VARIED)
+def test_every_architecture_trains_generates_and_is_inspected_on_one_device(gpu: None, changes: dict[str, Any]) -> None:
+    model = model_on_gpu(**SMALL | {"dropout": 0.1, "ngram_dropout": 0.1} | changes)
     for precision in (nullcontext, autocast):
         with precision():
             loss = model(tokens(), tokens())
@@ -143,18 +91,16 @@ def test_every_architecture_trains_generates_and_is_inspected_on_one_device(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_model_in_half_precision_generates_and_is_inspected(gpu_model: Callable[..., GPT], dtype: torch.dtype) -> None:
+def test_a_model_in_half_precision_generates_and_is_inspected(gpu: None, dtype: torch.dtype) -> None:
     options = {"position": "rope", "qk_norm": True, "norm": "rmsnorm", "activation": "swiglu", "n_kv_head": 2}
-    model = gpu_model(dtype, **SMALL, **options, ngram=3, smear=1)
+    model = model_on_gpu(dtype, **SMALL, **options, ngram=3, smear=1)
     assert len(generate(model, [1, 2], max_new_tokens=6)[0].tokens) == 6
     increases, _ = head_ablation(model, [(tokens(), tokens())])
     assert increases.shape == induction_scores(model, 256).shape == (1, 4)
 
 
 @pytest.mark.parametrize("max_on_device", [1 << 28, 0], ids=["tokens on the GPU", "tokens on the CPU"])
-def test_batches_are_on_the_gpu(
-    gpu_model: Callable[..., GPT], monkeypatch: pytest.MonkeyPatch, max_on_device: int
-) -> None:
+def test_batches_are_on_the_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch, max_on_device: int) -> None:
     monkeypatch.setattr(minigpt.data.batches, "_MAX_DEVICE_TOKENS", max_on_device)
     options: Any = {"batch_size": 4, "rank": 0, "world_size": 1, "device": CUDA}
     order = WindowOrder(100, 8, 0)
@@ -169,12 +115,12 @@ def test_batches_are_on_the_gpu(
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_of_a_gpu_trains_and_validates_on_one_device(
-    gpu_model: Callable[..., GPT], monkeypatch: pytest.MonkeyPatch, name: str
+    gpu: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """A step at the recipe's shapes, with gradients of any values."""
     monkeypatch.setattr("minigpt.optim.has_bfloat16", lambda device: device.type == "cuda")
     cfg = recipe(name)
-    model = gpu_model(**cfg.model)
+    model = model_on_gpu(**cfg.model)
     module = LanguageModel(model, optimizer=partial_from_config(cfg.optimizer), **CONSTANT)
     optimizer, ema = module.make_optimizer(model), EMA(model.parameters(), 0.9)
     corpus, order = np.zeros(1_000_000, np.uint16), WindowOrder(1_000_000, cfg.model.block_size, 0)
@@ -196,10 +142,10 @@ def test_a_recipe_of_a_gpu_trains_and_validates_on_one_device(
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_state_of_an_optimizer_is_on_the_gpu_after_a_resume(gpu_model: Callable[..., GPT], name: str) -> None:
+def test_the_state_of_an_optimizer_is_on_the_gpu_after_a_resume(gpu: None, name: str) -> None:
     """A checkpoint is on the CPU. Lightning moves the state of an optimizer except "step", which torch's is to move."""
     make = partial_from_config(recipe("fast_gpu", f"optimizer={name}").optimizer)
-    model = gpu_model(**SMALL)
+    model = model_on_gpu(**SMALL)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer, resumed = make(model), make(model)
@@ -212,7 +158,7 @@ def test_the_state_of_an_optimizer_is_on_the_gpu_after_a_resume(gpu_model: Calla
     assert {x.device for x in states} == {CUDA}
 
 
-def test_the_server_draws_on_the_gpu(gpu_model: Callable[..., GPT], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_draws_on_the_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     class Inline:
         """Call at once: fake tensors are made in this thread only."""
 
@@ -226,21 +172,23 @@ def test_the_server_draws_on_the_gpu(gpu_model: Callable[..., GPT], monkeypatch:
         return [token async for token in engine.Engine(model, ByteTokenizer()).generate(*requests)]
 
     monkeypatch.setattr(engine, "ThreadPoolExecutor", Inline)
-    model = gpu_model(**SMALL, position="rope")
+    model = model_on_gpu(**SMALL, position="rope")
     assert len(asyncio.run(serve())) == 3 * 4
 
 
 # Precision.
 
 
-def test_autocast_keeps_the_residual_stream_and_the_loss_in_float32(gpu_model: Callable[..., GPT]) -> None:
+def test_autocast_keeps_the_residual_stream_and_the_loss_in_float32(gpu: None) -> None:
     """By the lists of https://docs.pytorch.org/docs/stable/amp.html for CUDA, of which the CPU's differ."""
     options = {"position": "rope", "qk_norm": True, "norm": "rmsnorm", "activation": "swiglu", "n_kv_head": 2}
-    model, outputs = gpu_model(**SMALL, **options, logit_softcap=15.0), {}
+    model, outputs = model_on_gpu(**SMALL, **options, logit_softcap=15.0), {}
     for name, module in model.named_modules():
         module.register_forward_hook(lambda module, args, y, name=name: outputs.update({name: y.dtype}))
     with autocast():
         loss = model(tokens(), tokens())
+        hidden = torch.ones(2, 4, dtype=torch.bfloat16, device=CUDA)
+        assert {activation(hidden).dtype for activation in ACTIVATIONS.values()} == {torch.bfloat16}
     assert loss.dtype == torch.float32
     assert {name for name, dtype in outputs.items() if dtype == torch.bfloat16} == {
         "lm_head",
@@ -252,7 +200,7 @@ def test_autocast_keeps_the_residual_stream_and_the_loss_in_float32(gpu_model: C
 def test_a_step_in_bfloat16_keeps_weights_gradients_and_state_in_float32(name: str) -> None:
     cfg = recipe("fast_gpu", f"optimizer={name}")
     model = GPT(GPTConfig(**SMALL, position="rope", norm="rmsnorm", qk_norm=True))
-    optimizer, ids = partial_from_config(cfg.optimizer)(model), tokens(device=torch.device("cpu"))
+    optimizer, ids = partial_from_config(cfg.optimizer)(model), tokens(device=CPU)
     with torch.autocast("cpu", torch.bfloat16):
         logits, loss = model(ids), model(ids, ids)
     loss.backward()
@@ -271,9 +219,11 @@ def test_with_16_mixed_gradients_are_clipped_after_the_loss_scale_is_removed(nam
         cfg = recipe("fast_gpu", f"optimizer={name}")
         module = LanguageModel(GPT(GPTConfig(**SMALL)), optimizer=partial_from_config(cfg.optimizer), **CONSTANT)
         plugins = [MixedPrecision(precision, "cpu")] if precision else []
-        quiet: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        quiet: Any = dict.fromkeys(
+            ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+        )
         trainer = L.Trainer(accelerator="cpu", max_steps=1, gradient_clip_val=1e-3, plugins=plugins, **quiet)
-        trainer.fit(module, [(torch.randint(256, (3, 4)), torch.randint(256, (3, 4)))])
+        trainer.fit(module, DataLoader(TensorDataset(*torch.randint(256, (2, 3, 4))), batch_size=3))
         norms[precision] = float(module.grad_norm)
     assert norms["16-mixed"] == pytest.approx(norms[None], rel=0.02)
 
@@ -281,26 +231,26 @@ def test_with_16_mixed_gradients_are_clipped_after_the_loss_scale_is_removed(nam
 # Compilation.
 
 
-@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", [*RECIPES, "checkpoint_blocks"])
-def test_a_model_compiles_without_graph_breaks_and_once(name: str, precision: torch.dtype) -> None:
-    """Training, validation of whole, last and padded batches, and both again; in bfloat16 as `bf16-mixed`."""
+@pytest.mark.parametrize(("name", "checkpoint_blocks"), [("best_gpu", None), ("best_gpu", 1), ("nanogpt_gpu", None)])
+def test_a_model_compiles_without_graph_breaks_and_once(
+    monkeypatch: pytest.MonkeyPatch, name: str, checkpoint_blocks: int | None
+) -> None:
+    """Training, validation of whole, last and padded batches, and both again, with the attention of a GPU."""
+    monkeypatch.setattr("minigpt.attention._MAX_EXPLICIT", 0)
     small = [f"model.{key}={value}" for key, value in SMALL.items() if key != "vocab_size"]
-    cfg = recipe(name if name in RECIPES else "best_gpu", *small)
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(**cfg.model | {"n_inner": None}))
-    model.checkpoint_blocks = 1 if name not in RECIPES else None
+    cfg = recipe(name, *small)
+    model = GPT(GPTConfig(**cfg.model))
+    model.checkpoint_blocks = checkpoint_blocks
     torch._dynamo.reset()
     model.compile(fullgraph=True, backend="aot_eager")
     module = LanguageModel(model, optimizer=partial_from_config(cfg.optimizer), **CONSTANT)
     optimizer, ema = module.make_optimizer(model), EMA(model.parameters(), 0.9)
-    options: Any = {"batch_size": 4, "rank": 0, "world_size": 1, "device": torch.device("cpu")}
-    corpus = np.arange(43) % 65
-    for cycle in range(3):
+    options: Any = {"batch_size": 4, "rank": 0, "world_size": 1, "device": CPU}
+    corpus, order = np.arange(43), WindowOrder(43, 4, 0)
+    for cycle in range(2):
         with torch._dynamo.config.patch(error_on_recompile=cycle > 0):
-            order = WindowOrder(len(corpus), 4, 0)
             for batch in Batches(corpus, order, first=lambda: 0, stop=2, repeat=0, **options):
-                with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
+                with torch.autocast("cpu", torch.bfloat16):
                     loss = module.training_step(batch, 0)
                 loss.backward()
                 module.configure_gradient_clipping(optimizer, 1.0)
@@ -309,7 +259,7 @@ def test_a_model_compiles_without_graph_breaks_and_once(name: str, precision: to
                 ema.update()
             ema.swap()
             module.eval()
-            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
                 for windows in ValidationBatches(corpus, block_size=4, **options):
                     model(*windows, reduction="sum")
             module.train()
