@@ -27,10 +27,9 @@ from minigpt.data.tokenizer import ByteTokenizer
 from minigpt.ema import EMA
 from minigpt.generation import generate, score
 from minigpt.interpret.heads import attention_maps, head_ablation, induction_scores, without_heads
-from minigpt.model import smear
 from minigpt.ops import ACTIVATIONS
 from minigpt.runs.train import partial_from_config
-from minigpt.sampling import Sampling
+from minigpt.sampling import PerSampleRNG, Sampling
 from minigpt.serve import engine
 from minigpt.training import LanguageModel
 
@@ -38,9 +37,9 @@ CPU = torch.device("cpu")
 RECIPES = ["fast_gpu", "best_gpu", "nanogpt_gpu"]
 OPTIMIZERS = ["adamw", "muon_fast"]
 SMALL = {"block_size": 4, "vocab_size": 256, "n_layer": 1, "n_head": 4, "n_embd": 32}
+LLAMA = {"position": "rope", "qk_norm": True, "norm": "rmsnorm", "activation": "swiglu", "n_kv_head": 2}
 SOME = ("soft cap", "scaled rope", "long ngram", "embed_norm", "gelu_tanh, biases", "mup, post-norm", "wide heads")
 VARIED = {**ARCHITECTURES, **{name: EVERY[name] for name in SOME}}  # together, every setting of `GPTConfig`
-CONSTANT = {"schedule": lambda step, max_steps: 1.0, "max_steps": 10}
 
 
 @pytest.fixture
@@ -54,8 +53,22 @@ def recipe(name: str, *overrides: str) -> Any:
         return compose("train", overrides=[f"experiment={name}", "model.vocab_size=65", *overrides])
 
 
+def language_model(model: GPT, name: str, *overrides: str) -> LanguageModel:
+    """Return the module that trains a model with the optimizer of a recipe."""
+    make = partial_from_config(recipe(name, *overrides).optimizer)
+    return LanguageModel(model, optimizer=make, schedule=lambda step, max_steps: 1.0, max_steps=10)
+
+
 def tokens(shape: tuple[int, ...] = (3, 4), device: torch.device = CUDA) -> Tensor:
     return torch.zeros(shape, dtype=torch.long, device=device)
+
+
+def splits(n: int, block_size: int, batch_size: int, device: torch.device) -> tuple[Batches, ValidationBatches]:
+    """Return two training batches and all validation batches of n tokens."""
+    corpus, order = np.arange(n) % 65, WindowOrder(n, block_size, 0)
+    options: Any = {"batch_size": batch_size, "rank": 0, "world_size": 1, "device": device}
+    training = Batches(corpus, order, first=lambda: 0, stop=2, repeat=0, **options)
+    return training, ValidationBatches(corpus, block_size=block_size, **options)
 
 
 # Devices.
@@ -66,8 +79,6 @@ def test_a_tensor_on_the_wrong_device_raises(gpu: None) -> None:
     model = model_on_gpu(**SMALL, position="rope")
     with pytest.raises(RuntimeError, match="same device"):
         model(tokens(device=CPU))
-    with pytest.raises(RuntimeError, match="same device"):
-        smear(torch.ones(3, 8, 4, device=CUDA), nn.ParameterList([torch.ones(4)]), None)
     with pytest.raises(RuntimeError, match="same device"):
         Sampling(repetition_penalty=2.0).draw(torch.ones(2, 9, device=CUDA), torch.rand(2), torch.ones(2, 9) > 0)
     model.rotary = model.rotary.cpu()
@@ -92,9 +103,9 @@ def test_every_architecture_trains_generates_and_is_inspected_on_one_device(gpu:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_model_in_half_precision_generates_and_is_inspected(gpu: None, dtype: torch.dtype) -> None:
-    options = {"position": "rope", "qk_norm": True, "norm": "rmsnorm", "activation": "swiglu", "n_kv_head": 2}
-    model = model_on_gpu(dtype, **SMALL, **options, ngram=3, smear=1)
+    model = model_on_gpu(dtype, **SMALL, **LLAMA, ngram=3, smear=1)
     assert len(generate(model, [1, 2], max_new_tokens=6)[0].tokens) == 6
+    assert PerSampleRNG([1], CUDA).next().device == CUDA  # else the draw is on the CPU
     increases, _ = head_ablation(model, [(tokens(), tokens())])
     assert increases.shape == induction_scores(model, 256).shape == (1, 4)
 
@@ -102,13 +113,9 @@ def test_a_model_in_half_precision_generates_and_is_inspected(gpu: None, dtype: 
 @pytest.mark.parametrize("max_on_device", [1 << 28, 0], ids=["tokens on the GPU", "tokens on the CPU"])
 def test_batches_are_on_the_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch, max_on_device: int) -> None:
     monkeypatch.setattr(minigpt.data.batches, "_MAX_DEVICE_TOKENS", max_on_device)
-    options: Any = {"batch_size": 4, "rank": 0, "world_size": 1, "device": CUDA}
-    order = WindowOrder(100, 8, 0)
-    training = Batches(np.arange(100), order, first=lambda: 0, stop=5, repeat=0, **options)
-    validation = ValidationBatches(np.arange(100), block_size=8, **options)  # the last window is padded
-    assert (training.read_windows.on_device is None) == (max_on_device == 0)
-    for batches in (training, validation):
+    for batches in splits(100, 8, 4, CUDA):  # the last window of validation is padded
         read = list(batches)
+        assert (batches.read_windows.on_device is None) == (max_on_device == 0)
         assert len(read) == len(batches) > 1
         assert {(x.device, x.dtype, x.size(1)) for batch in read for x in batch} == {(CUDA, torch.int64, 8)}
 
@@ -121,11 +128,10 @@ def test_a_recipe_of_a_gpu_trains_and_validates_on_one_device(
     monkeypatch.setattr("minigpt.optim.has_bfloat16", lambda device: device.type == "cuda")
     cfg = recipe(name)
     model = model_on_gpu(**cfg.model)
-    module = LanguageModel(model, optimizer=partial_from_config(cfg.optimizer), **CONSTANT)
+    module = language_model(model, name)
     optimizer, ema = module.make_optimizer(model), EMA(model.parameters(), 0.9)
-    corpus, order = np.zeros(1_000_000, np.uint16), WindowOrder(1_000_000, cfg.model.block_size, 0)
-    options: Any = {"batch_size": cfg.data.batch_size, "rank": 0, "world_size": 1, "device": CUDA}
-    for batch in Batches(corpus, order, first=lambda: 0, stop=2, repeat=0, **options):
+    training, validation = splits(20_000, cfg.model.block_size, cfg.data.batch_size, CUDA)
+    for batch in training:
         with autocast():
             assert module.training_step(batch, 0).device == CUDA
         for p in model.parameters():
@@ -134,8 +140,7 @@ def test_a_recipe_of_a_gpu_trains_and_validates_on_one_device(
         optimizer.step()
         ema.update()
     ema.swap()
-    windows = ValidationBatches(corpus[:10_000], block_size=cfg.model.block_size, **options)
-    nats = sum(model(*batch, reduction="sum") for batch in windows)
+    nats = sum(model(*batch, reduction="sum") for batch in validation)
     state = [x for values in optimizer.state.values() for x in values.values()]
     assert {x.device for x in (module.grad_norm, nats, *ema.shadow, *state)} == {CUDA}
     assert {x.dtype for x in state} == {torch.float32}
@@ -144,8 +149,8 @@ def test_a_recipe_of_a_gpu_trains_and_validates_on_one_device(
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_state_of_an_optimizer_is_on_the_gpu_after_a_resume(gpu: None, name: str) -> None:
     """A checkpoint is on the CPU. Lightning moves the state of an optimizer except "step", which torch's is to move."""
-    make = partial_from_config(recipe("fast_gpu", f"optimizer={name}").optimizer)
     model = model_on_gpu(**SMALL)
+    make = language_model(model, "fast_gpu", f"optimizer={name}").make_optimizer
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer, resumed = make(model), make(model)
@@ -153,9 +158,7 @@ def test_the_state_of_an_optimizer_is_on_the_gpu_after_a_resume(gpu: None, name:
     resumed.load_state_dict(pytree.tree_map_only(Tensor, Tensor.cpu, optimizer.state_dict()))
     _optimizer_to_device(resumed, CUDA)
     resumed.step()
-    states = [x for values in resumed.state.values() for x in values.values()]
-    assert len(states) >= 2 * len(optimizer.state) - 8  # Muon has one per matrix
-    assert {x.device for x in states} == {CUDA}
+    assert {x.device for values in resumed.state.values() for x in values.values()} == {CUDA}
 
 
 def test_the_server_draws_on_the_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,14 +169,14 @@ def test_the_server_draws_on_the_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch)
         def submit(self, function: Callable[..., Any], *args: Any) -> None:
             function(*args)
 
-    async def serve() -> list[engine.Token]:
-        settings = [Sampling(temperature=0), Sampling(top_k=3), Sampling(repetition_penalty=1.5)]
+    async def serve(*settings: Sampling) -> list[engine.Token]:
         requests = [engine.Request([1, 2, i], 4, sampling) for i, sampling in enumerate(settings)]
         return [token async for token in engine.Engine(model, ByteTokenizer()).generate(*requests)]
 
     monkeypatch.setattr(engine, "ThreadPoolExecutor", Inline)
     model = model_on_gpu(**SMALL, position="rope")
-    assert len(asyncio.run(serve())) == 3 * 4
+    settings = [Sampling(temperature=0), Sampling(top_k=3), Sampling(repetition_penalty=1.5)]
+    assert len(asyncio.run(serve(*settings))) == 3 * 4
 
 
 # Precision.
@@ -181,8 +184,7 @@ def test_the_server_draws_on_the_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch)
 
 def test_autocast_keeps_the_residual_stream_and_the_loss_in_float32(gpu: None) -> None:
     """By the lists of https://docs.pytorch.org/docs/stable/amp.html for CUDA, of which the CPU's differ."""
-    options = {"position": "rope", "qk_norm": True, "norm": "rmsnorm", "activation": "swiglu", "n_kv_head": 2}
-    model, outputs = model_on_gpu(**SMALL, **options, logit_softcap=15.0), {}
+    model, outputs = model_on_gpu(**SMALL, **LLAMA, logit_softcap=15.0), {}
     for name, module in model.named_modules():
         module.register_forward_hook(lambda module, args, y, name=name: outputs.update({name: y.dtype}))
     with autocast():
@@ -198,9 +200,8 @@ def test_autocast_keeps_the_residual_stream_and_the_loss_in_float32(gpu: None) -
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_in_bfloat16_keeps_weights_gradients_and_state_in_float32(name: str) -> None:
-    cfg = recipe("fast_gpu", f"optimizer={name}")
-    model = GPT(GPTConfig(**SMALL, position="rope", norm="rmsnorm", qk_norm=True))
-    optimizer, ids = partial_from_config(cfg.optimizer)(model), tokens(device=CPU)
+    model, ids = GPT(GPTConfig(**SMALL, **LLAMA)), tokens(device=CPU)
+    optimizer = language_model(model, "fast_gpu", f"optimizer={name}").make_optimizer(model)
     with torch.autocast("cpu", torch.bfloat16):
         logits, loss = model(ids), model(ids, ids)
     loss.backward()
@@ -213,43 +214,35 @@ def test_a_step_in_bfloat16_keeps_weights_gradients_and_state_in_float32(name: s
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_with_16_mixed_gradients_are_clipped_after_the_loss_scale_is_removed(name: str) -> None:
     """In a fused step, torch would remove it after clipping. Lightning has this precision for GPUs alone."""
-    norms = {}
-    for precision in ("16-mixed", None):
-        torch.manual_seed(0)
-        cfg = recipe("fast_gpu", f"optimizer={name}")
-        module = LanguageModel(GPT(GPTConfig(**SMALL)), optimizer=partial_from_config(cfg.optimizer), **CONSTANT)
-        plugins = [MixedPrecision(precision, "cpu")] if precision else []
-        quiet: Any = dict.fromkeys(
-            ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-        )
-        trainer = L.Trainer(accelerator="cpu", max_steps=1, gradient_clip_val=1e-3, plugins=plugins, **quiet)
-        trainer.fit(module, DataLoader(TensorDataset(*torch.randint(256, (2, 3, 4))), batch_size=3))
-        norms[precision] = float(module.grad_norm)
-    assert norms["16-mixed"] == pytest.approx(norms[None], rel=0.02)
+    model, ids = GPT(GPTConfig(**SMALL)), torch.randint(256, (3, 4))
+    model(ids, ids).backward()
+    expected = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    module = language_model(model, "fast_gpu", f"optimizer={name}")
+    quiet: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    trainer = L.Trainer(accelerator="cpu", max_steps=1, plugins=MixedPrecision("16-mixed", "cpu"), **quiet)
+    trainer.fit(module, DataLoader(TensorDataset(ids, ids), batch_size=3))
+    assert float(module.grad_norm) == pytest.approx(float(expected), rel=0.02)
 
 
 # Compilation.
 
 
-@pytest.mark.parametrize(("name", "checkpoint_blocks"), [("best_gpu", None), ("best_gpu", 1), ("nanogpt_gpu", None)])
+@pytest.mark.parametrize(("name", "checkpoint_blocks"), [("best_gpu", None), ("nanogpt_gpu", 1)])
 def test_a_model_compiles_without_graph_breaks_and_once(
     monkeypatch: pytest.MonkeyPatch, name: str, checkpoint_blocks: int | None
 ) -> None:
     """Training, validation of whole, last and padded batches, and both again, with the attention of a GPU."""
     monkeypatch.setattr("minigpt.attention._MAX_EXPLICIT", 0)
-    small = [f"model.{key}={value}" for key, value in SMALL.items() if key != "vocab_size"]
-    cfg = recipe(name, *small)
-    model = GPT(GPTConfig(**cfg.model))
+    model = GPT(GPTConfig(**dict(recipe(name).model) | SMALL))
     model.checkpoint_blocks = checkpoint_blocks
     torch._dynamo.reset()
     model.compile(fullgraph=True, backend="aot_eager")
-    module = LanguageModel(model, optimizer=partial_from_config(cfg.optimizer), **CONSTANT)
+    module = language_model(model, name)
     optimizer, ema = module.make_optimizer(model), EMA(model.parameters(), 0.9)
-    options: Any = {"batch_size": 4, "rank": 0, "world_size": 1, "device": CPU}
-    corpus, order = np.arange(43), WindowOrder(43, 4, 0)
+    training, validation = splits(43, 4, 4, CPU)
     for cycle in range(2):
         with torch._dynamo.config.patch(error_on_recompile=cycle > 0):
-            for batch in Batches(corpus, order, first=lambda: 0, stop=2, repeat=0, **options):
+            for batch in training:
                 with torch.autocast("cpu", torch.bfloat16):
                     loss = module.training_step(batch, 0)
                 loss.backward()
@@ -260,7 +253,7 @@ def test_a_model_compiles_without_graph_breaks_and_once(
             ema.swap()
             module.eval()
             with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-                for windows in ValidationBatches(corpus, block_size=4, **options):
-                    model(*windows, reduction="sum")
+                for batch in validation:
+                    model(*batch, reduction="sum")
             module.train()
             ema.swap()

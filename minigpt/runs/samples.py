@@ -75,7 +75,9 @@ def sample_text(model: GPT, tokenizer: Tokenizer, prompt: Tensor, **settings: An
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # else it compiles again for every length
         warns = torch.is_deterministic_algorithms_warn_only_enabled()
-        stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled(), warn_only=warns)
+        stack.callback(
+            torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled(), warn_only=warns
+        )
         torch.use_deterministic_algorithms(False)  # the draw needs a sum that is not deterministic on a GPU
         return tokenizer.decode(generate(model, prompt, **settings)[0].tokens)
 
