@@ -39,7 +39,7 @@ OPTIMIZERS = ["adamw", "muon_fast"]
 SMALL = {"block_size": 4, "vocab_size": 256, "n_layer": 1, "n_head": 4, "n_embd": 32}
 LLAMA = {"position": "rope", "qk_norm": True, "norm": "rmsnorm", "activation": "swiglu", "n_kv_head": 2}
 SOME = ("soft cap", "scaled rope", "long ngram", "embed_norm", "gelu_tanh, biases", "mup, post-norm", "wide heads")
-VARIED = {**ARCHITECTURES, **{name: EVERY[name] for name in SOME}}  # together, every setting of `GPTConfig`
+VARIED = {**ARCHITECTURES, **{name: EVERY[name] for name in SOME}}  # with every setting that makes tensors
 
 
 @pytest.fixture
@@ -69,9 +69,6 @@ def splits(n: int, block_size: int, batch_size: int, device: torch.device) -> tu
     options: Any = {"batch_size": batch_size, "rank": 0, "world_size": 1, "device": device}
     training = Batches(corpus, order, first=lambda: 0, stop=2, repeat=0, **options)
     return training, ValidationBatches(corpus, block_size=block_size, **options)
-
-
-# Devices.
 
 
 def test_a_tensor_on_the_wrong_device_raises(gpu: None) -> None:
@@ -179,9 +176,6 @@ def test_the_server_draws_on_the_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch)
     assert len(asyncio.run(serve(*settings))) == 3 * 4
 
 
-# Precision.
-
-
 def test_autocast_keeps_the_residual_stream_and_the_loss_in_float32(gpu: None) -> None:
     """By the lists of https://docs.pytorch.org/docs/stable/amp.html for CUDA, of which the CPU's differ."""
     model, outputs = model_on_gpu(**SMALL, **LLAMA, logit_softcap=15.0), {}
@@ -222,9 +216,6 @@ def test_with_16_mixed_gradients_are_clipped_after_the_loss_scale_is_removed(nam
     trainer = L.Trainer(accelerator="cpu", max_steps=1, plugins=MixedPrecision("16-mixed", "cpu"), **quiet)
     trainer.fit(module, DataLoader(TensorDataset(ids, ids), batch_size=3))
     assert float(module.grad_norm) == pytest.approx(float(expected), rel=0.02)
-
-
-# Compilation.
 
 
 @pytest.mark.parametrize(("name", "checkpoint_blocks"), [("best_gpu", None), ("nanogpt_gpu", 1)])
