@@ -74,11 +74,8 @@ def sample_text(model: GPT, tokenizer: Tokenizer, prompt: Tensor, **settings: An
     """Return one continuation of a prompt (T,) as text."""
     with ExitStack() as stack:
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # else it compiles again for every length
-        warns = torch.is_deterministic_algorithms_warn_only_enabled()
-        stack.callback(
-            torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled(), warn_only=warns
-        )
-        torch.use_deterministic_algorithms(False)  # the draw needs a sum that is not deterministic on a GPU
+        stack.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
+        torch.set_deterministic_debug_mode(0)  # on a GPU the draw has a sum that is not deterministic
         return tokenizer.decode(generate(model, prompt, **settings)[0].tokens)
 
 
