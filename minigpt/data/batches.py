@@ -176,11 +176,13 @@ class WindowReader:
 
     def _gather(self, index: Array) -> Tensor:
         assert self.on_device is not None
-        return self.on_device[torch.from_numpy(index).to(self.device, non_blocking=True)].long()
+        return self.on_device[self._copy(index)].long()
 
-    def _copy(self, ids: Array) -> Tensor:
-        window = torch.from_numpy(ids)
-        return window.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else window
+    def _copy(self, values: Array) -> Tensor:
+        tensor = torch.from_numpy(values)
+        if self.device.type == "cuda":  # a copy from pageable memory may wait for the GPU
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=self.device.type == "cuda")
 
 
 def read_ahead(read: Callable[[Array], Array], items: Iterable[Array]) -> Iterator[Array]:
