@@ -67,17 +67,18 @@ def step_time(sizes: Sizes, spread: Parallelism, compute: float) -> dict[str, fl
     float32; the weights outside the blocks do not overlap with computation.
     """
     n, batches = spread.devices, spread.batches
+    all_reduced = sizes.weights * (1.0 if spread.compress else 2.0)
     ring, tree = float(n - 1), 2 * log2(n)  # hops: NCCL gathers around rings, and reduces along trees
     if spread.strategy == "fsdp":
         gathers, outside = 1 + spread.reshard_after_forward, batches * 2.0 * (sizes.weights - sizes.blocks)
         size = outside + batches * sizes.blocks * (gathers / (1 + sizes.bfloat16) + 1)
         hops, late, window = ring * batches * (sizes.n_layer * (gathers + 1) + 2), outside / size, compute
     elif spread.strategy == "diloco":
-        size, hops, late, window = 2 * sizes.weights / spread.outer_every, tree / spread.outer_every, 1.0, 0.0
+        size, hops, late, window = all_reduced / spread.outer_every, tree / spread.outer_every, 1.0, 0.0
     else:
         early = sizes.weights - sizes.embeddings
         buckets = ceil(early / BUCKET_BYTES)
-        size, hops = sizes.weights * (1.0 if spread.compress else 2.0), tree * (buckets + 1)
+        size, hops = all_reduced, tree * (buckets + 1)
         late = (sizes.embeddings + early / buckets) / sizes.weights  # fraction that does not overlap
         window = compute / batches * 2 / 3 * (1 - 1 / buckets)  # seconds with which the rest overlaps
     sent = (n - 1) / n * size

@@ -112,12 +112,20 @@ class DiLoCo(DDPStrategy):
     Args:
         outer_every: optimizer steps between two averages; there is one more before every validation.
         outer_lr, outer_momentum: learning rate and momentum of the outer optimizer.
+        compress: send the changes in bfloat16, half the bytes.
     """
 
     def __init__(
-        self, *, outer_every: int = 20, outer_lr: float = 0.85, outer_momentum: float = 0.3, **options: Any
+        self,
+        *,
+        outer_every: int = 20,
+        outer_lr: float = 0.85,
+        outer_momentum: float = 0.3,
+        compress: bool = False,
+        **options: Any,
     ) -> None:
         super().__init__(**options)
+        self.compress = compress
         self.outer_every, self.outer_lr, self.outer_momentum = outer_every, outer_lr, outer_momentum
         self.outer: torch.optim.SGD  # of the weights as of the last outer step
 
@@ -146,7 +154,8 @@ class DiLoCo(DDPStrategy):
         """Average the changes of all workers since the last outer step, and continue from the same weights."""
         shared = self.outer.param_groups[0]["params"]
         changes = torch._foreach_sub(shared, self.weights)
-        mean = self.reduce(torch.cat([change.flatten() for change in changes]))
+        sent = torch.cat([change.flatten() for change in changes])
+        mean = self.reduce(sent.bfloat16() if self.compress else sent).to(sent.dtype)
         for p, change in zip(shared, mean.split([p.numel() for p in shared]), strict=True):
             p.grad = change.view_as(p)
         self.outer.step()

@@ -11,6 +11,7 @@ from forecast import run, seconds_per_step, train_on_hosts, training, transmitte
 WORKERS = (2, 4)
 MBIT, DELAY = 10, 0.05  # Mbit/s; seconds in each direction
 LINK_STEPS = {"ddp": 10, "diloco": 100}
+DILOCO = ["trainer=diloco", "trainer.strategy.compress=true"]
 
 
 def diloco(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:

@@ -63,7 +63,8 @@ def on_two(base: SimpleNamespace) -> Path:
 
 @pytest.fixture(scope="module")
 def others_on_two(base: SimpleNamespace, on_two: Path) -> Path:
-    return train_on_two(base, {name: overrides for name, (overrides, *_) in RUNS.items() if name not in QUICK})
+    others = {name: overrides for name, (overrides, *_) in RUNS.items() if name not in QUICK}
+    return train_on_two(base, others | {"rounded": [*DILOCO, "trainer.strategy.compress=true"]})
 
 
 def train_on_two(base: SimpleNamespace, runs: dict[str, list[str]]) -> Path:
@@ -165,6 +166,13 @@ def outer_step(shared: list[Any], workers: list[list[Any]], momentum: list[Tenso
 def test_diloco_resumes_bit_for_bit(on_two: Path) -> None:
     whole, resumed = (read(on_two / name / LAST)["state_dict"] for name in ("whole", "resumed"))
     assert all(torch.equal(weight, resumed[name]) for name, weight in whole.items())
+
+
+@pytest.mark.slow
+def test_compressed_changes_of_diloco_are_rounded(others_on_two: Path) -> None:
+    whole, rounded = (read(others_on_two / name / LAST)["state_dict"] for name in ("whole", "rounded"))
+    for name, weight in whole.items():
+        assert 0 < (rounded[name] - weight).norm() <= 0.01 * weight.norm(), name
 
 
 @pytest.mark.slow
