@@ -18,14 +18,13 @@ Prints a table and writes the measurements as JSON.
   python scripts/bench serve         1, 4, 16 and 64 clients of the server, compared with scripts/sample.py
   python scripts/bench sweep         nine runs in parallel, sequentially, and as separate processes
   python scripts/bench widths        loss over learning rate at several widths
-  python scripts/bench gpu           the GPU recipes, and the MFU of GPT-2
   python scripts/bench muon          a step of Muon on 2 and 4 ranks, alone and divided
   python scripts/bench diloco --steps 1000
                                      loss, time and bytes of DiLoCo on a slow link, compared with DDP (root)
   python scripts/bench forecast      memory, bytes and time of training steps, compared with scripts/forecast.py (root)
   python scripts/bench attention     memory and time of fused and explicit attention over sequence lengths
 
-The baseline is nanoGPT's CPU recipe in plain PyTorch (scripts/bench/bare_nanogpt.py).
+The baseline is nanoGPT's CPU recipe in plain PyTorch (scripts/bench/bare_nanogpt.py). `gpu.py` is for a GPU.
 """
 
 import argparse
@@ -53,7 +52,6 @@ from common import (
 )
 from diloco import diloco
 from forecast import forecast
-from gpu import gpu
 from muon import muon
 from sampling import bandwidth, sampling
 from saving import saving
@@ -195,7 +193,6 @@ def main() -> None:
             data,
             diloco,
             forecast,
-            gpu,
             muon,
             saving,
             sampling,

@@ -33,7 +33,7 @@ PROGRESS = ("step ", "model  ", "data  ", "training  ", "device  ", "run folder 
 # Wide enough that writing a checkpoint takes measurable time; with dropout, and rows between validations.
 STEPS, EVAL_EVERY = 24, 4
 SETTINGS = (
-    "trainer=cpu",
+    f"trainer={os.environ.get('MINIGPT_FAULTS_TRAINER', 'cpu')}",  # or gpu
     "model.block_size=16",
     "model.n_layer=2",
     "model.n_head=2",

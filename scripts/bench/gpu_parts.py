@@ -1,0 +1,282 @@
+"""The parts of `python scripts/bench/gpu.py`: each measures rows of its tables in a `Session`.
+
+Whole runs and bare loops are processes of their own, so that one that is out of memory leaves the others alone.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+from bare_minigpt import synchronize
+from bare_nanogpt import RECIPES as BASELINES
+from common import BARE_MINIGPT, ROOT, TRAIN, launch, metrics
+from hydra import compose, initialize_config_dir
+from peak_memory import ADAMW, peak_bytes
+from sampling import in_transformers, minigpt_tokens, transformers_tokens
+from session import Session
+from time_to_loss import crossing, run_baseline, run_recipe
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from minigpt.checkpoints.find import LAST
+from minigpt.checkpoints.format import read
+from minigpt.config import GPTConfig
+from minigpt.model import GPT
+from minigpt.optim import adamw
+from minigpt.runs.scaling import Parallelism, Sizes, memory
+from minigpt.utils.errors import RunError
+
+LOSS = 1.4655  # nanoGPT's GPU recipe, mean of five runs; source: configs/experiment/nanogpt_gpu.yaml
+RECIPES = ("fast_gpu", "best_gpu", "nanogpt_gpu")
+NANOGPT = "nanoGPT's recipe, bare loop"
+# 124M parameters with nanoGPT's vocabulary size, for any text. Speed is that of the last 30 steps.
+GPT2 = ["model=gpt2", "model.vocab_size=50304", "model.bias=false", "compile=true", "max_steps=40", "eval_every=40"]
+GPT2 += ["data.eval_batch_size=8", "eval_batches=1", "callbacks.samples.max_new_tokens=1"]
+BATCHES = (8, 16, 32, 64, 128, 256)  # sequences of 1,024 tokens
+RECIPE_OF = {"nano": "nanogpt_cpu", "baby": "nanogpt_gpu"}
+LOOPS = {  # name: settings of the bare loop
+    "eager": ["compile=false"],
+    "compiled": ["compile=true"],
+    "CUDA graphs": ["compile=true", "+mode=reduce-overhead"],
+}
+PRESETS = ("gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl")
+STREAMS = (1, 64)
+
+
+def check_scripts(session: Session) -> None:
+    """Train 50 steps of every recipe, resume it, and run the other scripts on the first run."""
+    for recipe in RECIPES:
+        run = session.folder / recipe
+        short = [f"experiment={recipe}", *session.settings, "max_steps=50", "eval_every=25", "log_every=5"]
+        short += ["callbacks.checkpoint.save_top_k=2", "eval_batches=2"]
+        with session.row("check", f"{recipe}: 50 steps") as row:
+            train(run, short)
+            losses = [float(line["train_loss"]) for line in metrics(run) if line["train_loss"]]
+            if not (all(map(isfinite, losses)) and losses[-1] < losses[0]):
+                raise RunError(f"the losses do not fall: {losses}")
+            row["result"] = f"training loss {losses[0]:.3f} to {losses[-1]:.3f}"
+        with session.row("check", f"{recipe}: resumed at step 25") as row:
+            row["result"] = compare_resumed(run, short)
+    run, out = session.folder / "fast_gpu", session.folder / "out"
+    commands: dict[str, list[object]] = {
+        "sample.py": [run, "--num-samples", 3, "--max-new-tokens", 50, "--device", session.device.type],
+        "attention.py": [run, "--prompt", "ROMEO: What light", "--truncate", "--out", f"{out}.png"],
+        "export.py": [run, "--to", "huggingface", "--out", out],
+    }
+    for script, arguments in commands.items():
+        with session.row("check", script) as row:
+            launch([sys.executable, ROOT / "scripts" / script, *arguments])
+            row["result"] = "done"
+    with session.row("check", "sweep of two jobs") as row:
+        settings = ["experiment=fast_gpu", *session.settings, "max_steps=20", "eval_every=20", "eval_batches=2"]
+        launch([sys.executable, TRAIN, "-m", "seed=1,2", *settings, f"hydra.sweep.dir={session.folder}/sweep"])
+        points = json.loads((session.folder / "sweep/sweep.json").read_text(encoding="utf-8"))["points"]
+        row["result"] = "validation losses " + ", ".join(f"{point['val_loss']:.3f}" for point in points)
+
+
+def compare_resumed(run: Path, settings: Sequence[str]) -> str:
+    """Resume a run from step 25; if its end differs, say whether an uninterrupted run also differs, and why not."""
+
+    def differing(name: str, *more: str, other: Path = run) -> list[str]:
+        train(run.with_name(f"{run.name}-{name}"), [*settings, *more])
+        return different_tensors(run.with_name(f"{run.name}-{name}") / LAST, other / LAST)
+
+    step_25 = "resume={}/checkpoints/step-25.safetensors"
+    if not (found := differing("resumed", step_25.format(run))):
+        return "equal bit for bit"
+    again, deterministic = differing("again"), run.with_name(f"{run.name}-deterministic")
+    exact = ["trainer.deterministic=true"]
+    train(deterministic, [*settings, *exact])
+    fixed = differing("fixed", *exact, step_25.format(deterministic), other=deterministic)
+    result = f"{len(found)} tensors differ ({', '.join(found[:3])} …), {len(again)} if the run is repeated"
+    return f"{result}, {len(fixed)} if it is resumed with trainer.deterministic=true"
+
+
+def different_tensors(one: Path, other: Path) -> list[str]:
+    """Return the names of the tensors of weights, optimizer and random states that differ between two checkpoints."""
+    found = []
+    for part in ("state_dict", "optimizer_states", "rng"):
+        (left, spec), (right, other_spec) = (tree_flatten_with_path(read(file)[part]) for file in (one, other))
+        if spec != other_spec:
+            return [f"{part} has other names"]
+        pairs = zip(left, right, strict=True)
+        found += [part + keystr(path) for (path, a), (_, b) in pairs if isinstance(a, Tensor) and not torch.equal(a, b)]
+    return found
+
+
+def compare_recipes(session: Session) -> None:
+    """Time the recipes to LOSS, and the speed of nanoGPT's recipe, whose loss is published."""
+    short = ["max_steps=20", "eval_every=5", "log_every=5"] if session.rehearse else []
+    for seed in session.seeds:
+        for recipe in ("fast_gpu", "best_gpu"):
+            with session.row("recipes", recipe) as row:
+                run = session.folder / f"{recipe}-{seed}"
+                row |= run_recipe(recipe, seed, run, [*session.settings, *short])
+                row["best loss"] = min(point["loss"] for point in row["curve"])
+                row["tokens/s"] = steady_speed(run)
+                reached = crossing(row["curve"], LOSS)
+                row["to loss"] = reached["seconds"] if reached else "not reached"
+                row["from launch"] = reached["seconds"] + row["startup s"] if reached else "not reached"
+    with session.row("recipes", NANOGPT) as row:
+        every, settings = (10, [f"data.path={session.text}"]) if session.rehearse else (100, [])
+        device, settings = session.device.type, [*settings, f"max_steps={3 * every}", f"eval_every={every}"]
+        row |= run_baseline("baseline", session.seeds[0], [*settings, f"device={device}"])
+        first, last = row["curve"][0], row["curve"][-1]
+        tokens_per_step = BASELINES[device].batch * BASELINES[device].block
+        row["first steps s"] = first["seconds"]
+        row["tokens/s"] = 2 * every * tokens_per_step / (last["seconds"] - first["seconds"])
+
+
+def measure_gpt2(session: Session) -> None:
+    """Train GPT-2 with growing batches until the memory is full, beside a bare loop that is also profiled."""
+    measured = []
+    for batch in (2, 4) if session.rehearse else BATCHES:
+        settings = [*GPT2, *session.settings, f"data.batch_size={batch}"]
+        with session.row("gpt2", str(batch)) as row:
+            bare = run_bare(*settings, "+profile=true")
+            row |= bare | {"bare MFU": session.mfu(bare["tokens/s"] * bare["flops_per_token"])}
+            run = session.folder / f"gpt2-{batch}"
+            train(run, settings)
+            row["ours"] = steady_speed(run)
+            row["our MFU"] = session.mfu(row["ours"] * bare["flops_per_token"])
+            tokens = bare["tokens"] / bare["steps"]
+            row["overhead ms"] = 1e3 * tokens * (1 / row["ours"] - 1 / bare["tokens/s"])
+            measured.append(row)
+        if "error" in row:
+            break
+    if measured:
+        for operation in max(measured, key=lambda row: row["tokens/s"])["operations"]:
+            session.add("kernels", operation.pop("operation")[:70].replace("|", "/"), operation)
+
+
+def compare_graphs(session: Session) -> None:
+    """Compare the speed of small models: eager, compiled and with CUDA graphs in a bare loop, and whole runs."""
+    for model in list(RECIPE_OF)[: 1 if session.rehearse else None]:
+        steps = 20 if session.rehearse else 200
+        settings = [f"experiment={RECIPE_OF[model]}", *session.settings, f"max_steps={steps}", f"eval_every={steps}"]
+        settings += ["eval_batches=1", f"log_every={steps // 10}", "callbacks.samples.max_new_tokens=1"]
+        for name, options in LOOPS.items():
+            with session.row("graphs", f"{model}, bare loop, {name}") as row:
+                row |= run_bare(*settings, *options)
+        for name in ("eager", "compiled"):
+            with session.row("graphs", f"{model}, minigpt, {name}") as row:
+                run = session.folder / f"{model}-{name}"
+                train(run, [*settings, *LOOPS[name]])
+                row["tokens/s"], row["first_seconds"] = steady_speed(run), float(metrics(run)[0]["seconds"])
+
+
+def measure_sampling(session: Session) -> None:
+    """Generate with random weights of the size of GPT-2 in bfloat16, with minigpt and with transformers."""
+    n, size = (8, 1 << 20) if session.rehearse else (256, 1 << 32)
+    values = {"block_size": 1024, "n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "bias": False}
+    values |= {"n_layer": 1, "n_embd": 24} if session.rehearse else {}
+    model = GPT(GPTConfig(**values)).eval()
+    theirs = in_transformers(model).to(session.device, torch.bfloat16) if find_spec("transformers") else None
+    model = model.to(session.device, torch.bfloat16)
+    source, target = (torch.zeros(size, dtype=torch.uint8, device=session.device) for _ in range(2))
+    bandwidth = 2 * size / timed(lambda: target.copy_(source), session, times=10)
+    weights = 2 * model.config.num_params(positions=False)  # bytes
+    for streams in STREAMS:
+        with session.row("sampling", str(streams)) as row:
+            row["GB/s"] = bandwidth / 1e9
+            row["tokens/s"] = n * streams / timed(lambda s=streams: minigpt_tokens(model, n, s), session)
+            row["share"] = row["tokens/s"] * weights / streams / bandwidth
+            row["transformers"] = "not installed"
+            if theirs is not None:
+                taken = timed(lambda s=streams: transformers_tokens(theirs, n, s, static=True), session)
+                row["transformers"] = n * streams / taken
+                row["ratio"] = row["tokens/s"] * taken / n / streams
+
+
+def measure_memory(session: Session) -> None:
+    """Compare the peak memory of three training steps in bfloat16 with the forecast."""
+    for preset in PRESETS[: 1 if session.rehearse else None]:
+        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+            cfg = compose("train", overrides=[f"model={preset}", "model.vocab_size=50304", *session.settings])
+        config = GPTConfig(**cfg.model)
+        with torch.device("meta"):
+            model = GPT(config).to("meta")
+        for checkpoint_blocks in (None, 1):
+            model.checkpoint_blocks = checkpoint_blocks
+            sizes = Sizes(model, adamw(model, **ADAMW), bfloat16=True)
+            for batch in (1, 8):
+                recomputed = ", checkpoint_blocks=1" if checkpoint_blocks else ""
+                with session.row("memory", f"{preset}, batch {batch}{recomputed}") as row:
+                    row["predicted"] = memory(sizes, Parallelism("", 1, 1, 1, 1), batch)["peak"] / 1e9
+                    options: Any = {"bfloat16": True, "checkpoint_blocks": checkpoint_blocks}
+                    row["measured"] = peak_bytes(config, batch, device=session.device.type, **options) / 1e9
+                    row["ratio"] = row["predicted"] / row["measured"]
+
+
+def inject_faults(session: Session) -> None:
+    """Run the quick half of fault injection, and losses that are NaN, on the device."""
+    trials = [["--only", "SIGTERM at", "--trials", "1"]]
+    if not session.rehearse:
+        trials = [["--quick"], ["--only", "NaN loss", "--trials", "3"]]
+    for options in trials:
+        command = [sys.executable, "-m", "tests.robustness.faults", *options]
+        environment = os.environ | {"MINIGPT_FAULTS_TRAINER": "cpu" if session.rehearse else "gpu"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        rows = [cells for line in done.stdout.splitlines() if len(cells := line.split("  |  ")) == 5]
+        for name, trials_, recovered, failed, notes in rows:
+            with session.row("faults", name) as row:
+                row |= {"trials": int(trials_), "recovered": int(recovered), "notes": notes}
+                if int(failed):
+                    reasons = [line for line in done.stdout.splitlines() if line.startswith(f"FAILED: {name},")]
+                    raise RunError(" ".join(reasons))
+        if not rows:
+            with session.row("faults", " ".join(options)):
+                raise RunError(done.stderr[-500:])
+
+
+def train(run: Path, settings: Sequence[str]) -> None:
+    """Train with scripts/train.py."""
+    launch([sys.executable, TRAIN, *settings, f"hydra.run.dir={run}"])
+
+
+def run_bare(*settings: str) -> dict[str, Any]:
+    """Run the bare loop; return its measurements, its steps and tokens/s after the first steps."""
+    result: dict[str, Any] = json.loads(launch([sys.executable, BARE_MINIGPT, *settings]).output.splitlines()[-1])
+    steps = next(int(setting.partition("=")[2]) for setting in settings if setting.startswith("max_steps="))
+    later = 1 - result["first_steps"] / steps  # share of the steps
+    result |= {"steps": steps, "tokens/s": later * result["tokens"] / (result["seconds"] - result["first_seconds"])}
+    return result | ({"peak GB": result["peak_bytes"] / 1e9} if "peak_bytes" in result else {})
+
+
+def steady_speed(run: Path) -> float:
+    """Return the tokens/s of a run after its first row of metrics, whose steps compile."""
+    rows = [row for row in metrics(run) if row["seconds"]]
+    tokens, seconds = (float(rows[-1][key]) - float(rows[0][key]) for key in ("tokens", "seconds"))
+    return tokens / seconds
+
+
+def timed(work: Callable[[], object], session: Session, times: int = 3) -> float:
+    """Return the median seconds of calling `work`, after a first call that compiles."""
+    taken = []
+    for _ in range(1 + times):
+        synchronize(session.device)
+        start = time.perf_counter()
+        work()
+        synchronize(session.device)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[1:])
+
+
+PARTS = {
+    "check": check_scripts,
+    "recipes": compare_recipes,
+    "gpt2": measure_gpt2,
+    "graphs": compare_graphs,
+    "sampling": measure_sampling,
+    "memory": measure_memory,
+    "faults": inject_faults,
+}
