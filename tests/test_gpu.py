@@ -238,7 +238,7 @@ def test_attention_maps_are_those_of_a_cpu(device: torch.device) -> None:
 def test_a_sweep_trains_its_jobs_on_the_gpu(
     launch: Callable[..., Any], on_gpu: list[str], device: torch.device, tmp_path: Path
 ) -> None:
-    done = launch("train.py", "-m", *on_gpu, "seed=1,2", f"hydra.sweep.dir={tmp_path}/sweep")
+    done = launch("train.py", *on_gpu, "seed=1,2", f"hydra.sweep.dir={tmp_path}/sweep", "-m")
     assert done.returncode == 0, done.stderr
     summaries = [json.loads(file.read_text()) for file in (tmp_path / "sweep").glob("*/summary.json")]
     assert [summary["status"] for summary in summaries] == ["completed"] * 2

@@ -26,7 +26,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_parts import BATCHES, LOOPS, LOSS, NANOGPT, PARTS, PRESETS, RECIPE_OF, RECIPES, STREAMS
+from gpu_parts import (
+    BATCHES,
+    LOOPS,
+    LOSS,
+    NANOGPT,
+    PARTS,
+    PRESETS,
+    RECIPE_OF,
+    RECIPES,
+    STREAMS,
+)
 from session import Session, Table
 from time_to_loss import plot_time_to_loss
 
@@ -138,11 +148,10 @@ def main() -> None:
 def plot(session: Session) -> None:
     """Plot the loss of the recipes over time, and the MFU over the batch size, as far as they are measured."""
     results = session.results["parts"]
-    curves = [row for row in results.get("recipes", {}).get("rows", {}).get("recipes", []) if "curve" in row]
-    if curves:
+    measured = {name: results[table.part]["rows"][name] for name, table in TABLES.items() if table.part in results}
+    if curves := [row for row in measured.get("recipes", []) if "curve" in row]:
         plot_time_to_loss(curves, [LOSS], session.out / "loss.png")
-    measured = [row for row in results.get("gpt2", {}).get("rows", {}).get("gpt2", []) if row.get("our MFU")]
-    if measured:
+    if measured := [row for row in measured.get("gpt2", []) if row.get("our MFU")]:
         plot_mfu(measured, session.out / "mfu.png", "REHEARSAL" if session.rehearse else session.name)
 
 

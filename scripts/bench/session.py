@@ -21,7 +21,7 @@ from minigpt.utils.files import atomic_write
 NOT_MEASURED = "not measured"
 # A model that a CPU trains in seconds; these override the values of every run.
 TINY = ["model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.n_inner=null", "model.block_size=16"]
-TINY += ["trainer=cpu", "compile=false", "callbacks.samples.max_new_tokens=5"]
+TINY += ["model.vocab_size=512", "trainer=cpu", "compile=false", "callbacks.samples.max_new_tokens=5"]
 
 
 class Table(NamedTuple):
@@ -130,5 +130,6 @@ def cell(rows: Sequence[Mapping[str, Any]], key: str, digits: int) -> str:
         errors = " ".join(row["error"] for row in rows if "error" in row)
         return "out of memory" if "out of memory" in errors else "failed" if errors else NOT_MEASURED
     if any(isinstance(value, str) for value in values):
-        return ", ".join(value if isinstance(value, str) else spread([value], digits) for value in values)
-    return spread(values, digits)
+        texts = (value if isinstance(value, str) else spread([value], digits) for value in values)
+        return ", ".join(dict.fromkeys(texts))
+    return spread(values if len(set(values)) > 1 else values[:1], digits)

@@ -49,6 +49,8 @@ SETTINGS = (
     "callbacks.samples.max_new_tokens=10",
 )
 
+# The fork server must not initialize CUDA, or its forks could not.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 # A run forked from a process that has imported torch starts immediately; a new interpreter takes ten seconds.
 _forkserver = multiprocessing.get_context("forkserver")
 _forkserver.set_forkserver_preload(
