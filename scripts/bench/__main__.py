@@ -81,7 +81,6 @@ def step(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             bare = json.loads(launch([sys.executable, BARE_MINIGPT, *settings]).output.splitlines()[-1])
             launch([sys.executable, TRAIN, *settings, f"eval_every={args.steps}", f"hydra.run.dir={run}"])
             bare_speed, speed = bare["tokens"] / bare["seconds"], summary(run)["tokens_per_second"]
-            gb_s, bare_step = bandwidth(), bare["seconds"] / args.steps
             utilization = bare["flops_per_token"] / bare["matrix_flops"]  # per token/s
             row |= {
                 f"{recipe}: bare tokens/s": bare_speed,
@@ -89,9 +88,13 @@ def step(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                 f"{recipe}: ratio": speed / bare_speed,
                 f"{recipe}: bare utilization": bare_speed * utilization,
                 f"{recipe}: minigpt utilization": speed * utilization,
-                f"{recipe}: memory traffic MB": bare["bytes_per_step"] / 1e6,
-                f"{recipe}: memory time of the bare step": bare["bytes_per_step"] / 1e9 / gb_s / bare_step,
             }
+            if "bytes_per_step" in bare:  # on a CPU
+                gb, bare_step = bare["bytes_per_step"] / 1e9, bare["seconds"] / args.steps
+                row |= {
+                    f"{recipe}: memory traffic MB": 1e3 * gb,
+                    f"{recipe}: memory time of the bare step": gb / bandwidth() / bare_step,
+                }
         if "nanogpt_cpu" in recipes:
             result = bare_nanogpt([*args.overrides, f"max_steps={args.steps}", f"eval_every={args.steps}"])
             seconds = float(re.findall(r"train-s ([\d.]+)", result.output)[-1])

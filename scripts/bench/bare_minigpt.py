@@ -4,8 +4,8 @@ Takes the overrides of train.py, computes in the precision of `trainer.precision
 available, unless `trainer.accelerator` is cpu. `+mode=reduce-overhead` sets the mode of `compile=true`, `+profile=true`
 adds the operations of five more steps that take the most time.
 
-Prints as JSON the tokens, the seconds of all steps and of the first, the FLOPs per token, the peak memory of a GPU, the
-bytes that a step without compilation reads and writes, and the FLOP/s of a large matrix product.
+Prints as JSON the tokens, the seconds of all steps and of the first, the FLOPs per token, the FLOP/s of a large matrix
+product, and the peak memory of a GPU or the bytes that a step on a CPU reads and writes.
 """
 
 import json
@@ -90,9 +90,12 @@ def main() -> None:
         results["peak_bytes"] = torch.cuda.max_memory_allocated()
     if cfg.get("profile"):
         results["operations"] = slowest_operations(step, device)
-    with torch.compiler.set_stance("force_eager"), MemoryTraffic() as traffic:
-        step()
-    print(json.dumps(results | {"bytes_per_step": traffic.bytes, "matrix_flops": matrix_flops(device)}))
+    results["matrix_flops"] = matrix_flops(device)
+    if not on_gpu:
+        with torch.compiler.set_stance("force_eager"), MemoryTraffic() as traffic:
+            step()
+        results["bytes_per_step"] = traffic.bytes
+    print(json.dumps(results))
 
 
 def synchronize(device: torch.device) -> None:
