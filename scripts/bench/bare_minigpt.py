@@ -117,13 +117,13 @@ def slowest_operations(step: Callable[[], None], device: torch.device) -> list[d
     rows = [
         {
             "operation": event.key,
-            "ms": taken / PROFILED_STEPS,
+            "ms per step": taken / PROFILED_STEPS,
             "share": taken / sum(times),
-            "calls": event.count / PROFILED_STEPS,
+            "calls per step": event.count / PROFILED_STEPS,
         }
         for event, taken in zip(events, times, strict=True)
     ]
-    return sorted(rows, key=lambda row: -row["ms"])[:15]
+    return sorted(rows, key=lambda row: -row["ms per step"])[:15]
 
 
 class MemoryTraffic(TorchDispatchMode):

@@ -26,94 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_parts import (
-    BATCHES,
-    LOOPS,
-    LOSS,
-    NANOGPT,
-    PARTS,
-    PRESETS,
-    RECIPE_OF,
-    RECIPES,
-    STREAMS,
-)
-from session import Session, Table
+from gpu_parts import LOSS, PARTS, TABLES
+from session import Session
 from time_to_loss import plot_time_to_loss
 
 from minigpt.utils.checks import POSITIVE_INT, one_of
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.errors import UserError, require
-
-CHECKED = [f"{recipe}: {what}" for recipe in RECIPES for what in ("50 steps", "resumed at step 25")]
-SECONDS = ("seconds", "seconds", 1)
-TABLES = {
-    "check": Table(
-        "check",
-        [*CHECKED, "sample.py", "attention.py", "export.py", "sweep of two jobs"],
-        [("result", "result", 0), SECONDS],
-    ),
-    "recipes": Table(
-        "recipes",
-        ["fast_gpu", "best_gpu", NANOGPT],
-        [
-            ("parameters", "params", 0),
-            ("start-up s", "startup s", 1),
-            ("first steps s", "first steps s", 1),
-            ("training s", "train s", 1),
-            (f"training s to {LOSS}", "to loss", 1),
-            (f"s from launch to {LOSS}", "from launch", 1),
-            ("best loss", "best loss", 4),
-            ("nanoGPT's estimate", "estimate", 4),
-            ("tokens/s", "tokens/s", 0),
-        ],
-    ),
-    "gpt2": Table(
-        "gpt2",
-        [str(batch) for batch in BATCHES],
-        [
-            ("minigpt tokens/s", "ours", 0),
-            ("MFU", "our MFU", 3),
-            ("bare loop tokens/s", "tokens/s", 0),
-            ("MFU of the bare loop", "bare MFU", 3),
-            ("overhead ms per step", "overhead ms", 2),
-            ("peak GB of the bare loop", "peak GB", 1),
-        ],
-    ),
-    "kernels": Table("gpt2", [], [("ms per step", "ms", 3), ("share", "share", 3), ("calls per step", "calls", 0)]),
-    "graphs": Table(
-        "graphs",
-        [
-            f"{model}, {loop}"
-            for model in RECIPE_OF
-            for loop in (*(f"bare loop, {name}" for name in LOOPS), "minigpt, eager", "minigpt, compiled")
-        ],
-        [("tokens/s", "tokens/s", 0), ("s until the first steps are done", "first_seconds", 1)],
-    ),
-    "sampling": Table(
-        "sampling",
-        [str(streams) for streams in STREAMS],
-        [
-            ("minigpt tokens/s", "tokens/s", 0),
-            ("share of the memory bound", "share", 2),
-            ("bandwidth of a copy, GB/s", "GB/s", 0),
-            ("transformers tokens/s", "transformers", 0),
-            ("over transformers", "ratio", 2),
-        ],
-    ),
-    "memory": Table(
-        "memory",
-        [
-            f"{preset}, batch {batch}{recomputed}"
-            for preset in PRESETS
-            for recomputed in ("", ", checkpoint_blocks=1")
-            for batch in (1, 8)
-        ],
-        [("predicted GB", "predicted", 2), ("measured GB", "measured", 2), ("predicted / measured", "ratio", 2)],
-    ),
-    "faults": Table(
-        "faults", ["quick half"], [("trials", "trials", 0), ("recovered", "recovered", 0), ("notes", "notes", 0)]
-    ),
-}
 
 
 @cli_entrypoint
@@ -151,7 +70,7 @@ def plot(session: Session) -> None:
     measured = {name: results[table.part]["rows"][name] for name, table in TABLES.items() if table.part in results}
     if curves := [row for row in measured.get("recipes", []) if "curve" in row]:
         plot_time_to_loss(curves, [LOSS], session.out / "loss.png")
-    if measured := [row for row in measured.get("gpt2", []) if row.get("our MFU")]:
+    if measured := [row for row in measured.get("gpt2", []) if row.get("MFU")]:
         plot_mfu(measured, session.out / "mfu.png", "REHEARSAL" if session.rehearse else session.name)
 
 
@@ -162,7 +81,7 @@ def plot_mfu(rows: Sequence[dict[str, Any]], file: Path, title: str) -> None:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     batches = [int(row["row"]) for row in rows]
-    for key, label in (("our MFU", "minigpt"), ("bare MFU", "bare loop")):
+    for key, label in (("MFU", "minigpt"), ("bare MFU", "bare loop")):
         axes.plot(batches, [row[key] for row in rows], marker="o", label=label)
     axes.set_xscale("log", base=2)
     axes.set_xticks(batches, list(map(str, batches)))

@@ -22,7 +22,7 @@ from common import BARE_MINIGPT, ROOT, TRAIN, launch, metrics
 from hydra import compose, initialize_config_dir
 from peak_memory import ADAMW, peak_bytes
 from sampling import in_transformers, minigpt_tokens, transformers_tokens
-from session import Session
+from session import Session, Table
 from time_to_loss import crossing, run_baseline, run_recipe
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
@@ -36,6 +36,7 @@ from minigpt.runs.scaling import Parallelism, Sizes, memory
 from minigpt.utils.errors import RunError
 
 LOSS = 1.4655  # nanoGPT's GPU recipe, mean of five runs; source: configs/experiment/nanogpt_gpu.yaml
+TO_LOSS, FROM_LAUNCH = f"training s to {LOSS}", f"s from launch to {LOSS}"
 RECIPES = ("fast_gpu", "best_gpu", "nanogpt_gpu")
 NANOGPT = "nanoGPT's recipe, bare loop"
 # 124M parameters with nanoGPT's vocabulary size, for any text. Speed is that of the last 30 steps.
@@ -48,6 +49,7 @@ LOOPS = {  # name: settings of the bare loop
     "compiled": ["compile=true"],
     "CUDA graphs": ["compile=true", "+mode=reduce-overhead"],
 }
+SUFFIXES = {None: "", 1: ", checkpoint_blocks=1"}
 PRESETS = ("gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl")
 STREAMS = (1, 64)
 
@@ -123,8 +125,8 @@ def compare_recipes(session: Session) -> None:
                 row["best loss"] = min(point["loss"] for point in row["curve"])
                 row["tokens/s"] = steady_speed(run)
                 reached = crossing(row["curve"], LOSS)
-                row["to loss"] = reached["seconds"] if reached else "not reached"
-                row["from launch"] = reached["seconds"] + row["startup s"] if reached else "not reached"
+                row[TO_LOSS] = reached["seconds"] if reached else "not reached"
+                row[FROM_LAUNCH] = reached["seconds"] + row["startup s"] if reached else "not reached"
     with session.row("recipes", NANOGPT) as row:
         every, settings = (10, [f"data.path={session.text}"]) if session.rehearse else (100, [])
         device, settings = session.device.type, [*settings, f"max_steps={3 * every}", f"eval_every={every}"]
@@ -142,18 +144,19 @@ def measure_gpt2(session: Session) -> None:
         settings = [*GPT2, *session.settings, f"data.batch_size={batch}"]
         with session.row("gpt2", str(batch)) as row:
             bare = run_bare(*settings, "+profile=true")
-            row |= bare | {"bare MFU": session.mfu(bare["tokens/s"] * bare["flops_per_token"])}
+            speed, flops = bare["tokens/s"], bare["flops_per_token"]
+            row |= {"bare": bare, "bare tokens/s": speed, "bare MFU": session.mfu(speed * flops)}
+            row["bare peak GB"] = bare["peak_bytes"] / 1e9 if "peak_bytes" in bare else None
             run = session.folder / f"gpt2-{batch}"
             train(run, settings)
-            row["ours"] = steady_speed(run)
-            row["our MFU"] = session.mfu(row["ours"] * bare["flops_per_token"])
-            tokens = bare["tokens"] / bare["steps"]
-            row["overhead ms"] = 1e3 * tokens * (1 / row["ours"] - 1 / bare["tokens/s"])
+            row["tokens/s"] = steady_speed(run)
+            row["MFU"] = session.mfu(row["tokens/s"] * flops)
+            row["overhead ms per step"] = 1e3 * bare["tokens"] / bare["steps"] * (1 / row["tokens/s"] - 1 / speed)
             measured.append(row)
         if "error" in row:
             break
     if measured:
-        for operation in max(measured, key=lambda row: row["tokens/s"])["operations"]:
+        for operation in max(measured, key=lambda row: row["bare tokens/s"])["bare"]["operations"]:
             session.add("kernels", operation.pop("operation")[:70].replace("|", "/"), operation)
 
 
@@ -170,7 +173,7 @@ def compare_graphs(session: Session) -> None:
             with session.row("graphs", f"{model}, minigpt, {name}") as row:
                 run = session.folder / f"{model}-{name}"
                 train(run, [*settings, *LOOPS[name]])
-                row["tokens/s"], row["first_seconds"] = steady_speed(run), float(metrics(run)[0]["seconds"])
+                row["tokens/s"], row["first steps s"] = steady_speed(run), float(metrics(run)[0]["seconds"])
 
 
 def measure_sampling(session: Session) -> None:
@@ -185,14 +188,14 @@ def measure_sampling(session: Session) -> None:
     bandwidth = 2 * size / timed(lambda: target.copy_(source), session, times=10)
     weights = 2 * model.config.num_params(positions=False)  # bytes
     for streams in STREAMS:
-        with session.row("sampling", str(streams)) as row:
-            row["GB/s"] = bandwidth / 1e9
+        with session.row("sampling", f"{streams} streams") as row:
+            row["copied GB/s"] = bandwidth / 1e9
             row["tokens/s"] = n * streams / timed(lambda s=streams: minigpt_tokens(model, n, s), session)
-            row["share"] = row["tokens/s"] * weights / streams / bandwidth
-            row["transformers"] = "not installed"
+            row["share of the memory bound"] = row["tokens/s"] * weights / streams / bandwidth
+            row["transformers tokens/s"] = "not installed"
             if theirs is not None:
                 taken = timed(lambda s=streams: transformers_tokens(theirs, n, s, static=True), session)
-                row["transformers"] = n * streams / taken
+                row["transformers tokens/s"] = n * streams / taken
                 row["ratio"] = row["tokens/s"] * taken / n / streams
 
 
@@ -204,16 +207,15 @@ def measure_memory(session: Session) -> None:
         config = GPTConfig(**cfg.model)
         with torch.device("meta"):
             model = GPT(config).to("meta")
-        for checkpoint_blocks in (None, 1):
+        for checkpoint_blocks, suffix in SUFFIXES.items():
             model.checkpoint_blocks = checkpoint_blocks
             sizes = Sizes(model, adamw(model, **ADAMW), bfloat16=True)
             for batch in (1, 8):
-                recomputed = ", checkpoint_blocks=1" if checkpoint_blocks else ""
-                with session.row("memory", f"{preset}, batch {batch}{recomputed}") as row:
-                    row["predicted"] = memory(sizes, Parallelism("", 1, 1, 1, 1), batch)["peak"] / 1e9
+                with session.row("memory", f"{preset}, batch {batch}{suffix}") as row:
+                    row["predicted GB"] = memory(sizes, Parallelism("", 1, 1, 1, 1), batch)["peak"] / 1e9
                     options: Any = {"bfloat16": True, "checkpoint_blocks": checkpoint_blocks}
-                    row["measured"] = peak_bytes(config, batch, device=session.device.type, **options) / 1e9
-                    row["ratio"] = row["predicted"] / row["measured"]
+                    row["measured GB"] = peak_bytes(config, batch, device=session.device.type, **options) / 1e9
+                    row["ratio"] = row["predicted GB"] / row["measured GB"]
 
 
 def inject_faults(session: Session) -> None:
@@ -247,8 +249,8 @@ def run_bare(*settings: str) -> dict[str, Any]:
     result: dict[str, Any] = json.loads(launch([sys.executable, BARE_MINIGPT, *settings]).output.splitlines()[-1])
     steps = next(int(setting.partition("=")[2]) for setting in settings if setting.startswith("max_steps="))
     later = 1 - result["first_steps"] / steps  # share of the steps
-    result |= {"steps": steps, "tokens/s": later * result["tokens"] / (result["seconds"] - result["first_seconds"])}
-    return result | ({"peak GB": result["peak_bytes"] / 1e9} if "peak_bytes" in result else {})
+    speed = later * result["tokens"] / (result["seconds"] - result["first_seconds"])
+    return result | {"steps": steps, "tokens/s": speed, "first steps s": result["first_seconds"]}
 
 
 def steady_speed(run: Path) -> float:
@@ -278,4 +280,41 @@ PARTS = {
     "sampling": measure_sampling,
     "memory": measure_memory,
     "faults": inject_faults,
+}
+CHECKED = [f"{recipe}: {what}" for recipe in RECIPES for what in ("50 steps", "resumed at step 25")]
+LOOP_NAMES = [*(f"bare loop, {name}" for name in LOOPS), "minigpt, eager", "minigpt, compiled"]
+TABLES = {
+    "check": Table(
+        "check",
+        [*CHECKED, "sample.py", "attention.py", "export.py", "sweep of two jobs"],
+        {"result": 0, "seconds": 1},
+    ),
+    "recipes": Table(
+        "recipes",
+        ["fast_gpu", "best_gpu", NANOGPT],
+        {"params": 0, "startup s": 1, "first steps s": 1, "train s": 1, TO_LOSS: 1, FROM_LAUNCH: 1, "best loss": 4}
+        | {"estimate": 4, "tokens/s": 0},
+    ),
+    "gpt2": Table(
+        "gpt2",
+        [str(batch) for batch in BATCHES],
+        {"tokens/s": 0, "MFU": 3, "bare tokens/s": 0, "bare MFU": 3, "overhead ms per step": 2, "bare peak GB": 1},
+    ),
+    "kernels": Table("gpt2", [], {"ms per step": 3, "share": 3, "calls per step": 0}),
+    "graphs": Table(
+        "graphs",
+        [f"{model}, {loop}" for model in RECIPE_OF for loop in LOOP_NAMES],
+        {"tokens/s": 0, "first steps s": 1},
+    ),
+    "sampling": Table(
+        "sampling",
+        [f"{streams} streams" for streams in STREAMS],
+        {"tokens/s": 0, "share of the memory bound": 2, "copied GB/s": 0, "transformers tokens/s": 0, "ratio": 2},
+    ),
+    "memory": Table(
+        "memory",
+        [f"{preset}, batch {batch}{suffix}" for preset in PRESETS for suffix in SUFFIXES.values() for batch in (1, 8)],
+        {"predicted GB": 2, "measured GB": 2, "ratio": 2},
+    ),
+    "faults": Table("faults", ["quick half"], {"trials": 0, "recovered": 0, "notes": 0}),
 }

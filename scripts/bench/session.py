@@ -25,11 +25,11 @@ TINY += ["model.vocab_size=512", "trainer=cpu", "compile=false", "callbacks.samp
 
 
 class Table(NamedTuple):
-    """A table of a part: its rows before anything is measured, and heading, key and digits of its columns."""
+    """A table of a part: its rows before anything is measured, and the digits of each column."""
 
     part: str
     rows: Sequence[str]
-    columns: Sequence[tuple[str, str, int]]
+    columns: Mapping[str, int]
 
 
 class Session:
@@ -113,11 +113,11 @@ def format_tables(results: Mapping[str, Any], tables: Mapping[str, Table]) -> st
         labels = dict.fromkeys([*([] if part else table.rows), *(row["row"] for row in rows)])
         command = part.get("command", f"python scripts/bench/gpu.py {table.part}")
         lines += [f"`{command}`, {part.get('machine', NOT_MEASURED)}:", ""]
-        lines += [f"| {' | '.join([name, *(heading for heading, _, _ in table.columns)])} |"]
+        lines += [f"| {' | '.join([name, *table.columns])} |"]
         lines += ["|" + "---|" * (1 + len(table.columns))]
         for label in labels:
             some = [row for row in rows if row["row"] == label]
-            cells = [label, *(cell(some, key, digits) for _, key, digits in table.columns)]
+            cells = [label, *(cell(some, *column) for column in table.columns.items())]
             lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)
