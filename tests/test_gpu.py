@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+import minigpt
 from minigpt import GPT, GPTConfig, generate, load_checkpoint
 from minigpt.checkpoints.find import LAST
 from minigpt.checkpoints.format import read
@@ -86,14 +87,16 @@ def different_tensors(one: Path, other: Path) -> list[str]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_trains_in_bfloat16_if_the_gpu_has_it(
-    train: Any, on_gpu: list[str], device: torch.device, recipe: str
+    small: list[str], on_gpu: list[str], device: torch.device, tmp_path: Path, recipe: str
 ) -> None:
-    run = train(*on_gpu, f"experiment={recipe}", "max_steps=50", "model.n_inner=null")
-    found = losses(run.folder)
+    size = [*small, "model.n_inner=null"] if device.type == "cpu" else small[:2]  # on a GPU only the text is small
+    given = [*size, *on_gpu, f"experiment={recipe}", "max_steps=50", "eval_every=25", "log_every=5"]
+    summary = minigpt.train([*given, f"hydra.run.dir={tmp_path}/run"])
+    found = losses(tmp_path / "run")
     assert all(map(isfinite, found))
     assert found[-1] < found[0] - 0.05
-    assert run.summary["device"] == metrics.device_name(device)
-    assert run.summary["precision"] == ("bf16-mixed" if has_bfloat16(device) else "32-true")
+    assert summary["device"] == metrics.device_name(device)
+    assert summary["precision"] == ("bf16-mixed" if has_bfloat16(device) else "32-true")
 
 
 # Blocks of 256 tokens, because a sum over several tiles of keys may have any order.

@@ -67,11 +67,11 @@ def main() -> None:
 def plot(session: Session) -> None:
     """Plot the loss of the recipes over time, and the MFU over the batch size, as far as they are measured."""
     results = session.results["parts"]
-    measured = {name: results[table.part]["rows"][name] for name, table in TABLES.items() if table.part in results}
-    if curves := [row for row in measured.get("recipes", []) if "curve" in row]:
+    rows = {name: results[table.part]["rows"][name] for name, table in TABLES.items() if table.part in results}
+    if curves := [row for row in rows.get("recipes", []) if "curve" in row]:
         plot_time_to_loss(curves, [LOSS], session.out / "loss.png")
-    if measured := [row for row in measured.get("gpt2", []) if row.get("MFU")]:
-        plot_mfu(measured, session.out / "mfu.png", "REHEARSAL" if session.rehearse else session.name)
+    if batches := [row for row in rows.get("gpt2", []) if row.get("MFU")]:
+        plot_mfu(batches, session.out / "mfu.png", "REHEARSAL" if session.rehearse else session.name)
 
 
 def plot_mfu(rows: Sequence[dict[str, Any]], file: Path, title: str) -> None:

@@ -3,6 +3,7 @@
 Arguments: a GPTConfig as JSON, sequences per device, and ddp or fsdp if torchrun starts this, else "". Prints bytes.
 """
 
+import gc
 import json
 import os
 import sys
@@ -62,6 +63,7 @@ def peak_bytes(
         train(model, batch, strategy, bfloat16=bfloat16)
 
     if device == "cuda":
+        gc.collect()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         build_and_train()

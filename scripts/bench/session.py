@@ -66,10 +66,15 @@ class Session:
             }
             for part in parts
         }
+        self.write()
 
     def add(self, table: str, label: str, values: dict[str, Any]) -> None:
-        """Add a row to a table, and write all rows."""
+        """Add a row to a table, and write the files."""
         self.results["parts"][self.tables[table].part]["rows"][table].append({"row": label, **values})
+        self.write()
+
+    def write(self) -> None:
+        """Write all rows."""
         self.out.mkdir(parents=True, exist_ok=True)
         text = format_tables(self.results, self.tables)
         for name, content in (("results.json", json.dumps(self.results, indent=1) + "\n"), ("tables.md", text)):
