@@ -36,7 +36,8 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
 def relu_squared(x: Tensor) -> Tensor:
     """Return max(x, 0)², of any shape. https://arxiv.org/abs/2109.08668"""
     if not _use_fused_cpu(x, torch.float32, torch.bfloat16):
-        return F.relu(x).square()
+        x = F.relu(x)
+        return x * x  # `square` is float32 under autocast on a GPU
     squared: Tensor = _ReLUSquared.apply(x) if torch.is_grad_enabled() else F.relu(x).square_()
     return squared
 

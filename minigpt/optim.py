@@ -65,7 +65,8 @@ def muon(
     rest = [p for p in model.parameters() if p.requires_grad and p not in rows]
     tables = {module.table.weight for module in model.modules() if isinstance(module, NGramEmbedding)}
     options = {"momentum": momentum, "newton_schulz_steps": newton_schulz_steps}
-    adam = {"kind": "adamw", "lr": adam_lr, "betas": (betas[0], betas[1])}
+    fused = rest[0].device.type in FUSED_DEVICES  # loading a state puts "step" on the device of a fused group alone
+    adam = {"kind": "adamw", "lr": adam_lr, "betas": (betas[0], betas[1]), "fused": fused}
     groups: list[dict[str, Any]] = [
         {"kind": "muon", "params": list(rows), "lr": lr, "weight_decay": weight_decay, **options},
         {**adam, "params": [p for p in rest if p in tables], "weight_decay": ngram_weight_decay},
@@ -149,7 +150,7 @@ class Muon(torch.optim.Optimizer):
             [local(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
-            fused=parameters[0].device.type in FUSED_DEVICES,
+            fused=group["fused"],
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],

@@ -57,7 +57,8 @@ class LanguageModel(L.LightningModule):
             strategy.shard(self.model)
 
     def configure_optimizers(self) -> Any:
-        optimizer = self.make_optimizer(self.model)
+        optimizer: Any = self.make_optimizer(self.model)
+        optimizer._step_supports_amp_scaling = False  # with 16-mixed, unscale before clipping, not in a fused step
         if isinstance(optimizer, Muon) and isinstance(self.trainer.model, DistributedDataParallel):
             optimizer.replicas = distributed.group.WORLD
         scheduler = LambdaLR(optimizer, self.schedule)

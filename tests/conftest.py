@@ -30,6 +30,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a CUDA GPU")
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Return one worker more than cores, because many tests wait for a process or a timeout."""
+    return (os.cpu_count() or 1) + 1
+
+
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text of 20,000 characters with patterns that a tiny model learns."""

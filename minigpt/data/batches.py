@@ -176,11 +176,13 @@ class WindowReader:
 
     def _gather(self, index: Array) -> Tensor:
         assert self.on_device is not None
-        return self.on_device[torch.from_numpy(index).to(self.device, non_blocking=True)].long()
+        return self.on_device[self._copy(index)].long()
 
-    def _copy(self, ids: Array) -> Tensor:
-        window = torch.from_numpy(ids)
-        return window.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else window
+    def _copy(self, values: Array) -> Tensor:
+        tensor = torch.from_numpy(values)
+        if self.device.type == "cuda":  # a copy from pageable memory may wait for the GPU
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=self.device.type == "cuda")
 
 
 def read_ahead(read: Callable[[Array], Array], items: Iterable[Array]) -> Iterator[Array]:
@@ -199,17 +201,18 @@ def read_ahead(read: Callable[[Array], Array], items: Iterable[Array]) -> Iterat
             except BaseException as error:
                 future.set_exception(error)
 
-    threads = [Thread(target=work, daemon=True) for _ in range(_READERS)]
-    for thread in threads:
-        thread.start()
+    threads = 0
     try:
         for item in items:
             pending.append(Future())
             tasks.put((item, pending[-1]))
-            if len(pending) > len(threads):
+            if len(pending) > threads and threads < _READERS:
+                threads += 1
+                Thread(target=work, daemon=True).start()
+            elif len(pending) > _READERS:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
     finally:
-        for _ in threads:
+        for _ in range(threads):
             tasks.put(None)

@@ -9,10 +9,11 @@ from torch.utils import _pytree as pytree
 
 
 def gather_objects(mine: Any) -> list[Any]:
-    """Return every rank's object, by rank; all ranks must call it."""
+    """Return every rank's object, by rank, with tensors on the CPU; all ranks must call it."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return [mine]
     objects: list[Any] = [None] * distributed.get_world_size()
+    mine = pytree.tree_map_only(Tensor, Tensor.cpu, mine)  # else all are unpickled on the GPUs that they come from
     distributed.all_gather_object(objects, mine)
     return objects
 

@@ -147,7 +147,7 @@ class MetricsCallback(Callback):
             "wall_seconds": round(time.perf_counter() - self.started, 3),
             "tokens_per_second": round(tokens / self.seconds, 1) if self.seconds else None,
             "precision": str(trainer.precision),
-            "device": device_name(pl_module.device),
+            "device": device_name(trainer.strategy.root_device),  # Lightning has moved the model to the CPU
             "world_size": trainer.world_size,
             "checkpoint": BEST if (folder / BEST).exists() else None,
         }

@@ -1,5 +1,6 @@
 """Callbacks that log a sample and attention maps at every validation, and the final sample of a run."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,10 @@ class Samples(OutputCallback):
 
 def sample_text(model: GPT, tokenizer: Tokenizer, prompt: Tensor, **settings: Any) -> str:
     """Return one continuation of a prompt (T,) as text."""
-    with torch.compiler.set_stance("force_eager"):  # a compiled model would compile again for every length
+    with ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # else it compiles again for every length
+        stack.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
+        torch.set_deterministic_debug_mode(0)  # on a GPU the draw has a sum that is not deterministic
         return tokenizer.decode(generate(model, prompt, **settings)[0].tokens)
 
 

@@ -141,6 +141,6 @@ class GPUKernels(TorchFunctionMode):
             return torch.layer_norm(args[0].float(), args[1], kwargs["weight"])
         if self.bfloat16 and func is F.linear:
             args = [None if tensor is None else tensor.bfloat16() for tensor in args]
-        elif func in (F.cross_entropy, Tensor.square):
+        elif func is F.cross_entropy:
             args = (args[0].float(), *args[1:])
         return func(*args, **kwargs)

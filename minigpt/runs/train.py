@@ -143,7 +143,7 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
         trainer.fit(module, TokenDataModule(corpus, cfg), ckpt_path=resume or None)
         if trainer.is_global_zero or trainer.checkpoint_callback is None:  # sharded weights need all ranks
             best = folder / BEST  # as sample.py loads it
-            model = load_checkpoint(best, device=module.device)[0] if best.exists() else module.model
+            model = load_checkpoint(best, device=trainer.strategy.root_device)[0] if best.exists() else module.model
             sample = final_sample(model, corpus.tokenizer, seed=cfg.seed)
         status, reason = "completed", early_stopping_reason(trainer)
     except (Interrupted, KeyboardInterrupt, SystemExit):  # submitit ends a job with SystemExit

@@ -79,6 +79,7 @@ def build_trainer(cfg: DictConfig, folder: Path, *callbacks: Callback) -> L.Trai
             enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
             enable_model_summary=False,
             use_distributed_sampler=False,
+            inference_mode=False,  # FSDP2 would keep gathered weights that training cannot use; gloo has none either
         )
     except Exception as error:  # Lightning raises a dozen kinds for an option that it rejects
         raise UserError(f"the trainer cannot be built: {error}") from error

@@ -214,7 +214,7 @@ class _Worker:
 def visible_gpus() -> list[str]:
     """Return the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES, without importing torch."""
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [name for name in visible.split(",") if name]
+        return [name for name in visible.split(",") if name not in ("", "-1")]
     if sys.platform == "darwin" and platform.machine() == "arm64":
         return ["0"]  # Apple silicon has one
     try:

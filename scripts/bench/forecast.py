@@ -1,4 +1,4 @@
-"""Forecasts compared with runs on a CPU: peak memory, bytes that DDP sends, and step time on a limited link.
+"""Forecasts compared with runs on a CPU: peak memory, sent bytes, and step time on a limited link.
 
 Bytes and time need root and Linux, because they are measured in network namespaces: gloo sends with TCP, whose headers
 are in the measured bytes, but not in the predicted ones.
@@ -36,7 +36,7 @@ MODELS = {  # values of GPTConfig, and sequences
     "10.6M": ({"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "vocab_size": 65, **LLAMA}, 4),
     "23.2M": ({"n_layer": 6, "n_head": 8, "n_embd": 512, "block_size": 256, "vocab_size": 8192}, 4),
 }
-STEPS = 100
+STEPS, STRATEGIES = 40, ("ddp", "fsdp", "diloco")
 TIMED = {"n_layer": 8, "n_head": 8, "n_embd": 512, "block_size": 64}  # 25M parameters: four buckets
 TIMED_BATCH, TIMED_STEPS, MBITS = 4, 8, (100, 200, 400)
 CHARACTERS = 65  # of tiny shakespeare
@@ -65,19 +65,26 @@ def peak_memory() -> dict[str, float]:
     return row
 
 
-def sent_bytes(folder: Path) -> dict[str, float]:
-    """Compare the bytes per step of two processes on one host: of 200 steps minus those of 100 steps."""
-    sent = []
-    with namespace("forecast-lo") as inside:
-        for steps in (STEPS, 2 * STEPS):
-            before = transmitted("forecast-lo")
-            start = [*inside, sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-            run([*start, *training(folder / f"bytes{steps}", steps), "trainer=ddp"])
-            sent.append(transmitted("forecast-lo") - before)
+def sent_bytes(folder: Path, strategies: Sequence[str] = STRATEGIES) -> dict[str, float]:
+    """Compare the bytes per step of two processes on one host: of a run minus those of one of half its length.
+
+    gloo reduces and scatters gradients of FSDP by an all-reduce, which sends twice as much as NCCL's ring.
+    """
     values = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "bias": False, "position": "rope"}
-    predicted = step_time(sizes_of(values | {"vocab_size": CHARACTERS}), Parallelism("ddp", 2, 2, 1, 1), 0)["sent"]
-    measured = (sent[1] - sent[0]) / STEPS / 2
-    return compared("model=nano, ddp: MB sent per device and step", predicted / 1e6, measured / 1e6)
+    sizes, row = sizes_of(values | {"vocab_size": CHARACTERS}), {}
+    for strategy in strategies:
+        sent = []
+        with namespace("forecast-lo") as inside:
+            for steps in (STEPS, 2 * STEPS):
+                before = transmitted("forecast-lo")
+                start = [*inside, sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+                run([*start, *training(folder / f"{strategy}{steps}", steps), f"trainer={strategy}"])
+                sent.append(transmitted("forecast-lo") - before)
+        predicted = step_time(sizes, Parallelism(strategy, 2, 2, 1, 1), 0)["sent"]
+        predicted += sizes.weights / 2 if strategy == "fsdp" else 0  # of gloo
+        measured = (sent[1] - sent[0]) / STEPS / 2
+        row |= compared(f"model=nano, {strategy}: MB sent per device and step", predicted / 1e6, measured / 1e6)
+    return row
 
 
 def step_times(folder: Path) -> dict[str, float]:

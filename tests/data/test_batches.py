@@ -206,7 +206,7 @@ def test_repeat_cycles_through_the_first_batches(repeat, first):
 # Validation.
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.integers(1, 16), st.integers(2, 300), st.integers(1, 9))
 def test_validation_scores_every_target_once_on_any_number_of_ranks(block_size, n, batch_size):
     for world_size in (1, 2, 3):

@@ -5,8 +5,9 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from minigpt.data.shards import fetch, find_shards
 from minigpt.data.token_files import Tokens
 from minigpt.utils.errors import RunError, UserError
 
+PAUSE = 2.0  # seconds
 IDS = np.random.default_rng(0).integers(0, 256, 6000).astype(np.uint16)
 
 
@@ -119,7 +121,7 @@ def test_an_id_outside_the_vocabulary_raises_with_the_shard(tmp_path):
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """Serve files, also parts of them, and fail as the server's `faults` say: a status, or "cut" per GET."""
+    """Serve files, also parts of them; per GET a fault of the server's `faults`: a status, "cut" or "pause"."""
 
     def do_HEAD(self):
         self.answer(with_content=False)
@@ -143,7 +145,12 @@ class Handler(SimpleHTTPRequestHandler):
         self.send_header("ETag", f'"{file.stat().st_mtime_ns}"')
         self.end_headers()
         if with_content:
-            self.wfile.write(content[: len(content) // 2] if fault == "cut" else content)
+            half = len(content) // 2
+            self.wfile.write(content[:half])
+            if fault == "pause":
+                time.sleep(PAUSE)
+            with suppress(OSError):  # the client may have closed the connection
+                self.wfile.write(b"" if fault == "cut" else content[half:])
         self.close_connection = True
         return None
 
@@ -202,6 +209,15 @@ def test_a_shard_arrives_after_errors_and_cut_connections(http, tmp_path, faults
     http.server.faults += faults
     assert fetch(shard).read_bytes() == (tmp_path / "server/train_0003.bin").read_bytes()
     assert gets(http, "train_0003.bin") == len(faults) + 1
+
+
+def test_a_slow_answer_is_awaited_and_a_silent_server_is_asked_again(http, tmp_path, monkeypatch):
+    for silent_seconds, attempts in ((60, 1), (PAUSE / 4, 2)):
+        monkeypatch.setattr(shards, "_SILENT_SECONDS", silent_seconds)
+        (shard,) = find_shards("", f"{http.url}/train_000{attempts}.bin", tmp_path / "remote")
+        http.server.faults += ["pause"]
+        assert fetch(shard).read_bytes() == (tmp_path / f"server/train_000{attempts}.bin").read_bytes()
+        assert gets(http, f"train_000{attempts}.bin") >= attempts
 
 
 @pytest.mark.parametrize(("fault", "reason"), [(500, "500"), ("cut", "61 of 122 bytes")])

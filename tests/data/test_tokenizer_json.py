@@ -185,7 +185,8 @@ def test_every_character_is_split_as_by_tiktoken(name: str) -> None:
     assert encoding is not None
     written = theirs(ours)
     for first in range(0, 0x110000, 0x1000):
-        characters = [chr(i) for i in range(first, first + 0x1000) if not 0xD800 <= i < 0xE000]
+        step = 16 if 0x20000 <= first < 0xE0000 or first >= 0xF0000 else 1  # ideographs; private use
+        characters = [chr(i) for i in range(first, first + 0x1000, step) if not 0xD800 <= i < 0xE000]
         text = "".join(f"x{c}1{c}{c} {c}\n'{c}S.{c}\u0301" for c in characters)
         assert written.encode(text).ids == encoding.encode_ordinary(text)
 

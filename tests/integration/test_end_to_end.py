@@ -111,8 +111,7 @@ def test_a_batch_that_two_processes_cannot_share_is_one_line(launch: Callable[..
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(("signum", "devices"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_a_signal_saves_a_checkpoint_and_ends_the_run(
     small: list[str], tmp_path: Path, signum: signal.Signals, devices: int
 ) -> None:

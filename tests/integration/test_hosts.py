@@ -96,13 +96,13 @@ def files(folder: Path) -> set[str]:
 
 CASES = [
     pytest.param(hosts, ranks, [*settings], rel, id=f"{name}-{hosts}x{ranks}", marks=[] if quick else pytest.mark.slow)
-    for name, settings, rel in (
-        ("ddp", [*DDP, "ema_decay=0.9"], 1e-6),
-        ("muon", [*DDP, *MUON], 1e-6),
-        ("fsdp", FSDP, 1e-3),
+    for name, settings, rel, places in (
+        ("ddp", [*DDP, "ema_decay=0.9"], 1e-6, ((2, 1), (4, 1))),
+        ("muon", [*DDP, *MUON], 1e-6, ((2, 2),)),
+        ("fsdp", [*FSDP, *MUON, "ema_decay=0.9"], 1e-3, ((2, 2), (4, 1))),
     )
-    for hosts, ranks in ((2, 1), (2, 2), (4, 1))
-    for quick in [name != "muon" and (hosts, ranks) == (2, 1)]
+    for hosts, ranks in places
+    for quick in [(hosts, ranks) == (2, 1)]
 ]
 
 
@@ -192,14 +192,9 @@ def test_a_slow_network_and_a_host_with_pauses_change_no_number(
 # Hosts, ranks per host, settings, the fault, and what every host prints of it.
 FAULTS: dict[str, tuple[int, int, list[str], Callable[[Hosts], None], list[str]]] = {
     "link down": (2, 1, DDP, lambda hosts: hosts.disconnect(1), ["rank 1 (host b)", "rank 0 (host a)"]),
-    "link down, fsdp": (2, 1, FSDP, lambda hosts: hosts.disconnect(1), ["rank 1 (host b)", "rank 0 (host a)"]),
     "one of four ranks": (
-        *(2, 2, DDP, lambda hosts: kill(rank_pid(hosts, 1, 3), signal.SIGKILL)),
+        *(2, 2, FSDP, lambda hosts: kill(rank_pid(hosts, 1, 3), signal.SIGKILL)),
         ["rank 3 (host b)", "rank 3 (host b)"],
-    ),
-    "another host": (
-        *(3, 1, DDP, lambda hosts: kill_host(hosts, 2)),
-        ["rank 2 (host c)", "rank 2 (host c)", ""],
     ),
     "first host": (3, 1, DDP, lambda hosts: kill_host(hosts, 0), ["", "rank 0 (host a)", "rank 0 (host a)"]),
 }
@@ -236,7 +231,7 @@ def test_a_run_that_loses_a_host_ends_with_its_name_and_resumes(
         weights = (read(folder / LAST)["state_dict"].values() for folder in (run, uninterrupted))
         assert all(map(torch.equal, *weights))
     else:  # DDP regroups gradients after the first step of a process, and a sum of more than two depends on its order
-        assert_close(run, uninterrupted, rel=1e-12)
+        assert_close(run, uninterrupted, 1e-12 if settings == DDP else 1e-3)
     single = [*one_process(settings), "data.batch_size=12", "eval_every=20", *SETTINGS[2:]]
     train(*single, longer, "resume=auto", folder=tmp_path / "one")
     assert_close(tmp_path / "one", uninterrupted, 1e-6 if settings == DDP else 1e-3)

@@ -24,8 +24,8 @@ SHORT = [
 ]
 SMALL_SWEEP = ["model.n_head=2", "model.n_embd=8,16"]
 SUBPROCESS = {"-m", "trainer.devices=2", "logger=wandb", "--interactive"}  # arguments that need a new process
-ENDLESS = {"scripts/serve.py"}  # run by tests/serve/test_serve_script.py
-SLOW = {"-m", "trainer.devices=2", "scripts/bench", "logger=wandb", "experiment=nanogpt_gpu"}
+ELSEWHERE = {"scripts/serve.py", "scripts/bench"}  # run by tests/serve/test_serve_script.py, and by test_bench.py
+SLOW = {"-m", "trainer.devices=2", "logger=wandb", "experiment=nanogpt_gpu"}
 
 
 def commands(first: str) -> list[list[str]]:
@@ -82,7 +82,7 @@ def call_in_process(script: str, *arguments: str) -> None:
     [
         pytest.param(words, marks=[pytest.mark.slow] if SLOW & {*words} else [])
         for words in commands("python")
-        if not ENDLESS & {*words}
+        if not ELSEWHERE & {*words}
     ],
     ids=" ".join,
 )
@@ -108,10 +108,7 @@ def test_every_script_command_runs(
         arguments += [*(option for option in SHORT if not (pretrained and "n_layer" in option)), *folders]
         arguments += [*SMALL_SWEEP, f"data.path={text}", f"data.folder={tmp_path}/data"] if "-m" in arguments else []
         arguments += ["trainer.accelerator=cpu"] if "trainer.devices=2" in arguments else []
-    if script == "scripts/bench":
-        small_data = [f"data.path={text}", f"data.folder={tmp_path}/data", "log_every=1"]
-        arguments += ["--rounds", "1", "--out", "bench.json", "--overrides", *SHORT, *small_data]
-    if SUBPROCESS & set(arguments) or script == "scripts/bench":
+    if SUBPROCESS & set(arguments):
         output = call(script, *arguments, folder=tmp_path)
     else:
         monkeypatch.chdir(tmp_path)

@@ -36,6 +36,7 @@ RUNS = {
     "recomputed": (["trainer=fsdp", "checkpoint_blocks=1"], [], 1e-4),
     "reduced": (["trainer=fsdp", REDUCED], [REDUCED], 1e-3),
 }
+QUICK = ("ddp", "sharded")
 DILOCO = ["trainer=diloco", "trainer.strategy.outer_every=4", "schedule=constant"]
 STEPS, EVAL_EVERY, OUTER_EVERY, OUTER_LR, OUTER_MOMENTUM = 20, 10, 4, 0.85, 0.3
 
@@ -50,25 +51,32 @@ def base(text: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespac
 
 @pytest.fixture(scope="module")
 def on_two(base: SimpleNamespace) -> Path:
-    """The runs, on two ranks; that of DiLoCo whole, and stopped after ten steps and resumed."""
+    """The QUICK runs on two ranks, and those of DiLoCo: whole, and stopped after ten steps and resumed."""
     diloco = {
         "diloco": [*DILOCO, DOUBLE],
         "whole": DILOCO,
         "stopped": [*DILOCO, "max_steps=10"],
         "resumed": [*DILOCO, f"resume={base.folder}/stopped"],
     }
-    runs = {name: overrides for name, (overrides, *_) in RUNS.items()} | diloco
-    train_on_ranks(
-        [
-            [*base.settings, *overrides, "trainer.accelerator=cpu", "trainer.devices=2", f"hydra.run.dir={folder}"]
-            for folder, overrides in ((base.folder / name, overrides) for name, overrides in runs.items())
-        ]
-    )
+    return train_on_two(base, {name: RUNS[name][0] for name in QUICK} | diloco)
+
+
+@pytest.fixture(scope="module")
+def others_on_two(base: SimpleNamespace, on_two: Path) -> Path:
+    return train_on_two(base, {name: overrides for name, (overrides, *_) in RUNS.items() if name not in QUICK})
+
+
+def train_on_two(base: SimpleNamespace, runs: dict[str, list[str]]) -> Path:
+    two = [*base.settings, "trainer.accelerator=cpu", "trainer.devices=2"]
+    train_on_ranks([[*two, *overrides, f"hydra.run.dir={base.folder}/{name}"] for name, overrides in runs.items()])
     return Path(base.folder)
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_two_ranks_train_as_one(on_two: Path, base: SimpleNamespace, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in RUNS])
+def test_two_ranks_train_as_one(
+    base: SimpleNamespace, tmp_path: Path, name: str, request: pytest.FixtureRequest
+) -> None:
+    on_two = request.getfixturevalue("on_two" if name in QUICK else "others_on_two")
     _, overrides, tolerance = RUNS[name]
     minigpt.train([*base.settings, *overrides, f"hydra.run.dir={tmp_path}"])
     assert losses(on_two / name) == pytest.approx(losses(tmp_path), rel=tolerance)
@@ -77,14 +85,16 @@ def test_two_ranks_train_as_one(on_two: Path, base: SimpleNamespace, tmp_path: P
         assert (found - expected).norm() <= 30 * tolerance * expected.norm(), key
 
 
-def test_ranks_write_the_file_that_one_rank_gathers(on_two: Path) -> None:
-    gathered, parallel = (read(on_two / name / LAST) for name in ("sharded", "parallel"))
+@pytest.mark.slow
+def test_ranks_write_the_file_that_one_rank_gathers(others_on_two: Path) -> None:
+    gathered, parallel = (read(others_on_two / name / LAST) for name in ("sharded", "parallel"))
     assert differences(gathered, parallel) <= {"minigpt", "callbacks"}  # the settings of the run, and its seconds
 
 
-def test_compressed_gradients_are_rounded(on_two: Path, base: SimpleNamespace, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_compressed_gradients_are_rounded(others_on_two: Path, base: SimpleNamespace, tmp_path: Path) -> None:
     minigpt.train([*base.settings, f"hydra.run.dir={tmp_path}"])
-    assert losses(on_two / "compressed") != pytest.approx(losses(tmp_path), rel=1e-8)
+    assert losses(others_on_two / "compressed") != pytest.approx(losses(tmp_path), rel=1e-8)
 
 
 def test_diloco_equals_a_loop_over_workers_in_plain_torch(on_two: Path, base: SimpleNamespace) -> None:

@@ -75,9 +75,10 @@ def test_gpus_are_those_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch
     visible_gpus.cache_clear()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-8f")
     assert visible_gpus() == ["3", "GPU-8f"]
-    visible_gpus.cache_clear()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert visible_gpus() == []
+    for none in ("", "-1"):
+        visible_gpus.cache_clear()
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
+        assert visible_gpus() == []
 
 
 @pytest.mark.parametrize("script", ["#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n", "no program", None])
