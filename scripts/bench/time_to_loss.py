@@ -166,10 +166,11 @@ def plot_time_to_loss(rows: Sequence[dict[str, Any]], losses: Sequence[float], f
         for axis, x in zip(axes, (seconds, launched, tokens), strict=True):
             axis.plot(x, loss, color=color, label=label, linewidth=1.4, alpha=0.85)
     names = ("training time (s)", "time since launch without validation (s)", "tokens")
+    top = max(2.6, 1.2 * min(point["loss"] for row in rows for point in row["curve"]))
     for axis, name in zip(axes, names, strict=True):
         for loss in losses:
             axis.axhline(loss, color="gray", linestyle=":", linewidth=1)
-        axis.set(xlabel=name, xscale="log", ylim=(None, 2.6))
+        axis.set(xlabel=name, xscale="log", ylim=(None, top))
         axis.grid(alpha=0.3)
     for loss in losses:
         axes[0].annotate(f"{loss}", (0.01, loss), xycoords=("axes fraction", "data"), va="bottom", color="gray")
