@@ -16,12 +16,18 @@ import minigpt
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS, CONFIGS = ROOT / "scripts", ROOT / "configs"
+TEST_DEVICE = os.environ.get("MINIGPT_TEST_DEVICE", "cuda")  # of tests marked gpu; cpu rehearses them
 
 # Tests compare runs bitwise, and results depend on the number of threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # tiktoken's cache may be beside the folder of texts.
 if (texts := os.environ.get("MINIGPT_DATA_DIR")) and (beside := Path(texts, "../tiktoken_cache")).is_dir():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(beside.resolve()))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and TEST_DEVICE == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -18,14 +18,13 @@ Prints a table and writes the measurements as JSON.
   python scripts/bench serve         1, 4, 16 and 64 clients of the server, compared with scripts/sample.py
   python scripts/bench sweep         nine runs in parallel, sequentially, and as separate processes
   python scripts/bench widths        loss over learning rate at several widths
-  python scripts/bench gpu           the GPU recipes, and the MFU of GPT-2
   python scripts/bench muon          a step of Muon on 2 and 4 ranks, alone and divided
   python scripts/bench diloco --steps 1000
                                      loss, time and bytes of DiLoCo on a slow link, compared with DDP (root)
   python scripts/bench forecast      memory, bytes and time of training steps, compared with scripts/forecast.py (root)
   python scripts/bench attention     memory and time of fused and explicit attention over sequence lengths
 
-The baseline is nanoGPT's CPU recipe in plain PyTorch (scripts/bench/bare_nanogpt.py).
+The baseline is nanoGPT's CPU recipe in plain PyTorch (scripts/bench/bare_nanogpt.py). `gpu.py` is for a GPU.
 """
 
 import argparse
@@ -53,7 +52,6 @@ from common import (
 )
 from diloco import diloco
 from forecast import forecast
-from gpu import gpu
 from muon import muon
 from sampling import bandwidth, sampling
 from saving import saving
@@ -83,7 +81,6 @@ def step(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             bare = json.loads(launch([sys.executable, BARE_MINIGPT, *settings]).output.splitlines()[-1])
             launch([sys.executable, TRAIN, *settings, f"eval_every={args.steps}", f"hydra.run.dir={run}"])
             bare_speed, speed = bare["tokens"] / bare["seconds"], summary(run)["tokens_per_second"]
-            gb_s, bare_step = bandwidth(), bare["seconds"] / args.steps
             utilization = bare["flops_per_token"] / bare["matrix_flops"]  # per token/s
             row |= {
                 f"{recipe}: bare tokens/s": bare_speed,
@@ -91,9 +88,13 @@ def step(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                 f"{recipe}: ratio": speed / bare_speed,
                 f"{recipe}: bare utilization": bare_speed * utilization,
                 f"{recipe}: minigpt utilization": speed * utilization,
-                f"{recipe}: memory traffic MB": bare["bytes_per_step"] / 1e6,
-                f"{recipe}: memory time of the bare step": bare["bytes_per_step"] / 1e9 / gb_s / bare_step,
             }
+            if "bytes_per_step" in bare:  # on a CPU
+                gb, bare_step = bare["bytes_per_step"] / 1e9, bare["seconds"] / args.steps
+                row |= {
+                    f"{recipe}: memory traffic MB": 1e3 * gb,
+                    f"{recipe}: memory time of the bare step": gb / bandwidth() / bare_step,
+                }
         if "nanogpt_cpu" in recipes:
             result = bare_nanogpt([*args.overrides, f"max_steps={args.steps}", f"eval_every={args.steps}"])
             seconds = float(re.findall(r"train-s ([\d.]+)", result.output)[-1])
@@ -195,7 +196,6 @@ def main() -> None:
             data,
             diloco,
             forecast,
-            gpu,
             muon,
             saving,
             sampling,

@@ -87,10 +87,10 @@ def ours(run: Path) -> list[object]:
 
 
 def bare_nanogpt(settings: Sequence[str]) -> ProcessResult:
-    """Run the baseline with those overrides that it supports: data.path, max_steps, eval_every and seed."""
+    """Run the baseline with those settings that it supports: data.path, max_steps, eval_every, seed and device."""
     values = dict(setting.split("=", 1) for setting in settings)
     text = Path(values["data.path"]).resolve() if "data.path" in values else text_file()
-    options = [f"--{name}={values[name]}" for name in ("max_steps", "eval_every", "seed") if name in values]
+    options = [f"--{name}={values[name]}" for name in ("max_steps", "eval_every", "seed", "device") if name in values]
     return launch([sys.executable, BARE_NANOGPT, text, *options])
 
 

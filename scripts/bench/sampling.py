@@ -136,15 +136,14 @@ def in_transformers(model: Any) -> Any:
     return theirs
 
 
-def transformers_tokens(model: Any, n: int, streams: int) -> None:
-    """Generate `n` tokens per stream with transformers and its cache."""
+def transformers_tokens(model: Any, n: int, streams: int, *, static: bool = False) -> None:
+    """Generate `n` tokens per stream with transformers and its cache; a static cache compiles the step on a GPU."""
     import torch
 
-    prompt = torch.zeros(streams, 1, dtype=torch.long)
-    mask = torch.ones_like(prompt)
-    model.generate(
-        prompt, attention_mask=mask, max_new_tokens=n, do_sample=True, temperature=0.8, top_k=0, pad_token_id=0
-    )
+    prompt = torch.zeros(streams, 1, dtype=torch.long, device=model.device)
+    options = {"cache_implementation": "static"} if static else {}
+    options |= {"attention_mask": torch.ones_like(prompt), "pad_token_id": 0}
+    model.generate(prompt, max_new_tokens=n, do_sample=True, temperature=0.8, top_k=0, **options)
 
 
 def startup(model: Any, name: str, folder: Path) -> dict[str, float]:

@@ -76,14 +76,15 @@ def run_recipe(recipe: str, seed: int, run: Path, overrides: Sequence[str]) -> d
 @torch.inference_mode()
 def nanogpt_estimate(run: Path) -> float:
     """The validation loss of the best checkpoint as nanoGPT estimates it: over 200 batches of 64 random windows."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     corpus = load_corpus(*(OmegaConf.load(run / ".hydra/config.yaml")[name] for name in ("data", "tokenizer")))
-    model, _ = load_checkpoint(run, device="cpu")
-    tokens = torch.from_numpy(corpus.tokens("val")[:].astype(np.int64))
+    model, _ = load_checkpoint(run, device=device)
+    tokens = torch.from_numpy(corpus.tokens("val")[:].astype(np.int64)).to(device)
     generator, window = torch.Generator().manual_seed(0), torch.arange(model.config.block_size + 1)
     losses = []
     for _ in range(200):
         start = torch.randint(len(tokens) - len(window) + 1, (64, 1), generator=generator)
-        batch = tokens[start + window]  # (B, T + 1)
+        batch = tokens[(start + window).to(device)]  # (B, T + 1)
         losses.append(model(batch[:, :-1], batch[:, 1:]).item())
     return statistics.mean(losses)
 
@@ -142,7 +143,7 @@ def show_time_to_loss(rows: Sequence[dict[str, Any]], losses: Sequence[float]) -
 def spread(values: Sequence[float], digits: int = 1) -> str:
     """Format median, minimum and maximum."""
     middle, low, high = statistics.median(values), min(values), max(values)
-    return f"{middle:.{digits}f} ({low:.{digits}f}–{high:.{digits}f})" if len(values) > 1 else f"{middle:.{digits}f}"
+    return f"{middle:,.{digits}f}" + (f" ({low:,.{digits}f}–{high:,.{digits}f})" if len(values) > 1 else "")
 
 
 def plot_time_to_loss(rows: Sequence[dict[str, Any]], losses: Sequence[float], file: Path) -> None:
@@ -165,10 +166,11 @@ def plot_time_to_loss(rows: Sequence[dict[str, Any]], losses: Sequence[float], f
         for axis, x in zip(axes, (seconds, launched, tokens), strict=True):
             axis.plot(x, loss, color=color, label=label, linewidth=1.4, alpha=0.85)
     names = ("training time (s)", "time since launch without validation (s)", "tokens")
+    top = max(2.6, 1.2 * min(point["loss"] for row in rows for point in row["curve"]))
     for axis, name in zip(axes, names, strict=True):
         for loss in losses:
             axis.axhline(loss, color="gray", linestyle=":", linewidth=1)
-        axis.set(xlabel=name, xscale="log", ylim=(None, 2.6))
+        axis.set(xlabel=name, xscale="log", ylim=(None, top))
         axis.grid(alpha=0.3)
     for loss in losses:
         axes[0].annotate(f"{loss}", (0.01, loss), xycoords=("axes fraction", "data"), va="bottom", color="gray")

@@ -6,16 +6,19 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import CONFIGS, SCRIPTS
+from conftest import CONFIGS, ROOT, SCRIPTS
 from hydra import compose, initialize_config_dir
 from matplotlib import image
 
+from minigpt.checkpoints.find import LAST
 from minigpt.config import GPTConfig
 from minigpt.model import GPT
 from minigpt.schedules import cosine
@@ -92,21 +95,87 @@ def test_the_step_benchmark_compares_recipes_with_bare_loops(small: list[str], t
     assert results["nanogpt_cpu: baseline tokens/s"] > 0
 
 
+def gpu_bench(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPTS / "bench/gpu.py"), *arguments]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=900)
+
+
 @pytest.mark.slow
-def test_the_gpu_benchmark_measures_all_gpu_recipes(small: list[str], tmp_path: Path) -> None:
-    options = ["--rounds", "1", "--overrides", *small, "compile=false"]
-    done = bench("gpu", *options, folder=tmp_path)
+def test_the_gpu_benchmark_rehearses_all_parts_on_a_cpu(tmp_path: Path) -> None:
+    done = gpu_bench("--rehearse", "--seeds", "2", "--out", "out", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    results = measurements(tmp_path, "gpu")
-    assert results["best_gpu: best loss"] > 0
-    assert math.isnan(results["fast_gpu: steps to 1.4655"])  # a tiny model does not reach it in 20 steps
-    assert results["gpt2: tokens_per_second"] > 0
+    parts = json.loads((tmp_path / "out/results.json").read_text(encoding="utf-8"))["parts"]
+    rows = {table: part["rows"][table] for part in parts.values() for table in part["rows"]}
+    assert [row["row"] for row in rows["recipes"]] == ["fast_gpu", "best_gpu"] * 2 + ["nanoGPT's recipe, bare loop"]
+    for row in rows["gpt2"]:
+        per_step = int(row["row"]) * 16  # tokens
+        overhead = per_step / row["tokens/s"] - per_step / row["bare tokens/s"]
+        assert row["overhead ms per step"] == pytest.approx(1e3 * overhead)
+    for row in rows["memory"]:
+        assert row["measured GB"] == pytest.approx(row["predicted GB"], rel=0.1)
+    assert {row["recovered"] for row in rows["faults"]} == {1}
+    tables = (tmp_path / "out/tables.md").read_text(encoding="utf-8")
+    assert tables.startswith("REHEARSAL")
+    assert tables in done.stdout
+    assert "failed" not in tables
+    for name in ("loss.png", "mfu.png"):
+        assert image.imread(tmp_path / "out" / name).shape[1] >= 600
+
+    other = gpu_bench("memory", "--rehearse", "--seeds", "1", "--out", "out", folder=tmp_path)
+    assert other.returncode == 0, other.stderr
+    merged = json.loads((tmp_path / "out/results.json").read_text(encoding="utf-8"))["parts"]
+    assert merged["recipes"] == parts["recipes"]
 
 
 def test_the_gpu_benchmark_without_a_gpu_fails_with_one_line(tmp_path: Path) -> None:
-    done = bench("gpu", folder=tmp_path)
+    done = gpu_bench(folder=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "found no CUDA GPU" in done.stderr
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module of the GPU benchmark."""
+    monkeypatch.syspath_prepend(str(SCRIPTS / "bench"))
+    import gpu
+
+    return gpu
+
+
+def test_the_page_of_the_gpu_has_the_tables_of_its_benchmark(gpu: ModuleType) -> None:
+    from session import NOT_MEASURED, format_tables
+
+    page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    blank = format_tables({"rehearsal": False, "parts": {}}, gpu.TABLES)
+    assert all(line in page for line in blank.splitlines() if line.startswith("| ") and NOT_MEASURED not in line)
+    assert all(f"python scripts/bench/gpu.py {part}" in page for part in gpu.PARTS)
+
+
+def test_a_part_that_fails_leaves_the_rows_of_the_others(gpu: ModuleType, tmp_path: Path, capsys: Any) -> None:
+    session = gpu.Session(tmp_path / "out", tmp_path, ["graphs", "memory"], gpu.TABLES, seeds=1, rehearse=True)
+    with session.row("graphs", "nano, minigpt, eager") as row:
+        row["tokens/s"] = 12345.6
+    with session.row("memory", "gpt2_xl, batch 8") as row:
+        row["predicted GB"] = 150.0
+        raise torch.OutOfMemoryError
+    assert not session.failed  # a model that is too large is a result
+    with session.row("memory", "gpt2, batch 1"):
+        raise ValueError("no such kernel")
+    assert session.failed
+    assert "memory: gpt2, batch 1: ValueError: no such kernel" in capsys.readouterr().err
+    tables = (tmp_path / "out/tables.md").read_text(encoding="utf-8")
+    assert "| nano, minigpt, eager | 12,346 | not measured |" in tables
+    assert "| gpt2_xl, batch 8 | 150.00 | out of memory | out of memory |" in tables
+    assert "| gpt2, batch 1 | failed | failed | failed |" in tables
+
+
+def test_checkpoints_of_other_seeds_differ(gpu: ModuleType, train: Callable[..., Any], tmp_path: Path) -> None:
+    from gpu_parts import different_tensors
+
+    one, other = (train(f"seed={seed}", "max_steps=2", folder=tmp_path / str(seed)).folder / LAST for seed in (1, 2))
+    assert different_tensors(one, one) == []
+    assert "state_dict['model.wte.weight']" in different_tensors(one, other)
 
 
 @pytest.fixture
@@ -118,14 +187,20 @@ def nanogpt(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return bare_nanogpt
 
 
-def test_the_baseline_equals_the_recipe_nanogpt_cpu(nanogpt: ModuleType) -> None:
+@pytest.mark.parametrize(("device", "params"), [("cpu", 804_096), ("cuda", 10_745_088)])
+def test_the_baseline_equals_the_recipe_of_nanogpt(nanogpt: ModuleType, device: str, params: int) -> None:
     """Same size, same loss with the same weights, same learning rate at every step."""
     torch.manual_seed(0)
+    recipe = nanogpt.RECIPES[device]
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        cfg = compose("train", overrides=["experiment=nanogpt_cpu"])
-    ours, baseline = GPT(GPTConfig(**{**cfg.model, "vocab_size": 65})), nanogpt.GPT(65)
-    assert sum(p.numel() for p in baseline.parameters()) == ours.num_params() == 804_096
-    assert (cfg.data.batch_size, cfg.model.block_size) == (nanogpt.BATCH, nanogpt.BLOCK)
+        cfg = compose("train", overrides=[f"experiment=nanogpt_{'cpu' if device == 'cpu' else 'gpu'}"])
+    ours, baseline = GPT(GPTConfig(**{**cfg.model, "vocab_size": 65})).eval(), nanogpt.GPT(65, recipe).eval()
+    assert sum(p.numel() for p in baseline.parameters()) == ours.num_params() == params
+    assert (cfg.data.batch_size, cfg.model.block_size, cfg.model.dropout) == (
+        recipe.batch,
+        recipe.block,
+        recipe.dropout,
+    )
     with torch.no_grad():  # both order parameters from the embeddings to the final norm, block by block
         for weight, reference in zip(ours.parameters(), baseline.parameters(), strict=True):
             assert weight.shape == reference.shape
@@ -144,7 +219,7 @@ def test_the_baseline_validates_on_every_token_but_the_first(
 ) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(nanogpt, "VAL_BATCH", 2)
-    model, tokens = nanogpt.GPT(9), torch.randint(9, (characters,))
+    model, tokens = nanogpt.GPT(9, nanogpt.RECIPES["cpu"]), torch.randint(9, (characters,))
     with torch.no_grad():
         windows = [slice(start, min(start + 64, characters - 1)) for start in range(0, characters - 1, 64)]
         losses = [model(tokens[None, :-1][:, at], tokens[None, 1:][:, at]).item() for at in windows]

@@ -1,4 +1,7 @@
-"""Run fault injection, print the table of results, and write its rows into docs/reliability.md."""
+"""Run fault injection, print the table of results, and write its rows into docs/reliability.md.
+
+MINIGPT_FAULTS_TRAINER=gpu runs it on a CUDA GPU.
+"""
 
 import argparse
 import os
@@ -53,18 +56,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.robustness.faults", description=__doc__)
     parser.add_argument("--only", metavar="NAME", default="", help="faults whose name contains NAME")
     parser.add_argument("--trials", type=int, help="trials per fault (default: of each fault); writes no rows")
+    parser.add_argument("--quick", action="store_true", help="the trials of the test suite; writes no rows")
     parser.add_argument("--seed", type=int, default=0, help="random seed of the trials (default: %(default)s)")
     options = parser.parse_args()
     chosen = [fault for fault in FAULTS if options.only.lower() in fault.name.lower()]
     if not chosen:
         parser.error(f"--only must be part of one of these names: {'; '.join(f.name for f in FAULTS)}")
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes inherit an ignored SIGINT
-    outcomes = [run_trials(fault, options.trials or fault.trials, options.seed) for fault in chosen]
+    trials = {fault: fault.quick_trials if options.quick else options.trials or fault.trials for fault in chosen}
+    outcomes = [run_trials(fault, count, options.seed) for fault, count in trials.items() if count]
     table = Table(*HEADINGS)
     for outcome in outcomes:
         table.add_row(*outcome.cells)
     Console().print(table)
-    if not options.trials:
+    if not (options.trials or options.quick):
         write_rows(outcomes, options.seed)
     raise SystemExit(any(outcome.failed for outcome in outcomes))
 

@@ -33,7 +33,7 @@ PROGRESS = ("step ", "model  ", "data  ", "training  ", "device  ", "run folder 
 # Wide enough that writing a checkpoint takes measurable time; with dropout, and rows between validations.
 STEPS, EVAL_EVERY = 24, 4
 SETTINGS = (
-    "trainer=cpu",
+    f"trainer={os.environ.get('MINIGPT_FAULTS_TRAINER', 'cpu')}",  # or gpu
     "model.block_size=16",
     "model.n_layer=2",
     "model.n_head=2",
@@ -49,6 +49,8 @@ SETTINGS = (
     "callbacks.samples.max_new_tokens=10",
 )
 
+# The fork server must not initialize CUDA, or its forks could not.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 # A run forked from a process that has imported torch starts immediately; a new interpreter takes ten seconds.
 _forkserver = multiprocessing.get_context("forkserver")
 _forkserver.set_forkserver_preload(
