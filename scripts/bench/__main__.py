@@ -19,7 +19,7 @@ Prints a table and writes the measurements as JSON.
   python scripts/bench sweep         nine runs in parallel, sequentially, and as separate processes
   python scripts/bench widths        loss over learning rate at several widths
   python scripts/bench muon          a step of Muon on 2 and 4 ranks, alone and divided
-  python scripts/bench diloco --steps 1000
+  python scripts/bench diloco --steps 4000
                                      loss, time and bytes of DiLoCo on a slow link, compared with DDP (root)
   python scripts/bench forecast      memory, bytes and time of training steps, compared with scripts/forecast.py (root)
   python scripts/bench attention     memory and time of fused and explicit attention over sequence lengths

@@ -8,31 +8,31 @@ from typing import Any
 from common import metrics
 from forecast import run, seconds_per_step, train_on_hosts, training, transmitted, two_hosts
 
-WORKERS, BATCH = (2, 4), 12  # sequences per worker and step
+WORKERS = (2, 4)
 MBIT, DELAY = 10, 0.05  # Mbit/s; seconds in each direction
+STRATEGIES = {"ddp": ["trainer=ddp"], "diloco": ["trainer=diloco", "trainer.strategy.compress=true"]}
 LINK_STEPS = {"ddp": 10, "diloco": 100}
-DILOCO = ["trainer=diloco", "trainer.strategy.compress=true"]
 
 
 def diloco(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Measure model=nano on tiny shakespeare; the loss of DDP is that of one device with the batches of all workers."""
+    """Measure model=nano on tiny shakespeare; the loss of DDP is that of one device."""
     rows = []
     for seed in range(1337, 1337 + args.rounds):
-        settings, row = [f"seed={seed}", "eval_batches=null", "model.dropout=0", "trainer.precision=auto"], {}
+        settings = [f"seed={seed}", "eval_batches=null", "model.dropout=0", "trainer.precision=auto"]
+        one = folder / f"one{seed}"
+        run([sys.executable, *training(one, args.steps), "trainer=cpu", *settings])
+        row = {"ddp: loss": last_loss(one)}
         for n in WORKERS:
-            one, out = folder / f"one{n}_{seed}", folder / f"diloco{n}_{seed}"
-            run([sys.executable, *training(one, args.steps, n * BATCH), "trainer=cpu", *settings])
+            out = folder / f"diloco{n}_{seed}"
             torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}"]
-            run([sys.executable, *torchrun, *training(out, args.steps, n * BATCH), *DILOCO, *settings])
-            row |= {f"{n} workers, ddp: loss": last_loss(one), f"{n} workers, diloco: loss": last_loss(out)}
-            row[f"{n} workers: ratio of the losses"] = last_loss(out) / last_loss(one)
+            run([sys.executable, *torchrun, *training(out, args.steps), *STRATEGIES["diloco"], *settings])
+            row |= {f"{n} workers: loss": last_loss(out), f"{n} workers: ratio": last_loss(out) / row["ddp: loss"]}
         link = f"{MBIT} Mbit/s and {1e3 * DELAY:g} ms"
         with two_hosts(DELAY) as hosts:
             for strategy, steps in LINK_STEPS.items():
                 out = folder / f"{strategy}{seed}"
                 before = transmitted("forecast-0", "forecast-0")
-                chosen = DILOCO if strategy == "diloco" else ["trainer=ddp"]
-                train_on_hosts(hosts, MBIT, [*training(out, steps), *chosen])
+                train_on_hosts(hosts, MBIT, [*training(out, steps), *STRATEGIES[strategy]])
                 sent = transmitted("forecast-0", "forecast-0") - before
                 row[f"{strategy}, {link}: s per step"] = seconds_per_step(out)
                 row[f"{strategy}, {link}: MB sent per device and step"] = sent / steps / 1e6
