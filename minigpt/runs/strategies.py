@@ -119,8 +119,8 @@ class DiLoCo(DDPStrategy):
         self,
         *,
         outer_every: int = 20,
-        outer_lr: float = 0.85,
-        outer_momentum: float = 0.3,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.6,
         compress: bool = False,
         **options: Any,
     ) -> None:
