@@ -117,7 +117,7 @@ def test_batches_are_on_the_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch, max_
         assert {(x.device, x.dtype, x.size(1)) for batch in read for x in batch} == {(CUDA, torch.int64, 8)}
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ["fast_gpu", *(pytest.param(name, marks=pytest.mark.slow) for name in RECIPES[1:])])
 def test_a_recipe_of_a_gpu_trains_and_validates_on_one_device(
     gpu: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -218,6 +218,7 @@ def test_with_16_mixed_gradients_are_clipped_after_the_loss_scale_is_removed(nam
     assert float(module.grad_norm) == pytest.approx(float(expected), rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "checkpoint_blocks"), [("best_gpu", None), ("nanogpt_gpu", 1)])
 def test_a_model_compiles_without_graph_breaks_and_once(
     monkeypatch: pytest.MonkeyPatch, name: str, checkpoint_blocks: int | None

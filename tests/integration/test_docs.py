@@ -27,7 +27,7 @@ def test_every_code_block_runs_and_prints_the_output_that_follows(page: Path) ->
     for block in blocks:
         language, body = block.groups()
         line = text.count("\n", 0, block.start()) + 1
-        if language == "bash" and page.name == "huggingface.md":  # test_readme.py runs them
+        if language == "bash" and page.name in ("huggingface.md", "gpu.md"):  # run by test_readme.py, test_bench.py
             continue
         if language == "text":
             assert body == printed, f"{page.name}, line {line}: the code above prints\n{printed}"

@@ -27,7 +27,7 @@ TRAINING = [f"max_steps={STEPS}", "eval_every=25", "trainer.accumulate_grad_batc
 DDP = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.precision=64-true"]
 FSDP = ["trainer=fsdp", "trainer.accelerator=cpu"]
 MUON = ["optimizer=muon", "optimizer.lr=0.02"]
-pytestmark = needs_hosts
+pytestmark = [needs_hosts, pytest.mark.slow]
 
 
 @pytest.fixture
@@ -95,14 +95,13 @@ def files(folder: Path) -> set[str]:
 
 
 CASES = [
-    pytest.param(hosts, ranks, [*settings], rel, id=f"{name}-{hosts}x{ranks}", marks=[] if quick else pytest.mark.slow)
+    pytest.param(hosts, ranks, [*settings], rel, id=f"{name}-{hosts}x{ranks}")
     for name, settings, rel, places in (
         ("ddp", [*DDP, "ema_decay=0.9"], 1e-6, ((2, 1), (4, 1))),
         ("muon", [*DDP, *MUON], 1e-6, ((2, 2),)),
         ("fsdp", [*FSDP, *MUON, "ema_decay=0.9"], 1e-3, ((2, 2), (4, 1))),
     )
     for hosts, ranks in places
-    for quick in [(hosts, ranks) == (2, 1)]
 ]
 
 
@@ -134,7 +133,6 @@ def test_hosts_give_the_losses_of_one_process_and_the_first_holds_the_run(
         assert hosts.sent_bytes(host) > PARAMETERS * 4 * STEPS  # gradients of every step
 
 
-@pytest.mark.slow
 def test_hosts_with_different_texts_or_without_one_do_not_start(
     start: Callable[[int], Hosts], small: list[str]
 ) -> None:
@@ -166,7 +164,6 @@ def kill_host(hosts: Hosts, host: int) -> None:
         kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.slow
 def test_a_slow_network_and_a_host_with_pauses_change_no_number(
     start: Callable[[int], Hosts], small: list[str]
 ) -> None:
@@ -200,7 +197,6 @@ FAULTS: dict[str, tuple[int, int, list[str], Callable[[Hosts], None], list[str]]
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_run_that_loses_a_host_ends_with_its_name_and_resumes(
     start: Callable[[int], Hosts], small: list[str], train: Callable[..., Any], tmp_path: Path, fault: str

@@ -351,6 +351,7 @@ def test_a_search_runs_n_trials_within_the_bounds_and_improves(plan: Callable[..
     assert [len(batch) for batch in rest.batches] == [3]  # nine of twelve had ended
 
 
+@pytest.mark.slow
 def test_a_search_over_tokenizers_minimizes_bits_per_byte(plan: Callable[..., Any]) -> None:
     """By nats per token bytes would be best: 1.5 of them against 2, of tokens that are twice as long."""
     engine = Engine(lambda settings: {"byte": 1.5, "bpe": 2.0}[settings["tokenizer"]], {"byte": 1.0, "bpe": 2.0})
@@ -359,6 +360,7 @@ def test_a_search_over_tokenizers_minimizes_bits_per_byte(plan: Callable[..., An
     assert chosen[-10:].count("bpe") >= 8
 
 
+@pytest.mark.slow
 def test_a_search_does_not_count_impossible_points(plan: Callable[..., Any]) -> None:
     engine = Engine()
     search = ["hydra/sweeper=optuna", "model.n_embd=range(30,40)", "model.n_head=2,4", "optimizer.lr=interval(0.1,0.2)"]
@@ -368,6 +370,7 @@ def test_a_search_does_not_count_impossible_points(plan: Callable[..., Any]) -> 
     assert all(int(value["model.n_embd"]) % int(value["model.n_head"]) == 0 for value in values_of(sweeper))
 
 
+@pytest.mark.slow
 def test_a_search_ends_if_fewer_points_than_n_trials_exist(plan: Callable[..., Any]) -> None:
     engine = Engine()
     plan("hydra/sweeper=optuna", "seed=1,2", "hydra.sweeper.n_trials=3", engine=engine)
