@@ -149,12 +149,12 @@ def test_every_extra_of_the_readme_exists() -> None:
     assert (ROOT / "constraints.txt").read_text(encoding="utf-8").count("\ntorch==2.13.0\n") == 1
 
 
-def test_the_python_example_runs(trained: Path) -> None:
+def test_the_python_example_runs(trained: Path, tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     text = f'"data.path={trained}/all.txt", '  # no download
     assert example.count('train(["') == 1
     example = example.replace('train(["', f'train([{text}"')
-    subprocess.run([sys.executable, "-c", example], cwd=trained, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", example], cwd=tmp_path, check=True, capture_output=True)
 
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/reliability.md"])
