@@ -15,6 +15,7 @@ import time
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from secrets import compare_digest, token_hex
 from typing import Any
 
 import lightning.pytorch as L
@@ -46,14 +47,14 @@ class LostRanks(Callback):
         self.ended = threading.Event()  # the main thread left the training
         several = trainer.num_nodes > 1
         server = _listen(several) if self.rank == 0 else None
-        mine = platform.node(), server.getsockname()[1] if server else 0
-        self.hosts, (port, *_) = zip(*gather_objects(mine), strict=True)
+        mine = platform.node(), server.getsockname()[1] if server else 0, token_hex()
+        self.hosts, (port, *_), (token, *_) = zip(*gather_objects(mine), strict=True)
         if server:
-            self.connections = _accept(server, trainer.world_size - 1)
+            self.connections = _accept(server, token, trainer.world_size - 1)
         else:
             address = os.environ["MASTER_ADDR"] if several else _LOOPBACK
             self.connections = {0: socket.create_connection((address, port))}
-            self._send(str(self.rank))
+            self._send(f"{token} {self.rank}")
         for rank, connection in self.connections.items():
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in KEEPALIVE.items():  # macOS has other names for them
@@ -146,14 +147,16 @@ def _listen(several_hosts: bool) -> socket.socket:
     return socket.create_server(("", 0))
 
 
-def _accept(server: socket.socket, n: int) -> dict[int, socket.socket]:
-    """Accept the connections of `n` ranks, which send their rank."""
+def _accept(server: socket.socket, token: str, n: int) -> dict[int, socket.socket]:
+    """Accept the connections of `n` ranks; other programs do not have the token."""
     connections: dict[int, socket.socket] = {}
     server.settimeout(WAIT_SECONDS)
     while len(connections) < n:
         connection = server.accept()[0]
-        with suppress(OSError, ValueError):  # another program
+        with suppress(OSError, ValueError):
             connection.settimeout(WAIT_SECONDS)
-            connections[int(connection.makefile(encoding="utf-8").readline())] = connection
+            given, rank = connection.makefile(encoding="utf-8").readline().split()
             connection.settimeout(None)
+            if compare_digest(given, token):
+                connections[int(rank)] = connection
     return connections

@@ -100,8 +100,8 @@ CASES = [
         ("ddp", [*DDP, "ema_decay=0.9"], 1e-6, ((2, 1), (4, 1))),
         ("muon", [*DDP, *MUON], 1e-6, ((2, 2),)),
         ("fsdp", [*FSDP, "ema_decay=0.9"], 1e-3, ((2, 2),)),
-        # Rounding grows: matrices are orthogonalized in bfloat16.
-        ("fsdp with muon", [*FSDP, "optimizer=muon", "optimizer.lr=0.002", "ema_decay=0.9"], 1e-2, ((4, 1),)),
+        # Matrices are orthogonalized in bfloat16, whose rounding grows with the learning rate.
+        ("fsdp with muon", [*FSDP, "optimizer=muon", "optimizer.lr=0.002", "ema_decay=0.9"], 1e-3, ((4, 1),)),
     )
     for hosts, ranks in places
 ]
