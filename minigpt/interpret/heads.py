@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from minigpt.attention import MultiHeadAttention
 from minigpt.model import GPT, eval_mode
@@ -130,8 +131,6 @@ def head_ablation(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple
 
     Source: Michel et al., 2019, https://arxiv.org/abs/1905.10650
     """
-    from tqdm import tqdm
-
     L, H = model.config.n_layer, model.config.n_head
     count = sum(int((targets >= 0).sum()) for _, targets in batches)
 
