@@ -5,9 +5,9 @@ import time
 from collections.abc import Collection, Sequence
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from minigpt.checkpoints.find import BEST, find_checkpoint, named_path, run_folder
+from minigpt.checkpoints.find import BEST, find_checkpoint, named_path
 from minigpt.utils.errors import UserError, require
 
 if TYPE_CHECKING:
@@ -104,13 +104,6 @@ class Models:
         found = kept.pop(key, None) or Engine(without_heads(original.model, key), original.tokenizer)
         kept[key] = found  # the last is the most recently used
         return found
-
-    def history(self, name: str) -> dict[str, Any] | None:
-        """Return the history of the run of a model; None if there is none."""
-        from minigpt.runs.history import read_history
-
-        path = Path(self.sources[name])
-        return read_history(run_folder(path) if path.is_file() else path)
 
     async def close(self) -> None:
         """Close all engines."""

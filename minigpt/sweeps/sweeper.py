@@ -230,7 +230,6 @@ class Grid(Sweeper):
 
 def _identity(config: DictConfig) -> str:
     """Hash a configuration without what does not change the run."""
-    values = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(values, dict)
-    relevant = {key: value for key, value in values.items() if key not in IRRELEVANT_GROUPS}
-    return hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    relevant = OmegaConf.masked_copy(config, [str(key) for key in config if key not in IRRELEVANT_GROUPS])
+    values = OmegaConf.to_container(relevant)
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
