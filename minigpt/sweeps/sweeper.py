@@ -19,7 +19,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import ConfigCompositionException
 from hydra.plugins import sweeper as hydra_sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from minigpt.runs.config_checks import load_parts
@@ -124,7 +124,9 @@ class Sweeper(hydra_sweeper.Sweeper):
     def compose(self, values: Mapping[str, str]) -> DictConfig:
         """Compose the configuration of a point, as its job will."""
         config = self.loader.load_sweep_config(self.cfg, self._overrides(values))
-        return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+        with open_dict(config):
+            del config["hydra"]
+        return config
 
     def _overrides(self, values: Mapping[str, str]) -> list[str]:
         return [*self.shared, *(f"{key}={value}" for key, value in values.items())]
@@ -230,6 +232,7 @@ class Grid(Sweeper):
 
 def _identity(config: DictConfig) -> str:
     """Hash a configuration without what does not change the run."""
-    relevant = OmegaConf.masked_copy(config, [str(key) for key in config if key not in IRRELEVANT_GROUPS])
-    values = OmegaConf.to_container(relevant)
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    values = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(values, dict)
+    relevant = {key: value for key, value in values.items() if key not in IRRELEVANT_GROUPS}
+    return hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()[:16]
