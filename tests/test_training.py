@@ -210,7 +210,7 @@ def test_a_failing_sample_is_a_warning(train: Callable[..., Any], monkeypatch: p
         raise RuntimeError("no text today")
 
     monkeypatch.setattr("minigpt.runs.samples.generate", fails)
-    monkeypatch.setattr("minigpt.runs.samples.plot_maps", fails)
+    monkeypatch.setattr("minigpt.interpret.plots.plot_maps", fails)
     run = train("callbacks=attention")
     assert run.summary["status"] == "completed"
     output = capsys.readouterr().err

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from minigpt.attention import MultiHeadAttention
 from minigpt.model import GPT, eval_mode
@@ -94,17 +95,12 @@ def head_names(table: Mapping[str, Tensor], length: int) -> list[list[str]]:
     Returns:
         L lists of H names.
     """
-    positions = {"previous token": table["previous"], "self": table["self"], "first token": table["first"]}
-
-    def name(layer: int, head: int) -> str:
-        if table["induction"][layer, head] > INDUCTION_THRESHOLD:
-            return "induction"
-        largest = max(positions, key=lambda position: float(positions[position][layer, head]))
-        named = length >= MIN_TOKENS_FOR_NAME and positions[largest][layer, head] > POSITION_THRESHOLD
-        return largest if named else ""
-
-    L, H = table["entropy"].shape
-    return [[name(layer, head) for head in range(H)] for layer in range(L)]
+    found = {"induction": table["induction"] > INDUCTION_THRESHOLD}  # (L, H) per name
+    if length >= MIN_TOKENS_FOR_NAME:
+        columns = {"previous token": "previous", "self": "self", "first token": "first"}
+        found |= {name: table[column] > POSITION_THRESHOLD for name, column in columns.items()}
+    L, H = table["induction"].shape
+    return [[next((name for name in found if found[name][i, j]), "") for j in range(H)] for i in range(L)]
 
 
 def format_table(table: Mapping[str, Tensor], names: Sequence[Sequence[str]]) -> str:
@@ -130,8 +126,6 @@ def head_ablation(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple
 
     Source: Michel et al., 2019, https://arxiv.org/abs/1905.10650
     """
-    from tqdm import tqdm
-
     L, H = model.config.n_layer, model.config.n_head
     count = sum(int((targets >= 0).sum()) for _, targets in batches)
 

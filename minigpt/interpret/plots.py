@@ -1,4 +1,4 @@
-"""Plots of attention maps and of head ablation. Matplotlib is imported when something is plotted.
+"""Plots of attention maps and of head ablation.
 
 Shapes: L layers, H heads, T time.
 """
@@ -8,17 +8,17 @@ import os
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from matplotlib import font_manager
+from matplotlib.axes import Axes
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.files import atomic_write
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 FORMATS = (".png", ".pdf", ".svg")
 FONT = "DejaVu Sans Mono"  # comes with matplotlib
@@ -46,9 +46,6 @@ def plot_maps(
         names: of each head, from `head_names`.
         layers, heads: the ones to plot; of a single map, the weights are printed in the cells if they fit.
     """
-    from matplotlib.colors import PowerNorm
-    from matplotlib.figure import Figure
-
     L, H, T, _ = weights.shape
     rows, columns = range(L)[layers], range(H)[heads]
     single = len(rows) == len(columns) == 1
@@ -87,8 +84,6 @@ def plot_maps(
 
 def plot_ablation(path: Path, dloss: Tensor, *, loss: float) -> None:
     """Plot the ablation Δloss of every head: (L, H), and the loss of the intact model, from `head_ablation`."""
-    from matplotlib.figure import Figure
-
     L, H = dloss.shape
     figure = Figure(figsize=(max(0.8 * H, 3.5) + 2, 0.8 * L + 1.5), layout="compressed")
     axes = figure.subplots()
@@ -125,8 +120,6 @@ def check_outputs(outputs: Mapping[str, Path | None]) -> None:
 
 def _labels(texts: Sequence[str]) -> list[str]:
     """Return short tick labels whose characters are all in the font."""
-    from matplotlib import font_manager
-
     font = font_manager.get_font(font_manager.findfont(FONT))
     symbols = {"\n": "⏎", "\t": "⇥", " ": "␣"}
 
@@ -137,7 +130,7 @@ def _labels(texts: Sequence[str]) -> list[str]:
     return [text if len(text) <= MAX_LABEL_CHARS else f"{text[: MAX_LABEL_CHARS - 1]}…" for text in labels]
 
 
-def _print_values(axes: "Axes", values: Tensor, template: str, *, threshold: float) -> None:
+def _print_values(axes: Axes, values: Tensor, template: str, *, threshold: float) -> None:
     """Print each value except NaN in its cell, in white where its magnitude exceeds the threshold."""
     for row, column in values.isfinite().nonzero().tolist():
         value = float(values[row, column])
@@ -145,6 +138,6 @@ def _print_values(axes: "Axes", values: Tensor, template: str, *, threshold: flo
         axes.text(column, row, template.format(value), ha="center", va="center", color=color, fontsize=9)
 
 
-def _save(figure: "Figure", path: Path) -> None:
+def _save(figure: Figure, path: Path) -> None:
     with atomic_write(path) as partial:
         figure.savefig(partial, dpi=100, format=path.suffix[1:].lower(), bbox_inches="tight")

@@ -9,10 +9,9 @@ import json
 import re
 from collections.abc import Mapping
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from minigpt.config import GPTConfig
+from minigpt.config import GPTConfig
 
 MAX_MAP_TOKENS = 1024  # of a map of attention weights
 _STYLE, _SCRIPT = '<link rel="stylesheet" href="style.css">\n', '<script type="module" src="server.js"></script>\n'
@@ -43,7 +42,7 @@ def render(entry: str, data: Mapping[str, Any], texts: Mapping[str, str] | None 
     return page.replace("</body>", "".join(elements))
 
 
-def describe(name: str, config: "GPTConfig", tokenizer: str, weights: str = "") -> dict[str, Any]:
+def describe(name: str, config: GPTConfig, tokenizer: str, weights: str = "") -> dict[str, Any]:
     """Return the description of a model for the page; `tokenizer` is its name, `weights` a note about them."""
     facts = (
         f"A GPT with {config.num_params():,} parameters{weights}: {config.n_layer} layers, {config.n_head} heads, "

@@ -14,7 +14,6 @@ from minigpt.data.tokenizer import Tokenizer, encode_prompt
 from minigpt.generation import generate
 from minigpt.generation_settings import check_settings
 from minigpt.interpret.heads import attention_maps
-from minigpt.interpret.plots import plot_maps
 from minigpt.model import GPT
 from minigpt.runs.run_dir import SAMPLES
 from minigpt.runs.wandb_logger import wandb_loggers
@@ -113,6 +112,8 @@ class AttentionMaps(OutputCallback):
         with torch.compiler.set_stance("force_eager"):  # hooks would make a compiled model compile again
             weights = attention_maps(pl_module.model, self.tokens.to(pl_module.device))
         if trainer.is_global_zero:
+            from minigpt.interpret.plots import plot_maps  # imports matplotlib
+
             self.folder.mkdir(exist_ok=True)
             picture = self.folder / f"step-{trainer.global_step}.png"
             plot_maps(picture, weights, self.texts, title=_title(trainer))

@@ -5,14 +5,12 @@ import time
 from collections.abc import Collection, Sequence
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from minigpt.checkpoints.find import BEST, find_checkpoint, named_path, run_folder
+from minigpt.checkpoints.find import BEST, find_checkpoint, named_path
 from minigpt.utils.errors import UserError, require
 
 if TYPE_CHECKING:
-    from minigpt.data.tokenizer import Tokenizer
-    from minigpt.model import GPT
     from minigpt.serve.engine import Engine
 
 MAX_SILENCED = 2  # engines per model
@@ -63,11 +61,10 @@ class Models:
 
     def names(self) -> list[str]:
         """Return the names of the models that are loaded, of the Hub, or still on the disk."""
-
-        def exists(source: str) -> bool:
-            return not Path(source).is_absolute() or Path(source).exists()
-
-        return [name for name, source in self.sources.items() if name in self._engines or exists(source)]
+        paths = {name: Path(source) for name, source in self.sources.items()}  # an id of the Hub is relative
+        return [
+            name for name, path in paths.items() if name in self._engines or path.exists() or not path.is_absolute()
+        ]
 
     async def engine(self, name: str) -> "Engine":
         """Return the engine of a model, loaded on the first call.
@@ -108,13 +105,6 @@ class Models:
         kept[key] = found  # the last is the most recently used
         return found
 
-    def history(self, name: str) -> dict[str, Any] | None:
-        """Return the history of the run of a model; None if there is none."""
-        from minigpt.runs.history import read_history
-
-        path = Path(self.sources[name])
-        return read_history(run_folder(path) if path.is_file() else path)
-
     async def close(self) -> None:
         """Close all engines."""
         silenced = (engine for engines in self._silenced.values() for engine in engines.values())
@@ -125,8 +115,6 @@ class Models:
         from minigpt.console import move_model
         from minigpt.serve.engine import Engine
 
-        def load() -> "tuple[GPT, Tokenizer]":
-            found = find_pretrained(self.sources[name])
-            return move_model(found.load(), self.device, "float32"), found.tokenizer
-
-        self._engines[name] = Engine(*await asyncio.to_thread(load))
+        found = await asyncio.to_thread(find_pretrained, self.sources[name])
+        model = await asyncio.to_thread(lambda: move_model(found.load(), self.device, "float32"))
+        self._engines[name] = Engine(model, found.tokenizer)

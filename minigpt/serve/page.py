@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
+from minigpt.checkpoints.find import run_folder
 from minigpt.data.pieces import piece_decoder, token_pieces
 from minigpt.data.tokenizer import whole_characters
 from minigpt.generation import NON_FINITE, check_ids
@@ -21,6 +22,7 @@ from minigpt.interpret.heads import attention_maps
 from minigpt.interpret.page import N_TOP, describe_token
 from minigpt.model import GPT
 from minigpt.page.render import MAX_MAP_TOKENS, describe
+from minigpt.runs.history import read_history
 from minigpt.sampling import Sampling
 from minigpt.serve import engine as engines
 from minigpt.serve.engine import Engine, Token, TokenStream
@@ -46,7 +48,8 @@ def page_routes(models: Models) -> list[Route]:
         return json_response(describe(name, engine.model.config, engine.tokenizer.name))
 
     async def history(request: Request) -> Response:
-        return json_response(await asyncio.to_thread(models.history, check_model(models, request.path_params["name"])))
+        path = Path(models.sources[check_model(models, request.path_params["name"])])
+        return json_response(await asyncio.to_thread(read_history, run_folder(path) if path.is_file() else path))
 
     async def file(request: Request) -> Response:
         path = folder / (request.scope["path"].lstrip("/") or "index.html")

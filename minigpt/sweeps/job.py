@@ -20,9 +20,9 @@ from tqdm import tqdm
 
 from minigpt.runs.processes import quote_override
 from minigpt.runs.run_dir import LOG, read_summary, write_failure
-from minigpt.utils.cli import explain
+from minigpt.utils.cli import error_text, explain
 from minigpt.utils.errors import RunError
-from minigpt.utils.signals import Interrupted
+from minigpt.utils.signals import Interrupted, handle_signals
 
 _busy = threading.Lock()  # held while this worker runs a job
 
@@ -50,16 +50,6 @@ class Job:
     state: Any
 
     def __call__(self) -> float | None:
-        with _busy:
-            return self._run()
-
-    def checkpoint(self) -> Any:
-        """Return the job that submitit queues when this one is preempted: the same, resumed."""
-        from submitit.helpers import DelayedSubmission
-
-        return DelayedSubmission(replace(self, overrides=[*self.overrides, "resume=auto"]))
-
-    def _run(self) -> float | None:
         setup_globals()
         Singleton.set_state(self.state)
         config = self.context.config_loader.load_sweep_config(self.config, list(self.overrides))
@@ -68,7 +58,7 @@ class Job:
         folder = Path(str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir))
         folder.mkdir(parents=True, exist_ok=True)
         previous = read_summary(folder)  # of an earlier attempt
-        with _output_to(folder / LOG):
+        with _busy, _output_to(folder / LOG):
             try:
                 if config.trainer.devices != 1:
                     return self._run_process(folder, config)
@@ -77,23 +67,25 @@ class Job:
                     raise result._return_value  # `return_value` would print all overrides first
                 return result.return_value
             except (Exception, Interrupted) as error:
-                line = explain(error)[0]
-                print(line, file=sys.stderr)
-                reason = line.removeprefix("error: ")
+                print(explain(error)[0], file=sys.stderr)
+                reason = error_text(error)
                 if read_summary(folder) == previous:  # it failed before it could write one
                     write_failure(folder, reason)
                 raise RunError(reason) from None
+
+    def checkpoint(self) -> Any:
+        """Return the job that submitit queues when this one is preempted: the same, resumed."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(replace(self, overrides=[*self.overrides, "resume=auto"]))
 
     def _run_process(self, folder: Path, config: DictConfig) -> float | None:
         overrides = [str(override) for override in config.hydra.overrides.task]
         command = [sys.executable, str(self.script), *overrides, f"hydra.run.dir={quote_override(folder.absolute())}"]
         process = subprocess.Popen(command)
         # The SIGTERM that ends a sweep goes to the process group: here, wait for the process to end.
-        handler = signal.signal(signal.SIGTERM, lambda *_: None)
-        try:
+        with handle_signals([signal.SIGTERM], lambda *_: None):
             code = process.wait()
-        finally:
-            signal.signal(signal.SIGTERM, handler)
         if code:
             raise RunError(f"its process ended with exit code {code}; see {folder / LOG}")
         return read_summary(folder)["best_val_loss"]

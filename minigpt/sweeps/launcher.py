@@ -32,7 +32,7 @@ from minigpt.utils.checks import POSITIVE_INT, or_null
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import RunError, UserError, require
 from minigpt.utils.scripts import PIP_INSTALL
-from minigpt.utils.signals import Interrupted
+from minigpt.utils.signals import Interrupted, handle_signals
 
 POLL_SECONDS = 0.05
 
@@ -64,8 +64,7 @@ class Launcher(hydra_launcher.Launcher):
             signals.append(signum)
             self.stop(kill=len(signals) > 1)
 
-        handlers = {signum: signal.signal(signum, handle) for signum in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with handle_signals((signal.SIGINT, signal.SIGTERM), handle):
             slots = self.start(len(waiting))
             while self.running or (waiting and not signals):
                 count = 0 if signals else min(len(waiting), slots - len(self.running))
@@ -79,9 +78,6 @@ class Launcher(hydra_launcher.Launcher):
                         self.on_end(index, returned[index])
                 time.sleep(POLL_SECONDS)
             self.close()
-        finally:
-            for signum, handler in handlers.items():
-                signal.signal(signum, handler)
         if signals:
             raise Interrupted(signals[0])
         return returned
@@ -157,12 +153,12 @@ class Submitit(Launcher):
     Args:
         cluster: slurm or local.
         n_jobs: jobs at a time; None is no limit on SLURM, and one per core on this machine.
-        parameters: of submitit's `update_parameters`; null values are left out.
+        parameters: of submitit's `update_parameters`, which ignores null values, and those of another cluster.
     """
 
     def __init__(self, cluster: str, n_jobs: int | None, **parameters: Any) -> None:
         self.cluster, self.n_jobs = cluster, n_jobs
-        self.parameters = {name: value for name, value in parameters.items() if value is not None}
+        self.parameters = {"slurm_array_parallelism": n_jobs, **parameters}
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
@@ -178,8 +174,6 @@ class Submitit(Launcher):
         folder = Path(str(self.config.hydra.sweep.dir), ".submitit", "%j")
         try:
             self.executor = submitit.AutoExecutor(folder=folder, cluster=self.cluster)
-            if self.slurm and self.n_jobs is not None:
-                self.executor.update_parameters(slurm_array_parallelism=self.n_jobs)
             self.executor.update_parameters(**self.parameters)
         except (RuntimeError, NameError, TypeError) as error:
             raise UserError(f"hydra/launcher=submitit_{self.cluster}: {error}") from error
@@ -217,11 +211,7 @@ def visible_gpus() -> list[str]:
         return [name for name in visible.split(",") if name not in ("", "-1")]
     if sys.platform == "darwin" and platform.machine() == "arm64":
         return ["0"]  # Apple silicon has one
-    try:
-        output = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=10, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return re.findall(r"^GPU (\d+):", output, flags=re.MULTILINE)
+    return re.findall(r"^GPU (\d+):", subprocess.getoutput("nvidia-smi -L"), flags=re.MULTILINE)
 
 
 def _job_return(future: Any) -> JobReturn:

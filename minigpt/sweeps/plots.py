@@ -1,6 +1,6 @@
 """Plot a sweep: the loss over what was swept, learning curves, and the loss over parameters and training FLOPs.
 
-Matplotlib is imported where something is plotted. Text from files goes through `_escape` on its way into a plot.
+Text from files goes through `_escape` on its way into a plot.
 """
 
 import warnings
@@ -10,16 +10,16 @@ from itertools import product
 from math import inf, nan, prod
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 from minigpt.sweeps.ranking import Row, count_text, ranked
 from minigpt.sweeps.results import COMPLETED, Point
 from minigpt.utils.files import atomic_write
 from minigpt.utils.terminal import sanitize_line
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 MAX_LABELED = 10  # lines with a color and an entry in a legend
 MAX_NAMES = 20  # rows of a plot by name
@@ -37,10 +37,8 @@ def plot_sweep(file: Path, points: Sequence[Point], *, title: str, along: str | 
         sweep_figure(points, title=title, along=along).savefig(partial, dpi=120, format="png")
 
 
-def sweep_figure(points: Sequence[Point], *, title: str, along: str | None = None) -> "Figure":
+def sweep_figure(points: Sequence[Point], *, title: str, along: str | None = None) -> Figure:
     """Return the figure of `plot_sweep`: swept settings, learning curves, loss over parameters and over FLOPs."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(15, 10.5), layout="constrained")
     swept, curves, params, flops = figure.subplots(2, 2).flat
     rows = ranked(points)
@@ -63,7 +61,7 @@ def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, flo
     return front
 
 
-def _plot_swept(panel: "Axes", rows: Sequence[Row], along: str | None) -> None:
+def _plot_swept(panel: Axes, rows: Sequence[Row], along: str | None) -> None:
     """Plot a heat map of two numeric settings, lines over one, or else the best rows by name."""
     values = {name: _values(rows, name) for name in rows[0].short_names}
     numeric = [name for name in values if len(values[name]) > 1 and all(row.number(name) is not None for row in rows)]
@@ -79,7 +77,7 @@ def _plot_swept(panel: "Axes", rows: Sequence[Row], along: str | None) -> None:
     panel.set_title(f"best validation loss{seeds}")
 
 
-def _plot_heat_map(panel: "Axes", rows: Sequence[Row], x: str, y: str) -> None:
+def _plot_heat_map(panel: Axes, rows: Sequence[Row], x: str, y: str) -> None:
     """Plot a grid of two settings, with the mean loss or the status in each cell."""
     columns, lines = _values(rows, x), _values(rows, y)
     cells = {(row.number(y), row.number(x)): row for row in reversed(rows)}  # of equal settings the best is shown
@@ -99,7 +97,7 @@ def _plot_heat_map(panel: "Axes", rows: Sequence[Row], x: str, y: str) -> None:
     panel.figure.colorbar(image, ax=panel, label=rows[0].unit)
 
 
-def _plot_lines(panel: "Axes", rows: Sequence[Row], along: str) -> None:
+def _plot_lines(panel: Axes, rows: Sequence[Row], along: str) -> None:
     """Plot the loss over one setting, one line per combination of the others, the line of the best run first."""
     lines: dict[str, list[tuple[float, float, float]]] = {}  # (value, loss, standard deviation)
     for row in rows:
@@ -116,7 +114,7 @@ def _plot_lines(panel: "Axes", rows: Sequence[Row], along: str) -> None:
     _finish(panel, [loss for line in lines.values() for _, loss, _ in line])
 
 
-def _plot_names(panel: "Axes", rows: Sequence[Row]) -> None:
+def _plot_names(panel: Axes, rows: Sequence[Row]) -> None:
     """Plot the losses of rows by name."""
     for rank, row in enumerate(rows):
         panel.errorbar(row.loss or inf, rank, xerr=row.spread, marker="o", capsize=3, color=_rank_color(rank))
@@ -125,10 +123,8 @@ def _plot_names(panel: "Axes", rows: Sequence[Row]) -> None:
     panel.set_xlabel(f"best validation loss ({rows[0].unit})")
 
 
-def _plot_curves(panel: "Axes", rows: Sequence[Row]) -> None:
+def _plot_curves(panel: Axes, rows: Sequence[Row]) -> None:
     """Plot validation loss over tokens for every run, the best rows in color."""
-    from matplotlib.ticker import EngFormatter
-
     ends = []
     for rank, row in enumerate(rows):
         label = f"{rank + 1}  {_escape(row.label())}" if rank < MAX_LABELED else None
@@ -145,10 +141,8 @@ def _plot_curves(panel: "Axes", rows: Sequence[Row]) -> None:
     _finish(panel, ends)
 
 
-def _plot_cost(panel: "Axes", rows: Sequence[Row], cost: str, label: str) -> None:
+def _plot_cost(panel: Axes, rows: Sequence[Row], cost: str, label: str) -> None:
     """Plot the loss over a cost, with the Pareto front."""
-    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
-
     known = [(x, row.loss) for row in rows if row.loss and (x := row.mean_of(cost))]
     panel.set(xlabel=label, ylabel=f"best validation loss ({rows[0].unit})")
     if not known:
@@ -162,7 +156,7 @@ def _plot_cost(panel: "Axes", rows: Sequence[Row], cost: str, label: str) -> Non
     _finish(panel, [loss for _, loss in known], loc="upper right")
 
 
-def _finish(panel: "Axes", losses: Sequence[float], **legend: Any) -> None:
+def _finish(panel: Axes, losses: Sequence[float], **legend: Any) -> None:
     """Add a grid and a legend (beside the panel), and limit the y axis to the losses of runs that did not diverge."""
     highest = _highest_converged(losses) if losses else inf
     if above := sum(loss > highest for loss in losses):

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from minigpt.runs.run_dir import short_path
-from minigpt.sweeps.plots import plot_sweep
 from minigpt.sweeps.ranking import SEED, Row, as_number, axes, ranked, short_names
 from minigpt.sweeps.results import BITS, NATS, Point, read_sweep
 from minigpt.utils.errors import UserError
@@ -43,6 +42,8 @@ def report(folders: Sequence[Path], *, out: Path | None = None, along: str | Non
     out.mkdir(parents=True, exist_ok=True)
     write_table(out / TABLE, points)
     print_table(points)
+    from minigpt.sweeps.plots import plot_sweep
+
     plot_sweep(out / PLOT, points, title=only.name if only else f"{len(folders)} sweeps", along=along)
     print(f"table    {_display(out / TABLE)}\nplot     {_display(out / PLOT)}")
 

@@ -22,6 +22,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from minigpt.runs.config_checks import load_parts
 from minigpt.runs.processes import quote_override
 from minigpt.runs.run_dir import PLAN, update_latest_link, write_failure
 from minigpt.sweeps.launcher import Joblib
@@ -96,8 +97,6 @@ class Sweeper(hydra_sweeper.Sweeper):
 
     def check(self, values: Mapping[str, str]) -> Point:
         """Compose and check a point; return it with its status, skipped with a reason if it is impossible."""
-        from minigpt.runs.config_checks import load_parts
-
         point = Point(folder=self.folder / self._folder_name(values), overrides=dict(values))
         try:
             config = self.compose(values)
@@ -133,7 +132,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         return [*self.shared, *(f"{key}={value}" for key, value in values.items())]
 
     def _run(self, batch: Sequence[Point]) -> None:
-        """Print which points are skipped and how many run, then run them, the longest first."""
+        """Print which points are skipped and how many run; run them, the longest first, and print as each ends."""
         for point in batch:
             if point.status == SKIPPED:
                 log(f"{point.folder.name}  skipped: {point.reason}")
@@ -144,29 +143,25 @@ class Sweeper(hydra_sweeper.Sweeper):
             workers = self.engine.worker_envs(len(pending))
             text += f", {len(workers)} at a time with OMP_NUM_THREADS={workers[0]['OMP_NUM_THREADS']}"
         log(text)
-        if pending:
-            self._launch(pending)
-
-    def _launch(self, points: Sequence[Point]) -> None:
-        """Run points, and print a line as each of them ends."""
+        if not pending:
+            return
         self.folder.mkdir(parents=True, exist_ok=True)
         update_latest_link(self.folder)
         write_plan(self.folder, self.fixed, self.points)
         ended = itertools.count(1)
 
         def on_end(index: int, job: JobReturn) -> None:
-            folder = points[index].folder
-            # The process of a job that left no status died.
-            if job.status == JobStatus.FAILED and refresh(points[index]).status in (CRASHED, WAITING):
-                write_failure(folder, str(job._return_value))
-            point = refresh(points[index])
+            point = refresh(pending[index])
+            if job.status == JobStatus.FAILED and point.status in (CRASHED, WAITING):  # its process died
+                write_failure(point.folder, str(job._return_value))
+                point = refresh(point)
             loss = f", val loss {point.val_loss:.4f} after {point.seconds:,.0f} s" if point.val_loss else ""
             reason = f": {point.reason}" if point.reason else ""
-            log(f"{next(ended)}/{len(points)} {folder.name} {point.status}{loss}{reason}")
+            log(f"{next(ended)}/{len(pending)} {point.folder.name} {point.status}{loss}{reason}")
 
         self.engine.on_end = on_end  # only launchers of minigpt call it
-        first, self.launched = self.launched, self.launched + len(points)
-        self.engine.launch(list(map(self._job_overrides, points)), initial_job_idx=first)
+        first, self.launched = self.launched, self.launched + len(pending)
+        self.engine.launch(list(map(self._job_overrides, pending)), initial_job_idx=first)
 
     def _job_overrides(self, point: Point) -> list[str]:
         """Return the command line of a run, with a name, group and tag for Weights & Biases."""
@@ -226,8 +221,7 @@ class Grid(Sweeper):
     """Every combination of the values of all swept settings, in any of Hydra's notations."""
 
     def batches(self) -> Iterator[Sequence[Point]]:
-        choices = [list(override.sweep_string_iterator()) for override in self.axes.values()]
-        for values in itertools.product(*choices):
+        for values in itertools.product(*(override.sweep_string_iterator() for override in self.axes.values())):
             self.points.append(self.check(dict(zip(self.axes, values, strict=True))))
         if not self.points:
             raise UserError("the sweep is empty: " + ", ".join(self.axes) + " has no values")

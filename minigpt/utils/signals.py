@@ -3,9 +3,10 @@
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
+from typing import Any
 
 REQUEUE_SIGNAL = getattr(signal, "SIGUSR1", None)  # sent by schedulers before preemption; missing on Windows
 END_SIGNALS = [signal.SIGINT, signal.SIGTERM, *([REQUEUE_SIGNAL] if REQUEUE_SIGNAL else [])]
@@ -30,20 +31,23 @@ def _exit_for_requeue(signum: int, frame: FrameType | None) -> None:
     os._exit(_EX_TEMPFAIL)
 
 
-@contextmanager
-def raise_on_signal() -> Iterator[None]:
+def raise_on_signal() -> AbstractContextManager[None]:
     """Raise `Interrupted` on signals that would kill the process; other handlers, such as submitit's, stay."""
     default = (signal.SIG_DFL, signal.default_int_handler, _exit_for_requeue)
     in_main = threading.current_thread() is threading.main_thread()
-    handlers = {signum: signal.getsignal(signum) for signum in END_SIGNALS if in_main}
-    replaced = {signum: handler for signum, handler in handlers.items() if handler in default}
-    for signum in replaced:
-        signal.signal(signum, raise_interrupted)
+    signums = [signum for signum in END_SIGNALS if in_main and signal.getsignal(signum) in default]
+    return handle_signals(signums, raise_interrupted)
+
+
+@contextmanager
+def handle_signals(signums: Iterable[int], handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """Handle signals with a function, and with their previous handlers afterwards."""
+    previous = {signum: signal.signal(signum, handler) for signum in signums}
     try:
         yield
     finally:
-        for signum, handler in replaced.items():
-            signal.signal(signum, handler)
+        for signum, before in previous.items():
+            signal.signal(signum, before)
 
 
 def raise_interrupted(signum: int, frame: FrameType | None) -> None:

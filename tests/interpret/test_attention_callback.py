@@ -94,7 +94,9 @@ def test_plotting_maps_does_not_recompile_a_compiled_model(tmp_path: Path, monke
     before = len(graphs)
     assert before > 0
     callback, trainer, module = set_up(tmp_path, model)
-    monkeypatch.setattr("minigpt.runs.samples.plot_maps", lambda path, weights, texts, **rest: plotted.append(weights))
+    monkeypatch.setattr(
+        "minigpt.interpret.plots.plot_maps", lambda path, weights, texts, **rest: plotted.append(weights)
+    )
     callback.on_validation_end(trainer, module)  # type: ignore[arg-type]
     torch.testing.assert_close(model(tokens), plain)
     assert len(graphs) == before

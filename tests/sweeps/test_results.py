@@ -656,7 +656,7 @@ def test_unrelated_runs_are_compared_by_their_overrides(tmp_path):
 @pytest.mark.usefixtures("no_plot")
 def test_lines_are_plotted_along_a_setting_by_its_last_part(tmp_path, monkeypatch):
     along_given = []
-    monkeypatch.setattr("minigpt.sweeps.report.plot_sweep", lambda *_, along, **__: along_given.append(along))
+    monkeypatch.setattr("minigpt.sweeps.plots.plot_sweep", lambda *_, along, **__: along_given.append(along))
     report([grid(tmp_path / "sweep")], along="n_embd")
     assert along_given == ["model.n_embd"]
     for rate in ("1", "2"):
