@@ -14,8 +14,9 @@ from torch import Tensor
 from minigpt.checkpoints.find import BEST
 from minigpt.runs.collectives import gather_objects
 from minigpt.runs.loggers import Progress
-from minigpt.runs.run_dir import METRICS, append_log, read_metrics, short_path, update_latest_link
+from minigpt.runs.run_dir import METRICS, SAMPLES, append_log, read_metrics, short_path, update_latest_link
 from minigpt.utils.errors import Diverged
+from minigpt.utils.files import sync
 from minigpt.utils.terminal import sanitize_line, warn
 
 # Dense bfloat16 peaks of NVIDIA's data sheets, FLOPs per second, by the name that the driver returns. Figures that a
@@ -80,6 +81,8 @@ class MetricsCallback(Callback):
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         for logger in trainer.loggers:
             logger.save()
+        for name in (METRICS, SAMPLES):  # no checkpoint outlives them in a power failure
+            sync(Path(trainer.default_root_dir) / name)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         if self._resumed_losses:  # on another number of ranks each takes the mean over ranks
