@@ -48,11 +48,9 @@ def shared_arguments(arguments: list[str]) -> list[str]:
         return complete_overrides(arguments)
 
     def complete() -> list[str]:
-        name = time.strftime("runs/%Y-%m-%d_%H-%M-%S")
-        folder = (
-            [] if any(argument.startswith("hydra.run.dir=") for argument in arguments) else [f"hydra.run.dir={name}"]
-        )
-        return [*complete_overrides(arguments), *folder]
+        named = any(argument.startswith("hydra.run.dir=") for argument in arguments)
+        folder = [] if named else [time.strftime("hydra.run.dir=runs/%Y-%m-%d_%H-%M-%S")]
+        return complete_overrides(arguments) + folder
 
     shared = call_on_rank_zero(complete)
     return shared if global_rank() == 0 else [*shared, "hydra.output_subdir=null"]  # rank 0 writes .hydra
