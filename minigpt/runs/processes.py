@@ -1,6 +1,5 @@
 """The command line of a run: quoted overrides, and one command line for all processes of torchrun or srun."""
 
-import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,9 +33,10 @@ def complete_overrides(overrides: Sequence[str], groups: Sequence[str] = ("model
 
 
 def quote_override(value: object) -> str:
-    """Quote a value for a Hydra override; a backslash is doubled only before a quote."""
-    doubled = re.sub(r"(\\+)(?='|$)", r"\1\1", str(value))
-    return "'" + doubled.replace("'", "\\'") + "'"
+    """Quote a value for a Hydra override."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    return QuotedString(str(value), Quote.single).with_quotes()
 
 
 def shared_arguments(arguments: list[str]) -> list[str]:
