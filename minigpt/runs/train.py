@@ -107,8 +107,7 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
 
     def find() -> tuple[str, int, dict[str, Any], dict[str, Any] | None]:
         path, step, before = find_resumed(cfg.resume, folder, saved)
-        auto = cfg.resume == "auto" and path is not None
-        return str(path or ""), step, before, run_dir.completed_summary(folder, step, cfg.max_steps) if auto else None
+        return str(path or ""), step, before, run_dir.completed_summary(folder, step, cfg.max_steps) if path else None
 
     resume, step, before, done = call_on_rank_zero(find)
     if done:
@@ -185,7 +184,6 @@ def fast_imports() -> Iterator[None]:
 
     The plots of torchmetrics, which minigpt does not use, cannot be drawn in this process.
     """
-    collects = gc.isenabled()
     gc.disable()
     try:
         optional: Any = import_module("lightning_utilities.core.imports").RequirementCache
@@ -198,8 +196,7 @@ def fast_imports() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.unfreeze()  # into the oldest generation, which is rarely collected
-        if collects:
-            gc.enable()
+        gc.enable()
 
 
 def provenance() -> dict[str, Any]:
