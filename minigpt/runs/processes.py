@@ -46,11 +46,7 @@ def shared_arguments(arguments: list[str]) -> list[str]:
     """
     if started_together() is None:
         return complete_overrides(arguments)
-
-    def complete() -> list[str]:
-        named = any(argument.startswith("hydra.run.dir=") for argument in arguments)
-        folder = [] if named else [time.strftime("hydra.run.dir=runs/%Y-%m-%d_%H-%M-%S")]
-        return complete_overrides(arguments) + folder
-
-    shared = call_on_rank_zero(complete)
+    named = any(argument.startswith("hydra.run.dir=") for argument in arguments)
+    folder = [] if named else [time.strftime("hydra.run.dir=runs/%Y-%m-%d_%H-%M-%S")]
+    shared = call_on_rank_zero(lambda: complete_overrides(arguments) + folder)
     return shared if global_rank() == 0 else [*shared, "hydra.output_subdir=null"]  # rank 0 writes .hydra

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from minigpt import __version__
 from minigpt.runs import run_dir
@@ -39,7 +39,6 @@ def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
     """
     from hydra import compose, initialize_config_dir
     from hydra.core.hydra_config import HydraConfig
-    from omegaconf import open_dict
 
     overrides = complete_overrides(overrides)
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
