@@ -1,7 +1,6 @@
 """An exponential moving average (EMA) of weights. Depends on torch alone."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -50,11 +49,3 @@ class EMA:
             else:
                 p.data, self.shadow[i] = self.shadow[i], p.data
         self.swapped = not self.swapped
-
-    def state_dicts(self, state: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return `state()` with the weights in the model, and `state()` with the averages in it."""
-        current = state()
-        self.swap()
-        other = state()
-        self.swap()
-        return (other, current) if self.swapped else (current, other)

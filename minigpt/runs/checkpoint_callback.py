@@ -10,7 +10,6 @@ from minigpt.checkpoints.find import BEST, LAST
 from minigpt.checkpoints.format import hardlink_or_copy
 from minigpt.utils.checks import POSITIVE_INT
 from minigpt.utils.errors import require
-from minigpt.utils.ranks import is_rank_zero
 
 
 class CheckpointCallback(Checkpoint):
@@ -32,14 +31,12 @@ class CheckpointCallback(Checkpoint):
         return {"best": self.best}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        self.resumed, self.resumed_step = Path(str(trainer.ckpt_path)), int(checkpoint["global_step"])
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Link the resumed checkpoint: the run may have been killed before it did. Ignore the best of another run."""
-        if self.resumed.resolve().parent == self.folder.resolve():
-            self.best = [(loss, step) for loss, step in state_dict["best"]]
-            if is_rank_zero():
-                self._link(self.resumed, self.resumed_step)
+        file, state = Path(str(trainer.ckpt_path)), checkpoint["callbacks"].get(self.state_key)
+        if state and file.resolve().parent == self.folder.resolve():
+            self.best = state["best"]
+            if trainer.is_global_zero:
+                self._link(file, checkpoint["global_step"])
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         step, file = trainer.global_step, self.folder / Path(LAST).name

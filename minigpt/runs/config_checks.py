@@ -1,8 +1,6 @@
 """Checks of a composed run configuration: before torch is imported and before anything is written."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from operator import eq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +58,7 @@ def _finetuned(cfg: Any, config: GPTConfig) -> GPTConfig:
     for name in (name for name in given if name not in SETTABLE):
         expected = getattr(config, name)
         phrase = f"{expected}, as in init_from={cfg.init_from}"
-        require(f"model.{name}", given[name], partial(eq, expected), phrase, "remove it")
+        require(f"model.{name}", given[name], [expected].__contains__, phrase, "remove it")
     return wanted
 
 

@@ -10,6 +10,8 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
+from itertools import count
 from typing import Any, TypeVar
 
 from minigpt.utils.cli import error_text, explain
@@ -18,8 +20,7 @@ from minigpt.utils.ranks import global_rank, started_together
 
 T = TypeVar("T")
 START_MINUTES = 30  # that ranks wait for each other
-_stores: list[Any] = []  # the store, which ends with the process of rank 0
-_calls: list[int] = []  # of `gather`, which number its keys
+_numbers = count()  # of the calls of `gather`
 
 
 def gather(value: Any) -> list[tuple[str, Any]]:
@@ -36,10 +37,10 @@ def gather(value: Any) -> list[tuple[str, Any]]:
     from torch.distributed import DistError
 
     rank, ranks = global_rank(), range(started[0] * started[1])
-    _calls.append(rank)
+    number = next(_numbers)
     try:
-        store = _stores[0] if _stores else _open_store()
-        keys = {each: f"{len(_calls)}/{each}" for each in ranks}
+        store = _open_store()
+        keys = {each: f"{number}/{each}" for each in ranks}
         store.set(keys[rank], json.dumps([platform.node(), value]))
         _wait(store, keys)
         values = [json.loads(store.get(key)) for key in keys.values()]
@@ -80,16 +81,14 @@ def shared_errors() -> Iterator[None]:
 
 def check_same_corpus(name: str, sha256: str) -> None:
     """Raise UserError if the ranks have different texts."""
-    (first, expected), *others = gather([name, sha256])
-    for host, found in others:
-        if found != expected:
-            texts = " but ".join(
-                f"host {each} has {text} of checksum {digest[:8]}…"
-                for each, (text, digest) in ((first, expected), (host, found))
-            )
+    (host, text), *others = gather(f"{name} of checksum {sha256}")
+    for other, found in others:
+        if found != text:
+            texts = f"host {host} has {text} but host {other} has {found}"
             raise UserError(f"all hosts need the same text: {texts}; copy it from one to the other")
 
 
+@cache  # the store ends with the process of rank 0
 def _open_store() -> Any:
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
@@ -104,9 +103,7 @@ def _open_store() -> Any:
     serves = global_rank() == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
     # multi_tenant: torch.distributed serves its own store at this port later.
     store = TCPStore(host, port, is_master=serves, wait_for_workers=False, multi_tenant=True)
-    key = f"minigpt/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-    _stores.append(PrefixStore(key, store))
-    return _stores[0]
+    return PrefixStore(f"minigpt/{env.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 def _wait(store: Any, keys: Mapping[int, str]) -> None:

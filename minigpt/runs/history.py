@@ -46,12 +46,10 @@ def read_history(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, csv.Error):
         return None
     curves = {name: _thin(columns.get(name, [])) for name in ("train_loss", "val_loss")}
-    samples, file = [], folder / SAMPLES
-    if file.is_file():
-        for section in SAMPLE_HEADER.split(file.read_text(encoding="utf-8", errors="replace"))[1:]:
-            header, _, text = section.partition("\n")
-            samples.append({"step": int(header.split()[2].rstrip(",")[:18]), "text": text.strip()})
-    return {**curves, "samples": samples}
+    file = folder / SAMPLES
+    parts = SAMPLE_HEADER.split(file.read_text(encoding="utf-8", errors="replace")) if file.is_file() else []
+    samples = zip(parts[1::2], parts[2::2], strict=True)
+    return {**curves, "samples": [{"step": int(step), "text": text.strip()} for step, text in samples]}
 
 
 def _thin(points: list[tuple[int, float]]) -> list[list[float]]:

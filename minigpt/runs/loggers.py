@@ -12,7 +12,6 @@ from lightning.pytorch.loggers import Logger
 from tqdm import tqdm
 
 from minigpt.runs.run_dir import append_log, read_rows, write_rows
-from minigpt.utils.files import sync
 from minigpt.utils.ranks import is_rank_zero
 
 COLUMNS = (
@@ -57,11 +56,6 @@ class MetricsCSV(RunFolderLogger):
             write_rows(self.file, self.columns, rows)
         with open(self.file, "a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, self.columns).writerow({"step": step, **metrics})
-
-    @rank_zero_only
-    def save(self) -> None:
-        """Sync the file before a checkpoint, so that no checkpoint outlives its metrics in a power failure."""
-        sync(self.file)
 
 
 class Progress(RunFolderLogger):

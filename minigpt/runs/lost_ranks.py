@@ -140,11 +140,9 @@ class LostRanks(Callback):
 
 
 def _listen(several_hosts: bool) -> socket.socket:
-    if not several_hosts:
-        return socket.create_server((_LOOPBACK, 0))
-    if socket.has_dualstack_ipv6():
+    if several_hosts and socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
+    return socket.create_server(("" if several_hosts else _LOOPBACK, 0))
 
 
 def _accept(server: socket.socket, token: str, n: int) -> dict[int, socket.socket]:

@@ -14,8 +14,9 @@ from torch import Tensor
 from minigpt.checkpoints.find import BEST
 from minigpt.runs.collectives import gather_objects
 from minigpt.runs.loggers import Progress
-from minigpt.runs.run_dir import METRICS, append_log, read_metrics, short_path, update_latest_link
+from minigpt.runs.run_dir import METRICS, SAMPLES, append_log, read_metrics, short_path, update_latest_link
 from minigpt.utils.errors import Diverged
+from minigpt.utils.files import sync
 from minigpt.utils.terminal import sanitize_line, warn
 
 # Dense bfloat16 peaks of NVIDIA's data sheets, FLOPs per second, by the name that the driver returns. Figures that a
@@ -56,7 +57,6 @@ class MetricsCallback(Callback):
         self.tokens_per_step = cfg.data.batch_size * cfg.trainer.accumulate_grad_batches * cfg.model.block_size
         self.seconds = self._logged_seconds = 0.0  # of training
         self._clock: float | None = None  # until when `seconds` are counted; None before training and during validation
-        self._logged_step = 0
         self._linked = False  # whether `latest` points at the run
         self._losses: list[Tensor] = []  # of the batches since the last row
         self._resumed_losses: list[list[float]] = []  # the same per rank, from a checkpoint
@@ -68,18 +68,19 @@ class MetricsCallback(Callback):
             "seconds": self.seconds,
             "wall_seconds": time.perf_counter() - self.started,
             "losses": gather_objects(torch.stack(self._losses).tolist() if self._losses else []),
-            "logged_step": self._logged_step,
             "logged_seconds": self._logged_seconds,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.seconds, self._logged_seconds = state_dict["seconds"], state_dict["logged_seconds"]
-        self._resumed_losses, self._logged_step = state_dict["losses"], state_dict["logged_step"]
+        self._resumed_losses = state_dict["losses"]
         self.started -= state_dict["wall_seconds"]
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         for logger in trainer.loggers:
             logger.save()
+        for name in (METRICS, SAMPLES):  # no checkpoint outlives them in a power failure
+            sync(Path(trainer.default_root_dir) / name)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         if self._resumed_losses:  # on another number of ranks each takes the mean over ranks
@@ -159,21 +160,19 @@ class MetricsCallback(Callback):
             self._clock = now
 
     def _log(self, trainer: L.Trainer, pl_module: Any, step: int) -> None:
-        steps = step - self._logged_step
-        by_step = torch.stack(self._losses).view(steps, -1).sum(1)  # (steps,)
+        by_step = torch.stack(self._losses).view(-1, trainer.accumulate_grad_batches).sum(1)  # since the last row
         losses: list[float] = trainer.strategy.reduce(by_step, reduce_op="mean").tolist()  # waits for a GPU
         self._update_seconds()
         self._losses.clear()
-        for logged_step, loss in enumerate(losses, self._logged_step + 1):
+        for logged_step, loss in enumerate(losses, step - len(losses) + 1):
             if not isfinite(loss):
                 raise Diverged(loss, logged_step, pl_module.learning_rate)
-        seconds = self.seconds - self._logged_seconds
-        tokens_per_second = steps * self.tokens_per_step / seconds
+        tokens_per_second = len(losses) * self.tokens_per_step / (self.seconds - self._logged_seconds)
         flops = tokens_per_second * pl_module.model.config.flops_per_token()
         metrics = {
             "tokens": step * self.tokens_per_step,
             "seconds": round(self.seconds, 3),
-            "train_loss": sum(losses) / steps,
+            "train_loss": sum(losses) / len(losses),
             "learning_rate": pl_module.learning_rate,
             "grad_norm": float(pl_module.grad_norm),
             "tokens_per_second": round(tokens_per_second, 1),
@@ -183,7 +182,7 @@ class MetricsCallback(Callback):
             metrics["mfu"] = flops / (peak * trainer.world_size)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step)
-        self._logged_step, self._logged_seconds = step, self.seconds
+        self._logged_seconds = self.seconds
 
 
 def banner(trainer: L.Trainer, pl_module: Any, tokens_per_step: int) -> list[str]:

@@ -1,6 +1,5 @@
 """The command line of a run: quoted overrides, and one command line for all processes of torchrun or srun."""
 
-import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,9 +33,10 @@ def complete_overrides(overrides: Sequence[str], groups: Sequence[str] = ("model
 
 
 def quote_override(value: object) -> str:
-    """Quote a value for a Hydra override; a backslash is doubled only before a quote."""
-    doubled = re.sub(r"(\\+)(?='|$)", r"\1\1", str(value))
-    return "'" + doubled.replace("'", "\\'") + "'"
+    """Quote a value for a Hydra override."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    return QuotedString(str(value), Quote.single).with_quotes()
 
 
 def shared_arguments(arguments: list[str]) -> list[str]:
@@ -46,13 +46,7 @@ def shared_arguments(arguments: list[str]) -> list[str]:
     """
     if started_together() is None:
         return complete_overrides(arguments)
-
-    def complete() -> list[str]:
-        name = time.strftime("runs/%Y-%m-%d_%H-%M-%S")
-        folder = (
-            [] if any(argument.startswith("hydra.run.dir=") for argument in arguments) else [f"hydra.run.dir={name}"]
-        )
-        return [*complete_overrides(arguments), *folder]
-
-    shared = call_on_rank_zero(complete)
+    named = any(argument.startswith("hydra.run.dir=") for argument in arguments)
+    folder = [] if named else [time.strftime("hydra.run.dir=runs/%Y-%m-%d_%H-%M-%S")]
+    shared = call_on_rank_zero(lambda: complete_overrides(arguments) + folder)
     return shared if global_rank() == 0 else [*shared, "hydra.output_subdir=null"]  # rank 0 writes .hydra

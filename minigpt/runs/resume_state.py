@@ -72,7 +72,10 @@ class EMACallback(Callback):
             self.ema.update()
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        weights, averages = self.ema.state_dicts(trainer.strategy.lightning_module_state_dict)
+        self.ema.swap()
+        pair = [checkpoint["state_dict"], trainer.strategy.lightning_module_state_dict()]
+        self.ema.swap()
+        weights, averages = reversed(pair) if self.ema.swapped else pair  # swapped during a validation
         checkpoint.update(state_dict=averages, unaveraged=weights, ema_updates=self.ema.updates)
 
     def _swap(self, *args: Any, **kwargs: Any) -> None:

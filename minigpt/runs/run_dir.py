@@ -24,7 +24,7 @@ METRICS, CURVES, SAMPLES, SUMMARY, LOG = "metrics.csv", "curves.png", "samples.t
 LATEST = "latest"  # link to the newest run, beside the run folders
 PLAN = "sweep.json"  # in the folder of a sweep, which holds its run folders
 _LOCK = ".lock"
-SAMPLE_HEADER = re.compile(r"(?m)^(?=── step \d+, validation loss)")
+SAMPLE_HEADER = re.compile(r"(?m)^── step (\d{1,18})\d*, validation loss .*\n")
 
 
 @contextmanager
@@ -114,9 +114,10 @@ def truncate_logs(folder: Path, step: int) -> None:
         else:
             metrics.unlink()
     if samples.exists():
-        sections = SAMPLE_HEADER.split(samples.read_text(encoding="utf-8", errors="replace"))[1:]
-        with atomic_write(samples) as partial, open(partial, "w", encoding="utf-8", newline="") as file:
-            file.writelines(section for section in sections if int(section.split()[2].rstrip(",")) <= step)
+        text = samples.read_text(encoding="utf-8", errors="replace")
+        later = (header.start() for header in SAMPLE_HEADER.finditer(text) if int(header[1]) > step)
+        with atomic_write(samples) as partial:
+            partial.write_text(text[: next(later, None)], encoding="utf-8", newline="")
 
 
 def read_metrics(file: Path) -> dict[str, list[tuple[int, float]]]:

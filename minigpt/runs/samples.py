@@ -20,7 +20,6 @@ from minigpt.runs.wandb_logger import wandb_loggers
 from minigpt.utils.checks import POSITIVE_INT
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import require
-from minigpt.utils.files import sync
 from minigpt.utils.terminal import warn
 
 
@@ -64,9 +63,6 @@ class Samples(OutputCallback):
                 file.write(f"── {_title(trainer)} ──\n{text.strip()}\n\n")
             for wandb in wandb_loggers(trainer):
                 wandb.log_html("samples", text)
-
-    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        sync(self.file)
 
 
 def sample_text(model: GPT, tokenizer: Tokenizer, prompt: Tensor, **settings: Any) -> str:

@@ -55,13 +55,10 @@ class FSDP(ModelParallelStrategy):
         """Shard the parameters of a model in place; with autocast, blocks are gathered in its precision."""
         reduced = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(self.precision_plugin.precision)
         # The residual stream stays in float32, as on one device.
-        policy = MixedPrecisionPolicy(param_dtype=reduced, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        mixed = MixedPrecisionPolicy(param_dtype=reduced, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        policy = mixed if reduced else MixedPrecisionPolicy()
         for block in model.blocks:
-            fully_shard(
-                block,
-                reshard_after_forward=self.reshard_after_forward,
-                mp_policy=policy if reduced else MixedPrecisionPolicy(),
-            )
+            fully_shard(block, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
         fully_shard(model)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

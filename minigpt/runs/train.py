@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from minigpt import __version__
 from minigpt.runs import run_dir
@@ -39,7 +39,6 @@ def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
     """
     from hydra import compose, initialize_config_dir
     from hydra.core.hydra_config import HydraConfig
-    from omegaconf import open_dict
 
     overrides = complete_overrides(overrides)
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
@@ -107,8 +106,7 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
 
     def find() -> tuple[str, int, dict[str, Any], dict[str, Any] | None]:
         path, step, before = find_resumed(cfg.resume, folder, saved)
-        auto = cfg.resume == "auto" and path is not None
-        return str(path or ""), step, before, run_dir.completed_summary(folder, step, cfg.max_steps) if auto else None
+        return str(path or ""), step, before, run_dir.completed_summary(folder, step, cfg.max_steps) if path else None
 
     resume, step, before, done = call_on_rank_zero(find)
     if done:
@@ -185,7 +183,6 @@ def fast_imports() -> Iterator[None]:
 
     The plots of torchmetrics, which minigpt does not use, cannot be drawn in this process.
     """
-    collects = gc.isenabled()
     gc.disable()
     try:
         optional: Any = import_module("lightning_utilities.core.imports").RequirementCache
@@ -198,8 +195,7 @@ def fast_imports() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.unfreeze()  # into the oldest generation, which is rarely collected
-        if collects:
-            gc.enable()
+        gc.enable()
 
 
 def provenance() -> dict[str, Any]:

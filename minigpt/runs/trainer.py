@@ -17,13 +17,8 @@ from minigpt.checkpoints.resume import read_unaveraged
 from minigpt.data.batches import Batches, ValidationBatches, WindowOrder
 from minigpt.data.token_files import Corpus
 from minigpt.ops import has_bfloat16
+from minigpt.runs import lightning_workarounds
 from minigpt.runs.collectives import broadcast_checkpoint
-from minigpt.runs.lightning_workarounds import (
-    LightningWorkarounds,
-    end_with_rank_zero,
-    keep_freed_memory,
-    silence_lightning,
-)
 from minigpt.runs.loggers import MetricsCSV, Progress
 from minigpt.runs.resume_state import EMACallback
 from minigpt.runs.run_dir import LOG, METRICS
@@ -39,12 +34,12 @@ def build_trainer(cfg: DictConfig, folder: Path, *callbacks: Callback) -> L.Trai
     Raises:
         UserError: Lightning rejects an option, or the device is missing.
     """
-    silence_lightning()
-    keep_freed_memory()
-    end_with_rank_zero()
+    lightning_workarounds.silence_lightning()
+    lightning_workarounds.keep_freed_memory()
+    lightning_workarounds.end_with_rank_zero()
     # Samples are from the averages, which the EMA callback swaps out. The checkpoint of a shutdown is from after the
     # update of the EMA. Lightning puts Checkpoint callbacks last.
-    callbacks = (LightningWorkarounds(), *callbacks, *instantiate_group(cfg.callbacks))
+    callbacks = (lightning_workarounds.LightningWorkarounds(), *callbacks, *instantiate_group(cfg.callbacks))
     callbacks += () if cfg.ema_decay is None else (EMACallback(cfg.ema_decay),)
     options = instantiate(cfg.trainer, _convert_="all")
     callbacks += (GracefulShutdown(sync_every=getattr(options["strategy"], "outer_every", cfg.log_every)),)
