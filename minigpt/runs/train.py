@@ -106,7 +106,8 @@ def fit(cfg: DictConfig, folder: Path) -> float | None:
 
     def find() -> tuple[str, int, dict[str, Any], dict[str, Any] | None]:
         path, step, before = find_resumed(cfg.resume, folder, saved)
-        return str(path or ""), step, before, run_dir.completed_summary(folder, step, cfg.max_steps) if path else None
+        auto = cfg.resume == "auto" and path is not None
+        return str(path or ""), step, before, run_dir.completed_summary(folder, step, cfg.max_steps) if auto else None
 
     resume, step, before, done = call_on_rank_zero(find)
     if done:
