@@ -7,7 +7,7 @@ A `Family` is one class of transformers, as two tables: keys of `config.json`, a
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -132,44 +132,41 @@ _MODULES = {
     "final_norm": "model.norm",
     "lm_head": "lm_head",
 }
-_NO_SLIDING = {"use_sliding_window": False}
+_LLAMA = Family(
+    architecture="LlamaForCausalLM",
+    keys={**_KEYS, "bias": "mlp_bias"},
+    implied=_IMPLIED,
+    defaults=_DEFAULTS,
+    activations=_GATED,
+    modules=_MODULES,
+)
+_QWEN2 = replace(
+    _LLAMA,
+    architecture="Qwen2ForCausalLM",
+    keys=_KEYS,
+    implied={**_NO_BIAS, "qkv_bias": True},
+    required={"use_sliding_window": False},
+)
 FAMILIES = {  # by their model_type
     "gpt2": _GPT2,
-    "llama": Family(
-        architecture="LlamaForCausalLM",
-        keys={**_KEYS, "bias": "mlp_bias"},
-        implied=_IMPLIED,
-        defaults=_DEFAULTS,
-        activations=_GATED,
-        modules=_MODULES,
-    ),
-    "qwen2": Family(
-        architecture="Qwen2ForCausalLM",
-        keys=_KEYS,
-        implied={**_NO_BIAS, "qkv_bias": True},
-        defaults=_DEFAULTS,
-        required=_NO_SLIDING,
-        activations=_GATED,
-        modules=_MODULES,
-    ),
-    "qwen3": Family(
+    "llama": _LLAMA,
+    "qwen2": _QWEN2,
+    "qwen3": replace(
+        _QWEN2,
         architecture="Qwen3ForCausalLM",
-        keys=_KEYS,
         implied={**_NO_BIAS, "qk_norm": True, "qk_norm_weights": True},
         defaults={**_DEFAULTS, "head_dim": 128},
-        required={**_NO_SLIDING, "attention_bias": False},
-        activations=_GATED,
-        modules=_MODULES,
+        required={"use_sliding_window": False, "attention_bias": False},
     ),
-    "arcee": Family(
+    "arcee": replace(
+        _LLAMA,
         architecture="ArceeForCausalLM",
-        keys={**_KEYS, "bias": "mlp_bias"},
-        implied=_IMPLIED,
         defaults={**_DEFAULTS, "rms_norm_eps": 1e-5, "hidden_act": "relu2"},
         activations=_UNGATED,
         modules={**_MODULES, "blocks.*.mlp.up": _LAYER + "mlp.up_proj"},
     ),
-    "nanochat": Family(
+    "nanochat": replace(
+        _LLAMA,
         architecture="NanoChatForCausalLM",
         keys={**_KEYS, "logit_softcap": "final_logit_softcapping"},
         implied={**_NO_BIAS, "norm": "rmsnorm_noscale", "qk_norm": True, "embed_norm": True},
@@ -179,7 +176,8 @@ FAMILIES = {  # by their model_type
         modules={**_MODULES, "blocks.*.mlp.up": _LAYER + "mlp.fc1", "blocks.*.mlp.down": _LAYER + "mlp.fc2"},
         swapped_halves=True,
     ),
-    "starcoder2": Family(
+    "starcoder2": replace(
+        _LLAMA,
         architecture="Starcoder2ForCausalLM",
         keys={**_KEYS, "bias": "use_bias", "norm_eps": "norm_epsilon"},
         implied={**_IMPLIED, "norm": "layernorm"},

@@ -117,7 +117,7 @@ class DiLoCo(DDPStrategy):
         *,
         outer_every: int = 20,
         outer_lr: float = 0.7,
-        outer_momentum: float = 0.6,
+        outer_momentum: float = 0.8,
         compress: bool = False,
         **options: Any,
     ) -> None:
