@@ -5,8 +5,6 @@ files is renamed to its final name once it is complete; the name contains a hash
 and the split, so changed inputs get new files. A killed preparation resumes from its journal.
 """
 
-import hashlib
-import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -27,7 +25,7 @@ from minigpt.data.splits import TRAIN, VAL, TextBatches, TokenizeBatch, cut_by_f
 from minigpt.data.token_files import FORMAT, META, SPLITS, Corpus, Tokens
 from minigpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Ids, Tokenizer, token_dtype
 from minigpt.utils.errors import UserError, require
-from minigpt.utils.files import read_json, sync, write_json
+from minigpt.utils.files import read_json, sha256_json, sync, write_json
 from minigpt.utils.terminal import warn
 from minigpt.utils.threads import map_in_threads
 
@@ -46,8 +44,7 @@ def load_corpus(data: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Corpus
     folder = Path(data["folder"])
     built = tokenizers.from_dict(tokenizer) if tokenizer.keys() - {"name", "vocab_size"} else None
     if built:
-        digest = hashlib.sha256(json.dumps(tokenizer, sort_keys=True).encode()).hexdigest()
-        tokenizer = {"name": "pretrained", "sha256": digest}
+        tokenizer = {"name": "pretrained", "sha256": sha256_json(tokenizer)}
     if data["train_bin"] is not None or data["val_bin"] is not None:
         return _load_bins(data, tokenizer, folder, built)
     sources = find_sources(data)
@@ -56,8 +53,7 @@ def load_corpus(data: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Corpus
         provenance["val_sha256"] = sources[1].sha256
     else:
         provenance |= {"split": data["split"], "val_fraction": data["val_fraction"]}
-    key = hashlib.sha256(json.dumps([FORMAT, provenance], sort_keys=True).encode()).hexdigest()
-    target = folder / "tokens" / f"{sources[0].name[:40]}-{key[:12]}"
+    target = folder / "tokens" / f"{sources[0].name[:40]}-{sha256_json([FORMAT, provenance])[:12]}"
     if not (target / META).is_file():
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
