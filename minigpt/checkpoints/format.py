@@ -69,13 +69,18 @@ def write(content: Mapping[str, Any], path: Path) -> None:
         UserError: the content has values other than tensors and plain data.
         OSError: the file cannot be written.
     """
+    text, tensors = pack(content)
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     with replace_checkpoint(path) as unfinished:
         try:
-            _save(content, unfinished)
+            save_tensors(tensors, unfinished, {MINIGPT: text, "crc32": checksum(text, sorted(tensors.items()))})
         except SafetensorError as error:
             if code := re.search(r"\(os error (\d+)\)", str(error)):
                 raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
             raise
+        with open(unfinished, "rb+") as saved:
+            os.fsync(saved.fileno())
+        _check_header(unfinished)
 
 
 @contextmanager
@@ -132,16 +137,6 @@ def _check_header(path: Path) -> None:
         raise UserError(f"{path} is not a complete checkpoint: truncated, or another kind of file")
     if header > MAX_HEADER_BYTES:
         raise UserError(f"{path} is not a checkpoint of minigpt: its header is larger than {MAX_HEADER_BYTES:,} bytes")
-
-
-def _save(content: Mapping[str, Any], file: Path) -> None:
-    """Write a safetensors file and sync it to disk."""
-    text, tensors = pack(content)
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    save_tensors(tensors, file, {MINIGPT: text, "crc32": checksum(text, sorted(tensors.items()))})
-    with open(file, "rb+") as saved:
-        os.fsync(saved.fileno())
-    _check_header(file)
 
 
 def pack(content: Mapping[str, Any]) -> tuple[str, dict[str, Tensor]]:

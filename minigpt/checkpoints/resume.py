@@ -1,7 +1,5 @@
 """The run state in a checkpoint, the search for the checkpoint to resume from, and the check that it fits the run."""
 
-import hashlib
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +11,7 @@ from minigpt.checkpoints.models import model_contents
 from minigpt.config import GPTConfig
 from minigpt.data.tokenizer import Tokenizer
 from minigpt.utils.errors import UserError
+from minigpt.utils.files import sha256_json
 from minigpt.utils.terminal import warn
 
 # Settings that must not change: the optimizer state and the position in the corpus depend on them.
@@ -111,8 +110,8 @@ def _settings(run: Mapping[str, Any]) -> dict[str, Any]:
     """Return what determines the training of a run, by config key; the tokenizer and the corpus by a hash."""
     model = GPTConfig.from_dict(run["model"]).to_dict()  # from_dict adds newer settings
     found = {f"model.{key}": value for key, value in model.items()}
-    digest = hashlib.sha256(json.dumps(run["tokenizer"], sort_keys=True).encode()).hexdigest()
-    found |= {"the tokenizer": f"{run['tokenizer']['name']} {digest}", "the corpus": run["corpus_sha256"]}
+    tokenizer = f"{run['tokenizer']['name']} {sha256_json(run['tokenizer'])}"
+    found |= {"the tokenizer": tokenizer, "the corpus": run["corpus_sha256"]}
     for key in _LEARNING:
         group, _, name = key.rpartition(".")
         values = run["config"][group] if group else run["config"]

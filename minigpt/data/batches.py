@@ -5,12 +5,8 @@ random order. The order of many windows is a keyed permutation evaluated at a po
 cost of a batch does not depend on the size of the corpus, and a resumed run needs only its step.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -18,6 +14,7 @@ import torch
 from torch import Tensor
 
 from minigpt.data.token_files import Tokens
+from minigpt.utils.threads import map_in_threads
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -167,52 +164,15 @@ class WindowReader:
     def __call__(self, batches: Iterable[Array]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (tokens, targets), (B, T) each, of the windows that start at the tokens of each batch, (B,)."""
         indices = (np.minimum(starts[:, None] + self.window, len(self.tokens) - 1) for starts in batches)  # (B, T + 1)
-        if self.on_device is not None:
-            read = map(self._gather, indices)
+        if (tokens := self.on_device) is not None:
+            read: Iterator[Tensor] = (tokens[self._copy(index)].long() for index in indices)
         else:
-            read = map(self._copy, read_ahead(lambda index: self.tokens[index].astype(np.int64), indices))
+            read = map(self._copy, map_in_threads(lambda index: self.tokens[index].astype(np.int64), indices, _READERS))
         for window in read:
             yield window[:, :-1], window[:, 1:]
-
-    def _gather(self, index: Array) -> Tensor:
-        assert self.on_device is not None
-        return self.on_device[self._copy(index)].long()
 
     def _copy(self, values: Array) -> Tensor:
         tensor = torch.from_numpy(values)
         if self.device.type == "cuda":  # a copy from pageable memory may wait for the GPU
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=self.device.type == "cuda")
-
-
-def read_ahead(read: Callable[[Array], Array], items: Iterable[Array]) -> Iterator[Array]:
-    """Yield `read(item)` of each item, in order, while threads read the next items.
-
-    The threads do not keep the process from exiting, so a slow read, such as a download, does not delay an interrupt.
-    """
-    tasks: SimpleQueue[tuple[Array, Future[Array]] | None] = SimpleQueue()
-    pending: deque[Future[Array]] = deque()
-
-    def work() -> None:
-        while task := tasks.get():
-            item, future = task
-            try:
-                future.set_result(read(item))
-            except BaseException as error:
-                future.set_exception(error)
-
-    threads = 0
-    try:
-        for item in items:
-            pending.append(Future())
-            tasks.put((item, pending[-1]))
-            if len(pending) > threads and threads < _READERS:
-                threads += 1
-                Thread(target=work, daemon=True).start()
-            elif len(pending) > _READERS:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        for _ in range(threads):
-            tasks.put(None)

@@ -1,14 +1,12 @@
-"""Prepare a corpus: split its documents, tokenize them in several processes, write token files.
+"""Prepare a corpus: split its documents, tokenize them in several threads, write token files.
 
-Tokens are written in the order of the text, so the files are the same for any number of processes. A folder of token
+Tokens are written in the order of the text, so the files are the same for any number of threads. A folder of token
 files is renamed to its final name once it is complete; the name contains a hash of the text's checksum, the tokenizer
 and the split, so changed inputs get new files. A killed preparation resumes from its journal.
 """
 
-import hashlib
-import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
@@ -23,13 +21,13 @@ from minigpt.data import tokenizer as tokenizers
 from minigpt.data.encodings import load_encoding
 from minigpt.data.shards import find_shards, local_shard
 from minigpt.data.sources import CHECKSUM_CACHE, Source, corpus_sha256, find_sources
-from minigpt.data.splits import TRAIN, VAL, TextBatches, cut_by_fraction, scan_corpus, split_chunks
+from minigpt.data.splits import TRAIN, VAL, TextBatches, TokenizeBatch, cut_by_fraction, scan_corpus, split_chunks
 from minigpt.data.token_files import FORMAT, META, SPLITS, Corpus, Tokens
-from minigpt.data.tokenize_workers import tokenize
-from minigpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, token_dtype
+from minigpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Ids, Tokenizer, token_dtype
 from minigpt.utils.errors import UserError, require
-from minigpt.utils.files import read_json, sync, write_json
+from minigpt.utils.files import read_json, sha256_json, sync, write_json
 from minigpt.utils.terminal import warn
+from minigpt.utils.threads import map_in_threads
 
 _JOURNAL = "journal.json"  # tokenizer, cut between the splits, batches written, and bytes of the token files
 _SYNC_BYTES = 1 << 25  # of ids between two journal entries
@@ -46,8 +44,7 @@ def load_corpus(data: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Corpus
     folder = Path(data["folder"])
     built = tokenizers.from_dict(tokenizer) if tokenizer.keys() - {"name", "vocab_size"} else None
     if built:
-        digest = hashlib.sha256(json.dumps(tokenizer, sort_keys=True).encode()).hexdigest()
-        tokenizer = {"name": "pretrained", "sha256": digest}
+        tokenizer = {"name": "pretrained", "sha256": sha256_json(tokenizer)}
     if data["train_bin"] is not None or data["val_bin"] is not None:
         return _load_bins(data, tokenizer, folder, built)
     sources = find_sources(data)
@@ -56,8 +53,7 @@ def load_corpus(data: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Corpus
         provenance["val_sha256"] = sources[1].sha256
     else:
         provenance |= {"split": data["split"], "val_fraction": data["val_fraction"]}
-    key = hashlib.sha256(json.dumps([FORMAT, provenance], sort_keys=True).encode()).hexdigest()
-    target = folder / "tokens" / f"{sources[0].name[:40]}-{key[:12]}"
+    target = folder / "tokens" / f"{sources[0].name[:40]}-{sha256_json([FORMAT, provenance])[:12]}"
     if not (target / META).is_file():
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -189,6 +185,23 @@ def _append_tokens(
                 journal.update(batches=number, bytes=sizes)
                 write_json(folder / _JOURNAL, journal)
         _flush(train, val)
+
+
+def tokenize(tokenizer: Tokenizer, batches: Iterable[TokenizeBatch], threads: int | None) -> Iterator[list[Ids]]:
+    """Tokenize batches in `threads` (None: one per core); yield the ids of each split, per batch."""
+    from loky import cpu_count
+
+    dtype = token_dtype(tokenizer.vocab_size)
+
+    def encode(batch: TokenizeBatch) -> list[Ids]:
+        ids: list[list[Ids]] = [[np.empty(0, dtype)], [np.empty(0, dtype)]]
+        for split, separated, text in batch:
+            if separated:
+                ids[split].append(tokenizer.separator)
+            ids[split].append(tokenizer.encode(text))
+        return [np.concatenate(row, dtype=dtype) for row in ids]
+
+    return map_in_threads(encode, batches, threads or cpu_count())
 
 
 def _flush(*files: IO[bytes]) -> None:

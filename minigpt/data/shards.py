@@ -5,7 +5,6 @@ almost every window. A remote shard is fetched whole and once, when it is first 
 """
 
 import hashlib
-import json
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from filelock import FileLock
 
 from minigpt.utils.errors import RunError, UserError
-from minigpt.utils.files import atomic_write
+from minigpt.utils.files import atomic_write, sha256_json
 from minigpt.utils.scripts import PIP_INSTALL
 
 _WAITS = (0.5, 1.0, 2.0, 4.0)  # seconds between the attempts of a request
@@ -80,7 +79,7 @@ def sample_checksum(shards: Sequence[Shard]) -> str:
     with ThreadPoolExecutor(_REQUESTS) as pool:
         heads = list(pool.map(_read_head, (shards[i * len(shards) // n] for i in range(n))))
     identity = [[shard.bytes for shard in shards], [hashlib.sha256(head).hexdigest() for head in heads]]
-    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+    return sha256_json(identity)
 
 
 def _expand_range(path: str) -> list[str]:
@@ -110,9 +109,8 @@ def _find_shard(key: str, path: str, folder: Path) -> Shard:
     if info["size"] is None:
         raise UserError(f"{key}={path} has no Content-Length; use a server that sends the sizes of its files")
     version = [str(info.get(name)) for name in ("ETag", "Last-Modified", "LastModified")]  # a changed file is another
-    digest = hashlib.sha256(json.dumps([path, version]).encode()).hexdigest()
     name = re.sub(r"[^\w.-]", "-", path.rpartition("/")[2])[-60:]
-    return Shard(folder / f"{digest[:16]}-{name}", info["size"], path)
+    return Shard(folder / f"{sha256_json([path, version])[:16]}-{name}", info["size"], path)
 
 
 def _open_filesystem(url: str) -> Any:

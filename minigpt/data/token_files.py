@@ -173,8 +173,6 @@ def from_bins(
 
 def _map(file: Path, dtype: np.dtype[Any]) -> Array:
     """Map a file without read-ahead, since windows are anywhere in it."""
-    if file.stat().st_size == 0:
-        return np.empty(0, dtype=dtype)  # an empty file cannot be mapped
     with open(file, "rb") as content:
         pages = mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ)
     if hasattr(mmap, "MADV_RANDOM"):

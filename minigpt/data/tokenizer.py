@@ -6,6 +6,7 @@ file. Patterns are saved by name, so no file can contain a regular expression, e
 
 import base64
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -246,6 +247,7 @@ class HuggingFaceTokenizer(Tokenizer):
             self.backend.encode_special_tokens = True  # as ordinary text
             self.backend.no_truncation()
             self.backend.no_padding()
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # we have threads of our own
             to_bytes = _token_decoder(values["decoder"])
             self.token_bytes = {i: to_bytes(token) for token, i in self.backend.get_vocab().items()}
             for i, added in self.backend.get_added_tokens_decoder().items():
@@ -260,7 +262,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> Ids:
         with _one_line_errors("tokenizer.json does not encode this text"):
-            encoding = self.backend.encode(whole_characters(text), add_special_tokens=False)
+            # `encode` would not release the GIL.
+            (encoding,) = self.backend.encode_batch_fast([whole_characters(text)], add_special_tokens=False)
         return np.array(encoding.ids, dtype=self.separator.dtype)
 
     def to_dict(self) -> dict[str, Any]:

@@ -45,6 +45,11 @@ def write_json(file: Path, values: Mapping[str, Any]) -> None:
         partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
 
 
+def sha256_json(values: Any) -> str:
+    """Return the SHA-256 of plain data."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
 def checksums(files: Sequence[Path], cache: Path | None) -> list[str]:
     """Return the SHA-256 of each file, so that an unchanged file is read once.
 

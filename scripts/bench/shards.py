@@ -54,14 +54,14 @@ def shards(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         optimizer.zero_grad()
         return 1000 * (time.perf_counter() - start)
 
-    def in_turn(read: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+    def in_turn(read: Callable[[Any], Any], items: Iterable[Any], threads: int) -> Iterator[Any]:
         return map(read, items)
 
     slow = SlowTokens(files, "uint16", 65)
     sources = {"in memory": read(np.zeros(len(slow), np.uint16)), "slow shards": read(slow)}
     for source in sources.values():
         step(source)
-    with patch.object(batches, "read_ahead", in_turn):
+    with patch.object(batches, "map_in_threads", in_turn):
         sources["slow shards, not read ahead"] = read(slow)
         step(sources["slow shards, not read ahead"])
     rows = []

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minigpt.data import prepare as preparation
-from minigpt.data import readers, splits, token_files, tokenize_workers
+from minigpt.data import readers, splits, token_files
 from minigpt.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -461,8 +461,7 @@ def test_documents_in_both_splits_are_counted_with_a_warning(tmp_path, monkeypat
 # Token files.
 
 
-def test_token_files_are_byte_identical_for_any_number_of_processes(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenize_workers, "_SINGLE_PROCESS_BATCHES", 0)
+def test_token_files_are_byte_identical_for_any_number_of_threads(tmp_path, monkeypatch):
     monkeypatch.setattr(splits, "_BATCH_CHARS", 700)
     text = rows(stories(300))
     one, two, four = (prepare(text, tmp_path / f"{n}", BPE, name="mine.jsonl", processes=n) for n in (1, 2, 4))
@@ -522,7 +521,7 @@ def test_leftovers_of_a_killed_process_are_replaced(tmp_path):
 PREPARE = """if True:
     import io, os, resource, signal, sys
     from pathlib import Path
-    from minigpt.data import readers, splits, tokenize_workers
+    from minigpt.data import readers, splits
     from minigpt.data import prepare as preparation
     sys.path.insert(0, sys.argv[1])
     from test_prepare import corpus_of
@@ -577,7 +576,6 @@ def test_concurrent_preparations_write_the_files_once(tmp_path):
 KILLED = """
     left = int(sys.argv[3])
     readers._BLOCK_BYTES, splits._BATCH_CHARS, preparation._SYNC_BYTES = 400, 300, 1000
-    tokenize_workers._SINGLE_PROCESS_BATCHES = 0
     tokenize = preparation.tokenize
 
     def rows(ids):
@@ -605,7 +603,7 @@ def killed(tmp_path):
 
     def run(number, **changes):
         process = python(KILLED, tmp_path / "data", number, changes)
-        process.communicate()  # until its worker processes have exited too
+        process.communicate()
         assert process.returncode == -signal.SIGKILL
         (partial,) = (tmp_path / "data/tokens").glob("*.partial")
         return SimpleNamespace(partial=partial, noted=json.loads((partial / "journal.json").read_text()))
@@ -628,7 +626,6 @@ def test_a_killed_preparation_resumes_to_the_same_bytes(tmp_path, monkeypatch, k
     written = sum((late.partial / f"{split}.bin").stat().st_size for split in ("train", "val"))
     assert written > sum(late.noted["bytes"])
     monkeypatch.setattr(preparation, "_SYNC_BYTES", 1000)
-    monkeypatch.setattr(tokenize_workers, "_SINGLE_PROCESS_BATCHES", 0)
     with open(late.partial / "train.bin", "rb") as first:  # kept open, so that no new file gets its inode
         corpus = corpus_of(tmp_path / "in", tmp_path / "data", BPE, **changes, processes=2)
         assert os.fstat(first.fileno()).st_ino == (folder_of(corpus) / "train.bin").stat().st_ino

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from minigpt.checkpoints.format import MAX_HEADER_BYTES
 from minigpt.checkpoints.models import load_checkpoint, save_checkpoint
 from minigpt.config import GPTConfig
-from minigpt.data.tokenize_workers import tokenize
+from minigpt.data.prepare import tokenize
 from minigpt.data.tokenizer import (
     PATTERNS,
     SEPARATOR,
@@ -406,10 +406,10 @@ def test_more_than_65536_ids_take_32_bits() -> None:
     assert HuggingFaceTokenizer(json.dumps(content)).encode("a").dtype == np.uint32
 
 
-def test_two_processes_give_the_ids_of_one() -> None:
+def test_two_threads_give_the_ids_of_one() -> None:
     tokenizer = HuggingFaceTokenizer(content_of("gpt2"), 0)
     batches = [[(0, True, text), (1, False, text)] for text in corpus()[-40:]]
-    one, two = (list(tokenize(tokenizer, batches, processes)) for processes in (1, 2))
+    one, two = (list(tokenize(tokenizer, batches, threads)) for threads in (1, 2))
     for (text, expected), found in zip(zip(corpus()[-40:], one, strict=True), two, strict=True):
         assert [row.tolist() for row in found] == [row.tolist() for row in expected]
         assert found[0].tolist() == [0, *tokenizer.encode(text).tolist()]
