@@ -59,7 +59,7 @@ def load_corpus(data: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Corpus
             target.parent.mkdir(parents=True, exist_ok=True)
             with _lock(target):
                 if not (target / META).is_file():  # no other process wrote it meanwhile
-                    _write_corpus(target, sources, provenance, data["processes"], built)
+                    _write_corpus(target, sources, provenance, data["threads"], built)
         except OSError as error:
             if error.filename is not None and not Path(error.filename).is_relative_to(folder):
                 raise
@@ -118,7 +118,7 @@ def _write_corpus(
     target: Path,
     sources: Sequence[Source],
     provenance: Mapping[str, Any],
-    processes: int | None,
+    threads: int | None,
     built: Tokenizer | None,
 ) -> None:
     """Write the files to a folder beside `target`, and rename it when it is complete."""
@@ -134,7 +134,7 @@ def _write_corpus(
             write_json(partial / _JOURNAL, journal)
         tokenizer = tokenizers.from_dict(journal["tokenizer"])
         batches = TextBatches(split_chunks(sources, provenance, journal["cut"]))
-        _append_tokens(partial, journal, tokenizer, batches, processes)
+        _append_tokens(partial, journal, tokenizer, batches, threads)
         write_json(partial / META, _build_meta(partial, sources, provenance, tokenizer, batches))
         (partial / _JOURNAL).unlink()
         shutil.rmtree(target, ignore_errors=True)  # a folder without its meta.json
@@ -163,7 +163,7 @@ def _plan(
 
 
 def _append_tokens(
-    folder: Path, journal: dict[str, Any], tokenizer: Tokenizer, batches: TextBatches, processes: int | None
+    folder: Path, journal: dict[str, Any], tokenizer: Tokenizer, batches: TextBatches, threads: int | None
 ) -> None:
     """Append the ids of the batches that are not in the journal yet, and update it from time to time."""
     with (
@@ -175,7 +175,7 @@ def _append_tokens(
             file.truncate(size)  # a killed process may have written more
             file.seek(size)
         remaining = islice(batches, journal["batches"], None)
-        for number, ids in enumerate(tokenize(tokenizer, remaining, processes), journal["batches"] + 1):
+        for number, ids in enumerate(tokenize(tokenizer, remaining, threads), journal["batches"] + 1):
             for file, row in zip((train, val), ids, strict=True):
                 file.write(row.data)
             bar.update(sum(batches.bytes) - bar.n)

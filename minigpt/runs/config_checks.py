@@ -129,7 +129,7 @@ _RULES: dict[str, checks.Rule] = {
     "data.train_bin": or_null(_PATHS),
     "data.val_bin": or_null(_PATHS),
     "data.cache_gb": checks.NON_NEGATIVE,
-    "data.processes": or_null(checks.POSITIVE_INT),
+    "data.threads": or_null(checks.POSITIVE_INT),
     "tokenizer.vocab_size": integer(257),  # 256 bytes and the separator
     "optimizer.lr": checks.POSITIVE,
     "optimizer.betas": (

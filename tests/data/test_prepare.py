@@ -464,7 +464,7 @@ def test_documents_in_both_splits_are_counted_with_a_warning(tmp_path, monkeypat
 def test_token_files_are_byte_identical_for_any_number_of_threads(tmp_path, monkeypatch):
     monkeypatch.setattr(splits, "_BATCH_CHARS", 700)
     text = rows(stories(300))
-    one, two, four = (prepare(text, tmp_path / f"{n}", BPE, name="mine.jsonl", processes=n) for n in (1, 2, 4))
+    one, two, four = (prepare(text, tmp_path / f"{n}", BPE, name="mine.jsonl", threads=n) for n in (1, 2, 4))
     assert in_folder(one) == in_folder(two) == in_folder(four)
 
 
@@ -620,14 +620,14 @@ def test_a_killed_preparation_resumes_to_the_same_bytes(tmp_path, monkeypatch, k
     monkeypatch.setattr(readers, "_BLOCK_BYTES", 400)
     monkeypatch.setattr(splits, "_BATCH_CHARS", 300)
     whole = corpus_of(tmp_path / "in", tmp_path / "whole", BPE, **changes)
-    early = killed(90, **changes, processes=2)
-    late = killed(101, **changes, processes=1)
+    early = killed(90, **changes, threads=2)
+    late = killed(101, **changes, threads=1)
     assert 0 < sum(early.noted["bytes"]) < sum(late.noted["bytes"])
     written = sum((late.partial / f"{split}.bin").stat().st_size for split in ("train", "val"))
     assert written > sum(late.noted["bytes"])
     monkeypatch.setattr(preparation, "_SYNC_BYTES", 1000)
     with open(late.partial / "train.bin", "rb") as first:  # kept open, so that no new file gets its inode
-        corpus = corpus_of(tmp_path / "in", tmp_path / "data", BPE, **changes, processes=2)
+        corpus = corpus_of(tmp_path / "in", tmp_path / "data", BPE, **changes, threads=2)
         assert os.fstat(first.fileno()).st_ino == (folder_of(corpus) / "train.bin").stat().st_ino
     assert in_folder(corpus).keys() == in_folder(whole).keys()
     assert on_disk(corpus) == on_disk(whole)
