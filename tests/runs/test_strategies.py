@@ -38,7 +38,7 @@ RUNS = {
 }
 QUICK = ("ddp", "sharded")
 DILOCO = ["trainer=diloco", "trainer.strategy.outer_every=4", "schedule=constant"]
-STEPS, EVAL_EVERY, OUTER_EVERY, OUTER_LR, OUTER_MOMENTUM = 20, 10, 4, 0.7, 0.6
+STEPS, EVAL_EVERY, OUTER_EVERY, OUTER_LR, OUTER_MOMENTUM = 20, 10, 4, 0.7, 0.8
 
 
 @pytest.fixture(scope="module")
