@@ -103,21 +103,17 @@ def cut_point(text: str) -> int:
 
 def _read_text(file: Path) -> Iterator[str]:
     """Yield blocks of text, with line ends as they are."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    offset, started = 0, False
+    decoder, offset = codecs.getincrementaldecoder("utf-8-sig")(), 0  # without a byte order mark
     for block in chain(_read_blocks(file), [b""]):
         if (zero := block.find(b"\0")) >= 0:
             raise UserError(f"{file} is not text: byte 0 at offset {offset + zero:,}; save it as UTF-8 text")
-        pending = len(decoder.getstate()[0])
+        offset += len(block)
         try:
             text = decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
-            where = offset - pending + error.start
+            where = offset - len(error.object) + error.start
             raise UserError(f"{file} is not UTF-8 text: bad byte at offset {where:,}; save it as UTF-8") from error
-        offset += len(block)
-        if text:
-            yield text if started else text.removeprefix("\ufeff")  # byte order mark
-            started = True
+        yield text
 
 
 def _read_blocks(file: Path) -> Iterator[bytes]:
