@@ -117,43 +117,35 @@ def stream(
     prompt_ids = [check_ids(prompt, model.config.vocab_size) for prompt in (batch if is_batch else [batch])]
     criteria = [StopCriteria(stop, tokenizer) for _ in range(len(prompt_ids) * num_samples)]
     seeds = [seed + i for _ in prompt_ids for i in range(num_samples)]
-    return _stream(model, prompt_ids, sampling, max_new_tokens, criteria, seeds, logprobs)
 
+    @torch.inference_mode()
+    def steps() -> Iterator[Step]:
+        with eval_mode(model):
+            decoder = Decoder(model, prompt_ids, num_samples, max_new_tokens)
+            uniforms = PerSampleRNG(seeds, decoder.device)
+            seen = None  # (B, V)
+            if sampling.repetition_penalty != 1:
+                seen = torch.zeros_like(decoder.logits, dtype=torch.bool)
+                for row, prompt in zip(seen, decoder.tokens, strict=True):
+                    row[prompt] = True
+            for i in range(max_new_tokens):
+                logits = decoder.logits.float()  # (B, V)
+                tokens = sampling.draw(logits, uniforms.next(), seen)  # (B,)
+                ids, of_tokens = tokens.tolist(), list[float]()
+                # Of NaN logits the draw is V; greedy decoding returns an index of NaN, so the first are checked.
+                if max(ids) >= logits.size(-1) or (i == 0 and not logits.isfinite().all()):
+                    raise RunError(NON_FINITE)
+                if logprobs:
+                    of_tokens = logits.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0].tolist()
+                stopped = [sample.update(token) for sample, token in zip(criteria, ids, strict=True)]
+                yield Step(ids, of_tokens, stopped)
+                if i + 1 == max_new_tokens or all(stopped):
+                    return
+                if seen is not None:
+                    seen.scatter_(-1, tokens[:, None], True)
+                decoder.step(tokens)
 
-@torch.inference_mode()
-def _stream(
-    model: GPT,
-    prompts: list[list[int]],
-    sampling: Sampling,
-    max_new_tokens: int,
-    criteria: "Sequence[StopCriteria]",
-    seeds: list[int],
-    logprobs: bool,
-) -> Iterator[Step]:
-    with eval_mode(model):
-        decoder = Decoder(model, prompts, len(seeds) // len(prompts), max_new_tokens)
-        uniforms = PerSampleRNG(seeds, decoder.device)
-        seen = None  # (B, V)
-        if sampling.repetition_penalty != 1:
-            seen = torch.zeros_like(decoder.logits, dtype=torch.bool)
-            for row, prompt in zip(seen, decoder.tokens, strict=True):
-                row[prompt] = True
-        for i in range(max_new_tokens):
-            logits = decoder.logits.float()  # (B, V)
-            tokens = sampling.draw(logits, uniforms.next(), seen)  # (B,)
-            ids, of_tokens = tokens.tolist(), list[float]()
-            # Of NaN logits the draw is V; greedy decoding returns an index of NaN, so the first logits are checked.
-            if max(ids) >= logits.size(-1) or (i == 0 and not logits.isfinite().all()):
-                raise RunError(NON_FINITE)
-            if logprobs:
-                of_tokens = logits.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0].tolist()
-            stopped = [sample.update(token) for sample, token in zip(criteria, ids, strict=True)]
-            yield Step(ids, of_tokens, stopped)
-            if i + 1 == max_new_tokens or all(stopped):
-                return
-            if seen is not None:
-                seen.scatter_(-1, tokens[:, None], True)
-            decoder.step(tokens)
+    return steps()
 
 
 class StopCriteria:

@@ -180,10 +180,10 @@ def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
 
 def orthogonalize_replicas(matrices: Tensor, steps: int, group: distributed.ProcessGroup) -> list[Tensor]:
     """Orthogonalize matrices (N, R, C) that are the same on all ranks: each rank 1/n of them. Returns N of (R, C)."""
-    shares = split_evenly(len(matrices), group.size())
-    mine = orthogonalize(matrices.split(shares)[group.rank()], steps)
+    shares = matrices.tensor_split(group.size())
+    mine = orthogonalize(shares[group.rank()], steps)
     sent = [mine.numel()] * group.size()  # to each rank the same
-    received = [matrices[0].numel() * share for share in shares]
+    received = [share.numel() for share in shares]
     return list(exchange(mine.flatten().repeat(group.size()), sent, received, group).view_as(matrices))
 
 
@@ -201,8 +201,7 @@ def orthogonalize_shards(
     """
     n, me, columns = group.size(), group.rank(), pieces[0].size(1)
     numel = [[count * columns for count in counts] for counts in rows]  # [matrix][rank]
-    ends = list(accumulate(split_evenly(len(pieces), n)))
-    owned = [numel[start:end] for start, end in zip([0, *ends], ends, strict=False)]  # by each rank
+    owned = [numel[len(numel) * i // n : len(numel) * (i + 1) // n] for i in range(n)]  # by each rank
     to_owners = [sum(counts[me] for counts in matrices) for matrices in owned]
     from_ranks = [sum(counts[rank] for counts in owned[me]) for rank in range(n)]
     gathered = exchange(torch.cat([piece.flatten() for piece in pieces]), to_owners, from_ranks, group)
@@ -220,11 +219,6 @@ def exchange(sent: Tensor, sizes: Sequence[int], received: Sequence[int], group:
     result = sent.new_empty(sum(received))
     distributed.all_to_all_single(result, sent, list(received), list(sizes), group=group)
     return result
-
-
-def split_evenly(count: int, n: int) -> list[int]:
-    """Return n shares of `count` that differ by at most one."""
-    return [count * (i + 1) // n - count * i // n for i in range(n)]
 
 
 def rows_per_rank(matrices: list[int], n: int) -> list[list[int]]:

@@ -94,18 +94,16 @@ class LanguageModel(L.LightningModule):
         """Do nothing: Lightning calls this between the forward and the backward pass."""
 
     def on_validation_epoch_start(self) -> None:
-        self.val_nats = torch.zeros((), device=self.device)
-        self.val_tokens = torch.zeros((), device=self.device)
+        self.val_sums = torch.zeros(2, device=self.device)  # nats, and tokens without padding
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         tokens, targets = batch  # (B, T) each
-        self.val_nats += self.model(tokens, targets, reduction="sum")
-        self.val_tokens += (targets >= 0).sum()  # without padding
+        self.val_sums[0] += self.model(tokens, targets, reduction="sum")
+        self.val_sums[1] += (targets >= 0).sum()
 
     def on_validation_epoch_end(self) -> None:
         """Log the mean over every token of the validation split, the same on any number of ranks."""
-        total = torch.stack((self.val_nats, self.val_tokens))
-        nats, tokens = self.trainer.strategy.reduce(total, reduce_op="sum").tolist()
+        nats, tokens = self.trainer.strategy.reduce(self.val_sums, reduce_op="sum").tolist()
         self.log("val_loss", nats / tokens, logger=False)
         for module in self.modules():  # drop gathered weights, which may be those of the EMA
             if isinstance(module, FSDPModule):

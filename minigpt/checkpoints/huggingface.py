@@ -211,8 +211,7 @@ def read_weights(folder: str | Path, config: GPTConfig) -> dict[str, Tensor]:
     with folder_errors(folder):
         files = _open(folder)
         check_size(config, len(files), sum(path.stat().st_size for path in weight_files(folder)))
-        expected = empty_model(config).state_dict()
-        return _weights(files, FAMILIES[read_json(folder / CONFIG)["model_type"]], config, expected)
+        return _weights(files, FAMILIES[read_json(folder / CONFIG)["model_type"]], config)
 
 
 def config_from(values: Values) -> GPTConfig:
@@ -282,10 +281,8 @@ def _open(folder: Path) -> dict[str, Any]:
     return {name: file for file in files for name in file.keys()}  # noqa: SIM118  # not a dict
 
 
-def _weights(
-    files: dict[str, Any], family: Family, config: GPTConfig, expected: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return every weight of ours by name; `files` has the file of each of theirs, `expected` the shapes of ours."""
+def _weights(files: dict[str, Any], family: Family, config: GPTConfig) -> dict[str, Tensor]:
+    """Return every weight of ours by name; `files` has the file of each of theirs."""
     base = family.modules["wte"].partition(".")[0]  # a model that was saved without its head lacks the prefix
     prefix = "" if any(name.startswith(f"{base}.") for name in files) else f"{base}."
     unused = {name for name in files if not _IGNORED.search(name)}
@@ -298,7 +295,7 @@ def _weights(
         return files[name].get_tensor(name).float()
 
     weights: dict[str, Tensor] = {}
-    for name, like in expected.items():
+    for name, like in empty_model(config).state_dict().items():
         tied = name == "lm_head.weight" and config.tie_embeddings
         if tied and name in files and not torch.equal(read("lm_head.weight"), weights["wte.weight"]):
             raise UserError("lm_head.weight differs from the embeddings; set tie_word_embeddings to false")

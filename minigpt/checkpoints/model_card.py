@@ -31,8 +31,6 @@ _WARNING = """
 No class of transformers computes this model: `trust_remote_code=True` executes `modeling_minigpt.py` of this folder.
 Read the file first if you do not trust its author.
 """
-
-
 _FIGURES = {
     "validation loss": "{best_val_loss:.4f} nats per token, {best_val_bits_per_byte:.4f} bits per byte",
     "steps": "{steps:,}, {tokens:,} tokens; the lowest loss is at step {best_step:,}",

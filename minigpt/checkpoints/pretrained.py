@@ -15,7 +15,7 @@ from minigpt.data.tokenizer_json import load_tokenizer
 from minigpt.model import GPT
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import checksums
-from minigpt.utils.scripts import PIP_INSTALL
+from minigpt.utils.scripts import import_extra
 
 
 @dataclass(frozen=True)
@@ -98,15 +98,10 @@ def _download(source: str) -> Path:
     first = name.partition("/")[0]
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or first in ("runs", ".", "..") or Path(first).exists():
         raise UserError(f"{source} does not exist; give a run folder, a checkpoint, or a folder or id of Hugging Face")
+    hub = import_extra("huggingface_hub", f"{source} does not exist, and the Hugging Face Hub", "huggingface")
+    hub.logging.set_verbosity_error()  # without a line per retry
     try:
-        from huggingface_hub import logging, snapshot_download
-    except ImportError as error:
-        advice = f"to look for it on the Hugging Face Hub: {PIP_INSTALL.format('huggingface')}"
-        raise UserError(f"{source} does not exist; {advice}") from error
-
-    logging.set_verbosity_error()  # without a line per retry
-    try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=HUB_FILES))
+        return Path(hub.snapshot_download(name, revision=revision or None, allow_patterns=HUB_FILES))
     except Exception as error:  # its own, of HTTP and of the file system
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise UserError(

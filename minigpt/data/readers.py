@@ -12,14 +12,13 @@ import re
 import zlib
 from collections.abc import Iterable, Iterator
 from glob import glob, has_magic
-from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from minigpt.data.tokenizer import whole_characters
 from minigpt.utils.errors import UserError
-from minigpt.utils.scripts import PIP_INSTALL
+from minigpt.utils.scripts import import_extra
 
 TEXT_SUFFIXES, ROW_SUFFIXES, COMPRESSED_SUFFIXES = (".txt", ".md"), (".jsonl", ".parquet"), (".gz", ".zst")
 _ARROW_TEXT_TYPES = ("string", "large_string", "string_view", "dictionary<values=string, indices=int32, ordered=0>")
@@ -103,21 +102,17 @@ def cut_point(text: str) -> int:
 
 def _read_text(file: Path) -> Iterator[str]:
     """Yield blocks of text, with line ends as they are."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    offset, started = 0, False
+    decoder, offset = codecs.getincrementaldecoder("utf-8-sig")(), 0  # without a byte order mark
     for block in chain(_read_blocks(file), [b""]):
         if (zero := block.find(b"\0")) >= 0:
             raise UserError(f"{file} is not text: byte 0 at offset {offset + zero:,}; save it as UTF-8 text")
-        pending = len(decoder.getstate()[0])
+        offset += len(block)
         try:
             text = decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
-            where = offset - pending + error.start
+            where = offset - len(error.object) + error.start
             raise UserError(f"{file} is not UTF-8 text: bad byte at offset {where:,}; save it as UTF-8") from error
-        offset += len(block)
-        if text:
-            yield text if started else text.removeprefix("\ufeff")  # byte order mark
-            started = True
+        yield text
 
 
 def _read_blocks(file: Path) -> Iterator[bytes]:
@@ -138,7 +133,7 @@ def _read_blocks(file: Path) -> Iterator[bytes]:
 
 def _decompress_zstandard(raw: IO[bytes]) -> Iterator[bytes]:
     """Decompress frame by frame: zstandard's own stream reader accepts a truncated file."""
-    zstandard = import_extra("zstandard")
+    zstandard = import_extra("zstandard", ".zst", "data")
     frames = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     frame = frames.decompressobj()
     try:
@@ -177,8 +172,8 @@ def _read_jsonl(file: Path, field: str) -> Iterator[TextChunk]:
 
 
 def _read_parquet(file: Path, field: str) -> Iterator[TextChunk]:
-    parquet = import_extra("pyarrow.parquet")
-    arrow = import_extra("pyarrow")
+    parquet = import_extra("pyarrow.parquet", ".parquet", "data")
+    arrow = import_extra("pyarrow", ".parquet", "data")
     with open(file, "rb") as raw:
         try:
             table = parquet.ParquetFile(raw)
@@ -196,12 +191,3 @@ def no_text(kind: str, name: str, row: Any) -> str:
     others = [key for key, value in row.items() if isinstance(value, str)] if isinstance(row, dict) else []
     listed = f"the {kind}s with text are {', '.join(others[:10])}" if others else f"there is no {kind} with text"
     return f"no text in {kind} {name}; {listed}; set data.field=…"
-
-
-def import_extra(module: str) -> Any:
-    """Import a package that only some kinds of data need; raise UserError if it is not installed."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise UserError(f"this data needs the package {package}: {PIP_INSTALL.format('data')}") from error

@@ -64,12 +64,11 @@ def find_shards(key: str, value: str | Sequence[str], folder: Path) -> list[Shar
 
 def fetch(shard: Shard) -> Path:
     """Return the file of a shard; of a remote one, fetch it first. Threads and processes fetch it once together."""
-    if _is_here(shard):
-        return shard.file
-    shard.file.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{shard.file}.lock"):
-        if not _is_here(shard):
-            _retry(str(shard.url), lambda: _download(shard))
+    if not _is_here(shard):
+        shard.file.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{shard.file}.lock"):
+            if not _is_here(shard):
+                _retry(str(shard.url), lambda: _download(shard))
     return shard.file
 
 

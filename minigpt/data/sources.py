@@ -14,19 +14,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from minigpt.data import shakespeare
-from minigpt.data.readers import (
-    COMPRESSED_SUFFIXES,
-    ROW_SUFFIXES,
-    TextChunk,
-    find_files,
-    import_extra,
-    no_text,
-    read_documents,
-)
+from minigpt.data.readers import COMPRESSED_SUFFIXES, ROW_SUFFIXES, TextChunk, find_files, no_text, read_documents
 from minigpt.data.tokenizer import whole_characters
 from minigpt.utils.downloads import download
 from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.files import atomic_write, checksums, sha256_json
+from minigpt.utils.scripts import import_extra
 from minigpt.utils.terminal import warn
 
 CHECKSUM_CACHE = "checksums.json"  # in the data folder
@@ -157,9 +150,9 @@ def _from_hub(data: Mapping[str, Any], split: str) -> Source:
 
 
 def _stream(data: Mapping[str, Any], split: str) -> Iterator[TextChunk]:
-    datasets = import_extra("datasets")
-    datasets.disable_progress_bars()
     setting, field = f"data.dataset={data['dataset']}", data["field"]
+    datasets = import_extra("datasets", setting, "data")
+    datasets.disable_progress_bars()
     try:
         rows = datasets.load_dataset(
             data["dataset"], data["subset"], split=split, revision=data["revision"], streaming=True

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minigpt.utils.errors import UserError
-from minigpt.utils.scripts import PIP_INSTALL
+from minigpt.utils.scripts import import_extra
 
 if TYPE_CHECKING:
     import tiktoken
@@ -234,16 +234,13 @@ class HuggingFaceTokenizer(Tokenizer):
     name = "huggingface"
 
     def __init__(self, content: str, separator: int | None = None) -> None:
-        try:
-            from tokenizers import Tokenizer as Backend
-        except ImportError:
-            raise UserError(f"tokenizer.json needs tokenizers; {PIP_INSTALL.format('huggingface')}") from None
+        tokenizers = import_extra("tokenizers", "tokenizer.json", "huggingface")
         with _one_line_errors("damaged tokenizer.json"):
             values = json.loads(content)
             self.json = json.dumps(values, ensure_ascii=False, separators=(",", ":"))
             if values["model"].get("continuing_subword_prefix"):  # merges with one can abort the process
                 raise UserError("tokenizer.json must have no continuing_subword_prefix")
-            self.backend = Backend.from_str(self.json)
+            self.backend = tokenizers.Tokenizer.from_str(self.json)
             self.backend.encode_special_tokens = True  # as ordinary text
             self.backend.no_truncation()
             self.backend.no_padding()

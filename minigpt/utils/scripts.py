@@ -1,6 +1,10 @@
-"""Where configs and scripts lie, and how users run the scripts: in a clone, or in an installed package."""
+"""Where configs and scripts lie, how users run the scripts, and how they install packages: in a clone or a wheel."""
 
+from importlib import import_module
 from pathlib import Path
+from typing import Any
+
+from minigpt.utils.errors import UserError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 INSTALLED = (_PACKAGE / "configs").is_dir()  # a wheel has configs/ and scripts/ inside the package
@@ -11,3 +15,11 @@ PIP_INSTALL = 'pip install "minigpt[{}]"' if INSTALLED else 'pip install -e ".[{
 def usage(script: str) -> str:
     """Return how to run a script, for messages: `python scripts/sweep_report.py` or `minigpt sweep-report`."""
     return f"minigpt {script.replace('_', '-')}" if INSTALLED else f"python scripts/{script}.py"
+
+
+def import_extra(module: str, needed_by: str, extra: str) -> Any:
+    """Import a module of a package in `minigpt[extra]`; raise UserError if it is not installed."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise UserError(f"{needed_by} needs {module.partition('.')[0]}; {PIP_INSTALL.format(extra)}") from error
