@@ -3,9 +3,7 @@
 Hydra calls the sweeper, which hands its jobs to a launcher; Hydra finds both in `hydra_plugins`.
 """
 
-import hashlib
 import itertools
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -27,19 +25,10 @@ from minigpt.runs.processes import quote_override
 from minigpt.runs.run_dir import PLAN, update_latest_link, write_failure
 from minigpt.sweeps.launcher import Joblib
 from minigpt.sweeps.ranking import short_names
-from minigpt.sweeps.results import (
-    CRASHED,
-    IRRELEVANT_GROUPS,
-    SKIPPED,
-    WAITING,
-    Point,
-    is_relevant,
-    read_plan,
-    refresh,
-    write_plan,
-)
+from minigpt.sweeps.results import CRASHED, SKIPPED, WAITING, Point, is_relevant, read_plan, refresh, write_plan
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import RunError, UserError
+from minigpt.utils.files import sha256_json
 from minigpt.utils.signals import Interrupted
 from minigpt.utils.terminal import log
 
@@ -213,7 +202,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         name = re.sub(r"[^\w.,=+-]+", "-", ",".join(f"{short[key]}={value}" for key, value in values.items()))
         used = {point.folder.name for point in (*self.points, *self.existing.values())}
         if len(name) > MAX_NAME_CHARS or name in used:
-            name = f"{name[:MAX_NAME_CHARS]}-{hashlib.sha256(repr(values).encode()).hexdigest()[:8]}"
+            name = f"{name[:MAX_NAME_CHARS]}-{sha256_json(values)[:8]}"
         return name
 
 
@@ -232,7 +221,5 @@ class Grid(Sweeper):
 
 def _identity(config: DictConfig) -> str:
     """Hash a configuration without what does not change the run."""
-    values = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(values, dict)
-    relevant = {key: value for key, value in values.items() if key not in IRRELEVANT_GROUPS}
-    return hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    values: Any = OmegaConf.to_container(config)
+    return sha256_json({key: value for key, value in values.items() if is_relevant(key)})[:16]
