@@ -139,8 +139,6 @@ def refresh(point: Point) -> Point:
     reasons = [str(summary.get("reason") or "")]
     try:
         found = _measurements(point.folder / METRICS)
-    except FileNotFoundError:
-        pass
     except (OSError, ValueError, ArithmeticError, csv.Error) as error:
         warn(f"{point.folder / METRICS} is not readable ({error}); its curve is left out")
         reasons.append(f"{METRICS} is not readable")
@@ -152,7 +150,7 @@ def refresh(point: Point) -> Point:
 
 def _measurements(file: Path) -> dict[str, Any]:
     """Return what `metrics.csv` holds of a point, also while its run has no summary."""
-    columns = read_metrics(file)
+    columns = read_metrics(file) if file.exists() else {}
     losses = [(step, loss) for step, loss in columns.get("val_loss", ()) if isfinite(loss)]
     best_step, best = min(losses, key=itemgetter(1), default=(0, None))
     step, tokens = columns["tokens"][-1] if "tokens" in columns else (1, 0.0)

@@ -89,12 +89,13 @@ class Sweeper(hydra_sweeper.Sweeper):
         point = Point(folder=self.folder / self._folder_name(values), overrides=dict(values))
         try:
             config = self.compose(values)
-            identity = _identity(config)
             _, model, _ = load_parts(config, self._once)
         except (UserError, ConfigCompositionException, OmegaConfBaseException) as error:
             if isinstance(error, ConfigCompositionException) and not any(map(self.loader.get_group_options, self.axes)):
                 raise  # a setting does not exist at any point
             return replace(point, status=SKIPPED, reason=error_text(error))
+        settings: Any = OmegaConf.to_container(config)
+        identity = sha256_json({key: value for key, value in settings.items() if is_relevant(key)})[:16]
         if any(other.identity == identity for other in self.points):
             return replace(point, status=SKIPPED, reason="same configuration as another point")
         folder = self.existing.get(identity, point).folder
@@ -217,9 +218,3 @@ class Grid(Sweeper):
         if all(point.status == SKIPPED for point in self.points):
             raise UserError(f"no point of the sweep is possible: {self.points[0].reason}")
         yield self.points
-
-
-def _identity(config: DictConfig) -> str:
-    """Hash a configuration without what does not change the run."""
-    values: Any = OmegaConf.to_container(config)
-    return sha256_json({key: value for key, value in values.items() if is_relevant(key)})[:16]
