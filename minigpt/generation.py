@@ -198,25 +198,25 @@ def score(model: GPT, tokens: Prompt, start: Prompt, n_top: int = 0) -> Score:
     before, text = (check_ids(ids, model.config.vocab_size) for ids in (start, tokens))
     ids = torch.tensor(before[-block_size:] + text, device=device)  # (N,)
     done = len(ids) - len(text)  # tokens that are rated, or not to be rated
-    logprobs, ranks, top = [], [], list[list[tuple[int, float]]]()
+    scores: list[Score] = []
     with eval_mode(model):
         while done < len(ids):
             begin = 0 if done < block_size else done - (block_size + 1) // 2
             end = min(len(ids), begin + block_size + 1)
             logits = model(ids[None, begin : end - 1])[0, done - begin - 1 :].float()  # (n, V)
-            all_logprobs = logits.log_softmax(dim=-1)
-            of_tokens = all_logprobs.gather(-1, ids[done:end, None])  # (n, 1)
-            logprobs.append(of_tokens[:, 0])
-            ranks.append((all_logprobs > of_tokens).sum(dim=-1))
-            top += top_logprobs(all_logprobs, n_top)
+            scores.append(score_logits(logits, ids[done:end], n_top))
             done = end
-    return Score(torch.cat(logprobs).cpu(), torch.cat(ranks).cpu(), top)
+    logprobs, ranks = torch.cat([part.logprobs for part in scores]), torch.cat([part.ranks for part in scores])
+    return Score(logprobs.cpu(), ranks.cpu(), [row for part in scores for row in part.top])
 
 
-def top_logprobs(logprobs: Tensor, n: int) -> list[list[tuple[int, float]]]:
-    """Return the n likeliest ids in each row of log-probabilities (B, V) with their values, the likeliest first."""
-    values, ids = logprobs.topk(min(n, logprobs.size(-1)))  # (B, n)
-    return [list(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
+def score_logits(logits: Tensor, tokens: Tensor, n_top: int) -> Score:
+    """Rate tokens (B,) by their logits (B, V)."""
+    all_logprobs = logits.log_softmax(dim=-1)
+    of_tokens = all_logprobs.gather(-1, tokens[:, None])  # (B, 1)
+    values, ids = all_logprobs.topk(min(n_top, logits.size(-1)))  # (B, n)
+    top = [list(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
+    return Score(of_tokens[:, 0], (all_logprobs > of_tokens).sum(dim=-1), top)
 
 
 def check_ids(prompt: Any, vocab_size: int) -> list[int]:

@@ -27,17 +27,29 @@ INDUCTION_THRESHOLD = 0.3
 MIN_TOKENS_FOR_NAME = 8  # in a shorter text, uniform attention also has large weights on the previous token
 
 
+@torch.no_grad()
 def attention_maps(model: GPT, tokens: Tensor, layers: slice = slice(None)) -> Tensor:
-    """Compute the attention weights of every head for one text.
+    """Compute the attention weights of every head for one text, or for several of one length.
 
     Args:
-        tokens: (T,) ids, T at most `block_size`.
+        tokens: (T,) or (B, T) ids, T at most `block_size`.
         layers: the ones to compute, counted from 0.
 
     Returns:
-        (L, H, T, T), one row per query; float32, on the CPU.
+        (L, H, T, T) or (L, B, H, T, T), one row per query; float32, on the CPU.
     """
-    return _attention_weights(model, tokens[None], layers)[:, 0]
+    weights: list[Tensor] = []
+
+    def record(attention: MultiHeadAttention, args: Any, kwargs: dict[str, Any]) -> None:
+        weights.append(attention.attention_weights(*args, rotary=kwargs["rotary"]).float().cpu())
+
+    with eval_mode(model), ExitStack() as hooks:
+        for block in model.blocks[layers]:
+            attention: Any = block.attention
+            hooks.enter_context(attention.register_forward_pre_hook(record, with_kwargs=True))
+        model(torch.atleast_2d(tokens))
+    maps = torch.stack(weights)  # (L, B, H, T, T)
+    return maps if tokens.ndim == 2 else maps[:, 0]
 
 
 def induction_scores(model: GPT, vocab_size: int, *, seed: int = 0) -> Tensor:
@@ -56,7 +68,7 @@ def induction_scores(model: GPT, vocab_size: int, *, seed: int = 0) -> Tensor:
         return torch.full((model.config.n_layer, model.config.n_head), float("nan"))
     generator = torch.Generator().manual_seed(seed)
     once = torch.stack([torch.randperm(vocab_size, generator=generator)[:P] for _ in range(N_SEQUENCES)])  # (B, P)
-    weights = _attention_weights(model, torch.cat((once, once), dim=1).to(model.wte.weight.device))
+    weights = attention_maps(model, torch.cat((once, once), dim=1).to(model.wte.weight.device))
     query = torch.arange(P, 2 * P)
     return weights[..., query, query - P + 1].mean(dim=(1, 3))  # (L, B, H, P) -> (L, H)
 
@@ -150,19 +162,3 @@ def without_heads(model: GPT, heads: Collection[tuple[int, int]]) -> GPT:
             weight.view(len(weight), attention.n_head, attention.head_dim)[:, silenced] = 0
             attention.out.weight = torch.nn.Parameter(weight, requires_grad=False)
     return model
-
-
-@torch.no_grad()
-def _attention_weights(model: GPT, tokens: Tensor, layers: slice = slice(None)) -> Tensor:
-    """Return the weights (L, B, H, T, T) of some layers for tokens (B, T), on the CPU."""
-    weights: list[Tensor] = []
-
-    def record(attention: MultiHeadAttention, args: Any, kwargs: dict[str, Any]) -> None:
-        weights.append(attention.attention_weights(*args, rotary=kwargs["rotary"]).float().cpu())
-
-    with eval_mode(model), ExitStack() as hooks:
-        for block in model.blocks[layers]:
-            attention: Any = block.attention
-            hooks.enter_context(attention.register_forward_pre_hook(record, with_kwargs=True))
-        model(tokens)
-    return torch.stack(weights)

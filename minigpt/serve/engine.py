@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from minigpt.data.tokenizer import Tokenizer
-from minigpt.generation import NON_FINITE, StopCriteria, check_ids, score, top_logprobs
+from minigpt.generation import NON_FINITE, Score, StopCriteria, check_ids, score, score_logits
 from minigpt.kv_decoder import Decoder
 from minigpt.model import GPT
 from minigpt.sampling import PerSampleRNG, Sampling
@@ -209,14 +209,11 @@ class Engine:
         logits = self._decoder.step(last).float()  # (B, V)
         tokens = self._draw(logits)  # (B,)
         n_tops = [job.request.n_top for job in self._running if job.request.n_top is not None]
-        logprobs, ranks = logits.sum(dim=-1), [0] * len(tokens)  # a sum is finite if all logits are
-        top: list[list[tuple[int, float]]] = [[]] * len(tokens)
+        scored = Score(logits.sum(dim=-1), torch.zeros_like(tokens), [[]] * len(tokens))  # finite if all logits are
         if n_tops:
-            all_logprobs = logits.log_softmax(dim=-1)
-            of_tokens = all_logprobs.gather(-1, tokens[:, None].clamp(max=logits.size(-1) - 1))  # of NaN: V is drawn
-            logprobs, ranks = of_tokens[:, 0], (all_logprobs > of_tokens).sum(dim=-1).tolist()
-            top = top_logprobs(all_logprobs, max(n_tops))
-        rows = zip(self._running, tokens.tolist(), logprobs.tolist(), ranks, top, strict=True)
+            scored = score_logits(logits, tokens.clamp(max=logits.size(-1) - 1), max(n_tops))  # of NaN: V is drawn
+        columns = (tokens.tolist(), scored.logprobs.tolist(), scored.ranks.tolist(), scored.top)
+        rows = zip(self._running, *columns, strict=True)
         items = [(job, job.append(*token)) for job, *token in rows if not job.ended]
         self._send(items, at_once=any(job.ended or job.n_tokens == 1 for job in self._running))
 

@@ -44,8 +44,7 @@ class ApiError(Exception):
         if isinstance(error, ApiError):
             return error
         if isinstance(error, HTTPException):  # of the router
-            headers = {name.lower(): value for name, value in (error.headers or {}).items()}
-            return cls(error.status_code, error.detail.lower(), **headers)
+            return cls(error.status_code, error.detail.lower(), **(error.headers or {}))
         if isinstance(error, asyncio.CancelledError):
             return cls(503, "the server was stopped")
         if isinstance(error, QueueFull):
@@ -115,17 +114,10 @@ class Stream(StreamingResponse):
         yield ready
 
 
-def check(
-    body: dict[str, Any], settings: Settings, *, ignored: Collection[str] = (), harmless: Mapping[str, Any] = {}
-) -> dict[str, Any]:
-    """Return the value or default of every setting; null is the default.
-
-    Args:
-        ignored: other settings that a body may have.
-        harmless: the value that yet others may have; each may also be empty or zero.
-    """
+def check(body: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """Return the value or default of every setting; null is the default. Other settings must be empty or zero."""
     for name in body.keys() - settings.keys():
-        if body[name] and name not in ignored and body[name] != harmless.get(name):
+        if body[name]:
             message = f"{name} is not supported with this value; leave it out"
             raise ApiError(400, message, param=name, code="unsupported_parameter")
     values = {}

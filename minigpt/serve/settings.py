@@ -21,7 +21,8 @@ def read_call(body: dict[str, Any], *, chat: bool) -> SimpleNamespace:
         The settings by name, and for both endpoints `prompts`, `max_tokens`, `stop` as a tuple, `seed`, `echo`,
         `include_usage`, `sampling`, and `n_top`: alternatives per token, or None without log-probabilities.
     """
-    values = check(body, _CHAT if chat else _COMPLETION, ignored=_IGNORED, harmless=_HARMLESS)
+    given = {name: value for name, value in body.items() if name not in _IGNORED and value != _HARMLESS.get(name)}
+    values = check(given, _CHAT if chat else _COMPLETION)
     call = SimpleNamespace(**{"chat": chat, "echo": False, **values})
     if chat:
         contents = (message["content"] for message in call.messages)

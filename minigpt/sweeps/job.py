@@ -15,7 +15,7 @@ from typing import Any
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobStatus, run_job, setup_globals
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig
 from tqdm import tqdm
 
 from minigpt.runs.processes import quote_override
@@ -53,8 +53,7 @@ class Job:
         setup_globals()
         Singleton.set_state(self.state)
         config = self.context.config_loader.load_sweep_config(self.config, list(self.overrides))
-        with open_dict(config):
-            config.hydra.job.id = config.hydra.job.num = self.number
+        config.hydra.job.id = config.hydra.job.num = self.number
         folder = Path(str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir))
         folder.mkdir(parents=True, exist_ok=True)
         previous = read_summary(folder)  # of an earlier attempt

@@ -59,7 +59,11 @@ class Row:
 
     def number(self, name: str) -> float | None:
         """Return the value of a setting if it is a finite number."""
-        return as_number(self.overrides.get(name))
+        try:
+            value = float(self.overrides.get(name, inf))
+        except ValueError:
+            return None
+        return value if isfinite(value) else None
 
     def label(self, without: str | None = None) -> str:
         """Return the overrides by short name, except `without`; the folder's name if there are none."""
@@ -97,12 +101,3 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
     """Map dotted settings to their last part where that is unique."""
     leaves = [name.rpartition(".")[2] for name in names]
     return {name: leaf if leaves.count(leaf) == 1 else name for name, leaf in zip(names, leaves, strict=True)}
-
-
-def as_number(text: str | None) -> float | None:
-    """Return the finite number that an override sets, or None."""
-    try:
-        value = float(text or inf)
-    except ValueError:
-        return None
-    return value if isfinite(value) else None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from minigpt.runs.run_dir import short_path
-from minigpt.sweeps.ranking import SEED, Row, as_number, axes, ranked, short_names
+from minigpt.sweeps.ranking import Row, ranked, short_names
 from minigpt.sweeps.results import BITS, NATS, Point, read_sweep
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write
@@ -127,8 +127,8 @@ def publish(folder: Path, wandb_config: Any) -> None:
 
 def _full_name(points: Sequence[Point], along: str) -> str:
     """Return the numeric setting that `--along` names, in full or by its last part."""
-    values = {name: {as_number(point.overrides.get(name)) for point in points} - {None} for name in axes(points)}
-    numeric = [name for name in values if name != SEED and len(values[name]) > 1]
+    rows = ranked(points)
+    numeric = [name for name in rows[0].short_names if len({row.number(name) for row in rows} - {None}) > 1]
     for name, short in short_names(numeric).items():
         if along in (name, short):
             return name

@@ -21,7 +21,7 @@ from minigpt.utils.terminal import warn
 
 COMPLETED, RUNNING, WAITING, CRASHED, SKIPPED = "completed", "running", "waiting", "crashed", "skipped"
 NATS, BITS = "nats per token", "bits per byte"  # units of a loss
-IRRELEVANT_GROUPS = ("resume", "logger")  # settings that do not change what a run computes
+_IRRELEVANT_GROUPS = ("resume", "logger")  # settings that do not change what a run computes
 MAX_NUMBER = 1e300  # of damaged files
 _TOTALS = {"step": "steps", "val_loss": "best_val_loss"}  # field of a point → key of summary.json
 _TOTALS |= {name: name for name in ("params", "tokens", "flops", "tokens_per_second", "seconds")}
@@ -120,8 +120,8 @@ def write_plan(folder: Path, fixed: Sequence[str], points: Sequence[Point]) -> N
 
 
 def is_relevant(override: str) -> bool:
-    """Return whether an override changes what a run computes."""
-    return re.split("[.@=]", override.lstrip("+~"))[0] not in IRRELEVANT_GROUPS
+    """Return whether an override, or a group of settings, changes what a run computes."""
+    return re.split("[.@=]", override.lstrip("+~"))[0] not in _IRRELEVANT_GROUPS
 
 
 def refresh(point: Point) -> Point:
@@ -139,8 +139,6 @@ def refresh(point: Point) -> Point:
     reasons = [str(summary.get("reason") or "")]
     try:
         found = _measurements(point.folder / METRICS)
-    except FileNotFoundError:
-        pass
     except (OSError, ValueError, ArithmeticError, csv.Error) as error:
         warn(f"{point.folder / METRICS} is not readable ({error}); its curve is left out")
         reasons.append(f"{METRICS} is not readable")
@@ -152,7 +150,7 @@ def refresh(point: Point) -> Point:
 
 def _measurements(file: Path) -> dict[str, Any]:
     """Return what `metrics.csv` holds of a point, also while its run has no summary."""
-    columns = read_metrics(file)
+    columns = read_metrics(file) if file.exists() else {}
     losses = [(step, loss) for step, loss in columns.get("val_loss", ()) if isfinite(loss)]
     best_step, best = min(losses, key=itemgetter(1), default=(0, None))
     step, tokens = columns["tokens"][-1] if "tokens" in columns else (1, 0.0)

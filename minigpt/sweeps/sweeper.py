@@ -3,9 +3,7 @@
 Hydra calls the sweeper, which hands its jobs to a launcher; Hydra finds both in `hydra_plugins`.
 """
 
-import hashlib
 import itertools
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -27,19 +25,10 @@ from minigpt.runs.processes import quote_override
 from minigpt.runs.run_dir import PLAN, update_latest_link, write_failure
 from minigpt.sweeps.launcher import Joblib
 from minigpt.sweeps.ranking import short_names
-from minigpt.sweeps.results import (
-    CRASHED,
-    IRRELEVANT_GROUPS,
-    SKIPPED,
-    WAITING,
-    Point,
-    is_relevant,
-    read_plan,
-    refresh,
-    write_plan,
-)
+from minigpt.sweeps.results import CRASHED, SKIPPED, WAITING, Point, is_relevant, read_plan, refresh, write_plan
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import RunError, UserError
+from minigpt.utils.files import sha256_json
 from minigpt.utils.signals import Interrupted
 from minigpt.utils.terminal import log
 
@@ -100,12 +89,13 @@ class Sweeper(hydra_sweeper.Sweeper):
         point = Point(folder=self.folder / self._folder_name(values), overrides=dict(values))
         try:
             config = self.compose(values)
-            identity = _identity(config)
             _, model, _ = load_parts(config, self._once)
         except (UserError, ConfigCompositionException, OmegaConfBaseException) as error:
             if isinstance(error, ConfigCompositionException) and not any(map(self.loader.get_group_options, self.axes)):
                 raise  # a setting does not exist at any point
             return replace(point, status=SKIPPED, reason=error_text(error))
+        settings: Any = OmegaConf.to_container(config)
+        identity = sha256_json({key: value for key, value in settings.items() if is_relevant(key)})[:16]
         if any(other.identity == identity for other in self.points):
             return replace(point, status=SKIPPED, reason="same configuration as another point")
         folder = self.existing.get(identity, point).folder
@@ -213,7 +203,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         name = re.sub(r"[^\w.,=+-]+", "-", ",".join(f"{short[key]}={value}" for key, value in values.items()))
         used = {point.folder.name for point in (*self.points, *self.existing.values())}
         if len(name) > MAX_NAME_CHARS or name in used:
-            name = f"{name[:MAX_NAME_CHARS]}-{hashlib.sha256(repr(values).encode()).hexdigest()[:8]}"
+            name = f"{name[:MAX_NAME_CHARS]}-{sha256_json(values)[:8]}"
         return name
 
 
@@ -228,11 +218,3 @@ class Grid(Sweeper):
         if all(point.status == SKIPPED for point in self.points):
             raise UserError(f"no point of the sweep is possible: {self.points[0].reason}")
         yield self.points
-
-
-def _identity(config: DictConfig) -> str:
-    """Hash a configuration without what does not change the run."""
-    values = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(values, dict)
-    relevant = {key: value for key, value in values.items() if key not in IRRELEVANT_GROUPS}
-    return hashlib.sha256(json.dumps(relevant, sort_keys=True, default=str).encode()).hexdigest()[:16]
