@@ -8,9 +8,9 @@ import base64
 import json
 import os
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -157,7 +157,7 @@ class BPETokenizer(Tokenizer):
             raise UserError("the ids of a byte-pair encoding must be distinct and at least 0")
         self.name, self.tokens, self.special, self.separated = name, tokens, dict(special), separated
         self.vocab_size = max(len(tokens), max(special.values()) + 1)
-        self._ranks, self._dtype = ranks, token_dtype(self.vocab_size)
+        self._ranks, self._dtype, self._local = ranks, token_dtype(self.vocab_size), threading.local()
         self.token_bytes = dict.fromkeys(special.values(), b"") | {rank: token for token, rank in ranks.items()}
         self.separator = np.array([special[SEPARATOR]], dtype=self._dtype)
 
@@ -210,14 +210,16 @@ class BPETokenizer(Tokenizer):
             raise UserError("a byte-pair encoding must have the keys tokens, special and separated, of their types")
         return cls(values["name"], tokens, special, separated=separated)
 
-    @cached_property
+    @property
     def _encoding(self) -> "tiktoken.Encoding":
-        import tiktoken  # slow to import, and not needed to decode
+        """tiktoken's encoding of this thread: threads that share one wait for each other."""
+        if not hasattr(self._local, "encoding"):
+            import tiktoken  # slow to import, and not needed to decode
 
-        pattern = PATTERNS.get(self.name, PATTERNS["gpt2"])
-        return tiktoken.Encoding(
-            self.name, pat_str=pattern, mergeable_ranks=self._ranks, special_tokens=dict(self.special)
-        )
+            pattern, special = PATTERNS.get(self.name, PATTERNS["gpt2"]), dict(self.special)
+            options: Any = {"pat_str": pattern, "mergeable_ranks": self._ranks, "special_tokens": special}
+            self._local.encoding = tiktoken.Encoding(self.name, **options)
+        return self._local.encoding
 
 
 class HuggingFaceTokenizer(Tokenizer):
