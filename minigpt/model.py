@@ -48,6 +48,8 @@ class GPT(nn.Module):
             rotary = rotary_table(  # (2, T, D/2)
                 config.block_size, config.head_width, config.rope_base, scaling=config.rope_scaling
             )
+        elif config.position != "none":
+            raise ValueError(f"unknown position {config.position!r}")
         self.rotary: Tensor | None
         self.register_buffer("rotary", rotary, persistent=False)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))

@@ -47,7 +47,7 @@ def attention_maps(model: GPT, tokens: Tensor, layers: slice = slice(None)) -> T
         for block in model.blocks[layers]:
             attention: Any = block.attention
             hooks.enter_context(attention.register_forward_pre_hook(record, with_kwargs=True))
-        model(torch.atleast_2d(tokens))
+        model(tokens if tokens.ndim == 2 else tokens[None])
     maps = torch.stack(weights)  # (L, B, H, T, T)
     return maps if tokens.ndim == 2 else maps[:, 0]
 
