@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -219,19 +220,21 @@ def test_the_page_and_its_files_are_served_without_a_key(run: Path) -> None:
 
 
 def test_one_model_is_loaded_once_by_requests_that_are_cancelled(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loads, load = [], Pretrained.load
+    loads, load, cancelled = [], Pretrained.load, threading.Event()
 
     def slow(self: Pretrained, *given: Any) -> GPT:
         loads.append(self.path)
-        time.sleep(0.3)
+        assert cancelled.wait(60)
         return load(self, *given)
 
     monkeypatch.setattr(Pretrained, "load", slow)
+    soon = httpx.Timeout(60, read=0.1)
     with serving([run]) as server:
         for _ in range(3):
             with pytest.raises(httpx.ReadTimeout):
-                httpx.post(f"{server.url}/api/score", json={"model": "tiny", "text": "abc"}, timeout=0.05)
-        found = httpx.post(f"{server.url}/api/score", json={"model": "tiny", "text": "abc"}).json()
+                httpx.post(f"{server.url}/api/score", json={"model": "tiny", "text": "abc"}, timeout=soon)
+        cancelled.set()
+        found = httpx.post(f"{server.url}/api/score", json={"model": "tiny", "text": "abc"}, timeout=60).json()
         assert len(found["tokens"]) == 3
     assert len(loads) == 1
 
