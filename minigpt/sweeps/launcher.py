@@ -211,7 +211,11 @@ def visible_gpus() -> list[str]:
         return [name for name in visible.split(",") if name not in ("", "-1")]
     if sys.platform == "darwin" and platform.machine() == "arm64":
         return ["0"]  # Apple silicon has one
-    return re.findall(r"^GPU (\d+):", subprocess.getoutput("nvidia-smi -L"), flags=re.MULTILINE)
+    try:
+        output = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=10, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return re.findall(r"^GPU (\d+):", output, flags=re.MULTILINE)
 
 
 def _job_return(future: Any) -> JobReturn:
