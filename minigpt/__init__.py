@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from minigpt.attention import MultiHeadAttention as MultiHeadAttention
-    from minigpt.checkpoints.models import load_checkpoint as load_checkpoint
-    from minigpt.checkpoints.models import save_checkpoint as save_checkpoint
+    from minigpt.checkpoints.load import load_checkpoint as load_checkpoint
+    from minigpt.checkpoints.load import save_checkpoint as save_checkpoint
     from minigpt.config import GPTConfig as GPTConfig
     from minigpt.generation import generate as generate
     from minigpt.model import GPT as GPT
@@ -21,9 +21,9 @@ _EXPORTS = {
     "GPTConfig": "minigpt.config",
     "MultiHeadAttention": "minigpt.attention",
     "generate": "minigpt.generation",
-    "load_checkpoint": "minigpt.checkpoints.models",
+    "load_checkpoint": "minigpt.checkpoints.load",
     "train": "minigpt.runs.train",
-    "save_checkpoint": "minigpt.checkpoints.models",
+    "save_checkpoint": "minigpt.checkpoints.load",
 }
 __all__ = list(_EXPORTS)
 

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from minigpt.config import check_heads
 from minigpt.ops import EPS, apply_dropout, rms_norm
-from minigpt.utils.checks import one_of
-from minigpt.utils.errors import require
+
+Rotary = Tensor | tuple[Tensor, ...]  # a rotary table, or its cosines and sines
 
 _MAX_EXPLICIT = 256  # keys; the memory of the formula grows as T·S
 
@@ -48,14 +48,15 @@ def attend(
 
     Source: https://arxiv.org/abs/1706.03762, equation 1
     """
-    T, S = q.size(-2), k.size(-2)
+    T, S = q.size(2), k.size(2)
     if q.dtype == torch.bfloat16 and q.device.type == "cpu" and S <= _MAX_EXPLICIT and torch.is_grad_enabled():
         return attend_explicit(q, k, v, causal=causal, mask=mask, scale=scale, dropout=dropout)[0]
-    # The kernel's own causal mask is for T = S, and a single last query needs none.
-    kernel_causal = causal and mask is None and T == S
-    visible = None if kernel_causal else _visible(T, S, causal and T > 1, mask, q.device)
+    causal = causal and T > 1  # a single query is the last one, which sees all keys
+    kernel_causal = causal and mask is None and T == S  # the kernel has a causal mask for T = S alone
+    if causal and not kernel_causal:
+        mask = _visible(T, S, mask, q.device)
     gqa = q.size(1) != k.size(1)
-    return F.scaled_dot_product_attention(q, k, v, visible, dropout, kernel_causal, scale=scale, enable_gqa=gqa)
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, kernel_causal, scale=scale, enable_gqa=gqa)
 
 
 def attend_explicit(
@@ -73,7 +74,7 @@ def attend_explicit(
     groups = q.size(1) // k.size(1)
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)  # (B, H, S, ·)
     scores = (q * (D**-0.5 if scale is None else scale)) @ k.mT  # (B, H, T, S)
-    visible = _visible(T, S, causal, mask, q.device)
+    visible = _visible(T, S, mask, q.device) if causal else mask
     if visible is not None:
         # Finite, because the gradient of a softmax over minus infinity is NaN.
         hidden = scores.new_zeros(visible.shape).masked_fill_(~visible, torch.finfo(scores.dtype).min / 2)
@@ -85,12 +86,9 @@ def attend_explicit(
     return weights @ v, weights
 
 
-def _visible(T: int, S: int, causal: bool, mask: Tensor | None, device: torch.device) -> Tensor | None:
-    """Combine `causal` and `mask`; None if every query sees every key."""
-    mask = None if mask is None else torch.atleast_2d(mask)
-    if not causal:
-        return mask
-    lower = torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)  # (T, S)
+def _visible(T: int, S: int, mask: Tensor | None, device: torch.device) -> Tensor:
+    """Combine the causal mask (T, S) with `mask`."""
+    lower = torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
     return lower if mask is None else lower & mask
 
 
@@ -102,7 +100,9 @@ def rotary_table(
     start: int = 0,
     scaling: tuple[float, float, float, int] | None = None,
 ) -> Tensor:
-    """Return the cosines and sines (2, length, D/2) of the rotary embedding of the positions from `start` on.
+    """Return the cosines and sines (2, length, 1, D) of the rotary embedding of the positions from `start` on.
+
+    Both halves of D have the same angles; the sines of the first half are negative, as `rotate` needs them.
 
     Args:
         scaling: factor, low and high frequency factor and original context length T of Llama 3.1: wavelengths above
@@ -119,14 +119,16 @@ def rotary_table(
         kept = ((turns - low) / (high - low)).clamp(0, 1)
         frequency = frequency * (kept + (1 - kept) / factor)
     angle = torch.outer(torch.arange(start, start + length, **options), frequency)  # (T, D/2)
-    return torch.stack((angle.cos(), angle.sin())).float()
+    cos, sin = angle.cos(), angle.sin()
+    table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))  # (2, T, D)
+    return table[:, :, None].float()
 
 
-def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + D/2) of x (B, H, T, D) by the angles of a `rotary_table` (2, T, D/2)."""
-    cos, sin = table.to(x.dtype)  # (T, D/2) each
-    a, b = x.chunk(2, dim=-1)  # (B, H, T, D/2) each
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+def rotate(x: Tensor, table: Rotary) -> Tensor:
+    """Rotate the pairs (i, i + D/2) of x (B, T, H, D) by the angles of a `rotary_table` (2, T, 1, D)."""
+    cos, sin = table
+    swapped = x.roll(x.size(-1) // 2, dims=-1)
+    return swapped.mul_(sin.to(x.dtype)).add_(x * cos.to(x.dtype))
 
 
 class KVCache:
@@ -138,10 +140,10 @@ class KVCache:
         self.length = 0
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values (B, K, T, D) and return all stored ones, (B, K, length, D) each."""
-        start, self.length = self.length, self.length + k.size(2)
-        self.k[:, :, start : self.length] = k
-        self.v[:, :, start : self.length] = v
+        """Store keys and values (B, T, K, D) and return all stored ones, (B, K, length, D) each."""
+        start, self.length = self.length, self.length + k.size(1)
+        self.k[:, :, start : self.length] = k.transpose(1, 2)
+        self.v[:, :, start : self.length] = v.transpose(1, 2)
         return self.k[:, :, : self.length], self.v[:, :, : self.length]
 
 
@@ -158,8 +160,6 @@ class MultiHeadAttention(nn.Module):
         qk_norm: RMS-normalize queries and keys per head (https://arxiv.org/abs/2010.04245); `qk_norm_weights` adds
             learned weights (D,), and `norm_eps` is added to the mean square.
         scale: factor on the scores; None is 1/√D.
-        backend: "fused" (`attend`) or "explicit" (`attend_explicit`).
-        out_proj: project the concatenated heads to C; False returns them, (B, T, H·D).
     """
 
     def __init__(
@@ -178,24 +178,20 @@ class MultiHeadAttention(nn.Module):
         qk_norm_weights: bool = False,
         norm_eps: float = EPS,
         scale: float | None = None,
-        backend: str = "fused",
-        out_proj: bool = True,
     ) -> None:
         super().__init__()
         check_heads(n_embd, n_head, n_kv_head, head_dim)
-        require("backend", backend, *one_of(("fused", "explicit")))
         self.n_head, self.n_kv_head = n_head, n_kv_head or n_head
         self.head_dim = head_dim or n_embd // n_head
         self.dropout, self.out_dropout = dropout, dropout if out_dropout is None else out_dropout
-        self.causal, self.qk_norm, self.scale, self.backend = causal, qk_norm, scale, backend
+        self.causal, self.qk_norm, self.norm_eps, self.scale = causal, qk_norm, norm_eps, scale
         self.q_width = n_head * self.head_dim  # H·D
         self.kv_width = self.n_kv_head * self.head_dim  # K·D
         self.qkv = nn.Linear(n_embd, self.q_width + 2 * self.kv_width, bias=bias if qkv_bias is None else qkv_bias)
-        self.norm_eps = norm_eps
         learned = qk_norm and qk_norm_weights
         self.q_norm = nn.Parameter(torch.ones(self.head_dim)) if learned else None
         self.k_norm = nn.Parameter(torch.ones(self.head_dim)) if learned else None
-        self.out = nn.Linear(self.q_width, n_embd, bias=bias) if out_proj else nn.Identity()
+        self.out = nn.Linear(self.q_width, n_embd, bias=bias)
 
     def forward(
         self,
@@ -203,48 +199,46 @@ class MultiHeadAttention(nn.Module):
         context: Tensor | None = None,
         *,
         mask: Tensor | None = None,
-        rotary: Tensor | None = None,
+        rotary: Rotary | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
         """Attend from every position of x (B, T, C) to x, or to a context (B, S, C); return (B, T, C).
 
+        One position per sequence may be (B, C) too, for a decoder.
+
         Args:
             mask: boolean, broadcastable to (B, H, T, S), true where a query sees a key.
-            rotary: (2, T, D/2), `rotary_table` of the positions of x.
+            rotary: (2, T, 1, D), `rotary_table` of the positions of x.
             cache: keys and values of the positions before x; those of x are appended.
         """
-        q, k, v = self._project(x, context, rotary)  # (B, H, T, D), (B, K, S, D) twice
-        if cache is not None:
-            k, v = cache.append(k, v)
-        options = self._options(mask)
-        y = attend(q, k, v, **options) if self.backend == "fused" else attend_explicit(q, k, v, **options)[0]
-        y = y.transpose(1, 2).flatten(2)  # (B, H, T, D) -> (B, T, H·D)
+        q, k, v = self._project(x, context, rotary)
+        k, v = (k.transpose(1, 2), v.transpose(1, 2)) if cache is None else cache.append(k, v)  # (B, K, S, D)
+        dropout = self.dropout if self.training else 0.0
+        y = attend(q.transpose(1, 2), k, v, causal=self.causal, mask=mask, scale=self.scale, dropout=dropout)
+        y = y.transpose(1, 2).reshape(*x.shape[:-1], self.q_width)  # (B, H, T, D) -> (B, T, H·D)
         return apply_dropout(self.out(y), self.out_dropout, self.training)
 
     def attention_weights(
         self, x: Tensor, context: Tensor | None = None, *, mask: Tensor | None = None, rotary: Tensor | None = None
     ) -> Tensor:
-        """Return the attention weights (B, H, T, S) of `forward`, with either backend."""
-        return attend_explicit(*self._project(x, context, rotary), **self._options(mask))[1]
+        """Return the attention weights (B, H, T, S) of `forward`."""
+        q, k, v = (heads.transpose(1, 2) for heads in self._project(x, context, rotary))
+        dropout = self.dropout if self.training else 0.0
+        return attend_explicit(q, k, v, causal=self.causal, mask=mask, scale=self.scale, dropout=dropout)[1]
 
-    def _options(self, mask: Tensor | None) -> dict[str, Any]:
-        dropout = self.dropout * self.training
-        return {"causal": self.causal, "mask": mask, "scale": self.scale, "dropout": dropout}
-
-    def _project(self, x: Tensor, context: Tensor | None, rotary: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, H, T, D), and keys and values (B, K, S, D), normalized and rotated."""
-        if context is None:
-            q, k, v = self.qkv(x).split((self.q_width, self.kv_width, self.kv_width), dim=-1)
-        else:
-            rows = (self.q_width, 2 * self.kv_width)
-            w_q, w_kv = self.qkv.weight.split(rows)
-            b_q, b_kv = (None, None) if self.qkv.bias is None else self.qkv.bias.split(rows)
-            q = F.linear(x, w_q, b_q)
-            k, v = F.linear(context, w_kv, b_kv).split(self.kv_width, dim=-1)
-        # (B, T, H·D) -> (B, H, T, D)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in (q, k, v))
+    def _project(self, x: Tensor, context: Tensor | None, rotary: Rotary | None) -> tuple[Tensor, ...]:
+        """Queries (B, T, H, D), and keys and values (B, S, K, D), normalized and rotated."""
+        H, K = self.n_head, self.n_kv_head
+        if context is not None:
+            return self._project(x, None, rotary)[0], *self._project(context, None, rotary)[1:]
+        heads = self.qkv(x).view(x.size(0), -1, H + 2 * K, self.head_dim)
+        if not self.qk_norm and rotary is None:
+            return heads.split_with_sizes((H, K, K), dim=2)
+        qk, v = heads.split_with_sizes((H + K, K), dim=2)
         if self.qk_norm:
-            q, k = rms_norm(q, self.q_norm, eps=self.norm_eps), rms_norm(k, self.k_norm, eps=self.norm_eps)
+            qk = rms_norm(qk, eps=self.norm_eps)
+            if self.q_norm is not None and self.k_norm is not None:
+                qk = qk * torch.cat((self.q_norm.expand(H, -1), self.k_norm.expand(K, -1)))
         if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
-        return q, k, v
+            qk = rotate(qk, rotary)
+        return *qk.split_with_sizes((H, K), dim=2), v

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from minigpt.optim import local
+from minigpt.ops import local_shard
 
 
 class EMA:
@@ -35,14 +35,16 @@ class EMA:
         """Update the averages; call it after every optimizer step."""
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        torch._foreach_lerp_([local(p) for p in self.shadow], [local(p) for p in self.parameters], 1 - decay)
+        torch._foreach_lerp_(
+            [local_shard(p) for p in self.shadow], [local_shard(p) for p in self.parameters], 1 - decay
+        )
 
     @torch.no_grad()
     def swap(self) -> None:
         """Exchange weights and averages, without a copy where FSDP2 does not hold the memory of the shards."""
         for i, p in enumerate(self.parameters):
             if isinstance(p, DTensor):
-                weights, average = local(p), local(self.shadow[i])
+                weights, average = local_shard(p), local_shard(self.shadow[i])
                 before = weights.clone()
                 weights.copy_(average)
                 average.copy_(before)

@@ -1,18 +1,20 @@
 """Text generation: `generate` returns samples, `stream` yields them token by token, `score` rates a given text.
 
-Prompts are read once, in one batch, and each step adds one token to every sample. Depends on torch alone.
+Prompts are read once, in one batch, and each step adds one token to every sample. Samples may be longer than
+`block_size`: `Decoder.slide_window` in `minigpt.kv_decoder`. Depends on torch alone.
 
 Shapes: B samples, T tokens, V vocab.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from minigpt.data.detokenizer import Detokenizer
 from minigpt.generation_settings import check_settings
 from minigpt.kv_decoder import Decoder
 from minigpt.model import GPT, eval_mode
@@ -27,22 +29,32 @@ Prompt = Tensor | Sequence[int]
 NON_FINITE = "the model's logits are NaN or infinite; its weights hold NaN or infinite values"
 
 
-@dataclass
-class Sample:
-    """The continuation of a prompt."""
-
-    tokens: list[int]  # generated ids, up to and with the one that completes a stop string
-    logprobs: list[float]  # of each token in nats, before temperature and filters; empty unless requested
-    reason: str = "length"  # at max_new_tokens; or "stop"
-
-
 @dataclass(frozen=True)
 class Step:
     """The next token of every sample; to be ignored for samples that stopped before."""
 
     tokens: list[int]
-    logprobs: list[float]  # as in `Sample`
+    texts: list[str]  # characters that each token completes, up to and with a stop string; empty without a tokenizer
+    logprobs: list[float]  # of each token in nats, before temperature and filters; empty unless requested
     stopped: list[bool]  # with this token or before
+
+
+@dataclass
+class Sample:
+    """The continuation of a prompt."""
+
+    tokens: list[int] = field(default_factory=list)  # up to and with the one that completes a stop string
+    logprobs: list[float] = field(default_factory=list)  # as in `Step`
+    reason: str = "length"  # at max_new_tokens; or "stop"
+    text: str = ""  # empty without a tokenizer
+
+    def append(self, step: Step, i: int) -> None:
+        """Append the token of sample i, unless the sample stopped before."""
+        if self.reason == "length":
+            self.tokens.append(step.tokens[i])
+            self.logprobs += step.logprobs[i : i + 1]
+            self.reason = "stop" if step.stopped[i] else "length"
+            self.text += step.texts[i]
 
 
 def generate(
@@ -69,7 +81,7 @@ def generate(
         max_new_tokens: per sample; not limited by `block_size` (see `minigpt.kv_decoder`).
         temperature, top_k, top_p, min_p, repetition_penalty: as for `Sampling`.
         stop: strings and token ids that end a sample. A string may span tokens.
-        tokenizer: required by stop strings.
+        tokenizer: for the texts of the samples; required by stop strings.
         seed: sample i of every prompt has its own random generator, seeded with seed + i.
         num_samples: per prompt.
         logprobs: return the log-probability of every token.
@@ -84,12 +96,9 @@ def generate(
     settings = locals()  # by name, as `stream` takes them
     samples: list[Sample] = []
     for step in stream(**settings):
-        samples = samples or [Sample([], []) for _ in step.tokens]
+        samples = samples or [Sample() for _ in step.tokens]
         for i, sample in enumerate(samples):
-            if sample.reason == "length":
-                sample.tokens.append(step.tokens[i])
-                sample.logprobs += step.logprobs[i : i + 1]
-                sample.reason = "stop" if step.stopped[i] else "length"
+            sample.append(step, i)
     return samples
 
 
@@ -115,7 +124,7 @@ def stream(
     batch: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
     is_batch = isinstance(batch, Sequence) and len(batch) > 0 and hasattr(batch[0], "__len__")
     prompt_ids = [check_ids(prompt, model.config.vocab_size) for prompt in (batch if is_batch else [batch])]
-    criteria = [StopCriteria(stop, tokenizer) for _ in range(len(prompt_ids) * num_samples)]
+    samples = [Detokenizer(tokenizer, stop, prompt) for prompt in prompt_ids for _ in range(num_samples)]
     seeds = [seed + i for _ in prompt_ids for i in range(num_samples)]
 
     @torch.inference_mode()
@@ -131,43 +140,21 @@ def stream(
             for i in range(max_new_tokens):
                 logits = decoder.logits.float()  # (B, V)
                 tokens = sampling.draw(logits, uniforms.next(), seen)  # (B,)
-                ids, of_tokens = tokens.tolist(), list[float]()
+                ids, last = tokens.tolist(), i + 1 == max_new_tokens
                 # Of NaN logits the draw is V; greedy decoding returns an index of NaN, so the first are checked.
                 if max(ids) >= logits.size(-1) or (i == 0 and not logits.isfinite().all()):
                     raise RunError(NON_FINITE)
-                if logprobs:
-                    of_tokens = logits.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0].tolist()
-                stopped = [sample.update(token) for sample, token in zip(criteria, ids, strict=True)]
-                yield Step(ids, of_tokens, stopped)
-                if i + 1 == max_new_tokens or all(stopped):
+                of_tokens = logits.log_softmax(dim=-1).gather(-1, tokens[:, None])[:, 0].tolist() if logprobs else []
+                texts = [sample.append(token, last=last) for sample, token in zip(samples, ids, strict=True)]
+                stopped = [sample.stopped for sample in samples]
+                yield Step(ids, texts, of_tokens, stopped)
+                if last or all(stopped):
                     return
                 if seen is not None:
                     seen.scatter_(-1, tokens[:, None], True)
                 decoder.step(tokens)
 
     return steps()
-
-
-class StopCriteria:
-    """Find stop strings and stop tokens in a growing sample."""
-
-    def __init__(self, stop: Sequence[str | int], tokenizer: "Tokenizer | None") -> None:
-        self.ids = {item for item in stop if isinstance(item, int)}
-        self.strings = [item.encode("utf-8", "surrogatepass") for item in stop if isinstance(item, str)]
-        if self.strings and tokenizer is None:
-            raise UserError("stop has strings, which need a tokenizer; set tokenizer, or give token ids")
-        self.tokenizer = tokenizer
-        self.overlap = max(map(len, self.strings), default=1) - 1  # bytes of a string in earlier tokens, at most
-        self.tail, self.stopped = b"", False
-
-    def update(self, token: int) -> bool:
-        """Append a token; return whether the sample has stopped, with this token or before."""
-        self.stopped |= token in self.ids
-        if self.tokenizer and self.strings and not self.stopped:
-            text = self.tail + self.tokenizer.decode_bytes([token])
-            self.tail = text[-self.overlap :] if self.overlap else b""
-            self.stopped = any(string in text for string in self.strings)
-        return self.stopped
 
 
 @dataclass(frozen=True)
@@ -190,24 +177,26 @@ class Score:
 
 @torch.no_grad()
 def score(model: GPT, tokens: Prompt, start: Prompt, n_top: int = 0) -> Score:
-    """Rate a text, (T,) ids, after `start`, at least one id that is not rated; the model is left in its mode.
+    """Rate a text, (T,) ids, after `start`, at least one id that is not rated; the model is left in its mode."""
+    before, text = (check_ids(ids, model.config.vocab_size) for ids in (start, tokens))
+    with eval_mode(model):
+        parts = list(score_windows(model, before + text, len(before), n_top))
+    logprobs, ranks = torch.cat([part.logprobs for part in parts]), torch.cat([part.ranks for part in parts])
+    return Score(logprobs.cpu(), ranks.cpu(), [row for part in parts for row in part.top])
+
+
+def score_windows(model: GPT, ids: Sequence[int], done: int, n_top: int) -> Iterator[Score]:
+    """Rate the ids after the first `done`, one window of at most `block_size` per step, without their validation.
 
     The window slides: each token has at least half a block, or all text before it, as context.
     """
-    device, block_size = model.wte.weight.device, model.config.block_size
-    before, text = (check_ids(ids, model.config.vocab_size) for ids in (start, tokens))
-    ids = torch.tensor(before[-block_size:] + text, device=device)  # (N,)
-    done = len(ids) - len(text)  # tokens that are rated, or not to be rated
-    scores: list[Score] = []
-    with eval_mode(model):
-        while done < len(ids):
-            begin = 0 if done < block_size else done - (block_size + 1) // 2
-            end = min(len(ids), begin + block_size + 1)
-            logits = model(ids[None, begin : end - 1])[0, done - begin - 1 :].float()  # (n, V)
-            scores.append(score_logits(logits, ids[done:end], n_top))
-            done = end
-    logprobs, ranks = torch.cat([part.logprobs for part in scores]), torch.cat([part.ranks for part in scores])
-    return Score(logprobs.cpu(), ranks.cpu(), [row for part in scores for row in part.top])
+    block_size = model.config.block_size
+    while done < len(ids):
+        begin = 0 if done < block_size else done - (block_size + 1) // 2
+        window = torch.tensor(ids[begin : begin + block_size + 1], device=model.wte.weight.device)  # (n,)
+        logits = model(window[None, :-1])[0, done - begin - 1 :].float()  # (n rated, V)
+        yield score_logits(logits, window[done - begin :], n_top)
+        done = begin + len(window)
 
 
 def score_logits(logits: Tensor, tokens: Tensor, n_top: int) -> Score:

@@ -24,7 +24,6 @@ RULES: dict[str, Rule] = {
     "max_new_tokens": POSITIVE_INT,
     "seed": NON_NEGATIVE_INT,
     "num_samples": integer(1, 65536),
-    "n_top": NON_NEGATIVE_INT,
     "temperature": NON_NEGATIVE,
     "top_k": POSITIVE_INT,
     "top_p": (lambda value: is_number(value) and 0 < value <= 1, "in (0, 1]"),

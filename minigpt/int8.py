@@ -48,13 +48,9 @@ class Int8Linear(nn.Module):
         return int8_linear(self.weight, self.scale, self.bias, x.flatten(0, -2)).view(*x.shape[:-1], -1)
 
 
-def int8_linear(
-    weight: Tensor, scale: Tensor, bias: Tensor | None, x: Tensor, residual: Tensor | None = None
-) -> Tensor:
-    """Return x @ (weight · scale) + bias + residual for x (N, I), with the tensors of an `Int8Linear`."""
+def int8_linear(weight: Tensor, scale: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    """Return x @ (weight · scale) + bias for x (N, I), with the tensors of an `Int8Linear`."""
     largest = x.abs().amax(dim=-1, keepdim=True).clamp_(min=_LEAST)  # (N, 1)
     rounded = (x / largest).mul_(_MAX_INT8).round_().to(torch.int8)
     y = torch._int_mm(rounded, weight) * scale  # (N, O)
-    added = bias if residual is None or bias is None else residual + bias
-    added = residual if added is None else added
-    return y.mul_(largest) if added is None else torch.addcmul(added, y, largest)
+    return y.mul_(largest) if bias is None else torch.addcmul(bias, y, largest)

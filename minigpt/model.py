@@ -45,9 +45,8 @@ class GPT(nn.Module):
         if config.position == "learned":
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
         elif config.position == "rope":
-            rotary = rotary_table(  # (2, T, D/2)
-                config.block_size, config.head_width, config.rope_base, scaling=config.rope_scaling
-            )
+            T, D, base = config.block_size, config.head_width, config.rope_base
+            rotary = rotary_table(T, D, base, scaling=config.rope_scaling)  # (2, T, 1, D)
         elif config.position != "none":
             raise ValueError(f"unknown position {config.position!r}")
         self.rotary: Tensor | None
@@ -86,29 +85,40 @@ class GPT(nn.Module):
         end = start + tokens.size(1)
         if end > self.config.block_size:
             raise ValueError(f"{end} tokens exceed block_size={self.config.block_size}")
-        x = self.wte(tokens)  # (B, T, C)
+        x = self.embed(tokens, slice(start, end), cache)  # (B, T, C)
+        rotary = None if self.rotary is None else self.rotary[:, start:end]  # (2, T, 1, D)
+        for i, block in enumerate(self.blocks):
+            if self.training and self.checkpoint_blocks and i % self.checkpoint_blocks == 0:
+                x = checkpoint(block, x, rotary, use_reentrant=False)
+            else:
+                x = block(x, rotary, cache.layers[i] if cache else None)
+        logits = self.logits(x)  # (B, T, V)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), self._to_ids(targets).flatten(), reduction=reduction)
+
+    def embed(self, tokens: Tensor, positions: slice | Tensor, cache: "Cache | None") -> Tensor:
+        """Return the input of the first block (B, T, C) for tokens (B, T) at positions that index (B, T) or (T,).
+
+        Tokens follow those of the cache, which n-gram embeddings and smear append to.
+        """
+        x = self.wte(tokens)
         if self.config.ngram:
             x = x + self.ngrams(tokens, cache)
         if self.config.smear:
             x = smear(x, self.smear, cache)
         if self.config.position == "learned":
-            x = x + self.wpe.weight[start:end]  # (T, C)
-        rotary = None if self.rotary is None else self.rotary[:, start:end]  # (2, T, D/2)
+            x = x + self.wpe.weight[positions]
         if self.config.embed_norm:
             x = rms_norm(x, eps=self.config.norm_eps)
-        x = apply_dropout(x, self.config.dropout, self.training)
-        for i, block in enumerate(self.blocks):
-            if self.training and self.checkpoint_blocks and i % self.checkpoint_blocks == 0:
-                x = checkpoint(block, x, rotary, None, use_reentrant=False)
-            else:
-                x = block(x, rotary, cache.layers[i] if cache else None)
+        return apply_dropout(x, self.config.dropout, self.training)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Map the output of the last block (…, C) to logits (…, V)."""
         x = self.final_norm(x)
         if self.config.width_ratio != 1:
             x = x / self.config.width_ratio  # mup: updates of the head change the logits equally at every width
-        logits = soft_cap(self.lm_head(x), self.config.logit_softcap)  # (B, T, V)
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1), self._to_ids(targets).flatten(), reduction=reduction)
+        return soft_cap(self.lm_head(x), self.config.logit_softcap)
 
     def new_cache(self, batch: int) -> "Cache":
         """Return an empty cache of `block_size` positions for `batch` sequences."""
@@ -174,12 +184,14 @@ class Block(nn.Module):
         self.norm_2 = Norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rotary: Tensor | None, cache: KVCache | None) -> Tensor:
-        """Map (B, T, C) to (B, T, C); rotary and cache are those of the attention."""
+    def forward(
+        self, x: Tensor, rotary: Tensor | None = None, cache: KVCache | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """Map (B, T, C) to (B, T, C), or (B, C) to (B, C); rotary, cache and mask are those of the attention."""
         if self.pre_norm:
-            x = x + self.attention(self.norm_1(x), rotary=rotary, cache=cache)
+            x = x + self.attention(self.norm_1(x), mask=mask, rotary=rotary, cache=cache)
             return x + self.mlp(self.norm_2(x))
-        x = self.norm_1(x + self.attention(x, rotary=rotary, cache=cache))
+        x = self.norm_1(x + self.attention(x, mask=mask, rotary=rotary, cache=cache))
         return self.norm_2(x + self.mlp(x))
 
 

@@ -6,7 +6,7 @@ and in other precisions, they call torch's.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ EPS = 1e-5  # default of what is added to the variance or the mean square
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = EPS) -> Tensor:
     """Normalize x (…, C) to mean 0 and variance 1, times weight (C,), plus bias (C,). https://arxiv.org/abs/1607.06450"""
-    weight, bias = (None if p is None else p.to(x.dtype) for p in (weight, bias))  # FSDP2 gathers bfloat16
+    if weight is not None and weight.dtype != x.dtype:  # FSDP2 gathers bfloat16
+        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
@@ -38,7 +39,7 @@ def relu_squared(x: Tensor) -> Tensor:
     if not _use_fused_cpu(x, torch.float32, torch.bfloat16):
         x = F.relu(x)
         return x * x  # `square` is float32 under autocast on a GPU
-    squared: Tensor = _ReLUSquared.apply(x) if torch.is_grad_enabled() else F.relu(x).square_()
+    squared: Tensor = _ReLUSquared.apply(x) if torch.is_grad_enabled() else x.relu().square_()
     return squared
 
 
@@ -59,6 +60,11 @@ ACTIVATIONS: dict[str, Function] = {
 }
 
 
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return the shard of this rank under FSDP2, else the tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor, which is slow to import
+
+
 def apply_dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     """In training, zero each element of x with probability p and divide the others by 1 - p.
 
@@ -76,17 +82,8 @@ def apply_dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
     return x * kept.to(x.dtype).div_(1 - p)
 
 
-@cache
-def has_bfloat16(device: torch.device) -> bool:
-    """Return whether a CUDA GPU or an x86 CPU has instructions for bfloat16, which is faster there than float32."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    supported = torch.cpu.get_capabilities() if device.type == "cpu" else {}
-    return bool(supported.get("avx512_bf16") or supported.get("amx_bf16"))
-
-
 def _use_fused_cpu(x: Tensor, *dtypes: torch.dtype) -> bool:
-    return x.device.type == "cpu" and x.dtype in dtypes and not torch.compiler.is_compiling()
+    return x.is_cpu and x.dtype in dtypes and not torch.compiler.is_compiling()
 
 
 def _rms_factor(x: Tensor, eps: float) -> Tensor:

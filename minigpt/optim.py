@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw as adamw_step
 
 from minigpt.attention import MultiHeadAttention
+from minigpt.device import has_bfloat16
 from minigpt.model import GPT, MLP, NGramEmbedding
-from minigpt.ops import has_bfloat16
+from minigpt.ops import local_shard
 
 FUSED_DEVICES = ("cpu", "cuda")  # fused AdamW is 3 to 6 times faster on a CPU
 
@@ -65,7 +66,8 @@ def muon(
     rest = [p for p in model.parameters() if p.requires_grad and p not in rows]
     tables = {module.table.weight for module in model.modules() if isinstance(module, NGramEmbedding)}
     options = {"momentum": momentum, "newton_schulz_steps": newton_schulz_steps}
-    fused = rest[0].device.type in FUSED_DEVICES  # loading a state puts "step" on the device of a fused group alone
+    # torch moves the state "step" to the device of its parameter only in groups with fused=True, when it loads a state.
+    fused = rest[0].device.type in FUSED_DEVICES
     adam = {"kind": "adamw", "lr": adam_lr, "betas": (betas[0], betas[1]), "fused": fused}
     groups: list[dict[str, Any]] = [
         {"kind": "muon", "params": list(rows), "lr": lr, "weight_decay": weight_decay, **options},
@@ -110,8 +112,8 @@ class Muon(torch.optim.Optimizer):
         for matrix in matrices:
             if not self.state[matrix]:
                 self.state[matrix]["momentum"] = torch.zeros_like(matrix)
-        gradients = [local(p.grad) for p in matrices]
-        buffers = [local(self.state[p]["momentum"]) for p in matrices]
+        gradients = [local_shard(p.grad) for p in matrices]
+        buffers = [local_shard(self.state[p]["momentum"]) for p in matrices]
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
         nesterov = torch._foreach_lerp(gradients, buffers, momentum)
         # By shape: weight and update of each matrix, and how many of its rows each rank holds.
@@ -120,7 +122,7 @@ class Muon(torch.optim.Optimizer):
         for matrix, update in zip(matrices, nesterov, strict=True):
             held = rows_per_rank(self.rows[matrix], group_of.size() if group_of else 1)  # of each matrix
             here = [rows[group_of.rank() if group_of else 0] for rows in held]
-            pieces = zip(local(matrix).split(here), update.split(here), held, strict=True)
+            pieces = zip(local_shard(matrix).split(here), update.split(here), held, strict=True)
             for rows, piece in zip(self.rows[matrix], pieces, strict=True):
                 stacks.setdefault((rows, matrix.size(1)), []).append(piece)
         for (rows, columns), stack in stacks.items():
@@ -144,10 +146,10 @@ class Muon(torch.optim.Optimizer):
                 self.state[p] |= {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
         states = [self.state[p] for p in parameters]
         adamw_step(
-            [local(p) for p in parameters],
-            [local(p.grad) for p in parameters],
-            [local(state["exp_avg"]) for state in states],
-            [local(state["exp_avg_sq"]) for state in states],
+            [local_shard(p) for p in parameters],
+            [local_shard(p.grad) for p in parameters],
+            [local_shard(state["exp_avg"]) for state in states],
+            [local_shard(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             fused=group["fused"],
@@ -230,19 +232,13 @@ def rows_per_rank(matrices: list[int], n: int) -> list[list[int]]:
     ]
 
 
-def local(values: Tensor) -> Tensor:
-    """Return the shard of this rank under FSDP2, else the tensor itself."""
-    return values.to_local() if isinstance(values, DTensor) else values
-
-
 def matrix_params(model: nn.Module) -> dict[Tensor, list[int]]:
     """Return the matrices of the blocks, and the row counts of the matrices that are concatenated in each."""
     matrices: dict[Tensor, list[int]] = {}
     for module in model.modules():
         if isinstance(module, MultiHeadAttention):
             matrices[module.qkv.weight] = [module.q_width, module.kv_width, module.kv_width]
-            if isinstance(module.out, nn.Linear):
-                matrices[module.out.weight] = [module.out.out_features]
+            matrices[module.out.weight] = [module.out.out_features]
         elif isinstance(module, MLP):
             inner = module.down.in_features
             matrices[module.up.weight] = [inner] * (module.up.out_features // inner)

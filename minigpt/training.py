@@ -47,6 +47,7 @@ class LanguageModel(L.LightningModule):
         self.schedule = partial(schedule, max_steps=max_steps)
         self.grad_norm: Tensor | None = None  # of the last step, before clipping
         self.learning_rate = float("nan")  # of the last step
+        self.weight = 1.0  # of the loss of this rank
         if compile:
             model.compile()  # in place: parameter names stay
 
@@ -64,9 +65,13 @@ class LanguageModel(L.LightningModule):
         scheduler = LambdaLR(optimizer, self.schedule)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    def on_train_start(self) -> None:
+        """Weight the loss by the share of this rank in a batch: gradients are averaged over ranks."""
+        self.weight = getattr(self.trainer.train_dataloader, "weight", 1.0)
+
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss: Tensor = self.model(*batch)  # mean cross-entropy over (B, T), nats per token
-        return loss
+        return loss if self.weight == 1 else loss * self.weight
 
     def configure_gradient_clipping(
         self,

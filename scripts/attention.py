@@ -4,11 +4,14 @@ import argparse
 import os
 from pathlib import Path
 
+from minigpt.utils.checks import integer
 from minigpt.utils.cli import cli_entrypoint
+from minigpt.utils.errors import require
 from minigpt.utils.scripts import usage
 from minigpt.utils.terminal import log
 
-# Idle threads sleep, not spin: 3.6 times as fast beside a busy process on 2 cores. To be set before torch is imported.
+# Idle threads sleep instead of spinning, which is 3.6 times as fast beside a busy process on 2 cores. torch reads the
+# variable when it is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
@@ -31,21 +34,22 @@ def main() -> None:
     """Load, compute, plot, print."""
     args = arguments()
     from minigpt.checkpoints.find import find_checkpoint, model_name, run_folder
-    from minigpt.checkpoints.models import load_checkpoint
+    from minigpt.checkpoints.load import load_checkpoint
     from minigpt.checkpoints.validation_split import validation_batches
-    from minigpt.console import prompt_tokens, read_prompt
-    from minigpt.data.pieces import token_pieces
-    from minigpt.interpret import heads, page, plots
+    from minigpt.data.detokenizer import token_pieces
+    from minigpt.interpret import attention_plots, heads, text_page
     from minigpt.page.render import describe
     from minigpt.runs.history import read_history
+    from minigpt.sample_cli import prompt_tokens, read_prompt
 
     prompt = read_prompt(args.prompt, args.prompt_file)
     path = find_checkpoint(args.run)
     out = args.out or run_folder(path) / "attention.png"
-    plots.check_outputs({"--out": out, "--ablation": args.ablation, "--html": args.html})
+    attention_plots.check_outputs({"--out": out, "--ablation": args.ablation, "--html": args.html})
     model, tokenizer = load_checkpoint(path)
-    only_layer = plots.index_slice("--layer", args.layer, model.config.n_layer)
-    only_head = plots.index_slice("--head", args.head, model.config.n_head)
+    for flag, number, count in (("layer", args.layer, model.config.n_layer), ("head", args.head, model.config.n_head)):
+        if number is not None:
+            require(f"--{flag}", number, *integer(1, count))
     tokens = prompt_tokens(tokenizer, prompt, model.config.block_size, truncate=args.truncate)
     batches = validation_batches(path, model) if args.ablation else None
     log(f"loaded {path}")
@@ -54,14 +58,14 @@ def main() -> None:
     texts = token_pieces(tokenizer, tokens.tolist())
     table = heads.head_table(weights, heads.induction_scores(model, tokenizer.vocab_size))
     names = heads.head_names(table, len(tokens))
-    plots.plot_maps(out, weights, texts, names=names, layers=only_layer, heads=only_head)
+    attention_plots.plot_maps(out, weights, texts, names=names, layer=args.layer, head=args.head)
     if args.html:
-        scored, history = page.score_tokens(model, tokenizer, tokens), read_history(run_folder(path))
+        scored, history = text_page.score_tokens(model, tokenizer, tokens), read_history(run_folder(path))
         description = describe(model_name(path), model.config, tokenizer.name)
-        page.write_page(args.html, description=description, tokens=scored, weights=weights, history=history)
+        text_page.write_page(args.html, description=description, tokens=scored, weights=weights, history=history)
     if batches:
         table["Δloss"], loss = heads.head_ablation(model, batches)
-        plots.plot_ablation(args.ablation, table["Δloss"], loss=loss)
+        attention_plots.plot_ablation(args.ablation, table["Δloss"], loss=loss)
     print(heads.format_table(table, names))
     for file in filter(None, (out, args.html, args.ablation)):
         log(f"wrote {file}")

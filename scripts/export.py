@@ -31,11 +31,11 @@ def main() -> None:
     args = arguments()
     require("--out", args.out, lambda path: not os.path.lexists(path), "a path that does not exist yet")
     require("--weights", args.weights, lambda value: value is None or args.to == "html", "left out without --to html")
-    from minigpt.checkpoints.export import export_folder
     from minigpt.checkpoints.export_html import export_html
+    from minigpt.checkpoints.export_huggingface import export_folder
     from minigpt.checkpoints.find import run_folder
-    from minigpt.checkpoints.models import save_checkpoint
-    from minigpt.checkpoints.pretrained import find_pretrained
+    from minigpt.checkpoints.init_from import find_pretrained
+    from minigpt.checkpoints.load import save_checkpoint
     from minigpt.runs.history import read_history
 
     pretrained = find_pretrained(args.run)

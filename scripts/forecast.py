@@ -3,43 +3,29 @@
 import argparse
 from pathlib import Path
 
-from minigpt.runs.forecast import GPUS, forecast
+from minigpt.forecast.cost import GPUS, forecast
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.scripts import usage
 from minigpt.utils.terminal import log
 
 
-def positive(text: str) -> float:
-    """Parse a number > 0."""
-    if not 0 < float(text) < float("inf"):
-        raise ValueError
-    return float(text)
-
-
 def gigabits(text: str) -> float:
     """Parse a bandwidth in Gbit/s: 400Gbit, or 400."""
-    return positive(text.lower().removesuffix("gbit"))
-
-
-def positive_integer(text: str) -> int:
-    """Parse an integer ≥ 1."""
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
+    return float(text.lower().removesuffix("gbit"))
 
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog=usage("forecast"), description=__doc__)
     add = parser.add_argument
-    add("overrides", nargs="*", metavar="KEY=VALUE", help="of scripts/train.py, such as trainer=fsdp")
-    add("--devices", type=positive_integer, default=1, metavar="N", help="number of GPUs (default: %(default)s)")
+    add("overrides", nargs="*", metavar="KEY=VALUE", help=f"of {usage('train')}, such as trainer=fsdp")
+    add("--devices", type=int, default=1, metavar="N", help="number of GPUs (default: %(default)s)")
     add("--gpu", default="H100", choices=GPUS, help="(default: %(default)s)")
     add("--interconnect", type=gigabits, default=400, metavar="400Gbit", help="Gbit/s of a node, one direction")
-    add("--per-node", type=positive_integer, default=8, metavar="N", help="GPUs per node (default: %(default)s)")
+    add("--per-node", type=int, default=8, metavar="N", help="GPUs per node (default: %(default)s)")
     add("--mfu", type=float, default=0.4, metavar="X", help="of one device, measured or assumed (default: %(default)s)")
-    add("--tokens", type=positive, metavar="N", help="to train on (default: those of max_steps)")
-    add("--price", type=positive, metavar="X", help="of a device per hour, in any currency")
+    add("--tokens", type=float, metavar="N", help="to train on (default: those of max_steps)")
+    add("--price", type=float, metavar="X", help="of a device per hour, in any currency")
     add("--out", type=Path, metavar="FILE", help="plot the scaling efficiency of all strategies over devices")
     return parser.parse_intermixed_args()
 

@@ -11,7 +11,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from minigpt.runs.config_checks import check_run
-from minigpt.runs.processes import complete_overrides
+from minigpt.runs.overrides import complete_overrides
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.scripts import usage
 from minigpt.utils.terminal import sanitize_line
@@ -29,14 +29,25 @@ def main(cfg: DictConfig) -> None:
 def prepare(cfg: DictConfig) -> None:
     """Write the token files and print their figures."""
     check_run(cfg)
-    from minigpt.data.prepare import describe_corpus, load_corpus
+    from minigpt.data.prepare import load_corpus
 
     tokenizer = cfg.tokenizer
     if cfg.init_from is not None:
-        from minigpt.checkpoints.pretrained import find_pretrained
+        from minigpt.checkpoints.init_from import find_pretrained
 
         tokenizer = find_pretrained(cfg.init_from).tokenizer.to_dict()
-    for name, value in describe_corpus(load_corpus(cfg.data, tokenizer)).items():
+    corpus = load_corpus(cfg.data, tokenizer)
+    rows = {"corpus": corpus.name}
+    for name, split in (("training", corpus.train), ("validation", corpus.val)):
+        rows[name] = f"{split.documents:,} documents, {split.bytes:,} bytes, {split.tokens:,} tokens"
+    if corpus.provenance:  # empty for nanoGPT's files
+        tokens = corpus.train.tokens + corpus.val.tokens
+        rows["bytes per token"] = f"{(corpus.train.bytes + corpus.val.bytes) / max(1, tokens):.3f}"
+        rows["vocabulary"] = f"{corpus.tokenizer.vocab_size:,} ids"
+        rows["in both splits"] = f"{corpus.provenance['duplicates']:,} documents"
+        rows["files"] = f"train.bin and val.bin of {corpus.dtype}"
+    rows["folder"] = str(corpus.train.shards[0].file.parent)
+    for name, value in rows.items():
         print(f"{name:17}{sanitize_line(value)}")
 
 

@@ -44,8 +44,9 @@ def main() -> None:
     if args.interactive and (args.json or args.score is not None):
         raise UserError("--interactive cannot be combined with --json or --score")
 
-    from minigpt.checkpoints.pretrained import find_pretrained
-    from minigpt.console import Console, move_model, read_prompt, read_text
+    from minigpt.checkpoints.init_from import find_pretrained
+    from minigpt.device import move_model
+    from minigpt.sample_cli import Console, read_prompt, read_text
 
     pretrained = find_pretrained(args.run)
     model = move_model(pretrained.load(), args.device, args.dtype)

@@ -7,7 +7,7 @@ import threading
 import webbrowser
 from urllib.parse import quote
 
-from minigpt.serve.models import Models, find_models
+from minigpt.serve.loaded_models import Models, find_models
 from minigpt.utils.checks import integer
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.errors import UserError, require
@@ -46,10 +46,11 @@ def main() -> None:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise UserError(f"the server needs starlette and uvicorn; {PIP_INSTALL.format('serve')}") from error
-    from minigpt.console import devices
-    from minigpt.serve.guard import Guard, is_loopback
+    from minigpt.device import find_device
+    from minigpt.serve.guard import is_loopback
     from minigpt.serve.server import create_app, new_server, open_socket
 
+    device = find_device(args.device)
     if key is None and not is_loopback(args.host):
         advice = "set MINIGPT_API_KEY or --api-key to serve other computers"
         raise UserError(f"--host must be a loopback address without a key, got {args.host}; {advice}")
@@ -57,20 +58,12 @@ def main() -> None:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(args.host, args.host)  # all interfaces have no address themselves
     url = f"http://{f'[{host}]' if ':' in host else host}:{opened.getsockname()[1]}"
 
-    available = ["auto", *devices()]
-    require("--device", args.device, lambda s: s.partition(":")[0] in available, f"one of {', '.join(available)}")
-
     log(f"serving {', '.join(found)}")
     log(f"{url} is the page, {url}/v1 the base URL of clients; Ctrl-C ends the server")
     if args.open:
         threading.Thread(target=open_browser, args=(url, key), daemon=True).start()  # some browsers wait
-    app = create_app(Models(found, device=args.device))
-    guard = Guard(app, host=args.host, key=key, origins=args.allow_origin)
-    try:
-        new_server(guard, access_log=not args.quiet).run(sockets=[opened])
-    finally:
-        if guard.cut_off:
-            log(f"requests that were cut off: {guard.cut_off}")
+    app = create_app(Models(found, device=device), host=args.host, key=key, origins=args.allow_origin)
+    new_server(app, access_log=not args.quiet).run(sockets=[opened])
 
 
 def open_browser(url: str, key: str | None) -> None:

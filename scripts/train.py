@@ -22,7 +22,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from minigpt.runs.processes import quote_override, shared_arguments
+from minigpt.runs.overrides import quote_override, shared_arguments
 from minigpt.runs.run_dir import command, short_path
 from minigpt.runs.train import train_in
 from minigpt.utils.cli import cli_entrypoint

@@ -1,10 +1,14 @@
 """Fixtures of all tests: a small text, and functions that train on it with the real Hydra and Trainer."""
 
 import os
+import runpy
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +17,8 @@ import pytest
 import torch
 
 import minigpt
+from minigpt.data.token_files import load
+from minigpt.utils.signals import END_SIGNALS
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS, CONFIGS = ROOT / "scripts", ROOT / "configs"
@@ -98,27 +104,32 @@ def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def small_run(text: Path, data: Path) -> list[str]:
     """Overrides that make a run small."""
-    return [
-        f"data.path={text}",
-        f"data.folder={data}",
-        "trainer=cpu",
-        "trainer.precision=32-true",  # on every machine
-        "model.block_size=16",
-        "model.n_layer=2",
-        "model.n_head=2",
-        "model.n_embd=32",
-        "data.batch_size=8",
-        "max_steps=20",
-        "eval_every=10",
-        "log_every=5",
-        "callbacks.samples.max_new_tokens=20",
-    ]
+    return f"""
+        data.path={text} data.folder={data} data.batch_size=8
+        trainer=cpu trainer.precision=32-true
+        model.block_size=16 model.n_layer=2 model.n_head=2 model.n_embd=32
+        max_steps=20 eval_every=10 log_every=5 callbacks.samples.max_new_tokens=20
+    """.split()
 
 
 @pytest.fixture
 def small(text: Path, tmp_path: Path) -> list[str]:
     """Overrides that make a run small, with all files in the temporary folder of the test."""
     return small_run(text, tmp_path / "data")
+
+
+@pytest.fixture(scope="session")
+def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A small run that tests only read: its folder, summary, output and validation tokens; its data is removed."""
+    base = tmp_path_factory.mktemp("finished")
+    overrides = [*small_run(text, base / "data"), f"hydra.run.dir={base}/run"]
+    with redirect_stdout(StringIO()) as stdout, redirect_stderr(StringIO()) as stderr:
+        summary = minigpt.train(overrides)
+    (tokens,) = (base / "data/tokens").glob("*/meta.json")
+    val = torch.from_numpy(load(tokens.parent).tokens("val")[:].astype("int64"))
+    shutil.rmtree(base / "data")
+    output = {"stdout": stdout.getvalue(), "stderr": stderr.getvalue()}
+    return SimpleNamespace(folder=base / "run", summary=summary, overrides=overrides, val=val, **output)
 
 
 @pytest.fixture
@@ -140,5 +151,30 @@ def launch(small: list[str]) -> Callable[..., Any]:
         overrides = small if script == "train.py" and small_run else []
         command = [sys.executable, str(SCRIPTS / script), *overrides, *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, **options)
+
+    return run
+
+
+@pytest.fixture
+def call(
+    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., SimpleNamespace]:
+    """Run a script as `launch` does, but in this process, which has imported torch, and in the temporary folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(script: str, *arguments: str, small_run: bool = True) -> SimpleNamespace:
+        overrides = small if script == "train.py" and small_run else []
+        monkeypatch.setattr(sys, "argv", [str(SCRIPTS / script), *overrides, *arguments])
+        handlers = {signum: signal.getsignal(signum) for signum in END_SIGNALS}
+        code: Any = 0
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as ended:
+            code = ended.code or 0
+        finally:
+            for handler in handlers.items():
+                signal.signal(*handler)
+        out, err = capfd.readouterr()
+        return SimpleNamespace(returncode=code, stdout=out, stderr=err)
 
     return run

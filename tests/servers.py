@@ -13,8 +13,7 @@ import torch
 from minigpt import GPT, GPTConfig, save_checkpoint
 from minigpt.data.tokenizer import ByteTokenizer, Tokenizer
 from minigpt.serve.engine import Engine
-from minigpt.serve.guard import Guard
-from minigpt.serve.models import Models, find_models
+from minigpt.serve.loaded_models import Models, find_models
 from minigpt.serve.server import create_app, new_server, open_socket
 from minigpt.utils.errors import RunError
 
@@ -60,10 +59,10 @@ def make_run(folder: Path, **settings: Any) -> Path:
 def serving(
     sources: Sequence[Path | str], *, engine: Any = ENGINE, access_log: bool = False, **options: Any
 ) -> Iterator[Any]:
-    """Run a server in a thread: `url`, `guard` and `stop`; options are those of `Guard`."""
+    """Run a server in a thread: `url` and `stop`; options are those of `create_app`."""
     models = Models(find_models([str(source) for source in sources]), device="cpu")
-    guard, opened = Guard(create_app(models), **({"host": "127.0.0.1"} | options)), open_socket("127.0.0.1", 0)
-    server = new_server(guard, access_log=access_log)
+    app, opened = create_app(models, **({"host": "127.0.0.1"} | options)), open_socket("127.0.0.1", 0)
+    server = new_server(app, access_log=access_log)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]})
     thread.start()
 
@@ -74,6 +73,6 @@ def serving(
 
     try:
         with patch("minigpt.serve.engine.Engine", engine):
-            yield SimpleNamespace(url=f"http://127.0.0.1:{opened.getsockname()[1]}", guard=guard, stop=stop)
+            yield SimpleNamespace(url=f"http://127.0.0.1:{opened.getsockname()[1]}", stop=stop)
     finally:
         stop()

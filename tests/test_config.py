@@ -165,6 +165,8 @@ def test_a_run_with_a_value_at_its_limit_is_accepted(override: str):
         ("data.eval_batch_size=-2", INT),
         ("data.val_fraction=0", "in (0, 1)"),
         ("data.val_fraction=1", "in (0, 1)"),
+        ("data.train_bin=[]", "a path, a URL, or a list of them, or null"),
+        ("data.overfit_batches=-1", "an integer ≥ 0"),
         ("optimizer.lr=-1", "a finite number > 0"),
         ("optimizer.lr=0", "a finite number > 0"),
         ("optimizer.lr=nan", "a finite number > 0"),

@@ -28,7 +28,7 @@ from minigpt.ema import EMA
 from minigpt.generation import generate, score
 from minigpt.interpret.heads import attention_maps, head_ablation, induction_scores, without_heads
 from minigpt.ops import ACTIVATIONS
-from minigpt.runs.train import partial_from_config
+from minigpt.runs.config_checks import partial_from_config
 from minigpt.sampling import PerSampleRNG, Sampling
 from minigpt.serve import engine
 from minigpt.training import LanguageModel
@@ -167,7 +167,7 @@ def test_the_server_draws_on_the_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch)
             function(*args)
 
     async def serve(*settings: Sampling) -> list[engine.Token]:
-        requests = [engine.Request([1, 2, i], 4, sampling) for i, sampling in enumerate(settings)]
+        requests = [engine.SampleRequest([1, 2, i], 4, sampling) for i, sampling in enumerate(settings)]
         return [token async for token in engine.Engine(model, ByteTokenizer()).generate(*requests)]
 
     monkeypatch.setattr(engine, "ThreadPoolExecutor", Inline)

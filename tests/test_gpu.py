@@ -33,11 +33,11 @@ from minigpt.checkpoints.find import LAST
 from minigpt.checkpoints.format import read
 from minigpt.data import batches
 from minigpt.data.batches import Batches, ValidationBatches, WindowOrder
+from minigpt.device import has_bfloat16
+from minigpt.forecast.memory import Parallelism, Sizes, memory
 from minigpt.interpret.heads import attention_maps
-from minigpt.ops import has_bfloat16
 from minigpt.optim import adamw, muon
 from minigpt.runs import metrics
-from minigpt.runs.scaling import Parallelism, Sizes, memory
 from minigpt.utils.errors import Diverged
 
 pytestmark = pytest.mark.gpu

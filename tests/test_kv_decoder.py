@@ -384,14 +384,10 @@ def sliding_window(model: GPT, text: list[int]) -> Tensor:
     if config.position == "rope":
         half = torch.arange(config.head_width // 2).double() * 2 / config.head_width
         angle = torch.arange(T).double()[:, None] * config.rope_base**-half
-        rotary = torch.stack((angle.cos(), angle.sin())).float()
+        cos, sin = angle.cos(), angle.sin()
+        rotary = torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)))[:, :, None].float()
     for block in model.blocks:
-        if config.norm_position == "pre":
-            x = x + block.attention(block.norm_1(x), mask=window, rotary=rotary)
-            x = x + block.mlp(block.norm_2(x))
-        else:
-            x = block.norm_1(x + block.attention(x, mask=window, rotary=rotary))
-            x = block.norm_2(x + block.mlp(x))
+        x = block(x, rotary, mask=window)
     return model.lm_head(model.final_norm(x) / config.width_ratio)[0]
 
 

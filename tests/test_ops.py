@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minigpt.config import NORM_PARAMS, UP_PROJECTIONS, GPTConfig
+from minigpt.device import has_bfloat16
 from minigpt.generation import generate
 from minigpt.model import GPT
-from minigpt.ops import ACTIVATIONS, NORMS, apply_dropout, has_bfloat16, layer_norm, relu_squared, rms_norm
+from minigpt.ops import ACTIVATIONS, NORMS, apply_dropout, layer_norm, relu_squared, rms_norm
 from minigpt.optim import adamw
 from minigpt.utils.errors import UserError
 

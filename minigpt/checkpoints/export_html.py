@@ -1,7 +1,7 @@
 """Write a model as one HTML page that generates text in a browser, without a server and without a network.
 
 The page holds the scripts of `minigpt.page`, the tokenizer, and the weights in base64. The scripts repeat the forward
-pass of `minigpt.model` and the draws of `minigpt.sampling`.
+pass of `minigpt.model` and the filters and draws of `minigpt.sampling`.
 """
 
 import base64
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minigpt.checkpoints.pretrained import Pretrained
+from minigpt.checkpoints.init_from import Pretrained
 from minigpt.data.tokenizer import PATTERNS, HuggingFaceTokenizer
 from minigpt.page.render import describe, render
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.files import atomic_write
 
-FORMATS = {"float16": 2, "int8": 1, "float32": 4}  # of the matrices; bytes per weight
+BYTES_PER_WEIGHT = {"float16": 2, "int8": 1, "float32": 4}  # of the matrices, by format
 MAX_WEIGHT_BYTES = 64_000_000
 
 
@@ -28,13 +28,13 @@ def export_html(
     """Write the page atomically.
 
     Args:
-        weight_format: one of `FORMATS`. int8 has one scale per row. Vectors are float32 in every format.
-        history: losses and samples of its training, as `minigpt.runs.history.read_history` returns them.
+        weight_format: one of `BYTES_PER_WEIGHT`. int8 has one scale per row. Vectors are float32 in every format.
+        history: the losses and samples of its training, from `minigpt.runs.history.read_history`.
 
     Raises:
         UserError: the weights are too large, or the tokenizer is one of Hugging Face.
     """
-    size = pretrained.config.num_params() * FORMATS[weight_format]
+    size = pretrained.config.num_params() * BYTES_PER_WEIGHT[weight_format]
     if size > MAX_WEIGHT_BYTES:
         raise UserError(
             f"the weights in the page must be at most {MAX_WEIGHT_BYTES / 1e6:.0f} MB, got {size / 1e6:.0f} MB of "
@@ -42,35 +42,30 @@ def export_html(
         )
     if isinstance(pretrained.tokenizer, HuggingFaceTokenizer):
         raise UserError("the tokenizer of the page must be char, byte or bpe, got huggingface; use --to huggingface")
-    description = describe(pretrained.name, pretrained.config, pretrained.tokenizer.name, f" in {weight_format}")
-    data, weights = _contents(pretrained, weight_format)
-    description["facts"] += " The model runs in this page: the text never leaves your device."
-    data |= {"description": description, "history": history}
-    page = render("browser.js", data, {"weights": weights})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as partial:
-        partial.write_text(page, encoding="utf-8", newline="\n")
-
-
-def _contents(pretrained: Pretrained, weight_format: str) -> tuple[dict[str, Any], str]:
-    """Return the values that rebuild the model and its tokenizer, and its weights in base64."""
     model, tokenizer = pretrained.load(), pretrained.tokenizer
     tensors = model.state_dict()
     if model.config.tie_embeddings:
         del tensors["lm_head.weight"]
     packed = b"".join(_pack(name, tensor, weight_format) for name, tensor in tensors.items())
+    description = describe(pretrained.name, model.config, tokenizer.name, f" in {weight_format}")
+    description["facts"] += " The model runs in this page: the text never leaves your device."
     encoding = {
         "start": tokenizer.start.tolist(),
         "stop": tokenizer.end_token if tokenizer.separated else None,  # as scripts/sample.py
         "pattern": PATTERNS.get(tokenizer.name, PATTERNS["gpt2"]),
     }
-    values = {
+    data = {
+        "description": description,
+        "history": history,
         "config": model.config.to_dict(),
         "tokenizer": tokenizer.to_dict() | encoding,
         "tensors": [(name, tensor.shape) for name, tensor in tensors.items()],
         "format": weight_format,
     }
-    return values, base64.b64encode(packed).decode("ascii")
+    page = render("browser.js", data, base64.b64encode(packed).decode("ascii"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as partial:
+        partial.write_text(page, encoding="utf-8", newline="\n")
 
 
 def _pack(name: str, tensor: Tensor, weight_format: str) -> bytes:

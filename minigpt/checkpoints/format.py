@@ -11,8 +11,8 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from minigpt.checkpoints.find import LAST, PREVIOUS
-from minigpt.optim import local
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write, sync
 
@@ -31,12 +30,13 @@ FORMAT = 2
 MINIGPT = "minigpt"  # the key of the model, the tokenizer and the run, beside the keys of Lightning
 MAX_HEADER_BYTES = 1 << 25  # twice the header of a model with a tokenizer.json of 150,000 ids and 280,000 merges
 MAX_DEPTH = 64  # of nested containers
-CONTENT_ERRORS = (LookupError, TypeError, AttributeError, ValueError, RuntimeError)  # of content of another program
+# What content that another program wrote can raise.
+CONTENT_ERRORS = (LookupError, TypeError, AttributeError, ValueError, RuntimeError)
 _PREFIXES = {"state_dict": "", "optimizer_states": "optimizer"}  # of tensor names; of other keys, the key itself
 _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x04", b"\x80\x05")  # first bytes: zipped, and by protocol
 
 
-def read(path: Path, *, device: str | torch.device = "cpu") -> dict[str, Any]:
+def read(path: Path) -> dict[str, Any]:
     """Read a checkpoint as plain containers and tensors; raise UserError if it is damaged or another kind of file."""
     _check_header(path)
     try:
@@ -48,9 +48,8 @@ def read(path: Path, *, device: str | torch.device = "cpu") -> dict[str, Any]:
         text = metadata[MINIGPT]
         if any(tensor.is_complex() for tensor in tensors.values()):
             raise TypeError("complex tensors")
-        if metadata.get("crc32") != checksum(text, sorted(tensors.items())):
+        if metadata.get("crc32") != checksum(text, tensors):
             raise UserError(f"{path} is damaged: its checksum is wrong; use an older checkpoint")
-        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
         content = _unpack(json.loads(text, parse_int=lambda digits: int(digits) if len(digits) <= 20 else inf), tensors)
         content["state_dict"], number = dict(content["state_dict"]), content[MINIGPT].get("format")
     except CONTENT_ERRORS as error:
@@ -69,29 +68,24 @@ def write(content: Mapping[str, Any], path: Path) -> None:
         UserError: the content has values other than tensors and plain data.
         OSError: the file cannot be written.
     """
-    text, tensors = pack(content)
+    tensors: dict[str, Tensor] = {}
+    names: dict[Any, str] = {}
+    text = json.dumps({key: _pack(value, _PREFIXES.get(key, key), tensors, names) for key, value in content.items()})
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    with replace_checkpoint(path) as unfinished:
-        try:
-            save_tensors(tensors, unfinished, {MINIGPT: text, "crc32": checksum(text, sorted(tensors.items()))})
-        except SafetensorError as error:
-            if code := re.search(r"\(os error (\d+)\)", str(error)):
-                raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
-            raise
-        with open(unfinished, "rb+") as saved:
-            os.fsync(saved.fileno())
-        _check_header(unfinished)
-
-
-@contextmanager
-def replace_checkpoint(path: Path) -> Iterator[Path]:
-    """Yield a temporary path that becomes the checkpoint `path`; the `last` checkpoint before it becomes `previous`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as renamed_after:
         if path.name == Path(LAST).name and path.exists():
             _link(path, renamed_after.enter_context(atomic_write(path.with_name(Path(PREVIOUS).name))))
         with atomic_write(path) as unfinished:
-            yield unfinished
+            try:
+                save_tensors(tensors, unfinished, {MINIGPT: text, "crc32": checksum(text, tensors)})
+            except SafetensorError as error:
+                if code := re.search(r"\(os error (\d+)\)", str(error)):
+                    raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
+                raise
+            with open(unfinished, "rb+") as saved:
+                os.fsync(saved.fileno())
+            _check_header(unfinished)
         sync(path.parent)
 
 
@@ -102,10 +96,10 @@ def hardlink_or_copy(file: Path, other: Path) -> None:
     sync(other.parent)
 
 
-def checksum(text: str, tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the CRC-32 of the JSON text and of the name, dtype, shape and bytes of tensors, sorted by name."""
+def checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """Return the CRC-32 of the JSON text and of the name, dtype, shape and bytes of each tensor, in order of names."""
     crc = zlib.crc32(text.encode())
-    for name, tensor in tensors:
+    for name, tensor in sorted(tensors.items()):
         crc = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), crc)
         crc = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, crc)
     return f"{crc:08x}"
@@ -127,7 +121,7 @@ def _link(file: Path, other: Path) -> None:
 
 
 def _check_header(path: Path) -> None:
-    """Reject other kinds of files, and large headers before they are parsed."""
+    """Raise UserError for other kinds of files, and for a large header before it is parsed."""
     with open(path, "rb") as file:
         start, size = file.read(8), os.fstat(file.fileno()).st_size
     header = int.from_bytes(start, "little")
@@ -139,19 +133,11 @@ def _check_header(path: Path) -> None:
         raise UserError(f"{path} is not a checkpoint of minigpt: its header is larger than {MAX_HEADER_BYTES:,} bytes")
 
 
-def pack(content: Mapping[str, Any]) -> tuple[str, dict[str, Tensor]]:
-    """Return the JSON text of a checkpoint, and its tensors by name."""
-    tensors: dict[str, Tensor] = {}
-    names: dict[Any, str] = {}
-    text = json.dumps({key: _pack(value, _PREFIXES.get(key, key), tensors, names) for key, value in content.items()})
-    return text, tensors
-
-
 def _pack(value: Any, name: str, tensors: dict[str, Tensor], names: dict[Any, str]) -> Any:
-    """Return what `json.dumps` accepts; collect tensors, and their names by memory: tied weights are stored once."""
+    """Convert a value to plain data; collect tensors, and their names by memory: tied weights are stored once."""
     match value:
         case Tensor():
-            memory = (value.device, local(value).data_ptr(), value.dtype, value.shape, value.stride())
+            memory = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
             if memory not in names:
                 while name in tensors:
                     name += "_"

@@ -1,4 +1,4 @@
-"""A model of minigpt as a class of transformers. `export.modeling_code` joins it with the code of the model."""
+"""A model of minigpt as a class of transformers, which the export joins with the code of the model."""
 
 from dataclasses import fields
 from typing import Any
@@ -61,7 +61,7 @@ class MiniGPTForCausalLM(PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutput:
-        """Compute the logits (B, T, V) of input_ids (B, T), and the loss of predicting the next of labels (B, T).
+        """Compute the logits (B, T, V) of input_ids (B, T), and the loss of predicting each next label (B, T).
 
         Args:
             attention_mask: (B, T), 0 for padding, on the left or on the right.
@@ -74,7 +74,7 @@ class MiniGPTForCausalLM(PreTrainedModel, GenerationMixin):
         logits = self.model(input_ids.gather(1, order))  # (B, T, V)
         logits = logits.gather(1, order.argsort(1)[..., None].expand_as(logits))
         loss = None
-        if labels is not None:  # the arguments hold the number of tokens of all accumulated batches
+        if labels is not None:  # kwargs can hold the number of tokens of all accumulated batches
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutput(loss=loss, logits=logits)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint
 from minigpt.checkpoints.format import CONTENT_ERRORS, MINIGPT, read
-from minigpt.checkpoints.models import model_contents
+from minigpt.checkpoints.load import model_contents
 from minigpt.config import GPTConfig
 from minigpt.data.tokenizer import Tokenizer
 from minigpt.utils.errors import UserError
@@ -30,7 +30,7 @@ def contents(
     """Return what a run adds to Lightning's checkpoint.
 
     Args:
-        run: the resolved run configuration as plain containers.
+        run: the resolved configuration as plain containers.
         corpus: SHA-256 of the text.
         provenance: command, host, versions and commit.
     """
@@ -44,15 +44,15 @@ def find_resumed(
     """Find the checkpoint from which a run resumes, check that it fits the run, and warn of changed settings.
 
     Args:
-        resume: a checkpoint file, a run folder, or "auto": the newest undamaged checkpoint of `folder`, if any, which
-            may be of the last step.
+        resume: a checkpoint file, a run folder, or "auto": the newest undamaged checkpoint of `folder`, if there is
+            one; it may be of the last step.
         present: `contents` of the run.
 
     Returns:
         The checkpoint, its optimizer step and its provenance; None, 0 and {} if the run starts at step 0.
 
     Raises:
-        UserError: there is no such checkpoint; or it has another model, corpus, tokenizer, optimizer or batch size.
+        UserError: there is no such checkpoint, or it has another model, corpus, tokenizer, optimizer or batch size.
     """
     if resume == "auto":
         path, content = _newest(folder)
@@ -109,8 +109,8 @@ def _newest(folder: Path) -> tuple[Path | None, dict[str, Any]]:
 def _settings(run: Mapping[str, Any]) -> dict[str, Any]:
     """Return what determines the training of a run, by config key; the tokenizer and the corpus by a hash."""
     model = GPTConfig.from_dict(run["model"]).to_dict()  # from_dict adds newer settings
-    found = {f"model.{key}": value for key, value in model.items()}
     tokenizer = f"{run['tokenizer']['name']} {sha256_json(run['tokenizer'])}"
+    found = {f"model.{key}": value for key, value in model.items()}
     found |= {"the tokenizer": tokenizer, "the corpus": run["corpus_sha256"]}
     for key in _LEARNING:
         group, _, name = key.rpartition(".")
@@ -121,9 +121,9 @@ def _settings(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_unaveraged(file: Path) -> dict[str, Any]:
-    """Read a checkpoint with the weights that training continues from.
+    """Read a checkpoint with the weights that training continues from as `state_dict`.
 
-    With an EMA, `state_dict` in the file is the average, which sampling loads; here it is `ema`.
+    With an EMA, `state_dict` in the file is the average, which sampling loads; it is returned as `ema`.
     """
     checkpoint = read(file)
     if "unaveraged" in checkpoint:

@@ -23,7 +23,7 @@ TOKENS_PER_BATCH = 4096
 
 
 def validation_batches(checkpoint: Path, model: GPT) -> ValidationBatches:
-    """Return the whole validation split of a checkpoint's run, in the windows of its validation.
+    """Return the whole validation split of a checkpoint's run, in the windows that the run validated on.
 
     Raises:
         UserError: the checkpoint has no run config, or the token files of the run are missing or have changed.
@@ -45,7 +45,7 @@ def validation_batches(checkpoint: Path, model: GPT) -> ValidationBatches:
 
 
 def _find_corpus(run: Mapping[str, Any], data: Mapping[str, Any]) -> token_files.Corpus:
-    """Find the token files of a run: nanoGPT's files in place, or those in the data folder."""
+    """Find the token files of a run: those that its configuration names, or those in its data folder."""
     if data["train_bin"]:
         train_bin, val_bin = data["train_bin"], data["val_bin"]
         if "://" in f"{train_bin} {val_bin}":

@@ -77,7 +77,10 @@ def permute(index: Array, n: int, keys: np.ndarray[Any, np.dtype[np.uint64]]) ->
 
 @dataclass(eq=False)
 class Batches:
-    """Iterate over the training batches of one rank, as (tokens, targets), (B, T) each."""
+    """Iterate over the training batches of one rank, as (tokens, targets), (B, T) each.
+
+    The ranks share the windows of a batch as evenly as possible: 12 on 5 ranks are 3, 3, 2, 2 and 2.
+    """
 
     tokens: Tokens  # the training split, (N,)
     order: WindowOrder
@@ -92,6 +95,7 @@ class Batches:
 
     def __post_init__(self) -> None:
         self.rows = np.arange(self.rank, self.batch_size, self.world_size)
+        self.weight = len(self.rows) * self.world_size / self.batch_size  # of this rank in a mean over ranks
         self.read_windows = WindowReader(self.tokens, self.order.block_size, self.device)
 
     def __len__(self) -> int:

@@ -11,7 +11,6 @@ from minigpt.data.tokenizer import PATTERNS, BPETokenizer
 from minigpt.utils.checks import one_of
 from minigpt.utils.downloads import download
 from minigpt.utils.errors import UserError, require
-from minigpt.utils.files import checksums
 
 _HOST = "https://openaipublic.blob.core.windows.net"
 _SHA256 = {  # URL -> checksum, as in tiktoken
@@ -29,24 +28,19 @@ def load_encoding(name: str, folder: Path) -> BPETokenizer:
     """
     require("tokenizer.name", name, *one_of(("char", "byte", "bpe", *PATTERNS)))
     cache = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or folder)
-    part = "/gpt-2/" if name == "gpt2" else f"/{name}.tiktoken"
-    urls = [url for url in _SHA256 if part in url]
+    urls = [url for url in _SHA256 if ("/gpt-2/" if name == "gpt2" else f"/{name}.tiktoken") in url]
     files = {url: cache / hashlib.sha1(url.encode(), usedforsecurity=False).hexdigest() for url in urls}
-    missing = {
-        url: file for url, file in files.items() if not file.is_file() or checksums([file], None) != [_SHA256[url]]
-    }
     try:
-        complete = all(download(url, _SHA256[url], file) for url, file in missing.items())
+        missing = [f"{url} as {file}" for url, file in files.items() if not download(url, _SHA256[url], file)]
     except OSError as error:
         raise UserError(
             f"the files of tokenizer={name} cannot be written to {cache} ({error.strerror}); "
             f"set TIKTOKEN_CACHE_DIR to a writable folder"
         ) from error
-    if not complete:
-        wanted = ", and ".join(f"{url} as {file}" for url, file in missing.items())
+    if missing:
         raise UserError(
             f"the files of tokenizer={name} could not be downloaded; "
-            f"save {wanted}, or set TIKTOKEN_CACHE_DIR to a folder that has them"
+            f"save {', and '.join(missing)}, or set TIKTOKEN_CACHE_DIR to a folder that has them"
         )
     os.environ["TIKTOKEN_CACHE_DIR"] = str(cache.absolute())  # where tiktoken reads the files
     return BPETokenizer.from_tiktoken(name)

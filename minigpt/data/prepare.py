@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -18,18 +18,19 @@ from tqdm import tqdm
 
 from minigpt.data import token_files
 from minigpt.data import tokenizer as tokenizers
+from minigpt.data.checksums import CHECKSUM_CACHE, corpus_checksum
 from minigpt.data.encodings import load_encoding
-from minigpt.data.shards import find_shards, local_shard
-from minigpt.data.sources import CHECKSUM_CACHE, Source, corpus_sha256, find_sources
+from minigpt.data.shards import find_shards
+from minigpt.data.sources import Source, find_sources
 from minigpt.data.splits import TRAIN, VAL, TextBatches, TokenizeBatch, cut_by_fraction, scan_corpus, split_chunks
-from minigpt.data.token_files import FORMAT, META, SPLITS, Corpus, Tokens
+from minigpt.data.token_files import FORMAT, META, SPLITS, Corpus
 from minigpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Ids, Tokenizer, token_dtype
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.files import read_json, sha256_json, sync, write_json
 from minigpt.utils.terminal import warn
 from minigpt.utils.threads import map_in_threads
 
-_JOURNAL = "journal.json"  # tokenizer, cut between the splits, batches written, and bytes of the token files
+_JOURNAL = "progress.json"  # tokenizer, cut between the splits, batches written, and bytes of the token files
 _SYNC_BYTES = 1 << 25  # of ids between two journal entries
 
 
@@ -70,21 +71,6 @@ def load_corpus(data: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Corpus
     return token_files.load(target)
 
 
-def describe_corpus(corpus: Corpus) -> dict[str, str]:
-    """Return the figures of token files as names and formatted values."""
-    made, rows = corpus.provenance, {"corpus": corpus.name}
-    for name, split in (("training", corpus.train), ("validation", corpus.val)):
-        rows[name] = f"{split.documents:,} documents, {split.bytes:,} bytes, {split.tokens:,} tokens"
-    if made:
-        tokens = corpus.train.tokens + corpus.val.tokens
-        rows["bytes per token"] = f"{(corpus.train.bytes + corpus.val.bytes) / max(1, tokens):.3f}"
-        rows["vocabulary"] = f"{corpus.tokenizer.vocab_size:,} ids"
-        rows["in both splits"] = f"{made['duplicates']:,} documents"
-        rows["files"] = f"train.bin and val.bin of {corpus.dtype}"
-    rows["folder"] = str(corpus.train.shards[0].file.parent)
-    return rows
-
-
 def _load_bins(data: Mapping[str, Any], tokenizer: Mapping[str, Any], folder: Path, built: Tokenizer | None) -> Corpus:
     if data["train_bin"] is None or data["val_bin"] is None:
         raise UserError("data.train_bin and data.val_bin must be set together; set both, or neither")
@@ -115,11 +101,7 @@ def _build_tokenizer(settings: Mapping[str, Any], folder: Path, alphabet: str, t
 
 
 def _write_corpus(
-    target: Path,
-    sources: Sequence[Source],
-    provenance: Mapping[str, Any],
-    threads: int | None,
-    built: Tokenizer | None,
+    target: Path, sources: Sequence[Source], provenance: Mapping[str, Any], threads: int | None, built: Tokenizer | None
 ) -> None:
     """Write the files to a folder beside `target`, and rename it when it is complete."""
     partial = target.with_name(f"{target.name}.partial")
@@ -149,7 +131,7 @@ def _plan(
     sources: Sequence[Source], provenance: Mapping[str, Any], folder: Path, built: Tokenizer | None
 ) -> dict[str, Any]:
     """Find the cut between the splits, and build the tokenizer if it is not built."""
-    settings, cut, alphabet = provenance["tokenizer"], (0, 0), ""
+    settings, cut, alphabet = provenance["tokenizer"], 0, ""
     by_character = settings["name"] == CharTokenizer.name
     if provenance.get("split") == "fraction" or by_character:
         lengths, alphabet = scan_corpus(sources if by_character else sources[:1], by_character)
@@ -166,25 +148,30 @@ def _append_tokens(
     folder: Path, journal: dict[str, Any], tokenizer: Tokenizer, batches: TextBatches, threads: int | None
 ) -> None:
     """Append the ids of the batches that are not in the journal yet, and update it from time to time."""
+    train_bin, val_bin = paths = [folder / f"{split}.bin" for split in SPLITS]
     with (
-        open(folder / "train.bin", "ab") as train,
-        open(folder / "val.bin", "ab") as val,
+        open(train_bin, "ab") as train,
+        open(val_bin, "ab") as val,
         tqdm(unit="B", unit_scale=True, delay=1, disable=None) as bar,
     ):
-        for file, size in zip((train, val), journal["bytes"], strict=True):
+        files = (train, val)
+        for file, size in zip(files, journal["bytes"], strict=True):
             file.truncate(size)  # a killed process may have written more
             file.seek(size)
         remaining = islice(batches, journal["batches"], None)
         for number, ids in enumerate(tokenize(tokenizer, remaining, threads), journal["batches"] + 1):
-            for file, row in zip((train, val), ids, strict=True):
+            for file, row in zip(files, ids, strict=True):
                 file.write(row.data)
             bar.update(sum(batches.bytes) - bar.n)
-            sizes = [train.tell(), val.tell()]
+            sizes = [file.tell() for file in files]
             if sum(sizes) - sum(journal["bytes"]) >= _SYNC_BYTES:
-                _flush(train, val)
+                for file, path in zip(files, paths, strict=True):
+                    file.flush()
+                    sync(path)
                 journal.update(batches=number, bytes=sizes)
                 write_json(folder / _JOURNAL, journal)
-        _flush(train, val)
+    for path in paths:
+        sync(path)
 
 
 def tokenize(tokenizer: Tokenizer, batches: Iterable[TokenizeBatch], threads: int | None) -> Iterator[list[Ids]]:
@@ -204,12 +191,6 @@ def tokenize(tokenizer: Tokenizer, batches: Iterable[TokenizeBatch], threads: in
     return map_in_threads(encode, batches, threads or cpu_count())
 
 
-def _flush(*files: IO[bytes]) -> None:
-    for file in files:
-        file.flush()
-        sync(Path(file.name))
-
-
 def _build_meta(
     folder: Path, sources: Sequence[Source], provenance: Mapping[str, Any], tokenizer: Tokenizer, batches: TextBatches
 ) -> dict[str, Any]:
@@ -224,19 +205,19 @@ def _build_meta(
     duplicates = int(np.isin(np.array(batches.hashes[TRAIN]), np.array(batches.hashes[VAL])).sum())
     if duplicates:
         warn(f"{duplicates:,} training documents of {source.name} are also in the validation split")
-    dtype, description = token_dtype(tokenizer.vocab_size), tokenizer.to_dict()
-    if "separated" in description:
-        description["separated"] = documents[TRAIN] > 1
-    tokens = [Tokens([local_shard(folder / f"{split}.bin")], dtype, tokenizer.vocab_size) for split in SPLITS]
-    figures = zip(SPLITS, documents, batches.bytes, map(len, tokens), strict=True)
+    if isinstance(tokenizer, BPETokenizer):
+        tokenizer.separated = documents[TRAIN] > 1
+    dtype = token_dtype(tokenizer.vocab_size)
+    tokens = [(folder / f"{split}.bin").stat().st_size // np.dtype(dtype).itemsize for split in SPLITS]
+    figures = zip(SPLITS, documents, batches.bytes, tokens, strict=True)
     return {
         "format": FORMAT,
         "name": source.name,
-        "sha256": corpus_sha256(sources),
+        "sha256": corpus_checksum([source.sha256 for source in sources]),
         "dtype": dtype,
         **{split: {"documents": n, "bytes": size, "tokens": length} for split, n, size, length in figures},
         "provenance": {**provenance, "duplicates": duplicates},
-        "tokenizer": description,
+        "tokenizer": tokenizer.to_dict(),
     }
 
 

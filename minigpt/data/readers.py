@@ -6,15 +6,15 @@ larger than memory.
 """
 
 import codecs
-import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from glob import glob, has_magic
 from itertools import chain
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from minigpt.data.tokenizer import whole_characters
 from minigpt.utils.errors import UserError
@@ -23,9 +23,10 @@ from minigpt.utils.scripts import import_extra
 TEXT_SUFFIXES, ROW_SUFFIXES, COMPRESSED_SUFFIXES = (".txt", ".md"), (".jsonl", ".parquet"), (".gz", ".zst")
 _ARROW_TEXT_TYPES = ("string", "large_string", "string_view", "dictionary<values=string, indices=int32, ordered=0>")
 _BLOCK_BYTES = 1 << 20  # read at a time
+_COMPRESSED_BYTES = 1 << 16  # read at a time from a compressed file, whose text can be much larger
 _CUT_WINDOW = 1 << 16  # characters before the end of a text that are searched for a cut
 _MAX_CHUNK_CHARS = 1 << 24  # of a chunk in which there is no place to cut
-# After a single line break before a letter or digit, or else before a single space between letters.
+# A text is cut after a single line break before a letter or digit, or else before a single space between letters.
 _CUTS = (re.compile(r"(?s:.*)(?<=\S)\n(?=[^\W_])"), re.compile(r"(?s:.*)(?<=[^\W\d_])(?= [^\W\d_])"))
 
 
@@ -36,7 +37,7 @@ class TextChunk(NamedTuple):
     first: bool  # whether a document starts here
 
 
-def find_files(path: str, setting: str = "data.path") -> list[Path]:
+def find_files(path: str, setting: str) -> list[Path]:
     """Find the files of a path, sorted: one file, the files of a folder with known suffixes, or those of a pattern.
 
     A file that is named, or matched by a pattern, may have any suffix. Hidden files of a folder are skipped. Raise
@@ -44,23 +45,18 @@ def find_files(path: str, setting: str = "data.path") -> list[Path]:
     """
     given = Path(path or "''").expanduser()  # Path("") would be the current folder
     if given.is_dir():
-        files = [file for file in given.rglob("*") if _has_text_suffix(file.relative_to(given)) and file.is_file()]
+        found = [file for file in given.rglob("*") if content_suffix(file) in TEXT_SUFFIXES + ROW_SUFFIXES]
+        found = [file for file in found if "/." not in f"/{file.relative_to(given).as_posix()}"]
         suffixes = f"{', '.join(TEXT_SUFFIXES + ROW_SUFFIXES)}, or these with {' or '.join(COMPRESSED_SUFFIXES)}"
         problem = f"has no file with suffix {suffixes}; for others give a pattern such as '**/*.py'"
-    elif given.exists():  # also a pipe, which is not a regular file
-        return [given]
     else:
-        files = [Path(file) for file in glob(str(given), recursive=True) if Path(file).is_file()]
+        found = [given] if given.exists() else list(map(Path, glob(str(given), recursive=True)))
         problem = "matches no file" if has_magic(str(given)) else "does not exist"
         problem += "; give a file, a folder, or a pattern such as 'texts/**/*.txt'"
+    files = sorted({file for file in found if not file.is_dir()})
     if not files:
         raise UserError(f"{setting}={path} {problem}")
-    return sorted(set(files))
-
-
-def _has_text_suffix(file: Path) -> bool:
-    hidden = any(part.startswith(".") for part in file.parts)
-    return content_suffix(file) in TEXT_SUFFIXES + ROW_SUFFIXES and not hidden
+    return files
 
 
 def content_suffix(file: Path) -> str:
@@ -117,35 +113,32 @@ def _read_text(file: Path) -> Iterator[str]:
 
 def _read_blocks(file: Path) -> Iterator[bytes]:
     """Yield decompressed blocks."""
-    suffix = file.suffix.lower()
+    suffix, errors = file.suffix.lower(), [EOFError, zlib.error]
+    new_frame: Callable[[], Any] = partial(zlib.decompressobj, wbits=31)  # gzip
+    if suffix == ".zst":
+        zstandard = import_extra("zstandard", ".zst", "data")
+        new_frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj
+        errors.append(zstandard.ZstdError)
     with open(file, "rb") as raw:
         try:
-            if suffix == ".zst":
-                yield from _decompress_zstandard(raw)
+            if suffix in COMPRESSED_SUFFIXES:
+                yield from _decompress(iter(lambda: raw.read(_COMPRESSED_BYTES), b""), new_frame)
             else:
-                content: Any = gzip.GzipFile(fileobj=raw) if suffix == ".gz" else raw
-                yield from iter(lambda: content.read(_BLOCK_BYTES), b"")
-            if suffix == ".gz" and raw.tell() == 0:  # GzipFile accepts an empty file
-                raise EOFError("it is empty")
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                yield from iter(lambda: raw.read(_BLOCK_BYTES), b"")
+        except tuple(errors) as error:
             raise UserError(f"{file} is not a complete {suffix} file ({error})") from error
 
 
-def _decompress_zstandard(raw: IO[bytes]) -> Iterator[bytes]:
-    """Decompress frame by frame: zstandard's own stream reader accepts a truncated file."""
-    zstandard = import_extra("zstandard", ".zst", "data")
-    frames = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-    frame = frames.decompressobj()
-    try:
-        while block := raw.read(1 << 16):
-            while block:
-                if frame.eof:
-                    frame = frames.decompressobj()
-                if text := frame.decompress(block):
-                    yield text
-                block = frame.unused_data if frame.eof else b""
-    except zstandard.ZstdError as error:
-        raise EOFError(str(error)) from error
+def _decompress(blocks: Iterable[bytes], new_frame: Callable[[], Any]) -> Iterator[bytes]:
+    """Decompress frame by frame: the stream readers of zstandard and fsspec accept a truncated file."""
+    frame = new_frame()
+    for block in blocks:
+        while block:
+            if frame.eof:
+                frame = new_frame()
+            if text := frame.decompress(block):
+                yield text
+            block = frame.unused_data
     if not frame.eof:
         raise EOFError("it ends too early")
 

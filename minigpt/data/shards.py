@@ -1,10 +1,10 @@
 """Shards: the files of a corpus that was tokenized elsewhere, on disk, or behind a URL that fsspec reads (S3, HTTP).
 
 Windows are read in random order from all shards, so a cache that is smaller than the corpus would fetch a shard for
-almost every window. A remote shard is fetched whole and once, when it is first read, and stays.
+almost every window. A remote shard is fetched whole and once, when it is first read, and stays. The caches of fsspec
+would keep a partial file, miss a changed one on HTTP, and fetch one file in several processes at a time.
 """
 
-import hashlib
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -19,17 +19,16 @@ from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.files import atomic_write, sha256_json
 from minigpt.utils.scripts import PIP_INSTALL
 
+CONNECTIONS = 32  # requests at a time
 _WAITS = (0.5, 1.0, 2.0, 4.0)  # seconds between the attempts of a request
 _SILENT_SECONDS = 60  # of an HTTP server, after which a request fails
-_REQUESTS = 32  # at a time
-_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16  # shards that `sample_checksum` reads, and bytes of each
 _REFUSED = (401, 403, 404, 410)  # status of HTTP that another attempt does not change
 
 T = TypeVar("T")
 
 
 class Shard(NamedTuple):
-    """A file of ids; of a remote shard, the copy that `fetch` writes."""
+    """A file of ids; for a remote shard, `file` is the copy that `fetch` writes."""
 
     file: Path
     bytes: int
@@ -54,12 +53,8 @@ def find_shards(key: str, value: str | Sequence[str], folder: Path) -> list[Shar
     """
     patterns = [value] if isinstance(value, str) else value
     paths = [path for pattern in patterns for each in _expand_range(pattern) for path in _expand_pattern(each)]
-    with ThreadPoolExecutor(_REQUESTS) as pool:
-        shards = list(pool.map(lambda path: _find_shard(key, path, folder), paths))
-    for path, shard in zip(paths, shards, strict=True):
-        if shard.bytes % 2 or not shard.bytes:
-            raise UserError(f"{key}={path} has {shard.bytes} bytes, not an array of 16-bit ids")
-    return shards
+    with ThreadPoolExecutor(CONNECTIONS) as pool:
+        return list(pool.map(lambda path: _find_shard(key, path, folder), paths))
 
 
 def fetch(shard: Shard) -> Path:
@@ -68,17 +63,18 @@ def fetch(shard: Shard) -> Path:
         shard.file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{shard.file}.lock"):
             if not _is_here(shard):
-                _retry(str(shard.url), lambda: _download(shard))
+                _request(str(shard.url), lambda files: _download(files, shard))
     return shard.file
 
 
-def sample_checksum(shards: Sequence[Shard]) -> str:
-    """Identify shards by their sizes and the first bytes of some of them; local copies have the same checksum."""
-    n = min(len(shards), _SAMPLES)
-    with ThreadPoolExecutor(_REQUESTS) as pool:
-        heads = list(pool.map(_read_head, (shards[i * len(shards) // n] for i in range(n))))
-    identity = [[shard.bytes for shard in shards], [hashlib.sha256(head).hexdigest() for head in heads]]
-    return sha256_json(identity)
+def read_head(shard: Shard, size: int) -> bytes:
+    """Return the first `size` bytes of a shard without fetching it."""
+    if _is_here(shard):
+        with open(shard.file, "rb") as content:
+            return content.read(size)
+    end = min(size, shard.bytes)
+    head = _request(str(shard.url), lambda files: files.cat_file(shard.url, start=0, end=end))
+    return head[:end]  # a server may send the whole file
 
 
 def _expand_range(path: str) -> list[str]:
@@ -95,21 +91,51 @@ def _expand_pattern(path: str) -> list[str]:
         return sorted(glob(str(Path(path).expanduser()))) or [path]
     if "*" not in path:  # the other characters of patterns are frequent in URLs
         return [path]
-    files = _open_filesystem(path)
-    return [files.unstrip_protocol(name) for name in sorted(_retry(path, lambda: files.glob(path)))] or [path]
+    return _request(path, lambda files: [files.unstrip_protocol(name) for name in sorted(files.glob(path))]) or [path]
 
 
 def _find_shard(key: str, path: str, folder: Path) -> Shard:
-    if "://" not in path:
-        if not (file := Path(path).expanduser()).is_file():
-            raise UserError(f"{key}={path} is not a file; give the path of nanoGPT's token files")
-        return local_shard(file)
-    info = _retry(path, lambda: _open_filesystem(path).info(path))
-    if info["size"] is None:
-        raise UserError(f"{key}={path} has no Content-Length; use a server that sends the sizes of its files")
-    version = [str(info.get(name)) for name in ("ETag", "Last-Modified", "LastModified")]  # a changed file is another
-    name = re.sub(r"[^\w.-]", "-", path.rpartition("/")[2])[-60:]
-    return Shard(folder / f"{sha256_json([path, version])[:16]}-{name}", info["size"], path)
+    if "://" in path:
+        info = _request(path, lambda files: files.info(path))
+        if info["size"] is None:
+            raise UserError(f"{key}={path} has no Content-Length; use a server that sends the sizes of its files")
+        version = [str(info.get(name)) for name in ("ETag", "Last-Modified", "LastModified")]  # of its content
+        name = re.sub(r"[^\w.-]", "-", path.rpartition("/")[2])[-60:]
+        shard = Shard(folder / f"{sha256_json([path, version])[:16]}-{name}", info["size"], path)
+    elif Path(path).expanduser().is_file():
+        shard = local_shard(Path(path).expanduser())
+    else:
+        raise UserError(f"{key}={path} is not a file; give the path of nanoGPT's token files")
+    if shard.bytes % 2 or not shard.bytes:
+        raise UserError(f"{key}={path} has {shard.bytes} bytes, not an array of 16-bit ids")
+    return shard
+
+
+def _is_here(shard: Shard) -> bool:
+    return shard.url is None or (shard.file.is_file() and shard.file.stat().st_size == shard.bytes)
+
+
+def _download(files: Any, shard: Shard) -> None:
+    with atomic_write(shard.file) as partial:
+        files.get_file(shard.url, str(partial))
+        if (size := partial.stat().st_size) != shard.bytes:
+            raise OSError(f"{size} of {shard.bytes} bytes were received")
+
+
+def _request(url: str, request: Callable[[Any], T]) -> T:
+    """Return `request(file system)`, which is repeated with growing waits unless the server refuses it."""
+    files, waits = _open_filesystem(url), iter(_WAITS)
+    while True:
+        try:
+            return request(files)
+        except Exception as error:  # each file system of fsspec has its own kinds
+            cause = error.__cause__ or error  # fsspec makes a FileNotFoundError of every failure of HTTP
+            reason = " ".join(f"{type(cause).__name__}: {cause}".split())
+            if isinstance(cause, FileNotFoundError | PermissionError) or getattr(cause, "status", None) in _REFUSED:
+                raise UserError(f"{url} cannot be read ({reason}); check the URL and the credentials") from error
+            if (wait := next(waits, None)) is None:
+                raise RunError(f"{url} cannot be read ({reason}); try again") from error
+        time.sleep(wait)
 
 
 def _open_filesystem(url: str) -> Any:
@@ -125,39 +151,3 @@ def _open_filesystem(url: str) -> Any:
         return fsspec.core.url_to_fs(url, **options)[0]
     except (ImportError, ValueError) as error:  # ValueError: an unknown protocol
         raise UserError(f"{url} cannot be read ({error}); {PIP_INSTALL.format('remote')}") from error
-
-
-def _is_here(shard: Shard) -> bool:
-    return shard.url is None or (shard.file.is_file() and shard.file.stat().st_size == shard.bytes)
-
-
-def _download(shard: Shard) -> None:
-    with atomic_write(shard.file) as partial:
-        _open_filesystem(str(shard.url)).get_file(shard.url, str(partial))
-        if (size := partial.stat().st_size) != shard.bytes:
-            raise OSError(f"{size} of {shard.bytes} bytes were received")
-
-
-def _read_head(shard: Shard) -> bytes:
-    if _is_here(shard):
-        with open(shard.file, "rb") as content:
-            return content.read(_SAMPLE_BYTES)
-    url, end = str(shard.url), min(_SAMPLE_BYTES, shard.bytes)
-    return _retry(url, lambda: _open_filesystem(url).cat_file(url, start=0, end=end))[:end]  # a server may send it all
-
-
-def _retry(url: str, request: Callable[[], T], attempt: int = 0) -> T:
-    """Return the result of a request, which is repeated with growing waits unless the server refuses it."""
-    try:
-        return request()
-    except UserError:
-        raise
-    except Exception as error:  # each file system of fsspec has its own kinds
-        cause = error.__cause__ or error  # fsspec makes a FileNotFoundError of every failure of HTTP
-        refused = isinstance(cause, FileNotFoundError | PermissionError) or getattr(cause, "status", None) in _REFUSED
-        if refused or attempt == len(_WAITS):
-            reason = " ".join(f"{type(cause).__name__}: {cause}".split())
-            kind, advice = (UserError, "check the URL and the credentials") if refused else (RunError, "try again")
-            raise kind(f"{url} cannot be read ({reason}); {advice}") from error
-    time.sleep(_WAITS[attempt])
-    return _retry(url, request, attempt + 1)

@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
 from itertools import chain
@@ -14,15 +14,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from minigpt.data import shakespeare
+from minigpt.data.checksums import CHECKSUM_CACHE, checksums
 from minigpt.data.readers import COMPRESSED_SUFFIXES, ROW_SUFFIXES, TextChunk, find_files, no_text, read_documents
 from minigpt.data.tokenizer import whole_characters
 from minigpt.utils.downloads import download
 from minigpt.utils.errors import RunError, UserError
-from minigpt.utils.files import atomic_write, checksums, sha256_json
+from minigpt.utils.files import atomic_write, sha256_json
 from minigpt.utils.scripts import import_extra
 from minigpt.utils.terminal import warn
 
-CHECKSUM_CACHE = "checksums.json"  # in the data folder
 _STDIN_FILE = "MINIGPT_STDIN_FILE"  # environment variable: file with a copy of standard input
 
 
@@ -48,11 +48,6 @@ def find_sources(data: Mapping[str, Any]) -> list[Source]:
     return [source]
 
 
-def corpus_sha256(sources: Sequence[Source]) -> str:
-    """Return the checksum of one source, or of two together."""
-    return sources[0].sha256 if len(sources) == 1 else sha256_json([source.sha256 for source in sources])
-
-
 def find_text(data: Mapping[str, Any]) -> Path:
     """Find the file of a named text, or download it.
 
@@ -62,8 +57,7 @@ def find_text(data: Mapping[str, Any]) -> Path:
     """
     name, folder = data["name"], Path(data["folder"])
     target = folder / f"{name}.txt"
-    shared = os.environ.get("MINIGPT_DATA_DIR")
-    for copy in [target] + ([Path(shared) / target.name] if shared else []):
+    for copy in dict.fromkeys((target, Path(os.environ.get("MINIGPT_DATA_DIR") or folder) / target.name)):
         if copy.is_file():
             if checksums([copy], folder / CHECKSUM_CACHE) == [data["sha256"]]:
                 return copy
@@ -141,7 +135,7 @@ def spool_stdin(folder: Path) -> str:
 
 
 def _from_hub(data: Mapping[str, Any], split: str) -> Source:
-    """A split of a data set of the Hugging Face hub, or of a folder with the same layout; streamed, not stored."""
+    """Return a split of a data set of the Hugging Face hub, or of a folder with its layout. Its rows are streamed."""
     identity = [data[key] for key in ("dataset", "subset", "revision", "field")]
     if (local := Path(data["dataset"])).is_dir():
         files = sorted(file for file in local.rglob("*") if file.is_file())
@@ -154,18 +148,13 @@ def _stream(data: Mapping[str, Any], split: str) -> Iterator[TextChunk]:
     datasets = import_extra("datasets", setting, "data")
     datasets.disable_progress_bars()
     try:
-        rows = datasets.load_dataset(
-            data["dataset"], data["subset"], split=split, revision=data["revision"], streaming=True
-        )
-        for row in rows:
+        name, subset, revision = data["dataset"], data["subset"], data["revision"]
+        for row in datasets.load_dataset(name, subset, split=split, revision=revision, streaming=True):
             if not isinstance(row.get(field), str):
                 raise UserError(f"{setting}: {no_text('column', field, row)}")
             yield TextChunk(whole_characters(row[field]), True)
-    except (ValueError, FileNotFoundError) as error:
-        raise UserError(f"{setting} cannot be read: {error}") from error
-    except (OSError, RuntimeError) as error:
-        if Path(data["dataset"]).is_dir():
-            raise UserError(f"{setting} is damaged: {error}") from error
-        raise RunError(
-            f"{setting} could not be reached ({type(error).__name__}); try again, or set data.path=…"
-        ) from error
+    except (ValueError, OSError, RuntimeError) as error:
+        if isinstance(error, ValueError | FileNotFoundError) or Path(data["dataset"]).is_dir():
+            raise UserError(f"{setting} cannot be read: {error}") from error
+        kind = type(error).__name__
+        raise RunError(f"{setting} could not be reached ({kind}); try again, or set data.path=…") from error

@@ -30,19 +30,17 @@ def scan_corpus(sources: Sequence[Source], by_character: bool) -> tuple[Sequence
     return lengths, "".join(map(chr, np.flatnonzero(seen)))
 
 
-def cut_by_fraction(lengths: Sequence[int], val_fraction: float) -> tuple[int, int]:
-    """Return the document that the validation split starts in, and the character of that document.
+def cut_by_fraction(lengths: Sequence[int], val_fraction: float) -> int:
+    """Return where the validation split starts, as a number of characters from the start of the first document.
 
     Several documents are cut at the nearest start of a document, a single one anywhere.
     """
     starts = np.cumsum([0, *lengths])
     wanted = int(starts[-1] * (1 - val_fraction))
-    if len(lengths) == 1:
-        return 0, wanted
-    return int(np.abs(starts[1:-1] - wanted).argmin()) + 1, 0
+    return wanted if len(lengths) == 1 else int(starts[1:-1][np.abs(starts[1:-1] - wanted).argmin()])
 
 
-def split_chunks(sources: Sequence[Source], rule: Mapping[str, Any], cut: tuple[int, int]) -> Iterator[SplitChunk]:
+def split_chunks(sources: Sequence[Source], rule: Mapping[str, Any], cut: int) -> Iterator[SplitChunk]:
     """Read the chunks of all documents with the split of each.
 
     Two sources are the two splits. A single one is split by `rule`, which has `split` and `val_fraction` of the data
@@ -51,7 +49,7 @@ def split_chunks(sources: Sequence[Source], rule: Mapping[str, Any], cut: tuple[
     if len(sources) > 1:
         return _read(sources)
     chunks = sources[0].read()
-    return _by_fraction(chunks, *cut) if rule["split"] == "fraction" else _by_hash(chunks, rule["val_fraction"])
+    return _by_fraction(chunks, cut) if rule["split"] == "fraction" else _by_hash(chunks, rule["val_fraction"])
 
 
 def _read(sources: Sequence[Source]) -> Iterator[SplitChunk]:
@@ -59,17 +57,12 @@ def _read(sources: Sequence[Source]) -> Iterator[SplitChunk]:
     return ((i, chunk) for i, source in enumerate(sources) for chunk in source.read())
 
 
-def _by_fraction(chunks: Iterable[TextChunk], cut_document: int, cut: int) -> Iterator[SplitChunk]:
-    document, begin = -1, 0
+def _by_fraction(chunks: Iterable[TextChunk], cut: int) -> Iterator[SplitChunk]:
+    begin = 0
     for text, first in chunks:
-        if first:
-            document, begin = document + 1, 0
-        if document != cut_document:
-            yield (TRAIN if document < cut_document else VAL), TextChunk(text, first)
-        else:
-            inside = max(0, cut - begin)
-            yield TRAIN, TextChunk(text[:inside], first)
-            yield VAL, TextChunk(text[inside:], begin <= cut)
+        inside = max(0, cut - begin)
+        yield TRAIN, TextChunk(text[:inside], first)
+        yield VAL, TextChunk(text[inside:], first or begin <= cut)
         begin += len(text)
 
 

@@ -4,7 +4,6 @@ A folder has `train.bin` and `val.bin`, raw arrays of ids as nanoGPT writes them
 them. nanoGPT's own files, of which a split may have several, are read in place.
 """
 
-import hashlib
 import mmap
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -17,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from minigpt.data import tokenizer as tokenizers
-from minigpt.data.shards import Shard, fetch, local_shard, sample_checksum
+from minigpt.data.checksums import shards_checksum
+from minigpt.data.shards import Shard, fetch, local_shard
 from minigpt.data.tokenizer import Tokenizer
 from minigpt.utils.checks import NON_NEGATIVE_INT, one_of
 from minigpt.utils.errors import UserError, require
-from minigpt.utils.files import checksums, read_json
+from minigpt.utils.files import read_json
 
 FORMAT = 4
 META = "meta.json"
@@ -118,13 +118,6 @@ class Tokens:
                 f"the file is damaged, or of another tokenizer"
             )
 
-    def count_ids(self) -> Array:
-        """Count how often each id occurs, (vocab_size,)."""
-        counts = np.zeros(self.vocab_size, dtype=np.int64)
-        for begin in range(0, len(self), _SCAN_TOKENS):
-            counts += np.bincount(self[begin : begin + _SCAN_TOKENS], minlength=self.vocab_size)
-        return counts
-
 
 def load(folder: Path) -> Corpus:
     """Load the files of `prepare.py`; raise UserError if one is missing or has another size than in `meta.json`."""
@@ -149,25 +142,23 @@ def from_bins(
 ) -> Corpus:
     """Read nanoGPT's token files, arrays of 16-bit ids, in place; `checksum_cache` is that of `checksums`.
 
-    The validation split is read whole. Two local files are identified by their content, others by `sample_checksum`.
+    The validation split is read whole, to count its bytes and documents.
     """
-    val_tokens = Tokens(val, "uint16", tokenizer.vocab_size)
-    counts, documents = val_tokens.count_ids(), 0  # (vocab_size,)
+    tokens, documents = Tokens(val, "uint16", tokenizer.vocab_size), 0
+    counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)  # of each id
+    for begin in range(0, len(tokens), _SCAN_TOKENS):
+        counts += np.bincount(tokens[begin : begin + _SCAN_TOKENS], minlength=len(counts))
     val_bytes = sum(int(n) * len(tokenizer.token_bytes.get(i, b"")) for i, n in enumerate(counts))  # of UTF-8
     if (end := tokenizer.end_token) is not None:
         documents = int(counts[end])
         tokenizer = copy(tokenizer)
         tokenizer.separated = tokenizer.separated or documents > 0
-    if len(train) == len(val) == 1 and not (train[0].url or val[0].url):
-        sums = checksums([train[0].file, val[0].file], checksum_cache)
-    else:
-        sums = [sample_checksum(train), sample_checksum(val)]
     return Corpus(
         name=Path(train[0].url or train[0].file).name,
-        sha256=hashlib.sha256("".join(sums).encode()).hexdigest(),
+        sha256=shards_checksum(train, val, checksum_cache),
         tokenizer=tokenizer,
         train=Split(train, sum(shard.bytes for shard in train) // 2, 0, 0),
-        val=Split(val, len(val_tokens), val_bytes, documents),
+        val=Split(val, len(tokens), val_bytes, documents),
     )
 
 

@@ -75,7 +75,7 @@ class Tokenizer:
     def decode_bytes(self, ids: Sequence[int] | Ids) -> bytes:
         """Decode ids to UTF-8, which may end within a character; special tokens are left out."""
         unknown = "\ufffd".encode()  # the replacement character
-        return b"".join(self.token_bytes.get(i, unknown) for i in np.asarray(ids).tolist())
+        return b"".join([self.token_bytes.get(int(i), unknown) for i in ids])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plain data from which `from_dict` rebuilds the tokenizer."""
@@ -89,11 +89,11 @@ class CharTokenizer(Tokenizer):
 
     def __init__(self, alphabet: str) -> None:
         points = _code_points(alphabet)
-        if len(points) == 0 or (np.diff(points.astype(np.int64)) <= 0).any():
+        if not alphabet or list(alphabet) != sorted(set(alphabet)):
             raise UserError("the alphabet of a char tokenizer must be distinct characters in code-point order")
         self.alphabet, self.vocab_size = alphabet, len(points)
         self.token_bytes = {i: whole_characters(character).encode() for i, character in enumerate(alphabet)}
-        # Code point -> id; vocab_size if it has none. The last entry is for all beyond.
+        # The id of each code point, or vocab_size if it has none; the last entry is for all higher code points.
         self._ids = np.full(int(points[-1]) + 2, self.vocab_size, dtype=token_dtype(self.vocab_size + 1))
         self._ids[points] = np.arange(len(points))
         self.separator = np.flatnonzero(points == ord("\n")).astype(self._ids.dtype)
@@ -149,14 +149,15 @@ class BPETokenizer(Tokenizer):
         self, name: str, tokens: Sequence[bytes | None], special: Mapping[str, int], *, separated: bool = False
     ) -> None:
         ranks = {token: rank for rank, token in enumerate(tokens) if token is not None}
-        if b"" in ranks or len(ranks) < sum(token is not None for token in tokens):
-            raise UserError("the tokens of a byte-pair encoding must be distinct and not empty")
+        ids = [*ranks.values(), *special.values()]
         if SEPARATOR not in special or not ranks.keys() >= {bytes([byte]) for byte in range(256)}:
             raise UserError(f"a byte-pair encoding must have all 256 bytes and {SEPARATOR}")
-        if min(special.values()) < 0 or len({*special.values(), *ranks.values()}) != len(special) + len(ranks):
-            raise UserError("the ids of a byte-pair encoding must be distinct and at least 0")
+        if b"" in ranks or len(ranks) < sum(token is not None for token in tokens) or len(set(ids)) < len(ids):
+            raise UserError("a byte-pair encoding must have distinct ids and distinct tokens, none of them empty")
+        if min(ids) < 0 or max(ids) >= len(tokens) + (1 << 16):  # lists of all ids would not fit in memory
+            raise UserError(f"the ids of a byte-pair encoding must be consecutive, got {min(ids)} to {max(ids)}")
         self.name, self.tokens, self.special, self.separated = name, tokens, dict(special), separated
-        self.vocab_size = max(len(tokens), max(special.values()) + 1)
+        self.vocab_size = max(len(tokens), max(ids) + 1)
         self._ranks, self._dtype, self._local = ranks, token_dtype(self.vocab_size), threading.local()
         self.token_bytes = dict.fromkeys(special.values(), b"") | {rank: token for token, rank in ranks.items()}
         self.separator = np.array([special[SEPARATOR]], dtype=self._dtype)
@@ -204,9 +205,7 @@ class BPETokenizer(Tokenizer):
     def from_dict(cls, values: Mapping[str, Any]) -> "BPETokenizer":
         texts, special, separated = values["tokens"].split(" "), values["special"], values["separated"]
         tokens = [None if text == "-" else base64.b64decode(text, validate=True) for text in texts]
-        valid = all(isinstance(key, str) and type(value) is int for key, value in special.items())
-        fits_in_memory = max(special.values(), default=0) < len(tokens) + (1 << 16)
-        if not (valid and fits_in_memory and isinstance(separated, bool)):
+        if not isinstance(separated, bool) or {(str, int)} != {(type(k), type(v)) for k, v in special.items()}:
             raise UserError("a byte-pair encoding must have the keys tokens, special and separated, of their types")
         return cls(values["name"], tokens, special, separated=separated)
 
@@ -330,8 +329,7 @@ def _one_line_errors(problem: str) -> Iterator[None]:
     """Raise UserError for errors and panics of the package tokenizers."""
     try:
         yield
-    except BaseException as error:
-        panic = type(error).__name__ == "PanicException"  # of pyo3, which does not export it
-        if isinstance(error, UserError) or not (isinstance(error, Exception) or panic):
-            raise
+    except (UserError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic of pyo3 is no Exception
         raise UserError(f"{problem} ({error!r:.200})") from error

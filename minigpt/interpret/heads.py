@@ -1,8 +1,7 @@
 """Attention heads: their weights for a text, statistics of where they attend, and how much the loss depends on them.
 
-Forward pre-hooks record the weights during an ordinary forward pass, and an ablation runs the model once per head, so
-both work for every `GPTConfig`. Depends on torch, and on tqdm for the progress bar. Tensors count layers and heads
-from 0; the printed table counts them from 1.
+Hooks record the weights during an ordinary forward pass, and an ablation runs the model once per head, so both work for
+every `GPTConfig`. Tensors count layers and heads from 0; the printed table counts them from 1.
 
 Shapes: L layers, H heads, B batch, T time, D head width.
 """
@@ -29,30 +28,29 @@ MIN_TOKENS_FOR_NAME = 8  # in a shorter text, uniform attention also has large w
 
 @torch.no_grad()
 def attention_maps(model: GPT, tokens: Tensor, layers: slice = slice(None)) -> Tensor:
-    """Compute the attention weights of every head for one text, or for several of one length.
+    """Compute the attention weights of every head for one text.
 
     Args:
-        tokens: (T,) or (B, T) ids, T at most `block_size`.
-        layers: the ones to compute, counted from 0.
+        tokens: (T,) ids, T at most `block_size`.
+        layers: the layers to compute, counted from 0.
 
     Returns:
-        (L, H, T, T) or (L, B, H, T, T), one row per query; float32, on the CPU.
+        (L, H, T, T), one row per query; float32, on the CPU.
     """
     weights: list[Tensor] = []
 
     def record(attention: MultiHeadAttention, args: Any, kwargs: dict[str, Any]) -> None:
-        weights.append(attention.attention_weights(*args, rotary=kwargs["rotary"]).float().cpu())
+        weights.append(attention.attention_weights(*args, rotary=kwargs["rotary"])[0].float().cpu())  # (H, T, T)
 
     with eval_mode(model), ExitStack() as hooks:
         for block in model.blocks[layers]:
             attention: Any = block.attention
             hooks.enter_context(attention.register_forward_pre_hook(record, with_kwargs=True))
-        model(tokens if tokens.ndim == 2 else tokens[None])
-    maps = torch.stack(weights)  # (L, B, H, T, T)
-    return maps if tokens.ndim == 2 else maps[:, 0]
+        model(tokens[None])
+    return torch.stack(weights)
 
 
-def induction_scores(model: GPT, vocab_size: int, *, seed: int = 0) -> Tensor:
+def induction_scores(model: GPT, vocab_size: int) -> Tensor:
     """Compute the prefix-matching score of every head, which is high for induction heads.
 
     A sequence of distinct random tokens is repeated once. In the second copy, an induction head attends to the token
@@ -66,11 +64,13 @@ def induction_scores(model: GPT, vocab_size: int, *, seed: int = 0) -> Tensor:
     P = min(model.config.block_size // 2, vocab_size)  # length of one copy
     if P < 2:
         return torch.full((model.config.n_layer, model.config.n_head), float("nan"))
-    generator = torch.Generator().manual_seed(seed)
-    once = torch.stack([torch.randperm(vocab_size, generator=generator)[:P] for _ in range(N_SEQUENCES)])  # (B, P)
-    weights = attention_maps(model, torch.cat((once, once), dim=1).to(model.wte.weight.device))
-    query = torch.arange(P, 2 * P)
-    return weights[..., query, query - P + 1].mean(dim=(1, 3))  # (L, B, H, P) -> (L, H)
+    generator, query = torch.Generator().manual_seed(0), torch.arange(P, 2 * P)
+    scores = []
+    for _ in range(N_SEQUENCES):
+        once = torch.randperm(vocab_size, generator=generator)[:P]
+        weights = attention_maps(model, torch.cat((once, once)).to(model.wte.weight.device))
+        scores.append(weights[..., query, query - P + 1].mean(-1))  # (L, H)
+    return torch.stack(scores).mean(0)
 
 
 def head_table(weights: Tensor, induction: Tensor) -> dict[str, Tensor]:
@@ -82,7 +82,7 @@ def head_table(weights: Tensor, induction: Tensor) -> dict[str, Tensor]:
 
     Returns:
         (L, H) per statistic: entropy of the weights (nats), distance from query to key (tokens), weight on the
-        previous token, on the query's own token, on the first token, and the induction score.
+        previous token, on the query's own token and on the first token, and the induction score.
     """
     T = weights.size(-1)
     query = torch.arange(1, T)
@@ -134,7 +134,7 @@ def head_ablation(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple
             once per head.
 
     Returns:
-        The increase per head (L, H), and the loss of the intact model; nats per token.
+        The increase per head (L, H), and the loss of the intact model, in nats per token.
 
     Source: Michel et al., 2019, https://arxiv.org/abs/1905.10650
     """
@@ -152,7 +152,7 @@ def head_ablation(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple
 
 
 def without_heads(model: GPT, heads: Collection[tuple[int, int]]) -> GPT:
-    """Return a copy of a model, which shares its tensors, where the output of heads (layer, head) from 0 is zero."""
+    """Return a copy of a model, which shares its tensors, in which the output of heads (layer, head) is zero."""
     shared: Any = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     model = copy.deepcopy(model, shared)
     for layer, block in enumerate(model.blocks):

@@ -1,4 +1,4 @@
-// The page: one text that is prompt and output, a second one to compare with, their tokens and their losses.
+// The page: a text that is both prompt and output, a second text to compare it with, their tokens and their losses.
 
 import {AttentionPanel} from "./attention.js";
 import {Branches} from "./branches.js";
@@ -10,14 +10,14 @@ import {readSettings, showRanges} from "./settings.js";
 import {TextPane, joined, writable} from "./text.js";
 import {TokenPanel} from "./tokens.js";
 
-const TYPING_MS = 300;  // from the last key to the scoring of the text
-const PAUSE_MS = 1000;  // what is typed without a pause is one step of undo
+const TYPING_MS = 300;  // from the last key press to the scoring of the text
+const PAUSE_MS = 1000;  // text that is typed without such a pause is one step of undo
 const DOUBLE_CLICK_MS = 300;  // the second click does not stop what the first one started
 
-// Start the page with a backend, or a promise of one: of server.js, browser.js or saved.js.
+// Start the page with the backend of server.js, browser.js or saved.js, or with a promise of it.
 export async function start(backend) {
   try {
-    globalThis.backend = await backend;  // for the console too
+    globalThis.backend = await backend;  // also for the console of the browser
     await new Page(globalThis.backend).load();
   } catch (error) {
     showStatus(error.message, true);
@@ -41,7 +41,7 @@ class Page {
       onOpen: branch => this.open(branch),
       onCompare: branch => this.compare({branch}),
     });
-    this.past = [];  // texts with their tokens, for undo
+    this.past = [];  // snapshots of the text with its tokens, for undo
     this.future = [];
     this.lastEdit = -Infinity;
     this.work = null;  // an AbortController while something is generated or scored
@@ -68,7 +68,7 @@ class Page {
     });
     find("undo").addEventListener("click", () => this.move(this.past, this.future));
     this.first.field.addEventListener("beforeinput", event => {
-      if (!backend.generate) event.preventDefault();  // but not read-only: the cursor selects tokens
+      if (!backend.generate) event.preventDefault();  // a read-only field would have no cursor to select tokens with
       this.unedited = this.snapshot();
     });
     document.addEventListener("keydown", event => this.press(event));
@@ -106,7 +106,7 @@ class Page {
   async load() {
     const {model} = this;
     this.attention.setModel(null);
-    this.first.set([], this.first.text);  // without the colors of another model
+    this.first.set([], this.first.text);  // removes the colors of the other model
     find("facts").textContent = "";
     find("losses").replaceChildren();
     await this.run(async signal => {
@@ -129,10 +129,10 @@ class Page {
     this.timer = setTimeout(() => this.rescore(), TYPING_MS);
   }
 
-  // Score a text that changed, also with the model beside it.
+  // Score a text that changed, with the model that it is compared with too.
   rescore() {
     return this.run(async signal => {
-      if (this.comparison) await this.scoreOther(signal).catch(() => {});  // a character that the other model lacks
+      if (this.comparison) await this.scoreOther(signal).catch(() => {});  // the other model may lack a character
       await this.score(signal);
     });
   }
@@ -144,7 +144,7 @@ class Page {
     await this.showLosses(signal);
   }
 
-  // Show the tokens of the text, unless the tokenizer changed it.
+  // Show the tokens of the text, unless the tokenizer has changed the text.
   showTokens(tokens) {
     if (!this.backend.generate) {
       this.first.set(tokens.map(writable));
@@ -161,18 +161,18 @@ class Page {
     this.second.set(branch?.tokens ?? await this.backend.score(model, text, [], signal));
   }
 
-  // The tokens of the text before the cursor.
+  // Return the tokens before the cursor.
   async prompt(signal) {
     const {tokens, ends, text, field} = this.first, cursor = field.selectionStart, count = ends.indexOf(cursor) + 1;
     if (cursor === 0) return [];
     if (!count) return this.backend.score(this.model, text.slice(0, cursor), this.attention.silenced, signal);
-    const isWhole = token => !token.text.endsWith("\ufffd");  // else the first bytes of a character
+    const isWhole = token => !token.text.endsWith("\ufffd");  // otherwise the token ends within a character
     return tokens.slice(0, tokens.slice(0, count).findLastIndex(isWhole) + 1);
   }
 
   // ── generation ────────────────────────────────────────────────────────────────────────────────────────────────
 
-  // Continue the tokens `prompt`, or the text before the cursor.
+  // Continue the tokens of `prompt`, or without them the text before the cursor.
   async generate(prompt = null) {
     if (!find("form").reportValidity()) return;
     const settings = readSettings(), before = this.snapshot();
@@ -194,11 +194,11 @@ class Page {
     if (succeeded) showStatus(`${plural(count, "token")}, ${Math.round(count / seconds || 0)} tokens/s`);
     if (count) this.branches.add(this.first.text, this.first.tokens, this.model);
     this.branches.show(this.first.text);
-    const isScored = joined(this.first.tokens) === this.first.text;  // not if it was stopped before
+    const isScored = joined(this.first.tokens) === this.first.text;  // false if the scoring was stopped
     await this.run(signal => isScored ? this.showLosses(signal) : this.score(signal));
   }
 
-  // Generate after the tokens `prompt` into a pane, which takes at most a third of the time.
+  // Generate tokens after `prompt` and show them in a pane; showing them takes at most a third of the time.
   async write(pane, model, prompt, settings, silenced, signal, onToken = () => {}) {
     const tokens = [...prompt];
     let timer = 0, pause = 0;
@@ -230,7 +230,7 @@ class Page {
     }
   }
 
-  // Continue with an alternative in the place of a token.
+  // Replace a token by an alternative, and continue from there.
   branch(index, alternative) {
     this.generate([...this.first.tokens.slice(0, index), writable({...this.first.tokens[index], ...alternative})]);
   }
@@ -246,7 +246,7 @@ class Page {
     find("undo").disabled = generating || !this.past.length;
   }
 
-  // Run a task with an AbortSignal in the place of the one that runs. Show its error, and return false if it has one.
+  // Abort the task that runs, and run another with an AbortSignal. If it fails, show its error and return false.
   async run(task) {
     this.work?.abort();
     clearTimeout(this.timer);
@@ -283,7 +283,7 @@ class Page {
   restore({text, tokens, model}) {
     this.lastEdit = -Infinity;
     find("undo").disabled = !this.past.length;
-    const known = model === this.model ? tokens : [];  // token ids are those of a model
+    const known = model === this.model ? tokens : [];  // another model has other token ids
     this.first.set(known, text.slice(joined(known).length));
     this.branches.show(text);
     showStatus("");
@@ -323,7 +323,7 @@ class Page {
     find("high").textContent = weights ? "1" : percent(1);
   }
 
-  // The loss of each model on each text; of a model with silenced heads, also that of the whole model.
+  // Show the loss of each model on each text; with silenced heads, also that of the model with all heads.
   async showLosses(signal) {
     const {silenced} = this.attention, texts = [this.first, ...(this.comparison ? [this.second] : [])];
     const models = [{model: this.model, silenced, own: this.first}];

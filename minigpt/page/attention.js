@@ -12,7 +12,7 @@ const BEFORE = 10, AFTER = 9;  // characters of context in the list
 export class AttentionPanel {
   #model = null; #visible = false; #tokens = []; #selected = null;
   #fetched = null;  // {key, start, length, head, weights} of a window of the text, or null
-  #key = ""; #ids = ""; #fetching = new AbortController();  // of the last request
+  #key = ""; #ids = ""; #fetching = new AbortController();  // those of the last request
   #shaded = false;
 
   constructor(root, backend, {onShade, onSilence}) {
@@ -57,7 +57,7 @@ export class AttentionPanel {
     this.#draw();
   }
 
-  // Forget a request that runs or has failed: the next one repeats it.
+  // Forget a request that runs or has failed, so that the next one repeats it.
   #forget() {
     if (this.#key === this.#fetched?.key) return;
     this.#fetching.abort();
@@ -65,7 +65,7 @@ export class AttentionPanel {
     this.body.ariaBusy = false;
   }
 
-  // Fetch the weights, unless they are those of the last request.
+  // Fetch the weights, unless the last request was for the same.
   #request() {
     const start = this.#start(), ids = this.#tokens.slice(start, start + this.#model.block_size).map(token => token.id);
     const {chosen, silenced} = this.picker, text = `${start} ${ids}`;
@@ -80,8 +80,8 @@ export class AttentionPanel {
     if (isNew) this.#fetch(key, start, ids, chosen, silenced, delay, this.#fetching.signal);
   }
 
-  // The first token of the window that the model reads: the last one, or for a token before it, one in which at least
-  // half a block is before that token, as far as the text is that long.
+  // Return the start of the window that the model reads: that of the last window, or for a token before it, one with at
+  // least half a block before that token, if the text is long enough.
   #start() {
     const {block_size} = this.#model, half = Math.ceil(block_size / 2);
     const last = Math.max(0, this.#tokens.length - block_size);
@@ -109,7 +109,7 @@ export class AttentionPanel {
     if (this.#fetched) this.map.draw(this.#fetched.weights, this.#fetched.length, headName(this.#fetched.head));
   }
 
-  // All but the map, which takes longer: this is called whenever another token is selected.
+  // Show everything but the map, which takes longer: this is called whenever another token is selected.
   #draw() {
     const query = this.#query(), shown = query !== null, weights = shown ? this.#weights(query) : null;
     this.map.element.hidden = !this.#tokens.length || this.error.textContent !== "";
@@ -120,12 +120,12 @@ export class AttentionPanel {
     this.#shaded = shown;
   }
 
-  // The row of the selected token, or null.
+  // Return the row of the selected token in the map, or null.
   #query() {
     return this.#visible && this.#fetched && this.#selected !== null ? this.#selected - this.#fetched.start : null;
   }
 
-  // The weights of the selected token for the tokens of the text up to it.
+  // Return the weights of the selected token for each token up to it.
   #weights(query) {
     const {length, weights} = this.#fetched, row = new Float32Array(this.#selected + 1);
     row.set(weights.subarray(query * length, query * length + query + 1), this.#selected - query);
@@ -140,14 +140,14 @@ export class AttentionPanel {
   }
 }
 
-// The tokens with the highest weights, in their lines of text.
+// A table of the tokens with the highest weights, each with its context.
 function attendedTokens(tokens, weights, head) {
   const selected = weights.length - 1, highest = [...weights.keys()].filter(i => weights[i] >= MIN_LISTED)
     .sort((a, b) => weights[b] - weights[a] || b - a).slice(0, LISTED);
   const inLine = (start, end) =>
     [...tokens.slice(Math.max(0, start), end).map(token => token.text).join("").replace(/[\n\t]/g, visible)];
   const rows = highest.map(i => {
-    const before = inLine(i - BEFORE, i).slice(-BEFORE).join("").padStart(BEFORE);  // aligns the tokens
+    const before = inLine(i - BEFORE, i).slice(-BEFORE).join("").padStart(BEFORE);  // so that the tokens are aligned
     const after = inLine(i + 1, i + 1 + AFTER).slice(0, AFTER).join("");
     const token = make("b", {}, visible(tokens[i].text)), distance = i === selected ? "itself" : `${selected - i} back`;
     paint(token, color("attention", Math.sqrt(weights[i])));

@@ -4,10 +4,10 @@ import {make} from "./dom.js";
 import {loss} from "./losses.js";
 
 export class Branches {
-  // onOpen(branch), onCompare(branch): the user chose one.
+  // onOpen(branch), onCompare(branch): called when the user chooses one.
   constructor(root, {onOpen, onCompare}) {
     Object.assign(this, {root, onOpen, onCompare});
-    this.all = [];  // {text, tokens, model, start: offset of what is not in the parent, children}
+    this.all = [];  // {text, tokens, model, start: offset of the text that the parent lacks, children}
     this.show(null);
   }
 
@@ -25,7 +25,7 @@ export class Branches {
     Object.assign(branch, {tokens, model});
   }
 
-  // text: the shown one.
+  // text: the text that is shown.
   show(text) {
     const list = branches => make("ul", {class: "branches"}, ...branches.map(branch => {
       const {nats} = loss(from(branch.tokens, branch.start)) ?? {};
@@ -51,7 +51,7 @@ function commonLength(a, b) {
   return length;
 }
 
-// The tokens that begin at an offset of the text or behind it.
+// Return the tokens that begin at an offset of the text or after it.
 function from(tokens, offset) {
   let start = 0;
   return tokens.filter(({text}) => (start += text.length) > offset);

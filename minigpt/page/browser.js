@@ -8,7 +8,7 @@ import {Tokenizer} from "./tokenizer.js";
 import {readWeights} from "./weights.js";
 
 const WORK_MS = 40;  // between two turns of the event loop
-const MAX_IDLE = 3;  // sequences kept for the next request: for instance with and without silenced heads
+const MAX_IDLE = 3;  // sequences that are kept for the next request, such as those with and without silenced heads
 
 class BrowserBackend {
   constructor(data, base64) {
@@ -36,7 +36,7 @@ class BrowserBackend {
     const {start, stop} = this.data.tokenizer, context = (ids.length ? ids : start).slice(-this.data.config.block_size);
     const random = new Random(seed), decode = this.tokenizer.decoder(), turn = turns(signal);
     const sequence = this.take(context, silenced);
-    ids.forEach(id => decode(id));  // may end within a character
+    ids.forEach(id => decode(id));  // the prompt may end within a character
     try {
       await sequence.replace(context, turn);
       for (let left = max_tokens - 1; left >= 0; left--) {
@@ -69,7 +69,7 @@ class BrowserBackend {
 
   newModel() { return new GPT(this.data.config, this.weights); }
 
-  // A sequence that no other request uses until it is given back, if possible one that begins as ids.
+  // Take a sequence, which no other request uses until it is put back; if possible one that begins like ids.
   take(ids, silenced) {
     const shared = this.idle.map(sequence => sequence.shared(ids, silenced)), most = Math.max(0, ...shared);
     return most ? this.idle.splice(shared.indexOf(most), 1)[0] : new Sequence(this.newModel(), silenced);
@@ -91,7 +91,7 @@ class BrowserBackend {
   }
 }
 
-// Return a function to await after each token: it lets the page work, and throws when the signal is aborted.
+// Return a function to await after each token; it lets the page work, and throws once the signal is aborted.
 function turns(signal) {
   let start = performance.now();
   return async () => {
@@ -105,4 +105,4 @@ function turns(signal) {
 
 const weights = document.getElementById("weights");
 start(new BrowserBackend(JSON.parse(document.getElementById("data").textContent), weights.textContent));
-weights.remove();  // the text is not needed any more
+weights.remove();  // frees the memory of the text

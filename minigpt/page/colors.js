@@ -1,7 +1,7 @@
 // The colors of probabilities and attention weights: stops from 0 to 1, in the light and in the dark scheme.
 
 const PALETTES = {
-  probability: { // surprising is warm, expected is cool: told apart in every common color blindness
+  probability: { // warm is surprising, cool is expected; people with any common color blindness can tell them apart
     light: ["#e2622f", "#f4b183", "#f3efe6", "#a9d0ec", "#5ba6dd"],
     dark: ["#bb4717", "#7c3a1c", "#2b2c31", "#1f4d70", "#1f71ad"],
   },
@@ -14,10 +14,10 @@ const LOWEST = -3;  // the scale of probabilities ends at 10⁻³
 
 export const scheme = matchMedia("(prefers-color-scheme: dark)");
 
-// The place of a probability, given its natural logarithm, in its palette.
+// Return the place of a probability in its palette, given the natural logarithm of the probability.
 export const expected = logprob => Math.min(1, Math.max(0, 1 - logprob / Math.LN10 / LOWEST));
 
-// The background and the color of text on it, whose contrast is at least 4.58.
+// Return a background and the color of text on it; their contrast is at least 4.58.
 export function color(palette, x) {
   const stops = PALETTES[palette][scheme.matches ? "dark" : "light"];
   const at = Math.min(x, 0.99999) * (stops.length - 1), low = Math.floor(at);

@@ -1,4 +1,4 @@
-// Make elements, and name what they show.
+// Make elements, and format what they show.
 
 export const find = id => document.getElementById(id);
 
@@ -11,7 +11,7 @@ export function make(tag, attributes = {}, ...children) {
 
 const SYMBOLS = {"\n": "⏎", "\t": "⇥", " ": "␣", "": "∅"};
 
-// A token with its invisible characters shown.
+// Return a token with symbols in place of its invisible characters.
 export const visible = text => SYMBOLS[text] ?? text.replace(/[\n\t]|^ | $/g, character => SYMBOLS[character]);
 
 export const percent = p => p >= 0.9995 ? "100 %" : `${Number((100 * p).toPrecision(p < 0.0001 ? 1 : 3))} %`;

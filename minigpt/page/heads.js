@@ -1,4 +1,4 @@
-// A picker of an attention head, with the heads that are silenced.
+// The control that picks an attention head and silences heads.
 // Layers and heads count from 0 in the code and from 1 for readers; head null is the mean of the heads of a layer.
 
 import {make} from "./dom.js";
@@ -10,7 +10,7 @@ export class HeadPicker {
   silenced = [];  // some of #heads
   #heads = []; #buttons = []; #columns = 1;
 
-  // canSilence: whether the model can run again without some heads.
+  // canSilence: whether the backend can run the model without some heads.
   constructor(root, canSilence, {onChoose, onSilence}) {
     Object.assign(this, {onChoose, onSilence});
     this.grid = make("div", {class: "heads", role: "radiogroup", "aria-label": "Attention head"});
@@ -22,7 +22,7 @@ export class HeadPicker {
     this.silence.addEventListener("click", () => this.#toggle());
     this.restore.addEventListener("click", () => {
       this.#setSilenced([]);
-      this.#buttons[this.#heads.indexOf(this.chosen)].focus();  // this button is hidden now
+      this.#buttons[this.#heads.indexOf(this.chosen)].focus();  // the button that had the focus is hidden now
     });
     this.#draw();
   }

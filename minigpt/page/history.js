@@ -1,14 +1,14 @@
-// The history of the training: the curves of the losses, and what the model wrote at each validation.
+// The history of the training: the loss curves, and the samples of each validation.
 
 import {make} from "./dom.js";
 
 const CURVES = {train_loss: "training loss", val_loss: "validation loss"};
 const PLOT_HEIGHT = 240;  // pixels; the width is that of the page, so that texts keep their size
 
-// Fill `root` with the curves and the samples of a model; with a line of text if there are none.
+// Fill `root` with the curves and the samples of a model, or with a line of text if there are none.
 export async function showHistory(root, backend, model) {
   const content = make("div", {class: "history"});
-  root.replaceChildren(content);  // a late response for another model is not shown
+  root.replaceChildren(content);  // a late response for another model is then lost with its element
   try {
     const history = await backend.history(model), names = Object.keys(CURVES).filter(name => history?.[name].length);
     if (names.length) content.append(...curves(history, names));
@@ -54,13 +54,13 @@ function plotCurves(history, names, width) {
   return svg("svg", {width, height: PLOT_HEIGHT}, ...parts);
 }
 
-// The least of 1, 2, 5, 10, 20, 50 … and of 0.1, 0.2, 0.5 … that is not below a distance.
+// Return the least of … 0.1, 0.2, 0.5, 1, 2, 5, 10, 20 … that is at least a distance.
 function roundTick(distance) {
   const unit = 10 ** Math.floor(Math.log10(Math.max(distance, 1e-4)));
   return unit * [1, 2, 5, 10].find(factor => factor * unit >= distance);
 }
 
-// The place of a value, and the places and texts of the ticks.
+// Return a function from values to places, and the places and texts of the ticks.
 function axis(low, high, tick, start, end) {
   const place = value => start + (end - start) * (value - low) / (high - low);
   const decimals = Math.max(0, -Math.floor(Math.log10(tick) + 1e-9));

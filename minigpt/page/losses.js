@@ -1,8 +1,8 @@
-// The losses of models on texts.
+// The table of the losses of models on texts.
 
 import {make} from "./dom.js";
 
-// The mean loss of tokens in nats per token and in bits per byte, or null if none of them is predicted.
+// Return the mean loss in nats per token and in bits per byte, or null if no token has a prediction.
 export function loss(tokens) {
   const predicted = tokens.filter(token => token.logprob !== null);
   if (!predicted.length) return null;

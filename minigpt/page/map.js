@@ -1,13 +1,13 @@
-// The map of the weights of an attention head: a row per query, a column per key, the color by the root of the weight.
+// The map of the weights of an attention head: rows are queries, columns are keys, colors are square roots of weights.
 
 import {color} from "./colors.js";
 import {make} from "./dom.js";
 
 const AXES = "Each row is a query, each column a key.";
-const MAX_CRISP = 400;  // about the pixels of the screen: a larger map is smoothed, so that no row or column is lost
+const MAX_CRISP = 400;  // rows, about as many as pixels on the screen; a larger map is smoothed, so that no row is lost
 
 export class WeightMap {
-  // nameCell(query, key): the caption while the pointer is over a weight.
+  // nameCell(query, key): returns the caption while the pointer is over a weight.
   constructor(nameCell) {
     this.canvas = make("canvas", {role: "img"});
     this.marker = make("div", {class: "marker"});
@@ -39,7 +39,7 @@ export class WeightMap {
     this.canvas.ariaLabel = `Map of the attention weights of ${name}, ${length} queries by ${length} keys`;
   }
 
-  // Mark the weights of a query; of none if it is null.
+  // Mark the row of a query, or no row if it is null.
   mark(query) {
     const cell = 100 / this.canvas.width, {style} = this.marker;
     this.marker.hidden = query === null;

@@ -1,10 +1,10 @@
 // The forward pass of minigpt/model.py for one sequence, token by token, with a cache of keys and values.
 //
-// Shapes: C n_embd, D head width, H query heads, K key-value heads, T block_size, V vocab. Matrices are (out, in),
-// one row after the other.
+// Shapes: C n_embd, D head width, H query heads, K key-value heads, T block_size, V vocab. Matrices are (out, in), row by
+// row.
 
 export class GPT {
-  // config: the values of GPTConfig. weights: a Float32Array per name of the state dict.
+  // config: the values of GPTConfig. weights: Float32Arrays by the names of the state dict.
   constructor(config, weights) {
     this.config = config;
     this.weights = weights;
@@ -21,17 +21,17 @@ export class GPT {
     this.head = {weight: head, y: new Float32Array(config.vocab_size)};
     this.ngramOut = config.ngram ? this.newLinear("ngrams.out", config.n_embd) : null;
     this.silenced = [];  // [layer, head] of each head whose output is zero
-    this.record = null;  // a function of the layer, the head, and the attention weights of the current token
+    this.record = null;  // called with the layer, the head and the attention weights of the current token, unless null
     this.reset();
   }
 
   // Empty the cache.
   reset() {
     this.tokens = [];  // in the cache
-    this.embeddings = [];  // for smear, of as many tokens
+    this.embeddings = [];  // their embeddings, for smear
   }
 
-  // Keep the first n tokens in the cache, which never had more than T.
+  // Keep the first n tokens in the cache; it must not have slid, so n is at most T.
   rewind(n) {
     this.tokens.length = n;
     if (this.config.smear) this.embeddings.length = n;
@@ -80,7 +80,7 @@ export class GPT {
     if (config.ngram) add(x, linear(this.ngramOut, this.embedNgrams(token)));
     if (config.smear) {
       const previous = this.embeddings, own = x.slice();
-      for (let back = 1; back <= Math.min(config.smear, previous.length); back++) {  // the last factor: previous token
+      for (let back = 1; back <= Math.min(config.smear, previous.length); back++) {  // last: previous token
         const factor = weights[`smear.${config.smear - back}`], before = previous[previous.length - back];
         for (let i = 0; i < C; i++) x[i] += factor[i] * before[i];
       }
@@ -91,7 +91,7 @@ export class GPT {
     return config.embed_norm ? normalize(x, config.norm_eps) : x;
   }
 
-  // The embeddings of the last 2 … ngram tokens, one after the other: each n-gram is hashed into a table.
+  // Return the concatenated embeddings of the last 2 … ngram tokens; each n-gram is hashed into a table.
   embedNgrams(token) {
     const {ngram, ngram_dim: width, ngram_buckets: buckets, vocab_size: padding} = this.config;
     const table = this.weights["ngrams.table.weight"], x = new Float32Array((ngram - 1) * width);
@@ -105,7 +105,7 @@ export class GPT {
     return x;
   }
 
-  // Attention from the token at `position` to those in the cache, of which T slots are used in turn.
+  // Compute the attention from the token at `position` to those in the cache, whose T slots are used in turn.
   attend(layer, x, position, rotation) {
     const {H, K, D} = this, T = this.config.block_size;
     const qkv = linear(layer.qkv, x);  // H + 2K heads
@@ -171,8 +171,8 @@ export class GPT {
   }
 }
 
-// Compute y = W x + b, and return y, which the next call overwrites. Four rows at a time, so that each x[j] is loaded
-// once for four products: twice as fast as one row at a time.
+// Return y = W x + b, which the next call overwrites. Four rows are computed at a time, so that each x[j] is loaded
+// once for four products; that is twice as fast as one row at a time.
 function linear({weight, bias, y}, x) {
   const n = x.length, rows = y.length;
   let i = 0;
@@ -204,7 +204,7 @@ function add(x, y) {
   for (let i = 0; i < x.length; i++) x[i] += y[i];
 }
 
-// LayerNorm if `centered`, else RMSNorm.
+// Apply LayerNorm if `centered`, else RMSNorm.
 function normalize(x, eps, weight, bias, centered = false) {
   const n = x.length, y = new Float32Array(n);
   let mean = 0, square = 0;
@@ -220,7 +220,7 @@ const ACTIVATIONS = {
   gelu_tanh: x => 0.5 * x * (1 + Math.tanh(Math.sqrt(2 / Math.PI) * (x + 0.044715 * x ** 3))),
   relu: x => Math.max(x, 0),
   relu2: x => Math.max(x, 0) ** 2,
-  swiglu: x => x / (1 + Math.exp(-x)),  // silu, of the first half
+  swiglu: x => x / (1 + Math.exp(-x)),  // SiLU, which is applied to the first half
 };
 
 function activate(x, name) {
@@ -236,12 +236,12 @@ function erf(x) {
   return Math.sign(x) * (1 - series * Math.exp(-x * x));
 }
 
-// The frequencies (D/2) of minigpt.attention.rotary_table, with Llama 3's scaling.
+// Return the frequencies (D/2) of minigpt.attention.rotary_table, with Llama 3's scaling.
 function rotaryFrequency(config, D) {
   const low = config.rope_low_freq_factor, high = config.rope_high_freq_factor;
   return Float64Array.from({length: D / 2}, (_, i) => {
     const frequency = config.rope_base ** (-2 * i / D);
-    const turns = config.rope_original_block_size * frequency / (2 * Math.PI);  // within the original context
+    const turns = config.rope_original_block_size * frequency / (2 * Math.PI);  // in the original context
     const kept = Math.min(Math.max((turns - low) / (high - low), 0), 1);
     return frequency * (kept + (1 - kept) / config.rope_factor);
   });
@@ -252,7 +252,7 @@ function rotationAt(position, frequency) {
   return {cos: angle.map(Math.cos), sin: angle.map(Math.sin)};
 }
 
-// Rotate the pairs (i, i + D/2).
+// Rotate the pairs (i, i + D/2) in place.
 function rotate(x, {cos, sin}) {
   const half = x.length / 2;
   for (let i = 0; i < half; i++) {

@@ -1,4 +1,4 @@
-"""The page as one HTML file: style and modules in place of links to them, and the data that its backend reads.
+"""The page as one HTML file, which holds its style, its modules and the data of its backend.
 
 The file makes no request, and its content security policy allows only its own style and script.
 """
@@ -7,24 +7,26 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
 from minigpt.config import GPTConfig
+from minigpt.data.tokenizer import Tokenizer
 
 MAX_MAP_TOKENS = 1024  # of a map of attention weights
+N_TOP = 10  # alternatives of a token
 _STYLE, _SCRIPT = '<link rel="stylesheet" href="style.css">\n', '<script type="module" src="server.js"></script>\n'
 _IMPORT = re.compile(r'^import \{[\w, ]+\} from "\./([\w.]+)";\n', re.MULTILINE)
 
 
-def render(entry: str, data: Mapping[str, Any], texts: Mapping[str, str] | None = None) -> str:
+def render(entry: str, data: Mapping[str, Any], weights: str = "") -> str:
     """Return the HTML of the page with the backend of a module.
 
     Args:
         entry: name of the module: "browser.js" or "saved.js".
-        data: is JSON in the element with the id "data".
-        texts: plain texts without `<` by the ids of their elements.
+        data: written as JSON to the element with the id "data".
+        weights: text in base64 for the element with the id "weights".
     """
     style, script = _read("style.css"), "\n".join(_modules(entry, {}).values())
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:; "
@@ -33,17 +35,14 @@ def render(entry: str, data: Mapping[str, Any], texts: Mapping[str, str] | None 
     # JSON in ASCII; <, > and & are the only characters left that HTML interprets.
     values = json.dumps(data, separators=(",", ":"), allow_nan=False)
     values = re.sub("[<>&]", lambda match: f"\\u{ord(match[0]):04x}", values)
-    elements = [
-        f'<script type="application/json" id="data">{values}</script>\n',
-        *(f'<script type="text/plain" id="{name}">{text}</script>\n' for name, text in (texts or {}).items()),
-        f'<script type="module">{script}</script>\n</body>',
-    ]
-    page = _read("index.html").replace(_STYLE, inline_style).replace(_SCRIPT, "")
-    return page.replace("</body>", "".join(elements))
+    elements = f'<script type="application/json" id="data">{values}</script>\n'
+    elements += f'<script type="text/plain" id="weights">{weights}</script>\n'
+    elements += f'<script type="module">{script}</script>\n</body>'
+    return _read("index.html").replace(_STYLE, inline_style).replace(_SCRIPT, "").replace("</body>", elements)
 
 
 def describe(name: str, config: GPTConfig, tokenizer: str, weights: str = "") -> dict[str, Any]:
-    """Return the description of a model for the page; `tokenizer` is its name, `weights` a note about them."""
+    """Return the description of a model for the page; `weights` is a note about their format."""
     facts = (
         f"A GPT with {config.num_params():,} parameters{weights}: {config.n_layer} layers, {config.n_head} heads, "
         f"width {config.n_embd}, a context of {config.block_size} tokens, tokenizer {tokenizer}."
@@ -53,8 +52,16 @@ def describe(name: str, config: GPTConfig, tokenizer: str, weights: str = "") ->
     return {"name": name, "facts": facts, **shape}
 
 
+def describe_token(
+    tokenizer: Tokenizer, token: int, text: str, logprob: float | None, rank: int, top: Sequence[tuple[int, float]]
+) -> dict[str, Any]:
+    """Return a token for the page, with the characters that it completes and the most likely alternatives."""
+    alternatives = [{"id": i, "text": tokenizer.decode([i]), "logprob": value} for i, value in top]
+    return {"id": token, "text": text, "logprob": logprob, "rank": rank, "top": alternatives}
+
+
 def _modules(name: str, found: dict[str, str]) -> dict[str, str]:
-    """Add a module to those that were found, after all that it imports: its source, by its name."""
+    """Add the source of a module by its name to those that were found, after the sources that it imports."""
     source = _read(name)
     for imported in _IMPORT.findall(source):
         if imported not in found:

@@ -1,5 +1,5 @@
-// The filters and the draw of minigpt/sampling.py, and the scores of tokens as in minigpt/generation.py. Random numbers
-// are those of torch: a seed gives the same samples.
+// The filters and the draw of minigpt/sampling.py, and the scores of tokens as in minigpt/generation.py. The random
+// numbers are those of torch, so a seed gives the same samples.
 
 const N_TOP = 10;
 
@@ -13,7 +13,7 @@ export function draw(logits, {temperature, top_k, top_p, min_p}, random) {
   for (let i = 0; i < V; i++) most = Math.max(most, logits[i]);
   if (!Number.isFinite(most)) throw new Error("the logits are NaN or infinite");
   if (temperature === 0) return logits.indexOf(most);
-  for (let i = 0; i < V; i++) p[i] = Math.exp((logits[i] - most) / temperature);  // relative to the largest
+  for (let i = 0; i < V; i++) p[i] = Math.exp((logits[i] - most) / temperature);  // relative to the largest probability
   if (top_k !== null || top_p < 1) p = keepLikeliest(p, top_k ?? V, top_p);
   for (let i = 0; i < V; i++) total += p[i] = p[i] < min_p ? 0 : p[i];
   for (let i = 0, target = random.next() * total; i < V && cumulative <= target; i++) {
@@ -25,7 +25,7 @@ export function draw(logits, {temperature, top_k, top_p, min_p}, random) {
 
 // Score a token id by logits (V): its log-probability in nats, its rank, and the most likely ids, in order.
 export function scoreToken(logits, id) {
-  let most = -Infinity, total = 0, rank = 0, least = -Infinity;  // of `top`, when it is full
+  let most = -Infinity, total = 0, rank = 0, least = -Infinity;  // least: the lowest logit of `top` once it is full
   const top = [];
   for (let i = 0; i < logits.length; i++) {
     const value = logits[i];
@@ -43,18 +43,18 @@ export function scoreToken(logits, id) {
   return {logprob: logprob(id), rank, top: top.map(i => ({id: i, logprob: logprob(i)}))};
 }
 
-// Set all but the topK largest, and of these all but the fewest with the fraction topP of their sum, to 0.
+// Keep the topK largest, and of these the fewest whose sum is at least topP of theirs; set all others to 0.
 function keepLikeliest(p, topK, topP) {
   const descending = p.slice().sort().reverse().subarray(0, topK);
   const target = topP * descending.reduce((a, b) => a + b, 0);
   let count = 0;
   for (let sum = 0; count < descending.length && (count === 0 || sum < target); count++) sum += descending[count];
   const least = descending[count - 1];
-  let ties = count - descending.indexOf(least);  // kept in the order of their ids
+  let ties = count - descending.indexOf(least);  // of equal probabilities, the lowest ids are kept
   return p.map(value => value > least || value === least && ties-- > 0 ? value : 0);
 }
 
-// The Mersenne Twister MT19937, and the float32 numbers that torch.rand makes of it.
+// The Mersenne Twister MT19937, and the float32 numbers that torch.rand derives from it.
 // Source: Matsumoto and Nishimura, 1998, https://doi.org/10.1145/272991.272995
 export class Random {
   constructor(seed) {

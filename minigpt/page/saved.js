@@ -15,7 +15,7 @@ class SavedBackend {
 
   async score() { return this.data.tokens; }
 
-  // Of the whole text. The lower triangles are stored row by row.
+  // Return the weights of the whole text. The lower triangles are stored row by row.
   async attention(_, ids, layer, head) {
     const {description: {n_head}, tokens} = this.data, T = tokens.length, weights = new Float32Array(T * T);
     const heads = head === null ? [...Array(n_head).keys()] : [head];
@@ -28,7 +28,7 @@ class SavedBackend {
     return weights;
   }
 
-  // The number in the given place, of 12 bits.
+  // Return the 12-bit number in the given place.
   level(at) {
     const byte = 3 * (at >> 1), [a, b, c] = this.packed.subarray(byte, byte + 3);
     return at % 2 ? (b & 15) << 8 | c : a << 4 | b >> 4;

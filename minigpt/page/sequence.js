@@ -1,4 +1,4 @@
-// The text that a model reads, so that another one is read only from the first change on.
+// The text that a model has read; of another text, it reads only the part from the first difference on.
 
 import {scoreToken} from "./sampling.js";
 
@@ -11,18 +11,18 @@ export class Sequence {
     this.logits = null;  // after the last id
   }
 
-  // The number of first ids that need not be read again. In a full window, earlier keys and values are overwritten.
+  // Return how many first ids need not be read again. In a full window, earlier keys and values are overwritten.
   shared(ids, silenced) {
     const first = this.ids.findIndex((id, i) => id !== ids[i]), count = first < 0 ? this.ids.length : first;
     const isLost = count < this.ids.length && this.ids.length > this.model.config.block_size;
     return isLost || JSON.stringify(silenced) !== JSON.stringify(this.model.silenced) ? 0 : count;
   }
 
-  // Read other ids, from the first one on that differs.
+  // Read other ids, from the first difference on.
   async replace(ids, turn, withMaps = false) {
     const shared = withMaps && !this.maps ? 0 : this.shared(ids, this.model.silenced);
     this.predictions.length = shared;
-    if (!shared || shared < this.ids.length) this.rewind(Math.max(0, shared - 1));  // for the logits after it
+    if (!shared || shared < this.ids.length) this.rewind(Math.max(0, shared - 1));  // read one again, for its logits
     if (withMaps && !this.maps) this.record();
     for (const id of ids.slice(this.ids.length)) {
       this.append(id);
@@ -32,7 +32,7 @@ export class Sequence {
 
   append(id) {
     const at = this.ids.push(id) - 1;
-    if (at === this.model.config.block_size) this.maps = this.model.record = null;  // its window moves
+    if (at === this.model.config.block_size) this.maps = this.model.record = null;  // from here on the window moves
     this.predictions[at] ??= at ? scoreToken(this.logits, id) : {logprob: null, rank: 0, top: []};
     this.logits = this.model.step(id);
   }

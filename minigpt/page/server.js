@@ -17,13 +17,13 @@ class ServerBackend {
 
   async attention(model, ids, layer, head, silenced = [], signal) {
     const response = await request("attention", {model, ids, layer, head, silenced}, signal);
-    return new Float32Array(await response.arrayBuffer());  // little-endian, as every processor that runs a browser
+    return new Float32Array(await response.arrayBuffer());  // little-endian, like every processor that runs a browser
   }
 
   async *generate(model, ids, settings, silenced = [], signal) {
     try {
       const response = await request("generate", {model, ids, ...settings, silenced}, signal);
-      let rest = "";  // of an incomplete line
+      let rest = "";  // the beginning of an incomplete line
       for await (const part of parts(response.body.pipeThrough(new TextDecoderStream()))) {
         const lines = (rest + part).split("\n");
         rest = lines.pop();
@@ -53,7 +53,7 @@ async function* parts(stream) {  // Safari cannot iterate over a stream
   }
 }
 
-// Request a path of the API, and ask for the key if the server requires one.
+// Send a request to the API, and ask the user for the key if the server requires one.
 async function request(path, body, signal) {
   const key = sessionStorage.getItem("key");
   const headers = {"Content-Type": "application/json", ...(key && {Authorization: `Bearer ${key}`})};
@@ -80,7 +80,7 @@ async function connect() {
   const key = new URLSearchParams(location.hash.slice(1)).get("key");
   if (key) {
     setKey(key);
-    history.replaceState(null, "", location.pathname);  // without the key
+    history.replaceState(null, "", location.pathname);  // removes the key from the address
   }
   const {models} = await json("models");
   if (!models.length) throw new Error("the server has no model left; restart it with a run");

@@ -1,4 +1,4 @@
-// The settings of generation, in the fields of the form.
+// The settings of generation, which are fields of a form.
 
 export function readSettings() {
   const inputs = document.querySelectorAll("fieldset input");

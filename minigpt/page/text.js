@@ -5,11 +5,11 @@ import {make} from "./dom.js";
 
 export const joined = tokens => tokens.map(token => token.text).join("");
 
-// A token as a textarea shows it, without carriage returns.
+// Return a token as a textarea shows it, without carriage returns.
 export const writable = token => ({...token, text: token.text.replaceAll("\r", "")});
 
 export class TextPane {
-  // onEdit: the user typed. onSelect: another token is selected.
+  // onEdit: called when the user types. onSelect: called when another token is selected.
   constructor(root, {onEdit = () => {}, onSelect}) {
     this.root = root.querySelector(".scroll");
     this.layer = root.querySelector(".tokens");
@@ -18,7 +18,7 @@ export class TextPane {
     this.layer.append(this.rest, "\u200b");  // gives an empty last line its height
     this.tokens = [];
     this.spans = [];
-    this.ends = [];  // the offset behind each token
+    this.ends = [];  // the offset of the end of each token
     this.hovered = this.clicked = this.shading = null;
     this.onSelect = onSelect;
     this.field.addEventListener("input", () => {
@@ -36,7 +36,7 @@ export class TextPane {
 
   get text() { return this.field.value; }
 
-  // The token under the pointer, else the one that was clicked, else the one before the cursor.
+  // Return the token under the pointer, else the one that was clicked, else the one before the cursor.
   get selected() {
     const cursor = this.field.readOnly ? 0 : this.field.selectionStart;
     const before = cursor ? this.ends.findIndex((end, i) => cursor <= end && this.tokens[i].text) : -1;
@@ -44,7 +44,7 @@ export class TextPane {
     return index in this.tokens ? index : null;
   }
 
-  // Show tokens, and after them text that has none yet.
+  // Show tokens, and after them the text that has no tokens yet.
   set(tokens, rest = "") {
     const changed = tokens.findIndex((token, i) => token !== this.tokens[i]);
     let same = 0;
@@ -64,7 +64,7 @@ export class TextPane {
     this.mark();
   }
 
-  // Show the tokens of the text up to the first change, and the rest without colors.
+  // Show the tokens up to the first change of the text, and the rest without colors.
   keepUnchanged() {
     let kept = 0;
     const {text, tokens, ends} = this;
@@ -72,7 +72,7 @@ export class TextPane {
     this.set(tokens.slice(0, kept), text.slice(ends[kept - 1] ?? 0));
   }
 
-  // Color by attention weights of the first tokens, or with null by the probability of each token.
+  // Color the first tokens by attention weights, or with null each token by its probability.
   shade(weights) {
     this.shading = weights;
     this.paint();
@@ -106,7 +106,7 @@ export class TextPane {
     return index < 0 ? null : index;
   }
 
-  // Change the text, and keep its end in view if it is.
+  // Change the text, and keep its end in view if it was.
   follow(change) {
     const atEnd = this.root.scrollHeight - this.root.scrollTop - this.root.clientHeight < 60;
     change();

@@ -1,7 +1,7 @@
 // The tokenizers of minigpt/data/tokenizer.py: characters, bytes and byte-pair encodings.
 
 export class Tokenizer {
-  // values: of the tokenizer's to_dict; `start`: the ids for an empty text; `pattern`: splits a text before the merges.
+  // values: the tokenizer's to_dict; `start`: the ids of an empty text; `pattern`: splits a text before the merges.
   constructor(values) {
     this.values = values;
     if (values.name === "char") {
@@ -27,7 +27,7 @@ export class Tokenizer {
     return Array.from(text, character => this.ids.get(character));
   }
 
-  // Return a function from the next id to the text that it completes; at the end, call it without an id.
+  // Return a function that maps the next id to the text that it completes; at the end, call it without an id.
   decoder() {
     const decoder = new TextDecoder("utf-8", {ignoreBOM: true});
     const special = new Set(Object.values(this.values.special ?? {}));
@@ -38,13 +38,13 @@ export class Tokenizer {
     };
   }
 
-  // Decode ids without a text before them.
+  // Decode ids that follow no others.
   decode(ids) {
     const decode = this.decoder();
     return ids.map(id => decode(id)).join("") + decode();
   }
 
-  // Merge the pair of the lowest id until no pair is a token.
+  // Merge the pair whose token has the lowest id, until no pair is a token.
   merge(bytes) {
     if (this.ids.has(bytes)) return [this.ids.get(bytes)];
     const parts = [...bytes], pair = i => this.ids.get(parts[i] + parts[i + 1]) ?? Infinity;

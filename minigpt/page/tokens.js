@@ -3,7 +3,7 @@
 import {make, percent, visible} from "./dom.js";
 
 export class TokenPanel {
-  // onBranch(index, alternative): continue with an alternative in the place of a token; null: not possible.
+  // onBranch(index, alternative): replaces a token by an alternative and continues; null if the backend cannot.
   constructor(root, onBranch) {
     this.root = root;
     this.onBranch = onBranch;
@@ -34,7 +34,7 @@ export class TokenPanel {
     bar.style.width = `${100 * p}%`;
     const button = make("button", {type: "button"}, bar, make("span", {class: "rank"}, String(rank + 1)),
       make("code", {}, visible(text)), make("span", {class: "percent"}, percent(p)));
-    const isWhole = text !== "" && !text.includes("\ufffd");  // else bytes of a character, or a special token
+    const isWhole = text !== "" && !text.includes("\ufffd");  // else a part of a character, or a special token
     button.disabled = !canBranch || !this.onBranch || !isWhole || id === this.token.id;
     if (id === this.token.id) button.setAttribute("aria-current", "true");
     button.title = `surprisal ${(-logprob / Math.LN2).toFixed(2)} bits${button.disabled ? "" : "; continue from here"}`;

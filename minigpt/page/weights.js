@@ -1,6 +1,6 @@
-// The weights in the page: base64 of all tensors, one after the other, by minigpt/checkpoints/export_html.py.
+// The weights in the page: all tensors, one after the other, in base64, from minigpt/checkpoints/export_html.py.
 
-// Return a Float32Array per name. tensors: [name, shape] of each; format: of the matrices, vectors are float32.
+// Return Float32Arrays by name. tensors: [name, shape] of each. format: that of the matrices; vectors are float32.
 export function readWeights(base64, tensors, format) {
   const text = atob(base64), bytes = new Uint8Array(text.length), halves = format === "float16" && floatsOfHalves();
   for (let i = 0; i < bytes.length; i++) bytes[i] = text.charCodeAt(i);
@@ -19,7 +19,7 @@ export function readWeights(base64, tensors, format) {
   }));
 }
 
-// The value of each float16, by its bits.
+// The value of each float16 by its bits.
 function floatsOfHalves() {
   return Float32Array.from({length: 1 << 16}, (_, bits) => {
     const sign = bits >> 15 ? -1 : 1, exponent = bits >> 10 & 31, fraction = (bits & 1023) / 1024;

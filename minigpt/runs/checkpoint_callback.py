@@ -8,6 +8,8 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from minigpt.checkpoints.find import BEST, LAST
 from minigpt.checkpoints.format import hardlink_or_copy
+from minigpt.distributed.process_group import copy_file
+from minigpt.runs.run_dir import METRICS, SAMPLES
 from minigpt.utils.checks import POSITIVE_INT
 from minigpt.utils.errors import require
 
@@ -35,24 +37,29 @@ class CheckpointCallback(Checkpoint):
         file, state = Path(str(trainer.ckpt_path)), checkpoint["callbacks"].get(self.state_key)
         if state and file.resolve().parent == self.folder.resolve():
             self.best = state["best"]
-            if trainer.is_global_zero:
+            if saves(trainer):
                 self._link(file, checkpoint["global_step"])
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         step, file = trainer.global_step, self.folder / Path(LAST).name
         self.best = sorted([*self.best, (float(trainer.callback_metrics["val_loss"]), step)])[: self.save_top_k]
         trainer.save_checkpoint(file)  # called on all ranks
-        if trainer.is_global_zero:
+        if saves(trainer):
             self._link(file, step)
+        for log in (self.folder.parent / METRICS, self.folder.parent / SAMPLES):
+            copy_file(log, 0, log, keep=saves(trainer))
 
     def _link(self, file: Path, step: int) -> None:
         """Link a checkpoint that is among the best to `best` and `step-N`; remove those that no longer are."""
-        steps = [step for _, step in self.best]
-        if step in steps[:1]:
+        best = {step: self.folder / f"step-{step}.safetensors" for _, step in self.best}
+        if step in list(best)[:1]:
             hardlink_or_copy(file, self.folder / Path(BEST).name)
-        if step in steps and self.save_top_k > 1:
-            hardlink_or_copy(file, self.folder / f"step-{step}.safetensors")
-            kept = [f"step-{step}.safetensors" for step in steps]
-            for old in self.folder.glob("step-*.safetensors"):
-                if old.name not in kept:
-                    old.unlink()
+        if step in best and self.save_top_k > 1:
+            hardlink_or_copy(file, best[step])
+            for old in {*self.folder.glob("step-*.safetensors")} - {*best.values()}:
+                old.unlink()
+
+
+def saves(trainer: L.Trainer) -> bool:
+    """Whether this rank writes checkpoints: rank 0, and with DDP one rank of each host."""
+    return getattr(trainer.strategy, "saves", trainer.is_global_zero)

@@ -15,7 +15,7 @@ from typing import Any
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback
 
-from minigpt.utils.ranks import is_rank_zero
+from minigpt.utils.terminal import is_rank_zero
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _PR_SET_PDEATHSIG = 1  # of prctl.h

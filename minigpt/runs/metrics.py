@@ -12,8 +12,8 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from minigpt.checkpoints.find import BEST
-from minigpt.runs.collectives import gather_objects
-from minigpt.runs.loggers import Progress
+from minigpt.distributed.process_group import gather_objects
+from minigpt.runs.progress_bar import Progress
 from minigpt.runs.run_dir import METRICS, SAMPLES, append_log, read_metrics, short_path, update_latest_link
 from minigpt.utils.errors import Diverged
 from minigpt.utils.files import sync
@@ -55,8 +55,8 @@ class MetricsCallback(Callback):
     def __init__(self, cfg: DictConfig, *, started: float) -> None:
         self.log_every, self.started = cfg.log_every, started
         self.tokens_per_step = cfg.data.batch_size * cfg.trainer.accumulate_grad_batches * cfg.model.block_size
-        self.seconds = self._logged_seconds = 0.0  # of training
-        self._clock: float | None = None  # until when `seconds` are counted; None before training and during validation
+        self.seconds = self._logged_seconds = 0.0  # of training: until now, and until the last row
+        self._clock: float | None = None  # end of `seconds`; None before training and during validation
         self._linked = False  # whether `latest` points at the run
         self._losses: list[Tensor] = []  # of the batches since the last row
         self._resumed_losses: list[list[float]] = []  # the same per rank, from a checkpoint
@@ -79,11 +79,11 @@ class MetricsCallback(Callback):
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         for logger in trainer.loggers:
             logger.save()
-        for name in (METRICS, SAMPLES):  # no checkpoint outlives them in a power failure
+        for name in (METRICS, SAMPLES):  # after a power failure, no checkpoint is newer than its logs
             sync(Path(trainer.default_root_dir) / name)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        if self._resumed_losses:  # on another number of ranks each takes the mean over ranks
+        if self._resumed_losses:  # with another number of ranks, each rank takes the mean
             dtype = torch.promote_types(pl_module.dtype, torch.float32)  # of a loss
             losses = torch.tensor(self._resumed_losses, device=pl_module.device, dtype=dtype)  # (ranks, batches)
             same = len(losses) == trainer.world_size
@@ -105,7 +105,7 @@ class MetricsCallback(Callback):
         step, accumulate = trainer.global_step, trainer.accumulate_grad_batches
         if (batch_idx + 1) % accumulate:
             return
-        if trainer.is_global_zero and not self._linked:  # it has something to show
+        if trainer.is_global_zero and not self._linked:  # from now on the run has metrics to show
             update_latest_link(Path(trainer.default_root_dir))
             self._linked = True
         if pl_module.device.type == "cpu" and not isfinite(pl_module.grad_norm):

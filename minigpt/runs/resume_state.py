@@ -7,8 +7,8 @@ import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from minigpt.distributed.process_group import gather_objects
 from minigpt.ema import EMA
-from minigpt.runs.collectives import gather_objects
 from minigpt.runs.lightning_workarounds import fix_loop_state
 
 

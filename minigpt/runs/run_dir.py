@@ -14,9 +14,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from minigpt.distributed.process_group import keeps_files
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write, read_json, write_json
-from minigpt.utils.ranks import is_rank_zero
 from minigpt.utils.scripts import INSTALLED, ROOT, usage
 from minigpt.utils.terminal import escape_control_chars, sanitize_line, warn
 
@@ -37,12 +37,8 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
     Raises:
         UserError: another process uses the folder, it holds a run, or it cannot be written.
     """
-    if not is_rank_zero():
-        try:
-            yield
-        finally:
-            with suppress(OSError):  # it holds the run, if the ranks share a disk
-                folder.rmdir()
+    if not keeps_files(folder):
+        yield
         return
     try:
         lock = FileLock(folder / _LOCK).acquire(timeout=2)  # is_locked holds it for a moment
@@ -54,20 +50,20 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
                 f"{folder} already holds a run; resume it with resume=auto, choose another folder with "
                 "hydra.run.dir=…, or remove it"
             )
-        for pattern in (".*.partial", "checkpoints/.*.partial", "checkpoints/.tmp*"):  # of killed runs
+        for pattern in (".*.partial", "checkpoints/.*.partial", "checkpoints/.tmp*"):  # left by killed runs
             for partial in folder.glob(pattern):
                 partial.unlink(missing_ok=True)
         try:
             yield
         finally:
-            real = folder.resolve()  # it may be the link `latest`
-            in_sweep = (real.parent / PLAN).exists()  # whose jobs print to log.txt
+            real = folder.resolve()  # the folder may be given as the link `latest`
+            in_sweep = (real.parent / PLAN).exists()  # jobs of a sweep print to log.txt
             if {entry.name for entry in real.iterdir()} <= {".hydra", _LOCK, *([] if in_sweep else [LOG])}:
                 shutil.rmtree(real)
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a run uses a folder at this moment."""
+    """Return whether a run uses a folder at this moment."""
     if not (folder / _LOCK).exists():
         return False
     try:
@@ -100,7 +96,7 @@ def append_log(folder: Path, line: str, *, show: bool = True) -> None:
 
 def truncate_logs(folder: Path, step: int) -> None:
     """Remove metrics and samples after `step`, from which the run resumes, and the summary; 0 removes all."""
-    if not is_rank_zero():
+    if not keeps_files(folder):
         return
     (folder / SUMMARY).unlink(missing_ok=True)
     metrics, samples = folder / METRICS, folder / SAMPLES
@@ -155,7 +151,7 @@ def _parse(row: Mapping[str, str]) -> tuple[int, dict[str, float]] | None:
     try:
         metrics = {name: float(value) for name, value in row.items() if name != "step" and value != ""}
         return (int(row["step"]), metrics) if metrics else None
-    except (KeyError, TypeError, ValueError):  # also of a row that is too short or too long
+    except (KeyError, TypeError, ValueError):  # a row that is too short or too long has None as a value or a name
         return None
 
 

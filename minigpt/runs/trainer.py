@@ -16,16 +16,16 @@ from minigpt.checkpoints.format import write
 from minigpt.checkpoints.resume import read_unaveraged
 from minigpt.data.batches import Batches, ValidationBatches, WindowOrder
 from minigpt.data.token_files import Corpus
-from minigpt.ops import has_bfloat16
+from minigpt.device import training_precision
+from minigpt.distributed.ranks import started_together
+from minigpt.distributed.strategies import DDP
 from minigpt.runs import lightning_workarounds
-from minigpt.runs.collectives import broadcast_checkpoint
-from minigpt.runs.loggers import MetricsCSV, Progress
+from minigpt.runs.metrics_csv import MetricsCSV
+from minigpt.runs.progress_bar import Progress
 from minigpt.runs.resume_state import EMACallback
 from minigpt.runs.run_dir import LOG, METRICS
 from minigpt.runs.shutdown import GracefulShutdown
-from minigpt.runs.strategies import DDP
 from minigpt.utils.errors import UserError, require
-from minigpt.utils.ranks import started_together
 
 
 def build_trainer(cfg: DictConfig, folder: Path, *callbacks: Callback) -> L.Trainer:
@@ -51,8 +51,7 @@ def build_trainer(cfg: DictConfig, folder: Path, *callbacks: Callback) -> L.Trai
         if options["strategy"] == "auto":
             options["strategy"] = DDP()
     if options["precision"] == "auto":
-        gpu = None if options["accelerator"] == "cpu" else torch.accelerator.current_accelerator(check_available=True)
-        options["precision"] = "bf16-mixed" if has_bfloat16(gpu or torch.device("cpu")) else "32-true"
+        options["precision"] = training_precision(options["accelerator"])
     plugins: list[Any] = [CheckpointIO()]
     if SLURMEnvironment.detect() or (started and "TORCHELASTIC_RUN_ID" not in os.environ):
         plugins.append(SLURMEnvironment(auto_requeue=False))  # GracefulShutdown ends a run with the code for a requeue
@@ -97,7 +96,7 @@ class TokenDataModule(L.LightningDataModule):
     def train_dataloader(self) -> Batches:
         trainer: Any = self.trainer
         cfg, n = self.cfg, trainer.world_size
-        require("data.batch_size", cfg.data.batch_size, lambda size: size % n == 0, f"divisible by the {n} processes")
+        require("data.batch_size", cfg.data.batch_size, lambda size: size >= n, f"≥ {n}, the number of processes")
         return Batches(
             self.corpus.tokens("train"),
             WindowOrder(self.corpus.train.tokens, cfg.model.block_size, cfg.seed),
@@ -130,5 +129,4 @@ class CheckpointIO(TorchCheckpointIO):
         write(checkpoint, Path(path))
 
     def load_checkpoint(self, path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        content: dict[str, Any] = broadcast_checkpoint(lambda: read_unaveraged(Path(path)))
-        return content
+        return read_unaveraged(Path(path))

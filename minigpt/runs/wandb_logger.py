@@ -13,8 +13,7 @@ from lightning.pytorch.loggers import WandbLogger
 
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import UserError
-from minigpt.utils.ranks import is_rank_zero
-from minigpt.utils.terminal import sanitize_line, warn
+from minigpt.utils.terminal import is_rank_zero, sanitize_line, warn
 
 
 class Wandb(WandbLogger):
@@ -31,7 +30,7 @@ class Wandb(WandbLogger):
             super().log_hyperparams(*args, **kwargs)
 
     def log_html(self, name: str, text: str) -> None:
-        """Show a text as it is. Tables and artifacts make the client wait for the server when they start."""
+        """Log a text as HTML, because tables and artifacts make the client wait for the server."""
         import wandb
 
         self.log_metrics({name: wandb.Html(f"<pre>{escape(text)}</pre>", data_is_not_path=True)})

@@ -10,18 +10,18 @@ Shapes: B running requests, V vocab.
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import groupby
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from minigpt.data.detokenizer import Detokenizer
 from minigpt.data.tokenizer import Tokenizer
-from minigpt.generation import NON_FINITE, Score, StopCriteria, check_ids, score, score_logits
+from minigpt.generation import NON_FINITE, Score, check_ids, score_logits, score_windows
 from minigpt.kv_decoder import Decoder
 from minigpt.model import GPT
 from minigpt.sampling import PerSampleRNG, Sampling
@@ -38,7 +38,7 @@ class QueueFull(Exception):
 
 
 @dataclass(frozen=True)
-class Request:
+class SampleRequest:
     """One sample to generate.
 
     Args:
@@ -65,6 +65,8 @@ class Token:
         top: the most likely tokens with their log-probabilities, in descending order.
         reason: "stop" or "length" with the last token of a request, else None.
         sample: index of its request among those of a stream.
+        text: the characters that a generated token completes, up to and with a stop string.
+        n_held: characters at the end of the sample's text so far that are a stop string or may become one.
     """
 
     id: int
@@ -73,6 +75,8 @@ class Token:
     top: list[tuple[int, float]] = field(default_factory=list)
     reason: str | None = None
     sample: int = 0
+    text: str = ""
+    n_held: int = 0
 
 
 class Engine:
@@ -100,21 +104,20 @@ class Engine:
         self._unsent: list[tuple[_Job, Token | Exception]] = []
         self._next_send = 0.0
 
-    def generate(self, *requests: Request) -> "TokenStream":
+    def generate(self, *requests: SampleRequest) -> "TokenStream":
         """Queue requests and return their tokens as they are generated; closing the iterator ends the requests.
 
         Raises:
             QueueFull: at once, if too many requests wait.
             UserError: at once, if a prompt is invalid, or the engine is closed.
         """
-        items: asyncio.Queue[Token | Exception] = asyncio.Queue()
         for request in requests:
             check_ids(request.prompt, self.model.config.vocab_size)
-        jobs = [_Job(request, i, items, self) for i, request in enumerate(requests)]
-        self._check_room(len(jobs))
-        self._jobs += jobs
-        self._thread.submit(self._add, jobs)
-        return TokenStream(jobs, items)
+        stream = TokenStream(requests, self)
+        self._check_room(len(stream.jobs))
+        self._jobs += stream.jobs
+        self._thread.submit(self._add, stream.jobs)
+        return stream
 
     async def run(self, function: Callable[[GPT], T]) -> T:
         """Call a function of the model in the engine's thread, between two steps. Raises QueueFull as `generate`."""
@@ -131,13 +134,11 @@ class Engine:
         The windows are those of `minigpt.generation.score`; steps of other requests run between two of them.
         """
         check_ids(prompt, self.model.config.vocab_size)
-        tokens, block_size = [Token(prompt[0])], self.model.config.block_size
-        while (done := len(tokens)) < len(prompt):
-            end = done + (block_size if done == 1 else block_size // 2 + 1)
-            before = prompt[max(0, done - block_size) : done]
-            found = await self.run(partial(score, tokens=prompt[done:end], start=before, n_top=n_top))
-            rows = zip(prompt[done:end], found.logprobs.tolist(), found.ranks.tolist(), found.top, strict=True)
-            tokens += [Token(*row) for row in rows]
+        tokens, windows = [Token(prompt[0])], score_windows(self.model, prompt, 1, n_top)
+        while len(tokens) < len(prompt):
+            found = await self.run(lambda _: next(windows))
+            ids = prompt[len(tokens) : len(tokens) + len(found.ranks)]
+            tokens += map(Token, ids, found.logprobs.tolist(), found.ranks.tolist(), found.top)
         return tokens
 
     @property
@@ -239,47 +240,47 @@ class Engine:
             self._loop.call_soon_threadsafe(_deliver, ready)  # raises if the event loop is closed
 
 
-class TokenStream(AsyncIterator[Token]):
-    """The tokens of some requests. Raises the exception that ended one of them."""
+class TokenStream(asyncio.Queue[Token | Exception]):
+    """The tokens of some requests, for `async for`. Raises the exception that ended one of them."""
 
-    def __init__(self, jobs: "list[_Job]", items: asyncio.Queue[Token | Exception]) -> None:
-        self._jobs, self._items, self._open, self.n_tokens = jobs, items, len(jobs), 0
+    def __init__(self, requests: Sequence[SampleRequest], engine: Engine) -> None:
+        super().__init__()
+        self.jobs = [_Job(request, i, self, engine) for i, request in enumerate(requests)]
+        self.n_tokens, self._n_open = 0, len(self.jobs)
 
-    @property
-    def has_more(self) -> bool:
-        """Whether the next token is there already."""
-        return not self._items.empty()
+    def __aiter__(self) -> "TokenStream":
+        return self
 
     async def __anext__(self) -> Token:
         """Wait for the next token; cancellation ends the requests."""
-        if not self._open:
+        if self._n_open == 0:
             raise StopAsyncIteration
         try:
-            item = await self._items.get()
+            item = await self.get()
             if isinstance(item, Exception):
                 raise item
         except BaseException:
             await self.aclose()
             raise
         self.n_tokens += 1
-        self._open -= item.reason is not None
+        self._n_open -= item.reason is not None
         return item
 
     async def aclose(self) -> None:
         """End the requests; their rows are free before the next step."""
-        self._open = 0
-        for job in self._jobs:
+        self._n_open = 0
+        for job in self.jobs:
             job.ended = True
 
 
 class _Job:
     """The state of a request. `ended` is set by both threads and never reset."""
 
-    def __init__(self, request: Request, index: int, items: asyncio.Queue[Token | Exception], engine: Engine) -> None:
+    def __init__(self, request: SampleRequest, index: int, stream: TokenStream, engine: Engine) -> None:
         device = engine.model.wte.weight.device
-        self.request, self.index, self.items = request, index, items
+        self.request, self.index, self.stream = request, index, stream
         self.last, self.n_tokens, self.ended = request.prompt[-1], 0, False
-        self.criteria = StopCriteria(request.stop, engine.tokenizer)
+        self.detokenizer = Detokenizer(engine.tokenizer, request.stop, request.prompt)
         self.uniforms = PerSampleRNG([request.seed], device)
         self.seen = None  # (V,), for a repetition penalty
         if request.sampling.repetition_penalty != 1:
@@ -295,13 +296,14 @@ class _Job:
         if self.seen is not None:
             self.seen[token] = True
         full = self.n_tokens == self.request.max_new_tokens
-        reason = "stop" if self.criteria.update(token) else "length" if full else None
+        text = self.detokenizer.append(token, last=full)
+        reason = "stop" if self.detokenizer.stopped else "length" if full else None
         self.ended |= reason is not None
-        if self.request.n_top is None:
-            return Token(token, reason=reason, sample=self.index)
-        return Token(token, logprob, rank, top[: self.request.n_top], reason, self.index)
+        n_top = self.request.n_top
+        scores = (math.nan, 0, []) if n_top is None else (logprob, rank, top[:n_top])
+        return Token(token, *scores, reason, self.index, text, len(self.detokenizer.held))
 
 
 def _deliver(items: list[tuple[_Job, Token | Exception]]) -> None:
     for job, item in items:
-        job.items.put_nowait(item)
+        job.stream.put_nowait(item)

@@ -1,27 +1,18 @@
 """Checks of every request before the application: the Host, the Origin and the key."""
 
-import asyncio
 import ipaddress
 import re
 from collections.abc import Collection
 from hmac import compare_digest
 
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minigpt.serve.http import ApiError
 
-_SECURITY_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-}
-
 
 class Guard:
-    """Refuse requests of other web sites and those without the key; add security headers.
+    """Refuse requests of other web sites and those without the key.
 
     A web site can send requests to servers of the computer on which it is read. They have its Origin; after DNS
     rebinding, its Host. Source: https://en.wikipedia.org/wiki/DNS_rebinding
@@ -34,52 +25,27 @@ class Guard:
 
     def __init__(self, app: ASGIApp, *, host: str, key: str | None = None, origins: Collection[str] = ()) -> None:
         self.app, self.host, self.key, self.origins = app, host.lower(), key, origins
-        self.cut_off = 0  # requests that the end of the server cancelled
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        added, origin, started = dict(_SECURITY_HEADERS), Headers(scope=scope).get("origin"), False
-        if origin in self.origins:
-            added |= {"Access-Control-Allow-Origin": str(origin), "Vary": "Origin"}
+        app = self.app
+        if scope["type"] == "http":
+            try:
+                self._check(scope, Headers(scope=scope))
+            except ApiError as error:
+                app = error.response()
+        await app(scope, receive, send)
 
-        async def send_with_headers(message: Message) -> None:
-            nonlocal started
-            if message["type"] == "http.response.start":
-                started = True
-                MutableHeaders(scope=message).update(added)
-            await send(message)
-
-        try:
-            app = self._check(scope) or self.app
-        except ApiError as error:
-            app = error.response()
-        try:
-            await app(scope, receive, send_with_headers)
-        except asyncio.CancelledError as error:
-            self.cut_off += 1
-            if not started:
-                await ApiError.of(error).response()(scope, receive, send_with_headers)
-            raise
-
-    def _check(self, scope: Scope) -> Response | None:
-        """Raise ApiError for a request to refuse; return the response to a preflight request of an allowed origin."""
-        headers = Headers(scope=scope)
+    def _check(self, scope: Scope, headers: Headers) -> None:
         host, origin = headers.get("host", ""), headers.get("origin")
         if not self._is_own(host):
             raise ApiError(403, f"Host must be a loopback address or {self.host}, got {host}; see --host")
         if origin is not None and origin not in (f"{scope['scheme']}://{host}", *self.origins):
             raise ApiError(403, f"Origin must be that of the server, got {origin}; allow others with --allow-origin")
-        if scope["method"] == "OPTIONS" and origin in self.origins:
-            allowed = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Allow-Headers": "*, Authorization"}
-            return Response(status_code=204, headers=allowed)
         given = headers.get("authorization", "").encode()
         private = scope["path"].startswith(("/v1/", "/api/"))
         if self.key and private and not compare_digest(given, f"Bearer {self.key}".encode()):
             message = "the key is wrong or missing; send the header Authorization: Bearer KEY"
-            raise ApiError(401, message, code="invalid_api_key", www_authenticate="Bearer")
-        return None
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     def _is_own(self, host: str) -> bool:
         """Return whether a Host header has the loopback or bound name; on all interfaces, any address is enough."""

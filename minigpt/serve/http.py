@@ -1,28 +1,31 @@
-"""What the endpoints share: JSON bodies and their checks, errors, streams, and clients that disconnect."""
+"""What the endpoints share: JSON bodies and their settings, errors, streams, and clients that disconnect."""
 
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
-from contextlib import aclosing
+from dataclasses import fields
 from typing import Any
 
+from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
+from minigpt.generation_settings import RULES
+from minigpt.sampling import Sampling
 from minigpt.serve.engine import Engine, QueueFull, TokenStream
-from minigpt.serve.models import Models
-from minigpt.utils.checks import Rule
+from minigpt.serve.loaded_models import Models
+from minigpt.utils.checks import Rule, is_number
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import RunError, UserError, require
 from minigpt.utils.terminal import log, sanitize_line
 
 Settings = Mapping[str, tuple[Any, Rule]]  # default and rule by name
+Answer = Callable[[Engine, dict[str, Any]], Coroutine[Any, Any, Response]]
 
-REQUIRED = object()  # as a default
 MAX_BODY_BYTES = 1 << 20
+MAX_TOKENS = 65_536  # of a prompt, and of a sample
 _JSON = "application/json"
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -31,12 +34,14 @@ class ApiError(Exception):
     """An error of a request, with its HTTP status."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, **headers: str
+        self, status: int, message: str, *, param: str = "", code: str = "", headers: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(message)
         kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-        self.status, self.headers = status, {name.replace("_", "-"): value for name, value in headers.items()}
-        self.content = {"error": {"message": sanitize_line(message), "type": kind, "param": param, "code": code}}
+        self.status, self.headers = status, headers
+        self.content = {
+            "error": {"message": sanitize_line(message), "type": kind, "param": param or None, "code": code or None}
+        }
 
     @classmethod
     def of(cls, error: BaseException) -> "ApiError":
@@ -44,11 +49,12 @@ class ApiError(Exception):
         if isinstance(error, ApiError):
             return error
         if isinstance(error, HTTPException):  # of the router
-            return cls(error.status_code, error.detail.lower(), **(error.headers or {}))
+            return cls(error.status_code, error.detail.lower(), headers=error.headers)
         if isinstance(error, asyncio.CancelledError):
             return cls(503, "the server was stopped")
         if isinstance(error, QueueFull):
-            return cls(429, f"too many requests wait: {error}", code="rate_limit_exceeded", retry_after="1")
+            message = f"too many requests wait: {error}"
+            return cls(429, message, code="rate_limit_exceeded", headers={"Retry-After": "1"})
         if isinstance(error, UserError) and not isinstance(error, RunError):
             return cls(400, str(error))
         if not isinstance(error, ClientDisconnect):
@@ -65,53 +71,52 @@ def json_response(content: object, status: int = 200, headers: Mapping[str, str]
     return Response(json.dumps(content), status, headers, _JSON)
 
 
-def post(path: str, work: Callable[[Request, dict[str, Any]], Coroutine[Any, Any, Response]]) -> Route:
-    """Return a route for POST; `work` gets the JSON object of the body, and is cancelled if the client disconnects."""
+def post(path: str, models: Models, settings: Settings, answer: Answer) -> Route:
+    """Return a route for POST; `answer` gets the engine and the settings of a request.
+
+    It is cancelled if the client disconnects, or when the server ends.
+    """
+
+    async def work(body: dict[str, Any]) -> Response:
+        values = check(body, settings)
+        return await answer(await find_engine(models, values["model"], values.get("silenced", ())), values)
 
     async def endpoint(request: Request) -> Response:
-        working = asyncio.create_task(work(request, await _read_json(request)))
+        working = asyncio.create_task(work(await _read_json(request)))
         disconnect = asyncio.ensure_future(request.receive())  # after the body, there is no other message
         disconnect.add_done_callback(lambda _: working.cancel())
         try:
             return await working
-        except asyncio.CancelledError:
-            if disconnect.done():
-                return Response(status_code=499)  # to nobody
-            raise
+        except asyncio.CancelledError as error:
+            return ApiError.of(error).response()
         finally:
             disconnect.cancel()
 
     return Route(path, endpoint, methods=["POST"])
 
 
-class Stream(StreamingResponse):
-    """A response whose parts are sent as they are made of tokens, several at once if their tokens are there.
+def stream(
+    tokens: TokenStream, parts: AsyncIterator[str], last: Callable[[ApiError], str], media_type: str
+) -> StreamingResponse:
+    """Return a response whose parts are sent as they are made of tokens, several at once if their tokens are there.
 
-    Args:
-        last: returns the part that ends the response after an error.
+    `last` returns the part that ends the response after an error.
     """
 
-    def __init__(
-        self, tokens: TokenStream, parts: AsyncIterator[str], last: Callable[[ApiError], str], media_type: str
-    ) -> None:
-        super().__init__(self._batches(parts, last), media_type=media_type, headers={"Cache-Control": "no-store"})
-        self.tokens = tokens
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self.tokens):  # also if the client disconnects
-            await super().__call__(scope, receive, send)
-
-    async def _batches(self, parts: AsyncIterator[str], last: Callable[[ApiError], str]) -> AsyncIterator[str]:
+    async def batches() -> AsyncIterator[str]:
         ready = ""
         try:
             async for part in parts:
                 ready += part
-                if not self.tokens.has_more:
+                if tokens.empty():
                     yield ready
                     ready = ""
         except (Exception, asyncio.CancelledError) as error:  # cancelled at the end of the server
             ready += last(ApiError.of(error))
         yield ready
+
+    close = BackgroundTask(tokens.aclose)  # runs also if the client disconnects
+    return StreamingResponse(batches(), media_type=media_type, headers={"Cache-Control": "no-store"}, background=close)
 
 
 def check(body: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
@@ -148,6 +153,11 @@ async def find_engine(models: Models, name: str, silenced: Collection[tuple[int,
     return models.silenced(name, silenced) if silenced else engine
 
 
+def is_ids(value: Any) -> bool:
+    """Return whether a value is a list of integers."""
+    return isinstance(value, list) and all(type(i) is int for i in value)
+
+
 async def _read_json(request: Request) -> dict[str, Any]:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != _JSON:
         raise ApiError(415, f"the Content-Type of a request must be {_JSON}")
@@ -155,7 +165,8 @@ async def _read_json(request: Request) -> dict[str, Any]:
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
-            raise ApiError(413, f"the body of a request must have at most {MAX_BODY_BYTES:,} bytes", connection="close")
+            message = f"the body of a request must have at most {MAX_BODY_BYTES:,} bytes"
+            raise ApiError(413, message, headers={"Connection": "close"})
     try:
         values = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -163,3 +174,11 @@ async def _read_json(request: Request) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ApiError(400, "the body of a request must be a JSON object")
     return values
+
+
+REQUIRED = object()  # as a default
+MODEL: Settings = {"model": (REQUIRED, (lambda v: isinstance(v, str), "a name of GET /v1/models"))}
+SAMPLING: Settings = {
+    **{field.name: (field.default, RULES[field.name]) for field in fields(Sampling)},
+    "temperature": (1.0, (lambda v: is_number(v) and 0 <= v <= 100, "in [0, 100]")),
+}

@@ -2,27 +2,36 @@
 
 import logging
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from minigpt.serve.api import api_routes
 from minigpt.serve.engine import QueueFull
+from minigpt.serve.guard import Guard
 from minigpt.serve.http import ApiError, json_response
-from minigpt.serve.models import Models
-from minigpt.serve.page import page_routes
+from minigpt.serve.loaded_models import Models
+from minigpt.serve.openai_api import api_routes
+from minigpt.serve.page_api import page_routes
 from minigpt.utils.errors import UserError
 
+_SECURITY_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
 
-def create_app(models: Models) -> Starlette:
-    """Return the application: the page, its API, and that of OpenAI, without the checks of `minigpt.serve.guard`."""
+
+def create_app(models: Models, *, host: str, key: str | None = None, origins: Collection[str] = ()) -> ASGIApp:
+    """Return the application: the page, its API, and that of OpenAI, behind a `Guard` with the same arguments."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -32,12 +41,20 @@ def create_app(models: Models) -> Starlette:
     async def health(request: Request) -> Response:
         return json_response({"status": "ok"})
 
-    def to_response(request: Request, error: Exception) -> Response:
+    async def to_response(request: Request, error: Exception) -> Response:
         return ApiError.of(error).response()
 
     routes = [Route("/health", health), *api_routes(models), *page_routes(models)]
     handlers = dict.fromkeys((ApiError, HTTPException, UserError, QueueFull, Exception), to_response)
-    return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    guarded = Guard(app, host=host, key=key, origins=origins)
+    return CORSMiddleware(
+        guarded,
+        allow_origins=origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=["*"],
+        allow_private_network=True,  # of a web site that is not on this computer
+    )
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -63,7 +80,15 @@ def new_server(app: ASGIApp, *, access_log: bool) -> uvicorn.Server:
     The access log on stdout has a line per request, without its text and key.
     """
     config = uvicorn.Config(
-        app, http="h11", ws="none", access_log=access_log, server_header=False, timeout_graceful_shutdown=1
+        app,
+        http="h11",
+        ws="none",
+        access_log=access_log,
+        server_header=False,
+        headers=list(_SECURITY_HEADERS.items()),
+        timeout_graceful_shutdown=1,
     )
-    logging.getLogger("uvicorn.error").setLevel("CRITICAL")  # the application prints its errors
+    log = logging.getLogger("uvicorn.error")
+    log.setLevel("ERROR")
+    log.addFilter(lambda record: record.msg.startswith("Cancel"))  # the application prints its errors
     return uvicorn.Server(config)

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.singleton import Singleton
-from hydra.core.utils import JobStatus, run_job, setup_globals
+from hydra.core.utils import run_job, setup_globals
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from minigpt.runs.processes import quote_override
-from minigpt.runs.run_dir import LOG, read_summary, write_failure
+from minigpt.runs.overrides import quote_override
+from minigpt.runs.run_dir import LOG, SUMMARY, read_summary, write_failure
 from minigpt.utils.cli import error_text, explain
 from minigpt.utils.errors import RunError
 from minigpt.utils.signals import Interrupted, handle_signals
@@ -34,7 +34,7 @@ class Job:
     Output goes to `log.txt` in the run folder. A run on several devices is a process of its own.
 
     Args:
-        config: of the sweep.
+        config: configuration of the sweep.
         state: Hydra's singletons in the process of the sweep.
 
     Raises:
@@ -56,19 +56,18 @@ class Job:
         config.hydra.job.id = config.hydra.job.num = self.number
         folder = Path(str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir))
         folder.mkdir(parents=True, exist_ok=True)
-        previous = read_summary(folder)  # of an earlier attempt
+        (folder / SUMMARY).unlink(missing_ok=True)  # of an earlier attempt
         with _busy, _output_to(folder / LOG):
             try:
                 if config.trainer.devices != 1:
-                    return self._run_process(folder, config)
-                result = run_job(self.function, config, "hydra.sweep.dir", "hydra.sweep.subdir", self.context)
-                if result.status == JobStatus.FAILED:
-                    raise result._return_value  # `return_value` would print all overrides first
-                return result.return_value
+                    return self._run_process(folder, config.hydra.overrides.task)
+                return run_job(
+                    self.function, config, "hydra.sweep.dir", "hydra.sweep.subdir", self.context
+                ).return_value  # raises the error of a failed run
             except (Exception, Interrupted) as error:
                 print(explain(error)[0], file=sys.stderr)
                 reason = error_text(error)
-                if read_summary(folder) == previous:  # it failed before it could write one
+                if not (folder / SUMMARY).exists():  # it failed before it could write one
                     write_failure(folder, reason)
                 raise RunError(reason) from None
 
@@ -78,8 +77,7 @@ class Job:
 
         return DelayedSubmission(replace(self, overrides=[*self.overrides, "resume=auto"]))
 
-    def _run_process(self, folder: Path, config: DictConfig) -> float | None:
-        overrides = [str(override) for override in config.hydra.overrides.task]
+    def _run_process(self, folder: Path, overrides: Sequence[str]) -> float | None:
         command = [sys.executable, str(self.script), *overrides, f"hydra.run.dir={quote_override(folder.absolute())}"]
         process = subprocess.Popen(command)
         # The SIGTERM that ends a sweep goes to the process group: here, wait for the process to end.
@@ -91,8 +89,8 @@ class Job:
 
 
 def init_worker(parent: int) -> None:
-    """Initialize a worker process: only its parent signals it, and it ends when its parent is gone."""
-    os.setpgid(0, 0)
+    """Put a worker process into a process group, and end it when its parent is gone."""
+    os.setpgid(0, 0)  # Ctrl-C goes to the group of the parent, which then signals this one
     # tqdm's default lock is a semaphore that a killed worker would leave behind.
     tqdm.set_lock(threading.RLock())
 

@@ -3,7 +3,6 @@
 A job whose process dies does not end the others.
 """
 
-import importlib.util
 import multiprocessing
 import os
 import platform
@@ -15,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from itertools import cycle
 from pathlib import Path
@@ -31,8 +30,9 @@ from minigpt.sweeps.job import Job, init_worker
 from minigpt.utils.checks import POSITIVE_INT, or_null
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import RunError, UserError, require
-from minigpt.utils.scripts import PIP_INSTALL
+from minigpt.utils.scripts import import_extra
 from minigpt.utils.signals import Interrupted, handle_signals
+from minigpt.utils.terminal import log
 
 POLL_SECONDS = 0.05
 
@@ -53,47 +53,46 @@ class Launcher(hydra_launcher.Launcher):
         """
         state, script = Singleton.get_state(), Path(sys.argv[0]).absolute()
         waiting = deque(
-            Job(self.context, self.config, self.function, script, overrides, number, state)
-            for number, overrides in enumerate(job_overrides, initial_job_idx)
+            (index, Job(self.context, self.config, self.function, script, overrides, initial_job_idx + index, state))
+            for index, overrides in enumerate(job_overrides)
         )
         returned = [JobReturn() for _ in waiting]
-        self.running: dict[Any, int] = {}  # future → index of its job
+        running: dict[Any, tuple[int, Any]] = {}  # future → index of its job, and the executor
         signals: list[int] = []
 
         def handle(signum: int, _: object) -> None:
             signals.append(signum)
-            self.stop(kill=len(signals) > 1)
+            waiting.clear()
+            self.stop(list(running), kill=len(signals) > 1)
 
         with handle_signals((signal.SIGINT, signal.SIGTERM), handle):
-            slots = self.start(len(waiting))
-            while self.running or (waiting and not signals):
-                count = 0 if signals else min(len(waiting), slots - len(self.running))
-                if batch := [waiting.popleft() for _ in range(count)]:
-                    indices = [job.number - initial_job_idx for job in batch]
-                    self.running |= zip(self.submit(batch), indices, strict=True)
-                for future in [future for future in self.running if future.done()]:
-                    index = self.running.pop(future)
+            executors = self.start(len(waiting))
+            while running or waiting:
+                if waiting and executors:
+                    with self.batch():
+                        while waiting and executors:
+                            executor, (index, job) = executors.pop(), waiting.popleft()
+                            running[executor.submit(job)] = index, executor
+                for future in [future for future in running if future.done()]:
+                    index, executor = running.pop(future)
+                    executors.append(executor)
                     returned[index] = _job_return(future)
                     if self.on_end:
                         self.on_end(index, returned[index])
                 time.sleep(POLL_SECONDS)
-            self.close()
         if signals:
             raise Interrupted(signals[0])
         return returned
 
-    def start(self, jobs: int) -> int:
-        """Prepare to run so many jobs; return how many run at a time."""
+    def start(self, jobs: int) -> list[Any]:
+        """Return the executors for so many jobs; one runs one job at a time."""
         raise NotImplementedError
 
-    def submit(self, jobs: Sequence[Job]) -> list[Any]:
-        """Start jobs; return a future of each."""
-        raise NotImplementedError
+    def batch(self) -> AbstractContextManager[None]:
+        """Return the context in which several jobs are submitted."""
+        return nullcontext()
 
-    def close(self) -> None:
-        """Free everything after the last job."""
-
-    def stop(self, *, kill: bool) -> None:
+    def stop(self, futures: Sequence[Any], *, kill: bool) -> None:
         """End the running jobs, with a checkpoint or at once."""
         raise NotImplementedError
 
@@ -103,7 +102,7 @@ class Joblib(Launcher):
 
     Args:
         n_jobs: jobs at a time; None is one per GPU, or one per core without GPUs.
-        threads: of each job; None is OMP_NUM_THREADS, or an equal share of the cores.
+        threads: threads per job; None is OMP_NUM_THREADS, or an equal share of the cores.
     """
 
     def __init__(self, n_jobs: int | None, threads: int | None) -> None:
@@ -122,29 +121,41 @@ class Joblib(Launcher):
         one_device = trainer.devices == 1
         gpus = visible_gpus() if one_device and trainer.accelerator in ("auto", "gpu", "cuda") else []
         workers = min(jobs, self.n_jobs or (len(gpus) or cores if one_device else 1))
-        threads = self.threads or int(os.environ.get("OMP_NUM_THREADS") or 0) or max(1, cores // max(1, workers))
+        threads = self.threads or int(os.environ.get("OMP_NUM_THREADS") or 0) or max(1, cores // workers)
         envs = [{"OMP_NUM_THREADS": str(threads)} for _ in range(workers)]
         for env, gpu in zip(envs, cycle(gpus), strict=False):
             env["CUDA_VISIBLE_DEVICES"] = gpu
         return envs
 
-    def start(self, jobs: int) -> int:
-        self.workers = [_Worker(env) for env in self.worker_envs(jobs)]
-        return len(self.workers)
+    def start(self, jobs: int) -> list[Any]:
+        envs = self.worker_envs(jobs)
+        log(f"{len(envs)} at a time with OMP_NUM_THREADS={envs[0]['OMP_NUM_THREADS']}")
+        return [_Worker(env) for env in envs]
 
-    def submit(self, jobs: Sequence[Job]) -> list[Any]:
-        idle = [worker for worker in self.workers if worker.future is None or worker.future.done()]
-        return [worker.submit(job) for worker, job in zip(idle, jobs, strict=False)]
-
-    def close(self) -> None:
-        for worker in self.workers:
-            if worker.future:  # else a signal came before its first job
-                worker.executor.shutdown()
-
-    def stop(self, *, kill: bool) -> None:
+    def stop(self, futures: Sequence[Any], *, kill: bool) -> None:
         for process in multiprocessing.active_children():
             with suppress(OSError):
                 os.killpg(process.pid or 0, signal.SIGKILL if kill else signal.SIGTERM)
+
+
+class _Worker:
+    """A worker process, which is replaced after it died."""
+
+    def __init__(self, env: dict[str, str]) -> None:
+        self.env = env
+        self.start()
+
+    def start(self) -> None:
+        from loky import ProcessPoolExecutor
+
+        self.executor = ProcessPoolExecutor(1, initializer=init_worker, initargs=(os.getpid(),), env=self.env)
+
+    def submit(self, job: Job) -> Any:
+        try:
+            return self.executor.submit(job)
+        except BrokenExecutor:
+            self.start()
+            return self.executor.submit(job)
 
 
 class Submitit(Launcher):
@@ -153,55 +164,36 @@ class Submitit(Launcher):
     Args:
         cluster: slurm or local.
         n_jobs: jobs at a time; None is no limit on SLURM, and one per core on this machine.
-        parameters: of submitit's `update_parameters`, which ignores null values, and those of another cluster.
+        parameters: arguments of submitit's `update_parameters`, which ignores null values and those of another cluster.
     """
 
     def __init__(self, cluster: str, n_jobs: int | None, **parameters: Any) -> None:
         self.cluster, self.n_jobs = cluster, n_jobs
         self.parameters = {"slurm_array_parallelism": n_jobs, **parameters}
+        self.name = f"hydra/launcher=submitit_{cluster}"
+        self.submitit = import_extra("submitit", self.name, "submitit")
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
-        self.slurm, name = self.cluster == "slurm", f"hydra/launcher=submitit_{self.cluster}"
-        if importlib.util.find_spec("submitit") is None:
-            raise UserError(f"{name} needs: {PIP_INSTALL.format('submitit')}")
-        if self.slurm:  # its jobs are one process each
-            require("trainer.devices", config.trainer.devices, lambda devices: devices == 1, f"1 with {name}")
+        if self.cluster == "slurm":  # its jobs are one process each
+            require("trainer.devices", config.trainer.devices, lambda devices: devices == 1, f"1 with {self.name}")
 
-    def start(self, jobs: int) -> int:
-        import submitit
-
+    def start(self, jobs: int) -> list[Any]:
         folder = Path(str(self.config.hydra.sweep.dir), ".submitit", "%j")
         try:
-            self.executor = submitit.AutoExecutor(folder=folder, cluster=self.cluster)
+            self.executor = self.submitit.AutoExecutor(folder=folder, cluster=self.cluster)
             self.executor.update_parameters(**self.parameters)
         except (RuntimeError, NameError, TypeError) as error:
-            raise UserError(f"hydra/launcher=submitit_{self.cluster}: {error}") from error
-        return jobs if self.slurm else self.n_jobs or os.cpu_count() or 1  # SLURM queues what does not fit
+            raise UserError(f"{self.name}: {error}") from error
+        # SLURM queues what does not fit.
+        return [self.executor] * (jobs if self.cluster == "slurm" else self.n_jobs or os.cpu_count() or 1)
 
-    def submit(self, jobs: Sequence[Job]) -> list[Any]:
-        with self.executor.batch() if self.slurm else nullcontext():
-            return [self.executor.submit(job) for job in jobs]
+    def batch(self) -> AbstractContextManager[None]:
+        return self.executor.batch() if self.cluster == "slurm" else nullcontext()
 
-    def stop(self, *, kill: bool) -> None:
-        for future in self.running:
+    def stop(self, futures: Sequence[Any], *, kill: bool) -> None:
+        for future in futures:
             future.cancel()
-
-
-class _Worker:
-    """A worker process, which is replaced after it died."""
-
-    def __init__(self, env: dict[str, str]) -> None:
-        self.env = env
-        self.future: Any = None
-
-    def submit(self, job: Job) -> Any:
-        from loky import ProcessPoolExecutor
-
-        if self.future is None or isinstance(self.future.exception(), BrokenExecutor):
-            self.executor = ProcessPoolExecutor(1, initializer=init_worker, initargs=(os.getpid(),), env=self.env)
-        self.future = self.executor.submit(job)
-        return self.future
 
 
 @cache
@@ -211,11 +203,11 @@ def visible_gpus() -> list[str]:
         return [name for name in visible.split(",") if name not in ("", "-1")]
     if sys.platform == "darwin" and platform.machine() == "arm64":
         return ["0"]  # Apple silicon has one
+    command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
     try:
-        output = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=10, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
         return []
-    return re.findall(r"^GPU (\d+):", output, flags=re.MULTILINE)
 
 
 def _job_return(future: Any) -> JobReturn:

@@ -16,9 +16,9 @@ class Row:
     """Points that differ only in their seed: one row of the table.
 
     Args:
-        overrides: without the seed.
-        unit: of the losses, `NATS` or `BITS`.
-        short_names: of the settings in which rows differ.
+        overrides: settings that the points share, without the seed.
+        unit: unit of the losses, `NATS` or `BITS`.
+        short_names: short name of each setting in which rows differ.
     """
 
     overrides: Mapping[str, str]
@@ -52,9 +52,9 @@ class Row:
         """Why points failed or were skipped."""
         return "; ".join(dict.fromkeys(point.reason for point in self.points if point.reason))
 
-    def mean_of(self, name: str) -> float | None:
-        """Return the mean of a field over the points that have it."""
-        values = [value for point in self.points if (value := getattr(point, name))]
+    def mean_of(self, total: str) -> float | None:
+        """Return the mean of one of the `TOTALS` over the points that have it."""
+        values = [value for point in self.points if (value := point.totals.get(total))]
         return mean(values) if values else None
 
     def number(self, name: str) -> float | None:
@@ -72,9 +72,10 @@ class Row:
 
 
 def ranked(points: Sequence[Point]) -> list[Row]:
-    """Group points by their settings without the seed: lowest mean loss first, rows without a loss last."""
+    """Group points by their settings without the seed; return the lowest mean loss first, rows without a loss last."""
     names = [name for name in axes(points) if name != SEED]
-    lengths = [point.bytes_per_token for point in points if point.bytes_per_token]
+    losses = [(nats, bits) for point in points if (nats := point.loss(NATS)) and (bits := point.loss(BITS))]
+    lengths = [nats / bits for nats, bits in losses]  # proportional to the bytes per token
     # Losses per token do not compare if tokens differ in their mean length, as over tokenizers and corpora.
     unit = BITS if lengths and max(lengths) > 1.001 * min(lengths) else NATS
     short = short_names(names)

@@ -42,7 +42,7 @@ def report(folders: Sequence[Path], *, out: Path | None = None, along: str | Non
     out.mkdir(parents=True, exist_ok=True)
     write_table(out / TABLE, points)
     print_table(points)
-    from minigpt.sweeps.plots import plot_sweep
+    from minigpt.sweeps.sweep_plots import plot_sweep
 
     plot_sweep(out / PLOT, points, title=only.name if only else f"{len(folders)} sweeps", along=along)
     print(f"table    {_display(out / TABLE)}\nplot     {_display(out / PLOT)}")
@@ -110,9 +110,9 @@ def publish(folder: Path, wandb_config: Any) -> None:
     """
     from minigpt.runs.wandb_logger import Wandb, wandb_logger
 
-    names: dict[str, Any] = {"name": f"{folder.name} summary", "group": wandb_config.group or folder.name}
     options: dict[str, Any] = {key: wandb_config[key] for key in ("project", "entity", "timeout")}
-    logger = wandb_logger(folder=folder, tags=[*wandb_config.tags, "sweep", "summary"], **names, **options)
+    options |= {"name": f"{folder.name} summary", "group": wandb_config.group or folder.name}
+    logger = wandb_logger(folder=folder, tags=[*wandb_config.tags, "sweep", "summary"], **options)
     if not isinstance(logger, Wandb):
         return
     import wandb

@@ -1,17 +1,19 @@
-"""The points of a sweep: `sweep.json`, which lists them, and the state of their run folders.
+"""The points of a sweep: `sweep.json`, which lists them, and the status and measurements of their runs.
 
-Status and measurements are read from the files that each run writes into its own folder, so a sweep is read the same
-way while it runs, after it ended and after it crashed.
+Both are read from the files that each run writes into its own folder, so a sweep is read in the same way while it
+runs, after it ended and after it crashed.
 """
 
 import csv
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import isfinite, log
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import isfinite
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
+
+import yaml  # a dependency of Hydra
 
 from minigpt.runs.run_dir import METRICS, PLAN, SUMMARY, is_locked, read_metrics, read_summary
 from minigpt.utils.checks import is_number
@@ -21,10 +23,10 @@ from minigpt.utils.terminal import warn
 
 COMPLETED, RUNNING, WAITING, CRASHED, SKIPPED = "completed", "running", "waiting", "crashed", "skipped"
 NATS, BITS = "nats per token", "bits per byte"  # units of a loss
-_IRRELEVANT_GROUPS = ("resume", "logger")  # settings that do not change what a run computes
+LOSS_NAMES = {NATS: "best_val_loss", BITS: "best_val_bits_per_byte"}
+TOTALS = ("params", "steps", "tokens", "flops", "seconds", "tokens_per_second", *LOSS_NAMES.values())
 MAX_NUMBER = 1e300  # of damaged files
-_TOTALS = {"step": "steps", "val_loss": "best_val_loss"}  # field of a point → key of summary.json
-_TOTALS |= {name: name for name in ("params", "tokens", "flops", "tokens_per_second", "seconds")}
+_IRRELEVANT_GROUPS = ("resume", "logger")  # settings that do not change what a run computes
 
 
 @dataclass(frozen=True)
@@ -32,14 +34,12 @@ class Point:
     """One run of a sweep: its settings, its status and its measurements.
 
     Args:
-        overrides: the swept settings, as they were written.
+        overrides: values of the swept settings, as they were written.
         status: completed, running, waiting, failed, interrupted, crashed (the process ended without a summary) or
             skipped (the configuration is impossible).
         identity: hash of the configuration.
-        planned_flops: of the whole training, from the configuration.
-        flops: of the training so far.
-        val_loss: best validation loss so far, nats per token.
-        bytes_per_token: of the validation split.
+        planned_flops: FLOPs of the whole training, computed from the configuration.
+        totals: the `TOTALS` of `summary.json`, or, while it is missing, those of the training so far.
         curve: (tokens, validation loss in nats per token).
     """
 
@@ -48,15 +48,8 @@ class Point:
     status: str = WAITING
     reason: str = ""
     identity: str = ""
-    params: int | None = None
     planned_flops: float = 0.0
-    step: int = 0
-    tokens: int = 0
-    flops: float | None = None
-    val_loss: float | None = None
-    bytes_per_token: float | None = None
-    tokens_per_second: float | None = None
-    seconds: float = 0.0
+    totals: Mapping[str, float] = field(default_factory=dict)
     curve: Sequence[tuple[int, float]] = ()
 
     @property
@@ -64,15 +57,9 @@ class Point:
         """Whether the run is still to be completed."""
         return self.status not in (COMPLETED, SKIPPED)
 
-    def in_unit(self, loss: float | None, unit: str) -> float | None:
-        """Convert a loss from nats per token to `NATS` or `BITS`; None if it cannot be converted."""
-        if loss is None or unit == NATS:
-            return loss
-        return loss / log(2) / self.bytes_per_token if self.bytes_per_token else None
-
     def loss(self, unit: str) -> float | None:
-        """Return the best validation loss in a unit."""
-        return self.in_unit(self.val_loss, unit)
+        """Return the best validation loss in `NATS` or `BITS`; None if it is unknown."""
+        return self.totals.get(LOSS_NAMES[unit])
 
 
 def read_sweep(folder: Path) -> list[Point]:
@@ -90,7 +77,7 @@ def read_sweep(folder: Path) -> list[Point]:
         points = [replace(point, overrides={**shared, **point.overrides}) for point in planned]
     else:
         files = sorted(folder.rglob(".hydra/overrides.yaml"))
-        points = [Point(folder=file.parents[1], overrides=_read_overrides(file)) for file in files]
+        points = [Point(file.parents[1], _read_or_warn(_read_overrides, file, {})) for file in files]
     if not points:
         raise UserError(f"{folder} holds no runs; give the folder of a sweep, such as runs/sweeps/latest")
     return [refresh(point) for point in points]
@@ -112,8 +99,9 @@ def read_plan(folder: Path) -> tuple[list[str], list[Point]]:
 def write_plan(folder: Path, fixed: Sequence[str], points: Sequence[Point]) -> None:
     """Write `sweep.json`: the overrides that all points share, and the state of each point."""
     entries = [
-        {"folder": point.folder.name, "overrides": dict(point.overrides), "val_bits_per_byte": point.loss(BITS)}
-        | {name: getattr(point, name) for name in ("status", "reason", "identity", *_TOTALS)}
+        {"folder": point.folder.name, "overrides": dict(point.overrides)}
+        | {name: getattr(point, name) for name in ("status", "reason", "identity")}
+        | {name: point.totals.get(name) for name in TOTALS}
         for point in points
     ]
     write_json(folder / PLAN, {"fixed": list(fixed), "points": entries})
@@ -128,55 +116,40 @@ def refresh(point: Point) -> Point:
     """Return the point with the present status and measurements of its run folder."""
     if point.status == SKIPPED:
         return point
-    summary, found = dict[str, Any](), dict[str, Any]()
-    try:
-        summary = read_summary(point.folder)
-    except (OSError, ValueError) as error:
-        warn(f"{point.folder / SUMMARY} is not readable ({error}); the run counts as crashed")
-    status = str(summary.get("status") or (CRASHED if (point.folder / ".hydra").exists() else WAITING))
-    if status != COMPLETED and is_locked(point.folder):
+    folder = point.folder
+    summary = _read_or_warn(lambda file: read_summary(file.parent), folder / SUMMARY, {})
+    status = str(summary.get("status") or (CRASHED if (folder / ".hydra").exists() else WAITING))
+    if status != COMPLETED and is_locked(folder):
         status = RUNNING
-    reasons = [str(summary.get("reason") or "")]
-    try:
-        found = _measurements(point.folder / METRICS)
-    except (OSError, ValueError, ArithmeticError, csv.Error) as error:
-        warn(f"{point.folder / METRICS} is not readable ({error}); its curve is left out")
-        reasons.append(f"{METRICS} is not readable")
-    totals = {name: _finite(summary.get(key)) for name, key in _TOTALS.items()}
-    totals["bytes_per_token"] = _bytes_per_token(totals["val_loss"], _finite(summary.get("best_val_bits_per_byte")))
-    found |= {name: value for name, value in totals.items() if value}
-    return replace(point, status=status, reason="; ".join(filter(None, reasons)), **found)
+    measured, curve = _read_or_warn(_measure, folder / METRICS, ({}, []))
+    totals = {**point.totals, **measured, **_finite(summary)}
+    return replace(point, status=status, reason=str(summary.get("reason") or ""), totals=totals, curve=curve)
 
 
-def _measurements(file: Path) -> dict[str, Any]:
-    """Return what `metrics.csv` holds of a point, also while its run has no summary."""
+def _measure(file: Path) -> tuple[dict[str, float], list[tuple[int, float]]]:
+    """Return the totals and the validation curve that `metrics.csv` holds, also while its run has no summary."""
     columns = read_metrics(file) if file.exists() else {}
-    losses = [(step, loss) for step, loss in columns.get("val_loss", ()) if isfinite(loss)]
-    best_step, best = min(losses, key=itemgetter(1), default=(0, None))
-    step, tokens = columns["tokens"][-1] if "tokens" in columns else (1, 0.0)
-    last_step = max((column[-1][0] for column in columns.values()), default=0)
     last = {name: column[-1][1] for name, column in columns.items()}
-    speed, flops = last.get("tokens_per_second"), last.get("flops_per_second")
-    return {
-        "step": last_step,
-        "tokens": round(last_step * tokens / step),
-        "flops": _finite(flops / speed * last_step * tokens / step) if flops and speed else None,
-        "tokens_per_second": speed,
-        "seconds": last.get("seconds", 0.0),
-        "val_loss": best,
-        "bytes_per_token": _bytes_per_token(best, dict(columns.get("val_bits_per_byte", ())).get(best_step)),
-        "curve": [(round(at * tokens / step), loss) for at, loss in losses],
+    steps = max((column[-1][0] for column in columns.values()), default=0)
+    step, tokens = columns.get("tokens", [(1, 0.0)])[-1]
+    losses = [(at, loss) for at, loss in columns.get("val_loss", ()) if isfinite(loss)]
+    best_step, best = min(losses, key=itemgetter(1), default=(0, None))
+    totals: dict[str, Any] = {
+        **last,  # seconds and tokens_per_second
+        "steps": steps,
+        "tokens": round(steps * tokens / step),
+        LOSS_NAMES[NATS]: best,
+        LOSS_NAMES[BITS]: dict(columns.get("val_bits_per_byte", ())).get(best_step),
     }
+    if last.get("flops_per_second") and last.get("tokens_per_second"):
+        totals["flops"] = last["flops_per_second"] / last["tokens_per_second"] * totals["tokens"]
+    return _finite(totals), [(round(at * tokens / step), loss) for at, loss in losses]
 
 
-def _bytes_per_token(nats_per_token: float | None, bits_per_byte: float | None) -> float | None:
-    length = nats_per_token and bits_per_byte and _finite(nats_per_token / log(2) / bits_per_byte)
-    return length if length and length > 0 else None
-
-
-def _finite(value: Any) -> Any:
-    """Return the value if it is a finite number, else None."""
-    return value if is_number(value) and abs(value) < MAX_NUMBER else None
+def _finite(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return those of the `TOTALS` that are finite numbers."""
+    found: dict[str, Any] = {name: values.get(name) for name in TOTALS}
+    return {name: value for name, value in found.items() if is_number(value) and abs(value) < MAX_NUMBER}
 
 
 def _planned(folder: Path, entry: dict[str, Any]) -> Point:
@@ -184,19 +157,22 @@ def _planned(folder: Path, entry: dict[str, Any]) -> Point:
     if Path(name).name != name or len(name) > 255:
         raise ValueError("a folder is not a file name")
     overrides = {key: str(value) for key, value in entry["overrides"].items()}
-    status, reason, identity = (str(entry[field]) for field in ("status", "reason", "identity"))
-    return Point(folder / name, overrides, status, reason, identity, _finite(entry["params"]))
+    status, reason, identity = (str(entry[name]) for name in ("status", "reason", "identity"))
+    return Point(folder / name, overrides, status, reason, identity, totals=_finite({"params": entry["params"]}))
 
 
 def _read_overrides(file: Path) -> dict[str, str]:
-    import yaml  # a dependency of Hydra
+    # The loader without C code raises an error where nesting would overflow the stack of the other.
+    overrides = yaml.load(file.read_text(encoding="utf-8"), yaml.BaseLoader) or []
+    if not isinstance(overrides, list):
+        raise ValueError("it must be a list")
+    return {key: value for key, _, value in (text.partition("=") for text in overrides) if is_relevant(key)}
 
+
+def _read_or_warn(read: Callable[[Path], Any], file: Path, default: Any) -> Any:
+    """Read a file of a run; warn and return a default if it is damaged."""
     try:
-        # The loader without C code raises an error where nesting would overflow the stack of the other.
-        overrides = yaml.load(file.read_text(encoding="utf-8"), yaml.BaseLoader) or []
-        if not isinstance(overrides, list):
-            raise ValueError("it must be a list")
-        return {key: value for key, _, value in (text.partition("=") for text in overrides) if is_relevant(key)}
-    except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError) as error:
+        return read(file)
+    except (OSError, ValueError, ArithmeticError, AttributeError, RecursionError, csv.Error, yaml.YAMLError) as error:
         warn(f"{file} is not readable ({error}); it is left out")
-        return {}
+        return default

@@ -1,6 +1,5 @@
 """Search for the best settings with optuna: each batch of points depends on the losses of the batches before."""
 
-import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from minigpt.sweeps.results import BITS, COMPLETED, SKIPPED, Point, refresh
 from minigpt.sweeps.sweeper import Sweeper
 from minigpt.utils.checks import POSITIVE_INT
 from minigpt.utils.errors import UserError, require
-from minigpt.utils.scripts import PIP_INSTALL
+from minigpt.utils.scripts import import_extra
 from minigpt.utils.terminal import warn
 
 MAX_TRIES_PER_TRIAL = 20  # including points that are impossible or the same as another
@@ -27,18 +26,15 @@ class Search(Sweeper):
         batch: runs at a time.
     """
 
-    def __init__(self, n_trials: int, batch: int, seed: int, params: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, params: Mapping[str, Any], n_trials: int, batch: int, seed: int) -> None:
         super().__init__(params)
         require("hydra.sweeper.n_trials", n_trials, *POSITIVE_INT)
         require("hydra.sweeper.batch", batch, *POSITIVE_INT)
         self.n_trials, self.batch, self.seed = n_trials, batch, seed
 
     def batches(self) -> Iterator[Sequence[Point]]:
-        if importlib.util.find_spec("optuna") is None:
-            raise UserError(f"hydra/sweeper=optuna needs: {PIP_INSTALL.format('optuna')}")
-        import optuna
-        from optuna.trial import TrialState
-
+        optuna = import_extra("optuna", "hydra/sweeper=optuna", "optuna")
+        states = optuna.trial.TrialState
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self.seed, multivariate=True))
         tries, reason = 0, ""
@@ -51,7 +47,7 @@ class Search(Sweeper):
                 point = self.check({key: _suggest(trial, key, override) for key, override in self.axes.items()})
                 if point.status == SKIPPED:
                     reason = point.reason
-                    study.tell(trial, state=TrialState.PRUNED)
+                    study.tell(trial, state=states.PRUNED)
                 else:
                     self.points.append(point)
                     trials.append(trial)
@@ -61,7 +57,7 @@ class Search(Sweeper):
             for trial, point in zip(trials, map(refresh, batch), strict=True):
                 # Bits per byte compare over all tokenizers and corpora; over one they order runs as the loss does.
                 loss = point.loss(BITS) if point.status == COMPLETED else None
-                study.tell(trial, loss, state=TrialState.FAIL if loss is None else TrialState.COMPLETE)
+                study.tell(trial, loss, state=states.FAIL if loss is None else states.COMPLETE)
         if not self.points:
             raise UserError(f"no point of the search is possible: {reason}")
         if len(self.points) < self.n_trials:

@@ -21,11 +21,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from minigpt.runs.config_checks import load_parts
-from minigpt.runs.processes import quote_override
+from minigpt.runs.overrides import quote_override
 from minigpt.runs.run_dir import PLAN, update_latest_link, write_failure
-from minigpt.sweeps.launcher import Joblib
 from minigpt.sweeps.ranking import short_names
-from minigpt.sweeps.results import CRASHED, SKIPPED, WAITING, Point, is_relevant, read_plan, refresh, write_plan
+from minigpt.sweeps.results import CRASHED, NATS, SKIPPED, WAITING, Point, is_relevant, read_plan, refresh, write_plan
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.files import sha256_json
@@ -42,8 +41,8 @@ class Sweeper(hydra_sweeper.Sweeper):
         params: settings with several values, from a file in `configs/sweep/`; the command line overrides them.
     """
 
-    def __init__(self, params: Mapping[str, Any] | None = None) -> None:
-        self.params = params or {}
+    def __init__(self, params: Mapping[str, Any]) -> None:
+        self.params = params
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.loader, self.cfg, self.folder = hydra_context.config_loader, config, Path(str(config.hydra.sweep.dir))
@@ -99,10 +98,10 @@ class Sweeper(hydra_sweeper.Sweeper):
         if any(other.identity == identity for other in self.points):
             return replace(point, status=SKIPPED, reason="same configuration as another point")
         folder = self.existing.get(identity, point).folder
-        batches = config.max_steps * config.trainer.accumulate_grad_batches
-        flops = batches * config.data.batch_size * model.block_size * model.flops_per_token()
-        params = model.num_params()
-        return refresh(replace(point, folder=folder, identity=identity, params=params, planned_flops=flops))
+        sequences = config.max_steps * config.trainer.accumulate_grad_batches * config.data.batch_size
+        flops = sequences * model.block_size * model.flops_per_token()
+        totals = {"params": model.num_params()}
+        return refresh(replace(point, folder=folder, identity=identity, planned_flops=flops, totals=totals))
 
     def _once(self, load: Callable[..., Any], *args: Any) -> Any:
         """Load a corpus or a model once for all points that share it."""
@@ -128,11 +127,7 @@ class Sweeper(hydra_sweeper.Sweeper):
                 log(f"{point.folder.name}  skipped: {point.reason}")
         # All workers end at about the same time.
         pending = sorted((point for point in batch if point.pending), key=lambda point: -point.planned_flops)
-        text = f"{len(pending)} of {len(batch)} to run"
-        if pending and isinstance(self.engine, Joblib):
-            workers = self.engine.worker_envs(len(pending))
-            text += f", {len(workers)} at a time with OMP_NUM_THREADS={workers[0]['OMP_NUM_THREADS']}"
-        log(text)
+        log(f"{len(pending)} of {len(batch)} to run")
         if not pending:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -145,7 +140,8 @@ class Sweeper(hydra_sweeper.Sweeper):
             if job.status == JobStatus.FAILED and point.status in (CRASHED, WAITING):  # its process died
                 write_failure(point.folder, str(job._return_value))
                 point = refresh(point)
-            loss = f", val loss {point.val_loss:.4f} after {point.seconds:,.0f} s" if point.val_loss else ""
+            seconds = point.totals.get("seconds", 0)
+            loss = f", val loss {point.loss(NATS):.4f} after {seconds:,.0f} s" if point.loss(NATS) else ""
             reason = f": {point.reason}" if point.reason else ""
             log(f"{next(ended)}/{len(pending)} {point.folder.name} {point.status}{loss}{reason}")
 
@@ -155,13 +151,13 @@ class Sweeper(hydra_sweeper.Sweeper):
 
     def _job_overrides(self, point: Point) -> list[str]:
         """Return the command line of a run, with a name, group and tag for Weights & Biases."""
+        names = {"hydra.sweep.dir": self.folder, "hydra.sweep.subdir": point.folder.name}
         overrides = self._overrides(point.overrides)
         if wandb := OmegaConf.select(self.cfg, "logger.wandb"):
-            names = {"name": point.folder.name, "group": self.folder.name}  # unless the user set them
-            overrides += [f"logger.wandb.{k}={quote_override(name)}" for k, name in names.items() if wandb[k] is None]
+            given = {"name": point.folder.name, "group": self.folder.name}
+            names |= {f"logger.wandb.{key}": name for key, name in given.items() if wandb[key] is None}
             overrides += [f"logger.wandb.tags=[{','.join(map(quote_override, [*wandb.tags, 'sweep']))}]"]
-        place = {"dir": self.folder, "subdir": point.folder.name}
-        return overrides + [f"hydra.sweep.{key}={quote_override(name)}" for key, name in place.items()]
+        return overrides + [f"{key}={quote_override(name)}" for key, name in names.items()]
 
     def _report(self) -> None:
         from minigpt.sweeps.report import publish, report

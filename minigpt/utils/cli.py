@@ -11,9 +11,8 @@ from typing import TypeVar
 
 from minigpt.utils.errors import UserError
 from minigpt.utils.hydra_errors import explain_hydra
-from minigpt.utils.ranks import is_rank_zero
 from minigpt.utils.signals import Interrupted
-from minigpt.utils.terminal import sanitize_line
+from minigpt.utils.terminal import is_rank_zero, sanitize_line
 
 R = TypeVar("R")
 
@@ -45,40 +44,38 @@ def cli_entrypoint(function: Callable[..., R]) -> Callable[..., R]:
     return wrapper
 
 
-def explain(error: BaseException) -> tuple[str, int]:
-    """Return one line for an error and its exit code."""
-    message, code = _explain(error)
-    return sanitize_line(message), code
-
-
 def error_text(error: BaseException) -> str:
     """Return the line of an error without its prefix, for a warning or a summary."""
     return explain(error)[0].removeprefix("error: ")
 
 
-def _explain(error: BaseException) -> tuple[str, int]:
-    name = type(error).__name__
-    if isinstance(error, UserError):
-        return f"error: {error}", error.exit_code
-    if isinstance(error, Interrupted):
-        return str(error), error.exit_code
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted", 130
-    if isinstance(error, BrokenPipeError):
-        return "", 0
+def explain(error: BaseException) -> tuple[str, int]:
+    """Return one line for an error and its exit code."""
+    name, cause = type(error).__name__, error.__cause__
     # Hydra's error around the real one; and an extension module turns a signal during its import into an ImportError.
-    interrupted = isinstance(error.__cause__, KeyboardInterrupt | Interrupted)
-    if error.__cause__ is not None and (interrupted or name == "InstantiationException"):
-        return _explain(error.__cause__)
+    if cause and (name == "InstantiationException" or isinstance(cause, KeyboardInterrupt | Interrupted)):
+        return explain(cause)
     # Hydra raises built-in errors for some of its syntax.
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)][-1:]
-    if {module.partition(".")[0] for module in (type(error).__module__, *modules)} & {"hydra", "omegaconf", "antlr4"}:
-        return explain_hydra(error)
-    if isinstance(error, OSError) and error.strerror:
+    packages = {module.partition(".")[0] for module in (type(error).__module__, *modules)}
+    if isinstance(error, UserError):
+        message, code = f"error: {error}", error.exit_code
+    elif isinstance(error, Interrupted):
+        message, code = str(error), error.exit_code
+    elif isinstance(error, KeyboardInterrupt):
+        message, code = "interrupted", 130
+    elif isinstance(error, BrokenPipeError):
+        message, code = "", 0
+    elif packages & {"hydra", "omegaconf", "antlr4"}:
+        message, code = f"error: {explain_hydra(error)}", 2
+    elif isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         advice = "; free some space, or choose another folder" if full else "; choose another folder" if where else ""
-        return f"error: {where}{error.strerror.lower()}{advice}", 2 if where and not full else 1
-    if isinstance(error, MemoryError) or name == "OutOfMemoryError":
-        return "error: out of memory; lower data.batch_size (or --num-samples), or choose a smaller model", 1
-    return f"error: {name}: {error} (MINIGPT_TRACEBACK=1 shows where)", 1
+        message, code = f"error: {where}{error.strerror.lower()}{advice}", 2 if where and not full else 1
+    elif isinstance(error, MemoryError) or name == "OutOfMemoryError":
+        message = "error: out of memory; lower data.batch_size (or --num-samples), or choose a smaller model"
+        code = 1
+    else:
+        message, code = f"error: {name}: {error} (MINIGPT_TRACEBACK=1 shows where)", 1
+    return sanitize_line(message), code

@@ -1,9 +1,9 @@
-"""Atomic writes, durable writes, JSON, and cached file checksums."""
+"""Atomic writes, durable writes, and JSON."""
 
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -48,29 +48,3 @@ def write_json(file: Path, values: Mapping[str, Any]) -> None:
 def sha256_json(values: Any) -> str:
     """Return the SHA-256 of plain data."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
-def checksums(files: Sequence[Path], cache: Path | None) -> list[str]:
-    """Return the SHA-256 of each file, so that an unchanged file is read once.
-
-    A cache entry is keyed by path, size, times and inode. Every write updates the change time (ctime), which no
-    program can set back.
-
-    Args:
-        cache: JSON file of earlier checksums, updated if it can be written; None disables caching.
-    """
-    known: dict[str, str] = {}
-    with suppress(OSError, ValueError, TypeError):  # missing or damaged
-        known |= read_json(cache) if cache else {}
-    keys, n_cached = [], len(known)
-    for file in files:
-        state = file.stat()
-        keys.append(f"{file.resolve()} {state.st_size} {state.st_mtime_ns} {state.st_ctime_ns} {state.st_ino}")
-        if keys[-1] not in known:
-            with open(file, "rb") as content:
-                known[keys[-1]] = hashlib.file_digest(content, "sha256").hexdigest()
-    if cache and len(known) > n_cached:
-        with suppress(OSError):
-            cache.parent.mkdir(parents=True, exist_ok=True)
-            write_json(cache, known)
-    return [known[key] for key in keys]

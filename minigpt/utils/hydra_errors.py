@@ -8,27 +8,28 @@ from minigpt.utils.scripts import ROOT
 from minigpt.utils.terminal import did_you_mean
 
 
-def explain_hydra(error: BaseException) -> tuple[str, int]:
-    """Return one line and the exit code for an error of Hydra, whose own messages have several lines."""
+def explain_hydra(error: BaseException) -> str:
+    """Return one line for an error of Hydra, whose own messages have several lines."""
     cause, text = error.__cause__, str(error)
     if (override := getattr(error, "override", None)) is not None:
-        return f"error: cannot parse the override {override}; write key=value, with '…' around special characters", 2
+        return f"cannot parse the override {override}; write key=value, with '…' around special characters"
     missing = re.search(r"Could not find '([\w./@-]+)/([^'/]*)'", text)
     if missing and (options := re.findall(r"^\t(\S+)$", text, flags=re.MULTILINE)):
-        (group, choice), takes = missing.groups(), ", ".join(options)
-        return f"error: {group}={choice} does not exist{did_you_mean(choice, options)}; {group}= takes {takes}", 2
+        group, choice = missing.groups()
+        meant = did_you_mean(choice, options)
+        return f"{group}={choice} does not exist{meant}; {group}= takes {', '.join(options)}"
     if unknown := re.search(r"Could not (?:override|delete|append) '([^']+)'", text):
         name, settings = unknown[1], _settings()
         group = name.partition(".")[0]
         if chosen := [choice for choice, keys in settings.items() if name in keys and choice.startswith(f"{group}=")]:
-            return f"error: {name} does not exist here; it belongs to {', '.join(chosen)}", 2
-        known = {choice.partition("=")[0] for choice in settings} | {key for keys in settings.values() for key in keys}
+            return f"{name} does not exist here; it belongs to {', '.join(chosen)}"
+        known = {choice.partition("=")[0] for choice in settings}.union(*settings.values())
         known = {key for key in known if not key.startswith((".", "hydra.sweeper.params.", "sweep."))}
-        return f"error: {name} does not exist{did_you_mean(name, known)}; --help lists them", 2
+        return f"{name} does not exist{did_you_mean(name, known)}; --help lists them"
     full_key = getattr(error, "full_key", None) or getattr(cause, "full_key", None)
     detail = " ".join(str(cause or error).split()).split(" full_key:")[0]
     where = f"{full_key}: " if full_key else ""
-    return f"error: {where}{re.sub(r' See https?://.*', '', detail)}", 2
+    return where + re.sub(r" See https?://.*", "", detail)
 
 
 def _settings() -> dict[str, list[str]]:

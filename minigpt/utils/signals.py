@@ -8,9 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
-REQUEUE_SIGNAL = getattr(signal, "SIGUSR1", None)  # sent by schedulers before preemption; missing on Windows
-END_SIGNALS = [signal.SIGINT, signal.SIGTERM, *([REQUEUE_SIGNAL] if REQUEUE_SIGNAL else [])]
-_EX_TEMPFAIL = 75  # of sysexits.h: a job script requeues on it
+REQUEUE_SIGNAL = signal.SIGUSR1  # sent by schedulers before preemption
+END_SIGNALS = (signal.SIGINT, signal.SIGTERM, REQUEUE_SIGNAL)
 
 
 class Interrupted(BaseException):
@@ -18,17 +17,17 @@ class Interrupted(BaseException):
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(signum).name}")
-        self.exit_code = _EX_TEMPFAIL if signum == REQUEUE_SIGNAL else 128 + signum
+        self.exit_code = os.EX_TEMPFAIL if signum == REQUEUE_SIGNAL else 128 + signum
 
 
 def exit_on_requeue_signal() -> None:
     """Make SIGUSR1 end the process with the code for a requeue, until `raise_on_signal` replaces the handler."""
-    if REQUEUE_SIGNAL and signal.getsignal(REQUEUE_SIGNAL) == signal.SIG_DFL:
+    if signal.getsignal(REQUEUE_SIGNAL) == signal.SIG_DFL:
         signal.signal(REQUEUE_SIGNAL, _exit_for_requeue)
 
 
 def _exit_for_requeue(signum: int, frame: FrameType | None) -> None:
-    os._exit(_EX_TEMPFAIL)
+    os._exit(os.EX_TEMPFAIL)  # 75: a job script requeues on it
 
 
 def raise_on_signal() -> AbstractContextManager[None]:
@@ -51,5 +50,5 @@ def handle_signals(signums: Iterable[int], handler: Callable[[int, FrameType | N
 
 
 def raise_interrupted(signum: int, frame: FrameType | None) -> None:
-    """Handle a signal."""
+    """Raise `Interrupted` for a signal."""
     raise Interrupted(signum)

@@ -1,10 +1,9 @@
 """Text for terminals: one line, printable, without control characters."""
 
 import difflib
+import os
 import sys
 from collections.abc import Iterable
-
-from minigpt.utils.ranks import is_rank_zero
 
 _MAX_LINE_CHARS = 1000
 # Unicode's control pictures (␀ …), except for line breaks and tabs; C1 controls and direction marks have no picture.
@@ -18,6 +17,14 @@ def warn(message: str) -> None:
     """Print a one-line warning on rank 0."""
     if is_rank_zero():
         log(f"warning: {message}")
+
+
+def is_rank_zero() -> bool:
+    """Return whether this process is rank 0, by the environment variables of torchrun, Lightning or srun."""
+    env = os.environ
+    if "RANK" not in env and "LOCAL_RANK" in env:  # Lightning
+        return env["LOCAL_RANK"] == env.get("NODE_RANK", "0") == "0"
+    return int(env.get("RANK", env.get("SLURM_PROCID", 0))) == 0
 
 
 def log(line: str) -> None:

@@ -30,9 +30,9 @@ from torch.utils._pytree import tree_leaves
 
 from minigpt.config import GPTConfig
 from minigpt.data.prepare import load_corpus
+from minigpt.device import has_bfloat16
 from minigpt.model import GPT
-from minigpt.ops import has_bfloat16
-from minigpt.runs.train import partial_from_config
+from minigpt.runs.config_checks import partial_from_config
 from minigpt.utils.cli import cli_entrypoint
 
 MATRIX_SIZES = {"cpu": (2048, torch.float32), "cuda": (8192, torch.bfloat16)}

@@ -24,9 +24,10 @@ from common import ROOT, TRAIN, metrics, text_file
 from peak_memory import ADAMW
 
 from minigpt.config import GPTConfig
+from minigpt.forecast.memory import Parallelism, Sizes, memory
+from minigpt.forecast.traffic import step_time
 from minigpt.model import GPT
 from minigpt.optim import adamw
-from minigpt.runs.scaling import Parallelism, Sizes, memory, step_time
 from minigpt.utils.errors import UserError
 
 PEAK_MEMORY = ROOT / "scripts/bench/peak_memory.py"
@@ -43,7 +44,7 @@ CHARACTERS = 65  # of tiny shakespeare
 
 
 def forecast(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """Measure; one row per round."""
+    """Measure memory, bytes and time; return one row per round."""
     rows = []
     for i in range(args.rounds):
         here = folder / str(i)
@@ -174,26 +175,26 @@ def train_on_hosts(hosts: Sequence[Sequence[str]], mbit: int, train: Sequence[st
 
 
 def seconds_alone(folder: Path, shape: Sequence[str]) -> float:
-    """The seconds per step of two runs on one device each, at the same time."""
+    """Return the mean seconds per step of two runs on one device each, at the same time."""
     runs = [folder / "0", folder / "1"]
     together([[sys.executable, *training(run, TIMED_STEPS, TIMED_BATCH), "trainer=cpu", *shape] for run in runs])
     return sum(map(seconds_per_step, runs)) / len(runs)
 
 
 def compared(name: str, predicted: float, measured: float) -> dict[str, float]:
-    """The cells of a comparison."""
+    """Return the cells of a comparison."""
     return {f"{name}, predicted": predicted, f"{name}, measured": measured, f"{name}, ratio": predicted / measured}
 
 
 def sizes_of(values: Mapping[str, Any]) -> Sizes:
-    """The sizes of a model in float32 with AdamW."""
+    """Return the sizes of a model in float32 with AdamW."""
     with torch.device("meta"):
         model = GPT(GPTConfig(**values)).to("meta")
     return Sizes(model, adamw(model, **ADAMW), bfloat16=False)
 
 
 def training(folder: Path, steps: int, batch: int = 12) -> list[str]:
-    """The arguments of Python that train on tiny shakespeare, and communicate for gradients alone until the end."""
+    """Return arguments of Python that train on tiny shakespeare and, until the end, communicate only gradients."""
     settings = [f"max_steps={steps}", f"eval_every={steps}", f"log_every={max(1, steps // 5)}", "eval_batches=1"]
     trainer = ["trainer.accelerator=cpu", "trainer.precision=32-true"]
     data = [f"data.path={text_file()}", f"data.batch_size={batch}", "callbacks.samples.max_new_tokens=1"]
@@ -201,7 +202,7 @@ def training(folder: Path, steps: int, batch: int = 12) -> list[str]:
 
 
 def seconds_per_step(folder: Path) -> float:
-    """The seconds per step of a run after its first row of metrics."""
+    """Return the seconds per step of a run after its first row of metrics."""
     rows = [row for row in metrics(folder) if row["seconds"]]
     first, last = ((int(row["step"]), float(row["seconds"])) for row in (rows[0], rows[-1]))
     return (last[1] - first[1]) / (last[0] - first[0])
@@ -221,7 +222,7 @@ def namespace(name: str) -> Iterator[list[str]]:
 
 
 def transmitted(name: str, device: str = "lo") -> int:
-    """The bytes that a device of a namespace has sent."""
+    """Return the bytes that a device of a namespace has sent."""
     (found,) = json.loads(run(["ip", "-n", name, "-json", "-statistics", "link", "show", "dev", device]))
     return int(found["stats64"]["tx"]["bytes"])
 

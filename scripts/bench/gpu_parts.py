@@ -30,9 +30,9 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from minigpt.checkpoints.find import LAST
 from minigpt.checkpoints.format import read
 from minigpt.config import GPTConfig
+from minigpt.forecast.memory import Parallelism, Sizes, memory
 from minigpt.model import GPT
 from minigpt.optim import adamw
-from minigpt.runs.scaling import Parallelism, Sizes, memory
 from minigpt.utils.errors import RunError
 
 LOSS = 1.4655  # nanoGPT's GPU recipe, mean of five runs; source: configs/experiment/nanogpt_gpu.yaml

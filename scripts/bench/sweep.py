@@ -14,6 +14,8 @@ from common import ROOT, TRAIN, launch
 HEADS, WIDTHS = (2, 4, 8), (64, 128, 256)
 REPORT = ROOT / "scripts" / "sweep_report.py"
 RUNS = 500
+_NO_TRAINING = ["hydra.launcher.n_jobs=1", "data.val_fraction=0.0001", "data.batch_size=1"]
+_NO_TRAINING += ["model.n_layer=1", "model.n_embd=32"]
 
 
 def sweep(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
@@ -24,9 +26,8 @@ def sweep(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     settings = [f"max_steps={args.steps}", f"eval_every={args.steps}", *args.overrides]
     widths = args.widths or WIDTHS
     axes = [f"model.n_head={','.join(map(str, HEADS))}", f"model.n_embd={','.join(map(str, widths))}"]
-    launch(
-        [sys.executable, TRAIN, "max_steps=1", f"hydra.run.dir={folder}/warm"]
-    )  # token files are cached from here on
+    # Token files are cached from here on.
+    launch([sys.executable, TRAIN, "max_steps=1", f"hydra.run.dir={folder}/warm"])
     rows = []
     for i in range(args.rounds):
         parallel = _sweep(folder / f"parallel{i}", *axes, *settings)
@@ -52,15 +53,6 @@ def sweep(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-_NO_TRAINING = (
-    "hydra.launcher.n_jobs=1",
-    "data.val_fraction=0.0001",
-    "model.n_layer=1",
-    "model.n_embd=32",
-    "data.batch_size=1",
-)
 
 
 def _sweep(folder: Path, *overrides: str) -> float:

@@ -17,7 +17,7 @@ import torch
 from common import TOKENS_PER_STEP, TRAIN, bare_nanogpt, launch, machine, metrics, summary
 from omegaconf import OmegaConf
 
-from minigpt.checkpoints.models import load_checkpoint
+from minigpt.checkpoints.load import load_checkpoint
 from minigpt.data.prepare import load_corpus
 
 BASELINE = "baseline"

@@ -1,22 +1,22 @@
 """Exported models in transformers: logits, loss and greedy text are equal."""
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from exported import run_export
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from minigpt import GPT, GPTConfig, generate, load_checkpoint
-from minigpt.checkpoints.export import MODELING, export_folder, export_model, modeling_code
-from minigpt.checkpoints.huggingface import load_folder
-from minigpt.checkpoints.pretrained import find_pretrained
+from minigpt.checkpoints.export_huggingface import MODELING, export_folder, export_model, modeling_code
+from minigpt.checkpoints.init_from import find_pretrained, load_folder
 
 transformers = pytest.importorskip("transformers")
 
@@ -34,7 +34,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "MiniGPTForCausalLM",
         {"position": "rope", "bias": False, "activation": "swiglu"},
     ),
-    "Llama": ("LlamaForCausalLM", {**LLAMA, "tie_embeddings": False}),
+    "Llama": ("LlamaForCausalLM", {**LLAMA, "tie_embeddings": False, "ngram_buckets": 64, "base_n_embd": 24}),
     "Llama, tied, one key-value head": ("LlamaForCausalLM", {**LLAMA, "n_kv_head": 1, "norm_eps": 1e-3}),
     "Llama, two key-value heads": ("LlamaForCausalLM", {**LLAMA, "n_kv_head": 2, "head_dim": 12, "n_inner": 40}),
     "Llama with a width that the heads do not divide": (
@@ -99,7 +99,7 @@ def in_transformers(model: GPT, folder: Path) -> Any:
 def test_an_exported_model_gives_the_same_logits_loss_and_greedy_text(name: str, tmp_path: Path) -> None:
     architecture, values = MODELS[name]
     ours = random_model(**values)
-    theirs = in_transformers(ours, tmp_path)
+    theirs = in_transformers(ours, tmp_path).train()  # there is no dropout
     assert type(theirs).__name__ == architecture
     tokens = torch.randint(0, 101, (3, 72), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -157,26 +157,22 @@ def test_a_model_of_its_own_class_ignores_padding_and_continues_beyond_its_conte
     assert theirs.generate(tokens, max_new_tokens=20, do_sample=False).shape == (1, 29)
 
 
-def test_the_modeling_file_needs_no_minigpt(tmp_path: Path) -> None:
-    in_transformers(random_model(smear=1), tmp_path)
-    code = (
-        "import sys; sys.modules['minigpt'] = None\n"  # an import of it fails
-        "from transformers import AutoModelForCausalLM\n"
-        "AutoModelForCausalLM.from_pretrained('.', trust_remote_code=True)"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True)
+def test_the_modeling_file_needs_no_minigpt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "minigpt", None)  # an import of it fails
+    monkeypatch.setitem(sys.modules, "modeling", module := ModuleType("modeling"))
+    exec(modeling_code(), module.__dict__)
+    assert issubclass(module.MiniGPTForCausalLM, transformers.PreTrainedModel)
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
 def test_an_exported_run_works_in_transformers(
-    train: Callable[..., Any], launch: Callable[..., Any], tmp_path: Path, tokenizer: str
+    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path, tokenizer: str
 ) -> None:
     size = ["tokenizer.vocab_size=300"] if tokenizer == "bpe" else []
-    run = train(f"tokenizer={tokenizer}", *size)
-    folder = tmp_path / "exports" / "tiny"
-    result = launch("export.py", str(run.folder), "--to", "huggingface", "--out", str(folder))
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-1] == f"to upload it: hf upload tiny {folder}"
+    run = train(f"tokenizer={tokenizer}", *size, "max_steps=10")
+    folder, weights = tmp_path / "exports" / "tiny", tmp_path / "weights.safetensors"
+    assert run_export(monkeypatch, str(run.folder), "--to", "huggingface", "--out", str(folder)) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"to upload it: hf upload tiny {folder}"
     names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {file.name for file in folder.iterdir()} == names | {"README.md"}
     model, encoding = load_checkpoint(run.folder)
@@ -192,49 +188,38 @@ def test_an_exported_run_works_in_transformers(
     assert f"| validation loss | {run.loss:.4f} nats per token" in card
     assert "n_embd: 32" in card
 
+    assert run_export(monkeypatch, str(run.folder), "--to", "safetensors", "--out", str(weights)) == 0
+    alone, its_tokenizer = load_checkpoint(weights)
+    assert all(torch.equal(a, b) for a, b in zip(alone.parameters(), model.parameters(), strict=True))
+    assert its_tokenizer.to_dict() == encoding.to_dict()
+    assert weights.stat().st_size < (run.folder / "checkpoints/best.safetensors").stat().st_size / 2
 
-@pytest.mark.parametrize("summary", [None, "{", '{"status": "failed"}', '{"best_val_loss": null, "seed": 7}'])
+
 def test_an_interrupted_or_older_run_is_exported_with_the_figures_that_it_has(
-    train: Callable[..., Any], tmp_path: Path, summary: str | None
+    train: Callable[..., Any], tmp_path: Path
 ) -> None:
     run = train("max_steps=1").folder
     (run / "summary.json").unlink()
-    if summary:
-        (run / "summary.json").write_text(summary)
-    architecture = export_folder(find_pretrained(str(run)), tmp_path / "exported")
-    card = (tmp_path / "exported/README.md").read_text()
-    assert architecture in card
-    assert "validation loss" not in card
-    assert ("| seed | 7 |" in card) == ("seed" in str(summary))
+    for i, summary in enumerate([None, "{", '{"status": "failed"}', '{"best_val_loss": null, "seed": 7}']):
+        if summary:
+            (run / "summary.json").write_text(summary)
+        architecture = export_folder(find_pretrained(str(run)), tmp_path / f"exported{i}")
+        card = (tmp_path / f"exported{i}/README.md").read_text()
+        assert architecture in card
+        assert "validation loss" not in card
+        assert ("| seed | 7 |" in card) == ("seed" in str(summary))
 
 
-def test_a_finetuned_export_has_no_dropout(tmp_path: Path) -> None:
-    theirs = in_transformers(random_model(), tmp_path).train()
-    tokens = torch.arange(20)[None]
-    assert torch.equal(theirs(tokens).logits, theirs(tokens).logits)
-
-
-def test_what_cannot_be_exported_is_one_line(launch: Callable[..., Any], tmp_path: Path) -> None:
+def test_what_cannot_be_exported_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
+    monkeypatch.chdir(tmp_path)
     for arguments, message in (
         (["--to", "huggingface", "--out", "full"], "error: --out must be a path that does not exist yet, got full"),
         (["--to", "huggingface", "--out", "new"], "error: no run with a checkpoint in runs/"),
         (["full", "--to", "huggingface", "--out", "new"], "error: full holds no checkpoints/best.safetensors"),
+        (["--to", "safetensors", "--out", "new", "--weights", "int8"], "error: --weights must be left out without"),
     ):
-        result = launch("export.py", *arguments, cwd=tmp_path)
-        assert result.returncode == 2
-        assert result.stderr.startswith(message)
-        assert result.stderr.count("\n") == 1
+        assert run_export(monkeypatch, *arguments) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(message)
     assert not (tmp_path / "new").exists()
-
-
-def test_the_weights_alone_are_a_checkpoint(train: Callable[..., Any], launch: Callable[..., Any]) -> None:
-    run = train("max_steps=2")
-    out = run.folder / "weights.safetensors"
-    result = launch("export.py", str(run.folder), "--to", "safetensors", "--out", str(out))
-    assert result.returncode == 0, result.stderr
-    model, tokenizer = load_checkpoint(out)
-    expected, other = load_checkpoint(run.folder)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
-    assert tokenizer.to_dict() == other.to_dict()
-    assert out.stat().st_size < (run.folder / "checkpoints/best.safetensors").stat().st_size / 2

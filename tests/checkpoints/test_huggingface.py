@@ -1,6 +1,7 @@
 """Models of transformers with random weights, loaded from their folders: logits, loss and greedy text are equal."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minigpt import GPTConfig, generate
-from minigpt.checkpoints.huggingface import FAMILIES, config_from, load_folder
+from minigpt.checkpoints.huggingface_conversion import FAMILIES, config_to_ours
+from minigpt.checkpoints.init_from import WEIGHTS, load_folder
 from minigpt.utils.errors import UserError
 
 transformers = pytest.importorskip("transformers")
@@ -107,31 +109,15 @@ def test_the_scaling_of_rope_is_read_where_any_version_of_transformers_writes_it
         values |= {"rope_theta": 500.0, "rope_parameters": rope, "original_max_position_embeddings": 32}
     if place == "both":  # the outer value wins
         values["rope_parameters"] = {**rope, "original_max_position_embeddings": 64}
-    config = config_from(values)
+    config = config_to_ours(values)
     assert config.rope_base == 500
     assert config.rope_scaling == (4.0, 1.0, 4.0, 32)
-
-
-def test_a_loaded_model_trains(tmp_path: Path) -> None:
-    random_model(*MODELS["Qwen3"]).save_pretrained(tmp_path)
-    model = load_folder(tmp_path).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    tokens = torch.arange(40).view(2, 20)
-    losses = []
-    for _ in range(10):
-        loss = model(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] / 2
-    assert all(weight.grad_fn is None and weight.requires_grad for weight in model.parameters())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_default_configuration_of_transformers_is_read_from_its_json(family: str) -> None:
     theirs = transformers.AutoConfig.for_model(family)
-    ours = config_from(json.loads(theirs.to_json_string(use_diff=False)))
+    ours = config_to_ours(json.loads(theirs.to_json_string(use_diff=False)))
     assert isinstance(ours, GPTConfig)
     assert (ours.n_layer, ours.n_head, ours.n_embd) == (
         theirs.num_hidden_layers,
@@ -178,49 +164,60 @@ def test_a_value_that_the_model_lacks_is_named(tmp_path: Path, values: dict[str,
     assert message in str(error.value)
 
 
-def test_damaged_folders_are_one_line(tmp_path: Path) -> None:
-    theirs = random_model(*MODELS["Llama"])
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "shard": (lambda folder: next(folder.glob("model-*.safetensors")).unlink(), ".safetensors is missing"),
+    "truncated": (lambda folder: (folder / WEIGHTS).write_bytes(b"\x10" + bytes(200)), "cannot be loaded: "),
+    "pickled": (
+        lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"),
+        "model.safetensors is missing; weights must be safetensors, because a .bin file can execute code",
+    ),
+    "wide": (
+        lambda folder: change_config(folder, intermediate_size=56),
+        "blocks.0.mlp.up.weight must have shape (112, 32), got (96, 32)",
+    ),
+    "short": (lambda folder: change_config(folder, num_hidden_layers=1), "unexpected weights: model.layers.1."),
+    "long": (
+        lambda folder: change_config(folder, num_hidden_layers=3),
+        "the weight model.layers.2.input_layernorm.weight is missing",
+    ),
+    "deep": (
+        lambda folder: change_config(folder, num_hidden_layers=10**12),
+        "its model has 7,744,000,000,006,368 parameters, but the file has 21 weights",
+    ),
+    "narrow": (
+        lambda folder: change_weight(folder, "model.layers.0.self_attn.k_proj.weight", torch.zeros(16, 31)),
+        "Sizes of tensors must match",
+    ),
+    "headed": (
+        lambda folder: change_config(folder, tie_word_embeddings=True),
+        "lm_head.weight differs from the embeddings; set tie_word_embeddings to false",
+    ),
+    "infinite": (
+        lambda folder: change_weight(folder, "model.norm.weight", torch.full((32,), float("inf"))),
+        "final_norm.weight is NaN or infinite",
+    ),
+    "none": (lambda folder: (folder / "config.json").unlink(), "config.json"),
+}
 
-    def folder(name: str, **options: Any) -> Path:
-        theirs.save_pretrained(tmp_path / name, **options)
-        return tmp_path / name
 
-    (missing := folder("missing", max_shard_size="20kB") / "model-00001-of-00003.safetensors").unlink(missing_ok=True)
-    next(missing.parent.glob("model-*.safetensors")).unlink()
-    (truncated := folder("truncated") / "model.safetensors").write_bytes(b"\x10" + bytes(200))
-    (pickled := folder("pickled") / "model.safetensors").rename(pickled.with_name("pytorch_model.bin"))
-    wide = folder("wide") / "config.json"
-    wide.write_text(json.dumps({**json.loads(wide.read_text()), "intermediate_size": 56}))
-    short = folder("short") / "config.json"
-    short.write_text(json.dumps({**json.loads(short.read_text()), "num_hidden_layers": 1}))
-    long = folder("long") / "config.json"
-    long.write_text(json.dumps({**json.loads(long.read_text()), "num_hidden_layers": 3}))
-    deep = folder("deep") / "config.json"
-    deep.write_text(json.dumps({**json.loads(deep.read_text()), "num_hidden_layers": 10**12}))
-    narrow = folder("narrow") / "model.safetensors"
-    save_file(load_file(narrow) | {"model.layers.0.self_attn.k_proj.weight": torch.zeros(16, 31)}, narrow)
-    headed = folder("headed") / "config.json"
-    headed.write_text(json.dumps({**json.loads(headed.read_text()), "tie_word_embeddings": True}))
-    infinite = folder("infinite") / "model.safetensors"
-    save_file(load_file(infinite) | {"model.norm.weight": torch.full((32,), float("inf"))}, infinite)
-    (none := folder("none") / "config.json").unlink()
-    for file, message in (
-        (missing, ".safetensors is missing"),
-        (truncated, "cannot be loaded: "),
-        (pickled, "model.safetensors is missing; weights must be safetensors, because a .bin file can execute code"),
-        (wide, "blocks.0.mlp.up.weight must have shape (112, 32), got (96, 32)"),
-        (short, "unexpected weights: model.layers.1."),
-        (long, "the weight model.layers.2.input_layernorm.weight is missing"),
-        (deep, "its model has 7,744,000,000,006,368 parameters, but the file has 21 weights"),
-        (narrow, "Sizes of tensors must match"),
-        (headed, "lm_head.weight differs from the embeddings; set tie_word_embeddings to false"),
-        (infinite, "final_norm.weight is NaN or infinite"),
-        (none, "config.json"),
-    ):
-        with pytest.raises(UserError) as error:
-            load_folder(file.parent)
-        assert message in str(error.value)
-        assert "\n" not in str(error.value)
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_folder_is_one_line(name: str, tmp_path: Path) -> None:
+    random_model(*MODELS["Llama"]).save_pretrained(tmp_path, max_shard_size="20kB" if name == "shard" else "1GB")
+    change, message = DAMAGE[name]
+    change(tmp_path)
+    with pytest.raises(UserError) as error:
+        load_folder(tmp_path)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def change_config(folder: Path, **values: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+def change_weight(folder: Path, name: str, weight: torch.Tensor) -> None:
+    save_file(load_file(folder / WEIGHTS) | {name: weight}, folder / WEIGHTS)
 
 
 def random_model(name: str, values: dict[str, Any]) -> Any:

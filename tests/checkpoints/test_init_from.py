@@ -16,7 +16,7 @@ import minigpt
 from minigpt import load_checkpoint
 from minigpt.checkpoints.find import BEST, LAST
 from minigpt.checkpoints.format import read
-from minigpt.checkpoints.pretrained import find_pretrained
+from minigpt.checkpoints.init_from import find_pretrained
 from minigpt.utils.errors import UserError
 
 transformers = pytest.importorskip("transformers")
@@ -51,15 +51,11 @@ def test_finetuning_a_folder_of_transformers_starts_from_its_loss_and_lowers_it(
             theirs(windows[:, :-1]).logits.flatten(0, 1), windows[:, 1:].flatten()
         )
     assert run.loss == pytest.approx(losses.item(), abs=2e-3)  # the last window, which is shorter, is left out here
+    digest = hashlib.sha256((gpt2_folder / "model.safetensors").read_bytes()).hexdigest()
+    source = {"source": str(gpt2_folder), "revision": None, "sha256": {"model.safetensors": digest}}
+    assert run.summary["init_from"] == read(run.folder / BEST)["minigpt"]["provenance"]["init_from"] == source
     tuned = finetune(gpt2_folder, "optimizer.lr=1e-2", "schedule.warmup_steps=0", folder=run.folder.parent / "tuned")
     assert tuned.loss < run.loss - 1
-
-
-def test_a_finetuning_resumes_bit_for_bit(finetune: Finetune, gpt2_folder: Path, tmp_path: Path) -> None:
-    whole = finetune(gpt2_folder, *OFTEN, folder=tmp_path / "whole").folder
-    resumed = broken_off(whole, 7, tmp_path / "resumed")
-    finetune(gpt2_folder, *OFTEN, "resume=auto", folder=resumed)
-    check_same_end(whole, resumed)
 
 
 def test_a_run_starts_from_another_run_with_its_tokenizer_at_step_0(
@@ -77,12 +73,13 @@ def test_a_run_starts_from_another_run_with_its_tokenizer_at_step_0(
 def test_the_block_size_can_be_cropped_and_dropout_set(
     train: Callable[..., Any], finetune: Finetune, tmp_path: Path, position: str
 ) -> None:
-    first = train("max_steps=2", f"model.position={position}", folder=tmp_path / "first")
+    first = train("max_steps=2", f"model.position={position}", "model.dropout=0.1", folder=tmp_path / "first")
     run = finetune(first.folder, "max_steps=1", "model.block_size=8", "model.dropout=0.2")
     model, _ = load_checkpoint(run.folder)
     assert (model.config.block_size, model.config.dropout) == (8, 0.2)
     tokens = torch.arange(8)[None]
     start = find_pretrained(str(first.folder))
+    assert start.config.dropout == 0
     with torch.no_grad():
         longer, shorter = start.load()(tokens), start.load(model.config)(tokens)
     assert torch.equal(longer, shorter)
@@ -96,14 +93,6 @@ def test_a_run_is_finetuned_with_the_recipe_that_trained_it(finetune: Finetune, 
     assert tuned.loss < first["best_val_loss"]
     model, _ = load_checkpoint(tuned.folder)
     assert model.config.ngram_dropout == 0.15
-
-
-def test_the_checkpoint_and_the_summary_record_the_source(finetune: Finetune, gpt2_folder: Path) -> None:
-    run = finetune(gpt2_folder, "max_steps=1")
-    digest = hashlib.sha256((gpt2_folder / "model.safetensors").read_bytes()).hexdigest()
-    expected = {"source": str(gpt2_folder), "revision": None, "sha256": {"model.safetensors": digest}}
-    assert run.summary["init_from"] == expected
-    assert read(run.folder / BEST)["minigpt"]["provenance"]["init_from"] == expected
 
 
 @pytest.mark.parametrize(
@@ -154,12 +143,8 @@ def test_a_run_resumes_without_the_source_of_its_weights(finetune: Finetune, gpt
     check_same_end(whole.folder, auto)
     assert resumed.summary["init_from"] == whole.summary["init_from"]  # of the weights that the run started from
     branch = finetune(source, *OFTEN, f"resume={by_path}", folder=tmp_path / "branch")
-    check_same_end_of_training(whole.folder, branch.folder)
-
-
-def check_same_end_of_training(one: Path, other: Path) -> None:
-    weights = [dict(load_checkpoint(folder / LAST)[0].named_parameters()) for folder in (one, other)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    weights = [load_checkpoint(folder / LAST)[0].parameters() for folder in (whole.folder, branch.folder)]
+    assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))
 
 
 def test_another_source_has_no_effect_on_a_resumed_run(
@@ -181,9 +166,6 @@ def test_a_preparation_uses_the_tokenizer_of_the_model(
     tokenizer = transformers.AutoTokenizer.from_pretrained(gpt2_folder)
     written = torch.frombuffer(bytearray(ids.read_bytes()), dtype=torch.uint16)
     assert written.tolist() == tokenizer(text.read_text()[: int(20_000 * 0.9)]).input_ids
-    refused = launch("prepare.py", *data, "tokenizer=gpt2")
-    assert refused.returncode == 2
-    assert "tokenizer must be one of pretrained, got gpt2" in refused.stderr
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(gpt2_folder: Path, tmp_path: Path) -> None:

@@ -7,15 +7,18 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from conftest import small_run
 from hydra.errors import InstantiationException
 from lightning.pytorch import Callback, Trainer
 
+import minigpt
 from minigpt import load_checkpoint
 from minigpt.checkpoints.find import BEST, LAST
 from minigpt.checkpoints.format import read, write
@@ -25,21 +28,12 @@ from minigpt.utils.errors import Diverged, UserError
 from minigpt.utils.signals import Interrupted
 
 # What may differ: times, paths, and progress that Lightning counts for its loggers.
-IGNORED = {
-    "seconds",
-    "wall_seconds",
-    "logged_seconds",
-    "config",
-    "provenance",
-    "epoch_loop.val_loop.batch_progress",
-    "epoch_loop.state_dict",
-}
+IGNORED = {"seconds", "wall_seconds", "logged_seconds", "config", "provenance"}
+IGNORED |= {"epoch_loop.val_loop.batch_progress", "epoch_loop.state_dict"}
+ACCUMULATED = ["trainer.accumulate_grad_batches=2", "data.eval_batch_size=16", "model.dropout=0.1", "ema_decay=0.9"]
 CLOCKS = ("seconds", "tokens_per_second", "flops_per_second")
-OFTEN = [
-    "eval_every=7",
-    "callbacks.checkpoint.save_top_k=9",
-    "model.dropout=0.1",
-]  # log_every=5 does not divide 7: rows span checkpoints
+# log_every=5 does not divide 7: rows span checkpoints.
+OFTEN = ["eval_every=7", "callbacks.checkpoint.save_top_k=9", "model.dropout=0.1"]
 
 
 def differences(one: Any, other: Any, at: str = "") -> list[str]:
@@ -99,40 +93,50 @@ def check_same_end(one: Path, other: Path) -> None:
     ],
     ids=["plain", "accumulation", "average", "epochs", "early stopping", "muon", "bfloat16", "float64", "gpt2"],
 )
-def test_a_resumed_run_equals_an_uninterrupted_one(train: Callable[..., Any], tmp_path: Path, settings: str) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    train: Callable[..., Any], trained: Callable[..., Path], tmp_path: Path, settings: str
+) -> None:
     same = [*OFTEN, *settings.split()]
-    whole = train(*same, folder=tmp_path / "whole").folder
+    whole = trained(*same)
     first, *_, last = sorted(int(file.stem[5:]) for file in (whole / "checkpoints").glob("step-*"))
     assert (first, last) == (7, 14) if "early" in settings else (7, 20)
     resumed = train(*same, "resume=auto", folder=broken_off(whole, first, tmp_path / "resumed")).folder
     check_same_end(whole, resumed)
 
 
-def test_a_run_killed_right_after_its_last_checkpoint_completes(train: Callable[..., Any], tmp_path: Path) -> None:
-    whole = train(*OFTEN, folder=tmp_path / "whole").folder
-    resumed = train(*OFTEN, "resume=auto", folder=broken_off(whole, 20, tmp_path / "killed"))
-    assert resumed.summary["status"] == "completed"
-    check_same_end(whole, resumed.folder)
+@pytest.fixture(scope="module")
+def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return the folder of an uninterrupted run, which is trained once; tests leave it as it is."""
+    folder = tmp_path_factory.mktemp("trained")
+
+    @cache
+    def run(*settings: str) -> Path:
+        path = folder / str(len(list(folder.iterdir())))
+        minigpt.train([*small_run(text, folder / "data"), *settings, f"hydra.run.dir={path}"])
+        return path
+
+    return run
 
 
-@pytest.mark.parametrize("name", ["summary.json", "metrics.csv", "samples.txt"])
-def test_damaged_logs_do_not_prevent_resuming(
-    train: Callable[..., Any], tmp_path: Path, name: str, capsys: Any
+@pytest.mark.parametrize("name", [None, "summary.json", "metrics.csv", "samples.txt"])
+def test_a_run_killed_right_after_its_last_checkpoint_completes_also_with_damaged_logs(
+    train: Callable[..., Any], trained: Callable[..., Path], tmp_path: Path, name: str | None, capsys: Any
 ) -> None:
-    whole = train(*OFTEN, folder=tmp_path / "whole").folder
-    folder = broken_off(whole, 14, tmp_path / "damaged")
-    (folder / name).write_bytes((whole / name).read_bytes()[:-1] + b"\n\xff\x00{\n")
+    whole = trained(*OFTEN)
+    folder = broken_off(whole, 14 if name else 20, tmp_path / "killed")
+    if name:
+        (folder / name).write_bytes((whole / name).read_bytes()[:-1] + b"\n\xff\x00{\n")
     resumed = train(*OFTEN, "resume=auto", folder=folder)
+    assert resumed.summary["status"] == "completed"
     check_same_end(whole, resumed.folder)
     assert ("1 of its rows are dropped" in capsys.readouterr().err) == (name == "metrics.csv")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy", [["trainer=ddp"], ["trainer=fsdp"], ["trainer=fsdp", "trainer.strategy.parallel_save=true"]]
-)
-def test_two_processes_resume_bit_for_bit(launch: Callable[..., Any], tmp_path: Path, strategy: list[str]) -> None:
-    two = [*OFTEN, *strategy, "optimizer=muon", "ema_decay=0.9", "trainer.accelerator=cpu", "trainer.devices=2"]
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_resume_bit_for_bit(launch: Callable[..., Any], tmp_path: Path, strategy: str) -> None:
+    devices = [f"trainer={strategy}", "trainer.accelerator=cpu", "trainer.devices=2"]
+    two = [*OFTEN, *devices, "optimizer=muon", "ema_decay=0.9"]
     whole = launch("train.py", *two, f"hydra.run.dir={tmp_path}/whole")
     assert whole.returncode == 0, whole.stderr
     folder = broken_off(tmp_path / "whole", 7, tmp_path / "resumed")
@@ -141,31 +145,35 @@ def test_two_processes_resume_bit_for_bit(launch: Callable[..., Any], tmp_path: 
     check_same_end(tmp_path / "whole", folder)
 
 
-def test_a_run_resumes_in_another_folder(train: Callable[..., Any], tmp_path: Path) -> None:
-    whole = train(*OFTEN, folder=tmp_path / "whole").folder
+def test_a_run_resumes_in_another_folder(
+    train: Callable[..., Any], trained: Callable[..., Path], tmp_path: Path
+) -> None:
+    whole = trained(*OFTEN)
     resumed = train(*OFTEN, f"resume={whole}/checkpoints/step-7.safetensors", folder=tmp_path / "new").folder
     assert differences(read(whole / LAST)["state_dict"], read(resumed / LAST)["state_dict"]) == []
     assert rows(resumed) == [row for row in rows(whole) if int(row["step"]) > 7]
 
 
-def test_the_best_checkpoint_of_a_folder_is_from_its_own_run(train: Callable[..., Any], tmp_path: Path) -> None:
-    whole = train(folder=tmp_path / "whole")
-    worse = train("max_steps=25", "optimizer.lr=0.5", f"resume={whole.folder}", folder=tmp_path / "worse")
-    assert worse.loss > whole.loss
+def test_the_best_checkpoint_of_a_folder_is_from_its_own_run(
+    train: Callable[..., Any], trained: Callable[..., Path], tmp_path: Path
+) -> None:
+    whole = trained()
+    worse = train("max_steps=25", "optimizer.lr=0.5", f"resume={whole}", folder=tmp_path / "worse")
+    assert worse.loss > json.loads((whole / "summary.json").read_text())["best_val_loss"]
     assert read(worse.folder / BEST)["global_step"] == worse.summary["best_step"] == 25
 
 
-def test_a_raised_max_steps_follows_the_new_schedule(train: Callable[..., Any], capsys: Any) -> None:
-    run = train()
-    train("resume=auto", "max_steps=30", folder=run.folder)
-    assert (
-        "max_steps changed from 20 to 30; the learning-rate schedule follows it from step 20 on"
-        in capsys.readouterr().err
+def test_a_raised_max_steps_follows_the_new_schedule(
+    train: Callable[..., Any], trained: Callable[..., Path], tmp_path: Path, capsys: Any
+) -> None:
+    resumed = train(f"resume={trained()}", "max_steps=30", folder=tmp_path / "resumed").folder
+    warning = "max_steps changed from 20 to 30; the learning-rate schedule follows it from step 20 on"
+    assert warning in capsys.readouterr().err
+    before, after = (
+        {row["step"]: row["learning_rate"] for row in rows(folder) if row["learning_rate"]}
+        for folder in (trained("max_steps=30"), resumed)
     )
-    whole = train("max_steps=30", folder=run.folder.with_name("whole"))
-    rates = {row["step"]: row["learning_rate"] for row in rows(whole.folder) if row["learning_rate"]}
-    after = {row["step"]: row["learning_rate"] for row in rows(run.folder) if row["learning_rate"]}
-    assert {step: after[step] for step in ("25", "30")} == {step: rates[step] for step in ("25", "30")}
+    assert after == {step: before[step] for step in ("25", "30")}
 
 
 def test_a_changed_optimizer_setting_applies_after_resuming(train: Callable[..., Any], capsys: Any) -> None:
@@ -182,35 +190,30 @@ def test_save_top_k_checkpoints_are_kept(train: Callable[..., Any], tmp_path: Pa
     run = train("eval_every=4", "callbacks.checkpoint.save_top_k=2", "optimizer.lr=1e-9")  # the losses hardly move
     lowest = sorted((float(row["val_loss"]), int(row["step"])) for row in rows(run.folder) if row["val_loss"])[:2]
     kept = {file.name for file in (run.folder / "checkpoints").iterdir()}
-    assert kept == {
-        "best.safetensors",
-        "last.safetensors",
-        "previous.safetensors",
-        *(f"step-{step}.safetensors" for _, step in lowest),
-    }
+    steps = {f"step-{step}.safetensors" for _, step in lowest}
+    assert kept == {"best.safetensors", "last.safetensors", "previous.safetensors"} | steps
     assert read(run.folder / BEST)["global_step"] == lowest[0][1]
     with pytest.raises(InstantiationException, match=r"save_top_k must be an integer ≥ 1, got 0"):
         train("callbacks.checkpoint.save_top_k=0", folder=tmp_path / "none")
 
 
-def test_a_checkpoint_not_yet_linked_as_best_is_linked_on_resume(train: Callable[..., Any], tmp_path: Path) -> None:
-    folder = broken_off(train(*OFTEN).folder, 14, tmp_path / "killed")
+def test_a_checkpoint_not_yet_linked_as_best_is_linked_on_resume(
+    train: Callable[..., Any], trained: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = broken_off(trained(*OFTEN), 14, tmp_path / "killed")
     assert not (folder / BEST).exists()
     train(*OFTEN, "resume=auto", "eval_every=100", "max_steps=15", "optimizer.lr=1.0", folder=folder)
     assert read(folder / BEST)["global_step"] == 14
 
 
-def test_checkpoints_hold_the_ema_weights(train: Callable[..., Any]) -> None:
-    run = train("ema_decay=0.9", "eval_every=20")
+def test_checkpoints_hold_the_ema_weights(train: Callable[..., Any], trained: Callable[..., Path]) -> None:
+    run = train("ema_decay=0.9")
     content = read(run.folder / LAST)
-    model, _ = load_checkpoint(run.folder)
-    averages = dict(model.named_parameters())
     weights = {name.removeprefix("model."): tensor for name, tensor in content["unaveraged"].items()}
     assert content["ema_updates"] == 20
-    for name, average in averages.items():
+    averages, plain = (load_checkpoint(folder / LAST)[0].named_parameters() for folder in (run.folder, trained()))
+    for (name, average), (_, tensor) in zip(averages, plain, strict=True):
         assert not torch.equal(average, weights[name]), name
-    plain = train("eval_every=20", folder=run.folder.with_name("plain"))
-    for name, tensor in load_checkpoint(plain.folder)[0].named_parameters():
         assert torch.equal(tensor, weights[name]), name  # the EMA does not change the training
 
 
@@ -292,12 +295,13 @@ def test_a_nan_loss_stops_two_processes_at_its_step(
     assert f"at step {met[0]} " in error
 
 
-def test_a_checkpoint_older_than_a_model_setting_is_resumed(train: Callable[..., Any], tmp_path: Path) -> None:
-    begun = train("max_steps=2", folder=tmp_path / "begun")
-    content = read(begun.folder / "checkpoints" / "last.safetensors")
+def test_a_checkpoint_older_than_a_model_setting_is_resumed(
+    train: Callable[..., Any], trained: Callable[..., Path], tmp_path: Path
+) -> None:
+    content = read(trained("max_steps=2") / LAST)
     del content["minigpt"]["model"]["embed_norm"]
-    write(content, begun.folder / "checkpoints" / "last.safetensors")
-    assert train("max_steps=3", f"resume={begun.folder}", folder=tmp_path / "resumed").summary["steps"] == 3
+    write(content, tmp_path / "older.safetensors")
+    assert train("max_steps=3", f"resume={tmp_path}/older.safetensors").summary["steps"] == 3
 
 
 @pytest.mark.parametrize(
@@ -316,14 +320,18 @@ def test_a_checkpoint_older_than_a_model_setting_is_resumed(train: Callable[...,
     ],
 )
 def test_a_checkpoint_that_does_not_match_is_rejected_with_the_difference(
-    train: Callable[..., Any], tmp_path: Path, text: Path, changes: list[str], differs: str
+    train: Callable[..., Any],
+    trained: Callable[..., Path],
+    tmp_path: Path,
+    text: Path,
+    changes: list[str],
+    differs: str,
 ) -> None:
     other = tmp_path / "other.txt"
     other.write_text(text.read_text()[::-1])  # the same characters
-    begun = train("max_steps=2", folder=tmp_path / "begun")
     changes = [change.format(other=other) for change in changes]
     with pytest.raises(UserError, match=differs):
-        train(*changes, f"resume={begun.folder}", folder=tmp_path / "resumed")
+        train(*changes, f"resume={trained('max_steps=2')}")
 
 
 @pytest.mark.parametrize(
@@ -340,14 +348,13 @@ def test_a_checkpoint_that_does_not_match_is_rejected_with_the_difference(
     ],
 )
 def test_a_checkpoint_without_what_resuming_needs_is_rejected(
-    train: Callable[..., Any], tmp_path: Path, change: Callable[..., Any]
+    train: Callable[..., Any], trained: Callable[..., Path], tmp_path: Path, change: Callable[..., Any]
 ) -> None:
-    begun = train("max_steps=2", folder=tmp_path / "begun")
-    content = read(begun.folder / LAST)
+    content = read(trained("max_steps=2") / LAST)
     change(content)
-    write(content, begun.folder / LAST)
-    with pytest.raises(UserError, match=r"last\.safetensors does not hold a run of minigpt"):
-        train("max_steps=4", f"resume={begun.folder}", folder=tmp_path / "resumed")
+    write(content, tmp_path / "damaged.safetensors")
+    with pytest.raises(UserError, match=r"damaged\.safetensors does not hold a run of minigpt"):
+        train("max_steps=4", f"resume={tmp_path}/damaged.safetensors")
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -367,10 +374,9 @@ def test_resuming_a_completed_run_does_nothing(train: Callable[..., Any], capsys
 def test_the_latest_link_can_be_resumed(train: Callable[..., Any], tmp_path: Path) -> None:
     first = train("max_steps=10", "eval_every=5", folder=tmp_path / "first")
     second = train(f"resume={tmp_path}/latest", folder=tmp_path / "second")
-    assert second.summary["steps"] == 20
+    assert (first.summary["steps"], second.summary["steps"]) == (10, 20)
     assert int(rows(second.folder)[0]["step"]) > 10
     assert (tmp_path / "latest").resolve() == second.folder
-    assert first.summary["steps"] == 10
 
 
 class Terminate(Callback):
@@ -392,15 +398,12 @@ class Terminate(Callback):
     ("batch", "validating"), [(18, False), (19, False), (19, True), (20, False), (39, False), (39, True)]
 )
 def test_a_terminated_run_resumes_with_the_validation_that_was_due(
-    train: Callable[..., Any], tmp_path: Path, batch: int, validating: bool
+    train: Callable[..., Any], trained: Callable[..., Path], batch: int, validating: bool
 ) -> None:
-    settings = ("trainer.accumulate_grad_batches=2", "data.eval_batch_size=16", "model.dropout=0.1", "ema_decay=0.9")
-    expected = train(*settings, folder=tmp_path / "whole")
     ask = ["+callbacks.ask._target_=test_resume.Terminate", f"+callbacks.ask.batch={batch}"]
     with pytest.raises(Interrupted):
-        train(*settings, *ask, f"+callbacks.ask.validating={validating}")
-    resumed = train(*settings, "resume=auto")
-    check_same_end(expected.folder, resumed.folder)
+        train(*ACCUMULATED, *ask, f"+callbacks.ask.validating={validating}")
+    check_same_end(trained(*ACCUMULATED), train(*ACCUMULATED, "resume=auto").folder)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs the names of open files")

@@ -313,9 +313,16 @@ def test_a_trainer_with_overfit_batches_repeats_them(tmp_path):
     assert recorder.read == [first, second, first, second, first]
 
 
-@pytest.mark.parametrize("batch_size", [3, 1])
-def test_a_batch_size_that_is_not_divisible_by_the_processes_raises(tmp_path, batch_size):
-    module = token_data(tmp_path, batch_size=batch_size)
+def test_the_mean_over_ranks_of_weighted_means_is_the_mean_over_a_batch_that_they_share_unevenly():
+    shares = [batches(batch_size=12, rank=rank, world_size=5) for rank in range(5)]
+    values = [np.array(next(iter(starts_of_rank))) for starts_of_rank in map(starts, shares)]
+    assert [len(share) for share in values] == [3, 3, 2, 2, 2]
+    weighted = [share.weight * mine.mean() for share, mine in zip(shares, values, strict=True)]
+    assert np.mean(weighted) == pytest.approx(np.mean(starts(batches(batch_size=12))[0]))
+
+
+def test_a_batch_with_fewer_windows_than_processes_raises(tmp_path):
+    module = token_data(tmp_path, batch_size=1)
     module.trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False)
-    with pytest.raises(UserError, match=rf"data\.batch_size must be divisible by the 2 processes, got {batch_size}"):
+    with pytest.raises(UserError, match=r"data\.batch_size must be ≥ 2, the number of processes, got 1"):
         module.train_dataloader()

@@ -1,26 +1,26 @@
 """Sources of the data group, with Hydra, real files, and `datasets`."""
 
-import hashlib
+import gzip
 import io
 import json
 import os
+import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from corpora import ROOT, documents, sha256, texts_on_disk
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from minigpt.data import prepare as preparation
 from minigpt.data import sources
+from minigpt.data.checksums import checksums, corpus_checksum
+from minigpt.data.shakespeare import stand_in
 from minigpt.utils.errors import RunError, UserError
-from minigpt.utils.files import checksums
 
-ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = ROOT / "configs"
 TRAIN = [f"Once upon a time there was a fox number {i}. Ünï 漢字 😀\n\nThe end." for i in range(40)]
 VAL = ["A story to validate on.", "", "And another story: é漢."]
 
@@ -45,7 +45,7 @@ def configured(tmp_path):
     """Compose the groups data and tokenizer as a script does."""
 
     def configure(*overrides):
-        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
             cfg = compose("train", overrides=[f"data.folder={tmp_path}/data", *overrides])
         return OmegaConf.to_container(cfg.data, resolve=True), OmegaConf.to_container(cfg.tokenizer, resolve=True)
 
@@ -54,6 +54,7 @@ def configured(tmp_path):
 
 @pytest.fixture
 def find(configured):
+    """Find the training and the validation source (or None) of overrides."""
     return lambda *overrides: (*sources.find_sources(configured(*overrides)[0]), None)[:2]
 
 
@@ -72,31 +73,21 @@ def write_stories(folder, split, texts):
     pq.write_table(table, folder / f"data/{split}-00000-of-00001.parquet")
 
 
-def documents(source):
-    """Return the texts of a source, joined from their chunks."""
-    texts = []
-    for text, first in source.read():
-        if first:
-            texts.append("")
-        texts[-1] += text
-    return texts
-
-
-def sha256(content):
-    return hashlib.sha256(content).hexdigest()
+def texts_of(source):
+    return documents(source.read())
 
 
 # The user's own files
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.md", "My notes!", "a.TXT", "b.c.txt"])
-def test_a_source_of_one_text_file_has_its_checksum(find, tmp_path, name):
-    (tmp_path / name).write_text("some text é\r\n", encoding="utf-8", newline="")
-    source, val = find("data=text", f"data.path='{tmp_path / name}'")
-    assert documents(source) == ["some text é\r\n"]
-    assert source.sha256 == sha256("some text é\r\n".encode()) == sources.corpus_sha256([source])
-    assert val is None
-    assert documents(source) == documents(source)  # again and again
+def test_a_source_of_one_text_file_has_its_checksum(find, tmp_path):
+    for name in ("a.txt", "My notes!", "a.TXT", "b.c.txt"):
+        (tmp_path / name).write_text("some text é\r\n", encoding="utf-8", newline="")
+        source, val = find("data=text", f"data.path='{tmp_path / name}'")
+        for _ in range(2):
+            assert texts_of(source) == ["some text é\r\n"]
+        assert source.sha256 == sha256("some text é\r\n".encode()) == corpus_checksum([source.sha256])
+        assert val is None
 
 
 def test_the_documents_of_a_folder_are_in_the_order_of_its_files(find, tmp_path):
@@ -106,10 +97,10 @@ def test_the_documents_of_a_folder_are_in_the_order_of_its_files(find, tmp_path)
     (folder / "a.md").write_text("of a")
     (folder / "c.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     source, _ = find("data=text", f"data.path={folder}")
-    assert documents(source) == ["of a", "of b", "one", "two"]
+    assert texts_of(source) == ["of a", "of b", "one", "two"]
     assert source.name == "texts"
     pattern, _ = find("data=text", f"data.path='{folder}/*.txt'")
-    assert documents(pattern) == ["of b"]
+    assert texts_of(pattern) == ["of b"]
     assert pattern.sha256 == sha256(b"of b")
 
 
@@ -118,78 +109,51 @@ def test_a_separate_validation_text_is_a_second_source(find, tmp_path):
     (tmp_path / "b.txt").write_text("to validate on")
     for overrides in (("data=text", f"data.path={tmp_path}/a.txt"), ("data=plays",)):
         source, val = find(*overrides, f"data.val_path={tmp_path}/b.txt")
-        assert documents(val) == ["to validate on"]
+        assert texts_of(val) == ["to validate on"]
         assert val.sha256 == sha256(b"to validate on")
-        both = sources.corpus_sha256([source, val])
+        both = corpus_checksum([source.sha256, val.sha256])
         assert both not in (source.sha256, val.sha256)
         (tmp_path / "b.txt").write_text("another text")
-        assert sources.corpus_sha256(find(*overrides, f"data.val_path={tmp_path}/b.txt")) != both
+        assert corpus_checksum([s.sha256 for s in find(*overrides, f"data.val_path={tmp_path}/b.txt")]) != both
         (tmp_path / "b.txt").write_text("to validate on")
 
 
-@pytest.mark.parametrize("setting", ["data.path", "data.val_path"])
-def test_a_missing_text_raises_with_its_key_and_path(find, tmp_path, setting):
-    (tmp_path / "a.txt").write_text("a")
-    missing = tmp_path / "missing.txt"
-    with pytest.raises(UserError) as error:
-        find("data=text", f"data.path={tmp_path}/a.txt", f"{setting}={missing}")
-    assert str(error.value).startswith(f"{setting}={missing}")
-
-
-def test_a_null_path_raises(find):
-    with pytest.raises(UserError, match=r"data\.path=…"):
-        find("data=text")
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL", "a.jsonl.GZ"])
-def test_another_field_gives_another_checksum(find, tmp_path, name):
-    import gzip
-
+def test_another_field_gives_another_checksum(find, tmp_path):
     content = b'{"title": "a title", "body": "a body"}\n'
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("GZ") else content)
-    title, _ = find("data=text", f"data.path={tmp_path / name}", "data.field=title")
-    body, _ = find("data=text", f"data.path={tmp_path / name}", "data.field=body")
-    assert (documents(title), documents(body)) == (["a title"], ["a body"])
-    assert title.sha256 != body.sha256
+    for name in ("a.jsonl", "a.JSONL", "a.jsonl.GZ"):
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("GZ") else content)
+        title, _ = find("data=text", f"data.path={tmp_path / name}", "data.field=title")
+        body, _ = find("data=text", f"data.path={tmp_path / name}", "data.field=body")
+        assert (texts_of(title), texts_of(body)) == (["a title"], ["a body"])
+        assert title.sha256 != body.sha256
 
 
-def test_every_change_of_a_folder_gives_another_checksum(find, tmp_path):
-    folder = tmp_path / "texts"
+def test_every_change_of_a_folder_gives_another_checksum(configured, tmp_path):
+    folder, (data, _) = tmp_path / "texts", configured("data=text")
+
+    def checksum():
+        (source,) = sources.find_sources(data | {"path": str(folder)})
+        return source.sha256
+
     folder.mkdir()
-    seen = set()
-
-    def changed():
-        source, _ = find("data=text", f"data.path={folder}")
-        again, _ = find("data=text", f"data.path={folder}")
-        assert source.sha256 == again.sha256
-        new = source.sha256 not in seen
-        seen.add(source.sha256)
-        return new
-
-    (folder / "a.txt").write_text('{"text": "one"}')
-    assert changed()
-    (folder / "b.txt").write_text("two")
-    assert changed()
-    (folder / "b.txt").write_text("owt")
-    assert changed()
-    (folder / "b.txt").rename(folder / "0.txt")  # another order
-    assert changed()
-    (folder / "a.txt").rename(folder / "a.jsonl")  # read in another way
-    assert changed()
-    (folder / "c.txt").symlink_to(folder / "0.txt")  # the same text twice
-    assert changed()
+    seen = []
+    for change in (
+        lambda: (folder / "a.txt").write_text('{"text": "one"}'),
+        lambda: (folder / "b.txt").write_text("two"),
+        lambda: (folder / "b.txt").write_text("owt"),
+        lambda: (folder / "b.txt").rename(folder / "0.txt"),  # another order
+        lambda: (folder / "a.txt").rename(folder / "a.jsonl"),  # read in another way
+        lambda: (folder / "c.txt").symlink_to(folder / "0.txt"),  # the same text twice
+        lambda: ((folder / "c.txt").unlink(), (folder / "c.txt").symlink_to(folder / "a.jsonl")),
+    ):
+        change()
+        seen.append(checksum())
+        assert checksum() == seen[-1]
+    assert len(set(seen)) == len(seen)
+    folder = folder.rename(tmp_path / "moved")
     (folder / "c.txt").unlink()
     (folder / "c.txt").symlink_to(folder / "a.jsonl")
-    assert changed()
-
-
-def test_the_checksum_does_not_depend_on_the_folder(find, tmp_path):
-    for folder in (tmp_path / "one", tmp_path / "two"):
-        folder.mkdir()
-        for name in ("a.txt", "b.md"):
-            (folder / name).write_text(name)
-    one, two = (find("data=text", f"data.path={tmp_path}/{name}")[0] for name in ("one", "two"))
-    assert one.sha256 == two.sha256
+    assert checksum() == seen[-1]
 
 
 def test_checksums_are_cached_until_the_file_is_written(tmp_path):
@@ -237,15 +201,21 @@ def stdin(monkeypatch):
 
 
 def test_standard_input_is_read_once_and_shared_with_child_processes(find, tmp_path, stdin):
-    content = "from a pipe: é漢😀\r\n".encode() * 100_000  # several blocks
+    content = "from a pipe: é漢😀\r\n".encode() * 20_000  # several blocks
     stdin(content)
     for _ in range(2):
         source, _ = find("data=text", "data.path=-")
-        assert documents(source) == [content.decode()]
+        assert texts_of(source) == [content.decode()]
         assert (source.name, source.sha256) == ("stdin", sha256(content))
     script = [sys.executable, str(ROOT / "scripts/prepare.py"), "data=text", "data.path=-", f"data.folder={tmp_path}/b"]
     child = subprocess.run(script, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=True)
-    assert "corpus           stdin" in child.stdout
+    shown = dict(line.split("  ", 1) for line in child.stdout.splitlines())
+    shown = {name: value.strip() for name, value in shown.items()}
+    n, text = len(content), content.decode()
+    assert (shown["corpus"], shown["vocabulary"]) == ("stdin", f"{len(set(text))} ids")
+    assert shown["bytes per token"] == f"{n / len(text):.3f}"
+    assert shown["in both splits"] == "0 documents"
+    assert shown["validation"].endswith(f" bytes, {len(text) - int(len(text) * 0.9):,} tokens")
     (meta,) = (tmp_path / "b/tokens").glob("stdin-*/meta.json")
     assert json.loads(meta.read_text())["sha256"] == sha256(content)
     assert [file.name for file in (tmp_path / "data").iterdir() if file.name != "checksums.json"] == [
@@ -259,30 +229,31 @@ def test_standard_input_with_a_known_checksum_gets_its_name(find, stdin):
     assert source.name == "mine"
 
 
-def test_standard_input_without_a_text_raises(find, tmp_path, stdin, monkeypatch):
+def test_standard_input_without_a_text_raises(configured, stdin, monkeypatch):
+    data, _ = configured("data=text", "data.path=-")
+
+    def refusal():
+        with pytest.raises(UserError) as error:
+            texts_of(sources.find_sources(data)[0])
+        return str(error.value)
+
     stdin(b"")
-    with pytest.raises(UserError, match=r"^data\.path=- .* is empty;"):
-        find("data=text", "data.path=-")
+    assert re.match(r"data\.path=- .* is empty;", refusal())
     monkeypatch.setattr(sys, "stdin", None)  # as pythonw has it
-    with pytest.raises(UserError, match=r"^data\.path=- "):
-        find("data=text", "data.path=-")
+    assert refusal().startswith("data.path=- ")
     monkeypatch.setattr(sys, "stdin", open(os.openpty()[1]))  # noqa: SIM115
-    with pytest.raises(UserError, match=r"^data\.path=- .* is a terminal;"):
-        find("data=text", "data.path=-")
+    assert re.match(r"data\.path=- .* is a terminal;", refusal())
     sys.stdin.close()
-    stdin(b"binary\0")
-    with pytest.raises(UserError, match=r"stdin-.*\.txt is not text"):
-        documents(find("data=text", "data.path=-")[0])
-
-
-@pytest.mark.parametrize("count", ["WORLD_SIZE", "SLURM_NTASKS"])
-def test_standard_input_with_several_processes_raises(find, stdin, monkeypatch, count):
     stdin(b"a text")
-    monkeypatch.setenv(count, "2")
-    with pytest.raises(UserError, match=r"^data\.path=- .* several processes"):
-        find("data=text", "data.path=-")
-    monkeypatch.setenv(count, "1")
-    assert documents(find("data=text", "data.path=-")[0]) == ["a text"]
+    for count in ("WORLD_SIZE", "SLURM_NTASKS"):
+        with monkeypatch.context() as patch:
+            patch.setenv(count, "2")
+            assert re.match(r"data\.path=- .* several processes", refusal())
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert texts_of(sources.find_sources(data)[0]) == ["a text"]
+    stdin(b"binary\0")
+    monkeypatch.setenv("MINIGPT_STDIN_FILE", "")
+    assert re.search(r"stdin-.*\.txt is not text", refusal())
 
 
 # Plays
@@ -290,13 +261,11 @@ def test_standard_input_with_several_processes_raises(find, stdin, monkeypatch, 
 
 def test_each_play_is_one_document(find):
     source, val = find("data=plays")
-    texts = documents(source)
-    assert len(texts) == 38
-    assert val is None
+    texts = texts_of(source)
+    assert len(set(texts)) == len(texts) == 38
     assert min(map(len, texts)) > 50_000
-    assert len(set(texts)) == 38
-    assert any("HAMLET:\nTo be, or not to be" in text for text in texts)
-    assert all(text.endswith("\n\n") and "**" not in text for text in texts)
+    assert "".join(texts) == stand_in(10**9)
+    assert val is None
     assert find("data=plays")[0].sha256 == source.sha256
 
 
@@ -305,12 +274,12 @@ def test_each_play_is_one_document(find):
 
 def test_a_local_data_set_is_read_with_its_validation_split(find, stories):
     source, val = find("data=tinystories", f"data.dataset={stories}")
-    assert documents(source) == TRAIN
-    assert documents(val) == VAL
+    assert texts_of(source) == TRAIN
+    assert texts_of(val) == VAL
     assert source.sha256 != val.sha256
     assert source.name == "tinystories"
     titles, _ = find("data=tinystories", f"data.dataset={stories}", "data.field=title")
-    assert documents(titles) == ["a title"] * len(TRAIN)
+    assert texts_of(titles) == ["a title"] * len(TRAIN)
     assert titles.sha256 != source.sha256
     for other in ("data.subset=other", "data.revision=other"):
         assert find("data=tinystories", f"data.dataset={stories}", other)[0].sha256 != source.sha256
@@ -320,7 +289,7 @@ def test_a_data_set_without_a_validation_split_is_one_source(find, stories, tmp_
     assert find("data=openwebtext", f"data.dataset={stories}")[1] is None
     (tmp_path / "b.txt").write_text("to validate on")
     _, val = find("data=tinystories", f"data.dataset={stories}", f"data.val_path={tmp_path}/b.txt")
-    assert documents(val) == ["to validate on"]
+    assert texts_of(val) == ["to validate on"]
 
 
 def test_a_local_data_set_is_not_changed_and_its_checksum_is_stable(find, stories):
@@ -331,20 +300,17 @@ def test_a_local_data_set_is_not_changed_and_its_checksum_is_stable(find, storie
     write_stories(stories, "train", [*TRAIN, "one more"])
     changed, _ = find("data=tinystories", f"data.dataset={stories}")
     assert changed.sha256 != first[0]
-    assert documents(changed) == [*TRAIN, "one more"]
+    assert texts_of(changed) == [*TRAIN, "one more"]
 
 
 def test_a_local_data_set_is_tokenized_once(configured, stories):
     data, tokenizer = configured("data=tinystories", f"data.dataset={stories}", "tokenizer=byte")
     corpus = preparation.load_corpus(data, tokenizer)
-    decode = corpus.tokenizer.decode
-    assert decode(corpus.tokens("train")[:]) == "\n".join(TRAIN)
-    assert decode(corpus.tokens("val")[:]) == "\n".join(text for text in VAL if text)
+    assert texts_on_disk(corpus) == ["\n".join(TRAIN), "\n".join(text for text in VAL if text)]
     assert corpus.train.bytes == len("".join(TRAIN).encode())
-    (train,), (val,) = corpus.train.shards, corpus.val.shards
-    files = {file: file.stat().st_mtime_ns for file in (train.file, val.file)}
+    files = {shard.file: shard.file.stat().st_mtime_ns for shard in (*corpus.train.shards, *corpus.val.shards)}
     again = preparation.load_corpus(data, tokenizer)
-    assert (*again.train.shards, *again.val.shards) == (train, val)
+    assert {shard.file for shard in (*again.train.shards, *again.val.shards)} == files.keys()
     assert {file: file.stat().st_mtime_ns for file in files} == files
     assert again.sha256 == corpus.sha256
 
@@ -353,16 +319,18 @@ def test_a_missing_column_raises_with_the_columns_with_text(find, stories):
     for column in ("story", "id"):
         source, _ = find("data=tinystories", f"data.dataset={stories}", f"data.field={column}")
         with pytest.raises(UserError) as error:
-            documents(source)
+            texts_of(source)
         assert f"data.dataset={stories}" in str(error.value)
         assert f"column {column};" in str(error.value)
         assert "text are text, title;" in str(error.value)
 
 
-def test_a_missing_split_raises_with_its_name(find, stories):
-    source, _ = find("data=tinystories", f"data.dataset={stories}", "data.train_split=exam")
-    with pytest.raises(UserError, match="exam"):
-        documents(source)
+def test_a_missing_split_or_an_empty_folder_raises_with_its_name(find, stories, tmp_path):
+    (tmp_path / "nothing").mkdir()
+    for folder, name in ((stories, "exam"), (tmp_path / "nothing", "nothing")):
+        source, _ = find("data=tinystories", f"data.dataset={folder}", "data.train_split=exam")
+        with pytest.raises(UserError, match=name):
+            texts_of(source)
 
 
 @pytest.mark.parametrize("damage", ["cut short", "damaged"])
@@ -372,14 +340,7 @@ def test_a_damaged_data_set_raises(find, stories, damage):
     file.write_bytes(content[:-200] if damage == "cut short" else content[:10] + bytes(600) + content[610:])
     source, _ = find("data=tinystories", f"data.dataset={stories}")
     with pytest.raises((UserError, RunError), match=str(stories)):
-        documents(source)
-
-
-def test_an_empty_data_set_folder_raises(find, tmp_path):
-    (tmp_path / "nothing").mkdir()
-    source, _ = find("data=tinystories", f"data.dataset={tmp_path}/nothing")
-    with pytest.raises(UserError, match="nothing"):
-        documents(source)
+        texts_of(source)
 
 
 def test_an_unreachable_data_set_gives_a_one_line_error(tmp_path):

@@ -2,48 +2,28 @@
 
 import json
 import re
+import shutil
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
+from corpora import corpus_of, folder_of, prepare
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minigpt.data import prepare as preparation
 from minigpt.data import token_files
 from minigpt.data.shards import find_shards, local_shard
 from minigpt.data.token_files import Tokens, from_bins
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer
 from minigpt.utils.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
 TEXT = "a text that is prepared, broken and prepared again"
-
-
-def values(folder, **changes):
-    """Return a data group."""
-    return yaml.safe_load((ROOT / "configs/data/text.yaml").read_text()) | {"folder": str(folder)} | changes
-
-
-def prepare(text, folder, **changes):
-    """Prepare a text."""
-    (folder / "mine.txt").write_text(text)
-    return preparation.load_corpus(values(folder, path=str(folder / "mine.txt"), **changes), {"name": "char"})
+IDS = [sorted(set(TEXT)).index(character) for character in TEXT]
 
 
 def files_of(corpus):
     return [shard.file for split in (corpus.train, corpus.val) for shard in split.shards]
-
-
-def folder_of(corpus):
-    return corpus.train.shards[0].file.parent
-
-
-def ids_of(text):
-    """Return the index of each character in the sorted alphabet."""
-    return [sorted(set(text)).index(character) for character in text]
 
 
 # One file as an array.
@@ -62,9 +42,9 @@ def write(array, folder, vocab_size=1 << 16):
     return Tokens([local_shard(folder / "train.bin")], array.dtype.name, vocab_size)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(arrays(), st.data())
-def test_a_slice_equals_that_of_an_array(array, data):
+def test_slices_and_windows_equal_those_of_an_array(array, data):
     bound = st.none() | st.integers(-70, 70)
     begin, end = data.draw(bound), data.draw(bound)
     with tempfile.TemporaryDirectory() as folder:
@@ -72,63 +52,35 @@ def test_a_slice_equals_that_of_an_array(array, data):
         assert len(tokens) == len(array)
         np.testing.assert_array_equal(tokens[begin:end], array[begin:end], strict=True)
         np.testing.assert_array_equal(tokens[:], array, strict=True)
+        if len(array):
+            width = data.draw(st.integers(1, len(array)))
+            begins = data.draw(st.lists(st.integers(0, len(array) - width), max_size=8))
+            index = np.array(begins, dtype=np.int64)[:, None] + np.arange(width)
+            np.testing.assert_array_equal(tokens[index], array[index], strict=True)
 
 
-def test_a_slice_that_ends_before_its_start_is_empty(tmp_path):
-    array = np.arange(40, dtype=np.uint16)
-    tokens = write(array, tmp_path)
-    for begin in range(40):
-        for end in range(begin + 1):
-            np.testing.assert_array_equal(tokens[begin:end], array[begin:end], strict=True)
+# The folder of a prepared corpus.
 
 
-@settings(deadline=None, max_examples=100)
-@given(arrays().filter(len), st.data())
-def test_windows_equal_those_of_an_array(array, data):
-    width = data.draw(st.integers(1, len(array)))
-    begins = data.draw(st.lists(st.integers(0, len(array) - width), max_size=8))
-    index = np.array(begins, dtype=np.int64)[:, None] + np.arange(width)
-    with tempfile.TemporaryDirectory() as folder:
-        np.testing.assert_array_equal(write(array, Path(folder))[index], array[index], strict=True)
+def test_a_prepared_corpus_is_loaded_and_cannot_be_changed(tmp_path):
+    corpus = prepare(TEXT, tmp_path)
+    folder = folder_of(corpus)
+    loaded = token_files.load(folder)
+    assert (loaded.name, loaded.dtype, loaded.provenance) == ("mine.txt", "uint16", corpus.provenance)
+    assert files_of(loaded) == [folder / "train.bin", folder / "val.bin"]
+    assert (loaded.train.tokens, loaded.train.bytes, loaded.train.documents) == (45, 45, 1)
+    assert (loaded.val.tokens, loaded.val.bytes, loaded.val.documents) == (5, 5, 1)
+    assert loaded.tokenizer.to_dict() == corpus.tokenizer.to_dict()
+    for split, ids in (("train", IDS[:45]), ("val", IDS[45:])):
+        tokens = loaded.tokens(split)
+        tokens[:5][0] = 0
+        tokens[np.arange(5)[None]][0] = 0
+        assert tokens[:].tolist() == np.fromfile(folder / f"{split}.bin", np.uint16).tolist() == ids
 
 
-def test_reading_an_id_outside_the_vocabulary_raises(tmp_path):
-    array = np.arange(30, dtype=np.uint16)
-    array[15] = 50
-    tokens = write(array, tmp_path, vocab_size=50)
-    assert tokens[:15].tolist() == list(range(15))
-    assert tokens[np.array([[16, 17]])].tolist() == [[16, 17]]
-    for index in (slice(14, 16), np.array([[1, 2], [14, 15]])):
-        with pytest.raises(UserError, match=rf"{re.escape(str(tmp_path))}.* token id 50, outside the vocabulary of 50"):
-            tokens[index]
-
-
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_tokens_equal_their_file_and_cannot_change_it(tmp_path, split):
-    corpus = prepare(TEXT, tmp_path, val_fraction=0.4)
-    file = folder_of(corpus) / f"{split}.bin"
-    before = file.read_bytes()
-    tokens = corpus.tokens(split)
-    cut = int(len(TEXT) * 0.6)
-    assert tokens[:].tolist() == (ids_of(TEXT)[:cut] if split == "train" else ids_of(TEXT)[cut:])
-    tokens[:5][0] = 0
-    tokens[np.arange(5)[None]][0] = 0
-    assert file.read_bytes() == before
-
-
-# Files that are broken or too short.
-
-
-def cut_train(folder):
-    (folder / "train.bin").write_bytes((folder / "train.bin").read_bytes()[:-1])
-
-
-def cut_a_token(folder):
-    (folder / "train.bin").write_bytes((folder / "train.bin").read_bytes()[:-2])
-
-
-def lose_val(folder):
-    (folder / "val.bin").unlink()
+def cut_train(n):
+    """Return a function that removes the last `n` bytes of train.bin."""
+    return lambda folder: (folder / "train.bin").write_bytes((folder / "train.bin").read_bytes()[:-n])
 
 
 def meta(text):
@@ -144,9 +96,9 @@ def meta(text):
 @pytest.mark.parametrize(
     "spoil",
     [
-        pytest.param(cut_train, id="a file cut short by a byte"),
-        pytest.param(cut_a_token, id="a file cut short by a token"),
-        pytest.param(lose_val, id="a split lost"),
+        pytest.param(cut_train(1), id="a file cut short by a byte"),
+        pytest.param(cut_train(2), id="a file cut short by a token"),
+        pytest.param(lambda folder: (folder / "val.bin").unlink(), id="a split lost"),
         pytest.param(meta(""), id="meta.json empty"),
         pytest.param(meta('{"name": "mi'), id="meta.json cut short"),
         pytest.param(meta("[]"), id="meta.json a list"),
@@ -170,27 +122,11 @@ def test_broken_token_files_raise_and_are_rewritten_once_removed(tmp_path, spoil
     for read in (lambda: token_files.load(folder), lambda: prepare(TEXT, tmp_path)):
         with pytest.raises(UserError, match=re.escape(f"remove {folder}")):
             read()
-    for file in folder.iterdir():
-        file.unlink()
-    folder.rmdir()
-    corpus = prepare(TEXT, tmp_path)
-    assert [*corpus.tokens("train")[:], *corpus.tokens("val")[:]] == ids_of(TEXT)
-
-
-def test_token_files_without_meta_json_raise(tmp_path):
+    shutil.rmtree(folder)
     with pytest.raises(UserError, match="broken token files"):
-        token_files.load(tmp_path)
-
-
-def test_a_prepared_corpus_is_loaded(tmp_path):
+        token_files.load(folder)
     corpus = prepare(TEXT, tmp_path)
-    folder = folder_of(corpus)
-    loaded = token_files.load(folder)
-    assert (loaded.name, loaded.dtype) == ("mine.txt", "uint16")
-    assert files_of(loaded) == [folder / "train.bin", folder / "val.bin"]
-    assert (loaded.train.tokens, loaded.train.bytes, loaded.train.documents) == (45, 45, 1)
-    assert (loaded.val.tokens, loaded.val.bytes, loaded.val.documents) == (5, 5, 1)
-    assert loaded.tokenizer.alphabet == "".join(sorted(set(TEXT)))
+    assert [*corpus.tokens("train")[:], *corpus.tokens("val")[:]] == IDS
 
 
 @pytest.mark.parametrize(("val_fraction", "split"), [(0.4, "validation"), (0.6, "training")])
@@ -209,17 +145,13 @@ def bins(folder, train, val):
     files = folder / "train.bin", folder / "val.bin"
     for file, ids in zip(files, (train, val), strict=True):
         file.write_bytes(ids if isinstance(ids, bytes) else np.array(ids, dtype=np.uint16).tobytes())
-    return files
+    return {"train_bin": str(files[0]), "val_bin": str(files[1])}
 
 
 def read_bins(folder, train, val, tokenizer=None):
     bins(folder, train, val)
-    return from_files(folder, tokenizer or ByteTokenizer())
-
-
-def from_files(folder, tokenizer):
-    train, val = (find_shards(f"data.{name}_bin", str(folder / f"{name}.bin"), folder) for name in ("train", "val"))
-    return from_bins(train, val, tokenizer, folder / "checksums.json")
+    shards = [find_shards(f"data.{name}_bin", str(folder / f"{name}.bin"), folder) for name in ("train", "val")]
+    return from_bins(*shards, tokenizer or ByteTokenizer(), folder / "checksums.json")
 
 
 @pytest.fixture(scope="module")
@@ -229,10 +161,8 @@ def bpe():
 
 def test_nanogpts_files_are_read_in_place(tmp_path):
     train, val = "to train on é".encode(), "to validate on é".encode()
-    train_bin, val_bin = bins(tmp_path, [*train], [*val])
-    data = values(tmp_path / "data", train_bin=str(train_bin), val_bin=str(val_bin))
-    corpus = preparation.load_corpus(data, {"name": "byte"})
-    assert files_of(corpus) == [train_bin, val_bin]
+    corpus = corpus_of(None, tmp_path / "data", "byte", **bins(tmp_path, [*train], [*val]))
+    assert files_of(corpus) == [tmp_path / "train.bin", tmp_path / "val.bin"]
     assert corpus.tokens("train")[:].tolist() == [*train]
     assert corpus.tokens("val")[:].tolist() == [*val]
     assert (corpus.train.tokens, corpus.val.tokens, corpus.val.bytes) == (len(train), len(val), len(val))
@@ -280,33 +210,21 @@ def test_an_id_outside_the_vocabulary_of_nanogpts_files_raises(tmp_path, monkeyp
             corpus.tokens("train")[np.array([[0, 1, 2]])]
 
 
-@pytest.mark.parametrize("content", [b"", b"abc"], ids=["empty", "odd"])
-@pytest.mark.parametrize("setting", ["data.train_bin", "data.val_bin"])
-def test_a_file_that_is_not_16_bit_ids_raises_with_the_config_key(tmp_path, setting, content):
-    good = np.array([1, 2, 3], dtype=np.uint16).tobytes()
-    train, val = (content, good) if setting == "data.train_bin" else (good, content)
-    with pytest.raises(UserError, match=rf"{re.escape(setting)}=.* has {len(content)} bytes, not .*16-bit"):
-        read_bins(tmp_path, train, val)
-
-
-@pytest.mark.parametrize("missing", ["train", "val"])
-def test_a_missing_file_raises_with_the_config_key(tmp_path, missing):
-    bins(tmp_path, [1, 2], [3, 4])
-    (tmp_path / f"{missing}.bin").unlink()
-    with pytest.raises(UserError, match=rf"data\.{missing}_bin=.*{missing}\.bin is not a file"):
-        from_files(tmp_path, ByteTokenizer())
-
-
-def test_one_file_without_the_other_raises(tmp_path):
-    train_bin, val_bin = bins(tmp_path, [1, 2], [3, 4])
-    for one in ({"train_bin": str(train_bin)}, {"val_bin": str(val_bin)}):
-        with pytest.raises(UserError, match=r"data\.train_bin and data\.val_bin"):
-            preparation.load_corpus(values(tmp_path, **one), {"name": "byte"})
+@pytest.mark.parametrize("name", ["train", "val"])
+def test_a_missing_or_odd_file_raises_with_the_config_key(tmp_path, name):
+    good = {"train": [1, 2], "val": [3, 4]}
+    for content in (b"", b"abc"):
+        with pytest.raises(UserError, match=rf"data\.{name}_bin=.* has {len(content)} bytes, not .*16-bit"):
+            read_bins(tmp_path, **good | {name: content})
+    files = bins(tmp_path, **good)
+    (tmp_path / f"{name}.bin").unlink()
+    with pytest.raises(UserError, match=rf"data\.{name}_bin=.*{name}\.bin is not a file"):
+        corpus_of(None, tmp_path, "byte", **files)
+    with pytest.raises(UserError, match=r"data\.train_bin and data\.val_bin must be set together"):
+        corpus_of(None, tmp_path, "byte", **files | {f"{name}_bin": None})
 
 
 def test_nanogpts_files_with_a_tokenizer_built_from_text_raise(tmp_path):
-    train_bin, val_bin = bins(tmp_path, [1, 2], [3, 4])
-    data = values(tmp_path, train_bin=str(train_bin), val_bin=str(val_bin))
     for tokenizer in ({"name": "char"}, {"name": "bpe", "vocab_size": 300}):
         with pytest.raises(UserError, match=rf"tokenizer={tokenizer['name']} .*tokenizer=gpt2"):
-            preparation.load_corpus(data, tokenizer)
+            corpus_of(None, tmp_path, tokenizer, **bins(tmp_path, [1, 2], [3, 4]))

@@ -16,14 +16,12 @@ import rustbpe
 import tiktoken
 import tiktoken_ext.openai_public
 import tokenizers
-import torch
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from minigpt.checkpoints.format import MAX_HEADER_BYTES
-from minigpt.checkpoints.models import load_checkpoint, save_checkpoint
+from minigpt.checkpoints.load import load_checkpoint, save_checkpoint
 from minigpt.config import GPTConfig
-from minigpt.data.prepare import tokenize
 from minigpt.data.tokenizer import (
     PATTERNS,
     SEPARATOR,
@@ -39,27 +37,9 @@ from minigpt.model import GPT
 from minigpt.utils.errors import UserError
 
 SPACES = [" ", "  ", "\t", "\n", "\r", "\r\n", *"\v\f\x1c\x85\xa0\u1680\u2003\u2028\u2029\u202f\u3000\u200b\ufeff"]
-WORDS = [
-    *(
-        "the",
-        "cat",
-        "The",
-        "CAT",
-        "tHe",
-        "HelloWorld",
-        "İstanbul",
-        "straße",
-        "ﬁn",
-        "Ǆ",
-        "ǅ",
-        "ʰa",
-        "ªº",
-        "naïve",
-        "漢字",
-    ),
-    *("日本語", "한국어", "العربية", "हिन्दी", "ไทย", "Ελληνικά", "русский", "ᏣᎳᎩ", "𝔘𝔫𝔦", "①", "Ⅳ", "²", "½", "٣٤"),
-    *("def f(x):\n\treturn x**2\n", "//", "a_b.c->d[0]['k'] != null;\r\n", "https://x.org/?b=c#d"),
-]
+SINGLE = """the cat The CAT tHe HelloWorld İstanbul straße ﬁn Ǆ ǅ ʰa ªº naïve 漢字 日本語 한국어 العربية हिन्दी ไทย
+Ελληνικά русский ᏣᎳᎩ 𝔘𝔫𝔦 ① Ⅳ ² ½ ٣٤ // https://x.org/?b=c#d"""
+WORDS = [*SINGLE.split(), "def f(x):\n\treturn x**2\n", "a_b.c->d[0]['k'] != null;\r\n"]
 ENDINGS = [*"sSſtTmMdDKK", "re", "RE", "rE", "ve", "VE", "ll", "LL", "lL"]
 SPECIAL = [SEPARATOR, "<|endofprompt|>", "<|fim_prefix|>", "<|", "|>", "<s>", "</s>", "<0x0A>", "<unk>", "<think>"]
 EMOJI = ["👩‍👩‍👧‍👦", "🏳️‍🌈", "👍🏽", "🇩🇪", "😀", "❤️", "\u200d", "\ufe0f", "e\u0301\u0327", "\u0301"]
@@ -67,18 +47,8 @@ NAMES = ["char", "byte", "bpe", "gpt2", "cl100k_base", "o200k_base"]
 
 
 def random_character(rng: random.Random) -> str:
-    first, last = rng.choice(
-        [
-            (32, 127),
-            (128, 0x250),
-            (0x300, 0x370),
-            (0x900, 0x980),
-            (0x250, 0xD800),
-            (0xE000, 0x10000),
-            (0x10000, 0x110000),
-        ]
-    )
-    return chr(rng.randrange(first, last))
+    ends = [(32, 127), (128, 0x250), (0x300, 0x370), (0x900, 0x980), (0x250, 0xD800), (0xE000, 0x10000)]
+    return chr(rng.randrange(*rng.choice([*ends, (0x10000, 0x110000)])))
 
 
 def random_text(rng: random.Random) -> str:
@@ -108,7 +78,7 @@ def random_text(rng: random.Random) -> str:
 def corpus() -> list[str]:
     rng = random.Random(0)
     code = [file.read_text(encoding="utf-8") for file in sorted(Path(__file__).parents[2].glob("minigpt/*.py"))]
-    return code + [random_text(rng) for _ in range(2000)]
+    return code + [random_text(rng) for _ in range(1000)]
 
 
 def tokens_of(pattern: str) -> list[bytes]:
@@ -160,7 +130,7 @@ def save(tokenizer: Tokenizer, folder: Path, **config: Any) -> Path:
 # Out
 
 
-@pytest.mark.parametrize("count", [2000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1000, pytest.param(100_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES)
 def test_ids_and_texts_of_a_written_tokenizer_equal_ours(name: str, count: int) -> None:
     rng = random.Random(count)
@@ -222,32 +192,28 @@ def test_a_character_without_an_id_is_an_error_in_both() -> None:
         tokenizer.encode("axb")
 
 
-@pytest.mark.parametrize("model_type", [None, "gpt2", "llama"])
 @pytest.mark.parametrize("name", NAMES)
-def test_transformers_loads_a_written_tokenizer(tmp_path: Path, name: str, model_type: str | None) -> None:
-    texts = ["", *corpus()[-50:], " a , b . it 's\n", "".join(SPECIAL)]
+def test_a_written_tokenizer_is_read_with_equal_ids_here_and_by_transformers(tmp_path: Path, name: str) -> None:
+    texts = ["", *corpus()[-100:], " a , b . it 's\n", "".join(SPECIAL)]
     ours, _ = tokenizer_of(name, texts)
-    loaded = AutoTokenizer.from_pretrained(save(ours, tmp_path, **({"model_type": model_type} if model_type else {})))
-    assert loaded.is_fast
-    assert loaded.eos_token == (SEPARATOR if isinstance(ours, BPETokenizer) else None)
-    for text in texts:
-        ids = ours.encode(text).tolist()
-        assert loaded(text)["input_ids"] == ids
-        assert loaded.decode(ids) == ours.decode(ids) == text
-        assert loaded.decode([*ids, *ours.separator.tolist()], skip_special_tokens=True) == ours.decode(
-            [*ids, *ours.separator.tolist()]
-        )
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_written_tokenizer_is_read_with_equal_ids(tmp_path: Path, name: str) -> None:
-    ours, _ = tokenizer_of(name, corpus()[-200:])
     again = load_tokenizer(save(ours, tmp_path))
     assert again.vocab_size == ours.vocab_size
     assert again.token_bytes == dict(ours.token_bytes)
     assert again.separator.tolist() == (ours.separator.tolist() if isinstance(ours, BPETokenizer) else [])
-    for text in corpus()[-200:]:
+    for text in texts:
         assert again.encode(text).tolist() == ours.encode(text).tolist()
+    for model_type in (None,) if name == "gpt2" else (None, "gpt2", "llama"):  # gpt2 is slow to load
+        loaded = AutoTokenizer.from_pretrained(
+            save(ours, tmp_path, **({"model_type": model_type} if model_type else {}))
+        )
+        assert loaded.is_fast
+        assert loaded.eos_token == (SEPARATOR if isinstance(ours, BPETokenizer) else None)
+        for text in texts:
+            ids = ours.encode(text).tolist()
+            assert loaded(text)["input_ids"] == ids
+            assert loaded.decode(ids) == ours.decode(ids) == text
+            ended = [*ids, *ours.separator.tolist()]
+            assert loaded.decode(ended, skip_special_tokens=True) == ours.decode(ended)
 
 
 # In
@@ -346,7 +312,7 @@ def test_ids_and_texts_equal_those_of_transformers(tmp_path: Path, name: str) ->
     ours = load_tokenizer(folder)
     reference = PreTrainedTokenizerFast.from_pretrained(folder, split_special_tokens=True)
     assert ours.vocab_size == max(tokenizers.Tokenizer.from_str(content_of(name)).get_vocab().values()) + 1
-    for text in ["", " ", "a", "\n", *(random_text(rng) for _ in range(500))]:
+    for text in ["", " ", "a", "\n", *(random_text(rng) for _ in range(300))]:
         ids = reference(text, add_special_tokens=False, truncation=False, padding=False)["input_ids"]
         assert ours.encode(text).tolist() == ids
         decoded = ours.decode(ids)
@@ -378,7 +344,7 @@ def test_a_tokenizer_that_was_read_is_written_as_it_was(tmp_path: Path, name: st
         ({"eos_token": None}, {"eos_token_id": 0}, SEPARATOR),
         ({}, None, None),
         (None, {"eos_token_id": 10**9}, None),
-        (None, {"eos_token_id": None}, None),
+        ({"eos_token": []}, {"eos_token_id": None}, None),
         (None, None, None),
     ],
 )
@@ -398,21 +364,6 @@ def test_special_tokens_have_no_bytes_and_added_tokens_have_theirs() -> None:
     }
     assert bytes_of == {SEPARATOR: b"", "<|im_start|>": b"", "<think>": b"<think>", "   ": b"   ", "Ġ": b" "}
     assert tokenizer.encode("<think>").tolist() == [ids["<think>"]]
-
-
-def test_more_than_65536_ids_take_32_bits() -> None:
-    content = json.loads(content_of("gpt2"))
-    content["model"]["vocab"] |= {f"unused{i}": 1500 + i for i in range(65_000)}
-    assert HuggingFaceTokenizer(json.dumps(content)).encode("a").dtype == np.uint32
-
-
-def test_two_threads_give_the_ids_of_one() -> None:
-    tokenizer = HuggingFaceTokenizer(content_of("gpt2"), 0)
-    batches = [[(0, True, text), (1, False, text)] for text in corpus()[-40:]]
-    one, two = (list(tokenize(tokenizer, batches, threads)) for threads in (1, 2))
-    for (text, expected), found in zip(zip(corpus()[-40:], one, strict=True), two, strict=True):
-        assert [row.tolist() for row in found] == [row.tolist() for row in expected]
-        assert found[0].tolist() == [0, *tokenizer.encode(text).tolist()]
 
 
 def test_a_fork_after_encoding_prints_no_warning() -> None:
@@ -435,28 +386,21 @@ def test_a_fork_after_encoding_prints_no_warning() -> None:
     assert len(done.stdout.splitlines()) == 2
 
 
-def test_a_checkpoint_has_the_tokenizer(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(write_folder(tmp_path, content_of("llama3"), {"eos_token": SEPARATOR}))
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=tokenizer.vocab_size, block_size=8, n_layer=1, n_head=1, n_embd=8))
-    save_checkpoint(model, tokenizer, tmp_path / "a.safetensors")
-    _, again = load_checkpoint(tmp_path / "a.safetensors")
-    assert again.to_dict() == tokenizer.to_dict()
-    assert all(again.encode(text).tolist() == tokenizer.encode(text).tolist() for text in corpus()[-100:])
-    assert again.token_bytes == tokenizer.token_bytes
-
-
-def test_a_checkpoint_holds_a_tokenizer_of_150000_ids(tmp_path: Path) -> None:
-    """As many as Qwen's has."""
+def test_a_checkpoint_has_the_tokenizer_also_of_150000_ids(tmp_path: Path) -> None:
+    """Qwen's has as many."""
     content, halves = json.loads(content_of("qwen")), [f"Ġä¸{i:06}" for i in range(75_000)]
     content["model"]["vocab"] |= {token: 2000 + i for i, token in enumerate(halves + [f"{half}a" for half in halves])}
     content["model"]["merges"] += [[half, "a"] for half in halves]
-    tokenizer = HuggingFaceTokenizer(json.dumps(content))
+    tokenizer = load_tokenizer(write_folder(tmp_path, json.dumps(content), {"eos_token": SEPARATOR}))
+    assert tokenizer.encode("a").dtype == np.uint32
     model = GPT(GPTConfig(vocab_size=tokenizer.vocab_size, block_size=8, n_layer=1, n_head=1, n_embd=1))
     save_checkpoint(model, tokenizer, tmp_path / "a.safetensors")
     with open(tmp_path / "a.safetensors", "rb") as file:
         assert 1 << 23 < int.from_bytes(file.read(8), "little") < MAX_HEADER_BYTES / 2
-    assert load_checkpoint(tmp_path / "a.safetensors")[1].to_dict() == tokenizer.to_dict()
+    _, again = load_checkpoint(tmp_path / "a.safetensors")
+    assert again.to_dict() == tokenizer.to_dict()
+    assert again.token_bytes == tokenizer.token_bytes
+    assert all(again.encode(text).tolist() == tokenizer.encode(text).tolist() for text in corpus()[-100:])
 
 
 # Damaged and hostile files
@@ -534,21 +478,16 @@ def test_a_folder_without_tokenizer_json_is_named(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("config", [[], None, "x", {"eos_token": 1}, {"eos_token": []}, {"eos_token": {"id": 0}}])
-def test_a_damaged_tokenizer_config_is_one_line(tmp_path: Path, config: Any) -> None:
-    folder = write_folder(tmp_path, content_of("gpt2"))
+@pytest.mark.parametrize(
+    ("config", "model"),
+    [(config, {}) for config in ([], None, "x", {"eos_token": 1}, {"eos_token": {"id": 0}})]
+    + [({}, model) for model in ([], {"eos_token_id": {}}, {"eos_token_id": []}, {"eos_token_id": [[]]})],
+)
+def test_a_damaged_end_of_text_is_one_line(tmp_path: Path, config: Any, model: Any) -> None:
+    folder = write_folder(tmp_path, content_of("gpt2"), model=model)
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    if config == {"eos_token": []}:
-        assert load_tokenizer(folder).separator.tolist() == []
-        return
     with pytest.raises(UserError, match="is damaged"):
         load_tokenizer(folder)
-
-
-@pytest.mark.parametrize("model", [[], {"eos_token_id": {}}, {"eos_token_id": []}, {"eos_token_id": [[]]}])
-def test_a_damaged_end_of_text_id_is_one_line(tmp_path: Path, model: Any) -> None:
-    with pytest.raises(UserError, match="is damaged"):
-        load_tokenizer(write_folder(tmp_path, content_of("gpt2"), None, model))
 
 
 def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,10 +19,6 @@ from minigpt.attention import MultiHeadAttention, attend, attend_explicit
 from minigpt.model import Block, Norm
 from minigpt.ops import EPS
 
-BACKENDS = ["fused", "explicit"]
-backends = pytest.mark.parametrize("backend", BACKENDS)
-
-
 # Notebook 000: three tokens of width 2, no biases, seed 42.
 
 TOKENS = torch.tensor([[[1.16, 0.23], [0.57, 1.36], [4.41, -2.16]]])  # (1, 3, 2)
@@ -35,9 +31,8 @@ THREE_HEADS = [
 ]
 
 
-@backends
-def test_000_self_attention(backend: str):
-    attention = full_width_heads(1, backend=backend)
+def test_000_self_attention():
+    attention = full_width_heads(1)
     w_q, w_k, w_v = attention.qkv.weight.split(2)
     assert_printed(w_q.T, [[0.5406, -0.1657], [0.5869, 0.6496]])
     assert_printed(w_k.T, [[-0.1549, -0.3443], [0.1427, 0.4153]])
@@ -52,19 +47,17 @@ def test_000_self_attention(backend: str):
     assert_printed(attention(TOKENS)[0], PLAIN)
 
 
-@backends
-def test_000_masked_self_attention(backend: str):
-    causal = full_width_heads(1, backend=backend, causal=True)
+def test_000_masked_self_attention():
+    causal = full_width_heads(1, causal=True)
     assert_printed(causal(TOKENS)[0], MASKED)
     assert_printed(causal.attention_weights(TOKENS)[0, 0], [[1, 0, 0], [0.3606, 0.6394, 0], [0.0722, 0.0320, 0.8959]])
     visible = torch.ones(3, 3, dtype=torch.bool).tril()  # true where the notebook's mask is false
-    assert_printed(full_width_heads(1, backend=backend)(TOKENS, mask=visible)[0], MASKED)
+    assert_printed(full_width_heads(1)(TOKENS, mask=visible)[0], MASKED)
 
 
-@backends
 @pytest.mark.parametrize("fill", [-1e9, -math.inf])
-def test_000_masking_with_minus_1e9_equals_masking_with_minus_infinity(backend: str, fill: float):
-    attention = full_width_heads(1, backend=backend, causal=True)
+def test_000_masking_with_minus_1e9_equals_masking_with_minus_infinity(fill: float):
+    attention = full_width_heads(1, causal=True)
     q, k, v = attention.qkv(TOKENS).split(2, dim=-1)
     scores = (q @ k.mT / math.sqrt(2)).masked_fill(torch.ones(3, 3, dtype=torch.bool).triu(1), fill)
     assert_close(attention.attention_weights(TOKENS)[:, 0], scores.softmax(-1))
@@ -72,14 +65,12 @@ def test_000_masking_with_minus_1e9_equals_masking_with_minus_infinity(backend: 
     assert_printed((scores.softmax(-1) @ v)[0], MASKED)
 
 
-@backends
-def test_000_attention_with_three_inputs(backend: str):
-    assert_printed(full_width_heads(1, backend=backend)(TOKENS, TOKENS.clone())[0], PLAIN)
+def test_000_attention_with_three_inputs():
+    assert_printed(full_width_heads(1)(TOKENS, TOKENS.clone())[0], PLAIN)
 
 
-@backends
-def test_000_cross_attention_to_a_source_of_a_different_length(backend: str):
-    attention = full_width_heads(1, backend=backend)
+def test_000_cross_attention_to_a_source_of_a_different_length():
+    attention = full_width_heads(1)
     context = torch.randn(1, 5, 2)
     w_q, w_k, w_v = attention.qkv.weight.split(2)
     expected = F.scaled_dot_product_attention(TOKENS @ w_q.T, context @ w_k.T, context @ w_v.T)
@@ -94,16 +85,14 @@ def test_000_queries_keys_and_values_from_three_sources():
     assert_close(attend_explicit(q, k, v)[0], expected)
 
 
-@backends
-def test_000_concatenated_heads_of_full_width(backend: str):
-    assert_printed(full_width_heads(1, backend=backend)(TOKENS)[0], PLAIN)
-    assert_printed(full_width_heads(3, backend=backend)(TOKENS)[0], THREE_HEADS)
+def test_000_concatenated_heads_of_full_width():
+    assert_printed(full_width_heads(1)(TOKENS)[0], PLAIN)
+    assert_printed(full_width_heads(3)(TOKENS)[0], THREE_HEADS)
 
 
-@backends
-def test_000_the_mask_applies_to_every_head_of_full_width(backend: str):
+def test_000_the_mask_applies_to_every_head_of_full_width():
     # The notebook's version takes a mask, but does not pass it to its heads. Here it applies to every head.
-    heads = full_width_heads(3, backend=backend, causal=True)
+    heads = full_width_heads(3, causal=True)
     y = heads(TOKENS)[0]
     assert_printed(y[:, :2], MASKED)
     first_value = heads.qkv(TOKENS)[0, 0, 12:]
@@ -161,14 +150,13 @@ def test_002_scaling_divides_the_variance_of_the_scores_by_the_width():
     assert_close(variance / scaled_variance, torch.tensor(128.0, dtype=torch.float64))
 
 
-@backends
 @pytest.mark.parametrize("causal", [False, True], ids=["encoder", "causal"])
 @pytest.mark.parametrize("scale", [None, 9**-0.5], ids=["by the head's width", "by the full width"])
-def test_002_looped_heads_equal_the_packed_projection(backend: str, causal: bool, scale: float | None):
+def test_002_looped_heads_equal_the_packed_projection(causal: bool, scale: float | None):
     # The looped version of the notebook divides the scores by √9, the root of the full width, the packed
     # one by √3, the root of the head's width, so they differ with the same weights. Here `scale` selects one.
     heads = [[nn.Linear(9, 3) for _ in "qkv"] for _ in range(3)]
-    packed = MultiHeadAttention(9, 3, causal=causal, scale=scale, backend=backend)
+    packed = MultiHeadAttention(9, 3, causal=causal, scale=scale)
     packed.qkv.weight.data = torch.cat([head[i].weight for i in range(3) for head in heads])
     packed.qkv.bias.data = torch.cat([head[i].bias for i in range(3) for head in heads])
     x = torch.randn(3, 8, 9)
@@ -188,9 +176,8 @@ def test_002_the_two_scales_differ():
     assert (by_head(x) - by_full(x)).abs().max() > 1e-3
 
 
-@backends
-def test_002_the_encoder_is_bidirectional_and_the_causal_module_sees_only_the_past(backend: str):
-    encoder, causal = (MultiHeadAttention(9, 3, causal=c, backend=backend) for c in (False, True))
+def test_002_the_encoder_is_bidirectional_and_the_causal_module_sees_only_the_past():
+    encoder, causal = (MultiHeadAttention(9, 3, causal=c) for c in (False, True))
     x = torch.randn(3, 8, 9)
     changed = x.index_fill(1, torch.tensor([5]), 1.0)
     moved = [(module(changed) - module(x)).abs().amax((0, 2)) for module in (encoder, causal)]
@@ -218,12 +205,11 @@ def test_002_the_mask_computed_by_hand():
     assert_printed(attend(scores, unit, unit, scale=1.0, causal=True)[0, 0], after)
 
 
-@backends
 @pytest.mark.parametrize("place", ["attention", "projection"])
-def test_002_each_dropout_acts_in_training_and_not_in_evaluation(backend: str, place: str):
+def test_002_each_dropout_acts_in_training_and_not_in_evaluation(place: str):
     rates = {"dropout": 0.5, "out_dropout": 0.0} if place == "attention" else {"dropout": 0.0, "out_dropout": 0.5}
-    module = MultiHeadAttention(9, 3, **rates, backend=backend)
-    plain = MultiHeadAttention(9, 3, backend=backend)
+    module = MultiHeadAttention(9, 3, **rates)
+    plain = MultiHeadAttention(9, 3)
     plain.load_state_dict(module.state_dict())
     x = torch.randn(20, 8, 9)
     first, second = module(x), module(x)
@@ -238,17 +224,6 @@ def test_002_each_dropout_acts_in_training_and_not_in_evaluation(backend: str, p
     module.eval()
     assert torch.equal(module(x), module(x))
     assert_close(module(x), plain(x))
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_002_fused_equals_explicit(causal: bool):
-    fused, explicit = (MultiHeadAttention(9, 3, causal=causal, backend=backend) for backend in BACKENDS)
-    explicit.load_state_dict(fused.state_dict())
-    x = torch.randn(3, 8, 9)
-    gradients = [torch.autograd.grad(m(x).square().sum(), list(m.parameters())) for m in (fused, explicit)]
-    assert_near(fused(x), explicit(x), terms=9 + 3 + 8 + 9)
-    for ours, theirs in zip(*gradients, strict=True):
-        assert_near(ours, theirs, gradients[0][-1], terms=3 * 8 * 9)
 
 
 # Notebook 003: the mean of the past, seed 42; then a causal head.
@@ -275,9 +250,9 @@ def test_003_the_running_mean_three_ways_is_attention_with_zero_queries():
             assert_close(figures[:, 0], mean)
 
 
-@backends
-def test_003_a_scaled_causal_head(backend: str):
-    head = MultiHeadAttention(32, 1, head_dim=16, bias=False, out_proj=False, backend=backend)
+def test_003_a_scaled_causal_head():
+    head = MultiHeadAttention(32, 1, head_dim=16, bias=False)
+    head.out = nn.Identity()
     x = torch.randn(4, 8, 32)
     q, k, v = head.qkv(x).split(16, dim=-1)
     scores = torch.einsum("btd,bsd->bts", q, k) / 4
@@ -302,7 +277,7 @@ def test_003_the_printed_weights_and_ours_are_causal_distributions():
             [0.4090, 0.0620, 0.0469, 0.0045, 0.0068, 0.1389, 0.2396, 0.0923],
         ]
     )
-    head = MultiHeadAttention(32, 1, head_dim=16, bias=False, out_proj=False)
+    head = MultiHeadAttention(32, 1, head_dim=16, bias=False)
     lower = torch.ones(8, 8, dtype=torch.bool).tril()
     for weights in (printed, *head.attention_weights(torch.randn(4, 8, 32))[:, 0]):
         assert (weights[~lower] == 0).all()
@@ -337,9 +312,8 @@ def test_003_scaling_keeps_the_variance_of_the_scores_at_one():
 # Notebook 004: twenty heads, each as wide as the model, in a block that normalizes last; no seeds.
 
 
-@backends
-def test_004_twenty_heads_as_wide_as_the_model(backend: str):
-    attention = MultiHeadAttention(10, 20, head_dim=10, bias=False, causal=False, backend=backend)
+def test_004_twenty_heads_as_wide_as_the_model():
+    attention = MultiHeadAttention(10, 20, head_dim=10, bias=False, causal=False)
     assert attention.qkv.weight.shape == (3 * 200, 10)
     assert attention.out.weight.shape == (10, 200)
     x = torch.rand(8, 5, 10)
@@ -426,11 +400,12 @@ def assert_scores(weights: Tensor, figures: list[list[float]]) -> None:
     assert_close(found - found[:, :1], expected - expected[:, :1], atol=1.1e-4, rtol=0)
 
 
-def full_width_heads(n_head: int, *, causal: bool = False, backend: str) -> MultiHeadAttention:
+def full_width_heads(n_head: int, *, causal: bool = False) -> MultiHeadAttention:
     """Return concatenated heads as wide as the tokens, with notebook 000's weights."""
     torch.manual_seed(42)
     drawn = [[nn.Linear(2, 2, bias=False).weight for _ in "qkv"] for _ in range(n_head)]
-    attention = MultiHeadAttention(2, n_head, head_dim=2, bias=False, causal=causal, out_proj=False, backend=backend)
+    attention = MultiHeadAttention(2, n_head, head_dim=2, bias=False, causal=causal)
+    attention.out = nn.Identity()
     attention.qkv.weight.data = torch.cat([head[i] for i in range(3) for head in drawn]).detach()
     return attention
 

@@ -1,4 +1,4 @@
-"""Every command of the README and of docs/huggingface.md runs, with few training steps."""
+"""Every command of the README and of the pages in docs/ runs, with few training steps."""
 
 import json
 import os
@@ -16,21 +16,22 @@ from hosts import needs_hosts, start_hosts
 from hydra.core.global_hydra import GlobalHydra
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-HUGGING_FACE = (ROOT / "docs/huggingface.md").read_text(encoding="utf-8")
+TRAINING = (ROOT / "docs/training.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = "".join(page.read_text(encoding="utf-8") for page in PAGES if page.name != "gpu.md")  # run by test_bench.py
 SHORT = [
     *("max_steps=2", "eval_every=2", "model.n_layer=2", "model.block_size=32", "compile=false"),
     "callbacks.samples.max_new_tokens=5",
 ]
-SMALL_SWEEP = ["model.n_head=2", "model.n_embd=8,16"]
-SUBPROCESS = {"-m", "trainer.devices=2", "logger=wandb", "--interactive"}  # arguments that need a new process
+SMALL_SWEEP = ["model.n_head=2", "model.n_embd=8,16", "hydra/launcher=basic"]  # in this process
+SUBPROCESS = {"trainer.devices=2", "logger=wandb", "--interactive"}  # arguments that need a new process
 ELSEWHERE = {"scripts/serve.py", "scripts/bench"}  # run by tests/serve/test_serve_script.py, and by test_bench.py
-SLOW = {"-m", "trainer.devices=2", "logger=wandb", "experiment=nanogpt_gpu"}
+SLOW = {"-m", "trainer.devices=2", "logger=wandb"}
 
 
 def commands(first: str) -> list[list[str]]:
     """The distinct commands whose first word is `first`."""
-    blocks = re.findall(r"```bash\n(.*?)```", README + HUGGING_FACE, re.DOTALL)
+    blocks = re.findall(r"```bash\n(.*?)```", TEXTS, re.DOTALL)
     lines = (words for line in "".join(blocks).splitlines() if (words := shlex.split(line, comments=True)))
     return [list(words) for words in dict.fromkeys(map(tuple, lines)) if words[0] == first]
 
@@ -57,7 +58,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working directory with one completed run."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "all.txt").write_text(f"{string.printable}\n" * 200)  # contains the characters of all prompts
-    call("scripts/train.py", f"data.path={folder}/all.txt", *SHORT, folder=folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        call_in_process("scripts/train.py", f"data.path={folder}/all.txt", *SHORT)
     (folder / "runs" / "sweeps").mkdir()
     (folder / "runs" / "sweeps" / "latest").symlink_to((folder / "runs" / "latest").resolve())
     return folder
@@ -106,7 +109,8 @@ def test_every_script_command_runs(
         folders = [f"hydra.run.dir={tmp_path}/run", f"hydra.sweep.dir={tmp_path}/sweep"]
         pretrained = any("init_from=" in argument or "finetune" in argument for argument in arguments)
         arguments += [*(option for option in SHORT if not (pretrained and "n_layer" in option)), *folders]
-        arguments += [*SMALL_SWEEP, f"data.path={text}", f"data.folder={tmp_path}/data"] if "-m" in arguments else []
+        arguments += [] if "data.path=my.txt" in arguments else [f"data.path={text}"]
+        arguments += [*SMALL_SWEEP, f"data.folder={tmp_path}/data"] if "-m" in arguments else []
         arguments += ["trainer.accelerator=cpu"] if "trainer.devices=2" in arguments else []
     if SUBPROCESS & set(arguments):
         output = call(script, *arguments, folder=tmp_path)
@@ -138,31 +142,47 @@ def test_the_readme_has_commands() -> None:
 def test_every_make_target_exists() -> None:
     targets = {words[1] for words in commands("make")}
     assert {"train", "test"} <= targets
-    for target in targets:
-        subprocess.run(["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, check=True, capture_output=True)
 
 
-def test_every_extra_of_the_readme_exists() -> None:
+def test_every_extra_of_the_documents_exists() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    for extra in re.findall(r'pip install -e "\.\[(\w+)\]"', README):
-        assert extra in extras
+    named = re.findall(r'pip install -e "\.\[(\w+)\]"', TEXTS)
+    assert {"serve", "data", "huggingface", "tensorboard"} <= {*named} <= {*extras}
     assert (ROOT / "constraints.txt").read_text(encoding="utf-8").count("\ntorch==2.13.0\n") == 1
 
 
-def test_the_python_example_runs(trained: Path, tmp_path: Path) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+def test_the_python_example_runs(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", TRAINING, re.DOTALL)
     text = f'"data.path={trained}/all.txt", '  # no download
     assert example.count('train(["') == 1
-    example = example.replace('train(["', f'train([{text}"')
-    subprocess.run([sys.executable, "-c", example], cwd=tmp_path, check=True, capture_output=True)
+    monkeypatch.chdir(tmp_path)
+    exec(example.replace('train(["', f'train([{text}"'), {})
+    assert (tmp_path / "my.safetensors").exists()
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/reliability.md"])
-def test_every_file_that_a_document_names_exists(document: str) -> None:
-    text = (ROOT / document).read_text(encoding="utf-8")
-    links = [(ROOT / document).parent / target for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", text)]
+def test_the_table_of_recipes_has_every_recipe() -> None:
+    recipes = re.findall(r"^\| `(\w+)` \|", TRAINING, re.MULTILINE)
+    assert sorted(recipes) == sorted(file.stem for file in (ROOT / "configs/experiment").glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    "document", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"], ids=lambda page: page.name
+)
+def test_every_file_that_a_document_names_exists(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
+        file = document.parent / target if target else document
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file.read_text(encoding="utf-8")), anchor
     paths = re.findall(r"`((?:minigpt|scripts|configs|tests|docs|hydra_plugins)/[\w./]*)`", text)
-    assert not [str(path) for path in [*links, *map(ROOT.joinpath, paths)] if not path.exists()]
+    assert not [path for path in paths if not (ROOT / path).exists()]
+
+
+def anchors(text: str) -> list[str]:
+    """The anchors of the headings of a page, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings]
 
 
 def test_every_module_of_the_layout_exists() -> None:

@@ -22,7 +22,7 @@ from hosts import needs_hosts, start_hosts
 
 from minigpt import load_checkpoint
 from minigpt.runs.run_dir import read_metrics
-from minigpt.sweeps.results import COMPLETED, read_sweep
+from minigpt.sweeps.results import COMPLETED, NATS, read_sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 DAEMONS = ("munged", "slurmctld", "slurmd")
@@ -60,7 +60,7 @@ NODE = "NodeName={name} NodeAddr={address} CPUs={cpus} RealMemory=2000 State=UNK
 
 
 @contextmanager
-def start_slurm(addresses: dict[str, str], start: Callable[..., Any]) -> Iterator[Path]:
+def start_slurm(addresses: dict[str, str], start: Callable[..., Any]) -> Iterator[None]:
     """Start SLURM on nodes, the first of which is its controller; its commands read SLURM_CONF.
 
     Args:
@@ -94,7 +94,7 @@ def start_slurm(addresses: dict[str, str], start: Callable[..., Any]) -> Iterato
                     log = "".join(file.read_text()[-500:] for file in folder.glob("slurm*.log"))
                     pytest.fail(f"SLURM did not start within 60 s: {log}")
                 time.sleep(0.3)
-            yield folder
+            yield
     finally:
         for file in (*folder.glob("slurm*.pid"), folder / "munge.pid"):
             with suppress(OSError, ValueError):
@@ -102,18 +102,15 @@ def start_slurm(addresses: dict[str, str], start: Callable[..., Any]) -> Iterato
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture
-def slurm() -> Iterator[Path]:
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[None]:
     """SLURM on one node."""
-    with start_slurm(
-        {socket.gethostname(): "127.0.0.1"}, lambda _, *args, **options: Popen(*args, **options)
-    ) as folder:
-        yield folder
+    with start_slurm({socket.gethostname(): "127.0.0.1"}, lambda _, *args, **options: Popen(*args, **options)):
+        yield
 
 
-def test_a_sweep_is_one_array_job_and_its_table_lists_failed_runs(
-    slurm: Path, launch: Callable[..., Any], tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("slurm")
+def test_a_sweep_is_one_array_job_and_its_table_lists_failed_runs(launch: Callable[..., Any], tmp_path: Path) -> None:
     cluster = ["hydra/launcher=submitit_slurm", "hydra.launcher.n_jobs=1"]
     swept = launch("train.py", "hydra.mode=MULTIRUN", "max_steps=10", "optimizer.lr=1e-3,1e30", *cluster, cwd=tmp_path)
     assert swept.returncode == 1, swept.stderr
@@ -122,19 +119,18 @@ def test_a_sweep_is_one_array_job_and_its_table_lists_failed_runs(
     assert (completed.status, failed.status) == (COMPLETED, "failed")
     assert "the loss is nan" in failed.reason
     assert "the loss is nan" in swept.stdout
-    assert re.search(rf"1 +0\.001 +{completed.val_loss:.4f} ", swept.stdout)
-    folders = [
-        path.name for path in (completed.folder.parent / ".submitit").iterdir() if re.fullmatch(r"\d+_\d+", path.name)
-    ]
-    assert sorted(name.partition("_")[2] for name in folders) == ["0", "1"]
-    assert len({name.partition("_")[0] for name in folders}) == 1
-    jobs = subprocess.run(["scontrol", "show", "jobs"], capture_output=True, text=True, check=True).stdout
+    assert re.search(rf"1 +0\.001 +{completed.loss(NATS):.4f} ", swept.stdout)
+    first, second = sorted((completed.folder.parent / ".submitit").glob("*_[0-9]"))
+    job = first.name.removesuffix("_0")
+    assert second.name == f"{job}_1"
+    jobs = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True, check=True).stdout
     assert sorted(re.findall(r"ArrayTaskId=(\d)", jobs)) == ["0", "1"]
     assert set(re.findall(r"ArrayTaskThrottle=(\d)", jobs)) == {"1"}
 
 
+@pytest.mark.usefixtures("slurm")
 def test_preempted_jobs_of_a_sweep_are_requeued_and_resume(
-    slurm: Path, small: list[str], launch: Callable[..., Any], tmp_path: Path
+    small: list[str], launch: Callable[..., Any], tmp_path: Path
 ) -> None:
     longer = ["max_steps=4000", "eval_every=500"]  # SLURM takes seconds to deliver a signal
     command = [sys.executable, str(ROOT / "scripts" / "train.py"), *small, *longer, "hydra.mode=MULTIRUN", "seed=7,8"]
@@ -151,8 +147,11 @@ def test_preempted_jobs_of_a_sweep_are_requeued_and_resume(
     logs = [file.read_text() for file in (run.folder.parent / ".submitit").glob("*/*.out")]
     assert [log.count("Starting") for log in logs] == [2, 2]
     launch("train.py", *longer, "seed=7", f"hydra.run.dir={tmp_path}/uninterrupted")
-    weights = (load_checkpoint(path)[0].state_dict() for path in (run.folder, tmp_path / "uninterrupted"))
-    assert all(map(torch.equal, *(w.values() for w in weights)))
+    assert_equal_weights(run.folder, tmp_path / "uninterrupted")
+
+
+def assert_equal_weights(*runs: Path) -> None:
+    assert all(map(torch.equal, *(load_checkpoint(run)[0].state_dict().values() for run in runs)))
 
 
 JOB_SCRIPT = """#!/bin/bash
@@ -169,8 +168,9 @@ def wait(event: str, condition: Callable[[], Any]) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.usefixtures("slurm")
 def test_a_preempted_job_is_requeued_and_its_result_equals_an_uninterrupted_run(
-    slurm: Path, small: list[str], launch: Callable[..., Any], tmp_path: Path
+    small: list[str], launch: Callable[..., Any], tmp_path: Path
 ) -> None:
     folder, longer = tmp_path / "run", ["max_steps=800", "eval_every=400"]
     file = tmp_path / "job.sh"
@@ -194,11 +194,11 @@ def test_a_preempted_job_is_requeued_and_its_result_equals_an_uninterrupted_run(
     assert log().count("interrupted") == 1
     two = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
     launch("train.py", *two, *longer, f"hydra.run.dir={tmp_path}/uninterrupted")
-    weights = (load_checkpoint(path)[0].state_dict() for path in (folder, tmp_path / "uninterrupted"))
-    assert all(map(torch.equal, *(w.values() for w in weights)))
+    assert_equal_weights(folder, tmp_path / "uninterrupted")
 
 
-def test_all_processes_of_srun_use_one_run_folder(slurm: Path, small: list[str], tmp_path: Path) -> None:
+@pytest.mark.usefixtures("slurm")
+def test_all_processes_of_srun_use_one_run_folder(small: list[str], tmp_path: Path) -> None:
     command = ["srun", "-n2", "--ntasks-per-node=2", sys.executable, str(ROOT / "scripts" / "train.py"), *small]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
@@ -214,17 +214,9 @@ def test_srun_trains_on_two_nodes_without_a_shared_disk(
     settings = ["trainer.precision=64-true", "log_every=1"]
     with start_hosts(2, tmp_path) as hosts, start_slurm(dict(zip("ab", hosts.addresses, strict=True)), hosts.run):
         script = str(ROOT / "scripts/train.py")
-        srun = [
-            "srun",
-            "--nodes=2",
-            "--ntasks-per-node=2",
-            sys.executable,
-            script,
-            *small,
-            *settings,
-            "data.folder=data",
-        ]
-        command = hosts.run(0, [*srun, "trainer=ddp", "trainer.accelerator=cpu", "hydra.run.dir=run"])
+        srun = ["srun", "--nodes=2", "--ntasks-per-node=2", sys.executable, script, *small, *settings]
+        folders = ["data.folder=data", "hydra.run.dir=run"]
+        command = hosts.run(0, [*srun, *folders, "trainer=ddp", "trainer.accelerator=cpu"])
         assert command.wait(300) == 0
     run, one = hosts.folders[0] / "run", train(*settings)
     assert json.loads((run / "summary.json").read_text())["world_size"] == 4

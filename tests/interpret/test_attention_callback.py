@@ -13,7 +13,7 @@ from tiny_models import ALPHABET, make_model
 from minigpt.data.tokenizer import CharTokenizer
 from minigpt.interpret.heads import attention_maps
 from minigpt.model import GPT
-from minigpt.runs.samples import AttentionMaps
+from minigpt.runs.samples_and_attention import AttentionMaps
 from minigpt.utils.errors import UserError
 
 
@@ -95,7 +95,7 @@ def test_plotting_maps_does_not_recompile_a_compiled_model(tmp_path: Path, monke
     assert before > 0
     callback, trainer, module = set_up(tmp_path, model)
     monkeypatch.setattr(
-        "minigpt.interpret.plots.plot_maps", lambda path, weights, texts, **rest: plotted.append(weights)
+        "minigpt.interpret.attention_plots.plot_maps", lambda path, weights, texts, **rest: plotted.append(weights)
     )
     callback.on_validation_end(trainer, module)  # type: ignore[arg-type]
     torch.testing.assert_close(model(tokens), plain)

@@ -15,11 +15,17 @@ SHIFTED = CharTokenizer.of([chr(i) for i in range(32, 126)] + ["\n", "\t"])  # w
 SECONDS = 60
 
 
-class Window:
-    """A page in a window of the browser."""
+class Reader:
+    """A page in a window of the browser, and the mouse, touch and keyboard events of a person."""
 
-    def __init__(self, browser: Any) -> None:
+    def __init__(self, browser: Any, url: str, width: int = 1280, height: int = 1000) -> None:
         self.browser, self.run = browser, browser.execute_script
+        self.resize(width, height)
+        self.prefer("light")
+        browser.get("about:blank")
+        browser.get_log("browser")
+        browser.get(url)
+        self.wait_until(lambda: self.find("#facts").text)
 
     def resize(self, width: int, height: int = 1400) -> None:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
@@ -34,19 +40,6 @@ class Window:
 
     def find_all(self, selector: str) -> list[Any]:
         return self.browser.find_elements("css selector", selector)
-
-
-class Reader(Window):
-    """The mouse, touch and keyboard events of a person."""
-
-    def __init__(self, browser: Any, url: str, width: int = 1280, height: int = 1000) -> None:
-        super().__init__(browser)
-        self.resize(width, height)
-        self.prefer("light")
-        browser.get("about:blank")
-        browser.get_log("browser")
-        browser.get(url)
-        self.wait_until(lambda: self.find("#facts").text)
 
     def wait_until(self, condition: Callable[[], Any]) -> None:
         end = time.monotonic() + SECONDS
@@ -65,10 +58,11 @@ class Reader(Window):
             actions.key_up(key)
         actions.perform()
 
-    def hover(self, element: Any) -> None:
+    def hover(self, element: Any, x: int = 0, y: int = 0) -> None:
+        """Move the pointer to an element, to an offset from its center."""
         from selenium.webdriver import ActionChains
 
-        ActionChains(self.browser, duration=0).move_to_element(element).perform()
+        ActionChains(self.browser, duration=0).move_to_element_with_offset(element, x, y).perform()
 
     def click(self, element: Any) -> None:
         """Click where an element is, though it can be below another one."""
@@ -91,8 +85,25 @@ class Reader(Window):
         field.send_keys(str(value))
 
     def open(self, panel: str) -> None:
+        """Open a panel, or close it if it is open."""
         (summary,) = [summary for summary in self.find_all("summary") if summary.text == panel]
         summary.click()
+
+    def button(self, text: str) -> Any:
+        (found,) = [button for button in self.find_all("button") if button.text == text]
+        return found
+
+    def choose_head(self, name: str) -> None:
+        self.find(f".heads [aria-label='{name}']").click()
+        self.wait_for_weights()
+
+    def wait_for_weights(self) -> None:
+        self.wait_until(lambda: self.find(".weights").get_property("ariaBusy") == "false")
+
+    def attended(self) -> list[list[str]]:
+        """Weight, context, token and distance of each row of the list of tokens that the selected one attends to."""
+        return self.run("""return [...document.querySelectorAll("#attention tbody tr")].map(
+            row => [...row.querySelectorAll("td, b")].map(cell => cell.textContent))""")
 
     def generate(self) -> None:
         self.find("#generate").click()

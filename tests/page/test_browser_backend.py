@@ -166,12 +166,6 @@ def test_an_empty_prompt_starts_a_document_which_the_separator_ends(open_page: A
     assert ended
 
 
-def test_an_unknown_character_is_an_error_that_names_it(open_page: Any, tmp_path: Path) -> None:
-    run = open_page(export(random_model(), CHARACTERS, tmp_path))
-    found = run("return backend.score('', 'naïve').then(() => '', error => error.message)")
-    assert found == 'the model was trained without "ï"'
-
-
 @pytest.mark.parametrize(
     "work",
     [

@@ -1,27 +1,22 @@
-"""The panels of the page in headless Chromium, by mouse and keyboard, with weights of a model in PyTorch."""
+"""The attention panel and the history of the page in headless Chromium, by mouse and keyboard."""
 
-import json
 import math
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from contrast import text_contrasts
-from panel_pages import all_weights, write_page
-from readers import Window
+from readers import CHARACTERS, Reader, make_run
 from torch import Tensor
 
-from minigpt import GPT, GPTConfig
+from minigpt import GPT
+from minigpt.checkpoints.export_html import export_html
+from minigpt.checkpoints.init_from import find_pretrained
 from minigpt.interpret.heads import attention_maps
+from minigpt.interpret.text_page import write_page
 
-TEXTS = [*"abcdefgh", "\n", " the", "é", "", "</script><img src=x onerror=\"document.title='broken'\">"]
-IDS = [0, 3, 9, 8, 1, 12, 5, 7, 11, 10, 2, 4]
-OTHER_IDS = [4, 4, 2]
-LONG_IDS = IDS + IDS[:8]  # 20 tokens, of which the model reads 16
-SILENCED = [[0, 1]]
+TEXTS = [*"ad", " the", "\n", "b", "</script><img src=x onerror=\"document.title='broken'\">", *"fh", "", *"éce"]
+L, H, T = 2, 3, len(TEXTS)
 STOPS = {  # of the colors of attention weights
     "light": ["ffffff", "d3c4ff", "a384f7", "6a3fd1", "38158a"],
     "dark": ["191b20", "412f88", "6e4ecb", "a78dff", "efe9ff"],
@@ -32,372 +27,280 @@ HISTORY: dict[str, Any] = {
     "val_loss": [[step, loss + 0.2] for step, loss in LOSSES[16::17]],
     "samples": [{"step": step, "text": f"sample of step {step}"} for step, _ in LOSSES[16::17]],
 }
-SINGLE = {"train_loss": [], "val_loss": [[5, 2.0]], "samples": [{"step": 5, "text": "one"}]}
-
-
-def random_model(**settings: Any) -> GPT:
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(**{"block_size": 16, "vocab_size": 13, "n_layer": 2, "n_head": 3, "n_embd": 24, **settings}))
-    for parameter in model.parameters():  # far from the small initial weights, which make attention uniform
-        torch.nn.init.normal_(parameter, std=0.4)
-    return model.eval()
-
-
-class Reader(Window):
-    """A page in the browser, and what a person does with it."""
-
-    def __init__(self, browser: Any, file: Path) -> None:
-        super().__init__(browser)
-        self.resize(1280)
-        self.prefer("light")
-        browser.get(file.as_uri())
-
-    def button(self, text: str) -> Any:
-        (found,) = [button for button in self.find_all("button") if button.text == text]
-        return found
-
-    def head(self, name: str) -> Any:
-        return self.find(f".heads [aria-label='{name}']")
-
-    def hover(self, element: Any, x: int = 0, y: int = 0) -> None:
-        from selenium.webdriver import ActionChains
-
-        ActionChains(self.browser, duration=0).move_to_element_with_offset(element, x, y).perform()
-
-    def press(self, *keys: str) -> None:
-        from selenium.webdriver import ActionChains, Keys
-
-        ActionChains(self.browser).send_keys(*(getattr(Keys, key) for key in keys)).perform()
-
-    def write(self, ids: list[int]) -> None:
-        self.run("write(arguments[0])", ids)
-
-    def select(self, i: int) -> None:
-        self.hover(self.find_all("#text span")[i])
-
-    def wait(self, condition: Callable[[], Any]) -> None:
-        end = time.monotonic() + 10
-        while not condition():
-            assert time.monotonic() < end
-            time.sleep(0.01)
-
-    def wait_for_weights(self) -> None:
-        self.wait(lambda: self.run("return find('panel').querySelector('.weights').ariaBusy") == "false")
-
-    @property
-    def calls(self) -> list[tuple[list[int], int, int | None, list[list[int]]]]:
-        return [tuple(call) for call in self.run("return calls.map(c => [c.ids, c.layer, c.head, c.silenced])")]
-
-    @property
-    def shade(self) -> Tensor:
-        self.wait_for_weights()
-        return torch.tensor(self.run("return shades.at(-1)"), dtype=torch.float32)
-
-    @property
-    def rows(self) -> list[list[str]]:
-        """Weight, context, token and distance of each row of the list."""
-        return self.run(
-            "return [...document.querySelectorAll('.list tbody tr')].map(row => [...row.querySelectorAll('td, b')]"
-            ".map(cell => cell.textContent))"
-        )
+PROMPT = "To be, or not"
+# Record the requests for weights in `calls`. The first of `delays` is how long the next takes, in milliseconds.
+RECORD = """
+const attention = backend.attention;
+[globalThis.calls, globalThis.delays, globalThis.drawn] = [[], [], 0];
+backend.attention = async function(model, ids, layer, head, silenced, signal) {
+  const call = {ids, layer, head, silenced, aborted: false};
+  calls.push(call);
+  await new Promise(resolve => setTimeout(resolve, delays.shift() ?? 0));
+  call.aborted = signal.aborted;
+  if (globalThis.failure) throw new Error(failure);
+  return attention.call(this, model, ids, layer, head, silenced, signal);
+};
+const {putImageData} = CanvasRenderingContext2D.prototype;
+CanvasRenderingContext2D.prototype.putImageData = function(...image) { drawn++; putImageData.apply(this, image); };
+"""
 
 
 @pytest.fixture(scope="module")
-def model() -> GPT:
-    return random_model()
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tensor]:
+    """The address of a page with one text of odd tokens, and its random attention weights (L, H, T, T)."""
+    scores = 3 * torch.randn(L, H, T, T, generator=torch.Generator().manual_seed(0))
+    weights = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf).softmax(-1)
+    tokens = [{"id": i, "text": text, "logprob": -1.0, "rank": 0, "top": []} for i, text in enumerate(TEXTS)]
+    description = {"name": "tiny", "facts": "A GPT.", "n_layer": L, "n_head": H, "block_size": T}
+    file = tmp_path_factory.mktemp("saved") / "page.html"
+    write_page(file, description=description, tokens=tokens, weights=weights)
+    return file.as_uri(), weights
 
 
 @pytest.fixture(scope="module")
-def file(model: GPT, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    texts = (IDS, OTHER_IDS, LONG_IDS[-16:], LONG_IDS[:16], IDS[:1])
-    weights = [*(all_weights(model, ids) for ids in texts), all_weights(model, IDS, SILENCED)]
-    histories = {"run": HISTORY, "single": SINGLE, "none": None}
-    return write_page(tmp_path_factory.mktemp("page") / "page.html", model, TEXTS, weights, histories=histories)
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, GPT]:
+    """The address of a page with a model of two layers of two heads, and the model."""
+    folder = tmp_path_factory.mktemp("exported")
+    model = make_run(folder / "run")
+    export_html(find_pretrained(str(folder / "run")), folder / "page.html", "float32", HISTORY)
+    return (folder / "page.html").as_uri(), model
 
 
 @pytest.fixture
-def reader(browser: Any, file: Path) -> Iterator[Reader]:
-    browser.get_log("browser")
-    yield Reader(browser, file)
-    assert browser.get_log("browser") == []  # no error, nothing blocked
-    assert browser.title == "panels"  # no text ran
+def open_reader(browser: Any) -> Iterator[Callable[[str], Reader]]:
+    """Return a function that opens a page; no text in it may run, and the console must be empty at the end."""
+    yield lambda url: Reader(browser, url, height=1400)
+    assert browser.get_log("browser") == []
+    assert browser.title == "minigpt"
 
 
-@pytest.fixture(scope="module")
-def weights(model: GPT) -> Tensor:
-    return attention_maps(model, torch.tensor(IDS))  # (L, H, T, T)
+@pytest.fixture
+def reader(open_reader: Callable[[str], Reader], saved: tuple[str, Tensor]) -> Reader:
+    """The page of one text with its attention."""
+    reader = open_reader(saved[0])
+    reader.wait_until(lambda: len(reader.tokens()) == T)
+    reader.open("Attention")
+    return reader
 
 
-def test_a_head_picked_by_mouse_shades_the_text_by_its_weights(reader: Reader, weights: Tensor) -> None:
-    reader.write(IDS)
-    for name, expected in (("layer 2, head 3", weights[1, 2]), ("layer 1, mean", weights[0].mean(0))):
-        reader.head(name).click()
-        for i in (7, 0, 11):
-            reader.select(i)
-            torch.testing.assert_close(reader.shade, expected[i, : i + 1])
-
-
-def test_heads_are_one_tab_stop_and_picked_by_arrow_keys(reader: Reader) -> None:
-    reader.write(IDS)
-    reader.press("TAB")
-    for key, name in (
-        *(("ARROW_RIGHT", f"layer 1, head {head}") for head in (1, 2, 3)),
-        ("ARROW_RIGHT", "layer 2, mean"),
-        ("ARROW_UP", "layer 1, mean"),
-        ("ARROW_LEFT", "layer 2, head 3"),
-        ("ARROW_DOWN", "layer 1, head 3"),
-    ):
-        reader.press(key)
-        assert reader.browser.switch_to.active_element.accessible_name == name
-        assert [button.accessible_name for button in reader.find_all(".heads [aria-checked='true']")] == [name]
-    assert len(reader.find_all(".heads [tabindex='0']")) == 1
+@pytest.fixture
+def panel(open_reader: Callable[[str], Reader], exported: tuple[str, GPT]) -> Reader:
+    """The page of a model with a text and its attention."""
+    reader = open_reader(exported[0])
+    reader.run(RECORD)
+    reader.write(PROMPT)
+    reader.open("Attention")
     reader.wait_for_weights()
-    assert reader.calls[-1] == (IDS, 0, 2, [])
-    reader.press("TAB")
-    assert reader.browser.switch_to.active_element.text == "Silence layer 1, head 3"
+    reader.wait_until(lambda: reader.run("return calls.length") == 1)
+    return reader
 
 
-def test_the_list_has_the_tokens_with_the_highest_weights(reader: Reader, weights: Tensor) -> None:
-    reader.write(IDS)
-    reader.head("layer 2, head 1").click()
-    reader.select(10)
-    reader.wait_for_weights()
-    top = weights[1, 0, 10].topk(6)
+def requests(reader: Reader) -> list[tuple[str, int, int | None, list[list[int]]]]:
+    """The text, layer, head and silenced heads of each request for weights."""
+    calls = reader.run("return calls.map(call => [call.ids, call.layer, call.head, call.silenced])")
+    return [(CHARACTERS.decode(ids), layer, head, silenced) for ids, layer, head, silenced in calls]
+
+
+def highest(weights: Tensor) -> list[str]:
+    """The weights of a token that its list has."""
+    return [f"{weight:.3f}" for weight in weights.sort(descending=True).values[:6].tolist() if weight >= 0.0005]
+
+
+def test_the_list_has_the_tokens_with_the_highest_weights(reader: Reader, saved: tuple[str, Tensor]) -> None:
+    weights = saved[1]
     shown = {"\n": "⏎", " the": "␣the", "": "∅"}
-    tokens = [TEXTS[IDS[i]] for i in top.indices.tolist()]
-    assert [row[0] for row in reader.rows] == [f"{weight:.3f}" for weight in top.values.tolist()]
-    assert [row[2] for row in reader.rows] == [shown.get(token, token) for token in tokens]
-    assert [row[3] for row in reader.rows] == ["itself" if i == 10 else f"{10 - i} back" for i in top.indices.tolist()]
-    assert reader.find(".list caption").text == "c attends to (layer 2, head 1)"
-    reader.select(4)
-    contexts = {row[3]: row[1] for row in reader.rows}
+    for name, of_head in (("layer 2, head 1", weights[1, 0]), ("layer 1, mean", weights[0].mean(0))):
+        reader.choose_head(name)
+        reader.hover(reader.tokens()[10])
+        rows, top = reader.attended(), of_head[10].topk(6)
+        tokens = [TEXTS[i] for i in top.indices.tolist()]
+        assert [float(row[0]) for row in rows] == pytest.approx(top.values.tolist(), abs=1.1e-3)
+        assert [row[2] for row in rows] == [shown.get(token, token) for token in tokens]
+        assert [row[3] for row in rows] == ["itself" if i == 10 else f"{10 - i} back" for i in top.indices.tolist()]
+        assert reader.find(".list caption").text == f"c attends to ({name})"
+    reader.hover(reader.tokens()[4])
+    contexts = {row[3]: row[1] for row in reader.attended()}
     assert contexts["2 back"] == "        ad␣the⏎b</scrip"  # ten characters before the token, nine after it
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_map_has_the_colors_of_the_weights(scheme: str, reader: Reader, weights: Tensor) -> None:
-    reader.write(IDS)
-    reader.head("layer 1, head 2").click()
-    reader.wait_for_weights()
-    T = len(IDS)
+def test_the_map_has_the_colors_of_the_weights_and_names_them(reader: Reader, saved: tuple[str, Tensor]) -> None:
+    weights = saved[1][0, 1]
+    reader.choose_head("layer 1, head 2")
     read = (
-        "const copy = new OffscreenCanvas(12, 12).getContext('2d');"
+        f"const copy = new OffscreenCanvas({T}, {T}).getContext('2d');"
         "copy.drawImage(document.querySelector('canvas'), 0, 0);"
-        "return [...copy.getImageData(0, 0, 12, 12).data]"
+        f"return [...copy.getImageData(0, 0, {T}, {T}).data]"
     )
-    stops = torch.tensor([list(bytes.fromhex(stop)) for stop in STOPS[scheme]]).float()
-    reader.prefer(scheme)
-    reader.wait(lambda: reader.run(read)[:3] == stops[-1].tolist())  # the first token attends to itself
-    pixels = torch.tensor(reader.run(read)).view(T, T, 4)
-    place = weights[0, 1].sqrt() * (len(stops) - 1)
-    low = place.long().clamp(max=len(stops) - 2)
-    expected = stops[low].lerp(stops[low + 1], (place - low)[..., None])  # (T, T, 3)
-    causal = torch.ones(T, T).tril().bool()
-    assert (pixels[..., :3] - expected)[causal].abs().max() <= 2  # 256 colors, rounded
-    assert torch.equal(pixels[..., 3] == 255, causal)  # nothing is drawn for later tokens
-    label = reader.find("canvas").get_attribute("aria-label")
-    assert label == "Map of the attention weights of layer 1, head 2, 12 queries by 12 keys"
-
-
-def test_the_map_names_the_weight_under_the_pointer(reader: Reader, weights: Tensor) -> None:
-    reader.write(IDS)
-    reader.head("layer 1, head 2").click()
-    reader.wait_for_weights()
+    for scheme, colors in STOPS.items():
+        stops = torch.tensor([list(bytes.fromhex(color)) for color in colors]).float()
+        reader.prefer(scheme)
+        reader.wait_until(lambda: reader.run(read)[:3] == stops[-1].tolist())  # noqa: B023  # attends to itself
+        pixels = torch.tensor(reader.run(read)).view(T, T, 4)
+        place = weights.sqrt() * (len(stops) - 1)
+        low = place.long().clamp(max=len(stops) - 2)
+        expected = stops[low].lerp(stops[low + 1], (place - low)[..., None])  # (T, T, 3)
+        causal = torch.ones(T, T).tril().bool()
+        assert (pixels[..., :3] - expected)[causal].abs().max() <= 2  # 256 colors, rounded
+        assert torch.equal(pixels[..., 3] == 255, causal)  # nothing is drawn for later tokens
     canvas = reader.find("canvas")
-    cell = canvas.size["width"] / 12
+    label = "Map of the attention weights of layer 1, head 2, 12 queries by 12 keys"
+    assert canvas.get_attribute("aria-label") == label
+    cell = canvas.size["width"] / T
     reader.hover(canvas, round(-3.5 * cell), round(1.5 * cell))  # of the center: query 7, key 2
-    assert reader.find("figcaption").text == f"h (8) → ␣the (3): {weights[0, 1, 7, 2]:.3f}"
+    caption, weight = reader.find("figcaption").text.split(": ")
+    assert (caption, float(weight)) == ("h (8) → ␣the (3)", pytest.approx(weights[7, 2].item(), abs=1.1e-3))
     reader.hover(canvas, round(3.5 * cell), round(-3.5 * cell))  # a key after the query
     assert reader.find("figcaption").text == "Each row is a query, each column a key."
 
 
-def test_selecting_tokens_fetches_nothing_and_marks_their_rows(reader: Reader) -> None:
-    reader.write(IDS)
-    reader.wait_for_weights()
-    reader.run("globalThis.drawn = 0; panel.map.draw = () => { drawn++; }")
+def test_heads_are_one_tab_stop_and_picked_by_arrow_keys(panel: Reader) -> None:
+    from selenium.webdriver import Keys
+
+    panel.press(Keys.TAB)
+    for key, name in (
+        (Keys.ARROW_RIGHT, "layer 1, head 1"),
+        (Keys.ARROW_RIGHT, "layer 1, head 2"),
+        (Keys.ARROW_RIGHT, "layer 2, mean"),
+        (Keys.ARROW_UP, "layer 1, mean"),
+        (Keys.ARROW_LEFT, "layer 2, head 2"),
+        (Keys.ARROW_DOWN, "layer 1, head 2"),
+    ):
+        panel.press(key)
+        assert panel.browser.switch_to.active_element.accessible_name == name
+        assert [button.accessible_name for button in panel.find_all(".heads [aria-checked='true']")] == [name]
+    assert len(panel.find_all(".heads [tabindex='0']")) == 1
+    panel.wait_for_weights()
+    assert requests(panel)[-1] == (PROMPT, 0, 1, [])
+    panel.press(Keys.TAB)
+    assert panel.browser.switch_to.active_element.text == "Silence layer 1, head 2"
+
+
+def test_selecting_tokens_fetches_and_draws_nothing_and_marks_their_rows(panel: Reader) -> None:
+    drawn = panel.run("return drawn")
     for i in (4, 11, 0):
-        reader.select(i)
-        marker, canvas = reader.find(".marker").rect, reader.find("canvas").rect
-        assert marker["y"] - canvas["y"] == pytest.approx(canvas["height"] * i / 12, abs=1)
-        assert marker["width"] == pytest.approx(canvas["width"] * (i + 1) / 12, abs=1)
-    reader.run("select(null)")
-    assert not reader.find(".marker").is_displayed()
-    assert reader.run("return shades.at(-1)") is None
-    time.sleep(0.3)
-    assert reader.calls == [(IDS, 0, None, [])]
-    assert reader.run("return drawn") == 0
+        panel.hover(panel.tokens()[i])
+        marker, canvas = panel.find(".marker").rect, panel.find("canvas").rect
+        assert marker["y"] - canvas["y"] == pytest.approx(canvas["height"] * i / 13, abs=1)
+        assert marker["width"] == pytest.approx(canvas["width"] * (i + 1) / 13, abs=1)
+    assert requests(panel) == [(PROMPT, 0, None, [])]
+    assert panel.run("return drawn") == drawn
 
 
-def test_an_outdated_fetch_is_aborted_and_ignored(reader: Reader, weights: Tensor) -> None:
-    reader.write(IDS)
-    reader.wait_for_weights()
-    reader.run("delays.push(1000, 0)")
-    reader.head("layer 1, head 1").click()
-    reader.wait(lambda: len(reader.calls) == 2)
-    reader.head("layer 2, head 2").click()
-    reader.select(9)
-    reader.wait(lambda: reader.run("return calls[1].aborted"))  # when its second is over
-    torch.testing.assert_close(reader.shade, weights[1, 1, 9, :10])
-    reader.run("delays.push(1000)")
-    reader.head("layer 1, mean").click()
-    reader.head("layer 2, head 2").click()  # is still there
-    torch.testing.assert_close(reader.shade, weights[1, 1, 9, :10])
-    reader.wait(lambda: reader.run("return calls.map(call => call.aborted)") == [False, True, False, True])
+def test_an_outdated_request_is_aborted_and_ignored(panel: Reader, exported: tuple[str, GPT]) -> None:
+    weights = attention_maps(exported[1], CHARACTERS.encode(PROMPT))[1, 1]
+    panel.hover(panel.tokens()[9])
+    panel.run("delays.push(600, 0)")
+    panel.find(".heads [aria-label='layer 1, head 1']").click()
+    panel.wait_until(lambda: panel.run("return calls.length") == 2)
+    panel.choose_head("layer 2, head 2")
+    panel.hover(panel.tokens()[9])
+    panel.wait_until(lambda: panel.run("return calls[1].aborted"))  # when its time is over
+    assert [row[0] for row in panel.attended()] == highest(weights[9])
+    panel.run("delays.push(300)")
+    panel.find(".heads [aria-label='layer 1, mean']").click()
+    panel.choose_head("layer 2, head 2")  # is still there
+    panel.wait_until(lambda: panel.run("return calls.map(call => call.aborted)")[1:] == [True, False, True])
+    assert panel.find(".list caption").text.endswith("(layer 2, head 2)")
 
 
-def test_a_text_that_grows_is_fetched_when_it_stops(reader: Reader) -> None:
-    reader.write(IDS[:1])
-    reader.wait_for_weights()
-    reader.run("for (let count = 2; count <= arguments[0].length; count++) write(arguments[0].slice(0, count))", IDS)
-    assert reader.run("return find('panel').querySelector('.weights').ariaBusy") == "true"
-    reader.wait_for_weights()
-    assert [call[0] for call in reader.calls] == [IDS[:1], IDS]
+def test_the_weights_of_a_text_are_requested_when_it_stops_growing(panel: Reader) -> None:
+    panel.set("max_tokens", 800)
+    panel.generate()
+    panel.wait_until(lambda: panel.run("return calls.length") == 2)
+    panel.wait_for_weights()
+    assert requests(panel)[1][0] == panel.text[-64:]
 
 
-def test_silencing_a_head_changes_the_weights_of_later_layers(reader: Reader, model: GPT, weights: Tensor) -> None:
-    key = json.dumps([IDS, 1, 1, SILENCED], separators=(",", ":"))
-    expected = torch.tensor(all_weights(model, IDS, SILENCED)[key])
-    assert not torch.allclose(expected, weights[1, 1])
-    reader.write(IDS)
-    assert not reader.button("Choose a head to silence it").is_enabled()  # the mean is selected
-    reader.head("layer 1, head 2").click()
-    reader.button("Silence layer 1, head 2").click()
-    assert reader.button("Restore layer 1, head 2").is_displayed()
-    silenced = reader.head("layer 1, head 2, silenced")
+def test_heads_are_silenced_and_restored(panel: Reader) -> None:
+    assert not panel.button("Choose a head to silence it").is_enabled()  # the mean is selected
+    panel.choose_head("layer 1, head 2")
+    panel.button("Silence layer 1, head 2").click()
+    assert panel.button("Restore layer 1, head 2").is_displayed()
+    silenced = panel.find(".heads [aria-label='layer 1, head 2, silenced']")
     assert "line-through" in silenced.value_of_css_property("text-decoration")
-    reader.head("layer 2, head 2").click()
-    reader.select(11)
-    torch.testing.assert_close(reader.shade, expected[11])
-    reader.button("Restore all").click()
-    assert reader.browser.switch_to.active_element.accessible_name == "layer 2, head 2"
-    torch.testing.assert_close(reader.shade, weights[1, 1, 11])
-    assert reader.run("return silencings") == [SILENCED, []]
-    reader.head("layer 1, head 2").click()
-    for _ in range(2):
-        reader.find(".actions button").click()
-    assert reader.run("return silencings") == [SILENCED, [], SILENCED, []]
-    assert not reader.run("return find('panel').querySelector('.actions').lastChild.checkVisibility()")
+    panel.choose_head("layer 2, head 2")
+    panel.wait_until(lambda: requests(panel)[-1] == (PROMPT, 1, 1, [[0, 1]]))
+    panel.button("Restore all").click()
+    assert panel.browser.switch_to.active_element.accessible_name == "layer 2, head 2"
+    panel.wait_until(lambda: requests(panel)[-1] == (PROMPT, 1, 1, []))
+    panel.choose_head("layer 1, head 2")
+    for text in ("Silence layer 1, head 2", "Restore layer 1, head 2"):
+        panel.button(text).click()
+    panel.wait_until(lambda: requests(panel)[-1] == (PROMPT, 0, 1, []))
+    assert not panel.find("#attention .actions button:last-child").is_displayed()
 
 
-def test_a_saved_text_cannot_be_computed_without_heads(browser: Any, model: GPT, tmp_path: Path) -> None:
-    reader = Reader(browser, write_page(tmp_path / "saved.html", model, TEXTS, [all_weights(model, IDS)], saved=True))
-    reader.write(IDS)
-    reader.head("layer 1, head 2").click()
-    assert [button.text for button in reader.find_all("button")] == ["mean", "1", "2", "3"] * 2
+def test_a_token_of_a_long_text_has_the_weights_of_the_window_that_holds_it(
+    panel: Reader, exported: tuple[str, GPT]
+) -> None:
+    text = PROMPT * 7  # 91 tokens, of which the model reads 64
+    panel.write(text[len(PROMPT) :])
+    panel.wait_until(lambda: requests(panel)[-1][0] == text[-64:])
+    panel.choose_head("layer 2, head 1")
+    for token, start in ((70, 27), (2, 0)):
+        panel.hover(panel.tokens()[token])
+        panel.wait_until(lambda: requests(panel)[-1][0] == text[start : start + 64])  # noqa: B023
+        panel.wait_for_weights()
+        weights = attention_maps(exported[1], CHARACTERS.encode(text[start : start + 64]))[1, 0, token - start]
+        assert [row[0] for row in panel.attended()] == highest(weights)
+        farthest = token - start - int(weights.argmax())
+        assert panel.attended()[0][3] == ("itself" if farthest == 0 else f"{farthest} back")
 
 
-def test_a_token_of_a_long_text_has_the_weights_of_the_window_that_holds_it(reader: Reader, model: GPT) -> None:
-    reader.write(LONG_IDS)
-    reader.head("layer 2, head 1").click()
-    reader.select(17)
-    expected = attention_maps(model, torch.tensor(LONG_IDS[-16:]))[1, 0, 13, :14]
-    torch.testing.assert_close(reader.shade, torch.cat((torch.zeros(4), expected)))
-    reader.select(2)
-    reader.wait(lambda: reader.run("return shades.at(-1)") is not None)
-    torch.testing.assert_close(reader.shade, attention_maps(model, torch.tensor(LONG_IDS[:16]))[1, 0, 2, :3])
+def test_an_error_is_shown_until_the_head_is_picked_again(panel: Reader) -> None:
+    panel.run("globalThis.failure = 'lost'")
+    panel.choose_head("layer 1, head 1")
+    panel.wait_until(lambda: panel.find("#attention .error").text == "lost")
+    panel.hover(panel.tokens()[3])
+    assert panel.attended() == []
+    assert not panel.find("canvas").is_displayed()
+    panel.run("failure = ''")
+    panel.choose_head("layer 1, head 1")
+    panel.hover(panel.tokens()[4])
+    assert panel.attended() != []
+    assert panel.find("#attention .error").text == ""
 
 
-def test_an_error_is_shown_until_the_head_is_picked_again(reader: Reader) -> None:
-    reader.write(IDS)
-    reader.wait_for_weights()
-    reader.run("globalThis.attention = backend.attention; backend.attention = async () => { throw new Error('lost'); }")
-    reader.head("layer 1, head 1").click()
-    reader.wait(lambda: reader.find(".error").text == "lost")
-    reader.select(3)
-    assert reader.run("return shades.at(-1)") is None
-    assert not reader.find("canvas").is_displayed()
-    reader.run("backend.attention = attention")
-    reader.head("layer 1, head 1").click()
-    reader.select(4)
-    assert len(reader.shade) == 5
-    assert reader.find(".error").text == ""
-
-
-def test_a_hidden_panel_fetches_and_shades_nothing(reader: Reader) -> None:
-    reader.run("panel.visible = false")
-    reader.write(IDS)
-    reader.select(4)
-    time.sleep(0.3)
-    assert reader.calls == []
-    assert reader.run("return shades") == []
-    reader.run("panel.visible = true")
-    assert len(reader.shade) == 5
-    reader.run("panel.visible = false")
-    assert reader.run("return shades.at(-1)") is None
-    reader.run("panel.visible = true")
-    assert len(reader.shade) == 5
-    assert len(reader.calls) == 1
-    reader.run("delays.push(100)")
-    reader.head("layer 1, head 1").click()
-    reader.wait(lambda: len(reader.calls) == 2)
-    reader.run("panel.visible = false")
-    reader.wait(lambda: reader.run("return calls[1].aborted"))
-    reader.run("panel.visible = true")
-    reader.wait_for_weights()
-    assert reader.calls[1:] == [(IDS, 0, 0, [])] * 2
-
-
-def test_another_model_restores_its_heads(reader: Reader) -> None:
-    reader.write(IDS)
-    reader.head("layer 1, head 2").click()
-    reader.button("Silence layer 1, head 2").click()
-    reader.run("panel.setModel(null)")
-    assert reader.find_all(".heads button") == []
-    reader.run("panel.setModel({name: 'other', n_layer: 1, n_head: 2, block_size: 4})")
-    assert [button.accessible_name for button in reader.find_all(".heads button")] == [
-        f"layer 1, {head}" for head in ("mean", "head 1", "head 2")
-    ]
-    assert reader.run("return panel.silenced") == []
-
-
-@pytest.mark.parametrize(("width", "scheme"), [(320, "light"), (390, "dark"), (1280, "light")])
-def test_panels_fit_every_screen_and_have_contrast(width: int, scheme: str, browser: Any, tmp_path: Path) -> None:
-    model = random_model(n_layer=12, n_head=12)
-    page = write_page(tmp_path / "page.html", model, TEXTS, [all_weights(model, IDS)], histories={"run": HISTORY})
-    reader = Reader(browser, page)
-    reader.resize(width)
-    reader.prefer(scheme)
-    reader.write(IDS)
-    reader.run("showHistory(find('history'), backend, 'run')")
-    reader.wait(lambda: reader.find_all("svg"))
-    reader.head("layer 12, head 11").click()
-    reader.button("Silence layer 12, head 11").click()
-    reader.head("layer 12, head 12").click()
-    reader.select(11)
-    assert reader.run("return document.documentElement.scrollWidth") <= width
-    heads = reader.find(".heads")
-    assert reader.run("return arguments[0].scrollHeight <= arguments[0].clientHeight", heads)
-    if width > 320:
-        assert reader.run("return arguments[0].scrollWidth <= arguments[0].clientWidth", heads)
-    contrasts = [(text, ratio) for text, ratio in text_contrasts(browser) if "<text" not in text]
-    assert len(contrasts) > 180
-    assert [(text, ratio) for text, ratio in contrasts if ratio < 4.5] == []
-    colors = "return [...document.querySelectorAll('svg text')].map(text => getComputedStyle(text).fill)"
-    assert set(reader.run(colors)) == {
-        reader.find(".soft").value_of_css_property("color").replace("rgba", "rgb").replace(", 1)", ")")
-    }
+def test_a_hidden_panel_requests_and_shades_nothing(panel: Reader) -> None:
+    panel.find("#text").click()
+    shaded = panel.backgrounds()
+    panel.open("Attention")
+    panel.wait_until(lambda: panel.backgrounds() != shaded)
+    panel.open("Attention")
+    panel.wait_until(lambda: panel.backgrounds() == shaded)
+    assert len(requests(panel)) == 1  # the weights were kept
+    panel.run("delays.push(600)")
+    panel.find(".heads [aria-label='layer 1, head 1']").click()
+    panel.wait_until(lambda: len(requests(panel)) == 2)
+    panel.open("Attention")
+    panel.wait_until(lambda: panel.run("return calls[1].aborted"))
+    panel.write("!")
+    assert len(requests(panel)) == 2
+    panel.open("Attention")
+    panel.wait_until(lambda: requests(panel)[2:] == [(f"{PROMPT}!", 0, 0, [])])
 
 
 def places(reader: Reader, name: str) -> list[list[float]]:
-    return [
-        [float(x) for x in point.split(",")]
-        for point in reader.find(f"polyline.{name}").get_attribute("points").split()
-    ]
+    points = reader.find(f"polyline.{name}").get_attribute("points").split()
+    return [[float(x) for x in point.split(",")] for point in points]
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-def test_curves_have_the_points_of_the_history_at_their_ticks(width: int, reader: Reader) -> None:
+def test_curves_have_the_points_of_the_history_at_their_ticks(
+    width: int, open_reader: Callable[[str], Reader], exported: tuple[str, GPT]
+) -> None:
+    reader = open_reader(exported[0])
     reader.resize(width)
-    reader.run("showHistory(find('history'), backend, 'run')")
-    reader.wait(lambda: reader.find_all("svg"))
-    assert reader.find("svg").size["width"] == reader.find("#history").size["width"] - 34
+    reader.open("Training")
+    reader.wait_until(lambda: reader.find_all("svg"))
+    assert reader.find("svg").size["width"] == pytest.approx(reader.find("#history").size["width"], abs=1)
     ticks = reader.run(
         "return [...document.querySelectorAll('svg text')].map(t => [t.textContent, Number(t.getAttribute('x')),"
         "Number(t.getAttribute('y')), t.getAttribute('text-anchor')])"
     )
     x_ticks = {float(text.replace(",", "")): x for text, x, _, anchor in ticks if anchor == "middle"}
     y_ticks = {float(text): y for text, _, y, anchor in ticks if anchor == "end"}
-    assert list(x_ticks) == (list(range(0, 1700, 200)) if width == 1280 else [0, 500, 1000, 1500])
+    assert list(x_ticks) == [0, 500, 1000, 1500]
     assert list(y_ticks) == [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0]
     per_step, per_nat = (x_ticks[1000] - x_ticks[0]) / 1000, y_ticks[2.0] - y_ticks[1.0]
     for name in ("train_loss", "val_loss"):
@@ -409,40 +312,46 @@ def test_curves_have_the_points_of_the_history_at_their_ticks(width: int, reader
     assert {text for text, *_, anchor in ticks if anchor is None} == {"loss (nats per token)", "step"}
 
 
-def test_samples_are_chosen_by_keyboard(reader: Reader) -> None:
-    reader.run("showHistory(find('history'), backend, 'run')")
-    reader.wait(lambda: reader.find_all("pre"))
+def test_samples_are_chosen_by_keyboard(open_reader: Callable[[str], Reader], exported: tuple[str, GPT]) -> None:
+    from selenium.webdriver import Keys
+
+    reader = open_reader(exported[0])
+    reader.open("Training")
+    reader.wait_until(lambda: reader.find_all("pre"))
     assert reader.find("pre").text == "sample of step 1700"
     reader.find("#history input").click()  # at the center
-    for key, step in (("HOME", 170), ("ARROW_RIGHT", 340), ("ARROW_RIGHT", 510), ("END", 1700)):
+    for key, step in ((Keys.HOME, 170), (Keys.ARROW_RIGHT, 340), (Keys.ARROW_RIGHT, 510), (Keys.END, 1700)):
         reader.press(key)
         assert reader.find("pre").text == f"sample of step {step}"
-        assert (
-            reader.find("output").text
-            == f"step {step:,}"
-            == reader.find("#history input").get_attribute("aria-valuetext")
-        )
+        assert reader.find("#history output").text == f"step {step:,}"
+        assert reader.find("#history input").get_attribute("aria-valuetext") == f"step {step:,}"
 
 
-def test_a_history_may_be_short_or_missing_or_fail(reader: Reader) -> None:
-    reader.run("showHistory(find('history'), backend, 'single')")
-    reader.wait(lambda: reader.find_all("svg"))
+def test_a_history_may_be_short_or_missing_or_late_or_fail(
+    open_reader: Callable[[str], Reader], exported: tuple[str, GPT]
+) -> None:
+    reader = open_reader(exported[0])
+    missing = "This run has no readable metrics.csv."
+    single = "async () => ({train_loss: [], val_loss: [[5, 2.0]], samples: [{step: 5, text: 'one'}]})"
+    reader.run(f"backend.history = {single}")
+    reader.open("Training")
+    reader.wait_until(lambda: reader.find_all("svg"))
     assert len(reader.find_all("svg circle")) == 1
     assert "NaN" not in reader.find("svg").get_attribute("outerHTML")
-    assert (reader.find("pre").text, reader.find_all("#history input")) == ("one", [])
-    reader.run("showHistory(find('history'), backend, 'none')")
-    reader.wait(lambda: reader.find("#history").text == "This run has no readable metrics.csv.")
-    reader.run(
-        "backend.history = async () => { throw new Error('gone'); }; showHistory(find('history'), backend, 'run')"
-    )
-    reader.wait(lambda: reader.find("#history .error").text == "gone")
-
-
-def test_a_late_history_of_another_model_is_not_shown(reader: Reader) -> None:
-    reader.run(
-        "const {history} = backend, wait = ms => new Promise(resolve => setTimeout(resolve, ms));"
-        "backend.history = async model => { await wait(model === 'run' ? 200 : 0); return history(model); };"
-        "showHistory(find('history'), backend, 'run'); showHistory(find('history'), backend, 'none')"
-    )
-    time.sleep(0.4)
-    assert reader.find("#history").text == "This run has no readable metrics.csv."
+    assert (reader.find("#history pre").text, reader.find_all("#history input")) == ("one", [])
+    for history, text in (("async () => null", missing), ("async () => { throw new Error('gone'); }", "gone")):
+        reader.open("Training")
+        reader.run(f"backend.history = {history}")
+        reader.open("Training")
+        reader.wait_until(lambda: reader.find("#history").text == text)  # noqa: B023
+    reader.open("Training")
+    late = f"() => new Promise(resolve => globalThis.answer = () => resolve(({single})()))"
+    reader.run(f"globalThis.answer = null; backend.history = {late}")
+    reader.open("Training")
+    reader.wait_until(lambda: reader.run("return answer !== null"))
+    reader.open("Training")
+    reader.run("backend.history = async () => null")
+    reader.open("Training")
+    reader.wait_until(lambda: reader.find("#history").text == missing)
+    reader.run("answer(); return new Promise(resolve => setTimeout(resolve, 100))")
+    assert reader.find("#history").text == missing

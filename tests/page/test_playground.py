@@ -3,6 +3,7 @@
 import csv
 import re
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from silence import silence
 
 from minigpt import GPT
 from minigpt.checkpoints.export_html import export_html
-from minigpt.checkpoints.pretrained import find_pretrained
+from minigpt.checkpoints.init_from import find_pretrained
 from minigpt.generation import score
 from minigpt.interpret.heads import attention_maps, without_heads
 
@@ -38,26 +39,37 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Any:
         writer.writeheader()
         writer.writerows(rows)
     (folder / "small" / "samples.txt").write_text("── step 2, validation loss 4.3000 ──\nTo be\n\n")
-    export_html(find_pretrained(str(folder / "small")), folder / "small.html", "float32")
+    make_run(folder / "many-heads", n_layer=12, n_head=12, n_embd=48)
+    history = {"train_loss": [[1, 4.5], [2, 4.25]], "val_loss": [[2, 4.3]], "samples": []}
+    for name in ("small", "many-heads"):
+        export_html(find_pretrained(str(folder / name)), folder / f"{name}.html", "float32", history)
     with serving([folder / name for name in models]) as server:
-        yield SimpleNamespace(models=models, server=f"{server.url}/", file=(folder / "small.html").as_uri())
+        files = {name: (folder / f"{name}.html").as_uri() for name in ("small", "many-heads")}
+        addresses = {"server": f"{server.url}/", "file": files["small"], "many_heads": files["many-heads"]}
+        yield SimpleNamespace(models=models, **addresses)
+
+
+def open_at(browser: Any, url: str) -> Iterator[Reader]:
+    """A person at the page; the console must be empty at the end."""
+    reader = Reader(browser, url)
+    reader.set("max_tokens", 30)
+    yield reader
+    assert browser.get_log("browser") == []
 
 
 @pytest.fixture(params=["server", "file"])
-def reader(request: Any, browser: Any, site: Any) -> Any:
-    """A person at the page, served or in a file; the console must be empty at the end."""
-    reader = Reader(browser, getattr(site, request.param))
-    reader.set("max_tokens", 30)
-    yield reader
-    assert browser.get_log("browser") == []
+def reader(request: Any, browser: Any, site: Any) -> Iterator[Reader]:
+    yield from open_at(browser, getattr(site, request.param))
 
 
 @pytest.fixture
-def at_server(browser: Any, site: Any) -> Any:
-    reader = Reader(browser, site.server)
-    reader.set("max_tokens", 30)
-    yield reader
-    assert browser.get_log("browser") == []
+def at_server(browser: Any, site: Any) -> Iterator[Reader]:
+    yield from open_at(browser, site.server)
+
+
+@pytest.fixture
+def in_file(browser: Any, site: Any) -> Iterator[Reader]:
+    yield from open_at(browser, site.file)
 
 
 def loss_of(model: GPT, text: str, silenced: tuple[tuple[int, int], ...] = ()) -> float:
@@ -66,11 +78,11 @@ def loss_of(model: GPT, text: str, silenced: tuple[tuple[int, int], ...] = ()) -
         return -score(model, ids[1:], ids[:1]).logprobs.mean().item()
 
 
-def test_the_text_is_continued_and_undo_takes_the_continuation_away(reader: Reader, site: Any) -> None:
+def test_the_text_is_continued_and_each_step_is_undone_alone(reader: Reader, site: Any) -> None:
     from selenium.webdriver import Keys
 
     model = site.models["small"]
-    reader.write(PROMPT)
+    reader.write(PROMPT)  # in one step
     reader.generate()
     first = continuation(model, PROMPT, 30)
     assert reader.text == first
@@ -78,29 +90,30 @@ def test_the_text_is_continued_and_undo_takes_the_continuation_away(reader: Read
     reader.generate()
     second = continuation(model, first, 30)
     assert reader.text == second
-    reader.find("#undo").click()
-    assert reader.text == first
-    reader.press(Keys.CONTROL, "z")
-    assert reader.text == PROMPT
-    reader.press(Keys.CONTROL, "y")
-    assert reader.text == first
+    reader.find("#text").send_keys("XYZ")
+    for text in (second, first):
+        reader.find("#undo").click()
+        assert reader.text == text
+    for key, text in (("z", PROMPT), ("z", ""), ("y", PROMPT), ("y", first)):
+        reader.press(Keys.CONTROL, key)
+        assert reader.text == text
 
 
-def test_text_is_generated_from_the_cursor(reader: Reader, site: Any) -> None:
+def test_text_is_generated_from_the_cursor_or_from_the_start_token(in_file: Reader, site: Any) -> None:
     from selenium.webdriver import Keys
 
+    reader, start = in_file, CHARACTERS.decode(CHARACTERS.start)
+    reader.generate()
+    assert start + reader.text == continuation(site.models["small"], start, 30)
+    reader.find("#text").clear()
     reader.write(PROMPT)
     for _ in range(3):
         reader.press(Keys.ARROW_LEFT)
+    token = f"Token {len(PROMPT) - 3} {PROMPT[-4]}"  # before the cursor
+    reader.wait_until(lambda: reader.run("return document.querySelector('#token h2').textContent") == token)
     reader.press(Keys.CONTROL, Keys.ENTER)
     reader.wait_for_generation()
     assert reader.text == continuation(site.models["small"], PROMPT[:-3], 30)
-
-
-def test_an_empty_text_is_continued_from_the_start_token(reader: Reader, site: Any) -> None:
-    reader.generate()
-    start = CHARACTERS.decode(CHARACTERS.start)
-    assert start + reader.text == continuation(site.models["small"], start, 30)
 
 
 def test_the_settings_are_those_of_the_samples(reader: Reader, site: Any) -> None:
@@ -117,21 +130,22 @@ def test_the_settings_are_those_of_the_samples(reader: Reader, site: Any) -> Non
     assert reader.text == continuation(site.models["small"], "Now", 60, **settings)
 
 
-@pytest.mark.parametrize("key", ["button", "Escape"])
-def test_generation_stops(reader: Reader, key: str) -> None:
+def test_generation_stops(reader: Reader) -> None:
     from selenium.webdriver import Keys
 
     reader.set("max_tokens", 60000)
-    reader.find("#generate").click()
-    reader.wait_until(lambda: len(reader.text) > 20)
-    if key == "button":
-        assert reader.find("#generate").text == "Stop"
-        time.sleep(0.35)  # a double click does not stop
+    for stop in ("button", "key"):
+        length = len(reader.text)
         reader.find("#generate").click()
-    else:
-        reader.press(Keys.ESCAPE)
-    reader.wait_for_generation()
-    assert len(reader.text) < 60000
+        reader.wait_until(lambda: len(reader.text) > length + 20)  # noqa: B023
+        if stop == "button":
+            assert reader.find("#generate").text == "Stop"
+            time.sleep(0.35)  # a double click does not stop
+            reader.find("#generate").click()
+        else:
+            reader.press(Keys.ESCAPE)
+        reader.wait_for_generation()
+        assert len(reader.text) < 60000
 
 
 def test_an_unknown_character_is_an_error_that_names_it(reader: Reader) -> None:
@@ -144,13 +158,8 @@ def test_an_unknown_character_is_an_error_that_names_it(reader: Reader) -> None:
     reader.browser.get_log("browser")
 
 
-def test_a_pause_while_typing_is_one_step_of_undo(reader: Reader) -> None:
-    reader.write("abc")
-    reader.find("#undo").click()
-    assert reader.text == ""
-
-
-def test_tokens_are_colored_by_probability(reader: Reader, site: Any) -> None:
+def test_tokens_are_colored_by_probability(in_file: Reader, site: Any) -> None:
+    reader = in_file
     text = "Now is the winter of our discontent\nMade glorious"
     reader.write(text)
     ids = CHARACTERS.encode(text).tolist()
@@ -163,7 +172,8 @@ def test_tokens_are_colored_by_probability(reader: Reader, site: Any) -> None:
     assert ordered[0] > 0 > ordered[-1]
 
 
-def test_tokens_are_in_the_places_of_the_letters(reader: Reader) -> None:
+def test_tokens_are_in_the_places_of_the_letters(in_file: Reader) -> None:
+    reader = in_file
     reader.write("Many words and spaces   " * 12 + "a" * 200 + "\n\n")
     layer, field = reader.run("""
         const [tokens, field] = [".tokens", "textarea"].map(s => document.querySelector("#first " + s));
@@ -201,15 +211,8 @@ def test_the_alternatives_of_a_token_are_the_likeliest_and_a_click_starts_a_bran
     assert reader.text == continuation(model, branched, 30)
 
 
-def test_the_cursor_selects_the_token_before_it(reader: Reader) -> None:
-    from selenium.webdriver import Keys
-
-    reader.write("abcd")
-    reader.press(Keys.ARROW_LEFT)
-    reader.wait_until(lambda: reader.run("return document.querySelector('#token h2').textContent") == "Token 3 c")
-
-
-def test_branches_form_a_tree_and_can_be_opened_and_compared(reader: Reader, site: Any) -> None:
+def test_branches_form_a_tree_and_can_be_opened_and_compared(in_file: Reader, site: Any) -> None:
+    reader = in_file
     model = site.models["small"]
     reader.open("Branches")
     reader.write(PROMPT)
@@ -240,15 +243,15 @@ def test_branches_form_a_tree_and_can_be_opened_and_compared(reader: Reader, sit
     reader.wait_until(lambda: not reader.find("#second").is_displayed())
 
 
-def test_the_attention_of_the_selected_token_shades_the_text(reader: Reader, site: Any) -> None:
+def test_the_attention_of_the_selected_token_shades_the_text(at_server: Reader, site: Any) -> None:
+    reader = at_server
     reader.write(PROMPT)
     reader.open("Attention")
-    reader.find(".heads [aria-label='layer 2, head 1']").click()
-    weights = attention_maps(site.models["small"], CHARACTERS.encode(PROMPT))
-    expected = weights[1, 0, 11, :12]
+    reader.choose_head("layer 2, head 1")
+    expected = attention_maps(site.models["small"], CHARACTERS.encode(PROMPT))[1, 0, 11, :12]
     reader.hover(reader.tokens()[11])
-    reader.wait_until(lambda: reader.find_all("#attention table td"))
-    listed = [float(row.text.split()[0]) for row in reader.find_all("#attention tbody tr")]
+    reader.wait_until(reader.attended)
+    listed = [float(row[0]) for row in reader.attended()]
     assert listed == pytest.approx(expected.sort(descending=True).values[: len(listed)].tolist(), abs=2e-3)
     shades = [sum(color) for color in reader.backgrounds()[:12]]  # the darker, the more weight
     ordered = [shades[i] for i in expected.argsort()]
@@ -261,8 +264,7 @@ def test_a_silenced_head_changes_the_loss_of_the_text_and_what_is_generated(read
     reader.write(PROMPT)
     reader.open("Attention")
     reader.find(".heads [aria-label='layer 2, head 1']").click()
-    (button,) = [e for e in reader.find_all("#attention button") if e.text.startswith("Silence")]
-    button.click()
+    reader.button("Silence layer 2, head 1").click()
     with_and_without = {"small without 1 head": loss_of(model, PROMPT, silenced), "small": loss_of(model, PROMPT)}
     reader.wait_until(
         lambda: {n: v[0] for n, v in reader.losses().items()} == pytest.approx(with_and_without, abs=2e-3)
@@ -280,8 +282,9 @@ def test_two_models_continue_one_prompt_with_one_seed(at_server: Reader, site: A
     from selenium.webdriver.support.ui import Select
 
     reader = at_server
-    reader.write(PROMPT)
-    Select(reader.find("#other")).select_by_visible_text("other")
+    reader.find("#text").send_keys(PROMPT)
+    Select(reader.find("#other")).select_by_visible_text("other")  # at once, while the text is scored
+    reader.wait_for_tokens()
     reader.wait_until(lambda: reader.token_text("#second") == PROMPT)
     reader.generate()
     texts = [continuation(site.models[name], PROMPT, 30) for name in ("small", "other")]
@@ -290,6 +293,26 @@ def test_two_models_continue_one_prompt_with_one_seed(at_server: Reader, site: A
     reader.wait_until(lambda: reader.losses().keys() == expected.keys())
     for name, losses in reader.losses().items():
         assert losses == pytest.approx(expected[name], abs=2e-3)
+
+
+def test_another_model_scores_the_text_with_all_its_heads_and_shows_its_history(at_server: Reader, site: Any) -> None:
+    from selenium.webdriver.support.ui import Select
+
+    reader = at_server
+    reader.write(PROMPT)
+    for panel in ("Attention", "Training"):
+        reader.open(panel)
+    reader.wait_until(lambda: reader.find_all("#history svg"))
+    assert "4.3" in reader.find("#history [role=img]").get_attribute("aria-label")
+    assert reader.find("#history pre").text == "To be"
+    reader.choose_head("layer 1, head 2")
+    reader.button("Silence layer 1, head 2").click()
+    Select(reader.find("#model")).select_by_visible_text("other")
+    loss = pytest.approx(loss_of(site.models["other"], PROMPT), abs=2e-3)
+    reader.wait_until(lambda: reader.losses() == {"other": [loss]})
+    heads = [f"layer {layer}, {head}" for layer in (1, 2, 3) for head in ("mean", *(f"head {i}" for i in range(1, 5)))]
+    assert [button.accessible_name for button in reader.find_all(".heads button")] == heads
+    reader.wait_until(lambda: reader.find("#history").text == "This run has no readable metrics.csv.")
 
 
 def test_a_model_gets_no_token_ids_of_another(at_server: Reader, site: Any) -> None:
@@ -325,45 +348,6 @@ def test_a_model_that_lacks_a_character_is_compared_without_its_loss(at_server: 
     reader.browser.get_log("browser")  # the browser lists the responses 400
 
 
-def test_a_comparison_does_not_end_the_scoring_of_the_text(at_server: Reader) -> None:
-    from selenium.webdriver.support.ui import Select
-
-    reader = at_server
-    reader.find("#text").send_keys(PROMPT)
-    Select(reader.find("#other")).select_by_visible_text("other")  # at once
-    reader.wait_for_tokens()
-    reader.wait_until(lambda: reader.token_text("#second") == PROMPT)
-
-
-def test_what_is_typed_after_a_generation_is_undone_alone(reader: Reader) -> None:
-    reader.write("abc")
-    reader.generate()
-    generated = reader.text
-    reader.find("#text").send_keys("XYZ")
-    reader.find("#undo").click()
-    assert reader.text == generated
-    reader.find("#undo").click()
-    assert reader.text == "abc"
-
-
-def test_another_model_scores_the_text(at_server: Reader, site: Any) -> None:
-    from selenium.webdriver.support.ui import Select
-
-    reader = at_server
-    reader.write(PROMPT)
-    Select(reader.find("#model")).select_by_visible_text("other")
-    reader.wait_until(
-        lambda: reader.losses() == {"other": [pytest.approx(loss_of(site.models["other"], PROMPT), abs=2e-3)]}
-    )
-
-
-def test_the_curve_and_the_samples_of_the_run_are_shown(at_server: Reader) -> None:
-    at_server.open("Training")
-    at_server.wait_until(lambda: at_server.find_all("#history svg"))
-    assert "4.3" in at_server.find("#history [role=img]").get_attribute("aria-label")
-    assert at_server.find("#history pre").text == "To be"
-
-
 def test_the_page_makes_no_request_but_to_its_server(reader: Reader, site: Any) -> None:
     loaded = reader.run("return performance.getEntriesByType('resource').map(entry => entry.name)")
     assert all(name.startswith((site.server, "data:")) for name in loaded)
@@ -374,24 +358,38 @@ def test_the_page_makes_no_request_but_to_its_server(reader: Reader, site: Any) 
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(320, "light"), (390, "dark"), (1280, "light")])
-def test_the_page_fits_every_screen_and_has_contrast(reader: Reader, width: int, scheme: str) -> None:
-    reader.write(PROMPT)
-    reader.resize(width, 740)
+def test_the_page_fits_every_screen_and_has_contrast(browser: Any, site: Any, width: int, scheme: str) -> None:
+    reader = Reader(browser, site.many_heads, width, 740)
     reader.prefer(scheme)
+    reader.write(PROMPT)
     for panel in ("Attention", "Branches", "Training"):
         reader.open(panel)
+    reader.choose_head("layer 12, head 11")
+    reader.button("Silence layer 12, head 11").click()
+    reader.choose_head("layer 12, head 12")
+    reader.wait_for_tokens()
     reader.click(reader.tokens()[5])
+    reader.wait_until(lambda: reader.find_all("svg"))
     assert reader.run("return document.documentElement.scrollWidth") <= width
+    heads = reader.find(".heads")
+    assert reader.run("return arguments[0].scrollHeight <= arguments[0].clientHeight", heads)
+    if width == 1280:  # on a phone, the heads can be scrolled
+        assert reader.run("return arguments[0].scrollWidth <= arguments[0].clientWidth", heads)
     background = reader.run("return getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", background))) < 200) == (scheme == "dark")
-    contrasts = text_contrasts(reader.browser)
-    assert len(contrasts) > 40
+    contrasts = [(text, ratio) for text, ratio in text_contrasts(browser) if "<text" not in text]
+    assert len(contrasts) > 180
     assert [(element, ratio) for element, ratio in contrasts if ratio < 4.5] == []
+    colors = reader.run("return [...document.querySelectorAll('svg text')].map(e => getComputedStyle(e).fill)")
+    soft = reader.find(".soft").value_of_css_property("color").replace("rgba", "rgb").replace(", 1)", ")")
+    assert set(colors) == {soft}
+    assert browser.get_log("browser") == []
 
 
-def test_every_control_is_reachable_by_keyboard(reader: Reader) -> None:
+def test_every_control_is_reachable_by_keyboard(in_file: Reader) -> None:
     from selenium.webdriver import Keys
 
+    reader = in_file
     reader.write("abc")
     reached = set()
     for _ in range(60):

@@ -55,9 +55,9 @@ def test_data_and_texts_are_read_as_they_were_given(files: dict[str, str], open_
     data = {"text": hostile, "numbers": [1, 2.5, None]}
     files["main.js"] = (
         "globalThis.data = JSON.parse(document.getElementById('data').textContent);\n"
-        "globalThis.more = document.getElementById('more').textContent;\n"
+        "globalThis.more = document.getElementById('weights').textContent;\n"
     )
-    (tmp_path / "page.html").write_text(render("main.js", data, {"more": "AB+/="}), encoding="utf-8")
+    (tmp_path / "page.html").write_text(render("main.js", data, "AB+/="), encoding="utf-8")
     run = open_page(tmp_path / "page.html")
     assert json.loads(run("return JSON.stringify(data)")) == data
     assert run("return more") == "AB+/="

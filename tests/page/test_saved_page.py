@@ -11,19 +11,12 @@ from contrast import text_contrasts
 from readers import CHARACTERS, Reader, make_run
 
 from minigpt.interpret.heads import attention_maps
-from minigpt.interpret.page import score_tokens, write_page
+from minigpt.interpret.text_page import score_tokens, write_page
 from minigpt.page.render import describe
 
 TEXT = "First line\nand the second"
-HOSTILE = [
-    "</script>",
-    "<!--<script>",
-    "<img src=x onerror=\"document.title='broken'\">",
-    "&lt;b&gt;",
-    "\r\n",
-    "\u2028",
-    "\ud800",
-]
+IMAGE = "<img src=x onerror=\"document.title='broken'\">"
+HOSTILE = ["</script>", "<!--<script>", IMAGE, "&lt;b&gt;", "\r\n", "\u2028", "\ud800"]
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +43,9 @@ def test_the_text_is_shown_and_cannot_be_changed(reader: Reader) -> None:
     reader.find("#text").send_keys("more")
     assert reader.text == TEXT
     assert [button.text for button in reader.find_all("button") if button.is_displayed() and button.is_enabled()] == []
+    assert reader.run("return backend.generate === undefined")
+    reader.open("Attention")
+    assert [button.text for button in reader.find_all("#attention button")] == ["mean", "1", "2"] * 2  # none silences
 
 
 def test_pointing_at_a_token_shows_its_alternatives(reader: Reader, saved: Any) -> None:
@@ -96,30 +92,23 @@ def test_tokens_are_selected_by_touch(reader: Reader) -> None:
     reader.wait_until(lambda: "Token 6 " in reader.find("#token").text)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_colors_follow_the_scheme_and_every_text_has_contrast(reader: Reader, scheme: str) -> None:
+def test_colors_follow_the_scheme(reader: Reader) -> None:
     before = reader.backgrounds()
-    reader.prefer(scheme)
-    reader.wait_until(lambda: (reader.backgrounds() == before) == (scheme == "light"))
+    reader.prefer("dark")
+    reader.wait_until(lambda: reader.backgrounds() != before)
     reader.open("Attention")
     reader.hover(reader.tokens()[9])
     assert [(element, ratio) for element, ratio in text_contrasts(reader.browser) if ratio < 4.5] == []
 
 
 def test_hostile_tokens_are_text(browser: Any, tmp_path: Path) -> None:
+    likely = {"rank": 0, "logprob": -1.5}
     tokens = [
-        {
-            "id": i,
-            "text": text,
-            "logprob": -1.5 if i else None,
-            "rank": 0,
-            "top": [{"id": i, "text": text, "logprob": -1.5}],
-        }
-        for i, text in enumerate(HOSTILE)
+        {"id": i, "text": text, **likely, "top": [{"id": i, "text": text, **likely}]} for i, text in enumerate(HOSTILE)
     ]
     weights = torch.ones(1, 1, len(HOSTILE), len(HOSTILE)).tril()
     weights /= weights.sum(-1, keepdim=True)
-    description = {"name": HOSTILE[2], "facts": HOSTILE[2], "n_layer": 1, "n_head": 1, "block_size": 8}
+    description = {"name": IMAGE, "facts": IMAGE, "n_layer": 1, "n_head": 1, "block_size": 8}
     write_page(tmp_path / "page.html", description=description, tokens=tokens, weights=weights)
     reader = Reader(browser, (tmp_path / "page.html").as_uri())
     reader.wait_until(lambda: len(reader.tokens()) == len(HOSTILE))

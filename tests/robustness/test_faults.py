@@ -1,18 +1,40 @@
-"""A few trials of every fault that is quick to inject; `make faults` runs many trials of all faults."""
+"""One trial of every fault that is quick to inject; `make faults` runs many trials of all faults."""
 
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
-from faults import Fault, Skipped
-from faults.all import FAULTS
+from faults import FAULTS
+from faults.tools import Fault, Skipped
+
+from minigpt.runs.shutdown import GracefulShutdown
+from minigpt.utils.signals import Interrupted
 
 
 @pytest.mark.parametrize(
-    ("fault", "seed"),
-    [pytest.param(fault, seed, id=f"{fault.name} {seed}") for fault in FAULTS for seed in range(fault.quick_trials)],
+    "fault",
+    [
+        pytest.param(fault, marks=[pytest.mark.slow] if fault.suite == "slow" else [], id=fault.name)
+        for fault in FAULTS
+        if fault.suite != "none"
+    ],
 )
-def test_a_run_recovers_from_a_fault(fault: Fault, seed: int, tmp_path: Path) -> None:
+def test_a_run_recovers_from_a_fault(fault: Fault, tmp_path: Path) -> None:
     try:
-        fault(tmp_path, seed)
+        fault(tmp_path, 0)
     except Skipped as reason:
         pytest.skip(str(reason))
+
+
+def test_only_a_second_signal_ends_a_run_at_once() -> None:
+    """In a process, a run with short steps ends as fast after the first."""
+    shutdown = GracefulShutdown(sync_every=1)
+    trainer: Any = None
+    shutdown.on_train_start(trainer, None)
+    try:
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(Interrupted):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        shutdown.teardown(trainer, None, "fit")

@@ -4,13 +4,12 @@ import io
 import json
 import math
 import pickle
-import re
 import select
 import socketserver
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from minigpt.checkpoints.format import MAX_HEADER_BYTES, checksum, write
-from minigpt.checkpoints.models import load_checkpoint
+from minigpt.checkpoints.load import load_checkpoint
 from minigpt.checkpoints.resume import contents
 from minigpt.checkpoints.validation_split import validation_batches
 from minigpt.config import GPTConfig
@@ -48,7 +47,7 @@ def good() -> dict[str, Any]:
 def file(values: Any, tensors: dict[str, Tensor], **metadata: str) -> bytes:
     """Return a safetensors file with a correct checksum; `values` is the JSON text, or its parsed values."""
     text = values if isinstance(values, str) else json.dumps(values)
-    return save(tensors, {"format": "pt", "minigpt": text, "crc32": checksum(text, sorted(tensors.items()))} | metadata)
+    return save(tensors, {"format": "pt", "minigpt": text, "crc32": checksum(text, tensors)} | metadata)
 
 
 def changed(*path: str, value: Any = None, **metadata: str) -> bytes:
@@ -68,10 +67,6 @@ def changed(*path: str, value: Any = None, **metadata: str) -> bytes:
     elif path:
         place[path[-1]] = value
     return file(content, tensors, **metadata)
-
-
-def text(json_text: str) -> bytes:
-    return file(json_text, {"x": torch.ones(2)})
 
 
 def beside(json_text: str) -> bytes:
@@ -144,10 +139,10 @@ def zip_bomb() -> bytes:
     return packed.getvalue()
 
 
-def shared(claims: dict[str, Any]) -> bytes:
+def shared() -> bytes:
     """Return a file in which five hundred weights are one tensor."""
     content = good()
-    content["minigpt"]["model"] |= claims
+    content["minigpt"]["model"] |= {"n_embd": 2048}
     content["state_dict"] = {f"model.{i}": {"$tensor": "x"} for i in range(500)}
     return file(content, {"x": torch.zeros(1 << 18)})
 
@@ -156,344 +151,239 @@ def nested(depth: int) -> str:
     return "[" * depth + "]" * depth
 
 
-NAN = torch.full((8, 16), math.nan)
 PICKLE, INCOMPLETE = "is not a safetensors file but a pickle", "is not a complete checkpoint"
 OTHER, LARGE, DAMAGED = "is not a checkpoint of minigpt", "its header is larger than", "is damaged: its checksum"
-MODEL = "does not hold a model"
+MODEL, NOT_FINITE = "does not hold a model", "its weights are NaN or infinite"
 FULL = MAX_HEADER_BYTES - 16384  # bytes of JSON in the largest header
-FILES: dict[str, tuple[Callable[[], bytes], str]] = {
-    # Other kinds of files.
-    "a checkpoint of torch.save": (torch_saved, PICKLE),
-    **{f"a pickle of protocol {n}": (lambda n=n: pickle.dumps({"x": EXECUTE}, n), PICKLE) for n in (2, 4, 5)},
-    "a pickle of protocol 0": (lambda: pickle.dumps({"x": EXECUTE}, 0), INCOMPLETE),
-    "a zip bomb": (zip_bomb, PICKLE),
-    "a text": (lambda: b"Once upon a time there was a text file.\n", INCOMPLETE),
-    "a long text": (lambda: b"All work and no play. " * 100_000, INCOMPLETE),
-    "an empty file": (lambda: b"", INCOMPLETE),
-    "seven bytes": (lambda: bytes(7), INCOMPLETE),
-    "zeros": (lambda: bytes(1 << 20), INCOMPLETE),
-    # Headers.
-    "a header beyond the file": (lambda: header({}, b"", 1000), INCOMPLETE),
-    "a header of 2^63 bytes": (lambda: header({}, length=1 << 63), INCOMPLETE),
-    "a header of -1 bytes": (lambda: header({}, length=(1 << 64) - 1), INCOMPLETE),
-    "a header of 100 MB": (lambda: header(b"[" * (100 << 20)), LARGE),
-    "a header of 100 MB of a good file": (lambda: header(changed()[8:].ljust(100 << 20)), LARGE),
-    "a header that is not JSON": (lambda: header(b"{x}"), INCOMPLETE),
-    "a header that is not UTF-8": (lambda: header(b'{"\xff": 1}'), INCOMPLETE),
-    "a header of a list": (lambda: header([]), INCOMPLETE),
-    "a header of nested lists": (lambda: header(nested(100_000).encode()), INCOMPLETE),
-    "a header of NaN": (lambda: header({"x": math.nan}), INCOMPLETE),
-    "an empty header": (lambda: header({}, b""), OTHER),
-    "metadata of numbers": (lambda: header({"__metadata__": {"minigpt": 3}}, b""), INCOMPLETE),
-    "metadata of a list": (lambda: header({"__metadata__": ["minigpt"]}, b""), INCOMPLETE),
-    "bytes after the tensors": (lambda: changed() + bytes(8), INCOMPLETE),
-    "no bytes": (lambda: entry()[:-8], INCOMPLETE),
-    # Tensors.
-    **{f"a tensor without {key}": (lambda key=key: entry(**{key: ...}), INCOMPLETE) for key in ("dtype", "shape")},
-    "a tensor without offsets": (lambda: entry(data_offsets=...), INCOMPLETE),
-    **{
-        f"a tensor of dtype {dtype}": (lambda dtype=dtype: entry(dtype=dtype), INCOMPLETE)
-        for dtype in ("F33", "F64", "U8", "", 3, None, ["F32"], "F" * 1000)
-    },
-    **{
-        f"a tensor of shape {shape}": (lambda shape=shape: entry(shape=shape), INCOMPLETE)
-        for shape in ([-2], [2.0], [HUGE], [1 << 62, 4], [1 << 32, 1 << 32], [10**30], "2", None, [True], [[2]], [3])
-    },
-    **{
-        f"offsets {pair}": (lambda pair=pair: entry(data_offsets=pair), INCOMPLETE)
-        for pair in ([8, 0], [-8, 0], [0, 1 << 40], [0, 1 << 64], [4, 12], [0.0, 8.0], [0], [0, 8, 8], "08")
-    },
-    "overlapping tensors": (lambda: entries((0, 8), (0, 8)), INCOMPLETE),
-    "partly overlapping tensors": (lambda: entries((0, 8), (4, 12)), INCOMPLETE),
-    "a gap between tensors": (lambda: entries((0, 4), (8, 16)), INCOMPLETE),
-    "a tensor of many dimensions": (lambda: entry(shape=[1] * 1000 + [2]), OTHER),
-    "a tensor of 10^15 rows of nothing": (
-        lambda: changed("x", value=torch.empty(0, HUGE)),
-        "",
-    ),
-    "a name twice": (lambda: header(entry()[8:-8].replace(b"}}", b'}, "x": {}}')), INCOMPLETE),
-    "fifty thousand tensors": (lambda: file({}, {f"{i}": torch.empty(0) for i in range(50_000)}), OTHER),
-    "complex weights": (lambda: weight(torch.ones(*SIZE, dtype=torch.complex64)), "complex tensors"),
-    "weights of 8 bits": (lambda: weight(torch.ones(SIZE).to(torch.float8_e4m3fn)), ""),
-    "weights of 4 bits": (lambda: weight(torch.ones(SIZE, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)), INCOMPLETE),
-    # JSON.
-    **{
-        f"JSON that is {json_text[:20]!r}": (lambda json_text=json_text: text(json_text), OTHER)
-        for json_text in ("", "x", "{", "[]", "[3]", "3", "null", "NaN", '"text"', "{}", '{"minigpt": {}}')
-    },
-    **{f"{depth} nested lists": (lambda depth=depth: beside(nested(depth)), OTHER) for depth in (100, 900, 100_000)},
-    "100 nested dictionaries": (lambda: beside('{"x":' * 100 + "1" + "}" * 100), OTHER),
-    "100 nested tuples": (lambda: beside('{"$tuple":[' * 100 + "]}" * 100), OTHER),
-    "a million lists": (lambda: beside(f"[{'[],' * 1_000_000}[]]"), ""),
-    "the largest text": (lambda: beside(f'"{"x" * FULL}"'), ""),
-    "two hundred thousand dictionaries": (lambda: beside(f"[{'{},' * 200_000}{{}}]"), ""),
-    "an integer of 30 digits": (lambda: beside("9" * 30), ""),
-    "an integer of 4,000 digits": (lambda: beside("9" * 4000), ""),
-    "an integer of a million digits": (lambda: beside("9" * 1_000_000), ""),
-    "a number beyond floats": (lambda: beside("1e999"), ""),
-    "a key twice": (lambda: beside('1, "state_dict": {}, "minigpt": 3'), OTHER),
-    "half a surrogate pair": (lambda: beside('"\\ud800"'), ""),
-    **{
-        f"a marker {json_text}": (lambda json_text=json_text: beside(json_text), OTHER)
-        for json_text in (
-            '{"$tensor": "x"}',
-            '{"$tensor": "__metadata__"}',
-            '{"$dict": [[[], 1]]}',
-            '{"$dict": [[{}, 1]]}',
-            '{"$dict": [[1, 2, 3]]}',
-            '{"$dict": [1]}',
-            '{"$dict": ["x"]}',
-        )
-    },
-    **{
-        f"no marker {json_text}": (lambda json_text=json_text: beside(json_text), "")
-        for json_text in (
-            '{"$dict": [[1.5, 1], [{"$tensor": "model.wte.weight"}, 2]]}',
-            '{"$tensor": 3}',
-            '{"$tensor": ["x"]}',
-            '{"$tuple": 3}',
-            '{"$dict": {}}',
-            '{"$class": "os"}',
-        )
-    },
-    **{
-        f"without {path[-1]}": (lambda path=path: changed(*path, value=...), named)
-        for path, named in (
-            (("minigpt",), OTHER),
-            (("state_dict",), OTHER),
-            (("minigpt", "format"), "has format None"),
-            (("minigpt", "model"), MODEL),
-            (("minigpt", "tokenizer"), MODEL),
-            (("state_dict", "model.wpe.weight"), MODEL),
-        )
-    },
-    **{
-        f"{key} {value!r}": (lambda key=key, value=value: changed(key, value=value), OTHER)
-        for key in ("minigpt", "state_dict")
-        for value in (3, None, "text", ["x"], True)
-    },
-    "weights that are a tensor": (lambda: changed("state_dict", value=torch.ones(2)), OTHER),
-    "no checksum": (lambda: changed(crc32=""), DAMAGED),
-    "a wrong checksum": (lambda: changed(crc32="00000000"), DAMAGED),
-    # Models.
-    **{
-        f"{name} {value!r:.50}": (lambda name=name, value=value: model(**{name: value}), MODEL)
-        for name, value in [
-            ("n_layer", 10**9),
-            ("n_layer", 40_000),
-            ("n_layer", True),
-            ("n_layer", "2"),
-            ("n_layer", [2]),
-            ("n_layer", {"_target_": "os.system"}),
-            ("n_layer", "${oc.env:HOME}"),
-            ("n_layer", {"$tensor": "model.wte.weight"}),
-            ("n_layer", 10**30),
-            ("n_layer", 10**4000),
-            ("rope_base", 10**400),
-            ("block_size", 1 << 60),
-            ("block_size", 1 << 20),
-            ("head_dim", -1),
-            ("head_dim", 1 << 20),
-            ("n_embd", math.nan),
-            ("n_embd", 16.0),
-            ("n_head", 0),
-            ("n_kv_head", 3),
-            ("n_inner", 1 << 62),
-            ("vocab_size", 1 << 62),
-            ("vocab_size", 3),
-            ("dropout", math.nan),
-            ("dropout", math.inf),
-            ("rope_base", math.inf),
-            ("smear", 1 << 40),
-            ("smear", 60_000),
-            ("ngram", 1 << 40),
-            ("base_n_embd", 0),
-            ("norm", "__import__('os').system('true')"),
-            ("activation", "../../x"),
-            ("norm", ["layernorm"]),
-            ("norm", "x" * 1_000_000),
-            ("_target_", "os.system"),
-            ("__class__", "x"),
-            ("3", 4),
-        ]
-    },
-    "a table of a million positions": (lambda: model(position="rope", block_size=1 << 20, head_dim=1024), MODEL),
-    "many weights that are one tensor": (lambda: shared({"n_embd": 2048}), MODEL),
-    # Tokenizers.
-    "a tokenizer of another size": (lambda: tokenizer({"name": "byte"}), MODEL),
-    "a tokenizer that is a list": (lambda: tokenizer(["char"]), MODEL),
-    "a tokenizer that is a function": (lambda: tokenizer({"name": {"_target_": "os.system"}}), MODEL),
-    "a regular expression": (lambda: tokenizer(BPE | {"pattern": "(a+)+$"}), MODEL),
-    "an unknown encoding": (lambda: tokenizer(BPE | {"name": "(a+)+$"}), MODEL),
-    "a huge vocabulary": (lambda: tokenizer(BPE | {"special": {"<|endoftext|>": 1 << 62}}), MODEL),
-    "an id below 0": (lambda: tokenizer(BPE | {"special": {"<|endoftext|>": -1}}), MODEL),
-    "an id that is a tensor": (
-        lambda: tokenizer(BPE | {"special": {"<|endoftext|>": {"$tensor": "model.wpe.weight"}}}),
-        MODEL,
-    ),
-    "an id twice": (lambda: tokenizer(BPE | {"special": {"<|endoftext|>": 3}}), MODEL),
-    "a token twice": (lambda: tokenizer(BPE | {"tokens": BPE["tokens"] + " AA=="}), MODEL),
-    "tokens that are not base64": (lambda: tokenizer(BPE | {"tokens": "\x1b]0;x\x07 é"}), MODEL),
-    "tokens that are a list": (lambda: tokenizer(BPE | {"tokens": ["AA=="]}), MODEL),
-    "only spaces": (lambda: tokenizer(BPE | {"tokens": " " * 1_000_000}), MODEL),
-    "a tokenizer.json": (tokenizer_json, ""),
-    "a tokenizer.json without a model": (lambda: tokenizer_json(model={}), MODEL),
-    "a tokenizer.json with a huge id": (lambda: tokenizer_json(model=WORDS | {"vocab": {"a": (1 << 32) - 1}}), MODEL),
-    "a tokenizer.json that panics": (lambda: tokenizer_json(normalizer=CHARMAP), MODEL),
-    "a separator that is no id": (lambda: tokenizer_json(separator=9), MODEL),
-    "an alphabet twice": (lambda: tokenizer({"name": "char", "alphabet": "aa"}), MODEL),
-    "an empty alphabet": (lambda: tokenizer({"name": "char", "alphabet": ""}), MODEL),
-    "an alphabet of a list": (lambda: tokenizer({"name": "char", "alphabet": ["a", "b"]}), MODEL),
-    # Weights.
-    "NaN weights": (lambda: weight(NAN, "model.wpe.weight"), "its weights are NaN or infinite"),
-    "infinite weights": (
-        lambda: weight(NAN.nan_to_num(math.inf), "model.wpe.weight"),
-        "its weights are NaN or infinite",
-    ),
-    "weights of another size": (lambda: weight(torch.tensor(1.0)), MODEL),
-    "weights that are a text": (lambda: weight("x"), MODEL),
-    "unexpected weights": (lambda: weight(torch.ones(2), "model.__class__"), MODEL),
-    "weights of integers": (lambda: weight(torch.ones(*SIZE, dtype=torch.int64)), "Only Tensors of floating point"),
-    "weights of 16 bits": (lambda: weight(torch.ones(*SIZE, dtype=torch.float16)), ""),
-    "a configuration that calls": (
-        lambda: changed("config", value={"_target_": "os.system", "a": "touch canary", "b": "${oc.env:HOME}"}),
-        "",
-    ),
-    "a good one": (changed, ""),
-}
-LOADED = [name for name, (_, expected) in FILES.items() if not expected]
+
+
+def hostile_files() -> Iterator[tuple[str, str, bytes]]:
+    """Yield the name of a file, a part of the error that it causes (empty if it is harmless), and its content."""
+    yield from other_kinds()
+    yield from damaged_headers()
+    yield from damaged_tensors()
+    yield from hostile_json()
+    yield from impossible_models()
+    yield from hostile_tokenizers()
+    yield from odd_weights()
+    calls = {"_target_": "os.system", "a": "touch canary", "b": "${oc.env:HOME}"}
+    yield "a configuration that calls", "", changed("config", value=calls)
+    yield "a good file", "", changed()
+
+
+def other_kinds() -> Iterator[tuple[str, str, bytes]]:
+    yield "a checkpoint of torch.save", PICKLE, torch_saved()
+    for protocol in (2, 4, 5):
+        yield f"a pickle of protocol {protocol}", PICKLE, pickle.dumps({"x": EXECUTE}, protocol)
+    yield "a pickle of protocol 0", INCOMPLETE, pickle.dumps({"x": EXECUTE}, 0)
+    yield "a zip bomb", PICKLE, zip_bomb()
+    yield "a text", INCOMPLETE, b"Once upon a time there was a text file.\n"
+    yield "a long text", INCOMPLETE, b"All work and no play. " * 100_000
+    yield "an empty file", INCOMPLETE, b""
+    yield "seven bytes", INCOMPLETE, bytes(7)
+    yield "zeros", INCOMPLETE, bytes(1 << 20)
+
+
+def damaged_headers() -> Iterator[tuple[str, str, bytes]]:
+    yield "a header beyond the file", INCOMPLETE, header({}, b"", 1000)
+    yield "a header of 2^63 bytes", INCOMPLETE, header({}, length=1 << 63)
+    yield "a header of -1 bytes", INCOMPLETE, header({}, length=(1 << 64) - 1)
+    yield "a header of 100 MB", LARGE, header(b"[" * (100 << 20))
+    yield "a header of 100 MB of a good file", LARGE, header(changed()[8:].ljust(100 << 20))
+    yield "a header that is not JSON", INCOMPLETE, header(b"{x}")
+    yield "a header that is not UTF-8", INCOMPLETE, header(b'{"\xff": 1}')
+    yield "a header of a list", INCOMPLETE, header([])
+    yield "a header of nested lists", INCOMPLETE, header(nested(100_000).encode())
+    yield "a header of NaN", INCOMPLETE, header({"x": math.nan})
+    yield "an empty header", OTHER, header({}, b"")
+    yield "metadata of numbers", INCOMPLETE, header({"__metadata__": {"minigpt": 3}}, b"")
+    yield "metadata of a list", INCOMPLETE, header({"__metadata__": ["minigpt"]}, b"")
+    yield "no checksum", DAMAGED, changed(crc32="")
+    yield "a wrong checksum", DAMAGED, changed(crc32="00000000")
+
+
+def damaged_tensors() -> Iterator[tuple[str, str, bytes]]:
+    yield "bytes after the tensors", INCOMPLETE, changed() + bytes(8)
+    yield "no bytes", INCOMPLETE, entry()[:-8]
+    for key in ("dtype", "shape", "data_offsets"):
+        yield f"a tensor without {key}", INCOMPLETE, entry(**{key: ...})
+    for dtype in ("F33", "F64", "U8", "", 3, None, ["F32"], "F" * 1000):
+        yield f"a tensor of dtype {dtype}", INCOMPLETE, entry(dtype=dtype)
+    overflows = [HUGE], [1 << 62, 4], [1 << 32, 1 << 32], [10**30]
+    for shape in ([-2], [2.0], *overflows, "2", None, [True], [[2]], [3]):
+        yield f"a tensor of shape {shape}", INCOMPLETE, entry(shape=shape)
+    for pair in ([8, 0], [-8, 0], [0, 1 << 40], [0, 1 << 64], [4, 12], [0.0, 8.0], [0], [0, 8, 8], "08"):
+        yield f"offsets {pair}", INCOMPLETE, entry(data_offsets=pair)
+    yield "overlapping tensors", INCOMPLETE, entries((0, 8), (0, 8))
+    yield "partly overlapping tensors", INCOMPLETE, entries((0, 8), (4, 12))
+    yield "a gap between tensors", INCOMPLETE, entries((0, 4), (8, 16))
+    yield "a tensor of many dimensions", OTHER, entry(shape=[1] * 1000 + [2])
+    yield "a tensor of 10^15 rows of nothing", "", changed("x", value=torch.empty(0, HUGE))
+    yield "a name twice", INCOMPLETE, header(entry()[8:-8].replace(b"}}", b'}, "x": {}}'))
+    yield "ten thousand tensors", OTHER, file({}, {f"{i}": torch.empty(0) for i in range(10_000)})
+
+
+def hostile_json() -> Iterator[tuple[str, str, bytes]]:
+    for text in ("", "x", "{", "[]", "[3]", "3", "null", "NaN", '"text"', "{}", '{"minigpt": {}}'):
+        yield f"JSON that is {text!r}", OTHER, file(text, {"x": torch.ones(2)})
+    for depth in (100, 900, 100_000):
+        yield f"{depth} nested lists", OTHER, beside(nested(depth))
+    yield "100 nested dictionaries", OTHER, beside('{"x":' * 100 + "1" + "}" * 100)
+    yield "100 nested tuples", OTHER, beside('{"$tuple":[' * 100 + "]}" * 100)
+    yield "a key twice", OTHER, beside('1, "state_dict": {}, "minigpt": 3')
+    yield "a million lists", "", beside(f"[{'[],' * 1_000_000}[]]")
+    yield "two hundred thousand dictionaries", "", beside(f"[{'{},' * 200_000}{{}}]")
+    yield "the largest text", "", beside(f'"{"x" * FULL}"')
+    yield "half a surrogate pair", "", beside('"\\ud800"')
+    yield "a number beyond floats", "", beside("1e999")
+    for digits in (30, 4000, 1_000_000):
+        yield f"an integer of {digits} digits", "", beside("9" * digits)
+    tensors = '{"$tensor": "x"}', '{"$tensor": "__metadata__"}'
+    pairs = ("[[], 1]", "[{}, 1]", "[1, 2, 3]", "1", '"x"')
+    for marker in (*tensors, *(f'{{"$dict": [{pair}]}}' for pair in pairs)):
+        yield f"a marker {marker}", OTHER, beside(marker)
+    harmless = '{"$tensor": 3}', '{"$tensor": ["x"]}', '{"$tuple": 3}', '{"$dict": {}}', '{"$class": "os"}'
+    for marker in ('{"$dict": [[1.5, 1], [{"$tensor": "model.wte.weight"}, 2]]}', *harmless):
+        yield f"no marker {marker}", "", beside(marker)
+    for key in ("minigpt", "state_dict"):
+        for value in (..., 3, None, "text", ["x"], True):
+            yield f"{key} {value!r}", OTHER, changed(key, value=value)
+    yield "weights that are a tensor", OTHER, changed("state_dict", value=torch.ones(2))
+
+
+def impossible_models() -> Iterator[tuple[str, str, bytes]]:
+    yield "no format", "has format None", changed("minigpt", "format", value=...)
+    for key in ("model", "tokenizer"):
+        yield f"no {key}", MODEL, changed("minigpt", key, value=...)
+    dictionaries = {"_target_": "os.system"}, {"$tensor": "model.wte.weight"}
+    values = {
+        "n_layer": [10**9, 10**30, 10**4000, 40_000, True, "2", [2], "${oc.env:HOME}", *dictionaries],
+        "rope_base": [10**400, math.inf],
+        "block_size": [1 << 60, 1 << 20],
+        "head_dim": [-1, 1 << 20],
+        "n_embd": [math.nan, 16.0],
+        "n_head": [0],
+        "n_kv_head": [3],
+        "n_inner": [1 << 62],
+        "vocab_size": [1 << 62, 3],
+        "dropout": [math.nan, math.inf],
+        "smear": [1 << 40, 60_000],
+        "ngram": [1 << 40],
+        "base_n_embd": [0],
+        "norm": ["__import__('os').system('true')", ["layernorm"], "x" * 1_000_000],
+        "activation": ["../../x"],
+        "_target_": ["os.system"],
+        "__class__": ["x"],
+        "3": [4],
+    }
+    for name, claims in values.items():
+        for claim in claims:
+            yield f"{name} {claim!r:.50}", MODEL, model(**{name: claim})
+    yield "a table of a million positions", MODEL, model(position="rope", block_size=1 << 20, head_dim=1024)
+    yield "many weights that are one tensor", MODEL, shared()
+
+
+def hostile_tokenizers() -> Iterator[tuple[str, str, bytes]]:
+    yield "a tokenizer of another size", MODEL, tokenizer({"name": "byte"})
+    yield "a tokenizer that is a list", MODEL, tokenizer(["char"])
+    yield "a tokenizer that is a function", MODEL, tokenizer({"name": {"_target_": "os.system"}})
+    yield "a regular expression", MODEL, tokenizer(BPE | {"pattern": "(a+)+$"})
+    yield "an unknown encoding", MODEL, tokenizer(BPE | {"name": "(a+)+$"})
+    for separator in (1 << 62, -1, 3, {"$tensor": "model.wpe.weight"}):  # 3 is the id of another token
+        yield f"an end of text {separator}", MODEL, tokenizer(BPE | {"special": {"<|endoftext|>": separator}})
+    tokens = {"one twice": BPE["tokens"] + " AA==", "not base64": "\x1b]0;x\x07 é", "a list": ["AA=="]}
+    for name, value in {**tokens, "a million spaces": " " * 1_000_000}.items():
+        yield f"tokens: {name}", MODEL, tokenizer(BPE | {"tokens": value})
+    for alphabet in ("aa", "", ["a", "b"]):
+        yield f"an alphabet {alphabet!r}", MODEL, tokenizer({"name": "char", "alphabet": alphabet})
+    yield "a tokenizer.json", "", tokenizer_json()
+    yield "a tokenizer.json without a model", MODEL, tokenizer_json(model={})
+    yield "a tokenizer.json with a huge id", MODEL, tokenizer_json(model=WORDS | {"vocab": {"a": (1 << 32) - 1}})
+    yield "a tokenizer.json that panics", MODEL, tokenizer_json(normalizer=CHARMAP)
+    yield "a separator that is no id", MODEL, tokenizer_json(separator=9)
+
+
+def odd_weights() -> Iterator[tuple[str, str, bytes]]:
+    yield "missing weights", MODEL, changed("state_dict", "model.wpe.weight", value=...)
+    for number in (math.nan, math.inf):
+        yield f"weights {number}", NOT_FINITE, weight(torch.full((8, 16), number), "model.wpe.weight")
+    yield "weights of another size", MODEL, weight(torch.tensor(1.0))
+    yield "weights that are a text", MODEL, weight("x")
+    yield "unexpected weights", MODEL, weight(torch.ones(2), "model.__class__")
+    yield "complex weights", "complex tensors", weight(torch.ones(*SIZE, dtype=torch.complex64))
+    yield "integer weights", "Only Tensors of floating point", weight(torch.ones(*SIZE, dtype=torch.int64))
+    yield "weights of 4 bits", INCOMPLETE, weight(torch.ones(SIZE, dtype=torch.uint8).view(torch.float4_e2m1fn_x2))
+    yield "weights of 8 bits", "", weight(torch.ones(SIZE).to(torch.float8_e4m3fn))
+    yield "weights of 16 bits", "", weight(torch.ones(*SIZE, dtype=torch.float16))
+
 
 CHILD = """
-import json, resource, sys, time, warnings
+import contextlib, io, json, resource, runpy, sys, time, warnings
 from pathlib import Path
 warnings.simplefilter("ignore")
-import minigpt.utils.cli
-from minigpt.checkpoints.models import load_checkpoint
-import torch
-folder, memory = Path(sys.argv[1]), int(sys.argv[2])
-load_checkpoint(folder / "good.safetensors")  # everything is imported by now
-pages = int(Path("/proc/self/statm").read_text().split()[0])
-limit = pages * resource.getpagesize() + memory
-resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-for file in sorted(folder.glob("[0-9]*.safetensors"), key=lambda file: int(file.stem)):
-    began, line, code = time.process_time(), "", 0
-    try:
-        model, tokenizer = load_checkpoint(file)
-        with torch.no_grad():
-            model(torch.zeros(1, 1, dtype=torch.int64))
-        tokenizer.decode(tokenizer.encode("a"))
-    except BaseException as error:
-        line, code = minigpt.utils.cli.explain(error)
-    print(json.dumps([line, code, time.process_time() - began]), flush=True)
-"""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write all files, numbered, and a good one."""
-    folder = tmp_path_factory.mktemp("hostile")
-    for number, (build, _) in enumerate(FILES.values()):
-        (folder / f"{number}.safetensors").write_bytes(build())
-    (folder / "good.safetensors").write_bytes(changed())
-    return folder
-
-
-@pytest.fixture(scope="module")
-def verdicts(folder: Path) -> dict[str, tuple[str, int, float]]:
-    """Load every file in a process with limited memory; return its error line, exit code and CPU seconds."""
-    command = [sys.executable, "-c", CHILD, str(folder), str(MEMORY)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(lines) == len(FILES), (list(FILES)[len(lines)], done.returncode, done.stderr[-2000:])
-    return dict(zip(FILES, lines, strict=True))
-
-
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs the size of a process")
-@pytest.mark.parametrize("name", FILES)
-def test_a_hostile_file_is_rejected_with_one_line_or_is_harmless(
-    name: str, verdicts: dict[str, tuple[str, int, float]], folder: Path
-):
-    error, code, seconds = verdicts[name]
-    assert seconds < SECONDS
-    if name in LOADED:
-        assert (error, code) == ("", 0)
-    else:
-        assert code == 2, error
-        assert error.startswith("error: ")
-        assert FILES[name][1] in error
-        assert len(error) < 2000
-        assert error.isprintable()
-    assert not (folder / "canary").exists()
-
-
-CALLED = """
-import contextlib, io, json, resource, runpy, sys, warnings
-from pathlib import Path
-warnings.simplefilter("ignore")
-import matplotlib.pyplot, minigpt.checkpoints.models, minigpt.console
-import minigpt.interpret.plots, minigpt.interpret.page, minigpt.interpret.heads
+import matplotlib.pyplot, minigpt.checkpoints.load, minigpt.sample_cli
+import minigpt.interpret.attention_plots, minigpt.interpret.text_page, minigpt.interpret.heads
 import minigpt.checkpoints.validation_split
-memory, script, *files = sys.argv[1:]
-pages = int(Path("/proc/self/statm").read_text().split()[0])
-limit = pages * resource.getpagesize() + int(memory)
-resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-for file in files:
+memory, script, good, *files = sys.argv[1:]
+for index, file in enumerate([good, *files]):
     sys.argv = [script, file, "--prompt", "aa", *(["--max-new-tokens", "2"] if script.endswith("sample.py") else [])]
-    code, out, err = 0, io.StringIO(), io.StringIO()
+    began, code, out, err = time.process_time(), 0, io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             runpy.run_path(script, run_name="__main__")
         except SystemExit as ended:
             code = ended.code
-    print(json.dumps([code, err.getvalue()]), flush=True)
+    if index:
+        print(json.dumps([code, err.getvalue(), time.process_time() - began]), flush=True)
+    else:  # everything is imported by now
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + int(memory)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs the size of a process")
-@pytest.mark.parametrize("script", ["sample.py", "attention.py"])
-def test_a_script_rejects_hostile_files_with_one_line(script: str, folder: Path):
-    files = [name for name in FILES if name not in LOADED]
-    command = [sys.executable, "-c", CALLED, str(2 * MEMORY), str(SCRIPTS / script)]
-    command += [str(folder / f"{list(FILES).index(name)}.safetensors") for name in (*files, "a good one")]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-    *refused, (code, _) = map(json.loads, done.stdout.splitlines())
-    assert code == 0
-    for name, (code, stderr) in zip(files, refused, strict=True):
-        assert (code, stderr.count("\n")) == (2, 1), (name, stderr)
-        assert "Traceback" not in stderr
-    assert not (folder / "canary").exists()
+def test_a_script_rejects_hostile_files_with_one_line(tmp_path: Path):
+    """It takes limited memory and CPU time per file, and samples from harmless files."""
+    expected = {}
+    for number, (name, error, content) in enumerate(hostile_files()):
+        assert name not in expected
+        expected[name] = error, f"{number}.safetensors"
+        (tmp_path / f"{number}.safetensors").write_bytes(content)
+    good_file = expected["a good file"][1]
+    for script in ("sample.py", "attention.py"):
+        if script == "attention.py":  # plots of harmless files take long
+            expected = {name: (error, file) for name, (error, file) in expected.items() if error}
+        files = [file for _, file in expected.values()]
+        command = [sys.executable, "-c", CHILD, str(MEMORY), str(SCRIPTS / script), good_file, *files]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+        results = [json.loads(line) for line in done.stdout.splitlines()]
+        assert len(results) == len(files), (list(expected)[len(results)], done.returncode, done.stderr[-2000:])
+        for (name, (error, _)), (code, stderr, seconds) in zip(expected.items(), results, strict=True):
+            assert seconds < SECONDS, name
+            assert code == (2 if error else 0), (name, stderr)
+            if error:
+                line, end = stderr[:-1], stderr[-1:]
+                assert line.startswith("error: "), (name, stderr)
+                assert error in line, (name, stderr)
+                assert line.isprintable(), (name, stderr)
+                assert (len(line) < 2000, end) == (True, "\n"), (name, stderr)
+    assert not (tmp_path / "canary").exists()
 
 
-RESUMED = [
-    "a checkpoint of torch.save",
-    "a zip bomb",
-    "a header of 100 MB",
-    "100000 nested lists",
-    'a marker {"$dict": [1]}',
-]
-
-
-@pytest.mark.parametrize("name", RESUMED)
-def test_training_does_not_resume_from_a_hostile_file(
-    name: str, train: Callable[..., SimpleNamespace], folder: Path, tmp_path: Path
-):
-    with pytest.raises(UserError, match=r"\.safetensors is not a"):
-        train(f"resume={folder}/{list(FILES).index(name)}.safetensors")
+def test_training_does_not_resume_from_a_hostile_file(train: Callable[..., SimpleNamespace], tmp_path: Path):
+    file = tmp_path / "a.safetensors"
+    for content in (torch_saved(), zip_bomb(), header(b"[" * (100 << 20)), beside(nested(100_000))):
+        file.write_bytes(content)
+        with pytest.raises(UserError, match=r"\.safetensors is not a"):
+            train(f"resume={file}")
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert not list(tmp_path.rglob("canary"))
 
 
-@pytest.mark.slow
-def test_resuming_from_a_hostile_file_is_one_line(launch: Callable[..., Any], folder: Path, tmp_path: Path):
-    file = folder / f"{list(FILES).index('a checkpoint of torch.save')}.safetensors"
-    ended = launch("train.py", f"resume={file}", f"hydra.run.dir={tmp_path}/run", cwd=tmp_path)
-    assert ended.returncode == 2
-    assert re.fullmatch(rf"error: {file} is not a safetensors file.*\n", ended.stderr)
-    assert not list(tmp_path.rglob("canary"))
-
-
-def test_a_configuration_inside_a_checkpoint_is_data(launch: Callable[..., Any], tmp_path: Path):
+def test_a_configuration_inside_a_checkpoint_is_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The corpus that a checkpoint names is looked up; no `_target_` is called."""
+    monkeypatch.chdir(tmp_path)
     content = good()
     content["minigpt"]["config"] = {
         "data": {"_target_": "os.system", "folder": "data", "source": "${oc.env:HOME}", "train_bin": None}
@@ -502,10 +392,8 @@ def test_a_configuration_inside_a_checkpoint_is_data(launch: Callable[..., Any],
         "tokenizer": {"_target_": "os.system", "name": "touch canary"},
     }
     write(content, tmp_path / "a.safetensors")
-    drawn = ["--prompt", "aa", "--ablation", "v.png"]
-    ended = launch("attention.py", "a.safetensors", *drawn, cwd=tmp_path)
-    assert ended.returncode == 2, ended.stderr
-    assert ended.stderr.count("\n") == 1
+    with pytest.raises(UserError):
+        validation_batches(tmp_path / "a.safetensors", load_checkpoint(tmp_path / "a.safetensors")[0])
     assert not (tmp_path / "canary").exists()
 
 

@@ -1,7 +1,6 @@
 """The history of a run, as the page of the server shows it."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,14 +9,13 @@ import pytest
 from minigpt.runs.history import read_history
 
 
-def test_the_history_of_a_run_has_its_losses_and_samples(train: Callable[..., SimpleNamespace]) -> None:
-    run = train()
-    history = read_history(run.folder)
+def test_the_history_of_a_run_has_its_losses_and_samples(finished: SimpleNamespace) -> None:
+    history = read_history(finished.folder)
     assert history is not None
     assert [step for step, _ in history["train_loss"]] == [5, 10, 15, 20]
     assert [step for step, _ in history["val_loss"]] == [sample["step"] for sample in history["samples"]] == [10, 20]
-    assert history["val_loss"][-1][1] == pytest.approx(run.summary["best_val_loss"], abs=1e-4)
-    text = (run.folder / "samples.txt").read_text(encoding="utf-8")
+    assert history["val_loss"][-1][1] == pytest.approx(finished.summary["best_val_loss"], abs=1e-4)
+    text = (finished.folder / "samples.txt").read_text(encoding="utf-8")
     assert all(sample["text"] in text and "──" not in sample["text"] for sample in history["samples"])
 
 

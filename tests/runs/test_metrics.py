@@ -18,6 +18,7 @@ import pytest
 import torch
 from conftest import ROOT
 from lightning.pytorch import Callback
+from omegaconf import OmegaConf
 from ranks import train_on_ranks
 from torch.nn import functional as F
 
@@ -30,29 +31,14 @@ from minigpt.runs import metrics
 from minigpt.utils.errors import RunError
 
 SHAPE = {"block_size": 16, "n_layer": 1, "n_head": 2, "n_embd": 32, "bias": False, "position": "rope"}
-SETTINGS = [
-    *(f"model.{name}={value}" for name, value in SHAPE.items()),
-    "tokenizer=char",
-    "data=text",
-    "data.val_fraction=0.2",
-    "data.batch_size=8",
-    "data.eval_batch_size=10",
-    "trainer.accelerator=cpu",
-    "trainer.accumulate_grad_batches=2",
-    "trainer.gradient_clip_val=1.3",
-    "optimizer=adamw",
-    "optimizer.lr=0.05",
-    "optimizer.betas=[0.8,0.95]",
-    "optimizer.weight_decay=0.5",
-    "schedule=linear",
-    "schedule.warmup_steps=3",
-    "schedule.final_lr_frac=0.1",
-    "max_steps=12",
-    "eval_every=5",
-    "log_every=5",
-    "seed=7",
-    "callbacks.samples.max_new_tokens=5",
-]
+SETTINGS = f"""
+    {" ".join(f"model.{name}={value}" for name, value in SHAPE.items())}
+    tokenizer=char data=text data.val_fraction=0.2 data.batch_size=8 data.eval_batch_size=10
+    trainer.accelerator=cpu trainer.accumulate_grad_batches=2 trainer.gradient_clip_val=1.3
+    optimizer=adamw optimizer.lr=0.05 optimizer.betas=[0.8,0.95] optimizer.weight_decay=0.5
+    schedule=linear schedule.warmup_steps=3 schedule.final_lr_frac=0.1
+    max_steps=12 eval_every=5 log_every=5 seed=7 callbacks.samples.max_new_tokens=5
+""".split()
 
 
 @pytest.fixture(scope="module")
@@ -201,8 +187,10 @@ def test_a_summary_is_what_was_measured(runs: dict[str, SimpleNamespace], loop: 
         assert last <= seconds < wall < run.wall
         assert found.pop("tokens_per_second") == pytest.approx(12 * 256 / seconds, abs=0.1, rel=0.001 / seconds)
         assert found.pop("device").startswith("cpu, ")
-        commit, changes = (git(*command) for command in (("rev-parse", "HEAD"), ("status", "--porcelain", "-uno")))
-        assert (found.pop("commit"), found.pop("dirty")) == (commit or None, None if commit is None else bool(changes))
+        commands = [["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "-uno"]]
+        git = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False) for command in commands]
+        commit, changes = (result.stdout.strip() if result.returncode == 0 else None for result in git)
+        assert (found.pop("commit"), found.pop("dirty")) == (commit, None if commit is None else bool(changes))
         assert found == {
             "best_step": best,
             "steps": 12,
@@ -232,12 +220,6 @@ def test_a_summary_is_what_was_measured(runs: dict[str, SimpleNamespace], loop: 
         }
 
 
-def git(*arguments: str) -> str | None:
-    if not (ROOT / ".git").exists():
-        return None
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def test_every_process_draws_its_own_dropout(runs: dict[str, SimpleNamespace]) -> None:
     for name in ("ddp", "fsdp"):
         first, second = (rng["torch"] for rng in read(runs[name].folder / LAST)["rng"])
@@ -251,6 +233,16 @@ def test_a_validation_loss_that_is_nan_ends_the_run(corpus: Path, tmp_path: Path
         minigpt.train([*given, "trainer=cpu", "max_steps=1", "schedule.warmup_steps=0", "optimizer.lr=1e200"])
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["status"], summary["checkpoint"], summary["best_val_loss"]) == ("failed", None, None)
+
+
+def test_a_resumed_run_counts_the_time_before_it() -> None:
+    cfg = {"log_every": 1, "data": {"batch_size": 1}, "trainer": {"accumulate_grad_batches": 1}}
+    callback = metrics.MetricsCallback(
+        OmegaConf.create(cfg | {"model": {"block_size": 8}}), started=time.perf_counter()
+    )
+    callback.load_state_dict({"seconds": 50.0, "wall_seconds": 100.0, "losses": [], "logged_seconds": 40.0})
+    assert callback.state_dict()["wall_seconds"] >= 100
+    assert callback.state_dict()["seconds"] == 50
 
 
 class Slow(Callback):

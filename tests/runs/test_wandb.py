@@ -12,27 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-KEY = "0" * 40
-
-
-def records(run_folder: Path) -> list[dict[str, Any]]:
-    """What an offline run holds, read with wandb's own inspector."""
-    (offline,) = (run_folder / "wandb").glob("offline-run-*")
-    return inspected(offline)
+from wandb_records import records
 
 
-def inspected(offline: Path) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(offline)]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return [json.loads(line) for line in shown.splitlines()]
+@pytest.fixture
+def logged_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No settings of W&B but those of a test."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
 
 
+@pytest.mark.usefixtures("logged_out")
 def test_an_offline_run_holds_curves_config_samples_and_summary(launch: Callable[..., Any], tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    env |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none")}
-    result = launch("train.py", "logger=wandb", "logger.wandb.tags=[fox]", f"hydra.run.dir={folder}", env=env)
+    result = launch("train.py", "logger=wandb", "logger.wandb.tags=[fox]", f"hydra.run.dir={folder}")
     assert result.returncode == 0, result.stderr
     output = [line for line in result.stderr.splitlines() if "wandb" in line]
     assert len(output) == 1
@@ -52,21 +47,20 @@ def test_an_offline_run_holds_curves_config_samples_and_summary(launch: Callable
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_is_the_same_run_there_and_its_curves_do_not_overlap(
+@pytest.mark.usefixtures("logged_out")
+def test_a_run_that_resumes_is_the_same_run_there_and_its_curves_do_not_overlap(
     launch: Callable[..., Any], tmp_path: Path
 ) -> None:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    env |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none")}
     folder = tmp_path / "run"
     for more in ("max_steps=10", "resume=auto"):
-        done = launch("train.py", "logger=wandb", f"hydra.run.dir={folder}", more, env=env)
+        done = launch("train.py", "logger=wandb", f"hydra.run.dir={folder}", more)
         assert done.returncode == 0, done.stderr
     first, second = sorted((folder / "wandb").glob("offline-run-*"))
     assert first.name.rpartition("-")[2] == second.name.rpartition("-")[2]
     steps = [
         record["history"]["item"]["trainer/global_step"]
-        for part in (first, second)
-        for record in inspected(part)
+        for part in (0, 1)
+        for record in records(folder, part)
         if record["type"] == "history" and "tokens" in record["history"]["item"]
     ]
     assert steps == [5, 10, 15, 20]
@@ -94,25 +88,24 @@ class Server(BaseHTTPRequestHandler):
 
 
 @pytest.fixture(params=["nobody", "hangs", "fails"])
-def server(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param == "nobody":
-        yield "http://127.0.0.1:9"
-        return
+def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A server that does not answer as it should, and a key for it."""
     handler = type("Handler", (Server,), {"hangs": request.param == "hangs"})
     http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     http.daemon_threads = True
     threading.Thread(target=http.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{http.server_port}"
+    port = 9 if request.param == "nobody" else http.server_port
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    yield
     http.shutdown()
 
 
 @pytest.mark.slow
-def test_a_dead_server_neither_stops_a_run_nor_loses_its_curves(
-    server: str, launch: Callable[..., Any], tmp_path: Path
-) -> None:
-    env = {**os.environ, "WANDB_API_KEY": KEY, "WANDB_BASE_URL": server}
+@pytest.mark.usefixtures("server")
+def test_a_dead_server_neither_stops_a_run_nor_loses_its_curves(launch: Callable[..., Any], tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    result = launch("train.py", "logger=wandb", f"hydra.run.dir={folder}", env=env)
+    result = launch("train.py", "logger=wandb", f"hydra.run.dir={folder}")
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
     assert "wandb sync" in result.stderr
@@ -121,12 +114,9 @@ def test_a_dead_server_neither_stops_a_run_nor_loses_its_curves(
 
 
 @pytest.mark.slow
-def test_starting_offline_takes_no_longer_than_its_timeout(
-    server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.mark.usefixtures("server")
+def test_starting_offline_takes_no_longer_than_its_timeout(tmp_path: Path) -> None:
     # A limit that the user is promised, so the one place where a test looks at a clock.
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
-    monkeypatch.setenv("WANDB_BASE_URL", server)
     script = (
         "import time, wandb; from pathlib import Path; from minigpt.runs.wandb_logger import wandb_logger\n"
         "start = time.monotonic()\n"

@@ -17,7 +17,7 @@ from minigpt.generation import generate, score
 from minigpt.kv_decoder import Decoder
 from minigpt.model import GPT
 from minigpt.sampling import Sampling
-from minigpt.serve.engine import Engine, QueueFull, Request, Token, TokenStream
+from minigpt.serve.engine import Engine, QueueFull, SampleRequest, Token, TokenStream
 from minigpt.utils.errors import RunError, UserError
 
 SETTINGS = [
@@ -28,7 +28,7 @@ SETTINGS = [
     {"repetition_penalty": 1.3},
     {"temperature": 0, "repetition_penalty": 1.5},
 ]
-ENDLESS = Request([1, 2, 3], 10**9)
+ENDLESS = SampleRequest([1, 2, 3], 10**9)
 architectures = pytest.mark.parametrize("changes", ARCHITECTURES.values(), ids=ARCHITECTURES)
 
 
@@ -36,7 +36,7 @@ architectures = pytest.mark.parametrize("changes", ARCHITECTURES.values(), ids=A
 def test_requests_that_join_at_different_times_get_the_tokens_of_generate(changes: dict[str, Any]):
     model, rng = make(**changes, vocab_size=12), torch.Generator().manual_seed(0)
     requests = [
-        Request(
+        SampleRequest(
             prompt=torch.randint(12, (n,), generator=rng).tolist(),
             max_new_tokens=7 + 5 * (i % 8),
             sampling=Sampling(**SETTINGS[i % len(SETTINGS)]),
@@ -59,7 +59,7 @@ def test_requests_that_join_at_different_times_get_the_tokens_of_generate(change
 
 def test_equal_prompts_that_wait_are_read_once():
     model, read, queued = make(), [], threading.Event()
-    requests = [Request([4, 5, 6], 5, seed=seed) for seed in range(4)]
+    requests = [SampleRequest([4, 5, 6], 5, seed=seed) for seed in range(4)]
 
     def hook(module: GPT, given: tuple[torch.Tensor], logits: torch.Tensor) -> None:
         read.append(given[0].tolist())
@@ -79,7 +79,7 @@ def test_equal_prompts_that_wait_are_read_once():
 
 
 def test_alternatives_and_ranks_are_those_of_the_logits():
-    model, request = make(position="rope"), Request([3, 7], 10, n_top=4)
+    model, request = make(position="rope"), SampleRequest([3, 7], 10, n_top=4)
 
     async def beside_another(engine: Engine) -> list[Token]:
         async with aclosing(engine.generate(replace(ENDLESS, n_top=9))) as other:
@@ -118,9 +118,9 @@ def test_closing_a_stream_frees_its_row(end: Callable[[TokenStream], Awaitable[N
                 await anext(stream)
             await end(stream)
             assert await collect(stream) == []
-        return await collect(engine.generate(Request([5], 4)))
+        return await collect(engine.generate(SampleRequest([5], 4)))
 
-    assert_as_generate(make(), Request([5], 4), serve(make(), one_after_another, max_running=1))
+    assert_as_generate(make(), SampleRequest([5], 4), serve(make(), one_after_another, max_running=1))
 
 
 def test_too_many_requests_raise_at_once_until_one_ends():
@@ -137,6 +137,14 @@ def test_too_many_requests_raise_at_once_until_one_ends():
             engine.generate(ENDLESS)
         await streams[0].aclose()
         await anext(streams[1])
+        called = threading.Event()
+        call = asyncio.create_task(engine.run(lambda model: called.wait(60)))
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull):
+            engine.generate(ENDLESS)
+        called.set()
+        await call
+        engine.generate(ENDLESS)
 
     serve(make(), fill, max_running=1, max_waiting=2)
 
@@ -164,20 +172,20 @@ def test_a_failure_of_the_model_ends_its_requests_and_the_engine_goes_on(monkeyp
     async def ask(engine: Engine) -> list[Token]:
         results = await asyncio.gather(
             *(collect(engine.generate(ENDLESS)) for _ in range(2)),
-            collect(engine.generate(Request([5], 4))),  # waits
+            collect(engine.generate(SampleRequest([5], 4))),  # waits
             return_exceptions=True,
         )
         assert results[:2] == failures * 2
         return results[2]
 
-    assert_as_generate(make(), Request([5], 4), serve(make(), ask, max_running=2))
+    assert_as_generate(make(), SampleRequest([5], 4), serve(make(), ask, max_running=2))
 
 
 def test_nan_logits_end_their_request_alone():
     model = make(position="rope", tie_embeddings=False)
     with torch.no_grad():
         model.wte.weight[22] = float("nan")
-    request = Request([1, 2, 3], 30, Sampling(temperature=0))
+    request = SampleRequest([1, 2, 3], 30, Sampling(temperature=0))
 
     async def ask(engine: Engine) -> list[Token]:
         other = engine.generate(request)
@@ -185,7 +193,7 @@ def test_nan_logits_end_their_request_alone():
         for sampling in (Sampling(), Sampling(temperature=0)):
             for n_top in (0, None):
                 with pytest.raises(RunError, match="NaN"):
-                    await collect(engine.generate(Request([1, 22], 5, sampling, n_top=n_top)))
+                    await collect(engine.generate(SampleRequest([1, 22], 5, sampling, n_top=n_top)))
         return start + await collect(other)
 
     assert_as_generate(model, request, serve(model, ask))
@@ -194,7 +202,7 @@ def test_nan_logits_end_their_request_alone():
 def test_close_cuts_off_what_runs_and_waits():
     async def close() -> None:
         engine = Engine(make(), Letters(), max_running=1)
-        assert len(await collect(engine.generate(Request([5], 4)))) == 4
+        assert len(await collect(engine.generate(SampleRequest([5], 4)))) == 4
         streams = [engine.generate(ENDLESS) for _ in range(3)]
         await anext(streams[0])
         await streams[1].aclose()
@@ -212,20 +220,20 @@ def test_close_cuts_off_what_runs_and_waits():
 def test_an_idle_engine_frees_its_cache_and_goes_on_with_the_next_request():
     async def with_a_pause(engine: Engine) -> list[Token]:
         used = engine._decoder
-        await collect(engine.generate(Request([5], 4)))
+        await collect(engine.generate(SampleRequest([5], 4)))
         while engine._decoder is used:
             await asyncio.sleep(0.01)
         assert engine._decoder.tokens == []
-        return await collect(engine.generate(Request([5], 4)))
+        return await collect(engine.generate(SampleRequest([5], 4)))
 
-    assert_as_generate(make(), Request([5], 4), serve(make(), with_a_pause))
+    assert_as_generate(make(), SampleRequest([5], 4), serve(make(), with_a_pause))
 
 
 def test_requests_that_come_while_others_join_are_not_lost():
     async def many(engine: Engine) -> list[list[Token]]:
         async def one(i: int) -> list[Token]:
             await asyncio.sleep(i % 50 / 1000)
-            return await collect(engine.generate(Request([i % 23], 1 + i % 3)))
+            return await collect(engine.generate(SampleRequest([i % 23], 1 + i % 3)))
 
         return await asyncio.gather(*map(one, range(400)))
 
@@ -248,7 +256,7 @@ def test_a_function_runs_between_two_steps():
 
 
 def test_several_requests_share_a_stream_and_join_together_or_not_at_all():
-    requests = [Request([i], 3 + i, seed=i, n_top=None) for i in range(4)]
+    requests = [SampleRequest([i], 3 + i, seed=i, n_top=None) for i in range(4)]
 
     async def ask(engine: Engine) -> list[Token]:
         with pytest.raises(QueueFull):
@@ -307,7 +315,7 @@ async def collect(stream: TokenStream) -> list[Token]:
     return [token async for token in stream]
 
 
-def assert_as_generate(model: GPT, request: Request, found: list[Token]) -> None:
+def assert_as_generate(model: GPT, request: SampleRequest, found: list[Token]) -> None:
     (sample,) = generate(
         model,
         request.prompt,

@@ -5,7 +5,6 @@ import math
 import re
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,14 +13,14 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from servers import BrokenEngine, SmallEngine, make_run, serving
+from servers import BrokenEngine, make_run, serving
 from silence import silence
 
 from minigpt import GPT, generate, load_checkpoint
-from minigpt.checkpoints.pretrained import Pretrained
+from minigpt.checkpoints.init_from import Pretrained
 from minigpt.interpret.heads import attention_maps
-from minigpt.serve import page
-from minigpt.serve.page import MAX_SCORED
+from minigpt.serve import page_api as page
+from minigpt.serve.page_api import MAX_SCORED
 
 TEXT = "To bé, or not to be: that is the quéstion"  # above the block size
 
@@ -90,14 +89,14 @@ def test_a_scored_text_has_the_likelihood_of_every_token(http: httpx.Client, mod
 
 
 def test_generated_tokens_are_those_of_generate(http: httpx.Client, model: GPT) -> None:
-    prompt = list(TEXT.encode())[:4]  # ends within a character
+    prompt = list(TEXT.encode())[:5]  # ends within a character
     options = {"temperature": 0.9, "top_k": 200, "top_p": 0.98, "min_p": 0.001}
     tokens = lines(post(http, "generate", ids=prompt, max_tokens=60, seed=5, **options))
     (sample,) = generate(model, prompt, max_new_tokens=60, seed=5, logprobs=True, **options)
     assert [token["id"] for token in tokens] == sample.tokens
     assert [token["logprob"] for token in tokens] == pytest.approx(sample.logprobs, abs=1e-4)
     text = bytes(prompt + sample.tokens).decode(errors="replace")
-    assert "To b" + "".join(token["text"] for token in tokens) == "To b" + text[len("To b") :]
+    assert "To b" + "".join(token["text"] for token in tokens) == text
     for token in tokens:
         assert [top["logprob"] for top in token["top"]] == sorted(
             (top["logprob"] for top in token["top"]), reverse=True
@@ -272,21 +271,7 @@ def test_a_stream_ends_with_an_error_when_the_server_fails_or_stops(
                 next(received)
                 server.stop()
                 assert stopped in [line for line in received if line][-1]
-            assert server.guard.cut_off == 1
-
-
-def test_a_client_that_leaves_ends_its_stream(run: Path) -> None:
-    with serving([run], engine=SmallEngine) as server:
-        with httpx.stream(
-            "POST", f"{server.url}/api/generate", json={"model": "tiny", "max_tokens": 60_000}
-        ) as response:
-            received = response.iter_lines()  # closes the response when it is collected
-            assert next(received)
-            assert SmallEngine.n_open() == 1
-        deadline = time.monotonic() + 5
-        while SmallEngine.n_open() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert SmallEngine.n_open() == 0
+            assert capfd.readouterr().err.count("Cancel 1 running task(s)") == 1
 
 
 def test_a_run_that_is_deleted_is_no_longer_listed_unless_it_is_loaded(run: Path, tmp_path: Path) -> None:

@@ -13,46 +13,21 @@ import shutil
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from statistics import median
 
-from rich.console import Console
-from rich.table import Table
-
-from . import Fault, Skipped
-from .all import FAULTS
+from . import FAULTS
+from .tools import Fault, Skipped
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "reliability.md"
 TABLE_BEGIN, TABLE_END = "<!-- start of the table that make faults writes -->", "<!-- end of the table -->"
 HEADINGS = ("fault", "trials", "recovered", "failed", "notes")
 
 
-@dataclass
-class Outcome:
-    """Results of all trials of one fault."""
-
-    fault: Fault
-    recovered: int = 0
-    failed: int = 0
-    notes: Counter[str] = field(default_factory=Counter)
-    time_ratios: list[float] = field(default_factory=list)
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """The row of the table."""
-        notes = [f"{count} {note}" for note, count in sorted(self.notes.items())]
-        if self.time_ratios:
-            notes.append(f"{median(self.time_ratios):.3f} × the training time without the fault (median)")
-        trials = self.recovered + self.failed
-        return (self.fault.name, str(trials), str(self.recovered), str(self.failed), ", ".join(notes))
-
-
 def main() -> None:
-    """Parse the command line, run the trials, print and write the table."""
+    """Parse the command line, run the trials, print and write the rows of the table."""
     parser = argparse.ArgumentParser(prog="python -m tests.robustness.faults", description=__doc__)
     parser.add_argument("--only", metavar="NAME", default="", help="faults whose name contains NAME")
     parser.add_argument("--trials", type=int, help="trials per fault (default: of each fault); writes no rows")
@@ -62,51 +37,60 @@ def main() -> None:
     chosen = [fault for fault in FAULTS if options.only.lower() in fault.name.lower()]
     if not chosen:
         parser.error(f"--only must be part of one of these names: {'; '.join(f.name for f in FAULTS)}")
+    if options.quick:
+        chosen = [fault for fault in chosen if fault.suite != "none"]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes inherit an ignored SIGINT
-    trials = {fault: fault.quick_trials if options.quick else options.trials or fault.trials for fault in chosen}
-    outcomes = [run_trials(fault, count, options.seed) for fault, count in trials.items() if count]
-    table = Table(*HEADINGS)
-    for outcome in outcomes:
-        table.add_row(*outcome.cells)
-    Console().print(table)
+    rows = []
+    for fault in chosen:
+        rows.append(run_trials(fault, 1 if options.quick else options.trials or fault.trials, options.seed))
+        print(*rows[-1], sep="  |  ", flush=True)
     if not (options.trials or options.quick):
-        write_rows(outcomes, options.seed)
-    raise SystemExit(any(outcome.failed for outcome in outcomes))
+        write_rows(rows, options.seed)
+    raise SystemExit(any(failed != "0" for _, _, _, failed, _ in rows))
 
 
-def run_trials(fault: Fault, trials: int, seed: int) -> Outcome:
-    """Run two trials at a time, or one if the fault is exclusive; the folder of a failed trial is kept and printed."""
-    outcome = Outcome(fault)
+def run_trials(fault: Fault, trials: int, seed: int) -> tuple[str, ...]:
+    """Run two trials at a time, or one if the fault is exclusive; return the cells of the row.
+
+    The folder of a failed trial is kept and printed.
+    """
+    results, notes = Counter[str](), Counter[str]()
+    time_ratios = []
 
     def run_trial(number: int) -> None:
         workdir = Path(tempfile.mkdtemp(prefix="minigpt-fault-"))
         try:
             note = fault(workdir, f"{seed} {number}")
         except Skipped as reason:
-            outcome.notes[f"skipped: {reason}"] += 1
+            notes[f"skipped: {reason}"] += 1
         except Exception as error:
-            outcome.failed += 1
+            results["failed"] += 1
             print(f"FAILED: {fault.name}, trial {number}, {workdir}: {type(error).__name__}: {error}", flush=True)
             return
         else:
-            outcome.recovered += 1
-            outcome.notes.update([note] if isinstance(note, str) else [])
-            outcome.time_ratios.extend([note] if isinstance(note, float) else [])
+            results["recovered"] += 1
+            if isinstance(note, str):
+                notes[note] += 1
+            elif note is not None:
+                time_ratios.append(note)
         shutil.rmtree(workdir, ignore_errors=True)
 
     with ThreadPoolExecutor(1 if fault.exclusive else 2) as pool:
         list(pool.map(run_trial, range(trials)))
-    print(*outcome.cells, sep="  |  ", flush=True)
-    return outcome
+    texts = [f"{count} {note}" for note, count in sorted(notes.items())]
+    if time_ratios:
+        texts.append(f"{median(time_ratios):.3f} × the training time without the fault (median)")
+    counts = (results.total(), results["recovered"], results["failed"])
+    return (fault.name, *map(str, counts), ", ".join(texts))
 
 
-def write_rows(outcomes: Iterable[Outcome], seed: int) -> None:
+def write_rows(measured: list[tuple[str, ...]], seed: int) -> None:
     """Replace rows in the table of the page by name; rows without a fault of that name are removed."""
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(TABLE_BEGIN)
     table, _, after = rest.partition(TABLE_END)
     rows = {line.split("|")[1].strip(): line for line in table.splitlines() if line.startswith("|")}
-    rows |= {out.fault.name: f"| {' | '.join([*out.cells, f'{date.today()}, {seed}'])} |" for out in outcomes}
+    rows |= {cells[0]: f"| {' | '.join([*cells, f'{date.today()}, {seed}'])} |" for cells in measured}
     head = [f"| {' | '.join(cells)} |" for cells in ((*HEADINGS, "date, seed"), ["---"] * (len(HEADINGS) + 1))]
     found = [rows[fault.name] for fault in FAULTS if fault.name in rows]
     PAGE.write_text("\n".join([before + TABLE_BEGIN, f"{machine}:", "", *head, *found, TABLE_END + after]), "utf-8")

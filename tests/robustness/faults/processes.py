@@ -3,14 +3,14 @@
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from random import Random
 
 from minigpt.checkpoints.find import BEST, LAST, PREVIOUS
-from minigpt.checkpoints.models import load_checkpoint
+from minigpt.checkpoints.load import load_checkpoint
 
-from . import Fault, Trial
-from .tools import EVAL_EVERY, STEPS, Run, assert_resumes, assert_same_run, count_file_operations, reference
+from .tools import EVAL_EVERY, STEPS, Fault, Run, assert_resumes, assert_same_run, count_file_operations, reference
 
 TWO_RANKS = ("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2")
 
@@ -50,11 +50,10 @@ def kill_during_checkpoint_write(workdir: Path, rng: Random) -> str | None:
 def partial_checkpoints(folder: Path) -> list[str]:
     """Names of the temporary files of checkpoints."""
     try:
-        return [
-            file for file in os.listdir(folder / "checkpoints") if file.startswith((".last.", ".tmp"))
-        ]  # .tmp* is safetensors'
+        names = os.listdir(folder / "checkpoints")
     except FileNotFoundError:
         return []
+    return [name for name in names if name.startswith((".last.", ".tmp"))]  # .tmp* is safetensors'
 
 
 def kill_before_file_operation(workdir: Path, rng: Random) -> None:
@@ -64,7 +63,7 @@ def kill_before_file_operation(workdir: Path, rng: Random) -> None:
     assert_resumes(run.folder)
 
 
-def interrupt(signum: signal.Signals, *, startup: bool, workdir: Path, rng: Random) -> str | None:
+def interrupt(signum: signal.Signals, startup: bool, workdir: Path, rng: Random) -> str | None:
     """Send a signal: the run prints at most one line, exits with the code of the signal, and resumes."""
     reference()
     seconds = rng.uniform(0.5, 5)  # before 0.5 s the interpreter itself is starting
@@ -145,21 +144,17 @@ def start_second_run(workdir: Path, rng: Random) -> None:
     assert_same_run(workdir / "run", reference())
 
 
-def _interrupt(signum: signal.Signals, startup: bool = False) -> Trial:
-    return lambda workdir, rng: interrupt(signum, startup=startup, workdir=workdir, rng=rng)
-
-
 FAULTS = [
-    Fault("SIGKILL at a random time", kill_at_random_time, 50),
+    Fault("SIGKILL at a random time", kill_at_random_time, 50, "slow"),
     Fault("SIGKILL while a checkpoint is written", kill_during_checkpoint_write, 50),
     Fault("SIGKILL before a random file operation", kill_before_file_operation, 40),
-    Fault("SIGTERM at a random time", _interrupt(signal.SIGTERM), 20),
-    Fault("SIGINT at a random time", _interrupt(signal.SIGINT), 20),
-    Fault("SIGUSR1 (preemption) at a random time", _interrupt(signal.SIGUSR1), 20, quick_trials=0),
-    Fault("SIGTERM during startup", _interrupt(signal.SIGTERM, startup=True), 6, quick_trials=0),
-    Fault("SIGINT during startup", _interrupt(signal.SIGINT, startup=True), 6, quick_trials=0),
-    Fault("SIGUSR1 (preemption) during startup", _interrupt(signal.SIGUSR1, startup=True), 6, quick_trials=0),
+    Fault("SIGTERM at a random time", partial(interrupt, signal.SIGTERM, False), 20),
+    Fault("SIGINT at a random time", partial(interrupt, signal.SIGINT, False), 20, "slow"),
+    Fault("SIGUSR1 (preemption) at a random time", partial(interrupt, signal.SIGUSR1, False), 20, "none"),
+    Fault("SIGTERM during startup", partial(interrupt, signal.SIGTERM, True), 6, "none"),
+    Fault("SIGINT during startup", partial(interrupt, signal.SIGINT, True), 6, "none"),
+    Fault("SIGUSR1 (preemption) during startup", partial(interrupt, signal.SIGUSR1, True), 6, "none"),
     Fault("Ctrl-C twice", interrupt_twice, 8),
-    Fault("SIGKILL of one of two ranks", kill_one_rank, 10, quick_trials=0),
+    Fault("SIGKILL of one of two ranks", kill_one_rank, 10, "none"),
     Fault("two runs in one run folder", start_second_run, 6),
 ]

@@ -10,24 +10,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from random import Random
 from threading import Lock, RLock
 from typing import Any
 
 import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path
 from tqdm import tqdm
 
 from minigpt.checkpoints.find import BEST, LAST
 from minigpt.checkpoints.format import read
-from minigpt.checkpoints.models import load_checkpoint
+from minigpt.checkpoints.load import load_checkpoint
 
 ROOT = Path(__file__).resolve().parents[3]
 TRAIN = str(ROOT / "scripts" / "train.py")
 TIME_KEYS = {"seconds", "wall_seconds", "tokens_per_second", "flops_per_second", "logged_seconds", "command"}
-IGNORED_KEYS = TIME_KEYS | {"resume", "logger"}  # differ between a run and its resumed copy
+IGNORED_KEYS = TIME_KEYS | {"resume", "logger", "dirty"}  # differ between a run and its resumed copy
 PROGRESS = ("step ", "model  ", "data  ", "training  ", "device  ", "run folder  ", "resume with: ")
 
 # Wide enough that writing a checkpoint takes measurable time; with dropout, and rows between validations.
@@ -53,12 +56,33 @@ SETTINGS = (
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 # A run forked from a process that has imported torch starts immediately; a new interpreter takes ten seconds.
 _forkserver = multiprocessing.get_context("forkserver")
-_forkserver.set_forkserver_preload(
-    ["torch._dynamo", "matplotlib.pyplot", "minigpt.runs.samples", "minigpt.data.batches"]
-)
+_IMPORTS = ["torch._dynamo", "matplotlib.pyplot", "hydra.main", "minigpt.training", "minigpt.optim", "minigpt.ema"]
+_forkserver.set_forkserver_preload([*_IMPORTS, "minigpt.runs.train", "minigpt.runs.samples_and_attention"])
 _TEMPORARY = tempfile.TemporaryDirectory(prefix="minigpt-faults-")
 _SHARED = Path(_TEMPORARY.name)
 _reference_lock = Lock()
+
+
+Trial = Callable[[Path, Random], str | float | None]
+
+
+class Skipped(Exception):
+    """This machine cannot inject the fault."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One row of the table. `trial` returns a note, the training time relative to a run without the fault, or None."""
+
+    name: str
+    trial: Trial
+    trials: int  # of `make faults`
+    suite: str = "fast"  # fast, slow or none: the test suite that runs one trial
+    exclusive: bool = False  # run one trial at a time, because the trial measures time
+
+    def __call__(self, workdir: Path, seed: object) -> str | float | None:
+        """Run one trial in a folder; its random choices depend on name and seed alone."""
+        return self.trial(workdir, Random(f"{self.name} {seed}"))
 
 
 class Run:
@@ -245,7 +269,7 @@ def assert_resumes(folder: Path, *overrides: str, cold_start: bool = False, warn
 def assert_same_run(folder: Path, reference: Path) -> None:
     """Compare two run folders bitwise: weights, optimizer state, RNG state, metrics, samples and summary."""
     for name in (LAST, BEST):
-        expected, actual = (dict(_leaves(_read_state(run / name), run)) for run in (reference, folder))
+        expected, actual = (_leaves(run, name) for run in (reference, folder))
         assert expected.keys() == actual.keys(), f"{name} differs in its keys: {expected.keys() ^ actual.keys()}"
         for key, value in expected.items():
             other = actual[key]
@@ -254,24 +278,18 @@ def assert_same_run(folder: Path, reference: Path) -> None:
     assert metric_rows(folder) == metric_rows(reference), "metrics.csv differs"
     assert (folder / "samples.txt").read_bytes() == (reference / "samples.txt").read_bytes(), "samples.txt differs"
     summary, expected = (json.loads((run / "summary.json").read_text()) for run in (folder, reference))
-    different = {key for key in expected if key not in TIME_KEYS and summary.get(key) != expected[key]}
+    different = {key for key in expected if key not in IGNORED_KEYS and summary.get(key) != expected[key]}
     assert not different, f"summary.json differs in {different}: {summary}"
 
 
-def _read_state(file: Path) -> dict[str, Any]:
-    """The contents of a checkpoint without Lightning's loop counters."""
-    return {key: value for key, value in read(file).items() if key != "loops"}
-
-
-def _leaves(content: Any, folder: Path, at: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every leaf of a checkpoint with its path, without strings, because they contain folder names."""
-    if isinstance(content, dict | list | tuple):
-        items = content.items() if isinstance(content, dict) else enumerate(content)
-        for key, value in items:
-            if key not in IGNORED_KEYS:
-                yield from _leaves(value, folder, f"{at}/{key}".replace(str(folder), "FOLDER"))
-    elif not isinstance(content, str):
-        yield at, content
+def _leaves(folder: Path, name: str) -> dict[str, Any]:
+    """The leaves of a checkpoint by path, without Lightning's loop counters, and without strings: they hold folders."""
+    leaves, _ = tree_flatten_with_path({key: value for key, value in read(folder / name).items() if key != "loops"})
+    return {
+        keystr(path).replace(str(folder), "FOLDER"): leaf
+        for path, leaf in leaves
+        if not isinstance(leaf, str) and not IGNORED_KEYS & {getattr(key, "key", None) for key in path}
+    }
 
 
 def metric_rows(folder: Path) -> list[dict[str, str]]:

@@ -1,0 +1,195 @@
+"""Models that a run can start from (`init_from`): runs of minigpt, and folders and the Hub of Hugging Face."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint, model_name
+from minigpt.checkpoints.format import CONTENT_ERRORS
+from minigpt.checkpoints.huggingface_conversion import FAMILIES, Family, config_to_ours, weight_to_ours
+from minigpt.checkpoints.load import (
+    build_model,
+    check_size,
+    check_vocabulary,
+    empty_model,
+    is_finite,
+    load_checkpoint,
+)
+from minigpt.config import GPTConfig
+from minigpt.data.checksums import checksums
+from minigpt.data.tokenizer import Tokenizer
+from minigpt.data.tokenizer_json import load_tokenizer
+from minigpt.model import GPT
+from minigpt.utils.errors import UserError
+from minigpt.utils.files import read_json
+from minigpt.utils.scripts import import_extra
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+HUB_FILES = [CONFIG, WEIGHTS, "model-*.safetensors", INDEX, "tokenizer.json", "tokenizer_config.json"]
+_IGNORED = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")  # buffers that old versions saved
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model to start from, and its tokenizer."""
+
+    path: Path  # a checkpoint of minigpt, or a folder of Hugging Face
+    source: str  # absolute path, or id of the Hub
+    revision: str | None  # commit of the Hub
+    config: GPTConfig
+    tokenizer: Tokenizer
+    model: GPT | None = None  # in a checkpoint of minigpt; the weights of a folder are read by `load`
+
+    @property
+    def name(self) -> str:
+        """The name of the run, of the file or of the folder, or the id of the Hub."""
+        if self.model:
+            return model_name(self.path)
+        return self.source if self.revision else self.path.name
+
+    def load(self, config: GPTConfig | None = None) -> GPT:
+        """Load the model in float32 and evaluation mode, with the block size and dropout of `config`."""
+        weights = self.model.state_dict() if self.model else _read_weights(self.path, self.config)
+        return build_model(config or self.config, weights).eval()
+
+    def provenance(self, cache: Path | None = None) -> dict[str, Any]:
+        """Return the source, the revision, and the SHA-256 of each file of weights, with the cache of `checksums`."""
+        files = [self.path] if self.model else _weight_files(self.path)
+        sums = dict(zip((file.name for file in files), checksums(files, cache), strict=True))
+        return {"source": self.source, "revision": self.revision, "sha256": sums}
+
+
+def find_pretrained(source: str | None) -> Pretrained:
+    """Find a model, download it if it is on the Hub only, and read its configuration and tokenizer.
+
+    Args:
+        source: a run folder or checkpoint of minigpt, a folder of Hugging Face, or an id of its Hub, which may end in
+            `@` and a revision; None is the newest run.
+
+    Raises:
+        UserError: there is no such model, or minigpt cannot read it.
+    """
+    path, revision = find_checkpoint(None) if source is None else Path(source).expanduser(), None
+    if path.exists():
+        source = str(path.resolve())
+    else:
+        path = _download(str(source))
+        revision = path.name
+    if (path / CONFIG).is_file():
+        found = Pretrained(path, str(source), revision, _read_config(path), load_tokenizer(path))
+        with _folder_errors(path):
+            check_vocabulary(found.config, found.tokenizer)
+        return found
+    path = find_checkpoint(path)
+    model, tokenizer = load_checkpoint(path)
+    config = replace(model.config, dropout=0.0, ngram_dropout=0.0)
+    return Pretrained(path, str(path.resolve()), revision, config, tokenizer, model)
+
+
+def find_start(init_from: str, resume: str | None, folder: Path | None) -> Pretrained:
+    """Find the model of `init_from`; a run that resumes has that of its own checkpoint, which may be in `folder`."""
+    if resume not in (None, "auto"):
+        return find_pretrained(str(find_checkpoint(resume, last=True)))
+    for name in (LAST, PREVIOUS, BEST) if resume and folder else ():
+        with suppress(UserError):  # missing or damaged
+            return find_pretrained(str(find_checkpoint(Path(str(folder), name))))
+    return find_pretrained(init_from)
+
+
+def load_folder(folder: str | Path) -> GPT:
+    """Load the model of a Hugging Face folder, in float32, in evaluation mode and without dropout.
+
+    Raises:
+        UserError: a file is missing or damaged, or the model is not of one of `FAMILIES`.
+    """
+    config = _read_config(Path(folder))
+    return build_model(config, _read_weights(Path(folder), config)).eval()
+
+
+def _download(source: str) -> Path:
+    """Download the files of a model into the cache of huggingface_hub, and return their folder."""
+    name, _, revision = source.partition("@")
+    first = name.partition("/")[0]
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or first in ("runs", ".", "..") or Path(first).exists():
+        raise UserError(f"{source} does not exist; give a run folder, a checkpoint, or a folder or id of Hugging Face")
+    hub = import_extra("huggingface_hub", f"{source} does not exist, and the Hugging Face Hub", "huggingface")
+    hub.logging.set_verbosity_error()  # without a line per retry
+    try:
+        return Path(hub.snapshot_download(name, revision=revision or None, allow_patterns=HUB_FILES))
+    except Exception as error:  # its own, of HTTP and of the file system
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UserError(
+            f"{source} does not exist, and cannot be downloaded from the Hugging Face Hub: {reason.rstrip('.')}"
+        ) from error
+
+
+def _read_config(folder: Path) -> GPTConfig:
+    with _folder_errors(folder):
+        return config_to_ours(read_json(folder / CONFIG))
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder: the single one, or the shards of its index."""
+    names = {WEIGHTS}
+    if not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file():
+        names = {Path(name).name for name in read_json(folder / INDEX)["weight_map"].values()}
+    return [folder / name for name in sorted(names)]
+
+
+def _read_weights(folder: Path, config: GPTConfig) -> dict[str, Tensor]:
+    """Read the weights of a folder by our names, in float32."""
+    with _folder_errors(folder):
+        paths = _weight_files(folder)
+        if missing := [path.name for path in paths if not path.is_file()]:
+            reason = "weights must be safetensors, because a .bin file can execute code"
+            raise UserError(f"{missing[0]} is missing; {reason}")
+        files = [safe_open(path, framework="pt", backend="pread") for path in paths]
+        file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118  # not a dict
+        check_size(config, len(file_of), sum(path.stat().st_size for path in paths))
+        return _convert(file_of, FAMILIES[read_json(folder / CONFIG)["model_type"]], config)
+
+
+def _convert(file_of: dict[str, Any], family: Family, config: GPTConfig) -> dict[str, Tensor]:
+    """Convert all weights; `file_of` has the open file of each of their tensors by the tensor's name."""
+    base = family.modules["wte"].partition(".")[0]  # a model that was saved without its head lacks the prefix
+    prefix = "" if any(name.startswith(f"{base}.") for name in file_of) else f"{base}."
+    unused = {name for name in file_of if not _IGNORED.search(name)}
+
+    def read(name: str) -> Tensor:
+        name = name.removeprefix(prefix)
+        if name not in file_of:
+            raise UserError(f"the weight {name} is missing")
+        unused.discard(name)
+        tensor: Tensor = file_of[name].get_tensor(name)
+        return tensor.float()
+
+    weights: dict[str, Tensor] = {}
+    for name, like in empty_model(config).state_dict().items():
+        tied = name == "lm_head.weight" and config.tie_embeddings
+        if tied and name in file_of and not torch.equal(read(name), weights["wte.weight"]):
+            raise UserError("lm_head.weight differs from the embeddings; set tie_word_embeddings to false")
+        weights[name] = weights["wte.weight"] if tied else weight_to_ours(name, family, config, read)
+        if weights[name].shape != like.shape:
+            raise UserError(f"{name} must have shape {tuple(like.shape)}, got {tuple(weights[name].shape)}")
+        if not is_finite(weights[name]):
+            raise UserError(f"{name} is NaN or infinite")
+    if unused:
+        raise UserError(f"unexpected weights: {', '.join(sorted(unused)[:3])}")
+    return weights
+
+
+@contextmanager
+def _folder_errors(folder: Path) -> Iterator[None]:
+    """Raise UserError for everything that can be wrong with the files of a folder."""
+    try:
+        yield
+    except (UserError, SafetensorError, OSError, ArithmeticError, *CONTENT_ERRORS) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"{folder} cannot be loaded: {reason}") from error

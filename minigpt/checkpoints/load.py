@@ -1,0 +1,115 @@
+"""Load a model and its tokenizer from a checkpoint, and save them from any training loop."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from minigpt.checkpoints.find import find_checkpoint
+from minigpt.checkpoints.format import CONTENT_ERRORS, FORMAT, MINIGPT, read, write
+from minigpt.config import GPTConfig
+from minigpt.data import tokenizer as tokenizers
+from minigpt.data.tokenizer import Tokenizer
+from minigpt.model import GPT
+from minigpt.utils.errors import UserError, require
+
+PREFIX = "model."  # the attribute of the LightningModule that is the model
+SIZE_MARGIN = 1 << 20  # parameters; a model this small is built whatever the size of its file is
+ROPE_TABLE_MARGIN = 1 << 25  # elements
+
+
+def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> tuple[GPT, Tokenizer]:
+    """Load the model, in evaluation mode, and the tokenizer of a checkpoint.
+
+    Args:
+        path: a checkpoint file, or a run folder (its best checkpoint).
+
+    Raises:
+        UserError: there is no checkpoint, or the file does not hold a model.
+    """
+    path = find_checkpoint(path)
+    content = read(path)
+    try:
+        ours = content[MINIGPT]
+        config, tokenizer = GPTConfig.from_dict(ours["model"]), tokenizers.from_dict(ours["tokenizer"])
+        weights = {name[len(PREFIX) :]: x for name, x in content["state_dict"].items() if name.startswith(PREFIX)}
+        check_vocabulary(config, tokenizer)
+        check_size(config, len(weights), path.stat().st_size)
+        model = build_model(config, weights)
+        if not all(map(is_finite, model.parameters())):
+            raise UserError("its weights are NaN or infinite")
+    except (UserError, *CONTENT_ERRORS) as error:
+        raise UserError(f"{path} does not hold a model of minigpt ({type(error).__name__}: {error})") from error
+    return model.to(device).eval(), tokenizer
+
+
+def save_checkpoint(model: GPT, tokenizer: Tokenizer, path: str | Path) -> None:
+    """Save a model and its tokenizer atomically, for `load_checkpoint` and the scripts; a run cannot resume from it.
+
+    Raises:
+        UserError: the tokenizer has more ids than the model.
+    """
+    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    check_vocabulary(model.config, tokenizer)
+    weights = {f"{PREFIX}{name}": tensor for name, tensor in model.state_dict().items()}
+    write({MINIGPT: model_contents(model.config, tokenizer), "state_dict": weights}, Path(path))
+
+
+def model_contents(config: GPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the metadata from which a model and its tokenizer are rebuilt."""
+    return {"format": FORMAT, "model": config.to_dict(), "tokenizer": tokenizer.to_dict()}
+
+
+def build_model(config: GPTConfig, weights: Mapping[str, Tensor]) -> GPT:
+    """Build a float32 model around `weights` without a copy; positions beyond its block size are dropped.
+
+    Raises:
+        RuntimeError: the weights do not fit.
+    """
+    model, weights = empty_model(config), dict(weights)
+    if config.position == "learned":
+        weights["wpe.weight"] = weights["wpe.weight"][: config.block_size].clone()
+    model.load_state_dict(weights, assign=True)
+    model.float()
+    if config.tie_embeddings:
+        model.lm_head.weight = model.wte.weight
+    return model
+
+
+def empty_model(config: GPTConfig) -> GPT:
+    """Build a model whose tensors have shapes but no memory."""
+    with torch.device("meta"), _SkipNormal():
+        return GPT(config)
+
+
+class _SkipNormal(TorchFunctionMode):
+    """Skip `normal_`: on the meta device torch imports its compiler for it, which takes 0.8 s."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return None if function is nn.init.normal_ else function(*args, **(kwargs or {}))
+
+
+def is_finite(weight: Tensor) -> bool:
+    """Return whether a tensor has no NaN and no infinity, 40 times as fast as `isfinite` and without a copy."""
+    return all(extreme.isfinite() for extreme in weight.aminmax())
+
+
+def check_vocabulary(config: GPTConfig, tokenizer: Tokenizer) -> None:
+    """Raise UserError if the tokenizer has more ids than the model."""
+    size = tokenizer.vocab_size
+    require("model.vocab_size", config.vocab_size, lambda value: value >= size, f"at least the tokenizer's {size}")
+
+
+def check_size(config: GPTConfig, tensors: int, size: int) -> None:
+    """Raise UserError if files of `size` bytes are too small for the model, before the model is allocated."""
+    rope_table = config.block_size * config.head_width if config.position == "rope" else 0  # which no file holds
+    for name, needed, limit in (
+        ("parameters", config.num_params(), size + SIZE_MARGIN),  # at least one byte per parameter
+        ("layers", config.n_layer + config.smear, tensors),
+        ("elements in its rotary table", rope_table, size + ROPE_TABLE_MARGIN),
+    ):
+        if needed > limit:
+            raise UserError(f"its model has {needed:,} {name}, but the file has {tensors:,} weights of {size:,} bytes")

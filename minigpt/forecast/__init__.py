@@ -1,0 +1,1 @@
+"""Memory, traffic, time and cost of a training run on many devices, forecast without them."""

@@ -1,0 +1,190 @@
+"""One training run whose settings are checked: prepare all parts, train, report."""
+
+import platform
+import subprocess
+import sys
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from minigpt import __version__
+from minigpt.checkpoints.find import BEST
+from minigpt.checkpoints.init_from import Pretrained
+from minigpt.checkpoints.load import load_checkpoint
+from minigpt.checkpoints.resume import contents, find_resumed
+from minigpt.config import GPTConfig
+from minigpt.data.checksums import CHECKSUM_CACHE
+from minigpt.data.token_files import Corpus
+from minigpt.distributed.lost_ranks import LostRanks
+from minigpt.distributed.process_group import copy_file, gather_objects, keeps_files, shared_errors
+from minigpt.model import GPT
+from minigpt.runs import run_dir
+from minigpt.runs.config_checks import partial_from_config
+from minigpt.runs.history import plot_curves
+from minigpt.runs.lightning_workarounds import is_resume_error
+from minigpt.runs.metrics import MetricsCallback, early_stopping_reason
+from minigpt.runs.resume_state import ResumeState
+from minigpt.runs.samples_and_attention import final_sample
+from minigpt.runs.trainer import TokenDataModule, build_trainer
+from minigpt.runs.wandb_logger import wandb_loggers
+from minigpt.training import LanguageModel
+from minigpt.utils.cli import error_text
+from minigpt.utils.errors import UserError
+from minigpt.utils.scripts import ROOT
+from minigpt.utils.signals import Interrupted
+from minigpt.utils.terminal import is_rank_zero, sanitize_line
+
+
+def fit(
+    cfg: DictConfig, folder: Path, corpus: Corpus, config: GPTConfig, pretrained: Pretrained | None, *, started: float
+) -> float | None:
+    """Find the checkpoint to resume from, build the model and the Trainer, train, sample and write the summary.
+
+    Args:
+        folder: of the run, locked.
+        started: `time.perf_counter()` when the run started.
+
+    Returns:
+        The best validation loss, nats per token.
+    """
+    torch.manual_seed(cfg.seed)
+    cfg.model = config.to_dict()  # null values resolved
+    resolved: Any = OmegaConf.to_container(cfg, resolve=True)
+    origin = provenance() | {"init_from": None}
+    saved = contents(config, corpus.tokenizer, resolved, corpus.sha256, origin)
+    resume, step, before, done = find_checkpoint_of_ranks(cfg, folder, saved)
+    if done:
+        if is_rank_zero():
+            where = f"{run_dir.short_path(folder)} is complete at step {step} of {cfg.max_steps}"
+            print(sanitize_line(f"{where}, best validation loss {done.get('best_val_loss')}; nothing to do"))
+        return done.get("best_val_loss")
+    if pretrained:  # `saved` refers to `origin`
+        checksum_cache = Path(cfg.data.folder) / CHECKSUM_CACHE
+        origin["init_from"] = before.get("init_from") if resume else pretrained.provenance(checksum_cache)
+    run_dir.truncate_logs(folder, step)
+
+    metrics, state, ranks = MetricsCallback(cfg, started=started), ResumeState(saved), LostRanks(cfg.collective_timeout)
+    with shared_errors():
+        module = build_module(cfg, pretrained.load(config).train() if pretrained and not resume else GPT(config))
+        trainer = build_trainer(cfg, folder, metrics, state, ranks)
+        trainer.precision_plugin.convert_module(module)  # Lightning does after it loads a checkpoint into the module
+    torch.manual_seed(cfg.seed + trainer.global_rank)  # a dropout mask per rank
+
+    status, reason, sample = "failed", "", ""
+    try:
+        for logger in trainer.loggers:
+            logger.log_hyperparams(resolved)
+        trainer.fit(module, TokenDataModule(corpus, cfg), ckpt_path=resume)
+        sample = sample_best(trainer, module, corpus, cfg.seed)
+        status, reason = "completed", early_stopping_reason(trainer)
+    except (Interrupted, KeyboardInterrupt, SystemExit):  # submitit ends a job with SystemExit
+        status = "interrupted"
+        raise
+    except Exception as error:
+        if resume and not state.training_began and is_resume_error(error):
+            error = UserError(f"{resume} does not hold a run of minigpt ({type(error).__name__}: {error})")
+        where = f"after step {trainer.global_step} of {cfg.max_steps}"
+        error = ranks.explain(error, f"{where}; resume with resume=auto hydra.run.dir={run_dir.short_path(folder)}")
+        reason = error_text(error)
+        raise error
+    finally:
+        summary = metrics.summary(trainer, module) | {
+            "status": status,
+            "reason": reason,
+            "stopped_early": status == "completed" and reason != "",
+            "seed": cfg.seed,
+            "eval_batches": cfg.eval_batches,
+            "corpus": corpus.name,
+            "corpus_sha256": corpus.sha256,
+            "tokenizer": corpus.tokenizer.to_dict()["name"],
+            **origin,
+        }
+        write_results(trainer, folder, summary)
+    if trainer.is_global_zero:
+        run_dir.print_results(folder, sample, summary)
+    return summary["best_val_loss"]
+
+
+def find_checkpoint_of_ranks(
+    cfg: DictConfig, folder: Path, saved: dict[str, Any]
+) -> tuple[Path | None, int, dict[str, Any], dict[str, Any] | None]:
+    """Return what `find_resumed` does and the summary of a run that is complete, the same on all ranks.
+
+    With resume=auto, the newest checkpoint of all hosts is copied to the hosts that have an older one or none, with the
+    best one and the logs. Another checkpoint need be on the host of rank 0 only.
+    """
+    auto, keeps = cfg.resume == "auto", keeps_files(folder)
+    found: Any = None, -1, {}, None
+    with shared_errors():
+        if keeps if auto else is_rank_zero():
+            path, step, before = find_resumed(cfg.resume, folder, saved)
+            done = run_dir.completed_summary(folder, step, cfg.max_steps) if auto and path else None
+            found = path, step, before, done
+    ranks = gather_objects(found)
+    done = next((done for *_, done in ranks if done), None)
+    source = max(range(len(ranks)), key=lambda rank: ranks[rank][1])  # the first of equals
+    path, step, before, _ = ranks[source]
+    if path is None or done:
+        return None, step, before, done
+    ours = path.is_relative_to(folder)
+    copy = path if ours else folder / ".resumed.partial"
+    keeps &= "FSDP" not in str(cfg.trainer.strategy) or is_rank_zero()  # FSDP reads the file on rank 0 alone
+    copy_file(path, source, copy, keep=keeps)
+    for file in (folder / name for name in (BEST, run_dir.METRICS, run_dir.SAMPLES) if ours):
+        copy_file(file, source, file, keep=keeps)
+    return copy if copy.exists() else path, step, before, None
+
+
+def build_module(cfg: DictConfig, model: GPT) -> LanguageModel:
+    """Return the LightningModule of a model, as the run configuration sets it."""
+    model.checkpoint_blocks = cfg.checkpoint_blocks
+    return LanguageModel(
+        model,
+        optimizer=partial_from_config(cfg.optimizer),
+        schedule=partial_from_config(cfg.schedule),
+        max_steps=cfg.max_steps,
+        compile=cfg.compile,
+    )
+
+
+def sample_best(trainer: L.Trainer, module: LanguageModel, corpus: Corpus, seed: int) -> str:
+    """Return a sample of the best checkpoint, which sample.py loads; empty on ranks that draw none."""
+    if (
+        not trainer.is_global_zero and trainer.checkpoint_callback
+    ):  # without checkpoints, sharded weights need all ranks
+        return ""
+    best = Path(trainer.default_root_dir) / BEST
+    model = load_checkpoint(best, device=trainer.strategy.root_device)[0] if best.exists() else module.model
+    return final_sample(model, corpus.tokenizer, seed=seed)
+
+
+def write_results(trainer: L.Trainer, folder: Path, summary: dict[str, Any]) -> None:
+    """Write the curves and the summary of a run that has something to show, on rank 0; finish its W&B run."""
+    has_metrics = (folder / run_dir.METRICS).exists()
+    if trainer.is_global_zero and (has_metrics or summary["steps"]):
+        if has_metrics:
+            plot_curves(folder)
+        run_dir.write_summary(folder, summary)
+        for wandb in wandb_loggers(trainer):
+            wandb.finish(summary)
+
+
+def provenance() -> dict[str, Any]:
+    """Return the provenance of a run: command, host, versions and git commit."""
+    command, described = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"], None
+    if (ROOT / ".git").exists():
+        with suppress(OSError, subprocess.SubprocessError):  # git may be missing
+            described = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    versions = {"minigpt": __version__, "python": platform.python_version()}
+    return {
+        "command": " ".join(sys.argv),
+        "host": platform.node(),
+        "versions": versions | {name: version(name) for name in ("torch", "lightning")},
+        "commit": described and described.removesuffix("-dirty"),
+        "dirty": described and described.endswith("-dirty"),
+    }

@@ -1,0 +1,54 @@
+"""The Lightning logger that writes `metrics.csv`, and the base of loggers with a file in the run folder."""
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.loggers import Logger
+
+from minigpt.runs.run_dir import read_rows, write_rows
+
+COLUMNS = (
+    *("step", "tokens", "seconds", "train_loss", "val_loss", "val_bits_per_byte"),
+    *("learning_rate", "grad_norm", "tokens_per_second", "flops_per_second", "mfu"),
+)
+
+
+class RunFolderLogger(Logger):
+    """Base of loggers with one file in the run folder.
+
+    Callbacks of Lightning write to save_dir/name/version: with empty names, into the run folder too.
+    """
+
+    name = version = ""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
+
+    @property
+    def save_dir(self) -> str:
+        return str(self.file.parent)
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+class MetricsCSV(RunFolderLogger):
+    """Append one row per measurement to `metrics.csv` at once, so that a killed run keeps its metrics.
+
+    A metric of another callback, outside `COLUMNS`, gets a column when it first appears.
+    """
+
+    columns: tuple[str, ...] = ()
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        if not metrics.keys() <= set(self.columns):
+            names, rows = read_rows(self.file) if self.file.exists() else ([], [])
+            self.columns = tuple(dict.fromkeys([*(names or COLUMNS), *metrics]))
+            write_rows(self.file, self.columns, rows)
+        with open(self.file, "a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, self.columns).writerow({"step": step, **metrics})

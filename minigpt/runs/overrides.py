@@ -1,0 +1,55 @@
+"""The command line of a run: quoted overrides, and one command line for all processes of torchrun or srun."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from minigpt.distributed.process_group import gather_objects, join_ranks, shared_errors
+from minigpt.distributed.ranks import global_rank, started_together
+from minigpt.utils.errors import UserError
+
+SETTABLE = ("block_size", "dropout", "ngram_dropout")  # the values of `model` beside init_from
+
+
+def complete_overrides(overrides: Sequence[str], groups: Sequence[str] = ("model", "tokenizer")) -> list[str]:
+    """Return the overrides of a run with links resolved, and with the groups that `init_from=` selects.
+
+    A link such as `runs/latest` becomes the run that it points at: it moves when a new run starts.
+    """
+    given = {key: value for key, _, value in (override.partition("=") for override in overrides)}
+    complete = []
+    for override in overrides:
+        key, _, value = override.partition("=")
+        path = Path(value)
+        is_link = key in ("resume", "init_from") and path.resolve() != path.absolute()
+        complete.append(f"{key}={quote_override(path.resolve())}" if is_link else override)
+    if given.get("init_from", "null").lower() not in ("null", ""):
+        complete += [f"{group}=pretrained" for group in groups if group not in given]
+        settable = [f"model.{name}" for name in SETTABLE]
+        fixed = [name for name in given if name.startswith("model.") and name not in settable]
+        if fixed and "model" not in given:
+            raise UserError(f"{fixed[0]} is that of init_from; only {', '.join(settable)} can be set")
+    return complete
+
+
+def quote_override(value: object) -> str:
+    """Quote a value for a Hydra override."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    return QuotedString(str(value), Quote.single).with_quotes()
+
+
+def shared_arguments(arguments: list[str]) -> list[str]:
+    """Return rank 0's command line with its run folder, for all ranks.
+
+    Without it each rank would name a run folder after the second at which it started.
+    """
+    join_ranks()
+    with shared_errors():
+        arguments = complete_overrides(arguments)
+    if started_together() is None:
+        return arguments
+    if not any(argument.startswith("hydra.run.dir=") for argument in arguments):
+        arguments.append(time.strftime("hydra.run.dir=runs/%Y-%m-%d_%H-%M-%S"))
+    shared = gather_objects(arguments)[0]
+    return shared if global_rank() == 0 else [*shared, "hydra.output_subdir=null"]  # rank 0 writes .hydra

@@ -1,0 +1,285 @@
+"""OpenAI's API: completions, chat and models.
+
+Source: https://platform.openai.com/docs/api-reference/completions
+"""
+
+import asyncio
+import json
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from math import isnan
+from types import SimpleNamespace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from minigpt.data.detokenizer import token_pieces
+from minigpt.data.tokenizer import Tokenizer, encode_prompt, whole_characters
+from minigpt.generation import check_ids
+from minigpt.sampling import Sampling
+from minigpt.serve import http
+from minigpt.serve.engine import Engine, SampleRequest, Token, TokenStream
+from minigpt.serve.loaded_models import Models
+from minigpt.utils.checks import BOOLEAN, NON_NEGATIVE_INT, integer
+from minigpt.utils.errors import UserError
+
+MAX_SAMPLES = 128  # of a request
+
+
+@dataclass
+class Part:
+    """A part of a sample that can be sent: text, and tokens with their offsets in the text of the sample."""
+
+    text: str = ""
+    tokens: list[tuple[Token, int]] = field(default_factory=list)
+    reason: str | None = None  # "stop" or "length" in the last part
+    first: bool = False
+
+
+def api_routes(models: Models) -> list[Route]:
+    """Return the routes of the API."""
+
+    async def list_models(request: Request) -> Response:
+        return http.json_response({"object": "list", "data": [describe(name) for name in models.names()]})
+
+    async def retrieve_model(request: Request) -> Response:
+        return http.json_response(describe(http.check_model(models, request.path_params["name"])))
+
+    def describe(name: str) -> dict[str, Any]:
+        return {"id": name, "object": "model", "created": models.created, "owned_by": "minigpt"}
+
+    return [
+        Route("/v1/models", list_models),
+        Route("/v1/models/{name:path}", retrieve_model),
+        http.post("/v1/completions", models, _COMPLETION, partial(_generate, chat=False)),
+        http.post("/v1/chat/completions", models, _CHAT, partial(_generate, chat=True)),
+    ]
+
+
+async def _generate(engine: Engine, values: dict[str, Any], *, chat: bool) -> Response:
+    call, tokenizer = _read_call(values, chat=chat), engine.tokenizer
+    prompts = [await _read_prompt(engine, call, prompt) for prompt in call.prompts]
+    end = tokenizer.separator.tolist() if tokenizer.separated else []
+    tokens = engine.generate(
+        *(
+            SampleRequest(ids, call.max_tokens, call.sampling, (*call.stop, *end), call.seed + i, call.n_top)
+            for ids, _ in (prompts if call.max_tokens else ())
+            for i in range(call.n)
+        )
+    )
+    n_read = sum(len(ids) for ids, _ in prompts)
+    parts = _parts([echo for _, echo in prompts for _ in range(call.n)], tokens)
+    if call.stream:
+        events = _events(tokenizer, call, parts, tokens, n_read)
+        return http.stream(tokens, events, lambda error: _event(error.content), "text/event-stream")
+    samples = [Part(first=True) for _ in range(len(prompts) * call.n)]
+    async for i, part in parts:
+        samples[i].text += part.text
+        samples[i].tokens += part.tokens
+        samples[i].reason = part.reason
+    choices = [_choice(call, tokenizer, i, sample) for i, sample in enumerate(samples)]
+    return http.json_response(_envelope(call) | {"choices": choices, "usage": _usage(n_read, tokens.n_tokens)})
+
+
+def _read_call(values: dict[str, Any], *, chat: bool) -> SimpleNamespace:
+    """Return the settings of a request by name.
+
+    Both endpoints have `prompts`, `max_tokens`, `stop` as a tuple, `seed`, `echo`, `include_usage`, `sampling`, and
+    `n_top`: alternatives per token, or None without log-probabilities.
+    """
+    call = SimpleNamespace(**{"chat": chat, "echo": False} | values)
+    if chat:
+        contents = (message["content"] for message in call.messages)
+        texts = (text if isinstance(text, str) else "".join(part["text"] for part in text) for text in contents)
+        call.prompts, call.n_top = ["\n".join(texts)], (call.top_logprobs or 0) if call.logprobs else None
+        call.max_tokens = call.max_completion_tokens or call.max_tokens
+    else:
+        single = isinstance(call.prompt, str) or isinstance(call.prompt[0], int)
+        call.prompts, call.n_top = [call.prompt] if single else call.prompt, call.logprobs
+    if len(call.prompts) * call.n > MAX_SAMPLES:
+        message = f"n × prompts must be at most {MAX_SAMPLES}, got {len(call.prompts) * call.n}"
+        raise http.ApiError(400, message, param="n")
+    call.stop = (call.stop,) if isinstance(call.stop, str) else tuple(call.stop)
+    call.seed = random.getrandbits(32) if call.seed is None else call.seed
+    call.include_usage = call.stream_options.get("include_usage") is True
+    call.sampling = Sampling(**{name: values[name] for name in http.SAMPLING})
+    return call
+
+
+async def _read_prompt(engine: Engine, call: SimpleNamespace, prompt: str | list[int]) -> tuple[list[int], Part]:
+    """Return the ids of a prompt, and the part with which its samples begin."""
+    ids, echo = prompt, Part(reason=None if call.max_tokens else "length", first=True)
+    try:
+        if isinstance(prompt, str):
+            ids = (await asyncio.to_thread(encode_prompt, engine.tokenizer, whole_characters(prompt))).tolist()
+        ids = check_ids(ids, engine.model.config.vocab_size)
+    except UserError as error:
+        raise http.ApiError(400, f"prompt: {error}", param="prompt") from error
+    if len(ids) > http.MAX_TOKENS:
+        message = f"prompt must have at most {http.MAX_TOKENS:,} tokens, got {len(ids):,}"
+        raise http.ApiError(400, message, param="prompt")
+    if call.echo and prompt:  # without the start token of an empty prompt
+        texts = token_pieces(engine.tokenizer, ids, complete=not call.max_tokens)
+        tokens = [Token(i) for i in ids] if call.n_top is None else await engine.score(ids, n_top=call.n_top)
+        echo.text = "".join(texts)
+        echo.tokens = list(zip(tokens, accumulate(map(len, texts), initial=0), strict=False))
+    return ids, echo
+
+
+async def _parts(echoes: list[Part], tokens: TokenStream) -> AsyncIterator[tuple[int, Part]]:
+    """Yield the index of a sample and its next part, which may be empty; the last one has a reason.
+
+    A text that may become a stop string is held back, with its tokens, until that is decided.
+
+    Args:
+        echoes: the part with which each sample begins.
+        tokens: of all samples.
+    """
+    for i, echo in enumerate(echoes):
+        yield i, echo
+    held = [Part() for _ in echoes]
+    n_sent = [len(echo.text) for echo in echoes]  # characters
+    async for token in tokens:
+        i = token.sample
+        waiting = [*held[i].tokens, (token, n_sent[i] + len(held[i].text))]
+        text = held[i].text + token.text
+        end = len(text) - token.n_held
+        n_sent[i] += end
+        n_tokens = sum(token.reason == "length" or offset < n_sent[i] for _, offset in waiting)
+        held[i] = Part(text[end:], waiting[n_tokens:])
+        yield i, Part(text[:end], waiting[:n_tokens], token.reason)
+
+
+async def _events(
+    tokenizer: Tokenizer,
+    call: SimpleNamespace,
+    parts: AsyncIterator[tuple[int, Part]],
+    tokens: TokenStream,
+    n_read: int,
+) -> AsyncIterator[str]:
+    """Yield server-sent events."""
+    envelope = _envelope(call) | ({"usage": None} if call.include_usage else {})
+    begin = json.dumps(envelope)[:-1]  # of every event: it is encoded once
+    async for i, part in parts:
+        if (part.first and call.chat) or part.text or part.tokens or part.reason:
+            yield f'data: {begin}, "choices": [{json.dumps(_choice(call, tokenizer, i, part))}]}}\n\n'
+    if call.include_usage:
+        yield _event(envelope | {"choices": [], "usage": _usage(n_read, tokens.n_tokens)})
+    yield "data: [DONE]\n\n"
+
+
+def _event(content: object) -> str:
+    return f"data: {json.dumps(content)}\n\n"
+
+
+def _envelope(call: SimpleNamespace) -> dict[str, Any]:
+    prefix, kind = ("chatcmpl-", "chat.completion") if call.chat else ("cmpl-", "text_completion")
+    kind += ".chunk" if call.chat and call.stream else ""
+    return {"id": prefix + uuid.uuid4().hex, "object": kind, "created": int(time.time()), "model": call.model}
+
+
+def _usage(read: int, generated: int) -> dict[str, int]:
+    return {"prompt_tokens": read, "completion_tokens": generated, "total_tokens": read + generated}
+
+
+def _choice(call: SimpleNamespace, tokenizer: Tokenizer, index: int, part: Part) -> dict[str, Any]:
+    choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": part.reason}
+    if call.n_top is not None:
+        choice["logprobs"] = (_chat_logprobs if call.chat else _completion_logprobs)(tokenizer, part.tokens)
+    if not call.chat:
+        return choice | {"text": part.text}
+    role = {"role": "assistant"} if part.first else {}
+    return choice | {"delta" if call.stream else "message": role | {"content": part.text}}
+
+
+def _completion_logprobs(tokenizer: Tokenizer, tokens: list[tuple[Token, int]]) -> dict[str, Any]:
+    tops: list[dict[str, float] | None] = []
+    for token, _ in tokens:
+        top = [*token.top, (token.id, token.logprob)]  # the token itself is always one of them
+        of_names = {_name(tokenizer, i): logprob for i, logprob in reversed(top)}  # the likeliest of equal names
+        tops.append(None if isnan(token.logprob) else of_names)
+    return {
+        "tokens": [_name(tokenizer, token.id) for token, _ in tokens],
+        "token_logprobs": [None if isnan(token.logprob) else token.logprob for token, _ in tokens],
+        "top_logprobs": tops,
+        "text_offset": [offset for _, offset in tokens],
+    }
+
+
+def _chat_logprobs(tokenizer: Tokenizer, tokens: list[tuple[Token, int]]) -> dict[str, Any]:
+    def entry(i: int, logprob: float) -> dict[str, Any]:
+        return {"token": _name(tokenizer, i), "logprob": logprob, "bytes": list(tokenizer.decode_bytes([i]))}
+
+    listed = [entry(t.id, t.logprob) | {"top_logprobs": [entry(*top) for top in t.top]} for t, _ in tokens]
+    return {"content": listed, "refusal": None}
+
+
+def _name(tokenizer: Tokenizer, token: int) -> str:
+    """Return a token as text; bytes that are no characters as `bytes:\\xe2`, special tokens as `token_id:5`."""
+    content = tokenizer.decode_bytes([token])
+    try:
+        return content.decode() or f"token_id:{token}"
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+
+def _is_prompt(value: Any) -> bool:
+    prompts = value if isinstance(value, list) and value and not http.is_ids(value) else [value]
+    return all(isinstance(prompt, str) or (prompt and http.is_ids(prompt)) for prompt in prompts)
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    content = value.get("content")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    return all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts)
+
+
+def _is_stop(value: Any) -> bool:
+    listed = [value] if isinstance(value, str) else value
+    return isinstance(listed, list) and len(listed) <= 4 and all(isinstance(item, str) and item for item in listed)
+
+
+# Settings that clients send and that change no result:
+_IGNORED = ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"]
+_IGNORED += ["tool_choice", "parallel_tool_calls"]  # without tools
+_COMMON: http.Settings = {
+    **http.MODEL,
+    **http.SAMPLING,
+    **dict.fromkeys(_IGNORED, (None, (lambda v: True, ""))),
+    "n": (1, integer(1, MAX_SAMPLES)),
+    "stop": ((), (_is_stop, "a non-empty string or a list of up to 4")),
+    "seed": (None, NON_NEGATIVE_INT),
+    "stream": (False, BOOLEAN),
+    "stream_options": ({}, (lambda v: isinstance(v, dict) and v.keys() <= {"include_usage"}, "include_usage or null")),
+    # Settings with one supported value:
+    "best_of": (1, (lambda v: v == 1, "1")),
+    "modalities": (None, (lambda v: v == ["text"], '["text"]')),
+    "response_format": (None, (lambda v: v == {"type": "text"}, '{"type": "text"}')),
+}
+_COMPLETION: http.Settings = {
+    **_COMMON,
+    "prompt": (http.REQUIRED, (_is_prompt, "a text, token ids, or a list of them")),
+    "max_tokens": (16, integer(0, http.MAX_TOKENS)),
+    "logprobs": (None, integer(0, 20)),
+    "echo": (False, BOOLEAN),
+}
+_CHAT: http.Settings = {
+    **_COMMON,
+    "messages": (
+        http.REQUIRED,
+        (lambda v: isinstance(v, list) and len(v) > 0 and all(map(_is_message, v)), "a list of messages of text"),
+    ),
+    "max_tokens": (256, integer(1, http.MAX_TOKENS)),
+    "max_completion_tokens": (None, integer(1, http.MAX_TOKENS)),
+    "logprobs": (False, BOOLEAN),
+    "top_logprobs": (None, integer(0, 20)),
+}

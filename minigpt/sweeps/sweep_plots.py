@@ -1,0 +1,191 @@
+"""Plot a sweep: the loss over what was swept, learning curves, and the loss over parameters and training FLOPs.
+
+Text from files goes through `_escape` on its way into a plot.
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from math import inf, nan, prod
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+
+from minigpt.sweeps.ranking import Row, count_text, ranked
+from minigpt.sweeps.results import COMPLETED, NATS, Point
+from minigpt.utils.files import atomic_write
+from minigpt.utils.terminal import sanitize_line
+
+MAX_LABELED = 10  # lines with a color and an entry in a legend
+MAX_NAMES = 20  # rows of a plot by name
+MAX_ANNOTATED = 64  # cells of a heat map with their loss as text
+
+
+def plot_sweep(file: Path, points: Sequence[Point], *, title: str, along: str | None = None) -> None:
+    """Write `sweep.png`.
+
+    Args:
+        along: a numeric setting to plot the loss over, one line per combination of the others.
+    """
+    with warnings.catch_warnings(), atomic_write(file) as partial:
+        warnings.simplefilter("ignore", UserWarning)  # characters that the font lacks
+        sweep_figure(points, title=title, along=along).savefig(partial, dpi=120, format="png")
+
+
+def sweep_figure(points: Sequence[Point], *, title: str, along: str | None = None) -> Figure:
+    """Return the figure of `plot_sweep`: swept settings, learning curves, loss over parameters and over FLOPs."""
+    figure = Figure(figsize=(15, 10.5), layout="constrained")
+    swept, curves, params, flops = figure.subplots(2, 2).flat
+    rows = ranked(points)
+    if measured := [row for row in rows if row.losses]:
+        _plot_swept(swept, rows, along)
+        _plot_curves(curves, measured)
+        _plot_cost(params, measured, "params", "parameters N")
+        _plot_cost(flops, measured, "flops", "training FLOPs C")
+    counts = count_text(Counter(point.status for point in points))
+    figure.suptitle(_escape(f"{title}: {counts}", 120), fontsize=14)
+    return figure
+
+
+def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the (cost, loss) pairs that no other pair dominates, cheapest first."""
+    front: list[tuple[float, float]] = []
+    for cost, loss in sorted(points):
+        if not front or loss < front[-1][1]:
+            front.append((cost, loss))
+    return front
+
+
+def _plot_swept(panel: Axes, rows: Sequence[Row], along: str | None) -> None:
+    """Plot a heat map of two numeric settings, lines over one, or else the best rows by name."""
+    values = {name: _values(rows, name) for name in rows[0].short_names}
+    numeric = [name for name in values if len(values[name]) > 1 and all(row.number(name) is not None for row in rows)]
+    if along is None and len(numeric) == 1 and len({row.label(numeric[0]) for row in rows}) <= MAX_LABELED:
+        along = numeric[0]
+    if along is not None:
+        _plot_lines(panel, rows, along)
+    elif len(values) == len(numeric) == 2 and len(rows) > prod(map(len, values.values())) / 2:
+        _plot_heat_map(panel, rows, *sorted(values, key=lambda name: -len(values[name])))
+    else:
+        _plot_names(panel, [row for row in rows if row.losses][:MAX_NAMES])
+    seeds = ", mean ± standard deviation over seeds" if any(row.spread is not None for row in rows) else ""
+    panel.set_title(f"best validation loss{seeds}")
+
+
+def _plot_heat_map(panel: Axes, rows: Sequence[Row], x: str, y: str) -> None:
+    """Plot a grid of two settings, with the mean loss or the status in each cell."""
+    columns, lines = _values(rows, x), _values(rows, y)
+    cells: dict[Any, Row] = {(row.number(y), row.number(x)): row for row in reversed(rows)}  # the best is shown
+    losses = [[nan] * len(columns) for _ in lines]
+    for (line, column), row in cells.items():
+        i, j, text = lines.index(line), columns.index(column), ""
+        if row.loss is not None:
+            losses[i][j] = row.loss
+            text = f"{row.loss:.4f}\n" if row.spread is None else f"{row.loss:.4f}\n± {row.spread:.4f}\n"
+        if row.status != COMPLETED:
+            text += _escape(row.status).replace(", ", "\n")
+        if len(cells) <= MAX_ANNOTATED:
+            panel.text(j, i, text.strip(), ha="center", va="center", weight="bold" if row is rows[0] else "normal")
+    highest = _highest_converged([row.loss for row in rows if row.loss is not None])
+    image = panel.imshow(losses, cmap="viridis_r", alpha=0.5, origin="lower", aspect="auto", vmax=highest)
+    panel.set_xticks(range(len(columns)), [f"{value:g}" for value in columns])
+    panel.set_yticks(range(len(lines)), [f"{value:g}" for value in lines])
+    panel.set(xlabel=_escape(x), ylabel=_escape(y))
+    panel.figure.colorbar(image, ax=panel, label=rows[0].unit)
+
+
+def _plot_lines(panel: Axes, rows: Sequence[Row], along: str) -> None:
+    """Plot the loss over one setting, one line per combination of the others, the line of the best run first."""
+    lines: dict[str, list[tuple[float, float, float]]] = {}  # (value, loss, standard deviation)
+    for row in rows:
+        if row.loss is not None and (value := row.number(along)) is not None:
+            lines.setdefault(row.label(along), []).append((value, row.loss, row.spread or nan))
+    for rank, (name, line) in enumerate(lines.items()):
+        xs, losses, spreads = zip(*sorted(line), strict=True)
+        label = _escape(name) if rank < MAX_LABELED and len(lines) > 1 else None
+        panel.errorbar(xs, losses, spreads, label=label, color=_rank_color(rank), marker="o", capsize=3)
+    panel.set(xlabel=_escape(along), ylabel=f"best validation loss ({rows[0].unit})")
+    values = _values(rows, along)
+    if values[0] > 0 and values[-1] >= 10 * values[0]:
+        panel.set_xscale("log")
+    _finish(panel, [loss for line in lines.values() for _, loss, _ in line])
+
+
+def _plot_names(panel: Axes, rows: Sequence[Row]) -> None:
+    """Plot the losses of rows by name."""
+    for rank, row in enumerate(rows):
+        panel.errorbar(row.loss or inf, rank, xerr=row.spread, marker="o", capsize=3, color=_rank_color(rank))
+    panel.set_yticks(range(len(rows)), [f"{_escape(row.label())}   {row.loss:.4f}" for row in rows])
+    panel.invert_yaxis()
+    panel.set_xlabel(f"best validation loss ({rows[0].unit})")
+
+
+def _plot_curves(panel: Axes, rows: Sequence[Row]) -> None:
+    """Plot validation loss over tokens for every run, the best rows in color."""
+    ends = []
+    for rank, row in enumerate(rows):
+        label = f"{rank + 1}  {_escape(row.label())}" if rank < MAX_LABELED else None
+        style: dict[str, Any] = {"color": _rank_color(rank), "linewidth": 2.5 if rank == 0 else 1.2}
+        style |= {"linestyle": "-" if row.status == COMPLETED else ":", "zorder": 3 - rank / len(rows)}
+        for i, point in enumerate(row.points):  # one entry in the legend for all seeds
+            scale = (point.loss(row.unit) or inf) / (point.loss(NATS) or inf)
+            tokens, losses = [at for at, _ in point.curve], [scale * loss for _, loss in point.curve]
+            panel.plot(tokens, losses, marker="." if len(losses) == 1 else None, label=None if i else label, **style)
+            ends += losses[1:] or losses
+    panel.xaxis.set_major_formatter(EngFormatter())
+    panel.set(xlabel="tokens", ylabel=f"validation loss ({rows[0].unit})")
+    panel.set_title("learning curves by rank (dotted: not completed)")
+    _finish(panel, ends)
+
+
+def _plot_cost(panel: Axes, rows: Sequence[Row], cost: str, label: str) -> None:
+    """Plot the loss over a cost, with the Pareto front."""
+    known = [(x, row.loss) for row in rows if row.loss and (x := row.mean_of(cost))]
+    panel.set(xlabel=label, ylabel=f"best validation loss ({rows[0].unit})")
+    if not known:
+        return
+    panel.set_xscale("log")
+    panel.xaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter=EngFormatter())
+    panel.xaxis.set_minor_formatter(NullFormatter())
+    panel.scatter(*zip(*known, strict=True), alpha=0.6)
+    panel.plot(*zip(*pareto_front(known), strict=True), color="0.2", label="Pareto front")
+    panel.plot(*known[0], "*", markersize=15, color="C3", label=f"best {known[0][1]:.4f}")
+    _finish(panel, [loss for _, loss in known], loc="upper right")
+
+
+def _finish(panel: Axes, losses: Sequence[float], **legend: Any) -> None:
+    """Add a grid and a legend (beside the panel), and limit the y axis to the losses of runs that did not diverge."""
+    highest = _highest_converged(losses) if losses else inf
+    if above := sum(loss > highest for loss in losses):
+        margin = 0.05 * (highest - min(losses))
+        panel.set_ylim(min(losses) - margin, highest + margin)
+        panel.text(0.01, 0.01, f"{above} above this range", transform=panel.transAxes)
+    panel.grid(alpha=0.3)
+    if panel.get_legend_handles_labels()[0]:
+        panel.legend(fontsize=8, **(legend or {"loc": "upper left", "bbox_to_anchor": (1, 1)}))
+
+
+def _highest_converged(losses: Sequence[float]) -> float:
+    """Return the highest loss that is at most 5 times as far from the best as the median."""
+    best = min(losses)
+    return max(loss for loss in losses if loss <= best + 5 * (median(losses) - best))
+
+
+def _rank_color(rank: int) -> str:
+    return f"C{rank}" if rank < MAX_LABELED else "0.8"
+
+
+def _values(rows: Iterable[Row], name: str) -> list[float]:
+    """Return the numbers that a setting takes, in order."""
+    return sorted({value for row in rows if (value := row.number(name)) is not None})
+
+
+def _escape(text: str, max_chars: int = 60) -> str:
+    """Return text from a file without control characters and formulas, shortened."""
+    text = sanitize_line(text)
+    text = text if len(text) <= max_chars else f"{text[: max_chars // 2]}…{text[-max_chars // 2 + 1 :]}"
+    return text.replace("$", r"\$")

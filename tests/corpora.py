@@ -1,0 +1,157 @@
+"""Corpora that tests prepare, what is on disk of them, and a server of files that fails on demand."""
+
+import hashlib
+import json
+import os
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from minigpt.data.prepare import load_corpus
+
+ROOT = Path(__file__).resolve().parents[1]
+SHAKESPEARE = Path(os.environ.get("MINIGPT_DATA_DIR", ""), "tinyshakespeare.txt")
+needs_shakespeare = pytest.mark.skipif(
+    not SHAKESPEARE.is_file(), reason="MINIGPT_DATA_DIR names no folder with tinyshakespeare.txt"
+)
+
+
+def values(name="text", **changes):
+    """Return the data group of a file in configs/data/ with changes."""
+    read = yaml.safe_load((ROOT / f"configs/data/{name}.yaml").read_text())
+    return read.get("data", read) | changes
+
+
+def corpus_of(path, folder, tokenizer="char", **changes):
+    """Prepare files with the values of configs/data/text.yaml and these changes."""
+    tokenizer = tokenizer if isinstance(tokenizer, dict) else {"name": tokenizer}
+    return load_corpus(values(path=path and str(path), folder=str(folder)) | changes, tokenizer)
+
+
+def prepare(content, folder, tokenizer="char", *, name="mine.txt", **changes):
+    """Prepare a file with this content."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return corpus_of(folder / name, folder, tokenizer, **changes)
+
+
+def rows(texts):
+    """Format documents as JSON Lines."""
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
+
+
+def stories(number, seed=0):
+    """Return distinct texts of a few words each."""
+    random = np.random.default_rng(seed)
+    words = "the quick brown fox jumps over a lazy dog and it's 42 naïve owls, don't they see? yes!\\n"
+    return [f"{seed}.{i} " + " ".join(random.choice(words.split(" "), random.integers(3, 30))) for i in range(number)]
+
+
+def documents(chunks):
+    """Return the texts of documents, joined from their chunks."""
+    texts = []
+    for text, first in chunks:
+        if first:
+            texts.append("")
+        texts[-1] += text
+    return texts
+
+
+def folder_of(corpus):
+    return corpus.train.shards[0].file.parent
+
+
+def on_disk(corpus):
+    """Read the ids of both splits with numpy."""
+    return [np.fromfile(folder_of(corpus) / f"{split}.bin", corpus.dtype).tolist() for split in ("train", "val")]
+
+
+def texts_on_disk(corpus):
+    return [corpus.tokenizer.decode(ids) for ids in on_disk(corpus)]
+
+
+def nanogpt(text):
+    """Return the ids of both splits as in nanoGPT's prepare.py."""
+    n = len(text)
+    stoi = {ch: i for i, ch in enumerate(sorted(set(text)))}
+    halves = text[: int(n * 0.9)], text[int(n * 0.9) :]
+    return [[stoi[ch] for ch in half] for half in halves]
+
+
+def sha256(content):
+    return hashlib.sha256(content).hexdigest()
+
+
+class FileServer(ThreadingHTTPServer):
+    """Serve the files of a folder, also parts of them.
+
+    Each of `faults` is the answer to one GET: a status, "cut" (half of the content), "pause" (`pause` seconds between
+    the halves), or other content of the same length. `dated` sends a date in place of an ETag.
+    """
+
+    def __init__(self, folder):
+        self.folder, self.faults, self.pause, self.dated = folder, [], 2.0, False
+        self.requests, self.lock = Counter(), threading.Lock()
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def gets(self, name):
+        return self.requests["GET", name]
+
+
+class _Handler(SimpleHTTPRequestHandler):
+    def do_HEAD(self):
+        self.answer(with_content=False)
+
+    def do_GET(self):
+        self.answer(with_content=True)
+
+    def answer(self, with_content):
+        server, name = self.server, self.path.rpartition("/")[2]
+        with server.lock:
+            server.requests[self.command, name] += 1
+            fault = server.faults.pop(0) if server.faults and with_content else None
+        file = server.folder / name
+        if isinstance(fault, int) or not file.is_file():
+            return self.send_error(fault or 404)
+        content, asked = file.read_bytes(), re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        self.send_response(206 if asked else 200)
+        if asked:
+            content = content[int(asked[1]) : int(asked[2]) + 1]
+        self.send_header("Content-Length", str(len(content)))
+        changed = file.stat().st_mtime
+        self.send_header(
+            *(("Last-Modified", self.date_time_string(changed)) if server.dated else ("ETag", f'"{changed}"'))
+        )
+        self.end_headers()
+        if with_content:
+            content = fault if isinstance(fault, bytes) else content
+            half = len(content) // 2
+            self.wfile.write(content[:half])
+            if fault == "pause":
+                time.sleep(server.pause)
+            with suppress(OSError):  # the client may have closed the connection
+                self.wfile.write(b"" if fault == "cut" else content[half:])
+        self.close_connection = True
+        return None
+
+    def log_message(self, *args):
+        pass
+
+
+@contextmanager
+def serving(folder) -> Iterator[FileServer]:
+    """Start a server of the files of a folder."""
+    with FileServer(folder) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        yield server
+        server.shutdown()

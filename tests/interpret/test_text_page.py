@@ -1,0 +1,127 @@
+"""The file of the attention page: the tokens and weights of the model, and every token escaped."""
+
+import base64
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import ALPHABET, make_model
+from torch import Tensor
+
+from minigpt.data.tokenizer import ByteTokenizer, CharTokenizer
+from minigpt.interpret.text_page import score_tokens, write_page
+
+HISTORY = {"train_loss": [[1, 2.5]], "val_loss": [], "samples": [{"step": 1, "text": "é"}]}
+
+
+def attention(L: int, H: int, T: int, seed: int = 0, sharpness: float = 3.0) -> Tensor:
+    """Random causal weights (L, H, T, T)."""
+    scores = sharpness * torch.randn(L, H, T, T, generator=torch.Generator().manual_seed(seed))
+    return scores.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf).softmax(-1)
+
+
+def unpack(data: dict[str, Any]) -> Tensor:
+    """Decode the weights of a page: lower triangles, 12 bits per weight, big-endian."""
+    L, H, T = data["description"]["n_layer"], data["description"]["n_head"], len(data["tokens"])
+    bits = "".join(f"{byte:08b}" for byte in base64.b64decode(data["weights"], validate=True))
+    count = L * H * T * (T + 1) // 2
+    assert len(bits) - 12 * count in (0, 12)
+    values = torch.tensor([(int(bits[12 * i : 12 * i + 12], 2) / 4095) ** 2 for i in range(count)])
+    weights = torch.zeros(L, H, T, T)
+    weights[:, :, *torch.tril_indices(T, T)] = values.view(L, H, -1)
+    return weights
+
+
+def written(path: Path, texts: list[str], weights: Tensor, **options: Any) -> dict[str, Any]:
+    """Write a page, and return the data in it."""
+    shape = {"n_layer": weights.size(0), "n_head": weights.size(1), "block_size": len(texts)}
+    tokens = [{"id": 0, "text": text, "logprob": -1.5, "rank": 1, "top": []} for text in texts]
+    write_page(
+        path, description={"name": "model", "facts": "A GPT.", **shape}, tokens=tokens, weights=weights, **options
+    )
+    (data,) = re.findall('<script type="application/json" id="data">(.*?)</script>', path.read_text(encoding="utf-8"))
+    return json.loads(data)
+
+
+@settings(max_examples=25, deadline=None)
+@given(L=st.integers(1, 3), H=st.integers(1, 3), T=st.integers(1, 9), seed=st.integers(0, 99), sharp=st.floats(0, 30))
+def test_the_page_holds_the_weights_it_was_given(
+    tmp_path_factory: pytest.TempPathFactory, L: int, H: int, T: int, seed: int, sharp: float
+) -> None:
+    weights = attention(L, H, T, seed, sharp)
+    data = written(tmp_path_factory.mktemp("page") / "page.html", ["x"] * T, weights)
+    error = (unpack(data) - weights).abs()
+    assert (error <= weights.sqrt() / 4000 + 1e-7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_weights_may_have_any_float_dtype_and_require_gradients(tmp_path: Path, dtype: torch.dtype) -> None:
+    weights = attention(1, 2, 5).to(dtype).requires_grad_()
+    data = written(tmp_path / "page.html", list("abcde"), weights)
+    torch.testing.assert_close(unpack(data), weights.detach().float(), atol=3e-4, rtol=0)
+
+
+def test_tokens_are_rated_by_the_predictions_of_the_model() -> None:
+    model, tokenizer = make_model(), CharTokenizer.of(ALPHABET)
+    tokens = torch.randint(len(ALPHABET), (9,))
+    first, *rest = score_tokens(model, tokenizer, tokens)
+    assert first == {"id": tokens[0], "text": ALPHABET[tokens[0]], "logprob": None, "rank": 0, "top": []}
+    for t, rated in enumerate(rest, start=1):
+        with torch.no_grad():  # from the tokens before it only
+            logprobs = model(tokens[None, :t])[0, -1].log_softmax(0)
+        assert (rated["id"], rated["text"]) == (tokens[t], ALPHABET[tokens[t]])
+        assert rated["logprob"] == pytest.approx(float(logprobs[tokens[t]]), rel=1e-4)
+        order = logprobs.argsort(descending=True).tolist()
+        assert rated["rank"] == order.index(tokens[t])
+        assert [other["id"] for other in rated["top"]] == order[:10]
+        assert [other["text"] for other in rated["top"]] == [ALPHABET[i] for i in order[:10]]
+        expected = [float(logprobs[i]) for i in order[:10]]
+        assert [other["logprob"] for other in rated["top"]] == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_texts_of_tokens_are_the_characters_that_they_complete() -> None:
+    tokens = torch.tensor([*"a😀".encode(), 0xC3])
+    rated = score_tokens(make_model(vocab_size=256), ByteTokenizer(), tokens)
+    assert [token["text"] for token in rated] == ["a", "", "", "", "😀", "\ufffd"]
+
+
+def test_the_page_holds_the_description_and_the_history(tmp_path: Path) -> None:
+    data = written(tmp_path / "page.html", ["a", "b"], attention(3, 2, 2), history=HISTORY)
+    assert data["description"].pop("facts").startswith("A GPT. ")
+    assert data["description"] == {"name": "model", "n_layer": 3, "n_head": 2, "block_size": 2}
+    assert data["history"] == HISTORY
+    assert written(tmp_path / "page.html", ["a", "b"], attention(1, 1, 2))["history"] is None
+
+
+def test_six_by_six_heads_over_256_tokens_stay_below_three_megabytes(tmp_path: Path) -> None:
+    written(tmp_path / "page.html", ["\n"] * 256, attention(6, 6, 256))
+    assert (tmp_path / "page.html").stat().st_size < 3_000_000
+
+
+def test_nan_weights_are_an_error(tmp_path: Path) -> None:
+    weights = attention(1, 1, 3)
+    weights[0, 0, 2, 1] = math.nan
+    with pytest.raises(ValueError, match="must be finite"):
+        written(tmp_path / "p.html", list("abc"), weights)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_write_leaves_the_old_page_and_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, weights = tmp_path / "page.html", attention(1, 1, 2)
+    written(file, ["a", "b"], weights)
+    before = file.read_bytes()
+
+    def fail(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device", str(target))
+
+    monkeypatch.setattr("pathlib.Path.replace", fail)
+    with pytest.raises(OSError, match="No space"):
+        written(file, ["c", "d"], weights)
+    assert file.read_bytes() == before
+    assert list(file.parent.iterdir()) == [file]

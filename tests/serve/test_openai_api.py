@@ -1,0 +1,432 @@
+"""The HTTP API through real servers: OpenAI's client, the command line llm, and raw requests."""
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from servers import BrokenEngine, SmallEngine, make_run, serving
+
+from minigpt import generate, load_checkpoint
+from minigpt.generation import score
+
+SETTINGS = {"temperature": 0.9, "top_p": 0.95}
+OURS = {"top_k": 50, "min_p": 0.01, "repetition_penalty": 1.1}
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
+IMAGE = {"type": "image_url", "image_url": "x"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def url(run: Path, gpt2_folder: Path) -> Iterator[str]:
+    with serving([run, gpt2_folder]) as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def http(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=30) as client:
+        yield client
+
+
+def texts(run: Path, prompts: list[str], **options: Any) -> list[str]:
+    """What `generate` returns."""
+    model, tokenizer = load_checkpoint(run)
+    ids = [tokenizer.encode(prompt) for prompt in prompts]
+    return [tokenizer.decode(sample.tokens) for sample in generate(model, ids, tokenizer=tokenizer, **options)]
+
+
+def post(http: httpx.Client, path: str = COMPLETIONS, **body: Any) -> Any:
+    return http.post(path, json={"model": "tiny", **body})
+
+
+def test_completions_equal_those_of_generate(client: openai.OpenAI, run: Path) -> None:
+    prompts = ["ROMEO:", "But soft"]
+    result = client.completions.create(
+        model="tiny", prompt=prompts, max_tokens=40, n=2, seed=7, **SETTINGS, extra_body=OURS
+    )
+    expected = texts(run, prompts, max_new_tokens=40, num_samples=2, seed=7, **SETTINGS, **OURS)
+    assert [choice.text for choice in result.choices] == expected
+    assert [choice.index for choice in result.choices] == [0, 1, 2, 3]
+    assert {choice.finish_reason for choice in result.choices} == {"length"}
+    assert (result.usage.prompt_tokens, result.usage.completion_tokens, result.usage.total_tokens) == (14, 160, 174)
+
+
+def test_a_stream_has_the_text_of_the_whole_response_in_whole_characters(client: openai.OpenAI, run: Path) -> None:
+    options = {"model": "tiny", "prompt": "é", "max_tokens": 60, "seed": 3}
+    chunks = list(client.completions.create(**options, n=2, stream=True, stream_options={"include_usage": True}))
+    *pieces, usage = chunks
+    for i, expected in enumerate(texts(run, ["é"], max_new_tokens=60, num_samples=2, seed=3)):
+        own = [chunk.choices[0] for chunk in pieces if chunk.choices[0].index == i]
+        assert "".join(choice.text for choice in own) == expected
+        assert [choice.finish_reason for choice in own if choice.finish_reason] == ["length"]
+        assert len(own) > 20
+    assert not usage.choices
+    assert usage.usage.completion_tokens == 120
+
+
+def test_a_stream_never_sends_a_stop_string_or_its_beginning(client: openai.OpenAI, run: Path) -> None:
+    cut = 0
+    for seed in range(12):
+        options: dict[str, Any] = {"model": "tiny", "prompt": "A", "max_tokens": 40, "seed": seed, "logprobs": 0}
+        (text,) = texts(run, ["A"], max_new_tokens=40, seed=seed)
+        if not (found := re.search(r"[ -~]{2,4}", text)):  # in one token per byte
+            continue
+        before = text.partition(found[0])[0]
+        whole = client.completions.create(**options, stop=found[0]).choices[0]
+        assert (whole.text, whole.finish_reason) == (before, "stop")
+        assert all(offset < len(before) for offset in whole.logprobs.text_offset)
+        stream = client.completions.create(**options, stop=[found[0], found[0] + "x", "x" * 50], stream=True)
+        choices = [chunk.choices[0] for chunk in stream]
+        assert ("".join(choice.text for choice in choices), choices[-1].finish_reason) == (before, "stop")
+        assert [token for one in choices for token in one.logprobs.tokens] == whole.logprobs.tokens
+        cut += 1
+    assert cut > 3
+    whole = client.completions.create(**options, stop="x" * 50).choices[0]  # never found
+    assert (whole.text, len(whole.logprobs.tokens)) == (text, 40)
+
+
+def test_the_tokens_of_an_echoed_prompt_have_the_logprobs_of_score(client: openai.OpenAI, run: Path) -> None:
+    prompt = "To be, or not"
+    model, tokenizer = load_checkpoint(run)
+    ids = tokenizer.encode(prompt).tolist()
+    rated = score(model, ids[1:], ids[:1])
+    for max_tokens in (0, 1):
+        choice = client.completions.create(
+            model="tiny", prompt=[ids], max_tokens=max_tokens, logprobs=2, echo=True, temperature=0
+        ).choices[0]
+        logprobs = choice.logprobs
+        assert choice.text.startswith(prompt)
+        assert logprobs.tokens[: len(prompt)] == list(prompt)
+        assert logprobs.text_offset == list(range(len(prompt) + max_tokens))
+        assert logprobs.token_logprobs[0] is None
+        assert logprobs.top_logprobs[0] is None
+        assert logprobs.token_logprobs[1 : len(ids)] == pytest.approx(rated.logprobs.tolist(), abs=1e-4)
+        greedy = [
+            value == max(top.values())
+            for value, top in zip(
+                logprobs.token_logprobs[1 : len(ids)], logprobs.top_logprobs[1 : len(ids)], strict=True
+            )
+        ]
+        assert greedy == [rank == 0 for rank in rated.ranks.tolist()]
+        assert {len(top) for top in logprobs.top_logprobs[1:]} <= {2, 3}
+
+
+def test_tokens_and_offsets_rebuild_the_text(http: httpx.Client, run: Path) -> None:
+    (choice,) = post(http, prompt="é", max_tokens=30, logprobs=0, seed=5, echo=True).json()["choices"]
+    logprobs = choice["logprobs"]
+    assert len(logprobs["tokens"]) == 32
+    assert logprobs["tokens"][:2] == ["bytes:\\xc3", "bytes:\\xa9"]
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        # A character may follow the replacement character of bytes that are none.
+        assert token.startswith("bytes:") or token in choice["text"][offset : offset + 2]
+    within = [97, 195]  # ends within a character
+    for n in (0, 5):
+        (choice,) = post(http, prompt=within, max_tokens=n, seed=5, echo=True).json()["choices"]
+        tokens = generate(load_checkpoint(run)[0], within, max_new_tokens=n, seed=5)[0].tokens if n else []
+        assert choice["text"] == bytes(within + tokens).decode(errors="replace")
+
+
+def test_a_chat_continues_the_messages(client: openai.OpenAI, run: Path) -> None:
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    messages: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]
+    (expected,) = texts(run, ["Be brief.\nHello"], max_new_tokens=12, seed=1)
+    options: Any = {"model": "tiny", "messages": messages, "max_completion_tokens": 12, "seed": 1}
+    choice = client.chat.completions.create(**options, logprobs=True, top_logprobs=2).choices[0]
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", expected, "length")
+    assert bytes(b for token in choice.logprobs.content for b in token.bytes).decode(errors="replace") == expected
+    assert {len(token.top_logprobs) for token in choice.logprobs.content} == {2}
+    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**options, stream=True)]
+    assert (deltas[0].role, deltas[0].content) == ("assistant", "")
+    assert {delta.role for delta in deltas[1:]} == {None}
+    assert "".join(delta.content for delta in deltas) == expected
+
+
+def test_models_are_listed_and_loaded_by_name(client: openai.OpenAI, gpt2_folder: Path) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny", gpt2_folder.name]
+    assert client.models.retrieve("tiny").owned_by == "minigpt"
+    assert client.completions.create(model=gpt2_folder.name, prompt="the quick", max_tokens=5).usage.prompt_tokens == 2
+    for name in ("../tiny", "/etc/passwd", "gpt2"):
+        with pytest.raises(openai.NotFoundError):
+            client.models.retrieve(name)
+        with pytest.raises(openai.NotFoundError) as raised:
+            client.completions.create(model=name, prompt="a")
+        assert raised.value.code == "model_not_found"
+
+
+def test_the_command_llm_continues_a_prompt(url: str, run: Path, tmp_path: Path) -> None:
+    models = f"- model_id: chat\n  model_name: tiny\n  api_base: {url}/v1\n"
+    (tmp_path / "extra-openai-models.yaml").write_text(models)
+    (expected,) = texts(run, ["Hello"], max_new_tokens=15, seed=4)
+    options = ["-m", "chat", "-o", "seed", "4", "-o", "max_tokens", "15", "--no-log", "Hello"]
+    env = os.environ | {"LLM_USER_PATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-m", "llm", *options], env=env, capture_output=True, check=False)
+    assert done.stdout.decode().rstrip("\n") == expected.rstrip("\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"max_tokens": -3}, "max_tokens", "max_tokens must be an integer in [0, 65536], got -3"),
+        ({"max_tokens": 65537}, "max_tokens", "max_tokens must be an integer in [0, 65536], got 65537"),
+        ({"temperature": "hot"}, "temperature", "temperature must be in [0, 100], got hot"),
+        ({"temperature": 10**400}, "temperature", "temperature must be in [0, 100], got 1000"),
+        ({"top_p": 0}, "top_p", "top_p must be in (0, 1], got 0"),
+        ({"n": 129}, "n", "n must be an integer in [1, 128], got 129"),
+        ({"n": 65, "prompt": ["a", "b"]}, "n", "n × prompts must be at most 128, got 130"),
+        ({"stop": ["a"] * 5}, "stop", "stop must be a non-empty string or a list of up to 4, got"),
+        ({"stop": ""}, "stop", "stop must be a non-empty string"),
+        ({"logprobs": True}, "logprobs", "logprobs must be an integer in [0, 20], got True"),
+        ({"prompt": None}, "prompt", "prompt must be a text, token ids, or a list of them, got None"),
+        ({"prompt": []}, "prompt", "prompt must be a text"),
+        ({"prompt": [256]}, "prompt", "prompt: a prompt must be a non-empty sequence of token ids in [0, 256)"),
+        ({"prompt": "a" * 65537}, "prompt", "prompt must have at most 65,536 tokens, got 65,537"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty", "frequency_penalty is not supported with this value"),
+        ({"best_of": 2}, "best_of", "best_of must be 1, got 2"),
+        ({"grammar": "x"}, "grammar", "grammar is not supported"),
+        ({"model": 3}, "model", "model must be a name of GET /v1/models, got 3"),
+        ({"messages": []}, "messages", "messages must be a list of messages of text, got []"),
+        ({"messages": [{"role": "user"}]}, "messages", "messages must be a list of messages of text, got"),
+        ({"messages": [HELLO[0] | {"content": [IMAGE]}]}, "messages", "messages must be a list of messages of text"),
+        ({"model": "no\ud800"}, "model", "the model 'no\\ud800' does not exist; GET /v1/models lists all"),
+    ],
+)
+def test_a_bad_setting_is_named(body: dict[str, Any], param: str, message: str, http: httpx.Client) -> None:
+    path, content = (CHAT, body) if "messages" in body else (COMPLETIONS, {"prompt": "a"} | body)
+    headers = {"Content-Type": "application/json"}
+    response = http.post(path, content=json.dumps({"model": "tiny"} | content), headers=headers)
+    assert response.status_code == (404 if "does not exist" in message else 400)
+    error = response.json()["error"]
+    assert error["message"].startswith(message)
+    assert (error["param"], "\n" in error["message"]) == (param, False)
+    assert error["type"]
+
+
+def test_harmless_settings_of_clients_are_accepted(http: httpx.Client) -> None:
+    settings = {"user": "me", "best_of": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "suffix": None}
+    settings |= {"logit_bias": {}, "stop": None, "seed": None, "stream": None, "logprobs": None}
+    assert post(http, prompt="a", max_tokens=1, **settings).status_code == 200
+    chat = {"tools": [], "tool_choice": "auto", "metadata": {"a": "b"}, "store": False}
+    chat |= {"response_format": {"type": "text"}, "modalities": ["text"]}
+    assert post(http, CHAT, messages=HELLO, max_tokens=1, **chat).status_code == 200
+
+
+def test_every_http_error_is_json(http: httpx.Client) -> None:
+    json_type = {"Content-Type": "application/json"}
+    for status, response in [
+        (404, http.get("/v2/nothing")),
+        (405, http.get(COMPLETIONS)),
+        (405, http.put("/v1/models")),
+        (413, http.post(COMPLETIONS, content=b" " * (1 << 20) + b"{}", headers=json_type)),
+        (415, http.post(COMPLETIONS, content=b"{}", headers={"Content-Type": "text/plain"})),
+        (415, http.post(COMPLETIONS, content=b"{}")),
+        (400, http.post(COMPLETIONS, content=b"{", headers=json_type)),
+        (400, http.post(COMPLETIONS, content=b"[]", headers=json_type)),
+        (400, http.post(COMPLETIONS, content=b'{"temperature": NaN}', headers=json_type)),
+        (400, http.post(COMPLETIONS, content=b"\xff\xfe", headers=json_type)),
+        (400, http.post(COMPLETIONS, content=b"[" * 200_000, headers=json_type)),
+        (400, http.post(COMPLETIONS, content=b"9" * 10_000, headers=json_type)),
+    ]:
+        assert response.status_code == status, response.text
+        error = response.json()["error"]
+        assert error["message"]
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert response.headers["X-Content-Type-Options"] == "nosniff"
+        assert "default-src 'none'" in response.headers["Content-Security-Policy"]
+        assert "Access-Control-Allow-Origin" not in response.headers
+
+
+LEAVES = [None, True, False, 0, 1, 2, -1, 3.5, 1e300, 10**30, "", "a", "é\ud800\x00", "tiny"]
+LEAVES += [[], {}, [1, 2], [[5]], [[0, 1]]]
+
+
+def random_value(random_: random.Random, depth: int = 0) -> Any:
+    if depth == 3 or random_.random() > 0.3:
+        return random_.choice(LEAVES)
+    values = [random_value(random_, depth + 1) for _ in range(random_.randrange(3))]
+    return values if random_.random() < 0.5 else dict(zip(["role", "content"], values, strict=False))
+
+
+@pytest.mark.parametrize(
+    "requests", [1000, pytest.param(10_000, marks=pytest.mark.slow)], ids=lambda number: f"{number}-requests"
+)
+def test_random_bodies_give_a_result_or_a_json_error(requests: int, http: httpx.Client) -> None:
+    random_ = random.Random(requests)
+    names = ["prompt", "messages", "max_tokens", "n", "stop", "seed", "stream", "stream_options", "logprobs", "echo"]
+    names += [*SETTINGS, *OURS, "top_logprobs", "max_completion_tokens", "user", "best_of", "logit_bias", "tools", "x"]
+    bodies: dict[str, dict[str, Any]] = {
+        COMPLETIONS: {"prompt": "a", "max_tokens": 1},
+        CHAT: {"messages": HELLO, "max_tokens": 1},
+        "/api/score": {"text": "ab"},
+        "/api/generate": {"ids": [1], "max_tokens": 1},
+        "/api/attention": {"ids": [1, 2], "layer": 1, "head": 0},
+    }
+    statuses = set()
+    for i in range(requests):
+        path = random_.choice(list(bodies))
+        body = {"model": "tiny", **bodies[path]}
+        own = [*names, "ids", "silenced"] if path in (COMPLETIONS, CHAT) else [*body, "silenced", "seed", *SETTINGS]
+        body |= {random_.choice(own): random_value(random_) for _ in range(random_.choice([1, 1, 1, 2, 3]))}
+        if "max_tokens" in bodies[path] and body["max_tokens"] is None:
+            body["max_tokens"] = 1  # not the default of many
+        content = json.dumps(body).encode()
+        if i % 10 == 0:
+            at = random_.randrange(len(content))
+            content = content[:at] + random_.randbytes(2) + content[at + 1 :]
+        response = http.post(path, content=content, headers={"Content-Type": "application/json"})
+        statuses.add((path, response.status_code))
+        assert response.status_code in (200, 400, 404), (content, response.text)
+        if response.status_code != 200:
+            assert "\n" not in response.json()["error"]["message"]
+    assert statuses >= {(path, status) for path in bodies for status in (200, 400)}
+
+
+# Before a path, as an address, and with characters that libraries of URLs interpret.
+MALFORMED_HOSTS = ("127.0.0.1:8000/../../secret.html?", "[::1]evil.com", "127.0.0.1/x", "localhost#", "a@localhost")
+
+
+def test_the_host_must_be_that_of_the_server(http: httpx.Client) -> None:
+    for host, status in [("localhost", 200), ("[::1]:8000", 200), ("127.0.0.1:1", 200), ("LOCALHOST:8000", 200)]:
+        assert http.get("/v1/models", headers={"Host": host}).status_code == status
+    for host in (
+        "example.com",
+        "127.0.0.1.example.com",
+        "localhost.example.com:8000",
+        "192.168.0.1",
+        "",
+        *MALFORMED_HOSTS,
+    ):
+        refused = http.get("/v1/models", headers={"Host": host})
+        assert refused.status_code == 403
+        assert refused.json()["error"]["message"].startswith("Host must be a loopback address or 127.0.0.1, got")
+
+
+def test_other_web_sites_are_refused_unless_allowed(run: Path, url: str, http: httpx.Client) -> None:
+    assert http.get("/health", headers={"Origin": url}).status_code == 200
+    for origin in ("https://example.com", "null", url.replace("127.0.0.1", "localhost"), f"{url}0"):
+        for method in ("GET", "POST", "OPTIONS"):
+            refused = http.request(method, COMPLETIONS, headers={"Origin": origin}, json={})
+            assert refused.status_code == 403
+            assert not [name for name in refused.headers if name.startswith("access-control")]
+    allowed = {"Origin": "http://localhost:3000"}
+    with serving([run], origins=["http://localhost:3000"], key="secret") as server, httpx.Client() as client:
+        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "Authorization"}
+        preflight = client.options(f"{server.url}{CHAT}", headers=allowed | asked)
+        assert preflight.status_code == 200
+        assert preflight.headers["Access-Control-Allow-Headers"] == "Authorization"
+        refused = client.options(f"{server.url}{CHAT}", headers={"Origin": "https://example.com"} | asked)
+        assert refused.status_code == 400
+        assert "Access-Control-Allow-Origin" not in refused.headers
+        for headers, status in ((allowed, 401), (allowed | {"Authorization": "Bearer secret"}, 200)):
+            response = client.get(f"{server.url}/v1/models", headers=headers)
+            assert response.status_code == status
+            assert response.headers["Access-Control-Allow-Origin"] == "http://localhost:3000"
+
+
+def test_the_key_is_required(run: Path) -> None:
+    with serving([run], key="secret", host="0.0.0.0") as server:
+        for value in ("", "Bearer", "secret", "Bearer wrong", "Bearer secrets", "Bearer sécret"):
+            response = httpx.get(f"{server.url}/v1/models", headers={"Authorization": value.encode()})
+            assert response.status_code == 401
+            assert response.json()["error"]["code"] == "invalid_api_key"
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong").models.list()
+        assert openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret").models.list().data
+        assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+        own = {"Authorization": "Bearer secret", "Host": "192.168.0.7:8000"}
+        assert httpx.get(f"{server.url}/v1/models", headers=own).status_code == 200
+        assert httpx.get(f"{server.url}/v1/models", headers=own | {"Host": "example.com"}).status_code == 403
+
+
+def test_the_requests_of_open_webui_are_answered(http: httpx.Client) -> None:
+    for headers in ({}, {"Authorization": "Bearer sk-none"}, {"Authorization": "Bearer"}):
+        assert http.get("/v1/models", headers=headers).json()["data"][0]["id"] == "tiny"
+    assert http.options("/v1/models").status_code == 405
+    stream = {"stream": True, "stream_options": {"include_usage": True}, "messages": HELLO, "max_tokens": 3}
+    *lines, done, end = post(http, CHAT, **stream).text.split("\n\n")
+    first, *_, last = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert (done, end) == ("data: [DONE]", "")
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert last["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_samples_of_a_client_that_disconnects_end(stream: bool, run: Path) -> None:
+    with serving([run], engine=SmallEngine) as server:
+        body = {"model": "tiny", "prompt": "a", "n": 2, "max_tokens": 60_000, "stream": stream}
+        with httpx.Client(base_url=server.url, timeout=1) as client:
+            if stream:
+                with client.stream("POST", COMPLETIONS, json=body) as response:
+                    assert next(response.iter_lines())
+            else:
+                with pytest.raises(httpx.ReadTimeout):
+                    client.post(COMPLETIONS, json=body)
+        deadline = time.monotonic() + 5
+        while SmallEngine.n_open() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert SmallEngine.n_open() == 0
+
+
+def test_too_many_requests_are_told_to_try_again_and_leave_no_samples(run: Path) -> None:
+    with serving([run], engine=SmallEngine) as server:
+        body = {"model": "tiny", "prompt": "a", "n": 4, "max_tokens": 10}
+        response = httpx.post(f"{server.url}{COMPLETIONS}", json=body)
+        assert (response.status_code, response.headers["Retry-After"]) == (429, "1")
+        assert response.json()["error"]["type"] == "rate_limit_error"
+        assert SmallEngine.n_open() == 0
+
+
+def test_a_server_that_ends_cuts_off_requests_after_a_second(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with serving([run], engine=SmallEngine) as server, ThreadPoolExecutor() as pool:
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 60_000}
+        sent = [pool.submit(httpx.post, f"{server.url}{COMPLETIONS}", json=body) for _ in range(2)]
+        deadline = time.monotonic() + 30
+        while not hasattr(SmallEngine, "last") or SmallEngine.n_open() < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        server.stop()
+        assert "Cancel 2 running task(s)" in capfd.readouterr().err
+        assert [request.result().status_code for request in sent] == [503, 503]
+        assert sent[0].result().json()["error"]["message"] == "the server was stopped"
+        assert SmallEngine.n_open() == 0
+
+
+def test_a_failure_of_the_server_is_an_error_without_its_cause(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    gone = make_run(tmp_path / "gone")
+    with serving([make_run(tmp_path / "broken"), gone], engine=BrokenEngine) as server:
+        best = gone / "checkpoints" / "best.safetensors"
+        best.rename(tmp_path / "kept")
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
+        with pytest.raises(openai.InternalServerError, match="the server failed; its terminal shows the error"):
+            client.completions.create(model="broken", prompt="a")
+        stream = client.completions.create(model="broken", prompt="a", stream=True)
+        with pytest.raises(openai.APIError, match="the server failed"):
+            list(stream)
+        with pytest.raises(openai.InternalServerError, match="gone cannot be loaded: "):
+            client.completions.create(model="gone", prompt="a")
+        (tmp_path / "kept").rename(best)
+        assert httpx.get(f"{server.url}/api/models/gone").status_code == 200
+    assert capfd.readouterr().err == "error: the model's logits are NaN\n" * 2

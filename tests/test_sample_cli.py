@@ -1,0 +1,758 @@
+"""`scripts/sample.py`: stdout and stderr, JSON, colors, scores, interactive sessions, errors."""
+
+import argparse
+import io
+import json
+import math
+import os
+import pty
+import re
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from minigpt.checkpoints.load import load_checkpoint, save_checkpoint
+from minigpt.config import GPTConfig
+from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer
+from minigpt.device import devices
+from minigpt.generation import Step, generate, stream
+from minigpt.model import GPT
+from minigpt.sample_cli import Console
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "sample.py"
+ALPHABET = "".join(sorted("\n .,abcdefghijklmnopqrstuvwxyzé"))
+BLOCK_SIZE = 32
+WHOLE = "é€𝄞"  # characters of two, three and four bytes, no byte of which is in two of them
+ENDLESS = ("--max-new-tokens", "10000000")
+ANSI = re.compile(r"\x1b\[[\d;]*m")
+COLORED = re.compile(r"\x1b\[38;5;(\d+)m([^\x1b]+)\x1b\[0m")
+
+
+def trained(tokenizer: Tokenizer, seed: int = 0) -> GPT:
+    """A model of random weights, large enough that every earlier token changes the logits."""
+    torch.manual_seed(seed)
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "tie_embeddings": False}
+    model = GPT(GPTConfig(block_size=BLOCK_SIZE, vocab_size=tokenizer.vocab_size, **shape))
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.normal_(std=0.3)
+    return model
+
+
+def chain(tokenizer: Tokenizer, follows: dict[int, int]) -> GPT:
+    """A model that predicts one next token per token."""
+    size = tokenizer.vocab_size
+    shape = {"n_layer": 1, "n_head": 1, "head_dim": 2, "n_inner": 1, "n_embd": size, "tie_embeddings": False}
+    model = GPT(GPTConfig(block_size=BLOCK_SIZE, vocab_size=size, position="none", bias=False, **shape))
+    with torch.no_grad():
+        for weight in (model.blocks[0].attention.out.weight, model.blocks[0].mlp.down.weight, model.lm_head.weight):
+            weight.zero_()
+        model.wte.weight.copy_(torch.eye(size))
+        for before, after in follows.items():
+            model.lm_head.weight[after, before] = 5.0
+    return model
+
+
+def in_turn(ids: Any) -> dict[int, int]:
+    return {int(one): int(ids[(i + 1) % len(ids)]) for i, one in enumerate(ids)}
+
+
+def saved(path: Path, model: GPT, tokenizer: Tokenizer) -> str:
+    save_checkpoint(model, tokenizer, path)
+    return str(path)
+
+
+def printed(found: list[dict[str, Any]]) -> str:
+    """The output for several samples without --json."""
+    return "".join(f"── sample {i + 1} ──\n{one['prompt']}{one['text']}\n" for i, one in enumerate(found))
+
+
+@pytest.fixture(scope="session")
+def saves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Checkpoints of every kind of tokenizer."""
+    folder = tmp_path_factory.mktemp("saves")
+    char, byte = CharTokenizer(ALPHABET), ByteTokenizer()
+    texts = ["the quick brown fox jumps over the lazy dog. " * 20, "wem gehört der café? " * 20]
+    bpe, separated = BPETokenizer.train(texts, 280), BPETokenizer.train(texts, 280)
+    separated.separated = True
+    end = int(separated.separator[0])
+    a, b, c = (int(separated.encode(letter)[0]) for letter in "abc")
+    odd = BPETokenizer("bpe", [bytes([i]) for i in range(256)] + [b"cde", b"x\xc3"], {SEPARATOR: 258})
+    models = {
+        "char": (trained(char), char),
+        "bpe": (trained(bpe), bpe),
+        "multibyte": (chain(byte, in_turn([10, *WHOLE.encode()]) | {WHOLE.encode()[-1]: WHOLE.encode()[0]}), byte),
+        "letters": (chain(char, in_turn(char.encode("\nabcdefghijklmnopqrstuvwxyz"))), char),
+        "separated": (chain(separated, {a: b, b: c, c: end, end: a}), separated),
+        "odd": (chain(odd, {ord("a"): 256, 256: ord("b"), ord("b"): 257, 257: ord("a")}), odd),
+    }
+    return {name: saved(folder / f"{name}.safetensors", *both) for name, both in models.items()}
+
+
+@pytest.fixture
+def sample(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Any]:
+    """Run the script in this process, in an empty folder: `sample(path, "--seed", 1, stdin=b"")`."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: Any, stdin: bytes = b"", terminal: str = "") -> SimpleNamespace:
+        """Run the script; `terminal` names the streams that are terminals."""
+        monkeypatch.setattr(sys, "argv", ["sample.py", "--device", "cpu", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+        for name in terminal.split():
+            monkeypatch.setattr(getattr(sys, name), "isatty", lambda: True)
+        code = 0
+        try:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        except SystemExit as ended:
+            code = ended.code
+        printed = capsys.readouterr()
+        return SimpleNamespace(returncode=code, stdout=printed.out, stderr=printed.err)
+
+    return run
+
+
+def command(*arguments: Any) -> list[str]:
+    return [sys.executable, str(SCRIPT), "--device", "cpu", *map(str, arguments)]
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | {"TERM": "dumb"}
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Start a process in an empty folder; kill it after the test."""
+    started = []
+
+    def begin(arguments: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        reset = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a background process may ignore SIGINT
+        started.append(subprocess.Popen(arguments, cwd=tmp_path, env=environment(), preexec_fn=reset, **options))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def error(result: Any) -> str:
+    """The error line; only the line with the checkpoint's name may precede it."""
+    *before, line = result.stderr.splitlines()
+    assert all(one.startswith("sampling from ") for one in before), result.stderr
+    assert result.returncode == 2, result.stderr
+    assert result.stdout == ""
+    return line
+
+
+def samples(result: Any) -> list[dict[str, Any]]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line, parse_constant=refuse) for line in result.stdout.splitlines()]
+
+
+def logprobs(path: str, before: list[int], tokens: list[int]) -> torch.Tensor:
+    """Log-probabilities (T, V) of what follows each token, read at once."""
+    model, _ = load_checkpoint(path)
+    with torch.no_grad():
+        return model(torch.tensor([before + tokens[:-1]]))[0, len(before) - 1 :].log_softmax(-1)
+
+
+def greedy(path: str, prompt: str, n: int) -> str:
+    model, tokenizer = load_checkpoint(path)
+    (one,) = generate(model, tokenizer.encode(prompt).tolist(), max_new_tokens=n, temperature=0)
+    return tokenizer.decode(one.tokens)
+
+
+def read_until(descriptor: int, wanted: bytes, seconds: float = 300) -> bytes:
+    """The output of a terminal or pipe up to some text."""
+    read, end = b"", time.monotonic() + seconds
+    while wanted not in read:
+        ready, _, _ = select.select([descriptor], [], [], max(0, end - time.monotonic()))
+        assert ready, f"{wanted!r} did not come, but {read[-500:]!r}"
+        read += os.read(descriptor, 1 << 16)
+    return read
+
+
+# Streams and processes
+
+
+def test_text_is_streamed_in_complete_characters(saves, start, tmp_path):
+    with open(tmp_path / "stderr", "wb") as stderr:
+        process = start(command(saves["multibyte"], *ENDLESS), stdout=subprocess.PIPE, stderr=stderr)
+    text = os.read(process.stdout.fileno(), 1 << 16)
+    assert len(text) < 4096  # not buffered
+    for _ in range(100):
+        text += os.read(process.stdout.fileno(), 1 << 16)
+        text.decode()
+    assert process.poll() is None
+    assert (WHOLE * 200).startswith(text.decode()[:500])
+    assert len(text) >= 200
+    process.stdout.close()  # as `head` does
+    assert process.wait(300) == 0
+    assert (tmp_path / "stderr").read_text().splitlines() == [
+        f"sampling from {saves['multibyte']} on cpu",
+        "no prompt: starting from '\\n'",
+    ]
+
+
+def test_stdout_holds_only_the_text_and_stderr_the_speed(saves, sample):
+    ran = sample(saves["letters"], "--prompt", "abc", "--max-new-tokens", 5)
+    assert (ran.returncode, ran.stdout) == (0, "abcdefgh\n")
+    first, speed = ran.stderr.splitlines()
+    assert first == f"sampling from {saves['letters']} on cpu"
+    assert re.fullmatch(r"5 tokens in \d+\.\d\d s, [\d,]+ tokens/s", speed)
+
+
+def test_ctrl_c_prints_one_line_and_exits_with_code_130(saves, start, tmp_path):
+    process = start(command(saves["letters"], *ENDLESS), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    read_until(process.stdout.fileno(), b"abc")
+    process.send_signal(signal.SIGINT)
+    _, output = process.communicate(timeout=300)
+    assert process.returncode == 130
+    assert output.decode().splitlines()[2:] == ["interrupted"]
+
+
+def test_ctrl_c_in_an_interactive_session_stops_the_reply_only(saves, start):
+    ours, theirs = pty.openpty()
+    terminal = os.ttyname(theirs)  # the first terminal that a new session opens is its own
+    script = f'exec "$@" <{terminal} >{terminal} 2>&1'
+    arguments = command(saves["letters"], "--interactive", *ENDLESS)
+    process = start(["sh", "-c", script, "-", *arguments], start_new_session=True)
+    read_until(ours, b"> ")
+    os.write(ours, b"abc\n")
+    read_until(ours, b"klmn")
+    os.write(ours, b"\x03")
+    stopped = read_until(ours, b"> ")
+    assert b"interrupted" not in stopped
+    for _ in range(100):  # readline misses a signal between its prompt and its waiting
+        os.write(ours, b"\x03")  # there is nothing to stop
+        with suppress(AssertionError):
+            read_until(ours, b"> ", seconds=1)
+            break
+    os.write(ours, b"/reset\n")
+    read_until(ours, b"> ")
+    os.write(ours, b"/quit\n")
+    assert process.wait(300) == 0
+    os.close(theirs)
+    os.close(ours)
+
+
+def test_the_replies_of_a_session_can_be_redirected_to_a_file(saves, sample):
+    flags = [saves["letters"], "--interactive", "--max-new-tokens", 3]
+    assert sample(*flags, stdin=b"abc\n", terminal="stdin").stdout == "def\n"
+    assert sample(*flags, stdin=b"abc\n", terminal="stdin stdout").stdout == "> def\n> "
+
+
+# Control characters
+
+
+OWNED = "a你\x1b]0;owned\x07\r\x9b2J\u202eb"
+
+
+@pytest.fixture
+def obeyed(tmp_path: Path) -> str:
+    """A checkpoint in a folder with control characters in its name, whose model generates the same text."""
+    tokenizer = CharTokenizer.of(f"\n{OWNED}")
+    follows = in_turn(tokenizer.encode("".join(dict.fromkeys(f"\n{OWNED}"))))
+    return saved(tmp_path / OWNED / "x.safetensors", chain(tokenizer, follows), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("flags", "stdin"),
+    [
+        (["--max-new-tokens", "12", "--num-samples", "2"], b""),
+        (["--max-new-tokens", "12", "--prompt", OWNED], b""),
+        (["--max-new-tokens", "12", "--interactive"], b"a\n"),
+        (["--score", "-", "--show-probs"], OWNED.encode()),
+        (["--device", OWNED], b""),
+    ],
+    ids=["samples", "prompt", "conversation", "score", "error"],
+)
+def test_no_control_character_reaches_a_terminal(flags, stdin, obeyed, sample):
+    result = sample(obeyed, *flags, stdin=stdin, terminal="stdout stderr")
+    text = result.stdout + result.stderr
+    text = ANSI.sub("", text) if "--show-probs" in flags else text
+    assert all(character.isprintable() or character == "\n" for character in text), text
+    assert "你" in text  # as it is
+    assert "Traceback" not in text
+
+
+def test_control_characters_are_escaped_for_a_terminal_and_kept_for_a_pipe(obeyed, sample):
+    text, signs = "a你\x1b]0;owned\x07\r\x9b", "a你␛]0;owned␇␍⟨U+009B⟩"
+    arguments = [obeyed, "--prompt", "a", "--max-new-tokens", len(text) - 1, "--temperature", 0]
+    assert sample(*arguments).stdout == f"{text}\n"
+    assert sample(*arguments, terminal="stdout").stdout == f"{signs}\n"
+
+
+def test_characters_missing_in_the_encoding_of_stdout_are_escaped(saves, monkeypatch):
+    latin = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", latin)
+    options: dict[str, Any] = {"max_new_tokens": 1, "num_samples": 2, "stop": []}
+    Console(*load_checkpoint(saves["multibyte"]), options, show_probs=False).sample("é你", as_json=False)
+    assert latin.buffer.getvalue().startswith("\\u2500\\u2500 sample 1 \\u2500\\u2500\né\\u4f60".encode("latin-1"))
+
+
+# Prompts
+
+
+@pytest.mark.parametrize(
+    ("name", "beginning"),
+    [("char", r"'\n'"), ("multibyte", r"'\n'"), ("bpe", r"'\n'"), ("separated", "'<|endoftext|>'")],
+)
+def test_the_start_token_of_an_empty_prompt_is_logged(name, beginning, saves, sample):
+    for flags in ([], ["--prompt-file", "-"]):
+        output = sample(saves[name], "--max-new-tokens", 3, *flags).stderr.splitlines()
+        assert output[1] == f"no prompt: starting from {beginning}"
+        assert len(output) == 3
+
+
+def test_a_prompt_is_read_from_a_file_or_stdin(saves, sample, tmp_path):
+    prompt = "a café,\nat noon"
+    (tmp_path / "prompt.txt").write_bytes(prompt.encode())
+    typed = sample(saves["char"], "--prompt", prompt)
+    assert typed.stdout.startswith(prompt)
+    assert typed.stdout == sample(saves["char"], "--prompt-file", "prompt.txt").stdout
+    assert typed.stdout == sample(saves["char"], "--prompt-file", "-", stdin=prompt.encode()).stdout
+
+
+def test_prompt_and_prompt_file_exclude_each_other(saves, sample, tmp_path):
+    (tmp_path / "prompt.txt").write_text("b")
+    output = error(sample(saves["char"], "--prompt", "a", "--prompt-file", "prompt.txt"))
+    assert output == "error: --prompt and --prompt-file exclude each other; give one of them"
+
+
+@pytest.mark.parametrize("option", ["--prompt-file", "--score"])
+@pytest.mark.parametrize(
+    ("file", "output"),
+    [
+        ("none.txt", "none.txt cannot be read (no such file or directory)"),
+        (".", ". cannot be read (is a directory)"),
+        ("~nobody-of-this-name/text.txt", "~nobody-of-this-name/text.txt cannot be read ("),
+        ("latin.txt", "latin.txt is not UTF-8 text: bad byte at offset 3"),
+        ("-", "- is not UTF-8 text: bad byte at offset 3"),
+    ],
+)
+def test_an_unreadable_text_file_is_one_error_line(option, file, output, saves, sample, tmp_path):
+    latin = "café".encode("latin-1")
+    (tmp_path / "latin.txt").write_bytes(latin)
+    assert error(sample(saves["char"], option, file, stdin=latin)).startswith(f"error: {option}={output}")
+
+
+@pytest.mark.parametrize("how", ["--prompt", "--prompt-file", "--score"])
+def test_characters_missing_in_the_alphabet_are_named(how, saves, sample, tmp_path):
+    (tmp_path / "text.txt").write_text("a Zebra, 7 …")
+    output = error(sample(saves["char"], how, "a Zebra, 7 …" if how == "--prompt" else "text.txt"))
+    assert output.startswith("error: the tokenizer has no id for '7', 'Z', '…'; its alphabet is the 31 characters ")
+
+
+def test_truncation_of_a_long_prompt_is_logged(saves, sample):
+    prompt = "the quick brown fox jumps over the lazy dog, and sleeps."
+    whole = sample(saves["char"], "--prompt", prompt)
+    end = sample(saves["char"], "--prompt", prompt[-BLOCK_SIZE:])
+    assert whole.stderr.splitlines()[1] == "the prompt has 56 tokens; only the last 32 are read"
+    assert "only the last" not in end.stderr
+    assert whole.stdout == prompt[:-BLOCK_SIZE] + end.stdout
+
+
+def test_a_lone_surrogate_in_a_prompt_becomes_the_replacement_character(saves, sample):
+    for name in ("multibyte", "bpe"):
+        (one,) = samples(sample(saves[name], "--prompt", "a\udcffb", "--max-new-tokens", 4, "--json"))
+        assert (one["prompt"], len(one["tokens"])) == ("a\ufffdb", 4)
+    output = error(sample(saves["char"], "--prompt", "a\udcffb"))
+    assert output.startswith("error: the tokenizer has no id for '\ufffd'; ")
+
+
+# Samples
+
+
+@pytest.mark.parametrize("name", ["char", "bpe", "multibyte"])
+def test_json_has_one_line_per_sample_with_the_printed_text(name, saves, sample):
+    flags = [saves[name], "--prompt", "a fox", "--max-new-tokens", 25, "--num-samples", 2, "--seed", 3]
+    found = samples(sample(*flags, "--json"))
+    assert len(found) == 2
+    assert sample(*flags).stdout == printed(found)
+    _, tokenizer = load_checkpoint(saves[name])
+    for one in found:
+        assert set(one) == {"prompt", "text", "tokens", "logprobs", "reason", "tokens_per_second"}
+        assert (one["prompt"], one["reason"], len(one["tokens"])) == ("a fox", "length", 25)
+        assert one["text"] == tokenizer.decode(one["tokens"])
+        assert one["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_gives_text_and_scores(dtype, saves, sample):
+    (one,) = samples(sample(saves["char"], "--dtype", dtype, "--prompt", "a fox", "--max-new-tokens", 40, "--json"))
+    assert len(one["text"]) == 40
+    coarse, fine = (
+        samples(sample(saves["char"], "--dtype", d, "--score", "-", "--json", stdin=b"a fox"))[0]["nats"]
+        for d in (dtype, "float32")
+    )
+    assert coarse != fine
+    assert coarse == pytest.approx(fine, rel=0.05)
+
+
+def test_an_incomplete_last_character_is_the_replacement_character(saves, sample):
+    flags = [saves["multibyte"], "--max-new-tokens", 4]
+    assert sample(*flags).stdout == "é\ufffd\n"
+    assert COLORED.findall(sample(*flags, "--show-probs").stdout) == [("40", "é"), ("40", "\ufffd")]
+    (one,) = samples(sample(*flags, "--json"))
+    assert one["text"] == "é\ufffd"
+
+
+# Stopping
+
+
+def test_output_ends_after_a_stop_string_that_spans_tokens(saves, sample):
+    flags = [saves["letters"], "--prompt", "ab", "--stop", "efg"]
+    assert sample(*flags).stdout == "abcdefg\n"
+    (one,) = samples(sample(*flags, "--json"))
+    assert (one["text"], one["reason"], len(one["tokens"]), len(one["logprobs"])) == ("cdefg", "stop", 5, 5)
+    assert ANSI.sub("", sample(*flags, "--show-probs").stdout) == "abcdefg\n"
+
+
+def test_the_stop_string_that_is_complete_first_ends_the_sample(saves, sample):
+    for stop, text in ((["xyz", "de"], "abcde"), (["cdef", "de"], "abcde"), (["e", "cde"], "abcde")):
+        flags = [flag for string in stop for flag in ("--stop", string)]
+        assert sample(saves["letters"], "--prompt", "ab", *flags).stdout == f"{text}\n"
+
+
+def test_a_token_is_cut_after_the_stop_string(saves, sample):
+    flags = [saves["odd"], "--prompt", "a", "--stop", "d"]
+    assert sample(*flags).stdout == "acd\n"
+    (one,) = samples(sample(*flags, "--json"))
+    assert (one["text"], one["reason"], one["tokens"]) == ("cd", "stop", [256])
+    colored = sample(*flags, "--show-probs").stdout
+    assert COLORED.findall(colored) == [("40", "cd")]
+    assert ANSI.sub("", colored) == "acd\n"
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"], ["--show-probs"]])
+def test_an_incomplete_character_after_the_stop_string_is_dropped(flags, saves, sample):
+    result = sample(saves["odd"], "--prompt", "b", "--stop", "x", *flags)
+    text = samples(result)[0]["text"] if "--json" in flags else ANSI.sub("", result.stdout).removesuffix("\n")[1:]
+    assert text == "x"
+
+
+def test_samples_of_a_batch_stop_independently(saves, sample):
+    flags = [saves["char"], "--prompt", "a fox", "--num-samples", 4, "--stop", "e", "--max-new-tokens", 60]
+    found = samples(sample(*flags, "--json"))
+    assert len({len(one["tokens"]) for one in found}) > 1
+    for one in found:
+        assert one["reason"] == ("stop" if "e" in one["text"] else "length")
+        assert one["text"].find("e") in (-1, len(one["text"]) - 1)
+    assert sample(*flags).stdout == printed(found)
+
+
+def test_an_empty_stop_string_is_refused(saves, sample):
+    output = error(sample(saves["letters"], "--prompt", "ab", "--stop", ""))
+    assert output == "error: --stop must be a list of non-empty strings and token ids, got ['']"
+
+
+def test_a_lone_surrogate_as_stop_string_is_never_found(saves, sample):
+    result = sample(saves["letters"], "--prompt", "ab", "--stop", "\udcff", "--max-new-tokens", 3)
+    assert (result.returncode, result.stdout) == (0, "abcde\n")
+
+
+# Probabilities
+
+
+def color(probability: float) -> str:
+    """Green, yellow, orange … red, as terminals number them."""
+    colors = ((0.8, "40"), (0.5, "148"), (0.2, "220"), (0.05, "208"), (0, "196"))
+    return next(number for least, number in colors if probability >= least)
+
+
+@pytest.mark.parametrize("flags", [[], ["--temperature", "2.5"]])
+def test_colors_show_the_probability_of_each_token(flags, saves, sample):
+    flags = [saves["char"], "--prompt", "a fox", "--max-new-tokens", 27, *flags]
+    plain, shown = sample(*flags).stdout, sample(*flags, "--show-probs").stdout
+    assert ANSI.sub("", shown) == plain
+    assert shown.startswith("a fox\x1b[")
+    assert shown.endswith("\x1b[0m\n")
+    (one,) = samples(sample(*flags, "--json"))
+    _, tokenizer = load_checkpoint(saves["char"])
+    p = logprobs(saves["char"], tokenizer.encode("a fox").tolist(), one["tokens"])[range(27), one["tokens"]].exp()
+    assert COLORED.findall(shown) == [(color(x), c) for x, c in zip(p.tolist(), one["text"], strict=True)]
+    assert len({color(x) for x in p.tolist()}) >= 3
+
+
+def test_every_sample_has_colors_and_json_has_none(saves, sample):
+    flags = [saves["char"], "--prompt", "a fox", "--num-samples", 3, "--max-new-tokens", 20]
+    plain, shown = sample(*flags).stdout, sample(*flags, "--show-probs").stdout
+    assert ANSI.sub("", shown) == plain
+    assert len(COLORED.findall(shown)) == 60
+    assert printed(samples(sample(*flags, "--show-probs", "--json"))) == plain
+
+
+# Scores
+
+TEXT = "a fox, a café.\n"
+
+
+@pytest.mark.parametrize("name", ["char", "bpe", "multibyte", "separated"])
+def test_a_score_is_the_log_likelihood_of_the_text(name, saves, sample):
+    (found,) = samples(sample(saves[name], "--score", "-", "--json", stdin=TEXT.encode()))
+    _, tokenizer = load_checkpoint(saves[name])
+    ids = tokenizer.encode(TEXT).tolist()
+    every = logprobs(saves[name], tokenizer.start.tolist(), ids)
+    each = every[range(len(ids)), ids]
+    assert found["token_ids"] == ids
+    assert found["logprobs"] == pytest.approx(each.tolist(), abs=1e-4)
+    assert found["ranks"] == (every > each[:, None]).sum(-1).tolist()
+    assert (found["tokens"], found["bytes"]) == (len(ids), 16)
+    assert found["nats"] == pytest.approx(-each.sum().item(), rel=1e-5)
+    assert found["nats_per_token"] == pytest.approx(-each.mean().item(), rel=1e-5)
+    assert found["bits_per_byte"] == pytest.approx(-each.sum().item() / math.log(2) / 16, rel=1e-5)
+
+
+def test_a_score_is_printed_as_a_table(saves, sample, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    result = sample(saves["char"], "--score", "text.txt")
+    (found,) = samples(sample(saves["char"], "--score", "text.txt", "--json"))
+    assert result.returncode == 0
+    assert result.stderr == f"sampling from {saves['char']} on cpu\n"
+    output = dict(re.split(r"  +", line, maxsplit=1) for line in result.stdout.splitlines())
+    for name in ("tokens", "bytes", "nats", "nats_per_token", "bits_per_byte"):
+        assert float(output.pop(name.replace("_", " "))) == pytest.approx(found[name], abs=1e-4)
+    first = sum(rank == 0 for rank in found["ranks"])
+    assert output == {"top-1 accuracy": f"{first} of 15 tokens ({first / 15:.1%})"}
+
+
+def test_a_score_shows_the_text_in_colors(saves, sample):
+    plain = sample(saves["char"], "--score", "-", stdin=TEXT.encode()).stdout
+    shown = sample(saves["char"], "--score", "-", "--show-probs", stdin=TEXT.encode()).stdout
+    (found,) = samples(sample(saves["char"], "--score", "-", "--json", stdin=TEXT.encode()))
+    assert COLORED.findall(shown) == [(color(math.exp(p)), c) for p, c in zip(found["logprobs"], TEXT, strict=True)]
+    assert ANSI.sub("", shown) == f"{TEXT}\n{plain}"
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"], ["--show-probs"]])
+def test_the_score_of_an_empty_text_is_refused(flags, saves, sample):
+    output = error(sample(saves["char"], "--score", "-", *flags))
+    assert output == "error: --score must be a non-empty text"
+
+
+# Interactive sessions
+
+
+def talk(sample: Callable[..., Any], path: str, *lines: str, flags: tuple[Any, ...] = ("--temperature", 0)) -> Any:
+    typed = "".join(f"{line}\n" for line in lines).encode("utf-8", "surrogateescape")
+    result = sample(path, "--interactive", "--max-new-tokens", 12, *flags, stdin=typed)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+@pytest.mark.parametrize("name", ["char", "bpe"])
+def test_a_reply_continues_the_whole_conversation(name, saves, sample):
+    path = saves[name]
+    first = greedy(path, "a fox", 12)
+    second = greedy(path, f"a fox{first}, a dog", 12)
+    assert second != greedy(path, ", a dog", 12)
+    assert talk(sample, path, "a fox", ", a dog").stdout == f"{first}\n{second}\n"
+
+
+def test_reset_clears_the_context(saves, sample):
+    first, kept = (talk(sample, saves["char"], *lines).stdout for lines in (["a fox"], ["a fox", "a fox"]))
+    assert kept != 2 * first
+    assert talk(sample, saves["char"], "a fox", "/reset", "a fox").stdout == 2 * first
+
+
+def test_replies_depend_on_the_seed_and_have_colors(saves, sample):
+    lines = ["a fox", "/reset", "a fox"]
+    one, again, other = (talk(sample, saves["char"], *lines, flags=("--seed", seed)).stdout for seed in (1, 1, 10))
+    assert one == again != other
+    shown = talk(sample, saves["char"], *lines, flags=("--seed", 1, "--show-probs")).stdout
+    assert len(COLORED.findall(shown)) == 24
+    assert ANSI.sub("", shown) == one
+
+
+BAD_LINES = {
+    "/nonsense": "error: unknown command /nonsense; use /reset or /quit",
+    "/": "error: unknown command /; use /reset or /quit",
+    "/temperature 0.5": "error: unknown command /temperature 0.5; use /reset or /quit",
+    "Zebra": "error: the tokenizer has no id for 'Z'",
+    "a f\udcffox": "error: the tokenizer has no id for '\ufffd'",  # not UTF-8
+}
+
+
+def test_an_invalid_line_is_one_error_line_and_keeps_the_context(saves, sample):
+    wanted = talk(sample, saves["char"], "a fox", ", a dog").stdout
+    result = talk(sample, saves["char"], "a fox", *BAD_LINES, ", a dog", "/quit", "a fox")
+    assert result.stdout == wanted
+    output = result.stderr.splitlines()[2:]
+    assert len(output) == len(BAD_LINES)
+    for line, beginning in zip(output, BAD_LINES.values(), strict=True):
+        assert line.startswith(beginning)
+
+
+def test_truncation_of_a_conversation_is_logged_once(saves, sample):
+    lines = ["the quick brown fox jumps over the lazy dog"] * 3
+    output = talk(sample, saves["char"], *lines, "/reset", *lines).stderr
+    assert output.count("only the last 32 are read") == 1
+
+
+def test_an_empty_line_continues_the_context(saves, sample):
+    first = greedy(saves["char"], "a fox", 12)
+    assert talk(sample, saves["char"], "a fox", "").stdout == f"{first}\n{greedy(saves['char'], f'a fox{first}', 12)}\n"
+    result = talk(sample, saves["char"], "")
+    assert result.stdout == f"{greedy(saves['char'], chr(10), 12)}\n"
+    assert result.stderr.splitlines()[2] == "no prompt: starting from '\\n'"
+
+
+def test_replies_end_after_stop_strings_and_documents(saves, sample):
+    assert talk(sample, saves["letters"], "abc", "", flags=("--stop", "f")).stdout == "def\nghijklmnopqr\n"
+    assert talk(sample, saves["separated"], "a", "b").stdout == "bc\nc\n"
+    (one,) = samples(sample(saves["separated"], "--prompt", "a", "--json"))
+    _, tokenizer = load_checkpoint(saves["separated"])
+    assert (one["text"], one["reason"], one["tokens"][-1]) == ("bc", "stop", int(tokenizer.separator[0]))
+
+
+def test_a_reply_interrupted_by_ctrl_c_stays_in_the_context(saves, sample, monkeypatch):
+    asked = []
+
+    def interrupted(*arguments: Any, **options: Any) -> Iterator[Step]:
+        asked.append(arguments)
+        yield from islice(stream(*arguments, **options), 5 if len(asked) == 1 else None)
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("minigpt.sample_cli.stream", interrupted)
+    first = greedy(saves["char"], "a fox", 5)
+    second = greedy(saves["char"], f"a fox{first}, a dog", 12)
+    assert talk(sample, saves["char"], "a fox", ", a dog").stdout == f"{first}\n{second}\n"
+
+
+# Invalid input
+
+
+BAD_SETTINGS = {
+    "--max-new-tokens 0": "an integer ≥ 1, got 0",
+    "--temperature nan": "a finite number ≥ 0, got nan",
+    "--top-k 0": "an integer ≥ 1, got 0",
+    "--top-p 1.01": "in (0, 1], got 1.01",
+    "--min-p 2": "in [0, 1], got 2.0",
+    "--repetition-penalty 0": "in [0.01, 100], got 0.0",
+    "--seed -1": "an integer ≥ 0, got -1",
+}
+
+
+@pytest.mark.parametrize("setting", BAD_SETTINGS)
+def test_a_setting_out_of_range_is_refused_by_its_flag(setting, saves, sample):
+    flag = setting.split()[0]
+    assert error(sample(saves["char"], *setting.split())) == f"error: {flag} must be {BAD_SETTINGS[setting]}"
+
+
+def test_a_session_excludes_json_and_scores(saves, sample):
+    for flags in (["--json"], ["--score", "-"]):
+        output = error(sample(saves["char"], "--interactive", *flags))
+        assert output == "error: --interactive cannot be combined with --json or --score"
+
+
+def test_settings_are_checked_without_importing_torch():
+    code = "import runpy, sys\ntry:\n    runpy.run_path(sys.argv[0], run_name='__main__')\nexcept SystemExit as end:\n"
+    code += "    print(end.code, sorted({'torch', 'numpy', 'lightning', 'hydra', 'tiktoken'} & {*sys.modules}))"
+    command = [sys.executable, "-c", f"import sys; sys.argv = {[str(SCRIPT), '--top-p', '2']}\n{code}"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ran.stdout == "2 []\n"
+    assert ran.stderr == "error: --top-p must be in (0, 1], got 2.0\n"
+
+
+def test_the_fastest_device_of_the_machine_is_the_default(saves, sample, monkeypatch):
+    fastest = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    output = sample(saves["char"], "--device", "auto", "--max-new-tokens", 2)
+    assert output.returncode == 0
+    assert re.fullmatch(rf"sampling from .* on {fastest}(:0)?", output.stderr.splitlines()[0])
+    for cuda, mps, wanted in ((True, True, "cuda"), (False, True, "mps"), (False, False, "cpu")):
+        monkeypatch.setattr("torch.cuda.is_available", lambda there=cuda: there)
+        monkeypatch.setattr("torch.backends.mps.is_available", lambda there=mps: there)
+        assert devices()[0] == wanted
+
+
+NO_DEFAULT = {"prompt", "prompt_file", "stop", "score", "truncate", "ablation", "html"}  # nothing happens without them
+
+
+@pytest.mark.parametrize("script", ["sample", "attention"])
+def test_help_shows_every_default(script, monkeypatch):
+    parser = argparse.ArgumentParser()
+    monkeypatch.setattr(argparse, "ArgumentParser", lambda **_: parser)
+    monkeypatch.setattr(sys, "argv", [script])
+    runpy.run_path(str(SCRIPT.with_name(f"{script}.py")))["arguments"]()
+    for action in parser._actions:
+        if action.nargs != 0 and action.dest not in NO_DEFAULT:  # no switch
+            shown = "" if action.default is None else action.default
+            assert f"(default: {shown}" in action.help % {"default": action.default}, action.dest
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "mps", "nonsense", "", "cuda:x", "meta"])
+def test_an_unavailable_device_is_refused(device, saves, sample, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+    output = error(sample(saves["char"], f"--device={device}"))
+    assert re.match(rf"error: --device must be one of .*\bcpu\b.*, got {device}".strip() + "$", output)
+
+
+def test_int8_weights_give_samples_and_nearly_the_score_of_float32(saves, sample):
+    text = samples(sample(saves["letters"], "--dtype", "int8", "--prompt", "ab", "--max-new-tokens", 4, "--json"))[0]
+    assert text["text"] == "cdef"
+    nats = {}
+    for dtype in ("float32", "int8"):
+        scored = sample(saves["char"], "--dtype", dtype, "--score", "-", "--json", stdin=b"the quick brown fox" * 5)
+        nats[dtype] = json.loads(scored.stdout.splitlines()[0])["nats_per_token"]
+    assert 0 < abs(nats["int8"] - nats["float32"]) < 0.05 * nats["float32"]
+
+
+def test_int8_weights_are_for_the_cpu(saves, sample, monkeypatch):
+    for device in ("cuda", "mps", "nonsense"):
+        output = error(sample(saves["char"], "--dtype", "int8", f"--device={device}"))
+        assert output == f"error: --device must be cpu for --dtype int8, got {device}"
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    output = error(sample(saves["char"], "--dtype", "int8"))
+    assert output == "error: --dtype must be float32, bfloat16 or float16 for a torch without oneDNN, got int8"
+
+
+@pytest.mark.parametrize(
+    ("run", "output"),
+    [
+        (None, "no run with a checkpoint in runs/; train one with python scripts/train.py"),
+        ("folder", "folder holds no checkpoints/best.safetensors; give a run folder or a checkpoint file"),
+        ("nowhere", "nowhere does not exist, and cannot be downloaded from the Hugging Face Hub: "),
+        ("text.txt", "text.txt is not a complete checkpoint: truncated, or another kind of file"),
+    ],
+)
+def test_an_invalid_checkpoint_is_one_error_line(run, output, sample, tmp_path):
+    (tmp_path / "text.txt").write_text("no checkpoint")
+    (tmp_path / "folder").mkdir()
+    result = sample(*([run] if run else []))
+    assert error(result).startswith(f"error: {output}")
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["best", "last"])
+def test_a_run_folder_selects_its_checkpoint_and_the_newest_run_is_the_default(name, saves, sample, tmp_path):
+    for i, run in enumerate(("old", "new")):
+        path = tmp_path / "runs" / run / "checkpoints" / f"{name}.safetensors"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(Path(saves["letters"]).read_bytes())
+        os.utime(path, (1000 + i, 1000 + i))
+    flags = ("--prompt", "ab", "--max-new-tokens", 2)
+    result = sample("runs/old", *flags)
+    assert result.stdout == "abcd\n"
+    assert result.stderr.splitlines()[0] == f"sampling from runs/old/checkpoints/{name}.safetensors on cpu"
+    if name == "best":
+        assert sample(*flags).stderr.splitlines()[0] == "sampling from runs/new/checkpoints/best.safetensors on cpu"
