@@ -22,6 +22,7 @@ from minigpt.data.checksums import CHECKSUM_CACHE
 from minigpt.data.token_files import Corpus
 from minigpt.distributed.lost_ranks import LostRanks
 from minigpt.distributed.process_group import copy_file, gather_objects, keeps_files, shared_errors
+from minigpt.distributed.ranks import started_together
 from minigpt.model import GPT
 from minigpt.runs import run_dir
 from minigpt.runs.config_checks import partial_from_config
@@ -121,7 +122,7 @@ def find_checkpoint_of_ranks(
     auto, keeps = cfg.resume == "auto", keeps_files(folder)
     found: Any = None, -1, {}, None
     with shared_errors():
-        if keeps if auto else is_rank_zero():
+        if started_together() is None or (keeps if auto else is_rank_zero()):  # Lightning's own processes all search
             path, step, before = find_resumed(cfg.resume, folder, saved)
             done = run_dir.completed_summary(folder, step, cfg.max_steps) if auto and path else None
             found = path, step, before, done
