@@ -12,8 +12,6 @@ import re
 import shutil
 import zlib
 from collections.abc import Mapping
-from contextlib import ExitStack
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -28,29 +26,24 @@ from minigpt.utils.files import atomic_write, sync
 
 FORMAT = 2
 MINIGPT = "minigpt"  # the key of the model, the tokenizer and the run, beside the keys of Lightning
-MAX_HEADER_BYTES = 1 << 25  # twice the header of a model with a tokenizer.json of 150,000 ids and 280,000 merges
-MAX_DEPTH = 64  # of nested containers
 # What content that another program wrote can raise.
-CONTENT_ERRORS = (LookupError, TypeError, AttributeError, ValueError, RuntimeError)
+CONTENT_ERRORS = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError)
 _PREFIXES = {"state_dict": "", "optimizer_states": "optimizer"}  # of tensor names; of other keys, the key itself
-_PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x04", b"\x80\x05")  # first bytes: zipped, and by protocol
 
 
 def read(path: Path) -> dict[str, Any]:
     """Read a checkpoint as plain containers and tensors; raise UserError if it is damaged or another kind of file."""
-    _check_header(path)
     try:
         with safe_open(path, framework="pt", backend="pread") as file:  # mmap would keep a replaced file on disk
             metadata, tensors = file.metadata() or {}, file.get_tensors()
     except (SafetensorError, RuntimeError) as error:  # torch has no 4-bit tensors of some shapes
-        raise UserError(f"{path} is not a complete checkpoint: truncated, or another kind of file") from error
+        kinds = "another kind of file, such as a pickle of torch.save"
+        raise UserError(f"{path} is not a complete checkpoint: truncated, or {kinds}") from error
     try:
         text = metadata[MINIGPT]
-        if any(tensor.is_complex() for tensor in tensors.values()):
-            raise TypeError("complex tensors")
         if metadata.get("crc32") != checksum(text, tensors):
             raise UserError(f"{path} is damaged: its checksum is wrong; use an older checkpoint")
-        content = _unpack(json.loads(text, parse_int=lambda digits: int(digits) if len(digits) <= 20 else inf), tensors)
+        content = _unpack(json.loads(text), tensors)
         content["state_dict"], number = dict(content["state_dict"]), content[MINIGPT].get("format")
     except CONTENT_ERRORS as error:
         raise UserError(f"{path} is not a checkpoint of minigpt ({type(error).__name__}: {error!s:.200})") from error
@@ -62,8 +55,6 @@ def read(path: Path) -> dict[str, Any]:
 def write(content: Mapping[str, Any], path: Path) -> None:
     """Write a checkpoint atomically; the `last` checkpoint before it becomes `previous`.
 
-    It becomes `previous` only after the new one is `last`, so the two names never refer to one file.
-
     Raises:
         UserError: the content has values other than tensors and plain data.
         OSError: the file cannot be written.
@@ -73,27 +64,27 @@ def write(content: Mapping[str, Any], path: Path) -> None:
     text = json.dumps({key: _pack(value, _PREFIXES.get(key, key), tensors, names) for key, value in content.items()})
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as renamed_after:
+    with atomic_write(path) as unfinished:
+        try:
+            save_tensors(tensors, unfinished, {MINIGPT: text, "crc32": checksum(text, tensors)})
+        except SafetensorError as error:
+            if code := re.search(r"\(os error (\d+)\)", str(error)):
+                raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
+            raise
+        with open(unfinished, "rb+") as saved:
+            os.fsync(saved.fileno())
         if path.name == Path(LAST).name and path.exists():
-            _link(path, renamed_after.enter_context(atomic_write(path.with_name(Path(PREVIOUS).name))))
-        with atomic_write(path) as unfinished:
-            try:
-                save_tensors(tensors, unfinished, {MINIGPT: text, "crc32": checksum(text, tensors)})
-            except SafetensorError as error:
-                if code := re.search(r"\(os error (\d+)\)", str(error)):
-                    raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
-                raise
-            with open(unfinished, "rb+") as saved:
-                os.fsync(saved.fileno())
-            _check_header(unfinished)
-        sync(path.parent)
+            hardlink_or_copy(path, path.with_name(Path(PREVIOUS).name))
+    sync(path.parent)
 
 
 def hardlink_or_copy(file: Path, other: Path) -> None:
     """Give a checkpoint a second name; copy it if the file system has no hard links."""
     with atomic_write(other) as unfinished:
-        _link(file, unfinished)
-    sync(other.parent)
+        try:
+            unfinished.hardlink_to(file)
+        except OSError:
+            shutil.copyfile(file, unfinished)
 
 
 def checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
@@ -111,26 +102,6 @@ def save_tensors(tensors: dict[str, Tensor], file: Path, metadata: Mapping[str, 
     mode = file.stat().st_mode
     save_file(tensors, file, {"format": "pt", **metadata})
     file.chmod(mode)  # save_file ignores the umask: https://github.com/safetensors/safetensors/issues/782
-
-
-def _link(file: Path, other: Path) -> None:
-    try:
-        other.hardlink_to(file)
-    except OSError:
-        shutil.copyfile(file, other)
-
-
-def _check_header(path: Path) -> None:
-    """Raise UserError for other kinds of files, and for a large header before it is parsed."""
-    with open(path, "rb") as file:
-        start, size = file.read(8), os.fstat(file.fileno()).st_size
-    header = int.from_bytes(start, "little")
-    if header > MAX_HEADER_BYTES and start.startswith(_PICKLES):
-        raise UserError(f"{path} is not a safetensors file but a pickle of torch.save, which minigpt does not read")
-    if header > size - 8:
-        raise UserError(f"{path} is not a complete checkpoint: truncated, or another kind of file")
-    if header > MAX_HEADER_BYTES:
-        raise UserError(f"{path} is not a checkpoint of minigpt: its header is larger than {MAX_HEADER_BYTES:,} bytes")
 
 
 def _pack(value: Any, name: str, tensors: dict[str, Tensor], names: dict[Any, str]) -> Any:
@@ -155,18 +126,16 @@ def _pack(value: Any, name: str, tensors: dict[str, Tensor], names: dict[Any, st
     raise UserError(f"a checkpoint holds tensors and plain data only; {name} is of type {type(value).__name__}")
 
 
-def _unpack(value: Any, tensors: Mapping[str, Tensor], depth: int = 0) -> Any:
+def _unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Restore in place what `_pack` replaced."""
-    if depth > MAX_DEPTH:
-        raise ValueError(f"more than {MAX_DEPTH} nested containers")
     match value:
         case {"$tensor": str(name)}:
             return tensors[name]
         case {"$tuple": list(items)}:
-            return tuple(_unpack(items, tensors, depth))
+            return tuple(_unpack(items, tensors))
         case {"$dict": list(items)}:
-            return dict(_unpack(items, tensors, depth))
+            return dict(_unpack(items, tensors))
         case dict() | list():
             for key in value if isinstance(value, dict) else range(len(value)):
-                value[key] = _unpack(value[key], tensors, depth + 1)
+                value[key] = _unpack(value[key], tensors)
     return value

@@ -5,7 +5,7 @@ A `Family` describes one class of transformers by two tables: keys of `config.js
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -176,14 +176,11 @@ def config_to_ours(values: Values) -> GPTConfig:
     """
     require("model_type", values.get("model_type"), *one_of(FAMILIES))
     family = FAMILIES[values["model_type"]]
-    if values.get("quantization_config"):
-        raise UserError("quantization_config must be null: use weights in float32, float16 or bfloat16")
     theirs = {**family.defaults, **values, **_rope_values(values)}
-    required = {"is_causal": True, **family.required}
+    theirs["layer_types"] = set(values.get("layer_types") or {"full_attention"})
+    required = {"is_causal": True, "quantization_config": None, "layer_types": {"full_attention"}, **family.required}
     if family.keys.get("bias") == "mlp_bias":  # one setting of ours is for the biases of attention and MLP
         required["attention_bias"] = theirs["mlp_bias"]
-    if set(values.get("layer_types") or ()) - {"full_attention"}:
-        raise UserError(f"layer_types must be full_attention, got {values['layer_types']}")
     for key, wanted in required.items():
         if theirs.get(key, wanted) != wanted:
             raise UserError(f"{key} must be {wanted}, got {theirs[key]}")
@@ -209,9 +206,12 @@ def config_to_theirs(config: GPTConfig, model_type: str) -> dict[str, Any]:
     return {"model_type": model_type, "architectures": [family.architecture], **values}
 
 
-def weight_to_ours(name: str, family: Family, config: GPTConfig, read: Callable[[str], Tensor]) -> Tensor:
-    """Return a weight of ours from their tensors, which `read` returns by name."""
-    tensors = [read(theirs) for theirs in _tensor_names(name, family)]
+def weight_to_ours(name: str, family: Family, config: GPTConfig, theirs: dict[str, Tensor]) -> Tensor:
+    """Return a weight of ours, in float32, from their tensors, which are removed; raise UserError if one is missing."""
+    names = _tensor_names(name, family)
+    if missing := [part for part in names if part not in theirs]:
+        raise UserError(f"the weight {missing[0]} is missing")
+    tensors = [theirs.pop(part).float() for part in names]
     if family.swapped_halves and ".qkv." in name:
         tensors[:2] = [_swap_halves(tensor, config) for tensor in tensors[:2]]
     weight = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
@@ -234,12 +234,9 @@ def _rope_values(values: Values) -> dict[str, Any]:
     rope = {**values, **(values.get("rope_scaling") or values.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
     require("rope_type", kind, *one_of(("default", "llama3")))
-    require("rope_parameters", rope, lambda v: "full_attention" not in v, "the same for all layers")
     keys = ["rope_theta"] if "rope_theta" in rope else []
     if kind == "llama3":
-        original = "original_max_position_embeddings"
-        keys += ["factor", "low_freq_factor", "high_freq_factor", original]
-        rope[original] = values.get(original) or rope.get(original) or values["max_position_embeddings"]
+        keys += ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
     return {f"rope.{key}": rope[key] for key in keys}
 
 

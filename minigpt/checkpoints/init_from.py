@@ -8,20 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint, model_name
 from minigpt.checkpoints.format import CONTENT_ERRORS
-from minigpt.checkpoints.huggingface_conversion import FAMILIES, Family, config_to_ours, weight_to_ours
-from minigpt.checkpoints.load import (
-    build_model,
-    check_size,
-    check_vocabulary,
-    empty_model,
-    is_finite,
-    load_checkpoint,
-)
+from minigpt.checkpoints.huggingface_conversion import FAMILIES, config_to_ours, weight_to_ours
+from minigpt.checkpoints.load import build_model, check_size, check_vocabulary, empty_model, load_checkpoint
 from minigpt.config import GPTConfig
 from minigpt.data.checksums import checksums
 from minigpt.data.tokenizer import Tokenizer
@@ -56,8 +50,9 @@ class Pretrained:
 
     def load(self, config: GPTConfig | None = None) -> GPT:
         """Load the model in float32 and evaluation mode, with the block size and dropout of `config`."""
-        weights = self.model.state_dict() if self.model else _read_weights(self.path, self.config)
-        return build_model(config or self.config, weights).eval()
+        if self.model:
+            return build_model(config or self.config, self.model.state_dict()).eval()
+        return load_folder(self.path, config)
 
     def provenance(self, cache: Path | None = None) -> dict[str, Any]:
         """Return the source, the revision, and the SHA-256 of each file of weights, with the cache of `checksums`."""
@@ -103,14 +98,19 @@ def find_start(init_from: str, resume: str | None, folder: Path | None) -> Pretr
     return find_pretrained(init_from)
 
 
-def load_folder(folder: str | Path) -> GPT:
-    """Load the model of a Hugging Face folder, in float32, in evaluation mode and without dropout.
+def load_folder(folder: str | Path, config: GPTConfig | None = None) -> GPT:
+    """Load the model of a Hugging Face folder, in float32 and evaluation mode.
+
+    Args:
+        config: a block size that is smaller than that of the folder, and dropout; None: those of the folder, and 0.
 
     Raises:
         UserError: a file is missing or damaged, or the model is not of one of `FAMILIES`.
     """
-    config = _read_config(Path(folder))
-    return build_model(config, _read_weights(Path(folder), config)).eval()
+    folder = Path(folder)
+    stored = _read_config(folder)
+    with _folder_errors(folder):
+        return build_model(config or stored, _read_weights(folder, stored)).eval()
 
 
 def _download(source: str) -> Path:
@@ -145,43 +145,26 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _read_weights(folder: Path, config: GPTConfig) -> dict[str, Tensor]:
     """Read the weights of a folder by our names, in float32."""
-    with _folder_errors(folder):
-        paths = _weight_files(folder)
-        if missing := [path.name for path in paths if not path.is_file()]:
-            reason = "weights must be safetensors, because a .bin file can execute code"
-            raise UserError(f"{missing[0]} is missing; {reason}")
-        files = [safe_open(path, framework="pt", backend="pread") for path in paths]
-        file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118  # not a dict
-        check_size(config, len(file_of), sum(path.stat().st_size for path in paths))
-        return _convert(file_of, FAMILIES[read_json(folder / CONFIG)["model_type"]], config)
-
-
-def _convert(file_of: dict[str, Any], family: Family, config: GPTConfig) -> dict[str, Tensor]:
-    """Convert all weights; `file_of` has the open file of each of their tensors by the tensor's name."""
-    base = family.modules["wte"].partition(".")[0]  # a model that was saved without its head lacks the prefix
-    prefix = "" if any(name.startswith(f"{base}.") for name in file_of) else f"{base}."
-    unused = {name for name in file_of if not _IGNORED.search(name)}
-
-    def read(name: str) -> Tensor:
-        name = name.removeprefix(prefix)
-        if name not in file_of:
-            raise UserError(f"the weight {name} is missing")
-        unused.discard(name)
-        tensor: Tensor = file_of[name].get_tensor(name)
-        return tensor.float()
-
+    files = _weight_files(folder)
+    if missing := [file.name for file in files if not file.is_file()]:
+        reason = "weights must be safetensors, because a .bin file can execute code"
+        raise UserError(f"{missing[0]} is missing; {reason}")
+    theirs = {name: tensor for file in files for name, tensor in load_file(file, backend="pread").items()}
+    theirs = {name: tensor for name, tensor in theirs.items() if not _IGNORED.search(name)}
+    check_size(config, len(theirs), sum(file.stat().st_size for file in files))
+    family = FAMILIES[read_json(folder / CONFIG)["model_type"]]
+    base = family.modules["wte"].partition(".")[0]
+    if not any(name.startswith(f"{base}.") for name in theirs):  # the model was saved without its head
+        theirs = {f"{base}.{name}": tensor for name, tensor in theirs.items()}
     weights: dict[str, Tensor] = {}
-    for name, like in empty_model(config).state_dict().items():
-        tied = name == "lm_head.weight" and config.tie_embeddings
-        if tied and name in file_of and not torch.equal(read(name), weights["wte.weight"]):
-            raise UserError("lm_head.weight differs from the embeddings; set tie_word_embeddings to false")
-        weights[name] = weights["wte.weight"] if tied else weight_to_ours(name, family, config, read)
-        if weights[name].shape != like.shape:
-            raise UserError(f"{name} must have shape {tuple(like.shape)}, got {tuple(weights[name].shape)}")
-        if not is_finite(weights[name]):
-            raise UserError(f"{name} is NaN or infinite")
-    if unused:
-        raise UserError(f"unexpected weights: {', '.join(sorted(unused)[:3])}")
+    for name in empty_model(config).state_dict():
+        if name == "lm_head.weight" and config.tie_embeddings:
+            theirs.setdefault(name, weights["wte.weight"])
+        weights[name] = weight_to_ours(name, family, config, theirs)
+    if config.tie_embeddings and not torch.equal(weights["lm_head.weight"], weights["wte.weight"]):
+        raise UserError("lm_head.weight differs from the embeddings; set tie_word_embeddings to false")
+    if theirs:
+        raise UserError(f"unexpected weights: {', '.join(sorted(theirs)[:3])}")
     return weights
 
 
@@ -190,6 +173,6 @@ def _folder_errors(folder: Path) -> Iterator[None]:
     """Raise UserError for everything that can be wrong with the files of a folder."""
     try:
         yield
-    except (UserError, SafetensorError, OSError, ArithmeticError, *CONTENT_ERRORS) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(f"{folder} cannot be loaded: {reason}") from error
+    except (UserError, SafetensorError, OSError, *CONTENT_ERRORS) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{folder} cannot be loaded: {reason:.300}") from error

@@ -39,8 +39,6 @@ def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> 
         check_vocabulary(config, tokenizer)
         check_size(config, len(weights), path.stat().st_size)
         model = build_model(config, weights)
-        if not all(map(is_finite, model.parameters())):
-            raise UserError("its weights are NaN or infinite")
     except (UserError, *CONTENT_ERRORS) as error:
         raise UserError(f"{path} does not hold a model of minigpt ({type(error).__name__}: {error})") from error
     return model.to(device).eval(), tokenizer
@@ -68,6 +66,7 @@ def build_model(config: GPTConfig, weights: Mapping[str, Tensor]) -> GPT:
 
     Raises:
         RuntimeError: the weights do not fit.
+        UserError: they are NaN or infinite.
     """
     model, weights = empty_model(config), dict(weights)
     if config.position == "learned":
@@ -76,6 +75,9 @@ def build_model(config: GPTConfig, weights: Mapping[str, Tensor]) -> GPT:
     model.float()
     if config.tie_embeddings:
         model.lm_head.weight = model.wte.weight
+    # 40 times as fast as isfinite, and without a copy.
+    if not all(extreme.isfinite() for weight in model.parameters() for extreme in weight.aminmax()):
+        raise UserError("its weights are NaN or infinite")
     return model
 
 
@@ -92,11 +94,6 @@ class _SkipNormal(TorchFunctionMode):
         return None if function is nn.init.normal_ else function(*args, **(kwargs or {}))
 
 
-def is_finite(weight: Tensor) -> bool:
-    """Return whether a tensor has no NaN and no infinity, 40 times as fast as `isfinite` and without a copy."""
-    return all(extreme.isfinite() for extreme in weight.aminmax())
-
-
 def check_vocabulary(config: GPTConfig, tokenizer: Tokenizer) -> None:
     """Raise UserError if the tokenizer has more ids than the model."""
     size = tokenizer.vocab_size
@@ -105,11 +102,8 @@ def check_vocabulary(config: GPTConfig, tokenizer: Tokenizer) -> None:
 
 def check_size(config: GPTConfig, tensors: int, size: int) -> None:
     """Raise UserError if files of `size` bytes are too small for the model, before the model is allocated."""
+    params, layers = config.num_params(), config.n_layer + config.smear
     rope_table = config.block_size * config.head_width if config.position == "rope" else 0  # which no file holds
-    for name, needed, limit in (
-        ("parameters", config.num_params(), size + SIZE_MARGIN),  # at least one byte per parameter
-        ("layers", config.n_layer + config.smear, tensors),
-        ("elements in its rotary table", rope_table, size + ROPE_TABLE_MARGIN),
-    ):
-        if needed > limit:
-            raise UserError(f"its model has {needed:,} {name}, but the file has {tensors:,} weights of {size:,} bytes")
+    if params > size + SIZE_MARGIN or rope_table > size + ROPE_TABLE_MARGIN or layers > tensors:
+        described = f"{config.n_layer:,} layers, {params:,} parameters and a context of {config.block_size:,} tokens"
+        raise UserError(f"its model has {described}, but the file has {tensors:,} weights of {size:,} bytes")

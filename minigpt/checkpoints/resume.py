@@ -1,6 +1,5 @@
 """The run state in a checkpoint, the search for the checkpoint to resume from, and the check that it fits the run."""
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -71,7 +70,6 @@ def find_resumed(
     fixed = {key: pair for key, pair in changed.items() if key in _FIXED or key.startswith(("model.", "the "))}
     if fixed:
         listed = ", ".join(f"{key} ({was} in the checkpoint, {value} now)" for key, (was, value) in fixed.items())
-        listed = re.sub(r"\b([0-9a-f]{8})[0-9a-f]{56}\b", r"\1…", listed)  # shortens hashes
         raise UserError(f"resume={path} does not match this run: it differs in {listed}")
     if step >= now["max_steps"] + (resume == "auto"):
         raise UserError(f"resume={path} is at step {step} of {now['max_steps']}; raise max_steps to continue")
@@ -109,9 +107,9 @@ def _newest(folder: Path) -> tuple[Path | None, dict[str, Any]]:
 def _settings(run: Mapping[str, Any]) -> dict[str, Any]:
     """Return what determines the training of a run, by config key; the tokenizer and the corpus by a hash."""
     model = GPTConfig.from_dict(run["model"]).to_dict()  # from_dict adds newer settings
-    tokenizer = f"{run['tokenizer']['name']} {sha256_json(run['tokenizer'])}"
     found = {f"model.{key}": value for key, value in model.items()}
-    found |= {"the tokenizer": tokenizer, "the corpus": run["corpus_sha256"]}
+    found["the tokenizer"] = f"{run['tokenizer']['name']} {sha256_json(run['tokenizer'])[:16]}"
+    found["the corpus"] = run["corpus_sha256"][:16]
     for key in _LEARNING:
         group, _, name = key.rpartition(".")
         values = run["config"][group] if group else run["config"]

@@ -2,7 +2,6 @@
 
 import os
 import resource
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,10 @@ from torch import nn
 from minigpt import GPT, GPTConfig
 from minigpt.checkpoints import format
 from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint
-from minigpt.checkpoints.format import FORMAT, MAX_HEADER_BYTES, read, write
+from minigpt.checkpoints.format import FORMAT, read, write
 from minigpt.checkpoints.load import load_checkpoint, save_checkpoint
 from minigpt.checkpoints.resume import contents, find_resumed
 from minigpt.data.tokenizer import CharTokenizer
-from minigpt.runs.trainer import CheckpointIO
 from minigpt.utils.errors import UserError
 from minigpt.utils.signals import Interrupted
 
@@ -34,32 +32,23 @@ ARCHITECTURES = {
 
 @pytest.mark.parametrize("settings", ARCHITECTURES.values(), ids=ARCHITECTURES)
 def test_model_and_tokenizer_are_restored_exactly(tmp_path: Path, settings: dict[str, Any]):
-    model = make(**settings)
-    write(checkpoint(model), tmp_path / "a.safetensors")
-    loaded, tokenizer = load_checkpoint(tmp_path / "a.safetensors")
-    assert loaded.config == model.config
-    for (name, one), (other_name, other) in zip(model.state_dict().items(), loaded.state_dict().items(), strict=True):
-        assert name == other_name
-        assert torch.equal(one, other)
+    model, tokenizer = make(**settings), CharTokenizer.of(ALPHABET)
+    save_checkpoint(model, tokenizer, str(tmp_path / "new" / "a.safetensors"))
+    loaded, again = load_checkpoint(tmp_path / "new" / "a.safetensors")
+    assert (loaded.config, loaded.training) == (model.config, False)
+    assert_same(loaded.state_dict(), model.state_dict())
+    assert (loaded.lm_head.weight is loaded.wte.weight) == model.config.tie_embeddings
     tokens = torch.randint(len(ALPHABET), (2, 8))
     assert torch.equal(loaded(tokens), model.eval()(tokens))
-    assert not loaded.training
-    assert tokenizer.vocab_size == len(ALPHABET)
-    assert tokenizer.encode("bade😀é").tolist() == CharTokenizer.of(ALPHABET).encode("bade😀é").tolist()
-    assert tokenizer.decode(tokenizer.encode("a 😀\n€")) == "a 😀\n€"
-
-
-@pytest.mark.parametrize("wrap", [lambda model: model, torch.compile], ids=["plain", "compiled"])
-def test_a_model_of_another_training_loop_is_saved_and_loaded(tmp_path: Path, wrap: Callable[..., Any]):
-    model, tokenizer = make(tie_embeddings=True), CharTokenizer.of(ALPHABET)
-    save_checkpoint(wrap(model), tokenizer, str(tmp_path / "new" / "mine.safetensors"))
-    loaded, again = load_checkpoint(tmp_path / "new" / "mine.safetensors")
-    tokens = again.encode("bad é€😀")[None]
-    assert torch.equal(loaded(tokens), model.eval()(tokens))
-    assert loaded.lm_head.weight is loaded.wte.weight
-    assert loaded.config == model.config
     assert again.to_dict() == tokenizer.to_dict()
-    tensors = load_file(tmp_path / "new" / "mine.safetensors")  # as other tools do
+    assert again.decode(again.encode("a 😀\n€")) == "a 😀\n€"
+
+
+def test_other_tools_read_the_weights_also_of_a_compiled_model(tmp_path: Path):
+    model, tokenizer = make(tie_embeddings=True).eval(), CharTokenizer.of(ALPHABET)
+    save_checkpoint(torch.compile(model), tokenizer, tmp_path / "mine.safetensors")
+    tokens = tokenizer.encode("bad é€😀")[None]
+    tensors = load_file(tmp_path / "mine.safetensors")
     assert sum(weight.numel() for weight in tensors.values()) == model.num_params()  # tied weights are stored once
     other = GPT(model.config)
     weights = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
@@ -132,23 +121,6 @@ def test_values_that_are_not_plain_data_are_refused_when_written(tmp_path: Path,
     assert not any(tmp_path.iterdir())
 
 
-def test_more_metadata_than_can_be_read_is_refused_when_written(tmp_path: Path):
-    with pytest.raises(UserError, match="its header is larger than"):
-        write(checkpoint(make()) | {"x": "a" * MAX_HEADER_BYTES}, tmp_path / "a.safetensors")
-    assert not any(tmp_path.iterdir())
-
-
-def test_lightning_writes_and_reads_the_same_file(tmp_path: Path):
-    content = checkpoint(make(tie_embeddings=True))
-    content |= {"global_step": 250, "optimizer_states": [{"lr": 0.1, "state": {0: {"exp_avg": torch.rand(3)}}}]}
-    CheckpointIO().save_checkpoint(content, tmp_path / "a.safetensors")
-    write(content, tmp_path / "b.safetensors")
-    for again in (CheckpointIO().load_checkpoint(tmp_path / "b.safetensors"), read(tmp_path / "a.safetensors")):
-        assert_same(again, content)
-        weights = again["state_dict"]
-        assert weights["model.lm_head.weight"] is weights["model.wte.weight"]
-
-
 def test_a_truncated_file_is_rejected(tmp_path: Path):
     path = tmp_path / "a.safetensors"
     write(checkpoint(make()), path)
@@ -171,11 +143,8 @@ def test_a_file_of_another_format_is_rejected_with_both_numbers(tmp_path: Path):
 @pytest.mark.parametrize(
     ("path", "value", "named"),
     [
-        ("state_dict model.extra", torch.ones(2), "extra"),
         ("state_dict model.wte.weight", torch.ones(3, 3), "wte.weight"),
-        ("state_dict model.wte.weight", "text", "wte.weight"),
         ("minigpt model n_windows", 8, "n_windows"),
-        ("minigpt model n_layer", -1, "n_layer must be"),
         ("minigpt tokenizer name", "sentencepiece", "sentencepiece"),
         ("minigpt tokenizer alphabet", "ba", "alphabet"),
     ],
@@ -191,52 +160,28 @@ def test_a_file_whose_parts_do_not_make_a_model_is_rejected(tmp_path: Path, path
         load_checkpoint(tmp_path / "a.safetensors")
 
 
-def test_a_run_folder_refers_to_its_best_checkpoint(tmp_path: Path):
-    best, last = touch(tmp_path / BEST), touch(tmp_path / LAST)
-    assert find_checkpoint(last) == last
-    assert find_checkpoint(tmp_path) == find_checkpoint(str(tmp_path)) == best
-    best.unlink()
-    assert find_checkpoint(tmp_path) == last
+def test_a_path_or_a_run_folder_or_nothing_refers_to_a_checkpoint(tmp_path: Path):
+    for age, name in ((30, f"z/{BEST}"), (10, f"m/{BEST}"), (20, f"a/{BEST}"), (0, f"m/{LAST}")):
+        os.utime(touch(tmp_path / name), (1e9 - age, 1e9 - age))
+    assert find_checkpoint(None, runs=tmp_path) == find_checkpoint(tmp_path / "m") == tmp_path / "m" / BEST
+    assert find_checkpoint(tmp_path / "m" / LAST) == tmp_path / "m" / LAST
+    (tmp_path / "m" / BEST).unlink()
+    assert find_checkpoint(str(tmp_path / "m")) == tmp_path / "m" / LAST
+    for path, message in ((None, "train"), (tmp_path / "absent", "absent does not exist"), (tmp_path, "holds no")):
+        with pytest.raises(UserError, match=message):
+            find_checkpoint(path, runs=tmp_path / "absent")
 
 
-def test_no_path_refers_to_the_best_checkpoint_of_the_newest_run(tmp_path: Path):
-    old, new, other = (touch(tmp_path / name / BEST) for name in ("z", "m", "a"))
-    for age, file in ((30, old), (10, new), (20, other)):
-        os.utime(file, (1e9 - age, 1e9 - age))
-    assert find_checkpoint(None, runs=tmp_path) == new
-
-
-def test_a_missing_checkpoint_is_an_error_with_its_path(tmp_path: Path):
-    with pytest.raises(UserError, match="train"):
-        find_checkpoint(None, runs=tmp_path)
-    for find in (find_checkpoint, load_checkpoint):
-        with pytest.raises(UserError, match="absent does not exist"):
-            find(tmp_path / "absent")
-    with pytest.raises(UserError, match=f"{tmp_path} holds no"):
-        find_checkpoint(tmp_path)
-
-
-def test_the_last_checkpoint_becomes_previous_and_the_names_are_never_of_one_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    rename, met = Path.replace, []
-
-    def replace(self: Path, target: Path) -> Path:
-        target = rename(self, target)
-        met.append((tmp_path / PREVIOUS).exists() and (tmp_path / LAST).samefile(tmp_path / PREVIOUS))
-        return target
-
-    monkeypatch.setattr(Path, "replace", replace)
+def test_the_last_checkpoint_becomes_previous(tmp_path: Path):
     for step in (10, 20, 30):
         write(checkpoint(make()) | {"global_step": step}, tmp_path / LAST)
-    assert met == [False] * 5  # one name at first, then two
     assert [read(tmp_path / name)["global_step"] for name in (LAST, PREVIOUS)] == [30, 20]
     assert {file.name for file in (tmp_path / LAST).parent.iterdir()} == {"last.safetensors", "previous.safetensors"}
     (tmp_path / "touched").touch()
     assert (tmp_path / LAST).stat().st_mode == (tmp_path / "touched").stat().st_mode  # as the umask allows
 
 
-@pytest.mark.parametrize("bit", range(8))
+@pytest.mark.parametrize("bit", [0, 3, 7])
 def test_a_flipped_bit_is_detected_wherever_it_matters(tmp_path: Path, bit: int):
     path = tmp_path / "a.safetensors"
     write(checkpoint(make()), path)
@@ -280,7 +225,7 @@ def test_auto_resumes_from_the_newest_undamaged_checkpoint(tmp_path: Path, capsy
         find()
 
 
-@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), Interrupted(2), MemoryError()], ids=repr)
+@pytest.mark.parametrize("error", [ValueError("no"), Interrupted(2)], ids=repr)
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "a.safetensors"
     write(checkpoint(make()), path)
@@ -310,13 +255,6 @@ def test_a_full_disk_is_an_os_error_and_leaves_the_old_file(tmp_path: Path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_folder_of_the_same_name_is_left_alone(tmp_path: Path):
-    kept = touch(tmp_path / "a.safetensors" / "kept")
-    with pytest.raises(OSError, match=r"a\.safetensors"):
-        write(checkpoint(make()), tmp_path / "a.safetensors")
-    assert [file for file in tmp_path.rglob("*") if file.is_file()] == [kept]
 
 
 @pytest.fixture(autouse=True)

@@ -94,22 +94,12 @@ def test_a_model_saved_without_its_head_is_read(tmp_path: Path) -> None:
         torch.testing.assert_close(load_folder(tmp_path)(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling", "beside", "both"])
+@pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
 def test_the_scaling_of_rope_is_read_where_any_version_of_transformers_writes_it(place: str) -> None:
     values = json.loads(transformers.LlamaConfig(**SMALL, **HEADS).to_json_string(use_diff=False))
-    rope = {
-        key: value for key, value in LLAMA3.items() if key not in ("rope_theta", "original_max_position_embeddings")
-    }
     del values["rope_parameters"]
-    if place == "rope_parameters":
-        values["rope_parameters"] = LLAMA3
-    elif place == "rope_scaling":
-        values |= {"rope_theta": 500.0, "rope_scaling": {**rope, "original_max_position_embeddings": 32}}
-    else:
-        values |= {"rope_theta": 500.0, "rope_parameters": rope, "original_max_position_embeddings": 32}
-    if place == "both":  # the outer value wins
-        values["rope_parameters"] = {**rope, "original_max_position_embeddings": 64}
-    config = config_to_ours(values)
+    rope = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
+    config = config_to_ours({**values, "rope_theta": 500.0, place: rope})
     assert config.rope_base == 500
     assert config.rope_scaling == (4.0, 1.0, 4.0, 32)
 
@@ -133,19 +123,12 @@ def test_the_default_configuration_of_transformers_is_read_from_its_json(family:
             {"model_type": "bert"},
             "model_type must be one of gpt2, llama, qwen2, qwen3, arcee, nanochat, starcoder2, got bert",
         ),
-        ({"quantization_config": {"bits": 4}}, "quantization_config must be null: use weights in float32"),
-        (
-            {"model_type": []},
-            "model_type must be one of gpt2, llama, qwen2, qwen3, arcee, nanochat, starcoder2, got []",
-        ),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type must be one of default, llama3, got yarn"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config must be None, got {'bits': 4}"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type must be one of default, llama3, got linear"),
         ({"attention_bias": True}, "attention_bias must be False, got True"),
         ({"hidden_act": "gelu"}, "hidden_act must be one of silu, swish, got gelu"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window must be False, got True"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types must be full_attention, got ["),
-        ({"rope_parameters": {"full_attention": {}}}, "rope_parameters must be the same for all layers"),
-        ({"is_causal": False}, "is_causal must be True, got False"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types must be {'full_attention'}, got {"),
         ({"rope_parameters": {**LLAMA3, "factor": 10**400}}, "int too big to convert"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "factor"),
         ({"rms_norm_eps": "small"}, "model.norm_eps must be a finite number > 0, got small"),
@@ -173,7 +156,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "wide": (
         lambda folder: change_config(folder, intermediate_size=56),
-        "blocks.0.mlp.up.weight must have shape (112, 32), got (96, 32)",
+        "size mismatch for blocks.0.mlp.up.weight",
     ),
     "short": (lambda folder: change_config(folder, num_hidden_layers=1), "unexpected weights: model.layers.1."),
     "long": (
@@ -182,7 +165,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "deep": (
         lambda folder: change_config(folder, num_hidden_layers=10**12),
-        "its model has 7,744,000,000,006,368 parameters, but the file has 21 weights",
+        "its model has 1,000,000,000,000 layers",
     ),
     "narrow": (
         lambda folder: change_weight(folder, "model.layers.0.self_attn.k_proj.weight", torch.zeros(16, 31)),
@@ -194,7 +177,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "infinite": (
         lambda folder: change_weight(folder, "model.norm.weight", torch.full((32,), float("inf"))),
-        "final_norm.weight is NaN or infinite",
+        "its weights are NaN or infinite",
     ),
     "none": (lambda folder: (folder / "config.json").unlink(), "config.json"),
 }
