@@ -35,14 +35,13 @@ def export_html(
         UserError: the weights are too large, or the tokenizer is one of Hugging Face.
     """
     size = pretrained.config.num_params() * BYTES_PER_WEIGHT[weight_format]
-    if size > MAX_WEIGHT_BYTES:
-        raise UserError(
-            f"the weights in the page must be at most {MAX_WEIGHT_BYTES / 1e6:.0f} MB, got {size / 1e6:.0f} MB of "
-            f"{weight_format}; use a smaller model" + (" or --weights int8" if weight_format != "int8" else "")
-        )
-    if isinstance(pretrained.tokenizer, HuggingFaceTokenizer):
+    most, found = f"at most {MAX_WEIGHT_BYTES / 1e6:.0f} MB", f"{size / 1e6:.0f} MB of {weight_format}"
+    advice = "use a smaller model, or --weights int8"
+    require("the weights in the page", found, lambda _: size <= MAX_WEIGHT_BYTES, most, advice)
+    tokenizer = pretrained.tokenizer
+    if isinstance(tokenizer, HuggingFaceTokenizer):
         raise UserError("the tokenizer of the page must be char, byte or bpe, got huggingface; use --to huggingface")
-    model, tokenizer = pretrained.load(), pretrained.tokenizer
+    model = pretrained.load()
     tensors = model.state_dict()
     if model.config.tie_embeddings:
         del tensors["lm_head.weight"]

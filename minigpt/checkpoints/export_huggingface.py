@@ -20,12 +20,7 @@ from torch import Tensor
 import minigpt
 from minigpt.checkpoints.find import run_folder
 from minigpt.checkpoints.format import MINIGPT, read, save_tensors
-from minigpt.checkpoints.huggingface_conversion import (
-    FAMILIES,
-    config_to_ours,
-    config_to_theirs,
-    weight_to_theirs,
-)
+from minigpt.checkpoints.huggingface_conversion import FAMILIES, config_to_ours, config_to_theirs, weight_to_theirs
 from minigpt.checkpoints.init_from import CONFIG, WEIGHTS, Pretrained
 from minigpt.checkpoints.load import empty_model
 from minigpt.config import GPTConfig
@@ -67,16 +62,10 @@ _WARNING = """
 No class of transformers computes this model: `trust_remote_code=True` executes `modeling_minigpt.py` of this folder.
 Read the file first if you do not trust its author.
 """
-_FIGURES = {
-    "validation loss": "{best_val_loss:.4f} nats per token, {best_val_bits_per_byte:.4f} bits per byte",
-    "steps": "{steps:,}, {tokens:,} tokens; the lowest loss is at step {best_step:,}",
-    "corpus": "{corpus}, SHA-256 `{corpus_sha256}`",
-    "initial weights": "{init_from[source]}, revision {init_from[revision]}",
-    "training time": "{seconds:,.1f} s on {device}",
-    "seed": "{seed}",
-    "command": "`{command}`",
-    "commit": "`{commit}`",
-}
+_FIGURES = (  # of summary.json; losses are in nats per token
+    *("best_val_loss", "best_val_bits_per_byte", "best_step", "steps", "tokens", "seconds", "device"),
+    *("corpus", "corpus_sha256", "init_from", "seed", "command", "commit"),
+)
 
 
 def export_folder(pretrained: Pretrained, folder: Path) -> str:
@@ -113,7 +102,6 @@ def export_model(model: GPT, types: Collection[str] = FAMILIES) -> tuple[dict[st
         if found := _find_class(_canonical(source), types):
             values, target = found
             return values, _their_weights(values["model_type"], target, tensors)
-    tied = config.tie_embeddings
     module = Path(MODELING).stem
     values = {
         "model_type": "minigpt",
@@ -122,11 +110,12 @@ def export_model(model: GPT, types: Collection[str] = FAMILIES) -> tuple[dict[st
             "AutoConfig": f"{module}.MiniGPTConfig",
             "AutoModelForCausalLM": f"{module}.MiniGPTForCausalLM",
         },
-        "tie_word_embeddings": tied,
+        "tie_word_embeddings": config.tie_embeddings,
         **config.to_dict(),
     }
-    kept = {f"model.{name}": x for name, x in weights.items() if not (tied and name == "lm_head.weight")}
-    return values, kept
+    if config.tie_embeddings:
+        del weights["lm_head.weight"]
+    return values, {f"model.{name}": x for name, x in weights.items()}
 
 
 def modeling_code() -> str:
@@ -222,7 +211,7 @@ def _their_weights(model_type: str, target: GPTConfig, weights: Mapping[str, Ten
 
 
 def _model_card(name: str, architecture: str, pretrained: Pretrained) -> str:
-    """Return the card of a model, README.md, with the recipe and the figures of its run if it has one."""
+    """Return the card of a model, README.md, with the figures and the recipe of its run if it has one."""
     remote_code = architecture.startswith("MiniGPT")
     card = _CARD.format(
         name=name,
@@ -234,12 +223,13 @@ def _model_card(name: str, architecture: str, pretrained: Pretrained) -> str:
     )
     if not pretrained.model:  # of Hugging Face
         return card
-    summary: dict[str, Any] = {}
+    summary: Mapping[str, Any] = {}
     with suppress(OSError, ValueError):  # a checkpoint outside its run folder, or a damaged file
-        summary = dict(read_json(run_folder(pretrained.path) / "summary.json"))
-    card += "\n## Training\n\n| | |\n|---|---|\n"
-    for key, text in _FIGURES.items():
-        with suppress(LookupError, TypeError, ValueError):  # of a run that was interrupted, or of an older version
-            card += f"| {key} | {text.format(**summary)} |\n"
-    recipe = read(pretrained.path)[MINIGPT].get("config", {})
-    return f"{card}\n## Recipe\n\n```yaml\n{yaml.safe_dump(recipe, sort_keys=False)}```\n"
+        summary = read_json(run_folder(pretrained.path) / "summary.json")
+    sections = {
+        "Training": {key: summary[key] for key in _FIGURES if key in summary},
+        "Recipe": read(pretrained.path)[MINIGPT].get("config", {}),
+    }
+    for title, values in sections.items():
+        card += f"\n## {title}\n\n```yaml\n{yaml.safe_dump(values, sort_keys=False)}```\n"
+    return card

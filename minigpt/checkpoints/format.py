@@ -11,7 +11,8 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,16 @@ def read(path: Path) -> dict[str, Any]:
     if number != FORMAT:
         raise UserError(f"{path} has format {number}; this version of minigpt reads format {FORMAT}")
     return content
+
+
+@contextmanager
+def explain_errors(problem: str) -> Iterator[None]:
+    """Raise UserError with the problem and its reason for errors of content that another program wrote."""
+    try:
+        yield
+    except (UserError, SafetensorError, OSError, *CONTENT_ERRORS) as error:
+        kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+        raise UserError(f"{problem}: {kind}{' '.join(str(error).split()):.300}") from error
 
 
 def write(content: Mapping[str, Any], path: Path) -> None:

@@ -1,19 +1,17 @@
 """Models that a run can start from (`init_from`): runs of minigpt, and folders and the Hub of Hugging Face."""
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint, model_name
-from minigpt.checkpoints.format import CONTENT_ERRORS
+from minigpt.checkpoints.format import explain_errors
 from minigpt.checkpoints.huggingface_conversion import FAMILIES, config_to_ours, weight_to_ours
 from minigpt.checkpoints.load import build_model, check_size, check_vocabulary, empty_model, load_checkpoint
 from minigpt.config import GPTConfig
@@ -25,8 +23,8 @@ from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json
 from minigpt.utils.scripts import import_extra
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-HUB_FILES = [CONFIG, WEIGHTS, "model-*.safetensors", INDEX, "tokenizer.json", "tokenizer_config.json"]
+CONFIG, WEIGHTS, SHARDS = "config.json", "model.safetensors", "model-*.safetensors"
+HUB_FILES = [CONFIG, WEIGHTS, SHARDS, "tokenizer.json", "tokenizer_config.json"]
 _IGNORED = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")  # buffers that old versions saved
 
 
@@ -79,7 +77,7 @@ def find_pretrained(source: str | None) -> Pretrained:
         revision = path.name
     if (path / CONFIG).is_file():
         found = Pretrained(path, str(source), revision, _read_config(path), load_tokenizer(path))
-        with _folder_errors(path):
+        with explain_errors(f"{path} cannot be loaded"):
             check_vocabulary(found.config, found.tokenizer)
         return found
     path = find_checkpoint(path)
@@ -109,7 +107,7 @@ def load_folder(folder: str | Path, config: GPTConfig | None = None) -> GPT:
     """
     folder = Path(folder)
     stored = _read_config(folder)
-    with _folder_errors(folder):
+    with explain_errors(f"{folder} cannot be loaded"):
         return build_model(config or stored, _read_weights(folder, stored)).eval()
 
 
@@ -124,31 +122,26 @@ def _download(source: str) -> Path:
     try:
         return Path(hub.snapshot_download(name, revision=revision or None, allow_patterns=HUB_FILES))
     except Exception as error:  # its own, of HTTP and of the file system
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise UserError(
-            f"{source} does not exist, and cannot be downloaded from the Hugging Face Hub: {reason.rstrip('.')}"
-        ) from error
+        problem = f"{source} does not exist, and cannot be downloaded from the Hugging Face Hub"
+        raise UserError(f"{problem}: {' '.join(str(error).split()):.300}") from error
 
 
 def _read_config(folder: Path) -> GPTConfig:
-    with _folder_errors(folder):
+    with explain_errors(f"{folder} cannot be loaded"):
         return config_to_ours(read_json(folder / CONFIG))
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder: the single one, or the shards of its index."""
-    names = {WEIGHTS}
-    if not (folder / WEIGHTS).is_file() and (folder / INDEX).is_file():
-        names = {Path(name).name for name in read_json(folder / INDEX)["weight_map"].values()}
-    return [folder / name for name in sorted(names)]
+    """Return the safetensors files of a folder: the single one, or the shards."""
+    shards = sorted(folder.glob(SHARDS))
+    return [folder / WEIGHTS] if (folder / WEIGHTS).is_file() or not shards else shards
 
 
 def _read_weights(folder: Path, config: GPTConfig) -> dict[str, Tensor]:
     """Read the weights of a folder by our names, in float32."""
     files = _weight_files(folder)
-    if missing := [file.name for file in files if not file.is_file()]:
-        reason = "weights must be safetensors, because a .bin file can execute code"
-        raise UserError(f"{missing[0]} is missing; {reason}")
+    if not files[0].is_file():
+        raise UserError(f"{WEIGHTS} is missing; weights must be safetensors, because a .bin file can execute code")
     theirs = {name: tensor for file in files for name, tensor in load_file(file, backend="pread").items()}
     theirs = {name: tensor for name, tensor in theirs.items() if not _IGNORED.search(name)}
     check_size(config, len(theirs), sum(file.stat().st_size for file in files))
@@ -166,13 +159,3 @@ def _read_weights(folder: Path, config: GPTConfig) -> dict[str, Tensor]:
     if theirs:
         raise UserError(f"unexpected weights: {', '.join(sorted(theirs)[:3])}")
     return weights
-
-
-@contextmanager
-def _folder_errors(folder: Path) -> Iterator[None]:
-    """Raise UserError for everything that can be wrong with the files of a folder."""
-    try:
-        yield
-    except (UserError, SafetensorError, OSError, *CONTENT_ERRORS) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{folder} cannot be loaded: {reason:.300}") from error

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from minigpt.checkpoints.find import find_checkpoint
-from minigpt.checkpoints.format import CONTENT_ERRORS, FORMAT, MINIGPT, read, write
+from minigpt.checkpoints.format import FORMAT, MINIGPT, explain_errors, read, write
 from minigpt.config import GPTConfig
 from minigpt.data import tokenizer as tokenizers
 from minigpt.data.tokenizer import Tokenizer
@@ -32,15 +32,13 @@ def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> 
     """
     path = find_checkpoint(path)
     content = read(path)
-    try:
+    with explain_errors(f"{path} does not hold a model of minigpt"):
         ours = content[MINIGPT]
         config, tokenizer = GPTConfig.from_dict(ours["model"]), tokenizers.from_dict(ours["tokenizer"])
         weights = {name[len(PREFIX) :]: x for name, x in content["state_dict"].items() if name.startswith(PREFIX)}
         check_vocabulary(config, tokenizer)
         check_size(config, len(weights), path.stat().st_size)
         model = build_model(config, weights)
-    except (UserError, *CONTENT_ERRORS) as error:
-        raise UserError(f"{path} does not hold a model of minigpt ({type(error).__name__}: {error})") from error
     return model.to(device).eval(), tokenizer
 
 
@@ -53,12 +51,17 @@ def save_checkpoint(model: GPT, tokenizer: Tokenizer, path: str | Path) -> None:
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     check_vocabulary(model.config, tokenizer)
     weights = {f"{PREFIX}{name}": tensor for name, tensor in model.state_dict().items()}
-    write({MINIGPT: model_contents(model.config, tokenizer), "state_dict": weights}, Path(path))
+    write(contents(model.config, tokenizer) | {"state_dict": weights}, Path(path))
 
 
-def model_contents(config: GPTConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the metadata from which a model and its tokenizer are rebuilt."""
-    return {"format": FORMAT, "model": config.to_dict(), "tokenizer": tokenizer.to_dict()}
+def contents(model: GPTConfig, tokenizer: Tokenizer, **run: Any) -> dict[str, Any]:
+    """Return what a checkpoint holds beside the keys of Lightning.
+
+    Args:
+        run: for a checkpoint to resume from: `config`, the resolved configuration as plain containers; `corpus_sha256`,
+            of the text; `provenance`, the command, host, versions and commit.
+    """
+    return {MINIGPT: {"format": FORMAT, "model": model.to_dict(), "tokenizer": tokenizer.to_dict(), **run}}
 
 
 def build_model(config: GPTConfig, weights: Mapping[str, Tensor]) -> GPT:

@@ -1,14 +1,13 @@
 """The run state in a checkpoint, the search for the checkpoint to resume from, and the check that it fits the run."""
 
+import operator
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint
-from minigpt.checkpoints.format import CONTENT_ERRORS, MINIGPT, read
-from minigpt.checkpoints.load import model_contents
+from minigpt.checkpoints.format import MINIGPT, explain_errors, read
 from minigpt.config import GPTConfig
-from minigpt.data.tokenizer import Tokenizer
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import sha256_json
 from minigpt.utils.terminal import warn
@@ -23,20 +22,6 @@ _LEARNING = (
 _EFFECTS = {"max_steps": "the learning-rate schedule follows it", "init_from": "the weights of the checkpoint are used"}
 
 
-def contents(
-    config: GPTConfig, tokenizer: Tokenizer, run: Mapping[str, Any], corpus: str, provenance: Mapping[str, Any] = {}
-) -> dict[str, Any]:
-    """Return what a run adds to Lightning's checkpoint.
-
-    Args:
-        run: the resolved configuration as plain containers.
-        corpus: SHA-256 of the text.
-        provenance: command, host, versions and commit.
-    """
-    added = {"config": dict(run), "corpus_sha256": corpus, "provenance": provenance}
-    return {MINIGPT: model_contents(config, tokenizer) | added}
-
-
 def find_resumed(
     resume: str | None, folder: Path, present: Mapping[str, Any]
 ) -> tuple[Path | None, int, dict[str, Any]]:
@@ -45,7 +30,7 @@ def find_resumed(
     Args:
         resume: a checkpoint file, a run folder, or "auto": the newest undamaged checkpoint of `folder`, if there is
             one; it may be of the last step.
-        present: `contents` of the run.
+        present: `minigpt.checkpoints.load.contents` of the run.
 
     Returns:
         The checkpoint, its optimizer step and its provenance; None, 0 and {} if the run starts at step 0.
@@ -60,12 +45,9 @@ def find_resumed(
         content = read_run(path) if path else {}
     if path is None:
         return None, 0, {}
-    try:
-        if not isinstance(step := content["global_step"], int):
-            raise TypeError(f"global_step is {step}")
+    with explain_errors(f"{path} does not hold a run of minigpt"):
+        step = operator.index(content["global_step"])
         before, now = _settings(content[MINIGPT]), _settings(present[MINIGPT])
-    except (UserError, *CONTENT_ERRORS) as error:
-        raise UserError(f"{path} does not hold a run of minigpt ({type(error).__name__}: {error})") from error
     changed = {key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)}
     fixed = {key: pair for key, pair in changed.items() if key in _FIXED or key.startswith(("model.", "the "))}
     if fixed:

@@ -15,8 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from minigpt import __version__
 from minigpt.checkpoints.find import BEST
 from minigpt.checkpoints.init_from import Pretrained
-from minigpt.checkpoints.load import load_checkpoint
-from minigpt.checkpoints.resume import contents, find_resumed
+from minigpt.checkpoints.load import contents, load_checkpoint
+from minigpt.checkpoints.resume import find_resumed
 from minigpt.config import GPTConfig
 from minigpt.data.checksums import CHECKSUM_CACHE
 from minigpt.data.token_files import Corpus
@@ -57,7 +57,7 @@ def fit(
     cfg.model = config.to_dict()  # null values resolved
     resolved: Any = OmegaConf.to_container(cfg, resolve=True)
     origin = provenance() | {"init_from": None}
-    saved = contents(config, corpus.tokenizer, resolved, corpus.sha256, origin)
+    saved = contents(config, corpus.tokenizer, config=resolved, corpus_sha256=corpus.sha256, provenance=origin)
     resume, step, before, done = find_checkpoint_of_ranks(cfg, folder, saved)
     if done:
         if is_rank_zero():

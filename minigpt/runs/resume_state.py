@@ -13,7 +13,7 @@ from minigpt.runs.lightning_workarounds import fix_loop_state
 
 
 class ResumeState(Callback):
-    """Save and restore random state, a due validation, and `contents` (of `checkpoints.resume`), which identify it."""
+    """Save and restore random state, a due validation, and `contents` (of `checkpoints.load`), which identify it."""
 
     def __init__(self, contents: Mapping[str, Any]) -> None:
         self.contents = contents

@@ -148,14 +148,11 @@ def transformers_tokens(model: Any, n: int, streams: int, *, static: bool = Fals
 
 def startup(model: Any, name: str, folder: Path) -> dict[str, float]:
     """Return the seconds from launch to the first character, minus those of importing torch."""
-    from minigpt.checkpoints.format import write
-    from minigpt.checkpoints.resume import contents
+    from minigpt.checkpoints.load import save_checkpoint
     from minigpt.data.tokenizer import CharTokenizer
 
-    tokenizer = CharTokenizer.of(map(chr, range(32, 97)))
-    weights = {f"model.{key}": value for key, value in model.state_dict().items()}
     file = folder / f"{name}.safetensors"
-    write(contents(model.config, tokenizer, {}, "") | {"state_dict": weights}, file)
+    save_checkpoint(model, CharTokenizer.of(map(chr, range(32, 97))), file)
     beyond = []
     for _ in range(3):
         torch_s = seconds(lambda: subprocess.run([sys.executable, "-c", "import torch"], check=True), times=1)

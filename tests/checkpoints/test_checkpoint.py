@@ -15,8 +15,8 @@ from minigpt import GPT, GPTConfig
 from minigpt.checkpoints import format
 from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint
 from minigpt.checkpoints.format import FORMAT, read, write
-from minigpt.checkpoints.load import load_checkpoint, save_checkpoint
-from minigpt.checkpoints.resume import contents, find_resumed
+from minigpt.checkpoints.load import contents, load_checkpoint, save_checkpoint
+from minigpt.checkpoints.resume import find_resumed
 from minigpt.data.tokenizer import CharTokenizer
 from minigpt.utils.errors import UserError
 from minigpt.utils.signals import Interrupted
@@ -274,7 +274,8 @@ def checkpoint(model: GPT) -> dict[str, Any]:
     """Return what Lightning would write: the weights of the module, and what a run adds."""
     run = {"seed": 7, "optimizer": {"lr": 1e-3, "betas": [0.9, 0.99]}, "data": None}
     weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    return {"state_dict": weights, **contents(model.config, CharTokenizer.of(ALPHABET), run, "ab12", {})}
+    tokenizer = CharTokenizer.of(ALPHABET)
+    return {"state_dict": weights, **contents(model.config, tokenizer, config=run, corpus_sha256="ab12")}
 
 
 def touch(file: Path) -> Path:

@@ -9,21 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from exported import run_export
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from exported import LLAMA, SCALED, random_model, run_export
+from exported import MODELS as OTHERS
 from safetensors.torch import load_file, save_file
 
-from minigpt import GPT, GPTConfig, generate, load_checkpoint
+from minigpt import GPT, generate, load_checkpoint
 from minigpt.checkpoints.export_huggingface import MODELING, export_folder, export_model, modeling_code
 from minigpt.checkpoints.init_from import find_pretrained, load_folder
 
 transformers = pytest.importorskip("transformers")
 
-LLAMA = {"norm": "rmsnorm", "position": "rope", "bias": False, "activation": "swiglu"}
 NANOCHAT = {**LLAMA, "norm": "rmsnorm_noscale", "activation": "relu2", "qk_norm": True, "embed_norm": True}
 MUP = {"parametrization": "mup", "base_n_embd": 24, "base_head_dim": 4}
-SCALED = {"rope_base": 300.0, "rope_factor": 4.0, "rope_original_block_size": 16}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-2": ("GPT2LMHeadModel", {"activation": "gelu_tanh"}),
     "GPT-2 with erf, untied": ("GPT2LMHeadModel", {"tie_embeddings": False, "n_inner": 40}),
@@ -63,23 +60,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "NanoChatForCausalLM",
         {**NANOCHAT, "n_kv_head": 1, "logit_softcap": 2.0, "tie_embeddings": False},
     ),
-    "n-grams and smear": (
-        "MiniGPTForCausalLM",
-        {**NANOCHAT, "ngram": 4, "ngram_buckets": 64, "smear": 2, "tie_embeddings": False},
-    ),
-    "post-norm": ("MiniGPTForCausalLM", {"norm_position": "post"}),
-    "no positions": ("MiniGPTForCausalLM", {"position": "none", "logit_softcap": 5.0}),
     "NanoChat under mup": ("MiniGPTForCausalLM", {**NANOCHAT, **MUP}),
+    **{name: ("", values) for name, values in OTHERS.items() if name not in ("one position", "one rotary position")},
 }
-
-
-def random_model(**values: Any) -> GPT:
-    """Return a model with random weights, all nonzero, and an odd vocabulary."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(**{"block_size": 72, "vocab_size": 101, "n_layer": 2, "n_head": 4, "n_embd": 32, **values}))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.2)
-    return model.eval()
 
 
 def in_transformers(model: GPT, folder: Path) -> Any:
@@ -100,49 +83,23 @@ def test_an_exported_model_gives_the_same_logits_loss_and_greedy_text(name: str,
     architecture, values = MODELS[name]
     ours = random_model(**values)
     theirs = in_transformers(ours, tmp_path).train()  # there is no dropout
-    assert type(theirs).__name__ == architecture
-    tokens = torch.randint(0, 101, (3, 72), generator=torch.Generator().manual_seed(1))
+    assert type(theirs).__name__.startswith(architecture)
+    T = ours.config.block_size
+    tokens = torch.randint(0, 101, (3, T), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = theirs(tokens, labels=tokens)
         torch.testing.assert_close(ours(tokens), expected.logits, rtol=0, atol=1e-4)
         torch.testing.assert_close(ours(tokens[:, :-1], tokens[:, 1:]), expected.loss, rtol=0, atol=1e-5)
-    text = theirs.generate(tokens[:1, :8], max_new_tokens=64, do_sample=False)
-    (sample,) = generate(ours, tokens[0, :8], max_new_tokens=64, temperature=0)
-    assert sample.tokens == text[0, 8:].tolist()
-
-
-@pytest.mark.parametrize("name", [name for name, (architecture, _) in MODELS.items() if "MiniGPT" not in architecture])
-def test_an_export_that_is_loaded_and_exported_again_is_equal_bit_for_bit(name: str, tmp_path: Path) -> None:
-    theirs = in_transformers(random_model(**MODELS[name][1]), tmp_path)
-    theirs.save_pretrained(tmp_path / "theirs")
-    values, weights = export_model(load_folder(tmp_path / "theirs"))
-    written = load_file(tmp_path / "model.safetensors")
-    assert weights.keys() == written.keys()
-    assert all(torch.equal(weights[key], written[key]) for key in weights)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert {key: config[key] for key in values} == values
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_any_architecture_gives_the_same_logits(data: Any, tmp_path: Path) -> None:
-    choices: dict[str, list[Any]] = {
-        "norm": ["layernorm", "rmsnorm", "rmsnorm_noscale"],
-        "position": ["rope", "rope", "learned"],
-        "activation": ["swiglu", "relu2", "gelu", "gelu_tanh", "relu"],
-        "n_kv_head": [None, 1, 2],
-        "head_dim": [None, 6],
-        "logit_softcap": [None, None, 3.0],
-        "parametrization": ["standard", "mup"],
-        "smear": [0, 0, 0, 1],
-        **{name: [True, False] for name in ("bias", "qk_norm", "tie_embeddings", "embed_norm")},
-        "qkv_bias": [None, None, True],
-    }
-    ours = random_model(**{name: data.draw(st.sampled_from(values), name) for name, values in choices.items()})
-    theirs = in_transformers(ours, tmp_path)
-    tokens = torch.randint(0, 101, (2, 30), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=0, atol=1e-4)
+    text = theirs.generate(tokens[:1, :4], max_new_tokens=T - 4, do_sample=False)
+    (sample,) = generate(ours, tokens[0, :4], max_new_tokens=T - 4, temperature=0)
+    assert sample.tokens == text[0, 4:].tolist()
+    if not type(theirs).__name__.startswith("MiniGPT"):  # loaded and exported again, it has equal bits
+        theirs.save_pretrained(tmp_path / "theirs")
+        config, weights = export_model(load_folder(tmp_path / "theirs"))
+        written = load_file(tmp_path / "model.safetensors")
+        assert weights.keys() == written.keys()
+        assert all(torch.equal(weights[key], written[key]) for key in weights)
+        assert config.items() <= json.loads((tmp_path / "config.json").read_text()).items()
 
 
 def test_a_model_of_its_own_class_ignores_padding_and_continues_beyond_its_context(tmp_path: Path) -> None:
@@ -185,7 +142,7 @@ def test_an_exported_run_works_in_transformers(
     assert answer["generated_text"] == "the quick" + encoding.decode(sample.tokens)
     assert len(pipeline("the quick")[0]["generated_text"]) > len("the quick")
     card = (folder / "README.md").read_text()
-    assert f"| validation loss | {run.loss:.4f} nats per token" in card
+    assert f"best_val_loss: {run.loss}" in card
     assert "n_embd: 32" in card
 
     assert run_export(monkeypatch, str(run.folder), "--to", "safetensors", "--out", str(weights)) == 0
@@ -200,14 +157,13 @@ def test_an_interrupted_or_older_run_is_exported_with_the_figures_that_it_has(
 ) -> None:
     run = train("max_steps=1").folder
     (run / "summary.json").unlink()
-    for i, summary in enumerate([None, "{", '{"status": "failed"}', '{"best_val_loss": null, "seed": 7}']):
+    for i, summary in enumerate([None, "{", '{"best_val_loss": null, "seed": 7}']):
         if summary:
             (run / "summary.json").write_text(summary)
         architecture = export_folder(find_pretrained(str(run)), tmp_path / f"exported{i}")
         card = (tmp_path / f"exported{i}/README.md").read_text()
         assert architecture in card
-        assert "validation loss" not in card
-        assert ("| seed | 7 |" in card) == ("seed" in str(summary))
+        assert ("\nbest_val_loss: null\nseed: 7\n" in card) == ("seed" in str(summary))
 
 
 def test_what_cannot_be_exported_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_a_value_that_the_model_lacks_is_named(tmp_path: Path, values: dict[str,
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "shard": (lambda folder: next(folder.glob("model-*.safetensors")).unlink(), ".safetensors is missing"),
+    "shard": (lambda folder: next(folder.glob("model-*.safetensors")).unlink(), "the weight model."),
     "truncated": (lambda folder: (folder / WEIGHTS).write_bytes(b"\x10" + bytes(200)), "cannot be loaded: "),
     "pickled": (
         lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"),

@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from conftest import small_run
@@ -22,7 +21,6 @@ import minigpt
 from minigpt import load_checkpoint
 from minigpt.checkpoints.find import BEST, LAST
 from minigpt.checkpoints.format import read, write
-from minigpt.data.batches import WindowOrder
 from minigpt.ema import EMA
 from minigpt.utils.errors import Diverged, UserError
 from minigpt.utils.signals import Interrupted
@@ -177,13 +175,12 @@ def test_a_raised_max_steps_follows_the_new_schedule(
 
 
 def test_a_changed_optimizer_setting_applies_after_resuming(train: Callable[..., Any], capsys: Any) -> None:
-    run = train("schedule=constant", "schedule.warmup_steps=0", "optimizer.lr=0.001", "max_steps=10")
-    changed = ["optimizer.lr=0.0005", "optimizer.weight_decay=0.3", "max_steps=20"]
-    train("schedule=constant", "schedule.warmup_steps=0", *changed, "resume=auto", folder=run.folder)
+    constant = ["schedule=constant", "schedule.warmup_steps=0"]
+    run = train(*constant, "optimizer.lr=0.001", "max_steps=10")
+    train(*constant, "optimizer.lr=0.0005", "optimizer.weight_decay=0.3", "resume=auto", folder=run.folder)
     assert "optimizer.lr changed from 0.001 to 0.0005; it applies from step 10 on" in capsys.readouterr().err
     assert [float(row["learning_rate"]) for row in rows(run.folder) if row["learning_rate"]] == [1e-3, 1e-3, 5e-4, 5e-4]
-    groups = read(run.folder / LAST)["optimizer_states"][0]["param_groups"]
-    assert groups[0]["weight_decay"] == 0.3
+    assert read(run.folder / LAST)["optimizer_states"][0]["param_groups"][0]["weight_decay"] == 0.3
 
 
 def test_save_top_k_checkpoints_are_kept(train: Callable[..., Any], tmp_path: Path) -> None:
@@ -241,58 +238,47 @@ def test_the_ema_follows_its_formula() -> None:
     assert weight.item() == 1.0
 
 
-POISONED = ["model.tie_embeddings=false", "max_steps=35", "resume=auto"]  # 17 steps an epoch
-
-
 @pytest.fixture
-def poisoned(
-    request: pytest.FixtureRequest, train: Callable[..., Any], tmp_path: Path, text: Path
-) -> tuple[list[str], Path, list[int]]:
-    """A run of ten steps in which the embedding of one character overflows, and the steps that read it."""
-    batches = getattr(request, "param", 1)  # per step
+def poisoned(train: Callable[..., Any], tmp_path: Path, text: Path) -> tuple[list[str], Path]:
+    """The settings and the folder of a run of ten steps, in which the embedding of one character overflows."""
     odd = tmp_path / "odd.txt"
     odd.write_text(text.read_text().replace("number 3", "number §", 1), encoding="utf-8")
-    split = [f"data.batch_size={64 // batches}", f"trainer.accumulate_grad_batches={batches}"]
-    same = [f"data.path={odd}", *split, *POISONED]
+    same = [f"data.path={odd}", "data.batch_size=64", "model.tie_embeddings=false", "eval_every=100", "resume=auto"]
     folder = train(*same, "max_steps=10", folder=tmp_path / "odd").folder
     _, tokenizer = load_checkpoint(folder)
-    poison = int(tokenizer.encode("§")[0])
     content = read(folder / LAST)
-    content["state_dict"]["model.wte.weight"][poison] = 3e38  # the sum over a row is infinite
+    content["state_dict"]["model.wte.weight"][int(tokenizer.encode("§")[0])] = 3e38  # the sum over a row is infinite
     write(content, folder / LAST)
     for name in ("previous.safetensors", "best.safetensors"):
-        (folder / "checkpoints" / name).unlink()
-    tokens = tokenizer.encode(odd.read_text())[: int(0.9 * 20_000)]
-    order = WindowOrder(len(tokens), 16, seed=1337)
-    starts = order.starts(np.arange(35 * 64).reshape(35, 64))
-    met = [step for step, row in enumerate(starts, 1) if (tokens[row[:, None] + np.arange(16)] == poison).any()]
-    return same, folder, [step for step in met if step > 10]
+        (folder / "checkpoints" / name).unlink(missing_ok=True)
+    return same, folder
 
 
-@pytest.mark.parametrize("poisoned", [1, 2], indirect=True)
 def test_a_nan_loss_stops_the_run_and_leaves_the_last_good_checkpoint(
-    train: Callable[..., Any], poisoned: tuple[list[str], Path, list[int]]
+    train: Callable[..., Any], poisoned: tuple[list[str], Path], tmp_path: Path
 ) -> None:
-    same, folder, met = poisoned
+    same, folder = poisoned
+    shutil.copytree(folder, tmp_path / "copy")
     before = (folder / LAST).read_bytes()
-    with pytest.raises(Diverged, match=rf"the loss is nan at step {met[0]} \(learning rate 0\.0"):
-        train(*same, "eval_every=100", folder=folder)
+    with pytest.raises(Diverged, match=r"the loss is nan at step \d+ \(learning rate 0\.0"):
+        train(*same, "max_steps=35", folder=folder)
     assert (folder / LAST).read_bytes() == before
     summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["status"], summary["steps"]) == ("failed", met[0])
-    assert summary["reason"].startswith(f"the loss is nan at step {met[0]}")
+    assert summary["status"] == "failed"
+    assert summary["reason"].startswith(f"the loss is nan at step {summary['steps']}")
+    assert summary["steps"] > 11
+    steps = f"max_steps={summary['steps'] - 1}"  # no earlier step reads the character
+    assert train(*same, steps, folder=tmp_path / "copy").summary["status"] == "completed"
 
 
 @pytest.mark.slow
-def test_a_nan_loss_stops_two_processes_at_its_step(
-    launch: Callable[..., Any], poisoned: tuple[list[str], Path, list[int]]
-) -> None:
-    same, folder, met = poisoned
-    two = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", f"hydra.run.dir={folder}"]
-    stopped = launch("train.py", *same, *two, "eval_every=100")
+def test_a_nan_loss_of_one_process_stops_both(launch: Callable[..., Any], poisoned: tuple[list[str], Path]) -> None:
+    same, folder = poisoned
+    two = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "max_steps=35", f"hydra.run.dir={folder}"]
+    stopped = launch("train.py", *same, *two)
     assert stopped.returncode == 1
     (error,) = (line for line in stopped.stderr.splitlines() if line.startswith("error"))
-    assert f"at step {met[0]} " in error
+    assert " at step " in error
 
 
 def test_a_checkpoint_older_than_a_model_setting_is_resumed(
@@ -394,9 +380,7 @@ class Terminate(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize(
-    ("batch", "validating"), [(18, False), (19, False), (19, True), (20, False), (39, False), (39, True)]
-)
+@pytest.mark.parametrize(("batch", "validating"), [(18, False), (19, False), (19, True), (39, True)])
 def test_a_terminated_run_resumes_with_the_validation_that_was_due(
     train: Callable[..., Any], trained: Callable[..., Path], batch: int, validating: bool
 ) -> None:

@@ -27,8 +27,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from minigpt.checkpoints.format import checksum, write
-from minigpt.checkpoints.load import load_checkpoint
-from minigpt.checkpoints.resume import contents
+from minigpt.checkpoints.load import contents, load_checkpoint
 from minigpt.config import GPTConfig
 from minigpt.data import token_files as corpus
 from minigpt.data import tokenizer as tokenizers
@@ -144,7 +143,7 @@ def _checkpoint() -> bytes:
     content = {"state_dict": weights, "global_step": 3}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "a.safetensors")
-        write(content | contents(model.config, CharTokenizer.of(ALPHABET), {}, "ab", {}), file)
+        write(content | contents(model.config, CharTokenizer.of(ALPHABET), config={}), file)
         return file.read_bytes()
 
 

@@ -20,8 +20,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from minigpt.checkpoints.format import checksum, write
-from minigpt.checkpoints.load import load_checkpoint
-from minigpt.checkpoints.resume import contents
+from minigpt.checkpoints.load import contents, load_checkpoint
 from minigpt.checkpoints.validation_split import validation_batches
 from minigpt.config import GPTConfig
 from minigpt.data.tokenizer import BPETokenizer, CharTokenizer
@@ -41,7 +40,7 @@ def good() -> dict[str, Any]:
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=8, vocab_size=len(ALPHABET), n_layer=2, n_head=2, n_embd=16))
     weights = {f"model.{name}": value for name, value in model.state_dict().items()}
-    return {"state_dict": weights, **contents(model.config, CharTokenizer.of(ALPHABET), {"seed": 7}, "ab12", {})}
+    return {"state_dict": weights, **contents(model.config, CharTokenizer.of(ALPHABET), config={"seed": 7})}
 
 
 def file(values: Any, tensors: dict[str, Tensor], **metadata: str) -> bytes:
