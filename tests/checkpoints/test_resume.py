@@ -150,6 +150,7 @@ def test_a_run_resumes_in_another_folder(
     resumed = train(*OFTEN, f"resume={whole}/checkpoints/step-7.safetensors", folder=tmp_path / "new").folder
     assert differences(read(whole / LAST)["state_dict"], read(resumed / LAST)["state_dict"]) == []
     assert rows(resumed) == [row for row in rows(whole) if int(row["step"]) > 7]
+    assert (tmp_path / "latest").resolve() == resumed
 
 
 def test_the_best_checkpoint_of_a_folder_is_from_its_own_run(
@@ -301,7 +302,6 @@ def test_a_checkpoint_older_than_a_model_setting_is_resumed(
             r"optimizer\._target_ \(minigpt\.optim\.adamw in the checkpoint, minigpt\.optim\.muon now\)",
         ),
         (["data.batch_size=4"], r"data\.batch_size \(8 in the checkpoint, 4 now\)"),
-        (["trainer.accumulate_grad_batches=2"], r"accumulate_grad_batches \(1 in the checkpoint, 2 now\)"),
         (["max_steps=2"], "raise max_steps"),
     ],
 )
@@ -324,11 +324,9 @@ def test_a_checkpoint_that_does_not_match_is_rejected_with_the_difference(
     "change",
     [
         lambda content: content.pop("global_step"),
-        lambda content: content["minigpt"].pop("corpus_sha256"),
         lambda content: content["minigpt"].update(config=[]),
         lambda content: content.pop("loops"),
         lambda content: content.update(optimizer_states=[{}]),
-        lambda content: content["state_dict"].pop("model.wte.weight"),
         lambda content: content["callbacks"].update(MetricsCallback={"seconds": "all"}),
         lambda content: content.update(rng=[{"torch": 3}]),
     ],
@@ -355,14 +353,6 @@ def test_resuming_a_completed_run_does_nothing(train: Callable[..., Any], capsys
     with pytest.raises(UserError, match=r"resume=.*model\.n_layer"):
         train(*stopping, "resume=auto", "model.n_layer=1", folder=run.folder)
     assert {file.name: file.read_bytes() for file in run.folder.iterdir() if file.is_file()} == before
-
-
-def test_the_latest_link_can_be_resumed(train: Callable[..., Any], tmp_path: Path) -> None:
-    first = train("max_steps=10", "eval_every=5", folder=tmp_path / "first")
-    second = train(f"resume={tmp_path}/latest", folder=tmp_path / "second")
-    assert (first.summary["steps"], second.summary["steps"]) == (10, 20)
-    assert int(rows(second.folder)[0]["step"]) > 10
-    assert (tmp_path / "latest").resolve() == second.folder
 
 
 class Terminate(Callback):
