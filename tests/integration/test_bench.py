@@ -57,14 +57,7 @@ def test_the_attention_benchmark_writes_a_table_a_json_file_and_a_plot(tmp_path:
     table = [line.split("|")[1:-1] for line in output.splitlines() if line.startswith("|")]
     assert {len(cells) for cells in table} == {10}
     assert [cells[2].strip() for cells in table[2:]] == ["64", "512", "2048"] * 2
-    assert output.count("memory grows as T^") == 4
-    assert output.count("attend is ") == 2
-
-    picture = image.imread(tmp_path / "runs" / "bench" / "attention.png")[:, :, :3] * 255
-    assert picture.shape[0] >= 400
-    assert picture.shape[1] >= 1000
-    for color in ((31, 119, 180), (255, 127, 14)):  # matplotlib's tab:blue and tab:orange
-        assert (abs(picture - color).max(axis=-1) < 2).sum() > 500
+    assert image.imread(tmp_path / "runs" / "bench" / "attention.png").shape[1] >= 1000
 
     if sys.platform == "linux":  # peak memory is a lower bound on other systems
         short, long, dropped = rows[1], rows[2], rows[5]
@@ -77,7 +70,7 @@ def test_the_attention_benchmark_writes_a_table_a_json_file_and_a_plot(tmp_path:
         assert long["kernel"] == "flash"
 
 
-@pytest.mark.parametrize("sizes", ["", "64,", "0", "-1", "many"])
+@pytest.mark.parametrize("sizes", ["64,", "0", "many"])
 def test_invalid_sequence_lengths_are_rejected(sizes: str) -> None:
     from attention import lengths
 
@@ -85,23 +78,21 @@ def test_invalid_sequence_lengths_are_rejected(sizes: str) -> None:
         lengths(sizes)
 
 
-def measurements(folder: Path, name: str) -> dict[str, float]:
-    """The measurements of a benchmark with one round."""
-    (row,) = json.loads((folder / "runs" / "bench" / f"{name}.json").read_text(encoding="utf-8"))["rows"]
-    return row
-
-
 @pytest.mark.slow
-def test_the_step_benchmark_compares_a_recipe_with_bare_loops(small: list[str], tmp_path: Path) -> None:
-    options = ["--recipes", "nanogpt_cpu", "--rounds", "1", "--steps", "12"]
-    bench("step", *options, "--overrides", *small, folder=tmp_path)
-    results = measurements(tmp_path, "step")
-    ours, bare = (results[f"nanogpt_cpu: {name} tokens/s"] for name in ("minigpt", "bare"))
-    assert results["nanogpt_cpu: ratio"] == pytest.approx(ours / bare)
-    utilization, bare_utilization = (results[f"nanogpt_cpu: {name} utilization"] for name in ("minigpt", "bare"))
-    assert 0 < utilization < 1
-    assert utilization / bare_utilization == pytest.approx(ours / bare)
-    assert results["nanogpt_cpu: baseline tokens/s"] > 0
+@pytest.mark.parametrize("benchmark", ["step --recipes nanogpt_cpu --steps 12", "saving"])
+def test_a_benchmark_of_training_writes_its_rows(benchmark: str, small: list[str], tmp_path: Path) -> None:
+    # Later overrides win over those of the benchmark.
+    own = [setting for setting in small if not setting.startswith(("max_steps", "eval_every", "model.n_head"))]
+    name, *options = benchmark.split()
+    bench(name, *options, "--rounds", "1", "--overrides", *own, "model.n_head=2", folder=tmp_path)
+    (row,) = json.loads((tmp_path / "runs" / "bench" / f"{name}.json").read_text(encoding="utf-8"))["rows"]
+    if name == "saving":
+        assert row["steps between two of baby"] == 250
+        assert row["share of training %"] == pytest.approx(100 * row["saving s"] / (250 * row["a step s"]))
+    else:
+        ours, bare = (row[f"nanogpt_cpu: {loop} tokens/s"] for loop in ("minigpt", "bare"))
+        assert row["nanogpt_cpu: ratio"] == pytest.approx(ours / bare)
+        assert 0 < row["nanogpt_cpu: minigpt utilization"] < 1
 
 
 @pytest.mark.slow
@@ -164,15 +155,9 @@ def test_a_part_that_fails_leaves_the_rows_of_the_others(tmp_path: Path, capsys:
     assert session.failed
     assert "memory: gpt2, batch 1: ValueError: no such kernel" in capsys.readouterr().err
     tables = (tmp_path / "out/tables.md").read_text(encoding="utf-8")
-    row = "| nano, minigpt, eager | 12,346 | not measured |"
-    assert row in tables
+    assert "| nano, minigpt, eager | 12,346 | not measured |" in tables
     assert "| gpt2_xl, batch 8 | 150.00 | out of memory | out of memory |" in tables
     assert "| gpt2, batch 1 | failed | failed | failed |" in tables
-
-    gpu.Session(tmp_path / "out", tmp_path, ["memory"], gpu.TABLES, seeds=1, rehearse=True)
-    tables = (tmp_path / "out/tables.md").read_text(encoding="utf-8")
-    assert row in tables  # of a part that is not measured again
-    assert "gpt2_xl" not in tables
 
 
 def test_different_tensors_of_two_checkpoints_are_found(train: Callable[..., Any], tmp_path: Path) -> None:
@@ -257,26 +242,12 @@ def test_the_sampling_benchmark_compares_with_transformers(tmp_path: Path, monke
     monkeypatch.setattr(sampling, "BANDWIDTH_BYTES", 1 << 20)
     (row,) = sampling.sampling(argparse.Namespace(rounds=1), tmp_path)
     for streams in ("1 stream", "16 streams"):
-        loop, other, ours = (
-            row[f"tiny, {streams}: {what} tokens/s"] for what in ("no cache", "transformers", "minigpt")
-        )
-        assert row[f"tiny, {streams}: over no cache"] == pytest.approx(ours / loop)
+        other, ours = (row[f"tiny, {streams}: {what} tokens/s"] for what in ("transformers", "minigpt"))
         assert row[f"tiny, {streams}: over transformers"] == pytest.approx(ours / other)
     bound = 1e9 * row["memory GB/s"] / (4 * (65 * 16 + 12 * 16**2 + 3 * 16))  # the weights, in bytes
-    assert row["tiny, 1 stream: share of the bandwidth limit"] == pytest.approx(
-        row["tiny, 1 stream: minigpt tokens/s"] / bound
-    )
+    share = row["tiny, 1 stream: minigpt tokens/s"] / bound
+    assert row["tiny, 1 stream: share of the bandwidth limit"] == pytest.approx(share)
     assert row["tiny, beyond its block: minigpt tokens/s"] > 0
-
-
-@pytest.mark.slow
-def test_the_saving_benchmark_relates_checkpoint_time_to_training_time(small: list[str], tmp_path: Path) -> None:
-    # Later overrides win over those of the benchmark.
-    own = [setting for setting in small if not setting.startswith(("max_steps", "eval_every", "model.n_head"))]
-    bench("saving", "--rounds", "1", "--overrides", *own, "model.n_head=2", folder=tmp_path)
-    (row,) = json.loads((tmp_path / "runs" / "bench" / "saving.json").read_text(encoding="utf-8"))["rows"]
-    assert row["steps between two of baby"] == 250
-    assert row["share of training %"] == pytest.approx(100 * row["saving s"] / (250 * row["a step s"]))
 
 
 @pytest.mark.slow
