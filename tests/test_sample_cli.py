@@ -732,7 +732,7 @@ def test_int8_weights_are_for_the_cpu(saves, sample, monkeypatch):
         (None, "no run with a checkpoint in runs/; train one with python scripts/train.py"),
         ("folder", "folder holds no checkpoints/best.safetensors; give a run folder or a checkpoint file"),
         ("nowhere", "nowhere does not exist, and cannot be downloaded from the Hugging Face Hub: "),
-        ("text.txt", "text.txt is not a complete checkpoint: truncated, or another kind of file"),
+        ("text.txt", "text.txt is not a complete checkpoint in safetensors format: "),
     ],
 )
 def test_an_invalid_checkpoint_is_one_error_line(run, output, sample, tmp_path):

@@ -27,38 +27,30 @@ from minigpt.utils.files import atomic_write, sync
 
 FORMAT = 2
 MINIGPT = "minigpt"  # the key of the model, the tokenizer and the run, beside the keys of Lightning
-# What content that another program wrote can raise.
-CONTENT_ERRORS = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError)
+_ERRORS = (UserError, SafetensorError, OSError, LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
 _PREFIXES = {"state_dict": "", "optimizer_states": "optimizer"}  # of tensor names; of other keys, the key itself
 
 
 def read(path: Path) -> dict[str, Any]:
     """Read a checkpoint as plain containers and tensors; raise UserError if it is damaged or another kind of file."""
-    try:
+    with explain_errors(f"{path} is not a complete checkpoint in safetensors format"):
         with safe_open(path, framework="pt", backend="pread") as file:  # mmap would keep a replaced file on disk
             metadata, tensors = file.metadata() or {}, file.get_tensors()
-    except (SafetensorError, RuntimeError) as error:  # torch has no 4-bit tensors of some shapes
-        kinds = "another kind of file, such as a pickle of torch.save"
-        raise UserError(f"{path} is not a complete checkpoint: truncated, or {kinds}") from error
-    try:
         text = metadata[MINIGPT]
         if metadata.get("crc32") != checksum(text, tensors):
-            raise UserError(f"{path} is damaged: its checksum is wrong; use an older checkpoint")
+            raise UserError("its checksum is wrong; use an older checkpoint")
         content = _unpack(json.loads(text), tensors)
-        content["state_dict"], number = dict(content["state_dict"]), content[MINIGPT].get("format")
-    except CONTENT_ERRORS as error:
-        raise UserError(f"{path} is not a checkpoint of minigpt ({type(error).__name__}: {error!s:.200})") from error
-    if number != FORMAT:
-        raise UserError(f"{path} has format {number}; this version of minigpt reads format {FORMAT}")
-    return content
+        if (number := content[MINIGPT].get("format")) != FORMAT:
+            raise UserError(f"it has format {number}; this version of minigpt reads format {FORMAT}")
+        return {**content, "state_dict": dict(content["state_dict"])}
 
 
 @contextmanager
 def explain_errors(problem: str) -> Iterator[None]:
-    """Raise UserError with the problem and its reason for errors of content that another program wrote."""
+    """Raise UserError with the problem and its reason for everything that a file of another program can cause."""
     try:
         yield
-    except (UserError, SafetensorError, OSError, *CONTENT_ERRORS) as error:
+    except (*_ERRORS, RuntimeError) as error:
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
         raise UserError(f"{problem}: {kind}{' '.join(str(error).split()):.300}") from error
 

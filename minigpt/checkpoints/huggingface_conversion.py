@@ -184,8 +184,6 @@ def config_to_ours(values: Values) -> GPTConfig:
     for key, wanted in required.items():
         if theirs.get(key, wanted) != wanted:
             raise UserError(f"{key} must be {wanted}, got {theirs[key]}")
-    if missing := [key for key in family.keys.values() if key not in theirs]:
-        raise UserError(f"config.json has no {', '.join(missing)}")
     ours = {**{name: theirs[key] for name, key in family.keys.items()}, **family.implied}
     require(family.keys["activation"], ours["activation"], *one_of(family.activations))
     return GPTConfig(**{**ours, "activation": family.activations[ours["activation"]]})

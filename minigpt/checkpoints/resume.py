@@ -75,7 +75,7 @@ def _newest(folder: Path) -> tuple[Path | None, dict[str, Any]]:
     for file in (folder / name for name in (LAST, PREVIOUS, BEST) if (folder / name).is_file()):
         try:
             content = read_run(file)
-        except (UserError, OSError) as error:
+        except UserError as error:
             errors.append(str(error))
             continue
         for reason in errors:

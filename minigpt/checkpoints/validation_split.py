@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from minigpt.checkpoints.format import CONTENT_ERRORS, MINIGPT
+from minigpt.checkpoints.format import MINIGPT, explain_errors
 from minigpt.checkpoints.resume import read_run
 from minigpt.data import token_files
 from minigpt.data.batches import ValidationBatches
@@ -29,10 +29,8 @@ def validation_batches(checkpoint: Path, model: GPT) -> ValidationBatches:
         UserError: the checkpoint has no run config, or the token files of the run are missing or have changed.
     """
     run, block_size = read_run(checkpoint)[MINIGPT], model.config.block_size
-    try:
+    with explain_errors(f"the validation split of {checkpoint} cannot be read"):
         corpus = _find_corpus(run, run["config"]["data"])
-    except CONTENT_ERRORS as error:
-        raise UserError(f"{checkpoint} does not hold a run of minigpt ({type(error).__name__}: {error})") from error
     corpus.check_length(block_size)
     return ValidationBatches(
         corpus.tokens("val"),

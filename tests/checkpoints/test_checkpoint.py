@@ -136,7 +136,7 @@ def test_a_file_of_another_format_is_rejected_with_both_numbers(tmp_path: Path):
     for number in (FORMAT + 1, 0, None, "1"):
         content["minigpt"]["format"] = number
         write(content, tmp_path / "a.safetensors")
-        with pytest.raises(UserError, match=rf"a\.safetensors has format {number}; .* reads format {FORMAT}"):
+        with pytest.raises(UserError, match=rf"a\.safetensors .* it has format {number}; .* reads format {FORMAT}"):
             load_checkpoint(tmp_path / "a.safetensors")
 
 
@@ -190,7 +190,7 @@ def test_a_flipped_bit_is_detected_wherever_it_matters(tmp_path: Path, bit: int)
     for place in [*range(8), *torch.randint(header, (60,)).tolist(), *torch.randint(header, len(good), (30,)).tolist()]:
         path.write_bytes(good[:place] + bytes([good[place] ^ 1 << bit]) + good[place + 1 :])
         if place >= header:
-            with pytest.raises(UserError, match="is damaged: its checksum is wrong; use an older checkpoint"):
+            with pytest.raises(UserError, match="its checksum is wrong; use an older checkpoint"):
                 read(path)
             continue
         try:
@@ -216,12 +216,12 @@ def test_auto_resumes_from_the_newest_undamaged_checkpoint(tmp_path: Path, capsy
         (tmp_path / LAST).write_bytes(harm)
         assert find() == (tmp_path / PREVIOUS, 20, {})
         stderr = capsys.readouterr().err
-        assert stderr.startswith(f"warning: {tmp_path / LAST} is")
+        assert stderr.startswith(f"warning: {tmp_path / LAST} is not a complete checkpoint")
         assert stderr.endswith(f"resuming from {tmp_path / PREVIOUS}\n")
     (tmp_path / PREVIOUS).write_bytes(b"")
     assert find() == (tmp_path / BEST, 10, {})
     (tmp_path / BEST).write_bytes(b"")
-    with pytest.raises(UserError, match=r"no checkpoint in .* can be resumed; .*last\.safetensors is damaged"):
+    with pytest.raises(UserError, match=r"no checkpoint in .* can be resumed; .*last\.safetensors is not a complete"):
         find()
 
 

@@ -121,7 +121,7 @@ def test_a_trained_model_is_analyzed(
     result = shell(*flags)
     assert result.returncode == 2
     line = result.stderr.splitlines()[-1]  # the lines before are from training
-    assert line.startswith("error: the token files of the run are not in ")
+    assert "cannot be read: the token files of the run are not in " in line
     assert "prepare them with python scripts/prepare.py" in line
     assert not (tmp_path / "again.svg").exists()
     assert not (tmp_path / "data").exists()

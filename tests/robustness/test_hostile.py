@@ -40,7 +40,10 @@ def good() -> dict[str, Any]:
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=8, vocab_size=len(ALPHABET), n_layer=2, n_head=2, n_embd=16))
     weights = {f"model.{name}": value for name, value in model.state_dict().items()}
-    return {"state_dict": weights, **contents(model.config, CharTokenizer.of(ALPHABET), config={"seed": 7})}
+    return {
+        "state_dict": weights,
+        **contents(model.config, CharTokenizer.of(ALPHABET), config={"seed": 7}, corpus_sha256="ab12"),
+    }
 
 
 def file(values: Any, tensors: dict[str, Tensor], **metadata: str) -> bytes:
@@ -150,8 +153,7 @@ def nested(depth: int) -> str:
     return "[" * depth + "]" * depth
 
 
-INCOMPLETE, OTHER = "is not a complete checkpoint", "is not a checkpoint of minigpt"
-DAMAGED = "is damaged: its checksum"
+INCOMPLETE, DAMAGED = "is not a complete checkpoint in safetensors format: ", "its checksum is wrong"
 MODEL, NOT_FINITE = "does not hold a model", "its weights are NaN or infinite"
 
 
@@ -192,7 +194,7 @@ def damaged_headers() -> Iterator[tuple[str, str, bytes]]:
     yield "a header of a list", INCOMPLETE, header([])
     yield "a header of nested lists", INCOMPLETE, header(nested(100_000).encode())
     yield "a header of NaN", INCOMPLETE, header({"x": math.nan})
-    yield "an empty header", OTHER, header({}, b"")
+    yield "an empty header", INCOMPLETE, header({}, b"")
     yield "metadata of numbers", INCOMPLETE, header({"__metadata__": {"minigpt": 3}}, b"")
     yield "metadata of a list", INCOMPLETE, header({"__metadata__": ["minigpt"]}, b"")
     yield "no checksum", DAMAGED, changed(crc32="")
@@ -214,38 +216,38 @@ def damaged_tensors() -> Iterator[tuple[str, str, bytes]]:
     yield "overlapping tensors", INCOMPLETE, entries((0, 8), (0, 8))
     yield "partly overlapping tensors", INCOMPLETE, entries((0, 8), (4, 12))
     yield "a gap between tensors", INCOMPLETE, entries((0, 4), (8, 16))
-    yield "a tensor of many dimensions", OTHER, entry(shape=[1] * 1000 + [2])
+    yield "a tensor of many dimensions", INCOMPLETE, entry(shape=[1] * 1000 + [2])
     yield "a tensor of 10^15 rows of nothing", "", changed("x", value=torch.empty(0, HUGE))
     yield "a name twice", INCOMPLETE, header(entry()[8:-8].replace(b"}}", b'}, "x": {}}'))
-    yield "ten thousand tensors", OTHER, file({}, {f"{i}": torch.empty(0) for i in range(10_000)})
+    yield "ten thousand tensors", INCOMPLETE, file({}, {f"{i}": torch.empty(0) for i in range(10_000)})
 
 
 def hostile_json() -> Iterator[tuple[str, str, bytes]]:
     for text in ("", "x", "{", "[]", "[3]", "3", "null", "NaN", '"text"', "{}", '{"minigpt": {}}'):
-        yield f"JSON that is {text!r}", OTHER, file(text, {"x": torch.ones(2)})
+        yield f"JSON that is {text!r}", INCOMPLETE, file(text, {"x": torch.ones(2)})
     for depth in (1000, 100_000):
-        yield f"{depth} nested lists", OTHER, beside(nested(depth))
-    yield "1000 nested dictionaries", OTHER, beside('{"x":' * 1000 + "1" + "}" * 1000)
-    yield "1000 nested tuples", OTHER, beside('{"$tuple":[' * 1000 + "]}" * 1000)
-    yield "a key twice", OTHER, beside('1, "state_dict": {}, "minigpt": 3')
+        yield f"{depth} nested lists", INCOMPLETE, beside(nested(depth))
+    yield "1000 nested dictionaries", INCOMPLETE, beside('{"x":' * 1000 + "1" + "}" * 1000)
+    yield "1000 nested tuples", INCOMPLETE, beside('{"$tuple":[' * 1000 + "]}" * 1000)
+    yield "a key twice", INCOMPLETE, beside('1, "state_dict": {}, "minigpt": 3')
     yield "a million lists", "", beside(f"[{'[],' * 1_000_000}[]]")
     yield "two hundred thousand dictionaries", "", beside(f"[{'{},' * 200_000}{{}}]")
     yield "a long text in JSON", "", beside(f'"{"x" * (1 << 25)}"')
     yield "half a surrogate pair", "", beside('"\\ud800"')
     yield "a number beyond floats", "", beside("1e999")
-    for digits, error in ((4000, ""), (1_000_000, OTHER)):
+    for digits, error in ((4000, ""), (1_000_000, INCOMPLETE)):
         yield f"an integer of {digits} digits", error, beside("9" * digits)
     tensors = '{"$tensor": "x"}', '{"$tensor": "__metadata__"}'
     pairs = ("[[], 1]", "[{}, 1]", "[1, 2, 3]", "1", '"x"')
     for marker in (*tensors, *(f'{{"$dict": [{pair}]}}' for pair in pairs)):
-        yield f"a marker {marker}", OTHER, beside(marker)
+        yield f"a marker {marker}", INCOMPLETE, beside(marker)
     harmless = '{"$tensor": 3}', '{"$tensor": ["x"]}', '{"$tuple": 3}', '{"$dict": {}}', '{"$class": "os"}'
     for marker in ('{"$dict": [[1.5, 1], [{"$tensor": "model.wte.weight"}, 2]]}', *harmless):
         yield f"no marker {marker}", "", beside(marker)
     for key in ("minigpt", "state_dict"):
         for value in (..., 3, None, "text", ["x"], True):
-            yield f"{key} {value!r}", OTHER, changed(key, value=value)
-    yield "weights that are a tensor", OTHER, changed("state_dict", value=torch.ones(2))
+            yield f"{key} {value!r}", INCOMPLETE, changed(key, value=value)
+    yield "weights that are a tensor", INCOMPLETE, changed("state_dict", value=torch.ones(2))
 
 
 def impossible_models() -> Iterator[tuple[str, str, bytes]]:
