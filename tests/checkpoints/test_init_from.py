@@ -24,15 +24,13 @@ Finetune = Callable[..., SimpleNamespace]
 
 
 @pytest.fixture
-def finetune(text: Path, tmp_path: Path) -> Finetune:
+def finetune(small: list[str], tmp_path: Path) -> Finetune:
     """Train in this process from other weights: `finetune(SOURCE, "max_steps=5", folder=...)`."""
 
     def run(source: Path | str, *overrides: str, folder: Path = tmp_path / "run") -> SimpleNamespace:
-        shared = ["trainer=cpu", f"data.path={text}", f"data.folder={tmp_path}/data", "log_every=5"]
-        lengths = ["max_steps=20", "eval_every=10", "callbacks.samples.max_new_tokens=20", "trainer.precision=32-true"]
-        summary = minigpt.train(
-            [*shared, *lengths, f"init_from={source}", *overrides, f"hydra.run.dir={folder}"],
-        )
+        architecture = ("model.", "data.batch_size=")
+        settings = [setting for setting in small if not setting.startswith(architecture)]
+        summary = minigpt.train([*settings, f"init_from={source}", *overrides, f"hydra.run.dir={folder}"])
         return SimpleNamespace(folder=folder, loss=summary["best_val_loss"], summary=summary)
 
     return run
@@ -163,8 +161,7 @@ def test_a_preparation_uses_the_tokenizer_of_the_model(
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(gpt2_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(gpt2_folder, tmp_path / "small")
-    config = transformers.GPT2Config(vocab_size=200, n_positions=32, n_embd=32, n_layer=1, n_head=2)
-    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    transformers.GPT2Config(vocab_size=200, n_positions=32, n_embd=32, n_layer=1, n_head=2).save_pretrained(folder)
     with pytest.raises(UserError, match=r"small cannot be loaded: model\.vocab_size must be at least the tokenizer's"):
         find_pretrained(str(folder))
 

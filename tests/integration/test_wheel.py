@@ -184,16 +184,6 @@ def test_the_printed_command_resumes_a_run_without_minigpt_on_path(
     assert json.loads((folder / "summary.json").read_text())["steps"] == steps + 1
 
 
-def test_bad_input_is_one_line(shell: Callable[..., Any]) -> None:
-    for line, message in {
-        "minigpt train max_stepz=3": "max_stepz does not exist (did you mean max_steps?); --help lists them",
-        "minigpt sample nowhere": "nowhere does not exist, and cannot be downloaded from the Hugging Face Hub: ",
-    }.items():
-        refused = shell(line, code=2)
-        assert refused.stderr.startswith(f"error: {message}")
-        assert refused.stderr.count("\n") == 1
-
-
 def test_help_names_the_command(shell: Callable[..., Any]) -> None:
     program = """
 import sys
