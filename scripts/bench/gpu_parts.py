@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from bare_minigpt import synchronize
 from bare_nanogpt import RECIPES as BASELINES
-from common import BARE_MINIGPT, ROOT, TRAIN, launch, metrics
+from common import BARE_MINIGPT, ROOT, TRAIN, launch, metrics, summary
 from hydra import compose, initialize_config_dir
 from peak_memory import ADAMW, peak_bytes
 from sampling import in_transformers, minigpt_tokens, transformers_tokens
@@ -81,8 +81,8 @@ def check_scripts(session: Session) -> None:
     with session.row("check", "sweep of two jobs") as row:
         settings = ["experiment=fast_gpu", *session.settings, "max_steps=20", "eval_every=20", "eval_batches=2"]
         launch([sys.executable, TRAIN, "-m", "seed=1,2", *settings, f"hydra.sweep.dir={session.folder}/sweep"])
-        points = json.loads((session.folder / "sweep/sweep.json").read_text(encoding="utf-8"))["points"]
-        row["result"] = "validation losses " + ", ".join(f"{point['val_loss']:.3f}" for point in points)
+        runs = sorted(file.parent for file in session.folder.glob("sweep/*/summary.json"))
+        row["result"] = "validation losses " + ", ".join(f"{summary(run)['best_val_loss']:.3f}" for run in runs)
 
 
 def compare_resumed(row: dict[str, Any], run: Path, settings: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from common import TRAIN, launch
+from common import TRAIN, launch, summary
 
 WIDTHS = (64, 128, 256, 512)
 SETTINGS = ("model.n_layer=2", "data.batch_size=8", "schedule.warmup_steps=20")
@@ -37,7 +37,8 @@ def widths(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         )
         for point in json.loads((out / "sweep.json").read_text(encoding="utf-8"))["points"]:
             width, rate = int(point["overrides"]["model.n_embd"]), float(point["overrides"]["optimizer.lr"])
-            rows.append({"kind": kind, "n_embd": width, "lr": rate, "val_loss": point["val_loss"]})
+            loss = summary(out / point["folder"])["best_val_loss"]
+            rows.append({"kind": kind, "n_embd": width, "lr": rate, "val_loss": loss})
     return rows
 
 
