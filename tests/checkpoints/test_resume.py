@@ -205,11 +205,13 @@ def test_a_checkpoint_not_yet_linked_as_best_is_linked_on_resume(
 
 
 def test_checkpoints_hold_the_ema_weights(train: Callable[..., Any], trained: Callable[..., Path]) -> None:
-    run = train("ema_decay=0.9")
+    two_batches = "trainer.accumulate_grad_batches=2"
+    run = train("ema_decay=0.9", two_batches)
     content = read(run.folder / LAST)
     weights = {name.removeprefix("model."): tensor for name, tensor in content["unaveraged"].items()}
-    assert content["ema_updates"] == 20
-    averages, plain = (load_checkpoint(folder / LAST)[0].named_parameters() for folder in (run.folder, trained()))
+    assert content["ema_updates"] == 20  # one per optimizer step
+    folders = run.folder, trained(two_batches)
+    averages, plain = (load_checkpoint(folder / LAST)[0].named_parameters() for folder in folders)
     for (name, average), (_, tensor) in zip(averages, plain, strict=True):
         assert not torch.equal(average, weights[name]), name
         assert torch.equal(tensor, weights[name]), name  # the EMA does not change the training
