@@ -66,20 +66,21 @@ def peak_memory() -> dict[str, float]:
     return row
 
 
-def sent_bytes(folder: Path, strategies: Sequence[str] = STRATEGIES) -> dict[str, float]:
+def sent_bytes(folder: Path, strategies: Sequence[str] = STRATEGIES, *, precision: str = "32-true") -> dict[str, float]:
     """Compare the bytes per step of two processes on one host: of a run minus those of one of half its length.
 
     gloo reduces and scatters gradients of FSDP by an all-reduce, which sends twice as much as NCCL's ring.
     """
     values = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "bias": False, "position": "rope"}
-    sizes, row = sizes_of(values | {"vocab_size": CHARACTERS}), {}
+    sizes, row = sizes_of(values | {"vocab_size": CHARACTERS}, bfloat16=precision == "bf16-mixed"), {}
     for strategy in strategies:
         sent = []
         with namespace("forecast-lo") as inside:
             for steps in (STEPS, 2 * STEPS):
                 before = transmitted("forecast-lo")
                 start = [*inside, sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-                run([*start, *training(folder / f"{strategy}{steps}", steps), f"trainer={strategy}"])
+                out = folder / f"{strategy}{steps}"
+                run([*start, *training(out, steps), f"trainer={strategy}", f"trainer.precision={precision}"])
                 sent.append(transmitted("forecast-lo") - before)
         predicted = step_time(sizes, Parallelism(strategy, 2, 2, 1, 1), 0)["sent"]
         predicted += sizes.weights / 2 if strategy == "fsdp" else 0  # of gloo
@@ -186,11 +187,11 @@ def compared(name: str, predicted: float, measured: float) -> dict[str, float]:
     return {f"{name}, predicted": predicted, f"{name}, measured": measured, f"{name}, ratio": predicted / measured}
 
 
-def sizes_of(values: Mapping[str, Any]) -> Sizes:
-    """Return the sizes of a model in float32 with AdamW."""
+def sizes_of(values: Mapping[str, Any], *, bfloat16: bool = False) -> Sizes:
+    """Return the sizes of a model with AdamW."""
     with torch.device("meta"):
         model = GPT(GPTConfig(**values)).to("meta")
-    return Sizes(model, adamw(model, **ADAMW), bfloat16=False)
+    return Sizes(model, adamw(model, **ADAMW), bfloat16=bfloat16)
 
 
 def training(folder: Path, steps: int, batch: int = 12) -> list[str]:

@@ -265,6 +265,9 @@ def test_two_processes_send_the_predicted_bytes_within_3_percent(
     monkeypatch.syspath_prepend(str(SCRIPTS / "bench"))
     import forecast
 
-    row = forecast.sent_bytes(tmp_path, ["ddp", "fsdp"])
-    ratios = [value for name, value in row.items() if name.endswith("ratio")]
-    assert ratios == [pytest.approx(1, abs=0.03)] * 2
+    rows = [
+        forecast.sent_bytes(tmp_path / "float32", ["ddp", "fsdp"]),
+        forecast.sent_bytes(tmp_path / "bfloat16", ["fsdp"], precision="bf16-mixed"),  # gradients stay in float32
+    ]
+    ratios = [value for row in rows for name, value in row.items() if name.endswith("ratio")]
+    assert ratios == [pytest.approx(1, abs=0.03)] * 3, rows
