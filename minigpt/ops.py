@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 EPS = 1e-5  # default of what is added to the variance or the mean square
@@ -29,7 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
     if not _use_fused_cpu(x, torch.float32):
         y = F.rms_norm(x, x.shape[-1:], None if weight is None else weight.to(x.dtype), eps)
     else:
-        y = _RMSNorm.apply(x, eps) if torch.is_grad_enabled() else x * _rms_factor(x, eps)
+        y = _RMSNorm.apply(x, eps)[0] if torch.is_grad_enabled() else x * _rms_factor(x, eps)
         y = y if weight is None else y * weight
     return y if bias is None else y + bias
 
@@ -39,7 +38,7 @@ def relu_squared(x: Tensor) -> Tensor:
     if not _use_fused_cpu(x, torch.float32, torch.bfloat16):
         x = F.relu(x)
         return x * x  # `square` is float32 under autocast on a GPU
-    squared: Tensor = _ReLUSquared.apply(x) if torch.is_grad_enabled() else x.relu().square_()
+    squared: Tensor = _ReLUSquared.apply(x)[0] if torch.is_grad_enabled() else x.relu().square_()
     return squared
 
 
@@ -83,7 +82,8 @@ def apply_dropout(x: Tensor, p: float, training: bool = True) -> Tensor:
 
 
 def _use_fused_cpu(x: Tensor, *dtypes: torch.dtype) -> bool:
-    return x.is_cpu and x.dtype in dtypes and not torch.compiler.is_compiling()
+    transformed = torch._C._are_functorch_transforms_active()  # by torch.func.vmap or others
+    return x.is_cpu and x.dtype in dtypes and not transformed and not torch.compiler.is_compiling()
 
 
 def _rms_factor(x: Tensor, eps: float) -> Tensor:
@@ -91,31 +91,39 @@ def _rms_factor(x: Tensor, eps: float) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.size(-1)).add_(eps).rsqrt_()
 
 
+# What the backward passes of these functions use is an output too, so that they can be differentiated again:
+# https://docs.pytorch.org/tutorials/intermediate/custom_function_double_backward_tutorial.html
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         factor = _rms_factor(x, eps)
         y = x * factor
         ctx.save_for_backward(y, factor)
-        return y
+        ctx.set_materialize_grads(False)
+        return y, factor
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor, of_factor: Tensor | None) -> tuple[Tensor, None]:
         y, factor = ctx.saved_tensors
         along = torch.linalg.vecdot(gradient, y).unsqueeze(-1)  # (…, 1)
+        if of_factor is not None:
+            along = along + of_factor * factor
         return torch.addcmul(gradient, y, along, value=-1 / y.size(-1)).mul_(factor), None
 
 
 class _ReLUSquared(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         positive = F.relu(x)
         ctx.save_for_backward(positive)
-        return positive * positive
+        ctx.set_materialize_grads(False)
+        return positive * positive, positive
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient: Tensor | None, of_positive: Tensor | None) -> Tensor:
         (positive,) = ctx.saved_tensors
-        return (gradient * positive).mul_(2)
+        summands = [] if gradient is None else [(gradient * positive).mul_(2)]
+        summands += [] if of_positive is None else [of_positive * (positive > 0)]
+        return sum(summands[1:], start=summands[0])

@@ -129,12 +129,47 @@ def test_the_result_has_the_precision_of_the_input(function, dtype):
     assert function(x).dtype == dtype
 
 
-@pytest.mark.parametrize("function", [rms_norm, relu_squared])
-def test_a_second_derivative_raises(function):
-    x = torch.randn(4, 8, requires_grad=True)
-    (gradient,) = torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+REFERENCES = {rms_norm: lambda x: F.rms_norm(x, x.shape[-1:], eps=1e-5), relu_squared: lambda x: F.relu(x).square()}
+
+
+@pytest.mark.parametrize("function", REFERENCES)
+@pytest.mark.parametrize("hessian", [torch.autograd.functional.hessian, lambda f, x: torch.func.hessian(f)(x)])
+def test_second_derivatives_equal_torchs(function, hessian):
+    x = torch.randn(3, 8)
+
+    def of_cubes(f: Callable[[Tensor], Tensor]) -> Tensor:
+        return hessian(lambda x: f(x).pow(3).sum(), x)
+
+    found, expected = of_cubes(function), of_cubes(REFERENCES[function])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_a_model_has_per_sample_gradients_and_products_with_its_hessian():
+    """Source: https://docs.pytorch.org/tutorials/intermediate/per_sample_grads.html"""
+    options = {"norm": "rmsnorm", "activation": "relu2", "position": "rope", "qk_norm": True, "smear": 1}
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=11, **options))
+    weights, ids = dict(model.named_parameters()), torch.randint(11, (3, 9))
+
+    def loss(weights: dict[str, Tensor], ids: Tensor) -> Tensor:  # (9,)
+        return torch.func.functional_call(model, weights, (ids[None, :-1], ids[None, 1:]))
+
+    def gradients(ids: Tensor, **options: bool) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(loss(weights, ids), [*weights.values()], **options)
+
+    per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, ids)
+    for i in range(3):
+        torch.testing.assert_close([*gradients(ids[i])], [gradient[i] for gradient in per_sample.values()])
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # the fused kernel has no second one
+        vectors = [torch.randn_like(weight) for weight in weights.values()]
+        products = torch.autograd.grad(gradients(ids[0], create_graph=True), [*weights.values()], vectors)
+        forward = torch.func.jvp(
+            lambda weights: torch.func.grad(loss)(weights, ids[0]),
+            (weights,),
+            (dict(zip(weights, vectors, strict=True)),),
+        )[1]
+    torch.testing.assert_close([*products], [*forward.values()], rtol=1e-4, atol=1e-4)
 
 
 def gated_tanh(x: Tensor) -> Tensor:
