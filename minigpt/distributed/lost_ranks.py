@@ -46,10 +46,14 @@ class LostRanks(Callback):
             self.rank, self.hosts = trainer.global_rank, gather_objects(platform.node())
             store: Any = _get_default_store()
             self.store = store.clone()  # a connection of its own
-            Thread(target=self._answer, args=(store.clone(),), daemon=True).start()
+            self.answering = Thread(target=self._answer, args=(store.clone(),), daemon=True)
+            self.answering.start()
 
-    def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+    def close(self) -> None:
+        """End the thread: one that is in the store when Python ends aborts the process."""
         self.ended.set()
+        if self.store is not None:
+            self.answering.join(ANSWER_SECONDS)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         self.saving = True
@@ -75,7 +79,7 @@ class LostRanks(Callback):
         ranks = ", ".join(f"rank {rank} (host {self.hosts[rank]})" for rank in lost or [first])
         explained = RunError(f"{ranks} {'ended or lost the network' if lost else 'failed'} {where}")
         left = [rank for rank, host in enumerate(self.hosts) if host == self.hosts[self.rank] and rank not in lost]
-        explained.of_all_ranks = self.rank != left[0]  # one rank of each host prints it
+        explained.of_all_ranks = left[:1] != [self.rank]  # one rank of each host prints it
         return explained
 
     def _ask(self) -> None:

@@ -4,6 +4,7 @@ Hosts need no shared disk: all ranks use the command line of rank 0, each host p
 of a run are copied to hosts that lack them, and an error on one host before training ends all ranks with its message.
 """
 
+import atexit
 import os
 import platform
 import sys
@@ -49,6 +50,7 @@ def join_ranks() -> None:
         distributed.init_process_group(backend, timeout=START, **address)
     except distributed.DistError as error:
         raise RunError(f"not all ranks started within {START}; see their logs ({error_text(error)})") from error
+    atexit.register(distributed.destroy_process_group)  # NCCL warns otherwise
     set_timeout(PATIENCE)
 
 

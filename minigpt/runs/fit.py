@@ -94,6 +94,7 @@ def fit(
         reason = error_text(error)
         raise error
     finally:
+        ranks.close()
         summary = metrics.summary(trainer, module) | {
             "status": status,
             "reason": reason,

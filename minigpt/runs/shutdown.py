@@ -22,17 +22,13 @@ class GracefulShutdown(Callback):
     def __init__(self, *, sync_every: int) -> None:
         self.sync_every = sync_every
         self.received: int | None = None
-        self._previous_handlers: dict[int, Any] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Replace the handlers; Lightning restores those from before the training when it ends."""
         for signum in END_SIGNALS:
             if signum == REQUEUE_SIGNAL and signal.getsignal(signum) not in (signal.SIG_DFL, raise_interrupted):
                 continue  # submitit requeues this run
-            self._previous_handlers[signum] = signal.signal(signum, self._receive)
-
-    def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        while self._previous_handlers:
-            signal.signal(*self._previous_handlers.popitem())
+            signal.signal(signum, self._receive)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (batch_idx + 1) % trainer.accumulate_grad_batches:  # a checkpoint does not hold accumulated gradients

@@ -222,4 +222,4 @@ def test_srun_trains_on_two_nodes_without_a_shared_disk(
     assert json.loads((run / "summary.json").read_text())["world_size"] == 4
     losses = [read_metrics(folder / "metrics.csv")["train_loss"] for folder in (run, one.folder)]
     assert losses[0] == [pytest.approx(point, rel=1e-6) for point in losses[1]]
-    assert [path.name for path in hosts.folders[1].iterdir()] == ["data"]
+    assert {path.name for path in hosts.folders[1].iterdir()} == {"data", "run"}  # with the checkpoints
