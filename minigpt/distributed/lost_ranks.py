@@ -23,6 +23,7 @@ from minigpt.distributed.process_group import PATIENCE, gather_objects, set_time
 from minigpt.utils.errors import RunError, UserError
 
 ANSWER_SECONDS = 4
+SAVED_BYTES_PER_SECOND = 1e6  # of a slow disk or network, while the other ranks wait
 _FAILED = f"minigpt failed {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"  # keys of the store
 _ALIVE = f"{_FAILED}, alive "
 
@@ -31,7 +32,7 @@ class LostRanks(Callback):
     """Name the ranks that a training lost.
 
     Args:
-        timeout: seconds that ranks wait for each other in a training step; saving may take longer.
+        timeout: seconds that ranks wait for each other in a training step; longer while they save.
     """
 
     store: Any = None
@@ -57,7 +58,8 @@ class LostRanks(Callback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         self.saving = True
-        set_timeout(PATIENCE)
+        n_bytes = 4 * 4 * sum(p.numel() for p in pl_module.parameters())  # weights, their averages, two moments
+        set_timeout(min(PATIENCE, self.timeout + timedelta(seconds=n_bytes / SAVED_BYTES_PER_SECOND)))
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self.saving:

@@ -23,7 +23,7 @@ from minigpt.utils.files import atomic_write
 from minigpt.utils.terminal import is_rank_zero, warn
 
 START = timedelta(minutes=2)  # that ranks wait for each other to start
-PATIENCE = timedelta(minutes=30)  # the same while they prepare the data or save
+PATIENCE = timedelta(minutes=30)  # the same while they prepare the data, and at most while they save
 _CHUNK_BYTES = 1 << 26
 
 

@@ -221,6 +221,7 @@ def test_a_run_that_loses_a_host_ends_with_its_name_and_resumes(
     n_hosts, ranks, settings, inject, lost = FAULTS[fault]
     hosts = start(n_hosts)
     run, overrides = hosts.folders[0] / "run", [*small, "data.batch_size=12", "eval_every=20", *settings]
+    overrides += ["collective_timeout=10"] if SOONER else []
     launchers = torchrun(hosts, ranks, [*overrides, "max_steps=1000000", "hydra.run.dir=run"])
     wait_for(run / LAST, launchers)
     inject(hosts)
