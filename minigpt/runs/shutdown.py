@@ -1,6 +1,7 @@
 """SIGINT, SIGTERM and SIGUSR1 save a checkpoint and end the run."""
 
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from minigpt.checkpoints.find import LAST
-from minigpt.utils.signals import END_SIGNALS, REQUEUE_SIGNAL, Interrupted, raise_interrupted
+from minigpt.utils.signals import END_SIGNALS, REQUEUE_SIGNAL, Interrupted, handle_signals, raise_interrupted
 
 
 class GracefulShutdown(Callback):
@@ -22,17 +23,15 @@ class GracefulShutdown(Callback):
     def __init__(self, *, sync_every: int) -> None:
         self.sync_every = sync_every
         self.received: int | None = None
-        self._previous_handlers: dict[int, Any] = {}
+        self._handlers = ExitStack()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        for signum in END_SIGNALS:
-            if signum == REQUEUE_SIGNAL and signal.getsignal(signum) not in (signal.SIG_DFL, raise_interrupted):
-                continue  # submitit requeues this run
-            self._previous_handlers[signum] = signal.signal(signum, self._receive)
+        requeued = signal.getsignal(REQUEUE_SIGNAL) not in (signal.SIG_DFL, raise_interrupted)  # by submitit
+        signums = [signum for signum in END_SIGNALS if not (requeued and signum == REQUEUE_SIGNAL)]
+        self._handlers.enter_context(handle_signals(signums, self._receive))
 
     def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        while self._previous_handlers:
-            signal.signal(*self._previous_handlers.popitem())
+        self._handlers.close()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (batch_idx + 1) % trainer.accumulate_grad_batches:  # a checkpoint does not hold accumulated gradients

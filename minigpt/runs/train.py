@@ -73,7 +73,7 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
 
 @contextmanager
 def fast_imports() -> Iterator[None]:
-    """Import in 0.6 of the time: without garbage collection, and torchmetrics without transformers and matplotlib.
+    """Import in 0.7 of the time: without garbage collection, and torchmetrics without transformers and matplotlib.
 
     The plots of torchmetrics, which minigpt does not use, cannot be drawn in this process.
     """
@@ -81,10 +81,8 @@ def fast_imports() -> Iterator[None]:
     try:
         optional: Any = import_module("lightning_utilities.core.imports").RequirementCache
         optional.available = False  # torchmetrics would import both if installed, for metrics of no run
-        try:
-            import_module("torchmetrics")
-        finally:
-            del optional.available
+        import_module("torchmetrics")
+        del optional.available
         yield
     finally:
         gc.freeze()

@@ -128,18 +128,28 @@ def test_a_ring_of_n_devices_sends_2_times_n_minus_1_over_n_of_the_gradients(gpt
     assert sent_in_float32 == pytest.approx(1.5 + saved)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "hops"),
-    [
-        ("ddp", 2 * 6 * (14 + 1)),  # up and down a tree of 2⁶ devices: 14 buckets of 25 MiB, and the embeddings
-        ("fsdp", 63 * 2 * (12 * 3 + 2)),  # around a ring, in 2 batches: each block is gathered twice and scattered
-        ("diloco", 2 * 6 / 20),
-    ],
-)
-def test_the_latency_of_a_step_is_5_microseconds_per_hop(gpt2: Sizes, strategy: str, hops: float) -> None:
-    for devices, expected in ((1, 0), (64, hops * 5e-6)):
-        time = step_time(gpt2, spread(strategy, devices, bandwidth=math.inf, per_node=1, batches=2), 0.0)
-        assert [time[part] for part in ("communication", "exposed", "step")] == pytest.approx([expected] * 3)
+def hops_of_a_tree(devices: int) -> int:
+    """Hops of an all-reduce, counted: sums go up a tree until one device has all, and then down until all have it."""
+    sums, up = [{device} for device in range(devices)], 0
+    while len(sums) > 1:
+        sums, up = [sums[i] | sums[i + 1] for i in range(0, len(sums), 2)], up + 1
+    assert sums == [{*range(devices)}]
+    informed, down = 1, 0
+    while informed < devices:
+        informed, down = 2 * informed, down + 1
+    return up + down
+
+
+@pytest.mark.parametrize("devices", [1, 2, 64, 1024])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "diloco"])
+def test_the_latency_of_a_step_is_5_microseconds_per_hop(gpt2: Sizes, strategy: str, devices: int) -> None:
+    hops = {
+        "ddp": (14 + 1) * hops_of_a_tree(devices),  # buckets of 25 MiB, and the embeddings
+        "fsdp": (devices - 1) * 2 * (12 * 3 + 2),  # a ring; 2 batches gather blocks twice and scatter them
+        "diloco": hops_of_a_tree(devices) / 20,
+    }[strategy]
+    time = step_time(gpt2, spread(strategy, devices, bandwidth=math.inf, per_node=1, batches=2), 0.0)
+    assert [time[part] for part in ("communication", "exposed", "step")] == pytest.approx([hops * 5e-6] * 3)
     assert step_time(gpt2, spread(strategy, 1), 2.0) == {"communication": 0, "exposed": 0, "step": 2.0, "sent": 0}
 
 

@@ -42,8 +42,9 @@ def test_train_then_sample(launch: Callable[..., Any], call: Callable[..., Any],
     printed = set(re.findall(r"^([a-z ]+?)  ", trained.stdout, re.MULTILINE))
     assert {"run folder", "best checkpoint", "curves"} <= printed
 
-    command = re.search(r"^sample again +(.*)$", trained.stdout, re.MULTILINE)[1]
-    again = subprocess.run(command.split(), cwd=tmp_path, capture_output=True, text=True, check=False)
+    python, script, *arguments = re.search(r"^sample again +(.*)$", trained.stdout, re.MULTILINE)[1].split()
+    assert (tmp_path / python, Path(script)) == (Path(sys.executable), ROOT / "scripts/sample.py")
+    again = call("sample.py", *arguments)
     assert again.returncode == 0, again.stderr
 
     # Without a run folder, the newest run; text and nothing else on stdout; the same seed, the same text.

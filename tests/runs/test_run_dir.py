@@ -218,23 +218,24 @@ def test_a_run_ends_by_printing_its_sample_and_the_paths_of_its_results(tmp_path
 
 def test_the_bar_of_a_terminal_moves_during_validation(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    progress = Progress(20, tmp_path / "log.txt")
-    progress.log_metrics({"train_loss": 3.0, "tokens_per_second": 12_345.6}, 10)
-    progress.show_validation(3, 7)
+    progress = Progress(20, tmp_path)
+    progress.bar.mininterval = progress.bar.delay = 0  # seconds between two drawings, and before the first
+    progress.log({"train_loss": 3.0, "tokens_per_second": 12_345.6}, 10)
+    progress.log_validation(3, 7)
     assert "10/20" in (drawn := capsys.readouterr().err)
     assert "validating 3/7" in drawn
-    progress.log_metrics({"val_loss": 3.2}, 10)
-    assert progress.bar.desc == "loss 3.000, val 3.2000, 12,346 tokens/s"
-    progress.finalize("success")
+    progress.log({"val_loss": 3.2}, 10)
+    assert "loss 3.000, val 3.2000, 12,346 tokens/s" in (drawn := capsys.readouterr().err)
+    assert "step" not in drawn.replace("steps", "")  # the line per validation is in the log alone
+    progress.bar.close()
 
 
 def test_a_line_per_validation_is_printed_away_from_a_terminal_and_logged(tmp_path, capsys):
-    progress = Progress(20, tmp_path / "log.txt")
+    progress = Progress(20, tmp_path)
     for step in (5, 10, 15, 20):
-        progress.log_metrics({"train_loss": 4 - step / 10, "tokens_per_second": 12_345.6}, step)
+        progress.log({"train_loss": 4 - step / 10, "tokens_per_second": 12_345.6}, step)
         if step % 10 == 0:
-            progress.log_metrics({"val_loss": 4.5 - step / 10}, step)
-    progress.finalize("success")
+            progress.log({"val_loss": 4.5 - step / 10}, step)
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == [
