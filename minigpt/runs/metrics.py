@@ -93,7 +93,7 @@ class MetricsCallback(Callback):
             folder = Path(trainer.default_root_dir)
             for line in banner(trainer, pl_module, self.tokens_per_step):
                 append_log(folder, line)
-            self._progress = Progress(trainer.max_steps, folder)
+            self._progress = Progress(trainer.max_steps, folder, step=trainer.global_step)
         warmup = pl_module.schedule.keywords.get("warmup_steps", 0)
         if warmup >= trainer.max_steps:
             setting = f"schedule.warmup_steps={warmup} is not below max_steps={trainer.max_steps}"

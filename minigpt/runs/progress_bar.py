@@ -13,11 +13,12 @@ from minigpt.runs.run_dir import append_log
 class Progress:
     """Show the last losses and the speed: a bar on a terminal, one line per validation elsewhere and in `log.txt`."""
 
-    def __init__(self, max_steps: int, folder: Path) -> None:
+    def __init__(self, max_steps: int, folder: Path, *, step: int = 0) -> None:
         self.folder, self.terminal = folder, sys.stderr.isatty()
         self.fields = {"loss": "", "val": "", "speed": ""}
         self.bar: tqdm[Any] = tqdm(
             total=max_steps,
+            initial=step,  # of a run that resumes
             disable=not self.terminal,
             delay=1e-3,  # appears with the first metrics
             miniters=0,  # any update draws it again, at most ten times per second
