@@ -148,6 +148,7 @@ BAD_INPUT = {
     "data.folder=latin.txt/data": "not a directory",
     "trainer.accelerator=cuda": "the trainer cannot be built: `CUDAAccelerator` can not run on your system",
     "+trainer.color=red": "trainer.color is not an option; trainer takes accelerator,",
+    "callbacks.samples.top_k=0": "callbacks.samples.top_k must be an integer",
     "callbacks.samples.prompt=Zebra": "the tokenizer has no id for 'Z'",
     "max_steps=[1": "cannot parse the override max_steps=[1",
 }
