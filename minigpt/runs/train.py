@@ -73,7 +73,7 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
 
 @contextmanager
 def fast_imports() -> Iterator[None]:
-    """Import in 0.7 of the time: without garbage collection, and torchmetrics without transformers and matplotlib.
+    """Import in 0.6 of the time: without garbage collection, and torchmetrics without transformers and matplotlib.
 
     The plots of torchmetrics, which minigpt does not use, cannot be drawn in this process.
     """
