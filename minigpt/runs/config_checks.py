@@ -113,19 +113,15 @@ def partial_from_config(node: DictConfig) -> Callable[..., Any]:
     return partial(get_method(values.pop("_target_")), **values)
 
 
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and value != ""
-
-
-def _is_path_or_list(value: Any) -> bool:
-    is_list = isinstance(value, Sequence) and value != [] and all(isinstance(path, str) for path in value)
-    return isinstance(value, str) or is_list
+def _are_texts(value: Any) -> bool:  # as the characters of a text are
+    return isinstance(value, Sequence) and value != [] and all(isinstance(part, str) for part in value)
 
 
 def _are_betas(value: Any) -> bool:
     return isinstance(value, Sequence) and len(value) == 2 and all(map(checks.FRACTION[0], value))
 
 
+_MODELS = "a run folder, a checkpoint, or a folder or id of Hugging Face"
 # The settings that each rule is for. Not every optimizer, schedule and strategy has all of them.
 _RULES: dict[checks.Rule, tuple[str, ...]] = {
     POSITIVE_INT: (
@@ -145,8 +141,8 @@ _RULES: dict[checks.Rule, tuple[str, ...]] = {
     integer(257): ("tokenizer.vocab_size",),  # 256 bytes and the separator
     one_of(("files", "download", "plays", "huggingface")): ("data.source",),
     one_of(("fraction", "document")): ("data.split",),
-    or_null((_is_path_or_list, "a path, a URL, or a list of them")): ("data.train_bin", "data.val_bin"),
+    or_null((_are_texts, "a path, a URL, or a list of them")): ("data.train_bin", "data.val_bin"),
     (_are_betas, "two numbers in [0, 1)"): ("optimizer.betas",),
-    or_null((_is_name, "a run folder, a checkpoint, or a folder or id of Hugging Face")): ("init_from",),
-    or_null((lambda value: isinstance(value, str), "auto, a run folder, a checkpoint")): ("resume",),
+    or_null((lambda v: isinstance(v, str) and v != "", _MODELS)): ("init_from",),
+    or_null((lambda v: isinstance(v, str), "auto, a run folder, a checkpoint")): ("resume",),
 }

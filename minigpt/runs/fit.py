@@ -3,7 +3,8 @@
 import platform
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -53,11 +54,10 @@ def fit(
     Returns:
         The best validation loss, nats per token.
     """
-    torch.manual_seed(cfg.seed)
     cfg.model = config.to_dict()  # null values resolved
-    resolved: Any = OmegaConf.to_container(cfg, resolve=True)
+    settings: Any = OmegaConf.to_container(cfg, resolve=True)
     origin = provenance() | {"init_from": None}
-    saved = contents(config, corpus.tokenizer, config=resolved, corpus_sha256=corpus.sha256, provenance=origin)
+    saved = contents(config, corpus.tokenizer, config=settings, corpus_sha256=corpus.sha256, provenance=origin)
     resume, step, before, done = find_checkpoint_of_ranks(cfg, folder, saved)
     if done:
         if is_rank_zero():
@@ -70,46 +70,51 @@ def fit(
     run_dir.truncate_logs(folder, step)
 
     metrics, state, ranks = MetricsCallback(cfg, started=started), ResumeState(saved), LostRanks(cfg.collective_timeout)
+    torch.manual_seed(cfg.seed)
     with shared_errors():
         module = build_module(cfg, pretrained.load(config).train() if pretrained and not resume else GPT(config))
         trainer = build_trainer(cfg, folder, metrics, state, ranks)
         trainer.precision_plugin.convert_module(module)  # Lightning does after it loads a checkpoint into the module
     torch.manual_seed(cfg.seed + trainer.global_rank)  # a dropout mask per rank
 
-    status, reason, sample = "failed", "", ""
+    outcome = {"status": "failed", "reason": "", "stopped_early": False}
     try:
-        for logger in trainer.loggers:
-            logger.log_hyperparams(resolved)
-        trainer.fit(module, TokenDataModule(corpus, cfg), ckpt_path=resume)
-        sample = sample_best(trainer, module, corpus, cfg.seed)
-        status, reason = "completed", early_stopping_reason(trainer)
-    except (Interrupted, KeyboardInterrupt, SystemExit):  # submitit ends a job with SystemExit
-        status = "interrupted"
-        raise
-    except Exception as error:
-        if resume and not state.training_began and is_resume_error(error):
-            error = UserError(f"{resume} does not hold a run of minigpt ({type(error).__name__}: {error})")
-        where = f"after step {trainer.global_step} of {cfg.max_steps}"
-        error = ranks.explain(error, f"{where}; resume with resume=auto hydra.run.dir={run_dir.short_path(folder)}")
-        reason = error_text(error)
-        raise error
+        with recorded_outcome(outcome, trainer, state, ranks, resume):
+            for logger in trainer.loggers:
+                logger.log_hyperparams(settings)
+            trainer.fit(module, TokenDataModule(corpus, cfg), ckpt_path=resume)
+            sample = sample_best(trainer, module, corpus, cfg.seed)
     finally:
         ranks.close()
-        summary = metrics.summary(trainer, module) | {
-            "status": status,
-            "reason": reason,
-            "stopped_early": status == "completed" and reason != "",
-            "seed": cfg.seed,
-            "eval_batches": cfg.eval_batches,
-            "corpus": corpus.name,
-            "corpus_sha256": corpus.sha256,
-            "tokenizer": corpus.tokenizer.to_dict()["name"],
-            **origin,
-        }
+        summary = metrics.summary(trainer, module) | outcome | origin
+        summary |= {"seed": cfg.seed, "eval_batches": cfg.eval_batches, "tokenizer": corpus.tokenizer.to_dict()["name"]}
+        summary |= {"corpus": corpus.name, "corpus_sha256": corpus.sha256}
         write_results(trainer, folder, summary)
     if trainer.is_global_zero:
         run_dir.print_results(folder, sample, summary)
     return summary["best_val_loss"]
+
+
+@contextmanager
+def recorded_outcome(
+    outcome: dict[str, Any], trainer: L.Trainer, state: ResumeState, ranks: LostRanks, resume: Path | None
+) -> Iterator[None]:
+    """Record how a training ends, and raise its error in the terms of a user."""
+    try:
+        yield
+    except (Interrupted, KeyboardInterrupt, SystemExit):  # submitit ends a job with SystemExit
+        outcome["status"] = "interrupted"
+        raise
+    except Exception as error:
+        if resume and not state.training_began and is_resume_error(error):
+            error = UserError(f"{resume} does not hold a run of minigpt ({type(error).__name__}: {error})")
+        where = f"after step {trainer.global_step} of {trainer.max_steps}"
+        folder = run_dir.short_path(trainer.default_root_dir)
+        error = ranks.explain(error, f"{where}; resume with resume=auto hydra.run.dir={folder}")
+        outcome["reason"] = error_text(error)
+        raise error
+    reason = early_stopping_reason(trainer)
+    outcome |= {"status": "completed", "reason": reason, "stopped_early": reason != ""}
 
 
 def find_checkpoint_of_ranks(
@@ -156,9 +161,7 @@ def build_module(cfg: DictConfig, model: GPT) -> LanguageModel:
 
 def sample_best(trainer: L.Trainer, module: LanguageModel, corpus: Corpus, seed: int) -> str:
     """Return a sample of the best checkpoint, which sample.py loads; empty on ranks that draw none."""
-    if (
-        not trainer.is_global_zero and trainer.checkpoint_callback
-    ):  # without checkpoints, sharded weights need all ranks
+    if trainer.checkpoint_callback and not trainer.is_global_zero:  # with none, all ranks gather weights
         return ""
     best = Path(trainer.default_root_dir) / BEST
     model = load_checkpoint(best, device=trainer.strategy.root_device)[0] if best.exists() else module.model

@@ -28,9 +28,8 @@ def plot_curves(folder: Path) -> None:
         rates.plot(*columns["learning_rate"], color="tab:green", linewidth=1)
     losses.set(ylabel="loss (nats per token)", title=f"{folder.resolve().name}: loss and learning rate")
     losses.legend()
-    rates.set(ylabel="learning rate", xlabel="optimizer step")
+    rates.set(ylabel="learning rate", xlabel="optimizer step", ylim=(0, None))
     rates.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    rates.set_ylim(bottom=0)
     for axes in (losses, rates):
         axes.grid(alpha=0.3)
     figure.savefig(folder / CURVES, dpi=120)

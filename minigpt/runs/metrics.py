@@ -60,6 +60,7 @@ class MetricsCallback(Callback):
         self._linked = False  # whether `latest` points at the run
         self._losses: list[Tensor] = []  # of the batches since the last row
         self._resumed_losses: list[list[float]] = []  # the same per rank, from a checkpoint
+        self._progress: Progress | None = None  # of rank 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state from which a resumed run logs the same next row as an uninterrupted one."""
@@ -89,8 +90,10 @@ class MetricsCallback(Callback):
             same = len(losses) == trainer.world_size
             self._losses = list(losses[trainer.global_rank] if same else losses.mean(0))
         if trainer.is_global_zero:
+            folder = Path(trainer.default_root_dir)
             for line in banner(trainer, pl_module, self.tokens_per_step):
-                append_log(Path(trainer.default_root_dir), line)
+                append_log(folder, line)
+            self._progress = Progress(trainer.max_steps, folder, step=trainer.global_step)
         warmup = pl_module.schedule.keywords.get("warmup_steps", 0)
         if warmup >= trainer.max_steps:
             setting = f"schedule.warmup_steps={warmup} is not below max_steps={trainer.max_steps}"
@@ -111,24 +114,29 @@ class MetricsCallback(Callback):
         if pl_module.device.type == "cpu" and not isfinite(pl_module.grad_norm):
             raise Diverged(float(sum(self._losses[-accumulate:])), step, pl_module.learning_rate)
         if step % self.log_every == 0 or step == trainer.max_steps:
-            self._log(trainer, pl_module, step)
+            self._log_training(trainer, pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         self._update_seconds()
         self._clock = None
 
     def on_validation_batch_end(self, trainer: L.Trainer, *args: Any, **kwargs: Any) -> None:
-        batch = trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.ready
-        for progress in (logger for logger in trainer.loggers if isinstance(logger, Progress)):
-            progress.show_validation(batch, int(trainer.num_val_batches[0]))
+        if self._progress:
+            batch = trainer.fit_loop.epoch_loop.val_loop.batch_progress.current.ready
+            self._progress.log_validation(batch, int(trainer.num_val_batches[0]))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         loss, corpus = float(trainer.callback_metrics["val_loss"]), trainer.datamodule.corpus  # type: ignore[attr-defined]
         if not isfinite(loss):
             raise Diverged(loss, trainer.global_step, pl_module.learning_rate)
-        metrics = {"val_loss": loss, "val_bits_per_byte": loss / log(2) / corpus.val_bytes_per_token}
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, trainer.global_step)
+        self._log(trainer, {"val_loss": loss, "val_bits_per_byte": loss / log(2) / corpus.val_bytes_per_token})
+
+    def on_train_end(self, *args: Any) -> None:
+        if self._progress:
+            self._progress.bar.close()
+
+    def on_exception(self, *args: Any) -> None:
+        self.on_train_end()
 
     def summary(self, trainer: L.Trainer, pl_module: Any) -> dict[str, Any]:
         """Return the figures of the run for `summary.json`."""
@@ -159,7 +167,14 @@ class MetricsCallback(Callback):
             self.seconds += now - self._clock
             self._clock = now
 
-    def _log(self, trainer: L.Trainer, pl_module: Any, step: int) -> None:
+    def _log(self, trainer: L.Trainer, metrics: dict[str, float]) -> None:
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, trainer.global_step)
+        if self._progress:
+            self._progress.log(metrics, trainer.global_step)
+
+    def _log_training(self, trainer: L.Trainer, pl_module: Any) -> None:
+        step = trainer.global_step
         by_step = torch.stack(self._losses).view(-1, trainer.accumulate_grad_batches).sum(1)  # since the last row
         losses: list[float] = trainer.strategy.reduce(by_step, reduce_op="mean").tolist()  # waits for a GPU
         self._update_seconds()
@@ -180,8 +195,7 @@ class MetricsCallback(Callback):
         }
         if (peak := PEAK_FLOPS.get(device_name(pl_module.device))) is not None:
             metrics["mfu"] = flops / (peak * trainer.world_size)
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step)
+        self._log(trainer, metrics)
         self._logged_seconds = self.seconds
 
 

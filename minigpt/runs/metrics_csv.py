@@ -1,4 +1,4 @@
-"""The Lightning logger that writes `metrics.csv`, and the base of loggers with a file in the run folder."""
+"""The Lightning logger that writes `metrics.csv`."""
 
 import csv
 from collections.abc import Mapping
@@ -16,13 +16,15 @@ COLUMNS = (
 )
 
 
-class RunFolderLogger(Logger):
-    """Base of loggers with one file in the run folder.
+class MetricsCSV(Logger):
+    """Append one row per measurement to `metrics.csv` at once, so that a killed run keeps its metrics.
 
-    Callbacks of Lightning write to save_dir/name/version: with empty names, into the run folder too.
+    A metric of another callback, outside `COLUMNS`, gets a column when it first appears. Lightning's CSVLogger removes
+    the file of a run that resumes.
     """
 
-    name = version = ""
+    name = version = ""  # callbacks of Lightning write to save_dir/name/version, which is the run folder
+    columns: tuple[str, ...] = ()
 
     def __init__(self, file: Path) -> None:
         super().__init__()
@@ -34,15 +36,6 @@ class RunFolderLogger(Logger):
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         pass
-
-
-class MetricsCSV(RunFolderLogger):
-    """Append one row per measurement to `metrics.csv` at once, so that a killed run keeps its metrics.
-
-    A metric of another callback, outside `COLUMNS`, gets a column when it first appears.
-    """
-
-    columns: tuple[str, ...] = ()
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:

@@ -46,10 +46,8 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
         raise UserError(f"another run uses {folder}; choose another folder with hydra.run.dir=…") from error
     with lock:
         if not resume and ((folder / METRICS).exists() or (folder / SUMMARY).exists()):
-            raise UserError(
-                f"{folder} already holds a run; resume it with resume=auto, choose another folder with "
-                "hydra.run.dir=…, or remove it"
-            )
+            advice = "resume it with resume=auto, choose another folder with hydra.run.dir=…, or remove it"
+            raise UserError(f"{folder} already holds a run; {advice}")
         for pattern in (".*.partial", "checkpoints/.*.partial", "checkpoints/.tmp*"):  # left by killed runs
             for partial in folder.glob(pattern):
                 partial.unlink(missing_ok=True)

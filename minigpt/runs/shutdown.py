@@ -25,10 +25,10 @@ class GracefulShutdown(Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Replace the handlers; Lightning restores those from before the training when it ends."""
+        requeued = signal.getsignal(REQUEUE_SIGNAL) not in (signal.SIG_DFL, raise_interrupted)  # by submitit
         for signum in END_SIGNALS:
-            if signum == REQUEUE_SIGNAL and signal.getsignal(signum) not in (signal.SIG_DFL, raise_interrupted):
-                continue  # submitit requeues this run
-            signal.signal(signum, self._receive)
+            if not (requeued and signum == REQUEUE_SIGNAL):
+                signal.signal(signum, self._receive)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if (batch_idx + 1) % trainer.accumulate_grad_batches:  # a checkpoint does not hold accumulated gradients

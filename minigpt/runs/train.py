@@ -81,10 +81,8 @@ def fast_imports() -> Iterator[None]:
     try:
         optional: Any = import_module("lightning_utilities.core.imports").RequirementCache
         optional.available = False  # torchmetrics would import both if installed, for metrics of no run
-        try:
-            import_module("torchmetrics")
-        finally:
-            del optional.available
+        import_module("torchmetrics")
+        del optional.available
         yield
     finally:
         gc.freeze()

@@ -21,9 +21,8 @@ from minigpt.distributed.ranks import started_together
 from minigpt.distributed.strategies import DDP
 from minigpt.runs import lightning_workarounds
 from minigpt.runs.metrics_csv import MetricsCSV
-from minigpt.runs.progress_bar import Progress
 from minigpt.runs.resume_state import EMACallback
-from minigpt.runs.run_dir import LOG, METRICS
+from minigpt.runs.run_dir import METRICS
 from minigpt.runs.shutdown import GracefulShutdown
 from minigpt.utils.errors import UserError, require
 
@@ -65,7 +64,7 @@ def build_trainer(cfg: DictConfig, folder: Path, *callbacks: Callback) -> L.Trai
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
             callbacks=list(callbacks),
-            logger=[MetricsCSV(folder / METRICS), Progress(cfg.max_steps, folder / LOG)],
+            logger=MetricsCSV(folder / METRICS),
             plugins=plugins,
             default_root_dir=folder,
             log_every_n_steps=1,

@@ -27,18 +27,16 @@ def map_in_threads(function: Callable[[T], R], items: Iterable[T], threads: int)
             except BaseException as error:
                 future.set_exception(error)
 
-    started = 0
+    for _ in range(threads):
+        Thread(target=work, daemon=True).start()
     try:
         for item in items:
             pending.append(Future())
             tasks.put((item, pending[-1]))
-            if started < min(threads, len(pending)):
-                Thread(target=work, daemon=True).start()
-                started += 1
-            elif len(pending) > threads:
+            if len(pending) > threads:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
     finally:
-        for _ in range(started):
+        for _ in range(threads):
             tasks.put(None)

@@ -2,9 +2,7 @@
 
 import math
 import os
-import runpy
 import shutil
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,7 +22,6 @@ from minigpt.forecast.traffic import step_time
 from minigpt.model import GPT
 from minigpt.optim import adamw, muon
 from minigpt.runs.metrics import PEAK_FLOPS
-from minigpt.utils.cli import cli_entrypoint
 
 ADAMW = partial(adamw, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
 SMALL = {"n_layer": 3, "n_head": 4, "n_embd": 128, "block_size": 128, "vocab_size": 500}
@@ -128,18 +125,28 @@ def test_a_ring_of_n_devices_sends_2_times_n_minus_1_over_n_of_the_gradients(gpt
     assert sent_in_float32 == pytest.approx(1.5 + saved)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "hops"),
-    [
-        ("ddp", 2 * 6 * (14 + 1)),  # up and down a tree of 2⁶ devices: 14 buckets of 25 MiB, and the embeddings
-        ("fsdp", 63 * 2 * (12 * 3 + 2)),  # around a ring, in 2 batches: each block is gathered twice and scattered
-        ("diloco", 2 * 6 / 20),
-    ],
-)
-def test_the_latency_of_a_step_is_5_microseconds_per_hop(gpt2: Sizes, strategy: str, hops: float) -> None:
-    for devices, expected in ((1, 0), (64, hops * 5e-6)):
-        time = step_time(gpt2, spread(strategy, devices, bandwidth=math.inf, per_node=1, batches=2), 0.0)
-        assert [time[part] for part in ("communication", "exposed", "step")] == pytest.approx([expected] * 3)
+def hops_of_a_tree(devices: int) -> int:
+    """Hops of an all-reduce, counted: sums go up a tree until one device has all, and then down until all have it."""
+    sums, up = [{device} for device in range(devices)], 0
+    while len(sums) > 1:
+        sums, up = [sums[i] | sums[i + 1] for i in range(0, len(sums), 2)], up + 1
+    assert sums == [{*range(devices)}]
+    informed, down = 1, 0
+    while informed < devices:
+        informed, down = 2 * informed, down + 1
+    return up + down
+
+
+@pytest.mark.parametrize("devices", [1, 2, 64, 1024])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "diloco"])
+def test_the_latency_of_a_step_is_5_microseconds_per_hop(gpt2: Sizes, strategy: str, devices: int) -> None:
+    hops = {
+        "ddp": (14 + 1) * hops_of_a_tree(devices),  # buckets of 25 MiB, and the embeddings
+        "fsdp": (devices - 1) * 2 * (12 * 3 + 2),  # a ring; 2 batches gather blocks twice and scatter them
+        "diloco": hops_of_a_tree(devices) / 20,
+    }[strategy]
+    time = step_time(gpt2, spread(strategy, devices, bandwidth=math.inf, per_node=1, batches=2), 0.0)
+    assert [time[part] for part in ("communication", "exposed", "step")] == pytest.approx([hops * 5e-6] * 3)
     assert step_time(gpt2, spread(strategy, 1), 2.0) == {"communication": 0, "exposed": 0, "step": 2.0, "sent": 0}
 
 
@@ -162,19 +169,9 @@ def test_every_gpu_has_a_known_peak() -> None:
 
 
 @pytest.fixture
-def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
+def shell(call: Callable[..., SimpleNamespace]) -> Callable[..., SimpleNamespace]:
     """Run the script in this process."""
-
-    def run(*arguments: str) -> SimpleNamespace:
-        monkeypatch.setattr(sys, "argv", ["forecast.py", *arguments])
-        code = 0
-        try:
-            cli_entrypoint(runpy.run_path(str(SCRIPTS / "forecast.py"))["main"])()
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        return SimpleNamespace(code=code, **dict(zip(("out", "err"), capsys.readouterr(), strict=True)))
-
-    return run
+    return partial(call, "forecast.py")
 
 
 def table(output: str) -> dict[str, str]:
@@ -185,8 +182,8 @@ def table(output: str) -> dict[str, str]:
 def test_the_script_prints_a_table_and_plots_three_strategies(shell: Callable[..., Any], tmp_path: Path) -> None:
     flags = ["--devices=64", "--interconnect=400Gbit", "--tokens=1e10", "--price=2", "--mfu=0.5"]
     result = shell(*GPT2, *flags, f"--out={tmp_path}/plot.png", "data.batch_size=512", "ema_decay=0.99")
-    assert result.code == 0, result.err
-    row = table(result.out)
+    assert result.returncode == 0, result.stderr
+    row = table(result.stdout)
     assert row["parameters"] == "124439808"
     assert float(row["optimizer state, GB"]) == 1.493  # AdamW and the average of the weights
     compute, exposed, step = (float(row[part]) for part in ("compute, ms", "exposed, ms", "step, ms"))
@@ -195,7 +192,7 @@ def test_the_script_prints_a_table_and_plots_three_strategies(shell: Callable[..
     hours, cost = float(row["hours"]), float(row["cost"])
     assert hours == pytest.approx(1e10 / (512 * 1024) * step / 3.6e6, abs=0.01)
     assert cost == pytest.approx(2 * 64 * hours, abs=2 * 64 * 0.005)
-    assert "no GPU was measured" in result.out
+    assert "no GPU was measured" in result.stdout
     picture = image.imread(tmp_path / "plot.png")[:, :, :3] * 255
     for color in ((31, 119, 180), (255, 127, 14), (44, 160, 44)):
         assert (abs(picture - color).max(axis=-1) < 2).sum() > 200
@@ -205,8 +202,8 @@ def test_the_largest_share_of_an_uneven_batch_decides_memory_and_time(shell: Cal
     """Of 12 sequences 5 devices take 3, 3, 2, 2, 2."""
     run = (*GPT2, "model.n_layer=2", "--devices", "5")
     uneven, even = (shell(*run, f"data.batch_size={size}") for size in (12, 15))
-    assert "1 × at most 3 × 1,024 tokens per device" in uneven.out
-    rows, expected = table(uneven.out), table(even.out)
+    assert "1 × at most 3 × 1,024 tokens per device" in uneven.stdout
+    rows, expected = table(uneven.stdout), table(even.stdout)
     assert int(rows["tokens/s"]) == pytest.approx(int(expected["tokens/s"]) * 12 / 15, rel=1e-6)
     different = {name for name in rows if rows[name] != expected[name]}
     assert different == {"tokens/s"}  # a step trains on 12 sequences, as slowly as on 15
@@ -236,8 +233,8 @@ BAD_INPUT = {
 @pytest.mark.parametrize("arguments", BAD_INPUT)
 def test_bad_input_is_named(arguments: str, shell: Callable[..., Any]) -> None:
     result = shell(*GPT2, *arguments.split())
-    assert (result.code, result.out) == (2, "")
-    *usage, error = result.err.splitlines()
+    assert (result.returncode, result.stdout) == (2, "")
+    *usage, error = result.stderr.splitlines()
     assert BAD_INPUT[arguments] in error
     assert not usage or "error: argument" in error
 
@@ -252,7 +249,7 @@ OPTIONS = {
 @pytest.mark.parametrize("overrides", OPTIONS)
 def test_options_of_a_run_change_its_forecast(overrides: str, shell: Callable[..., Any]) -> None:
     run = (*GPT2, "model.n_layer=2", *overrides.split(), "--devices", "4")
-    outputs = [shell(*run, *option).out for option in ([], *([option] for option in OPTIONS[overrides]))]
+    outputs = [shell(*run, *option).stdout for option in ([], *([option] for option in OPTIONS[overrides]))]
     assert all(outputs)
     assert len(set(outputs)) == len(outputs)
 

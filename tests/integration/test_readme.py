@@ -3,17 +3,19 @@
 import json
 import os
 import re
-import runpy
 import shlex
 import string
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hosts import needs_hosts, start_hosts
-from hydra.core.global_hydra import GlobalHydra
+
+import minigpt
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINING = (ROOT / "docs/training.md").read_text(encoding="utf-8")
@@ -36,7 +38,7 @@ def commands(first: str) -> list[list[str]]:
     return [list(words) for words in dict.fromkeys(map(tuple, lines)) if words[0] == first]
 
 
-def call(script: str, *arguments: str, folder: Path) -> str:
+def call_in_subprocess(script: str, *arguments: str, folder: Path) -> str:
     env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     env |= {"HOME": str(folder), "NETRC": str(folder / "none")}
     result = subprocess.run(
@@ -60,24 +62,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "all.txt").write_text(f"{string.printable}\n" * 200)  # contains the characters of all prompts
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        call_in_process("scripts/train.py", f"data.path={folder}/all.txt", *SHORT)
+        minigpt.train([f"data.path={folder}/all.txt", *SHORT])
     (folder / "runs" / "sweeps").mkdir()
     (folder / "runs" / "sweeps" / "latest").symlink_to((folder / "runs" / "latest").resolve())
     return folder
-
-
-def call_in_process(script: str, *arguments: str) -> None:
-    """Run a script in this process, because the imports of a new process take longer than the command."""
-    GlobalHydra.instance().clear()
-    code: object = 0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [str(ROOT / script), *arguments])
-        patch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
-        try:
-            runpy.run_path(str(ROOT / script), run_name="__main__")
-        except SystemExit as exit_:
-            code = exit_.code
-    assert not code
 
 
 @pytest.mark.parametrize(
@@ -95,8 +83,7 @@ def test_every_script_command_runs(
     tmp_path: Path,
     trained: Path,
     gpt2_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    call: Callable[..., Any],
 ) -> None:
     script, *arguments = command[1:]
     (tmp_path / "my.txt").write_bytes(text.read_bytes() if script == "scripts/train.py" else b"But soft!")
@@ -113,11 +100,11 @@ def test_every_script_command_runs(
         arguments += [*SMALL_SWEEP, f"data.folder={tmp_path}/data"] if "-m" in arguments else []
         arguments += ["trainer.accelerator=cpu"] if "trainer.devices=2" in arguments else []
     if SUBPROCESS & set(arguments):
-        output = call(script, *arguments, folder=tmp_path)
+        output = call_in_subprocess(script, *arguments, folder=tmp_path)
     else:
-        monkeypatch.chdir(tmp_path)
-        call_in_process(script, *arguments)
-        output = capsys.readouterr().out
+        done = call(script.removeprefix("scripts/"), *arguments, small_run=False)
+        assert done.returncode == 0, done.stderr
+        output = done.stdout
     assert output.strip()
 
 

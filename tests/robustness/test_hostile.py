@@ -352,8 +352,9 @@ def test_a_script_rejects_hostile_files_with_one_line(tmp_path: Path):
         (tmp_path / f"{number}.safetensors").write_bytes(content)
     good_file = expected["a good file"][1]
     for script in ("sample.py", "attention.py"):
-        if script == "attention.py":  # plots of harmless files take long
-            expected = {name: (error, file) for name, (error, file) in expected.items() if error}
+        if script == "attention.py":  # reads them with the same function: one file per error
+            by_error = {error: name for name, (error, _) in expected.items() if error}
+            expected = {name: expected[name] for name in by_error.values()}
         files = [file for _, file in expected.values()]
         command = [sys.executable, "-c", CHILD, str(MEMORY), str(SCRIPTS / script), good_file, *files]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
@@ -373,7 +374,7 @@ def test_a_script_rejects_hostile_files_with_one_line(tmp_path: Path):
 
 def test_training_does_not_resume_from_a_hostile_file(train: Callable[..., SimpleNamespace], tmp_path: Path):
     file = tmp_path / "a.safetensors"
-    for content in (torch_saved(), zip_bomb(), header(b"[" * (100 << 20)), beside(nested(100_000))):
+    for content in (torch_saved(), beside(nested(100_000))):
         file.write_bytes(content)
         with pytest.raises(UserError, match=r"\.safetensors is not a"):
             train(f"resume={file}")

@@ -4,14 +4,13 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from robustness.faults.server import serve
 from wandb_records import records
 
 
@@ -25,15 +24,11 @@ def logged_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("logged_out")
-def test_an_offline_run_holds_curves_config_samples_and_summary(launch: Callable[..., Any], tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    result = launch("train.py", "logger=wandb", "logger.wandb.tags=[fox]", f"hydra.run.dir={folder}")
-    assert result.returncode == 0, result.stderr
-    output = [line for line in result.stderr.splitlines() if "wandb" in line]
-    assert len(output) == 1
-    assert "wandb sync" in output[0]
+def test_an_offline_run_holds_curves_config_samples_and_summary(train: Callable[..., Any], capfd: Any) -> None:
+    folder = train("logger=wandb", "logger.wandb.tags=[fox]").folder
+    (output,) = (line for line in capfd.readouterr().err.splitlines() if "wandb" in line)
     (offline,) = (folder / "wandb").glob("offline-run-*")
-    assert str(offline) in output[0]
+    assert output.endswith(f"wandb sync {offline}")
 
     everything = records(folder)
     contents = json.dumps(everything)
@@ -66,39 +61,15 @@ def test_a_run_that_resumes_is_the_same_run_there_and_its_curves_do_not_overlap(
     assert steps == [5, 10, 15, 20]
 
 
-class Server(BaseHTTPRequestHandler):
-    """Answers that it is there, and then nothing (`hangs`) or an error."""
-
-    hangs = True
-
-    def do_HEAD(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-
-    def do_POST(self) -> None:
-        if self.hangs:
-            threading.Event().wait(60)
-        self.send_response(500)
-        self.end_headers()
-
-    do_GET = do_POST  # noqa: N815
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-
-@pytest.fixture(params=["nobody", "hangs", "fails"])
+@pytest.fixture(params=["nobody", "hang", "error"])
 def server(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A server that does not answer as it should, and a key for it."""
-    handler = type("Handler", (Server,), {"hangs": request.param == "hangs"})
-    http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    http.daemon_threads = True
-    threading.Thread(target=http.serve_forever, daemon=True).start()
-    port = 9 if request.param == "nobody" else http.server_port
-    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    yield
-    http.shutdown()
+    with serve() as http:
+        http.fault = request.param
+        port = 9 if request.param == "nobody" else http.server_port
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        yield
 
 
 @pytest.mark.slow

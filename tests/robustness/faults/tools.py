@@ -30,7 +30,7 @@ from minigpt.checkpoints.load import load_checkpoint
 ROOT = Path(__file__).resolve().parents[3]
 TRAIN = str(ROOT / "scripts" / "train.py")
 TIME_KEYS = {"seconds", "wall_seconds", "tokens_per_second", "flops_per_second", "logged_seconds", "command"}
-IGNORED_KEYS = TIME_KEYS | {"resume", "logger", "dirty"}  # differ between a run and its resumed copy
+IGNORED_KEYS = TIME_KEYS | {"resume", "logger", "commit", "dirty"}  # differ between a run and its resumed copy
 PROGRESS = ("step ", "model  ", "data  ", "training  ", "device  ", "run folder  ", "resume with: ")
 
 # Wide enough that writing a checkpoint takes measurable time; with dropout, and rows between validations.
