@@ -81,8 +81,10 @@ def fast_imports() -> Iterator[None]:
     try:
         optional: Any = import_module("lightning_utilities.core.imports").RequirementCache
         optional.available = False  # torchmetrics would import both if installed, for metrics of no run
-        import_module("torchmetrics")
-        del optional.available
+        try:
+            import_module("torchmetrics")
+        finally:
+            del optional.available
         yield
     finally:
         gc.freeze()

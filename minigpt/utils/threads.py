@@ -27,16 +27,18 @@ def map_in_threads(function: Callable[[T], R], items: Iterable[T], threads: int)
             except BaseException as error:
                 future.set_exception(error)
 
-    for _ in range(threads):
-        Thread(target=work, daemon=True).start()
+    started = 0
     try:
         for item in items:
             pending.append(Future())
             tasks.put((item, pending[-1]))
-            if len(pending) > threads:
+            if started < min(threads, len(pending)):
+                Thread(target=work, daemon=True).start()
+                started += 1
+            elif len(pending) > threads:
                 yield pending.popleft().result()
         while pending:
             yield pending.popleft().result()
     finally:
-        for _ in range(threads):
+        for _ in range(started):
             tasks.put(None)
