@@ -119,6 +119,10 @@ def test_a_finetuning_lowers_the_loss(name: str, text: Path, gpt2_folder: Path, 
     assert minigpt.train([f"experiment={name}", *small])["best_val_loss"] < math.log(300) - 0.5
 
 
+def test_the_fast_recipe_trains_with_adamw(train):
+    assert train("experiment=fast_cpu", "optimizer=adamw", "schedule=constant", "schedule.warmup_steps=0").loss < 3.5
+
+
 def test_nanogpts_recipe_equals_a_training_loop_with_its_values(text: Path, tmp_path: Path):
     config = {"n_layer": 4, "n_head": 4, "n_embd": 128, "bias": False, "position": "learned", "activation": "gelu"}
     model = initial(text, norm="layernorm", tie_embeddings=True, **config)
