@@ -1,6 +1,7 @@
 """One trial of every fault that is quick to inject; `make faults` runs many trials of all faults."""
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,9 @@ import pytest
 from faults import FAULTS
 from faults.tools import Fault, Skipped
 
+from minigpt.runs import fit
 from minigpt.runs.shutdown import GracefulShutdown
-from minigpt.utils.signals import Interrupted
+from minigpt.utils.signals import END_SIGNALS, Interrupted, handle_signals, raise_interrupted
 
 
 @pytest.mark.parametrize(
@@ -29,12 +31,20 @@ def test_a_run_recovers_from_a_fault(fault: Fault, tmp_path: Path) -> None:
 
 def test_only_a_second_signal_ends_a_run_at_once() -> None:
     """In a process, a run with short steps ends as fast after the first."""
-    shutdown = GracefulShutdown(sync_every=1)
     trainer: Any = None
-    shutdown.on_train_start(trainer, None)
-    try:
+    with handle_signals(END_SIGNALS, raise_interrupted):
+        GracefulShutdown(sync_every=1).on_train_start(trainer, None)
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(Interrupted):
             signal.raise_signal(signal.SIGINT)
-    finally:
-        shutdown.teardown(trainer, None, "fit")
+
+
+def test_signals_end_a_run_at_once_after_its_training(
+    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handlers: list[Any] = []
+    monkeypatch.setattr(
+        fit, "sample_best", lambda *_: handlers.extend(map(signal.getsignal, (signal.SIGINT, signal.SIGTERM))) or ""
+    )
+    train()
+    assert handlers == [raise_interrupted] * 2
