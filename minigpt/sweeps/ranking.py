@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from statistics import mean, stdev
 
-from minigpt.sweeps.results import BITS, NATS, Point
+from minigpt.sweeps.results import BITS, NATS, SKIPPED, Point
 
 SEED = "seed"
 
@@ -42,6 +42,11 @@ class Row:
         return stdev(self.losses) if len(self.losses) > 1 else None
 
     @property
+    def provisional(self) -> bool:
+        """Whether a run has not completed or has no loss, so that the mean is not that of all seeds."""
+        return any(point.pending or point.loss(self.unit) is None for point in self.points if point.status != SKIPPED)
+
+    @property
     def status(self) -> str:
         """Status of the points, with counts if they differ."""
         counts = Counter(point.status for point in self.points)
@@ -72,7 +77,10 @@ class Row:
 
 
 def ranked(points: Sequence[Point]) -> list[Row]:
-    """Group points by their settings without the seed; return the lowest mean loss first, rows without a loss last."""
+    """Group points by their settings without the seed; return the lowest mean loss first.
+
+    Rows with runs that did not complete come after all others, and rows without a loss last.
+    """
     names = [name for name in axes(points) if name != SEED]
     losses = [(nats, bits) for point in points if (nats := point.loss(NATS)) and (bits := point.loss(BITS))]
     lengths = [nats / bits for nats, bits in losses]  # proportional to the bytes per token
@@ -84,7 +92,7 @@ def ranked(points: Sequence[Point]) -> list[Row]:
         values = tuple((name, point.overrides[name]) for name in names if name in point.overrides)
         groups.setdefault(values, []).append(point)
     rows = [Row(dict(values), group, unit, short) for values, group in groups.items()]
-    return sorted(rows, key=lambda row: inf if row.loss is None else row.loss)
+    return sorted(rows, key=lambda row: (row.loss is None, row.provisional, row.loss or 0.0))
 
 
 def axes(points: Sequence[Point]) -> list[str]:

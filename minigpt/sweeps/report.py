@@ -64,7 +64,10 @@ def print_table(points: Sequence[Point]) -> None:
     for name in ("#", *names.values(), "val loss", "bits/byte", "params", "status", "folder"):
         table.add_column(sanitize_line(name), justify="right" if name == "params" else "left", overflow="fold")
     for rank, row in enumerate(rows, 1):
-        cells = [str(rank) if row.losses else "", *(row.overrides.get(name, "default") for name in names)]
+        cells = [
+            f"{rank}{'*' if row.provisional else ''}" if row.losses else "",
+            *(row.overrides.get(name, "default") for name in names),
+        ]
         cells += [_format_loss(row, NATS), _format_loss(row, BITS)]
         cells += ["–" if (params := row.mean_of("params")) is None else f"{params:,.0f}", row.status]
         cells += [" ".join(str(point.folder.relative_to(parent)) for point in row.points)]
@@ -76,6 +79,8 @@ def print_table(points: Sequence[Point]) -> None:
     for row in rows:
         if row.reason:
             print(sanitize_line(f"{row.label()}: {row.status}: {row.reason}"))
+    if any(row.provisional and row.losses for row in rows):
+        print("* provisional, because not all runs completed; ranked after the rows whose runs all completed")
     if best.unit == BITS:
         print("ranked by bits per byte, because the mean length of tokens differs between runs")
     if best.losses:

@@ -314,12 +314,45 @@ def test_reasons_are_printed_below_the_table(tmp_path):
     assert "\nlr=2: failed: out of memory\n" in printed_table(read_sweep(tmp_path))
 
 
-def test_seeds_without_a_loss_are_counted(tmp_path):
-    for seed, losses in enumerate(((2.0,), (2.1,), ())):
-        run_folder(tmp_path / str(seed), f"seed={seed}", losses=losses, status="completed" if losses else "failed")
-    output = printed_table(read_sweep(tmp_path))
-    assert "2.0500 ± 0.0707 (2 of 3 runs)" in output
+RUNS = {  # by learning rate: the status and the losses of each seed
+    "completed": [("completed", (3.0,)), ("completed", (3.2,)), ("completed", (3.1,))],
+    "failed": [("completed", (2.0,)), ("completed", (2.1,)), ("failed", ())],
+    "running": [("completed", (1.9,)), ("running", (1.7,)), ("completed", (1.8,))],  # validated, but not at its end
+    "waiting": [("completed", (2.5,)), ("waiting", ()), ("waiting", ())],
+    "unknown": [("completed", (2.7,)), ("completed", ()), ("completed", (2.7,))],
+    "repeated": [("completed", (4.0,)), ("skipped", ())],  # never to run
+    "diverged": [("failed", ()), ("failed", ()), ("failed", ())],
+}
+
+
+def test_a_row_whose_runs_did_not_all_complete_is_marked_and_does_not_win():
+    points = [
+        Point(
+            Path(f"{rate}{seed}"),
+            {"lr": rate, "seed": str(seed)},
+            status,
+            totals={"best_val_loss": min(losses, default=None)} if losses else {},
+        )
+        for rate, runs in RUNS.items()
+        for seed, (status, losses) in enumerate(runs)
+    ]
+    output = printed_table(points)
+    rows = [" ".join(line.split()) for line in output.splitlines() if "runs)" in line and "best" not in line]
+    assert [row.split(" –")[0] for row in rows] == [
+        "1 completed 3.1000 ± 0.1000 (3 runs)",
+        "2 repeated 4.0000 (1 of 2 runs)",
+        "3* running 1.8000 ± 0.1000 (3 runs)",
+        "4* failed 2.0500 ± 0.0707 (2 of 3 runs)",
+        "5* waiting 2.5000 (1 of 3 runs)",
+        "6* unknown 2.7000 ± 0.0000 (2 of 3 runs)",
+    ]
+    assert [row.overrides["lr"] for row in ranked(points)][-1] == "diverged"
     assert "2 completed, 1 failed" in output
+    assert output.count("* provisional, because not all runs completed") == 1
+    assert "best     3.1000 ± 0.1000 (3 runs): lr=completed\n" in output
+    assert "provisional" not in printed_table(points[:3])
+    (row,) = [line for line in printed_table(points[3:6]).splitlines() if "2 of 3 runs" in line and "best" not in line]
+    assert row.startswith("1* ")  # also where no row has completed
 
 
 def test_a_file_gets_one_line_per_row_however_wide(monkeypatch):
