@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import runpy
 import shutil
 import signal
 import statistics
@@ -21,7 +20,7 @@ from typing import Any
 
 import pytest
 from conftest import small_run
-from hydra import initialize_config_dir
+from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
@@ -80,14 +79,15 @@ class Engine:
 
     @property
     def by_folder(self) -> dict[str, DictConfig]:
-        """The configurations of the jobs, in order."""
+        """The configurations of the jobs as they compose them, in order."""
         composed = {}
-        for overrides in itertools.chain(*self.batches):
-            config = self.loader.load_sweep_config(self.config, overrides)
-            folder = config.hydra.sweep.subdir
-            with open_dict(config):
-                del config["hydra"]
-            composed[folder] = config
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            for overrides in itertools.chain(*self.batches):
+                config = compose("train", [*self.config.hydra.overrides.hydra, *overrides], return_hydra_config=True)
+                folder = config.hydra.sweep.subdir
+                with open_dict(config):
+                    del config["hydra"]
+                composed[folder] = config
         return composed
 
     @property
@@ -114,7 +114,7 @@ def plan(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callabl
                 config=config, hydra_context=context, task_function=lambda _: None
             )
             sweeper.engine = engine or Engine()
-            sweeper.engine.loader, sweeper.engine.config = hydra.config_loader, config
+            sweeper.engine.config = config
             sweeper.sweep(list(config.hydra.overrides.task))
         return sweeper
 
@@ -392,39 +392,20 @@ def test_a_search_ends_if_fewer_points_than_n_trials_exist(
     assert "the search ends after 2 runs: 60 tries found no other possible point" in capsys.readouterr().err
 
 
-@pytest.fixture
-def command(
-    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    """Call train.py as the command line does, but in this process: exit code, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str, settings: Sequence[str] = small) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", [str(TRAIN), "-m", *settings, *arguments])
-        code = 0
-        try:
-            runpy.run_path(str(TRAIN), run_name="__main__")
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        return code, *capsys.readouterr()
-
-    return call
-
-
 @pytest.mark.slow
-def test_a_completed_sweep_is_reported_again(command: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
-    sweep = ["tokenizer=char,missing", "max_steps=1", "hydra.sweep.dir=sweep"]
-    code, out, err = command(*sweep, "hydra/launcher=basic")
-    assert code == 0, err
-    assert "skipped: tokenizer=missing does not exist" in err
+def test_a_completed_sweep_is_reported_again(call: Callable[..., Any], tmp_path: Path) -> None:
+    sweep = ["train.py", "hydra.mode=MULTIRUN", "tokenizer=char,missing", "max_steps=1", "hydra.sweep.dir=sweep"]
+    swept = call(*sweep, "hydra/launcher=basic")
+    assert swept.returncode == 0, swept.stderr
+    assert "skipped: tokenizer=missing does not exist" in swept.stderr
     folder = tmp_path / "sweep/tokenizer=char"
     assert json.loads((folder / "summary.json").read_text())["status"] == COMPLETED
     (bits,) = read_metrics(folder / "metrics.csv")["val_bits_per_byte"]
     assert float(rows_of(tmp_path / "sweep/sweep.csv")[0]["val_bits_per_byte"]) == pytest.approx(bits[1])
 
-    again, table, err = command(*sweep, "hydra/launcher=submitit_local", "resume=auto")
-    assert (again, table) == (0, out[out.index("runs in") :]), err
-    assert "0 of 2 to run" in err
+    again = call(*sweep, "hydra/launcher=submitit_local", "resume=auto")
+    assert (again.returncode, again.stdout) == (0, swept.stdout[swept.stdout.index("runs in") :]), again.stderr
+    assert "0 of 2 to run" in again.stderr
 
 
 BAD_INPUT = {
@@ -455,15 +436,14 @@ BAD_INPUT = {
 
 @pytest.mark.parametrize("arguments", BAD_INPUT)
 def test_an_impossible_sweep_prints_one_line_and_writes_nothing(
-    command: Callable[..., tuple[int, str, str]], tmp_path: Path, arguments: str
+    call: Callable[..., Any], tmp_path: Path, arguments: str
 ) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("mine")
     (tmp_path / "note.txt").write_text("mine")
-    code, out, err = command(*arguments.split())
-    assert (code, out, err.count("\n")) == (2, "", 1), err
-    assert err.startswith("error: ")
-    assert BAD_INPUT[arguments] in err
+    refused = call("train.py", *arguments.split(), "-m")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert re.fullmatch(f"error: .*{re.escape(BAD_INPUT[arguments])}.*\n", refused.stderr)
     assert {path.name for path in tmp_path.iterdir()} <= {"other", "note.txt", "data"}
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["thesis.txt"]
 
@@ -472,12 +452,12 @@ def test_an_impossible_sweep_prints_one_line_and_writes_nothing(
     ("package", "choice"), [("optuna", "hydra/sweeper=optuna"), ("submitit", "hydra/launcher=submitit_local")]
 )
 def test_a_missing_optional_package_is_an_error_with_the_install_command(
-    command: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, package: str, choice: str
+    call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, package: str, choice: str
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
-    code, out, err = command("seed=1,2", choice)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert f'{choice} needs {package}; pip install -e ".[{package}]"' in err
+    refused = call("train.py", "seed=1,2", choice, "-m")
+    assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
+    assert f'{choice} needs {package}; pip install -e ".[{package}]"' in refused.stderr
     assert not Path("runs").exists()
 
 
