@@ -85,7 +85,9 @@ def ranked(points: Sequence[Point]) -> list[Row]:
 
     Rows with runs that did not complete come after all others, and rows without a loss last.
     """
-    names = [name for name in axes(points) if name != "seed"]
+    keys = dict.fromkeys(key for point in points for key in point.overrides)
+    axes = [key for key in keys if len({point.overrides.get(key) for point in points}) > 1]
+    names = [name for name in axes or keys if name != "seed"]  # all settings if the points are equal
     losses = [(nats, bits) for point in points if (nats := point.loss(NATS)) and (bits := point.loss(BITS))]
     lengths = [nats / bits for nats, bits in losses]  # proportional to the bytes per token
     # Losses per token do not compare if tokens differ in their mean length, as over tokenizers and corpora.
@@ -97,12 +99,6 @@ def ranked(points: Sequence[Point]) -> list[Row]:
         groups.setdefault(values, []).append(point)
     rows = [Row(dict(values), group, unit, short) for values, group in groups.items()]
     return sorted(rows, key=lambda row: (row.loss is None, row.provisional, row.loss or 0.0))
-
-
-def axes(points: Sequence[Point]) -> list[str]:
-    """Return the settings in which points differ, in the order given; all settings if the points are equal."""
-    names = dict.fromkeys(key for point in points for key in point.overrides)
-    return [name for name in names if len({point.overrides.get(name) for point in points}) > 1] or list(names)
 
 
 def numbers(rows: Iterable[Row], name: str) -> list[float]:

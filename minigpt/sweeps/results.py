@@ -130,13 +130,9 @@ def _measure(file: Path) -> tuple[dict[str, float], list[tuple[int, float]]]:
     step, tokens = columns.get("tokens", [(1, 0.0)])[-1]
     losses = [(at, loss) for at, loss in columns.get("val_loss", ()) if isfinite(loss)]
     best_step, best = min(losses, key=itemgetter(1), default=(0, None))
-    totals: dict[str, Any] = {
-        **last,  # seconds and tokens_per_second
-        "steps": steps,
-        "tokens": round(steps * tokens / step),
-        LOSS_NAMES[NATS]: best,
-        LOSS_NAMES[BITS]: dict(columns.get("val_bits_per_byte", ())).get(best_step),
-    }
+    bits = dict(columns.get("val_bits_per_byte", ())).get(best_step)
+    totals: dict[str, Any] = {**last, LOSS_NAMES[NATS]: best, LOSS_NAMES[BITS]: bits}  # last has seconds and tokens/s
+    totals |= {"steps": steps, "tokens": round(steps * tokens / step)}
     if last.get("flops_per_second") and last.get("tokens_per_second"):
         totals["flops"] = last["flops_per_second"] / last["tokens_per_second"] * totals["tokens"]
     return _finite(totals), [(round(at * tokens / step), loss) for at, loss in losses]

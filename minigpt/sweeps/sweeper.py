@@ -6,7 +6,6 @@ Hydra calls the sweeper, which hands its jobs to a launcher; Hydra finds both in
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -182,15 +181,11 @@ class Sweeper(hydra_sweeper.Sweeper):
             publish(self.folder, self.wandb)
 
     def _read_existing(self) -> dict[str, Point]:
-        """Return the points that the sweep's folder holds already, by identity.
-
-        Raises:
-            UserError: the folder holds something else, or resume=auto is missing.
-            NotADirectoryError: it is a file, or lies below one.
-        """
-        files: list[Path] = []
-        with suppress(FileNotFoundError):
-            files = list(self.folder.iterdir())
+        """Return the points that the sweep's folder holds already, by identity; raise UserError if it holds others."""
+        try:
+            files = list(self.folder.iterdir())  # an error if it is a file, or lies below one
+        except FileNotFoundError:
+            files = []
         if not files:
             return {}
         another = "choose another folder with hydra.sweep.dir=…"
@@ -201,10 +196,8 @@ class Sweeper(hydra_sweeper.Sweeper):
         fixed, points = read_plan(self.folder)
         changed = {key for point in points for key in point.overrides} ^ set(self.axes) | set(fixed) ^ set(self.fixed)
         if changed:
-            raise UserError(
-                f"{self.folder} holds another sweep, which differs in {', '.join(sorted(changed))}; use the settings "
-                f"that it was started with, or {another}"
-            )
+            differs = f"holds another sweep, which differs in {', '.join(sorted(changed))}"
+            raise UserError(f"{self.folder} {differs}; use the settings that it was started with, or {another}")
         return {point.identity: point for point in points if point.identity}
 
     def _folder_name(self, values: Mapping[str, str]) -> str:

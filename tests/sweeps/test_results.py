@@ -361,11 +361,6 @@ def panels_of(points, **options):
     return sweep_figure(points, title="sweep", **options).axes[:4]
 
 
-def labels(panel):
-    """Label → line, for all lines with a label of a panel."""
-    return {line.get_label(): line for line in panel.lines if not line.get_label().startswith("_")}
-
-
 def legend(panel):
     return [text.get_text() for text in panel.get_legend().get_texts()]
 
@@ -440,7 +435,7 @@ def test_loss_over_cost_has_the_pareto_front():
     costs = {"params": lambda size, bad: int(size), "flops": lambda size, bad: 6e3 * int(size)}
     _, _, params, flops = panels_of(points_of({"size": sizes, "bad": ["0", "1"]}, loss, **costs))
     for panel, factor in ((params, 1), (flops, 6e3)):
-        front = labels(panel)["Pareto front"]
+        (front,) = [line for line in panel.lines if line.get_label() == "Pareto front"]
         np.testing.assert_allclose(front.get_xdata(), [factor * float(size) for size in sizes])
         np.testing.assert_allclose(front.get_ydata(), [loss(size, 0) for size in sizes])
         assert legend(panel) == ["Pareto front", f"best {loss('300000', 0):.4f}"]
