@@ -390,7 +390,9 @@ def test_one_numeric_setting_is_a_line_with_the_spread_over_seeds():
     def loss(rate, seed):
         return 1 + abs(math.log10(float(rate)) + 3) + int(seed) / 10
 
-    panel = panels_of(points_of({"optimizer.lr": ["1e-2", "1e-4", "1e-3"], "seed": ["1", "2", "3"]}, loss))[0]
+    shape = {"optimizer.lr": ["1e-2", "1e-4", "1e-3"], "seed": ["1", "2", "3"]}
+    panel, curves, *_ = panels_of(points_of(shape, loss))
+    assert legend(curves) == ["1  lr=1e-3", "2  lr=1e-2", "3  lr=1e-4"]  # one entry for all seeds
     assert panel.get_xscale() == "log"
     assert panel.get_xlabel() == "optimizer.lr"
     line, _, (bars,) = panel.containers[0]

@@ -383,11 +383,9 @@ BAD_INPUT = {
     "model.n_hed=2,4": "model.n_hed does not exist (did you mean model.n_head?)",
     "modell=nano,baby": "modell does not exist (did you mean model?)",
     "model.n_embd=31,33": "no point of the sweep is possible: model.n_embd must be divisible by model.n_head=2, got 31",
-    "optimizer=adamv,adamx": "no point of the sweep is possible: optimizer=adamv does not exist (did you mean adamw?)",
     "seed=range(3,3)": "the sweep is empty: seed has no values",
     "seed=3": "a sweep needs a setting with several values, such as model.n_head=2,4,8",
     "seed=1,2 hydra.launcher.n_jobs=0": "hydra.launcher.n_jobs must be an integer ≥ 1, or null, got 0",
-    "seed=1,2 hydra.launcher.n_jobs=many": "hydra.launcher.n_jobs must be an integer ≥ 1, or null, got many",
     "seed=1,2 hydra.launcher.threads=-1": "hydra.launcher.threads must be an integer ≥ 1, or null, got -1",
     "seed=1,2 hydra/launcher=joblab": "hydra/launcher=joblab does not exist (did you mean joblib?)",
     "seed=1,2 hydra/sweeper=optuna hydra.sweeper.n_trials=0": "hydra.sweeper.n_trials must be an integer ≥ 1, got 0",
@@ -397,7 +395,6 @@ BAD_INPUT = {
     "seed=1,[2": "cannot parse the override seed=1,[2",
     "seed=1,2 data.path=missing.txt": "data.path=missing.txt does not exist",
     "seed=1,2 hydra.sweep.dir=other": "other is not empty and holds no sweep; choose another folder with",
-    "seed=1,2 hydra.sweep.dir=note.txt": "note.txt",
     "seed=1,2 hydra.sweep.dir=note.txt/sweep": "note.txt",
 }
 
