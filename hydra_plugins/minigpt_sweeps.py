@@ -1,13 +1,13 @@
 """The sweepers and launchers of minigpt, in the package that Hydra searches for plugins."""
 
-from minigpt.sweeps import launcher, search, sweeper
+from minigpt.sweeps import launcher, sweeper
 
 
 class Grid(sweeper.Grid):
     """Every combination of the values of several settings."""
 
 
-class Search(search.Search):
+class Search(sweeper.Search):
     """A search with optuna."""
 
 

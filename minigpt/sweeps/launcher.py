@@ -10,54 +10,111 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import cache
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from hydra.core.singleton import Singleton
-from hydra.core.utils import JobReturn, JobStatus
+from hydra.core.utils import JobReturn
 from hydra.plugins import launcher as hydra_launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
+from tqdm import tqdm
 
-from minigpt.sweeps.job import Job, init_worker
+from minigpt.runs.run_dir import LOG, SUMMARY, write_failure
+from minigpt.runs.train import train
+from minigpt.sweeps.results import Point
 from minigpt.utils.checks import POSITIVE_INT, or_null
-from minigpt.utils.cli import error_text
+from minigpt.utils.cli import error_text, explain
 from minigpt.utils.errors import RunError, UserError, require
-from minigpt.utils.scripts import import_extra
+from minigpt.utils.scripts import ROOT, import_extra
 from minigpt.utils.signals import Interrupted, handle_signals
 from minigpt.utils.terminal import log
 
-POLL_SECONDS = 0.05
+_busy = threading.Lock()  # held while this worker runs a job
+
+
+@dataclass(frozen=True)
+class Job:
+    """A picklable call that trains one run, with its output in `log.txt`; it raises RunError if the run failed."""
+
+    point: Point
+    overrides: Sequence[str]
+
+    def __call__(self) -> None:
+        folder = self.point.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / SUMMARY).unlink(missing_ok=True)  # of an earlier attempt
+        with _busy, _output_to(folder / LOG):
+            try:
+                (train if self.point.devices == 1 else _train_in_process)(self.overrides)
+            except (Exception, Interrupted) as error:
+                print(explain(error)[0], file=sys.stderr)
+                reason = error_text(error)
+                if not (folder / SUMMARY).exists():  # it failed before it could write one
+                    write_failure(folder, reason)
+                raise RunError(reason) from None
+
+    def checkpoint(self) -> Any:
+        """Return the job that submitit queues when this one is preempted: the same, resumed."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(replace(self, overrides=[*self.overrides, "resume=auto"]))
+
+
+def _train_in_process(overrides: Sequence[str]) -> None:
+    """Train a run on several devices, which starts processes of its own."""
+    process = subprocess.Popen([sys.executable, str(ROOT / "scripts" / "train.py"), *overrides])
+    # The SIGTERM that ends a sweep goes to the process group: here, wait for the process to end.
+    with handle_signals([signal.SIGTERM], lambda *_: None):
+        code = process.wait()
+    if code:
+        raise RunError(f"its process ended with exit code {code}; see {LOG} in its folder")
+
+
+@contextmanager
+def _output_to(file: Path) -> Iterator[None]:
+    """Append the output of this process, and of those that it starts, to a file."""
+    sys.stdout.flush(), sys.stderr.flush()
+    saved = [os.dup(1), os.dup(2)]
+    try:
+        with open(file, "ab") as opened:
+            os.dup2(opened.fileno(), 1)
+            os.dup2(opened.fileno(), 2)
+        yield
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+        for number, descriptor in enumerate(saved, 1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
 
 
 class Launcher(hydra_launcher.Launcher):
     """Run jobs, a limited number at a time; a signal ends the running ones cleanly and starts no more."""
 
-    on_end: Callable[[int, JobReturn], None] | None = None  # called with the index of each job that ended
+    points: Sequence[Point]  # one per job
+    on_end: Callable[[Point, str], None]  # called for each job that ended, with the reason if it failed
+    batch: Callable[[], AbstractContextManager[None]] = nullcontext  # the context in which jobs are submitted
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self.context, self.function, self.config = hydra_context, task_function, config
+        self.config = config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
-        """Run all jobs; the result of a failed one holds its error.
+        """Run all jobs, one per point; they write their results into their folders.
 
         Raises:
             Interrupted: a signal was received, and the running jobs have ended.
         """
-        state, script = Singleton.get_state(), Path(sys.argv[0]).absolute()
-        waiting = deque(
-            (index, Job(self.context, self.config, self.function, script, overrides, initial_job_idx + index, state))
-            for index, overrides in enumerate(job_overrides)
-        )
-        returned = [JobReturn() for _ in waiting]
-        running: dict[Any, tuple[int, Any]] = {}  # future → index of its job, and the executor
+        own = [*self.config.hydra.overrides.hydra, "hydra.mode=RUN"]
+        waiting = deque(map(Job, self.points, [[*own, *overrides] for overrides in job_overrides]))
+        running: dict[Any, tuple[Job, Any]] = {}  # future → its job and executor
         signals: list[int] = []
 
         def handle(signum: int, _: object) -> None:
@@ -71,34 +128,44 @@ class Launcher(hydra_launcher.Launcher):
                 if waiting and executors:
                     with self.batch():
                         while waiting and executors:
-                            executor, (index, job) = executors.pop(), waiting.popleft()
-                            running[executor.submit(job)] = index, executor
+                            executor, job = executors.pop(), waiting.popleft()
+                            running[executor.submit(job)] = job, executor
                 for future in [future for future in running if future.done()]:
-                    index, executor = running.pop(future)
+                    job, executor = running.pop(future)
                     executors.append(executor)
-                    returned[index] = _job_return(future)
-                    if self.on_end:
-                        self.on_end(index, returned[index])
-                time.sleep(POLL_SECONDS)
+                    self.on_end(job.point, _failure(future))
+                time.sleep(0.05)
         if signals:
             raise Interrupted(signals[0])
-        return returned
+        return []
 
     def start(self, jobs: int) -> list[Any]:
         """Return the executors for so many jobs; one runs one job at a time."""
         raise NotImplementedError
 
-    def batch(self) -> AbstractContextManager[None]:
-        """Return the context in which several jobs are submitted."""
-        return nullcontext()
-
     def stop(self, futures: Sequence[Any], *, kill: bool) -> None:
         """End the running jobs, with a checkpoint or at once."""
-        raise NotImplementedError
+        for process in multiprocessing.active_children():
+            with suppress(OSError):
+                os.killpg(process.pid or 0, signal.SIGKILL if kill else signal.SIGTERM)
+
+
+def _failure(future: Any) -> str:
+    """Return why a job failed; empty if it completed."""
+    try:
+        future.result()
+    except Exception as error:
+        if isinstance(error, BrokenExecutor) or type(error).__name__ == "UncompletedJobError":  # of submitit
+            name = re.search(r"SIG[A-Z]+", str(error))
+            return f"its process was killed ({name[0]}), possibly out of memory" if name else "its process crashed"
+        return error_text(error)
+    return ""
 
 
 class Joblib(Launcher):
     """Worker processes of loky, the backend of joblib; each imports once and runs one job after the other.
+
+    Several small models with one thread each train faster than one after another with all threads.
 
     Args:
         n_jobs: jobs at a time; None is one per GPU, or one per core without GPUs.
@@ -110,11 +177,7 @@ class Joblib(Launcher):
             require(f"hydra.launcher.{name}", value, *or_null(POSITIVE_INT))
         self.n_jobs, self.threads = n_jobs, threads
 
-    def worker_envs(self, jobs: int) -> list[dict[str, str]]:
-        """Return the environment of each worker process for so many jobs: its number of threads and its GPU.
-
-        Several small models with one thread each train faster than one after another with all threads.
-        """
+    def start(self, jobs: int) -> list[Any]:
         from loky import cpu_count
 
         cores, trainer = cpu_count(), self.config.trainer
@@ -125,37 +188,56 @@ class Joblib(Launcher):
         envs = [{"OMP_NUM_THREADS": str(threads)} for _ in range(workers)]
         for env, gpu in zip(envs, cycle(gpus), strict=False):
             env["CUDA_VISIBLE_DEVICES"] = gpu
-        return envs
-
-    def start(self, jobs: int) -> list[Any]:
-        envs = self.worker_envs(jobs)
-        log(f"{len(envs)} at a time with OMP_NUM_THREADS={envs[0]['OMP_NUM_THREADS']}")
+        log(f"{workers} at a time with OMP_NUM_THREADS={threads}")
         return [_Worker(env) for env in envs]
-
-    def stop(self, futures: Sequence[Any], *, kill: bool) -> None:
-        for process in multiprocessing.active_children():
-            with suppress(OSError):
-                os.killpg(process.pid or 0, signal.SIGKILL if kill else signal.SIGTERM)
 
 
 class _Worker:
-    """A worker process, which is replaced after it died."""
+    """A worker process, which is replaced after it died; `env` is added to its environment."""
 
     def __init__(self, env: dict[str, str]) -> None:
-        self.env = env
-        self.start()
-
-    def start(self) -> None:
         from loky import ProcessPoolExecutor
 
-        self.executor = ProcessPoolExecutor(1, initializer=init_worker, initargs=(os.getpid(),), env=self.env)
+        self.env = env
+        self.start = partial(ProcessPoolExecutor, 1, initializer=_init_worker, initargs=(os.getpid(),), env=env)
+        self.executor = self.start()
 
     def submit(self, job: Job) -> Any:
         try:
             return self.executor.submit(job)
         except BrokenExecutor:
-            self.start()
+            self.executor = self.start()
             return self.executor.submit(job)
+
+
+def _init_worker(parent: int) -> None:
+    """Put a worker process into a process group, and end it when its parent is gone."""
+    os.setpgid(0, 0)  # Ctrl-C goes to the group of the parent, which then signals this one
+    # tqdm's default lock is a semaphore that a killed worker would leave behind.
+    tqdm.set_lock(threading.RLock())
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os.killpg(0, signal.SIGTERM)  # ends a run with a checkpoint, and an import at once
+        with _busy:
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@cache
+def visible_gpus() -> list[str]:
+    """Return the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES, without importing torch."""
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in visible.split(",") if name not in ("", "-1")]
+    if sys.platform == "darwin" and platform.machine() == "arm64":
+        return ["0"]  # Apple silicon has one
+    command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return []
 
 
 class Submitit(Launcher):
@@ -181,41 +263,15 @@ class Submitit(Launcher):
     def start(self, jobs: int) -> list[Any]:
         folder = Path(str(self.config.hydra.sweep.dir), ".submitit", "%j")
         try:
-            self.executor = self.submitit.AutoExecutor(folder=folder, cluster=self.cluster)
-            self.executor.update_parameters(**self.parameters)
+            executor = self.submitit.AutoExecutor(folder=folder, cluster=self.cluster)
+            executor.update_parameters(**self.parameters)
         except (RuntimeError, NameError, TypeError) as error:
             raise UserError(f"{self.name}: {error}") from error
-        # SLURM queues what does not fit.
-        return [self.executor] * (jobs if self.cluster == "slurm" else self.n_jobs or os.cpu_count() or 1)
-
-    def batch(self) -> AbstractContextManager[None]:
-        return self.executor.batch() if self.cluster == "slurm" else nullcontext()
+        if self.cluster == "slurm":  # one array job, which SLURM queues
+            self.batch = executor.batch
+            return [executor] * jobs
+        return [executor] * (self.n_jobs or os.cpu_count() or 1)
 
     def stop(self, futures: Sequence[Any], *, kill: bool) -> None:
         for future in futures:
             future.cancel()
-
-
-@cache
-def visible_gpus() -> list[str]:
-    """Return the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES, without importing torch."""
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [name for name in visible.split(",") if name not in ("", "-1")]
-    if sys.platform == "darwin" and platform.machine() == "arm64":
-        return ["0"]  # Apple silicon has one
-    command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return []
-
-
-def _job_return(future: Any) -> JobReturn:
-    try:
-        return JobReturn(status=JobStatus.COMPLETED, _return_value=future.result())
-    except Exception as error:
-        reason = error_text(error)
-        if isinstance(error, BrokenExecutor) or type(error).__name__ == "UncompletedJobError":  # of submitit
-            name = re.search(r"SIG[A-Z]+", str(error))
-            reason = "its process " + (f"was killed ({name[0]}), possibly out of memory" if name else "crashed")
-        return JobReturn(status=JobStatus.FAILED, _return_value=RunError(reason))

@@ -1,14 +1,12 @@
 """Rank the points of a sweep: average over seeds, in a unit that makes the losses comparable."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from statistics import mean, stdev
 
-from minigpt.sweeps.results import BITS, NATS, Point
-
-SEED = "seed"
+from minigpt.sweeps.results import BITS, NATS, SKIPPED, Point
 
 
 @dataclass(frozen=True)
@@ -42,10 +40,21 @@ class Row:
         return stdev(self.losses) if len(self.losses) > 1 else None
 
     @property
+    def loss_text(self) -> str:
+        """The mean and the standard deviation, such as `1.7000 ± 0.2828`."""
+        spread = "" if self.spread is None else f" ± {self.spread:.4f}"
+        return "–" if self.loss is None else f"{self.loss:.4f}{spread}"
+
+    @property
+    def provisional(self) -> bool:
+        """Whether a run has not completed or has no loss, so that the mean is not that of all seeds."""
+        return any(point.pending or point.loss(self.unit) is None for point in self.points if point.status != SKIPPED)
+
+    @property
     def status(self) -> str:
         """Status of the points, with counts if they differ."""
         counts = Counter(point.status for point in self.points)
-        return next(iter(counts)) if len(counts) == 1 else count_text(counts)
+        return self.points[0].status if len(counts) == 1 else count_text(counts)
 
     @property
     def reason(self) -> str:
@@ -72,8 +81,13 @@ class Row:
 
 
 def ranked(points: Sequence[Point]) -> list[Row]:
-    """Group points by their settings without the seed; return the lowest mean loss first, rows without a loss last."""
-    names = [name for name in axes(points) if name != SEED]
+    """Group points by their settings without the seed; return the lowest mean loss first.
+
+    Rows with runs that did not complete come after all others, and rows without a loss last.
+    """
+    keys = dict.fromkeys(key for point in points for key in point.overrides)
+    axes = [key for key in keys if len({point.overrides.get(key) for point in points}) > 1]
+    names = [name for name in axes or keys if name != "seed"]  # all settings if the points are equal
     losses = [(nats, bits) for point in points if (nats := point.loss(NATS)) and (bits := point.loss(BITS))]
     lengths = [nats / bits for nats, bits in losses]  # proportional to the bytes per token
     # Losses per token do not compare if tokens differ in their mean length, as over tokenizers and corpora.
@@ -84,13 +98,12 @@ def ranked(points: Sequence[Point]) -> list[Row]:
         values = tuple((name, point.overrides[name]) for name in names if name in point.overrides)
         groups.setdefault(values, []).append(point)
     rows = [Row(dict(values), group, unit, short) for values, group in groups.items()]
-    return sorted(rows, key=lambda row: inf if row.loss is None else row.loss)
+    return sorted(rows, key=lambda row: (row.loss is None, row.provisional, row.loss or 0.0))
 
 
-def axes(points: Sequence[Point]) -> list[str]:
-    """Return the settings in which points differ, in the order given; all settings if the points are equal."""
-    names = dict.fromkeys(key for point in points for key in point.overrides)
-    return [name for name in names if len({point.overrides.get(name) for point in points}) > 1] or list(names)
+def numbers(rows: Iterable[Row], name: str) -> list[float]:
+    """Return the numbers that a setting takes, in order."""
+    return sorted({value for row in rows if (value := row.number(name)) is not None})
 
 
 def count_text(counts: Mapping[str, int]) -> str:

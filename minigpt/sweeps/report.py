@@ -7,6 +7,7 @@ are needed. Text from files is sanitized before it reaches a terminal.
 import csv
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from minigpt.runs.run_dir import short_path
-from minigpt.sweeps.ranking import Row, ranked, short_names
+from minigpt.sweeps.ranking import Row, numbers, ranked, short_names
 from minigpt.sweeps.results import BITS, NATS, Point, read_sweep
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write
@@ -42,9 +43,11 @@ def report(folders: Sequence[Path], *, out: Path | None = None, along: str | Non
     out.mkdir(parents=True, exist_ok=True)
     write_table(out / TABLE, points)
     print_table(points)
-    from minigpt.sweeps.sweep_plots import plot_sweep
+    from minigpt.sweeps.sweep_plots import sweep_figure
 
-    plot_sweep(out / PLOT, points, title=only.name if only else f"{len(folders)} sweeps", along=along)
+    figure = sweep_figure(points, title=only.name if only else f"{len(folders)} sweeps", along=along)
+    with atomic_write(out / PLOT) as partial, warnings.catch_warnings(action="ignore", category=UserWarning):
+        figure.savefig(partial, dpi=120, format="png")  # warns of characters that the font lacks
     print(f"table    {_display(out / TABLE)}\nplot     {_display(out / PLOT)}")
 
 
@@ -64,18 +67,20 @@ def print_table(points: Sequence[Point]) -> None:
     for name in ("#", *names.values(), "val loss", "bits/byte", "params", "status", "folder"):
         table.add_column(sanitize_line(name), justify="right" if name == "params" else "left", overflow="fold")
     for rank, row in enumerate(rows, 1):
-        cells = [str(rank) if row.losses else "", *(row.overrides.get(name, "default") for name in names)]
-        cells += [_format_loss(row, NATS), _format_loss(row, BITS)]
-        cells += ["–" if (params := row.mean_of("params")) is None else f"{params:,.0f}", row.status]
-        cells += [" ".join(str(point.folder.relative_to(parent)) for point in row.points)]
+        place, params = f"{rank}*" if row.provisional else str(rank), row.mean_of("params")
+        cells = [place if row.losses else "", *(row.overrides.get(name, "default") for name in names)]
+        cells += [_format_loss(row, NATS), _format_loss(row, BITS), "–" if params is None else f"{params:,.0f}"]
+        cells += [row.status, " ".join(str(point.folder.relative_to(parent)) for point in row.points)]
         table.add_row(*map(sanitize_line, cells), style="dim" if not row.losses else "bold" if row is best else None)
-    width = None if sys.stdout.isatty() else 100_000
     print(f"runs in {_display(parent)}\n")
+    width = None if sys.stdout.isatty() else 100_000
     Console(width=width, markup=False, highlight=False, emoji=False).print(table)
     print()
     for row in rows:
         if row.reason:
             print(sanitize_line(f"{row.label()}: {row.status}: {row.reason}"))
+    if any(row.provisional and row.losses for row in rows):
+        print("* provisional, because not all runs completed; ranked after the rows whose runs all completed")
     if best.unit == BITS:
         print("ranked by bits per byte, because the mean length of tokens differs between runs")
     if best.losses:
@@ -103,32 +108,25 @@ def write_table(file: Path, points: Sequence[Point]) -> None:
 
 
 def publish(folder: Path, wandb_config: Any) -> None:
-    """Log the table and the plot of a sweep as a run of its own in the sweep's W&B group.
-
-    Args:
-        wandb_config: `logger.wandb` of the sweep's configuration.
-    """
-    from minigpt.runs.wandb_logger import Wandb, wandb_logger
+    """Log the table and the plot of a sweep, with its `logger.wandb`, as a run of its own in the sweep's W&B group."""
+    from minigpt.runs.wandb_logger import wandb_logger
 
     options: dict[str, Any] = {key: wandb_config[key] for key in ("project", "entity", "timeout")}
     options |= {"name": f"{folder.name} summary", "group": wandb_config.group or folder.name}
     logger = wandb_logger(folder=folder, tags=[*wandb_config.tags, "sweep", "summary"], **options)
-    if not isinstance(logger, Wandb):
-        return
-    import wandb
-
     with open(folder / TABLE, newline="", encoding="utf-8") as file:
         header, *rows = list[list[Any]](csv.reader(file))
-    with logger.ignore_lost_client():
-        table = wandb.Table(columns=header, data=rows)
-        logger.experiment.log({"sweep": table, "plot": wandb.Image(str(folder / PLOT))})
-    logger.finish({})
+    if logger:  # on rank 0
+        import wandb
+
+        logger.log_metrics({"sweep": wandb.Table(header, rows), "plot": wandb.Image(str(folder / PLOT))})
+        logger.finish({})
 
 
 def _full_name(points: Sequence[Point], along: str) -> str:
     """Return the numeric setting that `--along` names, in full or by its last part."""
     rows = ranked(points)
-    numeric = [name for name in rows[0].short_names if len({row.number(name) for row in rows} - {None}) > 1]
+    numeric = [name for name in rows[0].short_names if len(numbers(rows, name)) > 1]
     for name, short in short_names(numeric).items():
         if along in (name, short):
             return name
@@ -138,13 +136,10 @@ def _full_name(points: Sequence[Point], along: str) -> str:
 
 def _format_loss(row: Row, unit: str) -> str:
     """Format the mean loss, its standard deviation and, in the ranking unit, the number of runs."""
-    ranks, row = unit == row.unit, replace(row, unit=unit)
-    if row.loss is None:
-        return "–"
-    known, runs = len(row.losses), len(row.points)
-    spread = "" if row.spread is None else f" ± {row.spread:.4f}"
-    count = f" ({known} runs)" if known == runs else f" ({known} of {runs} runs)"
-    return f"{row.loss:.4f}{spread}{count if runs > 1 and ranks else ''}"
+    text, known, runs = replace(row, unit=unit).loss_text, len(row.losses), len(row.points)
+    if unit != row.unit or known == 0 or runs == 1:
+        return text
+    return f"{text} ({known} runs)" if known == runs else f"{text} ({known} of {runs} runs)"
 
 
 def _display(path: Path) -> str:

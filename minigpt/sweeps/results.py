@@ -25,8 +25,6 @@ COMPLETED, RUNNING, WAITING, CRASHED, SKIPPED = "completed", "running", "waiting
 NATS, BITS = "nats per token", "bits per byte"  # units of a loss
 LOSS_NAMES = {NATS: "best_val_loss", BITS: "best_val_bits_per_byte"}
 TOTALS = ("params", "steps", "tokens", "flops", "seconds", "tokens_per_second", *LOSS_NAMES.values())
-MAX_NUMBER = 1e300  # of damaged files
-_IRRELEVANT_GROUPS = ("resume", "logger")  # settings that do not change what a run computes
 
 
 @dataclass(frozen=True)
@@ -34,21 +32,19 @@ class Point:
     """One run of a sweep: its settings, its status and its measurements.
 
     Args:
-        overrides: values of the swept settings, as they were written.
         status: completed, running, waiting, failed, interrupted, crashed (the process ended without a summary) or
             skipped (the configuration is impossible).
-        identity: hash of the configuration.
-        planned_flops: FLOPs of the whole training, computed from the configuration.
         totals: the `TOTALS` of `summary.json`, or, while it is missing, those of the training so far.
         curve: (tokens, validation loss in nats per token).
     """
 
     folder: Path
-    overrides: Mapping[str, str]
+    overrides: Mapping[str, str]  # values of the swept settings, as they were written
     status: str = WAITING
     reason: str = ""
-    identity: str = ""
-    planned_flops: float = 0.0
+    identity: str = ""  # hash of the configuration
+    planned_flops: float = 0.0  # of the whole training
+    devices: object = 1  # `trainer.devices`
     totals: Mapping[str, float] = field(default_factory=dict)
     curve: Sequence[tuple[int, float]] = ()
 
@@ -109,7 +105,7 @@ def write_plan(folder: Path, fixed: Sequence[str], points: Sequence[Point]) -> N
 
 def is_relevant(override: str) -> bool:
     """Return whether an override, or a group of settings, changes what a run computes."""
-    return re.split("[.@=]", override.lstrip("+~"))[0] not in _IRRELEVANT_GROUPS
+    return re.split("[./@=]", override.lstrip("+~"))[0] not in ("resume", "logger", "hydra")
 
 
 def refresh(point: Point) -> Point:
@@ -134,13 +130,9 @@ def _measure(file: Path) -> tuple[dict[str, float], list[tuple[int, float]]]:
     step, tokens = columns.get("tokens", [(1, 0.0)])[-1]
     losses = [(at, loss) for at, loss in columns.get("val_loss", ()) if isfinite(loss)]
     best_step, best = min(losses, key=itemgetter(1), default=(0, None))
-    totals: dict[str, Any] = {
-        **last,  # seconds and tokens_per_second
-        "steps": steps,
-        "tokens": round(steps * tokens / step),
-        LOSS_NAMES[NATS]: best,
-        LOSS_NAMES[BITS]: dict(columns.get("val_bits_per_byte", ())).get(best_step),
-    }
+    bits = dict(columns.get("val_bits_per_byte", ())).get(best_step)
+    totals: dict[str, Any] = {**last, LOSS_NAMES[NATS]: best, LOSS_NAMES[BITS]: bits}  # last has seconds and tokens/s
+    totals |= {"steps": steps, "tokens": round(steps * tokens / step)}
     if last.get("flops_per_second") and last.get("tokens_per_second"):
         totals["flops"] = last["flops_per_second"] / last["tokens_per_second"] * totals["tokens"]
     return _finite(totals), [(round(at * tokens / step), loss) for at, loss in losses]
@@ -149,7 +141,7 @@ def _measure(file: Path) -> tuple[dict[str, float], list[tuple[int, float]]]:
 def _finite(values: Mapping[str, Any]) -> dict[str, float]:
     """Return those of the `TOTALS` that are finite numbers."""
     found: dict[str, Any] = {name: values.get(name) for name in TOTALS}
-    return {name: value for name, value in found.items() if is_number(value) and abs(value) < MAX_NUMBER}
+    return {name: value for name, value in found.items() if is_number(value) and abs(value) < 1e300}
 
 
 def _planned(folder: Path, entry: dict[str, Any]) -> Point:

@@ -3,21 +3,19 @@
 Text from files goes through `_escape` on its way into a plot.
 """
 
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import inf, nan, prod
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
-from minigpt.sweeps.ranking import Row, count_text, ranked
+from minigpt.sweeps.ranking import Row, count_text, numbers, ranked
 from minigpt.sweeps.results import COMPLETED, NATS, Point
-from minigpt.utils.files import atomic_write
 from minigpt.utils.terminal import sanitize_line
 
 MAX_LABELED = 10  # lines with a color and an entry in a legend
@@ -25,19 +23,8 @@ MAX_NAMES = 20  # rows of a plot by name
 MAX_ANNOTATED = 64  # cells of a heat map with their loss as text
 
 
-def plot_sweep(file: Path, points: Sequence[Point], *, title: str, along: str | None = None) -> None:
-    """Write `sweep.png`.
-
-    Args:
-        along: a numeric setting to plot the loss over, one line per combination of the others.
-    """
-    with warnings.catch_warnings(), atomic_write(file) as partial:
-        warnings.simplefilter("ignore", UserWarning)  # characters that the font lacks
-        sweep_figure(points, title=title, along=along).savefig(partial, dpi=120, format="png")
-
-
 def sweep_figure(points: Sequence[Point], *, title: str, along: str | None = None) -> Figure:
-    """Return the figure of `plot_sweep`: swept settings, learning curves, loss over parameters and over FLOPs."""
+    """Plot a sweep; `along` is a numeric setting to plot the loss over, one line per combination of the others."""
     figure = Figure(figsize=(15, 10.5), layout="constrained")
     swept, curves, params, flops = figure.subplots(2, 2).flat
     rows = ranked(points)
@@ -62,7 +49,7 @@ def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, flo
 
 def _plot_swept(panel: Axes, rows: Sequence[Row], along: str | None) -> None:
     """Plot a heat map of two numeric settings, lines over one, or else the best rows by name."""
-    values = {name: _values(rows, name) for name in rows[0].short_names}
+    values = {name: numbers(rows, name) for name in rows[0].short_names}
     numeric = [name for name in values if len(values[name]) > 1 and all(row.number(name) is not None for row in rows)]
     if along is None and len(numeric) == 1 and len({row.label(numeric[0]) for row in rows}) <= MAX_LABELED:
         along = numeric[0]
@@ -77,20 +64,18 @@ def _plot_swept(panel: Axes, rows: Sequence[Row], along: str | None) -> None:
 
 
 def _plot_heat_map(panel: Axes, rows: Sequence[Row], x: str, y: str) -> None:
-    """Plot a grid of two settings, with the mean loss or the status in each cell."""
-    columns, lines = _values(rows, x), _values(rows, y)
+    """Plot a grid of two settings, with the mean loss and the status in each cell."""
+    columns, lines = numbers(rows, x), numbers(rows, y)
     cells: dict[Any, Row] = {(row.number(y), row.number(x)): row for row in reversed(rows)}  # the best is shown
-    losses = [[nan] * len(columns) for _ in lines]
+    losses = np.full((len(lines), len(columns)), nan)
     for (line, column), row in cells.items():
-        i, j, text = lines.index(line), columns.index(column), ""
-        if row.loss is not None:
-            losses[i][j] = row.loss
-            text = f"{row.loss:.4f}\n" if row.spread is None else f"{row.loss:.4f}\n± {row.spread:.4f}\n"
-        if row.status != COMPLETED:
-            text += _escape(row.status).replace(", ", "\n")
+        i, j = lines.index(line), columns.index(column)
+        losses[i, j] = row.loss  # NumPy stores None as nan
+        text = [row.loss_text.replace(" ", "\n", 1)] if row.losses else []
+        text += [_escape(row.status).replace(", ", "\n")] if row.status != COMPLETED else []
         if len(cells) <= MAX_ANNOTATED:
-            panel.text(j, i, text.strip(), ha="center", va="center", weight="bold" if row is rows[0] else "normal")
-    highest = _highest_converged([row.loss for row in rows if row.loss is not None])
+            panel.text(j, i, "\n".join(text), ha="center", va="center", weight="bold" if row is rows[0] else "normal")
+    highest = _highest_converged(losses[np.isfinite(losses)].tolist())
     image = panel.imshow(losses, cmap="viridis_r", alpha=0.5, origin="lower", aspect="auto", vmax=highest)
     panel.set_xticks(range(len(columns)), [f"{value:g}" for value in columns])
     panel.set_yticks(range(len(lines)), [f"{value:g}" for value in lines])
@@ -109,7 +94,7 @@ def _plot_lines(panel: Axes, rows: Sequence[Row], along: str) -> None:
         label = _escape(name) if rank < MAX_LABELED and len(lines) > 1 else None
         panel.errorbar(xs, losses, spreads, label=label, color=_rank_color(rank), marker="o", capsize=3)
     panel.set(xlabel=_escape(along), ylabel=f"best validation loss ({rows[0].unit})")
-    values = _values(rows, along)
+    values = numbers(rows, along)
     if values[0] > 0 and values[-1] >= 10 * values[0]:
         panel.set_xscale("log")
     _finish(panel, [loss for line in lines.values() for _, loss, _ in line])
@@ -128,13 +113,14 @@ def _plot_curves(panel: Axes, rows: Sequence[Row]) -> None:
     """Plot validation loss over tokens for every run, the best rows in color."""
     ends = []
     for rank, row in enumerate(rows):
-        label = f"{rank + 1}  {_escape(row.label())}" if rank < MAX_LABELED else None
         style: dict[str, Any] = {"color": _rank_color(rank), "linewidth": 2.5 if rank == 0 else 1.2}
         style |= {"linestyle": "-" if row.status == COMPLETED else ":", "zorder": 3 - rank / len(rows)}
-        for i, point in enumerate(row.points):  # one entry in the legend for all seeds
+        label = f"{rank + 1}  {_escape(row.label())}" if rank < MAX_LABELED else None
+        for point in row.points:
             scale = (point.loss(row.unit) or inf) / (point.loss(NATS) or inf)
             tokens, losses = [at for at, _ in point.curve], [scale * loss for _, loss in point.curve]
-            panel.plot(tokens, losses, marker="." if len(losses) == 1 else None, label=None if i else label, **style)
+            panel.plot(tokens, losses, marker="." if len(losses) == 1 else None, label=label, **style)
+            label = None  # one entry in the legend for all seeds
             ends += losses[1:] or losses
     panel.xaxis.set_major_formatter(EngFormatter())
     panel.set(xlabel="tokens", ylabel=f"validation loss ({rows[0].unit})")
@@ -177,11 +163,6 @@ def _highest_converged(losses: Sequence[float]) -> float:
 
 def _rank_color(rank: int) -> str:
     return f"C{rank}" if rank < MAX_LABELED else "0.8"
-
-
-def _values(rows: Iterable[Row], name: str) -> list[float]:
-    """Return the numbers that a setting takes, in order."""
-    return sorted({value for row in rows if (value := row.number(name)) is not None})
 
 
 def _escape(text: str, max_chars: int = 60) -> str:

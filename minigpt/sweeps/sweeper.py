@@ -6,14 +6,13 @@ Hydra calls the sweeper, which hands its jobs to a launcher; Hydra finds both in
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import ConfigCompositionException
 from hydra.plugins import sweeper as hydra_sweeper
 from hydra.types import HydraContext, TaskFunction
@@ -24,14 +23,29 @@ from minigpt.runs.config_checks import load_parts
 from minigpt.runs.overrides import quote_override
 from minigpt.runs.run_dir import PLAN, update_latest_link, write_failure
 from minigpt.sweeps.ranking import short_names
-from minigpt.sweeps.results import CRASHED, NATS, SKIPPED, WAITING, Point, is_relevant, read_plan, refresh, write_plan
+from minigpt.sweeps.results import (
+    BITS,
+    COMPLETED,
+    CRASHED,
+    NATS,
+    SKIPPED,
+    WAITING,
+    Point,
+    is_relevant,
+    read_plan,
+    refresh,
+    write_plan,
+)
+from minigpt.utils.checks import POSITIVE_INT
 from minigpt.utils.cli import error_text
-from minigpt.utils.errors import RunError, UserError
+from minigpt.utils.errors import RunError, UserError, require
 from minigpt.utils.files import sha256_json
+from minigpt.utils.scripts import import_extra
 from minigpt.utils.signals import Interrupted
-from minigpt.utils.terminal import log
+from minigpt.utils.terminal import log, warn
 
 MAX_NAME_CHARS = 120
+MAX_TRIES_PER_TRIAL = 20  # of a search, including points that are impossible or the same as another
 
 
 class Sweeper(hydra_sweeper.Sweeper):
@@ -49,7 +63,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         self.engine: Any = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
         self.points: list[Point] = []
         self.loaded: dict[str, Any] = {}
-        self.launched = 0
+        self.wandb: Any = OmegaConf.select(config, "logger.wandb")
 
     def sweep(self, arguments: list[str]) -> None:
         """Check the points, run those that are not completed, and report.
@@ -67,14 +81,8 @@ class Sweeper(hydra_sweeper.Sweeper):
         self.shared = [str(override.input_line) for key, override in overrides.items() if key not in self.axes]
         self.fixed = [override for override in self.shared if is_relevant(override)]
         self.existing = self._read_existing()
-        try:
-            for batch in self.batches():
-                self._run(batch)
-        except (Interrupted, KeyboardInterrupt):
-            if self.launched:  # else the folder holds nothing, or the plan of the sweep to resume
-                self._report()
-            log(f"to resume, run the same command with hydra.sweep.dir={self.folder} resume=auto")
-            raise
+        for batch in self.batches():
+            self._run(batch)
         self._report()
         if failed := sum(point.pending for point in self.points):
             raise RunError(f"{failed} of {len(self.points)} runs failed; the table has the reasons")
@@ -100,8 +108,8 @@ class Sweeper(hydra_sweeper.Sweeper):
         folder = self.existing.get(identity, point).folder
         sequences = config.max_steps * config.trainer.accumulate_grad_batches * config.data.batch_size
         flops = sequences * model.block_size * model.flops_per_token()
-        totals = {"params": model.num_params()}
-        return refresh(replace(point, folder=folder, identity=identity, planned_flops=flops, totals=totals))
+        known = {"planned_flops": flops, "devices": config.trainer.devices, "totals": {"params": model.num_params()}}
+        return refresh(replace(point, folder=folder, identity=identity, **known))
 
     def _once(self, load: Callable[..., Any], *args: Any) -> Any:
         """Load a corpus or a model once for all points that share it."""
@@ -135,28 +143,32 @@ class Sweeper(hydra_sweeper.Sweeper):
         write_plan(self.folder, self.fixed, self.points)
         ended = itertools.count(1)
 
-        def on_end(index: int, job: JobReturn) -> None:
-            point = refresh(pending[index])
-            if job.status == JobStatus.FAILED and point.status in (CRASHED, WAITING):  # its process died
-                write_failure(point.folder, str(job._return_value))
+        def on_end(point: Point, failure: str) -> None:
+            point = refresh(point)
+            if failure and point.status in (CRASHED, WAITING):  # its process died
+                write_failure(point.folder, failure)
                 point = refresh(point)
             seconds = point.totals.get("seconds", 0)
             loss = f", val loss {point.loss(NATS):.4f} after {seconds:,.0f} s" if point.loss(NATS) else ""
             reason = f": {point.reason}" if point.reason else ""
             log(f"{next(ended)}/{len(pending)} {point.folder.name} {point.status}{loss}{reason}")
 
-        self.engine.on_end = on_end  # only launchers of minigpt call it
-        first, self.launched = self.launched, self.launched + len(pending)
-        self.engine.launch(list(map(self._job_overrides, pending)), initial_job_idx=first)
+        self.engine.points, self.engine.on_end = pending, on_end  # only launchers of minigpt use them
+        try:
+            self.engine.launch([*map(self._job_overrides, pending)], initial_job_idx=0)
+        except (Interrupted, KeyboardInterrupt):
+            self._report()
+            log(f"to resume, run the same command with hydra.sweep.dir={self.folder} resume=auto")
+            raise
 
     def _job_overrides(self, point: Point) -> list[str]:
         """Return the command line of a run, with a name, group and tag for Weights & Biases."""
-        names = {"hydra.sweep.dir": self.folder, "hydra.sweep.subdir": point.folder.name}
+        names = {"hydra.run.dir": point.folder, "hydra.sweep.dir": self.folder, "hydra.sweep.subdir": point.folder.name}
         overrides = self._overrides(point.overrides)
-        if wandb := OmegaConf.select(self.cfg, "logger.wandb"):
+        if self.wandb:
             given = {"name": point.folder.name, "group": self.folder.name}
-            names |= {f"logger.wandb.{key}": name for key, name in given.items() if wandb[key] is None}
-            overrides += [f"logger.wandb.tags=[{','.join(map(quote_override, [*wandb.tags, 'sweep']))}]"]
+            names |= {f"logger.wandb.{key}": name for key, name in given.items() if self.wandb[key] is None}
+            overrides += [f"logger.wandb.tags=[{','.join(map(quote_override, [*self.wandb.tags, 'sweep']))}]"]
         return overrides + [f"{key}={quote_override(name)}" for key, name in names.items()]
 
     def _report(self) -> None:
@@ -165,19 +177,15 @@ class Sweeper(hydra_sweeper.Sweeper):
         self.points[:] = map(refresh, self.points)
         write_plan(self.folder, self.fixed, self.points)
         report([self.folder])
-        if wandb := OmegaConf.select(self.cfg, "logger.wandb"):
-            publish(self.folder, wandb)
+        if self.wandb:
+            publish(self.folder, self.wandb)
 
     def _read_existing(self) -> dict[str, Point]:
-        """Return the points that the sweep's folder holds already, by identity.
-
-        Raises:
-            UserError: the folder holds something else, or resume=auto is missing.
-            NotADirectoryError: it is a file, or lies below one.
-        """
-        files: list[Path] = []
-        with suppress(FileNotFoundError):
-            files = list(self.folder.iterdir())
+        """Return the points that the sweep's folder holds already, by identity; raise UserError if it holds others."""
+        try:
+            files = list(self.folder.iterdir())  # an error if it is a file, or lies below one
+        except FileNotFoundError:
+            files = []
         if not files:
             return {}
         another = "choose another folder with hydra.sweep.dir=…"
@@ -188,10 +196,8 @@ class Sweeper(hydra_sweeper.Sweeper):
         fixed, points = read_plan(self.folder)
         changed = {key for point in points for key in point.overrides} ^ set(self.axes) | set(fixed) ^ set(self.fixed)
         if changed:
-            raise UserError(
-                f"{self.folder} holds another sweep, which differs in {', '.join(sorted(changed))}; use the settings "
-                f"that it was started with, or {another}"
-            )
+            differs = f"holds another sweep, which differs in {', '.join(sorted(changed))}"
+            raise UserError(f"{self.folder} {differs}; use the settings that it was started with, or {another}")
         return {point.identity: point for point in points if point.identity}
 
     def _folder_name(self, values: Mapping[str, str]) -> str:
@@ -214,3 +220,62 @@ class Grid(Sweeper):
         if all(point.status == SKIPPED for point in self.points):
             raise UserError(f"no point of the sweep is possible: {self.points[0].reason}")
         yield self.points
+
+
+class Search(Sweeper):
+    """Search with optuna's TPE sampler (Bergstra et al., 2011, https://papers.nips.cc/paper/4443), in memory.
+
+    Each batch of points depends on the losses of the batches before. Settings are `interval(1e-4,1e-2)`,
+    `tag(log,interval(1e-4,1e-2))` for a log-uniform distribution, `range(2,9)` or a choice, in Hydra's notation. With
+    the same seed and folder, an interrupted search resumes.
+
+    Args:
+        n_trials: number of runs.
+        batch: runs at a time.
+    """
+
+    def __init__(self, params: Mapping[str, Any], n_trials: int, batch: int, seed: int) -> None:
+        super().__init__(params)
+        require("hydra.sweeper.n_trials", n_trials, *POSITIVE_INT)
+        require("hydra.sweeper.batch", batch, *POSITIVE_INT)
+        self.n_trials, self.batch, self.seed = n_trials, batch, seed
+
+    def batches(self) -> Iterator[Sequence[Point]]:
+        optuna = import_extra("optuna", "hydra/sweeper=optuna", "optuna")
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self.seed, multivariate=True))
+        tries, reason = MAX_TRIES_PER_TRIAL * self.n_trials, ""
+
+        def possible_trials() -> Iterator[Any]:
+            nonlocal reason
+            for _ in range(tries):
+                trial = study.ask()
+                point = self.check({key: _suggest(trial, key, override) for key, override in self.axes.items()})
+                if point.status == SKIPPED:
+                    reason = point.reason
+                    study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+                else:
+                    self.points.append(point)
+                    yield trial
+
+        possible = possible_trials()
+        while trials := list(itertools.islice(possible, min(self.batch, self.n_trials - len(self.points)))):
+            yield (batch := self.points[-len(trials) :])
+            for trial, point in zip(trials, map(refresh, batch), strict=True):
+                # Bits per byte compare over all tokenizers and corpora; over one they order runs as the loss does.
+                loss = point.loss(BITS) if point.status == COMPLETED else None
+                study.tell(trial, loss, state=None if loss is not None else optuna.trial.TrialState.FAIL)
+        if not self.points:
+            raise UserError(f"no point of the search is possible: {reason}")
+        if len(self.points) < self.n_trials:
+            warn(f"the search ends after {len(self.points)} runs: {tries} tries found no other possible point")
+
+
+def _suggest(trial: Any, key: str, override: Override) -> str:
+    value: Any = override.value()
+    if override.is_interval_sweep():
+        return f"{trial.suggest_float(key, value.start, value.end, log='log' in value.tags):.4g}"
+    choices = list(override.sweep_string_iterator())
+    if override.is_range_sweep():  # an ordered distribution, in which neighbors are similar
+        return choices[trial.suggest_int(key, 0, len(choices) - 1)]
+    return str(trial.suggest_categorical(key, choices))

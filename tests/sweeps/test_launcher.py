@@ -57,7 +57,7 @@ def test_workers_share_cores_and_gpus(
     joblib = Joblib(requested.get("n_jobs"), requested.get("threads"))
     trainer = {"accelerator": "auto", "devices": 1} | requested
     joblib.config = OmegaConf.create({"trainer": trainer})
-    assert joblib.worker_envs(jobs) == expected
+    assert [worker.env for worker in joblib.start(jobs)] == expected
 
 
 WORKING = "#!/bin/sh\n[ $1 = --query-gpu=index ] && printf '0\\n1\\n'\n"
@@ -133,9 +133,8 @@ def test_a_search_runs_through_submitit_and_reports_a_failed_job(launch: Callabl
     assert "the loss is nan" in (points["1e+30"].folder / "log.txt").read_text()
 
 
-def test_slurm_does_not_take_jobs_on_several_devices(launch: Callable[..., Any], tmp_path: Path) -> None:
-    arguments = ["seed=1,2", "hydra/launcher=submitit_slurm", "trainer=ddp", "trainer.devices=2"]
-    refused = launch("train.py", "hydra.mode=MULTIRUN", *arguments, cwd=tmp_path)
+def test_slurm_does_not_take_jobs_on_several_devices(call: Callable[..., Any], tmp_path: Path) -> None:
+    refused = call("train.py", "seed=1,2", "hydra/launcher=submitit_slurm", "trainer=ddp", "trainer.devices=2", "-m")
     assert refused.returncode == 2
     assert refused.stderr.startswith("error: trainer.devices must be 1 with hydra/launcher=submitit_slurm, got 2")
     assert refused.stderr.count("\n") == 1

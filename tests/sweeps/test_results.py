@@ -1,29 +1,24 @@
 """A sweep folder and its report: points, rows, the table, the plot."""
 
 import csv
-import io
 import json
 import math
 import os
 import re
-import runpy
 import subprocess
 import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import SCRIPTS
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 
 from minigpt.runs.run_dir import lock_run_dir
-from minigpt.sweeps.ranking import axes, ranked
 from minigpt.sweeps.report import print_table, report, write_table
-from minigpt.sweeps.results import BITS, NATS, Point, read_sweep, write_plan
-from minigpt.sweeps.sweep_plots import pareto_front, plot_sweep, sweep_figure
+from minigpt.sweeps.results import NATS, Point, read_sweep, write_plan
+from minigpt.sweeps.sweep_plots import pareto_front, sweep_figure
 from minigpt.utils.errors import UserError
 
 TOKENS = 64  # per step
@@ -51,13 +46,13 @@ def run_folder(folder, *overrides, losses=(3.0, 2.0), bytes_per_token=None, para
 
 
 def grid(folder):
-    """Two sizes × two rates × two seeds, with known losses."""
+    """Two sizes × two rates × two seeds, with known losses and two bytes per token."""
     losses = {("32", "1e-3"): (2.0, 2.2), ("32", "1e-2"): (2.5, 2.7)}
     losses |= {("64", "1e-3"): (1.5, 1.9), ("64", "1e-2"): (3, 4)}
     for i, ((size, rate), found) in enumerate(losses.items()):
         for seed, loss in enumerate(found, 1):
             overrides = (f"model.n_embd={size}", f"optimizer.lr={rate}", f"seed={seed}", "max_steps=20")
-            known = {"losses": (5.0, loss), "params": 100 * int(size), "bytes_per_token": 1 / math.log(2)}
+            known = {"losses": (5.0, loss), "params": 100 * int(size), "bytes_per_token": 2 / math.log(2)}
             run_folder(folder / f"{2 * i + seed - 1}", *overrides, **known)
     return folder
 
@@ -77,95 +72,40 @@ def points_of(shape, loss, **values):
     return points
 
 
-def printed(function, *args, **kwargs):
-    with redirect_stdout(io.StringIO()) as file:
-        function(*args, **kwargs)
-    return file.getvalue()
+@pytest.fixture
+def table(capsys):
+    """Print the table of points, and return what was printed."""
+
+    def show(points):
+        capsys.readouterr()
+        print_table(points)
+        return capsys.readouterr().out
+
+    return show
 
 
-def printed_table(points):
-    return printed(print_table, points)
+@pytest.fixture
+def no_plot(monkeypatch):
+    """Write a word instead of the plot, which takes a second."""
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: Path(path).write_text("plot"))
 
 
-# Points and rows.
+# Points.
 
 
-def test_rows_are_ranked_by_the_mean_over_seeds(tmp_path):
-    rows = ranked(read_sweep(grid(tmp_path)))
-    expected = [("64", "1e-3"), ("32", "1e-3"), ("32", "1e-2"), ("64", "1e-2")]
-    assert [tuple(row.overrides.values()) for row in rows] == expected
-    found = [(1.5, 1.9), (2.0, 2.2), (2.5, 2.7), (3.0, 4.0)]
-    assert [row.loss for row in rows] == pytest.approx(np.mean(found, axis=1))
-    assert [row.spread for row in rows] == pytest.approx(np.std(found, axis=1, ddof=1))
-    assert rows[0].mean_of("params") == 6400
-    assert axes(read_sweep(tmp_path)) == ["model.n_embd", "optimizer.lr", "seed"]  # max_steps is shared
-
-
-@pytest.mark.usefixtures("no_plot")
-def test_a_sweep_over_tokenizers_is_ranked_by_bits_per_byte_everywhere(tmp_path):
-    """By nats per token, the longer tokens of sub-words would rank last."""
-    runs = {"char": (1.0, (1.9, 1.6)), "byte": (1.25, (2.5, 2.0)), "bpe": (3.0, (4.0, 3.3, 3.6))}
-    for name, (bytes_per_token, losses) in runs.items():
-        run_folder(tmp_path / name, f"tokenizer={name}", losses=losses, bytes_per_token=bytes_per_token)
-    bits = {name: min(losses) / math.log(2) / size for name, (size, losses) in runs.items()}
-    order = sorted(bits, key=bits.get)
-    assert order[0] == "bpe"
-    output = printed(report, [tmp_path])
-    with open(tmp_path / "sweep.csv", newline="") as opened:
-        rows = list(csv.DictReader(opened))
-    assert [row["tokenizer"] for row in rows] == order
-    assert [float(row["val_bits_per_byte"]) for row in rows] == pytest.approx(sorted(bits.values()))
-    assert [float(row["val_loss"]) for row in rows] == [min(runs[name][1]) for name in order]
-    lines = [line.split() for line in output.splitlines() if "completed" in line]
-    assert [line[:4] for line in lines] == [
-        [str(rank), name, f"{min(runs[name][1]):.4f}", f"{bits[name]:.4f}"] for rank, name in enumerate(order, 1)
-    ]
-    assert f"best     {bits['bpe']:.4f} bits/byte: tokenizer=bpe\nrun      " in output
-
-    swept, curves, params, _ = panels_of(read_sweep(tmp_path))
-    labels = [text.get_text() for text in swept.get_yticklabels()]
-    assert labels == [f"tokenizer={name}   {bits[name]:.4f}" for name in order]
-    assert swept.get_xlabel() == params.get_ylabel() == "best validation loss (bits per byte)"
-    assert curves.get_ylabel() == "validation loss (bits per byte)"
-    np.testing.assert_allclose(curves.lines[0].get_ydata(), np.array([4.0, 3.3, 3.6]) / math.log(2) / 3.0)
-
-
-@pytest.mark.parametrize("metrics", [True, False])
-def test_bits_per_byte_are_those_of_the_best_validation(tmp_path, metrics):
-    """Both files have them; one is enough."""
-    values = {"best_val_bits_per_byte": 2.0 / math.log(2) / 1.7}
-    folder = run_folder(tmp_path / "0", losses=(3.0, 2.0, 2.5), bytes_per_token=1.7, **({} if metrics else values))
-    if not metrics:
-        (folder / "metrics.csv").unlink()
-    (point,) = read_sweep(tmp_path)
-    assert point.loss(BITS) == pytest.approx(2.0 / math.log(2) / 1.7)
-
-
-@pytest.mark.parametrize("status", ["completed", None])
-def test_a_point_has_the_measurements_of_its_run_also_without_a_summary(tmp_path, status):
-    losses = (3.0, 2.0, 2.5)
-    run_folder(tmp_path / "0", "seed=1", losses=losses, bytes_per_token=2.0, params=50, speed=128.0, status=status)
+@pytest.mark.parametrize("missing", [None, "summary.json", "metrics.csv"])
+def test_a_point_has_the_measurements_of_its_run_from_either_file(tmp_path, missing):
+    bits = 1 / math.log(2)  # of the best validation, with two bytes per token
+    measured = {"losses": (3.0, 2.0, 2.5), "bytes_per_token": 2.0, "params": 50, "speed": 128.0}
+    folder = run_folder(tmp_path / "0", "seed=1", best_val_bits_per_byte=bits, **measured)
+    if missing:
+        (folder / missing).unlink()
     (point,) = read_sweep(tmp_path)
     expected = {"steps": 30, "tokens": 1920, "flops": 6 * 50 * 1920, "seconds": 15.0, "tokens_per_second": 128.0}
-    expected |= {"best_val_loss": 2.0, "best_val_bits_per_byte": 1 / math.log(2)}
-    assert point.status == (status or "crashed")
-    assert point.totals == expected | ({"params": 50} if status else {})
-    assert list(point.curve) == [(640, 3.0), (1280, 2.0), (1920, 2.5)]
-
-
-@pytest.mark.parametrize(
-    ("status", "options"),
-    [
-        ("completed", {}),
-        ("interrupted", {"losses": (3.0,)}),
-        ("failed", {"losses": (), "reason": "out of memory"}),
-        ("crashed", {"status": None}),
-    ],
-)
-def test_the_status_of_a_run_is_read_from_its_folder(tmp_path, status, options):
-    run_folder(tmp_path / "0", **{"status": status, **options})
-    (point,) = read_sweep(tmp_path)
-    assert (point.status, point.reason) == (status, options.get("reason", ""))
+    expected |= {"best_val_loss": 2.0, "best_val_bits_per_byte": bits}
+    assert point.totals == pytest.approx(expected | ({} if missing == "summary.json" else {"params": 50}))
+    assert point.status == ("crashed" if missing == "summary.json" else "completed")
+    assert list(point.curve) == ([] if missing == "metrics.csv" else [(640, 3.0), (1280, 2.0), (1920, 2.5)])
 
 
 def test_a_run_whose_folder_is_locked_is_running(tmp_path):
@@ -178,10 +118,9 @@ def test_a_run_whose_folder_is_locked_is_running(tmp_path):
 
 
 def test_a_plan_lists_points_without_a_folder(tmp_path):
+    waiting = [Point(tmp_path / "0", {"n": "2"}), Point(tmp_path / "2", {"n": "4"})]
     skipped = Point(tmp_path / "1", {"n": "3"}, status="skipped", reason="3 does not divide 32")
-    write_plan(
-        tmp_path, ["max_steps=20"], [Point(tmp_path / "0", {"n": "2"}), skipped, Point(tmp_path / "2", {"n": "4"})]
-    )
+    write_plan(tmp_path, ["max_steps=20"], [waiting[0], skipped, waiting[1]])
     run_folder(tmp_path / "0", "n=2", "max_steps=20")
     points = read_sweep(tmp_path)
     assert [point.status for point in points] == ["completed", "skipped", "waiting"]
@@ -189,59 +128,55 @@ def test_a_plan_lists_points_without_a_folder(tmp_path):
     assert [dict(point.overrides) for point in points] == [{"max_steps": "20", "n": n} for n in "234"]
 
 
-def test_a_nan_or_infinite_loss_is_not_the_best_loss(tmp_path):
+def test_what_is_not_a_finite_loss_is_not_the_best_loss(tmp_path):
     run_folder(tmp_path / "0", "lr=1", losses=(2.0, math.nan), best_val_loss=math.nan)
     run_folder(tmp_path / "1", "lr=9", losses=(math.inf,))
-    run_folder(tmp_path / "2", "lr=2", losses=(1.0,))
-    assert [row.loss for row in ranked(read_sweep(tmp_path))] == [1.0, 2.0, None]
+    run_folder(tmp_path / "2", "lr=2", losses=(1.0,), best_val_loss="low", flops="many", seconds=None, reason=3)
+    points = read_sweep(tmp_path)
+    assert [point.loss(NATS) for point in points] == [2.0, None, 1.0]
+    assert (points[2].totals["flops"], points[2].reason) == (6 * 1000 * 640, "3")
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [b"step,val_loss\nx,2\n", b"\x00\xff\xfe\n\x00\n", b"step,tokens\n0,0\n", b"step,tokens\n1,inf\n", b"a,b\n1,2\n"],
-)
-def test_a_damaged_curve_is_reported_and_the_other_runs_shown(tmp_path, capsys, damage):
-    for name in ("0", "1"):
-        run_folder(tmp_path / name, f"seed={name}", losses=(3.0, 2.0))
-    (tmp_path / "0/metrics.csv").write_bytes(damage)
-    first, second = read_sweep(tmp_path)
-    assert capsys.readouterr().err.count("0/metrics.csv is not readable") == 1
-    assert (first.loss(NATS), first.curve) == (2.0, [])
-    assert (second.loss(NATS), len(second.curve)) == (2.0, 2)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        b"[" * 100_000,
-        b"- " * 2000 + b"x",
-        b"&a [*a, *a]",
-        b"a: b",
-        b"x",
-        b"\xff",
-        b"!!python/object/apply:os.system [touch canary]",
-        b"- [",
-        f"- a={ESCAPE}".encode(),
+DAMAGE = {
+    "metrics.csv": [
+        b"step,val_loss\nx,2\n",
+        b"\0\xff\xfe\n\0\n",
+        b"step,tokens\n0,0\n",
+        b"step,tokens\n1,inf\n",
+        b"a\n1\n",
     ],
-)
-def test_damaged_overrides_are_reported_and_run_nothing(tmp_path, capsys, monkeypatch, damage):
+    "summary.json": [b"", b'{"status": "comp', b"[1, 2]", b"null", b"\xff\xfe", b"[" * 100_000],
+    ".hydra/overrides.yaml": [
+        *(b"[" * 100_000, b"- " * 2000 + b"x", b"&a [*a, *a]", b"a: b", b"x", b"\xff", b"- [", b"- a=\x1b[31m"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("file", "damage"), [(file, damage) for file in DAMAGE for damage in DAMAGE[file]])
+def test_a_damaged_file_is_reported_and_the_rest_is_shown(tmp_path, capsys, file, damage):
+    for seed in "12":
+        run_folder(tmp_path / seed, f"seed={seed}")
+    (tmp_path / "1" / file).write_bytes(damage)
+    points = read_sweep(tmp_path)
+    assert re.fullmatch(rf"warning: .*/1/{re.escape(file)} is not readable .*\n", capsys.readouterr().err)
+    assert [point.loss(NATS) for point in points] == [2.0, 2.0]
+    assert [point.status for point in points] == ["crashed" if file == "summary.json" else "completed", "completed"]
+    assert [len(point.curve) for point in points] == [0 if file == "metrics.csv" else 2, 2]
+    assert [point.overrides for point in points] == [{} if "overrides" in file else {"seed": "1"}, {"seed": "2"}]
+
+
+def test_overrides_run_no_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run_folder(tmp_path / "0")
-    (tmp_path / "0/.hydra/overrides.yaml").write_bytes(damage)
-    (point,) = read_sweep(tmp_path)
-    assert point.loss(NATS) == 2.0
-    if not damage.startswith(b"!!"):  # which is plain text to the reader
-        assert point.overrides == {}
-        assert re.fullmatch(r"warning: .*overrides\.yaml is not readable .*\n", capsys.readouterr().err)
+    (run_folder(tmp_path / "0") / ".hydra/overrides.yaml").write_text("!!python/object/apply:os.system [touch canary]")
+    assert read_sweep(tmp_path)[0].loss(NATS) == 2.0
     assert not (tmp_path / "canary").exists()
 
 
-def test_names_with_lone_surrogates_can_be_written_and_printed(tmp_path, capsys):
+def test_names_with_lone_surrogates_can_be_written_and_printed(tmp_path, table):
     point = Point(folder=tmp_path / "\udcff", overrides={"a\ud800": "\udc00"})
     write_table(tmp_path / "sweep.csv", [point])
     assert r"a\ud800" in (tmp_path / "sweep.csv").read_text()
-    print_table([point])
-    assert r"\udc00" in capsys.readouterr().out
+    assert r"\udc00" in table([point])
 
 
 def test_a_truncated_last_line_is_ignored(tmp_path, capsys):
@@ -250,23 +185,6 @@ def test_a_truncated_last_line_is_ignored(tmp_path, capsys):
         file.write("30,1920,0.3,1.")
     (point,) = read_sweep(tmp_path)
     assert (point.loss(NATS), point.totals["steps"], capsys.readouterr().err) == (2.0, 20, "")
-
-
-@pytest.mark.parametrize("damage", [b"", b'{"status": "comp', b"[1, 2]", b"null", b"\xff\xfe", b"[" * 100_000])
-def test_a_damaged_summary_is_reported_and_the_curve_kept(tmp_path, capsys, damage):
-    run_folder(tmp_path / "0")
-    (tmp_path / "0/summary.json").write_bytes(damage)
-    (point,) = read_sweep(tmp_path)
-    assert "summary.json is not readable" in capsys.readouterr().err
-    assert (point.status, point.loss(NATS)) == ("crashed", 2.0)
-
-
-def test_values_of_a_summary_that_are_not_numbers_are_ignored(tmp_path):
-    run_folder(tmp_path / "0")
-    values = {"status": "completed", "params": "many", "best_val_loss": "low", "seconds": None, "reason": 3}
-    (tmp_path / "0/summary.json").write_text(json.dumps(values))
-    (point,) = read_sweep(tmp_path)
-    assert (point.totals.get("params"), point.loss(NATS), point.reason) == (None, 2.0, "3")
 
 
 def planned(**claim):
@@ -297,40 +215,117 @@ def test_a_folder_without_runs_is_an_error(tmp_path):
             read_sweep(tmp_path / name)
 
 
-# The table.
+# Rows and the table.
 
 
-def test_the_table_has_loss_spread_and_seeds_of_every_row(tmp_path):
-    output = printed_table(read_sweep(grid(tmp_path)))
-    row = next(line for line in output.splitlines() if line.lstrip().startswith("1 "))
-    assert " ".join(row.split()) == "1 64 1e-3 1.7000 ± 0.2828 (2 runs) 1.7000 ± 0.2828 6,400 completed 4 5"
+def test_table_and_csv_rank_rows_by_the_mean_over_seeds(tmp_path, table):
+    failed = ("model.n_embd=96", "optimizer.lr=1e-2", "max_steps=20")
+    run_folder(grid(tmp_path) / "8", *failed, losses=(), status="failed", reason='out of\n"memory", c')
+    output = table(read_sweep(tmp_path))
+    header, _, *lines = [" ".join(line.split()) for line in output.splitlines()[2:9]]
+    assert header == "# n_embd lr val loss bits/byte params status folder"  # max_steps is shared
+    assert lines == [
+        "1 64 1e-3 1.7000 ± 0.2828 (2 runs) 0.8500 ± 0.1414 6,400 completed 4 5",
+        "2 32 1e-3 2.1000 ± 0.1414 (2 runs) 1.0500 ± 0.0707 3,200 completed 0 1",
+        "3 32 1e-2 2.6000 ± 0.1414 (2 runs) 1.3000 ± 0.0707 3,200 completed 2 3",
+        "4 64 1e-2 3.5000 ± 0.7071 (2 runs) 1.7500 ± 0.3536 6,400 completed 6 7",
+        "96 1e-2 – – 1,000 failed 8",
+    ]
+    assert '\nn_embd=96, lr=1e-2: failed: out of "memory", c\n' in output
     assert "best     1.7000 ± 0.2828 (2 runs): n_embd=64, lr=1e-3\n" in output
     assert output.count(str(tmp_path)) == 2  # once for all folders, once for the best
 
+    write_table(tmp_path / "table.csv", read_sweep(tmp_path))
+    with open(tmp_path / "table.csv", newline="") as file:
+        *rows, last = csv.DictReader(file)
+    assert [(row["rank"], row["model.n_embd"], row["optimizer.lr"], row["seeds"]) for row in rows] == [
+        *(("1", "64", "1e-3", "2"), ("2", "32", "1e-3", "2"), ("3", "32", "1e-2", "2"), ("4", "64", "1e-2", "2")),
+    ]
+    found = np.array([(1.5, 1.9), (2.0, 2.2), (2.5, 2.7), (3.0, 4.0)])
+    expected = {"val_loss": found.mean(1), "spread": found.std(1, ddof=1)}
+    expected |= {"val_bits_per_byte": found.mean(1) / 2, "val_bits_per_byte_spread": found.std(1, ddof=1) / 2}
+    for name, values in expected.items():
+        assert [float(row[name]) for row in rows] == pytest.approx(values)
+    assert float(rows[0]["flops"]) == pytest.approx(6 * 6400 * 20 * TOKENS)
+    assert [last[name] for name in ("rank", "val_loss", "status", "reason")] == [
+        "",
+        "",
+        "failed",
+        'out of\n"memory", c',
+    ]
 
-def test_reasons_are_printed_below_the_table(tmp_path):
-    run_folder(tmp_path / "0", "lr=1")
-    run_folder(tmp_path / "1", "lr=2", losses=(), status="failed", reason="out of\nmemory")
-    assert "\nlr=2: failed: out of memory\n" in printed_table(read_sweep(tmp_path))
+
+@pytest.mark.usefixtures("no_plot")
+def test_a_sweep_over_tokenizers_is_ranked_by_bits_per_byte_everywhere(tmp_path, capsys):
+    """By nats per token, the longer tokens of sub-words would rank last."""
+    runs = {"char": (1.0, (1.9, 1.6)), "byte": (1.25, (2.5, 2.0)), "bpe": (3.0, (4.0, 3.3, 3.6))}
+    for name, (bytes_per_token, losses) in runs.items():
+        run_folder(tmp_path / name, f"tokenizer={name}", losses=losses, bytes_per_token=bytes_per_token)
+    bits = {name: min(losses) / math.log(2) / size for name, (size, losses) in runs.items()}
+    order = sorted(bits, key=bits.get)
+    assert order[0] == "bpe"
+    report([tmp_path])
+    output = capsys.readouterr().out
+    lines = [line.split() for line in output.splitlines() if "completed" in line]
+    assert [line[:4] for line in lines] == [
+        [str(rank), name, f"{min(runs[name][1]):.4f}", f"{bits[name]:.4f}"] for rank, name in enumerate(order, 1)
+    ]
+    assert f"best     {bits['bpe']:.4f} bits/byte: tokenizer=bpe\nrun      " in output
+    with open(tmp_path / "sweep.csv", newline="") as opened:
+        assert [row["tokenizer"] for row in csv.DictReader(opened)] == order
+
+    swept, curves, params, _ = panels_of(read_sweep(tmp_path))
+    labels = [text.get_text() for text in swept.get_yticklabels()]
+    assert labels == [f"tokenizer={name}   {bits[name]:.4f}" for name in order]
+    assert swept.get_xlabel() == params.get_ylabel() == "best validation loss (bits per byte)"
+    assert curves.get_ylabel() == "validation loss (bits per byte)"
+    np.testing.assert_allclose(curves.lines[0].get_ydata(), np.array([4.0, 3.3, 3.6]) / math.log(2) / 3.0)
 
 
-def test_seeds_without_a_loss_are_counted(tmp_path):
-    for seed, losses in enumerate(((2.0,), (2.1,), ())):
-        run_folder(tmp_path / str(seed), f"seed={seed}", losses=losses, status="completed" if losses else "failed")
-    output = printed_table(read_sweep(tmp_path))
-    assert "2.0500 ± 0.0707 (2 of 3 runs)" in output
+RUNS = {  # by learning rate: the status and the best loss of each seed
+    "completed": [("completed", 3.0), ("completed", 3.2), ("completed", 3.1)],
+    "failed": [("completed", 2.0), ("completed", 2.1), ("failed", None)],
+    "running": [("completed", 1.9), ("running", 1.7), ("completed", 1.8)],  # validated, but not at its end
+    "waiting": [("completed", 2.5), ("waiting", None), ("waiting", None)],
+    "unknown": [("completed", 2.7), ("completed", None), ("completed", 2.7)],
+    "repeated": [("completed", 4.0), ("skipped", None)],  # never to run
+    "diverged": [("failed", None), ("failed", None), ("failed", None)],
+}
+
+
+def test_a_row_whose_runs_did_not_all_complete_is_marked_and_does_not_win(table):
+    points = [
+        Point(Path(f"{rate}{seed}"), {"lr": rate, "seed": str(seed)}, status, totals={"best_val_loss": loss})
+        for rate, runs in RUNS.items()
+        for seed, (status, loss) in enumerate(runs)
+    ]
+    output = table(points)
+    assert [" ".join(line.split()).split(" –")[0] for line in output.splitlines()[4:11]] == [
+        "1 completed 3.1000 ± 0.1000 (3 runs)",
+        "2 repeated 4.0000 (1 of 2 runs)",
+        "3* running 1.8000 ± 0.1000 (3 runs)",
+        "4* failed 2.0500 ± 0.0707 (2 of 3 runs)",
+        "5* waiting 2.5000 (1 of 3 runs)",
+        "6* unknown 2.7000 ± 0.0000 (2 of 3 runs)",
+        "diverged",
+    ]
     assert "2 completed, 1 failed" in output
+    assert output.count("* provisional, because not all runs completed") == 1
+    assert "best     3.1000 ± 0.1000 (3 runs): lr=completed\n" in output
+    assert "provisional" not in table(points[:3])
+    assert "\n1* 2.0500" in re.sub(" +", " ", table(points[3:6]))  # also where no row has completed
 
 
-def test_a_file_gets_one_line_per_row_however_wide(monkeypatch):
+def test_a_file_gets_one_line_per_row_however_wide(monkeypatch, table):
     monkeypatch.setenv("COLUMNS", "20")
     values = [f"value {i} {'x' * 90}" for i in range(3)]
-    output = printed_table(points_of({"a.long": values, "b.long": values}, lambda a, b: 1.0))
+    output = table(points_of({"a.long": values, "b.long": values}, lambda a, b: 1.0))
     assert all(any(value in line for line in output.splitlines()) for value in values)
     assert len([line for line in output.splitlines() if "completed" in line]) == 9
     assert "\x1b" not in output
 
 
+@pytest.mark.usefixtures("no_plot")
 def test_no_escape_sequence_reaches_the_terminal(tmp_path, capsys):
     evil = f"{ESCAPE}\x07\x9b1m\u202e"
     for name, reason in (("0", evil), ("1\x1b[2J", "")):
@@ -345,31 +340,6 @@ def test_no_escape_sequence_reaches_the_terminal(tmp_path, capsys):
         assert [c for c in output if not c.isprintable() and c != "\n"] == []
     with open(tmp_path / "sweep.csv", newline="") as file:  # a file keeps what it is
         assert f"{evil}0" in {row["text"] for row in csv.DictReader(file)}
-
-
-def test_the_csv_holds_the_printed_table(tmp_path):
-    grid(tmp_path)
-    failed = ("model.n_embd=96", "optimizer.lr=1e-2", "max_steps=20")
-    run_folder(tmp_path / "8", *failed, losses=(), status="failed", reason='a "b", c')
-    points = read_sweep(tmp_path)
-    write_table(tmp_path / "table.csv", points)
-    with open(tmp_path / "table.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    lines = printed_table(points).splitlines()
-    lines = lines[next(i for i, line in enumerate(lines) if line.startswith("──")) + 1 :][: len(rows)]
-    for row, line in zip(rows, lines, strict=True):
-        loss = bits = "–"
-        if row["rank"]:
-            loss = f"{float(row['val_loss']):.4f} ± {float(row['spread']):.4f} ({row['seeds']} runs)"
-            bits = f"{float(row['val_bits_per_byte']):.4f} ± {float(row['val_bits_per_byte_spread']):.4f}"
-        values = [row["rank"], row["model.n_embd"], row["optimizer.lr"], loss, bits, f"{float(row['params']):,.0f}"]
-        values = [cell for cell in values if cell]
-        cells = re.split(r"\s{2,}", line.strip())
-        assert cells[: len(values)] == values
-        assert row["status"] in cells
-    assert (rows[-1]["rank"], rows[-1]["val_loss"], rows[-1]["reason"]) == ("", "", 'a "b", c')
-    assert [float(row["val_loss"]) for row in rows[:4]] == pytest.approx([1.7, 2.1, 2.6, 3.5])
-    assert float(rows[0]["flops"]) == pytest.approx(6 * 6400 * 20 * TOKENS)
 
 
 # Pareto front.
@@ -389,11 +359,6 @@ def test_the_pareto_front_holds_all_points_that_none_dominates(points):
 def panels_of(points, **options):
     """The panels: swept settings, learning curves, loss over parameters, loss over FLOPs."""
     return sweep_figure(points, title="sweep", **options).axes[:4]
-
-
-def labels(panel):
-    """Label → line, for all lines with a label of a panel."""
-    return {line.get_label(): line for line in panel.lines if not line.get_label().startswith("_")}
 
 
 def legend(panel):
@@ -425,7 +390,9 @@ def test_one_numeric_setting_is_a_line_with_the_spread_over_seeds():
     def loss(rate, seed):
         return 1 + abs(math.log10(float(rate)) + 3) + int(seed) / 10
 
-    panel = panels_of(points_of({"optimizer.lr": ["1e-2", "1e-4", "1e-3"], "seed": ["1", "2", "3"]}, loss))[0]
+    shape = {"optimizer.lr": ["1e-2", "1e-4", "1e-3"], "seed": ["1", "2", "3"]}
+    panel, curves, *_ = panels_of(points_of(shape, loss))
+    assert legend(curves) == ["1  lr=1e-3", "2  lr=1e-2", "3  lr=1e-4"]  # one entry for all seeds
     assert panel.get_xscale() == "log"
     assert panel.get_xlabel() == "optimizer.lr"
     line, _, (bars,) = panel.containers[0]
@@ -470,7 +437,7 @@ def test_loss_over_cost_has_the_pareto_front():
     costs = {"params": lambda size, bad: int(size), "flops": lambda size, bad: 6e3 * int(size)}
     _, _, params, flops = panels_of(points_of({"size": sizes, "bad": ["0", "1"]}, loss, **costs))
     for panel, factor in ((params, 1), (flops, 6e3)):
-        front = labels(panel)["Pareto front"]
+        (front,) = [line for line in panel.lines if line.get_label() == "Pareto front"]
         np.testing.assert_allclose(front.get_xdata(), [factor * float(size) for size in sizes])
         np.testing.assert_allclose(front.get_ydata(), [loss(size, 0) for size in sizes])
         assert legend(panel) == ["Pareto front", f"best {loss('300000', 0):.4f}"]
@@ -494,33 +461,22 @@ def test_the_best_ten_curves_have_labels_and_the_others_are_gray():
 
 
 @pytest.mark.parametrize("loss", [2.0, None])
-def test_a_single_point_can_be_plotted_and_printed_whatever_is_known_of_it(loss):
+def test_a_single_point_can_be_plotted_and_printed_whatever_is_known_of_it(table, loss):
     known = {} if loss else {"params": None, "flops": None, "status": "waiting", "tokens_per_second": None}
     points = points_of({"max_steps": ["5"]}, lambda steps: loss, **known)
     assert [bool(panel.get_ylabel() or panel.get_xlabel()) for panel in panels_of(points)] == [loss is not None] * 4
-    assert ("best" in printed_table(points).partition("\n\n")[2]) == bool(loss)
+    assert ("best" in table(points).partition("\n\n")[2]) == bool(loss)
 
 
-def test_five_hundred_runs_can_be_plotted_and_printed():
-    shape = {name: [str(i) for i in range(1, n + 1)] for name, n in (("a", 10), ("b", 10), ("c", 5))}
-    points = points_of(shape, lambda *at: 1 + 1 / math.prod(map(int, at)), params=lambda *at: math.prod(map(int, at)))
-    assert len(legend(panels_of(points)[1])) == 10
-    assert printed_table(points).count("completed") == 500
-
-
-def test_text_of_a_user_is_not_read_as_a_formula(tmp_path):
-    points = points_of({"data.path": ["$x^$", r"$\foo", "日本\n"]}, lambda path: float(len(path)))
-    plot_sweep(tmp_path / "sweep.png", points, title="$1 $2")
-    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+def test_text_of_a_user_is_not_read_as_a_formula(tmp_path, recwarn):
+    for i, path in enumerate(("$x^$", r"$\foo", "日本\n")):
+        run_folder(tmp_path / "$1 $2" / f"{i}", f"data.path={path}")
+    report([tmp_path / "$1 $2"])
+    assert (tmp_path / "$1 $2" / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert not recwarn  # of characters that the font lacks
 
 
 # The report.
-
-
-@pytest.fixture
-def no_plot(monkeypatch):
-    """Write a word instead of the plot, which takes a second."""
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: Path(path).write_text("plot"))
 
 
 @pytest.mark.usefixtures("no_plot")
@@ -544,15 +500,15 @@ def test_a_report_to_another_folder_does_not_change_the_sweep(tmp_path):
 
 
 @pytest.mark.usefixtures("no_plot")
-def test_several_sweeps_are_ranked_together_by_all_settings_that_differ(tmp_path, monkeypatch):
+def test_several_sweeps_are_ranked_together_by_all_settings_that_differ(tmp_path, monkeypatch, capsys):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     for name, layers, loss in (("a", "2", 2.0), ("b", "4", 1.0)):
         folder = run_folder(tmp_path / name / "0", "lr=1", f"n_layer={layers}", losses=(loss,)).parent
         write_plan(folder, [f"n_layer={layers}"], [Point(folder / "0", {"lr": "1"})])
     run_folder(tmp_path / "c/0", "dropout=0.1", losses=(1.5,))
-    output = printed(report, [tmp_path / "a", tmp_path / "b", tmp_path / "c", tmp_path / "a/0"])  # a run of them twice
-    rows = [line.split() for line in output.splitlines() if "completed" in line]
+    report([tmp_path / "a", tmp_path / "b", tmp_path / "c", tmp_path / "a/0"])  # a run of them twice
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "completed" in line]
     assert [(*row[:5], row[-1]) for row in rows] == [
         ("1", "1", "4", "default", "1.0000", "b/0"),
         ("2", "default", "default", "0.1", "1.5000", "c/0"),
@@ -561,22 +517,21 @@ def test_several_sweeps_are_ranked_together_by_all_settings_that_differ(tmp_path
     assert sorted(path.name for path in Path.cwd().iterdir()) == ["sweep.csv", "sweep.png"]
 
 
-@pytest.mark.usefixtures("no_plot")
-def test_unrelated_runs_are_compared_by_their_overrides(tmp_path):
-    run_folder(tmp_path / "a", "optimizer.lr=1e-3", "max_steps=20", "+note=", "resume=x", losses=(2.0,))
+def test_unrelated_runs_are_compared_by_their_overrides(tmp_path, table):
+    run_folder(
+        tmp_path / "a", "optimizer.lr=1e-3", "max_steps=20", "+note=", "resume=x", "hydra.run.dir=a", losses=(2.0,)
+    )
     run_folder(tmp_path / "b", "model.n_embd=128", "max_steps=20", "+note=", "logger=wandb", losses=(1.0,))
-    output = printed(report, [tmp_path])
-    header, _, *rows = [line.split() for line in output.splitlines()[2:6]]
+    header, _, *rows = [line.split() for line in table(read_sweep(tmp_path)).splitlines()[2:6]]
     assert header[:4] == ["#", "lr", "n_embd", "val"]
     assert [row[:3] for row in rows] == [["1", "default", "128"], ["2", "1e-3", "default"]]
 
 
-@pytest.mark.usefixtures("no_plot")
 def test_lines_are_plotted_along_a_setting_by_its_last_part(tmp_path, monkeypatch):
-    along_given = []
-    monkeypatch.setattr("minigpt.sweeps.sweep_plots.plot_sweep", lambda *_, along, **__: along_given.append(along))
+    plotted = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: (path.touch(), plotted.append(figure)))
     report([grid(tmp_path / "sweep")], along="n_embd")
-    assert along_given == ["model.n_embd"]
+    assert plotted[0].axes[0].get_xlabel() == "model.n_embd"
     for rate in ("1", "2"):
         run_folder(tmp_path / "two" / rate, f"optimizer.lr={rate}", f"other.lr={rate}")
     with pytest.raises(
@@ -591,35 +546,20 @@ def test_a_failed_plot_leaves_the_previous_file(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Figure, "savefig", fail)
+    run_folder(tmp_path / "0")
     (tmp_path / "sweep.png").write_text("before")
     with pytest.raises(OSError, match="No space"):
-        plot_sweep(tmp_path / "sweep.png", points_of({"n": ["1", "2"]}, float), title="")
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("sweep.png", "before")]
+        report([tmp_path])
+    assert (tmp_path / "sweep.png").read_text() == "before"
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "sweep.csv", "sweep.png"}
 
 
-@pytest.fixture
-def script(tmp_path, monkeypatch, capsys):
-    """Run the script in this process: `script("--along=lr")` returns its exit code, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["sweep_report.py", *arguments])
-        code = 0
-        try:
-            runpy.run_path(str(SCRIPTS / "sweep_report.py"), run_name="__main__")
-        except SystemExit as ended:
-            code = ended.code
-        return code, *capsys.readouterr()
-
-    return run
-
-
-def test_the_script_reports_the_latest_sweep(tmp_path, script):
+def test_the_script_reports_the_latest_sweep(tmp_path, call):
     grid(tmp_path / "runs/sweeps/first")
     (tmp_path / "runs/sweeps/latest").symlink_to("first")
-    code, out, err = script("--along", "optimizer.lr")
-    assert (code, err) == (0, "")
-    assert out.endswith("plot     runs/sweeps/first/sweep.png\n")
+    reported = call("sweep_report.py", "--along", "optimizer.lr")
+    assert (reported.returncode, reported.stderr) == (0, "")
+    assert reported.stdout.endswith("plot     runs/sweeps/first/sweep.png\n")
     assert (tmp_path / "runs/sweeps/first/sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -632,13 +572,13 @@ BAD_INPUT = {
 
 
 @pytest.mark.parametrize("arguments", BAD_INPUT)
-def test_bad_input_of_the_script_is_one_line(tmp_path, script, arguments):
+def test_bad_input_of_the_script_is_one_line(tmp_path, call, arguments):
     grid(tmp_path / "sweep")
     for name in "ab":
         run_folder(tmp_path / "words" / name, f"name={name}")
-    code, out, err = script(*arguments.split())
-    assert (code, out) == (2, "")
-    assert re.fullmatch(f"error: .*{BAD_INPUT[arguments]}.*\n", err)
+    refused = call("sweep_report.py", *arguments.split())
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert re.fullmatch(f"error: .*{BAD_INPUT[arguments]}.*\n", refused.stderr)
     assert not (tmp_path / "sweep/sweep.csv").exists()
 
 
