@@ -39,9 +39,9 @@ def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
     with open_dict(cfg):
         cfg.hydra.runtime.output_dir = str(folder)
         HydraConfig.instance().set_config(cfg)
-        del cfg["hydra"]
+        task = cfg.pop("hydra").overrides.task  # without the overrides of Hydra itself
     (folder / ".hydra").mkdir(parents=True, exist_ok=True)
-    for name, content in (("config", cfg), ("overrides", OmegaConf.create(overrides))):
+    for name, content in (("config", cfg), ("overrides", task)):
         OmegaConf.save(content, folder / ".hydra" / f"{name}.yaml")
     train_in(folder, cfg)
     return {"folder": str(folder), **run_dir.read_summary(folder)}

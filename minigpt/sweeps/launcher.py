@@ -28,6 +28,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 from tqdm import tqdm
 
+from minigpt.runs.overrides import quote_override
 from minigpt.runs.run_dir import LOG, SUMMARY, write_failure
 from minigpt.runs.train import train
 from minigpt.sweeps.results import Point
@@ -112,7 +113,10 @@ class Launcher(hydra_launcher.Launcher):
         Raises:
             Interrupted: a signal was received, and the running jobs have ended.
         """
-        own = [*self.config.hydra.overrides.hydra, "hydra.mode=RUN"]
+        hydra = self.config.hydra
+        given = (source.path for source in hydra.runtime.config_sources if source.provider == "command-line")
+        searched = ",".join(map(quote_override, [*hydra.searchpath, *given]))  # by --config-dir
+        own = [*hydra.overrides.hydra, "hydra.mode=RUN", f"hydra.searchpath=[{searched}]"]
         waiting = deque(map(Job, self.points, [[*own, *overrides] for overrides in job_overrides]))
         running: dict[Any, tuple[Job, Any]] = {}  # future → its job and executor
         signals: list[int] = []

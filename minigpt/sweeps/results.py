@@ -105,7 +105,7 @@ def write_plan(folder: Path, fixed: Sequence[str], points: Sequence[Point]) -> N
 
 def is_relevant(override: str) -> bool:
     """Return whether an override, or a group of settings, changes what a run computes."""
-    return re.split("[./@=]", override.lstrip("+~"))[0] not in ("resume", "logger", "hydra")
+    return re.split("[./@=]", override.lstrip("+~"))[0] not in ("resume", "logger")
 
 
 def refresh(point: Point) -> Point:
