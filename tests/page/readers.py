@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
+import servers
 
-from minigpt import GPT, GPTConfig, generate, save_checkpoint
+from minigpt import GPT, generate, load_checkpoint
 from minigpt.data.tokenizer import CharTokenizer
 
 CHARACTERS = CharTokenizer.of([chr(i) for i in range(32, 127)] + ["\n"])
@@ -140,14 +140,9 @@ class Reader:
 
 def make_run(folder: Path, seed: int = 0, tokenizer: CharTokenizer = CHARACTERS, **settings: Any) -> GPT:
     """Write the run folder of a model of characters with random weights; return the model."""
-    torch.manual_seed(seed)
-    values = {"vocab_size": 96, "block_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 32, "position": "rope"}
-    model = GPT(GPTConfig(**{**values, **settings})).eval()
-    for name, parameter in model.named_parameters():  # far from the small initial weights, which make all tokens alike
-        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.3)
-    (folder / "checkpoints").mkdir(parents=True)
-    save_checkpoint(model, tokenizer, folder / "checkpoints" / "best.safetensors")
-    return model
+    values = {"vocab_size": 96, "block_size": 64, "n_embd": 32, "position": "rope"}
+    servers.make_run(folder, tokenizer, seed=seed, **{**values, **settings})
+    return load_checkpoint(folder)[0].eval()
 
 
 def continuation(model: GPT, prompt: str, n_tokens: int, tokenizer: CharTokenizer = CHARACTERS, **settings: Any) -> str:

@@ -35,10 +35,9 @@ class Letters(LettersOfText):
 
 
 ENDLESS = SampleRequest([1, 2, 3], 10**9)
-architectures = pytest.mark.parametrize("changes", ARCHITECTURES.values(), ids=ARCHITECTURES)
 
 
-@architectures
+@pytest.mark.parametrize("changes", ARCHITECTURES.values(), ids=ARCHITECTURES)
 def test_requests_that_join_at_different_times_get_the_tokens_of_generate(changes: dict[str, Any]):
     model, rng = make(**changes, vocab_size=12), torch.Generator().manual_seed(0)
     requests = [
@@ -155,11 +154,11 @@ def test_too_many_requests_raise_at_once_until_one_ends():
     serve(make(), fill, max_running=1, max_waiting=2)
 
 
-@pytest.mark.parametrize("wrong", [[], [23]], ids=str)
-def test_an_invalid_prompt_raises_at_once(wrong: list[int]):
+def test_an_invalid_prompt_raises_at_once():
     async def ask(engine: Engine) -> None:
-        with pytest.raises(UserError):
-            engine.generate(replace(ENDLESS, prompt=wrong))
+        for wrong in ([], [23]):
+            with pytest.raises(UserError):
+                engine.generate(replace(ENDLESS, prompt=wrong))
 
     serve(make(), ask)
 
@@ -200,6 +199,8 @@ def test_nan_logits_end_their_request_alone():
             for n_top in (0, None):
                 with pytest.raises(RunError, match="NaN"):
                     await collect(engine.generate(SampleRequest([1, 22], 5, sampling, n_top=n_top)))
+        with pytest.raises(RunError, match="NaN"):
+            await engine.score([1, 22, 3])
         return start + await collect(other)
 
     assert_as_generate(model, request, serve(model, ask))
@@ -274,30 +275,26 @@ def test_several_requests_share_a_stream_and_join_together_or_not_at_all():
         assert all(token.logprob is None and token.top == [] for token in own)
 
 
-@architectures
-def test_score_gives_the_log_softmax_of_the_model(changes: dict[str, Any]):
-    model, text = make(**changes), torch.randint(23, (16,)).tolist()
+def test_a_text_is_scored_as_by_score_between_the_steps_of_other_requests():
+    model, text = make(), torch.randint(23, (400,), generator=torch.Generator().manual_seed(0)).tolist()
 
-    async def while_another_runs(engine: Engine) -> list[Token]:
+    async def count(engine: Engine) -> tuple[list[Token], int]:
         async with aclosing(engine.generate(ENDLESS)) as other:
             await anext(other)
-            return await engine.score(text, n_top=3)
+            scoring, n_tokens = asyncio.create_task(engine.score(text, n_top=3)), 0
+            while not scoring.done():
+                await anext(other)
+                n_tokens += 1
+            return scoring.result(), n_tokens
 
-    found = serve(model, while_another_runs)
-    expected = model(torch.tensor([text]))[0, :-1].log_softmax(dim=-1).detach()
-    assert [token.id for token in found] == text
-    assert (found[0].logprob, found[0].top) == (None, [])
-    chosen = torch.tensor([row[token.id] for token, row in zip(found[1:], expected, strict=True)])
-    assert_near(torch.tensor([token.logprob for token in found[1:]]), chosen, terms=terms_of(model.config))
-    assert [token.rank for token in found[1:]] == (expected > chosen[:, None]).sum(dim=-1).tolist()
-    assert [[i for i, _ in token.top] for token in found[1:]] == expected.topk(3).indices.tolist()
+    (first, *found), n_tokens = serve(model, count)
+    assert n_tokens > 10  # of windows of 16 tokens
+    expected = score(model, text[1:], text[:1], n_top=3)
+    assert (first.id, first.logprob, first.top) == (text[0], None, [])
+    assert [token.id for token in found] == text[1:]
+    assert [token.logprob for token in found] == expected.logprobs.tolist()
+    assert [(token.rank, token.top) for token in found] == list(zip(expected.ranks, expected.top, strict=True))
     assert serve(model, lambda engine: engine.score(text[:1]))[0].id == text[0]
-
-
-def test_a_text_above_block_size_is_scored_in_the_windows_of_score():
-    model, text = make(), torch.randint(23, (100,)).tolist()
-    found = serve(model, lambda engine: engine.score(text))
-    assert [token.logprob for token in found[1:]] == score(model, text[1:], text[:1]).logprobs.tolist()
     for wrong in ([], [-1]):
         with pytest.raises(UserError):
             serve(model, lambda engine, wrong=wrong: engine.score(wrong))
@@ -333,20 +330,3 @@ def assert_as_generate(model: GPT, request: SampleRequest, found: list[Token]) -
     assert [token.reason for token in found] == [None] * (len(found) - 1) + [sample.reason]
     logprobs = torch.tensor([token.logprob for token in found])
     assert_near(logprobs, torch.tensor(sample.logprobs), terms=terms_of(model.config))
-
-
-def test_a_long_text_is_scored_between_the_steps_of_other_requests():
-    model = make()
-    text = torch.randint(12, (400,), generator=torch.Generator().manual_seed(0)).tolist()
-
-    async def count(engine: Engine) -> int:
-        stream = engine.generate(ENDLESS)
-        await anext(stream)
-        scoring, n_tokens = asyncio.create_task(engine.score(text)), 0
-        while not scoring.done():
-            await anext(stream)
-            n_tokens += 1
-        await stream.aclose()
-        return n_tokens
-
-    assert serve(model, count) > 10  # of windows of 16 tokens
