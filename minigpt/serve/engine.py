@@ -38,44 +38,28 @@ class QueueFull(Exception):
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One sample to generate.
+    """One sample to generate."""
 
-    Args:
-        prompt: token ids, at least one.
-        stop: strings and token ids.
-        n_top: number of most likely alternatives to return per token; None: no log-probabilities and ranks either.
-    """
-
-    prompt: list[int]
+    prompt: list[int]  # token ids, at least one
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
-    stop: tuple[str | int, ...] = ()
+    stop: tuple[str | int, ...] = ()  # strings and token ids
     seed: int = 0
-    n_top: int | None = 0
+    n_top: int | None = 0  # likely alternatives to return per token; None: no log-probabilities and ranks either
 
 
 @dataclass(slots=True)
 class Token:
-    """A generated or scored token.
-
-    Args:
-        logprob: in nats, before temperature and filters, if there is one.
-        rank: number of likelier tokens.
-        top: the most likely tokens with their log-probabilities, in descending order.
-        reason: "stop" or "length" with the last token of a request, else None.
-        sample: index of its request among those of a stream.
-        text: the characters that a generated token completes, up to and with a stop string.
-        n_held: characters at the end of the sample's text so far that are a stop string or may become one.
-    """
+    """A generated or scored token."""
 
     id: int
-    logprob: float | None = None
-    rank: int = 0
-    top: list[tuple[int, float]] = field(default_factory=list)
-    reason: str | None = None
-    sample: int = 0
-    text: str = ""
-    n_held: int = 0
+    logprob: float | None = None  # in nats, before temperature and filters
+    rank: int = 0  # number of likelier tokens
+    top: list[tuple[int, float]] = field(default_factory=list)  # the likeliest with log-probabilities, in this order
+    reason: str | None = None  # "stop" or "length" with the last token of a request
+    sample: int = 0  # index of its request among those of a stream
+    text: str = ""  # the characters that a generated token completes, up to and with a stop string
+    n_held: int = 0  # characters at the end of the sample's text so far that are a stop string or may become one
 
 
 class Engine:

@@ -19,11 +19,8 @@ MAX_SILENCED = 2  # engines per model
 def find_models(sources: Sequence[str], runs: Path = Path("runs")) -> dict[str, str]:
     """Return the source of every model by a unique name, that of its run folder; torch is imported for the Hub only.
 
-    Args:
-        sources: run folders, checkpoints, folders or ids of Hugging Face; if empty, all runs, the newest first.
-
-    Raises:
-        UserError: a source does not exist, or there is no run.
+    Sources are run folders, checkpoints, folders or ids of Hugging Face; if there are none, all runs, the newest first.
+    Raises UserError if a source does not exist, or there is no run.
     """
     if not sources:
         newest_first = sorted(runs.rglob(BEST), key=lambda file: file.stat().st_mtime, reverse=True)
@@ -70,11 +67,9 @@ class Models:
         return await asyncio.shield(self._loads[name])  # a cancelled request leaves it to the next one
 
     def silenced(self, name: str, heads: "Collection[Sequence[int]]") -> "Engine":
-        """Return an engine of a loaded model whose heads (layer, head) have the output zero; at most two are in use.
+        """Return an engine of a loaded model whose heads (layer, head) have the output zero.
 
-        Raises:
-            UserError: there is no such head.
-            QueueFull: all engines that are kept are in use.
+        Raises UserError if there is no such head, and QueueFull if `MAX_SILENCED` engines are in use.
         """
         from minigpt.interpret.heads import without_heads
         from minigpt.serve.engine import Engine, QueueFull
