@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from readers import CHARACTERS, Reader, make_run
+from readers import CHARACTERS, Keys, Reader, make_run
 from torch import Tensor
 
 from minigpt import GPT
@@ -77,8 +77,6 @@ def highest(weights: Tensor) -> list[str]:
 
 
 def test_heads_are_one_tab_stop_and_picked_by_arrow_keys(panel: Reader) -> None:
-    from selenium.webdriver import Keys
-
     panel.press(Keys.TAB)
     for key, name in (
         (Keys.ARROW_RIGHT, "layer 1, head 1"),
@@ -233,8 +231,6 @@ def test_curves_have_the_points_of_the_history_at_their_ticks(width: int, reader
 
 
 def test_samples_are_chosen_by_keyboard(reader: Reader) -> None:
-    from selenium.webdriver import Keys
-
     reader.open("Training")
     reader.wait_until(lambda: reader.find_all("pre"))
     assert reader.find("pre").text == "sample of step 1700"

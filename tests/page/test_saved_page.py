@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from contrast import text_contrasts
-from readers import Reader
+from readers import Keys, Reader
 from torch import Tensor
 
 from minigpt.interpret.text_page import write_page
@@ -81,8 +81,6 @@ def test_attention_shades_the_text_while_the_pointer_is_on_a_token(reader: Reade
 
 
 def test_tokens_are_selected_by_keyboard(reader: Reader) -> None:
-    from selenium.webdriver import Keys
-
     reader.find("#text").send_keys(Keys.CONTROL, Keys.HOME)
     for _ in range(3):
         reader.press(Keys.ARROW_RIGHT)
