@@ -154,15 +154,6 @@ def test_too_many_requests_raise_at_once_until_one_ends():
     serve(make(), fill, max_running=1, max_waiting=2)
 
 
-def test_an_invalid_prompt_raises_at_once():
-    async def ask(engine: Engine) -> None:
-        for wrong in ([], [23]):
-            with pytest.raises(UserError):
-                engine.generate(replace(ENDLESS, prompt=wrong))
-
-    serve(make(), ask)
-
-
 def test_a_failure_of_the_model_ends_its_requests_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch):
     step, failures = Decoder.step, []
 
@@ -249,10 +240,7 @@ def test_a_function_runs_between_two_steps():
     async def ask(engine: Engine) -> None:
         async with aclosing(engine.generate(ENDLESS)) as other:
             await anext(other)
-            assert await engine.run(lambda model: (threading.current_thread().name, model.config.vocab_size)) == (
-                "engine_0",
-                23,
-            )
+            assert await engine.run(lambda model: threading.current_thread().name) == "engine_0"
             with pytest.raises(ZeroDivisionError):
                 await engine.run(lambda model: 1 / 0)
             await anext(other)

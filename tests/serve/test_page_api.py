@@ -13,12 +13,11 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from servers import BrokenEngine, make_run, serving
+from servers import make_run, serving
 from silence import silence
 
 from minigpt import GPT, generate, load_checkpoint
 from minigpt.checkpoints.init_from import Pretrained
-from minigpt.data.tokenizer import CharTokenizer
 from minigpt.interpret.heads import attention_maps
 from minigpt.serve import page_api as page
 from minigpt.serve.page_api import MAX_SCORED
@@ -185,14 +184,6 @@ def test_bad_input_is_one_line(path: str, body: dict[str, Any], message: str, ht
     assert response.json()["error"]["message"].startswith(message)
 
 
-def test_a_character_that_the_model_was_not_trained_with_is_named(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "abc", CharTokenizer("abc"), vocab_size=3)
-    with serving([run]) as server:
-        response = httpx.post(f"{server.url}/api/score", json={"model": "abc", "text": "bé"})
-        assert response.status_code == 400
-        assert response.json()["error"]["message"].startswith("the tokenizer has no id for 'é'")
-
-
 def test_the_page_and_its_files_are_served_without_a_key(run: Path) -> None:
     with serving([run], key="secret") as server, httpx.Client(base_url=server.url) as http:
         for path, kind in [("/", "text/html"), ("/index.html", "text/html"), ("/server.js", "text/javascript")]:
@@ -242,13 +233,6 @@ def test_few_sets_of_silenced_heads_are_in_use_at_once(http: httpx.Client) -> No
         assert refused.status_code == 429, refused.text
         assert refused.headers["Retry-After"] == "1"
         assert post(http, "score", text="abc", silenced=[[0, 1]]).status_code == 200
-
-
-def test_a_stream_ends_with_an_error_when_the_server_fails(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with serving([run], engine=BrokenEngine) as server:
-        *_, last = lines(httpx.post(f"{server.url}/api/generate", json={"model": "tiny", "max_tokens": 9}))
-        assert last == {"error": "the server failed; its terminal shows the error"}
-    assert capfd.readouterr().err == "error: the model's logits are NaN\n"
 
 
 def test_a_run_that_is_deleted_is_no_longer_listed_unless_it_is_loaded(run: Path, tmp_path: Path) -> None:
