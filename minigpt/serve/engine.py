@@ -91,7 +91,7 @@ class Engine:
     def generate(self, *requests: SampleRequest) -> "TokenStream":
         """Queue requests and return their tokens as they are generated; closing the iterator ends the requests.
 
-        At once, raises QueueFull if too many requests wait, and UserError if a prompt is invalid.
+        If too many requests wait, or a prompt is invalid, QueueFull or UserError is raised at once.
         """
         for request in requests:
             check_ids(request.prompt, self.model.config.vocab_size)
@@ -227,7 +227,7 @@ class TokenStream(asyncio.Queue[Token | Exception]):
     def __init__(self, requests: Sequence[SampleRequest], engine: Engine) -> None:
         super().__init__()
         self.jobs = [_Job(request, i, self, engine) for i, request in enumerate(requests)]
-        self.n_tokens, self._n_open = 0, len(self.jobs)
+        self._n_open = len(self.jobs)
 
     def __aiter__(self) -> "TokenStream":
         return self
@@ -243,7 +243,6 @@ class TokenStream(asyncio.Queue[Token | Exception]):
         except BaseException:
             await self.aclose()
             raise
-        self.n_tokens += 1
         self._n_open -= item.reason is not None
         return item
 

@@ -152,7 +152,7 @@ async def _events(call: SimpleNamespace, begins: list[Part], tokens: TokenStream
         return f'data: {head}, "choices": [{json.dumps(_choice(call, i, part, first=first))}]}}\n\n'
 
     for i, begin in enumerate(begins):
-        if call.chat or begin.text or begin.reason:
+        if call.chat or begin.tokens or begin.reason:
             yield event(i, begin, first=True)
     async for i, part in _parts(begins, tokens):
         if part.text or part.tokens or part.reason:
@@ -173,7 +173,7 @@ def _envelope(call: SimpleNamespace) -> dict[str, Any]:
 
 
 def _usage(call: SimpleNamespace, tokens: TokenStream) -> dict[str, int]:
-    read, generated = call.n_read, tokens.n_tokens
+    read, generated = call.n_read, sum(job.n_tokens for job in tokens.jobs)
     return {"prompt_tokens": read, "completion_tokens": generated, "total_tokens": read + generated}
 
 

@@ -135,6 +135,10 @@ def test_tokens_and_offsets_rebuild_the_text(http: httpx.Client, run: Path) -> N
     for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
         # A character may follow the replacement character of bytes that are none.
         assert token.startswith("bytes:") or token in choice["text"][offset : offset + 2]
+    streamed = post(http, prompt="é", max_tokens=30, logprobs=0, seed=5, echo=True, stream=True).text.split("\n\n")[:-2]
+    parts = [json.loads(event.removeprefix("data: "))["choices"][0] for event in streamed]
+    assert [token for part in parts for token in part["logprobs"]["tokens"]] == logprobs["tokens"]
+    assert "".join(part["text"] for part in parts) == choice["text"]
     within = [97, 195]  # ends within a character
     for n in (0, 5):
         (choice,) = post(http, prompt=within, max_tokens=n, seed=5, echo=True).json()["choices"]
