@@ -29,15 +29,10 @@ _RESET_COLOR = "\x1b[0m"
 
 
 class Console:
-    """Print samples and scores of a model.
-
-    Args:
-        options: of `generation.stream`, without the tokenizer.
-        show_probs: color every token by its probability.
-    """
+    """Print samples and scores of a model; `options` are those of `generation.stream`, without the tokenizer."""
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, options: Mapping[str, Any], *, show_probs: bool) -> None:
-        self.model, self.tokenizer, self.show_probs = model, tokenizer, show_probs
+        self.model, self.tokenizer, self.show_probs = model, tokenizer, show_probs  # show_probs: color each token
         self.reported_truncation = False
         # The control characters of a text could control the terminal.
         self.escape: Callable[[str], str] = escape_control_chars if sys.stdout.isatty() else str
@@ -50,7 +45,7 @@ class Console:
         """Print samples of a prompt: the first as it is generated, then the others; or one JSON line per sample."""
         ids, samples = self._encode(prompt), [Sample() for _ in range(self.options["num_samples"])]
         begins = [(f"── sample {i + 1} ──\n" if samples[1:] else "") + self.escape(prompt) for i in range(len(samples))]
-        rendered = [""] * len(samples)
+        rendered = begins
         write = (lambda text: None) if as_json else _write
         write(begins[0])
         start = time.perf_counter()
@@ -60,8 +55,7 @@ class Console:
         write("\n")
         seconds, n_tokens = time.perf_counter() - start, sum(len(sample.tokens) for sample in samples)
         log(f"{n_tokens:,} tokens in {seconds:.2f} s, {n_tokens / seconds:,.0f} tokens/s")
-        for begin, text in zip(begins[1:], rendered[1:], strict=True):
-            write(f"{begin}{text}\n")
+        write("".join(f"{text}\n" for text in rendered[1:]))
         for sample in samples if as_json else ():
             values = {"prompt": prompt, "text": sample.text} | vars(sample) | {"tokens_per_second": n_tokens / seconds}
             print(json.dumps(values), flush=True)

@@ -43,15 +43,15 @@ class BrokenEngine(Engine):
         super()._step()
 
 
-def make_run(folder: Path, **settings: Any) -> Path:
-    """Write the run folder of a byte model with random weights."""
-    torch.manual_seed(0)
+def make_run(folder: Path, tokenizer: Tokenizer | None = None, *, seed: int = 0, **settings: Any) -> Path:
+    """Write the run folder of a model with random weights, by default of bytes."""
+    torch.manual_seed(seed)
     values = {"vocab_size": 256, "block_size": 32, "n_layer": 2, "n_head": 2, "n_embd": 16}
     model = GPT(GPTConfig(**{**values, **settings}))
-    for parameter in model.parameters():  # far from the small initial weights, which make all bytes alike
-        torch.nn.init.normal_(parameter, std=0.3)
+    for name, parameter in model.named_parameters():  # far from the small initial weights, which make all tokens alike
+        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.3)
     (folder / "checkpoints").mkdir(parents=True)
-    save_checkpoint(model, ByteTokenizer(), folder / "checkpoints" / "best.safetensors")
+    save_checkpoint(model, tokenizer or ByteTokenizer(), folder / "checkpoints" / "best.safetensors")
     return folder
 
 

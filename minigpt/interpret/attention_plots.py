@@ -22,7 +22,6 @@ from minigpt.utils.files import atomic_write
 
 FORMATS = (".png", ".pdf", ".svg")
 FONT = "DejaVu Sans Mono"  # comes with matplotlib
-COLOR_TICKS = [0, 0.01, 0.05, 0.1, 0.25, 0.5, 1]  # weights
 MAX_LABEL_CHARS = 12
 LABELS_PER_INCH = 8  # with more tokens, only every second, third, … is labeled
 MAX_TOKENS_WITH_VALUES = 24  # of a single map; its cells have room for the weights
@@ -47,8 +46,7 @@ def plot_maps(
         layer, head: plot only these, counted from 1. The cells of a single map hold the weights as text if they fit.
     """
     L, H, T, _ = weights.shape
-    rows = range(L) if layer is None else [layer - 1]
-    columns = range(H) if head is None else [head - 1]
+    rows, columns = range(L) if layer is None else [layer - 1], range(H) if head is None else [head - 1]
     single = len(rows) == len(columns) == 1
     side = 8.0 if single else min(max(2.5, T / 16), 4.0)  # inches per map
     # All maps are in one axes, which fills the figure, in units of a cell: 64 axes would take twice as long.
@@ -59,18 +57,17 @@ def plot_maps(
     maps = weights.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), float("nan"))  # the future stays blank
     norm = PowerNorm(0.5, 0, 1)  # distinguishes small weights
     for (y, i), (x, j) in product(zip(tops, rows, strict=True), zip(lefts, columns, strict=True)):
-        box = (x - 0.5, x + T - 0.5, y + T - 0.5, y - 0.5)
-        image = axes.imshow(maps[i, j].numpy(), cmap="magma_r", norm=norm, extent=box)
-        axes.text(x - 0.5, y - 0.5 - 0.01 * T, f"layer {i + 1} · head {j + 1}", fontsize=9)
+        left, right, bottom, top = x - 0.5, x + T - 0.5, y + T - 0.5, y - 0.5
+        image = axes.imshow(maps[i, j].numpy(), cmap="magma_r", norm=norm, extent=(left, right, bottom, top))
+        axes.text(left, top - 0.01 * T, f"layer {i + 1} · head {j + 1}", fontsize=9)
         if names:
-            style: dict[str, Any] = {"ha": "right", "va": "top", "color": "#b73779", "weight": "bold", "fontsize": 9}
-            axes.text(x + T - 0.5, y - 0.5, names[i][j], **style)
+            axes.text(right, top, names[i][j], ha="right", va="top", color="#b73779", weight="bold", fontsize=9)
     if single and T <= MAX_TOKENS_WITH_VALUES:
         _print_values(axes, maps[rows[0], columns[0]], "{:.2f}", threshold=0.25)
     ticks = range(0, T, math.ceil(T / (LABELS_PER_INCH * side)))
     labels = _labels(texts)[:: ticks.step]
     fontsize = min(10.0, 0.9 * 72 * side / T * ticks.step)  # points; a label is at most as high as the cells it covers
-    style = {"fontfamily": FONT, "fontsize": fontsize, "parse_math": False}
+    style: Any = {"fontfamily": FONT, "fontsize": fontsize, "parse_math": False}
     rotation = 90 if max(map(len, labels)) > 2 else 0
     axes.set_xticks([x + tick for x in lefts for tick in ticks], labels * len(lefts), rotation=rotation, **style)
     axes.set_yticks([y + tick for y in tops for tick in ticks], labels * len(tops), **style)
@@ -78,7 +75,7 @@ def plot_maps(
     axes.set(xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5), xlabel="key (attended to)", ylabel="query (attends)")
     axes.set_title(title, pad=24, parse_math=False)
     bar = figure.add_axes((1.02, 0.2, 0.02, 0.6))
-    figure.colorbar(image, cax=bar, ticks=COLOR_TICKS, format="{x:g}", label="weight")
+    figure.colorbar(image, cax=bar, ticks=[0, 0.01, 0.05, 0.1, 0.25, 0.5, 1], format="{x:g}", label="weight")
     _save(figure, path)
 
 

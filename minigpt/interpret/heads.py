@@ -28,14 +28,9 @@ MIN_TOKENS_FOR_NAME = 8  # in a shorter text, uniform attention also has large w
 
 @torch.no_grad()
 def attention_maps(model: GPT, tokens: Tensor, layers: slice = slice(None)) -> Tensor:
-    """Compute the attention weights of every head for one text.
+    """Return the attention weights of all heads of some layers, (L, H, T, T), one row per query; float32, on the CPU.
 
-    Args:
-        tokens: (T,) ids, T at most `block_size`.
-        layers: the layers to compute, counted from 0.
-
-    Returns:
-        (L, H, T, T), one row per query; float32, on the CPU.
+    `tokens` are the ids (T,) of one text, T at most `block_size`.
     """
     weights: list[Tensor] = []
 
@@ -51,13 +46,11 @@ def attention_maps(model: GPT, tokens: Tensor, layers: slice = slice(None)) -> T
 
 
 def induction_scores(model: GPT, vocab_size: int) -> Tensor:
-    """Compute the prefix-matching score of every head, which is high for induction heads.
+    """Return the prefix-matching score of every head, (L, H), which is high for induction heads.
 
     A sequence of distinct random tokens is repeated once. In the second copy, an induction head attends to the token
-    after the previous occurrence of the current token; the score is the mean weight of that token.
-
-    Returns:
-        (L, H), NaN if the block size or the vocabulary is too small for a repeated sequence.
+    after the previous occurrence of the current token; the score is the mean weight of that token. It is NaN if the
+    block size or the vocabulary is too small for a repeated sequence.
 
     Source: Olsson et al., 2022, https://arxiv.org/abs/2209.11895
     """
@@ -74,15 +67,11 @@ def induction_scores(model: GPT, vocab_size: int) -> Tensor:
 
 
 def head_table(weights: Tensor, induction: Tensor) -> dict[str, Tensor]:
-    """Compute statistics of every head, as means over all queries except the first, which can only attend to itself.
+    """Return statistics of every head, (L, H) each, of weights (L, H, T, T) and the induction scores (L, H).
 
-    Args:
-        weights: (L, H, T, T), from `attention_maps`.
-        induction: (L, H), from `induction_scores`.
-
-    Returns:
-        (L, H) per statistic: entropy of the weights (nats), distance from query to key (tokens), weight on the
-        previous token, on the query's own token and on the first token, and the induction score.
+    They are means over all queries except the first, which can only attend to itself: of the entropy of the weights
+    (nats), the distance from query to key (tokens), and the weight on the previous token, on the query's own token and
+    on the first token.
     """
     T = weights.size(-1)
     query = torch.arange(1, T)
@@ -99,13 +88,9 @@ def head_table(weights: Tensor, induction: Tensor) -> dict[str, Tensor]:
 
 
 def head_names(table: Mapping[str, Tensor], length: int) -> list[list[str]]:
-    """Classify every head as "induction", "previous token", "self", "first token", or "" for none of them.
+    """Return L lists of H names: "induction", "previous token", "self", "first token", or "" for none of them.
 
-    Args:
-        table: from `head_table`, of a text of `length` tokens.
-
-    Returns:
-        L lists of H names.
+    The table is that of a text of `length` tokens.
     """
     found = {"induction": table["induction"] > INDUCTION_THRESHOLD}  # (L, H) per name
     if length >= MIN_TOKENS_FOR_NAME:
@@ -118,27 +103,24 @@ def head_names(table: Mapping[str, Tensor], length: int) -> list[list[str]]:
 def format_table(table: Mapping[str, Tensor], names: Sequence[Sequence[str]]) -> str:
     """Format the table as text, one line per head."""
     lines = ["layer  head" + "".join(f"{column:>11}" for column in table) + "  name"]
-    for layer, row in enumerate(names):
-        for head, name in enumerate(row):
-            cells = "".join(f"{float(values[layer, head]):11.3f}" for values in table.values())
-            lines.append(f"{layer + 1:5}  {head + 1:4}{cells}  {name}".rstrip())
+    for layer, head in product(range(len(names)), range(len(names[0]))):
+        cells = "".join(f"{float(values[layer, head]):11.3f}" for values in table.values())
+        lines.append(f"{layer + 1:5}  {head + 1:4}{cells}  {names[layer][head]}".rstrip())
     return "\n".join(lines)
 
 
 @torch.no_grad()
 def head_ablation(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, float]:
-    """Compute the increase of the loss when the output of one head is set to zero, for every head.
+    """Return the increase of the loss without the output of each head, (L, H), and the loss of the intact model.
 
     Args:
         batches: tokens and targets, (B, T) each, on the model's device; negative targets are ignored. They are read
-            once per head.
-
-    Returns:
-        The increase per head (L, H), and the loss of the intact model, in nats per token.
+            once per head. Losses are in nats per token.
 
     Source: Michel et al., 2019, https://arxiv.org/abs/1905.10650
     """
     L, H = model.config.n_layer, model.config.n_head
+    heads = tqdm(list(product(range(L), range(H))), desc="ablating every head", unit="head", disable=None)
     count = sum(int((targets >= 0).sum()) for _, targets in batches)
 
     def loss_of(model: GPT) -> float:
@@ -146,7 +128,6 @@ def head_ablation(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple
 
     with eval_mode(model):
         intact = loss_of(model)
-        heads = tqdm(list(product(range(L), range(H))), desc="ablating every head", unit="head", disable=None)
         increases = [loss_of(without_heads(model, [head])) - intact for head in heads]
     return torch.tensor(increases).view(L, H), intact
 

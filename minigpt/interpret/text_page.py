@@ -37,12 +37,7 @@ def write_page(
         tokens: T tokens, from `score_tokens`.
         weights: (L, H, T, T), causal, each row with sum 1.
         history: the losses and samples of its training, from `minigpt.runs.history.read_history`.
-
-    Raises:
-        ValueError: a weight is not finite.
     """
-    if not weights.isfinite().all():
-        raise ValueError("weights must be finite; the model may have diverged")
     facts = f"{description['facts']} This page holds one text and its attention weights, without the model."
     data = {"description": {**description, "facts": facts}, "history": history}
     page = render("saved.js", data | {"tokens": tokens, "weights": _pack(weights)})
@@ -51,11 +46,7 @@ def write_page(
 
 
 def score_tokens(model: GPT, tokenizer: Tokenizer, tokens: Tensor) -> list[dict[str, Any]]:
-    """Score each token of a text (T,), T ≥ 2, given those before it; the first has no probability and no alternatives.
-
-    Returns:
-        The description of each token, from `describe_token`.
-    """
+    """Describe each token of a text (T,), T ≥ 2, given those before it; the first has no probability."""
     scored = score(model, tokens[1:], tokens[:1], n_top=N_TOP)
     ids = tokens.tolist()
     columns = ([None, *scored.logprobs.tolist()], [0, *scored.ranks.tolist()], [[], *scored.top])

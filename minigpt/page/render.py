@@ -29,7 +29,9 @@ def render(entry: str, data: Mapping[str, Any], weights: str = "") -> str:
         weights: text in base64 for the element with the id "weights".
     """
     style, script = _read("style.css"), "\n".join(_modules(entry, {}).values())
-    policy = f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:; "
+    digests = (hashlib.sha256(text.encode("utf-8")).digest() for text in (style, script))
+    style_hash, script_hash = (f"'sha256-{base64.b64encode(digest).decode('ascii')}'" for digest in digests)
+    policy = f"default-src 'none'; style-src {style_hash}; script-src {script_hash}; img-src data:; "
     policy += "base-uri 'none'; form-action 'none'"
     inline_style = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{style}</style>\n'
     # JSON in ASCII; <, > and & are the only characters left that HTML interprets.
@@ -43,13 +45,10 @@ def render(entry: str, data: Mapping[str, Any], weights: str = "") -> str:
 
 def describe(name: str, config: GPTConfig, tokenizer: str, weights: str = "") -> dict[str, Any]:
     """Return the description of a model for the page; `weights` is a note about their format."""
-    facts = (
-        f"A GPT with {config.num_params():,} parameters{weights}: {config.n_layer} layers, {config.n_head} heads, "
-        f"width {config.n_embd}, a context of {config.block_size} tokens, tokenizer {tokenizer}."
-    )
-    block_size = min(config.block_size, MAX_MAP_TOKENS)
-    shape = {"n_layer": config.n_layer, "n_head": config.n_head, "block_size": block_size}
-    return {"name": name, "facts": facts, **shape}
+    L, H, T = config.n_layer, config.n_head, config.block_size
+    facts = f"A GPT with {config.num_params():,} parameters{weights}: {L} layers, {H} heads, "
+    facts += f"width {config.n_embd}, a context of {T} tokens, tokenizer {tokenizer}."
+    return {"name": name, "facts": facts, "n_layer": L, "n_head": H, "block_size": min(T, MAX_MAP_TOKENS)}
 
 
 def describe_token(
@@ -72,8 +71,3 @@ def _modules(name: str, found: dict[str, str]) -> dict[str, str]:
 
 def _read(name: str) -> str:
     return resources.files("minigpt.page").joinpath(name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    digest = hashlib.sha256(text.encode("utf-8")).digest()
-    return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"

@@ -30,7 +30,6 @@ from minigpt.utils.errors import RunError
 T = TypeVar("T")
 
 _SEND_SECONDS = 0.03  # between tokens that are sent: the event loop holds Python's lock, which the steps need too
-_CLOSED = "the engine is closed"
 
 
 class QueueFull(Exception):
@@ -39,44 +38,28 @@ class QueueFull(Exception):
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One sample to generate.
+    """One sample to generate."""
 
-    Args:
-        prompt: token ids, at least one.
-        stop: strings and token ids.
-        n_top: number of most likely alternatives to return per token; None: no log-probabilities and ranks either.
-    """
-
-    prompt: list[int]
+    prompt: list[int]  # token ids, at least one
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
-    stop: tuple[str | int, ...] = ()
+    stop: tuple[str | int, ...] = ()  # strings and token ids
     seed: int = 0
-    n_top: int | None = 0
+    n_top: int | None = 0  # likely alternatives to return per token; None: no log-probabilities and ranks either
 
 
 @dataclass(slots=True)
 class Token:
-    """A generated or scored token.
-
-    Args:
-        logprob: in nats, before temperature and filters; NaN if there is none.
-        rank: number of likelier tokens.
-        top: the most likely tokens with their log-probabilities, in descending order.
-        reason: "stop" or "length" with the last token of a request, else None.
-        sample: index of its request among those of a stream.
-        text: the characters that a generated token completes, up to and with a stop string.
-        n_held: characters at the end of the sample's text so far that are a stop string or may become one.
-    """
+    """A generated or scored token."""
 
     id: int
-    logprob: float = math.nan
-    rank: int = 0
-    top: list[tuple[int, float]] = field(default_factory=list)
-    reason: str | None = None
-    sample: int = 0
-    text: str = ""
-    n_held: int = 0
+    logprob: float | None = None  # in nats, before temperature and filters
+    rank: int = 0  # number of likelier tokens
+    top: list[tuple[int, float]] = field(default_factory=list)  # the likeliest with log-probabilities, in this order
+    reason: str | None = None  # "stop" or "length" with the last token of a request
+    sample: int = 0  # index of its request among those of a stream
+    text: str = ""  # the characters that a generated token completes, up to and with a stop string
+    n_held: int = 0  # characters at the end of the sample's text so far that are a stop string or may become one
 
 
 class Engine:
@@ -92,24 +75,23 @@ class Engine:
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, *, max_running: int = 32, max_waiting: int = 256) -> None:
         self.model, self.tokenizer = model.eval(), tokenizer
+        self.end_ids = tokenizer.separator.tolist() if tokenizer.separated else []  # that end a document
         self.max_running, self.max_waiting = max_running, max_waiting
         self._thread, self._loop = ThreadPoolExecutor(1, "engine"), asyncio.get_running_loop()
         # Of the event loop:
         self._jobs: list[_Job] = []  # that may run or wait
-        self._n_calls, self._closed = 0, False
+        self._n_calls = 0
         # Of the thread:
         self._decoder = Decoder(model)
         self._running: list[_Job] = []  # in the order of the decoder's rows
         self._waiting: list[_Job] = []
-        self._unsent: list[tuple[_Job, Token | Exception]] = []
+        self._unsent: list[tuple[TokenStream, Token | Exception]] = []
         self._next_send = 0.0
 
     def generate(self, *requests: SampleRequest) -> "TokenStream":
         """Queue requests and return their tokens as they are generated; closing the iterator ends the requests.
 
-        Raises:
-            QueueFull: at once, if too many requests wait.
-            UserError: at once, if a prompt is invalid, or the engine is closed.
+        If too many requests wait, or a prompt is invalid, QueueFull or UserError is raised at once.
         """
         for request in requests:
             check_ids(request.prompt, self.model.config.vocab_size)
@@ -129,7 +111,7 @@ class Engine:
             self._n_calls -= 1
 
     async def score(self, prompt: list[int], *, n_top: int = 0) -> list[Token]:
-        """Return the log-probability of every token of a prompt after those before it; of the first, NaN.
+        """Return every token of a prompt, with the log-probability after those before it of all but the first.
 
         The windows are those of `minigpt.generation.score`; steps of other requests run between two of them.
         """
@@ -137,6 +119,8 @@ class Engine:
         tokens, windows = [Token(prompt[0])], score_windows(self.model, prompt, 1, n_top)
         while len(tokens) < len(prompt):
             found = await self.run(lambda _: next(windows))
+            if not found.logprobs.isfinite().all():
+                raise RunError(NON_FINITE)
             ids = prompt[len(tokens) : len(tokens) + len(found.ranks)]
             tokens += map(Token, ids, found.logprobs.tolist(), found.ranks.tolist(), found.top)
         return tokens
@@ -148,13 +132,10 @@ class Engine:
 
     async def close(self) -> None:
         """End the thread; requests that run or wait raise RunError."""
-        self._closed = True
         await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
-        _deliver([(job, RunError(_CLOSED)) for job in self._jobs if not job.ended])
+        _deliver([(job.stream, RunError("the engine is closed")) for job in self._jobs if not job.ended])
 
     def _check_room(self, n_new: int) -> None:
-        if self._closed:
-            raise RunError(_CLOSED)
         self._jobs = [job for job in self._jobs if not job.ended]
         if len(self._jobs) + self._n_calls + n_new > self.max_running + self.max_waiting:
             raise QueueFull(f"{self.max_waiting} requests wait")
@@ -177,7 +158,7 @@ class Engine:
                 self._step()
         except Exception as error:  # of the model, such as a lack of memory
             failed, self._running = self._running, []
-            self._send([(job, error) for job in failed if not job.ended])
+            self._send([(job.stream, error) for job in failed if not job.ended])
         if not self._running:
             self._decoder = Decoder(self.model)  # with an empty cache
         if self._running or self._waiting:
@@ -215,7 +196,7 @@ class Engine:
             scored = score_logits(logits, tokens.clamp(max=logits.size(-1) - 1), max(n_tops))  # of NaN: V is drawn
         columns = (tokens.tolist(), scored.logprobs.tolist(), scored.ranks.tolist(), scored.top)
         rows = zip(self._running, *columns, strict=True)
-        items = [(job, job.append(*token)) for job, *token in rows if not job.ended]
+        items = [(job.stream, job.append(*token)) for job, *token in rows if not job.ended]
         self._send(items, at_once=any(job.ended or job.n_tokens == 1 for job in self._running))
 
     def _draw(self, logits: Tensor) -> Tensor:
@@ -232,8 +213,8 @@ class Engine:
             tokens[index] = sampling.draw(logits[index], uniforms, torch.stack(seen) if seen else None)
         return tokens
 
-    def _send(self, items: list[tuple["_Job", Token | Exception]], *, at_once: bool = True) -> None:
-        """Put items into the queues of their requests, in one call of the event loop."""
+    def _send(self, items: list[tuple["TokenStream", Token | Exception]], *, at_once: bool = True) -> None:
+        """Put items into their streams, in one call of the event loop."""
         self._unsent += items
         if at_once or time.monotonic() >= self._next_send:
             ready, self._unsent, self._next_send = self._unsent, [], time.monotonic() + _SEND_SECONDS
@@ -246,7 +227,7 @@ class TokenStream(asyncio.Queue[Token | Exception]):
     def __init__(self, requests: Sequence[SampleRequest], engine: Engine) -> None:
         super().__init__()
         self.jobs = [_Job(request, i, self, engine) for i, request in enumerate(requests)]
-        self.n_tokens, self._n_open = 0, len(self.jobs)
+        self._n_open = len(self.jobs)
 
     def __aiter__(self) -> "TokenStream":
         return self
@@ -262,7 +243,6 @@ class TokenStream(asyncio.Queue[Token | Exception]):
         except BaseException:
             await self.aclose()
             raise
-        self.n_tokens += 1
         self._n_open -= item.reason is not None
         return item
 
@@ -299,11 +279,11 @@ class _Job:
         text = self.detokenizer.append(token, last=full)
         reason = "stop" if self.detokenizer.stopped else "length" if full else None
         self.ended |= reason is not None
-        n_top = self.request.n_top
-        scores = (math.nan, 0, []) if n_top is None else (logprob, rank, top[:n_top])
-        return Token(token, *scores, reason, self.index, text, len(self.detokenizer.held))
+        n_top, n_held = self.request.n_top, len(self.detokenizer.held)
+        shown = None if n_top is None else logprob
+        return Token(token, shown, rank, top[: n_top or 0], reason, self.index, text, n_held)
 
 
-def _deliver(items: list[tuple[_Job, Token | Exception]]) -> None:
-    for job, item in items:
-        job.stream.put_nowait(item)
+def _deliver(items: list[tuple[TokenStream, Token | Exception]]) -> None:
+    for stream, item in items:
+        stream.put_nowait(item)

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from starlette.background import BackgroundTask
@@ -18,7 +18,7 @@ from minigpt.serve.engine import Engine, QueueFull, TokenStream
 from minigpt.serve.loaded_models import Models
 from minigpt.utils.checks import Rule, is_number
 from minigpt.utils.cli import error_text
-from minigpt.utils.errors import RunError, UserError, require
+from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.terminal import log, sanitize_line
 
 Settings = Mapping[str, tuple[Any, Rule]]  # default and rule by name
@@ -30,18 +30,15 @@ _JSON = "application/json"
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """An error of a request, with its HTTP status."""
 
-    def __init__(
-        self, status: int, message: str, *, param: str = "", code: str = "", headers: Mapping[str, str] | None = None
-    ) -> None:
-        super().__init__(message)
-        kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-        self.status, self.headers = status, headers
-        self.content = {
-            "error": {"message": sanitize_line(message), "type": kind, "param": param or None, "code": code or None}
-        }
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] | None = None
 
     @classmethod
     def of(cls, error: BaseException) -> "ApiError":
@@ -61,9 +58,14 @@ class ApiError(Exception):
             log(f"error: {error_text(error)}")
         return cls(500, "the server failed; its terminal shows the error")
 
+    def content(self) -> dict[str, Any]:
+        """Return what OpenAI's clients expect."""
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": sanitize_line(self.message), "type": kind, "param": self.param, "code": self.code}}
+
     def response(self) -> Response:
-        """Return the response that OpenAI's clients expect."""
-        return json_response(self.content, self.status, self.headers)
+        """Return the response to the request."""
+        return json_response(self.content(), self.status, self.headers)
 
 
 def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -126,13 +128,11 @@ def check(body: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
             message = f"{name} is not supported with this value; leave it out"
             raise ApiError(400, message, param=name, code="unsupported_parameter")
     values = {}
-    for name, (default, rule) in settings.items():
-        values[name] = default if body.get(name) is None else body[name]
-        if values[name] is not default or default is REQUIRED:
-            try:
-                require(name, None if values[name] is REQUIRED else values[name], *rule)
-            except UserError as error:
-                raise ApiError(400, str(error), param=name) from error
+    for name, (default, (accepts, expected)) in settings.items():
+        given = body.get(name)
+        if (given is not None or default is REQUIRED) and not accepts(given):
+            raise ApiError(400, f"{name} must be {expected}, got {given}", param=name)
+        values[name] = default if given is None else given
     return values
 
 

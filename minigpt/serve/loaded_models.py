@@ -19,11 +19,8 @@ MAX_SILENCED = 2  # engines per model
 def find_models(sources: Sequence[str], runs: Path = Path("runs")) -> dict[str, str]:
     """Return the source of every model by a unique name, that of its run folder; torch is imported for the Hub only.
 
-    Args:
-        sources: run folders, checkpoints, folders or ids of Hugging Face; if empty, all runs, the newest first.
-
-    Raises:
-        UserError: a source does not exist, or there is no run.
+    Sources are run folders, checkpoints, folders or ids of Hugging Face; if there are none, all runs, the newest first.
+    Raises UserError if a source does not exist, or there is no run.
     """
     if not sources:
         newest_first = sorted(runs.rglob(BEST), key=lambda file: file.stat().st_mtime, reverse=True)
@@ -60,26 +57,19 @@ class Models:
 
     def names(self) -> list[str]:
         """Return the names of the models that are loaded, of the Hub, or still on the disk."""
-        loaded = {name for name, load in self._loads.items() if load.done()}
         paths = {name: Path(source) for name, source in self.sources.items()}  # an id of the Hub is relative
-        return [name for name, path in paths.items() if name in loaded or path.exists() or not path.is_absolute()]
+        return [name for name, path in paths.items() if name in self._loads or path.exists() or not path.is_absolute()]
 
     async def engine(self, name: str) -> "Engine":
-        """Return the engine of a model, loaded on the first call.
-
-        Raises:
-            UserError: it cannot be loaded.
-        """
+        """Return the engine of a model, loaded on the first call; raise UserError if it cannot be loaded."""
         if name not in self._loads:
             self._loads[name] = asyncio.create_task(self._load(name))
         return await asyncio.shield(self._loads[name])  # a cancelled request leaves it to the next one
 
     def silenced(self, name: str, heads: "Collection[Sequence[int]]") -> "Engine":
-        """Return an engine of a loaded model whose heads (layer, head) have the output zero; two per model are kept.
+        """Return an engine of a loaded model whose heads (layer, head) have the output zero.
 
-        Raises:
-            UserError: there is no such head.
-            QueueFull: all engines that are kept are in use.
+        Raises UserError if there is no such head, and QueueFull if `MAX_SILENCED` engines are in use.
         """
         from minigpt.interpret.heads import without_heads
         from minigpt.serve.engine import Engine, QueueFull
@@ -89,14 +79,12 @@ class Models:
         L, H = original.model.config.n_layer, original.model.config.n_head
         expected = f"pairs of a layer below {L} and a head below {H}, from 0"
         require("silenced", heads, lambda _: all(0 <= i < L and 0 <= j < H for i, j in key), expected)
-        if key not in kept and len(kept) == MAX_SILENCED:
-            idle = next((other for other, engine in kept.items() if not engine.busy), None)
-            if idle is None:
+        if key not in kept:
+            kept = self._silenced[name] = {other: engine for other, engine in kept.items() if engine.busy}
+            if len(kept) == MAX_SILENCED:
                 raise QueueFull("other heads are silenced")
-            del kept[idle]
-        found = kept.pop(key, None) or Engine(without_heads(original.model, key), original.tokenizer)
-        kept[key] = found  # the last is the most recently used
-        return found
+            kept[key] = Engine(without_heads(original.model, key), original.tokenizer)
+        return kept[key]
 
     async def close(self) -> None:
         """Close all engines."""

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from math import isnan
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +39,6 @@ class Part:
     text: str = ""
     tokens: list[tuple[Token, int]] = field(default_factory=list)
     reason: str | None = None  # "stop" or "length" in the last part
-    first: bool = False
 
 
 def api_routes(models: Models) -> list[Route]:
@@ -64,37 +62,31 @@ def api_routes(models: Models) -> list[Route]:
 
 
 async def _generate(engine: Engine, values: dict[str, Any], *, chat: bool) -> Response:
-    call, tokenizer = _read_call(values, chat=chat), engine.tokenizer
+    call = _read_call(engine, values, chat=chat)
     prompts = [await _read_prompt(engine, call, prompt) for prompt in call.prompts]
-    end = tokenizer.separator.tolist() if tokenizer.separated else []
-    tokens = engine.generate(
-        *(
-            SampleRequest(ids, call.max_tokens, call.sampling, (*call.stop, *end), call.seed + i, call.n_top)
-            for ids, _ in (prompts if call.max_tokens else ())
-            for i in range(call.n)
-        )
-    )
-    n_read = sum(len(ids) for ids, _ in prompts)
-    parts = _parts([echo for _, echo in prompts for _ in range(call.n)], tokens)
+    call.n_read = sum(len(ids) for ids, _ in prompts)
+    common = (call.max_tokens, call.sampling, call.stop)
+    requests = [SampleRequest(ids, *common, call.seed + i, call.n_top) for ids, _ in prompts for i in range(call.n)]
+    tokens = engine.generate(*(requests if call.max_tokens else ()))
+    samples = [Part(begin.text, [*begin.tokens], begin.reason) for _, begin in prompts for _ in range(call.n)]
     if call.stream:
-        events = _events(tokenizer, call, parts, tokens, n_read)
-        return http.stream(tokens, events, lambda error: _event(error.content), "text/event-stream")
-    samples = [Part(first=True) for _ in range(len(prompts) * call.n)]
-    async for i, part in parts:
+        events = _events(call, samples, tokens)
+        return http.stream(tokens, events, lambda error: _event(error.content()), "text/event-stream")
+    async for i, part in _parts(samples, tokens):
         samples[i].text += part.text
         samples[i].tokens += part.tokens
         samples[i].reason = part.reason
-    choices = [_choice(call, tokenizer, i, sample) for i, sample in enumerate(samples)]
-    return http.json_response(_envelope(call) | {"choices": choices, "usage": _usage(n_read, tokens.n_tokens)})
+    choices = [_choice(call, i, sample) for i, sample in enumerate(samples)]
+    return http.json_response(_envelope(call) | {"choices": choices, "usage": _usage(call, tokens)})
 
 
-def _read_call(values: dict[str, Any], *, chat: bool) -> SimpleNamespace:
+def _read_call(engine: Engine, values: dict[str, Any], *, chat: bool) -> SimpleNamespace:
     """Return the settings of a request by name.
 
     Both endpoints have `prompts`, `max_tokens`, `stop` as a tuple, `seed`, `echo`, `include_usage`, `sampling`, and
     `n_top`: alternatives per token, or None without log-probabilities.
     """
-    call = SimpleNamespace(**{"chat": chat, "echo": False} | values)
+    call = SimpleNamespace(**{"tokenizer": engine.tokenizer, "chat": chat, "echo": False} | values)
     if chat:
         contents = (message["content"] for message in call.messages)
         texts = (text if isinstance(text, str) else "".join(part["text"] for part in text) for text in contents)
@@ -106,7 +98,7 @@ def _read_call(values: dict[str, Any], *, chat: bool) -> SimpleNamespace:
     if len(call.prompts) * call.n > MAX_SAMPLES:
         message = f"n × prompts must be at most {MAX_SAMPLES}, got {len(call.prompts) * call.n}"
         raise http.ApiError(400, message, param="n")
-    call.stop = (call.stop,) if isinstance(call.stop, str) else tuple(call.stop)
+    call.stop = (*([call.stop] if isinstance(call.stop, str) else call.stop), *engine.end_ids)
     call.seed = random.getrandbits(32) if call.seed is None else call.seed
     call.include_usage = call.stream_options.get("include_usage") is True
     call.sampling = Sampling(**{name: values[name] for name in http.SAMPLING})
@@ -115,7 +107,7 @@ def _read_call(values: dict[str, Any], *, chat: bool) -> SimpleNamespace:
 
 async def _read_prompt(engine: Engine, call: SimpleNamespace, prompt: str | list[int]) -> tuple[list[int], Part]:
     """Return the ids of a prompt, and the part with which its samples begin."""
-    ids, echo = prompt, Part(reason=None if call.max_tokens else "length", first=True)
+    ids, begin = prompt, Part(reason=None if call.max_tokens else "length")
     try:
         if isinstance(prompt, str):
             ids = (await asyncio.to_thread(encode_prompt, engine.tokenizer, whole_characters(prompt))).tolist()
@@ -128,24 +120,18 @@ async def _read_prompt(engine: Engine, call: SimpleNamespace, prompt: str | list
     if call.echo and prompt:  # without the start token of an empty prompt
         texts = token_pieces(engine.tokenizer, ids, complete=not call.max_tokens)
         tokens = [Token(i) for i in ids] if call.n_top is None else await engine.score(ids, n_top=call.n_top)
-        echo.text = "".join(texts)
-        echo.tokens = list(zip(tokens, accumulate(map(len, texts), initial=0), strict=False))
-    return ids, echo
+        begin.text = "".join(texts)
+        begin.tokens = list(zip(tokens, accumulate(map(len, texts), initial=0), strict=False))
+    return ids, begin
 
 
-async def _parts(echoes: list[Part], tokens: TokenStream) -> AsyncIterator[tuple[int, Part]]:
+async def _parts(begins: list[Part], tokens: TokenStream) -> AsyncIterator[tuple[int, Part]]:
     """Yield the index of a sample and its next part, which may be empty; the last one has a reason.
 
     A text that may become a stop string is held back, with its tokens, until that is decided.
-
-    Args:
-        echoes: the part with which each sample begins.
-        tokens: of all samples.
     """
-    for i, echo in enumerate(echoes):
-        yield i, echo
-    held = [Part() for _ in echoes]
-    n_sent = [len(echo.text) for echo in echoes]  # characters
+    held = [Part() for _ in begins]
+    n_sent = [len(begin.text) for begin in begins]  # characters
     async for token in tokens:
         i = token.sample
         waiting = [*held[i].tokens, (token, n_sent[i] + len(held[i].text))]
@@ -157,21 +143,22 @@ async def _parts(echoes: list[Part], tokens: TokenStream) -> AsyncIterator[tuple
         yield i, Part(text[:end], waiting[:n_tokens], token.reason)
 
 
-async def _events(
-    tokenizer: Tokenizer,
-    call: SimpleNamespace,
-    parts: AsyncIterator[tuple[int, Part]],
-    tokens: TokenStream,
-    n_read: int,
-) -> AsyncIterator[str]:
+async def _events(call: SimpleNamespace, begins: list[Part], tokens: TokenStream) -> AsyncIterator[str]:
     """Yield server-sent events."""
     envelope = _envelope(call) | ({"usage": None} if call.include_usage else {})
-    begin = json.dumps(envelope)[:-1]  # of every event: it is encoded once
-    async for i, part in parts:
-        if (part.first and call.chat) or part.text or part.tokens or part.reason:
-            yield f'data: {begin}, "choices": [{json.dumps(_choice(call, tokenizer, i, part))}]}}\n\n'
+    head = json.dumps(envelope)[:-1]  # of every event: it is encoded once
+
+    def event(i: int, part: Part, *, first: bool = False) -> str:
+        return f'data: {head}, "choices": [{json.dumps(_choice(call, i, part, first=first))}]}}\n\n'
+
+    for i, begin in enumerate(begins):
+        if call.chat or begin.tokens or begin.reason:
+            yield event(i, begin, first=True)
+    async for i, part in _parts(begins, tokens):
+        if part.text or part.tokens or part.reason:
+            yield event(i, part)
     if call.include_usage:
-        yield _event(envelope | {"choices": [], "usage": _usage(n_read, tokens.n_tokens)})
+        yield _event(envelope | {"choices": [], "usage": _usage(call, tokens)})
     yield "data: [DONE]\n\n"
 
 
@@ -185,36 +172,37 @@ def _envelope(call: SimpleNamespace) -> dict[str, Any]:
     return {"id": prefix + uuid.uuid4().hex, "object": kind, "created": int(time.time()), "model": call.model}
 
 
-def _usage(read: int, generated: int) -> dict[str, int]:
+def _usage(call: SimpleNamespace, tokens: TokenStream) -> dict[str, int]:
+    read, generated = call.n_read, sum(job.n_tokens for job in tokens.jobs)
     return {"prompt_tokens": read, "completion_tokens": generated, "total_tokens": read + generated}
 
 
-def _choice(call: SimpleNamespace, tokenizer: Tokenizer, index: int, part: Part) -> dict[str, Any]:
+def _choice(call: SimpleNamespace, index: int, part: Part, *, first: bool = True) -> dict[str, Any]:
     choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": part.reason}
     if call.n_top is not None:
-        choice["logprobs"] = (_chat_logprobs if call.chat else _completion_logprobs)(tokenizer, part.tokens)
+        choice["logprobs"] = (_chat_logprobs if call.chat else _completion_logprobs)(call.tokenizer, part.tokens)
     if not call.chat:
         return choice | {"text": part.text}
-    role = {"role": "assistant"} if part.first else {}
+    role = {"role": "assistant"} if first else {}
     return choice | {"delta" if call.stream else "message": role | {"content": part.text}}
 
 
 def _completion_logprobs(tokenizer: Tokenizer, tokens: list[tuple[Token, int]]) -> dict[str, Any]:
-    tops: list[dict[str, float] | None] = []
-    for token, _ in tokens:
-        top = [*token.top, (token.id, token.logprob)]  # the token itself is always one of them
-        of_names = {_name(tokenizer, i): logprob for i, logprob in reversed(top)}  # the likeliest of equal names
-        tops.append(None if isnan(token.logprob) else of_names)
+    def top(token: Token) -> dict[str, Any] | None:
+        listed = [*token.top, (token.id, token.logprob)]  # the token itself is always one of them
+        named = {_name(tokenizer, i): logprob for i, logprob in reversed(listed)}  # the likeliest of equal names
+        return None if token.logprob is None else named
+
     return {
         "tokens": [_name(tokenizer, token.id) for token, _ in tokens],
-        "token_logprobs": [None if isnan(token.logprob) else token.logprob for token, _ in tokens],
-        "top_logprobs": tops,
+        "token_logprobs": [token.logprob for token, _ in tokens],
+        "top_logprobs": [top(token) for token, _ in tokens],
         "text_offset": [offset for _, offset in tokens],
     }
 
 
 def _chat_logprobs(tokenizer: Tokenizer, tokens: list[tuple[Token, int]]) -> dict[str, Any]:
-    def entry(i: int, logprob: float) -> dict[str, Any]:
+    def entry(i: int, logprob: float | None) -> dict[str, Any]:
         return {"token": _name(tokenizer, i), "logprob": logprob, "bytes": list(tokenizer.decode_bytes([i]))}
 
     listed = [entry(t.id, t.logprob) | {"top_logprobs": [entry(*top) for top in t.top]} for t, _ in tokens]

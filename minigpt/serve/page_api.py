@@ -3,7 +3,6 @@
 import asyncio
 import json
 from importlib.resources import files
-from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from starlette.routing import Route
 from minigpt.checkpoints.find import run_folder
 from minigpt.data.detokenizer import token_pieces
 from minigpt.data.tokenizer import whole_characters
-from minigpt.generation import NON_FINITE, check_ids
+from minigpt.generation import check_ids
 from minigpt.interpret.heads import attention_maps
 from minigpt.model import GPT
 from minigpt.page.render import MAX_MAP_TOKENS, N_TOP, describe, describe_token
@@ -25,7 +24,7 @@ from minigpt.serve import http
 from minigpt.serve.engine import Engine, SampleRequest, Token
 from minigpt.serve.loaded_models import Models
 from minigpt.utils.checks import NON_NEGATIVE_INT, integer, or_null
-from minigpt.utils.errors import RunError, require
+from minigpt.utils.errors import require
 
 MAX_SCORED = 32768  # tokens of a text
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
@@ -69,19 +68,16 @@ async def _score(engine: Engine, values: dict[str, Any]) -> Response:
         ids = (await asyncio.to_thread(engine.tokenizer.encode, whole_characters(values["text"]))).tolist()
     require("the text", f"{len(ids):,} tokens", lambda _: len(ids) <= MAX_SCORED, f"at most {MAX_SCORED:,} tokens long")
     tokens = await engine.score(ids, n_top=N_TOP) if ids else []
-    if any(isnan(token.logprob) for token in tokens[1:]):
-        raise RunError(NON_FINITE)
     texts = token_pieces(engine.tokenizer, ids)
     return http.json_response({"tokens": [_to_json(engine, *pair) for pair in zip(tokens, texts, strict=True)]})
 
 
 async def _generate(engine: Engine, values: dict[str, Any]) -> Response:
-    tokenizer, sampling = engine.tokenizer, Sampling(**{name: values[name] for name in http.SAMPLING})
-    prompt = values["ids"] or tokenizer.start.tolist()
-    stop = tuple(tokenizer.separator.tolist()) if tokenizer.separated else ()
+    sampling = Sampling(**{name: values[name] for name in http.SAMPLING})
+    prompt, stop = values["ids"] or engine.tokenizer.start.tolist(), tuple(engine.end_ids)
     tokens = engine.generate(SampleRequest(prompt, values["max_tokens"], sampling, stop, values["seed"], N_TOP))
     lines = (_line(_to_json(engine, token, token.text)) async for token in tokens if token.reason != "stop")
-    return http.stream(tokens, lines, lambda error: _line({"error": str(error)}), "application/x-ndjson")
+    return http.stream(tokens, lines, lambda error: _line({"error": error.message}), "application/x-ndjson")
 
 
 def _line(content: object) -> str:
@@ -105,8 +101,7 @@ async def _attention(engine: Engine, values: dict[str, Any]) -> Response:
 
 
 def _to_json(engine: Engine, token: Token, text: str) -> dict[str, Any]:
-    logprob = None if isnan(token.logprob) else token.logprob
-    return describe_token(engine.tokenizer, token.id, text, logprob, token.rank, token.top)
+    return describe_token(engine.tokenizer, token.id, text, token.logprob, token.rank, token.top)
 
 
 def _is_silenced(value: Any) -> bool:

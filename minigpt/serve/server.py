@@ -47,9 +47,8 @@ def create_app(models: Models, *, host: str, key: str | None = None, origins: Co
     routes = [Route("/health", health), *api_routes(models), *page_routes(models)]
     handlers = dict.fromkeys((ApiError, HTTPException, UserError, QueueFull, Exception), to_response)
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
-    guarded = Guard(app, host=host, key=key, origins=origins)
     return CORSMiddleware(
-        guarded,
+        Guard(app, host=host, key=key, origins=origins),
         allow_origins=origins,
         allow_methods=("GET", "POST"),
         allow_headers=["*"],
@@ -58,11 +57,7 @@ def create_app(models: Models, *, host: str, key: str | None = None, origins: Co
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """Open the socket of a server, so that connections wait until it runs.
-
-    Raises:
-        UserError: the port is taken, or the host is not of this computer.
-    """
+    """Open the socket of a server, so that connections wait until it runs; raise UserError if that fails."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         opened = socket.create_server((str(address[0]), port), family=family)

@@ -17,15 +17,14 @@ from minigpt.utils.errors import UserError
 
 
 def test_plotting_maps_does_not_change_the_training(
-    train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Callable[..., Any], finished: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    plain = train("model.dropout=0.1", folder=tmp_path / "plain")
-    plotted = train("model.dropout=0.1", "callbacks=attention", "logger=wandb", folder=tmp_path / "plotted")
+    plotted = train("callbacks=attention", "logger=wandb")
     assert sorted(path.name for path in (plotted.folder / "attention").iterdir()) == ["step-10.png", "step-20.png"]
-    assert not (plain.folder / "attention").exists()
+    assert not (finished.folder / "attention").exists()
     assert (plotted.folder / "samples.txt").exists()  # from the default callbacks
-    assert losses(plotted.folder) == losses(plain.folder)
+    assert losses(plotted.folder) == losses(finished.folder)
     uploaded = [path.name for path in plotted.folder.glob("wandb/offline-run-*/files/media/images/*.png")]
     assert len([name for name in uploaded if name.startswith("attention_")]) == 2
 

@@ -65,16 +65,15 @@ def test_tokens_are_rated_by_the_predictions_of_the_model() -> None:
     tokens = torch.randint(len(ALPHABET), (9,))
     first, *rest = score_tokens(model, tokenizer, tokens)
     assert first == {"id": tokens[0], "text": ALPHABET[tokens[0]], "logprob": None, "rank": 0, "top": []}
-    for t, rated in enumerate(rest, start=1):
-        with torch.no_grad():  # from the tokens before it only
-            logprobs = model(tokens[None, :t])[0, -1].log_softmax(0)
-        assert (rated["id"], rated["text"]) == (tokens[t], ALPHABET[tokens[t]])
-        assert rated["logprob"] == pytest.approx(float(logprobs[tokens[t]]), rel=1e-4)
-        order = logprobs.argsort(descending=True).tolist()
-        assert rated["rank"] == order.index(tokens[t])
+    expected = model(tokens[None])[0, :-1].log_softmax(-1).tolist()
+    for token, rated, logprobs in zip(tokens[1:].tolist(), rest, expected, strict=True):
+        order = sorted(range(len(ALPHABET)), key=logprobs.__getitem__, reverse=True)
+        assert (rated["id"], rated["text"], rated["rank"]) == (token, ALPHABET[token], order.index(token))
+        assert rated["logprob"] == pytest.approx(logprobs[token], rel=1e-4)
         assert [(other["id"], other["text"]) for other in rated["top"]] == [(i, ALPHABET[i]) for i in order[:10]]
-        expected = [float(logprobs[i]) for i in order[:10]]
-        assert [other["logprob"] for other in rated["top"]] == pytest.approx(expected, rel=1e-4)
+        assert [other["logprob"] for other in rated["top"]] == pytest.approx(
+            [logprobs[i] for i in order[:10]], rel=1e-4
+        )
 
 
 def test_the_texts_of_tokens_are_the_characters_that_they_complete() -> None:
@@ -91,9 +90,8 @@ def test_the_page_holds_the_description_and_the_history(tmp_path: Path) -> None:
     assert written(tmp_path / "page.html", ["a", "b"], attention(1, 1, 2))["history"] is None
 
 
-def test_nan_weights_are_an_error(tmp_path: Path) -> None:
-    weights = attention(1, 1, 3)
-    weights[0, 0, 2, 1] = math.nan
-    with pytest.raises(ValueError, match="must be finite"):
-        written(tmp_path / "p.html", list("abc"), weights)
+def test_nan_is_an_error_and_leaves_no_file(tmp_path: Path) -> None:
+    history = {"train_loss": [[1, math.nan]], "val_loss": [], "samples": []}
+    with pytest.raises(ValueError, match="JSON compliant"):
+        written(tmp_path / "p.html", list("abc"), attention(1, 1, 3), history=history)
     assert not list(tmp_path.iterdir())

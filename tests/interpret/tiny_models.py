@@ -32,10 +32,6 @@ def uniform(T: int) -> Tensor:
     return (torch.ones(T, T).tril() / torch.arange(1, T + 1)[:, None])[None, None]
 
 
-def count_hooks(model: GPT) -> int:
-    return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
-
-
 def svg_texts(path: Path) -> list[str]:
     """The texts of an SVG picture: matplotlib writes them as paths, and as comments beside them."""
     return re.findall(r"<!-- (.*?) -->", path.read_text(encoding="utf-8"))

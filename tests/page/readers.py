@@ -5,11 +5,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
+import pytest
+import servers
 
-from minigpt import GPT, GPTConfig, generate, save_checkpoint
+from minigpt import GPT, generate, load_checkpoint
 from minigpt.data.tokenizer import CharTokenizer
 
+webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium: pip install selenium")
+ActionChains, Keys = webdriver.ActionChains, webdriver.Keys
+Select = pytest.importorskip("selenium.webdriver.support.ui").Select
 CHARACTERS = CharTokenizer.of([chr(i) for i in range(32, 127)] + ["\n"])
 SHIFTED = CharTokenizer.of([chr(i) for i in range(32, 126)] + ["\n", "\t"])  # with other ids, and without the tilde
 SECONDS = 60
@@ -49,8 +53,6 @@ class Reader:
 
     def press(self, *keys: str) -> None:
         """Press keys at once, where the focus is."""
-        from selenium.webdriver import ActionChains
-
         actions = ActionChains(self.browser, duration=0)
         for key in keys:
             actions.key_down(key)
@@ -60,14 +62,10 @@ class Reader:
 
     def hover(self, element: Any, x: int = 0, y: int = 0) -> None:
         """Move the pointer to an element, to an offset from its center."""
-        from selenium.webdriver import ActionChains
-
         ActionChains(self.browser, duration=0).move_to_element_with_offset(element, x, y).perform()
 
     def click(self, element: Any) -> None:
         """Click where an element is, though it can be below another one."""
-        from selenium.webdriver import ActionChains
-
         ActionChains(self.browser, duration=0).move_to_element(element).click().perform()
 
     def write(self, text: str) -> None:
@@ -77,6 +75,10 @@ class Reader:
 
     def wait_for_tokens(self) -> None:
         self.wait_until(lambda: self.token_text() == self.text and self.find("#generate").text != "Stop")
+
+    def choose(self, selector: str, text: str) -> None:
+        """Choose an item of a list."""
+        Select(self.find(selector)).select_by_visible_text(text)
 
     def set(self, name: str, value: object) -> None:
         """Set a number of the settings."""
@@ -140,14 +142,9 @@ class Reader:
 
 def make_run(folder: Path, seed: int = 0, tokenizer: CharTokenizer = CHARACTERS, **settings: Any) -> GPT:
     """Write the run folder of a model of characters with random weights; return the model."""
-    torch.manual_seed(seed)
-    values = {"vocab_size": 96, "block_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 32, "position": "rope"}
-    model = GPT(GPTConfig(**{**values, **settings})).eval()
-    for name, parameter in model.named_parameters():  # far from the small initial weights, which make all tokens alike
-        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.3)
-    (folder / "checkpoints").mkdir(parents=True)
-    save_checkpoint(model, tokenizer, folder / "checkpoints" / "best.safetensors")
-    return model
+    values = {"vocab_size": 96, "block_size": 64, "n_embd": 32, "position": "rope"}
+    servers.make_run(folder, tokenizer, seed=seed, **{**values, **settings})
+    return load_checkpoint(folder)[0].eval()
 
 
 def continuation(model: GPT, prompt: str, n_tokens: int, tokenizer: CharTokenizer = CHARACTERS, **settings: Any) -> str:

@@ -1,26 +1,19 @@
-"""The attention panel and the history of the page in headless Chromium, by mouse and keyboard."""
+"""The attention panel and the history of a page with a model in headless Chromium, by mouse and keyboard."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from readers import CHARACTERS, Reader, make_run
+from readers import CHARACTERS, Keys, Reader, make_run
 from torch import Tensor
 
 from minigpt import GPT
 from minigpt.checkpoints.export_html import export_html
 from minigpt.checkpoints.init_from import find_pretrained
 from minigpt.interpret.heads import attention_maps
-from minigpt.interpret.text_page import write_page
 
-TEXTS = [*"ad", " the", "\n", "b", "</script><img src=x onerror=\"document.title='broken'\">", *"fh", "", *"éce"]
-L, H, T = 2, 3, len(TEXTS)
-STOPS = {  # of the colors of attention weights
-    "light": ["ffffff", "d3c4ff", "a384f7", "6a3fd1", "38158a"],
-    "dark": ["191b20", "412f88", "6e4ecb", "a78dff", "efe9ff"],
-}
 LOSSES = [[step, 1 + 3 * math.exp(-step / 300)] for step in range(10, 1710, 10)]
 HISTORY: dict[str, Any] = {
     "train_loss": LOSSES,
@@ -46,18 +39,6 @@ CanvasRenderingContext2D.prototype.putImageData = function(...image) { drawn++; 
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Tensor]:
-    """The address of a page with one text of odd tokens, and its random attention weights (L, H, T, T)."""
-    scores = 3 * torch.randn(L, H, T, T, generator=torch.Generator().manual_seed(0))
-    weights = scores.masked_fill(torch.ones(T, T).triu(1).bool(), -math.inf).softmax(-1)
-    tokens = [{"id": i, "text": text, "logprob": -1.0, "rank": 0, "top": []} for i, text in enumerate(TEXTS)]
-    description = {"name": "tiny", "facts": "A GPT.", "n_layer": L, "n_head": H, "block_size": T}
-    file = tmp_path_factory.mktemp("saved") / "page.html"
-    write_page(file, description=description, tokens=tokens, weights=weights)
-    return file.as_uri(), weights
-
-
-@pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, GPT]:
     """The address of a page with a model of two layers of two heads, and the model."""
     folder = tmp_path_factory.mktemp("exported")
@@ -67,26 +48,15 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, GPT]:
 
 
 @pytest.fixture
-def open_reader(browser: Any) -> Iterator[Callable[[str], Reader]]:
-    """Return a function that opens a page; no text in it may run, and the console must be empty at the end."""
-    yield lambda url: Reader(browser, url, height=1400)
+def reader(browser: Any, exported: tuple[str, GPT]) -> Iterator[Reader]:
+    """The page of the model; the console must be empty at the end."""
+    yield Reader(browser, exported[0], height=1400)
     assert browser.get_log("browser") == []
-    assert browser.title == "minigpt"
 
 
 @pytest.fixture
-def reader(open_reader: Callable[[str], Reader], saved: tuple[str, Tensor]) -> Reader:
-    """The page of one text with its attention."""
-    reader = open_reader(saved[0])
-    reader.wait_until(lambda: len(reader.tokens()) == T)
-    reader.open("Attention")
-    return reader
-
-
-@pytest.fixture
-def panel(open_reader: Callable[[str], Reader], exported: tuple[str, GPT]) -> Reader:
-    """The page of a model with a text and its attention."""
-    reader = open_reader(exported[0])
+def panel(reader: Reader) -> Reader:
+    """The page with a text and its attention."""
     reader.run(RECORD)
     reader.write(PROMPT)
     reader.open("Attention")
@@ -106,56 +76,7 @@ def highest(weights: Tensor) -> list[str]:
     return [f"{weight:.3f}" for weight in weights.sort(descending=True).values[:6].tolist() if weight >= 0.0005]
 
 
-def test_the_list_has_the_tokens_with_the_highest_weights(reader: Reader, saved: tuple[str, Tensor]) -> None:
-    weights = saved[1]
-    shown = {"\n": "⏎", " the": "␣the", "": "∅"}
-    for name, of_head in (("layer 2, head 1", weights[1, 0]), ("layer 1, mean", weights[0].mean(0))):
-        reader.choose_head(name)
-        reader.hover(reader.tokens()[10])
-        rows, top = reader.attended(), of_head[10].topk(6)
-        tokens = [TEXTS[i] for i in top.indices.tolist()]
-        assert [float(row[0]) for row in rows] == pytest.approx(top.values.tolist(), abs=1.1e-3)
-        assert [row[2] for row in rows] == [shown.get(token, token) for token in tokens]
-        assert [row[3] for row in rows] == ["itself" if i == 10 else f"{10 - i} back" for i in top.indices.tolist()]
-        assert reader.find(".list caption").text == f"c attends to ({name})"
-    reader.hover(reader.tokens()[4])
-    contexts = {row[3]: row[1] for row in reader.attended()}
-    assert contexts["2 back"] == "        ad␣the⏎b</scrip"  # ten characters before the token, nine after it
-
-
-def test_the_map_has_the_colors_of_the_weights_and_names_them(reader: Reader, saved: tuple[str, Tensor]) -> None:
-    weights = saved[1][0, 1]
-    reader.choose_head("layer 1, head 2")
-    read = (
-        f"const copy = new OffscreenCanvas({T}, {T}).getContext('2d');"
-        "copy.drawImage(document.querySelector('canvas'), 0, 0);"
-        f"return [...copy.getImageData(0, 0, {T}, {T}).data]"
-    )
-    for scheme, colors in STOPS.items():
-        stops = torch.tensor([list(bytes.fromhex(color)) for color in colors]).float()
-        reader.prefer(scheme)
-        reader.wait_until(lambda: reader.run(read)[:3] == stops[-1].tolist())  # noqa: B023  # attends to itself
-        pixels = torch.tensor(reader.run(read)).view(T, T, 4)
-        place = weights.sqrt() * (len(stops) - 1)
-        low = place.long().clamp(max=len(stops) - 2)
-        expected = stops[low].lerp(stops[low + 1], (place - low)[..., None])  # (T, T, 3)
-        causal = torch.ones(T, T).tril().bool()
-        assert (pixels[..., :3] - expected)[causal].abs().max() <= 2  # 256 colors, rounded
-        assert torch.equal(pixels[..., 3] == 255, causal)  # nothing is drawn for later tokens
-    canvas = reader.find("canvas")
-    label = "Map of the attention weights of layer 1, head 2, 12 queries by 12 keys"
-    assert canvas.get_attribute("aria-label") == label
-    cell = canvas.size["width"] / T
-    reader.hover(canvas, round(-3.5 * cell), round(1.5 * cell))  # of the center: query 7, key 2
-    caption, weight = reader.find("figcaption").text.split(": ")
-    assert (caption, float(weight)) == ("h (8) → ␣the (3)", pytest.approx(weights[7, 2].item(), abs=1.1e-3))
-    reader.hover(canvas, round(3.5 * cell), round(-3.5 * cell))  # a key after the query
-    assert reader.find("figcaption").text == "Each row is a query, each column a key."
-
-
 def test_heads_are_one_tab_stop_and_picked_by_arrow_keys(panel: Reader) -> None:
-    from selenium.webdriver import Keys
-
     panel.press(Keys.TAB)
     for key, name in (
         (Keys.ARROW_RIGHT, "layer 1, head 1"),
@@ -286,10 +207,7 @@ def places(reader: Reader, name: str) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-def test_curves_have_the_points_of_the_history_at_their_ticks(
-    width: int, open_reader: Callable[[str], Reader], exported: tuple[str, GPT]
-) -> None:
-    reader = open_reader(exported[0])
+def test_curves_have_the_points_of_the_history_at_their_ticks(width: int, reader: Reader) -> None:
     reader.resize(width)
     reader.open("Training")
     reader.wait_until(lambda: reader.find_all("svg"))
@@ -312,10 +230,7 @@ def test_curves_have_the_points_of_the_history_at_their_ticks(
     assert {text for text, *_, anchor in ticks if anchor is None} == {"loss (nats per token)", "step"}
 
 
-def test_samples_are_chosen_by_keyboard(open_reader: Callable[[str], Reader], exported: tuple[str, GPT]) -> None:
-    from selenium.webdriver import Keys
-
-    reader = open_reader(exported[0])
+def test_samples_are_chosen_by_keyboard(reader: Reader) -> None:
     reader.open("Training")
     reader.wait_until(lambda: reader.find_all("pre"))
     assert reader.find("pre").text == "sample of step 1700"
@@ -327,10 +242,7 @@ def test_samples_are_chosen_by_keyboard(open_reader: Callable[[str], Reader], ex
         assert reader.find("#history input").get_attribute("aria-valuetext") == f"step {step:,}"
 
 
-def test_a_history_may_be_short_or_missing_or_late_or_fail(
-    open_reader: Callable[[str], Reader], exported: tuple[str, GPT]
-) -> None:
-    reader = open_reader(exported[0])
+def test_a_history_may_be_short_or_missing_or_late_or_fail(reader: Reader) -> None:
     missing = "This run has no readable metrics.csv."
     single = "async () => ({train_loss: [], val_loss: [[5, 2.0]], samples: [{step: 5, text: 'one'}]})"
     reader.run(f"backend.history = {single}")

@@ -1,17 +1,15 @@
 """The page in headless Chromium, with the models on a server and with the model in the file."""
 
-import csv
 import re
 import time
 from collections.abc import Iterator
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from contrast import text_contrasts
-from readers import CHARACTERS, SHIFTED, Reader, continuation, make_run
+from readers import CHARACTERS, SHIFTED, Keys, Reader, continuation, make_run
 from servers import serving
 from silence import silence
 
@@ -19,7 +17,7 @@ from minigpt import GPT
 from minigpt.checkpoints.export_html import export_html
 from minigpt.checkpoints.init_from import find_pretrained
 from minigpt.generation import score
-from minigpt.interpret.heads import attention_maps, without_heads
+from minigpt.interpret.heads import without_heads
 
 PROMPT = "To be, or not to be"
 
@@ -33,11 +31,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "other": make_run(folder / "other", 1, n_layer=3, n_head=4),
         "shifted": make_run(folder / "shifted", 2, SHIFTED),
     }
-    with (folder / "small" / "metrics.csv").open("w") as file:
-        rows = [{"step": 1, "train_loss": 4.5}, {"step": 2, "train_loss": 4.25, "val_loss": 4.3}]
-        writer = csv.DictWriter(file, ["step", "train_loss", "val_loss"])
-        writer.writeheader()
-        writer.writerows(rows)
+    (folder / "small" / "metrics.csv").write_text("step,train_loss,val_loss\n1,4.5,\n2,4.25,4.3\n")
     (folder / "small" / "samples.txt").write_text("── step 2, validation loss 4.3000 ──\nTo be\n\n")
     make_run(folder / "many-heads", n_layer=12, n_head=12, n_embd=48)
     history = {"train_loss": [[1, 4.5], [2, 4.25]], "val_loss": [[2, 4.3]], "samples": []}
@@ -79,8 +73,6 @@ def loss_of(model: GPT, text: str, silenced: tuple[tuple[int, int], ...] = ()) -
 
 
 def test_the_text_is_continued_and_each_step_is_undone_alone(reader: Reader, site: Any) -> None:
-    from selenium.webdriver import Keys
-
     model = site.models["small"]
     reader.write(PROMPT)  # in one step
     reader.generate()
@@ -100,8 +92,6 @@ def test_the_text_is_continued_and_each_step_is_undone_alone(reader: Reader, sit
 
 
 def test_text_is_generated_from_the_cursor_or_from_the_start_token(in_file: Reader, site: Any) -> None:
-    from selenium.webdriver import Keys
-
     reader, start = in_file, CHARACTERS.decode(CHARACTERS.start)
     reader.generate()
     assert start + reader.text == continuation(site.models["small"], start, 30)
@@ -117,8 +107,6 @@ def test_text_is_generated_from_the_cursor_or_from_the_start_token(in_file: Read
 
 
 def test_the_settings_are_those_of_the_samples(reader: Reader, site: Any) -> None:
-    from selenium.webdriver import Keys
-
     reader.write("Now")
     reader.find("[name=temperature]").send_keys(Keys.ARROW_RIGHT * 4)
     reader.find("[name=top_p]").send_keys(Keys.ARROW_LEFT * 2)
@@ -130,9 +118,8 @@ def test_the_settings_are_those_of_the_samples(reader: Reader, site: Any) -> Non
     assert reader.text == continuation(site.models["small"], "Now", 60, **settings)
 
 
-def test_generation_stops(reader: Reader) -> None:
-    from selenium.webdriver import Keys
-
+def test_generation_stops(at_server: Reader) -> None:
+    reader = at_server
     reader.set("max_tokens", 60000)
     for stop in ("button", "key"):
         length = len(reader.text)
@@ -190,8 +177,8 @@ def test_tokens_are_in_the_places_of_the_letters(in_file: Reader) -> None:
     assert differing == []
 
 
-def test_the_alternatives_of_a_token_are_the_likeliest_and_a_click_starts_a_branch(reader: Reader, site: Any) -> None:
-    model = site.models["small"]
+def test_the_alternatives_of_a_token_are_the_likeliest_and_a_click_starts_a_branch(in_file: Reader, site: Any) -> None:
+    reader, model = in_file, site.models["small"]
     reader.write(PROMPT)
     reader.hover(reader.tokens()[7])
     with torch.no_grad():
@@ -234,33 +221,14 @@ def test_branches_form_a_tree_and_can_be_opened_and_compared(in_file: Reader, si
     (compare,) = [e for e in reader.find_all(".branches button") if e.text == "Compare" and e.is_enabled()]
     compare.click()
     reader.wait_until(lambda: reader.token_text("#second") == second)
-    reader.wait_until(
-        lambda: (
-            reader.losses().get("small", []) == pytest.approx([loss_of(model, first), loss_of(model, second)], abs=2e-3)
-        )
-    )
+    losses = [loss_of(model, first), loss_of(model, second)]
+    reader.wait_until(lambda: reader.losses().get("small", []) == pytest.approx(losses, abs=2e-3))
     reader.find("#close").click()
     reader.wait_until(lambda: not reader.find("#second").is_displayed())
 
 
-def test_the_attention_of_the_selected_token_shades_the_text(at_server: Reader, site: Any) -> None:
-    reader = at_server
-    reader.write(PROMPT)
-    reader.open("Attention")
-    reader.choose_head("layer 2, head 1")
-    expected = attention_maps(site.models["small"], CHARACTERS.encode(PROMPT))[1, 0, 11, :12]
-    reader.hover(reader.tokens()[11])
-    reader.wait_until(reader.attended)
-    listed = [float(row[0]) for row in reader.attended()]
-    assert listed == pytest.approx(expected.sort(descending=True).values[: len(listed)].tolist(), abs=2e-3)
-    shades = [sum(color) for color in reader.backgrounds()[:12]]  # the darker, the more weight
-    ordered = [shades[i] for i in expected.argsort()]
-    assert all(after - before <= 6 for before, after in pairwise(ordered))  # packed weights are rounded
-    assert all(len(color) == 4 for color in reader.backgrounds()[12:])
-
-
-def test_a_silenced_head_changes_the_loss_of_the_text_and_what_is_generated(reader: Reader, site: Any) -> None:
-    model, silenced = site.models["small"], ((1, 0),)
+def test_a_silenced_head_changes_the_loss_of_the_text_and_what_is_generated(at_server: Reader, site: Any) -> None:
+    reader, model, silenced = at_server, site.models["small"], ((1, 0),)
     reader.write(PROMPT)
     reader.open("Attention")
     reader.find(".heads [aria-label='layer 2, head 1']").click()
@@ -271,19 +239,14 @@ def test_a_silenced_head_changes_the_loss_of_the_text_and_what_is_generated(read
     )
     reader.generate()
     assert reader.text == continuation(without_heads(model, silenced), PROMPT, 30)
-    reader.wait_until(
-        lambda: (
-            reader.losses()["small without 1 head"][0] == pytest.approx(loss_of(model, reader.text, silenced), abs=2e-3)
-        )
-    )
+    loss = pytest.approx(loss_of(model, reader.text, silenced), abs=2e-3)
+    reader.wait_until(lambda: reader.losses()["small without 1 head"][0] == loss)
 
 
 def test_two_models_continue_one_prompt_with_one_seed(at_server: Reader, site: Any) -> None:
-    from selenium.webdriver.support.ui import Select
-
     reader = at_server
     reader.find("#text").send_keys(PROMPT)
-    Select(reader.find("#other")).select_by_visible_text("other")  # at once, while the text is scored
+    reader.choose("#other", "other")  # at once, while the text is scored
     reader.wait_for_tokens()
     reader.wait_until(lambda: reader.token_text("#second") == PROMPT)
     reader.generate()
@@ -296,8 +259,6 @@ def test_two_models_continue_one_prompt_with_one_seed(at_server: Reader, site: A
 
 
 def test_another_model_scores_the_text_with_all_its_heads_and_shows_its_history(at_server: Reader, site: Any) -> None:
-    from selenium.webdriver.support.ui import Select
-
     reader = at_server
     reader.write(PROMPT)
     for panel in ("Attention", "Training"):
@@ -307,7 +268,7 @@ def test_another_model_scores_the_text_with_all_its_heads_and_shows_its_history(
     assert reader.find("#history pre").text == "To be"
     reader.choose_head("layer 1, head 2")
     reader.button("Silence layer 1, head 2").click()
-    Select(reader.find("#model")).select_by_visible_text("other")
+    reader.choose("#model", "other")
     loss = pytest.approx(loss_of(site.models["other"], PROMPT), abs=2e-3)
     reader.wait_until(lambda: reader.losses() == {"other": [loss]})
     heads = [f"layer {layer}, {head}" for layer in (1, 2, 3) for head in ("mean", *(f"head {i}" for i in range(1, 5)))]
@@ -316,26 +277,21 @@ def test_another_model_scores_the_text_with_all_its_heads_and_shows_its_history(
 
 
 def test_a_model_gets_no_token_ids_of_another(at_server: Reader, site: Any) -> None:
-    from selenium.webdriver import Keys
-    from selenium.webdriver.support.ui import Select
-
     reader = at_server
     reader.write(PROMPT)
-    Select(reader.find("#model")).select_by_visible_text("shifted")
+    reader.choose("#model", "shifted")
     reader.press(Keys.CONTROL, Keys.ENTER)  # before the text is scored
     reader.wait_for_generation()
     assert reader.text == continuation(site.models["shifted"], PROMPT, 30, SHIFTED)
-    Select(reader.find("#model")).select_by_visible_text("small")
+    reader.choose("#model", "small")
     reader.find("#undo").click()
     reader.generate()
     assert reader.text == continuation(site.models["small"], PROMPT, 30)
 
 
 def test_a_model_that_lacks_a_character_is_compared_without_its_loss(at_server: Reader, site: Any) -> None:
-    from selenium.webdriver.support.ui import Select
-
     reader = at_server
-    Select(reader.find("#other")).select_by_visible_text("shifted")
+    reader.choose("#other", "shifted")
     reader.write("a~b")
     reader.wait_until(lambda: reader.losses().get("shifted") == [None, None])
     assert reader.losses()["small"] == [pytest.approx(loss_of(site.models["small"], "a~b"), abs=2e-3)] * 2
@@ -387,8 +343,6 @@ def test_the_page_fits_every_screen_and_has_contrast(browser: Any, site: Any, wi
 
 
 def test_every_control_is_reachable_by_keyboard(in_file: Reader) -> None:
-    from selenium.webdriver import Keys
-
     reader = in_file
     reader.write("abc")
     reached = set()

@@ -83,13 +83,6 @@ def test_the_policy_allows_the_script_and_the_style_of_the_page_and_nothing_else
     assert not re.search(r"^(import|export)\b", script_of(page), re.MULTILINE)
 
 
-@pytest.mark.parametrize("entry", ["browser.js", "saved.js"])
-def test_the_modules_of_one_page_declare_different_names(entry: str) -> None:
-    declaration = r"^(?:async )?(?:function\*?|class|const|let) (\w+)"
-    names = re.findall(declaration, script_of(render(entry, {})), re.MULTILINE)
-    assert len(names) == len(set(names)) > 20
-
-
 def exports(file: Path) -> set[str]:
     declaration = r"^export (?:async )?(?:function\*?|class|const|let) (\w+)"
     return set(re.findall(declaration, file.read_text(encoding="utf-8"), re.MULTILINE))

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from servers import BrokenEngine, make_run, serving
+from servers import make_run, serving
 from silence import silence
 
 from minigpt import GPT, generate, load_checkpoint
@@ -107,13 +107,12 @@ def test_generated_tokens_are_those_of_generate(http: httpx.Client, model: GPT) 
 
 
 def test_the_end_of_text_token_ends_a_sample_and_is_not_part_of_it(http: httpx.Client, gpt2_folder: Path) -> None:
-    lengths = set()
-    for seed in range(40):
-        body = {"model": gpt2_folder.name, "max_tokens": 30, "seed": seed, "temperature": 3}
+    lengths, seeds = set(), iter(range(40))
+    while not (lengths and min(lengths) < 30 == max(lengths)):
+        body = {"model": gpt2_folder.name, "max_tokens": 30, "seed": next(seeds), "temperature": 3}
         tokens = lines(post(http, "generate", **body))
         assert 0 not in [token["id"] for token in tokens]
         lengths.add(len(tokens))
-    assert min(lengths) < 30 == max(lengths)
 
 
 def test_silenced_heads_have_no_output(http: httpx.Client, model: GPT) -> None:
@@ -185,22 +184,6 @@ def test_bad_input_is_one_line(path: str, body: dict[str, Any], message: str, ht
     assert response.json()["error"]["message"].startswith(message)
 
 
-def test_a_character_that_the_model_was_not_trained_with_is_named(tmp_path: Path) -> None:
-    from minigpt import GPTConfig, save_checkpoint
-    from minigpt.data.tokenizer import CharTokenizer
-
-    file = tmp_path / "abc.safetensors"
-    config = GPTConfig(vocab_size=3, block_size=8, n_layer=1, n_head=1, n_embd=8)
-    save_checkpoint(GPT(config), CharTokenizer("abc"), file)
-    with serving([file]) as server:
-        response = httpx.post(
-            f"{server.url}/api/score",
-            json={"model": "abc", "text": "bé\ud800".encode("utf-16", "surrogatepass").decode("utf-16", "replace")},
-        )
-        assert response.status_code == 400
-        assert response.json()["error"]["message"].startswith("the tokenizer has no id for 'é'")
-
-
 def test_the_page_and_its_files_are_served_without_a_key(run: Path) -> None:
     with serving([run], key="secret") as server, httpx.Client(base_url=server.url) as http:
         for path, kind in [("/", "text/html"), ("/index.html", "text/html"), ("/server.js", "text/javascript")]:
@@ -250,28 +233,6 @@ def test_few_sets_of_silenced_heads_are_in_use_at_once(http: httpx.Client) -> No
         assert refused.status_code == 429, refused.text
         assert refused.headers["Retry-After"] == "1"
         assert post(http, "score", text="abc", silenced=[[0, 1]]).status_code == 200
-
-
-def test_a_stream_ends_with_an_error_when_the_server_fails_or_stops(
-    run: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with serving([run], engine=BrokenEngine) as server:
-        *_, last = lines(httpx.post(f"{server.url}/api/generate", json={"model": "tiny", "max_tokens": 9}))
-        assert last == {"error": "the server failed; its terminal shows the error"}
-    assert capfd.readouterr().err == "error: the model's logits are NaN\n"
-    for path, stopped in (
-        ("/api/generate", '{"error": "the server was stopped"}'),
-        ("/v1/completions", "server_error"),
-    ):
-        with serving([run]) as server:
-            body = {"model": "tiny", "prompt": "a", "max_tokens": 65_000, "stream": True}
-            body = body if path.startswith("/v1/") else {"model": "tiny", "max_tokens": 65_000}
-            with httpx.stream("POST", f"{server.url}{path}", json=body) as response:
-                received = response.iter_lines()
-                next(received)
-                server.stop()
-                assert stopped in [line for line in received if line][-1]
-            assert capfd.readouterr().err.count("Cancel 1 running task(s)") == 1
 
 
 def test_a_run_that_is_deleted_is_no_longer_listed_unless_it_is_loaded(run: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Head statistics and head ablation, compared to formulas and to models with hand-set weights."""
+"""Attention maps, head statistics and head ablation, against formulas and models with hand-set weights."""
 
 import copy
 import math
@@ -11,6 +11,7 @@ import torch
 from silence import silence
 from tiny_models import ALPHABET, ARCHITECTURES, make_model, uniform
 from tolerance import rounding, terms_of
+from torch import Tensor
 
 from minigpt.config import GPTConfig
 from minigpt.interpret.heads import (
@@ -133,3 +134,52 @@ def test_a_model_without_heads_equals_their_ablation_and_shares_all_other_tensor
     copied = {name for name, x in silent.state_dict().items() if x.data_ptr() != model.state_dict()[name].data_ptr()}
     assert copied == {"blocks.0.attention.out.weight", "blocks.2.attention.out.weight"}
     assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
+
+
+@pytest.mark.parametrize("settings", ARCHITECTURES.values(), ids=ARCHITECTURES)
+def test_values_weighted_by_the_maps_are_the_output_of_the_fused_attention(settings: dict[str, Any]) -> None:
+    model = make_model(**settings).eval()
+    tokens = torch.randint(len(ALPHABET), (11,))
+    maps = attention_maps(model, tokens)
+    assert maps.shape == (3, 2, 11, 11)
+    torch.testing.assert_close(maps.sum(-1), torch.ones(3, 2, 11))
+    assert maps.triu(1).count_nonzero() == 0
+
+    def compare(attention: Any, args: Any, output: Tensor) -> None:
+        projected = attention.qkv(args[0])[0]  # (T, (H + 2 K)·D)
+        v = projected[:, -attention.n_kv_head * attention.head_dim :].unflatten(1, (attention.n_kv_head, -1))
+        weighted = next(remaining) @ v.transpose(0, 1)  # (H, T, D)
+        torch.testing.assert_close(attention.out(weighted.transpose(0, 1).flatten(1)), output[0], rtol=1e-4, atol=1e-5)
+
+    remaining = iter(maps)
+    with torch.no_grad():
+        hooks = [block.attention.register_forward_hook(compare) for block in model.blocks]
+        model(tokens[None])
+    assert len(hooks) == 3
+    assert next(remaining, None) is None
+
+
+def test_measuring_changes_neither_the_model_nor_the_random_state() -> None:
+    model = make_model(dropout=0.4).train()
+    tokens = torch.randint(len(ALPHABET), (16,))
+    before = torch.get_rng_state()
+    first, second = (attention_maps(model, tokens) for _ in range(2))
+    induction_scores(model, len(ALPHABET))
+    head_ablation(model, [(tokens[None, :-1], tokens[None, 1:])])
+    assert torch.equal(first, second)  # without dropout
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.training
+    assert all(module.training for module in model.modules())
+    assert len(model.blocks) == 3
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_induction_score_is_nan_for_a_short_block_and_chance_for_uniform_attention() -> None:
+    assert induction_scores(make_model(block_size=3), len(ALPHABET)).isnan().all()
+    model = make_model()  # with uniform attention
+    for block in model.blocks:
+        torch.nn.init.zeros_(block.attention.qkv.weight)
+        torch.nn.init.zeros_(block.attention.qkv.bias)
+    chance = np.mean([1 / n for n in range(9, 17)])  # 8 tokens, repeated once
+    assert induction_scores(model, 12).flatten().tolist() == pytest.approx([chance] * 6, rel=1e-5)
