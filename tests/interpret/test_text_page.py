@@ -90,8 +90,9 @@ def test_the_page_holds_the_description_and_the_history(tmp_path: Path) -> None:
     assert written(tmp_path / "page.html", ["a", "b"], attention(1, 1, 2))["history"] is None
 
 
-def test_nan_is_an_error_and_leaves_no_file(tmp_path: Path) -> None:
-    history = {"train_loss": [[1, math.nan]], "val_loss": [], "samples": []}
-    with pytest.raises(ValueError, match="JSON compliant"):
-        written(tmp_path / "p.html", list("abc"), attention(1, 1, 3), history=history)
+def test_nan_weights_are_an_error(tmp_path: Path) -> None:
+    weights = attention(1, 1, 3)
+    weights[0, 0, 2, 1] = math.nan
+    with pytest.raises(ValueError, match="must be finite"):
+        written(tmp_path / "p.html", list("abc"), weights)
     assert not list(tmp_path.iterdir())

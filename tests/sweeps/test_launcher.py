@@ -120,8 +120,8 @@ def test_a_search_runs_through_submitit_and_reports_a_failed_job(launch: Callabl
     (tmp_path / "mine/schedule").mkdir(parents=True)
     (tmp_path / "mine/schedule/short.yaml").write_text("defaults: [cosine]\nwarmup_steps: 1\n")
     search = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra/launcher=submitit_local", "max_steps=10"]
-    search += ["--config-dir=mine", "schedule=short"]
-    swept = launch("train.py", "hydra.mode=MULTIRUN", *search, "optimizer.lr=1e-3,1e30", cwd=tmp_path)
+    search += ["schedule=short", "optimizer.lr=1e-3,1e30", "--config-dir=mine"]
+    swept = launch("train.py", "hydra.mode=MULTIRUN", *search, cwd=tmp_path)
     assert swept.returncode == 1, swept.stderr
     lines = swept.stderr.splitlines()
     assert lines[0] == "2 of 2 to run"
