@@ -43,22 +43,23 @@ LARGEST_BELOW_1 = 1 - 2.0**-24  # of 32-bit numbers
 CHI_SQUARE = [0, 10.828, 13.816, 16.266, 18.467, 20.515, 22.458, 24.322, 26.124, 27.877, 29.588]
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(data=st.data(), seed=st.integers(0, 10**6), n_seen=st.integers(1, 8))
-def test_each_filter_alone_equals_the_one_of_hugging_face(name: str, data: st.DataObject, seed: int, n_seen: int):
-    values = {name: data.draw(VALUES[name], label=name)}
-    logits, text, seen = given_text(seed, n_seen)
-    assume(clear(logits, seen, values))
-    compare_with_hugging_face(values, logits, text, seen)
+ALONE_OR_TOGETHER = st.fixed_dictionaries({}, optional=VALUES) | st.one_of(
+    [st.fixed_dictionaries({name: values}) for name, values in VALUES.items()]
+)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(chosen=st.fixed_dictionaries({}, optional=VALUES), seed=st.integers(0, 10**6), n_seen=st.integers(1, 8))
-def test_filters_together_act_in_the_order_of_hugging_face(chosen: dict[str, Any], seed: int, n_seen: int):
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(chosen=ALONE_OR_TOGETHER, seed=st.integers(0, 10**6), n_seen=st.integers(1, 8))
+def test_filters_equal_those_of_hugging_face_in_the_same_order(chosen: dict[str, Any], seed: int, n_seen: int):
     logits, text, seen = given_text(seed, n_seen)
     assume(clear(logits, seen, chosen))
-    compare_with_hugging_face(chosen, logits, text, seen)
+    expected = logits.clone()
+    for name, processor in PROCESSORS.items():
+        if name in chosen:
+            expected = processor(chosen[name])(text, expected)
+    ours = Sampling(**chosen).filter(logits, seen)
+    assert torch.equal(ours.isneginf(), expected.isneginf())
+    assert_close(ours.softmax(-1), expected.softmax(-1), atol=1e-6, rtol=1e-5)
 
 
 def test_no_filter_returns_the_logits_unchanged():
@@ -283,16 +284,6 @@ def given_text(seed: int, n_seen: int) -> tuple[Tensor, Tensor, Tensor]:
     logits = 2 * torch.randn(3, 30, generator=generator)
     text = torch.randint(30, (3, n_seen), generator=generator)
     return logits, text, torch.zeros(3, 30, dtype=torch.bool).scatter(1, text, True)
-
-
-def compare_with_hugging_face(values: dict[str, Any], logits: Tensor, text: Tensor, seen: Tensor) -> None:
-    expected = logits.clone()
-    for name, processor in PROCESSORS.items():
-        if name in values:
-            expected = processor(values[name])(text, expected)
-    ours = Sampling(**values).filter(logits, seen)
-    assert torch.equal(ours.isneginf(), expected.isneginf())
-    assert_close(ours.softmax(-1), expected.softmax(-1), atol=1e-6, rtol=1e-5)
 
 
 def clear(logits: Tensor, seen: Tensor, values: dict[str, Any]) -> bool:
