@@ -43,11 +43,7 @@ class Decoder:
     """
 
     def __init__(
-        self,
-        model: GPT,
-        prompts: Sequence[Sequence[int]] = (),
-        num_samples: int = 1,
-        max_new_tokens: int | None = None,
+        self, model: GPT, prompts: Sequence[Sequence[int]] = (), num_samples: int = 1, max_new_tokens: int | None = None
     ) -> None:
         config = model.config
         self.model, self.config, self.block_size = model, config, config.block_size

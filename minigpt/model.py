@@ -134,10 +134,6 @@ class GPT(nn.Module):
         """Return the number of trainable parameters."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
-    def extra_repr(self) -> str:
-        """Return the first line of the model's representation."""
-        return f"{self.num_params():,} parameters, block_size={self.config.block_size}"
-
     def _to_ids(self, values: "Tensor | Ids") -> Tensor:
         """Convert token ids (B, T) to int64; arrays are moved to the model's device."""
         ids = values if isinstance(values, Tensor) else torch.tensor(values, device=self.wte.weight.device)

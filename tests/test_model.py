@@ -26,13 +26,6 @@ TINY = {"block_size": 16, "vocab_size": 29, "n_layer": 2, "n_head": 4, "n_embd":
 LLAMA = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "tie_embeddings": False}
 
 
-def test_the_representation_of_a_model_states_its_size():
-    config = GPTConfig(vocab_size=101, n_layer=12, n_head=4, n_embd=32, block_size=32)
-    shown = repr(GPT(config))
-    assert shown.splitlines()[1].split() == [f"{config.num_params():,}", "parameters,", "block_size=32"]
-    assert len(shown) < 2000
-
-
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 @pytest.mark.parametrize("norm_position", NORM_POSITIONS)
 def test_logits_equal_those_of_torchs_transformer_layers(norm_position: str, activation: str):
