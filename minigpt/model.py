@@ -272,7 +272,8 @@ class NGramEmbedding(nn.Module):
 def smear(x: Tensor, factors: nn.ParameterList, cache: Cache | None) -> Tensor:
     """Add to each position of x (B, T, C), after those of the cache, the k previous ones times k factors (C,) each."""
     k, T = len(factors), x.size(1)
-    before = cache.last if cache else x.new_zeros(x.size(0), k, x.size(2))
+    # FSDP2 can gather the embedding in bfloat16.
+    before = cache.last.to(x.dtype) if cache else x.new_zeros(x.size(0), k, x.size(2))
     padded = torch.cat((before, x), dim=1)  # (B, k + T, C)
     if cache:
         cache.last = padded[:, -k:]

@@ -78,14 +78,14 @@ def find_pretrained(source: str | None) -> Pretrained:
     if (path / CONFIG).is_file():
         with explain_errors(f"{path} cannot be loaded"):
             config = config_to_ours(read_json(path / CONFIG))
-        tokenizer = load_tokenizer(path)
+        tokenizer: Tokenizer = load_tokenizer(path)
         with explain_errors(f"{path} cannot be loaded"):
             check_vocabulary(config, tokenizer)
         return Pretrained(path, str(source), revision, config, tokenizer)
     path = find_checkpoint(path)
-    model, own_tokenizer = load_checkpoint(path)
+    model, tokenizer = load_checkpoint(path)
     config = replace(model.config, dropout=0.0, ngram_dropout=0.0)
-    return Pretrained(path, str(path.resolve()), revision, config, own_tokenizer, model)
+    return Pretrained(path, str(path.resolve()), revision, config, tokenizer, model)
 
 
 def find_start(init_from: str, resume: str | None, folder: Path | None) -> Pretrained:
