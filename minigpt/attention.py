@@ -1,8 +1,8 @@
 """Attention: the formula, and the projections around it. Depends on torch alone.
 
 `attend` is softmax(QKᵀ/√D)V by torch's fused kernel, which never materializes the T×S matrix; `attend_explicit`,
-the reference, returns it. `MultiHeadAttention` covers multi-head, grouped- and multi-query, self- and
-cross-attention, causal or bidirectional, with rotary position embeddings, QK-norm and a KV cache.
+the reference, returns it. `MultiHeadAttention` covers multi-head, grouped- and multi-query self-attention, causal or
+bidirectional, with rotary position embeddings, QK-norm and a KV cache.
 
 Shapes: B batch, T queries, S keys, C n_embd, H query heads, K key-value heads, D head width.
 """
@@ -194,15 +194,9 @@ class MultiHeadAttention(nn.Module):
         self.out = nn.Linear(self.q_width, n_embd, bias=bias)
 
     def forward(
-        self,
-        x: Tensor,
-        context: Tensor | None = None,
-        *,
-        mask: Tensor | None = None,
-        rotary: Rotary | None = None,
-        cache: KVCache | None = None,
+        self, x: Tensor, *, mask: Tensor | None = None, rotary: Rotary | None = None, cache: KVCache | None = None
     ) -> Tensor:
-        """Attend from every position of x (B, T, C) to x, or to a context (B, S, C); return (B, T, C).
+        """Attend from every position of x (B, T, C) to x; return (B, T, C).
 
         One position per sequence may be (B, C) too, for a decoder.
 
@@ -211,26 +205,21 @@ class MultiHeadAttention(nn.Module):
             rotary: (2, T, 1, D), `rotary_table` of the positions of x.
             cache: keys and values of the positions before x; those of x are appended.
         """
-        q, k, v = self._project(x, context, rotary)
+        q, k, v = self._project(x, rotary)
         k, v = (k.transpose(1, 2), v.transpose(1, 2)) if cache is None else cache.append(k, v)  # (B, K, S, D)
         dropout = self.dropout if self.training else 0.0
         y = attend(q.transpose(1, 2), k, v, causal=self.causal, mask=mask, scale=self.scale, dropout=dropout)
         y = y.transpose(1, 2).reshape(*x.shape[:-1], self.q_width)  # (B, H, T, D) -> (B, T, H·D)
         return apply_dropout(self.out(y), self.out_dropout, self.training)
 
-    def attention_weights(
-        self, x: Tensor, context: Tensor | None = None, *, mask: Tensor | None = None, rotary: Tensor | None = None
-    ) -> Tensor:
-        """Return the attention weights (B, H, T, S) of `forward`."""
-        q, k, v = (heads.transpose(1, 2) for heads in self._project(x, context, rotary))
-        dropout = self.dropout if self.training else 0.0
-        return attend_explicit(q, k, v, causal=self.causal, mask=mask, scale=self.scale, dropout=dropout)[1]
+    def attention_weights(self, x: Tensor, *, mask: Tensor | None = None, rotary: Rotary | None = None) -> Tensor:
+        """Return the attention weights (B, H, T, T) of `forward` in evaluation mode."""
+        q, k, v = (heads.transpose(1, 2) for heads in self._project(x, rotary))
+        return attend_explicit(q, k, v, causal=self.causal, mask=mask, scale=self.scale)[1]
 
-    def _project(self, x: Tensor, context: Tensor | None, rotary: Rotary | None) -> tuple[Tensor, ...]:
-        """Queries (B, T, H, D), and keys and values (B, S, K, D), normalized and rotated."""
+    def _project(self, x: Tensor, rotary: Rotary | None) -> tuple[Tensor, ...]:
+        """Queries (B, T, H, D), and keys and values (B, T, K, D), normalized and rotated."""
         H, K = self.n_head, self.n_kv_head
-        if context is not None:
-            return self._project(x, None, rotary)[0], *self._project(context, None, rotary)[1:]
         heads = self.qkv(x).view(x.size(0), -1, H + 2 * K, self.head_dim)
         if not self.qk_norm and rotary is None:
             return heads.split_with_sizes((H, K, K), dim=2)

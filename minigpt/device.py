@@ -27,15 +27,11 @@ def move_model(model: GPT, device: str, dtype: str) -> GPT:
 
 def find_device(name: str) -> str:
     """Return the device of this name, "auto" being the fastest; raise UserError if this machine does not have it."""
-    available = ["auto", *devices(), *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-    require("--device", name, available.__contains__, f"one of {', '.join(available)}")
-    return devices()[0] if name == "auto" else name
-
-
-def devices() -> list[str]:
-    """Return the available device types, the fastest first."""
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    return [name for name, is_available in available.items() if is_available]
+    types = [kind for kind, is_available in available.items() if is_available]  # the fastest first
+    names = ["auto", *types, *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    require("--device", name, names.__contains__, f"one of {', '.join(names)}")
+    return types[0] if name == "auto" else name
 
 
 @cache

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from minigpt.attention import rotary_table
 from minigpt.int8 import int8_linear
-from minigpt.model import GPT, Cache
+from minigpt.model import GPT
 
 _MAX_COPIED_NUMEL = 1 << 20  # of a weight matrix that is copied to a faster layout
 _MIN_LARGE_NUMEL = 1 << 17  # smaller matrices take less time by `mm`
@@ -43,11 +43,7 @@ class Decoder:
     """
 
     def __init__(
-        self,
-        model: GPT,
-        prompts: Sequence[Sequence[int]] = (),
-        num_samples: int = 1,
-        max_new_tokens: int | None = None,
+        self, model: GPT, prompts: Sequence[Sequence[int]] = (), num_samples: int = 1, max_new_tokens: int | None = None
     ) -> None:
         config = model.config
         self.model, self.config, self.block_size = model, config, config.block_size
@@ -66,11 +62,7 @@ class Decoder:
         heads, rows = config.n_kv_head or config.n_head, len(prompts) * num_samples
         # Keys and values of each layer in turn, (2L, rows, K, slots, D); the first rows are in use.
         self._cache = weight.new_zeros(2 * config.n_layer, rows, heads, slots, config.head_width)
-        self._inputs = Cache([])  # previous inputs of smear and n-grams
-        if config.smear:
-            self._inputs.last = weight.new_zeros(0, config.smear, config.n_embd)
-        if config.ngram:
-            self._inputs.last_tokens = torch.zeros(0, config.ngram - 1, dtype=torch.long, device=self.device)
+        self._inputs = model.new_cache(0)  # for the previous inputs of smear and n-grams alone
         for prompt in prompts:
             self.add(prompt, num_samples)
         if prompts:
@@ -88,10 +80,8 @@ class Decoder:
             self._cache = F.pad(self._cache, (0, 0, 0, 0, 0, 0, 0, max(num_samples, self._cache.size(1))))
         self.tokens += [list(context) for _ in rows]
         self._begins += [self._end for _ in rows]
-        if self._inputs.last is not None:
-            self._inputs.last = F.pad(self._inputs.last, (0, 0, 0, 0, 0, num_samples))
-        if self._inputs.last_tokens is not None:
-            self._inputs.last_tokens = F.pad(self._inputs.last_tokens, (0, 0, 0, num_samples))
+        self._inputs.last = F.pad(self._inputs.last, (0, 0, 0, 0, 0, num_samples))
+        self._inputs.last_tokens = F.pad(self._inputs.last_tokens, (0, 0, 0, num_samples))
         self._read([context[max(0, len(context) - self.block_size + 1) :]], rows)
         # Masked slots count with weight 0, which does not remove NaN of an earlier sample.
         self._cache[:, B : rows.stop, :, : self._begins[B]] = 0
@@ -104,9 +94,9 @@ class Decoder:
             self.tokens[row], self._begins[row] = tokens, begin
             self._cache[:, row, :, : self._end] = self._cache[:, last, :, : self._end]
         for name in ("last", "last_tokens"):
-            if (values := getattr(self._inputs, name)) is not None:
-                values[row] = values[last]
-                setattr(self._inputs, name, values[:last])
+            values = getattr(self._inputs, name)
+            values[row] = values[last]
+            setattr(self._inputs, name, values[:last])
 
     def step(self, tokens: Tensor) -> Tensor:
         """Append one token (B,) to each sample and return the logits (B, V) after it."""
@@ -157,19 +147,15 @@ class Decoder:
         begin = self._end - length
         for row in rows:
             self._begins[row] = begin
-        read = Cache([])
-        if length:
-            # Not in inference mode, so that the model can be trained afterwards.
-            with torch.inference_mode(False), torch.no_grad():
-                read = self.model.new_cache(len(contexts))
+        # Not in inference mode, so that the model can be trained afterwards.
+        with torch.inference_mode(False), torch.no_grad():
+            read = self.model.new_cache(len(contexts))
+            if length:
                 self.model(torch.tensor(contexts, device=self.device), cache=read)
         for i, layer in enumerate(read.layers):
             for kind, values in enumerate((layer.k, layer.v)):
                 self._cache[2 * i + kind, rows, :, begin : self._end] = values[:, :, :length]
-        if self._inputs.last is not None:
-            self._inputs.last[rows] = 0 if read.last is None else read.last
-        if self._inputs.last_tokens is not None:
-            self._inputs.last_tokens[rows] = self.config.vocab_size if read.last_tokens is None else read.last_tokens
+        self._inputs.last[rows], self._inputs.last_tokens[rows] = read.last, read.last_tokens
 
     def _rotary_at(self, positions: int | Tensor, least: int, most: int) -> tuple[Tensor, ...]:
         """Return cosines and sines, (1, D) or (B, 1, 1, D), of positions from `least` to `most`."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +47,6 @@ class GPT(nn.Module):
         elif config.position == "rope":
             T, D, base = config.block_size, config.head_width, config.rope_base
             rotary = rotary_table(T, D, base, scaling=config.rope_scaling)  # (2, T, 1, D)
-        elif config.position != "none":
-            raise ValueError(f"unknown position {config.position!r}")
         self.rotary: Tensor | None
         self.register_buffer("rotary", rotary, persistent=False)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
@@ -81,7 +79,7 @@ class GPT(nn.Module):
             ValueError: the tokens are not integers (B, T), or too many.
         """
         tokens = self._to_ids(tokens)
-        start = cache.length if cache else 0
+        start = cache.layers[0].length if cache else 0
         end = start + tokens.size(1)
         if end > self.config.block_size:
             raise ValueError(f"{end} tokens exceed block_size={self.config.block_size}")
@@ -118,21 +116,23 @@ class GPT(nn.Module):
         x = self.final_norm(x)
         if self.config.width_ratio != 1:
             x = x / self.config.width_ratio  # mup: updates of the head change the logits equally at every width
-        return soft_cap(self.lm_head(x), self.config.logit_softcap)
+        logits, cap = self.lm_head(x), self.config.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)  # Gemma 2, https://arxiv.org/abs/2408.00118
 
     def new_cache(self, batch: int) -> "Cache":
         """Return an empty cache of `block_size` positions for `batch` sequences."""
         config, weight = self.config, self.wte.weight
         shape = (batch, config.n_kv_head or config.n_head, config.block_size, config.head_width)
-        return Cache([KVCache(shape, device=weight.device, dtype=weight.dtype) for _ in range(config.n_layer)])
+        options: Any = {"device": weight.device, "dtype": weight.dtype}
+        return Cache(
+            [KVCache(shape, **options) for _ in range(config.n_layer)],
+            torch.zeros(batch, config.smear, config.n_embd, **options),
+            torch.full((batch, max(0, config.ngram - 1)), config.vocab_size, device=weight.device),
+        )
 
     def num_params(self) -> int:
         """Return the number of trainable parameters."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
-
-    def extra_repr(self) -> str:
-        """Return the first line of the model's representation."""
-        return f"{self.num_params():,} parameters, block_size={self.config.block_size}"
 
     def _to_ids(self, values: "Tensor | Ids") -> Tensor:
         """Convert token ids (B, T) to int64; arrays are moved to the model's device."""
@@ -166,7 +166,7 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.pre_norm = {"pre": True, "post": False}[config.norm_position]
+        self.pre_norm = config.norm_position == "pre"
         self.norm_1 = Norm(config)
         self.attention = MultiHeadAttention(
             config.n_embd,
@@ -229,13 +229,8 @@ class Cache:
     """The state of a batch of sequences: keys and values per layer, the last embeddings and the last tokens."""
 
     layers: list[KVCache]
-    last: Tensor | None = None  # embeddings (B, smear, C)
-    last_tokens: Tensor | None = None  # (B, ngram - 1)
-
-    @property
-    def length(self) -> int:
-        """Number of positions T."""
-        return self.layers[0].length
+    last: Tensor  # embeddings (B, smear, C)
+    last_tokens: Tensor  # (B, ngram - 1)
 
 
 class NGramEmbedding(nn.Module):
@@ -258,9 +253,8 @@ class NGramEmbedding(nn.Module):
     def forward(self, tokens: Tensor, cache: Cache | None) -> Tensor:
         """Map token ids (B, T), after those of the cache, to (B, T, C)."""
         T = tokens.size(1)
-        before = cache.last_tokens if cache else None
-        if before is None:  # padding: the id after the last of the vocabulary
-            before = tokens.new_full((tokens.size(0), self.orders), self.vocab_size)
+        # Padding: the id after the last of the vocabulary.
+        before = cache.last_tokens if cache else tokens.new_full((tokens.size(0), self.orders), self.vocab_size)
         padded = torch.cat((before, tokens), dim=1)  # (B, orders + T)
         if cache:
             cache.last_tokens = padded[:, -self.orders :]
@@ -278,20 +272,14 @@ class NGramEmbedding(nn.Module):
 def smear(x: Tensor, factors: nn.ParameterList, cache: Cache | None) -> Tensor:
     """Add to each position of x (B, T, C), after those of the cache, the k previous ones times k factors (C,) each."""
     k, T = len(factors), x.size(1)
-    before = cache.last if cache else None
-    if before is None:
-        before = x.new_zeros(x.size(0), k, x.size(2))
+    # FSDP2 can gather the embedding in bfloat16.
+    before = cache.last.to(x.dtype) if cache else x.new_zeros(x.size(0), k, x.size(2))
     padded = torch.cat((before, x), dim=1)  # (B, k + T, C)
     if cache:
         cache.last = padded[:, -k:]
     for i, factor in enumerate(factors):  # the last is for the previous position
         x = x + factor * padded[:, i : i + T]
     return x
-
-
-def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
-    """Limit logits smoothly to ±cap, if there is one. Source: Gemma 2, https://arxiv.org/abs/2408.00118"""
-    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 @contextmanager

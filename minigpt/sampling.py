@@ -57,7 +57,6 @@ class Sampling:
             descending, index = logits.sort(dim=-1, descending=True)
             p = descending.softmax(dim=-1)
             excluded = p.cumsum(dim=-1) - p >= self.top_p  # the more likely tokens reach top_p
-            excluded[:, 0] = False
             descending = descending.masked_fill(excluded, float("-inf"))
             logits = torch.empty_like(logits).scatter(-1, index, descending)
         if self.min_p:

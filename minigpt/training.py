@@ -74,10 +74,7 @@ class LanguageModel(L.LightningModule):
         return loss if self.weight == 1 else loss * self.weight
 
     def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Clip the norm of the whole gradient, and keep that norm for metrics.csv."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -15,7 +15,6 @@ from tolerance import assert_near, terms_of
 from torch import Tensor
 
 from minigpt.config import NORM_POSITIONS, PARAMETRIZATIONS, POSITIONS, GPTConfig
-from minigpt.generation import generate
 from minigpt.kv_decoder import Decoder
 from minigpt.model import GPT
 from minigpt.ops import ACTIVATIONS, NORMS
@@ -56,9 +55,7 @@ SLIDING = {
     "none": {"position": "none"},
     "none, looking back": {"position": "none", "smear": 1, "ngram": 4, "embed_norm": True, "n_kv_head": 1},
 }
-sliding = pytest.mark.parametrize("changes", SLIDING.values(), ids=SLIDING)
-LOOKING_BACK = {"plain": {}, "ngram": {"ngram": 3}, "smear": {"smear": 2}, "both": {"ngram": 4, "smear": 1}}
-looking_back = pytest.mark.parametrize("back", LOOKING_BACK.values(), ids=LOOKING_BACK)
+READ_AGAIN = {"learned": {}, "ngram": {"ngram": 3}, "smear": {"smear": 2}, "both": {"ngram": 4, "smear": 1}}
 PRESETS = sorted(file.stem for file in (CONFIGS / "model").glob("*.yaml") if file.stem != "pretrained")
 
 
@@ -68,29 +65,13 @@ def test_a_step_gives_the_logits_of_gpt_forward_on_the_whole_text(changes: dict[
     close(model, decode(model, [text[:3]], [text[3:]])[0], model(torch.tensor([text]))[0, 2:])
 
 
-@pytest.mark.parametrize("setting", ["norm", "position", "norm_position"])
-def test_a_value_that_the_model_does_not_implement_raises(setting: str):
-    model = make()
-    object.__setattr__(model.config, setting, "new")  # past the config's own check
-    with pytest.raises((KeyError, ValueError), match="new"):
-        GPT(model.config)
-
-
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_step_of_every_preset_gives_the_logits_of_gpt_forward(preset: str):
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         composed = OmegaConf.to_container(compose("train", overrides=[f"model={preset}"]).model)
     narrow = {"n_layer": 2, "n_embd": 4 * composed["n_head"], "block_size": 12, "vocab_size": 23, "dropout": 0.0}
     model, text = make(**{**composed, **narrow}), tokens(40)
-    expected = sliding_window(model, text) if composed["position"] == "rope" else newer_halves(model, text, 5)
-    close(model, decode(model, [text[:5]], [text[5:]])[0], expected[-36:])
-
-
-def test_prompts_of_one_token_and_of_a_full_block_are_continued():
-    for changes in ({}, {"position": "rope"}, {"position": "none", "smear": 2, "ngram": 3}):
-        model, text = make(**changes), tokens(16)
-        close(model, decode(model, [text[:1]], [text[1:]])[0], model(torch.tensor([text]))[0])
-        close(model, decode(model, [text], [[]])[0], model(torch.tensor([text]))[0, -1:])
+    close(model, decode(model, [text[:5]], [text[5:]])[0], as_alone(model, text, 5))
 
 
 @every
@@ -100,15 +81,6 @@ def test_a_batch_of_prompts_of_several_lengths_is_decoded_as_each_alone(changes:
     together = decode(model, prompts, following)
     for prompt, after, logits in zip(prompts, following, together, strict=True):
         close(model, logits, decode(model, [prompt], [after])[0])
-
-
-@pytest.mark.parametrize("changes", ARCHITECTURES.values(), ids=ARCHITECTURES)
-def test_samples_of_a_batch_of_prompts_are_those_of_each_alone(changes: dict[str, Any]):
-    model, prompts = make(**changes), [[1, 2, 3], [4] * 20, [5]]
-    options = {"max_new_tokens": 45, "top_k": 8, "repetition_penalty": 1.2, "num_samples": 2, "seed": 3}
-    alone = [sample.tokens for prompt in prompts for sample in generate(model, prompt, **options)]
-    assert [sample.tokens for sample in generate(model, prompts, **options)] == alone
-    assert len({tuple(sample) for sample in alone}) == 6
 
 
 def test_several_samples_share_one_prefill_of_their_prompt():
@@ -124,58 +96,18 @@ def test_several_samples_share_one_prefill_of_their_prompt():
             close(model, logits, decode(model, [prompts[i // 3]], [after])[0])
 
 
-@sliding
-@pytest.mark.parametrize("length", [3, 16, 29])
-def test_beyond_block_size_decoding_equals_sliding_window_attention_in_every_layer(
-    changes: dict[str, Any], length: int
+@pytest.mark.parametrize("changes", [*SLIDING.values(), *READ_AGAIN.values()], ids=[*SLIDING, *READ_AGAIN])
+@pytest.mark.parametrize("block_size", [1, 2, 3, 5, 16])
+def test_texts_of_a_batch_are_continued_beyond_block_size_by_the_rule_of_their_positions(
+    block_size: int, changes: dict[str, Any]
 ):
-    model, text = make(**changes), tokens(length + 160)
-    expected = sliding_window(model, text[max(0, length - 16) :])  # the end of a prompt is read
-    close(model, decode(model, [text[:length]], [text[length:]])[0], expected[min(length, 16) - 1 :])
-
-
-@sliding
-def test_windows_of_prompts_of_several_lengths_slide_independently(changes: dict[str, Any]):
-    model = make(**changes)
-    texts, lengths = [tokens(n + 160) for n in (3, 16, 1, 11)], (3, 16, 1, 11)
-    prompts = [text[:length] for text, length in zip(texts, lengths, strict=True)]
-    together = decode(model, prompts, [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)])
-    for text, length, logits in zip(texts, lengths, together, strict=True):
-        close(model, logits, sliding_window(model, text)[length - 1 :])
-
-
-@looking_back
-@pytest.mark.parametrize("length", [3, 16, 29])
-def test_beyond_block_size_learned_positions_read_the_newer_half_again(back: dict[str, Any], length: int):
-    model, text = make(**back), tokens(length + 100)
-    close(model, decode(model, [text[:length]], [text[length:]])[0], newer_halves(model, text, length))
-
-
-@looking_back
-def test_full_windows_of_learned_positions_are_read_again_independently(back: dict[str, Any]):
-    model, lengths = make(**back), (3, 16, 1, 11)
-    texts = [tokens(n + 60) for n in lengths]
-    prompts = [text[:length] for text, length in zip(texts, lengths, strict=True)]
-    together = decode(model, prompts, [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)])
-    for text, length, logits in zip(texts, lengths, together, strict=True):
-        close(model, logits, newer_halves(model, text, length))
-
-
-@looking_back
-@pytest.mark.parametrize("position", POSITIONS)
-@pytest.mark.parametrize("block_size", [1, 2, 3, 5])
-def test_decoding_beyond_block_size_works_for_the_smallest_blocks(block_size: int, position: str, back: dict[str, Any]):
-    model, lengths = make(block_size=block_size, position=position, **back), (1, 4, 2)
-    texts = [tokens(n + 25) for n in lengths]
-    prompts = [text[:length] for text, length in zip(texts, lengths, strict=True)]
-    following = [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
-    together = decode(model, prompts, following)
-    for text, length, logits in zip(texts, lengths, together, strict=True):
-        if position == "learned":
-            close(model, logits, newer_halves(model, text, length))
-        else:
-            read = min(length, block_size)
-            close(model, logits, sliding_window(model, text[length - read :])[read - 1 :])
+    """Rotary positions or none slide the window, in every layer; learned ones read its newer half again."""
+    model, lengths = make(block_size=block_size, **changes), (3, 16, 29, 1, 11)
+    texts = [tokens(n + 6 * block_size + 20) for n in lengths]
+    prompts = [text[:n] for text, n in zip(texts, lengths, strict=True)]
+    together = decode(model, prompts, [text[n:] for text, n in zip(texts, lengths, strict=True)])
+    for text, n, logits in zip(texts, lengths, together, strict=True):
+        close(model, logits, as_alone(model, text, n))
 
 
 def test_rotary_positions_are_exact_after_thousands_of_tokens():
@@ -232,11 +164,10 @@ def test_any_architecture_decodes_any_prompts_as_gpt_forward(data: st.DataObject
         [text[:n] for text, n in zip(texts, lengths, strict=True)],
         [text[n:] for text, n in zip(texts, lengths, strict=True)],
     )
-    for text, n, logits in zip(texts, lengths, together, strict=True):
-        assert_as_alone(model, text, n, logits)
     visits = data.draw(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12), st.integers(0, 25)), max_size=5))
-    for text, n, logits in join_and_leave(model, visits):
-        assert_as_alone(model, text, n, logits)
+    for text, n, logits in [*zip(texts, lengths, together, strict=True), *join_and_leave(model, visits)]:
+        # In 64 bits but for the sines of rotary positions.
+        assert_near(logits, as_alone(model, text, n), terms=terms_of(model.config), dtype=torch.float32)
 
 
 VISITS = [(0, 3, 30), (2, 25, 4), (2, 1, 9), (5, 16, 60), (7, 2, 0), (20, 9, 30), (80, 16, 3), (80, 1, 50)]
@@ -247,18 +178,6 @@ def test_samples_that_join_and_leave_a_batch_are_decoded_as_each_alone(changes: 
     model = make(**changes)
     for text, n, logits in join_and_leave(model, VISITS):
         close(model, logits, decode(model, [text[:n]], [text[n:]])[0])
-
-
-def test_samples_that_join_together_share_one_prefill_of_their_prompt():
-    model, prompt, following = make(position="rope", ngram=3, smear=2), tokens(5), [tokens(20) for _ in range(3)]
-    decoder, read = Decoder(model), []
-    hook = model.register_forward_hook(lambda module, given, logits: read.append(given[0].numel()))
-    decoder.add(prompt, 3)
-    hook.remove()
-    assert read == [4]
-    found = [decoder.step(torch.tensor(step)) for step in ([prompt[-1]] * 3, *zip(*following, strict=True))]
-    for after, logits in zip(following, torch.stack(found, dim=1), strict=True):
-        close(model, logits, decode(model, [prompt], [after])[0])
 
 
 @pytest.mark.parametrize("changes", [{}, {"smear": 2, "ngram": 3}, *SLIDING.values()], ids=str)
@@ -356,15 +275,12 @@ def join_and_leave(model: GPT, visits: list[tuple[int, int, int]]) -> list[tuple
     return [(text, n, torch.stack(logits)) for text, (_, n, _), logits in zip(texts, visits, found, strict=True)]
 
 
-def assert_as_alone(model: GPT, text: list[int], n: int, logits: Tensor) -> None:
-    """The logits after the prompt, the first n tokens, and after those that follow, in 64 bits."""
+def as_alone(model: GPT, text: list[int], n: int) -> Tensor:
+    """The logits (1 + following, V) after the prompt, the first n tokens, and after each token that follows."""
     if model.config.position == "learned":
-        expected = newer_halves(model, text, n)
-    else:
-        read = min(n, model.config.block_size)
-        expected = sliding_window(model, text[n - read :])[read - 1 :]
-    # In 64 bits but for the sines of rotary positions.
-    assert_near(logits, expected, terms=terms_of(model.config), dtype=torch.float32)
+        return newer_halves(model, text, n)
+    read = min(n, model.config.block_size)  # the end of a prompt is read
+    return sliding_window(model, text[n - read :])[read - 1 :]
 
 
 def sliding_window(model: GPT, text: list[int]) -> Tensor:

@@ -1,7 +1,6 @@
 """Muon compared with torch's Muon and AdamW, with the singular value decomposition, and with separate matrices."""
 
 import copy
-import io
 from typing import Any
 
 import pytest
@@ -114,24 +113,6 @@ def test_concatenated_projections_are_orthogonalized_separately():
             assert values.max() < 1.25, name
 
 
-def test_an_optimizer_restored_from_its_state_dict_continues_exactly():
-    straight = model()
-    one = muon(straight, **ADAM, **OPTIONS)
-    for step in range(3):
-        train(straight, one, step)
-    resumed = copy.deepcopy(straight)
-    file = io.BytesIO()
-    torch.save(one.state_dict(), file)
-    file.seek(0)
-    other = muon(resumed, **ADAM, **OPTIONS)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    for step in range(3, 6):
-        train(straight, one, step)
-        train(resumed, other, step)
-    for (name, a), b in zip(straight.named_parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(a, b), name
-
-
 def test_parameters_without_a_gradient_do_not_change():
     network = model()
     optimizer = muon(network, **ADAM, **OPTIONS)
@@ -150,13 +131,6 @@ def make(rows: dict[nn.Parameter, list[int]], **changes: Any) -> Muon:
 def after(steps: int, before: Tensor, weights: Tensor) -> float:
     """Bound the rounding error of weights after some steps of five iterations of three products of 80 columns."""
     return rounding(before, terms=steps) + rounding(weights - before, terms=steps * 5 * 3 * 80)
-
-
-def train(network: GPT, optimizer: Muon, step: int) -> None:
-    tokens, targets = torch.randint(17, (2, 3, 8), generator=generator(step))
-    optimizer.zero_grad()
-    network(tokens, targets).backward()
-    optimizer.step()
 
 
 def model(**settings: Any) -> GPT:

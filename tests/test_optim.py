@@ -2,13 +2,13 @@
 
 import copy
 import math
+import re
 from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 from torch.testing import assert_close
 
 from minigpt.config import GPTConfig
@@ -20,7 +20,7 @@ from minigpt.schedules import constant, cosine, linear
 def test_adamw_equals_torchs_with_decay_on_matrices_alone():
     ours = model().double()  # the gradient of key biases is rounding error, and Adam would enlarge it
     theirs = copy.deepcopy(ours)
-    vector = {name for name, _ in theirs.named_parameters() if "norm" in name or name.endswith("bias")}
+    vector = {name for name, _ in theirs.named_parameters() if re.search(r"norm|bias|smear", name)}
     reference = torch.optim.AdamW(
         [
             {"params": [p for name, p in theirs.named_parameters() if name not in vector], "weight_decay": 0.3},
@@ -40,27 +40,6 @@ def test_adamw_equals_torchs_with_decay_on_matrices_alone():
             step.step()
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert_close(a, b, atol=1e-9, rtol=1e-7)
-
-
-def test_without_a_gradient_matrices_decay_and_vectors_stay():
-    network = model()
-    before = copy.deepcopy(network)
-    optimizer = adamw(network, lr=0.1, betas=(0.9, 0.99), weight_decay=0.5)
-    for parameter in network.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    for _ in range(3):
-        optimizer.step()
-    for (name, now), then in zip(network.named_parameters(), before.parameters(), strict=True):
-        assert_close(now, then * (0.95**3 if then.dim() == 2 else 1), msg=name)
-
-
-def test_smear_factors_have_no_weight_decay():
-    network = GPT(GPTConfig(block_size=8, vocab_size=17, n_layer=1, n_head=2, n_embd=16, smear=2))
-    decayed, plain = adamw(network, lr=0.1, betas=(0.9, 0.99), weight_decay=0.5).param_groups
-    factors = {*network.smear}
-    assert len(factors) == 2
-    assert factors <= set(plain["params"])
-    assert not factors & set(decayed["params"])
 
 
 def test_every_trainable_weight_is_optimized_once_and_frozen_ones_are_not():
@@ -86,11 +65,6 @@ def test_cosine_equals_nanogpts_schedule(max_steps: int, warmup_steps: int, fina
         assert cosine(step, max_steps=max_steps, warmup_steps=warmup_steps, final_lr_frac=final) == pytest.approx(
             expected
         )
-
-
-def test_cosine_is_halfway_between_peak_and_final_at_half_of_the_steps():
-    assert cosine(60, max_steps=110, warmup_steps=10, final_lr_frac=0.2) == pytest.approx(0.6)
-    assert cosine(110, max_steps=110, warmup_steps=10, final_lr_frac=0.2) == pytest.approx(0.2)
 
 
 def test_linear_decays_by_equal_amounts_to_its_final_value():
@@ -122,18 +96,6 @@ def test_in_a_run_shorter_than_the_warm_up_the_factor_rises_to_the_end(schedule:
     assert values == pytest.approx([(step + 1) / 101 for step in range(5)])
 
 
-def test_a_schedule_multiplies_the_peak_learning_rate():
-    optimizer = adamw(model(), lr=0.5, betas=(0.9, 0.99), weight_decay=0.1)
-    scheduler = LambdaLR(optimizer, partial(linear, max_steps=10, warmup_steps=1, final_lr_frac=0.0))
-    rates = []
-    for _ in range(10):
-        rates.append(optimizer.param_groups[0]["lr"])
-        assert optimizer.param_groups[1]["lr"] == rates[-1]
-        optimizer.step()
-        scheduler.step()
-    assert rates == pytest.approx([0.25, *(0.5 * (9 - i) / 9 for i in range(9))])
-
-
 def nanogpt(step: int, *, max_steps: int, warmup_steps: int, final: float) -> float:
     """Compute get_lr of nanoGPT's train.py for a peak of 1."""
     if step < warmup_steps:
@@ -147,7 +109,7 @@ def nanogpt(step: int, *, max_steps: int, warmup_steps: int, final: float) -> fl
 def model() -> GPT:
     """Return a small GPT with every kind of parameter, all of them nonzero."""
     torch.manual_seed(0)
-    network = GPT(GPTConfig(block_size=8, vocab_size=17, n_layer=2, n_head=2, n_embd=16))
+    network = GPT(GPTConfig(block_size=8, vocab_size=17, n_layer=2, n_head=2, n_embd=16, smear=2))
     for parameter in network.parameters():
         nn.init.normal_(parameter, std=0.2)
     return network

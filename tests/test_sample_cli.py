@@ -22,7 +22,7 @@ import torch
 from minigpt.checkpoints.load import load_checkpoint, save_checkpoint
 from minigpt.config import GPTConfig
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer
-from minigpt.device import devices
+from minigpt.device import find_device
 from minigpt.generation import Step, generate, stream
 from minigpt.model import GPT
 from minigpt.sample_cli import Console
@@ -591,7 +591,7 @@ def test_the_fastest_device_of_the_machine_is_the_default(saves, sample, monkeyp
     for cuda, mps, wanted in ((True, True, "cuda"), (False, True, "mps"), (False, False, "cpu")):
         monkeypatch.setattr("torch.cuda.is_available", lambda there=cuda: there)
         monkeypatch.setattr("torch.backends.mps.is_available", lambda there=mps: there)
-        assert devices()[0] == wanted
+        assert find_device("auto") == wanted
 
 
 NO_DEFAULT = {"prompt", "prompt_file", "stop", "score", "truncate", "ablation", "html"}  # nothing happens without them

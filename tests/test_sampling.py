@@ -39,26 +39,24 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 }
 LARGEST_BELOW_1 = 1 - 2.0**-24  # of 32-bit numbers
 
-# Chi-square of so many degrees of freedom is above this once in a thousand.
-CHI_SQUARE = [0, 10.828, 13.816, 16.266, 18.467, 20.515, 22.458, 24.322, 26.124, 27.877, 29.588]
+
+ALONE_OR_TOGETHER = st.fixed_dictionaries({}, optional=VALUES) | st.one_of(
+    [st.fixed_dictionaries({name: values}) for name, values in VALUES.items()]
+)
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(data=st.data(), seed=st.integers(0, 10**6), n_seen=st.integers(1, 8))
-def test_each_filter_alone_equals_the_one_of_hugging_face(name: str, data: st.DataObject, seed: int, n_seen: int):
-    values = {name: data.draw(VALUES[name], label=name)}
-    logits, text, seen = given_text(seed, n_seen)
-    assume(clear(logits, seen, values))
-    compare_with_hugging_face(values, logits, text, seen)
-
-
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(chosen=st.fixed_dictionaries({}, optional=VALUES), seed=st.integers(0, 10**6), n_seen=st.integers(1, 8))
-def test_filters_together_act_in_the_order_of_hugging_face(chosen: dict[str, Any], seed: int, n_seen: int):
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(chosen=ALONE_OR_TOGETHER, seed=st.integers(0, 10**6), n_seen=st.integers(1, 8))
+def test_filters_equal_those_of_hugging_face_in_the_same_order(chosen: dict[str, Any], seed: int, n_seen: int):
     logits, text, seen = given_text(seed, n_seen)
     assume(clear(logits, seen, chosen))
-    compare_with_hugging_face(chosen, logits, text, seen)
+    expected = logits.clone()
+    for name, processor in PROCESSORS.items():
+        if name in chosen:
+            expected = processor(chosen[name])(text, expected)
+    ours = Sampling(**chosen).filter(logits, seen)
+    assert torch.equal(ours.isneginf(), expected.isneginf())
+    assert_close(ours.softmax(-1), expected.softmax(-1), atol=1e-6, rtol=1e-5)
 
 
 def test_no_filter_returns_the_logits_unchanged():
@@ -78,18 +76,6 @@ def test_top_k_keeps_exactly_k_tokens_where_they_tie(top_k: int, others: dict[st
     kept = Sampling(top_k=top_k).filter(few).isfinite()
     assert kept.sum() == min(top_k, 5)
     assert not kept[0, 0] or top_k >= 5
-
-
-def test_top_k_of_the_whole_vocabulary_or_more_changes_nothing():
-    logits = torch.randn(2, 11)
-    for top_k in (11, 12, 10**9):
-        assert torch.equal(Sampling(top_k=top_k).filter(logits), logits)
-
-
-def test_top_p_keeps_the_smallest_set_with_the_total_probability():
-    logits = torch.tensor([[0.125, 0.5, 0.0625, 0.25, 0.0625]]).log()
-    for top_p, kept in ((0.01, [1]), (0.49, [1]), (0.51, [1, 3]), (0.74, [1, 3]), (0.76, [0, 1, 3])):
-        assert Sampling(top_p=top_p).filter(logits).isfinite()[0].nonzero().flatten().tolist() == kept, top_p
 
 
 def test_every_filter_keeps_at_least_one_token():
@@ -136,34 +122,6 @@ def test_extreme_repetition_penalties_give_finite_probabilities(penalty: float, 
             if temperature < 1:
                 penalized = torch.where(logits < 0, logits * penalty, logits / penalty)
                 assert torch.equal(drawn, torch.where(seen, penalized, logits).argmax(-1))
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {},
-        {"temperature": 0.5},
-        {"temperature": 3.0},
-        {"top_k": 4},
-        {"top_p": 0.7},
-        {"min_p": 0.15},
-        {"repetition_penalty": 2.0},
-        {"repetition_penalty": 0.5},
-        {"repetition_penalty": 1.5, "temperature": 2.0, "top_k": 8, "top_p": 0.95, "min_p": 0.1},
-    ],
-    ids=str,
-)
-def test_sampled_frequencies_follow_the_probabilities(values: dict[str, Any]):
-    n, logits, seen = 20_000, torch.randn(1, 11), torch.rand(1, 11) < 0.5
-    p, _ = probabilities(logits[0].double().numpy(), seen[0].numpy(), **values)
-    uniform = torch.rand(n, dtype=torch.float64)
-    drawn = Sampling(**values).draw(logits.expand(n, -1), uniform, seen.expand(n, -1))
-    counts, expected = np.bincount(drawn, minlength=11), n * p
-    possible = p > 0
-    assert expected[possible].min() > 5
-    assert counts[~possible].sum() == 0
-    chi_square = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
-    assert chi_square < CHI_SQUARE[possible.sum() - 1]
 
 
 def test_a_draw_inverts_the_cumulative_distribution():
@@ -261,7 +219,9 @@ def test_the_numbers_are_uniform_and_uncorrelated():
     assert numbers.max() < 1
     assert numbers.unique().numel() > 2990
     counts = torch.histc(numbers.float(), 11, 0, 1)
-    assert ((counts - 3000 / 11) ** 2 / (3000 / 11)).sum() < CHI_SQUARE[10]
+    assert (
+        (counts - 3000 / 11) ** 2 / (3000 / 11)
+    ).sum() < 29.588  # chi-square of 10 degrees of freedom: once in a thousand above
     for one, other in ((numbers[:-1], numbers[1:]), (numbers[:, :-1], numbers[:, 1:])):
         correlation = torch.corrcoef(torch.stack((one.flatten(), other.flatten())))[0, 1]
         assert correlation.abs() < 0.07  # four standard deviations
@@ -283,16 +243,6 @@ def given_text(seed: int, n_seen: int) -> tuple[Tensor, Tensor, Tensor]:
     logits = 2 * torch.randn(3, 30, generator=generator)
     text = torch.randint(30, (3, n_seen), generator=generator)
     return logits, text, torch.zeros(3, 30, dtype=torch.bool).scatter(1, text, True)
-
-
-def compare_with_hugging_face(values: dict[str, Any], logits: Tensor, text: Tensor, seen: Tensor) -> None:
-    expected = logits.clone()
-    for name, processor in PROCESSORS.items():
-        if name in values:
-            expected = processor(values[name])(text, expected)
-    ours = Sampling(**values).filter(logits, seen)
-    assert torch.equal(ours.isneginf(), expected.isneginf())
-    assert_close(ours.softmax(-1), expected.softmax(-1), atol=1e-6, rtol=1e-5)
 
 
 def clear(logits: Tensor, seen: Tensor, values: dict[str, Any]) -> bool:

@@ -48,16 +48,16 @@ def export_html(
     packed = b"".join(_pack(name, tensor, weight_format) for name, tensor in tensors.items())
     description = describe(pretrained.name, model.config, tokenizer.name, f" in {weight_format}")
     description["facts"] += " The model runs in this page: the text never leaves your device."
-    encoding = {
-        "start": tokenizer.start.tolist(),
-        "stop": tokenizer.end_token if tokenizer.separated else None,  # as scripts/sample.py
-        "pattern": PATTERNS.get(tokenizer.name, PATTERNS["gpt2"]),
-    }
     data = {
         "description": description,
         "history": history,
         "config": model.config.to_dict(),
-        "tokenizer": tokenizer.to_dict() | encoding,
+        "tokenizer": {
+            **tokenizer.to_dict(),
+            "start": tokenizer.start.tolist(),
+            "stop": tokenizer.end_token if tokenizer.separated else None,  # as scripts/sample.py
+            "pattern": PATTERNS.get(tokenizer.name, PATTERNS["gpt2"]),
+        },
         "tensors": [(name, tensor.shape) for name, tensor in tensors.items()],
         "format": weight_format,
     }

@@ -213,13 +213,13 @@ def weight_to_ours(name: str, family: Family, config: GPTConfig, theirs: dict[st
     if family.swapped_halves and ".qkv." in name:
         tensors[:2] = [_swap_halves(tensor, config) for tensor in tensors[:2]]
     weight = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
-    return weight.T.contiguous() if _is_transposed(name, weight, family) else weight
+    return weight.t().contiguous() if family.transposed and name.startswith("blocks.") else weight
 
 
 def weight_to_theirs(name: str, weight: Tensor, family: Family, config: GPTConfig) -> dict[str, Tensor]:
     """Return their tensors by name from a weight of ours."""
     names = _tensor_names(name, family)
-    weight = weight.T if _is_transposed(name, weight, family) else weight
+    weight = weight.t() if family.transposed and name.startswith("blocks.") else weight
     q, kv = config.n_head * config.head_width, (config.n_kv_head or config.n_head) * config.head_width
     parts = list(weight.split((q, kv, kv)) if len(names) == 3 else weight.chunk(len(names)))
     if family.swapped_halves and ".qkv." in name:
@@ -247,11 +247,6 @@ def _tensor_names(name: str, family: Family) -> list[str]:
         module, leaf = name, "weight"
     theirs = family.modules[module].replace("*", block[1] if block else "")
     return [f"{part}.{leaf}" for part in theirs.split()]
-
-
-def _is_transposed(name: str, weight: Tensor, family: Family) -> bool:
-    """Return whether their tensor is the transpose of a weight of ours."""
-    return family.transposed and name.startswith("blocks.") and weight.dim() == 2
 
 
 def _swap_halves(x: Tensor, config: GPTConfig) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint, model_name
 from minigpt.checkpoints.format import explain_errors
-from minigpt.checkpoints.huggingface_conversion import FAMILIES, config_to_ours, weight_to_ours
+from minigpt.checkpoints.huggingface_conversion import FAMILIES, Family, config_to_ours, weight_to_ours
 from minigpt.checkpoints.load import build_model, check_size, check_vocabulary, empty_model, load_checkpoint
 from minigpt.config import GPTConfig
 from minigpt.data.checksums import checksums
@@ -76,10 +76,12 @@ def find_pretrained(source: str | None) -> Pretrained:
         path = _download(str(source))
         revision = path.name
     if (path / CONFIG).is_file():
-        found = Pretrained(path, str(source), revision, _read_config(path), load_tokenizer(path))
         with explain_errors(f"{path} cannot be loaded"):
-            check_vocabulary(found.config, found.tokenizer)
-        return found
+            config = config_to_ours(read_json(path / CONFIG))
+        tokenizer: Tokenizer = load_tokenizer(path)
+        with explain_errors(f"{path} cannot be loaded"):
+            check_vocabulary(config, tokenizer)
+        return Pretrained(path, str(source), revision, config, tokenizer)
     path = find_checkpoint(path)
     model, tokenizer = load_checkpoint(path)
     config = replace(model.config, dropout=0.0, ngram_dropout=0.0)
@@ -105,10 +107,11 @@ def load_folder(folder: str | Path, config: GPTConfig | None = None) -> GPT:
     Raises:
         UserError: a file is missing or damaged, or the model is not of one of `FAMILIES`.
     """
-    folder = Path(folder)
-    stored = _read_config(folder)
     with explain_errors(f"{folder} cannot be loaded"):
-        return build_model(config or stored, _read_weights(folder, stored)).eval()
+        values = read_json(Path(folder, CONFIG))
+        stored = config_to_ours(values)
+        weights = _read_weights(Path(folder), stored, FAMILIES[values["model_type"]])
+        return build_model(config or stored, weights).eval()
 
 
 def _download(source: str) -> Path:
@@ -126,18 +129,13 @@ def _download(source: str) -> Path:
         raise UserError(f"{problem}: {' '.join(str(error).split()):.300}") from error
 
 
-def _read_config(folder: Path) -> GPTConfig:
-    with explain_errors(f"{folder} cannot be loaded"):
-        return config_to_ours(read_json(folder / CONFIG))
-
-
 def _weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a folder: the single one, or the shards."""
     shards = sorted(folder.glob(SHARDS))
     return [folder / WEIGHTS] if (folder / WEIGHTS).is_file() or not shards else shards
 
 
-def _read_weights(folder: Path, config: GPTConfig) -> dict[str, Tensor]:
+def _read_weights(folder: Path, config: GPTConfig, family: Family) -> dict[str, Tensor]:
     """Read the weights of a folder by our names, in float32."""
     files = _weight_files(folder)
     if not files[0].is_file():
@@ -145,7 +143,6 @@ def _read_weights(folder: Path, config: GPTConfig) -> dict[str, Tensor]:
     theirs = {name: tensor for file in files for name, tensor in load_file(file, backend="pread").items()}
     theirs = {name: tensor for name, tensor in theirs.items() if not _IGNORED.search(name)}
     check_size(config, len(theirs), sum(file.stat().st_size for file in files))
-    family = FAMILIES[read_json(folder / CONFIG)["model_type"]]
     base = family.modules["wte"].partition(".")[0]
     if not any(name.startswith(f"{base}.") for name in theirs):  # the model was saved without its head
         theirs = {f"{base}.{name}": tensor for name, tensor in theirs.items()}

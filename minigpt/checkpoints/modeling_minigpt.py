@@ -55,11 +55,7 @@ class MiniGPTForCausalLM(PreTrainedModel, GenerationMixin):
         return self.model.lm_head
 
     def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        **kwargs: Any,
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any
     ) -> CausalLMOutput:
         """Compute the logits (B, T, V) of input_ids (B, T), and the loss of predicting each next label (B, T).
 

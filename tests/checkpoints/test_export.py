@@ -21,25 +21,23 @@ transformers = pytest.importorskip("transformers")
 
 NANOCHAT = {**LLAMA, "norm": "rmsnorm_noscale", "activation": "relu2", "qk_norm": True, "embed_norm": True}
 MUP = {"parametrization": "mup", "base_n_embd": 24, "base_head_dim": 4}
+CLASSES = {
+    **dict.fromkeys(("GPT-2", "GPT-2, untied", "nanoGPT, without biases"), "GPT2LMHeadModel"),
+    **dict.fromkeys(("Llama", "Llama, one key-value head", "Llama, a wider head"), "LlamaForCausalLM"),
+    **{"Llama 3, scaled rope": "LlamaForCausalLM", "Qwen3": "Qwen3ForCausalLM", "NanoChat": "NanoChatForCausalLM"},
+}
+WITHOUT_TEXT = ("one position", "one rotary position")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "GPT-2": ("GPT2LMHeadModel", {"activation": "gelu_tanh"}),
-    "GPT-2 with erf, untied": ("GPT2LMHeadModel", {"tie_embeddings": False, "n_inner": 40}),
-    "nanoGPT, without biases": ("GPT2LMHeadModel", {"bias": False}),
+    **{name: (CLASSES.get(name, ""), values) for name, values in OTHERS.items() if name not in WITHOUT_TEXT},
     "GPT-2 under mup": ("GPT2LMHeadModel", MUP),
     "nano, the default": ("Starcoder2ForCausalLM", {"position": "rope", "bias": False, "rope_base": 300.0}),
-    "nano with a gated MLP": (
-        "MiniGPTForCausalLM",
-        {"position": "rope", "bias": False, "activation": "swiglu"},
-    ),
-    "Llama": ("LlamaForCausalLM", {**LLAMA, "tie_embeddings": False, "ngram_buckets": 64, "base_n_embd": 24}),
-    "Llama, tied, one key-value head": ("LlamaForCausalLM", {**LLAMA, "n_kv_head": 1, "norm_eps": 1e-3}),
-    "Llama, two key-value heads": ("LlamaForCausalLM", {**LLAMA, "n_kv_head": 2, "head_dim": 12, "n_inner": 40}),
+    "nano with a gated MLP": ("MiniGPTForCausalLM", {"position": "rope", "bias": False, "activation": "swiglu"}),
+    "Llama with unused settings": ("LlamaForCausalLM", {**LLAMA, "ngram_buckets": 64, "base_n_embd": 24}),
     "Llama with a width that the heads do not divide": (
         "MiniGPTForCausalLM",
         {**LLAMA, "n_embd": 36, "n_head": 8, "head_dim": 6},
     ),
     "Llama with biases": ("LlamaForCausalLM", {**LLAMA, "bias": True}),
-    "Llama 3 with scaled rope": ("LlamaForCausalLM", {**LLAMA, **SCALED}),
     "Llama under mup": ("LlamaForCausalLM", {**LLAMA, **SCALED, **MUP}),
     "Llama under mup without weights of norms": (
         "LlamaForCausalLM",
@@ -47,7 +45,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Llama with normalized embeddings": ("LlamaForCausalLM", {**LLAMA, "embed_norm": True}),
     "Qwen2": ("Qwen2ForCausalLM", {**LLAMA, "qkv_bias": True, "n_kv_head": 2}),
-    "Qwen3": ("Qwen3ForCausalLM", {**LLAMA, "qk_norm": True, "qk_norm_weights": True, "n_kv_head": 2}),
     "Qwen3 without weights of QK-norm": ("Qwen3ForCausalLM", {**LLAMA, "qk_norm": True}),
     "Qwen3 under mup": ("Qwen3ForCausalLM", {**LLAMA, **MUP, "qk_norm": True}),
     "Arcee": ("ArceeForCausalLM", {**LLAMA, "activation": "relu2"}),
@@ -55,13 +52,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "ArceeForCausalLM",
         {**NANOCHAT, "qk_norm": False, "tie_embeddings": False},
     ),
-    "NanoChat": ("NanoChatForCausalLM", NANOCHAT),
-    "NanoChat, one key-value head, soft cap": (
-        "NanoChatForCausalLM",
-        {**NANOCHAT, "n_kv_head": 1, "logit_softcap": 2.0, "tie_embeddings": False},
-    ),
+    "NanoChat, one key-value head": ("NanoChatForCausalLM", {**NANOCHAT, "n_kv_head": 1, "tie_embeddings": False}),
     "NanoChat under mup": ("MiniGPTForCausalLM", {**NANOCHAT, **MUP}),
-    **{name: ("", values) for name, values in OTHERS.items() if name not in ("one position", "one rotary position")},
 }
 
 

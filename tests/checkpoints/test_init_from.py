@@ -148,10 +148,10 @@ def test_another_source_has_no_effect_on_a_resumed_run(
 
 
 def test_a_preparation_uses_the_tokenizer_of_the_model(
-    launch: Callable[..., Any], text: Path, gpt2_folder: Path, tmp_path: Path
+    call: Callable[..., Any], text: Path, gpt2_folder: Path, tmp_path: Path
 ) -> None:
     data = ["data=text", f"data.path={text}", f"data.folder={tmp_path}/data", f"init_from={gpt2_folder}"]
-    prepared = launch("prepare.py", *data)
+    prepared = call("prepare.py", *data)
     assert "vocabulary       293 ids" in prepared.stdout, prepared.stderr
     (ids,) = (tmp_path / "data/tokens").glob("*/train.bin")
     tokenizer = transformers.AutoTokenizer.from_pretrained(gpt2_folder)
