@@ -97,7 +97,8 @@ def encoding_of(name: str) -> tuple[Tokenizer, tiktoken.Encoding | None]:
     """cl100k_base and o200k_base have their patterns and special tokens, but few other tokens."""
     if name == "gpt2":
         try:
-            return BPETokenizer.from_tiktoken(name), tiktoken.get_encoding(name)
+            encoding = tiktoken.get_encoding(name)
+            return from_dict(BPETokenizer.from_tiktoken(name).to_dict()), encoding
         except OSError:
             pytest.skip("gpt2 is not in the cache of tiktoken")
     if name in ("cl100k_base", "o200k_base"):
@@ -108,7 +109,8 @@ def encoding_of(name: str) -> tuple[Tokenizer, tiktoken.Encoding | None]:
             definition = getattr(tiktoken_ext.openai_public, name)()
         special = definition["special_tokens"]
         definition["special_tokens"] = {token: i - min(special.values()) + 3005 for token, i in special.items()}
-        return BPETokenizer(name, tokens, definition["special_tokens"]), tiktoken.Encoding(**definition)
+        tokenizer = BPETokenizer(name, tokens, definition["special_tokens"])
+        return from_dict(tokenizer.to_dict()), tiktoken.Encoding(**definition)
     return {"byte": ByteTokenizer, "bpe": lambda: BPETokenizer.train(corpus(), 3000)}[name](), None
 
 
@@ -137,6 +139,7 @@ def test_ids_and_texts_of_a_written_tokenizer_equal_ours(name: str, count: int) 
     ours, encoding = tokenizer_of(name, texts)
     written = theirs(ours)
     assert written.get_vocab_size() == len(ours.token_bytes)
+    assert encoding is None or (encoding.n_vocab, [encoding.eot_token]) == (ours.vocab_size, ours.separator.tolist())
     for text in texts:
         ids = ours.encode(text).tolist()
         assert written.encode(text).ids == ids
@@ -173,14 +176,8 @@ def test_ids_of_a_written_tokenizer_keep_gaps_and_special_tokens() -> None:
 def test_a_piece_that_is_a_token_is_one_id_even_if_no_merges_lead_to_it() -> None:
     tokens = [bytes([byte]) for byte in range(256)] + [b"abcd"]
     tokenizer = BPETokenizer("bpe", tokens, {SEPARATOR: 257})
-    reference = tiktoken.Encoding(
-        "test",
-        pat_str=PATTERNS["gpt2"],
-        mergeable_ranks={token: rank for rank, token in enumerate(tokens)},
-        special_tokens={},
-    )
     for text, ids in (("abcd", [256]), ("abcde", list(b"abcde"))):
-        assert theirs(tokenizer).encode(text).ids == reference.encode(text) == tokenizer.encode(text).tolist() == ids
+        assert theirs(tokenizer).encode(text).ids == tokenizer.encode(text).tolist() == ids
 
 
 def test_a_character_without_an_id_is_an_error_in_both() -> None:
@@ -358,10 +355,8 @@ def test_the_separator_is_the_end_of_text(tmp_path: Path, config: Any, model: An
 def test_special_tokens_have_no_bytes_and_added_tokens_have_theirs() -> None:
     tokenizer = HuggingFaceTokenizer(content_of("qwen"))
     ids = tokenizers.Tokenizer.from_str(content_of("qwen")).get_vocab()
-    bytes_of = {
-        token: tokenizer.token_bytes[ids[token]] for token in (SEPARATOR, "<|im_start|>", "<think>", "   ", "Ġ")
-    }
-    assert bytes_of == {SEPARATOR: b"", "<|im_start|>": b"", "<think>": b"<think>", "   ": b"   ", "Ġ": b" "}
+    expected = {SEPARATOR: b"", "<|im_start|>": b"", "<think>": b"<think>", "   ": b"   ", "Ġ": b" "}
+    assert {token: tokenizer.token_bytes[ids[token]] for token in expected} == expected
     assert tokenizer.encode("<think>").tolist() == [ids["<think>"]]
 
 
@@ -408,49 +403,33 @@ BAD_CHARMAP = {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8AAAAA"
 EXPONENTIAL = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}
 DAMAGED: dict[str, dict[str, Any]] = {
     "no model": {"model": None},
-    "no decoder key": {"decoder": ...},
     "WordPiece": {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}},
     "a list of decoders": {"decoder": {"type": "Sequence", "decoders": [[]]}},
     "a regular expression in the decoder": {
         "decoder": {"type": "Replace", "pattern": {"Regex": "(a|aa)+$"}, "content": "x"},
     },
-    "an unclosed regular expression": {"pre_tokenizer": EXPONENTIAL | {"pattern": {"Regex": "("}}},
     "a regular expression of exponential time": {"pre_tokenizer": EXPONENTIAL},
-    "an empty replaced text": {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "b"}},
-    "no charmap": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}},
     "a damaged charmap": {"normalizer": BAD_CHARMAP},
     "pieces of length 0": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
     "an empty vocabulary": {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []},
-    "a negative id": {"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}},
-    "an id of 2^32": {"model": {"type": "BPE", "vocab": {"a": 1 << 32}, "merges": []}},
     "an id of 2^32 - 1": {"model": {"type": "BPE", "vocab": {"a": (1 << 32) - 1}, "merges": []}},
-    "merges of other tokens": {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["x y"]}},
     "a prefix of merges, for which the package can abort": {
         "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"], "continuing_subword_prefix": "ééé"},
     },
     "a model without the unknown token": {"model": {"type": "WordLevel", "vocab": {"x": 0}, "unk_token": "[UNK]"}},
-    "another version": {"version": "9"},
-    "a hundred nested normalizers": {"normalizer": ...},
 }
 
 
 @pytest.mark.parametrize("case", DAMAGED)
 def test_a_damaged_tokenizer_is_one_line(case: str) -> None:
     content = json.loads(content_of("gpt2")) | DAMAGED[case]
-    content = {key: value for key, value in content.items() if value is not ...}
-    if "nested" in case:
-        content["normalizer"] = {"type": "NFC"}
-        for _ in range(100):
-            content["normalizer"] = {"type": "Sequence", "normalizers": [content["normalizer"]]}
     with pytest.raises(UserError, match=r"tokenizer\.json") as error:
         HuggingFaceTokenizer(json.dumps(content)).encode("a" * 60 + "b")
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 400
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", "1", '"a"', "[" * 100_000, "{}", '{"decoder": null}', "\udcff"]
-)
+@pytest.mark.parametrize("text", ["", "[]", "null", "[" * 100_000, "{}", "\udcff"])
 def test_a_text_that_is_no_tokenizer_is_one_line(tmp_path: Path, text: str) -> None:
     with pytest.raises(UserError, match="damaged") as error:
         from_dict({"name": "huggingface", "json": text, "separator": None})
@@ -462,8 +441,8 @@ def test_a_text_that_is_no_tokenizer_is_one_line(tmp_path: Path, text: str) -> N
 
 @pytest.mark.parametrize(
     "values",
-    [{}, {"json": None, "separator": None}, {"json": ["a"], "separator": None}, {"json": {}, "separator": 0}]
-    + [{"json": ..., "separator": value} for value in (-1, 10**6, 1 << 70, "0", [0], {}, 0.5)],
+    [{}, {"json": None, "separator": None}, {"json": {}, "separator": 0}]
+    + [{"json": ..., "separator": value} for value in (-1, 1 << 70, "0", [0], 0.5)],
     ids=repr,
 )
 def test_damaged_values_of_a_checkpoint_are_refused(values: dict[str, Any]) -> None:
@@ -479,8 +458,8 @@ def test_a_folder_without_tokenizer_json_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("config", "model"),
-    [(config, {}) for config in ([], None, "x", {"eos_token": 1}, {"eos_token": {"id": 0}})]
-    + [({}, model) for model in ([], {"eos_token_id": {}}, {"eos_token_id": []}, {"eos_token_id": [[]]})],
+    [(config, {}) for config in ([], {"eos_token": 1}, {"eos_token": {"id": 0}})]
+    + [({}, model) for model in ([], {"eos_token_id": {}}, {"eos_token_id": []})],
 )
 def test_a_damaged_end_of_text_is_one_line(tmp_path: Path, config: Any, model: Any) -> None:
     folder = write_folder(tmp_path, content_of("gpt2"), model=model)
