@@ -5,16 +5,17 @@ import json
 import os
 import re
 import resource
-import signal
-import subprocess
-import sys
+import shutil
 import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 from corpora import (
-    ROOT,
     SHAKESPEARE,
     corpus_of,
     folder_of,
@@ -368,54 +369,20 @@ def test_a_full_disk_leaves_no_partial_files(tmp_path):
     assert leftovers(tmp_path) == []
 
 
-PREPARE = """if True:
-    import io, os, signal, sys
-    from pathlib import Path
-    from minigpt.data import prepare as preparation, readers, splits
-    sys.path.insert(0, "tests")
-    from corpora import corpus_of, on_disk
-    folder, n = Path(sys.argv[1]), int(sys.argv[2])
-"""
+def test_concurrent_preparations_write_the_files_once(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("a text that two prepare")
+    write, calls = preparation._write_corpus, []
 
+    def slow(*arguments):
+        calls.append(arguments)
+        time.sleep(0.3)  # the others wait for the lock
+        write(*arguments)
 
-def python(program, *arguments):
-    """Start a process that runs a program after PREPARE."""
-    command = [sys.executable, "-c", PREPARE + program, *map(str, arguments)]
-    return subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-
-def test_concurrent_preparations_write_the_files_once(tmp_path):
-    text = "".join(map(chr, np.random.default_rng(0).integers(0x20, 0x2000, 200_000)))
-    (tmp_path / "long.txt").write_text(text, encoding="utf-8", newline="")
-    program = """
-    print("ready", flush=True)
-    input()
-    print(on_disk(corpus_of(folder / "long.txt", folder)))
-    """
-    processes = [python(program, tmp_path, 0) for _ in range(2)]
-    for process in processes:
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    assert [json.loads(process.communicate()[0]) for process in processes] == [nanogpt(text)] * 2
-    assert len([path for path in (tmp_path / "tokens").iterdir() if path.is_dir()]) == 1
-
-
-KILLED = """
-    readers._BLOCK_BYTES, splits._BATCH_CHARS, preparation._SYNC_BYTES = 400, 300, 1000
-    tokenize = preparation.tokenize
-
-    def killed(ids):
-        for number, row in enumerate(ids):
-            if number == n:
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield row
-
-    preparation.tokenize = lambda *args: killed(tokenize(*args))
-    preparation.open = lambda file, mode: io.open(file, mode, buffering=0)  # a row is written before the next
-    corpus_of(folder.parent / "in", folder, {"name": "bpe", "vocab_size": 300})
-"""
+    monkeypatch.setattr(preparation, "_write_corpus", slow)
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: on_disk(corpus_of(tmp_path / "text.txt", tmp_path)), range(3)))
+    assert found == [nanogpt("a text that two prepare")] * 3
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("changes", [{}, {"split": "document", "val_fraction": 0.3}], ids=["fraction", "document"])
@@ -430,33 +397,33 @@ def test_an_interrupted_or_killed_preparation_resumes_to_the_same_bytes(tmp_path
     monkeypatch.setattr(preparation, "_SYNC_BYTES", 1000)
     whole = corpus_of(tmp_path / "in", tmp_path / "whole", BPE, **changes)
     assert (whole.provenance["duplicates"] > 0) == (not changes)
+    folder, killed, tokenize = tmp_path / "data/tokens", tmp_path / "killed", preparation.tokenize
+    monkeypatch.setattr(preparation, "open", partial(open, buffering=0), raising=False)
 
-    def journal():
-        (partial,) = (tmp_path / "data/tokens").glob("*.partial")
-        written = [(partial / f"{split}.bin").stat().st_size for split in ("train", "val")]
-        return partial, json.loads((partial / "progress.json").read_text())["bytes"], written
+    def interrupt(n):
+        """Interrupt a preparation after n batches; return the bytes in its journal and in its files at that time."""
 
-    tokenize = preparation.tokenize
+        def interrupted(*arguments):
+            yield from islice(tokenize(*arguments), n)
+            shutil.copytree(folder, killed, dirs_exist_ok=True)  # what a killed process leaves
+            raise KeyboardInterrupt
 
-    def interrupted(*arguments):
-        for number, row in enumerate(tokenize(*arguments)):
-            if number == 90:
-                raise KeyboardInterrupt
-            yield row
+        monkeypatch.setattr(preparation, "tokenize", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            corpus_of(tmp_path / "in", tmp_path / "data", BPE, **changes, threads=2)
+        monkeypatch.setattr(preparation, "tokenize", tokenize)
+        (journal,) = killed.glob("*.partial/progress.json")
+        return sum(json.loads(journal.read_text())["bytes"]), sum(
+            file.stat().st_size for file in killed.glob("*/*.bin")
+        )
 
-    monkeypatch.setattr(preparation, "tokenize", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        corpus_of(tmp_path / "in", tmp_path / "data", BPE, **changes, threads=2)
-    monkeypatch.setattr(preparation, "tokenize", tokenize)
-    partial, early, _ = journal()
-    if not changes:
-        process = python(KILLED, tmp_path / "data", 20)
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL
-        _, late, written = journal()
-        assert 0 < sum(early) < sum(late) < sum(written)
-    with open(partial / "train.bin", "rb") as first:  # kept open, so that no new file gets its inode
+    early, _ = interrupt(90)
+    late, written = interrupt(20)
+    assert 0 < early < late < written
+    shutil.rmtree(folder)
+    killed.rename(folder)
+    with open(*folder.glob("*/train.bin"), "rb") as first:  # kept open, so that no new file gets its inode
         corpus = corpus_of(tmp_path / "in", tmp_path / "data", BPE, **changes, threads=2)
         assert os.fstat(first.fileno()).st_ino == (folder_of(corpus) / "train.bin").stat().st_ino
     assert in_folder(corpus) == in_folder(whole)
-    assert [path.name for path in (tmp_path / "data/tokens").iterdir() if path.is_dir()] == [folder_of(corpus).name]
+    assert [path.name for path in folder.iterdir() if path.is_dir()] == [folder_of(corpus).name]

@@ -1,6 +1,7 @@
 """Token files, against numpy."""
 
 import json
+import os
 import re
 import shutil
 import tempfile
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from minigpt.data import token_files
 from minigpt.data.shards import find_shards, local_shard
 from minigpt.data.token_files import Tokens, from_bins
-from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer
+from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, from_dict
 from minigpt.utils.errors import UserError
 
 TEXT = "a text that is prepared, broken and prepared again"
@@ -78,11 +79,6 @@ def test_a_prepared_corpus_is_loaded_and_cannot_be_changed(tmp_path):
         assert tokens[:].tolist() == np.fromfile(folder / f"{split}.bin", np.uint16).tolist() == ids
 
 
-def cut_train(n):
-    """Return a function that removes the last `n` bytes of train.bin."""
-    return lambda folder: (folder / "train.bin").write_bytes((folder / "train.bin").read_bytes()[:-n])
-
-
 def meta(text):
     """Return a function that replaces meta.json or changes its values."""
 
@@ -96,24 +92,18 @@ def meta(text):
 @pytest.mark.parametrize(
     "spoil",
     [
-        pytest.param(cut_train(1), id="a file cut short by a byte"),
-        pytest.param(cut_train(2), id="a file cut short by a token"),
+        pytest.param(lambda folder: os.truncate(folder / "train.bin", 89), id="a file cut short by a byte"),
         pytest.param(lambda folder: (folder / "val.bin").unlink(), id="a split lost"),
-        pytest.param(meta(""), id="meta.json empty"),
         pytest.param(meta('{"name": "mi'), id="meta.json cut short"),
         pytest.param(meta("[]"), id="meta.json a list"),
         pytest.param(meta("{}"), id="meta.json empty dict"),
-        pytest.param(meta({"dtype": "words"}), id="no such dtype"),
-        pytest.param(meta({"dtype": "uint32"}), id="another dtype"),
-        pytest.param(meta({"train": {"tokens": "many", "bytes": 1, "documents": 1}}), id="no number"),
-        pytest.param(meta({"train": {"tokens": 45}}), id="no bytes and documents"),
+        pytest.param(meta("[" * 100_000), id="lists in lists"),
+        pytest.param(meta({"dtype": "uint64"}), id="no such dtype"),
         pytest.param(meta({"train": 45}), id="no split"),
         pytest.param(meta({"train": {"tokens": 1 << 60, "bytes": 1, "documents": 1}}), id="more tokens than there are"),
         pytest.param(meta({"train": {"tokens": 45, "bytes": "x", "documents": 1}}), id="bytes that are none"),
         pytest.param(meta({"name": 3}), id="a name that is none"),
-        pytest.param(meta("[" * 100_000), id="lists in lists"),
         pytest.param(meta({"tokenizer": {"name": "char", "alphabet": "ba"}}), id="no alphabet"),
-        pytest.param(meta({"tokenizer": "char"}), id="no tokenizer"),
     ],
 )
 def test_broken_token_files_raise_and_are_rewritten_once_removed(tmp_path, spoil):
@@ -172,10 +162,11 @@ def test_nanogpts_files_are_read_in_place(tmp_path):
 
 
 def test_different_ids_have_different_checksums(tmp_path):
-    first = read_bins(tmp_path, [1, 2, 3], [4, 5])
-    assert first.sha256 == read_bins(tmp_path, [1, 2, 3], [4, 5]).sha256
-    assert first.sha256 != read_bins(tmp_path, [1, 2, 4], [4, 5]).sha256
-    assert first.sha256 != read_bins(tmp_path, [1, 2, 3], [4, 6]).sha256
+    many = [1] * 100_000  # more than a sample
+    splits = ([*many, 3], [4, 5]), ([*many, 3], [4, 5]), ([*many, 4], [4, 5]), ([*many, 3], [4, 6])
+    first, same, *others = (read_bins(tmp_path, *ids).sha256 for ids in splits)
+    assert first == same
+    assert first not in others
 
 
 def test_bytes_of_bpe_tokens_are_counted_without_separators(tmp_path, bpe):
@@ -193,7 +184,8 @@ def test_bytes_of_bpe_tokens_are_counted_without_separators(tmp_path, bpe):
 
 def test_a_separator_below_other_ids_has_no_bytes(tmp_path):
     tokens = [*(bytes([i]) for i in range(256)), None, b"ab"]
-    corpus = read_bins(tmp_path, [1, 2], [97, 256, 257, 256], BPETokenizer("bpe", tokens, {SEPARATOR: 256}))
+    tokenizer = from_dict(BPETokenizer("bpe", tokens, {SEPARATOR: 256}).to_dict())
+    corpus = read_bins(tmp_path, [1, 2], [97, 256, 257, 256], tokenizer)
     assert (corpus.val.bytes, corpus.val.tokens, corpus.val.documents) == (3, 4, 2)
     assert corpus.val_bytes_per_token == 3 / 4
 
