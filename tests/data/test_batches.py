@@ -1,6 +1,7 @@
 """Batches: each window once per epoch, independent of the number of ranks and of the first step."""
 
-import lightning.pytorch as L
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,6 @@ from minigpt.data.shards import local_shard
 from minigpt.data.token_files import Corpus, Split
 from minigpt.data.tokenizer import CharTokenizer
 from minigpt.runs.trainer import TokenDataModule
-from minigpt.utils.errors import UserError
 
 CPU = torch.device("cpu")
 
@@ -220,53 +220,20 @@ def test_a_maximum_of_batches_is_spread_evenly_over_the_validation_split(n_batch
 # In a Trainer.
 
 
-class Recorder(L.LightningModule):
-    """Record the windows of each training step."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(()))
-        self.read = []
-
-    def training_step(self, batch, batch_idx):
-        self.read.append(batch[0][:, 0].tolist())
-        return self.weight * 0
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def token_data(folder, **changes):
-    positions(500).astype(np.uint16).tofile(folder / "train.bin")
-    (folder / "val.bin").touch()
-    train, val = (Split([local_shard(folder / f"{name}.bin")], n, n, 1) for name, n in (("train", 500), ("val", 0)))
-    data = {"batch_size": 4, "overfit_batches": 0, **changes}
-    cfg = {"data": data, "model": {"block_size": 8}, "trainer": {"accumulate_grad_batches": 1}}
-    corpus = Corpus("mine", "", CharTokenizer.of(map(chr, range(500))), train, val)
-    return TokenDataModule(corpus, OmegaConf.create(cfg | {"max_steps": 20, "seed": 3}))
-
-
-def trainer(folder, max_steps):
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return L.Trainer(
-        accelerator="cpu", max_steps=max_steps, default_root_dir=folder, enable_model_summary=False, **quiet
-    )
-
-
 @pytest.mark.parametrize("repeat", [0, 3])
-def test_a_resumed_trainer_reads_the_batches_of_an_uninterrupted_one(tmp_path, repeat):
-    begun, resumed = Recorder(), Recorder()
-    begin = trainer(tmp_path, 7)
-    begin.fit(begun, token_data(tmp_path, overfit_batches=repeat))
-    begin.save_checkpoint(tmp_path / "after_seven.safetensors")
-    data = token_data(tmp_path, overfit_batches=repeat)
-    trainer(tmp_path, 20).fit(resumed, data, ckpt_path=tmp_path / "after_seven.safetensors")
-    assert begun.read + resumed.read == starts(batches(500, seed=3, stop=20, repeat=repeat))
-    assert len(resumed.read) == 13
-
-
-def test_a_batch_with_fewer_windows_than_processes_raises(tmp_path):
-    module = token_data(tmp_path, batch_size=1)
-    module.trainer = L.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False)
-    with pytest.raises(UserError, match=r"data\.batch_size must be ≥ 2, the number of processes, got 1"):
-        module.train_dataloader()
+def test_a_trainer_gets_the_batches_of_its_settings_from_its_step(tmp_path, repeat):
+    positions(500).astype(np.uint16).tofile(tmp_path / "train.bin")
+    split = Split([local_shard(tmp_path / "train.bin")], 500, 500, 1)
+    data = {"batch_size": 4, "overfit_batches": repeat}
+    cfg = {"data": data, "model": {"block_size": 8}, "trainer": {"accumulate_grad_batches": 5}}
+    corpus = Corpus("mine", "", CharTokenizer.of(map(chr, range(500))), split, split)
+    module = TokenDataModule(corpus, OmegaConf.create(cfg | {"max_steps": 4, "seed": 3}))
+    progress = SimpleNamespace(batch_progress=SimpleNamespace(current=SimpleNamespace(ready=7)))
+    module.trainer = SimpleNamespace(
+        world_size=2,
+        global_rank=1,
+        strategy=SimpleNamespace(root_device=CPU),
+        fit_loop=SimpleNamespace(epoch_loop=progress),
+    )
+    expected = batches(500, seed=3, rank=1, world_size=2, first=7, stop=20, repeat=repeat)
+    assert starts(module.train_dataloader()) == starts(expected)

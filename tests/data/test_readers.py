@@ -74,38 +74,38 @@ def write_parquet(file, table, **options):
 # Find files
 
 
-def write_all(folder, names):
+@pytest.fixture
+def write_all(tmp_path):
     """Write files, and a folder with a suffix of texts."""
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("a")
-    (folder / "folder.txt").mkdir(parents=True)
+
+    def write(*names):
+        for name in names:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text("a")
+        (tmp_path / "folder.txt").mkdir()
+        return [tmp_path / name for name in names]
+
+    return write
 
 
-def test_a_file_is_found_whatever_its_name(tmp_path):
-    for name in ("a.txt", "notes", ".hidden", "[odd] *name?.text"):
-        (tmp_path / name).write_text("a")
-        assert find(tmp_path / name) == [tmp_path / name]
+def test_a_folder_gives_its_sorted_files_of_known_suffixes_that_are_not_hidden(tmp_path, write_all):
+    known = ["B.TXT", "a.md", "deep/d.parquet", "deep/er/c.jsonl", "e.txt.gz", "f.md.zst", "g.jsonl.GZ"]
+    write_all(
+        "x.pdf", "y.gz", "noname", "z.txt.bak", "deep/b.PDF", ".hidden.txt", ".git/a.md", "deep/.cache/b.txt", *known
+    )
+    assert find(tmp_path) == [tmp_path / name for name in known]
+    assert find(tmp_path / ".git") == [tmp_path / ".git/a.md"]  # a hidden folder that is named
 
 
-@pytest.mark.parametrize("place", ["texts", ".data"])  # a hidden folder that is named is read
-def test_a_folder_gives_its_sorted_files_of_known_suffixes_that_are_not_hidden(tmp_path, place):
-    known = ["B.TXT", "a.md", "deep/er/c.jsonl", "deep/d.parquet", "e.txt.gz", "f.md.zst", "g.jsonl.GZ"]
-    hidden = [".hidden.txt", ".git/a.md", "deep/.cache/b.txt"]
-    other = ["x.pdf", "y.gz", "noname", "z.txt.bak", "deep/b.PDF"]
-    folder = tmp_path / place
-    write_all(folder, known + hidden + other)
-    assert find(folder) == sorted(folder / name for name in known)
-
-
-def test_a_pattern_gives_the_files_that_match_it_sorted(tmp_path, monkeypatch):
-    write_all(tmp_path, ["b.txt", "a.txt", "c.md", "deep/er/d.txt", ".hidden.txt", "e.py"])
-    assert find(f"{tmp_path}/*.txt") == [tmp_path / "a.txt", tmp_path / "b.txt"]
-    assert find(f"{tmp_path}/**/*.txt") == sorted(tmp_path / name for name in ("a.txt", "b.txt", "deep/er/d.txt"))
-    assert find(f"{tmp_path}/[bc].*") == [tmp_path / "b.txt", tmp_path / "c.md"]
-    assert find(f"{tmp_path}/*.py") == [tmp_path / "e.py"]  # of any kind
+def test_a_name_or_a_pattern_gives_the_files_that_match_it_sorted(tmp_path, monkeypatch, write_all):
+    a, b, c, d, hidden, odd = write_all("a.txt", "b.txt", "c.py", "deep/er/d.txt", ".hidden.txt", "[odd] *name?.text")
+    for file in (a, c, hidden, odd):
+        assert find(file) == [file]
+    assert find(f"{tmp_path}/*.txt") == [a, b]
+    assert find(f"{tmp_path}/**/*.txt") == [a, b, d]
+    assert find(f"{tmp_path}/[bc].*") == [b, c]
     monkeypatch.setenv("HOME", str(tmp_path / "deep"))
-    assert find("~/er/d.txt") == find("~/*/*.txt") == find("~") == [tmp_path / "deep/er/d.txt"]
+    assert find("~/er/d.txt") == find("~/*/*.txt") == find("~") == [d]
 
 
 @pytest.mark.parametrize(

@@ -53,11 +53,8 @@ def test_shards_have_the_batches_of_one_file_with_few_file_descriptors(tmp_path)
     write_shards(tmp_path, n=700)  # many shards are shorter than a window
     tokens = Tokens(find(tmp_path, tmp_path), "uint16", 256)
     assert np.array_equal(tokens[:], IDS)
-    assert np.array_equal(tokens[1234:4321:3], IDS[1234:4321:3])
     for rank, world_size, first in ((0, 1, 0), (1, 2, 0), (0, 1, 17)):
         assert batches(tokens, rank, world_size, first) == batches(IDS, rank, world_size, first)
-    index = np.random.default_rng(0).permutation(len(IDS) - 17)[:, None] + np.arange(17)
-    assert np.array_equal(tokens[index], IDS[index])
     if os.path.isdir("/proc/self/fd"):
         assert len(os.listdir("/proc/self/fd")) < 600
 

@@ -42,6 +42,8 @@ def tokenizer_of(name):
     """Build a tokenizer of each kind."""
     if name == "bpe":
         return BPETokenizer.train([WORDS, Path(__file__).read_text(encoding="utf-8")], 700)
+    if name == "unused ids":
+        return BPETokenizer("bpe", [*(bytes([i]) for i in range(256)), None, b"ab"], {SEPARATOR: 300})
     return {"byte": ByteTokenizer(), "char": CharTokenizer.of(WORDS)}[name]
 
 
@@ -185,7 +187,7 @@ def test_byte_and_bpe_round_trip_any_text(name, text):
     assert ids.dtype == np.dtype("uint8" if name == "byte" else "uint16")
 
 
-@pytest.mark.parametrize("name", ["byte", "bpe"])
+@pytest.mark.parametrize("name", ["byte", "bpe", "unused ids"])
 def test_a_tokenizer_is_rebuilt_from_json(name):
     tokenizer = tokenizer_of(name)
     again = from_dict(json.loads(json.dumps(tokenizer.to_dict())))
