@@ -28,32 +28,15 @@ def keys(seed):
     return np.random.default_rng(seed).integers(0, 1 << 64, 4, dtype=np.uint64)
 
 
-def batches(
-    n=1000, *, tokens=None, block_size=8, seed=0, batch_size=4, rank=0, world_size=1, first=0, stop=100, repeat=0
-):
-    return Batches(
-        positions(n) if tokens is None else tokens,
-        WindowOrder(n, block_size, seed),
-        batch_size=batch_size,
-        rank=rank,
-        world_size=world_size,
-        first=lambda: first,
-        stop=stop,
-        repeat=repeat,
-        device=CPU,
-    )
+def batches(n=1000, *, tokens=None, block_size=8, seed=0, first=0, **changes):
+    options = {"batch_size": 4, "rank": 0, "world_size": 1, "stop": 100, "repeat": 0} | changes
+    order = WindowOrder(n, block_size, seed)
+    return Batches(positions(n) if tokens is None else tokens, order, first=lambda: first, device=CPU, **options)
 
 
-def validation(n, block_size=8, batch_size=3, rank=0, world_size=1, n_batches=None):
-    return ValidationBatches(
-        positions(n),
-        block_size=block_size,
-        batch_size=batch_size,
-        rank=rank,
-        world_size=world_size,
-        device=CPU,
-        n_batches=n_batches,
-    )
+def validation(n, **changes):
+    options = {"block_size": 8, "batch_size": 3, "rank": 0, "world_size": 1} | changes
+    return ValidationBatches(positions(n), device=CPU, **options)
 
 
 def starts(batches):
@@ -193,7 +176,7 @@ def test_validation_scores_every_target_once_on_any_number_of_ranks(block_size, 
     for world_size in (1, 2, 3):
         counts, scored = set(), []
         for rank in range(world_size):
-            share = validation(n, block_size, batch_size, rank, world_size)
+            share = validation(n, block_size=block_size, batch_size=batch_size, rank=rank, world_size=world_size)
             read = list(share)
             assert len(share) == len(read)
             counts.add(len(read))
