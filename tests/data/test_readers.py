@@ -126,17 +126,14 @@ def test_a_path_without_files_raises_with_the_path(tmp_path, name, problem):
 def test_every_line_of_json_lines_is_a_document(tmp_path, block, packed):
     texts = [TEXT, "", "two\nlines", "a\u2028b\x85c", "ascii", "😀" * 10]
     lines = [json.dumps({"id": i, "story": t}, ensure_ascii=i % 2 == 0) for i, t in enumerate(texts)]
+    lines.append(r'{"story": "a\ud800b\udc00c\ud83d\ude00d\udc00\ud800é"}')
+    texts.append("a\ufffdb\ufffdc😀d\ufffd\ufffdé")  # lone surrogates
     file = tmp_path / f"a.jsonl{packed}"
     for content in ("\n".join(lines), "\r\n".join(lines), "\n\n  \n" + "\n \n\n".join(lines) + "\n"):
         file.write_bytes(COMPRESS[packed](content.encode()))
         found = list(read_documents(file, "story"))
         assert [chunk.text for chunk in found] == texts
         assert all(chunk.first for chunk in found)
-
-
-def test_lone_surrogates_in_json_become_replacement_characters(tmp_path):
-    (tmp_path / "a.jsonl").write_text(r'{"text": "a\ud800b\udc00c\ud83d\ude00d\udc00\ud800é"}')
-    assert texts_of(tmp_path / "a.jsonl") == ["a\ufffdb\ufffdc😀d\ufffd\ufffdé"]
 
 
 @pytest.mark.parametrize(
