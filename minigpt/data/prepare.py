@@ -7,7 +7,7 @@ and the split, so changed inputs get new files. A killed preparation resumes fro
 
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -148,13 +148,10 @@ def _append_tokens(
     folder: Path, journal: dict[str, Any], tokenizer: Tokenizer, batches: TextBatches, threads: int | None
 ) -> None:
     """Append the ids of the batches that are not in the journal yet, and update it from time to time."""
-    train_bin, val_bin = paths = [folder / f"{split}.bin" for split in SPLITS]
-    with (
-        open(train_bin, "ab") as train,
-        open(val_bin, "ab") as val,
-        tqdm(unit="B", unit_scale=True, delay=1, disable=None) as bar,
-    ):
-        files = (train, val)
+    paths = [folder / f"{split}.bin" for split in SPLITS]
+    with ExitStack() as stack:
+        files = [stack.enter_context(open(path, "ab")) for path in paths]
+        bar = stack.enter_context(tqdm(unit="B", unit_scale=True, delay=1, disable=None))
         for file, size in zip(files, journal["bytes"], strict=True):
             file.truncate(size)  # a killed process may have written more
             file.seek(size)

@@ -16,7 +16,7 @@ from corpora import (
     values,
 )
 
-from minigpt.data import shakespeare, sources
+from minigpt.data import sources
 
 LITTLE = b"a little text\nin two lines\n"
 
@@ -79,7 +79,7 @@ def test_a_copy_with_a_wrong_checksum_is_skipped_with_one_warning(tmp_path, monk
     assert str(tmp_path / place / "little.txt") in warning
 
 
-def test_a_download_that_keeps_failing_is_replaced_by_the_stand_in(tmp_path, server, capsys):
+def test_a_download_that_keeps_failing_is_replaced_by_the_stand_in(tmp_path, server, capsys, plays):
     server.faults += [404, "cut", LITTLE.upper()]
     corpus = corpus_of(None, tmp_path, source="download", **little(server))
     assert server.gets("little.txt") == 3
@@ -87,8 +87,7 @@ def test_a_download_that_keeps_failing_is_replaced_by_the_stand_in(tmp_path, ser
     (warning,) = warnings(capsys)
     assert "little" in warning
     assert "stand-in" in warning
-    text = shakespeare.stand_in(1000)
-    assert len(text) == 1000
+    text = plays[:1000]
     assert corpus.sha256 == sha256(text.encode())
     assert "".join(texts_on_disk(corpus)) == text
     assert corpus.name == "little-stand-in"  # its losses are not little's
