@@ -41,13 +41,11 @@ class WindowOrder:
         starts = np.empty_like(position)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
-            shuffled = self.n_windows <= _MAX_SHUFFLED_WINDOWS
-            n_keys = self.n_windows if shuffled else _FEISTEL_ROUNDS
+            few = self.n_windows <= _MAX_SHUFFLED_WINDOWS
+            n_keys = self.n_windows if few else _FEISTEL_ROUNDS
             *keys, offset = np.random.SeedSequence((self.seed, int(epoch))).generate_state(n_keys + 1, np.uint64)
-            if shuffled:
-                window = np.argsort(keys)[position[chosen]]
-            else:
-                window = permute(position[chosen], self.n_windows, np.array(keys))
+            at = position[chosen]
+            window = np.argsort(keys)[at] if few else permute(at, self.n_windows, np.array(keys))
             starts[chosen] = window * self.block_size + int(offset) % self.n_offsets
         return starts
 
@@ -107,9 +105,7 @@ class Batches:
     def _starts(self) -> Iterator[Array]:
         n = max(1, _ROWS_PER_LOOKUP // self.batch_size)
         for begin in range(self.first(), self.stop, n):
-            batches = np.arange(begin, min(begin + n, self.stop))
-            if self.repeat:
-                batches %= self.repeat
+            batches = np.arange(begin, min(begin + n, self.stop)) % (self.repeat or self.stop)
             yield from self.order.starts(batches[:, None] * self.batch_size + self.rows)
 
 
@@ -178,5 +174,5 @@ class WindowReader:
     def _copy(self, values: Array) -> Tensor:
         tensor = torch.from_numpy(values)
         if self.device.type == "cuda":  # a copy from pageable memory may wait for the GPU
-            tensor = tensor.pin_memory()
-        return tensor.to(self.device, non_blocking=self.device.type == "cuda")
+            return tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor.to(self.device)

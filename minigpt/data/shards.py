@@ -141,13 +141,12 @@ def _request(url: str, request: Callable[[Any], T]) -> T:
 def _open_filesystem(url: str) -> Any:
     import fsspec
 
-    options: dict[str, Any] = {}
     try:
-        if url.startswith("http"):
-            import aiohttp
+        if not url.startswith("http"):
+            return fsspec.core.url_to_fs(url)[0]
+        import aiohttp
 
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENT_SECONDS, sock_read=_SILENT_SECONDS)
-            options["client_kwargs"] = {"timeout": timeout}
-        return fsspec.core.url_to_fs(url, **options)[0]
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENT_SECONDS, sock_read=_SILENT_SECONDS)
+        return fsspec.filesystem("http", client_kwargs={"timeout": timeout})
     except (ImportError, ValueError) as error:  # ValueError: an unknown protocol
         raise UserError(f"{url} cannot be read ({error}); {PIP_INSTALL.format('remote')}") from error

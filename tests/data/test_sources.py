@@ -1,4 +1,4 @@
-"""Sources of the data group, with Hydra, real files, and `datasets`."""
+"""Sources of the data group, with real files and `datasets`."""
 
 import gzip
 import io
@@ -11,17 +11,14 @@ import sys
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from corpora import ROOT, documents, sha256, texts_on_disk
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from corpora import ROOT, documents, sha256, values
 
-from minigpt.data import prepare as preparation
 from minigpt.data import sources
-from minigpt.data.checksums import checksums, corpus_checksum
-from minigpt.data.shakespeare import stand_in
+from minigpt.data.checksums import checksums
 from minigpt.utils.errors import RunError, UserError
 
 TRAIN = [f"Once upon a time there was a fox number {i}. Ünï 漢字 😀\n\nThe end." for i in range(40)]
+HUB = ("openwebtext", "tinystories")
 VAL = ["A story to validate on.", "", "And another story: é漢."]
 
 
@@ -41,21 +38,16 @@ def nothing_from_outside(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def configured(tmp_path):
-    """Compose the groups data and tokenizer as a script does."""
+def find(tmp_path):
+    """Find the training and the validation source (or None) of files in configs/data/, each over the one before."""
 
-    def configure(*overrides):
-        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-            cfg = compose("train", overrides=[f"data.folder={tmp_path}/data", *overrides])
-        return OmegaConf.to_container(cfg.data, resolve=True), OmegaConf.to_container(cfg.tokenizer, resolve=True)
+    def find_(*names, **changes):
+        data = values() | {"folder": str(tmp_path / "data")}
+        for layer in (*map(values, names), changes):
+            data |= layer
+        return (*sources.find_sources(data), None)[:2]
 
-    return configure
-
-
-@pytest.fixture
-def find(configured):
-    """Find the training and the validation source (or None) of overrides."""
-    return lambda *overrides: (*sources.find_sources(configured(*overrides)[0]), None)[:2]
+    return find_
 
 
 @pytest.fixture
@@ -80,60 +72,35 @@ def texts_of(source):
 # The user's own files
 
 
-def test_a_source_of_one_text_file_has_its_checksum(find, tmp_path):
-    for name in ("a.txt", "My notes!", "a.TXT", "b.c.txt"):
-        (tmp_path / name).write_text("some text é\r\n", encoding="utf-8", newline="")
-        source, val = find("data=text", f"data.path='{tmp_path / name}'")
-        for _ in range(2):
-            assert texts_of(source) == ["some text é\r\n"]
-        assert source.sha256 == sha256("some text é\r\n".encode()) == corpus_checksum([source.sha256])
-        assert val is None
-
-
-def test_the_documents_of_a_folder_are_in_the_order_of_its_files(find, tmp_path):
-    folder = tmp_path / "texts"
+def test_a_source_has_the_checksum_of_its_file_or_of_all_and_documents_in_their_order(find, tmp_path):
+    folder = tmp_path / "My texts!"
     folder.mkdir()
     (folder / "b.txt").write_text("of b")
     (folder / "a.md").write_text("of a")
     (folder / "c.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
-    source, _ = find("data=text", f"data.path={folder}")
-    assert texts_of(source) == ["of a", "of b", "one", "two"]
-    assert source.name == "texts"
-    pattern, _ = find("data=text", f"data.path='{folder}/*.txt'")
+    source, val = find(path=str(folder))
+    for _ in range(2):
+        assert texts_of(source) == ["of a", "of b", "one", "two"]
+    assert (source.name, val) == ("My-texts", None)
+    pattern, _ = find(path=f"{folder}/*.txt")
     assert texts_of(pattern) == ["of b"]
     assert pattern.sha256 == sha256(b"of b")
 
 
-def test_a_separate_validation_text_is_a_second_source(find, tmp_path):
-    (tmp_path / "a.txt").write_text("to train on")
-    (tmp_path / "b.txt").write_text("to validate on")
-    for overrides in (("data=text", f"data.path={tmp_path}/a.txt"), ("data=plays",)):
-        source, val = find(*overrides, f"data.val_path={tmp_path}/b.txt")
-        assert texts_of(val) == ["to validate on"]
-        assert val.sha256 == sha256(b"to validate on")
-        both = corpus_checksum([source.sha256, val.sha256])
-        assert both not in (source.sha256, val.sha256)
-        (tmp_path / "b.txt").write_text("another text")
-        assert corpus_checksum([s.sha256 for s in find(*overrides, f"data.val_path={tmp_path}/b.txt")]) != both
-        (tmp_path / "b.txt").write_text("to validate on")
-
-
-def test_another_field_gives_another_checksum(find, tmp_path):
+@pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL", "a.jsonl.GZ"])
+def test_another_field_gives_another_checksum(find, tmp_path, name):
     content = b'{"title": "a title", "body": "a body"}\n'
-    for name in ("a.jsonl", "a.JSONL", "a.jsonl.GZ"):
-        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("GZ") else content)
-        title, _ = find("data=text", f"data.path={tmp_path / name}", "data.field=title")
-        body, _ = find("data=text", f"data.path={tmp_path / name}", "data.field=body")
-        assert (texts_of(title), texts_of(body)) == (["a title"], ["a body"])
-        assert title.sha256 != body.sha256
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("GZ") else content)
+    title, body = (find(path=str(tmp_path / name), field=field)[0] for field in ("title", "body"))
+    assert (texts_of(title), texts_of(body)) == (["a title"], ["a body"])
+    assert title.sha256 != body.sha256
 
 
-def test_every_change_of_a_folder_gives_another_checksum(configured, tmp_path):
-    folder, (data, _) = tmp_path / "texts", configured("data=text")
+def test_every_change_of_a_folder_gives_another_checksum(find, tmp_path):
+    folder = tmp_path / "texts"
 
     def checksum():
-        (source,) = sources.find_sources(data | {"path": str(folder)})
-        return source.sha256
+        return find(path=str(folder))[0].sha256
 
     folder.mkdir()
     seen = []
@@ -171,19 +138,7 @@ def test_checksums_are_cached_until_the_file_is_written(tmp_path):
     cache.write_text("damaged")
     assert checksums([file], cache) == [sha256(b"later")]
     assert [path.name for path in cache.parent.iterdir()] == ["checksums.json"]
-
-
-def test_repeated_and_linked_files_each_get_a_checksum(tmp_path):
-    (tmp_path / "a.txt").write_text("a")
-    (tmp_path / "b.txt").write_text("b")
-    (tmp_path / "c.txt").symlink_to(tmp_path / "a.txt")
-    files = [tmp_path / name for name in ("a.txt", "b.txt", "c.txt", "a.txt")]
-    assert checksums(files, tmp_path / "cache") == [sha256(content) for content in (b"a", b"b", b"a", b"a")]
-
-
-def test_checksums_work_without_a_writable_cache(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"a")
-    assert checksums([tmp_path / "a.txt"], tmp_path / "a.txt/cache") == [sha256(b"a")]
+    assert checksums([file], file / "cache") == [sha256(b"later")]  # which cannot be written
 
 
 # Standard input
@@ -204,7 +159,7 @@ def test_standard_input_is_read_once_and_shared_with_child_processes(find, tmp_p
     content = "from a pipe: é漢😀\r\n".encode() * 20_000  # several blocks
     stdin(content)
     for _ in range(2):
-        source, _ = find("data=text", "data.path=-")
+        source, _ = find(path="-")
         assert texts_of(source) == [content.decode()]
         assert (source.name, source.sha256) == ("stdin", sha256(content))
     script = [sys.executable, str(ROOT / "scripts/prepare.py"), "data=text", "data.path=-", f"data.folder={tmp_path}/b"]
@@ -223,18 +178,10 @@ def test_standard_input_is_read_once_and_shared_with_child_processes(find, tmp_p
     ]
 
 
-def test_standard_input_with_a_known_checksum_gets_its_name(find, stdin):
-    stdin(b"known")
-    source, _ = find("data.path=-", "data.name=mine", f"data.sha256={sha256(b'known')}")
-    assert source.name == "mine"
-
-
-def test_standard_input_without_a_text_raises(configured, stdin, monkeypatch):
-    data, _ = configured("data=text", "data.path=-")
-
+def test_standard_input_without_a_text_raises(find, stdin, monkeypatch):
     def refusal():
         with pytest.raises(UserError) as error:
-            texts_of(sources.find_sources(data)[0])
+            texts_of(find(path="-")[0])
         return str(error.value)
 
     stdin(b"")
@@ -250,87 +197,52 @@ def test_standard_input_without_a_text_raises(configured, stdin, monkeypatch):
             patch.setenv(count, "2")
             assert re.match(r"data\.path=- .* several processes", refusal())
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert texts_of(sources.find_sources(data)[0]) == ["a text"]
+    source, _ = find(path="-", name="mine", sha256=sha256(b"a text"))
+    assert (texts_of(source), source.name) == (["a text"], "mine")
     stdin(b"binary\0")
     monkeypatch.setenv("MINIGPT_STDIN_FILE", "")
     assert re.search(r"stdin-.*\.txt is not text", refusal())
-
-
-# Plays
-
-
-def test_each_play_is_one_document(find):
-    source, val = find("data=plays")
-    texts = texts_of(source)
-    assert len(set(texts)) == len(texts) == 38
-    assert min(map(len, texts)) > 50_000
-    assert "".join(texts) == stand_in(10**9)
-    assert val is None
-    assert find("data=plays")[0].sha256 == source.sha256
 
 
 # Data sets of a hub
 
 
 def test_a_local_data_set_is_read_with_its_validation_split(find, stories):
-    source, val = find("data=tinystories", f"data.dataset={stories}")
+    source, val = find(*HUB, dataset=str(stories))
     assert texts_of(source) == TRAIN
     assert texts_of(val) == VAL
     assert source.sha256 != val.sha256
     assert source.name == "tinystories"
-    titles, _ = find("data=tinystories", f"data.dataset={stories}", "data.field=title")
+    titles, _ = find(*HUB, dataset=str(stories), field="title")
     assert texts_of(titles) == ["a title"] * len(TRAIN)
     assert titles.sha256 != source.sha256
-    for other in ("data.subset=other", "data.revision=other"):
-        assert find("data=tinystories", f"data.dataset={stories}", other)[0].sha256 != source.sha256
-
-
-def test_a_data_set_without_a_validation_split_is_one_source(find, stories, tmp_path):
-    assert find("data=openwebtext", f"data.dataset={stories}")[1] is None
-    (tmp_path / "b.txt").write_text("to validate on")
-    _, val = find("data=tinystories", f"data.dataset={stories}", f"data.val_path={tmp_path}/b.txt")
-    assert texts_of(val) == ["to validate on"]
-
-
-def test_a_local_data_set_is_not_changed_and_its_checksum_is_stable(find, stories):
-    before = sorted(stories.rglob("*"))
-    first = [source.sha256 for source in find("data=tinystories", f"data.dataset={stories}")]
-    assert sorted(stories.rglob("*")) == before
-    assert [source.sha256 for source in find("data=tinystories", f"data.dataset={stories}")] == first
+    for other in ("subset", "revision"):
+        assert find(*HUB, dataset=str(stories), **{other: "other"})[0].sha256 != source.sha256
+    assert find(*HUB, dataset=str(stories))[0].sha256 == source.sha256  # nothing was written there
     write_stories(stories, "train", [*TRAIN, "one more"])
-    changed, _ = find("data=tinystories", f"data.dataset={stories}")
-    assert changed.sha256 != first[0]
+    changed, _ = find(*HUB, dataset=str(stories))
+    assert changed.sha256 != source.sha256
     assert texts_of(changed) == [*TRAIN, "one more"]
 
 
-def test_a_local_data_set_is_tokenized_once(configured, stories):
-    data, tokenizer = configured("data=tinystories", f"data.dataset={stories}", "tokenizer=byte")
-    corpus = preparation.load_corpus(data, tokenizer)
-    assert texts_on_disk(corpus) == ["\n".join(TRAIN), "\n".join(text for text in VAL if text)]
-    assert corpus.train.bytes == len("".join(TRAIN).encode())
-    files = {shard.file: shard.file.stat().st_mtime_ns for shard in (*corpus.train.shards, *corpus.val.shards)}
-    again = preparation.load_corpus(data, tokenizer)
-    assert {shard.file for shard in (*again.train.shards, *again.val.shards)} == files.keys()
-    assert {file: file.stat().st_mtime_ns for file in files} == files
-    assert again.sha256 == corpus.sha256
+def test_a_data_set_without_a_validation_split_is_one_source(find, stories, tmp_path):
+    assert find("openwebtext", dataset=str(stories))[1] is None
+    (tmp_path / "b.txt").write_text("to validate on")
+    _, val = find(*HUB, dataset=str(stories), val_path=f"{tmp_path}/b.txt")
+    assert texts_of(val) == ["to validate on"]
 
 
-def test_a_missing_column_raises_with_the_columns_with_text(find, stories):
+def test_a_missing_column_or_split_raises_with_its_name(find, stories):
     for column in ("story", "id"):
-        source, _ = find("data=tinystories", f"data.dataset={stories}", f"data.field={column}")
+        source, _ = find(*HUB, dataset=str(stories), field=column)
         with pytest.raises(UserError) as error:
             texts_of(source)
         assert f"data.dataset={stories}" in str(error.value)
         assert f"column {column};" in str(error.value)
         assert "text are text, title;" in str(error.value)
-
-
-def test_a_missing_split_or_an_empty_folder_raises_with_its_name(find, stories, tmp_path):
-    (tmp_path / "nothing").mkdir()
-    for folder, name in ((stories, "exam"), (tmp_path / "nothing", "nothing")):
-        source, _ = find("data=tinystories", f"data.dataset={folder}", "data.train_split=exam")
-        with pytest.raises(UserError, match=name):
-            texts_of(source)
+    source, _ = find(*HUB, dataset=str(stories), train_split="exam")
+    with pytest.raises(UserError, match="exam"):
+        texts_of(source)
 
 
 @pytest.mark.parametrize("damage", ["cut short", "damaged"])
@@ -338,22 +250,13 @@ def test_a_damaged_data_set_raises(find, stories, damage):
     file = stories / "data/train-00000-of-00001.parquet"
     content = file.read_bytes()
     file.write_bytes(content[:-200] if damage == "cut short" else content[:10] + bytes(600) + content[610:])
-    source, _ = find("data=tinystories", f"data.dataset={stories}")
+    source, _ = find(*HUB, dataset=str(stories))
     with pytest.raises((UserError, RunError), match=str(stories)):
         texts_of(source)
 
 
-def test_an_unreachable_data_set_gives_a_one_line_error(tmp_path):
-    """Runs in a child process, so that `datasets` is imported with HF_HUB_OFFLINE set."""
-    code = (
-        "from minigpt.data import sources; from minigpt.utils.errors import RunError, UserError\n"
-        "data = dict(dataset='nobody/nothing', subset=None, revision=None, field='text', name='x')\n"
-        "try: next(sources._stream(data, 'train'))\n"
-        "except (RunError, UserError) as error: print(error)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT, check=True
-    )
-    (line,) = done.stdout.splitlines()
-    assert "data.dataset=nobody/nothing" in line
-    assert done.stderr == ""
+def test_an_unreachable_data_set_gives_a_one_line_error(find, capfd):
+    source, _ = find(*HUB, dataset="nobody/nothing")
+    with pytest.raises(UserError, match=r"^data\.dataset=nobody/nothing [^\n]*$"):
+        texts_of(source)
+    assert capfd.readouterr().err == ""

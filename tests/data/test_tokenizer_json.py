@@ -1,7 +1,6 @@
 """tokenizer.json, against the packages tokenizers, transformers and tiktoken."""
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -51,26 +50,19 @@ def random_character(rng: random.Random) -> str:
 
 
 def random_text(rng: random.Random) -> str:
-    parts = []
-    for _ in range(rng.randrange(1, 9)):
-        match rng.randrange(7):
-            case 0:
-                part = "".join(random_character(rng) for _ in range(rng.randrange(1, 12)))
-            case 1:
-                part = "".join(rng.choices("0123456789٣", k=rng.choice([1, 2, 3, 4, 7, 30])))
-            case 2:
-                part = "".join(rng.choices(SPACES, k=rng.randrange(1, 6)))
-            case 3:
-                part = rng.choice(["", " "]) + rng.choice(WORDS) + rng.choice("''’") + rng.choice(ENDINGS)
-            case 4:
-                part = rng.choice(SPECIAL + EMOJI)
-            case 5:
-                unit = rng.choice([random_character(rng), *" \n=-_a.A1漢é*/", "ab", "xyx", "aab", " \n", *WORDS[:4]])
-                part = unit * rng.randrange(1, rng.choice([4, 12, 300]))
-            case _:
-                part = rng.choice(["", " "]) + rng.choice(WORDS)
-        parts.append(part)
-    return "".join(parts)
+    kinds = (
+        lambda: "".join(random_character(rng) for _ in range(rng.randrange(1, 12))),
+        lambda: "".join(rng.choices("0123456789٣", k=rng.choice([1, 2, 3, 4, 7, 30]))),
+        lambda: "".join(rng.choices(SPACES, k=rng.randrange(1, 6))),
+        lambda: rng.choice(["", " "]) + rng.choice(WORDS),
+        lambda: rng.choice(["", " "]) + rng.choice(WORDS) + rng.choice("''’") + rng.choice(ENDINGS),
+        lambda: rng.choice(SPECIAL + EMOJI),
+        lambda: (
+            rng.choice([random_character(rng), *" \n=-_a.A1漢é*/", "ab", "xyx", "aab", " \n", *WORDS[:4]])
+            * rng.randrange(1, rng.choice([4, 12, 300]))
+        ),
+    )
+    return "".join(rng.choice(kinds)() for _ in range(rng.randrange(1, 9)))
 
 
 @cache
@@ -78,13 +70,6 @@ def corpus() -> list[str]:
     rng = random.Random(0)
     code = [file.read_text(encoding="utf-8") for file in sorted(Path(__file__).parents[2].glob("minigpt/*.py"))]
     return code + [random_text(rng) for _ in range(1000)]
-
-
-def tokens_of(pattern: str) -> list[bytes]:
-    """Train a byte-pair encoding with a pattern."""
-    trainer = rustbpe.Tokenizer()
-    trainer.train_from_iterator(iter(corpus()), vocab_size=3000, pattern=pattern)
-    return [bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])]
 
 
 def tokenizer_of(name: str, texts: list[str]) -> tuple[Tokenizer, tiktoken.Encoding | None]:
@@ -97,18 +82,22 @@ def encoding_of(name: str) -> tuple[Tokenizer, tiktoken.Encoding | None]:
     """cl100k_base and o200k_base have their patterns and special tokens, but few other tokens."""
     if name == "gpt2":
         try:
-            return BPETokenizer.from_tiktoken(name), tiktoken.get_encoding(name)
+            encoding = tiktoken.get_encoding(name)
+            return from_dict(BPETokenizer.from_tiktoken(name).to_dict()), encoding
         except OSError:
             pytest.skip("gpt2 is not in the cache of tiktoken")
     if name in ("cl100k_base", "o200k_base"):
-        tokens = tokens_of(PATTERNS[name])
+        trainer = rustbpe.Tokenizer()
+        trainer.train_from_iterator(iter(corpus()), vocab_size=3000, pattern=PATTERNS[name])
+        tokens = [bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])]
         with pytest.MonkeyPatch.context() as patch:
             ranks = {token: rank for rank, token in enumerate(tokens)}
             patch.setattr(tiktoken_ext.openai_public, "load_tiktoken_bpe", lambda *_, **__: ranks)
             definition = getattr(tiktoken_ext.openai_public, name)()
         special = definition["special_tokens"]
         definition["special_tokens"] = {token: i - min(special.values()) + 3005 for token, i in special.items()}
-        return BPETokenizer(name, tokens, definition["special_tokens"]), tiktoken.Encoding(**definition)
+        tokenizer = BPETokenizer(name, tokens, definition["special_tokens"])
+        return from_dict(tokenizer.to_dict()), tiktoken.Encoding(**definition)
     return {"byte": ByteTokenizer, "bpe": lambda: BPETokenizer.train(corpus(), 3000)}[name](), None
 
 
@@ -116,14 +105,6 @@ def theirs(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     loaded = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_files(tokenizer)["tokenizer.json"]))
     loaded.encode_special_tokens = True
     return loaded
-
-
-def save(tokenizer: Tokenizer, folder: Path, **config: Any) -> Path:
-    for name, content in tokenizer_files(tokenizer).items():
-        (folder / name).write_text(json.dumps(content), encoding="utf-8")
-    if config:
-        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return folder
 
 
 # Out
@@ -137,6 +118,10 @@ def test_ids_and_texts_of_a_written_tokenizer_equal_ours(name: str, count: int) 
     ours, encoding = tokenizer_of(name, texts)
     written = theirs(ours)
     assert written.get_vocab_size() == len(ours.token_bytes)
+    assert encoding is None or (encoding.n_vocab, [encoding.eot_token]) == (ours.vocab_size, ours.separator.tolist())
+    if name == "char":
+        with pytest.raises(Exception, match="Unk token"):  # ours raises one too
+            written.encode("\x7f")
     for text in texts:
         ids = ours.encode(text).tolist()
         assert written.encode(text).ids == ids
@@ -173,22 +158,8 @@ def test_ids_of_a_written_tokenizer_keep_gaps_and_special_tokens() -> None:
 def test_a_piece_that_is_a_token_is_one_id_even_if_no_merges_lead_to_it() -> None:
     tokens = [bytes([byte]) for byte in range(256)] + [b"abcd"]
     tokenizer = BPETokenizer("bpe", tokens, {SEPARATOR: 257})
-    reference = tiktoken.Encoding(
-        "test",
-        pat_str=PATTERNS["gpt2"],
-        mergeable_ranks={token: rank for rank, token in enumerate(tokens)},
-        special_tokens={},
-    )
     for text, ids in (("abcd", [256]), ("abcde", list(b"abcde"))):
-        assert theirs(tokenizer).encode(text).ids == reference.encode(text) == tokenizer.encode(text).tolist() == ids
-
-
-def test_a_character_without_an_id_is_an_error_in_both() -> None:
-    tokenizer = CharTokenizer("abc")
-    with pytest.raises(Exception, match="Unk token"):
-        theirs(tokenizer).encode("axb")
-    with pytest.raises(UserError, match="'x'"):
-        tokenizer.encode("axb")
+        assert theirs(tokenizer).encode(text).ids == tokenizer.encode(text).tolist() == ids
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -201,10 +172,8 @@ def test_a_written_tokenizer_is_read_with_equal_ids_here_and_by_transformers(tmp
     assert again.separator.tolist() == (ours.separator.tolist() if isinstance(ours, BPETokenizer) else [])
     for text in texts:
         assert again.encode(text).tolist() == ours.encode(text).tolist()
-    for model_type in (None,) if name == "gpt2" else (None, "gpt2", "llama"):  # gpt2 is slow to load
-        loaded = AutoTokenizer.from_pretrained(
-            save(ours, tmp_path, **({"model_type": model_type} if model_type else {}))
-        )
+    for model in ({}, {"model_type": "gpt2"}, {"model_type": "llama"}) if name == "bpe" else (None,):
+        loaded = AutoTokenizer.from_pretrained(save(ours, tmp_path, model))
         assert loaded.is_fast
         assert loaded.eos_token == (SEPARATOR if isinstance(ours, BPETokenizer) else None)
         for text in texts:
@@ -238,27 +207,15 @@ def byte_level(pattern: str | None = None, normalizer: Any = None) -> dict[str, 
     return train(tokenizer, [SEPARATOR], pre_tokenizers.ByteLevel.alphabet())
 
 
-def add(content: dict[str, Any], *tokens: AddedToken) -> dict[str, Any]:
-    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
-    tokenizer.add_tokens(list(tokens))
-    return json.loads(tokenizer.to_str())
-
-
 def qwen() -> dict[str, Any]:
+    """Return one of Qwen's shape, with the template, truncation and padding that Llama 3 has."""
     pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+"
-    added = [AddedToken("<|im_start|>", special=True), AddedToken("<think>", normalized=False), AddedToken("   ")]
-    return add(byte_level(pattern, normalizers.NFC()), *added)
-
-
-def llama3() -> dict[str, Any]:
-    pattern = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-    begin = "<|begin_of_text|>"
-    content = add(byte_level(pattern), AddedToken(begin, special=True))
+    content = byte_level(pattern, normalizers.NFC())
     content["model"]["ignore_merges"] = True
     tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+    begin = "<|im_start|>"
+    added = [AddedToken(begin, special=True), AddedToken("<think>", normalized=False), AddedToken("   ")]
+    tokenizer.add_tokens(added)
     template = processors.TemplateProcessing(f"{begin} $A", special_tokens=[(begin, tokenizer.token_to_id(begin))])
     tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
     tokenizer.enable_truncation(4)
@@ -285,7 +242,6 @@ def sentencepiece(prefix: bool) -> dict[str, Any]:
 CONTENTS: dict[str, Callable[[], dict[str, Any]]] = {
     "gpt2": byte_level,
     "qwen": qwen,
-    "llama3": llama3,
     "llama2": lambda: sentencepiece(True),
     "gemma": lambda: sentencepiece(False),
 }
@@ -305,6 +261,11 @@ def write_folder(folder: Path, content: str, config: Any = None, model: Any = No
     return folder
 
 
+def save(tokenizer: Tokenizer, folder: Path, model: Any = None) -> Path:
+    files = tokenizer_files(tokenizer)
+    return write_folder(folder, json.dumps(files["tokenizer.json"]), files["tokenizer_config.json"], model)
+
+
 @pytest.mark.parametrize("name", CONTENTS)
 def test_ids_and_texts_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     folder, rng = write_folder(tmp_path / name, content_of(name)), random.Random(1)
@@ -319,7 +280,7 @@ def test_ids_and_texts_equal_those_of_transformers(tmp_path: Path, name: str) ->
         if name not in ("qwen", "llama2"):  # which normalize, and start with a space
             assert decoded == text
         drawn = rng.choices(range(ours.vocab_size), k=rng.randrange(1, 9))
-        if name in ("gpt2", "qwen", "llama3"):
+        if name in ("gpt2", "qwen"):
             assert ours.decode(drawn) == reference.decode(drawn, skip_special_tokens=True)
 
 
@@ -328,7 +289,7 @@ def test_a_tokenizer_that_was_read_is_written_as_it_was(tmp_path: Path, name: st
     tokenizer = load_tokenizer(write_folder(tmp_path, content_of(name), {"eos_token": {"content": SEPARATOR}}))
     files = tokenizer_files(tokenizer)
     assert files["tokenizer.json"] == json.loads(content_of(name))
-    assert files["tokenizer_config.json"]["eos_token"] == (SEPARATOR if name in ("gpt2", "qwen", "llama3") else None)
+    assert files["tokenizer_config.json"]["eos_token"] == (SEPARATOR if name in ("gpt2", "qwen") else None)
     again = load_tokenizer(save(tokenizer, tmp_path))
     assert again.to_dict() == tokenizer.to_dict()
     assert from_dict(json.loads(json.dumps(tokenizer.to_dict()))).to_dict() == tokenizer.to_dict()
@@ -358,38 +319,29 @@ def test_the_separator_is_the_end_of_text(tmp_path: Path, config: Any, model: An
 def test_special_tokens_have_no_bytes_and_added_tokens_have_theirs() -> None:
     tokenizer = HuggingFaceTokenizer(content_of("qwen"))
     ids = tokenizers.Tokenizer.from_str(content_of("qwen")).get_vocab()
-    bytes_of = {
-        token: tokenizer.token_bytes[ids[token]] for token in (SEPARATOR, "<|im_start|>", "<think>", "   ", "Ġ")
-    }
-    assert bytes_of == {SEPARATOR: b"", "<|im_start|>": b"", "<think>": b"<think>", "   ": b"   ", "Ġ": b" "}
+    expected = {SEPARATOR: b"", "<|im_start|>": b"", "<think>": b"<think>", "   ": b"   ", "Ġ": b" "}
+    assert {token: tokenizer.token_bytes[ids[token]] for token in expected} == expected
     assert tokenizer.encode("<think>").tolist() == [ids["<think>"]]
 
 
 def test_a_fork_after_encoding_prints_no_warning() -> None:
     """The package tokenizers warns when a process forks after its thread pool has started."""
     code = (
-        "import os, sys; from minigpt.data.tokenizer import HuggingFaceTokenizer; "
-        "tokenizer = HuggingFaceTokenizer(sys.stdin.read()); tokenizer.encode('a b'); "
+        "import os, sys; os.environ.pop('TOKENIZERS_PARALLELISM', None);"
+        "from minigpt.data.tokenizer import HuggingFaceTokenizer;"
+        "tokenizer = HuggingFaceTokenizer(sys.stdin.read()); tokenizer.encode('a b');"
         "print(os.fork() and os.wait() and 1 or tokenizer.encode('a b').tolist())"
     )
-    env = {key: value for key, value in os.environ.items() if key != "TOKENIZERS_PARALLELISM"}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        input=content_of("gpt2"),
-        capture_output=True,
-        encoding="utf-8",
-        env=env,
-        check=True,
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, input=content_of("gpt2"), capture_output=True, encoding="utf-8", check=True)
     assert done.stderr == ""
     assert len(done.stdout.splitlines()) == 2
 
 
 def test_a_checkpoint_has_the_tokenizer_also_of_150000_ids(tmp_path: Path) -> None:
     """Qwen's has as many."""
-    content, halves = json.loads(content_of("qwen")), [f"Ġä¸{i:06}" for i in range(75_000)]
-    content["model"]["vocab"] |= {token: 2000 + i for i, token in enumerate(halves + [f"{half}a" for half in halves])}
-    content["model"]["merges"] += [[half, "a"] for half in halves]
+    content = json.loads(content_of("qwen"))
+    content["model"]["vocab"] |= {f"Ġä¸{i:050}": 2000 + i for i in range(150_000)}
     tokenizer = load_tokenizer(write_folder(tmp_path, json.dumps(content), {"eos_token": SEPARATOR}))
     assert tokenizer.encode("a").dtype == np.uint32
     model = GPT(GPTConfig(vocab_size=tokenizer.vocab_size, block_size=8, n_layer=1, n_head=1, n_embd=1))
@@ -408,49 +360,33 @@ BAD_CHARMAP = {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8AAAAA"
 EXPONENTIAL = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}
 DAMAGED: dict[str, dict[str, Any]] = {
     "no model": {"model": None},
-    "no decoder key": {"decoder": ...},
     "WordPiece": {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}},
     "a list of decoders": {"decoder": {"type": "Sequence", "decoders": [[]]}},
     "a regular expression in the decoder": {
         "decoder": {"type": "Replace", "pattern": {"Regex": "(a|aa)+$"}, "content": "x"},
     },
-    "an unclosed regular expression": {"pre_tokenizer": EXPONENTIAL | {"pattern": {"Regex": "("}}},
     "a regular expression of exponential time": {"pre_tokenizer": EXPONENTIAL},
-    "an empty replaced text": {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": "b"}},
-    "no charmap": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}},
     "a damaged charmap": {"normalizer": BAD_CHARMAP},
     "pieces of length 0": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
     "an empty vocabulary": {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []},
-    "a negative id": {"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}},
-    "an id of 2^32": {"model": {"type": "BPE", "vocab": {"a": 1 << 32}, "merges": []}},
     "an id of 2^32 - 1": {"model": {"type": "BPE", "vocab": {"a": (1 << 32) - 1}, "merges": []}},
-    "merges of other tokens": {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["x y"]}},
     "a prefix of merges, for which the package can abort": {
         "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"], "continuing_subword_prefix": "ééé"},
     },
     "a model without the unknown token": {"model": {"type": "WordLevel", "vocab": {"x": 0}, "unk_token": "[UNK]"}},
-    "another version": {"version": "9"},
-    "a hundred nested normalizers": {"normalizer": ...},
 }
 
 
 @pytest.mark.parametrize("case", DAMAGED)
 def test_a_damaged_tokenizer_is_one_line(case: str) -> None:
     content = json.loads(content_of("gpt2")) | DAMAGED[case]
-    content = {key: value for key, value in content.items() if value is not ...}
-    if "nested" in case:
-        content["normalizer"] = {"type": "NFC"}
-        for _ in range(100):
-            content["normalizer"] = {"type": "Sequence", "normalizers": [content["normalizer"]]}
     with pytest.raises(UserError, match=r"tokenizer\.json") as error:
         HuggingFaceTokenizer(json.dumps(content)).encode("a" * 60 + "b")
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 400
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", "1", '"a"', "[" * 100_000, "{}", '{"decoder": null}', "\udcff"]
-)
+@pytest.mark.parametrize("text", ["", "[]", "null", "[" * 100_000, "{}", "\udcff"])
 def test_a_text_that_is_no_tokenizer_is_one_line(tmp_path: Path, text: str) -> None:
     with pytest.raises(UserError, match="damaged") as error:
         from_dict({"name": "huggingface", "json": text, "separator": None})
@@ -462,8 +398,8 @@ def test_a_text_that_is_no_tokenizer_is_one_line(tmp_path: Path, text: str) -> N
 
 @pytest.mark.parametrize(
     "values",
-    [{}, {"json": None, "separator": None}, {"json": ["a"], "separator": None}, {"json": {}, "separator": 0}]
-    + [{"json": ..., "separator": value} for value in (-1, 10**6, 1 << 70, "0", [0], {}, 0.5)],
+    [{}, {"json": None, "separator": None}, {"json": {}, "separator": 0}]
+    + [{"json": ..., "separator": value} for value in (-1, 1 << 70, "0", [0], 0.5)],
     ids=repr,
 )
 def test_damaged_values_of_a_checkpoint_are_refused(values: dict[str, Any]) -> None:
@@ -479,8 +415,8 @@ def test_a_folder_without_tokenizer_json_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("config", "model"),
-    [(config, {}) for config in ([], None, "x", {"eos_token": 1}, {"eos_token": {"id": 0}})]
-    + [({}, model) for model in ([], {"eos_token_id": {}}, {"eos_token_id": []}, {"eos_token_id": [[]]})],
+    [(config, {}) for config in ([], {"eos_token": 1}, {"eos_token": {"id": 0}})]
+    + [({}, model) for model in ([], {"eos_token_id": {}}, {"eos_token_id": []})],
 )
 def test_a_damaged_end_of_text_is_one_line(tmp_path: Path, config: Any, model: Any) -> None:
     folder = write_folder(tmp_path, content_of("gpt2"), model=model)
