@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from matplotlib import image
+from omegaconf import OmegaConf
 
 from minigpt.runs.history import plot_curves
 from minigpt.runs.metrics_csv import MetricsCSV
@@ -240,3 +241,8 @@ def test_log_lines_are_written_once_if_stderr_is_the_log_file(tmp_path):
     with open(tmp_path / "log.txt", "ab") as file:
         subprocess.run([sys.executable, "-c", program, tmp_path], stderr=file, check=True)
     assert (tmp_path / "log.txt").read_text() == "once\n"
+
+
+def test_a_run_records_its_overrides_without_those_of_hydra(finished):
+    recorded = OmegaConf.load(finished.folder / ".hydra/overrides.yaml")
+    assert recorded == [override for override in finished.overrides if not override.startswith("hydra.")]

@@ -518,9 +518,7 @@ def test_several_sweeps_are_ranked_together_by_all_settings_that_differ(tmp_path
 
 
 def test_unrelated_runs_are_compared_by_their_overrides(tmp_path, table):
-    run_folder(
-        tmp_path / "a", "optimizer.lr=1e-3", "max_steps=20", "+note=", "resume=x", "hydra.run.dir=a", losses=(2.0,)
-    )
+    run_folder(tmp_path / "a", "optimizer.lr=1e-3", "max_steps=20", "+note=", "resume=x", losses=(2.0,))
     run_folder(tmp_path / "b", "model.n_embd=128", "max_steps=20", "+note=", "logger=wandb", losses=(1.0,))
     header, _, *rows = [line.split() for line in table(read_sweep(tmp_path)).splitlines()[2:6]]
     assert header[:4] == ["#", "lr", "n_embd", "val"]
