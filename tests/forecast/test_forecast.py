@@ -226,6 +226,7 @@ BAD_INPUT = {
     "init_from=gpt2 model=pretrained tokenizer=pretrained": "init_from must be null",
     "tokenizer=char": "model.vocab_size must be an integer ≥ 1, got None",
     "model=gpt3": "model=gpt3 does not exist",
+    "max_steps=0": "max_steps must be an integer ≥ 1, got 0",
     "model.n_head=7": "model.n_embd must be divisible by model.n_head=7, got 768",
 }
 
