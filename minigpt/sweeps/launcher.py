@@ -105,6 +105,9 @@ class Launcher(hydra_launcher.Launcher):
     batch: Callable[[], AbstractContextManager[None]] = nullcontext  # the context in which jobs are submitted
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        sweeper, ours = config.hydra.sweeper["_target_"], "hydra_plugins.minigpt_sweeps."
+        advice = "or set hydra/launcher=basic"
+        require("hydra/sweeper", sweeper, lambda name: name.startswith(ours), "grid or optuna", advice)
         self.config = config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:

@@ -387,6 +387,7 @@ BAD_INPUT = {
     "seed=3": "a sweep needs a setting with several values, such as model.n_head=2,4,8",
     "seed=1,2 hydra.launcher.n_jobs=0": "hydra.launcher.n_jobs must be an integer ≥ 1, or null, got 0",
     "seed=1,2 hydra.launcher.threads=-1": "hydra.launcher.threads must be an integer ≥ 1, or null, got -1",
+    "seed=1,2 hydra/sweeper=basic": "hydra/sweeper must be grid or optuna, got hydra._internal",
     "seed=1,2 hydra/launcher=joblab": "hydra/launcher=joblab does not exist (did you mean joblib?)",
     "seed=1,2 hydra/sweeper=optuna hydra.sweeper.n_trials=0": "hydra.sweeper.n_trials must be an integer ≥ 1, got 0",
     "seed=1,2 hydra/sweeper=optuna hydra.sweeper.batch=1.5": "hydra.sweeper.batch must be an integer ≥ 1, got 1.5",
