@@ -1,11 +1,16 @@
-"""Rank the points of a sweep: average over seeds, in a unit that makes the losses comparable."""
+"""Rank the points of a sweep: average over seeds, in a unit that makes the losses comparable, and compare the rows."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite
-from statistics import mean, stdev
+from statistics import mean
 
+import numpy as np
+import numpy.typing as npt
+
+from minigpt.sweeps.comparison import Comparison, compare
+from minigpt.sweeps.prediction import PowerLaw, fit_power_law
 from minigpt.sweeps.results import BITS, NATS, SKIPPED, Point
 
 
@@ -17,12 +22,18 @@ class Row:
         overrides: settings that the points share, without the seed.
         unit: unit of the losses, `NATS` or `BITS`.
         short_names: short name of each setting in which rows differ.
+        interval: half of the 95 % interval of the mean loss over seeds; None if the noise is unknown.
+        difference: from the mean loss of the first row.
+        margin: half of the interval of the difference, which holds for all rows together.
     """
 
     overrides: Mapping[str, str]
     points: Sequence[Point]
     unit: str
     short_names: Mapping[str, str]
+    interval: float | None = None
+    difference: float | None = None
+    margin: float | None = None
 
     @property
     def losses(self) -> list[float]:
@@ -35,15 +46,15 @@ class Row:
         return mean(self.losses) if self.losses else None
 
     @property
-    def spread(self) -> float | None:
-        """Standard deviation of the best losses; None for one seed."""
-        return stdev(self.losses) if len(self.losses) > 1 else None
+    def tied(self) -> bool:
+        """Whether the row is no different from the first row, as far as the noise allows to tell."""
+        return self.margin is not None and abs(self.difference or 0.0) <= self.margin
 
     @property
     def loss_text(self) -> str:
-        """The mean and the standard deviation, such as `1.7000 ± 0.2828`."""
-        spread = "" if self.spread is None else f" ± {self.spread:.4f}"
-        return "–" if self.loss is None else f"{self.loss:.4f}{spread}"
+        """The mean and its 95 % interval, such as `1.7000 ± 0.0183`."""
+        interval = "" if self.interval is None else f" ± {self.interval:.4f}"
+        return "–" if self.loss is None else f"{self.loss:.4f}{interval}"
 
     @property
     def provisional(self) -> bool:
@@ -74,6 +85,10 @@ class Row:
             return None
         return value if isfinite(value) else None
 
+    def value(self, name: str) -> str:
+        """Return the value of a setting as it was written."""
+        return self.overrides.get(name, "default")
+
     def label(self, without: str | None = None) -> str:
         """Return the overrides by short name, except `without`; the folder's name if there are none."""
         values = [f"{self.short_names[name]}={value}" for name, value in self.overrides.items() if name != without]
@@ -83,7 +98,8 @@ class Row:
 def ranked(points: Sequence[Point]) -> list[Row]:
     """Group points by their settings without the seed; return the lowest mean loss first.
 
-    Rows with runs that did not complete come after all others, and rows without a loss last.
+    Rows with runs that did not complete come after all others, and rows without a loss last. All others are compared
+    over the seeds that they share.
     """
     keys = dict.fromkeys(key for point in points for key in point.overrides)
     axes = [key for key in keys if len({point.overrides.get(key) for point in points}) > 1]
@@ -98,7 +114,53 @@ def ranked(points: Sequence[Point]) -> list[Row]:
         values = tuple((name, point.overrides[name]) for name in names if name in point.overrides)
         groups.setdefault(values, []).append(point)
     rows = [Row(dict(values), group, unit, short) for values, group in groups.items()]
-    return sorted(rows, key=lambda row: (row.loss is None, row.provisional, row.loss or 0.0))
+    rows.sort(key=lambda row: (row.loss is None, row.provisional, row.loss or 0.0))
+    complete, comparison = compare_rows(rows)
+    if comparison is not None:
+        columns = [comparison.interval, *comparison.against(0)]
+        for i, (interval, difference, margin) in enumerate(np.stack(columns, 1).tolist()):
+            rows[i] = replace(complete[i], interval=interval, difference=difference, margin=margin)
+    return rows
+
+
+def compare_rows(rows: Sequence[Row]) -> tuple[list[Row], Comparison | None]:
+    """Return the rows whose runs all completed, and their comparison if their seeds allow one."""
+    complete = [row for row in rows if row.losses and not row.provisional]
+    return complete, compare(seed_losses(complete)) if complete else None
+
+
+def seed_losses(rows: Sequence[Row]) -> npt.NDArray[np.float64]:
+    """Return the loss of each row and seed; NaN where there is none.  (R, S)"""
+    runs = {(i, point.seed): point.loss(row.unit) for i, row in enumerate(rows) for point in row.points}
+    seeds = dict.fromkeys(seed for _, seed in runs)
+    return np.array([[runs.get((i, seed)) for seed in seeds] for i in range(len(rows))], dtype=float)  # None is NaN
+
+
+def loss_law(rows: Sequence[Row], cost: str, noise: float) -> PowerLaw | None:
+    """Fit the loss over "params" or "flops", to the best row of each cost; None if the fit says nothing.
+
+    Over FLOPs, rows that another one dominates do not count, and the runs must differ in their length.
+
+    Args:
+        noise: standard deviation of the mean loss of a row.
+    """
+    best: dict[float, float] = {}
+    for row in rows:
+        if (at := row.mean_of(cost)) and row.loss is not None:
+            best[at] = min(row.loss, best.get(at, inf))
+    known = sorted(best.items())
+    if cost == "flops":
+        known = pareto_front(known) if len({row.mean_of("tokens") for row in rows}) > 1 else []
+    return fit_power_law(*np.array(known, dtype=float).reshape(-1, 2).T, noise=noise)
+
+
+def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the (cost, loss) pairs that no other pair dominates, cheapest first."""
+    front: list[tuple[float, float]] = []
+    for cost, loss in sorted(points):
+        if not front or loss < front[-1][1]:
+            front.append((cost, loss))
+    return front
 
 
 def numbers(rows: Iterable[Row], name: str) -> list[float]:

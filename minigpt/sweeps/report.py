@@ -1,4 +1,5 @@
-"""The report of a sweep: a ranked table in the terminal, `sweep.csv`, `sweep.png`, and both on Weights & Biases.
+"""The report of a sweep: sentences and a ranked table in the terminal, `sweep.md`, `sweep.csv`, `sweep.png`, and all on
+Weights & Biases.
 
 It reads run folders only, so it also reports a sweep that is still running. Rich and Matplotlib are imported when they
 are needed. Text from files is sanitized before it reaches a terminal.
@@ -15,18 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from minigpt.runs.run_dir import short_path
+from minigpt.sweeps.answer import answer
 from minigpt.sweeps.ranking import Row, numbers, ranked, short_names
 from minigpt.sweeps.results import BITS, NATS, Point, read_sweep
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write
 from minigpt.utils.terminal import did_you_mean, sanitize_line
 
-TABLE, PLOT = "sweep.csv", "sweep.png"
+TEXT, TABLE, PLOT = "sweep.md", "sweep.csv", "sweep.png"
 _COSTS = ("params", "flops", "tokens_per_second", "seconds")
 
 
 def report(folders: Sequence[Path], *, out: Path | None = None, along: str | None = None) -> None:
-    """Print the table of one or several sweeps, and write `sweep.csv` and `sweep.png`.
+    """Print the answer and the table of one or several sweeps, and write `sweep.md`, `sweep.csv` and `sweep.png`.
 
     Args:
         folders: sweeps, or folders with runs below them.
@@ -41,14 +43,19 @@ def report(folders: Sequence[Path], *, out: Path | None = None, along: str | Non
     only = folders[0].resolve() if len(folders) == 1 else None
     out = out or only or Path.cwd()
     out.mkdir(parents=True, exist_ok=True)
+    title = only.name if only else f"{len(folders)} sweeps"
     write_table(out / TABLE, points)
+    sentences = [*map(sanitize_line, answer(ranked(points)))]
+    write_text(out / TEXT, title, sentences, points)
+    print("\n".join([*sentences, ""]))
     print_table(points)
     from minigpt.sweeps.sweep_plots import sweep_figure
 
-    figure = sweep_figure(points, title=only.name if only else f"{len(folders)} sweeps", along=along)
+    figure = sweep_figure(points, title=title, along=along)
     with atomic_write(out / PLOT) as partial, warnings.catch_warnings(action="ignore", category=UserWarning):
         figure.savefig(partial, dpi=120, format="png")  # warns of characters that the font lacks
-    print(f"table    {_display(out / TABLE)}\nplot     {_display(out / PLOT)}")
+    for name, file in (("answer", TEXT), ("table", TABLE), ("plot", PLOT)):
+        print(f"{name:<8} {_display(out / file)}")
 
 
 def print_table(points: Sequence[Point]) -> None:
@@ -60,18 +67,13 @@ def print_table(points: Sequence[Point]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    rows = ranked(points)
-    best, names = rows[0], rows[0].short_names
-    parent = Path(os.path.commonpath([point.folder.parent for point in points]))
+    rows, header, cells = _table(points)
+    best, parent = rows[0], _parent(points)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    for name in ("#", *names.values(), "val loss", "bits/byte", "params", "status", "folder"):
-        table.add_column(sanitize_line(name), justify="right" if name == "params" else "left", overflow="fold")
-    for rank, row in enumerate(rows, 1):
-        place, params = f"{rank}*" if row.provisional else str(rank), row.mean_of("params")
-        cells = [place if row.losses else "", *(row.overrides.get(name, "default") for name in names)]
-        cells += [_format_loss(row, NATS), _format_loss(row, BITS), "–" if params is None else f"{params:,.0f}"]
-        cells += [row.status, " ".join(str(point.folder.relative_to(parent)) for point in row.points)]
-        table.add_row(*map(sanitize_line, cells), style="dim" if not row.losses else "bold" if row is best else None)
+    for name in header:
+        table.add_column(name, justify="right" if name == "params" else "left", overflow="fold")
+    for row, line in zip(rows, cells, strict=True):
+        table.add_row(*line, style="dim" if not row.losses else "bold" if row is best else None)
     print(f"runs in {_display(parent)}\n")
     width = None if sys.stdout.isatty() else 100_000
     Console(width=width, markup=False, highlight=False, emoji=False).print(table)
@@ -89,11 +91,42 @@ def print_table(points: Sequence[Point]) -> None:
         print(f"best     {loss}: {sanitize_line(best.label())}\nrun      {_display(run.folder)}")
 
 
+def _table(points: Sequence[Point]) -> tuple[list[Row], list[str], list[list[str]]]:
+    """Return the rows, and the header and the cells of their table."""
+    rows, parent = ranked(points), _parent(points)
+    names, compared = rows[0].short_names, any(row.margin for row in rows)
+    differences = ["from the best"] if compared else []
+    header = ["#", *names.values(), "val loss", *differences, "bits/byte", "params", "status", "folder"]
+    cells = []
+    for rank, row in enumerate(rows, 1):
+        place, params = f"{rank}*" if row.provisional else str(rank), row.mean_of("params")
+        line = [place if row.losses else "", *map(row.value, names), _format_loss(row, NATS)]
+        line += [_format_difference(row)] if compared else []
+        line += [_format_loss(row, BITS), "–" if params is None else f"{params:,.0f}", row.status]
+        cells.append([*line, " ".join(str(point.folder.relative_to(parent)) for point in row.points)])
+    return rows, [*map(sanitize_line, header)], [[*map(sanitize_line, line)] for line in cells]
+
+
+def _parent(points: Sequence[Point]) -> Path:
+    return Path(os.path.commonpath([point.folder.parent for point in points]))
+
+
+def write_text(file: Path, title: str, sentences: Sequence[str], points: Sequence[Point]) -> None:
+    """Write `sweep.md`: the sentences of the answer, the plot and the table, in Markdown."""
+    _, header, cells = _table(points)
+    table = [header, ["---"] * len(header), *cells]
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in table]
+    text = [f"# {sanitize_line(title)}", "", *(f"- {sentence}" for sentence in sentences), ""]
+    with atomic_write(file) as partial:
+        text += [f"![the runs of the sweep]({PLOT})", "", *lines, ""]
+        partial.write_text("\n".join(text), encoding="utf-8", errors="backslashreplace")
+
+
 def write_table(file: Path, points: Sequence[Point]) -> None:
-    """Write `sweep.csv`: the ranked table, with losses in both units and their standard deviations over seeds."""
+    """Write `sweep.csv`: the ranked table. Intervals and differences are in the unit of the ranking."""
     rows = ranked(points)
     names = list(rows[0].short_names)
-    losses = ["val_loss", "spread", "val_bits_per_byte", "val_bits_per_byte_spread"]
+    losses = ["val_loss", "val_bits_per_byte", "interval", "difference", "difference_interval", "tied"]
     # File names and JSON may hold lone surrogates, which UTF-8 cannot encode.
     encoding: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
     with atomic_write(file) as partial, open(partial, "w", newline="", **encoding) as opened:
@@ -102,13 +135,14 @@ def write_table(file: Path, points: Sequence[Point]) -> None:
         for rank, row in enumerate(rows, 1):
             nats, bits = (replace(row, unit=unit) for unit in (NATS, BITS))
             cells: list[Any] = [rank if row.losses else "", *(row.overrides.get(name, "") for name in names)]
-            cells += [nats.loss, nats.spread, bits.loss, bits.spread, len(row.losses), *map(row.mean_of, _COSTS)]
+            cells += [nats.loss, bits.loss, row.interval, row.difference, row.margin]
+            cells += [row.tied if row.margin is not None else "", len(row.losses), *map(row.mean_of, _COSTS)]
             cells += [row.status, row.reason, " ".join(str(point.folder) for point in row.points)]
             table.writerow(cells)
 
 
 def publish(folder: Path, wandb_config: Any) -> None:
-    """Log the table and the plot of a sweep, with its `logger.wandb`, as a run of its own in the sweep's W&B group."""
+    """Log the report of a sweep, with its `logger.wandb`, as a run of its own in the sweep's W&B group."""
     from minigpt.runs.wandb_logger import wandb_logger
 
     options: dict[str, Any] = {key: wandb_config[key] for key in ("project", "entity", "timeout")}
@@ -120,7 +154,7 @@ def publish(folder: Path, wandb_config: Any) -> None:
         import wandb
 
         logger.log_metrics({"sweep": wandb.Table(header, rows), "plot": wandb.Image(str(folder / PLOT))})
-        logger.finish({})
+        logger.finish({"answer": "\n".join(map(sanitize_line, answer(ranked(read_sweep(folder)))))})
 
 
 def _full_name(points: Sequence[Point], along: str) -> str:
@@ -135,11 +169,20 @@ def _full_name(points: Sequence[Point], along: str) -> str:
 
 
 def _format_loss(row: Row, unit: str) -> str:
-    """Format the mean loss, its standard deviation and, in the ranking unit, the number of runs."""
-    text, known, runs = replace(row, unit=unit).loss_text, len(row.losses), len(row.points)
-    if unit != row.unit or known == 0 or runs == 1:
-        return text
-    return f"{text} ({known} runs)" if known == runs else f"{text} ({known} of {runs} runs)"
+    """Format the mean loss and, in the unit of the ranking, its interval and the number of runs."""
+    known, runs = len(row.losses), len(row.points)
+    if unit != row.unit:
+        return replace(row, unit=unit, interval=None).loss_text
+    if known == 0 or runs == 1:
+        return row.loss_text
+    return f"{row.loss_text} ({known} runs)" if known == runs else f"{row.loss_text} ({known} of {runs} runs)"
+
+
+def _format_difference(row: Row) -> str:
+    """Format the difference from the best row, such as `+0.0210 ± 0.0183`."""
+    if not row.margin or row.difference is None:
+        return "–"
+    return f"{row.difference:+.4f} ± {row.margin:.4f}{', tied' if row.tied else ''}" if row.difference else "best"
 
 
 def _display(path: Path) -> str:

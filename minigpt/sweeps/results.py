@@ -36,6 +36,8 @@ class Point:
             skipped (the configuration is impossible).
         totals: the `TOTALS` of `summary.json`, or, while it is missing, those of the training so far.
         curve: (tokens, validation loss in nats per token).
+        default_seed: of the run, where it is not swept.
+        corpus: checksum of the text.
     """
 
     folder: Path
@@ -47,6 +49,13 @@ class Point:
     devices: object = 1  # `trainer.devices`
     totals: Mapping[str, float] = field(default_factory=dict)
     curve: Sequence[tuple[int, float]] = ()
+    default_seed: str = ""
+    corpus: str = ""
+
+    @property
+    def seed(self) -> str:
+        """The seed of the run."""
+        return self.overrides.get("seed", self.default_seed)
 
     @property
     def pending(self) -> bool:
@@ -117,9 +126,11 @@ def refresh(point: Point) -> Point:
     status = str(summary.get("status") or (CRASHED if (folder / ".hydra").exists() else WAITING))
     if status != COMPLETED and is_locked(folder):
         status = RUNNING
-    measured, curve = _read_or_warn(_measure, folder / METRICS, ({}, []))
-    totals = {**point.totals, **measured, **_finite(summary)}
-    return replace(point, status=status, reason=str(summary.get("reason") or ""), totals=totals, curve=curve)
+    last, curve = _read_or_warn(_measure, folder / METRICS, ({}, []))
+    totals = {**point.totals, **last, **_finite(summary)}
+    reason, seed, corpus = (str(summary.get(name) or "") for name in ("reason", "seed", "corpus_sha256"))
+    measured = {"totals": totals, "curve": curve, "default_seed": seed, "corpus": corpus}
+    return replace(point, status=status, reason=reason, **measured)
 
 
 def _measure(file: Path) -> tuple[dict[str, float], list[tuple[int, float]]]:

@@ -4,7 +4,7 @@ Text from files goes through `_escape` on its way into a plot.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import inf, nan, prod
 from statistics import median
 from typing import Any
@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
-from minigpt.sweeps.ranking import Row, count_text, numbers, ranked
+from minigpt.sweeps.ranking import Row, compare_rows, count_text, loss_law, numbers, pareto_front, ranked
 from minigpt.sweeps.results import COMPLETED, NATS, Point
 from minigpt.utils.terminal import sanitize_line
 
@@ -38,15 +39,6 @@ def sweep_figure(points: Sequence[Point], *, title: str, along: str | None = Non
     return figure
 
 
-def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the (cost, loss) pairs that no other pair dominates, cheapest first."""
-    front: list[tuple[float, float]] = []
-    for cost, loss in sorted(points):
-        if not front or loss < front[-1][1]:
-            front.append((cost, loss))
-    return front
-
-
 def _plot_swept(panel: Axes, rows: Sequence[Row], along: str | None) -> None:
     """Plot a heat map of two numeric settings, lines over one, or else the best rows by name."""
     values = {name: numbers(rows, name) for name in rows[0].short_names}
@@ -59,7 +51,7 @@ def _plot_swept(panel: Axes, rows: Sequence[Row], along: str | None) -> None:
         _plot_heat_map(panel, rows, *sorted(values, key=lambda name: -len(values[name])))
     else:
         _plot_names(panel, [row for row in rows if row.losses][:MAX_NAMES])
-    seeds = ", mean ± standard deviation over seeds" if any(row.spread is not None for row in rows) else ""
+    seeds = ", mean and 95 % interval over seeds" if any(row.interval is not None for row in rows) else ""
     panel.set_title(f"best validation loss{seeds}")
 
 
@@ -73,26 +65,30 @@ def _plot_heat_map(panel: Axes, rows: Sequence[Row], x: str, y: str) -> None:
         losses[i, j] = row.loss  # NumPy stores None as nan
         text = [row.loss_text.replace(" ", "\n", 1)] if row.losses else []
         text += [_escape(row.status).replace(", ", "\n")] if row.status != COMPLETED else []
+        if row.tied and row is not rows[0]:
+            panel.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, hatch="//", edgecolor="0.5", linewidth=0))
         if len(cells) <= MAX_ANNOTATED:
             panel.text(j, i, "\n".join(text), ha="center", va="center", weight="bold" if row is rows[0] else "normal")
     highest = _highest_converged(losses[np.isfinite(losses)].tolist())
     image = panel.imshow(losses, cmap="viridis_r", alpha=0.5, origin="lower", aspect="auto", vmax=highest)
     panel.set_xticks(range(len(columns)), [f"{value:g}" for value in columns])
     panel.set_yticks(range(len(lines)), [f"{value:g}" for value in lines])
-    panel.set(xlabel=_escape(x), ylabel=_escape(y))
+    panel.set(
+        xlabel=_escape(x) + "  (hatched: tied with the best)" * any(row.tied for row in rows[1:]), ylabel=_escape(y)
+    )
     panel.figure.colorbar(image, ax=panel, label=rows[0].unit)
 
 
 def _plot_lines(panel: Axes, rows: Sequence[Row], along: str) -> None:
     """Plot the loss over one setting, one line per combination of the others, the line of the best run first."""
-    lines: dict[str, list[tuple[float, float, float]]] = {}  # (value, loss, standard deviation)
+    lines: dict[str, list[tuple[float, float, float]]] = {}  # (value, loss, half of its interval)
     for row in rows:
         if row.loss is not None and (value := row.number(along)) is not None:
-            lines.setdefault(row.label(along), []).append((value, row.loss, row.spread or nan))
+            lines.setdefault(row.label(along), []).append((value, row.loss, row.interval or nan))
     for rank, (name, line) in enumerate(lines.items()):
-        xs, losses, spreads = zip(*sorted(line), strict=True)
+        xs, losses, intervals = zip(*sorted(line), strict=True)
         label = _escape(name) if rank < MAX_LABELED and len(lines) > 1 else None
-        panel.errorbar(xs, losses, spreads, label=label, color=_rank_color(rank), marker="o", capsize=3)
+        panel.errorbar(xs, losses, intervals, label=label, color=_rank_color(rank), marker="o", capsize=3)
     panel.set(xlabel=_escape(along), ylabel=f"best validation loss ({rows[0].unit})")
     values = numbers(rows, along)
     if values[0] > 0 and values[-1] >= 10 * values[0]:
@@ -103,7 +99,7 @@ def _plot_lines(panel: Axes, rows: Sequence[Row], along: str) -> None:
 def _plot_names(panel: Axes, rows: Sequence[Row]) -> None:
     """Plot the losses of rows by name."""
     for rank, row in enumerate(rows):
-        panel.errorbar(row.loss or inf, rank, xerr=row.spread, marker="o", capsize=3, color=_rank_color(rank))
+        panel.errorbar(row.loss or inf, rank, xerr=row.interval, marker="o", capsize=3, color=_rank_color(rank))
     panel.set_yticks(range(len(rows)), [f"{_escape(row.label())}   {row.loss:.4f}" for row in rows])
     panel.invert_yaxis()
     panel.set_xlabel(f"best validation loss ({rows[0].unit})")
@@ -131,16 +127,24 @@ def _plot_curves(panel: Axes, rows: Sequence[Row]) -> None:
 def _plot_cost(panel: Axes, rows: Sequence[Row], cost: str, label: str) -> None:
     """Plot the loss over a cost, with the Pareto front."""
     known = [(x, row.loss) for row in rows if row.loss and (x := row.mean_of(cost))]
+    intervals = [row.interval or nan for row in rows if row.loss and row.mean_of(cost)]
     panel.set(xlabel=label, ylabel=f"best validation loss ({rows[0].unit})")
     if not known:
         return
     panel.set_xscale("log")
     panel.xaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter=EngFormatter())
     panel.xaxis.set_minor_formatter(NullFormatter())
-    panel.scatter(*zip(*known, strict=True), alpha=0.6)
+    costs, losses = zip(*known, strict=True)
+    panel.errorbar(costs, losses, intervals, fmt="o", alpha=0.6, capsize=3)
+    complete, comparison = compare_rows(rows)
+    if law := loss_law(complete, cost, comparison.noise_of_means if comparison else 0.0):
+        sizes = np.geomspace(law.sizes[0], law.following, 50)
+        low, middle, high = law.predict(sizes)
+        panel.fill_between(sizes, low, high, color="C0", alpha=0.15, label="fit $E + A x^{-\\alpha}$, 90 % interval")
+        panel.plot(sizes, middle, color="C0", alpha=0.5)
     panel.plot(*zip(*pareto_front(known), strict=True), color="0.2", label="Pareto front")
     panel.plot(*known[0], "*", markersize=15, color="C3", label=f"best {known[0][1]:.4f}")
-    _finish(panel, [loss for _, loss in known], loc="upper right")
+    _finish(panel, losses, loc="upper right")
 
 
 def _finish(panel: Axes, losses: Sequence[float], **legend: Any) -> None:

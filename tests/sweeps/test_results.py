@@ -14,11 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
+from scipy import stats
 
 from minigpt.runs.run_dir import lock_run_dir
+from minigpt.sweeps.ranking import pareto_front
 from minigpt.sweeps.report import print_table, report, write_table
 from minigpt.sweeps.results import NATS, Point, read_sweep, write_plan
-from minigpt.sweeps.sweep_plots import pareto_front, sweep_figure
+from minigpt.sweeps.sweep_plots import sweep_figure
 from minigpt.utils.errors import UserError
 
 TOKENS = 64  # per step
@@ -218,21 +220,34 @@ def test_a_folder_without_runs_is_an_error(tmp_path):
 # Rows and the table.
 
 
+def intervals(losses):
+    """Half of the interval of a mean over seeds, and of a difference of two means; losses (rows, seeds)."""
+    (rows, seeds), of_row, of_seed = losses.shape, losses.mean(1, keepdims=True), losses.mean(0)
+    noise = np.sum((losses - of_row - of_seed + losses.mean()) ** 2) / ((rows - 1) * (seeds - 1))
+    parts = np.array([of_seed.var(ddof=1), (rows - 1) * noise / rows])
+    freedom = parts.sum() ** 2 / np.sum(parts**2 / [seeds - 1, (rows - 1) * (seeds - 1)])
+    margin = stats.studentized_range.ppf(0.975, rows, (rows - 1) * (seeds - 1)) * (noise / seeds) ** 0.5
+    return stats.t.ppf(0.975, max(freedom, 1)) * (parts.sum() / seeds) ** 0.5, margin
+
+
 def test_table_and_csv_rank_rows_by_the_mean_over_seeds(tmp_path, table):
     failed = ("model.n_embd=96", "optimizer.lr=1e-2", "max_steps=20")
     run_folder(grid(tmp_path) / "8", *failed, losses=(), status="failed", reason='out of\n"memory", c')
     output = table(read_sweep(tmp_path))
     header, _, *lines = [" ".join(line.split()) for line in output.splitlines()[2:9]]
-    assert header == "# n_embd lr val loss bits/byte params status folder"  # max_steps is shared
+    assert header == "# n_embd lr val loss from the best bits/byte params status folder"  # max_steps is shared
+    means, interval, margin = (1.7, 2.1, 2.6, 3.5), *intervals(np.array([(1.5, 1.9), (2.0, 2.2), (2.5, 2.7), (3, 4)]))
+    texts = [f"{mean:.4f} ± {interval:.4f} (2 runs)" for mean in means]
+    differences = [f"+{mean - 1.7:.4f} ± {margin:.4f}" for mean in means]
     assert lines == [
-        "1 64 1e-3 1.7000 ± 0.2828 (2 runs) 0.8500 ± 0.1414 6,400 completed 4 5",
-        "2 32 1e-3 2.1000 ± 0.1414 (2 runs) 1.0500 ± 0.0707 3,200 completed 0 1",
-        "3 32 1e-2 2.6000 ± 0.1414 (2 runs) 1.3000 ± 0.0707 3,200 completed 2 3",
-        "4 64 1e-2 3.5000 ± 0.7071 (2 runs) 1.7500 ± 0.3536 6,400 completed 6 7",
-        "96 1e-2 – – 1,000 failed 8",
+        f"1 64 1e-3 {texts[0]} – 0.8500 6,400 completed 4 5",
+        f"2 32 1e-3 {texts[1]} {differences[1]}, tied 1.0500 3,200 completed 0 1",
+        f"3 32 1e-2 {texts[2]} {differences[2]}, tied 1.3000 3,200 completed 2 3",
+        f"4 64 1e-2 {texts[3]} {differences[3]} 1.7500 6,400 completed 6 7",
+        "96 1e-2 – – – 1,000 failed 8",
     ]
     assert '\nn_embd=96, lr=1e-2: failed: out of "memory", c\n' in output
-    assert "best     1.7000 ± 0.2828 (2 runs): n_embd=64, lr=1e-3\n" in output
+    assert f"best     {texts[0]}: n_embd=64, lr=1e-3\n" in output
     assert output.count(str(tmp_path)) == 2  # once for all folders, once for the best
 
     write_table(tmp_path / "table.csv", read_sweep(tmp_path))
@@ -242,8 +257,12 @@ def test_table_and_csv_rank_rows_by_the_mean_over_seeds(tmp_path, table):
         *(("1", "64", "1e-3", "2"), ("2", "32", "1e-3", "2"), ("3", "32", "1e-2", "2"), ("4", "64", "1e-2", "2")),
     ]
     found = np.array([(1.5, 1.9), (2.0, 2.2), (2.5, 2.7), (3.0, 4.0)])
-    expected = {"val_loss": found.mean(1), "spread": found.std(1, ddof=1)}
-    expected |= {"val_bits_per_byte": found.mean(1) / 2, "val_bits_per_byte_spread": found.std(1, ddof=1) / 2}
+    expected = {"val_loss": found.mean(1), "val_bits_per_byte": found.mean(1) / 2}
+    expected |= {
+        "interval": [interval] * 4,
+        "difference": found.mean(1) - 1.7,
+        "difference_interval": [0, *[margin] * 3],
+    }
     for name, values in expected.items():
         assert [float(row[name]) for row in rows] == pytest.approx(values)
     assert float(rows[0]["flops"]) == pytest.approx(6 * 6400 * 20 * TOKENS)
@@ -301,17 +320,17 @@ def test_a_row_whose_runs_did_not_all_complete_is_marked_and_does_not_win(table)
     ]
     output = table(points)
     assert [" ".join(line.split()).split(" –")[0] for line in output.splitlines()[4:11]] == [
-        "1 completed 3.1000 ± 0.1000 (3 runs)",
+        "1 completed 3.1000 (3 runs)",
         "2 repeated 4.0000 (1 of 2 runs)",
-        "3* running 1.8000 ± 0.1000 (3 runs)",
-        "4* failed 2.0500 ± 0.0707 (2 of 3 runs)",
+        "3* running 1.8000 (3 runs)",
+        "4* failed 2.0500 (2 of 3 runs)",
         "5* waiting 2.5000 (1 of 3 runs)",
-        "6* unknown 2.7000 ± 0.0000 (2 of 3 runs)",
+        "6* unknown 2.7000 (2 of 3 runs)",
         "diverged",
     ]
     assert "2 completed, 1 failed" in output
     assert output.count("* provisional, because not all runs completed") == 1
-    assert "best     3.1000 ± 0.1000 (3 runs): lr=completed\n" in output
+    assert "best     3.1000 (3 runs): lr=completed\n" in output
     assert "provisional" not in table(points[:3])
     assert "\n1* 2.0500" in re.sub(" +", " ", table(points[3:6]))  # also where no row has completed
 
@@ -385,7 +404,7 @@ def test_two_numeric_settings_are_a_heat_map_with_the_best_cell_in_bold():
     assert [text.get_text() for text in panel.texts if text.get_weight() == "bold"] == ["0.2000"]
 
 
-def test_one_numeric_setting_is_a_line_with_the_spread_over_seeds():
+def test_one_numeric_setting_is_a_line_with_the_interval_over_seeds():
 
     def loss(rate, seed):
         return 1 + abs(math.log10(float(rate)) + 3) + int(seed) / 10
@@ -397,7 +416,8 @@ def test_one_numeric_setting_is_a_line_with_the_spread_over_seeds():
     assert panel.get_xlabel() == "optimizer.lr"
     line, _, (bars,) = panel.containers[0]
     np.testing.assert_allclose(line.get_xydata(), [[1e-4, 2.2], [1e-3, 1.2], [1e-2, 2.2]])
-    np.testing.assert_allclose([np.ptp(bar[:, 1]) for bar in bars.get_segments()], 2 * 0.1)
+    interval = stats.t.ppf(0.975, 2) * 0.1 / 3**0.5  # rows differ by their settings alone
+    np.testing.assert_allclose([np.ptp(bar[:, 1]) for bar in bars.get_segments()], 2 * interval)
 
 
 def test_along_a_setting_there_is_a_line_per_combination_of_the_others_best_first():
@@ -440,7 +460,7 @@ def test_loss_over_cost_has_the_pareto_front():
         (front,) = [line for line in panel.lines if line.get_label() == "Pareto front"]
         np.testing.assert_allclose(front.get_xdata(), [factor * float(size) for size in sizes])
         np.testing.assert_allclose(front.get_ydata(), [loss(size, 0) for size in sizes])
-        assert legend(panel) == ["Pareto front", f"best {loss('300000', 0):.4f}"]
+        assert legend(panel)[-2:] == ["Pareto front", f"best {loss('300000', 0):.4f}"]
         assert panel.get_xscale() == "log"
 
 
@@ -485,7 +505,7 @@ def test_a_report_writes_into_the_folder_and_prints_the_paths(tmp_path, monkeypa
     before = {path.name for path in grid(tmp_path / "sweep").iterdir()}
     (tmp_path / "latest").symlink_to("sweep")
     report([Path("latest")])
-    assert {path.name for path in (tmp_path / "sweep").iterdir()} - before == {"sweep.csv", "sweep.png"}
+    assert {path.name for path in (tmp_path / "sweep").iterdir()} - before == {"sweep.csv", "sweep.md", "sweep.png"}
     assert capsys.readouterr().out.endswith("table    sweep/sweep.csv\nplot     sweep/sweep.png\n")
 
 
@@ -496,7 +516,7 @@ def test_a_report_to_another_folder_does_not_change_the_sweep(tmp_path):
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "sweep").iterdir()}
     report([tmp_path / "sweep"], out=tmp_path / "a/b")
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "sweep").iterdir()} == before
-    assert sorted(path.name for path in (tmp_path / "a/b").iterdir()) == ["sweep.csv", "sweep.png"]
+    assert sorted(path.name for path in (tmp_path / "a/b").iterdir()) == ["sweep.csv", "sweep.md", "sweep.png"]
 
 
 @pytest.mark.usefixtures("no_plot")
@@ -514,7 +534,7 @@ def test_several_sweeps_are_ranked_together_by_all_settings_that_differ(tmp_path
         ("2", "default", "default", "0.1", "1.5000", "c/0"),
         ("3", "1", "2", "default", "2.0000", "a/0"),
     ]
-    assert sorted(path.name for path in Path.cwd().iterdir()) == ["sweep.csv", "sweep.png"]
+    assert sorted(path.name for path in Path.cwd().iterdir()) == ["sweep.csv", "sweep.md", "sweep.png"]
 
 
 def test_unrelated_runs_are_compared_by_their_overrides(tmp_path, table):
@@ -549,7 +569,7 @@ def test_a_failed_plot_leaves_the_previous_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         report([tmp_path])
     assert (tmp_path / "sweep.png").read_text() == "before"
-    assert {path.name for path in tmp_path.iterdir()} == {"0", "sweep.csv", "sweep.png"}
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "sweep.csv", "sweep.md", "sweep.png"}
 
 
 def test_the_script_reports_the_latest_sweep(tmp_path, call):

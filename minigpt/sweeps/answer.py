@@ -1,0 +1,226 @@
+"""What a sweep shows, in a few plain sentences: what matters, what is noise, and what to run next."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from minigpt.sweeps.comparison import FAMILY_ERROR, Array, Comparison, shares
+from minigpt.sweeps.next_run import extend, minutes, next_run, run_config
+from minigpt.sweeps.prediction import extrapolate_seconds
+from minigpt.sweeps.ranking import Row, compare_rows, count_text, loss_law, numbers, seed_losses
+from minigpt.sweeps.results import COMPLETED, SKIPPED, Point
+
+MAX_EXCEPTIONS = 2  # to a sentence about a setting
+_SEEDS = 3
+
+
+def answer(rows: Sequence[Row]) -> list[str]:
+    """Return what the rows of `ranked` show, the most important first."""
+    points = [point for row in rows for point in row.points]
+    complete, comparison = compare_rows(rows)
+    told = list(_incomplete(points))
+    if not complete:
+        return ["No run has completed with a loss, so nothing can be compared.", *told]
+    if len({point.corpus for point in points if point.corpus}) > 1:
+        return ["The runs have different texts, so their losses tell nothing about the other settings.", *told]
+    noise = 0.0 if comparison is None else comparison.noise_of_means
+    told += [*_size_law(complete, noise), *filter(None, [next_run(complete, noise)])]
+    if comparison is None or len(complete) == 1:
+        return [*_unknown_noise(complete), *told]
+    grid = Grid.of(complete)
+    described = _settings(grid, comparison) if grid else ()
+    return [_best(complete), *described, *_late(complete), *_one_rate(complete), *told]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Rows that are all combinations of the values of K settings.
+
+    Args:
+        levels: the values of each setting, in order.
+        places: index of the value of each setting in each row.  (R, K)
+    """
+
+    rows: Sequence[Row]
+    levels: dict[str, list[str]]
+    places: Array
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> "Grid | None":
+        """Return the grid of rows; None if combinations are missing."""
+        levels = {}
+        for name in rows[0].short_names:
+            values = list(dict.fromkeys(row.value(name) for row in rows))
+            levels[name] = sorted(values, key=float) if len(numbers(rows, name)) == len(values) else values
+        levels = {name: values for name, values in levels.items() if len(values) > 1}
+        places = np.array([[values.index(row.value(name)) for name, values in levels.items()] for row in rows])
+        full = len(rows) > 1 and len(rows) == prod(map(len, levels.values()))
+        return cls(rows, levels, places) if full else None
+
+    def losses(self) -> Array:
+        """Return the losses of all runs; NaN where a row lacks a seed.  (*levels, S)"""
+        by_row = seed_losses(self.rows)
+        cells = np.empty((*map(len, self.levels.values()), by_row.shape[1]))
+        cells[tuple(self.places.T)] = by_row
+        return cells
+
+
+def _best(rows: Sequence[Row]) -> str:
+    best, tied = rows[0], [row for row in rows[1:] if row.tied]
+    seeds = f"{len(best.losses)} seeds" if len(best.losses) > 1 else "1 seed"
+    text = f"The lowest loss is {best.loss_text} {best.unit}: {best.label()} ({seeds})."
+    if not tied:
+        return f"{text} All {len(rows) - 1} other rows are worse by more than the noise."
+    cheapest = min(tied, key=lambda row: row.mean_of("flops") or np.inf)
+    part = (cheapest.mean_of("flops") or np.inf) / (best.mean_of("flops") or np.inf)
+    cheaper = f", one of them with {100 * part:.0f} % of the FLOPs: {cheapest.label()}" if part < 0.9 else ""
+    return f"{text} {len(tied)} of the {len(rows) - 1} other rows {'is' if len(tied) == 1 else 'are'} tied{cheaper}."
+
+
+def _settings(grid: Grid, comparison: Comparison) -> Iterator[str]:
+    """Describe each setting of a grid, those with the largest share of the variance first, and what is left."""
+    losses, names = grid.losses(), list(grid.levels)
+    share: Any = shares(losses) if np.isfinite(losses).all() else None
+    order = range(len(names)) if share is None else np.argsort(-share[: len(names), 0])
+    for k in order:
+        yield _setting(grid, comparison, int(k), "" if share is None else f", {_percent(share[k])}")
+    if share is not None:
+        interaction = f", and the interaction of settings is {_percent(share[-2])}" if len(names) > 1 else ""
+        least = comparison.against(0)[1].max()
+        text = f"The noise between seeds is {_percent(share[-1])}{interaction}"
+        yield f"{text}; rows that differ by less than {least:.4f} are not told apart."
+
+
+def _setting(grid: Grid, comparison: Comparison, k: int, share: str) -> str:
+    """Describe a setting by the mean losses of its values, and by the rows in which it is otherwise."""
+    name, values = list(grid.levels.items())[k]
+    short, n = grid.rows[0].short_names[name], len(values)
+    member = (grid.places[:, k] == np.arange(n)[:, None]).astype(float)  # (values, R)
+    weights = member / member.sum(1, keepdims=True)
+    best = int(np.argmin(weights @ comparison.means))
+    contrasts = weights - weights[best]
+    worse_by, margin = contrasts @ comparison.means, comparison.margin(contrasts, n, FAMILY_ERROR / len(grid.levels))
+    worse = [i for i in np.argsort(worse_by) if worse_by[i] > margin[i]]
+    tied = [values[i] for i in range(n) if i not in worse]
+    if not worse:
+        text = (
+            f"{short} does not matter beyond the noise{share}: {_listed(values)} differ by at most {margin.max():.4f}"
+        )
+    else:
+        near = worse[0]
+        text = f"{short} matters{share}: {values[best]} is better than {values[near]} by "
+        text += f"{worse_by[near]:.4f} ± {margin[near]:.4f}"
+        text += f"; {_listed(tied)} are tied" if len(tied) > 1 else ""
+        ends = {0: "smallest", n - 1: "largest"} if len(numbers(grid.rows, name)) == n and len(tied) == 1 else {}
+        beyond = best in ends and float(values[best]) != 0
+        text += f"; it is the {ends[best]} value, so the best may lie beyond" if beyond else ""
+    exceptions = _exceptions(grid, comparison, k, best if worse else None)
+    return f"{text}; but {_listed(exceptions)}." if exceptions else f"{text}."
+
+
+def _exceptions(grid: Grid, comparison: Comparison, k: int, best: int | None) -> list[str]:
+    """Return in which rows the values of a setting differ although they do not on average, or the other way."""
+    (name, values), others = list(grid.levels.items())[k], np.delete(grid.places, k, 1)
+    found = []
+    for place in np.unique(others, axis=0) if others.shape[1] else ():
+        rows = np.flatnonzero((others == place).all(1))
+        low = rows[np.argmin(comparison.means[rows])]
+        usual = rows[np.argmax(comparison.means[rows])] if best is None else rows[grid.places[rows, k] == best][0]
+        contrast = np.zeros((1, len(grid.rows)))
+        contrast[0, usual] += 1
+        contrast[0, low] -= 1
+        worse_by, margin = float(contrast[0] @ comparison.means), float(comparison.margin(contrast, len(grid.rows))[0])
+        if worse_by > margin:
+            where = grid.rows[low].label(name)
+            pair = f"{values[int(grid.places[usual, k])]} is worse than {values[int(grid.places[low, k])]}"
+            found.append((worse_by, f"at {where}, {pair} by {worse_by:.4f} ± {margin:.4f}"))
+    found.sort(reverse=True)
+    more = [f"{len(found) - MAX_EXCEPTIONS} more such cases"] if len(found) > MAX_EXCEPTIONS else []
+    return [text for _, text in found[:MAX_EXCEPTIONS]] + more
+
+
+def _late(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield which row would be the best if all continued to fall as in the last third of their training."""
+    falls = [(row, fall) for row in rows if (fall := _last_fall(row)) is not None]
+    if len(falls) > 1 and falls[0][0] is rows[0]:
+        fastest, fall = min(falls, key=lambda pair: (pair[0].loss or np.inf) - pair[1])
+        if fastest is not rows[0] and not fastest.tied:
+            yield (
+                f"{fastest.label()} was still falling faster: by {fall:.4f} in the last third of its training, the "
+                f"best row by {falls[0][1]:.4f}; longer runs may rank it first."
+            )
+
+
+def _last_fall(row: Row) -> float | None:
+    """Return by how much the loss fell in the last third of the training, in nats per token, mean over seeds."""
+    falls = []
+    for point in row.points:
+        if len(point.curve) > 2:
+            tokens, losses = np.array(point.curve).T
+            falls.append(np.interp(tokens[-1] * 2 / 3, tokens, losses) - losses[-1])
+    return float(np.mean(falls)) if falls else None
+
+
+def _one_rate(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield that AdamW has one learning rate at all widths, where the model has no parametrization that allows it."""
+    names, config = rows[0].short_names, run_config(rows[0])
+    optimizer, model = config.get("optimizer", {}), config.get("model", {})
+    adamw = str(optimizer.get("_target_", "")).endswith("adamw") and model.get("parametrization") == "standard"
+    if len(numbers(rows, "model.n_embd")) > 1 and not {"optimizer.lr", "optimizer"} & {*names} and adamw:
+        yield (
+            f"All widths have the learning rate {optimizer['lr']}, but the best one falls with the width: sweep "
+            "optimizer.lr too, or set model.parametrization=mup."
+        )
+
+
+def _incomplete(points: Sequence[Point]) -> Iterator[str]:
+    counts = Counter(point.status for point in points if point.status not in (COMPLETED, SKIPPED))
+    if counts:
+        yield f"Of {len(points)} runs, {count_text(counts)}: rows without all their runs are not compared."
+    if missing := sum(point.status == COMPLETED and not point.totals.get("best_val_loss") for point in points):
+        yield f"{missing} completed runs have no finite loss."
+
+
+def _unknown_noise(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield why noise and effects cannot be told apart, and the command that adds two seeds to the best rows."""
+    best = f"The lowest loss is {rows[0].loss_text} {rows[0].unit}: {rows[0].label()}."
+    if len(rows) == 1:
+        yield f"{best} There is no other row to compare it with."
+        return
+    if any(len(row.losses) > 1 for row in rows):
+        yield f"{best} Rows do not share their seeds, so noise and effects cannot be told apart; add seed=1,2,3."
+        return
+    yield f"{best} Every row has one seed, so noise and effects cannot be told apart."
+    names = list(rows[0].short_names)
+    values = {name: dict.fromkeys(row.value(name) for row in rows[:3]) for name in names}
+    first = rows[0].points[0].seed
+    seeds = ",".join(str(int(first) + i) for i in range(_SEEDS)) if first.isdecimal() else "1,2,3"
+    if text := extend(rows, {name: ",".join(each) for name, each in values.items()}, seeds):
+        runs = (_SEEDS - 1) * prod(map(len, values.values()))
+        yield f"Add two seeds to the best rows ({runs} runs): {text}"
+
+
+def _size_law(rows: Sequence[Row], noise: float) -> Iterator[str]:
+    """Yield the loss of the next size, if the fit says something about it."""
+    if law := loss_law(rows, "params", noise):
+        size = law.following
+        low, middle, high = law.predict(np.array([size]))[:, 0]
+        known = np.array([(row.mean_of("params"), row.mean_of("seconds")) for row in rows], dtype=float)
+        seconds = extrapolate_seconds(np.log(known[:, :1]), known[:, 1], np.log([[size]]))[0]
+        yield (
+            f"By the fit over {len(law.sizes)} sizes, {size:,.0f} parameters would reach {middle:.4f} ({low:.4f} to "
+            f"{high:.4f} with 90 %) in {minutes(seconds)}, with {16 * size / 1e6:,.0f} MB of weights, gradients and "
+            "moments."
+        )
+
+
+def _percent(share: Array) -> str:
+    return "{:.0f} % of the variance ({:.0f} to {:.0f} %)".format(*100 * share)
+
+
+def _listed(parts: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))

@@ -1,0 +1,100 @@
+"""The run that is most worth its time next, and commands that add runs to a sweep."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
+from math import gcd
+from typing import Any
+
+import numpy as np
+import yaml  # a dependency of Hydra
+
+from minigpt.config import GPTConfig
+from minigpt.runs.run_dir import PLAN, command, short_path
+from minigpt.sweeps.prediction import expected_improvement, extrapolate_seconds
+from minigpt.sweeps.ranking import Row, numbers
+from minigpt.utils.errors import UserError
+
+_LOG_RATIO = 3.9  # values that span at least this ratio are compared by their logarithms
+
+
+def next_run(rows: Sequence[Row], noise: float) -> str:
+    """Return a sentence with the run of the highest expected improvement per minute; empty if none can be proposed.
+
+    A candidate differs from the best row in one setting, whose value is beyond all others or between two.
+
+    Args:
+        noise: standard deviation of the mean loss of a row.
+    """
+    best, axes = rows[0], {name: values for name in rows[0].short_names if len(values := numbers(rows, name)) > 1}
+    known = [[*map(row.number, axes), row.loss, row.mean_of("seconds")] for row in rows]
+    changes = [(name, value) for name in axes for value in _neighbors(best, name, axes[name])]
+    if len(rows) < 3 or not changes or any(value is None for values in known for value in values):
+        return ""
+    table = np.array(known, dtype=float)
+    settings, losses, seconds = table[:, :-2], table[:, -2], table[:, -1]
+    wanted = np.array([[value if name == each else best.number(each) for each in axes] for name, value in changes])
+    logs = [_is_log(values) for values in axes.values()]
+    for array in (settings, wanted):
+        array[:, logs] = np.log(array[:, logs])
+    low, high = settings.min(0), settings.max(0)
+    settings, wanted = (settings - low) / (high - low), (wanted - low) / (high - low)
+    gain = expected_improvement(settings, losses, noise, wanted)
+    duration = extrapolate_seconds(settings, seconds, wanted)
+    pick = int(np.argmax(gain / duration))
+    if gain[pick] < max(noise / 2, 1e-4):
+        return "No change of one setting is expected to lower the loss by more than the noise."
+    name, value = changes[pick][0], f"{changes[pick][1]:g}"
+    text = f"Next run: {best.short_names[name]}={value} is expected to lower the best loss by {gain[pick]:.4f} in "
+    changed = {each: best.value(each) for each in best.short_names} | {name: value}
+    extended = extend(rows, changed, ",".join(dict.fromkeys(point.seed for point in best.points)))
+    return text + f"{minutes(duration[pick])} per seed" + (f": {extended}" if extended else ".")
+
+
+def _neighbors(row: Row, name: str, values: Sequence[float]) -> Iterator[float]:
+    """Yield possible values of a setting next to that of a row: between two, or beyond the last."""
+    geometric, i = _is_log(values), values.index(row.number(name) or 0.0)
+    between: Callable[..., float] = (lambda a, b: (a * b) ** 0.5) if geometric else (lambda a, b: (a + b) / 2)
+    beyond: Callable[..., float] = (lambda a, b: b * min(max(b / a, 0.5), 2)) if geometric else (lambda a, b: 2 * b - a)
+    found = [between(*values[j : j + 2]) for j in (i - 1, i) if 0 <= j < len(values) - 1]
+    found += [beyond(values[-2], values[-1])] if i == len(values) - 1 else []
+    found += [beyond(values[1], values[0])] if i == 0 else []
+    step = reduce(gcd, map(int, values)) if all(value.is_integer() for value in values) else 0
+    model = run_config(row).get("model")
+    for value in found:
+        value = step * round(value / step) if step else float(f"{value:.3g}")
+        if value in values or value < 0 or (value == 0 and geometric):
+            continue
+        if name.startswith("model.") and model:
+            try:
+                GPTConfig.from_dict({**model, name.removeprefix("model."): value, "vocab_size": 1})
+            except UserError:
+                continue
+        yield value
+
+
+def extend(rows: Sequence[Row], values: Mapping[str, str], seeds: str) -> str:
+    """Return the command that adds points to the sweep of the rows; empty for runs that are not those of a sweep."""
+    folder, *others = {point.folder.parent for row in rows for point in row.points}
+    if others or not (folder / PLAN).exists():
+        return ""
+    settings = {**rows[0].points[0].overrides, **values, "seed": seeds}
+    given = [f"{name}={value}" for name, value in settings.items()]
+    return command("train", "-m", *given, f"hydra.sweep.dir={short_path(folder)}", "resume=auto")
+
+
+def run_config(row: Row) -> dict[str, Any]:
+    """Return the configuration of a run of a row; empty if it is not readable."""
+    try:
+        found = yaml.safe_load((row.points[0].folder / ".hydra" / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def minutes(seconds: float) -> str:
+    """Return a duration such as `14 minutes`."""
+    return f"about {seconds:.0f} s" if seconds < 90 else f"about {seconds / 60:.0f} minutes"
+
+
+def _is_log(values: Sequence[float]) -> bool:
+    return values[0] > 0 and values[-1] >= _LOG_RATIO * values[0]

@@ -1,0 +1,119 @@
+"""Comparisons between rows: against paired t-tests, and on synthetic sweeps with known effects."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from minigpt.sweeps.comparison import FAMILY_ERROR, compare, shares
+
+NOISE = 0.01
+
+
+def synthetic(rng: np.random.Generator, means: np.ndarray, *, seeds: int = 3, of_seed: float = NOISE) -> np.ndarray:
+    """Losses of a grid: means, an effect of each seed, and noise.  (*means.shape, seeds)"""
+    effects = rng.normal(size=seeds) * of_seed
+    return 2 + means[..., None] + effects + rng.normal(size=(*means.shape, seeds)) * NOISE
+
+
+def claims(losses: np.ndarray) -> np.ndarray:
+    """Which rows are told apart from the best one."""
+    comparison = compare(losses)
+    assert comparison is not None
+    difference, margin = comparison.against(int(np.argmin(comparison.means)))
+    return difference > margin
+
+
+def test_two_rows_are_compared_as_by_a_paired_t_test() -> None:
+    losses = synthetic(np.random.default_rng(0), np.array([0.0, 0.02]), seeds=5)
+    comparison = compare(losses)
+    assert comparison is not None
+    difference, margin = comparison.against(0)
+    expected = stats.ttest_rel(losses[1], losses[0]).confidence_interval(1 - FAMILY_ERROR)
+    assert (difference[1] - margin[1], difference[1] + margin[1]) == pytest.approx(tuple(expected), rel=1e-6)
+    assert (difference[0], margin[0]) == (0, 0)
+
+
+def test_the_interval_of_one_row_is_that_of_a_t_test() -> None:
+    losses = np.array([[2.0, 2.1, 2.4]])
+    comparison = compare(losses)
+    assert comparison is not None
+    low, high = stats.ttest_1samp(losses[0], 0).confidence_interval(0.95)
+    assert (comparison.means[0], comparison.interval[0]) == pytest.approx((losses.mean(), (high - low) / 2))
+
+
+@pytest.mark.parametrize("of_seed", [0, 3 * NOISE])
+def test_of_2000_sweeps_without_an_effect_at_most_5_percent_claim_a_difference(of_seed: float) -> None:
+    rng = np.random.default_rng(1)
+    found = [claims(synthetic(rng, np.zeros(9), of_seed=of_seed)).any() for _ in range(2000)]
+    assert 0.005 < np.mean(found) <= 0.05
+
+
+def test_the_same_holds_where_only_some_rows_have_all_seeds() -> None:
+    rng = np.random.default_rng(2)
+    found = []
+    for _ in range(2000):
+        losses = synthetic(rng, np.zeros(9))
+        losses[4:, 1:] = np.nan
+        found.append(claims(losses).any())
+    assert 0.005 < np.mean(found) <= 0.05
+
+
+def test_a_difference_of_six_times_the_noise_is_found_in_95_percent() -> None:
+    """As docs/sweeps.md says, for nine rows with three seeds."""
+    rng = np.random.default_rng(3)
+    means = np.array([0, *[6 * NOISE] * 8])
+    found = np.array([claims(synthetic(rng, means)) for _ in range(1000)])
+    assert found[:, 1:].mean() > 0.95
+    assert not found[:, 0].any()
+
+
+def test_the_interval_of_a_mean_covers_it_in_95_percent() -> None:
+    rng = np.random.default_rng(4)
+    covered = []
+    for _ in range(1000):
+        comparison = compare(synthetic(rng, np.zeros(6)))
+        assert comparison is not None
+        covered.append(abs(comparison.means - 2) < comparison.interval)
+    assert 0.92 < np.mean(covered) < 0.98
+
+
+def test_missing_runs_do_not_bias_a_row_towards_its_seeds() -> None:
+    losses = np.array([[2.0, 2.5, 3.0], [2.1, np.nan, 3.1], [2.2, 2.7, 3.2]])  # seeds differ much more than rows
+    comparison = compare(losses)
+    assert comparison is not None
+    assert comparison.means == pytest.approx([2.5, 2.6, 2.7])
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [[2.0], [2.1]],  # one seed
+        [[2.0, 2.1, np.nan, np.nan], [np.nan, np.nan, 2.0, 2.2]],  # no seed in common
+        [[2.0, 2.1], [2.2, np.nan]],  # nothing left to estimate the noise from
+    ],
+)
+def test_without_an_estimate_of_the_noise_there_is_no_comparison(losses: list[list[float]]) -> None:
+    assert compare(np.array(losses)) is None
+
+
+A, B = np.array([0, 0.05, 0.1]), np.array([0, 0, 0.02])
+TRUE = {
+    "two effects": lambda: A[:, None] + B,
+    "an interaction": lambda: A[:, None] * B / 0.02 * 0.3 + A[:, None],
+    "none": lambda: np.zeros((3, 3)),
+}
+
+
+@pytest.mark.parametrize("means", TRUE.values(), ids=TRUE)
+def test_shares_recover_those_that_the_losses_were_made_with(means: Callable[[], np.ndarray]) -> None:
+    cells = means()
+    rows, columns = (cells.mean(axis, keepdims=True) - cells.mean() for axis in (1, 0))
+    rest = cells - cells.mean() - rows - columns
+    true = np.array([(rows**2).mean(), (columns**2).mean(), (rest**2).mean(), 2 * NOISE**2])
+    true /= true.sum()
+    rng = np.random.default_rng(5)
+    found = np.array([shares(synthetic(rng, cells)) for _ in range(200)])  # (200, 4, 3)
+    assert found[..., 0].mean(0) == pytest.approx(true, abs=0.06)  # an estimate is not negative
+    assert (((found[..., 1] <= true + 1e-9) & (true - 1e-9 <= found[..., 2])).mean(0) >= 0.9).all()
