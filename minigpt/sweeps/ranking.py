@@ -151,7 +151,8 @@ def loss_law(rows: Sequence[Row], cost: str, noise: float) -> PowerLaw | None:
     known = sorted(best.items())
     if cost == "flops":
         known = pareto_front(known) if len({row.mean_of("tokens") for row in rows}) > 1 else []
-    return fit_power_law(*np.array(known, dtype=float).reshape(-1, 2).T, noise=noise)
+    sizes, losses = np.array(known, dtype=float).reshape(-1, 2).T
+    return fit_power_law(sizes, losses, noise)
 
 
 def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
