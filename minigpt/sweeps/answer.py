@@ -106,24 +106,26 @@ def _setting(grid: Grid, comparison: Comparison, k: int, share: str) -> str:
     worse_by, margin = contrasts @ comparison.means, comparison.margin(contrasts, n, FAMILY_ERROR / len(grid.levels))
     worse = [i for i in np.argsort(worse_by) if worse_by[i] > margin[i]]
     tied = [values[i] for i in range(n) if i not in worse]
+    places, n_places = _exceptions(grid, comparison, k, None), len(grid.rows) // n
+    if 0 < len(places) < n_places / 2:
+        return f"{short} matters in places{share}: {_some(places)}; elsewhere its values are not told apart."
     if not worse:
         text = (
             f"{short} does not matter beyond the noise{share}: {_listed(values)} differ by at most {margin.max():.4f}"
         )
     else:
-        near = worse[0]
+        near, places = worse[0], _exceptions(grid, comparison, k, best)
         text = f"{short} matters{share}: {values[best]} is better than {values[near]} by "
         text += f"{worse_by[near]:.4f} ± {margin[near]:.4f}"
         text += f"; {_listed(tied)} are tied" if len(tied) > 1 else ""
         ends = {0: "smallest", n - 1: "largest"} if len(numbers(grid.rows, name)) == n and len(tied) == 1 else {}
         beyond = best in ends and float(values[best]) != 0
         text += f"; it is the {ends[best]} value, so the best may lie beyond" if beyond else ""
-    exceptions = _exceptions(grid, comparison, k, best if worse else None)
-    return f"{text}; but {_listed(exceptions)}." if exceptions else f"{text}."
+    return f"{text}; but {_some(places)}." if places else f"{text}."
 
 
 def _exceptions(grid: Grid, comparison: Comparison, k: int, best: int | None) -> list[str]:
-    """Return in which rows the values of a setting differ although they do not on average, or the other way."""
+    """Return at which values of the other settings those of one differ, or, given the best, another one is better."""
     (name, values), others = list(grid.levels.items())[k], np.delete(grid.places, k, 1)
     found = []
     for place in np.unique(others, axis=0) if others.shape[1] else ():
@@ -138,9 +140,7 @@ def _exceptions(grid: Grid, comparison: Comparison, k: int, best: int | None) ->
             where = grid.rows[low].label(name)
             pair = f"{values[int(grid.places[usual, k])]} is worse than {values[int(grid.places[low, k])]}"
             found.append((worse_by, f"at {where}, {pair} by {worse_by:.4f} ± {margin:.4f}"))
-    found.sort(reverse=True)
-    more = [f"{len(found) - MAX_EXCEPTIONS} more such cases"] if len(found) > MAX_EXCEPTIONS else []
-    return [text for _, text in found[:MAX_EXCEPTIONS]] + more
+    return [text for _, text in sorted(found, reverse=True)]
 
 
 def _late(rows: Sequence[Row]) -> Iterator[str]:
@@ -182,7 +182,7 @@ def _incomplete(points: Sequence[Point]) -> Iterator[str]:
     if counts:
         yield f"Of {len(points)} runs, {count_text(counts)}: rows without all their runs are not compared."
     if missing := sum(point.status == COMPLETED and not point.totals.get("best_val_loss") for point in points):
-        yield f"{missing} completed runs have no finite loss."
+        yield f"{missing} completed {'run has' if missing == 1 else 'runs have'} no finite loss."
 
 
 def _unknown_noise(rows: Sequence[Row]) -> Iterator[str]:
@@ -220,6 +220,11 @@ def _size_law(rows: Sequence[Row], noise: float) -> Iterator[str]:
 
 def _percent(share: Array) -> str:
     return "{:.0f} % of the variance ({:.0f} to {:.0f} %)".format(*100 * share)
+
+
+def _some(parts: Sequence[str]) -> str:
+    more = [f"in {len(parts) - MAX_EXCEPTIONS} more places"] if len(parts) > MAX_EXCEPTIONS else []
+    return _listed([*parts[:MAX_EXCEPTIONS], *more])
 
 
 def _listed(parts: Sequence[str]) -> str:

@@ -1,0 +1,246 @@
+"""The sentences of a sweep: each where it holds, and not where it does not."""
+
+import itertools
+import json
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minigpt.sweeps.answer import answer
+from minigpt.sweeps.ranking import ranked
+from minigpt.sweeps.results import Point
+
+NOISE = 0.01
+WIDTHS, HEADS, SEEDS = ("64", "128", "256"), ("2", "4", "8"), ("1", "2", "3")
+GRID = {"model.n_embd": WIDTHS, "model.n_head": HEADS}
+
+
+def sweep(
+    loss: Callable[..., float],
+    axes: Mapping[str, Sequence[str]] = GRID,
+    seeds: Sequence[str] = SEEDS,
+    *,
+    noise: float = NOISE,
+    rng: int = 0,
+    folder: Path = Path("sweep"),
+    **totals: Callable[..., float],
+) -> list[Point]:
+    """Points of a grid; `loss` and `totals` are functions of the values as numbers."""
+    normal, points = np.random.default_rng(rng).normal, []
+    for values in itertools.product(*axes.values()):
+        numbers = [float(value) if value[0].isdigit() else value for value in values]
+        for seed in seeds:
+            found = loss(*numbers) + noise * normal()
+            overrides = {**dict(zip(axes, values, strict=True)), "seed": seed}
+            known = {"best_val_loss": found, "best_val_bits_per_byte": found}
+            known |= {name: of(*numbers) for name, of in totals.items()}
+            curve = [(t, found + (1 - t / 300)) for t in (100, 200, 300)]
+            points.append(Point(folder / str(len(points)), overrides, "completed", totals=known, curve=curve))
+    return points
+
+
+def told(points: Sequence[Point]) -> str:
+    return "\n".join(answer(ranked(points)))
+
+
+def by_width(width: float, heads: float) -> float:
+    return {64: 2.2, 128: 2.1, 256: 2.0}[width]
+
+
+def no_effect(*values: float) -> float:
+    return 2.0
+
+
+def test_a_setting_matters_or_does_not() -> None:
+    text = told(sweep(by_width))
+    found = re.search(
+        r"n_embd matters, \d+ % of the variance \(\d+ to \d+ %\): 256 is better than 128 by ([\d.]+)", text
+    )
+    assert found
+    assert float(found[1]) == pytest.approx(0.1, abs=0.02)
+    assert "n_head does not matter beyond the noise" in text
+    assert " but at " not in text
+    other_way = told(sweep(lambda width, heads: by_width({2: 64, 4: 128, 8: 256}[heads], 0)))
+    assert "n_head matters" in other_way
+    assert "n_embd does not matter" in other_way
+
+
+def test_of_500_sweeps_without_an_effect_at_most_5_percent_claim_that_something_matters() -> None:
+    claims = [" matters" in (text := told(sweep(no_effect, rng=i))) or "is worse than" in text for i in range(500)]
+    assert sum(claims) <= 0.05 * len(claims)
+
+
+def test_an_effect_in_a_part_of_the_grid_is_an_exception() -> None:
+    text = told(sweep(lambda width, heads: by_width(width, 0) + (0.06 if (width, heads) == (64, 8) else 0)))
+    (sentence,) = [line for line in text.splitlines() if line.startswith("n_head")]
+    assert sentence.startswith("n_head matters in places")
+    assert re.search(
+        r": at n_embd=64, 8 is worse than [24] by 0\.0\d+ ± 0\.0\d+; elsewhere its values are not", sentence
+    )
+    assert "at n_embd=128" not in text
+    crossed = told(sweep(lambda width, heads: 2 + 0.1 * abs((width > 100) - (heads > 3))))
+    assert re.search(r"at n_embd=64, [48] is worse than 2 by", crossed)
+    assert re.search(r"n_head matters, .*: [48] is better than 2 by .*; but at n_embd=64", crossed)
+
+
+def test_the_best_row_and_what_is_tied_with_it() -> None:
+    """The cheapest of the tied rows is named only if it is cheaper."""
+    text = told(sweep(by_width, flops=lambda width, heads: 1e9))
+    assert re.search(
+        r"The lowest loss is (?:1\.99|2\.00)\d\d ± 0\.0\d+ nats per token: n_embd=256, n_head=\d \(3 seeds\)\.", text
+    )
+    assert "2 of the 8 other rows are tied." in text
+    text = told(sweep(no_effect, flops=lambda width, heads: width * heads))
+    assert re.search(
+        r"8 of the 8 other rows are tied, one of them with \d+ % of the FLOPs: n_embd=64, n_head=2\.", text
+    )
+    text = told(sweep(lambda width, heads: 2 + width / 100 + heads))
+    assert "All 8 other rows are worse by more than the noise." in text
+
+
+def test_the_best_value_is_at_the_edge_or_on_a_plateau() -> None:
+    assert "it is the largest value, so the best may lie beyond" in told(sweep(by_width))
+    assert "it is the smallest value" in told(sweep(lambda width, heads: 2 + width / 1000))
+    inside = told(sweep(lambda width, heads: 2 + 0.1 * (width != 128)))
+    assert "128 is better than" in inside
+    assert "beyond" not in inside.replace("beyond the noise", "")
+    plateau = told(sweep(lambda width, heads: 2 + 0.1 * (width == 64)))
+    assert "128 and 256 are tied" in plateau
+    assert "the best may lie beyond" not in plateau
+    zero = told(sweep(lambda dropout: 2 + dropout, {"model.dropout": ("0", "0.1", "0.2")}))
+    assert "dropout matters" in zero
+    assert "beyond" not in zero
+
+
+def test_the_noise_and_the_interaction_have_their_shares() -> None:
+    assert re.search(r"interaction of settings is [0-2] % of the variance", told(sweep(by_width)))
+    crossed = told(sweep(lambda width, heads: 2 + 0.05 * ((width == 64) == (heads == 2))))
+    assert re.search(r"interaction of settings is [3-9]\d % of the variance", crossed)
+    found = re.search(r"rows that differ by less than (0\.\d+) are not told apart", crossed)
+    assert found
+    assert 4 * NOISE / 3**0.5 < float(found[1]) < 8 * NOISE / 3**0.5
+
+
+def test_a_row_that_fell_faster_at_its_end_may_win_a_longer_run() -> None:
+    def falling(fall: float) -> str:
+        points = sweep(by_width)
+        slow = [
+            replace(point, curve=[(t, loss + fall * (300 - t) / 100) for t, loss in point.curve])
+            if point.overrides["model.n_embd"] == "64"
+            else point
+            for point in points
+        ]
+        return told(slow)
+
+    assert re.search(r"n_embd=64, n_head=\d was still falling faster: by 1\.\d+ in the last third", falling(1.0))
+    assert "falling" not in falling(0.05)
+
+
+def test_one_learning_rate_for_all_widths_without_mup(tmp_path: Path) -> None:
+    def text(axes: Mapping[str, Sequence[str]] = GRID, **config: Any) -> str:
+        points = sweep(no_effect, axes, folder=tmp_path)
+        config = {"optimizer": {"_target_": "minigpt.optim.adamw", "lr": 0.003}, **config}
+        for point in points:
+            (point.folder / ".hydra").mkdir(parents=True, exist_ok=True)
+            (point.folder / ".hydra" / "config.yaml").write_text(json.dumps(config))
+        return told(points)
+
+    warning = "All widths have the learning rate 0.003"
+    assert warning in text(model={"parametrization": "standard"})
+    assert warning not in text(model={"parametrization": "mup"})
+    muon = {"_target_": "minigpt.optim.muon", "lr": 0.003}
+    assert warning not in text(model={"parametrization": "standard"}, optimizer=muon)
+    standard = {"parametrization": "standard"}
+    assert warning not in text({"model.n_embd": WIDTHS, "optimizer.lr": ("1e-3", "3e-3")}, model=standard)
+    assert warning not in text({"model.n_head": HEADS}, model=standard)
+
+
+def test_with_one_seed_it_says_so_and_gives_the_command_that_adds_two(tmp_path: Path) -> None:
+    points = sweep(by_width, seeds=("7",), folder=tmp_path)
+    points = [replace(point, overrides={**point.overrides, "max_steps": "300"}) for point in points]
+    (tmp_path / "sweep.json").write_text("{}")
+    text = told(points)
+    assert "Every row has one seed, so noise and effects cannot be told apart." in text
+    assert "matters" not in text
+    found = re.search(r"Add two seeds to the best rows \((\d+) runs\): (.*)", text)
+    assert found
+    words = shlex.split(found[2])
+    assert words[2:4] == ["-m", "max_steps=300"] or "max_steps=300" in words
+    assert {"seed=7,8,9", f"hydra.sweep.dir={tmp_path}", "resume=auto"} <= {*words}
+    given = dict(word.split("=", 1) for word in words if word.startswith("model."))
+    best = ranked(points)[0].overrides
+    assert all(best[name] in values.split(",") for name, values in given.items())
+    rows = len(given["model.n_embd"].split(",")) * len(given["model.n_head"].split(","))
+    assert int(found[1]) == 2 * rows
+    assert rows >= 3
+
+
+def test_what_cannot_be_told_is_said() -> None:
+    points = sweep(by_width)
+    assert "There is no other row to compare it with." in told(points[:3])
+    assert told([replace(point, totals={}) for point in points]).startswith("No run has completed with a loss")
+    failed = [*points[:-1], replace(points[-1], status="failed", totals={})]
+    text = told(failed)
+    assert "Of 27 runs, 1 failed: rows without all their runs are not compared." in text
+    assert "n_embd matters" not in text  # a combination is missing
+    assert "tied" in text
+    assert "Of 27 runs" not in told(points)
+    nan = told([*points[:-1], replace(points[-1], totals={})])
+    assert "1 completed run has no finite loss." in nan
+    texts = [replace(point, corpus=point.overrides["seed"]) for point in points]
+    assert "different texts" in told(texts)
+    apart = [point for i, point in enumerate(points) if (i // 3 < 4) == (point.overrides["seed"] == "1")]
+    assert "do not share their seeds" in told(apart)
+
+
+SIZES = {"model.n_layer": ("1", "2", "4", "8", "16")}
+
+
+def size(layers: float) -> float:
+    return 1e5 * layers
+
+
+def test_the_loss_of_the_next_size_is_predicted_if_the_fit_says_something() -> None:
+    def law(layers: float) -> float:
+        return 1.5 + 20 * size(layers) ** -0.3
+
+    text = told(sweep(law, SIZES, noise=0.002, params=size, seconds=lambda layers: 60 * layers))
+    found = re.search(r"fit over 5 sizes, 3,200,000 parameters would reach (\S+) \((\S+) to (\S+) with 90 %\)", text)
+    assert found
+    predicted, low, high = map(float, found.groups())
+    assert low < law(32) < high
+    assert predicted == pytest.approx(law(32), abs=0.02)
+    assert "in about 32 minutes, with 51 MB" in text
+    vague = told(sweep(lambda layers: 2.0, SIZES, noise=0.05, params=size, seconds=size))
+    assert "By the fit" not in vague
+    few = {"model.n_layer": ("1", "2", "4")}
+    assert "By the fit" not in told(sweep(law, few, noise=0.002, params=size, seconds=size))
+
+
+def test_the_next_run_lowers_the_loss_for_its_time(tmp_path: Path) -> None:
+    """Toward lower losses, where a step costs nothing; the cheaper of two equal ones; none on a plateau."""
+    (tmp_path / "sweep.json").write_text("{}")
+
+    def text(loss: Callable[..., float], seconds: Callable[..., float] = lambda *_: 60.0) -> str:
+        axes = {"optimizer.lr": ("1e-3", "2e-3", "4e-3"), "optimizer.adam_lr": ("1e-3", "2e-3", "4e-3")}
+        return told(sweep(loss, axes, noise=1e-3, folder=tmp_path, seconds=seconds))
+
+    def falling(a: float, b: float) -> float:
+        return 2 - 0.1 * np.log2(a / 1e-3) - 0.1 * np.log2(b / 1e-3)
+
+    toward = text(lambda a, b: falling(a, 1e-3))
+    assert re.search(
+        r"Next run: lr=0\.008 is expected to lower the best loss by 0\.\d+ in about 60 s per seed: ", toward
+    )
+    assert "optimizer.lr=0.008" in toward
+    assert "seed=1,2,3" in toward
+    assert "Next run: lr=" in text(falling, lambda a, b: 60 * (b / 1e-3) ** 2)
+    assert "Next run: adam_lr=" in text(falling, lambda a, b: 60 * (a / 1e-3) ** 2)
+    flat = text(lambda a, b: 2 + 0.5 * abs(np.log2(a / 2e-3)) + 0.5 * abs(np.log2(b / 2e-3)))
+    assert "Next run" not in flat or "0.0014" in flat or "0.00283" in flat
