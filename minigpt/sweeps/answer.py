@@ -1,21 +1,25 @@
 """What a sweep shows, in a few plain sentences: what matters, what is noise, and what to run next."""
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from minigpt.sweeps.comparison import FAMILY_ERROR, Array, Comparison, shares
-from minigpt.sweeps.next_run import extend, minutes, next_run, run_config
+from minigpt.sweeps.next_run import extend, is_log, minutes, next_run, run_config
 from minigpt.sweeps.prediction import extrapolate_seconds
 from minigpt.sweeps.ranking import Row, compare_rows, count_text, loss_law, numbers, seed_losses
 from minigpt.sweeps.results import COMPLETED, SKIPPED, Point
 
 MAX_EXCEPTIONS = 2  # to a sentence about a setting
+MIN_IMPORTANCE_ROWS = 10
 _SEEDS = 3
+_IMPORTANCE_RESAMPLES = 20
 
 
 def answer(rows: Sequence[Row]) -> list[str]:
@@ -30,9 +34,9 @@ def answer(rows: Sequence[Row]) -> list[str]:
     noise = 0.0 if comparison is None else comparison.noise_of_means
     told += [*_size_law(complete, noise), *filter(None, [next_run(complete, noise)])]
     if comparison is None or len(complete) == 1:
-        return [*_unknown_noise(complete), *told]
+        return [*_unknown_noise(complete), *([] if Grid.of(complete) else _importances(complete)), *told]
     grid = Grid.of(complete)
-    described = _settings(grid, comparison) if grid else ()
+    described = _settings(grid, comparison) if grid else _importances(complete)
     return [_best(complete), *described, *_late(complete), *_one_rate(complete), *told]
 
 
@@ -141,6 +145,45 @@ def _exceptions(grid: Grid, comparison: Comparison, k: int, best: int | None) ->
             pair = f"{values[int(grid.places[usual, k])]} is worse than {values[int(grid.places[low, k])]}"
             found.append((worse_by, f"at {where}, {pair} by {worse_by:.4f} ± {margin:.4f}"))
     return [text for _, text in sorted(found, reverse=True)]
+
+
+def _importances(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the importances of settings that optuna computes for a search, with their spread over resamples.
+
+    Source: PED-ANOVA (Watanabe et al., 2023, https://arxiv.org/abs/2304.10255).
+    """
+    if len(rows) < MIN_IMPORTANCE_ROWS or not find_spec("optuna"):
+        return
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    distributions: dict[str, Any] = {}
+    for name in rows[0].short_names:
+        values, texts = numbers(rows, name), sorted({row.value(name) for row in rows})
+        if all(row.number(name) is not None for row in rows) and len(values) > 1:
+            distributions[name] = optuna.distributions.FloatDistribution(values[0], values[-1], log=is_log(values))
+        elif len(texts) > 1:
+            distributions[name] = optuna.distributions.CategoricalDistribution(texts)
+    numeric = {name for name, of in distributions.items() if hasattr(of, "log")}
+    trials = [
+        optuna.trial.create_trial(
+            params={name: row.number(name) if name in numeric else row.value(name) for name in distributions},
+            distributions=distributions,
+            value=row.loss,
+        )
+        for row in rows
+    ]
+    rng, found = np.random.default_rng(0), []
+    with warnings.catch_warnings(action="ignore"):  # the evaluator is experimental
+        evaluator = optuna.importance.PedAnovaImportanceEvaluator()
+        for _ in range(_IMPORTANCE_RESAMPLES):
+            study = optuna.create_study()
+            study.add_trials([trials[i] for i in rng.integers(0, len(trials), len(trials))])
+            found.append(optuna.importance.get_param_importances(study, evaluator=evaluator))
+    spread = {name: np.percentile([each[name] for each in found], [50, 5, 95]) for name in distributions}
+    ordered = sorted(spread.items(), key=lambda pair: -pair[1][0])
+    texts = [f"{rows[0].short_names[name]} {mid:.2f} ({low:.2f} to {high:.2f})" for name, (mid, low, high) in ordered]
+    yield f"Importances by optuna, with 90 % of resamples: {_listed(texts)}."
 
 
 def _late(rows: Sequence[Row]) -> Iterator[str]:

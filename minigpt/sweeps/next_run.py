@@ -33,7 +33,7 @@ def next_run(rows: Sequence[Row], noise: float) -> str:
     table = np.array(known, dtype=float)
     settings, losses, seconds = table[:, :-2], table[:, -2], table[:, -1]
     wanted = np.array([[value if name == each else best.number(each) for each in axes] for name, value in changes])
-    logs = [_is_log(values) for values in axes.values()]
+    logs = [is_log(values) for values in axes.values()]
     for array in (settings, wanted):
         array[:, logs] = np.log(array[:, logs])
     low, high = settings.min(0), settings.max(0)
@@ -52,7 +52,7 @@ def next_run(rows: Sequence[Row], noise: float) -> str:
 
 def _neighbors(row: Row, name: str, values: Sequence[float]) -> Iterator[float]:
     """Yield possible values of a setting next to that of a row: between two, or beyond the last."""
-    geometric, i = _is_log(values), values.index(row.number(name) or 0.0)
+    geometric, i = is_log(values), values.index(row.number(name) or 0.0)
     between: Callable[..., float] = (lambda a, b: (a * b) ** 0.5) if geometric else (lambda a, b: (a + b) / 2)
     beyond: Callable[..., float] = (lambda a, b: b * min(max(b / a, 0.5), 2)) if geometric else (lambda a, b: 2 * b - a)
     found = [between(*values[j : j + 2]) for j in (i - 1, i) if 0 <= j < len(values) - 1]
@@ -96,5 +96,6 @@ def minutes(seconds: float) -> str:
     return f"about {seconds:.0f} s" if seconds < 90 else f"about {seconds / 60:.0f} minutes"
 
 
-def _is_log(values: Sequence[float]) -> bool:
+def is_log(values: Sequence[float]) -> bool:
+    """Return whether ordered values are compared by their logarithms: they span a large ratio."""
     return values[0] > 0 and values[-1] >= _LOG_RATIO * values[0]
