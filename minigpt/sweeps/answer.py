@@ -75,7 +75,7 @@ class Grid:
 
 def _best(rows: Sequence[Row]) -> str:
     best, tied = rows[0], [row for row in rows[1:] if row.tied]
-    seeds = f"{len(best.losses)} seeds" if len(best.losses) > 1 else "1 seed"
+    seeds = "1 seed" if len(best.losses) == 1 else f"{len(best.losses)} seeds"
     text = f"The lowest loss is {best.loss_text} {best.unit}: {best.label()} ({seeds})."
     if not tied:
         return f"{text} All {len(rows) - 1} other rows are worse by more than the noise."
@@ -114,9 +114,7 @@ def _setting(grid: Grid, comparison: Comparison, k: int, share: str) -> str:
     if 0 < len(places) < n_places / 2:
         return f"{short} matters in places{share}: {_some(places)}; elsewhere its values are not told apart."
     if not worse:
-        text = (
-            f"{short} does not matter beyond the noise{share}: {_listed(values)} differ by at most {margin.max():.4f}"
-        )
+        text = f"{short} does not matter beyond the noise{share}: {_listed(values)} are tied (± {margin.max():.4f})"
     else:
         near, places = worse[0], _exceptions(grid, comparison, k, best)
         text = f"{short} matters{share}: {values[best]} is better than {values[near]} by "
