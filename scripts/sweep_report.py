@@ -1,4 +1,4 @@
-"""Report a sweep: print the ranked table, and write sweep.csv and sweep.png."""
+"""Report a sweep: print the ranked table, and write sweep.csv, sweep.png and sweep.html."""
 
 import argparse
 from pathlib import Path

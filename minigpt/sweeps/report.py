@@ -1,7 +1,7 @@
-"""The report of a sweep: a ranked table in the terminal, `sweep.csv`, `sweep.png`, and both on Weights & Biases.
+"""The report of a sweep: a ranked table in the terminal, `sweep.csv`, `sweep.png`, `sweep.html`, and Weights & Biases.
 
-It reads run folders only, so it also reports a sweep that is still running. Rich and Matplotlib are imported when they
-are needed. Text from files is sanitized before it reaches a terminal.
+It reads run folders only, so it also reports a sweep that is still running. Rich, Matplotlib and Altair are imported
+when they are needed. Text from files is sanitized before it reaches a terminal.
 """
 
 import csv
@@ -19,14 +19,15 @@ from minigpt.sweeps.ranking import Row, numbers, ranked, short_names
 from minigpt.sweeps.results import BITS, NATS, Point, read_sweep
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write
+from minigpt.utils.scripts import import_extra
 from minigpt.utils.terminal import did_you_mean, sanitize_line
 
-TABLE, PLOT = "sweep.csv", "sweep.png"
+TABLE, PLOT, PAGE = "sweep.csv", "sweep.png", "sweep.html"
 _COSTS = ("params", "flops", "tokens_per_second", "seconds")
 
 
 def report(folders: Sequence[Path], *, out: Path | None = None, along: str | None = None) -> None:
-    """Print the table of one or several sweeps, and write `sweep.csv` and `sweep.png`.
+    """Print the table of one or several sweeps, and write `sweep.csv`, `sweep.png` and, with Altair, `sweep.html`.
 
     Args:
         folders: sweeps, or folders with runs below them.
@@ -45,10 +46,16 @@ def report(folders: Sequence[Path], *, out: Path | None = None, along: str | Non
     print_table(points)
     from minigpt.sweeps.sweep_plots import sweep_figure
 
-    figure = sweep_figure(points, title=only.name if only else f"{len(folders)} sweeps", along=along)
+    title = only.name if only else f"{len(folders)} sweeps"
+    figure = sweep_figure(points, title=title, along=along)
     with atomic_write(out / PLOT) as partial, warnings.catch_warnings(action="ignore", category=UserWarning):
         figure.savefig(partial, dpi=120, format="png")  # warns of characters that the font lacks
     print(f"table    {_display(out / TABLE)}\nplot     {_display(out / PLOT)}")
+    try:
+        write_page(out / PAGE, points, title=title)
+        print(f"page     {_display(out / PAGE)}")
+    except UserError as error:  # a package is not installed
+        print(f"page     {error}")
 
 
 def print_table(points: Sequence[Point]) -> None:
@@ -107,8 +114,18 @@ def write_table(file: Path, points: Sequence[Point]) -> None:
             table.writerow(cells)
 
 
+def write_page(file: Path, points: Sequence[Point], *, title: str) -> None:
+    """Write `sweep.html`; raise UserError if Altair or vl-convert is not installed."""
+    for package in ("altair", "vl_convert"):
+        import_extra(package, PAGE, "sweep")
+    from minigpt.sweeps.sweep_page import sweep_page
+
+    with atomic_write(file) as partial:
+        partial.write_text(sweep_page(points, title=title), encoding="utf-8", newline="\n")
+
+
 def publish(folder: Path, wandb_config: Any) -> None:
-    """Log the table and the plot of a sweep, with its `logger.wandb`, as a run of its own in the sweep's W&B group."""
+    """Log table, plot and page of a sweep, with its `logger.wandb`, as a run of its own in the sweep's W&B group."""
     from minigpt.runs.wandb_logger import wandb_logger
 
     options: dict[str, Any] = {key: wandb_config[key] for key in ("project", "entity", "timeout")}
@@ -119,7 +136,9 @@ def publish(folder: Path, wandb_config: Any) -> None:
     if logger:  # on rank 0
         import wandb
 
-        logger.log_metrics({"sweep": wandb.Table(header, rows), "plot": wandb.Image(str(folder / PLOT))})
+        page = {"page": wandb.Html(str(folder / PAGE), inject=False)} if (folder / PAGE).exists() else {}
+        plot = wandb.Image(str(folder / PLOT))
+        logger.log_metrics({"sweep": wandb.Table(header, rows), "plot": plot, **page})
         logger.finish({})
 
 
