@@ -1,4 +1,4 @@
-"""Report a sweep: print the answer and the ranked table, and write sweep.md, sweep.csv and sweep.png."""
+"""Report a sweep: print the answer and the ranked table, and write them, the plot and the page."""
 
 import argparse
 from pathlib import Path

@@ -69,7 +69,7 @@ def _plot_heat_map(panel: Axes, rows: Sequence[Row], x: str, y: str) -> None:
             panel.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, hatch="//", edgecolor="0.5", linewidth=0))
         if len(cells) <= MAX_ANNOTATED:
             panel.text(j, i, "\n".join(text), ha="center", va="center", weight="bold" if row is rows[0] else "normal")
-    highest = _highest_converged(losses[np.isfinite(losses)].tolist())
+    highest = highest_converged(losses[np.isfinite(losses)].tolist())
     image = panel.imshow(losses, cmap="viridis_r", alpha=0.5, origin="lower", aspect="auto", vmax=highest)
     panel.set_xticks(range(len(columns)), [f"{value:g}" for value in columns])
     panel.set_yticks(range(len(lines)), [f"{value:g}" for value in lines])
@@ -149,7 +149,7 @@ def _plot_cost(panel: Axes, rows: Sequence[Row], cost: str, label: str) -> None:
 
 def _finish(panel: Axes, losses: Sequence[float], **legend: Any) -> None:
     """Add a grid and a legend (beside the panel), and limit the y axis to the losses of runs that did not diverge."""
-    highest = _highest_converged(losses) if losses else inf
+    highest = highest_converged(losses) if losses else inf
     if above := sum(loss > highest for loss in losses):
         margin = 0.05 * (highest - min(losses))
         panel.set_ylim(min(losses) - margin, highest + margin)
@@ -159,7 +159,7 @@ def _finish(panel: Axes, losses: Sequence[float], **legend: Any) -> None:
         panel.legend(fontsize=8, **(legend or {"loc": "upper left", "bbox_to_anchor": (1, 1)}))
 
 
-def _highest_converged(losses: Sequence[float]) -> float:
+def highest_converged(losses: Sequence[float]) -> float:
     """Return the highest loss that is at most 5 times as far from the best as the median."""
     best = min(losses)
     return max(loss for loss in losses if loss <= best + 5 * (median(losses) - best))

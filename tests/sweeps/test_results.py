@@ -24,6 +24,7 @@ from minigpt.sweeps.sweep_plots import sweep_figure
 from minigpt.utils.errors import UserError
 
 TOKENS = 64  # per step
+FILES = {"sweep.csv", "sweep.html", "sweep.md", "sweep.png"}
 ESCAPE = "\x1b[31m"
 
 
@@ -88,7 +89,8 @@ def table(capsys):
 
 @pytest.fixture
 def no_plot(monkeypatch):
-    """Write a word instead of the plot, which takes a second."""
+    """Write a word instead of the plot and of the page, which take seconds."""
+    monkeypatch.setattr("minigpt.sweeps.sweep_page.sweep_page", lambda points, title: "page")
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: Path(path).write_text("plot"))
 
 
@@ -505,8 +507,20 @@ def test_a_report_writes_into_the_folder_and_prints_the_paths(tmp_path, monkeypa
     before = {path.name for path in grid(tmp_path / "sweep").iterdir()}
     (tmp_path / "latest").symlink_to("sweep")
     report([Path("latest")])
-    assert {path.name for path in (tmp_path / "sweep").iterdir()} - before == {"sweep.csv", "sweep.md", "sweep.png"}
-    assert capsys.readouterr().out.endswith("table    sweep/sweep.csv\nplot     sweep/sweep.png\n")
+    assert {path.name for path in (tmp_path / "sweep").iterdir()} - before == FILES
+    paths = "table    sweep/sweep.csv\nplot     sweep/sweep.png\npage     sweep/sweep.html\n"
+    assert capsys.readouterr().out.endswith(paths)
+    assert (tmp_path / "sweep/sweep.html").read_text() == "page"
+
+
+@pytest.mark.usefixtures("no_plot")
+@pytest.mark.parametrize("package", ["altair", "vl_convert"])
+def test_a_report_without_altair_names_the_command_that_installs_it(tmp_path, monkeypatch, capsys, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    report([grid(tmp_path / "sweep")])
+    line = f'page     sweep.html needs {package}; pip install -e ".[sweep]" -c constraints.txt'
+    assert capsys.readouterr().out.splitlines()[-1] == line
+    assert not (tmp_path / "sweep/sweep.html").exists()
 
 
 @pytest.mark.usefixtures("no_plot")
@@ -516,7 +530,7 @@ def test_a_report_to_another_folder_does_not_change_the_sweep(tmp_path):
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "sweep").iterdir()}
     report([tmp_path / "sweep"], out=tmp_path / "a/b")
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "sweep").iterdir()} == before
-    assert sorted(path.name for path in (tmp_path / "a/b").iterdir()) == ["sweep.csv", "sweep.md", "sweep.png"]
+    assert sorted(path.name for path in (tmp_path / "a/b").iterdir()) == sorted(FILES)
 
 
 @pytest.mark.usefixtures("no_plot")
@@ -534,7 +548,7 @@ def test_several_sweeps_are_ranked_together_by_all_settings_that_differ(tmp_path
         ("2", "default", "default", "0.1", "1.5000", "c/0"),
         ("3", "1", "2", "default", "2.0000", "a/0"),
     ]
-    assert sorted(path.name for path in Path.cwd().iterdir()) == ["sweep.csv", "sweep.md", "sweep.png"]
+    assert sorted(path.name for path in Path.cwd().iterdir()) == sorted(FILES)
 
 
 def test_unrelated_runs_are_compared_by_their_overrides(tmp_path, table):
@@ -577,7 +591,7 @@ def test_the_script_reports_the_latest_sweep(tmp_path, call):
     (tmp_path / "runs/sweeps/latest").symlink_to("first")
     reported = call("sweep_report.py", "--along", "optimizer.lr")
     assert (reported.returncode, reported.stderr) == (0, "")
-    assert reported.stdout.endswith("plot     runs/sweeps/first/sweep.png\n")
+    assert reported.stdout.endswith("plot     runs/sweeps/first/sweep.png\npage     runs/sweeps/first/sweep.html\n")
     assert (tmp_path / "runs/sweeps/first/sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -601,6 +615,6 @@ def test_bad_input_of_the_script_is_one_line(tmp_path, call, arguments):
 
 
 def test_heavy_packages_are_imported_when_they_are_needed():
-    command = "import sys, minigpt.sweeps.report; print({'torch', 'matplotlib', 'rich'} & set(sys.modules))"
+    command = "import sys, minigpt.sweeps.report; print({'torch', 'matplotlib', 'rich', 'altair'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True, env=os.environ)
     assert found.stdout == "set()\n"

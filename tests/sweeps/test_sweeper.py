@@ -562,7 +562,8 @@ def test_a_sweep_reports_every_point_when_runs_fail_and_a_worker_is_killed(
     killed = "its process was killed (SIGKILL), possibly out of memory"
     assert code == 1
     assert (folder.parent / "latest").readlink() == Path(folder.name)
-    assert {path.name for path in folder.iterdir()} == {*ran, "sweep.csv", "sweep.json", "sweep.md", "sweep.png"}
+    files = {f"sweep.{name}" for name in ("csv", "html", "json", "md", "png")}
+    assert {path.name for path in folder.iterdir()} == {*ran, *files}
     assert statuses_of(folder, ran) == ["failed", "completed", "completed", "failed", "failed", "failed"]
     assert summary(folder / GOOD[0]) == {"status": "failed", "reason": killed}
     assert (folder / GOOD[0] / "checkpoints" / "last.safetensors").exists()
@@ -681,3 +682,5 @@ def test_an_interrupted_and_a_killed_sweep_resume_and_complete(
     assert (content["columns"], content["data"]) == (header, rows)
     (plot,) = offline.rglob("*.png")
     assert plot.read_bytes() == (folder / "sweep.png").read_bytes()
+    (page,) = offline.rglob("*.html")
+    assert page.read_bytes() == (folder / "sweep.html").read_bytes()
