@@ -136,6 +136,7 @@ def test_every_file_in_configs_is_a_valid_run(group: str, choice: str):
         "schedule.warmup_steps=0",
         "model.vocab_size=65",
         "model.n_kv_head=2",
+        "pause_at=1000",
     ],
 )
 def test_a_run_with_a_value_at_its_limit_is_accepted(override: str):
@@ -153,6 +154,11 @@ def test_a_run_with_a_value_at_its_limit_is_accepted(override: str):
         ("max_steps=null", INT),
         ("eval_every=0", INT),
         ("log_every=0", INT),
+        ("pause_at=0", f"{INT}, or null"),
+        *(
+            (f"pause_at={step}", "a multiple of eval_every=250 and at most max_steps=1000, or null")
+            for step in (300, 1250)
+        ),
         ("data.batch_size=0", INT),
         ("data.eval_batch_size=-2", INT),
         ("data.val_fraction=0", "in (0, 1)"),

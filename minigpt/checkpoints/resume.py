@@ -53,8 +53,10 @@ def find_resumed(
     if fixed:
         listed = ", ".join(f"{key} ({was} in the checkpoint, {value} now)" for key, (was, value) in fixed.items())
         raise UserError(f"resume={path} does not match this run: it differs in {listed}")
-    if step >= now["max_steps"] + (resume == "auto"):
-        raise UserError(f"resume={path} is at step {step} of {now['max_steps']}; raise max_steps to continue")
+    config = present[MINIGPT]["config"]
+    key = "pause_at" if config.get("pause_at") and resume != "auto" else "max_steps"
+    if step >= config[key] + (resume == "auto"):
+        raise UserError(f"resume={path} is at step {step} of {config[key]}; raise {key} to continue")
     for key, (was, value) in changed.items():
         what = _EFFECTS.get(key, "it applies")
         warn(f"{key} changed from {was} to {value}; {what} from step {step} on")

@@ -92,6 +92,10 @@ def check_run(cfg: Mapping[str, Any]) -> None:
                 values = values.get(group) if isinstance(values, Mapping) else None
             if isinstance(values, Mapping) and name in values:
                 require(key, values[name], *rule)
+    if cfg.get("pause_at") is not None:
+        every, last = cfg["eval_every"], cfg["max_steps"]
+        expected = f"a multiple of eval_every={every} and at most max_steps={last}, or null"
+        require("pause_at", cfg["pause_at"], lambda step: step % every == 0 and step <= last, expected)
     strategy = cfg.get("trainer", {}).get("strategy")
     if isinstance(strategy, Mapping) and "outer_every" in strategy:
         require("ema_decay", cfg["ema_decay"], lambda decay: decay is None, "null with trainer=diloco")
@@ -128,7 +132,7 @@ _RULES: dict[checks.Rule, tuple[str, ...]] = {
         *("max_steps", "eval_every", "log_every", "data.batch_size", "data.eval_batch_size"),
         *("optimizer.newton_schulz_steps", "trainer.accumulate_grad_batches", "trainer.strategy.outer_every"),
     ),
-    or_null(POSITIVE_INT): ("eval_batches", "checkpoint_blocks", "data.threads"),
+    or_null(POSITIVE_INT): ("eval_batches", "pause_at", "checkpoint_blocks", "data.threads"),
     checks.NON_NEGATIVE_INT: ("seed", "data.overfit_batches", "schedule.warmup_steps"),
     checks.POSITIVE: ("collective_timeout", "optimizer.lr", "optimizer.adam_lr", "trainer.strategy.outer_lr"),
     or_null(checks.POSITIVE): ("trainer.gradient_clip_val",),

@@ -83,7 +83,9 @@ def fit(
             for logger in trainer.loggers:
                 logger.log_hyperparams(settings)
             trainer.fit(module, TokenDataModule(corpus, cfg), ckpt_path=resume)
-            sample = sample_best(trainer, module, corpus, cfg.seed)
+            ended = ending(trainer, cfg.max_steps)
+            sample = "" if ended["status"] == "paused" else sample_best(trainer, module, corpus, cfg.seed)
+        outcome |= ended
     finally:
         ranks.close()
         summary = metrics.summary(trainer, module) | outcome | origin
@@ -99,7 +101,7 @@ def fit(
 def recorded_outcome(
     outcome: dict[str, Any], trainer: L.Trainer, state: ResumeState, ranks: LostRanks, resume: Path | None
 ) -> Iterator[None]:
-    """Record how a training ends, and raise its error in the terms of a user."""
+    """Record how a training fails or is interrupted, and raise its error in the terms of a user."""
     try:
         yield
     except (Interrupted, KeyboardInterrupt, SystemExit):  # submitit ends a job with SystemExit
@@ -113,8 +115,13 @@ def recorded_outcome(
         error = ranks.explain(error, f"{where}; resume with resume=auto hydra.run.dir={folder}")
         outcome["reason"] = error_text(error)
         raise error
-    reason = early_stopping_reason(trainer)
-    outcome |= {"status": "completed", "reason": reason, "stopped_early": reason != ""}
+
+
+def ending(trainer: L.Trainer, max_steps: int) -> dict[str, Any]:
+    """Return how a training ended without an error: completed, stopped early, or paused at `pause_at`."""
+    reason = early_stopping_reason(trainer, max_steps)
+    paused = not reason and trainer.max_steps <= trainer.global_step < max_steps
+    return {"status": "paused" if paused else "completed", "reason": reason, "stopped_early": reason != ""}
 
 
 def find_checkpoint_of_ranks(

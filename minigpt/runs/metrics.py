@@ -53,7 +53,7 @@ class MetricsCallback(Callback):
     """
 
     def __init__(self, cfg: DictConfig, *, started: float) -> None:
-        self.log_every, self.started = cfg.log_every, started
+        self.log_every, self.max_steps, self.started = cfg.log_every, cfg.max_steps, started
         self.tokens_per_step = cfg.data.batch_size * cfg.trainer.accumulate_grad_batches * cfg.model.block_size
         self.seconds = self._logged_seconds = 0.0  # of training: until now, and until the last row
         self._clock: float | None = None  # end of `seconds`; None before training and during validation
@@ -93,10 +93,10 @@ class MetricsCallback(Callback):
             folder = Path(trainer.default_root_dir)
             for line in banner(trainer, pl_module, self.tokens_per_step):
                 append_log(folder, line)
-            self._progress = Progress(trainer.max_steps, folder, step=trainer.global_step)
+            self._progress = Progress(self.max_steps, folder, step=trainer.global_step)
         warmup = pl_module.schedule.keywords.get("warmup_steps", 0)
-        if warmup >= trainer.max_steps:
-            setting = f"schedule.warmup_steps={warmup} is not below max_steps={trainer.max_steps}"
+        if warmup >= self.max_steps:
+            setting = f"schedule.warmup_steps={warmup} is not below max_steps={self.max_steps}"
             warn(f"{setting}: no step has the peak learning rate")
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -113,7 +113,7 @@ class MetricsCallback(Callback):
             self._linked = True
         if pl_module.device.type == "cpu" and not isfinite(pl_module.grad_norm):
             raise Diverged(float(sum(self._losses[-accumulate:])), step, pl_module.learning_rate)
-        if step % self.log_every == 0 or step == trainer.max_steps:
+        if step % self.log_every == 0 or step == self.max_steps:
             self._log_training(trainer, pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -218,13 +218,13 @@ def banner(trainer: L.Trainer, pl_module: Any, tokens_per_step: int) -> list[str
     return [f"{name:12}{sanitize_line(value)}" for name, value in rows.items()]
 
 
-def early_stopping_reason(trainer: L.Trainer) -> str:
+def early_stopping_reason(trainer: L.Trainer, max_steps: int) -> str:
     """Return at which step and why early stopping ended the training; empty if it did not."""
-    if trainer.global_step >= trainer.max_steps or not trainer.should_stop:
+    if trainer.global_step >= max_steps or not trainer.should_stop:
         return ""
     reasons = [callback.stopping_reason_message for callback in trainer.early_stopping_callbacks]
     reason = next((reason.partition(" Signaling")[0] for reason in reasons if reason), "")
-    return reason and f"stopped early at step {trainer.global_step} of {trainer.max_steps}: {reason}"
+    return reason and f"stopped early at step {trainer.global_step} of {max_steps}: {reason}"
 
 
 def device_name(device: torch.device) -> str:

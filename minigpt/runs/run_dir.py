@@ -190,8 +190,11 @@ def completed_summary(folder: Path, step: int, max_steps: int) -> dict[str, Any]
 
 
 def print_results(folder: Path, sample: str, summary: Mapping[str, Any]) -> None:
-    """Print the sample, the best loss, and the paths of the results."""
+    """Print the sample, or that the run paused, the best loss, and the paths of the results."""
     sample = escape_control_chars(sample) if sys.stdout.isatty() else sample
+    if summary["status"] == "paused":  # without a sample
+        how = "to continue, run the same command with resume=auto pause_at=null and this run folder as hydra.run.dir"
+        sample = f"paused at step {summary['steps']}; {how}"
     print(f"{sample.strip()}\n")
     if summary["stopped_early"]:
         print(sanitize_line(summary["reason"]))

@@ -58,7 +58,7 @@ def build_trainer(cfg: DictConfig, folder: Path, *callbacks: Callback) -> L.Trai
     try:
         trainer = L.Trainer(
             **options,
-            max_steps=cfg.max_steps,
+            max_steps=cfg.pause_at or cfg.max_steps,
             max_epochs=-1,
             val_check_interval=min(cfg.eval_every, cfg.max_steps) * cfg.trainer.accumulate_grad_batches,
             check_val_every_n_epoch=None,

@@ -64,8 +64,8 @@ class Row:
     @property
     def status(self) -> str:
         """Status of the points, with counts if they differ."""
-        counts = Counter(point.status for point in self.points)
-        return self.points[0].status if len(counts) == 1 else count_text(counts)
+        counts = Counter(point.status_text for point in self.points)
+        return self.points[0].status_text if len(counts) == 1 else count_text(counts)
 
     @property
     def reason(self) -> str:

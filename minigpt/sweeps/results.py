@@ -21,7 +21,8 @@ from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json, write_json
 from minigpt.utils.terminal import warn
 
-COMPLETED, RUNNING, WAITING, CRASHED, SKIPPED = "completed", "running", "waiting", "crashed", "skipped"
+COMPLETED, PAUSED, RUNNING, WAITING = "completed", "paused", "running", "waiting"
+CRASHED, SKIPPED = "crashed", "skipped"
 NATS, BITS = "nats per token", "bits per byte"  # units of a loss
 LOSS_NAMES = {NATS: "best_val_loss", BITS: "best_val_bits_per_byte"}
 TOTALS = ("params", "steps", "tokens", "flops", "seconds", "tokens_per_second", *LOSS_NAMES.values())
@@ -32,12 +33,14 @@ class Point:
     """One run of a sweep: its settings, its status and its measurements.
 
     Args:
-        status: completed, running, waiting, failed, interrupted, crashed (the process ended without a summary) or
-            skipped (the configuration is impossible).
+        status: completed, paused (at `pause_at`), running, waiting, failed, interrupted, crashed (the process ended
+            without a summary) or skipped (the configuration is impossible).
         totals: the `TOTALS` of `summary.json`, or, while it is missing, those of the training so far.
         curve: (tokens, validation loss in nats per token).
         default_seed: of the run, where it is not swept.
         corpus: checksum of the text.
+        bits: validation loss in bits per byte, by optimizer step.
+        rungs: optimizer steps at which pruning may pause the run.
     """
 
     folder: Path
@@ -49,6 +52,8 @@ class Point:
     devices: object = 1  # `trainer.devices`
     totals: Mapping[str, float] = field(default_factory=dict)
     curve: Sequence[tuple[int, float]] = ()
+    bits: Mapping[int, float] = field(default_factory=dict)
+    rungs: Sequence[int] = ()
     default_seed: str = ""
     corpus: str = ""
 
@@ -61,6 +66,11 @@ class Point:
     def pending(self) -> bool:
         """Whether the run is still to be completed."""
         return self.status not in (COMPLETED, SKIPPED)
+
+    @property
+    def status_text(self) -> str:
+        """The status, with the step at which a run paused."""
+        return f"paused at step {self.totals.get('steps', 0):.0f}" if self.status == PAUSED else self.status
 
     def loss(self, unit: str) -> float | None:
         """Return the best validation loss in `NATS` or `BITS`; None if it is unknown."""
@@ -114,7 +124,7 @@ def write_plan(folder: Path, fixed: Sequence[str], points: Sequence[Point]) -> N
 
 def is_relevant(override: str) -> bool:
     """Return whether an override, or a group of settings, changes what a run computes."""
-    return re.split("[./@=]", override.lstrip("+~"))[0] not in ("resume", "logger")
+    return re.split("[./@=]", override.lstrip("+~"))[0] not in ("resume", "pause_at", "logger")
 
 
 def refresh(point: Point) -> Point:
@@ -126,27 +136,27 @@ def refresh(point: Point) -> Point:
     status = str(summary.get("status") or (CRASHED if (folder / ".hydra").exists() else WAITING))
     if status != COMPLETED and is_locked(folder):
         status = RUNNING
-    last, curve = _read_or_warn(_measure, folder / METRICS, ({}, []))
+    last, curve, bits = _read_or_warn(_measure, folder / METRICS, ({}, [], {}))
     totals = {**point.totals, **last, **_finite(summary)}
     reason, seed, corpus = (str(summary.get(name) or "") for name in ("reason", "seed", "corpus_sha256"))
-    measured = {"totals": totals, "curve": curve, "default_seed": seed, "corpus": corpus}
+    measured = {"totals": totals, "curve": curve, "bits": bits, "default_seed": seed, "corpus": corpus}
     return replace(point, status=status, reason=reason, **measured)
 
 
-def _measure(file: Path) -> tuple[dict[str, float], list[tuple[int, float]]]:
-    """Return the totals and the validation curve that `metrics.csv` holds, also while its run has no summary."""
+def _measure(file: Path) -> tuple[dict[str, float], list[tuple[int, float]], dict[int, float]]:
+    """Return the totals and the validation curves that `metrics.csv` holds, also while its run has no summary."""
     columns = read_metrics(file) if file.exists() else {}
     last = {name: column[-1][1] for name, column in columns.items()}
     steps = max((column[-1][0] for column in columns.values()), default=0)
     step, tokens = columns.get("tokens", [(1, 0.0)])[-1]
     losses = [(at, loss) for at, loss in columns.get("val_loss", ()) if isfinite(loss)]
     best_step, best = min(losses, key=itemgetter(1), default=(0, None))
-    bits = dict(columns.get("val_bits_per_byte", ())).get(best_step)
-    totals: dict[str, Any] = {**last, LOSS_NAMES[NATS]: best, LOSS_NAMES[BITS]: bits}  # last has seconds and tokens/s
-    totals |= {"steps": steps, "tokens": round(steps * tokens / step)}
+    bits = {at: loss for at, loss in columns.get("val_bits_per_byte", ()) if isfinite(loss)}
+    totals: dict[str, Any] = {**last, LOSS_NAMES[NATS]: best}  # last has seconds and tokens/s
+    totals |= {LOSS_NAMES[BITS]: bits.get(best_step), "steps": steps, "tokens": round(steps * tokens / step)}
     if last.get("flops_per_second") and last.get("tokens_per_second"):
         totals["flops"] = last["flops_per_second"] / last["tokens_per_second"] * totals["tokens"]
-    return _finite(totals), [(round(at * tokens / step), loss) for at, loss in losses]
+    return _finite(totals), [(round(at * tokens / step), loss) for at, loss in losses], bits
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, float]:

@@ -22,12 +22,14 @@ from omegaconf.errors import OmegaConfBaseException
 from minigpt.runs.config_checks import load_parts
 from minigpt.runs.overrides import quote_override
 from minigpt.runs.run_dir import PLAN, update_latest_link, write_failure
+from minigpt.sweeps.pruning import RUNGS, continuing, has_reached, loss_at, paused_at, rung_steps
 from minigpt.sweeps.ranking import short_names
 from minigpt.sweeps.results import (
     BITS,
     COMPLETED,
     CRASHED,
     NATS,
+    PAUSED,
     SKIPPED,
     WAITING,
     Point,
@@ -36,7 +38,7 @@ from minigpt.sweeps.results import (
     refresh,
     write_plan,
 )
-from minigpt.utils.checks import POSITIVE_INT
+from minigpt.utils.checks import BOOLEAN, POSITIVE_INT
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import RunError, UserError, require
 from minigpt.utils.files import sha256_json
@@ -53,10 +55,12 @@ class Sweeper(hydra_sweeper.Sweeper):
 
     Args:
         params: settings with several values, from a file in `configs/sweep/`; the command line overrides them.
+        prune: pause the worse points at each rung.
     """
 
-    def __init__(self, params: Mapping[str, Any]) -> None:
-        self.params = params
+    def __init__(self, params: Mapping[str, Any], prune: bool) -> None:
+        require("hydra.sweeper.prune", prune, *BOOLEAN)
+        self.params, self.prune = params, prune
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.loader, self.cfg, self.folder = hydra_context.config_loader, config, Path(str(config.hydra.sweep.dir))
@@ -75,16 +79,30 @@ class Sweeper(hydra_sweeper.Sweeper):
         given = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
         parsed = OverridesParser.create(config_loader=self.loader).parse_overrides(given)
         overrides = {override.get_key_element(): override for override in parsed}  # the last of equal keys wins
-        self.axes = {key: override for key, override in overrides.items() if override.is_sweep_override()}
+        fixed, existing = self._read_existing()
+        swept = {key for point in existing for key in point.overrides}
+        self.axes = {
+            key: override for key, override in overrides.items() if override.is_sweep_override() or key in swept
+        }
         if not self.axes:
             raise UserError("a sweep needs a setting with several values, such as model.n_head=2,4,8")
         self.shared = [str(override.input_line) for key, override in overrides.items() if key not in self.axes]
         self.fixed = [override for override in self.shared if is_relevant(override)]
-        self.existing = self._read_existing()
+        changed = swept ^ set(self.axes) | set(fixed) ^ set(self.fixed) if existing else set()
+        if changed := sorted(name for name in changed if name.partition("=")[0] != "seed"):
+            raise UserError(
+                f"{self.folder} holds another sweep, which differs in {', '.join(changed)}; use the settings that it was "
+                "started with, or choose another folder with hydra.sweep.dir=…"
+            )
+        self.existing = {point.identity: point for point in existing if point.identity}
         for batch in self.batches():
             self._run(batch)
         self._report()
-        if failed := sum(point.pending for point in self.points):
+        paused = sum(point.status == PAUSED for point in self.points)
+        if paused:
+            settings = f"hydra.sweep.dir={self.folder} resume=auto hydra.sweeper.prune=false pause_at=null"
+            log(f"{paused} of {len(self.points)} runs paused; to complete them, run the same command with {settings}")
+        if failed := sum(point.pending for point in self.points) - paused:
             raise RunError(f"{failed} of {len(self.points)} runs failed; the table has the reasons")
 
     def batches(self) -> Iterator[Sequence[Point]]:
@@ -106,10 +124,11 @@ class Sweeper(hydra_sweeper.Sweeper):
         if any(other.identity == identity for other in self.points):
             return replace(point, status=SKIPPED, reason="same configuration as another point")
         folder = self.existing.get(identity, point).folder
+        rungs = rung_steps(config) if self.prune else ()
         sequences = config.max_steps * config.trainer.accumulate_grad_batches * config.data.batch_size
         flops = sequences * model.block_size * model.flops_per_token()
         known = {"planned_flops": flops, "devices": config.trainer.devices, "totals": {"params": model.num_params()}}
-        return refresh(replace(point, folder=folder, identity=identity, **known))
+        return refresh(replace(point, folder=folder, identity=identity, rungs=rungs, **known))
 
     def _once(self, load: Callable[..., Any], *args: Any) -> Any:
         """Load a corpus or a model once for all points that share it."""
@@ -129,42 +148,56 @@ class Sweeper(hydra_sweeper.Sweeper):
         return [*self.shared, *(f"{key}={value}" for key, value in values.items())]
 
     def _run(self, batch: Sequence[Point]) -> None:
-        """Print which points are skipped and how many run; run them, the longest first, and print as each ends."""
+        """Print which points are skipped, and run the others: with `prune` to each rung, and the best of them on."""
         for point in batch:
             if point.status == SKIPPED:
                 log(f"{point.folder.name}  skipped: {point.reason}")
+        for rung in range(len(RUNGS) if self.prune else 0):
+            self._launch(batch, rung)
+            folders = {point.folder for point in batch if point.status != SKIPPED}
+            reached = [point for point in self.points if point.folder in folders and loss_at(point, rung) is not None]
+            batch = [point for point in continuing(self.points, rung) if point.folder in folders]
+            steps = ", ".join(map(str, sorted({point.rungs[rung] for point in reached})))
+            log(f"rung at step {steps}: {len(batch)} of {len(reached)} continue")
+        self._launch(batch)
+
+    def _launch(self, batch: Sequence[Point], rung: int | None = None) -> None:
+        """Run points to a rung or to their end, the longest first, and print as each ends."""
         # All workers end at about the same time.
-        pending = sorted((point for point in batch if point.pending), key=lambda point: -point.planned_flops)
+        pending = [point for point in batch if point.pending and (rung is None or not has_reached(point, rung))]
+        pending.sort(key=lambda point: -point.planned_flops)
         log(f"{len(pending)} of {len(batch)} to run")
         if not pending:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         update_latest_link(self.folder)
-        write_plan(self.folder, self.fixed, self.points)
+        self._write_plan()
         ended = itertools.count(1)
 
         def on_end(point: Point, failure: str) -> None:
             point = refresh(point)
-            if failure and point.status in (CRASHED, WAITING):  # its process died
+            if failure and point.status in (CRASHED, WAITING, PAUSED):  # its process died
                 write_failure(point.folder, failure)
                 point = refresh(point)
             seconds = point.totals.get("seconds", 0)
             loss = f", val loss {point.loss(NATS):.4f} after {seconds:,.0f} s" if point.loss(NATS) else ""
             reason = f": {point.reason}" if point.reason else ""
-            log(f"{next(ended)}/{len(pending)} {point.folder.name} {point.status}{loss}{reason}")
+            log(f"{next(ended)}/{len(pending)} {point.folder.name} {point.status_text}{loss}{reason}")
 
         self.engine.points, self.engine.on_end = pending, on_end  # only launchers of minigpt use them
         try:
-            self.engine.launch([*map(self._job_overrides, pending)], initial_job_idx=0)
+            self.engine.launch([self._job_overrides(point, rung) for point in pending], initial_job_idx=0)
         except (Interrupted, KeyboardInterrupt):
             self._report()
             log(f"to resume, run the same command with hydra.sweep.dir={self.folder} resume=auto")
             raise
+        self.points[:] = map(refresh, self.points)
 
-    def _job_overrides(self, point: Point) -> list[str]:
+    def _job_overrides(self, point: Point, rung: int | None) -> list[str]:
         """Return the command line of a run, with a name, group and tag for Weights & Biases."""
         names = {"hydra.run.dir": point.folder, "hydra.sweep.dir": self.folder, "hydra.sweep.subdir": point.folder.name}
-        overrides = self._overrides(point.overrides)
+        overrides = self._overrides(point.overrides) + (["resume=auto"] if self.prune else [])
+        overrides += [] if rung is None else [f"pause_at={point.rungs[rung]}"]
         if self.wandb:
             given = {"name": point.folder.name, "group": self.folder.name}
             names |= {f"logger.wandb.{key}": name for key, name in given.items() if self.wandb[key] is None}
@@ -175,30 +208,31 @@ class Sweeper(hydra_sweeper.Sweeper):
         from minigpt.sweeps.report import publish, report
 
         self.points[:] = map(refresh, self.points)
-        write_plan(self.folder, self.fixed, self.points)
+        self._write_plan()
         report([self.folder])
         if self.wandb:
             publish(self.folder, self.wandb)
 
-    def _read_existing(self) -> dict[str, Point]:
-        """Return the points that the sweep's folder holds already, by identity; raise UserError if it holds others."""
+    def _read_existing(self) -> tuple[list[str], list[Point]]:
+        """Read the plan of the sweep that the folder holds, if any; raise UserError if it holds something else."""
         try:
             files = list(self.folder.iterdir())  # an error if it is a file, or lies below one
         except FileNotFoundError:
             files = []
         if not files:
-            return {}
+            return [], []
         another = "choose another folder with hydra.sweep.dir=…"
         if self.folder / PLAN not in files:
             raise UserError(f"{self.folder} is not empty and holds no sweep; {another}")
         if self.cfg.resume != "auto":
             raise UserError(f"{self.folder} holds a sweep already; resume it with resume=auto, or {another}")
-        fixed, points = read_plan(self.folder)
-        changed = {key for point in points for key in point.overrides} ^ set(self.axes) | set(fixed) ^ set(self.fixed)
-        if changed:
-            differs = f"holds another sweep, which differs in {', '.join(sorted(changed))}"
-            raise UserError(f"{self.folder} {differs}; use the settings that it was started with, or {another}")
-        return {point.identity: point for point in points if point.identity}
+        return read_plan(self.folder)
+
+    def _write_plan(self) -> None:
+        """Write the points of this command, and those that the folder holds besides."""
+        ours = {point.identity for point in self.points}
+        others = [refresh(point) for identity, point in self.existing.items() if identity not in ours]
+        write_plan(self.folder, self.fixed, [*self.points, *others])
 
     def _folder_name(self, values: Mapping[str, str]) -> str:
         short = short_names(list(values))
@@ -213,7 +247,7 @@ class Grid(Sweeper):
     """Every combination of the values of all swept settings, in any of Hydra's notations."""
 
     def batches(self) -> Iterator[Sequence[Point]]:
-        for values in itertools.product(*(override.sweep_string_iterator() for override in self.axes.values())):
+        for values in itertools.product(*map(_values, self.axes.values())):
             self.points.append(self.check(dict(zip(self.axes, values, strict=True))))
         if not self.points:
             raise UserError("the sweep is empty: " + ", ".join(self.axes) + " has no values")
@@ -227,20 +261,26 @@ class Search(Sweeper):
 
     Each batch of points depends on the losses of the batches before. Settings are `interval(1e-4,1e-2)`,
     `tag(log,interval(1e-4,1e-2))` for a log-uniform distribution, `range(2,9)` or a choice, in Hydra's notation. With
-    the same seed and folder, an interrupted search resumes.
+    the same seed and folder, an interrupted search resumes. Without `prune`, a pruned search completes its points.
 
     Args:
         n_trials: number of runs.
         batch: runs at a time.
     """
 
-    def __init__(self, params: Mapping[str, Any], n_trials: int, batch: int, seed: int) -> None:
-        super().__init__(params)
+    def __init__(self, params: Mapping[str, Any], prune: bool, n_trials: int, batch: int, seed: int) -> None:
+        super().__init__(params, prune)
         require("hydra.sweeper.n_trials", n_trials, *POSITIVE_INT)
         require("hydra.sweeper.batch", batch, *POSITIVE_INT)
         self.n_trials, self.batch, self.seed = n_trials, batch, seed
 
     def batches(self) -> Iterator[Sequence[Point]]:
+        paused = any(refresh(point).status == PAUSED for point in self.existing.values())
+        if paused and not self.prune and self.cfg.pause_at is None:  # complete them, and choose no others
+            for point in self.existing.values():
+                self.points.append(self.check(point.overrides))
+            yield self.points
+            return
         optuna = import_extra("optuna", "hydra/sweeper=optuna", "optuna")
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self.seed, multivariate=True))
@@ -260,22 +300,31 @@ class Search(Sweeper):
 
         possible = possible_trials()
         while trials := list(itertools.islice(possible, min(self.batch, self.n_trials - len(self.points)))):
-            yield (batch := self.points[-len(trials) :])
-            for trial, point in zip(trials, map(refresh, batch), strict=True):
+            yield self.points[-len(trials) :]
+            for trial, point in zip(trials, self.points[-len(trials) :], strict=True):
                 # Bits per byte compare over all tokenizers and corpora; over one they order runs as the loss does.
-                loss = point.loss(BITS) if point.status == COMPLETED else None
-                study.tell(trial, loss, state=None if loss is not None else optuna.trial.TrialState.FAIL)
+                loss = point.loss(BITS) if point.status in (COMPLETED, PAUSED) else None
+                state = None if loss is not None else optuna.trial.TrialState.FAIL
+                if (rung := paused_at(point, self.points)) is not None:
+                    trial.report(loss_at(point, rung), rung)
+                    loss, state = None, optuna.trial.TrialState.PRUNED
+                study.tell(trial, loss, state=state)
         if not self.points:
             raise UserError(f"no point of the search is possible: {reason}")
         if len(self.points) < self.n_trials:
             warn(f"the search ends after {len(self.points)} runs: {tries} tries found no other possible point")
 
 
+def _values(override: Override) -> list[str]:
+    """Return the values of a setting: one, or those over which it is swept."""
+    return [*override.sweep_string_iterator()] if override.is_sweep_override() else [override.get_value_string()]
+
+
 def _suggest(trial: Any, key: str, override: Override) -> str:
     value: Any = override.value()
     if override.is_interval_sweep():
         return f"{trial.suggest_float(key, value.start, value.end, log='log' in value.tags):.4g}"
-    choices = list(override.sweep_string_iterator())
+    choices = _values(override)
     if override.is_range_sweep():  # an ordered distribution, in which neighbors are similar
         return choices[trial.suggest_int(key, 0, len(choices) - 1)]
     return str(trial.suggest_categorical(key, choices))

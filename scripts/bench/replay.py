@@ -1,4 +1,4 @@
-"""Replay finished sweeps: would pruning have found a best row, at which cost, and does the fit predict the largest size?
+"""Replay finished sweeps: would pruning find a best row, at which cost, and does the fit predict the largest size?
 
     python scripts/bench/replay.py runs/sweeps/lr runs/sweeps/heads
 

@@ -115,6 +115,33 @@ def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..
     return run
 
 
+@pytest.mark.parametrize(
+    "settings", ["", "ema_decay=0.9 optimizer=muon trainer.accumulate_grad_batches=2", "schedule=cosine ema_decay=0.9"]
+)
+def test_a_paused_run_continues_as_if_it_had_not_paused(
+    train: Callable[..., Any], trained: Callable[..., Path], settings: str
+) -> None:
+    same = [*OFTEN, *settings.split()]
+    for pause_at, step in ((7, 7), (7, 7), (14, 14), (7, 14)):  # the same again and an earlier step train nothing
+        run = train(*same, f"pause_at={pause_at}", "resume=auto")
+        assert (run.summary["status"], run.summary["steps"]) == ("paused", step)
+        broken = trained(*same) / f"checkpoints/step-{step}.safetensors"
+        assert differences(read(run.folder / LAST), read(broken)) == []
+    assert train(*same, "resume=auto", "pause_at=null").summary["status"] == "completed"
+    check_same_end(trained(*same), run.folder)
+
+
+def test_a_run_that_pauses_prints_how_to_continue(train: Callable[..., Any], tmp_path: Path, capsys: Any) -> None:
+    run = train("pause_at=10")
+    assert capsys.readouterr().out.startswith("paused at step 10; to continue, run the same command with resume=auto ")
+    with pytest.raises(UserError, match=r"is at step 10 of 10; raise pause_at to continue"):
+        train("pause_at=10", f"resume={run.folder}", folder=tmp_path / "other")
+    stopping = ["callbacks=early_stopping", "callbacks.early_stopping.patience=1"]
+    stopping += ["callbacks.early_stopping.min_delta=9", "eval_every=5"]
+    stopped = train(*stopping, "pause_at=10", folder=tmp_path / "stopped").summary
+    assert (stopped["status"], stopped["stopped_early"], stopped["steps"]) == ("completed", True, 10)
+
+
 @pytest.mark.parametrize("name", [None, "summary.json", "metrics.csv", "samples.txt"])
 def test_a_run_killed_right_after_its_last_checkpoint_completes_also_with_damaged_logs(
     train: Callable[..., Any], trained: Callable[..., Path], tmp_path: Path, name: str | None, capsys: Any

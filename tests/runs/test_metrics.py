@@ -236,7 +236,7 @@ def test_a_validation_loss_that_is_nan_ends_the_run(corpus: Path, tmp_path: Path
 
 
 def test_a_resumed_run_counts_the_time_before_it() -> None:
-    cfg = {"log_every": 1, "data": {"batch_size": 1}, "trainer": {"accumulate_grad_batches": 1}}
+    cfg = {"log_every": 1, "max_steps": 1, "data": {"batch_size": 1}, "trainer": {"accumulate_grad_batches": 1}}
     callback = metrics.MetricsCallback(
         OmegaConf.create(cfg | {"model": {"block_size": 8}}), started=time.perf_counter()
     )

@@ -189,6 +189,7 @@ def test_a_run_ends_by_printing_its_sample_and_the_paths_of_its_results(tmp_path
     monkeypatch.chdir(tmp_path)
     summary = {"best_val_loss": 1.46974, "best_step": 1750, "eval_batches": 7, "wall_seconds": 1234.56}
     summary |= {"seconds": 1200.01, "stopped_early": True, "reason": "stopped early at step 2000 of 5000"}
+    summary["status"] = "completed"
     print_results(tmp_path / "runs/a", "\nTo be\n", summary | {"checkpoint": "checkpoints/best.safetensors"})
     output = capsys.readouterr().out
     assert output.startswith("To be\n")

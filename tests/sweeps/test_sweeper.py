@@ -247,7 +247,7 @@ def test_a_resumed_sweep_runs_new_points_and_keeps_the_folders(plan: Callable[..
     ("arguments", "expected"),
     [
         (["seed=1,2"], "holds a sweep already; resume it with resume=auto, or choose another folder"),
-        (["model.n_head=2,4", "resume=auto"], "holds another sweep, which differs in model.n_head, seed;"),
+        (["model.n_head=2,4", "resume=auto"], "holds another sweep, which differs in model.n_head;"),
         (["seed=1,2", "max_steps=9", "resume=auto"], "holds another sweep, which differs in max_steps=9;"),
     ],
 )
@@ -391,6 +391,11 @@ BAD_INPUT = {
     "seed=1,2 hydra/launcher=joblab": "hydra/launcher=joblab does not exist (did you mean joblib?)",
     "seed=1,2 hydra/sweeper=optuna hydra.sweeper.n_trials=0": "hydra.sweeper.n_trials must be an integer ≥ 1, got 0",
     "seed=1,2 hydra/sweeper=optuna hydra.sweeper.batch=1.5": "hydra.sweeper.batch must be an integer ≥ 1, got 1.5",
+    "seed=1,2 hydra.sweeper.prune=1": "hydra.sweeper.prune must be true or false, got 1",
+    "seed=1,2 hydra.sweeper.prune=true eval_every=20": "eval_every must be < max_steps=20 with "
+    "hydra.sweeper.prune=true, got 20; runs pause at a validation",
+    "seed=1,2 hydra.sweeper.prune=true pause_at=10": "pause_at must be null with hydra.sweeper.prune=true, got 10",
+    "seed=1,2 hydra.sweeper.prune=true resume=runs": "resume must be null or auto with hydra.sweeper.prune=true, got ",
     "seed=1,2 +sweep=wandb": "configs/sweep/wandb.yaml is for W&B's own agent",
     "seed=1,2 +sweep=heads": "sweep=heads does not exist; sweep= takes heads_by_width, search",
     "seed=1,[2": "cannot parse the override seed=1,[2",

@@ -1,0 +1,200 @@
+"""Successive halving: which points continue after a rung, with a fake launcher, and in real sweeps that are killed."""
+
+import math
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_sweeper
+import torch
+from test_sweeper import RealSweep, curve, summary
+
+from minigpt.checkpoints.find import LAST
+from minigpt.checkpoints.format import read
+from minigpt.runs.run_dir import write_summary
+from minigpt.sweeps.report import print_table
+from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, read_sweep
+from minigpt.utils.errors import RunError
+
+plan = test_sweeper.plan
+PRUNED = ["hydra.sweeper.prune=true", "max_steps=40", "eval_every=5"]  # rungs at steps 10 and 20
+RATES = ["0.001", "0.002", "0.004", "0.008", "0.016", "0.032", "0.064", "0.128", "0.256"]
+NINE = f"optimizer.lr={','.join(RATES)}"
+
+
+class Curves:
+    """Write the validation curve of each job: `loss(settings, step)`; NaN is a failure.
+
+    Args:
+        jobs: that end; the next is killed: before it writes a file, before its last validation, or before its summary.
+    """
+
+    def __init__(self, loss: Callable[[dict[str, str], int], float], jobs: int = 999) -> None:
+        self.loss, self.jobs, self.damage = loss, jobs, jobs % 3
+        self.launches: list[dict[str, int]] = []  # of each launch, the step at which each job was to end
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> None:
+        self.launches.append({})
+        for point, overrides in zip(self.points, job_overrides, strict=True):
+            settings = dict(override.split("=", 1) for override in overrides)
+            every, last = int(settings["eval_every"]), int(settings["max_steps"])
+            self.launches[-1][point.folder.name] = end = int(settings.get("pause_at", last))
+            self.jobs -= 1
+            if (killed := self.jobs < 0) and self.damage == 0:
+                raise KeyboardInterrupt
+            steps = list(range(every, end + (self.damage == 2 or not killed), every))
+            losses = {step: loss for step in steps if not math.isnan(loss := self.loss(settings, step))}
+            nats = math.log(2) * (2 if settings.get("tokenizer") == "char" else 1)  # per bit per byte
+            rows = [f"{step},{loss},{loss / nats}\n" for step, loss in losses.items()]
+            (point.folder / ".hydra").mkdir(parents=True, exist_ok=True)
+            (point.folder / "metrics.csv").write_text("".join(["step,val_loss,val_bits_per_byte\n", *rows]))
+            (point.folder / "summary.json").unlink(missing_ok=True)
+            if killed:
+                raise KeyboardInterrupt
+            best = min(losses.values(), default=math.inf)
+            status = "failed" if len(losses) < len(steps) else "paused" if end < last else "completed"
+            totals = {"steps": max(losses, default=0), LOSS_NAMES[NATS]: best, LOSS_NAMES[BITS]: best / nats}
+            write_summary(point.folder, {"status": status, **totals})
+            self.on_end(point, "")
+
+
+def crossing(settings: dict[str, str], step: int) -> float:
+    """The higher the rate, the faster the loss falls; the second best has the lowest loss, at step 15."""
+    lucky = settings["optimizer.lr"] == "0.128" and step == 15
+    return 1.0 if lucky else 5 - 0.01 * RATES.index(settings["optimizer.lr"]) * step
+
+
+def names(*rates: str) -> set[str]:
+    return {f"lr={rate}" for rate in rates}
+
+
+def ends(folder: Path) -> dict[str, tuple[str, float]]:
+    return {point.folder.name: (point.status, point.totals["steps"]) for point in read_sweep(folder)}
+
+
+def test_the_best_third_continues_after_each_rung(plan: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
+    sweeper = plan(NINE, *PRUNED, engine=(engine := Curves(crossing)))
+    expected = [(names(*RATES), 10), (names(*RATES[-3:]), 20), (names(RATES[-1]), 40)]
+    assert engine.launches == [dict.fromkeys(points, step) for points, step in expected]
+    lines = capsys.readouterr().err.splitlines()
+    rungs = ["rung at step 10: 3 of 9 continue", "rung at step 20: 1 of 3 continue"]
+    assert [line for line in lines if "rung" in line] == rungs
+    assert lines[1] == "1/9 lr=0.001 paused at step 10, val loss 5.0000 after 0 s"
+    assert re.fullmatch(r"8 of 9 runs paused; to complete them, .* hydra\.sweeper\.prune=false .*", lines[-1])
+    print_table(read_sweep(sweeper.folder))
+    out = capsys.readouterr().out
+    assert re.search(r"1 +0\.256 +1\.8000 .* completed .*\n2\* +0\.128 +1\.0000 .* paused at step 20 ", out)
+    assert out.count("paused at step 10 ") == 6
+    assert out.count("* provisional, because not all runs completed; ranked after") == 1
+
+
+def test_a_larger_grid_continues_more_and_without_pruning_all_points_complete(plan: Callable[..., Any]) -> None:
+    plan(f"optimizer.lr={','.join(RATES[:3])}", *PRUNED, engine=Curves(crossing))
+    plan(NINE, *PRUNED, "resume=auto", engine=(larger := Curves(crossing)))
+    assert [launch.keys() for launch in larger.launches[:2]] == [names(*RATES[3:]), names(*RATES[-3:])]
+    sweeper = plan(NINE, *PRUNED, "hydra.sweeper.prune=false", "resume=auto", engine=(rest := Curves(crossing)))
+    paused = names(*RATES) - names("0.004", "0.128", "0.256")  # four had reached step 20, and two of them continued
+    assert rest.launches == [dict.fromkeys(paused, 40)]
+    assert {status for status, _ in ends(sweeper.folder).values()} == {"completed"}
+
+
+def test_seeds_of_a_setting_continue_together_by_their_mean_loss(plan: Callable[..., Any]) -> None:
+    losses = {"0.1": (1.0, 5.0), "0.2": (2.0, 2.2), "0.3": (3.0, 3.0)}  # the lowest loss has not the lowest mean
+    engine = Curves(lambda settings, _: losses[settings["optimizer.lr"]][int(settings["seed"])])
+    plan("optimizer.lr=0.1,0.2,0.3", "seed=0,1", *PRUNED, engine=engine)
+    assert [[*launch] for launch in engine.launches[1:]] == [["lr=0.2,seed=0", "lr=0.2,seed=1"]] * 2
+
+
+def test_a_failed_point_takes_no_place(plan: Callable[..., Any]) -> None:
+    engine = Curves(lambda settings, step: math.nan if settings["optimizer.lr"] > "0.1" else crossing(settings, step))
+    with pytest.raises(RunError, match="2 of 9 runs failed"):
+        plan(NINE, *PRUNED, engine=engine)
+    assert [launch.keys() for launch in engine.launches[1:]] == [names("0.016", "0.032", "0.064"), names("0.064")]
+
+
+def test_points_are_compared_at_a_fraction_of_their_steps_in_bits_per_byte(plan: Callable[..., Any]) -> None:
+    engine = Curves(lambda settings, step: 3.0 if settings["tokenizer"] == "char" else 2 + step / 1000)
+    sweeper = plan("tokenizer=byte,char", "max_steps=40,80", *PRUNED[::2], engine=engine)  # a character has two bytes
+    steps = {name: step for name, (_, step) in ends(sweeper.folder).items() if "byte" in name}
+    assert steps == {"tokenizer=byte,max_steps=40": 10, "tokenizer=byte,max_steps=80": 20}
+    assert all("char" in name for name in engine.launches[1])
+
+
+def test_an_interrupted_sweep_resumes_to_the_same_result(plan: Callable[..., Any], tmp_path: Path) -> None:
+    four, whole = f"optimizer.lr={','.join(RATES[:4])}", Curves(crossing)
+    expected = ends(plan(four, *PRUNED, engine=whole, folder=tmp_path / "whole").folder)
+    for jobs in range(sum(map(len, whole.launches))):
+        folder = tmp_path / f"{jobs}"
+        with pytest.raises(KeyboardInterrupt):
+            plan(four, *PRUNED, engine=Curves(crossing, jobs), folder=folder)
+        plan(four, *PRUNED, "resume=auto", engine=Curves(crossing), folder=folder)
+        assert ends(folder) == expected, jobs
+
+
+def test_a_search_prunes_by_all_trials_so_far_and_resumes(plan: Callable[..., Any], tmp_path: Path) -> None:
+    search = ["hydra/sweeper=optuna", "optimizer.lr=tag(log,interval(1e-4,1e-1))", *PRUNED]
+    search += ["hydra.sweeper.batch=3", "hydra.sweeper.n_trials=12"]
+
+    def valley(settings: Mapping[str, str], step: int) -> float:
+        return 2 + abs(math.log10(float(settings["optimizer.lr"])) + 2) * step
+
+    points = plan(*search, engine=Curves(valley)).points
+    losses = [valley(point.overrides, 10) for point in points]
+    for at, point in enumerate(points):
+        so_far = sorted(losses[: at // 3 * 3 + 3])
+        assert (point.totals["steps"] > 10) == (so_far.index(losses[at]) < len(so_far) / 3), point.folder.name
+    assert sum(losses[-3:]) < sum(losses[:3])  # the sampler learned, also from points that paused
+    expected = ends(tmp_path / "sweep")
+    for jobs in (4, 8):
+        with pytest.raises(KeyboardInterrupt):
+            plan(*search, engine=Curves(valley, jobs), folder=tmp_path / f"{jobs}")
+        plan(*search, "resume=auto", engine=Curves(valley), folder=tmp_path / f"{jobs}")
+        assert ends(tmp_path / f"{jobs}") == expected
+    plan(*search, "hydra.sweeper.prune=false", "resume=auto", engine=Curves(valley))
+    assert ends(tmp_path / "sweep") == dict.fromkeys(expected, ("completed", 40))
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+@pytest.mark.slow
+@pytest.mark.parametrize("search", [False, True], ids=["grid", "search with submitit"])
+def test_a_killed_and_interrupted_sweep_equals_one_that_ran_through(text: Path, tmp_path: Path, search: bool) -> None:
+    sweep, whole = RealSweep(tmp_path, text), tmp_path / "whole" / "sweep"
+    given = ["hydra.sweeper.prune=true", "model.n_embd=32", "max_steps=56", "eval_every=7", "ema_decay=0.9"]
+    given += ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra/launcher=submitit_local"] if search else []
+    given += ["optimizer.lr=interval(1e-4,1e-2)" if search else "optimizer.lr=1e-4,1e-3,1e-2,2e-2"]
+    code, _, err = sweep.run(*given, f"hydra.sweep.dir={whole}")
+    assert code == 0, err
+    assert sorted(ends(whole).values()) == [("completed", 56), *[("paused", 14)] * 2, ("paused", 28)] or search
+    first = next(iter(ends(whole)))
+    completed = next(name for name, (status, _) in ends(whole).items() if status == COMPLETED)
+
+    def kill() -> None:  # before the first rung
+        job = sweep.wait_for(first)
+        sweep.process.kill()
+        os.kill(job, signal.SIGKILL)
+
+    def interrupt() -> None:  # after the second rung
+        while "rung at step 28" not in sweep.err.read_text():
+            assert sweep.process.poll() is None, sweep.err.read_text()
+            time.sleep(0.02)
+        (sweep.gate / completed).write_text("1")
+        sweep.wait_for(completed)
+        os.killpg(sweep.process.pid, signal.SIGINT)
+
+    assert sweep.run(*given, held={first: 3600.0}, act=kill)[0] == -signal.SIGKILL
+    assert not (sweep.folder / first / "summary.json").exists()
+    code, _, err = sweep.resume(*given, act=interrupt)
+    assert code == 128 + signal.SIGINT, err
+    assert 28 < summary(sweep.folder / completed)["steps"] < 56
+    code, _, err = sweep.resume(*given)
+    assert code == 0, err
+    assert ends(whole) == ends(sweep.folder)
+    for point, same in zip(read_sweep(whole), read_sweep(sweep.folder), strict=True):
+        assert (point.folder.name, curve(point.folder)) == (same.folder.name, curve(same.folder))
+        weights, same_weights = (read(each.folder / LAST)["state_dict"] for each in (point, same))
+        assert all(torch.equal(weights[name], same_weights[name]) for name in weights)
