@@ -110,20 +110,16 @@ def files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} - {"fox.txt", "data"}
 
 
-CASES = [
-    pytest.param(hosts, ranks, [*settings], rel, id=f"{name}-{hosts}x{ranks}")
-    for name, settings, rel, places in (
-        ("ddp", [*DDP, "ema_decay=0.9", "data.batch_size=10"], 1e-6, ((2, 1), (4, 1))),  # 3, 3, 2 and 2 sequences
-        ("muon", [*DDP, *MUON], 1e-6, ((2, 2),)),
-        ("fsdp", [*FSDP, "ema_decay=0.9"], 1e-3, ((2, 2),)),
-        # Matrices are orthogonalized in bfloat16, whose rounding grows with the learning rate.
-        ("fsdp with muon", [*FSDP, "optimizer=muon", "optimizer.lr=0.002", "ema_decay=0.9"], 1e-3, ((4, 1),)),
-    )
-    for hosts, ranks in places
-]
+CASES = {
+    "ddp-4x1": (4, 1, [*DDP, "ema_decay=0.9", "data.batch_size=10"], 1e-6),  # 3, 3, 2 and 2 sequences
+    "muon-2x2": (2, 2, [*DDP, *MUON], 1e-6),
+    "fsdp-2x2": (2, 2, [*FSDP, "ema_decay=0.9"], 1e-3),
+    # Matrices are orthogonalized in bfloat16, whose rounding grows with the learning rate.
+    "fsdp with muon-4x1": (4, 1, [*FSDP, "optimizer=muon", "optimizer.lr=0.002", "ema_decay=0.9"], 1e-3),
+}
 
 
-@pytest.mark.parametrize(("n_hosts", "ranks", "settings", "rel"), CASES)
+@pytest.mark.parametrize(("n_hosts", "ranks", "settings", "rel"), CASES.values(), ids=CASES)
 def test_hosts_give_the_losses_of_one_process_and_the_first_holds_the_run(
     start: Callable[[int], Hosts],
     small: list[str],
