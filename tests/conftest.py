@@ -1,5 +1,6 @@
 """Fixtures of all tests: a small text, and functions that train on it with the real Hydra and Trainer."""
 
+import csv
 import os
 import runpy
 import shutil
@@ -110,6 +111,12 @@ def small_run(text: Path, data: Path) -> list[str]:
         model.block_size=16 model.n_layer=2 model.n_head=2 model.n_embd=32
         max_steps=20 eval_every=10 log_every=5 callbacks.samples.max_new_tokens=20
     """.split()
+
+
+def column(folder: Path, name: str) -> list[float]:
+    """The numbers in a column of the metrics.csv of a run."""
+    with open(folder / "metrics.csv", newline="", encoding="utf-8") as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row[name]]
 
 
 @pytest.fixture

@@ -8,12 +8,14 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch import Callback, Trainer
 
 needs_hosts = pytest.mark.skipif(
     os.name != "posix" or os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc", "nsenter", "unshare"))),
@@ -98,6 +100,13 @@ def start_hosts(n: int, folder: Path) -> Iterator[Hosts]:
         yield hosts
     finally:
         hosts._stop()
+
+
+class SlowAlone(Callback):
+    """Take half a second for every step of a host alone, which would end before others come back."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        time.sleep(0.5 * (trainer.world_size == 1))
 
 
 def _ip(*arguments: str) -> str:

@@ -194,10 +194,6 @@ def test_an_unknown_model_setting_raises_with_its_name():
         check_run(composed("+model.n_heads=4"))
 
 
-def test_validating_a_configuration_imports_nothing_heavy():
-    assert not imported_by("minigpt.config") & {"torch", "lightning", "numpy", "hydra", "matplotlib", "wandb"}
-
-
 def test_the_package_has_its_version():
     assert minigpt.__version__ == importlib.metadata.version("minigpt")
 

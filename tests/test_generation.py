@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tolerance import assert_near, rounding, terms_of
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from minigpt.config import GPTConfig
@@ -39,33 +38,6 @@ def test_a_chunked_prefill_with_a_cache_gives_the_logits_of_one_forward(settings
     cache = model.new_cache(3)
     parts = [model(tokens[:, i : i + chunk], cache=cache) for i in range(0, 16, chunk)]
     assert_near(torch.cat(parts, 1), model(tokens), terms=terms_of(model.config))
-
-
-@architectures
-def test_generation_beyond_block_size_equals_a_loop_without_a_cache(settings: dict[str, Any]):
-    model, prompt = make(**settings), [5, 1, 19]
-    if model.config.position == "learned":
-        context, text = prompt, []
-        for _ in range(5 * 16):
-            if len(context) > 16:
-                context = context[-8:]
-            text.append(int(model(torch.tensor([context]))[0, -1].argmax()))
-            context = [*context, text[-1]]
-        assert texts(model, prompt, max_new_tokens=80, temperature=0) == [text]
-    else:  # the window slides; a single layer sees no further than it
-        model, text = make(**settings, n_layer=1), list(prompt)
-        for _ in range(5 * 16):
-            text.append(int(sees_the_last_block(model, text).argmax()))
-        assert texts(model, prompt, max_new_tokens=80, temperature=0) == [text[3:]]
-
-
-@architectures
-@pytest.mark.parametrize("length", [16, 17, 40])
-def test_a_prompt_longer_than_block_size_is_truncated_to_its_end(settings: dict[str, Any], length: int):
-    model, prompt = make(**settings), torch.randint(23, (length,))
-    expected = model(prompt[None, -16:])[0, -1].argmax()
-    assert texts(model, prompt, max_new_tokens=1, temperature=0) == [[expected]]
-    assert texts(model, prompt, max_new_tokens=20) == texts(model, prompt[-16:], max_new_tokens=20)
 
 
 def test_the_tokens_of_one_sample_are_drawn_independently():
@@ -296,13 +268,6 @@ def test_the_training_mode_of_the_model_is_restored(training: bool):
     check_mode()
 
 
-def test_dropout_is_off_while_sampling_from_a_model_in_training_mode():
-    model = make(dropout=0.5)
-    expected = generate(model.eval(), [3], max_new_tokens=30, temperature=0)
-    assert generate(model.train(), [3], max_new_tokens=30, temperature=0) == expected
-    assert torch.equal(score(model.train(), [4, 5, 6], [3]).logprobs, score(model.eval(), [4, 5, 6], [3]).logprobs)
-
-
 def test_sampling_records_no_gradients(monkeypatch: pytest.MonkeyPatch):
     recorded, draw = [], Sampling.draw
     monkeypatch.setattr(
@@ -457,20 +422,6 @@ def ended(sample: Sample, stop: list[str | int]) -> Sample:
             end = min((text.find(one) + len(one) for one in sought if one in text), default=len(text))
             return Sample(sample.tokens[:n], sample.logprobs[:n], "stop", text[:end].decode(errors="replace"))
     return sample
-
-
-def sees_the_last_block(model: GPT, text: list[int]) -> Tensor:
-    """The logits (V,) after a text in which the only layer sees `block_size` tokens."""
-    ids, config = torch.tensor([text]), model.config
-    x = model.wte(ids)
-    if config.ngram:
-        x = x + model.ngrams(ids, None)
-    if config.smear:
-        before = [F.pad(x, (0, 0, k, 0))[:, : len(text)] for k in range(1, config.smear + 1)]
-        x = x + sum(factor * shifted for factor, shifted in zip(reversed(model.smear), before, strict=True))
-    x = x[:, -config.block_size :]
-    rotary = None if model.rotary is None else model.rotary[:, : x.size(1)]  # only distances count
-    return model.lm_head(model.final_norm(model.blocks[0](x, rotary, None)))[0, -1]
 
 
 class Broken:

@@ -4,7 +4,6 @@
 """
 
 import copy
-import csv
 import json
 import os
 import signal
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, TEST_DEVICE
+from conftest import ROOT, SCRIPTS, TEST_DEVICE, column
 from ranks import train_on_ranks
 from torch import Tensor
 from torch.testing import assert_close
@@ -65,13 +64,8 @@ def float32() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-def rows(folder: Path) -> list[dict[str, str]]:
-    with open(folder / "metrics.csv", newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-def losses(folder: Path, column: str = "train_loss") -> list[float]:
-    return [float(row[column]) for row in rows(folder) if row[column]]
+def losses(folder: Path, name: str = "train_loss") -> list[float]:
+    return column(folder, name)
 
 
 def different_tensors(one: Path, other: Path) -> list[str]:
@@ -145,11 +139,11 @@ def test_the_mfu_of_a_known_gpu_is_logged(
     name = metrics.device_name(device)
     peak = metrics.PEAK_FLOPS.get(name, 1e12)
     monkeypatch.setitem(metrics.PEAK_FLOPS, name, peak)
-    logged = [row for row in rows(train(*on_gpu).folder) if row["mfu"]]
+    folder = train(*on_gpu).folder
+    logged, speeds = column(folder, "mfu"), column(folder, "flops_per_second")
     assert len(logged) == 4
-    for row in logged:
-        assert 0 < float(row["mfu"]) < 1
-        assert float(row["mfu"]) == pytest.approx(float(row["flops_per_second"]) / peak)
+    assert 0 < min(logged) <= max(logged) < 1
+    assert logged == pytest.approx([speed / peak for speed in speeds])
 
 
 def test_a_run_that_diverges_stops_and_keeps_its_last_checkpoint(train: Any, on_gpu: list[str], tmp_path: Path) -> None:

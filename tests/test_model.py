@@ -74,14 +74,6 @@ def test_the_initial_loss_is_that_of_the_uniform_distribution(settings: dict[str
     assert GPT(config)(tokens, targets).item() == pytest.approx(math.log(65), abs=0.1)
 
 
-def test_the_loss_is_the_cross_entropy_of_the_logits():
-    model = tiny()
-    tokens, targets = torch.randint(29, (2, 3, 16))
-    expected = loss(model(tokens), targets)
-    assert_near(model(tokens, targets), expected, terms=3 * 16 + 29)
-    assert_near(model(tokens, targets, reduction="sum"), expected * 3 * 16, terms=3 * 16 + 29)
-
-
 @pytest.mark.parametrize(
     ("choice", "params"),
     [
@@ -257,16 +249,6 @@ def test_an_input_longer_than_the_context_raises():
     assert model(torch.zeros(1, 4, dtype=torch.long), cache=cache).shape == (1, 4, 29)
 
 
-def test_dropout_acts_in_training_only():
-    model, plain = tiny(dropout=0.3), tiny()
-    plain.load_state_dict(model.state_dict())
-    tokens = torch.randint(29, (2, 16))
-    model.train()
-    assert not torch.equal(model(tokens), model(tokens))
-    model.eval()
-    assert_near(model(tokens), plain(tokens), terms=terms_of(model.config))
-
-
 @pytest.mark.parametrize("place", ["embedding", "attention", "mlp"])
 def test_dropout_zeroes_its_fraction_and_scales_the_rest(place: str):
     model = tiny(dropout=0.2, n_embd=64)
@@ -339,12 +321,6 @@ def draw_weights(model: nn.Module) -> None:
     for module in model.modules():
         if "norm" in type(module).__name__.lower() and module.weight is not None:
             module.weight.data += 1
-
-
-def loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Compute the cross-entropy by its formula."""
-    true = logits.gather(-1, targets[..., None])[..., 0]
-    return (logits.exp().sum(-1).log() - true).mean()
 
 
 Fingerprint = tuple[dict[str, torch.Size], Tensor]

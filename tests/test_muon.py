@@ -75,23 +75,6 @@ def test_orthogonalization_keeps_singular_vectors_and_equalizes_singular_values(
     assert_near(levelled, levelled.diagonal().diag(), terms=5 * 3 * 80)
 
 
-def test_stacked_and_concatenated_matrices_are_updated_as_separate_ones():
-    stacked = nn.Parameter(torch.randn(20 + 12 + 12, 16, generator=generator(0)))
-    other = nn.Parameter(torch.randn(20, 16, generator=generator(1)))  # the shape of the first part of the other
-    alone = [nn.Parameter(piece.clone()) for piece in (*stacked.detach().split([20, 12, 12]), other.detach())]
-    together = make({stacked: [20, 12, 12], other: [20]})
-    before = torch.cat(alone).detach().clone()
-    one_by_one = [make({weight: [len(weight)]}) for weight in alone]
-    for step in range(3):
-        stacked.grad = torch.randn(stacked.shape, generator=generator(step))
-        other.grad = torch.randn(other.shape, generator=generator(step + 10))
-        for weight, gradient in zip(alone, (*stacked.grad.split([20, 12, 12]), other.grad), strict=True):
-            weight.grad = gradient.clone()
-        for optimizer in (together, *one_by_one):
-            optimizer.step()
-    assert_close(torch.cat((stacked, other)), torch.cat(alone), rtol=0, atol=after(3, before, torch.cat(alone)))
-
-
 def test_concatenated_projections_are_orthogonalized_separately():
     network = model(n_kv_head=2, activation="swiglu", n_inner=40)
     before = copy.deepcopy(network)

@@ -51,11 +51,6 @@ def test_every_trainable_weight_is_optimized_once_and_frozen_ones_are_not():
     assert set(optimized) == {p for p in network.parameters() if p.requires_grad}
 
 
-def test_betas_may_come_as_a_list_from_a_configuration_file():
-    optimizer = adamw(model(), lr=0.1, betas=[0.7, 0.8], weight_decay=0.0)  # type: ignore[arg-type]
-    assert all(group["betas"] == (0.7, 0.8) for group in optimizer.param_groups)
-
-
 @pytest.mark.parametrize(
     ("max_steps", "warmup_steps", "final"), [(1000, 100, 0.1), (50, 0, 0.0), (20, 19, 0.5), (7, 3, 1.0)]
 )

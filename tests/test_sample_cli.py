@@ -388,16 +388,6 @@ def test_a_token_is_cut_after_the_stop_string(saves, sample):
         assert (COLORED.findall(colored), ANSI.sub("", colored)) == ([("40", text)], f"{prompt}{text}\n")
 
 
-def test_samples_of_a_batch_stop_independently(saves, sample):
-    flags = [saves["char"], "--prompt", "a fox", "--num-samples", 4, "--stop", "e", "--max-new-tokens", 60]
-    found = samples(sample(*flags, "--json"))
-    assert len({len(one["tokens"]) for one in found}) > 1
-    for one in found:
-        assert one["reason"] == ("stop" if "e" in one["text"] else "length")
-        assert one["text"].find("e") in (-1, len(one["text"]) - 1)
-    assert sample(*flags).stdout == printed(found)
-
-
 def test_a_lone_surrogate_as_stop_string_is_never_found(saves, sample):
     assert sample(saves["letters"], "--prompt", "ab", "--stop", "\udcff", "--max-new-tokens", 3).stdout == "abcde\n"
 
@@ -641,18 +631,3 @@ def test_an_invalid_checkpoint_is_one_error_line(run, output, sample, tmp_path):
     result = sample(*([run] if run else []))
     assert error(result).startswith(f"error: {output}")
     assert len(result.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize("name", ["best", "last"])
-def test_a_run_folder_selects_its_checkpoint_and_the_newest_run_is_the_default(name, saves, sample, tmp_path):
-    for i, run in enumerate(("old", "new")):
-        path = tmp_path / "runs" / run / "checkpoints" / f"{name}.safetensors"
-        path.parent.mkdir(parents=True)
-        path.write_bytes(Path(saves["letters"]).read_bytes())
-        os.utime(path, (1000 + i, 1000 + i))
-    flags = ("--prompt", "ab", "--max-new-tokens", 2)
-    result = sample("runs/old", *flags)
-    assert result.stdout == "abcd\n"
-    assert result.stderr.splitlines()[0] == f"sampling from runs/old/checkpoints/{name}.safetensors on cpu"
-    if name == "best":
-        assert sample(*flags).stderr.splitlines()[0] == "sampling from runs/new/checkpoints/best.safetensors on cpu"

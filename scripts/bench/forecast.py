@@ -67,24 +67,24 @@ def peak_memory() -> dict[str, float]:
 
 
 def sent_bytes(folder: Path, strategies: Sequence[str] = STRATEGIES, *, precision: str = "32-true") -> dict[str, float]:
-    """Compare the bytes per step of two processes on one host: of a run minus those of one of half its length.
+    """Compare the bytes per step of two processes on one host, in the second half of a run.
 
     gloo reduces and scatters gradients of FSDP by an all-reduce, which sends twice as much as NCCL's ring.
     """
     values = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 64, "bias": False, "position": "rope"}
     sizes, row = sizes_of(values | {"vocab_size": CHARACTERS}, bfloat16=precision == "bf16-mixed"), {}
+    path = os.pathsep.join([str(ROOT / "scripts/bench"), *filter(None, [os.environ.get("PYTHONPATH")])])
     for strategy in strategies:
-        sent = []
         with namespace("forecast-lo") as inside:
-            for steps in (STEPS, 2 * STEPS):
-                before = transmitted("forecast-lo")
-                start = [*inside, sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-                out = folder / f"{strategy}{steps}"
-                run([*start, *training(out, steps), f"trainer={strategy}", f"trainer.precision={precision}"])
-                sent.append(transmitted("forecast-lo") - before)
+            start = [*inside, "env", f"PYTHONPATH={path}", sys.executable, "-m", "torch.distributed.run"]
+            out = folder / strategy
+            count = ["+callbacks.sent._target_=sent_bytes.SentBytes", f"+callbacks.sent.out={out}.json"]
+            settings = [f"trainer={strategy}", f"trainer.precision={precision}", *count]
+            run([*start, "--standalone", "--nproc-per-node=2", *training(out, 2 * STEPS), *settings])
+        half, whole = json.loads(Path(f"{out}.json").read_text())
         predicted = step_time(sizes, Parallelism(strategy, 2, 2, 1, 1), 0)["sent"]
         predicted += sizes.weights / 2 if strategy == "fsdp" else 0  # of gloo
-        measured = (sent[1] - sent[0]) / STEPS / 2
+        measured = (whole - half) / STEPS / 2
         row |= compared(f"model=nano, {strategy}: MB sent per device and step", predicted / 1e6, measured / 1e6)
     return row
 
@@ -222,7 +222,7 @@ def namespace(name: str) -> Iterator[list[str]]:
         ip("netns", "delete", name)
 
 
-def transmitted(name: str, device: str = "lo") -> int:
+def transmitted(name: str, device: str) -> int:
     """Return the bytes that a device of a namespace has sent."""
     (found,) = json.loads(run(["ip", "-n", name, "-json", "-statistics", "link", "show", "dev", device]))
     return int(found["stats64"]["tx"]["bytes"])

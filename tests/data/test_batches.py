@@ -134,14 +134,6 @@ def test_each_window_is_read_once_per_epoch(block_size, more, batch_size, seed):
         assert len(np.unique(rows)) == rows.size == windows * block_size
 
 
-def test_targets_are_the_tokens_shifted_by_one():
-    text = np.random.default_rng(0).integers(0, 65, 500).astype(np.uint16)
-    for (tokens, targets), first in zip(batches(500, tokens=text), starts(batches(500)), strict=True):
-        assert tokens.dtype == targets.dtype == torch.int64
-        assert tokens.tolist() == [text[i : i + 8].tolist() for i in first]
-        assert targets.tolist() == [text[i + 1 : i + 9].tolist() for i in first]
-
-
 @pytest.mark.parametrize("k", [7, 8, 9, 30])
 def test_batches_from_step_k_equal_those_of_a_run_from_the_start(monkeypatch, k):
     monkeypatch.setattr(module, "_ROWS_PER_LOOKUP", 32)  # eight batches at a time

@@ -1,7 +1,6 @@
 """DDP, FSDP2 and DiLoCo on two CPU processes, compared with one process and with a loop in plain torch."""
 
 import copy
-import csv
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CONFIGS, small_run
+from conftest import CONFIGS, column, small_run
 from hydra import compose, initialize_config_dir
 from ranks import train_on_ranks
 from torch import Tensor
@@ -128,13 +127,13 @@ def test_diloco_equals_a_loop_over_workers_in_plain_torch(on_two: Path, base: Si
         )
         for rank in range(2)
     ]
-    rates = [row["learning_rate"] for row in rows(on_two / "diloco") if row["learning_rate"]]
+    rates = column(on_two / "diloco", "learning_rate")
     assert len(rates) == STEPS  # log_every=1
     momentum = [torch.zeros_like(p) for p in model.parameters()]
     for step in range(STEPS):
         for worker, optimizer, own in zip(workers, optimizers, batches, strict=True):
             for group in optimizer.param_groups:
-                group["lr"] = float(rates[step])
+                group["lr"] = rates[step]
             optimizer.zero_grad()
             worker(*next(own)).backward()
             torch.nn.utils.clip_grad_norm_(worker.parameters(), cfg.trainer.gradient_clip_val)
@@ -193,10 +192,5 @@ def test_settings_that_diloco_cannot_have_are_refused(base: SimpleNamespace, ove
         check_run(cfg)
 
 
-def rows(folder: Path) -> list[dict[str, str]]:
-    with open(folder / "metrics.csv", newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 def losses(folder: Path) -> list[float]:
-    return [float(row["train_loss"] or row["val_loss"]) for row in rows(folder)]
+    return column(folder, "train_loss") + column(folder, "val_loss")

@@ -1,6 +1,5 @@
 """The scripts in new processes: exit codes, signals, bad input."""
 
-import csv
 import json
 import os
 import re
@@ -15,15 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import column
 
 from minigpt.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def losses(folder: Path) -> list[float]:
-    with open(folder / "metrics.csv", newline="") as file:
-        return [float(row[name]) for row in csv.DictReader(file) for name in ("train_loss", "val_loss") if row[name]]
 
 
 def one_line(result: Any) -> str:
@@ -66,20 +61,6 @@ def test_train_then_sample(launch: Callable[..., Any], call: Callable[..., Any],
 DDP = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
 
 
-@pytest.mark.slow  # test_metrics.py trains on two processes in the quick suite
-def test_two_processes_give_the_losses_of_one(
-    launch: Callable[..., Any], train: Callable[..., Any], tmp_path: Path
-) -> None:
-    settings = ["optimizer=muon", "optimizer.lr=0.02", "trainer.precision=64-true"]
-    two = launch("train.py", *DDP, *settings, f"hydra.run.dir={tmp_path}/two")
-    assert two.returncode == 0, two.stderr
-    train(*settings, folder=tmp_path / "one")
-    # In float64, except the sum of a validation.
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
-    sampled = launch("sample.py", f"{tmp_path}/two", "--max-new-tokens", "5")
-    assert sampled.returncode == 0, sampled.stderr
-
-
 @pytest.mark.slow  # tests/distributed has trainer=ddp
 def test_processes_that_torchrun_starts_train_one_model(
     small: list[str], train: Callable[..., Any], tmp_path: Path
@@ -94,7 +75,8 @@ def test_processes_that_torchrun_starts_train_one_model(
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"first", "latest", latest.name}
     summary = json.loads((latest / "summary.json").read_text())
     assert (summary["world_size"], summary["steps"], summary["status"]) == (2, 20, "completed")
-    assert losses(latest) == pytest.approx(losses(one.folder), abs=1e-5)
+    for name in ("train_loss", "val_loss"):
+        assert column(latest, name) == pytest.approx(column(one.folder, name), abs=1e-5)
     assert two.stderr.count("run folder") == 1
 
 

@@ -1,6 +1,5 @@
 """The recipes: their sizes, nanoGPT's values, training by these values, and overrides of a group."""
 
-import csv
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import CONFIGS
+from conftest import CONFIGS, column
 from hydra import compose, initialize_config_dir
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -265,7 +264,4 @@ def figures(name: str, text: Path, tmp_path: Path) -> tuple[list[float], list[fl
     data = ["data=text", f"data.path={text}", f"data.folder={tmp_path}/data", "data.val_fraction=0.1"]
     settings += ["~callbacks.samples", f"hydra.run.dir={tmp_path}/run", *data]
     minigpt.train([f"experiment={name}", *settings])
-    with open(tmp_path / "run/metrics.csv", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["train_loss"]]
-    losses, rates = ([float(row[name]) for row in rows] for name in ("train_loss", "learning_rate"))
-    return losses, rates
+    return column(tmp_path / "run", "train_loss"), column(tmp_path / "run", "learning_rate")

@@ -1,6 +1,5 @@
 """The callback that plots attention maps during training."""
 
-import csv
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import column
 from tiny_models import ALPHABET, make_model
 
 from minigpt.data.tokenizer import CharTokenizer
@@ -24,14 +24,10 @@ def test_plotting_maps_does_not_change_the_training(
     assert sorted(path.name for path in (plotted.folder / "attention").iterdir()) == ["step-10.png", "step-20.png"]
     assert not (finished.folder / "attention").exists()
     assert (plotted.folder / "samples.txt").exists()  # from the default callbacks
-    assert losses(plotted.folder) == losses(finished.folder)
+    for name in ("train_loss", "val_loss"):
+        assert column(plotted.folder, name) == column(finished.folder, name)
     uploaded = [path.name for path in plotted.folder.glob("wandb/offline-run-*/files/media/images/*.png")]
     assert len([name for name in uploaded if name.startswith("attention_")]) == 2
-
-
-def losses(folder: Path) -> list[tuple[str, str]]:
-    with open(folder / "metrics.csv", newline="") as file:
-        return [(row["train_loss"], row["val_loss"]) for row in csv.DictReader(file)]
 
 
 def set_up(folder: Path, model: GPT, **options: Any) -> tuple[AttentionMaps, SimpleNamespace, SimpleNamespace]:
