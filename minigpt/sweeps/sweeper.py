@@ -89,11 +89,9 @@ class Sweeper(hydra_sweeper.Sweeper):
         self.shared = [str(override.input_line) for key, override in overrides.items() if key not in self.axes]
         self.fixed = [override for override in self.shared if is_relevant(override)]
         changed = swept ^ set(self.axes) | set(fixed) ^ set(self.fixed) if existing else set()
-        if changed := sorted(name for name in changed if name.partition("=")[0] != "seed"):
-            raise UserError(
-                f"{self.folder} holds another sweep, which differs in {', '.join(changed)}; use the settings that it was "
-                "started with, or choose another folder with hydra.sweep.dir=…"
-            )
+        if differs := sorted(name for name in changed if name.partition("=")[0] != "seed"):
+            advice = "use the settings that it was started with, or choose another folder with hydra.sweep.dir=…"
+            raise UserError(f"{self.folder} holds another sweep, which differs in {', '.join(differs)}; {advice}")
         self.existing = {point.identity: point for point in existing if point.identity}
         for batch in self.batches():
             self._run(batch)

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from minigpt.sweeps.pruning import RUNGS, continuing
 
+from minigpt.sweeps.pruning import RUNGS, continuing
 from minigpt.sweeps.ranking import Row, compare_rows, loss_law, ranked
 from minigpt.sweeps.results import Point, read_sweep
 

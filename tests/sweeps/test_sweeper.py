@@ -163,7 +163,7 @@ def test_the_product_of_all_axes_runs_in_the_order_given_in_all_notations_of_hyd
 def test_the_command_line_overrides_the_sweep_file_and_the_last_of_equal_settings_wins(
     plan: Callable[..., Any],
 ) -> None:
-    sweeper = plan("+sweep=heads_by_width", "model.n_embd=32,64", "model.n_head=3,5", "model.n_head=2")
+    sweeper = plan("+sweep=heads_by_width", "model.n_embd=32,64", "model.n_head=3,5", "model.n_head=2", "seed=1")
     assert values_of(sweeper) == [{"model.n_embd": "32"}, {"model.n_embd": "64"}]
     assert {config.model.n_head for config in sweeper.engine.configs} == {2}
     assert {config.max_steps for config in sweeper.engine.configs} == {300}  # the file's
@@ -392,8 +392,8 @@ BAD_INPUT = {
     "seed=1,2 hydra/sweeper=optuna hydra.sweeper.n_trials=0": "hydra.sweeper.n_trials must be an integer ≥ 1, got 0",
     "seed=1,2 hydra/sweeper=optuna hydra.sweeper.batch=1.5": "hydra.sweeper.batch must be an integer ≥ 1, got 1.5",
     "seed=1,2 hydra.sweeper.prune=1": "hydra.sweeper.prune must be true or false, got 1",
-    "seed=1,2 hydra.sweeper.prune=true eval_every=20": "eval_every must be < max_steps=20 with "
-    "hydra.sweeper.prune=true, got 20; runs pause at a validation",
+    "seed=1,2 hydra.sweeper.prune=true eval_every=20": "eval_every must be < 5 (max_steps / 4) with "
+    "hydra.sweeper.prune=true, got 20",
     "seed=1,2 hydra.sweeper.prune=true pause_at=10": "pause_at must be null with hydra.sweeper.prune=true, got 10",
     "seed=1,2 hydra.sweeper.prune=true resume=runs": "resume must be null or auto with hydra.sweeper.prune=true, got ",
     "seed=1,2 +sweep=wandb": "configs/sweep/wandb.yaml is for W&B's own agent",
