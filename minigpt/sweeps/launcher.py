@@ -109,6 +109,7 @@ class Launcher(hydra_launcher.Launcher):
         advice = "or set hydra/launcher=basic"
         require("hydra/sweeper", sweeper, lambda name: name.startswith(ours), "grid or optuna", advice)
         self.config = config
+        self.executors: list[Any] = []  # reused by later launches: workers import once, and keep their threads
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
         """Run all jobs, one per point; they write their results into their folders.
@@ -130,7 +131,7 @@ class Launcher(hydra_launcher.Launcher):
             self.stop(list(running), kill=len(signals) > 1)
 
         with handle_signals((signal.SIGINT, signal.SIGTERM), handle):
-            executors = self.start(len(waiting))
+            executors = self.executors = self.executors or self.start(len(waiting))
             while running or waiting:
                 if waiting and executors:
                     with self.batch():
