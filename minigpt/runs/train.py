@@ -73,18 +73,21 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
 
 @contextmanager
 def fast_imports() -> Iterator[None]:
-    """Import in 0.6 of the time: without garbage collection, and torchmetrics without transformers and matplotlib.
+    """Import in 0.6 of the time: without garbage collection, and torchmetrics without its optional packages.
 
     The plots of torchmetrics, which minigpt does not use, cannot be drawn in this process.
     """
     gc.disable()
     try:
         optional: Any = import_module("lightning_utilities.core.imports").RequirementCache
-        optional.available = False  # torchmetrics would import both if installed, for metrics of no run
+        optional.available = False  # torchmetrics would import transformers and matplotlib, for metrics of no run
+        scipy = sys.modules.setdefault("scipy", None)  # type: ignore[arg-type]  # and scipy.signal
         try:
             import_module("torchmetrics")
         finally:
             del optional.available
+            if scipy is None:
+                del sys.modules["scipy"]
         yield
     finally:
         gc.freeze()

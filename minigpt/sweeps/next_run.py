@@ -14,7 +14,7 @@ from minigpt.sweeps.prediction import expected_improvement, extrapolate_seconds
 from minigpt.sweeps.ranking import Row, numbers
 from minigpt.utils.errors import UserError
 
-_LOG_RATIO = 3.9  # values that span at least this ratio are compared by their logarithms
+_LOG_RATIO = 1.5  # values that span at least this ratio are compared by their logarithms
 
 
 def next_run(rows: Sequence[Row], noise: float) -> str:
