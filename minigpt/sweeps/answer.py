@@ -33,10 +33,10 @@ def answer(rows: Sequence[Row]) -> list[str]:
         return ["The runs have different texts, so their losses tell nothing about the other settings.", *told]
     noise = 0.0 if comparison is None else comparison.noise_of_means
     told += [*_size_law(complete, noise), *filter(None, [next_run(complete, noise)])]
-    if comparison is None or len(complete) == 1:
-        return [*_unknown_noise(complete), *([] if Grid.of(complete) else _importances(complete)), *told]
     grid = Grid.of(complete)
-    described = _settings(grid, comparison) if grid else _importances(complete)
+    if comparison is None or len(complete) == 1:
+        return [*_unknown_noise(complete), *([] if grid else _importances(complete)), *told]
+    described = _settings(grid, comparison) if grid else _incomplete_grid(complete)
     return [_best(complete), *described, *_late(complete), *_one_rate(complete), *told]
 
 
@@ -143,6 +143,11 @@ def _exceptions(grid: Grid, comparison: Comparison, k: int, best: int | None) ->
             pair = f"{values[int(grid.places[usual, k])]} is worse than {values[int(grid.places[low, k])]}"
             found.append((worse_by, f"at {where}, {pair} by {worse_by:.4f} ± {margin:.4f}"))
     return [text for _, text in sorted(found, reverse=True)]
+
+
+def _incomplete_grid(rows: Sequence[Row]) -> Iterator[str]:
+    yield "Combinations of settings are missing, so the effect of each setting alone cannot be told."
+    yield from _importances(rows)
 
 
 def _importances(rows: Sequence[Row]) -> Iterator[str]:

@@ -188,7 +188,8 @@ def test_what_cannot_be_told_is_said() -> None:
     failed = [*points[:-1], replace(points[-1], status="failed", totals={})]
     text = told(failed)
     assert "Of 27 runs, 1 failed: rows without all their runs are not compared." in text
-    assert "n_embd matters" not in text  # a combination is missing
+    assert "n_embd matters" not in text
+    assert "Combinations of settings are missing" in text
     assert "tied" in text
     assert "Of 27 runs" not in told(points)
     nan = told([*points[:-1], replace(points[-1], totals={})])

@@ -243,6 +243,23 @@ def test_a_resumed_sweep_runs_new_points_and_keeps_the_folders(plan: Callable[..
     assert (first / "lr=0.1" / "summary.json").exists()
 
 
+def test_a_sweep_is_extended_by_some_of_its_values_and_other_seeds(plan: Callable[..., Any]) -> None:
+    """The points that it holds already stay in the sweep, and one without a seed is that of the default seed."""
+    first = plan("model.n_head=2,4", "model.n_embd=32,64")
+    before = {path: path.stat().st_mtime_ns for path in first.folder.rglob("summary.json")}
+    further = plan("model.n_head=2", "model.n_embd=64,128", "seed=1337,1338", "resume=auto")
+    assert [(config.model.n_embd, config.seed) for config in further.engine.configs] == [
+        *((128, 1337), (128, 1338), (64, 1338)),  # the longest first
+    ]
+    keys = ("model.n_head", "model.n_embd", "seed")
+    points = [point.overrides for point in read_sweep(further.folder)]
+    assert sorted(tuple(point[key] for key in keys if key in point) for point in points) == [
+        *(("2", "128", "1337"), ("2", "128", "1338"), ("2", "32"), ("2", "64", "1337"), ("2", "64", "1338")),
+        *(("4", "32"), ("4", "64")),
+    ]
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
