@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf, isfinite
+from math import inf, isfinite, nan
 from statistics import mean
 
 import numpy as np
@@ -131,9 +131,14 @@ def compare_rows(rows: Sequence[Row]) -> tuple[list[Row], Comparison | None]:
 
 def seed_losses(rows: Sequence[Row]) -> npt.NDArray[np.float64]:
     """Return the loss of each row and seed; NaN where there is none.  (R, S)"""
-    runs = {(i, point.seed): point.loss(row.unit) for i, row in enumerate(rows) for point in row.points}
+    runs = {
+        (i, point.seed): loss
+        for i, row in enumerate(rows)
+        for point in row.points
+        if (loss := point.loss(row.unit)) is not None
+    }
     seeds = dict.fromkeys(seed for _, seed in runs)
-    return np.array([[runs.get((i, seed)) for seed in seeds] for i in range(len(rows))], dtype=float)  # None is NaN
+    return np.array([[runs.get((i, seed), nan) for seed in seeds] for i in range(len(rows))])
 
 
 def loss_law(rows: Sequence[Row], cost: str, noise: float) -> PowerLaw | None:

@@ -196,6 +196,8 @@ def test_what_cannot_be_told_is_said() -> None:
     assert "1 completed run has no finite loss." in nan
     texts = [replace(point, corpus=point.overrides["seed"]) for point in points]
     assert "different texts" in told(texts)
+    again = [*points, replace(points[0], status="skipped", totals={}, reason="same configuration as another point")]
+    assert told(again) == told(points)
     apart = [point for i, point in enumerate(points) if (i // 3 < 4) == (point.overrides["seed"] == "1")]
     assert "do not share their seeds" in told(apart)
 

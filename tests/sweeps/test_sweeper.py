@@ -696,6 +696,7 @@ def test_an_interrupted_and_a_killed_sweep_resume_and_complete(
         assert started["tags"] == ["fox", "sweep"]
     (started,) = (record["run"] for record in records(folder) if record["type"] == "run")
     assert (started["run_group"], set(started["tags"])) == (folder.name, {"fox", "sweep", "summary"})
+    assert "The lowest loss is" in json.dumps(records(folder))  # the answer, in its summary
     (offline,) = (folder / "wandb").glob("offline-run-*")
     (table,) = offline.rglob("*.table.json")
     content = json.loads(table.read_text())
