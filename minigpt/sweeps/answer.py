@@ -14,7 +14,7 @@ from minigpt.sweeps.comparison import FAMILY_ERROR, Array, Comparison, shares
 from minigpt.sweeps.next_run import extend, is_log, minutes, next_run, run_config
 from minigpt.sweeps.prediction import extrapolate_seconds
 from minigpt.sweeps.ranking import Row, compare_rows, count_text, loss_law, numbers, seed_losses
-from minigpt.sweeps.results import COMPLETED, SKIPPED, Point
+from minigpt.sweeps.results import COMPLETED, PAUSED, SKIPPED, Point
 
 MAX_EXCEPTIONS = 2  # to a sentence about a setting
 MIN_IMPORTANCE_ROWS = 10
@@ -225,6 +225,8 @@ def _one_rate(rows: Sequence[Row]) -> Iterator[str]:
 
 def _incomplete(points: Sequence[Point]) -> Iterator[str]:
     counts = Counter(point.status for point in points if point.status not in (COMPLETED, SKIPPED))
+    if paused := counts.pop(PAUSED, 0):
+        yield f"Pruning paused {paused} of {len(points)} runs, which were worse after equally many steps."
     if counts:
         yield f"Of {len(points)} runs, {count_text(counts)}: rows without all their runs are not compared."
     if missing := sum(point.status == COMPLETED and not point.totals.get("best_val_loss") for point in points):

@@ -192,6 +192,9 @@ def test_what_cannot_be_told_is_said() -> None:
     assert "Combinations of settings are missing" in text
     assert "tied" in text
     assert "Of 27 runs" not in told(points)
+    pruned = told([*points[:3], *(replace(point, status="paused") for point in points[3:])])
+    assert "Pruning paused 24 of 27 runs" in pruned
+    assert "are not compared" not in pruned
     nan = told([*points[:-1], replace(points[-1], totals={})])
     assert "1 completed run has no finite loss." in nan
     texts = [replace(point, corpus=point.overrides["seed"]) for point in points]
