@@ -54,7 +54,8 @@ def _heat_map(rows: Sequence[Row], x: str, y: str) -> dict[str, Any]:
     columns, lines = alt.Scale(domain=_values(rows, x)), alt.Scale(domain=_values(rows, y)[::-1])
     cells: list[Any] = []
     for i, row in reversed(list(enumerate(rows))):  # of two rows in a cell the better one is on top
-        text = [*row.loss_text.split(" ", 1), *([] if row.status == COMPLETED else row.status.split(", "))]
+        text = [*row.loss_text.split(" ", 1), *(["tied"] if i and row.tied else [])]
+        text += [] if row.status == COMPLETED else row.status.split(", ")
         cells += [{"row": i, "loss": row.loss, "x": _value(row, x), "y": _value(row, y), "text": text}]
     base = _BASE.encode(
         alt.X("x:N", scale=columns, title=sanitize_line(x), axis=alt.Axis(labelAngle=0)),

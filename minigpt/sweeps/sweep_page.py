@@ -18,6 +18,7 @@ from typing import Any
 import vl_convert
 
 from minigpt.runs.run_dir import SAMPLE_HEADER, SAMPLES
+from minigpt.sweeps.answer import answer
 from minigpt.sweeps.ranking import Row, count_text, ranked
 from minigpt.sweeps.results import Point
 from minigpt.sweeps.sweep_charts import learning_curves, loss_limits, parallel_coordinates, swept_chart
@@ -37,13 +38,13 @@ def sweep_page(points: Sequence[Point], *, title: str) -> str:
     if losses := [row.loss for row in rows if row.loss is not None]:
         charts = {"swept": swept_chart(rows), "curves": learning_curves(rows, runs)}
         charts["parallel"] = parallel_coordinates(rows)
-        facts += [f"best: {rows[0].loss_text} {unit} with {rows[0].label()}"]
         if len(losses) < len(rows):
             facts += [f"{len(rows) - len(losses)} of {len(rows)} combinations of settings have no loss"]
         if above := sum(loss > loss_limits(rows)[1] for loss in losses):
             facts += [f"losses above the scales: {above}"]
     data = {
         "summary": sanitize_line("; ".join(facts)),
+        "answer": [*map(sanitize_line, answer(rows))],
         "charts": charts,
         "rows": [sanitize_line(f"{row.label()}: {row.loss_text} {unit}, {row.status}") for row in rows],
         "runs": [_describe(rows[i], i, point) for i, point in runs],

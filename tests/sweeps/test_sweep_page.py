@@ -103,7 +103,7 @@ def test_hostile_text_is_shown_and_does_not_run(show, tmp_path):
     assert page.title == HOSTILE
     assert text(page, "sample").startswith(f"no header {HOSTILE}␀␛[31m⟨U+202E⟩\ufffdxxx")
     assert len(text(page, "sample")) == MAX_SAMPLE_CHARS
-    assert f"={HOSTILE}, \\ud800=\\udc00" in text(page, "summary")
+    assert f"={HOSTILE}, \\ud800=\\udc00" in text(page, "answer")
 
 
 def runs(*losses: float | None, status: str = COMPLETED, name: str = "lr") -> list[Point]:
