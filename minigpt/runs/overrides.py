@@ -1,5 +1,6 @@
 """The command line of a run: quoted overrides, and one command line for all processes of torchrun or srun."""
 
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,6 +38,11 @@ def quote_override(value: object) -> str:
     from hydra.core.override_parser.types import Quote, QuotedString
 
     return QuotedString(str(value), Quote.single).with_quotes()
+
+
+def quote_path(path: object) -> str:
+    """Quote a path for a Hydra override if its characters need it."""
+    return str(path) if re.fullmatch(r"[\w./-]+", str(path)) else quote_override(path)
 
 
 def shared_arguments(arguments: list[str]) -> list[str]:

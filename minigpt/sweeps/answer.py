@@ -1,4 +1,4 @@
-"""What a sweep shows, in a few plain sentences: what matters, what is noise, and what to run next."""
+"""Summarize a sweep in sentences: the effects of settings, the noise, and the next run."""
 
 import warnings
 from collections import Counter
@@ -14,11 +14,12 @@ from minigpt.sweeps.comparison import FAMILY_ERROR, Array, Comparison, shares
 from minigpt.sweeps.next_run import extend, is_log, minutes, next_run, run_config
 from minigpt.sweeps.prediction import extrapolate_seconds
 from minigpt.sweeps.ranking import Row, compare_rows, count_text, loss_law, numbers, seed_losses
-from minigpt.sweeps.results import COMPLETED, PAUSED, SKIPPED, Point
+from minigpt.sweeps.results import COMPLETED, NATS, PAUSED, SKIPPED, Point
 
 MAX_EXCEPTIONS = 2  # to a sentence about a setting
 MIN_IMPORTANCE_ROWS = 10
 _SEEDS = 3
+_MAX_REPEATED = 4  # combinations of settings that the command with more seeds repeats
 _IMPORTANCE_RESAMPLES = 20
 
 
@@ -30,9 +31,12 @@ def answer(rows: Sequence[Row]) -> list[str]:
     if not complete:
         return ["No run has completed with a loss, so nothing can be compared.", *told]
     if len({point.corpus for point in points if point.corpus}) > 1:
-        return ["The runs have different texts, so their losses tell nothing about the other settings.", *told]
+        return ["The runs were trained on different corpora, so their losses are not comparable.", *told]
+    if diverged := sum(bool(row.losses) and not row.provisional for row in rows) - len(complete):
+        told.append(f"{diverged} {'row' if diverged == 1 else 'rows'} diverged; the comparison leaves them out.")
     noise = 0.0 if comparison is None else comparison.noise_of_means
-    told += [*_size_law(complete, noise), *filter(None, [next_run(complete, noise)])]
+    told += _size_law(complete, noise)
+    told += filter(None, [next_run(complete, noise) if comparison else ""])
     grid = Grid.of(complete)
     if comparison is None or len(complete) == 1:
         return [*_unknown_noise(complete), *([] if grid else _importances(complete)), *told]
@@ -75,20 +79,20 @@ class Grid:
 
 def _best(rows: Sequence[Row]) -> str:
     best, tied = rows[0], [row for row in rows[1:] if row.tied]
-    seeds = "1 seed" if len(best.losses) == 1 else f"{len(best.losses)} seeds"
-    text = f"The lowest loss is {best.loss_text} {best.unit}: {best.label()} ({seeds})."
+    n = len({point.seed for point in best.points})
+    text = f"The lowest loss is {best.loss_text} {best.unit}: {best.label()} ({n} {'seed' if n == 1 else 'seeds'})."
     if not tied:
-        return f"{text} All {len(rows) - 1} other rows are worse by more than the noise."
-    cheapest = min(tied, key=lambda row: row.mean_of("flops") or np.inf)
-    part = (cheapest.mean_of("flops") or np.inf) / (best.mean_of("flops") or np.inf)
-    cheaper = f", one of them with {100 * part:.0f} % of the FLOPs: {cheapest.label()}" if part < 0.9 else ""
+        return f"{text} All other rows are worse by more than the noise."
+    flops = [(row.mean_of("flops") or np.inf, row.label()) for row in tied]
+    part, label = min(flops)[0] / (best.mean_of("flops") or 1), min(flops)[1]
+    cheaper = f"; with {100 * part:.0f} % of the FLOPs: {label}" if 0 < part < 0.9 and best.mean_of("flops") else ""
     return f"{text} {len(tied)} of the {len(rows) - 1} other rows {'is' if len(tied) == 1 else 'are'} tied{cheaper}."
 
 
 def _settings(grid: Grid, comparison: Comparison) -> Iterator[str]:
     """Describe each setting of a grid, those with the largest share of the variance first, and what is left."""
     losses, names = grid.losses(), list(grid.levels)
-    share: Any = shares(losses) if np.isfinite(losses).all() else None
+    share: Any = shares(losses) if np.isfinite(losses).all() and np.ptp(losses) > 0 else None
     order = range(len(names)) if share is None else np.argsort(-share[: len(names), 0])
     for k in order:
         yield _setting(grid, comparison, int(k), "" if share is None else f", {_percent(share[k])}")
@@ -96,11 +100,11 @@ def _settings(grid: Grid, comparison: Comparison) -> Iterator[str]:
         interaction = f", and the interaction of settings is {_percent(share[-2])}" if len(names) > 1 else ""
         least = comparison.against(0)[1].max()
         text = f"The noise between seeds is {_percent(share[-1])}{interaction}"
-        yield f"{text}; rows that differ by less than {least:.4f} are not told apart."
+        yield f"{text}; differences of rows below {least:.4f} are within the noise."
 
 
 def _setting(grid: Grid, comparison: Comparison, k: int, share: str) -> str:
-    """Describe a setting by the mean losses of its values, and by the rows in which it is otherwise."""
+    """Describe a setting by the mean losses of its values, and list the exceptions."""
     name, values = list(grid.levels.items())[k]
     short, n = grid.rows[0].short_names[name], len(values)
     member = (grid.places[:, k] == np.arange(n)[:, None]).astype(float)  # (values, R)
@@ -112,7 +116,9 @@ def _setting(grid: Grid, comparison: Comparison, k: int, share: str) -> str:
     tied = [values[i] for i in range(n) if i not in worse]
     places, n_places = _exceptions(grid, comparison, k, None), len(grid.rows) // n
     if 0 < len(places) < n_places / 2:
-        return f"{short} matters in places{share}: {_some(places)}; elsewhere its values are not told apart."
+        return f"{short} matters in places{share}: {_some(places)}; elsewhere its values are tied."
+    if not worse and places:
+        return f"{short} matters{share}, but not on average: {_some(places)}."
     if not worse:
         text = f"{short} does not matter beyond the noise{share}: {_listed(values)} are tied (± {margin.max():.4f})"
     else:
@@ -127,7 +133,7 @@ def _setting(grid: Grid, comparison: Comparison, k: int, share: str) -> str:
 
 
 def _exceptions(grid: Grid, comparison: Comparison, k: int, best: int | None) -> list[str]:
-    """Return at which values of the other settings those of one differ, or, given the best, another one is better."""
+    """List the values of the other settings at which one has an effect or, given its best, another value is better."""
     (name, values), others = list(grid.levels.items())[k], np.delete(grid.places, k, 1)
     found = []
     for place in np.unique(others, axis=0) if others.shape[1] else ():
@@ -146,7 +152,7 @@ def _exceptions(grid: Grid, comparison: Comparison, k: int, best: int | None) ->
 
 
 def _incomplete_grid(rows: Sequence[Row]) -> Iterator[str]:
-    yield "Combinations of settings are missing, so the effect of each setting alone cannot be told."
+    yield "The grid is incomplete, so the effects of single settings are not estimated."
     yield from _importances(rows)
 
 
@@ -202,23 +208,24 @@ def _late(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _last_fall(row: Row) -> float | None:
-    """Return by how much the loss fell in the last third of the training, in nats per token, mean over seeds."""
+    """Return by how much the loss fell in the last third of the training, in the unit of the row, mean over seeds."""
     falls = []
     for point in row.points:
         if len(point.curve) > 2:
             tokens, losses = np.array(point.curve).T
-            falls.append(np.interp(tokens[-1] * 2 / 3, tokens, losses) - losses[-1])
+            scale = (point.loss(row.unit) or 0) / (point.loss(NATS) or np.inf)
+            falls.append(scale * (np.interp(tokens[-1] * 2 / 3, tokens, losses) - losses[-1]))
     return float(np.mean(falls)) if falls else None
 
 
 def _one_rate(rows: Sequence[Row]) -> Iterator[str]:
     """Yield that AdamW has one learning rate at all widths, where the model has no parametrization that allows it."""
-    names, config = rows[0].short_names, run_config(rows[0])
+    names, config = {name.lstrip("+") for name in rows[0].short_names}, run_config(rows[0])
     optimizer, model = config.get("optimizer", {}), config.get("model", {})
     adamw = str(optimizer.get("_target_", "")).endswith("adamw") and model.get("parametrization") == "standard"
-    if len(numbers(rows, "model.n_embd")) > 1 and not {"optimizer.lr", "optimizer"} & {*names} and adamw:
+    if len(numbers(rows, "model.n_embd")) > 1 and not {"optimizer.lr", "optimizer", "experiment"} & names and adamw:
         yield (
-            f"All widths have the learning rate {optimizer['lr']}, but the best one falls with the width: sweep "
+            f"All widths have the learning rate {optimizer.get('lr')}, but the best one falls with the width: sweep "
             "optimizer.lr too, or set model.parametrization=mup."
         )
 
@@ -226,7 +233,7 @@ def _one_rate(rows: Sequence[Row]) -> Iterator[str]:
 def _incomplete(points: Sequence[Point]) -> Iterator[str]:
     counts = Counter(point.status for point in points if point.status not in (COMPLETED, SKIPPED))
     if paused := counts.pop(PAUSED, 0):
-        yield f"Pruning paused {paused} of {len(points)} runs, which were worse after equally many steps."
+        yield f"{paused} of {len(points)} runs are paused; their rows are not compared."
     if counts:
         yield f"Of {len(points)} runs, {count_text(counts)}: rows without all their runs are not compared."
     if missing := sum(point.status == COMPLETED and not point.totals.get("best_val_loss") for point in points):
@@ -240,15 +247,18 @@ def _unknown_noise(rows: Sequence[Row]) -> Iterator[str]:
         yield f"{best} There is no other row to compare it with."
         return
     if any(len(row.losses) > 1 for row in rows):
-        yield f"{best} Rows do not share their seeds, so noise and effects cannot be told apart; add seed=1,2,3."
+        yield f"{best} Too few rows share seeds to separate effects from noise; run all rows with seed=1,2,3."
         return
     yield f"{best} Every row has one seed, so noise and effects cannot be told apart."
-    names = list(rows[0].short_names)
-    values = {name: dict.fromkeys(row.value(name) for row in rows[:3]) for name in names}
+    for n in (3, 2, 1):  # the best rows, as long as the product of their values holds few others
+        values = {name: {row.value(name): None for row in rows[:n]} for name in rows[0].short_names}
+        if prod(map(len, values.values())) <= _MAX_REPEATED:
+            break
     first = rows[0].points[0].seed
     seeds = ",".join(str(int(first) + i) for i in range(_SEEDS)) if first.isdecimal() else "1,2,3"
     if text := extend(rows, {name: ",".join(each) for name, each in values.items()}, seeds):
-        runs = (_SEEDS - 1) * prod(map(len, values.values()))
+        existing = sum(all(row.value(name) in each for name, each in values.items()) for row in rows)
+        runs = _SEEDS * prod(map(len, values.values())) - existing
         yield f"Add two seeds to the best rows ({runs} runs): {text}"
 
 
@@ -257,13 +267,13 @@ def _size_law(rows: Sequence[Row], noise: float) -> Iterator[str]:
     if law := loss_law(rows, "params", noise):
         size = law.following
         low, middle, high = law.predict(np.array([size]))[:, 0]
-        known = np.array([(row.mean_of("params"), row.mean_of("seconds")) for row in rows], dtype=float)
-        seconds = extrapolate_seconds(np.log(known[:, :1]), known[:, 1], np.log([[size]]))[0]
-        yield (
-            f"By the fit over {len(law.sizes)} sizes, {size:,.0f} parameters would reach {middle:.4f} ({low:.4f} to "
-            f"{high:.4f} with 90 %) in {minutes(seconds)}, with {16 * size / 1e6:,.0f} MB of weights, gradients and "
-            "moments."
-        )
+        totals = [(row.mean_of("params"), row.mean_of("seconds")) for row in rows]
+        known = np.array([pair for pair in totals if all(pair)], dtype=float).reshape(-1, 2)
+        text = f"By the fit over {len(law.sizes)} sizes, {size:,.0f} parameters would reach {middle:.4f} ({low:.4f} to "
+        text += f"{high:.4f} with 90 %)"
+        if len(known) > 1:
+            text += f" in {minutes(extrapolate_seconds(np.log(known[:, :1]), known[:, 1], np.log([[size]]))[0])}"
+        yield f"{text}, with at most {16 * size / 1e6:,.0f} MB of weights, gradients and moments."
 
 
 def _percent(share: Array) -> str:

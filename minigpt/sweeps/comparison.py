@@ -1,4 +1,4 @@
-"""Which differences between the rows of a sweep are larger than the noise between seeds.
+"""Compare the rows of a sweep: test which differences exceed the noise between seeds.
 
 The model is loss = row + seed + noise: every row shares its seeds with others, so that the difference of two rows is
 free of what their seeds have in common, and all rows together estimate the noise. Its variance is taken to be the same
@@ -50,7 +50,7 @@ class Comparison:
             contrasts: weights of the rows, each the difference of two means.  (K, R)
             n: number of means among which all differences are compared.
         """
-        variances = np.einsum("kr,rs,ks->k", contrasts, self.covariance, contrasts)
+        variances = np.sum(contrasts @ self.covariance * contrasts, axis=1)
         return _range_quantile(error, n, self.freedom) * self.noise * np.sqrt(variances.clip(0) / 2)
 
     def against(self, row: int) -> tuple[Array, Array]:
@@ -91,7 +91,8 @@ def compare(losses: Array) -> Comparison | None:
     noise, of_seeds = residual / max(freedom, 1), (within - residual) / (seeds - 1)
     # The variance of one run over seeds, with degrees of freedom as in Satterthwaite (1946,
     # https://doi.org/10.2307/3002019).
-    parts = np.array([of_seeds / rows, noise * (rows - 1) / rows])
+    runs = (len(y) - rows) / (seeds - 1)  # per seed; the number of rows if all have all seeds
+    parts = np.array([of_seeds / runs, noise * (runs - 1) / runs])
     variance = parts.sum()
     effective = variance**2 / max(float(np.sum(parts**2 / [seeds - 1, max(freedom, 1)])), 1e-300)
     from scipy.stats import t

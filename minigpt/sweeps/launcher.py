@@ -101,6 +101,7 @@ class Launcher(hydra_launcher.Launcher):
     """Run jobs, a limited number at a time; a signal ends the running ones cleanly and starts no more."""
 
     points: Sequence[Point]  # one per job
+    most_jobs: int  # of any launch of the sweep
     on_end: Callable[[Point, str], None]  # called for each job that ended, with the reason if it failed
     batch: Callable[[], AbstractContextManager[None]] = nullcontext  # the context in which jobs are submitted
 
@@ -131,7 +132,7 @@ class Launcher(hydra_launcher.Launcher):
             self.stop(list(running), kill=len(signals) > 1)
 
         with handle_signals((signal.SIGINT, signal.SIGTERM), handle):
-            executors = self.executors = self.executors or self.start(len(waiting))
+            executors = self.executors = self.executors or self.start(max(len(waiting), self.most_jobs))
             while running or waiting:
                 if waiting and executors:
                     with self.batch():

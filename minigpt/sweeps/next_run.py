@@ -9,11 +9,13 @@ import numpy as np
 import yaml  # a dependency of Hydra
 
 from minigpt.config import GPTConfig
+from minigpt.runs.overrides import quote_path
 from minigpt.runs.run_dir import PLAN, command, short_path
 from minigpt.sweeps.prediction import expected_improvement, extrapolate_seconds
 from minigpt.sweeps.ranking import Row, numbers
 from minigpt.utils.errors import UserError
 
+MAX_ROWS = 150  # the best, to which the losses are fitted
 _LOG_RATIO = 1.5  # values that span at least this ratio are compared by their logarithms
 
 
@@ -25,10 +27,14 @@ def next_run(rows: Sequence[Row], noise: float) -> str:
     Args:
         noise: standard deviation of the mean loss of a row.
     """
-    best, axes = rows[0], {name: values for name in rows[0].short_names if len(values := numbers(rows, name)) > 1}
-    known = [[*map(row.number, axes), row.loss, row.mean_of("seconds")] for row in rows]
+    best, names = rows[0], rows[0].short_names
+    text = [name for name in names if best.number(name) is None]
+    alike = [row for row in rows if all(row.value(name) == best.value(name) for name in text)][:MAX_ROWS]
+    axes = {name: values for name in names if name not in text and len(values := numbers(alike, name)) > 1}
+    known = [[*map(row.number, axes), row.loss, row.mean_of("seconds")] for row in alike]
+    known = [values for values in known if None not in values]
     changes = [(name, value) for name in axes for value in _neighbors(best, name, axes[name])]
-    if len(rows) < 3 or not changes or any(value is None for values in known for value in values):
+    if len(known) < 3 or not changes:
         return ""
     table = np.array(known, dtype=float)
     settings, losses, seconds = table[:, :-2], table[:, -2], table[:, -1]
@@ -40,19 +46,20 @@ def next_run(rows: Sequence[Row], noise: float) -> str:
     settings, wanted = (settings - low) / (high - low), (wanted - low) / (high - low)
     gain = expected_improvement(settings, losses, noise, wanted)
     duration = extrapolate_seconds(settings, seconds, wanted)
-    pick = int(np.argmax(gain / duration))
-    if gain[pick] < max(noise / 2, 1e-4):
-        return "No change of one setting is expected to lower the loss by more than the noise."
-    name, value = changes[pick][0], f"{changes[pick][1]:g}"
-    text = f"Next run: {best.short_names[name]}={value} is expected to lower the best loss by {gain[pick]:.4f} in "
+    useful = gain >= noise / 2
+    if not useful.any():
+        return "No change of one setting is expected to lower the loss by more than half of the noise."
+    pick = int(np.argmax(np.where(useful, gain / duration, 0)))
+    name, value = changes[pick][0], f"{changes[pick][1]:.12g}"
+    sentence = f"Next run: {best.short_names[name]}={value} is expected to lower the best loss by {gain[pick]:.4f} in "
     changed = {each: best.value(each) for each in best.short_names} | {name: value}
     extended = extend(rows, changed, ",".join(dict.fromkeys(point.seed for point in best.points)))
-    return text + f"{minutes(duration[pick])} per seed" + (f": {extended}" if extended else ".")
+    return sentence + f"{minutes(duration[pick])} per seed" + (f": {extended}" if extended else ".")
 
 
 def _neighbors(row: Row, name: str, values: Sequence[float]) -> Iterator[float]:
     """Yield possible values of a setting next to that of a row: between two, or beyond the last."""
-    geometric, i = is_log(values), values.index(row.number(name) or 0.0)
+    geometric, i = is_log(values), values.index(row.number(name) or 0)
     between: Callable[..., float] = (lambda a, b: (a * b) ** 0.5) if geometric else (lambda a, b: (a + b) / 2)
     beyond: Callable[..., float] = (lambda a, b: b * min(max(b / a, 0.5), 2)) if geometric else (lambda a, b: 2 * b - a)
     found = [between(*values[j : j + 2]) for j in (i - 1, i) if 0 <= j < len(values) - 1]
@@ -62,33 +69,41 @@ def _neighbors(row: Row, name: str, values: Sequence[float]) -> Iterator[float]:
     model = run_config(row).get("model")
     for value in found:
         value = step * round(value / step) if step else float(f"{value:.3g}")
-        if value in values or value < 0 or (value == 0 and geometric):
+        if value in values or value < 0 or (value == 0 and geometric) or values[-1] < 1 <= value:  # a fraction
             continue
-        if name.startswith("model.") and model:
+        key = name.lstrip("+")
+        if key.startswith("model.") and model:
             try:
-                GPTConfig.from_dict({**model, name.removeprefix("model."): value, "vocab_size": 1})
+                GPTConfig.from_dict({**model, key.removeprefix("model."): value, "vocab_size": 1})
             except UserError:
                 continue
         yield value
 
 
 def extend(rows: Sequence[Row], values: Mapping[str, str], seeds: str) -> str:
-    """Return the command that adds points to the sweep of the rows; empty for runs that are not those of a sweep."""
+    """Return the command that adds points to the grid of the rows; empty for other runs."""
     folder, *others = {point.folder.parent for row in rows for point in row.points}
-    if others or not (folder / PLAN).exists():
-        return ""
     settings = {**rows[0].points[0].overrides, **values, "seed": seeds}
-    given = [f"{name}={value}" for name, value in settings.items()]
-    return command("train", "-m", *given, f"hydra.sweep.dir={short_path(folder)}", "resume=auto")
+    if others or not (folder / PLAN).exists() or settings.get("+sweep") == "search":
+        return ""
+    given = [name if name.startswith("~") else f"{name}={value}" for name, value in settings.items()]
+    folder_name = quote_path(short_path(folder))
+    return command("train", "-m", *given, f"hydra.sweep.dir={folder_name}", "resume=auto")
 
 
 def run_config(row: Row) -> dict[str, Any]:
-    """Return the configuration of a run of a row; empty if it is not readable."""
+    """Return the settings of the optimizer and the model of a run of a row that are single values."""
     try:
         found = yaml.safe_load((row.points[0].folder / ".hydra" / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
-    return found if isinstance(found, dict) else {}
+    parts = {name: found.get(name) for name in ("optimizer", "model")} if isinstance(found, dict) else {}
+    scalar = (type(None), bool, int, float, str)
+    return {
+        name: {key: value for key, value in part.items() if isinstance(value, scalar)}
+        for name, part in parts.items()
+        if isinstance(part, dict)
+    }
 
 
 def minutes(seconds: float) -> str:

@@ -9,9 +9,8 @@ from minigpt.sweeps.comparison import Array
 
 _EXPONENTS = np.geomspace(0.05, 2, 60)
 _RESAMPLES = 400
-_TREND = (
-    0.6  # predicts the largest values of settings that are left out of sweeps; all of it overshoots (docs/sweeps.md)
-)
+# Predicts the largest values of settings that are left out of sweeps; the whole trend overshoots (docs/sweeps.md).
+_TREND = 0.6
 _LENGTHS = (0.3, 0.5, 0.8, 1.3, 2.0, 5.0, 20.0)  # of the settings, which are scaled to [0, 1]
 
 

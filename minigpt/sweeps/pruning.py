@@ -22,7 +22,7 @@ def rung_steps(cfg: Any) -> list[int]:
     """Return the optimizer steps of the rungs of a run: the first validations at or after the fractions of max_steps.
 
     Raises:
-        UserError: a setting of the run does not go with pruning.
+        UserError: a setting is incompatible with pruning.
     """
     given, steps, every = "with hydra.sweeper.prune=true", cfg.max_steps, cfg.eval_every
     require("pause_at", cfg.pause_at, [None].__contains__, f"null {given}")

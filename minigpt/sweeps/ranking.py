@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite, nan
-from statistics import mean
+from statistics import mean, median
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,8 @@ import numpy.typing as npt
 from minigpt.sweeps.comparison import Comparison, compare
 from minigpt.sweeps.prediction import PowerLaw, fit_power_law
 from minigpt.sweeps.results import BITS, NATS, SKIPPED, Point
+
+DIVERGED = 1.2  # times the best loss: a higher one, far above the others too, is of a run that diverged
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Row:
         overrides: settings that the points share, without the seed.
         unit: unit of the losses, `NATS` or `BITS`.
         short_names: short name of each setting in which rows differ.
+        adjusted: mean loss as if the row had the seeds of all rows; None if the rows are not compared.
         interval: half of the 95 % interval of the mean loss over seeds; None if the noise is unknown.
         difference: from the mean loss of the first row.
         margin: half of the interval of the difference, which holds for all rows together.
@@ -31,6 +34,7 @@ class Row:
     points: Sequence[Point]
     unit: str
     short_names: Mapping[str, str]
+    adjusted: float | None = None
     interval: float | None = None
     difference: float | None = None
     margin: float | None = None
@@ -43,7 +47,7 @@ class Row:
     @property
     def loss(self) -> float | None:
         """Mean of the best losses over seeds."""
-        return mean(self.losses) if self.losses else None
+        return self.adjusted if self.adjusted is not None else mean(self.losses) if self.losses else None
 
     @property
     def tied(self) -> bool:
@@ -71,6 +75,10 @@ class Row:
     def reason(self) -> str:
         """Why points failed or were skipped."""
         return "; ".join(dict.fromkeys(point.reason for point in self.points if point.reason))
+
+    def in_unit(self, unit: str) -> "Row":
+        """Return the row with losses in a unit; intervals are in that of the ranking only."""
+        return self if unit == self.unit else replace(self, unit=unit, adjusted=None, interval=None)
 
     def mean_of(self, total: str) -> float | None:
         """Return the mean of one of the `TOTALS` over the points that have it."""
@@ -117,16 +125,30 @@ def ranked(points: Sequence[Point]) -> list[Row]:
     rows.sort(key=lambda row: (row.loss is None, row.provisional, row.loss or 0.0))
     complete, comparison = compare_rows(rows)
     if comparison is not None:
-        columns = [comparison.interval, *comparison.against(0)]
-        for i, (interval, difference, margin) in enumerate(np.stack(columns, 1).tolist()):
-            rows[i] = replace(complete[i], interval=interval, difference=difference, margin=margin)
+        columns = [comparison.means, comparison.interval, *comparison.against(int(np.argmin(comparison.means)))]
+        values = np.stack(columns, 1).tolist()
+        fields = ("adjusted", "interval", "difference", "margin")
+        compared = [
+            replace(row, **dict(zip(fields, each, strict=True))) for row, each in zip(complete, values, strict=True)
+        ]
+        rows[: len(compared)] = sorted(compared, key=lambda row: row.loss or 0.0)
     return rows
 
 
 def compare_rows(rows: Sequence[Row]) -> tuple[list[Row], Comparison | None]:
-    """Return the rows whose runs all completed, and their comparison if their seeds allow one."""
+    """Return the rows whose runs all completed and did not diverge, and their comparison if their seeds allow one."""
     complete = [row for row in rows if row.losses and not row.provisional]
+    if complete:
+        losses = [row.loss or inf for row in complete]
+        highest = max(highest_converged(losses), DIVERGED * min(losses))
+        complete = [row for row in complete if (row.loss or inf) <= highest]
     return complete, compare(seed_losses(complete)) if complete else None
+
+
+def highest_converged(losses: Sequence[float]) -> float:
+    """Return the highest loss that is at most 5 times as far from the best as the median."""
+    best = min(losses)
+    return max(loss for loss in losses if loss <= best + 5 * (median(losses) - best))
 
 
 def seed_losses(rows: Sequence[Row]) -> npt.NDArray[np.float64]:
@@ -142,7 +164,7 @@ def seed_losses(rows: Sequence[Row]) -> npt.NDArray[np.float64]:
 
 
 def loss_law(rows: Sequence[Row], cost: str, noise: float) -> PowerLaw | None:
-    """Fit the loss over "params" or "flops", to the best row of each cost; None if the fit says nothing.
+    """Fit the loss over "params" or "flops", to the best row of each cost; None without a useful fit.
 
     Over FLOPs, rows that another one dominates do not count, and the runs must differ in their length.
 

@@ -7,10 +7,10 @@ when they are needed. Text from files is sanitized before it reaches a terminal.
 
 import csv
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -120,12 +120,17 @@ def _parent(points: Sequence[Point]) -> Path:
 def write_text(file: Path, title: str, sentences: Sequence[str], points: Sequence[Point]) -> None:
     """Write `sweep.md`: the sentences of the answer, the plot and the table, in Markdown."""
     _, header, cells = _table(points)
-    table = [header, ["---"] * len(header), *cells]
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in table]
-    text = [f"# {sanitize_line(title)}", "", *(f"- {sentence}" for sentence in sentences), ""]
+    lines = ["| " + " | ".join(map(_escape, line)) + " |" for line in (header, *cells)]
+    lines.insert(1, "| --- " * len(header) + "|")
+    text = [f"# {_escape(sanitize_line(title))}", "", *(f"- {_escape(sentence)}" for sentence in sentences), ""]
     with atomic_write(file) as partial:
         text += [f"![the runs of the sweep]({PLOT})", "", *lines, ""]
         partial.write_text("\n".join(text), encoding="utf-8", errors="backslashreplace")
+
+
+def _escape(text: str) -> str:
+    """Escape the characters that start HTML, links, images, code and cells in Markdown."""
+    return re.sub(r"[\\`\[\]<>|]", r"\\\g<0>", text)
 
 
 def write_table(file: Path, points: Sequence[Point]) -> None:
@@ -139,9 +144,8 @@ def write_table(file: Path, points: Sequence[Point]) -> None:
         table = csv.writer(opened)
         table.writerow(["rank", *names, *losses, "seeds", *_COSTS, "status", "reason", "folder"])
         for rank, row in enumerate(rows, 1):
-            nats, bits = (replace(row, unit=unit) for unit in (NATS, BITS))
             cells: list[Any] = [rank if row.losses else "", *(row.overrides.get(name, "") for name in names)]
-            cells += [nats.loss, bits.loss, row.interval, row.difference, row.margin]
+            cells += [row.in_unit(NATS).loss, row.in_unit(BITS).loss, row.interval, row.difference, row.margin]
             cells += [row.tied if row.margin is not None else "", len(row.losses), *map(row.mean_of, _COSTS)]
             cells += [row.status, row.reason, " ".join(str(point.folder) for point in row.points)]
             table.writerow(cells)
@@ -190,7 +194,7 @@ def _format_loss(row: Row, unit: str) -> str:
     """Format the mean loss and, in the unit of the ranking, its interval and the number of runs."""
     known, runs = len(row.losses), len(row.points)
     if unit != row.unit:
-        return replace(row, unit=unit, interval=None).loss_text
+        return row.in_unit(unit).loss_text
     if known == 0 or runs == 1:
         return row.loss_text
     return f"{row.loss_text} ({known} runs)" if known == runs else f"{row.loss_text} ({known} of {runs} runs)"

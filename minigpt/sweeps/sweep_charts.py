@@ -10,9 +10,9 @@ from typing import Any
 
 import altair as alt
 
-from minigpt.sweeps.ranking import Row
+from minigpt.sweeps.ranking import Row, highest_converged
 from minigpt.sweeps.results import COMPLETED, NATS, Point
-from minigpt.sweeps.sweep_plots import MAX_ANNOTATED, MAX_NAMES, highest_converged
+from minigpt.sweeps.sweep_plots import MAX_ANNOTATED, MAX_NAMES
 from minigpt.utils.terminal import sanitize_line
 
 MAX_CURVE_POINTS, MAX_TICKS = 10_000, 12  # of all learning curves together; of an axis of the parallel coordinates

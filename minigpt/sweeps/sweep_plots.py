@@ -6,7 +6,6 @@ Text from files goes through `_escape` on its way into a plot.
 from collections import Counter
 from collections.abc import Sequence
 from math import inf, nan, prod
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,16 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
-from minigpt.sweeps.ranking import Row, compare_rows, count_text, loss_law, numbers, pareto_front, ranked
+from minigpt.sweeps.ranking import (
+    Row,
+    compare_rows,
+    count_text,
+    highest_converged,
+    loss_law,
+    numbers,
+    pareto_front,
+    ranked,
+)
 from minigpt.sweeps.results import COMPLETED, NATS, Point
 from minigpt.utils.terminal import sanitize_line
 
@@ -131,9 +139,6 @@ def _plot_cost(panel: Axes, rows: Sequence[Row], cost: str, label: str) -> None:
     panel.set(xlabel=label, ylabel=f"best validation loss ({rows[0].unit})")
     if not known:
         return
-    panel.set_xscale("log")
-    panel.xaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter=EngFormatter())
-    panel.xaxis.set_minor_formatter(NullFormatter())
     costs, losses = zip(*known, strict=True)
     panel.errorbar(costs, losses, intervals, fmt="o", alpha=0.6, capsize=3)
     complete, comparison = compare_rows(rows)
@@ -144,6 +149,9 @@ def _plot_cost(panel: Axes, rows: Sequence[Row], cost: str, label: str) -> None:
         panel.plot(sizes, middle, color="C0", alpha=0.5)
     panel.plot(*zip(*pareto_front(known), strict=True), color="0.2", label="Pareto front")
     panel.plot(*known[0], "*", markersize=15, color="C3", label=f"best {known[0][1]:.4f}")
+    panel.set_xscale("log")  # after the points, which set the limits
+    panel.xaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter=EngFormatter())
+    panel.xaxis.set_minor_formatter(NullFormatter())
     _finish(panel, losses, loc="upper right")
 
 
@@ -157,12 +165,6 @@ def _finish(panel: Axes, losses: Sequence[float], **legend: Any) -> None:
     panel.grid(alpha=0.3)
     if panel.get_legend_handles_labels()[0]:
         panel.legend(fontsize=8, **(legend or {"loc": "upper left", "bbox_to_anchor": (1, 1)}))
-
-
-def highest_converged(losses: Sequence[float]) -> float:
-    """Return the highest loss that is at most 5 times as far from the best as the median."""
-    best = min(losses)
-    return max(loss for loss in losses if loss <= best + 5 * (median(losses) - best))
 
 
 def _rank_color(rank: int) -> str:

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from minigpt.runs.config_checks import load_parts
-from minigpt.runs.overrides import quote_override
+from minigpt.runs.overrides import quote_override, quote_path
 from minigpt.runs.run_dir import PLAN, update_latest_link, write_failure
 from minigpt.sweeps.pruning import RUNGS, continuing, has_reached, loss_at, paused_at, rung_steps
 from minigpt.sweeps.ranking import short_names
@@ -98,7 +98,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         self._report()
         paused = sum(point.status == PAUSED for point in self.points)
         if paused:
-            settings = f"hydra.sweep.dir={self.folder} resume=auto hydra.sweeper.prune=false pause_at=null"
+            settings = f"hydra.sweep.dir={quote_path(self.folder)} resume=auto hydra.sweeper.prune=false pause_at=null"
             log(f"{paused} of {len(self.points)} runs paused; to complete them, run the same command with {settings}")
         if failed := sum(point.pending for point in self.points) - paused:
             raise RunError(f"{failed} of {len(self.points)} runs failed; the table has the reasons")
@@ -150,6 +150,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         for point in batch:
             if point.status == SKIPPED:
                 log(f"{point.folder.name}  skipped: {point.reason}")
+        self.most_jobs = sum(point.status != SKIPPED for point in batch)
         for rung in range(len(RUNGS) if self.prune else 0):
             self._launch(batch, rung)
             folders = {point.folder for point in batch if point.status != SKIPPED}
@@ -182,12 +183,13 @@ class Sweeper(hydra_sweeper.Sweeper):
             reason = f": {point.reason}" if point.reason else ""
             log(f"{next(ended)}/{len(pending)} {point.folder.name} {point.status_text}{loss}{reason}")
 
-        self.engine.points, self.engine.on_end = pending, on_end  # only launchers of minigpt use them
+        # Only launchers of minigpt use them.
+        self.engine.points, self.engine.on_end, self.engine.most_jobs = pending, on_end, self.most_jobs
         try:
             self.engine.launch([self._job_overrides(point, rung) for point in pending], initial_job_idx=0)
         except (Interrupted, KeyboardInterrupt):
             self._report()
-            log(f"to resume, run the same command with hydra.sweep.dir={self.folder} resume=auto")
+            log(f"to resume, run the same command with hydra.sweep.dir={quote_path(self.folder)} resume=auto")
             raise
         self.points[:] = map(refresh, self.points)
 
