@@ -389,7 +389,7 @@ def test_a_completed_sweep_is_reported_again(call: Callable[..., Any], tmp_path:
     assert float(rows_of(tmp_path / "sweep/sweep.csv")[0]["val_bits_per_byte"]) == pytest.approx(bits[1])
 
     again = call(*sweep, "hydra/launcher=submitit_local", "resume=auto")
-    assert (again.returncode, again.stdout) == (0, swept.stdout[swept.stdout.index("runs in") :]), again.stderr
+    assert (again.returncode, again.stdout) == (0, swept.stdout[swept.stdout.index("The lowest loss") :]), again.stderr
     assert "0 of 2 to run" in again.stderr
 
 
