@@ -42,8 +42,9 @@ def next_run(rows: Sequence[Row], noise: float) -> str:
     logs = [is_log(values) for values in axes.values()]
     for array in (settings, wanted):
         array[:, logs] = np.log(array[:, logs])
-    low, high = settings.min(0), settings.max(0)
-    settings, wanted = (settings - low) / (high - low), (wanted - low) / (high - low)
+    low, span = settings.min(0), np.ptp(settings, axis=0)
+    span[span == 0] = 1  # where rows are left out that differ
+    settings, wanted = (settings - low) / span, (wanted - low) / span
     gain = expected_improvement(settings, losses, noise, wanted)
     duration = extrapolate_seconds(settings, seconds, wanted)
     useful = gain >= noise / 2
