@@ -62,10 +62,10 @@ class Comparison:
 
 @lru_cache
 def _range_quantile(error: float, n: int, freedom: int) -> float:
-    from scipy.stats import studentized_range
-
     if n < 2:
         return 0.0
+    from scipy.stats import studentized_range
+
     return float(studentized_range.ppf(1 - error, n, freedom))
 
 
@@ -101,7 +101,7 @@ def compare(losses: Array) -> Comparison | None:
     return Comparison(fitted[:rows], interval, (inverse @ inverse.T)[:rows, :rows], noise**0.5, freedom)
 
 
-def shares(losses: Array, seed: int = 0) -> Array:
+def shares(losses: Array) -> Array:
     """Return the shares of the variance of a full grid: of each setting, of their interaction, and of the noise.
 
     Estimates are corrected for the noise in the means and not negative; intervals are 95 % percentiles of a parametric
@@ -115,7 +115,7 @@ def shares(losses: Array, seed: int = 0) -> Array:
     """
     *levels, seeds = losses.shape
     estimate, mean, of_seed, noise = _components(losses[None])
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     one = (_RESAMPLES, *(1 for _ in levels), 1)
     # Both variances are drawn, too: few seeds leave them uncertain.
     freedom = (prod(levels) - 1) * (seeds - 1)

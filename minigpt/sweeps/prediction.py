@@ -41,7 +41,7 @@ class PowerLaw:
         return np.percentile(losses + scatter, [5, 50, 95], axis=0)
 
 
-def fit_power_law(sizes: Array, losses: Array, noise: float = 0.0) -> PowerLaw | None:
+def fit_power_law(sizes: Array, losses: Array, noise: float) -> PowerLaw | None:
     """Fit L(N) = E + A N^-α with E, A ≥ 0 and a bootstrap of its residuals.
 
     The form is that of Hoffmann et al. (2022, https://arxiv.org/abs/2203.15556).

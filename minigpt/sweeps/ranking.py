@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from minigpt.sweeps.comparison import Comparison, compare
 from minigpt.sweeps.prediction import PowerLaw, fit_power_law
-from minigpt.sweeps.results import BITS, NATS, SKIPPED, Point
+from minigpt.sweeps.results import BITS, NATS, SKIPPED, Point, short_names
 
 DIVERGED = 1.2  # times the best loss: a higher one, far above the others too, is of a run that diverged
 
@@ -199,9 +199,3 @@ def numbers(rows: Iterable[Row], name: str) -> list[float]:
 def count_text(counts: Mapping[str, int]) -> str:
     """Return counts as text, such as `2 completed, 1 failed`."""
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-
-
-def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Map dotted settings to their last part where that is unique."""
-    leaves = [name.rpartition(".")[2] for name in names]
-    return {name: leaf if leaves.count(leaf) == 1 else name for name, leaf in zip(names, leaves, strict=True)}

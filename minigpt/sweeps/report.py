@@ -17,8 +17,8 @@ from typing import Any
 
 from minigpt.runs.run_dir import short_path
 from minigpt.sweeps.answer import answer
-from minigpt.sweeps.ranking import Row, numbers, ranked, short_names
-from minigpt.sweeps.results import BITS, NATS, Point, read_sweep
+from minigpt.sweeps.ranking import Row, numbers, ranked
+from minigpt.sweeps.results import BITS, NATS, read_sweep, short_names
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write
 from minigpt.utils.scripts import import_extra
@@ -28,7 +28,7 @@ TEXT, TABLE, PLOT, PAGE = "sweep.md", "sweep.csv", "sweep.png", "sweep.html"
 _COSTS = ("params", "flops", "tokens_per_second", "seconds")
 
 
-def report(folders: Sequence[Path], *, out: Path | None = None, along: str | None = None) -> None:
+def report(folders: Sequence[Path], *, out: Path | None = None, along: str | None = None) -> list[str]:
     """Print the answer and the table of one or several sweeps, and write their files, `sweep.html` only with Altair.
 
     Args:
@@ -36,35 +36,40 @@ def report(folders: Sequence[Path], *, out: Path | None = None, along: str | Non
         out: folder to write to; by default that of the only sweep, or the current folder for several.
         along: a numeric setting to plot the loss over, such as optimizer.lr, or its last part if that is unique.
 
+    Returns:
+        The sentences of the answer.
+
     Raises:
         UserError: a folder holds no runs, or `along` is not one numeric setting in which the runs differ.
     """
     points = list({point.folder: point for folder in folders for point in read_sweep(folder)}.values())
-    along = along if along is None else _full_name(points, along)
+    rows = ranked(points)
+    along = along if along is None else _full_name(rows, along)
     only = folders[0].resolve() if len(folders) == 1 else None
     out = out or only or Path.cwd()
     out.mkdir(parents=True, exist_ok=True)
     title = only.name if only else f"{len(folders)} sweeps"
-    write_table(out / TABLE, points)
-    sentences = [*map(sanitize_line, answer(ranked(points)))]
-    write_text(out / TEXT, title, sentences, points)
+    sentences = [*map(sanitize_line, answer(rows))]
+    write_table(out / TABLE, rows)
+    write_text(out / TEXT, title, sentences, rows)
     print("\n".join([*sentences, ""]))
-    print_table(points)
+    print_table(rows)
     from minigpt.sweeps.sweep_plots import sweep_figure
 
-    figure = sweep_figure(points, title=title, along=along)
+    figure = sweep_figure(rows, title=title, along=along)
     with atomic_write(out / PLOT) as partial, warnings.catch_warnings(action="ignore", category=UserWarning):
         figure.savefig(partial, dpi=120, format="png")  # warns of characters that the font lacks
     for name, file in (("answer", TEXT), ("table", TABLE), ("plot", PLOT)):
         print(f"{name:<8} {_display(out / file)}")
     try:
-        write_page(out / PAGE, points, title=title)
+        write_page(out / PAGE, title, sentences, rows)
         print(f"page     {_display(out / PAGE)}")
     except UserError as error:  # a package is not installed
         print(f"page     {error}")
+    return sentences
 
 
-def print_table(points: Sequence[Point]) -> None:
+def print_table(rows: Sequence[Row]) -> None:
     """Print the ranked table, why runs failed or were skipped, and the best row.
 
     A file or a pipe gets one line per row, however long.
@@ -73,14 +78,14 @@ def print_table(points: Sequence[Point]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    rows, header, cells = _table(points)
-    best, parent = rows[0], _parent(points)
+    header, cells = _table(rows)
+    best = rows[0]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for name in header:
         table.add_column(name, justify="right" if name == "params" else "left", overflow="fold")
     for row, line in zip(rows, cells, strict=True):
         table.add_row(*line, style="dim" if not row.losses else "bold" if row is best else None)
-    print(f"runs in {_display(parent)}\n")
+    print(f"runs in {_display(_parent(rows))}\n")
     width = None if sys.stdout.isatty() else 100_000
     Console(width=width, markup=False, highlight=False, emoji=False).print(table)
     print()
@@ -97,10 +102,9 @@ def print_table(points: Sequence[Point]) -> None:
         print(f"best     {loss}: {sanitize_line(best.label())}\nrun      {_display(run.folder)}")
 
 
-def _table(points: Sequence[Point]) -> tuple[list[Row], list[str], list[list[str]]]:
-    """Return the rows, and the header and the cells of their table."""
-    rows, parent = ranked(points), _parent(points)
-    names, compared = rows[0].short_names, any(row.margin for row in rows)
+def _table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the cells of the table."""
+    names, parent, compared = rows[0].short_names, _parent(rows), any(row.margin for row in rows)
     differences = ["from the best"] if compared else []
     header = ["#", *names.values(), "val loss", *differences, "bits/byte", "params", "status", "folder"]
     cells = []
@@ -110,16 +114,16 @@ def _table(points: Sequence[Point]) -> tuple[list[Row], list[str], list[list[str
         line += [_format_difference(row)] if compared else []
         line += [_format_loss(row, BITS), "–" if params is None else f"{params:,.0f}", row.status]
         cells.append([*line, " ".join(str(point.folder.relative_to(parent)) for point in row.points)])
-    return rows, [*map(sanitize_line, header)], [[*map(sanitize_line, line)] for line in cells]
+    return [*map(sanitize_line, header)], [[*map(sanitize_line, line)] for line in cells]
 
 
-def _parent(points: Sequence[Point]) -> Path:
-    return Path(os.path.commonpath([point.folder.parent for point in points]))
+def _parent(rows: Sequence[Row]) -> Path:
+    return Path(os.path.commonpath([point.folder.parent for row in rows for point in row.points]))
 
 
-def write_text(file: Path, title: str, sentences: Sequence[str], points: Sequence[Point]) -> None:
+def write_text(file: Path, title: str, sentences: Sequence[str], rows: Sequence[Row]) -> None:
     """Write `sweep.md`: the sentences of the answer, the plot and the table, in Markdown."""
-    _, header, cells = _table(points)
+    header, cells = _table(rows)
     lines = ["| " + " | ".join(map(_escape, line)) + " |" for line in (header, *cells)]
     lines.insert(1, "| --- " * len(header) + "|")
     text = [f"# {_escape(sanitize_line(title))}", "", *(f"- {_escape(sentence)}" for sentence in sentences), ""]
@@ -133,9 +137,8 @@ def _escape(text: str) -> str:
     return re.sub(r"[\\`\[\]<>|]", r"\\\g<0>", text)
 
 
-def write_table(file: Path, points: Sequence[Point]) -> None:
+def write_table(file: Path, rows: Sequence[Row]) -> None:
     """Write `sweep.csv`: the ranked table. Intervals and differences are in the unit of the ranking."""
-    rows = ranked(points)
     names = list(rows[0].short_names)
     losses = ["val_loss", "val_bits_per_byte", "interval", "difference", "difference_interval", "tied"]
     # File names and JSON may hold lone surrogates, which UTF-8 cannot encode.
@@ -151,17 +154,17 @@ def write_table(file: Path, points: Sequence[Point]) -> None:
             table.writerow(cells)
 
 
-def write_page(file: Path, points: Sequence[Point], *, title: str) -> None:
+def write_page(file: Path, title: str, sentences: Sequence[str], rows: Sequence[Row]) -> None:
     """Write `sweep.html`; raise UserError if Altair or vl-convert is not installed."""
     for package in ("altair", "vl_convert"):
         import_extra(package, PAGE, "sweep")
     from minigpt.sweeps.sweep_page import sweep_page
 
     with atomic_write(file) as partial:
-        partial.write_text(sweep_page(points, title=title), encoding="utf-8", newline="\n")
+        partial.write_text(sweep_page(title, sentences, rows), encoding="utf-8", newline="\n")
 
 
-def publish(folder: Path, wandb_config: Any) -> None:
+def publish(folder: Path, sentences: Sequence[str], wandb_config: Any) -> None:
     """Log the report of a sweep, with its `logger.wandb`, as a run of its own in the sweep's W&B group."""
     from minigpt.runs.wandb_logger import wandb_logger
 
@@ -176,12 +179,11 @@ def publish(folder: Path, wandb_config: Any) -> None:
         page = {"page": wandb.Html(str(folder / PAGE), inject=False)} if (folder / PAGE).exists() else {}
         plot = wandb.Image(str(folder / PLOT))
         logger.log_metrics({"sweep": wandb.Table(header, rows), "plot": plot, **page})
-        logger.finish({"answer": "\n".join(map(sanitize_line, answer(ranked(read_sweep(folder)))))})
+        logger.finish({"answer": "\n".join(sentences)})
 
 
-def _full_name(points: Sequence[Point], along: str) -> str:
+def _full_name(rows: Sequence[Row], along: str) -> str:
     """Return the numeric setting that `--along` names, in full or by its last part."""
-    rows = ranked(points)
     numeric = [name for name in rows[0].short_names if len(numbers(rows, name)) > 1]
     for name, short in short_names(numeric).items():
         if along in (name, short):
@@ -202,9 +204,9 @@ def _format_loss(row: Row, unit: str) -> str:
 
 def _format_difference(row: Row) -> str:
     """Format the difference from the best row, such as `+0.0210 ± 0.0183`."""
-    if not row.margin or row.difference is None:
+    if not row.margin:  # of the best row, and of rows that are not compared
         return "–"
-    return f"{row.difference:+.4f} ± {row.margin:.4f}{', tied' if row.tied else ''}" if row.difference else "best"
+    return f"{row.difference:+.4f} ± {row.margin:.4f}{', tied' if row.tied else ''}"
 
 
 def _display(path: Path) -> str:

@@ -127,6 +127,12 @@ def is_relevant(override: str) -> bool:
     return re.split("[./@=]", override.lstrip("+~"))[0] not in ("resume", "pause_at", "logger")
 
 
+def short_names(names: Sequence[str]) -> dict[str, str]:
+    """Map dotted settings to their last part where that is unique."""
+    leaves = [name.rpartition(".")[2] for name in names]
+    return {name: leaf if leaves.count(leaf) == 1 else name for name, leaf in zip(names, leaves, strict=True)}
+
+
 def refresh(point: Point) -> Point:
     """Return the point with the present status and measurements of its run folder."""
     if point.status == SKIPPED:

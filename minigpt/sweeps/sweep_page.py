@@ -18,8 +18,7 @@ from typing import Any
 import vl_convert
 
 from minigpt.runs.run_dir import SAMPLE_HEADER, SAMPLES
-from minigpt.sweeps.answer import answer
-from minigpt.sweeps.ranking import Row, count_text, ranked
+from minigpt.sweeps.ranking import Row, count_text
 from minigpt.sweeps.results import Point
 from minigpt.sweeps.sweep_charts import learning_curves, loss_limits, parallel_coordinates, swept_chart
 from minigpt.utils.terminal import escape_control_chars, sanitize_line
@@ -27,13 +26,12 @@ from minigpt.utils.terminal import escape_control_chars, sanitize_line
 MAX_SAMPLE_CHARS = 2000
 
 
-def sweep_page(points: Sequence[Point], *, title: str) -> str:
-    """Return the page of a sweep as HTML."""
-    rows = ranked(points)
+def sweep_page(title: str, sentences: Sequence[str], rows: Sequence[Row]) -> str:
+    """Return the page of a sweep as HTML, with the sentences of its answer."""
     unit = rows[0].unit
     by_loss = [sorted(row.points, key=lambda point: point.loss(unit) or inf) for row in rows]
     runs = [(i, point) for i, row_points in enumerate(by_loss) for point in row_points]
-    facts = [count_text(Counter(point.status for point in points))]
+    facts = [count_text(Counter(point.status for _, point in runs))]
     charts: dict[str, Any] = {}
     if losses := [row.loss for row in rows if row.loss is not None]:
         charts = {"swept": swept_chart(rows), "curves": learning_curves(rows, runs)}
@@ -44,7 +42,7 @@ def sweep_page(points: Sequence[Point], *, title: str) -> str:
             facts += [f"losses above the scales: {above}"]
     data = {
         "summary": sanitize_line("; ".join(facts)),
-        "answer": [*map(sanitize_line, answer(rows))],
+        "answer": sentences,
         "charts": charts,
         "rows": [sanitize_line(f"{row.label()}: {row.loss_text} {unit}, {row.status}") for row in rows],
         "runs": [_describe(rows[i], i, point) for i, point in runs],

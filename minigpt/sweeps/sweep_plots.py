@@ -22,9 +22,8 @@ from minigpt.sweeps.ranking import (
     loss_law,
     numbers,
     pareto_front,
-    ranked,
 )
-from minigpt.sweeps.results import COMPLETED, NATS, Point
+from minigpt.sweeps.results import COMPLETED, NATS
 from minigpt.utils.terminal import sanitize_line
 
 MAX_LABELED = 10  # lines with a color and an entry in a legend
@@ -32,17 +31,16 @@ MAX_NAMES = 20  # rows of a plot by name
 MAX_ANNOTATED = 64  # cells of a heat map with their loss as text
 
 
-def sweep_figure(points: Sequence[Point], *, title: str, along: str | None = None) -> Figure:
+def sweep_figure(rows: Sequence[Row], *, title: str, along: str | None = None) -> Figure:
     """Plot a sweep; `along` is a numeric setting to plot the loss over, one line per combination of the others."""
     figure = Figure(figsize=(15, 10.5), layout="constrained")
     swept, curves, params, flops = figure.subplots(2, 2).flat
-    rows = ranked(points)
     if measured := [row for row in rows if row.losses]:
         _plot_swept(swept, rows, along)
         _plot_curves(curves, measured)
         _plot_cost(params, measured, "params", "parameters N")
         _plot_cost(flops, measured, "flops", "training FLOPs C")
-    counts = count_text(Counter(point.status for point in points))
+    counts = count_text(Counter(point.status for row in rows for point in row.points))
     figure.suptitle(_escape(f"{title}: {counts}", 120), fontsize=14)
     return figure
 
@@ -81,9 +79,8 @@ def _plot_heat_map(panel: Axes, rows: Sequence[Row], x: str, y: str) -> None:
     image = panel.imshow(losses, cmap="viridis_r", alpha=0.5, origin="lower", aspect="auto", vmax=highest)
     panel.set_xticks(range(len(columns)), [f"{value:g}" for value in columns])
     panel.set_yticks(range(len(lines)), [f"{value:g}" for value in lines])
-    panel.set(
-        xlabel=_escape(x) + "  (hatched: tied with the best)" * any(row.tied for row in rows[1:]), ylabel=_escape(y)
-    )
+    tied = "  (hatched: tied with the best)" if any(row.tied for row in rows[1:]) else ""
+    panel.set(xlabel=_escape(x) + tied, ylabel=_escape(y))
     panel.figure.colorbar(image, ax=panel, label=rows[0].unit)
 
 

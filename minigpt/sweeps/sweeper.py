@@ -23,7 +23,6 @@ from minigpt.runs.config_checks import load_parts
 from minigpt.runs.overrides import quote_override, quote_path
 from minigpt.runs.run_dir import PLAN, update_latest_link, write_failure
 from minigpt.sweeps.pruning import RUNGS, continuing, has_reached, loss_at, paused_at, rung_steps
-from minigpt.sweeps.ranking import short_names
 from minigpt.sweeps.results import (
     BITS,
     COMPLETED,
@@ -36,6 +35,7 @@ from minigpt.sweeps.results import (
     is_relevant,
     read_plan,
     refresh,
+    short_names,
     write_plan,
 )
 from minigpt.utils.checks import BOOLEAN, POSITIVE_INT
@@ -205,13 +205,13 @@ class Sweeper(hydra_sweeper.Sweeper):
         return overrides + [f"{key}={quote_override(name)}" for key, name in names.items()]
 
     def _report(self) -> None:
-        from minigpt.sweeps.report import publish, report
+        from minigpt.sweeps.report import publish, report  # imports numpy
 
         self.points[:] = map(refresh, self.points)
         self._write_plan()
-        report([self.folder])
+        sentences = report([self.folder])
         if self.wandb:
-            publish(self.folder, self.wandb)
+            publish(self.folder, sentences, self.wandb)
 
     def _read_existing(self) -> tuple[list[str], list[Point]]:
         """Read the plan of the sweep that the folder holds, if any; raise UserError if it holds something else."""

@@ -257,12 +257,15 @@ def hydra_files(chance: random.Random, folder: Path) -> None:
 
 
 def _report(folder: Path) -> None:
+    from minigpt.sweeps.answer import answer
+    from minigpt.sweeps.ranking import ranked
     from minigpt.sweeps.report import print_table, write_table
 
-    points = sweep.read_sweep(folder)
-    write_table(folder / "table.csv", points)
+    rows = ranked(sweep.read_sweep(folder))
+    assert answer(rows)
+    write_table(folder / "table.csv", rows)
     with redirect_stdout(io.StringIO()) as out:
-        print_table(points)
+        print_table(rows)
     assert all(character.isprintable() or character == "\n" for character in out.getvalue())
 
 

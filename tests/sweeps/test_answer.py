@@ -296,7 +296,7 @@ def test_a_crossover_matters_but_not_on_average() -> None:
 
 
 ODD: dict[str, Callable[[], list[Point]]] = {
-    "the best value is no number": lambda: sweep(
+    "the best value is not numeric": lambda: sweep(
         lambda value: 2.0 + 0.1 * (value != "null"),
         {"trainer.gradient_clip_val": ("null", "0.5", "1.0")},
         seconds=len_of,

@@ -1,9 +1,12 @@
 """Successive halving: which points continue after a rung, with a fake launcher, and in real sweeps that are killed."""
 
+import json
 import math
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,15 +15,17 @@ from typing import Any
 import pytest
 import test_sweeper
 import torch
-from test_sweeper import RealSweep, curve, summary
+from test_sweeper import ROOT, RealSweep, curve, summary
 
 from minigpt.checkpoints.find import LAST
 from minigpt.checkpoints.format import read
 from minigpt.runs.run_dir import write_summary
+from minigpt.sweeps.ranking import ranked
 from minigpt.sweeps.report import print_table
 from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, read_sweep
 from minigpt.utils.errors import RunError
 
+REPLAY = ROOT / "scripts" / "bench" / "replay.py"
 plan = test_sweeper.plan
 PRUNED = ["hydra.sweeper.prune=true", "max_steps=40", "eval_every=5"]  # rungs at steps 5, 10 and 20
 RATES = ["0.001", "0.002", "0.004", "0.008", "0.016", "0.032", "0.064", "0.128", "0.256"]
@@ -88,7 +93,7 @@ def test_the_best_two_fifths_continue_after_each_rung(
     assert [line for line in lines if "rung" in line] == rungs
     assert lines[1] == "1/9 lr=0.001 paused at step 5, val loss 5.0000 after 0 s"
     assert re.fullmatch(r"8 of 9 runs paused; to complete them, .* hydra\.sweeper\.prune=false .*", lines[-1])
-    print_table(read_sweep(sweeper.folder))
+    print_table(ranked(read_sweep(sweeper.folder)))
     out = capsys.readouterr().out
     assert re.search(r"1 +0\.256 +1\.8000 .* completed .*\n2\* +0\.128 +1\.0000 .* paused at step 20 ", out)
     assert [out.count(f"paused at step {step} ") for step in (5, 10)] == [5, 2]
@@ -127,6 +132,16 @@ def test_points_are_compared_at_a_fraction_of_their_steps_in_bits_per_byte(plan:
     steps = {name: step for name, (_, step) in ends(sweeper.folder).items() if "byte" in name}
     assert steps == {"tokenizer=byte,max_steps=40": 5, "tokenizer=byte,max_steps=80": 10}
     assert all("char" in name for name in engine.launches[1])
+
+
+def test_pruning_is_replayed_on_a_finished_sweep(plan: Callable[..., Any]) -> None:
+    """It costs 9/8 + 4/8 + 2/4 + 1/2 of the 9 runs, and pauses the row of the lowest loss after half of the steps."""
+    sweep = plan(NINE, *PRUNED, "hydra.sweeper.prune=false", engine=Curves(crossing)).folder
+    for file in sweep.glob("*/summary.json"):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "flops": 1.0}))
+    replayed = subprocess.run([sys.executable, REPLAY, sweep], capture_output=True, text=True, check=True).stdout
+    share = (9 / 8 + 4 / 8 + 2 / 4 + 1 / 2) / 9
+    assert replayed.startswith(f"sweep: winner tied 0 of 1, FLOPs {share:.2f} of the grid")
 
 
 def test_an_interrupted_sweep_resumes_to_the_same_result(plan: Callable[..., Any], tmp_path: Path) -> None:

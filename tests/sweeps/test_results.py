@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from minigpt.runs.run_dir import lock_run_dir
-from minigpt.sweeps.ranking import pareto_front
+from minigpt.sweeps.ranking import loss_law, pareto_front, ranked
 from minigpt.sweeps.report import print_table, report, write_table
 from minigpt.sweeps.results import NATS, Point, read_sweep, write_plan
 from minigpt.sweeps.sweep_plots import sweep_figure
@@ -81,7 +81,7 @@ def table(capsys):
 
     def show(points):
         capsys.readouterr()
-        print_table(points)
+        print_table(ranked(points))
         return capsys.readouterr().out
 
     return show
@@ -90,7 +90,7 @@ def table(capsys):
 @pytest.fixture
 def no_plot(monkeypatch):
     """Write a word instead of the plot and of the page, which take seconds."""
-    monkeypatch.setattr("minigpt.sweeps.sweep_page.sweep_page", lambda points, title: "page")
+    monkeypatch.setattr("minigpt.sweeps.sweep_page.sweep_page", lambda *_: "page")
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: Path(path).write_text("plot"))
 
 
@@ -178,7 +178,7 @@ def test_overrides_run_no_code(tmp_path, monkeypatch):
 
 def test_names_with_lone_surrogates_can_be_written_and_printed(tmp_path, table):
     point = Point(folder=tmp_path / "\udcff", overrides={"a\ud800": "\udc00"})
-    write_table(tmp_path / "sweep.csv", [point])
+    write_table(tmp_path / "sweep.csv", ranked([point]))
     assert r"a\ud800" in (tmp_path / "sweep.csv").read_text()
     assert r"\udc00" in table([point])
 
@@ -252,7 +252,7 @@ def test_table_and_csv_rank_rows_by_the_mean_over_seeds(tmp_path, table):
     assert f"best     {texts[0]}: n_embd=64, lr=1e-3\n" in output
     assert output.count(str(tmp_path)) == 2  # once for all folders, once for the best
 
-    write_table(tmp_path / "table.csv", read_sweep(tmp_path))
+    write_table(tmp_path / "table.csv", ranked(read_sweep(tmp_path)))
     with open(tmp_path / "table.csv", newline="") as file:
         *rows, last = csv.DictReader(file)
     assert [(row["rank"], row["model.n_embd"], row["optimizer.lr"], row["seeds"]) for row in rows] == [
@@ -379,7 +379,7 @@ def test_the_pareto_front_holds_all_points_that_none_dominates(points):
 
 def panels_of(points, **options):
     """The panels: swept settings, learning curves, loss over parameters, loss over FLOPs."""
-    return sweep_figure(points, title="sweep", **options).axes[:4]
+    return sweep_figure(ranked(points), title="sweep", **options).axes[:4]
 
 
 def legend(panel):
@@ -464,6 +464,25 @@ def test_loss_over_cost_has_the_pareto_front():
         np.testing.assert_allclose(front.get_ydata(), [loss(size, 0) for size in sizes])
         assert legend(panel)[-2:] == ["Pareto front", f"best {loss('300000', 0):.4f}"]
         assert panel.get_xscale() == "log"
+
+
+def test_the_loss_is_fitted_over_flops_where_runs_differ_in_their_length():
+    """Over the rows that no cheaper one beats: a shorter run of each size is worse and costs more."""
+
+    def loss(size, good):
+        return 1.5 + 20 * float(size) ** -0.3 + 0.2 * (1 - int(good))
+
+    shape = {"size": ["1e5", "2e5", "4e5", "8e5", "16e5"], "good": ["0", "1"]}
+    costs = {
+        "flops": lambda size, good: 6e9 * float(size) / (1 + int(good)),
+        "tokens": lambda size, good: 1e9 + int(good),
+    }
+    rows = ranked(points_of(shape, loss, **costs))
+    law = loss_law(rows, "flops", 0.001)
+    assert law.sizes.tolist() == [3e9 * float(size) for size in shape["size"]]
+    low, _, high = law.predict(np.array([3e9 * 32e5]))[:, 0]
+    assert low < loss("32e5", "1") < high < low + 0.05
+    assert loss_law(ranked(points_of(shape, loss, **costs | {"tokens": 1e9})), "flops", 0.001) is None
 
 
 def test_a_diverged_run_does_not_compress_the_others():
@@ -615,6 +634,7 @@ def test_bad_input_of_the_script_is_one_line(tmp_path, call, arguments):
 
 
 def test_heavy_packages_are_imported_when_they_are_needed():
-    command = "import sys, minigpt.sweeps.report; print({'torch', 'matplotlib', 'rich', 'altair'} & set(sys.modules))"
+    heavy = {"torch", "matplotlib", "rich", "altair", "scipy"}
+    command = f"import sys, minigpt.sweeps.report; print({heavy} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True, env=os.environ)
     assert found.stdout == "set()\n"

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from minigpt.sweeps.answer import answer
+from minigpt.sweeps.ranking import ranked
 from minigpt.sweeps.results import COMPLETED, Point
 from minigpt.sweeps.sweep_page import MAX_SAMPLE_CHARS, sweep_page
+from minigpt.utils.terminal import sanitize_line
 
 ActionChains = pytest.importorskip("selenium.webdriver", reason="no selenium: pip install selenium").ActionChains
 wait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait
@@ -40,7 +43,9 @@ def show(browser: Any, open_page: Any, tmp_path: Path) -> Any:
     """Open the page of points in the browser; it makes no request and logs no error."""
 
     def open_(points: list[Point], title: str = "sweep", width: int = 1280) -> Any:
-        (tmp_path / "page.html").write_text(sweep_page(points, title=title), encoding="utf-8", newline="\n")
+        rows = ranked(points)
+        content = sweep_page(title, [*map(sanitize_line, answer(rows))], rows)
+        (tmp_path / "page.html").write_text(content, encoding="utf-8", newline="\n")
         size = {"width": width, "height": 1100, "deviceScaleFactor": 1, "mobile": False}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         run = open_page(tmp_path / "page.html")
