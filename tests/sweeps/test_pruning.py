@@ -178,6 +178,10 @@ def test_a_search_prunes_by_all_trials_so_far_and_resumes(plan: Callable[..., An
     assert ends(tmp_path / "sweep") == dict.fromkeys(expected, ("completed", 40))
 
 
+def workers(err: str) -> list[str]:
+    return re.findall(r"\d+ at a time with OMP_NUM_THREADS=\d+", err)
+
+
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 @pytest.mark.slow
 @pytest.mark.parametrize("search", [False, True], ids=["grid", "search"])
@@ -189,7 +193,8 @@ def test_a_killed_and_interrupted_sweep_equals_one_that_ran_through(text: Path, 
     code, _, err = sweep.run(*given, f"hydra.sweep.dir={whole}")
     assert code == 0, err
     assert sorted(ends(whole).values()) == [("completed", 112), *[("paused", 14)] * 2, ("paused", 28)] or search
-    first = next(iter(ends(whole)))
+    started, first = workers(err), next(iter(ends(whole)))
+    assert len(started) == 1  # for all rungs and batches
     completed = next(name for name, (status, _) in ends(whole).items() if status == COMPLETED)
 
     def kill() -> None:  # before the first rung
@@ -212,6 +217,7 @@ def test_a_killed_and_interrupted_sweep_equals_one_that_ran_through(text: Path, 
     assert 56 < summary(sweep.folder / completed)["steps"] < 112
     code, _, err = sweep.resume(*given)
     assert code == 0, err
+    assert workers(err) == started  # no fewer threads or workers, although few points were left
     assert ends(whole) == ends(sweep.folder)
     for point, same in zip(read_sweep(whole), read_sweep(sweep.folder), strict=True):
         assert (point.folder.name, curve(point.folder)) == (same.folder.name, curve(same.folder))

@@ -363,6 +363,16 @@ def test_no_escape_sequence_reaches_the_terminal(tmp_path, capsys):
         assert f"{evil}0" in {row["text"] for row in csv.DictReader(file)}
 
 
+@pytest.mark.usefixtures("no_plot")
+def test_text_of_a_file_is_text_in_markdown(tmp_path):
+    for i in range(2):
+        run_folder(tmp_path / f"{i}", f"text=<img src=x>![a](b)|`c`{i}")
+    report([tmp_path])
+    text = (tmp_path / "sweep.md").read_text()
+    assert r"\<img src=x\>!\[a\](b)\|\`c\`0" in text
+    assert not re.search(r"(?<!\\)[<`]|(?<!\\)\[a", text)
+
+
 # Pareto front.
 
 
@@ -404,6 +414,20 @@ def test_two_numeric_settings_are_a_heat_map_with_the_best_cell_in_bold():
     np.testing.assert_allclose(shown, [[np.nan, 1.4, 2.0], [0.2, 0.4, 1.0], [1.2, np.nan, 2.0]])
     assert sorted(text.get_text() for text in panel.texts)[-2:] == ["failed", "failed"]
     assert [text.get_text() for text in panel.texts if text.get_weight() == "bold"] == ["0.2000"]
+
+
+def test_cells_that_are_tied_with_the_best_are_hatched():
+    noise = np.random.default_rng(0).normal(size=99).tolist()
+
+    def loss(width, heads, seed):
+        return 2 + (width == "64") + 0.01 * noise[int(seed) * 7 + int(heads)]
+
+    shape = {"n_embd": ["64", "128"], "n_head": ["2", "4"], "seed": ["1", "2", "3"]}
+    panel = panels_of(points_of(shape, loss))[0]
+    (hatched,) = [patch for patch in panel.patches if patch.get_hatch()]
+    (best,) = [text for text in panel.texts if text.get_weight() == "bold"]
+    x, y = best.get_position()
+    assert (hatched.get_x(), hatched.get_y()) == (x - 0.5, 0.5 - y)  # the other cell of the same width
 
 
 def test_one_numeric_setting_is_a_line_with_the_interval_over_seeds():
