@@ -74,9 +74,8 @@ def _least_squares(sizes: Array, losses: Array) -> tuple[Array, Array]:
         x = sizes**-exponent / (sizes**-exponent).mean()
         slope = ((losses - losses.mean(1, keepdims=True)) @ (x - 1) / np.sum((x - 1) ** 2)).clip(0)
         floor = losses.mean(1) - slope
-        slope = np.where(floor < 0, losses @ x / np.sum(x**2), slope)
-        floor = floor.clip(0)
         errors = np.sum((losses - floor[:, None] - slope[:, None] * x) ** 2, axis=1)
+        errors[floor < 0] = np.inf  # another exponent has a floor of 0
         candidate = np.stack([floor, slope / (sizes**-exponent).mean(), np.full(len(losses), exponent)], 1)
         fitted[errors < best] = candidate[errors < best]
         best = np.minimum(best, errors)
