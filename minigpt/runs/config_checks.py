@@ -96,7 +96,11 @@ def check_run(cfg: Mapping[str, Any]) -> None:
         every, last = cfg["eval_every"], cfg["max_steps"]
         expected = f"a multiple of eval_every={every} and at most max_steps={last}, or null"
         require("pause_at", cfg["pause_at"], lambda step: step % every == 0 and step <= last, expected)
-    strategy = cfg.get("trainer", {}).get("strategy")
+    trainer = cfg.get("trainer", {})
+    if cfg.get("minutes") is not None:
+        require("pause_at", cfg["pause_at"], lambda step: step is None, "null with minutes")
+        require("trainer.devices", trainer["devices"], lambda n: n == 1, "1 with minutes, which plans for one device")
+    strategy = trainer.get("strategy")
     if isinstance(strategy, Mapping) and "outer_every" in strategy:
         require("ema_decay", cfg["ema_decay"], lambda decay: decay is None, "null with trainer=diloco")
     tokenizer, model = cfg.get("tokenizer", {}).get("name"), cfg.get("model")  # scripts/prepare.py has no model
@@ -135,7 +139,7 @@ _RULES: dict[checks.Rule, tuple[str, ...]] = {
     or_null(POSITIVE_INT): ("eval_batches", "pause_at", "checkpoint_blocks", "data.threads"),
     checks.NON_NEGATIVE_INT: ("seed", "data.overfit_batches", "schedule.warmup_steps"),
     checks.POSITIVE: ("collective_timeout", "optimizer.lr", "optimizer.adam_lr", "trainer.strategy.outer_lr"),
-    or_null(checks.POSITIVE): ("trainer.gradient_clip_val",),
+    or_null(checks.POSITIVE): ("minutes", "trainer.gradient_clip_val",),
     checks.NON_NEGATIVE: ("data.cache_gb", "optimizer.weight_decay", "optimizer.ngram_weight_decay"),
     checks.FRACTION: ("optimizer.momentum",),
     checks.OPEN_FRACTION: ("data.val_fraction", "trainer.strategy.outer_momentum"),

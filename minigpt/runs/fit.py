@@ -37,6 +37,7 @@ from minigpt.runs.wandb_logger import wandb_loggers
 from minigpt.training import LanguageModel
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import UserError
+from minigpt.utils.files import read_json
 from minigpt.utils.scripts import ROOT
 from minigpt.utils.signals import Interrupted
 from minigpt.utils.terminal import is_rank_zero, sanitize_line
@@ -90,6 +91,8 @@ def fit(
         ranks.close()
         summary = metrics.summary(trainer, module) | outcome | origin
         summary |= {"seed": cfg.seed, "eval_batches": cfg.eval_batches, "tokenizer": corpus.tokenizer.to_dict()["name"]}
+        if cfg.minutes is not None:
+            summary["expected_val_loss"] = read_json(folder / run_dir.RUN_PLAN)["expected_val_loss"]
         summary |= {"corpus": corpus.name, "corpus_sha256": corpus.sha256}
         write_results(trainer, folder, summary)
     if trainer.is_global_zero:

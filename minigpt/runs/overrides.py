@@ -2,18 +2,19 @@
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from minigpt.distributed.process_group import gather_objects, join_ranks, shared_errors
 from minigpt.distributed.ranks import global_rank, started_together
 from minigpt.utils.errors import UserError
 
+PLANNED_GROUPS = {"model": "planned", "optimizer": "muon_fast"}  # of `minutes=`
 SETTABLE = ("block_size", "dropout", "ngram_dropout")  # the values of `model` beside init_from
 
 
 def complete_overrides(overrides: Sequence[str], groups: Sequence[str] = ("model", "tokenizer")) -> list[str]:
-    """Return the overrides of a run with links resolved, and with the groups that `init_from=` selects.
+    """Return the overrides of a run with links resolved, and with the groups that `init_from=` and `minutes=` select.
 
     A link such as `runs/latest` becomes the run that it points at: it moves when a new run starts.
     """
@@ -24,13 +25,23 @@ def complete_overrides(overrides: Sequence[str], groups: Sequence[str] = ("model
         path = Path(value)
         is_link = key in ("resume", "init_from") and path.resolve() != path.absolute()
         complete.append(f"{key}={quote_override(path.resolve())}" if is_link else override)
-    if given.get("init_from", "null").lower() not in ("null", ""):
+    if is_set(given, "minutes"):
+        for key in ("experiment", "init_from"):
+            if is_set(given, key):
+                raise UserError(f"minutes plans a new model, but {key}={given[key]} sets one; remove one of the two")
+        complete += [f"{group}={choice}" for group, choice in PLANNED_GROUPS.items() if group not in given]
+    if is_set(given, "init_from"):
         complete += [f"{group}=pretrained" for group in groups if group not in given]
         settable = [f"model.{name}" for name in SETTABLE]
         fixed = [name for name in given if name.startswith("model.") and name not in settable]
         if fixed and "model" not in given:
             raise UserError(f"{fixed[0]} is that of init_from; only {', '.join(settable)} can be set")
     return complete
+
+
+def is_set(given: Mapping[str, str], key: str) -> bool:
+    """Return whether the overrides give a setting another value than null."""
+    return given.get(key, "null").lower() not in ("null", "")
 
 
 def quote_override(value: object) -> str:

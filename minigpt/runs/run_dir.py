@@ -22,6 +22,7 @@ from minigpt.utils.terminal import escape_control_chars, sanitize_line, warn
 
 METRICS, CURVES, SAMPLES, SUMMARY, LOG = "metrics.csv", "curves.png", "samples.txt", "summary.json", "log.txt"
 LATEST = "latest"  # link to the newest run, beside the run folders
+RUN_PLAN = "plan.json"  # what minutes=… chose
 PLAN = "sweep.json"  # in the folder of a sweep, which holds its run folders
 _LOCK = ".lock"
 SAMPLE_HEADER = re.compile(r"(?m)^── step (\d{1,18})\d*, validation loss .*\n")
@@ -56,7 +57,7 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
         finally:
             real = folder.resolve()  # the folder may be given as the link `latest`
             in_sweep = (real.parent / PLAN).exists()  # jobs of a sweep print to log.txt
-            if {entry.name for entry in real.iterdir()} <= {".hydra", _LOCK, *([] if in_sweep else [LOG])}:
+            if {entry.name for entry in real.iterdir()} <= {".hydra", _LOCK, RUN_PLAN, *([] if in_sweep else [LOG])}:
                 shutil.rmtree(real)
 
 
@@ -201,6 +202,9 @@ def print_results(folder: Path, sample: str, summary: Mapping[str, Any]) -> None
     if summary["best_val_loss"] is not None:
         part = "" if summary["eval_batches"] is None else f", on {summary['eval_batches']} batches of the split"
         print(f"validation loss  {summary['best_val_loss']:.4f} at step {summary['best_step']}{part}")
+        if "expected_val_loss" in summary:
+            expected, width = summary["expected_val_loss"]
+            print(f"expected         {expected:.2f} ± {width:.2f}, reached {summary['best_val_loss']:.3f}")
     print(f"time             {summary['wall_seconds']:,.1f} s, training {summary['seconds']:,.1f} s")
     run = sanitize_line(str(short_path(folder)))
     print(f"run folder       {run}")

@@ -64,6 +64,11 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
             check_same_corpus(parts[0].name, parts[0].sha256)
             with fast_imports():  # of heavy packages, after every setting is checked
                 from minigpt.runs.fit import fit
+
+                if cfg.minutes is not None:
+                    from minigpt.runs.plan import plan_run
+
+                    parts = plan_run(cfg, folder, parts[0], started)
             return fit(cfg, folder, *parts, started=started)
         except (Interrupted, KeyboardInterrupt):
             if resume_command and (folder / "checkpoints").is_dir() and is_rank_zero():

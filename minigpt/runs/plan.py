@@ -1,0 +1,257 @@
+"""Plan a run for `minutes=`: its size, steps, batch, regularization and rates, from the text, the time and the machine.
+
+The plan is made of ordinary settings, which are written to the configuration of the run. Its formulas are fits to runs
+on CPUs, which docs/recipes.md shows.
+"""
+
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from math import log2, log10
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from lightning.fabric import Fabric
+from omegaconf import DictConfig, OmegaConf
+
+from minigpt.config import GPTConfig
+from minigpt.data.batches import Batches, WindowOrder
+from minigpt.data.ngram_model import ngram_losses
+from minigpt.data.token_files import Corpus
+from minigpt.device import training_precision
+from minigpt.model import GPT
+from minigpt.runs.config_checks import load_parts, partial_from_config
+from minigpt.runs.lightning_workarounds import keep_freed_memory, silence_lightning
+from minigpt.runs.overrides import PLANNED_GROUPS
+from minigpt.runs.run_dir import RUN_PLAN, append_log
+from minigpt.utils.errors import UserError
+from minigpt.utils.files import read_json, write_json
+
+# (n_layer, n_embd), each about twice the work of the one before
+SIZES = (
+    *((1, 64), (2, 64), (2, 96), (2, 128), (2, 192), (2, 256), (3, 256), (3, 384), (4, 384), (4, 512), (6, 512)),
+    *((6, 640), (6, 768), (8, 896), (12, 768), (12, 1024)),
+)
+HEAD_WIDTH = 32
+LEAST_VAL_BYTES = 1000
+COUNTED_TOKENS, SCORED_TOKENS = 1_000_000, 100_000  # of the training and the validation split, by the n-gram model
+LONGEST_NGRAM = 8
+MEASURING = 0.005  # of the time, for each size
+OVERHEAD = 3.0  # seconds for the start of the Trainer, the last sample and the curves
+VALIDATING = 0.05  # of the time, at most
+MOST_VALIDATIONS = 10
+
+Settings = dict[str, Any]  # by key, such as "model.n_embd"
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a plan needs to know of a text."""
+
+    tokens: int  # of the training split
+    val_tokens: int
+    ngram: int  # length of the n-grams that predict the validation split best
+    distinct_ngrams: int  # of this length, in the counted tokens
+    ngram_loss: float  # of this prediction, nats per token
+
+
+def plan_run(cfg: DictConfig, folder: Path, corpus: Corpus, started: float) -> tuple[Any, ...]:
+    """Plan a run, or take the plan of the run that resumes; set it in `cfg`, and return the parts of the run.
+
+    Args:
+        started: `time.perf_counter()` when the run started; the minutes count from then on.
+    """
+    file = folder / RUN_PLAN
+    if cfg.resume == "auto" and file.exists():
+        plan = read_json(file)
+    else:
+        pairs = [override.partition("=")[::2] for override in HydraConfig.get().overrides.task]
+        given = {key.lstrip("+") for key, value in pairs if PLANNED_GROUPS.get(key) != value} - {"data"}
+        plan = make_plan(cfg, corpus, given, deadline=started + 60 * cfg.minutes)
+        write_json(file, plan)
+    cfg.merge_with(updated(cfg, plan["settings"]))
+    for line in plan["lines"]:
+        append_log(folder, line)
+    OmegaConf.save(cfg, folder / ".hydra/config.yaml")
+    return load_parts(cfg, folder=folder)
+
+
+def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: float) -> dict[str, Any]:
+    """Choose the settings that are not `given`; return them, the expected loss, and lines that explain both.
+
+    Sizes are measured from the smallest on, until the expected loss rises.
+
+    Args:
+        given: keys of settings and config groups that the user chose, such as "model.n_embd" or "optimizer".
+        deadline: `time.perf_counter()` when the run should end.
+
+    Raises:
+        UserError: the text is too short to plan for, or the time for a step.
+    """
+    text, budget = read_text(corpus), deadline - time.perf_counter()
+    keep_freed_memory()
+    silence_lightning()
+    candidates: list[tuple[float, Settings]] = []  # with the loss that is above that of the text itself
+    for size in SIZES:
+        settings = without(given, shape(cfg, given, text, *size))
+        if any(settings == other for _, other in candidates):  # the settings that are given leave one
+            continue
+        trial = updated(cfg, settings)
+        steps = budget / seconds_per_step(trial, corpus, MEASURING * budget)
+        if "max_steps" in given:
+            steps = cfg.max_steps if cfg.max_steps <= steps else 0
+        candidates.append((reducible_loss(trial, text, steps), settings))
+        if candidates[-1][0] > min(loss for loss, _ in candidates):
+            break
+    loss, settings = min(candidates, key=lambda candidate: candidate[0])
+    trial = updated(cfg, settings)
+    step = seconds_per_step(trial, corpus, 2 * MEASURING * budget)
+    settings |= without(given, length(trial, text, step, deadline - time.perf_counter() - OVERHEAD))
+    trial = updated(trial, settings)
+    if trial.max_steps < 1:
+        advice = "give more minutes, or a smaller model"
+        raise UserError(f"minutes={cfg.minutes:g} is too short: a step takes {step:.1f} s here; {advice}")
+    expected = expected_loss(text, loss)
+    return {"settings": settings, "expected_val_loss": expected, "lines": explain(trial, text, step, expected)}
+
+
+def read_text(corpus: Corpus) -> Text:
+    """Count the n-grams of a text, in up to a million tokens of it; raise UserError if it is too short."""
+    if corpus.val.bytes < LEAST_VAL_BYTES:
+        found = f"the validation split has {corpus.val.bytes:,} bytes"
+        advice = "use a longer text or a larger data.val_fraction, or set max_steps instead"
+        raise UserError(f"minutes=… needs {LEAST_VAL_BYTES:,} bytes of validation text, but {found}; {advice}")
+    train, val = corpus.tokens("train"), corpus.tokens("val")
+    counted, scored = train[max(0, len(train) - COUNTED_TOKENS) :], val[:SCORED_TOKENS]
+    losses, distinct = ngram_losses(counted, scored, corpus.tokenizer.vocab_size, LONGEST_NGRAM)
+    best = losses.index(min(losses))
+    return Text(len(train), len(val), best + 1, distinct[best], losses[best])
+
+
+def shape(cfg: DictConfig, given: set[str], text: Text, n_layer: int, n_embd: int) -> Settings:
+    """Return the settings of a size, which do not depend on the speed."""
+    n_head = max(1, n_embd // HEAD_WIDTH)
+    if "model.n_embd" in given:
+        n_embd = cfg.model.n_embd
+        n_head = next(n for n in range(max(1, n_embd // HEAD_WIDTH), 0, -1) if n_embd % n == 0)
+    elif "model.n_head" in given:  # the next width that the heads divide
+        n_head = cfg.model.n_head
+        n_embd = -(-n_embd // (2 * n_head)) * 2 * n_head
+    block_size = power_of_two(min(256, text.tokens / 256, text.val_tokens - 1))
+    per_step = 2048 * min(1, (text.tokens / 1e6) ** 0.33)  # tokens
+    return {
+        "model.n_layer": n_layer,
+        "model.n_embd": n_embd,
+        "model.n_head": n_head,
+        "model.block_size": block_size,
+        "model.ngram": text.ngram if text.ngram > 1 else 0,
+        "model.ngram_buckets": max(8192, power_of_two(text.distinct_ngrams / 8 * max(1, text.tokens / COUNTED_TOKENS) ** 0.5)),
+        "model.ngram_dropout": round(min(0.5, max(0.0, 0.5 - 0.3 * log10(text.tokens / 45_000))), 2),
+        "data.batch_size": max(1, round(per_step / block_size)),
+    }
+
+
+def length(cfg: DictConfig, text: Text, step: float, seconds: float) -> Settings:
+    """Return the settings of a run of `seconds` whose steps take `step` seconds each."""
+    whole = 0.3 * step * text.val_tokens / tokens_per_step(cfg)  # seconds of a validation: a third is forward
+    validations = int(min(MOST_VALIDATIONS, max(2, VALIDATING * seconds / whole)))
+    part = min(1.0, VALIDATING * seconds / (validations * whole))  # of the validation split
+    windows = text.val_tokens / cfg.model.block_size
+    steps = int((seconds - validations * part * whole) / step)
+    steps = min(steps, int(2 * useful_epochs(text) * text.tokens / tokens_per_step(cfg)))
+    return {
+        "max_steps": steps,
+        "eval_every": max(1, -(-steps // validations)),
+        "eval_batches": None if part == 1 else max(1, int(part * windows / cfg.data.eval_batch_size)),
+        "ema_decay": round(1 - 1 / max(2, 0.05 * steps), 4),
+        "schedule.warmup_steps": min(100, steps // 100),
+    }
+
+
+def reducible_loss(cfg: DictConfig, text: Text, steps: float) -> float:
+    """Return the part of the loss that a larger model and more training reduce, in nats per token.
+
+    A sum of powers of the parameters and of the tokens (https://arxiv.org/abs/2203.15556); tokens that are repeated
+    too often do not count.
+    """
+    tokens = max(1.0, min(steps * tokens_per_step(cfg), useful_epochs(text) * text.tokens))
+    parameters = 12 * cfg.model.n_layer * cfg.model.n_embd**2
+    return 1.0 * parameters**-0.3 + 9.4 * tokens**-0.3
+
+
+def useful_epochs(text: Text) -> float:
+    """Return after how many epochs a training begins to overfit."""
+    return 10 * (text.tokens / 1e6) ** 0.3
+
+
+def expected_loss(text: Text, reducible: float) -> tuple[float, float]:
+    """Return the expected validation loss, in nats per token, and the half width of its 90 % interval."""
+    return 0.8 * text.ngram_loss + reducible, 0.1
+
+
+def explain(cfg: DictConfig, text: Text, step: float, expected: tuple[float, float]) -> list[str]:
+    """Return the lines that describe a plan."""
+    epochs = cfg.max_steps * tokens_per_step(cfg) / text.tokens
+    rows = {
+        "plan": f"{cfg.max_steps:,} steps of {1000 * step:.1f} ms",
+        "because": f"{epochs:.1f} epochs of {text.tokens:,} tokens; n-grams of {text.ngram} tokens predict the text best",
+        "expected": f"validation loss {expected[0]:.2f} ± {expected[1]:.2f}",
+    }
+    return [f"{name:12}{value}" for name, value in rows.items()]
+
+
+def seconds_per_step(cfg: DictConfig, corpus: Corpus, seconds: float) -> float:
+    """Train for about `seconds`, at least three steps and return the median time of those after the first."""
+    precision, accelerator = cfg.trainer.precision, cfg.trainer.accelerator
+    precision = training_precision(accelerator) if precision == "auto" else precision
+    fabric = Fabric(accelerator=accelerator, devices=1, precision=precision)
+    model = GPT(GPTConfig(**{**cfg.model, "vocab_size": cfg.model.vocab_size or corpus.tokenizer.vocab_size}))
+    model, optimizer = fabric.setup(model, partial_from_config(cfg.optimizer)(model))
+    batches = Batches(
+        corpus.tokens("train"),
+        WindowOrder(corpus.train.tokens, cfg.model.block_size, cfg.seed),
+        batch_size=cfg.data.batch_size,
+        rank=0,
+        world_size=1,
+        first=lambda: 0,
+        stop=1 << 30,
+        repeat=0,
+        device=fabric.device,
+    )
+    times = [time.perf_counter()]
+    for tokens, targets in batches:
+        fabric.backward(model(tokens, targets))
+        optimizer.step()
+        optimizer.zero_grad()
+        if fabric.device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter())
+        if len(times) > 3 and times[-1] - times[0] > seconds:
+            break
+    return median(b - a for a, b in pairwise(times[1:]))
+
+
+def without(given: set[str], settings: Settings) -> Settings:
+    """Return the settings whose key and config group are not given."""
+    return {key: value for key, value in settings.items() if not {key, key.partition(".")[0]} & given}
+
+
+def updated(cfg: DictConfig, settings: Settings) -> DictConfig:
+    """Return a copy of a configuration with other settings."""
+    cfg = cfg.copy()
+    for key, value in settings.items():
+        OmegaConf.update(cfg, key, value)
+    return cfg
+
+
+def tokens_per_step(cfg: DictConfig) -> int:
+    """Return the tokens of an optimizer step."""
+    return int(cfg.data.batch_size * cfg.trainer.accumulate_grad_batches * cfg.model.block_size)
+
+
+def power_of_two(value: float) -> int:
+    """Return the nearest power of two that is not above `value`, at least 1."""
+    return 1 << max(0, int(log2(max(1, value))))

@@ -1,0 +1,47 @@
+"""The n-gram model: its probabilities by Witten and Bell's formula, and what it says of simple texts."""
+
+from collections import Counter, defaultdict
+from math import log
+
+import numpy as np
+import pytest
+
+from minigpt.data.ngram_model import ngram_losses
+
+
+def witten_bell(train: list[int], val: list[int], vocab_size: int, longest: int) -> tuple[list[float], list[int]]:
+    """The formula of the paper, one n-gram at a time."""
+    losses, distinct = [], []
+    probabilities = [1 / vocab_size] * len(val)
+    for n in range(1, longest + 1):
+        followers: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+        for i in range(n - 1, len(train)):
+            followers[tuple(train[i - n + 1 : i])][train[i]] += 1
+        for i in range(n - 1, len(val)):
+            seen = followers.get(tuple(val[i - n + 1 : i]), Counter())
+            if total := seen.total():
+                probabilities[i] = (seen[val[i]] + len(seen) * probabilities[i]) / (total + len(seen))
+        losses.append(-sum(map(log, probabilities[longest - 1 :])) / (len(val) - longest + 1))
+        distinct.append(sum(map(len, followers.values())))
+    return losses, distinct
+
+
+@pytest.mark.parametrize("vocab_size", [5, 300, 200_000])
+def test_ngram_losses_are_those_of_the_formula(vocab_size: int) -> None:
+    random = np.random.default_rng(0)
+    train, val = (random.zipf(1.5, n) % vocab_size for n in (3000, 700))
+    expected_losses, expected_counts = witten_bell(train.tolist(), val.tolist(), vocab_size, 5)
+    losses, distinct = ngram_losses(train.astype(np.uint32), val.astype(np.uint32), vocab_size, 5)
+    assert distinct == expected_counts
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-9)
+
+
+def test_the_best_length_is_that_of_the_pattern() -> None:
+    random = np.random.default_rng(0)
+    ids = list(random.integers(0, 4, 2))
+    for _ in range(20_000):  # each token is the sum of the two before it, except for one in ten
+        ids.append(int(ids[-1] + ids[-2]) % 4 if random.random() < 0.9 else int(random.integers(0, 4)))
+    losses, _ = ngram_losses(np.array(ids[:18_000]), np.array(ids[18_000:]), 4, 6)
+    entropy = -(0.925 * log(0.925) + 3 * 0.025 * log(0.025))
+    assert losses.index(min(losses)) == 2
+    assert losses[2] == pytest.approx(entropy, rel=0.05)

@@ -1,0 +1,166 @@
+"""`minutes=`: the plan is made of settings, keeps those that the user gives, and is that of a resumed run."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import SCRIPTS, column
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+import minigpt
+from minigpt.data.prepare import load_corpus
+from minigpt.runs.overrides import complete_overrides
+from minigpt.runs.plan import Text, length, make_plan, reducible_loss, shape
+from minigpt.utils.errors import UserError
+
+
+@pytest.fixture
+def mine(text, tmp_path):
+    return [f"data.path={text}", f"data.folder={tmp_path}/data", "data=text", "trainer=cpu", "minutes=1"]
+
+
+@pytest.fixture
+def short(mine):
+    """A small run whose number of steps does not depend on the machine."""
+    return [*mine, "model.n_layer=1", "model.n_embd=32", "max_steps=20"]
+
+
+def composed(overrides):
+    with initialize_config_dir(str(SCRIPTS.parent / "configs"), version_base="1.3"):
+        return compose("train", overrides=complete_overrides(overrides))
+
+
+def plan(overrides, *given, seconds=10):
+    cfg = composed(overrides)
+    corpus = load_corpus(cfg.data, cfg.tokenizer)
+    return make_plan(cfg, corpus, set(given), deadline=time.perf_counter() + seconds)["settings"]
+
+
+def a_text(**changes):
+    known = {"tokens": 1_000_000, "val_tokens": 100_000, "ngram": 5, "distinct_ngrams": 100_000, "ngram_loss": 1.6}
+    return Text(**known | changes)
+
+
+def test_a_planned_run_is_a_run_with_the_settings_of_its_plan(short, tmp_path, capsys):
+    summary = minigpt.train([*short, f"hydra.run.dir={tmp_path}/planned"])
+    printed = capsys.readouterr()
+    written = json.loads((tmp_path / "planned/plan.json").read_text())
+    settings, (expected, width) = written["settings"], written["expected_val_loss"]
+    assert summary["steps"] == 20
+    assert summary["expected_val_loss"] == [expected, width]
+    assert f"{expected:.2f} ± {width:.2f}, reached {summary['best_val_loss']:.3f}" in printed.out
+    assert all(line in printed.err for line in written["lines"])
+    config = OmegaConf.load(tmp_path / "planned/.hydra/config.yaml")
+    assert {key: OmegaConf.select(config, key) for key in settings} == settings
+
+    numbers = [f"{key}={'null' if value is None else value}" for key, value in settings.items()]
+    groups = ["minutes=null", "model=planned", "optimizer=muon_fast"]
+    minigpt.train([*short, *groups, *numbers, f"hydra.run.dir={tmp_path}/plain"])
+    for name in ("train_loss", "val_loss"):
+        assert column(tmp_path / "planned", name) == column(tmp_path / "plain", name)
+
+
+def test_an_interrupted_run_continues_with_its_plan(short, tmp_path):
+    command = [sys.executable, str(SCRIPTS / "train.py"), *short, f"hydra.run.dir={tmp_path}/run", "eval_every=5", "max_steps=400"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert any(line.startswith("step 5/") for line in process.stderr)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    before = (tmp_path / "run/plan.json").read_text()
+    subprocess.run([*command, "resume=auto"], check=True, capture_output=True, timeout=300)
+    assert (tmp_path / "run/plan.json").read_text() == before
+    assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 400
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"model.n_embd": 40},
+        {"model.n_head": 3},
+        {"model.n_embd": 48, "model.n_head": 6, "model.n_layer": 1},
+        {"max_steps": 7, "data.batch_size": 5},
+        {"optimizer.lr": 0.01, "ema_decay": 0.9, "schedule.warmup_steps": 3},
+    ],
+)
+def test_what_the_user_gives_stays(mine, given):
+    settings = plan([*mine, *(f"{key}={value}" for key, value in given.items())], *given)
+    assert not settings.keys() & given.keys()
+    shape_given = {"model.n_embd", "model.n_head"} & given.keys()
+    n_embd, n_head = (given.get(key) or settings[key] for key in ("model.n_embd", "model.n_head"))
+    assert n_embd % n_head == 0
+    assert shape_given or n_embd / n_head == 32 or n_head == 1
+
+
+def test_a_group_that_the_user_gives_stays(mine):
+    assert not [key for key in plan([*mine, "model=nano"], "model") if key.startswith("model.")]
+
+
+def test_more_time_and_less_text_make_larger_models():
+    cfg = composed(["minutes=1"])
+
+    def best_size(tokens, operations):
+        """The width of the lowest expected loss where a step takes time in proportion to the parameters."""
+        losses = {}
+        for width in (64, 96, 128, 192, 256, 384, 512):
+            cfg.model.n_layer, cfg.model.n_embd = 2, width
+            losses[width] = reducible_loss(cfg, a_text(tokens=tokens), operations / (24 * width**2))
+        return min(losses, key=losses.__getitem__)
+
+    sizes = [best_size(1_000_000, 10**power) for power in range(7, 12)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] < sizes[-1]
+    assert best_size(50_000, 1e9) > best_size(50_000_000, 1e9)
+
+
+def test_a_text_sets_its_ngrams_windows_and_regularization():
+    cfg = composed(["minutes=1"])
+    small, large = (shape(cfg, set(), a_text(tokens=n), 2, 96) for n in (50_000, 50_000_000))
+    assert small["model.ngram_dropout"] > large["model.ngram_dropout"] == 0
+    assert small["model.block_size"] < large["model.block_size"]
+    assert small["model.ngram_buckets"] < large["model.ngram_buckets"]
+    assert shape(cfg, set(), a_text(ngram=1), 2, 96)["model.ngram"] == 0  # no n-gram predicts better than frequencies
+    assert shape(cfg, set(), a_text(ngram=7), 2, 96)["model.ngram"] == 7
+    assert shape(cfg, set(), a_text(val_tokens=40), 2, 96)["model.block_size"] == 32
+
+
+@pytest.mark.parametrize("val_tokens", [2_000, 100_000, 100_000_000])
+@pytest.mark.parametrize("seconds", [10, 600, 40_000])
+def test_steps_and_validations_fill_the_time(val_tokens, seconds):
+    cfg, step = composed(["minutes=1"]), 0.02
+    settings = length(cfg, a_text(val_tokens=val_tokens), step, seconds)
+    validations = -(-settings["max_steps"] // settings["eval_every"])
+    tokens = cfg.data.batch_size * cfg.model.block_size
+    windows = val_tokens / cfg.model.block_size
+    share = 1 if settings["eval_batches"] is None else settings["eval_batches"] * cfg.data.eval_batch_size / windows
+    validating = validations * min(1, share) * val_tokens / tokens * step / 3
+    assert 0.9 * seconds < settings["max_steps"] * step + validating < 1.05 * seconds
+    assert 2 <= validations <= 11
+
+
+def test_too_little_text_is_an_error(mine, tmp_path):
+    (tmp_path / "short.txt").write_text("to be or not to be\n" * 100)
+    with pytest.raises(UserError, match=r"minutes=… needs 1,000 bytes of validation text, but .* has 190 bytes; use"):
+        plan([*mine, f"data.path={tmp_path}/short.txt"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["minutes=0"], "minutes must be a finite number > 0, or null, got 0"),
+        (["minutes=soon"], "minutes must be a finite number > 0, or null, got soon"),
+        (["minutes=1e-3"], "minutes=0.001 is too short: a step takes"),
+        (["experiment=fast_cpu"], "minutes plans a new model, but experiment=fast_cpu sets one; remove one of the two"),
+        (["trainer.devices=2"], "trainer.devices must be 1 with minutes, which plans for one device, got 2"),
+    ],
+)
+def test_bad_input_is_one_line(call, mine, overrides, message, tmp_path):
+    result = call("train.py", *mine, *overrides, f"hydra.run.dir={tmp_path}/run", small_run=False)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not Path(tmp_path, "run").exists()
