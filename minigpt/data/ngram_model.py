@@ -38,7 +38,7 @@ def ngram_losses(train: Array, val: Array, vocab_size: int, longest: int) -> tup
         p = np.where(total > 0, (count + kind * p) / np.maximum(total + kind, 1), p)
         losses.append(float(-np.log(p[longest - 1 :]).mean()))
         distinct.append(len(keys))
-        before_train, before_val = (_longer(before, n, ids) for before, ids in ((before_train, train), (before_val, val)))
+        before_train, before_val = _longer(before_train, n, train), _longer(before_val, n, val)
     return losses, distinct
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from math import log2, log10
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -30,7 +30,7 @@ from minigpt.runs.run_dir import RUN_PLAN, append_log
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json, write_json
 
-# (n_layer, n_embd), each about twice the work of the one before
+# (n_layer, n_embd); a step of each takes up to twice the time of the one before
 SIZES = (
     *((1, 64), (2, 64), (2, 96), (2, 128), (2, 192), (2, 256), (3, 256), (3, 384), (4, 384), (4, 512), (6, 512)),
     *((6, 640), (6, 768), (8, 896), (12, 768), (12, 1024)),
@@ -39,7 +39,10 @@ HEAD_WIDTH = 32
 LEAST_VAL_BYTES = 1000
 COUNTED_TOKENS, SCORED_TOKENS = 1_000_000, 100_000  # of the training and the validation split, by the n-gram model
 LONGEST_NGRAM = 8
-MEASURING = 0.005  # of the time, for each size
+MEASURED_TOKENS = 2_500_000  # of a training whose windows are measured for all sizes
+MEASURING = 0.005  # of the time, for each size; at most a second
+MOST_PARAMETERS_PER_TOKEN = 20  # of the tokens that are trained on
+TRAINER = 1.05  # time of a step of the Trainer, with the EMA and metrics, relative to one that is measured
 OVERHEAD = 3.0  # seconds for the start of the Trainer, the last sample and the curves
 VALIDATING = 0.05  # of the time, at most
 MOST_VALIDATIONS = 10
@@ -94,21 +97,25 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
     text, budget = read_text(corpus), deadline - time.perf_counter()
     keep_freed_memory()
     silence_lightning()
-    candidates: list[tuple[float, Settings]] = []  # with the loss that is above that of the text itself
+    measuring = min(1.0, MEASURING * budget)  # seconds
+    candidates: list[tuple[float, float, Settings]] = []  # with the loss above that of the text itself, and tokens
     for size in SIZES:
-        settings = without(given, shape(cfg, given, text, *size))
-        if any(settings == other for _, other in candidates):  # the settings that are given leave one
-            continue
+        settings = without(given, shape(cfg, given, text, *size) | windows(text, MEASURED_TOKENS))
         trial = updated(cfg, settings)
-        steps = budget / seconds_per_step(trial, corpus, MEASURING * budget)
+        useful = useful_tokens(trial, text)
         if "max_steps" in given:
-            steps = cfg.max_steps if cfg.max_steps <= steps else 0
-        candidates.append((reducible_loss(trial, text, steps), settings))
-        if candidates[-1][0] > min(loss for loss, _ in candidates):
+            useful = min(useful, cfg.max_steps * tokens_per_step(trial))
+        known = any(settings == other for *_, other in candidates)  # the settings that are given leave one
+        if known or (candidates and parameters(trial) > MOST_PARAMETERS_PER_TOKEN * useful):
+            continue
+        tokens = budget / seconds_per_step(trial, corpus, measuring) * tokens_per_step(trial)
+        candidates.append((reducible_loss(trial, min(tokens, useful)), min(tokens, useful), settings))
+        if candidates[-1][0] > min(loss for loss, *_ in candidates):
             break
-    loss, settings = min(candidates, key=lambda candidate: candidate[0])
+    loss, tokens, settings = min(candidates, key=lambda candidate: candidate[0])
+    settings |= without(given, windows(text, tokens))
     trial = updated(cfg, settings)
-    step = seconds_per_step(trial, corpus, 2 * MEASURING * budget)
+    step = TRAINER * seconds_per_step(trial, corpus, 2 * measuring)
     settings |= without(given, length(trial, text, step, deadline - time.perf_counter() - OVERHEAD))
     trial = updated(trial, settings)
     if trial.max_steps < 1:
@@ -140,18 +147,24 @@ def shape(cfg: DictConfig, given: set[str], text: Text, n_layer: int, n_embd: in
     elif "model.n_head" in given:  # the next width that the heads divide
         n_head = cfg.model.n_head
         n_embd = -(-n_embd // (2 * n_head)) * 2 * n_head
-    block_size = power_of_two(min(256, text.tokens / 256, text.val_tokens - 1))
-    per_step = 2048 * min(1, (text.tokens / 1e6) ** 0.33)  # tokens
+    rows = text.distinct_ngrams / 6 * max(1, text.tokens / COUNTED_TOKENS) ** 0.5
+    dropout = 0.5 - 0.3 * log10(text.tokens / 45_000) + 0.2 * log10(n_layer * n_embd**2 / 18_000)
     return {
         "model.n_layer": n_layer,
         "model.n_embd": n_embd,
         "model.n_head": n_head,
-        "model.block_size": block_size,
         "model.ngram": text.ngram if text.ngram > 1 else 0,
-        "model.ngram_buckets": max(8192, power_of_two(text.distinct_ngrams / 8 * max(1, text.tokens / COUNTED_TOKENS) ** 0.5)),
-        "model.ngram_dropout": round(min(0.5, max(0.0, 0.5 - 0.3 * log10(text.tokens / 45_000))), 2),
-        "data.batch_size": max(1, round(per_step / block_size)),
+        "model.ngram_buckets": max(8192, power_of_two(rows)),
+        "model.ngram_dropout": round(min(0.5, max(0.0, dropout)), 2),
     }
+
+
+def windows(text: Text, tokens: float) -> Settings:
+    """Return the length and the number of the windows of a step for a training on `tokens`."""
+    longest = min(256 * (tokens / 1.2e6) ** 0.5, 1024, text.val_tokens - 1)
+    block_size = power_of_two(longest)
+    per_step = 2048 * min(1, (text.tokens / 1e6) ** 0.33)  # tokens
+    return {"model.block_size": block_size, "data.batch_size": max(4, round(per_step / block_size))}
 
 
 def length(cfg: DictConfig, text: Text, step: float, seconds: float) -> Settings:
@@ -161,7 +174,7 @@ def length(cfg: DictConfig, text: Text, step: float, seconds: float) -> Settings
     part = min(1.0, VALIDATING * seconds / (validations * whole))  # of the validation split
     windows = text.val_tokens / cfg.model.block_size
     steps = int((seconds - validations * part * whole) / step)
-    steps = min(steps, int(2 * useful_epochs(text) * text.tokens / tokens_per_step(cfg)))
+    steps = min(steps, int(1.5 * useful_tokens(cfg, text) / tokens_per_step(cfg)))
     return {
         "max_steps": steps,
         "eval_every": max(1, -(-steps // validations)),
@@ -171,20 +184,17 @@ def length(cfg: DictConfig, text: Text, step: float, seconds: float) -> Settings
     }
 
 
-def reducible_loss(cfg: DictConfig, text: Text, steps: float) -> float:
+def reducible_loss(cfg: DictConfig, tokens: float) -> float:
     """Return the part of the loss that a larger model and more training reduce, in nats per token.
 
-    A sum of powers of the parameters and of the tokens (https://arxiv.org/abs/2203.15556); tokens that are repeated
-    too often do not count.
+    A sum of powers of the parameters of the blocks and of the tokens. Source: https://arxiv.org/abs/2203.15556
     """
-    tokens = max(1.0, min(steps * tokens_per_step(cfg), useful_epochs(text) * text.tokens))
-    parameters = 12 * cfg.model.n_layer * cfg.model.n_embd**2
-    return 1.0 * parameters**-0.3 + 9.4 * tokens**-0.3
+    return 2.5 * parameters(cfg) ** -0.3 + 10 * max(1, tokens) ** -0.3
 
 
-def useful_epochs(text: Text) -> float:
-    """Return after how many epochs a training begins to overfit."""
-    return 10 * (text.tokens / 1e6) ** 0.3
+def useful_tokens(cfg: DictConfig, text: Text) -> float:
+    """Return after how many tokens a training begins to overfit; a larger model does earlier."""
+    return 10 * (text.tokens / 1e6) ** 0.3 * (parameters(cfg) / 4e5) ** -0.2 * text.tokens
 
 
 def expected_loss(text: Text, reducible: float) -> tuple[float, float]:
@@ -194,10 +204,12 @@ def expected_loss(text: Text, reducible: float) -> tuple[float, float]:
 
 def explain(cfg: DictConfig, text: Text, step: float, expected: tuple[float, float]) -> list[str]:
     """Return the lines that describe a plan."""
-    epochs = cfg.max_steps * tokens_per_step(cfg) / text.tokens
+    sizes = ", ".join(f"{name} {cfg.model[name]}" for name in ("n_layer", "n_embd", "block_size", "ngram"))
+    epochs, most = (n / text.tokens for n in (cfg.max_steps * tokens_per_step(cfg), useful_tokens(cfg, text)))
     rows = {
-        "plan": f"{cfg.max_steps:,} steps of {1000 * step:.1f} ms",
-        "because": f"{epochs:.1f} epochs of {text.tokens:,} tokens; n-grams of {text.ngram} tokens predict the text best",
+        "plan": f"{sizes}; {cfg.max_steps:,} steps of {1000 * step:.1f} ms",
+        "why": f"{epochs:.1f} epochs of {text.tokens:,} tokens, of about {most:.1f} before such a model overfits; "
+        f"n-grams of up to {text.ngram} tokens predict the text best",
         "expected": f"validation loss {expected[0]:.2f} ± {expected[1]:.2f}",
     }
     return [f"{name:12}{value}" for name, value in rows.items()]
@@ -205,7 +217,7 @@ def explain(cfg: DictConfig, text: Text, step: float, expected: tuple[float, flo
 
 def seconds_per_step(cfg: DictConfig, corpus: Corpus, seconds: float) -> float:
     """Train for about `seconds`, at least three steps and return the median time of those after the first."""
-    precision, accelerator = cfg.trainer.precision, cfg.trainer.accelerator
+    accelerator, precision = cfg.trainer.accelerator, cast(Any, cfg.trainer.precision)
     precision = training_precision(accelerator) if precision == "auto" else precision
     fabric = Fabric(accelerator=accelerator, devices=1, precision=precision)
     model = GPT(GPTConfig(**{**cfg.model, "vocab_size": cfg.model.vocab_size or corpus.tokenizer.vocab_size}))
@@ -250,6 +262,11 @@ def updated(cfg: DictConfig, settings: Settings) -> DictConfig:
 def tokens_per_step(cfg: DictConfig) -> int:
     """Return the tokens of an optimizer step."""
     return int(cfg.data.batch_size * cfg.trainer.accumulate_grad_batches * cfg.model.block_size)
+
+
+def parameters(cfg: DictConfig) -> int:
+    """Return the number of parameters of the matrices in the blocks."""
+    return int(12 * cfg.model.n_layer * cfg.model.n_embd**2)
 
 
 def power_of_two(value: float) -> int:

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 import minigpt
 from minigpt.data.prepare import load_corpus
 from minigpt.runs.overrides import complete_overrides
-from minigpt.runs.plan import Text, length, make_plan, reducible_loss, shape
+from minigpt.runs.plan import Text, length, make_plan, reducible_loss, shape, useful_tokens, windows
 from minigpt.utils.errors import UserError
 
 
@@ -66,15 +66,16 @@ def test_a_planned_run_is_a_run_with_the_settings_of_its_plan(short, tmp_path, c
 
 
 def test_an_interrupted_run_continues_with_its_plan(short, tmp_path):
-    command = [sys.executable, str(SCRIPTS / "train.py"), *short, f"hydra.run.dir={tmp_path}/run", "eval_every=5", "max_steps=400"]
+    steps = ["max_steps=150", "eval_every=25"]
+    command = [sys.executable, str(SCRIPTS / "train.py"), *short, *steps, f"hydra.run.dir={tmp_path}/run"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert any(line.startswith("step 5/") for line in process.stderr)
+    assert any(line.startswith("step 25/") for line in process.stderr)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     before = (tmp_path / "run/plan.json").read_text()
     subprocess.run([*command, "resume=auto"], check=True, capture_output=True, timeout=300)
     assert (tmp_path / "run/plan.json").read_text() == before
-    assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 400
+    assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 150
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_an_interrupted_run_continues_with_its_plan(short, tmp_path):
         {"model.n_embd": 40},
         {"model.n_head": 3},
         {"model.n_embd": 48, "model.n_head": 6, "model.n_layer": 1},
-        {"max_steps": 7, "data.batch_size": 5},
+        {"max_steps": 7, "data.batch_size": 5, "model.n_layer": 1, "model.n_embd": 32},
         {"optimizer.lr": 0.01, "ema_decay": 0.9, "schedule.warmup_steps": 3},
     ],
 )
@@ -104,35 +105,37 @@ def test_more_time_and_less_text_make_larger_models():
     cfg = composed(["minutes=1"])
 
     def best_size(tokens, operations):
-        """The width of the lowest expected loss where a step takes time in proportion to the parameters."""
+        """The width of the lowest expected loss where a token takes time in proportion to the parameters."""
         losses = {}
         for width in (64, 96, 128, 192, 256, 384, 512):
             cfg.model.n_layer, cfg.model.n_embd = 2, width
-            losses[width] = reducible_loss(cfg, a_text(tokens=tokens), operations / (24 * width**2))
+            trained = min(operations / width**2, useful_tokens(cfg, a_text(tokens=tokens)))
+            losses[width] = reducible_loss(cfg, trained)
         return min(losses, key=losses.__getitem__)
 
-    sizes = [best_size(1_000_000, 10**power) for power in range(7, 12)]
+    sizes = [best_size(1_000_000, 10**power) for power in range(9, 14)]
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[-1]
-    assert best_size(50_000, 1e9) > best_size(50_000_000, 1e9)
+    assert best_size(50_000, 1e10) > best_size(50_000_000, 1e10)
 
 
 def test_a_text_sets_its_ngrams_windows_and_regularization():
     cfg = composed(["minutes=1"])
     small, large = (shape(cfg, set(), a_text(tokens=n), 2, 96) for n in (50_000, 50_000_000))
     assert small["model.ngram_dropout"] > large["model.ngram_dropout"] == 0
-    assert small["model.block_size"] < large["model.block_size"]
     assert small["model.ngram_buckets"] < large["model.ngram_buckets"]
     assert shape(cfg, set(), a_text(ngram=1), 2, 96)["model.ngram"] == 0  # no n-gram predicts better than frequencies
     assert shape(cfg, set(), a_text(ngram=7), 2, 96)["model.ngram"] == 7
-    assert shape(cfg, set(), a_text(val_tokens=40), 2, 96)["model.block_size"] == 32
+    blocks = [windows(a_text(), tokens)["model.block_size"] for tokens in (1e5, 1e6, 1e7, 1e8)]
+    assert blocks == [64, 128, 512, 1024]
+    assert windows(a_text(val_tokens=40), 1e7)["model.block_size"] == 32
 
 
 @pytest.mark.parametrize("val_tokens", [2_000, 100_000, 100_000_000])
 @pytest.mark.parametrize("seconds", [10, 600, 40_000])
 def test_steps_and_validations_fill_the_time(val_tokens, seconds):
     cfg, step = composed(["minutes=1"]), 0.02
-    settings = length(cfg, a_text(val_tokens=val_tokens), step, seconds)
+    settings = length(cfg, a_text(tokens=10**10, val_tokens=val_tokens), step, seconds)
     validations = -(-settings["max_steps"] // settings["eval_every"])
     tokens = cfg.data.batch_size * cfg.model.block_size
     windows = val_tokens / cfg.model.block_size
@@ -140,6 +143,12 @@ def test_steps_and_validations_fill_the_time(val_tokens, seconds):
     validating = validations * min(1, share) * val_tokens / tokens * step / 3
     assert 0.9 * seconds < settings["max_steps"] * step + validating < 1.05 * seconds
     assert 2 <= validations <= 11
+
+
+def test_a_small_text_is_not_repeated_without_end():
+    cfg, text = composed(["minutes=1"]), a_text(tokens=50_000)
+    steps = length(cfg, text, 0.02, 10_000)["max_steps"]
+    assert 1 < steps * cfg.data.batch_size * cfg.model.block_size / text.tokens < 20
 
 
 def test_too_little_text_is_an_error(mine, tmp_path):
