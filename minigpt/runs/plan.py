@@ -6,27 +6,20 @@ on CPUs, which docs/recipes.md shows.
 
 import time
 from dataclasses import dataclass
-from itertools import pairwise
 from math import log2, log10
 from pathlib import Path
-from statistics import median
-from typing import Any, cast
+from typing import Any
 
-import torch
 from hydra.core.hydra_config import HydraConfig
-from lightning.fabric import Fabric
 from omegaconf import DictConfig, OmegaConf
 
-from minigpt.config import GPTConfig
-from minigpt.data.batches import Batches, WindowOrder
 from minigpt.data.ngram_model import ngram_losses
 from minigpt.data.token_files import Corpus
-from minigpt.device import training_precision
-from minigpt.model import GPT
-from minigpt.runs.config_checks import load_parts, partial_from_config
-from minigpt.runs.lightning_workarounds import keep_freed_memory, silence_lightning
+from minigpt.distributed.ranks import started_together
+from minigpt.runs.config_checks import load_parts
 from minigpt.runs.overrides import PLANNED_GROUPS
 from minigpt.runs.run_dir import RUN_PLAN, append_log
+from minigpt.runs.step_time import seconds_per_step
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json, write_json
 
@@ -67,6 +60,8 @@ def plan_run(cfg: DictConfig, folder: Path, corpus: Corpus, started: float) -> t
     Args:
         started: `time.perf_counter()` when the run started; the minutes count from then on.
     """
+    if started_together():
+        raise UserError("minutes plans for one process; set max_steps instead")
     file = folder / RUN_PLAN
     if cfg.resume == "auto" and file.exists():
         plan = read_json(file)
@@ -95,8 +90,6 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
         UserError: the text is too short to plan for, or the time for a step.
     """
     text, budget = read_text(corpus), deadline - time.perf_counter()
-    keep_freed_memory()
-    silence_lightning()
     measuring = min(1.0, MEASURING * budget)  # seconds
     candidates: list[tuple[float, float, Settings]] = []  # with the loss above that of the text itself, and tokens
     for size in SIZES:
@@ -213,37 +206,6 @@ def explain(cfg: DictConfig, text: Text, step: float, expected: tuple[float, flo
         "expected": f"validation loss {expected[0]:.2f} ± {expected[1]:.2f}",
     }
     return [f"{name:12}{value}" for name, value in rows.items()]
-
-
-def seconds_per_step(cfg: DictConfig, corpus: Corpus, seconds: float) -> float:
-    """Train for about `seconds`, at least three steps and return the median time of those after the first."""
-    accelerator, precision = cfg.trainer.accelerator, cast(Any, cfg.trainer.precision)
-    precision = training_precision(accelerator) if precision == "auto" else precision
-    fabric = Fabric(accelerator=accelerator, devices=1, precision=precision)
-    model = GPT(GPTConfig(**{**cfg.model, "vocab_size": cfg.model.vocab_size or corpus.tokenizer.vocab_size}))
-    model, optimizer = fabric.setup(model, partial_from_config(cfg.optimizer)(model))
-    batches = Batches(
-        corpus.tokens("train"),
-        WindowOrder(corpus.train.tokens, cfg.model.block_size, cfg.seed),
-        batch_size=cfg.data.batch_size,
-        rank=0,
-        world_size=1,
-        first=lambda: 0,
-        stop=1 << 30,
-        repeat=0,
-        device=fabric.device,
-    )
-    times = [time.perf_counter()]
-    for tokens, targets in batches:
-        fabric.backward(model(tokens, targets))
-        optimizer.step()
-        optimizer.zero_grad()
-        if fabric.device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter())
-        if len(times) > 3 and times[-1] - times[0] > seconds:
-            break
-    return median(b - a for a, b in pairwise(times[1:]))
 
 
 def without(given: set[str], settings: Settings) -> Settings:

@@ -67,8 +67,8 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
 
                 if cfg.minutes is not None:
                     from minigpt.runs.plan import plan_run
-
-                    parts = plan_run(cfg, folder, parts[0], started)
+            if cfg.minutes is not None:
+                parts = plan_run(cfg, folder, parts[0], started)
             return fit(cfg, folder, *parts, started=started)
         except (Interrupted, KeyboardInterrupt):
             if resume_command and (folder / "checkpoints").is_dir() and is_rank_zero():
