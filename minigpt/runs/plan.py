@@ -16,10 +16,10 @@ from omegaconf import DictConfig, OmegaConf
 from minigpt.data.ngram_model import ngram_losses
 from minigpt.data.token_files import Corpus
 from minigpt.distributed.ranks import started_together
+from minigpt.runs.brief_training import try_steps
 from minigpt.runs.config_checks import load_parts
 from minigpt.runs.overrides import PLANNED_GROUPS
 from minigpt.runs.run_dir import RUN_PLAN, append_log
-from minigpt.runs.step_time import seconds_per_step
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json, write_json
 
@@ -34,6 +34,7 @@ COUNTED_TOKENS, SCORED_TOKENS = 1_000_000, 100_000  # of the training and the va
 LONGEST_NGRAM = 8
 MEASURED_TOKENS = 2_500_000  # of a training whose windows are measured for all sizes
 MEASURING = 0.005  # of the time, for each size; at most a second
+FIRST_STEPS = 80  # of the smallest size, whose loss says how well the text can be learned
 MOST_PARAMETERS_PER_TOKEN = 20  # of the tokens that are trained on
 TRAINER = 1.05  # time of a step of the Trainer, with the EMA and metrics, relative to one that is measured
 OVERHEAD = 3.0  # seconds for the start of the Trainer, the last sample and the curves
@@ -64,7 +65,10 @@ def plan_run(cfg: DictConfig, folder: Path, corpus: Corpus, started: float) -> t
         raise UserError("minutes plans for one process; set max_steps instead")
     file = folder / RUN_PLAN
     if cfg.resume == "auto" and file.exists():
-        plan = read_json(file)
+        try:
+            plan = read_json(file)
+        except ValueError as error:
+            raise UserError(f"{file} is damaged ({error}); remove it to plan again") from error
     else:
         pairs = [override.partition("=")[::2] for override in HydraConfig.get().overrides.task]
         given = {key.lstrip("+") for key, value in pairs if PLANNED_GROUPS.get(key) != value} - {"data"}
@@ -101,20 +105,24 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
         known = any(settings == other for *_, other in candidates)  # the settings that are given leave one
         if known or (candidates and parameters(trial) > MOST_PARAMETERS_PER_TOKEN * useful):
             continue
-        tokens = budget / seconds_per_step(trial, corpus, measuring) * tokens_per_step(trial)
+        if candidates:
+            step, _ = try_steps(trial, corpus, seconds=measuring)
+        else:
+            step, first_loss = try_steps(trial, corpus, steps=FIRST_STEPS)
+        tokens = budget / step * tokens_per_step(trial)
         candidates.append((reducible_loss(trial, min(tokens, useful)), min(tokens, useful), settings))
         if candidates[-1][0] > min(loss for loss, *_ in candidates):
             break
     loss, tokens, settings = min(candidates, key=lambda candidate: candidate[0])
     settings |= without(given, windows(text, tokens))
     trial = updated(cfg, settings)
-    step = TRAINER * seconds_per_step(trial, corpus, 2 * measuring)
-    settings |= without(given, length(trial, text, step, deadline - time.perf_counter() - OVERHEAD))
+    step = TRAINER * try_steps(trial, corpus, seconds=2 * measuring)[0]
+    settings |= without(given, length(trial, given, text, step, deadline - time.perf_counter() - OVERHEAD))
     trial = updated(trial, settings)
     if trial.max_steps < 1:
         advice = "give more minutes, or a smaller model"
         raise UserError(f"minutes={cfg.minutes:g} is too short: a step takes {step:.1f} s here; {advice}")
-    expected = expected_loss(text, loss)
+    expected = expected_loss(text, first_loss, loss)
     return {"settings": settings, "expected_val_loss": expected, "lines": explain(trial, text, step, expected)}
 
 
@@ -160,7 +168,7 @@ def windows(text: Text, tokens: float) -> Settings:
     return {"model.block_size": block_size, "data.batch_size": max(4, round(per_step / block_size))}
 
 
-def length(cfg: DictConfig, text: Text, step: float, seconds: float) -> Settings:
+def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: float) -> Settings:
     """Return the settings of a run of `seconds` whose steps take `step` seconds each."""
     whole = 0.3 * step * text.val_tokens / tokens_per_step(cfg)  # seconds of a validation: a third is forward
     validations = int(min(MOST_VALIDATIONS, max(2, VALIDATING * seconds / whole)))
@@ -168,6 +176,7 @@ def length(cfg: DictConfig, text: Text, step: float, seconds: float) -> Settings
     windows = text.val_tokens / cfg.model.block_size
     steps = int((seconds - validations * part * whole) / step)
     steps = min(steps, int(1.5 * useful_tokens(cfg, text) / tokens_per_step(cfg)))
+    steps = cfg.max_steps if "max_steps" in given else steps
     return {
         "max_steps": steps,
         "eval_every": max(1, -(-steps // validations)),
@@ -190,9 +199,10 @@ def useful_tokens(cfg: DictConfig, text: Text) -> float:
     return 10 * (text.tokens / 1e6) ** 0.3 * (parameters(cfg) / 4e5) ** -0.2 * text.tokens
 
 
-def expected_loss(text: Text, reducible: float) -> tuple[float, float]:
+def expected_loss(text: Text, first_loss: float, reducible: float) -> tuple[float, float]:
     """Return the expected validation loss, in nats per token, and the half width of its 90 % interval."""
-    return 0.8 * text.ngram_loss + reducible, 0.1
+    rest = 0.505 * first_loss**1.35 * (text.tokens / 1e6) ** -0.05
+    return rest + reducible, 0.2 * rest
 
 
 def explain(cfg: DictConfig, text: Text, step: float, expected: tuple[float, float]) -> list[str]:
@@ -201,7 +211,7 @@ def explain(cfg: DictConfig, text: Text, step: float, expected: tuple[float, flo
     epochs, most = (n / text.tokens for n in (cfg.max_steps * tokens_per_step(cfg), useful_tokens(cfg, text)))
     rows = {
         "plan": f"{sizes}; {cfg.max_steps:,} steps of {1000 * step:.1f} ms",
-        "why": f"{epochs:.1f} epochs of {text.tokens:,} tokens, of about {most:.1f} before such a model overfits; "
+        "why": f"{epochs:.1f} epochs of {text.tokens:,} tokens; such a model overfits after about {most:.1f}; "
         f"n-grams of up to {text.ngram} tokens predict the text best",
         "expected": f"validation loss {expected[0]:.2f} ± {expected[1]:.2f}",
     }

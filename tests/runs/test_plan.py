@@ -52,6 +52,7 @@ def test_a_planned_run_is_a_run_with_the_settings_of_its_plan(short, tmp_path, c
     written = json.loads((tmp_path / "planned/plan.json").read_text())
     settings, (expected, width) = written["settings"], written["expected_val_loss"]
     assert summary["steps"] == 20
+    assert settings["eval_every"] <= 20  # follows from the steps that are given
     assert summary["expected_val_loss"] == [expected, width]
     assert f"{expected:.2f} ± {width:.2f}, reached {summary['best_val_loss']:.3f}" in printed.out
     assert all(line in printed.err for line in written["lines"])
@@ -135,7 +136,7 @@ def test_a_text_sets_its_ngrams_windows_and_regularization():
 @pytest.mark.parametrize("seconds", [10, 600, 40_000])
 def test_steps_and_validations_fill_the_time(val_tokens, seconds):
     cfg, step = composed(["minutes=1"]), 0.02
-    settings = length(cfg, a_text(tokens=10**10, val_tokens=val_tokens), step, seconds)
+    settings = length(cfg, set(), a_text(tokens=10**10, val_tokens=val_tokens), step, seconds)
     validations = -(-settings["max_steps"] // settings["eval_every"])
     tokens = cfg.data.batch_size * cfg.model.block_size
     windows = val_tokens / cfg.model.block_size
@@ -147,7 +148,7 @@ def test_steps_and_validations_fill_the_time(val_tokens, seconds):
 
 def test_a_small_text_is_not_repeated_without_end():
     cfg, text = composed(["minutes=1"]), a_text(tokens=50_000)
-    steps = length(cfg, text, 0.02, 10_000)["max_steps"]
+    steps = length(cfg, set(), text, 0.02, 10_000)["max_steps"]
     assert 1 < steps * cfg.data.batch_size * cfg.model.block_size / text.tokens < 20
 
 
