@@ -18,11 +18,12 @@ from minigpt.model import GPT, eval_mode
 from minigpt.runs.config_checks import partial_from_config
 from minigpt.runs.lightning_workarounds import keep_freed_memory, silence_lightning
 
+STEPS = 80
 SCORED_BATCHES = 10  # of the validation split
 
 
-def try_steps(cfg: DictConfig, corpus: Corpus, *, seconds: float = 0, steps: int = 3) -> tuple[float, float]:
-    """Train for about `seconds`, and `steps` optimizer steps at least, with a learning rate that decays over `steps`.
+def try_steps(cfg: DictConfig, corpus: Corpus, *, seconds: float) -> tuple[float, float]:
+    """Take 80 optimizer steps with a learning rate that decays to 0, or as many as take `seconds`, three at least.
 
     Returns:
         The median time of the steps after the first, in seconds, and the loss on a part of the validation split, nats
@@ -38,21 +39,22 @@ def try_steps(cfg: DictConfig, corpus: Corpus, *, seconds: float = 0, steps: int
     torch.manual_seed(cfg.seed)
     module = GPT(GPTConfig(**{**cfg.model, "vocab_size": cfg.model.vocab_size or corpus.tokenizer.vocab_size}))
     model, optimizer = fabric.setup(module, partial_from_config(cfg.optimizer)(module))
-    scheduler = LambdaLR(optimizer, lambda step: max(0.0, 1 - step / steps))
+    scheduler = LambdaLR(optimizer, lambda step: 1 - step / STEPS)
     sizes: Any = {"batch_size": cfg.data.batch_size, "rank": 0, "world_size": 1, "device": fabric.device}
     order = WindowOrder(corpus.train.tokens, cfg.model.block_size, cfg.seed)
     times = [time.perf_counter()]
-    for tokens, targets in Batches(corpus.tokens("train"), order, first=lambda: 0, stop=1 << 30, repeat=0, **sizes):
+    for tokens, targets in Batches(corpus.tokens("train"), order, first=lambda: 0, stop=STEPS, repeat=0, **sizes):
         fabric.backward(model(tokens, targets))
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        if fabric.device.type == "cuda":
-            torch.cuda.synchronize()
+        if fabric.device.type != "cpu":
+            torch.accelerator.synchronize()
         times.append(time.perf_counter())
-        if len(times) > steps and times[-1] - times[0] > seconds:
+        if len(times) > 3 and times[-1] - times[0] > seconds:
             break
     val = ValidationBatches(corpus.tokens("val"), block_size=cfg.model.block_size, n_batches=SCORED_BATCHES, **sizes)
     with torch.no_grad(), eval_mode(module):
         loss = sum(float(model(tokens, targets)) for tokens, targets in val) / len(val)
-    return median(b - a for a, b in pairwise(times[1:])), loss
+    step = median(b - a for a, b in pairwise(times[1:])) * cfg.trainer.accumulate_grad_batches
+    return step, loss

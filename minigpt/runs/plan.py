@@ -33,8 +33,7 @@ LEAST_VAL_BYTES = 1000
 COUNTED_TOKENS, SCORED_TOKENS = 1_000_000, 100_000  # of the training and the validation split, by the n-gram model
 LONGEST_NGRAM = 8
 MEASURED_TOKENS = 2_500_000  # of a training whose windows are measured for all sizes
-MEASURING = 0.005  # of the time, for each size; at most a second
-FIRST_STEPS = 80  # of the smallest size, whose loss says how well the text can be learned
+FIRST, MEASURING = 0.03, 0.005  # of the time at most, for the first size and each other
 MOST_PARAMETERS_PER_TOKEN = 20  # of the tokens that are trained on
 TRAINER = 1.05  # time of a step of the Trainer, with the EMA and metrics, relative to one that is measured
 OVERHEAD = 3.0  # seconds for the start of the Trainer, the last sample and the curves
@@ -94,8 +93,10 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
         UserError: the text is too short to plan for, or the time for a step.
     """
     text, budget = read_text(corpus), deadline - time.perf_counter()
-    measuring = min(1.0, MEASURING * budget)  # seconds
-    candidates: list[tuple[float, float, Settings]] = []  # with the loss above that of the text itself, and tokens
+    if budget <= 0:
+        raise UserError(f"minutes={cfg.minutes:g} end before the text is prepared; give more minutes")
+    candidates: list[tuple[float, float, Settings]] = []  # with their reducible loss and tokens
+    first_loss = 0.0  # of the smallest size: how well the text can be learned
     for size in SIZES:
         settings = without(given, shape(cfg, given, text, *size) | windows(text, MEASURED_TOKENS))
         trial = updated(cfg, settings)
@@ -105,23 +106,21 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
         known = any(settings == other for *_, other in candidates)  # the settings that are given leave one
         if known or (candidates and parameters(trial) > MOST_PARAMETERS_PER_TOKEN * useful):
             continue
-        if candidates:
-            step, _ = try_steps(trial, corpus, seconds=measuring)
-        else:
-            step, first_loss = try_steps(trial, corpus, steps=FIRST_STEPS)
-        tokens = budget / step * tokens_per_step(trial)
-        candidates.append((reducible_loss(trial, min(tokens, useful)), min(tokens, useful), settings))
+        seconds = min(1.0, MEASURING * budget) if candidates else FIRST * budget
+        step, val_loss = try_steps(trial, corpus, seconds=seconds)
+        first_loss = first_loss or val_loss
+        tokens = min(useful, budget / step * tokens_per_step(trial))
+        candidates.append((reducible_loss(trial, tokens), tokens, settings))
         if candidates[-1][0] > min(loss for loss, *_ in candidates):
             break
     loss, tokens, settings = min(candidates, key=lambda candidate: candidate[0])
     settings |= without(given, windows(text, tokens))
     trial = updated(cfg, settings)
-    step = TRAINER * try_steps(trial, corpus, seconds=2 * measuring)[0]
+    step = TRAINER * try_steps(trial, corpus, seconds=min(2.0, 2 * MEASURING * budget))[0]
     settings |= without(given, length(trial, given, text, step, deadline - time.perf_counter() - OVERHEAD))
     trial = updated(trial, settings)
     if trial.max_steps < 1:
-        advice = "give more minutes, or a smaller model"
-        raise UserError(f"minutes={cfg.minutes:g} is too short: a step takes {step:.1f} s here; {advice}")
+        raise UserError(f"minutes={cfg.minutes:g} end before the first step, of {step:.2f} s; give more minutes")
     expected = expected_loss(text, first_loss, loss)
     return {"settings": settings, "expected_val_loss": expected, "lines": explain(trial, text, step, expected)}
 

@@ -35,7 +35,7 @@ def composed(overrides):
         return compose("train", overrides=complete_overrides(overrides))
 
 
-def plan(overrides, *given, seconds=10):
+def plan(overrides, *given, seconds=100):
     cfg = composed(overrides)
     corpus = load_corpus(cfg.data, cfg.tokenizer)
     return make_plan(cfg, corpus, set(given), deadline=time.perf_counter() + seconds)["settings"]
@@ -163,7 +163,8 @@ def test_too_little_text_is_an_error(mine, tmp_path):
     [
         (["minutes=0"], "minutes must be a finite number > 0, or null, got 0"),
         (["minutes=soon"], "minutes must be a finite number > 0, or null, got soon"),
-        (["minutes=1e-3"], "minutes=0.001 is too short: a step takes"),
+        (["minutes=1e-4"], "minutes=0.0001 end before the text is prepared; give more minutes"),
+        (["minutes=0.02"], "minutes=0.02 end before the "),
         (["experiment=fast_cpu"], "minutes plans a new model, but experiment=fast_cpu sets one; remove one of the two"),
         (["trainer.devices=2"], "trainer.devices must be 1 with minutes, which plans for one device, got 2"),
     ],
