@@ -139,10 +139,7 @@ _RULES: dict[checks.Rule, tuple[str, ...]] = {
     or_null(POSITIVE_INT): ("eval_batches", "pause_at", "checkpoint_blocks", "data.threads"),
     checks.NON_NEGATIVE_INT: ("seed", "data.overfit_batches", "schedule.warmup_steps"),
     checks.POSITIVE: ("collective_timeout", "optimizer.lr", "optimizer.adam_lr", "trainer.strategy.outer_lr"),
-    or_null(checks.POSITIVE): (
-        "minutes",
-        "trainer.gradient_clip_val",
-    ),
+    or_null(checks.POSITIVE): ("minutes", "trainer.gradient_clip_val"),
     checks.NON_NEGATIVE: ("data.cache_gb", "optimizer.weight_decay", "optimizer.ngram_weight_decay"),
     checks.FRACTION: ("optimizer.momentum",),
     checks.OPEN_FRACTION: ("data.val_fraction", "trainer.strategy.outer_momentum"),

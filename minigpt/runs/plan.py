@@ -51,7 +51,6 @@ class Text:
     val_tokens: int
     ngram: int  # length of the n-grams that predict the validation split best
     distinct_ngrams: int  # of this length, in the counted tokens
-    ngram_loss: float  # of this prediction, nats per token
 
 
 def plan_run(cfg: DictConfig, folder: Path, corpus: Corpus, started: float) -> tuple[Any, ...]:
@@ -62,6 +61,8 @@ def plan_run(cfg: DictConfig, folder: Path, corpus: Corpus, started: float) -> t
     """
     if started_together():
         raise UserError("minutes plans for one process; set max_steps instead")
+    pairs = [override.partition("=")[::2] for override in HydraConfig.get().overrides.task]
+    given = {key.lstrip("+") for key, value in pairs if PLANNED_GROUPS.get(key) != value} - {"data"}
     file = folder / RUN_PLAN
     if cfg.resume == "auto" and file.exists():
         try:
@@ -69,11 +70,9 @@ def plan_run(cfg: DictConfig, folder: Path, corpus: Corpus, started: float) -> t
         except ValueError as error:
             raise UserError(f"{file} is damaged ({error}); remove it to plan again") from error
     else:
-        pairs = [override.partition("=")[::2] for override in HydraConfig.get().overrides.task]
-        given = {key.lstrip("+") for key, value in pairs if PLANNED_GROUPS.get(key) != value} - {"data"}
         plan = make_plan(cfg, corpus, given, deadline=started + 60 * cfg.minutes)
         write_json(file, plan)
-    cfg.merge_with(updated(cfg, plan["settings"]))
+    cfg.merge_with(updated(cfg, without(given, plan["settings"])))
     for line in plan["lines"]:
         append_log(folder, line)
     OmegaConf.save(cfg, folder / ".hydra/config.yaml")
@@ -135,7 +134,7 @@ def read_text(corpus: Corpus) -> Text:
     counted, scored = train[max(0, len(train) - COUNTED_TOKENS) :], val[:SCORED_TOKENS]
     losses, distinct = ngram_losses(counted, scored, corpus.tokenizer.vocab_size, LONGEST_NGRAM)
     best = losses.index(min(losses))
-    return Text(len(train), len(val), best + 1, distinct[best], losses[best])
+    return Text(len(train), len(val), best + 1, distinct[best])
 
 
 def shape(cfg: DictConfig, given: set[str], text: Text, n_layer: int, n_embd: int) -> Settings:

@@ -64,9 +64,7 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
             check_same_corpus(parts[0].name, parts[0].sha256)
             with fast_imports():  # of heavy packages, after every setting is checked
                 from minigpt.runs.fit import fit
-
-                if cfg.minutes is not None:
-                    from minigpt.runs.plan import plan_run
+                from minigpt.runs.plan import plan_run
             if cfg.minutes is not None:
                 parts = plan_run(cfg, folder, parts[0], started)
             return fit(cfg, folder, *parts, started=started)

@@ -42,7 +42,7 @@ def plan(overrides, *given, seconds=100):
 
 
 def a_text(**changes):
-    known = {"tokens": 1_000_000, "val_tokens": 100_000, "ngram": 5, "distinct_ngrams": 100_000, "ngram_loss": 1.6}
+    known = {"tokens": 1_000_000, "val_tokens": 100_000, "ngram": 5, "distinct_ngrams": 100_000}
     return Text(**known | changes)
 
 
@@ -74,8 +74,10 @@ def test_an_interrupted_run_continues_with_its_plan(short, tmp_path):
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     before = (tmp_path / "run/plan.json").read_text()
-    subprocess.run([*command, "resume=auto"], check=True, capture_output=True, timeout=300)
+    more = ["resume=auto", "ema_decay=0.5"]  # a setting that the plan had chosen
+    subprocess.run([*command, *more], check=True, capture_output=True, timeout=300)
     assert (tmp_path / "run/plan.json").read_text() == before
+    assert OmegaConf.load(tmp_path / "run/.hydra/config.yaml").ema_decay == 0.5
     assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == 150
 
 

@@ -98,5 +98,5 @@ def test_starting_offline_takes_no_longer_than_its_timeout(tmp_path: Path) -> No
     )
     start = time.monotonic()
     waited = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    assert float(waited) < 30  # with the start of wandb's own process; without a timeout, wandb waits 90 s
+    assert float(waited) < 10
     assert time.monotonic() - start < 60  # nor does the process hang when it ends
