@@ -2,6 +2,7 @@
 
 import time
 from itertools import pairwise
+from math import inf
 from statistics import median
 from typing import Any
 
@@ -18,17 +19,26 @@ from minigpt.model import GPT, eval_mode
 from minigpt.runs.config_checks import partial_from_config
 from minigpt.runs.lightning_workarounds import keep_freed_memory, silence_lightning
 
-STEPS = 80
+TIMED_STEPS = 80
 SCORED_BATCHES = 10  # of the validation split
 
 
-def try_steps(cfg: DictConfig, corpus: Corpus, *, seconds: float) -> tuple[float, float]:
-    """Take 80 optimizer steps with a learning rate that decays to 0, or as many as take `seconds`, three at least.
+def step_seconds(cfg: DictConfig, corpus: Corpus, *, seconds: float) -> float:
+    """Return the median time of up to 80 optimizer steps, or as many as take `seconds`, but at least three."""
+    times = _train(cfg, corpus, TIMED_STEPS, seconds)[1]
+    return median(b - a for a, b in pairwise(times[1:])) * cfg.trainer.accumulate_grad_batches
 
-    Returns:
-        The median time of the steps after the first, in seconds, and the loss on a part of the validation split, nats
-        per token.
-    """
+
+def brief_loss(cfg: DictConfig, corpus: Corpus, *, steps: int) -> float:
+    """Return the loss on a part of the validation split after `steps`, in nats per token; the rate decays to 0."""
+    model, _, sizes = _train(cfg, corpus, steps, inf)
+    val = ValidationBatches(corpus.tokens("val"), block_size=cfg.model.block_size, n_batches=SCORED_BATCHES, **sizes)
+    with torch.no_grad(), eval_mode(model):
+        return sum(float(model(tokens, targets)) for tokens, targets in val) / len(val)
+
+
+def _train(cfg: DictConfig, corpus: Corpus, steps: int, seconds: float) -> tuple[Any, list[float], dict[str, Any]]:
+    """Return a model after some steps, the time before the first and after each, and the arguments of its batches."""
     keep_freed_memory()
     silence_lightning()
     accelerator = cfg.trainer.accelerator
@@ -39,11 +49,11 @@ def try_steps(cfg: DictConfig, corpus: Corpus, *, seconds: float) -> tuple[float
     torch.manual_seed(cfg.seed)
     module = GPT(GPTConfig(**{**cfg.model, "vocab_size": cfg.model.vocab_size or corpus.tokenizer.vocab_size}))
     model, optimizer = fabric.setup(module, partial_from_config(cfg.optimizer)(module))
-    scheduler = LambdaLR(optimizer, lambda step: 1 - step / STEPS)
+    scheduler = LambdaLR(optimizer, lambda step: 1 - step / steps)
     sizes: Any = {"batch_size": cfg.data.batch_size, "rank": 0, "world_size": 1, "device": fabric.device}
     order = WindowOrder(corpus.train.tokens, cfg.model.block_size, cfg.seed)
     times = [time.perf_counter()]
-    for tokens, targets in Batches(corpus.tokens("train"), order, first=lambda: 0, stop=STEPS, repeat=0, **sizes):
+    for tokens, targets in Batches(corpus.tokens("train"), order, first=lambda: 0, stop=steps, repeat=0, **sizes):
         fabric.backward(model(tokens, targets))
         optimizer.step()
         optimizer.zero_grad()
@@ -53,8 +63,4 @@ def try_steps(cfg: DictConfig, corpus: Corpus, *, seconds: float) -> tuple[float
         times.append(time.perf_counter())
         if len(times) > 3 and times[-1] - times[0] > seconds:
             break
-    val = ValidationBatches(corpus.tokens("val"), block_size=cfg.model.block_size, n_batches=SCORED_BATCHES, **sizes)
-    with torch.no_grad(), eval_mode(module):
-        loss = sum(float(model(tokens, targets)) for tokens, targets in val) / len(val)
-    step = median(b - a for a, b in pairwise(times[1:])) * cfg.trainer.accumulate_grad_batches
-    return step, loss
+    return model, times, sizes

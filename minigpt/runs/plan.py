@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from minigpt.data.ngram_model import ngram_losses
 from minigpt.data.token_files import Corpus
 from minigpt.distributed.ranks import started_together
-from minigpt.runs.brief_training import try_steps
+from minigpt.runs.brief_training import brief_loss, step_seconds
 from minigpt.runs.config_checks import load_parts
 from minigpt.runs.overrides import PLANNED_GROUPS
 from minigpt.runs.run_dir import RUN_PLAN, append_log
@@ -33,7 +33,8 @@ LEAST_VAL_BYTES = 1000
 COUNTED_TOKENS, SCORED_TOKENS = 1_000_000, 100_000  # of the training and the validation split, by the n-gram model
 LONGEST_NGRAM = 8
 MEASURED_TOKENS = 2_500_000  # of a training whose windows are measured for all sizes
-FIRST, MEASURING = 0.03, 0.005  # of the time at most, for the first size and each other
+MEASURING, PILOT = 0.005, 0.03  # of the time at most, to measure a size and to train the smallest
+PILOT_STEPS, PILOT_EPOCHS = 400, 2.5  # at most
 MOST_PARAMETERS_PER_TOKEN = 20  # of the tokens that are trained on
 TRAINER = 1.05  # time of a step of the Trainer, with the EMA and metrics, relative to one that is measured
 OVERHEAD = 3.0  # seconds for the start of the Trainer, the last sample and the curves
@@ -94,8 +95,7 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
     text, budget = read_text(corpus), deadline - time.perf_counter()
     if budget <= 0:
         raise UserError(f"minutes={cfg.minutes:g} end before the text is prepared; give more minutes")
-    candidates: list[tuple[float, float, Settings]] = []  # with their reducible loss and tokens
-    first_loss = 0.0  # of the smallest size: how well the text can be learned
+    candidates: list[tuple[float, float, float, Settings]] = []  # with reducible loss, tokens, and seconds of a step
     for size in SIZES:
         settings = without(given, shape(cfg, given, text, *size) | windows(text, MEASURED_TOKENS))
         trial = updated(cfg, settings)
@@ -105,22 +105,21 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
         known = any(settings == other for *_, other in candidates)  # the settings that are given leave one
         if known or (candidates and parameters(trial) > MOST_PARAMETERS_PER_TOKEN * useful):
             continue
-        seconds = min(1.0, MEASURING * budget) if candidates else FIRST * budget
-        step, val_loss = try_steps(trial, corpus, seconds=seconds)
-        first_loss = first_loss or val_loss
+        step = step_seconds(trial, corpus, seconds=min(1.0, MEASURING * budget))
         tokens = min(useful, budget / step * tokens_per_step(trial))
-        candidates.append((reducible_loss(trial, tokens), tokens, settings))
+        candidates.append((reducible_loss(trial, tokens), tokens, step, settings))
         if candidates[-1][0] > min(loss for loss, *_ in candidates):
             break
-    loss, tokens, settings = min(candidates, key=lambda candidate: candidate[0])
+    _, tokens, step, settings = candidates[0]
+    expected = expected_loss(updated(cfg, settings), corpus, text, tokens, PILOT * budget / step)
+    _, tokens, _, settings = min(candidates, key=lambda candidate: candidate[0])
     settings |= without(given, windows(text, tokens))
     trial = updated(cfg, settings)
-    step = TRAINER * try_steps(trial, corpus, seconds=min(2.0, 2 * MEASURING * budget))[0]
+    step = TRAINER * step_seconds(trial, corpus, seconds=min(2.0, 2 * MEASURING * budget))
     settings |= without(given, length(trial, given, text, step, deadline - time.perf_counter() - OVERHEAD))
     trial = updated(trial, settings)
     if trial.max_steps < 1:
         raise UserError(f"minutes={cfg.minutes:g} end before the first step, of {step:.2f} s; give more minutes")
-    expected = expected_loss(text, first_loss, loss)
     return {"settings": settings, "expected_val_loss": expected, "lines": explain(trial, text, step, expected)}
 
 
@@ -197,10 +196,16 @@ def useful_tokens(cfg: DictConfig, text: Text) -> float:
     return 10 * (text.tokens / 1e6) ** 0.3 * (parameters(cfg) / 4e5) ** -0.2 * text.tokens
 
 
-def expected_loss(text: Text, first_loss: float, reducible: float) -> tuple[float, float]:
-    """Return the expected validation loss, in nats per token, and the half width of its 90 % interval."""
-    rest = 0.505 * first_loss**1.35 * (text.tokens / 1e6) ** -0.05
-    return rest + reducible, 0.2 * rest
+def expected_loss(smallest: DictConfig, corpus: Corpus, text: Text, tokens: float, steps: float) -> tuple[float, float]:
+    """Train the smallest size on `tokens`, or for `steps`; return the loss to expect and half of its 90 % interval.
+
+    Both are in nats per token.
+    """
+    tokens = min(tokens, PILOT_EPOCHS * text.tokens)
+    steps = max(3, int(min(steps, PILOT_STEPS, tokens / tokens_per_step(smallest))))
+    loss = brief_loss(smallest, corpus, steps=steps)
+    expected = 0.925 * loss * (steps / PILOT_STEPS) ** 0.137 * (text.tokens / 1e6) ** -0.062
+    return expected, 0.15 * expected
 
 
 def explain(cfg: DictConfig, text: Text, step: float, expected: tuple[float, float]) -> list[str]:
