@@ -145,16 +145,6 @@ def test_every_character_is_split_as_by_tiktoken(name: str) -> None:
         assert written.encode(text).ids == encoding.encode_ordinary(text)
 
 
-def test_ids_of_a_written_tokenizer_keep_gaps_and_special_tokens() -> None:
-    tokenizer, _ = encoding_of("o200k_base")
-    written = theirs(tokenizer)
-    assert written.token_to_id(SEPARATOR) == tokenizer.separator[0] == 3005
-    assert written.token_to_id("<|endofprompt|>") == tokenizer.vocab_size - 1 == 3024
-    assert written.id_to_token(3004) is None
-    assert written.decode([3005, 97]) == tokenizer.decode([3005, 97])
-    assert written.encode(SEPARATOR).ids == tokenizer.encode(SEPARATOR).tolist()
-
-
 def test_a_piece_that_is_a_token_is_one_id_even_if_no_merges_lead_to_it() -> None:
     tokens = [bytes([byte]) for byte in range(256)] + [b"abcd"]
     tokenizer = BPETokenizer("bpe", tokens, {SEPARATOR: 257})
@@ -316,14 +306,6 @@ def test_the_separator_is_the_end_of_text(tmp_path: Path, config: Any, model: An
     assert tokenizer.start.tolist() == [id_ or 0]
 
 
-def test_special_tokens_have_no_bytes_and_added_tokens_have_theirs() -> None:
-    tokenizer = HuggingFaceTokenizer(content_of("qwen"))
-    ids = tokenizers.Tokenizer.from_str(content_of("qwen")).get_vocab()
-    expected = {SEPARATOR: b"", "<|im_start|>": b"", "<think>": b"<think>", "   ": b"   ", "Ġ": b" "}
-    assert {token: tokenizer.token_bytes[ids[token]] for token in expected} == expected
-    assert tokenizer.encode("<think>").tolist() == [ids["<think>"]]
-
-
 def test_a_fork_after_encoding_prints_no_warning() -> None:
     """The package tokenizers warns when a process forks after its thread pool has started."""
     code = (
@@ -361,7 +343,6 @@ EXPONENTIAL = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "I
 DAMAGED: dict[str, dict[str, Any]] = {
     "no model": {"model": None},
     "WordPiece": {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}},
-    "a list of decoders": {"decoder": {"type": "Sequence", "decoders": [[]]}},
     "a regular expression in the decoder": {
         "decoder": {"type": "Replace", "pattern": {"Regex": "(a|aa)+$"}, "content": "x"},
     },
