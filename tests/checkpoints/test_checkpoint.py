@@ -187,8 +187,10 @@ def test_auto_resumes_from_the_newest_undamaged_checkpoint(tmp_path: Path, capsy
     run["minigpt"]["config"] |= {"data": {}, "schedule": {}, "trainer": {}, "max_steps": 40}
     find = partial(find_resumed, "auto", tmp_path, run)
     assert find() == (None, 0, {})
+    older = checkpoint(make())["minigpt"] | {"config": run["minigpt"]["config"]}
+    del older["model"]["embed_norm"]  # a setting that the version before did not have
     for step in (10, 20, 30):
-        write(run | {"global_step": step}, tmp_path / LAST)
+        write(run | {"minigpt": older, "global_step": step}, tmp_path / LAST)
     write(run | {"global_step": 10}, tmp_path / BEST)
     assert find() == (tmp_path / LAST, 30, {})
     assert capsys.readouterr().err == ""
