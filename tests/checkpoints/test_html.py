@@ -3,12 +3,13 @@
 import json
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from exported import CHARACTERS, DEFAULTS, MODELS, SAMPLE, export, random_model, run_export
+from exported import CHARACTERS, DEFAULTS, MODELS, SAMPLE, export, random_model
 
 from minigpt import GPTConfig, generate
 from minigpt.checkpoints.export_html import export_html
@@ -120,12 +121,10 @@ def test_texts_are_encoded_and_decoded_as_by_minigpt(name: str, open_page: Any, 
     assert run("return backend.data.tokenizer.start") == tokenizer.start.tolist()
 
 
-def test_the_script_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_the_script_writes_the_page(call: Callable[..., Any], tmp_path: Path) -> None:
     save_checkpoint(random_model(), CHARACTERS, tmp_path / "small.safetensors")
-    monkeypatch.chdir(tmp_path)
-    arguments = ("--to", "html", "--out", "pages/model.html", "--weights", "int8")
-    assert run_export(monkeypatch, "small.safetensors", *arguments) == 0
-    assert capsys.readouterr().out.startswith("pages/model.html: 0.1 MB, the model of ")
+    exported = call("export.py", "small.safetensors", "--to", "html", "--out", "pages/model.html", "--weights", "int8")
+    assert exported.stdout.startswith("pages/model.html: 0.1 MB, the model of "), exported.stderr
     assert " in int8: " in (tmp_path / "pages/model.html").read_text()
 
 
