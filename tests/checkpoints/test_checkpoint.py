@@ -144,7 +144,9 @@ def test_a_file_whose_parts_do_not_make_a_model_is_rejected(tmp_path: Path, keys
 
 def test_a_path_or_a_run_folder_or_nothing_refers_to_a_checkpoint(tmp_path: Path):
     for age, name in ((30, f"z/{BEST}"), (10, f"m/{BEST}"), (20, f"a/{BEST}"), (0, f"m/{LAST}")):
-        os.utime(touch(tmp_path / name), (1e9 - age, 1e9 - age))
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (1e9 - age, 1e9 - age))
     assert find_checkpoint(None, runs=tmp_path) == find_checkpoint(tmp_path / "m") == tmp_path / "m" / BEST
     assert find_checkpoint(tmp_path / "m" / LAST) == tmp_path / "m" / LAST
     (tmp_path / "m" / BEST).unlink()
@@ -251,9 +253,3 @@ def checkpoint(model: GPT) -> dict[str, Any]:
     weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     tokenizer = CharTokenizer.of(ALPHABET)
     return {"state_dict": weights, **contents(model.config, tokenizer, config=run, corpus_sha256="ab12")}
-
-
-def touch(file: Path) -> Path:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.touch()
-    return file

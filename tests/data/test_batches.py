@@ -111,7 +111,7 @@ def test_the_order_of_a_huge_text_needs_no_list_of_windows():
 
 
 @given(st.integers(1, 64), st.integers(1, 2000), st.integers(1, 9), st.integers(0, 2**32))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_each_epoch_reads_adjacent_windows_that_cover_the_text(block_size, more, batch_size, seed):
     n = block_size + more
     windows = WindowOrder(n, block_size, seed).n_windows
