@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import rustbpe
 import tiktoken
-import tiktoken_ext.openai_public
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -79,7 +78,7 @@ def tokenizer_of(name: str, texts: list[str]) -> tuple[Tokenizer, tiktoken.Encod
 
 @cache
 def encoding_of(name: str) -> tuple[Tokenizer, tiktoken.Encoding | None]:
-    """cl100k_base and o200k_base have their patterns and special tokens, but few other tokens."""
+    """cl100k_base and o200k_base have their patterns, but few tokens."""
     if name == "gpt2":
         try:
             encoding = tiktoken.get_encoding(name)
@@ -90,14 +89,9 @@ def encoding_of(name: str) -> tuple[Tokenizer, tiktoken.Encoding | None]:
         trainer = rustbpe.Tokenizer()
         trainer.train_from_iterator(iter(corpus()), vocab_size=3000, pattern=PATTERNS[name])
         tokens = [bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])]
-        with pytest.MonkeyPatch.context() as patch:
-            ranks = {token: rank for rank, token in enumerate(tokens)}
-            patch.setattr(tiktoken_ext.openai_public, "load_tiktoken_bpe", lambda *_, **__: ranks)
-            definition = getattr(tiktoken_ext.openai_public, name)()
-        special = definition["special_tokens"]
-        definition["special_tokens"] = {token: i - min(special.values()) + 3005 for token, i in special.items()}
-        tokenizer = BPETokenizer(name, tokens, definition["special_tokens"])
-        return from_dict(tokenizer.to_dict()), tiktoken.Encoding(**definition)
+        ranks, special = {token: rank for rank, token in enumerate(tokens)}, {SEPARATOR: 3005, "<|endofprompt|>": 3024}
+        encoding = tiktoken.Encoding(name, pat_str=PATTERNS[name], mergeable_ranks=ranks, special_tokens=special)
+        return from_dict(BPETokenizer(name, tokens, special).to_dict()), encoding
     return {"byte": ByteTokenizer, "bpe": lambda: BPETokenizer.train(corpus(), 3000)}[name](), None
 
 
