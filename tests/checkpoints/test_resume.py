@@ -188,7 +188,7 @@ def test_a_raised_max_steps_and_changed_optimizer_settings_apply_after_resuming(
     resumed = train(f"resume={trained()}", *changes, folder=tmp_path / "resumed").folder
     warnings = capsys.readouterr().err
     assert "max_steps changed from 20 to 30; the learning-rate schedule follows it from step 20 on" in warnings
-    assert "to 0.0005; it applies from step 20 on" in warnings
+    assert "optimizer.lr changed from 0.003 to 0.0005; it applies from step 20 on" in warnings
     expected, found = (
         {row["step"]: row["learning_rate"] for row in rows(folder) if row["learning_rate"]}
         for folder in (trained(*changes), resumed)
