@@ -1,21 +1,16 @@
-"""Small models of every architecture, their exported pages, and the export script in this process."""
+"""Small models of every architecture, and their exported pages."""
 
 import random
-import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from conftest import SCRIPTS
 
 from minigpt import GPT, GPTConfig
 from minigpt.checkpoints.export_html import export_html
 from minigpt.checkpoints.init_from import find_pretrained
 from minigpt.checkpoints.load import save_checkpoint
 from minigpt.data.tokenizer import CharTokenizer, Tokenizer
-from minigpt.utils.cli import cli_entrypoint
 
 CHARACTERS = CharTokenizer.of(map(chr, range(32, 127)))  # 95 ids
 BASE = {"block_size": 40, "vocab_size": 101, "n_layer": 2, "n_head": 4, "n_embd": 32}
@@ -87,16 +82,6 @@ def export(model: GPT, tokenizer: Tokenizer, folder: Path, weights: str = "float
     save_checkpoint(model, tokenizer, folder / "model.safetensors")
     export_html(find_pretrained(folder / "model.safetensors"), folder / f"{weights}.html", weights, **options)
     return folder / f"{weights}.html"
-
-
-def run_export(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Run scripts/export.py in this process; return its exit code."""
-    monkeypatch.setattr(sys, "argv", ["export.py", *arguments])
-    try:
-        cli_entrypoint(runpy.run_path(str(SCRIPTS / "export.py"))["main"])()
-    except SystemExit as ended:
-        return int(ended.code or 0)
-    return 0
 
 
 # Scripts for the page. The tokens that follow a prompt; arguments: ids, settings, silenced heads.

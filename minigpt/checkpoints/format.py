@@ -27,7 +27,6 @@ from minigpt.utils.files import atomic_write, sync
 
 FORMAT = 2
 MINIGPT = "minigpt"  # the key of the model, the tokenizer and the run, beside the keys of Lightning
-_ERRORS = (UserError, SafetensorError, OSError, LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
 _PREFIXES = {"state_dict": "", "optimizer_states": "optimizer"}  # of tensor names; of other keys, the key itself
 
 
@@ -50,7 +49,7 @@ def explain_errors(problem: str) -> Iterator[None]:
     """Raise UserError with the problem and its reason for everything that a file of another program can cause."""
     try:
         yield
-    except (*_ERRORS, RuntimeError) as error:
+    except Exception as error:
         kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
         raise UserError(f"{problem}: {kind}{' '.join(str(error).split()):.300}") from error
 

@@ -105,9 +105,8 @@ class Tokens:
         ids = np.empty(end - begin, self.dtype)
         for i in range(np.searchsorted(self.starts[1:], begin, side="right"), np.searchsorted(self.starts[:-1], end)):
             a, b = max(begin, self.starts[i]), min(end, self.starts[i + 1])
-            with open(fetch(self.shards[i]), "rb") as content:
-                content.seek((a - self.starts[i]) * self.dtype.itemsize)
-                content.readinto(ids[a - begin : b - begin].data)
+            offset = (a - self.starts[i]) * self.dtype.itemsize
+            ids[a - begin : b - begin] = np.fromfile(fetch(self.shards[i]), self.dtype, b - a, offset=offset)
         return ids
 
     def _check(self, ids: Array, positions: Any) -> None:

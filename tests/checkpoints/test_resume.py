@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,9 @@ from minigpt.checkpoints.format import read, write
 from minigpt.ema import EMA
 from minigpt.utils.errors import Diverged, UserError
 from minigpt.utils.signals import Interrupted
+
+Train = Callable[..., SimpleNamespace]
+Trained = Callable[..., Path]
 
 # What may differ: times, paths, and progress that Lightning counts for its loggers.
 IGNORED = {"seconds", "wall_seconds", "logged_seconds", "config", "provenance"}
@@ -73,9 +77,6 @@ def check_same_end(one: Path, other: Path) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        "",
-        "trainer.accumulate_grad_batches=2 tokenizer=byte",
-        "ema_decay=0.9 optimizer=muon tokenizer=bpe tokenizer.vocab_size=300",
         "model.block_size=64 data.batch_size=64 schedule=cosine",  # 4 batches are an epoch
         "callbacks=early_stopping callbacks.early_stopping.patience=1 callbacks.early_stopping.min_delta=0.2",
         "optimizer=muon_fast trainer.gradient_clip_val=null trainer.precision=64-true",
@@ -88,10 +89,10 @@ def check_same_end(one: Path, other: Path) -> None:
             ],
         ),
     ],
-    ids=["plain", "accumulation", "average", "epochs", "early stopping", "muon in float64", "bfloat16", "gpt2"],
+    ids=["epochs", "early stopping", "muon in float64", "bfloat16", "gpt2"],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(
-    train: Callable[..., Any], trained: Callable[..., Path], tmp_path: Path, settings: str
+    train: Train, trained: Trained, tmp_path: Path, settings: str
 ) -> None:
     same = [*OFTEN, *settings.split()]
     whole = trained(*same)
@@ -102,7 +103,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
 
 
 @pytest.fixture(scope="module")
-def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Return the folder of an uninterrupted run, which is trained once; tests leave it as it is."""
     folder = tmp_path_factory.mktemp("trained")
 
@@ -115,13 +116,9 @@ def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..
     return run
 
 
-@pytest.mark.parametrize(
-    "settings", ["", "ema_decay=0.9 optimizer=muon trainer.accumulate_grad_batches=2", "schedule=cosine ema_decay=0.9"]
-)
-def test_a_paused_run_continues_as_if_it_had_not_paused(
-    train: Callable[..., Any], trained: Callable[..., Path], settings: str
-) -> None:
-    same = [*OFTEN, *settings.split()]
+def test_a_paused_run_continues_as_if_it_had_not_paused(train: Train, trained: Trained) -> None:
+    same = [*OFTEN, "ema_decay=0.9", "optimizer=muon", "schedule=cosine", "trainer.accumulate_grad_batches=2"]
+    same += ["tokenizer=bpe", "tokenizer.vocab_size=300"]
     for pause_at, step in ((7, 7), (7, 7), (14, 14), (7, 14)):  # the same again and an earlier step train nothing
         run = train(*same, f"pause_at={pause_at}", "resume=auto")
         assert (run.summary["status"], run.summary["steps"]) == ("paused", step)
@@ -131,7 +128,7 @@ def test_a_paused_run_continues_as_if_it_had_not_paused(
     check_same_end(trained(*same), run.folder)
 
 
-def test_a_run_that_pauses_prints_how_to_continue(train: Callable[..., Any], tmp_path: Path, capsys: Any) -> None:
+def test_a_run_that_pauses_prints_how_to_continue(train: Train, tmp_path: Path, capsys: Any) -> None:
     run = train("pause_at=10")
     assert capsys.readouterr().out.startswith("paused at step 10; to continue, run the same command with resume=auto ")
     with pytest.raises(UserError, match=r"is at step 10 of 10; raise pause_at to continue"):
@@ -142,18 +139,18 @@ def test_a_run_that_pauses_prints_how_to_continue(train: Callable[..., Any], tmp
     assert (stopped["status"], stopped["stopped_early"], stopped["steps"]) == ("completed", True, 10)
 
 
-@pytest.mark.parametrize("name", [None, "summary.json", "metrics.csv", "samples.txt"])
+@pytest.mark.parametrize("damaged", [(), ("summary.json", "metrics.csv", "samples.txt")], ids=["whole", "damaged"])
 def test_a_run_killed_right_after_its_last_checkpoint_completes_also_with_damaged_logs(
-    train: Callable[..., Any], trained: Callable[..., Path], tmp_path: Path, name: str | None, capsys: Any
+    train: Train, trained: Trained, tmp_path: Path, damaged: tuple[str, ...], capsys: Any
 ) -> None:
     whole = trained(*OFTEN)
-    folder = broken_off(whole, 14 if name else 20, tmp_path / "killed")
-    if name:
+    folder = broken_off(whole, 14 if damaged else 20, tmp_path / "killed")
+    for name in damaged:
         (folder / name).write_bytes((whole / name).read_bytes()[:-1] + b"\n\xff\x00{\n")
     resumed = train(*OFTEN, "resume=auto", folder=folder)
     assert resumed.summary["status"] == "completed"
     check_same_end(whole, resumed.folder)
-    assert ("1 of its rows are dropped" in capsys.readouterr().err) == (name == "metrics.csv")
+    assert ("1 of its rows are dropped" in capsys.readouterr().err) == bool(damaged)
 
 
 @pytest.mark.slow
@@ -169,9 +166,7 @@ def test_two_processes_resume_bit_for_bit(launch: Callable[..., Any], tmp_path: 
     check_same_end(tmp_path / "whole", folder)
 
 
-def test_a_run_resumes_in_another_folder(
-    train: Callable[..., Any], trained: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_run_resumes_in_another_folder(train: Train, trained: Trained, tmp_path: Path) -> None:
     whole = trained(*OFTEN)
     resumed = train(*OFTEN, f"resume={whole}/checkpoints/step-7.safetensors", folder=tmp_path / "new").folder
     assert differences(read(whole / LAST)["state_dict"], read(resumed / LAST)["state_dict"]) == []
@@ -179,38 +174,30 @@ def test_a_run_resumes_in_another_folder(
     assert (tmp_path / "latest").resolve() == resumed
 
 
-def test_the_best_checkpoint_of_a_folder_is_from_its_own_run(
-    train: Callable[..., Any], trained: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_the_best_checkpoint_of_a_folder_is_from_its_own_run(train: Train, trained: Trained, tmp_path: Path) -> None:
     whole = trained()
     worse = train("max_steps=25", "optimizer.lr=0.5", f"resume={whole}", folder=tmp_path / "worse")
     assert worse.loss > json.loads((whole / "summary.json").read_text())["best_val_loss"]
     assert read(worse.folder / BEST)["global_step"] == worse.summary["best_step"] == 25
 
 
-def test_a_raised_max_steps_follows_the_new_schedule(
-    train: Callable[..., Any], trained: Callable[..., Path], tmp_path: Path, capsys: Any
+def test_a_raised_max_steps_and_changed_optimizer_settings_apply_after_resuming(
+    train: Train, trained: Trained, tmp_path: Path, capsys: Any
 ) -> None:
-    resumed = train(f"resume={trained()}", "max_steps=30", folder=tmp_path / "resumed").folder
-    warning = "max_steps changed from 20 to 30; the learning-rate schedule follows it from step 20 on"
-    assert warning in capsys.readouterr().err
-    before, after = (
+    changes = ["max_steps=30", "optimizer.lr=0.0005", "optimizer.weight_decay=0.3"]
+    resumed = train(f"resume={trained()}", *changes, folder=tmp_path / "resumed").folder
+    warnings = capsys.readouterr().err
+    assert "max_steps changed from 20 to 30; the learning-rate schedule follows it from step 20 on" in warnings
+    assert "optimizer.lr changed from 0.003 to 0.0005; it applies from step 20 on" in warnings
+    expected, found = (
         {row["step"]: row["learning_rate"] for row in rows(folder) if row["learning_rate"]}
-        for folder in (trained("max_steps=30"), resumed)
+        for folder in (trained(*changes), resumed)
     )
-    assert after == {step: before[step] for step in ("25", "30")}
+    assert found == {step: expected[step] for step in ("25", "30")}
+    assert read(resumed / LAST)["optimizer_states"][0]["param_groups"][0]["weight_decay"] == 0.3
 
 
-def test_a_changed_optimizer_setting_applies_after_resuming(train: Callable[..., Any], capsys: Any) -> None:
-    constant = ["schedule=constant", "schedule.warmup_steps=0"]
-    run = train(*constant, "optimizer.lr=0.001", "max_steps=10")
-    train(*constant, "optimizer.lr=0.0005", "optimizer.weight_decay=0.3", "resume=auto", folder=run.folder)
-    assert "optimizer.lr changed from 0.001 to 0.0005; it applies from step 10 on" in capsys.readouterr().err
-    assert [float(row["learning_rate"]) for row in rows(run.folder) if row["learning_rate"]] == [1e-3, 1e-3, 5e-4, 5e-4]
-    assert read(run.folder / LAST)["optimizer_states"][0]["param_groups"][0]["weight_decay"] == 0.3
-
-
-def test_save_top_k_checkpoints_are_kept(train: Callable[..., Any], tmp_path: Path) -> None:
+def test_save_top_k_checkpoints_are_kept(train: Train, tmp_path: Path) -> None:
     run = train("eval_every=4", "callbacks.checkpoint.save_top_k=2", "optimizer.lr=1e-9")  # the losses hardly move
     lowest = sorted((float(row["val_loss"]), int(row["step"])) for row in rows(run.folder) if row["val_loss"])[:2]
     kept = {file.name for file in (run.folder / "checkpoints").iterdir()}
@@ -222,7 +209,7 @@ def test_save_top_k_checkpoints_are_kept(train: Callable[..., Any], tmp_path: Pa
 
 
 def test_a_checkpoint_not_yet_linked_as_best_is_linked_on_resume(
-    train: Callable[..., Any], trained: Callable[..., Path], tmp_path: Path
+    train: Train, trained: Trained, tmp_path: Path
 ) -> None:
     folder = broken_off(trained(*OFTEN), 14, tmp_path / "killed")
     assert not (folder / BEST).exists()
@@ -230,7 +217,7 @@ def test_a_checkpoint_not_yet_linked_as_best_is_linked_on_resume(
     assert read(folder / BEST)["global_step"] == 14
 
 
-def test_checkpoints_hold_the_ema_weights(train: Callable[..., Any], trained: Callable[..., Path]) -> None:
+def test_checkpoints_hold_the_ema_weights(train: Train, trained: Trained) -> None:
     averaged, plain_run = trained(*ACCUMULATED), train(*ACCUMULATED, "ema_decay=null")
     content = read(averaged / LAST)
     weights = {name.removeprefix("model."): tensor for name, tensor in content["unaveraged"].items()}
@@ -242,7 +229,7 @@ def test_checkpoints_hold_the_ema_weights(train: Callable[..., Any], trained: Ca
         assert torch.equal(tensor, weights[name]), name  # the EMA does not change the training
 
 
-def test_the_final_sample_is_from_the_ema_weights(train: Callable[..., Any], tmp_path: Path, capsys: Any) -> None:
+def test_the_final_sample_is_from_the_ema_weights(train: Train, tmp_path: Path, capsys: Any) -> None:
     printed = []
     for settings in ([], ["~callbacks.checkpoint"]):
         train("ema_decay=0.9", *settings, folder=tmp_path / f"run{len(settings)}")
@@ -267,7 +254,7 @@ def test_the_ema_follows_its_formula() -> None:
 
 
 @pytest.fixture
-def poisoned(train: Callable[..., Any], tmp_path: Path, text: Path) -> tuple[list[str], Path]:
+def poisoned(train: Train, tmp_path: Path, text: Path) -> tuple[list[str], Path]:
     """The settings and the folder of a run of ten steps, in which the embedding of one character overflows."""
     odd = tmp_path / "odd.txt"
     odd.write_text(text.read_text().replace("number 3", "number §", 1), encoding="utf-8")
@@ -283,7 +270,7 @@ def poisoned(train: Callable[..., Any], tmp_path: Path, text: Path) -> tuple[lis
 
 
 def test_a_nan_loss_stops_the_run_and_leaves_the_last_good_checkpoint(
-    train: Callable[..., Any], poisoned: tuple[list[str], Path], tmp_path: Path
+    train: Train, poisoned: tuple[list[str], Path], tmp_path: Path
 ) -> None:
     same, folder = poisoned
     shutil.copytree(folder, tmp_path / "copy")
@@ -309,36 +296,19 @@ def test_a_nan_loss_of_one_process_stops_both(launch: Callable[..., Any], poison
     assert " at step " in error
 
 
-def test_a_checkpoint_older_than_a_model_setting_is_resumed(
-    train: Callable[..., Any], trained: Callable[..., Path], tmp_path: Path
-) -> None:
-    content = read(trained("max_steps=2") / LAST)
-    del content["minigpt"]["model"]["embed_norm"]
-    write(content, tmp_path / "older.safetensors")
-    assert train("max_steps=3", f"resume={tmp_path}/older.safetensors").summary["steps"] == 3
-
-
 @pytest.mark.parametrize(
     ("changes", "differs"),
     [
         (["model.n_embd=64"], r"model\.n_embd \(32 in the checkpoint, 64 now\)"),
         (["tokenizer=byte"], r"the tokenizer \(char \w{16} in the checkpoint, byte \w{16} now\)"),
         (["data.path={other}"], r"the corpus \(\w{16} in the checkpoint, \w{16} now\)"),
-        (
-            ["optimizer=muon"],
-            r"optimizer\._target_ \(minigpt\.optim\.adamw in the checkpoint, minigpt\.optim\.muon now\)",
-        ),
+        (["optimizer=muon"], r"optimizer\._target_ \(minigpt\.optim\.adamw in the .*, minigpt\.optim\.muon now\)"),
         (["data.batch_size=4"], r"data\.batch_size \(8 in the checkpoint, 4 now\)"),
         (["max_steps=2"], "raise max_steps"),
     ],
 )
 def test_a_checkpoint_that_does_not_match_is_rejected_with_the_difference(
-    train: Callable[..., Any],
-    trained: Callable[..., Path],
-    tmp_path: Path,
-    text: Path,
-    changes: list[str],
-    differs: str,
+    train: Train, trained: Trained, tmp_path: Path, text: Path, changes: list[str], differs: str
 ) -> None:
     other = tmp_path / "other.txt"
     other.write_text(text.read_text()[::-1])  # the same characters
@@ -359,7 +329,7 @@ def test_a_checkpoint_that_does_not_match_is_rejected_with_the_difference(
     ],
 )
 def test_a_checkpoint_without_what_resuming_needs_is_rejected(
-    train: Callable[..., Any], trained: Callable[..., Path], tmp_path: Path, change: Callable[..., Any]
+    train: Train, trained: Trained, tmp_path: Path, change: Callable[..., Any]
 ) -> None:
     content = read(trained("max_steps=2") / LAST)
     change(content)
@@ -369,7 +339,7 @@ def test_a_checkpoint_without_what_resuming_needs_is_rejected(
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_resuming_a_completed_run_does_nothing(train: Callable[..., Any], capsys: Any, early: bool) -> None:
+def test_resuming_a_completed_run_does_nothing(train: Train, capsys: Any, early: bool) -> None:
     stopping = ["callbacks=early_stopping", "callbacks.early_stopping.min_delta=9", "eval_every=4"] if early else []
     run = train(*stopping)
     assert run.summary["stopped_early"] is early
@@ -399,7 +369,7 @@ class Terminate(Callback):
 
 @pytest.mark.parametrize(("batch", "validating"), [(18, False), (19, False), (19, True), (39, True)])
 def test_a_terminated_run_resumes_with_the_validation_that_was_due(
-    train: Callable[..., Any], trained: Callable[..., Path], batch: int, validating: bool
+    train: Train, trained: Trained, batch: int, validating: bool
 ) -> None:
     ask = ["+callbacks.ask._target_=test_resume.Terminate", f"+callbacks.ask.batch={batch}"]
     with pytest.raises(Interrupted):
@@ -409,7 +379,7 @@ def test_a_terminated_run_resumes_with_the_validation_that_was_due(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs the names of open files")
 def test_metrics_and_samples_are_synced_before_their_checkpoint(
-    train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a power failure, the disk has what was synced."""
     folder, fsync = tmp_path / "run", os.fsync

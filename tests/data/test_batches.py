@@ -67,18 +67,6 @@ def test_permutations_of_different_keys_are_uncorrelated():
 # Windows.
 
 
-@given(st.integers(1, 64), st.integers(1, 2000), st.integers(0, 2**32), st.integers(0, 5))
-def test_an_epoch_covers_the_text_with_adjacent_windows(block_size, more, seed, epoch):
-    n_tokens = block_size + more
-    order = WindowOrder(n_tokens, block_size, seed)
-    found = np.sort(order.starts(epoch * order.n_windows + np.arange(order.n_windows)))
-    assert (np.diff(found) == block_size).all()  # no overlap, no gap
-    assert 0 <= found[0] < block_size
-    end = found[-1] + block_size + 1  # the last target is the token after the window
-    assert end <= n_tokens
-    assert n_tokens - (end - 1 - found[0]) <= 2 * block_size  # skipped at both ends
-
-
 @pytest.mark.parametrize("n_tokens", [9, 10, 15, 16, 17, 24, 25])
 def test_a_text_barely_longer_than_a_block_is_read_to_both_ends(n_tokens):
     order = WindowOrder(n_tokens, 8, seed=0)
@@ -122,16 +110,20 @@ def test_the_order_of_a_huge_text_needs_no_list_of_windows():
 # Batches.
 
 
-@given(st.integers(1, 16), st.integers(1, 400), st.integers(1, 9), st.integers(0, 1000))
-@settings(deadline=None)
-def test_each_window_is_read_once_per_epoch(block_size, more, batch_size, seed):
+@given(st.integers(1, 64), st.integers(1, 2000), st.integers(1, 9), st.integers(0, 2**32))
+@settings(deadline=None, max_examples=50)
+def test_each_epoch_reads_adjacent_windows_that_cover_the_text(block_size, more, batch_size, seed):
     n = block_size + more
     windows = WindowOrder(n, block_size, seed).n_windows
     run = batches(n, block_size=block_size, batch_size=batch_size, seed=seed, stop=-(-3 * windows // batch_size))
-    read = np.concatenate([tokens.numpy() for tokens, _ in run])  # rows in the order of reading
+    read = np.concatenate(starts(run))  # in the order of reading
     for epoch in range(3):
-        rows = read[epoch * windows : (epoch + 1) * windows]
-        assert len(np.unique(rows)) == rows.size == windows * block_size
+        found = np.sort(read[epoch * windows : (epoch + 1) * windows])
+        assert (np.diff(found) == block_size).all()  # no overlap, no gap
+        assert 0 <= found[0] < block_size
+        end = found[-1] + block_size + 1  # the last target is the token after the window
+        assert end <= n
+        assert n - (end - 1 - found[0]) <= 2 * block_size  # skipped at both ends
 
 
 @pytest.mark.parametrize("k", [7, 8, 9, 30])

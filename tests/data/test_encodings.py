@@ -93,7 +93,7 @@ def test_without_a_network_the_error_lists_the_missing_files_and_their_paths(cac
     assert [file.name for file in cache.iterdir()] == [key(url) for url in urls[:n_present]]
 
 
-@pytest.mark.parametrize("damage", [None, b"", SMALL[:100], SMALL.replace(b"256", b"255"), SMALL + b"\n"])
+@pytest.mark.parametrize("damage", [None, SMALL + b"\n"])
 def test_a_missing_or_damaged_file_is_downloaded_once(cache, server, damage):
     cache.mkdir()
     if damage is not None:
@@ -104,14 +104,6 @@ def test_a_missing_or_damaged_file_is_downloaded_once(cache, server, damage):
         assert tokenizer.vocab_size == 258
     assert sum(server.requests.values()) == 1
     assert {file.name: file.read_bytes() for file in cache.iterdir()} == {key(server.file_url): SMALL}
-
-
-def test_a_download_with_a_wrong_checksum_is_not_kept(cache, server):
-    server.folder.joinpath("o200k_base.tiktoken").write_bytes(b"<html>Please log in to this network</html>")
-    with pytest.raises(UserError) as error:
-        encodings.load_encoding("gpt2", cache)
-    assert f"{server.file_url} as {cache / key(server.file_url)}" in str(error.value)
-    assert list(cache.iterdir()) == []
 
 
 def test_the_error_names_a_cache_folder_that_is_not_writable(cache, server):

@@ -133,13 +133,6 @@ def test_ids_have_16_bits_if_they_fit(tmp_path, characters, dtype):
     assert (folder_of(corpus) / "train.bin").stat().st_size == corpus.train.tokens * np.dtype(dtype).itemsize
 
 
-def test_without_a_validation_split_its_tokens_are_empty(tmp_path):
-    corpus = prepare("all of it is for training", tmp_path, val_fraction=0)
-    assert len(corpus.tokens("val")) == len(corpus.tokens("val")[:]) == 0
-    assert len(corpus.tokens("train")) == len("all of it is for training")
-    assert {file.name for file in folder_of(corpus).iterdir()} == {"meta.json", "train.bin", "val.bin"}
-
-
 @pytest.mark.parametrize(
     ("content", "tokenizer", "changes", "problem"),
     [
@@ -331,6 +324,7 @@ def test_leftovers_of_a_killed_process_are_replaced(tmp_path):
         (tmp_path / "here/tokens" / left / "train.bin").write_bytes(b"half")
     corpus = prepare(text, tmp_path / "here")
     assert on_disk(corpus) == nanogpt(text)
+    assert in_folder(corpus).keys() == {"meta.json", "train.bin", "val.bin"}
     assert [path.name for path in folder_of(corpus).parent.iterdir() if path.is_dir()] == [name]
 
 

@@ -201,16 +201,7 @@ def test_a_zstandard_frame_with_a_large_window_and_no_size_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("packed", [".gz", ".zst"])
-def test_a_truncated_compressed_file_raises(tmp_path, packed):
-    whole = COMPRESS[packed](TEXT.encode())
-    file = tmp_path / f"a.txt{packed}"
-    for length in {*range(1, 2 * len(whole), 5)} - {len(whole)}:  # the second half is a second frame
-        file.write_bytes((whole * 2)[:length])
-        assert packed.strip(".")[:2] in refusal(file)
-
-
-@pytest.mark.parametrize("packed", [".gz", ".zst"])
-def test_an_empty_uncompressed_or_corrupted_file_with_a_compressed_suffix_raises(tmp_path, packed):
+def test_a_truncated_empty_uncompressed_or_corrupted_file_with_a_compressed_suffix_raises(tmp_path, packed):
     text = " ".join(map(str, range(5000))).encode()
     compress = gzip.compress if packed == ".gz" else zstandard.ZstdCompressor(write_checksum=True).compress
     file, whole = tmp_path / f"a.txt{packed}", compress(text)
@@ -218,7 +209,9 @@ def test_an_empty_uncompressed_or_corrupted_file_with_a_compressed_suffix_raises
         whole[:place] + bytes([whole[place] ^ 0x55]) + whole[place + 1 :]
         for place in range(20, len(whole), len(whole) // 40)
     ]
-    for content in (b"", b"plain text", whole + b"plain text after it", *corrupted):
+    short = COMPRESS[packed](TEXT.encode())
+    truncated = [(short * 2)[:length] for length in {*range(0, 2 * len(short), 5)} - {len(short)}]  # of two frames
+    for content in (b"plain text", whole + b"plain text after it", *truncated, *corrupted):
         file.write_bytes(content)
         refusal(file)  # damaged, or not text
 
@@ -284,15 +277,6 @@ def test_a_text_file_is_one_document_whatever_its_blocks_and_without_a_byte_orde
 # Chunks
 
 
-@given(st.lists(PROSE), st.integers(2, 60))
-def test_chunks_concatenate_to_the_text_and_only_one_is_first(texts, size):
-    with blocks_of(size):
-        found = list(text_chunks(texts))
-    assert "".join(chunk.text for chunk in found) == "".join(texts)
-    assert [chunk.first for chunk in found] == [True] + [False] * (len(found) - 1)
-    assert all(chunk.text for chunk in found) or found == [("", True)]
-
-
 def test_a_text_without_a_cut_point_is_cut_at_the_maximum_length(monkeypatch):
     monkeypatch.setattr(readers, "_BLOCK_BYTES", 100)
     monkeypatch.setattr(readers, "_MAX_CHUNK_CHARS", 1000)
@@ -316,20 +300,6 @@ def test_patterns_match_the_same_before_and_after_a_cut(name, seen, unseen):
     assert pattern.findall(text) == pattern.findall(text[:cut]) + pattern.findall(text[cut:])
 
 
-@pytest.mark.parametrize(
-    ("text", "cut"),
-    [
-        ("one two\nthree four", 8),
-        ("one two three", 7),
-        ("one\n\ntwo", 0),
-        ("one  two", 0),
-        ("one 2 three", 0),
-        ("!\nthree", 2),
-        ("one \ntwo", 0),
-        ("\none", 0),
-        ("one\n", 0),
-        ("", 0),
-    ],
-)
+@pytest.mark.parametrize(("text", "cut"), [("one two\nthree four", 8), ("one two three", 7), ("!\nthree", 2), ("", 0)])
 def test_a_text_is_cut_after_a_line_break_or_before_a_space(text, cut):
     assert cut_point(text) == cut

@@ -7,11 +7,10 @@ import sys
 
 import numpy as np
 import pytest
-import torch
+import test_batches
 from corpora import ROOT, corpus_of, serving
 
 from minigpt.data import shards
-from minigpt.data.batches import Batches, WindowOrder
 from minigpt.data.checksums import shards_checksum
 from minigpt.data.shards import fetch, find_shards
 from minigpt.data.token_files import Tokens
@@ -39,10 +38,8 @@ def find(folder, place, train="train_*.bin"):
     return find_shards("data.train_bin", f"{place}/{train}", folder)
 
 
-def batches(tokens, rank=0, world_size=1, first=0):
-    options = {"rank": rank, "world_size": world_size, "first": lambda: first, "stop": 60, "repeat": 0}
-    order = WindowOrder(len(tokens), 16, seed=1)
-    read = Batches(tokens, order, batch_size=4, device=torch.device("cpu"), **options)
+def batches(tokens, **changes):
+    read = test_batches.batches(len(tokens), tokens=tokens, block_size=16, **changes)
     return [[tensor.tolist() for tensor in batch] for batch in read]
 
 
@@ -53,8 +50,8 @@ def test_shards_have_the_batches_of_one_file_with_few_file_descriptors(tmp_path)
     write_shards(tmp_path, n=700)  # many shards are shorter than a window
     tokens = Tokens(find(tmp_path, tmp_path), "uint16", 256)
     assert np.array_equal(tokens[:], IDS)
-    for rank, world_size, first in ((0, 1, 0), (1, 2, 0), (0, 1, 17)):
-        assert batches(tokens, rank, world_size, first) == batches(IDS, rank, world_size, first)
+    for changes in ({}, {"rank": 1, "world_size": 2}, {"first": 17}):
+        assert batches(tokens, **changes) == batches(IDS, **changes)
     if os.path.isdir("/proc/self/fd"):
         assert len(os.listdir("/proc/self/fd")) < 600
 

@@ -87,12 +87,10 @@ def meta(text):
         pytest.param(lambda folder: os.truncate(folder / "train.bin", 89), id="a file cut short by a byte"),
         pytest.param(lambda folder: (folder / "val.bin").unlink(), id="a split lost"),
         pytest.param(meta('{"name": "mi'), id="meta.json cut short"),
-        pytest.param(meta("[]"), id="meta.json a list"),
         pytest.param(meta("{}"), id="meta.json empty dict"),
         pytest.param(meta("[" * 100_000), id="lists in lists"),
         pytest.param(meta({"dtype": "uint64"}), id="no such dtype"),
         pytest.param(meta({"train": 45}), id="no split"),
-        pytest.param(meta({"train": {"tokens": 1 << 60, "bytes": 1, "documents": 1}}), id="more tokens than there are"),
         pytest.param(meta({"train": {"tokens": 45, "bytes": "x", "documents": 1}}), id="bytes that are none"),
         pytest.param(meta({"name": 3}), id="a name that is none"),
         pytest.param(meta({"tokenizer": {"name": "char", "alphabet": "ba"}}), id="no alphabet"),
@@ -156,7 +154,8 @@ def test_different_ids_have_different_checksums(tmp_path):
     assert first not in others
 
 
-def test_bytes_of_tokens_are_counted_without_separators(tmp_path):
+def test_bytes_of_tokens_are_counted_without_separators(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_files, "_SCAN_TOKENS", 3)
     corpus = read_bins(tmp_path, [1, 2], [97, 256, 257, 256], AB)
     assert (corpus.val.bytes, corpus.val.tokens, corpus.val.documents) == (3, 4, 2)
     assert corpus.val_bytes_per_token == 3 / 4
@@ -166,16 +165,10 @@ def test_bytes_of_tokens_are_counted_without_separators(tmp_path):
     assert without.tokenizer.start.tolist() == [10]
 
 
-@pytest.mark.parametrize("scanned", [3, 1 << 24])
-def test_an_id_outside_the_vocabulary_of_nanogpts_files_raises(tmp_path, monkeypatch, scanned):
-    monkeypatch.setattr(token_files, "_SCAN_TOKENS", scanned)
-    for tokenizer, size in ((ByteTokenizer(), 256), (AB, 258)):
-        read_bins(tmp_path, [1, 2, size - 1], [1, 2, 3, 4, size - 1], tokenizer)
-        with pytest.raises(UserError, match=f"token id {size}, outside the vocabulary of {size}"):
-            read_bins(tmp_path, [1, 2, 3], [1, 2, 3, 4, size], tokenizer)
-        corpus = read_bins(tmp_path, [1, 2, size], [1, 2, 3, 4], tokenizer)  # the training file is not scanned
-        with pytest.raises(UserError, match=f"token id {size}, outside the vocabulary of {size}"):
-            corpus.tokens("train")[np.array([[0, 1, 2]])]
+def test_an_id_outside_the_vocabulary_of_the_validation_file_raises(tmp_path):
+    read_bins(tmp_path, [1, 2], [1, 2, 3, 257], AB)
+    with pytest.raises(UserError, match="token id 258, outside the vocabulary of 258"):
+        read_bins(tmp_path, [1, 2], [1, 2, 3, 258], AB)
 
 
 @pytest.mark.parametrize("name", ["train", "val"])

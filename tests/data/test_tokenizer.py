@@ -51,8 +51,7 @@ def all_bytes(*more):
 
 
 def bpe_dict(**changes):
-    described = {"name": "bpe", "tokens": all_bytes(b"ab"), "special": {SEPARATOR: 257}, "separated": False}
-    return {key: value for key, value in (described | changes).items() if value is not KeyError}
+    return {"name": "bpe", "tokens": all_bytes(b"ab"), "special": {SEPARATOR: 257}, "separated": False} | changes
 
 
 @given(TEXTS)
@@ -91,22 +90,17 @@ def test_one_error_lists_all_unknown_characters():
     "garbage",
     [
         {"alphabet": "ab"},
-        {"name": "bpe", "alphabet": "ab"},
-        {"name": ["char"], "alphabet": "ab"},
         {"name": "char", "alphabet": None},
         {"name": "char", "alphabet": ""},
         {"name": "char", "alphabet": "ba"},
         {"name": "char", "alphabet": "aab"},
         None,
-        "byte",
         {"name": "gpt5", "tokens": all_bytes(), "special": {SEPARATOR: 256}, "separated": False},
         bpe_dict(tokens=None),
-        bpe_dict(tokens=""),
         bpe_dict(tokens="YQ=="),  # one byte of 256
         bpe_dict(tokens=all_bytes() + " YQ=="),  # twice
         bpe_dict(tokens=all_bytes() + " "),  # an empty one
         bpe_dict(tokens=all_bytes() + " %%%"),
-        bpe_dict(special=KeyError),
         bpe_dict(special=[SEPARATOR]),
         bpe_dict(special={"<|other|>": 257}),
         bpe_dict(special={SEPARATOR: "257"}),
@@ -116,7 +110,6 @@ def test_one_error_lists_all_unknown_characters():
         bpe_dict(special={SEPARATOR: 97}),  # the id of a byte
         bpe_dict(special={SEPARATOR: 257, "<|other|>": 257}),
         bpe_dict(special={SEPARATOR: 257, 7: 258}),
-        bpe_dict(separated=KeyError),
         bpe_dict(separated=1),
     ],
     ids=lambda garbage: f"{garbage!r:.60}",
@@ -207,21 +200,7 @@ def test_the_pieces_of_tokens_are_the_characters_that_they_complete(text, n_cut)
     assert last_bytes == [i for i, id_ in enumerate(ids[1:]) if id_ & 0xC0 != 0x80]  # before the next character
 
 
-def test_a_long_text_without_a_space_is_encoded():
-    for text in ("a" * 50_000, " " * 50_000 + "a", "1" * 50_000, "漢" * 20_000, "\n" * 50_000):
-        assert tokenizer_of("bpe").decode(tokenizer_of("bpe").encode(text)) == text
-
-
 # Training
-
-
-def test_training_merges_the_most_frequent_pairs():
-    # Pairs: ug 20, " p" 17, un 16, then " h" 15.
-    texts = [" hug" * 10 + " pug" * 5, " pun" * 12 + " bun" * 4, "", " hugs" * 5]
-    tokenizer = BPETokenizer.train(texts, 260)
-    assert tokenizer.tokens == [*(bytes([i]) for i in range(256)), b"ug", b" p", b"un"]
-    assert (tokenizer.vocab_size, tokenizer.special) == (260, {SEPARATOR: 259})
-    assert tokenizer.encode(" hugs pun").tolist() == [32, 104, 256, 115, 257, 258]
 
 
 @pytest.mark.parametrize(
@@ -233,4 +212,5 @@ def test_a_too_large_vocab_size_raises_with_the_largest_possible(text, merged):
     for vocab_size in (50_000, largest + 1):
         with pytest.raises(UserError, match=rf"tokenizer\.vocab_size must be at most {largest} .*, got {vocab_size}"):
             BPETokenizer.train([text], vocab_size)
-    assert BPETokenizer.train([text], largest).tokens[256:] == merged
+    tokenizer = BPETokenizer.train([text], largest)
+    assert (tokenizer.tokens[256:], tokenizer.vocab_size) == (merged, largest)
