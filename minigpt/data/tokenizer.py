@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minigpt.utils.errors import UserError
+from minigpt.utils.signals import Interrupted
 from minigpt.utils.scripts import import_extra
 
 if TYPE_CHECKING:
@@ -329,7 +330,7 @@ def _one_line_errors(problem: str) -> Iterator[None]:
     """Raise UserError for errors and panics of the package tokenizers."""
     try:
         yield
-    except (UserError, KeyboardInterrupt, SystemExit):
+    except (UserError, KeyboardInterrupt, SystemExit, Interrupted):
         raise
     except BaseException as error:  # a panic of pyo3 is no Exception
         raise UserError(f"{problem} ({error!r:.200})") from error
