@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minigpt.utils.errors import UserError
-from minigpt.utils.signals import Interrupted
 from minigpt.utils.scripts import import_extra
+from minigpt.utils.signals import Interrupted
 
 if TYPE_CHECKING:
     import tiktoken
