@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -111,6 +112,14 @@ def small_run(text: Path, data: Path) -> list[str]:
         model.block_size=16 model.n_layer=2 model.n_head=2 model.n_embd=32
         max_steps=20 eval_every=10 log_every=5 callbacks.samples.max_new_tokens=20
     """.split()
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 300) -> None:
+    """Wait until a condition holds, which may fail an assertion itself."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"timeout after {seconds:g} s"
+        time.sleep(0.1)
 
 
 def column(folder: Path, name: str) -> list[float]:

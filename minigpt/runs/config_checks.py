@@ -71,7 +71,7 @@ def _finetuned(cfg: Any, config: GPTConfig) -> GPTConfig:
     return wanted
 
 
-def check_run(cfg: Mapping[str, Any]) -> None:
+def check_run(cfg: DictConfig) -> None:
     """Check a composed run configuration.
 
     Raises:
@@ -86,12 +86,8 @@ def check_run(cfg: Mapping[str, Any]) -> None:
             raise UserError(f"trainer.{option} is not an option; trainer takes {', '.join(TRAINER_OPTIONS)}; {advice}")
     for rule, keys in _RULES.items():
         for key in keys:
-            *groups, name = key.split(".")
-            values: Any = cfg
-            for group in groups:
-                values = values.get(group) if isinstance(values, Mapping) else None
-            if isinstance(values, Mapping) and name in values:
-                require(key, values[name], *rule)
+            if (value := OmegaConf.select(cfg, key, default=..., throw_on_missing=True)) is not ...:
+                require(key, value, *rule)
     if cfg.get("pause_at") is not None:
         every, last = cfg["eval_every"], cfg["max_steps"]
         expected = f"a multiple of eval_every={every} and at most max_steps={last}, or null"
@@ -145,7 +141,7 @@ _RULES: dict[checks.Rule, tuple[str, ...]] = {
     checks.OPEN_FRACTION: ("data.val_fraction", "trainer.strategy.outer_momentum"),
     or_null(checks.OPEN_FRACTION): ("ema_decay",),
     checks.CLOSED_FRACTION: ("schedule.final_lr_frac",),
-    checks.BOOLEAN: (*("trainer.strategy.compress", "trainer.strategy.reshard_after_forward"),),
+    checks.BOOLEAN: ("trainer.strategy.compress", "trainer.strategy.reshard_after_forward"),
     integer(257): ("tokenizer.vocab_size",),  # 256 bytes and the separator
     one_of(("files", "download", "plays", "huggingface")): ("data.source",),
     one_of(("fraction", "document")): ("data.split",),

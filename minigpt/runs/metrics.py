@@ -135,8 +135,7 @@ class MetricsCallback(Callback):
         if self._progress:
             self._progress.bar.close()
 
-    def on_exception(self, *args: Any) -> None:
-        self.on_train_end()
+    on_exception = on_train_end
 
     def summary(self, trainer: L.Trainer, pl_module: Any) -> dict[str, Any]:
         """Return the figures of the run for `summary.json`."""

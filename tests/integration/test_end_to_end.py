@@ -7,18 +7,15 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import column
+from conftest import ROOT, column, wait_until
 
 from minigpt.utils.errors import UserError
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def one_line(result: Any) -> str:
@@ -97,11 +94,7 @@ def test_a_signal_saves_a_checkpoint_and_ends_the_run(
     command = [sys.executable, str(ROOT / "scripts" / "train.py"), *small, *(DDP if devices == 2 else [])]
     command += ["max_steps=1000000", "eval_every=1000000", f"hydra.run.dir={folder}"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
-        deadline = time.monotonic() + 300
-        while not (folder / "metrics.csv").exists():
-            assert time.monotonic() < deadline
-            assert process.poll() is None
-            time.sleep(0.1)
+        wait_until(lambda: (folder / "metrics.csv").exists() or process.poll() is not None)
         # A terminal's Ctrl-C reaches every process; a scheduler's SIGTERM reaches the first.
         if signum == signal.SIGINT:
             os.killpg(process.pid, signum)

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,13 +17,13 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import ROOT, wait_until
 from hosts import needs_hosts, start_hosts
 
 from minigpt import load_checkpoint
 from minigpt.runs.run_dir import read_metrics
 from minigpt.sweeps.results import COMPLETED, NATS, read_sweep
 
-ROOT = Path(__file__).resolve().parents[2]
 DAEMONS = ("munged", "slurmctld", "slurmd")
 pytestmark = [
     pytest.mark.slow,
@@ -87,13 +86,8 @@ def start_slurm(addresses: dict[str, str], start: Callable[..., Any]) -> Iterato
             daemons += [(node, ["slurmd"]) for node in range(len(addresses))]
             for node, command in daemons:
                 assert start(node, command, stderr=subprocess.DEVNULL).wait(30) == 0
-            deadline = time.monotonic() + 60
-            sinfo = ["sinfo", "-h", "-N", "-o", "%T"]
-            while start(0, sinfo, stdout=subprocess.PIPE).communicate()[0].split() != [b"idle"] * len(addresses):
-                if time.monotonic() > deadline:
-                    log = "".join(file.read_text()[-500:] for file in folder.glob("slurm*.log"))
-                    pytest.fail(f"SLURM did not start within 60 s: {log}")
-                time.sleep(0.3)
+            sinfo, idle = ["sinfo", "-h", "-N", "-o", "%T"], [b"idle"] * len(addresses)
+            wait_until(lambda: start(0, sinfo, stdout=subprocess.PIPE).communicate()[0].split() == idle, seconds=60)
             yield
     finally:
         for file in (*folder.glob("slurm*.pid"), folder / "munge.pid"):
@@ -149,7 +143,7 @@ def test_preempted_jobs_of_a_sweep_are_requeued_and_resume(
         sweep = subprocess.Popen([*command, "hydra/launcher=submitit_slurm"], cwd=tmp_path, stdout=log, stderr=log)
     try:
         checkpoints = "runs/sweeps/[0-9]*/*/checkpoints/last.safetensors"  # not through the link `latest` too
-        wait("checkpoints", lambda: len(list(tmp_path.glob(checkpoints))) == 2 or sweep.poll() is not None)
+        wait_until(lambda: len(list(tmp_path.glob(checkpoints))) == 2 or sweep.poll() is not None)
         subprocess.run(["scancel", "--signal=USR2", "--user=root"], check=True)  # submitit's preemption signal
         assert sweep.wait(300) == 0, (tmp_path / "sweep.log").read_text()
     finally:
@@ -172,13 +166,6 @@ srun {python} {script} {small} resume=auto hydra.run.dir={folder}
 """
 
 
-def wait(event: str, condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline, f"timeout while waiting for {event}"
-        time.sleep(0.2)
-
-
 @pytest.mark.usefixtures("slurm")
 def test_a_preempted_job_is_requeued_and_its_result_equals_an_uninterrupted_run(
     small: list[str], launch: Callable[..., Any], tmp_path: Path
@@ -196,10 +183,10 @@ def test_a_preempted_job_is_requeued_and_its_result_equals_an_uninterrupted_run(
     def state() -> str:
         return subprocess.run(["squeue", "-h", "-o", "%T", "-j", job], capture_output=True, text=True).stdout.strip()
 
-    wait("the first row of metrics.csv", lambda: (folder / "metrics.csv").exists())
+    wait_until(lambda: (folder / "metrics.csv").exists())
     subprocess.run(["scancel", "--signal=USR1", job], check=True)
-    wait("the interrupted run", lambda: "interrupted by SIGUSR1" in log())
-    wait("the end of the job", lambda: not state())
+    wait_until(lambda: "interrupted by SIGUSR1" in log())
+    wait_until(lambda: not state())
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["world_size"]) == ("completed", 800, 2), log()
     assert log().count("interrupted") == 1
