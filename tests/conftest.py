@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
 
 import minigpt
 from minigpt.data.token_files import load
@@ -120,6 +122,12 @@ def wait_until(condition: Callable[[], Any], seconds: float = 300) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"timeout after {seconds:g} s"
         time.sleep(0.1)
+
+
+def composed(*overrides: str) -> DictConfig:
+    """Compose the configuration of a run."""
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return compose("train", list(overrides))
 
 
 def column(folder: Path, name: str) -> list[float]:

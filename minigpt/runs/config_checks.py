@@ -1,6 +1,6 @@
 """Checks of a composed run configuration: before torch is imported and before anything is written."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,16 +89,14 @@ def check_run(cfg: DictConfig) -> None:
             if (value := OmegaConf.select(cfg, key, default=..., throw_on_missing=True)) is not ...:
                 require(key, value, *rule)
     if cfg.get("pause_at") is not None:
-        every, last = cfg["eval_every"], cfg["max_steps"]
+        every, last = cfg.eval_every, cfg.max_steps
         expected = f"a multiple of eval_every={every} and at most max_steps={last}, or null"
-        require("pause_at", cfg["pause_at"], lambda step: step % every == 0 and step <= last, expected)
-    trainer = cfg.get("trainer", {})
+        require("pause_at", cfg.pause_at, lambda step: step % every == 0 and step <= last, expected)
     if cfg.get("minutes") is not None:
-        require("pause_at", cfg["pause_at"], lambda step: step is None, "null with minutes")
-        require("trainer.devices", trainer["devices"], lambda n: n == 1, "1 with minutes, which plans for one device")
-    strategy = trainer.get("strategy")
-    if isinstance(strategy, Mapping) and "outer_every" in strategy:
-        require("ema_decay", cfg["ema_decay"], lambda decay: decay is None, "null with trainer=diloco")
+        require("pause_at", cfg.pause_at, lambda step: step is None, "null with minutes")
+        require("trainer.devices", cfg.trainer.devices, lambda n: n == 1, "1 with minutes, which plans for one device")
+    if OmegaConf.select(cfg, "trainer.strategy.outer_every") is not None:
+        require("ema_decay", cfg.ema_decay, lambda decay: decay is None, "null with trainer=diloco")
     tokenizer, model = cfg.get("tokenizer", {}).get("name"), cfg.get("model")  # scripts/prepare.py has no model
     if cfg.get("init_from") is not None:  # the architecture is compared with that of the weights
         require("tokenizer", tokenizer, *one_of(["pretrained"]), "a run with init_from has its tokenizer")

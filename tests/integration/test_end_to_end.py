@@ -39,20 +39,10 @@ def test_train_then_sample(launch: Callable[..., Any], call: Callable[..., Any],
     again = call("sample.py", *arguments)
     assert again.returncode == 0, again.stderr
 
-    # Without a run folder, the newest run; text and nothing else on stdout; the same seed, the same text.
-    flags = ["--prompt", "1: the", "--num-samples", "3", "--max-new-tokens", "30", "--seed", "7", "--top-k", "5"]
-    first, second = (call("sample.py", *flags) for _ in range(2))
-    assert first.returncode == 0, first.stderr
-    assert first.stdout == second.stdout
-    separators = re.findall(r"^── sample \d ──\n", first.stdout, re.MULTILINE)
-    assert len(first.stdout) == 3 * (len("1: the") + 30 + 1) + len("".join(separators))
-    assert len(separators) == 3
-    assert "best.safetensors" in first.stderr
-
-    unknown = call("sample.py", str(folder), "--prompt", "ROMEO: é")
-    assert unknown.returncode == 2
-    assert unknown.stdout == ""
-    assert "'é'" in unknown.stderr.splitlines()[-1]
+    newest = call("sample.py", "--prompt", "1: the", "--max-new-tokens", "30")
+    assert newest.returncode == 0, newest.stderr
+    assert len(newest.stdout) == len("1: the") + 30 + 1
+    assert "best.safetensors" in newest.stderr
 
 
 DDP = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
@@ -125,7 +115,6 @@ BAD_INPUT = {
     "+trainer.color=red": "trainer.color is not an option; trainer takes accelerator,",
     "callbacks.samples.top_k=0": "callbacks.samples.top_k must be an integer",
     "callbacks.samples.prompt=Zebra": "the tokenizer has no id for 'Z'",
-    "max_steps=[1": "cannot parse the override max_steps=[1",
 }
 
 

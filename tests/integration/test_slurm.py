@@ -195,16 +195,6 @@ def test_a_preempted_job_is_requeued_and_its_result_equals_an_uninterrupted_run(
     assert_equal_weights(folder, tmp_path / "uninterrupted")
 
 
-@pytest.mark.usefixtures("slurm")
-def test_all_processes_of_srun_use_one_run_folder(small: list[str], tmp_path: Path) -> None:
-    command = ["srun", "-n2", "--ntasks-per-node=2", sys.executable, str(ROOT / "scripts" / "train.py"), *small]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    latest = (tmp_path / "runs/latest").resolve()
-    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"latest", latest.name}
-    assert json.loads((latest / "summary.json").read_text())["world_size"] == 2
-
-
 @needs_hosts
 def test_srun_trains_on_two_nodes_without_a_shared_disk(
     small: list[str], train: Callable[..., Any], tmp_path: Path
@@ -213,11 +203,12 @@ def test_srun_trains_on_two_nodes_without_a_shared_disk(
     with start_hosts(2, tmp_path) as hosts, start_slurm(dict(zip("ab", hosts.addresses, strict=True)), hosts.run):
         script = str(ROOT / "scripts/train.py")
         srun = ["srun", "--nodes=2", "--ntasks-per-node=2", sys.executable, script, *small, *settings]
-        folders = ["data.folder=data", "hydra.run.dir=run"]
-        command = hosts.run(0, [*srun, *folders, "trainer=ddp", "trainer.accelerator=cpu"])
+        command = hosts.run(0, [*srun, "data.folder=data", "trainer=ddp", "trainer.accelerator=cpu"])
         assert command.wait(300) == 0
-    run, one = hosts.folders[0] / "run", train(*settings)
+    (run,), (other,) = (set(Path(folder, "runs").glob("[0-9]*")) for folder in hosts.folders)
+    one = train(*settings)
+    assert run.name == other.name  # one folder for all processes
     assert json.loads((run / "summary.json").read_text())["world_size"] == 4
     losses = [read_metrics(folder / "metrics.csv")["train_loss"] for folder in (run, one.folder)]
     assert losses[0] == [pytest.approx(point, rel=1e-6) for point in losses[1]]
-    assert {path.name for path in hosts.folders[1].iterdir()} == {"data", "run"}  # with the checkpoints
+    assert {path.name for path in hosts.folders[1].iterdir()} == {"data", "runs"}  # with the checkpoints
