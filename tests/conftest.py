@@ -171,9 +171,8 @@ def train(small: list[str], tmp_path: Path) -> Callable[..., SimpleNamespace]:
 def launch(small: list[str]) -> Callable[..., Any]:
     """Run a script in a new process and wait: `launch("train.py", "max_steps=5")`."""
 
-    def run(script: str, *arguments: str, small_run: bool = True, **options: Any) -> Any:
-        overrides = small if script == "train.py" and small_run else []
-        command = [sys.executable, str(SCRIPTS / script), *overrides, *arguments]
+    def run(script: str, *arguments: str, **options: Any) -> Any:
+        command = [sys.executable, str(SCRIPTS / script), *(small if script == "train.py" else []), *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, **options)
 
     return run

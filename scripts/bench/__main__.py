@@ -49,7 +49,7 @@ from common import (
     ours,
     summary,
     table,
-    text_file,
+    write_gigabyte,
 )
 from diloco import diloco
 from forecast import forecast
@@ -134,10 +134,7 @@ def memory(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Measure peak memory in MB of the baseline and of minigpt, on tiny shakespeare and on a corpus of 1 GB."""
     rows = []
     large = folder / "large.txt"
-    text = text_file().read_bytes()
-    with open(large, "wb") as file:
-        for _ in range((1 << 30) // len(text)):
-            file.write(text)
+    write_gigabyte(large)
     options = [f"max_steps={args.steps}", f"eval_every={args.steps}"]
     from_large = [f"data.path={large}", f"data.folder={folder}", "data.val_fraction=0.0001"]
     for i in range(args.rounds):

@@ -101,6 +101,14 @@ def text_file() -> Path:
     return find_text(data | {"folder": ROOT / "data"}).resolve()
 
 
+def write_gigabyte(file: Path) -> None:
+    """Write 1 GB of repeated tiny shakespeare."""
+    text = text_file().read_bytes()
+    with open(file, "wb") as output:
+        for _ in range((1 << 30) // len(text)):
+            output.write(text)
+
+
 def seconds(work: Callable[[], object], times: int = 1) -> float:
     """Return the median seconds of calling `work`."""
     taken = []

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import ROOT, launch, ours, seconds, text_file
+from common import ROOT, launch, ours, seconds, text_file, write_gigabyte
 
 from minigpt.data.tokenizer import BPETokenizer, CharTokenizer
 
@@ -21,9 +21,7 @@ def data(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     text = text_file().read_text(encoding="utf-8")
     middle, giga = folder / "middle.txt", folder / "giga.txt"
     middle.write_text(text * (MEGABYTES * 1_000_000 // len(text)), encoding="utf-8")
-    with open(giga, "w", encoding="utf-8") as file:
-        for _ in range((1 << 30) // len(text)):
-            file.write(text)
+    write_gigabyte(giga)
     from_giga = [f"data.path={giga}", f"data.folder={folder}", "data.val_fraction=0.0001"]
     launch([sys.executable, PREPARE, *from_giga])
     launch([*ours(folder / "warm"), "max_steps=1"])
