@@ -135,7 +135,8 @@ class MetricsCallback(Callback):
         if self._progress:
             self._progress.bar.close()
 
-    on_exception = on_train_end
+    def on_exception(self, *args: Any) -> None:
+        self.on_train_end()
 
     def summary(self, trainer: L.Trainer, pl_module: Any) -> dict[str, Any]:
         """Return the figures of the run for `summary.json`."""

@@ -258,7 +258,7 @@ def steady_speed(run: Path) -> float:
     return tokens / seconds
 
 
-def timed(work: Callable[[], object], session: Session) -> float:
+def timed(work: Callable[[], object], session: Session, times: int = 3) -> float:
     """Return the median seconds of calling `work`, after a first call that compiles."""
 
     def finished() -> None:
@@ -266,7 +266,7 @@ def timed(work: Callable[[], object], session: Session) -> float:
         synchronize(session.device)
 
     finished()
-    return seconds(finished, times=3)
+    return seconds(finished, times)
 
 
 PARTS = {
