@@ -14,7 +14,6 @@ if __name__ == "__main__":  # a signal during the imports below ends the process
 
     exit_on_requeue_signal()
 
-import re
 from pathlib import Path
 
 import hydra
@@ -22,7 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from minigpt.runs.overrides import quote_override, shared_arguments
+from minigpt.runs.overrides import quote_path, shared_arguments
 from minigpt.runs.run_dir import command, short_path
 from minigpt.runs.train import train_in
 from minigpt.utils.cli import cli_entrypoint
@@ -44,9 +43,7 @@ def main(cfg: DictConfig) -> float | None:
 def resume_command(folder: Path) -> str:
     """Return the command that resumes this run."""
     arguments = [argument for argument in sys.argv[1:] if not argument.startswith(("resume=", "hydra.run.dir="))]
-    path = str(short_path(folder))
-    path = path if re.fullmatch(r"[\w./-]+", path) else quote_override(path)
-    return command("train", *arguments, f"hydra.run.dir={path}", "resume=auto")
+    return command("train", *arguments, f"hydra.run.dir={quote_path(short_path(folder))}", "resume=auto")
 
 
 @cli_entrypoint

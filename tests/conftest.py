@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -16,6 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
 
 import minigpt
 from minigpt.data.token_files import load
@@ -113,6 +116,20 @@ def small_run(text: Path, data: Path) -> list[str]:
     """.split()
 
 
+def wait_until(condition: Callable[[], Any], seconds: float = 300) -> None:
+    """Wait until a condition holds, which may fail an assertion itself."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"timeout after {seconds:g} s"
+        time.sleep(0.1)
+
+
+def composed(*overrides: str) -> DictConfig:
+    """Compose the configuration of a run."""
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return compose("train", list(overrides))
+
+
 def column(folder: Path, name: str) -> list[float]:
     """The numbers in a column of the metrics.csv of a run."""
     with open(folder / "metrics.csv", newline="", encoding="utf-8") as file:
@@ -154,9 +171,8 @@ def train(small: list[str], tmp_path: Path) -> Callable[..., SimpleNamespace]:
 def launch(small: list[str]) -> Callable[..., Any]:
     """Run a script in a new process and wait: `launch("train.py", "max_steps=5")`."""
 
-    def run(script: str, *arguments: str, small_run: bool = True, **options: Any) -> Any:
-        overrides = small if script == "train.py" and small_run else []
-        command = [sys.executable, str(SCRIPTS / script), *overrides, *arguments]
+    def run(script: str, *arguments: str, **options: Any) -> Any:
+        command = [sys.executable, str(SCRIPTS / script), *(small if script == "train.py" else []), *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, **options)
 
     return run

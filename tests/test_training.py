@@ -184,8 +184,7 @@ def test_options_of_the_trainer_that_are_accepted_work(train: Callable[..., Any]
 def test_every_other_option_of_the_trainer_is_refused_in_one_line(train: Callable[..., Any], tmp_path: Path) -> None:
     options = set(inspect.signature(Trainer.__init__).parameters) - {"self", *TRAINER_OPTIONS}
     assert len(options) > 25
-    cfg = {"trainer": {"accelerator": "cpu"}}
-    check_run(cfg)
+    check_run(OmegaConf.create({"trainer": {"accelerator": "cpu"}}))
     for option in options:
         with pytest.raises(UserError, match=rf"^trainer\.{option} is not an option; [^\n]+$"):
             check_run({"trainer": {option: 0}})

@@ -1,11 +1,6 @@
-"""Which of the processes of torchrun or srun this one is, by environment variables, before torch is imported."""
+"""How many processes torchrun or srun started, by environment variables, before torch is imported."""
 
 import os
-
-
-def global_rank() -> int:
-    """Return the rank of a process that torchrun or srun started; 0 for others."""
-    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", 0)))
 
 
 def started_together() -> tuple[int, int] | None:

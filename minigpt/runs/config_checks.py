@@ -1,6 +1,6 @@
 """Checks of a composed run configuration: before torch is imported and before anything is written."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,7 +71,7 @@ def _finetuned(cfg: Any, config: GPTConfig) -> GPTConfig:
     return wanted
 
 
-def check_run(cfg: Mapping[str, Any]) -> None:
+def check_run(cfg: DictConfig) -> None:
     """Check a composed run configuration.
 
     Raises:
@@ -86,23 +86,17 @@ def check_run(cfg: Mapping[str, Any]) -> None:
             raise UserError(f"trainer.{option} is not an option; trainer takes {', '.join(TRAINER_OPTIONS)}; {advice}")
     for rule, keys in _RULES.items():
         for key in keys:
-            *groups, name = key.split(".")
-            values: Any = cfg
-            for group in groups:
-                values = values.get(group) if isinstance(values, Mapping) else None
-            if isinstance(values, Mapping) and name in values:
-                require(key, values[name], *rule)
+            if (value := OmegaConf.select(cfg, key, default=..., throw_on_missing=True)) is not ...:
+                require(key, value, *rule)
     if cfg.get("pause_at") is not None:
-        every, last = cfg["eval_every"], cfg["max_steps"]
+        every, last = cfg.eval_every, cfg.max_steps
         expected = f"a multiple of eval_every={every} and at most max_steps={last}, or null"
-        require("pause_at", cfg["pause_at"], lambda step: step % every == 0 and step <= last, expected)
-    trainer = cfg.get("trainer", {})
+        require("pause_at", cfg.pause_at, lambda step: step % every == 0 and step <= last, expected)
     if cfg.get("minutes") is not None:
-        require("pause_at", cfg["pause_at"], lambda step: step is None, "null with minutes")
-        require("trainer.devices", trainer["devices"], lambda n: n == 1, "1 with minutes, which plans for one device")
-    strategy = trainer.get("strategy")
-    if isinstance(strategy, Mapping) and "outer_every" in strategy:
-        require("ema_decay", cfg["ema_decay"], lambda decay: decay is None, "null with trainer=diloco")
+        require("pause_at", cfg.pause_at, lambda step: step is None, "null with minutes")
+        require("trainer.devices", cfg.trainer.devices, lambda n: n == 1, "1 with minutes, which plans for one device")
+    if OmegaConf.select(cfg, "trainer.strategy.outer_every") is not None:
+        require("ema_decay", cfg.ema_decay, lambda decay: decay is None, "null with trainer=diloco")
     tokenizer, model = cfg.get("tokenizer", {}).get("name"), cfg.get("model")  # scripts/prepare.py has no model
     if cfg.get("init_from") is not None:  # the architecture is compared with that of the weights
         require("tokenizer", tokenizer, *one_of(["pretrained"]), "a run with init_from has its tokenizer")
@@ -145,7 +139,7 @@ _RULES: dict[checks.Rule, tuple[str, ...]] = {
     checks.OPEN_FRACTION: ("data.val_fraction", "trainer.strategy.outer_momentum"),
     or_null(checks.OPEN_FRACTION): ("ema_decay",),
     checks.CLOSED_FRACTION: ("schedule.final_lr_frac",),
-    checks.BOOLEAN: (*("trainer.strategy.compress", "trainer.strategy.reshard_after_forward"),),
+    checks.BOOLEAN: ("trainer.strategy.compress", "trainer.strategy.reshard_after_forward"),
     integer(257): ("tokenizer.vocab_size",),  # 256 bytes and the separator
     one_of(("files", "download", "plays", "huggingface")): ("data.source",),
     one_of(("fraction", "document")): ("data.split",),

@@ -29,7 +29,7 @@ from minigpt.runs import run_dir
 from minigpt.runs.config_checks import partial_from_config
 from minigpt.runs.history import plot_curves
 from minigpt.runs.lightning_workarounds import is_resume_error
-from minigpt.runs.metrics import MetricsCallback, early_stopping_reason
+from minigpt.runs.metrics import MetricsCallback
 from minigpt.runs.resume_state import ResumeState
 from minigpt.runs.samples_and_attention import final_sample
 from minigpt.runs.trainer import TokenDataModule, build_trainer
@@ -121,9 +121,13 @@ def recorded_outcome(
 
 
 def ending(trainer: L.Trainer, max_steps: int) -> dict[str, Any]:
-    """Return how a training ended without an error: completed, stopped early, or paused at `pause_at`."""
-    reason = early_stopping_reason(trainer, max_steps)
-    paused = not reason and trainer.max_steps <= trainer.global_step < max_steps
+    """Return how a training ended without an error: completed, stopped early with a reason, or paused at `pause_at`."""
+    step, reason = trainer.global_step, ""
+    messages = [callback.stopping_reason_message for callback in trainer.early_stopping_callbacks]
+    if trainer.should_stop and step < max_steps and any(messages):
+        message = next(filter(None, messages)).partition(" Signaling")[0]
+        reason = f"stopped early at step {step} of {max_steps}: {message}"
+    paused = not reason and trainer.max_steps <= step < max_steps
     return {"status": "paused" if paused else "completed", "reason": reason, "stopped_early": reason != ""}
 
 

@@ -218,15 +218,6 @@ def banner(trainer: L.Trainer, pl_module: Any, tokens_per_step: int) -> list[str
     return [f"{name:12}{sanitize_line(value)}" for name, value in rows.items()]
 
 
-def early_stopping_reason(trainer: L.Trainer, max_steps: int) -> str:
-    """Return at which step and why early stopping ended the training; empty if it did not."""
-    if trainer.global_step >= max_steps or not trainer.should_stop:
-        return ""
-    reasons = [callback.stopping_reason_message for callback in trainer.early_stopping_callbacks]
-    reason = next((reason.partition(" Signaling")[0] for reason in reasons if reason), "")
-    return reason and f"stopped early at step {trainer.global_step} of {max_steps}: {reason}"
-
-
 def device_name(device: torch.device) -> str:
     """Return the GPU's name, or the device type with the number of threads for a CPU."""
     if device.type == "cuda":

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from minigpt.distributed.process_group import gather_objects, join_ranks, shared_errors
-from minigpt.distributed.ranks import global_rank, started_together
+from minigpt.distributed.ranks import started_together
 from minigpt.utils.errors import UserError
+from minigpt.utils.terminal import is_rank_zero
 
 PLANNED_GROUPS = {"model": "planned", "optimizer": "muon_fast"}  # of `minutes=`
 SETTABLE = ("block_size", "dropout", "ngram_dropout")  # the values of `model` beside init_from
@@ -69,4 +70,4 @@ def shared_arguments(arguments: list[str]) -> list[str]:
     if not any(argument.startswith("hydra.run.dir=") for argument in arguments):
         arguments.append(time.strftime("hydra.run.dir=runs/%Y-%m-%d_%H-%M-%S"))
     shared = gather_objects(arguments)[0]
-    return shared if global_rank() == 0 else [*shared, "hydra.output_subdir=null"]  # rank 0 writes .hydra
+    return shared if is_rank_zero() else [*shared, "hydra.output_subdir=null"]  # rank 0 writes .hydra

@@ -48,7 +48,8 @@ from common import (
     metrics,
     ours,
     summary,
-    text_file,
+    table,
+    write_gigabyte,
 )
 from diloco import diloco
 from forecast import forecast
@@ -133,10 +134,7 @@ def memory(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Measure peak memory in MB of the baseline and of minigpt, on tiny shakespeare and on a corpus of 1 GB."""
     rows = []
     large = folder / "large.txt"
-    text = text_file().read_bytes()
-    with open(large, "wb") as file:
-        for _ in range((1 << 30) // len(text)):
-            file.write(text)
+    write_gigabyte(large)
     options = [f"max_steps={args.steps}", f"eval_every={args.steps}"]
     from_large = [f"data.path={large}", f"data.folder={folder}", "data.val_fraction=0.0001"]
     for i in range(args.rounds):
@@ -169,42 +167,20 @@ def loss(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 def show(name: str, rows: Sequence[dict[str, Any]]) -> None:
     """Print median and range of every measurement."""
     print(f"\n{name}, {len(rows)} rounds, {machine()}\n")
-    width = max(map(len, [*rows[0], "measurement"]))
-    print(f"| {'measurement':{width}} | {'median':>10} | {'min':>10} | {'max':>10} |")
-    print(f"|{'-' * (width + 2)}|{'-' * 11}:|{'-' * 11}:|{'-' * 11}:|")
+    lines = []
     for measurement in rows[0]:
         values = [row[measurement] for row in rows if measurement in row]
-        cells = (
-            f"{value:10,.{3 if value < 1000 else 0}f}"
-            for value in (statistics.median(values), min(values), max(values))
-        )
-        print(f"| {measurement:{width}} | {' | '.join(cells)} |")
+        figures = statistics.median(values), min(values), max(values)
+        lines.append([measurement, *(f"{value:,.{3 if value < 1000 else 0}f}" for value in figures)])
+    print(table(["measurement", "median", "min", "max"], lines))
 
 
 @cli_entrypoint
 def main() -> None:
     """Parse the command line, run a benchmark, print and write the results."""
-    benchmarks: dict[str, Callable[[argparse.Namespace, Path], list[dict[str, Any]]]] = {
-        function.__name__: function
-        for function in (
-            step,
-            startup,
-            memory,
-            loss,
-            time_to_loss,
-            attention,
-            data,
-            diloco,
-            forecast,
-            muon,
-            saving,
-            sampling,
-            serve,
-            shards,
-            sweep,
-            widths,
-        )
-    }
+    functions: list[Callable[[argparse.Namespace, Path], list[dict[str, Any]]]]
+    functions = [step, startup, memory, loss, time_to_loss, attention, data, diloco, forecast, muon, saving, sampling]
+    benchmarks = {function.__name__: function for function in [*functions, serve, shards, sweep, widths]}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("benchmark", choices=benchmarks)
     parser.add_argument("--rounds", type=int, default=3, help="rounds (default: %(default)s)")

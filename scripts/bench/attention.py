@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common import machine, status_mb
+from common import machine, status_mb, table
 
 from minigpt.utils.errors import RunError, UserError
 
@@ -157,25 +157,14 @@ def show_attention(rows: Sequence[dict[str, Any]]) -> None:
     """Print one row per length, then the growth of memory and the faster backend."""
     print(f"\nattention, {machine()}, {rows[0]['threads']} threads")
     print(f"shape (1, {HEADS}, T, {HEAD_DIM}), causal, forward and backward together; times within 5 % are the same\n")
-    columns = (
-        "device",
-        "dropout",
-        "T",
-        "kernel",
-        "fused MB",
-        "explicit MB",
-        "fused ms",
-        "explicit ms",
-        "fused/explicit",
-    )
-    print("| " + " | ".join(f"{column:>11}" for column in (*columns, "faster")) + " |")
-    print("|" + f"{'-' * 12}:|" * (len(columns) + 1))
+    columns = ["device", "dropout", "T", "kernel", "fused MB", "explicit MB", "fused ms", "explicit ms"]
+    columns += ["fused/explicit", "faster"]
+    lines = []
     for row in rows:
         row = row | {"kernel": row["kernel"] or "T×T stored", "faster": faster(row), "dropout": f"{row['dropout']:g}"}
-        figures = [row.get(column, "") for column in (*columns, "faster")]
-        cells = (f"{value:11,.2f}" if isinstance(value, float) else f"{value:>11}" for value in figures)
-        print("| " + " | ".join(cells) + " |")
-    print()
+        figures = [row.get(column, "") for column in columns]
+        lines.append([f"{value:,.2f}" if isinstance(value, float) else value for value in figures])
+    print(table(columns, lines) + "\n")
     for (device, dropout), some in by_case(rows).items():
         kernel = some[-1]["kernel"]
         runs = f"SDPA runs its {kernel} kernel" if kernel else "SDPA has no fused kernel and stores the T×T weights"
@@ -214,13 +203,11 @@ def slopes(rows: Sequence[dict[str, Any]]) -> dict[str, tuple[float, int, int]]:
 
 def draw_attention(rows: Sequence[dict[str, Any]], file: Path) -> None:
     """Plot memory and time over length, log-log, with reference lines for T and T²."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
 
     devices = list(dict.fromkeys(row["device"] for row in rows))
-    figure, grid = plt.subplots(len(devices), 2, figsize=(11, 4.8 * len(devices)), squeeze=False, layout="constrained")
+    figure = Figure(figsize=(11, 4.8 * len(devices)), layout="constrained")
+    grid = figure.subplots(len(devices), 2, squeeze=False)
     for (device, dropout), some in by_case(rows).items():
         for axes, unit in zip(grid[devices.index(device)], ("MB", "ms"), strict=True):
             for backend, color, power in zip(BACKENDS, ("tab:blue", "tab:orange"), (1, 2), strict=True):
@@ -251,7 +238,6 @@ def draw_attention(rows: Sequence[dict[str, Any]], file: Path) -> None:
                 axes.legend()
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=120)
-    plt.close(figure)
 
 
 def lengths(text: str) -> list[int]:

@@ -9,7 +9,6 @@ product, and the peak memory of a GPU or the bytes that a step on a CPU reads an
 """
 
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import ROOT
+from common import ROOT, seconds
 from hydra import compose, initialize_config_dir
 from torch import Tensor
 from torch.autograd import DeviceType
@@ -154,14 +153,13 @@ def tensor_bytes(values: Any) -> int:
 def matrix_flops(device: torch.device) -> float:
     """FLOP/s of a large matrix product, median of ten: float32 on a CPU, bfloat16 on a GPU."""
     size, dtype = MATRIX_SIZES[device.type]
-    matrix, seconds = torch.randn(size, size, device=device, dtype=dtype), []
-    for _ in range(10):
-        synchronize(device)
-        start = time.perf_counter()
+    matrix = torch.randn(size, size, device=device, dtype=dtype)
+
+    def multiply() -> None:
         matrix @ matrix
         synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / statistics.median(seconds)
+
+    return 2 * size**3 / seconds(multiply, times=10)
 
 
 if __name__ == "__main__":

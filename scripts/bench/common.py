@@ -6,12 +6,13 @@ import os
 import platform
 import pty
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +99,32 @@ def text_file() -> Path:
     """Tiny shakespeare, from the folder that a run reads it from."""
     data = yaml.safe_load((ROOT / "configs" / "data" / "shakespeare_char.yaml").read_text(encoding="utf-8"))["data"]
     return find_text(data | {"folder": ROOT / "data"}).resolve()
+
+
+def write_gigabyte(file: Path) -> None:
+    """Write 1 GB of repeated tiny shakespeare."""
+    text = text_file().read_bytes()
+    with open(file, "wb") as output:
+        for _ in range((1 << 30) // len(text)):
+            output.write(text)
+
+
+def seconds(work: Callable[[], object], times: int = 1) -> float:
+    """Return the median seconds of calling `work`."""
+    taken = []
+    for _ in range(times):
+        start = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken)
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]], *, aligned: bool = True) -> str:
+    """Format a table in Markdown; with `aligned`, pad the cells to the width of their column."""
+    lines = [list(map(str, cells)) for cells in (heads, *rows)]
+    widths = [max(map(len, column)) if aligned else 1 for column in zip(*lines, strict=True)]
+    first, *others = (f"| {' | '.join(map(str.ljust, cells, widths))} |" for cells in lines)
+    return "\n".join([first, f"|{'|'.join('-' * (width + 2) for width in widths)}|", *others])
 
 
 def metrics(run: Path) -> list[dict[str, str]]:

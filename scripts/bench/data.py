@@ -2,15 +2,12 @@
 
 import argparse
 import os
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import ROOT, launch, ours, text_file
+from common import ROOT, launch, ours, seconds, text_file, write_gigabyte
 
 from minigpt.data.tokenizer import BPETokenizer, CharTokenizer
 
@@ -24,9 +21,7 @@ def data(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     text = text_file().read_text(encoding="utf-8")
     middle, giga = folder / "middle.txt", folder / "giga.txt"
     middle.write_text(text * (MEGABYTES * 1_000_000 // len(text)), encoding="utf-8")
-    with open(giga, "w", encoding="utf-8") as file:
-        for _ in range((1 << 30) // len(text)):
-            file.write(text)
+    write_gigabyte(giga)
     from_giga = [f"data.path={giga}", f"data.folder={folder}", "data.val_fraction=0.0001"]
     launch([sys.executable, PREPARE, *from_giga])
     launch([*ours(folder / "warm"), "max_steps=1"])
@@ -57,7 +52,7 @@ def characters(text: str) -> dict[str, float]:
     """Measure char tokenization on one core against the loop of nanoGPT's prepare.py."""
     tokenizer = CharTokenizer.of(text)
     ids = {character: i for i, character in enumerate(tokenizer.alphabet)}
-    ours_s = statistics.median(seconds(lambda: tokenizer.encode(text)) for _ in range(20))
+    ours_s = seconds(lambda: tokenizer.encode(text), times=20)
     loop_s = seconds(lambda: np.array([ids[character] for character in text], dtype=np.uint16))
     megabytes = len(text.encode()) / 1e6
     return {"char MB/s": megabytes / ours_s, "char, loop MB/s": megabytes / loop_s, "char: ratio": loop_s / ours_s}
@@ -98,15 +93,5 @@ def batch(file: Path, n_tokens: int) -> float:
         repeat=0,
         device=torch.device("cpu"),
     )
-    taken, before = [], time.perf_counter()
-    for _ in batches:
-        taken.append(time.perf_counter() - before)
-        before = time.perf_counter()
-    return 1000 * statistics.median(taken)
-
-
-def seconds(work: Callable[[], object]) -> float:
-    """Measure the seconds of a call."""
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+    read = iter(batches)
+    return 1000 * seconds(lambda: next(read), times=BATCHES)

@@ -5,10 +5,8 @@ Whole runs and bare loops are processes of their own, so that one that is out of
 
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from math import isfinite
@@ -18,7 +16,7 @@ from typing import Any
 import torch
 from bare_minigpt import synchronize
 from bare_nanogpt import RECIPES as BASELINES
-from common import BARE_MINIGPT, ROOT, TRAIN, launch, metrics, summary
+from common import BARE_MINIGPT, ROOT, TRAIN, launch, metrics, seconds, summary
 from hydra import compose, initialize_config_dir
 from peak_memory import ADAMW, peak_bytes
 from sampling import in_transformers, minigpt_tokens, transformers_tokens
@@ -262,14 +260,13 @@ def steady_speed(run: Path) -> float:
 
 def timed(work: Callable[[], object], session: Session, times: int = 3) -> float:
     """Return the median seconds of calling `work`, after a first call that compiles."""
-    taken = []
-    for _ in range(1 + times):
-        synchronize(session.device)
-        start = time.perf_counter()
+
+    def finished() -> None:
         work()
         synchronize(session.device)
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken[1:])
+
+    finished()
+    return seconds(finished, times)
 
 
 PARTS = {

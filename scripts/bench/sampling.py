@@ -6,11 +6,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import ROOT
+from common import ROOT, seconds
 
 SAMPLE = ROOT / "scripts" / "sample.py"
 SHAPES = {  # nanoGPT's recipes for a CPU and for a GPU
@@ -43,9 +42,9 @@ def sampling(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                 # With 16 streams of the larger model, the loop is run at every eighth length only.
                 stride = 8 if streams * model.config.n_embd > 4096 else 1
                 loop = without_cache(model, n, streams, stride)
-                ours = n * streams / seconds(lambda m=model, n=n, s=streams: minigpt_tokens(m, n, s))
-                other = n * streams / seconds(lambda m=theirs, n=n, s=streams: transformers_tokens(m, n, s))
-                int8 = n * streams / seconds(lambda m=in_int8, n=n, s=streams: minigpt_tokens(m, n, s))
+                ours = n * streams / seconds(lambda m=model, n=n, s=streams: minigpt_tokens(m, n, s), times=3)
+                other = n * streams / seconds(lambda m=theirs, n=n, s=streams: transformers_tokens(m, n, s), times=3)
+                int8 = n * streams / seconds(lambda m=in_int8, n=n, s=streams: minigpt_tokens(m, n, s), times=3)
                 row |= {
                     f"{title}: no cache tokens/s": loop,
                     f"{title}: transformers tokens/s": other,
@@ -155,7 +154,7 @@ def startup(model: Any, name: str, folder: Path) -> dict[str, float]:
     save_checkpoint(model, CharTokenizer.of(map(chr, range(32, 97))), file)
     beyond = []
     for _ in range(3):
-        torch_s = seconds(lambda: subprocess.run([sys.executable, "-c", "import torch"], check=True), times=1)
+        torch_s = seconds(lambda: subprocess.run([sys.executable, "-c", "import torch"], check=True))
         start = time.perf_counter()
         with subprocess.Popen([sys.executable, SAMPLE, file], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as run:
             assert run.stdout
@@ -169,14 +168,4 @@ def bandwidth() -> float:
     import torch
 
     numbers = torch.ones(BANDWIDTH_BYTES // 4)  # written first: untouched pages all map to one page of zeros
-    return BANDWIDTH_BYTES / 1e9 / min(seconds(numbers.sum, times=1) for _ in range(5))
-
-
-def seconds(work: Callable[[], object], times: int = 3) -> float:
-    """Return the median seconds of calling `work`."""
-    taken = []
-    for _ in range(times):
-        start = time.perf_counter()
-        work()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+    return BANDWIDTH_BYTES / 1e9 / min(seconds(numbers.sum) for _ in range(5))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from common import machine
+from common import table as markdown
 from time_to_loss import spread
 
 from minigpt.runs.metrics import PEAK_FLOPS
@@ -118,13 +119,11 @@ def format_tables(results: Mapping[str, Any], tables: Mapping[str, Table]) -> st
         labels = dict.fromkeys([*([] if part else table.rows), *(row["row"] for row in rows)])
         command = part.get("command", f"python scripts/bench/gpu.py {table.part}")
         lines += [f"`{command}`, {part.get('machine', NOT_MEASURED)}:", ""]
-        lines += [f"| {' | '.join([name, *table.columns])} |"]
-        lines += ["|" + "---|" * (1 + len(table.columns))]
+        cells = []
         for label in labels:
             some = [row for row in rows if row["row"] == label]
-            cells = [label, *(cell(some, *column) for column in table.columns.items())]
-            lines.append(f"| {' | '.join(cells)} |")
-        lines.append("")
+            cells.append([label, *(cell(some, *column) for column in table.columns.items())])
+        lines += [markdown([name, *table.columns], cells, aligned=False), ""]
     return "\n".join(lines)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import TOKENS_PER_STEP, TRAIN, bare_nanogpt, launch, machine, metrics, summary
+from common import TOKENS_PER_STEP, TRAIN, bare_nanogpt, launch, machine, metrics, summary, table
 from omegaconf import OmegaConf
 
 from minigpt.checkpoints.load import load_checkpoint
@@ -120,8 +120,7 @@ def show_time_to_loss(rows: Sequence[dict[str, Any]], losses: Sequence[float]) -
     print(f"\ntime_to_loss, {seeds} seeds, {machine()}; training seconds, medians (min–max)\n")
     heads = ["recipe", "params", "startup", "training", "other", "last loss", "best loss", "nanoGPT's estimate"]
     heads += [f"to {loss}{what}" for loss in losses for what in ("", ", from launch", ", steps")]
-    print("| " + " | ".join(heads) + " |")
-    print("|" + "---|" * len(heads))
+    lines = []
     for recipe in recipes:
         some = [row for row in rows if row["recipe"] == recipe]
         cells = [recipe, f"{some[0]['params']:,}"]
@@ -137,7 +136,8 @@ def show_time_to_loss(rows: Sequence[dict[str, Any]], losses: Sequence[float]) -
             cells.append(spread([point["seconds"] for point in points]))
             cells.append(spread([row["startup s"] + p["seconds"] for row, p in zip(some, points, strict=True)]))
             cells.append(spread([point["step"] for point in points], 0))
-        print("| " + " | ".join(cells) + " |")
+        lines.append(cells)
+    print(table(heads, lines))
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
@@ -148,12 +148,10 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
 
 def plot_time_to_loss(rows: Sequence[dict[str, Any]], losses: Sequence[float], file: Path) -> None:
     """Plot validation loss over training time, over time since launch, and over tokens."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4.8), sharey=True, layout="constrained")
+    figure = Figure(figsize=(15, 4.8), layout="constrained")
+    axes = figure.subplots(1, 3, sharey=True)
     recipes = list(dict.fromkeys(row["recipe"] for row in rows))
     for row in rows:
         color = f"C{recipes.index(row['recipe'])}"
@@ -178,4 +176,3 @@ def plot_time_to_loss(rows: Sequence[dict[str, Any]], losses: Sequence[float], f
     axes[2].legend(loc="lower left")  # the first has the labels of the losses
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=110)
-    plt.close(figure)

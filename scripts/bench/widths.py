@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from common import TRAIN, launch, summary
+from common import TRAIN, launch, summary, table
 
 WIDTHS = (64, 128, 256, 512)
 SETTINGS = ("model.n_layer=2", "data.batch_size=8", "schedule.warmup_steps=20")
@@ -53,25 +53,25 @@ def _lines(rows: Sequence[dict[str, Any]], kind: str) -> dict[int, list[tuple[fl
 
 def show_widths(rows: Sequence[dict[str, Any]]) -> None:
     """Print the best rate of each width and its loss."""
-    print("\n| | n_embd | best rate | validation loss |\n|---|---|---|---|")
+    cells = []
     for kind in KINDS:
         for width, line in _lines(rows, kind).items():
             rate, loss = min(line, key=lambda point: point[1])
-            print(f"| {kind} | {width} | {rate:g} | {loss:.4f} |")
+            cells.append((kind, width, f"{rate:g}", f"{loss:.4f}"))
+    print("\n" + table(["", "n_embd", "best rate", "validation loss"], cells))
 
 
 def plot_widths(rows: Sequence[dict[str, Any]], file: Path) -> None:
     """Plot one panel per kind and one line per width, with its minimum marked."""
-    import matplotlib
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
-    figure, panels = plt.subplots(1, len(KINDS), figsize=(13, 4.5), sharey=True, layout="constrained")
+    figure = Figure(figsize=(13, 4.5), layout="constrained")
+    panels = figure.subplots(1, len(KINDS), sharey=True)
     for panel, kind in zip(panels, KINDS, strict=True):
         lines = _lines(rows, kind)
         for place, (width, line) in enumerate(lines.items()):
-            color = plt.colormaps["viridis"](place / max(1, len(lines) - 1) * 0.9)
+            color = colormaps["viridis"](place / max(1, len(lines) - 1) * 0.9)
             panel.plot(*zip(*line, strict=True), color=color, marker="o", markersize=4, label=f"n_embd={width}")
             best = min(line, key=lambda point: point[1])
             panel.plot(*best, color=color, marker="*", markersize=16)
@@ -81,4 +81,3 @@ def plot_widths(rows: Sequence[dict[str, Any]], file: Path) -> None:
     panels[0].set(ylabel="validation loss (nats per token)", ylim=(low - 0.05, min(high + 0.05, 1.3 * low)))
     panels[-1].legend()
     figure.savefig(file, dpi=120)
-    plt.close(figure)

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import ROOT, wait_until
 from hosts import Hosts, needs_hosts, start_hosts
 
 from minigpt.checkpoints.find import LAST
 from minigpt.checkpoints.format import read
 from minigpt.runs.run_dir import read_metrics, read_summary
 
-ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 300  # for a run, or its end after a fault; collectives alone wait for 30 minutes
 STEPS, PARAMETERS = 50, 26_016
 SETTINGS = ["data.path=fox.txt", "data.folder=data", "log_every=1", "schedule=constant", "schedule.warmup_steps=5"]
@@ -80,11 +80,8 @@ def finish(launchers: list[Any], code: int) -> list[str]:
 
 
 def wait_for(file: Path, launchers: list[Any]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not file.exists():
-        assert time.monotonic() < deadline
-        assert all(launcher.poll() is None for launcher in launchers)
-        time.sleep(0.1)
+    wait_until(lambda: file.exists() or any(launcher.poll() is not None for launcher in launchers))
+    assert file.exists()
 
 
 def errors(printed: str) -> list[str]:
@@ -305,13 +302,6 @@ def test_a_run_continues_without_lost_hosts_and_with_those_that_come_back(
     expected = read(tmp_path / "one" / LAST)["state_dict"]
     for name, weight in read(run / LAST)["state_dict"].items():
         assert (weight - expected[name]).norm() <= 1e-4 * expected[name].norm(), name
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def starts(folder: Path) -> int:

@@ -125,25 +125,14 @@ def test_a_ring_of_n_devices_sends_2_times_n_minus_1_over_n_of_the_gradients(gpt
     assert sent_in_float32 == pytest.approx(1.5 + saved)
 
 
-def hops_of_a_tree(devices: int) -> int:
-    """Hops of an all-reduce, counted: sums go up a tree until one device has all, and then down until all have it."""
-    sums, up = [{device} for device in range(devices)], 0
-    while len(sums) > 1:
-        sums, up = [sums[i] | sums[i + 1] for i in range(0, len(sums), 2)], up + 1
-    assert sums == [{*range(devices)}]
-    informed, down = 1, 0
-    while informed < devices:
-        informed, down = 2 * informed, down + 1
-    return up + down
-
-
 @pytest.mark.parametrize("devices", [1, 2, 64, 1024])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "diloco"])
 def test_the_latency_of_a_step_is_5_microseconds_per_hop(gpt2: Sizes, strategy: str, devices: int) -> None:
+    tree = 2 * (devices - 1).bit_length()  # sums go up until one device has all, and then down
     hops = {
-        "ddp": (14 + 1) * hops_of_a_tree(devices),  # buckets of 25 MiB, and the embeddings
+        "ddp": (14 + 1) * tree,  # buckets of 25 MiB, and the embeddings
         "fsdp": (devices - 1) * 2 * (12 * 3 + 2),  # a ring; 2 batches gather blocks twice and scatter them
-        "diloco": hops_of_a_tree(devices) / 20,
+        "diloco": tree / 20,
     }[strategy]
     time = step_time(gpt2, spread(strategy, devices, bandwidth=math.inf, per_node=1, batches=2), 0.0)
     assert [time[part] for part in ("communication", "exposed", "step")] == pytest.approx([hops * 5e-6] * 3)
@@ -211,9 +200,7 @@ def test_the_largest_share_of_an_uneven_batch_decides_memory_and_time(shell: Cal
 
 GPT2 = ("model=gpt2", "tokenizer=gpt2")
 BAD_INPUT = {
-    "--gpu V100": "argument --gpu: invalid choice: 'V100'",
     "--interconnect fast": "argument --interconnect: invalid gigabits value: 'fast'",
-    "--per-node 2.5": "argument --per-node: invalid int value: '2.5'",
     "--interconnect 0": "--interconnect must be a finite number > 0, got 0.0",
     "--devices 0": "--devices must be an integer ≥ 1, got 0",
     "--per-node 0": "--per-node must be an integer ≥ 1, got 0",
@@ -225,9 +212,7 @@ BAD_INPUT = {
     "trainer.precision=16-mixed": "trainer.precision must be one of auto, bf16-mixed, 32-true",
     "init_from=gpt2 model=pretrained tokenizer=pretrained": "init_from must be null",
     "tokenizer=char": "model.vocab_size must be an integer ≥ 1, got None",
-    "model=gpt3": "model=gpt3 does not exist",
     "max_steps=0": "max_steps must be an integer ≥ 1, got 0",
-    "model.n_head=7": "model.n_embd must be divisible by model.n_head=7, got 768",
 }
 
 

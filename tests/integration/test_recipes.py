@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import CONFIGS, column
-from hydra import compose, initialize_config_dir
+from conftest import CONFIGS, column, composed
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -24,11 +23,6 @@ RECIPES = sorted(file.stem for file in (CONFIGS / "experiment").glob("*.yaml"))
 FROM_SCRATCH = [name for name in RECIPES if not name.startswith("finetune")]
 
 
-def recipe(name: str, *overrides: str) -> Any:
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return compose("train", overrides=[f"experiment={name}", *overrides])
-
-
 def meta_model(cfg: Any) -> GPT:
     with torch.device("meta"):
         return GPT(GPTConfig(**{**cfg.model, "vocab_size": CHARACTERS}))
@@ -37,7 +31,7 @@ def meta_model(cfg: Any) -> GPT:
 @pytest.mark.parametrize("name", FROM_SCRATCH)
 def test_a_recipe_is_no_larger_than_nanogpts(name: str):
     """At most 0.81M parameters as nanoGPT's CPU recipe, or 10.65M without positions as its GPU recipe."""
-    model = meta_model(recipe(name))
+    model = meta_model(composed(f"experiment={name}"))
     if name.endswith("_cpu") and name != "best_cpu":
         assert model.num_params() <= 810_000
     else:
@@ -53,7 +47,7 @@ def test_a_recipe_is_no_larger_than_nanogpts(name: str):
 )
 def test_nanogpts_recipes_have_its_published_values(name: str, model: tuple[Any, ...], training: tuple[Any, ...]):
     """And the defaults of nanoGPT's train.py."""
-    cfg = recipe(name)
+    cfg = composed(f"experiment={name}")
     assert tuple(cfg.model[key] for key in ("block_size", "n_layer", "n_head", "n_embd", "dropout", "bias")) == model
     assert (cfg.data.batch_size, cfg.max_steps, cfg.compile) == training
     assert cfg.trainer.gradient_clip_val == 1.0
@@ -73,7 +67,7 @@ def test_nanogpts_recipes_have_its_published_values(name: str, model: tuple[Any,
 def test_the_other_recipes_have_their_shapes(
     name: str, layers: int, qkv: tuple[int, int], up: tuple[int, int], tokens_per_step: int, steps: int, dropout: float
 ):
-    cfg = recipe(name)
+    cfg = composed(f"experiment={name}")
     model = meta_model(cfg)
     shapes = [(block.attention.qkv.weight.shape, block.mlp.up.weight.shape) for block in model.blocks]
     assert shapes == [(qkv, up)] * layers
@@ -84,7 +78,7 @@ def test_the_other_recipes_have_their_shapes(
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_another_optimizer_and_schedule_replace_all_values_of_a_recipes(name: str):
-    cfg = recipe(name, "optimizer=adamw", "schedule=constant")
+    cfg = composed(f"experiment={name}", "optimizer=adamw", "schedule=constant")
     assert set(cfg.optimizer) == {"_target_", "lr", "betas", "weight_decay"}
     assert cfg.optimizer.lr == 3e-3
     assert set(cfg.schedule) == {"_target_", "warmup_steps"}
@@ -100,7 +94,7 @@ def test_a_recipe_trains(train, name: str):
 
 def test_the_finetuning_of_gpt2_has_nanogpts_values():
     """nanoGPT's config/finetune_shakespeare.py, and the defaults of its train.py."""
-    cfg = recipe("finetune_gpt2")
+    cfg = composed("experiment=finetune_gpt2")
     assert cfg.init_from.startswith("openai-community/gpt2@")  # nanoGPT: gpt2-xl
     assert cfg.model == {"block_size": 1024, "dropout": 0.0, "ngram_dropout": 0.0}
     assert (cfg.data.batch_size, cfg.trainer.accumulate_grad_batches, cfg.max_steps, cfg.eval_every) == (1, 32, 20, 5)
@@ -116,10 +110,6 @@ def test_a_finetuning_lowers_the_loss(name: str, text: Path, gpt2_folder: Path, 
     small = ["trainer=cpu", "model.block_size=32", f"data.path={text}", f"data.folder={tmp_path}/data"]
     small += [f"init_from={gpt2_folder}", "optimizer.lr=1e-2", "~callbacks.samples", f"hydra.run.dir={tmp_path}/run"]
     assert minigpt.train([f"experiment={name}", *small])["best_val_loss"] < math.log(300) - 0.5
-
-
-def test_the_fast_recipe_trains_with_adamw(train):
-    assert train("experiment=fast_cpu", "optimizer=adamw", "schedule=constant", "schedule.warmup_steps=0").loss < 3.5
 
 
 def test_nanogpts_recipe_equals_a_training_loop_with_its_values(text: Path, tmp_path: Path):
@@ -158,8 +148,12 @@ def test_the_fast_recipes_equal_training_loops_with_their_values(
     monkeypatch: pytest.MonkeyPatch,
 ):
     n_layer, n_head, n_embd = shape
+    windows = {"fast_cpu": {"batch_size": 12, "block_size": 128}, "sprint_cpu": {"batch_size": 24, "block_size": 64}}[
+        name
+    ]
     model = initial(
         text,
+        windows["block_size"],
         **{"n_layer": n_layer, "n_head": n_head, "n_embd": n_embd, "bias": False, "norm": "rmsnorm_noscale"},
         **{"position": "rope", "activation": "relu2", "qk_norm": True, "tie_embeddings": False, "embed_norm": True},
         **{"ngram": 5, "ngram_buckets": 8192, "ngram_dim": 16, "smear": 2},
@@ -182,46 +176,20 @@ def test_the_fast_recipes_equal_training_loops_with_their_values(
     ]
 
     def forward(tokens: Tensor) -> Tensor:
-        """Compute the recipe's model by its formulas: (B, T) to (B, T, V)."""
-        T, D = tokens.size(1), n_embd // n_head
-        with torch.no_grad():  # the n-gram hash is the model's
-            model.ngrams.table.weight.copy_(w["ngrams.table.weight"])
-        x = F.embedding(tokens, w["wte.weight"])
-        x = x + functional_call(
-            model.ngrams, {key[7:]: w[key] for key in w if key.startswith("ngrams.")}, (tokens, None)
-        )
-        embedded = x
-        for back, factor in ((1, "smear.1"), (2, "smear.0")):
-            x = x + w[factor] * F.pad(embedded, (0, 0, back, 0))[:, :T]
-        x = rms(x)
-        angle = torch.arange(T).double()[:, None] * 10000.0 ** (-torch.arange(D // 2).double() * 2 / D)
-        turn = torch.polar(torch.ones_like(angle), angle)
-        for i in range(n_layer):
-            at = f"blocks.{i}.attention."
-            q, k, v = ((rms(x) @ w[at + name].T).unflatten(-1, (n_head, D)).transpose(1, 2) for name in "qkv")
-            q, k = (torch.complex(*rms(y).chunk(2, -1)) * turn for y in (q, k))
-            q, k = (torch.cat((y.real, y.imag), -1) for y in (q, k))
-            scores = (q @ k.mT / D**0.5).masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf)
-            x = x + (scores.softmax(-1) @ v).transpose(1, 2).flatten(2) @ w[at + "out.weight"].T
-            hidden = F.relu(rms(x) @ w[f"blocks.{i}.mlp.up.weight"].T).square()
-            x = x + hidden @ w[f"blocks.{i}.mlp.down.weight"].T
-        return rms(x) @ w["lm_head.weight"].T
+        names = [f"blocks.{i}.attention." for i in range(n_layer)]
+        fused = {f"{name}qkv.weight": torch.cat([w[name + x] for x in "qkv"]) for name in names}
+        return functional_call(model, w | fused, (tokens,))
 
-    windows = {"fast_cpu": {"batch_size": 12, "block_size": 128}, "sprint_cpu": {"batch_size": 24}}[name]
     expected = loop(text, forward, [*w.values()], optimizers, warmup_steps=warmup_steps, **windows)
     losses, rates = figures(name, text, tmp_path)
-    assert losses == pytest.approx(expected, rel=1e-6)  # the sines of the model are of 32 bits
+    assert losses == pytest.approx(expected, rel=1e-7)
     assert rates == pytest.approx([muon["lr"] * step / (warmup_steps + 1) for step in (1, 2, 3, 4)])
 
 
-def rms(x: Tensor) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-
-
-def initial(text: Path, **config: Any) -> GPT:
-    """Return the initial model of seed 1337 with block_size 64, in float64."""
+def initial(text: Path, block_size: int = 64, **config: Any) -> GPT:
+    """Return the initial model of seed 1337, in float64."""
     torch.manual_seed(1337)
-    return GPT(GPTConfig(block_size=64, vocab_size=len(set(text.read_text())), **config)).double()
+    return GPT(GPTConfig(block_size=block_size, vocab_size=len(set(text.read_text())), **config)).double()
 
 
 def loop(

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,13 +17,13 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import ROOT, wait_until
 from hosts import needs_hosts, start_hosts
 
 from minigpt import load_checkpoint
 from minigpt.runs.run_dir import read_metrics
 from minigpt.sweeps.results import COMPLETED, NATS, read_sweep
 
-ROOT = Path(__file__).resolve().parents[2]
 DAEMONS = ("munged", "slurmctld", "slurmd")
 pytestmark = [
     pytest.mark.slow,
@@ -87,13 +86,8 @@ def start_slurm(addresses: dict[str, str], start: Callable[..., Any]) -> Iterato
             daemons += [(node, ["slurmd"]) for node in range(len(addresses))]
             for node, command in daemons:
                 assert start(node, command, stderr=subprocess.DEVNULL).wait(30) == 0
-            deadline = time.monotonic() + 60
-            sinfo = ["sinfo", "-h", "-N", "-o", "%T"]
-            while start(0, sinfo, stdout=subprocess.PIPE).communicate()[0].split() != [b"idle"] * len(addresses):
-                if time.monotonic() > deadline:
-                    log = "".join(file.read_text()[-500:] for file in folder.glob("slurm*.log"))
-                    pytest.fail(f"SLURM did not start within 60 s: {log}")
-                time.sleep(0.3)
+            sinfo, idle = ["sinfo", "-h", "-N", "-o", "%T"], [b"idle"] * len(addresses)
+            wait_until(lambda: start(0, sinfo, stdout=subprocess.PIPE).communicate()[0].split() == idle, seconds=60)
             yield
     finally:
         for file in (*folder.glob("slurm*.pid"), folder / "munge.pid"):
@@ -149,7 +143,7 @@ def test_preempted_jobs_of_a_sweep_are_requeued_and_resume(
         sweep = subprocess.Popen([*command, "hydra/launcher=submitit_slurm"], cwd=tmp_path, stdout=log, stderr=log)
     try:
         checkpoints = "runs/sweeps/[0-9]*/*/checkpoints/last.safetensors"  # not through the link `latest` too
-        wait("checkpoints", lambda: len(list(tmp_path.glob(checkpoints))) == 2 or sweep.poll() is not None)
+        wait_until(lambda: len(list(tmp_path.glob(checkpoints))) == 2 or sweep.poll() is not None)
         subprocess.run(["scancel", "--signal=USR2", "--user=root"], check=True)  # submitit's preemption signal
         assert sweep.wait(300) == 0, (tmp_path / "sweep.log").read_text()
     finally:
@@ -172,13 +166,6 @@ srun {python} {script} {small} resume=auto hydra.run.dir={folder}
 """
 
 
-def wait(event: str, condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline, f"timeout while waiting for {event}"
-        time.sleep(0.2)
-
-
 @pytest.mark.usefixtures("slurm")
 def test_a_preempted_job_is_requeued_and_its_result_equals_an_uninterrupted_run(
     small: list[str], launch: Callable[..., Any], tmp_path: Path
@@ -196,26 +183,16 @@ def test_a_preempted_job_is_requeued_and_its_result_equals_an_uninterrupted_run(
     def state() -> str:
         return subprocess.run(["squeue", "-h", "-o", "%T", "-j", job], capture_output=True, text=True).stdout.strip()
 
-    wait("the first row of metrics.csv", lambda: (folder / "metrics.csv").exists())
+    wait_until(lambda: (folder / "metrics.csv").exists())
     subprocess.run(["scancel", "--signal=USR1", job], check=True)
-    wait("the interrupted run", lambda: "interrupted by SIGUSR1" in log())
-    wait("the end of the job", lambda: not state())
+    wait_until(lambda: "interrupted by SIGUSR1" in log())
+    wait_until(lambda: not state())
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["world_size"]) == ("completed", 800, 2), log()
     assert log().count("interrupted") == 1
     two = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
     launch("train.py", *two, *longer, f"hydra.run.dir={tmp_path}/uninterrupted")
     assert_equal_weights(folder, tmp_path / "uninterrupted")
-
-
-@pytest.mark.usefixtures("slurm")
-def test_all_processes_of_srun_use_one_run_folder(small: list[str], tmp_path: Path) -> None:
-    command = ["srun", "-n2", "--ntasks-per-node=2", sys.executable, str(ROOT / "scripts" / "train.py"), *small]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    latest = (tmp_path / "runs/latest").resolve()
-    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"latest", latest.name}
-    assert json.loads((latest / "summary.json").read_text())["world_size"] == 2
 
 
 @needs_hosts
@@ -226,11 +203,12 @@ def test_srun_trains_on_two_nodes_without_a_shared_disk(
     with start_hosts(2, tmp_path) as hosts, start_slurm(dict(zip("ab", hosts.addresses, strict=True)), hosts.run):
         script = str(ROOT / "scripts/train.py")
         srun = ["srun", "--nodes=2", "--ntasks-per-node=2", sys.executable, script, *small, *settings]
-        folders = ["data.folder=data", "hydra.run.dir=run"]
-        command = hosts.run(0, [*srun, *folders, "trainer=ddp", "trainer.accelerator=cpu"])
+        command = hosts.run(0, [*srun, "data.folder=data", "trainer=ddp", "trainer.accelerator=cpu"])
         assert command.wait(300) == 0
-    run, one = hosts.folders[0] / "run", train(*settings)
+    (run,), (other,) = (set(Path(folder, "runs").glob("[0-9]*")) for folder in hosts.folders)
+    one = train(*settings)
+    assert run.name == other.name  # one folder for all processes
     assert json.loads((run / "summary.json").read_text())["world_size"] == 4
     losses = [read_metrics(folder / "metrics.csv")["train_loss"] for folder in (run, one.folder)]
     assert losses[0] == [pytest.approx(point, rel=1e-6) for point in losses[1]]
-    assert {path.name for path in hosts.folders[1].iterdir()} == {"data", "run"}  # with the checkpoints
+    assert {path.name for path in hosts.folders[1].iterdir()} == {"data", "runs"}  # with the checkpoints

@@ -104,33 +104,21 @@ def header(content: Any, data: bytes = bytes(8), length: int | None = None) -> b
     return (len(written) if length is None else length).to_bytes(8, "little") + written + data
 
 
-def entry(**changes: Any) -> bytes:
-    """Return a file with one tensor of two numbers, whose entry in the header is changed."""
-    fields = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes
-    return header({"x": {key: value for key, value in fields.items() if value is not ...}})
+def entry(shape: list[int]) -> bytes:
+    """Return a file with one tensor of two numbers, whose header has this shape."""
+    return header({"x": {"dtype": "F32", "shape": shape, "data_offsets": [0, 8]}})
 
 
-def entries(*offsets: tuple[int, int]) -> bytes:
-    tensors = {f"x{i}": {"dtype": "F32", "shape": [2], "data_offsets": pair} for i, pair in enumerate(offsets)}
-    return header(tensors, bytes(16))
-
-
-class Call:
+class Executed:
     """An object that unpickles as a function call."""
 
-    def __init__(self, function: Any, *arguments: Any) -> None:
-        self.reduced = function, arguments
-
     def __reduce__(self) -> Any:
-        return self.reduced
-
-
-EXECUTE = Call(exec, "open('canary', 'w')")
+        return exec, ("open('canary', 'w')",)
 
 
 def torch_saved() -> bytes:
     saved = io.BytesIO()
-    torch.save(good() | {"x": EXECUTE}, saved)
+    torch.save(good() | {"x": Executed()}, saved)
     return saved.getvalue()
 
 
@@ -160,8 +148,7 @@ MODEL, NOT_FINITE = "does not hold a model", "its weights are NaN or infinite"
 def hostile_files() -> Iterator[tuple[str, str, bytes]]:
     """Yield the name of a file, a part of the error that it causes (empty if it is harmless), and its content."""
     yield from other_kinds()
-    yield from damaged_headers()
-    yield from damaged_tensors()
+    yield from damaged_files()
     yield from hostile_json()
     yield from impossible_models()
     yield from hostile_tokenizers()
@@ -173,61 +160,32 @@ def hostile_files() -> Iterator[tuple[str, str, bytes]]:
 
 def other_kinds() -> Iterator[tuple[str, str, bytes]]:
     yield "a checkpoint of torch.save", INCOMPLETE, torch_saved()
-    for protocol in (0, 2, 5):
-        yield f"a pickle of protocol {protocol}", INCOMPLETE, pickle.dumps({"x": EXECUTE}, protocol)
+    yield "a pickle", INCOMPLETE, pickle.dumps({"x": Executed()})
     yield "a zip bomb", INCOMPLETE, zip_bomb()
-    yield "a text", INCOMPLETE, b"Once upon a time there was a text file.\n"
     yield "a long text", INCOMPLETE, b"All work and no play. " * 100_000
     yield "an empty file", INCOMPLETE, b""
-    yield "seven bytes", INCOMPLETE, bytes(7)
-    yield "zeros", INCOMPLETE, bytes(1 << 20)
 
 
-def damaged_headers() -> Iterator[tuple[str, str, bytes]]:
+def damaged_files() -> Iterator[tuple[str, str, bytes]]:
+    """Yield files that safetensors refuses, of each kind one, and files with a wrong checksum."""
     yield "a header beyond the file", INCOMPLETE, header({}, b"", 1000)
-    yield "a header of 2^63 bytes", INCOMPLETE, header({}, length=1 << 63)
-    yield "a header of -1 bytes", INCOMPLETE, header({}, length=(1 << 64) - 1)
-    yield "a header of 100 MB", INCOMPLETE, header(b"[" * (100 << 20))
     yield "a header of 100 MB of a good file", INCOMPLETE, header(changed()[8:].ljust(100 << 20))
-    yield "a header that is not JSON", INCOMPLETE, header(b"{x}")
     yield "a header that is not UTF-8", INCOMPLETE, header(b'{"\xff": 1}')
-    yield "a header of a list", INCOMPLETE, header([])
     yield "a header of nested lists", INCOMPLETE, header(nested(100_000).encode())
-    yield "a header of NaN", INCOMPLETE, header({"x": math.nan})
-    yield "an empty header", INCOMPLETE, header({}, b"")
-    yield "metadata of numbers", INCOMPLETE, header({"__metadata__": {"minigpt": 3}}, b"")
-    yield "metadata of a list", INCOMPLETE, header({"__metadata__": ["minigpt"]}, b"")
+    yield "no metadata", INCOMPLETE, header({}, b"")
     yield "no checksum", DAMAGED, changed(crc32="")
     yield "a wrong checksum", DAMAGED, changed(crc32="00000000")
-
-
-def damaged_tensors() -> Iterator[tuple[str, str, bytes]]:
     yield "bytes after the tensors", INCOMPLETE, changed() + bytes(8)
-    yield "no bytes", INCOMPLETE, entry()[:-8]
-    for key in ("dtype", "shape", "data_offsets"):
-        yield f"a tensor without {key}", INCOMPLETE, entry(**{key: ...})
-    for dtype in ("F33", "F64", "U8", "", 3, None, ["F32"], "F" * 1000):
-        yield f"a tensor of dtype {dtype}", INCOMPLETE, entry(dtype=dtype)
-    overflows = [HUGE], [1 << 62, 4], [1 << 32, 1 << 32], [10**30]
-    for shape in ([-2], [2.0], *overflows, "2", None, [True], [[2]], [3]):
-        yield f"a tensor of shape {shape}", INCOMPLETE, entry(shape=shape)
-    for pair in ([8, 0], [-8, 0], [0, 1 << 40], [0, 1 << 64], [4, 12], [0.0, 8.0], [0], [0, 8, 8], "08"):
-        yield f"offsets {pair}", INCOMPLETE, entry(data_offsets=pair)
-    yield "overlapping tensors", INCOMPLETE, entries((0, 8), (0, 8))
-    yield "partly overlapping tensors", INCOMPLETE, entries((0, 8), (4, 12))
-    yield "a gap between tensors", INCOMPLETE, entries((0, 4), (8, 16))
-    yield "a tensor of many dimensions", INCOMPLETE, entry(shape=[1] * 1000 + [2])
+    yield "a tensor of 10^15 numbers", INCOMPLETE, entry([HUGE])
+    yield "a tensor of many dimensions", INCOMPLETE, entry([1] * 1000 + [2])
     yield "a tensor of 10^15 rows of nothing", "", changed("x", value=torch.empty(0, HUGE))
-    yield "a name twice", INCOMPLETE, header(entry()[8:-8].replace(b"}}", b'}, "x": {}}'))
     yield "ten thousand tensors", INCOMPLETE, file({}, {f"{i}": torch.empty(0) for i in range(10_000)})
 
 
 def hostile_json() -> Iterator[tuple[str, str, bytes]]:
-    for text in ("", "x", "{", "[]", "[3]", "3", "null", "NaN", '"text"', "{}", '{"minigpt": {}}'):
+    for text in ("", "[]", "3", '"text"', "{}", '{"minigpt": {}}'):
         yield f"JSON that is {text!r}", INCOMPLETE, file(text, {"x": torch.ones(2)})
-    for depth in (1000, 100_000):
-        yield f"{depth} nested lists", INCOMPLETE, beside(nested(depth))
-    yield "1000 nested dictionaries", INCOMPLETE, beside('{"x":' * 1000 + "1" + "}" * 1000)
+    yield "100,000 nested lists", INCOMPLETE, beside(nested(100_000))
     yield "1000 nested tuples", INCOMPLETE, beside('{"$tuple":[' * 1000 + "]}" * 1000)
     yield "a key twice", INCOMPLETE, beside('1, "state_dict": {}, "minigpt": 3')
     yield "a million lists", "", beside(f"[{'[],' * 1_000_000}[]]")
@@ -237,15 +195,13 @@ def hostile_json() -> Iterator[tuple[str, str, bytes]]:
     yield "a number beyond floats", "", beside("1e999")
     for digits, error in ((4000, ""), (1_000_000, INCOMPLETE)):
         yield f"an integer of {digits} digits", error, beside("9" * digits)
-    tensors = '{"$tensor": "x"}', '{"$tensor": "__metadata__"}'
-    pairs = ("[[], 1]", "[{}, 1]", "[1, 2, 3]", "1", '"x"')
-    for marker in (*tensors, *(f'{{"$dict": [{pair}]}}' for pair in pairs)):
+    for marker in ('{"$tensor": "x"}', '{"$dict": [[[], 1]]}', '{"$dict": [[1, 2, 3]]}', '{"$dict": [1]}'):
         yield f"a marker {marker}", INCOMPLETE, beside(marker)
-    harmless = '{"$tensor": 3}', '{"$tensor": ["x"]}', '{"$tuple": 3}', '{"$dict": {}}', '{"$class": "os"}'
+    harmless = '{"$tensor": ["x"]}', '{"$tuple": 3}', '{"$dict": {}}', '{"$class": "os"}'
     for marker in ('{"$dict": [[1.5, 1], [{"$tensor": "model.wte.weight"}, 2]]}', *harmless):
         yield f"no marker {marker}", "", beside(marker)
     for key in ("minigpt", "state_dict"):
-        for value in (..., 3, None, "text", ["x"], True):
+        for value in (..., 3, ["x"]):
             yield f"{key} {value!r}", INCOMPLETE, changed(key, value=value)
     yield "weights that are a tensor", INCOMPLETE, changed("state_dict", value=torch.ones(2))
 
@@ -256,22 +212,15 @@ def impossible_models() -> Iterator[tuple[str, str, bytes]]:
         yield f"no {key}", MODEL, changed("minigpt", key, value=...)
     dictionaries = {"_target_": "os.system"}, {"$tensor": "model.wte.weight"}
     values = {
-        "n_layer": [10**9, 10**30, 10**4000, 40_000, True, "2", [2], "${oc.env:HOME}", *dictionaries],
-        "rope_base": [math.inf],
+        "n_layer": [10**9, 10**4000, 40_000, "${oc.env:HOME}", *dictionaries],
         "block_size": [1 << 60, 1 << 20],
-        "head_dim": [-1, 1 << 20],
-        "n_embd": [math.nan, 16.0],
-        "n_head": [0],
-        "n_kv_head": [3],
+        "head_dim": [1 << 20],
         "n_inner": [1 << 62],
         "vocab_size": [1 << 62, 3],
-        "dropout": [math.nan, math.inf],
+        "dropout": [math.nan],
         "smear": [1 << 40, 60_000],
         "ngram": [1 << 40],
-        "base_n_embd": [0],
-        "norm": ["__import__('os').system('true')", ["layernorm"], "x" * 1_000_000],
-        "activation": ["../../x"],
-        "_target_": ["os.system"],
+        "norm": ["__import__('os').system('true')", "x" * 1_000_000],
         "__class__": ["x"],
         "3": [4],
     }
@@ -289,12 +238,12 @@ def hostile_tokenizers() -> Iterator[tuple[str, str, bytes]]:
     yield "a tokenizer that is a function", MODEL, tokenizer({"name": {"_target_": "os.system"}})
     yield "a regular expression", MODEL, tokenizer(BPE | {"pattern": "(a+)+$"})
     yield "an unknown encoding", MODEL, tokenizer(BPE | {"name": "(a+)+$"})
-    for separator in (1 << 62, -1, 3, {"$tensor": "model.wpe.weight"}):  # 3 is the id of another token
+    for separator in (1 << 62, 3, {"$tensor": "model.wpe.weight"}):  # 3 is the id of another token
         yield f"an end of text {separator}", MODEL, tokenizer(BPE | {"special": {"<|endoftext|>": separator}})
     tokens = {"one twice": BPE["tokens"] + " AA==", "not base64": "\x1b]0;x\x07 é", "a list": ["AA=="]}
     for name, value in {**tokens, "a million spaces": " " * 1_000_000}.items():
         yield f"tokens: {name}", MODEL, tokenizer(BPE | {"tokens": value})
-    for alphabet in ("aa", "", ["a", "b"]):
+    for alphabet in ("aa", ["a", "b"]):
         yield f"an alphabet {alphabet!r}", MODEL, tokenizer({"name": "char", "alphabet": alphabet})
     yield "a tokenizer.json", "", tokenizer_json()
     yield "a tokenizer.json without a model", MODEL, tokenizer_json(model={})

@@ -9,8 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from conftest import CONFIGS, ROOT
-from hydra import compose, initialize_config_dir
+from conftest import ROOT, composed
 
 from minigpt.utils.cli import cli_entrypoint, explain
 from minigpt.utils.errors import RunError, UserError
@@ -57,8 +56,6 @@ CASES = [
     (caused_by(Interrupted(signal.SIGTERM)), "interrupted by SIGTERM", 143),
     (UserError("x" * 1_000_000), f"error: {'x' * 993} …", 2),
     (ZeroDivisionError("division by zero"), f"error: ZeroDivisionError: division by zero {SHOWN}", 1),
-    (KeyError("n_head"), f"error: KeyError: 'n_head' {SHOWN}", 1),
-    (RuntimeError("one\r\ntwo"), f"error: RuntimeError: one two {SHOWN}", 1),
     (ValueError(), f"error: ValueError: {SHOWN}", 1),
 ]
 
@@ -70,14 +67,6 @@ def test_an_error_is_one_line_on_stderr_and_an_exit_code(capsys, error, output, 
     assert ended.value.code == code
     assert capsys.readouterr() == ("", f"{output}\n")
     assert explain(error) == (output, code)
-
-
-@pytest.mark.parametrize("error", [UserError("x"), RuntimeError("x"), KeyboardInterrupt()], ids=repr)
-def test_the_traceback_is_shown_on_demand(monkeypatch, error):
-    monkeypatch.setenv("MINIGPT_TRACEBACK", "1")
-    with pytest.raises(type(error)) as raised:
-        failing(error)()
-    assert raised.value is error
 
 
 def test_a_program_returns_its_value_or_chooses_its_exit_code(capsys):
@@ -134,8 +123,6 @@ def test_the_closest_known_name_is_named_or_none(name, meant):
     [
         ("optimizer.lrr=1e-3", ["optimizer.lrr", "did you mean optimizer.lr?"]),
         ("model.n_heads=4", ["model.n_heads does not exist (did you mean model.n_head?)"]),
-        ("max_step=3", ["max_step", "did you mean max_steps?"]),
-        ("modell=nano", ["modell does not exist (did you mean model?)"]),
         ("experiment=nanogpt", ["experiment=nanogpt does not exist (did you mean nanogpt_"]),
         ("model=bab", ["model=bab", "did you mean baby?", "gpt2_xl, nano"]),
         ("max_steps", ["override max_steps", "key=value"]),
@@ -146,8 +133,8 @@ def test_the_closest_known_name_is_named_or_none(name, meant):
     ],
 )
 def test_a_mistyped_override_is_explained_by_what_there_is(override, output):
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"), pytest.raises(Exception, match=r".") as raised:
-        compose("train", overrides=[override])
+    with pytest.raises(Exception, match=r".") as raised:
+        composed(override)
     message, code = explain(raised.value)
     assert code == 2
     assert message.startswith("error: ")
