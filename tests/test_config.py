@@ -2,8 +2,6 @@
 
 import importlib.metadata
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -172,20 +170,6 @@ def test_the_package_has_its_version():
     assert minigpt.__version__ == importlib.metadata.version("minigpt")
 
 
-def test_the_model_can_be_used_without_lightning_and_hydra():
-    modules = [f"minigpt.{name}" for name in ("attention", "model", "optim", "generation")]
-    packages = imported_by(*modules)
-    assert "torch" in packages
-    assert not packages & {"lightning", "pytorch_lightning", "lightning_fabric", "hydra", "omegaconf", "wandb"}
-
-
 def composed(*overrides: str) -> DictConfig:
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return compose("train", list(overrides))
-
-
-def imported_by(*modules: str) -> set[str]:
-    """Return the top-level packages that a new Python process has imported after some modules."""
-    code = f"import sys, {', '.join(modules)}; print(*{{name.partition('.')[0] for name in sys.modules}})"
-    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    return set(answer.stdout.split())

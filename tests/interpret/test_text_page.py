@@ -83,7 +83,9 @@ def test_the_texts_of_tokens_are_the_characters_that_they_complete() -> None:
 
 
 def test_the_page_holds_the_description_and_the_history(tmp_path: Path) -> None:
-    data = written(tmp_path / "page.html", ["a", "b"], attention(3, 2, 2), history=HISTORY)
+    hostile = "</script><!--<script>&lt;\u2028\ud800é"
+    data = written(tmp_path / "page.html", ["a", hostile], attention(3, 2, 2), history=HISTORY)
+    assert [token["text"] for token in data["tokens"]] == ["a", hostile]
     assert data["description"].pop("facts").startswith("A GPT. ")
     assert data["description"] == {"name": "model", "n_layer": 3, "n_head": 2, "block_size": 2}
     assert data["history"] == HISTORY
