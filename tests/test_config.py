@@ -1,6 +1,5 @@
 """Configurations: invalid values raise before anything is built, imported or written."""
 
-import importlib.metadata
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-import minigpt
 from minigpt.config import GPTConfig
 from minigpt.runs.config_checks import check_run
 from minigpt.utils.errors import UserError
@@ -164,10 +162,6 @@ def test_an_invalid_run_configuration_raises_with_the_overridden_key(override: s
 def test_an_unknown_model_setting_raises_with_its_name():
     with pytest.raises(UserError, match="n_heads"):
         check_run(composed("+model.n_heads=4"))
-
-
-def test_the_package_has_its_version():
-    assert minigpt.__version__ == importlib.metadata.version("minigpt")
 
 
 def composed(*overrides: str) -> DictConfig:

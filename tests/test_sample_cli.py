@@ -23,7 +23,7 @@ from minigpt.checkpoints.load import load_checkpoint, save_checkpoint
 from minigpt.config import GPTConfig
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer
 from minigpt.device import find_device
-from minigpt.generation import Step, generate, stream
+from minigpt.generation import Step, generate, score, stream
 from minigpt.model import GPT
 from minigpt.sample_cli import Console
 
@@ -134,13 +134,6 @@ def samples(result: Any) -> list[dict[str, Any]]:
 
     assert result.returncode == 0, result.stderr
     return [json.loads(line, parse_constant=refuse) for line in result.stdout.splitlines()]
-
-
-def logprobs(path: str, before: list[int], tokens: list[int]) -> torch.Tensor:
-    """Log-probabilities (T, V) of what follows each token, read at once."""
-    model, _ = load_checkpoint(path)
-    with torch.no_grad():
-        return model(torch.tensor([before + tokens[:-1]]))[0, len(before) - 1 :].log_softmax(-1)
 
 
 def greedy(path: str, prompt: str, n: int) -> str:
@@ -400,10 +393,9 @@ def test_colors_show_the_probability_of_each_token(flags, saves, sample):
     assert shown.startswith("a fox\x1b[")
     assert shown.endswith("\x1b[0m\n")
     (one,) = samples(sample(*flags, "--json"))
-    _, tokenizer = load_checkpoint(saves["char"])
-    p = logprobs(saves["char"], tokenizer.encode("a fox").tolist(), one["tokens"])[range(27), one["tokens"]].exp()
-    assert COLORED.findall(shown) == [(color(x), c) for x, c in zip(p.tolist(), one["text"], strict=True)]
-    assert len({color(x) for x in p.tolist()}) >= 3
+    colors = [color(math.exp(logprob)) for logprob in one["logprobs"]]
+    assert COLORED.findall(shown) == [*zip(colors, one["text"], strict=True)]
+    assert len(set(colors)) >= 3
 
 
 def test_every_sample_has_colors_and_json_has_none(saves, sample):
@@ -422,17 +414,12 @@ TEXT = "a fox, a café.\n"
 @pytest.mark.parametrize("name", ["char", "bpe", "multibyte", "separated"])
 def test_a_score_is_the_log_likelihood_of_the_text(name, saves, sample):
     (found,) = samples(sample(saves[name], "--score", "-", "--json", stdin=TEXT.encode()))
-    _, tokenizer = load_checkpoint(saves[name])
+    model, tokenizer = load_checkpoint(saves[name])
     ids = tokenizer.encode(TEXT).tolist()
-    every = logprobs(saves[name], tokenizer.start.tolist(), ids)
-    each = every[range(len(ids)), ids]
-    assert found["token_ids"] == ids
-    assert found["logprobs"] == pytest.approx(each.tolist(), abs=1e-4)
-    assert found["ranks"] == (every > each[:, None]).sum(-1).tolist()
-    assert (found["tokens"], found["bytes"]) == (len(ids), 16)
-    assert found["nats"] == pytest.approx(-each.sum().item(), rel=1e-5)
-    assert found["nats_per_token"] == pytest.approx(-each.mean().item(), rel=1e-5)
-    assert found["bits_per_byte"] == pytest.approx(-each.sum().item() / math.log(2) / 16, rel=1e-5)
+    rated = score(model, ids, tokenizer.start.tolist())
+    values = {"token_ids": ids, "logprobs": rated.logprobs.tolist(), "ranks": rated.ranks.tolist()}
+    values |= {"tokens": len(ids), "bytes": 16, "nats": rated.nats, "nats_per_token": rated.nats / len(ids)}
+    assert found == values | {"bits_per_byte": rated.bits_per_byte(16)}
 
 
 def test_a_score_is_printed_as_a_table(saves, sample, tmp_path):
