@@ -5,11 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CONFIGS
-from hydra import compose, initialize_config_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 from test_generation import ARCHITECTURES, make
 from tolerance import assert_near, terms_of
 from torch import Tensor
@@ -55,8 +52,6 @@ SLIDING = {
     "none": {"position": "none"},
     "none, looking back": {"position": "none", "smear": 1, "ngram": 4, "embed_norm": True, "n_kv_head": 1},
 }
-READ_AGAIN = {"learned": {}, "ngram": {"ngram": 3}, "smear": {"smear": 2}, "both": {"ngram": 4, "smear": 1}}
-PRESETS = sorted(file.stem for file in (CONFIGS / "model").glob("*.yaml") if file.stem != "pretrained")
 
 
 @every
@@ -70,15 +65,6 @@ def test_a_batch_is_decoded_with_the_logits_of_gpt_forward_on_each_whole_text(ch
         assert torch.equal(value, before[name]), name
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_a_step_of_every_preset_gives_the_logits_of_gpt_forward(preset: str):
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        composed = OmegaConf.to_container(compose("train", overrides=[f"model={preset}"]).model)
-    narrow = {"n_layer": 2, "n_embd": 4 * composed["n_head"], "block_size": 12, "vocab_size": 23, "dropout": 0.0}
-    model, text = make(**{**composed, **narrow}), tokens(40)
-    close(model, decode(model, [text[:5]], [text[5:]])[0], as_alone(model, text, 5))
-
-
 def test_several_samples_share_one_prefill_of_their_prompt():
     for changes in ({}, {"position": "rope", "ngram": 3, "smear": 2}):
         model, prompts, following = make(**changes), [tokens(5), tokens(2)], [tokens(20) for _ in range(6)]
@@ -90,19 +76,6 @@ def test_several_samples_share_one_prefill_of_their_prompt():
         together = decode(model, prompts, following, num_samples=3)
         for i, (after, logits) in enumerate(zip(following, together, strict=True)):
             close(model, logits, decode(model, [prompts[i // 3]], [after])[0])
-
-
-@pytest.mark.parametrize("changes", [*SLIDING.values(), *READ_AGAIN.values()], ids=[*SLIDING, *READ_AGAIN])
-@pytest.mark.parametrize("block_size", [1, 2, 3, 5, 16])
-def test_texts_of_a_batch_are_continued_beyond_block_size_by_the_rule_of_their_positions(
-    block_size: int, changes: dict[str, Any]
-):
-    """Rotary positions or none slide the window, in every layer; learned ones read its newer half again."""
-    model, lengths = make(block_size=block_size, **changes), (3, 16, 29, 1, 11)
-    texts = [tokens(n + 6 * block_size + 20) for n in lengths]
-    together = decode(model, *split(texts, lengths))
-    for text, n, logits in zip(texts, lengths, together, strict=True):
-        close(model, logits, as_alone(model, text, n))
 
 
 def test_rotary_positions_are_exact_after_thousands_of_tokens():

@@ -188,21 +188,6 @@ def test_an_ngram_embedding_depends_on_the_last_n_tokens_only():
     assert_close(model.ngrams(again, None)[0, 5], embedded[0, 7])
 
 
-def test_smear_adds_previous_token_embeddings():
-    model = tiny(smear=2)
-    for factor in model.smear:
-        nn.init.normal_(factor)
-    plain = tiny()
-    plain.load_state_dict({name: weight for name, weight in model.state_dict().items() if "smear" not in name})
-    tokens = torch.randint(29, (2, 16))
-    embedded = plain.wte(tokens)
-    mixed = embedded.clone()
-    mixed[:, 1:] += model.smear[1] * embedded[:, :-1]
-    mixed[:, 2:] += model.smear[0] * embedded[:, :-2]
-    plain.wte.register_forward_hook(lambda *_: mixed)
-    assert_near(model(tokens), plain(tokens), terms=terms_of(model.config))
-
-
 def test_an_input_longer_than_the_context_raises():
     model = tiny(position="rope")
     with pytest.raises(ValueError, match=r"17 tokens exceed block_size=16"):

@@ -42,18 +42,13 @@ def test_statistics_of_uniform_attention_equal_their_closed_form() -> None:
     assert head_names(table, T) == [[""]]
 
 
-@pytest.mark.parametrize(("T", "name"), [(2, ""), (7, ""), (8, "previous token")])
-def test_a_head_of_a_short_text_has_no_name(T: int, name: str) -> None:
-    previous = torch.eye(T).roll(1, dims=0)[None, None]  # each token attends to the previous one
-    assert head_names(head_table(previous, torch.zeros(1, 1)), T) == [[name]]
-
-
 def test_heads_get_the_name_of_the_position_that_they_attend_to() -> None:
     T = 16
     positions = (torch.eye(T).roll(1, dims=0), torch.eye(T), torch.eye(T)[:1].expand(T, -1), uniform(T)[0, 0])
     table = head_table(torch.stack(positions)[None], torch.zeros(1, 4))
     names = head_names(table, T)
-    assert names == [["previous token", "self", "first token", ""]]
+    assert names == head_names(table, 8) == [["previous token", "self", "first token", ""]]
+    assert head_names(table, 7) == [[""] * 4]  # of a short text
     assert table["distance"][0, :2].tolist() == [1, 0]
     header, *lines = format_table(table, names).splitlines()
     assert header.split() == ["layer", "head", *table, "name"]
