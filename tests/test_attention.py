@@ -186,9 +186,9 @@ def test_dropout_drops_weights_and_keeps_their_expectation():
 
 
 def test_invalid_arguments_raise_with_their_names():
-    with pytest.raises(UserError, match="^n_embd must be divisible by n_head=4, got 10"):
+    with pytest.raises(UserError, match=r"^n_embd must be divisible by n_head=4, got 10"):
         MultiHeadAttention(10, 4)
-    with pytest.raises(UserError, match="^n_head must be divisible by n_kv_head=3, got 4"):
+    with pytest.raises(UserError, match=r"^n_head must be divisible by n_kv_head=3, got 4"):
         MultiHeadAttention(12, 4, n_kv_head=3)
 
 

@@ -58,14 +58,6 @@ def test_filters_equal_those_of_hugging_face_in_the_same_order(chosen: dict[str,
     assert_close(ours.softmax(-1), expected.softmax(-1))
 
 
-def test_no_filter_returns_the_logits_unchanged():
-    logits = torch.randn(2, 30)
-    given = logits.clone()
-    assert torch.equal(Sampling().filter(logits), given)
-    Sampling(0.5, 3, 0.5, 0.1, 1.5).filter(logits, torch.ones(2, 30, dtype=torch.bool))
-    assert torch.equal(logits, given)
-
-
 @pytest.mark.parametrize("top_k", [1, 2, 3, 10])
 @pytest.mark.parametrize("others", [{}, {"temperature": 0.5}, {"top_p": 0.99}, {"min_p": 0.5}], ids=str)
 def test_top_k_keeps_exactly_k_tokens_where_they_tie(top_k: int, others: dict[str, Any]):
