@@ -37,6 +37,16 @@ def test_the_policy_allows_the_script_and_the_style_of_the_page_and_nothing_else
     assert not re.search(r"^(import|export)\b", script_of(page), re.MULTILINE)
 
 
+@pytest.mark.parametrize("entry", ["browser.js", "saved.js"])
+def test_a_module_is_in_the_script_once_after_those_that_it_imports(entry: str) -> None:
+    script, before = script_of(render(entry, {})), set[str]()
+    modules = module._modules(entry, {})
+    for name, source in sorted(modules.items(), key=lambda item: script.index(item[1])):
+        assert script.count(source) == 1
+        assert set(re.findall(r'^import .* "\./(.*)";$', (PAGE / name).read_text(), re.MULTILINE)) <= before
+        before.add(name)
+
+
 def exports(file: Path) -> set[str]:
     declaration = r"^export (?:async )?(?:function\*?|class|const|let) (\w+)"
     return set(re.findall(declaration, file.read_text(encoding="utf-8"), re.MULTILINE))
