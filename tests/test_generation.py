@@ -40,15 +40,6 @@ def test_a_chunked_prefill_with_a_cache_gives_the_logits_of_one_forward(settings
     assert_near(torch.cat(parts, 1), model(tokens), terms=terms_of(model.config))
 
 
-def test_the_tokens_of_one_sample_are_drawn_independently():
-    model = make(vocab_size=11, tie_embeddings=False)
-    nn.init.zeros_(model.lm_head.weight)
-    text = torch.tensor(texts(model, [0], max_new_tokens=1100)[0])
-    counts = torch.bincount(text, minlength=11)
-    assert ((counts - 100.0) ** 2 / 100).sum() < 29.588  # chi-square of 10 degrees of freedom: once in a thousand above
-    assert 65 < (text[1:] == text[:-1]).sum() < 135  # a neighbor is equal once in eleven
-
-
 @pytest.mark.parametrize("penalty", [0.7, 1.3, 3.0])
 def test_a_repetition_penalty_covers_prompt_and_generated_tokens(penalty: float):
     model, prompts = make(), [[5, 1, 19], [2, 2, 7, 0, 11, 12]]
@@ -71,13 +62,6 @@ def test_a_repetition_penalty_covers_prompt_and_generated_tokens(penalty: float)
         assert texts(model, long, max_new_tokens=1, temperature=0, repetition_penalty=penalty) == [[best]]
 
 
-def test_the_seed_determines_the_text():
-    first, again, other = (texts(make(), [3], max_new_tokens=30, seed=seed) for seed in (4, 4, 40))
-    assert first == again
-    assert first != other
-    assert texts(make(), [3], max_new_tokens=30, seed=2**63 - 1, num_samples=2) != first
-
-
 def test_a_sample_does_not_depend_on_the_batch_size():
     model, prompt = make(position="rope"), [3, 7]
     many = texts(model, prompt, max_new_tokens=40, seed=7, num_samples=5)
@@ -86,6 +70,7 @@ def test_a_sample_does_not_depend_on_the_batch_size():
     for i, text in enumerate(many):
         assert texts(model, prompt, max_new_tokens=40, seed=7, num_samples=i + 1)[i] == text
         assert texts(model, prompt, max_new_tokens=40, seed=7 + i) == [text]
+    assert len(texts(model, prompt, max_new_tokens=1, seed=2**63 - 1, num_samples=2)) == 2
 
 
 @architectures
@@ -142,8 +127,8 @@ def test_stream_yields_the_tokens_of_generate_step_by_step():
     model, options = make(), {"num_samples": 3, "top_k": 5, "logprobs": True}
     whole = generate(model, [3, 7], max_new_tokens=20, **options)
     steps = list(islice(stream(model, [3, 7], max_new_tokens=10**12, **options), 20))
-    assert [[*tokens] for tokens in zip(*(step.tokens for step in steps), strict=True)] == [one.tokens for one in whole]
-    assert [[*row] for row in zip(*(step.logprobs for step in steps), strict=True)] == [one.logprobs for one in whole]
+    for i, one in enumerate(whole):
+        assert [(step.tokens[i], step.logprobs[i]) for step in steps] == [*zip(one.tokens, one.logprobs, strict=True)]
     assert {type(number) for step in steps for number in step.tokens + step.logprobs} == {int, float}
     assert [step.stopped for step in steps] == [[False] * 3] * 20
     assert next(stream(model, [3, 7], max_new_tokens=1)).logprobs == []
@@ -160,9 +145,8 @@ def test_generate_passes_every_setting_to_stream():
         options = base | {name: value} | ({"tokenizer": Letters()} if name == "stop" else {})
         whole, steps = generate(model, [3, 7], **options), list(stream(model, [3, 7], **options))
         assert len(steps[0].tokens) == len(whole)
-        assert [sample.tokens for sample in whole] == [
-            [step.tokens[i] for step in steps[: len(sample.tokens)]] for i, sample in enumerate(whole)
-        ]
+        for i, sample in enumerate(whole):
+            assert sample.tokens == [step.tokens[i] for step in steps[: len(sample.tokens)]]
         assert whole != plain, name
 
 
@@ -268,17 +252,6 @@ def test_the_training_mode_of_the_model_is_restored(training: bool):
     check_mode()
 
 
-def test_sampling_records_no_gradients(monkeypatch: pytest.MonkeyPatch):
-    recorded, draw = [], Sampling.draw
-    monkeypatch.setattr(
-        Sampling, "draw", lambda self, logits, *rest: recorded.append(logits.requires_grad) or draw(self, logits, *rest)
-    )
-    model = make(smear=1, ngram=2)
-    generate(model, [3], max_new_tokens=5)
-    assert recorded == [False] * 5
-    assert not score(model, [3, 4], [5]).logprobs.requires_grad
-
-
 def test_gradients_are_enabled_between_the_steps_of_a_stream():
     model = make()
     for _ in stream(model, [3], max_new_tokens=2):
@@ -302,30 +275,11 @@ def test_a_setting_out_of_range_is_refused_before_the_first_step(name: str, valu
             function(make(), [3], **{"max_new_tokens": 3, name: value})
 
 
-NO_PROMPTS = {
-    "nothing": [],
-    "an empty tensor": torch.zeros(0, dtype=torch.long),
-    "a prompt without tokens": [[1], []],
-    "no prompts": [[]],
-    "an id beyond the vocabulary": [3, 23],
-    "a negative id": [-1],
-    "an id beyond the vocabulary in one of two": [[1], [3, 10**9]],
-    "a tensor of fractions": torch.tensor([1.0, 2.0]),
-    "fractions": [1.5, 2.0],
-    "fractions after an id": [1, 2.0],
-    "a number": 3,
-    "a tensor of one number": torch.tensor(3),
-    "text": "abc",
-    "texts": ["abc", "d"],
-    "None": None,
-    "a prompt and an id": [[1, 2], 3],
-    "an id and a prompt": [3, [1, 2]],
-    "three dimensions": torch.zeros(2, 2, 2, dtype=torch.long),
-    "true and false": [True, False],
-}
+NO_PROMPTS = [[], [[1], []], [3, 23], [-1], [[1], [3, 10**9]], torch.tensor([1.0, 2.0]), [1, 2.0], 3, torch.tensor(3)]
+NO_PROMPTS += ["abc", ["abc", "d"], None, [[1, 2], 3], [3, [1, 2]], torch.zeros(2, 2, 2, dtype=torch.long), [True]]
 
 
-@pytest.mark.parametrize("prompt", NO_PROMPTS.values(), ids=NO_PROMPTS)
+@pytest.mark.parametrize("prompt", NO_PROMPTS, ids=str)
 def test_invalid_token_ids_are_refused(prompt: Any):
     with pytest.raises(UserError, match="prompt"):
         generate(make(), prompt, max_new_tokens=3)
@@ -338,6 +292,7 @@ def test_invalid_token_ids_are_refused(prompt: Any):
 def test_score_returns_the_logprob_and_rank_of_each_token(settings: dict[str, Any]):
     model, start, text = make(**settings), [5, 1], torch.randint(23, (14,)).tolist()
     found = score(model, text, start)
+    assert not found.logprobs.requires_grad
     p = model(torch.tensor([[*start, *text[:-1]]]))[0, 1:].double().softmax(-1)
     own = p[range(14), text]
     assert_near(found.logprobs, own.log().float(), terms=terms_of(model.config))
@@ -347,15 +302,6 @@ def test_score_returns_the_logprob_and_rank_of_each_token(settings: dict[str, An
     loss = model(torch.tensor([[*start, *text[:-1]]]), torch.tensor([[-100, *text]]), reduction="sum")
     assert found.nats == pytest.approx(loss.item(), rel=1e-5)
     assert found.bits_per_byte(28) == pytest.approx(found.nats / 28 / math.log(2))
-
-
-def test_uniform_logits_score_log_vocab_size_per_token():
-    model = make(vocab_size=256)
-    nn.init.zeros_(model.wte.weight)
-    found = score(model, torch.arange(100), [0])
-    assert found.nats == pytest.approx(100 * math.log(256))
-    assert found.bits_per_byte(100) == pytest.approx(8)
-    assert found.ranks.tolist() == [0] * 100  # none is likelier
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 7, 16])

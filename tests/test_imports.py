@@ -72,9 +72,11 @@ def test_no_module_has_more_than_350_lines() -> None:
 
 
 def test_a_run_imports_no_package_that_it_does_not_use_before_its_first_step(small: list[str], tmp_path: Path) -> None:
-    """Nor does an empty model, as sampling builds it, need the compiler of torch."""
+    """Nor does the model need Lightning or Hydra, or an empty one, as sampling builds it, the compiler of torch."""
     program = f"""
 import runpy, sys
+import {", ".join(f"minigpt.{name}" for name in MODEL_FILES)}
+assert not {{"lightning", "pytorch_lightning", "lightning_fabric", "hydra", "omegaconf", "wandb"}} & {{*sys.modules}}
 from minigpt.checkpoints.load import GPTConfig, empty_model
 assert empty_model(GPTConfig(vocab_size=65)).wte.weight.is_meta
 assert "torch._dynamo" not in sys.modules

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from minigpt import GPT, GPTConfig, generate
+from minigpt import GPT, GPTConfig
 from minigpt.int8 import Int8Linear, quantize
 from minigpt.kv_decoder import Decoder
 
@@ -123,9 +123,3 @@ def test_decoding_gives_the_logits_of_the_quantized_model(shape: dict[str, Any])
     expected = model(text)[:, 4:]
     # Another order of the sums in attention and norms moves some numbers to the next integer.
     assert (logits - expected).square().mean() < 2e-4 * expected.square().mean()
-
-
-def test_samples_of_a_batch_are_those_of_each_prompt_alone() -> None:
-    model, prompts = quantize(make(position="rope")), [[1, 2, 3], [4, 5, 6, 7, 8]]
-    both = generate(model, prompts, max_new_tokens=15, seed=3)
-    assert [one.tokens for one in both] == [generate(model, p, max_new_tokens=15, seed=3)[0].tokens for p in prompts]

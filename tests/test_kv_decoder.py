@@ -5,11 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CONFIGS
-from hydra import compose, initialize_config_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 from test_generation import ARCHITECTURES, make
 from tolerance import assert_near, terms_of
 from torch import Tensor
@@ -55,32 +52,17 @@ SLIDING = {
     "none": {"position": "none"},
     "none, looking back": {"position": "none", "smear": 1, "ngram": 4, "embed_norm": True, "n_kv_head": 1},
 }
-READ_AGAIN = {"learned": {}, "ngram": {"ngram": 3}, "smear": {"smear": 2}, "both": {"ngram": 4, "smear": 1}}
-PRESETS = sorted(file.stem for file in (CONFIGS / "model").glob("*.yaml") if file.stem != "pretrained")
 
 
 @every
-def test_a_step_gives_the_logits_of_gpt_forward_on_the_whole_text(changes: dict[str, Any]):
-    model, text = make(**changes), tokens(16)
-    close(model, decode(model, [text[:3]], [text[3:]])[0], model(torch.tensor([text]))[0, 2:])
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_a_step_of_every_preset_gives_the_logits_of_gpt_forward(preset: str):
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        composed = OmegaConf.to_container(compose("train", overrides=[f"model={preset}"]).model)
-    narrow = {"n_layer": 2, "n_embd": 4 * composed["n_head"], "block_size": 12, "vocab_size": 23, "dropout": 0.0}
-    model, text = make(**{**composed, **narrow}), tokens(40)
-    close(model, decode(model, [text[:5]], [text[5:]])[0], as_alone(model, text, 5))
-
-
-@every
-def test_a_batch_of_prompts_of_several_lengths_is_decoded_as_each_alone(changes: dict[str, Any]):
-    model = make(**changes)
-    prompts, following = [tokens(n) for n in (3, 1, 16, 25)], [tokens(24) for _ in range(4)]
-    together = decode(model, prompts, following)
-    for prompt, after, logits in zip(prompts, following, together, strict=True):
-        close(model, logits, decode(model, [prompt], [after])[0])
+def test_a_batch_is_decoded_with_the_logits_of_gpt_forward_on_each_whole_text(changes: dict[str, Any]):
+    model, texts, lengths = make(**changes), [tokens(n + 7) for n in (3, 1, 9)], (3, 1, 9)
+    before = {name: value.clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
+    together = decode(model, *split(texts, lengths))
+    for text, n, logits in zip(texts, lengths, together, strict=True):
+        close(model, logits, model(torch.tensor([text]))[0, n - 1 :])
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        assert torch.equal(value, before[name]), name
 
 
 def test_several_samples_share_one_prefill_of_their_prompt():
@@ -94,20 +76,6 @@ def test_several_samples_share_one_prefill_of_their_prompt():
         together = decode(model, prompts, following, num_samples=3)
         for i, (after, logits) in enumerate(zip(following, together, strict=True)):
             close(model, logits, decode(model, [prompts[i // 3]], [after])[0])
-
-
-@pytest.mark.parametrize("changes", [*SLIDING.values(), *READ_AGAIN.values()], ids=[*SLIDING, *READ_AGAIN])
-@pytest.mark.parametrize("block_size", [1, 2, 3, 5, 16])
-def test_texts_of_a_batch_are_continued_beyond_block_size_by_the_rule_of_their_positions(
-    block_size: int, changes: dict[str, Any]
-):
-    """Rotary positions or none slide the window, in every layer; learned ones read its newer half again."""
-    model, lengths = make(block_size=block_size, **changes), (3, 16, 29, 1, 11)
-    texts = [tokens(n + 6 * block_size + 20) for n in lengths]
-    prompts = [text[:n] for text, n in zip(texts, lengths, strict=True)]
-    together = decode(model, prompts, [text[n:] for text, n in zip(texts, lengths, strict=True)])
-    for text, n, logits in zip(texts, lengths, together, strict=True):
-        close(model, logits, as_alone(model, text, n))
 
 
 def test_rotary_positions_are_exact_after_thousands_of_tokens():
@@ -159,11 +127,7 @@ def test_any_architecture_decodes_any_prompts_as_gpt_forward(data: st.DataObject
     # In 64 bits: without a norm that helps, small heads and squares make much of rounding.
     model = make(**changes).double()
     texts = [tokens(n + steps) for n in lengths]
-    together = decode(
-        model,
-        [text[:n] for text, n in zip(texts, lengths, strict=True)],
-        [text[n:] for text, n in zip(texts, lengths, strict=True)],
-    )
+    together = decode(model, *split(texts, lengths))
     visits = data.draw(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12), st.integers(0, 25)), max_size=5))
     for text, n, logits in [*zip(texts, lengths, together, strict=True), *join_and_leave(model, visits)]:
         # In 64 bits but for the sines of rotary positions.
@@ -226,15 +190,6 @@ def test_large_matrices_give_the_logits_of_gpt_forward(changes: dict[str, Any], 
     assert_near(logits, model(text)[:, 2:], terms=terms_of(model.config))
 
 
-def test_decoding_leaves_the_model_unchanged():
-    for changes in EVERY.values():
-        model = make(**changes)
-        before = {name: value.clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
-        decode(model, [tokens(3), tokens(5)], [tokens(20), tokens(20)])
-        for name, value in (*model.named_parameters(), *model.named_buffers()):
-            assert torch.equal(value, before[name]), name
-
-
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
     torch.manual_seed(0)
@@ -244,6 +199,12 @@ def _seeded() -> Iterator[None]:
 
 def tokens(n: int) -> list[int]:
     return torch.randint(23, (n,)).tolist()
+
+
+def split(texts: list[list[int]], lengths: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
+    """The first tokens of each text, and the rest."""
+    pairs = list(zip(texts, lengths, strict=True))
+    return [text[:n] for text, n in pairs], [text[n:] for text, n in pairs]
 
 
 def decode(model: GPT, prompts: list[list[int]], following: list[list[int]], num_samples: int = 1) -> Tensor:

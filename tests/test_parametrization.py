@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +9,6 @@ import torch
 from tolerance import assert_near
 from torch import Tensor
 
-from minigpt import load_checkpoint
-from minigpt.checkpoints.find import LAST
-from minigpt.checkpoints.format import read
 from minigpt.config import GPTConfig
 from minigpt.model import GPT
 from minigpt.optim import adamw, muon
@@ -124,18 +120,6 @@ def test_at_four_times_the_base_width_all_values_follow_table_8():
 
 def test_under_the_standard_parametrization_adamw_has_two_groups():
     assert len(adamw(build(n_embd=256, n_head=4), **ADAMW).param_groups) == 2
-
-
-def test_a_resumed_run_under_mup_equals_an_uninterrupted_one(train: Callable[..., Any], tmp_path: Path):
-    base = ["model.parametrization=mup", "model.base_n_embd=8", "model.base_head_dim=4"]
-    same = [*base, "schedule=constant", "max_steps=4"]
-    whole = train(*same, folder=tmp_path / "whole")
-    begun = train(*same, "max_steps=2", folder=tmp_path / "begun")
-    resumed = train(*same, f"resume={begun.folder}", folder=tmp_path / "resumed")
-    weights, others = (read(run.folder / LAST)["state_dict"] for run in (whole, resumed))
-    for name, weight in weights.items():
-        assert torch.equal(weight, others[name]), name
-    assert load_checkpoint(resumed.folder)[0].config.width_ratio == 4
 
 
 def build(**settings: Any) -> GPT:

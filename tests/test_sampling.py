@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
@@ -49,22 +49,13 @@ ALONE_OR_TOGETHER = st.fixed_dictionaries({}, optional=VALUES) | st.one_of(
 @given(chosen=ALONE_OR_TOGETHER, seed=st.integers(0, 10**6), n_seen=st.integers(1, 8))
 def test_filters_equal_those_of_hugging_face_in_the_same_order(chosen: dict[str, Any], seed: int, n_seen: int):
     logits, text, seen = given_text(seed, n_seen)
-    assume(clear(logits, seen, chosen))
     expected = logits.clone()
     for name, processor in PROCESSORS.items():
         if name in chosen:
             expected = processor(chosen[name])(text, expected)
     ours = Sampling(**chosen).filter(logits, seen)
     assert torch.equal(ours.isneginf(), expected.isneginf())
-    assert_close(ours.softmax(-1), expected.softmax(-1), atol=1e-6, rtol=1e-5)
-
-
-def test_no_filter_returns_the_logits_unchanged():
-    logits = torch.randn(2, 30)
-    given = logits.clone()
-    assert torch.equal(Sampling().filter(logits), given)
-    Sampling(0.5, 3, 0.5, 0.1, 1.5).filter(logits, torch.ones(2, 30, dtype=torch.bool))
-    assert torch.equal(logits, given)
+    assert_close(ours.softmax(-1), expected.softmax(-1))
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3, 10])
@@ -159,15 +150,6 @@ def test_a_draw_from_a_large_vocabulary_is_exact_in_float64():
         assert drawn.tolist() == expected.tolist()
 
 
-def test_samples_of_a_batch_are_filtered_and_drawn_independently():
-    logits, uniform, seen = 3 * torch.randn(8, 30), torch.rand(8), torch.rand(8, 30) < 0.3
-    sampling = Sampling(1.5, 20, 0.9, 0.02, 1.3)
-    together = sampling.draw(logits, uniform, seen)
-    alone = [sampling.draw(logits[i : i + 1], uniform[i : i + 1], seen[i : i + 1]).item() for i in range(8)]
-    assert together.tolist() == alone
-    assert len(set(alone)) > 3
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -190,20 +172,17 @@ def test_a_setting_out_of_range_is_refused_by_name(name: str, value: object):
     assert re.fullmatch(rf"{name} must be .*, got {re.escape(str(value))}", str(error.value))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *[("temperature", value) for value in (0, 0.0, 1, 1e-9, 100)],
-        *[("top_k", value) for value in (None, 1, 10**9)],
-        *[("top_p", value) for value in (None, 1, 1.0, 1e-9)],
-        *[("min_p", value) for value in (None, 0, 0.0, 1, 1.0)],
-        *[("repetition_penalty", value) for value in (1, 0.01, 100)],
-    ],
-)
-def test_the_bounds_of_every_setting_are_accepted(name: str, value: Any):
+BOUNDS = {"temperature": (0, 0.0, 1, 1e-9, 100), "top_k": (None, 1, 10**9), "top_p": (None, 1, 1.0, 1e-9)}
+BOUNDS |= {"min_p": (None, 0, 0.0, 1, 1.0), "repetition_penalty": (1, 0.01, 100)}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_the_bounds_of_every_setting_are_accepted(name: str):
     logits, seen = torch.randn(5, 11), torch.rand(5, 11) < 0.5
-    assert ((drawn := Sampling(**{name: value}).draw(logits, torch.rand(5), seen)) < 11).all()
-    assert drawn.shape == (5,)
+    for value in BOUNDS[name]:
+        drawn = Sampling(**{name: value}).draw(logits, torch.rand(5), seen)
+        assert drawn.shape == (5,)
+        assert (drawn < 11).all()
 
 
 def test_the_numbers_of_a_generator_do_not_depend_on_the_others():
@@ -238,48 +217,11 @@ def rows(uniforms: PerSampleRNG, n: int) -> Tensor:
 
 
 def given_text(seed: int, n_seen: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits (3, 30), tokens that are in the texts (3, n_seen), and which these are (3, 30)."""
+    """Logits (3, 30), tokens that are in the texts (3, n_seen), and which these are (3, 30).
+
+    In 64 bits, rounding moves no token across the edge of a filter.
+    """
     generator = torch.Generator().manual_seed(seed)
-    logits = 2 * torch.randn(3, 30, generator=generator)
+    logits = 2 * torch.randn(3, 30, generator=generator, dtype=torch.float64)
     text = torch.randint(30, (3, n_seen), generator=generator)
     return logits, text, torch.zeros(3, 30, dtype=torch.bool).scatter(1, text, True)
-
-
-def clear(logits: Tensor, seen: Tensor, values: dict[str, Any]) -> bool:
-    """Whether no token lies so near to the edge of being left out that rounding decides."""
-    rows = zip(logits.double().numpy(), seen.numpy(), strict=True)
-    return all(probabilities(*row, **values)[1] > 1e-5 for row in rows)
-
-
-def probabilities(
-    logits: np.ndarray,
-    seen: np.ndarray,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
-) -> tuple[np.ndarray, float]:
-    """What is drawn from, in 64 bits, and how far the token nearest to being left out, or kept, is from it."""
-    edge = 1.0
-    penalized = np.where(logits < 0, logits * repetition_penalty, logits / repetition_penalty)
-    scores = np.where(seen, penalized, logits) / temperature
-    p = np.exp(scores - scores.max())
-    order = np.argsort(-p)
-    if top_k is not None:
-        if top_k < len(p):
-            edge = min(edge, 1 - p[order[top_k]] / p[order[top_k - 1]])
-        p[order[top_k:]] = 0
-    p = p / p.sum()
-    if top_p is not None:
-        before = 0.0
-        for i in order:
-            if p[i] > 0:
-                edge = min(edge, abs(before - top_p))
-            p[i], before = (p[i] if before < top_p else 0), before + p[i]
-        p = p / p.sum()
-    if min_p is not None:
-        relative = p / p.max()
-        edge = min([edge, *abs(relative - min_p)[(relative > 0) & (relative < 1)]])
-        p[relative < min_p] = 0
-    return p / p.sum(), edge

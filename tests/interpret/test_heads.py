@@ -42,40 +42,20 @@ def test_statistics_of_uniform_attention_equal_their_closed_form() -> None:
     assert head_names(table, T) == [[""]]
 
 
-@pytest.mark.parametrize(("T", "name"), [(2, ""), (7, ""), (8, "previous token")])
-def test_a_head_of_a_short_text_has_no_name(T: int, name: str) -> None:
-    previous = torch.eye(T).roll(1, dims=0)[None, None]  # each token attends to the previous one
-    assert head_names(head_table(previous, torch.zeros(1, 1)), T) == [[name]]
-
-
-@pytest.fixture(scope="module")
-def position_heads() -> GPT:
-    """One layer whose heads attend to the previous token, to the token itself, to the first, and uniformly."""
-    T, C = 16, 64
-    model = GPT(GPTConfig(vocab_size=20, block_size=T, n_layer=1, n_head=4, n_embd=C))
-    with torch.no_grad():
-        for parameter in model.blocks[0].attention.parameters():
-            parameter.zero_()
-        model.wte.weight.zero_()
-        model.wpe.weight.copy_(torch.eye(T, C))  # position t is the t-th unit vector
-        q, k, _ = model.blocks[0].attention.qkv.weight.view(3, 4, T, C)  # views: (head, row, column)
-        q[0, :-1, 1:T] = torch.eye(T - 1)  # t attends to t - 1
-        q[1, :, :T] = torch.eye(T)
-        model.blocks[0].attention.qkv.bias.view(3, 4, T)[0, 2, 0] = 10.0  # all attend to 0
-        k[:3, :, :T] = torch.eye(T)
-    return model
-
-
-def test_heads_with_hand_set_weights_get_their_names(position_heads: GPT) -> None:
-    weights = attention_maps(position_heads, torch.arange(16))
-    table = head_table(weights, induction_scores(position_heads, 20))
-    assert head_names(table, 16) == [["previous token", "self", "first token", ""]]
-    text = format_table(table, head_names(table, 16)).splitlines()
-    assert [line.split()[:2] for line in text[1:]] == [["1", "1"], ["1", "2"], ["1", "3"], ["1", "4"]]
-    assert text[1].endswith("previous token")
-    assert float(table["previous"][0, 0]) > 0.9
-    assert float(text[1].split()[4]) == pytest.approx(float(table["previous"][0, 0]), abs=5e-4)
-    assert float(table["distance"][0, 0]) == pytest.approx(1, abs=0.2)
+def test_heads_get_the_name_of_the_position_that_they_attend_to() -> None:
+    T = 16
+    positions = (torch.eye(T).roll(1, dims=0), torch.eye(T), torch.eye(T)[:1].expand(T, -1), uniform(T)[0, 0])
+    table = head_table(torch.stack(positions)[None], torch.zeros(1, 4))
+    names = head_names(table, T)
+    assert names == head_names(table, 8) == [["previous token", "self", "first token", ""]]
+    assert head_names(table, 7) == [[""] * 4]  # of a short text
+    assert table["distance"][0, :2].tolist() == [1, 0]
+    header, *lines = format_table(table, names).splitlines()
+    assert header.split() == ["layer", "head", *table, "name"]
+    assert [line.split()[:2] for line in lines] == [["1", "1"], ["1", "2"], ["1", "3"], ["1", "4"]]
+    assert lines[0].endswith("previous token")
+    for line, value in zip(lines, table["entropy"][0], strict=True):
+        assert float(line.split()[2]) == pytest.approx(float(value), abs=5e-4)
 
 
 @pytest.fixture(scope="module")

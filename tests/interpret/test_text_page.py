@@ -11,10 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import ALPHABET, make_model
+from tiny_models import make_model
 from torch import Tensor
 
-from minigpt.data.tokenizer import ByteTokenizer, CharTokenizer
+from minigpt.data.tokenizer import ByteTokenizer
+from minigpt.generation import score
 from minigpt.interpret.text_page import score_tokens, write_page
 
 HISTORY = {"train_loss": [[1, 2.5]], "val_loss": [], "samples": [{"step": 1, "text": "é"}]}
@@ -60,30 +61,23 @@ def test_the_page_holds_the_weights_it_was_given(
     assert (error <= weights.sqrt() / 4000 + 1e-7).all()
 
 
-def test_tokens_are_rated_by_the_predictions_of_the_model() -> None:
-    model, tokenizer = make_model(), CharTokenizer.of(ALPHABET)
-    tokens = torch.randint(len(ALPHABET), (9,))
-    first, *rest = score_tokens(model, tokenizer, tokens)
-    assert first == {"id": tokens[0], "text": ALPHABET[tokens[0]], "logprob": None, "rank": 0, "top": []}
-    expected = model(tokens[None])[0, :-1].log_softmax(-1).tolist()
-    for token, rated, logprobs in zip(tokens[1:].tolist(), rest, expected, strict=True):
-        order = sorted(range(len(ALPHABET)), key=logprobs.__getitem__, reverse=True)
-        assert (rated["id"], rated["text"], rated["rank"]) == (token, ALPHABET[token], order.index(token))
-        assert rated["logprob"] == pytest.approx(logprobs[token], rel=1e-4)
-        assert [(other["id"], other["text"]) for other in rated["top"]] == [(i, ALPHABET[i]) for i in order[:10]]
-        assert [other["logprob"] for other in rated["top"]] == pytest.approx(
-            [logprobs[i] for i in order[:10]], rel=1e-4
-        )
-
-
-def test_the_texts_of_tokens_are_the_characters_that_they_complete() -> None:
-    tokens = torch.tensor([*"a😀".encode(), 0xC3])
-    rated = score_tokens(make_model(vocab_size=256), ByteTokenizer(), tokens)
-    assert [token["text"] for token in rated] == ["a", "", "", "", "😀", "\ufffd"]
+def test_tokens_are_rated_and_have_the_characters_that_they_complete() -> None:
+    model, tokens = make_model(vocab_size=256), torch.tensor([*"a😀é".encode(), 0xC3])
+    first, *rest = score_tokens(model, ByteTokenizer(), tokens)
+    assert first == {"id": 97, "text": "a", "logprob": None, "rank": 0, "top": []}
+    assert [token["text"] for token in rest] == ["", "", "", "😀", "", "é", "\ufffd"]
+    rated = score(model, tokens[1:], tokens[:1], n_top=10)
+    columns = (tokens[1:].tolist(), rated.logprobs.tolist(), rated.ranks.tolist())
+    assert [(token["id"], token["logprob"], token["rank"]) for token in rest] == [*zip(*columns, strict=True)]
+    for token, top in zip(rest, rated.top, strict=True):
+        named = [(i, bytes([i]).decode(errors="replace"), logprob) for i, logprob in top]
+        assert [(other["id"], other["text"], other["logprob"]) for other in token["top"]] == named
 
 
 def test_the_page_holds_the_description_and_the_history(tmp_path: Path) -> None:
-    data = written(tmp_path / "page.html", ["a", "b"], attention(3, 2, 2), history=HISTORY)
+    hostile = "</script><!--<script>&lt;\u2028\ud800é"
+    data = written(tmp_path / "page.html", ["a", hostile], attention(3, 2, 2), history=HISTORY)
+    assert [token["text"] for token in data["tokens"]] == ["a", hostile]
     assert data["description"].pop("facts").startswith("A GPT. ")
     assert data["description"] == {"name": "model", "n_layer": 3, "n_head": 2, "block_size": 2}
     assert data["history"] == HISTORY

@@ -202,17 +202,3 @@ def test_the_page_can_work_while_the_model_does(open_page: Any, tmp_path: Path) 
     const sample = function() {{{SAMPLE}}};
     return sample([], arguments[0]).then(() => {{ clearInterval(timer); return turns; }});"""
     assert run(script, {**DEFAULTS, "max_tokens": 10000}) > 5
-
-
-def test_the_page_holds_the_history_and_a_line_about_the_model(open_page: Any, tmp_path: Path) -> None:
-    history = {
-        "train_loss": [[0, 4.5], [10, 2.25]],
-        "val_loss": [[10, 2.5]],
-        "samples": [{"step": 10, "text": "</script>"}],
-    }
-    run = open_page(export(random_model(), CHARACTERS, tmp_path, history=history))
-    assert run("return backend.history(backend.models[0])") == history
-    assert run("return backend.models") == ["model"]
-    description = run("return backend.describe(backend.models[0])")
-    assert "the text never leaves your device" in description.pop("facts")
-    assert description == {"name": "model", "n_layer": 2, "n_head": 4, "block_size": 40}

@@ -90,6 +90,7 @@ def test_heads_are_one_tab_stop_and_picked_by_arrow_keys(panel: Reader) -> None:
         assert panel.browser.switch_to.active_element.accessible_name == name
         assert [button.accessible_name for button in panel.find_all(".heads [aria-checked='true']")] == [name]
     assert len(panel.find_all(".heads [tabindex='0']")) == 1
+    assert "the text never leaves your device" in panel.find("#facts").text
     panel.wait_for_weights()
     assert requests(panel)[-1] == (PROMPT, 0, 1, [])
     panel.press(Keys.TAB)

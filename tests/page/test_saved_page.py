@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from contrast import text_contrasts
-from readers import Keys, Reader
+from readers import Reader
 from torch import Tensor
 
 from minigpt.interpret.text_page import write_page
 
 IMAGE = "<img src=x onerror=\"document.title='broken'\">"
-TEXTS = [*"ad", " the", "\n", "b", f"</script>{IMAGE}", *"fh", "", *"éce"]
+TEXTS = [*"ad", " the", "\n", "b", f"</script><!--<script>{IMAGE}", *"fh", "", *"éce"]
 L, H, T = 2, 3, len(TEXTS)
 STOPS = {  # of the colors of attention weights
     "light": ["ffffff", "d3c4ff", "a384f7", "6a3fd1", "38158a"],
@@ -54,12 +54,8 @@ def test_the_text_is_shown_and_cannot_be_changed(reader: Reader) -> None:
     assert [button.text for button in reader.find_all("button") if button.is_displayed() and button.is_enabled()] == []
     assert reader.run("return backend.generate === undefined")
     reader.open("Attention")
-    assert [button.text for button in reader.find_all("#attention button")] == [
-        "mean",
-        "1",
-        "2",
-        "3",
-    ] * 2  # none silences
+    heads = [button.text for button in reader.find_all("#attention button")]
+    assert heads == ["mean", "1", "2", "3"] * 2  # none silences
     reader.hover(reader.tokens()[4])
     alternatives = reader.find_all(".alternatives button")
     assert len(alternatives) == 4
@@ -78,13 +74,6 @@ def test_attention_shades_the_text_while_the_pointer_is_on_a_token(reader: Reade
     assert all(len(color) == 4 for color in reader.backgrounds()[10:])  # transparent
     reader.hover(reader.find("h1"))
     assert reader.backgrounds() == colors
-
-
-def test_tokens_are_selected_by_keyboard(reader: Reader) -> None:
-    reader.find("#text").send_keys(Keys.CONTROL, Keys.HOME)
-    for _ in range(3):
-        reader.press(Keys.ARROW_RIGHT)
-    reader.wait_until(lambda: "Token 3 ␣the" in reader.find("#token").text)
 
 
 def test_tokens_are_selected_by_touch(reader: Reader) -> None:

@@ -305,21 +305,15 @@ def test_random_bodies_give_a_result_or_a_json_error(http: httpx.Client) -> None
     assert statuses >= {(path, status) for path in bodies for status in (200, 400)}
 
 
+FOREIGN_HOSTS = ["example.com", "127.0.0.1.example.com", "localhost.example.com:8000", "192.168.0.1", ""]
 # Before a path, as an address, and with characters that libraries of URLs interpret.
-MALFORMED_HOSTS = ("127.0.0.1:8000/../../secret.html?", "[::1]evil.com", "127.0.0.1/x", "localhost#", "a@localhost")
+FOREIGN_HOSTS += ["127.0.0.1:8000/../../secret.html?", "[::1]evil.com", "127.0.0.1/x", "localhost#", "a@localhost"]
 
 
 def test_the_host_must_be_that_of_the_server(http: httpx.Client) -> None:
     for host, status in [("localhost", 200), ("[::1]:8000", 200), ("127.0.0.1:1", 200), ("LOCALHOST:8000", 200)]:
         assert http.get("/v1/models", headers={"Host": host}).status_code == status
-    for host in (
-        "example.com",
-        "127.0.0.1.example.com",
-        "localhost.example.com:8000",
-        "192.168.0.1",
-        "",
-        *MALFORMED_HOSTS,
-    ):
+    for host in FOREIGN_HOSTS:
         refused = http.get("/v1/models", headers={"Host": host})
         assert refused.status_code == 403
         assert refused.json()["error"]["message"].startswith("Host must be a loopback address or 127.0.0.1, got")
