@@ -40,7 +40,8 @@ def answer(rows: Sequence[Row]) -> list[str]:
     grid = Grid.of(complete)
     if comparison is None or len(complete) == 1:
         return [*_unknown_noise(complete), *([] if grid else _importances(complete)), *told]
-    described = _settings(grid, comparison) if grid else _incomplete_grid(complete)
+    incomplete = "The grid is incomplete, so the effects of single settings are not estimated."
+    described = _settings(grid, comparison) if grid else [incomplete, *_importances(complete)]
     return [_best(complete), *described, *_late(complete), *_one_rate(complete), *told]
 
 
@@ -151,11 +152,6 @@ def _exceptions(grid: Grid, comparison: Comparison, k: int, best: int | None) ->
     return [text for _, text in sorted(found, reverse=True)]
 
 
-def _incomplete_grid(rows: Sequence[Row]) -> Iterator[str]:
-    yield "The grid is incomplete, so the effects of single settings are not estimated."
-    yield from _importances(rows)
-
-
 def _importances(rows: Sequence[Row]) -> Iterator[str]:
     """Yield the importances of settings that optuna computes for a search, with their spread over resamples.
 
@@ -166,21 +162,22 @@ def _importances(rows: Sequence[Row]) -> Iterator[str]:
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    columns: dict[str, list[Any]] = {}
     distributions: dict[str, Any] = {}
     for name in rows[0].short_names:
-        values, texts = numbers(rows, name), sorted({row.value(name) for row in rows})
-        if all(row.number(name) is not None for row in rows) and len(values) > 1:
-            distributions[name] = optuna.distributions.FloatDistribution(values[0], values[-1], log=is_log(values))
-        elif len(texts) > 1:
-            distributions[name] = optuna.distributions.CategoricalDistribution(texts)
-    numeric = {name for name, of in distributions.items() if hasattr(of, "log")}
+        found: list[Any] = [row.number(name) for row in rows]
+        numeric = None not in found and len(set(found)) > 1
+        columns[name] = found if numeric else [row.value(name) for row in rows]
+        levels = sorted(set(columns[name]))
+        if numeric:
+            distributions[name] = optuna.distributions.FloatDistribution(levels[0], levels[-1], log=is_log(levels))
+        elif len(levels) > 1:
+            distributions[name] = optuna.distributions.CategoricalDistribution(levels)
     trials = [
         optuna.trial.create_trial(
-            params={name: row.number(name) if name in numeric else row.value(name) for name in distributions},
-            distributions=distributions,
-            value=row.loss,
+            params={name: columns[name][i] for name in distributions}, distributions=distributions, value=row.loss
         )
-        for row in rows
+        for i, row in enumerate(rows)
     ]
     rng, found = np.random.default_rng(0), []
     with warnings.catch_warnings(action="ignore"):  # the evaluator is experimental

@@ -125,12 +125,9 @@ def ranked(points: Sequence[Point]) -> list[Row]:
     rows.sort(key=lambda row: (row.loss is None, row.provisional, row.loss or 0.0))
     complete, comparison = compare_rows(rows)
     if comparison is not None:
-        columns = [comparison.means, comparison.interval, *comparison.against(int(np.argmin(comparison.means)))]
-        values = np.stack(columns, 1).tolist()
-        fields = ("adjusted", "interval", "difference", "margin")
-        compared = [
-            replace(row, **dict(zip(fields, each, strict=True))) for row, each in zip(complete, values, strict=True)
-        ]
+        difference, margin = comparison.against(int(np.argmin(comparison.means)))
+        of = {"adjusted": comparison.means, "interval": comparison.interval, "difference": difference, "margin": margin}
+        compared = [replace(row, **{name: float(of[name][i]) for name in of}) for i, row in enumerate(complete)]
         rows[: len(compared)] = sorted(compared, key=lambda row: row.loss or 0.0)
     return rows
 

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import test_sweeper
@@ -82,9 +81,7 @@ def ends(folder: Path) -> dict[str, tuple[str, float]]:
     return {point.folder.name: (point.status, point.totals["steps"]) for point in read_sweep(folder)}
 
 
-def test_the_best_two_fifths_continue_after_each_rung(
-    plan: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_best_two_fifths_continue_after_each_rung(plan, capsys):
     sweeper = plan(NINE, *PRUNED, engine=(engine := Curves(crossing)))
     expected = [(names(*RATES), 5), (names(*RATES[-4:]), 10), (names(*RATES[-2:]), 20), (names(RATES[-1]), 40)]
     assert engine.launches == [dict.fromkeys(points, step) for points, step in expected]
@@ -100,7 +97,7 @@ def test_the_best_two_fifths_continue_after_each_rung(
     assert out.count("* provisional, because not all runs completed; ranked after") == 1
 
 
-def test_a_larger_grid_continues_more_and_without_pruning_all_points_complete(plan: Callable[..., Any]) -> None:
+def test_a_larger_grid_continues_more_and_without_pruning_all_points_complete(plan):
     plan(f"optimizer.lr={','.join(RATES[:3])}", *PRUNED, engine=Curves(crossing))
     plan(NINE, *PRUNED, "resume=auto", engine=(larger := Curves(crossing)))
     assert [launch.keys() for launch in larger.launches[:2]] == [names(*RATES[3:]), names(*RATES[-4:])]
@@ -110,7 +107,7 @@ def test_a_larger_grid_continues_more_and_without_pruning_all_points_complete(pl
     assert {status for status, _ in ends(sweeper.folder).values()} == {"completed"}
 
 
-def test_seeds_of_a_setting_continue_together_by_their_mean_loss(plan: Callable[..., Any]) -> None:
+def test_seeds_of_a_setting_continue_together_by_their_mean_loss(plan):
     losses = {"0.1": (1.0, 5.2), "0.2": (2.0, 2.2), "0.3": (3.0, 3.0)}  # the lowest loss has not the lowest mean
     engine = Curves(lambda settings, _: losses[settings["optimizer.lr"]][int(settings["seed"])])
     plan("optimizer.lr=0.1,0.2,0.3", "seed=0,1", *PRUNED, engine=engine)
@@ -118,7 +115,7 @@ def test_seeds_of_a_setting_continue_together_by_their_mean_loss(plan: Callable[
     assert [[*launch] for launch in engine.launches[1:]] == [both["0.2"] + both["0.3"], both["0.2"], both["0.2"]]
 
 
-def test_a_failed_point_takes_no_place(plan: Callable[..., Any]) -> None:
+def test_a_failed_point_takes_no_place(plan):
     engine = Curves(lambda settings, step: math.nan if settings["optimizer.lr"] > "0.1" else crossing(settings, step))
     with pytest.raises(RunError, match="2 of 9 runs failed"):
         plan(NINE, *PRUNED, engine=engine)
@@ -126,7 +123,7 @@ def test_a_failed_point_takes_no_place(plan: Callable[..., Any]) -> None:
     assert [launch.keys() for launch in engine.launches[1:]] == expected
 
 
-def test_points_are_compared_at_a_fraction_of_their_steps_in_bits_per_byte(plan: Callable[..., Any]) -> None:
+def test_points_are_compared_at_a_fraction_of_their_steps_in_bits_per_byte(plan):
     engine = Curves(lambda settings, step: 3.0 if settings["tokenizer"] == "char" else 2 + step / 1000)
     sweeper = plan("tokenizer=byte,char", "max_steps=40,80", *PRUNED[::2], engine=engine)  # a character has two bytes
     steps = {name: step for name, (_, step) in ends(sweeper.folder).items() if "byte" in name}
@@ -134,7 +131,7 @@ def test_points_are_compared_at_a_fraction_of_their_steps_in_bits_per_byte(plan:
     assert all("char" in name for name in engine.launches[1])
 
 
-def test_pruning_is_replayed_on_a_finished_sweep(plan: Callable[..., Any]) -> None:
+def test_pruning_is_replayed_on_a_finished_sweep(plan):
     """It costs 9/8 + 4/8 + 2/4 + 1/2 of the 9 runs, and pauses the row of the lowest loss after half of the steps."""
     sweep = plan(NINE, *PRUNED, "hydra.sweeper.prune=false", engine=Curves(crossing)).folder
     for file in sweep.glob("*/summary.json"):
@@ -144,7 +141,7 @@ def test_pruning_is_replayed_on_a_finished_sweep(plan: Callable[..., Any]) -> No
     assert replayed.startswith(f"sweep: winner tied 0 of 1, FLOPs {share:.2f} of the grid")
 
 
-def test_an_interrupted_sweep_resumes_to_the_same_result(plan: Callable[..., Any], tmp_path: Path) -> None:
+def test_an_interrupted_sweep_resumes_to_the_same_result(plan, tmp_path):
     four, whole = f"optimizer.lr={','.join(RATES[:4])}", Curves(crossing)
     expected = ends(plan(four, *PRUNED, engine=whole, folder=tmp_path / "whole").folder)
     for jobs in range(sum(map(len, whole.launches))):
@@ -155,7 +152,7 @@ def test_an_interrupted_sweep_resumes_to_the_same_result(plan: Callable[..., Any
         assert ends(folder) == expected, jobs
 
 
-def test_a_search_prunes_by_all_trials_so_far_and_resumes(plan: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_search_prunes_by_all_trials_so_far_and_resumes(plan, tmp_path):
     search = ["hydra/sweeper=optuna", "optimizer.lr=tag(log,interval(1e-4,1e-1))", *PRUNED]
     search += ["hydra.sweeper.batch=3", "hydra.sweeper.n_trials=12"]
 
@@ -185,7 +182,7 @@ def workers(err: str) -> list[str]:
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 @pytest.mark.slow
 @pytest.mark.parametrize("search", [False, True], ids=["grid", "search"])
-def test_a_killed_and_interrupted_sweep_equals_one_that_ran_through(text: Path, tmp_path: Path, search: bool) -> None:
+def test_a_killed_and_interrupted_sweep_equals_one_that_ran_through(text, tmp_path, search):
     sweep, whole = RealSweep(tmp_path, text), tmp_path / "whole" / "sweep"
     given = ["hydra.sweeper.prune=true", "model.n_embd=32", "max_steps=112", "eval_every=14", "ema_decay=0.9"]
     given += ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=4"] if search else []
