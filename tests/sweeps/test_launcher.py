@@ -63,7 +63,6 @@ WORKING = "#!/bin/sh\n[ $1 = --query-gpu=index ] && printf '0\\n1\\n'\n"
         ("", WORKING, []),
         ("-1", WORKING, []),
         (None, "#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n", []),
-        (None, "no program", []),
         (None, None, []),
     ],
 )

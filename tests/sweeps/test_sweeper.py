@@ -30,7 +30,7 @@ from wandb_records import records
 
 from minigpt.data.prepare import load_corpus
 from minigpt.runs.run_dir import read_metrics, write_summary
-from minigpt.sweeps.results import COMPLETED, NATS, SKIPPED, Point, read_sweep, refresh
+from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, SKIPPED, Point, read_sweep, refresh
 from minigpt.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,25 +52,41 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 class Engine:
-    """Record every job and write a summary with the `loss` of its settings.
+    """Record every job, and write its validation curve: `loss(settings, step)`; NaN is a failure.
 
     Args:
-        bytes_per_token: by tokenizer.
+        jobs: that end; the next is killed: before it writes a file, before its last validation, or before its summary.
     """
 
-    def __init__(
-        self, loss: Callable[[dict[str, str]], float] = lambda _: 1.0, bytes_per_token: dict[str, float] | None = None
-    ) -> None:
-        self.loss, self.bytes_per_token, self.batches = loss, bytes_per_token or {}, list[list[list[str]]]()
+    def __init__(self, loss: Callable[[dict[str, str], int], float] = lambda *_: 1.0, jobs: int = 999) -> None:
+        self.loss, self.jobs, self.damage = loss, jobs, jobs % 3
+        self.batches: list[list[list[str]]] = []
+        self.launches: list[dict[str, int]] = []  # of each launch, the step at which each job was to end
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> None:
         self.batches.append([list(overrides) for overrides in job_overrides])
+        self.launches.append({})
         for point, overrides in zip(self.points, job_overrides, strict=True):
-            (point.folder / ".hydra").mkdir(parents=True)
             settings = dict(override.split("=", 1) for override in overrides)
-            loss, size = self.loss(settings), self.bytes_per_token.get(settings.get("tokenizer", ""), 1.0)
-            bits = loss / math.log(2) / size
-            write_summary(point.folder, {"status": COMPLETED, "best_val_loss": loss, "best_val_bits_per_byte": bits})
+            every, last = int(settings.get("eval_every", 1)), int(settings.get("max_steps", 1))
+            self.launches[-1][point.folder.name] = end = int(settings.get("pause_at", last))
+            self.jobs -= 1
+            if (killed := self.jobs < 0) and self.damage == 0:
+                raise KeyboardInterrupt
+            steps = list(range(every, end + (self.damage == 2 or not killed), every))
+            losses = {step: loss for step in steps if not math.isnan(loss := self.loss(settings, step))}
+            nats = math.log(2) * (2 if settings.get("tokenizer") == "char" else 1)  # per bit per byte
+            rows = [f"{step},{loss},{loss / nats}\n" for step, loss in losses.items()]
+            (point.folder / ".hydra").mkdir(parents=True, exist_ok=True)
+            (point.folder / "metrics.csv").write_text("".join(["step,val_loss,val_bits_per_byte\n", *rows]))
+            (point.folder / "summary.json").unlink(missing_ok=True)
+            if killed:
+                raise KeyboardInterrupt
+            best = min(losses.values(), default=math.inf)
+            status = "failed" if len(losses) < len(steps) else "paused" if end < last else "completed"
+            totals = {"steps": max(losses, default=0), LOSS_NAMES[NATS]: best, LOSS_NAMES[BITS]: best / nats}
+            write_summary(point.folder, {"status": status, **totals})
+            self.on_end(point, "")
 
     @property
     def by_folder(self) -> dict[str, DictConfig]:
@@ -122,13 +138,13 @@ def values_of(sweeper: Any) -> list[dict[str, str]]:
     return [dict(point.overrides) for point in sweeper.points]
 
 
-PATHS = f"'a/../b','a b','a-b','é',{'x' * 300}1,{'x' * 300}2"
+LONG = "a/../b" * 50
 AXES = {
     "values": ["optimizer.betas=[0.9,0.95],[0.8,0.9]", "model.n_kv_head=1", "callbacks.samples={seed:1}"],
     "groups and values that they set": ["trainer=cpu,auto", "tokenizer=char", "trainer.gradient_clip_val=null,1"],
     "settings that are added or forced": ["+trainer.benchmark=true", "++optimizer.lr=1,2"],
     "numbers": ["optimizer.weight_decay=0,0.0,1e-8,1_000"],
-    "strings": [f"callbacks.samples.prompt='1: the',\"it's\",'x=1,y','7',7,'null','[fox]',{PATHS}"],
+    "strings": [f"callbacks.samples.prompt='1: the','1-the',\"it's\",'x=1,y','7',7,'null','[fox]',{LONG}1,{LONG}2"],
     "interpolations": ["model.dropout=${optimizer.weight_decay},0.2", "experiment=nanogpt_cpu"],
 }
 
@@ -155,10 +171,10 @@ def plain(config: DictConfig) -> Any:
 
 
 def test_the_product_of_all_axes_runs_in_the_order_given_in_all_notations_of_hydra(plan):
-    sweeper = plan("seed=range(2,0,-1)", "schedule=glob(c*)", "callbacks.samples.seed=choice(5,3)")
-    expected = list(itertools.product("21", ("constant", "cosine"), "53"))
+    sweeper = plan("seed=range(2,0,-1)", "schedule=glob(c*)", "callbacks.samples.seed='é',3")
+    expected = list(itertools.product("21", ("constant", "cosine"), ("'é'", "3")))
     assert [tuple(values.values()) for values in values_of(sweeper)] == expected
-    assert sweeper.points[0].folder == sweeper.folder / "seed=2,schedule=constant,callbacks.samples.seed=5"
+    assert sweeper.points[0].folder == sweeper.folder / "seed=2,schedule=constant,callbacks.samples.seed=-é-"
 
 
 def test_the_command_line_overrides_the_sweep_file_and_the_last_of_equal_settings_wins(plan):
@@ -288,7 +304,7 @@ VALLEY = ["optimizer.lr=tag(log,interval(1e-4,1e-1))", "model.n_layer=range(1,9,
 VALLEY += ["hydra.sweeper.batch=3"]
 
 
-def valley(settings: dict[str, str]) -> float:
+def valley(settings: dict[str, str], _: int) -> float:
     """A loss whose lowest point is lr=0.01 with five layers and muon."""
     miss = abs(math.log10(float(settings["optimizer.lr"])) + 2) + abs(int(settings["model.n_layer"]) - 5) / 4
     return 1 + miss + (settings["optimizer"] != "muon")
@@ -318,10 +334,10 @@ def test_a_search_runs_n_trials_within_the_bounds_and_improves(search, tmp_path)
 
 
 def test_a_search_over_tokenizers_minimizes_bits_per_byte(search):
-    """By nats per token bytes would be best: 1.5 of them against 2, of tokens that are twice as long."""
-    engine = Engine(lambda settings: {"byte": 1.5, "bpe": 2.0}[settings["tokenizer"]], {"byte": 1.0, "bpe": 2.0})
-    sweeper = search("tokenizer=byte,bpe", "seed=range(1,100)", "hydra.sweeper.n_trials=24", engine=engine)
-    assert [value["tokenizer"] for value in values_of(sweeper)][-10:].count("bpe") >= 8
+    """By nats per token bytes would be best: 1.5 of them against 2, of characters that are twice as long."""
+    engine = Engine(lambda settings, _: {"byte": 1.5, "char": 2.0}[settings["tokenizer"]])
+    sweeper = search("tokenizer=byte,char", "seed=range(1,100)", "hydra.sweeper.n_trials=24", engine=engine)
+    assert [value["tokenizer"] for value in values_of(sweeper)][-10:].count("char") >= 8
 
 
 def test_a_search_does_not_count_impossible_points(search, tmp_path, capsys):
