@@ -136,15 +136,13 @@ def _setting(grid: Grid, comparison: Comparison, k: int, share: str) -> str:
 def _exceptions(grid: Grid, comparison: Comparison, k: int, best: int | None) -> list[str]:
     """List the values of the other settings at which one has an effect or, given its best, another value is better."""
     (name, values), others = list(grid.levels.items())[k], np.delete(grid.places, k, 1)
-    found = []
+    found, unit = [], np.eye(len(grid.rows))
     for place in np.unique(others, axis=0) if others.shape[1] else ():
         rows = np.flatnonzero((others == place).all(1))
         low = rows[np.argmin(comparison.means[rows])]
         usual = rows[np.argmax(comparison.means[rows])] if best is None else rows[grid.places[rows, k] == best][0]
-        contrast = np.zeros((1, len(grid.rows)))
-        contrast[0, usual] += 1
-        contrast[0, low] -= 1
-        worse_by, margin = float(contrast[0] @ comparison.means), float(comparison.margin(contrast, len(grid.rows))[0])
+        worse_by = comparison.means[usual] - comparison.means[low]
+        margin = comparison.margin(unit[[usual]] - unit[[low]], len(grid.rows))[0]
         if worse_by > margin:
             where = grid.rows[low].label(name)
             pair = f"{values[int(grid.places[usual, k])]} is worse than {values[int(grid.places[low, k])]}"

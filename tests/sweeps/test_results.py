@@ -159,7 +159,7 @@ DAMAGE = {
     ],
     "summary.json": [b"", b'{"status": "comp', b"[1, 2]", b"null", b"\xff\xfe", b"[" * 100_000],
     ".hydra/overrides.yaml": [
-        *(b"[" * 5_000, b"- " * 2000 + b"x", b"&a [*a, *a]", b"a: b", b"x", b"\xff", b"- [", b"- a=\x1b[31m"),
+        *(b"[" * 1_000, b"- " * 2000 + b"x", b"&a [*a, *a]", b"a: b", b"x", b"\xff", b"- [", b"- a=\x1b[31m"),
     ],
 }
 
