@@ -167,7 +167,8 @@ def _measure(file: Path) -> tuple[dict[str, float], list[tuple[int, float]], dic
 
 def _finite(values: Mapping[str, Any]) -> dict[str, float]:
     """Return those of the `TOTALS` that are finite numbers."""
-    return {name: value for name in TOTALS if is_number(value := values.get(name)) and abs(value) < 1e300}
+    found: dict[str, Any] = {name: values.get(name) for name in TOTALS}
+    return {name: value for name, value in found.items() if is_number(value) and abs(value) < 1e300}
 
 
 def _planned(folder: Path, entry: dict[str, Any]) -> Point:
