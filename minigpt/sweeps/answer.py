@@ -163,9 +163,9 @@ def _importances(rows: Sequence[Row]) -> Iterator[str]:
     columns: dict[str, list[Any]] = {}
     distributions: dict[str, Any] = {}
     for name in rows[0].short_names:
-        found: list[Any] = [row.number(name) for row in rows]
-        numeric = None not in found and len(set(found)) > 1
-        columns[name] = found if numeric else [row.value(name) for row in rows]
+        values: list[Any] = [row.number(name) for row in rows]
+        numeric = None not in values and len(set(values)) > 1
+        columns[name] = values if numeric else [row.value(name) for row in rows]
         levels = sorted(set(columns[name]))
         if numeric:
             distributions[name] = optuna.distributions.FloatDistribution(levels[0], levels[-1], log=is_log(levels))

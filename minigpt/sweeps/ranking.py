@@ -128,7 +128,7 @@ def ranked(points: Sequence[Point]) -> list[Row]:
     if comparison is not None:
         of: dict[str, Any] = {"adjusted": comparison.means, "interval": comparison.interval}
         of["difference"], of["margin"] = comparison.against(int(np.argmin(comparison.means)))
-        compared = [replace(row, **{name: float(of[name][i]) for name in of}) for i, row in enumerate(complete)]
+        compared = [replace(row, **{name: of[name][i].item() for name in of}) for i, row in enumerate(complete)]
         rows[: len(compared)] = sorted(compared, key=lambda row: row.loss or 0.0)
     return rows
 

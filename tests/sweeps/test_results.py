@@ -570,9 +570,10 @@ def test_several_sweeps_are_ranked_together_by_all_settings_that_differ(tmp_path
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     for name, layers, loss in (("a", "2", 2.0), ("b", "4", 1.0)):
-        folder = run_folder(tmp_path / name / "0", "lr=1", f"n_layer={layers}", losses=(loss,)).parent
-        write_plan(folder, [f"n_layer={layers}", "max_steps=20"], [Point(folder / "0", {"lr": "1"})])
-    run_folder(tmp_path / "c/0", "dropout=0.1", "max_steps=20", "logger=wandb", "resume=x", losses=(1.5,))
+        fixed = [f"n_layer={layers}", "max_steps=20", "+note="]
+        folder = run_folder(tmp_path / name / "0", "lr=1", *fixed, losses=(loss,)).parent
+        write_plan(folder, fixed, [Point(folder / "0", {"lr": "1"})])
+    run_folder(tmp_path / "c/0", "dropout=0.1", "max_steps=20", "+note=", "logger=wandb", "resume=x", losses=(1.5,))
     report([tmp_path / "a", tmp_path / "b", tmp_path / "c", tmp_path / "a/0"])  # a run of them twice
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if "completed" in line]
     assert [(*row[:5], row[-1]) for row in rows] == [
