@@ -40,7 +40,8 @@ def answer(rows: Sequence[Row]) -> list[str]:
     grid = Grid.of(complete)
     if comparison is None or len(complete) == 1:
         return [*_unknown_noise(complete), *([] if grid else _importances(complete)), *told]
-    described = _settings(grid, comparison) if grid else _incomplete_grid(complete)
+    incomplete = "The grid is incomplete, so the effects of single settings are not estimated."
+    described = _settings(grid, comparison) if grid else [incomplete, *_importances(complete)]
     return [_best(complete), *described, *_late(complete), *_one_rate(complete), *told]
 
 
@@ -135,25 +136,18 @@ def _setting(grid: Grid, comparison: Comparison, k: int, share: str) -> str:
 def _exceptions(grid: Grid, comparison: Comparison, k: int, best: int | None) -> list[str]:
     """List the values of the other settings at which one has an effect or, given its best, another value is better."""
     (name, values), others = list(grid.levels.items())[k], np.delete(grid.places, k, 1)
-    found = []
+    found, unit = [], np.eye(len(grid.rows))
     for place in np.unique(others, axis=0) if others.shape[1] else ():
         rows = np.flatnonzero((others == place).all(1))
         low = rows[np.argmin(comparison.means[rows])]
         usual = rows[np.argmax(comparison.means[rows])] if best is None else rows[grid.places[rows, k] == best][0]
-        contrast = np.zeros((1, len(grid.rows)))
-        contrast[0, usual] += 1
-        contrast[0, low] -= 1
-        worse_by, margin = float(contrast[0] @ comparison.means), float(comparison.margin(contrast, len(grid.rows))[0])
+        worse_by = comparison.means[usual] - comparison.means[low]
+        margin = comparison.margin(unit[[usual]] - unit[[low]], len(grid.rows))[0]
         if worse_by > margin:
             where = grid.rows[low].label(name)
             pair = f"{values[int(grid.places[usual, k])]} is worse than {values[int(grid.places[low, k])]}"
             found.append((worse_by, f"at {where}, {pair} by {worse_by:.4f} ± {margin:.4f}"))
     return [text for _, text in sorted(found, reverse=True)]
-
-
-def _incomplete_grid(rows: Sequence[Row]) -> Iterator[str]:
-    yield "The grid is incomplete, so the effects of single settings are not estimated."
-    yield from _importances(rows)
 
 
 def _importances(rows: Sequence[Row]) -> Iterator[str]:
@@ -166,21 +160,22 @@ def _importances(rows: Sequence[Row]) -> Iterator[str]:
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
+    columns: dict[str, list[Any]] = {}
     distributions: dict[str, Any] = {}
     for name in rows[0].short_names:
-        values, texts = numbers(rows, name), sorted({row.value(name) for row in rows})
-        if all(row.number(name) is not None for row in rows) and len(values) > 1:
-            distributions[name] = optuna.distributions.FloatDistribution(values[0], values[-1], log=is_log(values))
-        elif len(texts) > 1:
-            distributions[name] = optuna.distributions.CategoricalDistribution(texts)
-    numeric = {name for name, of in distributions.items() if hasattr(of, "log")}
+        values: list[Any] = [row.number(name) for row in rows]
+        numeric = None not in values and len(set(values)) > 1
+        columns[name] = values if numeric else [row.value(name) for row in rows]
+        levels = sorted(set(columns[name]))
+        if numeric:
+            distributions[name] = optuna.distributions.FloatDistribution(levels[0], levels[-1], log=is_log(levels))
+        elif len(levels) > 1:
+            distributions[name] = optuna.distributions.CategoricalDistribution(levels)
     trials = [
         optuna.trial.create_trial(
-            params={name: row.number(name) if name in numeric else row.value(name) for name in distributions},
-            distributions=distributions,
-            value=row.loss,
+            params={name: columns[name][i] for name in distributions}, distributions=distributions, value=row.loss
         )
-        for row in rows
+        for i, row in enumerate(rows)
     ]
     rng, found = np.random.default_rng(0), []
     with warnings.catch_warnings(action="ignore"):  # the evaluator is experimental

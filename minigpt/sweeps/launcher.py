@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from itertools import cycle
+from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,7 @@ class Launcher(hydra_launcher.Launcher):
             self.stop(list(running), kill=len(signals) > 1)
 
         with handle_signals((signal.SIGINT, signal.SIGTERM), handle):
-            executors = self.executors = self.executors or self.start(max(len(waiting), self.most_jobs))
+            executors = self.executors = self.executors or self.start(self.most_jobs)
             while running or waiting:
                 if waiting and executors:
                     with self.batch():
@@ -194,11 +194,10 @@ class Joblib(Launcher):
         gpus = visible_gpus() if one_device and trainer.accelerator in ("auto", "gpu", "cuda") else []
         workers = min(jobs, self.n_jobs or (len(gpus) or cores if one_device else 1))
         threads = self.threads or int(os.environ.get("OMP_NUM_THREADS") or 0) or max(1, cores // workers)
-        envs = [{"OMP_NUM_THREADS": str(threads)} for _ in range(workers)]
-        for env, gpu in zip(envs, cycle(gpus), strict=False):
-            env["CUDA_VISIBLE_DEVICES"] = gpu
         log(f"{workers} at a time with OMP_NUM_THREADS={threads}")
-        return [_Worker(env) for env in envs]
+        env = {"OMP_NUM_THREADS": str(threads)}
+        envs = [env | {"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus] or [env]
+        return [_Worker(env) for env in islice(cycle(envs), workers)]
 
 
 class _Worker:
@@ -235,7 +234,6 @@ def _init_worker(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-@cache
 def visible_gpus() -> list[str]:
     """Return the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES, without importing torch."""
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:

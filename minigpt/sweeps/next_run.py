@@ -95,16 +95,12 @@ def extend(rows: Sequence[Row], values: Mapping[str, str], seeds: str) -> str:
 def run_config(row: Row) -> dict[str, Any]:
     """Return the settings of the optimizer and the model of a run of a row that are single values."""
     try:
-        found = yaml.safe_load((row.points[0].folder / ".hydra" / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        config = yaml.safe_load((row.points[0].folder / ".hydra" / "config.yaml").read_text(encoding="utf-8"))
+        parts = {name: config[name].items() for name in ("optimizer", "model")}
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError, yaml.YAMLError):
         return {}
-    parts = {name: found.get(name) for name in ("optimizer", "model")} if isinstance(found, dict) else {}
-    scalar = (type(None), bool, int, float, str)
-    return {
-        name: {key: value for key, value in part.items() if isinstance(value, scalar)}
-        for name, part in parts.items()
-        if isinstance(part, dict)
-    }
+    scalar = (type(None), int, float, str)
+    return {name: {key: value for key, value in part if isinstance(value, scalar)} for name, part in parts.items()}
 
 
 def minutes(seconds: float) -> str:

@@ -101,8 +101,7 @@ def expected_improvement(known: Array, losses: Array, noise: float, wanted: Arra
     y, jitter = (losses - trend) / spread, max((noise / spread) ** 2, 1e-4)
 
     def kernel(a: Array, b: Array, lengths: Array) -> Array:
-        found: Array = np.exp(-(((a[:, None] - b) / lengths) ** 2).sum(-1) / 2)
-        return found
+        return np.asarray(np.exp(-(((a[:, None] - b) / lengths) ** 2).sum(-1) / 2))
 
     def factor(lengths: Array) -> Any:
         return np.linalg.cholesky(kernel(known, known, lengths) + np.eye(len(y)) * jitter)
@@ -120,8 +119,7 @@ def expected_improvement(known: Array, losses: Array, noise: float, wanted: Arra
     mean = _trend(known, losses, wanted) + spread * half.T @ np.linalg.solve(lower, y)
     deviation = spread * np.sqrt((1 - (half**2).sum(0)).clip(1e-12))
     gain = losses.min() - mean
-    improvement: Array = gain * norm.cdf(gain / deviation) + deviation * norm.pdf(gain / deviation)
-    return improvement
+    return np.asarray(gain * norm.cdf(gain / deviation) + deviation * norm.pdf(gain / deviation))
 
 
 def _trend(known: Array, losses: Array, wanted: Array) -> Array:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite, nan
 from statistics import mean, median
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -125,12 +126,9 @@ def ranked(points: Sequence[Point]) -> list[Row]:
     rows.sort(key=lambda row: (row.loss is None, row.provisional, row.loss or 0.0))
     complete, comparison = compare_rows(rows)
     if comparison is not None:
-        columns = [comparison.means, comparison.interval, *comparison.against(int(np.argmin(comparison.means)))]
-        values = np.stack(columns, 1).tolist()
-        fields = ("adjusted", "interval", "difference", "margin")
-        compared = [
-            replace(row, **dict(zip(fields, each, strict=True))) for row, each in zip(complete, values, strict=True)
-        ]
+        of: dict[str, Any] = {"adjusted": comparison.means, "interval": comparison.interval}
+        of["difference"], of["margin"] = comparison.against(int(np.argmin(comparison.means)))
+        compared = [replace(row, **{name: of[name][i].item() for name in of}) for i, row in enumerate(complete)]
         rows[: len(compared)] = sorted(compared, key=lambda row: row.loss or 0.0)
     return rows
 

@@ -14,15 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
-from minigpt.sweeps.ranking import (
-    Row,
-    compare_rows,
-    count_text,
-    highest_converged,
-    loss_law,
-    numbers,
-    pareto_front,
-)
+from minigpt.sweeps.ranking import Row, compare_rows, count_text, highest_converged, loss_law, numbers, pareto_front
 from minigpt.sweeps.results import COMPLETED, NATS
 from minigpt.utils.terminal import sanitize_line
 

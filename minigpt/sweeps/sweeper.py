@@ -150,7 +150,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         for point in batch:
             if point.status == SKIPPED:
                 log(f"{point.folder.name}  skipped: {point.reason}")
-        self.most_jobs = sum(point.status != SKIPPED for point in batch)
+        self.engine.most_jobs = sum(point.status != SKIPPED for point in batch)
         for rung in range(len(RUNGS) if self.prune else 0):
             self._launch(batch, rung)
             folders = {point.folder for point in batch if point.status != SKIPPED}
@@ -183,8 +183,7 @@ class Sweeper(hydra_sweeper.Sweeper):
             reason = f": {point.reason}" if point.reason else ""
             log(f"{next(ended)}/{len(pending)} {point.folder.name} {point.status_text}{loss}{reason}")
 
-        # Only launchers of minigpt use them.
-        self.engine.points, self.engine.on_end, self.engine.most_jobs = pending, on_end, self.most_jobs
+        self.engine.points, self.engine.on_end = pending, on_end  # which only launchers of minigpt use
         try:
             self.engine.launch([self._job_overrides(point, rung) for point in pending], initial_job_idx=0)
         except (Interrupted, KeyboardInterrupt):

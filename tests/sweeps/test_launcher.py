@@ -6,9 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -44,13 +42,7 @@ def environment(threads: int, gpu: str | None = None) -> dict[str, str]:
         (9, {"accelerator": "cpu"}, {"cores": 2, "gpus": ["0"]}, [environment(1)] * 2),
     ],
 )
-def test_workers_share_cores_and_gpus(
-    monkeypatch: pytest.MonkeyPatch,
-    jobs: int,
-    requested: dict[str, Any],
-    machine: dict[str, Any],
-    expected: list[dict[str, str]],
-) -> None:
+def test_workers_share_cores_and_gpus(monkeypatch, jobs, requested, machine, expected):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("loky.cpu_count", lambda: machine["cores"])
     monkeypatch.setattr("minigpt.sweeps.launcher.visible_gpus", lambda: machine.get("gpus", []))
@@ -71,13 +63,10 @@ WORKING = "#!/bin/sh\n[ $1 = --query-gpu=index ] && printf '0\\n1\\n'\n"
         ("", WORKING, []),
         ("-1", WORKING, []),
         (None, "#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n", []),
-        (None, "no program", []),
         (None, None, []),
     ],
 )
-def test_gpus_are_those_that_the_process_may_use(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str | None, nvidia_smi: str | None, gpus: list[str]
-) -> None:
+def test_gpus_are_those_that_the_process_may_use(monkeypatch, tmp_path, visible, nvidia_smi, gpus):
     if nvidia_smi is not None:
         (tmp_path / "nvidia-smi").write_text(nvidia_smi)
         (tmp_path / "nvidia-smi").chmod(0o755)
@@ -85,16 +74,14 @@ def test_gpus_are_those_that_the_process_may_use(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    visible_gpus.cache_clear()
     assert visible_gpus() == gpus
-    visible_gpus.cache_clear()
 
 
 # Jobs that run.
 
 
 @pytest.mark.slow
-def test_a_job_on_two_processes_runs_once_and_in_its_own_folder(launch: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_job_on_two_processes_runs_once_and_in_its_own_folder(launch, tmp_path):
     devices = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "max_steps=4", "eval_every=2"]
     swept = launch("train.py", *devices, "log_every=1", "model.n_head=2,3", "hydra.mode=MULTIRUN", cwd=tmp_path)
     assert swept.returncode == 0, swept.stderr
@@ -116,7 +103,7 @@ def test_a_job_on_two_processes_runs_once_and_in_its_own_folder(launch: Callable
 
 
 @pytest.mark.slow
-def test_a_search_runs_through_submitit_and_reports_a_failed_job(launch: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_search_runs_through_submitit_and_reports_a_failed_job(launch, tmp_path):
     (tmp_path / "mine/schedule").mkdir(parents=True)
     (tmp_path / "mine/schedule/short.yaml").write_text("defaults: [cosine]\nwarmup_steps: 1\n")
     search = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra/launcher=submitit_local", "max_steps=10"]
@@ -136,16 +123,8 @@ def test_a_search_runs_through_submitit_and_reports_a_failed_job(launch: Callabl
     assert "the loss is nan" in (points["1e+30"].folder / "log.txt").read_text()
 
 
-def test_slurm_does_not_take_jobs_on_several_devices(call: Callable[..., Any], tmp_path: Path) -> None:
-    refused = call("train.py", "seed=1,2", "hydra/launcher=submitit_slurm", "trainer=ddp", "trainer.devices=2", "-m")
-    assert refused.returncode == 2
-    assert refused.stderr.startswith("error: trainer.devices must be 1 with hydra/launcher=submitit_slurm, got 2")
-    assert refused.stderr.count("\n") == 1
-    assert not (tmp_path / "runs").exists()
-
-
 @pytest.mark.slow
-def test_the_agent_of_weights_and_biases_runs_its_sweep_file(small: list[str], tmp_path: Path) -> None:
+def test_the_agent_of_weights_and_biases_runs_its_sweep_file(small, tmp_path):
     from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
     file = yaml.safe_load((ROOT / "configs" / "sweep" / "wandb.yaml").read_text())

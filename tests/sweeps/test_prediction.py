@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.optimize import curve_fit
 
-from minigpt.sweeps.prediction import _least_squares, expected_improvement, extrapolate_seconds, fit_power_law
+from minigpt.sweeps.prediction import _least_squares, expected_improvement, fit_power_law
 
 SIZES = np.geomspace(1e5, 1.6e6, 5)
 
@@ -41,8 +41,3 @@ def test_an_extrapolation_gains_something_but_less_than_the_whole_trend() -> Non
     assert 0.05 < beyond < 0.5  # the trend would gain 0.5
     (between,) = expected_improvement(known, 2 - known[:, 0], 0.01, np.array([[0.75]]))
     assert between < 0.01
-
-
-def test_times_are_extrapolated_by_their_ratio() -> None:
-    known = np.array([[0.0], [1.0], [2.0]])
-    assert extrapolate_seconds(known, np.array([10.0, 20.0, 40.0]), np.array([[3.0]])) == pytest.approx([80])

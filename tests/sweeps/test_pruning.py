@@ -8,21 +8,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import test_sweeper
 import torch
-from test_sweeper import ROOT, RealSweep, curve, summary
+from test_sweeper import ROOT, Engine, RealSweep, curve, summary
 
 from minigpt.checkpoints.find import LAST
 from minigpt.checkpoints.format import read
-from minigpt.runs.run_dir import write_summary
 from minigpt.sweeps.ranking import ranked
 from minigpt.sweeps.report import print_table
-from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, read_sweep
+from minigpt.sweeps.results import COMPLETED, read_sweep
 from minigpt.utils.errors import RunError
 
 REPLAY = ROOT / "scripts" / "bench" / "replay.py"
@@ -30,42 +28,6 @@ plan = test_sweeper.plan
 PRUNED = ["hydra.sweeper.prune=true", "max_steps=40", "eval_every=5"]  # rungs at steps 5, 10 and 20
 RATES = ["0.001", "0.002", "0.004", "0.008", "0.016", "0.032", "0.064", "0.128", "0.256"]
 NINE = f"optimizer.lr={','.join(RATES)}"
-
-
-class Curves:
-    """Write the validation curve of each job: `loss(settings, step)`; NaN is a failure.
-
-    Args:
-        jobs: that end; the next is killed: before it writes a file, before its last validation, or before its summary.
-    """
-
-    def __init__(self, loss: Callable[[dict[str, str], int], float], jobs: int = 999) -> None:
-        self.loss, self.jobs, self.damage = loss, jobs, jobs % 3
-        self.launches: list[dict[str, int]] = []  # of each launch, the step at which each job was to end
-
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> None:
-        self.launches.append({})
-        for point, overrides in zip(self.points, job_overrides, strict=True):
-            settings = dict(override.split("=", 1) for override in overrides)
-            every, last = int(settings["eval_every"]), int(settings["max_steps"])
-            self.launches[-1][point.folder.name] = end = int(settings.get("pause_at", last))
-            self.jobs -= 1
-            if (killed := self.jobs < 0) and self.damage == 0:
-                raise KeyboardInterrupt
-            steps = list(range(every, end + (self.damage == 2 or not killed), every))
-            losses = {step: loss for step in steps if not math.isnan(loss := self.loss(settings, step))}
-            nats = math.log(2) * (2 if settings.get("tokenizer") == "char" else 1)  # per bit per byte
-            rows = [f"{step},{loss},{loss / nats}\n" for step, loss in losses.items()]
-            (point.folder / ".hydra").mkdir(parents=True, exist_ok=True)
-            (point.folder / "metrics.csv").write_text("".join(["step,val_loss,val_bits_per_byte\n", *rows]))
-            (point.folder / "summary.json").unlink(missing_ok=True)
-            if killed:
-                raise KeyboardInterrupt
-            best = min(losses.values(), default=math.inf)
-            status = "failed" if len(losses) < len(steps) else "paused" if end < last else "completed"
-            totals = {"steps": max(losses, default=0), LOSS_NAMES[NATS]: best, LOSS_NAMES[BITS]: best / nats}
-            write_summary(point.folder, {"status": status, **totals})
-            self.on_end(point, "")
 
 
 def crossing(settings: dict[str, str], step: int) -> float:
@@ -82,10 +44,8 @@ def ends(folder: Path) -> dict[str, tuple[str, float]]:
     return {point.folder.name: (point.status, point.totals["steps"]) for point in read_sweep(folder)}
 
 
-def test_the_best_two_fifths_continue_after_each_rung(
-    plan: Callable[..., Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    sweeper = plan(NINE, *PRUNED, engine=(engine := Curves(crossing)))
+def test_the_best_two_fifths_continue_after_each_rung(plan, capsys):
+    sweeper = plan(NINE, *PRUNED, engine=(engine := Engine(crossing)))
     expected = [(names(*RATES), 5), (names(*RATES[-4:]), 10), (names(*RATES[-2:]), 20), (names(RATES[-1]), 40)]
     assert engine.launches == [dict.fromkeys(points, step) for points, step in expected]
     lines = capsys.readouterr().err.splitlines()
@@ -100,43 +60,43 @@ def test_the_best_two_fifths_continue_after_each_rung(
     assert out.count("* provisional, because not all runs completed; ranked after") == 1
 
 
-def test_a_larger_grid_continues_more_and_without_pruning_all_points_complete(plan: Callable[..., Any]) -> None:
-    plan(f"optimizer.lr={','.join(RATES[:3])}", *PRUNED, engine=Curves(crossing))
-    plan(NINE, *PRUNED, "resume=auto", engine=(larger := Curves(crossing)))
+def test_a_larger_grid_continues_more_and_without_pruning_all_points_complete(plan):
+    plan(f"optimizer.lr={','.join(RATES[:3])}", *PRUNED, engine=Engine(crossing))
+    plan(NINE, *PRUNED, "resume=auto", engine=(larger := Engine(crossing)))
     assert [launch.keys() for launch in larger.launches[:2]] == [names(*RATES[3:]), names(*RATES[-4:])]
-    sweeper = plan(NINE, *PRUNED, "hydra.sweeper.prune=false", "resume=auto", engine=(rest := Curves(crossing)))
+    sweeper = plan(NINE, *PRUNED, "hydra.sweeper.prune=false", "resume=auto", engine=(rest := Engine(crossing)))
     paused = names(*RATES) - names("0.004", "0.128", "0.256")  # four had reached step 20, and two of them continued
     assert rest.launches == [dict.fromkeys(paused, 40)]
     assert {status for status, _ in ends(sweeper.folder).values()} == {"completed"}
 
 
-def test_seeds_of_a_setting_continue_together_by_their_mean_loss(plan: Callable[..., Any]) -> None:
+def test_seeds_of_a_setting_continue_together_by_their_mean_loss(plan):
     losses = {"0.1": (1.0, 5.2), "0.2": (2.0, 2.2), "0.3": (3.0, 3.0)}  # the lowest loss has not the lowest mean
-    engine = Curves(lambda settings, _: losses[settings["optimizer.lr"]][int(settings["seed"])])
+    engine = Engine(lambda settings, _: losses[settings["optimizer.lr"]][int(settings["seed"])])
     plan("optimizer.lr=0.1,0.2,0.3", "seed=0,1", *PRUNED, engine=engine)
     both = {rate: [f"lr={rate},seed={seed}" for seed in (0, 1)] for rate in losses}
     assert [[*launch] for launch in engine.launches[1:]] == [both["0.2"] + both["0.3"], both["0.2"], both["0.2"]]
 
 
-def test_a_failed_point_takes_no_place(plan: Callable[..., Any]) -> None:
-    engine = Curves(lambda settings, step: math.nan if settings["optimizer.lr"] > "0.1" else crossing(settings, step))
+def test_a_failed_point_takes_no_place(plan):
+    engine = Engine(lambda settings, step: math.nan if settings["optimizer.lr"] > "0.1" else crossing(settings, step))
     with pytest.raises(RunError, match="2 of 9 runs failed"):
         plan(NINE, *PRUNED, engine=engine)
     expected = [names("0.016", "0.032", "0.064"), names("0.032", "0.064"), names("0.064")]
     assert [launch.keys() for launch in engine.launches[1:]] == expected
 
 
-def test_points_are_compared_at_a_fraction_of_their_steps_in_bits_per_byte(plan: Callable[..., Any]) -> None:
-    engine = Curves(lambda settings, step: 3.0 if settings["tokenizer"] == "char" else 2 + step / 1000)
+def test_points_are_compared_at_a_fraction_of_their_steps_in_bits_per_byte(plan):
+    engine = Engine(lambda settings, step: 3.0 if settings["tokenizer"] == "char" else 2 + step / 1000)
     sweeper = plan("tokenizer=byte,char", "max_steps=40,80", *PRUNED[::2], engine=engine)  # a character has two bytes
     steps = {name: step for name, (_, step) in ends(sweeper.folder).items() if "byte" in name}
     assert steps == {"tokenizer=byte,max_steps=40": 5, "tokenizer=byte,max_steps=80": 10}
     assert all("char" in name for name in engine.launches[1])
 
 
-def test_pruning_is_replayed_on_a_finished_sweep(plan: Callable[..., Any]) -> None:
+def test_pruning_is_replayed_on_a_finished_sweep(plan):
     """It costs 9/8 + 4/8 + 2/4 + 1/2 of the 9 runs, and pauses the row of the lowest loss after half of the steps."""
-    sweep = plan(NINE, *PRUNED, "hydra.sweeper.prune=false", engine=Curves(crossing)).folder
+    sweep = plan(NINE, *PRUNED, "hydra.sweeper.prune=false", engine=Engine(crossing)).folder
     for file in sweep.glob("*/summary.json"):
         file.write_text(json.dumps({**json.loads(file.read_text()), "flops": 1.0}))
     replayed = subprocess.run([sys.executable, REPLAY, sweep], capture_output=True, text=True, check=True).stdout
@@ -144,25 +104,25 @@ def test_pruning_is_replayed_on_a_finished_sweep(plan: Callable[..., Any]) -> No
     assert replayed.startswith(f"sweep: winner tied 0 of 1, FLOPs {share:.2f} of the grid")
 
 
-def test_an_interrupted_sweep_resumes_to_the_same_result(plan: Callable[..., Any], tmp_path: Path) -> None:
-    four, whole = f"optimizer.lr={','.join(RATES[:4])}", Curves(crossing)
-    expected = ends(plan(four, *PRUNED, engine=whole, folder=tmp_path / "whole").folder)
+def test_an_interrupted_sweep_resumes_to_the_same_result(plan, tmp_path):
+    three, whole = f"optimizer.lr={','.join(RATES[:3])}", Engine(crossing)
+    expected = ends(plan(three, *PRUNED, engine=whole, folder=tmp_path / "whole").folder)
     for jobs in range(sum(map(len, whole.launches))):
         folder = tmp_path / f"{jobs}"
         with pytest.raises(KeyboardInterrupt):
-            plan(four, *PRUNED, engine=Curves(crossing, jobs), folder=folder)
-        plan(four, *PRUNED, "resume=auto", engine=Curves(crossing), folder=folder)
+            plan(three, *PRUNED, engine=Engine(crossing, jobs), folder=folder)
+        plan(three, *PRUNED, "resume=auto", engine=Engine(crossing), folder=folder)
         assert ends(folder) == expected, jobs
 
 
-def test_a_search_prunes_by_all_trials_so_far_and_resumes(plan: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_search_prunes_by_all_trials_so_far_and_resumes(plan, tmp_path):
     search = ["hydra/sweeper=optuna", "optimizer.lr=tag(log,interval(1e-4,1e-1))", *PRUNED]
-    search += ["hydra.sweeper.batch=3", "hydra.sweeper.n_trials=12"]
+    search += ["hydra.sweeper.batch=3", "hydra.sweeper.n_trials=9"]
 
     def valley(settings: Mapping[str, str], step: int) -> float:
         return 2 + abs(math.log10(float(settings["optimizer.lr"])) + 2) * step
 
-    points = plan(*search, engine=Curves(valley)).points
+    points = plan(*search, engine=Engine(valley)).points
     losses = [valley(point.overrides, 5) for point in points]
     for at, point in enumerate(points):
         so_far = sorted(losses[: at // 3 * 3 + 3])
@@ -171,10 +131,10 @@ def test_a_search_prunes_by_all_trials_so_far_and_resumes(plan: Callable[..., An
     expected = ends(tmp_path / "sweep")
     for jobs in (4, 8):
         with pytest.raises(KeyboardInterrupt):
-            plan(*search, engine=Curves(valley, jobs), folder=tmp_path / f"{jobs}")
-        plan(*search, "resume=auto", engine=Curves(valley), folder=tmp_path / f"{jobs}")
+            plan(*search, engine=Engine(valley, jobs), folder=tmp_path / f"{jobs}")
+        plan(*search, "resume=auto", engine=Engine(valley), folder=tmp_path / f"{jobs}")
         assert ends(tmp_path / f"{jobs}") == expected
-    plan(*search, "hydra.sweeper.prune=false", "resume=auto", engine=Curves(valley))
+    plan(*search, "hydra.sweeper.prune=false", "resume=auto", engine=Engine(valley))
     assert ends(tmp_path / "sweep") == dict.fromkeys(expected, ("completed", 40))
 
 
@@ -185,7 +145,7 @@ def workers(err: str) -> list[str]:
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 @pytest.mark.slow
 @pytest.mark.parametrize("search", [False, True], ids=["grid", "search"])
-def test_a_killed_and_interrupted_sweep_equals_one_that_ran_through(text: Path, tmp_path: Path, search: bool) -> None:
+def test_a_killed_and_interrupted_sweep_equals_one_that_ran_through(text, tmp_path, search):
     sweep, whole = RealSweep(tmp_path, text), tmp_path / "whole" / "sweep"
     given = ["hydra.sweeper.prune=true", "model.n_embd=32", "max_steps=112", "eval_every=14", "ema_decay=0.9"]
     given += ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=4"] if search else []
