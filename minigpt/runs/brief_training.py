@@ -24,9 +24,12 @@ SCORED_BATCHES = 10  # of the validation split
 
 
 def step_seconds(cfg: DictConfig, corpus: Corpus, *, seconds: float) -> float:
-    """Return the median time of up to 80 optimizer steps, or as many as take `seconds`, but at least three."""
+    """Take up to 80 optimizer steps, or as many as take `seconds`, but at least four; return their median time.
+
+    The first half does not count: memory is allocated and kernels are compiled.
+    """
     times = _train(cfg, corpus, TIMED_STEPS, seconds)[1]
-    return median(b - a for a, b in pairwise(times[1:])) * cfg.trainer.accumulate_grad_batches
+    return median(b - a for a, b in pairwise(times[len(times) // 2 :])) * cfg.trainer.accumulate_grad_batches
 
 
 def brief_loss(cfg: DictConfig, corpus: Corpus, *, steps: int) -> float:
@@ -61,6 +64,6 @@ def _train(cfg: DictConfig, corpus: Corpus, steps: int, seconds: float) -> tuple
         if fabric.device.type != "cpu":
             torch.accelerator.synchronize()
         times.append(time.perf_counter())
-        if len(times) > 3 and times[-1] - times[0] > seconds:
+        if len(times) > 4 and times[-1] - times[0] > seconds:
             break
     return model, times, sizes

@@ -33,7 +33,7 @@ LEAST_VAL_BYTES = 1000
 COUNTED_TOKENS, SCORED_TOKENS = 1_000_000, 100_000  # of the training and the validation split, by the n-gram model
 LONGEST_NGRAM = 8
 MEASURED_TOKENS = 2_500_000  # of a training whose windows are measured for all sizes
-MEASURING, PILOT = 0.005, 0.03  # of the time at most, to measure a size and to train the smallest
+MEASURING, PILOT = 0.005, 0.02  # of the time at most, to measure a size and to train the smallest
 PILOT_STEPS, PILOT_EPOCHS = 400, 2.5  # at most
 MOST_PARAMETERS_PER_TOKEN = 20  # of the tokens that are trained on
 TRAINER = 1.05  # time of a step of the Trainer, with the EMA and metrics, relative to one that is measured
@@ -115,7 +115,7 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
     _, tokens, _, settings = min(candidates, key=lambda candidate: candidate[0])
     settings |= without(given, windows(text, tokens))
     trial = updated(cfg, settings)
-    step = TRAINER * step_seconds(trial, corpus, seconds=min(2.0, 2 * MEASURING * budget))
+    step = TRAINER * step_seconds(trial, corpus, seconds=min(2.0, 3 * MEASURING * budget))
     settings |= without(given, length(trial, given, text, step, deadline - time.perf_counter() - OVERHEAD))
     trial = updated(trial, settings)
     if trial.max_steps < 1:
