@@ -284,6 +284,8 @@ def test_a_run_continues_without_lost_hosts_and_with_those_that_come_back(
         hosts.disconnect(cut)
 
     def come_back() -> None:
+        kill_host(hosts, cut)  # after a minute without the network its torchrun would end the rendezvous of all hosts
+        launchers[cut].wait(SECONDS)
         hosts.reconnect(cut)
         for host in {killed, cut}:
             if launchers[host].poll() is not None:
