@@ -36,7 +36,7 @@ CONFIG = GPTConfig(
 
 
 def test_shares_and_shards_are_updated_as_on_one_rank(tmp_path: Path) -> None:
-    multiprocessing.start_processes(update_on_ranks, (RANKS, tmp_path), nprocs=RANKS, start_method="forkserver")
+    multiprocessing.spawn(update_on_ranks, (RANKS, tmp_path), nprocs=RANKS)
     expected = trained(GPT(CONFIG))
     for way in ("replicas", "shards"):
         found = torch.load(tmp_path / way)

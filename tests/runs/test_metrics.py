@@ -63,7 +63,8 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Si
         patch.setitem(metrics.PEAK_FLOPS, metrics.device_name(torch.device("cpu")), 1e12)
         minigpt.train([*exact, "trainer=cpu", f"hydra.run.dir={base}/one"])
     wall = time.perf_counter() - began
-    train_on_ranks(both)
+    command = train_on_ranks(both)
+    commands = {"one": " ".join(sys.argv), "ddp": command, "fsdp": command}
     return {
         name: SimpleNamespace(
             folder=base / name,
@@ -72,8 +73,9 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Si
             rows=rows(base / name),
             summary=json.loads((base / name / "summary.json").read_text()),
             wall=wall if name == "one" else math.inf,
+            command=commands[name],
         )
-        for name in ("one", "ddp", "fsdp")
+        for name in commands
     }
 
 
@@ -207,7 +209,7 @@ def test_a_summary_is_what_was_measured(runs: dict[str, SimpleNamespace], loop: 
             "init_from": None,
             "corpus_sha256": hashlib.sha256(corpus.read_bytes()).hexdigest(),
             "tokenizer": "char",
-            "command": " ".join(sys.argv),
+            "command": run.command,
             "host": platform.node(),
             "versions": {
                 "minigpt": version("minigpt"),
