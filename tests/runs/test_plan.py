@@ -8,14 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import SCRIPTS, column
-from hydra import compose, initialize_config_dir
+from conftest import SCRIPTS, column, composed
 from omegaconf import OmegaConf
 
 import minigpt
 from minigpt.data.prepare import load_corpus
 from minigpt.runs.overrides import complete_overrides
-from minigpt.runs.plan import Text, length, make_plan, reducible_loss, shape, useful_tokens, windows
+from minigpt.runs.plan import Text, expected_loss, length, make_plan, reducible_loss, shape, useful_tokens, windows
 from minigpt.utils.errors import UserError
 
 
@@ -30,13 +29,8 @@ def short(mine):
     return [*mine, "model.n_layer=1", "model.n_embd=32", "max_steps=20"]
 
 
-def composed(overrides):
-    with initialize_config_dir(str(SCRIPTS.parent / "configs"), version_base="1.3"):
-        return compose("train", overrides=complete_overrides(overrides))
-
-
 def plan(overrides, *given, seconds=100):
-    cfg = composed(overrides)
+    cfg = composed(*complete_overrides(overrides))
     corpus = load_corpus(cfg.data, cfg.tokenizer)
     return make_plan(cfg, corpus, set(given), deadline=time.perf_counter() + seconds)["settings"]
 
@@ -104,8 +98,23 @@ def test_a_group_that_the_user_gives_stays(mine):
     assert not [key for key in plan([*mine, "model=nano"], "model") if key.startswith("model.")]
 
 
+def test_the_smallest_size_is_trained_for_as_long_as_the_time_and_the_text_allow(short):
+    cfg = composed(*complete_overrides(short))
+    corpus = load_corpus(cfg.data, cfg.tokenizer)
+    step = cfg.data.batch_size * cfg.model.block_size
+
+    def expected(tokens, steps, of=10**9):
+        return expected_loss(cfg, corpus, a_text(tokens=of), tokens, steps)
+
+    ten, (loss, width) = expected(10 * step, 10**9), expected(10**9, 10)
+    assert ten == (loss, width)
+    assert expected(10**9, 20) != ten
+    assert expected(10**9, 10**9, of=4 * step)[0] / loss == pytest.approx((4 * step / 10**9) ** -0.062)  # 2.5 epochs
+    assert width == pytest.approx(0.15 * loss)
+
+
 def test_more_time_and_less_text_make_larger_models():
-    cfg = composed(["minutes=1"])
+    cfg = composed(*complete_overrides(["minutes=1"]))
 
     def best_size(tokens, operations):
         """The width of the lowest expected loss where a token takes time in proportion to the parameters."""
@@ -123,7 +132,7 @@ def test_more_time_and_less_text_make_larger_models():
 
 
 def test_a_text_sets_its_ngrams_windows_and_regularization():
-    cfg = composed(["minutes=1"])
+    cfg = composed(*complete_overrides(["minutes=1"]))
     small, large = (shape(cfg, set(), a_text(tokens=n), 2, 96) for n in (50_000, 50_000_000))
     assert small["model.ngram_dropout"] > large["model.ngram_dropout"] == 0
     assert small["model.ngram_buckets"] < large["model.ngram_buckets"]
@@ -137,7 +146,7 @@ def test_a_text_sets_its_ngrams_windows_and_regularization():
 @pytest.mark.parametrize("val_tokens", [2_000, 100_000, 100_000_000])
 @pytest.mark.parametrize("seconds", [10, 600, 40_000])
 def test_steps_and_validations_fill_the_time(val_tokens, seconds):
-    cfg, step = composed(["minutes=1"]), 0.02
+    cfg, step = composed(*complete_overrides(["minutes=1"])), 0.02
     settings = length(cfg, set(), a_text(tokens=10**10, val_tokens=val_tokens), step, seconds)
     validations = -(-settings["max_steps"] // settings["eval_every"])
     tokens = cfg.data.batch_size * cfg.model.block_size
@@ -149,7 +158,7 @@ def test_steps_and_validations_fill_the_time(val_tokens, seconds):
 
 
 def test_a_small_text_is_not_repeated_without_end():
-    cfg, text = composed(["minutes=1"]), a_text(tokens=50_000)
+    cfg, text = composed(*complete_overrides(["minutes=1"])), a_text(tokens=50_000)
     steps = length(cfg, set(), text, 0.02, 10_000)["max_steps"]
     assert 1 < steps * cfg.data.batch_size * cfg.model.block_size / text.tokens < 20
 

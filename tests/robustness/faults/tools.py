@@ -55,10 +55,9 @@ SETTINGS = (
 # The fork server must not initialize CUDA, or its forks could not.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 # A run forked from a process that has imported torch starts immediately; a new interpreter takes ten seconds.
-forkserver = multiprocessing.get_context("forkserver")
-forkserver.set_forkserver_preload(
-    ["torch._dynamo", "matplotlib.pyplot", "hydra.main", "minigpt.optim", "minigpt.schedules", "minigpt.runs.fit"]
-)
+_forkserver = multiprocessing.get_context("forkserver")
+_IMPORTS = ["torch._dynamo", "matplotlib.pyplot", "hydra.main", "minigpt.training", "minigpt.optim", "minigpt.ema"]
+_forkserver.set_forkserver_preload([*_IMPORTS, "minigpt.runs.train", "minigpt.runs.samples_and_attention"])
 _TEMPORARY = tempfile.TemporaryDirectory(prefix="minigpt-faults-")
 _SHARED = Path(_TEMPORARY.name)
 _reference_lock = Lock()
@@ -119,7 +118,7 @@ class Run:
             self.pid, self._process = self._popen.pid, None
         else:
             options = (arguments, self.stderr_file, folder, signal_at)
-            self._process = forkserver.Process(target=_run_forked, args=options)
+            self._process = _forkserver.Process(target=_run_forked, args=options)
             self._process.start()
             self.pid = self._process.pid
 
@@ -232,7 +231,7 @@ def reference(*overrides: str) -> Path:
 @cache
 def _reference(*overrides: str) -> Path:
     folder = _SHARED / f"reference-{len(list(_SHARED.iterdir()))}"
-    imports = forkserver.Process(target=int)  # waits for the imports of the fork server
+    imports = _forkserver.Process(target=int)  # waits for the imports of the fork server
     imports.start()
     imports.join()
     run = Run(folder, *overrides, cold_start="trainer=ddp" in overrides)
