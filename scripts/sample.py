@@ -14,6 +14,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=usage("sample"), description=__doc__)
     add = parser.add_argument
     add("run", nargs="?", help="run folder, checkpoint, or folder or id of Hugging Face (default: the newest run)")
+    add("--step", type=int, metavar="N", help="sample from the snapshot of this step of training")
     add("--prompt", help="text to continue (default: the separator of documents, or a line break)")
     add("--prompt-file", metavar="FILE", help="read the prompt from a file, or from stdin (-)")
     add("--num-samples", type=int, default=1, metavar="N", help="samples per prompt (default: %(default)s)")
@@ -48,7 +49,7 @@ def main() -> None:
     from minigpt.device import move_model
     from minigpt.sample_cli import Console, read_prompt, read_text
 
-    pretrained = find_pretrained(args.run)
+    pretrained = find_pretrained(args.run, step=args.step)
     model = move_model(pretrained.load(), args.device, args.dtype)
     log(f"sampling from {pretrained.path} on {model.wte.weight.device}")
     console = Console(model, pretrained.tokenizer, options, show_probs=args.show_probs)

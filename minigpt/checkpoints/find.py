@@ -8,35 +8,62 @@ from minigpt.utils.scripts import usage
 BEST = "checkpoints/best.safetensors"
 LAST = "checkpoints/last.safetensors"
 PREVIOUS = "checkpoints/previous.safetensors"
+SNAPSHOTS = "checkpoints/snapshots"
 
 
-def find_checkpoint(path: str | Path | None, *, runs: Path = Path("runs"), last: bool = False) -> Path:
+def find_checkpoint(
+    path: str | Path | None, *, runs: Path = Path("runs"), last: bool = False, step: int | None = None
+) -> Path:
     """Find a checkpoint file; raise UserError if there is none.
 
     Args:
         path: a file, a run folder (its best checkpoint), or None (the best checkpoint of the newest run).
         runs: the folder of all runs.
         last: prefer the last checkpoint of a run folder, from which training resumes.
+        step: of a snapshot of the run, instead of its best checkpoint.
     """
     if path is None:
         files = sorted(runs.glob(f"*/{BEST}"), key=lambda file: file.stat().st_mtime)
         if not files:
             raise UserError(f"no run with a checkpoint in {runs}/; train one with {usage('train')}")
-        return files[-1]
+        path = files[-1]
     path = Path(path)
+    if step is not None:
+        return _find_snapshot(run_folder(path) if path.is_file() else path, step)
     if path.is_file():
         return path
     for name in (LAST, BEST) if last else (BEST, LAST):
         if (path / name).is_file():
             return path / name
+    if not last and (snapshots := find_snapshots(path)):  # of a run before its first validation
+        return list(snapshots.values())[-1]
     problem = f"holds no {BEST}" if path.is_dir() else "does not exist"
     raise UserError(f"{path} {problem}; give a run folder or a checkpoint file")
 
 
+def snapshot_path(folder: str | Path, step: int) -> Path:
+    """Return the file of the snapshot of a step in a run folder."""
+    return Path(folder) / SNAPSHOTS / f"step-{step}.safetensors"
+
+
+def find_snapshots(folder: str | Path) -> dict[int, Path]:
+    """Return the snapshots of a run folder by step, in their order."""
+    files = {file.stem.removeprefix("step-"): file for file in (Path(folder) / SNAPSHOTS).glob("step-*.safetensors")}
+    return dict(sorted((int(step), file) for step, file in files.items() if step.isdecimal()))
+
+
+def _find_snapshot(folder: Path, step: int) -> Path:
+    found = find_snapshots(folder)
+    if step not in found:
+        steps = ", ".join(map(str, found)) or "none"
+        raise UserError(f"{folder} has no snapshot of step {step}; it has those of {steps}")
+    return found[step]
+
+
 def run_folder(checkpoint: Path) -> Path:
     """Return the run folder of a checkpoint file, or its parent folder if it belongs to no run."""
-    folder = checkpoint.parent.parent
-    return folder if any((folder / name).is_file() for name in (BEST, LAST)) else checkpoint.parent
+    folder = checkpoint.parents[2 if checkpoint.parent.name == Path(SNAPSHOTS).name else 1]
+    return folder if any((folder / name).exists() for name in (BEST, LAST, SNAPSHOTS)) else checkpoint.parent
 
 
 def model_name(checkpoint: Path) -> str:

@@ -59,12 +59,13 @@ class Pretrained:
         return {"source": self.source, "revision": self.revision, "sha256": sums}
 
 
-def find_pretrained(source: str | None) -> Pretrained:
+def find_pretrained(source: str | None, *, step: int | None = None) -> Pretrained:
     """Find a model, download it if it is on the Hub only, and read its configuration and tokenizer.
 
     Args:
         source: a run folder or checkpoint of minigpt, a folder of Hugging Face, or an id of its Hub, which may end in
             `@` and a revision; None is the newest run.
+        step: of a snapshot of the run.
 
     Raises:
         UserError: there is no such model, or minigpt cannot read it.
@@ -75,14 +76,14 @@ def find_pretrained(source: str | None) -> Pretrained:
     else:
         path = _download(str(source))
         revision = path.name
-    if (path / CONFIG).is_file():
+    if (path / CONFIG).is_file() and step is None:
         with explain_errors(f"{path} cannot be loaded"):
             config = config_to_ours(read_json(path / CONFIG))
         tokenizer: Tokenizer = load_tokenizer(path)
         with explain_errors(f"{path} cannot be loaded"):
             check_vocabulary(config, tokenizer)
         return Pretrained(path, str(source), revision, config, tokenizer)
-    path = find_checkpoint(path)
+    path = find_checkpoint(path, step=step)
     model, tokenizer = load_checkpoint(path)
     config = replace(model.config, dropout=0.0, ngram_dropout=0.0)
     return Pretrained(path, str(path.resolve()), revision, config, tokenizer, model)

@@ -21,16 +21,19 @@ SIZE_MARGIN = 1 << 20  # parameters; a model this small is built whatever the si
 ROPE_TABLE_MARGIN = 1 << 25  # elements
 
 
-def load_checkpoint(path: str | Path, *, device: str | torch.device = "cpu") -> tuple[GPT, Tokenizer]:
+def load_checkpoint(
+    path: str | Path, *, device: str | torch.device = "cpu", step: int | None = None
+) -> tuple[GPT, Tokenizer]:
     """Load the model, in evaluation mode, and the tokenizer of a checkpoint.
 
     Args:
         path: a checkpoint file, or a run folder (its best checkpoint).
+        step: load the snapshot of this step of the run instead.
 
     Raises:
         UserError: there is no checkpoint, or the file does not hold a model.
     """
-    path = find_checkpoint(path)
+    path = find_checkpoint(path, step=step)
     content = read(path)
     with explain_errors(f"{path} does not hold a model of minigpt"):
         ours = content[MINIGPT]

@@ -137,20 +137,21 @@ def check(body: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
 
 
 def check_model(models: Models, name: str) -> str:
-    """Return the name of a model; raise ApiError if there is none."""
-    if name not in models.names():
+    """Return the name of a model without the step of a snapshot; raise ApiError if there is none."""
+    if (found := models.split(name)) is None:
         message = f"the model {name!r} does not exist; GET /v1/models lists all"
         raise ApiError(404, message, param="model", code="model_not_found")
-    return name
+    return found[0]
 
 
 async def find_engine(models: Models, name: str, silenced: Collection[tuple[int, int]] = ()) -> Engine:
     """Return the engine of a model; raise ApiError if there is none, or it cannot be loaded."""
+    check_model(models, name)
     try:
-        engine = await models.engine(check_model(models, name))
+        engine = await models.engine(name)
     except UserError as error:
         raise ApiError(500, f"{name} cannot be loaded: {error}") from error
-    return models.silenced(name, silenced) if silenced else engine
+    return models.silenced(name, engine, silenced) if silenced else engine
 
 
 def is_ids(value: Any) -> bool:

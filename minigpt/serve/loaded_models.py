@@ -3,12 +3,13 @@
 import asyncio
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minigpt.checkpoints.find import BEST, find_checkpoint, named_path
-from minigpt.utils.errors import require
+from minigpt.checkpoints.find import BEST, find_checkpoint, find_snapshots, named_path
+from minigpt.utils.errors import UserError, require
 
 if TYPE_CHECKING:
     from minigpt.serve.engine import Engine
@@ -45,6 +46,8 @@ def find_models(sources: Sequence[str], runs: Path = Path("runs")) -> dict[str, 
 class Models:
     """Engines by the names of their models. All methods are for one asyncio event loop.
 
+    The name of a run may end in `@` and the step of one of its snapshots. The snapshots of one run are kept at a time.
+
     Args:
         sources: the result of `find_models`.
         device: "auto" or a device of torch.
@@ -52,30 +55,49 @@ class Models:
 
     def __init__(self, sources: dict[str, str], *, device: str) -> None:
         self.sources, self.device, self.created = sources, device, int(time.time())
-        self._loads: dict[str, asyncio.Task[Engine]] = {}  # that run or succeeded
-        self._silenced: dict[str, dict[frozenset[tuple[int, int]], Engine]] = {name: {} for name in sources}
+        self._loads: dict[str, tuple[int, asyncio.Task[Engine]]] = {}  # that run or succeeded, by the time of the file
+        self._silenced: dict[str, dict[frozenset[tuple[int, int]], Engine]] = {}
+        self._ahead: asyncio.Task[None] | None = None
 
     def names(self) -> list[str]:
         """Return the names of the models that are loaded, of the Hub, or still on the disk."""
         paths = {name: Path(source) for name, source in self.sources.items()}  # an id of the Hub is relative
         return [name for name, path in paths.items() if name in self._loads or path.exists() or not path.is_absolute()]
 
+    def split(self, name: str) -> tuple[str, int | None] | None:
+        """Return the name of a model and the step of its snapshot, which is None without one; None: no such model."""
+        names, (base, _, step) = self.names(), name.rpartition("@")
+        if name in names:
+            return name, None
+        return (base, int(step)) if base in names and step.isdecimal() and int(step) in self.snapshots(base) else None
+
+    def snapshots(self, name: str) -> list[int]:
+        """Return the steps of the snapshots of a model."""
+        return list(find_snapshots(self.sources[name]))
+
     async def engine(self, name: str) -> "Engine":
         """Return the engine of a model, loaded on the first call; raise UserError if it cannot be loaded."""
-        if name not in self._loads:
-            self._loads[name] = asyncio.create_task(self._load(name))
-        return await asyncio.shield(self._loads[name])  # a cancelled request leaves it to the next one
+        base, step = self.split(name) or (name, None)
+        changed, load = self._loads.get(name, (0, None))
+        time = self._changed(base, step) or changed
+        if load is None or (time > changed and load.done() and not load.result().busy):  # the run has a better one
+            load = asyncio.create_task(self._load(name, base, step))
+            self._loads[name] = time, load
+            self._silenced.pop(name, None)
+        if step is not None and (self._ahead is None or self._ahead.get_name() != base):
+            self._forget_snapshots(but=base)
+            self._ahead = asyncio.create_task(self._load_snapshots(base), name=base)
+        return await asyncio.shield(load)  # a cancelled request leaves it to the next one
 
-    def silenced(self, name: str, heads: "Collection[Sequence[int]]") -> "Engine":
-        """Return an engine of a loaded model whose heads (layer, head) have the output zero.
+    def silenced(self, name: str, original: "Engine", heads: "Collection[Sequence[int]]") -> "Engine":
+        """Return an engine of a model whose heads (layer, head) have the output zero, from that of the whole model.
 
         Raises UserError if there is no such head, and QueueFull if `MAX_SILENCED` engines are in use.
         """
         from minigpt.interpret.heads import without_heads
         from minigpt.serve.engine import Engine, QueueFull
 
-        original, kept = self._loads[name].result(), self._silenced[name]
-        key = frozenset((layer, head) for layer, head in heads)
+        kept, key = self._silenced.setdefault(name, {}), frozenset((layer, head) for layer, head in heads)
         L, H = original.model.config.n_layer, original.model.config.n_head
         expected = f"pairs of a layer below {L} and a head below {H}, from 0"
         require("silenced", heads, lambda _: all(0 <= i < L and 0 <= j < H for i, j in key), expected)
@@ -88,19 +110,40 @@ class Models:
 
     async def close(self) -> None:
         """Close all engines."""
-        loaded = [load.result() for load in self._loads.values() if load.done()]
+        loaded = [load.result() for _, load in self._loads.values() if load.done()]
         silenced = (engine for engines in self._silenced.values() for engine in engines.values())
         await asyncio.gather(*(engine.close() for engine in (*loaded, *silenced)))
 
-    async def _load(self, name: str) -> "Engine":
+    def _changed(self, base: str, step: int | None) -> int:
+        """Return when the checkpoint of a run was written, in ns; 0 for other models, and for a run that is gone."""
+        source = Path(self.sources[base])
+        try:
+            return find_checkpoint(source, step=step).stat().st_mtime_ns if source.is_absolute() else 0
+        except (OSError, UserError):
+            return 0
+
+    async def _load(self, name: str, base: str, step: int | None) -> "Engine":
         from minigpt.checkpoints.init_from import find_pretrained
         from minigpt.device import move_model
         from minigpt.serve.engine import Engine
 
         try:
-            found = await asyncio.to_thread(find_pretrained, self.sources[name])
+            found = await asyncio.to_thread(find_pretrained, self.sources[base], step=step)
             model = await asyncio.to_thread(lambda: move_model(found.load(), self.device, "float32"))
             return Engine(model, found.tokenizer)
         except BaseException:
             del self._loads[name]  # the next request tries again
             raise
+
+    async def _load_snapshots(self, base: str) -> None:
+        """Load all snapshots of a run, so that a page can move between them without waiting."""
+        for step in self.snapshots(base):
+            with suppress(UserError):  # a damaged one fails when it is used
+                await self.engine(f"{base}@{step}")
+
+    def _forget_snapshots(self, *, but: str) -> None:
+        for name in [name for name in self._loads if name not in self.sources and name.rpartition("@")[0] != but]:
+            _, load = self._loads[name]
+            if load.done() and not load.result().busy:
+                del self._loads[name]
+                self._silenced.pop(name, None)
