@@ -23,6 +23,7 @@ def arguments() -> argparse.Namespace:
     add("--out", required=True, type=Path, metavar="PATH", help="folder or file to write")
     weights = ("float16", "int8", "float32")
     add("--weights", choices=weights, help="format of the weights in the page of --to html (default: float16)")
+    add("--snapshots", action="store_true", help="put the snapshots of the run into the page of --to html too")
     return parser.parse_args()
 
 
@@ -31,11 +32,13 @@ def main() -> None:
     args = arguments()
     require("--out", args.out, lambda path: not os.path.lexists(path), "a path that does not exist yet")
     require("--weights", args.weights, lambda value: value is None or args.to == "html", "left out without --to html")
+    require("--snapshots", args.to, lambda value: value == "html" or not args.snapshots, "used with --to html", "leave it out")
     from minigpt.checkpoints.export_html import export_html
     from minigpt.checkpoints.export_huggingface import export_folder
-    from minigpt.checkpoints.find import run_folder
+    from minigpt.checkpoints.find import find_snapshots, run_folder
     from minigpt.checkpoints.init_from import find_pretrained
     from minigpt.checkpoints.load import save_checkpoint
+    from minigpt.interpret.learning import learning_curves
     from minigpt.runs.history import read_history
 
     pretrained = find_pretrained(args.run)
@@ -44,10 +47,14 @@ def main() -> None:
         print(sanitize_line(f"{args.out}: weights and tokenizer of {pretrained.path}"))
         return
     if args.to == "html":
-        history = read_history(run_folder(pretrained.path))
-        export_html(pretrained, args.out, args.weights or "float16", history)
+        folder = run_folder(pretrained.path)
+        found = find_snapshots(folder) if args.snapshots else {}
+        learned = learning_curves(folder) if found else []
+        weights = args.weights or ("int8" if found else "float16")
+        steps = export_html(pretrained, args.out, weights, read_history(folder), snapshots=found, learned=learned)
+        contents = f"the model of {pretrained.path}" + (f" and {len(steps)} of its {len(found)} snapshots" if found else "")
         size = args.out.stat().st_size / 1e6
-        print(sanitize_line(f"{args.out}: {size:.1f} MB, the model of {pretrained.path}; open it in a browser"))
+        print(sanitize_line(f"{args.out}: {size:.1f} MB, {contents}; open it in a browser"))
         return
     architecture = export_folder(pretrained, args.out)
     print(sanitize_line(f"{args.out}: {architecture} of {pretrained.path}"))

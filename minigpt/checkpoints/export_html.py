@@ -5,7 +5,7 @@ pass of `minigpt.model` and the filters and draws of `minigpt.sampling`.
 """
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from minigpt.checkpoints.init_from import Pretrained
+from minigpt.checkpoints.load import load_checkpoint
 from minigpt.data.tokenizer import PATTERNS, HuggingFaceTokenizer
 from minigpt.page.render import describe, render
 from minigpt.utils.errors import UserError, require
@@ -20,16 +21,25 @@ from minigpt.utils.files import atomic_write
 
 BYTES_PER_WEIGHT = {"float16": 2, "int8": 1, "float32": 4}  # of the matrices, by format
 MAX_WEIGHT_BYTES = 64_000_000
+MAX_PAGE_BYTES = 15_500_000  # of the weights in base64, with snapshots
 
 
 def export_html(
-    pretrained: Pretrained, path: Path, weight_format: str = "float16", history: Mapping[str, Any] | None = None
-) -> None:
-    """Write the page atomically.
+    pretrained: Pretrained,
+    path: Path,
+    weight_format: str = "float16",
+    history: Mapping[str, Any] | None = None,
+    *,
+    snapshots: Mapping[int, Path] = {},
+    learned: Sequence[Mapping[str, Any]] = (),
+) -> list[int]:
+    """Write the page atomically; return the steps of the snapshots in it.
 
     Args:
         weight_format: one of `BYTES_PER_WEIGHT`. int8 has one scale per row. Vectors are float32 in every format.
         history: the losses and samples of its training, from `minigpt.runs.history.read_history`.
+        snapshots: of its run, by step; evenly spaced ones among them, as many as fit into `MAX_PAGE_BYTES`.
+        learned: their measurements, from `minigpt.interpret.learning`.
 
     Raises:
         UserError: the weights are too large, or the tokenizer is one of Hugging Face.
@@ -45,12 +55,15 @@ def export_html(
     tensors = model.state_dict()
     if model.config.tie_embeddings:
         del tensors["lm_head.weight"]
-    packed = b"".join(_pack(name, tensor, weight_format) for name, tensor in tensors.items())
+    weights = [_pack_all(tensors, weight_format)]
+    steps = _spaced(list(snapshots), int(MAX_PAGE_BYTES / len(weights[0])) - 1)
+    weights += [_pack_all({**tensors, **load_checkpoint(snapshots[step])[0].state_dict()}, weight_format) for step in steps]
     description = describe(pretrained.name, model.config, tokenizer.name, f" in {weight_format}")
     description["facts"] += " The model runs in this page: the text never leaves your device."
     data = {
         "description": description,
-        "history": history,
+        "history": {**(history or {}), "steps": steps},
+        "learned": [snapshot for snapshot in learned if snapshot["step"] in steps],
         "config": model.config.to_dict(),
         "tokenizer": {
             **tokenizer.to_dict(),
@@ -61,10 +74,23 @@ def export_html(
         "tensors": [(name, tensor.shape) for name, tensor in tensors.items()],
         "format": weight_format,
     }
-    page = render("browser.js", data, base64.b64encode(packed).decode("ascii"))
+    page = render("browser.js", data, "\n".join(weights))
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as partial:
         partial.write_text(page, encoding="utf-8", newline="\n")
+    return steps
+
+
+def _spaced(items: list[int], count: int) -> list[int]:
+    """Return `count` evenly spaced items, the first and the last among them; fewer than two are none."""
+    if count >= len(items) or count < 2:
+        return items if count >= 2 else []
+    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
+
+
+def _pack_all(tensors: Mapping[str, Tensor], weight_format: str) -> str:
+    """Return tensors, one after the other, in base64."""
+    return base64.b64encode(b"".join(_pack(name, x, weight_format) for name, x in tensors.items())).decode("ascii")
 
 
 def _pack(name: str, tensor: Tensor, weight_format: str) -> bytes:

@@ -6,6 +6,7 @@ Shapes: L layers, H heads, B batch, T time.
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from minigpt.checkpoints.load import load_checkpoint
 from minigpt.checkpoints.validation_split import validation_batches
 from minigpt.data.detokenizer import token_pieces
 from minigpt.interpret.heads import attention_maps, head_table, induction_scores
+from minigpt.utils.errors import UserError
 
 KINDS = ("first letters of words", "inside words", "spaces and line breaks", "names in capitals", "other")
 _FIRST, _INSIDE, _SPACE, _CAPITALS, _OTHER = range(len(KINDS))
@@ -25,18 +27,22 @@ MAP_TOKENS = 256  # of the text whose attention is measured
 
 
 def learning_curves(folder: Path) -> list[dict[str, Any]]:
-    """Return the measurements of all snapshots of a run, in the order of steps.
+    """Return the step and the measurements of every snapshot of a run that can be loaded, in the order of steps.
 
     Raises:
-        UserError: a snapshot is damaged, or the validation split is not there.
+        UserError: the validation split is not there.
     """
-    return [{"step": step, **measure(file, file.stat().st_mtime_ns)} for step, file in find_snapshots(folder).items()]
+    found = {}
+    for step, file in find_snapshots(folder).items():
+        with suppress(OSError):  # a run that resumes has removed it
+            found[step] = measure(file, file.stat().st_mtime_ns)
+    return [{"step": step, **measured} for step, measured in found.items() if measured]
 
 
 @lru_cache(maxsize=128)
 @torch.inference_mode()
-def measure(snapshot: Path, written: int) -> dict[str, Any]:
-    """Measure a model on the first batch of its validation split.
+def measure(snapshot: Path, written: int) -> dict[str, Any] | None:
+    """Measure a model on the first batch of its validation split; None if the file is damaged.
 
     Args:
         written: time of the file, so that a snapshot that is written again is measured again.
@@ -45,7 +51,10 @@ def measure(snapshot: Path, written: int) -> dict[str, Any]:
         `loss`, in nats per token; `kinds`, the same by the kinds of tokens that occur; `previous` and `induction`, the
         scores of heads, L lists of H numbers, or None where the context is too short for them.
     """
-    model, tokenizer = load_checkpoint(snapshot)
+    try:
+        model, tokenizer = load_checkpoint(snapshot)
+    except UserError:
+        return None
     tokens, targets = next(iter(validation_batches(snapshot, model)))  # (B, T)
     losses = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="none")  # (B·T,)
     known = targets.flatten() >= 0

@@ -4,11 +4,13 @@ import {AttentionPanel} from "./attention.js";
 import {Branches} from "./branches.js";
 import {color, scheme} from "./colors.js";
 import {find, make, percent, plural} from "./dom.js";
-import {showHistory} from "./history.js";
+import {HistoryPanel} from "./history.js";
 import {lossTable} from "./losses.js";
 import {readSettings, showRanges} from "./settings.js";
 import {TextPane, joined, writable} from "./text.js";
+import {Timeline} from "./timeline.js";
 import {TokenPanel} from "./tokens.js";
+import {Undo} from "./undo.js";
 
 const TYPING_MS = 300;  // from the last key press to the scoring of the text
 const PAUSE_MS = 1000;  // text that is typed without such a pause is one step of undo
@@ -32,6 +34,7 @@ class Page {
     this.token = new TokenPanel(find("token"), backend.generate ? (...choice) => this.branch(...choice) : null);
     this.attention = new AttentionPanel(find("attention"), backend, {
       onShade: weights => this.shade(weights),
+      onChoose: () => this.showHistory(),
       onSilence: () => {
         this.first.set([], this.first.text);
         this.run(signal => this.score(signal));
@@ -41,16 +44,24 @@ class Page {
       onOpen: branch => this.open(branch),
       onCompare: branch => this.compare({branch}),
     });
-    this.past = [];  // snapshots of the text with its tokens, for undo
-    this.future = [];
+    this.timeline = new Timeline(find("time"), backend, {
+      onMove: () => this.travel(),
+      onHistory: () => this.showHistory(),
+    });
+    this.history = new HistoryPanel(find("history"));
+    this.states = new Undo();
     this.lastEdit = -Infinity;
     this.work = null;  // an AbortController while something is generated or scored
     this.generating = false;
-    this.comparison = null;  // {model} or {branch}
+    this.comparison = null;  // {model}, {branch}, or {step}: the continuation of the text at a step of the training
     this.listen();
   }
 
-  get model() { return find("model").value; }
+  // The name of the run, with the step that the time machine shows.
+  get model() {
+    const {step} = this.timeline;
+    return find("model").value + (step === null ? "" : `@${step}`);
+  }
 
   listen() {
     const {backend} = this;
@@ -66,7 +77,7 @@ class Page {
       if (!this.generating) this.generate();
       else if (performance.now() - this.started > DOUBLE_CLICK_MS) this.work.abort();
     });
-    find("undo").addEventListener("click", () => this.move(this.past, this.future));
+    find("undo").addEventListener("click", () => this.goBack("undo"));
     this.first.field.addEventListener("beforeinput", event => {
       if (!backend.generate) event.preventDefault();  // a read-only field would have no cursor to select tokens with
       this.unedited = this.snapshot();
@@ -89,8 +100,8 @@ class Page {
     if (event.key === "Escape" && this.generating) this.work.abort();
     if (!command || !this.backend.generate || event.target.closest("fieldset") && key !== "enter") return;
     if (key === "enter" && !this.generating) this.generate();
-    else if (key === "y" || key === "z" && event.shiftKey) this.move(this.future, this.past);
-    else if (key === "z") this.move(this.past, this.future);
+    else if (key === "y" || key === "z" && event.shiftKey) this.goBack("redo");
+    else if (key === "z") this.goBack("undo");
     else if (key !== "enter") return;
     event.preventDefault();
   }
@@ -99,22 +110,28 @@ class Page {
     if (panel.contains(find("attention"))) {
       this.attention.visible = panel.open;
       this.select(this.first, this.first.selected);
-    } else if (panel.contains(find("history")) && panel.open) showHistory(find("history"), this.backend, this.model);
+    } else if (panel.contains(find("history"))) this.showHistory();
+  }
+
+  showHistory() {
+    if (!find("history").closest("details").open) return;
+    this.history.show(this.timeline, this.attention.head);
+    this.timeline.learn();
   }
 
   // Load the chosen model, and score the text with it.
   async load() {
-    const {model} = this;
+    const model = find("model").value;
     this.attention.setModel(null);
+    this.timeline.watch(model);
     this.first.set([], this.first.text);  // removes the colors of the other model
     find("facts").textContent = "";
     find("losses").replaceChildren();
     await this.run(async signal => {
       const description = await this.backend.describe(model);
-      if (model !== this.model) return;
+      if (model !== find("model").value) return;
       find("facts").textContent = description.facts;
       this.attention.setModel(description);
-      if (find("history").closest("details").open) showHistory(find("history"), this.backend, this.model);
       await this.score(signal);
     });
   }
@@ -132,9 +149,24 @@ class Page {
   // Score a text that changed, with the model that it is compared with too.
   rescore() {
     return this.run(async signal => {
-      if (this.comparison) await this.scoreOther(signal).catch(() => {});  // the other model may lack a character
+      const {comparison} = this, isStep = comparison && "step" in comparison;
+      if (comparison && !isStep) await this.scoreOther(signal).catch(() => {});  // the other model may lack a character
       await this.score(signal);
+      if (isStep) await this.continueText(signal);
     });
+  }
+
+  // Read the text as the model of another step does, and write its continuation beside it.
+  travel() {
+    this.attention.rename(this.model);
+    this.showHistory();
+    this.compare({step: this.timeline.step});
+  }
+
+  async continueText(signal) {
+    find("second-name").textContent = `Continued by ${this.model}`;
+    const prompt = await this.prompt(signal);
+    await this.write(this.second, this.model, prompt, readSettings(), this.attention.silenced, signal);
   }
 
   async score(signal) {
@@ -217,7 +249,7 @@ class Page {
       }
     } finally {
       clearTimeout(timer);
-      show();
+      if (this.work.signal === signal) show();  // else something else is written there
     }
   }
 
@@ -243,7 +275,7 @@ class Page {
     if (generating) this.started = performance.now();
     this.select(this.first, this.first.selected);
     find("model").disabled = find("other").disabled = find("close").disabled = generating;
-    find("undo").disabled = generating || !this.past.length;
+    find("undo").disabled = generating || !this.states.possible;
   }
 
   // Abort the task that runs, and run another with an AbortSignal. If it fails, show its error and return false.
@@ -267,22 +299,20 @@ class Page {
   }
 
   remember(snapshot) {
-    this.past.push(snapshot);
-    this.future = [];
+    this.states.remember(snapshot);
     this.lastEdit = -Infinity;
     find("undo").disabled = false;
   }
 
-  // Restore the last snapshot of `from`: undo from the past to the future, redo in the other direction.
-  move(from, to) {
-    if (this.generating || !from.length) return;
-    to.push(this.snapshot());
-    this.restore(from.pop());
+  // Undo or redo a change of the text.
+  goBack(direction) {
+    const state = this.generating ? null : this.states[direction](this.snapshot());
+    if (state) this.restore(state);
   }
 
   restore({text, tokens, model}) {
     this.lastEdit = -Infinity;
-    find("undo").disabled = !this.past.length;
+    find("undo").disabled = !this.states.possible;
     const known = model === this.model ? tokens : [];  // another model has other token ids
     this.first.set(known, text.slice(joined(known).length));
     this.branches.show(text);
@@ -325,7 +355,8 @@ class Page {
 
   // Show the loss of each model on each text; with silenced heads, also that of the model with all heads.
   async showLosses(signal) {
-    const {silenced} = this.attention, texts = [this.first, ...(this.comparison ? [this.second] : [])];
+    const {silenced} = this.attention, isCompared = this.comparison && !("step" in this.comparison);
+    const texts = [this.first, ...(isCompared ? [this.second] : [])];
     const models = [{model: this.model, silenced, own: this.first}];
     if (silenced.length) models.push({model: this.model, silenced: []});
     if (this.comparison?.model) models.push({model: this.comparison.model, silenced: [], own: this.second});
@@ -338,7 +369,7 @@ class Page {
       }
       rows.push(row);
     }
-    const columns = this.comparison ? [`Text of ${this.model}`, find("second-name").textContent] : ["Text"];
+    const columns = isCompared ? [`Text of ${this.model}`, find("second-name").textContent] : ["Text"];
     signal.throwIfAborted();
     find("losses").replaceChildren(lossTable(columns, rows));
   }

@@ -15,10 +15,10 @@ export class AttentionPanel {
   #key = ""; #ids = ""; #fetching = new AbortController();  // those of the last request
   #shaded = false;
 
-  constructor(root, backend, {onShade, onSilence}) {
+  constructor(root, backend, {onShade, onChoose, onSilence}) {
     Object.assign(this, {backend, onShade});
     this.picker = new HeadPicker(root, Boolean(backend.generate), {
-      onChoose: () => { this.#forget(); this.#refresh(); },
+      onChoose: () => { this.#forget(); this.#refresh(); onChoose(); },
       onSilence: () => { onSilence(); this.#refresh(); },
     });
     this.map = new WeightMap((query, key) => this.#nameCell(query, key));
@@ -33,11 +33,18 @@ export class AttentionPanel {
 
   get silenced() { return this.picker.silenced; }
 
+  get head() { return this.picker.chosen; }
+
   setModel(description) {
     [this.#model, this.#fetched, this.#tokens, this.#selected] = [description, null, [], null];
     this.#forget();
     this.picker.setModel(description);
     this.#refresh();
+  }
+
+  // Use another model of the same shape.
+  rename(name) {
+    if (this.#model) this.#model = {...this.#model, name};
   }
 
   // A hidden panel fetches and shades nothing.

@@ -8,14 +8,18 @@ import {Tokenizer} from "./tokenizer.js";
 import {readWeights} from "./weights.js";
 
 const WORK_MS = 40;  // between two turns of the event loop
-const MAX_IDLE = 3;  // sequences that are kept for the next request, such as those with and without silenced heads
+const MAX_IDLE = 3;  // sequences of a model that are kept, such as those with and without silenced heads
 
 class BrowserBackend {
+  // base64: a line for the weights of the model, and one for each snapshot. A model is named as its run is, and a
+  // snapshot has @ and its step after that.
   constructor(data, base64) {
+    const {name} = data.description;
     this.data = data;
-    this.models = [data.description.name];
+    this.models = [name];
     this.tokenizer = new Tokenizer(data.tokenizer);
-    this.weights = readWeights(base64, data.tensors, data.format);
+    this.base64 = new Map([name, ...data.history?.steps.map(step => `${name}@${step}`) ?? []].map((key, i) => [key, base64[i]]));
+    this.weights = new Map();
     this.idle = [];
   }
 
@@ -23,19 +27,21 @@ class BrowserBackend {
 
   async history() { return this.data.history; }
 
-  async score(_, text, silenced = [], signal) {
+  async learned() { return this.data.learned; }
+
+  async score(model, text, silenced = [], signal) {
     const ids = typeof text === "string" ? this.tokenizer.encode(text) : text;
-    return this.use(ids, silenced, async sequence => {
+    return this.use(model, ids, silenced, async sequence => {
       await sequence.replace(ids, turns(signal));
       const decode = this.tokenizer.decoder(), last = ids.length - 1;
       return ids.map((id, i) => this.token(id, decode(id) + (i === last ? decode() : ""), sequence.predictions[i]));
     });
   }
 
-  async *generate(_, ids, {max_tokens, seed, ...sampling}, silenced = [], signal) {
+  async *generate(model, ids, {max_tokens, seed, ...sampling}, silenced = [], signal) {
     const {start, stop} = this.data.tokenizer, context = (ids.length ? ids : start).slice(-this.data.config.block_size);
     const random = new Random(seed), decode = this.tokenizer.decoder(), turn = turns(signal);
-    const sequence = this.take(context, silenced);
+    const sequence = this.take(model, context, silenced);
     ids.forEach(id => decode(id));  // the prompt may end within a character
     try {
       await sequence.replace(context, turn);
@@ -53,10 +59,10 @@ class BrowserBackend {
     }
   }
 
-  async attention(_, ids, layer, head, silenced = [], signal) {
+  async attention(model, ids, layer, head, silenced = [], signal) {
     const {n_head, block_size} = this.data.config, context = ids.slice(-block_size), T = context.length;
     const heads = head === null ? [...Array(n_head).keys()] : [head], mean = new Float32Array(T * T);
-    return this.use(context, silenced, async sequence => {
+    return this.use(model, context, silenced, async sequence => {
       await sequence.replace(context, turns(signal), true);
       for (const h of heads) {
         sequence.maps[layer * n_head + h].forEach((row, i) => row.forEach((weight, j) => {
@@ -67,18 +73,29 @@ class BrowserBackend {
     });
   }
 
-  newModel() { return new GPT(this.data.config, this.weights); }
-
-  // Take a sequence, which no other request uses until it is put back; if possible one that begins like ids.
-  take(ids, silenced) {
-    const shared = this.idle.map(sequence => sequence.shared(ids, silenced)), most = Math.max(0, ...shared);
-    return most ? this.idle.splice(shared.indexOf(most), 1)[0] : new Sequence(this.newModel(), silenced);
+  newModel(name) {
+    if (!this.weights.has(name)) {
+      this.weights.set(name, readWeights(this.base64.get(name), this.data.tensors, this.data.format));
+      this.base64.delete(name);  // frees the memory of the text
+    }
+    return new GPT(this.data.config, this.weights.get(name));
   }
 
-  give(sequence) { this.idle = [...this.idle, sequence].slice(-MAX_IDLE); }
+  // Take a sequence, which no other request uses until it is put back; if possible one that begins like ids.
+  take(model, ids, silenced) {
+    const shared = this.idle.map(sequence => sequence.name === model ? sequence.shared(ids, silenced) : 0);
+    const most = Math.max(0, ...shared);
+    if (most) return this.idle.splice(shared.indexOf(most), 1)[0];
+    return Object.assign(new Sequence(this.newModel(model), silenced), {name: model});
+  }
 
-  async use(ids, silenced, task) {
-    const sequence = this.take(ids, silenced);
+  give(sequence) {
+    const same = [...this.idle.filter(({name}) => name === sequence.name), sequence].slice(-MAX_IDLE);
+    this.idle = [...this.idle.filter(({name}) => name !== sequence.name), ...same];
+  }
+
+  async use(model, ids, silenced, task) {
+    const sequence = this.take(model, ids, silenced);
     try {
       return await task(sequence);
     } finally {
@@ -104,5 +121,5 @@ function turns(signal) {
 }
 
 const weights = document.getElementById("weights");
-start(new BrowserBackend(JSON.parse(document.getElementById("data").textContent), weights.textContent));
-weights.remove();  // frees the memory of the text
+start(new BrowserBackend(JSON.parse(document.getElementById("data").textContent), weights.textContent.split("\n")));
+weights.remove();

@@ -9,6 +9,7 @@ class ServerBackend {
 
   describe = model => json(`models/${encodeURIComponent(model)}`);
   history = model => json(`history/${encodeURIComponent(model)}`);
+  learned = model => json(`learning/${encodeURIComponent(model)}`);
 
   async score(model, textOrIds, silenced = [], signal) {
     const given = typeof textOrIds === "string" ? {text: textOrIds} : {ids: textOrIds};

@@ -11,14 +11,16 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from minigpt.checkpoints.find import run_folder
+from minigpt.checkpoints.find import find_snapshots, run_folder
 from minigpt.data.detokenizer import token_pieces
 from minigpt.data.tokenizer import whole_characters
 from minigpt.generation import check_ids
 from minigpt.interpret.heads import attention_maps
+from minigpt.interpret.learning import learning_curves
 from minigpt.model import GPT
 from minigpt.page.render import MAX_MAP_TOKENS, N_TOP, describe, describe_token
 from minigpt.runs.history import read_history
+from minigpt.runs.run_dir import run_status
 from minigpt.sampling import Sampling
 from minigpt.serve import http
 from minigpt.serve.engine import Engine, SampleRequest, Token
@@ -42,8 +44,14 @@ def page_routes(models: Models) -> list[Route]:
         return http.json_response(describe(name, engine.model.config, engine.tokenizer.name))
 
     async def history(request: Request) -> Response:
+        return http.json_response(await asyncio.to_thread(_history, folder_of(request)))
+
+    async def learning(request: Request) -> Response:
+        return http.json_response(await asyncio.to_thread(learning_curves, folder_of(request)))
+
+    def folder_of(request: Request) -> Path:
         path = Path(models.sources[http.check_model(models, request.path_params["name"])])
-        return http.json_response(await asyncio.to_thread(read_history, run_folder(path) if path.is_file() else path))
+        return run_folder(path) if path.is_file() else path
 
     async def file(request: Request) -> Response:
         path = folder / (request.scope["path"].lstrip("/") or "index.html")
@@ -56,10 +64,16 @@ def page_routes(models: Models) -> list[Route]:
         Route("/api/models", names),
         Route("/api/models/{name:path}", description),
         Route("/api/history/{name:path}", history),
+        Route("/api/learning/{name:path}", learning),
         http.post("/api/score", models, _SCORE, _score),
         http.post("/api/generate", models, _GENERATE, _generate),
         http.post("/api/attention", models, _ATTENTION, _attention),
     ]
+
+
+def _history(folder: Path) -> dict[str, Any]:
+    """Return what is known of a run, which may be training: its curves, its samples, its snapshots, its status."""
+    return {**(read_history(folder) or {}), "steps": list(find_snapshots(folder)), "status": run_status(folder)}
 
 
 async def _score(engine: Engine, values: dict[str, Any]) -> Response:

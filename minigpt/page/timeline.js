@@ -1,0 +1,103 @@
+// The time machine: a slider over the snapshots of a run, which ends with the trained model. A run that trains is
+// looked at again and again.
+
+import {make} from "./dom.js";
+
+const PLAY_MS = 900;  // from a step to the next
+const POLL_MS = 2000;
+
+export class Timeline {
+  history = null; learned = []; error = "";  // of the run; `learned` has the measurements of its snapshots
+  #model = null; #steps = []; #status = ""; #timer = null; #learning = false;
+
+  // onMove(): called when another step is chosen. onHistory(): called when something new is known.
+  constructor(root, backend, {onMove, onHistory}) {
+    Object.assign(this, {root, backend, onMove, onHistory});
+    this.play = make("button", {type: "button"});
+    this.range = make("input", {type: "range", min: 0, "aria-label": "Step of the training"});
+    this.output = make("output");
+    this.follow = make("input", {type: "checkbox"});
+    root.append(this.play, this.range, this.output, make("label", {}, this.follow, " follow"));
+    this.range.addEventListener("input", () => { this.#pause(); this.follow.checked = false; this.#move(); });
+    this.play.addEventListener("click", () => this.#timer ? this.#pause() : this.#start());
+    this.follow.addEventListener("change", () => { if (this.follow.checked) this.#goTo(this.#steps.length - 1); });
+    this.#draw();
+  }
+
+  // The chosen step, or null for the trained model.
+  get step() { return this.#steps[this.range.valueAsNumber] ?? null; }
+
+  // Show the trained model of a run, then what is new, as long as it trains.
+  async watch(model) {
+    Object.assign(this, {history: null, learned: [], error: ""});
+    [this.#model, this.#steps, this.#status] = [model, [], ""];
+    this.#pause();
+    do {
+      const history = await this.backend.history(model).catch(({message}) => ({...this.history, status: message}));
+      if (model !== this.#model) return;
+      this.#update(history);
+      if (this.#status === "running") await new Promise(resolve => setTimeout(resolve, POLL_MS));
+    } while (this.#status === "running" && model === this.#model);
+  }
+
+  // Fetch the measurements of the snapshots, unless they are there.
+  async learn() {
+    const model = this.#model, {length} = this.#steps;
+    if (length < 2 || length === this.measured || this.#learning) return;
+    this.#learning = true;
+    try {
+      const learned = await this.backend.learned(model);
+      if (model === this.#model) Object.assign(this, {learned, error: "", measured: length});
+    } catch ({message}) {
+      Object.assign(this, {error: message, measured: length});
+    }
+    this.#learning = false;
+    this.onHistory();
+  }
+
+  #update(history) {
+    const {step} = this, before = this.#steps.length;
+    [this.history, this.#steps, this.#status] = [history, history?.steps ?? [], history?.status ?? ""];
+    this.range.max = this.#steps.length;
+    this.range.value = step === null ? this.#steps.length : this.#steps.indexOf(step);
+    if (this.follow.checked && this.#steps.length > before) this.#goTo(this.#steps.length - 1);
+    this.follow.checked &&= this.#status === "running";
+    this.#draw();
+    this.onHistory();
+  }
+
+  #start() {
+    this.#timer = setInterval(() => {
+      this.#goTo(this.range.valueAsNumber + 1);
+      if (this.step === null) this.#pause();
+    }, PLAY_MS);
+    this.#goTo(this.step === null ? 0 : this.range.valueAsNumber + 1);
+  }
+
+  #pause() {
+    clearInterval(this.#timer);
+    this.#timer = null;
+    this.#draw();
+  }
+
+  #goTo(place) {
+    this.range.value = place;
+    this.#move();
+  }
+
+  #move() {
+    this.#draw();
+    this.onMove();
+  }
+
+  #draw() {
+    const isRunning = this.#status === "running", name = this.step?.toLocaleString("en");
+    this.root.hidden = this.#steps.length < 2;
+    this.play.textContent = this.#timer ? "⏸" : "▶";
+    this.play.ariaLabel = this.#timer ? "Pause" : "Play the training";
+    this.range.ariaValueText = name ? `step ${name}` : isRunning ? "the best model so far" : "the trained model";
+    const ending = ["", "completed"].includes(this.#status) ? "" : ` (${this.#status})`;
+    this.output.value = this.range.ariaValueText + ending;
+    this.follow.parentElement.hidden = !isRunning;
+  }
+}
