@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import zip_longest
 from operator import add
 from pathlib import Path
@@ -21,18 +22,28 @@ from minigpt.data.tokenizer import SEPARATOR, Tokenizer, encode_prompt, whole_ch
 from minigpt.generation import Sample, score, stream
 from minigpt.model import GPT
 from minigpt.utils.errors import UserError
-from minigpt.utils.terminal import escape_control_chars, log
+from minigpt.utils.terminal import escape_control_chars, log, warn
 
 # ANSI 256-color codes by lowest probability: red, orange, yellow, light green, green.
 _COLORS = ((0.0, 196), (0.05, 208), (0.2, 220), (0.5, 148), (0.8, 40))
 _RESET_COLOR = "\x1b[0m"
+_UNDERLINE, _NO_UNDERLINE = "\x1b[4m", "\x1b[24m"
 
 
 class Console:
     """Print samples and scores of a model; `options` are those of `generation.stream`, without the tokenizer."""
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, options: Mapping[str, Any], *, show_probs: bool) -> None:
+    def __init__(
+        self,
+        model: GPT,
+        tokenizer: Tokenizer,
+        options: Mapping[str, Any],
+        *,
+        show_probs: bool,
+        compare: Callable[[str], dict[str, Any]] | None = None,
+    ) -> None:
         self.model, self.tokenizer, self.show_probs = model, tokenizer, show_probs  # show_probs: color each token
+        self.compare = compare  # with the training text: returns the result of `interpret.originality.compare`
         self.reported_truncation = False
         # The control characters of a text could control the terminal.
         self.escape: Callable[[str], str] = escape_control_chars if sys.stdout.isatty() else str
@@ -46,7 +57,7 @@ class Console:
         ids, samples = self._encode(prompt), [Sample() for _ in range(self.options["num_samples"])]
         begins = [(f"── sample {i + 1} ──\n" if samples[1:] else "") + self.escape(prompt) for i in range(len(samples))]
         rendered = begins
-        write = (lambda text: None) if as_json else _write
+        write = (lambda text: None) if as_json or self.compare else _write
         write(begins[0])
         start = time.perf_counter()
         for texts in self._generate(ids, samples, logprobs=as_json or self.show_probs):
@@ -56,6 +67,8 @@ class Console:
         seconds, n_tokens = time.perf_counter() - start, sum(len(sample.tokens) for sample in samples)
         log(f"{n_tokens:,} tokens in {seconds:.2f} s, {n_tokens / seconds:,.0f} tokens/s")
         write("".join(f"{text}\n" for text in rendered[1:]))
+        if self.compare:
+            self._show_copies(prompt, [sample.text for sample in samples])
         for sample in samples if as_json else ():
             values = {"prompt": prompt, "text": sample.text} | vars(sample) | {"tokens_per_second": n_tokens / seconds}
             print(json.dumps(values), flush=True)
@@ -106,6 +119,23 @@ class Console:
             print(f"{name.replace('_', ' '):16}{value:,{'.4f' if isinstance(value, float) else ''}}")
         print(f"{'top-1 accuracy':16}{ranks.count(0):,} of {len(ids):,} tokens ({ranks.count(0) / len(ids):.1%})")
 
+    def _show_copies(self, prompt: str, texts: Sequence[str]) -> None:
+        """Print texts with the spans underlined that occur in the training text, then what is new of all of them."""
+        assert self.compare
+        for text in texts:
+            shown, at = self.escape(prompt), 0
+            for span in self.compare(text)["text"]["spans"]:
+                copied = self.escape(text[max(at, span["start"]) : span["end"]])
+                shown += f"{self.escape(text[at : span['start']])}{_UNDERLINE}{copied}{_NO_UNDERLINE}"
+                at = span["end"]
+            _write(f"{shown}{self.escape(text[at:])}\n")
+        from minigpt.interpret.originality import format_table
+
+        found = self.compare("".join(texts))
+        print(format_table({"samples": found["text"], "validation_text": found["validation"]}), file=sys.stderr)
+        if not found["text"]["whole"]:
+            log("only the first 100 MB of the training text were searched")
+
     def _encode(self, prompt: str) -> list[int]:
         """Encode a prompt; log the start token of an empty one, and a truncation."""
         ids: list[int] = encode_prompt(self.tokenizer, prompt).tolist()
@@ -140,6 +170,18 @@ class Console:
             return text
         color = [color for lowest, color in _COLORS if math.exp(logprob) >= lowest][-1]
         return f"\x1b[38;5;{color}m{text}{_RESET_COLOR}"
+
+
+def find_comparison(checkpoint: Path) -> Callable[[str], dict[str, Any]] | None:
+    """Return the function that compares a text with the training text; None, with a warning, if that is not there."""
+    from minigpt.interpret.originality import compare
+
+    try:
+        compare(checkpoint, "")  # builds the index
+    except UserError as error:
+        warn(f"--originality is ignored: {error}")
+        return None
+    return partial(compare, checkpoint)
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:

@@ -29,6 +29,7 @@ def arguments() -> argparse.Namespace:
     add("--interactive", action="store_true", help="continue each typed line, with the conversation as context")
     add("--json", action="store_true", help="print one JSON line per sample: text, ids, log-probabilities …")
     add("--show-probs", action="store_true", help="color tokens by probability, from red (low) to green (high)")
+    add("--originality", action="store_true", help="underline what the training text has verbatim, count what is new")
     add("--score", metavar="FILE", help="print the likelihood of a text (- for stdin) instead of samples")
     add("--device", default="auto", metavar="DEVICE", help="cpu, cuda, cuda:1 or mps (default: auto, the fastest)")
     dtypes = ("float32", "bfloat16", "float16", "int8")
@@ -44,15 +45,18 @@ def main() -> None:
     check_settings(key=lambda name: f"--{name.replace('_', '-')}", **options)
     if args.interactive and (args.json or args.score is not None):
         raise UserError("--interactive cannot be combined with --json or --score")
+    if args.originality and (args.json or args.score is not None or args.interactive or args.show_probs):
+        raise UserError("--originality cannot be combined with --json, --score, --interactive or --show-probs")
 
     from minigpt.checkpoints.init_from import find_pretrained
     from minigpt.device import move_model
-    from minigpt.sample_cli import Console, read_prompt, read_text
+    from minigpt.sample_cli import Console, find_comparison, read_prompt, read_text
 
     pretrained = find_pretrained(args.run, step=args.step)
     model = move_model(pretrained.load(), args.device, args.dtype)
     log(f"sampling from {pretrained.path} on {model.wte.weight.device}")
-    console = Console(model, pretrained.tokenizer, options, show_probs=args.show_probs)
+    compare = find_comparison(pretrained.path) if args.originality else None
+    console = Console(model, pretrained.tokenizer, options, show_probs=args.show_probs, compare=compare)
     if args.score is not None:
         console.score(read_text(args.score, "--score"), as_json=args.json)
         return

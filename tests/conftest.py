@@ -113,6 +113,7 @@ def small_run(text: Path, data: Path) -> list[str]:
         trainer=cpu trainer.precision=32-true
         model.block_size=16 model.n_layer=2 model.n_head=2 model.n_embd=32
         max_steps=20 eval_every=10 log_every=5 callbacks.samples.max_new_tokens=20
+        originality=null
     """.split()
 
 

@@ -62,7 +62,9 @@ def _find_snapshot(folder: Path, step: int) -> Path:
 
 def run_folder(checkpoint: Path) -> Path:
     """Return the run folder of a checkpoint file, or its parent folder if it belongs to no run."""
-    folder = checkpoint.parents[2 if checkpoint.parent.name == Path(SNAPSHOTS).name else 1]
+    folder = checkpoint.parent.parent
+    if checkpoint.parent.name == Path(SNAPSHOTS).name:
+        folder = folder.parent
     return folder if any((folder / name).exists() for name in (BEST, LAST, SNAPSHOTS)) else checkpoint.parent
 
 

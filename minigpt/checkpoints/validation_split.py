@@ -28,9 +28,7 @@ def validation_batches(checkpoint: Path, model: GPT) -> ValidationBatches:
     Raises:
         UserError: the checkpoint has no run config, or the token files of the run are missing or have changed.
     """
-    run, block_size = read_run(checkpoint)[MINIGPT], model.config.block_size
-    with explain_errors(f"the validation split of {checkpoint} cannot be read"):
-        corpus = _find_corpus(run, run["config"]["data"])
+    corpus, block_size = find_corpus(checkpoint), model.config.block_size
     corpus.check_length(block_size)
     return ValidationBatches(
         corpus.tokens("val"),
@@ -42,7 +40,14 @@ def validation_batches(checkpoint: Path, model: GPT) -> ValidationBatches:
     )
 
 
-def _find_corpus(run: Mapping[str, Any], data: Mapping[str, Any]) -> token_files.Corpus:
+def find_corpus(checkpoint: Path) -> token_files.Corpus:
+    """Return the corpus of a checkpoint's run; raises UserError as `validation_batches`."""
+    run = read_run(checkpoint)[MINIGPT]
+    with explain_errors(f"the corpus of {checkpoint} cannot be read"):
+        return _find_token_files(run, run["config"]["data"])
+
+
+def _find_token_files(run: Mapping[str, Any], data: Mapping[str, Any]) -> token_files.Corpus:
     """Find the token files of a run: those that its configuration names, or those in its data folder."""
     if data["train_bin"]:
         train_bin, val_bin = data["train_bin"], data["val_bin"]

@@ -5,7 +5,8 @@ import {Branches} from "./branches.js";
 import {color, scheme} from "./colors.js";
 import {find, make, percent, plural} from "./dom.js";
 import {HistoryPanel} from "./history.js";
-import {lossTable} from "./losses.js";
+import {compareLosses} from "./losses.js";
+import {OriginalityPanel} from "./originality.js";
 import {readSettings, showRanges} from "./settings.js";
 import {TextPane, joined, writable} from "./text.js";
 import {Timeline} from "./timeline.js";
@@ -34,7 +35,7 @@ class Page {
     this.token = new TokenPanel(find("token"), backend.generate ? (...choice) => this.branch(...choice) : null);
     this.attention = new AttentionPanel(find("attention"), backend, {
       onShade: weights => this.shade(weights),
-      onChoose: () => this.showHistory(),
+      onChoose: () => this.history.refresh(),
       onSilence: () => {
         this.first.set([], this.first.text);
         this.run(signal => this.score(signal));
@@ -46,9 +47,10 @@ class Page {
     });
     this.timeline = new Timeline(find("time"), backend, {
       onMove: () => this.travel(),
-      onHistory: () => this.showHistory(),
+      onHistory: () => this.history.refresh(),
     });
-    this.history = new HistoryPanel(find("history"));
+    this.history = new HistoryPanel(find("history"), this.timeline, this.attention);
+    this.originality = new OriginalityPanel(find("originality"), backend, this.first);
     this.states = new Undo();
     this.lastEdit = -Infinity;
     this.work = null;  // an AbortController while something is generated or scored
@@ -69,6 +71,7 @@ class Page {
     for (const label of document.querySelectorAll(".picker")) label.hidden = backend.models.length < 2;
     for (const part of document.querySelectorAll("fieldset, .actions, #keys")) part.hidden = !backend.generate;
     find("branches").parentElement.hidden = !backend.generate;
+    find("originality").parentElement.hidden = !backend.originality;
     find("model").addEventListener("change", () => this.load());
     find("other").addEventListener("change", ({target: {value}}) => this.compare(value ? {model: value} : null));
     find("close").addEventListener("click", () => this.compare(null));
@@ -107,16 +110,8 @@ class Page {
   }
 
   toggled(panel) {
-    if (panel.contains(find("attention"))) {
-      this.attention.visible = panel.open;
-      this.select(this.first, this.first.selected);
-    } else if (panel.contains(find("history"))) this.showHistory();
-  }
-
-  showHistory() {
-    if (!find("history").closest("details").open) return;
-    this.history.show(this.timeline, this.attention.head);
-    this.timeline.learn();
+    this[panel.lastElementChild.id].visible = panel.open;
+    this.select(this.first, this.first.selected);
   }
 
   // Load the chosen model, and score the text with it.
@@ -159,7 +154,7 @@ class Page {
   // Read the text as the model of another step does, and write its continuation beside it.
   travel() {
     this.attention.rename(this.model);
-    this.showHistory();
+    this.history.refresh();
     this.compare({step: this.timeline.step});
   }
 
@@ -230,27 +225,10 @@ class Page {
     await this.run(signal => isScored ? this.showLosses(signal) : this.score(signal));
   }
 
-  // Generate tokens after `prompt` and show them in a pane; showing them takes at most a third of the time.
-  async write(pane, model, prompt, settings, silenced, signal, onToken = () => {}) {
-    const tokens = [...prompt];
-    let timer = 0, pause = 0;
-    const show = () => {
-      const start = performance.now();
-      pane.follow(() => pane.set([...tokens]));
-      timer = 0;
-      pause = Math.max(16, 2 * (performance.now() - start));
-    };
-    show();
-    try {
-      for await (const token of this.backend.generate(model, prompt.map(({id}) => id), settings, silenced, signal)) {
-        tokens.push(writable(token));
-        onToken();
-        timer ||= setTimeout(show, pause);
-      }
-    } finally {
-      clearTimeout(timer);
-      if (this.work.signal === signal) show();  // else something else is written there
-    }
+  // Generate tokens after those of a prompt, and show them in a pane.
+  write(pane, model, prompt, settings, silenced, signal, onToken) {
+    const generated = this.backend.generate(model, prompt.map(({id}) => id), settings, silenced, signal);
+    return pane.write(prompt, generated, {onToken, isCurrent: () => this.work.signal === signal});
   }
 
   async writeOther(model, prompt, settings, signal) {
@@ -340,6 +318,7 @@ class Page {
     this.token.show(pane.tokens, index, pane === this.first && !this.generating);
     if (pane === this.second) return;
     this.attention.update(pane.tokens, index);
+    this.originality.select(index);
     const atEnd = pane.field.selectionStart === pane.text.length;
     find("generate").textContent = this.generating ? "Stop" : atEnd ? "Generate" : "Generate from the cursor";
   }
@@ -355,23 +334,18 @@ class Page {
 
   // Show the loss of each model on each text; with silenced heads, also that of the model with all heads.
   async showLosses(signal) {
-    const {silenced} = this.attention, isCompared = this.comparison && !("step" in this.comparison);
-    const texts = [this.first, ...(isCompared ? [this.second] : [])];
-    const models = [{model: this.model, silenced, own: this.first}];
-    if (silenced.length) models.push({model: this.model, silenced: []});
-    if (this.comparison?.model) models.push({model: this.comparison.model, silenced: [], own: this.second});
-    const rows = [];
-    for (const {model, silenced, own} of models) {
-      const row = [silenced.length ? `${model} without ${plural(silenced.length, "head")}` : model];
-      for (const pane of texts) {
-        const score = () => this.backend.score(model, pane.text, silenced, signal).catch(() => []);  // as in rescore
-        row.push(pane === own ? pane.tokens : await score());
-      }
-      rows.push(row);
+    const {comparison, model} = this, {silenced} = this.attention, texts = [["Text", this.first]];
+    const models = [{model, silenced, own: this.first}];
+    if (silenced.length) models.push({model, silenced: []});
+    if (comparison && !("step" in comparison)) {
+      texts[0][0] = `Text of ${model}`;
+      texts.push([find("second-name").textContent, this.second]);
+      if (comparison.model) models.push({model: comparison.model, silenced: [], own: this.second});
     }
-    const columns = isCompared ? [`Text of ${this.model}`, find("second-name").textContent] : ["Text"];
+    const table = await compareLosses(this.backend, models, texts, signal);
     signal.throwIfAborted();
-    find("losses").replaceChildren(lossTable(columns, rows));
+    find("losses").replaceChildren(table);
+    this.originality.update(find("model").value, this.first.text);
   }
 }
 

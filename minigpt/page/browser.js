@@ -73,7 +73,7 @@ class BrowserBackend {
     });
   }
 
-  newModel(name) {
+  newModel(name = this.models[0]) {
     if (!this.weights.has(name)) {
       this.weights.set(name, readWeights(this.base64.get(name), this.data.tensors, this.data.format));
       this.base64.delete(name);  // frees the memory of the text

@@ -7,22 +7,31 @@ import {linePlot} from "./plot.js";
 const CURVES = {train_loss: "training loss", val_loss: "validation loss"};
 
 export class HistoryPanel {
-  #samples = "";
+  #visible = false; #samples = "";
 
-  constructor(root) {
+  // timeline: with a history, which may be null, and the measurements of snapshots. attention: with the chosen head,
+  // whose lines are emphasized.
+  constructor(root, timeline, attention) {
+    Object.assign(this, {timeline, attention});
     this.plots = make("div", {class: "history"});
     this.viewer = make("div", {class: "history"});
     root.append(this.plots, this.viewer);
   }
 
-  // timeline: with a history, which may be null, and the measurements of snapshots.
-  // head: [layer, head], whose lines are emphasized.
-  show({history, learned, error, step}, head) {
+  set visible(visible) {
+    this.#visible = visible;
+    this.refresh();
+  }
+
+  refresh() {
+    if (!this.#visible) return;
+    const {history, learned, error, step} = this.timeline;
+    this.timeline.learn();
     const names = Object.keys(CURVES).filter(name => history?.[name]?.length);
     const hint = make("p", {class: "soft"}, "This run has no readable metrics.csv.");
     this.plots.replaceChildren(names.length ? lossPlot(history, names) : hint,
       ...error ? [make("p", {class: "error", role: "alert"}, error)] : [],
-      ...learned.length > 1 ? learnedPlots(learned, step, head) : []);
+      ...learned.length > 1 ? learnedPlots(learned, step, this.attention.head) : []);
     const samples = history?.samples ?? [], key = JSON.stringify(samples);
     if (key !== this.#samples) this.viewer.replaceChildren(...samples.length ? sampleViewer(samples) : []);
     this.#samples = key;

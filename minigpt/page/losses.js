@@ -1,6 +1,6 @@
 // The table of the losses of models on texts.
 
-import {make} from "./dom.js";
+import {make, plural} from "./dom.js";
 
 // Return the mean loss in nats per token and in bits per byte, or null if no token has a prediction.
 export function loss(tokens) {
@@ -11,12 +11,21 @@ export function loss(tokens) {
   return {nats: nats / predicted.length, bits: nats / Math.LN2 / bytes};
 }
 
-// columns: names of the texts. rows: [name of a model, its tokens of each text].
-export function lossTable(columns, rows) {
-  const body = rows.map(([name, ...texts]) => {
-    const losses = texts.map(loss).map(found => found ? `${found.nats.toFixed(3)} (${found.bits.toFixed(3)})` : "–");
-    return make("tr", {}, make("th", {scope: "row"}, name), ...losses.map(text => make("td", {}, text)));
-  });
-  const head = ["Loss: nats per token (bits per byte)", ...columns].map(name => make("th", {scope: "col"}, name));
-  return make("table", {}, make("thead", {}, make("tr", {}, ...head)), make("tbody", {}, ...body));
+// Return a table with the losses of models, {model, silenced, own: the pane whose tokens it has scored}, on texts, [name,
+// pane] each.
+export async function compareLosses(backend, models, texts, signal) {
+  const rows = [];
+  for (const {model, silenced, own} of models) {
+    const cells = [];
+    for (const [, pane] of texts) {
+      const score = () => backend.score(model, pane.text, silenced, signal).catch(() => []);  // it may lack a character
+      const found = loss(pane === own ? pane.tokens : await score());
+      cells.push(make("td", {}, found ? `${found.nats.toFixed(3)} (${found.bits.toFixed(3)})` : "–"));
+    }
+    const name = silenced.length ? `${model} without ${plural(silenced.length, "head")}` : model;
+    rows.push(make("tr", {}, make("th", {scope: "row"}, name), ...cells));
+  }
+  const head = ["Loss: nats per token (bits per byte)", ...texts.map(([name]) => name)];
+  const columns = make("tr", {}, ...head.map(name => make("th", {scope: "col"}, name)));
+  return make("table", {}, make("thead", {}, columns), make("tbody", {}, ...rows));
 }

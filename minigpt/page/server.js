@@ -11,6 +11,8 @@ class ServerBackend {
   history = model => json(`history/${encodeURIComponent(model)}`);
   learned = model => json(`learning/${encodeURIComponent(model)}`);
 
+  originality = (model, text, signal) => json("originality", {model, text}, signal);
+
   async score(model, textOrIds, silenced = [], signal) {
     const given = typeof textOrIds === "string" ? {text: textOrIds} : {ids: textOrIds};
     return (await json("score", {model, ...given, silenced}, signal)).tokens;

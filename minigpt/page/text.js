@@ -64,6 +64,29 @@ export class TextPane {
     this.mark();
   }
 
+  // Show the tokens of a prompt and those that an iterator generates after it. Showing takes at most a third of the time.
+  async write(prompt, generated, {onToken = () => {}, isCurrent = () => true} = {}) {
+    const tokens = [...prompt];
+    let timer = 0, pause = 0;
+    const show = () => {
+      const start = performance.now();
+      this.follow(() => this.set([...tokens]));
+      timer = 0;
+      pause = Math.max(16, 2 * (performance.now() - start));
+    };
+    show();
+    try {
+      for await (const token of generated) {
+        tokens.push(writable(token));
+        onToken();
+        timer ||= setTimeout(show, pause);
+      }
+    } finally {
+      clearTimeout(timer);
+      if (isCurrent()) show();  // else something else is written there
+    }
+  }
+
   // Show the tokens up to the first change of the text, and the rest without colors.
   keepUnchanged() {
     let kept = 0;
@@ -85,6 +108,14 @@ export class TextPane {
         : logprob !== null && color("probability", expected(logprob));
       paint(this.spans[i], style || null);
     }
+  }
+
+  // Underline the tokens of spans {start, end}, offsets in the text.
+  underline(spans) {
+    this.spans.forEach((element, i) => {
+      const end = this.ends[i], start = end - this.tokens[i].text.length;
+      element.classList.toggle("copied", spans.some(span => span.start < end && start < span.end));
+    });
   }
 
   hover(index) {

@@ -8,7 +8,7 @@ const POLL_MS = 2000;
 
 export class Timeline {
   history = null; learned = []; error = "";  // of the run; `learned` has the measurements of its snapshots
-  #model = null; #steps = []; #status = ""; #timer = null; #learning = false;
+  #model = null; #steps = []; #status = ""; #timer = null; #watch = null; #measured = 0;
 
   // onMove(): called when another step is chosen. onHistory(): called when something new is known.
   constructor(root, backend, {onMove, onHistory}) {
@@ -30,34 +30,33 @@ export class Timeline {
   // Show the trained model of a run, then what is new, as long as it trains.
   async watch(model) {
     Object.assign(this, {history: null, learned: [], error: ""});
-    [this.#model, this.#steps, this.#status] = [model, [], ""];
+    [this.#model, this.#steps, this.#status, this.#measured] = [model, [], "", 0];
     this.#pause();
+    const watch = this.#watch = {};  // until another one
     do {
-      const history = await this.backend.history(model).catch(({message}) => ({...this.history, status: message}));
-      if (model !== this.#model) return;
-      this.#update(history);
+      let error = "";
+      const history = await this.backend.history(model).catch(({message}) => { error = message; });
+      if (watch !== this.#watch) return;
+      this.#update({...this.history, status: error, ...history}, error);
       if (this.#status === "running") await new Promise(resolve => setTimeout(resolve, POLL_MS));
-    } while (this.#status === "running" && model === this.#model);
+    } while (this.#status === "running" && watch === this.#watch);
   }
 
   // Fetch the measurements of the snapshots, unless they are there.
   async learn() {
-    const model = this.#model, {length} = this.#steps;
-    if (length < 2 || length === this.measured || this.#learning) return;
-    this.#learning = true;
-    try {
-      const learned = await this.backend.learned(model);
-      if (model === this.#model) Object.assign(this, {learned, error: "", measured: length});
-    } catch ({message}) {
-      Object.assign(this, {error: message, measured: length});
-    }
-    this.#learning = false;
+    const watch = this.#watch, {length} = this.#steps;
+    if (length < 2 || length <= this.#measured) return;
+    this.#measured = length;
+    const found = await this.backend.learned(this.#model).catch(({message}) => ({message}));
+    if (watch !== this.#watch) return;
+    Object.assign(this, found.message ? {error: found.message} : {learned: found});
     this.onHistory();
   }
 
-  #update(history) {
+  #update(history, error) {
     const {step} = this, before = this.#steps.length;
-    [this.history, this.#steps, this.#status] = [history, history?.steps ?? [], history?.status ?? ""];
+    Object.assign(this, {history, error});
+    [this.#steps, this.#status] = [history.steps ?? [], history.status];
     this.range.max = this.#steps.length;
     this.range.value = step === null ? this.#steps.length : this.#steps.indexOf(step);
     if (this.follow.checked && this.#steps.length > before) this.#goTo(this.#steps.length - 1);

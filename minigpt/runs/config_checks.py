@@ -130,7 +130,7 @@ _RULES: dict[checks.Rule, tuple[str, ...]] = {
         *("max_steps", "eval_every", "log_every", "data.batch_size", "data.eval_batch_size"),
         *("optimizer.newton_schulz_steps", "trainer.accumulate_grad_batches", "trainer.strategy.outer_every"),
     ),
-    or_null(POSITIVE_INT): ("eval_batches", "pause_at", "checkpoint_blocks", "data.threads"),
+    or_null(POSITIVE_INT): ("eval_batches", "pause_at", "checkpoint_blocks", "data.threads", "originality"),
     checks.NON_NEGATIVE_INT: ("seed", "data.overfit_batches", "schedule.warmup_steps"),
     checks.POSITIVE: ("collective_timeout", "optimizer.lr", "optimizer.adam_lr", "trainer.strategy.outer_lr"),
     or_null(checks.POSITIVE): ("minutes", "trainer.gradient_clip_val"),

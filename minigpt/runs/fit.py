@@ -31,7 +31,7 @@ from minigpt.runs.history import plot_curves
 from minigpt.runs.lightning_workarounds import is_resume_error
 from minigpt.runs.metrics import MetricsCallback
 from minigpt.runs.resume_state import ResumeState
-from minigpt.runs.samples_and_attention import final_sample
+from minigpt.runs.samples_and_attention import final_originality, final_sample
 from minigpt.runs.trainer import TokenDataModule, build_trainer
 from minigpt.runs.wandb_logger import wandb_loggers
 from minigpt.training import LanguageModel
@@ -78,15 +78,15 @@ def fit(
         trainer.precision_plugin.convert_module(module)  # Lightning does after it loads a checkpoint into the module
     torch.manual_seed(cfg.seed + trainer.global_rank)  # a dropout mask per rank
 
-    outcome = {"status": "failed", "reason": "", "stopped_early": False}
+    outcome: dict[str, Any] = {"status": "failed", "reason": "", "stopped_early": False}
     try:
         with recorded_outcome(outcome, trainer, state, ranks, resume):
             for logger in trainer.loggers:
                 logger.log_hyperparams(settings)
             trainer.fit(module, TokenDataModule(corpus, cfg), ckpt_path=resume)
             ended = ending(trainer, cfg.max_steps)
-            sample = "" if ended["status"] == "paused" else sample_best(trainer, module, corpus, cfg.seed)
-        outcome |= ended
+            sample, copied = ("", None) if ended["status"] == "paused" else sample_best(trainer, module, corpus, cfg)
+        outcome |= ended | {"originality": copied}
     finally:
         ranks.close()
         summary = metrics.summary(trainer, module) | outcome | origin
@@ -173,13 +173,19 @@ def build_module(cfg: DictConfig, model: GPT) -> LanguageModel:
     )
 
 
-def sample_best(trainer: L.Trainer, module: LanguageModel, corpus: Corpus, seed: int) -> str:
-    """Return a sample of the best checkpoint, which sample.py loads; empty on ranks that draw none."""
+def sample_best(
+    trainer: L.Trainer, module: LanguageModel, corpus: Corpus, cfg: DictConfig
+) -> tuple[str, dict[str, Any] | None]:
+    """Return a sample of the best checkpoint, which sample.py loads, and its originality; none on ranks without it."""
     if trainer.checkpoint_callback and not trainer.is_global_zero:  # with none, all ranks gather weights
-        return ""
-    best = Path(trainer.default_root_dir) / BEST
+        return "", None
+    folder = Path(trainer.default_root_dir)
+    best = folder / BEST
     model = load_checkpoint(best, device=trainer.strategy.root_device)[0] if best.exists() else module.model
-    return final_sample(model, corpus.tokenizer, seed=seed)
+    sample = final_sample(model, corpus.tokenizer, seed=cfg.seed)
+    if cfg.originality is None or not best.exists():
+        return sample, None
+    return sample, final_originality(model, corpus, sample, folder, characters=cfg.originality, seed=cfg.seed)
 
 
 def write_results(trainer: L.Trainer, folder: Path, summary: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from minigpt.runs.run_dir import CURVES, METRICS, SAMPLE_HEADER, SAMPLES, read_metrics
+from minigpt.runs.run_dir import CURVES, METRICS, read_metrics, read_samples
 
 MAX_POINTS = 500  # of a curve
 
@@ -45,10 +45,7 @@ def read_history(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, csv.Error):
         return None
     curves = {name: _thin(columns.get(name, [])) for name in ("train_loss", "val_loss")}
-    file = folder / SAMPLES
-    parts = SAMPLE_HEADER.split(file.read_text(encoding="utf-8", errors="replace")) if file.is_file() else []
-    samples = zip(parts[1::2], parts[2::2], strict=True)
-    return {**curves, "samples": [{"step": int(step), "text": text.strip()} for step, text in samples]}
+    return {**curves, "samples": [{"step": step, "text": text} for step, text in read_samples(folder)]}
 
 
 def _thin(points: list[tuple[int, float]]) -> list[list[float]]:

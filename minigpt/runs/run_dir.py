@@ -26,6 +26,7 @@ RUN_PLAN = "plan.json"  # what minutes=… chose
 PLAN = "sweep.json"  # in the folder of a sweep, which holds its run folders
 _LOCK = ".lock"
 SAMPLE_HEADER = re.compile(r"(?m)^── step (\d{1,18})\d*, validation loss .*\n")
+ORIGINALITY_HEADER = "── originality ──"
 
 
 @contextmanager
@@ -113,6 +114,14 @@ def truncate_logs(folder: Path, step: int) -> None:
         later = (header.start() for header in SAMPLE_HEADER.finditer(text) if int(header[1]) > step)
         with atomic_write(samples) as partial:
             partial.write_text(text[: next(later, None)], encoding="utf-8", newline="")
+
+
+def read_samples(folder: Path) -> list[tuple[int, str]]:
+    """Return the step and the text of each sample in `samples.txt`; none if it is missing."""
+    file = folder / SAMPLES
+    parts = SAMPLE_HEADER.split(file.read_text(encoding="utf-8", errors="replace")) if file.is_file() else []
+    texts = (part.partition(ORIGINALITY_HEADER)[0].strip() for part in parts[2::2])
+    return list(zip(map(int, parts[1::2]), texts, strict=True))
 
 
 def read_metrics(file: Path) -> dict[str, list[tuple[int, float]]]:
@@ -213,6 +222,10 @@ def print_results(folder: Path, sample: str, summary: Mapping[str, Any]) -> None
     if summary["best_val_loss"] is not None:
         part = "" if summary["eval_batches"] is None else f", on {summary['eval_batches']} batches of the split"
         print(f"validation loss  {summary['best_val_loss']:.4f} at step {summary['best_step']}{part}")
+        if compared := summary.get("originality"):
+            made, read = compared["generated_text"], compared["validation_text"]
+            shares = f"{made['new'][10]:.1%} of sequences of 10 characters are new ({read['new'][10]:.1%} of the validation text)"
+            print(f"originality      {shares}, longest copy {made['longest']} ({read['longest']})")
         if "expected_val_loss" in summary:
             expected, width = summary["expected_val_loss"]
             print(f"expected         {expected:.2f} ± {width:.2f}, reached {summary['best_val_loss']:.3f}")

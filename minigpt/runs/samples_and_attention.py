@@ -14,17 +14,20 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from minigpt.data.detokenizer import token_pieces
+from minigpt.data.token_files import Corpus
 from minigpt.data.tokenizer import Tokenizer, encode_prompt
 from minigpt.generation import generate
 from minigpt.generation_settings import check_settings
 from minigpt.interpret.heads import attention_maps
 from minigpt.model import GPT
-from minigpt.runs.run_dir import SAMPLES
+from minigpt.runs.run_dir import ORIGINALITY_HEADER, SAMPLES
 from minigpt.runs.wandb_logger import wandb_loggers
 from minigpt.utils.checks import POSITIVE_INT
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import require
 from minigpt.utils.terminal import warn
+
+DRAWN_TOKENS = 400  # of each sample that is compared with the training text
 
 
 class Samples(Callback):
@@ -57,6 +60,32 @@ def final_sample(model: GPT, tokenizer: Tokenizer, *, seed: int) -> str:
     with _only_a_warning("the final sample failed"):
         return _sample_text(model, tokenizer, "", max_new_tokens=400, temperature=0.8, seed=seed)
     return ""
+
+
+def final_originality(
+    model: GPT, corpus: Corpus, sample: str, folder: Path, *, characters: int, seed: int
+) -> dict[str, Any] | None:
+    """Draw some text; compare it, the final sample and the validation text with the training text, in `samples.txt`.
+
+    Returns:
+        By the name of the text, the shares of new n-grams and the longest match; None, with a warning, if that fails.
+    """
+    with _only_a_warning("the originality of the text is not known"):
+        from minigpt.interpret import originality
+
+        start, count = corpus.tokenizer.start.tolist(), -(-characters // DRAWN_TOKENS)  # at least as many characters
+        draws = generate(model, start, max_new_tokens=DRAWN_TOKENS, num_samples=count, temperature=0.8, seed=seed)
+        texts = {
+            "final_sample": sample,
+            "generated_text": "".join(corpus.tokenizer.decode(draw.tokens) for draw in draws)[:characters],
+            "validation_text": originality.validation_text(corpus, characters),
+        }
+        index = originality.build_index(corpus)
+        compared = {name: originality.originality(index, text) for name, text in texts.items()}
+        with open(folder / SAMPLES, "a", encoding="utf-8") as file:
+            file.write(f"{ORIGINALITY_HEADER}\n{originality.format_table(compared)}\n\n")
+        return {name: {key: row[key] for key in ("new", "longest")} for name, row in compared.items()}
+    return None
 
 
 def _sample_text(model: GPT, tokenizer: Tokenizer, prompt: str, **settings: Any) -> str:

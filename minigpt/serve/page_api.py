@@ -11,12 +11,13 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from minigpt.checkpoints.find import find_snapshots, run_folder
+from minigpt.checkpoints.find import find_checkpoint, find_snapshots, run_folder
 from minigpt.data.detokenizer import token_pieces
 from minigpt.data.tokenizer import whole_characters
 from minigpt.generation import check_ids
 from minigpt.interpret.heads import attention_maps
 from minigpt.interpret.learning import learning_curves
+from minigpt.interpret.originality import compare
 from minigpt.model import GPT
 from minigpt.page.render import MAX_MAP_TOKENS, N_TOP, describe, describe_token
 from minigpt.runs.history import read_history
@@ -29,6 +30,7 @@ from minigpt.utils.checks import NON_NEGATIVE_INT, integer, or_null
 from minigpt.utils.errors import require
 
 MAX_SCORED = 32768  # tokens of a text
+MAX_COMPARED = 20_000  # characters
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 
@@ -49,6 +51,10 @@ def page_routes(models: Models) -> list[Route]:
     async def learning(request: Request) -> Response:
         return http.json_response(await asyncio.to_thread(learning_curves, folder_of(request)))
 
+    async def originality(engine: Engine, values: dict[str, Any]) -> Response:
+        path = find_checkpoint(models.sources[http.check_model(models, values["model"])])
+        return http.json_response(await asyncio.to_thread(compare, path, values["text"]))
+
     def folder_of(request: Request) -> Path:
         path = Path(models.sources[http.check_model(models, request.path_params["name"])])
         return run_folder(path) if path.is_file() else path
@@ -68,6 +74,7 @@ def page_routes(models: Models) -> list[Route]:
         http.post("/api/score", models, _SCORE, _score),
         http.post("/api/generate", models, _GENERATE, _generate),
         http.post("/api/attention", models, _ATTENTION, _attention),
+        http.post("/api/originality", models, _ORIGINALITY, originality),
     ]
 
 
@@ -118,10 +125,15 @@ def _to_json(engine: Engine, token: Token, text: str) -> dict[str, Any]:
     return describe_token(engine.tokenizer, token.id, text, token.logprob, token.rank, token.top)
 
 
+def _is_short(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= MAX_COMPARED
+
+
 def _is_silenced(value: Any) -> bool:
     return isinstance(value, list) and all(http.is_ids(pair) and len(pair) == 2 for pair in value)
 
 
+_ORIGINALITY: http.Settings = {**http.MODEL, "text": (http.REQUIRED, (_is_short, f"at most {MAX_COMPARED:,} characters"))}
 _COMMON: http.Settings = {**http.MODEL, "silenced": ([], (_is_silenced, "a list of [layer, head], from 0"))}
 _IDS = (http.is_ids, "a list of token ids")
 _SCORE: http.Settings = {**_COMMON, "text": (None, (lambda v: isinstance(v, str), "a text")), "ids": ([], _IDS)}

@@ -17,7 +17,7 @@ from typing import Any
 
 import vl_convert
 
-from minigpt.runs.run_dir import SAMPLE_HEADER, SAMPLES
+from minigpt.runs.run_dir import read_samples
 from minigpt.sweeps.ranking import Row, count_text
 from minigpt.sweeps.results import Point
 from minigpt.sweeps.sweep_charts import learning_curves, loss_limits, parallel_coordinates, swept_chart
@@ -57,14 +57,14 @@ def sweep_page(title: str, sentences: Sequence[str], rows: Sequence[Row]) -> str
 def _describe(row: Row, rank: int, point: Point) -> dict[str, Any]:
     """Return what the page shows of a run, with its last sample."""
     try:
-        samples = SAMPLE_HEADER.split((point.folder / SAMPLES).read_text(encoding="utf-8", errors="replace"))
+        samples = read_samples(point.folder)
     except OSError:
         samples = []
     seed = f", seed={point.overrides['seed']}" if "seed" in point.overrides and len(row.points) > 1 else ""
     loss = "no loss" if (best := point.loss(row.unit)) is None else f"{best:.4f} {row.unit}"
     reason = f": {point.reason}" if point.reason else ""
     facts = f"rank {rank + 1}, {loss}, {point.status}{reason}, in {point.folder.name}"
-    text = escape_control_chars(samples[-1].strip())[:MAX_SAMPLE_CHARS] if samples else ""
+    text = escape_control_chars(samples[-1][1])[:MAX_SAMPLE_CHARS] if samples else ""
     return {
         "row": rank,
         "label": sanitize_line(row.label() + seed),

@@ -124,7 +124,7 @@ def test_texts_are_encoded_and_decoded_as_by_minigpt(name: str, open_page: Any, 
 def test_the_script_writes_the_page(call: Callable[..., Any], tmp_path: Path) -> None:
     save_checkpoint(random_model(), CHARACTERS, tmp_path / "small.safetensors")
     exported = call("export.py", "small.safetensors", "--to", "html", "--out", "pages/model.html", "--weights", "int8")
-    assert exported.stdout.startswith("pages/model.html: 0.1 MB, the model of "), exported.stderr
+    assert exported.stdout.startswith("pages/model.html: 0.2 MB, the model of "), exported.stderr
     assert " in int8: " in (tmp_path / "pages/model.html").read_text()
 
 

@@ -169,9 +169,9 @@ def test_an_empty_prompt_starts_a_document_which_the_separator_ends(open_page: A
 @pytest.mark.parametrize(
     "work",
     [
-        "backend.score('', Array(1e6).fill(1), [], signal)",
-        "backend.attention('', Array(40).fill(1), 0, 0, [], signal)",
-        "(async () => { for await (const token of backend.generate('', [], settings, [], signal)) seen++; })()",
+        "backend.score(backend.models[0], Array(1e6).fill(1), [], signal)",
+        "backend.attention(backend.models[0], Array(40).fill(1), 0, 0, [], signal)",
+        "(async () => { for await (const token of backend.generate(backend.models[0], [], settings, [], signal)) seen++; })()",
     ],
     ids=["score", "attention", "generate"],
 )

@@ -246,25 +246,21 @@ def test_samples_are_chosen_by_keyboard(reader: Reader) -> None:
 def test_a_history_may_be_short_or_missing_or_late_or_fail(reader: Reader) -> None:
     missing = "This run has no readable metrics.csv."
     single = "async () => ({train_loss: [], val_loss: [[5, 2.0]], samples: [{step: 5, text: 'one'}]})"
-    reader.run(f"backend.history = {single}")
+
+    def load(history: str) -> None:
+        reader.run(f"backend.history = {history}; document.getElementById('model').dispatchEvent(new Event('change'))")
+
     reader.open("Training")
-    reader.wait_until(lambda: reader.find_all("svg"))
-    assert len(reader.find_all("svg circle")) == 1
+    load(single)
+    reader.wait_until(lambda: len(reader.find_all("svg circle")) == 1)
     assert "NaN" not in reader.find("svg").get_attribute("outerHTML")
     assert (reader.find("#history pre").text, reader.find_all("#history input")) == ("one", [])
     for history, text in (("async () => null", missing), ("async () => { throw new Error('gone'); }", "gone")):
-        reader.open("Training")
-        reader.run(f"backend.history = {history}")
-        reader.open("Training")
-        reader.wait_until(lambda: reader.find("#history").text == text)  # noqa: B023
-    reader.open("Training")
-    late = f"() => new Promise(resolve => globalThis.answer = () => resolve(({single})()))"
-    reader.run(f"globalThis.answer = null; backend.history = {late}")
-    reader.open("Training")
-    reader.wait_until(lambda: reader.run("return answer !== null"))
-    reader.open("Training")
-    reader.run("backend.history = async () => null")
-    reader.open("Training")
+        load(history)
+        reader.wait_until(lambda: text in reader.find("#history").text)  # noqa: B023
+        assert reader.find_all("#history svg, #history pre") == []
+    load(f"() => new Promise(resolve => globalThis.answer = () => resolve(({single})()))")
+    load("async () => null")
     reader.wait_until(lambda: reader.find("#history").text == missing)
     reader.run("answer(); return new Promise(resolve => setTimeout(resolve, 100))")
     assert reader.find("#history").text == missing

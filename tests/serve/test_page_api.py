@@ -151,8 +151,10 @@ def test_the_history_is_that_of_the_run(http: httpx.Client, gpt2_folder: Path) -
         "train_loss": [[1, 5.5]],
         "val_loss": [[2, 5.25]],
         "samples": [{"step": 2, "text": "ROMEO:\n\nhm"}],
+        "steps": [],
+        "status": "",
     }
-    assert http.get(f"/api/history/{gpt2_folder.name}").json() is None
+    assert http.get(f"/api/history/{gpt2_folder.name}").json() == {"steps": [], "status": ""}
 
 
 @pytest.mark.parametrize(
@@ -245,7 +247,7 @@ def test_a_run_that_is_deleted_is_no_longer_listed_unless_it_is_loaded(run: Path
         assert http.get("/api/models/gone").status_code == 404
         assert post(http, "score", model="loaded", text="ab").status_code == 200
         assert http.get("/api/models/loaded").json()["n_layer"] == 2
-        assert http.get("/api/history/loaded").json() is None
+        assert http.get("/api/history/loaded").json() == {"steps": [], "status": ""}
 
 
 def test_every_request_is_logged_without_its_text_and_key(run: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,123 @@
+"""How much of a text is copied from the training text: new n-grams, and spans that occur in it verbatim.
+
+Source: n-novelty, Merrill et al., 2024, https://arxiv.org/abs/2406.13069
+"""
+
+import os
+from bisect import bisect_left
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydivsufsort import divsufsort
+
+from minigpt.checkpoints.validation_split import find_corpus
+from minigpt.data.token_files import META, Corpus
+from minigpt.utils.files import atomic_write
+
+NGRAMS = (5, 10, 20, 40)  # characters
+SPAN = 20  # characters of a copied span, at least
+LONGEST = 1000  # bytes of a match that are compared
+CONTEXT = 80  # bytes of the training text on both sides of a span
+INDEX = "train.suffixes"  # the text, and then its suffix array, 4 bytes per byte
+MAX_INDEXED = 100_000_000  # bytes of the training split, from its start
+VALIDATION_CHARACTERS = 20_000
+_DECODED = 1 << 20  # tokens at a time
+
+
+@dataclass(frozen=True)
+class Index:
+    """A training text with its suffix array: the offsets of its suffixes in their alphabetical order."""
+
+    text: bytes
+    suffixes: np.ndarray[Any, Any]
+    is_whole: bool  # else only the first `MAX_INDEXED` bytes of the split
+
+    def longest_match(self, part: bytes) -> tuple[int, int]:
+        """Return the length and the offset of the longest beginning of `part` that occurs in the text, in bytes."""
+        place = bisect_left(self.suffixes, part, key=lambda at: self.text[at : at + len(part)])
+        near = self.suffixes[max(0, place - 1) : place + 1].tolist()  # the suffixes before and after `part`
+        return max((len(os.path.commonprefix([part, self.text[at : at + len(part)]])), at) for at in near)
+
+
+def build_index(corpus: Corpus) -> Index:
+    """Index the training split of a corpus; the index is kept beside token files that minigpt has written."""
+    folder, n = corpus.train.shards[0].file.parent, min(corpus.train.bytes, MAX_INDEXED)
+    file, is_ours = folder / INDEX, (folder / META).is_file()
+    if is_ours and file.is_file() and file.stat().st_size == 5 * n:
+        with open(file, "rb") as opened:
+            return Index(opened.read(n), np.memmap(file, np.int32, "r", offset=n), corpus.train.bytes == n)
+    tokens, text, end = corpus.tokens("train"), b"", 0
+    while end < len(tokens) and len(text) <= MAX_INDEXED:
+        text += corpus.tokenizer.decode_bytes(tokens[end : end + _DECODED].tolist())
+        end += _DECODED
+    index = Index(text[:MAX_INDEXED], divsufsort(text[:MAX_INDEXED]), len(text) <= MAX_INDEXED)
+    if is_ours:
+        with suppress(OSError), atomic_write(file) as partial:  # a read-only disk
+            partial.write_bytes(index.text + index.suffixes.tobytes())
+    return index
+
+
+def originality(index: Index, text: str) -> dict[str, Any]:
+    """Compare a text with the training text.
+
+    Returns:
+        `new`, the share of n-grams of characters that the training text lacks, by n; `longest`, the longest match in
+        characters; `ends`, the length of the longest match that ends at each character; `spans`, the maximal matches
+        of at least `SPAN` characters: [start, end) in the text, and the text `before` and `after` it in the training
+        text. `whole`: whether all of the training text was searched.
+    """
+    data, starts = text.encode(), [0, *accumulate(len(character.encode()) for character in text)]
+    matches = [index.longest_match(data[start : start + LONGEST]) for start in starts[:-1]]
+    new = {}
+    for n in NGRAMS:
+        found = [length >= starts[i + n] - starts[i] for i, (length, _) in enumerate(matches[: len(text) - n + 1])]
+        new[n] = 1 - sum(found) / len(found) if found else None
+    ends, spans, reached = [0] * len(text), [], 0
+    for i, (length, at) in enumerate(matches):
+        end = bisect_left(starts, starts[i] + length + 1) - 1  # of the last whole character
+        for j in range(max(i, reached), end):
+            ends[j] = j + 1 - i
+        if end > reached and end - i >= SPAN:
+            before, after = index.text[max(0, at - CONTEXT) : at], index.text[at + length : at + length + CONTEXT]
+            context = {"before": before.decode(errors="ignore"), "after": after.decode(errors="ignore")}
+            spans.append({"start": i, "end": end, **context})
+        reached = max(reached, end)
+    return {"new": new, "longest": max(ends, default=0), "ends": ends, "spans": spans, "whole": index.is_whole}
+
+
+def compare(checkpoint: Path, text: str) -> dict[str, Any]:
+    """Return the `originality` of a text and of the validation text, for the corpus of a checkpoint.
+
+    Raises:
+        UserError: the corpus is not there, or it has changed since.
+    """
+    index, validation = _load(checkpoint, checkpoint.stat().st_mtime_ns)
+    return {"text": originality(index, text), "validation": validation}
+
+
+@lru_cache(maxsize=4)
+def _load(checkpoint: Path, written: int) -> tuple[Index, dict[str, Any]]:
+    corpus = find_corpus(checkpoint)
+    index = build_index(corpus)
+    figures = originality(index, validation_text(corpus, VALIDATION_CHARACTERS))
+    return index, {name: figures[name] for name in ("new", "longest")}
+
+
+def validation_text(corpus: Corpus, characters: int) -> str:
+    """Return the beginning of the validation split, for comparison: people repeat themselves too."""
+    return corpus.tokenizer.decode(corpus.tokens("val")[:characters].tolist())[:characters]
+
+
+def format_table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Format the results of `originality` for texts by their names, one line per text."""
+    lines = ["new n-grams of characters, n =" + "".join(f"{n:8}" for n in NGRAMS) + "   longest match"]
+    for name, row in rows.items():
+        shares = "".join(f"{'–':>8}" if share is None else f"{share:8.1%}" for share in row["new"].values())
+        lines.append(f"{name.replace('_', ' '):30}{shares}{row['longest']:16,}")
+    return "\n".join(lines)
