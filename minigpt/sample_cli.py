@@ -68,7 +68,7 @@ class Console:
         log(f"{n_tokens:,} tokens in {seconds:.2f} s, {n_tokens / seconds:,.0f} tokens/s")
         write("".join(f"{text}\n" for text in rendered[1:]))
         if self.compare:
-            self._show_copies(prompt, [sample.text for sample in samples])
+            self._show_copies(begins, [sample.text for sample in samples])
         for sample in samples if as_json else ():
             values = {"prompt": prompt, "text": sample.text} | vars(sample) | {"tokens_per_second": n_tokens / seconds}
             print(json.dumps(values), flush=True)
@@ -119,11 +119,11 @@ class Console:
             print(f"{name.replace('_', ' '):16}{value:,{'.4f' if isinstance(value, float) else ''}}")
         print(f"{'top-1 accuracy':16}{ranks.count(0):,} of {len(ids):,} tokens ({ranks.count(0) / len(ids):.1%})")
 
-    def _show_copies(self, prompt: str, texts: Sequence[str]) -> None:
+    def _show_copies(self, begins: Sequence[str], texts: Sequence[str]) -> None:
         """Print texts with the spans underlined that occur in the training text, then what is new of all of them."""
         assert self.compare
-        for text in texts:
-            shown, at = self.escape(prompt), 0
+        for shown, text in zip(begins, texts, strict=True):
+            at = 0
             for span in self.compare(text)["text"]["spans"]:
                 copied = self.escape(text[max(at, span["start"]) : span["end"]])
                 shown += f"{self.escape(text[at : span['start']])}{_UNDERLINE}{copied}{_NO_UNDERLINE}"

@@ -57,7 +57,9 @@ def export_html(
         del tensors["lm_head.weight"]
     weights = [_pack_all(tensors, weight_format)]
     steps = _spaced(list(snapshots), int(MAX_PAGE_BYTES / len(weights[0])) - 1)
-    weights += [_pack_all({**tensors, **load_checkpoint(snapshots[step])[0].state_dict()}, weight_format) for step in steps]
+    weights += [
+        _pack_all({**tensors, **load_checkpoint(snapshots[step])[0].state_dict()}, weight_format) for step in steps
+    ]
     description = describe(pretrained.name, model.config, tokenizer.name, f" in {weight_format}")
     description["facts"] += " The model runs in this page: the text never leaves your device."
     data = {

@@ -3,7 +3,6 @@
 Source: n-novelty, Merrill et al., 2024, https://arxiv.org/abs/2406.13069
 """
 
-import os
 from bisect import bisect_left
 from collections.abc import Mapping
 from contextlib import suppress
@@ -42,7 +41,12 @@ class Index:
         """Return the length and the offset of the longest beginning of `part` that occurs in the text, in bytes."""
         place = bisect_left(self.suffixes, part, key=lambda at: self.text[at : at + len(part)])
         near = self.suffixes[max(0, place - 1) : place + 1].tolist()  # the suffixes before and after `part`
-        return max((len(os.path.commonprefix([part, self.text[at : at + len(part)]])), at) for at in near)
+        return max((_shared(part, self.text[at : at + len(part)]), at) for at in near)
+
+
+def _shared(a: bytes, b: bytes) -> int:
+    """Return the length of the longest common beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def build_index(corpus: Corpus) -> Index:
@@ -76,7 +80,9 @@ def originality(index: Index, text: str) -> dict[str, Any]:
     matches = [index.longest_match(data[start : start + LONGEST]) for start in starts[:-1]]
     new = {}
     for n in NGRAMS:
-        found = [length >= starts[i + n] - starts[i] for i, (length, _) in enumerate(matches[: len(text) - n + 1])]
+        found = [
+            length >= starts[i + n] - starts[i] for i, (length, _) in enumerate(matches[: max(0, len(text) - n + 1)])
+        ]
         new[n] = 1 - sum(found) / len(found) if found else None
     ends, spans, reached = [0] * len(text), [], 0
     for i, (length, at) in enumerate(matches):

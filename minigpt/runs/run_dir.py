@@ -223,9 +223,12 @@ def print_results(folder: Path, sample: str, summary: Mapping[str, Any]) -> None
         part = "" if summary["eval_batches"] is None else f", on {summary['eval_batches']} batches of the split"
         print(f"validation loss  {summary['best_val_loss']:.4f} at step {summary['best_step']}{part}")
         if compared := summary.get("originality"):
-            made, read = compared["generated_text"], compared["validation_text"]
-            shares = f"{made['new'][10]:.1%} of sequences of 10 characters are new ({read['new'][10]:.1%} of the validation text)"
-            print(f"originality      {shares}, longest copy {made['longest']} ({read['longest']})")
+            longest = {name: f"{row['longest']:,}" for name, row in compared.items()}
+            print(
+                "longest copy     {generated_text} characters, {validation_text} in the validation text".format(
+                    **longest
+                )
+            )
         if "expected_val_loss" in summary:
             expected, width = summary["expected_val_loss"]
             print(f"expected         {expected:.2f} ± {width:.2f}, reached {summary['best_val_loss']:.3f}")

@@ -41,7 +41,7 @@ class Snapshots(Callback):
             if step > trainer.global_step:  # the run resumes from before
                 file.unlink()
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, *args: Any) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         """Copy the weights after a step, on all ranks, because they gather sharded weights; rank 0 writes the copy."""
         step = trainer.global_step
         if step not in self.steps or step == self.last_step:  # batches may share a step

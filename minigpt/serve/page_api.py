@@ -133,7 +133,10 @@ def _is_silenced(value: Any) -> bool:
     return isinstance(value, list) and all(http.is_ids(pair) and len(pair) == 2 for pair in value)
 
 
-_ORIGINALITY: http.Settings = {**http.MODEL, "text": (http.REQUIRED, (_is_short, f"at most {MAX_COMPARED:,} characters"))}
+_ORIGINALITY: http.Settings = {
+    **http.MODEL,
+    "text": (http.REQUIRED, (_is_short, f"at most {MAX_COMPARED:,} characters")),
+}
 _COMMON: http.Settings = {**http.MODEL, "silenced": ([], (_is_silenced, "a list of [layer, head], from 0"))}
 _IDS = (http.is_ids, "a list of token ids")
 _SCORE: http.Settings = {**_COMMON, "text": (None, (lambda v: isinstance(v, str), "a text")), "ids": ([], _IDS)}

@@ -169,9 +169,9 @@ def test_an_empty_prompt_starts_a_document_which_the_separator_ends(open_page: A
 @pytest.mark.parametrize(
     "work",
     [
-        "backend.score(backend.models[0], Array(1e6).fill(1), [], signal)",
-        "backend.attention(backend.models[0], Array(40).fill(1), 0, 0, [], signal)",
-        "(async () => { for await (const token of backend.generate(backend.models[0], [], settings, [], signal)) seen++; })()",
+        "backend.score(model, Array(1e6).fill(1), [], signal)",
+        "backend.attention(model, Array(40).fill(1), 0, 0, [], signal)",
+        "(async () => { for await (const token of backend.generate(model, [], settings, [], signal)) seen++; })()",
     ],
     ids=["score", "attention", "generate"],
 )
@@ -181,6 +181,7 @@ def test_abort_ends_the_work(work: str, open_page: Any, tmp_path: Path) -> None:
     script = f"""
     {COUNT.replace("count++;", f"count++; {slow}")}
     const controller = new AbortController(), {{signal}} = controller, settings = {{...arguments[0], max_tokens: 1e6}};
+    const [model] = backend.models;
     let seen = 0;
     setTimeout(() => controller.abort(), 60);
     return {work}.then(() => "ended", error => error.name).then(async how => {{

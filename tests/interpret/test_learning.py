@@ -1,0 +1,67 @@
+"""What was learned at each snapshot, against PyTorch and by hand."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from minigpt import load_checkpoint
+from minigpt.checkpoints.find import find_snapshots
+from minigpt.data.token_files import load
+from minigpt.interpret.heads import attention_maps, induction_scores
+from minigpt.interpret.learning import KINDS, learning_curves, token_kinds
+from minigpt.utils.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (list("\nROMEO: O it's"), "s cccccos f siiiofi".replace(" ", "")),
+        (["The", " qu", "ick", "  ", "ROM", "EO", "", "99"], "ffisccoo"),
+    ],
+)
+def test_kinds_of_tokens(texts: list[str], expected: str) -> None:
+    letters = dict(zip("fisco", range(len(KINDS)), strict=True))
+    if texts[0] == "\n":  # "O" alone is a word like others; "it's" is two words
+        expected = "scccccosfsfiof"
+    assert token_kinds(texts) == [letters[letter] for letter in expected]
+
+
+def test_losses_and_scores_are_those_of_each_snapshot(train: Callable[..., SimpleNamespace], tmp_path: Path) -> None:
+    folder = train().folder
+    curves = learning_curves(folder)
+    assert [point["step"] for point in curves] == list(find_snapshots(folder))
+    assert curves[-1]["loss"] < curves[0]["loss"]
+    (meta,) = (tmp_path / "data/tokens").glob("*/meta.json")
+    val = torch.from_numpy(load(meta.parent).tokens("val")[:].astype("int64"))
+    for point in (curves[0], curves[-1]):
+        model, tokenizer = load_checkpoint(folder, step=point["step"])
+        T = model.config.block_size
+        n = min(len(val) - 1, 4096 // T * T)
+        windows = [(val[i : i + T], val[i + 1 : i + 1 + T]) for i in range(0, n, T)]
+        with torch.no_grad():
+            losses = torch.cat([F.cross_entropy(model(x[None, : len(y)])[0], y, reduction="none") for x, y in windows])
+        assert point["loss"] == pytest.approx(losses.mean().item(), abs=1e-4)
+        kinds = torch.tensor(token_kinds([tokenizer.decode([i]) for i in val[1 : 1 + len(losses)].tolist()]))
+        for i, name in enumerate(KINDS):
+            if (kinds == i).any():
+                assert point["kinds"][name] == pytest.approx(losses[kinds == i].mean().item(), abs=1e-4)
+        maps = attention_maps(model, val[:T])  # (L, H, T, T)
+        previous = torch.stack([maps[..., i, i - 1] for i in range(1, T)]).mean(0)
+        torch.testing.assert_close(torch.tensor(point["previous"]), previous)
+        torch.testing.assert_close(torch.tensor(point["induction"]), induction_scores(model, tokenizer.vocab_size))
+
+
+def test_damaged_snapshots_are_left_out_and_a_missing_corpus_is_reported(
+    train: Callable[..., SimpleNamespace], tmp_path: Path
+) -> None:
+    folder = train("callbacks.snapshots.count=3").folder
+    find_snapshots(folder)[1].write_bytes(b"damaged")
+    assert [point["step"] for point in learning_curves(folder)] == [0, 20]
+    (tmp_path / "data").rename(tmp_path / "moved")
+    find_snapshots(folder)[20].touch()
+    with pytest.raises(UserError, match="the token files of the run are not in"):
+        learning_curves(folder)

@@ -1,0 +1,355 @@
+"""The time machine of the page in headless Chromium: snapshots of a run, a run that trains, what was learned when."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from readers import CHARACTERS, Keys, Reader, continuation, make_run
+from servers import serving
+
+from minigpt import GPT, save_checkpoint
+from minigpt.checkpoints.export_html import export_html
+from minigpt.checkpoints.find import BEST, find_snapshots, snapshot_path
+from minigpt.checkpoints.init_from import find_pretrained
+from minigpt.generation import score
+from minigpt.interpret.heads import attention_maps
+from minigpt.interpret.learning import learning_curves
+from minigpt.runs.run_dir import lock_run_dir, write_failure
+
+PROMPT = "To be, or not to be"
+STEPS = (0, 10, 2000)
+TRAINED = "the trained model"
+HISTORY = {"train_loss": [[10, 4.5], [2000, 4.25]], "val_loss": [[2000, 4.3]], "samples": []}
+LEARNED = [
+    {
+        "step": step,
+        "kinds": {"inside words": 4 - 1.5 * i, "spaces and line breaks": 3 - i**2 / 2, "other": 3.5},
+        "previous": [[0.1, 0.2 * i], [0.3 + 0.1 * i, 0.05]],
+        "induction": [[0.0, 0.01 * i], [0.4 * i, 0.02]],
+    }
+    for i, step in enumerate(STEPS)
+]
+
+
+def add_snapshot(folder: Path, step: int) -> GPT:
+    """Add a snapshot with other random weights to a run; return its model."""
+    model = make_run(folder.with_name(f"{folder.name} at {step}"), seed=step + 100)
+    save_checkpoint(model, CHARACTERS, snapshot_path(folder, step))
+    return model
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+    """Runs with and without snapshots, served, and pages that hold one of them each."""
+    folder = tmp_path_factory.mktemp("runs")
+    models: dict[int | None, GPT] = {None: make_run(folder / "small")}
+    models |= {step: add_snapshot(folder / "small", step) for step in STEPS}
+    other = make_run(folder / "other", 1)
+    for step in (0, 7):
+        add_snapshot(folder / "other", step)
+    make_run(folder / "plain", 2)
+    for name in ("small", "plain"):
+        run, page, snapshots = (
+            find_pretrained(str(folder / name)),
+            folder / f"{name}.html",
+            find_snapshots(folder / name),
+        )
+        export_html(run, page, "float32", HISTORY, snapshots=snapshots, learned=LEARNED)
+    with serving([folder / name for name in ("small", "other", "plain")]) as server:
+        pages = {"server": f"{server.url}/", "file": (folder / "small.html").as_uri()}
+        yield SimpleNamespace(models=models, other=other, plain=(folder / "plain.html").as_uri(), **pages)
+
+
+def open_at(browser: Any, url: str) -> Iterator[Reader]:
+    """A person at the page of a run with snapshots; the console must be empty at the end."""
+    reader = Reader(browser, url)
+    reader.set("max_tokens", 30)
+    reader.wait_until(lambda: reader.find("#time").is_displayed())
+    yield reader
+    assert browser.get_log("browser") == []
+
+
+@pytest.fixture(params=["server", "file"])
+def reader(request: Any, browser: Any, site: SimpleNamespace) -> Iterator[Reader]:
+    yield from open_at(browser, getattr(site, request.param))
+
+
+@pytest.fixture
+def at_server(browser: Any, site: SimpleNamespace) -> Iterator[Reader]:
+    yield from open_at(browser, site.server)
+
+
+@pytest.fixture
+def in_file(browser: Any, site: SimpleNamespace) -> Iterator[Reader]:
+    yield from open_at(browser, site.file)
+
+
+def slide(reader: Reader, *keys: str) -> None:
+    reader.find("#time [type=range]").send_keys(*keys)
+
+
+def place(reader: Reader) -> str:
+    """What the time machine says that it shows."""
+    return reader.find("#time output").text
+
+
+def logprobs(model: GPT, text: str) -> torch.Tensor:
+    ids = CHARACTERS.encode(text).tolist()
+    return score(model, ids[1:], ids[:1]).logprobs
+
+
+def wait_for_loss(reader: Reader, name: str, model: GPT, text: str = PROMPT) -> None:
+    """Wait until the page shows one loss, that of the text for a model."""
+    expected = {name: [pytest.approx(-logprobs(model, text).mean().item(), abs=2e-3)]}
+    reader.wait_until(lambda: reader.losses() == expected)
+
+
+def wait_for_continuation(reader: Reader, name: str, model: GPT, text: str = PROMPT) -> None:
+    """Wait until the second pane shows how a model continues a text."""
+    expected = continuation(model, text, 30)
+    reader.wait_until(lambda: reader.token_text("#second") == expected)
+    assert reader.find("#second-name").text == f"Continued by {name}"
+
+
+def test_the_slider_shows_how_each_snapshot_reads_and_continues_the_text(reader: Reader, site: SimpleNamespace) -> None:
+    reader.write(PROMPT)
+    assert place(reader) == TRAINED
+    for key, step in (
+        (Keys.HOME, 0),
+        (Keys.ARROW_RIGHT, 10),
+        (Keys.ARROW_RIGHT, 2000),
+        (Keys.END, None),
+        (Keys.ARROW_LEFT, 2000),
+    ):
+        slide(reader, key)
+        assert place(reader) == (TRAINED if step is None else f"step {step:,}")
+        assert reader.find("#time [type=range]").get_attribute("aria-valuetext") == place(reader)
+        model, name = site.models[step], "small" if step is None else f"small@{step}"
+        wait_for_loss(reader, name, model)
+        wait_for_continuation(reader, name, model)
+        warmth = [color[0] - color[2] for color in reader.backgrounds()[1:]]
+        ordered = [warmth[i] for i in logprobs(model, PROMPT).argsort()]
+        assert ordered == sorted(ordered, reverse=True)
+        assert reader.text == PROMPT
+
+
+def test_the_attention_and_the_chosen_token_are_those_of_the_snapshot(reader: Reader, site: SimpleNamespace) -> None:
+    reader.write(PROMPT)
+    reader.open("Attention")
+    reader.choose_head("layer 2, head 1")
+    reader.click(reader.tokens()[7])
+    ids = CHARACTERS.encode(PROMPT)
+    for key, step in ((Keys.HOME, 0), (Keys.ARROW_RIGHT, 10), (Keys.END, None)):
+        slide(reader, key)
+        weights = attention_maps(site.models[step], ids)[1, 0, 7].sort(descending=True).values[:6]
+        expected = pytest.approx([weight for weight in weights.tolist() if weight >= 0.0005], abs=1e-3)
+        reader.wait_until(lambda: [float(row[0]) for row in reader.attended()] == expected)  # noqa: B023
+        with torch.no_grad():
+            logits = site.models[step](ids[None, :7])[0, -1]
+        rank = int((logits > logits[ids[7]]).sum()) + 1
+        reader.wait_until(lambda: f"rank {rank}, surprisal" in reader.find("#token p").text)  # noqa: B023
+
+
+def test_one_writes_and_undoes_at_a_step_as_elsewhere(reader: Reader, site: SimpleNamespace) -> None:
+    model, name = site.models[10], "small@10"
+    reader.write(PROMPT)
+    slide(reader, Keys.HOME, Keys.ARROW_RIGHT)
+    wait_for_continuation(reader, name, model)
+    reader.write("?!")
+    wait_for_loss(reader, name, model, f"{PROMPT}?!")
+    wait_for_continuation(reader, name, model, f"{PROMPT}?!")
+    reader.press(Keys.CONTROL, "z")
+    assert reader.text == PROMPT
+    wait_for_loss(reader, name, model)
+    reader.generate()
+    assert reader.text == continuation(model, PROMPT, 30)
+    slide(reader, Keys.END)
+    wait_for_loss(reader, "small", site.models[None], reader.text)
+    reader.find("#undo").click()  # a state of another step
+    assert reader.text == PROMPT
+    wait_for_loss(reader, "small", site.models[None])
+
+
+def test_the_text_before_the_cursor_is_continued_until_the_pane_is_closed(
+    reader: Reader, site: SimpleNamespace
+) -> None:
+    reader.write(PROMPT)
+    for _ in range(3):
+        reader.press(Keys.ARROW_LEFT)
+    slide(reader, Keys.HOME)
+    wait_for_continuation(reader, "small@0", site.models[0], PROMPT[:-3])
+    reader.find("#close").click()
+    assert not reader.find("#second").is_displayed()
+    reader.write("!")
+    wait_for_loss(reader, "small@0", site.models[0], f"{PROMPT}!")  # still at the step
+    assert not reader.find("#second").is_displayed()
+
+
+def test_play_passes_every_step_and_ends_at_the_trained_model(reader: Reader, site: SimpleNamespace) -> None:
+    reader.write(PROMPT)
+    reader.run("""
+        globalThis.seen = [];
+        const output = document.querySelector("#time output");
+        new MutationObserver(() => seen.push(output.value)).observe(output, {childList: true});""")
+    play = reader.find("#time button")
+    play.click()
+    assert play.accessible_name == "Pause"
+    reader.wait_until(lambda: play.accessible_name == "Play the training")
+    passed = list(dict.fromkeys(reader.run("return seen")))
+    assert passed == [*(f"step {step:,}" for step in STEPS), TRAINED]
+    wait_for_loss(reader, "small", site.models[None])
+    wait_for_continuation(reader, "small", site.models[None])
+    play.click()
+    slide(reader, Keys.END)
+    assert (play.accessible_name, place(reader)) == ("Play the training", TRAINED)
+
+
+def test_a_run_without_snapshots_has_no_time_machine(browser: Any, site: SimpleNamespace) -> None:
+    reader = Reader(browser, site.plain)
+    reader.write(PROMPT)
+    assert not reader.find("#time").is_displayed()
+    assert browser.get_log("browser") == []
+
+
+def test_another_model_is_shown_as_it_was_trained(at_server: Reader, site: SimpleNamespace) -> None:
+    reader = at_server
+    reader.write(PROMPT)
+    slide(reader, Keys.HOME)
+    wait_for_continuation(reader, "small@0", site.models[0])
+    reader.choose("#model", "other")
+    wait_for_loss(reader, "other", site.other)
+    reader.wait_until(lambda: reader.find("#time").is_displayed() and place(reader) == TRAINED)
+    assert reader.find("#time [type=range]").get_property("max") == "2"
+    assert not reader.find("#second").is_displayed()  # was of the first model
+    reader.choose("#model", "plain")
+    reader.wait_until(lambda: list(reader.losses()) == ["plain"])
+    assert not reader.find("#time").is_displayed()
+
+
+def test_the_page_fits_a_phone(reader: Reader, site: SimpleNamespace) -> None:
+    reader.resize(390, 740)
+    reader.write(PROMPT)
+    slide(reader, Keys.HOME)
+    wait_for_continuation(reader, "small@0", site.models[0])
+    assert reader.run("return document.documentElement.scrollWidth") <= 390
+
+
+# ── what was learned when ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def curves(reader: Reader, label: str) -> SimpleNamespace:
+    """The legend of a plot, the places of the points of each line, and the place of its mark, or None."""
+    legend, lines, mark = reader.run(
+        """
+        const plot = [...document.querySelectorAll(".plot")].find(e => e.ariaLabel.startsWith(arguments[0]));
+        const places = line => line.getAttribute("points").split(" ").map(point => point.split(",").map(Number));
+        const legend = [...plot.previousSibling.children].map(name => name.textContent);
+        return [legend, [...plot.querySelectorAll("polyline")].map(places),
+            plot.querySelector(".mark")?.getAttribute("x1") ?? null];""",
+        label,
+    )
+    return SimpleNamespace(legend=legend, lines=torch.tensor(lines), mark=None if mark is None else float(mark))
+
+
+def check_lines(lines: torch.Tensor, values: Sequence[Sequence[float]]) -> None:
+    """Check that lines, (lines, points, 2), are at the heights of the values of each point."""
+    heights, expected = lines[..., 1].flatten(), torch.tensor(values).T.flatten()
+    assert torch.corrcoef(torch.stack([heights, expected]))[0, 1] == pytest.approx(-1, abs=1e-4)
+
+
+def check_curves(reader: Reader, learned: Sequence[Mapping[str, Any]]) -> None:
+    """Check that the page has a line per kind of token and per head with the values of each snapshot."""
+    kinds = curves(reader, "loss by kind of token")
+    assert kinds.legend == list(learned[0]["kinds"])
+    check_lines(kinds.lines, [list(snapshot["kinds"].values()) for snapshot in learned])
+    for name, label in (("previous", "attention to the previous token"), ("induction", "induction score")):
+        check_lines(curves(reader, label).lines, [[*chain(*snapshot[name])] for snapshot in learned])
+
+
+def test_the_curves_of_a_file_have_a_mark_at_the_step_and_name_the_chosen_head(in_file: Reader) -> None:
+    reader = in_file
+    reader.resize(390)
+    reader.open("Training")
+    reader.wait_until(lambda: len(reader.find_all("#history svg")) == 4)
+    assert reader.run("return document.documentElement.scrollWidth") <= 390
+    check_curves(reader, LEARNED)
+    assert reader.find_all(".mark") == []
+    slide(reader, Keys.HOME, Keys.ARROW_RIGHT)
+    reader.wait_until(lambda: len(reader.find_all(".mark")) == 3)
+    for label in ("loss by kind of token", "attention to the previous token", "induction score"):
+        plot = curves(reader, label)
+        assert plot.lines[:, 1, 0].tolist() == pytest.approx([plot.mark] * len(plot.lines))
+    assert reader.find(".mark").value_of_css_property("stroke-dasharray") != "none"
+    reader.open("Attention")
+    reader.choose_head("layer 2, head 1")
+    reader.wait_until(lambda: curves(reader, "induction score").legend == ["layer 2, head 1"])
+
+
+def test_a_server_measures_what_a_run_learned(browser: Any, train: Callable[..., SimpleNamespace]) -> None:
+    folder = train("max_steps=3", "model.block_size=64").folder
+    with serving([folder]) as server:
+        reader = Reader(browser, f"{server.url}/")
+        reader.open("Training")
+        reader.wait_until(lambda: len(reader.find_all("#history svg")) == 4)
+        learned = learning_curves(folder)
+        assert [snapshot["step"] for snapshot in learned] == list(find_snapshots(folder))
+        check_curves(reader, learned)
+        assert browser.get_log("browser") == []
+
+
+# ── a run that trains, or is damaged ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_page_follows_a_run_until_it_fails(browser: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "live"
+    make_run(folder)
+    (folder / BEST).unlink()  # before the first validation
+    newest = [add_snapshot(folder, step) for step in (0, 10)][-1]
+    with serving([folder]) as server:
+        with lock_run_dir(folder, resume=True):
+            reader = Reader(browser, f"{server.url}/")
+            reader.set("max_tokens", 30)
+            reader.write(PROMPT)
+            reader.wait_until(lambda: place(reader) == "the best model so far (running)")
+            wait_for_loss(reader, "live", newest)
+            follow = reader.find("#time [type=checkbox]")
+            follow.click()
+            reader.wait_until(lambda: place(reader) == "step 10 (running)")
+            model = add_snapshot(folder, 20)
+            reader.wait_until(lambda: place(reader) == "step 20 (running)")
+            wait_for_loss(reader, "live@20", model)
+            wait_for_continuation(reader, "live@20", model)
+            slide(reader, Keys.HOME)
+            assert not follow.is_selected()
+            add_snapshot(folder, 30)
+            reader.wait_until(lambda: reader.find("#time [type=range]").get_property("max") == "4")
+            assert place(reader) == "step 0 (running)"
+            write_failure(folder, "the disk is full")
+        reader.wait_until(lambda: place(reader) == "step 0 (failed: the disk is full)")
+        assert not follow.is_displayed()
+        assert browser.get_log("browser") == []
+
+
+def test_a_damaged_snapshot_is_an_error_and_the_others_work(browser: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    make_run(folder)
+    models = {step: add_snapshot(folder, step) for step in (0, 10, 20)}
+    snapshot_path(folder, 10).write_bytes(b"damaged")
+    with serving([folder]) as server:
+        reader = Reader(browser, f"{server.url}/")
+        reader.set("max_tokens", 30)
+        reader.write(PROMPT)
+        reader.wait_until(lambda: reader.find("#time").is_displayed())
+        for key, step in ((Keys.HOME, 0), (Keys.ARROW_RIGHT, 10), (Keys.ARROW_RIGHT, 20), (Keys.HOME, 0)):
+            slide(reader, key)
+            if step == 10:
+                reader.wait_until(lambda: "step-10.safetensors" in reader.find("#status.error").text)
+            else:
+                wait_for_loss(reader, f"run@{step}", models[step])
+                wait_for_continuation(reader, f"run@{step}", models[step])
+                assert reader.find("#status").text == ""
+        browser.get_log("browser")  # the browser lists the response 500
