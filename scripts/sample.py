@@ -14,7 +14,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=usage("sample"), description=__doc__)
     add = parser.add_argument
     add("run", nargs="?", help="run folder, checkpoint, or folder or id of Hugging Face (default: the newest run)")
-    add("--step", type=int, metavar="N", help="sample from the snapshot of this step of training")
+    add("--step", type=int, metavar="N", help="use the snapshot of this step (default: the best checkpoint)")
     add("--prompt", help="text to continue (default: the separator of documents, or a line break)")
     add("--prompt-file", metavar="FILE", help="read the prompt from a file, or from stdin (-)")
     add("--num-samples", type=int, default=1, metavar="N", help="samples per prompt (default: %(default)s)")

@@ -58,7 +58,10 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
         finally:
             real = folder.resolve()  # the folder may be given as the link `latest`
             in_sweep = (real.parent / PLAN).exists()  # jobs of a sweep print to log.txt
-            if {entry.name for entry in real.iterdir()} <= {".hydra", _LOCK, RUN_PLAN, *([] if in_sweep else [LOG])}:
+            nothing = {".hydra", _LOCK, RUN_PLAN, *([] if in_sweep else [LOG])}
+            if not any(real.glob("checkpoints/*.safetensors")):  # but the snapshot of step 0
+                nothing.add("checkpoints")
+            if {entry.name for entry in real.iterdir()} <= nothing:
                 shutil.rmtree(real)
 
 

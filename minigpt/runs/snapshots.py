@@ -61,8 +61,10 @@ class Snapshots(Callback):
 
     on_train_end = on_train_batch_start
 
-    def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: Any, stage: Any) -> None:
         self.writer.shutdown()
+
+    on_exception = teardown
 
 
 def log_spaced(last: int, count: int) -> set[int]:

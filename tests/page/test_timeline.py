@@ -142,7 +142,7 @@ def test_the_attention_and_the_chosen_token_are_those_of_the_snapshot(reader: Re
     reader.open("Attention")
     reader.choose_head("layer 2, head 1")
     reader.click(reader.tokens()[7])
-    ids = CHARACTERS.encode(PROMPT)
+    ids = torch.as_tensor(CHARACTERS.encode(PROMPT))
     for key, step in ((Keys.HOME, 0), (Keys.ARROW_RIGHT, 10), (Keys.END, None)):
         slide(reader, key)
         weights = attention_maps(site.models[step], ids)[1, 0, 7].sort(descending=True).values[:6]
@@ -159,19 +159,20 @@ def test_one_writes_and_undoes_at_a_step_as_elsewhere(reader: Reader, site: Simp
     reader.write(PROMPT)
     slide(reader, Keys.HOME, Keys.ARROW_RIGHT)
     wait_for_continuation(reader, name, model)
-    reader.write("?!")
-    wait_for_loss(reader, name, model, f"{PROMPT}?!")
-    wait_for_continuation(reader, name, model, f"{PROMPT}?!")
-    reader.press(Keys.CONTROL, "z")
-    assert reader.text == PROMPT
-    wait_for_loss(reader, name, model)
     reader.generate()
-    assert reader.text == continuation(model, PROMPT, 30)
+    written = continuation(model, PROMPT, 30)
+    assert reader.text == written
+    reader.write("!")
+    wait_for_loss(reader, name, model, f"{written}!")
+    wait_for_continuation(reader, name, model, f"{written}!")
+    reader.press(Keys.CONTROL, "z")
+    assert reader.text == written
+    wait_for_loss(reader, name, model, written)
     slide(reader, Keys.END)
-    wait_for_loss(reader, "small", site.models[None], reader.text)
-    reader.find("#undo").click()  # a state of another step
+    reader.find("#undo").click()  # back to a text that the model of a step has read
     assert reader.text == PROMPT
     wait_for_loss(reader, "small", site.models[None])
+    wait_for_continuation(reader, "small", site.models[None])
 
 
 def test_the_text_before_the_cursor_is_continued_until_the_pane_is_closed(
