@@ -33,17 +33,10 @@ _UNDERLINE, _NO_UNDERLINE = "\x1b[4m", "\x1b[24m"
 class Console:
     """Print samples and scores of a model; `options` are those of `generation.stream`, without the tokenizer."""
 
-    def __init__(
-        self,
-        model: GPT,
-        tokenizer: Tokenizer,
-        options: Mapping[str, Any],
-        *,
-        show_probs: bool,
-        compare: Callable[[str], dict[str, Any]] | None = None,
-    ) -> None:
+    compare: Callable[[str], dict[str, Any]] | None = None  # `interpret.originality.compare`, with the training text
+
+    def __init__(self, model: GPT, tokenizer: Tokenizer, options: Mapping[str, Any], *, show_probs: bool) -> None:
         self.model, self.tokenizer, self.show_probs = model, tokenizer, show_probs  # show_probs: color each token
-        self.compare = compare  # with the training text: returns the result of `interpret.originality.compare`
         self.reported_truncation = False
         # The control characters of a text could control the terminal.
         self.escape: Callable[[str], str] = escape_control_chars if sys.stdout.isatty() else str
@@ -68,7 +61,7 @@ class Console:
         log(f"{n_tokens:,} tokens in {seconds:.2f} s, {n_tokens / seconds:,.0f} tokens/s")
         write("".join(f"{text}\n" for text in rendered[1:]))
         if self.compare:
-            self._show_copies(begins, [sample.text for sample in samples])
+            self._show_copies(begins, [sample.text for sample in samples], self.compare)
         for sample in samples if as_json else ():
             values = {"prompt": prompt, "text": sample.text} | vars(sample) | {"tokens_per_second": n_tokens / seconds}
             print(json.dumps(values), flush=True)
@@ -119,19 +112,20 @@ class Console:
             print(f"{name.replace('_', ' '):16}{value:,{'.4f' if isinstance(value, float) else ''}}")
         print(f"{'top-1 accuracy':16}{ranks.count(0):,} of {len(ids):,} tokens ({ranks.count(0) / len(ids):.1%})")
 
-    def _show_copies(self, begins: Sequence[str], texts: Sequence[str]) -> None:
+    def _show_copies(
+        self, begins: Sequence[str], texts: Sequence[str], compare: Callable[[str], dict[str, Any]]
+    ) -> None:
         """Print texts with the spans underlined that occur in the training text, then what is new of all of them."""
-        assert self.compare
         for shown, text in zip(begins, texts, strict=True):
             at = 0
-            for span in self.compare(text)["text"]["spans"]:
+            for span in compare(text)["text"]["spans"]:
                 copied = self.escape(text[max(at, span["start"]) : span["end"]])
                 shown += f"{self.escape(text[at : span['start']])}{_UNDERLINE}{copied}{_NO_UNDERLINE}"
                 at = span["end"]
             _write(f"{shown}{self.escape(text[at:])}\n")
         from minigpt.interpret.originality import format_table
 
-        found = self.compare("".join(texts))
+        found = compare("".join(texts))
         print(format_table({"samples": found["text"], "validation_text": found["validation"]}), file=sys.stderr)
         if not found["text"]["whole"]:
             log("only the first 100 MB of the training text were searched")

@@ -31,14 +31,8 @@ def main() -> None:
     """Load the model, write it, print the next step."""
     args = arguments()
     require("--out", args.out, lambda path: not os.path.lexists(path), "a path that does not exist yet")
-    require("--weights", args.weights, lambda value: value is None or args.to == "html", "left out without --to html")
-    require(
-        "--snapshots",
-        args.to,
-        lambda value: value == "html" or not args.snapshots,
-        "used with --to html",
-        "leave it out",
-    )
+    for flag, value in (("--weights", args.weights), ("--snapshots", args.snapshots)):
+        require(flag, value, lambda value: not value or args.to == "html", "left out without --to html")
     from minigpt.checkpoints.export_html import export_html
     from minigpt.checkpoints.export_huggingface import export_folder
     from minigpt.checkpoints.find import find_snapshots, run_folder
@@ -58,11 +52,9 @@ def main() -> None:
         learned = learning_curves(folder) if found else []
         weights = args.weights or ("int8" if found else "float16")
         steps = export_html(pretrained, args.out, weights, read_history(folder), snapshots=found, learned=learned)
-        contents = f"the model of {pretrained.path}" + (
-            f" and {len(steps)} of its {len(found)} snapshots" if found else ""
-        )
+        also = f" and {len(steps)} of its {len(found)} snapshots" if found else ""
         size = args.out.stat().st_size / 1e6
-        print(sanitize_line(f"{args.out}: {size:.1f} MB, {contents}; open it in a browser"))
+        print(sanitize_line(f"{args.out}: {size:.1f} MB, the model of {pretrained.path}{also}; open it in a browser"))
         return
     architecture = export_folder(pretrained, args.out)
     print(sanitize_line(f"{args.out}: {architecture} of {pretrained.path}"))

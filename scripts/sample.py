@@ -55,8 +55,8 @@ def main() -> None:
     pretrained = find_pretrained(args.run, step=args.step)
     model = move_model(pretrained.load(), args.device, args.dtype)
     log(f"sampling from {pretrained.path} on {model.wte.weight.device}")
-    compare = find_comparison(pretrained.path) if args.originality else None
-    console = Console(model, pretrained.tokenizer, options, show_probs=args.show_probs, compare=compare)
+    console = Console(model, pretrained.tokenizer, options, show_probs=args.show_probs)
+    console.compare = find_comparison(pretrained.path) if args.originality else None
     if args.score is not None:
         console.score(read_text(args.score, "--score"), as_json=args.json)
         return

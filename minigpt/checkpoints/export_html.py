@@ -5,7 +5,7 @@ pass of `minigpt.model` and the filters and draws of `minigpt.sampling`.
 """
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from minigpt.checkpoints.init_from import Pretrained
 from minigpt.checkpoints.load import load_checkpoint
 from minigpt.data.tokenizer import PATTERNS, HuggingFaceTokenizer
+from minigpt.model import GPT
 from minigpt.page.render import describe, render
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.files import atomic_write
@@ -55,11 +56,9 @@ def export_html(
     tensors = model.state_dict()
     if model.config.tie_embeddings:
         del tensors["lm_head.weight"]
-    weights = [_pack_all(tensors, weight_format)]
+    weights = [_pack_all(model, tensors, weight_format)]
     steps = _spaced(list(snapshots), int(MAX_PAGE_BYTES / len(weights[0])) - 1)
-    weights += [
-        _pack_all({**tensors, **load_checkpoint(snapshots[step])[0].state_dict()}, weight_format) for step in steps
-    ]
+    weights += [_pack_all(load_checkpoint(snapshots[step])[0], tensors, weight_format) for step in steps]
     description = describe(pretrained.name, model.config, tokenizer.name, f" in {weight_format}")
     description["facts"] += " The model runs in this page: the text never leaves your device."
     data = {
@@ -84,15 +83,15 @@ def export_html(
 
 
 def _spaced(items: list[int], count: int) -> list[int]:
-    """Return `count` evenly spaced items, the first and the last among them; fewer than two are none."""
-    if count >= len(items) or count < 2:
-        return items if count >= 2 else []
-    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
+    """Return up to `count` evenly spaced items, the first and the last among them; none for a count below two."""
+    count = min(count, len(items))
+    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)] if count > 1 else []
 
 
-def _pack_all(tensors: Mapping[str, Tensor], weight_format: str) -> str:
-    """Return tensors, one after the other, in base64."""
-    return base64.b64encode(b"".join(_pack(name, x, weight_format) for name, x in tensors.items())).decode("ascii")
+def _pack_all(model: GPT, names: Iterable[str], weight_format: str) -> str:
+    """Return tensors of a model, one after the other, in base64."""
+    state = model.state_dict()
+    return base64.b64encode(b"".join(_pack(name, state[name], weight_format) for name in names)).decode("ascii")
 
 
 def _pack(name: str, tensor: Tensor, weight_format: str) -> bytes:

@@ -61,10 +61,11 @@ class Snapshots(Callback):
 
     on_train_end = on_train_batch_start
 
-    def teardown(self, trainer: L.Trainer, pl_module: Any, stage: Any) -> None:
+    def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         self.writer.shutdown()
 
-    on_exception = teardown
+    def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
+        self.writer.shutdown()
 
 
 def log_spaced(last: int, count: int) -> set[int]:

@@ -125,18 +125,12 @@ def _to_json(engine: Engine, token: Token, text: str) -> dict[str, Any]:
     return describe_token(engine.tokenizer, token.id, text, token.logprob, token.rank, token.top)
 
 
-def _is_short(value: Any) -> bool:
-    return isinstance(value, str) and len(value) <= MAX_COMPARED
-
-
 def _is_silenced(value: Any) -> bool:
     return isinstance(value, list) and all(http.is_ids(pair) and len(pair) == 2 for pair in value)
 
 
-_ORIGINALITY: http.Settings = {
-    **http.MODEL,
-    "text": (http.REQUIRED, (_is_short, f"at most {MAX_COMPARED:,} characters")),
-}
+_SHORT = (lambda v: isinstance(v, str) and len(v) <= MAX_COMPARED, f"a text of at most {MAX_COMPARED:,} characters")
+_ORIGINALITY: http.Settings = {**http.MODEL, "text": (http.REQUIRED, _SHORT)}
 _COMMON: http.Settings = {**http.MODEL, "silenced": ([], (_is_silenced, "a list of [layer, head], from 0"))}
 _IDS = (http.is_ids, "a list of token ids")
 _SCORE: http.Settings = {**_COMMON, "text": (None, (lambda v: isinstance(v, str), "a text")), "ids": ([], _IDS)}
