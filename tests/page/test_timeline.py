@@ -175,6 +175,21 @@ def test_one_writes_and_undoes_at_a_step_as_elsewhere(reader: Reader, site: Simp
     wait_for_continuation(reader, "small", site.models[None])
 
 
+def test_the_loss_is_that_of_the_named_model_if_one_moves_while_text_is_generated(
+    reader: Reader, site: SimpleNamespace
+) -> None:
+    reader.write(PROMPT)
+    reader.set("max_tokens", 60000)
+    slide(reader, Keys.ARROW_LEFT, Keys.END)  # the focus stays there
+    reader.press(Keys.CONTROL, Keys.ENTER)
+    reader.wait_until(lambda: len(reader.text) > len(PROMPT) + 20)
+    reader.press(Keys.HOME)
+    reader.press(Keys.ESCAPE)
+    reader.wait_until(lambda: reader.find("#generate").text != "Stop")
+    name, model = ("small@0", site.models[0]) if place(reader) == "step 0" else ("small", site.models[None])
+    wait_for_loss(reader, name, model, reader.text)
+
+
 def test_the_text_before_the_cursor_is_continued_until_the_pane_is_closed(
     reader: Reader, site: SimpleNamespace
 ) -> None:
