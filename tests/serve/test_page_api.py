@@ -1,5 +1,6 @@
 """The API of the page through a real server, against the functions of minigpt that it stands for."""
 
+import itertools
 import json
 import math
 import re
@@ -13,14 +14,19 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from conftest import wait_until
 from servers import make_run, serving
 from silence import silence
 
 from minigpt import GPT, generate, load_checkpoint
+from minigpt.checkpoints.find import find_snapshots, snapshot_path
 from minigpt.checkpoints.init_from import Pretrained
 from minigpt.generation import score
 from minigpt.interpret.heads import attention_maps
+from minigpt.interpret.learning import learning_curves
+from minigpt.runs.run_dir import lock_run_dir, run_status
 from minigpt.serve import page_api as page
+from minigpt.serve.loaded_models import Models
 from minigpt.serve.page_api import MAX_SCORED
 
 TEXT = "To bé, or not to be: that is the quéstion"  # above the block size
@@ -313,3 +319,104 @@ def test_the_page_asks_for_a_missing_key(backend: Any, browser: Any) -> None:
     assert backend(asked) == 1
     refused = backend('sessionStorage.clear(); window.prompt = () => null; return backend.describe("tiny");')
     assert refused.startswith("error: the key is wrong or missing")
+
+
+def add_snapshot(run: Path, step: int) -> GPT:
+    """Add the snapshot of a step, with other random weights than those of the run, and return its model."""
+    make_run(run / "other", seed=step + 1)
+    snapshot_path(run, step).parent.mkdir(exist_ok=True)
+    (run / "other/checkpoints/best.safetensors").replace(snapshot_path(run, step))
+    shutil.rmtree(run / "other")
+    return load_checkpoint(run, step=step)[0]
+
+
+def nats(tokens: list[dict[str, Any]]) -> list[float]:
+    return [token["logprob"] for token in tokens[1:]]
+
+
+def test_the_name_of_a_run_with_a_step_is_a_snapshot(tmp_path: Path) -> None:
+    run, ids = make_run(tmp_path / "tiny"), list(b"to be")
+    models = {step: add_snapshot(run, step) for step in (0, 7)}
+    snapshot_path(run, 9).write_bytes(b"damaged")
+    with serving([run]) as server, httpx.Client(base_url=server.url, timeout=30) as http:
+        assert http.get("/api/history/tiny").json() == {"steps": [0, 7, 9], "status": ""}
+        for step, model in models.items():
+            tokens = post(http, "score", model=f"tiny@{step}", ids=ids).json()["tokens"]
+            assert nats(tokens) == pytest.approx(score(model, ids[1:], ids[:1]).logprobs.tolist(), abs=1e-4)
+            silenced = post(http, "score", model=f"tiny@{step}", ids=ids, silenced=[[0, 1]]).json()["tokens"]
+            with silence(model, [(0, 1)]):
+                expected = score(model, ids[1:], ids[:1]).logprobs.tolist()
+            assert nats(silenced) == pytest.approx(expected, abs=1e-4)
+        completion = {"model": "tiny@7", "prompt": "to be", "max_tokens": 5, "temperature": 0}
+        (greedy,) = generate(models[7], ids, max_new_tokens=5, temperature=0)
+        answer = http.post("/v1/completions", json=completion).json()["choices"][0]["text"]
+        assert answer == bytes(greedy.tokens).decode(errors="replace")
+        assert http.get("/v1/models/tiny@7").json()["id"] == "tiny@7"
+        for name in ("tiny@8", "tiny@", "other@7", "tiny@-7"):
+            assert post(http, "score", model=name, ids=ids).status_code == 404
+        damaged = post(http, "score", model="tiny@9", ids=ids)
+        assert (damaged.status_code, "is not a complete checkpoint" in damaged.text) == (500, True)
+
+
+def test_snapshots_of_one_run_are_kept_and_loaded_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    load = Models._load
+
+    async def record(self: Models, name: str, *rest: Any) -> Any:
+        engine = await load(self, name, *rest)
+        loaded.append(name)
+        return engine
+
+    monkeypatch.setattr(Models, "_load", record)
+    runs = [make_run(tmp_path / name) for name in ("first", "second")]
+    for run, step in itertools.product(runs, (0, 5)):
+        add_snapshot(run, step)
+    with serving(runs) as server, httpx.Client(base_url=server.url, timeout=30) as http:
+        for name, expected in (("first", ["first@0", "first@5"]), ("second", ["second@0", "second@5"]), ("first", ["first@0", "first@5"])):
+            loaded.clear()
+            post(http, "score", model=f"{name}@0", ids=[1, 2])
+            wait_until(lambda: sorted(loaded) == expected)  # noqa: B023
+
+
+def test_a_run_that_trains_is_served_with_its_newest_weights(tmp_path: Path) -> None:
+    run, ids = tmp_path / "new", list(b"to be")
+    (run / "checkpoints").mkdir(parents=True)
+    with lock_run_dir(run):
+        (run / "metrics.csv").write_text("step,train_loss,val_loss\n1,5.5,\n")
+        first = add_snapshot(run, 0)
+        with serving([run]) as server, httpx.Client(base_url=server.url, timeout=30) as http:
+            assert http.get("/api/history/new").json()["status"] == "running"
+            assert nats(post(http, "score", model="new", ids=ids).json()["tokens"]) == pytest.approx(
+                score(first, ids[1:], ids[:1]).logprobs.tolist(), abs=1e-4
+            )
+            shutil.rmtree(tmp_path / "best", ignore_errors=True)
+            make_run(tmp_path / "best", seed=9)
+            (tmp_path / "best/checkpoints/best.safetensors").replace(run / "checkpoints/best.safetensors")
+            best = load_checkpoint(run)[0]
+            assert nats(post(http, "score", model="new", ids=ids).json()["tokens"]) == pytest.approx(
+                score(best, ids[1:], ids[:1]).logprobs.tolist(), abs=1e-4
+            )
+    (run / "summary.json").write_text('{"status": "failed", "reason": "the loss is NaN"}')
+    assert run_status(run) == "failed: the loss is NaN"
+
+
+def test_a_text_is_compared_with_the_training_text_and_snapshots_are_measured(
+    train: Any, tmp_path: Path, text: Path
+) -> None:
+    folder, copied = train("callbacks.snapshots.count=3").folder, text.read_text(encoding="utf-8")[50:120]
+    with serving([folder]) as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        found = post(http, "originality", model="run", text=f"zzz{copied}").json()
+        assert [(span["start"], span["end"]) for span in found["text"]["spans"]] == [(3, 73)]
+        assert found["text"]["ends"][3:] == list(range(1, 71))
+        assert found["validation"].keys() == {"new", "longest"}
+        measured = http.get("/api/learning/run").json()
+        assert measured == json.loads(json.dumps(learning_curves(folder)))
+        assert [snapshot["step"] for snapshot in measured] == [0, 1, 20]
+        assert post(http, "originality", model="run", text="a" * 20_001).status_code == 400
+        (tmp_path / "data").rename(tmp_path / "moved")
+        for file in find_snapshots(folder).values():
+            file.touch()
+        (folder / "checkpoints/best.safetensors").touch()
+        for answer in (post(http, "originality", model="run", text="a"), http.get("/api/learning/run")):
+            assert answer.status_code == 400
+            assert "the token files of the run are not in" in answer.json()["error"]["message"]
