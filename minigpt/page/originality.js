@@ -65,9 +65,10 @@ export class OriginalityPanel {
 
 function figures(found, validation) {
   const line = (tag, cells) => make("tr", {}, ...cells.map(cell => make(tag, {}, cell)));
-  const rows = [["this text", found], ["validation text", validation]].map(([name, {new: shares, longest}]) =>
-    line("td", [name, ...Object.values(shares).map(share => share === null ? "–" : percent(share)), String(longest)]));
-  const sizes = Object.keys(found.new).map(n => `n = ${n}`);
-  return make("table", {}, make("caption", {}, "New n-grams of characters, and the longest copy"),
-    make("thead", {}, line("th", ["", ...sizes, "longest"])), make("tbody", {}, ...rows));
+  const share = value => value === null ? "–" : percent(value);
+  const rows = Object.keys(found.new).map(n => [`new ${n}-grams`, share(found.new[n]), share(validation.new[n])]);
+  rows.push(["longest copy", String(found.longest), String(validation.longest)]);
+  return make("table", {}, make("caption", {}, "N-grams and copies are of characters."),
+    make("thead", {}, line("th", ["", "this text", "validation text"])),
+    make("tbody", {}, ...rows.map(row => line("td", row))));
 }
