@@ -37,6 +37,7 @@ class GPTConfig:
     block_size: int = 1024  # maximum context length, tokens
     vocab_size: int = 50257
     n_layer: int = 12
+    layer_repeats: int = 1  # uses of each block: n_layer / layer_repeats blocks have weights, and are run in turn
     n_head: int = 12
     n_kv_head: int | None = None  # key and value heads; fewer than n_head is grouped-query attention
     n_embd: int = 768
@@ -73,6 +74,8 @@ class GPTConfig:
         for name, rule in _RULES.items():
             require(f"model.{name}", getattr(self, name), *rule)
         check_heads(self.n_embd, self.n_head, self.n_kv_head, self.head_dim, prefix="model.")
+        divisible = f"divisible by model.layer_repeats={self.layer_repeats}"
+        require("model.n_layer", self.n_layer, lambda v: v % self.layer_repeats == 0, divisible)
         if self.position == "rope":
             require("model.head_dim", self.head_width, lambda v: v % 2 == 0, "even with model.position=rope")
         if self.qk_norm_weights:
@@ -125,31 +128,37 @@ class GPTConfig:
         """Factor on the attention scores: proportional to 1/D under mup; else None, which is 1/√D."""
         return self.base_head_dim**0.5 / self.head_width if self.parametrization == "mup" else None
 
-    def num_params(self, *, positions: bool = True) -> int:
-        """Return the number of parameters without building the model; `positions` includes learned ones."""
+    @property
+    def block_params(self) -> int:
+        """Number of parameters of a block."""
         width, heads = self.n_embd, self.n_head * self.head_width
         qkv = heads + 2 * (self.n_kv_head or self.n_head) * self.head_width
-        norm = width * len(self.norm_params)
         attention = width * (qkv + heads) + self.has_qkv_bias * qkv + self.bias * width
         attention += 2 * self.qk_norm_weights * self.head_width
         mlp = width * (self.up_width + self.inner_width) + self.bias * (self.up_width + width)
+        return attention + mlp + 2 * width * len(self.norm_params)
+
+    def num_params(self, *, positions: bool = True) -> int:
+        """Return the number of parameters without building the model; `positions` includes learned ones."""
+        width = self.n_embd
         embeddings = self.vocab_size * width * (1 if self.tie_embeddings else 2)
         if positions and self.position == "learned":
             embeddings += self.block_size * width
         if self.ngram:
             embeddings += (self.ngram - 1) * self.ngram_dim * (self.ngram_buckets + width)
-        final_norm = norm if self.norm_position == "pre" else 0
-        return embeddings + self.smear * width + self.n_layer * (attention + mlp + 2 * norm) + final_norm
+        final_norm = width * len(self.norm_params) if self.norm_position == "pre" else 0
+        return embeddings + self.smear * width + self.n_layer // self.layer_repeats * self.block_params + final_norm
 
     def flops_per_token(self) -> float:
         """Estimate the floating-point operations of a training step per token.
 
-        6 per matrix weight (2 forward, 4 backward) and 12·H·D·T per layer for attention over T = block_size tokens.
-        Table look-ups (an untied token embedding, n-gram embeddings) count 0.
+        6 per matrix weight and layer that uses it (2 forward, 4 backward), and 12·H·D·T per layer for attention over
+        T = block_size tokens. Table look-ups (an untied token embedding, n-gram embeddings) count 0.
 
         Source: PaLM, appendix B, https://arxiv.org/abs/2204.02311
         """
         weights = self.num_params(positions=False)
+        weights += (self.n_layer - self.n_layer // self.layer_repeats) * self.block_params
         if not self.tie_embeddings:
             weights -= self.vocab_size * self.n_embd
         if self.ngram:
@@ -180,7 +189,7 @@ def check_heads(n_embd: int, n_head: int, n_kv_head: int | None, head_dim: int |
 
 _RULES: dict[str, Rule] = {
     "block_size": integer(1, MAX_BLOCK_SIZE),
-    **dict.fromkeys(("vocab_size", "n_layer", "n_head", "n_embd"), POSITIVE_INT),
+    **dict.fromkeys(("vocab_size", "n_layer", "layer_repeats", "n_head", "n_embd"), POSITIVE_INT),
     **dict.fromkeys(("n_kv_head", "head_dim", "n_inner"), or_null(POSITIVE_INT)),
     **dict.fromkeys(("bias", "qk_norm", "qk_norm_weights", "tie_embeddings", "embed_norm"), BOOLEAN),
     "qkv_bias": or_null(BOOLEAN),

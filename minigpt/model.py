@@ -49,7 +49,10 @@ class GPT(nn.Module):
             rotary = rotary_table(T, D, base, scaling=config.rope_scaling)  # (2, T, 1, D)
         self.rotary: Tensor | None
         self.register_buffer("rotary", rotary, persistent=False)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        # The same blocks again and again, as in https://arxiv.org/abs/1807.03819
+        self.blocks = nn.ModuleList(
+            [Block(config) for _ in range(config.n_layer // config.layer_repeats)] * config.layer_repeats
+        )
         # Post-norm blocks end in a norm already.
         self.final_norm = Norm(config) if config.norm_position == "pre" else nn.Identity()
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)

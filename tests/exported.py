@@ -41,6 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "post-norm": {"norm_position": "post"},
     "post-norm with rope": {"norm_position": "post", **LLAMA},
     "mup": {"parametrization": "mup", "base_n_embd": 24, "base_head_dim": 4},
+    "shared layers": {"position": "rope", "n_layer": 6, "layer_repeats": 3},
     "n-grams": {"position": "none", "ngram": 5, "ngram_buckets": 1009, "ngram_dim": 6},
     "smear": {"position": "rope", "smear": 3},
     "fast_cpu": {

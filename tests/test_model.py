@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
-from minigpt import attention
+from minigpt import attention, generate
 from minigpt.config import NORM_POSITIONS, POSITIONS, GPTConfig
+from minigpt.interpret.heads import attention_maps, without_heads
 from minigpt.model import GPT
 from minigpt.ops import ACTIVATIONS, NORMS
 
@@ -94,6 +95,25 @@ def test_the_parameter_count_of_a_config_equals_that_of_the_model(settings: dict
     assert config.num_params(positions=False) == model.num_params() - learned_positions * 32 * config.block_size
 
 
+def test_repeated_layers_are_those_of_a_model_with_copies_of_their_weights():
+    settings = {**LLAMA, "n_layer": 6, "ngram": 3}
+    shared, copies = tiny(**settings, layer_repeats=3), tiny(**settings)
+    copies.load_state_dict(shared.state_dict())
+    tokens = torch.randint(29, (2, 16))
+    assert_close(shared(tokens), copies(tokens))
+    assert len({id(block) for block in shared.blocks}) == 2
+    loss, other = (model(tokens[:, :-1], tokens[:, 1:]) for model in (shared, copies))
+    loss.backward()
+    other.backward()
+    gradients = [copies.blocks[i].mlp.up.weight.grad for i in (1, 3, 5)]
+    assert_close(shared.blocks[1].mlp.up.weight.grad, sum(gradients))
+    for layers in (slice(None), slice(3, 4)):
+        assert_close(attention_maps(shared, tokens[0], layers), attention_maps(copies, tokens[0], layers))
+    assert_close(without_heads(shared, [(3, 1)])(tokens), without_heads(copies, [(3, 1)])(tokens))
+    sampled = [generate(model, [1, 2], max_new_tokens=40, seed=1)[0].tokens for model in (shared, copies)]
+    assert sampled[0] == sampled[1]
+
+
 def test_frozen_weights_are_not_counted():
     model = tiny()
     before = model.num_params()
@@ -137,6 +157,7 @@ CHANGES: dict[str, Any] = {
     "n_inner": 50,
     "bias": False,
     "qkv_bias": False,
+    "layer_repeats": 2,
     "dropout": 0.5,
     "norm": "rmsnorm",
     "norm_eps": 0.1,
@@ -241,7 +262,11 @@ def test_the_flops_of_nano_are_those_of_the_formula():
     assert GPT(composed("model=nano", 65)).config.flops_per_token() == 6 * 795_904 + 12 * 4 * 4 * 32 * 64 == 5_168_640
 
 
-@pytest.mark.parametrize("settings", [{}, LLAMA, {"head_dim": 24, "n_kv_head": 2}], ids=["gpt2", "llama", "grouped"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, LLAMA, {"head_dim": 24, "n_kv_head": 2}, {"n_layer": 6, "layer_repeats": 3}],
+    ids=["gpt2", "llama", "grouped", "shared"],
+)
 def test_flops_per_token_equal_those_of_a_training_step(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     # Every matrix product in sight of the counter.
     monkeypatch.setattr(attention, "attend", lambda *args, **options: attention.attend_explicit(*args, **options)[0])

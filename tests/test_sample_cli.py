@@ -561,7 +561,16 @@ def test_the_fastest_device_of_the_machine_is_the_default(saves, sample, monkeyp
         assert find_device("auto") == wanted
 
 
-NO_DEFAULT = {"prompt", "prompt_file", "stop", "score", "originality", "truncate", "ablation", "html"}  # nothing happens without them
+NO_DEFAULT = {
+    "prompt",
+    "prompt_file",
+    "stop",
+    "score",
+    "originality",
+    "truncate",
+    "ablation",
+    "html",
+}  # nothing happens without them
 
 
 @pytest.mark.parametrize("script", ["sample", "attention"])

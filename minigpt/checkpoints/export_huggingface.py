@@ -98,6 +98,8 @@ def export_folder(pretrained: Pretrained, folder: Path) -> str:
 def export_model(model: GPT, types: Collection[str] = FAMILIES) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the values of `config.json` and the weights by their names, with one of `types` as the model_type."""
     config, weights = model.config, model.state_dict()
+    if config.layer_repeats > 1:  # no class shares weights: every layer has a copy
+        config, weights = replace(config, layer_repeats=1), {name: x.clone() for name, x in weights.items()}
     for source, tensors in ((config, weights), _fold(config, weights)):
         if found := _find_class(_canonical(source), types):
             values, target = found

@@ -66,7 +66,7 @@ class FSDP(ModelParallelStrategy):
         # The residual stream stays in float32, as on one device.
         mixed = MixedPrecisionPolicy(param_dtype=reduced, reduce_dtype=torch.float32, cast_forward_inputs=False)
         policy = mixed if reduced else MixedPrecisionPolicy()
-        for block in model.blocks:
+        for block in dict.fromkeys(model.blocks):
             fully_shard(block, reshard_after_forward=self.reshard_after_forward, mp_policy=policy)
         fully_shard(model)
 

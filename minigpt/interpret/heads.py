@@ -37,12 +37,13 @@ def attention_maps(model: GPT, tokens: Tensor, layers: slice = slice(None)) -> T
     def record(attention: MultiHeadAttention, args: Any, kwargs: dict[str, Any]) -> None:
         weights.append(attention.attention_weights(*args, rotary=kwargs["rotary"])[0].float().cpu())  # (H, T, T)
 
+    shared = model.config.layer_repeats > 1  # then a hook records several layers
     with eval_mode(model), ExitStack() as hooks:
-        for block in model.blocks[layers]:
+        for block in dict.fromkeys(model.blocks if shared else model.blocks[layers]):
             attention: Any = block.attention
             hooks.enter_context(attention.register_forward_pre_hook(record, with_kwargs=True))
         model(tokens[None])
-    return torch.stack(weights)
+    return torch.stack(weights[layers] if shared else weights)
 
 
 def induction_scores(model: GPT, vocab_size: int) -> Tensor:
@@ -138,6 +139,7 @@ def without_heads(model: GPT, heads: Collection[tuple[int, int]]) -> GPT:
     model = copy.deepcopy(model, shared)
     for layer, block in enumerate(model.blocks):
         if silenced := [head for other, head in heads if other == layer]:
+            model.blocks[layer] = block = copy.deepcopy(block, {id(p): p for p in block.parameters()})  # of this layer
             attention: Any = block.attention
             weight: Tensor = attention.out.weight.detach().clone()  # (C, H·D)
             weight.view(len(weight), attention.n_head, attention.head_dim)[:, silenced] = 0

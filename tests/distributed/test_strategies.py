@@ -31,6 +31,7 @@ RUNS = {
     "sharded": (["trainer=fsdp", *MUON], MUON, 1e-3),
     "gathered": (["trainer=fsdp", *MUON, "trainer.strategy.reshard_after_forward=false"], MUON, 1e-3),
     "recomputed": (["trainer=fsdp", "checkpoint_blocks=1"], [], 1e-4),
+    "shared": (["trainer=fsdp", *MUON, "model.layer_repeats=2"], [*MUON, "model.layer_repeats=2"], 1e-3),
     "reduced": (["trainer=fsdp", REDUCED], [REDUCED], 1e-3),
 }
 QUICK = ("ddp", "sharded")

@@ -372,7 +372,11 @@ def test_snapshots_of_one_run_are_kept_and_loaded_ahead(tmp_path: Path, monkeypa
     for run, step in itertools.product(runs, (0, 5)):
         add_snapshot(run, step)
     with serving(runs) as server, httpx.Client(base_url=server.url, timeout=30) as http:
-        for name, expected in (("first", ["first@0", "first@5"]), ("second", ["second@0", "second@5"]), ("first", ["first@0", "first@5"])):
+        for name, expected in (
+            ("first", ["first@0", "first@5"]),
+            ("second", ["second@0", "second@5"]),
+            ("first", ["first@0", "first@5"]),
+        ):
             loaded.clear()
             post(http, "score", model=f"{name}@0", ids=[1, 2])
             wait_until(lambda: sorted(loaded) == expected)  # noqa: B023
