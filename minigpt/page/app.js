@@ -3,7 +3,7 @@
 import {AttentionPanel} from "./attention.js";
 import {Branches} from "./branches.js";
 import {color, scheme} from "./colors.js";
-import {find, make, percent, plural} from "./dom.js";
+import {find, make, percent, plural, showStatus} from "./dom.js";
 import {HistoryPanel} from "./history.js";
 import {compareLosses} from "./losses.js";
 import {OriginalityPanel} from "./originality.js";
@@ -42,11 +42,12 @@ class Page {
       },
     });
     this.branches = new Branches(find("branches"), {
-      onOpen: branch => this.open(branch),
+      onOpen: branch => { this.remember(this.snapshot()); this.restore(branch); },
       onCompare: branch => this.compare({branch}),
     });
     this.timeline = new Timeline(find("time"), backend, {
       onMove: () => this.travel(),
+      onEnd: () => this.rescore(),
       onHistory: () => this.history.refresh(),
     });
     this.history = new HistoryPanel(find("history"), this.timeline, this.attention);
@@ -55,6 +56,7 @@ class Page {
     this.lastEdit = -Infinity;
     this.work = null;  // an AbortController while something is generated or scored
     this.generating = false;
+    this.scored = null;  // the name of the model that has scored the text
     this.comparison = null;  // {model}, {branch}, or {step}: the continuation of the text at a step of the training
     this.listen();
   }
@@ -119,6 +121,7 @@ class Page {
     const model = find("model").value;
     this.attention.setModel(null);
     this.timeline.watch(model);
+    if (this.comparison && "step" in this.comparison) this.compare(null);
     this.first.set([], this.first.text);  // removes the colors of the other model
     find("facts").textContent = "";
     find("losses").replaceChildren();
@@ -165,8 +168,9 @@ class Page {
   }
 
   async score(signal) {
-    const {text} = this.first, {silenced} = this.attention;
-    this.showTokens(await this.backend.score(this.model, text, silenced, signal));
+    const {model} = this, {text} = this.first, {silenced} = this.attention;
+    this.showTokens(await this.backend.score(model, text, silenced, signal));
+    this.scored = model;
     showStatus("");
     await this.showLosses(signal);
   }
@@ -190,11 +194,8 @@ class Page {
 
   // Return the tokens before the cursor.
   async prompt(signal) {
-    const {tokens, ends, text, field} = this.first, cursor = field.selectionStart, count = ends.indexOf(cursor) + 1;
-    if (cursor === 0) return [];
-    if (!count) return this.backend.score(this.model, text.slice(0, cursor), this.attention.silenced, signal);
-    const isWhole = token => !token.text.endsWith("\ufffd");  // otherwise the token ends within a character
-    return tokens.slice(0, tokens.slice(0, count).findLastIndex(isWhole) + 1);
+    const known = this.scored === this.model ? this.first.tokensBeforeCursor() : null;
+    return known ?? this.backend.score(this.model, this.first.textBeforeCursor, this.attention.silenced, signal);
   }
 
   // ── generation ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -202,7 +203,7 @@ class Page {
   // Continue the tokens of `prompt`, or without them the text before the cursor.
   async generate(prompt = null) {
     if (!find("form").reportValidity()) return;
-    const settings = readSettings(), before = this.snapshot();
+    const settings = readSettings(), before = this.snapshot(), {model} = this;
     this.setGenerating(true);
     showStatus("Generating …");
     let count = 0, seconds = 0;
@@ -212,6 +213,7 @@ class Page {
     };
     const succeeded = await this.run(async signal => {
       const tokens = prompt ?? await this.prompt(signal), {silenced} = this.attention, other = this.comparison?.model;
+      if (!prompt) this.scored = model;
       const jobs = [this.write(this.first, this.model, tokens, settings, silenced, signal, onToken)];
       if (other) jobs.push(this.writeOther(other, joined(tokens), settings, signal));
       for (const {reason} of await Promise.allSettled(jobs)) if (reason) throw reason;
@@ -219,10 +221,10 @@ class Page {
     if (this.first.text !== before.text) this.remember(before);
     this.setGenerating(false);
     if (succeeded) showStatus(`${plural(count, "token")}, ${Math.round(count / seconds || 0)} tokens/s`);
-    if (count) this.branches.add(this.first.text, this.first.tokens, this.model);
+    if (count) this.branches.add(this.first.text, this.first.tokens, model);
     this.branches.show(this.first.text);
-    const isScored = joined(this.first.tokens) === this.first.text;  // false if the scoring was stopped
-    await this.run(signal => isScored ? this.showLosses(signal) : this.score(signal));
+    const {text, tokens} = this.first, isScored = joined(tokens) === text && this.scored === this.model;  // not stopped
+    await (isScored ? this.run(signal => this.showLosses(signal)) : this.rescore());
   }
 
   // Generate tokens after those of a prompt, and show them in a pane.
@@ -298,11 +300,6 @@ class Page {
     this.rescore();
   }
 
-  open(branch) {
-    this.remember(this.snapshot());
-    this.restore(branch);
-  }
-
   compare(comparison) {
     this.comparison = comparison;
     find("other").value = comparison?.model ?? "";
@@ -347,9 +344,4 @@ class Page {
     find("losses").replaceChildren(table);
     this.originality.update(find("model").value, this.first.text);
   }
-}
-
-function showStatus(text, isError = false) {
-  find("status").textContent = text;
-  find("status").classList.toggle("error", isError);
 }

@@ -2,6 +2,11 @@
 
 export const find = id => document.getElementById(id);
 
+export function showStatus(text, isError = false) {
+  find("status").textContent = text;
+  find("status").classList.toggle("error", isError);
+}
+
 export function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);

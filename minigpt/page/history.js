@@ -25,12 +25,12 @@ export class HistoryPanel {
 
   refresh() {
     if (!this.#visible) return;
-    const {history, learned, error, step} = this.timeline;
+    const {history, learned, error, learnError, step} = this.timeline;
     this.timeline.learn();
     const names = Object.keys(CURVES).filter(name => history?.[name]?.length);
     const hint = make("p", {class: "soft"}, "This run has no readable metrics.csv.");
     this.plots.replaceChildren(names.length ? lossPlot(history, names) : hint,
-      ...error ? [make("p", {class: "error", role: "alert"}, error)] : [],
+      ...[error, learnError].filter(Boolean).map(text => make("p", {class: "error", role: "alert"}, text)),
       ...learned.length > 1 ? learnedPlots(learned, step, this.attention.head) : []);
     const samples = history?.samples ?? [], key = JSON.stringify(samples);
     if (key !== this.#samples) this.viewer.replaceChildren(...samples.length ? sampleViewer(samples) : []);

@@ -17,7 +17,10 @@ export class OriginalityPanel {
   set visible(visible) {
     this.#visible = visible;
     if (visible) this.#compare();
-    else this.#show([]);
+    else {
+      this.#request.abort();
+      this.#show([]);
+    }
   }
 
   // Compare another text with the training text of a run, or the same with another.

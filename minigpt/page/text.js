@@ -36,6 +36,16 @@ export class TextPane {
 
   get text() { return this.field.value; }
 
+  get textBeforeCursor() { return this.text.slice(0, this.field.selectionStart); }
+
+  // Return the tokens before the cursor, or null if it is within a token.
+  tokensBeforeCursor() {
+    const cursor = this.field.selectionStart, count = this.ends.indexOf(cursor) + 1;
+    if (cursor && !count) return null;
+    const isWhole = token => !token.text.endsWith("\ufffd");  // otherwise the token ends within a character
+    return this.tokens.slice(0, this.tokens.slice(0, count).findLastIndex(isWhole) + 1);
+  }
+
   // Return the token under the pointer, else the one that was clicked, else the one before the cursor.
   get selected() {
     const cursor = this.field.readOnly ? 0 : this.field.selectionStart;

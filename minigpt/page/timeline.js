@@ -7,12 +7,14 @@ const PLAY_MS = 900;  // from a step to the next
 const POLL_MS = 2000;
 
 export class Timeline {
-  history = null; learned = []; error = "";  // of the run; `learned` has the measurements of its snapshots
+  history = null; error = "";  // of the run
+  learned = []; learnError = "";  // the measurements of its snapshots
   #model = null; #steps = []; #status = ""; #timer = null; #watch = null; #measured = 0;
 
-  // onMove(): called when another step is chosen. onHistory(): called when something new is known.
-  constructor(root, backend, {onMove, onHistory}) {
-    Object.assign(this, {root, backend, onMove, onHistory});
+  // onMove(): called when another step is chosen. onHistory(): called when something new is known. onEnd(): called when
+  // a run has ended, so that its trained model is another one.
+  constructor(root, backend, {onMove, onHistory, onEnd}) {
+    Object.assign(this, {root, backend, onMove, onHistory, onEnd});
     this.play = make("button", {type: "button"});
     this.range = make("input", {type: "range", min: 0, "aria-label": "Step of the training"});
     this.output = make("output");
@@ -29,7 +31,7 @@ export class Timeline {
 
   // Show the trained model of a run, then what is new, as long as it trains.
   async watch(model) {
-    Object.assign(this, {history: null, learned: [], error: ""});
+    Object.assign(this, {history: null, error: "", learned: [], learnError: ""});
     [this.#model, this.#steps, this.#status, this.#measured] = [model, [], "", 0];
     this.#pause();
     const watch = this.#watch = {};  // until another one
@@ -49,20 +51,22 @@ export class Timeline {
     this.#measured = length;
     const found = await this.backend.learned(this.#model).catch(({message}) => ({message}));
     if (watch !== this.#watch) return;
-    Object.assign(this, found.message ? {error: found.message} : {learned: found});
+    Object.assign(this, found.message ? {learnError: found.message} : {learned: found});
     this.onHistory();
   }
 
   #update(history, error) {
     const {step} = this, before = this.#steps.length;
+    const hasEnded = this.#status === "running" && history.status !== "running";
     Object.assign(this, {history, error});
     [this.#steps, this.#status] = [history.steps ?? [], history.status];
     this.range.max = this.#steps.length;
-    this.range.value = step === null ? this.#steps.length : this.#steps.indexOf(step);
+    this.range.value = this.#steps.includes(step) ? this.#steps.indexOf(step) : this.#steps.length;
     if (this.follow.checked && this.#steps.length > before) this.#goTo(this.#steps.length - 1);
     this.follow.checked &&= this.#status === "running";
     this.#draw();
     this.onHistory();
+    if (hasEnded && this.step === null) this.onEnd();
   }
 
   #start() {
