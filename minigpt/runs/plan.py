@@ -35,7 +35,7 @@ LONGEST_NGRAM = 8
 MEASURED_TOKENS = 2_500_000  # of a training whose windows are measured for all sizes
 MEASURING, PILOT = 0.005, 0.02  # of the time at most, to measure a size and to train the smallest
 PILOT_STEPS, PILOT_EPOCHS = 400, 2.5  # at most
-MOST_PARAMETERS_PER_TOKEN = 20  # of the tokens that are trained on
+MOST_REPEATS = 3  # of the layers
 TRAINER = 1.05  # time of a step of the Trainer, with the EMA and metrics, relative to one that is measured
 OVERHEAD = 3.0  # seconds for the start of the Trainer, the last sample and the curves
 VALIDATING = 0.05  # of the time, at most
@@ -103,7 +103,7 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
         if "max_steps" in given:
             useful = min(useful, cfg.max_steps * tokens_per_step(trial))
         known = any(settings == other for *_, other in candidates)  # the settings that are given leave one
-        if known or (candidates and parameters(trial) > MOST_PARAMETERS_PER_TOKEN * useful):
+        if known or (candidates and parameters(trial) > 1e6 + 0.6 * text.tokens):
             continue
         step = step_seconds(trial, corpus, seconds=min(1.0, MEASURING * budget))
         tokens = min(useful, budget / step * tokens_per_step(trial))
@@ -117,7 +117,7 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
     trial = updated(cfg, settings)
     step = TRAINER * step_seconds(trial, corpus, seconds=min(2.0, 3 * MEASURING * budget))
     settings |= without(given, length(trial, given, text, step, deadline - time.perf_counter() - OVERHEAD))
-    trial = updated(trial, settings)
+    trial, step = updated(trial, settings), step * settings.get("model.layer_repeats", 1)
     if trial.max_steps < 1:
         raise UserError(f"minutes={cfg.minutes:g} end before the first step, of {step:.2f} s; give more minutes")
     return {"settings": settings, "expected_val_loss": expected, "lines": explain(trial, text, step, expected)}
@@ -159,35 +159,39 @@ def shape(cfg: DictConfig, given: set[str], text: Text, n_layer: int, n_embd: in
 
 def windows(text: Text, tokens: float) -> Settings:
     """Return the length and the number of the windows of a step for a training on `tokens`."""
-    longest = min(256 * (tokens / 1.2e6) ** 0.5, 1024, text.val_tokens - 1)
+    longest = min(256 * (tokens / 1.15e6) ** 0.45, 1024, text.val_tokens - 1)
     block_size = power_of_two(longest)
     per_step = 2048 * min(1, (text.tokens / 1e6) ** 0.33)  # tokens
     return {"model.block_size": block_size, "data.batch_size": max(4, round(per_step / block_size))}
 
 
 def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: float) -> Settings:
-    """Return the settings of a run of `seconds` whose steps take `step` seconds each."""
+    """Return the settings of a run of `seconds` whose steps take `step` seconds each.
+
+    Time in which it would overfit makes the model deeper instead: the layers are repeated.
+    """
+    useful = int(1.5 * useful_tokens(cfg, text) / tokens_per_step(cfg))  # the best checkpoint is from earlier
+    most = cfg.max_steps if "max_steps" in given else max(1, useful)
+    repeats = 1 if "model.n_layer" in given else max(1, min(MOST_REPEATS, int(seconds / (step * most))))
+    step *= repeats
     whole = 0.3 * step * text.val_tokens / tokens_per_step(cfg)  # seconds of a validation: a third is forward
     validations = int(min(MOST_VALIDATIONS, max(2, VALIDATING * seconds / whole)))
     part = min(1.0, VALIDATING * seconds / (validations * whole))  # of the validation split
-    windows = text.val_tokens / cfg.model.block_size
-    steps = int((seconds - validations * part * whole) / step)
-    steps = min(steps, int(1.5 * useful_tokens(cfg, text) / tokens_per_step(cfg)))
-    steps = cfg.max_steps if "max_steps" in given else steps
+    steps = most if "max_steps" in given else min(most, int((seconds - validations * part * whole) / step))
+    batches = part * text.val_tokens / cfg.model.block_size / cfg.data.eval_batch_size
     return {
+        "model.n_layer": repeats * cfg.model.n_layer,
+        "model.layer_repeats": repeats,
         "max_steps": steps,
         "eval_every": max(1, -(-steps // validations)),
-        "eval_batches": None if part == 1 else max(1, int(part * windows / cfg.data.eval_batch_size)),
+        "eval_batches": None if part == 1 else max(1, int(batches)),
         "ema_decay": round(1 - 1 / max(2, 0.05 * steps), 4),
         "schedule.warmup_steps": min(100, steps // 100),
     }
 
 
 def reducible_loss(cfg: DictConfig, tokens: float) -> float:
-    """Return the part of the loss that a larger model and more training reduce, in nats per token.
-
-    A sum of powers of the parameters of the blocks and of the tokens. Source: https://arxiv.org/abs/2203.15556
-    """
+    """Return the reducible loss, nats per token: powers of parameters and tokens (https://arxiv.org/abs/2203.15556)."""
     return 2.5 * parameters(cfg) ** -0.3 + 10 * max(1, tokens) ** -0.3
 
 
@@ -197,10 +201,7 @@ def useful_tokens(cfg: DictConfig, text: Text) -> float:
 
 
 def expected_loss(smallest: DictConfig, corpus: Corpus, text: Text, tokens: float, steps: float) -> tuple[float, float]:
-    """Train the smallest size on `tokens`, or for `steps`; return the loss to expect and half of its 90 % interval.
-
-    Both are in nats per token.
-    """
+    """Train the smallest size on `tokens`, or for `steps`; return the expected loss and half of its 90 % interval."""
     tokens = min(tokens, PILOT_EPOCHS * text.tokens)
     steps = max(3, int(min(steps, PILOT_STEPS, tokens / tokens_per_step(smallest))))
     loss = brief_loss(smallest, corpus, steps=steps)
@@ -210,15 +211,15 @@ def expected_loss(smallest: DictConfig, corpus: Corpus, text: Text, tokens: floa
 
 def explain(cfg: DictConfig, text: Text, step: float, expected: tuple[float, float]) -> list[str]:
     """Return the lines that describe a plan."""
-    sizes = ", ".join(f"{name} {cfg.model[name]}" for name in ("n_layer", "n_embd", "block_size", "ngram"))
+    names = ("n_layer", "layer_repeats", "n_embd", "block_size", "ngram")
+    sizes = ", ".join(f"{name} {cfg.model[name]}" for name in names)
     epochs, most = (n / text.tokens for n in (cfg.max_steps * tokens_per_step(cfg), useful_tokens(cfg, text)))
-    rows = {
-        "plan": f"{sizes}; {cfg.max_steps:,} steps of {1000 * step:.1f} ms",
-        "why": f"{epochs:.1f} epochs of {text.tokens:,} tokens; such a model overfits after about {most:.1f}; "
+    return [
+        f"plan        {sizes}; {cfg.max_steps:,} steps of {1000 * step:.1f} ms",
+        f"why         {epochs:.1f} epochs of {text.tokens:,} tokens; such a model overfits after about {most:.1f}; "
         f"n-grams of up to {text.ngram} tokens predict the text best",
-        "expected": f"validation loss {expected[0]:.2f} ± {expected[1]:.2f}",
-    }
-    return [f"{name:12}{value}" for name, value in rows.items()]
+        f"expected    validation loss {expected[0]:.2f} ± {expected[1]:.2f}",
+    ]
 
 
 def without(given: set[str], settings: Settings) -> Settings:
@@ -241,7 +242,7 @@ def tokens_per_step(cfg: DictConfig) -> int:
 
 def parameters(cfg: DictConfig) -> int:
     """Return the number of parameters of the matrices in the blocks."""
-    return int(12 * cfg.model.n_layer * cfg.model.n_embd**2)
+    return int(12 * cfg.model.n_layer // cfg.model.layer_repeats * cfg.model.n_embd**2)
 
 
 def power_of_two(value: float) -> int:

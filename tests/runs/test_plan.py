@@ -163,6 +163,22 @@ def test_a_small_text_is_not_repeated_without_end():
     assert 1 < steps * cfg.data.batch_size * cfg.model.block_size / text.tokens < 20
 
 
+def test_time_in_which_a_small_text_would_overfit_makes_the_model_deeper():
+    cfg, text = composed(*complete_overrides(["minutes=1"])), a_text(tokens=50_000)
+
+    def planned(seconds, given=frozenset()):
+        settings = length(cfg, set(given), text, 0.02, seconds)
+        assert settings["model.n_layer"] == cfg.model.n_layer * settings["model.layer_repeats"]
+        return settings["model.layer_repeats"], settings["max_steps"]
+
+    longest = planned(10_000)[1]
+    assert planned(1.5 * 0.02 * longest) == (1, longest)
+    assert planned(2.5 * 0.02 * longest)[0] == 2
+    assert planned(10_000)[0] == 3
+    assert planned(10_000, ["model.n_layer"]) == (1, longest)
+    assert planned(0.01)[0] == 1
+
+
 def test_too_little_text_is_an_error(mine, tmp_path):
     (tmp_path / "short.txt").write_text("to be or not to be\n" * 100)
     with pytest.raises(UserError, match=r"minutes=… needs 1,000 bytes of validation text, but .* has 190 bytes; use"):
