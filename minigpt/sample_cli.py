@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import zip_longest
 from operator import add
 from pathlib import Path
@@ -22,7 +21,7 @@ from minigpt.data.tokenizer import SEPARATOR, Tokenizer, encode_prompt, whole_ch
 from minigpt.generation import Sample, score, stream
 from minigpt.model import GPT
 from minigpt.utils.errors import UserError
-from minigpt.utils.terminal import escape_control_chars, log, warn
+from minigpt.utils.terminal import escape_control_chars, log
 
 # ANSI 256-color codes by lowest probability: red, orange, yellow, light green, green.
 _COLORS = ((0.0, 196), (0.05, 208), (0.2, 220), (0.5, 148), (0.8, 40))
@@ -30,10 +29,14 @@ _RESET_COLOR = "\x1b[0m"
 _UNDERLINE, _NO_UNDERLINE = "\x1b[4m", "\x1b[24m"
 
 
+# Returns the spans of a text that the training text has, of keys "start" and "end", and a table of what is new.
+Compare = Callable[[str], tuple[Sequence[Mapping[str, Any]], str]]
+
+
 class Console:
     """Print samples and scores of a model; `options` are those of `generation.stream`, without the tokenizer."""
 
-    compare: Callable[[str], dict[str, Any]] | None = None  # `interpret.originality.compare`, with the training text
+    compare: Compare | None = None  # with the training text
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, options: Mapping[str, Any], *, show_probs: bool) -> None:
         self.model, self.tokenizer, self.show_probs = model, tokenizer, show_probs  # show_probs: color each token
@@ -112,23 +115,16 @@ class Console:
             print(f"{name.replace('_', ' '):16}{value:,{'.4f' if isinstance(value, float) else ''}}")
         print(f"{'top-1 accuracy':16}{ranks.count(0):,} of {len(ids):,} tokens ({ranks.count(0) / len(ids):.1%})")
 
-    def _show_copies(
-        self, begins: Sequence[str], texts: Sequence[str], compare: Callable[[str], dict[str, Any]]
-    ) -> None:
+    def _show_copies(self, begins: Sequence[str], texts: Sequence[str], compare: Compare) -> None:
         """Print texts with the spans underlined that occur in the training text, then what is new of all of them."""
         for shown, text in zip(begins, texts, strict=True):
             at = 0
-            for span in compare(text)["text"]["spans"]:
+            for span in compare(text)[0]:
                 copied = self.escape(text[max(at, span["start"]) : span["end"]])
                 shown += f"{self.escape(text[at : span['start']])}{_UNDERLINE}{copied}{_NO_UNDERLINE}"
                 at = span["end"]
             _write(f"{shown}{self.escape(text[at:])}\n")
-        from minigpt.interpret.originality import format_table
-
-        found = compare("".join(texts))
-        print(format_table({"samples": found["text"], "validation_text": found["validation"]}), file=sys.stderr)
-        if not found["text"]["whole"]:
-            log("only the first 100 MB of the training text were searched")
+        print(compare("".join(texts))[1], file=sys.stderr)
 
     def _encode(self, prompt: str) -> list[int]:
         """Encode a prompt; log the start token of an empty one, and a truncation."""
@@ -164,18 +160,6 @@ class Console:
             return text
         color = [color for lowest, color in _COLORS if math.exp(logprob) >= lowest][-1]
         return f"\x1b[38;5;{color}m{text}{_RESET_COLOR}"
-
-
-def find_comparison(checkpoint: Path) -> Callable[[str], dict[str, Any]] | None:
-    """Return the function that compares a text with the training text; None, with a warning, if that is not there."""
-    from minigpt.interpret.originality import compare
-
-    try:
-        compare(checkpoint, "")  # builds the index
-    except UserError as error:
-        warn(f"--originality is ignored: {error}")
-        return None
-    return partial(compare, checkpoint)
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:

@@ -50,13 +50,16 @@ def main() -> None:
 
     from minigpt.checkpoints.init_from import find_pretrained
     from minigpt.device import move_model
-    from minigpt.sample_cli import Console, find_comparison, read_prompt, read_text
+    from minigpt.sample_cli import Console, read_prompt, read_text
 
     pretrained = find_pretrained(args.run, step=args.step)
     model = move_model(pretrained.load(), args.device, args.dtype)
     log(f"sampling from {pretrained.path} on {model.wte.weight.device}")
     console = Console(model, pretrained.tokenizer, options, show_probs=args.show_probs)
-    console.compare = find_comparison(pretrained.path) if args.originality else None
+    if args.originality:
+        from minigpt.interpret.originality import comparison
+
+        console.compare = comparison(pretrained.path)
     if args.score is not None:
         console.score(read_text(args.score, "--score"), as_json=args.json)
         return

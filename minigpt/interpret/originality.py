@@ -4,7 +4,7 @@ Source: n-novelty, Merrill et al., 2024, https://arxiv.org/abs/2406.13069
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +17,9 @@ from pydivsufsort import divsufsort
 
 from minigpt.checkpoints.validation_split import find_corpus
 from minigpt.data.token_files import META, Corpus
+from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write
+from minigpt.utils.terminal import warn
 
 NGRAMS = (5, 10, 20, 40)  # characters
 SPAN = 20  # characters of a copied span, at least
@@ -105,6 +107,23 @@ def compare(checkpoint: Path, text: str) -> dict[str, Any]:
     """
     index, validation = _load(checkpoint, checkpoint.stat().st_mtime_ns)
     return {"text": originality(index, text), "validation": validation}
+
+
+def comparison(checkpoint: Path) -> Callable[[str], tuple[list[dict[str, Any]], str]] | None:
+    """Return a function of a text that returns its `spans` and a table; None, with a warning, without the corpus."""
+
+    def show(text: str) -> tuple[list[dict[str, Any]], str]:
+        found = compare(checkpoint, text)
+        part = "" if found["text"]["whole"] else "\nonly the first 100 MB of the training text were searched"
+        table = format_table({"samples": found["text"], "validation_text": found["validation"]})
+        return found["text"]["spans"], table + part
+
+    try:
+        show("")  # builds the index
+    except UserError as error:
+        warn(f"--originality is ignored: {error}")
+        return None
+    return show
 
 
 @lru_cache(maxsize=4)
