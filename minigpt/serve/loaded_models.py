@@ -78,11 +78,11 @@ class Models:
     async def engine(self, name: str) -> "Engine":
         """Return the engine of a model, loaded on the first call; raise UserError if it cannot be loaded."""
         base, step = self.split(name) or (name, None)
-        changed, load = self._loads.get(name, (0, None))
-        time = self._changed(base, step) or changed
-        if load is None or (time > changed and load.done() and not load.result().busy):  # the run has a better one
+        loaded, load = self._loads.get(name, (0, None))
+        written = self._written(base, step) or loaded
+        if load is None or (written > loaded and load.done() and not load.result().busy):  # the run has a better one
             load = asyncio.create_task(self._load(name, base, step))
-            self._loads[name] = time, load
+            self._loads[name] = written, load
             self._silenced.pop(name, None)
         if step is not None and (self._ahead is None or self._ahead.get_name() != base):
             self._forget_snapshots(but=base)
@@ -114,7 +114,7 @@ class Models:
         silenced = (engine for engines in self._silenced.values() for engine in engines.values())
         await asyncio.gather(*(engine.close() for engine in (*loaded, *silenced)))
 
-    def _changed(self, base: str, step: int | None) -> int:
+    def _written(self, base: str, step: int | None) -> int:
         """Return when the checkpoint of a run was written, in ns; 0 for other models, and for a run that is gone."""
         source = Path(self.sources[base])
         try:
