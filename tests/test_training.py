@@ -28,7 +28,8 @@ def test_a_run_folder_holds_everything_about_its_run(finished: SimpleNamespace) 
     results = {"metrics.csv", "curves.png", "samples.txt", "summary.json", "log.txt"}
     assert {file.name for file in folder.iterdir()} == {*results, "checkpoints", ".hydra", ".lock"}
     names = ("best", "last", "previous")
-    assert {file.name for file in (folder / "checkpoints").iterdir()} == {f"{name}.safetensors" for name in names}
+    files = {f"{name}.safetensors" for name in names}
+    assert {file.name for file in (folder / "checkpoints").iterdir()} == files | {"snapshots"}
     keys = "best_val_loss best_step steps tokens params seconds tokens_per_second seed device checkpoint corpus_sha256"
     assert set(keys.split()) <= set(summary)
     assert (summary["status"], summary["steps"], summary["tokens"]) == ("completed", 20, 20 * 8 * 16)
@@ -132,7 +133,7 @@ def test_a_compiled_model_trains_to_the_same_loss(train: Callable[..., Any], tmp
 def test_checkpoints_can_be_disabled(train, capsys, override):
     ran = train(override, "max_steps=1")
     assert ran.summary["checkpoint"] is None
-    assert not list(ran.folder.rglob("*.safetensors"))
+    assert not list(ran.folder.glob("checkpoints/*.safetensors"))
     assert "best checkpoint" not in capsys.readouterr().out
 
 

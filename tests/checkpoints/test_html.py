@@ -48,7 +48,7 @@ def test_logits_and_greedy_text_equal_those_of_the_model(name: str, open_page: A
 
 def test_the_page_uses_every_value_of_the_configuration() -> None:
     source = (ROOT / "minigpt/page/model.js").read_text(encoding="utf-8")
-    known_from_the_weights = {"bias", "qkv_bias", "qk_norm_weights", "n_inner"}
+    known_from_the_weights = {"bias", "qkv_bias", "qk_norm_weights", "n_inner", "layer_repeats"}
     of_training = {"dropout", "ngram_dropout"}
     used = {name for name in GPTConfig.__dataclass_fields__ if re.search(rf"\b{name}\b", source)}
     assert GPTConfig.__dataclass_fields__.keys() - used <= of_training | known_from_the_weights

@@ -59,7 +59,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
 def broken_off(run: Path, step: int, folder: Path) -> Path:
     """Copy a run as if it was killed some time after the checkpoint of a step; its logs may have later rows."""
     shutil.copytree(run, folder)
-    for file in (folder / "checkpoints").iterdir():
+    for file in (folder / "checkpoints").glob("*.safetensors"):
         if file.name != f"step-{step}.safetensors":
             file.unlink()
     (folder / "checkpoints" / f"step-{step}.safetensors").rename(folder / LAST)
@@ -200,7 +200,7 @@ def test_a_raised_max_steps_and_changed_optimizer_settings_apply_after_resuming(
 def test_save_top_k_checkpoints_are_kept(train: Train, tmp_path: Path) -> None:
     run = train("eval_every=4", "callbacks.checkpoint.save_top_k=2", "optimizer.lr=1e-9")  # the losses hardly move
     lowest = sorted((float(row["val_loss"]), int(row["step"])) for row in rows(run.folder) if row["val_loss"])[:2]
-    kept = {file.name for file in (run.folder / "checkpoints").iterdir()}
+    kept = {file.name for file in (run.folder / "checkpoints").glob("*.safetensors")}
     steps = {f"step-{step}.safetensors" for _, step in lowest}
     assert kept == {"best.safetensors", "last.safetensors", "previous.safetensors"} | steps
     assert read(run.folder / BEST)["global_step"] == lowest[0][1]

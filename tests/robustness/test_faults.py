@@ -43,9 +43,12 @@ def test_signals_end_a_run_at_once_after_its_training(
     train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handlers: list[Any] = []
-    monkeypatch.setattr(
-        fit, "sample_best", lambda *_: handlers.extend(map(signal.getsignal, (signal.SIGINT, signal.SIGTERM))) or ""
-    )
+
+    def sample_best(*_: Any) -> tuple[str, None]:
+        handlers.extend(map(signal.getsignal, (signal.SIGINT, signal.SIGTERM)))
+        return "", None
+
+    monkeypatch.setattr(fit, "sample_best", sample_best)
     # A process in the background of a script ignores SIGINT, and a run leaves an ignored signal alone.
     with handle_signals((signal.SIGINT, signal.SIGTERM), signal.default_int_handler):
         train()

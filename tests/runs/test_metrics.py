@@ -187,6 +187,7 @@ def test_a_summary_is_what_was_measured(runs: dict[str, SimpleNamespace], loop: 
         assert last <= seconds < wall < run.wall
         assert found.pop("tokens_per_second") == pytest.approx(12 * 256 / seconds, abs=0.1, rel=0.001 / seconds)
         assert found.pop("device").startswith("cpu, ")
+        assert list(found.pop("originality")) == ["final_sample", "generated_text", "validation_text"]
         commands = [["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "-uno"]]
         git = [subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False) for command in commands]
         commit, changes = (result.stdout.strip() if result.returncode == 0 else None for result in git)

@@ -102,11 +102,11 @@ def test_a_clicked_cell_and_a_chosen_run_stay_until_escape(show, tmp_path):
 
 def test_hostile_text_is_shown_and_does_not_run(show, tmp_path):
     hostile = point(tmp_path / "a", 1.0, **{f"x.{HOSTILE}": HOSTILE, "\ud800": "\udc00"})
-    sample = f"no header {HOSTILE}\x00\x1b[31m\u202e"
+    sample = f"── step 2, validation loss 1.0000 ──\nhostile {HOSTILE}\x00\x1b[31m\u202e"
     (tmp_path / "a/samples.txt").write_bytes(sample.encode() + b"\xff" + b"x" * 3000)
     page = show([hostile, *grid(tmp_path)[:2]], title=HOSTILE)
     assert page.title == HOSTILE
-    assert text(page, "sample").startswith(f"no header {HOSTILE}␀␛[31m⟨U+202E⟩\ufffdxxx")
+    assert text(page, "sample").startswith(f"hostile {HOSTILE}␀␛[31m⟨U+202E⟩\ufffdxxx")
     assert len(text(page, "sample")) == MAX_SAMPLE_CHARS
     assert f"={HOSTILE}, \\ud800=\\udc00" in text(page, "answer")
 
