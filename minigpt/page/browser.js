@@ -18,7 +18,8 @@ class BrowserBackend {
     this.data = data;
     this.models = [name];
     this.tokenizer = new Tokenizer(data.tokenizer);
-    this.base64 = new Map([name, ...data.history?.steps.map(step => `${name}@${step}`) ?? []].map((key, i) => [key, base64[i]]));
+    const snapshots = data.history.steps.map(step => `${name}@${step}`);
+    this.base64 = new Map([name, ...snapshots].map((key, i) => [key, base64[i]]));
     this.weights = new Map();
     this.idle = [];
   }

@@ -31,6 +31,7 @@ export class OriginalityPanel {
 
   // Show where the span with a token stands in the training text.
   select(index) {
+    if (!this.#visible) return;
     const end = this.pane.ends[index], span = this.#spans.find(({start, end: last}) => start < end && end <= last);
     const hint = this.#spans.length ? "Point at an underlined span to see where it stands in the training text." : "";
     this.context.replaceChildren(...span

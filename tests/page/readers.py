@@ -1,7 +1,7 @@
 """A person who reads and uses the page in headless Chromium, and the models in it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,14 @@ class Reader:
         rows = self.run("""return [...document.querySelectorAll("#losses tbody tr")].map(
             row => [...row.cells].map(cell => cell.textContent))""")
         return {name: [float(cell.split()[0]) if cell != "–" else None for cell in cells] for name, *cells in rows}
+
+
+def open_at(browser: Any, url: str) -> Iterator[Reader]:
+    """A person at a page; the console must be empty at the end."""
+    reader = Reader(browser, url)
+    reader.set("max_tokens", 30)
+    yield reader
+    assert browser.get_log("browser") == []
 
 
 def make_run(folder: Path, seed: int = 0, tokenizer: CharTokenizer = CHARACTERS, **settings: Any) -> GPT:

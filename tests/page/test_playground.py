@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from contrast import text_contrasts
-from readers import CHARACTERS, SHIFTED, Keys, Reader, continuation, make_run
+from readers import CHARACTERS, SHIFTED, Keys, Reader, continuation, make_run, open_at
 from servers import serving
 from silence import silence
 
@@ -41,14 +41,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Any:
         files = {name: (folder / f"{name}.html").as_uri() for name in ("small", "many-heads")}
         addresses = {"server": f"{server.url}/", "file": files["small"], "many_heads": files["many-heads"]}
         yield SimpleNamespace(models=models, **addresses)
-
-
-def open_at(browser: Any, url: str) -> Iterator[Reader]:
-    """A person at the page; the console must be empty at the end."""
-    reader = Reader(browser, url)
-    reader.set("max_tokens", 30)
-    yield reader
-    assert browser.get_log("browser") == []
 
 
 @pytest.fixture(params=["server", "file"])

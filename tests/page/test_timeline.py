@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from readers import CHARACTERS, Keys, Reader, continuation, make_run
+from readers import CHARACTERS, Keys, Reader, continuation, make_run, open_at
 from servers import serving
 
 from minigpt import GPT, save_checkpoint
@@ -64,15 +64,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(models=models, other=other, plain=(folder / "plain.html").as_uri(), **pages)
 
 
-def open_at(browser: Any, url: str) -> Iterator[Reader]:
-    """A person at the page of a run with snapshots; the console must be empty at the end."""
-    reader = Reader(browser, url)
-    reader.set("max_tokens", 30)
-    reader.wait_until(lambda: reader.find("#time").is_displayed())
-    yield reader
-    assert browser.get_log("browser") == []
-
-
 @pytest.fixture(params=["server", "file"])
 def reader(request: Any, browser: Any, site: SimpleNamespace) -> Iterator[Reader]:
     yield from open_at(browser, getattr(site, request.param))
@@ -89,6 +80,7 @@ def in_file(browser: Any, site: SimpleNamespace) -> Iterator[Reader]:
 
 
 def slide(reader: Reader, *keys: str) -> None:
+    reader.wait_until(lambda: reader.find("#time").is_displayed())
     reader.find("#time [type=range]").send_keys(*keys)
 
 

@@ -63,6 +63,20 @@ def test_a_run_keeps_the_first_the_last_and_steps_between(train: Train) -> None:
         load_checkpoint(run.folder / BEST, step=11)
 
 
+@pytest.mark.parametrize("ema", ["0.9", "null"])
+def test_snapshots_are_the_weights_of_checkpoints_and_change_no_training(
+    train: Train, tmp_path: Path, ema: str
+) -> None:
+    same = [f"ema_decay={ema}", "callbacks.checkpoint.save_top_k=2"]  # with step-10.safetensors
+    run, without = (
+        train(*same, *more, folder=tmp_path / str(len(more))) for more in ([], ["callbacks.snapshots=null"])
+    )
+    for step in (10, 20):
+        checkpoint = weights(run.folder / f"checkpoints/step-{step}.safetensors")
+        assert equal(weights(find_snapshots(run.folder)[step]), in_bfloat16(checkpoint))
+        assert equal(checkpoint, weights(without.folder / f"checkpoints/step-{step}.safetensors"))
+
+
 def test_a_resumed_run_has_the_same_snapshots(train: Train, tmp_path: Path) -> None:
     whole = find_snapshots(train("ema_decay=0.9", folder=tmp_path / "whole").folder)
     folder = train("ema_decay=0.9", "pause_at=10", folder=tmp_path / "run").folder
