@@ -40,7 +40,7 @@ class LostRanks(Callback):
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timedelta(seconds=timeout)
-        self.saving, self.ended = True, Event()
+        self.saving, self.failed, self.ended = True, False, Event()
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         if trainer.world_size > 1:
@@ -54,7 +54,7 @@ class LostRanks(Callback):
         """End the thread: one that is in the store when Python ends aborts the process."""
         self.ended.set()
         if self.store is not None:
-            self.answering.join(ANSWER_SECONDS)
+            self.answering.join(ANSWER_SECONDS if self.failed else self.timeout.total_seconds())  # on a busy host
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         self.saving = True
@@ -71,6 +71,7 @@ class LostRanks(Callback):
         of_group = not isinstance(error, UserError) or isinstance(error.__cause__, RuntimeError)  # of `gather_objects`
         if self.store is None or not of_group:
             return error
+        self.failed = True  # the store may not answer any more
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the ranks of a host after the first
         asking = Thread(target=self._ask, daemon=True)
         asking.start()

@@ -198,7 +198,8 @@ def training(folder: Path, steps: int, batch: int = 12) -> list[str]:
     """Return arguments of Python that train on tiny shakespeare and, until the end, communicate only gradients."""
     settings = [f"max_steps={steps}", f"eval_every={steps}", f"log_every={max(1, steps // 5)}", "eval_batches=1"]
     trainer = ["trainer.accelerator=cpu", "trainer.precision=32-true"]
-    data = [f"data.path={text_file()}", f"data.batch_size={batch}", "callbacks.samples.max_new_tokens=1", "callbacks.snapshots=null"]
+    data = [f"data.path={text_file()}", f"data.batch_size={batch}", "callbacks.samples.max_new_tokens=1"]
+    settings += ["callbacks.snapshots=null"]  # their weights are gathered
     return [str(TRAIN), *settings, *trainer, *data, f"hydra.run.dir={folder}"]
 
 
