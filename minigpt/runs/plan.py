@@ -95,30 +95,27 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
     text, budget = read_text(corpus), deadline - time.perf_counter()
     if budget <= 0:
         raise UserError(f"minutes={cfg.minutes:g} end before the text is prepared; give more minutes")
-    candidates: list[tuple[float, float, float, Settings]] = []  # with reducible loss, tokens, and seconds of a step
+    candidates: list[tuple[float, float, Settings]] = []  # with reducible loss, and seconds of a step
     for size in SIZES:
         settings = without(given, shape(cfg, given, text, *size) | windows(text, MEASURED_TOKENS))
         trial = updated(cfg, settings)
-        useful = useful_tokens(trial, text)
-        if "max_steps" in given:
-            useful = min(useful, cfg.max_steps * tokens_per_step(trial))
         known = any(settings == other for *_, other in candidates)  # the settings that are given leave one
         if known or (candidates and parameters(trial) > 1e6 + 0.6 * text.tokens):
             continue
         step = step_seconds(trial, corpus, seconds=min(1.0, MEASURING * budget))
-        tokens = min(useful, budget / step * tokens_per_step(trial))
-        candidates.append((reducible_loss(trial, tokens), tokens, step, settings))
+        tokens = min(useful_tokens(trial, given, text), budget / step * tokens_per_step(trial))
+        candidates.append((reducible_loss(parameters(trial), tokens), step, settings))
         if candidates[-1][0] > min(loss for loss, *_ in candidates):
             break
-    _, tokens, step, settings = candidates[0]
-    expected = expected_loss(updated(cfg, settings), corpus, text, tokens, PILOT * budget / step)
-    _, tokens, _, settings = min(candidates, key=lambda candidate: candidate[0])
-    settings |= without(given, windows(text, tokens))
+    _, step, settings = candidates[0]
+    expected = expected_loss(updated(cfg, settings), corpus, text, PILOT * budget / step)
+    _, step, settings = min(candidates, key=lambda candidate: candidate[0])
+    trial = updated(cfg, settings)
+    settings |= without(given, repeats(trial, given, text, budget / step * tokens_per_step(trial)))
     trial = updated(cfg, settings)
     step = TRAINER * step_seconds(trial, corpus, seconds=min(2.0, 3 * MEASURING * budget))
     settings |= without(given, length(trial, given, text, step, deadline - time.perf_counter() - OVERHEAD))
-    trial, step = updated(trial, settings), step * settings.get("model.layer_repeats", 1)
-    if trial.max_steps < 1:
+    if (trial := updated(cfg, settings)).max_steps < 1:
         raise UserError(f"minutes={cfg.minutes:g} end before the first step, of {step:.2f} s; give more minutes")
     return {"settings": settings, "expected_val_loss": expected, "lines": explain(trial, text, step, expected)}
 
@@ -148,7 +145,7 @@ def shape(cfg: DictConfig, given: set[str], text: Text, n_layer: int, n_embd: in
     rows = text.distinct_ngrams / 6 * max(1, text.tokens / COUNTED_TOKENS) ** 0.5
     dropout = 0.5 - 0.3 * log10(text.tokens / 45_000) + 0.2 * log10(n_layer * n_embd**2 / 18_000)
     return {
-        "model.n_layer": n_layer,
+        "model.n_layer": n_layer * cfg.model.layer_repeats,
         "model.n_embd": n_embd,
         "model.n_head": n_head,
         "model.ngram": text.ngram if text.ngram > 1 else 0,
@@ -165,23 +162,27 @@ def windows(text: Text, tokens: float) -> Settings:
     return {"model.block_size": block_size, "data.batch_size": max(4, round(per_step / block_size))}
 
 
-def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: float) -> Settings:
-    """Return the settings of a run of `seconds` whose steps take `step` seconds each.
+def repeats(cfg: DictConfig, given: set[str], text: Text, possible: float) -> Settings:
+    """Return how often each layer is used, and windows; without repeats the time allows training on `possible` tokens.
 
-    Time in which it would overfit makes the model deeper instead: the layers are repeated.
+    A layer that is used n times is taken for n layers, except that the model does not overfit earlier.
     """
-    useful = int(1.5 * useful_tokens(cfg, text) / tokens_per_step(cfg))  # the best checkpoint is from earlier
-    most = cfg.max_steps if "max_steps" in given else max(1, useful)
-    repeats = 1 if "model.n_layer" in given else max(1, min(MOST_REPEATS, int(seconds / (step * most))))
-    step *= repeats
+    most = 1 if {"model", "model.n_layer", "model.layer_repeats"} & given else MOST_REPEATS
+    tokens = {n: min(useful_tokens(cfg, given, text), possible / n) for n in range(1, most + 1)}
+    n = min(tokens, key=lambda n: reducible_loss(n * parameters(cfg), tokens[n]))
+    return {"model.n_layer": n * cfg.model.n_layer, "model.layer_repeats": n} | windows(text, tokens[n])
+
+
+def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: float) -> Settings:
+    """Return the settings of a run of `seconds` whose steps take `step` seconds each."""
+    useful = 1.5 * useful_tokens(cfg, set(), text) / tokens_per_step(cfg)  # the best checkpoint is from earlier
+    most = cfg.max_steps if "max_steps" in given else max(1, int(useful))
     whole = 0.3 * step * text.val_tokens / tokens_per_step(cfg)  # seconds of a validation: a third is forward
     validations = int(min(MOST_VALIDATIONS, max(2, VALIDATING * seconds / whole)))
     part = min(1.0, VALIDATING * seconds / (validations * whole))  # of the validation split
     steps = most if "max_steps" in given else min(most, int((seconds - validations * part * whole) / step))
     batches = part * text.val_tokens / cfg.model.block_size / cfg.data.eval_batch_size
     return {
-        "model.n_layer": repeats * cfg.model.n_layer,
-        "model.layer_repeats": repeats,
         "max_steps": steps,
         "eval_every": max(1, -(-steps // validations)),
         "eval_batches": None if part == 1 else max(1, int(batches)),
@@ -190,20 +191,20 @@ def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: f
     }
 
 
-def reducible_loss(cfg: DictConfig, tokens: float) -> float:
+def reducible_loss(parameters: int, tokens: float) -> float:
     """Return the reducible loss, nats per token: powers of parameters and tokens (https://arxiv.org/abs/2203.15556)."""
-    return 2.5 * parameters(cfg) ** -0.3 + 10 * max(1, tokens) ** -0.3
+    return 2.5 * parameters**-0.3 + 10 * max(1, tokens) ** -0.3
 
 
-def useful_tokens(cfg: DictConfig, text: Text) -> float:
+def useful_tokens(cfg: DictConfig, given: set[str], text: Text) -> float:
     """Return after how many tokens a training begins to overfit; a larger model does earlier."""
-    return 10 * (text.tokens / 1e6) ** 0.3 * (parameters(cfg) / 4e5) ** -0.2 * text.tokens
+    tokens = 10 * (text.tokens / 1e6) ** 0.3 * (parameters(cfg) / 4e5) ** -0.2 * text.tokens
+    return min(tokens, cfg.max_steps * tokens_per_step(cfg)) if "max_steps" in given else tokens
 
 
-def expected_loss(smallest: DictConfig, corpus: Corpus, text: Text, tokens: float, steps: float) -> tuple[float, float]:
-    """Train the smallest size on `tokens`, or for `steps`; return the expected loss and half of its 90 % interval."""
-    tokens = min(tokens, PILOT_EPOCHS * text.tokens)
-    steps = max(3, int(min(steps, PILOT_STEPS, tokens / tokens_per_step(smallest))))
+def expected_loss(smallest: DictConfig, corpus: Corpus, text: Text, steps: float) -> tuple[float, float]:
+    """Train the smallest size for up to `steps`; return the expected loss and half of its 90 % interval."""
+    steps = max(3, int(min(steps, PILOT_STEPS, PILOT_EPOCHS * text.tokens / tokens_per_step(smallest))))
     loss = brief_loss(smallest, corpus, steps=steps)
     expected = 0.925 * loss * (steps / PILOT_STEPS) ** 0.137 * (text.tokens / 1e6) ** -0.062
     return expected, 0.15 * expected
@@ -211,9 +212,8 @@ def expected_loss(smallest: DictConfig, corpus: Corpus, text: Text, tokens: floa
 
 def explain(cfg: DictConfig, text: Text, step: float, expected: tuple[float, float]) -> list[str]:
     """Return the lines that describe a plan."""
-    names = ("n_layer", "layer_repeats", "n_embd", "block_size", "ngram")
-    sizes = ", ".join(f"{name} {cfg.model[name]}" for name in names)
-    epochs, most = (n / text.tokens for n in (cfg.max_steps * tokens_per_step(cfg), useful_tokens(cfg, text)))
+    sizes = ", ".join(f"{x} {cfg.model[x]}" for x in ("n_layer", "layer_repeats", "n_embd", "block_size", "ngram"))
+    epochs, most = (n / text.tokens for n in (cfg.max_steps * tokens_per_step(cfg), useful_tokens(cfg, set(), text)))
     return [
         f"plan        {sizes}; {cfg.max_steps:,} steps of {1000 * step:.1f} ms",
         f"why         {epochs:.1f} epochs of {text.tokens:,} tokens; such a model overfits after about {most:.1f}; "

@@ -20,7 +20,7 @@ from select import select
 from typing import Any
 
 import torch
-from common import ROOT, TRAIN, metrics, text_file
+from common import ONLY_TRAINING, ROOT, TRAIN, metrics, text_file
 from peak_memory import ADAMW
 
 from minigpt.config import GPTConfig
@@ -198,9 +198,8 @@ def training(folder: Path, steps: int, batch: int = 12) -> list[str]:
     """Return arguments of Python that train on tiny shakespeare and, until the end, communicate only gradients."""
     settings = [f"max_steps={steps}", f"eval_every={steps}", f"log_every={max(1, steps // 5)}", "eval_batches=1"]
     trainer = ["trainer.accelerator=cpu", "trainer.precision=32-true"]
-    data = [f"data.path={text_file()}", f"data.batch_size={batch}", "callbacks.samples.max_new_tokens=1"]
-    settings += ["callbacks.snapshots=null"]  # their weights are gathered
-    return [str(TRAIN), *settings, *trainer, *data, f"hydra.run.dir={folder}"]
+    data = [f"data.path={text_file()}", f"data.batch_size={batch}"]
+    return [str(TRAIN), *ONLY_TRAINING, *settings, *trainer, *data, f"hydra.run.dir={folder}"]
 
 
 def seconds_per_step(folder: Path) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from bare_minigpt import synchronize
 from bare_nanogpt import RECIPES as BASELINES
-from common import BARE_MINIGPT, ROOT, TRAIN, launch, metrics, seconds, summary
+from common import BARE_MINIGPT, ONLY_TRAINING, ROOT, TRAIN, launch, metrics, seconds, summary
 from hydra import compose, initialize_config_dir
 from peak_memory import ADAMW, peak_bytes
 from sampling import in_transformers, minigpt_tokens, transformers_tokens
@@ -39,7 +39,7 @@ RECIPES = ("fast_gpu", "best_gpu", "nanogpt_gpu")
 NANOGPT = "nanoGPT's recipe, bare loop"
 # 124M parameters with nanoGPT's vocabulary size, for any text. Speed is that of the last 30 steps.
 GPT2 = ["model=gpt2", "model.vocab_size=50304", "model.bias=false", "compile=true", "max_steps=40", "eval_every=40"]
-GPT2 += ["data.eval_batch_size=8", "eval_batches=1", "callbacks.samples.max_new_tokens=1"]
+GPT2 += ["data.eval_batch_size=8", "eval_batches=1", *ONLY_TRAINING]
 BATCHES = (8, 16, 32, 64, 128, 256)  # sequences of 1,024 tokens
 RECIPE_OF = {"nano": "nanogpt_cpu", "baby": "nanogpt_gpu"}
 LOOPS = {  # name: settings of the bare loop
@@ -163,7 +163,7 @@ def compare_graphs(session: Session) -> None:
     for model in list(RECIPE_OF)[: 1 if session.rehearse else None]:
         steps = 20 if session.rehearse else 200
         settings = [f"experiment={RECIPE_OF[model]}", *session.settings, f"max_steps={steps}", f"eval_every={steps}"]
-        settings += ["eval_batches=1", f"log_every={steps // 10}", "callbacks.samples.max_new_tokens=1"]
+        settings += ["eval_batches=1", f"log_every={steps // 10}", *ONLY_TRAINING]
         for name in ("CUDA graphs",) if session.rehearse else LOOPS:
             with session.row("graphs", f"{model}, bare loop, {name}") as row:
                 row |= run_bare(*settings, *LOOPS[name])

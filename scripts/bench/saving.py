@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from common import ROOT, TRAIN, launch, summary
+from common import ONLY_TRAINING, ROOT, TRAIN, launch, summary
 
 from minigpt.checkpoints.find import BEST, LAST
 from minigpt.checkpoints.format import hardlink_or_copy, read, write
@@ -18,7 +18,7 @@ MODEL = "baby"
 def saving(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Measure writing and syncing the checkpoint of a real run, as a share of training at the default eval_every."""
     interval = yaml.safe_load((ROOT / "configs" / "train.yaml").read_text(encoding="utf-8"))["eval_every"]
-    small = ["data.val_fraction=0.005", "callbacks.samples.max_new_tokens=1", "eval_every=4", "max_steps=4"]
+    small = ["data.val_fraction=0.005", *ONLY_TRAINING, "eval_every=4", "max_steps=4"]
     rows = []
     for i in range(args.rounds):
         run = folder / f"saving{i}"

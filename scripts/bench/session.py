@@ -22,7 +22,7 @@ from minigpt.utils.files import atomic_write
 NOT_MEASURED = "not measured"
 # A model that a CPU trains in seconds; these override the values of every run.
 TINY = ["model.n_layer=1", "model.n_head=2", "model.n_embd=16", "model.n_inner=null", "model.block_size=16"]
-TINY += ["model.vocab_size=512", "trainer=cpu", "compile=false", "callbacks.samples.max_new_tokens=5"]
+TINY += ["model.vocab_size=512", "trainer=cpu", "compile=false", "callbacks.samples.max_new_tokens=5", "originality=50"]
 
 
 class Table(NamedTuple):

@@ -14,7 +14,17 @@ from omegaconf import OmegaConf
 import minigpt
 from minigpt.data.prepare import load_corpus
 from minigpt.runs.overrides import complete_overrides
-from minigpt.runs.plan import Text, expected_loss, length, make_plan, reducible_loss, shape, useful_tokens, windows
+from minigpt.runs.plan import (
+    Text,
+    expected_loss,
+    length,
+    make_plan,
+    reducible_loss,
+    repeats,
+    shape,
+    useful_tokens,
+    windows,
+)
 from minigpt.utils.errors import UserError
 
 
@@ -83,6 +93,7 @@ def test_an_interrupted_run_continues_with_its_plan(short, tmp_path):
         {"model.n_embd": 48, "model.n_head": 6, "model.n_layer": 1},
         {"max_steps": 7, "data.batch_size": 5, "model.n_layer": 1, "model.n_embd": 32},
         {"optimizer.lr": 0.01, "ema_decay": 0.9, "schedule.warmup_steps": 3},
+        {"model.layer_repeats": 2},
     ],
 )
 def test_what_the_user_gives_stays(mine, given):
@@ -103,13 +114,12 @@ def test_the_smallest_size_is_trained_for_as_long_as_the_time_and_the_text_allow
     corpus = load_corpus(cfg.data, cfg.tokenizer)
     step = cfg.data.batch_size * cfg.model.block_size
 
-    def expected(tokens, steps, of=10**9):
-        return expected_loss(cfg, corpus, a_text(tokens=of), tokens, steps)
+    def expected(steps, of=10**9):
+        return expected_loss(cfg, corpus, a_text(tokens=of), steps)
 
-    ten, (loss, width) = expected(10 * step, 10**9), expected(10**9, 10)
-    assert ten == (loss, width)
-    assert expected(10**9, 20) != ten
-    assert expected(10**9, 10**9, of=4 * step)[0] / loss == pytest.approx((4 * step / 10**9) ** -0.062)  # 2.5 epochs
+    loss, width = expected(10)
+    assert expected(20) != (loss, width)
+    assert expected(10**9, of=4 * step)[0] / loss == pytest.approx((4 * step / 10**9) ** -0.062)  # 2.5 epochs
     assert width == pytest.approx(0.15 * loss)
 
 
@@ -121,8 +131,8 @@ def test_more_time_and_less_text_make_larger_models():
         losses = {}
         for width in (64, 96, 128, 192, 256, 384, 512):
             cfg.model.n_layer, cfg.model.n_embd = 2, width
-            trained = min(operations / width**2, useful_tokens(cfg, a_text(tokens=tokens)))
-            losses[width] = reducible_loss(cfg, trained)
+            trained = min(operations / width**2, useful_tokens(cfg, set(), a_text(tokens=tokens)))
+            losses[width] = reducible_loss(width**2, trained)
         return min(losses, key=losses.__getitem__)
 
     sizes = [best_size(1_000_000, 10**power) for power in range(9, 14)]
@@ -165,18 +175,17 @@ def test_a_small_text_is_not_repeated_without_end():
 
 def test_time_in_which_a_small_text_would_overfit_makes_the_model_deeper():
     cfg, text = composed(*complete_overrides(["minutes=1"])), a_text(tokens=50_000)
+    useful = useful_tokens(cfg, set(), text)
 
-    def planned(seconds, given=frozenset()):
-        settings = length(cfg, set(given), text, 0.02, seconds)
+    def planned(possible, *given):
+        settings = repeats(cfg, set(given), text, possible)
         assert settings["model.n_layer"] == cfg.model.n_layer * settings["model.layer_repeats"]
-        return settings["model.layer_repeats"], settings["max_steps"]
+        return settings["model.layer_repeats"]
 
-    longest = planned(10_000)[1]
-    assert planned(1.5 * 0.02 * longest) == (1, longest)
-    assert planned(2.5 * 0.02 * longest)[0] == 2
-    assert planned(10_000)[0] == 3
-    assert planned(10_000, ["model.n_layer"]) == (1, longest)
-    assert planned(0.01)[0] == 1
+    assert [planned(share * useful) for share in (0.01, 1, 2, 3, 1000)] == [1, 1, 2, 3, 3]
+    assert [planned(1000 * useful, key) for key in ("model", "model.n_layer", "model.layer_repeats")] == [1, 1, 1]
+    cfg.max_steps = 4  # which takes the time only when repeated
+    assert planned(8 * cfg.data.batch_size * cfg.model.block_size, "max_steps") == 2
 
 
 def test_too_little_text_is_an_error(mine, tmp_path):
