@@ -179,7 +179,7 @@ class Page {
   showTokens(tokens) {
     if (!this.backend.generate) {
       this.first.set(tokens.map(writable));
-      this.first.field.setSelectionRange(0, 0);
+      this.first.moveCursor(0);
     } else if (joined(tokens) === this.first.text) this.first.set(tokens);
     this.branches.show(this.first.text);
   }
@@ -316,7 +316,7 @@ class Page {
     if (pane === this.second) return;
     this.attention.update(pane.tokens, index);
     this.originality.select(index);
-    const atEnd = pane.field.selectionStart === pane.text.length;
+    const atEnd = pane.cursor === pane.text.length;
     find("generate").textContent = this.generating ? "Stop" : atEnd ? "Generate" : "Generate from the cursor";
   }
 

@@ -19,10 +19,12 @@ export class TextPane {
     this.tokens = [];
     this.spans = [];
     this.ends = [];  // the offset of the end of each token
+    this.cursor = 0;  // of the field, which some browsers lose while the focus is elsewhere
     this.hovered = this.clicked = this.shading = null;
     this.onSelect = onSelect;
     this.field.addEventListener("input", () => {
       this.clicked = this.hovered = null;
+      this.cursor = this.field.selectionStart;
       onEdit();
     });
     this.field.addEventListener("pointermove", event => this.hover(this.indexAt(event)));
@@ -30,17 +32,22 @@ export class TextPane {
     this.field.addEventListener("click", event => { this.clicked = this.indexAt(event); });
     this.field.addEventListener("keydown", () => { this.clicked = this.hovered = null; });
     document.addEventListener("selectionchange", () => {
-      if (document.activeElement === this.field) this.mark();
+      if (document.activeElement !== this.field) return;
+      this.cursor = this.field.selectionStart;
+      this.mark();
+    });
+    this.field.addEventListener("focus", () => {
+      if (this.cursor !== this.field.selectionStart) this.moveCursor(this.cursor);
     });
   }
 
   get text() { return this.field.value; }
 
-  get textBeforeCursor() { return this.text.slice(0, this.field.selectionStart); }
+  get textBeforeCursor() { return this.text.slice(0, this.cursor); }
 
   // Return the tokens before the cursor, or null if it is within a token.
   tokensBeforeCursor() {
-    const cursor = this.field.selectionStart, count = this.ends.indexOf(cursor) + 1;
+    const {cursor} = this, count = this.ends.indexOf(cursor) + 1;
     if (cursor && !count) return null;
     const isWhole = token => !token.text.endsWith("\ufffd");  // otherwise the token ends within a character
     return this.tokens.slice(0, this.tokens.slice(0, count).findLastIndex(isWhole) + 1);
@@ -48,7 +55,7 @@ export class TextPane {
 
   // Return the token under the pointer, else the one that was clicked, else the one before the cursor.
   get selected() {
-    const cursor = this.field.readOnly ? 0 : this.field.selectionStart;
+    const cursor = this.field.readOnly ? 0 : this.cursor;
     const before = cursor ? this.ends.findIndex((end, i) => cursor <= end && this.tokens[i].text) : -1;
     const index = this.hovered ?? this.clicked ?? before;
     return index in this.tokens ? index : null;
@@ -69,9 +76,17 @@ export class TextPane {
     this.rest.textContent = rest;
     this.tokens = tokens;
     const text = joined(tokens) + rest;
-    if (this.text !== text) this.field.value = text;  // moves the cursor to the end
+    if (this.text !== text) {
+      this.field.value = text;
+      this.moveCursor(text.length);
+    }
     if (changed >= 0) this.paint(changed);
     this.mark();
+  }
+
+  moveCursor(offset) {
+    this.cursor = offset;
+    this.field.setSelectionRange(offset, offset);
   }
 
   // Show the tokens of a prompt and those that an iterator generates after it. Showing takes at most a third of the time.
