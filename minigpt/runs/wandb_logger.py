@@ -76,7 +76,7 @@ def wandb_logger(folder: str | Path, *, name: str | None, timeout: float, **opti
     import requests
     import wandb
 
-    share = 0.4 * timeout  # of login and start each; the rest is for wandb's own process
+    share = 0.3 * timeout  # of login and start each; the rest is for wandb's own process
     settings = wandb.Settings(
         init_timeout=share, login_timeout=share, finish_timeout=timeout, silent=True, console="off"
     )
