@@ -51,10 +51,13 @@ class LostRanks(Callback):
             self.answering.start()
 
     def close(self) -> None:
-        """End the thread: one that is in the store when Python ends aborts the process."""
+        """End the thread: one that is in the store when Python ends aborts the process.
+
+        The store of a busy host answers late, and after a failure it may not answer at all.
+        """
         self.ended.set()
         if self.store is not None:
-            self.answering.join(ANSWER_SECONDS if self.failed else self.timeout.total_seconds())  # on a busy host
+            self.answering.join(ANSWER_SECONDS if self.failed else self.timeout.total_seconds())
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         self.saving = True
@@ -71,7 +74,7 @@ class LostRanks(Callback):
         of_group = not isinstance(error, UserError) or isinstance(error.__cause__, RuntimeError)  # of `gather_objects`
         if self.store is None or not of_group:
             return error
-        self.failed = True  # the store may not answer any more
+        self.failed = True
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the ranks of a host after the first
         asking = Thread(target=self._ask, daemon=True)
         asking.start()

@@ -19,7 +19,7 @@ export class TextPane {
     this.tokens = [];
     this.spans = [];
     this.ends = [];  // the offset of the end of each token
-    this.cursor = 0;  // of the field, which some browsers lose while the focus is elsewhere
+    this.cursor = 0;  // that of the field, which Chromium 150 moves to the start while the focus is elsewhere
     this.hovered = this.clicked = this.shading = null;
     this.onSelect = onSelect;
     this.field.addEventListener("input", () => {
@@ -77,8 +77,8 @@ export class TextPane {
     this.tokens = tokens;
     const text = joined(tokens) + rest;
     if (this.text !== text) {
-      this.field.value = text;
-      this.moveCursor(text.length);
+      this.field.value = text;  // moves the cursor to the end
+      this.cursor = text.length;
     }
     if (changed >= 0) this.paint(changed);
     this.mark();

@@ -197,7 +197,7 @@ def reducible_loss(parameters: int, tokens: float) -> float:
 
 
 def useful_tokens(cfg: DictConfig, given: set[str], text: Text) -> float:
-    """Return after how many tokens a training begins to overfit; a larger model does earlier."""
+    """Return after how many tokens a training begins to overfit, or its steps end; a larger model overfits earlier."""
     tokens = 10 * (text.tokens / 1e6) ** 0.3 * (parameters(cfg) / 4e5) ** -0.2 * text.tokens
     return min(tokens, cfg.max_steps * tokens_per_step(cfg)) if "max_steps" in given else tokens
 

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "scripts" / "train.py"
 BARE_MINIGPT = ROOT / "scripts/bench/bare_minigpt.py"
 BARE_NANOGPT = ROOT / "scripts/bench/bare_nanogpt.py"
-# Nothing that is no training: no sample at a validation, no weights that ranks gather, no text at the end.
+# A run does no more than train: no samples, no snapshots, whose weights ranks would gather, and no text at its end.
 ONLY_TRAINING = ["callbacks.samples.max_new_tokens=1", "callbacks.snapshots=null", "originality=null"]
 TOKENS_PER_STEP = 12 * 64  # of experiment=nanogpt_cpu
 

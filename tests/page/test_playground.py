@@ -74,6 +74,13 @@ def test_the_text_is_continued_and_each_step_is_undone_alone(reader: Reader, sit
     reader.generate()
     second = continuation(model, first, 30)
     assert reader.text == second
+    # Chromium 150 moves the cursor of a field without focus in the next frame.
+    reader.browser.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    reader.run("document.querySelector('#text').focus()")
+    reader.press("!")
+    assert reader.text == f"{second}!"
+    reader.find("#undo").click()
+    reader.wait_for_tokens()
     reader.find("#text").send_keys("XYZ")
     for text in (second, first):
         reader.find("#undo").click()
