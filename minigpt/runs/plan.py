@@ -37,7 +37,7 @@ MEASURING, PILOT = 0.005, 0.02  # of the time at most, to measure a size and to 
 PILOT_STEPS, PILOT_EPOCHS = 400, 2.5  # at most
 MOST_REPEATS = 3  # of the layers
 TRAINER = 1.05  # time of a step of the Trainer, with the EMA and metrics, relative to one that is measured
-OVERHEAD = 3.0  # seconds for the start of the Trainer, the last sample and the curves
+OVERHEAD = 5.0  # seconds for the start of the Trainer, the last sample, its originality and the curves
 VALIDATING = 0.05  # of the time, at most
 MOST_VALIDATIONS = 10
 
@@ -95,26 +95,26 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
     text, budget = read_text(corpus), deadline - time.perf_counter()
     if budget <= 0:
         raise UserError(f"minutes={cfg.minutes:g} end before the text is prepared; give more minutes")
-    candidates: list[tuple[float, float, Settings]] = []  # with reducible loss, and seconds of a step
+    candidates: list[tuple[float, float, Settings, DictConfig]] = []  # with reducible loss, and seconds of a step
     for size in SIZES:
         settings = without(given, shape(cfg, given, text, *size) | windows(text, MEASURED_TOKENS))
         trial = updated(cfg, settings)
-        known = any(settings == other for *_, other in candidates)  # the settings that are given leave one
+        known = any(settings == other for *_, other, _ in candidates)  # the settings that are given leave one
         if known or (candidates and parameters(trial) > 1e6 + 0.6 * text.tokens):
             continue
         step = step_seconds(trial, corpus, seconds=min(1.0, MEASURING * budget))
         tokens = min(useful_tokens(trial, given, text), budget / step * tokens_per_step(trial))
-        candidates.append((reducible_loss(parameters(trial), tokens), step, settings))
+        candidates.append((reducible_loss(parameters(trial), tokens), step, settings, trial))
         if candidates[-1][0] > min(loss for loss, *_ in candidates):
             break
-    _, step, settings = candidates[0]
-    expected = expected_loss(updated(cfg, settings), corpus, text, PILOT * budget / step)
-    _, step, settings = min(candidates, key=lambda candidate: candidate[0])
-    trial = updated(cfg, settings)
+    _, step, _, smallest = candidates[0]
+    expected = expected_loss(smallest, corpus, text, PILOT * budget / step)
+    _, step, settings, trial = min(candidates, key=lambda candidate: candidate[0])
     settings |= without(given, repeats(trial, given, text, budget / step * tokens_per_step(trial)))
     trial = updated(cfg, settings)
     step = TRAINER * step_seconds(trial, corpus, seconds=min(2.0, 3 * MEASURING * budget))
-    settings |= without(given, length(trial, given, text, step, deadline - time.perf_counter() - OVERHEAD))
+    end = OVERHEAD + (cfg.originality or 0) * step / tokens_per_step(trial)  # drawing takes as long as training
+    settings |= without(given, length(trial, given, text, step, deadline - time.perf_counter() - end))
     if (trial := updated(cfg, settings)).max_steps < 1:
         raise UserError(f"minutes={cfg.minutes:g} end before the first step, of {step:.2f} s; give more minutes")
     return {"settings": settings, "expected_val_loss": expected, "lines": explain(trial, text, step, expected)}
