@@ -77,7 +77,9 @@ def open_page(browser: Any) -> Iterator[Callable[[Path], Callable[..., Any]]]:
     """Return a function that opens a page and returns one that runs a script in it; the page logs no error."""
 
     def open_(file: Path) -> Callable[..., Any]:
+        ready = "return location.href === arguments[0] && ('backend' in globalThis || 'ready' in document.body.dataset)"
         browser.get(file.as_uri())
+        wait_until(lambda: browser.execute_script(ready, file.as_uri()))  # a busy browser may return earlier
         return browser.execute_script
 
     browser.get_log("browser")

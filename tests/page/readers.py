@@ -29,7 +29,7 @@ class Reader:
         browser.get("about:blank")
         browser.get_log("browser")
         browser.get(url)
-        self.wait_until(lambda: self.find("#facts").text)
+        self.wait_until(lambda: self.run("return document.querySelector('#facts')?.textContent"))
 
     def resize(self, width: int, height: int = 1400) -> None:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}

@@ -49,7 +49,6 @@ def show(browser: Any, open_page: Any, tmp_path: Path) -> Any:
         size = {"width": width, "height": 1100, "deviceScaleFactor": 1, "mobile": False}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         run = open_page(tmp_path / "page.html")
-        until(browser, lambda: run("return 'ready' in document.body.dataset"))
         assert run("return document.documentElement.scrollWidth") <= width
         return browser
 
