@@ -4,10 +4,21 @@ from typing import Any
 
 import numpy as np
 
+from minigpt.data.token_files import Tokens
+
 Array = np.ndarray[Any, Any]
 
+_PIECE = 1000  # tokens of a long text that stay together
 _TOKEN_BITS = 18  # of a key; the other bits are a hash of the tokens before
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2⁶⁴ / golden ratio: Fibonacci hashing
+
+
+def evenly_spaced(tokens: Tokens, count: int) -> Array:
+    """Return up to `count` of the tokens, a multiple of 1,000, in pieces from all parts of the text."""
+    if len(tokens) <= count:
+        return tokens[: len(tokens)]
+    starts = np.linspace(0, len(tokens) - _PIECE, count // _PIECE, dtype=np.int64)
+    return tokens[starts[:, None] + np.arange(_PIECE)].reshape(-1)
 
 
 def ngram_losses(train: Array, val: Array, vocab_size: int, longest: int) -> tuple[list[float], list[int]]:

@@ -13,13 +13,13 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from minigpt.data.ngram_model import ngram_losses
+from minigpt.data.ngram_model import evenly_spaced, ngram_losses
 from minigpt.data.token_files import Corpus
 from minigpt.distributed.ranks import started_together
-from minigpt.runs.brief_training import brief_loss, step_seconds
 from minigpt.runs.config_checks import load_parts
 from minigpt.runs.overrides import PLANNED_GROUPS
 from minigpt.runs.run_dir import RUN_PLAN, append_log
+from minigpt.runs.step_time import step_seconds
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json, write_json
 
@@ -33,8 +33,7 @@ LEAST_VAL_BYTES = 1000
 COUNTED_TOKENS, SCORED_TOKENS = 1_000_000, 100_000  # of the training and the validation split, by the n-gram model
 LONGEST_NGRAM = 8
 MEASURED_TOKENS = 2_500_000  # of a training whose windows are measured for all sizes
-MEASURING, PILOT = 0.005, 0.02  # of the time at most, to measure a size and to train the smallest
-PILOT_STEPS, PILOT_EPOCHS = 400, 2.5  # at most
+MEASURING = 0.005  # of the time at most, to measure a size
 MOST_REPEATS = 3  # of the layers
 TRAINER = 1.05  # time of a step of the Trainer, with the EMA and metrics, relative to one that is measured
 OVERHEAD = 5.0  # seconds for the start of the Trainer, the last sample, its originality and the curves
@@ -52,6 +51,7 @@ class Text:
     val_tokens: int
     ngram: int  # length of the n-grams that predict the validation split best
     distinct_ngrams: int  # of this length, in the counted tokens
+    ngram_loss: float  # of predicting the validation split from them, in nats per token
 
 
 def plan_run(cfg: DictConfig, folder: Path, corpus: Corpus, started: float) -> tuple[Any, ...]:
@@ -107,8 +107,6 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
         candidates.append((reducible_loss(parameters(trial), tokens), step, settings, trial))
         if candidates[-1][0] > min(loss for loss, *_ in candidates):
             break
-    _, step, _, smallest = candidates[0]
-    expected = expected_loss(smallest, corpus, text, PILOT * budget / step)
     _, step, settings, trial = min(candidates, key=lambda candidate: candidate[0])
     settings |= without(given, repeats(trial, given, text, budget / step * tokens_per_step(trial)))
     trial = updated(cfg, settings)
@@ -117,6 +115,7 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
     settings |= without(given, length(trial, given, text, step, deadline - time.perf_counter() - end))
     if (trial := updated(cfg, settings)).max_steps < 1:
         raise UserError(f"minutes={cfg.minutes:g} end before the first step, of {step:.2f} s; give more minutes")
+    expected = expected_loss(trial, given, text)
     return {"settings": settings, "expected_val_loss": expected, "lines": explain(trial, text, step, expected)}
 
 
@@ -127,10 +126,10 @@ def read_text(corpus: Corpus) -> Text:
         advice = "use a longer text or a larger data.val_fraction, or set max_steps instead"
         raise UserError(f"minutes=… needs {LEAST_VAL_BYTES:,} bytes of validation text, but {found}; {advice}")
     train, val = corpus.tokens("train"), corpus.tokens("val")
-    counted, scored = train[max(0, len(train) - COUNTED_TOKENS) :], val[:SCORED_TOKENS]
+    counted, scored = evenly_spaced(train, COUNTED_TOKENS), evenly_spaced(val, SCORED_TOKENS)
     losses, distinct = ngram_losses(counted, scored, corpus.tokenizer.vocab_size, LONGEST_NGRAM)
     best = losses.index(min(losses))
-    return Text(len(train), len(val), best + 1, distinct[best])
+    return Text(len(train), len(val), best + 1, distinct[best], losses[best])
 
 
 def shape(cfg: DictConfig, given: set[str], text: Text, n_layer: int, n_embd: int) -> Settings:
@@ -202,11 +201,11 @@ def useful_tokens(cfg: DictConfig, given: set[str], text: Text) -> float:
     return min(tokens, cfg.max_steps * tokens_per_step(cfg)) if "max_steps" in given else tokens
 
 
-def expected_loss(smallest: DictConfig, corpus: Corpus, text: Text, steps: float) -> tuple[float, float]:
-    """Train the smallest size for up to `steps`; return the expected loss and half of its 90 % interval."""
-    steps = max(3, int(min(steps, PILOT_STEPS, PILOT_EPOCHS * text.tokens / tokens_per_step(smallest))))
-    loss = brief_loss(smallest, corpus, steps=steps)
-    expected = 0.925 * loss * (steps / PILOT_STEPS) ** 0.137 * (text.tokens / 1e6) ** -0.062
+def expected_loss(cfg: DictConfig, given: set[str], text: Text) -> tuple[float, float]:
+    """Return the expected loss of a run, in nats per token, and half of its 90 % interval."""
+    tokens = min(useful_tokens(cfg, given, text), cfg.max_steps * tokens_per_step(cfg))
+    reducible = reducible_loss(cfg.model.layer_repeats * parameters(cfg), tokens)
+    expected = (0.6 + 0.9 * reducible) * text.ngram_loss
     return expected, 0.15 * expected
 
 

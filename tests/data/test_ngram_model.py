@@ -2,11 +2,12 @@
 
 from collections import Counter, defaultdict
 from math import log
+from typing import Any
 
 import numpy as np
 import pytest
 
-from minigpt.data.ngram_model import ngram_losses
+from minigpt.data.ngram_model import evenly_spaced, ngram_losses
 
 
 def witten_bell(train: list[int], val: list[int], vocab_size: int, longest: int) -> tuple[list[float], list[int]]:
@@ -45,3 +46,13 @@ def test_the_best_length_is_that_of_the_pattern() -> None:
     entropy = -(0.925 * log(0.925) + 3 * 0.025 * log(0.025))
     assert losses.index(min(losses)) == 2
     assert losses[2] == pytest.approx(entropy, rel=0.05)
+
+
+def test_a_long_text_is_counted_in_pieces_from_all_parts() -> None:
+    ids: Any = np.arange(12_345)
+    assert np.array_equal(evenly_spaced(ids, 12_345), ids)
+    chosen = evenly_spaced(ids, 4_500)
+    starts = chosen[::1000]
+    assert np.array_equal(chosen, (starts[:, None] + np.arange(1000)).ravel())
+    assert (starts[0], chosen[-1], len(chosen)) == (0, 12_344, 4_000)
+    assert np.ptp(np.diff(starts)) <= 1

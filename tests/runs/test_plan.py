@@ -46,7 +46,7 @@ def plan(overrides, *given, seconds=100):
 
 
 def a_text(**changes):
-    known = {"tokens": 1_000_000, "val_tokens": 100_000, "ngram": 5, "distinct_ngrams": 100_000}
+    known = {"tokens": 1_000_000, "val_tokens": 100_000, "ngram": 5, "distinct_ngrams": 100_000, "ngram_loss": 1.6}
     return Text(**known | changes)
 
 
@@ -109,18 +109,19 @@ def test_a_group_that_the_user_gives_stays(mine):
     assert not [key for key in plan([*mine, "model=nano"], "model") if key.startswith("model.")]
 
 
-def test_the_smallest_size_is_trained_for_as_long_as_the_time_and_the_text_allow(short):
-    cfg = composed(*complete_overrides(short))
-    corpus = load_corpus(cfg.data, cfg.tokenizer)
-    step = cfg.data.batch_size * cfg.model.block_size
+def test_the_expected_loss_follows_the_n_grams_of_the_text_and_the_training():
+    cfg = composed(*complete_overrides(["minutes=1"]))
 
-    def expected(steps, of=10**9):
-        return expected_loss(cfg, corpus, a_text(tokens=of), steps)
+    def expected(steps=1000, **changes):
+        cfg.max_steps = steps
+        return expected_loss(cfg, set(), a_text(**changes))[0]
 
-    loss, width = expected(10)
-    assert expected(20) != (loss, width)
-    assert expected(10**9, of=4 * step)[0] / loss == pytest.approx((4 * step / 10**9) ** -0.062)  # 2.5 epochs
-    assert width == pytest.approx(0.15 * loss)
+    assert expected(ngram_loss=3.0) == pytest.approx(2 * expected(ngram_loss=1.5))
+    assert expected(1000) > expected(2000) > expected(4000)
+    assert expected(10**9) == expected(10**8)  # more steps overfit
+    shallow, cfg.model.n_layer = expected(), 2 * cfg.model.n_layer
+    deep, cfg.model.layer_repeats = expected(), 2
+    assert expected() == deep < shallow  # a layer that is used twice counts as two
 
 
 def test_more_time_and_less_text_make_larger_models():
