@@ -65,7 +65,7 @@ CHOICES: dict[str, list[Any]] = {
 }
 MODELS |= {
     f"random {i}": {name: rng.choice(values) for name, values in CHOICES.items()}
-    for i in range(12)
+    for i in range(4)
     for rng in [random.Random(i)]
 }
 

@@ -6,10 +6,8 @@
 import copy
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from itertools import islice
 from math import isfinite
@@ -154,24 +152,6 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_checkpoint(train: Any, on_
         train(*on_gpu, step_10, "optimizer.lr=1e30", "eval_every=20", folder=tmp_path / "run")
     assert json.loads((tmp_path / "run/summary.json").read_text())["status"] == "failed"
     assert not (tmp_path / "run" / LAST).exists()
-
-
-def test_sigterm_saves_a_checkpoint_from_which_the_run_resumes(
-    launch: Callable[..., Any], small: list[str], on_gpu: list[str], tmp_path: Path
-) -> None:
-    given = [*on_gpu, "max_steps=3000", "eval_every=3000", f"hydra.run.dir={tmp_path}/run"]
-    command = [sys.executable, str(SCRIPTS / "train.py"), *small, *given]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
-        while not (tmp_path / "run/metrics.csv").exists() and run.poll() is None:
-            time.sleep(0.05)
-        run.send_signal(signal.SIGTERM)
-        _, errors = run.communicate(timeout=120)
-    assert run.returncode == 143, errors
-    step = read(tmp_path / "run" / LAST)["global_step"]
-    assert 0 < step < 3000
-    resumed = launch("train.py", *given, f"max_steps={step + 5}", "resume=auto")
-    assert resumed.returncode == 0, resumed.stderr
-    assert json.loads((tmp_path / "run/summary.json").read_text())["steps"] == step + 5
 
 
 def test_a_killed_run_recovers_on_the_gpu() -> None:

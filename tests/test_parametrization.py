@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_muon import ADAM, OPTIONS
 from tolerance import assert_near
 from torch import Tensor
 
@@ -14,15 +15,7 @@ from minigpt.model import GPT
 from minigpt.optim import adamw, muon
 
 ADAMW = {"lr": 4e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
-MUON = {
-    "lr": 0.08,
-    "adam_lr": 0.04,
-    "betas": (0.9, 0.95),
-    "ngram_weight_decay": 0.1,
-    "weight_decay": 0.1,
-    "momentum": 0.95,
-    "newton_schulz_steps": 5,
-}
+MUON = ADAM | OPTIONS | {"lr": 0.08, "adam_lr": 0.04, "ngram_weight_decay": 0.1}
 OPTIMIZERS = {"adamw": (adamw, ADAMW), "muon": (muon, MUON)}
 BASE = {"base_n_embd": 64, "base_head_dim": 16}
 HEADS = {"wider heads": lambda width: 4, "more heads": lambda width: width // 16}

@@ -98,23 +98,15 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture
-def sample(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Any]:
+def sample(call: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
     """Run the script in this process, in an empty folder: `sample(path, "--seed", 1, stdin=b"")`."""
-    monkeypatch.chdir(tmp_path)
 
     def run(*arguments: Any, stdin: bytes = b"", terminal: str = "") -> SimpleNamespace:
         """Run the script; `terminal` names the streams that are terminals."""
-        monkeypatch.setattr(sys, "argv", ["sample.py", "--device", "cpu", *map(str, arguments)])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
         for name in terminal.split():
             monkeypatch.setattr(getattr(sys, name), "isatty", lambda: True)
-        code = 0
-        try:
-            runpy.run_path(str(SCRIPT), run_name="__main__")
-        except SystemExit as ended:
-            code = ended.code
-        printed = capsys.readouterr()
-        return SimpleNamespace(returncode=code, stdout=printed.out, stderr=printed.err)
+        return call("sample.py", "--device", "cpu", *map(str, arguments))
 
     return run
 

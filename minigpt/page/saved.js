@@ -6,7 +6,7 @@ class SavedBackend {
   constructor(data) {
     this.data = data;
     this.models = [data.description.name];
-    this.packed = Uint8Array.from(atob(data.weights), byte => byte.charCodeAt(0));
+    this.weights = new Uint16Array(Uint8Array.from(atob(data.weights), byte => byte.charCodeAt(0)).buffer);
   }
 
   async describe() { return this.data.description; }
@@ -22,16 +22,10 @@ class SavedBackend {
     for (const h of heads) {
       let at = (layer * n_head + h) * T * (T + 1) / 2;
       for (let i = 0; i < T; i++) {
-        for (let j = 0; j <= i; j++) weights[i * T + j] += (this.level(at++) / 4095) ** 2 / heads.length;
+        for (let j = 0; j <= i; j++) weights[i * T + j] += this.weights[at++] / 65535 / heads.length;
       }
     }
     return weights;
-  }
-
-  // Return the 12-bit number in the given place.
-  level(at) {
-    const byte = 3 * (at >> 1), [a, b, c] = this.packed.subarray(byte, byte + 3);
-    return at % 2 ? (b & 15) << 8 | c : a << 4 | b >> 4;
   }
 }
 

@@ -110,7 +110,6 @@ def files(folder: Path) -> set[str]:
 CASES = {
     "ddp-4x1": (4, 1, [*DDP, "ema_decay=0.9", "data.batch_size=10"], 1e-6),  # 3, 3, 2 and 2 sequences
     "muon-2x2": (2, 2, [*DDP, *MUON], 1e-6),
-    "fsdp-2x2": (2, 2, [*FSDP, "ema_decay=0.9"], 1e-3),
     # Matrices are orthogonalized in bfloat16, whose rounding grows with the learning rate.
     "fsdp with muon-4x1": (4, 1, [*FSDP, "optimizer=muon", "optimizer.lr=0.002", "ema_decay=0.9"], 1e-3),
 }

@@ -3,10 +3,10 @@
 import ctypes
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from test_muon import ADAM, OPTIONS
 from torch import distributed, multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,15 +21,7 @@ from minigpt.optim import adamw, muon
 # Keys and values of a width of their own, an MLP of three matrices, rows that the ranks do not divide, ranks that own
 # no matrix of a stack, and ranks that hold no row of a matrix.
 RANKS, STEPS = 3, 3
-MUON: dict[str, Any] = {
-    "lr": 0.02,
-    "adam_lr": 0.01,
-    "betas": (0.9, 0.95),
-    "ngram_weight_decay": 0.2,
-    "weight_decay": 0.1,
-    "momentum": 0.95,
-    "newton_schulz_steps": 5,
-}
+MUON = ADAM | OPTIONS
 CONFIG = GPTConfig(
     vocab_size=11, block_size=4, n_layer=2, n_head=5, n_kv_head=1, n_embd=10, activation="swiglu", ngram=2
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from readers import CHARACTERS, Keys, Reader, continuation, make_run, open_at
+from readers import CHARACTERS, Keys, Reader, continuation, make_run
 from servers import serving
 
 from minigpt import GPT, save_checkpoint
@@ -62,21 +62,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     with serving([folder / name for name in ("small", "other", "plain")]) as server:
         pages = {"server": f"{server.url}/", "file": (folder / "small.html").as_uri()}
         yield SimpleNamespace(models=models, other=other, plain=(folder / "plain.html").as_uri(), **pages)
-
-
-@pytest.fixture(params=["server", "file"])
-def reader(request: Any, browser: Any, site: SimpleNamespace) -> Iterator[Reader]:
-    yield from open_at(browser, getattr(site, request.param))
-
-
-@pytest.fixture
-def at_server(browser: Any, site: SimpleNamespace) -> Iterator[Reader]:
-    yield from open_at(browser, site.server)
-
-
-@pytest.fixture
-def in_file(browser: Any, site: SimpleNamespace) -> Iterator[Reader]:
-    yield from open_at(browser, site.file)
 
 
 def slide(reader: Reader, *keys: str) -> None:
@@ -147,7 +132,8 @@ def test_the_attention_and_the_chosen_token_are_those_of_the_snapshot(reader: Re
         reader.wait_until(lambda: f"rank {rank}, surprisal" in reader.find("#token").text)  # noqa: B023
 
 
-def test_one_writes_and_undoes_at_a_step_as_elsewhere(reader: Reader, site: SimpleNamespace) -> None:
+def test_one_writes_and_undoes_at_a_step_as_elsewhere(in_file: Reader, site: SimpleNamespace) -> None:
+    reader = in_file
     model, name = site.models[10], "small@10"
     reader.write(PROMPT)
     slide(reader, Keys.HOME, Keys.ARROW_RIGHT)
@@ -188,8 +174,9 @@ def test_the_loss_is_that_of_the_named_model_however_fast_one_moves(at_server: R
 
 
 def test_the_text_before_the_cursor_is_continued_until_the_pane_is_closed(
-    reader: Reader, site: SimpleNamespace
+    in_file: Reader, site: SimpleNamespace
 ) -> None:
+    reader = in_file
     reader.write(PROMPT)
     for _ in range(3):
         reader.press(Keys.ARROW_LEFT)
@@ -202,7 +189,8 @@ def test_the_text_before_the_cursor_is_continued_until_the_pane_is_closed(
     assert not reader.find("#second").is_displayed()
 
 
-def test_play_passes_every_step_and_ends_at_the_trained_model(reader: Reader, site: SimpleNamespace) -> None:
+def test_play_passes_every_step_and_ends_at_the_trained_model(in_file: Reader, site: SimpleNamespace) -> None:
+    reader = in_file
     reader.write(PROMPT)
     reader.run("""
         globalThis.seen = [];
@@ -243,7 +231,8 @@ def test_another_model_is_shown_as_it_was_trained(at_server: Reader, site: Simpl
     assert not reader.find("#time").is_displayed()
 
 
-def test_the_page_fits_a_phone(reader: Reader, site: SimpleNamespace) -> None:
+def test_the_page_fits_a_phone(in_file: Reader, site: SimpleNamespace) -> None:
+    reader = in_file
     reader.resize(390, 740)
     reader.write(PROMPT)
     slide(reader, Keys.HOME)

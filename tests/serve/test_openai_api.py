@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -13,6 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from conftest import wait_until
 from servers import BrokenEngine, SmallEngine, make_run, serving
 
 from minigpt import generate, load_checkpoint
@@ -367,10 +367,7 @@ def test_the_samples_of_a_client_that_disconnects_end(stream: bool, run: Path) -
             else:
                 with pytest.raises(httpx.ReadTimeout):
                     client.post(COMPLETIONS, json=body)
-        deadline = time.monotonic() + 5
-        while SmallEngine.n_open() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert SmallEngine.n_open() == 0
+        wait_until(lambda: SmallEngine.n_open() == 0, 30)
 
 
 def test_too_many_requests_are_told_to_try_again_and_leave_no_samples(run: Path) -> None:
@@ -391,10 +388,7 @@ def test_a_server_that_ends_cuts_off_requests_after_a_second(run: Path, capfd: p
             received.append(streams.enter_context(asked).iter_lines())
             next(received[-1])
         sent = pool.submit(httpx.post, f"{server.url}{COMPLETIONS}", json=body | {"prompt": "a"})
-        deadline = time.monotonic() + 30
-        while SmallEngine.n_open() < 3:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: SmallEngine.n_open() == 3, 30)
         server.stop()
         assert "Cancel 3 running task(s)" in capfd.readouterr().err
         assert sent.result().status_code == 503

@@ -7,13 +7,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import test_sweeper
 import torch
+from conftest import wait_until
 from test_sweeper import ROOT, Engine, RealSweep, curve, summary
 
 from minigpt.checkpoints.find import LAST
@@ -144,15 +144,13 @@ def workers(err: str) -> list[str]:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 @pytest.mark.slow
-@pytest.mark.parametrize("search", [False, True], ids=["grid", "search"])
-def test_a_killed_and_interrupted_sweep_equals_one_that_ran_through(text, tmp_path, search):
+def test_a_killed_and_interrupted_sweep_equals_one_that_ran_through(text, tmp_path):
     sweep, whole = RealSweep(tmp_path, text), tmp_path / "whole" / "sweep"
     given = ["hydra.sweeper.prune=true", "model.n_embd=32", "max_steps=112", "eval_every=14", "ema_decay=0.9"]
-    given += ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=4"] if search else []
-    given += ["optimizer.lr=interval(1e-4,1e-2)" if search else "optimizer.lr=1e-4,1e-3,1e-2,2e-2"]
+    given += ["optimizer.lr=1e-4,1e-3,1e-2,2e-2"]
     code, _, err = sweep.run(*given, f"hydra.sweep.dir={whole}")
     assert code == 0, err
-    assert sorted(ends(whole).values()) == [("completed", 112), *[("paused", 14)] * 2, ("paused", 28)] or search
+    assert sorted(ends(whole).values()) == [("completed", 112), *[("paused", 14)] * 2, ("paused", 28)]
     started, first = workers(err), next(iter(ends(whole)))
     assert len(started) == 1  # for all rungs and batches
     completed = next(name for name, (status, _) in ends(whole).items() if status == COMPLETED)
@@ -163,9 +161,7 @@ def test_a_killed_and_interrupted_sweep_equals_one_that_ran_through(text, tmp_pa
         os.kill(job, signal.SIGKILL)
 
     def interrupt() -> None:  # after the last rung
-        while "rung at step 56" not in sweep.err.read_text():
-            assert sweep.process.poll() is None, sweep.err.read_text()
-            time.sleep(0.02)
+        wait_until(lambda: "rung at step 56" in sweep.err.read_text() or sweep.process.poll() is not None)
         (sweep.gate / completed).write_text("1")
         sweep.wait_for(completed)
         os.killpg(sweep.process.pid, signal.SIGINT)

@@ -11,7 +11,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import small_run
+from conftest import small_run, wait_until
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
@@ -487,10 +486,7 @@ class RealSweep:
         try:
             act()
             code = self.process.wait(300)
-            deadline = time.monotonic() + 60
-            while members(self.process.pid):
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
+            wait_until(lambda: not members(self.process.pid), 60)
         finally:
             self.process.kill()
             self.process.wait()
@@ -502,11 +498,8 @@ class RealSweep:
         return self.run("resume=auto", f"hydra.sweep.dir=runs/sweeps/{self.folder.name}", *arguments, **options)
 
     def wait(self, file: Path) -> str:
-        deadline = time.monotonic() + 300
-        while not file.exists():
-            assert time.monotonic() < deadline, self.err.read_text()
-            assert self.process.poll() is None, self.err.read_text()
-            time.sleep(0.02)
+        wait_until(lambda: file.exists() or self.process.poll() is not None)
+        assert file.exists(), self.err.read_text()
         return file.read_text()
 
     def wait_for(self, run: str) -> int:
