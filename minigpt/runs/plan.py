@@ -205,7 +205,8 @@ def expected_loss(cfg: DictConfig, given: set[str], text: Text) -> tuple[float, 
     """Return the expected loss of a run, in nats per token, and half of its 90 % interval."""
     tokens = min(useful_tokens(cfg, given, text), cfg.max_steps * tokens_per_step(cfg))
     reducible = reducible_loss(cfg.model.layer_repeats * parameters(cfg), tokens)
-    expected = (0.6 + 0.9 * reducible) * text.ngram_loss
+    longer = max(1, text.tokens / COUNTED_TOKENS)  # than what was counted
+    expected = (0.68 + 0.65 * reducible) * longer**-0.05 * text.ngram_loss
     return expected, 0.15 * expected
 
 
