@@ -50,7 +50,7 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
         if not resume and ((folder / METRICS).exists() or (folder / SUMMARY).exists()):
             advice = "resume it with resume=auto, choose another folder with hydra.run.dir=…, or remove it"
             raise UserError(f"{folder} already holds a run; {advice}")
-        for pattern in (".*.partial", "checkpoints/.*.partial", "checkpoints/.tmp*"):  # left by killed runs
+        for pattern in (".*.partial", "checkpoints/**/.*.partial", "checkpoints/.tmp*"):  # left by killed runs
             for partial in folder.glob(pattern):
                 partial.unlink(missing_ok=True)
         try:

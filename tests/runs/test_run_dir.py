@@ -62,6 +62,17 @@ def measure(folder, *, val_losses=(2.55, 2.6)):
 # The lock.
 
 
+def test_what_a_killed_run_was_writing_is_removed_when_it_resumes(tmp_path):
+    folder = finished_run(tmp_path, "first")
+    (folder / "checkpoints/snapshots").mkdir(parents=True)
+    unfinished = [".metrics.csv.7.partial", "checkpoints/.last.7.partial", "checkpoints/snapshots/.step-2.7.partial"]
+    for name in (*unfinished, "checkpoints/snapshots/step-1.safetensors"):
+        (folder / name).touch()
+    before = {file for file in folder.rglob("*") if not file.name.endswith(".partial")}
+    with lock_run_dir(folder, resume=True):
+        assert set(folder.rglob("*")) == before
+
+
 @pytest.mark.parametrize("file", ["metrics.csv", "summary.json"])
 def test_a_folder_that_holds_a_run_is_rejected_and_left_unchanged(tmp_path, file):
     folder = new_folder(tmp_path, "first")
