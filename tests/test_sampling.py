@@ -172,6 +172,19 @@ def test_a_setting_out_of_range_is_refused_by_name(name: str, value: object):
     assert re.fullmatch(rf"{name} must be .*, got {re.escape(str(value))}", str(error.value))
 
 
+BOUNDS = {"temperature": (0, 0.0, 1, 1e-9, 100), "top_k": (None, 1, 10**9), "top_p": (None, 1, 1.0, 1e-9)}
+BOUNDS |= {"min_p": (None, 0, 0.0, 1, 1.0), "repetition_penalty": (1, 0.01, 100)}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_the_bounds_of_every_setting_are_accepted(name: str):
+    logits, seen = torch.randn(5, 11), torch.rand(5, 11) < 0.5
+    for value in BOUNDS[name]:
+        drawn = Sampling(**{name: value}).draw(logits, torch.rand(5), seen)
+        assert drawn.shape == (5,)
+        assert (drawn < 11).all()
+
+
 def test_the_numbers_of_a_generator_do_not_depend_on_the_others():
     together = rows(PerSampleRNG([5, 6, 7], torch.device("cpu")), 200)
     assert together.shape == (200, 3)

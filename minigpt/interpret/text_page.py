@@ -34,7 +34,12 @@ def write_page(
         tokens: T tokens, from `score_tokens`.
         weights: (L, H, T, T), causal, each row with sum 1.
         history: the losses and samples of its training, from `minigpt.runs.history.read_history`.
+
+    Raises:
+        ValueError: a weight is not finite.
     """
+    if not weights.isfinite().all():
+        raise ValueError("weights must be finite; the model may have diverged")
     facts = f"{description['facts']} This page holds one text and its attention weights, without the model."
     data = {"description": {**description, "facts": facts}, "history": history}
     page = render("saved.js", data | {"tokens": tokens, "weights": _pack(weights)})

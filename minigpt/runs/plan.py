@@ -95,19 +95,20 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
     text, budget = read_text(corpus), deadline - time.perf_counter()
     if budget <= 0:
         raise UserError(f"minutes={cfg.minutes:g} end before the text is prepared; give more minutes")
-    candidates: list[tuple[float, float, Settings, DictConfig]] = []  # with reducible loss, and seconds of a step
+    candidates: list[tuple[float, float, Settings]] = []  # with reducible loss, and seconds of a step
     for size in SIZES:
         settings = without(given, shape(cfg, given, text, *size) | windows(text, MEASURED_TOKENS))
         trial = updated(cfg, settings)
-        known = any(settings == other for *_, other, _ in candidates)  # the settings that are given leave one
+        known = any(settings == other for *_, other in candidates)  # the settings that are given leave one
         if known or (candidates and parameters(trial) > 1e6 + 0.6 * text.tokens):
             continue
         step = step_seconds(trial, corpus, seconds=min(1.0, MEASURING * budget))
         tokens = min(useful_tokens(trial, given, text), budget / step * tokens_per_step(trial))
-        candidates.append((reducible_loss(parameters(trial), tokens), step, settings, trial))
+        candidates.append((reducible_loss(parameters(trial), tokens), step, settings))
         if candidates[-1][0] > min(loss for loss, *_ in candidates):
             break
-    _, step, settings, trial = min(candidates, key=lambda candidate: candidate[0])
+    _, step, settings = min(candidates, key=lambda candidate: candidate[0])
+    trial = updated(cfg, settings)
     settings |= without(given, repeats(trial, given, text, budget / step * tokens_per_step(trial)))
     trial = updated(cfg, settings)
     step = TRAINER * step_seconds(trial, corpus, seconds=min(2.0, 3 * MEASURING * budget))
@@ -115,7 +116,7 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
     settings |= without(given, length(trial, given, text, step, deadline - time.perf_counter() - end))
     if (trial := updated(cfg, settings)).max_steps < 1:
         raise UserError(f"minutes={cfg.minutes:g} end before the first step, of {step:.2f} s; give more minutes")
-    expected = expected_loss(trial, given, text)
+    expected = expected_loss(trial, text)
     return {"settings": settings, "expected_val_loss": expected, "lines": explain(trial, text, step, expected)}
 
 
@@ -201,10 +202,9 @@ def useful_tokens(cfg: DictConfig, given: set[str], text: Text) -> float:
     return min(tokens, cfg.max_steps * tokens_per_step(cfg)) if "max_steps" in given else tokens
 
 
-def expected_loss(cfg: DictConfig, given: set[str], text: Text) -> tuple[float, float]:
+def expected_loss(cfg: DictConfig, text: Text) -> tuple[float, float]:
     """Return the expected loss of a run, in nats per token, and half of its 90 % interval."""
-    tokens = min(useful_tokens(cfg, given, text), cfg.max_steps * tokens_per_step(cfg))
-    reducible = reducible_loss(cfg.model.layer_repeats * parameters(cfg), tokens)
+    reducible = reducible_loss(cfg.model.layer_repeats * parameters(cfg), useful_tokens(cfg, {"max_steps"}, text))
     longer = max(1, text.tokens / COUNTED_TOKENS)  # than what was counted
     expected = (0.68 + 0.65 * reducible) * longer**-0.05 * text.ngram_loss
     return expected, 0.15 * expected

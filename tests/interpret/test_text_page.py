@@ -81,3 +81,11 @@ def test_the_page_holds_the_description_and_the_history(tmp_path: Path) -> None:
     assert data["description"] == {"name": "model", "n_layer": 3, "n_head": 2, "block_size": 2}
     assert data["history"] == HISTORY
     assert written(tmp_path / "page.html", ["a", "b"], attention(1, 1, 2))["history"] is None
+
+
+def test_nan_weights_are_an_error(tmp_path: Path) -> None:
+    weights = attention(1, 1, 3)
+    weights[0, 0, 2, 1] = math.nan
+    with pytest.raises(ValueError, match="must be finite"):
+        written(tmp_path / "p.html", list("abc"), weights)
+    assert not list(tmp_path.iterdir())

@@ -114,7 +114,7 @@ def test_the_expected_loss_follows_the_n_grams_of_the_text_and_the_training():
 
     def expected(steps=1000, **changes):
         cfg.max_steps = steps
-        return expected_loss(cfg, set(), a_text(**changes))[0]
+        return expected_loss(cfg, a_text(**changes))[0]
 
     assert expected(ngram_loss=3.0) == pytest.approx(2 * expected(ngram_loss=1.5))
     assert expected(1000) > expected(2000) > expected(4000)

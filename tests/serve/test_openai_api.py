@@ -367,7 +367,7 @@ def test_the_samples_of_a_client_that_disconnects_end(stream: bool, run: Path) -
             else:
                 with pytest.raises(httpx.ReadTimeout):
                     client.post(COMPLETIONS, json=body)
-        wait_until(lambda: SmallEngine.n_open() == 0, 30)
+        wait_until(lambda: SmallEngine.n_open() == 0, 5)
 
 
 def test_too_many_requests_are_told_to_try_again_and_leave_no_samples(run: Path) -> None:

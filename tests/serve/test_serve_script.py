@@ -110,7 +110,8 @@ def test_a_missing_extra_is_named(
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     result = serve(str(make_run(tmp_path / "mine")))
     assert result.returncode == 2
-    assert "the server needs starlette and uvicorn; pip install -e" in result.stderr
+    needed = 'the server needs starlette and uvicorn; pip install -e ".[serve]" -c constraints.txt'
+    assert result.stderr == f"error: {needed}\n"
 
 
 def test_models_have_the_names_of_their_run_folders_made_unique(tmp_path: Path, gpt2_folder: Path) -> None:
