@@ -8,17 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from minigpt.utils.checks import (
-    BOOLEAN,
-    FRACTION,
-    NON_NEGATIVE_INT,
-    POSITIVE,
-    POSITIVE_INT,
-    Rule,
-    integer,
-    one_of,
-    or_null,
-)
+from minigpt.utils.checks import BOOLEAN, FRACTION, POSITIVE, POSITIVE_INT, Rule, integer, one_of, or_null
 from minigpt.utils.errors import UserError, require
 
 # Sizes of the activations and norms of `minigpt.ops`, known without importing torch.
@@ -202,8 +192,8 @@ _RULES: dict[str, Rule] = {
     "rope_original_block_size": POSITIVE_INT,
     "logit_softcap": or_null(POSITIVE),
     "activation": one_of(UP_PROJECTIONS),
-    "ngram": (lambda v: NON_NEGATIVE_INT[0](v) and v != 1, "0, or an integer ≥ 2"),
-    "smear": NON_NEGATIVE_INT,
+    "ngram": (lambda v: integer(0)[0](v) and v != 1, "0, or an integer ≥ 2"),
+    "smear": integer(0),
     "parametrization": one_of(PARAMETRIZATIONS),
     **dict.fromkeys(("ngram_buckets", "ngram_dim", "base_n_embd", "base_head_dim"), POSITIVE_INT),
 }

@@ -6,7 +6,6 @@ Prompts are read once, in one batch, and each step adds one token to every sampl
 Shapes: B samples, T tokens, V vocab.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -169,10 +168,6 @@ class Score:
     def nats(self) -> float:
         """Negative log-likelihood of the whole text."""
         return -float(self.logprobs.double().sum())
-
-    def bits_per_byte(self, n_bytes: int) -> float:
-        """Return the negative log-likelihood in bits per byte of a text of `n_bytes`."""
-        return self.nats / math.log(2) / n_bytes
 
 
 @torch.no_grad()

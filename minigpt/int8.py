@@ -37,10 +37,8 @@ class Int8Linear(nn.Module):
         ones = torch.full((1, 64), _MAX_INT8, dtype=torch.int8)
         max_weight = _MAX_INT8 if int(torch._int_mm(ones, ones.T)) == 64 * _MAX_INT8**2 else _MAX_INT8 // 2
         scale = weight.abs().amax(dim=1).clamp(min=_LEAST) / max_weight
-        self.weight: Tensor
-        self.scale: Tensor
-        self.register_buffer("weight", (weight / scale[:, None]).round().to(torch.int8).T)  # (I, O)
-        self.register_buffer("scale", scale / _MAX_INT8)  # (O,) with the constant of the row scales
+        self.weight = nn.Buffer((weight / scale[:, None]).round().to(torch.int8).T)  # (I, O)
+        self.scale = nn.Buffer(scale / _MAX_INT8)  # (O,) with the constant of the row scales
         self.bias = layer.bias
 
     def forward(self, x: Tensor) -> Tensor:

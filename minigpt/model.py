@@ -46,9 +46,8 @@ class GPT(nn.Module):
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
         elif config.position == "rope":
             T, D, base = config.block_size, config.head_width, config.rope_base
-            rotary = rotary_table(T, D, base, scaling=config.rope_scaling)  # (2, T, 1, D)
-        self.rotary: Tensor | None
-        self.register_buffer("rotary", rotary, persistent=False)
+            rotary = nn.Buffer(rotary_table(T, D, base, scaling=config.rope_scaling), persistent=False)  # (2, T, 1, D)
+        self.rotary = rotary
         # The same blocks again and again, as in https://arxiv.org/abs/1807.03819
         self.blocks = nn.ModuleList(
             [Block(config) for _ in range(config.n_layer // config.layer_repeats)] * config.layer_repeats

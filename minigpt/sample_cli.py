@@ -28,7 +28,6 @@ _COLORS = ((0.0, 196), (0.05, 208), (0.2, 220), (0.5, 148), (0.8, 40))
 _RESET_COLOR = "\x1b[0m"
 _UNDERLINE, _NO_UNDERLINE = "\x1b[4m", "\x1b[24m"
 
-
 # Returns the spans of a text that the training text has, of keys "start" and "end", and a table of what is new.
 Compare = Callable[[str], tuple[Sequence[Mapping[str, Any]], str]]
 
@@ -105,7 +104,7 @@ class Console:
         result = score(self.model, ids, self.tokenizer.start.tolist())
         logprobs, ranks = result.logprobs.tolist(), result.ranks.tolist()
         total = {"tokens": len(ids), "bytes": n_bytes, "nats": result.nats, "nats_per_token": result.nats / len(ids)}
-        total["bits_per_byte"] = result.bits_per_byte(n_bytes)
+        total["bits_per_byte"] = result.nats / math.log(2) / n_bytes
         if as_json:
             print(json.dumps(total | {"token_ids": ids, "logprobs": logprobs, "ranks": ranks}))
             return

@@ -29,7 +29,11 @@ def find_checkpoint(
         path = files[-1]
     path = Path(path)
     if step is not None:
-        return _find_snapshot(run_folder(path) if path.is_file() else path, step)
+        folder = run_folder(path) if path.is_file() else path
+        if step not in (found := find_snapshots(folder)):
+            steps = ", ".join(map(str, found)) or "none"
+            raise UserError(f"{folder} has no snapshot of step {step}; it has those of {steps}")
+        return found[step]
     if path.is_file():
         return path
     for name in (LAST, BEST) if last else (BEST, LAST):
@@ -50,14 +54,6 @@ def find_snapshots(folder: str | Path) -> dict[int, Path]:
     """Return the snapshots of a run folder by step, in their order."""
     files = {file.stem.removeprefix("step-"): file for file in (Path(folder) / SNAPSHOTS).glob("step-*.safetensors")}
     return dict(sorted((int(step), file) for step, file in files.items() if step.isdecimal()))
-
-
-def _find_snapshot(folder: Path, step: int) -> Path:
-    found = find_snapshots(folder)
-    if step not in found:
-        steps = ", ".join(map(str, found)) or "none"
-        raise UserError(f"{folder} has no snapshot of step {step}; it has those of {steps}")
-    return found[step]
 
 
 def run_folder(checkpoint: Path) -> Path:

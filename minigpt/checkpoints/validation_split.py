@@ -4,10 +4,8 @@ The run config in a checkpoint may come from anyone and name any path, so token 
 downloaded, tokenized or written.
 """
 
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from minigpt.checkpoints.format import MINIGPT, explain_errors
 from minigpt.checkpoints.resume import read_run
@@ -44,30 +42,26 @@ def find_corpus(checkpoint: Path) -> token_files.Corpus:
     """Return the corpus of a checkpoint's run; raises UserError as `validation_batches`."""
     run = read_run(checkpoint)[MINIGPT]
     with explain_errors(f"the corpus of {checkpoint} cannot be read"):
-        return _find_token_files(run, run["config"]["data"])
-
-
-def _find_token_files(run: Mapping[str, Any], data: Mapping[str, Any]) -> token_files.Corpus:
-    """Find the token files of a run: those that its configuration names, or those in its data folder."""
-    if data["train_bin"]:
-        train_bin, val_bin = data["train_bin"], data["val_bin"]
-        if "://" in f"{train_bin} {val_bin}":
-            raise UserError(f"{train_bin} and {val_bin} are not fetched for a checkpoint; use a run on local files")
-        train, val = (find_shards(f"data.{key}", data[key], Path()) for key in ("train_bin", "val_bin"))
-        corpus = token_files.from_bins(train, val, from_dict(run["tokenizer"]))
-        if corpus.sha256 == run["corpus_sha256"]:
-            return corpus
-        raise UserError(f"{train_bin} or {val_bin} has changed since training; restore the token files of the run")
-    folder = Path(data["folder"]) / "tokens"
-    split = {} if data["val_path"] else {"split": data["split"], "val_fraction": data["val_fraction"]}
-    wanted = (run["corpus_sha256"], run["tokenizer"])
-    for meta in sorted(folder.glob(f"*/{token_files.META}")):
-        with suppress(UserError):  # incomplete or damaged token files
-            corpus = token_files.load(meta.parent)
-            same_split = split.items() <= corpus.provenance.items()
-            if (corpus.sha256, corpus.tokenizer.to_dict()) == wanted and same_split:
+        data = run["config"]["data"]
+        if data["train_bin"]:
+            train_bin, val_bin = data["train_bin"], data["val_bin"]
+            if "://" in f"{train_bin} {val_bin}":
+                raise UserError(f"{train_bin} and {val_bin} are not fetched for a checkpoint; use a run on local files")
+            train, val = (find_shards(f"data.{key}", data[key], Path()) for key in ("train_bin", "val_bin"))
+            corpus = token_files.from_bins(train, val, from_dict(run["tokenizer"]))
+            if corpus.sha256 == run["corpus_sha256"]:
                 return corpus
-    raise UserError(
-        f"the token files of the run are not in {folder}; start from the folder that training was started in, or "
-        f"prepare them with {usage('prepare')} and the run's data= and tokenizer="
-    )
+            raise UserError(f"{train_bin} or {val_bin} has changed since training; restore the token files of the run")
+        folder = Path(data["folder"]) / "tokens"
+        split = {} if data["val_path"] else {"split": data["split"], "val_fraction": data["val_fraction"]}
+        wanted = (run["corpus_sha256"], run["tokenizer"])
+        for meta in sorted(folder.glob(f"*/{token_files.META}")):
+            with suppress(UserError):  # incomplete or damaged token files
+                corpus = token_files.load(meta.parent)
+                same_split = split.items() <= corpus.provenance.items()
+                if (corpus.sha256, corpus.tokenizer.to_dict()) == wanted and same_split:
+                    return corpus
+        raise UserError(
+            f"the token files of the run are not in {folder}; start from the folder that training was started in, or "
+            f"prepare them with {usage('prepare')} and the run's data= and tokenizer="
+        )
