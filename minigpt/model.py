@@ -47,7 +47,7 @@ class GPT(nn.Module):
         elif config.position == "rope":
             T, D, base = config.block_size, config.head_width, config.rope_base
             rotary = nn.Buffer(rotary_table(T, D, base, scaling=config.rope_scaling), persistent=False)  # (2, T, 1, D)
-        self.rotary = rotary
+        self.rotary: Tensor | None = rotary
         # The same blocks again and again, as in https://arxiv.org/abs/1807.03819
         self.blocks = nn.ModuleList(
             [Block(config) for _ in range(config.n_layer // config.layer_repeats)] * config.layer_repeats
