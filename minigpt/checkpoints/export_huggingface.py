@@ -183,12 +183,10 @@ def _fold(config: GPTConfig, weights: Mapping[str, Tensor]) -> tuple[GPTConfig, 
         for name in norms or ["lm_head.weight"]:
             weights[name] = weights[name] / config.width_ratio
         scale = (config.attention_scale or 1.0) * config.head_width**0.5
-        one = torch.ones(config.head_width)
         for i in range(config.n_layer):
             prefix = f"blocks.{i}.attention."
             if config.qk_norm:
-                weights[f"{prefix}q_norm"] = weights.get(f"{prefix}q_norm", one) * scale
-                weights.setdefault(f"{prefix}k_norm", one)
+                weights[f"{prefix}q_norm"] = weights.get(f"{prefix}q_norm", torch.ones(config.head_width)) * scale
             else:
                 for name in [name for name in weights if name.startswith(f"{prefix}qkv.")]:
                     q, kv = weights[name].tensor_split([config.n_head * config.head_width])

@@ -178,6 +178,8 @@ def test_the_script_prints_a_table_and_plots_three_strategies(shell: Callable[..
     compute, exposed, step = (float(row[part]) for part in ("compute, ms", "exposed, ms", "step, ms"))
     assert compute == pytest.approx(1e3 * 8 * 1024 * GPTConfig().flops_per_token() / (0.5 * 989e12), abs=0.001)
     assert step == pytest.approx(compute + exposed, abs=0.002)
+    sent = 2 * 63 / 64 * 4 * 124_439_808  # bytes that each device sends around the ring, twice
+    assert float(row["communication, ms"]) == pytest.approx(1e3 * sent / (400e9 / 8), rel=0.06)  # and latencies
     hours, cost = float(row["hours"]), float(row["cost"])
     assert hours == pytest.approx(1e10 / (512 * 1024) * step / 3.6e6, abs=0.01)
     assert cost == pytest.approx(2 * 64 * hours, abs=2 * 64 * 0.005)

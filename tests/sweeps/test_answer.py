@@ -274,6 +274,9 @@ def test_a_diverged_row_does_not_hide_the_other_effects() -> None:
     assert "8e-3 is better than 4e-3" in text
     assert "1 row diverged; the comparison leaves them out." in text
     assert "diverged" not in told(points[:-3])
+    for worst, diverged in ((2.3, False), (2.5, True)):  # of rows that are close to each other, one 20 % above the best
+        close = {0.001: 2.01, 0.002: 2.0, 0.004: 2.005, 0.008: 2.01, 0.016: worst}
+        assert ("1 row diverged" in told(sweep(close.__getitem__, axes, noise=1e-3))) == diverged
 
 
 def test_rows_are_ranked_as_if_all_had_all_seeds() -> None:

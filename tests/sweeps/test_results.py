@@ -444,6 +444,7 @@ def test_one_numeric_setting_is_a_line_with_the_interval_over_seeds():
     np.testing.assert_allclose(line.get_xydata(), [[1e-4, 2.2], [1e-3, 1.2], [1e-2, 2.2]])
     interval = stats.t.ppf(0.975, 2) * 0.1 / 3**0.5  # rows differ by their settings alone
     np.testing.assert_allclose([np.ptp(bar[:, 1]) for bar in bars.get_segments()], 2 * interval)
+    assert panel.get_title() == "best validation loss, mean and 95 % interval over seeds"
 
 
 def test_along_a_setting_there_is_a_line_per_combination_of_the_others_best_first():

@@ -10,6 +10,7 @@ import pytest
 from minigpt.sweeps.answer import answer
 from minigpt.sweeps.ranking import ranked
 from minigpt.sweeps.results import COMPLETED, Point
+from minigpt.sweeps.sweep_charts import swept_chart
 from minigpt.sweeps.sweep_page import MAX_SAMPLE_CHARS, sweep_page
 from minigpt.utils.terminal import sanitize_line
 
@@ -108,6 +109,13 @@ def test_hostile_text_is_shown_and_does_not_run(show, tmp_path):
     assert text(page, "sample").startswith(f"hostile {HOSTILE}␀␛[31m⟨U+202E⟩\ufffdxxx")
     assert len(text(page, "sample")) == MAX_SAMPLE_CHARS
     assert f"={HOSTILE}, \\ud800=\\udc00" in text(page, "answer")
+
+
+def test_a_cell_of_the_heat_map_has_its_loss_and_why_it_is_not_complete() -> None:
+    values = {("1", "1"): (2.0, COMPLETED), ("1", "2"): (2.5, "running"), ("2", "1"): (None, "failed")}
+    rows = ranked([point(NONE, loss, status, a=a, b=b) for (a, b), (loss, status) in values.items()])
+    cells = swept_chart(rows)["spec"]["datasets"]["data"]
+    assert [cell["text"] for cell in cells] == [["–", "failed"], ["2.5000", "running"], ["2.0000"]]
 
 
 def runs(*losses: float | None, status: str = COMPLETED, name: str = "lr") -> list[Point]:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, composed
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
 
 from minigpt.utils.cli import cli_entrypoint, explain
 from minigpt.utils.errors import RunError, UserError
@@ -139,6 +141,12 @@ def test_a_mistyped_override_is_explained_by_what_there_is(override, output):
     assert code == 2
     assert message.startswith("error: ")
     assert all(part in message for part in output)
+
+
+def test_an_error_of_a_function_that_hydra_calls_is_not_explained_as_one_of_hydra():
+    with pytest.raises(InstantiationException) as raised:
+        instantiate({"_target_": "statistics.mean", "data": []})
+    assert explain(raised.value) == (f"error: StatisticsError: mean requires at least one data point {SHOWN}", 1)
 
 
 # A closed pipe.
