@@ -37,6 +37,11 @@ def test_the_policy_allows_the_script_and_the_style_of_the_page_and_nothing_else
     assert not re.search(r"^(import|export)\b", script_of(page), re.MULTILINE)
 
 
+def test_numbers_that_json_lacks_are_an_error_before_the_page_is_written() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        render("saved.js", {"loss": float("nan")})
+
+
 @pytest.mark.parametrize("entry", ["browser.js", "saved.js"])
 def test_a_module_is_in_the_script_once_after_those_that_it_imports(entry: str) -> None:
     script, before = script_of(render(entry, {})), set[str]()

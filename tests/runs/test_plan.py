@@ -173,6 +173,8 @@ def test_a_small_text_is_not_repeated_without_end():
     cfg, text = composed(*complete_overrides(["minutes=1"])), a_text(tokens=50_000)
     steps = length(cfg, set(), text, 0.02, 10_000)["max_steps"]
     assert 1 < steps * cfg.data.batch_size * cfg.model.block_size / text.tokens < 20
+    cfg.data.batch_size = 1_000_000  # more than is useful, in one step
+    assert length(cfg, set(), text, 0.02, 10_000)["max_steps"] == 1
 
 
 def test_time_in_which_a_small_text_would_overfit_makes_the_model_deeper():
