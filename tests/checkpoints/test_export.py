@@ -78,6 +78,7 @@ def test_an_exported_model_gives_the_same_logits_loss_and_greedy_text(name: str,
     ours = random_model(**values)
     theirs = in_transformers(ours, tmp_path).train()  # there is no dropout
     assert type(theirs).__name__.startswith(architecture)
+    assert theirs.get_input_embeddings().weight.shape == ours.wte.weight.shape
     T = ours.config.block_size
     tokens = torch.randint(0, 101, (3, T), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
