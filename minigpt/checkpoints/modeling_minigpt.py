@@ -34,7 +34,6 @@ class MiniGPTForCausalLM(PreTrainedModel, GenerationMixin):
     """A `GPT` that returns logits, and the loss if labels are given. It has no cache of keys and values."""
 
     config_class = MiniGPTConfig
-    _input_embed_layer = "wte"
     _tied_weights_keys = {"model.lm_head.weight": "model.wte.weight"}
 
     def __init__(self, config: MiniGPTConfig) -> None:
@@ -46,6 +45,10 @@ class MiniGPTForCausalLM(PreTrainedModel, GenerationMixin):
         if isinstance(module, GPT) and module.rotary is not None:  # is not in the file
             c, device = module.config, module.rotary.device
             module.rotary = rotary_table(c.block_size, c.head_width, c.rope_base, scaling=c.rope_scaling).to(device)
+
+    def get_input_embeddings(self) -> Any:
+        """Return the token embeddings."""
+        return self.model.wte
 
     def get_output_embeddings(self) -> Any:
         """Return the head."""
