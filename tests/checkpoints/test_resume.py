@@ -17,6 +17,7 @@ import torch
 from conftest import small_run
 from hydra.errors import InstantiationException
 from lightning.pytorch import Callback, Trainer
+from ranks import train_on_ranks
 
 import minigpt
 from minigpt import load_checkpoint
@@ -154,16 +155,14 @@ def test_a_run_killed_right_after_its_last_checkpoint_completes_also_with_damage
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_resume_bit_for_bit(launch: Callable[..., Any], tmp_path: Path, strategy: str) -> None:
-    devices = [f"trainer={strategy}", "trainer.accelerator=cpu", "trainer.devices=2"]
-    two = [*OFTEN, *devices, "optimizer=muon", "ema_decay=0.9"]
-    whole = launch("train.py", *two, f"hydra.run.dir={tmp_path}/whole")
-    assert whole.returncode == 0, whole.stderr
-    folder = broken_off(tmp_path / "whole", 7, tmp_path / "resumed")
-    resumed = launch("train.py", *two, "resume=auto", f"hydra.run.dir={folder}")
-    assert resumed.returncode == 0, resumed.stderr
-    check_same_end(tmp_path / "whole", folder)
+def test_two_processes_resume_bit_for_bit(small: list[str], tmp_path: Path) -> None:
+    settings = [*small, *OFTEN, "trainer.accelerator=cpu", "trainer.devices=2", "optimizer=muon", "ema_decay=0.9"]
+    runs = {tmp_path / strategy: [*settings, f"trainer={strategy}"] for strategy in ("ddp", "fsdp")}
+    train_on_ranks([[*two, f"hydra.run.dir={whole}"] for whole, two in runs.items()])
+    resumed = {whole: broken_off(whole, 7, tmp_path / f"resumed-{whole.name}") for whole in runs}
+    train_on_ranks([[*two, "resume=auto", f"hydra.run.dir={resumed[whole]}"] for whole, two in runs.items()])
+    for pair in resumed.items():
+        check_same_end(*pair)
 
 
 def test_a_run_resumes_in_another_folder(train: Train, trained: Trained, tmp_path: Path) -> None:

@@ -250,6 +250,7 @@ def test_two_processes_send_the_predicted_bytes_within_3_percent(
     monkeypatch.syspath_prepend(str(SCRIPTS / "bench"))
     import forecast
 
+    monkeypatch.setattr(forecast, "STEPS", 10)
     rows = [
         forecast.sent_bytes(tmp_path / "float32", ["ddp", "fsdp"]),
         forecast.sent_bytes(tmp_path / "bfloat16", ["fsdp"], precision="bf16-mixed"),  # gradients stay in float32

@@ -118,7 +118,8 @@ def test_the_expected_loss_follows_the_n_grams_of_the_text_and_the_training():
 
     assert expected(ngram_loss=3.0) == pytest.approx(2 * expected(ngram_loss=1.5))
     assert expected(1000) > expected(2000) > expected(4000)
-    assert expected(tokens=10_000_000) < expected(tokens=1_000_000) == expected(tokens=900_000)
+    assert expected(4000, tokens=10_000_000) < expected(4000, tokens=1_000_000) == expected(4000, tokens=900_000)
+    assert expected(100, tokens=10_000_000) == expected(100, tokens=1_000_000)  # both learn from fewer
     assert expected(10**9) == expected(10**8)  # more steps overfit
     shallow, cfg.model.n_layer = expected(), 2 * cfg.model.n_layer
     deep, cfg.model.layer_repeats = expected(), 2
