@@ -34,7 +34,7 @@ Trained = Callable[..., Path]
 IGNORED = {"seconds", "wall_seconds", "logged_seconds", "config", "provenance"}
 IGNORED |= {"epoch_loop.val_loop.batch_progress", "epoch_loop.state_dict"}
 ACCUMULATED = ["trainer.accumulate_grad_batches=2", "data.eval_batch_size=16", "model.dropout=0.1", "ema_decay=0.9"]
-CLOCKS = ("seconds", "tokens_per_second", "flops_per_second")
+CLOCKS = ("seconds", "tokens_per_second", "flops_per_second", "mfu")
 # log_every=5 does not divide 7: rows span checkpoints.
 OFTEN = ["eval_every=7", "callbacks.checkpoint.save_top_k=9", "model.dropout=0.1"]
 
