@@ -1,9 +1,15 @@
-"""The thread that answers when a rank is lost."""
+"""How long ranks wait for each other, and the thread that answers when a rank is lost."""
 
 import subprocess
 import sys
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch import nn
+
+from minigpt.distributed import lost_ranks
 
 # On a busy host, the process of the store does not run for 6 s, and Python takes 4 s to end.
 SCRIPT = """
@@ -34,3 +40,18 @@ ranks.close()
 def test_a_run_whose_store_answers_late_ends_in_order() -> None:
     ended = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_ranks_wait_for_the_timeout_from_the_first_step_on_and_longer_only_while_they_save(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[timedelta] = []
+    monkeypatch.setattr(lost_ranks, "set_timeout", waits.append)
+    callback: Any = lost_ranks.LostRanks(timeout=60)
+    trainer, model = SimpleNamespace(), nn.Linear(1000, 1000)
+    for batch in (0, 1):
+        callback.on_train_batch_start(trainer, model, None, batch)
+    callback.on_save_checkpoint(trainer, model, {})
+    callback.on_train_batch_start(trainer, model, None, 2)
+    minute, saving = timedelta(minutes=1), timedelta(seconds=60 + 16 * 1_001_000 / 1e6)
+    assert waits == [minute, saving, minute]
