@@ -14,6 +14,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 import pytest
+import torch
 from conftest import ROOT, wait_until
 from hosts import Hosts, needs_hosts, start_hosts
 
@@ -230,11 +231,17 @@ def test_a_run_that_loses_a_host_ends_with_its_name_and_resumes(
     shutil.copytree(run, tmp_path / "one")
     longer = f"max_steps={max(read(folder / 'run' / LAST)['global_step'] for folder in hosts.folders[:1]) + 20}"
     finish(torchrun(hosts, ranks, [*overrides, longer, "hydra.run.dir=run", "resume=auto"]), code=0)
-    single = [*one_process(settings), "data.batch_size=12", "eval_every=20", *SETTINGS[2:], longer]
-    train(*single, folder=tmp_path / "uninterrupted")
-    train(*single, "resume=auto", folder=tmp_path / "one")
-    for resumed in (run, tmp_path / "one"):
-        assert_close(resumed, tmp_path / "uninterrupted", 1e-6 if settings == DDP else 1e-3)
+    finish(torchrun(hosts, ranks, [*overrides, longer, "hydra.run.dir=uninterrupted"]), code=0)
+    uninterrupted = hosts.folders[0] / "uninterrupted"
+    if n_hosts * ranks == 2:
+        assert losses(run) == losses(uninterrupted)
+        weights = (read(folder / LAST)["state_dict"].values() for folder in (run, uninterrupted))
+        assert all(map(torch.equal, *weights))
+    else:  # DDP regroups gradients after the first step of a process, and a sum of more than two depends on its order
+        assert_close(run, uninterrupted, 1e-12 if settings == DDP else 1e-3)
+    single = [*one_process(settings), "data.batch_size=12", "eval_every=20", *SETTINGS[2:]]
+    train(*single, longer, "resume=auto", folder=tmp_path / "one")
+    assert_close(tmp_path / "one", uninterrupted, 1e-6 if settings == DDP else 1e-3)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
