@@ -32,7 +32,7 @@ HEAD_WIDTH = 32
 LEAST_VAL_BYTES = 1000
 COUNTED_TOKENS, SCORED_TOKENS = 1_000_000, 100_000  # of the training and the validation split, by the n-gram model
 LONGEST_NGRAM = 8
-MEASURED_TOKENS = 2_500_000  # of a training whose windows are measured for all sizes
+MEASURED_TOKENS = 2_500_000  # of a training whose windows and tables are measured for all sizes
 MEASURING = 0.005  # of the time at most, to measure a size
 MOST_REPEATS = 3  # of the layers
 TRAINER = 1.05  # time of a step of the Trainer, with the EMA and metrics, relative to one that is measured
@@ -142,28 +142,27 @@ def shape(cfg: DictConfig, given: set[str], text: Text, n_layer: int, n_embd: in
     elif "model.n_head" in given:  # the next width that the heads divide
         n_head = cfg.model.n_head
         n_embd = -(-n_embd // (2 * n_head)) * 2 * n_head
-    rows = text.distinct_ngrams / 6 * max(1, text.tokens / COUNTED_TOKENS) ** 0.5
     dropout = 0.5 - 0.3 * log10(text.tokens / 45_000) + 0.2 * log10(n_layer * n_embd**2 / 18_000)
     return {
         "model.n_layer": n_layer * cfg.model.layer_repeats,
         "model.n_embd": n_embd,
         "model.n_head": n_head,
         "model.ngram": text.ngram if text.ngram > 1 else 0,
-        "model.ngram_buckets": max(8192, power_of_two(rows)),
         "model.ngram_dropout": round(min(0.5, max(0.0, dropout)), 2),
     }
 
 
 def windows(text: Text, tokens: float) -> Settings:
-    """Return the length and the number of the windows of a step for a training on `tokens`."""
-    longest = min(256 * (tokens / 1.15e6) ** 0.45, 1024, text.val_tokens - 1)
-    block_size = power_of_two(longest)
+    """Return windows and tables of n-grams for a training on `tokens`, whose n-grams are all that the tables hold."""
+    block_size = power_of_two(min(256 * (tokens / 1.15e6) ** 0.45, 1024, text.val_tokens - 1))
     per_step = 2048 * min(1, (text.tokens / 1e6) ** 0.33)  # tokens
-    return {"model.block_size": block_size, "data.batch_size": max(4, round(per_step / block_size))}
+    rows = text.distinct_ngrams / 6 * max(1, min(tokens, text.tokens) / COUNTED_TOKENS) ** 0.5
+    batch_size, buckets = max(4, round(per_step / block_size)), max(8192, power_of_two(rows))
+    return {"model.block_size": block_size, "data.batch_size": batch_size, "model.ngram_buckets": buckets}
 
 
 def repeats(cfg: DictConfig, given: set[str], text: Text, possible: float) -> Settings:
-    """Return how often each layer is used, and windows; without repeats the time allows training on `possible` tokens.
+    """Return repeats of layers, windows and tables; without repeats the time allows training on `possible` tokens.
 
     A layer that is used n times is taken for n layers, except that the model does not overfit earlier.
     """

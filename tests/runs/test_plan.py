@@ -148,9 +148,11 @@ def test_a_text_sets_its_ngrams_windows_and_regularization():
     cfg = composed(*complete_overrides(["minutes=1"]))
     small, large = (shape(cfg, set(), a_text(tokens=n), 2, 96) for n in (50_000, 50_000_000))
     assert small["model.ngram_dropout"] > large["model.ngram_dropout"] == 0
-    assert small["model.ngram_buckets"] < large["model.ngram_buckets"]
     assert shape(cfg, set(), a_text(ngram=1), 2, 96)["model.ngram"] == 0  # no n-gram predicts better than frequencies
     assert shape(cfg, set(), a_text(ngram=7), 2, 96)["model.ngram"] == 7
+    texts = (50_000, 10**6), (10**9, 10**6), (10**9, 10**8), (10**6, 10**8)  # tokens of the text, and of the training
+    rows = [windows(a_text(tokens=n), trained)["model.ngram_buckets"] for n, trained in texts]
+    assert rows[0] == rows[1] == rows[3] < rows[2]  # the tables hold the n-grams that the training reads
     blocks = [windows(a_text(), tokens)["model.block_size"] for tokens in (1e5, 1e6, 1e7, 1e8)]
     assert blocks == [64, 128, 512, 1024]
     assert windows(a_text(val_tokens=40), 1e7)["model.block_size"] == 32
