@@ -204,7 +204,7 @@ def useful_tokens(cfg: DictConfig, given: set[str], text: Text) -> float:
 def expected_loss(cfg: DictConfig, text: Text) -> tuple[float, float]:
     """Return the expected loss of a run, in nats per token, and half of its 90 % interval."""
     tokens = useful_tokens(cfg, {"max_steps"}, text)
-    loss = (0.68 + 0.65 * reducible_loss(cfg.model.layer_repeats * parameters(cfg), tokens)) * text.ngram_loss
+    loss = (0.63 + 0.9 * reducible_loss(cfg.model.layer_repeats * parameters(cfg), tokens)) * text.ngram_loss
     expected = loss * max(1, min(tokens, text.tokens) / COUNTED_TOKENS) ** -0.1  # learns from more than is counted
     return expected, 0.15 * expected
 
