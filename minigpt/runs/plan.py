@@ -6,7 +6,7 @@ on CPUs, which docs/recipes.md shows.
 
 import time
 from dataclasses import dataclass
-from math import log2, log10
+from math import inf, log2, log10
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ LEAST_VAL_BYTES = 1000
 COUNTED_TOKENS, SCORED_TOKENS = 1_000_000, 100_000  # of the training and the validation split, by the n-gram model
 LONGEST_NGRAM = 8
 MEASURED_TOKENS = 2_500_000  # of a training whose windows and tables are measured for all sizes
+LEAST_STEPS = 150  # that the time should allow; with at least 4 windows per step
 MEASURING = 0.005  # of the time at most, to measure a size
 MOST_REPEATS = 3  # of the layers
 TRAINER = 1.05  # time of a step of the Trainer, with the EMA and metrics, relative to one that is measured
@@ -152,10 +153,10 @@ def shape(cfg: DictConfig, given: set[str], text: Text, n_layer: int, n_embd: in
     }
 
 
-def windows(text: Text, tokens: float) -> Settings:
-    """Return windows and tables of n-grams for a training on `tokens`, whose n-grams are all that the tables hold."""
+def windows(text: Text, tokens: float, possible: float = inf) -> Settings:
+    """Return windows, and tables for their n-grams, of a training on `tokens`; the time allows `possible` tokens."""
     block_size = power_of_two(min(256 * (tokens / 1.15e6) ** 0.45, 1024, text.val_tokens - 1))
-    per_step = 2048 * min(1, (text.tokens / 1e6) ** 0.33)  # tokens
+    per_step = min(2048, 2048 * (text.tokens / 1e6) ** 0.33, possible / LEAST_STEPS)
     rows = text.distinct_ngrams / 6 * max(1, min(tokens, text.tokens) / COUNTED_TOKENS) ** 0.5
     batch_size, buckets = max(4, round(per_step / block_size)), max(8192, power_of_two(rows))
     return {"model.block_size": block_size, "data.batch_size": batch_size, "model.ngram_buckets": buckets}
@@ -169,7 +170,7 @@ def repeats(cfg: DictConfig, given: set[str], text: Text, possible: float) -> Se
     most = 1 if {"model", "model.n_layer", "model.layer_repeats"} & given else MOST_REPEATS
     tokens = {n: min(useful_tokens(cfg, given, text), possible / n) for n in range(1, most + 1)}
     n = min(tokens, key=lambda n: reducible_loss(n * parameters(cfg), tokens[n]))
-    return {"model.n_layer": n * cfg.model.n_layer, "model.layer_repeats": n} | windows(text, tokens[n])
+    return {"model.n_layer": n * cfg.model.n_layer, "model.layer_repeats": n} | windows(text, tokens[n], possible / n)
 
 
 def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: float) -> Settings:
