@@ -6,7 +6,7 @@ on CPUs, which docs/recipes.md shows.
 
 import time
 from dataclasses import dataclass
-from math import inf, log2, log10
+from math import exp, inf, log2, log10
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,7 @@ MEASURING = 0.005  # of the time at most, to measure a size
 MOST_REPEATS = 3  # of the layers
 TRAINER = 1.05  # time of a step of the Trainer, with the EMA and metrics, relative to one that is measured
 OVERHEAD = 5.0  # seconds for the start of the Trainer, the last sample, its originality and the curves
-VALIDATING = 0.05  # of the time, at most
-MOST_VALIDATIONS = 10
+VALIDATING, MOST_VALIDATIONS = 0.05, 10  # of the time, and of all, at most
 
 Settings = dict[str, Any]  # by key, such as "model.n_embd"
 
@@ -93,19 +92,16 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
     Raises:
         UserError: the text is too short to plan for, or the time for a step.
     """
-    text, budget = read_text(corpus), deadline - time.perf_counter()
-    if budget <= 0:
-        raise UserError(f"minutes={cfg.minutes:g} end before the text is prepared; give more minutes")
+    text, budget = read_text(corpus), max(0.0, deadline - time.perf_counter())
     candidates: list[tuple[float, float, Settings]] = []  # with reducible loss, and seconds of a step
     for size in SIZES:
         settings = without(given, shape(cfg, given, text, *size) | windows(text, MEASURED_TOKENS))
         trial = updated(cfg, settings)
-        known = any(settings == other for *_, other in candidates)  # the settings that are given leave one
-        if known or (candidates and parameters(trial) > 1e6 + 0.6 * text.tokens):
-            continue
+        if candidates and (settings == candidates[-1][-1] or parameters(trial) > 1e6 + 0.6 * text.tokens):
+            continue  # the settings that are given leave one size, or it is too large
         step = step_seconds(trial, corpus, seconds=min(1.0, MEASURING * budget))
         tokens = min(useful_tokens(trial, given, text), budget / step * tokens_per_step(trial))
-        candidates.append((reducible_loss(parameters(trial), tokens), step, settings))
+        candidates.append((reducible_loss(parameters(trial), tokens, text), step, settings))
         if candidates[-1][0] > min(loss for loss, *_ in candidates):
             break
     _, step, settings = min(candidates, key=lambda candidate: candidate[0])
@@ -124,9 +120,8 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
 def read_text(corpus: Corpus) -> Text:
     """Count the n-grams of a text, in up to a million tokens of it; raise UserError if it is too short."""
     if corpus.val.bytes < LEAST_VAL_BYTES:
-        found = f"the validation split has {corpus.val.bytes:,} bytes"
-        advice = "use a longer text or a larger data.val_fraction, or set max_steps instead"
-        raise UserError(f"minutes=… needs {LEAST_VAL_BYTES:,} bytes of validation text, but {found}; {advice}")
+        found = f"{LEAST_VAL_BYTES:,} bytes of validation text, but the split has {corpus.val.bytes:,} bytes"
+        raise UserError(f"minutes=… needs {found}; use a longer text or a larger data.val_fraction, or set max_steps")
     train, val = corpus.tokens("train"), corpus.tokens("val")
     counted, scored = evenly_spaced(train, COUNTED_TOKENS), evenly_spaced(val, SCORED_TOKENS)
     losses, distinct = ngram_losses(counted, scored, corpus.tokenizer.vocab_size, LONGEST_NGRAM)
@@ -150,6 +145,7 @@ def shape(cfg: DictConfig, given: set[str], text: Text, n_layer: int, n_embd: in
         "model.n_head": n_head,
         "model.ngram": text.ngram if text.ngram > 1 else 0,
         "model.ngram_dropout": round(min(0.5, max(0.0, dropout)), 2),
+        "optimizer.ngram_weight_decay": round(min(1.0, text.tokens / 1e6) ** -0.5, 2),
     }
 
 
@@ -169,7 +165,7 @@ def repeats(cfg: DictConfig, given: set[str], text: Text, possible: float) -> Se
     """
     most = 1 if {"model", "model.n_layer", "model.layer_repeats"} & given else MOST_REPEATS
     tokens = {n: min(useful_tokens(cfg, given, text), possible / n) for n in range(1, most + 1)}
-    n = min(tokens, key=lambda n: reducible_loss(n * parameters(cfg), tokens[n]))
+    n = min(tokens, key=lambda n: reducible_loss(n * parameters(cfg), tokens[n], text))
     return {"model.n_layer": n * cfg.model.n_layer, "model.layer_repeats": n} | windows(text, tokens[n], possible / n)
 
 
@@ -191,9 +187,13 @@ def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: f
     }
 
 
-def reducible_loss(parameters: int, tokens: float) -> float:
-    """Return the reducible loss, nats per token: powers of parameters and tokens (https://arxiv.org/abs/2203.15556)."""
-    return 2.5 * parameters**-0.3 + 10 * max(1, tokens) ** -0.3
+def reducible_loss(parameters: int, tokens: float, text: Text) -> float:
+    """Return the reducible loss: powers of parameters and tokens (https://arxiv.org/abs/2203.15556).
+
+    Tokens that are repeated are worth less (https://arxiv.org/abs/2305.16264).
+    """
+    fresh = 4 * text.tokens * (1 - exp(-tokens / (4 * text.tokens)))
+    return 2.5 * parameters**-0.3 + 0.24 * (max(1, fresh) / min(text.tokens, COUNTED_TOKENS)) ** -0.5
 
 
 def useful_tokens(cfg: DictConfig, given: set[str], text: Text) -> float:
@@ -205,9 +205,9 @@ def useful_tokens(cfg: DictConfig, given: set[str], text: Text) -> float:
 def expected_loss(cfg: DictConfig, text: Text) -> tuple[float, float]:
     """Return the expected loss of a run, in nats per token, and half of its 90 % interval."""
     tokens = useful_tokens(cfg, {"max_steps"}, text)
-    loss = (0.63 + 0.9 * reducible_loss(cfg.model.layer_repeats * parameters(cfg), tokens)) * text.ngram_loss
-    expected = loss * max(1, min(tokens, text.tokens) / COUNTED_TOKENS) ** -0.1  # learns from more than is counted
-    return expected, 0.15 * expected
+    loss = text.ngram_loss * (0.74 + 0.4 * reducible_loss(cfg.model.layer_repeats * parameters(cfg), tokens, text))
+    loss *= max(1, min(tokens, text.tokens) / COUNTED_TOKENS) ** -0.1  # learns from more than is counted
+    return loss, 0.15 * loss
 
 
 def explain(cfg: DictConfig, text: Text, step: float, expected: tuple[float, float]) -> list[str]:
