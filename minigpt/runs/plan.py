@@ -57,8 +57,7 @@ class Text:
 def plan_run(cfg: DictConfig, folder: Path, corpus: Corpus, started: float) -> tuple[Any, ...]:
     """Plan a run, or take the plan of the run that resumes; set it in `cfg`, and return the parts of the run.
 
-    Args:
-        started: `time.perf_counter()` when the run started; the minutes count from then on.
+    The minutes count from `started`, a value of `time.perf_counter()`.
     """
     if started_together():
         raise UserError("minutes plans for one process; set max_steps instead")
@@ -193,7 +192,7 @@ def reducible_loss(parameters: int, tokens: float, text: Text) -> float:
     Tokens that are repeated are worth less (https://arxiv.org/abs/2305.16264).
     """
     fresh = 4 * text.tokens * (1 - exp(-tokens / (4 * text.tokens)))
-    return 2.5 * parameters**-0.3 + 0.24 * (max(1, fresh) / min(text.tokens, COUNTED_TOKENS)) ** -0.5
+    return 2.5 * parameters**-0.3 + 240 * max(1, fresh) ** -0.5
 
 
 def useful_tokens(cfg: DictConfig, given: set[str], text: Text) -> float:
@@ -205,7 +204,8 @@ def useful_tokens(cfg: DictConfig, given: set[str], text: Text) -> float:
 def expected_loss(cfg: DictConfig, text: Text) -> tuple[float, float]:
     """Return the expected loss of a run, in nats per token, and half of its 90 % interval."""
     tokens = useful_tokens(cfg, {"max_steps"}, text)
-    loss = text.ngram_loss * (0.74 + 0.4 * reducible_loss(cfg.model.layer_repeats * parameters(cfg), tokens, text))
+    reducible = reducible_loss(cfg.model.layer_repeats * parameters(cfg), tokens, text)
+    loss = (0.74 + 0.4 * reducible * min(1, text.tokens / COUNTED_TOKENS) ** 0.3) * text.ngram_loss
     loss *= max(1, min(tokens, text.tokens) / COUNTED_TOKENS) ** -0.1  # learns from more than is counted
     return loss, 0.15 * loss
 
