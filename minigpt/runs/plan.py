@@ -55,10 +55,7 @@ class Text:
 
 
 def plan_run(cfg: DictConfig, folder: Path, corpus: Corpus, started: float) -> tuple[Any, ...]:
-    """Plan a run, or take the plan of the run that resumes; set it in `cfg`, and return the parts of the run.
-
-    The minutes count from `started`, a value of `time.perf_counter()`.
-    """
+    """Plan a run, or take the plan of the one that resumes, into `cfg`; return its parts. `started` begins its minutes."""
     if started_together():
         raise UserError("minutes plans for one process; set max_steps instead")
     pairs = [override.partition("=")[::2] for override in HydraConfig.get().overrides.task]
@@ -176,6 +173,7 @@ def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: f
     validations = int(min(MOST_VALIDATIONS, max(2, VALIDATING * seconds / whole)))
     part = min(1.0, VALIDATING * seconds / (validations * whole))  # of the validation split
     steps = most if "max_steps" in given else min(most, int((seconds - validations * part * whole) / step))
+    faster = (800 / min(800, max(100, steps))) ** 0.5  # than the rates of muon_fast
     batches = part * text.val_tokens / cfg.model.block_size / cfg.data.eval_batch_size
     return {
         "max_steps": steps,
@@ -183,6 +181,7 @@ def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: f
         "eval_batches": None if part == 1 else max(1, int(batches)),
         "ema_decay": round(1 - 1 / max(2, 0.05 * steps), 4),
         "schedule.warmup_steps": min(100, steps // 100),
+        **{f"optimizer.{name}": round(faster * rate, 4) for name, rate in (("lr", 0.02), ("adam_lr", 0.01))},
     }
 
 

@@ -105,8 +105,9 @@ def test_what_the_user_gives_stays(mine, given):
     assert shape_given or n_embd / n_head == 32 or n_head == 1
 
 
-def test_a_group_that_the_user_gives_stays(mine):
-    assert not [key for key in plan([*mine, "model=nano"], "model") if key.startswith("model.")]
+@pytest.mark.parametrize(("group", "choice"), [("model", "nano"), ("optimizer", "adamw")])
+def test_a_group_that_the_user_gives_stays(mine, group, choice):
+    assert not [key for key in plan([*mine, f"{group}={choice}"], group) if key.startswith(f"{group}.")]
 
 
 def test_the_expected_loss_follows_the_n_grams_of_the_text_and_the_training():
@@ -185,6 +186,15 @@ def test_steps_and_validations_fill_the_time(val_tokens, seconds):
     validating = validations * min(1, share) * val_tokens / tokens * step / 3
     assert 0.9 * seconds < settings["max_steps"] * step + validating < 1.05 * seconds
     assert 2 <= validations <= 11
+
+
+def test_few_steps_have_higher_rates():
+    cfg = composed(*complete_overrides(["minutes=1"]))
+    short, long = (length(cfg, set(), a_text(tokens=10**10), 0.02, seconds) for seconds in (4, 400))
+    rates = {key: OmegaConf.select(cfg, key) for key in ("optimizer.lr", "optimizer.adam_lr")}
+    assert {key: long[key] for key in rates} == rates
+    assert short["optimizer.lr"] / short["optimizer.adam_lr"] == pytest.approx(2, rel=0.01)
+    assert 1.5 < short["optimizer.lr"] / rates["optimizer.lr"] < 3
 
 
 def test_a_small_text_is_not_repeated_without_end():
