@@ -55,7 +55,7 @@ class Text:
 
 
 def plan_run(cfg: DictConfig, folder: Path, corpus: Corpus, started: float) -> tuple[Any, ...]:
-    """Plan a run, or take the plan of the one that resumes, into `cfg`; return its parts. `started` begins its minutes."""
+    """Set the plan of the run that resumes, or a new one, in `cfg`; return its parts. Minutes count from `started`."""
     if started_together():
         raise UserError("minutes plans for one process; set max_steps instead")
     pairs = [override.partition("=")[::2] for override in HydraConfig.get().overrides.task]
