@@ -161,6 +161,8 @@ def test_a_text_sets_its_ngrams_windows_and_regularization():
     small, large = (shape(cfg, set(), a_text(tokens=n), 2, 96) for n in (50_000, 50_000_000))
     assert small["model.ngram_dropout"] > large["model.ngram_dropout"] == 0
     assert small["optimizer.ngram_weight_decay"] > large["optimizer.ngram_weight_decay"] == 1
+    given = {"model.n_layer", "model.n_embd"}
+    assert shape(cfg, given, a_text(), 1, 64) == shape(cfg, given, a_text(), 4, 512)  # one size, which is measured once
     assert shape(cfg, set(), a_text(ngram=1), 2, 96)["model.ngram"] == 0  # no n-gram predicts better than frequencies
     assert shape(cfg, set(), a_text(ngram=7), 2, 96)["model.ngram"] == 7
     texts = (50_000, 10**6), (10**9, 10**6), (10**9, 10**8), (10**6, 10**8)  # tokens of the text, and of the training
