@@ -148,7 +148,7 @@ def shape(cfg: DictConfig, given: set[str], text: Text, n_layer: int, n_embd: in
 
 def windows(text: Text, tokens: float, possible: float = inf) -> Settings:
     """Return windows, and tables for their n-grams, of a training on `tokens`; the time allows `possible` tokens."""
-    block_size = power_of_two(min(256 * (tokens / 1.6e6) ** 0.45, 1024, text.val_tokens - 1))
+    block_size = power_of_two(min(max(128, 256 * (tokens / 1.6e6) ** 0.45), 1024, text.val_tokens - 1))
     per_step = min(2048, 2048 * (text.tokens / 1e6) ** 0.33, possible / LEAST_STEPS)
     rows = text.distinct_ngrams / 6 * max(1, min(tokens, text.tokens) / COUNTED_TOKENS) ** 0.5
     batch_size, buckets = max(4, round(per_step / block_size)), max(8192, power_of_two(rows))

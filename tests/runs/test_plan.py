@@ -169,11 +169,11 @@ def test_a_text_sets_its_ngrams_windows_and_regularization():
     rows = [windows(a_text(tokens=n), trained)["model.ngram_buckets"] for n, trained in texts]
     assert rows[0] == rows[1] == rows[3] < rows[2]  # the tables hold the n-grams that the training reads
     blocks = [windows(a_text(), tokens)["model.block_size"] for tokens in (1e5, 1e6, 1e7, 1e8)]
-    assert blocks == [64, 128, 512, 1024]
+    assert blocks == [128, 128, 512, 1024]
     assert windows(a_text(val_tokens=40), 1e7)["model.block_size"] == 32
     short = windows(a_text(), 1e5, 1e5)  # fewer tokens per step rather than fewer steps
     assert 1e5 / short["data.batch_size"] / short["model.block_size"] == pytest.approx(150, rel=0.05)
-    assert windows(a_text(), 1e5)["data.batch_size"] == 32  # unless the steps are given, and the time allows more
+    assert windows(a_text(), 1e5)["data.batch_size"] == 16  # unless the steps are given, and the time allows more
 
 
 @pytest.mark.parametrize("val_tokens", [2_000, 100_000, 100_000_000])
