@@ -38,7 +38,7 @@ MEASURING = 0.005  # of the time at most, to measure a size
 MOST_REPEATS = 3  # of the layers
 TRAINER = 1.05  # time of a step of the Trainer, with the EMA and metrics, relative to one that is measured
 OVERHEAD = 5.0  # seconds for the start of the Trainer, the last sample, its originality and the curves
-VALIDATING, MOST_VALIDATIONS = 0.05, 10  # of the time, and of all, at most
+VALIDATING, MOST_VALIDATIONS = 0.05, 10  # share of the time and number of validations, at most
 
 Settings = dict[str, Any]  # by key, such as "model.n_embd"
 
@@ -88,7 +88,9 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
     Raises:
         UserError: the text is too short to plan for, or the time for a step.
     """
-    text, budget = read_text(corpus), max(0.0, deadline - time.perf_counter())
+    text, budget = read_text(corpus), deadline - time.perf_counter()
+    if budget <= 0:
+        raise UserError(f"minutes={cfg.minutes:g} end before the text is prepared; give more minutes")
     candidates: list[tuple[float, float, Settings]] = []  # with reducible loss, and seconds of a step
     for size in SIZES:
         settings = without(given, shape(cfg, given, text, *size) | windows(text, MEASURED_TOKENS))
@@ -174,7 +176,7 @@ def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: f
     validations = int(min(MOST_VALIDATIONS, max(2, VALIDATING * seconds / whole)))
     part = min(1.0, VALIDATING * seconds / (validations * whole))  # of the validation split
     steps = most if "max_steps" in given else min(most, int((seconds - validations * part * whole) / step))
-    faster = (800 / min(800, max(100, steps))) ** 0.5  # than the rates of muon_fast
+    scale = (800 / min(800, max(100, steps))) ** 0.5  # few steps need higher learning rates
     batches = part * text.val_tokens / cfg.model.block_size / cfg.data.eval_batch_size
     return {
         "max_steps": steps,
@@ -182,16 +184,13 @@ def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: f
         "eval_batches": None if part == 1 else max(1, int(batches)),
         "ema_decay": round(1 - 1 / max(2, 0.05 * steps), 4),
         "schedule.warmup_steps": min(100, steps // 100),
-        **{f"optimizer.{name}": round(faster * rate, 4) for name, rate in (("lr", 0.02), ("adam_lr", 0.01))},
+        **{f"optimizer.{x}": round(scale * cfg.optimizer[x], 4) for x in ("lr", "adam_lr") if x in cfg.optimizer},
     }
 
 
 def reducible_loss(parameters: int, tokens: float, text: Text) -> float:
-    """Return the reducible loss: powers of parameters and tokens (https://arxiv.org/abs/2203.15556).
-
-    Tokens that are repeated are worth less (https://arxiv.org/abs/2305.16264).
-    """
-    fresh = 4 * text.tokens * (1 - exp(-tokens / (4 * text.tokens)))
+    """Return the reducible loss: powers of parameters and tokens (https://arxiv.org/abs/2203.15556)."""
+    fresh = 4 * text.tokens * (1 - exp(-tokens / (4 * text.tokens)))  # repeats: https://arxiv.org/abs/2305.16264
     return 2.5 * parameters**-0.3 + 240 * max(1, fresh) ** -0.5
 
 
@@ -205,7 +204,7 @@ def expected_loss(cfg: DictConfig, text: Text) -> tuple[float, float]:
     """Return the expected loss of a run, in nats per token, and half of its 90 % interval."""
     tokens = useful_tokens(cfg, {"max_steps"}, text)
     reducible = reducible_loss(cfg.model.layer_repeats * parameters(cfg), tokens, text)
-    loss = (0.74 + 0.4 * reducible * min(1, text.tokens / COUNTED_TOKENS) ** 0.3) * text.ngram_loss
+    loss = (0.74 + 0.4 * reducible * min(1, text.tokens / 1e6) ** 0.3) * text.ngram_loss
     loss *= max(1, min(tokens, text.tokens) / COUNTED_TOKENS) ** -0.1  # learns from more than is counted
     return loss, 0.15 * loss
 

@@ -233,8 +233,8 @@ def test_too_little_text_is_an_error(mine, tmp_path):
     [
         (["minutes=0"], "minutes must be a finite number > 0, or null, got 0"),
         (["minutes=soon"], "minutes must be a finite number > 0, or null, got soon"),
-        (["minutes=1e-4"], "minutes=0.0001 end before the first step, of "),
-        (["minutes=0.02"], "minutes=0.02 end before the first step, of "),
+        (["minutes=1e-4"], "minutes=0.0001 end before the text is prepared; give more minutes"),
+        (["minutes=0.02"], "minutes=0.02 end before the "),
         (["experiment=fast_cpu"], "minutes plans a new model, but experiment=fast_cpu sets one; remove one of the two"),
         (["trainer.devices=2"], "trainer.devices must be 1 with minutes, which plans for one device, got 2"),
     ],
