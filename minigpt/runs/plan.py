@@ -190,7 +190,7 @@ def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: f
 
 def reducible_loss(parameters: int, tokens: float, text: Text) -> float:
     """Return the reducible loss: powers of parameters and tokens (https://arxiv.org/abs/2203.15556)."""
-    fresh = 4 * text.tokens * (1 - exp(-tokens / (4 * text.tokens)))  # repeats: https://arxiv.org/abs/2305.16264
+    fresh = 2 * text.tokens * (1 - exp(-tokens / (2 * text.tokens)))  # repeats: https://arxiv.org/abs/2305.16264
     return 2.5 * parameters**-0.3 + 240 * max(1, fresh) ** -0.5
 
 
@@ -204,7 +204,7 @@ def expected_loss(cfg: DictConfig, text: Text) -> tuple[float, float]:
     """Return the expected loss of a run, in nats per token, and half of its 90 % interval."""
     tokens = useful_tokens(cfg, {"max_steps"}, text)
     reducible = reducible_loss(cfg.model.layer_repeats * parameters(cfg), tokens, text)
-    loss = (0.74 + 0.4 * reducible * min(1, text.tokens / 1e6) ** 0.3) * text.ngram_loss
+    loss = (0.62 + 0.7 * reducible * min(1, text.tokens / 1e6) ** 0.3) * text.ngram_loss
     loss *= max(1, min(tokens, text.tokens) / COUNTED_TOKENS) ** -0.1  # learns from more than is counted
     return loss, 0.15 * loss
 
