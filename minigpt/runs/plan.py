@@ -204,7 +204,7 @@ def expected_loss(cfg: DictConfig, text: Text) -> tuple[float, float]:
     """Return the expected loss of a run, in nats per token, and half of its 90 % interval."""
     tokens = useful_tokens(cfg, {"max_steps"}, text)
     reducible = reducible_loss(cfg.model.layer_repeats * parameters(cfg), tokens, text)
-    loss = (0.62 + 0.7 * reducible * min(1, text.tokens / 1e6) ** 0.3) * text.ngram_loss
+    loss = (0.7 + 0.5 * reducible * min(1, text.tokens / 1e6) ** 0.3) * text.ngram_loss
     loss *= max(1, min(tokens, text.tokens) / COUNTED_TOKENS) ** -0.1  # learns from more than is counted
     return loss, 0.15 * loss
 
