@@ -1,17 +1,16 @@
-"""How a run is spread over processes: DDP, FSDP2 and DiLoCo."""
+"""How a run is spread over processes: DDP and FSDP2."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from torch import distributed, nn
+from torch import distributed
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, OptimStateKeyType, fully_shard
 
 from minigpt.checkpoints.resume import read_unaveraged
-from minigpt.distributed.process_group import gather_objects, keeps_files
+from minigpt.distributed.process_group import keeps_files
 from minigpt.model import GPT
 
 
@@ -91,76 +90,3 @@ class FSDP(ModelParallelStrategy):
         rest = [content]
         distributed.broadcast_object_list(rest)
         return rest[0]
-
-
-class DiLoCo(DDP):
-    """Workers that train apart and average what they learned every `outer_every` steps (https://arxiv.org/abs/2311.08105).
-
-    The mean change of the weights is the gradient of an outer optimizer, SGD with Nesterov momentum. Each worker keeps
-    the state of its own optimizer.
-
-    Args:
-        outer_every: optimizer steps between two averages; there is one more before every validation.
-        outer_lr, outer_momentum: learning rate and momentum of the outer optimizer.
-        compress: send the changes in bfloat16, half the bytes.
-    """
-
-    def __init__(
-        self,
-        *,
-        outer_every: int = 20,
-        outer_lr: float = 0.7,
-        outer_momentum: float = 0.8,
-        **options: Any,
-    ) -> None:
-        super().__init__(**options)
-        self.outer_every, self.outer_lr, self.outer_momentum = outer_every, outer_lr, outer_momentum
-        self.outer: torch.optim.SGD  # of the weights as of the last outer step
-
-    def _setup_model(self, model: nn.Module) -> Any:
-        return model  # no replica: gradients stay with the worker
-
-    def _register_ddp_hooks(self) -> None:
-        """Do nothing: there is no replica."""
-
-    def setup_optimizers(self, trainer: Any) -> None:
-        super().setup_optimizers(trainer)
-        self.trainer, self.weights = trainer, [p for p in trainer.lightning_module.parameters() if p.requires_grad]
-        shared = [nn.Parameter(p.detach().clone()) for p in self.weights]
-        self.outer = torch.optim.SGD(shared, lr=self.outer_lr, momentum=self.outer_momentum, nesterov=True)
-
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().optimizer_step(*args, **kwargs)
-        step = self.trainer.global_step + 1
-        validates = step * self.trainer.accumulate_grad_batches % self.trainer.val_check_batch == 0
-        if step % self.outer_every == 0 or validates:  # checkpoints are of weights that all workers have
-            self.outer_step()
-        return result
-
-    @torch.no_grad()
-    def outer_step(self) -> None:
-        """Average the changes of all workers since the last outer step, and continue from the same weights."""
-        shared = self.outer.param_groups[0]["params"]
-        changes = torch._foreach_sub(shared, self.weights)
-        sent = torch.cat([change.flatten() for change in changes])
-        mean = self.reduce(sent.bfloat16() if self.compress else sent).to(sent.dtype)
-        for p, change in zip(shared, mean.split([p.numel() for p in shared]), strict=True):
-            p.grad = change.view_as(p)
-        self.outer.step()
-        torch._foreach_copy_(self.weights, shared)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Add the outer momentum and every worker's optimizer state; called on all ranks, after an outer step."""
-        workers = gather_objects(checkpoint["optimizer_states"][0])
-        momentum = [self.outer.state[p]["momentum_buffer"] for p in self.outer.param_groups[0]["params"]]
-        checkpoint["diloco"] = {"workers": workers, "momentum": momentum}
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore a worker; one more than the checkpoint has starts as a copy of another."""
-        if saved := checkpoint.get("diloco"):
-            mine = saved["workers"][self.global_rank % len(saved["workers"])]
-            checkpoint = {**checkpoint, "optimizer_states": [mine]}
-            for p, buffer in zip(self.outer.param_groups[0]["params"], saved["momentum"], strict=True):
-                self.outer.state[p]["momentum_buffer"] = buffer.to(p.device)
-        super().load_optimizer_state_dict(checkpoint)

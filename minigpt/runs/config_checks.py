@@ -95,8 +95,6 @@ def check_run(cfg: DictConfig) -> None:
     if cfg.get("minutes") is not None:
         require("pause_at", cfg.pause_at, lambda step: step is None, "null with minutes")
         require("trainer.devices", cfg.trainer.devices, lambda n: n == 1, "1 with minutes, which plans for one device")
-    if OmegaConf.select(cfg, "trainer.strategy.outer_every") is not None:
-        require("ema_decay", cfg.ema_decay, lambda decay: decay is None, "null with trainer=diloco")
     tokenizer, model = cfg.get("tokenizer", {}).get("name"), cfg.get("model")  # scripts/prepare.py has no model
     if cfg.get("init_from") is not None:  # the architecture is compared with that of the weights
         require("tokenizer", tokenizer, *one_of(["pretrained"]), "a run with init_from has its tokenizer")
@@ -128,15 +126,15 @@ _MODELS = "a run folder, a checkpoint, or a folder or id of Hugging Face"
 _RULES: dict[checks.Rule, tuple[str, ...]] = {
     POSITIVE_INT: (
         *("max_steps", "eval_every", "log_every", "data.batch_size", "data.eval_batch_size"),
-        *("optimizer.newton_schulz_steps", "trainer.accumulate_grad_batches", "trainer.strategy.outer_every"),
+        *("optimizer.newton_schulz_steps", "trainer.accumulate_grad_batches"),
     ),
     or_null(POSITIVE_INT): ("eval_batches", "pause_at", "checkpoint_blocks", "data.threads", "originality"),
     checks.NON_NEGATIVE_INT: ("seed", "data.overfit_batches", "schedule.warmup_steps"),
-    checks.POSITIVE: ("collective_timeout", "optimizer.lr", "optimizer.adam_lr", "trainer.strategy.outer_lr"),
+    checks.POSITIVE: ("collective_timeout", "optimizer.lr", "optimizer.adam_lr"),
     or_null(checks.POSITIVE): ("minutes", "trainer.gradient_clip_val"),
     checks.NON_NEGATIVE: ("data.cache_gb", "optimizer.weight_decay", "optimizer.ngram_weight_decay"),
     checks.FRACTION: ("optimizer.momentum",),
-    checks.OPEN_FRACTION: ("data.val_fraction", "trainer.strategy.outer_momentum"),
+    checks.OPEN_FRACTION: ("data.val_fraction",),
     or_null(checks.OPEN_FRACTION): ("ema_decay",),
     checks.CLOSED_FRACTION: ("schedule.final_lr_frac",),
     checks.BOOLEAN: ("trainer.strategy.compress", "trainer.strategy.reshard_after_forward"),

@@ -41,7 +41,7 @@ def build_trainer(cfg: DictConfig, folder: Path, *callbacks: Callback) -> L.Trai
     callbacks = (lightning_workarounds.LightningWorkarounds(), *callbacks, *instantiate_group(cfg.callbacks))
     callbacks += () if cfg.ema_decay is None else (EMACallback(cfg.ema_decay),)
     options = instantiate(cfg.trainer, _convert_="all")
-    callbacks += (GracefulShutdown(sync_every=getattr(options["strategy"], "outer_every", cfg.log_every)),)
+    callbacks += (GracefulShutdown(sync_every=cfg.log_every),)
     started = started_together()
     if started:
         options["num_nodes"], per_node = started
