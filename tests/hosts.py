@@ -1,7 +1,7 @@
-"""Hosts on one machine: network namespaces with an address, a host name and a disk of their own, joined by a switch.
+"""Hosts on one machine: network namespaces with an address and a host name of their own, joined by a switch.
 
-`with start_hosts(2, folder) as hosts:` needs root and iproute2. Processes of a host see its network alone, and its own
-folder at the path `disk`, which is the same path on all hosts.
+`with start_hosts(2, folder) as hosts:` needs root and iproute2. Processes of a host see its network alone, and run in
+`hosts.disk`, a folder that all hosts share.
 """
 
 import os
@@ -23,7 +23,7 @@ needs_hosts = pytest.mark.skipif(
 )
 
 # In namespaces of mounts and of the host name; nothing of it stays after the process.
-_ENTER = 'mount --bind "$0" "$1" && mount --bind "$2" /etc/hosts && hostname "$3" && cd "$1" && shift 3 && exec "$@"'
+_ENTER = 'mount --bind "$0" /etc/hosts && hostname "$1" && cd "$2" && shift 2 && exec "$@"'
 
 
 class Hosts:
@@ -32,17 +32,16 @@ class Hosts:
     def __init__(self, n: int, folder: Path) -> None:
         self.names = [chr(ord("a") + host) for host in range(n)]
         self.addresses = [f"10.83.0.{host + 1}" for host in range(n)]
-        self.disk, self.folders = folder / "disk", [folder / name for name in self.names]
-        self._table = folder / "etc_hosts"
+        self.disk, self._table = folder / "disk", folder / "etc_hosts"
         self._namespaces = [f"minigpt-{os.getpid()}-{name}" for name in self.names]
         self._switch = f"minigpt-{os.getpid()}-switch"
 
     def run(self, host: int, command: Sequence[str], env: Mapping[str, str] = {}, **options: Any) -> Any:
-        """Start a command on a host, in its `disk`; options are those of `subprocess.Popen`."""
+        """Start a command on a host, in `disk`; options are those of `subprocess.Popen`."""
         network = f"--net=/run/netns/{self._namespaces[host]}"  # `ip netns exec` would hide /sys/fs/cgroup of SLURM
         start = ["nsenter", network, "unshare", "--uts", "--mount", "sh", "-c", _ENTER]
-        paths = [str(self.folders[host]), str(self.disk), str(self._table), self.names[host]]
-        return subprocess.Popen([*start, *paths, *command], env={**os.environ, **env}, **options)
+        place = [str(self._table), self.names[host], str(self.disk)]
+        return subprocess.Popen([*start, *place, *command], env={**os.environ, **env}, **options)
 
     def processes(self, host: int) -> list[int]:
         """Return the ids of the live processes of a host."""
@@ -75,7 +74,6 @@ class Hosts:
         _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
         _ip("-n", self._switch, "link", "set", "bridge", "up")
         for name, namespace, address in zip(self.names, self._namespaces, self.addresses, strict=True):
-            self.folders[self.names.index(name)].mkdir()
             peer = ["type", "veth", "peer", "name", "eth0", "netns", namespace]
             _ip("-n", self._switch, "link", "add", "name", name, "master", "bridge", *peer)
             _ip("-n", self._switch, "link", "set", "dev", name, "up")
@@ -93,7 +91,7 @@ class Hosts:
 
 @contextmanager
 def start_hosts(n: int, folder: Path) -> Iterator[Hosts]:
-    """Start `n` hosts with their disks in `folder`; kill their processes and remove them at the end."""
+    """Start `n` hosts with their disk in `folder`; kill their processes and remove them at the end."""
     hosts = Hosts(n, folder)
     try:
         hosts._start()

@@ -1,7 +1,6 @@
 """What the ranks that torchrun or srun starts exchange, in one process group from before the data is prepared.
 
-Hosts need no shared disk: all ranks use the command line of rank 0, each host prepares its own token files, the files
-of a run are copied to hosts that lack them, and an error on one host before training ends all ranks with its message.
+Hosts share a disk. All ranks use the command line of rank 0, and an error of one before training ends all of them.
 """
 
 import atexit
@@ -9,22 +8,24 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
-from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
-from minigpt.distributed.ranks import started_together
+from minigpt.distributed.ranks import restarts, started_together
 from minigpt.utils.cli import error_text, explain
 from minigpt.utils.errors import RunError, UserError
-from minigpt.utils.files import atomic_write
-from minigpt.utils.terminal import is_rank_zero, warn
+from minigpt.utils.terminal import warn
 
 START = timedelta(minutes=2)  # that ranks wait for each other to start
 PATIENCE = timedelta(minutes=30)  # the same while they prepare the data, and at most while they save
-_CHUNK_BYTES = 1 << 26
+
+
+class LostRank(RunError):
+    """A collective failed on this rank, because another one ended or lost its network."""
+
+    def __init__(self) -> None:
+        super().__init__("a rank ended or lost the network; see the logs of the others, and resume with resume=auto")
 
 
 def join_ranks() -> None:
@@ -36,8 +37,7 @@ def join_ranks() -> None:
     from torch import distributed
 
     env, address = os.environ, dict[str, Any]()  # torchrun sets environment variables
-    shares_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if shares_store and env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and started[0] > 1:
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and restarts() and started[0] > 1:
         warn("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or torchrun cannot restart without the host of rank 0")
     if "TORCHELASTIC_RUN_ID" not in env:
         from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -58,7 +58,7 @@ def gather_objects(mine: Any) -> list[Any]:
     """Return every rank's object, by rank, with tensors on the CPU; all ranks must call it.
 
     Raises:
-        RunError: a rank ended or lost its network.
+        LostRank: a rank ended or lost its network.
     """
     if not (group := _group()):
         return [mine]
@@ -70,7 +70,7 @@ def gather_objects(mine: Any) -> list[Any]:
     try:
         group.all_gather_object(objects, mine)
     except RuntimeError as error:
-        raise RunError("a rank ended or lost the network; see the logs of the others") from error
+        raise LostRank from error
     return objects
 
 
@@ -90,52 +90,6 @@ def shared_errors() -> Iterator[None]:
         shared = (UserError if code == UserError.exit_code else RunError)(f"host {host}: {text}")
         shared.of_all_ranks = True
         raise shared from raised
-
-
-def check_same_corpus(name: str, sha256: str) -> None:
-    """Raise UserError if the ranks have different texts."""
-    (host, text), *others = gather_objects((platform.node(), f"{name} of checksum {sha256}"))
-    for other, found in others:
-        if found != text:
-            texts = f"host {host} has {text} but host {other} has {found}"
-            raise UserError(f"all hosts need the same text: {texts}; copy it from one to the other")
-
-
-def keeps_files(folder: Path) -> bool:
-    """Whether this rank is the first of those that share the disk of a run folder; all ranks must call it."""
-    return _is_first_on_disk(folder) if _group() else is_rank_zero()
-
-
-@cache
-def _is_first_on_disk(folder: Path) -> bool:
-    token, me = gather_objects(uuid4().hex)[0], _group().get_rank()
-    folder.mkdir(parents=True, exist_ok=True)
-    mark = folder / f".{token}.{me}.partial"
-    mark.touch()
-    gather_objects(None)  # all marks are there
-    ranks = [int(path.suffixes[-2][1:]) for path in folder.glob(f".{token}.*.partial")]
-    gather_objects(None)  # all ranks have looked
-    mark.unlink(missing_ok=True)  # locking the folder removes partial files
-    return me == min(ranks)
-
-
-def copy_file(path: Path, source: int, target: Path, *, keep: bool) -> None:
-    """Copy a file of the rank `source`, if there is one, to the ranks that `keep` it; all ranks must call it."""
-    sends = not (group := _group()) or group.get_rank() == source
-    ranks = gather_objects((path.stat().st_size if sends and path.is_file() else None, keep and not sends))
-    size = ranks[source][0]
-    if size is None or not any(receives for _, receives in ranks):
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        original = stack.enter_context(path.open("rb")) if sends else None
-        copy = stack.enter_context(stack.enter_context(atomic_write(target)).open("wb")) if keep and not sends else None
-        for _ in range(0, size, _CHUNK_BYTES):
-            chunk = [original.read(_CHUNK_BYTES) if original else b""]
-            group.broadcast_object_list(chunk, source)
-            if copy:
-                copy.write(chunk[0])
-    gather_objects(None)  # all copies are complete
 
 
 def set_timeout(timeout: timedelta) -> None:

@@ -10,14 +10,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, OptimStateKeyType, fully_shard
 
 from minigpt.checkpoints.resume import read_unaveraged
-from minigpt.distributed.process_group import keeps_files
 from minigpt.model import GPT
 
 
 class DDP(DDPStrategy):
     """One replica of the model per device; gradients are averaged while the backward pass computes them.
-
-    Every host writes the checkpoints, so that a run continues without any one of them.
 
     Args:
         compress: send gradients in bfloat16, half the bytes. Lightning's `ddp_comm_hook` acts on GPUs alone.
@@ -35,16 +32,6 @@ class DDP(DDPStrategy):
         if self.compress:  # the lambda passes a check that refuses gloo, which can sum bfloat16 too
             replica.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
         return replica
-
-    @property
-    def saves(self) -> bool:
-        """Whether this rank writes checkpoints: one on each disk."""
-        assert self.lightning_module is not None
-        return keeps_files(Path(self.lightning_module.trainer.default_root_dir))
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self.saves:
-            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
 
 class FSDP(ModelParallelStrategy):
@@ -78,7 +65,7 @@ class FSDP(ModelParallelStrategy):
 
         assert self.model is not None
         content: dict[str, Any] = {"state_dict": {}, "optimizer_states": [{}]}
-        if self.global_rank == 0:  # only its host needs the file
+        if self.global_rank == 0:
             content = read_unaveraged(Path(checkpoint_path))
         (optimizer,), (state,) = self.optimizers, content["optimizer_states"]
         content["optimizer_states"] = []

@@ -8,8 +8,6 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from minigpt.checkpoints.find import BEST, LAST
 from minigpt.checkpoints.format import hardlink_or_copy
-from minigpt.distributed.process_group import copy_file
-from minigpt.runs.run_dir import METRICS, SAMPLES
 from minigpt.utils.checks import POSITIVE_INT
 from minigpt.utils.errors import require
 
@@ -37,17 +35,15 @@ class CheckpointCallback(Checkpoint):
         file, state = Path(str(trainer.ckpt_path)), checkpoint["callbacks"].get(self.state_key)
         if state and file.resolve().parent == self.folder.resolve():
             self.best = state["best"]
-            if saves(trainer):
+            if trainer.is_global_zero:
                 self._link(file, checkpoint["global_step"])
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         step, file = trainer.global_step, self.folder / Path(LAST).name
         self.best = sorted([*self.best, (float(trainer.callback_metrics["val_loss"]), step)])[: self.save_top_k]
         trainer.save_checkpoint(file)  # called on all ranks
-        if saves(trainer):
+        if trainer.is_global_zero:
             self._link(file, step)
-        for log in (self.folder.parent / METRICS, self.folder.parent / SAMPLES):
-            copy_file(log, 0, log, keep=saves(trainer))
 
     def _link(self, file: Path, step: int) -> None:
         """Link a checkpoint that is among the best to `best` and `step-N`; remove those that no longer are."""
@@ -58,8 +54,3 @@ class CheckpointCallback(Checkpoint):
             hardlink_or_copy(file, best[step])
             for old in {*self.folder.glob("step-*.safetensors")} - {*best.values()}:
                 old.unlink()
-
-
-def saves(trainer: L.Trainer) -> bool:
-    """Whether this rank writes checkpoints: rank 0, and with DDP one rank of each host."""
-    return getattr(trainer.strategy, "saves", trainer.is_global_zero)

@@ -12,6 +12,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from omegaconf import DictConfig, OmegaConf
+from torch.distributed import DistError
 
 from minigpt import __version__
 from minigpt.checkpoints.find import BEST
@@ -21,11 +22,11 @@ from minigpt.checkpoints.resume import find_resumed
 from minigpt.config import GPTConfig
 from minigpt.data.checksums import CHECKSUM_CACHE
 from minigpt.data.token_files import Corpus
-from minigpt.distributed.lost_ranks import LostRanks
-from minigpt.distributed.process_group import copy_file, gather_objects, keeps_files, shared_errors
+from minigpt.distributed.process_group import LostRank, gather_objects, shared_errors
 from minigpt.distributed.ranks import started_together
 from minigpt.model import GPT
 from minigpt.runs import run_dir
+from minigpt.runs.collective_timeout import CollectiveTimeout
 from minigpt.runs.config_checks import partial_from_config
 from minigpt.runs.history import plot_curves
 from minigpt.runs.lightning_workarounds import is_resume_error
@@ -70,17 +71,17 @@ def fit(
         origin["init_from"] = before.get("init_from") if resume else pretrained.provenance(checksum_cache)
     run_dir.truncate_logs(folder, step)
 
-    metrics, state, ranks = MetricsCallback(cfg, started=started), ResumeState(saved), LostRanks(cfg.collective_timeout)
+    metrics, state = MetricsCallback(cfg, started=started), ResumeState(saved)
     torch.manual_seed(cfg.seed)
     with shared_errors():
         module = build_module(cfg, pretrained.load(config).train() if pretrained and not resume else GPT(config))
-        trainer = build_trainer(cfg, folder, metrics, state, ranks)
+        trainer = build_trainer(cfg, folder, metrics, state, CollectiveTimeout(cfg.collective_timeout))
         trainer.precision_plugin.convert_module(module)  # Lightning does after it loads a checkpoint into the module
     torch.manual_seed(cfg.seed + trainer.global_rank)  # a dropout mask per rank
 
     outcome: dict[str, Any] = {"status": "failed", "reason": "", "stopped_early": False}
     try:
-        with recorded_outcome(outcome, trainer, state, ranks, resume):
+        with recorded_outcome(outcome, trainer, state, resume):
             for logger in trainer.loggers:
                 logger.log_hyperparams(settings)
             trainer.fit(module, TokenDataModule(corpus, cfg), ckpt_path=resume)
@@ -88,7 +89,6 @@ def fit(
             sample, copied = ("", None) if ended["status"] == "paused" else sample_best(trainer, module, corpus, cfg)
         outcome |= ended | {"originality": copied}
     finally:
-        ranks.close()
         summary = metrics.summary(trainer, module) | outcome | origin
         summary |= {"seed": cfg.seed, "eval_batches": cfg.eval_batches, "tokenizer": corpus.tokenizer.to_dict()["name"]}
         if cfg.minutes is not None:
@@ -102,7 +102,7 @@ def fit(
 
 @contextmanager
 def recorded_outcome(
-    outcome: dict[str, Any], trainer: L.Trainer, state: ResumeState, ranks: LostRanks, resume: Path | None
+    outcome: dict[str, Any], trainer: L.Trainer, state: ResumeState, resume: Path | None
 ) -> Iterator[None]:
     """Record how a training fails or is interrupted, and raise its error in the terms of a user."""
     try:
@@ -113,9 +113,8 @@ def recorded_outcome(
     except Exception as error:
         if resume and not state.training_began and is_resume_error(error):
             error = UserError(f"{resume} does not hold a run of minigpt ({type(error).__name__}: {error})")
-        where = f"after step {trainer.global_step} of {trainer.max_steps}"
-        folder = run_dir.short_path(trainer.default_root_dir)
-        error = ranks.explain(error, f"{where}; resume with resume=auto hydra.run.dir={folder}")
+        if isinstance(error, DistError) or "/gloo/" in str(error):  # gloo raises RuntimeError with a path of its source
+            error = LostRank()
         outcome["reason"] = error_text(error)
         raise error
 
@@ -134,31 +133,14 @@ def ending(trainer: L.Trainer, max_steps: int) -> dict[str, Any]:
 def find_checkpoint_of_ranks(
     cfg: DictConfig, folder: Path, saved: dict[str, Any]
 ) -> tuple[Path | None, int, dict[str, Any], dict[str, Any] | None]:
-    """Return what `find_resumed` does and the summary of a run that is complete, the same on all ranks.
-
-    With resume=auto, the newest checkpoint of all hosts is copied to the hosts that have an older one or none, with the
-    best one and the logs. Another checkpoint need be on the host of rank 0 only.
-    """
-    auto, keeps = cfg.resume == "auto", keeps_files(folder)
-    found: Any = None, -1, {}, None
+    """Return what `find_resumed` does and the summary of a run that is complete, the same on all ranks."""
+    found: Any = None
     with shared_errors():
-        if started_together() is None or (keeps if auto else is_rank_zero()):  # Lightning's own processes all search
+        if started_together() is None or is_rank_zero():  # Lightning's own processes all search
             path, step, before = find_resumed(cfg.resume, folder, saved)
-            done = run_dir.completed_summary(folder, step, cfg.max_steps) if auto and path else None
-            found = path, step, before, done
-    ranks = gather_objects(found)
-    done = next((done for *_, done in ranks if done), None)
-    source = max(range(len(ranks)), key=lambda rank: ranks[rank][1])  # the first of equals
-    path, step, before, _ = ranks[source]
-    if path is None or done:
-        return None, step, before, done
-    ours = path.is_relative_to(folder)
-    copy = path if ours else folder / ".resumed.partial"
-    keeps &= "FSDP" not in str(cfg.trainer.strategy) or is_rank_zero()  # FSDP reads the file on rank 0 alone
-    copy_file(path, source, copy, keep=keeps)
-    for file in (folder / name for name in (BEST, run_dir.METRICS, run_dir.SAMPLES) if ours):
-        copy_file(file, source, file, keep=keeps)
-    return copy if copy.exists() else path, step, before, None
+            resumes = cfg.resume == "auto" and path is not None
+            found = path, step, before, run_dir.completed_summary(folder, step, cfg.max_steps) if resumes else None
+    return gather_objects(found)[0]
 
 
 def build_module(cfg: DictConfig, model: GPT) -> LanguageModel:

@@ -14,11 +14,11 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from minigpt.distributed.process_group import keeps_files
+from minigpt.distributed.ranks import restarts
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write, read_json, write_json
 from minigpt.utils.scripts import INSTALLED, ROOT, usage
-from minigpt.utils.terminal import escape_control_chars, sanitize_line, warn
+from minigpt.utils.terminal import escape_control_chars, is_rank_zero, sanitize_line, warn
 
 METRICS, CURVES, SAMPLES, SUMMARY, LOG = "metrics.csv", "curves.png", "samples.txt", "summary.json", "log.txt"
 LATEST = "latest"  # link to the newest run, beside the run folders
@@ -39,11 +39,12 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
     Raises:
         UserError: another process uses the folder, it holds a run, or it cannot be written.
     """
-    if not keeps_files(folder):
+    if not is_rank_zero():
         yield
         return
     try:
-        lock = FileLock(folder / _LOCK).acquire(timeout=2)  # is_locked holds it for a moment
+        # is_locked holds it for a moment; the rank 0 of a lost host, until its collectives time out
+        lock = FileLock(folder / _LOCK).acquire(timeout=120 if restarts() else 2)
     except Timeout as error:
         raise UserError(f"another run uses {folder}; choose another folder with hydra.run.dir=…") from error
     with lock:
@@ -99,7 +100,7 @@ def append_log(folder: Path, line: str, *, show: bool = True) -> None:
 
 def truncate_logs(folder: Path, step: int) -> None:
     """Remove metrics and samples after `step`, from which the run resumes, and the summary; 0 removes all."""
-    if not keeps_files(folder):
+    if not is_rank_zero():
         return
     (folder / SUMMARY).unlink(missing_ok=True)
     metrics, samples = folder / METRICS, folder / SAMPLES

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from minigpt.distributed.process_group import check_same_corpus, join_ranks, shared_errors
+from minigpt.distributed.process_group import join_ranks, shared_errors
 from minigpt.runs import run_dir
 from minigpt.runs.config_checks import load_parts
 from minigpt.runs.overrides import complete_overrides
@@ -61,7 +61,6 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
         try:
             with shared_errors():
                 parts = load_parts(cfg, folder=folder)
-            check_same_corpus(parts[0].name, parts[0].sha256)
             with fast_imports():  # of heavy packages, after every setting is checked
                 from minigpt.runs.fit import fit
                 from minigpt.runs.plan import plan_run

@@ -1,4 +1,4 @@
-"""Runs on several hosts without a shared disk, started with torchrun on each, and the loss of one of them."""
+"""Runs on several hosts that share a disk, started with torchrun on each, and the loss of some of them."""
 
 import os
 import random
@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -34,13 +34,12 @@ pytestmark = [needs_hosts, pytest.mark.slow]
 
 @pytest.fixture
 def start(tmp_path: Path, text: Path) -> Iterator[Callable[[int], Hosts]]:
-    """Start hosts, each with its own copy of the text."""
+    """Start hosts with the text on their disk."""
     with ExitStack() as stack:
 
         def start(n: int) -> Hosts:
             hosts = stack.enter_context(start_hosts(n, tmp_path))
-            for folder in hosts.folders:
-                shutil.copy(text, folder / "fox.txt")
+            shutil.copy(text, hosts.disk / "fox.txt")
             return hosts
 
         yield start
@@ -58,7 +57,8 @@ def start_host(hosts: Hosts, host: int, overrides: list[str], options: list[str]
     torchrun += [option.format(n=len(hosts.names), host=host) for option in options]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     env = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": paths}
-    command = [*torchrun, str(ROOT / "scripts/train.py"), *overrides, *SETTINGS]
+    sooner = ["collective_timeout=10"] if SOONER else []
+    command = [*torchrun, str(ROOT / "scripts/train.py"), *overrides, *SETTINGS, *sooner]
     with NamedTemporaryFile("w", dir=hosts.disk.parent, delete=False) as log:  # a pipe could be full
         launcher = hosts.run(host, command, env, stdout=log, stderr=subprocess.STDOUT)
     launcher.log = Path(log.name)
@@ -79,15 +79,6 @@ def finish(launchers: list[Any], code: int) -> list[str]:
     return printed
 
 
-def wait_for(file: Path, launchers: list[Any]) -> None:
-    wait_until(lambda: file.exists() or any(launcher.poll() is not None for launcher in launchers))
-    assert file.exists()
-
-
-def errors(printed: str) -> list[str]:
-    return [line for line in printed.splitlines() if line.startswith(("error", "warning"))]
-
-
 def losses(folder: Path) -> dict[str, list[tuple[int, float]]]:
     columns = read_metrics(folder / "metrics.csv")
     return {name: columns[name] for name in ("train_loss", "val_loss", "grad_norm")}
@@ -102,11 +93,6 @@ def one_process(settings: list[str]) -> list[str]:
     return [setting for setting in settings if not setting.startswith(("trainer=", "trainer.accelerator"))]
 
 
-def files(folder: Path) -> set[str]:
-    """Return the files and folders beside the text and the data."""
-    return {path.name for path in folder.iterdir()} - {"fox.txt", "data"}
-
-
 CASES = {
     "ddp with muon-2x2": (2, 2, [*DDP, *MUON, "ema_decay=0.9", "data.batch_size=10"], 1e-6),  # 3, 3, 2, 2 sequences
     # Matrices are orthogonalized in bfloat16, whose rounding grows with the learning rate.
@@ -115,7 +101,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("n_hosts", "ranks", "settings", "rel"), CASES.values(), ids=CASES)
-def test_hosts_give_the_losses_of_one_process_and_the_first_holds_the_run(
+def test_hosts_give_the_losses_of_one_process(
     start: Callable[[int], Hosts],
     small: list[str],
     train: Callable[..., Any],
@@ -126,46 +112,13 @@ def test_hosts_give_the_losses_of_one_process_and_the_first_holds_the_run(
     rel: float,
 ) -> None:
     hosts = start(n_hosts)
-    overrides = [*small, *settings, *TRAINING, "hydra.run.dir=run"]
-    first, *others = finish(torchrun(hosts, ranks, overrides), code=0)
-    assert errors(first) == []
+    first, *others = finish(torchrun(hosts, ranks, [*small, *settings, *TRAINING, "hydra.run.dir=run"]), code=0)
     assert f"device      {n_hosts * ranks} × cpu" in first
+    assert not any("error" in printed or "step" in printed for printed in others)
     train(*one_process(settings), *TRAINING, *SETTINGS[2:], folder=tmp_path / "one")
-    assert_close(hosts.folders[0] / "run", tmp_path / "one", rel)
-    tokens = [file.read_bytes() for file in sorted((hosts.folders[0] / "data").glob("tokens/*/*.bin"))]
-    for host, printed in enumerate(others, 1):
-        assert "step" not in printed
-        assert files(hosts.folders[host]) == (set() if "trainer=fsdp" in settings else {"run"})
-        own = sorted((hosts.folders[host] / "data").glob("tokens/*/*.bin"))
-        assert [file.read_bytes() for file in own] == tokens
+    assert_close(hosts.disk / "run", tmp_path / "one", rel)
     for host in range(n_hosts):
         assert hosts.sent_bytes(host) > PARAMETERS * 4 * STEPS  # gradients of every step
-
-
-def test_hosts_with_different_texts_or_without_one_do_not_start(
-    start: Callable[[int], Hosts], small: list[str]
-) -> None:
-    hosts = start(2)
-    (hosts.folders[1] / "fox.txt").write_text("another text " * 100)
-    overrides = [*small, *DDP, "hydra.run.dir=run"]
-    first, second = finish(torchrun(hosts, 1, overrides), code=1)  # of torchrun
-    (line,) = errors(first)
-    assert line.startswith("error: all hosts need the same text: host a has fox.txt of checksum ")
-    assert " but host b has fox.txt of checksum " in line
-    assert errors(second) == []
-    assert "exitcode  : 2" in second
-    (hosts.folders[1] / "fox.txt").unlink()
-    first, second = finish(torchrun(hosts, 2, overrides), code=1)
-    assert [line.partition(";")[0] for line in errors(first)] == ["error: host b: data.path=fox.txt does not exist"]
-    assert errors(second) == []
-    assert "exitcode  : 2" in second
-    assert [files(folder) for folder in hosts.folders] == [set(), set()]
-
-
-def rank_pid(hosts: Hosts, host: int, rank: int) -> int:
-    variable = f"\0RANK={rank}\0".encode()
-    (pid,) = (pid for pid in hosts.processes(host) if variable in Path(f"/proc/{pid}/environ").read_bytes())
-    return pid
 
 
 def kill_host(hosts: Hosts, host: int) -> None:
@@ -173,106 +126,69 @@ def kill_host(hosts: Hosts, host: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_a_slow_network_and_a_host_with_pauses_change_no_number(
-    start: Callable[[int], Hosts], small: list[str]
-) -> None:
-    hosts = start(2)
-    fast, slow = (hosts.folders[0] / name for name in ("fast", "slow"))
-    overrides = [*small, *DDP, *TRAINING]
-    finish(torchrun(hosts, 1, [*overrides, "hydra.run.dir=fast"]), code=0)
-    hosts.limit_bandwidth(20_000_000)
-    launchers = torchrun(hosts, 1, [*overrides, "hydra.run.dir=slow"])
-    wait_for(slow / "metrics.csv", launchers)
-    pid, paused = rank_pid(hosts, 1, 1), 0
-    while launchers[1].poll() is None:
-        for signum in (signal.SIGSTOP, signal.SIGCONT):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signum)
-                paused += 1
-            time.sleep(0.2)
-    finish(launchers, code=0)
-    assert paused > 2
-    assert losses(slow) == losses(fast)
-
-
-# Hosts, ranks per host, settings, the fault, and what every host prints of it.
-FAULTS: dict[str, tuple[int, int, list[str], Callable[[Hosts], None], list[str]]] = {
-    "link down": (2, 1, DDP, lambda hosts: hosts.disconnect(1), ["rank 1 (host b)", "rank 0 (host a)"]),
-    "one of four ranks": (
-        *(2, 2, FSDP, lambda hosts: os.kill(rank_pid(hosts, 1, 3), signal.SIGKILL)),
-        ["rank 3 (host b)", "rank 3 (host b)"],
-    ),
-    "first host": (3, 1, DDP, lambda hosts: kill_host(hosts, 0), ["", "rank 0 (host a)", "rank 0 (host a)"]),
+FAULTS: dict[str, tuple[int, int, list[str], Callable[[Hosts], None]]] = {
+    "cut link": (2, 1, DDP, lambda hosts: hosts.disconnect(1)),
+    "host of rank 0": (2, 2, FSDP, lambda hosts: kill_host(hosts, 0)),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_run_that_loses_a_host_ends_with_its_name_and_resumes(
-    start: Callable[[int], Hosts], small: list[str], train: Callable[..., Any], tmp_path: Path, fault: str
-) -> None:
-    n_hosts, ranks, settings, inject, lost = FAULTS[fault]
+def test_a_run_that_loses_a_host_ends_and_resumes(start: Callable[[int], Hosts], small: list[str], fault: str) -> None:
+    n_hosts, ranks, settings, inject = FAULTS[fault]
     hosts = start(n_hosts)
-    run, overrides = hosts.folders[0] / "run", [*small, "data.batch_size=12", "eval_every=20", *settings]
-    overrides += ["collective_timeout=10"] if SOONER else []
+    run, overrides = hosts.disk / "run", [*small, "data.batch_size=12", "eval_every=20", *settings]
     launchers = torchrun(hosts, ranks, [*overrides, "max_steps=1000000", "hydra.run.dir=run"])
-    wait_for(run / LAST, launchers)
+    wait_until(lambda: (run / LAST).exists() or any(launcher.poll() is not None for launcher in launchers))
     inject(hosts)
-    for printed, ranks_lost in zip(finish(launchers, code=1), lost, strict=True):
-        expected = [f"error: {ranks_lost} ended or lost the network"] if ranks_lost else []
-        assert [line.partition(" after step ")[0] for line in errors(printed) if "warmup" not in line] == expected
-    if fault != "first host":
+    printed = finish(launchers, code=1)
+    lost = "a rank ended or lost the network; see the logs of the others, and resume with resume=auto"
+    assert f"\nerror: {lost}\n" in printed[1]
+    assert "exitcode  : 1" in printed[1]  # the summary of torchrun
+    if fault == "cut link":  # rank 0 is alive
         summary = read_summary(run)
-        assert (summary["status"], summary["reason"].partition(" ended")[0]) == ("failed", lost[0])
-    kept = [(folder / "run" / LAST).exists() for folder in hosts.folders]
-    assert kept == [True, *[settings == DDP] * (n_hosts - 1)]
+        assert (summary["status"], summary["reason"]) == ("failed", lost)
 
     for host in range(n_hosts):
         hosts.reconnect(host)
-    shutil.copytree(run, tmp_path / "one")
-    longer = f"max_steps={max(read(folder / 'run' / LAST)['global_step'] for folder in hosts.folders[:1]) + 20}"
+    longer = f"max_steps={read(run / LAST)['global_step'] + 20}"
     finish(torchrun(hosts, ranks, [*overrides, longer, "hydra.run.dir=run", "resume=auto"]), code=0)
     finish(torchrun(hosts, ranks, [*overrides, longer, "hydra.run.dir=uninterrupted"]), code=0)
-    uninterrupted = hosts.folders[0] / "uninterrupted"
+    uninterrupted = hosts.disk / "uninterrupted"
     if n_hosts * ranks == 2:
         assert losses(run) == losses(uninterrupted)
         weights = (read(folder / LAST)["state_dict"].values() for folder in (run, uninterrupted))
         assert all(map(torch.equal, *weights))
-    else:  # DDP regroups gradients after the first step of a process, and a sum of more than two depends on its order
-        assert_close(run, uninterrupted, 1e-12 if settings == DDP else 1e-3)
-    single = [*one_process(settings), "data.batch_size=12", "eval_every=20", *SETTINGS[2:]]
-    train(*single, longer, "resume=auto", folder=tmp_path / "one")
-    assert_close(tmp_path / "one", uninterrupted, 1e-6 if settings == DDP else 1e-3)
+    else:  # a sum of more than two depends on its order
+        assert_close(run, uninterrupted, 1e-3)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_run_continues_without_lost_hosts_and_with_those_that_come_back(
     start: Callable[[int], Hosts], small: list[str], train: Callable[..., Any], tmp_path: Path, strategy: str
 ) -> None:
-    """Kill one host, cut the link of another, bring both back, and with DDP kill the host of rank 0.
+    """Kill one host, cut the link of another, bring both back, and kill the host of rank 0.
 
     `MINIGPT_TEST_SEED` draws other steps, and `MINIGPT_TEST_STEPS` sets how many there are.
     """
-    steps = int(os.environ.get("MINIGPT_TEST_STEPS", "150"))
+    steps = int(os.environ.get("MINIGPT_TEST_STEPS", "300"))
     draw = random.Random(int(os.environ.get("MINIGPT_TEST_SEED", "0")))
     hosts = start(3)
     hosts.limit_bandwidth(10_000_000)  # a step takes about 0.1 s
+    run = hosts.disk / "run"
     settings = [*small, f"trainer={strategy}", "data.batch_size=12", f"max_steps={steps}", "eval_every=10"]
     elastic = [*settings, "trainer.accelerator=cpu", "resume=auto", "hydra.run.dir=run"]
     elastic += ["+callbacks.slow._target_=hosts.SlowAlone"]
-    elastic += ["collective_timeout=10"] if SOONER else []
     launchers = {host: start_host(hosts, host, elastic, ELASTIC) for host in (2, 1, 0)}
-    # Torchrun meets on c, and the checkpoints of FSDP are on a.
-    killed, cut = draw.sample([0, 1], 2) if strategy == "ddp" else (1, 1)
+    killed, cut = draw.sample([0, 1], 2)  # torchrun meets on c
 
     def survive(fault: Callable[[], None], step: int) -> None:
         """Cause a fault after a step, and wait until the training has restarted and made another step."""
-        wait_until(lambda: max(map(last_step, hosts.folders)) >= step)
-        before, began = sum(map(starts, hosts.folders)), time.monotonic()
+        wait_until(lambda: last_step(run) >= step)
+        before, began = starts(run), time.monotonic()
         fault()
-        wait_until(lambda: sum(map(starts, hosts.folders)) > before)
+        wait_until(lambda: starts(run) > before)
         restarted = time.time()
-        files = [folder / "run/metrics.csv" for folder in hosts.folders]
-        wait_until(lambda: any(file.exists() and file.stat().st_mtime > restarted for file in files))
+        wait_until(lambda: (run / "metrics.csv").exists() and (run / "metrics.csv").stat().st_mtime > restarted)
         print(f"{fault.__name__} after step {step}: {time.monotonic() - began:.0f} s")  # shown by pytest -s
 
     def kill_one() -> None:
@@ -285,18 +201,16 @@ def test_a_run_continues_without_lost_hosts_and_with_those_that_come_back(
         kill_host(hosts, cut)  # after a minute without the network its torchrun would end the rendezvous of all hosts
         launchers[cut].wait(SECONDS)
         hosts.reconnect(cut)
-        for host in {killed, cut}:
+        for host in (killed, cut):
             if launchers[host].poll() is not None:
                 launchers[host] = start_host(hosts, host, elastic, ELASTIC)
 
     def kill_rank_zero() -> None:
-        kill_host(hosts, 0)
+        kill_host(hosts, 0)  # torchrun orders hosts by name
 
-    apart = [kill_one, cut_link, come_back, kill_rank_zero]
-    for i, fault in enumerate(apart if strategy == "ddp" else [kill_one, come_back, cut_link, come_back]):
+    for i, fault in enumerate([kill_one, cut_link, come_back, kill_rank_zero]):
         survive(fault, steps // 15 + i * steps // 7 + draw.randrange(steps // 10))
     printed = finish(list(launchers.values()), code=0)
-    run = hosts.folders[strategy == "ddp"] / "run"  # of rank 0 at the end
     train(*settings[len(small) + 1 :], *SETTINGS[2:], folder=tmp_path / "one")
     assert [step for step, _ in losses(run)["train_loss"]] == list(range(1, steps + 1)), printed
     expected = read(tmp_path / "one" / LAST)["state_dict"]
@@ -304,13 +218,11 @@ def test_a_run_continues_without_lost_hosts_and_with_those_that_come_back(
         assert (weight - expected[name]).norm() <= 1e-4 * expected[name].norm(), name
 
 
-def starts(folder: Path) -> int:
-    """Return how often rank 0 began to train on a host."""
-    log = folder / "run/log.txt"
-    return log.read_text().count("\ntraining ") if log.exists() else 0
+def starts(run: Path) -> int:
+    """Return how often rank 0 began to train."""
+    return (run / "log.txt").read_text().count("\ntraining ") if (run / "log.txt").exists() else 0
 
 
-def last_step(folder: Path) -> int:
-    """Return the last step in the metrics of a host."""
-    metrics = folder / "run/metrics.csv"
-    return read_metrics(metrics)["train_loss"][-1][0] if metrics.exists() else 0
+def last_step(run: Path) -> int:
+    """Return the last step in the metrics."""
+    return read_metrics(run / "metrics.csv")["train_loss"][-1][0] if (run / "metrics.csv").exists() else 0

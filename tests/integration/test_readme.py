@@ -118,7 +118,7 @@ def test_the_commands_for_two_hosts_train_one_model(text: Path, tmp_path: Path) 
             arguments = [argument.replace("HOST", "a").replace("scripts", f"{ROOT}/scripts") for argument in arguments]
             launchers.append(hosts.run(host, [sys.executable, "-m", "torch.distributed.run", *arguments, *small]))
         assert [launcher.wait(300) for launcher in launchers] == [0, 0]
-        (run,) = (path for path in (hosts.folders[0] / "runs").iterdir() if not path.is_symlink())
+        (run,) = (path for path in (hosts.disk / "runs").iterdir() if not path.is_symlink())
         assert json.loads((run / "summary.json").read_text())["world_size"] == 4
 
 
