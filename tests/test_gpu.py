@@ -12,13 +12,12 @@ from collections.abc import Callable
 from itertools import islice
 from math import isfinite
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, TEST_DEVICE, column
+from conftest import ROOT, TEST_DEVICE, column
 from ranks import train_on_ranks
 from torch import Tensor
 from torch.testing import assert_close
@@ -31,7 +30,6 @@ from minigpt.checkpoints.format import read
 from minigpt.data import batches
 from minigpt.data.batches import Batches, ValidationBatches, WindowOrder
 from minigpt.device import has_bfloat16
-from minigpt.forecast.memory import Parallelism, Sizes, memory
 from minigpt.interpret.heads import attention_maps
 from minigpt.optim import adamw, muon
 from minigpt.runs import metrics
@@ -281,41 +279,6 @@ def test_one_rank_trains_as_one_device(
     spread = [f"trainer={strategy}", accelerator, "trainer.devices=1", f"hydra.run.dir={tmp_path}/spread"]
     train_on_ranks([[*small, FLOAT32, *more, *spread]], ranks=1)
     assert losses(tmp_path / "spread") == pytest.approx(expected, rel=1e-3)
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module that measures peak memory."""
-    monkeypatch.syspath_prepend(str(SCRIPTS / "bench"))
-    import peak_memory
-
-    return peak_memory
-
-
-@pytest.mark.parametrize("bfloat16", [False, True])
-def test_peak_memory_is_the_forecast(bench: ModuleType, device: torch.device, bfloat16: bool) -> None:
-    """GPT-2 on a GPU."""
-    small = {"block_size": 256, "vocab_size": 4096, "n_layer": 6, "n_head": 4, "n_embd": 256}
-    config, batch = (GPTConfig(**small), 2) if device.type == "cpu" else (GPTConfig(vocab_size=50304), 8)
-    with torch.device("meta"):
-        model = GPT(config).to("meta")
-    predicted = memory(
-        Sizes(model, adamw(model, lr=1e-3, **ADAM), bfloat16=bfloat16), Parallelism("", 1, 1, 1, 1), batch
-    )
-    options = {"device": device.type, "bfloat16": bfloat16}
-    measured = bench.peak_bytes(config, batch, **options)
-    assert measured == pytest.approx(predicted["peak"], rel=0.1)
-    assert bench.peak_bytes(config, batch, checkpoint_blocks=1, **options) < measured
-
-
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_a_bare_loop_trains_compiled_and_with_cuda_graphs(small: list[str], on_gpu: list[str], mode: str) -> None:
-    command = [sys.executable, str(SCRIPTS / "bench/bare_minigpt.py"), *small, *on_gpu, "compile=true", f"+mode={mode}"]
-    done = subprocess.run([*command, "+profile=true"], capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert 0 < result["first_seconds"] < result["seconds"]
-    assert sum(operation["share"] for operation in result["operations"]) > 0.5
 
 
 def make_model() -> GPT:

@@ -7,14 +7,14 @@ import argparse
 import re
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import TOKENS_PER_STEP, TRAIN, bare_nanogpt, launch, machine, metrics, summary, table
+from bare_nanogpt import RECIPES as BASELINES
+from common import TRAIN, bare_nanogpt, launch, machine, metrics, summary, table
 from omegaconf import OmegaConf
 
 from minigpt.checkpoints.load import load_checkpoint
@@ -41,17 +41,15 @@ def time_to_loss(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
 
 def run_recipe(recipe: str, seed: int, run: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Run a recipe, which may include overrides, as in "sprint_cpu eval_every=5"."""
-    start = time.time()
     recipe, *settings = recipe.split()
     command = [sys.executable, TRAIN, f"experiment={recipe}", f"seed={seed}", f"hydra.run.dir={run}"]
     command += [*overrides, *settings]
-    first_row = launch(command, watch=run / "metrics.csv")
-    wall_seconds = time.time() - start
+    _, first_row = launch(command, watch=run / "metrics.csv")
     measured = metrics(run)
     first = next(row for row in measured if row["seconds"])
     results = summary(run)
     clock = [(0.0, 0.0)] + [(float(row["step"]), float(row["seconds"])) for row in measured if row["seconds"]]
-    startup = max(0.0, first_row.seconds - float(first["seconds"]))
+    startup = max(0.0, first_row - float(first["seconds"]))
     steps, seconds = zip(*clock, strict=True)
     expected = statistics.median(np.diff(seconds) / np.diff(steps)) * steps[1]  # of the first row, without compilation
     curve = []
@@ -67,7 +65,6 @@ def run_recipe(recipe: str, seed: int, run: Path, overrides: Sequence[str]) -> d
         "tokens": results["tokens"],
         "startup s": startup,
         "train s": results["seconds"],
-        "rest s": wall_seconds - startup - results["seconds"],  # validation, checkpoints, samples
         "first steps s": max(0.0, seconds[1] - expected),  # compilation time
         "curve": curve,
     }
@@ -91,18 +88,18 @@ def nanogpt_estimate(run: Path) -> float:
 
 def run_baseline(recipe: str, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
     """Run the baseline, which may include overrides."""
-    result = bare_nanogpt([f"seed={seed}", *overrides, *recipe.split()[1:]])
-    points = re.findall(r"iter +(\d+) train-s +([\d.]+) wall-s +([\d.]+).* full-val ([\d.]+)", result.output)
+    settings = [f"seed={seed}", *overrides, *recipe.split()[1:]]
+    (output, total), sizes = bare_nanogpt(settings), BASELINES["cuda" if "device=cuda" in settings else "cpu"]
+    points = re.findall(r"iter +(\d+) train-s +([\d.]+) wall-s +([\d.]+).* full-val ([\d.]+)", output)
     steps, wall, trained = int(points[-1][0]), float(points[-1][2]), float(points[-1][1])
     return {
         "recipe": BASELINE,
         "seed": seed,
         "estimate": None,  # there is no checkpoint
-        "params": int(re.search(r"params ([\d,]+)", result.output)[1].replace(",", "")),  # type: ignore[index]
-        "tokens": steps * TOKENS_PER_STEP,
-        "startup s": result.seconds - wall,
+        "params": int(re.search(r"params ([\d,]+)", output)[1].replace(",", "")),  # type: ignore[index]
+        "tokens": steps * sizes.batch * sizes.block,
+        "startup s": total - wall,
         "train s": trained,
-        "rest s": wall - trained,
         "first steps s": 0.0,
         "curve": [{"step": int(i), "seconds": float(s), "loss": float(loss)} for i, s, _, loss in points],
     }
@@ -118,13 +115,13 @@ def show_time_to_loss(rows: Sequence[dict[str, Any]], losses: Sequence[float]) -
     recipes = list(dict.fromkeys(row["recipe"] for row in rows))
     seeds = len(rows) // len(recipes)
     print(f"\ntime_to_loss, {seeds} seeds, {machine()}; training seconds, medians (min–max)\n")
-    heads = ["recipe", "params", "startup", "training", "other", "last loss", "best loss", "nanoGPT's estimate"]
+    heads = ["recipe", "params", "startup", "training", "last loss", "best loss", "nanoGPT's estimate"]
     heads += [f"to {loss}{what}" for loss in losses for what in ("", ", from launch", ", steps")]
     lines = []
     for recipe in recipes:
         some = [row for row in rows if row["recipe"] == recipe]
         cells = [recipe, f"{some[0]['params']:,}"]
-        cells += [spread([row[name] for row in some]) for name in ("startup s", "train s", "rest s")]
+        cells += [spread([row[name] for row in some]) for name in ("startup s", "train s")]
         cells.append(spread([row["curve"][-1]["loss"] for row in some], 4))
         cells.append(spread([min(point["loss"] for point in row["curve"]) for row in some], 4))
         cells.append("" if recipe.split()[0] == BASELINE else spread([row["estimate"] for row in some], 4))
