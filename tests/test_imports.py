@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
     *("utils", "config", "data", "core", "page", "checkpoints", "interpret"),
-    *("distributed", "runs", "forecast", "sweeps", "serve", "scripts"),
+    *("distributed", "runs", "sweeps", "serve", "scripts"),
 ]
 MODULES = {
     ".".join(file.relative_to(ROOT).with_suffix("").parts): file

@@ -1,1 +1,0 @@
-"""Memory, traffic, time and cost of a training run on many devices, forecast without them."""
