@@ -3,6 +3,7 @@
 `MINIGPT_TEST_DEVICE=cpu python -m pytest -m gpu` rehearses these tests on a CPU, to test the tests.
 """
 
+import asyncio
 import copy
 import json
 import os
@@ -19,6 +20,8 @@ import pytest
 import torch
 from conftest import ROOT, TEST_DEVICE, column
 from ranks import train_on_ranks
+from test_generation import ARCHITECTURES
+from test_kv_decoder import EVERY
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils._pytree import keystr, tree_flatten_with_path
@@ -29,14 +32,20 @@ from minigpt.checkpoints.find import LAST
 from minigpt.checkpoints.format import read
 from minigpt.data import batches
 from minigpt.data.batches import Batches, ValidationBatches, WindowOrder
+from minigpt.data.tokenizer import ByteTokenizer
 from minigpt.device import has_bfloat16
+from minigpt.generation import score
 from minigpt.interpret.heads import attention_maps
 from minigpt.optim import adamw, muon
 from minigpt.runs import metrics
+from minigpt.sampling import Sampling
+from minigpt.serve.engine import Engine, SampleRequest, Token
 from minigpt.utils.errors import Diverged
 
 pytestmark = pytest.mark.gpu
 
+SOME = ("soft cap", "scaled rope", "long ngram", "embed_norm", "gelu_tanh, biases", "mup, post-norm", "wide heads")
+VARIED = {**ARCHITECTURES, **{name: EVERY[name] for name in SOME}}  # with every setting that makes tensors
 RECIPES = ("fast_gpu", "best_gpu", "nanogpt_gpu")
 FLOAT32 = "trainer.precision=32-true"
 ADAM = {"betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -279,6 +288,43 @@ def test_one_rank_trains_as_one_device(
     spread = [f"trainer={strategy}", accelerator, "trainer.devices=1", f"hydra.run.dir={tmp_path}/spread"]
     train_on_ranks([[*small, FLOAT32, *more, *spread]], ranks=1)
     assert losses(tmp_path / "spread") == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("changes", VARIED.values(), ids=VARIED)
+@pytest.mark.usefixtures("float32")
+def test_every_architecture_computes_on_the_gpu(device: torch.device, changes: dict[str, Any]) -> None:
+    config = {"block_size": 4, "vocab_size": 256, "n_layer": 1, "n_head": 4, "n_embd": 32, **changes}
+    torch.manual_seed(0)
+    model, ids = GPT(GPTConfig(**config)).eval(), torch.arange(12).view(3, 4)
+    expected = model(ids, ids)
+    assert_close(model.to(device)(ids.to(device), ids.to(device)).cpu(), expected, atol=1e-4, rtol=1e-4)
+    filters = {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2, "logprobs": True}
+    samples = generate(model, [[1, 2, 3], [4] * 7], max_new_tokens=6, num_samples=2, **filters)
+    assert [len(sample.tokens) for sample in samples] == [6] * 4  # beyond block_size
+    assert score(model, ids[0], [1], n_top=3).logprobs.device.type == "cpu"
+
+
+def test_autocast_keeps_the_residual_stream_and_the_loss_in_float32(device: torch.device) -> None:
+    config = {"position": "rope", "qk_norm": True, "norm": "rmsnorm", "activation": "swiglu", "logit_softcap": 15.0}
+    model, outputs = GPT(GPTConfig(vocab_size=60, n_layer=1, n_head=4, n_embd=32, **config)).to(device), {}
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda module, args, y, name=name: outputs.update({name: y.dtype}))
+    ids = torch.zeros(3, 4, dtype=torch.long, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert model(ids, ids).dtype == torch.float32
+    assert {name for name, dtype in outputs.items() if dtype == torch.bfloat16} == {
+        "lm_head",
+        *(f"blocks.0.{name}" for name in ("attention", "attention.qkv", "attention.out", "mlp", "mlp.up", "mlp.down")),
+    }
+
+
+def test_the_server_draws_on_the_gpu(device: torch.device) -> None:
+    async def serve(*settings: Sampling) -> list[Token]:
+        requests = [SampleRequest([1, 2, i], 4, sampling) for i, sampling in enumerate(settings)]
+        return [token async for token in Engine(make_model().to(device), ByteTokenizer()).generate(*requests)]
+
+    settings = [Sampling(temperature=0), Sampling(top_k=3), Sampling(repetition_penalty=1.5)]
+    assert len(asyncio.run(serve(*settings))) == 3 * 4
 
 
 def make_model() -> GPT:

@@ -86,6 +86,20 @@ def test_the_small_presets_have_the_size_that_nanogpt_prints():
 
 
 @pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS)
+def test_every_tensor_is_on_the_device_of_the_input(settings: dict[str, Any]):
+    """The meta device stands for a GPU: an operation on it and on a tensor of the CPU raises."""
+    model = GPT(GPTConfig(**{**TINY, "n_layer": 3, "dropout": 0.1, **settings})).to("meta")
+    tokens = torch.zeros(2, 16, dtype=torch.long, device="meta")
+    loss = model(tokens, tokens)
+    loss.backward()
+    assert loss.device.type == "meta"
+    if model.rotary is not None:
+        model.rotary = torch.zeros(model.rotary.shape)
+        with pytest.raises(RuntimeError, match="expected device meta"):
+            model(tokens)
+
+
+@pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS)
 def test_the_parameter_count_of_a_config_equals_that_of_the_model(settings: dict[str, Any]):
     config = GPTConfig(**{**TINY, "n_layer": 3, **settings})
     with torch.device("meta"):

@@ -10,16 +10,20 @@ from typing import Any
 import matplotlib.image
 import pytest
 import torch
-from conftest import CONFIGS, column
+from conftest import CONFIGS, column, composed
 from hydra import compose, initialize_config_dir
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
 from omegaconf import OmegaConf
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import minigpt
-from minigpt import GPT, load_checkpoint
+from minigpt import GPT, GPTConfig, load_checkpoint
 from minigpt.checkpoints.format import read
-from minigpt.runs.config_checks import TRAINER_OPTIONS, check_run, load_parts
+from minigpt.runs.config_checks import TRAINER_OPTIONS, check_run, load_parts, partial_from_config
 from minigpt.runs.metrics import PEAK_FLOPS, device_name
+from minigpt.training import LanguageModel
 from minigpt.utils.errors import UserError
 
 
@@ -228,3 +232,63 @@ def test_only_exact_names_of_gpus_have_a_peak(monkeypatch: pytest.MonkeyPatch) -
     for name, peak in {**peaks, **unknown}.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
         assert PEAK_FLOPS.get(device_name(torch.device("cuda"))) == peak
+
+
+def language_model(model: GPT, recipe: str, *overrides: str) -> LanguageModel:
+    """Return the module that trains a model with the optimizer of a recipe."""
+    make = partial_from_config(composed(f"experiment={recipe}", *overrides).optimizer)
+    return LanguageModel(model, optimizer=make, schedule=lambda step, max_steps: 1.0, max_steps=10)
+
+
+SMALL = {"block_size": 4, "vocab_size": 256, "n_layer": 1, "n_head": 4, "n_embd": 32}
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon_fast"])
+def test_a_step_in_bfloat16_keeps_weights_gradients_and_state_in_float32(name: str) -> None:
+    model, ids = GPT(GPTConfig(**SMALL, position="rope", qk_norm=True)), torch.zeros(3, 4, dtype=torch.long)
+    optimizer = language_model(model, "fast_gpu", f"optimizer={name}").make_optimizer(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(ids, ids)
+    loss.backward()
+    optimizer.step()
+    state = [x for values in optimizer.state.values() for x in values.values()]
+    assert {x.dtype for p in model.parameters() for x in (p, p.grad, *state)} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon_fast"])
+def test_with_16_mixed_gradients_are_clipped_after_the_loss_scale_is_removed(name: str) -> None:
+    """In a fused step, torch would remove it after clipping. Lightning has this precision for GPUs alone."""
+    model, ids = GPT(GPTConfig(**SMALL)), torch.randint(256, (3, 4))
+    model(ids, ids).backward()
+    expected = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    module = language_model(model, "fast_gpu", f"optimizer={name}")
+    quiet: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    trainer = Trainer(accelerator="cpu", max_steps=1, plugins=MixedPrecision("16-mixed", "cpu"), **quiet)
+    trainer.fit(module, DataLoader(TensorDataset(ids, ids), batch_size=3))
+    assert float(module.grad_norm) == pytest.approx(float(expected), rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "checkpoint_blocks"), [("best_gpu", None), ("nanogpt_gpu", 1)])
+def test_a_model_compiles_without_graph_breaks_and_once(
+    monkeypatch: pytest.MonkeyPatch, name: str, checkpoint_blocks: int | None
+) -> None:
+    """Training and validation of whole and of padded batches, and both again, with the attention of a GPU."""
+    monkeypatch.setattr("minigpt.attention._MAX_EXPLICIT", 0)
+    model = GPT(GPTConfig(**dict(composed(f"experiment={name}").model) | SMALL))
+    model.checkpoint_blocks = checkpoint_blocks
+    torch._dynamo.reset()
+    model.compile(fullgraph=True, backend="aot_eager")
+    module = language_model(model, name)
+    optimizer, ids = module.make_optimizer(model), torch.randint(256, (4, 4))
+    padded = ids.where(torch.arange(4) < 2, -100)
+    for cycle in range(2):
+        with torch._dynamo.config.patch(error_on_recompile=cycle > 0), torch.autocast("cpu", torch.bfloat16):
+            module.training_step((ids, ids), 0).backward()
+            module.configure_gradient_clipping(optimizer, 1.0)
+            optimizer.step()
+            module.eval()
+            with torch.no_grad():
+                for rows in (4, 3):
+                    model(ids[:rows], padded[:rows], reduction="sum")
+            module.train()
