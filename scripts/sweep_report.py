@@ -1,4 +1,4 @@
-"""Report a sweep: print the answer and the ranked table, and write them, the plot and the page."""
+"""Report a sweep: print the answer and the ranked table, and write them and the plot."""
 
 import argparse
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""The report of a sweep: sentences and a ranked table in the terminal, `sweep.md`, `sweep.csv`, `sweep.png`,
-`sweep.html`, and all on Weights & Biases.
+"""The report of a sweep: sentences and a ranked table in the terminal, `sweep.md`, `sweep.csv`, `sweep.png`, and all
+on Weights & Biases.
 
-It reads run folders only, so it also reports a sweep that is still running. Rich, Matplotlib and Altair are imported
-when they are needed. Text from files is sanitized before it reaches a terminal.
+It reads run folders only, so it also reports a sweep that is still running. Rich and Matplotlib are imported when they
+are needed. Text from files is sanitized before it reaches a terminal.
 """
 
 import csv
@@ -21,15 +21,14 @@ from minigpt.sweeps.ranking import Row, numbers, ranked
 from minigpt.sweeps.results import BITS, NATS, read_sweep, short_names
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write
-from minigpt.utils.scripts import import_extra
 from minigpt.utils.terminal import did_you_mean, sanitize_line
 
-TEXT, TABLE, PLOT, PAGE = "sweep.md", "sweep.csv", "sweep.png", "sweep.html"
+TEXT, TABLE, PLOT = "sweep.md", "sweep.csv", "sweep.png"
 _COSTS = ("params", "flops", "tokens_per_second", "seconds")
 
 
 def report(folders: Sequence[Path], *, out: Path | None = None, along: str | None = None) -> list[str]:
-    """Print the answer and the table of one or several sweeps, and write their files, `sweep.html` only with Altair.
+    """Print the answer and the table of one or several sweeps, and write their files.
 
     Args:
         folders: sweeps, or folders with runs below them.
@@ -61,11 +60,6 @@ def report(folders: Sequence[Path], *, out: Path | None = None, along: str | Non
         figure.savefig(partial, dpi=120, format="png")  # warns of characters that the font lacks
     for name, file in (("answer", TEXT), ("table", TABLE), ("plot", PLOT)):
         print(f"{name:<8} {_display(out / file)}")
-    try:
-        write_page(out / PAGE, title, sentences, rows)
-        print(f"page     {_display(out / PAGE)}")
-    except UserError as error:  # a package is not installed
-        print(f"page     {error}")
     return sentences
 
 
@@ -154,16 +148,6 @@ def write_table(file: Path, rows: Sequence[Row]) -> None:
             table.writerow(cells)
 
 
-def write_page(file: Path, title: str, sentences: Sequence[str], rows: Sequence[Row]) -> None:
-    """Write `sweep.html`; raise UserError if Altair or vl-convert is not installed."""
-    for package in ("altair", "vl_convert"):
-        import_extra(package, PAGE, "sweep")
-    from minigpt.sweeps.sweep_page import sweep_page
-
-    with atomic_write(file) as partial:
-        partial.write_text(sweep_page(title, sentences, rows), encoding="utf-8", newline="\n")
-
-
 def publish(folder: Path, sentences: Sequence[str], wandb_config: Any) -> None:
     """Log the report of a sweep, with its `logger.wandb`, as a run of its own in the sweep's W&B group."""
     from minigpt.runs.wandb_logger import wandb_logger
@@ -176,9 +160,7 @@ def publish(folder: Path, sentences: Sequence[str], wandb_config: Any) -> None:
     if logger:  # on rank 0
         import wandb
 
-        page = {"page": wandb.Html(str(folder / PAGE), inject=False)} if (folder / PAGE).exists() else {}
-        plot = wandb.Image(str(folder / PLOT))
-        logger.log_metrics({"sweep": wandb.Table(header, rows), "plot": plot, **page})
+        logger.log_metrics({"sweep": wandb.Table(header, rows), "plot": wandb.Image(str(folder / PLOT))})
         logger.finish({"answer": "\n".join(sentences)})
 
 

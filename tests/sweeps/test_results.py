@@ -24,7 +24,7 @@ from minigpt.sweeps.sweep_plots import sweep_figure
 from minigpt.utils.errors import UserError
 
 TOKENS = 64  # per step
-FILES = {"sweep.csv", "sweep.html", "sweep.md", "sweep.png"}
+FILES = {"sweep.csv", "sweep.md", "sweep.png"}
 ESCAPE = "\x1b[31m"
 
 
@@ -88,14 +88,8 @@ def table(capsys):
 
 
 @pytest.fixture
-def no_page(monkeypatch):
-    """Write a word instead of the page, which takes seconds."""
-    monkeypatch.setattr("minigpt.sweeps.sweep_page.sweep_page", lambda *_: "page")
-
-
-@pytest.fixture
-def no_plot(no_page, monkeypatch):
-    """Write a word instead of the plot and of the page."""
+def no_plot(monkeypatch):
+    """Write a word instead of the plot."""
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: Path(path).write_text("plot"))
 
 
@@ -534,7 +528,6 @@ def test_a_single_point_can_be_plotted_and_printed_whatever_is_known_of_it(table
     assert ("best" in table(points).partition("\n\n")[2]) == bool(loss)
 
 
-@pytest.mark.usefixtures("no_page")
 def test_text_of_a_user_is_not_read_as_a_formula(tmp_path, recwarn):
     for i, path in enumerate(("$x^$", r"$\foo", "日本\n")):
         run_folder(tmp_path / "$1 $2" / f"{i}", f"data.path={path}")
@@ -544,16 +537,6 @@ def test_text_of_a_user_is_not_read_as_a_formula(tmp_path, recwarn):
 
 
 # The report.
-
-
-@pytest.mark.usefixtures("no_plot")
-@pytest.mark.parametrize("package", ["altair", "vl_convert"])
-def test_a_report_without_altair_names_the_command_that_installs_it(tmp_path, monkeypatch, capsys, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    report([grid(tmp_path / "sweep")])
-    line = f'page     sweep.html needs {package}; pip install -e ".[sweep]" -c constraints.txt'
-    assert capsys.readouterr().out.splitlines()[-1] == line
-    assert not (tmp_path / "sweep/sweep.html").exists()
 
 
 @pytest.mark.usefixtures("no_plot")
@@ -585,7 +568,6 @@ def test_several_sweeps_are_ranked_together_by_all_settings_that_differ(tmp_path
     assert sorted(path.name for path in Path.cwd().iterdir()) == sorted(FILES)
 
 
-@pytest.mark.usefixtures("no_page")
 def test_lines_are_plotted_along_a_setting_by_its_last_part(tmp_path, monkeypatch):
     plotted = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: (path.touch(), plotted.append(figure)))
@@ -619,7 +601,7 @@ def test_the_script_reports_the_latest_sweep(tmp_path, call):
     (tmp_path / "runs/sweeps/latest").symlink_to("first")
     reported = call("sweep_report.py", "--along", "optimizer.lr")
     assert (reported.returncode, reported.stderr) == (0, "")
-    names = {"answer": "sweep.md", "table": "sweep.csv", "plot": "sweep.png", "page": "sweep.html"}
+    names = {"answer": "sweep.md", "table": "sweep.csv", "plot": "sweep.png"}
     paths = [f"{name:<8} runs/sweeps/first/{file}\n" for name, file in names.items()]
     assert reported.stdout.endswith("".join(paths))
     assert {path.name for path in folder.iterdir()} - before == FILES
@@ -646,7 +628,7 @@ def test_bad_input_of_the_script_is_one_line(tmp_path, call, arguments):
 
 
 def test_heavy_packages_are_imported_when_they_are_needed():
-    heavy = {"torch", "matplotlib", "rich", "altair", "scipy"}
+    heavy = {"torch", "matplotlib", "rich", "scipy"}
     command = f"import sys, minigpt.sweeps.report; print({heavy} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True, env=os.environ)
     assert found.stdout == "set()\n"
