@@ -1,26 +1,23 @@
-"""Summarize a sweep in sentences: the effects of settings, the noise, and the next run."""
+"""Summarize a sweep in sentences: the effects of settings, and the noise."""
 
-import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from math import prod
 from typing import Any
 
 import numpy as np
+import yaml  # a dependency of Hydra
 
+from minigpt.runs.overrides import quote_path
+from minigpt.runs.run_dir import PLAN, command, short_path
 from minigpt.sweeps.comparison import FAMILY_ERROR, Array, Comparison, shares
-from minigpt.sweeps.next_run import extend, is_log, minutes, next_run, run_config
-from minigpt.sweeps.prediction import extrapolate_seconds
-from minigpt.sweeps.ranking import Row, compare_rows, count_text, loss_law, numbers, seed_losses
+from minigpt.sweeps.ranking import Row, compare_rows, count_text, numbers, seed_losses
 from minigpt.sweeps.results import COMPLETED, NATS, PAUSED, SKIPPED, Point
 
 MAX_EXCEPTIONS = 2  # to a sentence about a setting
-MIN_IMPORTANCE_ROWS = 10
 _SEEDS = 3
 _MAX_REPEATED = 4  # combinations of settings that the command with more seeds repeats
-_IMPORTANCE_RESAMPLES = 20
 
 
 def answer(rows: Sequence[Row]) -> list[str]:
@@ -34,14 +31,10 @@ def answer(rows: Sequence[Row]) -> list[str]:
         return ["The runs were trained on different corpora, so their losses are not comparable.", *told]
     if diverged := sum(bool(row.losses) and not row.provisional for row in rows) - len(complete):
         told.append(f"{diverged} {'row' if diverged == 1 else 'rows'} diverged; the comparison leaves them out.")
-    noise = 0.0 if comparison is None else comparison.noise_of_means
-    told += _size_law(complete, noise)
-    told += filter(None, [next_run(complete, noise) if comparison else ""])
-    grid = Grid.of(complete)
     if comparison is None or len(complete) == 1:
-        return [*_unknown_noise(complete), *([] if grid else _importances(complete)), *told]
-    incomplete = "The grid is incomplete, so the effects of single settings are not estimated."
-    described = _settings(grid, comparison) if grid else [incomplete, *_importances(complete)]
+        return [*_unknown_noise(complete), *told]
+    grid, incomplete = Grid.of(complete), "The grid is incomplete, so the effects of single settings are not estimated."
+    described = _settings(grid, comparison) if grid else [incomplete]
     return [_best(complete), *described, *_late(complete), *_one_rate(complete), *told]
 
 
@@ -150,46 +143,6 @@ def _exceptions(grid: Grid, comparison: Comparison, k: int, best: int | None) ->
     return [text for _, text in sorted(found, reverse=True)]
 
 
-def _importances(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the importances of settings that optuna computes for a search, with their spread over resamples.
-
-    Source: PED-ANOVA (Watanabe et al., 2023, https://arxiv.org/abs/2304.10255).
-    """
-    if len(rows) < MIN_IMPORTANCE_ROWS or not find_spec("optuna"):
-        return
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    columns: dict[str, list[Any]] = {}
-    distributions: dict[str, Any] = {}
-    for name in rows[0].short_names:
-        values: list[Any] = [row.number(name) for row in rows]
-        numeric = None not in values and len(set(values)) > 1
-        columns[name] = values if numeric else [row.value(name) for row in rows]
-        levels = sorted(set(columns[name]))
-        if numeric:
-            distributions[name] = optuna.distributions.FloatDistribution(levels[0], levels[-1], log=is_log(levels))
-        elif len(levels) > 1:
-            distributions[name] = optuna.distributions.CategoricalDistribution(levels)
-    trials = [
-        optuna.trial.create_trial(
-            params={name: columns[name][i] for name in distributions}, distributions=distributions, value=row.loss
-        )
-        for i, row in enumerate(rows)
-    ]
-    rng, found = np.random.default_rng(0), []
-    with warnings.catch_warnings(action="ignore"):  # the evaluator is experimental
-        evaluator = optuna.importance.PedAnovaImportanceEvaluator()
-        for _ in range(_IMPORTANCE_RESAMPLES):
-            study = optuna.create_study()
-            study.add_trials([trials[i] for i in rng.integers(0, len(trials), len(trials))])
-            found.append(optuna.importance.get_param_importances(study, evaluator=evaluator))
-    spread = {name: np.percentile([each[name] for each in found], [50, 5, 95]) for name in distributions}
-    ordered = sorted(spread.items(), key=lambda pair: -pair[1][0])
-    texts = [f"{rows[0].short_names[name]} {mid:.2f} ({low:.2f} to {high:.2f})" for name, (mid, low, high) in ordered]
-    yield f"Importances by optuna, with 90 % of resamples: {_listed(texts)}."
-
-
 def _late(rows: Sequence[Row]) -> Iterator[str]:
     """Yield which row would be the best if all continued to fall as in the last third of their training."""
     falls = [(row, fall) for row in rows if (fall := _last_fall(row)) is not None]
@@ -215,12 +168,18 @@ def _last_fall(row: Row) -> float | None:
 
 def _one_rate(rows: Sequence[Row]) -> Iterator[str]:
     """Yield that AdamW has one learning rate at all widths, where the model has no parametrization that allows it."""
-    names, config = {name.lstrip("+") for name in rows[0].short_names}, run_config(rows[0])
-    optimizer, model = config.get("optimizer", {}), config.get("model", {})
-    adamw = str(optimizer.get("_target_", "")).endswith("adamw") and model.get("parametrization") == "standard"
-    if len(numbers(rows, "model.n_embd")) > 1 and not {"optimizer.lr", "optimizer", "experiment"} & names and adamw:
+    swept = {name.lstrip("+") for name in rows[0].short_names}
+    if len(numbers(rows, "model.n_embd")) < 2 or {"optimizer.lr", "optimizer", "experiment"} & swept:
+        return
+    try:
+        config = yaml.safe_load((rows[0].points[0].folder / ".hydra" / "config.yaml").read_text(encoding="utf-8"))
+        optimizer, parametrization = config["optimizer"]["_target_"], config["model"]["parametrization"]
+        lr = float(config["optimizer"]["lr"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError):
+        return
+    if (optimizer, parametrization) == ("minigpt.optim.adamw", "standard"):
         yield (
-            f"All widths have the learning rate {optimizer.get('lr')}, but the best one falls with the width: sweep "
+            f"All widths have the learning rate {lr}, but the best one falls with the width: sweep "
             "optimizer.lr too, or set model.parametrization=mup."
         )
 
@@ -251,24 +210,21 @@ def _unknown_noise(rows: Sequence[Row]) -> Iterator[str]:
             break
     first = rows[0].points[0].seed
     seeds = ",".join(str(int(first) + i) for i in range(_SEEDS)) if first.isdecimal() else "1,2,3"
-    if text := extend(rows, {name: ",".join(each) for name, each in values.items()}, seeds):
+    if text := _extend(rows, {name: ",".join(each) for name, each in values.items()}, seeds):
         existing = sum(all(row.value(name) in each for name, each in values.items()) for row in rows)
         runs = _SEEDS * prod(map(len, values.values())) - existing
         yield f"Add two seeds to the best rows ({runs} runs): {text}"
 
 
-def _size_law(rows: Sequence[Row], noise: float) -> Iterator[str]:
-    """Yield the loss of the next size, if the fit says something about it."""
-    if law := loss_law(rows, "params", noise):
-        size = law.following
-        low, middle, high = law.predict(np.array([size]))[:, 0]
-        totals = [(row.mean_of("params"), row.mean_of("seconds")) for row in rows]
-        known = np.array([pair for pair in totals if all(pair)], dtype=float).reshape(-1, 2)
-        text = f"By the fit over {len(law.sizes)} sizes, {size:,.0f} parameters would reach {middle:.4f} ({low:.4f} to "
-        text += f"{high:.4f} with 90 %)"
-        if len(known) > 1:
-            text += f" in {minutes(extrapolate_seconds(np.log(known[:, :1]), known[:, 1], np.log([[size]]))[0])}"
-        yield f"{text}, with at most {16 * size / 1e6:,.0f} MB of weights, gradients and moments."
+def _extend(rows: Sequence[Row], values: Mapping[str, str], seeds: str) -> str:
+    """Return the command that adds points to the grid of the rows; empty for other runs."""
+    folder, *others = {point.folder.parent for row in rows for point in row.points}
+    settings = {**rows[0].points[0].overrides, **values, "seed": seeds}
+    if others or not (folder / PLAN).exists() or settings.get("+sweep") == "search":
+        return ""
+    given = [name if name.startswith("~") else f"{name}={value}" for name, value in settings.items()]
+    folder_name = quote_path(short_path(folder))
+    return command("train", "-m", *given, f"hydra.sweep.dir={folder_name}", "resume=auto")
 
 
 def _percent(share: Array) -> str:

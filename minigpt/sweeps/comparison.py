@@ -36,11 +36,6 @@ class Comparison:
     noise: float
     freedom: int
 
-    @property
-    def noise_of_means(self) -> float:
-        """Standard deviation of the noise in the mean of a row, on average."""
-        return self.noise * float(np.diag(self.covariance).mean()) ** 0.5
-
     def margin(self, contrasts: Array, n: int, error: float = FAMILY_ERROR) -> Array:
         """Return half of the simultaneous interval of contrasts of the rows.
 

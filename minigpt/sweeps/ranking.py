@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from minigpt.sweeps.comparison import Comparison, compare
-from minigpt.sweeps.prediction import PowerLaw, fit_power_law
 from minigpt.sweeps.results import BITS, NATS, SKIPPED, Point, short_names
 
 DIVERGED = 1.2  # times the best loss: a higher one, far above the others too, is of a run that diverged
@@ -159,25 +158,6 @@ def seed_losses(rows: Sequence[Row]) -> npt.NDArray[np.float64]:
     }
     seeds = dict.fromkeys(seed for _, seed in runs)
     return np.array([[runs.get((i, seed), nan) for seed in seeds] for i in range(len(rows))])
-
-
-def loss_law(rows: Sequence[Row], cost: str, noise: float) -> PowerLaw | None:
-    """Fit the loss over "params" or "flops", to the best row of each cost; None without a useful fit.
-
-    Over FLOPs, rows that another one dominates do not count, and the runs must differ in their length.
-
-    Args:
-        noise: standard deviation of the mean loss of a row.
-    """
-    best: dict[float, float] = {}
-    for row in rows:
-        if (at := row.mean_of(cost)) and row.loss is not None:
-            best[at] = min(row.loss, best.get(at, inf))
-    known = sorted(best.items())
-    if cost == "flops":
-        known = pareto_front(known) if len({row.mean_of("tokens") for row in rows}) > 1 else []
-    sizes, losses = np.array(known, dtype=float).reshape(-1, 2).T
-    return fit_power_law(sizes, losses, noise)
 
 
 def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

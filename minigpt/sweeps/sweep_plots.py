@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
-from minigpt.sweeps.ranking import Row, compare_rows, count_text, highest_converged, loss_law, numbers, pareto_front
+from minigpt.sweeps.ranking import Row, count_text, highest_converged, numbers, pareto_front
 from minigpt.sweeps.results import COMPLETED, NATS
 from minigpt.utils.terminal import sanitize_line
 
@@ -130,12 +130,6 @@ def _plot_cost(panel: Axes, rows: Sequence[Row], cost: str, label: str) -> None:
         return
     costs, losses = zip(*known, strict=True)
     panel.errorbar(costs, losses, intervals, fmt="o", alpha=0.6, capsize=3)
-    complete, comparison = compare_rows(rows)
-    if law := loss_law(complete, cost, comparison.noise_of_means if comparison else 0.0):
-        sizes = np.geomspace(law.sizes[0], law.following, 50)
-        low, middle, high = law.predict(sizes)
-        panel.fill_between(sizes, low, high, color="C0", alpha=0.15, label="fit $E + A x^{-\\alpha}$, 90 % interval")
-        panel.plot(sizes, middle, color="C0", alpha=0.5)
     panel.plot(*zip(*pareto_front(known), strict=True), color="0.2", label="Pareto front")
     panel.plot(*known[0], "*", markersize=15, color="C3", label=f"best {known[0][1]:.4f}")
     panel.set_xscale("log")  # after the points, which set the limits

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from minigpt.runs.run_dir import lock_run_dir
-from minigpt.sweeps.ranking import loss_law, pareto_front, ranked
+from minigpt.sweeps.ranking import pareto_front, ranked
 from minigpt.sweeps.report import print_table, report, write_table
 from minigpt.sweeps.results import NATS, Point, read_sweep, write_plan
 from minigpt.sweeps.sweep_plots import sweep_figure
@@ -483,25 +483,6 @@ def test_loss_over_cost_has_the_pareto_front():
         np.testing.assert_allclose(front.get_ydata(), [loss(size, 0) for size in sizes])
         assert legend(panel)[-2:] == ["Pareto front", f"best {loss('300000', 0):.4f}"]
         assert panel.get_xscale() == "log"
-
-
-def test_the_loss_is_fitted_over_flops_where_runs_differ_in_their_length():
-    """Over the rows that no cheaper one beats: a shorter run of each size is worse and costs more."""
-
-    def loss(size, good):
-        return 1.5 + 20 * float(size) ** -0.3 + 0.2 * (1 - int(good))
-
-    shape = {"size": ["1e5", "2e5", "4e5", "8e5", "16e5"], "good": ["0", "1"]}
-    costs = {
-        "flops": lambda size, good: 6e9 * float(size) / (1 + int(good)),
-        "tokens": lambda size, good: 1e9 + int(good),
-    }
-    rows = ranked(points_of(shape, loss, **costs))
-    law = loss_law(rows, "flops", 0.001)
-    assert law.sizes.tolist() == [3e9 * float(size) for size in shape["size"]]
-    low, _, high = law.predict(np.array([3e9 * 32e5]))[:, 0]
-    assert low < loss("32e5", "1") < high < low + 0.05
-    assert loss_law(ranked(points_of(shape, loss, **costs | {"tokens": 1e9})), "flops", 0.001) is None
 
 
 def test_a_diverged_run_does_not_compress_the_others():
