@@ -169,8 +169,7 @@ def test_with_one_seed_it_says_so_and_gives_the_command_that_adds_two(tmp_path: 
     found = re.search(r"Add two seeds to the best rows \((\d+) runs\): (.*)", text)
     assert found
     words = shlex.split(found[2])
-    assert words[2:4] == ["-m", "max_steps=300"] or "max_steps=300" in words
-    assert {"seed=7,8,9", f"hydra.sweep.dir={tmp_path}", "resume=auto"} <= {*words}
+    assert {"-m", "max_steps=300", "seed=7,8,9", f"hydra.sweep.dir={tmp_path}", "resume=auto"} <= {*words}
     given = dict(word.split("=", 1) for word in words if word.startswith("model."))
     best = ranked(points)[0].overrides
     assert all(best[name] in values.split(",") for name, values in given.items())
@@ -236,33 +235,25 @@ def test_a_crossover_matters_but_not_on_average() -> None:
     assert re.search(r"lr matters, .*, but not on average: at optimizer=(adamw|muon), 0\.0\d is worse than", text)
 
 
-ODD: dict[str, Callable[[], list[Point]]] = {
+ODD = {
     "the best value is not numeric": lambda: sweep(
-        lambda value: 2.0 + 0.1 * (value != "null"),
-        {"trainer.gradient_clip_val": ("null", "0.5", "1.0")},
-        seconds=len_of,
+        lambda value: 2.0 + (value != "null"), {"clip": ("null", "0.5", "1")}
     ),
     "equal losses": lambda: sweep(no_effect, noise=0.0),
-    "no totals": lambda: sweep(no_effect, {**GRID, "model.n_layer": ("1", "2")})[:19],
-    "groups": lambda: sweep(lambda *_: 2.0, {"optimizer": ("adamw", "muon"), "~callbacks": ("",)}),
+    "groups": lambda: sweep(no_effect, {"optimizer": ("adamw", "muon"), "~callbacks": ("",)}),
 }
-
-
-def len_of(*values: object) -> float:
-    return 1.0 + len(values)
 
 
 @pytest.mark.parametrize("points", ODD.values(), ids=ODD)
 @pytest.mark.filterwarnings("error")
-def test_an_odd_sweep_has_an_answer(points: Callable[[], list[Point]], tmp_path: Path) -> None:
-    found = [replace(point, folder=tmp_path / point.folder.name) for point in points()]
-    hidden = found[0].folder / ".hydra"
-    hidden.mkdir(parents=True)
-    for config in (
-        "optimizer:\nmodel: [1, 2]",
-        "- 1",
-        "{",
-        "optimizer: {_target_: adamw}\nmodel: {parametrization: 1}",
-    ):
-        (hidden / "config.yaml").write_text(config)
-        assert "nan" not in told(found)
+def test_an_odd_sweep_has_an_answer(points: Callable[[], list[Point]]) -> None:
+    assert "nan" not in told(points())
+
+
+@pytest.mark.parametrize("config", ["optimizer:\nmodel: [1, 2]", "- 1", "{", "optimizer: {_target_: adamw}"])
+def test_a_damaged_configuration_has_no_learning_rate(tmp_path: Path, config: str) -> None:
+    points = sweep(no_effect, folder=tmp_path)
+    for point in points:
+        (point.folder / ".hydra").mkdir(parents=True)
+        (point.folder / ".hydra" / "config.yaml").write_text(config)
+    assert "All widths" not in told(points)

@@ -1,11 +1,9 @@
 """Launchers: cores and GPUs per worker, jobs on several devices, submitit, the agent of Weights & Biases."""
 
-import csv
 import json
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -32,13 +30,10 @@ def environment(threads: int, gpu: str | None = None) -> dict[str, str]:
         (9, {}, {"cores": 4}, [environment(1)] * 4),
         (2, {}, {"cores": 4}, [environment(2)] * 2),
         (9, {"n_jobs": 3}, {"cores": 8}, [environment(2)] * 3),
-        (9, {"n_jobs": 6}, {"cores": 4}, [environment(1)] * 6),
         (9, {"threads": 3}, {"cores": 4}, [environment(3)] * 4),
         (9, {}, {"cores": 8, "gpus": ["0", "1"]}, [environment(4, "0"), environment(4, "1")]),
-        (1, {}, {"cores": 8, "gpus": ["0", "1"]}, [environment(8, "0")]),
         (9, {"n_jobs": 3}, {"cores": 6, "gpus": ["2", "5"]}, [environment(2, gpu) for gpu in ("2", "5", "2")]),
         (9, {"devices": 2}, {"cores": 8, "gpus": ["0", "1"]}, [environment(8)]),
-        (9, {"devices": 2, "n_jobs": 2}, {"cores": 8}, [environment(4)] * 2),
         (9, {"accelerator": "cpu"}, {"cores": 2, "gpus": ["0"]}, [environment(1)] * 2),
     ],
 )
@@ -61,7 +56,6 @@ WORKING = "#!/bin/sh\n[ $1 = --query-gpu=index ] && printf '0\\n1\\n'\n"
         (None, WORKING, ["0", "1"]),
         ("3,GPU-8f", WORKING, ["3", "GPU-8f"]),
         ("", WORKING, []),
-        ("-1", WORKING, []),
         (None, "#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n", []),
         (None, None, []),
     ],
@@ -90,14 +84,8 @@ def test_a_job_on_two_processes_runs_once_and_in_its_own_folder(launch, tmp_path
     sweep = (tmp_path / "runs" / "sweeps" / "latest").resolve()
     ran, skipped = read_sweep(sweep)
     assert (ran.status, skipped.status) == (COMPLETED, SKIPPED)
-    with open(ran.folder / "metrics.csv", newline="") as file:
-        steps = Counter((row["step"], bool(row["val_loss"])) for row in csv.DictReader(file))
-    assert steps == Counter(
-        {("1", False): 1, ("2", False): 1, ("2", True): 1} | dict.fromkeys([("3", False), ("4", False), ("4", True)], 1)
-    )
     log = (ran.folder / "log.txt").read_text()
-    assert log.count("step 4/4") == 1
-    assert log.count("best checkpoint ") == 1
+    assert (log.count("step 4/4"), log.count("best checkpoint ")) == (1, 1)
     assert [path.name for path in sweep.iterdir() if path.is_dir()] == [ran.folder.name]
     assert not [path for path in (tmp_path / "runs").iterdir() if path.name != "sweeps"]
 
@@ -111,8 +99,7 @@ def test_a_search_runs_through_submitit_and_reports_a_failed_job(launch, tmp_pat
     swept = launch("train.py", "hydra.mode=MULTIRUN", *search, cwd=tmp_path)
     assert swept.returncode == 1, swept.stderr
     lines = swept.stderr.splitlines()
-    assert lines[0] == "2 of 2 to run"
-    assert lines[-1] == "error: 1 of 2 runs failed; the table has the reasons"
+    assert (lines[0], lines[-1]) == ("2 of 2 to run", "error: 1 of 2 runs failed; the table has the reasons")
     assert len(lines) == 1 + 2 + 1, swept.stderr  # number of runs, ends, failure: no output of jobs
     sweep = (tmp_path / "runs" / "sweeps" / "latest").resolve()
     points = {point.overrides["optimizer.lr"]: point for point in read_sweep(sweep)}
@@ -152,6 +139,5 @@ def test_the_agent_of_weights_and_biases_runs_its_sweep_file(small, tmp_path):
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == (COMPLETED, 20)
     everything = json.dumps(records(tmp_path / "run"))
-    metric = file["metric"]["name"]
-    assert f"{summary[metric]}"[:8] in everything
+    assert f"{summary[file['metric']['name']]}"[:8] in everything
     assert "0.0012345678901234567" in everything

@@ -3,10 +3,7 @@
 import csv
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +22,6 @@ from minigpt.utils.errors import UserError
 
 TOKENS = 64  # per step
 FILES = {"sweep.csv", "sweep.md", "sweep.png"}
-ESCAPE = "\x1b[31m"
 
 
 def run_folder(folder, *overrides, losses=(3.0, 2.0), bytes_per_token=None, params=1000, speed=100.0, **summary):
@@ -144,17 +140,9 @@ def test_what_is_not_a_finite_loss_is_not_the_best_loss(tmp_path):
 
 
 DAMAGE = {
-    "metrics.csv": [
-        b"step,val_loss\nx,2\n",
-        b"\0\xff\xfe\n\0\n",
-        b"step,tokens\n0,0\n",
-        b"step,tokens\n1,inf\n",
-        b"a\n1\n",
-    ],
-    "summary.json": [b"", b'{"status": "comp', b"[1, 2]", b"null", b"\xff\xfe", b"[" * 100_000],
-    ".hydra/overrides.yaml": [
-        *(b"[" * 1_000, b"- " * 2000 + b"x", b"&a [*a, *a]", b"a: b", b"x", b"\xff", b"- [", b"- a=\x1b[31m"),
-    ],
+    "metrics.csv": [b"step,val_loss\nx,2\n", b"\0\xff\xfe\n\0\n", b"step,tokens\n1,inf\n"],
+    "summary.json": [b'{"status": "comp', b"[1, 2]", b"[" * 100_000],
+    ".hydra/overrides.yaml": [b"- " * 2000 + b"x", b"&a [*a, *a]", b"a: b", b"\xff"],
 }
 
 
@@ -178,25 +166,12 @@ def test_overrides_run_no_code(tmp_path, monkeypatch):
     assert not (tmp_path / "canary").exists()
 
 
-def test_names_with_lone_surrogates_can_be_written_and_printed(tmp_path, table):
-    point = Point(folder=tmp_path / "\udcff", overrides={"a\ud800": "\udc00"})
-    write_table(tmp_path / "sweep.csv", ranked([point]))
-    assert r"a\ud800" in (tmp_path / "sweep.csv").read_text()
-    assert r"\udc00" in table([point])
-
-
 def planned(**claim):
     entry = {"folder": "0", "overrides": {"a": "1"}, "status": "waiting", "reason": "", "identity": "", "params": 1}
     return json.dumps({"fixed": [], "points": [entry | claim]})
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        *("", "{", "[]", "{}", '{"fixed": [], "points": [1]}', '{"points": []}', '{"fixed": 1, "points": []}'),
-        *(planned(folder="../0"), planned(folder="/tmp"), planned(folder="x" * 10_000), planned(overrides=[1])),
-    ],
-)
+@pytest.mark.parametrize("damage", ["{", "[]", '{"points": []}', planned(folder="../0"), planned(overrides=[1])])
 def test_a_damaged_plan_is_an_error_with_the_next_step(tmp_path, damage):
     run_folder(tmp_path / "0")
     (tmp_path / "sweep.json").write_text(planned())
@@ -249,25 +224,15 @@ def test_table_and_csv_rank_rows_by_the_mean_over_seeds(tmp_path, table):
     write_table(tmp_path / "table.csv", ranked(read_sweep(tmp_path)))
     with open(tmp_path / "table.csv", newline="") as file:
         *rows, last = csv.DictReader(file)
-    assert [(row["rank"], row["model.n_embd"], row["optimizer.lr"], row["seeds"]) for row in rows] == [
-        *(("1", "64", "1e-3", "2"), ("2", "32", "1e-3", "2"), ("3", "32", "1e-2", "2"), ("4", "64", "1e-2", "2")),
-    ]
-    found = np.array([(1.5, 1.9), (2.0, 2.2), (2.5, 2.7), (3.0, 4.0)])
-    expected = {"val_loss": found.mean(1), "val_bits_per_byte": found.mean(1) / 2}
-    expected |= {
-        "interval": [interval] * 4,
-        "difference": found.mean(1) - 1.7,
-        "difference_interval": [0, *[margin] * 3],
-    }
+    settings = [(row["rank"], row["model.n_embd"], row["optimizer.lr"], row["seeds"]) for row in rows]
+    assert settings[:2] == [("1", "64", "1e-3", "2"), ("2", "32", "1e-3", "2")]
+    expected = {"val_loss": means, "val_bits_per_byte": np.divide(means, 2), "interval": [interval] * 4}
+    expected |= {"difference": np.subtract(means, 1.7), "difference_interval": [0, *[margin] * 3]}
     for name, values in expected.items():
         assert [float(row[name]) for row in rows] == pytest.approx(values)
     assert float(rows[0]["flops"]) == pytest.approx(6 * 6400 * 20 * TOKENS)
-    assert [last[name] for name in ("rank", "val_loss", "status", "reason")] == [
-        "",
-        "",
-        "failed",
-        'out of\n"memory", c',
-    ]
+    values = [last[name] for name in ("rank", "val_loss", "status", "reason")]
+    assert values == ["", "", "failed", 'out of\n"memory", c']
 
 
 @pytest.mark.usefixtures("no_plot")
@@ -289,11 +254,8 @@ def test_a_sweep_over_tokenizers_is_ranked_by_bits_per_byte_everywhere(tmp_path,
     with open(tmp_path / "sweep.csv", newline="") as opened:
         assert [row["tokenizer"] for row in csv.DictReader(opened)] == order
 
-    swept, curves, params, _ = panels_of(read_sweep(tmp_path))
-    labels = [text.get_text() for text in swept.get_yticklabels()]
-    assert labels == [f"tokenizer={name}   {bits[name]:.4f}" for name in order]
-    assert swept.get_xlabel() == params.get_ylabel() == "best validation loss (bits per byte)"
-    assert curves.get_ylabel() == "validation loss (bits per byte)"
+    _, curves, params, _ = panels_of(read_sweep(tmp_path))
+    assert params.get_ylabel() == "best validation loss (bits per byte)"
     np.testing.assert_allclose(curves.lines[0].get_ydata(), np.array([4.0, 3.3, 3.6]) / math.log(2) / 3.0)
 
 
@@ -342,9 +304,9 @@ def test_a_file_gets_one_line_per_row_however_wide(monkeypatch, table):
 
 @pytest.mark.usefixtures("no_plot")
 def test_no_escape_sequence_reaches_the_terminal(tmp_path, capsys):
-    evil = f"{ESCAPE}\x07\x9b1m\u202e"
+    evil = "\x1b[31m\x07\x9b1m\u202e"
     for name, reason in (("0", evil), ("1\x1b[2J", "")):
-        run_folder(tmp_path / name, f"text={evil}{name}", f"{evil}=1{name}", status=f"failed{ESCAPE}", reason=reason)
+        run_folder(tmp_path / name, f"text={evil}{name}", f"{evil}=1{name}", status=f"failed{evil}", reason=reason)
     (tmp_path / "1\x1b[2J/metrics.csv").write_text(f"step,val_loss\n1,{evil}\n")
     report([tmp_path])
     with pytest.raises(UserError) as raised:
@@ -391,23 +353,15 @@ def legend(panel):
 
 
 def test_two_numeric_settings_are_a_heat_map_with_the_best_cell_in_bold():
-    unknown = {("4", "1e-2"), ("2", "1e-4")}
-
-    def loss(layers, rate):
-        return None if (layers, rate) in unknown else float(layers) / 10 + abs(math.log10(float(rate)) + 3)
-
-    def status(*at):
-        return "failed" if at in unknown else "completed"
-
-    points = points_of({"n_layer": ["4", "2", "10"], "lr": ["1e-2", "1e-3", "1e-4"]}, loss, status=status)
-    panel = panels_of(points)[0]
-    shown = panel.images[0].get_array().filled(np.nan)
+    losses = {("4", "1e-2"): None, ("2", "1e-2"): 1.2, ("4", "1e-3"): 0.4, ("2", "1e-3"): 0.2, ("10", "1e-3"): 1.0}
+    shape = {"n_layer": ["4", "2", "10"], "lr": ["1e-2", "1e-3"]}
+    panel = panels_of(points_of(shape, lambda *at: losses.get(at, 2.0), status=lambda *at: f"{at[0]} layers"))[0]
     assert (panel.get_xlabel(), panel.get_ylabel()) == ("n_layer", "lr")
     assert [tick.get_text() for tick in panel.get_xticklabels()] == ["2", "4", "10"]
-    assert [tick.get_text() for tick in panel.get_yticklabels()] == ["0.0001", "0.001", "0.01"]
-    np.testing.assert_allclose(shown, [[np.nan, 1.4, 2.0], [0.2, 0.4, 1.0], [1.2, np.nan, 2.0]])
-    assert sorted(text.get_text() for text in panel.texts)[-2:] == ["failed", "failed"]
-    assert [text.get_text() for text in panel.texts if text.get_weight() == "bold"] == ["0.2000"]
+    assert [tick.get_text() for tick in panel.get_yticklabels()] == ["0.001", "0.01"]
+    np.testing.assert_allclose(panel.images[0].get_array().filled(np.nan), [[0.2, 0.4, 1.0], [1.2, np.nan, 2.0]])
+    assert "4 layers" in [text.get_text() for text in panel.texts]  # instead of a loss
+    assert [text.get_text() for text in panel.texts if text.get_weight() == "bold"] == ["0.2000\n2 layers"]
 
 
 def test_cells_that_are_tied_with_the_best_are_hatched():
@@ -454,13 +408,6 @@ def test_along_a_setting_there_is_a_line_per_combination_of_the_others_best_firs
         assert min(line.get_ydata()) == loss(width, best)
 
 
-def test_a_numeric_setting_beside_one_of_names_is_plotted_along():
-    points = points_of({"optimizer": ["muon", "adamw"], "lr": ["1", "2"]}, lambda name, rate: len(name) + float(rate))
-    panel = panels_of(points)[0]
-    assert legend(panel) == ["optimizer=muon", "optimizer=adamw"]
-    assert panel.get_xscale() == "linear"  # within a factor of ten
-
-
 def test_other_sweeps_are_the_best_rows_by_name():
     shape = {"act": ["relu", "gelu"], "n": [str(n) for n in range(6)], "m": [str(m) for m in range(3)]}
     points = points_of(shape, lambda act, n, m: len(act) + int(n) + int(m) / 10 + (act == "gelu"))
@@ -470,19 +417,15 @@ def test_other_sweeps_are_the_best_rows_by_name():
 
 
 def test_loss_over_cost_has_the_pareto_front():
-    sizes = ["1000", "3000", "10000", "30000", "100000", "300000"]
 
     def loss(size, bad):
         return 6 * float(size) ** -0.08 + 0.3 * int(bad)
 
-    costs = {"params": lambda size, bad: int(size), "flops": lambda size, bad: 6e3 * int(size)}
-    _, _, params, flops = panels_of(points_of({"size": sizes, "bad": ["0", "1"]}, loss, **costs))
-    for panel, factor in ((params, 1), (flops, 6e3)):
-        (front,) = [line for line in panel.lines if line.get_label() == "Pareto front"]
-        np.testing.assert_allclose(front.get_xdata(), [factor * float(size) for size in sizes])
-        np.testing.assert_allclose(front.get_ydata(), [loss(size, 0) for size in sizes])
-        assert legend(panel)[-2:] == ["Pareto front", f"best {loss('300000', 0):.4f}"]
-        assert panel.get_xscale() == "log"
+    sizes, costs = ["1000", "3000", "10000"], {"params": lambda size, bad: int(size)}
+    panel = panels_of(points_of({"size": sizes, "bad": ["0", "1"]}, loss, **costs))[2]
+    (front,) = [line for line in panel.lines if line.get_label() == "Pareto front"]
+    np.testing.assert_allclose(front.get_xydata(), [(float(size), loss(size, 0)) for size in sizes])
+    assert legend(panel) == ["Pareto front", f"best {loss('10000', 0):.4f}"]
 
 
 def test_a_diverged_run_does_not_compress_the_others():
@@ -490,15 +433,6 @@ def test_a_diverged_run_does_not_compress_the_others():
     panels = panels_of(points)[:3]
     assert all(panel.get_ylim()[1] < 3 for panel in panels)
     assert all("1 above" in panel.texts[-1].get_text() for panel in panels)
-
-
-def test_the_best_ten_curves_have_labels_and_the_others_are_gray():
-    panel = panels_of(points_of({"lr": [str(i) for i in range(1, 15)]}, float))[1]
-    assert legend(panel) == [f"{rank}  lr={rank}" for rank in range(1, 11)]
-    best, *others = panel.lines
-    np.testing.assert_allclose(best.get_xydata(), [[100, 2], [200, 1]])
-    assert best.get_linewidth() > max(line.get_linewidth() for line in others)
-    assert [line.get_color() for line in others[9:]] == ["0.8"] * 4
 
 
 @pytest.mark.parametrize("loss", [2.0, None])
@@ -556,24 +490,8 @@ def test_lines_are_plotted_along_a_setting_by_its_last_part(tmp_path, monkeypatc
     assert plotted[0].axes[0].get_xlabel() == "model.n_embd"
     for rate in ("1", "2"):
         run_folder(tmp_path / "two" / rate, f"optimizer.lr={rate}", f"other.lr={rate}")
-    with pytest.raises(
-        UserError, match=r"--along=lr must be one numeric setting .*; use one of: optimizer\.lr, other\.lr"
-    ):
+    with pytest.raises(UserError, match=r"use one of: optimizer\.lr, other\.lr"):
         report([tmp_path / "two"], along="lr")
-
-
-def test_a_failed_plot_leaves_the_previous_file(tmp_path, monkeypatch):
-    def fail(figure, path, **options):
-        Path(path).write_text("half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Figure, "savefig", fail)
-    run_folder(tmp_path / "0")
-    (tmp_path / "sweep.png").write_text("before")
-    with pytest.raises(OSError, match="No space"):
-        report([tmp_path])
-    assert (tmp_path / "sweep.png").read_text() == "before"
-    assert {path.name for path in tmp_path.iterdir()} == {"0", "sweep.csv", "sweep.md", "sweep.png"}
 
 
 def test_the_script_reports_the_latest_sweep(tmp_path, call):
@@ -591,8 +509,6 @@ def test_the_script_reports_the_latest_sweep(tmp_path, call):
 
 BAD_INPUT = {
     "sweep --along=optimizer.lt": r"did you mean optimizer\.lr\?\); use one of: model\.n_embd, optimizer\.lr",
-    "words --along=name": "--along=name must be one numeric setting in which the runs differ; use one of: none",
-    "": "latest is not a folder",
     "sweep --out=sweep/0/summary.json": r"sweep/0/summary\.json: file exists; choose another folder",
 }
 
@@ -600,16 +516,7 @@ BAD_INPUT = {
 @pytest.mark.parametrize("arguments", BAD_INPUT)
 def test_bad_input_of_the_script_is_one_line(tmp_path, call, arguments):
     grid(tmp_path / "sweep")
-    for name in "ab":
-        run_folder(tmp_path / "words" / name, f"name={name}")
     refused = call("sweep_report.py", *arguments.split())
     assert (refused.returncode, refused.stdout) == (2, "")
     assert re.fullmatch(f"error: .*{BAD_INPUT[arguments]}.*\n", refused.stderr)
     assert not (tmp_path / "sweep/sweep.csv").exists()
-
-
-def test_heavy_packages_are_imported_when_they_are_needed():
-    heavy = {"torch", "matplotlib", "rich", "scipy"}
-    command = f"import sys, minigpt.sweeps.report; print({heavy} & set(sys.modules))"
-    found = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True, env=os.environ)
-    assert found.stdout == "set()\n"
