@@ -54,7 +54,6 @@ def test_of_2000_sweeps_without_an_effect_at_most_5_percent_claim_a_difference(o
 
 
 def test_a_difference_of_six_times_the_noise_is_found_in_95_percent() -> None:
-    """As docs/sweeps.md says, for nine rows with three seeds."""
     rng = np.random.default_rng(3)
     means = np.array([0, *[6 * NOISE] * 8])
     found = np.array([claims(synthetic(rng, means)) for _ in range(1000)])
