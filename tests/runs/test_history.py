@@ -37,15 +37,3 @@ def test_a_folder_without_metrics_has_no_history(tmp_path: Path) -> None:
     for damaged in ("step,train_loss\nx,y\n", f'step,train_loss\n1,"{"1" * 200_000}"\n'):
         (tmp_path / "metrics.csv").write_text(damaged)
         assert read_history(tmp_path) is None
-
-
-def test_damaged_samples_leave_the_curves(tmp_path: Path) -> None:
-    (tmp_path / "metrics.csv").write_text("step,train_loss\n1,2.5\n")
-    (tmp_path / "samples.txt").write_text(f"── step {'9' * 5000}, validation loss 1.0 ──\ntext\n")
-    history = read_history(tmp_path)
-    assert history is not None
-    assert history["train_loss"] == [[1, 2.5]]
-    assert [sample["text"] for sample in history["samples"]] == ["text"]
-    (tmp_path / "samples.txt").unlink()
-    (tmp_path / "samples.txt").mkdir()
-    assert read_history(tmp_path) == history | {"samples": []}

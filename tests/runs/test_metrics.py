@@ -6,7 +6,6 @@ import json
 import math
 import platform
 import random
-import re
 import subprocess
 import sys
 import time
@@ -29,7 +28,6 @@ from minigpt.checkpoints.find import LAST
 from minigpt.checkpoints.format import read
 from minigpt.data.batches import WindowOrder
 from minigpt.runs import metrics
-from minigpt.runs.progress_bar import Progress
 from minigpt.utils.errors import RunError
 
 SHAPE = {"block_size": 16, "n_layer": 1, "n_head": 2, "n_embd": 32, "bias": False, "position": "rope"}
@@ -274,12 +272,3 @@ def test_seconds_of_training_leave_validation_out_and_the_best_may_be_the_first(
     assert (run["best_step"], run["best_val_loss"]) == (1, float(first["val_loss"]))
     assert run["best_val_bits_per_byte"] == float(first["val_bits_per_byte"])
     assert read(tmp_path / "run/checkpoints/best.safetensors")["global_step"] == 1
-
-
-def test_the_bar_of_a_terminal_is_at_the_last_step(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    progress = Progress(20, tmp_path, step=5)  # of a run that resumed
-    progress.log({"train_loss": 2.0, "tokens_per_second": 100.0}, 10)
-    progress.log({"train_loss": 1.5, "tokens_per_second": 100.0}, 15)
-    assert re.match(r"15/20 steps .* loss 1\.500, 100 tokens/s .* left", str(progress.bar))
-    progress.bar.close()

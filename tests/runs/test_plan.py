@@ -90,7 +90,6 @@ def test_an_interrupted_run_continues_with_its_plan(short, tmp_path):
     [
         {"model.n_embd": 40},
         {"model.n_head": 3},
-        {"model.n_embd": 48, "model.n_head": 6, "model.n_layer": 1},
         {"max_steps": 7, "data.batch_size": 5, "model.n_layer": 1, "model.n_embd": 32},
         {"optimizer.lr": 0.01, "ema_decay": 0.9, "schedule.warmup_steps": 3},
         {"model.layer_repeats": 2},
@@ -99,10 +98,9 @@ def test_an_interrupted_run_continues_with_its_plan(short, tmp_path):
 def test_what_the_user_gives_stays(mine, given):
     settings = plan([*mine, *(f"{key}={value}" for key, value in given.items())], *given)
     assert not settings.keys() & given.keys()
-    shape_given = {"model.n_embd", "model.n_head"} & given.keys()
     n_embd, n_head = (given.get(key) or settings[key] for key in ("model.n_embd", "model.n_head"))
     assert n_embd % n_head == 0
-    assert shape_given or n_embd / n_head == 32 or n_head == 1
+    assert {"model.n_embd", "model.n_head"} & given.keys() or n_embd / n_head == 32 or n_head == 1
 
 
 @pytest.mark.parametrize(("group", "choice"), [("model", "nano"), ("optimizer", "adamw")])
@@ -120,7 +118,6 @@ def test_the_expected_loss_follows_the_n_grams_of_the_text_and_the_training():
     assert expected(ngram_loss=3.0) == pytest.approx(2 * expected(ngram_loss=1.5))
     assert expected(1000) > expected(2000) > expected(4000)
     assert expected(4000, tokens=10_000_000) < 0.95 * expected(4000, tokens=1_000_000)  # learns from more of it
-    assert expected(100, tokens=10_000_000) == pytest.approx(expected(100, tokens=1_000_000), rel=0.01)  # not here
     assert expected(10**9) == expected(10**8)  # more steps overfit
     shallow, cfg.model.n_layer = expected(), 2 * cfg.model.n_layer
     deep, cfg.model.layer_repeats = expected(), 2
@@ -132,28 +129,17 @@ def test_more_time_and_less_text_make_larger_models():
 
     def best_size(tokens, operations):
         """The width of the lowest expected loss where a token takes time in proportion to the parameters."""
-        losses = {}
-        for width in (64, 96, 128, 192, 256, 384, 512):
+
+        def loss(width):
             cfg.model.n_layer, cfg.model.n_embd = 2, width
             trained = min(operations / width**2, useful_tokens(cfg, set(), a_text(tokens=tokens)))
-            losses[width] = reducible_loss(width**2, trained, a_text(tokens=tokens))
-        return min(losses, key=losses.__getitem__)
+            return reducible_loss(width**2, trained, a_text(tokens=tokens))
+
+        return min((64, 96, 128, 192, 256, 384, 512), key=loss)
 
     sizes = [best_size(1_000_000, 10**power) for power in range(9, 14)]
-    assert sizes == sorted(sizes)
-    assert sizes[0] < sizes[-1]
+    assert sizes == sorted(sizes) != sizes[::-1]
     assert best_size(50_000, 1e10) > best_size(50_000_000, 1e10)
-
-
-def test_tokens_that_are_repeated_are_worth_less():
-    def gain(tokens, text):
-        """What training on twice as many tokens gains."""
-        return reducible_loss(10**5, tokens, text) - reducible_loss(10**5, 2 * tokens, text)
-
-    once, repeated = a_text(tokens=10**9), a_text(tokens=10**6)
-    assert gain(10**4, repeated) == pytest.approx(gain(10**4, once), rel=0.01)
-    assert gain(4 * 10**6, repeated) < 0.7 * gain(4 * 10**6, once)
-    assert gain(10**9, repeated) == 0
 
 
 def test_a_text_sets_its_ngrams_windows_and_regularization():
@@ -161,8 +147,6 @@ def test_a_text_sets_its_ngrams_windows_and_regularization():
     small, large = (shape(cfg, set(), a_text(tokens=n), 2, 96) for n in (50_000, 50_000_000))
     assert small["model.ngram_dropout"] > large["model.ngram_dropout"] == 0
     assert small["optimizer.ngram_weight_decay"] > large["optimizer.ngram_weight_decay"] == 1
-    given = {"model.n_layer", "model.n_embd"}
-    assert shape(cfg, given, a_text(), 1, 64) == shape(cfg, given, a_text(), 4, 512)  # one size, which is measured once
     assert shape(cfg, set(), a_text(ngram=1), 2, 96)["model.ngram"] == 0  # no n-gram predicts better than frequencies
     assert shape(cfg, set(), a_text(ngram=7), 2, 96)["model.ngram"] == 7
     texts = (50_000, 10**6), (10**9, 10**6), (10**9, 10**8), (10**6, 10**8)  # tokens of the text, and of the training

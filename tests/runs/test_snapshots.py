@@ -12,8 +12,6 @@ import torch
 from minigpt import load_checkpoint
 from minigpt.checkpoints.find import BEST, find_snapshots
 from minigpt.checkpoints.format import read
-from minigpt.checkpoints.load import contents
-from minigpt.data.tokenizer import from_dict
 from minigpt.model import GPT
 from minigpt.runs.snapshots import log_spaced
 from minigpt.utils.errors import UserError
@@ -35,15 +33,16 @@ def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("last", [1, 2, 5, 20, 2_200, 1_000_000])
-@pytest.mark.parametrize("count", [2, 3, 8, 24])
-def test_steps_of_snapshots_have_even_logarithms(last: int, count: int) -> None:
+@pytest.mark.parametrize("last", [1, 2, 20, 1_000_000])
+@pytest.mark.parametrize("count", [2, 3, 24])
+def test_snapshots_are_from_the_first_to_the_last_step(last: int, count: int) -> None:
     steps = sorted(log_spaced(last, count))
     assert (steps[0], steps[-1], len(steps) <= count) == (0, last, True)
-    if count == 24 and last == 1_000_000:
-        assert len(steps) == 24
-        ratios = [b / a for a, b in pairwise(steps[8:])]
-        assert ratios == pytest.approx([1e6 ** (1 / 22)] * len(ratios), rel=0.02)
+
+
+def test_steps_of_snapshots_have_even_logarithms() -> None:
+    ratios = [b / a for a, b in pairwise(sorted(log_spaced(1_000_000, 24))[8:])]
+    assert ratios == pytest.approx([1e6 ** (1 / 22)] * 15, rel=0.02)
 
 
 def test_a_run_keeps_the_first_the_last_and_steps_between(train: Train) -> None:
@@ -111,17 +110,3 @@ def test_a_step_is_sampled_and_exported(train: Train, call: Callable[..., Simple
     assert texts[0] != texts[1]
     missing = call("sample.py", str(folder), "--step", "11")
     assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
-    find_snapshots(folder)[10].write_bytes(b"damaged")
-    damaged = call("sample.py", str(folder), "--step", "10")
-    assert (damaged.returncode, damaged.stderr.count("\n")) == (2, 1)
-    assert "step-10.safetensors is not a complete checkpoint" in damaged.stderr
-
-
-def test_a_snapshot_says_which_run_it_is_from(train: Train) -> None:
-    run = train("max_steps=1", "eval_every=1")
-    content = read(find_snapshots(run.folder)[1])
-    last = read(run.folder / "checkpoints/last.safetensors")
-    tokenizer = from_dict(content["minigpt"]["tokenizer"])
-    plain = contents(load_checkpoint(run.folder)[0].config, tokenizer)["minigpt"]
-    assert plain.items() <= content["minigpt"].items()
-    assert content["minigpt"] == last["minigpt"]
