@@ -221,7 +221,6 @@ def test_no_time_for_a_step_is_an_error(mine):
     ("overrides", "message"),
     [
         (["minutes=0"], "minutes must be a finite number > 0, or null, got 0"),
-        (["minutes=soon"], "minutes must be a finite number > 0, or null, got soon"),
         (["minutes=1e-4"], "minutes=0.0001 end before the text is prepared; give more minutes"),
         (["experiment=fast_cpu"], "minutes plans a new model, but experiment=fast_cpu sets one; remove one of the two"),
         (["trainer.devices=2"], "trainer.devices must be 1 with minutes, which plans for one device, got 2"),

@@ -95,6 +95,9 @@ def test_latest_points_at_the_newest_run_and_survives_a_move_of_all_runs(tmp_pat
         assert (tmp_path / "runs/latest").resolve() == folder
     (tmp_path / "runs").rename(tmp_path / "archive")
     assert (tmp_path / "archive/latest").resolve() == tmp_path / "archive/third"
+    (tmp_path / "latest").mkdir()  # a folder of the user stays
+    finished_run(tmp_path, "run")
+    assert not (tmp_path / "latest").is_symlink()
 
 
 def test_a_run_that_fails_in_its_first_step_leaves_no_folder_and_latest_as_it_was(train, tmp_path, monkeypatch):
@@ -114,13 +117,6 @@ def test_a_link_to_resume_from_is_resolved_before_a_newer_run_moves_it(tmp_path,
     override = OverridesParser.create().parse_override(arguments[0])
     assert (override.key_or_group, override.value()) == ("resume", str(first))
     assert complete_overrides(["resume=auto", "resume=runs/second"]) == ["resume=auto", "resume=runs/second"]
-
-
-def test_a_users_folder_named_latest_is_left_unchanged(tmp_path):
-    (tmp_path / "latest").mkdir()
-    (tmp_path / "latest/notes.txt").write_text("mine")
-    finished_run(tmp_path, "run")
-    assert (tmp_path / "latest/notes.txt").read_text() == "mine"
 
 
 # Metrics and curves.

@@ -102,11 +102,3 @@ def test_a_snapshot_that_cannot_be_written_is_only_a_warning(train: Train, tmp_p
     (tmp_path / "run/checkpoints/snapshots").write_text("a file")
     assert train("max_steps=1", "eval_every=1").loss
     assert "step-0.safetensors cannot be written" in capsys.readouterr().err
-
-
-def test_a_step_is_sampled_and_exported(train: Train, call: Callable[..., SimpleNamespace]) -> None:
-    folder = train().folder
-    texts = [call("sample.py", str(folder), "--max-new-tokens", "40", *step).stdout for step in ([], ["--step", "0"])]
-    assert texts[0] != texts[1]
-    missing = call("sample.py", str(folder), "--step", "11")
-    assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)

@@ -53,14 +53,6 @@ def test_of_2000_sweeps_without_an_effect_at_most_5_percent_claim_a_difference(o
     assert 0.005 < np.mean(found) <= 0.05
 
 
-def test_a_difference_of_six_times_the_noise_is_found_in_95_percent() -> None:
-    rng = np.random.default_rng(3)
-    means = np.array([0, *[6 * NOISE] * 8])
-    found = np.array([claims(synthetic(rng, means)) for _ in range(1000)])
-    assert found[:, 1:].mean() > 0.95
-    assert not found[:, 0].any()
-
-
 def test_the_interval_of_a_mean_covers_it_in_95_percent() -> None:
     rng = np.random.default_rng(4)
     covered = []
@@ -69,13 +61,6 @@ def test_the_interval_of_a_mean_covers_it_in_95_percent() -> None:
         assert comparison is not None
         covered.append(abs(comparison.means - 2) < comparison.interval)
     assert 0.92 < np.mean(covered) < 0.98
-
-
-def test_missing_runs_do_not_bias_a_row_towards_its_seeds() -> None:
-    losses = np.array([[2.0, 2.5, 3.0], [2.1, np.nan, 3.1], [2.2, 2.7, 3.2]])  # seeds differ much more than rows
-    comparison = compare(losses)
-    assert comparison is not None
-    assert comparison.means == pytest.approx([2.5, 2.6, 2.7])
 
 
 @pytest.mark.parametrize(

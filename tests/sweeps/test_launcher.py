@@ -1,16 +1,13 @@
 """Launchers: cores and GPUs per worker, jobs on several devices, submitit, the agent of Weights & Biases."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from conftest import composed
 from omegaconf import OmegaConf
-from wandb_records import records
 
+from minigpt.runs.config_checks import check_run
 from minigpt.sweeps.launcher import Joblib, visible_gpus
 from minigpt.sweeps.results import COMPLETED, NATS, SKIPPED, read_sweep
 
@@ -110,34 +107,10 @@ def test_a_search_runs_through_submitit_and_reports_a_failed_job(launch, tmp_pat
     assert "the loss is nan" in (points["1e+30"].folder / "log.txt").read_text()
 
 
-@pytest.mark.slow
-def test_the_agent_of_weights_and_biases_runs_its_sweep_file(small, tmp_path):
-    from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
-
+def test_the_sweep_file_of_weights_and_biases_has_valid_settings_and_the_metric_of_a_run(finished):
     file = yaml.safe_load((ROOT / "configs" / "sweep" / "wandb.yaml").read_text())
-    values = {"optimizer.lr": 0.0012345678901234567, "model.n_head": 2, "model.n_embd": 64}
-    assert values.keys() == file["parameters"].keys()
-    request = {
-        "type": "run",
-        "program": file["program"],
-        "args": {key: {"value": value} for key, value in values.items()},
-    }
-    macros = create_sweep_command_args(request)
-    # As in `wandb.wandb_agent.Agent._command_run`.
-    macros |= {"env": ["/usr/bin/env"], "interpreter": ["python"], "program": [request["program"]]}
-    command: list[str] = []
-    for part in create_sweep_command(file["command"]):
-        command += macros[part[2:-1]] if part.startswith("${") else [str(part)]
-    assert command[:2] == ["/usr/bin/env", "python"]
-    shorter = [setting for setting in small if "n_head" not in setting and "n_embd" not in setting]
-    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    env |= {"WANDB_MODE": "offline", "WANDB_SWEEP_ID": "fox", "WANDB_RUN_ID": "r1", "HOME": str(tmp_path)}
-    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
-    command += [*shorter, f"hydra.run.dir={tmp_path}/run"]
-    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert ran.returncode == 0, ran.stderr
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["status"], summary["steps"]) == (COMPLETED, 20)
-    everything = json.dumps(records(tmp_path / "run"))
-    assert f"{summary[file['metric']['name']]}"[:8] in everything
-    assert "0.0012345678901234567" in everything
+    *start, arguments = file["command"]
+    assert (start[:5], arguments) == (["${env}", "${interpreter}", "-m", "minigpt", "train"], "${args_no_hyphens}")
+    values = {name: of["values"][0] if "values" in of else of["max"] for name, of in file["parameters"].items()}
+    check_run(composed(*start[5:], *(f"{name}={value}" for name, value in values.items())))
+    assert file["metric"]["name"] in finished.summary

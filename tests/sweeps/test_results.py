@@ -119,17 +119,6 @@ def test_a_run_whose_folder_is_locked_is_running(tmp_path):
     assert point.status == "interrupted"  # of the previous attempt, until the new one writes a summary
 
 
-def test_a_plan_lists_points_without_a_folder(tmp_path):
-    waiting = [Point(tmp_path / "0", {"n": "2"}), Point(tmp_path / "2", {"n": "4"})]
-    skipped = Point(tmp_path / "1", {"n": "3"}, status="skipped", reason="3 does not divide 32")
-    write_plan(tmp_path, ["max_steps=20"], [waiting[0], skipped, waiting[1]])
-    run_folder(tmp_path / "0", "n=2", "max_steps=20")
-    points = read_sweep(tmp_path)
-    assert [point.status for point in points] == ["completed", "skipped", "waiting"]
-    assert points[1].reason == "3 does not divide 32"
-    assert [dict(point.overrides) for point in points] == [{"max_steps": "20", "n": n} for n in "234"]
-
-
 def test_what_is_not_a_finite_loss_is_not_the_best_loss(tmp_path):
     run_folder(tmp_path / "0", "lr=1", losses=(2.0, math.nan), best_val_loss=math.nan)
     run_folder(tmp_path / "1", "lr=9", losses=(math.inf,))
@@ -251,9 +240,6 @@ def test_a_sweep_over_tokenizers_is_ranked_by_bits_per_byte_everywhere(tmp_path,
         [str(rank), name, f"{min(runs[name][1]):.4f}", f"{bits[name]:.4f}"] for rank, name in enumerate(order, 1)
     ]
     assert f"best     {bits['bpe']:.4f} bits/byte: tokenizer=bpe\nrun      " in output
-    with open(tmp_path / "sweep.csv", newline="") as opened:
-        assert [row["tokenizer"] for row in csv.DictReader(opened)] == order
-
     _, curves, params, _ = panels_of(read_sweep(tmp_path))
     assert params.get_ylabel() == "best validation loss (bits per byte)"
     np.testing.assert_allclose(curves.lines[0].get_ydata(), np.array([4.0, 3.3, 3.6]) / math.log(2) / 3.0)
@@ -414,18 +400,6 @@ def test_other_sweeps_are_the_best_rows_by_name():
     names = [text.get_text() for text in panels_of(points)[0].get_yticklabels()]
     assert len(names) == 20
     assert names[:2] == ["act=relu, n=0, m=0   4.0000", "act=relu, n=0, m=1   4.1000"]
-
-
-def test_loss_over_cost_has_the_pareto_front():
-
-    def loss(size, bad):
-        return 6 * float(size) ** -0.08 + 0.3 * int(bad)
-
-    sizes, costs = ["1000", "3000", "10000"], {"params": lambda size, bad: int(size)}
-    panel = panels_of(points_of({"size": sizes, "bad": ["0", "1"]}, loss, **costs))[2]
-    (front,) = [line for line in panel.lines if line.get_label() == "Pareto front"]
-    np.testing.assert_allclose(front.get_xydata(), [(float(size), loss(size, 0)) for size in sizes])
-    assert legend(panel) == ["Pareto front", f"best {loss('10000', 0):.4f}"]
 
 
 def test_a_diverged_run_does_not_compress_the_others():
