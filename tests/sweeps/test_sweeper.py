@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from wandb_records import records
 
 from minigpt.runs.run_dir import write_summary
-from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, SKIPPED, Point, read_sweep, refresh
+from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, SKIPPED, read_sweep
 from minigpt.utils.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -262,25 +261,8 @@ def test_the_longest_runs_start_first(plan):
     assert sizes == sorted(sizes, reverse=True)
 
 
-@pytest.fixture
-def search(plan: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Search without composing the points; those that `possible` refuses are skipped."""
-
-    def run(*arguments: str, possible: Callable[[dict[str, str]], bool] = lambda _: True, **options: Any) -> Any:
-        def check(sweeper: Any, values: dict[str, str]) -> Point:
-            point = Point(sweeper.folder / sweeper._folder_name(values), values, identity=str(values))
-            if any(other.identity == point.identity for other in sweeper.points) or not possible(values):
-                return replace(point, status=SKIPPED, reason="odd")
-            return refresh(replace(point, folder=sweeper.existing.get(point.identity, point).folder))
-
-        monkeypatch.setattr("minigpt.sweeps.sweeper.Sweeper.check", check)
-        return plan("hydra/sweeper=optuna", *arguments, **options)
-
-    return run
-
-
 VALLEY = ["optimizer.lr=tag(log,interval(1e-4,1e-1))", "model.n_layer=range(1,9,2)", "optimizer=adamw,muon"]
-VALLEY += ["hydra.sweeper.batch=3"]
+VALLEY += ["hydra/sweeper=optuna", "hydra.sweeper.batch=3"]
 
 
 def valley(settings: dict[str, str], _: int) -> float:
@@ -289,8 +271,8 @@ def valley(settings: dict[str, str], _: int) -> float:
     return 1 + miss + (settings["optimizer"] != "muon")
 
 
-def test_a_search_runs_n_trials_within_the_bounds_and_improves(search, tmp_path):
-    sweeper = search(*VALLEY, "hydra.sweeper.n_trials=30", engine=Engine(valley))
+def test_a_search_runs_n_trials_within_the_bounds_and_improves(plan, tmp_path):
+    sweeper = plan(*VALLEY, "hydra.sweeper.n_trials=30", engine=Engine(valley))
     assert [len(batch) for batch in sweeper.engine.batches] == [3] * 10
     values = values_of(sweeper)
     assert all(1e-4 <= float(value["optimizer.lr"]) <= 1e-1 for value in values)
@@ -299,34 +281,32 @@ def test_a_search_runs_n_trials_within_the_bounds_and_improves(search, tmp_path)
     losses = [point.loss(NATS) for point in read_sweep(sweeper.folder)]
     assert statistics.mean(losses[-10:]) < statistics.mean(losses[:10]) - 0.3
 
-    again = search(*VALLEY, "hydra.sweeper.n_trials=9", engine=Engine(valley), folder=tmp_path / "again")
+    again = plan(*VALLEY, "hydra.sweeper.n_trials=9", engine=Engine(valley), folder=tmp_path / "again")
     assert values_of(again) == values[:9]
     more = ["hydra.sweeper.n_trials=12", "resume=auto"]
-    further = search(*VALLEY, *more, engine=Engine(valley), folder=tmp_path / "again")
+    further = plan(*VALLEY, *more, engine=Engine(valley), folder=tmp_path / "again")
     assert values_of(further) == values[:12]
     assert [len(batch) for batch in further.engine.batches] == [3]  # nine of twelve had ended
 
 
-def test_a_search_over_tokenizers_minimizes_bits_per_byte(search):
+def test_a_search_over_tokenizers_minimizes_bits_per_byte(plan):
     """By nats per token bytes would be best: 1.5 of them against 2, of characters that are twice as long."""
     engine = Engine(lambda settings, _: {"byte": 1.5, "char": 2.0}[settings["tokenizer"]])
-    sweeper = search("tokenizer=byte,char", "seed=range(1,100)", "hydra.sweeper.n_trials=24", engine=engine)
+    axes = ["hydra/sweeper=optuna", "tokenizer=byte,char", "seed=range(1,100)"]
+    sweeper = plan(*axes, "hydra.sweeper.n_trials=24", engine=engine)
     assert [value["tokenizer"] for value in values_of(sweeper)][-10:].count("char") >= 8
 
 
-def test_a_search_does_not_count_impossible_points(search, tmp_path, capsys):
-    def even(values):
-        return int(values["seed"]) % 2 == 0
-
-    options = ["optimizer.lr=interval(0.1,0.2)", "hydra.sweeper.n_trials=6", "hydra.sweeper.batch=4"]
-    sweeper = search("seed=range(100)", *options, possible=even)
+def test_a_search_does_not_count_impossible_points(plan, tmp_path, capsys):
+    search = ["hydra/sweeper=optuna", "hydra.sweeper.batch=4"]
+    axes = ["model.n_head=range(1,9)", "optimizer.lr=interval(0.1,0.2)"]
+    sweeper = plan(*search, *axes, "hydra.sweeper.n_trials=6")
     assert [len(batch) for batch in sweeper.engine.batches] == [4, 2]
-    assert len({point.identity for point in sweeper.points}) == 6
-    with pytest.raises(UserError, match="no point of the search is possible: odd"):
-        search("seed=1,3", "hydra.sweeper.n_trials=2", possible=even, folder=tmp_path / "none")
-    fewer = search("seed=1,2", "hydra.sweeper.n_trials=3", folder=tmp_path / "fewer")
-    assert sum(map(len, fewer.engine.batches)) == 2
-    assert "the search ends after 2 runs: 60 tries found no other possible point" in capsys.readouterr().err
+    assert {point.overrides["model.n_head"] for point in sweeper.points} <= set("1248")  # they divide n_embd
+    with pytest.raises(UserError, match="no point of the search is possible: .* must be divisible"):
+        plan(*search, "model.n_head=3,5", "hydra.sweeper.n_trials=1", folder=tmp_path / "none")
+    plan(*search, "model.n_head=2,3", "hydra.sweeper.n_trials=2", folder=tmp_path / "fewer")
+    assert "the search ends after 1 runs: 40 tries found no other possible point" in capsys.readouterr().err
 
 
 BAD_INPUT = {
