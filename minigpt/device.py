@@ -4,8 +4,6 @@ from functools import cache
 
 import torch
 
-from minigpt.int8 import quantize
-from minigpt.model import GPT
 from minigpt.utils.errors import require
 
 
@@ -13,16 +11,6 @@ def training_precision(accelerator: str) -> str:
     """Return Lightning's precision for `trainer.precision=auto` and the accelerator of a run."""
     gpu = None if accelerator == "cpu" else torch.accelerator.current_accelerator(check_available=True)
     return "bf16-mixed" if has_bfloat16(gpu or torch.device("cpu")) else "32-true"
-
-
-def move_model(model: GPT, device: str, dtype: str) -> GPT:
-    """Move the model to a device, as in `find_device`, and a precision; int8 is for the CPU."""
-    if dtype == "int8":
-        require("--device", device, ("auto", "cpu").__contains__, "cpu for --dtype int8")
-        expected = "float32, bfloat16 or float16 for a torch without oneDNN"
-        require("--dtype", dtype, lambda _: torch.backends.mkldnn.is_available(), expected)
-        return quantize(model.cpu())
-    return model.to(find_device(device), getattr(torch, dtype))
 
 
 def find_device(name: str) -> str:

@@ -13,7 +13,7 @@ Shapes: B samples, C n_embd, V vocab, L layers, K key-value heads, D head width,
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from minigpt.attention import rotary_table
-from minigpt.int8 import int8_linear
 from minigpt.model import GPT
 
 _MAX_COPIED_NUMEL = 1 << 20  # of a weight matrix that is copied to a faster layout
@@ -223,8 +222,6 @@ def _plain_class(kind: Any) -> Any:
 def _linear(layer: Any, weight_factor: float = 1.0, bias_factor: float = 1.0) -> Callable[[Tensor], Tensor]:
     """Return the fastest function of a plain linear layer for x (B, I), with weights and bias multiplied by factors."""
     bias = None if layer.bias is None else layer.bias * bias_factor
-    if layer.weight.dtype == torch.int8:
-        return partial(int8_linear, layer.weight, layer.scale * weight_factor, bias)
     weight = layer.weight if weight_factor == 1 else layer.weight * weight_factor
     if weight.numel() >= _MIN_LARGE_NUMEL and weight.is_cpu and weight.dtype == torch.float32 and _HAS_ONEDNN:
         return _LargeLinear(weight, bias)

@@ -21,8 +21,8 @@ def arguments() -> argparse.Namespace:
     formats_help = "a folder for transformers, a checkpoint without training state, or a page that runs the model"
     add("--to", required=True, choices=formats, help=formats_help)
     add("--out", required=True, type=Path, metavar="PATH", help="folder or file to write")
-    weights = ("float16", "int8", "float32")
-    add("--weights", choices=weights, help="format of the weights in the page of --to html (default: float16)")
+    weights_help = "format of the weights in the page of --to html (default: float16)"
+    add("--weights", choices=("float16", "float32"), help=weights_help)
     add("--snapshots", action="store_true", help="put the snapshots of the run into the page of --to html too")
     return parser.parse_args()
 
@@ -50,8 +50,8 @@ def main() -> None:
         folder = run_folder(pretrained.path)
         found = find_snapshots(folder) if args.snapshots else {}
         learned = learning_curves(folder) if found else []
-        weights = args.weights or ("int8" if found else "float16")
-        steps = export_html(pretrained, args.out, weights, read_history(folder), snapshots=found, learned=learned)
+        weights, history = args.weights or "float16", read_history(folder)
+        steps = export_html(pretrained, args.out, weights, history, snapshots=found, learned=learned)
         also = f" and {len(steps)} of its {len(found)} snapshots" if found else ""
         size = args.out.stat().st_size / 1e6
         print(sanitize_line(f"{args.out}: {size:.1f} MB, the model of {pretrained.path}{also}; open it in a browser"))

@@ -32,8 +32,8 @@ def arguments() -> argparse.Namespace:
     add("--originality", action="store_true", help="underline what the training text has verbatim, count what is new")
     add("--score", metavar="FILE", help="print the likelihood of a text (- for stdin) instead of samples")
     add("--device", default="auto", metavar="DEVICE", help="cpu, cuda, cuda:1 or mps (default: auto, the fastest)")
-    dtypes = ("float32", "bfloat16", "float16", "int8")
-    add("--dtype", default="float32", choices=dtypes, help="of the weights; int8 on a CPU only (default: %(default)s)")
+    dtypes = ("float32", "bfloat16", "float16")
+    add("--dtype", default="float32", choices=dtypes, help="of the weights (default: %(default)s)")
     return parser.parse_args()
 
 
@@ -48,12 +48,14 @@ def main() -> None:
     if args.originality and (args.json or args.score is not None or args.interactive or args.show_probs):
         raise UserError("--originality cannot be combined with --json, --score, --interactive or --show-probs")
 
+    import torch
+
     from minigpt.checkpoints.init_from import find_pretrained
-    from minigpt.device import move_model
+    from minigpt.device import find_device
     from minigpt.sample_cli import Console, read_prompt, read_text
 
     pretrained = find_pretrained(args.run, step=args.step)
-    model = move_model(pretrained.load(), args.device, args.dtype)
+    model = pretrained.load().to(find_device(args.device), getattr(torch, args.dtype))
     log(f"sampling from {pretrained.path} on {model.wte.weight.device}")
     console = Console(model, pretrained.tokenizer, options, show_probs=args.show_probs)
     if args.originality:

@@ -20,7 +20,7 @@ MODULES = {
     for file in (ROOT / folder).rglob("*.py")
     if file.name != "__init__.py"
 }
-MODEL_FILES = ("attention", "model", "ops", "optim", "schedules", "ema", "generation", "sampling", "kv_decoder", "int8")
+MODEL_FILES = ("attention", "model", "ops", "optim", "schedules", "ema", "generation", "sampling", "kv_decoder")
 
 
 def package_of(module: str) -> str:

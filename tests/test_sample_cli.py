@@ -328,7 +328,7 @@ def test_json_has_one_line_per_sample_with_the_printed_text(name, saves, sample)
         assert one["tokens_per_second"] > 0
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_smaller_weights_give_text_and_nearly_the_score_of_float32(dtype, saves, sample):
     (one,) = samples(sample(saves["letters"], "--dtype", dtype, "--prompt", "ab", "--max-new-tokens", 4, "--json"))
     assert one["text"] == "cdef"
@@ -583,15 +583,6 @@ def test_an_unavailable_device_is_refused(saves, sample, monkeypatch):
     for device in ("cuda", "cuda:0", "mps", "nonsense", "", "meta"):
         output = error(sample(saves["char"], f"--device={device}"))
         assert re.match(rf"error: --device must be one of .*\bcpu\b.*, got {device}".strip() + "$", output)
-
-
-def test_int8_weights_are_for_the_cpu(saves, sample, monkeypatch):
-    for device in ("cuda", "mps", "nonsense"):
-        output = error(sample(saves["char"], "--dtype", "int8", f"--device={device}"))
-        assert output == f"error: --device must be cpu for --dtype int8, got {device}"
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    output = error(sample(saves["char"], "--dtype", "int8"))
-    assert output == "error: --dtype must be float32, bfloat16 or float16 for a torch without oneDNN, got int8"
 
 
 @pytest.mark.parametrize(

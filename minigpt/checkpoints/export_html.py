@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from minigpt.checkpoints.init_from import Pretrained
@@ -20,7 +19,7 @@ from minigpt.page.render import describe, render
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.files import atomic_write
 
-BYTES_PER_WEIGHT = {"float16": 2, "int8": 1, "float32": 4}  # of the matrices, by format
+BYTES_PER_WEIGHT = {"float16": 2, "float32": 4}  # of the matrices, by format
 MAX_WEIGHT_BYTES = 64_000_000
 MAX_PAGE_BYTES = 15_500_000  # of the weights in base64, with snapshots
 
@@ -37,7 +36,7 @@ def export_html(
     """Write the page atomically; return the steps of the snapshots in it.
 
     Args:
-        weight_format: one of `BYTES_PER_WEIGHT`. int8 has one scale per row. Vectors are float32 in every format.
+        weight_format: one of `BYTES_PER_WEIGHT`. Vectors are float32 in both.
         history: the losses and samples of its training, from `minigpt.runs.history.read_history`.
         snapshots: of its run, by step; evenly spaced ones among them, as many as fit into `MAX_PAGE_BYTES`.
         learned: their measurements, from `minigpt.interpret.learning`.
@@ -47,8 +46,7 @@ def export_html(
     """
     size = pretrained.config.num_params() * BYTES_PER_WEIGHT[weight_format]
     most, found = f"at most {MAX_WEIGHT_BYTES / 1e6:.0f} MB", f"{size / 1e6:.0f} MB of {weight_format}"
-    advice = "use a smaller model, or --weights int8"
-    require("the weights in the page", found, lambda _: size <= MAX_WEIGHT_BYTES, most, advice)
+    require("the weights in the page", found, lambda _: size <= MAX_WEIGHT_BYTES, most, "use a smaller model")
     tokenizer = pretrained.tokenizer
     if isinstance(tokenizer, HuggingFaceTokenizer):
         raise UserError("the tokenizer of the page must be char, byte or bpe, got huggingface; use --to huggingface")
@@ -95,13 +93,10 @@ def _pack_all(model: GPT, names: Iterable[str], weight_format: str) -> str:
 
 
 def _pack(name: str, tensor: Tensor, weight_format: str) -> bytes:
-    """Return the little-endian bytes of a tensor; those of int8 follow the float32 scales of the rows."""
+    """Return the little-endian bytes of a tensor."""
     array = tensor.float().numpy()
     if tensor.dim() == 1 or weight_format == "float32":
         return array.astype("<f4").tobytes()
-    if weight_format == "float16":
-        largest = tensor.abs().max().item()
-        require("--weights", weight_format, lambda _: largest < 65504, f"float32 for {name}, which holds {largest:.3g}")
-        return array.astype("<f2").tobytes()
-    scales = (tensor.abs().amax(dim=1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)  # (rows, 1)
-    return scales.numpy().astype("<f4").tobytes() + (tensor / scales).round().to(torch.int8).numpy().tobytes()
+    largest = tensor.abs().max().item()
+    require("--weights", weight_format, lambda _: largest < 65504, f"float32 for {name}, which holds {largest:.3g}")
+    return array.astype("<f2").tobytes()

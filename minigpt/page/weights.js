@@ -8,13 +8,13 @@ export function readWeights(base64, tensors, format) {
   const take = (type, count) => {
     const start = offset;
     offset += count * type.BYTES_PER_ELEMENT;
-    return new type(bytes.buffer.slice(start, offset));  // a copy, because the start may be odd
+    return new type(bytes.buffer.slice(start, offset));  // a copy, because the start may not be a multiple of 4
   };
   return Object.fromEntries(tensors.map(([name, [rows, columns]]) => {
-    const size = rows * (columns ?? 1), values = new Float32Array(size);
+    const size = rows * (columns ?? 1);
     if (columns === undefined || format === "float32") return [name, take(Float32Array, size)];
-    const scales = format === "int8" && take(Float32Array, rows), stored = take(scales ? Int8Array : Uint16Array, size);
-    for (let i = 0; i < size; i++) values[i] = scales ? stored[i] * scales[Math.floor(i / columns)] : halves[stored[i]];
+    const stored = take(Uint16Array, size), values = new Float32Array(size);
+    for (let i = 0; i < size; i++) values[i] = halves[stored[i]];
     return [name, values];
   }));
 }

@@ -124,12 +124,12 @@ class Models:
 
     async def _load(self, name: str, base: str, step: int | None) -> "Engine":
         from minigpt.checkpoints.init_from import find_pretrained
-        from minigpt.device import move_model
+        from minigpt.device import find_device
         from minigpt.serve.engine import Engine
 
         try:
             found = await asyncio.to_thread(find_pretrained, self.sources[base], step=step)
-            model = await asyncio.to_thread(lambda: move_model(found.load(), self.device, "float32"))
+            model = await asyncio.to_thread(lambda: found.load().to(find_device(self.device)))
             return Engine(model, found.tokenizer)
         except BaseException:
             del self._loads[name]  # the next request tries again

@@ -165,7 +165,7 @@ def test_what_cannot_be_exported_is_one_line(call: Callable[..., Any], tmp_path:
         (["--to", "huggingface", "--out", "full"], "error: --out must be a path that does not exist yet, got full"),
         (["--to", "huggingface", "--out", "new"], "error: no run with a checkpoint in runs/"),
         (["full", "--to", "huggingface", "--out", "new"], "error: full holds no checkpoints/best.safetensors"),
-        (["--to", "safetensors", "--out", "new", "--weights", "int8"], "error: --weights must be left out without"),
+        (["--to", "safetensors", "--out", "new", "--weights", "float16"], "error: --weights must be left out without"),
     ):
         refused = call("export.py", *arguments)
         assert refused.returncode == 2
