@@ -1,4 +1,4 @@
-"""Analyze the attention heads of a trained model: statistics to stdout, plots and an interactive page to files."""
+"""Analyze the attention heads of a trained model: statistics to stdout, plots to files."""
 
 import argparse
 import os
@@ -26,26 +26,23 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--head", type=int, metavar="N", help="plot only this head, counted from 1 (default: all)")
     parser.add_argument("--out", type=Path, metavar="FILE.png", help="maps (default: attention.png in the run folder)")
     parser.add_argument("--ablation", type=Path, metavar="FILE.png", help="plot the loss increase without each head")
-    parser.add_argument("--html", type=Path, metavar="FILE.html", help="write an interactive page")
     return parser.parse_args()
 
 
 def main() -> None:
     """Load, compute, plot, print."""
     args = arguments()
-    from minigpt.checkpoints.find import find_checkpoint, model_name, run_folder
+    from minigpt.checkpoints.find import find_checkpoint, run_folder
     from minigpt.checkpoints.load import load_checkpoint
     from minigpt.checkpoints.validation_split import validation_batches
     from minigpt.data.detokenizer import token_pieces
-    from minigpt.interpret import attention_plots, heads, text_page
-    from minigpt.page.render import describe
-    from minigpt.runs.history import read_history
+    from minigpt.interpret import attention_plots, heads
     from minigpt.sample_cli import prompt_tokens, read_prompt
 
     prompt = read_prompt(args.prompt, args.prompt_file)
     path = find_checkpoint(args.run)
     out = args.out or run_folder(path) / "attention.png"
-    attention_plots.check_outputs({"--out": out, "--ablation": args.ablation, "--html": args.html})
+    attention_plots.check_outputs({"--out": out, "--ablation": args.ablation})
     model, tokenizer = load_checkpoint(path)
     for flag, number, count in (("layer", args.layer, model.config.n_layer), ("head", args.head, model.config.n_head)):
         if number is not None:
@@ -59,15 +56,11 @@ def main() -> None:
     table = heads.head_table(weights, heads.induction_scores(model, tokenizer.vocab_size))
     names = heads.head_names(table, len(tokens))
     attention_plots.plot_maps(out, weights, texts, names=names, layer=args.layer, head=args.head)
-    if args.html:
-        scored, history = text_page.score_tokens(model, tokenizer, tokens), read_history(run_folder(path))
-        description = describe(model_name(path), model.config, tokenizer.name)
-        text_page.write_page(args.html, description=description, tokens=scored, weights=weights, history=history)
     if batches:
         table["Δloss"], loss = heads.head_ablation(model, batches)
         attention_plots.plot_ablation(args.ablation, table["Δloss"], loss=loss)
     print(heads.format_table(table, names))
-    for file in filter(None, (out, args.html, args.ablation)):
+    for file in filter(None, (out, args.ablation)):
         log(f"wrote {file}")
 
 

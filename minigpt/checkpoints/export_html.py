@@ -73,7 +73,7 @@ def export_html(
         "tensors": [(name, tensor.shape) for name, tensor in tensors.items()],
         "format": weight_format,
     }
-    page = render("browser.js", data, "\n".join(weights))
+    page = render(data, "\n".join(weights))
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as partial:
         partial.write_text(page, encoding="utf-8", newline="\n")

@@ -1,1 +1,1 @@
-"""One HTML page for every use: to play with served models, to hold a model, to show the attention of a text."""
+"""The HTML page: to play with served models, or to hold a model itself."""

@@ -17,7 +17,7 @@ const TYPING_MS = 300;  // from the last key press to the scoring of the text
 const PAUSE_MS = 1000;  // text that is typed without such a pause is one step of undo
 const DOUBLE_CLICK_MS = 300;  // the second click does not stop what the first one started
 
-// Start the page with the backend of server.js, browser.js or saved.js, or with a promise of it.
+// Start the page with the backend of server.js or browser.js, or with a promise of it.
 export async function start(backend) {
   try {
     globalThis.backend = await backend;  // also for the console of the browser
@@ -32,7 +32,7 @@ class Page {
     this.backend = backend;
     this.first = new TextPane(find("first"), {onEdit: () => this.edited(), onSelect: i => this.select(this.first, i)});
     this.second = new TextPane(find("second"), {onSelect: i => this.select(this.second, i)});
-    this.token = new TokenPanel(find("token"), backend.generate ? (...choice) => this.branch(...choice) : null);
+    this.token = new TokenPanel(find("token"), (...choice) => this.branch(...choice));
     this.attention = new AttentionPanel(find("attention"), backend, {
       onShade: weights => this.shade(weights),
       onChoose: () => this.history.refresh(),
@@ -71,8 +71,6 @@ class Page {
     const {backend} = this;
     for (const id of ["model", "other"]) find(id).append(...backend.models.map(name => make("option", {}, name)));
     for (const label of document.querySelectorAll(".picker")) label.hidden = backend.models.length < 2;
-    for (const part of document.querySelectorAll("fieldset, .actions, #keys")) part.hidden = !backend.generate;
-    find("branches").parentElement.hidden = !backend.generate;
     find("originality").parentElement.hidden = !backend.originality;
     find("model").addEventListener("change", () => this.load());
     find("other").addEventListener("change", ({target: {value}}) => this.compare(value ? {model: value} : null));
@@ -83,10 +81,7 @@ class Page {
       else if (performance.now() - this.started > DOUBLE_CLICK_MS) this.work.abort();
     });
     find("undo").addEventListener("click", () => this.goBack("undo"));
-    this.first.field.addEventListener("beforeinput", event => {
-      if (!backend.generate) event.preventDefault();  // a read-only field would have no cursor to select tokens with
-      this.unedited = this.snapshot();
-    });
+    this.first.field.addEventListener("beforeinput", () => { this.unedited = this.snapshot(); });
     document.addEventListener("keydown", event => this.press(event));
     scheme.addEventListener("change", () => {
       this.second.paint();
@@ -103,7 +98,7 @@ class Page {
   press(event) {
     const command = event.ctrlKey || event.metaKey, key = event.key.toLowerCase();
     if (event.key === "Escape" && this.generating) this.work.abort();
-    if (!command || !this.backend.generate || event.target.closest("fieldset") && key !== "enter") return;
+    if (!command || event.target.closest("fieldset") && key !== "enter") return;
     if (key === "enter" && !this.generating) this.generate();
     else if (key === "y" || key === "z" && event.shiftKey) this.goBack("redo");
     else if (key === "z") this.goBack("undo");
@@ -177,10 +172,7 @@ class Page {
 
   // Show the tokens of the text, unless the tokenizer has changed the text.
   showTokens(tokens) {
-    if (!this.backend.generate) {
-      this.first.set(tokens.map(writable));
-      this.first.moveCursor(0);
-    } else if (joined(tokens) === this.first.text) this.first.set(tokens);
+    if (joined(tokens) === this.first.text) this.first.set(tokens);
     this.branches.show(this.first.text);
   }
 

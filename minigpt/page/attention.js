@@ -17,7 +17,7 @@ export class AttentionPanel {
 
   constructor(root, backend, {onShade, onChoose, onSilence}) {
     Object.assign(this, {backend, onShade});
-    this.picker = new HeadPicker(root, Boolean(backend.generate), {
+    this.picker = new HeadPicker(root, {
       onChoose: () => { this.#forget(); this.#refresh(); onChoose(); },
       onSilence: () => { onSilence(); this.#refresh(); },
     });

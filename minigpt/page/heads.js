@@ -10,14 +10,12 @@ export class HeadPicker {
   silenced = [];  // some of #heads
   #heads = []; #buttons = []; #columns = 1;
 
-  // canSilence: whether the backend can run the model without some heads.
-  constructor(root, canSilence, {onChoose, onSilence}) {
+  constructor(root, {onChoose, onSilence}) {
     Object.assign(this, {onChoose, onSilence});
     this.grid = make("div", {class: "heads", role: "radiogroup", "aria-label": "Attention head"});
     this.silence = make("button", {type: "button"});
     this.restore = make("button", {type: "button"}, "Restore all");
-    root.append(this.grid);
-    if (canSilence) root.append(make("div", {class: "actions"}, this.silence, this.restore));
+    root.append(this.grid, make("div", {class: "actions"}, this.silence, this.restore));
     this.grid.addEventListener("keydown", event => this.#move(event));
     this.silence.addEventListener("click", () => this.#toggle());
     this.restore.addEventListener("click", () => {

@@ -7,28 +7,25 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
 from minigpt.config import GPTConfig
-from minigpt.data.tokenizer import Tokenizer
 
 MAX_MAP_TOKENS = 1024  # of a map of attention weights
-N_TOP = 10  # alternatives of a token
 _STYLE, _SCRIPT = '<link rel="stylesheet" href="style.css">\n', '<script type="module" src="server.js"></script>\n'
 _IMPORT = re.compile(r'^import \{[\w, ]+\} from "\./([\w.]+)";\n', re.MULTILINE)
 
 
-def render(entry: str, data: Mapping[str, Any], weights: str = "") -> str:
-    """Return the HTML of the page with the backend of a module.
+def render(data: Mapping[str, Any], weights: str = "") -> str:
+    """Return the HTML of the page with the backend of browser.js.
 
     Args:
-        entry: name of the module: "browser.js" or "saved.js".
         data: written as JSON to the element with the id "data".
         weights: text in base64 for the element with the id "weights".
     """
-    style, script = _read("style.css"), "\n".join(_modules(entry, {}).values())
+    style, script = _read("style.css"), "\n".join(_modules("browser.js", {}).values())
     digests = (hashlib.sha256(text.encode("utf-8")).digest() for text in (style, script))
     style_hash, script_hash = (f"'sha256-{base64.b64encode(digest).decode('ascii')}'" for digest in digests)
     policy = f"default-src 'none'; style-src {style_hash}; script-src {script_hash}; img-src data:; "
@@ -49,14 +46,6 @@ def describe(name: str, config: GPTConfig, tokenizer: str, weights: str = "") ->
     facts = f"A GPT with {config.num_params():,} parameters{weights}: {L} layers, {H} heads, "
     facts += f"width {config.n_embd}, a context of {T} tokens, tokenizer {tokenizer}."
     return {"name": name, "facts": facts, "n_layer": L, "n_head": H, "block_size": min(T, MAX_MAP_TOKENS)}
-
-
-def describe_token(
-    tokenizer: Tokenizer, token: int, text: str, logprob: float | None, rank: int, top: Sequence[tuple[int, float]]
-) -> dict[str, Any]:
-    """Return a token for the page, with the characters that it completes and the most likely alternatives."""
-    alternatives = [{"id": i, "text": tokenizer.decode([i]), "logprob": value} for i, value in top]
-    return {"id": token, "text": text, "logprob": logprob, "rank": rank, "top": alternatives}
 
 
 def _modules(name: str, found: dict[str, str]) -> dict[str, str]:

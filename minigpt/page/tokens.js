@@ -3,7 +3,7 @@
 import {make, percent, visible} from "./dom.js";
 
 export class TokenPanel {
-  // onBranch(index, alternative): replaces a token by an alternative and continues; null if the backend cannot.
+  // onBranch(index, alternative): replaces a token by an alternative and continues.
   constructor(root, onBranch) {
     this.root = root;
     this.onBranch = onBranch;
@@ -16,7 +16,7 @@ export class TokenPanel {
     [this.token, this.key] = [token, key];
     if (!token) {
       const hint = "Colors show the probability of each token. Point at a token, or move the cursor behind it, to see "
-        + `what the model expected${this.onBranch ? "; an alternative starts a branch" : ""}.`;
+        + "what the model expected; an alternative starts a branch.";
       this.root.replaceChildren(make("h2", {}, "No token selected"), make("p", {class: "soft"}, hint));
       return;
     }
@@ -35,7 +35,7 @@ export class TokenPanel {
     const button = make("button", {type: "button"}, bar, make("span", {class: "rank"}, String(rank + 1)),
       make("code", {}, visible(text)), make("span", {class: "percent"}, percent(p)));
     const isWhole = text !== "" && !text.includes("\ufffd");  // else a part of a character, or a special token
-    button.disabled = !canBranch || !this.onBranch || !isWhole || id === this.token.id;
+    button.disabled = !canBranch || !isWhole || id === this.token.id;
     if (id === this.token.id) button.setAttribute("aria-current", "true");
     button.title = `surprisal ${(-logprob / Math.LN2).toFixed(2)} bits${button.disabled ? "" : "; continue from here"}`;
     button.addEventListener("click", () => this.onBranch(index, {...alternative, rank}));

@@ -19,7 +19,7 @@ from minigpt.interpret.heads import attention_maps
 from minigpt.interpret.learning import learning_curves
 from minigpt.interpret.originality import compare
 from minigpt.model import GPT
-from minigpt.page.render import MAX_MAP_TOKENS, N_TOP, describe, describe_token
+from minigpt.page.render import MAX_MAP_TOKENS, describe
 from minigpt.runs.history import read_history
 from minigpt.runs.run_dir import run_status
 from minigpt.sampling import Sampling
@@ -31,6 +31,7 @@ from minigpt.utils.errors import require
 
 MAX_SCORED = 32768  # tokens of a text
 MAX_COMPARED = 20_000  # characters
+N_TOP = 10  # alternatives of a token
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 
@@ -122,7 +123,9 @@ async def _attention(engine: Engine, values: dict[str, Any]) -> Response:
 
 
 def _to_json(engine: Engine, token: Token, text: str) -> dict[str, Any]:
-    return describe_token(engine.tokenizer, token.id, text, token.logprob, token.rank, token.top)
+    """Return a token for the page, with the characters that it completes and the most likely alternatives."""
+    top = [{"id": i, "text": engine.tokenizer.decode([i]), "logprob": value} for i, value in token.top]
+    return {"id": token.id, "text": text, "logprob": token.logprob, "rank": token.rank, "top": top}
 
 
 def _is_silenced(value: Any) -> bool:

@@ -38,7 +38,6 @@ BAD_INPUT = {
     "unknown characters": (["--prompt", "Zeé"], "'Z', 'e', 'é'"),
     "head 3": (["--prompt", "What", "--head", "3"], "--head must be an integer in [1, 2], got 3"),
     "no folder": (["--prompt", "What", "--out", "no/a.png"], "--out must be in a folder that exists"),
-    "a folder": (["--prompt", "What", "--html", "."], "--html must be a file, not a folder, got ."),
     "a format": (["--prompt", "What", "--out", "a.txt"], "--out must be a file in .png, .pdf, .svg format, got a.txt"),
     "one name twice": (["--prompt", "What", "--ablation", "attention.png"], "--out, --ablation must be different"),
     "no corpus": (["--prompt", "What", "--ablation", "v.png"], "model.safetensors holds a model without its run; use"),
@@ -87,7 +86,7 @@ def test_a_trained_model_is_analyzed(
     train: Callable[..., Any], launch: Callable[..., Any], shell: Callable[..., Any], text: Path, tmp_path: Path
 ) -> None:
     trained = train(folder=tmp_path / "runs" / "first")
-    flags = ["--prompt", "1: the\nfox", "--out", "a.png", "--ablation", "v.svg", "--html", "p.html"]
+    flags = ["--prompt", "1: the\nfox", "--out", "a.png", "--ablation", "v.svg"]
     environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}  # lists the imports
     result = launch("attention.py", *flags, cwd=tmp_path, env=environment)  # the newest run
     assert result.returncode == 0, result.stderr
@@ -96,14 +95,12 @@ def test_a_trained_model_is_analyzed(
     assert [line for line in result.stderr.splitlines() if not line.startswith("import time:")] == [
         "loaded runs/first/checkpoints/best.safetensors",
         "wrote a.png",
-        "wrote p.html",
         "wrote v.svg",
     ]
     header, *rows = result.stdout.splitlines()
     assert header.split() == ["layer", "head", *COLUMNS, "name"]
     assert [row.split()[:2] for row in rows] == [["1", "1"], ["1", "2"], ["2", "1"], ["2", "2"]]
     assert image.imread(tmp_path / "a.png").shape[0] > 400
-    assert (tmp_path / "p.html").stat().st_size > 1000
 
     # The loss with all heads is the validation loss of the run.
     assert any(f"{trained.loss:.4f} with all" in text for text in svg_texts(tmp_path / "v.svg"))

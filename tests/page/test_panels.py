@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,6 +22,10 @@ HISTORY: dict[str, Any] = {
     "samples": [{"step": step, "text": f"sample of step {step}"} for step, _ in LOSSES[16::17]],
 }
 PROMPT = "To be, or not"
+STOPS = {  # of the colors of attention weights
+    "light": ["ffffff", "d3c4ff", "a384f7", "6a3fd1", "38158a"],
+    "dark": ["191b20", "412f88", "6e4ecb", "a78dff", "efe9ff"],
+}
 # Record the requests for weights in `calls`. The first of `delays` is how long the next takes, in milliseconds.
 RECORD = """
 const attention = backend.attention;
@@ -106,6 +111,63 @@ def test_selecting_tokens_fetches_and_draws_nothing_and_marks_their_rows(panel: 
         assert marker["width"] == pytest.approx(canvas["width"] * (i + 1) / 13, abs=1)
     assert requests(panel) == [(PROMPT, 0, None, [])]
     assert panel.run("return drawn") == drawn
+
+
+def test_the_selected_token_shades_the_tokens_before_it(panel: Reader, exported: tuple[str, GPT]) -> None:
+    panel.choose_head("layer 1, head 2")
+    panel.hover(panel.tokens()[9])
+    panel.wait_until(lambda: len(panel.backgrounds()[9]) == 3)
+    shades = [sum(color) for color in panel.backgrounds()[:10]]
+    weights = attention_maps(exported[1], CHARACTERS.encode(PROMPT))[0, 1, 9, :10]
+    ordered = [shades[i] for i in weights.argsort()]
+    assert all(after - before <= 6 for before, after in pairwise(ordered))
+    assert all(len(color) == 4 for color in panel.backgrounds()[10:])  # transparent
+
+
+def test_the_list_has_the_tokens_with_the_highest_weights(panel: Reader, exported: tuple[str, GPT]) -> None:
+    weights = attention_maps(exported[1], CHARACTERS.encode(PROMPT))
+    for name, of_head in (("layer 2, head 1", weights[1, 0]), ("layer 1, mean", weights[0].mean(0))):
+        panel.choose_head(name)
+        panel.hover(panel.tokens()[10])
+        rows = panel.attended()
+        top = of_head[10].topk(len(rows)).indices.tolist()
+        assert [row[0] for row in rows] == highest(of_head[10])
+        assert [row[2] for row in rows] == [PROMPT[i].replace(" ", "␣") for i in top]
+        assert [row[3] for row in rows] == ["itself" if i == 10 else f"{10 - i} back" for i in top]
+        assert panel.find(".list caption").text == f"n attends to ({name})"
+    panel.hover(panel.tokens()[4])
+    contexts = {row[3]: row[1] for row in panel.attended()}
+    assert contexts["itself"] == "      To be, or not"  # ten characters before the token, nine after it
+
+
+def test_the_map_has_the_colors_of_the_weights_and_names_them(panel: Reader, exported: tuple[str, GPT]) -> None:
+    weights, T = attention_maps(exported[1], CHARACTERS.encode(PROMPT))[0, 1], len(PROMPT)
+    panel.choose_head("layer 1, head 2")
+    read = (
+        f"const copy = new OffscreenCanvas({T}, {T}).getContext('2d');"
+        "copy.drawImage(document.querySelector('canvas'), 0, 0);"
+        f"return [...copy.getImageData(0, 0, {T}, {T}).data]"
+    )
+    for scheme, colors in STOPS.items():
+        stops = torch.tensor([list(bytes.fromhex(color)) for color in colors]).float()
+        panel.prefer(scheme)
+        panel.wait_until(lambda: panel.run(read)[:3] == stops[-1].tolist())  # noqa: B023  # attends to itself
+        pixels = torch.tensor(panel.run(read)).view(T, T, 4)
+        place = weights.sqrt() * (len(stops) - 1)
+        low = place.long().clamp(max=len(stops) - 2)
+        expected = stops[low].lerp(stops[low + 1], (place - low)[..., None])  # (T, T, 3)
+        causal = torch.ones(T, T).tril().bool()
+        assert (pixels[..., :3] - expected)[causal].abs().max() <= 2  # 256 colors, rounded
+        assert torch.equal(pixels[..., 3] == 255, causal)  # nothing is drawn for later tokens
+    canvas = panel.find("canvas")
+    label = "Map of the attention weights of layer 1, head 2, 13 queries by 13 keys"
+    assert canvas.get_attribute("aria-label") == label
+    cell = canvas.size["width"] / T
+    panel.hover(canvas, round(-4 * cell), round(cell))  # of the center: query 7, key 2
+    caption, weight = panel.find("figcaption").text.split(": ")
+    assert (caption, float(weight)) == ("o (8) → ␣ (3)", pytest.approx(weights[7, 2].item(), abs=1.1e-3))
+    panel.hover(canvas, round(4 * cell), round(-4 * cell))  # a key after the query
+    assert panel.find("figcaption").text == "Each row is a query, each column a key."
 
 
 def test_an_outdated_request_is_aborted_and_ignored(panel: Reader, exported: tuple[str, GPT]) -> None:

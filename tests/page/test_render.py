@@ -18,9 +18,8 @@ def script_of(page: str) -> str:
     return script
 
 
-@pytest.mark.parametrize("entry", ["browser.js", "saved.js"])
-def test_the_policy_allows_the_script_and_the_style_of_the_page_and_nothing_else(entry: str) -> None:
-    page = render(entry, {})
+def test_the_policy_allows_the_script_and_the_style_of_the_page_and_nothing_else() -> None:
+    page = render({})
     (policy,) = re.findall('<meta http-equiv="Content-Security-Policy" content="(.*?)">', page)
     (style,) = re.findall("<style>(.*?)</style>", page, re.DOTALL)
     digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script_of(page))]
@@ -39,13 +38,12 @@ def test_the_policy_allows_the_script_and_the_style_of_the_page_and_nothing_else
 
 def test_numbers_that_json_lacks_are_an_error_before_the_page_is_written() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
-        render("saved.js", {"loss": float("nan")})
+        render({"loss": float("nan")})
 
 
-@pytest.mark.parametrize("entry", ["browser.js", "saved.js"])
-def test_a_module_is_in_the_script_once_after_those_that_it_imports(entry: str) -> None:
-    script, before = script_of(render(entry, {})), set[str]()
-    modules = module._modules(entry, {})
+def test_a_module_is_in_the_script_once_after_those_that_it_imports() -> None:
+    script, before = script_of(render({})), set[str]()
+    modules = module._modules("browser.js", {})
     for name, source in sorted(modules.items(), key=lambda item: script.index(item[1])):
         assert script.count(source) == 1
         assert set(re.findall(r'^import .* "\./(.*)";$', (PAGE / name).read_text(), re.MULTILINE)) <= before

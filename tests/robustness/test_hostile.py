@@ -271,7 +271,7 @@ import contextlib, io, json, resource, runpy, sys, time, warnings
 from pathlib import Path
 warnings.simplefilter("ignore")
 import matplotlib.pyplot, minigpt.checkpoints.load, minigpt.sample_cli
-import minigpt.interpret.attention_plots, minigpt.interpret.text_page, minigpt.interpret.heads
+import minigpt.interpret.attention_plots, minigpt.interpret.heads
 import minigpt.checkpoints.validation_split
 memory, script, good, *files = sys.argv[1:]
 for index, file in enumerate([good, *files]):
