@@ -85,7 +85,7 @@ def export(model: GPT, tokenizer: Tokenizer, folder: Path, weights: str = "float
     return folder / f"{weights}.html"
 
 
-# Scripts for the page. The tokens that follow a prompt; arguments: ids, settings, silenced heads.
+# Scripts for the page. The tokens that follow a prompt; arguments: ids, settings.
 SAMPLE = """
 const given = arguments;
 return (async () => {

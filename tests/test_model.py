@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from minigpt import attention, generate
 from minigpt.config import NORM_POSITIONS, POSITIONS, GPTConfig
-from minigpt.interpret.heads import attention_maps, without_heads
+from minigpt.interpret.heads import attention_maps, without_head
 from minigpt.model import GPT
 from minigpt.ops import ACTIVATIONS, NORMS
 
@@ -123,7 +123,7 @@ def test_repeated_layers_are_those_of_a_model_with_copies_of_their_weights():
     assert_close(shared.blocks[1].mlp.up.weight.grad, sum(gradients))
     for layers in (slice(None), slice(3, 4)):
         assert_close(attention_maps(shared, tokens[0], layers), attention_maps(copies, tokens[0], layers))
-    assert_close(without_heads(shared, [(3, 1)])(tokens), without_heads(copies, [(3, 1)])(tokens))
+    assert_close(without_head(shared, 3, 1)(tokens), without_head(copies, 3, 1)(tokens))
     sampled = [generate(model, [1, 2], max_new_tokens=40, seed=1)[0].tokens for model in (shared, copies)]
     assert sampled[0] == sampled[1]
 

@@ -7,7 +7,7 @@ Shapes: L layers, H heads, B batch, T time, D head width.
 """
 
 import copy
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import product
 from typing import Any
@@ -129,19 +129,17 @@ def head_ablation(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple
 
     with eval_mode(model):
         intact = loss_of(model)
-        increases = [loss_of(without_heads(model, [head])) - intact for head in heads]
+        increases = [loss_of(without_head(model, *head)) - intact for head in heads]
     return torch.tensor(increases).view(L, H), intact
 
 
-def without_heads(model: GPT, heads: Collection[tuple[int, int]]) -> GPT:
-    """Return a copy of a model, which shares its tensors, in which the output of heads (layer, head) is zero."""
+def without_head(model: GPT, layer: int, head: int) -> GPT:
+    """Return a copy of a model, which shares its other tensors, in which the output of a head is zero."""
     shared: Any = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     model = copy.deepcopy(model, shared)
-    for layer, block in enumerate(model.blocks):
-        if silenced := [head for other, head in heads if other == layer]:
-            model.blocks[layer] = block = copy.deepcopy(block, {id(p): p for p in block.parameters()})  # of this layer
-            attention: Any = block.attention
-            weight: Tensor = attention.out.weight.detach().clone()  # (C, H·D)
-            weight.view(len(weight), attention.n_head, attention.head_dim)[:, silenced] = 0
-            attention.out.weight = torch.nn.Parameter(weight, requires_grad=False)
+    block: Any = model.blocks[layer]
+    model.blocks[layer] = block = copy.deepcopy(block, {id(p): p for p in block.parameters()})  # of this layer alone
+    weight: Tensor = block.attention.out.weight.detach().clone()  # (C, H·D)
+    weight.view(len(weight), block.attention.n_head, block.attention.head_dim)[:, head] = 0
+    block.attention.out.weight = torch.nn.Parameter(weight, requires_grad=False)
     return model

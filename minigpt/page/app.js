@@ -36,10 +36,6 @@ class Page {
     this.attention = new AttentionPanel(find("attention"), backend, {
       onShade: weights => this.shade(weights),
       onChoose: () => this.history.refresh(),
-      onSilence: () => {
-        this.first.set([], this.first.text);
-        this.run(signal => this.score(signal));
-      },
     });
     this.branches = new Branches(find("branches"), {
       onOpen: branch => { this.remember(this.snapshot()); this.restore(branch); },
@@ -159,12 +155,12 @@ class Page {
   async continueText(signal) {
     find("second-name").textContent = `Continued by ${this.model}`;
     const prompt = await this.prompt(signal);
-    await this.write(this.second, this.model, prompt, readSettings(), this.attention.silenced, signal);
+    await this.write(this.second, this.model, prompt, readSettings(), signal);
   }
 
   async score(signal) {
-    const {model} = this, {text} = this.first, {silenced} = this.attention;
-    this.showTokens(await this.backend.score(model, text, silenced, signal));
+    const {model} = this;
+    this.showTokens(await this.backend.score(model, this.first.text, signal));
     this.scored = model;
     showStatus("");
     await this.showLosses(signal);
@@ -181,13 +177,13 @@ class Page {
     find("second-name").textContent = model ? `Text of ${model}` : "Another branch";
     const {text} = this.first;
     this.second.set([], branch?.text ?? text);
-    this.second.set(branch?.tokens ?? await this.backend.score(model, text, [], signal));
+    this.second.set(branch?.tokens ?? await this.backend.score(model, text, signal));
   }
 
   // Return the tokens before the cursor.
   async prompt(signal) {
     const known = this.scored === this.model ? this.first.tokensBeforeCursor() : null;
-    return known ?? this.backend.score(this.model, this.first.textBeforeCursor, this.attention.silenced, signal);
+    return known ?? this.backend.score(this.model, this.first.textBeforeCursor, signal);
   }
 
   // ── generation ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -204,9 +200,9 @@ class Page {
       seconds = (performance.now() - this.started) / 1000;
     };
     const succeeded = await this.run(async signal => {
-      const tokens = prompt ?? await this.prompt(signal), {silenced} = this.attention, other = this.comparison?.model;
+      const tokens = prompt ?? await this.prompt(signal), other = this.comparison?.model;
       if (!prompt) this.scored = model;
-      const jobs = [this.write(this.first, this.model, tokens, settings, silenced, signal, onToken)];
+      const jobs = [this.write(this.first, this.model, tokens, settings, signal, onToken)];
       if (other) jobs.push(this.writeOther(other, joined(tokens), settings, signal));
       for (const {reason} of await Promise.allSettled(jobs)) if (reason) throw reason;
     });
@@ -220,15 +216,15 @@ class Page {
   }
 
   // Generate tokens after those of a prompt, and show them in a pane.
-  write(pane, model, prompt, settings, silenced, signal, onToken) {
-    const generated = this.backend.generate(model, prompt.map(({id}) => id), settings, silenced, signal);
+  write(pane, model, prompt, settings, signal, onToken) {
+    const generated = this.backend.generate(model, prompt.map(({id}) => id), settings, signal);
     return pane.write(prompt, generated, {onToken, isCurrent: () => this.work.signal === signal});
   }
 
   async writeOther(model, prompt, settings, signal) {
     try {
-      const tokens = await this.backend.score(model, prompt, [], signal);
-      await this.write(this.second, model, tokens, settings, [], signal);
+      const tokens = await this.backend.score(model, prompt, signal);
+      await this.write(this.second, model, tokens, settings, signal);
     } catch (error) {
       throw new Error(`${model}: ${error.message}`);
     }
@@ -321,15 +317,13 @@ class Page {
     find("high").textContent = weights ? "1" : percent(1);
   }
 
-  // Show the loss of each model on each text; with silenced heads, also that of the model with all heads.
+  // Show the loss of each model on each text.
   async showLosses(signal) {
-    const {comparison, model} = this, {silenced} = this.attention, texts = [["Text", this.first]];
-    const models = [{model, silenced, own: this.first}];
-    if (silenced.length) models.push({model, silenced: []});
+    const {comparison, model} = this, texts = [["Text", this.first]], models = [{model, own: this.first}];
     if (comparison && !("step" in comparison)) {
       texts[0][0] = `Text of ${model}`;
       texts.push([find("second-name").textContent, this.second]);
-      if (comparison.model) models.push({model: comparison.model, silenced: [], own: this.second});
+      if (comparison.model) models.push({model: comparison.model, own: this.second});
     }
     const table = await compareLosses(this.backend, models, texts, signal);
     signal.throwIfAborted();

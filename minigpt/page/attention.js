@@ -15,11 +15,12 @@ export class AttentionPanel {
   #key = ""; #ids = ""; #fetching = new AbortController();  // those of the last request
   #shaded = false;
 
-  constructor(root, backend, {onShade, onChoose, onSilence}) {
+  constructor(root, backend, {onShade, onChoose}) {
     Object.assign(this, {backend, onShade});
-    this.picker = new HeadPicker(root, {
-      onChoose: () => { this.#forget(); this.#refresh(); onChoose(); },
-      onSilence: () => { onSilence(); this.#refresh(); },
+    this.picker = new HeadPicker(root, () => {
+      this.#forget();
+      this.#refresh();
+      onChoose();
     });
     this.map = new WeightMap((query, key) => this.#nameCell(query, key));
     this.list = make("div", {class: "list"});
@@ -30,8 +31,6 @@ export class AttentionPanel {
     this.map.element.hidden = true;
     scheme.addEventListener("change", () => { this.#drawMap(); this.#draw(); });
   }
-
-  get silenced() { return this.picker.silenced; }
 
   get head() { return this.picker.chosen; }
 
@@ -75,8 +74,7 @@ export class AttentionPanel {
   // Fetch the weights, unless the last request was for the same.
   #request() {
     const start = this.#start(), ids = this.#tokens.slice(start, start + this.#model.block_size).map(token => token.id);
-    const {chosen, silenced} = this.picker, text = `${start} ${ids}`;
-    const key = JSON.stringify([this.#model.name, text, chosen, silenced]);
+    const text = `${start} ${ids}`, key = JSON.stringify([this.#model.name, text, this.head]);
     if (key === this.#key) return;
     this.#fetching.abort();
     this.#fetching = new AbortController();
@@ -84,7 +82,7 @@ export class AttentionPanel {
     if (text !== this.#ids) this.#fetched = null;
     const delay = this.#ids && text !== this.#ids ? DELAY_MS : 0, isNew = ids.length > 0 && key !== this.#fetched?.key;
     [this.#key, this.#ids, this.body.ariaBusy] = [key, text, isNew];
-    if (isNew) this.#fetch(key, start, ids, chosen, silenced, delay, this.#fetching.signal);
+    if (isNew) this.#fetch(key, start, ids, this.head, delay, this.#fetching.signal);
   }
 
   // Return the start of the window that the model reads: that of the last window, or for a token before it, one with at
@@ -96,12 +94,12 @@ export class AttentionPanel {
     return Math.max(0, Math.floor(this.#selected / half) - 1) * half;
   }
 
-  async #fetch(key, start, ids, head, silenced, delay, signal) {
+  async #fetch(key, start, ids, head, delay, signal) {
     let fetched = null, error = "";
     try {
       await new Promise(resolve => setTimeout(resolve, delay));
       if (signal.aborted) return;
-      const weights = await this.backend.attention(this.#model.name, ids, ...head, silenced, signal);
+      const weights = await this.backend.attention(this.#model.name, ids, ...head, signal);
       fetched = {key, start, length: ids.length, head, weights};
     } catch ({message}) {
       error = message;

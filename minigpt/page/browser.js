@@ -8,7 +8,7 @@ import {Tokenizer} from "./tokenizer.js";
 import {readWeights} from "./weights.js";
 
 const WORK_MS = 40;  // between two turns of the event loop
-const MAX_IDLE = 3;  // sequences of a model that are kept, such as those with and without silenced heads
+const MAX_IDLE = 3;  // sequences of a model that are kept
 
 class BrowserBackend {
   // base64: a line for the weights of the model, and one for each snapshot. A model is named as its run is, and a
@@ -30,19 +30,19 @@ class BrowserBackend {
 
   async learned() { return this.data.learned; }
 
-  async score(model, text, silenced = [], signal) {
+  async score(model, text, signal) {
     const ids = typeof text === "string" ? this.tokenizer.encode(text) : text;
-    return this.use(model, ids, silenced, async sequence => {
+    return this.use(model, ids, async sequence => {
       await sequence.replace(ids, turns(signal));
       const decode = this.tokenizer.decoder(), last = ids.length - 1;
       return ids.map((id, i) => this.token(id, decode(id) + (i === last ? decode() : ""), sequence.predictions[i]));
     });
   }
 
-  async *generate(model, ids, {max_tokens, seed, ...sampling}, silenced = [], signal) {
+  async *generate(model, ids, {max_tokens, seed, ...sampling}, signal) {
     const {start, stop} = this.data.tokenizer, context = (ids.length ? ids : start).slice(-this.data.config.block_size);
     const random = new Random(seed), decode = this.tokenizer.decoder(), turn = turns(signal);
-    const sequence = this.take(model, context, silenced);
+    const sequence = this.take(model, context);
     ids.forEach(id => decode(id));  // the prompt may end within a character
     try {
       await sequence.replace(context, turn);
@@ -60,10 +60,10 @@ class BrowserBackend {
     }
   }
 
-  async attention(model, ids, layer, head, silenced = [], signal) {
+  async attention(model, ids, layer, head, signal) {
     const {n_head, block_size} = this.data.config, context = ids.slice(-block_size), T = context.length;
     const heads = head === null ? [...Array(n_head).keys()] : [head], mean = new Float32Array(T * T);
-    return this.use(model, context, silenced, async sequence => {
+    return this.use(model, context, async sequence => {
       await sequence.replace(context, turns(signal), true);
       for (const h of heads) {
         sequence.maps[layer * n_head + h].forEach((row, i) => row.forEach((weight, j) => {
@@ -83,11 +83,11 @@ class BrowserBackend {
   }
 
   // Take a sequence, which no other request uses until it is put back; if possible one that begins like ids.
-  take(model, ids, silenced) {
-    const shared = this.idle.map(sequence => sequence.name === model ? sequence.shared(ids, silenced) : 0);
+  take(model, ids) {
+    const shared = this.idle.map(sequence => sequence.name === model ? sequence.shared(ids) : 0);
     const most = Math.max(0, ...shared);
     if (most) return this.idle.splice(shared.indexOf(most), 1)[0];
-    return Object.assign(new Sequence(this.newModel(model), silenced), {name: model});
+    return Object.assign(new Sequence(this.newModel(model)), {name: model});
   }
 
   give(sequence) {
@@ -95,8 +95,8 @@ class BrowserBackend {
     this.idle = [...this.idle.filter(({name}) => name !== sequence.name), ...same];
   }
 
-  async use(model, ids, silenced, task) {
-    const sequence = this.take(model, ids, silenced);
+  async use(model, ids, task) {
+    const sequence = this.take(model, ids);
     try {
       return await task(sequence);
     } finally {

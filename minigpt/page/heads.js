@@ -1,4 +1,4 @@
-// The control that picks an attention head and silences heads.
+// The control that picks an attention head.
 // Layers and heads count from 0 in the code and from 1 for readers; head null is the mean of the heads of a layer.
 
 import {make} from "./dom.js";
@@ -7,22 +7,14 @@ export const headName = ([layer, head]) => `layer ${layer + 1}, ${head === null 
 
 export class HeadPicker {
   chosen = [0, null];  // one of #heads if there are any
-  silenced = [];  // some of #heads
   #heads = []; #buttons = []; #columns = 1;
 
-  constructor(root, {onChoose, onSilence}) {
-    Object.assign(this, {onChoose, onSilence});
+  // onChoose(): called when another head is chosen.
+  constructor(root, onChoose) {
+    this.onChoose = onChoose;
     this.grid = make("div", {class: "heads", role: "radiogroup", "aria-label": "Attention head"});
-    this.silence = make("button", {type: "button"});
-    this.restore = make("button", {type: "button"}, "Restore all");
-    root.append(this.grid, make("div", {class: "actions"}, this.silence, this.restore));
+    root.append(this.grid);
     this.grid.addEventListener("keydown", event => this.#move(event));
-    this.silence.addEventListener("click", () => this.#toggle());
-    this.restore.addEventListener("click", () => {
-      this.#setSilenced([]);
-      this.#buttons[this.#heads.indexOf(this.chosen)].focus();  // the button that had the focus is hidden now
-    });
-    this.#draw();
   }
 
   setModel(description) {
@@ -33,7 +25,8 @@ export class HeadPicker {
       cells.push(label(String(layer + 1)));
       for (const head of [null, ...Array(n_head).keys()]) {
         const i = this.#heads.push([layer, head]) - 1;
-        const button = make("button", {type: "button", role: "radio"}, head === null ? "mean" : String(head + 1));
+        const attributes = {type: "button", role: "radio", "aria-label": headName([layer, head])};
+        const button = make("button", attributes, head === null ? "mean" : String(head + 1));
         button.addEventListener("click", () => this.#choose(i));
         this.#buttons.push(button);
         cells.push(button);
@@ -41,7 +34,7 @@ export class HeadPicker {
     }
     this.grid.replaceChildren(...n_layer ? cells : []);
     this.grid.style.setProperty("--heads", n_head);
-    [this.chosen, this.silenced] = [this.#heads[0] ?? [0, null], []];
+    this.chosen = this.#heads[0] ?? [0, null];
     this.#draw();
   }
 
@@ -60,28 +53,11 @@ export class HeadPicker {
     this.#choose(i);
   }
 
-  #toggle() {
-    const others = this.silenced.filter(head => head !== this.chosen);
-    this.#setSilenced(others.length < this.silenced.length ? others : [...others, this.chosen]);
-  }
-
-  #setSilenced(heads) {
-    this.silenced = heads;
-    this.#draw();
-    this.onSilence();
-  }
-
   #draw() {
     this.#heads.forEach((head, i) => {
-      const button = this.#buttons[i], silenced = this.silenced.includes(head);
+      const button = this.#buttons[i];
       button.ariaChecked = head === this.chosen;
-      button.ariaLabel = headName(head) + (silenced ? ", silenced" : "");
       button.tabIndex = head === this.chosen ? 0 : -1;
-      button.classList.toggle("silenced", silenced);
     });
-    const mean = this.chosen[1] === null, verb = this.silenced.includes(this.chosen) ? "Restore" : "Silence";
-    this.silence.disabled = mean;
-    this.silence.textContent = mean ? "Choose a head to silence it" : `${verb} ${headName(this.chosen)}`;
-    this.restore.hidden = !this.silenced.length;
   }
 }

@@ -1,6 +1,6 @@
 // The table of the losses of models on texts.
 
-import {make, plural} from "./dom.js";
+import {make} from "./dom.js";
 
 // Return the mean loss in nats per token and in bits per byte, or null if no token has a prediction.
 export function loss(tokens) {
@@ -11,19 +11,17 @@ export function loss(tokens) {
   return {nats: nats / predicted.length, bits: nats / Math.LN2 / bytes};
 }
 
-// Return a table with the losses of models, {model, silenced, own: the pane whose tokens it has scored}, on texts, [name,
-// pane] each.
+// Return a table with the losses of models, {model, own: the pane whose tokens it has scored}, on texts, [name, pane] each.
 export async function compareLosses(backend, models, texts, signal) {
   const rows = [];
-  for (const {model, silenced, own} of models) {
+  for (const {model, own} of models) {
     const cells = [];
     for (const [, pane] of texts) {
-      const score = () => backend.score(model, pane.text, silenced, signal).catch(() => []);  // it may lack a character
+      const score = () => backend.score(model, pane.text, signal).catch(() => []);  // it may lack a character
       const found = loss(pane === own ? pane.tokens : await score());
       cells.push(make("td", {}, found ? `${found.nats.toFixed(3)} (${found.bits.toFixed(3)})` : "–"));
     }
-    const name = silenced.length ? `${model} without ${plural(silenced.length, "head")}` : model;
-    rows.push(make("tr", {}, make("th", {scope: "row"}, name), ...cells));
+    rows.push(make("tr", {}, make("th", {scope: "row"}, model), ...cells));
   }
   const head = ["Loss: nats per token (bits per byte)", ...texts.map(([name]) => name)];
   const columns = make("tr", {}, ...head.map(name => make("th", {scope: "col"}, name)));

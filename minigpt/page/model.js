@@ -20,7 +20,6 @@ export class GPT {
     const head = config.tie_embeddings ? weights["wte.weight"] : weights["lm_head.weight"];
     this.head = {weight: head, y: new Float32Array(config.vocab_size)};
     this.ngramOut = config.ngram ? this.newLinear("ngrams.out", config.n_embd) : null;
-    this.silenced = [];  // [layer, head] of each head whose output is zero
     this.record = null;  // called with the layer, the head and the attention weights of the current token, unless null
     this.reset();
   }
@@ -131,7 +130,6 @@ export class GPT {
       for (let s = 0; s < S; s++) total += weights[s] = Math.exp(weights[s] - most);
       for (let s = 0; s < S; s++) weights[s] /= total;
       if (this.record) this.record(layer.index, head, weights);
-      if (this.silenced.some(([l, h]) => l === layer.index && h === head)) continue;
       for (let s = 0; s < S; s++) {
         const weight = weights[s], v = s * K * D + kv;
         for (let d = 0; d < D; d++) y[q + d] += weight * values[v + d];

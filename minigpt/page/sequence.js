@@ -3,8 +3,8 @@
 import {scoreToken} from "./sampling.js";
 
 export class Sequence {
-  constructor(model, silenced) {
-    this.model = Object.assign(model, {silenced: [...silenced]});
+  constructor(model) {
+    this.model = model;
     this.ids = [];
     this.predictions = [];  // {logprob, rank, top} of each id
     this.maps = null;  // the attention weights of each head, one row per id
@@ -12,15 +12,15 @@ export class Sequence {
   }
 
   // Return how many first ids need not be read again. In a full window, earlier keys and values are overwritten.
-  shared(ids, silenced) {
+  shared(ids) {
     const first = this.ids.findIndex((id, i) => id !== ids[i]), count = first < 0 ? this.ids.length : first;
     const isLost = count < this.ids.length && this.ids.length > this.model.config.block_size;
-    return isLost || JSON.stringify(silenced) !== JSON.stringify(this.model.silenced) ? 0 : count;
+    return isLost ? 0 : count;
   }
 
   // Read other ids, from the first difference on.
   async replace(ids, turn, withMaps = false) {
-    const shared = withMaps && !this.maps ? 0 : this.shared(ids, this.model.silenced);
+    const shared = withMaps && !this.maps ? 0 : this.shared(ids);
     this.predictions.length = shared;
     if (!shared || shared < this.ids.length) this.rewind(Math.max(0, shared - 1));  // read one again, for its logits
     if (withMaps && !this.maps) this.record();

@@ -13,19 +13,19 @@ class ServerBackend {
 
   originality = (model, text, signal) => json("originality", {model, text}, signal);
 
-  async score(model, textOrIds, silenced = [], signal) {
+  async score(model, textOrIds, signal) {
     const given = typeof textOrIds === "string" ? {text: textOrIds} : {ids: textOrIds};
-    return (await json("score", {model, ...given, silenced}, signal)).tokens;
+    return (await json("score", {model, ...given}, signal)).tokens;
   }
 
-  async attention(model, ids, layer, head, silenced = [], signal) {
-    const response = await request("attention", {model, ids, layer, head, silenced}, signal);
+  async attention(model, ids, layer, head, signal) {
+    const response = await request("attention", {model, ids, layer, head}, signal);
     return new Float32Array(await response.arrayBuffer());  // little-endian, like every processor that runs a browser
   }
 
-  async *generate(model, ids, settings, silenced = [], signal) {
+  async *generate(model, ids, settings, signal) {
     try {
-      const response = await request("generate", {model, ids, ...settings, silenced}, signal);
+      const response = await request("generate", {model, ids, ...settings}, signal);
       let rest = "";  // the beginning of an incomplete line
       for await (const part of parts(response.body.pipeThrough(new TextDecoderStream()))) {
         const lines = (rest + part).split("\n");

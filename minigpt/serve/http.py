@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -81,7 +81,7 @@ def post(path: str, models: Models, settings: Settings, answer: Answer) -> Route
 
     async def work(body: dict[str, Any]) -> Response:
         values = check(body, settings)
-        return await answer(await find_engine(models, values["model"], values.get("silenced", ())), values)
+        return await answer(await find_engine(models, values["model"]), values)
 
     async def endpoint(request: Request) -> Response:
         working = asyncio.create_task(work(await _read_json(request)))
@@ -144,14 +144,13 @@ def check_model(models: Models, name: str) -> str:
     return found[0]
 
 
-async def find_engine(models: Models, name: str, silenced: Collection[tuple[int, int]] = ()) -> Engine:
+async def find_engine(models: Models, name: str) -> Engine:
     """Return the engine of a model; raise ApiError if there is none, or it cannot be loaded."""
     check_model(models, name)
     try:
-        engine = await models.engine(name)
+        return await models.engine(name)
     except UserError as error:
         raise ApiError(500, f"{name} cannot be loaded: {error}") from error
-    return models.silenced(name, engine, silenced) if silenced else engine
 
 
 def is_ids(value: Any) -> bool:

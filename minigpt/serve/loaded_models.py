@@ -2,19 +2,17 @@
 
 import asyncio
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minigpt.checkpoints.find import BEST, find_checkpoint, find_snapshots, named_path
-from minigpt.utils.errors import UserError, require
+from minigpt.utils.errors import UserError
 
 if TYPE_CHECKING:
     from minigpt.serve.engine import Engine
-
-MAX_SILENCED = 2  # engines per model
 
 
 def find_models(sources: Sequence[str], runs: Path = Path("runs")) -> dict[str, str]:
@@ -56,7 +54,6 @@ class Models:
     def __init__(self, sources: dict[str, str], *, device: str) -> None:
         self.sources, self.device, self.created = sources, device, int(time.time())
         self._loads: dict[str, tuple[int, asyncio.Task[Engine]]] = {}  # that run or succeeded, by the time of the file
-        self._silenced: dict[str, dict[frozenset[tuple[int, int]], Engine]] = {}
         self._ahead: asyncio.Task[None] | None = None
 
     def names(self) -> list[str]:
@@ -83,36 +80,15 @@ class Models:
         if load is None or (written > loaded and load.done() and not load.result().busy):  # the run has a better one
             load = asyncio.create_task(self._load(name, base, step))
             self._loads[name] = written, load
-            self._silenced.pop(name, None)
         if step is not None and (self._ahead is None or self._ahead.get_name() != base):
             self._forget_snapshots(but=base)
             self._ahead = asyncio.create_task(self._load_snapshots(base), name=base)
         return await asyncio.shield(load)  # a cancelled request leaves it to the next one
 
-    def silenced(self, name: str, original: "Engine", heads: "Collection[Sequence[int]]") -> "Engine":
-        """Return an engine of a model whose heads (layer, head) have the output zero, from that of the whole model.
-
-        Raises UserError if there is no such head, and QueueFull if `MAX_SILENCED` engines are in use.
-        """
-        from minigpt.interpret.heads import without_heads
-        from minigpt.serve.engine import Engine, QueueFull
-
-        kept, key = self._silenced.setdefault(name, {}), frozenset((layer, head) for layer, head in heads)
-        L, H = original.model.config.n_layer, original.model.config.n_head
-        expected = f"pairs of a layer below {L} and a head below {H}, from 0"
-        require("silenced", heads, lambda _: all(0 <= i < L and 0 <= j < H for i, j in key), expected)
-        if key not in kept:
-            kept = self._silenced[name] = {other: engine for other, engine in kept.items() if engine.busy}
-            if len(kept) == MAX_SILENCED:
-                raise QueueFull("other heads are silenced")
-            kept[key] = Engine(without_heads(original.model, key), original.tokenizer)
-        return kept[key]
-
     async def close(self) -> None:
         """Close all engines."""
-        loaded = [load.result() for _, load in self._loads.values() if load.done()]
-        silenced = (engine for engines in self._silenced.values() for engine in engines.values())
-        await asyncio.gather(*(engine.close() for engine in (*loaded, *silenced)))
+        loaded = (load.result() for _, load in self._loads.values() if load.done())
+        await asyncio.gather(*(engine.close() for engine in loaded))
 
     def _written(self, base: str, step: int | None) -> int:
         """Return when the checkpoint of a run was written, in ns; 0 for other models, and for a run that is gone."""
@@ -146,4 +122,3 @@ class Models:
             _, load = self._loads[name]
             if load.done() and not load.result().busy:
                 del self._loads[name]
-                self._silenced.pop(name, None)

@@ -128,24 +128,19 @@ def _to_json(engine: Engine, token: Token, text: str) -> dict[str, Any]:
     return {"id": token.id, "text": text, "logprob": token.logprob, "rank": token.rank, "top": top}
 
 
-def _is_silenced(value: Any) -> bool:
-    return isinstance(value, list) and all(http.is_ids(pair) and len(pair) == 2 for pair in value)
-
-
 _SHORT = (lambda v: isinstance(v, str) and len(v) <= MAX_COMPARED, f"a text of at most {MAX_COMPARED:,} characters")
 _ORIGINALITY: http.Settings = {**http.MODEL, "text": (http.REQUIRED, _SHORT)}
-_COMMON: http.Settings = {**http.MODEL, "silenced": ([], (_is_silenced, "a list of [layer, head], from 0"))}
 _IDS = (http.is_ids, "a list of token ids")
-_SCORE: http.Settings = {**_COMMON, "text": (None, (lambda v: isinstance(v, str), "a text")), "ids": ([], _IDS)}
+_SCORE: http.Settings = {**http.MODEL, "text": (None, (lambda v: isinstance(v, str), "a text")), "ids": ([], _IDS)}
 _GENERATE: http.Settings = {
-    **_COMMON,
+    **http.MODEL,
     **http.SAMPLING,
     "ids": ([], _IDS),
     "max_tokens": (256, integer(1, http.MAX_TOKENS)),
     "seed": (0, NON_NEGATIVE_INT),
 }
 _ATTENTION: http.Settings = {
-    **_COMMON,
+    **http.MODEL,
     "ids": (http.REQUIRED, _IDS),
     "layer": (http.REQUIRED, NON_NEGATIVE_INT),
     "head": (None, NON_NEGATIVE_INT),

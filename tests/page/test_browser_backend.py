@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from exported import CHARACTERS, DEFAULTS, MODELS, SAMPLE, export, random_model
-from silence import silence
 
 from minigpt import GPT, generate
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer
@@ -30,7 +29,6 @@ ARCHITECTURES = [
     "n-grams",
     "fast_cpu",
 ]
-SILENCED = [[0, 1], [1, 0], [1, 3]]
 
 
 def random_ids(count: int, seed: int = 1) -> list[int]:
@@ -51,20 +49,16 @@ def assert_tokens(found: list[dict[str, Any]], model: GPT, ids: list[int]) -> No
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_scores_and_attention_are_those_of_the_model_also_without_some_heads(
-    name: str, open_page: Any, tmp_path: Path
-) -> None:
+def test_scores_and_attention_are_those_of_the_model(name: str, open_page: Any, tmp_path: Path) -> None:
     model = random_model(**MODELS[name])
     run = open_page(export(model, CHARACTERS, tmp_path))
     ids = random_ids(30)
-    for silenced in ([], SILENCED):
-        with silence(model, silenced):
-            assert_tokens(run(SCORE, ids, silenced), model, ids)
-            expected = attention_maps(model, torch.tensor(ids))
-        for layer, head in ((0, 0), (0, 2), (1, 3), (1, None), (0, None)):
-            weights = torch.tensor(run(ATTENTION, ids, layer, head, silenced)).view(30, 30)
-            of_head = expected[layer].mean(0) if head is None else expected[layer, head]
-            torch.testing.assert_close(weights, of_head, rtol=0, atol=1e-4)
+    assert_tokens(run(SCORE, ids), model, ids)
+    expected = attention_maps(model, torch.tensor(ids))
+    for layer, head in ((0, 0), (0, 2), (1, 3), (1, None), (0, None)):
+        weights = torch.tensor(run(ATTENTION, ids, layer, head)).view(30, 30)
+        of_head = expected[layer].mean(0) if head is None else expected[layer, head]
+        torch.testing.assert_close(weights, of_head, rtol=0, atol=1e-4)
 
 
 def test_attention_is_that_of_the_last_tokens_of_a_long_text(open_page: Any, tmp_path: Path) -> None:
@@ -81,12 +75,10 @@ def test_generated_tokens_have_the_scores_of_their_text(open_page: Any, tmp_path
     model = random_model()
     run = open_page(export(model, CHARACTERS, tmp_path))
     prompt = random_ids(10)
-    for silenced in ([], SILENCED):
-        tokens = run(SAMPLE, prompt, {**DEFAULTS, "max_tokens": 25, "temperature": 1.5, "top_k": 40}, silenced)
-        ids = [token["id"] for token in tokens]
-        with silence(model, silenced):
-            assert_tokens(run(SCORE, prompt, silenced) + tokens, model, prompt + ids)
-        assert run(SCORE, prompt + ids, silenced)[10:] == tokens
+    tokens = run(SAMPLE, prompt, {**DEFAULTS, "max_tokens": 25, "temperature": 1.5, "top_k": 40})
+    ids = [token["id"] for token in tokens]
+    assert_tokens(run(SCORE, prompt) + tokens, model, prompt + ids)
+    assert run(SCORE, prompt + ids)[10:] == tokens
 
 
 @pytest.mark.parametrize("name", ["fast_cpu", "an odd number of learned positions", "smear", "one position"])
@@ -98,7 +90,7 @@ def test_a_request_after_others_gives_what_it_gives_alone(name: str, open_page: 
     texts = [a[:30], a[:30], a[:35], a[:20], a[:20] + b[:5], a[:1], b[:10], a, a[:50], a + b, b[:40], b[:39] + a]
     requests: list[tuple[str, Any]] = []
     for i, text in enumerate(texts):
-        requests += [(SCORE, [text, SILENCED if i % 3 == 2 else []]), (ATTENTION, [text, 1, None])]
+        requests += [(SCORE, [text]), (ATTENTION, [text, 1, None])]
         requests += [(SAMPLE, [text, {**DEFAULTS, "max_tokens": 3 + i}])]
     after_others = [run(script, *arguments) for script, arguments in requests]
     forget = "backend.idle = [];"
@@ -120,7 +112,6 @@ def test_a_text_is_read_from_the_first_change_on(open_page: Any, tmp_path: Path)
     assert counted(SAMPLE, ids, settings) == 5
     assert counted(SCORE, [*ids, 1]) <= 2  # and the last token before it, for its logits
     assert counted(SCORE, [*ids[:20], 1, 2]) <= 3
-    assert counted(SCORE, ids[:10], SILENCED) == 10  # another model
     assert counted(SCORE, [*ids[:20], 1, 2, 3]) == 1
     assert counted(ATTENTION, ids, 0, 0) == 30  # once, to record the weights
     assert counted(ATTENTION, ids, 1, None) == 0
@@ -169,9 +160,9 @@ def test_an_empty_prompt_starts_a_document_which_the_separator_ends(open_page: A
 @pytest.mark.parametrize(
     "work",
     [
-        "backend.score(model, Array(1e6).fill(1), [], signal)",
-        "backend.attention(model, Array(40).fill(1), 0, 0, [], signal)",
-        "(async () => { for await (const token of backend.generate(model, [], settings, [], signal)) seen++; })()",
+        "backend.score(model, Array(1e6).fill(1), signal)",
+        "backend.attention(model, Array(40).fill(1), 0, 0, signal)",
+        "(async () => { for await (const token of backend.generate(model, [], settings, signal)) seen++; })()",
     ],
     ids=["score", "attention", "generate"],
 )

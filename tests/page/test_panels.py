@@ -30,13 +30,13 @@ STOPS = {  # of the colors of attention weights
 RECORD = """
 const attention = backend.attention;
 [globalThis.calls, globalThis.delays, globalThis.drawn] = [[], [], 0];
-backend.attention = async function(model, ids, layer, head, silenced, signal) {
-  const call = {ids, layer, head, silenced, aborted: false};
+backend.attention = async function(model, ids, layer, head, signal) {
+  const call = {ids, layer, head, aborted: false};
   calls.push(call);
   await new Promise(resolve => setTimeout(resolve, delays.shift() ?? 0));
   call.aborted = signal.aborted;
   if (globalThis.failure) throw new Error(failure);
-  return attention.call(this, model, ids, layer, head, silenced, signal);
+  return attention.call(this, model, ids, layer, head, signal);
 };
 const {putImageData} = CanvasRenderingContext2D.prototype;
 CanvasRenderingContext2D.prototype.putImageData = function(...image) { drawn++; putImageData.apply(this, image); };
@@ -70,10 +70,10 @@ def panel(reader: Reader) -> Reader:
     return reader
 
 
-def requests(reader: Reader) -> list[tuple[str, int, int | None, list[list[int]]]]:
-    """The text, layer, head and silenced heads of each request for weights."""
-    calls = reader.run("return calls.map(call => [call.ids, call.layer, call.head, call.silenced])")
-    return [(CHARACTERS.decode(ids), layer, head, silenced) for ids, layer, head, silenced in calls]
+def requests(reader: Reader) -> list[tuple[str, int, int | None]]:
+    """The text, layer and head of each request for weights."""
+    calls = reader.run("return calls.map(call => [call.ids, call.layer, call.head])")
+    return [(CHARACTERS.decode(ids), layer, head) for ids, layer, head in calls]
 
 
 def highest(weights: Tensor) -> list[str]:
@@ -97,9 +97,7 @@ def test_heads_are_one_tab_stop_and_picked_by_arrow_keys(panel: Reader) -> None:
     assert len(panel.find_all(".heads [tabindex='0']")) == 1
     assert "the text never leaves your device" in panel.find("#facts").text
     panel.wait_for_weights()
-    assert requests(panel)[-1] == (PROMPT, 0, 1, [])
-    panel.press(Keys.TAB)
-    assert panel.browser.switch_to.active_element.text == "Silence layer 1, head 2"
+    assert requests(panel)[-1] == (PROMPT, 0, 1)
 
 
 def test_selecting_tokens_fetches_and_draws_nothing_and_marks_their_rows(panel: Reader) -> None:
@@ -109,7 +107,7 @@ def test_selecting_tokens_fetches_and_draws_nothing_and_marks_their_rows(panel: 
         marker, canvas = panel.find(".marker").rect, panel.find("canvas").rect
         assert marker["y"] - canvas["y"] == pytest.approx(canvas["height"] * i / 13, abs=1)
         assert marker["width"] == pytest.approx(canvas["width"] * (i + 1) / 13, abs=1)
-    assert requests(panel) == [(PROMPT, 0, None, [])]
+    assert requests(panel) == [(PROMPT, 0, None)]
     assert panel.run("return drawn") == drawn
 
 
@@ -195,25 +193,6 @@ def test_the_weights_of_a_text_are_requested_when_it_stops_growing(panel: Reader
     assert requests(panel)[1][0] == panel.text[-64:]
 
 
-def test_heads_are_silenced_and_restored(panel: Reader) -> None:
-    assert not panel.button("Choose a head to silence it").is_enabled()  # the mean is selected
-    panel.choose_head("layer 1, head 2")
-    panel.button("Silence layer 1, head 2").click()
-    assert panel.button("Restore layer 1, head 2").is_displayed()
-    silenced = panel.find(".heads [aria-label='layer 1, head 2, silenced']")
-    assert "line-through" in silenced.value_of_css_property("text-decoration")
-    panel.choose_head("layer 2, head 2")
-    panel.wait_until(lambda: requests(panel)[-1] == (PROMPT, 1, 1, [[0, 1]]))
-    panel.button("Restore all").click()
-    assert panel.browser.switch_to.active_element.accessible_name == "layer 2, head 2"
-    panel.wait_until(lambda: requests(panel)[-1] == (PROMPT, 1, 1, []))
-    panel.choose_head("layer 1, head 2")
-    for text in ("Silence layer 1, head 2", "Restore layer 1, head 2"):
-        panel.button(text).click()
-    panel.wait_until(lambda: requests(panel)[-1] == (PROMPT, 0, 1, []))
-    assert not panel.find("#attention .actions button:last-child").is_displayed()
-
-
 def test_a_token_of_a_long_text_has_the_weights_of_the_window_that_holds_it(
     panel: Reader, exported: tuple[str, GPT]
 ) -> None:
@@ -261,7 +240,7 @@ def test_a_hidden_panel_requests_and_shades_nothing(panel: Reader) -> None:
     panel.write("!")
     assert len(requests(panel)) == 2
     panel.open("Attention")
-    panel.wait_until(lambda: requests(panel)[2:] == [(f"{PROMPT}!", 0, 0, [])])
+    panel.wait_until(lambda: requests(panel)[2:] == [(f"{PROMPT}!", 0, 0)])
 
 
 def places(reader: Reader, name: str) -> list[list[float]]:

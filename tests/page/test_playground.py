@@ -11,13 +11,11 @@ import torch
 from contrast import text_contrasts
 from readers import CHARACTERS, SHIFTED, Keys, Reader, continuation, make_run, open_at
 from servers import serving
-from silence import silence
 
 from minigpt import GPT
 from minigpt.checkpoints.export_html import export_html
 from minigpt.checkpoints.init_from import find_pretrained
 from minigpt.generation import score
-from minigpt.interpret.heads import without_heads
 
 PROMPT = "To be, or not to be"
 
@@ -58,10 +56,9 @@ def in_file(browser: Any, site: Any) -> Iterator[Reader]:
     yield from open_at(browser, site.file)
 
 
-def loss_of(model: GPT, text: str, silenced: tuple[tuple[int, int], ...] = ()) -> float:
+def loss_of(model: GPT, text: str) -> float:
     ids = CHARACTERS.encode(text).tolist()
-    with silence(model, silenced):
-        return -score(model, ids[1:], ids[:1]).logprobs.mean().item()
+    return -score(model, ids[1:], ids[:1]).logprobs.mean().item()
 
 
 def test_the_text_is_continued_and_each_step_is_undone_alone(reader: Reader, site: Any) -> None:
@@ -226,22 +223,6 @@ def test_branches_form_a_tree_and_can_be_opened_and_compared(in_file: Reader, si
     reader.wait_until(lambda: not reader.find("#second").is_displayed())
 
 
-def test_a_silenced_head_changes_the_loss_of_the_text_and_what_is_generated(at_server: Reader, site: Any) -> None:
-    reader, model, silenced = at_server, site.models["small"], ((1, 0),)
-    reader.write(PROMPT)
-    reader.open("Attention")
-    reader.find(".heads [aria-label='layer 2, head 1']").click()
-    reader.button("Silence layer 2, head 1").click()
-    with_and_without = {"small without 1 head": loss_of(model, PROMPT, silenced), "small": loss_of(model, PROMPT)}
-    reader.wait_until(
-        lambda: {n: v[0] for n, v in reader.losses().items()} == pytest.approx(with_and_without, abs=2e-3)
-    )
-    reader.generate()
-    assert reader.text == continuation(without_heads(model, silenced), PROMPT, 30)
-    loss = pytest.approx(loss_of(model, reader.text, silenced), abs=2e-3)
-    reader.wait_until(lambda: reader.losses()["small without 1 head"][0] == loss)
-
-
 def test_two_models_continue_one_prompt_with_one_seed(at_server: Reader, site: Any) -> None:
     reader = at_server
     reader.find("#text").send_keys(PROMPT)
@@ -256,7 +237,7 @@ def test_two_models_continue_one_prompt_with_one_seed(at_server: Reader, site: A
     reader.wait_until(lambda: reader.losses() == expected)
 
 
-def test_another_model_scores_the_text_with_all_its_heads_and_shows_its_history(at_server: Reader, site: Any) -> None:
+def test_another_model_scores_the_text_and_shows_its_heads_and_its_history(at_server: Reader, site: Any) -> None:
     reader = at_server
     reader.write(PROMPT)
     for panel in ("Attention", "Training"):
@@ -264,8 +245,6 @@ def test_another_model_scores_the_text_with_all_its_heads_and_shows_its_history(
     reader.wait_until(lambda: reader.find_all("#history svg"))
     assert "4.3" in reader.find("#history [role=img]").get_attribute("aria-label")
     assert reader.find("#history pre").text == "To be"
-    reader.choose_head("layer 1, head 2")
-    reader.button("Silence layer 1, head 2").click()
     reader.choose("#model", "other")
     loss = pytest.approx(loss_of(site.models["other"], PROMPT), abs=2e-3)
     reader.wait_until(lambda: reader.losses() == {"other": [loss]})
@@ -318,8 +297,6 @@ def test_the_page_fits_every_screen_and_has_contrast(browser: Any, site: Any, wi
     reader.write(PROMPT)
     for panel in ("Attention", "Branches", "Training"):
         reader.open(panel)
-    reader.choose_head("layer 12, head 11")
-    reader.button("Silence layer 12, head 11").click()
     reader.choose_head("layer 12, head 12")
     reader.wait_for_tokens()
     reader.click(reader.tokens()[5])

@@ -289,7 +289,7 @@ def test_random_bodies_give_a_result_or_a_json_error(http: httpx.Client) -> None
     for i in range(1000):
         path = random_.choice(list(bodies))
         body = {"model": "tiny", **bodies[path]}
-        own = [*names, "ids", "silenced"] if path in (COMPLETIONS, CHAT) else [*body, "silenced", "seed", *SETTINGS]
+        own = [*names, "ids"] if path in (COMPLETIONS, CHAT) else [*body, "seed", *SETTINGS]
         body |= {random_.choice(own): random_value(random_) for _ in range(random_.choice([1, 1, 1, 2, 3]))}
         if "max_tokens" in bodies[path] and body["max_tokens"] is None:
             body["max_tokens"] = 1  # not the default of many

@@ -7,7 +7,6 @@ import re
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 import torch
 from conftest import wait_until
 from servers import make_run, serving
-from silence import silence
 
 from minigpt import GPT, generate, load_checkpoint
 from minigpt.checkpoints.find import find_snapshots, snapshot_path
@@ -117,23 +115,6 @@ def test_the_end_of_text_token_ends_a_sample_and_is_not_part_of_it(http: httpx.C
         lengths.add(len(tokens))
 
 
-def test_silenced_heads_have_no_output(http: httpx.Client, model: GPT) -> None:
-    ids, heads = list(TEXT.encode())[:20], [[0, 1], [1, 0], [1, 1]]
-    with torch.no_grad(), silence(model, heads):
-        expected = model(torch.tensor([ids]))[0, :-1].log_softmax(dim=-1)
-        maps = attention_maps(model, torch.tensor(ids))
-    for silenced in (heads, [*heads[::-1], heads[0]], [[0, 0]], [[1, 0]], heads):  # more engines than are kept
-        tokens = post(http, "score", ids=ids, silenced=silenced).json()["tokens"]
-    found = [token["logprob"] for token in tokens[1:]]
-    assert found == pytest.approx([row[i].item() for row, i in zip(expected, ids[1:], strict=True)], abs=1e-4)
-    assert found != pytest.approx([token["logprob"] for token in post(http, "score", ids=ids).json()["tokens"]][1:])
-    weights = post(http, "attention", ids=ids, layer=1, head=0, silenced=heads).content
-    torch.testing.assert_close(matrix(weights), maps[1, 0])
-    greedy = lines(post(http, "generate", ids=ids, max_tokens=1, temperature=0, silenced=heads))
-    with torch.no_grad(), silence(model, heads):
-        assert greedy[0]["id"] == model(torch.tensor([ids]))[0, -1].argmax()
-
-
 def matrix(content: bytes) -> torch.Tensor:
     weights = torch.frombuffer(bytearray(content), dtype=torch.float32)
     return weights.view(math.isqrt(len(weights)), -1)
@@ -170,9 +151,6 @@ def test_the_history_is_that_of_the_run(http: httpx.Client, gpt2_folder: Path) -
         ("score", {"text": "a" * (MAX_SCORED + 1)}, "the text must be at most 32,768 tokens long, got 32,769 tokens"),
         ("score", {"ids": [1, 256]}, "a prompt must be a non-empty sequence of token ids in [0, 256)"),
         ("score", {"ids": "a"}, "ids must be a list of token ids, got a"),
-        ("score", {"text": "a", "silenced": [[0]]}, "silenced must be a list of [layer, head], from 0, got [[0]]"),
-        ("score", {"text": "a", "silenced": [[2, 0]]}, "silenced must be pairs of a layer below 2 and a head below 2"),
-        ("score", {"text": "a", "silenced": [[0, -1]]}, "silenced must be pairs of a layer below 2 and a head below 2"),
         ("generate", {"max_tokens": 0}, "max_tokens must be an integer in [1, 65536], got 0"),
         ("generate", {"ids": [-1]}, "a prompt must be"),
         ("generate", {"stop": "a"}, "stop is not supported with this value; leave it out"),
@@ -223,20 +201,6 @@ def test_one_model_is_loaded_once_by_requests_that_are_cancelled(run: Path, monk
         found = httpx.post(f"{server.url}/api/score", json={"model": "tiny", "text": "abc"}, timeout=60).json()
         assert len(found["tokens"]) == 3
     assert len(loads) == 1
-
-
-def test_few_sets_of_silenced_heads_are_in_use_at_once(http: httpx.Client) -> None:
-    parts: list[Iterator[bytes]] = []
-    with ExitStack() as streams:
-        for heads in ([[0, 0]], [[0, 1]]):
-            body = {"model": "tiny", "ids": [1], "max_tokens": 60_000, "silenced": heads}
-            response = streams.enter_context(http.stream("POST", "/api/generate", json=body))
-            parts.append(response.iter_raw())  # kept: without it, the response is closed
-            next(parts[-1])
-        refused = post(http, "score", text="abc", silenced=[[1, 0]])
-        assert refused.status_code == 429, refused.text
-        assert refused.headers["Retry-After"] == "1"
-        assert post(http, "score", text="abc", silenced=[[0, 1]]).status_code == 200
 
 
 def test_a_run_that_is_deleted_is_no_longer_listed_unless_it_is_loaded(run: Path, tmp_path: Path) -> None:
@@ -343,10 +307,6 @@ def test_the_name_of_a_run_with_a_step_is_a_snapshot(tmp_path: Path) -> None:
         for step, model in models.items():
             tokens = post(http, "score", model=f"tiny@{step}", ids=ids).json()["tokens"]
             assert nats(tokens) == pytest.approx(score(model, ids[1:], ids[:1]).logprobs.tolist(), abs=1e-4)
-            silenced = post(http, "score", model=f"tiny@{step}", ids=ids, silenced=[[0, 1]]).json()["tokens"]
-            with silence(model, [(0, 1)]):
-                expected = score(model, ids[1:], ids[:1]).logprobs.tolist()
-            assert nats(silenced) == pytest.approx(expected, abs=1e-4)
         completion = {"model": "tiny@7", "prompt": "to be", "max_tokens": 5, "temperature": 0}
         (greedy,) = generate(models[7], ids, max_new_tokens=5, temperature=0)
         answer = http.post("/v1/completions", json=completion).json()["choices"][0]["text"]
