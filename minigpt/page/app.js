@@ -1,7 +1,6 @@
 // The page: a text that is both prompt and output, a second text to compare it with, their tokens and their losses.
 
 import {AttentionPanel} from "./attention.js";
-import {Branches} from "./branches.js";
 import {color, scheme} from "./colors.js";
 import {find, make, percent, plural, showStatus} from "./dom.js";
 import {HistoryPanel} from "./history.js";
@@ -32,14 +31,10 @@ class Page {
     this.backend = backend;
     this.first = new TextPane(find("first"), {onEdit: () => this.edited(), onSelect: i => this.select(this.first, i)});
     this.second = new TextPane(find("second"), {onSelect: i => this.select(this.second, i)});
-    this.token = new TokenPanel(find("token"), (...choice) => this.branch(...choice));
+    this.token = new TokenPanel(find("token"), (...choice) => this.replace(...choice));
     this.attention = new AttentionPanel(find("attention"), backend, {
       onShade: weights => this.shade(weights),
       onChoose: () => this.history.refresh(),
-    });
-    this.branches = new Branches(find("branches"), {
-      onOpen: branch => { this.remember(this.snapshot()); this.restore(branch); },
-      onCompare: branch => this.compare({branch}),
     });
     this.timeline = new Timeline(find("time"), backend, {
       onMove: () => this.travel(),
@@ -53,7 +48,7 @@ class Page {
     this.work = null;  // an AbortController while something is generated or scored
     this.generating = false;
     this.scored = null;  // the name of the model that has scored the text
-    this.comparison = null;  // {model}, {branch}, or {step}: the continuation of the text at a step of the training
+    this.comparison = null;  // {model: another one}, or {}: the continuation of the text by the same model
     this.listen();
   }
 
@@ -112,7 +107,7 @@ class Page {
     const model = find("model").value;
     this.attention.setModel(null);
     this.timeline.watch(model);
-    if (this.comparison && "step" in this.comparison) this.compare(null);
+    if (this.comparison && !this.comparison.model) this.compare(null);
     this.first.set([], this.first.text);  // removes the colors of the other model
     find("facts").textContent = "";
     find("losses").replaceChildren();
@@ -138,10 +133,10 @@ class Page {
   // Score a text that changed, with the model that it is compared with too.
   rescore() {
     return this.run(async signal => {
-      const {comparison} = this, isStep = comparison && "step" in comparison;
-      if (comparison && !isStep) await this.scoreOther(signal).catch(() => {});  // the other model may lack a character
+      const {comparison} = this;
+      if (comparison?.model) await this.scoreOther(signal).catch(() => {});  // the other model may lack a character
       await this.score(signal);
-      if (isStep) await this.continueText(signal);
+      if (comparison && !comparison.model) await this.continueText(signal);
     });
   }
 
@@ -149,7 +144,7 @@ class Page {
   travel() {
     this.attention.rename(this.model);
     this.history.refresh();
-    this.compare({step: this.timeline.step});
+    this.compare({});
   }
 
   async continueText(signal) {
@@ -169,15 +164,13 @@ class Page {
   // Show the tokens of the text, unless the tokenizer has changed the text.
   showTokens(tokens) {
     if (joined(tokens) === this.first.text) this.first.set(tokens);
-    this.branches.show(this.first.text);
   }
 
   async scoreOther(signal) {
-    const {model, branch} = this.comparison;
-    find("second-name").textContent = model ? `Text of ${model}` : "Another branch";
-    const {text} = this.first;
-    this.second.set([], branch?.text ?? text);
-    this.second.set(branch?.tokens ?? await this.backend.score(model, text, signal));
+    const {model} = this.comparison, {text} = this.first;
+    find("second-name").textContent = `Text of ${model}`;
+    this.second.set([], text);
+    this.second.set(await this.backend.score(model, text, signal));
   }
 
   // Return the tokens before the cursor.
@@ -209,8 +202,6 @@ class Page {
     if (this.first.text !== before.text) this.remember(before);
     this.setGenerating(false);
     if (succeeded) showStatus(`${plural(count, "token")}, ${Math.round(count / seconds || 0)} tokens/s`);
-    if (count) this.branches.add(this.first.text, this.first.tokens, model);
-    this.branches.show(this.first.text);
     const {text, tokens} = this.first, isScored = joined(tokens) === text && this.scored === this.model;  // not stopped
     await (isScored ? this.run(signal => this.showLosses(signal)) : this.rescore());
   }
@@ -231,7 +222,7 @@ class Page {
   }
 
   // Replace a token by an alternative, and continue from there.
-  branch(index, alternative) {
+  replace(index, alternative) {
     this.generate([...this.first.tokens.slice(0, index), writable({...this.first.tokens[index], ...alternative})]);
   }
 
@@ -260,7 +251,7 @@ class Page {
     }
   }
 
-  // ── undo and branches ─────────────────────────────────────────────────────────────────────────────────────────
+  // ── undo and comparison ───────────────────────────────────────────────────────────────────────────────────────
 
   snapshot() {
     return {text: this.first.text, tokens: this.first.tokens, model: this.model};
@@ -283,7 +274,6 @@ class Page {
     find("undo").disabled = !this.states.possible;
     const known = model === this.model ? tokens : [];  // another model has other token ids
     this.first.set(known, text.slice(joined(known).length));
-    this.branches.show(text);
     showStatus("");
     this.rescore();
   }
@@ -319,13 +309,9 @@ class Page {
 
   // Show the loss of each model on each text.
   async showLosses(signal) {
-    const {comparison, model} = this, texts = [["Text", this.first]], models = [{model, own: this.first}];
-    if (comparison && !("step" in comparison)) {
-      texts[0][0] = `Text of ${model}`;
-      texts.push([find("second-name").textContent, this.second]);
-      if (comparison.model) models.push({model: comparison.model, own: this.second});
-    }
-    const table = await compareLosses(this.backend, models, texts, signal);
+    const {comparison, model} = this, readers = [{model, pane: this.first}];
+    if (comparison?.model) readers.push({model: comparison.model, pane: this.second});
+    const table = await compareLosses(this.backend, readers, signal);
     signal.throwIfAborted();
     find("losses").replaceChildren(table);
     this.originality.update(find("model").value, this.first.text);

@@ -131,4 +131,4 @@ def test_without_the_token_files_the_panel_says_why_and_the_rest_works(browser: 
 def test_an_exported_page_has_no_such_panel(browser: Any, finished: SimpleNamespace, tmp_path: Path) -> None:
     export_html(find_pretrained(str(finished.folder)), tmp_path / "page.html")
     reader = Reader(browser, (tmp_path / "page.html").as_uri())
-    assert [e.text for e in reader.find_all("summary") if e.is_displayed()] == ["Attention", "Branches", "Training"]
+    assert [e.text for e in reader.find_all("summary") if e.is_displayed()] == ["Attention", "Training"]

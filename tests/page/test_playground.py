@@ -173,7 +173,7 @@ def test_tokens_are_in_the_places_of_the_letters(in_file: Reader) -> None:
     assert differing == []
 
 
-def test_the_alternatives_of_a_token_are_the_likeliest_and_a_click_starts_a_branch(in_file: Reader, site: Any) -> None:
+def test_the_alternatives_of_a_token_are_the_likeliest_and_one_is_chosen_by_a_click(in_file: Reader, site: Any) -> None:
     reader, model = in_file, site.models["small"]
     reader.write(PROMPT)
     reader.hover(reader.tokens()[7])
@@ -190,37 +190,8 @@ def test_the_alternatives_of_a_token_are_the_likeliest_and_a_click_starts_a_bran
     alternative = reader.find_all(".alternatives button")[2]
     alternative.click()
     reader.wait_for_generation()
-    branched = PROMPT[:7] + CHARACTERS.decode([likeliest[2]])
-    assert reader.text == continuation(model, branched, 30)
-
-
-def test_branches_form_a_tree_and_can_be_opened_and_compared(in_file: Reader, site: Any) -> None:
-    reader = in_file
-    model = site.models["small"]
-    reader.open("Branches")
-    reader.write(PROMPT)
-    reader.generate()
-    first = reader.text
-    reader.find("#undo").click()
-    reader.wait_for_tokens()
-    reader.set("seed", 2)
-    reader.generate()
-    second = reader.text
-    assert first != second
-    assert len(reader.find_all(".branches > li")) == 2
-    assert len(reader.find_all(".branches .branches > li")) == 1
-    current, other = reader.find("[aria-current=true]"), reader.find(".branches button:not([aria-current])")
-    assert current.find_element("tag name", "code").text.strip() != ""
-    other.click()
-    reader.wait_for_tokens()
-    assert reader.text == first
-    (compare,) = [e for e in reader.find_all(".branches button") if e.text == "Compare" and e.is_enabled()]
-    compare.click()
-    reader.wait_until(lambda: reader.token_text("#second") == second)
-    losses = [loss_of(model, first), loss_of(model, second)]
-    reader.wait_until(lambda: reader.losses().get("small", []) == pytest.approx(losses, abs=2e-3))
-    reader.find("#close").click()
-    reader.wait_until(lambda: not reader.find("#second").is_displayed())
+    replaced = PROMPT[:7] + CHARACTERS.decode([likeliest[2]])
+    assert reader.text == continuation(model, replaced, 30)
 
 
 def test_two_models_continue_one_prompt_with_one_seed(at_server: Reader, site: Any) -> None:
@@ -295,7 +266,7 @@ def test_the_page_fits_every_screen_and_has_contrast(browser: Any, site: Any, wi
     reader = Reader(browser, site.many_heads, width, 740)
     reader.prefer(scheme)
     reader.write(PROMPT)
-    for panel in ("Attention", "Branches", "Training"):
+    for panel in ("Attention", "Training"):
         reader.open(panel)
     reader.choose_head("layer 12, head 12")
     reader.wait_for_tokens()
