@@ -26,9 +26,7 @@ def arguments() -> argparse.Namespace:
     add("--repetition-penalty", type=float, default=1.0, metavar="X", help="1 disables it (default: %(default)s)")
     add("--stop", action="append", default=[], metavar="TEXT", help="stop string; can be repeated")
     add("--seed", type=int, default=1337, metavar="N", help="of sample 1; N + 1 of sample 2 … (default: %(default)s)")
-    add("--interactive", action="store_true", help="continue each typed line, with the conversation as context")
     add("--json", action="store_true", help="print one JSON line per sample: text, ids, log-probabilities …")
-    add("--show-probs", action="store_true", help="color tokens by probability, from red (low) to green (high)")
     add("--originality", action="store_true", help="underline what the training text has verbatim, count what is new")
     add("--score", metavar="FILE", help="print the likelihood of a text (- for stdin) instead of samples")
     add("--device", default="auto", metavar="DEVICE", help="cpu, cuda, cuda:1 or mps (default: auto, the fastest)")
@@ -43,10 +41,8 @@ def main() -> None:
     names = ("max_new_tokens", "seed", "num_samples", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     options = {name: getattr(args, name) for name in (*names, "stop")}
     check_settings(key=lambda name: f"--{name.replace('_', '-')}", **options)
-    if args.interactive and (args.json or args.score is not None):
-        raise UserError("--interactive cannot be combined with --json or --score")
-    if args.originality and (args.json or args.score is not None or args.interactive or args.show_probs):
-        raise UserError("--originality cannot be combined with --json, --score, --interactive or --show-probs")
+    if args.originality and (args.json or args.score is not None):
+        raise UserError("--originality cannot be combined with --json or --score")
 
     import torch
 
@@ -57,7 +53,7 @@ def main() -> None:
     pretrained = find_pretrained(args.run, step=args.step)
     model = pretrained.load().to(find_device(args.device), getattr(torch, args.dtype))
     log(f"sampling from {pretrained.path} on {model.wte.weight.device}")
-    console = Console(model, pretrained.tokenizer, options, show_probs=args.show_probs)
+    console = Console(model, pretrained.tokenizer, options)
     if args.originality:
         from minigpt.interpret.originality import comparison
 
@@ -65,11 +61,7 @@ def main() -> None:
     if args.score is not None:
         console.score(read_text(args.score, "--score"), as_json=args.json)
         return
-    prompt = read_prompt(args.prompt, args.prompt_file)
-    if args.interactive:
-        console.chat(prompt)
-    else:
-        console.sample(prompt, as_json=args.json)
+    console.sample(read_prompt(args.prompt, args.prompt_file), as_json=args.json)
 
 
 if __name__ == "__main__":

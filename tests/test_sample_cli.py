@@ -1,4 +1,4 @@
-"""`scripts/sample.py`: stdout and stderr, JSON, colors, scores, interactive sessions, errors."""
+"""`scripts/sample.py`: stdout and stderr, JSON, scores, errors."""
 
 import argparse
 import io
@@ -14,7 +14,6 @@ from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,8 +30,6 @@ SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "sample.py"
 ALPHABET = "".join(sorted("\n .,abcdefghijklmnopqrstuvwxyzé"))
 BLOCK_SIZE = 32
 WHOLE = "é€𝄞"  # characters of two, three and four bytes, no byte of which is in two of them
-ANSI = re.compile(r"\x1b\[[\d;]*m")
-COLORED = re.compile(r"\x1b\[38;5;(\d+)m([^\x1b]+)\x1b\[0m")
 
 
 def trained(tokenizer: Tokenizer, seed: int = 0) -> GPT:
@@ -186,21 +183,6 @@ def test_ctrl_c_prints_one_line_and_exits_with_code_130(interrupted, saves, samp
     assert result.stderr.splitlines()[1:] == ["interrupted"]
 
 
-def test_ctrl_c_in_an_interactive_session_stops_the_reply_only(interrupted, saves, sample, monkeypatch):
-    typed = ["a fox", KeyboardInterrupt(), ", a dog", EOFError()]  # there is nothing to stop the second time
-    monkeypatch.setattr("builtins.input", Mock(side_effect=typed))
-    result = sample(saves["char"], "--interactive", "--max-new-tokens", 12, "--temperature", 0)
-    first = greedy(saves["char"], "a fox", 5)  # which stays in the context
-    assert (result.returncode, result.stdout) == (0, f"{first}\n{greedy(saves['char'], f'a fox{first}, a dog', 12)}\n")
-    assert "interrupted" not in result.stderr
-
-
-def test_the_replies_of_a_session_can_be_redirected_to_a_file(saves, sample):
-    flags = [saves["letters"], "--interactive", "--max-new-tokens", 3]
-    assert sample(*flags, stdin=b"abc\n", terminal="stdin").stdout == "def\n"
-    assert sample(*flags, stdin=b"abc\n", terminal="stdin stdout").stdout == "> def\n> "
-
-
 # Control characters
 
 
@@ -220,16 +202,13 @@ def obeyed(tmp_path: Path) -> str:
     [
         (["--max-new-tokens", "12", "--num-samples", "2"], b""),
         (["--max-new-tokens", "12", "--prompt", OWNED], b""),
-        (["--max-new-tokens", "12", "--interactive"], b"a\n"),
-        (["--score", "-", "--show-probs"], OWNED.encode()),
         (["--device", OWNED], b""),
     ],
-    ids=["samples", "prompt", "conversation", "score", "error"],
+    ids=["samples", "prompt", "error"],
 )
 def test_no_control_character_reaches_a_terminal(flags, stdin, obeyed, sample):
     result = sample(obeyed, *flags, stdin=stdin, terminal="stdout stderr")
     text = result.stdout + result.stderr
-    text = ANSI.sub("", text) if "--show-probs" in flags else text
     assert all(character.isprintable() or character == "\n" for character in text), text
     assert "你" in text  # as it is
     assert "Traceback" not in text
@@ -246,7 +225,7 @@ def test_characters_missing_in_the_encoding_of_stdout_are_escaped(saves, monkeyp
     latin = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     monkeypatch.setattr(sys, "stdout", latin)
     options: dict[str, Any] = {"max_new_tokens": 1, "num_samples": 2, "stop": []}
-    Console(*load_checkpoint(saves["multibyte"]), options, show_probs=False).sample("é你", as_json=False)
+    Console(*load_checkpoint(saves["multibyte"]), options).sample("é你", as_json=False)
     assert latin.buffer.getvalue().startswith("\\u2500\\u2500 sample 1 \\u2500\\u2500\né\\u4f60".encode("latin-1"))
 
 
@@ -343,7 +322,6 @@ def test_smaller_weights_give_text_and_nearly_the_score_of_float32(dtype, saves,
 def test_an_incomplete_last_character_is_the_replacement_character(saves, sample):
     flags = [saves["multibyte"], "--max-new-tokens", 4]
     assert sample(*flags).stdout == "é\ufffd\n"
-    assert COLORED.findall(sample(*flags, "--show-probs").stdout) == [("40", "é"), ("40", "\ufffd")]
     (one,) = samples(sample(*flags, "--json"))
     assert one["text"] == "é\ufffd"
 
@@ -358,43 +336,16 @@ def test_output_ends_after_a_stop_string_within_a_token_or_over_several(saves, s
         assert sample(*flags).stdout == f"{prompt}{text}\n"
         (one,) = samples(sample(*flags, "--json"))
         assert (one["text"], one["reason"], one["tokens"], len(one["logprobs"])) == (text, "stop", tokens, len(tokens))
-        colored = sample(*flags, "--show-probs").stdout
-        assert {color for color, _ in COLORED.findall(colored)} == {"40"}
-        assert ANSI.sub("", colored) == f"{prompt}{text}\n"
 
 
 def test_a_lone_surrogate_as_stop_string_is_never_found(saves, sample):
     assert sample(saves["letters"], "--prompt", "ab", "--stop", "\udcff", "--max-new-tokens", 3).stdout == "abcde\n"
 
 
-# Probabilities
-
-
-def color(probability: float) -> str:
-    """Green, yellow, orange … red, as terminals number them."""
-    colors = ((0.8, "40"), (0.5, "148"), (0.2, "220"), (0.05, "208"), (0, "196"))
-    return next(number for least, number in colors if probability >= least)
-
-
-@pytest.mark.parametrize("flags", [[], ["--temperature", "2.5"]])
-def test_colors_show_the_probability_of_each_token(flags, saves, sample):
-    flags = [saves["char"], "--prompt", "a fox", "--max-new-tokens", 27, *flags]
-    plain, shown = sample(*flags).stdout, sample(*flags, "--show-probs").stdout
-    assert ANSI.sub("", shown) == plain
-    assert shown.startswith("a fox\x1b[")
-    assert shown.endswith("\x1b[0m\n")
-    (one,) = samples(sample(*flags, "--json"))
-    colors = [color(math.exp(logprob)) for logprob in one["logprobs"]]
-    assert COLORED.findall(shown) == [*zip(colors, one["text"], strict=True)]
-    assert len(set(colors)) >= 3
-
-
-def test_every_sample_has_colors_and_json_has_none(saves, sample):
-    flags = [saves["char"], "--prompt", "a fox", "--num-samples", 3, "--max-new-tokens", 20]
-    plain, shown = sample(*flags).stdout, sample(*flags, "--show-probs").stdout
-    assert ANSI.sub("", shown) == plain
-    assert len(COLORED.findall(shown)) == 60
-    assert printed(samples(sample(*flags, "--show-probs", "--json"))) == plain
+def test_a_sample_ends_after_the_separator_of_documents(saves, sample):
+    (one,) = samples(sample(saves["separated"], "--prompt", "a", "--json"))
+    _, tokenizer = load_checkpoint(saves["separated"])
+    assert (one["text"], one["reason"], one["tokens"][-1]) == ("bc", "stop", int(tokenizer.separator[0]))
 
 
 # Scores
@@ -426,89 +377,6 @@ def test_a_score_is_printed_as_a_table(saves, sample, tmp_path):
     assert output == {"top-1 accuracy": f"{first} of 15 tokens ({first / 15:.1%})"}
 
 
-def test_a_score_shows_the_text_in_colors(saves, sample):
-    plain = sample(saves["char"], "--score", "-", stdin=TEXT.encode()).stdout
-    shown = sample(saves["char"], "--score", "-", "--show-probs", stdin=TEXT.encode()).stdout
-    (found,) = samples(sample(saves["char"], "--score", "-", "--json", stdin=TEXT.encode()))
-    assert COLORED.findall(shown) == [(color(math.exp(p)), c) for p, c in zip(found["logprobs"], TEXT, strict=True)]
-    assert ANSI.sub("", shown) == f"{TEXT}\n{plain}"
-
-
-# Interactive sessions
-
-
-def talk(sample: Callable[..., Any], path: str, *lines: str, flags: tuple[Any, ...] = ("--temperature", 0)) -> Any:
-    typed = "".join(f"{line}\n" for line in lines).encode("utf-8", "surrogateescape")
-    result = sample(path, "--interactive", "--max-new-tokens", 12, *flags, stdin=typed)
-    assert result.returncode == 0, result.stderr
-    return result
-
-
-@pytest.mark.parametrize("name", ["char", "bpe"])
-def test_a_reply_continues_the_whole_conversation(name, saves, sample):
-    path = saves[name]
-    first = greedy(path, "a fox", 12)
-    second = greedy(path, f"a fox{first}, a dog", 12)
-    assert second != greedy(path, ", a dog", 12)
-    assert talk(sample, path, "a fox", ", a dog").stdout == f"{first}\n{second}\n"
-
-
-def test_reset_clears_the_context(saves, sample):
-    first, kept = (talk(sample, saves["char"], *lines).stdout for lines in (["a fox"], ["a fox", "a fox"]))
-    assert kept != 2 * first
-    assert talk(sample, saves["char"], "a fox", "/reset", "a fox").stdout == 2 * first
-
-
-def test_replies_depend_on_the_seed_and_have_colors(saves, sample):
-    lines = ["a fox", "/reset", "a fox"]
-    one, again, other = (talk(sample, saves["char"], *lines, flags=("--seed", seed)).stdout for seed in (1, 1, 10))
-    assert one == again != other
-    shown = talk(sample, saves["char"], *lines, flags=("--seed", 1, "--show-probs")).stdout
-    assert len(COLORED.findall(shown)) == 24
-    assert ANSI.sub("", shown) == one
-
-
-BAD_LINES = {
-    "/nonsense": "error: unknown command /nonsense; use /reset or /quit",
-    "/": "error: unknown command /; use /reset or /quit",
-    "/temperature 0.5": "error: unknown command /temperature 0.5; use /reset or /quit",
-    "Zebra": "error: the tokenizer has no id for 'Z'",
-    "a f\udcffox": "error: the tokenizer has no id for '\ufffd'",  # not UTF-8
-}
-
-
-def test_an_invalid_line_is_one_error_line_and_keeps_the_context(saves, sample):
-    wanted = talk(sample, saves["char"], "a fox", ", a dog").stdout
-    result = talk(sample, saves["char"], "a fox", *BAD_LINES, ", a dog", "/quit", "a fox")
-    assert result.stdout == wanted
-    output = result.stderr.splitlines()[2:]
-    assert len(output) == len(BAD_LINES)
-    for line, beginning in zip(output, BAD_LINES.values(), strict=True):
-        assert line.startswith(beginning)
-
-
-def test_truncation_of_a_conversation_is_logged_once(saves, sample):
-    lines = ["the quick brown fox jumps over the lazy dog"] * 3
-    output = talk(sample, saves["char"], *lines, "/reset", *lines).stderr
-    assert output.count("only the last 32 are read") == 1
-
-
-def test_an_empty_line_continues_the_context(saves, sample):
-    first = greedy(saves["char"], "a fox", 12)
-    assert talk(sample, saves["char"], "a fox", "").stdout == f"{first}\n{greedy(saves['char'], f'a fox{first}', 12)}\n"
-    result = talk(sample, saves["char"], "")
-    assert result.stdout == f"{greedy(saves['char'], chr(10), 12)}\n"
-    assert result.stderr.splitlines()[2] == "no prompt: starting from '\\n'"
-
-
-def test_replies_end_after_stop_strings_and_documents(saves, sample):
-    assert talk(sample, saves["letters"], "abc", "", flags=("--stop", "f")).stdout == "def\nghijklmnopqr\n"
-    assert talk(sample, saves["separated"], "a", "b").stdout == "bc\nc\n"
-    (one,) = samples(sample(saves["separated"], "--prompt", "a", "--json"))
-    _, tokenizer = load_checkpoint(saves["separated"])
-    assert (one["text"], one["reason"], one["tokens"][-1]) == ("bc", "stop", int(tokenizer.separator[0]))
-
-
 # Invalid input
 
 
@@ -523,8 +391,6 @@ BAD_FLAGS = {
     "--stop=": "--stop must be a list of non-empty strings and token ids, got ['']",
     "--prompt a --prompt-file -": "--prompt and --prompt-file exclude each other; give one of them",
     "--score -": "--score must be a non-empty text",
-    "--interactive --json": "--interactive cannot be combined with --json or --score",
-    "--interactive --score -": "--interactive cannot be combined with --json or --score",
 }
 
 
@@ -553,16 +419,7 @@ def test_the_fastest_device_of_the_machine_is_the_default(saves, sample, monkeyp
         assert find_device("auto") == wanted
 
 
-NO_DEFAULT = {
-    "prompt",
-    "prompt_file",
-    "stop",
-    "score",
-    "originality",
-    "truncate",
-    "ablation",
-    "html",
-}  # nothing happens without them
+NO_DEFAULT = {"prompt", "prompt_file", "stop", "score", "ablation"}  # nothing happens without them
 
 
 @pytest.mark.parametrize("script", ["sample", "attention"])

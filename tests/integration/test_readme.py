@@ -26,7 +26,7 @@ SHORT = [
     "callbacks.samples.max_new_tokens=5",
 ]
 SMALL_SWEEP = ["model.n_head=2", "model.n_embd=8,16", "hydra/launcher=basic"]  # in this process
-SUBPROCESS = {"trainer.devices=2", "logger=wandb", "--interactive"}  # arguments that need a new process
+SUBPROCESS = {"trainer.devices=2", "logger=wandb"}  # arguments that need a new process
 ELSEWHERE = {"scripts/serve.py", "scripts/bench"}  # run by tests/serve/test_serve_script.py, and by test_bench.py
 SLOW = {"-m", "trainer.devices=2", "logger=wandb"}
 
@@ -45,7 +45,6 @@ def call_in_subprocess(script: str, *arguments: str, folder: Path) -> str:
         [sys.executable, str(ROOT / script), *arguments],
         cwd=folder,
         env=env,
-        input="ROMEO:\n",  # for --interactive
         capture_output=True,
         text=True,
         check=False,
