@@ -155,7 +155,7 @@ class MultiHeadAttention(nn.Module):
         n_kv_head: K, a divisor of H; None is H. K < H is grouped-query attention (https://arxiv.org/abs/2305.13245),
             K = 1 multi-query attention (https://arxiv.org/abs/1911.02150).
         qkv_bias: biases of queries, keys and values; None is `bias`.
-        dropout, out_dropout: dropout probability of the weights and of the output; None is `dropout`.
+        dropout: dropout probability of the weights and of the output.
         causal: mask future positions.
         qk_norm: RMS-normalize queries and keys per head (https://arxiv.org/abs/2010.04245); `qk_norm_weights` adds
             learned weights (D,), and `norm_eps` is added to the mean square.
@@ -172,7 +172,6 @@ class MultiHeadAttention(nn.Module):
         bias: bool = True,
         qkv_bias: bool | None = None,
         dropout: float = 0.0,
-        out_dropout: float | None = None,
         causal: bool = True,
         qk_norm: bool = False,
         qk_norm_weights: bool = False,
@@ -183,8 +182,8 @@ class MultiHeadAttention(nn.Module):
         check_heads(n_embd, n_head, n_kv_head, head_dim)
         self.n_head, self.n_kv_head = n_head, n_kv_head or n_head
         self.head_dim = head_dim or n_embd // n_head
-        self.dropout, self.out_dropout = dropout, dropout if out_dropout is None else out_dropout
-        self.causal, self.qk_norm, self.norm_eps, self.scale = causal, qk_norm, norm_eps, scale
+        self.dropout, self.causal, self.scale = dropout, causal, scale
+        self.qk_norm, self.norm_eps = qk_norm, norm_eps
         self.q_width = n_head * self.head_dim  # H·D
         self.kv_width = self.n_kv_head * self.head_dim  # K·D
         self.qkv = nn.Linear(n_embd, self.q_width + 2 * self.kv_width, bias=bias if qkv_bias is None else qkv_bias)
@@ -210,7 +209,7 @@ class MultiHeadAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         y = attend(q.transpose(1, 2), k, v, causal=self.causal, mask=mask, scale=self.scale, dropout=dropout)
         y = y.transpose(1, 2).reshape(*x.shape[:-1], self.q_width)  # (B, H, T, D) -> (B, T, H·D)
-        return apply_dropout(self.out(y), self.out_dropout, self.training)
+        return apply_dropout(self.out(y), self.dropout, self.training)
 
     def attention_weights(self, x: Tensor, *, mask: Tensor | None = None, rotary: Rotary | None = None) -> Tensor:
         """Return the attention weights (B, H, T, T) of `forward` in evaluation mode."""

@@ -23,10 +23,11 @@ ENGINE: Any = Engine
 class SmallEngine(Engine):
     """Take at most three requests at once."""
 
+    max_running, max_waiting = 2, 1
     last: "SmallEngine"
 
     def __init__(self, model: GPT, tokenizer: Tokenizer) -> None:
-        super().__init__(model, tokenizer, max_running=2, max_waiting=1)
+        super().__init__(model, tokenizer)
         SmallEngine.last = self
 
     @classmethod

@@ -48,8 +48,8 @@ def measure(snapshot: Path, written: int) -> dict[str, Any] | None:
         written: time of the file, so that a snapshot that is written again is measured again.
 
     Returns:
-        `loss`, in nats per token; `kinds`, the same by the kinds of tokens that occur; `previous` and `induction`, the
-        scores of heads, L lists of H numbers, or None where the context is too short for them.
+        `kinds`, the loss in nats per token by the kinds of tokens that occur; `previous` and `induction`, the scores
+        of heads, L lists of H numbers, or None where the context is too short for them.
     """
     try:
         model, tokenizer = load_checkpoint(snapshot)
@@ -63,7 +63,6 @@ def measure(snapshot: Path, written: int) -> dict[str, Any] | None:
     weights = attention_maps(model, tokens[0, :MAP_TOKENS])  # (L, H, T, T)
     table = head_table(weights, induction_scores(model, tokenizer.vocab_size))
     return {
-        "loss": losses.mean().item(),
         "kinds": {name: losses[kinds == i].mean().item() for i, name in enumerate(KINDS) if (kinds == i).any()},
         **{name: None if math.isnan(table[name].sum()) else table[name].tolist() for name in ("previous", "induction")},
     }

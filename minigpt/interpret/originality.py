@@ -74,29 +74,26 @@ def originality(index: Index, text: str) -> dict[str, Any]:
 
     Returns:
         `new`, the share of n-grams of characters that the training text lacks, by n; `longest`, the longest match in
-        characters; `ends`, the length of the longest match that ends at each character; `spans`, the maximal matches
-        of at least `SPAN` characters: [start, end) in the text, and the text `before` and `after` it in the training
-        text. `whole`: whether all of the training text was searched.
+        characters; `spans`, the maximal matches of at least `SPAN` characters: [start, end) in the text, and the text
+        `before` and `after` it in the training text; `whole`, whether all of the training text was searched.
     """
     data, starts = text.encode(), [0, *accumulate(len(character.encode()) for character in text)]
     matches = [index.longest_match(data[start : start + LONGEST]) for start in starts[:-1]]
     new = {}
     for n in NGRAMS:
-        found = [
-            length >= starts[i + n] - starts[i] for i, (length, _) in enumerate(matches[: max(0, len(text) - n + 1)])
-        ]
+        whole = enumerate(matches[: max(0, len(text) - n + 1)])
+        found = [length >= starts[i + n] - starts[i] for i, (length, _) in whole]
         new[n] = 1 - sum(found) / len(found) if found else None
-    ends, spans, reached = [0] * len(text), [], 0
+    longest, spans, reached = 0, [], 0
     for i, (length, at) in enumerate(matches):
         end = bisect_left(starts, starts[i] + length + 1) - 1  # of the last whole character
-        for j in range(max(i, reached), end):
-            ends[j] = j + 1 - i
+        longest = max(longest, end - i)
         if end > reached and end - i >= SPAN:
             before, after = index.text[max(0, at - CONTEXT) : at], index.text[at + length : at + length + CONTEXT]
             context = {"before": before.decode(errors="ignore"), "after": after.decode(errors="ignore")}
             spans.append({"start": i, "end": end, **context})
         reached = max(reached, end)
-    return {"new": new, "longest": max(ends, default=0), "ends": ends, "spans": spans, "whole": index.is_whole}
+    return {"new": new, "longest": longest, "spans": spans, "whole": index.is_whole}
 
 
 def compare(checkpoint: Path, text: str) -> dict[str, Any]:

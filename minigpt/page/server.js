@@ -13,9 +13,8 @@ class ServerBackend {
 
   originality = (model, text, signal) => json("originality", {model, text}, signal);
 
-  async score(model, textOrIds, signal) {
-    const given = typeof textOrIds === "string" ? {text: textOrIds} : {ids: textOrIds};
-    return (await json("score", {model, ...given}, signal)).tokens;
+  async score(model, text, signal) {
+    return (await json("score", {model, text}, signal)).tokens;
   }
 
   async attention(model, ids, layer, head, signal) {

@@ -90,7 +90,7 @@ export class TextPane {
   }
 
   // Show the tokens of a prompt and those that an iterator generates after it. Showing takes at most a third of the time.
-  async write(prompt, generated, {onToken = () => {}, isCurrent = () => true} = {}) {
+  async write(prompt, generated, {onToken = () => {}, isCurrent}) {
     const tokens = [...prompt];
     let timer = 0, pause = 0;
     const show = () => {

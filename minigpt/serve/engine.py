@@ -67,16 +67,14 @@ class Engine:
 
     Steps, new requests and calls of `run` wait in the queue of the thread, where each step queues the next one. The KV
     cache is freed when no request is left.
-
-    Args:
-        max_running: requests that are decoded in one batch.
-        max_waiting: requests that wait for a place; more raise `QueueFull`.
     """
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, *, max_running: int = 32, max_waiting: int = 256) -> None:
+    max_running = 32  # requests that are decoded in one batch
+    max_waiting = 256  # requests that wait for a place; more raise `QueueFull`
+
+    def __init__(self, model: GPT, tokenizer: Tokenizer) -> None:
         self.model, self.tokenizer = model.eval(), tokenizer
         self.end_ids = tokenizer.separator.tolist() if tokenizer.separated else []  # that end a document
-        self.max_running, self.max_waiting = max_running, max_waiting
         self._thread, self._loop = ThreadPoolExecutor(1, "engine"), asyncio.get_running_loop()
         # Of the event loop:
         self._jobs: list[_Job] = []  # that may run or wait

@@ -199,7 +199,8 @@ def test_nan_logits_end_their_request_alone():
 
 def test_close_cuts_off_what_runs_and_waits():
     async def close() -> None:
-        engine = Engine(make(), Letters(), max_running=1)
+        engine = Engine(make(), Letters())
+        engine.max_running = 1
         assert len(await collect(engine.generate(SampleRequest([5], 4)))) == 4
         streams = [engine.generate(ENDLESS) for _ in range(3)]
         await anext(streams[0])
@@ -288,9 +289,10 @@ def test_a_text_is_scored_as_by_score_between_the_steps_of_other_requests():
             serve(model, lambda engine, wrong=wrong: engine.score(wrong))
 
 
-def serve(model: GPT, use: Callable[[Engine], Awaitable[Any]], **options: Any) -> Any:
+def serve(model: GPT, use: Callable[[Engine], Awaitable[Any]], **limits: int) -> Any:
     async def run() -> Any:
-        engine = Engine(model, Letters(), **options)
+        engine = Engine(model, Letters())
+        vars(engine).update(limits)
         try:
             return await use(engine)
         finally:
