@@ -91,10 +91,6 @@ class Reader:
         (summary,) = [summary for summary in self.find_all("summary") if summary.text == panel]
         summary.click()
 
-    def button(self, text: str) -> Any:
-        (found,) = [button for button in self.find_all("button") if button.text == text]
-        return found
-
     def choose_head(self, name: str) -> None:
         self.find(f".heads [aria-label='{name}']").click()
         self.wait_for_weights()
