@@ -46,7 +46,7 @@ def prepare(cfg: DictConfig) -> None:
         rows["vocabulary"] = f"{corpus.tokenizer.vocab_size:,} ids"
         rows["in both splits"] = f"{corpus.provenance['duplicates']:,} documents"
         rows["files"] = f"train.bin and val.bin of {corpus.dtype}"
-    rows["folder"] = str(corpus.train.shards[0].file.parent)
+    rows["folder"] = str(corpus.train.files[0].parent)
     for name, value in rows.items():
         print(f"{name:17}{sanitize_line(value)}")
 

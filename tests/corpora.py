@@ -3,13 +3,10 @@
 import hashlib
 import json
 import os
-import re
 import threading
-import time
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -67,7 +64,7 @@ def documents(chunks):
 
 
 def folder_of(corpus):
-    return corpus.train.shards[0].file.parent
+    return corpus.train.files[0].parent
 
 
 def on_disk(corpus):
@@ -92,56 +89,28 @@ def sha256(content):
 
 
 class FileServer(ThreadingHTTPServer):
-    """Serve the files of a folder, also parts of them.
+    """Serve the files of a folder, and count the requests.
 
-    Each of `faults` is the answer to one GET: a status, "cut" (half of the content), "pause" (`pause` seconds between
-    the halves), or other content of the same length. `dated` sends a date in place of an ETag.
+    Each of `faults` is the answer to one request: a status, "cut" (half of the content), or other content.
     """
 
     def __init__(self, folder):
-        self.folder, self.faults, self.pause, self.dated = folder, [], 2.0, False
-        self.requests, self.lock = Counter(), threading.Lock()
+        self.folder, self.faults, self.requests = folder, [], 0
         super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
 
-    def gets(self, name):
-        return self.requests["GET", name]
 
-
-class _Handler(SimpleHTTPRequestHandler):
-    def do_HEAD(self):
-        self.answer(with_content=False)
-
+class _Handler(BaseHTTPRequestHandler):
     def do_GET(self):
-        self.answer(with_content=True)
-
-    def answer(self, with_content):
-        server, name = self.server, self.path.rpartition("/")[2]
-        with server.lock:
-            server.requests[self.command, name] += 1
-            fault = server.faults.pop(0) if server.faults and with_content else None
-        file = server.folder / name
-        if isinstance(fault, int) or not file.is_file():
-            return self.send_error(fault or 404)
-        content, asked = file.read_bytes(), re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        self.send_response(206 if asked else 200)
-        if asked:
-            content = content[int(asked[1]) : int(asked[2]) + 1]
+        self.server.requests += 1
+        fault = self.server.faults.pop(0) if self.server.faults else None
+        if isinstance(fault, int):
+            return self.send_error(fault)
+        content = fault if isinstance(fault, bytes) else (self.server.folder / Path(self.path).name).read_bytes()
+        self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
-        changed = file.stat().st_mtime
-        self.send_header(
-            *(("Last-Modified", self.date_time_string(changed)) if server.dated else ("ETag", f'"{changed}"'))
-        )
         self.end_headers()
-        if with_content:
-            content = fault if isinstance(fault, bytes) else content
-            half = len(content) // 2
-            self.wfile.write(content[:half])
-            if fault == "pause":
-                time.sleep(server.pause)
-            with suppress(OSError):  # the client may have closed the connection
-                self.wfile.write(b"" if fault == "cut" else content[half:])
-        self.close_connection = True
+        self.wfile.write(content[: len(content) // 2] if fault == "cut" else content)
         return None
 
     def log_message(self, *args):

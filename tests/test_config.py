@@ -140,7 +140,7 @@ BAD_OVERRIDES = {
     "two numbers in [0, 1)": "optimizer.betas=[0.9] optimizer.betas=0.9 optimizer.betas=null",
     "in (0, 1)": "data.val_fraction=0 data.val_fraction=1",
     "in [0, 1]": "schedule.final_lr_frac=-1",
-    "a path, a URL, or a list of them, or null": "data.train_bin=[]",
+    "a path or a list of paths, or null": "data.train_bin=[]",
     "divisible by model.n_head=4": "model.n_embd=101",
 }
 

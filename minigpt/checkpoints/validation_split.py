@@ -11,7 +11,6 @@ from minigpt.checkpoints.format import MINIGPT, explain_errors
 from minigpt.checkpoints.resume import read_run
 from minigpt.data import token_files
 from minigpt.data.batches import ValidationBatches
-from minigpt.data.shards import find_shards
 from minigpt.data.tokenizer import from_dict
 from minigpt.model import GPT
 from minigpt.utils.errors import UserError
@@ -44,14 +43,11 @@ def find_corpus(checkpoint: Path) -> token_files.Corpus:
     with explain_errors(f"the corpus of {checkpoint} cannot be read"):
         data = run["config"]["data"]
         if data["train_bin"]:
-            train_bin, val_bin = data["train_bin"], data["val_bin"]
-            if "://" in f"{train_bin} {val_bin}":
-                raise UserError(f"{train_bin} and {val_bin} are not fetched for a checkpoint; use a run on local files")
-            train, val = (find_shards(f"data.{key}", data[key], Path()) for key in ("train_bin", "val_bin"))
-            corpus = token_files.from_bins(train, val, from_dict(run["tokenizer"]))
+            corpus = token_files.load_bins(data, from_dict(run["tokenizer"]))
             if corpus.sha256 == run["corpus_sha256"]:
                 return corpus
-            raise UserError(f"{train_bin} or {val_bin} has changed since training; restore the token files of the run")
+            changed = f"{data['train_bin']} or {data['val_bin']} has changed since training"
+            raise UserError(f"{changed}; restore the token files of the run")
         folder = Path(data["folder"]) / "tokens"
         split = {} if data["val_path"] else {"split": data["split"], "val_fraction": data["val_fraction"]}
         wanted = (run["corpus_sha256"], run["tokenizer"])

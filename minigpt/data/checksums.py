@@ -1,16 +1,14 @@
-"""Checksums that identify texts and token files: of files, which are cached, and of shards by a sample."""
+"""Checksums that identify texts and token files: of their content, which are cached, or of a sample."""
 
 import hashlib
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from minigpt.data.shards import CONNECTIONS, Shard, read_head
 from minigpt.utils.files import read_json, sha256_json, write_json
 
 CHECKSUM_CACHE = "checksums.json"  # in the data folder
-_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16  # shards that `_sample_checksum` reads, and bytes of each
+_SAMPLES, _SAMPLE_BYTES = 64, 1 << 16  # files that `_sample_checksum` reads, and bytes of each
 
 
 def checksums(files: Sequence[Path], cache: Path | None) -> list[str]:
@@ -39,18 +37,19 @@ def checksums(files: Sequence[Path], cache: Path | None) -> list[str]:
     return [known[key] for key in keys]
 
 
-def shards_checksum(train: Sequence[Shard], val: Sequence[Shard], cache: Path | None) -> str:
-    """Identify two local files by their content, others by a sample; `cache` is that of `checksums`."""
-    if len(train) == len(val) == 1 and not (train[0].url or val[0].url):
-        sums = checksums([train[0].file, val[0].file], cache)
+def token_files_checksum(train: Sequence[Path], val: Sequence[Path], cache: Path | None) -> str:
+    """Identify one file per split by its content, more by a sample; `cache` is that of `checksums`."""
+    if len(train) == len(val) == 1:
+        sums = checksums([*train, *val], cache)
     else:
         sums = [_sample_checksum(train), _sample_checksum(val)]
     return hashlib.sha256("".join(sums).encode()).hexdigest()
 
 
-def _sample_checksum(shards: Sequence[Shard]) -> str:
-    """Identify shards by their sizes and the first bytes of some of them; local copies have the same checksum."""
-    n = min(len(shards), _SAMPLES)
-    with ThreadPoolExecutor(CONNECTIONS) as pool:
-        heads = pool.map(lambda i: read_head(shards[i * len(shards) // n], _SAMPLE_BYTES), range(n))
-    return sha256_json([[shard.bytes for shard in shards], [hashlib.sha256(head).hexdigest() for head in heads]])
+def _sample_checksum(files: Sequence[Path]) -> str:
+    """Identify files by their sizes and the first bytes of some of them, wherever they are."""
+    n, heads = min(len(files), _SAMPLES), []
+    for i in range(n):
+        with open(files[i * len(files) // n], "rb") as content:
+            heads.append(hashlib.sha256(content.read(_SAMPLE_BYTES)).hexdigest())
+    return sha256_json([[file.stat().st_size for file in files], heads])

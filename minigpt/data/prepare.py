@@ -20,12 +20,11 @@ from minigpt.data import token_files
 from minigpt.data import tokenizer as tokenizers
 from minigpt.data.checksums import CHECKSUM_CACHE
 from minigpt.data.encodings import load_encoding
-from minigpt.data.shards import find_shards
 from minigpt.data.sources import Source, find_sources
 from minigpt.data.splits import TRAIN, VAL, TextBatches, TokenizeBatch, cut_by_fraction, scan_corpus, split_chunks
 from minigpt.data.token_files import FORMAT, META, SPLITS, Corpus
 from minigpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Ids, Tokenizer, token_dtype
-from minigpt.utils.errors import UserError, require
+from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json, sha256_json, sync, write_json
 from minigpt.utils.terminal import warn
 from minigpt.utils.threads import map_in_threads
@@ -80,12 +79,7 @@ def _load_bins(data: Mapping[str, Any], tokenizer: Mapping[str, Any], folder: Pa
             f"set tokenizer=gpt2 (nanoGPT's) or byte"
         )
     built = built or _build_tokenizer(tokenizer, folder, "", ())
-    train, val = (find_shards(f"data.{key}", data[key], folder / "remote") for key in ("train_bin", "val_bin"))
-    remote_gb = sum(shard.bytes for shard in (*train, *val) if shard.url) / 1e9
-    expected = f"at least the {remote_gb:,.1f} GB of data.train_bin and data.val_bin"
-    advice = f"raise it if {folder} has room for them, or give fewer shards"
-    require("data.cache_gb", data["cache_gb"], lambda limit: limit >= remote_gb, expected, advice)
-    return token_files.from_bins(train, val, built, folder / CHECKSUM_CACHE)
+    return token_files.load_bins(data, built, folder / CHECKSUM_CACHE)
 
 
 def _build_tokenizer(settings: Mapping[str, Any], folder: Path, alphabet: str, texts: Iterable[str]) -> Tokenizer:

@@ -130,7 +130,7 @@ def _read_blocks(file: Path) -> Iterator[bytes]:
 
 
 def _decompress(blocks: Iterable[bytes], new_frame: Callable[[], Any]) -> Iterator[bytes]:
-    """Decompress frame by frame: the stream readers of zstandard and fsspec accept a truncated file."""
+    """Decompress frame by frame: the stream reader of zstandard accepts a truncated file."""
     frame = new_frame()
     for block in blocks:
         while block:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
+from glob import glob
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from minigpt.data import tokenizer as tokenizers
-from minigpt.data.checksums import shards_checksum
-from minigpt.data.shards import Shard, fetch, local_shard
+from minigpt.data.checksums import token_files_checksum
 from minigpt.data.tokenizer import Tokenizer
 from minigpt.utils.checks import NON_NEGATIVE_INT, one_of
 from minigpt.utils.errors import UserError, require
@@ -36,7 +36,7 @@ Array = np.ndarray[Any, Any]
 class Split:
     """The token files of one split and its size in tokens, bytes of UTF-8, and documents."""
 
-    shards: Sequence[Shard]
+    files: Sequence[Path]
     tokens: int
     bytes: int
     documents: int
@@ -70,7 +70,7 @@ class Corpus:
 
     def tokens(self, split: str) -> "Tokens":
         """Return the ids of "train" or "val", (N,), which are read from disk on access."""
-        return Tokens(getattr(self, split).shards, self.dtype, self.tokenizer.vocab_size)
+        return Tokens(getattr(self, split).files, self.dtype, self.tokenizer.vocab_size)
 
 
 class Tokens:
@@ -79,10 +79,10 @@ class Tokens:
     The cost of an index does not depend on N. Raises UserError for ids outside the vocabulary.
     """
 
-    def __init__(self, shards: Sequence[Shard], dtype: str, vocab_size: int) -> None:
-        self.shards, self.dtype, self.vocab_size = shards, np.dtype(dtype), vocab_size
-        self.starts = np.cumsum([0, *(shard.bytes // self.dtype.itemsize for shard in shards)])  # (shards + 1,)
-        self.map = lru_cache(_MAX_MAPS)(lambda i: _map(fetch(shards[i]), self.dtype))
+    def __init__(self, files: Sequence[Path], dtype: str, vocab_size: int) -> None:
+        self.files, self.dtype, self.vocab_size = files, np.dtype(dtype), vocab_size
+        self.starts = np.cumsum([0, *(file.stat().st_size // self.dtype.itemsize for file in files)])  # (files + 1,)
+        self.map = lru_cache(_MAX_MAPS)(lambda i: _map(files[i], self.dtype))
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -94,9 +94,9 @@ class Tokens:
             self._check(ids, range(begin, end))
             return ids[::step]
         positions = index.ravel()
-        ids, shards = np.empty(positions.size, self.dtype), np.searchsorted(self.starts[1:], positions, side="right")
-        for a, b in pairwise([*np.flatnonzero(np.diff(shards, prepend=-1)), positions.size]):  # runs within a shard
-            ids[a:b] = self.map(shards[a])[positions[a:b] - self.starts[shards[a]]]
+        ids, files = np.empty(positions.size, self.dtype), np.searchsorted(self.starts[1:], positions, side="right")
+        for a, b in pairwise([*np.flatnonzero(np.diff(files, prepend=-1)), positions.size]):  # runs within a file
+            ids[a:b] = self.map(files[a])[positions[a:b] - self.starts[files[a]]]
         self._check(ids, positions)
         return ids.reshape(index.shape)
 
@@ -106,14 +106,14 @@ class Tokens:
         for i in range(np.searchsorted(self.starts[1:], begin, side="right"), np.searchsorted(self.starts[:-1], end)):
             a, b = max(begin, self.starts[i]), min(end, self.starts[i + 1])
             offset = (a - self.starts[i]) * self.dtype.itemsize
-            ids[a - begin : b - begin] = np.fromfile(fetch(self.shards[i]), self.dtype, b - a, offset=offset)
+            ids[a - begin : b - begin] = np.fromfile(self.files[i], self.dtype, b - a, offset=offset)
         return ids
 
     def _check(self, ids: Array, positions: Any) -> None:
         if (largest := ids.max(initial=0)) >= self.vocab_size:
             i = int(np.searchsorted(self.starts[1:], positions[int(ids.argmax())], side="right"))
             raise UserError(
-                f"{self.shards[i].file} has a token id {largest}, outside the vocabulary of {self.vocab_size}; "
+                f"{self.files[i]} has a token id {largest}, outside the vocabulary of {self.vocab_size}; "
                 f"the file is damaged, or of another tokenizer"
             )
 
@@ -136,13 +136,12 @@ def load(folder: Path) -> Corpus:
         raise UserError(f"broken token files ({error}); remove {folder} to have them written again") from error
 
 
-def from_bins(
-    train: Sequence[Shard], val: Sequence[Shard], tokenizer: Tokenizer, checksum_cache: Path | None = None
-) -> Corpus:
-    """Read nanoGPT's token files, arrays of 16-bit ids, in place; `checksum_cache` is that of `checksums`.
+def load_bins(data: Mapping[str, Any], tokenizer: Tokenizer, checksum_cache: Path | None = None) -> Corpus:
+    """Read nanoGPT's token files of the data group, arrays of 16-bit ids, in place.
 
-    The validation split is read whole, to count its bytes and documents.
+    The validation split is read whole, to count its bytes and documents. `checksum_cache` is that of `checksums`.
     """
+    train, val = (_find_bins(f"data.{key}", data[key]) for key in ("train_bin", "val_bin"))
     tokens, documents = Tokens(val, "uint16", tokenizer.vocab_size), 0
     counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)  # of each id
     for begin in range(0, len(tokens), _SCAN_TOKENS):
@@ -153,12 +152,27 @@ def from_bins(
         tokenizer = copy(tokenizer)
         tokenizer.separated = tokenizer.separated or documents > 0
     return Corpus(
-        name=Path(train[0].url or train[0].file).name,
-        sha256=shards_checksum(train, val, checksum_cache),
+        name=train[0].name,
+        sha256=token_files_checksum(train, val, checksum_cache),
         tokenizer=tokenizer,
-        train=Split(train, sum(shard.bytes for shard in train) // 2, 0, 0),
+        train=Split(train, sum(file.stat().st_size for file in train) // 2, 0, 0),
         val=Split(val, len(tokens), val_bytes, documents),
     )
+
+
+def _find_bins(key: str, value: str | Sequence[str]) -> list[Path]:
+    """Find the files of a path, of a pattern (sorted by name), or of a list of these; `key` is for errors."""
+    files: list[Path] = []
+    for path in [value] if isinstance(value, str) else value:
+        advice = "copy the files to a disk first, for example with aws s3 sync"
+        require(key, path, lambda path: "://" not in path, "local files", advice)
+        files += map(Path, sorted(glob(str(Path(path).expanduser()))) or [path])
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"{key}={file} is not a file; give the path of nanoGPT's token files")
+        if (size := file.stat().st_size) % 2 or not size:
+            raise UserError(f"{key}={file} has {size} bytes, not an array of 16-bit ids")
+    return files
 
 
 def _map(file: Path, dtype: np.dtype[Any]) -> Array:
@@ -176,4 +190,4 @@ def _load_split(file: Path, sizes: Mapping[str, int], dtype: str) -> Split:
     expected = sizes["tokens"] * np.dtype(dtype).itemsize
     if (found := file.stat().st_size) != expected:
         raise UserError(f"{file} has {found} bytes, {META} needs {expected}")
-    return Split([local_shard(file)], sizes["tokens"], sizes["bytes"], sizes["documents"])
+    return Split([file], sizes["tokens"], sizes["bytes"], sizes["documents"])

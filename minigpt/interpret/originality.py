@@ -53,7 +53,7 @@ def _shared(a: bytes, b: bytes) -> int:
 
 def build_index(corpus: Corpus) -> Index:
     """Index the training split of a corpus; the index is kept beside token files that minigpt has written."""
-    folder, n = corpus.train.shards[0].file.parent, min(corpus.train.bytes, MAX_INDEXED)
+    folder, n = corpus.train.files[0].parent, min(corpus.train.bytes, MAX_INDEXED)
     file, is_ours = folder / INDEX, (folder / META).is_file()
     if is_ours and file.is_file() and file.stat().st_size == 5 * n:
         with open(file, "rb") as opened:

@@ -132,7 +132,7 @@ _RULES: dict[checks.Rule, tuple[str, ...]] = {
     checks.NON_NEGATIVE_INT: ("seed", "data.overfit_batches", "schedule.warmup_steps"),
     checks.POSITIVE: ("collective_timeout", "optimizer.lr", "optimizer.adam_lr"),
     or_null(checks.POSITIVE): ("minutes", "trainer.gradient_clip_val"),
-    checks.NON_NEGATIVE: ("data.cache_gb", "optimizer.weight_decay", "optimizer.ngram_weight_decay"),
+    checks.NON_NEGATIVE: ("optimizer.weight_decay", "optimizer.ngram_weight_decay"),
     checks.FRACTION: ("optimizer.momentum",),
     checks.OPEN_FRACTION: ("data.val_fraction",),
     or_null(checks.OPEN_FRACTION): ("ema_decay",),
@@ -141,7 +141,7 @@ _RULES: dict[checks.Rule, tuple[str, ...]] = {
     integer(257): ("tokenizer.vocab_size",),  # 256 bytes and the separator
     one_of(("files", "download", "plays", "huggingface")): ("data.source",),
     one_of(("fraction", "document")): ("data.split",),
-    or_null((_are_texts, "a path, a URL, or a list of them")): ("data.train_bin", "data.val_bin"),
+    or_null((_are_texts, "a path or a list of paths")): ("data.train_bin", "data.val_bin"),
     (_are_betas, "two numbers in [0, 1)"): ("optimizer.betas",),
     or_null((lambda v: isinstance(v, str) and v != "", _MODELS)): ("init_from",),
     or_null((lambda v: isinstance(v, str), "auto, a run folder, a checkpoint")): ("resume",),

@@ -14,7 +14,7 @@ R = TypeVar("R")
 def map_in_threads(function: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
     """Yield `function(item)` of each item, in order, while up to `threads` threads work on the next ones.
 
-    The threads do not keep the process from exiting, so a slow read, such as a download, does not delay an interrupt.
+    The threads do not keep the process from exiting, so a slow read does not delay an interrupt.
     """
     tasks: SimpleQueue[tuple[T, Future[R]] | None] = SimpleQueue()
     pending: deque[Future[R]] = deque()

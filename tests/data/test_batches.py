@@ -11,7 +11,6 @@ from omegaconf import OmegaConf
 
 from minigpt.data import batches as module
 from minigpt.data.batches import Batches, ValidationBatches, WindowOrder, permute
-from minigpt.data.shards import local_shard
 from minigpt.data.token_files import Corpus, Split
 from minigpt.data.tokenizer import CharTokenizer
 from minigpt.runs.trainer import TokenDataModule
@@ -190,7 +189,7 @@ def test_a_maximum_of_batches_is_spread_evenly_over_the_validation_split(n_batch
 @pytest.mark.parametrize("repeat", [0, 3])
 def test_a_trainer_gets_the_batches_of_its_settings_from_its_step(tmp_path, repeat):
     positions(500).astype(np.uint16).tofile(tmp_path / "train.bin")
-    split = Split([local_shard(tmp_path / "train.bin")], 500, 500, 1)
+    split = Split([tmp_path / "train.bin"], 500, 500, 1)
     data = {"batch_size": 4, "overfit_batches": repeat}
     cfg = {"data": data, "model": {"block_size": 8}, "trainer": {"accumulate_grad_batches": 5}}
     corpus = Corpus("mine", "", CharTokenizer.of(map(chr, range(500))), split, split)

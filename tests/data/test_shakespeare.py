@@ -59,13 +59,13 @@ def test_the_text_is_searched_in_folder_then_shared_folder_then_url(tmp_path, mo
     (folder / "little.txt").unlink()
     assert find(folder, server) == shared / "little.txt"
     (shared / "little.txt").unlink()
-    assert server.gets("little.txt") == 0
+    assert server.requests == 0
     server.faults += [503]  # the download is retried
     for _ in range(2):  # then from the folder
         assert find(folder, server).read_bytes() == LITTLE
     (folder / "new").touch()
     assert stat.S_IMODE((folder / "little.txt").stat().st_mode) == stat.S_IMODE((folder / "new").stat().st_mode)
-    assert server.gets("little.txt") == 2
+    assert server.requests == 2
     assert warnings(capsys) == []
 
 
@@ -82,7 +82,7 @@ def test_a_copy_with_a_wrong_checksum_is_skipped_with_one_warning(tmp_path, monk
 def test_a_download_that_keeps_failing_is_replaced_by_the_stand_in(tmp_path, server, capsys, plays):
     server.faults += [404, "cut", LITTLE.upper()]
     corpus = corpus_of(None, tmp_path, source="download", **little(server))
-    assert server.gets("little.txt") == 3
+    assert server.requests == 3
     assert [path.name for path in tmp_path.glob("*.txt")] == ["little-stand-in.txt"]
     (warning,) = warnings(capsys)
     assert "little" in warning

@@ -5,17 +5,20 @@ import os
 import re
 import shutil
 import tempfile
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from corpora import corpus_of, folder_of, prepare
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_batches import batches
 
 from minigpt.data import token_files
-from minigpt.data.shards import find_shards, local_shard
-from minigpt.data.token_files import Tokens, from_bins
+from minigpt.data.checksums import token_files_checksum
+from minigpt.data.token_files import Tokens
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer
 from minigpt.utils.errors import UserError
 
@@ -25,7 +28,7 @@ IDS = [sorted(set(TEXT)).index(character) for character in TEXT]
 
 
 def files_of(corpus):
-    return [shard.file for split in (corpus.train, corpus.val) for shard in split.shards]
+    return [*corpus.train.files, *corpus.val.files]
 
 
 # Files as an array.
@@ -38,11 +41,11 @@ def test_slices_and_windows_of_several_files_equal_those_of_an_array(length, dty
     bound = st.none() | st.integers(-70, 70)
     begin, end = data.draw(bound), data.draw(bound)
     with tempfile.TemporaryDirectory() as folder:
-        shards = []
-        for i, part in enumerate(np.split(array, sorted(data.draw(st.lists(st.integers(0, length), max_size=3))))):
-            part.tofile(Path(folder) / f"{i}.bin")
-            shards.append(local_shard(Path(folder) / f"{i}.bin"))
-        tokens = Tokens(shards, dtype, 1 << 16)
+        files = [Path(folder) / f"{i}.bin" for i in range(4)]
+        ends = sorted(data.draw(st.lists(st.integers(0, length), min_size=3, max_size=3)))
+        for file, part in zip(files, np.split(array, ends), strict=True):
+            part.tofile(file)
+        tokens = Tokens(files, dtype, 1 << 16)
         assert len(tokens) == len(array)
         np.testing.assert_array_equal(tokens[begin:end], array[begin:end], strict=True)
         if len(array):
@@ -129,9 +132,7 @@ def bins(folder, train, val):
 
 
 def read_bins(folder, train, val, tokenizer=None):
-    bins(folder, train, val)
-    shards = [find_shards(f"data.{name}_bin", str(folder / f"{name}.bin"), folder) for name in ("train", "val")]
-    return from_bins(*shards, tokenizer or ByteTokenizer(), folder / "checksums.json")
+    return token_files.load_bins(bins(folder, train, val), tokenizer or ByteTokenizer(), folder / "checksums.json")
 
 
 def test_nanogpts_files_are_read_in_place(tmp_path):
@@ -181,6 +182,8 @@ def test_a_missing_or_odd_file_raises_with_the_config_key(tmp_path, name):
     (tmp_path / f"{name}.bin").unlink()
     with pytest.raises(UserError, match=rf"data\.{name}_bin=.*{name}\.bin is not a file"):
         corpus_of(None, tmp_path, "byte", **files)
+    with pytest.raises(UserError, match=rf"data\.{name}_bin must be local files, got s3://a/\*\.bin; .* aws s3 sync"):
+        corpus_of(None, tmp_path, "byte", **bins(tmp_path, **good) | {f"{name}_bin": "s3://a/*.bin"})
     with pytest.raises(UserError, match=r"data\.train_bin and data\.val_bin must be set together"):
         corpus_of(None, tmp_path, "byte", **files | {f"{name}_bin": None})
 
@@ -189,3 +192,59 @@ def test_nanogpts_files_with_a_tokenizer_built_from_text_raise(tmp_path):
     for tokenizer in ({"name": "char"}, {"name": "bpe", "vocab_size": 300}):
         with pytest.raises(UserError, match=rf"tokenizer={tokenizer['name']} .*tokenizer=gpt2"):
             corpus_of(None, tmp_path, tokenizer, **bins(tmp_path, [1, 2], [3, 4]))
+
+
+# Many files.
+
+RANDOM_IDS = np.random.default_rng(0).integers(0, 256, 6000).astype(np.uint16)
+
+
+def write_parts(folder, n=12, ids=RANDOM_IDS):
+    """Write ids to `n` files of different sizes, and 200 of them to a validation file; return the settings."""
+    folder.mkdir(exist_ok=True)
+    ends = np.sort(np.random.default_rng(n).choice(np.arange(1, len(ids)), n - 1, replace=False))
+    for i, part in enumerate(np.split(ids, ends)):
+        part.tofile(folder / f"train_{i:04}.bin")
+    ids[:200].tofile(folder / "val.bin")
+    return {"train_bin": f"{folder}/train_*.bin", "val_bin": [f"{folder}/val.bin"]}
+
+
+def test_many_files_have_the_batches_of_one_with_few_file_descriptors(tmp_path):
+    files = write_parts(tmp_path, n=700)  # many are shorter than a window
+    tokens = corpus_of(None, tmp_path, "byte", **files).tokens("train")
+    assert np.array_equal(tokens[:], RANDOM_IDS)
+    read, expected = (batches(6000, tokens=each, block_size=16) for each in (tokens, RANDOM_IDS))
+    assert all(torch.equal(a, b) for a, b in zip(chain(*read), chain(*expected), strict=True))
+    if os.path.isdir("/proc/self/fd"):
+        assert len(os.listdir("/proc/self/fd")) < 600
+
+
+def test_the_checksum_of_many_files_depends_on_their_content_and_not_on_their_place(tmp_path):
+    settings = [write_parts(tmp_path / name, ids=ids) for name, ids in (("a", RANDOM_IDS), ("b", RANDOM_IDS))]
+    settings += [settings[0] | {"train_bin": sorted(map(str, tmp_path.glob("a/train_*.bin")))}]
+    settings += [write_parts(tmp_path / "c", ids=RANDOM_IDS ^ 1), settings[0] | {"train_bin": f"{tmp_path}/a/*1.bin"}]
+    first, second, listed, *others = (corpus_of(None, tmp_path, "byte", **each).sha256 for each in settings)
+    assert first == second == listed
+    assert first not in others
+
+
+def test_the_checksum_of_many_files_samples_64_of_them_evenly(tmp_path):
+    write_parts(tmp_path, n=130)
+    train, val = sorted(tmp_path.glob("train_*.bin")), [tmp_path / "val.bin"]
+    before, sampled = token_files_checksum(train, val, None), []
+    for number, file in enumerate(train):
+        content = file.read_bytes()
+        file.write_bytes((np.frombuffer(content, np.uint16) ^ 1).tobytes())
+        sampled += [number] * (token_files_checksum(train, val, None) != before)
+        file.write_bytes(content)
+    assert len(sampled) == 64
+    assert {*np.diff([-1, *sampled, 130])} <= {1, 2, 3}
+
+
+def test_an_id_outside_the_vocabulary_raises_with_its_file(tmp_path):
+    settings = write_parts(tmp_path)
+    np.array([1, 2, 256], dtype=np.uint16).tofile(tmp_path / "train_0005.bin")
+    tokens = corpus_of(None, tmp_path, "byte", **settings).tokens("train")
+    for index in (slice(None), np.arange(len(tokens))[None]):
+        with pytest.raises(UserError, match=r"train_0005\.bin has a token id 256, outside the vocabulary of 256"):
+            tokens[index]

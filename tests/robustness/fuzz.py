@@ -31,7 +31,6 @@ from minigpt.checkpoints.load import contents, load_checkpoint
 from minigpt.config import GPTConfig
 from minigpt.data import token_files as corpus
 from minigpt.data import tokenizer as tokenizers
-from minigpt.data.shards import find_shards
 from minigpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, HuggingFaceTokenizer
 from minigpt.data.tokenizer_json import tokenizer_files
 from minigpt.generation_settings import check_settings
@@ -208,8 +207,8 @@ def bins(chance: random.Random, folder: Path) -> None:
         content = np.arange(chance.randrange(60), dtype=np.uint16).tobytes()
         file.write_bytes(mutate_bytes(chance, content) if chance.random() < 0.9 else b"")
     made = tokenizers.from_dict(chance.choice(TOKENIZERS))
-    train, val = (find_shards("data.train_bin", str(file), folder) for file in files)
-    _use(corpus.from_bins(train, val, made, folder / "known.json"))
+    named = {"train_bin": str(files[0]), "val_bin": [str(files[1])]}
+    _use(corpus.load_bins(named, made, folder / "known.json"))
 
 
 def _use(read: corpus.Corpus) -> None:
