@@ -2,13 +2,12 @@
 
 Tokens are written in the order of the text, so the files are the same for any number of threads. A folder of token
 files is renamed to its final name once it is complete; the name contains a hash of the text's checksum, the tokenizer
-and the split, so changed inputs get new files. A killed preparation resumes from its journal.
+and the split, so changed inputs get new files.
 """
 
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,9 @@ from minigpt.data.splits import TRAIN, VAL, TextBatches, TokenizeBatch, cut_by_f
 from minigpt.data.token_files import FORMAT, META, SPLITS, Corpus
 from minigpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Ids, Tokenizer, token_dtype
 from minigpt.utils.errors import UserError
-from minigpt.utils.files import read_json, sha256_json, sync, write_json
+from minigpt.utils.files import sha256_json, sync, write_json
 from minigpt.utils.terminal import warn
 from minigpt.utils.threads import map_in_threads
-
-_JOURNAL = "progress.json"  # tokenizer, cut between the splits, batches written, and bytes of the token files
-_SYNC_BYTES = 1 << 25  # of ids between two journal entries
 
 
 def load_corpus(data: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Corpus:
@@ -99,32 +95,23 @@ def _write_corpus(
 ) -> None:
     """Write the files to a folder beside `target`, and rename it when it is complete."""
     partial = target.with_name(f"{target.name}.partial")
-    journal: dict[str, Any] = {"batches": 0, "bytes": [0, 0]}
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
+    partial.mkdir()
     try:
-        if (partial / _JOURNAL).is_file():
-            journal = read_json(partial / _JOURNAL)
-        else:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            journal |= _plan(sources, provenance, target.parents[1], built)
-            write_json(partial / _JOURNAL, journal)
-        tokenizer = tokenizers.from_dict(journal["tokenizer"])
-        batches = TextBatches(split_chunks(sources, provenance, journal["cut"]))
-        _append_tokens(partial, journal, tokenizer, batches, threads)
+        tokenizer, cut = _plan(sources, provenance, target.parents[1], built)
+        batches = TextBatches(split_chunks(sources, provenance, cut))
+        _write_tokens(partial, tokenizer, batches, threads)
         write_json(partial / META, _build_meta(partial, sources, provenance, tokenizer, batches))
-        (partial / _JOURNAL).unlink()
         shutil.rmtree(target, ignore_errors=True)  # a folder without its meta.json
         partial.rename(target)
-    except BaseException as error:
-        if isinstance(error, UserError) or not journal["batches"]:  # nothing to resume from
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _plan(
     sources: Sequence[Source], provenance: Mapping[str, Any], folder: Path, built: Tokenizer | None
-) -> dict[str, Any]:
-    """Find the cut between the splits, and build the tokenizer if it is not built."""
+) -> tuple[Tokenizer, int]:
+    """Build the tokenizer if it is not built, and find the cut between the splits."""
     settings, cut, alphabet = provenance["tokenizer"], 0, ""
     by_character = settings["name"] == CharTokenizer.name
     if provenance.get("split") == "fraction" or by_character:
@@ -134,33 +121,19 @@ def _plan(
         if "val_fraction" in provenance:
             cut = cut_by_fraction(lengths, provenance["val_fraction"])
     texts = (chunk.text for split, chunk in split_chunks(sources, provenance, cut) if split == TRAIN)
-    tokenizer = built or _build_tokenizer(settings, folder, alphabet, texts)
-    return {"tokenizer": tokenizer.to_dict(), "cut": cut}
+    return built or _build_tokenizer(settings, folder, alphabet, texts), cut
 
 
-def _append_tokens(
-    folder: Path, journal: dict[str, Any], tokenizer: Tokenizer, batches: TextBatches, threads: int | None
-) -> None:
-    """Append the ids of the batches that are not in the journal yet, and update it from time to time."""
+def _write_tokens(folder: Path, tokenizer: Tokenizer, batches: TextBatches, threads: int | None) -> None:
+    """Tokenize the batches, and write the ids of each split to its file."""
     paths = [folder / f"{split}.bin" for split in SPLITS]
     with ExitStack() as stack:
-        files = [stack.enter_context(open(path, "ab")) for path in paths]
+        files = [stack.enter_context(open(path, "wb")) for path in paths]
         bar = stack.enter_context(tqdm(unit="B", unit_scale=True, delay=1, disable=None))
-        for file, size in zip(files, journal["bytes"], strict=True):
-            file.truncate(size)  # a killed process may have written more
-            file.seek(size)
-        remaining = islice(batches, journal["batches"], None)
-        for number, ids in enumerate(tokenize(tokenizer, remaining, threads), journal["batches"] + 1):
+        for ids in tokenize(tokenizer, batches, threads):
             for file, row in zip(files, ids, strict=True):
                 file.write(row.data)
             bar.update(sum(batches.bytes) - bar.n)
-            sizes = [file.tell() for file in files]
-            if sum(sizes) - sum(journal["bytes"]) >= _SYNC_BYTES:
-                for file, path in zip(files, paths, strict=True):
-                    file.flush()
-                    sync(path)
-                journal.update(batches=number, bytes=sizes)
-                write_json(folder / _JOURNAL, journal)
     for path in paths:
         sync(path)
 

@@ -1,7 +1,6 @@
 """Prepared token files, against nanoGPT's prepare.py, numpy, and the text itself."""
 
 import errno
-import json
 import os
 import re
 import resource
@@ -9,7 +8,6 @@ import shutil
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -150,7 +148,6 @@ def test_an_unsuitable_text_raises_and_leaves_no_partial_files(
     tmp_path, monkeypatch, content, tokenizer, changes, problem
 ):
     in_parts(monkeypatch, 300)
-    monkeypatch.setattr(preparation, "_SYNC_BYTES", 1000)
     with pytest.raises(UserError, match=problem):
         prepare(content, tmp_path, tokenizer, name="mine.jsonl", **changes)
     assert leftovers(tmp_path) == []
@@ -316,18 +313,6 @@ def test_a_folder_that_is_not_writable_raises_with_its_path(tmp_path):
         corpus_of(tmp_path / "mine.txt", tmp_path / "file/data")
 
 
-def test_leftovers_of_a_killed_process_are_replaced(tmp_path):
-    text = "whole or not at all"
-    name = folder_of(prepare(text, tmp_path / "elsewhere")).name
-    for left in (f"{name}.partial", name):  # a half-written folder, and a final one without its meta.json
-        (tmp_path / "here/tokens" / left).mkdir(parents=True)
-        (tmp_path / "here/tokens" / left / "train.bin").write_bytes(b"half")
-    corpus = prepare(text, tmp_path / "here")
-    assert on_disk(corpus) == nanogpt(text)
-    assert in_folder(corpus).keys() == {"meta.json", "train.bin", "val.bin"}
-    assert [path.name for path in folder_of(corpus).parent.iterdir() if path.is_dir()] == [name]
-
-
 def test_a_full_disk_leaves_no_partial_files(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))  # no file of this process may grow beyond
@@ -356,44 +341,29 @@ def test_concurrent_preparations_write_the_files_once(tmp_path, monkeypatch):
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("changes", [{}, {"split": "document", "val_fraction": 0.3}], ids=["fraction", "document"])
-def test_an_interrupted_or_killed_preparation_resumes_to_the_same_bytes(tmp_path, monkeypatch, changes):
-    (tmp_path / "in").mkdir()
-    texts = stories(250)
-    (tmp_path / "in/a.txt").write_text("\n".join(stories(150, seed=1)))
-    (tmp_path / "in/b.jsonl").write_text(rows([*texts, "", *texts[:9]]))
-    (tmp_path / "in/c.jsonl").write_text(rows([*stories(30, seed=2), *texts[100:140]]))
-    monkeypatch.setattr(readers, "_BLOCK_BYTES", 400)
+def test_an_interrupted_preparation_leaves_nothing_and_a_killed_one_nothing_that_is_taken_for_complete(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(splits, "_BATCH_CHARS", 300)
-    monkeypatch.setattr(preparation, "_SYNC_BYTES", 1000)
-    whole = corpus_of(tmp_path / "in", tmp_path / "whole", BPE, **changes)
-    assert (whole.provenance["duplicates"] > 0) == (not changes)
-    folder, killed, tokenize = tmp_path / "data/tokens", tmp_path / "killed", preparation.tokenize
-    monkeypatch.setattr(preparation, "open", partial(open, buffering=0), raising=False)
+    text, killed, tokenize = "\n".join(stories(50)), tmp_path / "killed", preparation.tokenize
+    whole = prepare(text, tmp_path / "whole", "byte")
 
-    def interrupt(n):
-        """Interrupt a preparation after n batches; return the bytes in its journal and in its files at that time."""
+    def interrupted(*arguments):
+        yield from islice(tokenize(*arguments), 3)
+        shutil.copytree(tmp_path / "data/tokens", killed)  # what a killed process leaves
+        raise KeyboardInterrupt
 
-        def interrupted(*arguments):
-            yield from islice(tokenize(*arguments), n)
-            shutil.copytree(folder, killed, dirs_exist_ok=True)  # what a killed process leaves
-            raise KeyboardInterrupt
+    monkeypatch.setattr(preparation, "tokenize", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(text, tmp_path / "data", "byte")
+    monkeypatch.setattr(preparation, "tokenize", tokenize)
+    assert leftovers(tmp_path / "data") == []
 
-        monkeypatch.setattr(preparation, "tokenize", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            corpus_of(tmp_path / "in", tmp_path / "data", BPE, **changes, threads=2)
-        monkeypatch.setattr(preparation, "tokenize", tokenize)
-        (journal,) = killed.glob("*.partial/progress.json")
-        sizes = [file.stat().st_size for file in killed.glob("*/*.bin")]
-        return sum(json.loads(journal.read_text())["bytes"]), sum(sizes)
-
-    early, _ = interrupt(90)
-    late, written = interrupt(20)
-    assert 0 < early < late < written
-    shutil.rmtree(folder)
-    killed.rename(folder)
-    with open(*folder.glob("*/train.bin"), "rb") as first:  # kept open, so that no new file gets its inode
-        corpus = corpus_of(tmp_path / "in", tmp_path / "data", BPE, **changes, threads=2)
-        assert os.fstat(first.fileno()).st_ino == (folder_of(corpus) / "train.bin").stat().st_ino
+    shutil.rmtree(tmp_path / "data/tokens")
+    killed.rename(tmp_path / "data/tokens")
+    (partial,) = (tmp_path / "data/tokens").glob("*.partial")
+    assert {file.name for file in partial.iterdir()} == {"train.bin", "val.bin"}
+    shutil.copytree(partial, partial.with_suffix(""))  # the final name, without meta.json
+    corpus = prepare(text, tmp_path / "data", "byte")
     assert in_folder(corpus) == in_folder(whole)
-    assert [path.name for path in folder.iterdir() if path.is_dir()] == [folder_of(corpus).name]
+    assert [path for path in leftovers(tmp_path / "data") if path.is_dir()] == [folder_of(corpus)]
