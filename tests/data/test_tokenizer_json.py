@@ -2,7 +2,6 @@
 
 import json
 import random
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -104,11 +103,10 @@ def theirs(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
 # Out
 
 
-@pytest.mark.parametrize("count", [1000, pytest.param(20_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES)
-def test_ids_and_texts_of_a_written_tokenizer_equal_ours(name: str, count: int) -> None:
-    rng = random.Random(count)
-    texts = [random_text(rng) for _ in range(count)]
+def test_ids_and_texts_of_a_written_tokenizer_equal_ours(name: str) -> None:
+    rng = random.Random(0)
+    texts = [random_text(rng) for _ in range(1000)]
     ours, encoding = tokenizer_of(name, texts)
     written = theirs(ours)
     assert written.get_vocab_size() == len(ours.token_bytes)
@@ -285,10 +283,7 @@ def test_a_tokenizer_that_was_read_is_written_as_it_was(tmp_path: Path, name: st
         ({"eos_token": "<think>"}, {"eos_token_id": 97}, "<think>"),
         ({"eos_token": {"content": "<|im_start|>"}}, None, "<|im_start|>"),
         ({"eos_token": "<|no such token|>"}, {"eos_token_id": [0, 97]}, SEPARATOR),
-        ({"eos_token": None}, {"eos_token_id": 0}, SEPARATOR),
-        ({}, None, None),
         (None, {"eos_token_id": 10**9}, None),
-        ({"eos_token": []}, {"eos_token_id": None}, None),
         (None, None, None),
     ],
 )
@@ -298,20 +293,6 @@ def test_the_separator_is_the_end_of_text(tmp_path: Path, config: Any, model: An
     assert tokenizer.separator.tolist() == ([] if id_ is None else [id_])
     assert tokenizer.separator.dtype == tokenizer.encode("a").dtype == np.uint16
     assert tokenizer.start.tolist() == [id_ or 0]
-
-
-def test_a_fork_after_encoding_prints_no_warning() -> None:
-    """The package tokenizers warns when a process forks after its thread pool has started."""
-    code = (
-        "import os, sys; os.environ.pop('TOKENIZERS_PARALLELISM', None);"
-        "from minigpt.data.tokenizer import HuggingFaceTokenizer;"
-        "tokenizer = HuggingFaceTokenizer(sys.stdin.read()); tokenizer.encode('a b');"
-        "print(os.fork() and os.wait() and 1 or tokenizer.encode('a b').tolist())"
-    )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, input=content_of("gpt2"), capture_output=True, encoding="utf-8", check=True)
-    assert done.stderr == ""
-    assert len(done.stdout.splitlines()) == 2
 
 
 def test_a_checkpoint_has_the_tokenizer_also_of_150000_ids(tmp_path: Path) -> None:
@@ -336,19 +317,15 @@ BAD_CHARMAP = {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8AAAAA"
 EXPONENTIAL = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}
 DAMAGED: dict[str, dict[str, Any]] = {
     "no model": {"model": None},
-    "WordPiece": {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}},
     "a regular expression in the decoder": {
         "decoder": {"type": "Replace", "pattern": {"Regex": "(a|aa)+$"}, "content": "x"},
     },
     "a regular expression of exponential time": {"pre_tokenizer": EXPONENTIAL},
     "a damaged charmap": {"normalizer": BAD_CHARMAP},
-    "pieces of length 0": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
-    "an empty vocabulary": {"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []},
     "an id of 2^32 - 1": {"model": {"type": "BPE", "vocab": {"a": (1 << 32) - 1}, "merges": []}},
     "a prefix of merges, for which the package can abort": {
         "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"], "continuing_subword_prefix": "ééé"},
     },
-    "a model without the unknown token": {"model": {"type": "WordLevel", "vocab": {"x": 0}, "unk_token": "[UNK]"}},
 }
 
 
@@ -361,38 +338,19 @@ def test_a_damaged_tokenizer_is_one_line(case: str) -> None:
     assert len(str(error.value)) < 400
 
 
-@pytest.mark.parametrize("text", ["", "[]", "null", "[" * 100_000, "{}", "\udcff"])
+@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, "\udcff"])
 def test_a_text_that_is_no_tokenizer_is_one_line(tmp_path: Path, text: str) -> None:
     with pytest.raises(UserError, match="damaged") as error:
         from_dict({"name": "huggingface", "json": text, "separator": None})
     assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match=r"tokenizer\.json is missing; write it with .*save_pretrained"):
+        load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(UserError, match="damaged"):
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [{}, {"json": None, "separator": None}, {"json": {}, "separator": 0}]
-    + [{"json": ..., "separator": value} for value in (-1, 1 << 70, "0", [0], 0.5)],
-    ids=repr,
-)
-def test_damaged_values_of_a_checkpoint_are_refused(values: dict[str, Any]) -> None:
-    values = {key: content_of("gpt2") if value is ... else value for key, value in values.items()}
-    with pytest.raises(UserError):
-        from_dict({"name": "huggingface", **values})
-
-
-def test_a_folder_without_tokenizer_json_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"tokenizer\.json is missing; write it with .*save_pretrained"):
-        load_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("config", "model"),
-    [(config, {}) for config in ([], {"eos_token": 1}, {"eos_token": {"id": 0}})]
-    + [({}, model) for model in ([], {"eos_token_id": {}}, {"eos_token_id": []})],
-)
+@pytest.mark.parametrize(("config", "model"), [([], {}), ({"eos_token": {"id": 0}}, {}), ({}, {"eos_token_id": []})])
 def test_a_damaged_end_of_text_is_one_line(tmp_path: Path, config: Any, model: Any) -> None:
     folder = write_folder(tmp_path, content_of("gpt2"), model=model)
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
