@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from corpora import random_texts
 from exported import CHARACTERS, DEFAULTS, MODELS, SAMPLE, export, random_model
 
 from minigpt import GPTConfig, generate
@@ -80,15 +81,6 @@ def test_a_seed_gives_the_samples_of_generate(open_page: Any, tmp_path: Path) ->
         for seed in (0, 1337, 2**32 + 5):
             (sample,) = generate(model, [1, 2, 3], max_new_tokens=100, seed=seed, **each)
             assert sample_ids(run, [1, 2, 3], max_tokens=100, seed=seed, **each) == sample.tokens
-
-
-def random_texts(count: int) -> list[str]:
-    """Strings of words, spaces, digits, contractions, emojis, scripts and lone surrogates."""
-    rng = random.Random(0)
-    parts = [*" \n\t\r'aZ09é中ſK!/\u00a0\u0085\ufeff\u2028\u3000", "  ", "'s", "'LL", "'ſ", "don't", "WE'RE", "ǅ"]
-    parts += ["123456", "\r\n", "\n\n ", "hello", " world", "👩‍👩‍👧", "e\u0301", "हिन्दी", "\ud800", "…", "//", "٣"]
-    parts += [SEPARATOR]
-    return ["".join(rng.choices(parts, k=rng.randint(1, 30))) for _ in range(count)]
 
 
 def byte_pairs(name: str) -> BPETokenizer:

@@ -66,14 +66,6 @@ def test_permutations_of_different_keys_are_uncorrelated():
 # Windows.
 
 
-@pytest.mark.parametrize("n_tokens", [9, 10, 15, 16, 17, 24, 25])
-def test_a_text_barely_longer_than_a_block_is_read_to_both_ends(n_tokens):
-    order = WindowOrder(n_tokens, 8, seed=0)
-    found = order.starts(np.arange(200 * order.n_windows))
-    assert found.min() == 0
-    assert n_tokens - 1 <= found.max() + 8 + 1 <= n_tokens
-
-
 def test_epochs_differ_in_order_and_offset():
     order = WindowOrder(100_000, 64, seed=0)
     epochs = order.starts(np.arange(20 * order.n_windows)).reshape(20, order.n_windows)

@@ -37,17 +37,6 @@ def test_ngram_losses_are_those_of_the_formula(vocab_size: int) -> None:
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-9)
 
 
-def test_the_best_length_is_that_of_the_pattern() -> None:
-    random = np.random.default_rng(0)
-    ids = list(random.integers(0, 4, 2))
-    for _ in range(20_000):  # each token is the sum of the two before it, except for one in ten
-        ids.append(int(ids[-1] + ids[-2]) % 4 if random.random() < 0.9 else int(random.integers(0, 4)))
-    losses, _ = ngram_losses(np.array(ids[:18_000]), np.array(ids[18_000:]), 4, 6)
-    entropy = -(0.925 * log(0.925) + 3 * 0.025 * log(0.025))
-    assert losses.index(min(losses)) == 2
-    assert losses[2] == pytest.approx(entropy, rel=0.05)
-
-
 def test_a_long_text_is_counted_in_pieces_from_all_parts() -> None:
     ids: Any = np.arange(12_345)
     assert np.array_equal(evenly_spaced(ids, 12_345), ids)

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import regex
 import zstandard
-from corpora import documents
+from corpora import documents, random_texts
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -21,18 +21,6 @@ from minigpt.utils.errors import UserError
 
 UNICODE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
 TEXT = "To be, or not to be:\r\nthat is the question. Ünï©ödé 漢字 😀\n\n"
-PROSE = st.lists(
-    st.one_of(
-        st.sampled_from(
-            [" ", "  ", "\n", "\n\n", "\r\n", "\t", "'", "'s", "'LL", "’", "!", "...", "/", "\xa0", "\u2028"]
-        ),
-        st.sampled_from(["a", "B", "ß", "é", "e\u0301", "ǅ", "漢", "字", "。", "ا", "ʰ", "\x1c", "\x85", "😀"]),
-        st.text("0123456789٣½", min_size=1, max_size=5),
-        st.text("abcXYZst", min_size=1, max_size=8),
-    ),
-    max_size=40,
-).map("".join)
-
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".zst": lambda content: zstandard.ZstdCompressor().compress(content)}
 
 
@@ -272,13 +260,14 @@ def test_a_text_without_a_cut_point_is_cut_at_the_maximum_length(monkeypatch):
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-@settings(max_examples=150, deadline=None)
-@given(seen=PROSE, unseen=PROSE)
-def test_patterns_match_the_same_before_and_after_a_cut(name, seen, unseen):
-    cut, pattern = cut_point(seen), regex.compile(PATTERNS[name])
-    text = seen + unseen  # a text is cut before the rest is read
-    assert 0 <= cut < len(seen) or cut == 0
-    assert pattern.findall(text) == pattern.findall(text[:cut]) + pattern.findall(text[cut:])
+def test_patterns_match_the_same_before_and_after_a_cut(name):
+    pattern, cuts = regex.compile(PATTERNS[name]), 0
+    for seen, unseen in zip(random_texts(4000), random_texts(4000, seed=1), strict=True):
+        cut, text = cut_point(seen), seen + unseen  # a text is cut before the rest is read
+        assert 0 <= cut < len(seen) or cut == 0
+        assert pattern.findall(text) == pattern.findall(text[:cut]) + pattern.findall(text[cut:])
+        cuts += cut > 0
+    assert cuts > 400
 
 
 @pytest.mark.parametrize(("text", "cut"), [("one two\nthree four", 8), ("one two three", 7), ("!\nthree", 2), ("", 0)])

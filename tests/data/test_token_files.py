@@ -1,6 +1,5 @@
 """Token files, against numpy."""
 
-import json
 import os
 import re
 import shutil
@@ -74,26 +73,15 @@ def test_a_prepared_corpus_is_loaded_and_cannot_be_changed(tmp_path):
         assert tokens[:].tolist() == np.fromfile(folder / f"{split}.bin", np.uint16).tolist() == ids
 
 
-def meta(text):
-    """Return a function that replaces meta.json or changes its values."""
-
-    def spoil(folder):
-        file = folder / "meta.json"
-        file.write_text(text if isinstance(text, str) else json.dumps(json.loads(file.read_text()) | text))
-
-    return spoil
-
-
 @pytest.mark.parametrize(
     "spoil",
     [
-        pytest.param(lambda folder: os.truncate(folder / "train.bin", 89), id="a file cut short by a byte"),
-        pytest.param(lambda folder: (folder / "val.bin").unlink(), id="a split lost"),
-        pytest.param(meta('{"name": "mi'), id="meta.json cut short"),
-        pytest.param(meta({"dtype": "uint64"}), id="no such dtype"),
-        pytest.param(meta({"train": {"tokens": 45, "bytes": "x", "documents": 1}}), id="bytes that are none"),
-        pytest.param(meta({"tokenizer": {"name": "char", "alphabet": "ba"}}), id="no alphabet"),
+        lambda folder: os.truncate(folder / "train.bin", 89),
+        lambda folder: (folder / "val.bin").unlink(),
+        lambda folder: (folder / "meta.json").write_text('{"name": "mi'),
+        lambda folder: (folder / "meta.json").write_text('{"dtype": "uint64"}'),
     ],
+    ids=["a file cut short by a byte", "a split lost", "meta.json cut short", "no such dtype"],
 )
 def test_broken_token_files_raise_and_are_rewritten_once_removed(tmp_path, spoil):
     folder = folder_of(prepare(TEXT, tmp_path))

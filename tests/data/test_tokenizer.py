@@ -43,17 +43,6 @@ def tokenizer_of(name):
     return {"byte": ByteTokenizer(), "char": CharTokenizer.of(WORDS)}[name]
 
 
-def all_bytes(*more):
-    """Return the tokens of `to_dict`: all bytes and some more."""
-    import base64
-
-    return " ".join(base64.b64encode(token).decode() for token in (*(bytes([i]) for i in range(256)), *more))
-
-
-def bpe_dict(**changes):
-    return {"name": "bpe", "tokens": all_bytes(b"ab"), "special": {SEPARATOR: 257}, "separated": False} | changes
-
-
 @given(TEXTS)
 def test_char_ids_equal_those_of_nanogpt(text):
     stoi = {ch: i for i, ch in enumerate(sorted(set(text)))}
@@ -81,26 +70,6 @@ def test_one_error_lists_all_unknown_characters():
         assert message.count(unknown) == 1
     for known in ("'a'", "'c'", "'z'"):
         assert known not in message
-
-
-@pytest.mark.parametrize(
-    "garbage",
-    [
-        {"alphabet": "ab"},
-        {"name": "char", "alphabet": "ba"},
-        {"name": "gpt5", "tokens": all_bytes(), "special": {SEPARATOR: 256}, "separated": False},
-        bpe_dict(tokens="YQ=="),  # one byte of 256
-        bpe_dict(tokens=all_bytes() + " YQ=="),  # twice
-        bpe_dict(special={"<|other|>": 257}),
-        bpe_dict(special={SEPARATOR: "257"}),
-        bpe_dict(special={SEPARATOR: 1 << 40}),
-        bpe_dict(special={SEPARATOR: 97}),  # the id of a byte
-    ],
-    ids=lambda garbage: f"{garbage!r:.60}",
-)
-def test_from_dict_rejects_invalid_values(garbage):
-    with pytest.raises(UserError):
-        from_dict(garbage)
 
 
 def test_encode_prompt_encodes_a_prompt_or_starts_with_a_separator_or_the_first_id():
