@@ -1,13 +1,12 @@
-"""The n-gram model: its probabilities by Witten and Bell's formula, and what it says of simple texts."""
+"""The n-gram model, against Witten and Bell's formula."""
 
 from collections import Counter, defaultdict
 from math import log
-from typing import Any
 
 import numpy as np
 import pytest
 
-from minigpt.data.ngram_model import evenly_spaced, ngram_losses
+from minigpt.data.ngram_model import ngram_losses
 
 
 def witten_bell(train: list[int], val: list[int], vocab_size: int, longest: int) -> tuple[list[float], list[int]]:
@@ -35,13 +34,3 @@ def test_ngram_losses_are_those_of_the_formula(vocab_size: int) -> None:
     losses, distinct = ngram_losses(train.astype(np.uint32), val.astype(np.uint32), vocab_size, 5)
     assert distinct == expected_counts
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-9)
-
-
-def test_a_long_text_is_counted_in_pieces_from_all_parts() -> None:
-    ids: Any = np.arange(12_345)
-    assert np.array_equal(evenly_spaced(ids, 12_345), ids)
-    chosen = evenly_spaced(ids, 4_500)
-    starts = chosen[::1000]
-    assert np.array_equal(chosen, (starts[:, None] + np.arange(1000)).ravel())
-    assert (starts[0], chosen[-1], len(chosen)) == (0, 12_344, 4_000)
-    assert np.ptp(np.diff(starts)) <= 1
