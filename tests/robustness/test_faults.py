@@ -1,7 +1,6 @@
 """One trial of every fault that is quick to inject; `make faults` runs many trials of all faults."""
 
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 from faults import FAULTS
 from faults.tools import Fault, Skipped
 
-from minigpt.runs import fit
 from minigpt.runs.shutdown import GracefulShutdown
 from minigpt.utils.signals import END_SIGNALS, Interrupted, handle_signals, raise_interrupted
 
@@ -37,19 +35,3 @@ def test_only_a_second_signal_ends_a_run_at_once() -> None:
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(Interrupted):
             signal.raise_signal(signal.SIGINT)
-
-
-def test_signals_end_a_run_at_once_after_its_training(
-    train: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    handlers: list[Any] = []
-
-    def sample_best(*_: Any) -> tuple[str, None]:
-        handlers.extend(map(signal.getsignal, (signal.SIGINT, signal.SIGTERM)))
-        return "", None
-
-    monkeypatch.setattr(fit, "sample_best", sample_best)
-    # A process in the background of a script ignores SIGINT, and a run leaves an ignored signal alone.
-    with handle_signals((signal.SIGINT, signal.SIGTERM), signal.default_int_handler):
-        train()
-    assert handlers == [raise_interrupted] * 2

@@ -9,13 +9,3 @@ def test_a_reader_accepts_a_mutated_input_or_refuses_it_with_one_line(name: str)
     counts = fuzz.fuzz(name, int(2000 * fuzz.READERS[name][0]), seed=1)
     assert counts["accepted"] > 0
     assert counts["refused"] > 0 or name == "hydra files"  # unreadable overrides of a run are left out
-
-
-@pytest.mark.parametrize("error", [IndexError("odd"), SystemExit(1), KeyboardInterrupt()])
-def test_a_crash_is_reported(error: BaseException, monkeypatch: pytest.MonkeyPatch):
-    def crash(*_: object) -> None:
-        raise error
-
-    monkeypatch.setitem(fuzz.READERS, "new", (1.0, crash))
-    with pytest.raises(AssertionError, match="new, input 0: "):
-        fuzz.fuzz("new", 1)

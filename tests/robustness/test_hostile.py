@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import pickle
 import select
 import socketserver
 import subprocess
@@ -98,15 +97,10 @@ def weight(value: Any, name: str = "model.wte.weight") -> bytes:
     return changed("state_dict", name, value=value)
 
 
-def header(content: Any, data: bytes = bytes(8), length: int | None = None) -> bytes:
+def header(content: Any, data: bytes = b"", length: int | None = None) -> bytes:
     """Return a file with the given header: bytes, or values to encode as JSON."""
     written = content if isinstance(content, bytes) else json.dumps(content).encode()
     return (len(written) if length is None else length).to_bytes(8, "little") + written + data
-
-
-def entry(shape: list[int]) -> bytes:
-    """Return a file with one tensor of two numbers, whose header has this shape."""
-    return header({"x": {"dtype": "F32", "shape": shape, "data_offsets": [0, 8]}})
 
 
 class Executed:
@@ -127,14 +121,6 @@ def zip_bomb() -> bytes:
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", bytes(1 << 26))
     return packed.getvalue()
-
-
-def shared() -> bytes:
-    """Return a file in which five hundred weights are one tensor."""
-    content = good()
-    content["minigpt"]["model"] |= {"n_embd": 2048}
-    content["state_dict"] = {f"model.{i}": {"$tensor": "x"} for i in range(500)}
-    return file(content, {"x": torch.zeros(1 << 18)})
 
 
 def nested(depth: int) -> str:
@@ -160,49 +146,35 @@ def hostile_files() -> Iterator[tuple[str, str, bytes]]:
 
 def other_kinds() -> Iterator[tuple[str, str, bytes]]:
     yield "a checkpoint of torch.save", INCOMPLETE, torch_saved()
-    yield "a pickle", INCOMPLETE, pickle.dumps({"x": Executed()})
     yield "a zip bomb", INCOMPLETE, zip_bomb()
-    yield "a long text", INCOMPLETE, b"All work and no play. " * 100_000
     yield "an empty file", INCOMPLETE, b""
 
 
 def damaged_files() -> Iterator[tuple[str, str, bytes]]:
     """Yield files that safetensors refuses, of each kind one, and files with a wrong checksum."""
-    yield "a header beyond the file", INCOMPLETE, header({}, b"", 1000)
+    yield "a header beyond the file", INCOMPLETE, header({}, length=1000)
     yield "a header of 100 MB of a good file", INCOMPLETE, header(changed()[8:].ljust(100 << 20))
-    yield "a header that is not UTF-8", INCOMPLETE, header(b'{"\xff": 1}')
     yield "a header of nested lists", INCOMPLETE, header(nested(100_000).encode())
-    yield "no metadata", INCOMPLETE, header({}, b"")
-    yield "no checksum", DAMAGED, changed(crc32="")
     yield "a wrong checksum", DAMAGED, changed(crc32="00000000")
-    yield "bytes after the tensors", INCOMPLETE, changed() + bytes(8)
-    yield "a tensor of 10^15 numbers", INCOMPLETE, entry([HUGE])
-    yield "a tensor of many dimensions", INCOMPLETE, entry([1] * 1000 + [2])
+    huge = {"x": {"dtype": "F32", "shape": [HUGE], "data_offsets": [0, 8]}}
+    yield "a tensor of 10^15 numbers", INCOMPLETE, header(huge, bytes(8))
     yield "a tensor of 10^15 rows of nothing", "", changed("x", value=torch.empty(0, HUGE))
     yield "ten thousand tensors", INCOMPLETE, file({}, {f"{i}": torch.empty(0) for i in range(10_000)})
 
 
 def hostile_json() -> Iterator[tuple[str, str, bytes]]:
-    for text in ("", "[]", "3", '"text"', "{}", '{"minigpt": {}}'):
+    for text in ("", "{}", '{"minigpt": {}}'):
         yield f"JSON that is {text!r}", INCOMPLETE, file(text, {"x": torch.ones(2)})
     yield "100,000 nested lists", INCOMPLETE, beside(nested(100_000))
     yield "1000 nested tuples", INCOMPLETE, beside('{"$tuple":[' * 1000 + "]}" * 1000)
-    yield "a key twice", INCOMPLETE, beside('1, "state_dict": {}, "minigpt": 3')
     yield "a million lists", "", beside(f"[{'[],' * 1_000_000}[]]")
-    yield "two hundred thousand dictionaries", "", beside(f"[{'{},' * 200_000}{{}}]")
-    yield "a long text in JSON", "", beside(f'"{"x" * (1 << 25)}"')
-    yield "half a surrogate pair", "", beside('"\\ud800"')
     yield "a number beyond floats", "", beside("1e999")
     for digits, error in ((4000, ""), (1_000_000, INCOMPLETE)):
         yield f"an integer of {digits} digits", error, beside("9" * digits)
-    for marker in ('{"$tensor": "x"}', '{"$dict": [[[], 1]]}', '{"$dict": [[1, 2, 3]]}', '{"$dict": [1]}'):
+    for marker in ('{"$tensor": "x"}', '{"$dict": [[[], 1]]}'):
         yield f"a marker {marker}", INCOMPLETE, beside(marker)
-    harmless = '{"$tensor": ["x"]}', '{"$tuple": 3}', '{"$dict": {}}', '{"$class": "os"}'
-    for marker in ('{"$dict": [[1.5, 1], [{"$tensor": "model.wte.weight"}, 2]]}', *harmless):
-        yield f"no marker {marker}", "", beside(marker)
-    for key in ("minigpt", "state_dict"):
-        for value in (..., 3, ["x"]):
-            yield f"{key} {value!r}", INCOMPLETE, changed(key, value=value)
+    yield "no marker", "", beside('{"$class": "os"}')
+    yield "a list of weights", INCOMPLETE, changed("state_dict", value=["x"])
     yield "weights that are a tensor", INCOMPLETE, changed("state_dict", value=torch.ones(2))
 
 
@@ -219,22 +191,17 @@ def impossible_models() -> Iterator[tuple[str, str, bytes]]:
         "vocab_size": [1 << 62, 3],
         "dropout": [math.nan],
         "smear": [1 << 40, 60_000],
-        "ngram": [1 << 40],
         "norm": ["__import__('os').system('true')", "x" * 1_000_000],
         "__class__": ["x"],
-        "3": [4],
     }
     for name, claims in values.items():
         for claim in claims:
             yield f"{name} {claim!r:.50}", MODEL, model(**{name: claim})
     yield "a table of a million positions", MODEL, model(position="rope", block_size=1 << 20, head_dim=1024)
-    yield "a huge base of the rotary embedding", MODEL, model(position="rope", rope_base=10**400)
-    yield "many weights that are one tensor", MODEL, shared()
 
 
 def hostile_tokenizers() -> Iterator[tuple[str, str, bytes]]:
     yield "a tokenizer of another size", MODEL, tokenizer({"name": "byte"})
-    yield "a tokenizer that is a list", MODEL, tokenizer(["char"])
     yield "a tokenizer that is a function", MODEL, tokenizer({"name": {"_target_": "os.system"}})
     yield "a regular expression", MODEL, tokenizer(BPE | {"pattern": "(a+)+$"})
     yield "an unknown encoding", MODEL, tokenizer(BPE | {"name": "(a+)+$"})
@@ -260,9 +227,6 @@ def odd_weights() -> Iterator[tuple[str, str, bytes]]:
     yield "weights that are a text", MODEL, weight("x")
     yield "unexpected weights", MODEL, weight(torch.ones(2), "model.__class__")
     yield "complex weights", "'ComplexFloat'", weight(torch.ones(*SIZE, dtype=torch.complex64))
-    yield "integer weights", "Only Tensors of floating point", weight(torch.ones(*SIZE, dtype=torch.int64))
-    yield "weights of 4 bits", INCOMPLETE, weight(torch.ones(SIZE, dtype=torch.uint8).view(torch.float4_e2m1fn_x2))
-    yield "weights of 8 bits", "", weight(torch.ones(SIZE).to(torch.float8_e4m3fn))
     yield "weights of 16 bits", "", weight(torch.ones(*SIZE, dtype=torch.float16))
 
 
@@ -332,37 +296,25 @@ def test_training_does_not_resume_from_a_hostile_file(train: Callable[..., Simpl
 
 
 def test_a_configuration_inside_a_checkpoint_is_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The corpus that a checkpoint names is looked up; no `_target_` is called."""
+    """No `_target_` is called, the server that it names gets no request, and no file is written."""
     monkeypatch.chdir(tmp_path)
-    content = good()
-    content["minigpt"]["config"] = {
-        "data": {"_target_": "os.system", "folder": "data", "source": "${oc.env:HOME}", "train_bin": None}
-        | dict.fromkeys(("data_path", "path", "val_path", "name"), "touch canary")
-        | {"split": "fraction", "val_fraction": 0.1},
-        "tokenizer": {"_target_": "os.system", "name": "touch canary"},
-    }
-    write(content, tmp_path / "a.safetensors")
-    with pytest.raises(UserError):
-        validation_batches(tmp_path / "a.safetensors", load_checkpoint(tmp_path / "a.safetensors")[0])
-    assert not (tmp_path / "canary").exists()
-
-
-def test_a_checkpoint_causes_no_download(tmp_path: Path):
-    """The server that it names gets no request, and no file is written to the folder that it names."""
     content = good()
     with socketserver.TCPServer(("127.0.0.1", 0), socketserver.BaseRequestHandler) as server:
         url = f"http://127.0.0.1:{server.server_address[1]}/evil.txt"
-        named = {"source": "download", "name": "../evil", "url": url, "sha256": "0" * 64, "characters": 9}
-        paths = dict.fromkeys(("path", "val_path", "train_bin", "val_bin"))
-        settings = {"field": "text", "split": "fraction", "val_fraction": 0.1, "processes": 1}
-        data = {"folder": str(tmp_path / "data"), **named, **paths, **settings}
-        content["minigpt"]["config"] = {"data": data, "tokenizer": {"name": "char"}}
-        write(content, tmp_path / "a.safetensors")
-        with pytest.raises(UserError, match="are not in"):
-            validation_batches(tmp_path / "a.safetensors", load_checkpoint(tmp_path / "a.safetensors")[0])
-        data |= {"train_bin": url, "val_bin": [url]}
-        write(content, tmp_path / "a.safetensors")
-        with pytest.raises(UserError, match="must be local files"):
-            validation_batches(tmp_path / "a.safetensors", load_checkpoint(tmp_path / "a.safetensors")[0])
+        data = {
+            "_target_": "os.system",
+            "folder": f"{tmp_path}/data",
+            "source": "download",
+            "name": "../evil",
+            "url": url,
+        }
+        data |= {"sha256": "${oc.env:HOME}", "characters": 9, "path": "touch canary", "field": "text"}
+        data |= {"val_path": None, "split": "fraction", "val_fraction": 0.1}
+        for bins, error in ((None, "are not in"), (url, "must be local files"), ([url], "must be local files")):
+            tokenizer = {"_target_": "os.system", "name": "touch canary"}
+            content["minigpt"]["config"] = {"data": data | {"train_bin": bins, "val_bin": bins}, "tokenizer": tokenizer}
+            write(content, tmp_path / "a.safetensors")
+            with pytest.raises(UserError, match=error):
+                validation_batches(tmp_path / "a.safetensors", load_checkpoint(tmp_path / "a.safetensors")[0])
         assert not select.select([server], [], [], 0)[0]
     assert [file.name for file in tmp_path.iterdir()] == ["a.safetensors"]

@@ -34,28 +34,6 @@ def kill_at_random_time(workdir: Path, rng: Random) -> str | None:
     return None if alive else "after the run had ended"
 
 
-def kill_during_checkpoint_write(workdir: Path, rng: Random) -> str | None:
-    """SIGKILL while a checkpoint is written."""
-    nth, delay = rng.randrange(STEPS // EVAL_EVERY), rng.uniform(0, 0.01)
-    run = Run(workdir / "run")
-    run.wait_for_step(nth * EVAL_EVERY)
-    run.wait_for(lambda: len(partial_checkpoints(run.folder)) > 0, poll_seconds=0)
-    time.sleep(delay)
-    run.kill()
-    partial = partial_checkpoints(run.folder)
-    assert_resumes(run.folder)
-    return "with a partial checkpoint file" if partial else None
-
-
-def partial_checkpoints(folder: Path) -> list[str]:
-    """Names of the temporary files of checkpoints."""
-    try:
-        names = os.listdir(folder / "checkpoints")
-    except FileNotFoundError:
-        return []
-    return [name for name in names if name.startswith((".last.", ".tmp"))]  # .tmp* is safetensors'
-
-
 def kill_before_file_operation(workdir: Path, rng: Random) -> None:
     """SIGKILL right before a random file operation in the run folder."""
     run = Run(workdir / "run", signal_at=(rng.randint(1, count_file_operations()), signal.SIGKILL))
@@ -146,7 +124,6 @@ def start_second_run(workdir: Path, rng: Random) -> None:
 
 FAULTS = [
     Fault("SIGKILL at a random time", kill_at_random_time, 50, "slow"),
-    Fault("SIGKILL while a checkpoint is written", kill_during_checkpoint_write, 50),
     Fault("SIGKILL before a random file operation", kill_before_file_operation, 40),
     Fault("SIGTERM at a random time", partial(interrupt, signal.SIGTERM, False), 20),
     Fault("SIGINT at a random time", partial(interrupt, signal.SIGINT, False), 20, "slow"),

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,7 +28,7 @@ VIEWER = {"id": "3", "entity": "me", "username": "me", "flags": "{}", "teams": {
 
 
 class Server(ThreadingHTTPServer):
-    """The part of the W&B API that a client needs to log a run; `fault` makes it hang, slow or fail."""
+    """The part of the W&B API that a client needs to log a run; `fault` makes it hang or fail."""
 
     daemon_threads = True
     fault: str | None = None
@@ -49,8 +48,6 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         if self.server.fault == "hang":
             threading.Event().wait(60)
-        if self.server.fault == "slow":
-            time.sleep(1)
         request: dict[str, Any] = {}
         if self.path.endswith(("/graphql", "/file_stream")):  # all other requests upload files
             request = json.loads(gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body)
@@ -169,7 +166,6 @@ def read_records(wandb_dir: Path) -> list[dict[str, Any]]:
 
 FAULTS = [
     Fault("W&B server hangs", wandb_fault("hang"), 4, "none", exclusive=True),
-    Fault("W&B server responds after 1 s", wandb_fault("slow"), 8, "none", exclusive=True),
     Fault("W&B server returns HTTP 500", wandb_fault("error"), 4, "none", exclusive=True),
     Fault("W&B client killed", wandb_fault("kill client"), 4, "none", exclusive=True),
 ]
