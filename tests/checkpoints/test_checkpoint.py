@@ -118,27 +118,9 @@ def test_values_that_are_not_plain_data_are_refused_when_written(tmp_path: Path,
 
 def test_a_file_of_another_format_is_rejected_with_both_numbers(tmp_path: Path):
     content = checkpoint(make())
-    for number in (FORMAT + 1, 0, None, "1"):
-        content["minigpt"]["format"] = number
-        write(content, tmp_path / "a.safetensors")
-        with pytest.raises(UserError, match=rf"a\.safetensors .* it has format {number}; .* reads format {FORMAT}"):
-            load_checkpoint(tmp_path / "a.safetensors")
-
-
-@pytest.mark.parametrize(
-    ("keys", "value", "named"),
-    [
-        ("state_dict model.wte.weight", torch.ones(3, 3), "size mismatch for wte.weight"),
-        ("minigpt model n_windows", 8, "unknown model setting n_windows"),
-        ("minigpt tokenizer name", "sentencepiece", "sentencepiece"),
-    ],
-)
-def test_a_file_whose_parts_do_not_make_a_model_is_rejected(tmp_path: Path, keys: str, value: Any, named: str):
-    content = checkpoint(make())
-    group, part, key = ["", *keys.split()][-3:]
-    (content[group][part] if group else content[part])[key] = value
+    content["minigpt"]["format"] = FORMAT + 1
     write(content, tmp_path / "a.safetensors")
-    with pytest.raises(UserError, match=rf"a\.safetensors does not hold a model of minigpt: .*{named}"):
+    with pytest.raises(UserError, match=rf"a\.safetensors .* it has format {FORMAT + 1}; .* reads format {FORMAT}"):
         load_checkpoint(tmp_path / "a.safetensors")
 
 

@@ -1,18 +1,16 @@
 """Models of transformers with random weights, loaded from their folders: logits, loss and greedy text are equal."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from tolerance import assert_near, terms_of
 
 from minigpt import GPTConfig, generate
 from minigpt.checkpoints.huggingface_conversion import FAMILIES, config_to_ours
-from minigpt.checkpoints.init_from import WEIGHTS, load_folder
+from minigpt.checkpoints.init_from import load_folder
 from minigpt.utils.errors import UserError
 
 transformers = pytest.importorskip("transformers")
@@ -32,10 +30,8 @@ GPT2 = {"vocab_size": 101, "n_positions": 72, "n_embd": 32, "n_layer": 2, "n_hea
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-2": ("GPT2", GPT2),
     "GPT-2 with erf and an inner width": ("GPT2", {**GPT2, "activation_function": "gelu", "n_inner": 40}),
-    "GPT-2 with an untied head": ("GPT2", {**GPT2, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3}),
     "Llama": ("Llama", {**SMALL, **HEADS, "rope_parameters": ROPE}),
     "Llama with one key-value head": ("Llama", {**SMALL, **HEADS, "num_key_value_heads": 1}),
-    "Llama with as many key-value heads": ("Llama", {**SMALL, **HEADS, "num_key_value_heads": 4}),
     "Llama with tied embeddings": ("Llama", {**SMALL, **HEADS, "tie_word_embeddings": True, "rms_norm_eps": 1e-2}),
     "Llama with biases": ("Llama", {**SMALL, **HEADS, "attention_bias": True, "mlp_bias": True}),
     "Llama 3 with scaled rope": ("Llama", {**SMALL, **HEADS, "rope_parameters": LLAMA3}),
@@ -119,13 +115,9 @@ def test_the_default_configuration_of_transformers_is_read_from_its_json(family:
         ({"hidden_act": "gelu"}, "hidden_act must be one of silu, swish, got gelu"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window must be False, got True"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types must be {'full_attention'}, got {"),
-        ({"rope_parameters": {**LLAMA3, "factor": 10**400}}, "int too big to convert"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "factor"),
-        ({"rms_norm_eps": "small"}, "model.norm_eps must be a finite number > 0, got small"),
         ({"head_dim": 7}, "model.head_dim must be even with model.position=rope, got 7"),
-        ({"intermediate_size": 56}, "size mismatch for blocks.0.mlp.up.weight"),
         ({"num_hidden_layers": 1}, "unexpected weights: model.layers.1."),
-        ({"num_hidden_layers": 3}, "the weight model.layers.2.input_layernorm.weight is missing"),
         ({"num_hidden_layers": 10**12}, "its model has 1,000,000,000,000 layers"),
         ({"tie_word_embeddings": True}, "lm_head.weight differs from the embeddings; set tie_word_embeddings to false"),
     ],
@@ -145,32 +137,21 @@ def test_a_value_that_the_model_or_the_weights_contradict_is_named(
     assert "\n" not in str(error.value)
 
 
-DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "shard": (lambda folder: next(folder.glob("model-*.safetensors")).unlink(), "the weight model."),
-    "pickled": (
-        lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"),
-        "model.safetensors is missing; weights must be safetensors, because a .bin file can execute code",
-    ),
-    "infinite": (
-        lambda folder: change_weight(folder, "model.norm.weight", torch.full((32,), float("inf"))),
-        "its weights are NaN or infinite",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_folder_is_one_line(name: str, tmp_path: Path) -> None:
-    random_model(*MODELS["Llama"]).save_pretrained(tmp_path, max_shard_size="20kB" if name == "shard" else "1GB")
-    change, message = DAMAGE[name]
-    change(tmp_path)
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        ("model-00001-of-*.safetensors", "the weight model."),
+        ("model-*.safetensors", "model.safetensors is missing; weights must be safetensors, because a .bin file can"),
+    ],
+)
+def test_a_missing_file_of_weights_is_one_line(tmp_path: Path, lost: str, message: str) -> None:
+    random_model(*MODELS["Llama"]).save_pretrained(tmp_path, max_shard_size="20kB")
+    for file in tmp_path.glob(lost):
+        file.rename(file.with_suffix(".bin"))
     with pytest.raises(UserError) as error:
         load_folder(tmp_path)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def change_weight(folder: Path, name: str, weight: torch.Tensor) -> None:
-    save_file(load_file(folder / WEIGHTS) | {name: weight}, folder / WEIGHTS)
 
 
 def random_model(name: str, values: dict[str, Any]) -> Any:
