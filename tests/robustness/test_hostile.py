@@ -8,9 +8,8 @@ import socketserver
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -283,16 +282,6 @@ def test_a_script_rejects_hostile_files_with_one_line(tmp_path: Path):
                 assert line.isprintable(), (name, stderr)
                 assert (len(line) < 2000, end) == (True, "\n"), (name, stderr)
     assert not (tmp_path / "canary").exists()
-
-
-def test_training_does_not_resume_from_a_hostile_file(train: Callable[..., SimpleNamespace], tmp_path: Path):
-    file = tmp_path / "a.safetensors"
-    for content in (torch_saved(), beside(nested(100_000))):
-        file.write_bytes(content)
-        with pytest.raises(UserError, match=r"\.safetensors is not a"):
-            train(f"resume={file}")
-    assert not (tmp_path / "run" / "checkpoints").exists()
-    assert not list(tmp_path.rglob("canary"))
 
 
 def test_a_configuration_inside_a_checkpoint_is_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
