@@ -1,4 +1,4 @@
-"""Faults in data and disks: a corrupt checkpoint, a NaN loss, a full disk, a missing home."""
+"""Faults in data and disks: a corrupt checkpoint, a NaN loss, full and read-only disks, a missing home."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
-from minigpt.checkpoints.find import LAST, PREVIOUS
+from minigpt.checkpoints.find import BEST, LAST, PREVIOUS
 from minigpt.checkpoints.format import read, write
 from minigpt.checkpoints.load import load_checkpoint
 from minigpt.utils.errors import UserError
@@ -103,6 +103,31 @@ def remount(folder: Path, options: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
 
 
+def full_for_token_files(workdir: Path, rng: Random) -> None:
+    """The disk is full when token files are written."""
+    with tmpfs(workdir, f"size={rng.randrange(1, 12) * 4}k") as disk:
+        run = Run(workdir / "run", f"data.folder={disk}/data")
+        assert_disk_full(run)
+        remount(disk, "size=1m")
+        run = Run(workdir / "run", f"data.folder={disk}/data", "resume=auto")
+        assert run.wait() == 0, run.stderr
+        assert_same_run(workdir / "run", reference())
+
+
+def full_for_checkpoint(workdir: Path, rng: Random) -> str | None:
+    """The disk is full when the first, second or third checkpoint is written."""
+    size = (reference() / LAST).stat().st_size
+    with tmpfs(workdir, f"size={int(rng.uniform(0.1, 2.8) * size / 1024)}k") as disk:
+        run = Run(disk / "run")
+        assert_disk_full(run)
+        written = [name for name in (LAST, PREVIOUS, BEST) if (disk / "run" / name).exists()]
+        for name in written:
+            read(disk / "run" / name)
+        remount(disk, f"size={8 * size}")
+        assert_resumes(disk / "run")
+    return f"with {len(written)} checkpoints" if written else None
+
+
 def full_during_training(workdir: Path, rng: Random) -> None:
     """The disk becomes full during training."""
     reference(LOG_EVERY_STEP)
@@ -136,7 +161,27 @@ def assert_disk_full(run: Run) -> None:
     assert all(map(can_do_without.match, warnings)), run.stderr
     assert "no space left on device" in error, run.stderr
     assert "Traceback" not in run.stderr
-    assert code == 1, f"exit code {code}: {run.stderr}"
+    assert code == 1 or "token files cannot be written" in error, f"exit code {code}: {run.stderr}"
+
+
+def read_only_data(workdir: Path, rng: Random) -> None:
+    """The data folder is read-only: existing token files are used; without any, the run exits with one line."""
+    reference()
+    with tmpfs(workdir, "size=4m") as disk:
+        missing = rng.random() < 0.5
+        if not missing:
+            prepared = Run(workdir / "prepared", f"data.folder={disk}/data", "max_steps=1")
+            assert prepared.wait() == 0, prepared.stderr
+        remount(disk, "ro")
+        run = Run(workdir / "run", f"data.folder={disk}/data")
+        code = run.wait()
+        if missing:
+            assert code == 2, run.stderr
+            assert len(run.messages) == 1, run.stderr
+            assert "read-only file system" in run.messages[0], run.stderr
+        else:
+            assert code == 0, run.stderr
+            assert_same_run(workdir / "run", reference())
 
 
 def no_home(workdir: Path, rng: Random) -> None:
@@ -154,6 +199,9 @@ def no_home(workdir: Path, rng: Random) -> None:
 FAULTS = [
     Fault("last.safetensors: bit flip", corrupt_last, 20),
     Fault("NaN loss", nan_loss, 20, "none"),
+    Fault("disk full: token files", full_for_token_files, 6),
+    Fault("disk full: checkpoint", full_for_checkpoint, 8, "none"),
     Fault("disk full: during training", full_during_training, 8, "slow"),
+    Fault("read-only data folder", read_only_data, 4, "none"),
     Fault("HOME missing or read-only", no_home, 4, "none"),
 ]
