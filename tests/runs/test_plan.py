@@ -19,7 +19,6 @@ from minigpt.runs.plan import (
     expected_loss,
     length,
     make_plan,
-    reducible_loss,
     repeats,
     shape,
     useful_tokens,
@@ -122,24 +121,6 @@ def test_the_expected_loss_follows_the_n_grams_of_the_text_and_the_training():
     shallow, cfg.model.n_layer = expected(), 2 * cfg.model.n_layer
     deep, cfg.model.layer_repeats = expected(), 2
     assert expected() == deep < shallow  # a layer that is used twice counts as two
-
-
-def test_more_time_and_less_text_make_larger_models():
-    cfg = composed(*complete_overrides(["minutes=1"]))
-
-    def best_size(tokens, operations):
-        """The width of the lowest expected loss where a token takes time in proportion to the parameters."""
-
-        def loss(width):
-            cfg.model.n_layer, cfg.model.n_embd = 2, width
-            trained = min(operations / width**2, useful_tokens(cfg, set(), a_text(tokens=tokens)))
-            return reducible_loss(width**2, trained, a_text(tokens=tokens))
-
-        return min((64, 96, 128, 192, 256, 384, 512), key=loss)
-
-    sizes = [best_size(1_000_000, 10**power) for power in range(9, 14)]
-    assert sizes == sorted(sizes) != sizes[::-1]
-    assert best_size(50_000, 1e10) > best_size(50_000_000, 1e10)
 
 
 def test_a_text_sets_its_ngrams_windows_and_regularization():
