@@ -259,6 +259,7 @@ def valley(settings: dict[str, str], _: int) -> float:
     return 1 + miss + (settings["optimizer"] != "muon")
 
 
+@pytest.mark.slow
 def test_a_search_runs_n_trials_within_the_bounds_and_improves(plan, tmp_path):
     sweeper = plan(*VALLEY, "hydra.sweeper.n_trials=30", engine=Engine(valley))
     assert [len(batch) for batch in sweeper.engine.batches] == [3] * 10
@@ -277,6 +278,7 @@ def test_a_search_runs_n_trials_within_the_bounds_and_improves(plan, tmp_path):
     assert [len(batch) for batch in further.engine.batches] == [3]  # nine of twelve had ended
 
 
+@pytest.mark.slow
 def test_a_search_over_tokenizers_minimizes_bits_per_byte(plan):
     """By nats per token bytes would be best: 1.5 of them against 2, of characters that are twice as long."""
     engine = Engine(lambda settings, _: {"byte": 1.5, "char": 2.0}[settings["tokenizer"]])
