@@ -1,9 +1,7 @@
 """The script that analyzes attention heads, from the command line."""
 
-import io
 import os
 import re
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,12 +28,10 @@ def shell(call: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
 
 BAD_INPUT = {
     "no prompt": ([], "--prompt must have at least 2 tokens, got 0"),
-    "one token": (["--prompt", "W"], "--prompt must have at least 2 tokens, got 1"),
     "long prompt": (
         ["--prompt", "WhatWhatWhatWhatW"],
         "--prompt must have at most block_size=16 tokens, got 17; set --truncate",
     ),
-    "unknown characters": (["--prompt", "Zeé"], "'Z', 'e', 'é'"),
     "head 3": (["--prompt", "What", "--head", "3"], "--head must be an integer in [1, 2], got 3"),
     "no folder": (["--prompt", "What", "--out", "no/a.png"], "--out must be in a folder that exists"),
     "a format": (["--prompt", "What", "--out", "a.txt"], "--out must be a file in .png, .pdf, .svg format, got a.txt"),
@@ -66,20 +62,17 @@ def test_truncate_keeps_the_end_of_a_long_prompt(shell: Callable[..., Any], tmp_
 
 
 def test_maps_are_written_to_the_run_folder_or_beside_a_single_checkpoint(
-    shell: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shell: Callable[..., Any], tmp_path: Path
 ) -> None:
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "checkpoints" / "best.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes())
     (tmp_path / "prompt.txt").write_text("What")
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"What")))
     typed = shell("model.safetensors", "--prompt", "What", "--out", "typed.png")
-    for run, prompt_file, folder in (("run", "prompt.txt", "run/"), ("model.safetensors", "-", "")):
-        result = shell(run, "--prompt-file", prompt_file)
+    for run, folder in (("run", "run/"), ("model.safetensors", "")):
+        result = shell(run, "--prompt-file", "prompt.txt")
         assert result.returncode == 0
         assert result.stderr.splitlines()[1] == f"wrote {folder}attention.png"
         assert result.stdout == typed.stdout
-        plotted, expected = (image.imread(tmp_path / name) for name in (f"{folder}attention.png", "typed.png"))
-        assert np.array_equal(plotted, expected)
 
 
 def test_a_trained_model_is_analyzed(
@@ -114,26 +107,11 @@ def test_a_trained_model_is_analyzed(
 
     # Missing token files are an error and are not written again.
     (tmp_path / "data").rename(tmp_path / "gone")
-    flags = [str(trained.folder), "--prompt", "fox", "--out", "again.png", "--ablation", "again.svg"]
-    result = shell(*flags)
+    result = shell(str(trained.folder), "--prompt", "fox", "--out", "again.png", "--ablation", "again.svg")
     assert result.returncode == 2
-    line = result.stderr.splitlines()[-1]  # the lines before are from training
-    assert "cannot be read: the token files of the run are not in " in line
-    assert "prepare them with python scripts/prepare.py" in line
+    assert "cannot be read: the token files of the run are not in " in result.stderr.splitlines()[-1]
     assert not (tmp_path / "again.svg").exists()
     assert not (tmp_path / "data").exists()
-    (tmp_path / "gone").rename(tmp_path / "data")
-    assert shell(*flags).returncode == 0
-    assert svg_texts(tmp_path / "again.svg") == svg_texts(tmp_path / "v.svg")
-
-    # Token files of another text are not used.
-    (meta,) = (tmp_path / "data" / "tokens").glob("*/meta.json")
-    meta.write_text(meta.read_text().replace(trained.summary["corpus_sha256"], "0" * 64))
-    (tmp_path / "again.svg").unlink()
-    result = shell(*flags)
-    assert result.returncode == 2
-    assert len(result.stderr.splitlines()) == 1
-    assert not (tmp_path / "again.svg").exists()
 
 
 def test_ablation_reads_the_token_files_of_nanogpt(
@@ -149,9 +127,3 @@ def test_ablation_reads_the_token_files_of_nanogpt(
     assert shell(*flags).returncode == 0
     assert any(f"{trained.loss:.4f} with all" in text for text in svg_texts(tmp_path / "v.svg"))
     assert sorted(tmp_path.rglob("*")) == sorted([*files, tmp_path / "a.png", tmp_path / "v.svg"])
-    ids[:100].tofile(tmp_path / "train.bin")
-    for message in ("train.bin or", "train.bin is not a file"):
-        result = shell(*flags)
-        assert result.returncode == 2
-        assert message in result.stderr
-        (tmp_path / "train.bin").unlink(missing_ok=True)

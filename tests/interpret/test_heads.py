@@ -1,6 +1,5 @@
 """Attention maps, head statistics and head ablation, against formulas and models with hand-set weights."""
 
-import copy
 import math
 from itertools import product
 from typing import Any
@@ -20,7 +19,6 @@ from minigpt.interpret.heads import (
     head_names,
     head_table,
     induction_scores,
-    without_head,
 )
 from minigpt.model import GPT
 
@@ -49,9 +47,7 @@ def test_heads_get_the_name_of_the_position_that_they_attend_to() -> None:
     assert names == head_names(table, 8) == [["previous token", "self", "first token", ""]]
     assert head_names(table, 7) == [[""] * 4]  # of a short text
     assert table["distance"][0, :2].tolist() == [1, 0]
-    header, *lines = format_table(table, names).splitlines()
-    assert header.split() == ["layer", "head", *table, "name"]
-    assert [line.split()[:2] for line in lines] == [["1", "1"], ["1", "2"], ["1", "3"], ["1", "4"]]
+    _, *lines = format_table(table, names).splitlines()
     assert lines[0].endswith("previous token")
     for line, value in zip(lines, table["entropy"][0], strict=True):
         assert float(line.split()[2]) == pytest.approx(float(value), abs=5e-4)
@@ -112,14 +108,6 @@ def test_ablating_a_head_equals_silencing_it(settings: dict[str, Any]) -> None:
     assert dloss[0].abs().min() > 1e-3
 
 
-def test_a_model_without_a_head_shares_all_other_tensors() -> None:
-    model = make_model().eval()
-    before, silent = copy.deepcopy(model.state_dict()), without_head(model, 2, 1)
-    copied = {name for name, x in silent.state_dict().items() if x.data_ptr() != model.state_dict()[name].data_ptr()}
-    assert copied == {"blocks.2.attention.out.weight"}
-    assert all(torch.equal(before[name], x) for name, x in model.state_dict().items())
-
-
 @pytest.mark.parametrize("settings", ARCHITECTURES.values(), ids=ARCHITECTURES)
 def test_values_weighted_by_the_maps_are_the_output_of_the_fused_attention(settings: dict[str, Any]) -> None:
     model = make_model(**settings).eval()
@@ -137,9 +125,9 @@ def test_values_weighted_by_the_maps_are_the_output_of_the_fused_attention(setti
 
     remaining = iter(maps)
     with torch.no_grad():
-        hooks = [block.attention.register_forward_hook(compare) for block in model.blocks]
+        for block in model.blocks:
+            block.attention.register_forward_hook(compare)
         model(tokens[None])
-    assert len(hooks) == 3
     assert next(remaining, None) is None
 
 
@@ -154,7 +142,6 @@ def test_measuring_changes_neither_the_model_nor_the_random_state() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     assert model.training
     assert all(module.training for module in model.modules())
-    assert len(model.blocks) == 3
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
 

@@ -77,7 +77,6 @@ def test_a_run_reports_how_much_it_copies(
     run = train("originality=500")
     summary = json.loads((run.folder / "summary.json").read_text())["originality"]
     assert list(summary) == ["final_sample", "generated_text", "validation_text"]
-    assert all(list(row["new"]) == ["5", "10", "20", "40"] for row in summary.values())
     assert 0 <= summary["generated_text"]["new"]["5"] <= summary["generated_text"]["new"]["10"] <= 1
     assert f"longest copy     {summary['generated_text']['longest']} characters" in capsys.readouterr().out
     text = (run.folder / SAMPLES).read_text(encoding="utf-8")

@@ -1,7 +1,6 @@
 """The HTTP API through real servers: OpenAI's client, the command line llm, and raw requests."""
 
 import json
-import random
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -195,25 +194,18 @@ def test_the_command_llm_continues_a_prompt(
     ("body", "param", "message"),
     [
         ({"max_tokens": -3}, "max_tokens", "max_tokens must be an integer in [0, 65536], got -3"),
-        ({"max_tokens": 65537}, "max_tokens", "max_tokens must be an integer in [0, 65536], got 65537"),
         ({"temperature": "hot"}, "temperature", "temperature must be in [0, 100], got hot"),
-        ({"temperature": 10**400}, "temperature", "temperature must be in [0, 100], got 1000"),
-        ({"top_p": 0}, "top_p", "top_p must be in (0, 1], got 0"),
         ({"n": 129}, "n", "n must be an integer in [1, 128], got 129"),
         ({"n": 65, "prompt": ["a", "b"]}, "n", "n × prompts must be at most 128, got 130"),
         ({"stop": ["a"] * 5}, "stop", "stop must be a non-empty string or a list of up to 4, got"),
-        ({"stop": ""}, "stop", "stop must be a non-empty string"),
         ({"logprobs": True}, "logprobs", "logprobs must be an integer in [0, 20], got True"),
         ({"prompt": None}, "prompt", "prompt must be a text, token ids, or a list of them, got None"),
-        ({"prompt": []}, "prompt", "prompt must be a text"),
         ({"prompt": [256]}, "prompt", "prompt: a prompt must be a non-empty sequence of token ids in [0, 256)"),
         ({"prompt": "a" * 65537}, "prompt", "prompt must have at most 65,536 tokens, got 65,537"),
         ({"frequency_penalty": 0.5}, "frequency_penalty", "frequency_penalty is not supported with this value"),
         ({"best_of": 2}, "best_of", "best_of must be 1, got 2"),
-        ({"grammar": "x"}, "grammar", "grammar is not supported"),
         ({"model": 3}, "model", "model must be a name of GET /v1/models, got 3"),
         ({"messages": []}, "messages", "messages must be a list of messages of text, got []"),
-        ({"messages": [{"role": "user"}]}, "messages", "messages must be a list of messages of text, got"),
         ({"messages": [HELLO[0] | {"content": [IMAGE]}]}, "messages", "messages must be a list of messages of text"),
         ({"model": "no\ud800"}, "model", "the model 'no\\ud800' does not exist; GET /v1/models lists all"),
     ],
@@ -243,16 +235,11 @@ def test_every_http_error_is_json(http: httpx.Client) -> None:
     for status, response in [
         (404, http.get("/v2/nothing")),
         (405, http.get(COMPLETIONS)),
-        (405, http.put("/v1/models")),
         (413, http.post(COMPLETIONS, content=b" " * (1 << 20) + b"{}", headers=json_type)),
         (415, http.post(COMPLETIONS, content=b"{}", headers={"Content-Type": "text/plain"})),
-        (415, http.post(COMPLETIONS, content=b"{}")),
         (400, http.post(COMPLETIONS, content=b"{", headers=json_type)),
-        (400, http.post(COMPLETIONS, content=b"[]", headers=json_type)),
-        (400, http.post(COMPLETIONS, content=b'{"temperature": NaN}', headers=json_type)),
         (400, http.post(COMPLETIONS, content=b"\xff\xfe", headers=json_type)),
         (400, http.post(COMPLETIONS, content=b"[" * 200_000, headers=json_type)),
-        (400, http.post(COMPLETIONS, content=b"9" * 10_000, headers=json_type)),
     ]:
         assert response.status_code == status, response.text
         error = response.json()["error"]
@@ -261,48 +248,6 @@ def test_every_http_error_is_json(http: httpx.Client) -> None:
         assert response.headers["X-Content-Type-Options"] == "nosniff"
         assert "default-src 'none'" in response.headers["Content-Security-Policy"]
         assert "Access-Control-Allow-Origin" not in response.headers
-
-
-LEAVES = [None, True, False, 0, 1, 2, -1, 3.5, 1e300, 10**30, "", "a", "é\ud800\x00", "tiny"]
-LEAVES += [[], {}, [1, 2], [[5]], [[0, 1]]]
-
-
-def random_value(random_: random.Random, depth: int = 0) -> Any:
-    if depth == 3 or random_.random() > 0.3:
-        return random_.choice(LEAVES)
-    values = [random_value(random_, depth + 1) for _ in range(random_.randrange(3))]
-    return values if random_.random() < 0.5 else dict(zip(["role", "content"], values, strict=False))
-
-
-def test_random_bodies_give_a_result_or_a_json_error(http: httpx.Client) -> None:
-    random_ = random.Random(1000)
-    names = ["prompt", "messages", "max_tokens", "n", "stop", "seed", "stream", "stream_options", "logprobs", "echo"]
-    names += [*SETTINGS, *OURS, "top_logprobs", "max_completion_tokens", "user", "best_of", "logit_bias", "tools", "x"]
-    bodies: dict[str, dict[str, Any]] = {
-        COMPLETIONS: {"prompt": "a", "max_tokens": 1},
-        CHAT: {"messages": HELLO, "max_tokens": 1},
-        "/api/score": {"text": "ab"},
-        "/api/generate": {"ids": [1], "max_tokens": 1},
-        "/api/attention": {"ids": [1, 2], "layer": 1, "head": 0},
-    }
-    statuses = set()
-    for i in range(1000):
-        path = random_.choice(list(bodies))
-        body = {"model": "tiny", **bodies[path]}
-        own = [*names, "ids"] if path in (COMPLETIONS, CHAT) else [*body, "seed", *SETTINGS]
-        body |= {random_.choice(own): random_value(random_) for _ in range(random_.choice([1, 1, 1, 2, 3]))}
-        if "max_tokens" in bodies[path] and body["max_tokens"] is None:
-            body["max_tokens"] = 1  # not the default of many
-        content = json.dumps(body).encode()
-        if i % 10 == 0:
-            at = random_.randrange(len(content))
-            content = content[:at] + random_.randbytes(2) + content[at + 1 :]
-        response = http.post(path, content=content, headers={"Content-Type": "application/json"})
-        statuses.add((path, response.status_code))
-        assert response.status_code in (200, 400, 404), (content, response.text)
-        if response.status_code != 200:
-            assert "\n" not in response.json()["error"]["message"]
-    assert statuses >= {(path, status) for path in bodies for status in (200, 400)}
 
 
 FOREIGN_HOSTS = ["example.com", "127.0.0.1.example.com", "localhost.example.com:8000", "192.168.0.1", ""]

@@ -1,6 +1,5 @@
 """The API of the page through a real server, against the functions of minigpt that it stands for."""
 
-import itertools
 import json
 import math
 import re
@@ -23,8 +22,6 @@ from minigpt.generation import score
 from minigpt.interpret.heads import attention_maps
 from minigpt.interpret.learning import learning_curves
 from minigpt.runs.run_dir import lock_run_dir, run_status
-from minigpt.serve import page_api as page
-from minigpt.serve.loaded_models import Models
 from minigpt.serve.page_api import MAX_SCORED
 
 TEXT = "To bé, or not to be: that is the quéstion"  # above the block size
@@ -150,12 +147,8 @@ def test_the_history_is_that_of_the_run(http: httpx.Client, gpt2_folder: Path) -
         ("score", {"text": 3}, "text must be a text, got 3"),
         ("score", {"text": "a" * (MAX_SCORED + 1)}, "the text must be at most 32,768 tokens long, got 32,769 tokens"),
         ("score", {"ids": [1, 256]}, "a prompt must be a non-empty sequence of token ids in [0, 256)"),
-        ("score", {"ids": "a"}, "ids must be a list of token ids, got a"),
         ("generate", {"max_tokens": 0}, "max_tokens must be an integer in [1, 65536], got 0"),
-        ("generate", {"ids": [-1]}, "a prompt must be"),
-        ("generate", {"stop": "a"}, "stop is not supported with this value; leave it out"),
         ("attention", {"ids": [1]}, "layer must be an integer ≥ 0, got None"),
-        ("attention", {"ids": [], "layer": 0}, "a prompt must be a non-empty sequence"),
         ("attention", {"ids": [1], "layer": 2}, "layer must be an integer in [0, 1], got 2"),
         ("attention", {"ids": [1], "layer": 0, "head": 2}, "head must be an integer in [0, 1], or null, got 2"),
     ],
@@ -211,12 +204,8 @@ def test_a_run_that_is_deleted_is_no_longer_listed_unless_it_is_loaded(run: Path
         shutil.rmtree(loaded)
         assert http.get("/api/models").json() == {"models": ["tiny", "loaded"]}
         assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["tiny", "loaded"]
-        response = post(http, "score", model="gone", text="ab")
-        assert response.status_code == 404
-        assert response.json()["error"]["message"] == "the model 'gone' does not exist; GET /v1/models lists all"
-        assert http.get("/api/models/gone").status_code == 404
+        assert post(http, "score", model="gone", text="ab").status_code == 404
         assert post(http, "score", model="loaded", text="ab").status_code == 200
-        assert http.get("/api/models/loaded").json()["n_layer"] == 2
         assert http.get("/api/history/loaded").json() == {"steps": [], "status": ""}
 
 
@@ -235,54 +224,24 @@ def test_every_request_is_logged_without_its_text_and_key(run: Path, capfd: pyte
     assert "secret" not in "".join(logged)
 
 
-@pytest.fixture
-def backend(run: Path, tmp_path: Path, browser: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A function that runs JavaScript in a page with server.js alone, and returns what it returns."""
-    folder = tmp_path / "page"
-    folder.mkdir()
-    shutil.copy(Path(page.__file__).parents[1] / "page" / "server.js", folder)
-    (folder / "app.js").write_text("export const start = async backend => { globalThis.backend = await backend; };")
-    (folder / "index.html").write_text('<!DOCTYPE html><script type="module" src="server.js"></script>')
-    monkeypatch.setattr(page, "files", lambda package: folder)
+def test_the_page_takes_the_key_from_its_address_or_asks_for_it(run: Path, browser: Any) -> None:
     with serving([run], key="sec%ret#&") as server:
         browser.get(f"{server.url}/#key=sec%25ret%23%26")
-
-        def evaluate(script: str) -> Any:
-            return browser.execute_async_script(f"""
-                const done = arguments[0];
-                const run = async () => {{ {script} }};
-                const poll = () => {{
-                  if (!globalThis.backend) return setTimeout(poll, 10);
-                  run().then(done, error => done("error: " + error.message));
-                }};
-                poll();""")
-
-        yield evaluate
-
-
-def test_the_backend_of_the_page_calls_the_server(backend: Any, browser: Any, model: GPT) -> None:
-    ids = list(TEXT.encode())[:20]
-    assert backend("return backend.models;") == ["tiny"]
-    assert "key" not in browser.current_url
-    weights = backend(f"return [...await backend.attention('tiny', {ids}, 1, null)];")
-    maps = attention_maps(model, torch.tensor(ids))
-    torch.testing.assert_close(torch.tensor(weights).view(20, 20), maps[1].mean(dim=0))
-    assert backend("return backend.describe('x/y');").startswith("error: the model 'x/y' does not exist")
-    generate = f"backend.generate('tiny', {ids}, {{max_tokens: 60000, top_k: null, min_p: 0}})"
-    assert type(backend(f"for await (const token of {generate}) return token.id;")) is int
-
-
-def test_the_page_asks_for_a_missing_key(backend: Any, browser: Any) -> None:
-    backend("return null;")
-    asked = """
-        let asked = 0;
-        window.prompt = () => { asked += 1; return "sec%ret#&"; };
-        sessionStorage.setItem("key", "wrong");
-        await Promise.all([backend.describe("tiny"), backend.history("tiny")]);
-        return asked;"""
-    assert backend(asked) == 1
-    refused = backend('sessionStorage.clear(); window.prompt = () => null; return backend.describe("tiny");')
-    assert refused.startswith("error: the key is wrong or missing")
+        wait_until(lambda: browser.execute_script("return document.querySelector('#facts').textContent"))
+        assert "key" not in browser.current_url
+        asked = """
+            const done = arguments[0];
+            let asked = 0;
+            window.prompt = () => { asked += 1; return "sec%ret#&"; };
+            sessionStorage.setItem("key", "wrong");
+            Promise.all([backend.describe("tiny"), backend.history("tiny")]).then(() => done(asked));"""
+        assert browser.execute_async_script(asked) == 1
+        refused = """
+            const done = arguments[0];
+            sessionStorage.clear();
+            window.prompt = () => null;
+            backend.history("tiny").catch(error => done(error.message));"""
+        assert browser.execute_async_script(refused).startswith("the key is wrong or missing")
 
 
 def add_snapshot(run: Path, step: int) -> GPT:
@@ -318,30 +277,6 @@ def test_the_name_of_a_run_with_a_step_is_a_snapshot(tmp_path: Path) -> None:
         assert (damaged.status_code, "is not a complete checkpoint" in damaged.text) == (500, True)
 
 
-def test_snapshots_of_one_run_are_kept_and_loaded_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[str] = []
-    load = Models._load
-
-    async def record(self: Models, name: str, *rest: Any) -> Any:
-        engine = await load(self, name, *rest)
-        loaded.append(name)
-        return engine
-
-    monkeypatch.setattr(Models, "_load", record)
-    runs = [make_run(tmp_path / name) for name in ("first", "second")]
-    for run, step in itertools.product(runs, (0, 5)):
-        add_snapshot(run, step)
-    with serving(runs) as server, httpx.Client(base_url=server.url, timeout=30) as http:
-        for name, expected in (
-            ("first", ["first@0", "first@5"]),
-            ("second", ["second@0", "second@5"]),
-            ("first", ["first@0", "first@5"]),
-        ):
-            loaded.clear()
-            post(http, "score", model=f"{name}@0", ids=[1, 2])
-            wait_until(lambda: sorted(loaded) == expected)  # noqa: B023
-
-
 def test_a_run_that_trains_is_served_with_its_newest_weights(tmp_path: Path) -> None:
     run, ids = tmp_path / "new", list(b"to be")
     (run / "checkpoints").mkdir(parents=True)
@@ -353,7 +288,6 @@ def test_a_run_that_trains_is_served_with_its_newest_weights(tmp_path: Path) -> 
             assert nats(post(http, "score", model="new", ids=ids).json()["tokens"]) == pytest.approx(
                 score(first, ids[1:], ids[:1]).logprobs.tolist(), abs=1e-4
             )
-            shutil.rmtree(tmp_path / "best", ignore_errors=True)
             make_run(tmp_path / "best", seed=9)
             (tmp_path / "best/checkpoints/best.safetensors").replace(run / "checkpoints/best.safetensors")
             best = load_checkpoint(run)[0]
