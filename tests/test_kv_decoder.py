@@ -144,19 +144,6 @@ def test_samples_that_join_and_leave_a_batch_are_decoded_as_each_alone(changes: 
         close(model, logits, decode(model, [text[:n]], [text[n:]])[0])
 
 
-@pytest.mark.parametrize("changes", [{}, {"smear": 2, "ngram": 3}, *SLIDING.values()], ids=str)
-def test_memory_is_constant_while_samples_join_and_leave(changes: dict[str, Any]):
-    decoder, held = Decoder(make(**changes)), []
-    for step in range(200):
-        if step % 10 == 0:
-            decoder.add(tokens(1 + step % 16))
-        decoder.step(torch.randint(23, (len(decoder.tokens),)))
-        if len(decoder.tokens) == 4:
-            decoder.drop(step % 3)
-        held.append(memory(decoder))
-    assert max(held[60:]) == max(held[:60])
-
-
 def test_a_sample_with_nan_leaves_none_in_its_row():
     model = make(position="rope", tie_embeddings=False)
     model.wte.weight[22] = float("nan")
