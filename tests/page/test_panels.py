@@ -15,11 +15,12 @@ from minigpt.checkpoints.export_html import export_html
 from minigpt.checkpoints.init_from import find_pretrained
 from minigpt.interpret.heads import attention_maps
 
+HOSTILE = "</script><!--<script><img src=x onerror=\"document.title='broken'\">"
 LOSSES = [[step, 1 + 3 * math.exp(-step / 300)] for step in range(10, 1710, 10)]
 HISTORY: dict[str, Any] = {
     "train_loss": LOSSES,
     "val_loss": [[step, loss + 0.2] for step, loss in LOSSES[16::17]],
-    "samples": [{"step": step, "text": f"sample of step {step}"} for step, _ in LOSSES[16::17]],
+    "samples": [{"step": step, "text": f"sample of step {step} {HOSTILE}"} for step, _ in LOSSES[16::17]],
 }
 PROMPT = "To be, or not"
 DARK = ["191b20", "412f88", "6e4ecb", "a78dff", "efe9ff"]  # stops of the colors of attention weights
@@ -53,6 +54,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, GPT]:
 def reader(browser: Any, exported: tuple[str, GPT]) -> Iterator[Reader]:
     """The page of the model; the console must be empty at the end."""
     yield Reader(browser, exported[0], height=1400)
+    assert browser.title == "minigpt"  # no text in the page has run
     assert browser.get_log("browser") == []
 
 
@@ -92,7 +94,6 @@ def test_heads_are_one_tab_stop_and_picked_by_arrow_keys(panel: Reader) -> None:
         assert panel.browser.switch_to.active_element.accessible_name == name
         assert [button.accessible_name for button in panel.find_all(".heads [aria-checked='true']")] == [name]
     assert len(panel.find_all(".heads [tabindex='0']")) == 1
-    assert "the text never leaves your device" in panel.find("#facts").text
     panel.wait_for_weights()
     assert requests(panel)[-1] == (PROMPT, 0, 1)
 
@@ -246,11 +247,10 @@ def test_curves_have_the_points_of_the_history_at_their_ticks(reader: Reader) ->
 def test_samples_are_chosen_by_keyboard(reader: Reader) -> None:
     reader.open("Training")
     reader.wait_until(lambda: reader.find_all("pre"))
-    assert reader.find("pre").text == "sample of step 1700"
     reader.find("#history input").click()  # at the center
     for key, step in ((Keys.HOME, 170), (Keys.ARROW_RIGHT, 340), (Keys.ARROW_RIGHT, 510), (Keys.END, 1700)):
         reader.press(key)
-        assert reader.find("pre").text == f"sample of step {step}"
+        assert reader.find("pre").text == f"sample of step {step} {HOSTILE}"
         assert reader.find("#history output").text == f"step {step:,}"
         assert reader.find("#history input").get_attribute("aria-valuetext") == f"step {step:,}"
 
