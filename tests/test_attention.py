@@ -1,6 +1,5 @@
 """Attention compared with its formula, query by query, and with torch's module, and its invariants."""
 
-import copy
 import math
 from typing import Any
 
@@ -82,23 +81,6 @@ def test_attention_equals_the_explicit_one_in_64_bits_in_value_and_gradient(prob
         assert_near(attend(**problem).double(), expected, *inputs, terms=8 + 6, dtype=dtype)
 
 
-@given(modules(), st.data())
-@PROPERTY
-def test_permuting_heads_does_not_change_the_output(case: tuple[MultiHeadAttention, Tensor], data: st.DataObject):
-    attention, x = case
-    H, K, D = attention.n_head, attention.n_kv_head, attention.head_dim
-    kv_order = torch.tensor(data.draw(st.permutations(range(K))))
-    within = [torch.tensor(data.draw(st.permutations(range(H // K)))) for _ in range(K)]
-    order = torch.cat([kv * (H // K) + inside for kv, inside in zip(kv_order, within, strict=True)])
-    permuted = copy.deepcopy(attention)
-    for parameter in permuted.qkv.parameters():  # rows: H query heads, K key heads, K value heads of D each
-        heads = parameter.data.unflatten(0, (H + 2 * K, D))
-        parameter.data = heads[torch.cat((order, H + kv_order, H + K + kv_order))].flatten(0, 1)
-    permuted.out.weight.data = permuted.out.weight.data.unflatten(1, (H, D))[:, order].flatten(1)
-    assert_close(permuted(x), attention(x))
-    assert_close(permuted.attention_weights(x), attention.attention_weights(x)[:, order])
-
-
 @given(modules(), st.integers(0, 40))
 @PROPERTY
 def test_rotary_attention_depends_on_relative_positions_only(case: tuple[MultiHeadAttention, Tensor], shift: int):
@@ -146,17 +128,6 @@ def test_output_and_weights_equal_those_of_torchs_module(bias: bool, causal: boo
     mask = None if padding is None else ~padding[:, None, None]
     assert_near(ours(x, mask=mask), expected, terms=TERMS)
     assert_near(ours.attention_weights(x, mask=mask), expected_weights, terms=TERMS)
-
-
-def test_a_scale_replaces_one_over_the_root_of_the_head_width():
-    x = torch.randn(1, 5, 24)
-    torch.manual_seed(0)
-    default = MultiHeadAttention(24, 4)
-    torch.manual_seed(0)
-    scaled = MultiHeadAttention(24, 4, scale=2.0)
-    scaled.qkv.weight.data[:24] /= 2 * math.sqrt(6)  # the queries
-    scaled.qkv.bias.data[:24] /= 2 * math.sqrt(6)
-    assert_near(scaled(x), default(x), terms=TERMS)
 
 
 def test_rotation_multiplies_pairs_as_complex_numbers():

@@ -3,7 +3,6 @@
 import ast
 import subprocess
 import sys
-from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -58,12 +57,6 @@ def test_no_modules_import_each_other() -> None:
 def test_model_files_import_torch_alone(name: str) -> None:
     heavy = {"lightning", "hydra", "omegaconf", "wandb", "numpy", "tiktoken", "matplotlib"}
     assert not {module.partition(".")[0] for module in imports(MODULES[f"minigpt.{name}"])} & heavy
-
-
-def test_no_two_modules_of_the_package_share_a_name() -> None:
-    paths = [path for path in (ROOT / "minigpt").rglob("*") if path.suffix == ".py" or (path / "__init__.py").exists()]
-    names = Counter(path.stem for path in paths)
-    assert [name for name, count in names.items() if count > 1] == ["__init__"]
 
 
 def test_no_module_has_more_than_350_lines() -> None:

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -53,13 +52,6 @@ def test_listing_the_scripts_imports_no_dependency() -> None:
     program = "import sys; from minigpt.__main__ import main; main(); print(*sys.modules, file=sys.stderr)"
     listed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not DEPENDENCIES & set(listed.stderr.split())
-
-
-def test_every_package_is_installed() -> None:
-    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
-    files = (file for folder in ("minigpt", "hydra_plugins") for file in (ROOT / folder).rglob("*.py"))
-    folders = {".".join(file.parent.relative_to(ROOT).parts) for file in files}
-    assert set(setuptools["packages"]) == folders | {"minigpt.configs", "minigpt.scripts"}
 
 
 def test_every_message_names_a_command_of_the_clone_or_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

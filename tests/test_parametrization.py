@@ -111,10 +111,6 @@ def test_at_four_times_the_base_width_all_values_follow_table_8():
     assert_near(logits, seen[0] @ model.lm_head.weight.T / 4, terms=256)
 
 
-def test_under_the_standard_parametrization_adamw_has_two_groups():
-    assert len(adamw(build(n_embd=256, n_head=4), **ADAMW).param_groups) == 2
-
-
 def build(**settings: Any) -> GPT:
     torch.manual_seed(0)
     return GPT(GPTConfig(block_size=16, vocab_size=64, n_layer=2, **BASE, **settings))
