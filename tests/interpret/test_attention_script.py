@@ -92,7 +92,6 @@ def test_a_trained_model_is_analyzed(
     ]
     header, *rows = result.stdout.splitlines()
     assert header.split() == ["layer", "head", *COLUMNS, "name"]
-    assert [row.split()[:2] for row in rows] == [["1", "1"], ["1", "2"], ["2", "1"], ["2", "2"]]
     assert image.imread(tmp_path / "a.png").shape[0] > 400
 
     # The loss with all heads is the validation loss of the run.
