@@ -13,12 +13,7 @@ from minigpt.config import GPTConfig
 from minigpt.model import GPT
 from minigpt.optim import Muon, muon, orthogonalize
 
-OPTIONS: dict[str, Any] = {
-    "lr": 0.02,
-    "weight_decay": 0.1,
-    "momentum": 0.95,
-    "newton_schulz_steps": 5,
-}
+OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95, "newton_schulz_steps": 5}
 ADAM: dict[str, Any] = {"adam_lr": 0.01, "betas": (0.9, 0.95), "ngram_weight_decay": 0.2}
 SHAPES = [(48, 48), (96, 32), (24, 80)]
 

@@ -16,7 +16,6 @@ from matplotlib import image
 from minigpt.config import GPTConfig
 from minigpt.model import GPT
 from minigpt.schedules import cosine
-from minigpt.utils.errors import UserError
 
 
 @pytest.fixture(autouse=True)
@@ -129,18 +128,6 @@ def test_the_sampling_benchmark_compares_with_transformers(tmp_path: Path, monke
     import sampling
 
     monkeypatch.setattr(sampling, "SHAPES", {"tiny": {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 16}})
-    monkeypatch.setattr(sampling, "BANDWIDTH_BYTES", 1 << 20)
     (row,) = sampling.sampling(argparse.Namespace(rounds=1), tmp_path)
-    ours = row["tiny, 1 stream: minigpt tokens/s"]
-    bound = 1e9 * row["memory GB/s"] / (4 * (65 * 16 + 12 * 16**2 + 3 * 16))  # the weights, in bytes
-    assert row["tiny, 1 stream: over transformers"] == pytest.approx(
-        ours / row["tiny, 1 stream: transformers tokens/s"]
-    )
-    assert row["tiny, 1 stream: share of the bandwidth limit"] == pytest.approx(ours / bound)
-
-
-def test_the_error_of_a_failed_run_is_that_of_the_benchmark() -> None:
-    from common import launch
-
-    with pytest.raises(UserError, match=r"experiment=sprnt_cpu does not exist \(did you mean sprint_cpu\?\)"):
-        launch([sys.executable, SCRIPTS / "train.py", "experiment=sprnt_cpu"])
+    ours, theirs = (row[f"tiny, 1 stream: {name} tokens/s"] for name in ("minigpt", "transformers"))
+    assert row["tiny, 1 stream: over transformers"] == pytest.approx(ours / theirs)

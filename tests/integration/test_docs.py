@@ -41,11 +41,6 @@ def test_every_code_block_runs_and_prints_the_output_that_follows(page: Path) ->
     assert not printed, f"{page.name}: the output of the last code block is not shown\n{printed}"
 
 
-def test_the_attention_page_has_code() -> None:
-    (page,) = (page for page in PAGES if page.name == "attention.md")
-    assert len(FENCE.findall(page.read_text(encoding="utf-8"))) > 10
-
-
 @pytest.mark.slow
 def test_every_override_in_the_tables_of_recipes_is_valid() -> None:
     (page,) = (page for page in PAGES if page.name == "recipes.md")

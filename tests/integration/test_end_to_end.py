@@ -1,7 +1,6 @@
 """The scripts in new processes: exit codes, signals, bad input."""
 
 import json
-import os
 import re
 import shlex
 import signal
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, column, wait_until
+from conftest import ROOT, wait_until
 
 from minigpt.utils.errors import UserError
 
@@ -48,25 +47,6 @@ def test_train_then_sample(launch: Callable[..., Any], call: Callable[..., Any],
 DDP = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
 
 
-@pytest.mark.slow  # tests/distributed has trainer=ddp
-def test_processes_that_torchrun_starts_train_one_model(
-    small: list[str], train: Callable[..., Any], tmp_path: Path
-) -> None:
-    train("max_steps=10", folder=tmp_path / "runs/first")
-    one = train(f"resume={tmp_path}/runs/first", folder=tmp_path / "one")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(ROOT / "scripts/train.py"), *small, "resume=runs/latest"]
-    two = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert two.returncode == 0, two.stderr
-    latest = (tmp_path / "runs/latest").resolve()
-    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"first", "latest", latest.name}
-    summary = json.loads((latest / "summary.json").read_text())
-    assert (summary["world_size"], summary["steps"], summary["status"]) == (2, 20, "completed")
-    for name in ("train_loss", "val_loss"):
-        assert column(latest, name) == pytest.approx(column(one.folder, name), abs=1e-5)
-    assert two.stderr.count("run folder") == 1
-
-
 @pytest.mark.slow
 def test_a_batch_of_one_sequence_for_two_processes_is_one_line(launch: Callable[..., Any], tmp_path: Path) -> None:
     refused = launch("train.py", *DDP, "data.batch_size=1", f"hydra.run.dir={tmp_path}/two")
@@ -76,24 +56,17 @@ def test_a_batch_of_one_sequence_for_two_processes_is_one_line(launch: Callable[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("signum", "devices"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
-def test_a_signal_saves_a_checkpoint_and_ends_the_run(
-    small: list[str], tmp_path: Path, signum: signal.Signals, devices: int
-) -> None:
+def test_a_signal_saves_a_checkpoint_and_ends_two_processes(small: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    command = [sys.executable, str(ROOT / "scripts" / "train.py"), *small, *(DDP if devices == 2 else [])]
+    command = [sys.executable, str(ROOT / "scripts" / "train.py"), *small, *DDP]
     command += ["max_steps=1000000", "eval_every=1000000", f"hydra.run.dir={folder}"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         wait_until(lambda: (folder / "metrics.csv").exists() or process.poll() is not None)
-        # A terminal's Ctrl-C reaches every process; a scheduler's SIGTERM reaches the first.
-        if signum == signal.SIGINT:
-            os.killpg(process.pid, signum)
-        else:
-            process.send_signal(signum)
+        process.terminate()  # a scheduler's SIGTERM reaches the first process
         stderr = process.communicate(timeout=300)[1]
-    assert process.returncode == 128 + signum
+    assert process.returncode == 128 + signal.SIGTERM
     *_, resume, last = stderr.strip().splitlines()
-    assert last == f"interrupted by {signum.name}"
+    assert last == "interrupted by SIGTERM"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "interrupted"
     assert summary["steps"] > 0
@@ -109,10 +82,8 @@ BAD_INPUT = {
     "model=nanoo": "model=nanoo does not exist (did you mean nano?); model= takes baby,",
     "data.path=latin.txt": "latin.txt is not UTF-8 text: bad byte at offset 3",
     "data.path=short.txt": "a window needs model.block_size + 1 = 17",
-    "hydra.run.dir=latin.txt/run": "not a directory",
     "data.folder=latin.txt/data": "not a directory",
     "trainer.accelerator=cuda": "the trainer cannot be built: `CUDAAccelerator` can not run on your system",
-    "+trainer.color=red": "trainer.color is not an option; trainer takes accelerator,",
     "callbacks.samples.top_k=0": "callbacks.samples.top_k must be an integer",
     "callbacks.samples.prompt=Zebra": "the tokenizer has no id for 'Z'",
 }
@@ -174,10 +145,3 @@ def test_training_finds_prepared_token_files(call: Callable[..., Any], tmp_path:
     assert trained.returncode == 0, trained.stderr
     assert "warning" not in trained.stderr.lower()
     assert folder.stat().st_mtime_ns == made
-
-
-def test_a_bad_setting_of_a_preparation_is_one_line(call: Callable[..., Any], tmp_path: Path) -> None:
-    refused = call("prepare.py", "data=text", "data.path=none.txt")
-    assert refused.returncode == 2
-    assert "data.path=none.txt does not exist" in one_line(refused)
-    assert not (tmp_path / "runs").exists()

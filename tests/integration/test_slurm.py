@@ -123,17 +123,6 @@ def test_a_sweep_is_one_array_job_and_its_table_lists_failed_runs(launch: Callab
 
 
 @pytest.mark.usefixtures("slurm")
-def test_a_pruned_sweep_is_an_array_job_per_rung(launch: Callable[..., Any], tmp_path: Path) -> None:
-    pruned = ["hydra.sweeper.prune=true", "hydra/launcher=submitit_slurm", "max_steps=16", "eval_every=2"]
-    swept = launch("train.py", "hydra.mode=MULTIRUN", "optimizer.lr=1e-5,1e-2", *pruned, cwd=tmp_path)
-    assert swept.returncode == 0, swept.stderr
-    paused, completed = read_sweep((tmp_path / "runs" / "sweeps" / "latest").resolve())
-    assert (paused.status_text, completed.status) == ("paused at step 2", COMPLETED)
-    jobs = {path.name.partition("_")[0] for path in (completed.folder.parent / ".submitit").glob("[0-9]*")}
-    assert len(jobs) == 4  # for three rungs, and to the end
-
-
-@pytest.mark.usefixtures("slurm")
 def test_preempted_jobs_of_a_sweep_are_requeued_and_resume(
     small: list[str], launch: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -1,8 +1,6 @@
 """The command `minigpt` from a wheel: train, sample, sweep and resume in a folder without a clone."""
 
-import json
 import os
-import re
 import shlex
 import string
 import subprocess
@@ -20,23 +18,12 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 # Without it, pip downloads the setuptools that pyproject.toml requires.
 NO_ISOLATION = ["--no-build-isolation"] if int(version("setuptools").partition(".")[0]) >= 77 else []
-TWO = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
 
 
 def pip(*arguments: object, python: object = sys.executable) -> None:
     command = [sys.executable, "-m", "pip", "--no-cache-dir", "--python", python, *arguments]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def new_environment(folder: Path, *install: object) -> Path:
-    """Create a virtual environment with minigpt; its dependencies are those of this environment."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    (packages,) = folder.glob("lib/python*/site-packages")
-    # The .pth files in that folder, as of an editable install of the clone, have no effect.
-    (packages / "dependencies.pth").write_text(str(Path(pytest.__file__).parents[1]))
-    pip("install", "--no-deps", *NO_ISOLATION, *install, python=folder / "bin" / "python")
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +46,13 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A virtual environment with the wheel, which no run changes."""
-    folder = new_environment(tmp_path_factory.mktemp("installed") / "venv", wheel)
+    """A virtual environment with the wheel, which no run changes; its dependencies are those of this environment."""
+    folder = tmp_path_factory.mktemp("installed") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    # The .pth files in that folder, as of an editable install of the clone, have no effect.
+    (packages / "dependencies.pth").write_text(str(Path(pytest.__file__).parents[1]))
+    pip("install", "--no-deps", wheel, python=folder / "bin" / "python")
     files = installed_files(folder)
     yield folder
     assert installed_files(folder) == files
@@ -111,25 +103,6 @@ def test_a_wheel_holds_every_module_config_and_script(source: Path, wheel: Path)
     assert "minigpt/configs/hydra/help/minigpt.yaml" in inside
 
 
-def test_a_wheel_from_the_source_distribution_is_the_same(source: Path, wheel: Path, tmp_path: Path) -> None:
-    if not NO_ISOLATION:
-        pytest.skip("needs setuptools ≥ 77")
-    program = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", program, tmp_path], cwd=source, capture_output=True, check=True)
-    (archive,) = tmp_path.glob("*.tar.gz")
-    pip("wheel", "--no-deps", *NO_ISOLATION, "-w", tmp_path, archive)
-    (same,) = tmp_path.glob("*.whl")
-    first, second = ([(file.filename, file.CRC) for file in ZipFile(path).infolist()] for path in (wheel, same))
-    assert sorted(first) == sorted(second)
-
-
-def test_python_code_trains_with_the_package(shell: Callable[..., Any], text: Path, environment: Path) -> None:
-    program = "import minigpt, sys; print(minigpt.train(sys.argv[1:])['folder']); print(minigpt.__file__)"
-    *_, folder, file = shell("python -c", program, *SHORT, f"data.path={text}").stdout.splitlines()
-    assert json.loads(Path(folder, "summary.json").read_text())["commit"] is None
-    assert Path(file).is_relative_to(environment)
-
-
 def test_the_commands_of_the_documents_and_of_a_run_sample(shell: Callable[..., Any], trained: str, work: Path) -> None:
     assert {path.name for path in work.iterdir()} == {"my.txt", "data", "runs"}
     _, sample = commands("minigpt")
@@ -156,12 +129,6 @@ def test_a_sweep_runs_and_is_reported_again(shell: Callable[..., Any], text: Pat
     assert (work / "runs" / "sweeps" / "latest" / "sweep.png").exists()
 
 
-def test_two_processes_train_together(shell: Callable[..., Any], text: Path, work: Path) -> None:
-    shell("minigpt train hydra.run.dir=runs/two", *SHORT, *TWO, f"data.path={text}")
-    summary = json.loads((work / "runs" / "two" / "summary.json").read_text())
-    assert (summary["world_size"], summary["status"]) == (2, "completed")
-
-
 def test_a_printed_command_runs_without_minigpt_on_path(environment: Path, tmp_path: Path) -> None:
     """As `resume with` of a run does, which test_end_to_end.py runs in the clone."""
 
@@ -173,31 +140,3 @@ def test_a_printed_command_runs_without_minigpt_on_path(environment: Path, tmp_p
     words = shlex.split(run(python, "-c", program))
     assert words == [str(python), "-m", "minigpt", "train", "--help", "a b"]
     assert "usage: minigpt train [" in run(*words[:-1])
-
-
-def test_help_names_the_command(shell: Callable[..., Any]) -> None:
-    program = """
-import sys
-from contextlib import suppress
-from minigpt.__main__ import main
-for name in sys.argv[1:]:
-    sys.argv[1:] = [name, "--help"]
-    with suppress(SystemExit):
-        main()
-"""
-    names = [file.stem.replace("_", "-") for file in sorted((ROOT / "scripts").glob("[!_]*.py"))]
-    shown = shell("python -c", program, *names).stdout
-    assert re.findall(r"usage: minigpt ([\w-]+) \[", shown) == names
-    assert "scripts/" not in shown
-
-
-def test_an_editable_install_runs_the_clone(source: Path, tmp_path: Path) -> None:
-    environment = new_environment(tmp_path / "venv", "-e", source)
-    shown = subprocess.run(
-        [environment / "bin" / "minigpt", "train", "--help"],
-        env=shell_env(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "usage: python scripts/train.py [" in shown.stdout
