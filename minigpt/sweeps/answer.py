@@ -7,7 +7,6 @@ from math import prod
 from typing import Any
 
 import numpy as np
-import yaml  # a dependency of Hydra
 
 from minigpt.runs.overrides import quote_path
 from minigpt.runs.run_dir import PLAN, command, short_path
@@ -35,7 +34,7 @@ def answer(rows: Sequence[Row]) -> list[str]:
         return [*_unknown_noise(complete), *told]
     grid, incomplete = Grid.of(complete), "The grid is incomplete, so the effects of single settings are not estimated."
     described = _settings(grid, comparison) if grid else [incomplete]
-    return [_best(complete), *described, *_late(complete), *_one_rate(complete), *told]
+    return [_best(complete), *described, *_late(complete), *told]
 
 
 @dataclass(frozen=True)
@@ -164,24 +163,6 @@ def _last_fall(row: Row) -> float | None:
             scale = (point.loss(row.unit) or 0) / (point.loss(NATS) or np.inf)
             falls.append(scale * (np.interp(tokens[-1] * 2 / 3, tokens, losses) - losses[-1]))
     return float(np.mean(falls)) if falls else None
-
-
-def _one_rate(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield that AdamW has one learning rate at all widths, where the model has no parametrization that allows it."""
-    swept = {name.lstrip("+") for name in rows[0].short_names}
-    if len(numbers(rows, "model.n_embd")) < 2 or {"optimizer.lr", "optimizer", "experiment"} & swept:
-        return
-    try:
-        config = yaml.safe_load((rows[0].points[0].folder / ".hydra" / "config.yaml").read_text(encoding="utf-8"))
-        optimizer, parametrization = config["optimizer"]["_target_"], config["model"]["parametrization"]
-        lr = float(config["optimizer"]["lr"])
-    except (OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError):
-        return
-    if (optimizer, parametrization) == ("minigpt.optim.adamw", "standard"):
-        yield (
-            f"All widths have the learning rate {lr}, but the best one falls with the width: sweep "
-            "optimizer.lr too, or set model.parametrization=mup."
-        )
 
 
 def _incomplete(points: Sequence[Point]) -> Iterator[str]:

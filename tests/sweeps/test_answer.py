@@ -1,7 +1,6 @@
 """The sentences of a sweep: each where it holds, and not where it does not."""
 
 import itertools
-import json
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -139,28 +138,6 @@ def test_a_row_that_fell_faster_at_its_end_may_win_a_longer_run() -> None:
     assert "falling" not in falling(0.05)
 
 
-def configured(points: Sequence[Point], config: str) -> list[Point]:
-    for point in points:
-        (point.folder / ".hydra").mkdir(parents=True, exist_ok=True)
-        (point.folder / ".hydra" / "config.yaml").write_text(config)
-    return [*points]
-
-
-def test_one_learning_rate_for_all_widths_without_mup(tmp_path: Path) -> None:
-    def warns(axes: Mapping[str, Sequence[str]] = GRID, optimizer: str = "adamw", model: str = "standard") -> bool:
-        settings = {"_target_": f"minigpt.optim.{optimizer}", "lr": 0.003}
-        config = json.dumps({"optimizer": settings, "model": {"parametrization": model}})
-        return "All widths have the learning rate 0.003" in told(
-            configured(sweep(no_effect, axes, folder=tmp_path), config)
-        )
-
-    assert warns()
-    assert not warns(model="mup")
-    assert not warns(optimizer="muon")
-    assert not warns({"model.n_embd": WIDTHS, "optimizer.lr": ("1e-3", "3e-3")})
-    assert not warns({"model.n_head": HEADS})
-
-
 def test_with_one_seed_it_says_so_and_gives_the_command_that_adds_two(tmp_path: Path) -> None:
     points = sweep(by_width, seeds=("7",), folder=tmp_path)
     points = [replace(point, overrides={**point.overrides, "max_steps": "300"}) for point in points]
@@ -241,8 +218,3 @@ def test_a_crossover_matters_but_not_on_average() -> None:
 def test_equal_losses_have_no_effects() -> None:
     assert "nan" not in (text := told(sweep(no_effect, noise=0.0)))
     assert "n_embd does not matter" in text
-
-
-@pytest.mark.parametrize("config", ["optimizer:\nmodel: [1, 2]", "- 1", "{", "optimizer: {_target_: adamw}"])
-def test_a_damaged_configuration_has_no_learning_rate(tmp_path: Path, config: str) -> None:
-    assert "All widths" not in told(configured(sweep(no_effect, folder=tmp_path), config))
