@@ -3,8 +3,7 @@
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -81,32 +80,12 @@ def fit(
 
     outcome: dict[str, Any] = {"status": "failed", "reason": "", "stopped_early": False}
     try:
-        with recorded_outcome(outcome, trainer, state, resume):
-            for logger in trainer.loggers:
-                logger.log_hyperparams(settings)
-            trainer.fit(module, TokenDataModule(corpus, cfg), ckpt_path=resume)
-            ended = ending(trainer, cfg.max_steps)
-            sample, copied = ("", None) if ended["status"] == "paused" else sample_best(trainer, module, corpus, cfg)
+        for logger in trainer.loggers:
+            logger.log_hyperparams(settings)
+        trainer.fit(module, TokenDataModule(corpus, cfg), ckpt_path=resume)
+        ended = ending(trainer, cfg.max_steps)
+        sample, copied = ("", None) if ended["status"] == "paused" else sample_best(trainer, module, corpus, cfg)
         outcome |= ended | {"originality": copied}
-    finally:
-        summary = metrics.summary(trainer, module) | outcome | origin
-        summary |= {"seed": cfg.seed, "eval_batches": cfg.eval_batches, "tokenizer": corpus.tokenizer.to_dict()["name"]}
-        if cfg.minutes is not None:
-            summary["expected_val_loss"] = read_json(folder / run_dir.RUN_PLAN)["expected_val_loss"]
-        summary |= {"corpus": corpus.name, "corpus_sha256": corpus.sha256}
-        write_results(trainer, folder, summary)
-    if trainer.is_global_zero:
-        run_dir.print_results(folder, sample, summary)
-    return summary["best_val_loss"]
-
-
-@contextmanager
-def recorded_outcome(
-    outcome: dict[str, Any], trainer: L.Trainer, state: ResumeState, resume: Path | None
-) -> Iterator[None]:
-    """Record how a training fails or is interrupted, and raise its error in the terms of a user."""
-    try:
-        yield
     except (Interrupted, KeyboardInterrupt, SystemExit):  # submitit ends a job with SystemExit
         outcome["status"] = "interrupted"
         raise
@@ -117,6 +96,16 @@ def recorded_outcome(
             error = LostRank()
         outcome["reason"] = error_text(error)
         raise error
+    finally:
+        summary = metrics.summary(trainer, module) | outcome | origin
+        summary |= {"seed": cfg.seed, "eval_batches": cfg.eval_batches, "tokenizer": corpus.tokenizer.to_dict()["name"]}
+        if cfg.minutes is not None:
+            summary["expected_val_loss"] = read_json(folder / run_dir.RUN_PLAN)["expected_val_loss"]
+        summary |= {"corpus": corpus.name, "corpus_sha256": corpus.sha256}
+        write_results(trainer, folder, summary)
+    if trainer.is_global_zero:
+        run_dir.print_results(folder, sample, summary)
+    return summary["best_val_loss"]
 
 
 def ending(trainer: L.Trainer, max_steps: int) -> dict[str, Any]:
