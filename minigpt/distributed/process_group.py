@@ -55,18 +55,14 @@ def join_ranks() -> None:
 
 
 def gather_objects(mine: Any) -> list[Any]:
-    """Return every rank's object, by rank, with tensors on the CPU; all ranks must call it.
+    """Return every rank's object, by rank; all ranks must call it. Its tensors must be on the CPU.
 
     Raises:
         LostRank: a rank ended or lost its network.
     """
     if not (group := _group()):
         return [mine]
-    from torch import Tensor
-    from torch.utils import _pytree as pytree
-
     objects: list[Any] = [None] * group.get_world_size()
-    mine = pytree.tree_map_only(Tensor, Tensor.cpu, mine)  # else all are unpickled on the GPUs that they come from
     try:
         group.all_gather_object(objects, mine)
     except RuntimeError as error:
