@@ -15,14 +15,11 @@ class CollectiveTimeout(Callback):
     """Wait up to `seconds` in a training step, and longer while a checkpoint is saved, by its size."""
 
     def __init__(self, seconds: float) -> None:
-        self.timeout, self.in_step = timedelta(seconds=seconds), False
+        self.timeout = timedelta(seconds=seconds)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        self.in_step = False
         n_bytes = 4 * 4 * sum(p.numel() for p in pl_module.parameters())  # weights, their averages, two moments
         set_timeout(min(PATIENCE, self.timeout + timedelta(seconds=n_bytes / SAVED_BYTES_PER_SECOND)))
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if not self.in_step:
-            self.in_step = True
-            set_timeout(self.timeout)
+        set_timeout(self.timeout)
