@@ -73,7 +73,12 @@ def fit(
     metrics, state = MetricsCallback(cfg, started=started), ResumeState(saved)
     torch.manual_seed(cfg.seed)
     with shared_errors():
-        module = build_module(cfg, pretrained.load(config).train() if pretrained and not resume else GPT(config))
+        model = pretrained.load(config).train() if pretrained and not resume else GPT(config)
+        model.checkpoint_blocks = cfg.checkpoint_blocks
+        optimizer, schedule = partial_from_config(cfg.optimizer), partial_from_config(cfg.schedule)
+        module = LanguageModel(
+            model, optimizer=optimizer, schedule=schedule, max_steps=cfg.max_steps, compile=cfg.compile
+        )
         trainer = build_trainer(cfg, folder, metrics, state, CollectiveTimeout(cfg.collective_timeout))
         trainer.precision_plugin.convert_module(module)  # Lightning does after it loads a checkpoint into the module
     torch.manual_seed(cfg.seed + trainer.global_rank)  # a dropout mask per rank
@@ -130,18 +135,6 @@ def find_checkpoint_of_ranks(
             resumes = cfg.resume == "auto" and path is not None
             found = path, step, before, run_dir.completed_summary(folder, step, cfg.max_steps) if resumes else None
     return gather_objects(found)[0]
-
-
-def build_module(cfg: DictConfig, model: GPT) -> LanguageModel:
-    """Return the LightningModule of a model, as the run configuration sets it."""
-    model.checkpoint_blocks = cfg.checkpoint_blocks
-    return LanguageModel(
-        model,
-        optimizer=partial_from_config(cfg.optimizer),
-        schedule=partial_from_config(cfg.schedule),
-        max_steps=cfg.max_steps,
-        compile=cfg.compile,
-    )
 
 
 def sample_best(
