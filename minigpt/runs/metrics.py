@@ -131,12 +131,11 @@ class MetricsCallback(Callback):
             raise Diverged(loss, trainer.global_step, pl_module.learning_rate)
         self._log(trainer, {"val_loss": loss, "val_bits_per_byte": loss / log(2) / corpus.val_bytes_per_token})
 
-    def on_train_end(self, *args: Any) -> None:
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         if self._progress:
             self._progress.bar.close()
 
-    def on_exception(self, *args: Any) -> None:
-        self.on_train_end()
+    on_exception = on_train_end
 
     def summary(self, trainer: L.Trainer, pl_module: Any) -> dict[str, Any]:
         """Return the figures of the run for `summary.json`."""
