@@ -227,12 +227,8 @@ def print_results(folder: Path, sample: str, summary: Mapping[str, Any]) -> None
         part = "" if summary["eval_batches"] is None else f", on {summary['eval_batches']} batches of the split"
         print(f"validation loss  {summary['best_val_loss']:.4f} at step {summary['best_step']}{part}")
         if compared := summary.get("originality"):
-            longest = {name: f"{row['longest']:,}" for name, row in compared.items()}
-            print(
-                "longest copy     {generated_text} characters, {validation_text} in the validation text".format(
-                    **longest
-                )
-            )
+            generated, validation = (compared[name]["longest"] for name in ("generated_text", "validation_text"))
+            print(f"longest copy     {generated:,} characters, {validation:,} in the validation text")
         if "expected_val_loss" in summary:
             expected, width = summary["expected_val_loss"]
             print(f"expected         {expected:.2f} ± {width:.2f}, reached {summary['best_val_loss']:.3f}")
