@@ -150,14 +150,9 @@ def highest_converged(losses: Sequence[float]) -> float:
 
 def seed_losses(rows: Sequence[Row]) -> npt.NDArray[np.float64]:
     """Return the loss of each row and seed; NaN where there is none.  (R, S)"""
-    runs = {
-        (i, point.seed): loss
-        for i, row in enumerate(rows)
-        for point in row.points
-        if (loss := point.loss(row.unit)) is not None
-    }
-    seeds = dict.fromkeys(seed for _, seed in runs)
-    return np.array([[runs.get((i, seed), nan) for seed in seeds] for i in range(len(rows))])
+    runs = [{point.seed: loss for point in row.points if (loss := point.loss(row.unit)) is not None} for row in rows]
+    seeds = dict.fromkeys(seed for losses in runs for seed in losses)
+    return np.array([[losses.get(seed, nan) for seed in seeds] for losses in runs])
 
 
 def pareto_front(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
