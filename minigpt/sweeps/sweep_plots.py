@@ -123,15 +123,14 @@ def _plot_curves(panel: Axes, rows: Sequence[Row]) -> None:
 
 def _plot_cost(panel: Axes, rows: Sequence[Row], cost: str, label: str) -> None:
     """Plot the loss over a cost, with the Pareto front."""
-    known = [(x, row.loss) for row in rows if row.loss and (x := row.mean_of(cost))]
-    intervals = [row.interval or nan for row in rows if row.loss and row.mean_of(cost)]
+    known = [(x, row.loss, row.interval or nan) for row in rows if row.loss and (x := row.mean_of(cost))]
     panel.set(xlabel=label, ylabel=f"best validation loss ({rows[0].unit})")
     if not known:
         return
-    costs, losses = zip(*known, strict=True)
+    costs, losses, intervals = zip(*known, strict=True)
     panel.errorbar(costs, losses, intervals, fmt="o", alpha=0.6, capsize=3)
-    panel.plot(*zip(*pareto_front(known), strict=True), color="0.2", label="Pareto front")
-    panel.plot(*known[0], "*", markersize=15, color="C3", label=f"best {known[0][1]:.4f}")
+    panel.plot(*zip(*pareto_front(zip(costs, losses, strict=True)), strict=True), color="0.2", label="Pareto front")
+    panel.plot(costs[0], losses[0], "*", markersize=15, color="C3", label=f"best {losses[0]:.4f}")
     panel.set_xscale("log")  # after the points, which set the limits
     panel.xaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter=EngFormatter())
     panel.xaxis.set_minor_formatter(NullFormatter())
