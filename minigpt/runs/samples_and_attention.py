@@ -46,20 +46,13 @@ class Samples(Callback):
         encode_prompt(self.tokenizer, self.prompt)  # a character that the tokenizer lacks is an error before training
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        with _only_a_warning(f"Samples failed at step {trainer.global_step}"):
-            text = _sample_text(pl_module.model, self.tokenizer, self.prompt, **self.settings)
+        with only_a_warning(f"Samples failed at step {trainer.global_step}"):
+            text = sample_text(pl_module.model, self.tokenizer, self.prompt, **self.settings)
             if trainer.is_global_zero:
                 with open(Path(trainer.default_root_dir) / SAMPLES, "a", encoding="utf-8") as file:
                     file.write(f"── {_title(trainer)} ──\n{text.strip()}\n\n")
                 for wandb in wandb_loggers(trainer):
                     wandb.log_html("samples", text)
-
-
-def final_sample(model: GPT, tokenizer: Tokenizer, *, seed: int) -> str:
-    """Return the sample that a run prints at its end; empty, with a warning, if sampling fails."""
-    with _only_a_warning("the final sample failed"):
-        return _sample_text(model, tokenizer, "", max_new_tokens=400, temperature=0.8, seed=seed)
-    return ""
 
 
 def final_originality(
@@ -70,7 +63,7 @@ def final_originality(
     Returns:
         By the name of the text, the shares of new n-grams and the longest match; None, with a warning, if that fails.
     """
-    with _only_a_warning("the originality of the text is not known"):
+    with only_a_warning("the originality of the text is not known"):
         from minigpt.interpret import originality
 
         start, count = corpus.tokenizer.start.tolist(), -(-characters // DRAWN_TOKENS)  # at least as many characters
@@ -88,7 +81,7 @@ def final_originality(
     return None
 
 
-def _sample_text(model: GPT, tokenizer: Tokenizer, prompt: str, **settings: Any) -> str:
+def sample_text(model: GPT, tokenizer: Tokenizer, prompt: str, **settings: Any) -> str:
     """Return a prompt and one continuation of it."""
     prompt_ids = torch.as_tensor(encode_prompt(tokenizer, prompt)).long()  # (T,)
     mode = torch.get_deterministic_debug_mode()
@@ -121,7 +114,7 @@ class AttentionMaps(Callback):
         self.folder = Path(trainer.default_root_dir) / "attention"
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        with _only_a_warning(f"AttentionMaps failed at step {trainer.global_step}"):
+        with only_a_warning(f"AttentionMaps failed at step {trainer.global_step}"):
             with torch.compiler.set_stance("force_eager"):  # hooks would make a compiled model compile again
                 weights = attention_maps(pl_module.model, self.tokens.to(pl_module.device))
             if trainer.is_global_zero:
@@ -135,7 +128,7 @@ class AttentionMaps(Callback):
 
 
 @contextmanager
-def _only_a_warning(failure: str) -> Iterator[None]:
+def only_a_warning(failure: str) -> Iterator[None]:
     """Print an error as a warning: a run can do without its samples and pictures."""
     try:
         yield
