@@ -77,9 +77,7 @@ def wandb_logger(folder: str | Path, *, name: str | None, timeout: float, **opti
     import wandb
 
     share = 0.3 * timeout  # of login and start each; the rest is for wandb's own process
-    settings = wandb.Settings(
-        init_timeout=share, login_timeout=share, finish_timeout=timeout, silent=True, console="off"
-    )
+    settings = wandb.Settings(init_timeout=share, login_timeout=share, finish_timeout=timeout, console="off")
     previous = sorted(Path(folder, "wandb").glob("*run-*-*"), key=lambda path: path.name.rpartition("run-")[2])
     run_id = previous[-1].name.rpartition("-")[2] if previous else None
     options |= {"id": run_id, "resume": "allow", "dir": str(folder), "name": name or Path(folder).name}
