@@ -25,79 +25,59 @@ _UNDERLINE, _NO_UNDERLINE = "\x1b[4m", "\x1b[24m"
 Compare = Callable[[str], tuple[Sequence[Mapping[str, Any]], str]]
 
 
-class Console:
-    """Print samples and scores of a model; `options` are those of `generation.stream`, without the tokenizer."""
+def print_samples(
+    model: GPT, tokenizer: Tokenizer, prompt: str, options: Mapping[str, Any], *, as_json: bool, compare: Compare | None
+) -> None:
+    """Print samples of a prompt: the first as it is generated, then the others; or one JSON line per sample.
 
-    compare: Compare | None = None  # with the training text
+    Args:
+        options: of `generation.stream`, without the tokenizer.
+        compare: with the training text; the samples are printed when they are complete.
+    """
+    # The control characters of a text could control the terminal.
+    escape: Callable[[str], str] = escape_control_chars if sys.stdout.isatty() else str
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # encodings without some characters, such as Latin-1
+    stop = [*options["stop"], *(tokenizer.separator.tolist() if tokenizer.separated else ())]
+    ids, samples = _encode(model, tokenizer, prompt), [Sample() for _ in range(options["num_samples"])]
+    begins = [(f"── sample {i + 1} ──\n" if samples[1:] else "") + escape(prompt) for i in range(len(samples))]
+    write = (lambda text: None) if as_json or compare else _write
+    write(begins[0])
+    start = time.perf_counter()
+    for step in stream(model, ids, **{**options, "stop": stop}, tokenizer=tokenizer, logprobs=as_json):
+        before = len(samples[0].text)
+        for i, sample in enumerate(samples):
+            sample.append(step, i)
+        write(escape(samples[0].text[before:]))
+    write("\n")
+    seconds, n_tokens = time.perf_counter() - start, sum(len(sample.tokens) for sample in samples)
+    log(f"{n_tokens:,} tokens in {seconds:.2f} s, {n_tokens / seconds:,.0f} tokens/s")
+    for begin, sample in zip(begins[1:], samples[1:], strict=True):
+        write(f"{begin}{escape(sample.text)}\n")
+    if compare:
+        for begin, sample in zip(begins, samples, strict=True):
+            _write(f"{begin}{_underline(sample.text, compare(sample.text)[0], escape)}\n")
+        print(compare("".join(sample.text for sample in samples))[1], file=sys.stderr)
+    for sample in samples if as_json else ():
+        values = {"prompt": prompt, "text": sample.text} | vars(sample) | {"tokens_per_second": n_tokens / seconds}
+        print(json.dumps(values), flush=True)
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:
-        self.model, self.tokenizer = model, tokenizer
-        # The control characters of a text could control the terminal.
-        self.escape: Callable[[str], str] = escape_control_chars if sys.stdout.isatty() else str
-        if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(errors="backslashreplace")  # encodings without some characters, such as Latin-1
-        stop = [*options["stop"], *(tokenizer.separator.tolist() if tokenizer.separated else ())]
-        self.options = {**options, "stop": stop, "tokenizer": tokenizer}
 
-    def sample(self, prompt: str, *, as_json: bool) -> None:
-        """Print samples of a prompt: the first as it is generated, then the others; or one JSON line per sample."""
-        ids, samples = self._encode(prompt), [Sample() for _ in range(self.options["num_samples"])]
-        begins = [(f"── sample {i + 1} ──\n" if samples[1:] else "") + self.escape(prompt) for i in range(len(samples))]
-        write = (lambda text: None) if as_json or self.compare else _write
-        write(begins[0])
-        start = time.perf_counter()
-        for step in stream(self.model, ids, **self.options, logprobs=as_json):
-            before = len(samples[0].text)
-            for i, sample in enumerate(samples):
-                sample.append(step, i)
-            write(self.escape(samples[0].text[before:]))
-        write("\n")
-        seconds, n_tokens = time.perf_counter() - start, sum(len(sample.tokens) for sample in samples)
-        log(f"{n_tokens:,} tokens in {seconds:.2f} s, {n_tokens / seconds:,.0f} tokens/s")
-        others = zip(begins[1:], samples[1:], strict=True)
-        write("".join(f"{begin}{self.escape(sample.text)}\n" for begin, sample in others))
-        if self.compare:
-            self._show_copies(begins, [sample.text for sample in samples], self.compare)
-        for sample in samples if as_json else ():
-            values = {"prompt": prompt, "text": sample.text} | vars(sample) | {"tokens_per_second": n_tokens / seconds}
-            print(json.dumps(values), flush=True)
-
-    def score(self, text: str, *, as_json: bool) -> None:
-        """Print the likelihood of a text: in total, and as JSON also per token."""
-        if not text:
-            raise UserError("--score must be a non-empty text")
-        ids, n_bytes = self.tokenizer.encode(text).tolist(), len(text.encode())
-        result = score(self.model, ids, self.tokenizer.start.tolist())
-        logprobs, ranks = result.logprobs.tolist(), result.ranks.tolist()
-        total = {"tokens": len(ids), "bytes": n_bytes, "nats": result.nats, "nats_per_token": result.nats / len(ids)}
-        total["bits_per_byte"] = result.nats / math.log(2) / n_bytes
-        if as_json:
-            print(json.dumps(total | {"token_ids": ids, "logprobs": logprobs, "ranks": ranks}))
-            return
-        for name, value in total.items():
-            print(f"{name.replace('_', ' '):16}{value:,{'.4f' if isinstance(value, float) else ''}}")
-        print(f"{'top-1 accuracy':16}{ranks.count(0):,} of {len(ids):,} tokens ({ranks.count(0) / len(ids):.1%})")
-
-    def _show_copies(self, begins: Sequence[str], texts: Sequence[str], compare: Compare) -> None:
-        """Print texts with the spans underlined that occur in the training text, then what is new of all of them."""
-        for shown, text in zip(begins, texts, strict=True):
-            at = 0
-            for span in compare(text)[0]:
-                copied = self.escape(text[max(at, span["start"]) : span["end"]])
-                shown += f"{self.escape(text[at : span['start']])}{_UNDERLINE}{copied}{_NO_UNDERLINE}"
-                at = span["end"]
-            _write(f"{shown}{self.escape(text[at:])}\n")
-        print(compare("".join(texts))[1], file=sys.stderr)
-
-    def _encode(self, prompt: str) -> list[int]:
-        """Encode a prompt; log the start token of an empty one, and a truncation."""
-        ids: list[int] = encode_prompt(self.tokenizer, prompt).tolist()
-        if not prompt:
-            log(f"no prompt: starting from {self.tokenizer.decode(ids) or SEPARATOR!r}")
-        block_size = self.model.config.block_size
-        if len(ids) > block_size:
-            log(f"the prompt has {len(ids):,} tokens; only the last {block_size:,} are read")
-        return ids
+def print_score(model: GPT, tokenizer: Tokenizer, text: str, *, as_json: bool) -> None:
+    """Print the likelihood of a text: in total, and as JSON also per token."""
+    if not text:
+        raise UserError("--score must be a non-empty text")
+    ids, n_bytes = tokenizer.encode(text).tolist(), len(text.encode())
+    result = score(model, ids, tokenizer.start.tolist())
+    logprobs, ranks = result.logprobs.tolist(), result.ranks.tolist()
+    total = {"tokens": len(ids), "bytes": n_bytes, "nats": result.nats, "nats_per_token": result.nats / len(ids)}
+    total["bits_per_byte"] = result.nats / math.log(2) / n_bytes
+    if as_json:
+        print(json.dumps(total | {"token_ids": ids, "logprobs": logprobs, "ranks": ranks}))
+        return
+    for name, value in total.items():
+        print(f"{name.replace('_', ' '):16}{value:,{'.4f' if isinstance(value, float) else ''}}")
+    print(f"{'top-1 accuracy':16}{ranks.count(0):,} of {len(ids):,} tokens ({ranks.count(0) / len(ids):.1%})")
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
@@ -128,6 +108,26 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str, block_size: int, *, truncat
     if len(tokens) > block_size and not truncate:
         raise UserError(f"--prompt must have at most block_size={block_size} tokens, got {len(tokens)}; set --truncate")
     return tokens[-block_size:]
+
+
+def _encode(model: GPT, tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Encode a prompt; log the start token of an empty one, and a truncation."""
+    ids: list[int] = encode_prompt(tokenizer, prompt).tolist()
+    if not prompt:
+        log(f"no prompt: starting from {tokenizer.decode(ids) or SEPARATOR!r}")
+    if len(ids) > model.config.block_size:
+        log(f"the prompt has {len(ids):,} tokens; only the last {model.config.block_size:,} are read")
+    return ids
+
+
+def _underline(text: str, spans: Sequence[Mapping[str, Any]], escape: Callable[[str], str]) -> str:
+    """Return an escaped text with its spans underlined, which may overlap."""
+    shown, at = "", 0
+    for span in spans:
+        copied = escape(text[max(at, span["start"]) : span["end"]])
+        shown += f"{escape(text[at : span['start']])}{_UNDERLINE}{copied}{_NO_UNDERLINE}"
+        at = span["end"]
+    return shown + escape(text[at:])
 
 
 def _write(text: str) -> None:

@@ -48,20 +48,21 @@ def main() -> None:
 
     from minigpt.checkpoints.init_from import find_pretrained
     from minigpt.device import find_device
-    from minigpt.sample_cli import Console, read_prompt, read_text
+    from minigpt.sample_cli import print_samples, print_score, read_prompt, read_text
 
     pretrained = find_pretrained(args.run, step=args.step)
     model = pretrained.load().to(find_device(args.device), getattr(torch, args.dtype))
     log(f"sampling from {pretrained.path} on {model.wte.weight.device}")
-    console = Console(model, pretrained.tokenizer, options)
+    if args.score is not None:
+        print_score(model, pretrained.tokenizer, read_text(args.score, "--score"), as_json=args.json)
+        return
+    compare = None
     if args.originality:
         from minigpt.interpret.originality import comparison
 
-        console.compare = comparison(pretrained.path)
-    if args.score is not None:
-        console.score(read_text(args.score, "--score"), as_json=args.json)
-        return
-    console.sample(read_prompt(args.prompt, args.prompt_file), as_json=args.json)
+        compare = comparison(pretrained.path)
+    prompt = read_prompt(args.prompt, args.prompt_file)
+    print_samples(model, pretrained.tokenizer, prompt, options, as_json=args.json, compare=compare)
 
 
 if __name__ == "__main__":

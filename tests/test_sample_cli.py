@@ -22,7 +22,7 @@ from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharT
 from minigpt.device import find_device
 from minigpt.generation import Step, score, stream
 from minigpt.model import GPT
-from minigpt.sample_cli import Console
+from minigpt.sample_cli import print_samples
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "sample.py"
 ALPHABET = "".join(sorted("\n .,abcdefghijklmnopqrstuvwxyzé"))
@@ -208,7 +208,7 @@ def test_characters_missing_in_the_encoding_of_stdout_are_escaped(saves, monkeyp
     latin = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     monkeypatch.setattr(sys, "stdout", latin)
     options: dict[str, Any] = {"max_new_tokens": 1, "num_samples": 2, "stop": []}
-    Console(*load_checkpoint(saves["multibyte"]), options).sample("é你", as_json=False)
+    print_samples(*load_checkpoint(saves["multibyte"]), "é你", options, as_json=False, compare=None)
     assert latin.buffer.getvalue().startswith("\\u2500\\u2500 sample 1 \\u2500\\u2500\né\\u4f60".encode("latin-1"))
 
 
