@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,7 +53,6 @@ class Models:
     def __init__(self, sources: dict[str, str], *, device: str) -> None:
         self.sources, self.device, self.created = sources, device, int(time.time())
         self._loads: dict[str, tuple[int, asyncio.Task[Engine]]] = {}  # that run or succeeded, by the time of the file
-        self._ahead: asyncio.Task[None] | None = None
 
     def names(self) -> list[str]:
         """Return the names of the models that are loaded, of the Hub, or still on the disk."""
@@ -66,11 +64,8 @@ class Models:
         names, (base, _, step) = self.names(), name.rpartition("@")
         if name in names:
             return name, None
-        return (base, int(step)) if base in names and step.isdecimal() and int(step) in self.snapshots(base) else None
-
-    def snapshots(self, name: str) -> list[int]:
-        """Return the steps of the snapshots of a model."""
-        return list(find_snapshots(self.sources[name]))
+        found = base in names and step.isdecimal() and int(step) in find_snapshots(self.sources[base])
+        return (base, int(step)) if found else None
 
     async def engine(self, name: str) -> "Engine":
         """Return the engine of a model, loaded on the first call; raise UserError if it cannot be loaded."""
@@ -80,9 +75,8 @@ class Models:
         if load is None or (written > loaded and load.done() and not load.result().busy):  # the run has a better one
             load = asyncio.create_task(self._load(name, base, step))
             self._loads[name] = written, load
-        if step is not None and (self._ahead is None or self._ahead.get_name() != base):
+        if step is not None:
             self._forget_snapshots(but=base)
-            self._ahead = asyncio.create_task(self._load_snapshots(base), name=base)
         return await asyncio.shield(load)  # a cancelled request leaves it to the next one
 
     async def close(self) -> None:
@@ -110,12 +104,6 @@ class Models:
         except BaseException:
             del self._loads[name]  # the next request tries again
             raise
-
-    async def _load_snapshots(self, base: str) -> None:
-        """Load all snapshots of a run, so that a page can move between them without waiting."""
-        for step in self.snapshots(base):
-            with suppress(UserError):  # a damaged one fails when it is used
-                await self.engine(f"{base}@{step}")
 
     def _forget_snapshots(self, *, but: str) -> None:
         for name in [name for name in self._loads if name not in self.sources and name.rpartition("@")[0] != but]:
