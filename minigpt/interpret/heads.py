@@ -134,12 +134,9 @@ def head_ablation(model: GPT, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple
 
 
 def without_head(model: GPT, layer: int, head: int) -> GPT:
-    """Return a copy of a model, which shares its other tensors, in which the output of a head is zero."""
-    shared: Any = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    model = copy.deepcopy(model, shared)
-    block: Any = model.blocks[layer]
-    model.blocks[layer] = block = copy.deepcopy(block, {id(p): p for p in block.parameters()})  # of this layer alone
-    weight: Tensor = block.attention.out.weight.detach().clone()  # (C, H·D)
-    weight.view(len(weight), block.attention.n_head, block.attention.head_dim)[:, head] = 0
-    block.attention.out.weight = torch.nn.Parameter(weight, requires_grad=False)
+    """Return a copy of a model in which the output of a head is zero."""
+    model = copy.deepcopy(model)
+    model.blocks[layer] = block = copy.deepcopy(model.blocks[layer])  # other layers may share it
+    attention: Any = block.attention
+    attention.out.weight.detach().unflatten(1, (attention.n_head, -1))[:, head] = 0  # (C, H, D)
     return model
