@@ -11,22 +11,19 @@ PREVIOUS = "checkpoints/previous.safetensors"
 SNAPSHOTS = "checkpoints/snapshots"
 
 
-def find_checkpoint(
-    path: str | Path | None, *, runs: Path = Path("runs"), last: bool = False, step: int | None = None
-) -> Path:
+def find_checkpoint(path: str | Path | None, *, last: bool = False, step: int | None = None) -> Path:
     """Find a checkpoint file; raise UserError if there is none.
 
     Args:
-        path: a file, a run folder (its best checkpoint), or None (the best checkpoint of the newest run).
-        runs: the folder of all runs.
+        path: a file, a run folder (its best checkpoint), or None (the best checkpoint of the newest run in runs/).
         last: prefer the last checkpoint of a run folder, from which training resumes.
         step: of a snapshot of the run, instead of its best checkpoint.
     """
     if path is None:
-        files = sorted(runs.glob(f"*/{BEST}"), key=lambda file: file.stat().st_mtime)
-        if not files:
-            raise UserError(f"no run with a checkpoint in {runs}/; train one with {usage('train')}")
-        path = files[-1]
+        files = Path("runs").glob(f"*/{BEST}")
+        path = max(files, key=lambda file: file.stat().st_mtime, default=None)
+        if path is None:
+            raise UserError(f"no run with a checkpoint in runs/; train one with {usage('train')}")
     path = Path(path)
     if step is not None:
         folder = run_folder(path) if path.is_file() else path

@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from minigpt.serve.engine import Engine
 
 
-def find_models(sources: Sequence[str], runs: Path = Path("runs")) -> dict[str, str]:
+def find_models(sources: Sequence[str]) -> dict[str, str]:
     """Return the source of every model by a unique name, that of its run folder; torch is imported for the Hub only.
 
     Sources are run folders, checkpoints, folders or ids of Hugging Face; if there are none, all runs, the newest first.
     Raises UserError if a source does not exist, or there is no run.
     """
     if not sources:
-        newest_first = sorted(runs.rglob(BEST), key=lambda file: file.stat().st_mtime, reverse=True)
-        sources = [str(file.parents[1]) for file in newest_first] or [str(find_checkpoint(None, runs=runs))]
+        newest_first = sorted(Path("runs").rglob(BEST), key=lambda file: file.stat().st_mtime, reverse=True)
+        sources = [str(file.parents[1]) for file in newest_first] or [str(find_checkpoint(None))]
     found: dict[str, str] = {}
     for source in sources:
         path = Path(source).expanduser()

@@ -124,18 +124,22 @@ def test_a_file_of_another_format_is_rejected_with_both_numbers(tmp_path: Path):
         load_checkpoint(tmp_path / "a.safetensors")
 
 
-def test_a_path_or_a_run_folder_or_nothing_refers_to_a_checkpoint(tmp_path: Path):
+def test_a_path_or_a_run_folder_or_nothing_refers_to_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="train"):
+        find_checkpoint(None)
+    runs = Path("runs")
     for age, name in ((30, f"z/{BEST}"), (10, f"m/{BEST}"), (20, f"a/{BEST}"), (0, f"m/{LAST}")):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-        os.utime(tmp_path / name, (1e9 - age, 1e9 - age))
-    assert find_checkpoint(None, runs=tmp_path) == find_checkpoint(tmp_path / "m") == tmp_path / "m" / BEST
-    assert find_checkpoint(tmp_path / "m" / LAST) == tmp_path / "m" / LAST
-    (tmp_path / "m" / BEST).unlink()
-    assert find_checkpoint(str(tmp_path / "m")) == tmp_path / "m" / LAST
-    for path, message in ((None, "train"), (tmp_path / "absent", "absent does not exist"), (tmp_path, "holds no")):
+        (runs / name).parent.mkdir(parents=True, exist_ok=True)
+        (runs / name).touch()
+        os.utime(runs / name, (1e9 - age, 1e9 - age))
+    assert find_checkpoint(None) == find_checkpoint(runs / "m") == runs / "m" / BEST
+    assert find_checkpoint(runs / "m" / LAST) == runs / "m" / LAST
+    (runs / "m" / BEST).unlink()
+    assert find_checkpoint(str(runs / "m")) == runs / "m" / LAST
+    for path, message in ((runs / "absent", "absent does not exist"), (runs, "holds no")):
         with pytest.raises(UserError, match=message):
-            find_checkpoint(path, runs=tmp_path / "absent")
+            find_checkpoint(path)
 
 
 def test_the_last_checkpoint_becomes_previous(tmp_path: Path):

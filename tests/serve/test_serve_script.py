@@ -114,14 +114,19 @@ def test_a_missing_extra_is_named(
     assert result.stderr == f"error: {needed}\n"
 
 
-def test_models_have_the_names_of_their_run_folders_made_unique(tmp_path: Path, gpt2_folder: Path) -> None:
+def test_models_have_the_names_of_their_run_folders_made_unique(
+    tmp_path: Path, gpt2_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="no run with a checkpoint in"):
+        find_models([])
     runs = tmp_path / "runs"
     older, newer = make_run(runs / "older"), make_run(runs / "newer")
     jobs = [make_run(runs / "sweeps" / sweep / job) for sweep in ("a", "b") for job in ("0", "1")]
     (runs / "latest").symlink_to(newer)
     for i, run in enumerate([older, *jobs, newer]):
         os.utime(run / "checkpoints" / "best.safetensors", (time.time() + i,) * 2)
-    assert list(find_models([], runs)) == ["newer", "b/1", "b/0", "a/1", "a/0", "older"]
+    assert list(find_models([])) == ["newer", "b/1", "b/0", "a/1", "a/0", "older"]
     other = make_run(tmp_path / "other" / "newer")
     best = newer / "checkpoints" / "best.safetensors"
     named = find_models([str(runs / "latest"), str(other), str(best), str(newer), str(gpt2_folder)])
@@ -131,5 +136,3 @@ def test_models_have_the_names_of_their_run_folders_made_unique(tmp_path: Path, 
         "runs/newer": str(best),
         gpt2_folder.name: str(gpt2_folder),
     }
-    with pytest.raises(UserError, match="no run with a checkpoint in"):
-        find_models([], tmp_path / "none")
