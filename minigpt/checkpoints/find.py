@@ -20,10 +20,10 @@ def find_checkpoint(path: str | Path | None, *, last: bool = False, step: int | 
         step: of a snapshot of the run, instead of its best checkpoint.
     """
     if path is None:
-        files = Path("runs").glob(f"*/{BEST}")
-        path = max(files, key=lambda file: file.stat().st_mtime, default=None)
-        if path is None:
+        files = sorted(Path("runs").glob(f"*/{BEST}"), key=lambda file: file.stat().st_mtime)
+        if not files:
             raise UserError(f"no run with a checkpoint in runs/; train one with {usage('train')}")
+        path = files[-1]
     path = Path(path)
     if step is not None:
         folder = run_folder(path) if path.is_file() else path
