@@ -54,11 +54,6 @@ class Corpus:
     dtype: str = "uint16"
     provenance: Mapping[str, Any] = field(default_factory=dict)  # of `prepare.py`; empty for nanoGPT's files
 
-    @property
-    def val_bytes_per_token(self) -> float:
-        """Bytes of UTF-8 per token of the validation split."""
-        return self.val.bytes / self.val.tokens
-
     def check_length(self, block_size: int) -> None:
         """Raise UserError if a split is shorter than one window of `block_size` tokens and the next token."""
         for name, split in (("training", self.train), ("validation", self.val)):

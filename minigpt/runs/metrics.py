@@ -126,10 +126,10 @@ class MetricsCallback(Callback):
             self._progress.log_validation(batch, int(trainer.num_val_batches[0]))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        loss, corpus = float(trainer.callback_metrics["val_loss"]), trainer.datamodule.corpus  # type: ignore[attr-defined]
+        loss, val = float(trainer.callback_metrics["val_loss"]), trainer.datamodule.corpus.val  # type: ignore[attr-defined]
         if not isfinite(loss):
             raise Diverged(loss, trainer.global_step, pl_module.learning_rate)
-        self._log(trainer, {"val_loss": loss, "val_bits_per_byte": loss / log(2) / corpus.val_bytes_per_token})
+        self._log(trainer, {"val_loss": loss, "val_bits_per_byte": loss / log(2) / (val.bytes / val.tokens)})
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         if self._progress:

@@ -167,7 +167,7 @@ def test_separators_are_between_documents_only(tmp_path, monkeypatch, tokenizer,
         assert split.bytes == len("".join(here).encode())
     assert begun == len(texts)
     assert on_disk(corpus) == expected
-    assert corpus.val_bytes_per_token == corpus.val.bytes / len(expected[1])
+    assert corpus.val.tokens == len(expected[1])
     assert corpus.tokenizer.start.tolist() == separator
     one = prepare("\n".join(stories(50)), tmp_path, tokenizer)
     assert one.tokenizer.decode(one.tokenizer.start) == "\n"  # no separator is in the corpus

@@ -126,7 +126,6 @@ def test_nanogpts_files_are_read_in_place(tmp_path):
     assert corpus.tokens("train")[:].tolist() == [*train]
     assert corpus.tokens("val")[:].tolist() == [*val]
     assert (corpus.train.tokens, corpus.val.tokens, corpus.val.bytes) == (len(train), len(val), len(val))
-    assert corpus.val_bytes_per_token == 1
     assert (corpus.name, corpus.dtype) == ("train.bin", "uint16")
     assert not (tmp_path / "data/tokens").exists()
 
@@ -135,7 +134,6 @@ def test_bytes_of_tokens_are_counted_without_separators(tmp_path, monkeypatch):
     monkeypatch.setattr(token_files, "_SCAN_TOKENS", 3)
     corpus = read_bins(tmp_path, [1, 2], [97, 256, 257, 256], AB)
     assert (corpus.val.bytes, corpus.val.tokens, corpus.val.documents) == (3, 4, 2)
-    assert corpus.val_bytes_per_token == 3 / 4
     assert corpus.tokenizer.start.tolist() == [256]
     without = read_bins(tmp_path, [1, 2], [97, 257], AB)
     assert (without.val.bytes, without.val.documents) == (3, 0)

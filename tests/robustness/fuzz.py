@@ -209,7 +209,7 @@ def bins(chance: random.Random, folder: Path) -> None:
 
 def _use(read: corpus.Corpus) -> None:
     read.check_length(4)
-    assert read.val_bytes_per_token >= 0
+    assert read.val.bytes / read.val.tokens >= 0
     for split in ("train", "val"):
         tokens = read.tokens(split)
         tokens[0:8]
