@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from minigpt.data import batches as module
 from minigpt.data.batches import Batches, ValidationBatches, WindowOrder, permute
 from minigpt.data.token_files import Corpus, Split
 from minigpt.data.tokenizer import CharTokenizer

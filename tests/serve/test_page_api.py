@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from conftest import wait_until
 from servers import make_run, serving
 
 from minigpt import GPT, generate, load_checkpoint
