@@ -5,7 +5,6 @@ A job whose process dies does not end the others.
 
 import multiprocessing
 import os
-import platform
 import re
 import signal
 import subprocess
@@ -235,16 +234,12 @@ def _init_worker(parent: int) -> None:
 
 
 def visible_gpus() -> list[str]:
-    """Return the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES, without importing torch."""
+    """Return the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES."""
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name for name in visible.split(",") if name not in ("", "-1")]
-    if sys.platform == "darwin" and platform.machine() == "arm64":
-        return ["0"]  # Apple silicon has one
-    command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return []
+    import torch
+
+    return [str(index) for index in range(torch.accelerator.device_count())]
 
 
 class Submitit(Launcher):

@@ -44,24 +44,9 @@ def test_workers_share_cores_and_gpus(monkeypatch, jobs, requested, machine, exp
     assert [worker.env for worker in joblib.start(jobs)] == expected
 
 
-WORKING = "#!/bin/sh\n[ $1 = --query-gpu=index ] && printf '0\\n1\\n'\n"
-
-
-@pytest.mark.parametrize(
-    ("visible", "nvidia_smi", "gpus"),
-    [
-        (None, WORKING, ["0", "1"]),
-        ("3,GPU-8f", WORKING, ["3", "GPU-8f"]),
-        ("", WORKING, []),
-        (None, "#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n", []),
-        (None, None, []),
-    ],
-)
-def test_gpus_are_those_that_the_process_may_use(monkeypatch, tmp_path, visible, nvidia_smi, gpus):
-    if nvidia_smi is not None:
-        (tmp_path / "nvidia-smi").write_text(nvidia_smi)
-        (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/bin" if nvidia_smi else str(tmp_path))
+@pytest.mark.parametrize(("visible", "gpus"), [(None, ["0", "1"]), ("3,GPU-8f", ["3", "GPU-8f"]), ("", [])])
+def test_gpus_are_those_that_the_process_may_use(monkeypatch, visible, gpus):
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
