@@ -61,12 +61,6 @@ def run_folder(checkpoint: Path) -> Path:
     return folder if any((folder / name).exists() for name in (BEST, LAST, SNAPSHOTS)) else checkpoint.parent
 
 
-def model_name(checkpoint: Path) -> str:
-    """Return a name for a checkpoint file: that of its run folder, or that of the file if it belongs to no run."""
-    path = named_path(checkpoint)
-    return "/".join(path.parts[-2:]) if path.name.isdigit() else path.name  # a run of a sweep is a number
-
-
 def named_path(checkpoint: Path) -> Path:
     """Return the absolute path that names a checkpoint file: its run folder, or the file without its suffix."""
     path = checkpoint.resolve()

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint, model_name
+from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint, named_path
 from minigpt.checkpoints.format import explain_errors
 from minigpt.checkpoints.huggingface_conversion import FAMILIES, Family, config_to_ours, weight_to_ours
 from minigpt.checkpoints.load import build_model, check_size, check_vocabulary, empty_model, load_checkpoint
@@ -42,9 +42,10 @@ class Pretrained:
     @property
     def name(self) -> str:
         """The name of the run, of the file or of the folder, or the id of the Hub."""
-        if self.model:
-            return model_name(self.path)
-        return self.source if self.revision else self.path.name
+        if not self.model:
+            return self.source if self.revision else self.path.name
+        path = named_path(self.path)
+        return "/".join(path.parts[-2:]) if path.name.isdigit() else path.name  # a run of a sweep is a number
 
     def load(self, config: GPTConfig | None = None) -> GPT:
         """Load the model in float32 and evaluation mode, with the block size and dropout of `config`."""
