@@ -45,8 +45,13 @@ class Sampling:
 
     def filter(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
         """Apply all filters to logits (B, V): excluded tokens get -inf. `seen` (B, V): true for tokens in the text."""
-        logits = self._penalize(logits, seen)
-        if self.temperature not in (0, 1):
+        if self.repetition_penalty != 1:
+            assert seen is not None
+            penalty = self.repetition_penalty
+            logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+        if self.temperature == 0:  # no other filter excludes the maximum
+            return logits
+        if self.temperature != 1:
             if self.temperature < 0.01:  # relative to the maximum, or the quotients overflow to inf and NaN
                 logits = logits - logits.amax(dim=-1, keepdim=True)
             logits = logits / max(self.temperature, 1e-30)
@@ -66,20 +71,13 @@ class Sampling:
 
     def draw(self, logits: Tensor, uniform: Tensor, seen: Tensor | None = None) -> Tensor:
         """Draw token ids (B,) by inverse transform sampling, on the device of `uniform`: (B,) numbers in [0, 1)."""
-        if self.temperature == 0:
-            return self._penalize(logits, seen).argmax(dim=-1)
         logits = self.filter(logits, seen)
+        if self.temperature == 0:
+            return logits.argmax(dim=-1)
         # In float64, a number below 1 times the total stays below the total.
         cumulative = logits.softmax(dim=-1).to(uniform.device).cumsum(dim=-1, dtype=torch.float64)  # (B, V)
         targets = uniform[:, None] * cumulative[:, -1:]  # (B, 1)
         return torch.searchsorted(cumulative, targets, right=True)[:, 0].to(logits.device)
-
-    def _penalize(self, logits: Tensor, seen: Tensor | None) -> Tensor:
-        penalty = self.repetition_penalty
-        if penalty == 1:
-            return logits
-        assert seen is not None
-        return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 class PerSampleRNG:
