@@ -12,7 +12,7 @@ from minigpt.checkpoints.init_from import find_pretrained
 from minigpt.checkpoints.load import save_checkpoint
 from minigpt.data.tokenizer import CharTokenizer, Tokenizer
 
-CHARACTERS = CharTokenizer.of(map(chr, range(32, 127)))  # 95 ids
+CHARACTERS = CharTokenizer("".join(map(chr, range(32, 127))))  # 95 ids
 BASE = {"block_size": 40, "vocab_size": 101, "n_layer": 2, "n_head": 4, "n_embd": 32}
 LLAMA = {"norm": "rmsnorm", "position": "rope", "bias": False, "activation": "swiglu"}
 SCALED = {"rope_base": 300.0, "rope_factor": 4.0, "rope_original_block_size": 16}

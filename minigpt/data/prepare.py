@@ -82,7 +82,7 @@ def _build_tokenizer(settings: Mapping[str, Any], folder: Path, alphabet: str, t
     """Build the tokenizer of the config group: from an alphabet (char), from training texts (bpe), or by its name."""
     name = settings["name"]
     if name == CharTokenizer.name:
-        return CharTokenizer.of(alphabet)
+        return CharTokenizer(alphabet)
     if name == ByteTokenizer.name:
         return ByteTokenizer()
     if name == BPETokenizer.trained:

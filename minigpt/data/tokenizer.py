@@ -99,11 +99,6 @@ class CharTokenizer(Tokenizer):
         self._ids[points] = np.arange(len(points))
         self.separator = np.flatnonzero(points == ord("\n")).astype(self._ids.dtype)
 
-    @classmethod
-    def of(cls, characters: Iterable[str]) -> "CharTokenizer":
-        """Build the tokenizer of a text."""
-        return cls("".join(sorted(set(characters))))
-
     def encode(self, text: str) -> Ids:
         ids = self._ids.take(_code_points(text), mode="clip")
         if ids.max(initial=0) == self.vocab_size:

@@ -183,7 +183,7 @@ def test_a_trainer_gets_the_batches_of_its_settings_from_its_step(tmp_path):
     split = Split([tmp_path / "train.bin"], 500, 500, 1)
     data = {"batch_size": 4, "overfit_batches": 3}
     cfg = {"data": data, "model": {"block_size": 8}, "trainer": {"accumulate_grad_batches": 5}}
-    corpus = Corpus("mine", "", CharTokenizer.of(map(chr, range(500))), split, split)
+    corpus = Corpus("mine", "", CharTokenizer("".join(map(chr, range(500)))), split, split)
     module = TokenDataModule(corpus, OmegaConf.create(cfg | {"max_steps": 4, "seed": 3}))
     progress = SimpleNamespace(batch_progress=SimpleNamespace(current=SimpleNamespace(ready=7)))
     module.trainer = SimpleNamespace(

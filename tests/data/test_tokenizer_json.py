@@ -45,7 +45,7 @@ def texts(count: int, seed: int = 0) -> list[str]:
 
 def tokenizer_of(name: str, texts: list[str]) -> tuple[Tokenizer, tiktoken.Encoding | None]:
     """Return a tokenizer, and the encoding of tiktoken if it is one."""
-    return (CharTokenizer.of("".join(texts)), None) if name == "char" else encoding_of(name)
+    return (CharTokenizer("".join(sorted(set("".join(texts))))), None) if name == "char" else encoding_of(name)
 
 
 @cache

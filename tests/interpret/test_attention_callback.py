@@ -29,7 +29,7 @@ def test_plotting_maps_does_not_change_the_training(
 
 
 def test_the_text_is_the_option_or_the_beginning_of_the_validation_split(tmp_path: Path) -> None:
-    tokenizer = CharTokenizer.of(ALPHABET)
+    tokenizer = CharTokenizer(ALPHABET)
     corpus = SimpleNamespace(tokenizer=tokenizer, tokens=lambda split: tokenizer.encode({"val": "What\nROMEO"}[split]))
     trainer: Any = SimpleNamespace(datamodule=SimpleNamespace(corpus=corpus), default_root_dir=tmp_path)
     module: Any = SimpleNamespace(model=make_model())

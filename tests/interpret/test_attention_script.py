@@ -22,7 +22,7 @@ COLUMNS = ["entropy", "distance", "previous", "self", "first", "induction", "Δl
 @pytest.fixture
 def shell(call: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
     """Run the script in a folder that holds `model.safetensors`: three layers of two heads."""
-    save_checkpoint(make_model(), CharTokenizer.of(ALPHABET), tmp_path / "model.safetensors")
+    save_checkpoint(make_model(), CharTokenizer(ALPHABET), tmp_path / "model.safetensors")
     return partial(call, "attention.py")
 
 

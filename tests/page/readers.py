@@ -14,8 +14,8 @@ from minigpt.data.tokenizer import CharTokenizer
 webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium: pip install selenium")
 ActionChains, Keys = webdriver.ActionChains, webdriver.Keys
 Select = pytest.importorskip("selenium.webdriver.support.ui").Select
-CHARACTERS = CharTokenizer.of([chr(i) for i in range(32, 127)] + ["\n"])
-SHIFTED = CharTokenizer.of([chr(i) for i in range(32, 126)] + ["\n", "\t"])  # with other ids, and without the tilde
+CHARACTERS = CharTokenizer("\n" + "".join(map(chr, range(32, 127))))
+SHIFTED = CharTokenizer("\t\n" + "".join(map(chr, range(32, 126))))  # with other ids, and without the tilde
 SECONDS = 60
 
 

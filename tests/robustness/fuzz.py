@@ -123,7 +123,7 @@ def as_json(chance: random.Random, values: Any) -> bytes:
 
 ALPHABET = "\n abcdeé€"
 TOKENIZERS = [
-    CharTokenizer.of(ALPHABET).to_dict(),
+    CharTokenizer(ALPHABET).to_dict(),
     ByteTokenizer().to_dict(),
     BPETokenizer("bpe", [*(bytes([i]) for i in range(256)), b"ab", None], {"<|endoftext|>": 257}).to_dict(),
     HuggingFaceTokenizer(json.dumps(tokenizer_files(ByteTokenizer())["tokenizer.json"]), 0).to_dict(),
@@ -138,7 +138,7 @@ def _checkpoint() -> bytes:
     content = {"state_dict": weights, "global_step": 3}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "a.safetensors")
-        write(content | contents(model.config, CharTokenizer.of(ALPHABET), config={}), file)
+        write(content | contents(model.config, CharTokenizer(ALPHABET), config={}), file)
         return file.read_bytes()
 
 

@@ -40,7 +40,7 @@ def good() -> dict[str, Any]:
     weights = {f"model.{name}": value for name, value in model.state_dict().items()}
     return {
         "state_dict": weights,
-        **contents(model.config, CharTokenizer.of(ALPHABET), config={"seed": 7}, corpus_sha256="ab12"),
+        **contents(model.config, CharTokenizer(ALPHABET), config={"seed": 7}, corpus_sha256="ab12"),
     }
 
 
