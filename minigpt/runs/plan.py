@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from minigpt.data.ngram_model import evenly_spaced, ngram_losses
 from minigpt.data.token_files import Corpus
-from minigpt.distributed.ranks import started_together
+from minigpt.distributed.process_group import started_together
 from minigpt.runs.config_checks import load_parts
 from minigpt.runs.overrides import PLANNED_GROUPS
 from minigpt.runs.run_dir import RUN_PLAN, append_log

@@ -14,7 +14,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from minigpt.distributed.ranks import restarts
+from minigpt.distributed.process_group import restarts
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write, read_json, write_json
 from minigpt.utils.scripts import INSTALLED, ROOT, usage

@@ -17,7 +17,7 @@ from minigpt.checkpoints.resume import read_unaveraged
 from minigpt.data.batches import Batches, ValidationBatches, WindowOrder
 from minigpt.data.token_files import Corpus
 from minigpt.device import training_precision
-from minigpt.distributed.ranks import started_together
+from minigpt.distributed.process_group import started_together
 from minigpt.distributed.strategies import DDP
 from minigpt.runs import lightning_workarounds
 from minigpt.runs.metrics_csv import MetricsCSV
