@@ -18,13 +18,8 @@ from minigpt.utils.terminal import warn
 
 START = timedelta(minutes=2)  # that ranks wait for each other to start
 PATIENCE = timedelta(minutes=30)  # the same while they prepare the data, and at most while they save
-
-
-class LostRank(RunError):
-    """A collective failed on this rank, because another one ended or lost its network."""
-
-    def __init__(self) -> None:
-        super().__init__("a rank ended or lost the network; see the logs of the others, and resume with resume=auto")
+RESTARTS = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"  # torchrun starts ranks again that fail
+LOST_RANK = "a rank ended or lost the network; see the logs of the others, and resume with resume=auto"
 
 
 def started_together() -> tuple[int, int] | None:
@@ -38,11 +33,6 @@ def started_together() -> tuple[int, int] | None:
     return (nodes, size // nodes) if size > 1 else None
 
 
-def restarts() -> bool:
-    """Return whether torchrun starts ranks again that fail."""
-    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-
-
 def join_ranks() -> None:
     """Initialize the process group of the ranks that torchrun or srun started; Lightning uses it too."""
     set_timeout(PATIENCE)
@@ -52,7 +42,7 @@ def join_ranks() -> None:
     from torch import distributed
 
     env, address = os.environ, dict[str, Any]()  # torchrun sets environment variables
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and restarts() and started[0] > 1:
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and RESTARTS and started[0] > 1:
         warn("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or torchrun cannot restart without the host of rank 0")
     if "TORCHELASTIC_RUN_ID" not in env:
         from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
@@ -73,7 +63,7 @@ def gather_objects(mine: Any) -> list[Any]:
     """Return every rank's object, by rank; all ranks must call it. Its tensors must be on the CPU.
 
     Raises:
-        LostRank: a rank ended or lost its network.
+        RunError: a rank ended or lost its network.
     """
     if not (group := _group()):
         return [mine]
@@ -81,7 +71,7 @@ def gather_objects(mine: Any) -> list[Any]:
     try:
         group.all_gather_object(objects, mine)
     except RuntimeError as error:
-        raise LostRank from error
+        raise RunError(LOST_RANK) from error
     return objects
 
 

@@ -21,7 +21,7 @@ from minigpt.checkpoints.resume import find_resumed
 from minigpt.config import GPTConfig
 from minigpt.data.checksums import CHECKSUM_CACHE
 from minigpt.data.token_files import Corpus
-from minigpt.distributed.process_group import LostRank, gather_objects, shared_errors, started_together
+from minigpt.distributed.process_group import LOST_RANK, gather_objects, shared_errors, started_together
 from minigpt.model import GPT
 from minigpt.runs import run_dir
 from minigpt.runs.collective_timeout import CollectiveTimeout
@@ -35,7 +35,7 @@ from minigpt.runs.trainer import TokenDataModule, build_trainer
 from minigpt.runs.wandb_logger import wandb_loggers
 from minigpt.training import LanguageModel
 from minigpt.utils.cli import error_text
-from minigpt.utils.errors import UserError
+from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.files import read_json
 from minigpt.utils.scripts import ROOT
 from minigpt.utils.signals import Interrupted
@@ -97,7 +97,7 @@ def fit(
         if resume and not state.training_began and is_resume_error(error):
             error = UserError(f"{resume} does not hold a run of minigpt ({type(error).__name__}: {error})")
         if isinstance(error, DistError) or "/gloo/" in str(error):  # gloo raises RuntimeError with a path of its source
-            error = LostRank()
+            error = RunError(LOST_RANK)
         outcome["reason"] = error_text(error)
         raise error
     finally:

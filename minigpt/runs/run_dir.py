@@ -14,7 +14,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from minigpt.distributed.process_group import restarts
+from minigpt.distributed.process_group import RESTARTS
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write, read_json, write_json
 from minigpt.utils.scripts import INSTALLED, ROOT, usage
@@ -44,7 +44,7 @@ def lock_run_dir(folder: Path, *, resume: bool = False) -> Iterator[None]:
         return
     try:
         # is_locked holds it for a moment; the rank 0 of a lost host, until its collectives time out
-        lock = FileLock(folder / _LOCK).acquire(timeout=120 if restarts() else 2)
+        lock = FileLock(folder / _LOCK).acquire(timeout=120 if RESTARTS else 2)
     except Timeout as error:
         raise UserError(f"another run uses {folder}; choose another folder with hydra.run.dir=…") from error
     with lock:

@@ -204,8 +204,7 @@ def _extend(rows: Sequence[Row], values: Mapping[str, str], seeds: str) -> str:
     if others or not (folder / PLAN).exists() or settings.get("+sweep") == "search":
         return ""
     given = [name if name.startswith("~") else f"{name}={value}" for name, value in settings.items()]
-    folder_name = quote_path(short_path(folder))
-    return command("train", "-m", *given, f"hydra.sweep.dir={folder_name}", "resume=auto")
+    return command("train", "-m", *given, f"hydra.sweep.dir={quote_path(short_path(folder))}", "resume=auto")
 
 
 def _percent(share: Array) -> str:
