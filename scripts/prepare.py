@@ -1,7 +1,6 @@
 """Write token files without training: python scripts/prepare.py data=text data.path=my.txt tokenizer=bpe
 
 Takes the config groups data= and tokenizer= of scripts/train.py, which also writes token files if they are missing.
-An interrupted preparation resumes.
 """
 
 import os
