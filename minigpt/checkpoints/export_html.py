@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from minigpt.checkpoints.init_from import Pretrained
 from minigpt.checkpoints.load import load_checkpoint
 from minigpt.data.tokenizer import PATTERNS, HuggingFaceTokenizer
@@ -87,16 +85,12 @@ def _spaced(items: list[int], count: int) -> list[int]:
 
 
 def _pack_all(model: GPT, names: Iterable[str], weight_format: str) -> str:
-    """Return tensors of a model, one after the other, in base64."""
-    state = model.state_dict()
-    return base64.b64encode(b"".join(_pack(name, state[name], weight_format) for name in names)).decode("ascii")
-
-
-def _pack(name: str, tensor: Tensor, weight_format: str) -> bytes:
-    """Return the little-endian bytes of a tensor."""
-    array = tensor.float().numpy()
-    if tensor.dim() == 1 or weight_format == "float32":
-        return array.astype("<f4").tobytes()
-    largest = tensor.abs().max().item()
-    require("--weights", weight_format, lambda _: largest < 65504, f"float32 for {name}, which holds {largest:.3g}")
-    return array.astype("<f2").tobytes()
+    """Return tensors of a model, one after the other, as little-endian bytes in base64."""
+    state, packed = model.state_dict(), []
+    for name in names:
+        array = state[name].float().numpy()
+        halved = array.ndim > 1 and weight_format == "float16"
+        if halved and (largest := abs(array).max()) >= 65504:
+            raise UserError(f"--weights must be float32 for {name}, which holds {largest:.3g}, got {weight_format}")
+        packed.append(array.astype("<f2" if halved else "<f4").tobytes())
+    return base64.b64encode(b"".join(packed)).decode("ascii")
