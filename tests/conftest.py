@@ -45,6 +45,11 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 1
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text of 20,000 characters with patterns that a tiny model learns."""
@@ -137,6 +142,13 @@ def column(folder: Path, name: str) -> list[float]:
     """The numbers in a column of the metrics.csv of a run."""
     with open(folder / "metrics.csv", newline="", encoding="utf-8") as file:
         return [float(row[name]) for row in csv.DictReader(file) if row[name]]
+
+
+def wandb_records(run: Path, index: int = 0) -> list[dict[str, Any]]:
+    """The records of an offline run of Weights & Biases in a run folder, the first by default."""
+    from robustness.faults.server import read_records
+
+    return read_records(sorted((run / "wandb").glob("offline-run-*"))[index])
 
 
 @pytest.fixture

@@ -163,11 +163,6 @@ def test_invalid_arguments_raise_with_their_names():
         MultiHeadAttention(12, 4, n_kv_head=3)
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
 def formula(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:

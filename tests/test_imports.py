@@ -7,8 +7,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
     *("utils", "config", "data", "core", "page", "checkpoints", "interpret"),
     *("distributed", "runs", "sweeps", "serve", "scripts"),

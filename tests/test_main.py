@@ -2,14 +2,13 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 from minigpt.__main__ import main
 from minigpt.utils import scripts
 
-ROOT = Path(__file__).resolve().parents[1]
 DEPENDENCIES = {"hydra", "lightning", "matplotlib", "numpy", "omegaconf", "torch", "wandb"}
 
 

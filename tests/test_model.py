@@ -266,11 +266,6 @@ def test_flops_per_token_equal_those_of_a_training_step(settings: dict[str, Any]
     assert counter.get_total_flops() / tokens.numel() == pytest.approx(model.config.flops_per_token(), rel=0.01)
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
 def tiny(**settings: Any) -> GPT:
     """Return a small model in evaluation mode, with weights large enough that every part changes the logits."""
     model = GPT(GPTConfig(**{**TINY, **settings})).eval()

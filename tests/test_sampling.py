@@ -164,11 +164,6 @@ def test_the_numbers_of_a_generator_do_not_depend_on_the_others():
         assert torch.equal(rows(PerSampleRNG([seed], torch.device("cpu")), 200)[:, 0], together[:, i])
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
 def rows(uniforms: PerSampleRNG, n: int) -> Tensor:
     """The next numbers of every generator, (n, generators)."""
     return torch.stack([uniforms.next() for _ in range(n)])

@@ -66,7 +66,7 @@ def test_a_run_prints_what_it_will_do_before_it_trains(finished: SimpleNamespace
         f"{sum(p.numel() for p in model.parameters()):,} parameters",
         f"tokenizer char, vocab_size {tokenizer.vocab_size}",
         f"20 steps, {tokens:,} tokens ({tokens / n_train:.2f} epochs)",
-        f"{model.config.flops_per_token() * tokens:.3g} FLOPs",
+        f"{model.config.flops_per_token() * tokens:.3g} FLOPs ({model.config.flops_per_token():.3g} per token)",
         "block_size 16",
         finished.summary["device"],
         "precision 32-true",

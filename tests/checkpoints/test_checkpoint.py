@@ -220,11 +220,6 @@ def test_an_interrupt_or_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeyp
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
 def make(**settings: Any) -> GPT:
     shape = {"block_size": 8, "vocab_size": len(ALPHABET), "n_layer": 2, "n_head": 2, "n_embd": 16}
     model = GPT(GPTConfig(**{**shape, **settings}))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import ROOT
 from corpora import random_texts
 from exported import CHARACTERS, DEFAULTS, MODELS, SAMPLE, export, random_model
 
@@ -26,7 +27,6 @@ from minigpt.data.tokenizer import (
 )
 from minigpt.utils.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
 LOGITS = "const model = backend.newModel(); return arguments[0].map(token => [...model.step(token)])"
 
 

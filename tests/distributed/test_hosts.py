@@ -47,8 +47,7 @@ def start(tmp_path: Path, text: Path) -> Iterator[Callable[[int], Hosts]]:
 
 STATIC = ["--nnodes={n}", "--node-rank={host}", "--master-addr=a"]
 ELASTIC = ["--nnodes=1:{n}", "--max-restarts=10", "--rdzv-backend=c10d", "--rdzv-endpoint=c:29500"]
-SOONER = os.environ.get("MINIGPT_TEST_TIMEOUTS") != "default"  # not after 30 s each
-ELASTIC += ["--rdzv-conf=last_call_timeout=5,keep_alive_interval=2"] if SOONER else []
+ELASTIC += ["--rdzv-conf=last_call_timeout=5,keep_alive_interval=2"]  # by default 30 s
 
 
 def start_host(hosts: Hosts, host: int, overrides: list[str], options: list[str], ranks: int = 1) -> Any:
@@ -57,8 +56,7 @@ def start_host(hosts: Hosts, host: int, overrides: list[str], options: list[str]
     torchrun += [option.format(n=len(hosts.names), host=host) for option in options]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     env = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": paths}
-    sooner = ["collective_timeout=10"] if SOONER else []
-    command = [*torchrun, str(ROOT / "scripts/train.py"), *overrides, *SETTINGS, *sooner]
+    command = [*torchrun, str(ROOT / "scripts/train.py"), *overrides, *SETTINGS, "collective_timeout=10"]
     with NamedTemporaryFile("w", dir=hosts.disk.parent, delete=False) as log:  # a pipe could be full
         launcher = hosts.run(host, command, env, stdout=log, stderr=subprocess.STDOUT)
     launcher.log = Path(log.name)

@@ -159,11 +159,6 @@ def test_004_the_post_norm_block(causal: bool):
     assert_near(block(x, rotary=None, cache=None), expected, terms=10 + 10 + 5 + 200 + 10 + 40)
 
 
-@pytest.fixture(autouse=True)
-def _seeded():
-    torch.manual_seed(0)
-
-
 def assert_printed(actual: Tensor, figures: object) -> None:
     """Assert that values equal the figures that a notebook prints, to 4 decimals."""
     assert_close(actual, torch.tensor(figures, dtype=actual.dtype), atol=5.5e-5, rtol=0)

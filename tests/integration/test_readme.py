@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ROOT
 from hosts import needs_hosts, start_hosts
 
 import minigpt
 
-ROOT = Path(__file__).resolve().parents[2]
 TRAINING = (ROOT / "docs/training.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = "".join(page.read_text(encoding="utf-8") for page in PAGES if page.name != "gpu.md")  # run by test_bench.py

@@ -12,9 +12,9 @@ from typing import Any
 from zipfile import ZipFile
 
 import pytest
+from conftest import ROOT
 from test_readme import SHORT, commands
 
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 # Without it, pip downloads the setuptools that pyproject.toml requires.
 NO_ISOLATION = ["--no-build-isolation"] if int(version("setuptools").partition(".")[0]) >= 77 else []

@@ -2,14 +2,12 @@
 
 import re
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from contrast import text_contrasts
-from readers import CHARACTERS, SHIFTED, Keys, Reader, continuation, make_run, open_at
+from readers import CHARACTERS, SHIFTED, Keys, Reader, continuation, make_run, text_contrasts
 from servers import serving
 
 from minigpt import GPT
@@ -39,21 +37,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Any:
         files = {name: (folder / f"{name}.html").as_uri() for name in ("small", "many-heads")}
         addresses = {"server": f"{server.url}/", "file": files["small"], "many_heads": files["many-heads"]}
         yield SimpleNamespace(models=models, **addresses)
-
-
-@pytest.fixture(params=["server", "file"])
-def reader(request: Any, browser: Any, site: Any) -> Iterator[Reader]:
-    yield from open_at(browser, getattr(site, request.param))
-
-
-@pytest.fixture
-def at_server(browser: Any, site: Any) -> Iterator[Reader]:
-    yield from open_at(browser, site.server)
-
-
-@pytest.fixture
-def in_file(browser: Any, site: Any) -> Iterator[Reader]:
-    yield from open_at(browser, site.file)
 
 
 def loss_of(model: GPT, text: str) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from readers import CHARACTERS, Keys, Reader, continuation, make_run, open_at
+from readers import CHARACTERS, Keys, Reader, continuation, make_run
 from servers import serving
 
 from minigpt import GPT, save_checkpoint
@@ -56,21 +56,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     with serving([folder / name for name in ("small", "other", "plain")]) as server:
         pages = {"server": f"{server.url}/", "file": (folder / "small.html").as_uri()}
         yield SimpleNamespace(models=models, other=other, **pages)
-
-
-@pytest.fixture(params=["server", "file"])
-def reader(request: Any, browser: Any, site: SimpleNamespace) -> Iterator[Reader]:
-    yield from open_at(browser, getattr(site, request.param))
-
-
-@pytest.fixture
-def at_server(browser: Any, site: SimpleNamespace) -> Iterator[Reader]:
-    yield from open_at(browser, site.server)
-
-
-@pytest.fixture
-def in_file(browser: Any, site: SimpleNamespace) -> Iterator[Reader]:
-    yield from open_at(browser, site.file)
 
 
 def slide(reader: Reader, *keys: str) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import wandb_records
 from robustness.faults.server import serve
-from wandb_records import records
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_an_offline_run_holds_curves_config_samples_and_summary(train: Callable[
     (offline,) = (folder / "wandb").glob("offline-run-*")
     assert output.endswith(f"wandb sync {offline}")
 
-    everything = records(folder)
+    everything = wandb_records(folder)
     contents = json.dumps(everything)
     history = [record["history"] for record in everything if record["type"] == "history"]
     assert len(history) >= 4
@@ -55,7 +55,7 @@ def test_a_run_that_resumes_is_the_same_run_there_and_its_curves_do_not_overlap(
     steps = [
         record["history"]["item"]["trainer/global_step"]
         for part in (0, 1)
-        for record in records(folder, part)
+        for record in wandb_records(folder, part)
         if record["type"] == "history" and "tokens" in record["history"]["item"]
     ]
     assert steps == [5, 10, 15, 20]
@@ -81,7 +81,7 @@ def test_a_dead_server_neither_stops_a_run_nor_loses_its_curves(launch: Callable
     assert "Traceback" not in result.stderr
     assert "wandb sync" in result.stderr
     assert (folder / "metrics.csv").read_text().count("\n") == 7
-    assert any(record["type"] == "history" for record in records(folder))
+    assert any(record["type"] == "history" for record in wandb_records(folder))
 
 
 @pytest.mark.slow

@@ -18,12 +18,12 @@ from typing import Any
 
 import httpx
 import pytest
+from conftest import ROOT
 from servers import make_run
 
 from minigpt.serve.loaded_models import find_models
 from minigpt.utils.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "scripts" / "serve.py")
 
 

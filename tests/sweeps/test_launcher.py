@@ -1,17 +1,13 @@
 """Launchers: cores and GPUs per worker, jobs on several devices, submitit, the agent of Weights & Biases."""
 
-from pathlib import Path
-
 import pytest
 import yaml
-from conftest import composed
+from conftest import ROOT, composed
 from omegaconf import OmegaConf
 
 from minigpt.runs.config_checks import check_run
 from minigpt.sweeps.launcher import Joblib, visible_gpus
 from minigpt.sweeps.results import COMPLETED, NATS, SKIPPED, read_sweep
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment(threads: int, gpu: str | None = None) -> dict[str, str]:

@@ -17,20 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import small_run, wait_until
+from conftest import ROOT, small_run, wait_until, wandb_records
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.types import HydraContext, RunMode
 from matplotlib import image
 from omegaconf import DictConfig, OmegaConf, open_dict
-from wandb_records import records
 
 from minigpt.runs.run_dir import read_summary, write_summary
 from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, SKIPPED, read_sweep
 from minigpt.utils.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIGS, TRAIN = ROOT / "configs", ROOT / "scripts" / "train.py"
 TIMED = ("seconds", "tokens_per_second", "flops_per_second", "mfu")  # columns that no two runs share
 
@@ -552,12 +550,12 @@ def test_an_interrupted_and_a_killed_sweep_resume_and_complete(text, tmp_path, t
 
     # Weights & Biases has a run per job, and one for the summary.
     for name in (GOOD[0], GOOD[3], DIVERGING[0]):
-        (started,) = (record["run"] for record in records(folder / name) if record["type"] == "run")
+        (started,) = (record["run"] for record in wandb_records(folder / name) if record["type"] == "run")
         assert (started["display_name"], started["run_group"]) == (name, folder.name)
         assert started["tags"] == ["fox", "sweep"]
-    (started,) = (record["run"] for record in records(folder) if record["type"] == "run")
+    (started,) = (record["run"] for record in wandb_records(folder) if record["type"] == "run")
     assert (started["run_group"], set(started["tags"])) == (folder.name, {"fox", "sweep", "summary"})
-    assert "The lowest loss is" in json.dumps(records(folder))  # the answer, in its summary
+    assert "The lowest loss is" in json.dumps(wandb_records(folder))  # the answer, in its summary
     (offline,) = (folder / "wandb").glob("offline-run-*")
     (table,) = offline.rglob("*.table.json")
     rows = rows_of(folder / "sweep.csv")
