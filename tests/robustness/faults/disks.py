@@ -32,6 +32,7 @@ LOG_EVERY_STEP = "log_every=1"  # metrics.csv must outgrow one memory page, the 
 def flip_bit(file: Path, rng: Random) -> None:
     content = bytearray(file.read_bytes())
     content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    file.unlink()  # a run killed between a link and a renaming has one file under two names
     file.write_bytes(content)
 
 
