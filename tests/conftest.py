@@ -77,6 +77,28 @@ def browser() -> Iterator[Any]:
     browser.quit()
 
 
+@pytest.fixture(params=["server", "file"])
+def reader(request: Any, browser: Any, site: Any) -> Iterator[Any]:
+    """A reader of the page of a server, and of the page in a file: addresses in `site` of the test's module."""
+    from readers import open_at
+
+    yield from open_at(browser, getattr(site, request.param))
+
+
+@pytest.fixture
+def at_server(browser: Any, site: Any) -> Iterator[Any]:
+    from readers import open_at
+
+    yield from open_at(browser, site.server)
+
+
+@pytest.fixture
+def in_file(browser: Any, site: Any) -> Iterator[Any]:
+    from readers import open_at
+
+    yield from open_at(browser, site.file)
+
+
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Callable[[Path], Callable[..., Any]]]:
     """Return a function that opens a page and returns one that runs a script in it; the page logs no error."""

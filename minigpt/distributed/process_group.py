@@ -19,7 +19,7 @@ from minigpt.utils.terminal import warn
 START = timedelta(minutes=2)  # that ranks wait for each other to start
 PATIENCE = timedelta(minutes=30)  # the same while they prepare the data, and at most while they save
 RESTARTS = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"  # torchrun starts ranks again that fail
-LOST_RANK = "a rank ended or lost the network; see the logs of the others, and resume with resume=auto"
+LOST_RANK = "a rank may have ended or lost the network; see the logs of the others, and resume with resume=auto"
 
 
 def started_together() -> tuple[int, int] | None:
@@ -71,7 +71,7 @@ def gather_objects(mine: Any) -> list[Any]:
     try:
         group.all_gather_object(objects, mine)
     except RuntimeError as error:
-        raise RunError(LOST_RANK) from error
+        raise RunError(f"{error}; {LOST_RANK}") from error
     return objects
 
 

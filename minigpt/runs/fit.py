@@ -96,8 +96,8 @@ def fit(
     except Exception as error:
         if resume and not state.training_began and is_resume_error(error):
             error = UserError(f"{resume} does not hold a run of minigpt ({type(error).__name__}: {error})")
-        if isinstance(error, DistError) or "/gloo/" in str(error):  # gloo raises RuntimeError with a path of its source
-            error = RunError(LOST_RANK)
+        if trainer.world_size > 1 and (isinstance(error, DistError) or type(error) is RuntimeError):  # of NCCL, of gloo
+            error = RunError(f"{error}; {LOST_RANK}")
         outcome["reason"] = error_text(error)
         raise error
     finally:

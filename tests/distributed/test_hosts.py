@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -139,12 +140,12 @@ def test_a_run_that_loses_a_host_ends_and_resumes(start: Callable[[int], Hosts],
     wait_until(lambda: (run / LAST).exists() or any(launcher.poll() is not None for launcher in launchers))
     inject(hosts)
     printed = finish(launchers, code=1)
-    lost = "a rank ended or lost the network; see the logs of the others, and resume with resume=auto"
-    assert f"\nerror: {lost}\n" in printed[1]
+    lost = "; a rank may have ended or lost the network; see the logs of the others, and resume with resume=auto"
+    assert re.search(rf"^error: .+{lost}$", printed[1], flags=re.MULTILINE)
     assert "exitcode  : 1" in printed[1]  # the summary of torchrun
     if fault == "cut link":  # rank 0 is alive
         summary = read_summary(run)
-        assert (summary["status"], summary["reason"]) == ("failed", lost)
+        assert (summary["status"], lost in summary["reason"]) == ("failed", True)
 
     for host in range(n_hosts):
         hosts.reconnect(host)
