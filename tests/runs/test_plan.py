@@ -69,6 +69,7 @@ def test_a_planned_run_is_a_run_with_the_settings_of_its_plan(short, tmp_path, c
         assert column(tmp_path / "planned", name) == column(tmp_path / "plain", name)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_continues_with_its_plan(short, tmp_path):
     steps = ["max_steps=150", "eval_every=25"]
     command = [sys.executable, str(SCRIPTS / "train.py"), *short, *steps, f"hydra.run.dir={tmp_path}/run"]

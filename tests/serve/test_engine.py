@@ -167,7 +167,8 @@ def test_several_requests_share_a_stream_and_join_together_or_not_at_all():
         assert all(token.logprob is None and token.top == [] for token in own)
 
 
-def test_a_text_is_scored_as_by_score_between_the_steps_of_other_requests():
+def test_a_text_is_scored_as_by_score_between_the_steps_of_other_requests(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("minigpt.serve.engine._SEND_SECONDS", 0)  # else all steps may be sent together, at the end
     model, text = make(), torch.randint(23, (400,), generator=torch.Generator().manual_seed(0)).tolist()
 
     async def count(engine: Engine) -> tuple[list[Token], int]:

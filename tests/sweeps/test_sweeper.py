@@ -458,6 +458,7 @@ def statuses_of(folder: Path, names: Sequence[str]) -> list[str]:
     return [read_summary(folder / name)["status"] for name in names]
 
 
+@pytest.mark.slow
 def test_a_sweep_reports_every_point_when_runs_fail_and_a_worker_is_killed(text, tmp_path, train):
     sweep = RealSweep(tmp_path, text)
     code, out, err = sweep.run_three_seeds_and_kill_a_worker()
