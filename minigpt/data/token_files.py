@@ -161,7 +161,9 @@ def _find_bins(key: str, value: str | Sequence[str]) -> list[Path]:
     for path in [value] if isinstance(value, str) else value:
         advice = "copy the files to a disk first, for example with aws s3 sync"
         require(key, path, lambda path: "://" not in path, "local files", advice)
-        files += map(Path, sorted(glob(str(Path(path).expanduser()))) or [path])
+        given = Path(path).expanduser()
+        found = [given] if given.exists() else [*map(Path, sorted(glob(str(given))))]  # a name may look like a pattern
+        files += found or [given]
     for file in files:
         if not file.is_file():
             raise UserError(f"{key}={file} is not a file; give the path of nanoGPT's token files")

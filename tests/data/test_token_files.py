@@ -130,6 +130,13 @@ def test_nanogpts_files_are_read_in_place(tmp_path):
     assert not (tmp_path / "data/tokens").exists()
 
 
+def test_a_file_whose_name_looks_like_a_pattern_is_that_file(tmp_path):
+    for name, ids in (("1", [1, 2]), ("[1]", [3, 4])):
+        np.array(ids, np.uint16).tofile(tmp_path / f"{name}.bin")
+    both = dict.fromkeys(("train_bin", "val_bin"), f"{tmp_path}/[1].bin")
+    assert corpus_of(None, tmp_path / "data", "byte", **both).tokens("train")[:].tolist() == [3, 4]
+
+
 def test_bytes_of_tokens_are_counted_without_separators(tmp_path, monkeypatch):
     monkeypatch.setattr(token_files, "_SCAN_TOKENS", 3)
     corpus = read_bins(tmp_path, [1, 2], [97, 256, 257, 256], AB)

@@ -100,6 +100,7 @@ def test_the_settings_are_those_of_the_samples(reader: Reader, site: Any) -> Non
 def test_generation_stops(at_server: Reader) -> None:
     reader = at_server
     reader.set("max_tokens", 60000)
+    place = reader.find("#generate").location
     for stop in ("button", "key"):
         length = len(reader.text)
         reader.find("#generate").click()
@@ -112,6 +113,7 @@ def test_generation_stops(at_server: Reader) -> None:
             reader.press(Keys.ESCAPE)
         reader.wait_for_generation()
         assert len(reader.text) < 60000
+    assert reader.find("#generate").location == place  # a button that moves is missed
 
 
 def test_an_unknown_character_is_an_error_that_names_it(reader: Reader) -> None:
