@@ -127,7 +127,7 @@ BAD_OVERRIDES = {
     "two numbers in [0, 1)": "optimizer.betas=[0.9] optimizer.betas=0.9 optimizer.betas=null",
     "in (0, 1)": "data.val_fraction=0 data.val_fraction=1",
     "in [0, 1]": "schedule.final_lr_frac=-1",
-    "a path or a list of paths, or null": "data.train_bin=[]",
+    "a local path or a list of them, or null": "data.train_bin=[] data.val_bin=s3://a/b.bin",
     "divisible by model.n_head=4": "model.n_embd=101",
 }
 

@@ -113,8 +113,10 @@ def partial_from_config(node: DictConfig) -> Callable[..., Any]:
     return partial(get_method(values.pop("_target_")), **values)
 
 
-def _are_texts(value: Any) -> bool:  # as the characters of a text are
-    return isinstance(value, Sequence) and value != [] and all(isinstance(part, str) for part in value)
+def _are_local(value: Any) -> bool:
+    paths = [value] if isinstance(value, str) else value
+    known = isinstance(paths, Sequence) and len(paths) > 0
+    return known and all(isinstance(path, str) and "://" not in path for path in paths)
 
 
 def _are_betas(value: Any) -> bool:
@@ -141,7 +143,10 @@ _RULES: dict[checks.Rule, tuple[str, ...]] = {
     integer(257): ("tokenizer.vocab_size",),  # 256 bytes and the separator
     one_of(("files", "download", "plays", "huggingface")): ("data.source",),
     one_of(("fraction", "document")): ("data.split",),
-    or_null((_are_texts, "a path or a list of paths")): ("data.train_bin", "data.val_bin"),
+    or_null((_are_local, "a local path or a list of them")): (
+        "data.train_bin",
+        "data.val_bin",
+    ),
     (_are_betas, "two numbers in [0, 1)"): ("optimizer.betas",),
     or_null((lambda v: isinstance(v, str) and v != "", _MODELS)): ("init_from",),
     or_null((lambda v: isinstance(v, str), "auto, a run folder, a checkpoint")): ("resume",),
