@@ -299,7 +299,7 @@ def test_a_configuration_inside_a_checkpoint_is_data(tmp_path: Path, monkeypatch
         }
         data |= {"sha256": "${oc.env:HOME}", "characters": 9, "path": "touch canary", "field": "text"}
         data |= {"val_path": None, "split": "fraction", "val_fraction": 0.1}
-        for bins, error in ((None, "are not in"), (url, "must be local files"), ([url], "must be local files")):
+        for bins, error in ((None, "are not in"), (url, "is not a file"), ([url], "is not a file")):
             tokenizer = {"_target_": "os.system", "name": "touch canary"}
             content["minigpt"]["config"] = {"data": data | {"train_bin": bins, "val_bin": bins}, "tokenizer": tokenizer}
             write(content, tmp_path / "a.safetensors")
