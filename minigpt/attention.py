@@ -219,7 +219,8 @@ class MultiHeadAttention(nn.Module):
     def _project(self, x: Tensor, rotary: Rotary | None) -> tuple[Tensor, ...]:
         """Queries (B, T, H, D), and keys and values (B, T, K, D), normalized and rotated."""
         H, K = self.n_head, self.n_kv_head
-        heads = self.qkv(x).view(x.size(0), -1, H + 2 * K, self.head_dim)
+        T = x.size(1) if x.dim() == 3 else 1
+        heads = self.qkv(x).view(x.size(0), T, H + 2 * K, self.head_dim)
         if not self.qk_norm and rotary is None:
             return heads.split_with_sizes((H, K, K), dim=2)
         qk, v = heads.split_with_sizes((H + K, K), dim=2)

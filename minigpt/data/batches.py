@@ -114,7 +114,8 @@ class ValidationBatches:
     """Iterate over the validation split in non-overlapping windows, as (tokens, targets), (B, T) each.
 
     A shorter last window is padded to (T,), with targets `IGNORE_INDEX`. The rows of a batch are spread over the
-    ranks, so that all ranks have equally many batches, and the windows are the same on any number of ranks.
+    ranks, so that all ranks have equally many batches, and the windows are the same on any number of ranks. A rank
+    without a row has one of padding alone, because not every kernel accepts an empty batch.
     """
 
     tokens: Tokens  # the validation split, (N,), at least two tokens
@@ -137,12 +138,13 @@ class ValidationBatches:
         return -(-len(self.windows) // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        batches = [
+        shares = [
             self.windows[begin : begin + self.batch_size][self.rank :: self.world_size] * self.block_size
             for begin in range(0, len(self.windows), self.batch_size)
         ]
+        batches = [starts if len(starts) else np.array([self.n_targets]) for starts in shares]
         for starts, (tokens, targets) in zip(batches, self.read_windows(batches), strict=True):
-            if len(starts) and (padding := int(starts[-1]) + self.block_size - self.n_targets) > 0:
+            if (padding := int(starts[-1]) + self.block_size - self.n_targets) > 0:
                 targets = targets.clone()  # it shares memory with tokens
                 targets[-1, -padding:] = IGNORE_INDEX
             yield tokens, targets

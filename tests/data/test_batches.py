@@ -157,10 +157,11 @@ def test_validation_scores_every_target_once_on_any_number_of_ranks(block_size, 
             counts.add(len(read))
             for tokens, targets in read:
                 assert tokens.shape == targets.shape == (len(tokens), block_size)
+                assert len(tokens) > 0  # kernels and compiled models may refuse an empty batch
                 inside = targets != -100
                 assert torch.equal(targets[inside], tokens[inside] + 1)
                 assert torch.equal(tokens[inside], (tokens[:, :1] + torch.arange(block_size))[inside])
-                assert not (tokens[:, 0] % block_size).any()  # adjacent windows
+                assert not (tokens[inside.any(dim=1), 0] % block_size).any()  # adjacent windows
                 scored += targets[inside].tolist()
         assert len(counts) == 1  # a rank with one batch more would wait for the others
         assert sorted(scored) == list(range(1, n))

@@ -31,7 +31,8 @@ QUICK = ("ddp", "sharded")
 def base(text: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """The folder of all runs, and their settings."""
     folder = tmp_path_factory.mktemp("strategies")
-    settings = [*small_run(text, folder / "data"), "callbacks.samples=null", "log_every=1"]
+    # The last batch of the 125 windows of the validation split has one, so that a rank has none.
+    settings = [*small_run(text, folder / "data"), "callbacks.samples=null", "log_every=1", "data.eval_batch_size=62"]
     return SimpleNamespace(folder=folder, settings=settings)
 
 
@@ -43,6 +44,26 @@ def on_two(base: SimpleNamespace) -> Path:
 @pytest.fixture(scope="module")
 def others_on_two(base: SimpleNamespace) -> Path:
     return train_on_two(base, {name: overrides for name, (overrides, *_) in RUNS.items() if name not in QUICK})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_validation_on_ranks_is_that_of_one_whatever_the_last_batch_has(
+    base: SimpleNamespace, tmp_path: Path, strategy: str, ranks: int
+) -> None:
+    runs = [[*base.settings, "eval_every=1", "max_steps=1", f"data.eval_batch_size={size}"] for size in (3, 4, 5)]
+    resumed = [*runs[0], "resume=auto", "max_steps=2"]
+    last = [125 % size for size in (3, 4, 5)]
+    assert {n % 2 for n in last} == {0, 1} and {n % 3 for n in last} == {0, 1, 2}
+    folders = [f"hydra.run.dir={tmp_path}/{i}" for i in (0, 1, 2, 0)]
+    ddp = [f"trainer={strategy}", "trainer.accelerator=cpu", f"trainer.devices={ranks}"]
+    train_on_ranks([[*run, *ddp, at] for run, at in zip([*runs, resumed], folders, strict=True)], ranks)
+    minigpt.train([*resumed, f"hydra.run.dir={tmp_path}/one"])
+    expected = column(tmp_path / "one", "val_loss")
+    assert column(tmp_path / "0", "val_loss") == pytest.approx(expected, rel=1e-5)
+    for name in ("1", "2"):
+        assert column(tmp_path / name, "val_loss") == pytest.approx(expected[:1], rel=1e-5)
 
 
 def train_on_two(base: SimpleNamespace, runs: dict[str, list[str]]) -> Path:
