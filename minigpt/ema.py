@@ -13,13 +13,16 @@ class EMA:
     """Hold an exponential moving average of parameters (https://doi.org/10.1137/0330046).
 
     Update t uses min(decay, (1 + t) / (10 + t)), as TensorFlow's ExponentialMovingAverage with num_updates, so that
-    a short training forgets the initialization. Under FSDP2 each rank averages its shards.
+    a short training forgets the initialization. Averages of weights in half precision, in which small updates round to
+    nothing, are in float32, also while they are swapped in. Under FSDP2 each rank averages its shards, which must be
+    in float32.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], decay: float) -> None:
         self.parameters: list[Tensor] = list(parameters)
         self.decay, self.updates = decay, 0
-        self.shadow = [p.detach().clone() for p in self.parameters]  # the averages; while swapped, the weights
+        # The averages; while swapped, the weights.
+        self.shadow = [p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in self.parameters]
         self.swapped = False
 
     def load(self, averages: Iterable[Tensor], updates: int) -> None:
@@ -35,9 +38,9 @@ class EMA:
         """Update the averages; call it after every optimizer step."""
         self.updates += 1
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        torch._foreach_lerp_(
-            [local_shard(p) for p in self.shadow], [local_shard(p) for p in self.parameters], 1 - decay
-        )
+        averages = [local_shard(p) for p in self.shadow]
+        weights = [local_shard(p).to(average.dtype) for p, average in zip(self.parameters, averages, strict=True)]
+        torch._foreach_lerp_(averages, weights, 1 - decay)
 
     @torch.no_grad()
     def swap(self) -> None:

@@ -68,14 +68,14 @@ class GPT(nn.Module):
         cache: "Cache | None" = None,
         reduction: str = "mean",
     ) -> Tensor:
-        """Compute the logits (B, T, V), or the cross-entropy in nats, a scalar, if targets are given.
+        """Compute the logits (B, T, V), or the cross-entropy in nats, in float32 or more, if targets are given.
 
         Args:
             tokens: (B, T) integer token ids, T at most `block_size` minus the length of the cache: a tensor, or an
                 array or nested list, which is moved to the model's device.
             targets: (B, T) the id after each token, likewise.
             cache: from `new_cache`; the tokens continue it and are appended to it.
-            reduction: "mean" or "sum" of the loss over tokens.
+            reduction: of the loss over tokens: "mean", "sum", or "none" for (B·T,).
 
         Raises:
             ValueError: the tokens are not integers (B, T), or too many.
@@ -95,7 +95,8 @@ class GPT(nn.Module):
         logits = self.logits(x)  # (B, T, V)
         if targets is None:
             return logits
-        return F.cross_entropy(logits.flatten(0, 1), self._to_ids(targets).flatten(), reduction=reduction)
+        logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(logits, self._to_ids(targets).flatten(), reduction=reduction)
 
     def embed(self, tokens: Tensor, positions: slice | Tensor, cache: "Cache | None") -> Tensor:
         """Return the input of the first block (B, T, C) for tokens (B, T) at positions that index (B, T) or (T,).

@@ -203,6 +203,22 @@ def test_an_ngram_embedding_depends_on_the_last_n_tokens_only():
     assert_close(model.ngrams(again, None)[0, 5], embedded[0, 7])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_loss_is_computed_in_float32_or_more(dtype: torch.dtype, reduction: str):
+    model, ids = tiny().to(dtype), torch.randint(29, (1300, 16))  # a sum above the largest float16
+    with torch.no_grad():
+        expected = F.cross_entropy(model(ids).flatten(0, 1).double(), ids.flatten(), reduction=reduction)
+        loss = model(ids, ids, reduction=reduction)
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_an_empty_batch_has_empty_logits():
+    model = tiny(position="rope", ngram=2, smear=1, qk_norm=True)
+    assert model(torch.zeros(0, 4, dtype=torch.long)).shape == (0, 4, 29)
+
+
 def test_an_input_longer_than_the_context_raises():
     model = tiny(position="rope")
     with pytest.raises(ValueError, match=r"17 tokens exceed block_size=16"):

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from minigpt.checkpoints.find import find_snapshots
 from minigpt.checkpoints.load import load_checkpoint
@@ -56,7 +55,7 @@ def measure(snapshot: Path, written: int) -> dict[str, Any] | None:
     except UserError:
         return None
     tokens, targets = next(iter(validation_batches(snapshot, model)))  # (B, T)
-    losses = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="none")  # (B·T,)
+    losses = model(tokens, targets, reduction="none")  # (B·T,)
     known = targets.flatten() >= 0
     losses, ids = losses[known], targets.flatten()[known].tolist()
     kinds = torch.tensor(token_kinds(token_pieces(tokenizer, ids)))

@@ -92,6 +92,11 @@ def check_run(cfg: DictConfig) -> None:
         every, last = cfg.eval_every, cfg.max_steps
         expected = f"a multiple of eval_every={every} and at most max_steps={last}, or null"
         require("pause_at", cfg.pause_at, lambda step: step % every == 0 and step <= last, expected)
+    strategy, averages = OmegaConf.select(cfg, "trainer.strategy._target_", default=""), cfg.get("ema_decay")
+    if averages is not None and strategy.endswith(".FSDP"):  # which cannot hold averages of another dtype
+        expected = f"another than bf16-true and 16-true with trainer=fsdp and ema_decay={averages}"
+        halves = ("bf16-true", "16-true")
+        require("trainer.precision", cfg.trainer.precision, lambda x: x not in halves, expected, "use bf16-mixed")
     if cfg.get("minutes") is not None:
         require("pause_at", cfg.pause_at, lambda step: step is None, "null with minutes")
         require("trainer.devices", cfg.trainer.devices, lambda n: n == 1, "1 with minutes, which plans for one device")

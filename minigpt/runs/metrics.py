@@ -98,6 +98,13 @@ class MetricsCallback(Callback):
         if warmup >= self.max_steps:
             setting = f"schedule.warmup_steps={warmup} is not below max_steps={self.max_steps}"
             warn(f"{setting}: no step has the peak learning rate")
+        dtype = next(pl_module.parameters()).dtype
+        for group in trainer.optimizers[0].param_groups:
+            rate = max(*group.get("betas", ()), group.get("momentum", 0.0), 0.0)
+            if 1 - rate < torch.finfo(dtype).eps / 4:
+                name = str(dtype).removeprefix("torch.")
+                warn(f"a decay rate of {rate} of the optimizer rounds to 1 in {name}; use trainer.precision=bf16-mixed")
+                break
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._clock is None:

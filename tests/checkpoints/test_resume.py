@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import small_run
+from conftest import composed, small_run
 from hydra.errors import InstantiationException
 from lightning.pytorch import Callback, Trainer
 from ranks import train_on_ranks
@@ -24,6 +24,7 @@ from minigpt import load_checkpoint
 from minigpt.checkpoints.find import BEST, LAST
 from minigpt.checkpoints.format import read, write
 from minigpt.ema import EMA
+from minigpt.runs.config_checks import check_run
 from minigpt.utils.errors import Diverged, UserError
 from minigpt.utils.signals import Interrupted
 
@@ -82,6 +83,7 @@ def check_same_end(one: Path, other: Path) -> None:
         "callbacks=early_stopping callbacks.early_stopping.patience=1 callbacks.early_stopping.min_delta=0.2",
         "optimizer=muon_fast trainer.gradient_clip_val=null trainer.precision=64-true",
         "trainer.precision=bf16-mixed model.ngram=3 model.ngram_dropout=0.2",
+        "trainer.precision=bf16-true ema_decay=0.99",
         pytest.param(
             "tokenizer=gpt2",
             marks=[
@@ -90,7 +92,7 @@ def check_same_end(one: Path, other: Path) -> None:
             ],
         ),
     ],
-    ids=["epochs", "early stopping", "muon in float64", "bfloat16", "gpt2"],
+    ids=["epochs", "early stopping", "muon in float64", "bfloat16", "all in bfloat16", "gpt2"],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(
     train: Train, trained: Trained, tmp_path: Path, settings: str
@@ -250,6 +252,40 @@ def test_the_ema_follows_its_formula() -> None:
     assert weight.item() == pytest.approx(expected, rel=1e-6)
     average.swap()
     assert weight.item() == 1.0
+
+
+def test_an_average_of_weights_in_bfloat16_follows_them_and_is_kept_by_a_swap() -> None:
+    """Steps of 0.001 of the way round to nothing in bfloat16, whose neighbors of 1 are 0.004 and 0.008 away."""
+    weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    average = EMA([weight], 0.999)
+    average.updates, expected = 100_000, 1.0
+    weight.data.fill_(2.0)
+    for _ in range(1000):
+        average.update()
+        average.swap()  # as a validation between two steps
+        average.swap()
+        expected = 0.999 * expected + 0.001 * 2.0
+    assert (weight.item(), weight.dtype) == (2.0, torch.bfloat16)
+    average.swap()
+    assert weight.item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("precision", "beta"), [("bf16-true", 0.999), ("bf16-true", 0.99), ("32-true", 0.999)])
+def test_means_that_the_precision_rounds_away_are_a_warning(
+    train: Train, precision: str, beta: float, capsys: Any
+) -> None:
+    train(f"optimizer.betas=[0.9,{beta}]", f"trainer.precision={precision}", "max_steps=1")
+    warned = "warning: a decay rate of 0.999 of the optimizer rounds to 1 in bfloat16" in capsys.readouterr().err
+    assert warned == (precision == "bf16-true" and beta == 0.999)
+
+
+def test_an_average_of_shards_in_half_precision_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"trainer\.precision must be another than bf16-true and 16-true with trainer=fsdp"
+    ):
+        check_run(composed("trainer=fsdp", "trainer.precision=bf16-true", "ema_decay=0.9"))
+    for accepted in ("trainer.precision=bf16-mixed", "ema_decay=null", "trainer=ddp"):
+        check_run(composed("trainer=fsdp", "trainer.precision=bf16-true", "ema_decay=0.9", accepted))
 
 
 @pytest.fixture
