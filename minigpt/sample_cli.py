@@ -7,13 +7,14 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from minigpt.data.tokenizer import SEPARATOR, Tokenizer, encode_prompt, whole_characters
+from minigpt.data.readers import TextChunk, read_texts
+from minigpt.data.tokenizer import Tokenizer, encode_prompt, whole_characters
 from minigpt.generation import Sample, score, stream
 from minigpt.model import GPT
 from minigpt.utils.errors import UserError
@@ -63,11 +64,19 @@ def print_samples(
         print(json.dumps(values), flush=True)
 
 
-def print_score(model: GPT, tokenizer: Tokenizer, text: str, *, as_json: bool) -> None:
-    """Print the likelihood of a text: in total, and as JSON also per token."""
-    if not text:
+def print_score(model: GPT, tokenizer: Tokenizer, chunks: Iterable[TextChunk], *, as_json: bool) -> None:
+    """Print the likelihood of documents: in total, and as JSON also per token.
+
+    They are tokenized and their bytes are counted as in training: separators are tokens of no bytes.
+    """
+    from minigpt.data.prepare import tokenize
+    from minigpt.data.splits import VAL, TextBatches
+
+    batches = TextBatches((VAL, chunk) for chunk in chunks)
+    parts = [splits[VAL] for splits in tokenize(tokenizer, batches, threads=1)]
+    if not parts:
         raise UserError("--score must be a non-empty text")
-    ids, n_bytes = tokenizer.encode(text).tolist(), len(text.encode())
+    ids, n_bytes = np.concatenate(parts).tolist(), batches.bytes[VAL]
     result = score(model, ids, tokenizer.start.tolist())
     logprobs, ranks = result.logprobs.tolist(), result.ranks.tolist()
     total = {"tokens": len(ids), "bytes": n_bytes, "nats": result.nats, "nats_per_token": result.nats / len(ids)}
@@ -80,29 +89,22 @@ def print_score(model: GPT, tokenizer: Tokenizer, text: str, *, as_json: bool) -
     print(f"{'top-1 accuracy':16}{ranks.count(0):,} of {len(ids):,} tokens ({ranks.count(0) / len(ids):.1%})")
 
 
-def read_prompt(prompt: str | None, file: str | None) -> str:
-    """Return the prompt given as text, in a file or on stdin (`-`); empty by default."""
+def read_prompt(tokenizer: Tokenizer, prompt: str | None, file: str | None, field: str = "text") -> str:
+    """Return the prompt given as text, in files or on stdin (`-`); empty by default."""
     if file is None:
         return whole_characters(prompt or "")  # as the tokenizer encodes it
     if prompt is not None:
         raise UserError("--prompt and --prompt-file exclude each other; give one of them")
-    return read_text(file, "--prompt-file")
-
-
-def read_text(file: str, option: str) -> str:
-    """Read a UTF-8 text file, or stdin (`-`)."""
-    try:
-        content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        return content.decode("utf-8")
-    except OSError as error:
-        raise UserError(f"{option}={file} cannot be read ({(error.strerror or str(error)).lower()})") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{option}={file} is not UTF-8 text: bad byte at offset {error.start:,}") from error
+    texts: list[str] = []
+    for text, first in read_texts(file, "--prompt-file", field):
+        if text:
+            texts += [tokenizer.names(tokenizer.separator), text] if first and texts else [text]
+    return "".join(texts)
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: str, block_size: int, *, truncate: bool = False) -> torch.Tensor:
     """Encode a prompt to token ids (T,), T ≥ 2; `truncate` keeps the last `block_size` tokens of a longer one."""
-    tokens = torch.as_tensor(tokenizer.encode(prompt)).long()
+    tokens = torch.as_tensor(encode_prompt(tokenizer, prompt) if prompt else []).long()
     if len(tokens) < 2:
         raise UserError(f"--prompt must have at least 2 tokens, got {len(tokens)}")
     if len(tokens) > block_size and not truncate:
@@ -114,7 +116,7 @@ def _encode(model: GPT, tokenizer: Tokenizer, prompt: str) -> list[int]:
     """Encode a prompt; log the start token of an empty one, and a truncation."""
     ids: list[int] = encode_prompt(tokenizer, prompt).tolist()
     if not prompt:
-        log(f"no prompt: starting from {tokenizer.decode(ids) or SEPARATOR!r}")
+        log(f"no prompt: starting from {tokenizer.names(ids)!r}")
     if len(ids) > model.config.block_size:
         log(f"the prompt has {len(ids):,} tokens; only the last {model.config.block_size:,} are read")
     return ids

@@ -20,7 +20,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=usage("attention"), description=__doc__)
     parser.add_argument("run", nargs="?", help="run folder or checkpoint (default: the newest run)")
     parser.add_argument("--prompt", help="text of at least two tokens")
-    parser.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file, or from stdin (-)")
+    parser.add_argument("--prompt-file", metavar="PATH", help="read the prompt as data.path= does, or from stdin (-)")
     parser.add_argument("--truncate", action="store_true", help="keep the last block_size tokens of a longer prompt")
     parser.add_argument("--layer", type=int, metavar="N", help="plot only this layer, counted from 1 (default: all)")
     parser.add_argument("--head", type=int, metavar="N", help="plot only this head, counted from 1 (default: all)")
@@ -33,17 +33,18 @@ def main() -> None:
     """Load, compute, plot, print."""
     args = arguments()
     from minigpt.checkpoints.find import find_checkpoint, run_folder
+    from minigpt.checkpoints.format import text_settings
     from minigpt.checkpoints.load import load_checkpoint
     from minigpt.checkpoints.validation_split import validation_batches
     from minigpt.data.detokenizer import token_pieces
     from minigpt.interpret import attention_plots, heads
     from minigpt.sample_cli import prompt_tokens, read_prompt
 
-    prompt = read_prompt(args.prompt, args.prompt_file)
     path = find_checkpoint(args.run)
     out = args.out or run_folder(path) / "attention.png"
     attention_plots.check_outputs({"--out": out, "--ablation": args.ablation})
     model, tokenizer = load_checkpoint(path)
+    prompt = read_prompt(tokenizer, args.prompt, args.prompt_file, **text_settings(path))
     for flag, number, count in (("layer", args.layer, model.config.n_layer), ("head", args.head, model.config.n_head)):
         if number is not None:
             require(f"--{flag}", number, *integer(1, count))

@@ -16,7 +16,7 @@ def arguments() -> argparse.Namespace:
     add("run", nargs="?", help="run folder, checkpoint, or folder or id of Hugging Face (default: the newest run)")
     add("--step", type=int, metavar="N", help="use the snapshot of this step (default: the best checkpoint)")
     add("--prompt", help="text to continue (default: the separator of documents, or a line break)")
-    add("--prompt-file", metavar="FILE", help="read the prompt from a file, or from stdin (-)")
+    add("--prompt-file", metavar="PATH", help="read the prompt as data.path= does, or from stdin (-)")
     add("--num-samples", type=int, default=1, metavar="N", help="samples per prompt (default: %(default)s)")
     add("--max-new-tokens", type=int, default=400, metavar="N", help="tokens per sample (default: %(default)s)")
     add("--temperature", type=float, default=0.8, metavar="X", help="0 is greedy decoding (default: %(default)s)")
@@ -28,7 +28,8 @@ def arguments() -> argparse.Namespace:
     add("--seed", type=int, default=1337, metavar="N", help="of sample 1; N + 1 of sample 2 … (default: %(default)s)")
     add("--json", action="store_true", help="print one JSON line per sample: text, ids, log-probabilities …")
     add("--originality", action="store_true", help="underline what the training text has verbatim, count what is new")
-    add("--score", metavar="FILE", help="print the likelihood of a text (- for stdin) instead of samples")
+    add("--score", metavar="PATH", help="print the likelihood of a text, read in the same way, instead of samples")
+    add("--field", metavar="NAME", help="of .jsonl or .parquet, with the text (default: the run's data.field, or text)")
     add("--device", default="auto", metavar="DEVICE", help="cpu, cuda, cuda:1 or mps (default: auto, the fastest)")
     dtypes = ("float32", "bfloat16", "float16")
     add("--dtype", default="float32", choices=dtypes, help="of the weights (default: %(default)s)")
@@ -46,22 +47,25 @@ def main() -> None:
 
     import torch
 
+    from minigpt.checkpoints.format import text_settings
     from minigpt.checkpoints.init_from import find_pretrained
+    from minigpt.data.readers import read_texts
     from minigpt.device import find_device
-    from minigpt.sample_cli import print_samples, print_score, read_prompt, read_text
+    from minigpt.sample_cli import print_samples, print_score, read_prompt
 
     pretrained = find_pretrained(args.run, step=args.step)
     model = pretrained.load().to(find_device(args.device), getattr(torch, args.dtype))
     log(f"sampling from {pretrained.path} on {model.wte.weight.device}")
+    settings = text_settings(pretrained.path) | ({"field": args.field} if args.field else {})
     if args.score is not None:
-        print_score(model, pretrained.tokenizer, read_text(args.score, "--score"), as_json=args.json)
+        print_score(model, pretrained.tokenizer, read_texts(args.score, "--score", **settings), as_json=args.json)
         return
     compare = None
     if args.originality:
         from minigpt.interpret.originality import comparison
 
         compare = comparison(pretrained.path)
-    prompt = read_prompt(args.prompt, args.prompt_file)
+    prompt = read_prompt(pretrained.tokenizer, args.prompt, args.prompt_file, **settings)
     print_samples(model, pretrained.tokenizer, prompt, options, as_json=args.json, compare=compare)
 
 

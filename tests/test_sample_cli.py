@@ -1,5 +1,7 @@
 """`scripts/sample.py`: stdout and stderr, JSON, scores, errors."""
 
+import codecs
+import gzip
 import io
 import json
 import math
@@ -13,12 +15,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow
 import pytest
 import torch
+import zstandard
+from corpora import corpus_of, on_disk, rows
+from pyarrow import parquet
 
 from minigpt.checkpoints.load import load_checkpoint, save_checkpoint
 from minigpt.config import GPTConfig
-from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer
+from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, encode_prompt
 from minigpt.device import find_device
 from minigpt.generation import Step, score, stream
 from minigpt.model import GPT
@@ -236,17 +242,23 @@ def test_a_prompt_is_read_from_a_file_or_stdin(saves, sample, tmp_path):
 @pytest.mark.parametrize(
     ("file", "output"),
     [
-        ("none.txt", "none.txt cannot be read (no such file or directory)"),
-        (".", ". cannot be read (is a directory)"),
-        ("~nobody-of-this-name/text.txt", "~nobody-of-this-name/text.txt cannot be read ("),
+        ("none.txt", "{option}=none.txt does not exist"),
+        ("empty", "{option}=empty has no file with suffix .txt, "),
+        ("~nobody-of-this-name/text.txt", "{option}=~nobody-of-this-name/text.txt does not exist"),
         ("latin.txt", "latin.txt is not UTF-8 text: bad byte at offset 3"),
-        ("-", "- is not UTF-8 text: bad byte at offset 3"),
+        ("-", "{option}=- is not UTF-8 text: bad byte at offset 3"),
+        ("broken.txt.gz", "broken.txt.gz is not a complete .gz file"),
+        ("other.jsonl", "other.jsonl, line 1: no text in field text; the fields with text are story; set data.field="),
     ],
 )
 def test_an_unreadable_text_file_is_one_error_line(option, file, output, saves, sample, tmp_path):
     latin = "café".encode("latin-1")
+    (tmp_path / "empty").mkdir()
     (tmp_path / "latin.txt").write_bytes(latin)
-    assert error(sample(saves["char"], option, file, stdin=latin)).startswith(f"error: {option}={output}")
+    (tmp_path / "broken.txt.gz").write_bytes(gzip.compress(b"a fox")[:-4])
+    (tmp_path / "other.jsonl").write_text('{"story": "a fox"}')
+    result = error(sample(saves["char"], option, file, stdin=latin))
+    assert result.startswith(f"error: {output.format(option=option)}")
 
 
 @pytest.mark.parametrize("how", ["--prompt", "--prompt-file", "--score"])
@@ -354,6 +366,42 @@ def test_a_score_is_printed_as_a_table(saves, sample, tmp_path):
         assert float(output.pop(name.replace("_", " "))) == pytest.approx(found[name], abs=1e-4)
     first = sum(rank == 0 for rank in found["ranks"])
     assert output == {"top-1 accuracy": f"{first} of 15 tokens ({first / 15:.1%})"}
+
+
+DOCUMENTS = ["a fox, a café.\n", "", "the lazy dog", "a fox"]
+FILES = {
+    "a.jsonl": rows(DOCUMENTS).encode(),
+    "a.jsonl.gz": gzip.compress(rows(DOCUMENTS).encode()),
+    "a.txt": codecs.BOM_UTF8 + TEXT.encode(),
+    "a.txt.gz": gzip.compress(codecs.BOM_UTF8 + TEXT.encode()),
+    "a.md.zst": zstandard.ZstdCompressor().compress(TEXT.encode()),
+    "texts/a.txt": TEXT.encode(),
+    "texts/deep/b.jsonl": rows(DOCUMENTS).encode(),
+}
+
+
+@pytest.mark.parametrize("path", [*list(FILES)[:5], "a.parquet", "texts", "**/*.jsonl"])
+@pytest.mark.parametrize("name", ["char", "multibyte", "separated"])
+def test_a_score_and_a_prompt_read_files_as_training_does(name, path, saves, sample, tmp_path):
+    for file, content in FILES.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_bytes(content)
+    parquet.write_table(pyarrow.table({"text": DOCUMENTS}), tmp_path / "a.parquet")
+    _, tokenizer = load_checkpoint(saves[name])
+    corpus = corpus_of(tmp_path / "a.txt", tmp_path / "data", tokenizer.to_dict(), val_path=str(tmp_path / path))
+    (found,) = samples(sample(saves[name], "--score", path, "--json"))
+    assert found["token_ids"] == on_disk(corpus)[1]
+    assert found["bytes"] == corpus.val.bytes
+    assert found["bits_per_byte"] == pytest.approx(found["nats"] / math.log(2) / corpus.val.bytes)
+    (one,) = samples(sample(saves[name], "--prompt-file", path, "--json", "--max-new-tokens", 1))
+    assert encode_prompt(tokenizer, one["prompt"]).tolist() == on_disk(corpus)[1]
+
+
+def test_a_byte_order_mark_on_stdin_is_left_out(saves, sample):
+    texts = (codecs.BOM_UTF8 + TEXT.encode(), TEXT.encode())
+    marked, plain = (sample(saves["char"], "--score", "-", stdin=text).stdout for text in texts)
+    assert marked == plain != ""
+    assert sample(saves["letters"], "--prompt-file", "-", stdin=codecs.BOM_UTF8 + b"abc").stdout.startswith("abcd")
 
 
 # Invalid input

@@ -44,6 +44,16 @@ def read(path: Path) -> dict[str, Any]:
         return {**content, "state_dict": dict(content["state_dict"])}
 
 
+def text_settings(path: Path) -> dict[str, str]:
+    """Return `data.field` of the run of a checkpoint, without reading its tensors; {} for a model without a run."""
+    with explain_errors(f"the run config of {path} cannot be read"):
+        if path.is_dir():  # of Hugging Face
+            return {}
+        with safe_open(path, framework="pt", backend="pread") as file:
+            data = json.loads(file.metadata()[MINIGPT])[MINIGPT].get("config", {}).get("data", {})
+        return {key: value for key, value in data.items() if key == "field" and isinstance(value, str)}
+
+
 @contextmanager
 def explain_errors(problem: str) -> Iterator[None]:
     """Raise UserError with the problem and its reason for everything that a file of another program can cause."""

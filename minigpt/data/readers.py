@@ -7,7 +7,9 @@ larger than memory.
 
 import codecs
 import json
+import os
 import re
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -18,7 +20,7 @@ from typing import Any, NamedTuple
 
 from minigpt.data.tokenizer import whole_characters
 from minigpt.utils.errors import UserError
-from minigpt.utils.scripts import import_extra
+from minigpt.utils.scripts import import_extra, usage
 
 TEXT_SUFFIXES, ROW_SUFFIXES, COMPRESSED_SUFFIXES = (".txt", ".md"), (".jsonl", ".parquet"), (".gz", ".zst")
 _ARROW_TEXT_TYPES = ("string", "large_string", "string_view", "dictionary<values=string, indices=int32, ordered=0>")
@@ -43,7 +45,7 @@ def find_files(path: str, setting: str) -> list[Path]:
     A file that is named, or matched by a pattern, may have any suffix. Hidden files of a folder are skipped. Raise
     UserError with `setting`, the config key of the path, if there is no such file.
     """
-    given = Path(path or "''").expanduser()  # Path("") would be the current folder
+    given = Path(os.path.expanduser(path or "''"))  # Path("") would be the current folder
     if given.is_dir():
         found = [file for file in given.rglob("*") if content_suffix(file) in TEXT_SUFFIXES + ROW_SUFFIXES]
         found = [file for file in found if "/." not in f"/{file.relative_to(given).as_posix()}"]
@@ -65,6 +67,13 @@ def content_suffix(file: Path) -> str:
     return Path(name.stem).suffix if name.suffix in COMPRESSED_SUFFIXES else name.suffix
 
 
+def read_texts(path: str, setting: str, field: str = "text") -> Iterator[TextChunk]:
+    """Read the documents of all files of a path, as `find_files` takes it, or the text on standard input (`-`)."""
+    if path == "-":
+        return text_chunks(_decode(iter(lambda: sys.stdin.buffer.read(_BLOCK_BYTES), b""), f"{setting}=-"))
+    return chain.from_iterable(read_documents(file, field) for file in find_files(path, setting))
+
+
 def read_documents(file: Path, field: str) -> Iterator[TextChunk]:
     """Read the documents of a file; `field` is the field of JSON Lines or column of Parquet that holds the text.
 
@@ -73,7 +82,7 @@ def read_documents(file: Path, field: str) -> Iterator[TextChunk]:
     suffix = content_suffix(file)
     if suffix == ".parquet":
         return _read_parquet(file, field)
-    return _read_jsonl(file, field) if suffix == ".jsonl" else text_chunks(_read_text(file))
+    return _read_jsonl(file, field) if suffix == ".jsonl" else text_chunks(_decode(_read_blocks(file), file))
 
 
 def text_chunks(blocks: Iterable[str]) -> Iterator[TextChunk]:
@@ -96,18 +105,18 @@ def cut_point(text: str) -> int:
     return next((found.end() for pattern in _CUTS if (found := pattern.match(text, start))), 0)
 
 
-def _read_text(file: Path) -> Iterator[str]:
-    """Yield blocks of text, with line ends as they are."""
+def _decode(blocks: Iterable[bytes], name: object) -> Iterator[str]:
+    """Yield blocks of text, with line ends as they are; `name` is for errors."""
     decoder, offset = codecs.getincrementaldecoder("utf-8-sig")(), 0  # without a byte order mark
-    for block in chain(_read_blocks(file), [b""]):
+    for block in chain(blocks, [b""]):
         if (zero := block.find(b"\0")) >= 0:
-            raise UserError(f"{file} is not text: byte 0 at offset {offset + zero:,}; save it as UTF-8 text")
+            raise UserError(f"{name} is not text: byte 0 at offset {offset + zero:,}; save it as UTF-8 text")
         offset += len(block)
         try:
             text = decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
             where = offset - len(error.object) + error.start
-            raise UserError(f"{file} is not UTF-8 text: bad byte at offset {where:,}; save it as UTF-8") from error
+            raise UserError(f"{name} is not UTF-8 text: bad byte at offset {where:,}; save it as UTF-8") from error
         yield text
 
 
@@ -145,7 +154,7 @@ def _decompress(blocks: Iterable[bytes], new_frame: Callable[[], Any]) -> Iterat
 
 def _read_lines(file: Path) -> Iterator[str]:
     rest = ""
-    for block in _read_text(file):
+    for block in _decode(_read_blocks(file), file):
         *lines, rest = (rest + block).split("\n")
         yield from lines
     yield rest
@@ -183,4 +192,4 @@ def no_text(kind: str, name: str, row: Any) -> str:
     """Return the message for a row whose field or column has no text."""
     others = [key for key, value in row.items() if isinstance(value, str)] if isinstance(row, dict) else []
     listed = f"the {kind}s with text are {', '.join(others[:10])}" if others else f"there is no {kind} with text"
-    return f"no text in {kind} {name}; {listed}; set data.field=…"
+    return f"no text in {kind} {name}; {listed}; set data.field=… (--field of {usage('sample')})"

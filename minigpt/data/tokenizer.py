@@ -50,6 +50,7 @@ class Tokenizer:
     vocab_size: int
     separator: Ids  # between two documents
     token_bytes: Mapping[int, bytes]  # UTF-8 of each id; b"" for special tokens
+    special: Mapping[str, int] = {}  # ids of special tokens
     separated = False  # documents end with a separator that is a special token
 
     @property
@@ -77,6 +78,11 @@ class Tokenizer:
         """Decode ids to UTF-8, which may end within a character; special tokens are left out."""
         unknown = "\ufffd".encode()  # the replacement character
         return b"".join([self.token_bytes.get(int(i), unknown) for i in ids])
+
+    def names(self, ids: Sequence[int] | Ids) -> str:
+        """Decode ids of whole characters to text, with the names of special tokens."""
+        names = {i: name for name, i in self.special.items()}
+        return "".join(names.get(int(i)) or self.decode([i]) for i in ids)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plain data from which `from_dict` rebuilds the tokenizer."""
@@ -244,8 +250,10 @@ class HuggingFaceTokenizer(Tokenizer):
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # we have threads of our own
             to_bytes = _token_decoder(values["decoder"])
             self.token_bytes = {i: to_bytes(token) for token, i in self.backend.get_vocab().items()}
-            for i, added in self.backend.get_added_tokens_decoder().items():
-                self.token_bytes[i] = b"" if added.special else added.content.encode()
+            added = self.backend.get_added_tokens_decoder()
+            self.special = {token.content: i for i, token in added.items() if token.special}
+            for i, token in added.items():
+                self.token_bytes[i] = b"" if token.special else token.content.encode()
             self.vocab_size = max(self.token_bytes) + 1
         if self.vocab_size > len(self.token_bytes) + (1 << 16):  # lists of all ids would not fit in memory
             raise UserError(f"the ids of tokenizer.json must be consecutive, got {self.vocab_size - 1} as the largest")
@@ -281,8 +289,16 @@ def from_dict(values: Mapping[str, Any]) -> Tokenizer:
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Ids:
-    """Encode a prompt, (T,); an empty one becomes a separator, a new line, or the first id."""
-    return tokenizer.encode(prompt) if prompt else tokenizer.start
+    """Encode a prompt, (T,), in which the text of a special separator is the separator.
+
+    An empty one becomes a separator, a new line, or the first id.
+    """
+    if not prompt:
+        return tokenizer.start
+    if tokenizer.end_token is None:
+        return tokenizer.encode(prompt)
+    first, *others = map(tokenizer.encode, prompt.split(tokenizer.names(tokenizer.separator)))
+    return np.concatenate([first, *(ids for other in others for ids in (tokenizer.separator, other))])
 
 
 def whole_characters(text: str) -> str:

@@ -71,9 +71,9 @@ def _content(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return a byte-pair encoding that merges as tiktoken: neighbors that are a token together, the lowest id first."""
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return json.loads(tokenizer.json)
-    pattern, special = "(?m:.)", {}
+    pattern, special = "(?m:.)", tokenizer.special
     if isinstance(tokenizer, BPETokenizer):
-        pattern, special = _ONIGURUMA.get(tokenizer.name, _ONIGURUMA["gpt2"]), tokenizer.special
+        pattern = _ONIGURUMA.get(tokenizer.name, _ONIGURUMA["gpt2"])
     ids = {token: i for i, token in tokenizer.token_bytes.items() if token}
     if isinstance(tokenizer, CharTokenizer):
         steps, decoder, texts = [], {"type": "Fuse"}, {token: token.decode() for token in ids}
@@ -91,7 +91,7 @@ def _content(tokenizer: Tokenizer) -> dict[str, Any]:
         "decoder": decoder,
         "model": {
             "type": "BPE",
-            "vocab": {texts[token]: i for token, i in ids.items()} | special,  # all, so that ids may have gaps
+            "vocab": {texts[token]: i for token, i in ids.items()} | {**special},  # all, so that ids may have gaps
             "merges": [f"{texts[a]} {texts[b]}" for *_, a, b in merges],
             "ignore_merges": True,  # for a piece that is a token
             "unk_token": "",  # without an id: a character that has none is an error

@@ -145,3 +145,6 @@ def test_training_finds_prepared_token_files(call: Callable[..., Any], tmp_path:
     assert trained.returncode == 0, trained.stderr
     assert "warning" not in trained.stderr.lower()
     assert folder.stat().st_mtime_ns == made
+    scored = call("sample.py", "--score", "my.jsonl", "--json")  # in the run's data.field
+    assert scored.returncode == 0, scored.stderr
+    assert json.loads(scored.stdout)["bytes"] == sum(len(f"{i} is a line. " * 20) for i in range(99))
