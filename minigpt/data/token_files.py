@@ -1,11 +1,13 @@
 """Token files: the ids of a corpus on disk, as training reads them.
 
 A folder has `train.bin` and `val.bin`, raw arrays of ids as nanoGPT writes them, beside a `meta.json` that describes
-them. nanoGPT's own files, of which a split may have several, are read in place.
+them. nanoGPT's own files, those of llm.c and NumPy's, of which a split may have several, are read in place.
 """
 
+import codecs
 import mmap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -18,7 +20,7 @@ import numpy as np
 
 from minigpt.data import tokenizer as tokenizers
 from minigpt.data.checksums import token_files_checksum
-from minigpt.data.tokenizer import Tokenizer
+from minigpt.data.tokenizer import Tokenizer, token_dtype
 from minigpt.utils.checks import NON_NEGATIVE_INT, one_of
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.files import read_json
@@ -28,6 +30,10 @@ META = "meta.json"
 SPLITS = ("train", "val")
 _SCAN_TOKENS = 1 << 20  # counted at a time
 _MAX_MAPS = 256  # memory maps at a time; each has a file descriptor
+_HEAD_BYTES = 1 << 12  # that show the width of ids
+_LLM_C = {(20240520, 1): 2, (20240801, 7): 4}  # bytes per id, by the magic number and the version of the header
+_LLM_C_HEADER = 1024  # bytes
+_WRITE = "write its ids with np.array(ids, np.uint16).tofile(…), or np.uint32 for a vocabulary above 65,536"
 
 Array = np.ndarray[Any, Any]
 
@@ -40,6 +46,7 @@ class Split:
     tokens: int
     bytes: int
     documents: int
+    headers: Sequence[int] = ()  # bytes before the ids of each file; (): none
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,8 @@ class Corpus:
 
     def tokens(self, split: str) -> "Tokens":
         """Return the ids of "train" or "val", (N,), which are read from disk on access."""
-        return Tokens(getattr(self, split).files, self.dtype, self.tokenizer.vocab_size)
+        part: Split = getattr(self, split)
+        return Tokens(part.files, self.dtype, self.tokenizer.vocab_size, part.headers)
 
 
 class Tokens:
@@ -74,10 +82,12 @@ class Tokens:
     The cost of an index does not depend on N. Raises UserError for ids outside the vocabulary.
     """
 
-    def __init__(self, files: Sequence[Path], dtype: str, vocab_size: int) -> None:
+    def __init__(self, files: Sequence[Path], dtype: str, vocab_size: int, headers: Sequence[int] = ()) -> None:
         self.files, self.dtype, self.vocab_size = files, np.dtype(dtype), vocab_size
-        self.starts = np.cumsum([0, *(file.stat().st_size // self.dtype.itemsize for file in files)])  # (files + 1,)
-        self.map = lru_cache(_MAX_MAPS)(lambda i: _map(files[i], self.dtype))
+        self.headers = headers or [0] * len(files)
+        sizes = [file.stat().st_size - header for file, header in zip(files, self.headers, strict=True)]
+        self.starts = np.cumsum([0, *(size // self.dtype.itemsize for size in sizes)])  # (files + 1,)
+        self.map = lru_cache(_MAX_MAPS)(lambda i: _map(files[i], self.dtype, self.headers[i]))
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -100,7 +110,7 @@ class Tokens:
         ids = np.empty(end - begin, self.dtype)
         for i in range(np.searchsorted(self.starts[1:], begin, side="right"), np.searchsorted(self.starts[:-1], end)):
             a, b = max(begin, self.starts[i]), min(end, self.starts[i + 1])
-            offset = (a - self.starts[i]) * self.dtype.itemsize
+            offset = self.headers[i] + (a - self.starts[i]) * self.dtype.itemsize
             ids[a - begin : b - begin] = np.fromfile(self.files[i], self.dtype, b - a, offset=offset)
         return ids
 
@@ -109,7 +119,7 @@ class Tokens:
             i = int(np.searchsorted(self.starts[1:], positions[int(ids.argmax())], side="right"))
             raise UserError(
                 f"{self.files[i]} has a token id {largest}, outside the vocabulary of {self.vocab_size}; "
-                f"the file is damaged, or of another tokenizer"
+                f"the file is damaged, of another tokenizer, or its ids have another width"
             )
 
 
@@ -132,15 +142,22 @@ def load(folder: Path) -> Corpus:
 
 
 def load_bins(data: Mapping[str, Any], tokenizer: Tokenizer, checksum_cache: Path | None = None) -> Corpus:
-    """Read nanoGPT's token files of the data group, arrays of 16-bit ids, in place.
+    """Read the token files of the data group, arrays of ids, in place.
 
     The validation split is read whole, to count its bytes and documents. `checksum_cache` is that of `checksums`.
     """
-    train, val = (_find_bins(f"data.{key}", data[key]) for key in ("train_bin", "val_bin"))
-    tokens, documents = Tokens(val, "uint16", tokenizer.vocab_size), 0
-    counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)  # of each id
+    vocab_size, documents = tokenizer.vocab_size, 0
+    found = {key: _find_bins(key, data[key]) for key in ("train_bin", "val_bin")}
+    layouts = [_layout(f"data.{key}={file}", file, vocab_size) for key, files in found.items() for file in files]
+    train, val = found.values()
+    if len(widths := {width for width, _ in layouts}) > 1:
+        raise UserError(f"data.train_bin and data.val_bin must have ids of one width, got {widths} bytes; {_WRITE}")
+    dtype, headers = f"uint{8 * widths.pop()}", [header for _, header in layouts]
+    train_headers, val_headers = headers[: len(train)], headers[len(train) :]
+    tokens = Tokens(val, dtype, vocab_size, val_headers)
+    counts = np.zeros(vocab_size, dtype=np.int64)  # of each id
     for begin in range(0, len(tokens), _SCAN_TOKENS):
-        counts += np.bincount(tokens[begin : begin + _SCAN_TOKENS], minlength=len(counts))
+        counts += np.bincount(tokens[begin : begin + _SCAN_TOKENS].astype(np.int64), minlength=len(counts))
     val_bytes = sum(int(n) * len(tokenizer.token_bytes.get(i, b"")) for i, n in enumerate(counts))  # of UTF-8
     if (end := tokenizer.end_token) is not None:
         documents = int(counts[end])
@@ -150,13 +167,14 @@ def load_bins(data: Mapping[str, Any], tokenizer: Tokenizer, checksum_cache: Pat
         name=train[0].name,
         sha256=token_files_checksum(train, val, checksum_cache),
         tokenizer=tokenizer,
-        train=Split(train, sum(file.stat().st_size for file in train) // 2, 0, 0),
-        val=Split(val, len(tokens), val_bytes, documents),
+        train=Split(train, len(Tokens(train, dtype, vocab_size, train_headers)), 0, 0, train_headers),
+        val=Split(val, len(tokens), val_bytes, documents, val_headers),
+        dtype=dtype,
     )
 
 
 def _find_bins(key: str, value: str | Sequence[str]) -> list[Path]:
-    """Find the files of a path, of a pattern (sorted by name), or of a list of these; `key` is for errors."""
+    """Find the files of a path, of a pattern (sorted by name), or of a list of these; `key` is of the data group."""
     files: list[Path] = []
     for path in [value] if isinstance(value, str) else value:
         given = Path(path).expanduser()
@@ -164,19 +182,61 @@ def _find_bins(key: str, value: str | Sequence[str]) -> list[Path]:
         files += found or [given]
     for file in files:
         if not file.is_file():
-            raise UserError(f"{key}={file} is not a file; give the path of nanoGPT's token files")
-        if (size := file.stat().st_size) % 2 or not size:
-            raise UserError(f"{key}={file} has {size} bytes, not an array of 16-bit ids")
+            raise UserError(f"data.{key}={file} is not a file; give the path of nanoGPT's token files")
     return files
 
 
-def _map(file: Path, dtype: np.dtype[Any]) -> Array:
+def _layout(name: str, file: Path, vocab_size: int) -> tuple[int, int]:
+    """Return the bytes per id and the bytes before the first; raise UserError, with `name`, for other kinds of files.
+
+    Source of llm.c's header: https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py
+    """
+    size = file.stat().st_size
+    with open(file, "rb") as content:
+        head = content.read(_HEAD_BYTES)
+    if head.startswith(np.lib.format.MAGIC_PREFIX):
+        try:
+            array: Any = np.load(file, mmap_mode="r")
+        except (ValueError, OSError) as error:
+            raise UserError(f"{name} cannot be read by NumPy ({error})") from error
+        if array.ndim != 1 or array.dtype.newbyteorder("<") != array.dtype or array.dtype.kind not in "iu":
+            raise UserError(f"{name} must be an array of integers (N,), got {array.dtype} {array.shape}; {_WRITE}")
+        return array.dtype.itemsize, array.offset
+    magic, version, n_tokens = np.frombuffer(head[:12].ljust(12), "<i4").tolist()
+    if 20240520 <= magic <= 20240801:
+        width = _LLM_C.get((magic, version), 0)
+        if not width or size != _LLM_C_HEADER + width * n_tokens:
+            raise UserError(f"{name} is not a complete token file of llm.c: {magic=}, {version=}, {n_tokens:,} tokens")
+        return width, _LLM_C_HEADER
+    if size >= 64 and b"\0" not in head:
+        with suppress(UnicodeDecodeError):
+            codecs.getincrementaldecoder("utf-8")().decode(head)
+            raise UserError(f"{name} is a text, not an array of ids; set data.path to it")
+    base = width = np.dtype(token_dtype(vocab_size)).itemsize
+    while width < 8 and _alternate(head, width):
+        width *= 2
+    if size % width or not size:
+        raise UserError(f"{name} has {size} bytes, not an array of {8 * width}-bit ids")
+    if width > base and np.frombuffer(head, f"<u{width}").max() >= vocab_size:
+        problem = f"every second number of {4 * width} bits is 0, and as ids of {8 * width} bits they are outside"
+        raise UserError(f"{name} has no ids of this tokenizer: {problem} the vocabulary of {vocab_size:,}; {_WRITE}")
+    return width, 0
+
+
+def _alternate(head: bytes, width: int) -> bool:
+    """Return whether numbers of `width` bytes are 0 in every second place, as the halves of wider ids are."""
+    numbers = np.frombuffer(head[: len(head) // (2 * width) * 2 * width], f"<u{width}").reshape(-1, 2)
+    even, odd = (numbers == 0).mean(axis=0) if len(numbers) >= 16 else (0.0, 0.0)
+    return abs(even - odd) > 0.25
+
+
+def _map(file: Path, dtype: np.dtype[Any], header: int) -> Array:
     """Map a file without read-ahead, since windows are anywhere in it."""
     with open(file, "rb") as content:
         pages = mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ)
     if hasattr(mmap, "MADV_RANDOM"):
         pages.madvise(mmap.MADV_RANDOM)
-    return np.frombuffer(pages, dtype=dtype)
+    return np.frombuffer(pages, dtype=dtype, offset=header)
 
 
 def _load_split(file: Path, sizes: Mapping[str, int], dtype: str) -> Split:

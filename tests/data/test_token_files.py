@@ -1,9 +1,11 @@
 """Token files, against numpy."""
 
+import io
 import os
 import re
 import shutil
 import tempfile
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -165,6 +167,97 @@ def test_nanogpts_files_with_a_tokenizer_built_from_text_raise(tmp_path):
     for tokenizer in ({"name": "char"}, {"name": "bpe", "vocab_size": 300}):
         with pytest.raises(UserError, match=rf"tokenizer={tokenizer['name']} .*tokenizer=gpt2"):
             corpus_of(None, tmp_path, tokenizer, **bins(tmp_path, [1, 2], [3, 4]))
+
+
+# Other widths, and headers.
+
+SPREAD = np.random.default_rng(1).integers(1, 256, (2, 100))  # ids of bytes
+
+
+def llm_c(ids, dtype="<u2", magic=20240520, version=1, n=100):
+    """Write as https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py does."""
+    header = np.zeros(256, np.int32)
+    header[:3] = magic, version, n
+    return header.tobytes() + ids.astype(dtype).tobytes()
+
+
+def npy(ids, dtype="<u2"):
+    np.save(content := io.BytesIO(), ids.astype(dtype))
+    return content.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("write", "dtype"),
+    [
+        *((lambda ids, width=width: ids.astype(f"<i{width}").tobytes(), f"uint{8 * width}") for width in (2, 4, 8)),
+        *((partial(npy, dtype=f"<{kind}"), f"uint{8 * int(kind[1])}") for kind in ("u1", "u2", "i4", "i8")),
+        (llm_c, "uint16"),
+        (partial(llm_c, dtype="<u4", magic=20240801, version=7), "uint32"),
+    ],
+    ids=["2 bytes", "4 bytes", "8 bytes", "npy 1", "npy 2", "npy 4", "npy 8", "llm.c GPT-2", "llm.c Llama 3"],
+)
+def test_ids_of_another_width_or_after_a_header_are_read_as_they_are(tmp_path, write, dtype):
+    corpus = read_bins(tmp_path, *map(write, SPREAD))
+    assert (corpus.dtype, corpus.train.tokens, corpus.val.tokens, corpus.val.bytes) == (dtype, 100, 100, 100)
+    windows = np.arange(90)[:, None] + np.arange(10)
+    for split, ids in zip(("train", "val"), SPREAD, strict=True):
+        tokens = corpus.tokens(split)
+        assert tokens[:].tolist() == ids.tolist()
+        np.testing.assert_array_equal(tokens[windows], ids[windows])
+
+
+def test_files_of_several_headers_are_one_array(tmp_path):
+    for i, content in enumerate((llm_c(SPREAD[0]), npy(SPREAD[1]), SPREAD[0].astype("<u2").tobytes())):
+        (tmp_path / f"{i}.bin").write_bytes(content)
+    both = dict.fromkeys(("train_bin", "val_bin"), f"{tmp_path}/*.bin")
+    tokens = corpus_of(None, tmp_path / "data", "byte", **both).tokens("train")
+    assert tokens[:].tolist() == tokens[np.arange(300)].tolist() == [*SPREAD[0], *SPREAD[1], *SPREAD[0]]
+
+
+def test_ids_of_a_large_vocabulary_have_32_bits(tmp_path):
+    large = BPETokenizer("bpe", [bytes([i]) for i in range(256)], {SEPARATOR: 256})
+    large.vocab_size = 100_000
+    train, val = (np.random.default_rng(i).integers(0, 100_000, 100) for i in range(2))
+    corpus = read_bins(tmp_path, train.astype("<u4").tobytes(), val.astype("<u4").tobytes(), large)
+    assert (corpus.tokens("train")[:].tolist(), corpus.tokens("val")[:].tolist()) == (train.tolist(), val.tolist())
+    with pytest.raises(UserError, match=r"val\.bin has a token id .* its ids have another width"):
+        read_bins(tmp_path, *(ids.astype("<u2").tobytes() for ids in (train, val)), large)
+
+
+def torch_file(ids):
+    torch.save(torch.tensor(np.tile(ids, 99)), content := io.BytesIO())
+    return content.getvalue()
+
+
+REFUSED = {
+    "ids outside the vocabulary": (lambda ids: (ids + 256).astype("<u4").tobytes(), "no ids of this tokenizer"),
+    "big-endian ids": (lambda ids: ids.astype(">u4").tobytes(), "no ids of this tokenizer"),
+    "a file of torch": (torch_file, "(no ids of this tokenizer|not an array of .*ids)"),
+    "two dimensions": (
+        lambda ids: npy(ids.reshape(10, 10)),
+        r"must be an array of integers \(N,\), got uint16 \(10, 10",
+    ),
+    "floats": (partial(npy, dtype="<f4"), "must be an array of integers .*, got float32"),
+    "a big-endian array": (partial(npy, dtype=">u2"), "must be an array of integers .*, got >u2"),
+    "objects": (partial(npy, dtype=object), "cannot be read by NumPy"),
+    "half an array": (lambda ids: npy(ids)[:200], "cannot be read by NumPy"),
+    "half a file of llm.c": (lambda ids: llm_c(ids)[:-2], "not a complete token file of llm.c"),
+    "an evaluation of llm.c": (partial(llm_c, magic=20240522), "not a complete token file of llm.c"),
+    "an unknown version": (partial(llm_c, version=2), "not a complete token file of llm.c"),
+    "a text": (lambda ids: ("à la carte " * 999).encode(), "is a text, not an array of ids; set data.path"),
+}
+
+
+@pytest.mark.parametrize(("write", "problem"), REFUSED.values(), ids=REFUSED)
+def test_files_that_are_not_ids_are_refused_with_the_config_key(tmp_path, write, problem):
+    with pytest.raises(UserError, match=rf"data\.train_bin=\S*train\.bin .*{problem}") as error:
+        read_bins(tmp_path, *map(write, SPREAD))
+    assert "\n" not in str(error.value)
+
+
+def test_splits_of_two_widths_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"data\.train_bin and data\.val_bin must have ids of one width"):
+        read_bins(tmp_path, SPREAD[0].astype("<u2").tobytes(), SPREAD[1].astype("<u4").tobytes())
 
 
 # Many files.
