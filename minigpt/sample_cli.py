@@ -18,7 +18,7 @@ from minigpt.data.tokenizer import Tokenizer, encode_prompt, whole_characters
 from minigpt.generation import Sample, score, stream
 from minigpt.model import GPT
 from minigpt.utils.errors import UserError
-from minigpt.utils.terminal import escape_control_chars, log
+from minigpt.utils.terminal import escape_control_chars, log, unescape
 
 _UNDERLINE, _NO_UNDERLINE = "\x1b[4m", "\x1b[24m"
 
@@ -39,7 +39,7 @@ def print_samples(
     escape: Callable[[str], str] = escape_control_chars if sys.stdout.isatty() else str
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # encodings without some characters, such as Latin-1
-    stop = [*options["stop"], *(tokenizer.separator.tolist() if tokenizer.separated else ())]
+    stop = _stops(tokenizer, options["stop"])
     ids, samples = _encode(model, tokenizer, prompt), [Sample() for _ in range(options["num_samples"])]
     begins = [(f"── sample {i + 1} ──\n" if samples[1:] else "") + escape(prompt) for i in range(len(samples))]
     write = (lambda text: None) if as_json or compare else _write
@@ -89,10 +89,13 @@ def print_score(model: GPT, tokenizer: Tokenizer, chunks: Iterable[TextChunk], *
     print(f"{'top-1 accuracy':16}{ranks.count(0):,} of {len(ids):,} tokens ({ranks.count(0) / len(ids):.1%})")
 
 
-def read_prompt(tokenizer: Tokenizer, prompt: str | None, file: str | None, field: str = "text") -> str:
+def read_prompt(tokenizer: Tokenizer, prompt: str | None, file: str | None, field: str) -> str:
     """Return the prompt given as text, in files or on stdin (`-`); empty by default."""
     if file is None:
-        return whole_characters(prompt or "")  # as the tokenizer encodes it
+        typed = unescape(prompt or "")
+        if prompt and typed != prompt:
+            log(r"--prompt: \n is a line break, \t a tab, \\ a backslash; --prompt-file takes a text as it is")
+        return whole_characters(typed)  # as the tokenizer encodes it
     if prompt is not None:
         raise UserError("--prompt and --prompt-file exclude each other; give one of them")
     texts: list[str] = []
@@ -113,13 +116,32 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str, block_size: int, *, truncat
 
 
 def _encode(model: GPT, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Encode a prompt; log the start token of an empty one, and a truncation."""
+    """Encode a prompt; log the start token of an empty one, special tokens as ordinary text, and a truncation."""
     ids: list[int] = encode_prompt(tokenizer, prompt).tolist()
+    if plain := [name for name, i in tokenizer.special.items() if name in prompt and i not in ids]:
+        log(f"{', '.join(plain)} in the prompt is encoded as ordinary text")
     if not prompt:
         log(f"no prompt: starting from {tokenizer.names(ids)!r}")
     if len(ids) > model.config.block_size:
         log(f"the prompt has {len(ids):,} tokens; only the last {model.config.block_size:,} are read")
     return ids
+
+
+def _stops(tokenizer: Tokenizer, typed: Sequence[str]) -> list[str | int]:
+    """Return stop strings as the user means them, the ids of those that name a special token, and the separator.
+
+    Raise UserError for a string that the tokenizer cannot produce.
+    """
+    texts = [unescape(text) for text in typed]
+    for text in texts:
+        try:
+            found, reason = tokenizer.decode(tokenizer.encode(text)), ""
+        except UserError as error:
+            found, reason = "", f": {error}"
+        if text not in found:
+            raise UserError(f"--stop must be a text that the tokenizer can produce, got {text!r}{reason}")
+    named = [tokenizer.special[text] for text in texts if text in tokenizer.special]
+    return [*texts, *named, *(tokenizer.separator.tolist() if tokenizer.separated else ())]
 
 
 def _underline(text: str, spans: Sequence[Mapping[str, Any]], escape: Callable[[str], str]) -> str:

@@ -15,7 +15,7 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("run", nargs="?", help="run folder, checkpoint, or folder or id of Hugging Face (default: the newest run)")
     add("--step", type=int, metavar="N", help="use the snapshot of this step (default: the best checkpoint)")
-    add("--prompt", help="text to continue (default: the separator of documents, or a line break)")
+    add("--prompt", help="text with \\n, \\t, \\\\ (default: the separator of documents, or a line break)")
     add("--prompt-file", metavar="PATH", help="read the prompt as data.path= does, or from stdin (-)")
     add("--num-samples", type=int, default=1, metavar="N", help="samples per prompt (default: %(default)s)")
     add("--max-new-tokens", type=int, default=400, metavar="N", help="tokens per sample (default: %(default)s)")
@@ -24,7 +24,7 @@ def arguments() -> argparse.Namespace:
     add("--top-p", type=float, metavar="P", help="… from the fewest with total probability P (default: all)")
     add("--min-p", type=float, metavar="P", help="… from those with P times the highest probability (default: all)")
     add("--repetition-penalty", type=float, default=1.0, metavar="X", help="1 disables it (default: %(default)s)")
-    add("--stop", action="append", default=[], metavar="TEXT", help="stop string; can be repeated")
+    add("--stop", action="append", default=[], metavar="TEXT", help="stop string, such as '\\n'; can be repeated")
     add("--seed", type=int, default=1337, metavar="N", help="of sample 1; N + 1 of sample 2 … (default: %(default)s)")
     add("--json", action="store_true", help="print one JSON line per sample: text, ids, log-probabilities …")
     add("--originality", action="store_true", help="underline what the training text has verbatim, count what is new")
@@ -65,7 +65,7 @@ def main() -> None:
         from minigpt.interpret.originality import comparison
 
         compare = comparison(pretrained.path)
-    prompt = read_prompt(pretrained.tokenizer, args.prompt, args.prompt_file, **settings)
+    prompt = read_prompt(pretrained.tokenizer, args.prompt, args.prompt_file, settings["field"])
     print_samples(model, pretrained.tokenizer, prompt, options, as_json=args.json, compare=compare)
 
 

@@ -333,6 +333,43 @@ def test_output_ends_after_a_stop_string_within_a_token_or_over_several(saves, s
         assert (one["text"], one["reason"], one["tokens"], len(one["logprobs"])) == (text, "stop", tokens, len(tokens))
 
 
+def test_line_breaks_tabs_and_backslashes_can_be_typed_in_every_shell(saves, sample):
+    flags = [saves["letters"], "--temperature", 0]  # after z comes a line break
+    (one,) = samples(sample(*flags, "--prompt", r"\nab", "--stop", r"\n", "--json"))
+    assert (one["prompt"], one["text"]) == ("\nab", "cdefghijklmnopqrstuvwxyz\n")
+    assert one["reason"] == "stop"
+    typed = sample(saves["bpe"], "--prompt", r"a\tb\\n\é", "--json", "--max-new-tokens", 1)
+    assert samples(typed)[0]["prompt"] == "a\tb\\n\\é"
+    note = r"--prompt: \n is a line break, \t a tab, \\ a backslash; --prompt-file takes a text as it is"
+    assert typed.stderr.splitlines()[1] == note
+    exact = sample(saves["bpe"], "--prompt-file", "-", "--json", "--max-new-tokens", 1, stdin=rb"a\tb")
+    assert samples(exact)[0]["prompt"] == r"a\tb"
+    assert note not in exact.stderr
+
+
+def test_a_stop_string_that_the_tokenizer_cannot_produce_is_refused(saves, sample):
+    output = error(sample(saves["char"], "--stop", "END"))
+    assert output.startswith(
+        "error: --stop must be a text that the tokenizer can produce, got 'END': the tokenizer has no"
+    )
+    assert sample(saves["bpe"], "--stop", "END", "--max-new-tokens", 1).returncode == 0
+
+
+def test_special_tokens_can_be_typed(saves, sample):
+    flags = ["--json", "--temperature", 0, "--max-new-tokens", 9]
+    (one,) = samples(sample(saves["separated"], "--prompt", SEPARATOR, *flags))
+    assert one["text"] == "abc"
+    (one,) = samples(sample(saves["separated"], "--prompt", f"b{SEPARATOR}", *flags))
+    assert one["text"] == "abc"
+    model, tokenizer = load_checkpoint(saves["separated"])
+    tokenizer.separated = False  # the corpus has none
+    saved(Path("plain.safetensors"), model, tokenizer)
+    (one,) = samples(sample("plain.safetensors", "--prompt", "a", "--stop", SEPARATOR, *flags))
+    assert (one["text"], one["reason"]) == ("bc", "stop")
+    plain = sample("plain.safetensors", "--prompt", f"{SEPARATOR}a", *flags)
+    assert plain.stderr.splitlines()[1] == f"{SEPARATOR} in the prompt is encoded as ordinary text"
+
+
 def test_a_sample_ends_after_the_separator_of_documents(saves, sample):
     (one,) = samples(sample(saves["separated"], "--prompt", "a", "--json"))
     _, tokenizer = load_checkpoint(saves["separated"])

@@ -45,13 +45,18 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def text_settings(path: Path) -> dict[str, str]:
-    """Return `data.field` of the run of a checkpoint, without reading its tensors; {} for a model without a run."""
+    """Return `field` and `separator` of the data group of a checkpoint's run, without reading its tensors.
+
+    A model without a run has the defaults.
+    """
+    settings = {"field": "text", "separator": ""}
     with explain_errors(f"the run config of {path} cannot be read"):
         if path.is_dir():  # of Hugging Face
-            return {}
+            return settings
         with safe_open(path, framework="pt", backend="pread") as file:
             data = json.loads(file.metadata()[MINIGPT])[MINIGPT].get("config", {}).get("data", {})
-        return {key: value for key, value in data.items() if key == "field" and isinstance(value, str)}
+        given = {key: data[key] for key in settings if isinstance(data.get(key), str)}
+    return settings | given
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from minigpt.data.tokenizer import whole_characters
 from minigpt.utils.errors import UserError
 from minigpt.utils.scripts import import_extra, usage
+from minigpt.utils.terminal import unescape
 
 TEXT_SUFFIXES, ROW_SUFFIXES, COMPRESSED_SUFFIXES = (".txt", ".md"), (".jsonl", ".parquet"), (".gz", ".zst")
 _ARROW_TEXT_TYPES = ("string", "large_string", "string_view", "dictionary<values=string, indices=int32, ordered=0>")
@@ -67,35 +68,51 @@ def content_suffix(file: Path) -> str:
     return Path(name.stem).suffix if name.suffix in COMPRESSED_SUFFIXES else name.suffix
 
 
-def read_texts(path: str, setting: str, field: str = "text") -> Iterator[TextChunk]:
+def read_texts(path: str, setting: str, field: str = "text", separator: str = "") -> Iterator[TextChunk]:
     """Read the documents of all files of a path, as `find_files` takes it, or the text on standard input (`-`)."""
     if path == "-":
-        return text_chunks(_decode(iter(lambda: sys.stdin.buffer.read(_BLOCK_BYTES), b""), f"{setting}=-"))
-    return chain.from_iterable(read_documents(file, field) for file in find_files(path, setting))
+        blocks = iter(lambda: sys.stdin.buffer.read(_BLOCK_BYTES), b"")
+        return text_chunks(_decode(blocks, f"{setting}=-"), separator)
+    return chain.from_iterable(read_documents(file, field, separator) for file in find_files(path, setting))
 
 
-def read_documents(file: Path, field: str) -> Iterator[TextChunk]:
-    """Read the documents of a file; `field` is the field of JSON Lines or column of Parquet that holds the text.
+def read_documents(file: Path, field: str, separator: str = "") -> Iterator[TextChunk]:
+    """Read the documents of a file.
+
+    Args:
+        field: of JSON Lines, or column of Parquet, that holds the text.
+        separator: of documents in a text file, which may hold `\\n` and `\\t`; empty: the file is one document.
 
     Raise UserError if the file is damaged, binary, not UTF-8, or has no such field.
     """
     suffix = content_suffix(file)
     if suffix == ".parquet":
         return _read_parquet(file, field)
-    return _read_jsonl(file, field) if suffix == ".jsonl" else text_chunks(_decode(_read_blocks(file), file))
+    return _read_jsonl(file, field) if suffix == ".jsonl" else text_chunks(_decode(_read_blocks(file), file), separator)
 
 
-def text_chunks(blocks: Iterable[str]) -> Iterator[TextChunk]:
-    """Cut one document, given as blocks of text, where no tokenizer merges across."""
-    first, rest = True, ""
+def text_chunks(blocks: Iterable[str], separator: str = "") -> Iterator[TextChunk]:
+    """Cut a text, given as blocks, into documents at the separator, and these where no tokenizer merges across.
+
+    The line breaks around a document, and empty documents, are dropped if there is a separator.
+    """
+    first, rest, edges, separator = True, "", "\r\n" if separator else "", unescape(separator)
     for block in blocks:
-        rest += block
+        *ended, rest = (rest + block).split(separator) if separator else [rest + block]
+        for text in ended:
+            if text := (text.strip(edges) if first else text.rstrip(edges)):
+                yield TextChunk(text, first)
+            first = True
+        if first:
+            rest = rest.lstrip(edges)
         if len(rest) < _BLOCK_BYTES // 2:
             continue
-        if cut := cut_point(rest) or (len(rest) if len(rest) > _MAX_CHUNK_CHARS else 0):
+        whole = rest[: len(rest) - len(separator)]  # which holds no part of a separator at its end
+        if cut := cut_point(whole) or (len(whole) if len(whole) > _MAX_CHUNK_CHARS else 0):
             yield TextChunk(rest[:cut], first)
             first, rest = False, rest[cut:]
-    if rest or first:
+    rest = rest.rstrip(edges)
+    if rest or (first and not separator):
         yield TextChunk(rest, first)
 
 

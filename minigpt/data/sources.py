@@ -30,7 +30,7 @@ class Source:
     """Documents and their checksum."""
 
     name: str  # shown to the user, and the beginning of the folder name of the token files
-    sha256: str  # of the file if the source is one file of text, else of the identity of all files
+    sha256: str  # of the file if the source is one document, else of the identity of all files
     read: Callable[[], Iterator[TextChunk]]  # each call reads the documents from the start
 
 
@@ -94,14 +94,14 @@ def _find_training(data: Mapping[str, Any]) -> Source:
 
 
 def _from_files(path: str, setting: str, data: Mapping[str, Any], name: str | None = None) -> Source:
-    files, field = find_files(path, setting), data["field"]
+    files, field, separator = find_files(path, setting), data["field"], data["separator"] or ""
     sums = checksums(files, Path(data["folder"]) / CHECKSUM_CACHE)
     suffixes = ["".join(file.suffixes[-2:]).lower() for file in files]
-    is_one_text = len(files) == 1 and not suffixes[0].endswith((*ROW_SUFFIXES, *COMPRESSED_SUFFIXES))
+    is_one_text = len(files) == 1 and not suffixes[0].endswith((*ROW_SUFFIXES, *COMPRESSED_SUFFIXES)) and not separator
     return Source(
         name=name or re.sub(r"[^\w.-]+", "-", Path(path).expanduser().name).strip("-") or "text",
-        sha256=sums[0] if is_one_text else sha256_json([field, suffixes, sums]),
-        read=lambda: chain.from_iterable(read_documents(file, field) for file in files),
+        sha256=sums[0] if is_one_text else sha256_json([field, suffixes, sums, *filter(None, [separator])]),
+        read=lambda: chain.from_iterable(read_documents(file, field, separator) for file in files),
     )
 
 

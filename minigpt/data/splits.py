@@ -9,6 +9,8 @@ import numpy as np
 
 from minigpt.data.readers import TextChunk
 from minigpt.data.sources import Source
+from minigpt.data.tokenizer import SEPARATOR
+from minigpt.utils.terminal import warn
 
 TRAIN, VAL = 0, 1
 _BATCH_CHARS = 1 << 20  # tokenized together
@@ -83,6 +85,7 @@ class TextBatches:
         self.chunks = chunks
         self.bytes = [0, 0]  # of UTF-8 in each split
         self.hashes = (array("Q"), array("Q"))  # one per document of each split
+        self.has_separators = False  # as ordinary text
 
     def __iter__(self) -> Iterator[TokenizeBatch]:
         batch: TokenizeBatch = []
@@ -90,6 +93,10 @@ class TextBatches:
         for split, (text, first) in self.chunks:
             if not text:
                 continue
+            if not self.has_separators and SEPARATOR in text:
+                self.has_separators = True
+                advice = f"data.separator='{SEPARATOR}' splits text files there"
+                warn(f"{SEPARATOR} in the text is read as ordinary text; {advice}")
             content, hashes = text.encode(), self.hashes[split]
             batch.append((split, first and len(hashes) > 0, text))
             if first:

@@ -289,13 +289,13 @@ def from_dict(values: Mapping[str, Any]) -> Tokenizer:
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Ids:
-    """Encode a prompt, (T,), in which the text of a special separator is the separator.
+    """Encode a prompt, (T,); an empty one becomes a separator, a new line, or the first id.
 
-    An empty one becomes a separator, a new line, or the first id.
+    The name of a special token that separates the documents of the corpus is that token.
     """
     if not prompt:
         return tokenizer.start
-    if tokenizer.end_token is None:
+    if tokenizer.end_token is None or not tokenizer.separated:
         return tokenizer.encode(prompt)
     first, *others = map(tokenizer.encode, prompt.split(tokenizer.names(tokenizer.separator)))
     return np.concatenate([first, *(ids for other in others for ids in (tokenizer.separator, other))])

@@ -155,4 +155,5 @@ _RULES: dict[checks.Rule, tuple[str, ...]] = {
     (_are_betas, "two numbers in [0, 1)"): ("optimizer.betas",),
     or_null((lambda v: isinstance(v, str) and v != "", _MODELS)): ("init_from",),
     or_null((lambda v: isinstance(v, str), "auto, a run folder, a checkpoint")): ("resume",),
+    or_null((lambda v: isinstance(v, str) and v != "", "a text")): ("data.separator",),
 }

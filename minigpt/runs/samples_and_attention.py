@@ -25,7 +25,7 @@ from minigpt.runs.wandb_logger import wandb_loggers
 from minigpt.utils.checks import POSITIVE_INT
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import require
-from minigpt.utils.terminal import warn
+from minigpt.utils.terminal import unescape, warn
 
 DRAWN_TOKENS = 400  # of each sample that is compared with the training text
 
@@ -38,7 +38,7 @@ class Samples(Callback):
     """
 
     def __init__(self, *, prompt: str, **settings: Any) -> None:
-        self.prompt, self.settings = prompt, settings
+        self.prompt, self.settings = unescape(prompt), settings
         check_settings(key=lambda name: f"callbacks.samples.{name}", **settings)
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
@@ -104,7 +104,7 @@ class AttentionMaps(Callback):
     def __init__(self, *, text: str | None = None, max_tokens: int = 64) -> None:
         require("callbacks.attention.text", text, lambda text: text != "", "a text with at least one token, or null")
         require("callbacks.attention.max_tokens", max_tokens, *POSITIVE_INT)
-        self.text, self.max_tokens = text, max_tokens
+        self.text, self.max_tokens = text and unescape(text), max_tokens
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         corpus, block_size = trainer.datamodule.corpus, pl_module.model.config.block_size  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import re
 import sys
 from collections.abc import Iterable
 
@@ -11,6 +12,7 @@ _VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "
     code: f"⟨U+{code:04X}⟩" for code in (*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 }
 _VISIBLE[127] = "␡"
+_TYPED = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}
 
 
 def warn(message: str) -> None:
@@ -37,6 +39,11 @@ def sanitize_line(text: str) -> str:
     line = " ".join(text.split())
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     return line if len(line) <= _MAX_LINE_CHARS else f"{line[:_MAX_LINE_CHARS]} …"
+
+
+def unescape(text: str) -> str:
+    r"""Replace `\n`, `\t` and `\\`, which every shell passes on, by a line break, a tab and a backslash."""
+    return re.sub(r"\\[nt\\]", lambda found: _TYPED[found[0]], text)
 
 
 def escape_control_chars(text: str) -> str:

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -65,6 +66,30 @@ def in_parts(patch, chars):
     """Read and tokenize so few characters at a time."""
     patch.setattr(readers, "_BLOCK_BYTES", chars)
     patch.setattr(splits, "_BATCH_CHARS", chars)
+
+
+# Documents in a text file.
+
+
+def test_a_separator_gives_the_ids_of_the_same_documents_in_json_lines(tmp_path, capsys):
+    texts = stories(40)
+    plain = "\n<|endoftext|>\n".join(texts) + "\n<|endoftext|>\n"
+    for tokenizer in ("byte", BPE):
+        rowed = prepare(rows(texts), tmp_path, tokenizer, name="a.jsonl")
+        separated = prepare(plain, tmp_path, tokenizer, separator="<|endoftext|>")
+        assert on_disk(separated) == on_disk(rowed)
+        assert (separated.train, separated.val) == (
+            replace(rowed.train, files=separated.train.files),
+            replace(rowed.val, files=separated.val.files),
+        )
+        assert separated.tokenizer.to_dict() == rowed.tokenizer.to_dict()
+    assert capsys.readouterr().err == ""
+    one = prepare(plain, tmp_path, BPE)  # again, as one document
+    assert (one.train.documents, one.tokenizer.separated) == (1, False)
+    assert one.sha256 != separated.sha256
+    advice = "data.separator='<|endoftext|>' splits text files there"
+    assert capsys.readouterr().err == f"warning: <|endoftext|> in the text is read as ordinary text; {advice}\n"
+    assert prepare(plain, tmp_path, BPE, separator="<|endoftext|>").train == separated.train
 
 
 # One document.

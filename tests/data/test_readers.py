@@ -243,6 +243,23 @@ def test_a_text_file_is_one_document_whatever_its_blocks_and_without_a_byte_orde
         assert texts_of(file) == [text.removeprefix("\ufeff")]
 
 
+@settings(deadline=None, max_examples=200)
+@given(
+    st.sampled_from(["<|endoftext|>", r"\n\n", r"\t", "aa", "END"]),
+    st.lists(st.text("aEND<|\n\r é9 ", max_size=20), max_size=5),
+    st.integers(1, 30),
+)
+@example("<|endoftext|>", ["One day.\n", "\nTwo dogs.\n", "\n"], 1)  # as in TinyStories
+@example("END", ["a b\n", "\nc"], 2)
+def test_a_separator_divides_a_text_into_documents_without_the_line_breaks_around_them(separator, parts, size):
+    actual = separator.replace(r"\n", "\n").replace(r"\t", "\t")
+    text = actual.join(parts)
+    with blocks_of(2 * size):
+        found = list(text_chunks([text[i : i + size] for i in range(0, len(text), size)], separator))
+    stripped = [part.strip("\r\n") for part in text.split(actual)]
+    assert documents(found) == [part for part in stripped if part]
+
+
 # Chunks
 
 

@@ -86,6 +86,11 @@ def test_encode_prompt_encodes_a_prompt_or_starts_with_a_separator_or_the_first_
         (separated, separated.separator.tolist()),
     ):
         assert encode_prompt(tokenizer, "").tolist() == start
+    end = separated.separator.tolist()
+    for prompt, ids in ((SEPARATOR, end), (f"{SEPARATOR}a{SEPARATOR}b", [*end, ord("a"), *end, ord("b")])):
+        assert encode_prompt(separated, prompt).tolist() == ids
+        assert separated.names(ids) == prompt
+        assert encode_prompt(plain, prompt).tolist() == plain.encode(prompt).tolist()  # its corpus has no separator
 
 
 # Bytes and byte-pair encodings

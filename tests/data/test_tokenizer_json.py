@@ -25,6 +25,7 @@ from minigpt.data.tokenizer import (
     CharTokenizer,
     HuggingFaceTokenizer,
     Tokenizer,
+    encode_prompt,
     from_dict,
 )
 from minigpt.data.tokenizer_json import load_tokenizer, tokenizer_files
@@ -244,10 +245,15 @@ def test_a_tokenizer_that_was_read_is_written_as_it_was(tmp_path: Path, name: st
 )
 def test_the_separator_is_the_end_of_text(tmp_path: Path, config: Any, model: Any, token: str | None) -> None:
     tokenizer = load_tokenizer(write_folder(tmp_path, content_of("qwen"), config, model))
-    id_ = tokenizers.Tokenizer.from_str(content_of("qwen")).token_to_id(token) if token else None
+    theirs = tokenizers.Tokenizer.from_str(content_of("qwen"))
+    id_ = theirs.token_to_id(token) if token else None
     assert tokenizer.separator.tolist() == ([] if id_ is None else [id_])
     assert tokenizer.separator.dtype == tokenizer.encode("a").dtype == np.uint16
     assert tokenizer.start.tolist() == [id_ or 0]
+    assert tokenizer.names(tokenizer.start) == (token or theirs.id_to_token(0))
+    if token:
+        ids = [id_, *tokenizer.encode("Once").tolist()]
+        assert encode_prompt(tokenizer, f"{token}Once").tolist() == ids
 
 
 # Damaged and hostile files

@@ -130,6 +130,17 @@ def test_help_is_written_for_people(call: Callable[..., Any]) -> None:
     assert "powered by Hydra" not in shown
 
 
+def test_a_separator_is_typed_as_in_the_warning_that_proposes_it(call: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "my.txt").write_text("One story.\n<|endoftext|>\n" * 20)
+    proposed = call("prepare.py", "data=text", "data.path=my.txt").stderr
+    (separator,) = shlex.split(re.findall(r"data\.separator=\S+", proposed)[0])
+    prepared = call("prepare.py", "data=text", "data.path=my.txt", separator)
+    assert "18 documents, 180 bytes" in prepared.stdout
+    assert separator not in prepared.stderr
+    bad = call("prepare.py", "data=text", "data.path=my.txt", "data.separator=''")
+    assert (bad.returncode, bad.stderr) == (2, "error: data.separator must be a text, or null, got\n")
+
+
 def test_training_finds_prepared_token_files(call: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "my.jsonl").write_text("".join(json.dumps({"body": f"{i} is a line. " * 20}) + "\n" for i in range(99)))
     settings = ["data=text", "data.path=my.jsonl", "data.field=body", "data.split=document", "tokenizer=byte"]
