@@ -156,6 +156,8 @@ def test_training_finds_prepared_token_files(call: Callable[..., Any], tmp_path:
     assert trained.returncode == 0, trained.stderr
     assert "warning" not in trained.stderr.lower()
     assert folder.stat().st_mtime_ns == made
-    scored = call("sample.py", "--score", "my.jsonl", "--json")  # in the run's data.field
-    assert scored.returncode == 0, scored.stderr
-    assert json.loads(scored.stdout)["bytes"] == sum(len(f"{i} is a line. " * 20) for i in range(99))
+    (tmp_path / "one.jsonl").write_text('{"body": "a line", "text": "another"}')
+    scored = call("sample.py", "--score", "one.jsonl", "--json")  # in the run's data.field
+    assert json.loads(scored.stdout)["bytes"] == len("a line"), scored.stderr
+    scored = call("sample.py", "--score", "one.jsonl", "--json", "--field", "text")
+    assert json.loads(scored.stdout)["bytes"] == len("another"), scored.stderr
