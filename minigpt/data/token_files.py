@@ -24,6 +24,7 @@ from minigpt.data.tokenizer import Tokenizer, token_dtype
 from minigpt.utils.checks import NON_NEGATIVE_INT, one_of
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.files import read_json
+from minigpt.utils.terminal import log
 
 FORMAT = 4
 META = "meta.json"
@@ -153,6 +154,8 @@ def load_bins(data: Mapping[str, Any], tokenizer: Tokenizer, checksum_cache: Pat
     if len(widths := {width for width, _ in layouts}) > 1:
         raise UserError(f"data.train_bin and data.val_bin must have ids of one width, got {widths} bytes; {_WRITE}")
     dtype, headers = f"uint{8 * widths.pop()}", [header for _, header in layouts]
+    if dtype != token_dtype(vocab_size):
+        log(f"the ids of data.train_bin and data.val_bin are read as {dtype}")
     train_headers, val_headers = headers[: len(train)], headers[len(train) :]
     tokens = Tokens(val, dtype, vocab_size, val_headers)
     counts = np.zeros(vocab_size, dtype=np.int64)  # of each id
