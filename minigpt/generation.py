@@ -1,7 +1,7 @@
 """Text generation: `generate` returns samples, `stream` yields them token by token, `score` rates a given text.
 
 Prompts are read once, in one batch, and each step adds one token to every sample. Samples may be longer than
-`block_size`: `Decoder.slide_window` in `minigpt.kv_decoder`. Depends on torch alone.
+`block_size`: see `minigpt.decoder`. Depends on torch alone.
 
 Shapes: B samples, T tokens, V vocab.
 """
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from minigpt.data.detokenizer import Detokenizer
+from minigpt.decoder import make_decoder
 from minigpt.generation_settings import check_settings
-from minigpt.kv_decoder import Decoder
 from minigpt.model import GPT, eval_mode
 from minigpt.sampling import PerSampleRNG, Sampling
+from minigpt.structure import unwrap
 from minigpt.utils.errors import RunError, UserError
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def generate(
     Args:
         model: is used in evaluation mode and left in its mode.
         prompts: token ids (T,) of one prompt, or a list of prompts of any lengths; the last `block_size` are read.
-        max_new_tokens: per sample; not limited by `block_size` (see `minigpt.kv_decoder`).
+        max_new_tokens: per sample; not limited by `block_size` (see `minigpt.decoder`).
         temperature, top_k, top_p, min_p, repetition_penalty: as for `Sampling`.
         stop: strings and token ids that end a sample. A string may span tokens.
         tokenizer: for the texts of the samples; required by stop strings.
@@ -119,7 +120,7 @@ def stream(
     before the first step.
     """
     check_settings(max_new_tokens=max_new_tokens, seed=seed, num_samples=num_samples, stop=stop)
-    sampling = Sampling(**filters)
+    sampling, model = Sampling(**filters), unwrap(model)
     batch: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
     is_batch = isinstance(batch, Sequence) and len(batch) > 0 and hasattr(batch[0], "__len__")
     prompt_ids = [check_ids(prompt, model.config.vocab_size) for prompt in (batch if is_batch else [batch])]
@@ -129,7 +130,7 @@ def stream(
     @torch.inference_mode()
     def steps() -> Iterator[Step]:
         with eval_mode(model):
-            decoder = Decoder(model, prompt_ids, num_samples, max_new_tokens)
+            decoder = make_decoder(model, prompt_ids, num_samples, max_new_tokens)
             uniforms = PerSampleRNG(seeds, decoder.device)
             seen = None  # (B, V)
             if sampling.repetition_penalty != 1:
@@ -173,6 +174,7 @@ class Score:
 @torch.no_grad()
 def score(model: GPT, tokens: Prompt, start: Prompt, n_top: int = 0) -> Score:
     """Rate a text, (T,) ids, after `start`, at least one id that is not rated; the model is left in its mode."""
+    model = unwrap(model)
     before, text = (check_ids(ids, model.config.vocab_size) for ids in (start, tokens))
     with eval_mode(model):
         parts = list(score_windows(model, before + text, len(before), n_top))
@@ -188,7 +190,7 @@ def score_windows(model: GPT, ids: Sequence[int], done: int, n_top: int) -> Iter
     block_size = model.config.block_size
     while done < len(ids):
         begin = 0 if done < block_size else done - (block_size + 1) // 2
-        window = torch.tensor(ids[begin : begin + block_size + 1], device=model.wte.weight.device)  # (n,)
+        window = torch.tensor(ids[begin : begin + block_size + 1], device=next(model.parameters()).device)  # (n,)
         logits = model(window[None, :-1])[0, done - begin - 1 :].float()  # (n rated, V)
         yield score_logits(logits, window[done - begin :], n_top)
         done = begin + len(window)

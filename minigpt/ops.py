@@ -6,7 +6,6 @@ and in other precisions, they call torch's.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +32,11 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
     return y if bias is None else y + bias
 
 
+def gelu_tanh(x: Tensor) -> Tensor:
+    """Return the tanh approximation of GELU that GPT-2 has, of any shape. https://arxiv.org/abs/1606.08415"""
+    return F.gelu(x, approximate="tanh")
+
+
 def relu_squared(x: Tensor) -> Tensor:
     """Return max(x, 0)², of any shape. https://arxiv.org/abs/2109.08668"""
     if not _use_fused_cpu(x, torch.float32, torch.bfloat16):
@@ -52,7 +56,7 @@ Function = Callable[..., Tensor]
 NORMS: dict[str, Function] = {"layernorm": layer_norm, "rmsnorm": rms_norm, "rmsnorm_noscale": rms_norm}
 ACTIVATIONS: dict[str, Function] = {
     "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),  # of GPT-2
+    "gelu_tanh": gelu_tanh,
     "relu": F.relu,
     "relu2": relu_squared,
     "swiglu": swiglu,

@@ -20,8 +20,8 @@ import pytest
 import torch
 from conftest import ROOT, TEST_DEVICE, column
 from ranks import train_on_ranks
+from test_decoder import EVERY
 from test_generation import ARCHITECTURES
-from test_kv_decoder import EVERY
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils._pytree import keystr, tree_flatten_with_path

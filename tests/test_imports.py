@@ -19,7 +19,10 @@ MODULES = {
     for file in (ROOT / folder).rglob("*.py")
     if file.name != "__init__.py"
 }
-MODEL_FILES = ("attention", "model", "ops", "optim", "schedules", "ema", "generation", "sampling", "kv_decoder")
+MODEL_FILES = (
+    *("attention", "model", "ops", "optim", "schedules", "ema", "generation", "sampling"),
+    *("structure", "decoder", "fast_decoder"),
+)
 
 
 def package_of(module: str) -> str:
@@ -70,7 +73,7 @@ def test_a_run_imports_no_package_that_it_does_not_use_before_its_first_step(sma
 import runpy, sys
 import {", ".join(f"minigpt.{name}" for name in MODEL_FILES)}
 assert not {{"lightning", "pytorch_lightning", "lightning_fabric", "hydra", "omegaconf", "wandb"}} & {{*sys.modules}}
-from minigpt.checkpoints.load import GPTConfig, empty_model
+from minigpt.structure import GPTConfig, empty_model
 assert empty_model(GPTConfig(vocab_size=65)).wte.weight.is_meta
 assert "torch._dynamo" not in sys.modules
 sys.argv = ["train.py", *{small}, "resume=missing.safetensors"]  # ends after the imports

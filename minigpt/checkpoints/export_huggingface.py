@@ -22,12 +22,12 @@ from minigpt.checkpoints.find import run_folder
 from minigpt.checkpoints.format import MINIGPT, read, save_tensors
 from minigpt.checkpoints.huggingface_conversion import FAMILIES, config_to_ours, config_to_theirs, weight_to_theirs
 from minigpt.checkpoints.init_from import CONFIG, WEIGHTS, Pretrained
-from minigpt.checkpoints.load import empty_model
 from minigpt.config import GPTConfig
 from minigpt.data.tokenizer import HuggingFaceTokenizer
 from minigpt.data.tokenizer_json import tokenizer_files
 from minigpt.model import GPT
 from minigpt.ops import rms_norm
+from minigpt.structure import empty_model
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json, write_json
 

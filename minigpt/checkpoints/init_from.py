@@ -13,12 +13,13 @@ from torch import Tensor
 from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint, named_path
 from minigpt.checkpoints.format import explain_errors
 from minigpt.checkpoints.huggingface_conversion import FAMILIES, Family, config_to_ours, weight_to_ours
-from minigpt.checkpoints.load import build_model, check_size, check_vocabulary, empty_model, load_checkpoint
+from minigpt.checkpoints.load import build_model, check_size, check_vocabulary, load_checkpoint
 from minigpt.config import GPTConfig
 from minigpt.data.checksums import checksums
 from minigpt.data.tokenizer import Tokenizer
 from minigpt.data.tokenizer_json import load_tokenizer
 from minigpt.model import GPT
+from minigpt.structure import empty_model
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import read_json
 from minigpt.utils.scripts import import_extra

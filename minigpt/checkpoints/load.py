@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from minigpt.checkpoints.find import find_checkpoint
 from minigpt.checkpoints.format import FORMAT, MINIGPT, explain_errors, read, write
@@ -14,6 +13,7 @@ from minigpt.config import GPTConfig
 from minigpt.data import tokenizer as tokenizers
 from minigpt.data.tokenizer import Tokenizer
 from minigpt.model import GPT
+from minigpt.structure import empty_model
 from minigpt.utils.errors import UserError, require
 
 PREFIX = "model."  # the attribute of the LightningModule that is the model
@@ -85,19 +85,6 @@ def build_model(config: GPTConfig, weights: Mapping[str, Tensor]) -> GPT:
     if not all(extreme.isfinite() for weight in model.parameters() for extreme in weight.aminmax()):
         raise UserError("its weights are NaN or infinite")
     return model
-
-
-def empty_model(config: GPTConfig) -> GPT:
-    """Build a model whose tensors have shapes but no memory."""
-    with torch.device("meta"), _SkipNormal():
-        return GPT(config)
-
-
-class _SkipNormal(TorchFunctionMode):
-    """Skip `normal_`: on the meta device torch imports its compiler for it, which takes 0.8 s."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return None if function is nn.init.normal_ else function(*args, **(kwargs or {}))
 
 
 def check_vocabulary(config: GPTConfig, tokenizer: Tokenizer) -> None:

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from minigpt.data.detokenizer import Detokenizer
 from minigpt.data.tokenizer import Tokenizer
+from minigpt.decoder import make_decoder
 from minigpt.generation import NON_FINITE, Score, check_ids, score_logits, score_windows
-from minigpt.kv_decoder import Decoder
 from minigpt.model import GPT
 from minigpt.sampling import PerSampleRNG, Sampling
 from minigpt.utils.errors import RunError
@@ -80,7 +80,7 @@ class Engine:
         self._jobs: list[_Job] = []  # that may run or wait
         self._n_calls = 0
         # Of the thread:
-        self._decoder = Decoder(model)
+        self._decoder = make_decoder(model)
         self._running: list[_Job] = []  # in the order of the decoder's rows
         self._waiting: list[_Job] = []
         self._unsent: list[tuple[TokenStream, Token | Exception]] = []
@@ -158,7 +158,7 @@ class Engine:
             failed, self._running = self._running, []
             self._send([(job.stream, error) for job in failed if not job.ended])
         if not self._running:
-            self._decoder = Decoder(self.model)  # with an empty cache
+            self._decoder = make_decoder(self.model)  # with an empty cache
         if self._running or self._waiting:
             self._thread.submit(self._work)  # raises if the engine is closed
 

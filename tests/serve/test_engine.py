@@ -12,8 +12,8 @@ from test_generation import ARCHITECTURES, make
 from test_generation import Letters as LettersOfText
 from tolerance import assert_near, terms_of
 
+from minigpt.fast_decoder import FastDecoder
 from minigpt.generation import generate, score
-from minigpt.kv_decoder import Decoder
 from minigpt.model import GPT
 from minigpt.sampling import Sampling
 from minigpt.serve.engine import Engine, QueueFull, SampleRequest, Token, TokenStream
@@ -110,15 +110,15 @@ def test_too_many_requests_raise_at_once_until_one_ends():
 
 
 def test_a_failure_of_the_model_ends_its_requests_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch):
-    step, failures = Decoder.step, []
+    step, failures = FastDecoder.step, []
 
-    def fail(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
+    def fail(decoder: FastDecoder, tokens: torch.Tensor) -> torch.Tensor:
         if len(tokens) == 2 and not failures:
             failures.append(MemoryError("no memory"))
             raise failures[0]
         return step(decoder, tokens)
 
-    monkeypatch.setattr(Decoder, "step", fail)
+    monkeypatch.setattr(FastDecoder, "step", fail)
 
     async def ask(engine: Engine) -> list[Token]:
         results = await asyncio.gather(

@@ -1,4 +1,4 @@
-"""`Decoder` against `GPT.forward`, for every architecture and beyond `block_size`."""
+"""The decoders against `GPT.forward`, for every architecture and beyond `block_size`."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,7 +12,8 @@ from tolerance import assert_near, terms_of
 from torch import Tensor
 
 from minigpt.config import NORM_POSITIONS, PARAMETRIZATIONS, POSITIONS, GPTConfig
-from minigpt.kv_decoder import Decoder
+from minigpt.decoder import Decoder
+from minigpt.fast_decoder import FastDecoder
 from minigpt.model import GPT
 from minigpt.ops import ACTIVATIONS, NORMS
 
@@ -70,7 +71,7 @@ def test_several_samples_share_one_prefill_of_their_prompt():
         model, prompts, following = make(**changes), [tokens(5), tokens(2)], [tokens(20) for _ in range(6)]
         read = []
         hook = model.register_forward_hook(lambda module, given, logits, read=read: read.append(given[0].numel()))
-        Decoder(model, prompts, 3, 20)
+        FastDecoder(model, prompts, 3, 20)
         hook.remove()
         assert sum(read) <= 5 + 2
         together = decode(model, prompts, following, num_samples=3)
@@ -88,7 +89,7 @@ def test_rotary_positions_are_exact_after_thousands_of_tokens():
 def test_memory_is_constant_beyond_block_size(changes: dict[str, Any], lengths: Sequence[int]):
     model = make(**changes)
     with torch.no_grad():
-        decoder = Decoder(model, [tokens(n) for n in lengths], 1, 10**15)
+        decoder = FastDecoder(model, [tokens(n) for n in lengths], 1, 10**15)
         held = []
         for _ in range(12 * 16):
             decoder.step(torch.randint(23, (len(lengths),)))
@@ -98,7 +99,7 @@ def test_memory_is_constant_beyond_block_size(changes: dict[str, Any], lengths: 
 
 def test_the_cache_of_a_short_text_is_small():
     model = make(block_size=4096, position="rope")
-    assert memory(Decoder(model, [tokens(3)], 1, 20)) < memory(Decoder(model, [tokens(3)], 1, 4000)) / 5
+    assert memory(FastDecoder(model, [tokens(3)], 1, 20)) < memory(FastDecoder(model, [tokens(3)], 1, 4000)) / 5
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -144,10 +145,17 @@ def test_samples_that_join_and_leave_a_batch_are_decoded_as_each_alone(changes: 
         close(model, logits, decode(model, [text[:n]], [text[n:]])[0])
 
 
+@pytest.mark.parametrize("changes", ARCHITECTURES.values(), ids=ARCHITECTURES)
+def test_the_decoder_for_every_model_reads_the_newer_half_of_a_full_window(changes: dict[str, Any]):
+    model = make(**changes)
+    for text, n, logits in join_and_leave(model, VISITS, Decoder(model)):
+        close(model, logits, newer_halves(model, text, n))
+
+
 def test_a_sample_with_nan_leaves_none_in_its_row():
     model = make(position="rope", tie_embeddings=False)
     model.wte.weight[22] = float("nan")
-    decoder = Decoder(model)
+    decoder = FastDecoder(model)
     for prompt in ([1] * 12, [22] * 14):
         decoder.add(prompt)
     assert decoder.step(torch.tensor([1, 22])).isnan().any(dim=1).tolist() == [False, True]
@@ -197,16 +205,18 @@ def split(texts: list[list[int]], lengths: Sequence[int]) -> tuple[list[list[int
 def decode(model: GPT, prompts: list[list[int]], following: list[list[int]], num_samples: int = 1) -> Tensor:
     """The logits after each prompt and after each token that follows it, (B, 1 + following, V)."""
     steps = torch.tensor(following).long().T  # (steps, B)
-    decoder = Decoder(model, prompts, num_samples, len(steps) + 1)
+    decoder = FastDecoder(model, prompts, num_samples, len(steps) + 1)
     return torch.stack([decoder.logits.clone(), *(decoder.step(step).clone() for step in steps)], dim=1)
 
 
-def join_and_leave(model: GPT, visits: list[tuple[int, int, int]]) -> list[tuple[list[int], int, Tensor]]:
+def join_and_leave(
+    model: GPT, visits: list[tuple[int, int, int]], decoder: Decoder | FastDecoder | None = None
+) -> list[tuple[list[int], int, Tensor]]:
     """The text, the length of its prompt and the logits of samples that join at a step with a prompt of n tokens and
     leave after m more: `visits` are (step, n, m)."""
     texts = [tokens(n + m) for _, n, m in visits]
     found: list[list[Tensor]] = [[] for _ in visits]
-    decoder, rows = Decoder(model), list[int]()
+    decoder, rows = decoder or FastDecoder(model), list[int]()
     for step in range(max((start + m + 1 for start, _, m in visits), default=0)):
         for i, (start, n, _) in enumerate(visits):
             if start == step:
@@ -274,7 +284,7 @@ def close(model: GPT, logits: Tensor, expected: Tensor) -> None:
     assert_near(logits, expected, terms=terms_of(model.config))
 
 
-def memory(decoder: Decoder) -> int:
+def memory(decoder: FastDecoder) -> int:
     """Bytes of all tensors that a decoder holds."""
     storages: dict[int, int] = {}
 

@@ -1,12 +1,13 @@
-"""Incremental decoding with a key-value cache: one token per sample and step. Depends on torch alone.
+"""Fast decoding of one token per sample and step, for models that their user did not change. Depends on torch alone.
 
-`GPT.forward` reads the prompts. `Decoder.step` runs the same `GPT.embed`, `Block.forward` and `GPT.logits`, because one
-token of a small model costs the overhead of its operations, not their arithmetic, on objects without the hooks and the
-slow attributes of `nn.Module`, with weights laid out for products of few rows. Tokens/s against `GPT.forward(cache=…)`
-are in docs/sampling.md.
+`GPT.forward` reads the prompts. `FastDecoder.step` runs the same `GPT.embed`, `Block.forward` and `GPT.logits`, because
+one token of a small model costs the overhead of its operations, not their arithmetic, on objects without the hooks and
+the slow attributes of `nn.Module`, with weights laid out for products of few rows. Tokens/s against
+`GPT.forward(cache=…)` are in docs/sampling.md.
 
-A text may be longer than `block_size`: see `Decoder.slide_window`. Samples can join and leave the batch between steps
-(`Decoder.add` and `drop`), for a server. All calls must be in the same mode, `torch.inference_mode` or `torch.no_grad`.
+A text may be longer than `block_size`: see `FastDecoder.slide_window`. Samples can join and leave the batch between
+steps (`FastDecoder.add` and `drop`), for a server. All calls must be in the same mode, `torch.inference_mode` or
+`torch.no_grad`.
 
 Shapes: B samples, C n_embd, V vocab, L layers, K key-value heads, D head width, S visible slots.
 """
@@ -22,6 +23,7 @@ from torch.nn import functional as F
 
 from minigpt.attention import rotary_table
 from minigpt.model import GPT
+from minigpt.structure import original, uncompiled
 
 _MAX_COPIED_NUMEL = 1 << 20  # of a weight matrix that is copied to a faster layout
 _MIN_LARGE_NUMEL = 1 << 17  # smaller matrices take less time by `mm`
@@ -29,16 +31,14 @@ _HAS_ONEDNN = torch.backends.mkldnn.is_available()
 _ROTARY_CHUNK = 256  # positions per computation of the rotary table
 
 
-class Decoder:
+class FastDecoder:
     """Decode a batch of samples token by token; `logits` (B, V) are those of the next token.
 
     All samples write to the same slot of the cache, so prompts are aligned at their ends.
 
     Args:
-        model: in evaluation mode.
-        prompts: token ids of each prompt, at least one; the last `block_size` are read.
-        num_samples: samples per prompt; each prompt is read once.
-        max_new_tokens: per sample; bounds the size of the cache. None: any number, and samples can join.
+        model: one without changes, for which `find_change` of `minigpt.structure` returns None.
+        prompts, num_samples, max_new_tokens: as for `make_decoder` of `minigpt.decoder`.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Decoder:
         for row in rows:
             self._begins[row] = begin
         # Not in inference mode, so that the model can be trained afterwards.
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), uncompiled():
             read = self.model.new_cache(len(contexts))
             if length:
                 self.model(torch.tensor(contexts, device=self.device), cache=read)
@@ -197,6 +197,7 @@ def _fast_model(model: GPT) -> Any:
 
 def _plain(module: nn.Module) -> Any:
     """Copy a module to an object of its code and attributes that is no `nn.Module`; weights are gathered under FSDP."""
+    module = original(module)
     if isinstance(module, nn.ModuleList | nn.ParameterList):
         return [_plain(item) if isinstance(item, nn.Module) else _full_tensor(item) for item in module]
     kind: Any = type(module)

@@ -1,0 +1,161 @@
+"""Decoding of one token per sample and step, with the model's own `forward` and cache. Depends on torch alone.
+
+`Decoder` is right for every model, however its user changed it. `make_decoder` returns the `FastDecoder` of
+`minigpt.fast_decoder` for models that it knows: the same samples, faster. Without that file and the line that chooses
+it, all results are as right.
+
+Shapes: B samples, T tokens, V vocab.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minigpt.fast_decoder import FastDecoder
+from minigpt.model import Cache
+from minigpt.structure import find_change, original, uncompiled, unwrap
+from minigpt.utils.errors import UserError
+
+_PROBE_TOKENS = 8
+
+
+def make_decoder(
+    model: Any, prompts: Sequence[Sequence[int]] = (), num_samples: int = 1, max_new_tokens: int | None = None
+) -> "Decoder | FastDecoder":
+    """Return a decoder of `num_samples` samples per prompt, which has read all of their prompts.
+
+    Args:
+        model: in evaluation mode.
+        prompts: token ids of each prompt, at least one; the last `block_size` are read.
+        max_new_tokens: per sample; bounds the size of the cache. None: any number, and samples can join.
+
+    Raises:
+        UserError: the model is not one of minigpt, or returns no logits.
+    """
+    model = unwrap(model)
+    if find_change(model) is None:
+        return FastDecoder(original(model), prompts, num_samples, max_new_tokens)
+    return Decoder(model, prompts, num_samples)
+
+
+def _without_gradients(method: Any) -> Any:
+    """Decorate a method to run without gradients, but not in inference mode: the model can be trained afterwards."""
+    return torch.inference_mode(False)(torch.no_grad()(method))
+
+
+@dataclass
+class _Group:
+    """Samples of one prompt."""
+
+    rows: list[int]  # of the batch
+    begin: int  # index in their texts of the first token of the window
+    cache: Cache | None = None  # of the window up to the last token; None: the window is read at every step
+
+
+class Decoder:
+    """Decode a batch of samples token by token; `logits` (B, V) are those of the next token.
+
+    The samples of a prompt are read in one batch. When their window of `block_size` tokens is full, its newer half is
+    read again from position 0. If logits computed with the cache are not those of `model(tokens)`, which are taken of
+    a short probe, because `forward` ignores the cache or a hook looks at positions, the whole window is read for every
+    token.
+
+    Args:
+        model, prompts, num_samples: as for `make_decoder`.
+    """
+
+    @_without_gradients
+    def __init__(self, model: Any, prompts: Sequence[Sequence[int]] = (), num_samples: int = 1) -> None:
+        self.model, self.block_size = model, model.config.block_size
+        self.device = next(model.parameters()).device
+        self.tokens: list[list[int]] = []  # of each sample, with its prompt
+        self._groups: list[_Group] = []
+        self._can_cache = self._probe_cache()
+        for prompt in prompts:
+            self.add(prompt, num_samples)
+        if prompts:
+            last = [prompt[-1] for prompt in prompts for _ in range(num_samples)]
+            self.step(torch.tensor(last, device=self.device))
+
+    @_without_gradients
+    def add(self, prompt: Sequence[int], num_samples: int = 1) -> None:
+        """Read a prompt for new samples at the end of the batch; the next `step` is to add its last token."""
+        context, B = list(prompt[:-1]), len(self.tokens)
+        group = _Group(list(range(B, B + num_samples)), max(0, len(prompt) - self.block_size))
+        self.tokens += [list(context) for _ in group.rows]
+        if self._can_cache:
+            group.cache = self.model.new_cache(1)
+            if unread := context[group.begin :]:
+                self._read([unread], group.cache)
+            _select_rows(group.cache, [0] * num_samples)
+        self._groups.append(group)
+
+    @_without_gradients
+    def drop(self, row: int) -> None:
+        """Remove a sample; the last one of the batch takes its row."""
+        group = next(group for group in self._groups if row in group.rows)
+        kept = [i for i, other in enumerate(group.rows) if other != row]
+        group.rows = [group.rows[i] for i in kept]
+        if not kept:
+            self._groups.remove(group)
+        elif group.cache is not None:
+            _select_rows(group.cache, kept)
+        last = self.tokens.pop()
+        if row < len(self.tokens):
+            self.tokens[row] = last
+            for group in self._groups:
+                group.rows = [row if other == len(self.tokens) else other for other in group.rows]
+
+    @_without_gradients
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append one token (B,) to each sample and return the logits (B, V) after it."""
+        for text, token in zip(self.tokens, tokens.tolist(), strict=True):
+            text.append(token)
+        logits = torch.cat([self._read_next(group) for group in self._groups])
+        self.logits = torch.empty_like(logits)
+        self.logits[[row for group in self._groups for row in group.rows]] = logits
+        return self.logits
+
+    def _read_next(self, group: _Group) -> Tensor:
+        """Read the last token of each text, and what has to be read again; return the logits after it."""
+        end = len(self.tokens[group.rows[0]])
+        begin = end - 1
+        if group.cache is None:
+            begin = max(0, end - self.block_size)
+        elif end - group.begin > self.block_size:
+            begin = group.begin = end - max(1, self.block_size // 2)
+            group.cache = self.model.new_cache(len(group.rows))
+        return self._read([self.tokens[row][begin:] for row in group.rows], group.cache)[:, -1]
+
+    def _read(self, tokens: Sequence[Sequence[int]], cache: Any = None) -> Tensor:
+        """Return the logits (B, T, V) of tokens (B, T) after those of the cache, if there is one."""
+        ids = torch.tensor(tokens, device=self.device)
+        with uncompiled():
+            logits = self.model(ids) if cache is None else self.model(ids, cache=cache)
+        if not isinstance(logits, Tensor) or logits.dim() != 3:
+            raise UserError(f"model(tokens) must return logits, a tensor (B, T, V), got {type(logits).__name__}")
+        return logits
+
+    def _probe_cache(self) -> bool:
+        """Return whether tokens that are read one by one, with a cache, have the logits of the whole text."""
+        probe = [i % self.model.config.vocab_size for i in range(min(_PROBE_TOKENS, self.block_size))]
+        whole = self._read([probe])
+        try:
+            cache = self.model.new_cache(1)
+            parts = [self._read([probe[:2]], cache)]
+            _select_rows(cache, [0])
+            parts += [self._read([[token]], cache) for token in probe[2:]]
+            difference = (torch.cat(parts, dim=1) - whole).abs().max()
+        except Exception:  # of the model's own code
+            return False
+        return bool(difference <= torch.finfo(whole.dtype).eps ** 0.5 * whole.abs().max())
+
+
+def _select_rows(cache: Cache, rows: list[int]) -> None:
+    """Keep these rows of a cache, in this order."""
+    for layer in cache.layers:
+        layer.k, layer.v = layer.k[rows], layer.v[rows]
+    cache.last, cache.last_tokens = cache.last[rows], cache.last_tokens[rows]

@@ -1,0 +1,126 @@
+"""What a model consists of: whether it is the one that `GPT(config)` builds, or its user changed it. Torch alone.
+
+Fast decoding, checkpoints and exports use the weights without the model's own code, so they first call `find_change`.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from inspect import isfunction
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.overrides import TorchFunctionMode
+
+from minigpt.attention import MultiHeadAttention
+from minigpt.config import GPTConfig
+from minigpt.model import GPT, MLP, Block, NGramEmbedding, Norm
+from minigpt.utils.errors import UserError
+
+_KINDS: Any = (GPT, Block, MLP, Norm, NGramEmbedding, MultiHeadAttention, nn.Linear, nn.Embedding)
+_METHODS = {kind: {name: f for name, f in vars(kind).items() if isfunction(f)} for kind in _KINDS}
+_OF_TRAINING = ("training", "dropout", "checkpoint_blocks")  # attributes without effect in evaluation mode
+
+
+def unwrap(model: Any) -> Any:
+    """Return the model, without DistributedDataParallel or DataParallel; raise UserError if it is none of minigpt."""
+    while isinstance(original(model), nn.DataParallel | nn.parallel.DistributedDataParallel):
+        model = original(model).module
+    if not isinstance(getattr(model, "config", None), GPTConfig):
+        expected, advice = "a GPT, or a module with its `config`", "pass the GPT inside of it"
+        raise UserError(f"the model must be {expected}, got {type(model).__name__}; {advice}")
+    return model
+
+
+def original(module: Any) -> Any:
+    """Return the module that `torch.compile` wraps, or the module itself."""
+    compiled = type(module).__module__ == "torch._dynamo.eval_frame"
+    return module._modules.get("_orig_mod", module) if compiled else module
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Run compiled models without the compiler, which would compile them again for every length of a text."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def empty_model(config: GPTConfig) -> GPT:
+    """Build a model whose tensors have shapes but no memory."""
+    with torch.device("meta"), _SkipNormal():
+        return GPT(config)
+
+
+class _SkipNormal(TorchFunctionMode):
+    """Skip `normal_`: on the meta device torch imports its compiler for it, which takes 0.8 s."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return None if function is nn.init.normal_ else function(*args, **(kwargs or {}))
+
+
+def find_change(model: Any, *, hooks: bool = True) -> str | None:
+    """Return the first thing that makes a model another than `GPT(model.config)` in evaluation mode, or None.
+
+    It consists of exactly the same classes, with the methods that they had at import, and has the same attributes and
+    shapes, no attribute that hides one of its class, and, with `hooks`, no hooks but those of FSDP2. Wrappers of
+    `torch.compile` count as what they wrap. Values and sharing of weights, and further attributes, may be any.
+    """
+    if hooks and (torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks):
+        return "all modules have a global forward hook"
+    return next(_changes(model, _reference(model.config), "model", {}, hooks), None)
+
+
+_reference = lru_cache(maxsize=2)(empty_model)  # it takes longer than the comparison
+
+
+def _changes(module: Any, reference: Any, name: str, seen: dict[Any, Any], hooks: bool) -> Iterator[str]:
+    """Yield the differences of a module from its reference; `seen` maps references to modules."""
+    wrapped, module = module, original(module)
+    kind, expected = type(module), type(reference)
+    if hooks and any(map(_has_hook, {wrapped, module})):
+        yield f"{name} has a forward hook"
+    known_kind = kind.__bases__[-1] if kind.__module__.startswith("torch.distributed.fsdp.") else kind
+    if known_kind is not expected:
+        yield f"{name} is of class {kind.__name__}, not {expected.__name__}"
+        return
+    if changed := [f for f, code in _METHODS.get(expected, {}).items() if vars(expected).get(f) is not code]:
+        yield f"{expected.__name__}.{changed[0]} is replaced"
+    if reference in seen:
+        if seen[reference] is not module:
+            yield f"{name} is no longer shared"
+        return
+    seen[reference] = module
+    own, known = vars(module), vars(reference)
+    for key in own.keys() - known.keys():
+        if hasattr(kind, key) and key != "_compiled_call_impl":  # of Module.compile
+            yield f"{name}.{key} is replaced"
+    for key in known.keys() - own.keys():
+        yield f"{name}.{key} is missing"
+    for key, value in known.items():
+        if key[0] != "_" and key not in _OF_TRAINING and (type(own[key]) is not type(value) or own[key] != value):
+            yield f"{name}.{key} is changed"
+    for kept in ("_parameters", "_buffers", "_modules"):
+        if different := own[kept].keys() ^ known[kept].keys():
+            yield f"{name}.{min(different)} is {'new' if min(different) in own[kept] else 'missing'}"
+            return
+    for kept in ("_parameters", "_buffers"):
+        for key, tensor in known[kept].items():
+            if not _is_like(own[kept][key], tensor):
+                yield f"{name}.{key} is changed in kind, shape or value"
+    for key, child in known["_modules"].items():
+        yield from _changes(own["_modules"][key], child, f"{name}.{key}", seen, hooks)
+
+
+def _has_hook(module: nn.Module) -> bool:
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.") for hook in hooks)
+
+
+def _is_like(tensor: Tensor | None, reference: Tensor | None) -> bool:
+    """Whether two tensors have the same shape, and the values of a reference that has values: the rotary table."""
+    if tensor is None or reference is None:
+        return tensor is reference
+    is_plain = type(tensor) in (nn.Parameter, Tensor) or type(tensor).__module__ == "torch.distributed.tensor"
+    same_values = reference.is_meta or tensor.is_meta or torch.equal(tensor, reference.to(tensor))
+    return is_plain and tensor.shape == reference.shape and same_values
