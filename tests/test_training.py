@@ -11,10 +11,11 @@ import matplotlib.image
 import pytest
 import torch
 from conftest import column, composed
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from omegaconf import OmegaConf
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import DataLoader, TensorDataset
 
 import minigpt
@@ -157,6 +158,41 @@ def test_callbacks_of_lightning_log_and_write_into_the_run_folder(train: Callabl
     assert read(file)["global_step"] == 20
     assert {path.name for path in run.folder.iterdir() if path.is_dir()} == {"checkpoints", ".hydra"}
     assert "Total params" in caplog.text
+
+
+class Change(Callback):
+    """A callback that changes the model."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        model = pl_module.model
+        if self.how == "compile":
+            model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
+        elif self.how == "parametrize":
+            weight_norm(model.blocks[0].mlp.up)
+        elif self.how == "untie":
+            model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+        else:
+            model.blocks[0].register_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("compile", "compile it in place: block.compile"),
+        ("parametrize", "model.blocks.0.mlp.up is of class ParametrizedLinear"),
+        ("untie", "^model.tie_embeddings must be false"),
+    ],
+)
+def test_a_run_whose_checkpoints_could_not_be_loaded_ends_before_its_first_step(
+    train: Callable[..., Any], tmp_path: Path, how: str, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        train("+callbacks.change._target_=test_training.Change", f"+callbacks.change.how={how}", "max_steps=2")
+    assert not [*tmp_path.rglob("*.safetensors")]
+    assert train("+callbacks.change._target_=test_training.Change", "+callbacks.change.how=hook", "max_steps=1").loss
 
 
 @pytest.mark.parametrize(("supported", "precision"), [(True, "bf16-mixed"), (False, "32-true")])

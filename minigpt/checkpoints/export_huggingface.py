@@ -22,6 +22,7 @@ from minigpt.checkpoints.find import run_folder
 from minigpt.checkpoints.format import MINIGPT, read, save_tensors
 from minigpt.checkpoints.huggingface_conversion import FAMILIES, config_to_ours, config_to_theirs, weight_to_theirs
 from minigpt.checkpoints.init_from import CONFIG, WEIGHTS, Pretrained
+from minigpt.checkpoints.load import saved_config
 from minigpt.config import GPTConfig
 from minigpt.data.tokenizer import HuggingFaceTokenizer
 from minigpt.data.tokenizer_json import tokenizer_files
@@ -97,7 +98,7 @@ def export_folder(pretrained: Pretrained, folder: Path) -> str:
 
 def export_model(model: GPT, types: Collection[str] = FAMILIES) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the values of `config.json` and the weights by their names, with one of `types` as the model_type."""
-    config, weights = model.config, model.state_dict()
+    config, weights = saved_config(model), model.state_dict()
     if config.layer_repeats > 1:  # no class shares weights: every layer has a copy
         config, weights = replace(config, layer_repeats=1), {name: x.clone() for name, x in weights.items()}
     for source, tensors in ((config, weights), _fold(config, weights)):

@@ -1,6 +1,7 @@
 """Load a model and its tokenizer from a checkpoint, and save them from any training loop."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from minigpt.config import GPTConfig
 from minigpt.data import tokenizer as tokenizers
 from minigpt.data.tokenizer import Tokenizer
 from minigpt.model import GPT
-from minigpt.structure import empty_model
+from minigpt.structure import empty_model, find_change, original, unwrap
 from minigpt.utils.errors import UserError, require
 
 PREFIX = "model."  # the attribute of the LightningModule that is the model
+COMPILED = "_orig_mod."  # in the names of weights in a module that torch.compile wraps
 SIZE_MARGIN = 1 << 20  # parameters; a model this small is built whatever the size of its file is
 ROPE_TABLE_MARGIN = 1 << 25  # elements
 
@@ -48,13 +50,27 @@ def load_checkpoint(
 def save_checkpoint(model: GPT, tokenizer: Tokenizer, path: str | Path) -> None:
     """Save a model and its tokenizer atomically, for `load_checkpoint` and the scripts; a run cannot resume from it.
 
+    The model may be compiled as a whole or block by block, be wrapped by DDP, and have hooks, which are not saved.
+
     Raises:
-        UserError: the tokenizer has more ids than the model.
+        UserError: the model is not one that `load_checkpoint` builds, or the tokenizer has more ids than the model.
     """
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
-    check_vocabulary(model.config, tokenizer)
-    weights = {f"{PREFIX}{name}": tensor for name, tensor in model.state_dict().items()}
-    write(contents(model.config, tokenizer) | {"state_dict": weights}, Path(path))
+    model = unwrap(model)
+    config = saved_config(model)
+    check_vocabulary(config, tokenizer)
+    weights = {f"{PREFIX}{name.replace(COMPILED, '')}": tensor for name, tensor in original(model).state_dict().items()}
+    write(contents(config, tokenizer) | {"state_dict": weights}, Path(path))
+
+
+def saved_config(model: GPT) -> GPTConfig:
+    """Return the config with which the weights of a model give the same model, except for hooks.
+
+    A head that its user tied or untied changes `tie_embeddings`. Raises UserError for any other change.
+    """
+    if change := find_change(model, hooks=False):
+        advice = "merge the change into the weights, or load its weights into GPT(model.config) and save that"
+        raise UserError(f"weights and a config cannot describe this model: {change}; {advice}")
+    return replace(model.config, tie_embeddings=model.lm_head.weight is model.wte.weight)
 
 
 def contents(model: GPTConfig, tokenizer: Tokenizer, **run: Any) -> dict[str, Any]:

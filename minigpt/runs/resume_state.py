@@ -7,9 +7,12 @@ import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from minigpt.checkpoints.load import COMPILED, saved_config
 from minigpt.distributed.process_group import gather_objects
 from minigpt.ema import EMA
+from minigpt.model import GPT
 from minigpt.runs.lightning_workarounds import fix_loop_state
+from minigpt.utils.errors import UserError, require
 
 
 class ResumeState(Callback):
@@ -22,6 +25,7 @@ class ResumeState(Callback):
         self.validated_step = 0
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        check_saved(pl_module.model)
         checkpoint.update(self.contents)
         batches = trainer.global_step * trainer.accumulate_grad_batches
         every = trainer.val_check_batch or float("inf")
@@ -34,6 +38,7 @@ class ResumeState(Callback):
         fix_loop_state(checkpoint)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        check_saved(pl_module.model)
         if self.rng is not None:
             apply_config(trainer, pl_module)
             if len(self.rng) == trainer.world_size:  # on another number of ranks the random numbers differ anyway
@@ -82,6 +87,16 @@ class EMACallback(Callback):
         self.ema.swap()
 
     on_validation_start = on_validation_end = on_train_end = _swap  # the final sample is from the averages too
+
+
+def check_saved(model: GPT) -> None:
+    """Raise UserError if a callback changed the model, so that a checkpoint could not be loaded."""
+    tied, expected = model.config.tie_embeddings, saved_config(model).tie_embeddings
+    require("model.tie_embeddings", tied, lambda value: value == expected, f"{expected} as its head is".lower())
+    if any(COMPILED in name for name, _ in model.named_parameters()):
+        raise UserError(
+            "torch.compile renames the weights of a part of the model; compile it in place: block.compile()"
+        )
 
 
 def apply_config(trainer: L.Trainer, pl_module: Any) -> None:

@@ -1,7 +1,10 @@
 """Checkpoints are restored exactly, execute no code, are written atomically, and damaged files are rejected."""
 
+import copy
 import os
+import re
 import resource
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn.utils import parametrizations, prune
+from torch.testing import assert_close
 
 from minigpt import GPT, GPTConfig
 from minigpt.checkpoints import format
@@ -54,6 +59,96 @@ def test_other_tools_read_the_weights_also_of_a_compiled_model(tmp_path: Path):
     weights = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     assert other.load_state_dict(weights, strict=False).missing_keys == ["lm_head.weight"]
     assert torch.equal(other.eval()(tokens), model(tokens))
+
+
+def compile_blocks(model: GPT) -> GPT:
+    for i, block in enumerate(model.blocks):
+        model.blocks[i] = torch.compile(block, backend="eager")
+    return model
+
+
+def set_head(model: GPT, weight: nn.Parameter) -> GPT:
+    model.lm_head.weight = weight
+    return model
+
+
+def with_hook(model: GPT) -> GPT:
+    model.blocks[0].register_forward_hook(lambda module, args, x: None)
+    return model
+
+
+SAVED: dict[str, Callable[[], nn.Module]] = {
+    "compiled by block": lambda: compile_blocks(make()),
+    "compiled": lambda: torch.compile(compile_blocks(make()), backend="eager"),
+    "data parallel": lambda: nn.DataParallel(make()),
+    "untied": lambda: set_head(model := make(), nn.Parameter(model.wte.weight.detach().flip(0))),
+    "untied, with equal values": lambda: set_head(model := make(), nn.Parameter(model.wte.weight.detach().clone())),
+    "tied": lambda: set_head(model := make(tie_embeddings=False), model.wte.weight),
+    "with a hook": lambda: with_hook(make()),
+    "frozen": lambda: make().requires_grad_(False),
+    "in float64": lambda: make().double(),
+}
+
+
+@pytest.mark.parametrize("how", SAVED)
+def test_what_is_saved_is_loaded_with_the_same_logits(tmp_path: Path, how: str):
+    model: Any = SAVED[how]().eval()
+    save_checkpoint(model, CharTokenizer(ALPHABET), tmp_path / "a.safetensors")
+    loaded, _ = load_checkpoint(tmp_path / "a.safetensors")
+    model, tokens = getattr(model, "module", model), torch.randint(len(ALPHABET), (2, 8))
+    assert_close(loaded(tokens), model(tokens).float())
+    assert (loaded.lm_head.weight is loaded.wte.weight) == (model.lm_head.weight is model.wte.weight)
+    assert loaded.config.tie_embeddings == (model.lm_head.weight is model.wte.weight)
+
+
+class Doubled(nn.Linear):
+    """As LoRA, but with the names and shapes of a linear layer."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+NOT_SAVED: dict[str, tuple[Callable[[GPT], Any], str]] = {
+    "another class": (
+        lambda m: m.set_submodule("blocks.1.mlp.up", Doubled(16, 64)),
+        "model.blocks.1.mlp.up is of class Doubled, not Linear",
+    ),
+    "a parametrization": (
+        lambda m: parametrizations.weight_norm(m.blocks[0].mlp.down),
+        "model.blocks.0.mlp.down is of class ParametrizedLinear, not Linear",
+    ),
+    "pruning": (
+        lambda m: prune.l1_unstructured(m.blocks[0].mlp.up, "weight", 0.5),
+        "model.blocks.0.mlp.up.weight is missing",
+    ),
+    "a new module": (lambda m: m.add_module("adapter", nn.Linear(2, 2)), "model.adapter is new"),
+    "a longer table of positions": (lambda m: setattr(m, "wpe", nn.Embedding(9, 16)), "model.wpe.num_embeddings is"),
+    "a parameter of another shape": (
+        lambda m: setattr(m.wpe, "weight", nn.Parameter(torch.zeros(9, 16))),
+        "model.wpe.weight is changed in kind, shape or value",
+    ),
+    "a replaced method": (lambda m: setattr(m.blocks[0].mlp, "forward", nn.Identity()), "model.blocks.0.mlp.forward"),
+    "an attribute": (lambda m: setattr(m.blocks[1].attention, "scale", 0.1), "model.blocks.1.attention.scale is"),
+    "fewer blocks": (lambda m: m.blocks.pop(1), "model.blocks.1 is missing"),
+    "a subclass": (lambda m: setattr(m, "__class__", type("Mine", (GPT,), {})), "model is of class Mine, not GPT"),
+}
+
+
+@pytest.mark.parametrize("how", NOT_SAVED)
+def test_a_model_that_weights_and_config_do_not_describe_is_not_saved(tmp_path: Path, how: str):
+    change, message = NOT_SAVED[how]
+    model = make()
+    change(model)
+    with pytest.raises(UserError, match=f"^weights and a config cannot describe this model: {re.escape(message)}"):
+        save_checkpoint(model, CharTokenizer(ALPHABET), tmp_path / "a.safetensors")
+    assert not any(tmp_path.iterdir())
+
+
+def test_shared_blocks_that_are_no_longer_shared_are_not_saved(tmp_path: Path):
+    model = make(layer_repeats=2)
+    model.blocks[1] = copy.deepcopy(model.blocks[0])
+    with pytest.raises(UserError, match=r"model\.blocks\.1 is no longer shared"):
+        save_checkpoint(model, CharTokenizer(ALPHABET), tmp_path / "a.safetensors")
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused_when_saved(tmp_path: Path):

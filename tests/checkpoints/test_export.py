@@ -17,6 +17,7 @@ from minigpt import GPT, generate, load_checkpoint
 from minigpt.checkpoints.export_huggingface import MODELING, export_model, modeling_code
 from minigpt.checkpoints.find import BEST
 from minigpt.checkpoints.init_from import load_folder
+from minigpt.utils.errors import UserError
 
 transformers = pytest.importorskip("transformers")
 
@@ -82,6 +83,16 @@ def test_an_exported_model_gives_the_same_logits_loss_and_greedy_text(name: str,
         assert weights.keys() == written.keys()
         assert all(torch.equal(weights[key], written[key]) for key in weights)
         assert config.items() <= json.loads((tmp_path / "config.json").read_text()).items()
+
+
+def test_a_head_that_its_user_untied_is_exported_and_other_changes_are_refused(tmp_path: Path) -> None:
+    ours, tokens = random_model(), torch.arange(40)[None]
+    ours.lm_head.weight = torch.nn.Parameter(ours.wte.weight.detach().flip(0))
+    with torch.no_grad():
+        torch.testing.assert_close(in_transformers(ours, tmp_path)(tokens).logits, ours(tokens), rtol=0, atol=1e-4)
+    ours.blocks[0].mlp.activation = torch.sin
+    with pytest.raises(UserError, match=r"model\.blocks\.0\.mlp\.activation is changed"):
+        export_model(ours)
 
 
 def test_a_model_of_its_own_class_ignores_padding_and_continues_beyond_its_context(tmp_path: Path) -> None:
