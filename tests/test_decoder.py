@@ -1,6 +1,7 @@
 """The decoders against `GPT.forward`, for every architecture and beyond `block_size`."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from test_generation import ARCHITECTURES, make
 from tolerance import assert_near, terms_of
 from torch import Tensor
 
+from minigpt import fast_decoder
 from minigpt.config import NORM_POSITIONS, PARAMETRIZATIONS, POSITIONS, GPTConfig
 from minigpt.decoder import Decoder
 from minigpt.fast_decoder import FastDecoder
@@ -178,11 +180,23 @@ def test_bfloat16_decoding_is_as_close_to_float32_as_gpt_forward(changes: dict[s
 
 @pytest.mark.parametrize("B", [1, 2, 3, 4, 17])
 @pytest.mark.parametrize("changes", [{}, {"bias": False}, {"n_inner": 515, "activation": "relu"}], ids=str)
-def test_large_matrices_give_the_logits_of_gpt_forward(changes: dict[str, Any], B: int):
+@pytest.mark.parametrize("is_amd", [True, False])
+def test_large_matrices_give_the_logits_of_gpt_forward_on_every_cpu(
+    changes: dict[str, Any], B: int, is_amd: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("minigpt.fast_decoder._IS_AMD", is_amd)
+    bmm, sliced = torch.bmm, []
+    monkeypatch.setattr(torch, "bmm", lambda *args: sliced.append(args) or bmm(*args))
     model = make(n_embd=256, n_head=4, **changes).float()
     text = torch.randint(23, (B, 12))
     logits = decode(model, text[:, :3].tolist(), text[:, 3:].tolist())
     assert_near(logits, model(text)[:, 2:], terms=terms_of(model.config))
+    assert bool(sliced) == (is_amd and B < 4)
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs Linux")
+def test_slices_are_used_on_the_cpus_of_amd():
+    assert ("AuthenticAMD" in Path("/proc/cpuinfo").read_text()) == fast_decoder._IS_AMD
 
 
 @pytest.fixture(autouse=True)
