@@ -119,6 +119,12 @@ class Decoder:
         self.logits[[row for group in self._groups for row in group.rows]] = logits
         return self.logits
 
+    def cache_bytes(self, rows: int, length: int) -> int:
+        """Return the most memory of the keys and values of `rows` samples that join, of up to `length` tokens each."""
+        config = self.model.config
+        width = (config.n_kv_head or config.n_head) * config.head_width
+        return 2 * config.n_layer * rows * self.block_size * width * next(self.model.parameters()).element_size()
+
     def _read_next(self, group: _Group) -> Tensor:
         """Read the last token of each text, and what has to be read again; return the logits after it."""
         end = len(self.tokens[group.rows[0]])

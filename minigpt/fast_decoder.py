@@ -55,11 +55,12 @@ class FastDecoder:
 
         self.tokens: list[list[int]] = []  # of each sample, with its prompt
         self._begins: list[int] = []  # slot of position 0 of each sample, negative once that slot has left the cache
-        # Above 2 block_size, the window moves to the front of the cache once per block_size tokens.
-        self._end, slots = self.block_size - 1, 2 * self.block_size  # first free slot: a prompt of any length can join
+        self._end, slots = 0, 0  # first free slot
         if max_new_tokens is not None:
             longest = max(len(prompt) for prompt in prompts)
-            self._end, slots = min(longest - 1, self._end), min(longest - 1 + max_new_tokens, slots)
+            self._end = min(longest, self.block_size) - 1
+            # Above 2 block_size, the window moves to the front of the cache once per block_size tokens.
+            slots = min(longest - 1 + max_new_tokens, 2 * self.block_size)
         heads, rows = config.n_kv_head or config.n_head, len(prompts) * num_samples
         # Keys and values of each layer in turn, (2L, rows, K, slots, D); the first rows are in use.
         self._cache = weight.new_zeros(2 * config.n_layer, rows, heads, slots, config.head_width)
@@ -73,17 +74,17 @@ class FastDecoder:
     def add(self, prompt: Sequence[int], num_samples: int = 1) -> None:
         """Read a prompt once, for new samples at the end of the batch; the next `step` is to add its last token.
 
-        Other samples are as before. The cache doubles when its rows are in use.
+        Other samples are as before.
         """
         context, B = list(prompt[:-1]), len(self.tokens)
-        rows = range(B, B + num_samples)
-        if rows.stop > self._cache.size(1):
-            self._cache = F.pad(self._cache, (0, 0, 0, 0, 0, 0, 0, max(num_samples, self._cache.size(1))))
+        rows, window = range(B, B + num_samples), context[max(0, len(context) - self.block_size + 1) :]
+        if rows.stop > self._cache.size(1) or len(window) > self._end:
+            self._resize(rows.stop, len(window))
         self.tokens += [list(context) for _ in rows]
         self._begins += [self._end for _ in rows]
         self._inputs.last = F.pad(self._inputs.last, (0, 0, 0, 0, 0, num_samples))
         self._inputs.last_tokens = F.pad(self._inputs.last_tokens, (0, 0, 0, num_samples))
-        self._read([context[max(0, len(context) - self.block_size + 1) :]], rows)
+        self._read([window], rows)
         # Masked slots count with weight 0, which does not remove NaN of an earlier sample.
         self._cache[:, B : rows.stop, :, : self._begins[B]] = 0
 
@@ -125,6 +126,11 @@ class FastDecoder:
         self.logits: Tensor = self._fast_model.logits(x)
         return self.logits
 
+    def cache_bytes(self, rows: int, length: int) -> int:
+        """Return the most memory of the keys and values of `rows` samples that join, of up to `length` tokens each."""
+        layers, _, heads, _, width = self._cache.shape  # keys and values
+        return layers * rows * heads * 2 * min(length, self.block_size) * width * self._cache.element_size()
+
     def slide_window(self) -> None:
         """Make room for one more token in texts of `block_size` tokens and more, which see the last `block_size`.
 
@@ -135,12 +141,31 @@ class FastDecoder:
         if full and self.config.position == "learned":
             kept = max(1, self.block_size // 2) - 1  # and the token that this step adds
             self._read([self.tokens[row][len(self.tokens[row]) - kept :] for row in full], full)
-        if self._end == self._cache.size(3):  # move the window to the front of the cache
-            shift, B = self._end - self.block_size, len(self.tokens)
-            first = max(min(self._begins), shift)  # visible slot
-            self._cache[:, :B, :, first - shift : self.block_size] = self._cache[:, :B, :, first:]
-            self._begins = [begin - shift for begin in self._begins]
-            self._end -= shift
+        if self._end == self._cache.size(3):
+            B, first = len(self.tokens), self._first_visible()
+            if 2 * (self._end - first) > self._end:
+                self._resize(B, 0)
+            else:  # move the window to the front
+                self._cache[:, :B, :, : self._end - first] = self._cache[:, :B, :, first:]
+                self._shift(-first)
+
+    def _resize(self, rows: int, end: int) -> None:
+        """Move to a cache of `rows` rows and twice as many slots as are visible, of which `end` are before the next."""
+        B, first = len(self.tokens), self._first_visible()
+        visible, old = self._cache[:, :B, :, first : self._end], self._cache
+        end = max(end, self._end - first)
+        slots = min(2 * (end + 1), 2 * self.block_size)
+        self._cache = old.new_zeros(len(old), rows, old.size(2), slots, old.size(4))
+        self._cache[:, :B, :, end - visible.size(3) : end] = visible
+        self._shift(end - self._end)
+
+    def _shift(self, slots: int) -> None:
+        self._begins = [begin + slots for begin in self._begins]
+        self._end += slots
+
+    def _first_visible(self) -> int:
+        """Return the first slot that the next token of some sample sees."""
+        return max(min(self._begins, default=self._end), self._end - self.block_size)
 
     def _read(self, contexts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
         """Fill the cache of the given samples: one context for all of them, or one each, of equal length."""

@@ -9,11 +9,14 @@ Shapes: B running requests, V vocab.
 
 import asyncio
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -25,7 +28,7 @@ from minigpt.decoder import make_decoder
 from minigpt.generation import NON_FINITE, Score, check_ids, score_logits, score_windows
 from minigpt.model import GPT
 from minigpt.sampling import PerSampleRNG, Sampling
-from minigpt.utils.errors import RunError
+from minigpt.utils.errors import RunError, UserError
 
 T = TypeVar("T")
 
@@ -47,6 +50,11 @@ class SampleRequest:
     seed: int = 0
     n_top: int | None = 0  # likely alternatives to return per token; None: no log-probabilities and ranks either
 
+    @property
+    def length(self) -> int:
+        """Number of tokens of its text at the end, at most."""
+        return len(self.prompt) + self.max_new_tokens
+
 
 @dataclass(slots=True)
 class Token:
@@ -66,7 +74,8 @@ class Engine:
     """Generate for many requests at once. To be built and called in one asyncio event loop.
 
     Steps, new requests and calls of `run` wait in the queue of the thread, where each step queues the next one. The KV
-    cache is freed when no request is left.
+    cache grows with the texts and is freed when no request is left. A request waits while the cache could outgrow
+    `max_cache_bytes` with it before it ends.
     """
 
     max_running = 32  # requests that are decoded in one batch
@@ -74,6 +83,7 @@ class Engine:
 
     def __init__(self, model: GPT, tokenizer: Tokenizer) -> None:
         self.model, self.tokenizer = model.eval(), tokenizer
+        self.max_cache_bytes = memory(next(model.parameters()).device) // 4
         self.end_ids = tokenizer.separator.tolist() if tokenizer.separated else []  # that end a document
         self._thread, self._loop = ThreadPoolExecutor(1, "engine"), asyncio.get_running_loop()
         # Of the event loop:
@@ -89,10 +99,14 @@ class Engine:
     def generate(self, *requests: SampleRequest) -> "TokenStream":
         """Queue requests and return their tokens as they are generated; closing the iterator ends the requests.
 
-        If too many requests wait, or a prompt is invalid, QueueFull or UserError is raised at once.
+        If too many requests wait, or a prompt is invalid or can never be run, QueueFull or UserError is raised at once.
         """
         for request in requests:
             check_ids(request.prompt, self.model.config.vocab_size)
+            if (needed := self._decoder.cache_bytes(1, request.length)) > self.max_cache_bytes:
+                most, found = (f"{size / 1e6:,.0f} MB" for size in (self.max_cache_bytes, needed))
+                advice = f"of {request.length:,} tokens; use fewer max_tokens"
+                raise UserError(f"the key-value cache of a sample must be at most {most}, got {found} {advice}")
         stream = TokenStream(requests, self)
         self._check_room(len(stream.jobs))
         self._jobs += stream.jobs
@@ -171,7 +185,7 @@ class Engine:
                 self._running.pop()
 
     def _join(self) -> None:
-        """Read the prompts of waiting requests, together at most `block_size` tokens; equal prompts are read once."""
+        """Read prompts that wait, together at most `block_size` tokens, if there is memory; equal ones are read once."""
         self._waiting = [job for job in self._waiting if not job.ended]
         room, unread = self.max_running - len(self._running), self.model.config.block_size
         for prompt, group in groupby(self._waiting[:room], lambda job: job.request.prompt):
@@ -179,9 +193,16 @@ class Engine:
             if unread < 0:
                 break
             jobs = list(group)
-            self._running += jobs
-            del self._waiting[: len(jobs)]
-            self._decoder.add(prompt, len(jobs))
+            longest = max(job.request.length for job in self._running + jobs)  # rows of the cache have equal lengths
+            room = self.max_cache_bytes // self._decoder.cache_bytes(1, longest) - len(self._running)
+            if room <= 0:
+                break
+            joining = jobs[:room]
+            del self._waiting[: len(joining)]
+            self._running += joining
+            self._decoder.add(prompt, len(joining))
+            if joining != jobs:
+                break
 
     def _step(self) -> None:
         """Add one token to every running request."""
@@ -280,6 +301,16 @@ class _Job:
         n_top, n_held = self.request.n_top, len(self.detokenizer.held)
         shown = None if n_top is None else logprob
         return Token(token, shown, rank, top[: n_top or 0], reason, self.index, text, n_held)
+
+
+def memory(device: torch.device) -> int:
+    """Return the bytes that are free on a GPU, or that this machine or container has."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):  # "max": no limit
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return total
 
 
 def _deliver(items: list[tuple[TokenStream, Token | Exception]]) -> None:

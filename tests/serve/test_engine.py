@@ -1,9 +1,11 @@
 """The engine against `generate`: the tokens of a request do not depend on what else runs."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,6 +109,60 @@ def test_too_many_requests_raise_at_once_until_one_ends():
             engine.generate(ENDLESS)
 
     serve(make(), fill, max_running=1, max_waiting=2)
+
+
+def test_the_cache_grows_with_the_texts_and_not_with_the_context(monkeypatch: pytest.MonkeyPatch):
+    model, sizes = make(position="rope", block_size=8192), []
+    step = FastDecoder.step
+
+    def measure(decoder: FastDecoder, tokens: torch.Tensor) -> torch.Tensor:
+        logits = step(decoder, tokens)
+        sizes.append(decoder._cache.numel())
+        return logits
+
+    monkeypatch.setattr(FastDecoder, "step", measure)
+    per_slot = 2 * 2 * 32  # keys and values of 2 layers of 32 channels
+    short = [SampleRequest([1, 2, 3], 2, seed=i) for i in range(4)]
+    serve(model, lambda engine: collect(engine.generate(*short)))
+    assert max(sizes) <= 4 * 2 * 5 * per_slot
+    long = [SampleRequest([1, 2, 3], 40), SampleRequest([5] * 30, 4)]
+    sizes.clear()
+    serve(model, lambda engine: collect(engine.generate(*long)))
+    assert max(sizes) <= 2 * 2 * 43 * per_slot
+
+
+@pytest.mark.parametrize("changes", [{}, {"position": "rope", "smear": 1, "ngram": 2}], ids=str)
+def test_requests_wait_until_their_cache_fits(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    model, sizes = make(**changes, vocab_size=12), []
+    step = FastDecoder.step
+
+    def measure(decoder: FastDecoder, tokens: torch.Tensor) -> torch.Tensor:
+        logits = step(decoder, tokens)
+        sizes.append((len(tokens), decoder._cache.nbytes))
+        return logits
+
+    monkeypatch.setattr(FastDecoder, "step", measure)
+    per_slot = 2 * 2 * 32 * 4
+    limit = 2 * 2 * 16 * per_slot  # two samples of a whole window, or five of six tokens
+    requests = [SampleRequest([1, 2, 3], 3, seed=i) for i in range(9)]
+    requests += [SampleRequest([4, 2], 30 * (i % 2) + 5, seed=i) for i in range(5)]
+    requests += [SampleRequest([7] * (3 * i + 1), 40, seed=i) for i in range(6)]
+
+    async def ask(engine: Engine) -> list[list[Token]]:
+        return await asyncio.gather(*(collect(engine.generate(request)) for request in requests))
+
+    for request, found in zip(requests, serve(model, ask, max_cache_bytes=limit), strict=True):
+        assert_as_generate(model, request, found)
+    assert max(nbytes for _, nbytes in sizes) <= limit
+    assert max(rows for rows, _ in sizes) == 5
+    with pytest.raises(UserError, match=r"^the key-value cache of a sample must be at most 0 MB, got .* of 11 tokens"):
+        serve(model, lambda engine: collect(engine.generate(SampleRequest([1], 10))), max_cache_bytes=10 * per_slot)
+
+
+def test_the_cache_may_take_a_quarter_of_the_memory():
+    limit = serve(make(), lambda engine: asyncio.sleep(0, engine.max_cache_bytes))
+    (total,) = re.findall(r"MemTotal: *(\d+) kB", Path("/proc/meminfo").read_text())
+    assert 0 < limit <= int(total) * 1024 / 4
 
 
 def test_a_failure_of_the_model_ends_its_requests_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch):
