@@ -185,7 +185,7 @@ class Engine:
                 self._running.pop()
 
     def _join(self) -> None:
-        """Read prompts that wait, together at most `block_size` tokens, if there is memory; equal ones are read once."""
+        """Read prompts that wait, together at most `block_size` tokens, if there is memory; equal ones once."""
         self._waiting = [job for job in self._waiting if not job.ended]
         room, unread = self.max_running - len(self._running), self.model.config.block_size
         for prompt, group in groupby(self._waiting[:room], lambda job: job.request.prompt):
