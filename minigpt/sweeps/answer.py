@@ -201,7 +201,8 @@ def _extend(rows: Sequence[Row], values: Mapping[str, str], seeds: str) -> str:
     """Return the command that adds points to the grid of the rows; empty for other runs."""
     folder, *others = {point.folder.parent for row in rows for point in row.points}
     settings = {**rows[0].points[0].overrides, **values, "seed": seeds}
-    if others or not (folder / PLAN).exists() or settings.get("+sweep") == "search":
+    ordered = any("#" in name or "{" in value for name, value in settings.items())  # else their order has no effect
+    if others or ordered or not (folder / PLAN).exists() or settings.get("+sweep") == "search":
         return ""
     given = [name if name.startswith("~") else f"{name}={value}" for name, value in settings.items()]
     return command("train", "-m", *given, f"hydra.sweep.dir={quote_path(short_path(folder))}", "resume=auto")

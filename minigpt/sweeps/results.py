@@ -25,6 +25,7 @@ COMPLETED, PAUSED, RUNNING, WAITING = "completed", "paused", "running", "waiting
 CRASHED, SKIPPED = "crashed", "skipped"
 NATS, BITS = "nats per token", "bits per byte"  # units of a loss
 LOSS_NAMES = {NATS: "best_val_loss", BITS: "best_val_bits_per_byte"}
+_DICT = re.compile(r"(?<!\$)\{")  # in an override
 TOTALS = ("params", "steps", "tokens", "flops", "seconds", "tokens_per_second", *LOSS_NAMES.values())
 
 
@@ -122,6 +123,23 @@ def write_plan(folder: Path, fixed: Sequence[str], points: Sequence[Point]) -> N
     write_json(folder / PLAN, {"fixed": list(fixed), "points": entries})
 
 
+def by_name(overrides: Sequence[str]) -> dict[str, str]:
+    """Map names to overrides, in order: the key, and `key#2` where a key acts again.
+
+    Of two values the last acts. Hydra merges dicts, and a group takes a choice and dicts, so all of these stay.
+    """
+    acting: list[str] = []
+    for override in overrides:
+        key = override.partition("=")[0]
+        if re.match(r"(\+\+)?[^+~]", key) and not _DICT.search(override):
+            replaced = (key, key.removeprefix("++"))
+            acting = [old for old in acting if _DICT.search(old) or old.partition("=")[0] not in replaced]
+        acting.append(override)
+    keys = [override.partition("=")[0] for override in acting]
+    names = [key if (n := keys[: i + 1].count(key)) == 1 else f"{key}#{n}" for i, key in enumerate(keys)]
+    return dict(zip(names, acting, strict=True))
+
+
 def is_relevant(override: str) -> bool:
     """Return whether an override, or a group of settings, changes what a run computes."""
     return re.split("[./@=]", override.lstrip("+~"))[0] not in ("resume", "pause_at", "logger")
@@ -185,7 +203,8 @@ def _read_overrides(file: Path) -> dict[str, str]:
     overrides = yaml.load(file.read_text(encoding="utf-8"), yaml.BaseLoader) or []
     if not isinstance(overrides, list):
         raise ValueError("it must be a list")
-    return {key: value for key, _, value in (text.partition("=") for text in overrides) if is_relevant(key)}
+    named = by_name([text for text in overrides if is_relevant(text)])
+    return {name: text.partition("=")[2] for name, text in named.items()}
 
 
 def _read_or_warn(read: Callable[[Path], Any], file: Path, default: Any) -> Any:

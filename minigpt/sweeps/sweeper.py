@@ -32,6 +32,7 @@ from minigpt.sweeps.results import (
     SKIPPED,
     WAITING,
     Point,
+    by_name,
     is_relevant,
     read_plan,
     refresh,
@@ -48,6 +49,7 @@ from minigpt.utils.terminal import log, warn
 
 MAX_NAME_CHARS = 120
 MAX_TRIES_PER_TRIAL = 20  # of a search, including points that are impossible or the same as another
+SAME = "same configuration as another point"
 
 
 class Sweeper(hydra_sweeper.Sweeper):
@@ -76,18 +78,16 @@ class Sweeper(hydra_sweeper.Sweeper):
             UserError: no setting has several values, no point is possible, or the folder holds something else.
             RunError: a run failed; all others have ended.
         """
-        given = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
-        parsed = OverridesParser.create(config_loader=self.loader).parse_overrides(given)
-        overrides = {override.get_key_element(): override for override in parsed}  # the last of equal keys wins
+        named = by_name([*(f"{key}={value}" for key, value in self.params.items()), *arguments])
+        parsed = OverridesParser.create(config_loader=self.loader).parse_overrides([*named.values()])
+        self.given = dict(zip(named, parsed, strict=True))
         fixed, existing = self._read_existing()
-        swept = {key for point in existing for key in point.overrides}
-        self.axes = {
-            key: override for key, override in overrides.items() if override.is_sweep_override() or key in swept
-        }
+        swept = {name for point in existing for name in point.overrides}
+        self.axes = {name: each for name, each in self.given.items() if each.is_sweep_override() or name in swept}
         if not self.axes:
             raise UserError("a sweep needs a setting with several values, such as model.n_head=2,4,8")
-        self.shared = [str(override.input_line) for key, override in overrides.items() if key not in self.axes]
-        self.fixed = [override for override in self.shared if is_relevant(override)]
+        shared = {name: text for name, text in named.items() if name not in self.axes and is_relevant(text)}
+        self.fixed = [name + text.removeprefix(name.partition("#")[0]) for name, text in shared.items()]
         changed = swept ^ set(self.axes) | set(fixed) ^ set(self.fixed) if existing else set()
         if differs := sorted(name for name in changed if name.partition("=")[0] != "seed"):
             advice = "use the settings that it was started with, or choose another folder with hydra.sweep.dir=…"
@@ -120,7 +120,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         settings: Any = OmegaConf.to_container(config)
         identity = sha256_json({key: value for key, value in settings.items() if is_relevant(key)})[:16]
         if any(other.identity == identity for other in self.points):
-            return replace(point, status=SKIPPED, reason="same configuration as another point")
+            return replace(point, status=SKIPPED, reason=SAME)
         folder = self.existing.get(identity, point).folder
         rungs = rung_steps(config) if self.prune else ()
         sequences = config.max_steps * config.trainer.accumulate_grad_batches * config.data.batch_size
@@ -143,7 +143,11 @@ class Sweeper(hydra_sweeper.Sweeper):
         return config
 
     def _overrides(self, values: Mapping[str, str]) -> list[str]:
-        return [*self.shared, *(f"{key}={value}" for key, value in values.items())]
+        """Return the command line of a point: that of the sweep, with one value per axis in its place."""
+        return [
+            f"{each.get_key_element()}={values[name]}" if name in values else str(each.input_line)
+            for name, each in self.given.items()
+        ]
 
     def _run(self, batch: Sequence[Point]) -> None:
         """Print which points are skipped, and run the others: with `prune` to each rung, and the best of them on."""
@@ -250,6 +254,10 @@ class Grid(Sweeper):
             self.points.append(self.check(dict(zip(self.axes, values, strict=True))))
         if not self.points:
             raise UserError("the sweep is empty: " + ", ".join(self.axes) + " has no values")
+        for name in self.axes:
+            acting = {point.overrides[name] for point in self.points if point.reason != SAME}
+            if len({point.overrides[name] for point in self.points}) > len(acting) == 1:
+                raise UserError(f"{name} has the same effect with all its values; give one, or remove what replaces it")
         if all(point.status == SKIPPED for point in self.points):
             raise UserError(f"no point of the sweep is possible: {self.points[0].reason}")
         yield self.points

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import random
 import re
 import shutil
 import signal
@@ -21,12 +22,14 @@ from conftest import ROOT, small_run, wait_until, wandb_records
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
 from hydra.types import HydraContext, RunMode
 from matplotlib import image
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from minigpt.runs.run_dir import read_summary, write_summary
 from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, SKIPPED, read_sweep
+from minigpt.sweeps.sweeper import Grid
 from minigpt.utils.errors import UserError
 
 CONFIGS, TRAIN = ROOT / "configs", ROOT / "scripts" / "train.py"
@@ -58,7 +61,7 @@ class Engine:
         self.batches.append([list(overrides) for overrides in job_overrides])
         self.launches.append({})
         for point, overrides in zip(self.points, job_overrides, strict=True):
-            settings = dict(override.split("=", 1) for override in overrides)
+            settings = dict(override.partition("=")[::2] for override in overrides)
             every, last = int(settings.get("eval_every", 1)), int(settings.get("max_steps", 1))
             self.launches[-1][point.folder.name] = end = int(settings.get("pause_at", last))
             self.jobs -= 1
@@ -159,6 +162,91 @@ def plain(config: DictConfig) -> Any:
     """The configuration unresolved, and the part that a model is built from resolved."""
     parts = OmegaConf.to_container(OmegaConf.create({**config, "callbacks": None, "logger": None}), resolve=True)
     return OmegaConf.to_container(config, resolve=False), parts
+
+
+REPEATED = {
+    "a group and dicts of it": ["optimizer=muon", "optimizer={lr:0.01},{lr:0.02}"],
+    "a dict of a group and the group": ["optimizer={lr:0.01}", "optimizer=adamw,muon"],
+    "two dicts of a group": ["model={n_head:2,n_embd:64}", "model={n_embd:32},{n_layer:1}"],
+    "a dict after a value that it holds": ["model.n_embd=32", "model={n_embd:64,n_layer:1},{n_layer:2}"],
+    "a value after a dict that holds it": ["model={n_embd:64,n_layer:1},{n_layer:2}", "model.n_embd=32"],
+    "a deleted and an added value": ["~callbacks.samples.seed", "+callbacks.samples.seed=3,4"],
+    "values, of which the last wins": ["seed=1,2", "seed=3,4", "model.dropout=0.1", "++model.dropout=0.3"],
+    "a choice, of which the last wins": ["schedule=cosine,linear", "schedule=constant", "seed=1,2"],
+    "an added group and its settings": ["+optimizer@second=adamw,muon", "++second={lr:3}", "++second.betas=3"],
+}
+
+
+def composed_by_hydra(sweeper: Any, line: Sequence[str]) -> list[Any]:
+    """The distinct configurations of the single command lines that a line with several values stands for."""
+    swept = [re.findall(r"(?:\{.*?\}|[^,{])+", override.partition("=")[2]) or [""] for override in line]
+    keys, configs = [override.partition("=")[0] for override in line], []
+    task = [override for override in sweeper.cfg.hydra.overrides.task if override not in line]
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        for values in itertools.product(*swept):
+            single = [f"{key}={value}" if value else key for key, value in zip(keys, values, strict=True)]
+            configs.append(plain_or_error(compose, "train", [*task, *single]))
+    return [config for i, config in enumerate(configs) if config not in configs[:i]]
+
+
+def plain_or_error(function: Callable[..., DictConfig], *args: Any) -> Any:
+    try:
+        return OmegaConf.to_container(function(*args), resolve=False)
+    except HydraException as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("line", REPEATED.values(), ids=REPEATED)
+def test_a_point_composes_as_the_single_command_line_with_its_values(plan, line):
+    sweeper = plan(*line)
+    expected = composed_by_hydra(sweeper, line)
+    assert len(expected) > 1
+    assert [plain(sweeper.compose(point.overrides))[0] for point in sweeper.points] == expected
+    jobs = {name: plain(config)[0] for name, config in sweeper.engine.by_folder.items()}
+    assert [jobs[point.folder.name] for point in sweeper.points] == expected
+    read = read_sweep(sweeper.folder)
+    assert len({tuple(point.overrides.items()) for point in read}) == len(expected)  # a report separates them, too
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_generated_sweeps_compose_as_single_command_lines(plan, monkeypatch, seed):
+    for name in ("batches", "_report"):  # compose only
+        monkeypatch.setattr(Grid, name, lambda _: ())
+    pool = ["optimizer=adamw,muon", "optimizer=muon", "model=nano,baby", "schedule=cosine,linear", "seed=1,2"]
+    pool += ["optimizer={lr:1},{lr:2,weight_decay:3}", "optimizer.lr=4,5", "++optimizer.lr=6", "++optimizer={new:1}"]
+    pool += ["model={n_head:2,n_embd:32},{n_head:4}", "model={n_embd:48}", "model.n_head=8,16", "~model.n_head"]
+    pool += ["callbacks.samples=null,{seed:1}", "++callbacks.samples.seed=2,3", "~callbacks.samples.seed", "debug=fast"]
+    pool += ["+callbacks.samples.new=1,2", "++callbacks.samples.new=3", "+optimizer@second=adamw,muon", "~schedule"]
+    line = random.Random(seed).choices(pool, k=random.Random(seed).randint(2, 4))
+    try:
+        sweeper = plan(*line, "log_every=10,20")
+    except HydraException:  # of the line without its settings with several values
+        return
+    axes = [list(axis.sweep_string_iterator()) for axis in sweeper.axes.values()]
+    points = [dict(zip(sweeper.axes, values, strict=True)) for values in itertools.product(*axes)]
+    found = [plain_or_error(sweeper.compose, values) for values in points]
+    expected = composed_by_hydra(sweeper, [*line, "log_every=10,20"])
+    assert all(config in expected for config in found), line
+    assert all(config in found for config in expected if not isinstance(config, str)), line
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["model.n_head=2,4", "model={n_head:8}"],
+        ["callbacks.samples={seed:1},{seed:2}", "callbacks.samples=null", "seed=1,2"],
+        ["logger=none,tensorboard"],
+    ],
+)
+def test_a_setting_whose_values_have_no_effect_is_refused(plan, line):
+    with pytest.raises(UserError, match=rf"^{line[0].partition('=')[0]} has the same effect with all its values"):
+        plan(*line)
+
+
+def test_a_setting_that_another_replaces_is_not_swept(plan):
+    with pytest.raises(UserError, match="a sweep needs a setting with several values"):
+        plan("model.dropout=0.0,0.1", "++model.dropout=0.2")
 
 
 def test_the_product_of_all_axes_runs_in_the_order_given_in_all_notations_of_hydra(plan):
