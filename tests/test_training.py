@@ -235,6 +235,7 @@ def test_a_run_may_validate_on_a_part_of_the_split(
     model, _ = load_checkpoint(run.folder)
     windows = -(-(len(finished.val) - 1) // 16)
     starts = [i * windows // 16 * 16 for i in range(16)]
+    assert run.summary["validated"].startswith(f"16 of {windows} windows of 16 tokens in ")
     x = torch.stack([finished.val[start : start + 17] for start in starts])
     with torch.no_grad():
         assert model(x[:, :-1], x[:, 1:]).item() == pytest.approx(run.loss, rel=1e-5)

@@ -105,7 +105,7 @@ def fit(
         summary |= {"seed": cfg.seed, "eval_batches": cfg.eval_batches, "tokenizer": corpus.tokenizer.to_dict()["name"]}
         if cfg.minutes is not None:
             summary["expected_val_loss"] = read_json(folder / run_dir.RUN_PLAN)["expected_val_loss"]
-        summary |= {"corpus": corpus.name, "corpus_sha256": corpus.sha256}
+        summary |= {"corpus": corpus.name, "corpus_sha256": corpus.sha256, "validated": validated_part(cfg, corpus)}
         write_results(trainer, folder, summary)
     if trainer.is_global_zero:
         run_dir.print_results(folder, sample, summary)
@@ -121,6 +121,14 @@ def ending(trainer: L.Trainer, max_steps: int) -> dict[str, Any]:
         reason = f"stopped early at step {step} of {max_steps}: {message}"
     paused = not reason and trainer.max_steps <= step < max_steps
     return {"status": "paused" if paused else "completed", "reason": reason, "stopped_early": reason != ""}
+
+
+def validated_part(cfg: DictConfig, corpus: Corpus) -> str:
+    """Describe the part of the validation split that is validated: losses of different parts do not compare."""
+    size, split = cfg.model.block_size, f"{corpus.val.bytes:,} bytes"
+    total = -(-(corpus.val.tokens - 1) // size)
+    windows = total if cfg.eval_batches is None else min(total, cfg.eval_batches * cfg.data.eval_batch_size)
+    return f"all {split}" if windows == total else f"{windows:,} of {total:,} windows of {size} tokens in {split}"
 
 
 def find_checkpoint_of_ranks(

@@ -173,15 +173,18 @@ def length(cfg: DictConfig, given: set[str], text: Text, step: float, seconds: f
     useful = 1.5 * useful_tokens(cfg, set(), text) / tokens_per_step(cfg)  # the best checkpoint is from earlier
     most = cfg.max_steps if "max_steps" in given else max(1, int(useful))
     whole = 0.3 * step * text.val_tokens / tokens_per_step(cfg)  # seconds of a validation: a third is forward
-    validations = int(min(MOST_VALIDATIONS, max(2, VALIDATING * seconds / whole)))
-    part = min(1.0, VALIDATING * seconds / (validations * whole))  # of the validation split
+    per_batch = cfg.data.eval_batch_size * cfg.model.block_size
+    part = min(1.0, (cfg.eval_batches or inf) * per_batch / text.val_tokens)  # of the validation split
+    least = 1 if "eval_batches" in given else 2
+    validations = int(min(MOST_VALIDATIONS, max(least, VALIDATING * seconds / (part * whole))))
+    if "eval_batches" not in given:
+        part = min(1.0, VALIDATING * seconds / (validations * whole))
     steps = most if "max_steps" in given else min(most, int((seconds - validations * part * whole) / step))
     scale = (800 / min(800, max(100, steps))) ** 0.5  # few steps need higher learning rates
-    batches = part * text.val_tokens / cfg.model.block_size / cfg.data.eval_batch_size
     return {
         "max_steps": steps,
         "eval_every": max(1, -(-steps // validations)),
-        "eval_batches": None if part == 1 else max(1, int(batches)),
+        "eval_batches": None if part == 1 else max(1, int(part * text.val_tokens / per_batch)),
         "ema_decay": round(1 - 1 / max(2, 0.05 * steps), 4),
         "schedule.warmup_steps": min(100, steps // 100),
         **{f"optimizer.{x}": round(scale * cfg.optimizer[x], 4) for x in ("lr", "adam_lr") if x in cfg.optimizer},

@@ -11,7 +11,7 @@ import numpy as np
 from minigpt.runs.overrides import quote_path
 from minigpt.runs.run_dir import PLAN, command, short_path
 from minigpt.sweeps.comparison import FAMILY_ERROR, Array, Comparison, shares
-from minigpt.sweeps.ranking import Row, compare_rows, count_text, numbers, seed_losses
+from minigpt.sweeps.ranking import Row, compare_rows, count_text, incomparable, numbers, seed_losses
 from minigpt.sweeps.results import COMPLETED, NATS, PAUSED, SKIPPED, Point
 
 MAX_EXCEPTIONS = 2  # to a sentence about a setting
@@ -26,8 +26,8 @@ def answer(rows: Sequence[Row]) -> list[str]:
     told = list(_incomplete(points))
     if not complete:
         return ["No run has completed with a loss, so nothing can be compared.", *told]
-    if len({point.corpus for point in points if point.corpus}) > 1:
-        return ["The runs were trained on different corpora, so their losses are not comparable.", *told]
+    if reason := incomparable(rows):
+        return [reason, *told]
     if diverged := sum(bool(row.losses) and not row.provisional for row in rows) - len(complete):
         told.append(f"{diverged} {'row' if diverged == 1 else 'rows'} diverged; the comparison leaves them out.")
     if comparison is None or len(complete) == 1:

@@ -107,7 +107,7 @@ def ranked(points: Sequence[Point]) -> list[Row]:
     """Group points by their settings without the seed; return the lowest mean loss first.
 
     Rows with runs that did not complete come after all others, and rows without a loss last. All others are compared
-    over the seeds that they share.
+    over the seeds that they share, if their losses are of the same text.
     """
     keys = dict.fromkeys(key for point in points for key in point.overrides)
     axes = [key for key in keys if len({point.overrides.get(key) for point in points}) > 1]
@@ -139,7 +139,21 @@ def compare_rows(rows: Sequence[Row]) -> tuple[list[Row], Comparison | None]:
         losses = [row.loss or inf for row in complete]
         highest = max(highest_converged(losses), DIVERGED * min(losses))
         complete = [row for row in complete if (row.loss or inf) <= highest]
-    return complete, compare(seed_losses(complete)) if complete else None
+    known = complete and not incomparable(rows)
+    return complete, compare(seed_losses(complete)) if known else None
+
+
+def incomparable(rows: Sequence[Row]) -> str:
+    """Return why the losses of rows do not compare, though their unit is the same; empty if they do."""
+    points = [point for row in rows for point in row.points if point.loss(row.unit) is not None]
+    if len({point.corpus for point in points if point.corpus}) > 1:
+        return "The runs were trained on different corpora, so their losses are not comparable."
+    parts = {point.validated: point.folder.name for point in points if point.validated}
+    if len(parts) < 2:
+        return ""
+    advice = "; eval_batches=null validates on the whole split" if any(" windows " in part for part in parts) else ""
+    which = "; ".join(f"{folder}: {part}" for part, folder in parts.items())
+    return f"The runs were validated on different texts ({which}), so their losses are not comparable{advice}."
 
 
 def highest_converged(losses: Sequence[float]) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 
 from minigpt.runs.run_dir import short_path
 from minigpt.sweeps.answer import answer
-from minigpt.sweeps.ranking import Row, numbers, ranked
+from minigpt.sweeps.ranking import Row, incomparable, numbers, ranked
 from minigpt.sweeps.results import BITS, NATS, read_sweep, short_names
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write
@@ -73,7 +73,7 @@ def print_table(rows: Sequence[Row]) -> None:
     from rich.table import Table
 
     header, cells = _table(rows)
-    best = rows[0]
+    best = None if incomparable(rows) else rows[0]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for name in header:
         table.add_column(name, justify="right" if name == "params" else "left", overflow="fold")
@@ -88,9 +88,9 @@ def print_table(rows: Sequence[Row]) -> None:
             print(sanitize_line(f"{row.label()}: {row.status}: {row.reason}"))
     if any(row.provisional and row.losses for row in rows):
         print("* provisional, because not all runs completed; ranked after the rows whose runs all completed")
-    if best.unit == BITS:
+    if best and best.unit == BITS:
         print("ranked by bits per byte, because the mean length of tokens differs between runs")
-    if best.losses:
+    if best and best.losses:
         loss = _format_loss(best, best.unit) + (" bits/byte" if best.unit == BITS else "")
         run = min(best.points, key=lambda point: inf if (loss := point.loss(best.unit)) is None else loss)
         print(f"best     {loss}: {sanitize_line(best.label())}\nrun      {_display(run.folder)}")
@@ -102,13 +102,19 @@ def _table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     differences = ["from the best"] if compared else []
     header = ["#", *names.values(), "val loss", *differences, "bits/byte", "params", "status", "folder"]
     cells = []
-    for rank, row in enumerate(rows, 1):
-        place, params = f"{rank}*" if row.provisional else str(rank), row.mean_of("params")
-        line = [place if row.losses else "", *map(row.value, names), _format_loss(row, NATS)]
+    for rank, row in zip(_ranks(rows), rows, strict=True):
+        place, params = f"{rank}*" if rank and row.provisional else rank, row.mean_of("params")
+        line = [place, *map(row.value, names), _format_loss(row, NATS)]
         line += [_format_difference(row)] if compared else []
         line += [_format_loss(row, BITS), "–" if params is None else f"{params:,.0f}", row.status]
         cells.append([*line, " ".join(str(point.folder.relative_to(parent)) for point in row.points)])
     return [*map(sanitize_line, header)], [[*map(sanitize_line, line)] for line in cells]
+
+
+def _ranks(rows: Sequence[Row]) -> list[str]:
+    """Return the ranks of rows; empty for rows without a loss, and for all if their losses do not compare."""
+    apart = incomparable(rows)
+    return [str(rank) if row.losses and not apart else "" for rank, row in enumerate(rows, 1)]
 
 
 def _parent(rows: Sequence[Row]) -> Path:
@@ -140,8 +146,8 @@ def write_table(file: Path, rows: Sequence[Row]) -> None:
     with atomic_write(file) as partial, open(partial, "w", newline="", **encoding) as opened:
         table = csv.writer(opened)
         table.writerow(["rank", *names, *losses, "seeds", *_COSTS, "status", "reason", "folder"])
-        for rank, row in enumerate(rows, 1):
-            cells: list[Any] = [rank if row.losses else "", *(row.overrides.get(name, "") for name in names)]
+        for rank, row in zip(_ranks(rows), rows, strict=True):
+            cells: list[Any] = [rank, *(row.overrides.get(name, "") for name in names)]
             cells += [row.in_unit(NATS).loss, row.in_unit(BITS).loss, row.interval, row.difference, row.margin]
             cells += [row.tied if row.margin is not None else "", len(row.losses), *map(row.mean_of, _COSTS)]
             cells += [row.status, row.reason, " ".join(str(point.folder) for point in row.points)]

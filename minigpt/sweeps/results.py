@@ -40,6 +40,7 @@ class Point:
         curve: (tokens, validation loss in nats per token).
         default_seed: of the run, where it is not swept.
         corpus: checksum of the text.
+        validated: the part of the validation split that the losses are of.
         bits: validation loss in bits per byte, by optimizer step.
         rungs: optimizer steps at which pruning may pause the run.
     """
@@ -57,6 +58,7 @@ class Point:
     rungs: Sequence[int] = ()
     default_seed: str = ""
     corpus: str = ""
+    validated: str = ""
 
     @property
     def seed(self) -> str:
@@ -162,9 +164,10 @@ def refresh(point: Point) -> Point:
         status = RUNNING
     last, curve, bits = _read_or_warn(_measure, folder / METRICS, ({}, [], {}))
     totals = {**point.totals, **last, **_finite(summary)}
-    reason, seed, corpus = (str(summary.get(name) or "") for name in ("reason", "seed", "corpus_sha256"))
-    measured = {"totals": totals, "curve": curve, "bits": bits, "default_seed": seed, "corpus": corpus}
-    return replace(point, status=status, reason=reason, **measured)
+    names = ("reason", "seed", "corpus_sha256", "validated")
+    reason, seed, corpus, validated = (str(summary.get(name) or "") for name in names)
+    measured = {"totals": totals, "curve": curve, "bits": bits, "default_seed": seed}
+    return replace(point, status=status, reason=reason, corpus=corpus, validated=validated, **measured)
 
 
 def _measure(file: Path) -> tuple[dict[str, float], list[tuple[int, float]], dict[int, float]]:

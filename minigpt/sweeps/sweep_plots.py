@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
-from minigpt.sweeps.ranking import Row, count_text, highest_converged, numbers, pareto_front
+from minigpt.sweeps.ranking import Row, count_text, highest_converged, incomparable, numbers, pareto_front
 from minigpt.sweeps.results import COMPLETED, NATS
 from minigpt.utils.terminal import sanitize_line
 
@@ -33,6 +33,7 @@ def sweep_figure(rows: Sequence[Row], *, title: str, along: str | None = None) -
         _plot_cost(params, measured, "params", "parameters N")
         _plot_cost(flops, measured, "flops", "training FLOPs C")
     counts = count_text(Counter(point.status for row in rows for point in row.points))
+    counts += "; losses not comparable" if incomparable(rows) else ""
     figure.suptitle(_escape(f"{title}: {counts}", 120), fontsize=14)
     return figure
 

@@ -79,6 +79,9 @@ class Sweeper(hydra_sweeper.Sweeper):
             RunError: a run failed; all others have ended.
         """
         named = by_name([*(f"{key}={value}" for key, value in self.params.items()), *arguments])
+        keys = {name.lstrip("+") for name in named}
+        if "minutes" in keys and "eval_batches" not in keys and self.cfg.eval_batches is None:
+            named["eval_batches"] = "eval_batches=null"  # each plan would choose another part of the validation split
         parsed = OverridesParser.create(config_loader=self.loader).parse_overrides([*named.values()])
         self.given = dict(zip(named, parsed, strict=True))
         fixed, existing = self._read_existing()

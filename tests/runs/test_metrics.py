@@ -206,6 +206,7 @@ def test_a_summary_is_what_was_measured(runs: dict[str, SimpleNamespace], loop: 
             "reason": "",
             "seed": 7,
             "eval_batches": None,
+            "validated": f"all {len(val.encode()):,} bytes",
             "corpus": corpus.name,
             "init_from": None,
             "corpus_sha256": hashlib.sha256(corpus.read_bytes()).hexdigest(),

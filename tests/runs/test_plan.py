@@ -156,6 +156,17 @@ def test_steps_and_validations_fill_the_time(val_tokens, seconds):
     assert 2 <= validations <= 11
 
 
+def test_validations_of_a_part_that_is_given_fill_the_time():
+    cfg, text, step = composed(*complete_overrides(["minutes=1"])), a_text(tokens=10**10, val_tokens=10**7), 0.02
+    per_step, per_batch = (n * cfg.model.block_size for n in (cfg.data.batch_size, cfg.data.eval_batch_size))
+    for cfg.eval_batches, scored in ((None, 10**7), (5, 5 * per_batch), (10**7, 10**7)):
+        settings = length(cfg, {"eval_batches"}, text, step, 600)
+        validations = -(-settings["max_steps"] // settings["eval_every"])
+        seconds = step * (settings["max_steps"] + validations * scored / per_step / 3)
+        assert 540 < seconds < 630
+        assert validations == (10 if scored == 5 * per_batch else 1)
+
+
 def test_few_steps_have_higher_rates():
     cfg = composed(*complete_overrides(["minutes=1"]))
     short, long = (length(cfg, set(), a_text(tokens=10**10), 0.02, seconds) for seconds in (4, 400))

@@ -175,6 +175,14 @@ def test_what_cannot_be_told_is_said() -> None:
     assert "1 completed run has no finite loss." in nan
     texts = [replace(point, corpus=point.overrides["seed"]) for point in points]
     assert "different corpora" in told(texts)
+    parts = ["all 1,000 bytes", "20 of 80 windows of 16 tokens in 1,000 bytes"]
+    validated = [replace(point, validated=parts[i % 2]) for i, point in enumerate(points)]
+    (sentence,) = answer(ranked(validated))
+    assert sentence.startswith("The runs were validated on different texts (")
+    assert all(f": {part}" in sentence for part in parts)
+    assert sentence.endswith("so their losses are not comparable; eval_batches=null validates on the whole split.")
+    assert {row.margin for row in ranked(validated)} == {None}  # nor is any row tied with another
+    assert told([replace(point, validated=parts[1]) for point in points]) == told(points)
     again = [*points, replace(points[0], status="skipped", totals={}, reason="same configuration as another point")]
     assert told(again) == told(points)
     apart = [point for i, point in enumerate(points) if (i // 3 < 4) == (point.overrides["seed"] == "1")]

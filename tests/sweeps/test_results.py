@@ -245,6 +245,23 @@ def test_a_sweep_over_tokenizers_is_ranked_by_bits_per_byte_everywhere(tmp_path,
     np.testing.assert_allclose(curves.lines[0].get_ydata(), np.array([4.0, 3.3, 3.6]) / math.log(2) / 3.0)
 
 
+def test_losses_over_different_parts_of_the_validation_split_are_not_ranked(tmp_path, no_plot, capsys):
+    parts = {"16": "4 of 80 windows of 16 tokens in 1,000 bytes", "32": "4 of 40 windows of 32 tokens in 1,000 bytes"}
+    for size, part in parts.items():
+        run_folder(tmp_path / size, f"model.block_size={size}", "eval_batches=2", validated=part)
+    report([tmp_path])
+    output = capsys.readouterr().out
+    assert f"not comparable; eval_batches=null validates on the whole split.\n\nruns in {tmp_path}\n" in output
+    assert all(f"{size}: {part}" in output for size, part in parts.items())
+    assert "best " not in output
+    with open(tmp_path / "sweep.csv", newline="") as file:
+        assert [(row["rank"], row["val_loss"]) for row in csv.DictReader(file)] == [("", "2.0")] * 2
+    for size in parts:
+        (tmp_path / size / "summary.json").write_text(json.dumps({"validated": "all 1,000 bytes"}))
+    report([tmp_path])
+    assert "best     2.0000" in capsys.readouterr().out
+
+
 RUNS = {  # by learning rate: the status and the best loss of each seed
     "completed": [("completed", 3.0), ("completed", 3.2), ("completed", 3.1)],
     "failed": [("completed", 2.0), ("completed", 2.1), ("failed", None)],

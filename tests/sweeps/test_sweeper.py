@@ -244,6 +244,13 @@ def test_a_setting_whose_values_have_no_effect_is_refused(plan, line):
         plan(*line)
 
 
+@pytest.mark.parametrize(("given", "expected"), [([], "eval_batches=null"), (["eval_batches=3"], "eval_batches=3")])
+def test_the_plans_of_a_sweep_validate_on_the_same_text(plan, given, expected):
+    """Without a value that is given, each plan would choose a part."""
+    (jobs,) = plan("minutes=1", "seed=1,2", *given).engine.batches
+    assert [[text for text in job if "eval_batches" in text] for job in jobs] == [[expected]] * 2
+
+
 def test_a_setting_that_another_replaces_is_not_swept(plan):
     with pytest.raises(UserError, match="a sweep needs a setting with several values"):
         plan("model.dropout=0.0,0.1", "++model.dropout=0.2")
