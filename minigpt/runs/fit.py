@@ -103,8 +103,8 @@ def fit(
     finally:
         summary = metrics.summary(trainer, module) | outcome | origin
         summary |= {"seed": cfg.seed, "eval_batches": cfg.eval_batches, "tokenizer": corpus.tokenizer.to_dict()["name"]}
-        if cfg.minutes is not None:
-            summary["expected_val_loss"] = read_json(folder / run_dir.RUN_PLAN)["expected_val_loss"]
+        if cfg.minutes is not None and (plan := read_json(folder / run_dir.RUN_PLAN))["expected_val_loss"]:
+            summary["expected_val_loss"] = plan["expected_val_loss"]
         summary |= {"corpus": corpus.name, "corpus_sha256": corpus.sha256, "validated": validated_part(cfg, corpus)}
         write_results(trainer, folder, summary)
     if trainer.is_global_zero:

@@ -19,7 +19,7 @@ def complete_overrides(overrides: Sequence[str], groups: Sequence[str] = ("model
     A link such as `runs/latest` becomes the run that it points at: it moves when a new run starts. A separator such as
     <|endoftext|> is quoted: a shell takes its quotes away.
     """
-    given = {key: value for key, _, value in (override.partition("=") for override in overrides)}
+    given = {key: value for key, _, value in (override.partition("=") for override in overrides) if value[:1] != "{"}
     complete = []
     for override in overrides:
         key, _, value = override.partition("=")
@@ -45,6 +45,20 @@ def complete_overrides(overrides: Sequence[str], groups: Sequence[str] = ("model
 def is_set(given: Mapping[str, str], key: str) -> bool:
     """Return whether the overrides give a setting another value than null."""
     return given.get(key, "null").lower() not in ("null", "")
+
+
+def given_settings(overrides: Sequence[str]) -> set[str]:
+    """Return the keys of the settings and groups that overrides give, but for the groups that `minutes=` selects."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    given = set()
+    for override in OverridesParser.create().parse_overrides([*overrides]):
+        key, value = override.key_or_group, override.value()
+        if isinstance(value, dict):
+            given |= {f"{key}.{name}" for name in value}
+        elif PLANNED_GROUPS.get(key) != value:
+            given.add(key)
+    return given
 
 
 def quote_override(value: object) -> str:

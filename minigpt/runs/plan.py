@@ -4,20 +4,19 @@ The plan is made of ordinary settings, which are written to the configuration of
 on CPUs, which docs/recipes.md shows.
 """
 
+import re
 import time
 from dataclasses import dataclass
 from math import exp, inf, log2, log10
 from pathlib import Path
 from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from minigpt.data.ngram_model import evenly_spaced, ngram_losses
 from minigpt.data.token_files import Corpus
 from minigpt.distributed.process_group import started_together
-from minigpt.runs.config_checks import load_parts
-from minigpt.runs.overrides import PLANNED_GROUPS
+from minigpt.runs.config_checks import load_parts, planned_heads
 from minigpt.runs.run_dir import RUN_PLAN, append_log
 from minigpt.runs.step_time import step_seconds
 from minigpt.utils.errors import UserError
@@ -28,8 +27,21 @@ SIZES = (
     *((1, 64), (2, 64), (2, 96), (2, 128), (2, 192), (2, 256), (3, 256), (3, 384), (4, 384), (4, 512), (6, 512)),
     *((6, 640), (6, 768), (8, 896), (12, 768), (12, 1024)),
 )
-HEAD_WIDTH = 32
 LEAST_VAL_BYTES = 1000
+# Settings that the formula of the loss was fitted over, and those that do not change what is trained.
+FITTED = re.compile(
+    r"minutes|max_steps|model\.(n_layer|n_embd|layer_repeats)|seed|(eval|log)_(every|batches)|originality|resume"
+    r"|data(\.(?!batch_size|overfit_batches).*)?|logger.*|callbacks\.(checkpoint|samples|snapshots|attention).*"
+    r"|trainer(\.(accelerator|devices|deterministic))?|tokenizer.*"
+    r"|compile|checkpoint_blocks|collective_timeout"
+)
+# Settings that the formula of the loss was fitted over, and those that do not change what is trained.
+FITTED = re.compile(
+    r"minutes|max_steps|model\.(n_layer|n_embd|layer_repeats)|seed|(eval|log)_(every|batches)|originality|resume"
+    r"|data(\.(?!batch_size|overfit_batches).*)?|logger.*|callbacks\.(checkpoint|samples|snapshots|attention).*"
+    r"|trainer(\.(accelerator|devices|deterministic))?|tokenizer.*"
+    r"|compile|checkpoint_blocks|collective_timeout"
+)
 COUNTED_TOKENS, SCORED_TOKENS = 1_000_000, 100_000  # of the training and the validation split, by the n-gram model
 LONGEST_NGRAM = 8
 MEASURED_TOKENS = 2_500_000  # of a training whose windows and tables are measured for all sizes
@@ -54,12 +66,10 @@ class Text:
     ngram_loss: float  # of predicting the validation split from them, in nats per token
 
 
-def plan_run(cfg: DictConfig, folder: Path, corpus: Corpus, started: float) -> tuple[Any, ...]:
+def plan_run(cfg: DictConfig, folder: Path, corpus: Corpus, given: set[str], started: float) -> tuple[Any, ...]:
     """Set the plan of the run that resumes, or a new one, in `cfg`; return its parts. Minutes count from `started`."""
     if started_together():
         raise UserError("minutes plans for one process; set max_steps instead")
-    pairs = [override.partition("=")[::2] for override in HydraConfig.get().overrides.task]
-    given = {key.lstrip("+") for key, value in pairs if PLANNED_GROUPS.get(key) != value} - {"data"}
     file = folder / RUN_PLAN
     if cfg.resume == "auto" and file.exists():
         try:
@@ -77,7 +87,7 @@ def plan_run(cfg: DictConfig, folder: Path, corpus: Corpus, started: float) -> t
 
 
 def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: float) -> dict[str, Any]:
-    """Choose the settings that are not `given`; return them, the expected loss, and lines that explain both.
+    """Choose the settings that are not `given`; return them, the expected loss if it is known, and lines about both.
 
     Sizes are measured from the smallest on, until the expected loss rises.
 
@@ -110,9 +120,19 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
     end = OVERHEAD + (cfg.originality or 0) * step / tokens_per_step(trial)  # drawing takes as long as training
     settings |= without(given, length(trial, given, text, step, deadline - time.perf_counter() - end))
     if (trial := updated(cfg, settings)).max_steps < 1:
-        raise UserError(f"minutes={cfg.minutes:g} end before the first step, of {step:.2f} s; give more minutes")
-    expected = expected_loss(trial, text)
-    return {"settings": settings, "expected_val_loss": expected, "lines": explain(trial, text, step, expected)}
+        advice = "give more minutes" + (
+            ", or validate on a part with eval_batches=…" if "eval_batches" in given else ""
+        )
+        raise UserError(f"minutes={cfg.minutes:g} end before the first step, of {step:.2f} s; {advice}")
+    unfitted = sorted(key for key in given if not FITTED.fullmatch(key))
+    unfitted += [f"fewer than {LEAST_STEPS} steps"] if trial.max_steps < LEAST_STEPS else []
+    if unfitted:
+        expected, loss = None, f"unknown: the formula of the loss was not fitted to runs with {', '.join(unfitted)}"
+    else:
+        expected = expected_loss(trial, text)
+        loss = f"validation loss {expected[0]:.2f} ± {expected[1]:.2f}"
+    lines = [*explain(trial, text, step), f"expected    {loss}"]
+    return {"settings": settings, "expected_val_loss": expected, "lines": lines}
 
 
 def read_text(corpus: Corpus) -> Text:
@@ -130,13 +150,7 @@ def read_text(corpus: Corpus) -> Text:
 def shape(cfg: DictConfig, given: set[str], text: Text, n_layer: int, n_embd: int) -> Settings:
     """Return the settings of a size, which do not depend on the speed."""
     n_layer = cfg.model.n_layer // cfg.model.layer_repeats if "model.n_layer" in given else n_layer
-    n_head = max(1, n_embd // HEAD_WIDTH)
-    if "model.n_embd" in given:
-        n_embd = cfg.model.n_embd
-        n_head = next(n for n in range(max(1, n_embd // HEAD_WIDTH), 0, -1) if n_embd % n == 0)
-    elif "model.n_head" in given:  # the next width that the heads divide
-        n_head = cfg.model.n_head
-        n_embd = -(-n_embd // (2 * n_head)) * 2 * n_head
+    n_embd, n_head = planned_heads(cfg.model, given, n_embd)
     dropout = 0.5 - 0.3 * log10(text.tokens / 45_000) + 0.2 * log10(n_layer * n_embd**2 / 18_000)
     return {
         "model.n_layer": n_layer * cfg.model.layer_repeats,
@@ -212,7 +226,7 @@ def expected_loss(cfg: DictConfig, text: Text) -> tuple[float, float]:
     return loss, 0.15 * loss
 
 
-def explain(cfg: DictConfig, text: Text, step: float, expected: tuple[float, float]) -> list[str]:
+def explain(cfg: DictConfig, text: Text, step: float) -> list[str]:
     """Return the lines that describe a plan."""
     sizes = ", ".join(f"{x} {cfg.model[x]}" for x in ("n_layer", "layer_repeats", "n_embd", "block_size", "ngram"))
     epochs, most = (n / text.tokens for n in (cfg.max_steps * tokens_per_step(cfg), useful_tokens(cfg, set(), text)))
@@ -220,12 +234,12 @@ def explain(cfg: DictConfig, text: Text, step: float, expected: tuple[float, flo
         f"plan        {sizes}; {cfg.max_steps:,} steps of {1000 * step:.1f} ms",
         f"why         {epochs:.1f} epochs of {text.tokens:,} tokens; such a model overfits after about {most:.1f}; "
         f"n-grams of up to {text.ngram} tokens predict the text best",
-        f"expected    validation loss {expected[0]:.2f} ± {expected[1]:.2f}",
     ]
 
 
 def without(given: set[str], settings: Settings) -> Settings:
-    """Return the settings whose key and config group are not given."""
+    """Return the settings whose key and config group are not given; a given corpus has the batch size of the plan."""
+    given = given - {"data"}
     return {key: value for key, value in settings.items() if not {key, key.partition(".")[0]} & given}
 
 

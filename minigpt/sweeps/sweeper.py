@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from minigpt.runs.config_checks import load_parts
-from minigpt.runs.overrides import quote_override, quote_path
+from minigpt.runs.overrides import given_settings, quote_override, quote_path
 from minigpt.runs.run_dir import PLAN, update_latest_link, write_failure
 from minigpt.sweeps.pruning import RUNGS, continuing, has_reached, loss_at, paused_at, rung_steps
 from minigpt.sweeps.results import (
@@ -115,7 +115,8 @@ class Sweeper(hydra_sweeper.Sweeper):
         point = Point(folder=self.folder / self._folder_name(values), overrides=dict(values))
         try:
             config = self.compose(values)
-            _, model, _ = load_parts(config, self._once)
+            given = None if config.minutes is None else given_settings(self._overrides(values))
+            _, model, _ = load_parts(config, self._once, planned_around=given)
         except (UserError, ConfigCompositionException, OmegaConfBaseException) as error:
             if isinstance(error, ConfigCompositionException) and not any(map(self.loader.get_group_options, self.axes)):
                 raise  # a setting does not exist at any point

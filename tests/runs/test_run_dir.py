@@ -170,13 +170,18 @@ def test_the_summary_is_written_as_json(tmp_path):
 def test_a_run_ends_by_printing_its_sample_and_the_paths_of_its_results(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     summary = {"best_val_loss": 1.46974, "best_step": 1750, "eval_batches": 7, "wall_seconds": 1234.56}
+    summary["expected_val_loss"] = [1.5, 0.25]
     summary |= {"seconds": 1200.01, "stopped_early": True, "reason": "stopped early at step 2000 of 5000"}
     summary["status"] = "completed"
     print_results(tmp_path / "runs/a", "\nTo be\n", summary | {"checkpoint": "checkpoints/best.safetensors"})
     output = capsys.readouterr().out
     assert output.startswith("To be\n")
     parts = ["1.4697 at step 1750, on 7 batches", "\nstopped early at step 2000 of 5000\n", " runs/a/curves.png\n"]
-    parts += [" 1,234.6 s, training 1,200.0 s\n", " runs/a/checkpoints/best.safetensors\n"]
+    parts += [
+        "\nexpected         1.50 ± 0.25, reached 1.470\n",
+        " 1,234.6 s, training 1,200.0 s\n",
+        " runs/a/checkpoints/best.safetensors\n",
+    ]
     assert [part for part in parts if part not in output] == []
     assert str(tmp_path) not in output  # the shortest path from here
 
