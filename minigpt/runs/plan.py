@@ -35,13 +35,6 @@ FITTED = re.compile(
     r"|trainer(\.(accelerator|devices|deterministic))?|tokenizer.*"
     r"|compile|checkpoint_blocks|collective_timeout"
 )
-# Settings that the formula of the loss was fitted over, and those that do not change what is trained.
-FITTED = re.compile(
-    r"minutes|max_steps|model\.(n_layer|n_embd|layer_repeats)|seed|(eval|log)_(every|batches)|originality|resume"
-    r"|data(\.(?!batch_size|overfit_batches).*)?|logger.*|callbacks\.(checkpoint|samples|snapshots|attention).*"
-    r"|trainer(\.(accelerator|devices|deterministic))?|tokenizer.*"
-    r"|compile|checkpoint_blocks|collective_timeout"
-)
 COUNTED_TOKENS, SCORED_TOKENS = 1_000_000, 100_000  # of the training and the validation split, by the n-gram model
 LONGEST_NGRAM = 8
 MEASURED_TOKENS = 2_500_000  # of a training whose windows and tables are measured for all sizes
@@ -120,10 +113,8 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
     end = OVERHEAD + (cfg.originality or 0) * step / tokens_per_step(trial)  # drawing takes as long as training
     settings |= without(given, length(trial, given, text, step, deadline - time.perf_counter() - end))
     if (trial := updated(cfg, settings)).max_steps < 1:
-        advice = "give more minutes" + (
-            ", or validate on a part with eval_batches=…" if "eval_batches" in given else ""
-        )
-        raise UserError(f"minutes={cfg.minutes:g} end before the first step, of {step:.2f} s; {advice}")
+        part = ", or validate on a part with eval_batches=…" if "eval_batches" in given else ""
+        raise UserError(f"minutes={cfg.minutes:g} end before the first step, of {step:.2f} s; give more minutes{part}")
     unfitted = sorted(key for key in given if not FITTED.fullmatch(key))
     unfitted += [f"fewer than {LEAST_STEPS} steps"] if trial.max_steps < LEAST_STEPS else []
     if unfitted:
