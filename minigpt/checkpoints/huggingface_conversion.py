@@ -31,6 +31,7 @@ class Family:
     # Their modules by our name, separated by spaces; our weight is the concatenation of theirs. * is the layer number.
     modules: Mapping[str, str]
     required: Values = field(default_factory=dict)  # their values without which the class computes something else
+    aliases: Values = field(default_factory=dict)  # their key by another name of it in a config.json
     transposed: bool = False  # the matrices of the blocks are stored as (in, out), by transformers' Conv1D
     swapped_halves: bool = False  # the rotary embedding turns the other way, which swapped halves of each head undo
 
@@ -67,6 +68,10 @@ _GPT2 = Family(
         "final_norm": "transformer.ln_f",
         "lm_head": "lm_head",
     },
+    aliases={
+        **{"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+        **{"max_position_embeddings": "n_positions", "n_ctx": "n_positions"},
+    },
     transposed=True,
 )
 
@@ -96,6 +101,7 @@ _DEFAULTS = {
     **{"rope.rope_theta": 10000.0, "rope.factor": 1.0, "rope.low_freq_factor": 1.0, "rope.high_freq_factor": 4.0},
     "rope.original_max_position_embeddings": 8192,  # has no effect with a factor of 1
 }
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _LAYER = "model.layers.*."
 _ATTENTION = _LAYER + "self_attn."
 _MODULES = {
@@ -172,11 +178,15 @@ def config_to_ours(values: Values) -> GPTConfig:
     """Convert the values of a `config.json`.
 
     Raises:
-        UserError: the class is not one of `FAMILIES`, or has a value that `GPTConfig` cannot express.
+        UserError: the class is not one of `FAMILIES`, has a value that `GPTConfig` cannot express, or two values of one
+            setting.
     """
     require("model_type", values.get("model_type"), *one_of(FAMILIES))
     family = FAMILIES[values["model_type"]]
-    theirs = {**family.defaults, **values, **_rope_values(values)}
+    given: dict[str, Any] = {}
+    for key, value in values.items():
+        _set_once(given, family.aliases.get(key, key), value)
+    theirs = {**family.defaults, **values, **given, **_rope_values(values)}
     theirs["layer_types"] = set(values.get("layer_types") or {"full_attention"})
     required = {"is_causal": True, "quantization_config": None, "layer_types": {"full_attention"}, **family.required}
     if family.keys.get("bias") == "mlp_bias":  # one setting of ours is for the biases of attention and MLP
@@ -196,7 +206,7 @@ def config_to_theirs(config: GPTConfig, model_type: str) -> dict[str, Any]:
     names = [theirs for theirs, ours in family.activations.items() if ours == config.activation]
     values[family.keys["activation"]] = names[0] if names else None
     if "mlp_bias" in family.keys.values():
-        values["attention_bias"] = config.bias
+        values["attention_bias"] = values["mlp_bias"] = config.bias or config.has_qkv_bias
     rope = {key.removeprefix("rope."): values.pop(key) for key in list(values) if key.startswith("rope.")}
     if rope:
         values["rope_theta"] = rope.pop("rope_theta")
@@ -229,13 +239,24 @@ def weight_to_theirs(name: str, weight: Tensor, family: Family, config: GPTConfi
 
 def _rope_values(values: Values) -> dict[str, Any]:
     """Return the parameters of the rotary embedding as `rope.KEY`; versions of transformers have other places."""
-    rope = {**values, **(values.get("rope_scaling") or values.get("rope_parameters") or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    found: dict[str, Any] = {}
+    top = {key: values.get(key) for key in ("rope_theta", "partial_rotary_factor", _LLAMA3[-1])}
+    for place in (top, values.get("rope_scaling") or {}, values.get("rope_parameters") or {}):
+        for key, value in place.items():
+            _set_once(found, "rope_type" if key == "type" else key, value)
+    kind = found.setdefault("rope_type", "default")
     require("rope_type", kind, *one_of(("default", "llama3")))
-    keys = ["rope_theta"] if "rope_theta" in rope else []
-    if kind == "llama3":
-        keys += ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
-    return {f"rope.{key}": rope[key] for key in keys}
+    if unknown := sorted(found.keys() - {"rope_type", "rope_theta", "partial_rotary_factor", *_LLAMA3}):
+        raise UserError(f"rope_parameters must have no {unknown[0]}, got {found[unknown[0]]!s:.80}")
+    require("partial_rotary_factor", found.get("partial_rotary_factor", 1), lambda v: v == 1, "1")
+    keys = [*(["rope_theta"] if "rope_theta" in found else []), *(_LLAMA3 if kind == "llama3" else [])]
+    return {f"rope.{key}": found[key] for key in keys}
+
+
+def _set_once(found: dict[str, Any], key: str, value: Any) -> None:
+    """Set a key to a value that is not None; raise UserError if it has another value already."""
+    if value is not None and found.setdefault(key, value) != value:
+        raise UserError(f"{key} must have one value, got {found[key]} and {value}")
 
 
 def _tensor_names(name: str, family: Family) -> list[str]:

@@ -25,7 +25,8 @@ from minigpt.utils.files import read_json
 from minigpt.utils.scripts import import_extra
 
 CONFIG, WEIGHTS, SHARDS = "config.json", "model.safetensors", "model-*.safetensors"
-HUB_FILES = [CONFIG, WEIGHTS, SHARDS, "tokenizer.json", "tokenizer_config.json"]
+INDEX = f"{WEIGHTS}.index.json"
+HUB_FILES = [CONFIG, WEIGHTS, SHARDS, INDEX, "tokenizer.json", "tokenizer_config.json"]
 _IGNORED = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")  # buffers that old versions saved
 
 
@@ -133,17 +134,32 @@ def _download(source: str) -> Path:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder: the single one, or the shards."""
+    """Return the safetensors files of a folder as transformers does: the single one, or else those of the index.
+
+    Without an index all shards are read; raise UserError if they are of several models, or there is no file.
+    """
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
     shards = sorted(folder.glob(SHARDS))
-    return [folder / WEIGHTS] if (folder / WEIGHTS).is_file() or not shards else shards
+    if (folder / INDEX).is_file():
+        with explain_errors(f"{folder / INDEX} is damaged"):
+            names = set(read_json(folder / INDEX)["weight_map"].values())
+            shards = [file for name in sorted(names) if (file := folder / name).is_file()]
+    elif len({file.stem.rpartition("-of-")[2] for file in shards}) > 1:
+        raise UserError(f"{INDEX} is missing, and the shards in {folder} are of several models; keep those of one")
+    if not shards:
+        raise UserError(f"{WEIGHTS} is missing; weights must be safetensors, because a .bin file can execute code")
+    return shards
 
 
 def _read_weights(folder: Path, config: GPTConfig, family: Family) -> dict[str, Tensor]:
     """Read the weights of a folder by our names, in float32."""
-    files = _weight_files(folder)
-    if not files[0].is_file():
-        raise UserError(f"{WEIGHTS} is missing; weights must be safetensors, because a .bin file can execute code")
-    theirs = {name: tensor for file in files for name, tensor in load_file(file, backend="pread").items()}
+    files, theirs = _weight_files(folder), dict[str, Tensor]()
+    for file in files:
+        tensors = load_file(file, backend="pread")
+        if twice := sorted(tensors.keys() & theirs):
+            raise UserError(f"the weight {twice[0]} is in several files")
+        theirs |= tensors
     theirs = {name: tensor for name, tensor in theirs.items() if not _IGNORED.search(name)}
     check_size(config, len(theirs), sum(file.stat().st_size for file in files))
     base = family.modules["wte"].partition(".")[0]

@@ -10,7 +10,7 @@ from tolerance import assert_near, terms_of
 
 from minigpt import GPTConfig, generate
 from minigpt.checkpoints.huggingface_conversion import FAMILIES, config_to_ours
-from minigpt.checkpoints.init_from import load_folder
+from minigpt.checkpoints.init_from import _weight_files, load_folder
 from minigpt.utils.errors import UserError
 
 transformers = pytest.importorskip("transformers")
@@ -26,6 +26,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 ROPE = {"rope_type": "default", "rope_theta": 777.0}
+TOKENS = torch.arange(20)[None]
 GPT2 = {"vocab_size": 101, "n_positions": 72, "n_embd": 32, "n_layer": 2, "n_head": 4}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT-2": ("GPT2", GPT2),
@@ -74,6 +75,33 @@ def test_shards_are_read_as_float32_unless_there_is_a_single_file(tmp_path: Path
         torch.testing.assert_close(load_folder(tmp_path)(tokens), other(tokens).logits, rtol=0, atol=1e-4)
 
 
+def test_the_shards_are_those_that_the_index_names(tmp_path: Path) -> None:
+    stale = random_model("Llama", {**SMALL, **HEADS, "num_key_value_heads": 1})
+    stale.save_pretrained(tmp_path, max_shard_size="10kB")
+    others = list(tmp_path.glob("model-*.safetensors"))
+    random_model(*MODELS["Llama"]).save_pretrained(tmp_path / "new", max_shard_size="20kB")
+    for file in (tmp_path / "new").iterdir():
+        file.replace(tmp_path / file.name)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(load_folder(tmp_path)(TOKENS), theirs(TOKENS).logits, rtol=0, atol=1e-4)
+    index = tmp_path / "model.safetensors.index.json"
+    named = set(json.loads(index.read_text())["weight_map"].values())
+    assert {file.name for file in _weight_files(tmp_path)} == named
+    content = index.read_text()
+    for damaged, message in (("[]", "index.json is damaged: "), (content.replace("-00001", "-00099"), "is missing")):
+        index.write_text(damaged)
+        with pytest.raises(UserError, match=message):
+            load_folder(tmp_path)
+    index.unlink()
+    with pytest.raises(UserError, match=r"index\.json is missing, and the shards in .* are of several models"):
+        load_folder(tmp_path)
+    for file in others:
+        file.unlink(missing_ok=file.name in named)
+    with torch.no_grad():
+        torch.testing.assert_close(load_folder(tmp_path)(TOKENS), theirs(TOKENS).logits, rtol=0, atol=1e-4)
+
+
 def test_a_model_saved_without_its_head_is_read(tmp_path: Path) -> None:
     """The weights of gpt2 on the Hub have names without `transformer.`, and no head."""
     theirs = random_model(*MODELS["GPT-2"])
@@ -91,6 +119,43 @@ def test_the_scaling_of_rope_is_read_where_any_version_of_transformers_writes_it
     config = config_to_ours({**values, "rope_theta": 500.0, place: rope})
     assert config.rope_base == 500
     assert config.rope_scaling == (4.0, 1.0, 4.0, 32)
+
+
+NESTED = {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rope_theta": 1.0, "rope_parameters": ROPE}, "rope_theta must have one value, got 1.0 and 777.0"),
+        ({"rope_scaling": NESTED, "rope_parameters": ROPE}, "rope_type must have one value, got llama3 and default"),
+        ({"rope_scaling": NESTED, "rope_parameters": {**NESTED, "factor": 8.0}}, "factor must have one value, got 4.0"),
+        (
+            {"original_max_position_embeddings": 64, "rope_scaling": NESTED},
+            "original_max_position_embeddings must have one value, got 64 and 32",
+        ),
+        ({"rope_scaling": {"type": "linear", "rope_type": "default"}}, "rope_type must have one value, got linear and"),
+        ({"rope_parameters": {"full_attention": ROPE}}, "rope_parameters must have no full_attention, got {"),
+        ({"rope_parameters": {**NESTED, "partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1, got 0.5"),
+        ({"model_type": "gpt2", **GPT2, "hidden_size": 64}, "n_embd must have one value, got 32 and 64"),
+        ({"model_type": "gpt2", **GPT2, "n_ctx": 1024}, "n_positions must have one value, got 72 and 1024"),
+    ],
+)
+def test_two_values_of_one_setting_are_refused(values: dict[str, Any], message: str) -> None:
+    llama = {} if "model_type" in values else {"model_type": "llama", **SMALL, **HEADS}
+    with pytest.raises(UserError) as error:
+        config_to_ours({**llama, **values})
+    assert message in str(error.value)
+
+
+def test_equal_values_of_one_setting_and_other_names_are_read() -> None:
+    everywhere = {"rope_theta": 500.0, "original_max_position_embeddings": 32, "rope_parameters": LLAMA3}
+    config = config_to_ours({"model_type": "llama", **SMALL, **HEADS, **everywhere, "rope_scaling": NESTED})
+    assert (config.rope_base, config.rope_scaling) == (500, (4.0, 1.0, 4.0, 32))
+    names = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "max_position_embeddings": 40}
+    ours, theirs = config_to_ours({"model_type": "gpt2", "vocab_size": 9, **names}), transformers.GPT2Config(**names)
+    assert (ours.n_embd, ours.n_layer, ours.n_head) == (theirs.n_embd, theirs.n_layer, theirs.n_head) == (64, 3, 2)
+    assert ours.block_size == theirs.n_positions == 40
 
 
 @pytest.mark.parametrize("family", FAMILIES)
