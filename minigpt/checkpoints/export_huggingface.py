@@ -24,8 +24,7 @@ from minigpt.checkpoints.huggingface_conversion import FAMILIES, config_to_ours,
 from minigpt.checkpoints.init_from import CONFIG, WEIGHTS, Pretrained
 from minigpt.checkpoints.load import saved_config
 from minigpt.config import GPTConfig
-from minigpt.data.tokenizer import HuggingFaceTokenizer
-from minigpt.data.tokenizer_json import tokenizer_files
+from minigpt.data.tokenizer_json import equals_qwen2, tokenizer_files
 from minigpt.model import GPT
 from minigpt.ops import rms_norm
 from minigpt.structure import empty_model
@@ -72,8 +71,7 @@ _FIGURES = (  # of summary.json; losses are in nats per token
 def export_folder(pretrained: Pretrained, folder: Path) -> str:
     """Write a Hugging Face folder, which must not exist; return the name of its class."""
     model, tokenizer = pretrained.load(), pretrained.tokenizer
-    # AutoTokenizer uses the tokenizer class of Qwen2 for model_type qwen2.
-    types = FAMILIES.keys() - (set() if isinstance(tokenizer, HuggingFaceTokenizer) else {"qwen2"})
+    types = FAMILIES.keys() - (set() if equals_qwen2(tokenizer) else {"qwen2"})
     values, weights = export_model(model, types)
     architecture: str = values["architectures"][0]
     special = {"bos_token_id": None, "eos_token_id": tokenizer.end_token}  # null: the classes have other defaults
@@ -91,7 +89,8 @@ def export_folder(pretrained: Pretrained, folder: Path) -> str:
         save_tensors(weights, partial / WEIGHTS)
         if "auto_map" in values:
             (partial / MODELING).write_text(modeling_code(), encoding="utf-8")
-        (partial / "README.md").write_text(_model_card(folder.name, architecture, pretrained), encoding="utf-8")
+        params = sum(weight.numel() for weight in weights.values())
+        (partial / "README.md").write_text(_model_card(folder.name, architecture, params, pretrained), encoding="utf-8")
         partial.rename(folder)
     return architecture
 
@@ -138,7 +137,11 @@ def modeling_code() -> str:
 
 
 def _find_class(config: GPTConfig, types: Collection[str]) -> tuple[dict[str, Any], GPTConfig] | None:
-    """Find the first class that computes a canonical architecture; return its `config.json` and its architecture."""
+    """Find the class that computes a canonical architecture; return its `config.json` and its architecture.
+
+    Of several, it is the first of those with the fewest parameters that the model lacks.
+    """
+    found: list[tuple[int, dict[str, Any], GPTConfig]] = []
     for model_type in (name for name in FAMILIES if name in types):
         values = config_to_theirs(config, model_type)
         # Llama and Arcee refuse a width that the heads do not divide, even with a head_dim.
@@ -151,8 +154,8 @@ def _find_class(config: GPTConfig, types: Collection[str]) -> tuple[dict[str, An
         theirs = asdict(target)
         different = {name: (ours, theirs[name]) for name, ours in asdict(config).items() if ours != theirs[name]}
         if all(_ADDED.get(name) == pair for name, pair in different.items()):
-            return values, target
-    return None
+            found.append((target.num_params(), values, target))
+    return min(found, key=lambda each: each[0])[1:] if found else None
 
 
 def _canonical(config: GPTConfig) -> GPTConfig:
@@ -211,13 +214,13 @@ def _their_weights(model_type: str, target: GPTConfig, weights: Mapping[str, Ten
     return exported
 
 
-def _model_card(name: str, architecture: str, pretrained: Pretrained) -> str:
+def _model_card(name: str, architecture: str, params: int, pretrained: Pretrained) -> str:
     """Return the card of a model, README.md, with the figures and the recipe of its run if it has one."""
     remote_code = architecture.startswith("MiniGPT")
     card = _CARD.format(
         name=name,
         architecture=architecture,
-        params=pretrained.config.num_params(),
+        params=params,
         block_size=pretrained.config.block_size,
         warning=_WARNING if remote_code else "",
         options=", trust_remote_code=True" if remote_code else "",

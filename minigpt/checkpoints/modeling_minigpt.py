@@ -55,26 +55,58 @@ class MiniGPTForCausalLM(PreTrainedModel, GenerationMixin):
         return self.model.lm_head
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
     ) -> CausalLMOutput:
         """Compute the logits (B, T, V) of input_ids (B, T), and the loss of predicting each next label (B, T).
 
         Args:
             attention_mask: (B, T), 0 for padding, on the left or on the right.
             labels: -100 is ignored.
+            logits_to_keep: return the logits of this many last positions (0: all), or of these positions.
+            kwargs: position_ids that count the tokens of each row from 0; num_items_in_batch, of the loss; use_cache,
+                which is ignored.
+
+        Raises:
+            ValueError: another argument is given, or the mask or the positions are others.
         """
-        order = torch.arange(input_ids.size(1), device=input_ids.device).expand_as(input_ids)  # (B, T)
-        if attention_mask is not None:  # move padding from the left to the right, where causal attention ignores it
-            left = (attention_mask == 0).long().cumprod(1).sum(1, keepdim=True)  # (B, 1)
-            order = (order + left) % input_ids.size(1)
+        config, T = self.config, input_ids.size(1)
+        outputs = {name: getattr(config, name, False) for name in ("output_attentions", "output_hidden_states")}
+        given = {name for name, value in (outputs | kwargs).items() if value is not None and value is not False}
+        refused = sorted(given - {"position_ids", "num_items_in_batch", "use_cache", "return_dict"})
+        if not kwargs.get("return_dict", config.return_dict):
+            refused.append("return_dict=False")
+        if refused:
+            raise ValueError(f"MiniGPTForCausalLM does not support {', '.join(refused)}")
+        mask = torch.ones_like(input_ids) if attention_mask is None else (attention_mask != 0).long()
+        if mask.shape != input_ids.shape:
+            raise ValueError(f"attention_mask must be {tuple(input_ids.shape)}, got {tuple(mask.shape)}")
+        # Move padding from the left to the right, where causal attention ignores it.
+        left = (mask == 0).long().cumprod(1).sum(1, keepdim=True)  # (B, 1)
+        order = (torch.arange(T, device=input_ids.device) + left) % T  # (B, T)
+        positions = order.argsort(1)
+        if (mask.gather(1, order).diff(dim=1) > 0).any():
+            raise ValueError("attention_mask must have zeros on the left and on the right only, got some between ones")
+        if (ids := kwargs.get("position_ids")) is not None and ((ids != positions) & (mask != 0)).any():
+            raise ValueError("position_ids must count the tokens of each row from 0")
         logits = self.model(input_ids.gather(1, order))  # (B, T, V)
-        logits = logits.gather(1, order.argsort(1)[..., None].expand_as(logits))
+        logits = logits.gather(1, positions[..., None].expand_as(logits))
         loss = None
-        if labels is not None:  # kwargs can hold the number of tokens of all accumulated batches
-            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutput(loss=loss, logits=logits)
+        if labels is not None:
+            options = {"num_items_in_batch": kwargs.get("num_items_in_batch")}  # of all accumulated batches
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **options)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return CausalLMOutput(loss=loss, logits=logits[:, kept])
 
     def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the last `block_size` tokens (B, T), and their mask."""
-        mask, size = kwargs.get("attention_mask"), self.config.block_size
-        return {"input_ids": input_ids[:, -size:], "attention_mask": None if mask is None else mask[:, -size:]}
+        """Return the last `block_size` tokens (B, T), their mask, and arguments of `forward` that are no state."""
+        state = ("past_key_values", "cache_position", "next_sequence_length", "is_first_iteration")
+        size = self.config.block_size
+        inputs = {name: value for name, value in kwargs.items() if name not in state}
+        if inputs.get("attention_mask") is not None:
+            inputs["attention_mask"] = inputs["attention_mask"][:, -size:]
+        return {**inputs, "input_ids": input_ids[:, -size:]}

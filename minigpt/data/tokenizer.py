@@ -262,6 +262,11 @@ class HuggingFaceTokenizer(Tokenizer):
         self.separator = np.array([] if separator is None else [separator], dtype=token_dtype(self.vocab_size))
         self.separated = separator is not None
 
+    @property
+    def end_token(self) -> int | None:
+        """Id of the separator, also if tokenizer.json does not mark it as special."""
+        return next(iter(self.separator.tolist()), None)
+
     def encode(self, text: str) -> Ids:
         with _one_line_errors("tokenizer.json does not encode this text"):
             # `encode` would not release the GIL.

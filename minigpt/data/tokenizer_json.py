@@ -1,6 +1,7 @@
 """Tokenizers from and to folders of Hugging Face: `tokenizer.json`, and `tokenizer_config.json` beside it."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 # repeats. Its classes and its upper and lower case equal those of tiktoken for every code point.
 _ONIGURUMA = {name: pattern.replace("$", r"\z").replace("{1,3}+", "{1,3}") for name, pattern in PATTERNS.items()}
 _BYTE_LEVEL: Any = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+_QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"  # and:
+_QWEN2 += r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SPECIAL = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
@@ -53,7 +56,7 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
 
     `AutoTokenizer` of transformers gives our ids, also for texts that look like special tokens, and our text for ids;
     a character without an id is an error in both. A `HuggingFaceTokenizer` is written unchanged: with AutoTokenizer it
-    recognizes special tokens and adds those of its post-processor. `eos_token` is the separator if that is special.
+    recognizes special tokens and adds those of its post-processor. `eos_token` is its separator.
     """
     end = SEPARATOR if isinstance(tokenizer, BPETokenizer) else None
     if isinstance(tokenizer, HuggingFaceTokenizer) and len(tokenizer.separator):
@@ -65,6 +68,43 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
         "eos_token": end,
     }
     return {TOKENIZER: _content(tokenizer), TOKENIZER_CONFIG: config}
+
+
+def equals_qwen2(tokenizer: Tokenizer) -> bool:
+    """Whether `Qwen2Tokenizer`, which transformers takes for every model of type qwen2, has the steps of a tokenizer.
+
+    Source: https://github.com/huggingface/transformers/blob/main/src/transformers/models/qwen2/tokenization_qwen2.py
+    """
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return False
+    content = json.loads(tokenizer.json.replace('"trim_offsets":true', '"trim_offsets":false'))
+    model = {key: value for key, value in content["model"].items() if value and key not in ("vocab", "merges")}
+    special = [token["content"] for token in content["added_tokens"] if token["special"]]
+    steps = (content["normalizer"], content["pre_tokenizer"], content["decoder"]["type"])
+    theirs = ({"type": "NFC"}, {"type": "Sequence", "pretokenizers": [_split(_QWEN2), _BYTE_LEVEL]}, "ByteLevel")
+    return (steps, model) == (theirs, {"type": "BPE"}) and SEPARATOR in special
+
+
+def splits_at_cuts(tokenizer: Tokenizer) -> bool:
+    """Whether the ids of a text are those of its parts that `readers.cut_point` separates."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return True
+    content = json.loads(tokenizer.json)
+    first, added = content["pre_tokenizer"] or {"type": None}, content["added_tokens"]
+    steps = first.get("pretokenizers", [first])
+    known = [_split(pattern) for pattern in (*_ONIGURUMA.values(), _QWEN2, _QWEN2.replace("N}|", "N}{1,3}|"))]
+    local = all(step in known or step["type"] in ("ByteLevel", "Digits") for step in steps)
+    return (
+        content["normalizer"] in (None, {"type": "NFC"})
+        and local
+        and any(step in known or step.get("use_regex") for step in steps)
+        and not any(step.get("add_prefix_space") for step in steps)
+        and not any(token["lstrip"] or token["rstrip"] or re.search(r"\s\S|\S\s", token["content"]) for token in added)
+    )
+
+
+def _split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
 def _content(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -82,12 +122,11 @@ def _content(tokenizer: Tokenizer) -> dict[str, Any]:
         texts = {token: token.decode("latin-1").translate(BYTE_CHARACTERS) for token in ids}
     splits = ((token[:i], token[i:]) for token in ids for i in range(1, len(token)))
     merges = sorted((ids[a + b], ids[a], ids[b], a, b) for a, b in splits if a in ids and b in ids)
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     return {
         "version": "1.0",
         **dict.fromkeys(("truncation", "padding", "normalizer", "post_processor")),
         "added_tokens": [{"id": i, "content": token} | _SPECIAL for token, i in special.items()],
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, *steps]},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [_split(pattern), *steps]},
         "decoder": decoder,
         "model": {
             "type": "BPE",

@@ -8,19 +8,25 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
+from corpora import random_texts
 from exported import LLAMA, SCALED, random_model
 from exported import MODELS as OTHERS
 from safetensors.torch import load_file, save_file
 
 from minigpt import GPT, generate, load_checkpoint
-from minigpt.checkpoints.export_huggingface import MODELING, export_model, modeling_code
+from minigpt.checkpoints.export_huggingface import MODELING, export_folder, export_model, modeling_code
 from minigpt.checkpoints.find import BEST
-from minigpt.checkpoints.init_from import load_folder
+from minigpt.checkpoints.huggingface_conversion import FAMILIES
+from minigpt.checkpoints.init_from import find_pretrained, load_folder
+from minigpt.checkpoints.load import save_checkpoint
+from minigpt.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
 from minigpt.utils.errors import UserError
 
 transformers = pytest.importorskip("transformers")
 
+TOKENS = torch.arange(20)[None]
 NANOCHAT = {**LLAMA, "norm": "rmsnorm_noscale", "activation": "relu2", "qk_norm": True, "embed_norm": True}
 MUP = {"parametrization": "mup", "base_n_embd": 24, "base_head_dim": 4}
 CLASSES = {
@@ -105,6 +111,116 @@ def test_a_model_of_its_own_class_ignores_padding_and_continues_beyond_its_conte
         torch.testing.assert_close(left.logits[:, 5:], ours(tokens), rtol=0, atol=1e-4)
         torch.testing.assert_close(right.logits[:, :9], ours(tokens), rtol=0, atol=1e-4)
     assert theirs.generate(tokens, max_new_tokens=20, do_sample=False).shape == (1, 29)
+
+
+def test_the_arguments_of_a_model_of_its_own_class_are_supported_or_refused(tmp_path: Path) -> None:
+    theirs = in_transformers(random_model(smear=1, block_size=16), tmp_path)
+    tokens = torch.randint(0, 101, (2, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    whole = theirs(tokens, attention_mask=mask, labels=tokens)
+    for options in (
+        {"position_ids": positions},
+        {"use_cache": True, "return_dict": True, "output_attentions": False, "past_key_values": None},
+        {"num_items_in_batch": 16, "logits_to_keep": 3},
+        {"logits_to_keep": torch.tensor([6, 7, 8])},
+    ):
+        found = theirs(tokens, attention_mask=mask, labels=tokens, **options)
+        kept = whole.logits[:, -3:] if "logits_to_keep" in options else whole.logits
+        assert torch.equal(found.logits, kept)
+        torch.testing.assert_close(found.loss, whole.loss)  # of 16 labels
+    holes, short = mask.clone(), mask[:, 1:]
+    holes[1, 4] = 0
+    for refused, message in (
+        ({"position_ids": torch.arange(9)[None]}, "position_ids must count the tokens of each row from 0"),
+        ({"attention_mask": holes}, "attention_mask must have zeros on the left and on the right only"),
+        ({"attention_mask": short}, r"attention_mask must be \(2, 9\), got \(2, 8\)"),
+        ({"output_hidden_states": True}, "MiniGPTForCausalLM does not support output_hidden_states"),
+        ({"return_dict": False}, "MiniGPTForCausalLM does not support return_dict=False"),
+        ({"token_type_ids": tokens, "past_key_values": object()}, "does not support past_key_values, token_type_ids"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            theirs(tokens, **{"attention_mask": mask, **refused})
+    alone = theirs.generate(tokens[:1, 4:], max_new_tokens=12, do_sample=False)
+    for options in ({}, {"num_beams": 1, "use_cache": False}):
+        padded = theirs.generate(tokens, attention_mask=mask, max_new_tokens=12, do_sample=False, **options)
+        assert torch.equal(padded[:1, 4:], alone)
+    assert theirs.generate(tokens, attention_mask=mask, max_new_tokens=12, num_beams=3, do_sample=False).size(1) == 21
+    with pytest.raises(ValueError, match="not support output_hidden_states"):
+        theirs.generate(tokens, output_hidden_states=True, return_dict_in_generate=True)
+    with pytest.raises(ValueError, match="position_ids"):
+        theirs.generate(tokens, attention_mask=mask, position_ids=mask.cumsum(1))
+    theirs.config.output_attentions = True
+    with pytest.raises(ValueError, match="not support output_attentions"):
+        theirs(tokens)
+
+
+def export_of(tokenizer: Tokenizer, folder: Path, **values: Any) -> tuple[GPT, str]:
+    """Export a model with random weights and a tokenizer; return it and the name of its class."""
+    model = random_model(vocab_size=tokenizer.vocab_size, **values)
+    save_checkpoint(model, tokenizer, folder.with_suffix(".safetensors"))
+    return model, export_folder(find_pretrained(folder.with_suffix(".safetensors")), folder)
+
+
+FAMILY_MODELS = {
+    "gpt2": {},
+    "llama": LLAMA,
+    "qwen2": {**LLAMA, "qkv_bias": True},
+    "qwen3": {**LLAMA, "qk_norm": True},
+    "arcee": {**LLAMA, "activation": "relu2"},
+    "nanochat": {**NANOCHAT, "logit_softcap": 2.0},
+    "starcoder2": {"position": "rope"},
+}
+
+
+@pytest.mark.parametrize("family", FAMILY_MODELS)
+@pytest.mark.parametrize("name", ["gpt2", "qwen2"])
+def test_the_tokenizer_of_an_exported_class_gives_the_ids_of_tokenizer_json(
+    tmp_path: Path, name: str, family: str
+) -> None:
+    """transformers takes the steps of Qwen2's tokenizer for every model of type qwen2."""
+    tokenizer = HuggingFaceTokenizer(tokenizer_content(name), 0)
+    model, architecture = export_of(tokenizer, tmp_path / "model", **FAMILY_MODELS[family])
+    expected = "llama" if (family, name) == ("qwen2", "gpt2") else family
+    assert architecture == FAMILIES[expected].architecture
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    reference = tokenizers.Tokenizer.from_str(tokenizer.json)
+    for text in ["in 1234567 of 2024", "x<|endoftext|>y\n\n  z", "cafe\u0301 12 345", *random_texts(30)]:
+        text = text.replace("\ud800", "")
+        assert theirs(text)["input_ids"] == reference.encode(text).ids
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(TOKENS).logits, model(TOKENS), rtol=0, atol=1e-4)
+
+
+def tokenizer_content(name: str) -> str:
+    """Return a tokenizer.json of the steps of Qwen2, or with digits in threes as Llama 3."""
+    tokenizer = transformers.Qwen2Tokenizer()._tokenizer
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["the number 123 123 456 456 of 2024 2024 " * 9], trainer)
+    content = tokenizer.to_str()
+    return content if name == "qwen2" else content.replace("|\\\\p{N}|", "|\\\\p{N}{1,3}|")
+
+
+def test_an_end_token_that_the_tokenizer_does_not_mark_special_is_exported(tmp_path: Path) -> None:
+    content = json.loads(tokenizer_content("qwen2"))
+    content["added_tokens"] = []
+    export_of(HuggingFaceTokenizer(json.dumps(content), 0), tmp_path / "model")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == 0
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "model").eos_token_id == 0
+
+
+@pytest.mark.parametrize("values", [{}, {"position": "rope", "smear": 1}, {**LLAMA, "tie_embeddings": False}])
+def test_the_card_counts_the_parameters_of_the_folder(tmp_path: Path, values: dict[str, Any]) -> None:
+    export_of(ByteTokenizer(), tmp_path / "model", n_layer=4, layer_repeats=4, **values)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True)
+    assert f" with {theirs.num_parameters():,} parameters" in (tmp_path / "model/README.md").read_text()
 
 
 def test_the_modeling_file_needs_no_minigpt(monkeypatch: pytest.MonkeyPatch) -> None:
