@@ -20,9 +20,19 @@ from minigpt.data import tokenizer as tokenizers
 from minigpt.data.checksums import CHECKSUM_CACHE
 from minigpt.data.encodings import load_encoding
 from minigpt.data.sources import Source, find_sources
-from minigpt.data.splits import TRAIN, VAL, TextBatches, TokenizeBatch, cut_by_fraction, scan_corpus, split_chunks
+from minigpt.data.splits import (
+    TRAIN,
+    VAL,
+    TextBatches,
+    TokenizeBatch,
+    cut_by_fraction,
+    join_chunks,
+    scan_corpus,
+    split_chunks,
+)
 from minigpt.data.token_files import FORMAT, META, SPLITS, Corpus
 from minigpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Ids, Tokenizer, token_dtype
+from minigpt.data.tokenizer_json import splits_at_cuts
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import sha256_json, sync, write_json
 from minigpt.utils.terminal import warn
@@ -40,7 +50,8 @@ def load_corpus(data: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> Corpus
     folder = Path(data["folder"])
     built = tokenizers.from_dict(tokenizer) if tokenizer.keys() - {"name", "vocab_size"} else None
     if built:
-        tokenizer = {"name": "pretrained", "sha256": sha256_json(tokenizer)}
+        whole = {} if splits_at_cuts(built) else {"documents": "whole"}  # as `_write_corpus` encodes them
+        tokenizer = {"name": "pretrained", "sha256": sha256_json(tokenizer), **whole}
     if data["train_bin"] is not None or data["val_bin"] is not None:
         return _load_bins(data, tokenizer, folder, built)
     sources = find_sources(data)
@@ -99,7 +110,8 @@ def _write_corpus(
     partial.mkdir()
     try:
         tokenizer, cut = _plan(sources, provenance, target.parents[1], built)
-        batches = TextBatches(split_chunks(sources, provenance, cut))
+        chunks = split_chunks(sources, provenance, cut)
+        batches = TextBatches(chunks if splits_at_cuts(tokenizer) else join_chunks(chunks))
         _write_tokens(partial, tokenizer, batches, threads)
         write_json(partial / META, _build_meta(partial, sources, provenance, tokenizer, batches))
         shutil.rmtree(target, ignore_errors=True)  # a folder without its meta.json

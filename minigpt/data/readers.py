@@ -1,8 +1,8 @@
 """Read documents from plain text, Markdown, JSON Lines and Parquet, also compressed, in chunks.
 
 A text file is one document, and so is each line of JSON Lines and each row of Parquet. A long document comes in
-chunks, cut where no tokenizer merges across the cut, so the ids are those of the whole document and a file may be
-larger than memory.
+chunks, cut where no pattern in `tokenizer.PATTERNS` matches across the cut, so the ids are those of the whole document
+and a file may be larger than memory. `splits.join_chunks` joins them for other tokenizers.
 """
 
 import codecs

@@ -54,6 +54,19 @@ def split_chunks(sources: Sequence[Source], rule: Mapping[str, Any], cut: int) -
     return _by_fraction(chunks, cut) if rule["split"] == "fraction" else _by_hash(chunks, rule["val_fraction"])
 
 
+def join_chunks(chunks: Iterable[SplitChunk]) -> Iterator[SplitChunk]:
+    """Join the chunks of each document in each split."""
+    document, start = list[str](), (TRAIN, True)  # its split, and whether a document starts there
+    for split, (text, first) in chunks:
+        if text and (first or split != start[0]):
+            if document:
+                yield start[0], TextChunk("".join(document), start[1])
+            document, start = [], (split, first)
+        document += [text] if text else []
+    if document:
+        yield start[0], TextChunk("".join(document), start[1])
+
+
 def _read(sources: Sequence[Source]) -> Iterator[SplitChunk]:
     """Yield the chunks of all sources with the index of their source."""
     return ((i, chunk) for i, source in enumerate(sources) for chunk in source.read())

@@ -13,10 +13,11 @@ import pytest
 import rustbpe
 import tiktoken
 import tokenizers
-from corpora import random_texts
+from corpora import on_disk, prepare, random_texts, rows
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from minigpt.data import readers
 from minigpt.data.tokenizer import (
     PATTERNS,
     SEPARATOR,
@@ -28,7 +29,7 @@ from minigpt.data.tokenizer import (
     encode_prompt,
     from_dict,
 )
-from minigpt.data.tokenizer_json import load_tokenizer, tokenizer_files
+from minigpt.data.tokenizer_json import load_tokenizer, splits_at_cuts, tokenizer_files
 from minigpt.utils.errors import UserError
 
 NAMES = ["char", "byte", "bpe", "gpt2", "cl100k_base", "o200k_base"]
@@ -147,7 +148,8 @@ def byte_level(pattern: str | None = None, normalizer: Any = None) -> dict[str, 
 
 def qwen() -> dict[str, Any]:
     """Return one of Qwen's shape, with the template, truncation and padding that Llama 3 has."""
-    pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+"
+    pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    pattern += r"|\s+(?!\S)|\s+"
     content = byte_level(pattern, normalizers.NFC())
     content["model"]["ignore_merges"] = True
     tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
@@ -220,6 +222,32 @@ def test_ids_and_texts_equal_those_of_transformers(tmp_path: Path, name: str) ->
         drawn = rng.choices(range(ours.vocab_size), k=rng.randrange(1, 9))
         if name in ("gpt2", "qwen"):
             assert ours.decode(drawn) == reference.decode(drawn, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("name", [*CONTENTS, "with tokens of a line break and a word"])
+def test_a_corpus_has_the_ids_of_whole_documents(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long documents are read and encoded in chunks where that gives the same ids."""
+    monkeypatch.setattr(readers, "_BLOCK_BYTES", 512)
+    content = content_of(name if name in CONTENTS else "gpt2")
+    if name not in CONTENTS:
+        changed = tokenizers.Tokenizer.from_str(content)
+        changed.add_tokens([AddedToken("\nfrom", normalized=False), AddedToken("\nimport", normalized=False)])
+        content = changed.to_str()
+    folder = write_folder(tmp_path / "model", content)
+    whole = [text for text in corpus() if len(text) > 2000][:4]
+    text = "".join(whole)
+    corpora = {"mine.txt": [text[: (cut := int(len(text) * 0.9))], text[cut:]]}
+    corpora["mine.jsonl"] = ["".join(whole[:3]), whole[3]]
+    reference = PreTrainedTokenizerFast.from_pretrained(folder, split_special_tokens=True)
+    ours = load_tokenizer(folder)
+    assert splits_at_cuts(ours) == (name in ("gpt2", "qwen"))
+    for file, (train, val) in corpora.items():
+        written = text if file == "mine.txt" else rows([train, val])
+        prepared = prepare(written, tmp_path / "data", ours.to_dict(), name=file, val_fraction=0.1, split="fraction")
+        assert on_disk(prepared) == [
+            reference(part, add_special_tokens=False, truncation=False, padding=False)["input_ids"]
+            for part in (train, val)
+        ]
 
 
 @pytest.mark.parametrize("name", CONTENTS)
