@@ -11,9 +11,9 @@ from typing import Any
 
 from minigpt.checkpoints.init_from import Pretrained
 from minigpt.checkpoints.load import load_checkpoint
-from minigpt.data.tokenizer import PATTERNS, HuggingFaceTokenizer
+from minigpt.data.tokenizer import PATTERNS, BPETokenizer, ByteTokenizer, CharTokenizer
 from minigpt.model import GPT
-from minigpt.page.render import describe, render
+from minigpt.page.render import check_supported, describe, render
 from minigpt.utils.errors import UserError, require
 from minigpt.utils.files import atomic_write
 
@@ -40,14 +40,16 @@ def export_html(
         learned: their measurements, from `minigpt.interpret.learning`.
 
     Raises:
-        UserError: the weights are too large, or the tokenizer is one of Hugging Face.
+        UserError: the weights are too large, or the page lacks the tokenizer or a setting of the model.
     """
+    check_supported(pretrained.config)
     size = pretrained.config.num_params() * BYTES_PER_WEIGHT[weight_format]
     most, found = f"at most {MAX_WEIGHT_BYTES / 1e6:.0f} MB", f"{size / 1e6:.0f} MB of {weight_format}"
     require("the weights in the page", found, lambda _: size <= MAX_WEIGHT_BYTES, most, "use a smaller model")
     tokenizer = pretrained.tokenizer
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        raise UserError("the tokenizer of the page must be char, byte or bpe, got huggingface; use --to huggingface")
+    if not isinstance(tokenizer, CharTokenizer | ByteTokenizer | BPETokenizer):
+        problem = f"the tokenizer of the page must be char, byte or bpe, got {tokenizer.name}"
+        raise UserError(f"{problem}; use --to huggingface")
     model = pretrained.load()
     tensors = model.state_dict()
     if model.config.tie_embeddings:

@@ -3,9 +3,27 @@
 // Shapes: C n_embd, D head width, H query heads, K key-value heads, T block_size, V vocab. Matrices are (out, in), row by
 // row.
 
+// The values of GPTConfig that this file computes, as JSON: a list of them, or null for all. The export refuses others.
+export const SUPPORTED = {
+  "activation": ["gelu", "gelu_tanh", "relu", "relu2", "swiglu"],
+  "norm": ["layernorm", "rmsnorm", "rmsnorm_noscale"],
+  "norm_position": ["pre", "post"],
+  "parametrization": ["standard", "mup"],
+  "position": ["learned", "rope", "none"],
+  "base_head_dim": null, "base_n_embd": null, "bias": null, "block_size": null, "dropout": null, "embed_norm": null,
+  "head_dim": null, "layer_repeats": null, "logit_softcap": null, "n_embd": null, "n_head": null, "n_inner": null,
+  "n_kv_head": null, "n_layer": null, "ngram": null, "ngram_buckets": null, "ngram_dim": null, "ngram_dropout": null,
+  "norm_eps": null, "qk_norm": null, "qk_norm_weights": null, "qkv_bias": null, "rope_base": null, "rope_factor": null,
+  "rope_high_freq_factor": null, "rope_low_freq_factor": null, "rope_original_block_size": null, "smear": null,
+  "tie_embeddings": null, "vocab_size": null
+};
+
 export class GPT {
   // config: the values of GPTConfig. weights: Float32Arrays by the names of the state dict.
   constructor(config, weights) {
+    for (const [name, values] of Object.entries(SUPPORTED)) {
+      if (values && !values.includes(config[name])) throw new Error(`unknown value of ${name}: ${config[name]}`);
+    }
     this.config = config;
     this.weights = weights;
     this.H = config.n_head;

@@ -8,13 +8,16 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from importlib import resources
 from typing import Any
 
 from minigpt.config import GPTConfig
+from minigpt.utils.errors import require
 
 MAX_MAP_TOKENS = 1024  # of a map of attention weights
 _STYLE, _SCRIPT = '<link rel="stylesheet" href="style.css">\n', '<script type="module" src="server.js"></script>\n'
+_SUPPORTED = re.compile(r"const SUPPORTED = (\{[^}]*\})")
 _IMPORT = re.compile(r'^import \{[\w, ]+\} from "\./([\w.]+)";\n', re.MULTILINE)
 
 
@@ -38,6 +41,16 @@ def render(data: Mapping[str, Any], weights: str = "") -> str:
     elements += f'<script type="text/plain" id="weights">{weights}</script>\n'
     elements += f'<script type="module">{script}</script>\n</body>'
     return _read("index.html").replace(_STYLE, inline_style).replace(_SCRIPT, "").replace("</body>", elements)
+
+
+def check_supported(config: GPTConfig) -> None:
+    """Raise UserError for a value that model.js does not compute; a setting that it lacks must have its default."""
+    supported = json.loads(_SUPPORTED.findall(_read("model.js"))[0])
+    for field in fields(config):
+        values = supported.get(field.name, [field.default])
+        if values is not None:
+            found, expected = getattr(config, field.name), " or ".join(map(str, values))
+            require(f"model.{field.name}", found, values.__contains__, expected, "the page computes no other")
 
 
 def describe(name: str, config: GPTConfig, tokenizer: str, weights: str = "") -> dict[str, Any]:

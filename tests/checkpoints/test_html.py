@@ -4,6 +4,7 @@ import json
 import random
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import pytest
 import torch
 from conftest import ROOT
 from corpora import random_texts
-from exported import CHARACTERS, DEFAULTS, MODELS, SAMPLE, export, random_model
+from exported import BASE, CHARACTERS, DEFAULTS, MODELS, SAMPLE, export, random_model
 
-from minigpt import GPTConfig, generate
+from minigpt import GPT, GPTConfig, generate
 from minigpt.checkpoints.export_html import export_html
+from minigpt.checkpoints.export_huggingface import export_model
 from minigpt.checkpoints.init_from import Pretrained, find_pretrained
 from minigpt.checkpoints.load import save_checkpoint
+from minigpt.config import UP_PROJECTIONS
 from minigpt.data.tokenizer import (
     SEPARATOR,
     BPETokenizer,
@@ -25,6 +28,7 @@ from minigpt.data.tokenizer import (
     HuggingFaceTokenizer,
     Tokenizer,
 )
+from minigpt.ops import ACTIVATIONS
 from minigpt.utils.errors import UserError
 
 LOGITS = "const model = backend.newModel(); return arguments[0].map(token => [...model.step(token)])"
@@ -48,11 +52,40 @@ def test_logits_and_greedy_text_equal_those_of_the_model(name: str, open_page: A
 
 
 def test_the_page_uses_every_value_of_the_configuration() -> None:
-    source = (ROOT / "minigpt/page/model.js").read_text(encoding="utf-8")
+    listed, source = (ROOT / "minigpt/page/model.js").read_text(encoding="utf-8").split("\n};\n", 1)
+    assert {
+        name for name in GPTConfig.__dataclass_fields__ if f'"{name}": ' in listed
+    } == GPTConfig.__dataclass_fields__.keys()
     known_from_the_weights = {"bias", "qkv_bias", "qk_norm_weights", "n_inner", "layer_repeats"}
     of_training = {"dropout", "ngram_dropout"}
     used = {name for name in GPTConfig.__dataclass_fields__ if re.search(rf"\b{name}\b", source)}
     assert GPTConfig.__dataclass_fields__.keys() - used <= of_training | known_from_the_weights
+
+
+@dataclass(frozen=True)
+class ChangedConfig(GPTConfig):
+    """A configuration with an option of attention that the page does not have."""
+
+    sink: int | None = None
+
+
+def test_an_option_and_an_activation_that_the_page_lacks_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(UP_PROJECTIONS, "silu", 1)
+    monkeypatch.setitem(ACTIVATIONS, "silu", torch.nn.functional.silu)
+    for values, message in (
+        ({"sink": 4}, "model.sink must be None, got 4; the page computes no other"),
+        ({"activation": "silu"}, "model.activation must be gelu or gelu_tanh or relu or relu2 or swiglu, got silu"),
+    ):
+        model = GPT(ChangedConfig(**{**BASE, **values}))
+        changed = Pretrained(tmp_path, "", None, model.config, CHARACTERS, model)
+        with pytest.raises(UserError, match=re.escape(message)):
+            export_html(changed, tmp_path / "page.html")
+    # No class of transformers computes it, but the code of the model does.
+    assert export_model(GPT(GPTConfig(**values)))[0]["architectures"] == ["MiniGPTForCausalLM"]
+    model = GPT(ChangedConfig(**BASE))
+    export_html(Pretrained(tmp_path, "", None, model.config, CHARACTERS, model), tmp_path / "page.html")
 
 
 def test_float16_changes_the_logits_little(open_page: Any, tmp_path: Path) -> None:
