@@ -23,15 +23,17 @@ from minigpt.utils.terminal import escape_control_chars, log, unescape
 _UNDERLINE, _NO_UNDERLINE = "\x1b[4m", "\x1b[24m"
 
 # Returns the spans of a text that the training text has, of keys "start" and "end", and a table of what is new.
-Compare = Callable[[str], tuple[Sequence[Mapping[str, Any]], str]]
+Compare = Callable[[str], tuple[Sequence[Mapping[str, Any]], str]] | None
+Prompt = str | list[int]
 
 
 def print_samples(
-    model: GPT, tokenizer: Tokenizer, prompt: str, options: Mapping[str, Any], *, as_json: bool, compare: Compare | None
+    model: GPT, tokenizer: Tokenizer, prompt: Prompt, options: Mapping[str, Any], *, as_json: bool, compare: Compare
 ) -> None:
     """Print samples of a prompt: the first as it is generated, then the others; or one JSON line per sample.
 
     Args:
+        prompt: a text, which is printed too, or the ids of a chat.
         options: of `generation.stream`, without the tokenizer.
         compare: with the training text; the samples are printed when they are complete.
     """
@@ -41,7 +43,8 @@ def print_samples(
         sys.stdout.reconfigure(errors="backslashreplace")  # encodings without some characters, such as Latin-1
     stop = _stops(tokenizer, options["stop"])
     ids, samples = _encode(model, tokenizer, prompt), [Sample() for _ in range(options["num_samples"])]
-    begins = [(f"── sample {i + 1} ──\n" if samples[1:] else "") + escape(prompt) for i in range(len(samples))]
+    shown = escape(prompt) if isinstance(prompt, str) else ""
+    begins = [(f"── sample {i + 1} ──\n" if samples[1:] else "") + shown for i in range(len(samples))]
     write = (lambda text: None) if as_json or compare else _write
     write(begins[0])
     start = time.perf_counter()
@@ -115,9 +118,9 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str, block_size: int, *, truncat
     return tokens[-block_size:]
 
 
-def _encode(model: GPT, tokenizer: Tokenizer, prompt: str) -> list[int]:
+def _encode(model: GPT, tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
     """Encode a prompt; log the start token of an empty one, special tokens as ordinary text, and a truncation."""
-    ids: list[int] = encode_prompt(tokenizer, prompt).tolist()
+    ids: list[int] = encode_prompt(tokenizer, prompt).tolist() if isinstance(prompt, str) else prompt
     if plain := [name for name, i in tokenizer.special.items() if name in prompt and i not in ids]:
         log(f"{', '.join(plain)} in the prompt is encoded as ordinary text")
     if not prompt:

@@ -1,6 +1,7 @@
 """Sample text from a checkpoint: samples to stdout, everything else to stderr."""
 
 import argparse
+from typing import Any
 
 from minigpt.generation_settings import check_settings
 from minigpt.utils.cli import cli_entrypoint
@@ -17,6 +18,7 @@ def arguments() -> argparse.Namespace:
     add("--step", type=int, metavar="N", help="use the snapshot of this step (default: the best checkpoint)")
     add("--prompt", help="text with \\n, \\t, \\\\ (default: the separator of documents, or a line break)")
     add("--prompt-file", metavar="PATH", help="read the prompt as data.path= does, or from stdin (-)")
+    add("--chat", action="store_true", help="answer the prompt: apply the chat template of a Hugging Face folder")
     add("--num-samples", type=int, default=1, metavar="N", help="samples per prompt (default: %(default)s)")
     add("--max-new-tokens", type=int, default=400, metavar="N", help="tokens per sample (default: %(default)s)")
     add("--temperature", type=float, default=0.8, metavar="X", help="0 is greedy decoding (default: %(default)s)")
@@ -44,6 +46,8 @@ def main() -> None:
     check_settings(key=lambda name: f"--{name.replace('_', '-')}", **options)
     if args.originality and (args.json or args.score is not None):
         raise UserError("--originality cannot be combined with --json or --score")
+    if args.chat and args.score is not None:
+        raise UserError("--chat cannot be combined with --score")
 
     import torch
 
@@ -65,7 +69,13 @@ def main() -> None:
         from minigpt.interpret.originality import comparison
 
         compare = comparison(pretrained.path)
-    prompt = read_prompt(pretrained.tokenizer, args.prompt, args.prompt_file, settings["field"])
+    prompt: Any = read_prompt(pretrained.tokenizer, args.prompt, args.prompt_file, settings["field"])
+    if (encode_chat := pretrained.tokenizer.encode_chat) and args.chat:
+        prompt = encode_chat([{"role": "user", "content": prompt}])
+    elif args.chat:
+        raise UserError(f"--chat needs a chat template, and {pretrained.path} has none; leave it out")
+    elif encode_chat:
+        log("the model has a chat template, which is not applied to the prompt; set --chat to have it answered")
     print_samples(model, pretrained.tokenizer, prompt, options, as_json=args.json, compare=compare)
 
 

@@ -77,3 +77,34 @@ def serving(
             yield SimpleNamespace(url=f"http://127.0.0.1:{opened.getsockname()[1]}", stop=stop)
     finally:
         stop()
+
+
+CHATML = """{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system
+You are a helpful assistant.<|im_end|>
+' }}{% endif %}{{ '<|im_start|>' + message['role'] + '
+' + message['content'] + '<|im_end|>' + '
+' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant
+' }}{% endif %}"""  # of SmolLM2-Instruct
+
+
+def make_instruct_folder(folder: Path) -> Path:
+    """Write a Llama with random weights, a tokenizer and a chat template, as transformers saves them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    options: Any = {"special_tokens": special, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    tokenizer.train_from_iterator([CHATML], trainers.BpeTrainer(vocab_size=300, show_progress=False, **options))
+    theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=CHATML)
+    theirs.save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(theirs), max_position_embeddings=256, eos_token_id=2, bos_token_id=0, **sizes)
+    model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.2)
+    model.save_pretrained(folder)
+    return folder

@@ -21,6 +21,7 @@ import torch
 import zstandard
 from corpora import corpus_of, on_disk, rows
 from pyarrow import parquet
+from servers import make_instruct_folder
 
 from minigpt.checkpoints.load import load_checkpoint, save_checkpoint
 from minigpt.config import GPTConfig
@@ -489,3 +490,29 @@ def test_an_unavailable_device_is_refused(saves, sample, monkeypatch):
     for device in ("cuda", "mps", "nonsense"):
         output = error(sample(saves["char"], f"--device={device}"))
         assert re.match(rf"error: --device must be one of .*\bcpu\b.*, got {device}".strip() + "$", output)
+
+
+def test_a_chat_answers_the_prompt_with_the_template_of_the_folder(
+    sample: Callable[..., SimpleNamespace], tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = make_instruct_folder(tmp_path / "instruct")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "user", "content": "Hello\n"}]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    expected = model.generate(ids, max_new_tokens=30, do_sample=False, pad_token_id=0)[0, ids.size(1) :]
+    settings = ("--temperature", 0, "--max-new-tokens", 30)
+    answered = sample(folder, "--chat", "--prompt", "Hello\n", *settings)
+    assert answered.stdout == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
+    raw = sample(folder, "--prompt", "Hello\n", *settings)
+    assert raw.stdout.startswith("Hello\n")
+    assert "has a chat template, which is not applied to the prompt; set --chat" in raw.stderr
+    (folder / "chat_template.jinja").unlink()
+    for refused, message in (
+        ([], "--chat needs a chat template, and "),
+        (["--score", "-"], "--chat cannot be combined"),
+    ):
+        found = sample(folder, "--chat", *refused)
+        assert found.returncode == 2
+        assert found.stderr.splitlines()[-1].startswith(f"error: {message}")

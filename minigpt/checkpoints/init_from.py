@@ -26,7 +26,7 @@ from minigpt.utils.scripts import import_extra
 
 CONFIG, WEIGHTS, SHARDS = "config.json", "model.safetensors", "model-*.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
-HUB_FILES = [CONFIG, WEIGHTS, SHARDS, INDEX, "tokenizer.json", "tokenizer_config.json"]
+HUB_FILES = [CONFIG, WEIGHTS, SHARDS, INDEX, "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
 _IGNORED = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")  # buffers that old versions saved
 
 

@@ -22,6 +22,7 @@ from minigpt.utils.signals import Interrupted
 if TYPE_CHECKING:
     import tiktoken
 
+EncodeChat = Callable[[list[dict[str, str]]], list[int]]
 Ids = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 SEPARATOR = "<|endoftext|>"
@@ -52,11 +53,12 @@ class Tokenizer:
     token_bytes: Mapping[int, bytes]  # UTF-8 of each id; b"" for special tokens
     special: Mapping[str, int] = {}  # ids of special tokens
     separated = False  # documents end with a separator that is a special token
+    encode_chat: EncodeChat | None = None  # with the chat template of a folder
 
     @property
     def end_token(self) -> int | None:
-        """Id of the separator if it is a special token."""
-        return next((i for i in self.separator.tolist() if self.token_bytes[i] == b""), None)
+        """Id of the separator if it is a special token; some tokenizer.json do not mark theirs as one."""
+        return next((i for i in self.separator.tolist() if self.separated or self.token_bytes[i] == b""), None)
 
     @property
     def start(self) -> Ids:
@@ -261,11 +263,6 @@ class HuggingFaceTokenizer(Tokenizer):
             raise UserError(f"the separator must be an id of tokenizer.json, got {separator!r:.80}")
         self.separator = np.array([] if separator is None else [separator], dtype=token_dtype(self.vocab_size))
         self.separated = separator is not None
-
-    @property
-    def end_token(self) -> int | None:
-        """Id of the separator, also if tokenizer.json does not mark it as special."""
-        return next(iter(self.separator.tolist()), None)
 
     def encode(self, text: str) -> Ids:
         with _one_line_errors("tokenizer.json does not encode this text"):

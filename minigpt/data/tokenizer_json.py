@@ -1,7 +1,10 @@
-"""Tokenizers from and to folders of Hugging Face: `tokenizer.json`, and `tokenizer_config.json` beside it."""
+"""Tokenizers from and to folders of Hugging Face: `tokenizer.json`, `tokenizer_config.json`, chat templates."""
 
 import json
 import re
+from collections.abc import Mapping
+from datetime import datetime
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from minigpt.data.tokenizer import (
     SEPARATOR,
     BPETokenizer,
     CharTokenizer,
+    EncodeChat,
     HuggingFaceTokenizer,
     Tokenizer,
 )
@@ -46,8 +50,50 @@ def load_tokenizer(folder: Path) -> HuggingFaceTokenizer:
         if end in tokenizer.token_bytes:
             tokenizer.separator = np.array([end], dtype=tokenizer.separator.dtype)
             tokenizer.separated = True
+        tokenizer.encode_chat = _load_chat(folder, config, tokenizer.json)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"the tokenizer in {folder} is damaged ({error!r:.200})") from error
+    return tokenizer
+
+
+def _load_chat(folder: Path, config: Mapping[str, Any], content: str) -> EncodeChat | None:
+    """Return `encode_chat` with the chat template of a folder, if there is one."""
+    file = folder / "chat_template.jinja"
+    text = file.read_text(encoding="utf-8") if file.is_file() else config.get("chat_template")
+    tokens = {name: token for name, token in config.items() if name.endswith("_token") and token}
+    tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
+    return partial(encode_chat, text, tokens, content) if text else None
+
+
+def encode_chat(template: str, tokens: Mapping[str, str], content: str, messages: list[dict[str, str]]) -> list[int]:
+    """Return the ids of messages, each with a role and a content, up to the start of the answer.
+
+    Special tokens become their ids, also in a message. The template runs in Jinja's sandbox, with `tokens`; `content` is
+    the text of tokenizer.json. Raise UserError if the template does not take the messages.
+
+    Source: https://huggingface.co/docs/transformers/chat_templating
+    """
+    from jinja2.sandbox import ImmutableSandboxedEnvironment  # jinja2 is a dependency of torch
+
+    def refuse(message: str) -> None:
+        raise UserError(message)
+
+    options: Any = {"trim_blocks": True, "lstrip_blocks": True, "extensions": ["jinja2.ext.loopcontrols"]}
+    environment = ImmutableSandboxedEnvironment(**options)  # as transformers
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    try:
+        text = environment.from_string(template).render(messages=messages, add_generation_prompt=True, **tokens)
+    except Exception as error:  # of any kind: the template is foreign code
+        raise UserError(f"the chat template does not take these messages: {error!s:.200}") from error
+    ids: list[int] = _parsing_tokenizer(content).encode(text).tolist()
+    return ids
+
+
+@lru_cache(maxsize=4)
+def _parsing_tokenizer(content: str) -> HuggingFaceTokenizer:
+    tokenizer = HuggingFaceTokenizer(content)
+    tokenizer.backend.encode_special_tokens = False  # they become their ids
     return tokenizer
 
 

@@ -90,8 +90,10 @@ def _read_call(engine: Engine, values: dict[str, Any], *, chat: bool) -> SimpleN
     call = SimpleNamespace(**{"tokenizer": engine.tokenizer, "chat": chat, "echo": False} | values)
     if chat:
         contents = (message["content"] for message in call.messages)
-        texts = (text if isinstance(text, str) else "".join(part["text"] for part in text) for text in contents)
-        call.prompts, call.n_top = ["\n".join(texts)], (call.top_logprobs or 0) if call.logprobs else None
+        texts = [text if isinstance(text, str) else "".join(part["text"] for part in text) for text in contents]
+        messages = [{"role": m["role"], "content": text} for m, text in zip(call.messages, texts, strict=True)]
+        call.prompts = [messages if engine.tokenizer.encode_chat else "\n".join(texts)]
+        call.n_top = (call.top_logprobs or 0) if call.logprobs else None
         call.max_tokens = call.max_completion_tokens or call.max_tokens
     else:
         single = isinstance(call.prompt, str) or isinstance(call.prompt[0], int)
@@ -106,11 +108,13 @@ def _read_call(engine: Engine, values: dict[str, Any], *, chat: bool) -> SimpleN
     return call
 
 
-async def _read_prompt(engine: Engine, call: SimpleNamespace, prompt: str | list[int]) -> tuple[list[int], Part]:
-    """Return the ids of a prompt, and the part with which its samples begin."""
+async def _read_prompt(engine: Engine, call: SimpleNamespace, prompt: Any) -> tuple[list[int], Part]:
+    """Return the ids of a prompt (a text, ids, or messages), and the part with which its samples begin."""
     ids, begin = prompt, Part(reason=None if call.max_tokens else "length")
     try:
-        if isinstance(prompt, str):
+        if (encode_chat := call.tokenizer.encode_chat) and call.chat:
+            ids = await asyncio.to_thread(encode_chat, prompt)
+        elif isinstance(prompt, str):
             ids = (await asyncio.to_thread(encode_prompt, engine.tokenizer, whole_characters(prompt))).tolist()
         ids = check_ids(ids, engine.model.config.vocab_size)
     except UserError as error:

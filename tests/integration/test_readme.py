@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from conftest import ROOT
 from hosts import needs_hosts, start_hosts
+from servers import make_instruct_folder
 
 import minigpt
 
@@ -91,6 +92,8 @@ def test_every_script_command_runs(
     (tmp_path / "openai-community").mkdir()
     for model in ("gpt2", "openai-community/gpt2@607a30d783dfa663caf39e06633721c8d4cfcd7e"):
         (tmp_path / model).symlink_to(gpt2_folder)  # a folder comes before a model of the Hub
+    if "--chat" in arguments:
+        make_instruct_folder(tmp_path / arguments[0])
     if script == "scripts/train.py" and "--help" not in arguments:
         folders = [f"hydra.run.dir={tmp_path}/run", f"hydra.sweep.dir={tmp_path}/sweep"]
         pretrained = any("init_from=" in argument or "finetune" in argument for argument in arguments)

@@ -12,9 +12,10 @@ import httpx
 import openai
 import pytest
 from conftest import wait_until
-from servers import BrokenEngine, SmallEngine, make_run, serving
+from servers import BrokenEngine, SmallEngine, make_instruct_folder, make_run, serving
 
 from minigpt import generate, load_checkpoint
+from minigpt.checkpoints.init_from import find_pretrained
 from minigpt.generation import score
 
 SETTINGS = {"temperature": 0.9, "top_p": 0.95}
@@ -161,6 +162,26 @@ def test_a_chat_continues_the_messages(client: openai.OpenAI, http: httpx.Client
     *events, done, end = post(http, CHAT, messages=HELLO, max_tokens=3, stream=True).text.split("\n\n")
     assert (done, end) == ("data: [DONE]", "")
     assert all(event.startswith("data: {") for event in events)
+
+
+def test_a_chat_with_an_instruct_model_applies_its_template(tmp_path: Path) -> None:
+    folder = make_instruct_folder(tmp_path / "instruct")
+    theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (found := find_pretrained(str(folder))).load(), found.tokenizer
+    chat: Any = [{"role": "user", "content": "Hello "}, {"role": "assistant", "content": "a\n"}, *HELLO]
+    ids = theirs.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    with serving([folder]) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        reasons = set()
+        for seed in range(5):
+            stop = {"max_new_tokens": 100, "stop": [2], "seed": seed, "temperature": 2.0}
+            (sample,) = generate(model, ids, tokenizer=tokenizer, **stop)
+            options: Any = {"model": "instruct", "messages": chat, "max_tokens": 100, "seed": seed, "temperature": 2.0}
+            answer = client.chat.completions.create(**options)
+            found = (answer.choices[0].message.content, answer.choices[0].finish_reason, answer.usage.prompt_tokens)
+            assert found == (sample.text, sample.reason, len(ids))
+            reasons.add(sample.reason)
+        assert "stop" in reasons
 
 
 def test_models_are_listed_and_loaded_by_name(client: openai.OpenAI, gpt2_folder: Path) -> None:
