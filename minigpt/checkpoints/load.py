@@ -78,7 +78,7 @@ def contents(model: GPTConfig, tokenizer: Tokenizer, **run: Any) -> dict[str, An
 
     Args:
         run: for a checkpoint to resume from: `config`, the resolved configuration as plain containers; `corpus_sha256`,
-            of the text; `provenance`, the command, host, versions and commit.
+            of the text; `corpus_provenance`, of its token files; `provenance`, the command, host, versions and commit.
     """
     return {MINIGPT: {"format": FORMAT, "model": model.to_dict(), "tokenizer": tokenizer.to_dict(), **run}}
 

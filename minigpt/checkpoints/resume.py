@@ -1,7 +1,7 @@
 """The run state in a checkpoint, the search for the checkpoint to resume from, and the check that it fits the run."""
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from minigpt.utils.terminal import warn
 _FIXED = ("optimizer._target_", "data.batch_size", "trainer.accumulate_grad_batches", "eval_batches")
 # Settings that change the training.
 _LEARNING = (
-    *(*_FIXED, "optimizer.*", "schedule.*", "max_steps", "seed", "data.overfit_batches"),
+    *("optimizer.*", "schedule.*", "max_steps", "seed", "data.overfit_batches"),
     *("trainer.precision", "trainer.gradient_clip_val", "ema_decay", "init_from"),
 )
 _EFFECTS = {"max_steps": "the learning-rate schedule follows it", "init_from": "the weights of the checkpoint are used"}
@@ -36,7 +36,8 @@ def find_resumed(
         The checkpoint, its optimizer step and its provenance; None, 0 and {} if the run starts at step 0.
 
     Raises:
-        UserError: there is no such checkpoint, or it has another model, corpus, tokenizer, optimizer or batch size.
+        UserError: there is no such checkpoint, or it has another model, corpus, split, tokenizer, optimizer or batch
+            size.
     """
     if resume == "auto":
         path, content = _newest(folder)
@@ -47,9 +48,10 @@ def find_resumed(
         return None, 0, {}
     with explain_errors(f"{path} does not hold a run of minigpt"):
         step = operator.index(content["global_step"])
-        before, now = _settings(content[MINIGPT]), _settings(present[MINIGPT])
+        unchanged = _fixed_settings(present[MINIGPT])
+        before, now = _settings(content[MINIGPT], unchanged), _settings(present[MINIGPT], unchanged)
     changed = {key: (before.get(key), now.get(key)) for key in before | now if before.get(key) != now.get(key)}
-    fixed = {key: pair for key, pair in changed.items() if key in _FIXED or key.startswith(("model.", "the "))}
+    fixed = {key: pair for key, pair in changed.items() if key in unchanged or key.startswith(("model.", "the "))}
     if fixed:
         listed = ", ".join(f"{key} ({was} in the checkpoint, {value} now)" for key, (was, value) in fixed.items())
         raise UserError(f"resume={path} does not match this run: it differs in {listed}")
@@ -88,13 +90,20 @@ def _newest(folder: Path) -> tuple[Path | None, dict[str, Any]]:
     return None, {}
 
 
-def _settings(run: Mapping[str, Any]) -> dict[str, Any]:
+def _fixed_settings(run: Mapping[str, Any]) -> list[str]:
+    """Return the settings that a run must share with its checkpoint, among them those that split its corpus."""
+    splits = [f"data.{key}" for key in run.get("corpus_provenance", ()) if key in run["config"]["data"]]
+    windows = ["data.eval_batch_size"] if run["config"].get("eval_batches") else []  # which ones are validated
+    return [*_FIXED, *splits, *windows]
+
+
+def _settings(run: Mapping[str, Any], fixed: Sequence[str]) -> dict[str, Any]:
     """Return what determines the training of a run, by config key; the tokenizer and the corpus by a hash."""
     model = GPTConfig.from_dict(run["model"]).to_dict()  # from_dict adds newer settings
     found = {f"model.{key}": value for key, value in model.items()}
     found["the tokenizer"] = f"{run['tokenizer']['name']} {sha256_json(run['tokenizer'])[:16]}"
     found["the corpus"] = run["corpus_sha256"][:16]
-    for key in _LEARNING:
+    for key in (*fixed, *_LEARNING):
         group, _, name = key.rpartition(".")
         values = run["config"][group] if group else run["config"]
         names = sorted(values) if name == "*" else [name]

@@ -49,12 +49,11 @@ def find_corpus(checkpoint: Path) -> token_files.Corpus:
             changed = f"{data['train_bin']} or {data['val_bin']} has changed since training"
             raise UserError(f"{changed}; restore the token files of the run")
         folder = Path(data["folder"]) / "tokens"
-        split = {} if data["val_path"] else {"split": data["split"], "val_fraction": data["val_fraction"]}
         wanted = (run["corpus_sha256"], run["tokenizer"])
         for meta in sorted(folder.glob(f"*/{token_files.META}")):
             with suppress(UserError):  # incomplete or damaged token files
                 corpus = token_files.load(meta.parent)
-                same_split = split.items() <= corpus.provenance.items()
+                same_split = all(data[key] == value for key, value in corpus.provenance.items() if key in data)
                 if (corpus.sha256, corpus.tokenizer.to_dict()) == wanted and same_split:
                     return corpus
         raise UserError(

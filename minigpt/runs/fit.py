@@ -57,7 +57,8 @@ def fit(
     cfg.model = config.to_dict()  # null values resolved
     settings: Any = OmegaConf.to_container(cfg, resolve=True)
     origin = provenance() | {"init_from": None}
-    saved = contents(config, corpus.tokenizer, config=settings, corpus_sha256=corpus.sha256, provenance=origin)
+    identity = {"corpus_sha256": corpus.sha256, "corpus_provenance": dict(corpus.provenance)}
+    saved = contents(config, corpus.tokenizer, config=settings, provenance=origin, **identity)
     resume, step, before, done = find_checkpoint_of_ranks(cfg, folder, saved)
     if done:
         if is_rank_zero():

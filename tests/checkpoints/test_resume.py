@@ -353,6 +353,40 @@ def test_a_checkpoint_that_does_not_match_is_rejected_with_the_difference(
 
 
 @pytest.mark.parametrize(
+    ("settings", "change", "differs"),
+    [
+        ("data.val_fraction=0.1", "data.val_fraction=0.2", r"data\.val_fraction \(0\.1 in the checkpoint, 0\.2 now\)"),
+        ("data.val_fraction=0.3", "data.split=document", r"data\.split \(fraction in the checkpoint, document now\)"),
+        ("eval_batches=2", "eval_batches=3", r"eval_batches \(2 in the checkpoint, 3 now\)"),
+        ("eval_batches=2", "data.eval_batch_size=9", r"data\.eval_batch_size \(4 in the checkpoint, 9 now\)"),
+    ],
+)
+def test_a_run_that_would_validate_on_other_text_is_rejected(
+    train: Train, trained: Trained, documents: Path, settings: str, change: str, differs: str
+) -> None:
+    same = [f"data.path={documents}", "max_steps=2", "data.eval_batch_size=4", settings]
+    with pytest.raises(UserError, match=differs):
+        train(*same, change, "max_steps=4", f"resume={trained(*same)}")
+
+
+def test_settings_that_leave_the_validated_text_as_it_is_may_change(
+    train: Train, trained: Trained, documents: Path, text: Path
+) -> None:
+    same = [f"data.path={documents}", f"data.val_path={text}", "max_steps=2"]
+    other = ["data.val_fraction=0.3", "data.split=document", "data.eval_batch_size=5"]  # a validation text of its own
+    resumed = train(*same, *other, "max_steps=4", f"resume={trained(*same)}")
+    assert resumed.summary["steps"] == 4
+
+
+@pytest.fixture(scope="module")
+def documents(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus of many documents."""
+    file = tmp_path_factory.mktemp("documents") / "fox.jsonl"
+    file.write_text("".join(json.dumps({"text": line}) + "\n" for line in text.read_text().splitlines()))
+    return file
+
+
+@pytest.mark.parametrize(
     "change",
     [
         lambda content: content.pop("global_step"),
