@@ -13,8 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 from corpora import ROOT, documents, sha256, values
 
+from minigpt.checkpoints.format import write
+from minigpt.checkpoints.load import contents
+from minigpt.checkpoints.validation_split import find_corpus
+from minigpt.config import GPTConfig
 from minigpt.data import sources
 from minigpt.data.checksums import checksums
+from minigpt.data.prepare import load_corpus
 from minigpt.utils.errors import RunError, UserError
 
 TRAIN = [f"Once upon a time there was a fox number {i}. Ünï 漢字 😀\n\nThe end." for i in range(40)]
@@ -207,6 +212,18 @@ def test_a_data_set_without_a_validation_split_is_one_source(find, stories, tmp_
     (tmp_path / "b.txt").write_text("to validate on")
     _, val = find(*HUB, dataset=str(stories), val_path=f"{tmp_path}/b.txt")
     assert texts_of(val) == ["to validate on"]
+
+
+@pytest.mark.parametrize("val_split", [None, "validation"])
+def test_the_corpus_of_a_checkpoint_is_found(stories, tmp_path, val_split):
+    data = values() | values("openwebtext") | {"folder": str(tmp_path / "data"), "dataset": str(stories)}
+    data |= {"val_split": val_split, "val_fraction": 0.2}
+    corpus = load_corpus(data, {"name": "char"})
+    model, run = GPTConfig(vocab_size=corpus.tokenizer.vocab_size), {"data": data}
+    content = contents(model, corpus.tokenizer, config=run, corpus_sha256=corpus.sha256)
+    write(content | {"state_dict": {}}, tmp_path / "last.safetensors")
+    load_corpus(data | {"val_fraction": 0.5}, {"name": "char"})  # another split of the same text
+    assert find_corpus(tmp_path / "last.safetensors").val == corpus.val
 
 
 def test_a_missing_column_or_split_raises_with_its_name(find, stories):
