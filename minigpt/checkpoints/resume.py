@@ -108,7 +108,18 @@ def _settings(run: Mapping[str, Any], fixed: Sequence[str]) -> dict[str, Any]:
         values = run["config"][group] if group else run["config"]
         names = sorted(values) if name == "*" else [name]
         found |= {f"{group}.{each}" if group else each: values.get(each) for each in names}
-    return found
+    return found | callback_settings(run)
+
+
+def callback_settings(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of callbacks that are not minigpt's, which may end or change a training, by config key."""
+    callbacks = {name: node for name, node in run["config"].get("callbacks", {}).items() if node}
+    return {
+        f"callbacks.{name}.{key}": value
+        for name, node in callbacks.items()
+        if not node["_target_"].startswith("minigpt.")
+        for key, value in node.items()
+    }
 
 
 def read_unaveraged(file: Path) -> dict[str, Any]:

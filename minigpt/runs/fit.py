@@ -15,9 +15,10 @@ from torch.distributed import DistError
 
 from minigpt import __version__
 from minigpt.checkpoints.find import BEST
+from minigpt.checkpoints.format import MINIGPT
 from minigpt.checkpoints.init_from import Pretrained
 from minigpt.checkpoints.load import contents, load_checkpoint
-from minigpt.checkpoints.resume import find_resumed
+from minigpt.checkpoints.resume import callback_settings, find_resumed, read_run
 from minigpt.config import GPTConfig
 from minigpt.data.checksums import CHECKSUM_CACHE
 from minigpt.data.token_files import Corpus
@@ -140,8 +141,11 @@ def find_checkpoint_of_ranks(
     with shared_errors():
         if started_together() is None or is_rank_zero():  # Lightning's own processes all search
             path, step, before = find_resumed(cfg.resume, folder, saved)
-            resumes = cfg.resume == "auto" and path is not None
-            found = path, step, before, run_dir.completed_summary(folder, step, cfg.max_steps) if resumes else None
+            done = run_dir.completed_summary(folder, step, cfg.max_steps) if cfg.resume == "auto" and path else None
+            if path and done and step < cfg.max_steps:  # it stopped early, perhaps by other settings
+                runs = (read_run(path)[MINIGPT], saved[MINIGPT])
+                done = done if callback_settings(runs[0]) == callback_settings(runs[1]) else None
+            found = path, step, before, done
     return gather_objects(found)[0]
 
 
@@ -167,7 +171,7 @@ def write_results(trainer: L.Trainer, folder: Path, summary: dict[str, Any]) -> 
     has_metrics = (folder / run_dir.METRICS).exists()
     if trainer.is_global_zero and (has_metrics or summary["steps"]):
         if has_metrics:
-            plot_curves(folder)
+            plot_curves(folder, summary)
         run_dir.write_summary(folder, summary)
         for wandb in wandb_loggers(trainer):
             wandb.finish(summary)

@@ -1,6 +1,7 @@
 """The history of a run: `curves.png`, and for the page its losses over steps and the samples of its validations."""
 
 import csv
+from collections.abc import Mapping
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ from minigpt.runs.run_dir import CURVES, METRICS, read_metrics, read_samples
 MAX_POINTS = 500  # of a curve
 
 
-def plot_curves(folder: Path) -> None:
-    """Plot the losses and the learning rate of a run folder over optimizer steps."""
+def plot_curves(folder: Path, summary: Mapping[str, Any] = {}) -> None:
+    """Plot the losses and the learning rate of a run folder over optimizer steps, and mark the best of its summary."""
     from matplotlib.figure import Figure
 
     columns = {name: list(zip(*points, strict=True)) for name, points in read_metrics(folder / METRICS).items()}
@@ -21,9 +22,9 @@ def plot_curves(folder: Path) -> None:
         losses.plot(*columns["train_loss"], color="tab:blue", alpha=0.6, linewidth=1, label="train")
     if "val_loss" in columns:
         losses.plot(*columns["val_loss"], color="tab:orange", marker="o", markersize=4, label="validation")
-        best, best_step = min(zip(*reversed(columns["val_loss"]), strict=True))
+    if (best := summary.get("best_val_loss")) is not None:
         offset = {"xytext": (0, 14), "textcoords": "offset points", "ha": "right"}
-        losses.annotate(f"best {best:.4f}", (best_step, best), color="tab:orange", **offset)
+        losses.annotate(f"best {best:.4f}", (summary["best_step"], best), color="tab:orange", **offset)
     if "learning_rate" in columns:
         rates.plot(*columns["learning_rate"], color="tab:green", linewidth=1)
     losses.set(ylabel="loss (nats per token)", title=f"{folder.resolve().name}: loss and learning rate")

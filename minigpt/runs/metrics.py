@@ -13,6 +13,7 @@ from torch import Tensor
 
 from minigpt.checkpoints.find import BEST
 from minigpt.distributed.process_group import gather_objects
+from minigpt.runs.checkpoint_callback import CheckpointCallback
 from minigpt.runs.progress_bar import Progress
 from minigpt.runs.run_dir import METRICS, SAMPLES, append_log, read_metrics, short_path, update_latest_link
 from minigpt.utils.errors import Diverged
@@ -148,7 +149,10 @@ class MetricsCallback(Callback):
         """Return the figures of the run for `summary.json`."""
         folder = Path(trainer.default_root_dir)
         columns = read_metrics(folder / METRICS) if (folder / METRICS).exists() else {}
-        best_step, best_val_loss = min(columns.get("val_loss", []), key=lambda point: point[1], default=(None, None))
+        saved = trainer.checkpoint_callback
+        losses = saved.best if isinstance(saved, CheckpointCallback) else []  # whose checkpoints are left
+        losses = losses or [(loss, step) for step, loss in columns.get("val_loss", [])]
+        best_val_loss, best_step = min(losses, default=(None, None))
         tokens = trainer.global_step * self.tokens_per_step
         return {
             "best_val_loss": best_val_loss,

@@ -1,17 +1,21 @@
-"""Callbacks that make a resumed run equal an uninterrupted one bit for bit: RNG, a due validation, the EMA."""
+"""Callbacks that make a resumed run equal an uninterrupted one bit for bit: RNG, a due validation, the EMA.
 
+Settings come from the command line, also where Lightning restores those of the checkpoint.
+"""
+
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as L
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
 
 from minigpt.checkpoints.load import COMPILED, saved_config
 from minigpt.distributed.process_group import gather_objects
 from minigpt.ema import EMA
 from minigpt.model import GPT
-from minigpt.runs.lightning_workarounds import fix_loop_state
+from minigpt.runs.lightning_workarounds import fix_loop_state, resumes_own_run
 from minigpt.utils.errors import UserError, require
 
 
@@ -21,6 +25,7 @@ class ResumeState(Callback):
     def __init__(self, contents: Mapping[str, Any]) -> None:
         self.contents = contents
         self.rng: list[dict[str, Any]] | None = None  # per rank, from a checkpoint
+        self.settings: list[tuple[Callback, str, Any]] = []  # of callbacks whose state in the checkpoint holds them too
         self.training_began = False
         self.validated_step = 0
 
@@ -34,13 +39,20 @@ class ResumeState(Callback):
         checkpoint["rng"] = gather_objects({"torch": torch.get_rng_state(), "cuda": cuda})
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        self.rng = checkpoint["rng"]
+        self.rng, states = checkpoint["rng"], checkpoint["callbacks"]
         fix_loop_state(checkpoint)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, EarlyStopping | Timer) and not resumes_own_run(trainer):
+                states.pop(callback.state_key, None)  # what ends a run counts from its own start
+            names = inspect.signature(type(callback)).parameters.keys() & states.get(callback.state_key, {})
+            self.settings += [(callback, name, getattr(callback, name)) for name in names if hasattr(callback, name)]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         check_saved(pl_module.model)
         if self.rng is not None:
             apply_config(trainer, pl_module)
+            for setting in self.settings:
+                setattr(*setting)
             if len(self.rng) == trainer.world_size:  # on another number of ranks the random numbers differ anyway
                 state = self.rng[trainer.global_rank]
                 torch.set_rng_state(state["torch"])
