@@ -68,8 +68,8 @@ def _load_chat(folder: Path, config: Mapping[str, Any], content: str) -> EncodeC
 def encode_chat(template: str, tokens: Mapping[str, str], content: str, messages: list[dict[str, str]]) -> list[int]:
     """Return the ids of messages, each with a role and a content, up to the start of the answer.
 
-    Special tokens become their ids, also in a message. The template runs in Jinja's sandbox, with `tokens`; `content` is
-    the text of tokenizer.json. Raise UserError if the template does not take the messages.
+    Special tokens become their ids, also in a message. The template, which reads `tokens`, runs in Jinja's sandbox;
+    `content` is the text of tokenizer.json. Raise UserError if the template does not take the messages.
 
     Source: https://huggingface.co/docs/transformers/chat_templating
     """

@@ -1,5 +1,6 @@
 """One training run whose settings are checked: prepare all parts, train, report."""
 
+import os
 import platform
 import subprocess
 import sys
@@ -35,7 +36,7 @@ from minigpt.runs.samples_and_attention import final_originality, only_a_warning
 from minigpt.runs.trainer import TokenDataModule, build_trainer
 from minigpt.runs.wandb_logger import wandb_loggers
 from minigpt.training import LanguageModel
-from minigpt.utils.cli import error_text
+from minigpt.utils.cli import error_text, explain
 from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.files import read_json
 from minigpt.utils.scripts import ROOT
@@ -85,6 +86,7 @@ def fit(
     torch.manual_seed(cfg.seed + trainer.global_rank)  # a dropout mask per rank
 
     outcome: dict[str, Any] = {"status": "failed", "reason": "", "stopped_early": False}
+    exit_code = 0
     try:
         for logger in trainer.loggers:
             logger.log_hyperparams(settings)
@@ -92,15 +94,18 @@ def fit(
         ended = ending(trainer, cfg.max_steps)
         sample, copied = ("", None) if ended["status"] == "paused" else sample_best(trainer, module, corpus, cfg)
         outcome |= ended | {"originality": copied}
-    except (Interrupted, KeyboardInterrupt, SystemExit):  # submitit ends a job with SystemExit
-        outcome["status"] = "interrupted"
+    except (Interrupted, KeyboardInterrupt) as error:
+        outcome["status"], exit_code = "interrupted", explain(error)[1]
+        raise
+    except SystemExit:  # of submitit, which has requeued the job
+        outcome["status"], exit_code = "interrupted", os.EX_TEMPFAIL
         raise
     except Exception as error:
         if resume and not state.training_began and is_resume_error(error):
             error = UserError(f"{resume} does not hold a run of minigpt ({type(error).__name__}: {error})")
         if trainer.world_size > 1 and (isinstance(error, DistError) or type(error) is RuntimeError):  # of NCCL, of gloo
             error = RunError(f"{error}; {LOST_RANK}")
-        outcome["reason"] = error_text(error)
+        outcome["reason"], exit_code = error_text(error), explain(error)[1] or 1
         raise error
     finally:
         summary = metrics.summary(trainer, module) | outcome | origin
@@ -108,7 +113,7 @@ def fit(
         if cfg.minutes is not None and (plan := read_json(folder / run_dir.RUN_PLAN))["expected_val_loss"]:
             summary["expected_val_loss"] = plan["expected_val_loss"]
         summary |= {"corpus": corpus.name, "corpus_sha256": corpus.sha256, "validated": validated_part(cfg, corpus)}
-        write_results(trainer, folder, summary)
+        write_results(trainer, folder, summary, exit_code)
     if trainer.is_global_zero:
         run_dir.print_results(folder, sample, summary)
     return summary["best_val_loss"]
@@ -166,15 +171,15 @@ def sample_best(
     return sample, final_originality(model, corpus, sample, folder, characters=cfg.originality, seed=cfg.seed)
 
 
-def write_results(trainer: L.Trainer, folder: Path, summary: dict[str, Any]) -> None:
+def write_results(trainer: L.Trainer, folder: Path, summary: dict[str, Any], exit_code: int) -> None:
     """Write the curves and the summary of a run that has something to show, on rank 0; finish its W&B run."""
     has_metrics = (folder / run_dir.METRICS).exists()
     if trainer.is_global_zero and (has_metrics or summary["steps"]):
         if has_metrics:
             plot_curves(folder, summary)
         run_dir.write_summary(folder, summary)
-        for wandb in wandb_loggers(trainer):
-            wandb.finish(summary)
+    for wandb in wandb_loggers(trainer):
+        wandb.finish(summary, exit_code)
 
 
 def provenance() -> dict[str, Any]:

@@ -1,6 +1,9 @@
 """Weights & Biases: online with a key and a server that answers, else offline, and never a reason to stop a run."""
 
+import inspect
 import os
+import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -11,9 +14,14 @@ from typing import Any
 import lightning.pytorch as L
 from lightning.pytorch.loggers import WandbLogger
 
+from minigpt.runs.run_dir import PLAN
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import UserError
 from minigpt.utils.terminal import is_rank_zero, sanitize_line, warn
+
+_PART = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)")  # the folder of one process: its start, the id of its run
+# Arguments of wandb.init that are set here, or that would make a run other than that of the folder.
+_NOT_OPTIONS = {"dir", "settings", "anonymous", "resume_from", "fork_from", "force", "reinit"}
 
 
 class Wandb(WandbLogger):
@@ -35,13 +43,18 @@ class Wandb(WandbLogger):
 
         self.log_metrics({name: wandb.Html(f"<pre>{escape(text)}</pre>", data_is_not_path=True)})
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
-        """Send the summary and end the run, which the next job of a sweep would reuse otherwise."""
+    def finish(self, summary: Mapping[str, Any], exit_code: int = 0) -> None:
+        """Send the summary and end the run, which the next job of a sweep would reuse otherwise.
+
+        W&B shows a run as finished or failed by the exit code, and as preempted if it will be requeued.
+        """
         import wandb
 
         with self.ignore_lost_client():
             self.experiment.summary.update(dict(summary))
-            self.experiment.finish()
+            if exit_code == os.EX_TEMPFAIL:
+                self.experiment.mark_preempting()
+            self.experiment.finish(exit_code)
         if self.lost:  # else wandb would connect to its client at exit
             with suppress(Exception):
                 wandb.teardown()
@@ -57,16 +70,19 @@ class Wandb(WandbLogger):
             self.lost = True
 
 
-def wandb_logger(folder: str | Path, *, name: str | None, timeout: float, **options: Any) -> Wandb | None:
+def wandb_logger(
+    folder: str | Path, *, name: str | None, timeout: float, offline: bool = False, **options: Any
+) -> Wandb | None:
     """Start or resume the W&B run of a run folder; None on all ranks but 0.
 
     Args:
         name: of the run; None is the name of the folder.
         timeout: seconds that training waits for the server at most.
-        options: of `wandb.init`.
+        offline: the same as mode="offline".
+        options: of `wandb.init`. Without `id`, it is that of the run which the folder holds.
 
     Raises:
-        UserError: W&B cannot start, not even offline.
+        UserError: an option is unknown, or W&B cannot start, not even offline.
     """
     if not is_rank_zero():
         return None
@@ -76,25 +92,39 @@ def wandb_logger(folder: str | Path, *, name: str | None, timeout: float, **opti
     import requests
     import wandb
 
+    folder, known = Path(folder), inspect.signature(wandb.init).parameters.keys() - _NOT_OPTIONS
+    for option in options.keys() - known:
+        reasons = "the files of W&B are in the run folder (hydra.run.dir), and checkpoints are not uploaded"
+        raise UserError(f"logger.wandb.{option} is not an option: {reasons}; it takes {', '.join(sorted(known))}")
     share = 0.3 * timeout  # of login and start each; the rest is for wandb's own process
     settings = wandb.Settings(init_timeout=share, login_timeout=share, finish_timeout=timeout, console="off")
-    previous = sorted(Path(folder, "wandb").glob("*run-*-*"), key=lambda path: path.name.rpartition("run-")[2])
-    run_id = previous[-1].name.rpartition("-")[2] if previous else None
-    options |= {"id": run_id, "resume": "allow", "dir": str(folder), "name": name or Path(folder).name}
-    has_key = os.environ.get("WANDB_API_KEY") or requests.utils.get_netrc_auth(wandb.setup().settings.base_url)
-    mode: Any = os.environ.get("WANDB_MODE") or ("online" if has_key else "offline")
+    parts = sorted(part.groups() for file in folder.glob("wandb/*") if (part := _PART.fullmatch(file.name)))
+    options = {"resume": "allow", "dir": str(folder), "name": name or folder.name} | options
+    options["id"] = options.get("id") or (parts[-1][1] if parts else None)
+    mode: Any = "offline" if offline else options.pop("mode", None) or os.environ.get("WANDB_MODE")
+    if not mode:
+        has_key = os.environ.get("WANDB_API_KEY") or requests.utils.get_netrc_auth(wandb.setup().settings.base_url)
+        mode = "online" if has_key else "offline"
     try:
-        run = wandb.init(mode=mode, settings=settings, **options)
-    except (wandb.errors.CommError, wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
-        if mode == "offline":
-            raise UserError(f"Weights & Biases cannot start: {error}") from error
-        mode = "offline"
-        run = wandb.init(mode=mode, settings=settings, **options)
+        try:
+            run = wandb.init(mode=mode, settings=settings, **options)
+        except wandb.errors.Error:  # no server, or a wrong key
+            wandb.teardown()  # its client would still use the id
+            mode = "offline"
+            run = wandb.init(mode=mode, settings=settings, **options)
+    except (wandb.errors.Error, ValueError) as error:
+        raise UserError(f"Weights & Biases cannot start: {' '.join(str(error).split())}") from error
     if mode == "offline":
-        command = f"wandb sync {Path(run.dir).parent}"
-        print(sanitize_line(f"Weights & Biases is offline; send the run later with: {command}"), file=sys.stderr)
+        print(sanitize_line(f"Weights & Biases is offline; upload later with: {sync_command(folder)}"), file=sys.stderr)
     run.define_metric("*", step_metric="trainer/global_step")
     return Wandb(experiment=run)
+
+
+def sync_command(folder: Path) -> str:
+    """Return the command that uploads all offline parts of a run, or of the runs of a sweep, in their order."""
+    start = shlex.quote(str(folder))
+    jobs = f" {start}/*/wandb" if (folder / PLAN).exists() else ""
+    return f"wandb sync {start}/wandb{jobs}"
 
 
 def wandb_loggers(trainer: L.Trainer) -> list[Wandb]:

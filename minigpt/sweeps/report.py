@@ -158,9 +158,10 @@ def publish(folder: Path, sentences: Sequence[str], wandb_config: Any) -> None:
     """Log the report of a sweep, with its `logger.wandb`, as a run of its own in the sweep's W&B group."""
     from minigpt.runs.wandb_logger import wandb_logger
 
-    options: dict[str, Any] = {key: wandb_config[key] for key in ("project", "entity", "timeout")}
+    shared = wandb_config.keys() - {"_target_", "folder", "resume"}
+    options: dict[str, Any] = {key: wandb_config[key] for key in shared}
     options |= {"name": f"{folder.name} summary", "group": wandb_config.group or folder.name}
-    logger = wandb_logger(folder=folder, tags=[*wandb_config.tags, "sweep", "summary"], **options)
+    logger = wandb_logger(folder, **options | {"tags": [*wandb_config.tags, "sweep", "summary"]})
     with open(folder / TABLE, newline="", encoding="utf-8") as file:
         header, *rows = list[list[Any]](csv.reader(file))
     if logger:  # on rank 0

@@ -70,6 +70,8 @@ class Sweeper(hydra_sweeper.Sweeper):
         self.points: list[Point] = []
         self.loaded: dict[str, Any] = {}
         self.wandb: Any = OmegaConf.select(config, "logger.wandb")
+        one_id = OmegaConf.select(config, "logger.wandb.id")
+        require("logger.wandb.id", one_id, lambda value: value is None, "null in a sweep, whose runs have one each")
 
     def sweep(self, arguments: list[str]) -> None:
         """Check the points, run those that are not completed, and report.

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -11,7 +13,13 @@ from typing import Any
 
 import pytest
 from conftest import wandb_records
+from lightning.pytorch import Callback
 from robustness.faults.server import serve
+
+from minigpt.runs.wandb_logger import sync_command, wandb_logger
+from minigpt.utils.cli import explain
+from minigpt.utils.errors import UserError
+from minigpt.utils.signals import Interrupted
 
 
 @pytest.fixture
@@ -27,8 +35,7 @@ def logged_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_an_offline_run_holds_curves_config_samples_and_summary(train: Callable[..., Any], capfd: Any) -> None:
     folder = train("logger=wandb", "logger.wandb.tags=[fox]").folder
     (output,) = (line for line in capfd.readouterr().err.splitlines() if "wandb" in line)
-    (offline,) = (folder / "wandb").glob("offline-run-*")
-    assert output.endswith(f"wandb sync {offline}")
+    assert output.endswith(f"wandb sync {folder}/wandb")
 
     everything = wandb_records(folder)
     contents = json.dumps(everything)
@@ -59,6 +66,124 @@ def test_a_run_that_resumes_is_the_same_run_there_and_its_curves_do_not_overlap(
         if record["type"] == "history" and "tokens" in record["history"]["item"]
     ]
     assert steps == [5, 10, 15, 20]
+
+
+class End(Callback):
+    """Ends a run at its seventh step, by an error or by a signal."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 7 and self.how == "error":
+            raise RuntimeError("lost")
+        if batch_idx == 7:
+            os.kill(os.getpid(), signal.Signals[self.how])
+
+
+@pytest.mark.usefixtures("logged_out")
+@pytest.mark.parametrize(
+    ("how", "code"), [("error", 1), ("SIGUSR1", 75), pytest.param("SIGTERM", 143, marks=pytest.mark.slow)]
+)
+def test_a_run_that_does_not_complete_is_not_finished_there(
+    train: Callable[..., Any], tmp_path: Path, how: str, code: int
+) -> None:
+    ending = ["+callbacks.end._target_=test_wandb.End", f"+callbacks.end.how={how}", "callbacks.samples=null"]
+    with pytest.raises((RuntimeError, Interrupted)) as ended:
+        train("logger=wandb", *ending)
+    assert explain(ended.value)[1] == code
+    records = wandb_records(tmp_path / "run")
+    assert [record["exit"]["exit_code"] for record in records if record["type"] == "exit"] == [code]
+    assert any(record["type"] == "preempting" for record in records) == (how == "SIGUSR1")
+
+
+OPTIONS: dict[str, Any] = {"project": "p", "name": None, "timeout": 10}
+
+
+@pytest.mark.usefixtures("logged_out")
+@pytest.mark.parametrize("how", [{"mode": "offline"}, {"offline": True}])
+def test_options_of_the_command_line_are_honored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")  # which the command line overrides
+    for given in ({"id": "fox-run-1", "resume": "must"}, {}):  # the id is that of the folder, if none is given
+        logger = wandb_logger(tmp_path, **OPTIONS, **how, **given)
+        assert logger
+        settings = logger.experiment.settings
+        assert (settings.run_id, settings.resume, settings.mode) == (
+            "fox-run-1",
+            given.get("resume", "allow"),
+            "offline",
+        )
+        logger.finish({})
+
+
+@pytest.mark.usefixtures("logged_out")
+@pytest.mark.parametrize("option", ["save_dir", "dir", "log_model", "settings", "version"])
+def test_an_option_that_cannot_be_honored_is_refused_in_one_line(tmp_path: Path, option: str) -> None:
+    with pytest.raises(UserError, match=rf"^logger\.wandb\.{option} is not an option: .*; it takes .*, tags.*"):
+        wandb_logger(tmp_path, **OPTIONS, **{option: "x"})
+
+
+@pytest.mark.usefixtures("logged_out")
+@pytest.mark.parametrize("wrong", [{"mode": "sometimes"}, {"mode": "offline", "resume": "x"}, {"id": "a/b"}])
+def test_a_wrong_value_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"^Weights & Biases cannot start: [^\n]*$"):
+        wandb_logger(tmp_path, **OPTIONS, **wrong)
+
+
+def test_the_printed_command_finds_all_parts_of_all_runs_of_a_sweep(tmp_path: Path) -> None:
+    sweep = tmp_path / "it's a sweep"
+    for run in ("lr=0.1", "lr=0.2,n=1", "."):
+        for second in (1, 2):
+            folder = sweep / run / f"wandb/offline-run-20260101_00000{second}-abc"
+            folder.mkdir(parents=True)
+            (folder / "run-abc.wandb").touch()
+    for folder, parts in ((sweep, 2), (sweep / "lr=0.1", 2)):
+        assert would_sync(sync_command(folder), tmp_path) == parts
+    (sweep / "sweep.json").touch()
+    assert would_sync(sync_command(sweep), tmp_path) == 6
+
+
+def would_sync(command: str, cwd: Path) -> int:
+    command = command.replace("wandb sync", f"{sys.executable} -m wandb sync --dry-run")
+    output = subprocess.run(command, shell=True, cwd=cwd, capture_output=True, text=True, check=True).stderr
+    return output.count("offline-run-")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("logged_out")
+def test_rows_are_uploaded_once_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+
+    def log(part: range, **options: Any) -> None:
+        logger = wandb_logger(tmp_path, **OPTIONS, **options)
+        assert logger
+        for step in part:
+            logger.log_metrics({"loss": 1.0}, step)
+        logger.finish({})
+        time.sleep(1.1)  # the names of parts have seconds
+
+    def sync(*arguments: str) -> None:
+        subprocess.run([sys.executable, "-m", "wandb", "sync", *arguments], cwd=tmp_path, check=True)
+
+    def steps(run: str) -> list[int]:
+        return [row["trainer/global_step"] for _, row in sorted(server.history[run].items())]
+
+    with serve() as server:
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+        log(range(4), id="fox", offline=True)
+        log(range(4, 7), offline=True)
+        sync(*shlex.split(sync_command(tmp_path))[2:])
+        assert steps("fox") == [*range(7)]
+        server.fault = "error"  # an outage
+        log(range(7, 9), mode="online")
+        server.fault = None
+        assert steps("fox") == [*range(7)]
+        sync("--include-online", "--include-synced", f"{tmp_path}/wandb")
+        assert steps("fox") != [*range(9)]  # W&B appends the rows that the server has already; docs/reliability.md
+        sync("--include-online", "--include-synced", "--id", "new", f"{tmp_path}/wandb")
+        assert steps("new") == [*range(9)]
 
 
 @pytest.fixture(params=["nobody", "hang", "error"])

@@ -404,6 +404,8 @@ BAD_INPUT = {
     "seed=1,2 hydra.sweeper.prune=true eval_every=20": "eval_every must be < 5 (max_steps / 4) with "
     "hydra.sweeper.prune=true, got 20",
     "seed=1,2 +sweep=wandb": "configs/sweep/wandb.yaml is for W&B's own agent",
+    "seed=1,2 logger=wandb +logger.wandb.id=fox": "logger.wandb.id must be null in a sweep, whose runs have one each, "
+    "got fox",
     "seed=1,2 +sweep=heads": "sweep=heads does not exist; sweep= takes heads_by_width, search",
     "seed=1,2 hydra/launcher=submitit_slurm trainer=ddp trainer.devices=2": "trainer.devices must be 1 with "
     "hydra/launcher=submitit_slurm, got 2",

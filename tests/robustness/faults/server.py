@@ -17,7 +17,7 @@ from typing import Any
 from .tools import Fault, Run, Trial, assert_same_run, metric_rows, reference
 
 LONG_RUN = ("max_steps=600", "eval_every=150", "log_every=2")  # long enough to measure its time
-BUCKET = {
+BUCKET: dict[str, Any] = {
     "id": "1",
     "displayName": "run",
     "config": "{}",
@@ -32,7 +32,10 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
     fault: str | None = None
-    history_rows = 0  # received
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.history: dict[str, dict[int, dict[str, Any]]] = {}  # rows by line, of each run
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore disconnected clients."""
@@ -51,9 +54,8 @@ class Handler(BaseHTTPRequestHandler):
         request: dict[str, Any] = {}
         if self.path.endswith(("/graphql", "/file_stream")):  # all other requests upload files
             request = json.loads(gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body)
-        if self.server.fault is None:
-            rows = request.get("files", {}).get("wandb-history.jsonl", {}).get("content", ())
-            self.server.history_rows += len(rows)
+        if self.server.fault is None and self.path.endswith("/file_stream"):
+            self.store(self.path.split("/")[-2], request)
         response = json.dumps(self.graphql(request) if self.path == "/graphql" else {}).encode()
         self.send_response(500 if self.server.fault == "error" else 200)
         self.send_header("Content-Type", "application/json")
@@ -67,9 +69,22 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
 
+    def store(self, run: str, request: dict[str, Any]) -> None:
+        """Write the lines of the history at their offset, as in a file."""
+        sent = request.get("files", {}).get("wandb-history.jsonl", {"offset": 0, "content": []})
+        lines = enumerate(map(json.loads, sent["content"]), sent["offset"])
+        self.server.history.setdefault(run, {}).update(lines)
+
     def graphql(self, request: dict[str, Any]) -> dict[str, Any]:
         query, variables = request["query"], request.get("variables") or {}
         data: dict[str, Any] = {"project": {"artifact": None}}
+        rows = self.server.history.get(variables.get("name", ""), {})
+        if "RunResumeStatus" in query and rows:
+            last = json.dumps(rows[max(rows)])
+            lines = {"historyLineCount": max(rows) + 1, "eventsLineCount": 0, "logLineCount": 0}
+            tails = {"historyTail": json.dumps([last]), "eventsTail": "[]", "summaryMetrics": last}
+            started = {"wandbConfig": json.dumps({"t": {}}), "tags": [], "name": variables["name"]}
+            data["model"] = {**BUCKET["project"], "bucket": {**BUCKET, **lines, **tails, **started}}
         if "viewer" in query:
             data["viewer"] = VIEWER
         if "upsertBucket" in query:
@@ -89,7 +104,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serve() -> Iterator[Server]:
-    server = Server(("127.0.0.1", 0), Handler)
+    server = Server()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield server
@@ -113,10 +128,11 @@ def wandb_fault(fault: str) -> Trial:
             server.fault = fault
             assert run.wait() == 0, run.stderr
             if fault != "kill client":
-                server.fault, server.history_rows = None, 0
+                server.fault = None
                 (wandb_dir,) = (run.folder / "wandb").glob("run-*")
                 sync(wandb_dir, env)
-                assert server.history_rows >= len(metric_rows(unlogged)), f"{server.history_rows} rows were synced"
+                rows = server.history["uploaded"]
+                assert len(rows) >= len(metric_rows(unlogged)), f"{len(rows)} rows were synced"
         assert "Traceback" not in run.stderr, run.stderr
         assert len(run.messages) <= 1, run.stderr
         assert_same_run(run.folder, unlogged)
@@ -141,8 +157,8 @@ def client_environment(server: Server, home: Path) -> dict[str, str]:
 
 
 def sync(wandb_dir: Path, env: dict[str, str]) -> None:
-    """Upload the rows that the server of a run did not receive, as a user would."""
-    command = [sys.executable, "-m", "wandb", "sync", "--include-online", str(wandb_dir)]
+    """Upload all rows of a run, some of which the server did not receive, to a new run, as a user would."""
+    command = [sys.executable, "-m", "wandb", "sync", "--include-online", "--id", "uploaded", str(wandb_dir)]
     env = {**os.environ, **env}
     subprocess.run(command, cwd=wandb_dir, env=env, capture_output=True, timeout=120, check=True)
 
