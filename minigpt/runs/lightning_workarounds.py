@@ -10,13 +10,11 @@ import platform
 import signal
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback
 
-from minigpt.checkpoints.find import LAST
 from minigpt.utils.terminal import is_rank_zero
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -34,11 +32,6 @@ class LightningWorkarounds(Callback):
         """Validate after the last step too: Lightning validates only where eval_every divides the batch number."""
         if batch_idx + 1 == trainer.num_training_batches:
             trainer.val_check_batch = batch_idx + 1
-
-
-def resumes_own_run(trainer: L.Trainer) -> bool:
-    """Whether the checkpoint that a Trainer resumes from is in its own run folder."""
-    return Path(str(trainer.ckpt_path)).resolve().parent == Path(trainer.default_root_dir, LAST).resolve().parent
 
 
 def fix_loop_state(checkpoint: dict[str, Any]) -> None:

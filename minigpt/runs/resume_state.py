@@ -5,17 +5,19 @@ Settings come from the command line, also where Lightning restores those of the 
 
 import inspect
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
 
+from minigpt.checkpoints.find import LAST
 from minigpt.checkpoints.load import COMPILED, saved_config
 from minigpt.distributed.process_group import gather_objects
 from minigpt.ema import EMA
 from minigpt.model import GPT
-from minigpt.runs.lightning_workarounds import fix_loop_state, resumes_own_run
+from minigpt.runs.lightning_workarounds import fix_loop_state
 from minigpt.utils.errors import UserError, require
 
 
@@ -121,3 +123,8 @@ def apply_config(trainer: L.Trainer, pl_module: Any) -> None:
         lr = new["initial_lr"] * pl_module.schedule(scheduler.last_epoch)
         group.update(new | {"params": group["params"], "lr": lr})
     scheduler.base_lrs = fresh_scheduler.base_lrs
+
+
+def resumes_own_run(trainer: L.Trainer) -> bool:
+    """Whether the checkpoint that a Trainer resumes from is in its own run folder."""
+    return Path(str(trainer.ckpt_path)).resolve().parent == Path(trainer.default_root_dir, LAST).resolve().parent

@@ -109,6 +109,8 @@ def wandb_logger(
         try:
             run = wandb.init(mode=mode, settings=settings, **options)
         except wandb.errors.Error:  # no server, or a wrong key
+            if mode == "offline":
+                raise
             wandb.teardown()  # its client would still use the id
             mode = "offline"
             run = wandb.init(mode=mode, settings=settings, **options)

@@ -25,7 +25,8 @@ from minigpt.utils.signals import Interrupted
 @pytest.fixture
 def logged_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No settings of W&B but those of a test."""
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+    # WANDB_SERVICE is of the client's process, which a test may end.
+    for name in [name for name in os.environ if name.startswith("WANDB_") and name != "WANDB_SERVICE"]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
