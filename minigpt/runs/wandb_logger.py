@@ -101,7 +101,8 @@ def wandb_logger(
     parts = sorted(part.groups() for file in folder.glob("wandb/*") if (part := _PART.fullmatch(file.name)))
     options = {"resume": "allow", "dir": str(folder), "name": name or folder.name} | options
     options["id"] = options.get("id") or (parts[-1][1] if parts else None)
-    mode: Any = "offline" if offline else options.pop("mode", None) or os.environ.get("WANDB_MODE")
+    given = options.pop("mode", None) or os.environ.get("WANDB_MODE")
+    mode: Any = "offline" if offline else given
     if not mode:
         has_key = os.environ.get("WANDB_API_KEY") or requests.utils.get_netrc_auth(wandb.setup().settings.base_url)
         mode = "online" if has_key else "offline"
