@@ -210,7 +210,7 @@ def test_a_model_that_lacks_a_character_is_compared_without_its_loss(at_server: 
     reader.find("#generate").click()
     reader.wait_until(lambda: re.match("shifted: .*~", reader.find("#status").text))
     assert reader.text == continuation(site.models["small"], "a~b", 30)
-    reader.browser.get_log("browser")  # the browser lists the responses 400
+    reader.wait_until(lambda: reader.browser.get_log("browser"))  # the browser lists the response 400
 
 
 def test_the_page_makes_no_request_but_to_its_server(reader: Reader, site: Any) -> None:

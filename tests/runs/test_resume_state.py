@@ -25,8 +25,9 @@ STOP = [*FAST, "callbacks=early_stopping", "callbacks.early_stopping.min_delta=9
 UNSTABLE = [*FAST, "max_steps=12", "schedule=constant", "schedule.warmup_steps=0", "optimizer.lr=0.3", "eval_every=1"]
 
 
-@pytest.mark.parametrize("pause_at", [10, "null"], ids=["paused", "stopped"])
-@pytest.mark.parametrize("patience", [2, 5])
+@pytest.mark.parametrize(
+    ("patience", "pause_at"), [(5, 10), pytest.param(2, 10, marks=pytest.mark.slow), (5, "null"), (2, "null")]
+)
 def test_the_patience_is_that_of_the_command_line(
     train: Train, capsys: pytest.CaptureFixture[str], pause_at: object, patience: int
 ) -> None:

@@ -196,7 +196,10 @@ def plain_or_error(function: Callable[..., DictConfig], *args: Any) -> Any:
         return str(error)
 
 
-@pytest.mark.parametrize("line", REPEATED.values(), ids=REPEATED)
+@pytest.mark.parametrize(
+    "line",
+    [pytest.param(REPEATED[name], id=name, marks=[pytest.mark.slow] * (i % 2)) for i, name in enumerate(REPEATED)],
+)
 def test_a_point_composes_as_the_single_command_line_with_its_values(plan, line):
     sweeper = plan(*line)
     expected = composed_by_hydra(sweeper, line)
