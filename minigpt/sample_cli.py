@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from minigpt.data.readers import TextChunk, read_texts
@@ -24,7 +23,7 @@ _UNDERLINE, _NO_UNDERLINE = "\x1b[4m", "\x1b[24m"
 
 # Returns the spans of a text that the training text has, of keys "start" and "end", and a table of what is new.
 Compare = Callable[[str], tuple[Sequence[Mapping[str, Any]], str]] | None
-Prompt = str | list[int]
+Prompt = tuple[str, list[int]]  # its text, which is printed too, and its ids
 
 
 def print_samples(
@@ -33,7 +32,6 @@ def print_samples(
     """Print samples of a prompt: the first as it is generated, then the others; or one JSON line per sample.
 
     Args:
-        prompt: a text, which is printed too, or the ids of a chat.
         options: of `generation.stream`, without the tokenizer.
         compare: with the training text; the samples are printed when they are complete.
     """
@@ -42,9 +40,9 @@ def print_samples(
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # encodings without some characters, such as Latin-1
     stop = _stops(tokenizer, options["stop"])
-    ids, samples = _encode(model, tokenizer, prompt), [Sample() for _ in range(options["num_samples"])]
-    shown = escape(prompt) if isinstance(prompt, str) else ""
-    begins = [(f"── sample {i + 1} ──\n" if samples[1:] else "") + shown for i in range(len(samples))]
+    (text, ids), samples = prompt, [Sample() for _ in range(options["num_samples"])]
+    _log_prompt(model, tokenizer, text, ids)
+    begins = [(f"── sample {i + 1} ──\n" if samples[1:] else "") + escape(text) for i in range(len(samples))]
     write = (lambda text: None) if as_json or compare else _write
     write(begins[0])
     start = time.perf_counter()
@@ -63,23 +61,15 @@ def print_samples(
             _write(f"{begin}{_underline(sample.text, compare(sample.text)[0], escape)}\n")
         print(compare("".join(sample.text for sample in samples))[1], file=sys.stderr)
     for sample in samples if as_json else ():
-        values = {"prompt": prompt, "text": sample.text} | vars(sample) | {"tokens_per_second": n_tokens / seconds}
+        values = {"prompt": text, "text": sample.text} | vars(sample) | {"tokens_per_second": n_tokens / seconds}
         print(json.dumps(values), flush=True)
 
 
 def print_score(model: GPT, tokenizer: Tokenizer, chunks: Iterable[TextChunk], *, as_json: bool) -> None:
-    """Print the likelihood of documents: in total, and as JSON also per token.
-
-    They are tokenized and their bytes are counted as in training: separators are tokens of no bytes.
-    """
-    from minigpt.data.prepare import tokenize
-    from minigpt.data.splits import VAL, TextBatches
-
-    batches = TextBatches((VAL, chunk) for chunk in chunks)
-    parts = [splits[VAL] for splits in tokenize(tokenizer, batches, threads=1)]
-    if not parts:
+    """Print the likelihood of documents: in total, and as JSON also per token."""
+    ids, n_bytes = _tokenize(tokenizer, chunks)
+    if not ids:
         raise UserError("--score must be a non-empty text")
-    ids, n_bytes = np.concatenate(parts).tolist(), batches.bytes[VAL]
     result = score(model, ids, tokenizer.start.tolist())
     logprobs, ranks = result.logprobs.tolist(), result.ranks.tolist()
     total = {"tokens": len(ids), "bytes": n_bytes, "nats": result.nats, "nats_per_token": result.nats / len(ids)}
@@ -92,25 +82,29 @@ def print_score(model: GPT, tokenizer: Tokenizer, chunks: Iterable[TextChunk], *
     print(f"{'top-1 accuracy':16}{ranks.count(0):,} of {len(ids):,} tokens ({ranks.count(0) / len(ids):.1%})")
 
 
-def read_prompt(tokenizer: Tokenizer, prompt: str | None, file: str | None, field: str) -> str:
-    """Return the prompt given as text, in files or on stdin (`-`); empty by default."""
+def read_prompt(tokenizer: Tokenizer, prompt: str | None, file: str | None, settings: Mapping[str, str]) -> Prompt:
+    """Return the prompt given as text, in files or on stdin (`-`), with its ids; no prompt is the start of a text.
+
+    `settings` are `field` and `separator` of the data group; files are tokenized as in training.
+    """
     if file is None:
         typed = unescape(prompt or "")
         if prompt and typed != prompt:
             log(r"--prompt: \n is a line break, \t a tab, \\ a backslash; --prompt-file takes a text as it is")
-        return whole_characters(typed)  # as the tokenizer encodes it
+        text = whole_characters(typed)  # as the tokenizer encodes it
+        return text, encode_prompt(tokenizer, text).tolist()
     if prompt is not None:
         raise UserError("--prompt and --prompt-file exclude each other; give one of them")
-    texts: list[str] = []
-    for text, first in read_texts(file, "--prompt-file", field):
-        if text:
-            texts += [tokenizer.names(tokenizer.separator), text] if first and texts else [text]
-    return "".join(texts)
+    chunks = [chunk for chunk in read_texts(file, "--prompt-file", **settings) if chunk.text]
+    between = tokenizer.names(tokenizer.separator)
+    text = "".join(f"{between if chunk.first and i else ''}{chunk.text}" for i, chunk in enumerate(chunks))
+    return text, _tokenize(tokenizer, chunks)[0] or tokenizer.start.tolist()
 
 
-def prompt_tokens(tokenizer: Tokenizer, prompt: str, block_size: int, *, truncate: bool = False) -> torch.Tensor:
-    """Encode a prompt to token ids (T,), T ≥ 2; `truncate` keeps the last `block_size` tokens of a longer one."""
-    tokens = torch.as_tensor(encode_prompt(tokenizer, prompt) if prompt else []).long()
+def prompt_tokens(prompt: Prompt, block_size: int, *, truncate: bool = False) -> torch.Tensor:
+    """Return the token ids (T,) of a prompt, T ≥ 2; `truncate` keeps the last `block_size` tokens of a longer one."""
+    text, ids = prompt
+    tokens = torch.tensor(ids if text else [], dtype=torch.long)
     if len(tokens) < 2:
         raise UserError(f"--prompt must have at least 2 tokens, got {len(tokens)}")
     if len(tokens) > block_size and not truncate:
@@ -118,33 +112,42 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str, block_size: int, *, truncat
     return tokens[-block_size:]
 
 
-def _encode(model: GPT, tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
-    """Encode a prompt; log the start token of an empty one, special tokens as ordinary text, and a truncation."""
-    ids: list[int] = encode_prompt(tokenizer, prompt).tolist() if isinstance(prompt, str) else prompt
-    if plain := [name for name, i in tokenizer.special.items() if name in prompt and i not in ids]:
+def _tokenize(tokenizer: Tokenizer, chunks: Iterable[TextChunk]) -> tuple[list[int], int]:
+    """Return the ids of documents and their bytes of UTF-8, as in training: separators are tokens of no bytes."""
+    from minigpt.data.prepare import tokenize
+    from minigpt.data.splits import VAL, TextBatches
+
+    batches = TextBatches((VAL, chunk) for chunk in chunks)
+    ids = [i for splits in tokenize(tokenizer, batches, threads=1) for i in splits[VAL].tolist()]
+    return ids, batches.bytes[VAL]
+
+
+def _log_prompt(model: GPT, tokenizer: Tokenizer, text: str, ids: list[int]) -> None:
+    """Log the start token of an empty prompt, special tokens as ordinary text, and a truncation."""
+    if plain := [name for name, i in tokenizer.special.items() if name in text and i not in ids]:
         log(f"{', '.join(plain)} in the prompt is encoded as ordinary text")
-    if not prompt:
+    if not text and ids == tokenizer.start.tolist():
         log(f"no prompt: starting from {tokenizer.names(ids)!r}")
     if len(ids) > model.config.block_size:
         log(f"the prompt has {len(ids):,} tokens; only the last {model.config.block_size:,} are read")
-    return ids
 
 
-def _stops(tokenizer: Tokenizer, typed: Sequence[str]) -> list[str | int]:
-    """Return stop strings as the user means them, the ids of those that name a special token, and the separator.
+def _stops(tokenizer: Tokenizer, typed: Sequence[str | int]) -> list[str | int]:
+    """Return stop strings with `\\n` and `\\t` replaced, ids, the ids of special tokens by name, and the separator.
 
     Raise UserError for a string that the tokenizer cannot produce.
     """
-    texts = [unescape(text) for text in typed]
+    texts, special = [unescape(stop) for stop in typed if isinstance(stop, str)], tokenizer.special
     for text in texts:
         try:
             found, reason = tokenizer.decode(tokenizer.encode(text)), ""
         except UserError as error:
             found, reason = "", f": {error}"
-        if text not in found:
+        if text not in special and (text not in found or any(name in text for name in special)):
             raise UserError(f"--stop must be a text that the tokenizer can produce, got {text!r}{reason}")
-    named = [tokenizer.special[text] for text in texts if text in tokenizer.special]
-    return [*texts, *named, *(tokenizer.separator.tolist() if tokenizer.separated else ())]
+    named = [special[text] for text in texts if text in special]
+    ids = [stop for stop in typed if isinstance(stop, int)]
+    return [*texts, *ids, *named, *(tokenizer.separator.tolist() if tokenizer.separated else ())]
 
 
 def _underline(text: str, spans: Sequence[Mapping[str, Any]], escape: Callable[[str], str]) -> str:

@@ -44,11 +44,11 @@ def main() -> None:
     out = args.out or run_folder(path) / "attention.png"
     attention_plots.check_outputs({"--out": out, "--ablation": args.ablation})
     model, tokenizer = load_checkpoint(path)
-    prompt = read_prompt(tokenizer, args.prompt, args.prompt_file, text_settings(path)["field"])
+    prompt = read_prompt(tokenizer, args.prompt, args.prompt_file, text_settings(path))
     for flag, number, count in (("layer", args.layer, model.config.n_layer), ("head", args.head, model.config.n_head)):
         if number is not None:
             require(f"--{flag}", number, *integer(1, count))
-    tokens = prompt_tokens(tokenizer, prompt, model.config.block_size, truncate=args.truncate)
+    tokens = prompt_tokens(prompt, model.config.block_size, truncate=args.truncate)
     batches = validation_batches(path, model) if args.ablation else None
     log(f"loaded {path}")
 

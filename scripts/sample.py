@@ -1,7 +1,6 @@
 """Sample text from a checkpoint: samples to stdout, everything else to stderr."""
 
 import argparse
-from typing import Any
 
 from minigpt.generation_settings import check_settings
 from minigpt.utils.cli import cli_entrypoint
@@ -69,9 +68,10 @@ def main() -> None:
         from minigpt.interpret.originality import comparison
 
         compare = comparison(pretrained.path)
-    prompt: Any = read_prompt(pretrained.tokenizer, args.prompt, args.prompt_file, settings["field"])
+    prompt = read_prompt(pretrained.tokenizer, args.prompt, args.prompt_file, settings)
     if (encode_chat := pretrained.tokenizer.encode_chat) and args.chat:
-        prompt = encode_chat([{"role": "user", "content": prompt}])
+        prompt = "", encode_chat([{"role": "user", "content": prompt[0]}])
+        options["stop"] += pretrained.tokenizer.special.values()  # which end a turn
     elif args.chat:
         raise UserError(f"--chat needs a chat template, and {pretrained.path} has none; leave it out")
     elif encode_chat:

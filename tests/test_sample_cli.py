@@ -215,7 +215,7 @@ def test_characters_missing_in_the_encoding_of_stdout_are_escaped(saves, monkeyp
     latin = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     monkeypatch.setattr(sys, "stdout", latin)
     options: dict[str, Any] = {"max_new_tokens": 1, "num_samples": 2, "stop": []}
-    print_samples(*load_checkpoint(saves["multibyte"]), "é你", options, as_json=False, compare=None)
+    print_samples(*load_checkpoint(saves["multibyte"]), ("é你", [1, 2]), options, as_json=False, compare=None)
     assert latin.buffer.getvalue().startswith("\\u2500\\u2500 sample 1 \\u2500\\u2500\né\\u4f60".encode("latin-1"))
 
 

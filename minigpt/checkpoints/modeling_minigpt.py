@@ -107,6 +107,8 @@ class MiniGPTForCausalLM(PreTrainedModel, GenerationMixin):
         state = ("past_key_values", "cache_position", "next_sequence_length", "is_first_iteration")
         size = self.config.block_size
         inputs = {name: value for name, value in kwargs.items() if name not in state}
+        if input_ids.size(1) > size:  # the last tokens count from 0
+            inputs.pop("position_ids", None)
         if inputs.get("attention_mask") is not None:
             inputs["attention_mask"] = inputs["attention_mask"][:, -size:]
         return {**inputs, "input_ids": input_ids[:, -size:]}

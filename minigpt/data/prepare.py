@@ -31,7 +31,7 @@ from minigpt.data.splits import (
     split_chunks,
 )
 from minigpt.data.token_files import FORMAT, META, SPLITS, Corpus
-from minigpt.data.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Ids, Tokenizer, token_dtype
+from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, Ids, Tokenizer, token_dtype
 from minigpt.data.tokenizer_json import splits_at_cuts
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import sha256_json, sync, write_json
@@ -113,6 +113,9 @@ def _write_corpus(
         chunks = split_chunks(sources, provenance, cut)
         batches = TextBatches(chunks if splits_at_cuts(tokenizer) else join_chunks(chunks))
         _write_tokens(partial, tokenizer, batches, threads)
+        if batches.has_separators:
+            advice = f"data.separator='{SEPARATOR}' splits text files there"
+            warn(f"{SEPARATOR} in the text is read as ordinary text; {advice}")
         write_json(partial / META, _build_meta(partial, sources, provenance, tokenizer, batches))
         shutil.rmtree(target, ignore_errors=True)  # a folder without its meta.json
         partial.rename(target)

@@ -103,15 +103,13 @@ def text_chunks(blocks: Iterable[str], separator: str = "") -> Iterator[TextChun
             if text := (text.strip(edges) if first else text.rstrip(edges)):
                 yield TextChunk(text, first)
             first = True
-        if first:
-            rest = rest.lstrip(edges)
         if len(rest) < _BLOCK_BYTES // 2:
             continue
         whole = rest[: len(rest) - len(separator)]  # which holds no part of a separator at its end
         if cut := cut_point(whole) or (len(whole) if len(whole) > _MAX_CHUNK_CHARS else 0):
-            yield TextChunk(rest[:cut], first)
+            yield TextChunk(rest[:cut].lstrip(edges) if first else rest[:cut], first)
             first, rest = False, rest[cut:]
-    rest = rest.rstrip(edges)
+    rest = rest.strip(edges) if first else rest.rstrip(edges)
     if rest or (first and not separator):
         yield TextChunk(rest, first)
 

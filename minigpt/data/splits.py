@@ -14,6 +14,7 @@ from minigpt.utils.terminal import warn
 
 TRAIN, VAL = 0, 1
 _BATCH_CHARS = 1 << 20  # tokenized together
+_MAX_JOINED_CHARS = 1 << 24  # of a document: the package tokenizers takes 80 bytes of memory per byte
 
 TokenizeBatch = list[tuple[int, bool, str]]  # split, whether a separator precedes the text, text
 SplitChunk = tuple[int, TextChunk]  # the split, and a chunk whose `first` starts a document of that split
@@ -55,16 +56,19 @@ def split_chunks(sources: Sequence[Source], rule: Mapping[str, Any], cut: int) -
 
 
 def join_chunks(chunks: Iterable[SplitChunk]) -> Iterator[SplitChunk]:
-    """Join the chunks of each document in each split."""
-    document, start = list[str](), (TRAIN, True)  # its split, and whether a document starts there
+    """Join the chunks of each document in each split, up to `_MAX_JOINED_CHARS`."""
+    joined, start = "", (TRAIN, True)  # its split, and whether a document starts there
     for split, (text, first) in chunks:
-        if text and (first or split != start[0]):
-            if document:
-                yield start[0], TextChunk("".join(document), start[1])
-            document, start = [], (split, first)
-        document += [text] if text else []
-    if document:
-        yield start[0], TextChunk("".join(document), start[1])
+        is_long = len(joined) + len(text) > _MAX_JOINED_CHARS and not first and split == start[0]
+        if is_long:
+            warn(f"a document of more than {len(joined):,} characters is encoded in parts, with a token more per part")
+        if text and (first or split != start[0] or is_long):
+            if joined:
+                yield start[0], TextChunk(joined, start[1])
+            joined, start = "", (split, first)
+        joined += text
+    if joined:
+        yield start[0], TextChunk(joined, start[1])
 
 
 def _read(sources: Sequence[Source]) -> Iterator[SplitChunk]:
@@ -106,10 +110,7 @@ class TextBatches:
         for split, (text, first) in self.chunks:
             if not text:
                 continue
-            if not self.has_separators and SEPARATOR in text:
-                self.has_separators = True
-                advice = f"data.separator='{SEPARATOR}' splits text files there"
-                warn(f"{SEPARATOR} in the text is read as ordinary text; {advice}")
+            self.has_separators = self.has_separators or SEPARATOR in text
             content, hashes = text.encode(), self.hashes[split]
             batch.append((split, first and len(hashes) > 0, text))
             if first:

@@ -31,7 +31,8 @@ META = "meta.json"
 SPLITS = ("train", "val")
 _SCAN_TOKENS = 1 << 20  # counted at a time
 _MAX_MAPS = 256  # memory maps at a time; each has a file descriptor
-_HEAD_BYTES = 1 << 12  # that show the width of ids
+_HEAD_BYTES = 1 << 12  # that show the kind of a file
+_SAMPLED_PAIRS = 1 << 13  # that show the width of ids
 _LLM_C = {(20240520, 1): 2, (20240801, 7): 4}  # bytes per id, by the magic number and the version of the header
 _LLM_C_HEADER = 1024  # bytes
 _WRITE = "write its ids with np.array(ids, np.uint16).tofile(…), or np.uint32 for a vocabulary above 65,536"
@@ -152,7 +153,7 @@ def load_bins(data: Mapping[str, Any], tokenizer: Tokenizer, checksum_cache: Pat
     layouts = [_layout(f"data.{key}={file}", file, vocab_size) for key, files in found.items() for file in files]
     train, val = found.values()
     if len(widths := {width for width, _ in layouts}) > 1:
-        raise UserError(f"data.train_bin and data.val_bin must have ids of one width, got {widths} bytes; {_WRITE}")
+        raise UserError(f"data.train_bin and data.val_bin must have ids of one width, got several; {_WRITE}")
     dtype, headers = f"uint{8 * widths.pop()}", [header for _, header in layouts]
     if dtype != token_dtype(vocab_size):
         log(f"the ids of data.train_bin and data.val_bin are read as {dtype}")
@@ -216,7 +217,7 @@ def _layout(name: str, file: Path, vocab_size: int) -> tuple[int, int]:
             codecs.getincrementaldecoder("utf-8")().decode(head)
             raise UserError(f"{name} is a text, not an array of ids; set data.path to it")
     base = width = np.dtype(token_dtype(vocab_size)).itemsize
-    while width < 8 and _alternate(head, width):
+    while width < 8 and _alternate(file, width):
         width *= 2
     if size % width or not size:
         raise UserError(f"{name} has {size} bytes, not an array of {8 * width}-bit ids")
@@ -226,11 +227,13 @@ def _layout(name: str, file: Path, vocab_size: int) -> tuple[int, int]:
     return width, 0
 
 
-def _alternate(head: bytes, width: int) -> bool:
+def _alternate(file: Path, width: int) -> bool:
     """Return whether numbers of `width` bytes are 0 in every second place, as the halves of wider ids are."""
-    numbers = np.frombuffer(head[: len(head) // (2 * width) * 2 * width], f"<u{width}").reshape(-1, 2)
-    even, odd = (numbers == 0).mean(axis=0) if len(numbers) >= 16 else (0.0, 0.0)
-    return abs(even - odd) > 0.25
+    if (n := file.stat().st_size // (2 * width)) < 16:
+        return False
+    numbers: Any = np.memmap(file, f"<u{width}", "r", shape=(n, 2))
+    even, odd = (numbers[:: n // _SAMPLED_PAIRS + 1] == 0).mean(axis=0)
+    return bool(odd == 1 > even or abs(even - odd) > 0.25)
 
 
 def _map(file: Path, dtype: np.dtype[Any], header: int) -> Array:

@@ -297,7 +297,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> Ids:
     """
     if not prompt:
         return tokenizer.start
-    if tokenizer.end_token is None or not tokenizer.separated:
+    if not tokenizer.separated:
         return tokenizer.encode(prompt)
     first, *others = map(tokenizer.encode, prompt.split(tokenizer.names(tokenizer.separator)))
     return np.concatenate([first, *(ids for other in others for ids in (tokenizer.separator, other))])

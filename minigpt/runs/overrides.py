@@ -16,8 +16,8 @@ SETTABLE = ("block_size", "dropout", "ngram_dropout")  # the values of `model` b
 def complete_overrides(overrides: Sequence[str], groups: Sequence[str] = ("model", "tokenizer")) -> list[str]:
     """Return the overrides of a run with links resolved, and with the groups that `init_from=` and `minutes=` select.
 
-    A link such as `runs/latest` becomes the run that it points at: it moves when a new run starts. A separator such as
-    <|endoftext|> is quoted: a shell takes its quotes away.
+    A link such as `runs/latest` becomes the run that it points at: it moves when a new run starts. A name such as
+    <|endoftext|> in data.separator is quoted: a shell takes its quotes away.
     """
     given = {key: value for key, _, value in (override.partition("=") for override in overrides) if value[:1] != "{"}
     complete = []
@@ -25,8 +25,8 @@ def complete_overrides(overrides: Sequence[str], groups: Sequence[str] = ("model
         key, _, value = override.partition("=")
         path = Path(value)
         is_link = key in ("resume", "init_from") and path.resolve() != path.absolute()
-        if key == "data.separator" and is_set(given, key) and value[0] not in "'\"":
-            override = f"{key}={quote_override(value)}"
+        if key == "data.separator":
+            override = re.sub(r"(?<!['\"])<\|\w+\|>(?!['\"])", r"'\g<0>'", override)
         complete.append(f"{key}={quote_override(path.resolve())}" if is_link else override)
     if is_set(given, "minutes"):
         for key in ("experiment", "init_from"):

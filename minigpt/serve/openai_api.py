@@ -101,7 +101,10 @@ def _read_call(engine: Engine, values: dict[str, Any], *, chat: bool) -> SimpleN
     if len(call.prompts) * call.n > MAX_SAMPLES:
         message = f"n × prompts must be at most {MAX_SAMPLES}, got {len(call.prompts) * call.n}"
         raise http.ApiError(400, message, param="n")
-    call.stop = (*([call.stop] if isinstance(call.stop, str) else call.stop), *engine.end_ids)
+    stops, special = [call.stop] if isinstance(call.stop, str) else call.stop, engine.tokenizer.special
+    in_chat = chat and engine.tokenizer.encode_chat is not None  # where any special token ends a turn
+    ends = special.values() if in_chat else [special[text] for text in stops if text in special]
+    call.stop = (*stops, *ends, *engine.end_ids)
     call.seed = random.getrandbits(32) if call.seed is None else call.seed
     call.include_usage = call.stream_options.get("include_usage") is True
     call.sampling = Sampling(**{name: values[name] for name in http.SAMPLING})
@@ -123,7 +126,9 @@ async def _read_prompt(engine: Engine, call: SimpleNamespace, prompt: Any) -> tu
         message = f"prompt must have at most {http.MAX_TOKENS:,} tokens, got {len(ids):,}"
         raise http.ApiError(400, message, param="prompt")
     if call.echo and prompt:  # without the start token of an empty prompt
-        texts = token_pieces(engine.tokenizer, ids, complete=not call.max_tokens)
+        names = {i: name for name, i in engine.tokenizer.special.items()}
+        pieces = token_pieces(engine.tokenizer, ids, complete=not call.max_tokens)
+        texts = [names.get(i, piece) for i, piece in zip(ids, pieces, strict=True)]
         tokens = [Token(i) for i in ids] if call.n_top is None else await engine.score(ids, n_top=call.n_top)
         begin.text = "".join(texts)
         begin.tokens = list(zip(tokens, accumulate(map(len, texts), initial=0), strict=False))

@@ -174,7 +174,7 @@ def test_a_chat_with_an_instruct_model_applies_its_template(tmp_path: Path) -> N
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         reasons = set()
         for seed in range(5):
-            stop = {"max_new_tokens": 100, "stop": [2], "seed": seed, "temperature": 2.0}
+            stop = {"max_new_tokens": 100, "stop": [0, 1, 2], "seed": seed, "temperature": 2.0}
             (sample,) = generate(model, ids, tokenizer=tokenizer, **stop)
             options: Any = {"model": "instruct", "messages": chat, "max_tokens": 100, "seed": seed, "temperature": 2.0}
             answer = client.chat.completions.create(**options)
