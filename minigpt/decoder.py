@@ -1,14 +1,15 @@
 """Decoding of one token per sample and step, with the model's own `forward` and cache. Depends on torch alone.
 
 `Decoder` is right for every model, however its user changed it. `make_decoder` returns the `FastDecoder` of
-`minigpt.fast_decoder` for models that it knows: the same samples, faster. Without that file and the line that chooses
-it, all results are as right.
+`minigpt.fast_decoder` for models that it knows: the same samples, faster. That file and the line that chooses it can be
+deleted.
 
 Shapes: B samples, T tokens, V vocab.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,8 +19,6 @@ from minigpt.fast_decoder import FastDecoder
 from minigpt.model import Cache
 from minigpt.structure import find_change, original, uncompiled, unwrap
 from minigpt.utils.errors import UserError
-
-_PROBE_TOKENS = 8
 
 
 def make_decoder(
@@ -38,7 +37,7 @@ def make_decoder(
     model = unwrap(model)
     if find_change(model) is None:
         return FastDecoder(original(model), prompts, num_samples, max_new_tokens)
-    return Decoder(model, prompts, num_samples)
+    return Decoder(model, prompts, num_samples, max_new_tokens)
 
 
 def _without_gradients(method: Any) -> Any:
@@ -59,21 +58,28 @@ class Decoder:
     """Decode a batch of samples token by token; `logits` (B, V) are those of the next token.
 
     The samples of a prompt are read in one batch. When their window of `block_size` tokens is full, its newer half is
-    read again from position 0. If logits computed with the cache are not those of `model(tokens)`, which are taken of
-    a short probe, because `forward` ignores the cache or a hook looks at positions, the whole window is read for every
-    token.
+    read again from position 0. A cache is used only if it gives the logits of `model(tokens)` for a text that is read
+    as the longest sample will be: `forward` may ignore the cache, and a hook may look at positions. Otherwise, and for
+    any number of new tokens, the whole window is read for every token.
 
     Args:
-        model, prompts, num_samples: as for `make_decoder`.
+        model, prompts, num_samples, max_new_tokens: as for `make_decoder`.
     """
 
     @_without_gradients
-    def __init__(self, model: Any, prompts: Sequence[Sequence[int]] = (), num_samples: int = 1) -> None:
+    def __init__(
+        self, model: Any, prompts: Sequence[Sequence[int]] = (), num_samples: int = 1, max_new_tokens: int | None = None
+    ) -> None:
         self.model, self.block_size = model, model.config.block_size
         self.device = next(model.parameters()).device
         self.tokens: list[list[int]] = []  # of each sample, with its prompt
         self._groups: list[_Group] = []
-        self._can_cache = self._probe_cache()
+        self._slots = 0  # of a cache; 0: none is used
+        if max_new_tokens is not None:
+            shortest, longest = min(map(len, prompts)), max(map(len, prompts)) + max_new_tokens
+            together = shortest - 1 if longest <= self.block_size else min(shortest - 1, self.block_size // 2)
+            slots = min(longest, self.block_size)
+            self._slots = slots if self._cache_is_right(slots, together) else 0
         for prompt in prompts:
             self.add(prompt, num_samples)
         if prompts:
@@ -86,11 +92,11 @@ class Decoder:
         context, B = list(prompt[:-1]), len(self.tokens)
         group = _Group(list(range(B, B + num_samples)), max(0, len(prompt) - self.block_size))
         self.tokens += [list(context) for _ in group.rows]
-        if self._can_cache:
+        if self._slots:
             group.cache = self.model.new_cache(1)
             if unread := context[group.begin :]:
                 self._read([unread], group.cache)
-            _select_rows(group.cache, [0] * num_samples)
+            self._select_rows(group.cache, [0] * num_samples)
         self._groups.append(group)
 
     @_without_gradients
@@ -102,7 +108,7 @@ class Decoder:
         if not kept:
             self._groups.remove(group)
         elif group.cache is not None:
-            _select_rows(group.cache, kept)
+            self._select_rows(group.cache, kept)
         last = self.tokens.pop()
         if row < len(self.tokens):
             self.tokens[row] = last
@@ -120,10 +126,8 @@ class Decoder:
         return self.logits
 
     def cache_bytes(self, rows: int, length: int) -> int:
-        """Return the most memory of the keys and values of `rows` samples that join, of up to `length` tokens each."""
-        config = self.model.config
-        width = (config.n_kv_head or config.n_head) * config.head_width
-        return 2 * config.n_layer * rows * self.block_size * width * next(self.model.parameters()).element_size()
+        """Return the memory of the keys and values of samples that join: they have none."""
+        return 0
 
     def _read_next(self, group: _Group) -> Tensor:
         """Read the last token of each text, and what has to be read again; return the logits after it."""
@@ -145,23 +149,23 @@ class Decoder:
             raise UserError(f"model(tokens) must return logits, a tensor (B, T, V), got {type(logits).__name__}")
         return logits
 
-    def _probe_cache(self) -> bool:
-        """Return whether tokens that are read one by one, with a cache, have the logits of the whole text."""
-        probe = [i % self.model.config.vocab_size for i in range(min(_PROBE_TOKENS, self.block_size))]
-        whole = self._read([probe])
+    def _cache_is_right(self, length: int, together: int) -> bool:
+        """Return whether a text has the logits of `model(tokens)` if its end is read token by token, with a cache."""
+        ids = [i % self.model.config.vocab_size for i in range(length)]
+        whole = self._read([ids])
+        tolerance = torch.finfo(whole.dtype).eps ** 0.5 * whole.abs().max()
         try:
             cache = self.model.new_cache(1)
-            parts = [self._read([probe[:2]], cache)]
-            _select_rows(cache, [0])
-            parts += [self._read([[token]], cache) for token in probe[2:]]
-            difference = (torch.cat(parts, dim=1) - whole).abs().max()
+            self._select_rows(cache, [0])
+            for begin, end in pairwise((*{0, together}, *range(together + 1, length + 1))):
+                if (self._read([ids[begin:end]], cache) - whole[:, begin:end]).abs().max() > tolerance:
+                    return False
         except Exception:  # of the model's own code
             return False
-        return bool(difference <= torch.finfo(whole.dtype).eps ** 0.5 * whole.abs().max())
+        return True
 
-
-def _select_rows(cache: Cache, rows: list[int]) -> None:
-    """Keep these rows of a cache, in this order."""
-    for layer in cache.layers:
-        layer.k, layer.v = layer.k[rows], layer.v[rows]
-    cache.last, cache.last_tokens = cache.last[rows], cache.last_tokens[rows]
+    def _select_rows(self, cache: Cache, rows: list[int]) -> None:
+        """Keep these rows of a cache, in this order, and the slots that the samples need."""
+        for layer in cache.layers:
+            layer.k, layer.v = layer.k[rows, :, : self._slots or None], layer.v[rows, :, : self._slots or None]
+        cache.last, cache.last_tokens = cache.last[rows], cache.last_tokens[rows]

@@ -211,7 +211,8 @@ class _CacheSlots:
 def _fast_model(model: GPT) -> Any:
     """Copy a model to plain objects, with faster linear layers and GELU in its blocks and head."""
     config, fast = model.config, _plain(model)
-    scaled_gelu = config.activation == "gelu" and config.n_embd * config.inner_width < _MAX_COPIED_NUMEL
+    is_gelu = all(block.mlp.activation is F.gelu for block in fast.blocks)
+    scaled_gelu = is_gelu and config.n_embd * config.inner_width < _MAX_COPIED_NUMEL
     half = math.sqrt(0.5) if scaled_gelu else 1.0
     fast.lm_head = _linear(fast.lm_head)
     for block in fast.blocks:

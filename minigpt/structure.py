@@ -21,15 +21,16 @@ from minigpt.model import GPT, MLP, Block, NGramEmbedding, Norm
 from minigpt.utils.errors import UserError
 
 _KINDS: Any = (GPT, Block, MLP, Norm, NGramEmbedding, MultiHeadAttention, nn.Linear, nn.Embedding)
+_KINDS += (nn.ModuleList, nn.ParameterList, nn.Identity)
 _METHODS = {kind: {name: f for name, f in vars(kind).items() if isfunction(f)} for kind in _KINDS}
 _OF_TRAINING = ("training", "dropout", "checkpoint_blocks")  # attributes without effect in evaluation mode
 
 
 def unwrap(model: Any) -> Any:
-    """Return the model, without DistributedDataParallel or DataParallel; raise UserError if it is none of minigpt."""
+    """Return the model, without DistributedDataParallel or DataParallel; raise UserError if it has no GPTConfig."""
     while isinstance(original(model), nn.DataParallel | nn.parallel.DistributedDataParallel):
         model = original(model).module
-    if not isinstance(getattr(model, "config", None), GPTConfig):
+    if not isinstance(model, nn.Module) or not isinstance(getattr(model, "config", None), GPTConfig):
         expected, advice = "a GPT, or a module with its `config`", "pass the GPT inside of it"
         raise UserError(f"the model must be {expected}, got {type(model).__name__}; {advice}")
     return model
@@ -81,8 +82,8 @@ def _changes(module: Any, reference: Any, name: str, seen: dict[Any, Any], hooks
     if hooks and any(map(_has_hook, {wrapped, module})):
         yield f"{name} has a forward hook"
     known_kind = kind.__bases__[-1] if kind.__module__.startswith("torch.distributed.fsdp.") else kind
-    if known_kind is not expected:
-        yield f"{name} is of class {kind.__name__}, not {expected.__name__}"
+    if known_kind is not expected or expected not in _KINDS:
+        yield f"{name} is of class {kind.__module__}.{kind.__name__}, not {expected.__name__}"
         return
     if changed := [f for f, code in _METHODS.get(expected, {}).items() if vars(expected).get(f) is not code]:
         yield f"{expected.__name__}.{changed[0]} is replaced"
@@ -95,10 +96,9 @@ def _changes(module: Any, reference: Any, name: str, seen: dict[Any, Any], hooks
     for key in own.keys() - known.keys():
         if hasattr(kind, key) and key != "_compiled_call_impl":  # of Module.compile
             yield f"{name}.{key} is replaced"
-    for key in known.keys() - own.keys():
-        yield f"{name}.{key} is missing"
     for key, value in known.items():
-        if key[0] != "_" and key not in _OF_TRAINING and (type(own[key]) is not type(value) or own[key] != value):
+        is_used = key[0] != "_" and key not in _OF_TRAINING
+        if is_used and (key not in own or type(own[key]) is not type(value) or own[key] != value):
             yield f"{name}.{key} is changed"
     for kept in ("_parameters", "_buffers", "_modules"):
         if different := own[kept].keys() ^ known[kept].keys():
@@ -106,7 +106,7 @@ def _changes(module: Any, reference: Any, name: str, seen: dict[Any, Any], hooks
             return
     for kept in ("_parameters", "_buffers"):
         for key, tensor in known[kept].items():
-            if not _is_like(own[kept][key], tensor):
+            if not _is_like(own[kept][key], tensor, 0.0 if hooks else 0.004):  # of a table that was in half precision
                 yield f"{name}.{key} is changed in kind, shape or value"
     for key, child in known["_modules"].items():
         yield from _changes(own["_modules"][key], child, f"{name}.{key}", seen, hooks)
@@ -117,10 +117,11 @@ def _has_hook(module: nn.Module) -> bool:
     return any(not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.") for hook in hooks)
 
 
-def _is_like(tensor: Tensor | None, reference: Tensor | None) -> bool:
+def _is_like(tensor: Tensor | None, reference: Tensor | None, atol: float) -> bool:
     """Whether two tensors have the same shape, and the values of a reference that has values: the rotary table."""
     if tensor is None or reference is None:
         return tensor is reference
     is_plain = type(tensor) in (nn.Parameter, Tensor) or type(tensor).__module__ == "torch.distributed.tensor"
-    same_values = reference.is_meta or tensor.is_meta or torch.equal(tensor, reference.to(tensor))
-    return is_plain and tensor.shape == reference.shape and same_values
+    if not is_plain or tensor.shape != reference.shape:
+        return False
+    return reference.is_meta or tensor.is_meta or torch.allclose(tensor, reference.to(tensor), rtol=0, atol=atol)

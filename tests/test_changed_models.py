@@ -143,11 +143,16 @@ def at_position(index: int) -> Callable[..., Tensor]:
     return hook
 
 
+def from_position(begin: int) -> Callable[..., Tensor]:
+    return lambda module, args, x: torch.cat((x[:, :begin], -3 * x[:, begin:]), dim=1)
+
+
 CHANGES: dict[str, Callable[[GPT], nn.Module]] = {
     "LoRA": replace_module("blocks.1.mlp.up", LoRALinear),
     "LoRA in the attention": replace_module("blocks.0.attention.qkv", LoRALinear),
     "a forward hook": change(lambda m: m.blocks[0].mlp.register_forward_hook(negative)),
     "a hook on the first position": change(lambda m: m.blocks[0].register_forward_hook(at_position(0))),
+    "a hook on later positions": change(lambda m: m.blocks[0].register_forward_hook(from_position(10))),
     "a hook on the last position": change(lambda m: m.blocks[0].register_forward_hook(at_position(-1))),
     "a forward pre-hook": change(
         lambda m: m.blocks[1].mlp.register_forward_pre_hook(lambda module, args: (2 * args[0],))
@@ -197,13 +202,9 @@ CHANGES: dict[str, Callable[[GPT], nn.Module]] = {
 }
 WITHOUT_EFFECT = ("a subclass", "a subclass of tensors", "weight norm")
 WITHOUT_CACHE = (
-    *("a hook on the first position", "a hook on the last position", "a forward without a cache"),
-    *(
-        "a forward that ignores the cache",
-        "an embedding that needs the whole text",
-        "a wrapped model",
-        "one more block",
-    ),
+    *("a hook on the first position", "a hook on later positions", "a hook on the last position", "one more block"),
+    *("a forward without a cache", "a forward that ignores the cache", "an embedding that needs the whole text"),
+    "a wrapped model",
 )
 PLAIN: dict[str, Callable[[GPT], nn.Module]] = {
     "as built": lambda m: m,

@@ -182,7 +182,7 @@ class Change(Callback):
     ("how", "message"),
     [
         ("compile", "compile it in place: block.compile"),
-        ("parametrize", "model.blocks.0.mlp.up is of class ParametrizedLinear"),
+        ("parametrize", "model.blocks.0.mlp.up is of class torch.nn.utils.parametrize"),
         ("untie", "^model.tie_embeddings must be false"),
     ],
 )

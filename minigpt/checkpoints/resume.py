@@ -24,7 +24,7 @@ _EFFECTS = {"max_steps": "the learning-rate schedule follows it", "init_from": "
 
 def find_resumed(
     resume: str | None, folder: Path, present: Mapping[str, Any]
-) -> tuple[Path | None, int, dict[str, Any]]:
+) -> tuple[Path | None, int, dict[str, Any], bool]:
     """Find the checkpoint from which a run resumes, check that it fits the run, and warn of changed settings.
 
     Args:
@@ -33,7 +33,8 @@ def find_resumed(
         present: `minigpt.checkpoints.load.contents` of the run.
 
     Returns:
-        The checkpoint, its optimizer step and its provenance; None, 0 and {} if the run starts at step 0.
+        The checkpoint, its optimizer step, its provenance, and whether settings changed; None, 0, {} and False if the
+        run starts at step 0.
 
     Raises:
         UserError: there is no such checkpoint, or it has another model, corpus, split, tokenizer, optimizer or batch
@@ -45,7 +46,7 @@ def find_resumed(
         path = find_checkpoint(resume, last=True) if resume else None
         content = read_run(path) if path else {}
     if path is None:
-        return None, 0, {}
+        return None, 0, {}, False
     with explain_errors(f"{path} does not hold a run of minigpt"):
         step = operator.index(content["global_step"])
         unchanged = _fixed_settings(present[MINIGPT])
@@ -62,7 +63,7 @@ def find_resumed(
     for key, (was, value) in changed.items():
         what = _EFFECTS.get(key, "it applies")
         warn(f"{key} changed from {was} to {value}; {what} from step {step} on")
-    return path, step, content[MINIGPT].get("provenance", {})
+    return path, step, content[MINIGPT].get("provenance", {}), bool(changed)
 
 
 def read_run(path: Path) -> dict[str, Any]:
@@ -108,18 +109,10 @@ def _settings(run: Mapping[str, Any], fixed: Sequence[str]) -> dict[str, Any]:
         values = run["config"][group] if group else run["config"]
         names = sorted(values) if name == "*" else [name]
         found |= {f"{group}.{each}" if group else each: values.get(each) for each in names}
-    return found | callback_settings(run)
-
-
-def callback_settings(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of callbacks that are not minigpt's, which may end or change a training, by config key."""
-    callbacks = {name: node for name, node in run["config"].get("callbacks", {}).items() if node}
-    return {
-        f"callbacks.{name}.{key}": value
-        for name, node in callbacks.items()
-        if not node["_target_"].startswith("minigpt.")
-        for key, value in node.items()
-    }
+    for name, node in run["config"].get("callbacks", {}).items():
+        if node and not node["_target_"].startswith("minigpt."):  # which may end or change a training
+            found |= {f"callbacks.{name}.{key}": value for key, value in node.items()}
+    return found
 
 
 def read_unaveraged(file: Path) -> dict[str, Any]:

@@ -72,6 +72,13 @@ class Corpus:
                     f"{block_size + 1}; use a longer text or a smaller model.block_size"
                 )
 
+    def validated_part(self, block_size: int, batch_size: int, n_batches: int | None) -> str:
+        """Describe what `ValidationBatches` reads of the validation split: losses of different parts do not compare."""
+        total, split = -(-(self.val.tokens - 1) // block_size), f"{self.val.bytes:,} bytes"
+        windows = total if n_batches is None else min(total, n_batches * batch_size)
+        part = f"{windows:,} of {total:,} windows of {block_size} tokens in"
+        return f"{'all' if windows == total else part} {split}"
+
     def tokens(self, split: str) -> "Tokens":
         """Return the ids of "train" or "val", (N,), which are read from disk on access."""
         part: Split = getattr(self, split)

@@ -64,8 +64,8 @@ class CheckpointCallback(Checkpoint):
         elif files[self.best[0][1]] != best:
             hardlink_or_copy(files[self.best[0][1]], best)
         if expected != self.best[:1]:
-            now = f"now it is that of step {self.best[0][1]}" if self.best else "the next validation writes one"
-            warn(f"the best checkpoint, of step {expected[0][1]}, is not in {short_path(self.folder)} any more; {now}")
+            now = f"using that of step {self.best[0][1]}" if self.best else "the next validation writes one"
+            warn(f"the best checkpoint, of step {expected[0][1]}, is not in {short_path(self.folder)}; {now}")
         self._link(file, step)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:

@@ -16,10 +16,9 @@ from torch.distributed import DistError
 
 from minigpt import __version__
 from minigpt.checkpoints.find import BEST
-from minigpt.checkpoints.format import MINIGPT
 from minigpt.checkpoints.init_from import Pretrained
 from minigpt.checkpoints.load import contents, load_checkpoint
-from minigpt.checkpoints.resume import callback_settings, find_resumed, read_run
+from minigpt.checkpoints.resume import find_resumed
 from minigpt.config import GPTConfig
 from minigpt.data.checksums import CHECKSUM_CACHE
 from minigpt.data.token_files import Corpus
@@ -41,7 +40,7 @@ from minigpt.utils.errors import RunError, UserError
 from minigpt.utils.files import read_json
 from minigpt.utils.scripts import ROOT
 from minigpt.utils.signals import Interrupted
-from minigpt.utils.terminal import is_rank_zero, sanitize_line
+from minigpt.utils.terminal import is_rank_zero, sanitize_line, warn
 
 
 def fit(
@@ -112,7 +111,8 @@ def fit(
         summary |= {"seed": cfg.seed, "eval_batches": cfg.eval_batches, "tokenizer": corpus.tokenizer.to_dict()["name"]}
         if cfg.minutes is not None and (plan := read_json(folder / run_dir.RUN_PLAN))["expected_val_loss"]:
             summary["expected_val_loss"] = plan["expected_val_loss"]
-        summary |= {"corpus": corpus.name, "corpus_sha256": corpus.sha256, "validated": validated_part(cfg, corpus)}
+        validated = corpus.validated_part(config.block_size, cfg.data.eval_batch_size, cfg.eval_batches)
+        summary |= {"corpus": corpus.name, "corpus_sha256": corpus.sha256, "validated": validated}
         write_results(trainer, folder, summary, exit_code)
     if trainer.is_global_zero:
         run_dir.print_results(folder, sample, summary)
@@ -130,14 +130,6 @@ def ending(trainer: L.Trainer, max_steps: int) -> dict[str, Any]:
     return {"status": "paused" if paused else "completed", "reason": reason, "stopped_early": reason != ""}
 
 
-def validated_part(cfg: DictConfig, corpus: Corpus) -> str:
-    """Describe the part of the validation split that is validated: losses of different parts do not compare."""
-    size, split = cfg.model.block_size, f"{corpus.val.bytes:,} bytes"
-    total = -(-(corpus.val.tokens - 1) // size)
-    windows = total if cfg.eval_batches is None else min(total, cfg.eval_batches * cfg.data.eval_batch_size)
-    return f"all {split}" if windows == total else f"{windows:,} of {total:,} windows of {size} tokens in {split}"
-
-
 def find_checkpoint_of_ranks(
     cfg: DictConfig, folder: Path, saved: dict[str, Any]
 ) -> tuple[Path | None, int, dict[str, Any], dict[str, Any] | None]:
@@ -145,11 +137,12 @@ def find_checkpoint_of_ranks(
     found: Any = None
     with shared_errors():
         if started_together() is None or is_rank_zero():  # Lightning's own processes all search
-            path, step, before = find_resumed(cfg.resume, folder, saved)
+            path, step, before, changed = find_resumed(cfg.resume, folder, saved)
             done = run_dir.completed_summary(folder, step, cfg.max_steps) if cfg.resume == "auto" and path else None
-            if path and done and step < cfg.max_steps:  # it stopped early, perhaps by other settings
-                runs = (read_run(path)[MINIGPT], saved[MINIGPT])
-                done = done if callback_settings(runs[0]) == callback_settings(runs[1]) else None
+            if done and changed and step < cfg.max_steps:  # it stopped early with other settings
+                done = None
+            if done and done.get("checkpoint") and not (folder / BEST).exists():
+                warn(f"{run_dir.short_path(folder / BEST)} of step {done.get('best_step')} is missing")
             found = path, step, before, done
     return gather_objects(found)[0]
 

@@ -116,7 +116,7 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
         part = ", or validate on a part with eval_batches=…" if "eval_batches" in given else ""
         raise UserError(f"minutes={cfg.minutes:g} end before the first step, of {step:.2f} s; give more minutes{part}")
     unfitted = sorted(key for key in given if not FITTED.fullmatch(key))
-    unfitted += [f"fewer than {LEAST_STEPS} steps"] if trial.max_steps < LEAST_STEPS else []
+    unfitted += [f"max_steps below {LEAST_STEPS}"] if trial.max_steps < LEAST_STEPS else []
     if unfitted:
         expected, loss = None, f"unknown: the formula of the loss was not fitted to runs with {', '.join(unfitted)}"
     else:

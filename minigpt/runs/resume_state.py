@@ -3,7 +3,6 @@
 Settings come from the command line, also where Lightning restores those of the checkpoint.
 """
 
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ class ResumeState(Callback):
     def __init__(self, contents: Mapping[str, Any]) -> None:
         self.contents = contents
         self.rng: list[dict[str, Any]] | None = None  # per rank, from a checkpoint
-        self.settings: list[tuple[Callback, str, Any]] = []  # of callbacks whose state in the checkpoint holds them too
         self.training_began = False
         self.validated_step = 0
 
@@ -46,15 +44,13 @@ class ResumeState(Callback):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, EarlyStopping | Timer) and not resumes_own_run(trainer):
                 states.pop(callback.state_key, None)  # what ends a run counts from its own start
-            names = inspect.signature(type(callback)).parameters.keys() & states.get(callback.state_key, {})
-            self.settings += [(callback, name, getattr(callback, name)) for name in names if hasattr(callback, name)]
+            elif isinstance(callback, EarlyStopping) and callback.state_key in states:
+                states[callback.state_key]["patience"] = callback.patience
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         check_saved(pl_module.model)
         if self.rng is not None:
             apply_config(trainer, pl_module)
-            for setting in self.settings:
-                setattr(*setting)
             if len(self.rng) == trainer.world_size:  # on another number of ranks the random numbers differ anyway
                 state = self.rng[trainer.global_rank]
                 torch.set_rng_state(state["torch"])
@@ -105,8 +101,8 @@ class EMACallback(Callback):
 
 def check_saved(model: GPT) -> None:
     """Raise UserError if a callback changed the model, so that a checkpoint could not be loaded."""
-    tied, expected = model.config.tie_embeddings, saved_config(model).tie_embeddings
-    require("model.tie_embeddings", tied, lambda value: value == expected, f"{expected} as its head is".lower())
+    tied, saved = model.config.tie_embeddings, saved_config(model).tie_embeddings
+    require("model.tie_embeddings", tied, lambda value: value == saved, f"{saved}, as a callback set it".lower())
     if any(COMPILED in name for name, _ in model.named_parameters()):
         raise UserError(
             "torch.compile renames the weights of a part of the model; compile it in place: block.compile()"

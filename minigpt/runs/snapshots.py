@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 
 from minigpt.checkpoints.find import find_snapshots, snapshot_path
 from minigpt.checkpoints.format import write
-from minigpt.runs.resume_state import EMACallback, ResumeState
+from minigpt.runs.resume_state import EMACallback, ResumeState, check_saved
 from minigpt.utils.checks import POSITIVE, integer
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import require
@@ -47,6 +47,7 @@ class Snapshots(Callback):
         if step not in self.steps or step == self.last_step:  # batches may share a step
             return
         self.last_step = step
+        check_saved(pl_module.model)
         averages = [callback.ema for callback in trainer.callbacks if isinstance(callback, EMACallback)]
         for ema in averages:
             ema.swap()

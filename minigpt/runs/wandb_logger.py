@@ -94,13 +94,13 @@ def wandb_logger(
 
     folder, known = Path(folder), inspect.signature(wandb.init).parameters.keys() - _NOT_OPTIONS
     for option in options.keys() - known:
-        reasons = "the files of W&B are in the run folder (hydra.run.dir), and checkpoints are not uploaded"
-        raise UserError(f"logger.wandb.{option} is not an option: {reasons}; it takes {', '.join(sorted(known))}")
+        advice = "its files are in hydra.run.dir, and checkpoints are not uploaded"
+        raise UserError(f"logger.wandb.{option} is not an option; it takes {', '.join(sorted(known))}; {advice}")
     share = 0.3 * timeout  # of login and start each; the rest is for wandb's own process
     settings = wandb.Settings(init_timeout=share, login_timeout=share, finish_timeout=timeout, console="off")
     parts = sorted(part.groups() for file in folder.glob("wandb/*") if (part := _PART.fullmatch(file.name)))
     options = {"resume": "allow", "dir": str(folder), "name": name or folder.name} | options
-    options["id"] = options.get("id") or (parts[-1][1] if parts else None)
+    options["id"] = str(options.get("id") or (parts[-1][1] if parts else "")) or None
     given = options.pop("mode", None) or os.environ.get("WANDB_MODE")
     mode: Any = "offline" if offline else given
     if not mode:

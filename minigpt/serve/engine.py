@@ -194,7 +194,7 @@ class Engine:
                 break
             jobs = list(group)
             longest = max(job.request.length for job in self._running + jobs)  # rows of the cache have equal lengths
-            room = self.max_cache_bytes // self._decoder.cache_bytes(1, longest) - len(self._running)
+            room = self.max_cache_bytes // max(1, self._decoder.cache_bytes(1, longest)) - len(self._running)
             if room <= 0:
                 break
             joining = jobs[:room]
@@ -308,8 +308,9 @@ def memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError, ValueError):  # "max": no limit
-        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of cgroups 2 and 1
+        with suppress(OSError, ValueError):  # "max": no limit
+            total = min(total, int(Path("/sys/fs/cgroup", limit).read_text()))
     return total
 
 

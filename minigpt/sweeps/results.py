@@ -166,8 +166,10 @@ def refresh(point: Point) -> Point:
     totals = {**point.totals, **last, **_finite(summary)}
     names = ("reason", "seed", "corpus_sha256", "validated")
     reason, seed, corpus, validated = (str(summary.get(name) or "") for name in names)
-    measured = {"totals": totals, "curve": curve, "bits": bits, "default_seed": seed}
-    return replace(point, status=status, reason=reason, corpus=corpus, validated=validated, **measured)
+    if not validated and (n := summary.get("eval_batches")):
+        validated = f"eval_batches={n}"
+    measured = {"totals": totals, "curve": curve, "bits": bits, "default_seed": seed, "corpus": corpus}
+    return replace(point, status=status, reason=reason, validated=validated or point.validated, **measured)
 
 
 def _measure(file: Path) -> tuple[dict[str, float], list[tuple[int, float]], dict[int, float]]:

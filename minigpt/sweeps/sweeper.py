@@ -50,6 +50,7 @@ from minigpt.utils.terminal import log, warn
 MAX_NAME_CHARS = 120
 MAX_TRIES_PER_TRIAL = 20  # of a search, including points that are impossible or the same as another
 SAME = "same configuration as another point"
+ANOTHER_FOLDER = "choose another folder with hydra.sweep.dir=…"
 
 
 class Sweeper(hydra_sweeper.Sweeper):
@@ -70,8 +71,8 @@ class Sweeper(hydra_sweeper.Sweeper):
         self.points: list[Point] = []
         self.loaded: dict[str, Any] = {}
         self.wandb: Any = OmegaConf.select(config, "logger.wandb")
-        one_id = OmegaConf.select(config, "logger.wandb.id")
-        require("logger.wandb.id", one_id, lambda value: value is None, "null in a sweep, whose runs have one each")
+        run_id, expected = OmegaConf.select(config, "logger.wandb.id"), "null in a sweep, whose runs have one each"
+        require("logger.wandb.id", run_id, lambda value: value is None, expected)
 
     def sweep(self, arguments: list[str]) -> None:
         """Check the points, run those that are not completed, and report.
@@ -81,7 +82,7 @@ class Sweeper(hydra_sweeper.Sweeper):
             RunError: a run failed; all others have ended.
         """
         named = by_name([*(f"{key}={value}" for key, value in self.params.items()), *arguments])
-        keys = {name.lstrip("+") for name in named}
+        typed, keys = list(named), {name.lstrip("+") for name in named}
         if "minutes" in keys and "eval_batches" not in keys and self.cfg.eval_batches is None:
             named["eval_batches"] = "eval_batches=null"  # each plan would choose another part of the validation split
         parsed = OverridesParser.create(config_loader=self.loader).parse_overrides([*named.values()])
@@ -91,12 +92,13 @@ class Sweeper(hydra_sweeper.Sweeper):
         self.axes = {name: each for name, each in self.given.items() if each.is_sweep_override() or name in swept}
         if not self.axes:
             raise UserError("a sweep needs a setting with several values, such as model.n_head=2,4,8")
-        shared = {name: text for name, text in named.items() if name not in self.axes and is_relevant(text)}
-        self.fixed = [name + text.removeprefix(name.partition("#")[0]) for name, text in shared.items()]
-        changed = swept ^ set(self.axes) | set(fixed) ^ set(self.fixed) if existing else set()
-        if differs := sorted(name for name in changed if name.partition("=")[0] != "seed"):
-            advice = "use the settings that it was started with, or choose another folder with hydra.sweep.dir=…"
-            raise UserError(f"{self.folder} holds another sweep, which differs in {', '.join(differs)}; {advice}")
+        self.fixed = [named[name] for name in typed if name not in self.axes and is_relevant(name)]
+        axes = (swept ^ self.axes.keys()) - {"seed"}
+        before, now = ([text for text in texts if not text.startswith("seed=")] for texts in (fixed, self.fixed))
+        if existing and (axes or before != now):
+            differs = ", ".join(sorted(axes | set(before) ^ set(now))) or "the order of settings"
+            advice = f"use its settings, or {ANOTHER_FOLDER}"
+            raise UserError(f"{self.folder} holds another sweep, which differs in {differs}; {advice}")
         self.existing = {point.identity: point for point in existing if point.identity}
         for batch in self.batches():
             self._run(batch)
@@ -118,13 +120,15 @@ class Sweeper(hydra_sweeper.Sweeper):
         try:
             config = self.compose(values)
             given = None if config.minutes is None else given_settings(self._overrides(values))
-            _, model, _ = load_parts(config, self._once, planned_around=given)
+            corpus, model, _ = load_parts(config, self._once, planned_around=given)
         except (UserError, ConfigCompositionException, OmegaConfBaseException) as error:
             if isinstance(error, ConfigCompositionException) and not any(map(self.loader.get_group_options, self.axes)):
                 raise  # a setting does not exist at any point
             return replace(point, status=SKIPPED, reason=error_text(error))
         settings: Any = OmegaConf.to_container(config)
         identity = sha256_json({key: value for key, value in settings.items() if is_relevant(key)})[:16]
+        if identity not in self.existing and any(old.overrides == values for old in self.existing.values()):
+            raise UserError(f"{self.folder} holds {dict(values)} of another configuration; {ANOTHER_FOLDER}")
         if any(other.identity == identity for other in self.points):
             return replace(point, status=SKIPPED, reason=SAME)
         folder = self.existing.get(identity, point).folder
@@ -132,6 +136,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         sequences = config.max_steps * config.trainer.accumulate_grad_batches * config.data.batch_size
         flops = sequences * model.block_size * model.flops_per_token()
         known = {"planned_flops": flops, "devices": config.trainer.devices, "totals": {"params": model.num_params()}}
+        known["validated"] = corpus.validated_part(model.block_size, config.data.eval_batch_size, config.eval_batches)
         return refresh(replace(point, folder=folder, identity=identity, rungs=rungs, **known))
 
     def _once(self, load: Callable[..., Any], *args: Any) -> Any:
@@ -160,6 +165,9 @@ class Sweeper(hydra_sweeper.Sweeper):
         for point in batch:
             if point.status == SKIPPED:
                 log(f"{point.folder.name}  skipped: {point.reason}")
+        texts = sorted({point.validated for point in self.points if point.validated})
+        if len(texts) > 1 and (self.prune or isinstance(self, Search)):
+            raise UserError(f"pruning and searches need one validation text for all points, got {'; '.join(texts)}")
         self.engine.most_jobs = sum(point.status != SKIPPED for point in batch)
         for rung in range(len(RUNGS) if self.prune else 0):
             self._launch(batch, rung)
@@ -230,11 +238,10 @@ class Sweeper(hydra_sweeper.Sweeper):
             files = []
         if not files:
             return [], []
-        another = "choose another folder with hydra.sweep.dir=…"
         if self.folder / PLAN not in files:
-            raise UserError(f"{self.folder} is not empty and holds no sweep; {another}")
+            raise UserError(f"{self.folder} is not empty and holds no sweep; {ANOTHER_FOLDER}")
         if self.cfg.resume != "auto":
-            raise UserError(f"{self.folder} holds a sweep already; resume it with resume=auto, or {another}")
+            raise UserError(f"{self.folder} holds a sweep already; resume it with resume=auto, or {ANOTHER_FOLDER}")
         return read_plan(self.folder)
 
     def _write_plan(self) -> None:
@@ -260,10 +267,10 @@ class Grid(Sweeper):
             self.points.append(self.check(dict(zip(self.axes, values, strict=True))))
         if not self.points:
             raise UserError("the sweep is empty: " + ", ".join(self.axes) + " has no values")
-        for name in self.axes:
+        for name in filter(is_relevant, self.axes):
             acting = {point.overrides[name] for point in self.points if point.reason != SAME}
             if len({point.overrides[name] for point in self.points}) > len(acting) == 1:
-                raise UserError(f"{name} has the same effect with all its values; give one, or remove what replaces it")
+                raise UserError(f"{name} has the same effect with all its values; give it one value")
         if all(point.status == SKIPPED for point in self.points):
             raise UserError(f"no point of the sweep is possible: {self.points[0].reason}")
         yield self.points

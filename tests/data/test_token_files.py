@@ -206,6 +206,13 @@ def test_ids_of_another_width_or_after_a_header_are_read_as_they_are(tmp_path, w
         np.testing.assert_array_equal(tokens[windows], ids[windows])
 
 
+def test_wide_ids_are_recognized_after_and_among_many_zeros(tmp_path):
+    for i, zeros in enumerate((np.zeros(5000, int), np.where(np.arange(5000) % 7, 0, 200))):
+        ids = np.concatenate((zeros, SPREAD[0]))
+        corpus = read_bins(tmp_path, *[ids.astype("<u4").tobytes()] * 2)
+        assert (corpus.dtype, corpus.train.tokens) == ("uint32", len(ids)), i
+
+
 def test_files_of_several_headers_are_one_array(tmp_path):
     for i, content in enumerate((llm_c(SPREAD[0]), npy(SPREAD[1]), SPREAD[0].astype("<u2").tobytes())):
         (tmp_path / f"{i}.bin").write_bytes(content)

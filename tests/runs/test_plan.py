@@ -182,7 +182,7 @@ def test_sizes_that_no_plan_can_have_are_refused(mine, given, message):
     ("given", "reason"),
     [
         ({"optimizer": "adamw", "optimizer.lr": 1e-5}, "optimizer, optimizer.lr"),
-        pytest.param({"max_steps": 20}, "fewer than 150 steps", marks=pytest.mark.slow),
+        pytest.param({"max_steps": 20}, "max_steps below 150", marks=pytest.mark.slow),
         ({"max_steps": 150, "model.n_layer": 2, "data.path": "x", "seed": 3, "eval_every": 7, "trainer": "cpu"}, ""),
     ],
 )

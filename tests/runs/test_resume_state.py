@@ -4,12 +4,10 @@ from collections.abc import Callable
 from math import fsum
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from conftest import column, small_run
-from lightning.pytorch import Callback
 
 import minigpt
 from minigpt import load_checkpoint
@@ -52,29 +50,6 @@ def test_a_new_run_has_an_early_stopping_of_its_own(train: Train, tmp_path: Path
     run = train(*STOP, f"resume={other.folder}", folder=tmp_path / "new")
     assert run.summary["steps"] == 35  # step 20 is its first validation
     assert f"Best score: {column(run.folder, 'val_loss')[0]:.3f}." in run.summary["reason"]
-
-
-class Limit(Callback):
-    """Counts batches up to a limit."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self.count = limit, 0
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.count = min(self.limit, self.count + 1)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"limit": self.limit, "count": self.count}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        vars(self).update(state_dict)
-
-
-def test_settings_of_any_callback_are_those_of_the_command_line(train: Train) -> None:
-    same = ["+callbacks.own._target_=test_resume_state.Limit", "max_steps=20"]
-    train(*same, "+callbacks.own.limit=7", "pause_at=10")
-    run = train(*same, "+callbacks.own.limit=12", "resume=auto")
-    assert read(run.folder / LAST)["callbacks"]["Limit"] == {"limit": 12, "count": 12}
 
 
 def check_best(run: SimpleNamespace) -> None:

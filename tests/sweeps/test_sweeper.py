@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from matplotlib import image
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from minigpt.runs.run_dir import read_summary, write_summary
-from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, SKIPPED, read_sweep
+from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, SKIPPED, read_plan, read_sweep, write_plan
 from minigpt.sweeps.sweeper import Grid
 from minigpt.utils.errors import UserError
 
@@ -239,7 +240,6 @@ def test_generated_sweeps_compose_as_single_command_lines(plan, monkeypatch, see
     [
         ["model.n_head=2,4", "model={n_head:8}"],
         ["callbacks.samples={seed:1},{seed:2}", "callbacks.samples=null", "seed=1,2"],
-        ["logger=none,tensorboard"],
     ],
 )
 def test_a_setting_whose_values_have_no_effect_is_refused(plan, line):
@@ -663,3 +663,19 @@ def test_an_interrupted_and_a_killed_sweep_resume_and_complete(text, tmp_path, t
     assert json.loads(table.read_text())["data"] == [list(row.values()) for row in rows]
     (plot,) = offline.rglob("*.png")
     assert plot.read_bytes() == (folder / "sweep.png").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "line", [["hydra.sweeper.prune=true", "eval_every=10"], ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=4"]]
+)
+def test_pruning_and_searches_refuse_points_that_validate_on_different_texts(plan, line):
+    with pytest.raises(UserError, match=r"need one validation text for all points, got all .* bytes; all .* bytes"):
+        plan(*line, "data.val_fraction=0.1,0.3")
+
+
+def test_a_point_whose_configuration_changed_is_not_counted_twice(plan):
+    sweeper = plan("seed=1,2")
+    points = read_plan(sweeper.folder)[1]
+    write_plan(sweeper.folder, sweeper.fixed, [replace(point, identity=f"old{point.seed}") for point in points])
+    with pytest.raises(UserError, match=r"holds \{'seed': '1'\} of another configuration; choose another folder"):
+        plan("seed=1,2", "resume=auto")
