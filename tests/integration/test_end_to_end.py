@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import ROOT, wait_until
 
+from minigpt.runs.overrides import complete_overrides
 from minigpt.utils.errors import UserError
 
 
@@ -137,6 +138,7 @@ def test_a_separator_is_typed_as_in_the_warning_that_proposes_it(call: Callable[
     prepared = call("prepare.py", "data=text", "data.path=my.txt", separator)
     assert "18 documents, 180 bytes" in prepared.stdout
     assert separator not in prepared.stderr
+    assert complete_overrides(["data.separator=null,<|endoftext|>"]) == ["data.separator=null,'<|endoftext|>'"]
     bad = call("prepare.py", "data=text", "data.path=my.txt", "data.separator=''")
     assert (bad.returncode, bad.stderr) == (2, "error: data.separator must be a text, or null, got\n")
 

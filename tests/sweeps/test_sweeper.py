@@ -670,7 +670,7 @@ def test_an_interrupted_and_a_killed_sweep_resume_and_complete(text, tmp_path, t
 )
 def test_pruning_and_searches_refuse_points_that_validate_on_different_texts(plan, line):
     with pytest.raises(UserError, match=r"need one validation text for all points, got all .* bytes; all .* bytes"):
-        plan(*line, "data.val_fraction=0.1,0.3")
+        plan(line, "data.val_fraction=0.1,0.3", "eval_every=10")
 
 
 def test_a_point_whose_configuration_changed_is_not_counted_twice(plan):
