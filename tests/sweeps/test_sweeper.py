@@ -665,9 +665,7 @@ def test_an_interrupted_and_a_killed_sweep_resume_and_complete(text, tmp_path, t
     assert plot.read_bytes() == (folder / "sweep.png").read_bytes()
 
 
-@pytest.mark.parametrize(
-    "line", [["hydra.sweeper.prune=true", "eval_every=10"], ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=4"]]
-)
+@pytest.mark.parametrize("line", ["hydra.sweeper.prune=true", "hydra/sweeper=optuna"])
 def test_pruning_and_searches_refuse_points_that_validate_on_different_texts(plan, line):
     with pytest.raises(UserError, match=r"need one validation text for all points, got all .* bytes; all .* bytes"):
         plan(line, "data.val_fraction=0.1,0.3", "eval_every=10")
