@@ -1,7 +1,6 @@
 """A model that its user changed is decoded as `model(tokens)` computes it, or refused in one line."""
 
 import copy
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -298,7 +297,6 @@ def test_shared_blocks_are_decoded_fast_until_one_is_replaced():
 
 
 def test_a_model_under_ddp_is_decoded_as_its_module():
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     try:
         model = nn.parallel.DistributedDataParallel(rope())
