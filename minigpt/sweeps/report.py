@@ -160,10 +160,10 @@ def publish(folder: Path, sentences: Sequence[str], wandb_config: Any) -> None:
     """Log the report of a sweep, with its `logger.wandb`, as a run of its own in the sweep's W&B group."""
     from minigpt.runs.wandb_logger import wandb_logger
 
-    given: Any = OmegaConf.to_container(wandb_config, resolve=True)
-    options = {key: value for key, value in given.items() if key not in ("_target_", "folder", "resume")}
-    options |= {"name": f"{folder.name} summary", "group": given["group"] or folder.name}
-    logger = wandb_logger(folder, **options | {"tags": [*given["tags"], "sweep", "summary"]})
+    shared = {key: wandb_config[key] for key in wandb_config.keys() - {"_target_", "folder", "resume"}}
+    options = {key: OmegaConf.to_object(each) if OmegaConf.is_config(each) else each for key, each in shared.items()}
+    options |= {"name": f"{folder.name} summary", "group": wandb_config.group or folder.name}
+    logger = wandb_logger(folder, **options | {"tags": [*wandb_config.tags, "sweep", "summary"]})
     with open(folder / TABLE, newline="", encoding="utf-8") as file:
         header, *rows = list[list[Any]](csv.reader(file))
     if logger:  # on rank 0

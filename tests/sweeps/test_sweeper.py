@@ -564,7 +564,7 @@ def test_a_sweep_reports_every_point_when_runs_fail_and_a_worker_is_killed(text,
     code, out, err = sweep.run_three_seeds_and_kill_a_worker()
     folder, lines, ran = sweep.folder, err.splitlines(), [*GOOD[:3], *DIVERGING[:3]]
     killed = "its process was killed (SIGKILL), possibly out of memory"
-    assert code == 1
+    assert code == 1, err
     assert (folder.parent / "latest").readlink() == Path(folder.name)
     assert {path.name for path in folder.iterdir()} == {*ran, *(f"sweep.{end}" for end in ("csv", "json", "md", "png"))}
     assert statuses_of(folder, ran) == ["failed", "completed", "completed", "failed", "failed", "failed"]
@@ -636,8 +636,9 @@ def test_an_interrupted_and_a_killed_sweep_resume_and_complete(text, tmp_path, t
     assert code == -signal.SIGKILL
     assert statuses_of(folder, GOOD[:1]) == ["interrupted"]
 
-    code, _, err = sweep.resume(*further, "logger=wandb", "logger.wandb.tags=[fox]")
-    assert code == 1
+    wandb = ["logger=wandb", "logger.wandb.tags=[fox]", "+logger.wandb.config={host:mine}"]
+    code, _, err = sweep.resume(*further, *wandb)
+    assert code == 1, err
     assert "6 of 16 to run\n1 at a time" in err
     assert statuses_of(folder, GOOD) == [COMPLETED] * 4
     assert {path: path.stat().st_mtime_ns for path in files} == times  # completed runs are not touched
