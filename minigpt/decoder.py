@@ -157,7 +157,7 @@ class Decoder:
         try:
             cache = self.model.new_cache(1)
             self._select_rows(cache, [0])
-            for begin, end in pairwise((*{0, together}, *range(together + 1, length + 1))):
+            for begin, end in pairwise((*sorted({0, together}), *range(together + 1, length + 1))):
                 if (self._read([ids[begin:end]], cache) - whole[:, begin:end]).abs().max() > tolerance:
                     return False
         except Exception:  # of the model's own code

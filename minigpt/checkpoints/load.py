@@ -16,6 +16,7 @@ from minigpt.data.tokenizer import Tokenizer
 from minigpt.model import GPT
 from minigpt.structure import empty_model, find_change, original, unwrap
 from minigpt.utils.errors import UserError, require
+from minigpt.utils.terminal import warn
 
 PREFIX = "model."  # the attribute of the LightningModule that is the model
 COMPILED = "_orig_mod."  # in the names of weights in a module that torch.compile wraps
@@ -57,6 +58,8 @@ def save_checkpoint(model: GPT, tokenizer: Tokenizer, path: str | Path) -> None:
     """
     model = unwrap(model)
     config = saved_config(model)
+    if find_change(model):
+        warn(f"{path} does not hold the hooks of the model")
     check_vocabulary(config, tokenizer)
     weights = {f"{PREFIX}{name.replace(COMPILED, '')}": tensor for name, tensor in original(model).state_dict().items()}
     write(contents(config, tokenizer) | {"state_dict": weights}, Path(path))

@@ -60,7 +60,7 @@ def join_chunks(chunks: Iterable[SplitChunk]) -> Iterator[SplitChunk]:
     joined, start = "", (TRAIN, True)  # its split, and whether a document starts there
     for split, (text, first) in chunks:
         is_long = len(joined) + len(text) > _MAX_JOINED_CHARS and not first and split == start[0]
-        if is_long:
+        if is_long and start[1]:  # once per document
             warn(f"a document of more than {len(joined):,} characters is encoded in parts, with a token more per part")
         if text and (first or split != start[0] or is_long):
             if joined:

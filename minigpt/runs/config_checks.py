@@ -1,6 +1,6 @@
 """Checks of a composed run configuration: before torch is imported and before anything is written."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from minigpt.checkpoints.init_from import Pretrained
     from minigpt.data.token_files import Corpus
 
-HEAD_WIDTH = 32  # of a plan
 # The other options of lightning.Trainer would have no effect, or prevent an exact resume.
 TRAINER_OPTIONS = (
     *("accelerator", "devices", "num_nodes", "strategy", "precision", "accumulate_grad_batches", "gradient_clip_val"),
@@ -28,11 +27,7 @@ TRAINER_OPTIONS = (
 
 
 def load_parts(
-    cfg: Any,
-    once: Callable[..., Any] = lambda load, *args: load(*args),
-    *,
-    folder: Path | None = None,
-    planned_around: Collection[str] | None = None,
+    cfg: Any, once: Callable[..., Any] = lambda load, *args: load(*args), *, folder: Path | None = None
 ) -> "tuple[Corpus, GPTConfig, Pretrained | None]":
     """Check a composed run configuration; return its corpus, its architecture, and the model of `init_from`, if any.
 
@@ -40,14 +35,10 @@ def load_parts(
         once: calls a function; a sweep replaces it to call each once.
         folder: of the run. A run that resumes has its architecture and tokenizer from its own checkpoint, so that the
             source of its weights may be gone.
-        planned_around: keys that the user gave to `minutes=`; the plan chooses the other sizes of the model later.
 
     Raises:
         UserError: a value is invalid, the text or the model is missing, or they do not fit each other.
     """
-    if planned_around is not None:
-        cfg = cfg.copy()
-        cfg.model.update(_possible_sizes(cfg.model, planned_around))
     check_run(cfg)
     from minigpt.data.prepare import load_corpus  # imports numpy, which the checks do not need
 
@@ -64,44 +55,6 @@ def load_parts(
         corpus = once(load_corpus, cfg.data, pretrained.tokenizer.to_dict())
     corpus.check_length(config.block_size)
     return corpus, config, pretrained
-
-
-def _possible_sizes(model: Mapping[str, Any], given: Collection[str]) -> dict[str, int]:
-    """Return sizes of a model that a plan could choose around those that are given."""
-    if "model" in given:
-        return {}
-    n_embd, n_head = planned_heads(model, given, 64)
-    require("model.layer_repeats", model["layer_repeats"], *POSITIVE_INT)
-    sizes = {"n_embd": n_embd, "n_head": n_head, "n_layer": model["layer_repeats"], "block_size": 1}
-    return {name: size for name, size in sizes.items() if f"model.{name}" not in given}
-
-
-def planned_heads(model: Mapping[str, Any], given: Collection[str], n_embd: int) -> tuple[int, int]:
-    """Return the width and the number of heads of a plan for a width of about `n_embd`, with those that are given.
-
-    The heads have an even width, which rotary embedding needs, of 32 if possible.
-
-    Raises:
-        UserError: a value that is given is invalid, or no number of heads fits the width.
-    """
-    for name in ("n_embd", "n_head"):
-        require(f"model.{name}", model[name], *POSITIVE_INT)
-    for name in ("n_kv_head", "head_dim"):
-        require(f"model.{name}", model[name], *or_null(POSITIVE_INT))
-    width_given, heads_given = (f"model.{name}" in given for name in ("n_embd", "n_head"))
-    n_embd, groups = model["n_embd"] if width_given else n_embd, model["n_kv_head"] or 1
-    n_head = n_embd // (model["head_dim"] or HEAD_WIDTH) // groups * groups or groups
-    n_head = model["n_head"] if heads_given else n_head
-    if model["head_dim"] is None and not width_given:
-        n_embd = -(-n_embd // (2 * n_head)) * 2 * n_head
-    elif model["head_dim"] is None and not heads_given:
-        least = groups * (2 if model["position"] == "rope" else 1)
-        require(
-            "model.n_embd", n_embd, lambda n: n % least == 0, f"a multiple of {least}, or have model.head_dim beside it"
-        )
-        possible = [n for n in range(groups, n_embd + 1, groups) if n_embd % (n * least // groups) == 0]
-        n_head = min(possible, key=lambda n: abs(n_embd / n - HEAD_WIDTH))
-    return n_embd, n_head
 
 
 def _finetuned(cfg: Any, config: GPTConfig) -> GPTConfig:

@@ -6,6 +6,7 @@ on CPUs, which docs/recipes.md shows.
 
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, inf, log2, log10
 from pathlib import Path
@@ -16,7 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 from minigpt.data.ngram_model import evenly_spaced, ngram_losses
 from minigpt.data.token_files import Corpus
 from minigpt.distributed.process_group import started_together
-from minigpt.runs.config_checks import load_parts, planned_heads
+from minigpt.runs.config_checks import load_parts
+from minigpt.runs.overrides import given_settings
+from minigpt.runs.planned_sizes import planned_heads
 from minigpt.runs.run_dir import RUN_PLAN, append_log
 from minigpt.runs.step_time import step_seconds
 from minigpt.utils.errors import UserError
@@ -59,10 +62,13 @@ class Text:
     ngram_loss: float  # of predicting the validation split from them, in nats per token
 
 
-def plan_run(cfg: DictConfig, folder: Path, corpus: Corpus, given: set[str], started: float) -> tuple[Any, ...]:
+def plan_run(
+    cfg: DictConfig, folder: Path, corpus: Corpus, overrides: Sequence[str], started: float
+) -> tuple[Any, ...]:
     """Set the plan of the run that resumes, or a new one, in `cfg`; return its parts. Minutes count from `started`."""
     if started_together():
         raise UserError("minutes plans for one process; set max_steps instead")
+    given = given_settings(overrides)
     file = folder / RUN_PLAN
     if cfg.resume == "auto" and file.exists():
         try:

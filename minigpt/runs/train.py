@@ -14,7 +14,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from minigpt.distributed.process_group import join_ranks, shared_errors
 from minigpt.runs import run_dir
 from minigpt.runs.config_checks import load_parts
-from minigpt.runs.overrides import complete_overrides, given_settings
+from minigpt.runs.overrides import complete_overrides
+from minigpt.runs.planned_sizes import with_possible_sizes
 from minigpt.utils.scripts import ROOT
 from minigpt.utils.signals import Interrupted, raise_on_signal
 from minigpt.utils.terminal import is_rank_zero, sanitize_line
@@ -62,13 +63,13 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
             stack.enter_context(run_dir.lock_run_dir(folder, resume=cfg.resume == "auto"))
         try:
             with shared_errors():
-                given = None if cfg.minutes is None else given_settings(HydraConfig.get().overrides.task)
-                parts = load_parts(cfg, folder=folder, planned_around=given)
+                task = HydraConfig.get().overrides.task if cfg.minutes is not None else []
+                parts = load_parts(with_possible_sizes(cfg, task) if task else cfg, folder=folder)
             with fast_imports():  # of heavy packages, after every setting is checked
                 from minigpt.runs.fit import fit
                 from minigpt.runs.plan import plan_run
-            if given is not None:
-                parts = plan_run(cfg, folder, parts[0], given, started)
+            if cfg.minutes is not None:
+                parts = plan_run(cfg, folder, parts[0], task, started)
             return fit(cfg, folder, *parts, started=started)
         except (Interrupted, KeyboardInterrupt):
             if resume_command and (folder / "checkpoints").is_dir() and is_rank_zero():

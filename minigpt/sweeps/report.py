@@ -115,8 +115,8 @@ def _table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 
 def _ranks(rows: Sequence[Row]) -> list[str]:
     """Return the ranks of rows; empty for rows without a loss, and for all if their losses do not compare."""
-    apart = incomparable(rows)
-    return [str(rank) if row.losses and not apart else "" for rank, row in enumerate(rows, 1)]
+    reason = incomparable(rows)
+    return [str(rank) if row.losses and not reason else "" for rank, row in enumerate(rows, 1)]
 
 
 def _parent(rows: Sequence[Row]) -> Path:

@@ -20,7 +20,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from minigpt.runs.config_checks import load_parts
-from minigpt.runs.overrides import given_settings, quote_override, quote_path
+from minigpt.runs.overrides import quote_override, quote_path
+from minigpt.runs.planned_sizes import with_possible_sizes
 from minigpt.runs.run_dir import PLAN, update_latest_link, write_failure
 from minigpt.sweeps.pruning import RUNGS, continuing, has_reached, loss_at, paused_at, rung_steps
 from minigpt.sweeps.results import (
@@ -103,8 +104,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         for batch in self.batches():
             self._run(batch)
         self._report()
-        paused = sum(point.status == PAUSED for point in self.points)
-        if paused:
+        if paused := sum(point.status == PAUSED for point in self.points):
             settings = f"hydra.sweep.dir={quote_path(self.folder)} resume=auto hydra.sweeper.prune=false pause_at=null"
             log(f"{paused} of {len(self.points)} runs paused; to complete them, run the same command with {settings}")
         if failed := sum(point.pending for point in self.points) - paused:
@@ -119,8 +119,8 @@ class Sweeper(hydra_sweeper.Sweeper):
         point = Point(folder=self.folder / self._folder_name(values), overrides=dict(values))
         try:
             config = self.compose(values)
-            given = None if config.minutes is None else given_settings(self._overrides(values))
-            corpus, model, _ = load_parts(config, self._once, planned_around=given)
+            checked = config if config.minutes is None else with_possible_sizes(config, self._overrides(values))
+            corpus, model, _ = load_parts(checked, self._once)
         except (UserError, ConfigCompositionException, OmegaConfBaseException) as error:
             if isinstance(error, ConfigCompositionException) and not any(map(self.loader.get_group_options, self.axes)):
                 raise  # a setting does not exist at any point

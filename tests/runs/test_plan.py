@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 import minigpt
 from minigpt.config import GPTConfig
 from minigpt.data.prepare import load_corpus
-from minigpt.runs.config_checks import load_parts, planned_heads
+from minigpt.runs.config_checks import load_parts
 from minigpt.runs.overrides import complete_overrides, given_settings
 from minigpt.runs.plan import (
     FITTED,
@@ -32,6 +32,7 @@ from minigpt.runs.plan import (
     windows,
     without,
 )
+from minigpt.runs.planned_sizes import planned_heads, with_possible_sizes
 from minigpt.utils.errors import UserError
 
 
@@ -139,7 +140,7 @@ def test_a_plan_around_given_sizes_is_an_architecture(mine, overrides):
     overrides = complete_overrides([*mine, *overrides])
     cfg, given = composed(*overrides), given_settings(overrides)
     before = cfg.copy()
-    load_parts(cfg, planned_around=given)
+    load_parts(with_possible_sizes(cfg, overrides))
     assert cfg == before
     for size in SIZES:
         model = updated(cfg, without(given, shape(cfg, given, a_text(), *size))).model
@@ -157,8 +158,8 @@ def test_heads_of_a_given_width_are_about_32_wide():
 
 
 REFUSED = {
-    "model.n_embd=45": "model.n_embd must be a multiple of 2, or have model.head_dim beside it, got 45",
-    "model.n_embd=90 model.n_kv_head=2": "model.n_embd must be a multiple of 4, or have model.head_dim beside it",
+    "model.n_embd=45": "model.n_embd must be a multiple of 2, got 45; use one, or set model.head_dim too",
+    "model.n_embd=90 model.n_kv_head=2": "model.n_embd must be a multiple of 4, got 90",
     "model.n_embd=128 model.n_head=3": "model.n_embd must be divisible by model.n_head=3, got 128",
     "model.n_embd=6 model.n_head=2": "model.head_dim must be even with model.position=rope, got 3",
     "model.n_head=0": "model.n_head must be an integer ≥ 1, got 0",
@@ -175,7 +176,7 @@ REFUSED = {
 def test_sizes_that_no_plan_can_have_are_refused(mine, given, message):
     overrides = complete_overrides([*mine, *given.split()])
     with pytest.raises((UserError, HydraException), match=re.escape(message)):
-        load_parts(composed(*overrides), planned_around=given_settings(overrides))
+        load_parts(with_possible_sizes(composed(*overrides), overrides))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,55 @@
+"""Sizes of a model that `minutes=` chooses around those that the user gives. Imports nothing heavy."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from omegaconf import DictConfig
+
+from minigpt.runs.overrides import given_settings
+from minigpt.utils.checks import POSITIVE_INT, or_null
+from minigpt.utils.errors import require
+
+HEAD_WIDTH = 32
+
+
+def with_possible_sizes(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Return a run configuration with sizes that a plan could choose around the overrides, for checks.
+
+    Raises:
+        UserError: as `planned_heads`.
+    """
+    if "model" in (given := given_settings(overrides)):
+        return cfg
+    cfg, layer_repeats = cfg.copy(), cfg.model.layer_repeats
+    n_embd, n_head = planned_heads(cfg.model, given, 64)
+    require("model.layer_repeats", layer_repeats, *POSITIVE_INT)
+    sizes = {"n_embd": n_embd, "n_head": n_head, "n_layer": layer_repeats, "block_size": 1}
+    cfg.model.update({name: size for name, size in sizes.items() if f"model.{name}" not in given})
+    return cfg
+
+
+def planned_heads(model: Mapping[str, Any], given: Collection[str], n_embd: int) -> tuple[int, int]:
+    """Return the width and the number of heads of a plan for a width of about `n_embd`, with those that are given.
+
+    The heads have an even width, which rotary embedding needs, of 32 if possible.
+
+    Raises:
+        UserError: a given value is invalid, or no number of heads divides the given width.
+    """
+    for name in ("n_embd", "n_head"):
+        require(f"model.{name}", model[name], *POSITIVE_INT)
+    for name in ("n_kv_head", "head_dim"):
+        require(f"model.{name}", model[name], *or_null(POSITIVE_INT))
+    width_given, heads_given = (f"model.{name}" in given for name in ("n_embd", "n_head"))
+    n_embd, groups = model["n_embd"] if width_given else n_embd, model["n_kv_head"] or 1
+    n_head = n_embd // (model["head_dim"] or HEAD_WIDTH) // groups * groups or groups
+    n_head = model["n_head"] if heads_given else n_head
+    if model["head_dim"] is None and not width_given:
+        n_embd = -(-n_embd // (2 * n_head)) * 2 * n_head
+    elif model["head_dim"] is None and not heads_given:
+        least = groups * (2 if model["position"] == "rope" else 1)
+        expected, advice = f"a multiple of {least}", "use one, or set model.head_dim too"
+        require("model.n_embd", n_embd, lambda n: n % least == 0, expected, advice)
+        possible = [n for n in range(groups, n_embd + 1, groups) if n_embd % (n * least // groups) == 0]
+        n_head = min(possible, key=lambda n: abs(n_embd / n - HEAD_WIDTH))
+    return n_embd, n_head
