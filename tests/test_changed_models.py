@@ -19,6 +19,7 @@ from minigpt.decoder import Decoder, make_decoder
 from minigpt.fast_decoder import FastDecoder
 from minigpt.generation import generate, score
 from minigpt.model import GPT, MLP, Block
+from minigpt.ops import ACTIVATIONS
 from minigpt.sampling import PerSampleRNG, Sampling
 from minigpt.serve.engine import SampleRequest
 from minigpt.structure import find_change, uncompiled
@@ -285,6 +286,29 @@ def test_a_global_hook_is_run():
         assert texts(rope()) == expected(rope(), PROMPTS, 8, 1, temperature=0)
     finally:
         handle.remove()
+
+
+def test_classes_and_activations_that_are_replaced_before_a_model_is_built_are_used(monkeypatch: pytest.MonkeyPatch):
+    class Negative(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return -super().forward(x)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("minigpt.model.MLP", Negative)
+        model = rope(norm_eps=1e-4)  # of a config that no other test has
+        assert find_change(model)
+        assert texts(model) == expected(model, PROMPTS, 8, 1, temperature=0)
+    monkeypatch.setitem(ACTIVATIONS, "gelu", torch.sin)
+    model = rope(norm_eps=2e-4)
+    assert texts(model) == expected(model, PROMPTS, 8, 1, temperature=0)
+
+
+def test_a_cache_of_a_changed_model_has_the_slots_that_its_samples_need():
+    model = rope()
+    model.blocks[0].register_forward_hook(lambda module, args, x: x)
+    decoder: Any = make_decoder(model, [[1, 2]], 3, 4)
+    (cache,) = (group.cache for group in decoder._groups)
+    assert {layer.k.shape[::2] for layer in cache.layers} == {(3, 6)}  # samples and slots
 
 
 def test_shared_blocks_are_decoded_fast_until_one_is_replaced():

@@ -29,7 +29,7 @@ from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharT
 from minigpt.device import find_device
 from minigpt.generation import Step, score, stream
 from minigpt.model import GPT
-from minigpt.sample_cli import print_samples
+from minigpt.sample_cli import print_samples, read_prompt
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "sample.py"
 ALPHABET = "".join(sorted("\n .,abcdefghijklmnopqrstuvwxyzé"))
@@ -367,6 +367,8 @@ def test_special_tokens_can_be_typed(saves, sample):
     saved(Path("plain.safetensors"), model, tokenizer)
     (one,) = samples(sample("plain.safetensors", "--prompt", "a", "--stop", SEPARATOR, *flags))
     assert (one["text"], one["reason"]) == ("bc", "stop")
+    refused = error(sample("plain.safetensors", "--prompt", "a", "--stop", f"b{SEPARATOR}", *flags))
+    assert refused.startswith("error: --stop must be a text that the tokenizer can produce, got ")
     plain = sample("plain.safetensors", "--prompt", f"{SEPARATOR}a", *flags)
     assert plain.stderr.splitlines()[1] == f"{SEPARATOR} in the prompt is encoded as ordinary text"
 
@@ -433,6 +435,13 @@ def test_a_score_and_a_prompt_read_files_as_training_does(name, path, saves, sam
     assert found["bits_per_byte"] == pytest.approx(found["nats"] / math.log(2) / corpus.val.bytes)
     (one,) = samples(sample(saves[name], "--prompt-file", path, "--json", "--max-new-tokens", 1))
     assert encode_prompt(tokenizer, one["prompt"]).tolist() == on_disk(corpus)[1]
+
+
+def test_a_separator_within_a_document_of_a_prompt_is_ordinary_text(saves, tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": f"a{SEPARATOR}b"}))
+    _, tokenizer = load_checkpoint(saves["separated"])
+    text, ids = read_prompt(tokenizer, None, str(tmp_path / "a.jsonl"), {"field": "text", "separator": ""})
+    assert (text, ids) == (f"a{SEPARATOR}b", tokenizer.encode(text).tolist())
 
 
 def test_a_byte_order_mark_on_stdin_is_left_out(saves, sample):

@@ -160,6 +160,19 @@ def test_callbacks_of_lightning_log_and_write_into_the_run_folder(train: Callabl
     assert "Total params" in caplog.text
 
 
+class Late(Callback):
+    """A callback that changes the model during the training."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        pl_module.model.blocks[0].mlp.forward = torch.sin
+
+
+def test_no_snapshot_of_a_model_is_written_that_could_not_be_loaded(train: Callable[..., Any], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"model.blocks.0.mlp.forward is replaced"):
+        train("+callbacks.late._target_=test_training.Late", "callbacks.snapshots={}", "max_steps=4", "eval_every=4")
+    assert [file.name for file in tmp_path.rglob("*.safetensors")] == ["step-0.safetensors"]
+
+
 class Change(Callback):
     """A callback that changes the model."""
 

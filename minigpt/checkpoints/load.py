@@ -58,7 +58,7 @@ def save_checkpoint(model: GPT, tokenizer: Tokenizer, path: str | Path) -> None:
     """
     model = unwrap(model)
     config = saved_config(model)
-    if find_change(model):
+    if "forward hook" in (find_change(model) or ""):
         warn(f"{path} does not hold the hooks of the model")
     check_vocabulary(config, tokenizer)
     weights = {f"{PREFIX}{name.replace(COMPILED, '')}": tensor for name, tensor in original(model).state_dict().items()}

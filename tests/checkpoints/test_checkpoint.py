@@ -87,13 +87,15 @@ SAVED: dict[str, Callable[[], nn.Module]] = {
     "with a hook": lambda: with_hook(make()),
     "frozen": lambda: make().requires_grad_(False),
     "in float64": lambda: make().double(),
+    "in bfloat16 before": lambda: make(position="rope").bfloat16().float(),
 }
 
 
 @pytest.mark.parametrize("how", SAVED)
-def test_what_is_saved_is_loaded_with_the_same_logits(tmp_path: Path, how: str):
+def test_what_is_saved_is_loaded_with_the_same_logits(tmp_path: Path, how: str, capsys: Any):
     model: Any = SAVED[how]().eval()
     save_checkpoint(model, CharTokenizer(ALPHABET), tmp_path / "a.safetensors")
+    assert ("a.safetensors does not hold the hooks of the model" in capsys.readouterr().err) == (how == "with a hook")
     loaded, _ = load_checkpoint(tmp_path / "a.safetensors")
     model, tokens = getattr(model, "module", model), torch.randint(len(ALPHABET), (2, 8))
     assert_close(loaded(tokens), model(tokens).float())

@@ -151,6 +151,8 @@ def test_the_arguments_of_a_model_of_its_own_class_are_supported_or_refused(tmp_
         theirs.generate(tokens, output_hidden_states=True, return_dict_in_generate=True)
     with pytest.raises(ValueError, match="position_ids"):
         theirs.generate(tokens, attention_mask=mask, position_ids=mask.cumsum(1))
+    given = {"attention_mask": mask, "position_ids": positions, "max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(theirs.generate(tokens, **given), padded)  # beyond the 16 tokens of a block
     theirs.config.output_attentions = True
     with pytest.raises(ValueError, match="not support output_attentions"):
         theirs(tokens)

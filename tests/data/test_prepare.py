@@ -360,3 +360,11 @@ def test_an_interrupted_preparation_leaves_nothing_and_a_killed_one_nothing_that
     corpus = prepare(text, tmp_path / "data", "byte")
     assert in_folder(corpus) == in_folder(whole)
     assert [path for path in leftovers(tmp_path / "data") if path.is_dir()] == [folder_of(corpus)]
+
+
+def test_long_documents_are_joined_up_to_a_limit(monkeypatch, capsys):
+    monkeypatch.setattr("minigpt.data.splits._MAX_JOINED_CHARS", 10)
+    texts = [("abcdef", True), ("ghi", False), ("jkl", False), ("mnopqrs", False), ("t", True), ("u", False)]
+    joined = splits.join_chunks((splits.TRAIN, readers.TextChunk(*text)) for text in texts)
+    assert [tuple(chunk) for _, chunk in joined] == [("abcdefghi", True), ("jklmnopqrs", False), ("tu", True)]
+    assert capsys.readouterr().err.count("warning: a document of more than 9 characters is encoded in parts") == 1

@@ -52,6 +52,12 @@ def test_a_new_run_has_an_early_stopping_of_its_own(train: Train, tmp_path: Path
     assert f"Best score: {column(run.folder, 'val_loss')[0]:.3f}." in run.summary["reason"]
 
 
+def test_a_missing_best_of_a_complete_run_is_mentioned(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    (train(*FAST, "max_steps=1").folder / BEST).unlink()
+    train(*FAST, "max_steps=1", "resume=auto")
+    assert "best.safetensors of step 1 is missing\n" in capsys.readouterr().err
+
+
 def check_best(run: SimpleNamespace) -> None:
     """Check that the file, the summary, metrics.csv and the loss of the model in the file agree on the best."""
     step, loss = run.summary["best_step"], run.summary["best_val_loss"]

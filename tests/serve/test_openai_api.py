@@ -182,6 +182,17 @@ def test_a_chat_with_an_instruct_model_applies_its_template(tmp_path: Path) -> N
             assert found == (sample.text, sample.reason, len(ids))
             reasons.add(sample.reason)
         assert "stop" in reasons
+        options = {"model": "instruct", "prompt": "a<|im_end|>b", "temperature": 2.0, "max_tokens": 200}
+        (choice,) = client.completions.create(echo=True, **options | {"max_tokens": 1}).choices
+        assert choice.text.startswith("a<|im_end|>b")
+        ids, ends = [*tokenizer.encode("a").tolist(), 2, *tokenizer.encode("b").tolist()], []
+        for seed in range(5):
+            stop = {"max_new_tokens": 200, "stop": [1, 2], "seed": seed, "temperature": 2.0}
+            (sample,) = generate(model, ids, tokenizer=tokenizer, **stop)
+            (choice,) = client.completions.create(stop="<|im_start|>", seed=seed, **options).choices
+            assert choice.text == sample.text
+            ends.append(sample.tokens[-1])
+        assert 1 in ends
 
 
 def test_models_are_listed_and_loaded_by_name(client: openai.OpenAI, gpt2_folder: Path) -> None:

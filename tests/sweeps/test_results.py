@@ -245,6 +245,13 @@ def test_a_sweep_over_tokenizers_is_ranked_by_bits_per_byte_everywhere(tmp_path,
     np.testing.assert_allclose(curves.lines[0].get_ydata(), np.array([4.0, 3.3, 3.6]) / math.log(2) / 3.0)
 
 
+def test_parts_of_summaries_that_only_have_eval_batches_are_not_ranked_either(tmp_path, no_plot, capsys):
+    for n in (1, 3):
+        run_folder(tmp_path / str(n), f"eval_batches={n}", eval_batches=n)
+    report([tmp_path])
+    assert "validated on different texts (1: eval_batches=1; 3: eval_batches=3)" in capsys.readouterr().out
+
+
 def test_losses_over_different_parts_of_the_validation_split_are_not_ranked(tmp_path, no_plot, capsys):
     parts = {"16": "4 of 80 windows of 16 tokens in 1,000 bytes", "32": "4 of 40 windows of 32 tokens in 1,000 bytes"}
     for size, part in parts.items():

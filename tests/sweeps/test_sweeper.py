@@ -678,3 +678,11 @@ def test_a_point_whose_configuration_changed_is_not_counted_twice(plan):
     write_plan(sweeper.folder, sweeper.fixed, [replace(point, identity=f"old{point.seed}") for point in points])
     with pytest.raises(UserError, match=r"holds \{'seed': '1'\} of another configuration; choose another folder"):
         plan("seed=1,2", "resume=auto")
+
+
+def test_a_sweep_resumes_with_its_settings_in_their_order(plan):
+    sweeper = plan("seed=1,2", "minutes=1", "model.n_embd=32", "model={n_embd:64}")
+    plan("seed=1,2", "minutes=1", "model.n_embd=32", "model={n_embd:64}", "resume=auto")
+    assert "eval_batches=null" not in read_plan(sweeper.folder)[0]  # which was not typed
+    with pytest.raises(UserError, match=r"holds another sweep, which differs in the order of settings; use its"):
+        plan("seed=1,2", "minutes=1", "model={n_embd:64}", "model.n_embd=32", "resume=auto")
