@@ -23,7 +23,7 @@ test: $(VENV)/.dev
 	@$(IN_VENV) -m pytest $(ARGS)
 
 faults: $(VENV)/.dev
-	@$(IN_VENV) -m tests.robustness.faults $(ARGS)
+	@PYTHONPATH=tests $(IN_VENV) -m robustness.faults $(ARGS)
 
 lint: $(VENV)/.dev
 	@$(IN_VENV) -m ruff check . && $(IN_VENV) -m ruff format --check . && $(IN_VENV) -m mypy

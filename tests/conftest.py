@@ -1,11 +1,10 @@
-"""Fixtures of all tests: a small text, and functions that train on it with the real Hydra and Trainer."""
+"""Fixtures of all tests: a small text, runs on it, what all workers share, scripts, and a browser."""
 
-import csv
+import hashlib
 import os
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,19 +13,22 @@ from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
+from filelock import FileLock
+from models import save_tokenizer
+from processes import Script
+from small_runs import SCRIPTS, TEST_DEVICE, small_run, wait_until
 
 import minigpt
 from minigpt.data.token_files import load
+from minigpt.runs.history import plot_curves
+from minigpt.runs.run_dir import read_summary
 from minigpt.utils.signals import END_SIGNALS
 
-ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS, CONFIGS = ROOT / "scripts", ROOT / "configs"
-TEST_DEVICE = os.environ.get("MINIGPT_TEST_DEVICE", "cuda")  # of tests marked gpu; cpu rehearses them
+Once = Callable[[str, Callable[[Path], Any]], Path]
 
 # Tests compare runs bitwise, and results depend on the number of threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -51,12 +53,63 @@ def _seeded() -> None:
 
 
 @pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """Build a folder once for all workers, which only read it: `once("name", build)`; build gets the folder."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def folder(name: str, build: Callable[[Path], Any]) -> Path:
+        path = base / name
+        with FileLock(f"{path}.lock"):
+            if not (built := path.with_suffix(".built")).exists():
+                shutil.rmtree(path, ignore_errors=True)
+                path.mkdir()
+                build(path)
+                built.write_text(contents(path))
+        assert built.read_text() == contents(path), f"a test changed {path}, which is shared"
+        return path
+
+    def contents(path: Path) -> str:
+        return "".join(f"{file} {file.stat().st_mtime_ns}\n" for file in sorted(path.rglob("*")) if file.is_file())
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def text(once: Once) -> Path:
     """A text of 20,000 characters with patterns that a tiny model learns."""
     lines = [f"{i}: the quick brown fox jumps over the lazy dog number {i * i % 97}.\n" for i in range(400)]
-    file = tmp_path_factory.mktemp("text") / "fox.txt"
-    file.write_text("".join(lines)[:20_000], encoding="utf-8")
-    return file
+    return once("text", lambda folder: (folder / "fox.txt").write_text("".join(lines)[:20_000])) / "fox.txt"
+
+
+@pytest.fixture(scope="session")
+def trained(once: Once, text: Path) -> Callable[..., Path]:
+    """Return the folder of a small run with these overrides, which is trained once for all workers."""
+
+    def run(*overrides: str) -> Path:
+        def build(folder: Path) -> None:
+            given = [*small_run(text, folder / "data", *overrides), f"hydra.run.dir={folder}/run"]
+            with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as err:
+                minigpt.train(given)
+            for name, stream in (("out", out), ("err", err)):
+                (folder / name).write_text(stream.getvalue())
+
+        return once("trained-" + hashlib.sha256(" ".join(overrides).encode()).hexdigest()[:12], build) / "run"
+
+    return run
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_curves() -> Iterator[None]:
+    """Plot no curves.png but in tests with the fixture `curves`."""
+    with patch("minigpt.runs.fit.plot_curves"):
+        yield
+
+
+@pytest.fixture
+def curves() -> Iterator[None]:
+    with patch("minigpt.runs.fit.plot_curves", plot_curves):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -115,62 +168,19 @@ def open_page(browser: Any) -> Iterator[Callable[[Path], Callable[..., Any]]]:
 
 
 @pytest.fixture(scope="session")
-def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def gpt2_folder(once: Once) -> Path:
     """A small GPT-2 with random weights, its configuration and its tokenizer, as transformers saves them."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog number " * 20], trainer)
-    size = tokenizer.get_vocab_size()
-    folder = tmp_path_factory.mktemp("gpt2")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(folder)
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=size + 3, n_positions=32, n_embd=32, n_layer=2, n_head=2, eos_token_id=0)
-    GPT2LMHeadModel(config).save_pretrained(folder)
-    return folder
+    def build(folder: Path) -> None:
+        from transformers import GPT2Config, GPT2LMHeadModel
 
+        text = "the quick brown fox jumps over the lazy dog number " * 20
+        size = len(save_tokenizer(folder, text, ["<|endoftext|>"], eos_token="<|endoftext|>"))
+        torch.manual_seed(0)
+        config = GPT2Config(vocab_size=size + 3, n_positions=32, n_embd=32, n_layer=2, n_head=2, eos_token_id=0)
+        GPT2LMHeadModel(config).save_pretrained(folder)
 
-def small_run(text: Path, data: Path) -> list[str]:
-    """Overrides that make a run small."""
-    return f"""
-        data.path={text} data.folder={data} data.batch_size=8
-        trainer=cpu trainer.precision=32-true
-        model.block_size=16 model.n_layer=2 model.n_head=2 model.n_embd=32
-        max_steps=20 eval_every=10 log_every=5 callbacks.samples.max_new_tokens=20
-        originality=null
-    """.split()
-
-
-def wait_until(condition: Callable[[], Any], seconds: float = 300) -> None:
-    """Wait until a condition holds, which may fail an assertion itself."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"timeout after {seconds:g} s"
-        time.sleep(0.1)
-
-
-def composed(*overrides: str) -> DictConfig:
-    """Compose the configuration of a run."""
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return compose("train", list(overrides))
-
-
-def column(folder: Path, name: str) -> list[float]:
-    """The numbers in a column of the metrics.csv of a run."""
-    with open(folder / "metrics.csv", newline="", encoding="utf-8") as file:
-        return [float(row[name]) for row in csv.DictReader(file) if row[name]]
-
-
-def wandb_records(run: Path, index: int = 0) -> list[dict[str, Any]]:
-    """The records of an offline run of Weights & Biases in a run folder, the first by default."""
-    from robustness.faults.server import read_records
-
-    return read_records(sorted((run / "wandb").glob("offline-run-*"))[index])
+    return once("gpt2", build)
 
 
 @pytest.fixture
@@ -180,51 +190,50 @@ def small(text: Path, tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """A small run that tests only read: its folder, summary, output and validation tokens; its data is removed."""
-    base = tmp_path_factory.mktemp("finished")
-    overrides = [*small_run(text, base / "data"), f"hydra.run.dir={base}/run"]
-    with redirect_stdout(StringIO()) as stdout, redirect_stderr(StringIO()) as stderr:
-        summary = minigpt.train(overrides)
-    (tokens,) = (base / "data/tokens").glob("*/meta.json")
+def finished(trained: Callable[..., Path]) -> SimpleNamespace:
+    """A small run with samples, that tests only read: its folder, summary, overrides, output and validation tokens."""
+    with patch("minigpt.runs.fit.plot_curves", plot_curves):
+        folder = trained("callbacks.samples.max_new_tokens=20")
+    (tokens,) = folder.glob("../data/tokens/*/meta.json")
     val = torch.from_numpy(load(tokens.parent).tokens("val")[:].astype("int64"))
-    shutil.rmtree(base / "data")
-    output = {"stdout": stdout.getvalue(), "stderr": stderr.getvalue()}
-    return SimpleNamespace(folder=base / "run", summary=summary, overrides=overrides, val=val, **output)
+    output = {"stdout": (folder / "../out").read_text(), "stderr": (folder / "../err").read_text()}
+    return SimpleNamespace(folder=folder, summary=read_summary(folder), val=val, **output)
 
 
 @pytest.fixture
-def train(small: list[str], tmp_path: Path) -> Callable[..., SimpleNamespace]:
+def train(text: Path, tmp_path: Path) -> Callable[..., SimpleNamespace]:
     """Train in this process: `train("max_steps=5", folder=...)` returns the folder, the loss, the summary."""
 
     def run(*overrides: str, folder: Path = tmp_path / "run") -> SimpleNamespace:
-        summary = minigpt.train([*small, *overrides, f"hydra.run.dir={folder}"])
+        summary = minigpt.train([*small_run(text, tmp_path / "data", *overrides), f"hydra.run.dir={folder}"])
         return SimpleNamespace(folder=folder, loss=summary["best_val_loss"], summary=summary)
 
     return run
 
 
 @pytest.fixture
-def launch(small: list[str]) -> Callable[..., Any]:
-    """Run a script in a new process and wait: `launch("train.py", "max_steps=5")`."""
+def launch(text: Path, tmp_path: Path) -> Callable[..., SimpleNamespace]:
+    """Run a script in a forked process and wait: `launch("train.py", "max_steps=5")`; options are those of `Script`."""
 
-    def run(script: str, *arguments: str, **options: Any) -> Any:
-        command = [sys.executable, str(SCRIPTS / script), *(small if script == "train.py" else []), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, **options)
+    def run(script: str, *arguments: str, **options: Any) -> SimpleNamespace:
+        arguments = (*small_run(text, tmp_path / "data", *arguments),) if script == "train.py" else arguments
+        process = Script(script, *arguments, output=tmp_path / f"process-{time.monotonic_ns()}", **options)
+        return SimpleNamespace(returncode=process.wait(), stdout=process.stdout, stderr=process.stderr)
 
     return run
 
 
 @pytest.fixture
 def call(
-    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., SimpleNamespace]:
     """Run a script as `launch` does, but in this process, which has imported torch, and in the temporary folder."""
     monkeypatch.chdir(tmp_path)
 
-    def run(script: str, *arguments: str, small_run: bool = True) -> SimpleNamespace:
-        overrides = small if script == "train.py" and small_run else []
-        monkeypatch.setattr(sys, "argv", [str(SCRIPTS / script), *overrides, *arguments])
+    def run(script: str, *arguments: str, small: bool = True) -> SimpleNamespace:
+        if script == "train.py" and small:
+            arguments = (*small_run(text, tmp_path / "data", *arguments),)
+        monkeypatch.setattr(sys, "argv", [str(SCRIPTS / script), *arguments])
         handlers = {signum: signal.getsignal(signum) for signum in END_SIGNALS}
         code: Any = 0
         try:

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from small_runs import ROOT
 
 from minigpt.data.prepare import load_corpus
 from minigpt.data.tokenizer import SEPARATOR
 
-ROOT = Path(__file__).resolve().parents[1]
 SHAKESPEARE = Path(os.environ.get("MINIGPT_DATA_DIR", ""), "tinyshakespeare.txt")
 needs_shakespeare = pytest.mark.skipif(
     not SHAKESPEARE.is_file(), reason="MINIGPT_DATA_DIR names no folder with tinyshakespeare.txt"

@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from models import save_tokenizer
 
 from minigpt import GPT, GPTConfig, save_checkpoint
 from minigpt.data.tokenizer import ByteTokenizer, Tokenizer
@@ -89,17 +90,10 @@ You are a helpful assistant.<|im_end|>
 
 def make_instruct_folder(folder: Path) -> Path:
     """Write a Llama with random weights, a tokenizer and a chat template, as transformers saves them."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    options: Any = {"special_tokens": special, "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
-    tokenizer.train_from_iterator([CHATML], trainers.BpeTrainer(vocab_size=300, show_progress=False, **options))
-    theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", chat_template=CHATML)
-    theirs.save_pretrained(folder)
+    theirs = save_tokenizer(folder, CHATML, special, eos_token="<|im_end|>", chat_template=CHATML)
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=len(theirs), max_position_embeddings=256, eos_token_id=2, bos_token_id=0, **sizes)

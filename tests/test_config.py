@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import CONFIGS, composed
+from small_runs import CONFIGS, composed
 
 from minigpt.config import GPTConfig
 from minigpt.runs.config_checks import check_run

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TEST_DEVICE, column
 from ranks import train_on_ranks
+from small_runs import ROOT, TEST_DEVICE, column
 from test_decoder import EVERY
 from test_generation import ARCHITECTURES
 from torch import Tensor

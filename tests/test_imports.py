@@ -7,7 +7,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from small_runs import ROOT
 
 ORDER = [
     *("utils", "config", "data", "core", "page", "checkpoints", "interpret"),

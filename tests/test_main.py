@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from small_runs import ROOT
 
 from minigpt.__main__ import main
 from minigpt.utils import scripts

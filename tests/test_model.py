@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import composed
 from exported import MODELS
+from small_runs import composed
 from tolerance import assert_near, terms_of
 from torch import Tensor, nn
 from torch.nn import functional as F

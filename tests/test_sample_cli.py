@@ -22,6 +22,7 @@ import zstandard
 from corpora import corpus_of, on_disk, rows
 from pyarrow import parquet
 from servers import make_instruct_folder
+from small_runs import SCRIPTS
 
 from minigpt.checkpoints.load import load_checkpoint, save_checkpoint
 from minigpt.config import GPTConfig
@@ -31,7 +32,7 @@ from minigpt.generation import Step, score, stream
 from minigpt.model import GPT
 from minigpt.sample_cli import print_samples, read_prompt
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "sample.py"
+SCRIPT = SCRIPTS / "sample.py"
 ALPHABET = "".join(sorted("\n .,abcdefghijklmnopqrstuvwxyzé"))
 BLOCK_SIZE = 32
 WHOLE = "é€𝄞"  # characters of two, three and four bytes, no byte of which is in two of them

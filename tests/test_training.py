@@ -10,10 +10,10 @@ from typing import Any
 import matplotlib.image
 import pytest
 import torch
-from conftest import column, composed
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from omegaconf import OmegaConf
+from small_runs import column, composed
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import DataLoader, TensorDataset
@@ -42,7 +42,7 @@ def test_a_run_folder_holds_everything_about_its_run(finished: SimpleNamespace) 
     assert (folder / "samples.txt").read_text().count("validation loss") == 2
     assert matplotlib.image.imread(folder / "curves.png").shape[:2] == (720, 960)
     with pytest.raises(UserError, match="already holds a run"):
-        minigpt.train(finished.overrides)
+        minigpt.train([f"hydra.run.dir={folder}"])
 
 
 def test_a_checkpoint_is_plain_data_and_self_contained(finished: SimpleNamespace) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
 from corpora import random_texts
 from exported import BASE, CHARACTERS, DEFAULTS, MODELS, SAMPLE, export, random_model
+from small_runs import ROOT
 
 from minigpt import GPT, GPTConfig, generate
 from minigpt.checkpoints.export_html import export_html

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import composed, small_run
 from hydra.errors import InstantiationException
 from lightning.pytorch import Callback, Trainer
 from ranks import train_on_ranks
+from small_runs import composed, small_run
 
 import minigpt
 from minigpt import load_checkpoint

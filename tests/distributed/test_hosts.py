@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, wait_until
 from hosts import Hosts, needs_hosts, start_hosts
+from small_runs import ROOT, wait_until
 
 from minigpt.checkpoints.find import LAST
 from minigpt.checkpoints.format import read

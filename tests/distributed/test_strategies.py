@@ -4,8 +4,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import column, small_run
 from ranks import train_on_ranks
+from small_runs import column, small_run
 
 import minigpt
 from minigpt.checkpoints.find import LAST

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, composed
 from matplotlib import image
+from small_runs import ROOT, SCRIPTS, composed
 
 from minigpt.config import GPTConfig
 from minigpt.model import GPT

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, composed
+from small_runs import ROOT, composed
 
 from minigpt.runs.config_checks import check_run
 

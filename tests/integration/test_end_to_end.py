@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, wait_until
+from small_runs import ROOT, wait_until
 
 from minigpt.runs.overrides import complete_overrides
 from minigpt.utils.errors import UserError
@@ -123,7 +123,7 @@ def test_a_traceback_is_shown_on_request(call: Callable[..., Any], monkeypatch: 
 
 
 def test_help_is_written_for_people(call: Callable[..., Any]) -> None:
-    shown = call("train.py", "--help", small_run=False).stdout
+    shown = call("train.py", "--help", small=False).stdout
     groups = {path.name for path in (ROOT / "configs").iterdir() if path.is_dir()} - {"hydra"}
     for group in groups:
         assert re.search(rf"^ *{group}: .+", shown, re.MULTILINE), group

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
 from hosts import needs_hosts, start_hosts
 from servers import make_instruct_folder
+from small_runs import ROOT
 
 import minigpt
 
@@ -104,7 +104,7 @@ def test_every_script_command_runs(
     if SUBPROCESS & set(arguments):
         output = call_in_subprocess(script, *arguments, folder=tmp_path)
     else:
-        done = call(script.removeprefix("scripts/"), *arguments, small_run=False)
+        done = call(script.removeprefix("scripts/"), *arguments, small=False)
         assert done.returncode == 0, done.stderr
         output = done.stdout
     assert output.strip()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import CONFIGS, column, composed
+from small_runs import CONFIGS, column, composed
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F

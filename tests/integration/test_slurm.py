@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, wait_until
 from hosts import needs_hosts, start_hosts
+from small_runs import ROOT, wait_until
 
 from minigpt import load_checkpoint
 from minigpt.runs.run_dir import read_metrics

@@ -12,7 +12,7 @@ from typing import Any
 from zipfile import ZipFile
 
 import pytest
-from conftest import ROOT
+from small_runs import ROOT
 from test_readme import SHORT, commands
 
 pytestmark = pytest.mark.slow

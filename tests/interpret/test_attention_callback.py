@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import column
+from small_runs import column
 from tiny_models import ALPHABET, make_model
 
 from minigpt.data.tokenizer import CharTokenizer

@@ -7,8 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import composed
 from pydivsufsort import divsufsort
+from small_runs import composed
 
 from minigpt.data.prepare import load_corpus
 from minigpt.interpret import originality

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import small_run
 from readers import Reader
 from servers import serving
+from small_runs import small_run
 
 import minigpt
 from minigpt.checkpoints.export_html import export_html

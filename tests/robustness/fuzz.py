@@ -35,7 +35,6 @@ from minigpt.model import GPT
 from minigpt.sweeps import results as sweep
 from minigpt.utils.cli import explain
 
-ROOT = Path(__file__).resolve().parents[2]
 DEEP = 100_000
 ODD: list[Any] = [
     *(None, True, False, 0, -1, 1, 2, 3.5, 1 << 31, 1 << 63, -(1 << 63), 10**30, math.nan, math.inf, -math.inf),

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import FAULTS
-from faults.tools import Fault, Skipped
+from robustness.faults import FAULTS
+from robustness.faults.tools import Fault, Skipped
 
 from minigpt.runs.shutdown import GracefulShutdown
 from minigpt.utils.signals import END_SIGNALS, Interrupted, handle_signals, raise_interrupted

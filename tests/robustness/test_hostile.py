@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save
+from small_runs import SCRIPTS
 from torch import Tensor
 
 from minigpt.checkpoints.format import checksum, write
@@ -25,7 +26,6 @@ from minigpt.data.tokenizer import BPETokenizer, CharTokenizer
 from minigpt.model import GPT
 from minigpt.utils.cli import UserError
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 ALPHABET = "\n abcdeé€😀"
 MEMORY, SECONDS = 300 << 20, 5  # per file, beyond the imports
 WORDS, CHARMAP = {"type": "BPE", "vocab": {"a": 0}, "merges": []}, {"type": "Precompiled", "precompiled_charsmap": ""}

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
 from lightning.pytorch import Callback
 from omegaconf import OmegaConf
 from ranks import train_on_ranks
+from small_runs import ROOT
 from torch.nn import functional as F
 
 import minigpt

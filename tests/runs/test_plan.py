@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import SCRIPTS, column, composed
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from small_runs import SCRIPTS, column, composed
 
 import minigpt
 from minigpt.config import GPTConfig
@@ -309,7 +309,7 @@ def test_no_time_for_a_step_is_an_error(mine):
     ],
 )
 def test_bad_input_is_one_line(call, mine, overrides, message, tmp_path):
-    result = call("train.py", *mine, *overrides, f"hydra.run.dir={tmp_path}/run", small_run=False)
+    result = call("train.py", *mine, *overrides, f"hydra.run.dir={tmp_path}/run", small=False)
     assert result.returncode == 2
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import column, small_run
+from small_runs import column, small_run
 
 import minigpt
 from minigpt import load_checkpoint

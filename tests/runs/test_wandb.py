@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import wandb_records
 from lightning.pytorch import Callback
 from robustness.faults.server import serve
+from small_runs import wandb_records
 
 from minigpt.runs.wandb_logger import sync_command, wandb_logger
 from minigpt.utils.cli import explain

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from conftest import wait_until
 from servers import BrokenEngine, SmallEngine, make_instruct_folder, make_run, serving
+from small_runs import wait_until
 
 from minigpt import generate, load_checkpoint
 from minigpt.checkpoints.init_from import find_pretrained

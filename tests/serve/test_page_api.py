@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from conftest import wait_until
 from servers import make_run, serving
+from small_runs import wait_until
 
 from minigpt import GPT, generate, load_checkpoint
 from minigpt.checkpoints.find import find_snapshots, snapshot_path

@@ -18,8 +18,8 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import ROOT
 from servers import make_run
+from small_runs import ROOT
 
 from minigpt.serve.loaded_models import find_models
 from minigpt.utils.errors import UserError

@@ -2,8 +2,8 @@
 
 import pytest
 import yaml
-from conftest import ROOT, composed
 from omegaconf import OmegaConf
+from small_runs import ROOT, composed
 
 from minigpt.runs.config_checks import check_run
 from minigpt.sweeps.launcher import Joblib, visible_gpus

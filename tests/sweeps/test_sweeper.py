@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, small_run, wait_until, wandb_records
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
@@ -27,13 +26,13 @@ from hydra.errors import HydraException
 from hydra.types import HydraContext, RunMode
 from matplotlib import image
 from omegaconf import DictConfig, OmegaConf, open_dict
+from small_runs import CONFIGS, SCRIPTS, small_run, wait_until, wandb_records
 
 from minigpt.runs.run_dir import read_summary, write_summary
 from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, SKIPPED, read_plan, read_sweep, write_plan
 from minigpt.sweeps.sweeper import Grid
 from minigpt.utils.errors import UserError
 
-CONFIGS, TRAIN = ROOT / "configs", ROOT / "scripts" / "train.py"
 TIMED = ("seconds", "tokens_per_second", "flops_per_second", "mfu")  # columns that no two runs share
 
 
@@ -469,7 +468,7 @@ class RealSweep:
 
     def __init__(self, root: Path, text: Path) -> None:
         self.root, self.gate = root, root / "gate"
-        self.command = [sys.executable, str(TRAIN), "-m", *small_run(text, root / "data")]
+        self.command = [sys.executable, str(SCRIPTS / "train.py"), "-m", *small_run(text, root / "data")]
         self.command += ["model.n_embd=31,32", "optimizer.lr=1e-3,1e30"]
         self.command += ["+callbacks.gate._target_=gate_of_tests.Gate", f"+callbacks.gate.folder={self.gate}"]
         (root / "gate_of_tests.py").write_text(GATE)

@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, composed
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
+from small_runs import ROOT, composed
 
 from minigpt.utils.cli import cli_entrypoint, explain
 from minigpt.utils.errors import RunError, UserError

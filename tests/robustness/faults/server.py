@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from .tools import Fault, Run, Trial, assert_same_run, metric_rows, reference
+from .tools import Fault, Run, Trial, assert_same_run, reference
 
 LONG_RUN = ("max_steps=600", "eval_every=150", "log_every=2")  # long enough to measure its time
 BUCKET: dict[str, Any] = {
@@ -132,13 +132,13 @@ def wandb_fault(fault: str) -> Trial:
                 (wandb_dir,) = (run.folder / "wandb").glob("run-*")
                 sync(wandb_dir, env)
                 rows = server.history["uploaded"]
-                assert len(rows) >= len(metric_rows(unlogged)), f"{len(rows)} rows were synced"
+                assert len(rows) >= len(rows(unlogged)), f"{len(rows)} rows were synced"
         assert "Traceback" not in run.stderr, run.stderr
         assert len(run.messages) <= 1, run.stderr
         assert_same_run(run.folder, unlogged)
         if fault != "kill client":
             history = [record for record in read_records(wandb_dir) if record["type"] == "history"]
-            assert len(history) >= len(metric_rows(unlogged)), f"{len(history)} rows are on disk"
+            assert len(history) >= len(rows(unlogged)), f"{len(history)} rows are on disk"
         with serve() as server:
             env = client_environment(server, workdir)
             healthy = Run(workdir / "healthy", *LONG_RUN, "logger=wandb", cold_start=True, env=env)

@@ -1,36 +1,29 @@
-"""Runs as processes, waiting for the files that they write, and bitwise comparison of run folders."""
+"""Training runs as processes, waiting for the files that they write, and bitwise comparison of run folders."""
 
-import csv
+import atexit
 import json
-import multiprocessing
 import os
-import runpy
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from random import Random
-from threading import Lock, RLock
+from threading import Lock
 from typing import Any
 
 import torch
+from processes import Script, wait_for_imports
+from small_runs import TIMES, rows
 from torch.utils._pytree import keystr, tree_flatten_with_path
-from tqdm import tqdm
 
 from minigpt.checkpoints.find import BEST, LAST
 from minigpt.checkpoints.format import read
 from minigpt.checkpoints.load import load_checkpoint
 
-ROOT = Path(__file__).resolve().parents[3]
-TRAIN = str(ROOT / "scripts" / "train.py")
-TIME_KEYS = {"seconds", "wall_seconds", "tokens_per_second", "flops_per_second", "logged_seconds", "command"}
-IGNORED_KEYS = TIME_KEYS | {"resume", "logger", "commit", "dirty"}  # differ between a run and its resumed copy
+IGNORED_KEYS = TIMES | {"logged_seconds", "command", "resume", "logger", "commit", "dirty"}  # differ when resumed
 PROGRESS = ("step ", "model  ", "data  ", "training  ", "device  ", "run folder  ", "resume with: ")
 
 # Wide enough that writing a checkpoint takes measurable time; with dropout, and rows between validations.
@@ -52,12 +45,6 @@ SETTINGS = (
     "callbacks.samples.max_new_tokens=10",
 )
 
-# The fork server must not initialize CUDA, or its forks could not.
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-# A run forked from a process that has imported torch starts immediately; a new interpreter takes ten seconds.
-_forkserver = multiprocessing.get_context("forkserver")
-_IMPORTS = ["torch._dynamo", "matplotlib.pyplot", "hydra.main", "minigpt.training", "minigpt.optim", "minigpt.ema"]
-_forkserver.set_forkserver_preload([*_IMPORTS, "minigpt.runs.train", "minigpt.runs.samples_and_attention"])
 _TEMPORARY = tempfile.TemporaryDirectory(prefix="minigpt-faults-")
 _SHARED = Path(_TEMPORARY.name)
 _reference_lock = Lock()
@@ -85,115 +72,33 @@ class Fault:
         return self.trial(workdir, Random(f"{self.name} {seed}"))
 
 
-class Run:
-    """A process of `scripts/train.py` in its own session.
+class Run(Script):
+    """A process of `scripts/train.py`.
 
     Args:
-        cold_start: start a new interpreter, as a user does, instead of a fork of one with all imports done.
         signal_at: (n, signum): send the signal right before the n-th file operation in the run folder.
-        env: additional environment variables; with cold_start.
+        options: those of `Script`.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *overrides: str,
-        cold_start: bool = False,
-        signal_at: tuple[int, int] | None = None,
-        env: dict[str, str] | None = None,
-    ) -> None:
-        self.folder, self.stderr_file = folder, _SHARED / f"{time.monotonic_ns()}.err"
-        arguments = [TRAIN, *SETTINGS, f"data.path={training_text()}", f"data.folder={_SHARED}/data", *overrides]
-        arguments.append(f"hydra.run.dir={folder}")
-        self.start = time.monotonic()
-        if cold_start:
-            with open(self.stderr_file, "wb") as stderr:
-                self._popen = subprocess.Popen(
-                    [sys.executable, *arguments],
-                    stdout=subprocess.DEVNULL,
-                    stderr=stderr,
-                    env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
-                    start_new_session=True,
-                )
-            self.pid, self._process = self._popen.pid, None
-        else:
-            options = (arguments, self.stderr_file, folder, signal_at)
-            self._process = _forkserver.Process(target=_run_forked, args=options)
-            self._process.start()
-            self.pid = self._process.pid
-
-    def poll(self) -> int | None:
-        """The exit code as in a shell, 128 + signal if killed; None while the run is alive."""
-        code = self._process.exitcode if self._process else self._popen.poll()
-        return code if code is None or code >= 0 else 128 - code
-
-    def wait(self, seconds: float = 120) -> int:
-        """Wait for the exit code; on timeout kill the run and fail the trial."""
-        deadline = time.monotonic() + seconds
-        while (code := self.poll()) is None:
-            if time.monotonic() > deadline:
-                self.kill()
-                raise AssertionError(f"the run did not exit within {seconds:g} s; stderr: {self.stderr}")
-            time.sleep(0.01)
-        return code
-
-    def signal(self, signum: int) -> None:
-        """Send a signal to the run if it is alive."""
-        if self.poll() is None:
-            os.kill(self.pid, signum)
-
-    def kill(self) -> None:
-        """Kill the run and all processes that it started."""
-        for pid in [self.pid, *self.live_processes()]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.wait()
-
-    def live_processes(self) -> list[int]:
-        """Processes of the run's session, without zombies."""
-        found = []
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
-            except OSError:  # the process has exited
-                continue
-            if int(session) == self.pid and state not in "ZX":
-                found.append(int(stat.parent.name))
-        return found
-
-    @property
-    def stderr(self) -> str:
-        return self.stderr_file.read_text(errors="replace") if self.stderr_file.exists() else ""
+    def __init__(self, folder: Path, *overrides: str, signal_at: tuple[int, int] | None = None, **options: Any) -> None:
+        self.folder, self.start = folder, time.monotonic()
+        arguments = [*SETTINGS, f"data.path={training_text()}", f"data.folder={_SHARED}/data", *overrides]
+        output = _SHARED / f"{time.monotonic_ns()}"
+        count = partial(count_operations, folder, output.with_suffix(".operations"), *(signal_at or (0, 0)))
+        super().__init__("train.py", *arguments, f"hydra.run.dir={folder}", output=output, prepare=count, **options)
 
     @property
     def messages(self) -> list[str]:
         """The lines on stderr other than progress: warnings and errors."""
         return [line for line in self.stderr.splitlines() if line.strip() and not line.startswith(PROGRESS)]
 
-    def wait_for(self, condition: Callable[[], bool], *, poll_seconds: float = 0.002) -> bool:
-        """Wait for a condition; returns False if the run exited first."""
-        deadline = time.monotonic() + 120
-        while not condition():
-            if self.poll() is not None:
-                return False
-            assert time.monotonic() < deadline, "timeout after 120 s"
-            time.sleep(poll_seconds)
-        return True
-
     def wait_for_step(self, step: int) -> bool:
         """Wait for a row of `step` or a later one in metrics.csv."""
-        return self.wait_for(lambda: max(logged_steps(self.folder), default=0) >= step)
+        return self.wait_for(lambda: max(logged_steps(self.folder), default=0) >= step, poll_seconds=0.002)
 
 
-def _run_forked(arguments: list[str], stderr: Path, folder: Path, signal_at: tuple[int, int] | None) -> None:
-    """Run the script in a forked process, with the session, streams and arguments that a shell would set up."""
-    os.setsid()
-    tqdm.set_lock(RLock())  # the default lock is shared between processes; a killed process leaves warnings
-    for stream in (0, 1):
-        os.dup2(os.open(os.devnull, os.O_RDWR), stream)
-    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    sys.argv = arguments
-    at, signum = signal_at or (0, 0)
+def count_operations(folder: Path, file: Path, at: int, signum: int) -> None:
+    """Count the file operations in a folder, write their number at the exit, and send the signal at one of them."""
     operations = 0
 
     def audit(event: str, details: tuple[Any, ...]) -> None:
@@ -207,10 +112,7 @@ def _run_forked(arguments: list[str], stderr: Path, folder: Path, signal_at: tup
                 os.kill(os.getpid(), signum)
 
     sys.addaudithook(audit)
-    try:
-        runpy.run_path(TRAIN, run_name="__main__")
-    finally:
-        stderr.with_suffix(".operations").write_text(str(operations))
+    atexit.register(lambda: file.write_text(str(operations)))
 
 
 @cache
@@ -231,13 +133,11 @@ def reference(*overrides: str) -> Path:
 @cache
 def _reference(*overrides: str) -> Path:
     folder = _SHARED / f"reference-{len(list(_SHARED.iterdir()))}"
-    imports = _forkserver.Process(target=int)  # waits for the imports of the fork server
-    imports.start()
-    imports.join()
+    wait_for_imports()
     run = Run(folder, *overrides, cold_start="trainer=ddp" in overrides)
     assert run.wait() == 0, run.stderr
     (folder / "wall_seconds").write_text(str(time.monotonic() - run.start))
-    if (operations := run.stderr_file.with_suffix(".operations")).exists():
+    if (operations := run.files[0].with_suffix(".operations")).exists():
         operations.rename(folder / "operations")
     return folder
 
@@ -275,7 +175,7 @@ def assert_same_run(folder: Path, reference: Path) -> None:
             other = actual[key]
             equal = torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
             assert equal, f"{name} differs in {key}"
-    assert metric_rows(folder) == metric_rows(reference), "metrics.csv differs"
+    assert rows(folder) == rows(reference), "metrics.csv differs"
     assert (folder / "samples.txt").read_bytes() == (reference / "samples.txt").read_bytes(), "samples.txt differs"
     summary, expected = (json.loads((run / "summary.json").read_text()) for run in (folder, reference))
     different = {key for key in expected if key not in IGNORED_KEYS and summary.get(key) != expected[key]}
@@ -290,12 +190,6 @@ def _leaves(folder: Path, name: str) -> dict[str, Any]:
         for path, leaf in leaves
         if not isinstance(leaf, str) and not IGNORED_KEYS & {getattr(key, "key", None) for key in path}
     }
-
-
-def metric_rows(folder: Path) -> list[dict[str, str]]:
-    """The rows of metrics.csv without the columns that measure time."""
-    with open(folder / "metrics.csv", newline="") as file:
-        return [{name: value for name, value in row.items() if name not in TIME_KEYS} for row in csv.DictReader(file)]
 
 
 def logged_steps(folder: Path) -> list[int]:

@@ -1,0 +1,72 @@
+"""Small runs: their overrides, and what is in a run folder."""
+
+import csv
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS, CONFIGS = ROOT / "scripts", ROOT / "configs"
+TEST_DEVICE = os.environ.get("MINIGPT_TEST_DEVICE", "cuda")  # of tests marked gpu; cpu rehearses them
+TIMES = {"seconds", "wall_seconds", "tokens_per_second", "flops_per_second", "mfu"}  # columns that no two runs share
+
+
+def small_run(text: Path, data: Path, *overrides: str) -> list[str]:
+    """Return overrides that make a run small, and those given; it draws samples only if one of them names samples."""
+    small = f"""
+        data.path={text} data.folder={data} data.batch_size=8
+        trainer=cpu trainer.precision=32-true
+        model.block_size=16 model.n_layer=2 model.n_head=2 model.n_embd=32
+        max_steps=20 eval_every=10 log_every=5
+        originality=null
+    """.split()
+    samples = any("samples" in override for override in overrides)
+    return [*small, *([] if samples else ["callbacks.samples=null"]), *overrides]
+
+
+def composed(*overrides: str) -> DictConfig:
+    """Compose the configuration of a run."""
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return compose("train", list(overrides))
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    """Return the rows of the metrics.csv of a run, without the columns that measure time."""
+    return [{name: value for name, value in row.items() if name not in TIMES} for row in table(folder / "metrics.csv")]
+
+
+def table(file: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file."""
+    with open(file, newline="", encoding="utf-8") as opened:
+        return list(csv.DictReader(opened))
+
+
+def column(folder: Path, name: str) -> list[float]:
+    """Return the numbers in a column of the metrics.csv of a run."""
+    return [float(row[name]) for row in table(folder / "metrics.csv") if row[name]]
+
+
+def wandb_records(run: Path, index: int = 0) -> list[dict[str, Any]]:
+    """Return the records of an offline run of Weights & Biases in a run folder, the first by default."""
+    from robustness.faults.server import read_records
+
+    return read_records(sorted((run / "wandb").glob("offline-run-*"))[index])
+
+
+def one_line(result: Any) -> str:
+    """Return the line on stderr of a script that refused its input: exit code 2, and nothing on stdout."""
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.stderr
+    return result.stderr.strip()
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 300) -> None:
+    """Wait until a condition holds, which may fail an assertion itself."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"timeout after {seconds:g} s"
+        time.sleep(0.05)
