@@ -42,6 +42,18 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a CUDA GPU")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run tests that share a fixture of their module, and those that fork processes, in one worker each, and first."""
+    for item in items:
+        fixtures = [one for found in item._fixtureinfo.name2fixturedefs.values() for one in found]  # type: ignore[attr-defined]
+        if any(fixture.scope == "module" for fixture in fixtures):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        elif "launch" in item.fixturenames or item.path.stem == "test_faults":  # type: ignore[attr-defined]
+            item.add_marker(pytest.mark.xdist_group("processes"))
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+
+
 def pytest_xdist_auto_num_workers() -> int:
     """Return one worker more than cores, because many tests wait for a process or a timeout."""
     return (os.cpu_count() or 1) + 1
