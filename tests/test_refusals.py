@@ -1,6 +1,6 @@
 """What the scripts refuse: one clear line on stderr, exit code 2, nothing on stdout, and nothing half-written.
 
-A row is a command line of a script in an empty folder with the files of `odd_files`, and a part of its line. In a command line,
+A row is a command line in an empty folder with the files of `odd_files`, and a part of its error. In a command line,
 RUN is the folder of a small run of `train.py`, TEXT its text, and GPT2 the folder of a model of Hugging Face.
 """
 
