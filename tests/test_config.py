@@ -1,66 +1,91 @@
 """Configurations: invalid values raise before anything is built, imported or written."""
 
 import re
-from typing import Any
+from functools import cache
+from itertools import zip_longest
 
 import pytest
 import yaml
+from omegaconf import DictConfig, OmegaConf
 from small_runs import CONFIGS, composed
 
 from minigpt.config import GPTConfig
 from minigpt.runs.config_checks import check_run
 from minigpt.utils.errors import UserError
 
-INT = "an integer ≥ 1"
-BAD_VALUES = [
-    *((name, value, INT) for name in ("vocab_size", "n_layer", "n_head", "n_embd") for value in (0, -3, 2.5)),
-    *(("block_size", value, "an integer in [1, 1048576]") for value in (0, -3, 2.5, 1048577)),
-    *(("n_layer", value, INT) for value in (True, "12", None)),
-    *((name, value, f"{INT}, or null") for name in ("n_kv_head", "head_dim", "n_inner") for value in (0, 1.5)),
-    *((name, value, "true or false") for name in ("bias", "qk_norm") for value in (1, None, "no")),
-    ("qkv_bias", 1, "true or false, or null"),
-    *(("ngram", value, "0, or an integer ≥ 2") for value in (1, -2, 2.5)),
-    *((name, 0, INT) for name in ("ngram_buckets", "ngram_dim")),
-    *(("smear", value, "an integer ≥ 0") for value in (-1, 0.5, True, None)),
-    ("ngram_dropout", 1.0, "in [0, 1)"),
-    *(("dropout", value, "in [0, 1)") for value in (1, 1.0, -0.1, float("nan"), "0.1", None)),
-    *(("rope_base", value, "a finite number > 0") for value in (0, -1.0, float("inf"), float("nan"))),
-    *((name, 0, "a finite number > 0") for name in ("norm_eps", "rope_low_freq_factor", "rope_high_freq_factor")),
-    *(("rope_factor", value, "a finite number ≥ 1") for value in (0.5, float("inf"), None)),
-    ("rope_high_freq_factor", 1.0, "above model.rope_low_freq_factor=1.0"),
-    ("rope_original_block_size", 0, INT),
-    ("logit_softcap", 0, "a finite number > 0, or null"),
-    ("norm", "batchnorm", "one of layernorm, rmsnorm, rmsnorm_noscale"),
-    ("position", "alibi", "one of learned, rope, none"),
-    ("activation", "GELU", "one of gelu, gelu_tanh, relu, relu2, swiglu"),
-    ("norm_position", "sandwich", "one of pre, post"),
-    ("parametrization", "muP", "one of standard, mup"),
-    *((name, value, INT) for name in ("base_n_embd", "base_head_dim") for value in (0, 64.0, None)),
+INT, POSITIVE = "an integer ≥ 1", "a finite number > 0"
+MODEL = {
+    INT: "n_layer=0 n_layer=-3 n_layer=2.5 n_layer=true n_layer=null n_layer='12' vocab_size=0 n_head=0 n_embd=0 "
+    "layer_repeats=0 ngram_buckets=0 ngram_dim=0 rope_original_block_size=0 base_n_embd=64.0 base_head_dim=0",
+    "an integer in [1, 1048576]": "block_size=0 block_size=1048577",
+    f"{INT}, or null": "n_kv_head=0 head_dim=0 n_inner=1.5",
+    "true or false": "bias=1 bias=null qk_norm='no' qk_norm_weights=0 tie_embeddings=1 embed_norm=1",
+    "true or false, or null": "qkv_bias=1",
+    "0, or an integer ≥ 2": "ngram=1 ngram=-2 ngram=2.5",
+    "an integer ≥ 0": "smear=-1 smear=true",
+    "in [0, 1)": "dropout=1 dropout=-0.1 dropout=.nan dropout='0.1' dropout=null ngram_dropout=1.0",
+    POSITIVE: "rope_base=0 rope_base=.inf rope_base=.nan norm_eps=0 rope_low_freq_factor=0 rope_high_freq_factor=0",
+    f"{POSITIVE}, or null": "logit_softcap=0",
+    "a finite number ≥ 1": "rope_factor=0.5 rope_factor=.inf",
+    "above model.rope_low_freq_factor=1.0": "rope_high_freq_factor=1.0",
+    "one of layernorm, rmsnorm, rmsnorm_noscale": "norm=batchnorm",
+    "one of learned, rope, none": "position=alibi",
+    "one of gelu, gelu_tanh, relu, relu2, swiglu": "activation=GELU",
+    "one of pre, post": "norm_position=sandwich",
+    "one of standard, mup": "parametrization=muP",
+    "divisible by model.layer_repeats=3": "layer_repeats=3,n_layer=4",
+    "divisible by model.n_head=8": "n_head=8,n_embd=100",
+    "divisible by model.n_kv_head=3": "n_kv_head=3,n_head=4",
+    "even with model.position=rope": "position=rope,n_embd=36,head_dim=3 position=rope,head_dim=5",
+    "true with model.qk_norm_weights=true": "qk_norm_weights=true,qk_norm=false",
+}
+RUN = {
+    INT: "max_steps=0 max_steps=2.5 max_steps=null eval_every=0 log_every=0 data.batch_size=0 data.eval_batch_size=-2 "
+    "optimizer.newton_schulz_steps=0 trainer.accumulate_grad_batches=0",
+    f"{INT}, or null": "pause_at=0 eval_batches=0 checkpoint_blocks=0 data.threads=0 originality=0",
+    "a multiple of eval_every=250 and at most max_steps=1000, or null": "pause_at=300 pause_at=1250",
+    "an integer ≥ 0": "seed=-1 seed=1.5 seed=18446744073709551616 data.overfit_batches=-1 schedule.warmup_steps=-1",
+    POSITIVE: "collective_timeout=0 optimizer.lr=0 optimizer.lr=.inf optimizer.lr=fast optimizer.adam_lr=0",
+    f"{POSITIVE}, or null": "trainer.gradient_clip_val=0 minutes=0",
+    "a finite number ≥ 0": "optimizer.weight_decay=-0.1 optimizer.ngram_weight_decay=-1",
+    "two numbers in [0, 1)": "optimizer.betas=[0.9] optimizer.betas=null optimizer.betas=[2.0,0.99]",
+    "in [0, 1)": "optimizer.momentum=1",
+    "in (0, 1)": "data.val_fraction=0 data.val_fraction=1",
+    "in (0, 1), or null": "ema_decay=1",
+    "in [0, 1]": "schedule.final_lr_frac=-1",
+    "true or false": "trainer.strategy.compress=1",
+    "a local path or a list of them, or null": "data.train_bin=[] data.val_bin=s3://a/b.bin",
+    "one of files, download, plays, huggingface": "data.source=ftp",
+    "one of fraction, document": "data.split=half",
+    "a text, or null": "data.separator=1 data.separator=''",
+    "an integer ≥ 257": "tokenizer.vocab_size=256",
+    "a run folder, a checkpoint, or a folder or id of Hugging Face, or null": "init_from=1 init_from=''",
+    "auto, a run folder, a checkpoint, or null": "resume=1",
+}
+CASES = [
+    *((expected, f"model.{value.replace(',', ' model.')}") for expected in MODEL for value in MODEL[expected].split()),
+    *((expected, value) for expected in RUN for value in RUN[expected].split()),
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "expected"), BAD_VALUES)
-def test_an_invalid_value_raises_with_its_key_and_the_valid_values(name: str, value: Any, expected: str):
-    with pytest.raises(UserError, match=f"^{re.escape(f'model.{name} must be {expected}, got {value}')}$"):
-        GPTConfig(**{name: value})
+@cache
+def run() -> DictConfig:
+    return composed("optimizer=muon", "trainer=ddp", "tokenizer=bpe")
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"qk_norm_weights": True}, "model.qk_norm must be true with model.qk_norm_weights=true, got False"),
-        (
-            {"n_embd": 100, "n_head": 8},
-            "model.n_embd must be divisible by model.n_head=8, got 100; use a multiple of 8, or set model.head_dim",
-        ),
-        ({"n_kv_head": 24}, "model.n_head must be divisible by model.n_kv_head=24, got 12"),
-        ({"position": "rope", "n_embd": 36}, "model.head_dim must be even with model.position=rope, got 3"),
-        ({"position": "rope", "head_dim": 5}, "model.head_dim must be even with model.position=rope, got 5"),
-    ],
-)
-def test_values_that_do_not_fit_each_other_raise_with_what_does(values: dict[str, Any], message: str):
-    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
-        GPTConfig(**values)
+@pytest.mark.parametrize(("expected", "overrides"), CASES)
+def test_an_invalid_value_raises_with_its_key_and_the_valid_values(expected: str, overrides: str):
+    given = OmegaConf.from_dotlist(overrides.split())
+    key = overrides.split()[-1].partition("=")[0]
+    message = f"{key} must be {expected}, got {OmegaConf.select(given, key)}"
+    with pytest.raises(UserError, match=f"^{re.escape(message)}(;|$)"):
+        check_run(OmegaConf.merge(run(), given))
+
+
+def test_a_run_with_a_value_at_its_limit_is_accepted():
+    limits = "seed=0 optimizer.weight_decay=0 schedule.warmup_steps=0 pause_at=1000 trainer.gradient_clip_val=null"
+    for override in [*limits.split(), "model.vocab_size=65", "model.n_kv_head=2", "model.block_size=1048576"]:
+        check_run(OmegaConf.merge(run(), OmegaConf.from_dotlist([override])))
 
 
 def test_swiglu_has_about_as_many_parameters_as_gelu_and_a_hidden_width_that_is_a_multiple_of_eight():
@@ -72,13 +97,9 @@ def test_swiglu_has_about_as_many_parameters_as_gelu_and_a_hidden_width_that_is_
     assert GPTConfig(activation="swiglu", n_inner=50).inner_width == 50
 
 
-def test_a_configuration_equals_the_one_rebuilt_from_its_dictionary():
+def test_a_configuration_equals_the_one_rebuilt_from_its_dictionary_which_is_checked():
     config = GPTConfig(n_layer=3, n_kv_head=4, dropout=0.25, position="rope", activation="swiglu", bias=False)
-    assert GPTConfig.from_dict(config.to_dict()) == config
-    assert yaml.safe_load(yaml.safe_dump(config.to_dict())) == config.to_dict()
-
-
-def test_a_stored_configuration_is_validated_like_a_new_one():
+    assert GPTConfig.from_dict(yaml.safe_load(yaml.safe_dump(config.to_dict()))) == config
     with pytest.raises(UserError, match="n_layr, n_windows"):
         GPTConfig.from_dict({"n_layer": 2, "n_windows": 3, "n_layr": 2})
     with pytest.raises(UserError, match=r"model.dropout must be in .*, got 2"):
@@ -88,59 +109,19 @@ def test_a_stored_configuration_is_validated_like_a_new_one():
 def test_the_defaults_are_the_gpt2_preset():
     preset = yaml.safe_load((CONFIGS / "model/gpt2.yaml").read_text(encoding="utf-8"))
     assert preset.pop("vocab_size") is None
-    defaults = GPTConfig().to_dict()
-    assert defaults.pop("vocab_size") == 50257
-    assert preset == defaults
+    assert preset | {"vocab_size": 50257} == GPTConfig().to_dict()
 
 
-CHOICES = [
-    (group, file.stem)
-    for group in ("model", "optimizer", "schedule", "trainer", "experiment", "debug")
-    for file in sorted((CONFIGS / group).glob("*.yaml"))
-]
+def choices(group: str) -> list[str]:
+    names = sorted(file.stem for file in (CONFIGS / group).glob("*.yaml"))
+    return [f"{group}={name}" for name in names if name != "pretrained"]  # that of experiment=finetune_gpt2
 
 
-@pytest.mark.parametrize(("group", "choice"), CHOICES)
-def test_every_file_in_configs_is_a_valid_run(group: str, choice: str):
-    init_from = ["init_from=gpt2", "tokenizer=pretrained"] if choice == "pretrained" else []
-    check_run(composed(f"{group}={choice}", *init_from))
-
-
-LIMITS = ["seed=0", "optimizer.weight_decay=0", "schedule.warmup_steps=0", "pause_at=1000"]
-LIMITS += ["trainer.gradient_clip_val=null", "model.vocab_size=65", "model.n_kv_head=2"]
-
-
-def test_a_run_with_a_value_at_its_limit_is_accepted():
-    for override in LIMITS:
-        check_run(composed(override))
-
-
-BAD_OVERRIDES = {
-    INT: "max_steps=0 max_steps=2.5 max_steps=null eval_every=0 log_every=0 data.batch_size=0 data.eval_batch_size=-2 "
-    "trainer.accumulate_grad_batches=0 model.vocab_size=0",
-    f"{INT}, or null": "pause_at=0",
-    "a multiple of eval_every=250 and at most max_steps=1000, or null": "pause_at=300 pause_at=1250",
-    "an integer ≥ 0": "seed=-1 seed=1.5 seed=18446744073709551616 data.overfit_batches=-1 schedule.warmup_steps=-1",
-    "a finite number > 0": "optimizer.lr=0 optimizer.lr=inf optimizer.lr=fast",
-    "a finite number > 0, or null": "trainer.gradient_clip_val=0",
-    "a finite number ≥ 0": "optimizer.weight_decay=-0.1",
-    "two numbers in [0, 1)": "optimizer.betas=[0.9] optimizer.betas=0.9 optimizer.betas=null",
-    "in (0, 1)": "data.val_fraction=0 data.val_fraction=1",
-    "in [0, 1]": "schedule.final_lr_frac=-1",
-    "a local path or a list of them, or null": "data.train_bin=[] data.val_bin=s3://a/b.bin",
-    "divisible by model.n_head=4": "model.n_embd=101",
-}
+SHARED = [*map(choices, ("model", "optimizer", "schedule", "trainer", "data", "tokenizer", "callbacks", "logger"))]
 
 
 @pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("optimizer.betas=[2.0, 0.99]", "two numbers in [0, 1)"),
-        *((override, expected) for expected, overrides in BAD_OVERRIDES.items() for override in overrides.split()),
-    ],
+    "overrides", [*zip_longest(*SHARED), *zip(choices("experiment")), *zip(choices("debug"))], ids=str
 )
-def test_an_invalid_run_configuration_raises_with_the_overridden_key(override: str, expected: str):
-    key, _, value = override.partition("=")
-    message = f"{key} must be {expected}, got {'None' if value == 'null' else value}"
-    with pytest.raises(UserError, match=f"^{re.escape(message)}(;|$)"):
-        check_run(composed(override))
+def test_every_file_in_configs_is_a_valid_run(overrides: tuple[str | None, ...]):
+    check_run(composed(*filter(None, overrides)))
