@@ -94,12 +94,13 @@ def test_output_and_weights_equal_those_of_torchs_module(bias: bool, causal: boo
     assert_near(ours.attention_weights(x, mask=mask), expected_weights, terms=TERMS)
 
 
-def test_rotation_multiplies_pairs_as_complex_numbers():
+@pytest.mark.parametrize("start", [0, 1_000_003])
+def test_rotation_multiplies_pairs_as_complex_numbers(start: int):
     x = torch.randn(2, 10, 3, 8)
-    angle = torch.arange(10)[:, None, None] * 50.0 ** (-torch.arange(0, 8, 2) / 8)
-    expected = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones(10, 1, 4), angle)
-    # The angles of the reference are of 32 bits: as far off as the largest of them is.
-    assert_near(rotate(x, rotary_table(10, 8, 50.0)), torch.cat((expected.real, expected.imag), -1), 10 * x, terms=2)
+    angle = torch.arange(start, start + 10)[:, None, None] * 50.0 ** (-torch.arange(0, 8, 2).double() / 8)
+    expected = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angle), angle)
+    rotated = rotate(x, rotary_table(10, 8, 50.0, start=start))
+    assert_near(rotated, torch.cat((expected.real, expected.imag), -1).float(), x, terms=2)
 
 
 def test_dropout_drops_weights_and_keeps_their_expectation():

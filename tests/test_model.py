@@ -152,6 +152,13 @@ def test_an_ngram_embedding_depends_on_the_last_n_tokens_only():
     assert_close(model.ngrams(again, None)[0, 5], embedded[0, 7])
 
 
+def test_smear_adds_the_embeddings_of_previous_tokens_times_its_factors_before_the_norm_of_the_input():
+    model, tokens = make_model(smear=2, embed_norm=True, position="none"), torch.randint(23, (1, 16))
+    x, (second, first) = model.wte(tokens), model.smear  # the last is for the previous token
+    x = x + first * F.pad(x, (0, 0, 1, -1)) + second * F.pad(x, (0, 0, 2, -2))
+    assert_close(model.embed(tokens, slice(16), None), F.rms_norm(x, (16,), eps=1e-5))
+
+
 @pytest.mark.parametrize(
     ("dtype", "reduction"), [(torch.bfloat16, "mean"), (torch.float16, "sum"), (torch.float64, "sum")]
 )
