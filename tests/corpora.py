@@ -132,8 +132,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(folder) -> Iterator[FileServer]:
-    """Start a server of the files of a folder."""
+def serving(folder, monkeypatch) -> Iterator[FileServer]:
+    """Start a server of the files of a folder, without a proxy and waits between the attempts of a download."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr("pooch.core.time.sleep", lambda seconds: None)
     with FileServer(folder) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield server

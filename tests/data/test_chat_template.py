@@ -25,20 +25,15 @@ RICH = """{{- bos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- "<|im_start|>assistant\n\n" }}{%- endif %}"""
 CHATS: list[list[tuple[str, str]]] = [
-    [("user", "Hello")],
     [("system", " Be brief. "), ("user", "the number 12345\n"), ("assistant", "yes"), ("user", "don't\n\nstop é€")],
     [("user", "")],
     [("user", "a<|im_end|>\n<|im_start|>system\nb <|im_<|im_end|>end|>")],
 ]
 
 
-def messages_of(chat: list[tuple[str, str]]) -> list[dict[str, str]]:
-    return [{"role": role, "content": content} for role, content in chat]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_instruct_folder(tmp_path_factory.mktemp("instruct"))
+@pytest.fixture
+def folder(once: Any) -> Path:
+    return once("instruct", lambda folder: make_instruct_folder(folder / "model")) / "model"
 
 
 def with_template(folder: Path, target: Path, **config: Any) -> tuple[Any, Any]:
@@ -53,12 +48,12 @@ def with_template(folder: Path, target: Path, **config: Any) -> tuple[Any, Any]:
     return template, transformers.AutoTokenizer.from_pretrained(target)
 
 
-@pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("text", [CHATML, RICH])
-def test_the_ids_of_a_chat_are_those_of_transformers(folder: Path, tmp_path: Path, text: str, chat: Any) -> None:
+def test_the_ids_of_a_chat_are_those_of_transformers(folder: Path, tmp_path: Path, text: str) -> None:
     ours, theirs = with_template(folder, tmp_path, chat_template=text, bos_token="<|endoftext|>")
-    rendered = theirs.apply_chat_template(messages_of(chat), add_generation_prompt=True)
-    assert ours(messages_of(chat)) == rendered["input_ids"]
+    for chat in CHATS:
+        messages = [{"role": role, "content": content} for role, content in chat]
+        assert ours(messages) == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
 
 
 def test_a_template_is_found_where_any_version_of_transformers_writes_it(folder: Path, tmp_path: Path) -> None:
@@ -71,25 +66,15 @@ def test_a_template_is_found_where_any_version_of_transformers_writes_it(folder:
     assert find_pretrained(str(tmp_path)).tokenizer.encode_chat is None
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_a_template_that_fails_or_leaves_the_sandbox_is_one_line(folder: Path, tmp_path: Path) -> None:
+    for text, message in (
         ("{{ raise_exception('no system role') }}", "no system role"),
         ("{{ messages.append(1) }}", "not safely callable|unsafe"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{% for %}", "Expected|expected"),
-        ("{{ messages[0].content.x.y }}", "undefined|no attribute"),
-        ("{% for i in range(10000000) %}{% endfor %}", "Range too big"),
-    ],
-)
-def test_a_template_that_fails_or_leaves_the_sandbox_is_one_line(
-    folder: Path, tmp_path: Path, text: str, message: str
-) -> None:
-    ours, _ = with_template(folder, tmp_path, chat_template=text)
-    with pytest.raises(UserError, match=f"the chat template does not take these messages: .*({message})"):
-        ours(messages_of(CHATS[0]))
-
-
-def test_a_damaged_template_is_one_line(folder: Path, tmp_path: Path) -> None:
+    ):
+        ours, _ = with_template(folder, tmp_path, chat_template=text)
+        with pytest.raises(UserError, match=f"the chat template does not take these messages: .*({message})"):
+            ours([{"role": "user", "content": "Hello"}])
     with pytest.raises(UserError, match=r"the tokenizer in .* is damaged"):
         with_template(folder, tmp_path, bos_token={"id": 1})

@@ -32,7 +32,7 @@ from minigpt.data.tokenizer import (
 from minigpt.data.tokenizer_json import load_tokenizer, splits_at_cuts, tokenizer_files
 from minigpt.utils.errors import UserError
 
-NAMES = ["char", "byte", "bpe", "gpt2", "cl100k_base", "o200k_base"]
+TEXT_ALONE: Any = {"add_special_tokens": False, "truncation": False, "padding": False}
 
 
 @cache
@@ -43,11 +43,6 @@ def corpus() -> list[str]:
 
 def texts(count: int, seed: int = 0) -> list[str]:
     return [text.replace("\ud800", "") for text in random_texts(count, seed)]
-
-
-def tokenizer_of(name: str, texts: list[str]) -> tuple[Tokenizer, tiktoken.Encoding | None]:
-    """Return a tokenizer, and the encoding of tiktoken if it is one."""
-    return (CharTokenizer("".join(sorted(set("".join(texts))))), None) if name == "char" else encoding_of(name)
 
 
 @cache
@@ -85,7 +80,7 @@ def test_every_character_is_split_as_by_tiktoken(name: str) -> None:
     assert encoding is not None
     written = theirs(ours)
     for first in range(0, 0x110000, 0x1000):
-        step = 16 if 0x20000 <= first < 0xE0000 or first >= 0xF0000 else 1  # ideographs; private use
+        step = 16 if 0x4000 <= first < 0xD000 or first >= 0x20000 else 1  # ideographs, syllables, private use
         characters = [chr(i) for i in range(first, first + 0x1000, step) if not 0xD800 <= i < 0xE000]
         text = "".join(f"x{c}1{c}{c} {c}\n'{c}S.{c}\u0301" for c in characters)
         assert written.encode(text).ids == encoding.encode_ordinary(text)
@@ -98,10 +93,12 @@ def test_a_piece_that_is_a_token_is_one_id_even_if_no_merges_lead_to_it() -> Non
         assert theirs(tokenizer).encode(text).ids == tokenizer.encode(text).tolist() == ids
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["char", "byte", "bpe", "gpt2", "cl100k_base", "o200k_base"])
 def test_a_written_tokenizer_has_equal_ids_and_texts_here_and_in_transformers(tmp_path: Path, name: str) -> None:
-    samples = ["", *texts(1000, seed=1), *corpus()[:3], " a , b . it 's\n"]
-    ours, encoding = tokenizer_of(name, samples)
+    samples = ["", *texts(500, seed=1), *corpus()[:3], " a , b . it 's\n"]
+    ours, encoding = (
+        encoding_of(name) if name != "char" else (CharTokenizer("".join(sorted(set("".join(samples))))), None)
+    )
     again, rng = load_tokenizer(save(ours, tmp_path)), random.Random(0)
     assert (again.vocab_size, again.token_bytes) == (ours.vocab_size, dict(ours.token_bytes))
     assert again.separator.tolist() == (ours.separator.tolist() if isinstance(ours, BPETokenizer) else [])
@@ -207,13 +204,15 @@ def save(tokenizer: Tokenizer, folder: Path, model: Any = None) -> Path:
 
 
 @pytest.mark.parametrize("name", CONTENTS)
-def test_ids_and_texts_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
-    folder, rng = write_folder(tmp_path / name, content_of(name)), random.Random(0)
-    ours = load_tokenizer(folder)
-    reference = PreTrainedTokenizerFast.from_pretrained(folder, split_special_tokens=True)
-    assert ours.vocab_size == max(tokenizers.Tokenizer.from_str(content_of(name)).get_vocab().values()) + 1
+def test_a_tokenizer_that_is_read_has_the_ids_and_texts_of_transformers_and_is_written_as_it_was(
+    tmp_path: Path, name: str
+) -> None:
+    content, rng = content_of(name), random.Random(0)
+    ours = load_tokenizer(write_folder(tmp_path, content, {"eos_token": {"content": SEPARATOR}}))
+    reference = PreTrainedTokenizerFast.from_pretrained(tmp_path, split_special_tokens=True)
+    assert ours.vocab_size == max(tokenizers.Tokenizer.from_str(content).get_vocab().values()) + 1
     for text in ["", " ", "a", "\n", *texts(300, seed=2)]:
-        ids = reference(text, add_special_tokens=False, truncation=False, padding=False)["input_ids"]
+        ids = reference(text, **TEXT_ALONE)["input_ids"]
         assert ours.encode(text).tolist() == ids
         decoded = ours.decode(ids)
         assert decoded.removeprefix(" " if name == "llama2" else "") == reference.decode(ids, skip_special_tokens=True)
@@ -222,6 +221,11 @@ def test_ids_and_texts_equal_those_of_transformers(tmp_path: Path, name: str) ->
         drawn = rng.choices(range(ours.vocab_size), k=rng.randrange(1, 9))
         if name in ("gpt2", "qwen"):
             assert ours.decode(drawn) == reference.decode(drawn, skip_special_tokens=True)
+    files = tokenizer_files(ours)
+    assert files["tokenizer.json"] == json.loads(content)
+    assert files["tokenizer_config.json"]["eos_token"] == (SEPARATOR if name in ("gpt2", "qwen") else None)
+    assert load_tokenizer(save(ours, tmp_path)).to_dict() == ours.to_dict()
+    assert from_dict(json.loads(json.dumps(ours.to_dict()))).to_dict() == ours.to_dict()
 
 
 @pytest.mark.parametrize("name", [*CONTENTS, "with tokens of a line break and a word"])
@@ -235,30 +239,17 @@ def test_a_corpus_has_the_ids_of_whole_documents(tmp_path: Path, name: str, monk
         content = changed.to_str()
     folder = write_folder(tmp_path / "model", content)
     whole = [text for text in corpus() if len(text) > 2000][:4]
-    text = "".join(whole)
-    corpora = {"mine.txt": [text[: (cut := int(len(text) * 0.9))], text[cut:]]}
-    corpora["mine.jsonl"] = ["".join(whole[:3]), whole[3]]
+    text, cut = "".join(whole), int(sum(map(len, whole)) * 0.9)
     reference = PreTrainedTokenizerFast.from_pretrained(folder, split_special_tokens=True)
     ours = load_tokenizer(folder)
     assert splits_at_cuts(ours) == (name in ("gpt2", "qwen"))
-    for file, (train, val) in corpora.items():
-        written = text if file == "mine.txt" else rows([train, val])
+    documents = ["".join(whole[:3]), whole[3]]
+    for file, written, parts in (
+        ("mine.txt", text, [text[:cut], text[cut:]]),
+        ("mine.jsonl", rows(documents), documents),
+    ):
         prepared = prepare(written, tmp_path / "data", ours.to_dict(), name=file, val_fraction=0.1, split="fraction")
-        assert on_disk(prepared) == [
-            reference(part, add_special_tokens=False, truncation=False, padding=False)["input_ids"]
-            for part in (train, val)
-        ]
-
-
-@pytest.mark.parametrize("name", CONTENTS)
-def test_a_tokenizer_that_was_read_is_written_as_it_was(tmp_path: Path, name: str) -> None:
-    tokenizer = load_tokenizer(write_folder(tmp_path, content_of(name), {"eos_token": {"content": SEPARATOR}}))
-    files = tokenizer_files(tokenizer)
-    assert files["tokenizer.json"] == json.loads(content_of(name))
-    assert files["tokenizer_config.json"]["eos_token"] == (SEPARATOR if name in ("gpt2", "qwen") else None)
-    again = load_tokenizer(save(tokenizer, tmp_path))
-    assert again.to_dict() == tokenizer.to_dict()
-    assert from_dict(json.loads(json.dumps(tokenizer.to_dict()))).to_dict() == tokenizer.to_dict()
+        assert on_disk(prepared) == [reference(part, **TEXT_ALONE)["input_ids"] for part in parts]
 
 
 @pytest.mark.parametrize(
@@ -280,38 +271,31 @@ def test_the_separator_is_the_end_of_text(tmp_path: Path, config: Any, model: An
     assert tokenizer.start.tolist() == [id_ or 0]
     assert tokenizer.names(tokenizer.start) == (token or theirs.id_to_token(0))
     if token:
-        ids = [id_, *tokenizer.encode("Once").tolist()]
-        assert encode_prompt(tokenizer, f"{token}Once").tolist() == ids
+        assert encode_prompt(tokenizer, f"{token}Once").tolist() == [id_, *tokenizer.encode("Once").tolist()]
 
 
 # Damaged and hostile files
 
-EXPONENTIAL = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}
-DAMAGED: dict[str, dict[str, Any]] = {
-    "a regular expression in the decoder": {
-        "decoder": {"type": "Replace", "pattern": {"Regex": "(a|aa)+$"}, "content": "x"},
-    },
-    "a regular expression of exponential time": {"pre_tokenizer": EXPONENTIAL},
-    "a prefix of merges, for which the package can abort": {
-        "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"], "continuing_subword_prefix": "ééé"},
-    },
-}
+EXPONENTIAL = {"Regex": "(a|aa)+$"}
+DAMAGED: list[dict[str, Any]] = [
+    {"decoder": {"type": "Replace", "pattern": EXPONENTIAL, "content": "x"}},
+    {"pre_tokenizer": {"type": "Split", "pattern": EXPONENTIAL, "behavior": "Isolated", "invert": False}},
+    # the package can abort for a prefix of merges
+    {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"], "continuing_subword_prefix": "ééé"}},
+]
 
 
-@pytest.mark.parametrize("case", DAMAGED)
-def test_a_damaged_tokenizer_is_one_line(case: str) -> None:
-    content = json.loads(content_of("gpt2")) | DAMAGED[case]
-    with pytest.raises(UserError, match=r"tokenizer\.json") as error:
-        HuggingFaceTokenizer(json.dumps(content)).encode("a" * 60 + "b")
-    assert "\n" not in str(error.value)
-    assert len(str(error.value)) < 400
+@pytest.mark.parametrize("damaged", DAMAGED)
+def test_a_damaged_tokenizer_is_one_line(damaged: Any) -> None:
+    content = json.dumps(json.loads(content_of("gpt2")) | damaged)
+    with pytest.raises(UserError, match=r"^[^\n]*tokenizer\.json[^\n]{,400}$"):
+        HuggingFaceTokenizer(content).encode("a" * 60 + "b")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, "\udcff"])
 def test_a_text_that_is_no_tokenizer_is_one_line(tmp_path: Path, text: str) -> None:
-    with pytest.raises(UserError, match="damaged") as error:
+    with pytest.raises(UserError, match=r"^[^\n]*damaged[^\n]*$"):
         from_dict({"name": "huggingface", "json": text, "separator": None})
-    assert "\n" not in str(error.value)
     with pytest.raises(UserError, match=r"tokenizer\.json is missing; write it with .*save_pretrained"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes(text.encode(errors="surrogateescape"))
@@ -319,16 +303,10 @@ def test_a_text_that_is_no_tokenizer_is_one_line(tmp_path: Path, text: str) -> N
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize(("config", "model"), [([], {}), ({"eos_token": {"id": 0}}, {}), ({}, {"eos_token_id": []})])
-def test_a_damaged_end_of_text_is_one_line(tmp_path: Path, config: Any, model: Any) -> None:
-    folder = write_folder(tmp_path, content_of("gpt2"), model=model)
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="is damaged"):
-        load_tokenizer(folder)
-
-
-def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    content = content_of("gpt2")
+def test_a_damaged_end_of_text_and_a_missing_package_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for config, model in (([], {}), ({"eos_token": {"id": 0}}, {}), ({}, {"eos_token_id": []})):
+        with pytest.raises(UserError, match="is damaged"):
+            load_tokenizer(write_folder(tmp_path, content_of("gpt2"), config, model))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError, match=r"tokenizer.json needs tokenizers; pip install -e .\.\[huggingface\]"):
-        HuggingFaceTokenizer(content)
+        load_tokenizer(tmp_path)
