@@ -3,7 +3,6 @@
 import json
 import random
 import sys
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -134,13 +133,8 @@ def build(pre_tokenizer: Any, decoder: Any, normalizer: Any = None, alphabet: An
     if normalizer:
         tokenizer.normalizer = normalizer
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))] if alphabet else [SEPARATOR]
-    trainer = trainers.BpeTrainer(
-        vocab_size=1500,
-        special_tokens=special,
-        initial_alphabet=alphabet or pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(corpus(), trainer)
+    letters: Any = {"initial_alphabet": alphabet or pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    tokenizer.train_from_iterator(corpus(), trainers.BpeTrainer(vocab_size=1500, special_tokens=special, **letters))
     return tokenizer
 
 
@@ -171,29 +165,20 @@ def sentencepiece(prefix: bool) -> Any:
     )
 
 
-def words() -> Any:
-    """Return one of GPT-2's shape, with tokens of a line break and a word."""
-    tokenizer = tokenizers.Tokenizer.from_str(content_of("gpt2"))
-    tokenizer.add_tokens([AddedToken("\nfrom", normalized=False), AddedToken("\nimport", normalized=False)])
-    return tokenizer
-
-
-TRAINED: dict[str, Callable[[], Any]] = {
-    "gpt2": lambda: build(pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()),
-    "qwen": qwen,
-    "words": words,
-    "llama2": lambda: sentencepiece(True),
-    "gemma": lambda: sentencepiece(False),
-}
-
-
 @cache
 def content_of(name: str) -> str:
-    content = json.loads(TRAINED[name]().to_str())
-    if name == "qwen":
-        content["model"]["ignore_merges"] = True
+    """Return a tokenizer.json: of GPT-2's shape is also "words", which has tokens of a line break and a word."""
     if name in ("llama2", "gemma"):
+        content = json.loads(sentencepiece(name == "llama2").to_str())
         content["added_tokens"] = content["added_tokens"][:3]  # not those of bytes
+    elif name == "qwen":
+        content = json.loads(qwen().to_str())
+        content["model"]["ignore_merges"] = True
+    else:
+        tokenizer = build(pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel())
+        words = ["\nfrom", "\nimport"] if name == "words" else []
+        tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
+        content = json.loads(tokenizer.to_str())
     return json.dumps(content, indent=2)
 
 
@@ -211,9 +196,9 @@ def save(tokenizer: Tokenizer, folder: Path, model: Any = None) -> Path:
     return write_folder(folder, json.dumps(files["tokenizer.json"]), files["tokenizer_config.json"], model)
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", ["gpt2", "qwen", "words", "llama2", "gemma"])
 def test_a_tokenizer_that_is_read_has_the_ids_and_texts_of_transformers_and_is_written_as_it_was(
-    tmp_path: Path, name: str
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content, rng = content_of(name), random.Random(0)
     ours = load_tokenizer(write_folder(tmp_path, content, {"eos_token": {"content": SEPARATOR}}))
@@ -234,24 +219,13 @@ def test_a_tokenizer_that_is_read_has_the_ids_and_texts_of_transformers_and_is_w
     assert files["tokenizer_config.json"]["eos_token"] == (None if name in ("llama2", "gemma") else SEPARATOR)
     assert load_tokenizer(save(ours, tmp_path)).to_dict() == ours.to_dict()
     assert from_dict(json.loads(json.dumps(ours.to_dict()))).to_dict() == ours.to_dict()
-
-
-@pytest.mark.parametrize("name", TRAINED)
-def test_a_corpus_has_the_ids_of_whole_documents(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long documents are read and encoded in chunks where that gives the same ids."""
-    monkeypatch.setattr(readers, "_BLOCK_BYTES", 512)
-    folder = write_folder(tmp_path / "model", content_of(name))
-    whole = [text for text in corpus() if len(text) > 2000][:4]
-    text, cut = "".join(whole), int(sum(map(len, whole)) * 0.9)
-    reference = PreTrainedTokenizerFast.from_pretrained(folder, split_special_tokens=True)
-    ours = load_tokenizer(folder)
+    # Long documents are read and encoded in chunks where that gives the same ids.
     assert splits_at_cuts(ours) == (name in ("gpt2", "qwen"))
-    documents = ["".join(whole[:3]), whole[3]]
-    for file, written, parts in (
-        ("mine.txt", text, [text[:cut], text[cut:]]),
-        ("mine.jsonl", rows(documents), documents),
-    ):
-        prepared = prepare(written, tmp_path / "data", ours.to_dict(), name=file, val_fraction=0.1, split="fraction")
+    monkeypatch.setattr(readers, "_BLOCK_BYTES", 512)
+    whole = [text for text in corpus() if len(text) > 2000][:4]
+    documents, text, cut = ["".join(whole[:3]), whole[3]], "".join(whole), int(sum(map(len, whole)) * 0.9)
+    for file, content, parts in (("a.txt", text, [text[:cut], text[cut:]]), ("a.jsonl", rows(documents), documents)):
+        prepared = prepare(content, tmp_path / "data", ours.to_dict(), name=file)
         assert on_disk(prepared) == [reference(part, **TEXT_ALONE)["input_ids"] for part in parts]
 
 
@@ -277,36 +251,25 @@ def test_the_separator_is_the_end_of_text(tmp_path: Path, config: Any, model: An
         assert encode_prompt(tokenizer, f"{token}Once").tolist() == [id_, *tokenizer.encode("Once").tolist()]
 
 
-# Damaged and hostile files
-
-EXPONENTIAL = {"Regex": "(a|aa)+$"}
-DAMAGED: list[dict[str, Any]] = [
-    {"decoder": {"type": "Replace", "pattern": EXPONENTIAL, "content": "x"}},
-    {"pre_tokenizer": {"type": "Split", "pattern": EXPONENTIAL, "behavior": "Isolated", "invert": False}},
-    # the package can abort for a prefix of merges
-    {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"], "continuing_subword_prefix": "ééé"}},
-]
-
-
-@pytest.mark.parametrize("damaged", DAMAGED)
-def test_a_damaged_tokenizer_is_one_line(damaged: Any) -> None:
-    content = json.dumps(json.loads(content_of("gpt2")) | damaged)
-    with pytest.raises(UserError, match=r"^[^\n]*tokenizer\.json[^\n]{,400}$"):
-        HuggingFaceTokenizer(content).encode("a" * 60 + "b")
-
-
-@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, "\udcff"])
-def test_a_text_that_is_no_tokenizer_is_one_line(tmp_path: Path, text: str) -> None:
-    with pytest.raises(UserError, match=r"^[^\n]*damaged[^\n]*$"):
-        from_dict({"name": "huggingface", "json": text, "separator": None})
+def test_damaged_files_and_a_missing_package_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exponential = {"Regex": "(a|aa)+$"}
+    prefix = {"continuing_subword_prefix": "ééé"}  # for which the package can abort
+    for damaged in (
+        {"decoder": {"type": "Replace", "pattern": exponential, "content": "x"}},
+        {"pre_tokenizer": {"type": "Split", "pattern": exponential, "behavior": "Isolated", "invert": False}},
+        {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"]} | prefix},
+    ):
+        content = json.dumps(json.loads(content_of("gpt2")) | damaged)
+        with pytest.raises(UserError, match=r"^[^\n]*tokenizer\.json[^\n]{,400}$"):
+            HuggingFaceTokenizer(content).encode("a" * 60 + "b")
     with pytest.raises(UserError, match=r"tokenizer\.json is missing; write it with .*save_pretrained"):
         load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(UserError, match="damaged"):
-        load_tokenizer(tmp_path)
-
-
-def test_a_damaged_end_of_text_and_a_missing_package_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("", "[]", "[" * 100_000, "\udcff"):
+        with pytest.raises(UserError, match=r"^[^\n]*damaged[^\n]*$"):
+            from_dict({"name": "huggingface", "json": text, "separator": None})
+        (tmp_path / "tokenizer.json").write_bytes(text.encode(errors="surrogateescape"))
+        with pytest.raises(UserError, match="damaged"):
+            load_tokenizer(tmp_path)
     for config, model in (([], {}), ({"eos_token": {"id": 0}}, {}), ({}, {"eos_token_id": []})):
         with pytest.raises(UserError, match="is damaged"):
             load_tokenizer(write_folder(tmp_path, content_of("gpt2"), config, model))
