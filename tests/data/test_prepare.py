@@ -27,7 +27,7 @@ from corpora import (
     texts_on_disk,
     values,
 )
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from minigpt.data import prepare as preparation
@@ -36,9 +36,6 @@ from minigpt.data.tokenizer import token_dtype
 from minigpt.utils.errors import UserError
 
 UNICODE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\ufeff"), min_size=1)
-STORIES = st.lists(st.text("abc é€😀\n", max_size=12), min_size=2, max_size=12).filter(
-    lambda stories: sum(map(bool, stories)) > 1
-)
 BPE = {"name": "bpe", "vocab_size": 300}
 
 
@@ -69,7 +66,7 @@ def test_a_separator_gives_the_ids_of_the_same_documents_in_json_lines(tmp_path,
         assert separated.tokenizer.to_dict() == rowed.tokenizer.to_dict()
     assert capsys.readouterr().err == ""
     one = prepare(plain, tmp_path, BPE)  # again, as one document
-    assert (one.train.documents, one.tokenizer.separated) == (1, False)
+    assert (one.train.documents, one.tokenizer.names(one.tokenizer.start)) == (1, "\n")  # no separator is in it
     assert one.sha256 != separated.sha256
     advice = "data.separator='<|endoftext|>' splits text files there"
     assert capsys.readouterr().err == f"warning: <|endoftext|> in the text is read as ordinary text; {advice}\n"
@@ -114,55 +111,34 @@ def test_ids_have_32_bits_if_they_do_not_fit_into_16(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "tokenizer", "problem"),
+    ("content", "tokenizer", "split", "problem"),
     [
-        ("", "char", r"mine\.jsonl is empty"),
-        (rows(["a b c d"]), BPE, r"tokenizer\.vocab_size must be at most 259 for .*, got 300"),
-        (rows(["only one"]), "char", r"none of the 1 documents is for \w+;.*data\.split=fraction"),
-        (rows(stories(300)) + "{", "byte", "line 301: not JSON"),
+        ("", "char", "fraction", r"mine\.jsonl is empty"),
+        (rows(["a b c d"]), BPE, "fraction", r"tokenizer\.vocab_size must be at most 259 for .*, got 300"),
+        (rows(["only one"]), "char", "document", r"none of the 1 documents is for \w+;.*data\.split=fraction"),
+        (rows(stories(300)) + "{", "byte", "document", "line 301: not JSON"),
     ],
-    ids=["empty", "few pairs", "one document", "JSON"],
 )
-def test_an_unsuitable_text_raises_and_leaves_no_partial_files(tmp_path, monkeypatch, content, tokenizer, problem):
+def test_an_unsuitable_text_raises_and_leaves_no_partial_files(
+    tmp_path, monkeypatch, content, tokenizer, split, problem
+):
     in_parts(monkeypatch, 300)
-    split = "document" if "documents" in problem else "fraction"
     with pytest.raises(UserError, match=problem):
         prepare(content, tmp_path, tokenizer, name="mine.jsonl", split=split)
     assert leftovers(tmp_path) == []
 
 
 @settings(deadline=None, max_examples=30)
-@given(STORIES, st.sampled_from([0.1, 0.3, 0.5]))
+@given(st.lists(st.text("abc é€😀\n", max_size=12), min_size=2, max_size=12), st.sampled_from([0.1, 0.3, 0.5]))
 def test_several_documents_are_cut_at_the_nearest_start_of_a_document(texts, val_fraction):
-    wanted = int(sum(map(len, texts)) * (1 - val_fraction))
-    starts = np.cumsum([len(text) for text in texts])[:-1]  # of every document but the first
-    distances = np.abs(starts - wanted)
+    assume(sum(map(bool, texts)) > 1)
+    starts = np.cumsum([len(text) for text in texts])
+    distances = np.abs(starts[:-1] - int(starts[-1] * (1 - val_fraction)))
     with tempfile.TemporaryDirectory() as folder:
         corpus = prepare(rows(texts), Path(folder), "byte", name="mine.jsonl", val_fraction=val_fraction)
         found = texts_on_disk(corpus)
     nearest = np.flatnonzero(distances == distances.min()) + 1
     assert found in [["\n".join(filter(None, part)) for part in (texts[:cut], texts[cut:])] for cut in nearest]
-
-
-@pytest.mark.parametrize(("tokenizer", "unit"), [("char", 1), ("byte", 1 << 20), (BPE, 1), (BPE, 1 << 20)], ids=str)
-def test_separators_are_between_documents_only(tmp_path, monkeypatch, tokenizer, unit):
-    monkeypatch.setattr(splits, "_BATCH_CHARS", unit)
-    corpus = prepare(
-        rows(["", *stories(40), "", *stories(20, seed=1), ""]), tmp_path, tokenizer, name="mine.jsonl", val_fraction=0.3
-    )
-    texts, expected = [*stories(40), *stories(20, seed=1)], []
-    separator = [corpus.tokenizer.vocab_size - 1] if tokenizer is BPE else corpus.tokenizer.encode("\n").tolist()
-    for split in (corpus.train, corpus.val):
-        here, texts = texts[: split.documents], texts[split.documents :]
-        ids = [i for text in here for i in (*separator, *corpus.tokenizer.encode(text).tolist())]
-        expected.append(ids[1:])
-        assert split.bytes == len("".join(here).encode())
-    assert texts == []
-    assert on_disk(corpus) == expected
-    assert corpus.val.tokens == len(expected[1])
-    assert corpus.tokenizer.start.tolist() == separator
-    one = prepare("\n".join(stories(50)), tmp_path, tokenizer)
-    assert one.tokenizer.decode(one.tokenizer.start) == "\n"  # no separator is in the corpus
 
 
 def test_split_document_selects_about_val_fraction_of_the_distinct_documents_whatever_else_there_is(tmp_path):
@@ -182,19 +158,22 @@ def test_split_document_selects_about_val_fraction_of_the_distinct_documents_wha
     assert first < more
 
 
-def test_split_document_keeps_a_chunked_document_in_one_split(tmp_path, monkeypatch):
+@pytest.mark.parametrize("split", ["document", "fraction"])
+def test_documents_of_several_chunks_are_whole_and_have_separators_between_them(tmp_path, monkeypatch, split):
     in_parts(monkeypatch, 100)
-    texts = ["\n".join(stories(9, seed)) for seed in range(20)]
+    texts = ["", *("\n".join(stories(9, seed)) for seed in range(20)), "", *stories(20), ""]
     (tmp_path / "in").mkdir()
     for i, text in enumerate(texts):
         (tmp_path / f"in/{i:02}.txt").write_text(text)
-    corpus = corpus_of(tmp_path / "in", tmp_path, BPE, split="document", val_fraction=0.4)
-    found = []
-    for split, ids in ((corpus.train, on_disk(corpus)[0]), (corpus.val, on_disk(corpus)[1])):
+    corpus, found = corpus_of(tmp_path / "in", tmp_path, BPE, split=split, val_fraction=0.4), []
+    for part, ids in zip((corpus.train, corpus.val), on_disk(corpus), strict=True):
         documents = corpus.tokenizer.names(ids).split("<|endoftext|>")
-        assert (split.documents, split.bytes) == (len(documents), len("".join(documents).encode()))
+        assert (part.documents, part.bytes) == (len(documents), len("".join(documents).encode()))
         found += documents
-    assert sorted(found) == sorted(texts)
+    if split == "document":
+        found.sort(key=texts.index)
+    assert found == [text for text in texts if text]
+    assert corpus.tokenizer.names(corpus.tokenizer.start) == "<|endoftext|>"
 
 
 def test_a_separate_validation_text_is_the_validation_split_and_its_documents_in_both_are_counted(tmp_path, capsys):
@@ -217,15 +196,13 @@ def test_a_separate_validation_text_is_the_validation_split_and_its_documents_in
     assert re.fullmatch(r"warning: 4 training documents of mine\.jsonl .*\n", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(
-    ("split", "name"),
-    [("fraction", "mine.txt"), ("fraction", "mine.jsonl"), ("document", "mine.jsonl"), ("val_path", "mine.txt")],
-)
-def test_bpe_is_trained_on_the_training_split_alone(tmp_path, split, name):
+@pytest.mark.parametrize("split", ["fraction", "document", "val_path"])
+def test_bpe_is_trained_on_the_training_split_alone(tmp_path, split):
     runs = [chr(0x4E00 + i) * 200 for i in range(30)]  # all equally frequent; each has a last byte of its own
     (tmp_path / "val.txt").write_text("".join(runs[20:]))
-    content = rows(runs) if name == "mine.jsonl" else "".join(runs[:20] if split == "val_path" else runs)
+    content = {"fraction": "".join(runs), "document": rows(runs), "val_path": "".join(runs[:20])}[split]
     changes = {"val_path": str(tmp_path / "val.txt")} if split == "val_path" else {"split": split}
+    name = "mine.jsonl" if split == "document" else "mine.txt"
     corpus = prepare(content, tmp_path, BPE | {"vocab_size": 330}, name=name, val_fraction=0.3, **changes)
     train, val = (set("".join(runs)) & set(text) for text in texts_on_disk(corpus))
     merged = b"".join(corpus.tokenizer.tokens[256:])

@@ -43,6 +43,7 @@ def rebuilt(tokenizer):
     return again
 
 
+@settings(deadline=None)
 @given(TEXTS.filter(bool))
 def test_char_ids_equal_those_of_nanogpt(text):
     stoi = {ch: i for i, ch in enumerate(sorted(set(text)))}
@@ -113,6 +114,7 @@ def test_the_model_takes_encoded_arrays(name):
             model(wrong)
 
 
+@settings(deadline=None)
 @given(st.text(), st.integers(0, 3))
 def test_the_pieces_of_tokens_are_the_characters_that_they_complete(text, n_cut):
     tokenizer = tokenizer_of("byte")
