@@ -19,25 +19,19 @@ TOKENS = [*(bytes([i]) for i in range(256)), b"ab"]
 SMALL = b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(TOKENS))
 
 
-def key(url):
-    return hashlib.sha1(url.encode()).hexdigest()
-
-
 @pytest.fixture
-def server(tmp_path, monkeypatch):
+def server(monkeypatch):
     """A small encoding in place of tiktoken's gpt2, with its one file on a server, and no cache but that of a test."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
-    (tmp_path / "gpt-2").mkdir()
-    (tmp_path / "gpt-2/o200k_base.tiktoken").write_bytes(SMALL)
-    with serving(tmp_path / "gpt-2", monkeypatch) as server:
-        server.file_url = f"{server.url}/gpt-2/o200k_base.tiktoken"
+    with serving(SMALL, monkeypatch) as server:
+        server.url += "/gpt-2/small.tiktoken"
 
         def small():
-            ranks = tiktoken.load.load_tiktoken_bpe(server.file_url, expected_hash=sha256(SMALL))
-            special = {SEPARATOR: 257}
-            return {"name": "gpt2", "pat_str": PATTERNS["gpt2"], "mergeable_ranks": ranks, "special_tokens": special}
+            ranks = tiktoken.load.load_tiktoken_bpe(server.url, expected_hash=sha256(SMALL))
+            options = {"pat_str": PATTERNS["gpt2"], "special_tokens": {SEPARATOR: 257}}
+            return {"name": "gpt2", "mergeable_ranks": ranks, **options}
 
-        monkeypatch.setattr(encodings, "_SHA256", {server.file_url: sha256(SMALL)})
+        monkeypatch.setattr(encodings, "_SHA256", {server.url: sha256(SMALL)})
         monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
         monkeypatch.setattr(tiktoken.registry, "ENCODING_CONSTRUCTORS", {"gpt2": small})
         yield server
@@ -70,25 +64,23 @@ def test_files_checksums_and_patterns_equal_those_of_tiktoken(name, tmp_path, mo
 def test_a_missing_or_damaged_file_is_downloaded_once_and_without_a_network_named_with_its_path(
     tmp_path, server, monkeypatch
 ):
-    cache, url = tmp_path / "cache", server.file_url
+    missing = "http://127.0.0.1:9/gpt-2/encoder.json"  # nothing listens there
+    cache, keys = tmp_path / "cache", [hashlib.sha1(url.encode()).hexdigest() for url in (server.url, missing)]
     for present, requests in ((None, 1), (SMALL, 1), (SMALL + b"\n", 2)):
         if present:
-            (cache / key(url)).write_bytes(present)
+            (cache / keys[0]).write_bytes(present)
         tokenizer = encodings.load_encoding("gpt2", cache)
-        assert tokenizer.encode("cab").tolist() == [99, 256]
-        assert tokenizer.vocab_size == 258
+        assert (tokenizer.encode("cab").tolist(), tokenizer.vocab_size) == ([99, 256], 258)
         assert server.requests == requests
-        assert {file.name: file.read_bytes() for file in cache.iterdir()} == {key(url): SMALL}
-    missing = "http://127.0.0.1:9/gpt-2/encoder.json"  # nothing listens there
-    monkeypatch.setattr(encodings, "_SHA256", dict.fromkeys([url, missing], sha256(SMALL)))
+        assert {file.name: file.read_bytes() for file in cache.iterdir()} == {keys[0]: SMALL}
+    monkeypatch.setattr(encodings, "_SHA256", dict.fromkeys([server.url, missing], sha256(SMALL)))
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(cache))
     with pytest.raises(UserError) as error:
         encodings.load_encoding("gpt2", tmp_path / "another")
-    assert f"{missing} as {cache / key(missing)}, or set TIKTOKEN_CACHE_DIR" in str(error.value)
-    assert url not in str(error.value)
-    assert [file.name for file in cache.iterdir()] == [key(url)]
-    for file in (cache / key(url), tmp_path / "a file"):
-        file.write_bytes(b"damaged")
+    assert f"{missing} as {cache / keys[1]}, or set TIKTOKEN_CACHE_DIR" in str(error.value)
+    assert server.url not in str(error.value)
+    assert [file.name for file in cache.iterdir()] == [keys[0]]
+    (tmp_path / "a file").touch()
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "a file"))
     with pytest.raises(UserError, match=rf"cannot be written to {tmp_path}/a file \({os.strerror(errno.EEXIST)}\)"):
         encodings.load_encoding("gpt2", cache)

@@ -15,9 +15,7 @@ LITTLE = b"a little text\nin two lines\n"
 def server(tmp_path, monkeypatch):
     """A server of LITTLE, without MINIGPT_DATA_DIR."""
     monkeypatch.delenv("MINIGPT_DATA_DIR", raising=False)
-    (tmp_path / "server").mkdir()
-    (tmp_path / "server/little.txt").write_bytes(LITTLE)
-    with serving(tmp_path / "server", monkeypatch) as server:
+    with serving(LITTLE, monkeypatch) as server:
         server.settings = {"name": "little", "url": f"{server.url}/little.txt", "sha256": sha256(LITTLE)}
         server.settings |= {"characters": 1000, "folder": tmp_path / "data"}
         yield server
@@ -58,7 +56,7 @@ def test_the_text_is_searched_in_folder_then_shared_folder_then_url(tmp_path, mo
 
 
 def test_a_download_that_keeps_failing_is_replaced_by_the_stand_in(tmp_path, server, capsys, plays):
-    server.faults += [404, "cut", LITTLE.upper()]
+    server.faults += [404, LITTLE[:9], LITTLE.upper()]
     corpus = corpus_of(None, **server.settings | {"folder": tmp_path, "source": "download"})
     assert server.requests == 3
     assert [path.name for path in tmp_path.glob("*.txt")] == ["little-stand-in.txt"]

@@ -5,7 +5,6 @@ import os
 import shutil
 import tempfile
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ import torch
 from corpora import corpus_of, folder_of, on_disk, prepare
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_batches import batches
 
 from minigpt.data import token_files
 from minigpt.data.checksums import token_files_checksum
@@ -70,35 +68,34 @@ def test_a_prepared_corpus_is_loaded_and_cannot_be_changed(tmp_path):
         loaded.check_length(5)
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
+def test_broken_token_files_raise_and_are_rewritten_once_removed(tmp_path):
+    for spoil in (
         lambda folder: os.truncate(folder / "train.bin", 89),
         lambda folder: (folder / "val.bin").unlink(),
         lambda folder: (folder / "meta.json").write_text('{"name": "mi'),
         lambda folder: (folder / "meta.json").write_text('{"dtype": "uint64"}'),
-    ],
-    ids=["a file cut short by a byte", "a split lost", "meta.json cut short", "no such dtype"],
-)
-def test_broken_token_files_raise_and_are_rewritten_once_removed(tmp_path, spoil):
-    folder = folder_of(prepare(TEXT, tmp_path))
-    spoil(folder)
-    for read in (lambda: token_files.load(folder), lambda: prepare(TEXT, tmp_path)):
-        with pytest.raises(UserError, match=rf"broken token files .* remove {folder}"):
-            read()
-    shutil.rmtree(folder)
-    corpus = prepare(TEXT, tmp_path)
-    assert [*corpus.tokens("train")[:], *corpus.tokens("val")[:]] == IDS
+    ):
+        corpus = prepare(TEXT, tmp_path)
+        assert [*corpus.tokens("train")[:], *corpus.tokens("val")[:]] == IDS
+        spoil(folder := folder_of(corpus))
+        for read in (lambda: token_files.load(folder), lambda: prepare(TEXT, tmp_path)):
+            with pytest.raises(UserError, match=rf"broken token files .* remove {folder}"):
+                read()
+        shutil.rmtree(folder)
 
 
 # Token files of other tools.
 
 
-def bins(folder, train, val):
-    """Write two files of bytes, or of ids with 16 bits; return their settings."""
+def raw(ids, dtype="<u2"):
+    return np.array(ids).astype(dtype).tobytes()
+
+
+def bins(folder, *contents):
+    """Write two files; return their settings."""
     files = folder / "train.bin", folder / "val.bin"
-    for file, ids in zip(files, (train, val), strict=True):
-        file.write_bytes(ids if isinstance(ids, bytes) else np.array(ids, dtype=np.uint16).tobytes())
+    for file, content in zip(files, contents, strict=True):
+        file.write_bytes(content)
     return {"train_bin": str(files[0]), "val_bin": str(files[1])}
 
 
@@ -118,45 +115,38 @@ def npy(ids, dtype="<u2"):
     return content.getvalue()
 
 
-def raw(ids, dtype="<u2"):
-    return ids.astype(dtype).tobytes()
-
-
 def test_nanogpts_files_are_read_in_place_with_the_bytes_of_their_tokens_but_separators(tmp_path, monkeypatch):
     train, val = "to train on é".encode(), "to validate on é".encode()
-    corpus = corpus_of(None, tmp_path / "data", "byte", **bins(tmp_path, [*train], [*val]))
+    corpus = corpus_of(None, tmp_path / "data", "byte", **bins(tmp_path, raw([*train]), raw([*val])))
     assert [*corpus.train.files, *corpus.val.files] == [tmp_path / "train.bin", tmp_path / "val.bin"]
     assert [corpus.tokens(split)[:].tolist() for split in ("train", "val")] == [[*train], [*val]]
     assert (corpus.train.tokens, corpus.val.tokens, corpus.val.bytes) == (len(train), len(val), len(val))
     assert (corpus.name, corpus.dtype) == ("train.bin", "uint16")
     assert not (tmp_path / "data/tokens").exists()
     monkeypatch.setattr(token_files, "_SCAN_TOKENS", 3)
-    corpus = read_bins(tmp_path, [1, 2], [97, 256, 257, 256], AB)
+    corpus = read_bins(tmp_path, raw([1, 2]), raw([97, 256, 257, 256]), AB)
     assert (corpus.val.bytes, corpus.val.tokens, corpus.val.documents) == (3, 4, 2)
     assert corpus.tokenizer.start.tolist() == [256]
-    without = read_bins(tmp_path, [1, 2], [97, 257], AB)
+    without = read_bins(tmp_path, raw([1, 2]), raw([97, 257]), AB)
     assert (without.val.bytes, without.val.documents) == (3, 0)
     assert without.tokenizer.start.tolist() == [10]
 
 
-@pytest.mark.parametrize(
-    ("write", "dtype"),
-    [
-        *((partial(raw, dtype=f"<u{width}"), f"uint{8 * width}") for width in (2, 4, 8)),
-        *((partial(npy, dtype=f"<{kind}"), f"uint{8 * int(kind[1])}") for kind in ("u1", "u2", "i4", "i8")),
-        (llm_c, "uint16"),
-        (partial(llm_c, dtype="<u4", magic=20240801, version=7), "uint32"),
-    ],
-    ids=["2 bytes", "4 bytes", "8 bytes", "npy 1", "npy 2", "npy 4", "npy 8", "llm.c GPT-2", "llm.c Llama 3"],
-)
-def test_ids_of_another_width_or_after_a_header_are_read_as_they_are(tmp_path, write, dtype):
-    corpus = read_bins(tmp_path, *map(write, SPREAD))
-    assert (corpus.dtype, corpus.train.tokens, corpus.val.tokens, corpus.val.bytes) == (dtype, 100, 100, 100)
-    windows = np.arange(90)[:, None] + np.arange(10)
-    for split, ids in zip(("train", "val"), SPREAD, strict=True):
-        tokens = corpus.tokens(split)
-        assert tokens[:].tolist() == ids.tolist()
-        np.testing.assert_array_equal(tokens[windows], ids[windows])
+def test_ids_of_another_width_or_after_a_header_are_read_as_they_are(tmp_path):
+    written = [(partial(raw, dtype=f"<u{width}"), 8 * width) for width in (2, 4, 8)]
+    written += [(partial(npy, dtype=f"<{kind}"), 8 * int(kind[1])) for kind in ("u1", "u2", "i4", "i8")]
+    written += [(llm_c, 16), (partial(llm_c, dtype="<u4", magic=20240801, version=7), 32)]
+    for write, bits in written:
+        corpus = read_bins(tmp_path, *map(write, SPREAD))
+        assert (corpus.dtype, corpus.train.tokens, corpus.val.tokens, corpus.val.bytes) == (
+            f"uint{bits}",
+            100,
+            100,
+            100,
+        )
+        for split, ids in zip(("train", "val"), SPREAD, strict=True):
+            tokens = corpus.tokens(split)
+            assert tokens[:].tolist() == tokens[np.arange(100)].tolist() == ids.tolist()
 
 
 def test_wide_ids_are_recognized_after_and_among_many_zeros_and_have_32_bits_in_a_large_vocabulary(tmp_path):
@@ -216,7 +206,7 @@ def test_files_that_are_not_ids_are_refused_with_the_config_key(tmp_path, write,
 def test_settings_that_do_not_fit_token_files_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"data\.train_bin and data\.val_bin must have ids of one width"):
         read_bins(tmp_path, raw(SPREAD[0]), raw(SPREAD[1], "<u4"))
-    files = bins(tmp_path, [1, 2], [3, 4])
+    files = bins(tmp_path, raw([1, 2]), raw([3, 4]))
     for name in files:
         with pytest.raises(UserError, match=r"data\.train_bin and data\.val_bin must be set together"):
             corpus_of(None, tmp_path, "byte", **files | {name: None})
@@ -240,11 +230,12 @@ def write_parts(folder, n=12, ids=RANDOM_IDS):
     return {"train_bin": f"{folder}/train_*.bin", "val_bin": [f"{folder}/val.bin"]}
 
 
-def test_many_files_have_the_batches_of_one_with_few_file_descriptors(tmp_path):
+def test_many_files_are_one_array_with_few_file_descriptors(tmp_path):
     tokens = corpus_of(None, tmp_path, "byte", **write_parts(tmp_path, n=700)).tokens("train")
     assert np.array_equal(tokens[:], RANDOM_IDS)
-    read, expected = (batches(6000, tokens=each, block_size=16) for each in (tokens, RANDOM_IDS))
-    assert all(torch.equal(a, b) for a, b in zip(chain(*read), chain(*expected), strict=True))
+    for begins in np.random.default_rng(0).integers(0, 6000 - 17, (100, 4)):  # many files are shorter than a window
+        windows = begins[:, None] + np.arange(17)
+        assert np.array_equal(tokens[windows], RANDOM_IDS[windows])
     if os.path.isdir("/proc/self/fd"):
         assert len(os.listdir("/proc/self/fd")) < 600
 
@@ -266,8 +257,8 @@ def test_the_checksum_of_many_files_depends_on_a_sample_of_their_content_and_not
         file.write_bytes(content)
     assert len(sampled) == 64
     assert {*np.diff([-1, *sampled, 130])} <= {1, 2, 3}
-    many = [1] * 100_000  # more than a sample; the content of one file is read whole
-    assert read_bins(tmp_path, [*many, 3], [4, 5]).sha256 != read_bins(tmp_path, [*many, 4], [4, 5]).sha256
+    ones = [raw([1] * 100_000 + [end]) for end in (3, 4)]  # more than a sample; the content of one file is read whole
+    assert len({read_bins(tmp_path, one, raw([4, 5])).sha256 for one in ones}) == 2
 
 
 def test_an_id_outside_the_vocabulary_raises_with_its_file(tmp_path):
