@@ -1,7 +1,6 @@
 """`scripts/sample.py`: stdout and stderr, JSON, scores, errors."""
 
 import codecs
-import gzip
 import io
 import json
 import math
@@ -15,15 +14,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pyarrow
 import pytest
 import torch
-import zstandard
 from corpora import corpus_of, on_disk, rows
 from models import make_model
-from pyarrow import parquet
 from servers import make_instruct_folder
 from small_runs import SCRIPTS
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minigpt.checkpoints.load import load_checkpoint, save_checkpoint
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, encode_prompt
@@ -88,10 +85,9 @@ def sample(call: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
 
 def error(result: Any) -> str:
     """The error line; only the line with the checkpoint's name may precede it."""
-    *before, line = result.stderr.splitlines()
-    assert all(one.startswith("sampling from ") for one in before), result.stderr
     assert (result.returncode, result.stdout) == (2, ""), result.stderr
-    return line
+    assert re.fullmatch(r"(sampling from .*\n)?.*\n", result.stderr)
+    return result.stderr.splitlines()[-1]
 
 
 def samples(result: Any) -> list[dict[str, Any]]:
@@ -108,11 +104,11 @@ def test_text_is_streamed_in_complete_characters(saves, tmp_path):
     command = [sys.executable, str(SCRIPT), "--device", "cpu", saves["multibyte"], "--max-new-tokens", "10000000"]
     with open(tmp_path / "stderr", "wb") as stderr:
         process = subprocess.Popen(command, env=buffered, stdout=subprocess.PIPE, stderr=stderr)
-    text = os.read(process.stdout.fileno(), 1 << 16)
-    assert len(text) < 4096  # not buffered
+    text = b""
     for _ in range(100):
-        text += os.read(process.stdout.fileno(), 1 << 16)
+        text += (read := os.read(process.stdout.fileno(), 1 << 16))
         text.decode()
+        assert text != read or len(read) < 4096  # not buffered
     assert process.poll() is None
     assert (WHOLE * 200).startswith(text.decode()[:500])
     assert len(text) >= 200
@@ -130,7 +126,7 @@ def test_ctrl_c_prints_one_line_and_exits_with_code_130(saves, sample, monkeypat
     monkeypatch.setattr("minigpt.sample_cli.stream", interrupted)
     result = sample(saves["letters"], "--prompt", "abc", "--num-samples", 2)
     assert (result.returncode, result.stdout) == (130, "── sample 1 ──\nabcdefgh")
-    assert result.stderr.splitlines()[1:] == ["interrupted"]
+    assert result.stderr.endswith(" on cpu\ninterrupted\n")
 
 
 def test_control_characters_are_escaped_for_a_terminal_and_kept_for_a_pipe(sample, tmp_path):
@@ -311,26 +307,23 @@ def test_a_score_is_the_log_likelihood_of_the_text_also_in_a_table(name, saves, 
     assert output == {"top-1 accuracy": f"{first} of {len(ids)} tokens ({first / len(ids):.1%})"}
 
 
-@pytest.mark.parametrize("name", ["char", "multibyte", "separated"])
+@pytest.mark.parametrize("name", ["char", "separated"])
 def test_a_score_and_a_prompt_read_files_as_training_does(name, saves, sample, tmp_path):
-    documents = ["a fox, a café.\n", "", "the lazy dog", "a fox"]
     (tmp_path / "texts/deep").mkdir(parents=True)
-    (tmp_path / "a.txt").write_bytes(codecs.BOM_UTF8 + TEXT.encode())
-    (tmp_path / "texts/a.md.zst").write_bytes(zstandard.ZstdCompressor().compress(TEXT.encode()))
-    (tmp_path / "texts/deep/b.jsonl.gz").write_bytes(gzip.compress(rows(documents).encode()))
-    parquet.write_table(pyarrow.table({"text": documents}), tmp_path / "a.parquet")
+    for file in ("a.txt", "texts/a.md"):
+        (tmp_path / file).write_bytes(codecs.BOM_UTF8 + TEXT.encode())
+    (tmp_path / "texts/deep/b.jsonl").write_text(rows([TEXT, "", "the lazy dog", "a fox"]))
     _, tokenizer = load_checkpoint(saves[name])
-    for path in ("a.txt", "a.parquet", "texts", "**/*.jsonl.gz"):
+    for path in ("a.txt", "texts", "**/*.jsonl"):
         corpus = corpus_of(tmp_path / "a.txt", tmp_path / "data", tokenizer.to_dict(), val_path=str(tmp_path / path))
         (found,) = samples(sample(saves[name], "--score", path, "--json"))
         assert (found["token_ids"], found["bytes"]) == (on_disk(corpus)[1], corpus.val.bytes)
         assert found["bits_per_byte"] == pytest.approx(found["nats"] / math.log(2) / corpus.val.bytes)
         (one,) = samples(sample(saves[name], "--prompt-file", path, "--json", "--max-new-tokens", 1))
         assert encode_prompt(tokenizer, one["prompt"]).tolist() == on_disk(corpus)[1]
-    (tmp_path / "a.jsonl").write_text(rows([text := f"a{SEPARATOR}b"]))  # of a document, it is ordinary text
-    if name != "char":
-        settings = {"field": "text", "separator": ""}
-        read = read_prompt(tokenizer, None, str(tmp_path / "a.jsonl"), settings)
+    if name == "separated":
+        (tmp_path / "a.jsonl").write_text(rows([text := f"a{SEPARATOR}b"]))  # of a document, it is ordinary text
+        read = read_prompt(tokenizer, None, str(tmp_path / "a.jsonl"), {"field": "text", "separator": ""})
         assert read == (text, tokenizer.encode(text).tolist())
 
 
@@ -349,21 +342,18 @@ def test_the_fastest_device_of_the_machine_is_the_default_and_another_is_refused
         monkeypatch.setattr("torch.cuda.is_available", lambda there=cuda: there)
         monkeypatch.setattr("torch.backends.mps.is_available", lambda there=mps: there)
         assert find_device("auto") == wanted
-    assert sample(saves["char"], "--device", "auto", "--max-new-tokens", 2).stderr.startswith(
-        f"sampling from {saves['char']} on cpu\n"
-    )
+    ran = sample(saves["char"], "--device", "auto", "--max-new-tokens", 2)
+    assert ran.stderr.startswith(f"sampling from {saves['char']} on cpu\n")
     for device in ("cuda", "mps", "nonsense"):
         output = error(sample(saves["char"], f"--device={device}"))
         assert re.match(rf"error: --device must be one of .*\bcpu\b.*, got {device}$", output)
 
 
 def test_a_chat_answers_the_prompt_with_the_template_of_the_folder(sample, tmp_path):
-    transformers = pytest.importorskip("transformers")
     folder = make_instruct_folder(tmp_path / "instruct")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer, model = (kind.from_pretrained(folder) for kind in (AutoTokenizer, AutoModelForCausalLM))
     messages = [{"role": "user", "content": "Hello\n"}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     expected = model.generate(ids, max_new_tokens=30, do_sample=False, pad_token_id=0)[0, ids.size(1) :]
     flags = (folder, "--prompt", "Hello\n", "--temperature", 0, "--max-new-tokens", 30)
     assert sample(*flags, "--chat").stdout == tokenizer.decode(expected, skip_special_tokens=True) + "\n"

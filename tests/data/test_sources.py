@@ -6,7 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from unittest.mock import patch
 
+import datasets
+import huggingface_hub.constants
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -42,19 +45,16 @@ def find(tmp_path):
 @pytest.fixture
 def stories(tmp_path, monkeypatch):
     """A folder with the layout of a hub data set; the hub is disabled, also if `datasets` was imported before."""
-    import datasets
-    import huggingface_hub.constants
-
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hub/datasets"))
+    (tmp_path / "stories/data").mkdir(parents=True)
     for split, texts in (("train", TRAIN), ("validation", VAL)):
         write_stories(tmp_path / "stories", split, texts)
     return tmp_path / "stories"
 
 
 def write_stories(folder, split, texts):
-    (folder / "data").mkdir(parents=True, exist_ok=True)
     table = pa.table({"id": range(len(texts)), "text": texts, "title": ["a title"] * len(texts)})
     pq.write_table(table, folder / f"data/{split}-00000-of-00001.parquet")
 
@@ -83,27 +83,24 @@ def test_a_source_has_the_checksum_of_its_file_or_of_all_and_documents_in_their_
         assert title.sha256 != body.sha256
 
 
-def test_every_change_of_a_folder_gives_another_checksum(find, tmp_path):
-    folder = tmp_path / "texts"
-
-    def checksum():
-        return find(path=str(folder))[0].sha256
-
-    folder.mkdir()
-    seen = []
-    for change in (
-        lambda: (folder / "a.txt").write_text('{"text": "one"}'),
-        lambda: (folder / "b.txt").write_text("two"),
-        lambda: (folder / "b.txt").write_text("owt"),
-        lambda: (folder / "b.txt").rename(folder / "0.txt"),  # another order
-        lambda: (folder / "a.txt").rename(folder / "a.jsonl"),  # read in another way
+def test_every_change_of_a_folder_gives_another_checksum_wherever_it_is(find, tmp_path):
+    one, found = '{"text": "one"}', []
+    for i, files in enumerate(
+        (
+            {"a.txt": one},
+            {"a.txt": one, "b.txt": "two"},
+            {"a.txt": one, "b.txt": "owt"},
+            {"0.txt": "owt", "a.txt": one},  # another order
+            {"0.txt": "owt", "a.jsonl": one},  # read in another way
+        )
     ):
-        change()
-        seen.append(checksum())
-        assert checksum() == seen[-1]
-    assert len(set(seen)) == len(seen)
-    folder = folder.rename(tmp_path / "moved")
-    assert checksum() == seen[-1]
+        for folder in (tmp_path / f"here{i}", tmp_path / f"there{i}"):
+            folder.mkdir()
+            for name, content in files.items():
+                (folder / name).write_text(content)
+            found.append(find(path=str(folder))[0].sha256)
+    assert found[::2] == found[1::2]
+    assert len(set(found)) == 5
 
 
 def test_checksums_are_cached_until_the_file_is_written(tmp_path):
@@ -124,16 +121,20 @@ def test_checksums_are_cached_until_the_file_is_written(tmp_path):
     assert checksums([file], file / "cache") == [sha256(b"later")]  # which cannot be written
 
 
-@pytest.fixture
-def stdin(monkeypatch):
-    """Replace the standard input of this process: `stdin(b"a text")`."""
+def test_standard_input_is_read_once_and_shared_with_child_processes(find, tmp_path, monkeypatch):
     monkeypatch.setenv("MINIGPT_STDIN_FILE", "")  # removed after the test, whatever was set
-    return lambda content: monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
-
-
-def test_standard_input_is_read_once_and_shared_with_child_processes(find, tmp_path, stdin):
     content = "from a pipe: é漢😀\r\n".encode() * 20_000  # several blocks
-    stdin(content)
+    with open(os.openpty()[1]) as terminal:
+        for stdin, processes, problem in (
+            (terminal, "2", "cannot be read by several processes"),
+            (terminal, "1", "is a terminal;"),
+            (io.TextIOWrapper(io.BytesIO()), "1", "is empty;"),
+        ):
+            monkeypatch.setattr(sys, "stdin", stdin)
+            monkeypatch.setenv("WORLD_SIZE", processes)
+            with pytest.raises(UserError, match=rf"data\.path=- .*{problem}"):
+                find(path="-")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
     for _ in range(2):
         source, _ = find(path="-")
         assert texts_of(source) == [content.decode()]
@@ -143,19 +144,6 @@ def test_standard_input_is_read_once_and_shared_with_child_processes(find, tmp_p
     copy = tmp_path / f"data/stdin-{sha256(content)[:16]}.txt"
     assert child.stdout.decode().strip() == str(copy)
     assert [file for file in copy.parent.iterdir() if file.name != "checksums.json"] == [copy]
-
-
-def test_standard_input_without_a_text_raises(find, stdin, monkeypatch):
-    stdin(b"")
-    with pytest.raises(UserError, match=r"data\.path=- .* is empty;"):
-        find(path="-")
-    with monkeypatch.context() as terminal, open(os.openpty()[1]) as opened:
-        terminal.setattr(sys, "stdin", opened)
-        with pytest.raises(UserError, match=r"data\.path=- .* is a terminal;"):
-            find(path="-")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match=r"data\.path=- .* several processes"):
-        find(path="-")
 
 
 def test_a_data_set_of_a_hub_is_read_with_its_validation_split_if_it_has_one(find, stories, tmp_path):
@@ -173,6 +161,10 @@ def test_a_data_set_of_a_hub_is_read_with_its_validation_split_if_it_has_one(fin
     (tmp_path / "b.txt").write_text("to validate on")
     _, val = find(*HUB, dataset=str(stories), val_path=f"{tmp_path}/b.txt")
     assert texts_of(val) == ["to validate on"]
+    with patch("datasets.load_dataset", return_value=[{"body": "a row"}]) as load:
+        source, _ = find(*HUB, dataset="a/b", subset="c", revision="d", train_split="e", field="body")
+        assert texts_of(source) == ["a row"]
+    load.assert_called_once_with("a/b", "c", split="e", revision="d", streaming=True)
 
 
 @pytest.mark.parametrize("val_split", [None, "validation"])
