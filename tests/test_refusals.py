@@ -23,6 +23,7 @@ REFUSED = {
     # train.py: resume, init_from, plans
     # train.py -m, sweep_report.py
     # prepare.py
+    "prepare.py data=text data.path=TEXT data.folder=latin.txt/data": "cannot be written to latin.txt/data (not a dir",
     "prepare.py data=text data.path=latin.txt": "latin.txt is not UTF-8 text: bad byte at offset 3",
     # sample.py
     "sample.py --max-new-tokens 0": "--max-new-tokens must be an integer ≥ 1, got 0",

@@ -96,9 +96,6 @@ def samples(result: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-# Streams and processes
-
-
 def test_text_is_streamed_in_complete_characters(saves, tmp_path):
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command = [sys.executable, str(SCRIPT), "--device", "cpu", saves["multibyte"], "--max-new-tokens", "10000000"]
@@ -154,9 +151,6 @@ def test_characters_missing_in_the_encoding_of_stdout_are_escaped(saves, monkeyp
     assert latin.buffer.getvalue().startswith("\\u2500\\u2500 sample 1 \\u2500\\u2500\né\\u4f60".encode("latin-1"))
 
 
-# Prompts
-
-
 def test_a_prompt_is_read_from_a_file_or_stdin_and_what_is_not_read_is_logged(saves, sample, tmp_path):
     prompt = "a café, the quick brown fox\njumps over a dog at noon"
     (tmp_path / "prompt.txt").write_bytes(prompt.encode())
@@ -206,9 +200,6 @@ def test_line_breaks_tabs_and_backslashes_can_be_typed_in_every_shell(saves, sam
     assert note not in exact.stderr
 
 
-# Samples
-
-
 @pytest.mark.parametrize("name", ["char", "bpe"])
 def test_samples_are_those_of_generate_with_the_same_settings_and_json_has_one_line_for_each(name, saves, sample):
     flags = "--num-samples 2 --seed 3 --max-new-tokens 25 --temperature 1.5 --top-k 20 --top-p 0.9 --min-p 0.01"
@@ -254,9 +245,6 @@ def test_smaller_weights_give_text_and_nearly_the_score_of_float32(saves, sample
     assert list(nats.values()) == pytest.approx([nats["float32"]] * 3, rel=0.05)
 
 
-# Stopping
-
-
 def test_output_ends_after_a_stop_string_within_a_token_or_over_several(saves, sample):
     over_several = ("a", "ebx", "cdebx", [256, ord("b"), 257])  # 257 is x and the first byte of a character
     for prompt, stop, text, tokens in (("a", "d", "cd", [256]), ("b", "x", "x", [257]), over_several):
@@ -284,9 +272,6 @@ def test_special_tokens_can_be_typed_and_the_separator_of_documents_ends_a_sampl
     assert error(sample(saves["char"], "--stop", "END")).startswith(f"{problem}'END': the tokenizer has no")
     plain = sample("plain.safetensors", "--prompt", f"{SEPARATOR}a", "--stop", "END", *flags)
     assert plain.stderr.splitlines()[1] == f"{SEPARATOR} in the prompt is encoded as ordinary text"
-
-
-# Scores
 
 
 @pytest.mark.parametrize("name", ["char", "bpe", "separated"])
@@ -325,9 +310,6 @@ def test_a_score_and_a_prompt_read_files_as_training_does(name, saves, sample, t
         (tmp_path / "a.jsonl").write_text(rows([text := f"a{SEPARATOR}b"]))  # of a document, it is ordinary text
         read = read_prompt(tokenizer, None, str(tmp_path / "a.jsonl"), {"field": "text", "separator": ""})
         assert read == (text, tokenizer.encode(text).tolist())
-
-
-# Devices and chats
 
 
 def test_settings_are_checked_without_importing_torch():

@@ -32,49 +32,48 @@ CHATS: list[list[tuple[str, str]]] = [
 
 
 @pytest.fixture
-def folder(once: Any) -> Path:
-    return once("instruct", lambda folder: make_instruct_folder(folder / "model")) / "model"
+def folder(tmp_path: Path) -> Path:
+    folder = make_instruct_folder(tmp_path / "instruct")
+    (folder / "chat_template.jinja").unlink()
+    return folder
 
 
-def with_template(folder: Path, target: Path, **config: Any) -> tuple[Any, Any]:
-    """Return our template of a folder whose `tokenizer_config.json` has these values, and their tokenizer."""
-    for file in folder.iterdir():
-        if file.name != "chat_template.jinja":
-            (target / file.name).write_bytes(file.read_bytes())
-    file = target / "tokenizer_config.json"
+def with_template(folder: Path, **config: Any) -> tuple[Any, Any]:
+    """Add values to `tokenizer_config.json`; return our template of the folder, and the tokenizer of transformers."""
+    file = folder / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
-    template = find_pretrained(str(target)).tokenizer.encode_chat
+    template = find_pretrained(str(folder)).tokenizer.encode_chat
     assert template
-    return template, transformers.AutoTokenizer.from_pretrained(target)
+    return template, transformers.AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("text", [CHATML, RICH])
-def test_the_ids_of_a_chat_are_those_of_transformers(folder: Path, tmp_path: Path, text: str) -> None:
-    ours, theirs = with_template(folder, tmp_path, chat_template=text, bos_token="<|endoftext|>")
+def test_the_ids_of_a_chat_are_those_of_transformers(folder: Path, text: str) -> None:
+    ours, theirs = with_template(folder, chat_template=text, bos_token="<|endoftext|>")
     for chat in CHATS:
         messages = [{"role": role, "content": content} for role, content in chat]
         assert ours(messages) == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
 
 
-def test_a_template_is_found_where_any_version_of_transformers_writes_it(folder: Path, tmp_path: Path) -> None:
-    assert with_template(folder, tmp_path, chat_template="of the config")[0].args[0] == "of the config"
-    (tmp_path / "chat_template.jinja").write_text("of the file")
-    found = find_pretrained(str(tmp_path)).tokenizer
+def test_a_template_is_found_where_any_version_of_transformers_writes_it(folder: Path) -> None:
+    assert with_template(folder, chat_template="of the config")[0].args[0] == "of the config"
+    (folder / "chat_template.jinja").write_text("of the file")
+    found = find_pretrained(str(folder)).tokenizer
     assert (found.encode_chat.args[0], found.names([found.end_token])) == ("of the file", "<|im_end|>")
-    (tmp_path / "chat_template.jinja").unlink()
-    (tmp_path / "tokenizer_config.json").unlink()
-    assert find_pretrained(str(tmp_path)).tokenizer.encode_chat is None
+    (folder / "chat_template.jinja").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    assert find_pretrained(str(folder)).tokenizer.encode_chat is None
 
 
-def test_a_template_that_fails_or_leaves_the_sandbox_is_one_line(folder: Path, tmp_path: Path) -> None:
+def test_a_template_that_fails_or_leaves_the_sandbox_is_one_line(folder: Path) -> None:
     for text, message in (
         ("{{ raise_exception('no system role') }}", "no system role"),
         ("{{ messages.append(1) }}", "not safely callable|unsafe"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{% for %}", "Expected|expected"),
     ):
-        ours, _ = with_template(folder, tmp_path, chat_template=text)
+        ours, _ = with_template(folder, chat_template=text)
         with pytest.raises(UserError, match=f"the chat template does not take these messages: .*({message})"):
             ours([{"role": "user", "content": "Hello"}])
     with pytest.raises(UserError, match=r"the tokenizer in .* is damaged"):
-        with_template(folder, tmp_path, bos_token={"id": 1})
+        with_template(folder, bos_token={"id": 1})

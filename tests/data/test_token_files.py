@@ -48,9 +48,6 @@ def test_slices_and_windows_of_several_files_equal_those_of_an_array(length, dty
             np.testing.assert_array_equal(tokens[index], array[index], strict=True)
 
 
-# The folder of a prepared corpus.
-
-
 def test_a_prepared_corpus_is_loaded_and_cannot_be_changed(tmp_path):
     corpus = prepare(TEXT, tmp_path)
     loaded = token_files.load(folder_of(corpus))
@@ -82,9 +79,6 @@ def test_broken_token_files_raise_and_are_rewritten_once_removed(tmp_path):
             with pytest.raises(UserError, match=rf"broken token files .* remove {folder}"):
                 read()
         shutil.rmtree(folder)
-
-
-# Token files of other tools.
 
 
 def raw(ids, dtype="<u2"):
@@ -215,9 +209,6 @@ def test_settings_that_do_not_fit_token_files_are_refused(tmp_path):
     for tokenizer in ({"name": "char"}, {"name": "bpe", "vocab_size": 300}):
         with pytest.raises(UserError, match=rf"tokenizer={tokenizer['name']} .*tokenizer=gpt2"):
             corpus_of(None, tmp_path, tokenizer, **files)
-
-
-# Many files.
 
 
 def write_parts(folder, n=12, ids=RANDOM_IDS):

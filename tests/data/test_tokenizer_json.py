@@ -76,9 +76,6 @@ def theirs(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     return loaded
 
 
-# Out
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "cl100k_base", "o200k_base"])
 def test_every_character_is_split_as_by_tiktoken(name: str) -> None:
@@ -121,9 +118,6 @@ def test_a_written_tokenizer_has_equal_ids_and_texts_here_and_in_transformers(tm
             assert loaded.decode(drawn) == ours.decode(drawn)
             ended = [*ids, *ours.separator.tolist()]
             assert loaded.decode(ended, skip_special_tokens=True) == ours.decode(ended)
-
-
-# In
 
 
 def build(pre_tokenizer: Any, decoder: Any, normalizer: Any = None, alphabet: Any = None, **options: Any) -> Any:
