@@ -107,22 +107,17 @@ def test_ids_have_32_bits_if_they_do_not_fit_into_16(tmp_path):
     assert train + val == (points - 0x10000).tolist()
 
 
-@pytest.mark.parametrize(
-    ("content", "tokenizer", "split", "problem"),
-    [
+def test_an_unsuitable_text_raises_and_leaves_no_partial_files(tmp_path, monkeypatch):
+    in_parts(monkeypatch, 300)
+    for content, tokenizer, split, problem in (
         ("", "char", "fraction", r"mine\.jsonl is empty"),
         (rows(["a b c d"]), BPE, "fraction", r"tokenizer\.vocab_size must be at most 259 for .*, got 300"),
         (rows(["only one"]), "char", "document", r"none of the 1 documents is for \w+;.*data\.split=fraction"),
         (rows(stories(300)) + "{", "byte", "document", "line 301: not JSON"),
-    ],
-)
-def test_an_unsuitable_text_raises_and_leaves_no_partial_files(
-    tmp_path, monkeypatch, content, tokenizer, split, problem
-):
-    in_parts(monkeypatch, 300)
-    with pytest.raises(UserError, match=problem):
-        prepare(content, tmp_path, tokenizer, name="mine.jsonl", split=split)
-    assert leftovers(tmp_path) == []
+    ):
+        with pytest.raises(UserError, match=problem):
+            prepare(content, tmp_path, tokenizer, name="mine.jsonl", split=split)
+        assert leftovers(tmp_path) == []
 
 
 @settings(deadline=None, max_examples=30)
@@ -259,28 +254,31 @@ def test_an_interrupted_preparation_leaves_nothing_and_a_killed_one_nothing_that
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(splits, "_BATCH_CHARS", 300)
-    text, killed, tokenize = "\n".join(stories(50)), tmp_path / "killed", preparation.tokenize
-    whole = prepare(text, tmp_path / "whole", "byte")
+    text, tokens, killed, tokenize = (
+        "\n".join(stories(50)),
+        tmp_path / "tokens",
+        tmp_path / "killed",
+        preparation.tokenize,
+    )
 
     def interrupted(*arguments):
         yield from islice(tokenize(*arguments), 3)
-        shutil.copytree(tmp_path / "data/tokens", killed)  # what a killed process leaves
+        shutil.copytree(tokens, killed)  # what a killed process leaves
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(preparation, "tokenize", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            prepare(text, tmp_path / "data", "byte")
-    assert leftovers(tmp_path / "data") == []
-
-    shutil.rmtree(tmp_path / "data/tokens")
-    killed.rename(tmp_path / "data/tokens")
-    (partial,) = (tmp_path / "data/tokens").glob("*.partial")
+            prepare(text, tmp_path, "byte")
+    assert leftovers(tmp_path) == []
+    shutil.rmtree(tokens)
+    killed.rename(tokens)
+    (partial,) = tokens.glob("*.partial")
     assert {file.name for file in partial.iterdir()} == {"train.bin", "val.bin"}
     shutil.copytree(partial, partial.with_suffix(""))  # the final name, without meta.json
-    corpus = prepare(text, tmp_path / "data", "byte")
-    assert in_folder(corpus) == in_folder(whole)
-    assert [path for path in leftovers(tmp_path / "data") if path.is_dir()] == [folder_of(corpus)]
+    corpus = prepare(text, tmp_path, "byte")
+    assert in_folder(corpus) == in_folder(prepare(text, tmp_path / "whole", "byte"))
+    assert [path for path in leftovers(tmp_path) if path.is_dir()] == [folder_of(corpus)]
 
 
 def test_long_documents_are_joined_up_to_a_limit(monkeypatch, capsys):

@@ -49,16 +49,7 @@ def write_parquet(file, table, **options):
 
 def test_a_folder_a_name_or_a_pattern_gives_its_files_sorted(tmp_path, monkeypatch):
     known = ["B.TXT", "a.md", "deep/d.parquet", "deep/er/c.jsonl", "e.txt.gz", "f.md.zst", "g.jsonl.GZ"]
-    others = [
-        "x.pdf",
-        "y.gz",
-        "noname",
-        "z.txt.bak",
-        "[odd] *name?.text",
-        ".hidden.txt",
-        ".git/a.md",
-        "deep/.cache/b.txt",
-    ]
+    others = ["x.pdf", "y.gz", "z.txt.bak", "[odd] *name?.text", ".hidden.txt", ".git/a.md", "deep/.cache/b.txt"]
     for file in [tmp_path / name for name in known + others]:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("a")
@@ -72,11 +63,7 @@ def test_a_folder_a_name_or_a_pattern_gives_its_files_sorted(tmp_path, monkeypat
     assert find(f"{tmp_path}/[ae].*") == [tmp_path / "a.md", tmp_path / "e.txt.gz"]
     monkeypatch.setenv("HOME", str(tmp_path / "deep"))
     assert find("~/er/c.jsonl") == find("~/*/*.jsonl") == [tmp_path / "deep/er/c.jsonl"]
-    for name, problem in (
-        ("missing.txt", "does not exist"),
-        ("*.csv", "matches no file"),
-        ("folder.txt", "has no file"),
-    ):
+    for name, problem in {"no.txt": "does not exist", "*.csv": "matches no file", "folder.txt": "has no file"}.items():
         with pytest.raises(UserError, match=re.escape(f"data.path={tmp_path / name} {problem}")):
             find(tmp_path / name)
 
@@ -138,11 +125,10 @@ def test_a_damaged_or_uncompressed_file_with_a_compressed_suffix_raises(tmp_path
 def test_damaged_and_compressed_parquet_raises(tmp_path):
     table, options = {"text": ["abcdefgh", *map(str, range(9))]}, {"compression": "none", "use_dictionary": False}
     whole = write_parquet(tmp_path / "a.parquet", table, **options).read_bytes()
-    for content in (b"", whole[: len(whole) // 2], whole[:-1], whole.replace(b"abcdefgh", b"abc\xffefgh")):
-        (tmp_path / "a.parquet").write_bytes(content)
-        refusal(tmp_path / "a.parquet")
-    (tmp_path / "a.parquet.gz").write_bytes(COMPRESS[".gz"](whole))
-    refusal(tmp_path / "a.parquet.gz")
+    damaged = [b"", whole[: len(whole) // 2], whole[:-1], whole.replace(b"abcdefgh", b"abc\xffefgh")]
+    for name, content in (*(("a.parquet", content) for content in damaged), ("a.parquet.gz", gzip.compress(whole))):
+        (tmp_path / name).write_bytes(content)
+        refusal(tmp_path / name)
 
 
 @settings(max_examples=100, deadline=None)
@@ -184,7 +170,8 @@ def test_a_text_is_one_document_or_those_between_separators_without_the_line_bre
     file.write_bytes(COMPRESS.get(file.suffix.lower(), bytes)(text.encode()))
     found = documents(read_with_blocks(block, lambda: read_documents(file, "text", separator)))
     text = text.removeprefix("\ufeff")
-    assert found == [part for one in text.split(actual) if (part := one.strip("\r\n"))] if separator else [text]
+    parts = [part for one in text.split(actual) if (part := one.strip("\r\n"))] if separator else [text]
+    assert found == parts
 
 
 def test_a_text_is_cut_where_it_can_be_cut_or_else_at_the_maximum_length(monkeypatch):

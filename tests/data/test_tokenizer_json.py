@@ -223,26 +223,25 @@ def test_a_tokenizer_that_is_read_has_the_ids_and_texts_of_transformers_and_is_w
         assert on_disk(prepared) == [reference(part, **TEXT_ALONE)["input_ids"] for part in parts]
 
 
-@pytest.mark.parametrize(
-    ("config", "model", "token"),
-    [
-        ({"eos_token": "<think>"}, {"eos_token_id": 97}, "<think>"),
-        ({"eos_token": {"content": "<|im_start|>"}}, None, "<|im_start|>"),
-        ({"eos_token": "<|no such token|>"}, {"eos_token_id": [0, 97]}, SEPARATOR),
-        (None, {"eos_token_id": 10**9}, None),
-        (None, None, None),
-    ],
-)
-def test_the_separator_is_the_end_of_text(tmp_path: Path, config: Any, model: Any, token: str | None) -> None:
-    tokenizer = load_tokenizer(write_folder(tmp_path, content_of("qwen"), config, model))
+def test_the_separator_is_the_end_of_text(tmp_path: Path) -> None:
     theirs = tokenizers.Tokenizer.from_str(content_of("qwen"))
-    id_ = theirs.token_to_id(token) if token else None
-    assert tokenizer.separator.tolist() == ([] if id_ is None else [id_])
-    assert tokenizer.separator.dtype == tokenizer.encode("a").dtype == np.uint16
-    assert tokenizer.start.tolist() == [id_ or 0]
-    assert tokenizer.names(tokenizer.start) == (token or theirs.id_to_token(0))
-    if token:
-        assert encode_prompt(tokenizer, f"{token}Once").tolist() == [id_, *tokenizer.encode("Once").tolist()]
+    for i, (config, model, token) in enumerate(
+        (
+            ({"eos_token": "<think>"}, {"eos_token_id": 97}, "<think>"),
+            ({"eos_token": {"content": "<|im_start|>"}}, None, "<|im_start|>"),
+            ({"eos_token": "<|no such token|>"}, {"eos_token_id": [0, 97]}, SEPARATOR),
+            (None, {"eos_token_id": 10**9}, None),
+            (None, None, None),
+        )
+    ):
+        tokenizer = load_tokenizer(write_folder(tmp_path / f"{i}", content_of("qwen"), config, model))
+        id_ = theirs.token_to_id(token) if token else 0
+        assert tokenizer.separator.tolist() == ([id_] if token else [])
+        assert tokenizer.separator.dtype == tokenizer.encode("a").dtype == np.uint16
+        assert tokenizer.start.tolist() == [id_]
+        assert tokenizer.names(tokenizer.start) == theirs.id_to_token(id_)
+        if token:
+            assert encode_prompt(tokenizer, f"{token}Once").tolist() == [id_, *tokenizer.encode("Once").tolist()]
 
 
 def test_damaged_files_and_a_missing_package_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
