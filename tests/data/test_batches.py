@@ -23,10 +23,9 @@ def positions(n):
     return np.arange(n, dtype=np.uint32)
 
 
-def batches(n=1000, *, tokens=None, block_size=8, seed=0, first=0, **changes):
+def batches(n=1000, *, block_size=8, seed=0, first=0, **changes):
     options = {"batch_size": 4, "rank": 0, "world_size": 1, "stop": 100, "repeat": 0} | changes
-    order = WindowOrder(n, block_size, seed)
-    return Batches(positions(n) if tokens is None else tokens, order, first=lambda: first, device=CPU, **options)
+    return Batches(positions(n), WindowOrder(n, block_size, seed), first=lambda: first, device=CPU, **options)
 
 
 def validation(n, **changes):
