@@ -5,7 +5,6 @@ import json
 import os
 import random
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -92,49 +91,37 @@ def texts_on_disk(corpus):
 
 def nanogpt(text):
     """Return the ids of both splits as in nanoGPT's prepare.py."""
-    n = len(text)
-    stoi = {ch: i for i, ch in enumerate(sorted(set(text)))}
-    halves = text[: int(n * 0.9)], text[int(n * 0.9) :]
-    return [[stoi[ch] for ch in half] for half in halves]
+    n, stoi = len(text), {ch: i for i, ch in enumerate(sorted(set(text)))}
+    return [[stoi[ch] for ch in half] for half in (text[: int(n * 0.9)], text[int(n * 0.9) :])]
 
 
 def sha256(content):
     return hashlib.sha256(content).hexdigest()
 
 
-class FileServer(ThreadingHTTPServer):
-    """Serve the files of a folder, and count the requests.
+@contextmanager
+def serving(content, monkeypatch):
+    """Serve a content at every address, without a proxy and waits between the attempts of a download.
 
-    Each of `faults` is the answer to one request: a status, "cut" (half of the content), or other content.
+    Each of the server's `faults` is the answer to one of its `requests`: a status, or another or half of the content.
     """
 
-    def __init__(self, folder):
-        self.folder, self.faults, self.requests = folder, [], 0
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.url = f"http://127.0.0.1:{self.server_port}"
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            server.requests += 1
+            answer = server.faults.pop(0) if server.faults else content
+            self.send_response(answer if isinstance(answer, int) else 200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content if isinstance(answer, int) else answer)
 
+        def log_message(self, *args):
+            pass
 
-class _Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.server.requests += 1
-        fault = self.server.faults.pop(0) if self.server.faults else None
-        if isinstance(fault, int):
-            return self.send_error(fault)
-        content = fault if isinstance(fault, bytes) else (self.server.folder / Path(self.path).name).read_bytes()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content[: len(content) // 2] if fault == "cut" else content)
-        return None
-
-    def log_message(self, *args):
-        pass
-
-
-@contextmanager
-def serving(folder) -> Iterator[FileServer]:
-    """Start a server of the files of a folder."""
-    with FileServer(folder) as server:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr("pooch.core.time.sleep", lambda seconds: None)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.faults, server.requests, server.url = [], 0, f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield server
         server.shutdown()

@@ -23,7 +23,19 @@ REFUSED = {
     # train.py: resume, init_from, plans
     # train.py -m, sweep_report.py
     # prepare.py
+    "prepare.py data=text data.path=TEXT data.folder=latin.txt/data": "cannot be written to latin.txt/data (not a dir",
+    "prepare.py data=text data.path=latin.txt": "latin.txt is not UTF-8 text: bad byte at offset 3",
     # sample.py
+    "sample.py --max-new-tokens 0": "--max-new-tokens must be an integer ≥ 1, got 0",
+    "sample.py --num-samples 0": "--num-samples must be an integer in [1, 65536], got 0",
+    "sample.py --temperature nan": "--temperature must be a finite number ≥ 0, got nan",
+    "sample.py --top-k 0": "--top-k must be an integer ≥ 1, got 0",
+    "sample.py --top-p 1.01": "--top-p must be in (0, 1], got 1.01",
+    "sample.py --min-p 2": "--min-p must be in [0, 1], got 2.0",
+    "sample.py --repetition-penalty 0": "--repetition-penalty must be in [0.01, 100], got 0.0",
+    "sample.py --seed -1": "--seed must be an integer ≥ 0, got -1",
+    "sample.py --stop=": "--stop must be a list of non-empty strings and token ids, got ['']",
+    "sample.py --chat --score -": "--chat cannot be combined with --score",
     # attention.py, export.py
     # serve.py
 }

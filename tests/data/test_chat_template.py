@@ -25,71 +25,55 @@ RICH = """{{- bos_token }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- "<|im_start|>assistant\n\n" }}{%- endif %}"""
 CHATS: list[list[tuple[str, str]]] = [
-    [("user", "Hello")],
     [("system", " Be brief. "), ("user", "the number 12345\n"), ("assistant", "yes"), ("user", "don't\n\nstop é€")],
     [("user", "")],
     [("user", "a<|im_end|>\n<|im_start|>system\nb <|im_<|im_end|>end|>")],
 ]
 
 
-def messages_of(chat: list[tuple[str, str]]) -> list[dict[str, str]]:
-    return [{"role": role, "content": content} for role, content in chat]
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = make_instruct_folder(tmp_path / "instruct")
+    (folder / "chat_template.jinja").unlink()
+    return folder
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_instruct_folder(tmp_path_factory.mktemp("instruct"))
-
-
-def with_template(folder: Path, target: Path, **config: Any) -> tuple[Any, Any]:
-    """Return our template of a folder whose `tokenizer_config.json` has these values, and their tokenizer."""
-    for file in folder.iterdir():
-        if file.name != "chat_template.jinja":
-            (target / file.name).write_bytes(file.read_bytes())
-    file = target / "tokenizer_config.json"
+def with_template(folder: Path, **config: Any) -> tuple[Any, Any]:
+    """Add values to `tokenizer_config.json`; return our template of the folder, and the tokenizer of transformers."""
+    file = folder / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
-    template = find_pretrained(str(target)).tokenizer.encode_chat
+    template = find_pretrained(str(folder)).tokenizer.encode_chat
     assert template
-    return template, transformers.AutoTokenizer.from_pretrained(target)
+    return template, transformers.AutoTokenizer.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("text", [CHATML, RICH])
-def test_the_ids_of_a_chat_are_those_of_transformers(folder: Path, tmp_path: Path, text: str, chat: Any) -> None:
-    ours, theirs = with_template(folder, tmp_path, chat_template=text, bos_token="<|endoftext|>")
-    rendered = theirs.apply_chat_template(messages_of(chat), add_generation_prompt=True)
-    assert ours(messages_of(chat)) == rendered["input_ids"]
+def test_the_ids_of_a_chat_are_those_of_transformers(folder: Path, text: str) -> None:
+    ours, theirs = with_template(folder, chat_template=text, bos_token="<|endoftext|>")
+    for chat in CHATS:
+        messages = [{"role": role, "content": content} for role, content in chat]
+        assert ours(messages) == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
 
 
-def test_a_template_is_found_where_any_version_of_transformers_writes_it(folder: Path, tmp_path: Path) -> None:
-    assert with_template(folder, tmp_path, chat_template="of the config")[0].args[0] == "of the config"
-    (tmp_path / "chat_template.jinja").write_text("of the file")
-    found = find_pretrained(str(tmp_path)).tokenizer
+def test_a_template_is_found_where_any_version_of_transformers_writes_it(folder: Path) -> None:
+    assert with_template(folder, chat_template="of the config")[0].args[0] == "of the config"
+    (folder / "chat_template.jinja").write_text("of the file")
+    found = find_pretrained(str(folder)).tokenizer
     assert (found.encode_chat.args[0], found.names([found.end_token])) == ("of the file", "<|im_end|>")
-    (tmp_path / "chat_template.jinja").unlink()
-    (tmp_path / "tokenizer_config.json").unlink()
-    assert find_pretrained(str(tmp_path)).tokenizer.encode_chat is None
+    (folder / "chat_template.jinja").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    assert find_pretrained(str(folder)).tokenizer.encode_chat is None
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_a_template_that_fails_or_leaves_the_sandbox_is_one_line(folder: Path) -> None:
+    for text, message in (
         ("{{ raise_exception('no system role') }}", "no system role"),
         ("{{ messages.append(1) }}", "not safely callable|unsafe"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{% for %}", "Expected|expected"),
-        ("{{ messages[0].content.x.y }}", "undefined|no attribute"),
-        ("{% for i in range(10000000) %}{% endfor %}", "Range too big"),
-    ],
-)
-def test_a_template_that_fails_or_leaves_the_sandbox_is_one_line(
-    folder: Path, tmp_path: Path, text: str, message: str
-) -> None:
-    ours, _ = with_template(folder, tmp_path, chat_template=text)
-    with pytest.raises(UserError, match=f"the chat template does not take these messages: .*({message})"):
-        ours(messages_of(CHATS[0]))
-
-
-def test_a_damaged_template_is_one_line(folder: Path, tmp_path: Path) -> None:
+    ):
+        ours, _ = with_template(folder, chat_template=text)
+        with pytest.raises(UserError, match=f"the chat template does not take these messages: .*({message})"):
+            ours([{"role": "user", "content": "Hello"}])
     with pytest.raises(UserError, match=r"the tokenizer in .* is damaged"):
-        with_template(folder, tmp_path, bos_token={"id": 1})
+        with_template(folder, bos_token={"id": 1})

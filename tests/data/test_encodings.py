@@ -19,35 +19,21 @@ TOKENS = [*(bytes([i]) for i in range(256)), b"ab"]
 SMALL = b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(TOKENS))
 
 
-def key(url):
-    return hashlib.sha1(url.encode()).hexdigest()
-
-
 @pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """The name of an empty cache folder, without TIKTOKEN_CACHE_DIR and waits between the attempts of a download."""
+def server(monkeypatch):
+    """A small encoding in place of tiktoken's gpt2, with its one file on a server, and no cache but that of a test."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr("pooch.core.time.sleep", lambda seconds: None)
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def server(tmp_path, monkeypatch):
-    """A small encoding in place of tiktoken's gpt2 and o200k_base, with its one file on a server."""
-    (tmp_path / "gpt-2").mkdir()
-    (tmp_path / "gpt-2/o200k_base.tiktoken").write_bytes(SMALL)
-    with serving(tmp_path / "gpt-2") as server:
-        server.file_url = f"{server.url}/gpt-2/o200k_base.tiktoken"
+    with serving(SMALL, monkeypatch) as server:
+        server.url += "/gpt-2/small.tiktoken"
 
         def small():
-            ranks = tiktoken.load.load_tiktoken_bpe(server.file_url, expected_hash=sha256(SMALL))
-            special = {SEPARATOR: 257}
-            return {"name": "gpt2", "pat_str": PATTERNS["gpt2"], "mergeable_ranks": ranks, "special_tokens": special}
+            ranks = tiktoken.load.load_tiktoken_bpe(server.url, expected_hash=sha256(SMALL))
+            options = {"pat_str": PATTERNS["gpt2"], "special_tokens": {SEPARATOR: 257}}
+            return {"name": "gpt2", "mergeable_ranks": ranks, **options}
 
-        monkeypatch.setattr(encodings, "_SHA256", {server.file_url: sha256(SMALL)})
+        monkeypatch.setattr(encodings, "_SHA256", {server.url: sha256(SMALL)})
         monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
-        monkeypatch.setattr(tiktoken.registry, "ENCODING_CONSTRUCTORS", {"gpt2": small, "o200k_base": small})
+        monkeypatch.setattr(tiktoken.registry, "ENCODING_CONSTRUCTORS", {"gpt2": small})
         yield server
 
 
@@ -75,31 +61,26 @@ def test_files_checksums_and_patterns_equal_those_of_tiktoken(name, tmp_path, mo
     assert downloaded == asked
 
 
-def test_without_a_network_the_error_lists_the_missing_files_and_their_paths(cache, monkeypatch):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(cache))
-    urls = [f"http://127.0.0.1:9/gpt-2/{name}" for name in ("vocab.bpe", "encoder.json")]  # nothing listens there
-    monkeypatch.setattr(encodings, "_SHA256", dict.fromkeys(urls, sha256(SMALL)))
-    cache.mkdir()
-    (cache / key(urls[0])).write_bytes(SMALL)
-    with pytest.raises(UserError) as error:
-        encodings.load_encoding("gpt2", cache.with_name("another"))
-    assert f"{urls[1]} as {cache / key(urls[1])}, or set TIKTOKEN_CACHE_DIR" in str(error.value)
-    assert urls[0] not in str(error.value)
-    assert [file.name for file in cache.iterdir()] == [key(urls[0])]
-
-
-def test_a_missing_or_damaged_file_is_downloaded_once(cache, server):
+def test_a_missing_or_damaged_file_is_downloaded_once_and_without_a_network_named_with_its_path(
+    tmp_path, server, monkeypatch
+):
+    missing = "http://127.0.0.1:9/gpt-2/encoder.json"  # nothing listens there
+    cache, keys = tmp_path / "cache", [hashlib.sha1(url.encode()).hexdigest() for url in (server.url, missing)]
     for present, requests in ((None, 1), (SMALL, 1), (SMALL + b"\n", 2)):
         if present:
-            (cache / key(server.file_url)).write_bytes(present)
+            (cache / keys[0]).write_bytes(present)
         tokenizer = encodings.load_encoding("gpt2", cache)
-        assert tokenizer.encode("cab").tolist() == [99, 256]
-        assert tokenizer.vocab_size == 258
+        assert (tokenizer.encode("cab").tolist(), tokenizer.vocab_size) == ([99, 256], 258)
         assert server.requests == requests
-        assert {file.name: file.read_bytes() for file in cache.iterdir()} == {key(server.file_url): SMALL}
-
-
-def test_the_error_names_a_cache_folder_that_is_not_writable(cache, server):
-    cache.write_text("a file")
-    with pytest.raises(UserError, match=rf"cannot be written to {cache} \({os.strerror(errno.EEXIST)}\)"):
+        assert {file.name: file.read_bytes() for file in cache.iterdir()} == {keys[0]: SMALL}
+    monkeypatch.setattr(encodings, "_SHA256", dict.fromkeys([server.url, missing], sha256(SMALL)))
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(cache))
+    with pytest.raises(UserError) as error:
+        encodings.load_encoding("gpt2", tmp_path / "another")
+    assert f"{missing} as {cache / keys[1]}, or set TIKTOKEN_CACHE_DIR" in str(error.value)
+    assert server.url not in str(error.value)
+    assert [file.name for file in cache.iterdir()] == [keys[0]]
+    (tmp_path / "a file").touch()
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "a file"))
+    with pytest.raises(UserError, match=rf"cannot be written to {tmp_path}/a file \({os.strerror(errno.EEXIST)}\)"):
         encodings.load_encoding("gpt2", cache)

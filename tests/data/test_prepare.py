@@ -6,9 +6,8 @@ import re
 import resource
 import shutil
 import tempfile
-import time
+import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from corpora import (
     texts_on_disk,
     values,
 )
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from minigpt.data import prepare as preparation
@@ -35,27 +34,13 @@ from minigpt.data import readers, splits
 from minigpt.data.tokenizer import token_dtype
 from minigpt.utils.errors import UserError
 
-needs_gpt2 = pytest.mark.skipif(not os.environ.get("TIKTOKEN_CACHE_DIR"), reason="TIKTOKEN_CACHE_DIR is not set")
 UNICODE = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\ufeff"), min_size=1)
-STORIES = st.lists(st.text("abc é€😀\n", max_size=12), min_size=2, max_size=12).filter(
-    lambda stories: sum(map(bool, stories)) > 1
-)
 BPE = {"name": "bpe", "vocab_size": 300}
-NAMED = values("shakespeare_char")
 
 
 def in_folder(corpus):
     """Return the content of a folder of token files."""
     return {file.name: file.read_bytes() for file in folder_of(corpus).iterdir()}
-
-
-def documents(corpus):
-    """Return the documents of both splits, which are between separators."""
-    splits = []
-    for ids in map(np.array, on_disk(corpus)):
-        parts = np.split(ids, np.flatnonzero(ids == corpus.tokenizer.separator[0]))
-        splits.append([corpus.tokenizer.decode(part[i > 0 :]) for i, part in enumerate(parts)])
-    return splits
 
 
 def leftovers(folder):
@@ -68,55 +53,39 @@ def in_parts(patch, chars):
     patch.setattr(splits, "_BATCH_CHARS", chars)
 
 
-# Documents in a text file.
-
-
 def test_a_separator_gives_the_ids_of_the_same_documents_in_json_lines(tmp_path, capsys):
     texts = stories(40)
     plain = "\n<|endoftext|>\n".join(texts) + "\n<|endoftext|>\n"
-    for tokenizer in ("byte", BPE):
-        rowed = prepare(rows(texts), tmp_path, tokenizer, name="a.jsonl")
-        separated = prepare(plain, tmp_path, tokenizer, separator="<|endoftext|>")
-        assert on_disk(separated) == on_disk(rowed)
-        assert (separated.train, separated.val) == (
-            replace(rowed.train, files=separated.train.files),
-            replace(rowed.val, files=separated.val.files),
-        )
-        assert separated.tokenizer.to_dict() == rowed.tokenizer.to_dict()
+    rowed = prepare(rows(texts), tmp_path, BPE, name="a.jsonl")
+    separated = prepare(plain, tmp_path, BPE, separator="<|endoftext|>")
+    assert on_disk(separated) == on_disk(rowed)
+    assert (separated.val.documents, separated.val.bytes) == (rowed.val.documents, rowed.val.bytes)
+    assert separated.tokenizer.to_dict() == rowed.tokenizer.to_dict()
     assert capsys.readouterr().err == ""
     one = prepare(plain, tmp_path, BPE)  # again, as one document
-    assert (one.train.documents, one.tokenizer.separated) == (1, False)
+    assert (one.train.documents, one.tokenizer.names(one.tokenizer.start)) == (1, "\n")  # no separator is in it
     assert one.sha256 != separated.sha256
     advice = "data.separator='<|endoftext|>' splits text files there"
     assert capsys.readouterr().err == f"warning: <|endoftext|> in the text is read as ordinary text; {advice}\n"
-    assert prepare(plain, tmp_path, BPE, separator="<|endoftext|>").train == separated.train
-
-
-# One document.
 
 
 @needs_shakespeare
 def test_tiny_shakespeare_has_the_splits_and_ids_of_nanogpt(tmp_path):
-    (tmp_path / "mine.txt").write_bytes(SHAKESPEARE.read_bytes())
-    corpus = corpus_of(tmp_path / "mine.txt", tmp_path, **NAMED)
+    text = SHAKESPEARE.read_text(encoding="utf-8")
+    (tmp_path / "mine.txt").write_text(text, encoding="utf-8")
+    corpus = corpus_of(tmp_path / "mine.txt", tmp_path, **values("shakespeare_char"))
     assert (corpus.name, corpus.tokenizer.vocab_size, corpus.dtype) == ("tinyshakespeare", 65, "uint16")
     assert (corpus.train.tokens, corpus.val.tokens, corpus.val.bytes) == (1_003_854, 111_540, 111_540)
-    assert on_disk(corpus) == nanogpt(SHAKESPEARE.read_text(encoding="utf-8"))
+    assert on_disk(corpus) == nanogpt(text)
+    if os.environ.get("TIKTOKEN_CACHE_DIR"):
+        import tiktoken
+
+        encoded, halves = corpus_of(SHAKESPEARE, tmp_path, "gpt2"), (text[:1_003_854], text[1_003_854:])
+        assert (encoded.train.tokens, encoded.val.tokens) == (301_966, 36_059)  # of nanoGPT's readme
+        assert on_disk(encoded) == [tiktoken.get_encoding("gpt2").encode_ordinary(half) for half in halves]
 
 
-@needs_shakespeare
-@needs_gpt2
-def test_tiny_shakespeare_has_the_number_of_gpt2_tokens_in_nanogpts_readme(tmp_path):
-    import tiktoken
-
-    corpus = corpus_of(SHAKESPEARE, tmp_path, "gpt2")
-    assert (corpus.train.tokens, corpus.val.tokens) == (301_966, 36_059)
-    text = SHAKESPEARE.read_text(encoding="utf-8")
-    cut = int(len(text) * 0.9)
-    assert on_disk(corpus) == [tiktoken.get_encoding("gpt2").encode_ordinary(half) for half in (text[:cut], text[cut:])]
-
-
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=30)
 @given(UNICODE, st.integers(1, 9))
 def test_reading_in_chunks_does_not_change_the_ids(text, chunk):
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
@@ -138,141 +107,97 @@ def test_ids_have_32_bits_if_they_do_not_fit_into_16(tmp_path):
     assert train + val == (points - 0x10000).tolist()
 
 
-@pytest.mark.parametrize(
-    ("content", "tokenizer", "changes", "problem"),
-    [
-        (b"", BPE, {}, r"mine\.jsonl is empty"),
-        (rows(["a b c d"]), BPE, {}, r"tokenizer\.vocab_size must be at most 259 for .*, got 300"),
-        (rows(["only one"]), "char", {"split": "document"}, r"none of the 1 documents.*data\.split=fraction"),
-        ("it costs €".encode()[:-1], "byte", {"split": "document"}, r"mine\.jsonl is not UTF-8.*offset 9\b"),
-        (rows(stories(300)) + "{", "byte", {"split": "document"}, "line 301: not JSON"),
-    ],
-    ids=["empty", "few pairs", "one document", "UTF-8", "JSON"],
-)
-def test_an_unsuitable_text_raises_and_leaves_no_partial_files(
-    tmp_path, monkeypatch, content, tokenizer, changes, problem
-):
+def test_an_unsuitable_text_raises_and_leaves_no_partial_files(tmp_path, monkeypatch):
     in_parts(monkeypatch, 300)
-    with pytest.raises(UserError, match=problem):
-        prepare(content, tmp_path, tokenizer, name="mine.jsonl", **changes)
-    assert leftovers(tmp_path) == []
+    for content, tokenizer, split, problem in (
+        ("", "char", "fraction", r"mine\.jsonl is empty"),
+        (rows(["a b c d"]), BPE, "fraction", r"tokenizer\.vocab_size must be at most 259 for .*, got 300"),
+        (rows(["only one"]), "char", "document", r"none of the 1 documents is for \w+;.*data\.split=fraction"),
+        (rows(stories(300)) + "{", "byte", "document", "line 301: not JSON"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            prepare(content, tmp_path, tokenizer, name="mine.jsonl", split=split)
+        assert leftovers(tmp_path) == []
 
 
-# Several documents.
-
-
-@settings(deadline=None, max_examples=40)
-@given(STORIES, st.sampled_from([0.1, 0.3, 0.5]))
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.text("abc é€😀\n", max_size=12), min_size=2, max_size=12), st.sampled_from([0.1, 0.3, 0.5]))
 def test_several_documents_are_cut_at_the_nearest_start_of_a_document(texts, val_fraction):
-    total = sum(map(len, texts))
-    wanted = int(total * (1 - val_fraction))
-    starts = np.cumsum([len(text) for text in texts])[:-1]  # of every document but the first
-    nearest = int(np.abs(starts - wanted).min())
+    assume(sum(map(bool, texts)) > 1)
+    starts = np.cumsum([len(text) for text in texts])
+    distances = np.abs(starts[:-1] - int(starts[-1] * (1 - val_fraction)))
     with tempfile.TemporaryDirectory() as folder:
         corpus = prepare(rows(texts), Path(folder), "byte", name="mine.jsonl", val_fraction=val_fraction)
-        train, val = (bytes(ids).decode() for ids in on_disk(corpus))
-    splits = [(texts[:cut], texts[cut:]) for cut in range(1, len(texts))]
-    near = [split for split, start in zip(splits, starts, strict=True) if abs(int(start) - wanted) == nearest]
-    assert (train, val) in [tuple("\n".join(filter(None, part)) for part in split) for split in near]
-
-
-@pytest.mark.parametrize(("tokenizer", "unit"), [("char", 1), ("byte", 1 << 20), (BPE, 1), (BPE, 1 << 20)], ids=str)
-def test_separators_are_between_documents_only(tmp_path, monkeypatch, tokenizer, unit):
-    monkeypatch.setattr(splits, "_BATCH_CHARS", unit)
-    texts = ["", *stories(40), "", *stories(20, seed=1), ""]
-    corpus = prepare(rows(texts), tmp_path, tokenizer, name="mine.jsonl", val_fraction=0.3)
-    texts = [text for text in texts if text]
-    separator = [corpus.tokenizer.vocab_size - 1] if tokenizer is BPE else corpus.tokenizer.encode("\n").tolist()
-    begun, expected = 0, []
-    for split in (corpus.train, corpus.val):
-        here = texts[begun : begun + split.documents]
-        begun += split.documents
-        ids = [i for text in here for i in (*separator, *corpus.tokenizer.encode(text).tolist())]
-        expected.append(ids[1:])
-        assert split.bytes == len("".join(here).encode())
-    assert begun == len(texts)
-    assert on_disk(corpus) == expected
-    assert corpus.val.tokens == len(expected[1])
-    assert corpus.tokenizer.start.tolist() == separator
-    one = prepare("\n".join(stories(50)), tmp_path, tokenizer)
-    assert one.tokenizer.decode(one.tokenizer.start) == "\n"  # no separator is in the corpus
+        found = texts_on_disk(corpus)
+    nearest = np.flatnonzero(distances == distances.min()) + 1
+    assert found in [["\n".join(filter(None, part)) for part in (texts[:cut], texts[cut:])] for cut in nearest]
 
 
 def test_split_document_selects_about_val_fraction_of_the_distinct_documents_whatever_else_there_is(tmp_path):
-    texts = [*stories(2000), *stories(300)]  # 300 occur twice
-
-    def selected(texts, share):
-        corpus = prepare(rows(texts), tmp_path, "byte", name="a.jsonl", split="document", val_fraction=share)
+    texts, selected = [*stories(1000), *stories(150)], []  # 150 occur twice
+    for documents, share in ((texts, 0.1), (texts[::-1][:750], 0.1), (texts, 0.2)):
+        corpus = prepare(rows(documents), tmp_path, "byte", name="a.jsonl", split="document", val_fraction=share)
         train, val = (text.split("\n") for text in texts_on_disk(corpus))
-        assert train == [text for text in texts if text not in set(val)]
-        assert val == [text for text in texts if text in set(val)]
+        selected.append(set(val))
+        assert train == [text for text in documents if text not in selected[-1]]
+        assert val == [text for text in documents if text in selected[-1]]
         assert corpus.provenance["duplicates"] == 0
-        return set(val)
-
-    first, fewer, more = selected(texts, 0.1), selected(texts[::-1][:1500], 0.1), selected(texts, 0.2)
-    assert 150 < len(first) < 250  # 200, give or take four standard deviations
-    assert fewer == first & set(texts[::-1][:1500])
+    first, fewer, more = selected
+    assert 60 < len(first) < 140  # 100, give or take four standard deviations
+    assert fewer == first & set(texts[::-1][:750])
     assert first < more
 
 
-def test_split_document_keeps_a_chunked_document_in_one_split(tmp_path, monkeypatch):
+@pytest.mark.parametrize("split", ["document", "fraction"])
+def test_documents_of_several_chunks_are_whole_and_have_separators_between_them(tmp_path, monkeypatch, split):
     in_parts(monkeypatch, 100)
-    texts = ["\n".join(stories(9, seed)) for seed in range(20)]
+    texts = ["", *("\n".join(stories(9, seed)) for seed in range(20)), "", *stories(20), ""]
     (tmp_path / "in").mkdir()
     for i, text in enumerate(texts):
         (tmp_path / f"in/{i:02}.txt").write_text(text)
-    corpus = corpus_of(tmp_path / "in", tmp_path, BPE, split="document", val_fraction=0.4)
-    train, val = documents(corpus)
-    assert sorted(train + val) == sorted(texts)
-    for split, documents_of_it in ((corpus.train, train), (corpus.val, val)):
-        assert split.documents == len(documents_of_it)
-        assert split.bytes == len("".join(documents_of_it).encode())
+    corpus, found = corpus_of(tmp_path / "in", tmp_path, BPE, split=split, val_fraction=0.4), []
+    for part, ids in zip((corpus.train, corpus.val), on_disk(corpus), strict=True):
+        documents = corpus.tokenizer.names(ids).split("<|endoftext|>")
+        assert (part.documents, part.bytes) == (len(documents), len("".join(documents).encode()))
+        found += documents
+    if split == "document":
+        found.sort(key=texts.index)
+    assert found == [text for text in texts if text]
+    assert corpus.tokenizer.names(corpus.tokenizer.start) == "<|endoftext|>"
 
 
-def test_a_separate_validation_text_is_the_validation_split(tmp_path):
+def test_a_separate_validation_text_is_the_validation_split_and_its_documents_in_both_are_counted(tmp_path, capsys):
     train, val = stories(30), stories(20, seed=1)
-    (tmp_path / "val.jsonl").write_text(rows(val))
-    own = {"name": "mine.jsonl", "val_path": str(tmp_path / "val.jsonl")}
-    corpus = prepare(rows(train), tmp_path, "byte", **own)
-    assert texts_on_disk(corpus) == ["\n".join(train), "\n".join(val)]
-    assert (corpus.train.documents, corpus.val.documents) == (30, 20)
-    alone = prepare(rows(train), tmp_path, "byte", name="mine.jsonl")
-    assert corpus.sha256 != alone.sha256
-    assert folder_of(corpus) != folder_of(alone)
-    (tmp_path / "val.jsonl").write_text(rows(["ξ"]))
-    changed = prepare(rows(train), tmp_path, "char", **own)
-    assert texts_on_disk(changed) == ["\n".join(train), "ξ"]  # the alphabet is that of both
+
+    def corpus(train, val, tokenizer="byte"):
+        (tmp_path / "val.jsonl").write_text(rows(val))
+        return prepare(rows(train), tmp_path, tokenizer, name="mine.jsonl", val_path=str(tmp_path / "val.jsonl"))
+
+    own, alone = corpus(train, val), prepare(rows(train), tmp_path, "byte", name="mine.jsonl")
+    assert texts_on_disk(own) == ["\n".join(train), "\n".join(val)]
+    assert (own.train.documents, own.val.documents) == (30, 20)
+    assert own.sha256 != alone.sha256
+    assert folder_of(own) != folder_of(alone)
+    assert texts_on_disk(corpus(train, ["ξ"], "char")) == ["\n".join(train), "ξ"]  # the alphabet is that of both
+    assert corpus(train, ["new", train[3][:-1]]).provenance["duplicates"] == 0
+    assert capsys.readouterr().err == ""
+    shared = corpus([*train, train[3]], [train[3], "new", *[train[7]] * 3, train[29]])
+    assert shared.provenance["duplicates"] == 4  # in the training split; one occurs twice
+    assert re.fullmatch(r"warning: 4 training documents of mine\.jsonl .*\n", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(
-    ("split", "name"),
-    [("fraction", "mine.txt"), ("fraction", "mine.jsonl"), ("document", "mine.jsonl"), ("val_path", "mine.txt")],
-)
-def test_bpe_is_trained_on_the_training_split_alone(tmp_path, split, name):
+@pytest.mark.parametrize("split", ["fraction", "document", "val_path"])
+def test_bpe_is_trained_on_the_training_split_alone(tmp_path, split):
     runs = [chr(0x4E00 + i) * 200 for i in range(30)]  # all equally frequent; each has a last byte of its own
     (tmp_path / "val.txt").write_text("".join(runs[20:]))
-    content = rows(runs) if name == "mine.jsonl" else "".join(runs[:20] if split == "val_path" else runs)
+    content = {"fraction": "".join(runs), "document": rows(runs), "val_path": "".join(runs[:20])}[split]
     changes = {"val_path": str(tmp_path / "val.txt")} if split == "val_path" else {"split": split}
+    name = "mine.jsonl" if split == "document" else "mine.txt"
     corpus = prepare(content, tmp_path, BPE | {"vocab_size": 330}, name=name, val_fraction=0.3, **changes)
     train, val = (set("".join(runs)) & set(text) for text in texts_on_disk(corpus))
     merged = b"".join(corpus.tokenizer.tokens[256:])
     assert {run[0] for run in runs if run.encode()[2] in merged} == train
     assert len(val - train) > 3
-
-
-def test_documents_in_both_splits_are_counted_with_a_warning(tmp_path, capsys):
-    texts = stories(50)
-    (tmp_path / "val.jsonl").write_text(rows([texts[3], "new", *[texts[7]] * 3, texts[49]]))
-    own = {"name": "mine.jsonl", "val_path": str(tmp_path / "val.jsonl")}
-    corpus = prepare(rows([*texts, texts[3]]), tmp_path, "byte", **own)
-    assert corpus.provenance["duplicates"] == 4  # in the training split; one occurs twice
-    assert re.fullmatch(r"warning: 4 training documents of mine\.jsonl .*\n", capsys.readouterr().err)
-    (tmp_path / "val.jsonl").write_text(rows(["new", texts[3][:-1]]))
-    assert prepare(rows(texts), tmp_path, "byte", **own).provenance["duplicates"] == 0
-    assert capsys.readouterr().err == ""
-
-
-# Token files.
 
 
 def test_token_files_are_byte_identical_for_any_number_of_threads(tmp_path, monkeypatch):
@@ -296,16 +221,6 @@ def test_token_files_are_written_again_only_for_another_text_split_or_tokenizer(
     assert [file.stat().st_mtime_ns for file in folders[0].iterdir()] == times
 
 
-# Failures.
-
-
-def test_a_folder_that_is_not_writable_raises_with_its_path(tmp_path):
-    (tmp_path / "mine.txt").write_text("a text")
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=re.escape(f"cannot be written to {tmp_path}/file/data (not a directory)")):
-        corpus_of(tmp_path / "mine.txt", tmp_path / "file/data")
-
-
 def test_a_full_disk_leaves_no_partial_files(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))  # no file of this process may grow beyond
@@ -318,48 +233,52 @@ def test_a_full_disk_leaves_no_partial_files(tmp_path):
     assert leftovers(tmp_path) == []
 
 
-def test_concurrent_preparations_write_the_files_once(tmp_path, monkeypatch):
+def test_a_second_preparation_waits_for_the_first(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("a text that two prepare")
-    write, calls = preparation._write_corpus, []
+    write, begun, warned = preparation._write_corpus, [], threading.Event()
 
-    def slow(*arguments):
-        calls.append(arguments)
-        time.sleep(0.3)  # the others wait for the lock
+    def wait(*arguments):
+        begun.append(arguments)
+        assert warned.wait(300)
         write(*arguments)
 
-    monkeypatch.setattr(preparation, "_write_corpus", slow)
-    with ThreadPoolExecutor(3) as pool:
-        found = list(pool.map(lambda _: on_disk(corpus_of(tmp_path / "text.txt", tmp_path)), range(3)))
-    assert found == [nanogpt("a text that two prepare")] * 3
-    assert len(calls) == 1
+    monkeypatch.setattr(preparation, "_write_corpus", wait)
+    monkeypatch.setattr(preparation, "warn", lambda text: "waiting for it" in text and warned.set())
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(lambda: on_disk(corpus_of(tmp_path / "text.txt", tmp_path))) for _ in range(2)]
+    assert [one.result() for one in both] == [nanogpt("a text that two prepare")] * 2
+    assert len(begun) == 1
 
 
 def test_an_interrupted_preparation_leaves_nothing_and_a_killed_one_nothing_that_is_taken_for_complete(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(splits, "_BATCH_CHARS", 300)
-    text, killed, tokenize = "\n".join(stories(50)), tmp_path / "killed", preparation.tokenize
-    whole = prepare(text, tmp_path / "whole", "byte")
+    text, tokens, killed, tokenize = (
+        "\n".join(stories(50)),
+        tmp_path / "tokens",
+        tmp_path / "killed",
+        preparation.tokenize,
+    )
 
     def interrupted(*arguments):
         yield from islice(tokenize(*arguments), 3)
-        shutil.copytree(tmp_path / "data/tokens", killed)  # what a killed process leaves
+        shutil.copytree(tokens, killed)  # what a killed process leaves
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(preparation, "tokenize", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(text, tmp_path / "data", "byte")
-    monkeypatch.setattr(preparation, "tokenize", tokenize)
-    assert leftovers(tmp_path / "data") == []
-
-    shutil.rmtree(tmp_path / "data/tokens")
-    killed.rename(tmp_path / "data/tokens")
-    (partial,) = (tmp_path / "data/tokens").glob("*.partial")
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation, "tokenize", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(text, tmp_path, "byte")
+    assert leftovers(tmp_path) == []
+    shutil.rmtree(tokens)
+    killed.rename(tokens)
+    (partial,) = tokens.glob("*.partial")
     assert {file.name for file in partial.iterdir()} == {"train.bin", "val.bin"}
     shutil.copytree(partial, partial.with_suffix(""))  # the final name, without meta.json
-    corpus = prepare(text, tmp_path / "data", "byte")
-    assert in_folder(corpus) == in_folder(whole)
-    assert [path for path in leftovers(tmp_path / "data") if path.is_dir()] == [folder_of(corpus)]
+    corpus = prepare(text, tmp_path, "byte")
+    assert in_folder(corpus) == in_folder(prepare(text, tmp_path / "whole", "byte"))
+    assert [path for path in leftovers(tmp_path) if path.is_dir()] == [folder_of(corpus)]
 
 
 def test_long_documents_are_joined_up_to_a_limit(monkeypatch, capsys):

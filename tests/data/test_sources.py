@@ -4,10 +4,12 @@ import gzip
 import io
 import json
 import os
-import re
 import subprocess
 import sys
+from unittest.mock import patch
 
+import datasets
+import huggingface_hub.constants
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -27,21 +29,6 @@ HUB = ("openwebtext", "tinystories")
 VAL = ["A story to validate on.", "", "And another story: é漢."]
 
 
-@pytest.fixture(autouse=True)
-def nothing_from_outside(tmp_path, monkeypatch):
-    """Disable the hub and use a cache of the test, also if `datasets` was imported before."""
-    monkeypatch.delenv("MINIGPT_DATA_DIR", raising=False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hub/datasets"))
-    import datasets
-    import huggingface_hub.constants
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hub/datasets"))
-
-
 @pytest.fixture
 def find(tmp_path):
     """Find the training and the validation source (or None) of files in configs/data/, each over the one before."""
@@ -56,25 +43,24 @@ def find(tmp_path):
 
 
 @pytest.fixture
-def stories(tmp_path):
-    """A folder with the layout of a hub data set."""
-    folder = tmp_path / "stories"
+def stories(tmp_path, monkeypatch):
+    """A folder with the layout of a hub data set; the hub is disabled, also if `datasets` was imported before."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hub/datasets"))
+    (tmp_path / "stories/data").mkdir(parents=True)
     for split, texts in (("train", TRAIN), ("validation", VAL)):
-        write_stories(folder, split, texts)
-    return folder
+        write_stories(tmp_path / "stories", split, texts)
+    return tmp_path / "stories"
 
 
 def write_stories(folder, split, texts):
-    (folder / "data").mkdir(parents=True, exist_ok=True)
     table = pa.table({"id": range(len(texts)), "text": texts, "title": ["a title"] * len(texts)})
     pq.write_table(table, folder / f"data/{split}-00000-of-00001.parquet")
 
 
 def texts_of(source):
     return documents(source.read())
-
-
-# The user's own files
 
 
 def test_a_source_has_the_checksum_of_its_file_or_of_all_and_documents_in_their_order(find, tmp_path):
@@ -90,38 +76,31 @@ def test_a_source_has_the_checksum_of_its_file_or_of_all_and_documents_in_their_
     pattern, _ = find(path=f"{folder}/*.txt")
     assert texts_of(pattern) == ["of b"]
     assert pattern.sha256 == sha256(b"of b")
+    for name, compress in (("a.jsonl", bytes), ("a.jsonl.GZ", gzip.compress)):
+        (tmp_path / name).write_bytes(compress(b'{"title": "a title", "body": "a body"}\n'))
+        title, body = (find(path=str(tmp_path / name), field=field)[0] for field in ("title", "body"))
+        assert (texts_of(title), texts_of(body)) == (["a title"], ["a body"])
+        assert title.sha256 != body.sha256
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.GZ"])
-def test_another_field_gives_another_checksum(find, tmp_path, name):
-    content = b'{"title": "a title", "body": "a body"}\n'
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("GZ") else content)
-    title, body = (find(path=str(tmp_path / name), field=field)[0] for field in ("title", "body"))
-    assert (texts_of(title), texts_of(body)) == (["a title"], ["a body"])
-    assert title.sha256 != body.sha256
-
-
-def test_every_change_of_a_folder_gives_another_checksum(find, tmp_path):
-    folder = tmp_path / "texts"
-
-    def checksum():
-        return find(path=str(folder))[0].sha256
-
-    folder.mkdir()
-    seen = []
-    for change in (
-        lambda: (folder / "a.txt").write_text('{"text": "one"}'),
-        lambda: (folder / "b.txt").write_text("two"),
-        lambda: (folder / "b.txt").write_text("owt"),
-        lambda: (folder / "b.txt").rename(folder / "0.txt"),  # another order
-        lambda: (folder / "a.txt").rename(folder / "a.jsonl"),  # read in another way
+def test_every_change_of_a_folder_gives_another_checksum_wherever_it_is(find, tmp_path):
+    one, found = '{"text": "one"}', []
+    for i, files in enumerate(
+        (
+            {"a.txt": one},
+            {"a.txt": one, "b.txt": "two"},
+            {"a.txt": one, "b.txt": "owt"},
+            {"0.txt": "owt", "a.txt": one},  # another order
+            {"0.txt": "owt", "a.jsonl": one},  # read in another way
+        )
     ):
-        change()
-        seen.append(checksum())
-        assert checksum() == seen[-1]
-    assert len(set(seen)) == len(seen)
-    folder = folder.rename(tmp_path / "moved")
-    assert checksum() == seen[-1]
+        for folder in (tmp_path / f"here{i}", tmp_path / f"there{i}"):
+            folder.mkdir()
+            for name, content in files.items():
+                (folder / name).write_text(content)
+            found.append(find(path=str(folder))[0].sha256)
+    assert found[::2] == found[1::2]
+    assert len(set(found)) == 5
 
 
 def test_checksums_are_cached_until_the_file_is_written(tmp_path):
@@ -142,62 +121,35 @@ def test_checksums_are_cached_until_the_file_is_written(tmp_path):
     assert checksums([file], file / "cache") == [sha256(b"later")]  # which cannot be written
 
 
-# Standard input
-
-
-@pytest.fixture
-def stdin(monkeypatch):
-    """Replace the standard input of this process: `stdin(b"a text")`."""
+def test_standard_input_is_read_once_and_shared_with_child_processes(find, tmp_path, monkeypatch):
     monkeypatch.setenv("MINIGPT_STDIN_FILE", "")  # removed after the test, whatever was set
-
-    def give(content):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
-
-    return give
-
-
-def test_standard_input_is_read_once_and_shared_with_child_processes(find, tmp_path, stdin):
     content = "from a pipe: é漢😀\r\n".encode() * 20_000  # several blocks
-    stdin(content)
+    with open(os.openpty()[1]) as terminal:
+        for stdin, processes, problem in (
+            (terminal, "2", "cannot be read by several processes"),
+            (terminal, "1", "is a terminal;"),
+            (io.TextIOWrapper(io.BytesIO()), "1", "is empty;"),
+        ):
+            monkeypatch.setattr(sys, "stdin", stdin)
+            monkeypatch.setenv("WORLD_SIZE", processes)
+            with pytest.raises(UserError, match=rf"data\.path=- .*{problem}"):
+                find(path="-")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
     for _ in range(2):
         source, _ = find(path="-")
         assert texts_of(source) == [content.decode()]
         assert (source.name, source.sha256) == ("stdin", sha256(content))
-    script = [sys.executable, str(ROOT / "scripts/prepare.py"), "data=text", "data.path=-", f"data.folder={tmp_path}/b"]
-    child = subprocess.run(script, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=True)
-    assert re.search(r"^corpus +stdin$", child.stdout, re.MULTILINE)
-    (meta,) = (tmp_path / "b/tokens").glob("stdin-*/meta.json")
-    assert json.loads(meta.read_text())["sha256"] == sha256(content)
-    assert [file.name for file in (tmp_path / "data").iterdir() if file.name != "checksums.json"] == [
-        f"stdin-{sha256(content)[:16]}.txt"
-    ]
+    read = f"from minigpt.data.sources import spool_stdin; from pathlib import Path; print(spool_stdin(Path('{ROOT}')))"
+    child = subprocess.run([sys.executable, "-c", read], stdin=subprocess.DEVNULL, capture_output=True, check=True)
+    copy = tmp_path / f"data/stdin-{sha256(content)[:16]}.txt"
+    assert child.stdout.decode().strip() == str(copy)
+    assert [file for file in copy.parent.iterdir() if file.name != "checksums.json"] == [copy]
 
 
-def test_standard_input_without_a_text_raises(find, stdin, monkeypatch):
-    def refusal():
-        with pytest.raises(UserError) as error:
-            texts_of(find(path="-")[0])
-        return str(error.value)
-
-    stdin(b"")
-    assert re.match(r"data\.path=- .* is empty;", refusal())
-    monkeypatch.setattr(sys, "stdin", open(os.openpty()[1]))  # noqa: SIM115
-    assert re.match(r"data\.path=- .* is a terminal;", refusal())
-    sys.stdin.close()
-    stdin(b"a text")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert re.match(r"data\.path=- .* several processes", refusal())
-
-
-# Data sets of a hub
-
-
-def test_a_local_data_set_is_read_with_its_validation_split(find, stories):
+def test_a_data_set_of_a_hub_is_read_with_its_validation_split_if_it_has_one(find, stories, tmp_path):
     source, val = find(*HUB, dataset=str(stories))
-    assert texts_of(source) == TRAIN
-    assert texts_of(val) == VAL
+    assert (texts_of(source), texts_of(val), source.name) == (TRAIN, VAL, "tinystories")
     assert source.sha256 != val.sha256
-    assert source.name == "tinystories"
     for other in ("subset", "revision", "field"):
         assert find(*HUB, dataset=str(stories), **{other: "other"})[0].sha256 != source.sha256
     assert find(*HUB, dataset=str(stories))[0].sha256 == source.sha256  # nothing was written there
@@ -205,13 +157,14 @@ def test_a_local_data_set_is_read_with_its_validation_split(find, stories):
     changed, _ = find(*HUB, dataset=str(stories))
     assert changed.sha256 != source.sha256
     assert texts_of(changed) == [*TRAIN, "one more"]
-
-
-def test_a_data_set_without_a_validation_split_is_one_source(find, stories, tmp_path):
     assert find("openwebtext", dataset=str(stories))[1] is None
     (tmp_path / "b.txt").write_text("to validate on")
     _, val = find(*HUB, dataset=str(stories), val_path=f"{tmp_path}/b.txt")
     assert texts_of(val) == ["to validate on"]
+    with patch("datasets.load_dataset", return_value=[{"body": "a row"}]) as load:
+        source, _ = find(*HUB, dataset="a/b", subset="c", revision="d", train_split="e", field="body")
+        assert texts_of(source) == ["a row"]
+    load.assert_called_once_with("a/b", "c", split="e", revision="d", streaming=True)
 
 
 @pytest.mark.parametrize("val_split", [None, "validation"])
@@ -226,25 +179,17 @@ def test_the_corpus_of_a_checkpoint_is_found(stories, tmp_path, val_split):
     assert find_corpus(tmp_path / "last.safetensors").val == corpus.val
 
 
-def test_a_missing_column_or_split_raises_with_its_name(find, stories):
-    source, _ = find(*HUB, dataset=str(stories), field="id")
-    with pytest.raises(UserError, match=rf"data\.dataset={stories}: .* column id; .*text are text, title;"):
-        texts_of(source)
-    source, _ = find(*HUB, dataset=str(stories), train_split="exam")
-    with pytest.raises(UserError, match="exam"):
-        texts_of(source)
-
-
-def test_a_damaged_data_set_raises(find, stories):
+def test_a_data_set_that_is_damaged_unreachable_or_without_a_column_or_split_is_one_line(find, stories, capfd):
     file = stories / "data/train-00000-of-00001.parquet"
-    file.write_bytes(file.read_bytes()[:-200])
-    source, _ = find(*HUB, dataset=str(stories))
-    with pytest.raises((UserError, RunError), match=str(stories)):
-        texts_of(source)
-
-
-def test_an_unreachable_data_set_gives_a_one_line_error(find, capfd):
-    source, _ = find(*HUB, dataset="nobody/nothing")
-    with pytest.raises(UserError, match=r"^data\.dataset=nobody/nothing [^\n]*$"):
-        texts_of(source)
+    for changes, problem in (
+        ({"field": "id"}, rf"^data\.dataset={stories}: .* column id; .*text are text, title;"),
+        ({"train_split": "exam"}, "exam"),
+        ({"dataset": "nobody/nothing"}, r"^data\.dataset=nobody/nothing [^\n]*$"),
+    ):
+        source, _ = find(*HUB, **{"dataset": str(stories)} | changes)
+        with pytest.raises(UserError, match=problem):
+            texts_of(source)
     assert capfd.readouterr().err == ""
+    file.write_bytes(file.read_bytes()[:-200])
+    with pytest.raises((UserError, RunError), match=str(stories)):
+        texts_of(find(*HUB, dataset=str(stories))[0])

@@ -2,20 +2,17 @@
 
 import io
 import os
-import re
 import shutil
 import tempfile
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from corpora import corpus_of, folder_of, prepare
+from corpora import corpus_of, folder_of, on_disk, prepare
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_batches import batches
 
 from minigpt.data import token_files
 from minigpt.data.checksums import token_files_checksum
@@ -26,152 +23,74 @@ from minigpt.utils.errors import UserError
 TEXT = "a text that is prepared, broken and prepared again"
 AB = BPETokenizer("bpe", [*(bytes([i]) for i in range(256)), None, b"ab"], {SEPARATOR: 256})
 IDS = [sorted(set(TEXT)).index(character) for character in TEXT]
-
-
-def files_of(corpus):
-    return [*corpus.train.files, *corpus.val.files]
-
-
-# Files as an array.
+RANDOM_IDS = np.random.default_rng(0).integers(0, 256, 6000).astype(np.uint16)
+SPREAD = np.random.default_rng(1).integers(1, 256, (2, 100))  # ids of bytes
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.integers(0, 60), st.sampled_from(["uint16", "uint32"]), st.data())
 def test_slices_and_windows_of_several_files_equal_those_of_an_array(length, dtype, data):
-    array = np.random.default_rng(length).integers(0, 1 << 16, length).astype(dtype)
-    bound = st.none() | st.integers(-70, 70)
-    begin, end = data.draw(bound), data.draw(bound)
+    array, bound = np.random.default_rng(length).integers(0, 1 << 16, length).astype(dtype), st.integers(-70, 70)
+    begin, end = data.draw(st.none() | bound), data.draw(st.none() | bound)
+    ends = sorted(data.draw(st.lists(st.integers(0, length), min_size=3, max_size=3)))
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"{i}.bin" for i in range(4)]
-        ends = sorted(data.draw(st.lists(st.integers(0, length), min_size=3, max_size=3)))
         for file, part in zip(files, np.split(array, ends), strict=True):
             part.tofile(file)
         tokens = Tokens(files, dtype, 1 << 16)
         assert len(tokens) == len(array)
         np.testing.assert_array_equal(tokens[begin:end], array[begin:end], strict=True)
-        if len(array):
-            width = data.draw(st.integers(1, len(array)))
-            begins = data.draw(st.lists(st.integers(0, len(array) - width), max_size=8))
-            index = np.array(begins, dtype=np.int64)[:, None] + np.arange(width)
-            np.testing.assert_array_equal(tokens[index], array[index], strict=True)
-
-
-# The folder of a prepared corpus.
+        index = np.arange(length - length % 2).reshape(2, -1)[:, data.draw(bound) :]
+        np.testing.assert_array_equal(tokens[index], array[index], strict=True)
 
 
 def test_a_prepared_corpus_is_loaded_and_cannot_be_changed(tmp_path):
     corpus = prepare(TEXT, tmp_path)
-    folder = folder_of(corpus)
-    loaded = token_files.load(folder)
+    loaded = token_files.load(folder_of(corpus))
     assert (loaded.name, loaded.dtype, loaded.provenance) == ("mine.txt", "uint16", corpus.provenance)
-    assert files_of(loaded) == [folder / "train.bin", folder / "val.bin"]
     assert (loaded.train.tokens, loaded.train.bytes, loaded.train.documents) == (45, 45, 1)
     assert (loaded.val.tokens, loaded.val.bytes, loaded.val.documents) == (5, 5, 1)
     assert loaded.tokenizer.to_dict() == corpus.tokenizer.to_dict()
-    for split, ids in (("train", IDS[:45]), ("val", IDS[45:])):
+    for split in ("train", "val"):
         tokens = loaded.tokens(split)
         tokens[:5][0] = 0
         tokens[np.arange(5)[None]][0] = 0
-        assert tokens[:].tolist() == np.fromfile(folder / f"{split}.bin", np.uint16).tolist() == ids
+    assert on_disk(loaded) == [loaded.tokens("train")[:].tolist(), tokens[:].tolist()] == [IDS[:45], IDS[45:]]
+    loaded.check_length(4)
+    with pytest.raises(UserError, match=r"validation split has 5 tokens, .* 6; .*model\.block_size"):
+        loaded.check_length(5)
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
+def test_broken_token_files_raise_and_are_rewritten_once_removed(tmp_path):
+    for spoil in (
         lambda folder: os.truncate(folder / "train.bin", 89),
         lambda folder: (folder / "val.bin").unlink(),
         lambda folder: (folder / "meta.json").write_text('{"name": "mi'),
         lambda folder: (folder / "meta.json").write_text('{"dtype": "uint64"}'),
-    ],
-    ids=["a file cut short by a byte", "a split lost", "meta.json cut short", "no such dtype"],
-)
-def test_broken_token_files_raise_and_are_rewritten_once_removed(tmp_path, spoil):
-    folder = folder_of(prepare(TEXT, tmp_path))
-    spoil(folder)
-    for read in (lambda: token_files.load(folder), lambda: prepare(TEXT, tmp_path)):
-        with pytest.raises(UserError, match=re.escape(f"remove {folder}")):
-            read()
-    shutil.rmtree(folder)
-    with pytest.raises(UserError, match="broken token files"):
-        token_files.load(folder)
-    corpus = prepare(TEXT, tmp_path)
-    assert [*corpus.tokens("train")[:], *corpus.tokens("val")[:]] == IDS
+    ):
+        corpus = prepare(TEXT, tmp_path)
+        assert [*corpus.tokens("train")[:], *corpus.tokens("val")[:]] == IDS
+        spoil(folder := folder_of(corpus))
+        for read in (lambda: token_files.load(folder), lambda: prepare(TEXT, tmp_path)):
+            with pytest.raises(UserError, match=rf"broken token files .* remove {folder}"):
+                read()
+        shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize(("val_fraction", "split"), [(0.4, "validation"), (0.6, "training")])
-def test_each_split_must_have_block_size_plus_one_tokens(tmp_path, val_fraction, split):
-    corpus = prepare("0123456789" * 2, tmp_path, val_fraction=val_fraction)
-    corpus.check_length(7)
-    with pytest.raises(UserError, match=rf"{split} split has 8 tokens.*model\.block_size"):
-        corpus.check_length(8)
+def raw(ids, dtype="<u2"):
+    return np.array(ids).astype(dtype).tobytes()
 
 
-# nanoGPT's files.
-
-
-def bins(folder, train, val):
-    """Write two files of 16-bit ids or bytes."""
+def bins(folder, *contents):
+    """Write two files; return their settings."""
     files = folder / "train.bin", folder / "val.bin"
-    for file, ids in zip(files, (train, val), strict=True):
-        file.write_bytes(ids if isinstance(ids, bytes) else np.array(ids, dtype=np.uint16).tobytes())
+    for file, content in zip(files, contents, strict=True):
+        file.write_bytes(content)
     return {"train_bin": str(files[0]), "val_bin": str(files[1])}
 
 
 def read_bins(folder, train, val, tokenizer=None):
     return token_files.load_bins(bins(folder, train, val), tokenizer or ByteTokenizer(), folder / "checksums.json")
-
-
-def test_nanogpts_files_are_read_in_place(tmp_path):
-    train, val = "to train on é".encode(), "to validate on é".encode()
-    corpus = corpus_of(None, tmp_path / "data", "byte", **bins(tmp_path, [*train], [*val]))
-    assert files_of(corpus) == [tmp_path / "train.bin", tmp_path / "val.bin"]
-    assert corpus.tokens("train")[:].tolist() == [*train]
-    assert corpus.tokens("val")[:].tolist() == [*val]
-    assert (corpus.train.tokens, corpus.val.tokens, corpus.val.bytes) == (len(train), len(val), len(val))
-    assert (corpus.name, corpus.dtype) == ("train.bin", "uint16")
-    assert not (tmp_path / "data/tokens").exists()
-
-
-def test_a_file_whose_name_looks_like_a_pattern_is_that_file(tmp_path):
-    for name, ids in (("1", [1, 2]), ("[1]", [3, 4])):
-        np.array(ids, np.uint16).tofile(tmp_path / f"{name}.bin")
-    both = dict.fromkeys(("train_bin", "val_bin"), f"{tmp_path}/[1].bin")
-    assert corpus_of(None, tmp_path / "data", "byte", **both).tokens("train")[:].tolist() == [3, 4]
-
-
-def test_bytes_of_tokens_are_counted_without_separators(tmp_path, monkeypatch):
-    monkeypatch.setattr(token_files, "_SCAN_TOKENS", 3)
-    corpus = read_bins(tmp_path, [1, 2], [97, 256, 257, 256], AB)
-    assert (corpus.val.bytes, corpus.val.tokens, corpus.val.documents) == (3, 4, 2)
-    assert corpus.tokenizer.start.tolist() == [256]
-    without = read_bins(tmp_path, [1, 2], [97, 257], AB)
-    assert (without.val.bytes, without.val.documents) == (3, 0)
-    assert without.tokenizer.start.tolist() == [10]
-
-
-@pytest.mark.parametrize("name", ["train", "val"])
-def test_a_missing_or_odd_file_raises_with_the_config_key(tmp_path, name):
-    good = {"train": [1, 2], "val": [3, 4]}
-    for content in (b"", b"abc"):
-        with pytest.raises(UserError, match=rf"data\.{name}_bin=.* has {len(content)} bytes, not .*16-bit"):
-            read_bins(tmp_path, **good | {name: content})
-    files = bins(tmp_path, **good)
-    (tmp_path / f"{name}.bin").unlink()
-    with pytest.raises(UserError, match=rf"data\.{name}_bin=.*{name}\.bin is not a file"):
-        corpus_of(None, tmp_path, "byte", **files)
-    with pytest.raises(UserError, match=r"data\.train_bin and data\.val_bin must be set together"):
-        corpus_of(None, tmp_path, "byte", **files | {f"{name}_bin": None})
-
-
-def test_nanogpts_files_with_a_tokenizer_built_from_text_raise(tmp_path):
-    for tokenizer in ({"name": "char"}, {"name": "bpe", "vocab_size": 300}):
-        with pytest.raises(UserError, match=rf"tokenizer={tokenizer['name']} .*tokenizer=gpt2"):
-            corpus_of(None, tmp_path, tokenizer, **bins(tmp_path, [1, 2], [3, 4]))
-
-
-# Other widths, and headers.
-
-SPREAD = np.random.default_rng(1).integers(1, 256, (2, 100))  # ids of bytes
 
 
 def llm_c(ids, dtype="<u2", magic=20240520, version=1, n=100):
@@ -186,49 +105,61 @@ def npy(ids, dtype="<u2"):
     return content.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("write", "dtype"),
-    [
-        *((lambda ids, width=width: ids.astype(f"<i{width}").tobytes(), f"uint{8 * width}") for width in (2, 4, 8)),
-        *((partial(npy, dtype=f"<{kind}"), f"uint{8 * int(kind[1])}") for kind in ("u1", "u2", "i4", "i8")),
-        (llm_c, "uint16"),
-        (partial(llm_c, dtype="<u4", magic=20240801, version=7), "uint32"),
-    ],
-    ids=["2 bytes", "4 bytes", "8 bytes", "npy 1", "npy 2", "npy 4", "npy 8", "llm.c GPT-2", "llm.c Llama 3"],
-)
-def test_ids_of_another_width_or_after_a_header_are_read_as_they_are(tmp_path, write, dtype):
-    corpus = read_bins(tmp_path, *map(write, SPREAD))
-    assert (corpus.dtype, corpus.train.tokens, corpus.val.tokens, corpus.val.bytes) == (dtype, 100, 100, 100)
-    windows = np.arange(90)[:, None] + np.arange(10)
-    for split, ids in zip(("train", "val"), SPREAD, strict=True):
-        tokens = corpus.tokens(split)
-        assert tokens[:].tolist() == ids.tolist()
-        np.testing.assert_array_equal(tokens[windows], ids[windows])
+def test_nanogpts_files_are_read_in_place_with_the_bytes_of_their_tokens_but_separators(tmp_path, monkeypatch):
+    train, val = "to train on é".encode(), "to validate on é".encode()
+    corpus = corpus_of(None, tmp_path / "data", "byte", **bins(tmp_path, raw([*train]), raw([*val])))
+    assert [*corpus.train.files, *corpus.val.files] == [tmp_path / "train.bin", tmp_path / "val.bin"]
+    assert [corpus.tokens(split)[:].tolist() for split in ("train", "val")] == [[*train], [*val]]
+    assert (corpus.train.tokens, corpus.val.tokens, corpus.val.bytes) == (len(train), len(val), len(val))
+    assert (corpus.name, corpus.dtype) == ("train.bin", "uint16")
+    assert not (tmp_path / "data/tokens").exists()
+    monkeypatch.setattr(token_files, "_SCAN_TOKENS", 3)
+    corpus = read_bins(tmp_path, raw([1, 2]), raw([97, 256, 257, 256]), AB)
+    assert (corpus.val.bytes, corpus.val.tokens, corpus.val.documents) == (3, 4, 2)
+    assert corpus.tokenizer.start.tolist() == [256]
+    without = read_bins(tmp_path, raw([1, 2]), raw([97, 257]), AB)
+    assert (without.val.bytes, without.val.documents) == (3, 0)
+    assert without.tokenizer.start.tolist() == [10]
 
 
-def test_wide_ids_are_recognized_after_and_among_many_zeros(tmp_path):
-    for i, zeros in enumerate((np.zeros(5000, int), np.where(np.arange(5000) % 7, 0, 200))):
+def test_ids_of_another_width_or_after_a_header_are_read_as_they_are(tmp_path):
+    written = [(partial(raw, dtype=f"<u{width}"), 8 * width) for width in (2, 4, 8)]
+    written += [(partial(npy, dtype=f"<{kind}"), 8 * int(kind[1])) for kind in ("u1", "u2", "i4", "i8")]
+    written += [(llm_c, 16), (partial(llm_c, dtype="<u4", magic=20240801, version=7), 32)]
+    for write, bits in written:
+        corpus = read_bins(tmp_path, *map(write, SPREAD))
+        assert (corpus.dtype, corpus.train.tokens, corpus.val.tokens, corpus.val.bytes) == (
+            f"uint{bits}",
+            100,
+            100,
+            100,
+        )
+        for split, ids in zip(("train", "val"), SPREAD, strict=True):
+            tokens = corpus.tokens(split)
+            assert tokens[:].tolist() == tokens[np.arange(100)].tolist() == ids.tolist()
+
+
+def test_wide_ids_are_recognized_after_and_among_many_zeros_and_have_32_bits_in_a_large_vocabulary(tmp_path):
+    for zeros in (np.zeros(5000, int), np.where(np.arange(5000) % 7, 0, 200)):
         ids = np.concatenate((zeros, SPREAD[0]))
-        corpus = read_bins(tmp_path, *[ids.astype("<u4").tobytes()] * 2)
-        assert (corpus.dtype, corpus.train.tokens) == ("uint32", len(ids)), i
-
-
-def test_files_of_several_headers_are_one_array(tmp_path):
-    for i, content in enumerate((llm_c(SPREAD[0]), npy(SPREAD[1]), SPREAD[0].astype("<u2").tobytes())):
-        (tmp_path / f"{i}.bin").write_bytes(content)
-    both = dict.fromkeys(("train_bin", "val_bin"), f"{tmp_path}/*.bin")
-    tokens = corpus_of(None, tmp_path / "data", "byte", **both).tokens("train")
-    assert tokens[:].tolist() == tokens[np.arange(300)].tolist() == [*SPREAD[0], *SPREAD[1], *SPREAD[0]]
-
-
-def test_ids_of_a_large_vocabulary_have_32_bits(tmp_path):
+        corpus = read_bins(tmp_path, *[raw(ids, "<u4")] * 2)
+        assert (corpus.dtype, corpus.train.tokens) == ("uint32", len(ids))
     large = BPETokenizer("bpe", [bytes([i]) for i in range(256)], {SEPARATOR: 256})
     large.vocab_size = 100_000
     train, val = (np.random.default_rng(i).integers(0, 100_000, 100) for i in range(2))
-    corpus = read_bins(tmp_path, train.astype("<u4").tobytes(), val.astype("<u4").tobytes(), large)
+    corpus = read_bins(tmp_path, raw(train, "<u4"), raw(val, "<u4"), large)
     assert (corpus.tokens("train")[:].tolist(), corpus.tokens("val")[:].tolist()) == (train.tolist(), val.tolist())
     with pytest.raises(UserError, match=r"val\.bin has a token id .* its ids have another width"):
-        read_bins(tmp_path, *(ids.astype("<u2").tobytes() for ids in (train, val)), large)
+        read_bins(tmp_path, raw(train), raw(val), large)
+
+
+def test_a_pattern_gives_one_array_and_a_file_whose_name_looks_like_one_is_that_file(tmp_path):
+    for name, content in (("0", llm_c(SPREAD[0])), ("1", npy(SPREAD[1])), ("[1]", raw(SPREAD[0]))):
+        (tmp_path / f"{name}.bin").write_bytes(content)
+    for pattern, ids in (("*", [*SPREAD[0], *SPREAD[1], *SPREAD[0]]), ("[1]", [*SPREAD[0]])):
+        both = dict.fromkeys(("train_bin", "val_bin"), f"{tmp_path}/{pattern}.bin")
+        tokens = corpus_of(None, tmp_path / "data", "byte", **both).tokens("train")
+        assert tokens[:].tolist() == tokens[np.arange(len(ids))].tolist() == ids
 
 
 def torch_file(ids):
@@ -237,17 +168,15 @@ def torch_file(ids):
 
 
 REFUSED = {
-    "ids outside the vocabulary": (lambda ids: (ids + 256).astype("<u4").tobytes(), "no ids of this tokenizer"),
-    "big-endian ids": (lambda ids: ids.astype(">u4").tobytes(), "no ids of this tokenizer"),
+    "no ids": (lambda ids: b"", "has 0 bytes, not an array of 16-bit ids"),
+    "half an id": (lambda ids: b"abc", "has 3 bytes, not an array of 16-bit ids"),
+    "ids outside the vocabulary": (lambda ids: raw(ids + 256, "<u4"), "no ids of this tokenizer"),
+    "big-endian ids": (partial(raw, dtype=">u4"), "no ids of this tokenizer"),
     "a file of torch": (torch_file, "(no ids of this tokenizer|not an array of .*ids)"),
-    "two dimensions": (
-        lambda ids: npy(ids.reshape(10, 10)),
-        r"must be an array of integers \(N,\), got uint16 \(10, 10",
-    ),
+    "two dimensions": (lambda ids: npy(ids.reshape(10, 10)), r"array of integers \(N,\), got uint16 \(10, 10"),
     "floats": (partial(npy, dtype="<f4"), "must be an array of integers .*, got float32"),
     "a big-endian array": (partial(npy, dtype=">u2"), "must be an array of integers .*, got >u2"),
     "objects": (partial(npy, dtype=object), "cannot be read by NumPy"),
-    "half an array": (lambda ids: npy(ids)[:200], "cannot be read by NumPy"),
     "half a file of llm.c": (lambda ids: llm_c(ids)[:-2], "not a complete token file of llm.c"),
     "an evaluation of llm.c": (partial(llm_c, magic=20240522), "not a complete token file of llm.c"),
     "an unknown version": (partial(llm_c, version=2), "not a complete token file of llm.c"),
@@ -257,19 +186,25 @@ REFUSED = {
 
 @pytest.mark.parametrize(("write", "problem"), REFUSED.values(), ids=REFUSED)
 def test_files_that_are_not_ids_are_refused_with_the_config_key(tmp_path, write, problem):
-    with pytest.raises(UserError, match=rf"data\.train_bin=\S*train\.bin .*{problem}") as error:
-        read_bins(tmp_path, *map(write, SPREAD))
-    assert "\n" not in str(error.value)
+    for name, ids in (("train", SPREAD), ("val", SPREAD[::-1])):
+        contents = {"train": raw(SPREAD[0]), "val": raw(SPREAD[1])} | {name: write(ids[0])}
+        with pytest.raises(UserError, match=rf"data\.{name}_bin=\S*{name}\.bin .*{problem}") as error:
+            read_bins(tmp_path, **contents)
+        assert "\n" not in str(error.value)
 
 
-def test_splits_of_two_widths_are_refused(tmp_path):
+def test_settings_that_do_not_fit_token_files_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"data\.train_bin and data\.val_bin must have ids of one width"):
-        read_bins(tmp_path, SPREAD[0].astype("<u2").tobytes(), SPREAD[1].astype("<u4").tobytes())
-
-
-# Many files.
-
-RANDOM_IDS = np.random.default_rng(0).integers(0, 256, 6000).astype(np.uint16)
+        read_bins(tmp_path, raw(SPREAD[0]), raw(SPREAD[1], "<u4"))
+    files = bins(tmp_path, raw([1, 2]), raw([3, 4]))
+    for name in files:
+        with pytest.raises(UserError, match=r"data\.train_bin and data\.val_bin must be set together"):
+            corpus_of(None, tmp_path, "byte", **files | {name: None})
+        with pytest.raises(UserError, match=rf"data\.{name}=.*none\.bin is not a file"):
+            corpus_of(None, tmp_path, "byte", **files | {name: f"{tmp_path}/none.bin"})
+    for tokenizer in ({"name": "char"}, {"name": "bpe", "vocab_size": 300}):
+        with pytest.raises(UserError, match=rf"tokenizer={tokenizer['name']} .*tokenizer=gpt2"):
+            corpus_of(None, tmp_path, tokenizer, **files)
 
 
 def write_parts(folder, n=12, ids=RANDOM_IDS):
@@ -282,38 +217,35 @@ def write_parts(folder, n=12, ids=RANDOM_IDS):
     return {"train_bin": f"{folder}/train_*.bin", "val_bin": [f"{folder}/val.bin"]}
 
 
-def test_many_files_have_the_batches_of_one_with_few_file_descriptors(tmp_path):
-    files = write_parts(tmp_path, n=700)  # many are shorter than a window
-    tokens = corpus_of(None, tmp_path, "byte", **files).tokens("train")
+def test_many_files_are_one_array_with_few_file_descriptors(tmp_path):
+    tokens = corpus_of(None, tmp_path, "byte", **write_parts(tmp_path, n=700)).tokens("train")
     assert np.array_equal(tokens[:], RANDOM_IDS)
-    read, expected = (batches(6000, tokens=each, block_size=16) for each in (tokens, RANDOM_IDS))
-    assert all(torch.equal(a, b) for a, b in zip(chain(*read), chain(*expected), strict=True))
+    for begins in np.random.default_rng(0).integers(0, 6000 - 17, (100, 4)):  # many files are shorter than a window
+        windows = begins[:, None] + np.arange(17)
+        assert np.array_equal(tokens[windows], RANDOM_IDS[windows])
     if os.path.isdir("/proc/self/fd"):
         assert len(os.listdir("/proc/self/fd")) < 600
 
 
-def test_the_checksum_of_many_files_depends_on_their_content_and_not_on_their_place(tmp_path):
-    settings = [write_parts(tmp_path / name, ids=ids) for name, ids in (("a", RANDOM_IDS), ("b", RANDOM_IDS))]
-    settings += [settings[0] | {"train_bin": sorted(map(str, tmp_path.glob("a/train_*.bin")))}]
-    settings += [write_parts(tmp_path / "c", ids=RANDOM_IDS ^ 1), settings[0] | {"train_bin": f"{tmp_path}/a/*1.bin"}]
-    first, second, listed, *others = (corpus_of(None, tmp_path, "byte", **each).sha256 for each in settings)
-    assert first == second == listed
-    assert first not in others
-    many = [1] * 100_000  # more than a sample; the content of one file is read whole
-    assert read_bins(tmp_path, [*many, 3], [4, 5]).sha256 != read_bins(tmp_path, [*many, 4], [4, 5]).sha256
-
-
-def test_the_checksum_of_many_files_samples_64_of_them_evenly(tmp_path):
-    write_parts(tmp_path, n=130)
-    train, val = sorted(tmp_path.glob("train_*.bin")), [tmp_path / "val.bin"]
-    before, sampled = token_files_checksum(train, val, None), []
+def test_the_checksum_of_many_files_depends_on_a_sample_of_their_content_and_not_on_their_place(tmp_path):
+    settings = [write_parts(tmp_path / name, n=130, ids=RANDOM_IDS) for name in "ab"]
+    train, val = sorted(tmp_path.glob("a/train_*.bin")), [tmp_path / "a/val.bin"]
+    settings += [
+        settings[0] | {"train_bin": list(map(str, train))},
+        settings[0] | {"train_bin": f"{tmp_path}/a/*1.bin"},
+    ]
+    first, second, listed, other = (corpus_of(None, tmp_path, "byte", **each).sha256 for each in settings)
+    assert first == second == listed != other
+    sampled = []
     for number, file in enumerate(train):
         content = file.read_bytes()
-        file.write_bytes((np.frombuffer(content, np.uint16) ^ 1).tobytes())
-        sampled += [number] * (token_files_checksum(train, val, None) != before)
+        file.write_bytes(raw(np.frombuffer(content, np.uint16) ^ 1))
+        sampled += [number] * (token_files_checksum(train, val, None) != first)
         file.write_bytes(content)
     assert len(sampled) == 64
     assert {*np.diff([-1, *sampled, 130])} <= {1, 2, 3}
+    ones = [raw([1] * 100_000 + [end]) for end in (3, 4)]  # more than a sample; the content of one file is read whole
+    assert len({read_bins(tmp_path, one, raw([4, 5])).sha256 for one in ones}) == 2
 
 
 def test_an_id_outside_the_vocabulary_raises_with_its_file(tmp_path):

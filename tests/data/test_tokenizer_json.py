@@ -3,7 +3,6 @@
 import json
 import random
 import sys
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import rustbpe
 import tiktoken
 import tokenizers
-from corpora import on_disk, prepare, random_texts, rows
+from corpora import ROOT, on_disk, prepare, random_texts, rows
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -32,27 +31,27 @@ from minigpt.data.tokenizer import (
 from minigpt.data.tokenizer_json import load_tokenizer, splits_at_cuts, tokenizer_files
 from minigpt.utils.errors import UserError
 
-NAMES = ["char", "byte", "bpe", "gpt2", "cl100k_base", "o200k_base"]
-
-
-@cache
-def corpus() -> list[str]:
-    code = [file.read_text(encoding="utf-8") for file in sorted(Path(__file__).parents[2].glob("minigpt/*.py"))]
-    return code + [text for text in texts(1000) if "<" not in text]  # no special token becomes a token of its text
+TEXT_ALONE: Any = {"add_special_tokens": False, "truncation": False, "padding": False}
 
 
 def texts(count: int, seed: int = 0) -> list[str]:
     return [text.replace("\ud800", "") for text in random_texts(count, seed)]
 
 
-def tokenizer_of(name: str, texts: list[str]) -> tuple[Tokenizer, tiktoken.Encoding | None]:
-    """Return a tokenizer, and the encoding of tiktoken if it is one."""
-    return (CharTokenizer("".join(sorted(set("".join(texts))))), None) if name == "char" else encoding_of(name)
+@cache
+def corpus() -> list[str]:
+    code = [file.read_text(encoding="utf-8") for file in sorted(ROOT.glob("minigpt/*.py"))]
+    return code + [text for text in texts(1000) if "<" not in text]  # no special token becomes a token of its text
+
+
+@cache
+def samples() -> list[str]:
+    return ["", *texts(500, seed=1), *corpus()[:3], " a , b . it 's\n"]
 
 
 @cache
 def encoding_of(name: str) -> tuple[Tokenizer, tiktoken.Encoding | None]:
-    """cl100k_base and o200k_base have their patterns, but few tokens."""
+    """Return a tokenizer, and tiktoken's encoding: cl100k_base and o200k_base have their patterns, but few tokens."""
     if name == "gpt2":
         try:
             encoding = tiktoken.get_encoding(name)
@@ -66,16 +65,15 @@ def encoding_of(name: str) -> tuple[Tokenizer, tiktoken.Encoding | None]:
         ranks, special = {token: rank for rank, token in enumerate(tokens)}, {SEPARATOR: 3005, "<|endofprompt|>": 3024}
         encoding = tiktoken.Encoding(name, pat_str=PATTERNS[name], mergeable_ranks=ranks, special_tokens=special)
         return from_dict(BPETokenizer(name, tokens, special).to_dict()), encoding
-    return {"byte": ByteTokenizer, "bpe": lambda: BPETokenizer.train(corpus(), 3000)}[name](), None
+    if name == "char":
+        return CharTokenizer("".join(sorted(set("".join(samples()))))), None
+    return ByteTokenizer() if name == "byte" else BPETokenizer.train(corpus(), 3000), None
 
 
 def theirs(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     loaded = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_files(tokenizer)["tokenizer.json"]))
     loaded.encode_special_tokens = True
     return loaded
-
-
-# Out
 
 
 @pytest.mark.slow
@@ -85,7 +83,7 @@ def test_every_character_is_split_as_by_tiktoken(name: str) -> None:
     assert encoding is not None
     written = theirs(ours)
     for first in range(0, 0x110000, 0x1000):
-        step = 16 if 0x20000 <= first < 0xE0000 or first >= 0xF0000 else 1  # ideographs; private use
+        step = 16 if 0x4000 <= first < 0xD000 or first >= 0x20000 else 1  # ideographs, syllables, private use
         characters = [chr(i) for i in range(first, first + 0x1000, step) if not 0xD800 <= i < 0xE000]
         text = "".join(f"x{c}1{c}{c} {c}\n'{c}S.{c}\u0301" for c in characters)
         assert written.encode(text).ids == encoding.encode_ordinary(text)
@@ -98,10 +96,9 @@ def test_a_piece_that_is_a_token_is_one_id_even_if_no_merges_lead_to_it() -> Non
         assert theirs(tokenizer).encode(text).ids == tokenizer.encode(text).tolist() == ids
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["char", "byte", "bpe", "gpt2", "cl100k_base", "o200k_base"])
 def test_a_written_tokenizer_has_equal_ids_and_texts_here_and_in_transformers(tmp_path: Path, name: str) -> None:
-    samples = ["", *texts(1000, seed=1), *corpus()[:3], " a , b . it 's\n"]
-    ours, encoding = tokenizer_of(name, samples)
+    ours, encoding = encoding_of(name)
     again, rng = load_tokenizer(save(ours, tmp_path)), random.Random(0)
     assert (again.vocab_size, again.token_bytes) == (ours.vocab_size, dict(ours.token_bytes))
     assert again.separator.tolist() == (ours.separator.tolist() if isinstance(ours, BPETokenizer) else [])
@@ -112,7 +109,7 @@ def test_a_written_tokenizer_has_equal_ids_and_texts_here_and_in_transformers(tm
     for model in ({}, {"model_type": "gpt2"}, {"model_type": "llama"}) if name == "bpe" else (None,):
         loaded = AutoTokenizer.from_pretrained(save(ours, tmp_path, model))
         assert (loaded.is_fast, loaded.eos_token) == (True, SEPARATOR if isinstance(ours, BPETokenizer) else None)
-        for text in samples:
+        for text in samples():
             ids = ours.encode(text).tolist()
             assert again.encode(text).tolist() == loaded(text)["input_ids"] == ids
             assert encoding is None or encoding.encode_ordinary(text) == ids
@@ -123,73 +120,60 @@ def test_a_written_tokenizer_has_equal_ids_and_texts_here_and_in_transformers(tm
             assert loaded.decode(ended, skip_special_tokens=True) == ours.decode(ended)
 
 
-# In
-
-
-def train(tokenizer: tokenizers.Tokenizer, special: list[str], alphabet: list[str] | None = None) -> dict[str, Any]:
-    trainer = trainers.BpeTrainer(
-        vocab_size=1500, special_tokens=special, initial_alphabet=alphabet or [], show_progress=False
-    )
-    tokenizer.train_from_iterator(corpus(), trainer)
-    return json.loads(tokenizer.to_str())
-
-
-def byte_level(pattern: str | None = None, normalizer: Any = None) -> dict[str, Any]:
-    """Return a tokenizer.json of GPT-2's shape, or with another pattern."""
-    tokenizer = tokenizers.Tokenizer(models.BPE())
+def build(pre_tokenizer: Any, decoder: Any, normalizer: Any = None, alphabet: Any = None, **options: Any) -> Any:
+    """Train a byte-pair encoding of these parts: of bytes, or with the special tokens of sentencepiece."""
+    tokenizer = tokenizers.Tokenizer(models.BPE(**options))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoder
     if normalizer:
         tokenizer.normalizer = normalizer
-    split = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pattern)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*split, level])
-    tokenizer.decoder = decoders.ByteLevel()
-    return train(tokenizer, [SEPARATOR], pre_tokenizers.ByteLevel.alphabet())
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))] if alphabet else [SEPARATOR]
+    letters: Any = {"initial_alphabet": alphabet or pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    tokenizer.train_from_iterator(corpus(), trainers.BpeTrainer(vocab_size=1500, special_tokens=special, **letters))
+    return tokenizer
 
 
-def qwen() -> dict[str, Any]:
+def qwen() -> Any:
     """Return one of Qwen's shape, with the template, truncation and padding that Llama 3 has."""
     pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    pattern += r"|\s+(?!\S)|\s+"
-    content = byte_level(pattern, normalizers.NFC())
-    content["model"]["ignore_merges"] = True
-    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+    split = pre_tokenizers.Split(Regex(pattern + r"|\s+(?!\S)|\s+"), "isolated")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer = build(pre_tokenizers.Sequence([split, level]), decoders.ByteLevel(), normalizers.NFC())
     begin = "<|im_start|>"
-    added = [AddedToken(begin, special=True), AddedToken("<think>", normalized=False), AddedToken("   ")]
-    tokenizer.add_tokens(added)
+    tokenizer.add_tokens([AddedToken(begin, special=True), AddedToken("<think>", normalized=False), AddedToken("   ")])
     template = processors.TemplateProcessing(f"{begin} $A", special_tokens=[(begin, tokenizer.token_to_id(begin))])
     tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=9)
-    return json.loads(tokenizer.to_str())
+    return tokenizer
 
 
-def sentencepiece(prefix: bool) -> dict[str, Any]:
-    """Return a tokenizer.json of the shape of Llama 2 (with a space before the text) or Gemma."""
-    tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
-    spaces = normalizers.Replace(" ", "▁")
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces] if prefix else [spaces])
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
-    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+def sentencepiece(prefix: bool) -> Any:
+    """Return one of the shape of Llama 2 (with a space before the text) or Gemma."""
+    spaces, strip = normalizers.Replace(" ", "▁"), [decoders.Strip(" ", 1, 0)] if prefix else []
+    return build(
+        pre_tokenizers.Split("▁", "merged_with_next"),
+        decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]),
+        normalizers.Sequence([normalizers.Prepend("▁"), spaces] if prefix else [spaces]),
+        list(map(chr, range(32, 127))),
+        **{"byte_fallback": True, "fuse_unk": True, "unk_token": "<unk>"},
     )
-    special = ["<unk>", "<s>", "</s>"]
-    content = train(tokenizer, special + [f"<0x{byte:02X}>" for byte in range(256)], list(map(chr, range(32, 127))))
-    content["added_tokens"] = content["added_tokens"][: len(special)]
-    return content
-
-
-CONTENTS: dict[str, Callable[[], dict[str, Any]]] = {
-    "gpt2": byte_level,
-    "qwen": qwen,
-    "llama2": lambda: sentencepiece(True),
-    "gemma": lambda: sentencepiece(False),
-}
 
 
 @cache
 def content_of(name: str) -> str:
-    return json.dumps(CONTENTS[name](), indent=2)
+    """Return a tokenizer.json: of GPT-2's shape is also "words", which has tokens of a line break and a word."""
+    if name in ("llama2", "gemma"):
+        content = json.loads(sentencepiece(name == "llama2").to_str())
+        content["added_tokens"] = content["added_tokens"][:3]  # not those of bytes
+    elif name == "qwen":
+        content = json.loads(qwen().to_str())
+        content["model"]["ignore_merges"] = True
+    else:
+        tokenizer = build(pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel())
+        words = ["\nfrom", "\nimport"] if name == "words" else []
+        tokenizer.add_tokens([AddedToken(word, normalized=False) for word in words])
+        content = json.loads(tokenizer.to_str())
+    return json.dumps(content, indent=2)
 
 
 def write_folder(folder: Path, content: str, config: Any = None, model: Any = None) -> Path:
@@ -206,129 +190,82 @@ def save(tokenizer: Tokenizer, folder: Path, model: Any = None) -> Path:
     return write_folder(folder, json.dumps(files["tokenizer.json"]), files["tokenizer_config.json"], model)
 
 
-@pytest.mark.parametrize("name", CONTENTS)
-def test_ids_and_texts_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
-    folder, rng = write_folder(tmp_path / name, content_of(name)), random.Random(0)
-    ours = load_tokenizer(folder)
-    reference = PreTrainedTokenizerFast.from_pretrained(folder, split_special_tokens=True)
-    assert ours.vocab_size == max(tokenizers.Tokenizer.from_str(content_of(name)).get_vocab().values()) + 1
+@pytest.mark.parametrize("name", ["gpt2", "qwen", "words", "llama2", "gemma"])
+def test_a_tokenizer_that_is_read_has_the_ids_and_texts_of_transformers_and_is_written_as_it_was(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content, rng = content_of(name), random.Random(0)
+    ours = load_tokenizer(write_folder(tmp_path, content, {"eos_token": {"content": SEPARATOR}}))
+    reference = PreTrainedTokenizerFast(tokenizer_file=f"{tmp_path}/tokenizer.json", split_special_tokens=True)
+    assert ours.vocab_size == max(tokenizers.Tokenizer.from_str(content).get_vocab().values()) + 1
     for text in ["", " ", "a", "\n", *texts(300, seed=2)]:
-        ids = reference(text, add_special_tokens=False, truncation=False, padding=False)["input_ids"]
+        ids = reference(text, **TEXT_ALONE)["input_ids"]
         assert ours.encode(text).tolist() == ids
         decoded = ours.decode(ids)
         assert decoded.removeprefix(" " if name == "llama2" else "") == reference.decode(ids, skip_special_tokens=True)
         if name not in ("qwen", "llama2"):  # which normalize, and start with a space
             assert decoded == text
         drawn = rng.choices(range(ours.vocab_size), k=rng.randrange(1, 9))
-        if name in ("gpt2", "qwen"):
+        if name not in ("llama2", "gemma"):
             assert ours.decode(drawn) == reference.decode(drawn, skip_special_tokens=True)
-
-
-@pytest.mark.parametrize("name", [*CONTENTS, "with tokens of a line break and a word"])
-def test_a_corpus_has_the_ids_of_whole_documents(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long documents are read and encoded in chunks where that gives the same ids."""
-    monkeypatch.setattr(readers, "_BLOCK_BYTES", 512)
-    content = content_of(name if name in CONTENTS else "gpt2")
-    if name not in CONTENTS:
-        changed = tokenizers.Tokenizer.from_str(content)
-        changed.add_tokens([AddedToken("\nfrom", normalized=False), AddedToken("\nimport", normalized=False)])
-        content = changed.to_str()
-    folder = write_folder(tmp_path / "model", content)
-    whole = [text for text in corpus() if len(text) > 2000][:4]
-    text = "".join(whole)
-    corpora = {"mine.txt": [text[: (cut := int(len(text) * 0.9))], text[cut:]]}
-    corpora["mine.jsonl"] = ["".join(whole[:3]), whole[3]]
-    reference = PreTrainedTokenizerFast.from_pretrained(folder, split_special_tokens=True)
-    ours = load_tokenizer(folder)
+    files = tokenizer_files(ours)
+    assert files["tokenizer.json"] == json.loads(content)
+    assert files["tokenizer_config.json"]["eos_token"] == (None if name in ("llama2", "gemma") else SEPARATOR)
+    assert load_tokenizer(save(ours, tmp_path)).to_dict() == ours.to_dict()
+    assert from_dict(json.loads(json.dumps(ours.to_dict()))).to_dict() == ours.to_dict()
+    # Long documents are read and encoded in chunks where that gives the same ids.
     assert splits_at_cuts(ours) == (name in ("gpt2", "qwen"))
-    for file, (train, val) in corpora.items():
-        written = text if file == "mine.txt" else rows([train, val])
-        prepared = prepare(written, tmp_path / "data", ours.to_dict(), name=file, val_fraction=0.1, split="fraction")
-        assert on_disk(prepared) == [
-            reference(part, add_special_tokens=False, truncation=False, padding=False)["input_ids"]
-            for part in (train, val)
-        ]
+    monkeypatch.setattr(readers, "_BLOCK_BYTES", 512)
+    whole = [text for text in corpus() if len(text) > 2000][:4]
+    documents, text, cut = ["".join(whole[:3]), whole[3]], "".join(whole), int(sum(map(len, whole)) * 0.9)
+    for file, content, parts in (("a.txt", text, [text[:cut], text[cut:]]), ("a.jsonl", rows(documents), documents)):
+        prepared = prepare(content, tmp_path / "data", ours.to_dict(), name=file)
+        assert on_disk(prepared) == [reference(part, **TEXT_ALONE)["input_ids"] for part in parts]
 
 
-@pytest.mark.parametrize("name", CONTENTS)
-def test_a_tokenizer_that_was_read_is_written_as_it_was(tmp_path: Path, name: str) -> None:
-    tokenizer = load_tokenizer(write_folder(tmp_path, content_of(name), {"eos_token": {"content": SEPARATOR}}))
-    files = tokenizer_files(tokenizer)
-    assert files["tokenizer.json"] == json.loads(content_of(name))
-    assert files["tokenizer_config.json"]["eos_token"] == (SEPARATOR if name in ("gpt2", "qwen") else None)
-    again = load_tokenizer(save(tokenizer, tmp_path))
-    assert again.to_dict() == tokenizer.to_dict()
-    assert from_dict(json.loads(json.dumps(tokenizer.to_dict()))).to_dict() == tokenizer.to_dict()
-
-
-@pytest.mark.parametrize(
-    ("config", "model", "token"),
-    [
-        ({"eos_token": "<think>"}, {"eos_token_id": 97}, "<think>"),
-        ({"eos_token": {"content": "<|im_start|>"}}, None, "<|im_start|>"),
-        ({"eos_token": "<|no such token|>"}, {"eos_token_id": [0, 97]}, SEPARATOR),
-        (None, {"eos_token_id": 10**9}, None),
-        (None, None, None),
-    ],
-)
-def test_the_separator_is_the_end_of_text(tmp_path: Path, config: Any, model: Any, token: str | None) -> None:
-    tokenizer = load_tokenizer(write_folder(tmp_path, content_of("qwen"), config, model))
+def test_the_separator_is_the_end_of_text(tmp_path: Path) -> None:
     theirs = tokenizers.Tokenizer.from_str(content_of("qwen"))
-    id_ = theirs.token_to_id(token) if token else None
-    assert tokenizer.separator.tolist() == ([] if id_ is None else [id_])
-    assert tokenizer.separator.dtype == tokenizer.encode("a").dtype == np.uint16
-    assert tokenizer.start.tolist() == [id_ or 0]
-    assert tokenizer.names(tokenizer.start) == (token or theirs.id_to_token(0))
-    if token:
-        ids = [id_, *tokenizer.encode("Once").tolist()]
-        assert encode_prompt(tokenizer, f"{token}Once").tolist() == ids
+    for i, (config, model, token) in enumerate(
+        (
+            ({"eos_token": "<think>"}, {"eos_token_id": 97}, "<think>"),
+            ({"eos_token": {"content": "<|im_start|>"}}, None, "<|im_start|>"),
+            ({"eos_token": "<|no such token|>"}, {"eos_token_id": [0, 97]}, SEPARATOR),
+            (None, {"eos_token_id": 10**9}, None),
+            (None, None, None),
+        )
+    ):
+        tokenizer = load_tokenizer(write_folder(tmp_path / f"{i}", content_of("qwen"), config, model))
+        id_ = theirs.token_to_id(token) if token else 0
+        assert tokenizer.separator.tolist() == ([id_] if token else [])
+        assert tokenizer.separator.dtype == tokenizer.encode("a").dtype == np.uint16
+        assert tokenizer.start.tolist() == [id_]
+        assert tokenizer.names(tokenizer.start) == theirs.id_to_token(id_)
+        if token:
+            assert encode_prompt(tokenizer, f"{token}Once").tolist() == [id_, *tokenizer.encode("Once").tolist()]
 
 
-# Damaged and hostile files
-
-EXPONENTIAL = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}
-DAMAGED: dict[str, dict[str, Any]] = {
-    "a regular expression in the decoder": {
-        "decoder": {"type": "Replace", "pattern": {"Regex": "(a|aa)+$"}, "content": "x"},
-    },
-    "a regular expression of exponential time": {"pre_tokenizer": EXPONENTIAL},
-    "a prefix of merges, for which the package can abort": {
-        "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"], "continuing_subword_prefix": "ééé"},
-    },
-}
-
-
-@pytest.mark.parametrize("case", DAMAGED)
-def test_a_damaged_tokenizer_is_one_line(case: str) -> None:
-    content = json.loads(content_of("gpt2")) | DAMAGED[case]
-    with pytest.raises(UserError, match=r"tokenizer\.json") as error:
-        HuggingFaceTokenizer(json.dumps(content)).encode("a" * 60 + "b")
-    assert "\n" not in str(error.value)
-    assert len(str(error.value)) < 400
-
-
-@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, "\udcff"])
-def test_a_text_that_is_no_tokenizer_is_one_line(tmp_path: Path, text: str) -> None:
-    with pytest.raises(UserError, match="damaged") as error:
-        from_dict({"name": "huggingface", "json": text, "separator": None})
-    assert "\n" not in str(error.value)
+def test_damaged_files_and_a_missing_package_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exponential = {"Regex": "(a|aa)+$"}
+    prefix = {"continuing_subword_prefix": "ééé"}  # for which the package can abort
+    for damaged in (
+        {"decoder": {"type": "Replace", "pattern": exponential, "content": "x"}},
+        {"pre_tokenizer": {"type": "Split", "pattern": exponential, "behavior": "Isolated", "invert": False}},
+        {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"]} | prefix},
+    ):
+        content = json.dumps(json.loads(content_of("gpt2")) | damaged)
+        with pytest.raises(UserError, match=r"^[^\n]*tokenizer\.json[^\n]{,400}$"):
+            HuggingFaceTokenizer(content).encode("a" * 60 + "b")
     with pytest.raises(UserError, match=r"tokenizer\.json is missing; write it with .*save_pretrained"):
         load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(UserError, match="damaged"):
-        load_tokenizer(tmp_path)
-
-
-@pytest.mark.parametrize(("config", "model"), [([], {}), ({"eos_token": {"id": 0}}, {}), ({}, {"eos_token_id": []})])
-def test_a_damaged_end_of_text_is_one_line(tmp_path: Path, config: Any, model: Any) -> None:
-    folder = write_folder(tmp_path, content_of("gpt2"), model=model)
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="is damaged"):
-        load_tokenizer(folder)
-
-
-def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    content = content_of("gpt2")
+    for text in ("", "[]", "[" * 100_000, "\udcff"):
+        with pytest.raises(UserError, match=r"^[^\n]*damaged[^\n]*$"):
+            from_dict({"name": "huggingface", "json": text, "separator": None})
+        (tmp_path / "tokenizer.json").write_bytes(text.encode(errors="surrogateescape"))
+        with pytest.raises(UserError, match="damaged"):
+            load_tokenizer(tmp_path)
+    for config, model in (([], {}), ({"eos_token": {"id": 0}}, {}), ({}, {"eos_token_id": []})):
+        with pytest.raises(UserError, match="is damaged"):
+            load_tokenizer(write_folder(tmp_path, content_of("gpt2"), config, model))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UserError, match=r"tokenizer.json needs tokenizers; pip install -e .\.\[huggingface\]"):
-        HuggingFaceTokenizer(content)
+        load_tokenizer(tmp_path)
