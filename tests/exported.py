@@ -21,7 +21,7 @@ SCALED = {"rope_base": 300.0, "rope_factor": 4.0, "rope_original_block_size": 16
 MODELS: dict[str, dict[str, Any]] = {
     "GPT-2": {"activation": "gelu_tanh"},
     "GPT-2, untied": {"tie_embeddings": False, "n_inner": 42},
-    "nanoGPT, without biases": {"bias": False},
+    "GPT-2 without biases": {"bias": False},
     "one position": {"block_size": 1},
     "an odd number of learned positions": {"block_size": 7, "smear": 1, "ngram": 3, "ngram_buckets": 50},
     "one rotary position": {"block_size": 1, "position": "rope"},
