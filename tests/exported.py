@@ -4,9 +4,9 @@ import random
 from pathlib import Path
 from typing import Any
 
-import torch
+from models import make_model
 
-from minigpt import GPT, GPTConfig
+from minigpt import GPT
 from minigpt.checkpoints.export_html import export_html
 from minigpt.checkpoints.init_from import find_pretrained
 from minigpt.checkpoints.load import save_checkpoint
@@ -15,11 +15,13 @@ from minigpt.data.tokenizer import CharTokenizer, Tokenizer
 CHARACTERS = CharTokenizer("".join(map(chr, range(32, 127))))  # 95 ids
 BASE = {"block_size": 40, "vocab_size": 101, "n_layer": 2, "n_head": 4, "n_embd": 32}
 LLAMA = {"norm": "rmsnorm", "position": "rope", "bias": False, "activation": "swiglu"}
+NANOCHAT = {**LLAMA, "norm": "rmsnorm_noscale", "activation": "relu2", "qk_norm": True, "embed_norm": True}
+MUP = {"parametrization": "mup", "base_n_embd": 24, "base_head_dim": 4}
 SCALED = {"rope_base": 300.0, "rope_factor": 4.0, "rope_original_block_size": 16}
 MODELS: dict[str, dict[str, Any]] = {
     "GPT-2": {"activation": "gelu_tanh"},
     "GPT-2, untied": {"tie_embeddings": False, "n_inner": 42},
-    "nanoGPT, without biases": {"bias": False},
+    "GPT-2 without biases": {"bias": False},
     "one position": {"block_size": 1},
     "an odd number of learned positions": {"block_size": 7, "smear": 1, "ngram": 3, "ngram_buckets": 50},
     "one rotary position": {"block_size": 1, "position": "rope"},
@@ -29,25 +31,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "Llama, one key-value head": {**LLAMA, "n_kv_head": 1, "norm_eps": 1e-2},
     "Llama, a wider head": {**LLAMA, "n_kv_head": 2, "head_dim": 10, "n_inner": 40},
     "Llama 3, scaled rope": {**LLAMA, **SCALED},
-    "Llama 3, scaled rope of other factors": {
-        **{**LLAMA, **SCALED},
-        **{"rope_low_freq_factor": 0.5, "rope_high_freq_factor": 2.0},
-    },
+    "Llama 3, other factors": {**LLAMA, **SCALED, "rope_low_freq_factor": 0.5, "rope_high_freq_factor": 2.0},
     "Qwen3": {**LLAMA, "qk_norm": True, "qk_norm_weights": True, "n_kv_head": 2},
-    "NanoChat": {
-        **{**LLAMA, "norm": "rmsnorm_noscale", "activation": "relu2", "qk_norm": True, "embed_norm": True},
-        "logit_softcap": 2.0,
-    },
+    "NanoChat": {**NANOCHAT, "logit_softcap": 2.0},
     "post-norm": {"norm_position": "post"},
     "post-norm with rope": {"norm_position": "post", **LLAMA},
-    "mup": {"parametrization": "mup", "base_n_embd": 24, "base_head_dim": 4},
+    "mup": MUP,
     "shared layers": {"position": "rope", "n_layer": 6, "layer_repeats": 3},
     "n-grams": {"position": "none", "ngram": 5, "ngram_buckets": 1009, "ngram_dim": 6},
     "smear": {"position": "rope", "smear": 3},
-    "fast_cpu": {
-        **{"position": "rope", "norm": "rmsnorm_noscale", "bias": False, "activation": "relu2", "qk_norm": True},
-        **{"tie_embeddings": False, "ngram": 5, "ngram_buckets": 512, "smear": 2, "embed_norm": True},
-    },
+    "fast_cpu": {**NANOCHAT, "tie_embeddings": False, "ngram": 5, "ngram_buckets": 512, "smear": 2},
 }
 CHOICES: dict[str, list[Any]] = {
     "position": ["learned", "rope", "none"],
@@ -71,12 +64,8 @@ MODELS |= {
 
 
 def random_model(**values: Any) -> GPT:
-    """Return a model with random weights, all nonzero."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(**{**BASE, **values}))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.2)
-    return model.eval()
+    """Return a model of `BASE` and these values with random weights."""
+    return make_model(**{**BASE, **values})
 
 
 def export(model: GPT, tokenizer: Tokenizer, folder: Path, weights: str = "float32", **options: Any) -> Path:

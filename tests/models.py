@@ -28,9 +28,9 @@ def make_model(*, std: float | None = 0.2, seed: int = 0, **settings: Any) -> GP
 
 
 def draw_weights(model: nn.Module, std: float = 0.2) -> None:
-    """Make every parameter random and nonzero: matrices and biases around 0, norm weights around 1."""
+    """Make every parameter random and nonzero: matrices and biases around 0, weights of norms (GPT-2: ln) around 1."""
     for name, parameter in model.named_parameters():
-        mean = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+        mean = 1.0 if ("norm" in name or ".ln_" in name) and not name.endswith("bias") else 0.0
         nn.init.normal_(parameter, mean=mean, std=std)
 
 

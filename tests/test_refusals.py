@@ -21,6 +21,21 @@ REFUSED = {
     "train.py callbacks.samples.top_k=0": "callbacks.samples.top_k must be an integer",
     "train.py callbacks.samples.prompt=Zebra": "the tokenizer has no id for 'Z'",
     # train.py: resume, init_from, plans
+    "train.py resume=RUN": "is at step 20 of 20; raise max_steps to continue",
+    "train.py resume=RUN pause_at=10": "is at step 20 of 10; raise pause_at to continue",
+    "train.py resume=RUN max_steps=30 model.n_embd=64": "in model.n_embd (32 in the checkpoint, 64 now)",
+    "train.py resume=RUN max_steps=30 tokenizer=byte": "the tokenizer (char ",
+    "train.py resume=RUN max_steps=30 tokenizer=byte data.path=RUN/summary.json": "the corpus (",
+    "train.py resume=RUN max_steps=30 optimizer=muon": "optimizer._target_ (minigpt.optim.adamw in the checkpoint, ",
+    "train.py resume=RUN max_steps=30 data.batch_size=4": "data.batch_size (8 in the checkpoint, 4 now)",
+    "train.py resume=RUN max_steps=30 trainer.accumulate_grad_batches=2": "accumulate_grad_batches (1 in the checkp",
+    "train.py resume=RUN max_steps=30 data.val_fraction=0.2": "data.val_fraction (0.1 in the checkpoint, 0.2 now)",
+    "train.py resume=RUN max_steps=30 data.split=document data.separator=lazy": "data.split (fraction in the ch",
+    "train.py resume=RUN max_steps=30 eval_batches=3": "eval_batches (None in the checkpoint, 3 now)",
+    "train.py resume=RUN eval_batches=3 data.eval_batch_size=9": "data.eval_batch_size (64 in the checkpoint, 9 now)",
+    "train.py resume=missing": "missing does not exist; give a run folder or a checkpoint file",
+    "train.py callbacks.checkpoint.save_top_k=0": "save_top_k must be an integer ≥ 1, got 0",
+    "train.py callbacks=attention callbacks.attention.text=''": "callbacks.attention.text must be a text with at least",
     # train.py -m, sweep_report.py
     # prepare.py
     "prepare.py data=text data.path=TEXT data.folder=latin.txt/data": "cannot be written to latin.txt/data (not a dir",
@@ -37,6 +52,19 @@ REFUSED = {
     "sample.py --stop=": "--stop must be a list of non-empty strings and token ids, got ['']",
     "sample.py --chat --score -": "--chat cannot be combined with --score",
     # attention.py, export.py
+    "attention.py RUN": "--prompt must have at least 2 tokens, got 0",
+    "attention.py RUN --prompt 'the quick brown f'": "--prompt must have at most block_size=16 tokens, got 17; set",
+    "attention.py RUN --prompt the --head 3 --out a.png": "--head must be an integer in [1, 2], got 3",
+    "attention.py RUN --prompt the --layer 0 --out a.png": "--layer must be an integer in [1, 2], got 0",
+    "attention.py RUN --prompt the --out no/a.png": "--out must be in a folder that exists",
+    "attention.py RUN --prompt the --out a.txt": "--out must be a file in .png, .pdf, .svg format, got a.txt",
+    "attention.py RUN --prompt the --ablation .": "--ablation must be a file in .png, .pdf, .svg format, got .",
+    "attention.py RUN --prompt the --out a.png --ablation ./a.png": "--out, --ablation must be different files",
+    "export.py --to huggingface --out .": "--out must be a path that does not exist yet, got .",
+    "export.py --to huggingface --out new": "no run with a checkpoint in runs/",
+    "export.py . --to huggingface --out new": ". holds no checkpoints/best.safetensors",
+    "export.py --to safetensors --out new --weights float16": "--weights must be left out without --to html",
+    "export.py --to safetensors --out new --snapshots": "--snapshots must be left out without --to html",
     # serve.py
 }
 PLACES = {"RUN": "trained", "TEXT": "text", "GPT2": "gpt2_folder"}

@@ -1,30 +1,28 @@
 """A resumed run equals an uninterrupted one, bit for bit."""
 
-import csv
-import json
 import os
+import re
 import shutil
 import signal
 import sys
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hydra.errors import InstantiationException
 from lightning.pytorch import Callback, Trainer
 from ranks import train_on_ranks
-from small_runs import composed, small_run
+from small_runs import composed, rows, small_run
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
-import minigpt
 from minigpt import load_checkpoint
 from minigpt.checkpoints.find import BEST, LAST
 from minigpt.checkpoints.format import read, write
 from minigpt.ema import EMA
 from minigpt.runs.config_checks import check_run
+from minigpt.runs.run_dir import read_summary
 from minigpt.utils.errors import Diverged, UserError
 from minigpt.utils.signals import Interrupted
 
@@ -32,30 +30,19 @@ Train = Callable[..., SimpleNamespace]
 Trained = Callable[..., Path]
 
 # What may differ: times, paths, and progress that Lightning counts for its loggers.
-IGNORED = {"seconds", "wall_seconds", "logged_seconds", "config", "provenance"}
-IGNORED |= {"epoch_loop.val_loop.batch_progress", "epoch_loop.state_dict"}
+IGNORED = re.compile(r"'((wall_|logged_)?seconds|config|provenance|epoch_loop\.(val_loop\.batch_progress|state_dict))'")
+SAMPLES = "callbacks.samples.max_new_tokens=20"
 ACCUMULATED = ["trainer.accumulate_grad_batches=2", "data.eval_batch_size=16", "model.dropout=0.1", "ema_decay=0.9"]
-CLOCKS = ("seconds", "tokens_per_second", "flops_per_second", "mfu")
+ACCUMULATED += [SAMPLES]
 # log_every=5 does not divide 7: rows span checkpoints.
-OFTEN = ["eval_every=7", "callbacks.checkpoint.save_top_k=9", "model.dropout=0.1"]
+OFTEN = ["eval_every=7", "callbacks.checkpoint.save_top_k=9", "model.dropout=0.1", SAMPLES]
 
 
-def differences(one: Any, other: Any, at: str = "") -> list[str]:
-    """List the paths of keys at which two checkpoints differ."""
-    if isinstance(one, torch.Tensor):
-        return [] if torch.equal(one, other) else [at]
-    if isinstance(one, dict):
-        keys = {*one, *other} - IGNORED
-        return [where for key in keys for where in differences(one.get(key), other.get(key), f"{at}/{key}")]
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
-        pairs = enumerate(zip(one, other, strict=True))
-        return [where for i, pair in pairs for where in differences(*pair, f"{at}/{i}")]
-    return [] if one == other else [at]
-
-
-def rows(folder: Path) -> list[dict[str, str]]:
-    with open(folder / "metrics.csv", newline="") as file:
-        return [{name: value for name, value in row.items() if name not in CLOCKS} for row in csv.DictReader(file)]
+def state(file: Path) -> dict[str, Any]:
+    """Return what a checkpoint holds, by the path of its keys."""
+    leaves = [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(read(file))[0]]
+    values = {path: leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for path, leaf in leaves}
+    return {path: value for path, value in values.items() if not IGNORED.search(path)}
 
 
 def broken_off(run: Path, step: int, folder: Path) -> Path:
@@ -70,75 +57,49 @@ def broken_off(run: Path, step: int, folder: Path) -> Path:
 
 
 def check_same_end(one: Path, other: Path) -> None:
-    assert differences(read(one / LAST), read(other / LAST)) == []
+    assert state(one / LAST) == state(other / LAST)
     assert rows(one) == rows(other)
     assert (one / "samples.txt").read_text() == (other / "samples.txt").read_text()
     assert read(one / BEST)["global_step"] == read(other / BEST)["global_step"]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        "model.block_size=64 data.batch_size=64 schedule=cosine",  # 4 batches are an epoch
-        "callbacks=early_stopping callbacks.early_stopping.patience=1 callbacks.early_stopping.min_delta=0.2",
-        "optimizer=muon_fast trainer.gradient_clip_val=null trainer.precision=64-true",
-        "trainer.precision=bf16-mixed model.ngram=3 model.ngram_dropout=0.2",
-        "trainer.precision=bf16-true ema_decay=0.99",
-        pytest.param(
-            "tokenizer=gpt2",
-            marks=[
-                pytest.mark.slow,
-                pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="needs the files of gpt2"),
-            ],
-        ),
-    ],
-    ids=["epochs", "early stopping", "muon in float64", "bfloat16", "all in bfloat16", "gpt2"],
-)
-def test_a_resumed_run_equals_an_uninterrupted_one(
-    train: Train, trained: Trained, tmp_path: Path, settings: str
-) -> None:
-    same = [*OFTEN, *settings.split()]
+RUNS = {
+    "epochs": "model.block_size=64 data.batch_size=64 schedule=cosine",  # 4 batches are an epoch
+    "early stopping": """
+        callbacks=early_stopping callbacks.early_stopping.patience=1 callbacks.early_stopping.min_delta=0.2""",
+    "muon in float64": "optimizer=muon_fast trainer.gradient_clip_val=null trainer.precision=64-true",
+    "bfloat16": "trainer.precision=bf16-mixed model.ngram=3 model.ngram_dropout=0.2",
+    "all in bfloat16": "trainer.precision=bf16-true ema_decay=0.99",
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_resumed_run_equals_an_uninterrupted_one(train: Train, trained: Trained, tmp_path: Path, name: str) -> None:
+    same = [*RUNS[name].split(), *OFTEN]
     whole = trained(*same)
     first, *_, last = sorted(int(file.stem[5:]) for file in (whole / "checkpoints").glob("step-*"))
-    assert (first, last) == (7, 14) if "early" in settings else (7, 20)
+    assert (first, last) == (7, 14) if "early" in name else (7, 20)
     resumed = train(*same, "resume=auto", folder=broken_off(whole, first, tmp_path / "resumed")).folder
     check_same_end(whole, resumed)
 
 
-@pytest.fixture(scope="module")
-def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Return the folder of an uninterrupted run, which is trained once; tests leave it as it is."""
-    folder = tmp_path_factory.mktemp("trained")
-
-    @cache
-    def run(*settings: str) -> Path:
-        path = folder / str(len(list(folder.iterdir())))
-        minigpt.train([*small_run(text, folder / "data"), *settings, f"hydra.run.dir={path}"])
-        return path
-
-    return run
-
-
-def test_a_paused_run_continues_as_if_it_had_not_paused(train: Train, trained: Trained) -> None:
+def test_a_paused_run_continues_as_if_it_had_not_paused(train: Train, trained: Trained, capsys: Any) -> None:
     same = [*OFTEN, "ema_decay=0.9", "optimizer=muon", "schedule=cosine", "trainer.accumulate_grad_batches=2"]
-    same += ["tokenizer=bpe", "tokenizer.vocab_size=300"]
+    whole = trained(*same)
     for pause_at, step in ((7, 7), (7, 7), (14, 14), (7, 14)):  # the same again and an earlier step train nothing
         run = train(*same, f"pause_at={pause_at}", "resume=auto")
+        how = f"paused at step {step}; to continue, run the same command with resume=auto pause_at=null and this "
+        assert capsys.readouterr().out.startswith(how)
         assert (run.summary["status"], run.summary["steps"]) == ("paused", step)
-        broken = trained(*same) / f"checkpoints/step-{step}.safetensors"
-        assert differences(read(run.folder / LAST), read(broken)) == []
+        assert state(run.folder / LAST) == state(whole / f"checkpoints/step-{step}.safetensors")
     assert train(*same, "resume=auto", "pause_at=null").summary["status"] == "completed"
-    check_same_end(trained(*same), run.folder)
+    check_same_end(whole, run.folder)
 
 
-def test_a_run_that_pauses_prints_how_to_continue(train: Train, tmp_path: Path, capsys: Any) -> None:
-    run = train("pause_at=10")
-    assert capsys.readouterr().out.startswith("paused at step 10; to continue, run the same command with resume=auto ")
-    with pytest.raises(UserError, match=r"is at step 10 of 10; raise pause_at to continue"):
-        train("pause_at=10", f"resume={run.folder}", folder=tmp_path / "other")
+def test_a_run_that_stops_early_at_the_step_of_its_pause_is_complete(train: Train) -> None:
     stopping = ["callbacks=early_stopping", "callbacks.early_stopping.patience=1"]
     stopping += ["callbacks.early_stopping.min_delta=9", "eval_every=5"]
-    stopped = train(*stopping, "pause_at=10", folder=tmp_path / "stopped").summary
+    stopped = train(*stopping, "pause_at=10").summary
     assert (stopped["status"], stopped["stopped_early"], stopped["steps"]) == ("completed", True, 10)
 
 
@@ -150,43 +111,45 @@ def test_a_run_killed_right_after_its_last_checkpoint_completes_also_with_damage
     folder = broken_off(whole, 14 if damaged else 20, tmp_path / "killed")
     for name in damaged:
         (folder / name).write_bytes((whole / name).read_bytes()[:-1] + b"\n\xff\x00{\n")
-    resumed = train(*OFTEN, "resume=auto", folder=folder)
-    assert resumed.summary["status"] == "completed"
-    check_same_end(whole, resumed.folder)
+    assert train(*OFTEN, "resume=auto", folder=folder).summary["status"] == "completed"
+    check_same_end(whole, folder)
     assert ("1 of its rows are dropped" in capsys.readouterr().err) == bool(damaged)
 
 
 @pytest.mark.slow
-def test_two_processes_resume_bit_for_bit(small: list[str], tmp_path: Path) -> None:
-    settings = [*small, *OFTEN, "trainer.accelerator=cpu", "trainer.devices=2", "optimizer=muon", "ema_decay=0.9"]
-    runs = {tmp_path / strategy: [*settings, f"trainer={strategy}"] for strategy in ("ddp", "fsdp")}
-    train_on_ranks([[*two, f"hydra.run.dir={whole}"] for whole, two in runs.items()])
-    resumed = {whole: broken_off(whole, 7, tmp_path / f"resumed-{whole.name}") for whole in runs}
-    train_on_ranks([[*two, "resume=auto", f"hydra.run.dir={resumed[whole]}"] for whole, two in runs.items()])
-    for pair in resumed.items():
-        check_same_end(*pair)
+@pytest.mark.ci
+def test_two_processes_resume_bit_for_bit(text: Path, tmp_path: Path) -> None:
+    runs = []
+    for strategy in ("ddp", "fsdp"):
+        same = [f"trainer={strategy}", "trainer.accelerator=cpu", "trainer.devices=2", "optimizer=muon"]
+        same = [*small_run(text, tmp_path / "data", *same, *OFTEN), "ema_decay=0.9", "resume=auto"]
+        for folder, pause_at in (("whole", "null"), ("paused", 7), ("paused", "null")):
+            runs.append([*same, f"pause_at={pause_at}", f"hydra.run.dir={tmp_path}/{strategy}/{folder}"])
+    train_on_ranks(runs)
+    for strategy in ("ddp", "fsdp"):
+        check_same_end(tmp_path / strategy / "whole", tmp_path / strategy / "paused")
 
 
 def test_a_run_resumes_in_another_folder(train: Train, trained: Trained, tmp_path: Path) -> None:
     whole = trained(*OFTEN)
     resumed = train(*OFTEN, f"resume={whole}/checkpoints/step-7.safetensors", folder=tmp_path / "new").folder
-    assert differences(read(whole / LAST)["state_dict"], read(resumed / LAST)["state_dict"]) == []
+    weights = [load_checkpoint(folder / LAST)[0].state_dict() for folder in (whole, resumed)]
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
     assert rows(resumed) == [row for row in rows(whole) if int(row["step"]) > 7]
     assert (tmp_path / "latest").resolve() == resumed
 
 
 def test_the_best_checkpoint_of_a_folder_is_from_its_own_run(train: Train, trained: Trained, tmp_path: Path) -> None:
-    whole = trained()
-    worse = train("max_steps=25", "optimizer.lr=0.5", f"resume={whole}", folder=tmp_path / "worse")
-    assert worse.loss > json.loads((whole / "summary.json").read_text())["best_val_loss"]
+    worse = train("max_steps=25", "optimizer.lr=0.5", f"resume={trained()}", folder=tmp_path / "worse")
+    assert worse.loss > read_summary(trained())["best_val_loss"]
     assert read(worse.folder / BEST)["global_step"] == worse.summary["best_step"] == 25
 
 
 def test_a_raised_max_steps_and_changed_optimizer_settings_apply_after_resuming(
-    train: Train, trained: Trained, tmp_path: Path, capsys: Any
+    train: Train, trained: Trained, capsys: Any
 ) -> None:
     changes = ["max_steps=30", "optimizer.lr=0.0005", "optimizer.weight_decay=0.3"]
-    resumed = train(f"resume={trained()}", *changes, folder=tmp_path / "resumed").folder
+    resumed = train(f"resume={trained()}", *changes).folder
     warnings = capsys.readouterr().err
     assert "max_steps changed from 20 to 30; the learning-rate schedule follows it from step 20 on" in warnings
     assert "optimizer.lr changed from 0.003 to 0.0005; it applies from step 20 on" in warnings
@@ -198,15 +161,13 @@ def test_a_raised_max_steps_and_changed_optimizer_settings_apply_after_resuming(
     assert read(resumed / LAST)["optimizer_states"][0]["param_groups"][0]["weight_decay"] == 0.3
 
 
-def test_save_top_k_checkpoints_are_kept(train: Train, tmp_path: Path) -> None:
+def test_save_top_k_checkpoints_are_kept(train: Train) -> None:
     run = train("eval_every=4", "callbacks.checkpoint.save_top_k=2", "optimizer.lr=1e-9")  # the losses hardly move
     lowest = sorted((float(row["val_loss"]), int(row["step"])) for row in rows(run.folder) if row["val_loss"])[:2]
     kept = {file.name for file in (run.folder / "checkpoints").glob("*.safetensors")}
     steps = {f"step-{step}.safetensors" for _, step in lowest}
     assert kept == {"best.safetensors", "last.safetensors", "previous.safetensors"} | steps
     assert read(run.folder / BEST)["global_step"] == lowest[0][1]
-    with pytest.raises(InstantiationException, match=r"save_top_k must be an integer ≥ 1, got 0"):
-        train("callbacks.checkpoint.save_top_k=0", folder=tmp_path / "none")
 
 
 def test_a_checkpoint_not_yet_linked_as_best_is_linked_on_resume(
@@ -218,16 +179,12 @@ def test_a_checkpoint_not_yet_linked_as_best_is_linked_on_resume(
     assert read(folder / BEST)["global_step"] == 14
 
 
-def test_checkpoints_hold_the_ema_weights(train: Train, trained: Trained) -> None:
-    averaged, plain_run = trained(*ACCUMULATED), train(*ACCUMULATED, "ema_decay=null")
-    content = read(averaged / LAST)
-    weights = {name.removeprefix("model."): tensor for name, tensor in content["unaveraged"].items()}
+def test_checkpoints_hold_the_ema_weights(trained: Trained) -> None:
+    content, plain = (read(trained(*ACCUMULATED, *more) / LAST) for more in ([], ["ema_decay=null"]))
     assert content["ema_updates"] == 20  # one per optimizer step
-    folders = averaged, plain_run.folder
-    averages, plain = (load_checkpoint(folder / LAST)[0].named_parameters() for folder in folders)
-    for (name, average), (_, tensor) in zip(averages, plain, strict=True):
-        assert not torch.equal(average, weights[name]), name
-        assert torch.equal(tensor, weights[name]), name  # the EMA does not change the training
+    for name, average in content["state_dict"].items():
+        assert not torch.equal(average, content["unaveraged"][name]), name
+        assert torch.equal(plain["state_dict"][name], content["unaveraged"][name])  # the EMA changes no training
 
 
 def test_the_final_sample_is_from_the_ema_weights(train: Train, tmp_path: Path, capsys: Any) -> None:
@@ -243,8 +200,7 @@ def test_the_ema_follows_its_formula() -> None:
     average = EMA([weight], 0.5)
     expected = 1.0
     for t, value in enumerate((2.0, 5.0, 3.0, -1.0, 4.0, 0.5, 7.0, 9.0, 2.0, 1.0), start=1):
-        with torch.no_grad():
-            weight.fill_(value)
+        weight.data.fill_(value)
         average.update()
         decay = min(0.5, (1 + t) / (10 + t))
         expected = decay * expected + (1 - decay) * value
@@ -258,16 +214,15 @@ def test_an_average_of_weights_in_bfloat16_follows_them_and_is_kept_by_a_swap() 
     """Steps of 0.001 of the way round to nothing in bfloat16, whose neighbors of 1 are 0.004 and 0.008 away."""
     weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     average = EMA([weight], 0.999)
-    average.updates, expected = 100_000, 1.0
+    average.updates = 100_000
     weight.data.fill_(2.0)
     for _ in range(1000):
         average.update()
         average.swap()  # as a validation between two steps
         average.swap()
-        expected = 0.999 * expected + 0.001 * 2.0
     assert (weight.item(), weight.dtype) == (2.0, torch.bfloat16)
     average.swap()
-    assert weight.item() == pytest.approx(expected, rel=1e-5)
+    assert weight.item() == pytest.approx(2 - 0.999**1000, rel=1e-5)
 
 
 @pytest.mark.parametrize(("precision", "beta"), [("bf16-true", 0.999), ("bf16-true", 0.99), ("32-true", 0.999)])
@@ -280,12 +235,11 @@ def test_means_that_the_precision_rounds_away_are_a_warning(
 
 
 def test_an_average_of_shards_in_half_precision_is_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"trainer\.precision must be another than bf16-true and 16-true with trainer=fsdp"
-    ):
-        check_run(composed("trainer=fsdp", "trainer.precision=bf16-true", "ema_decay=0.9"))
+    half = ["trainer=fsdp", "trainer.precision=bf16-true", "ema_decay=0.9"]
+    with pytest.raises(UserError, match=r"trainer\.precision must be another than bf16-true and 16-true with trainer="):
+        check_run(composed(*half))
     for accepted in ("trainer.precision=bf16-mixed", "ema_decay=null", "trainer=ddp"):
-        check_run(composed("trainer=fsdp", "trainer.precision=bf16-true", "ema_decay=0.9", accepted))
+        check_run(composed(*half, accepted))
 
 
 @pytest.fixture
@@ -295,9 +249,9 @@ def poisoned(train: Train, tmp_path: Path, text: Path) -> tuple[list[str], Path]
     odd.write_text(text.read_text().replace("number 3", "number §", 1), encoding="utf-8")
     same = [f"data.path={odd}", "data.batch_size=64", "model.tie_embeddings=false", "eval_every=100", "resume=auto"]
     folder = train(*same, "max_steps=10", folder=tmp_path / "odd").folder
-    _, tokenizer = load_checkpoint(folder)
     content = read(folder / LAST)
-    content["state_dict"]["model.wte.weight"][int(tokenizer.encode("§")[0])] = 3e38  # the sum over a row is infinite
+    place = int(load_checkpoint(folder)[1].encode("§")[0])
+    content["state_dict"]["model.wte.weight"][place] = 3e38  # the sum over a row is infinite
     write(content, folder / LAST)
     for name in ("previous.safetensors", "best.safetensors"):
         (folder / "checkpoints" / name).unlink(missing_ok=True)
@@ -313,7 +267,7 @@ def test_a_nan_loss_stops_the_run_and_leaves_the_last_good_checkpoint(
     with pytest.raises(Diverged, match=r"the loss is nan at step \d+ \(learning rate 0\.0"):
         train(*same, "max_steps=35", folder=folder)
     assert (folder / LAST).read_bytes() == before
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = read_summary(folder)
     assert summary["status"] == "failed"
     assert summary["reason"].startswith(f"the loss is nan at step {summary['steps']}")
     assert summary["steps"] > 11
@@ -331,59 +285,10 @@ def test_a_nan_loss_of_one_process_stops_both(launch: Callable[..., Any], poison
     assert " at step " in error
 
 
-@pytest.mark.parametrize(
-    ("changes", "differs"),
-    [
-        (["model.n_embd=64"], r"model\.n_embd \(32 in the checkpoint, 64 now\)"),
-        (["tokenizer=byte"], r"the tokenizer \(char \w{16} in the checkpoint, byte \w{16} now\)"),
-        (["data.path={other}"], r"the corpus \(\w{16} in the checkpoint, \w{16} now\)"),
-        (["optimizer=muon"], r"optimizer\._target_ \(minigpt\.optim\.adamw in the .*, minigpt\.optim\.muon now\)"),
-        (["data.batch_size=4"], r"data\.batch_size \(8 in the checkpoint, 4 now\)"),
-        (["max_steps=2"], "raise max_steps"),
-    ],
-)
-def test_a_checkpoint_that_does_not_match_is_rejected_with_the_difference(
-    train: Train, trained: Trained, tmp_path: Path, text: Path, changes: list[str], differs: str
-) -> None:
-    other = tmp_path / "other.txt"
-    other.write_text(text.read_text()[::-1])  # the same characters
-    changes = [change.format(other=other) for change in changes]
-    with pytest.raises(UserError, match=differs):
-        train(*changes, f"resume={trained('max_steps=2')}")
-
-
-@pytest.mark.parametrize(
-    ("settings", "change", "differs"),
-    [
-        ("data.val_fraction=0.1", "data.val_fraction=0.2", r"data\.val_fraction \(0\.1 in the checkpoint, 0\.2 now\)"),
-        ("data.val_fraction=0.3", "data.split=document", r"data\.split \(fraction in the checkpoint, document now\)"),
-        ("eval_batches=2", "eval_batches=3", r"eval_batches \(2 in the checkpoint, 3 now\)"),
-        ("eval_batches=2", "data.eval_batch_size=9", r"data\.eval_batch_size \(4 in the checkpoint, 9 now\)"),
-    ],
-)
-def test_a_run_that_would_validate_on_other_text_is_rejected(
-    train: Train, trained: Trained, documents: Path, settings: str, change: str, differs: str
-) -> None:
-    same = [f"data.path={documents}", "max_steps=2", "data.eval_batch_size=4", settings]
-    with pytest.raises(UserError, match=differs):
-        train(*same, change, "max_steps=4", f"resume={trained(*same)}")
-
-
-def test_settings_that_leave_the_validated_text_as_it_is_may_change(
-    train: Train, trained: Trained, documents: Path, text: Path
-) -> None:
-    same = [f"data.path={documents}", f"data.val_path={text}", "max_steps=2"]
+def test_settings_that_leave_the_validated_text_as_it_is_may_change(train: Train, trained: Trained, text: Path) -> None:
+    same = [f"data.val_path={text}", "max_steps=2"]
     other = ["data.val_fraction=0.3", "data.split=document", "data.eval_batch_size=5"]  # a validation text of its own
-    resumed = train(*same, *other, "max_steps=4", f"resume={trained(*same)}")
-    assert resumed.summary["steps"] == 4
-
-
-@pytest.fixture(scope="module")
-def documents(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus of many documents."""
-    file = tmp_path_factory.mktemp("documents") / "fox.jsonl"
-    file.write_text("".join(json.dumps({"text": line}) + "\n" for line in text.read_text().splitlines()))
-    return file
+    assert train(*same, *other, "max_steps=4", f"resume={trained(*same)}").summary["steps"] == 4
 
 
 @pytest.mark.parametrize(
@@ -398,25 +303,26 @@ def documents(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_checkpoint_without_what_resuming_needs_is_rejected(
     train: Train, trained: Trained, tmp_path: Path, change: Callable[..., Any]
 ) -> None:
-    content = read(trained("max_steps=2") / LAST)
+    content = read(trained() / LAST)
     change(content)
     write(content, tmp_path / "damaged.safetensors")
     with pytest.raises(UserError, match=r"damaged\.safetensors does not hold a run of minigpt"):
-        train("max_steps=4", f"resume={tmp_path}/damaged.safetensors")
+        train("max_steps=24", f"resume={tmp_path}/damaged.safetensors")
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_resuming_a_completed_run_does_nothing(train: Train, capsys: Any, early: bool) -> None:
+def test_resuming_a_completed_run_does_nothing(
+    train: Train, trained: Trained, tmp_path: Path, capsys: Any, early: bool
+) -> None:
     stopping = ["callbacks=early_stopping", "callbacks.early_stopping.min_delta=9", "eval_every=4"] if early else []
-    run = train(*stopping)
-    assert run.summary["stopped_early"] is early
-    before = {file.name: file.read_bytes() for file in run.folder.iterdir() if file.is_file()}
-    capsys.readouterr()
-    assert train(*stopping, "resume=auto", folder=run.folder).summary == run.summary
+    folder = shutil.copytree(trained(*stopping), tmp_path / "run")
+    assert read_summary(folder)["stopped_early"] is early
+    before = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+    assert train(*stopping, "resume=auto", folder=folder).summary == read_summary(folder) | {"folder": str(folder)}
     assert capsys.readouterr().out.count("\n") == 1
     with pytest.raises(UserError, match=r"resume=.*model\.n_layer"):
-        train(*stopping, "resume=auto", "model.n_layer=1", folder=run.folder)
-    assert {file.name: file.read_bytes() for file in run.folder.iterdir() if file.is_file()} == before
+        train(*stopping, "resume=auto", "model.n_layer=1", folder=folder)
+    assert {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} == before
 
 
 class Terminate(Callback):
@@ -465,5 +371,5 @@ def test_metrics_and_samples_are_synced_before_their_checkpoint(
             synced[file.name] = file.read_bytes()
 
     monkeypatch.setattr(os, "fsync", watch)
-    train(folder=folder)
+    train(SAMPLES, folder=folder)
     assert checkpoints == 2

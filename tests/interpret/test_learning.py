@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.testing import assert_close
 
 from minigpt import load_checkpoint
-from minigpt.checkpoints.find import find_snapshots
-from minigpt.data.token_files import load
+from minigpt.checkpoints.find import BEST, find_snapshots
+from minigpt.checkpoints.validation_split import find_corpus
 from minigpt.interpret.heads import attention_maps, induction_scores
 from minigpt.interpret.learning import KINDS, learning_curves, token_kinds
 from minigpt.utils.errors import UserError
@@ -24,16 +25,14 @@ from minigpt.utils.errors import UserError
     ],
 )
 def test_kinds_of_tokens(texts: list[str], expected: str) -> None:
-    letters = dict(zip("fisco", range(len(KINDS)), strict=True))
-    assert token_kinds(texts) == [letters[letter] for letter in expected]
+    assert "".join("fisco"[kind] for kind in token_kinds(texts)) == expected
 
 
-def test_losses_and_scores_are_those_of_each_snapshot(train: Callable[..., SimpleNamespace], tmp_path: Path) -> None:
-    folder = train().folder
+def test_losses_and_scores_are_those_of_each_snapshot(trained: Callable[..., Path]) -> None:
+    folder = trained()
     curves = learning_curves(folder)
     assert [point["step"] for point in curves] == list(find_snapshots(folder))
-    (meta,) = (tmp_path / "data/tokens").glob("*/meta.json")
-    val = torch.from_numpy(load(meta.parent).tokens("val")[:].astype("int64"))
+    val = torch.from_numpy(find_corpus(folder / BEST).tokens("val")[:].astype("int64"))
     for point in (curves[0], curves[-1]):
         model, tokenizer = load_checkpoint(folder, step=point["step"])
         T = model.config.block_size
@@ -42,22 +41,22 @@ def test_losses_and_scores_are_those_of_each_snapshot(train: Callable[..., Simpl
         with torch.no_grad():
             losses = torch.cat([F.cross_entropy(model(x[None, : len(y)])[0], y, reduction="none") for x, y in windows])
         kinds = torch.tensor(token_kinds([tokenizer.decode([i]) for i in val[1 : 1 + len(losses)].tolist()]))
-        for i, name in enumerate(KINDS):
-            if (kinds == i).any():
-                assert point["kinds"][name] == pytest.approx(losses[kinds == i].mean().item(), abs=1e-4)
+        expected = {name: losses[kinds == i].mean().item() for i, name in enumerate(KINDS) if (kinds == i).any()}
+        assert point["kinds"] == pytest.approx(expected, abs=1e-4)
         maps = attention_maps(model, val[:T])  # (L, H, T, T)
         previous = torch.stack([maps[..., i, i - 1] for i in range(1, T)]).mean(0)
-        torch.testing.assert_close(torch.tensor(point["previous"]), previous)
-        torch.testing.assert_close(torch.tensor(point["induction"]), induction_scores(model, tokenizer.vocab_size))
+        assert_close(torch.tensor(point["previous"]), previous)
+        assert_close(torch.tensor(point["induction"]), induction_scores(model, tokenizer.vocab_size))
 
 
 def test_damaged_snapshots_are_left_out_and_a_missing_corpus_is_reported(
     train: Callable[..., SimpleNamespace], tmp_path: Path
 ) -> None:
-    folder = train("callbacks.snapshots.count=3").folder
-    find_snapshots(folder)[1].write_bytes(b"damaged")
-    assert [point["step"] for point in learning_curves(folder)] == [0, 20]
+    folder = train("callbacks.snapshots.count=3", "max_steps=2").folder
+    _, damaged, last = find_snapshots(folder).values()
+    damaged.write_bytes(b"damaged")
+    assert [point["step"] for point in learning_curves(folder)] == [0, 2]
     (tmp_path / "data").rename(tmp_path / "moved")
-    find_snapshots(folder)[20].touch()
+    last.touch()
     with pytest.raises(UserError, match="the token files of the run are not in"):
         learning_curves(folder)

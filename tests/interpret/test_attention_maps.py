@@ -1,0 +1,162 @@
+"""Plots of attention maps and of head ablation; the script and the callback that write them."""
+
+import math
+import re
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib import colormaps, image
+from models import make_model, write_run
+from small_runs import one_line, rows
+from test_heads import uniform
+
+from minigpt.checkpoints.load import load_checkpoint, save_checkpoint
+from minigpt.data.tokenizer import CharTokenizer
+from minigpt.interpret.attention_plots import plot_ablation, plot_maps
+from minigpt.runs.samples_and_attention import AttentionMaps
+
+TOKENIZER = CharTokenizer("\n :EMORWaght")
+
+
+def svg_texts(path: Path) -> list[str]:
+    """The texts of an SVG picture: matplotlib writes them as paths, and as comments beside them."""
+    return re.findall(r"<!-- (.*?) -->", path.read_text(encoding="utf-8"))
+
+
+def test_the_future_is_blank_and_all_maps_share_one_color_scale(tmp_path: Path) -> None:
+    weights = torch.ones(2, 2, 30, 30)  # the upper triangle too: it must stay blank
+    weights[1, 1] = 0.1
+    plot_maps(tmp_path / "all.png", weights, ["a"] * 30)
+    pixels = image.imread(tmp_path / "all.png")[..., :3]
+    pixels = pixels[:, : round(0.9 * pixels.shape[1])]  # without the color bar
+    colors = (np.array(colormaps["magma_r"](value)[:3]) for value in (1.0, math.sqrt(0.1)))
+    dark, light = ((np.abs(pixels - color).max(-1) <= 2 / 255).sum() for color in colors)
+    assert dark == pytest.approx(3 * light, rel=0.05)
+
+
+def test_a_plot_shows_tokens_layers_heads_and_their_names(tmp_path: Path) -> None:
+    texts = [*"R\n $x$", "日", " antidisestablishmentarianism", "\t\r", "\x7f\xad", ""]
+    weights = uniform(11).expand(2, 2, 11, 11)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # for glyphs missing from the font
+        plot_maps(tmp_path / "a.svg", weights, texts, names=[["", "induction"], ["", ""]], title="a $ title $")
+        plot_maps(tmp_path / "b.svg", weights, texts, layer=2, head=1)
+    shown = svg_texts(tmp_path / "a.svg")
+    labels = ["R", "⏎", "␣", "$", "x", "$", "⟨U+65E5⟩", "␣antidisest…", "⇥⟨U+000D⟩", "⟨U+007F⟩⟨U+…", "∅"]
+    for label in labels:
+        assert shown.count(label) == 4 * labels.count(label)  # two rows of maps and two columns
+    assert [text for text in shown if "layer" in text] == [f"layer {n} · head {m}" for n in (1, 2) for m in (1, 2)]
+    assert shown.count("induction") == shown.count("a $ title $") == 1
+    large = svg_texts(tmp_path / "b.svg")
+    assert [text for text in large if "layer" in text] == ["layer 2 · head 1"]
+    assert large.count("0.33") == 3  # the weights in the third row of uniform attention
+
+
+def test_the_ablation_plot_shows_the_increase_of_each_head(tmp_path: Path) -> None:
+    plot_ablation(tmp_path / "v.svg", torch.tensor([[0.4, -0.0101, 0.0], [1.25, 0.1, 0.2]]), loss=1.86471)
+    shown = svg_texts(tmp_path / "v.svg")
+    increases = ["+0.400", "-0.010", "+0.000", "+1.250", "+0.100", "+0.200"]
+    assert [text for text in shown if text[0] in "+-"] == increases
+    assert any("1.8647 with all heads" in text for text in shown)
+
+
+@pytest.fixture
+def analyze(call: Callable[..., Any]) -> Callable[..., Any]:
+    return partial(call, "attention.py")
+
+
+def test_truncate_keeps_the_end_of_a_long_prompt(analyze: Callable[..., Any], tmp_path: Path) -> None:
+    save_checkpoint(make_model(), TOKENIZER, tmp_path / "model.safetensors")
+    flags = ["--truncate", "--layer", "1", "--head", "1", "--out"]
+    for prompt, out in (("ROMEO" * 4 + "\nWhat", "cut.svg"), ("OROMEOROMEO\nWhat", "end.svg")):
+        assert analyze("model.safetensors", "--prompt", prompt, *flags, out).returncode == 0
+    assert svg_texts(tmp_path / "cut.svg") == svg_texts(tmp_path / "end.svg")
+    assert svg_texts(tmp_path / "cut.svg").count("⏎") == 2  # one per axis
+
+
+def test_maps_are_written_to_the_run_folder_or_beside_a_single_checkpoint(
+    analyze: Callable[..., Any], tmp_path: Path
+) -> None:
+    save_checkpoint(make_model(), TOKENIZER, tmp_path / "model.safetensors")
+    write_run(tmp_path / "run", make_model(), TOKENIZER)
+    (tmp_path / "prompt.txt").write_text("What")
+    typed = analyze("model.safetensors", "--prompt", "What", "--out", "typed.png")
+    for run, folder in (("run", "run/"), ("model.safetensors", "")):
+        result = analyze(run, "--prompt-file", "prompt.txt")
+        assert (result.returncode, result.stdout) == (0, typed.stdout)
+        assert result.stderr.splitlines()[1] == f"wrote {folder}attention.png"
+        assert (tmp_path / folder / "attention.png").stat().st_size
+    refused = one_line(analyze("run", "--prompt", "What", "--ablation", "v.png"))
+    assert "best.safetensors holds a model without its run; use" in refused
+
+
+def test_a_trained_model_is_analyzed(
+    train: Callable[..., Any], analyze: Callable[..., Any], text: Path, tmp_path: Path
+) -> None:
+    trained = train(folder=tmp_path / "runs" / "first")
+    result = analyze("--prompt", "1: the\nfox", "--out", "a.png", "--ablation", "v.svg")  # the newest run
+    wrote = ["loaded runs/first/checkpoints/best.safetensors", "wrote a.png", "wrote v.svg"]
+    assert result.stderr.splitlines()[-3:] == wrote
+    header, *heads = result.stdout.splitlines()[-5:]
+    columns = ["entropy", "distance", "previous", "self", "first", "induction", "Δloss"]
+    assert header.split() == ["layer", "head", *columns, "name"]
+    assert image.imread(tmp_path / "a.png").shape[0] > 400
+
+    # The loss with all heads is the validation loss of the run.
+    assert any(f"{trained.loss:.4f} with all" in text for text in svg_texts(tmp_path / "v.svg"))
+    model, tokenizer = load_checkpoint(trained.folder)
+    ids = tokenizer.encode(text.read_text())[18_000:]
+    windows = torch.as_tensor(np.stack([ids[i : i + 17] for i in range(0, 2000 - 16, 16)])).long()
+    with torch.no_grad():
+        model.blocks[1].attention.out.weight[:, 16:] = 0  # layer 2, head 2
+        expected = float(model(windows[:, :-1], windows[:, 1:])) - trained.loss
+    assert float(heads[3].split()[8]) == pytest.approx(expected, abs=6e-4)
+
+    # Missing token files are an error and are not written again.
+    (tmp_path / "data").rename(tmp_path / "gone")
+    result = analyze(str(trained.folder), "--prompt", "fox", "--out", "again.png", "--ablation", "again.svg")
+    assert "cannot be read: the token files of the run are not in " in one_line(result)
+    assert not (tmp_path / "again.svg").exists()
+    assert not (tmp_path / "data").exists()
+
+
+def test_ablation_reads_the_token_files_of_nanogpt(
+    train: Callable[..., Any], analyze: Callable[..., Any], text: Path, tmp_path: Path
+) -> None:
+    ids = np.frombuffer(text.read_bytes(), "uint8").astype("uint16")
+    for name, part in (("train", ids[:18_000]), ("val", ids[18_000:])):
+        part.tofile(tmp_path / f"{name}.bin")
+    bins = [f"data.{name}_bin={tmp_path}/{name}.bin" for name in ("train", "val")]
+    trained = train("data.path=null", "tokenizer=byte", *bins, folder=tmp_path / "run")
+    files = sorted(tmp_path.rglob("*"))
+    assert analyze("run", "--prompt", "fox", "--out", "a.png", "--ablation", "v.svg").returncode == 0
+    assert any(f"{trained.loss:.4f} with all" in text for text in svg_texts(tmp_path / "v.svg"))
+    assert sorted(tmp_path.rglob("*")) == sorted([*files, tmp_path / "a.png", tmp_path / "v.svg"])
+
+
+def test_plotting_maps_does_not_change_the_training(
+    train: Callable[..., Any], finished: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    plotted = train("callbacks=attention", "logger=wandb", "callbacks.samples.max_new_tokens=20").folder
+    assert sorted(path.name for path in (plotted / "attention").iterdir()) == ["step-10.png", "step-20.png"]
+    assert not (finished.folder / "attention").exists()
+    assert (plotted / "samples.txt").exists()  # from the default callbacks
+    assert rows(plotted) == rows(finished.folder)
+    assert len([*plotted.glob("wandb/offline-run-*/files/media/images/attention_*.png")]) == 2
+
+
+def test_the_text_is_the_option_or_the_beginning_of_the_validation_split(tmp_path: Path) -> None:
+    corpus = SimpleNamespace(tokenizer=TOKENIZER, tokens=lambda split: TOKENIZER.encode({"val": "What\nROMEO"}[split]))
+    trainer: Any = SimpleNamespace(datamodule=SimpleNamespace(corpus=corpus), default_root_dir=tmp_path)
+    for options, texts in (({"max_tokens": 3}, "Wha"), ({"text": "O EOM"}, "O EOM"), ({"text": "at" * 20}, "at" * 8)):
+        callback = AttentionMaps(**options)
+        callback.setup(trainer, SimpleNamespace(model=make_model()), "fit")
+        assert "".join(callback.texts) == texts
