@@ -22,6 +22,22 @@ REFUSED = {
     "train.py callbacks.samples.prompt=Zebra": "the tokenizer has no id for 'Z'",
     # train.py: resume, init_from, plans
     # train.py -m, sweep_report.py
+    "train.py -m tokenizer=char,bpe tokenizer.vocab_size=512": "does not exist here; it belongs to tokenizer=bpe",
+    "train.py -m model.n_hed=2,4": "model.n_hed does not exist (did you mean model.n_head?)",
+    "train.py -m model.n_embd=31,33": "no point of the sweep is possible: model.n_embd must be divisible by",
+    "train.py -m seed=range(3,3)": "the sweep is empty: seed has no values",
+    "train.py -m seed=3": "a sweep needs a setting with several values, such as model.n_head=2,4,8",
+    "train.py -m seed=1,2 hydra.launcher.n_jobs=0": "hydra.launcher.n_jobs must be an integer ≥ 1, or null, got 0",
+    "train.py -m seed=1,2 hydra/sweeper=basic": "hydra/sweeper must be grid or optuna, got hydra._internal",
+    "train.py -m seed=1,2 hydra.sweeper.prune=true eval_every=20": "eval_every must be < 5 (max_steps / 4) with",
+    "train.py -m seed=1,2 +sweep=wandb": "configs/sweep/wandb.yaml is for W&B's own agent",
+    "train.py -m seed=1,2 +sweep=heads": "sweep=heads does not exist; sweep= takes heads_by_width, search",
+    "train.py -m seed=1,2 logger=wandb +logger.wandb.id=fox": "logger.wandb.id must be null in a sweep, whose runs",
+    "train.py -m seed=1,2 hydra/launcher=submitit_slurm trainer=ddp trainer.devices=2": "devices must be 1 with",
+    "train.py -m seed=1,2 hydra.sweep.dir=.": ". is not empty and holds no sweep; choose another folder with",
+    "sweep_report.py latin.txt": "latin.txt is not a folder; give the folder of a sweep, such as runs/sweeps/latest",
+    "sweep_report.py RUN --along=lr": "--along=lr must be one numeric setting in which the runs differ; use one",
+    "sweep_report.py RUN --out=latin.txt": "latin.txt: file exists; choose another folder",
     # prepare.py
     # sample.py
     # attention.py, export.py
