@@ -7,11 +7,11 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from threading import RLock
 from typing import Any
 
 from small_runs import SCRIPTS
@@ -134,7 +134,7 @@ def _run_forked(
     os.environ.clear()
     os.environ.update(env)
     sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
-    tqdm.set_lock(RLock())  # the default lock is shared between processes; a killed process leaves warnings
+    tqdm.set_lock(threading.RLock())  # the default lock is shared between processes; a killed process leaves warnings
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for stream, file in enumerate(output, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
@@ -143,5 +143,6 @@ def _run_forked(
         prepare()
     try:
         runpy.run_path(command[0], run_name="__main__")
-    finally:
-        atexit._run_exitfuncs()  # which a forked process would leave out
+    finally:  # as at the exit of an interpreter; a forked process would join its children first, and leave out the rest
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()

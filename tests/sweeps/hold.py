@@ -1,0 +1,26 @@
+"""A callback that holds a run of a sweep until it gets a signal; worker processes import this file."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+from lightning.pytorch.callbacks import Callback
+
+from minigpt.runs.shutdown import GracefulShutdown
+from minigpt.utils.files import atomic_write
+
+
+class Hold(Callback):
+    """Hold the run that the file `hold` beside the sweep names from step 12 on, and write its process into `held`."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        run = Path(trainer.default_root_dir)
+        hold, held = run.parents[1] / "hold", run.parents[1] / "held"
+        if trainer.global_step >= 12 and hold.exists() and hold.read_text() == run.name:
+            (shutdown,) = (each for each in trainer.callbacks if isinstance(each, GracefulShutdown))  # type: ignore[attr-defined]
+            with atomic_write(held) as partial:
+                partial.write_text(str(os.getpid()))
+            while shutdown.received is None:
+                time.sleep(0.05)
