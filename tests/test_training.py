@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib.image
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from omegaconf import OmegaConf
 from small_runs import column, composed
@@ -25,6 +25,7 @@ from minigpt.checkpoints.format import read
 from minigpt.runs.collective_timeout import CollectiveTimeout
 from minigpt.runs.config_checks import TRAINER_OPTIONS, check_run, partial_from_config
 from minigpt.runs.run_dir import read_samples
+from minigpt.runs.trainer import build_trainer
 from minigpt.training import LanguageModel
 from minigpt.utils.errors import UserError
 
@@ -171,67 +172,56 @@ def test_curves_are_logged_to_tensorboard(train: Train) -> None:
     assert [point.step for point in logged.Scalars("val_loss")] == [10, 20]
 
 
-class Seen(Callback):
-    """Keeps the Trainer that runs it."""
-
-    trainer: Any
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        Seen.trainer = trainer
-
-
 def test_settings_that_change_no_loss_reach_what_they_set(train: Train, monkeypatch: Any) -> None:
+    built = []
+    monkeypatch.setattr(
+        "minigpt.runs.fit.build_trainer", lambda *parts: built.append(build_trainer(*parts)) or built[0]
+    )
     monkeypatch.setattr(GPT, "compile", lambda model: setattr(model, "compiled", True))
-    settings = ("compile=true", "checkpoint_blocks=2", "collective_timeout=45", "model.vocab_size=128")  # padded
-    train(*settings, "max_steps=1", "+callbacks.seen._target_=test_training.Seen")
-    model = Seen.trainer.lightning_module.model
+    train("compile=true", "checkpoint_blocks=2", "collective_timeout=45", "model.vocab_size=128", "max_steps=1")
+    model = built[0].lightning_module.model
     assert (model.compiled, model.checkpoint_blocks, model.config.vocab_size) == (True, 2, 128)
-    (timeout,) = (callback.timeout for callback in Seen.trainer.callbacks if isinstance(callback, CollectiveTimeout))
+    (timeout,) = (callback.timeout for callback in built[0].callbacks if isinstance(callback, CollectiveTimeout))
     assert timeout.total_seconds() == 45
 
 
-class Change(Callback):
-    """A callback that changes the model: before the training, or during it."""
+# How a callback may change the model: the hook, the change, and the error.
+CHANGES: dict[str, tuple[str, Callable[[Any], Any], str | None]] = {
+    "compile": (
+        "setup",
+        lambda model: model.blocks.insert(0, torch.compile(model.blocks.pop(0), backend="eager")),
+        "compile it in place: block.compile",
+    ),
+    "parametrize": (
+        "setup",
+        lambda model: weight_norm(model.blocks[0].mlp.up),
+        "model.blocks.0.mlp.up is of class torch.nn.utils.parametrize",
+    ),
+    "untie": (
+        "setup",
+        lambda model: setattr(model.lm_head, "weight", nn.Parameter(model.lm_head.weight.detach().clone())),
+        "^model.tie_embeddings must be false",
+    ),
+    "late": (
+        "on_train_batch_end",
+        lambda model: setattr(model.blocks[0].mlp, "forward", torch.sin),
+        "model.blocks.0.mlp.forward is replaced",
+    ),
+    "hook": ("setup", lambda model: model.blocks[0].register_forward_hook(lambda *_: None), None),
+}
 
-    def __init__(self, how: str) -> None:
-        self.how = how
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        model = pl_module.model
-        if self.how == "compile":
-            model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
-        elif self.how == "parametrize":
-            weight_norm(model.blocks[0].mlp.up)
-        elif self.how == "untie":
-            model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-        elif self.how == "hook":
-            model.blocks[0].register_forward_hook(lambda *_: None)
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-        if self.how == "late":
-            pl_module.model.blocks[0].mlp.forward = torch.sin
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("compile", "compile it in place: block.compile"),
-        ("parametrize", "model.blocks.0.mlp.up is of class torch.nn.utils.parametrize"),
-        ("untie", "^model.tie_embeddings must be false"),
-        ("late", "model.blocks.0.mlp.forward is replaced"),
-        ("hook", None),
-    ],
-)
+@pytest.mark.parametrize("how", CHANGES)
 def test_no_checkpoint_or_snapshot_is_written_that_could_not_be_loaded(
-    train: Train, tmp_path: Path, how: str, message: str | None
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    ended = pytest.raises(UserError, match=message) if message else nullcontext()
-    with ended:
-        change = ("+callbacks.change._target_=test_training.Change", f"+callbacks.change.how={how}")
-        train(*change, "callbacks.snapshots={}", "max_steps=4", "eval_every=4")
+    hook, change, message = CHANGES[how]
+    monkeypatch.setattr(LanguageModel, hook, lambda module, *_, **__: change(module.model))
+    with pytest.raises(UserError, match=message) if message else nullcontext():
+        train("callbacks.snapshots={}", "max_steps=4", "eval_every=4")
     written = {file.name for file in tmp_path.rglob("*.safetensors")}
-    assert ("last.safetensors" in written) == (how == "hook")
-    assert written == {"late": {"step-0.safetensors"}, "hook": written}.get(how, set())
+    expected = {"late": {"step-0.safetensors"}, "hook": written | {"last.safetensors"}}
+    assert written == expected.get(how, set())
 
 
 @pytest.mark.parametrize(("supported", "precision"), [(True, "bf16-mixed"), (False, "32-true")])

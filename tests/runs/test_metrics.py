@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from processes import Script
 from small_runs import ROOT, SCRIPTS, table
 from torch.nn import functional as F
@@ -26,6 +25,7 @@ from minigpt.checkpoints.find import LAST
 from minigpt.checkpoints.format import read
 from minigpt.data.batches import WindowOrder
 from minigpt.runs import metrics
+from minigpt.training import LanguageModel
 from minigpt.utils.errors import RunError
 
 pytestmark = pytest.mark.xdist_group("processes")
@@ -217,27 +217,19 @@ def test_a_validation_loss_that_is_nan_ends_the_run(given: list[str], tmp_path: 
     assert (summary["status"], summary["checkpoint"], summary["best_val_loss"]) == ("failed", None, None)
 
 
-class Slow(Callback):
-    """Takes a thousand seconds at every validation."""
-
-    seconds = 0
-
-    def on_validation_end(self, *_: Any) -> None:
-        Slow.seconds += 1000
-
-
 def test_seconds_of_training_leave_validation_out_and_the_best_may_be_the_first(
     given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the learning rate grows until nothing is learnt; then the run resumes."""
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: time.monotonic() + Slow.seconds)
+    """Where the learning rate grows until nothing is learnt, and validations take 1000 s; then the run resumes."""
+    took: list[int] = []
+    monkeypatch.setattr(LanguageModel, "on_validation_start", lambda module: took.append(1000))
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: time.monotonic() + sum(took))
     growing = [*given, "optimizer.lr=3", "schedule.warmup_steps=9", "eval_every=1", "originality=null"]
-    growing += ["+callbacks.slow._target_=test_metrics.Slow", f"hydra.run.dir={tmp_path}/run"]
-    before = minigpt.train([*growing, "max_steps=3"])
+    before = minigpt.train([*growing, "max_steps=3", f"hydra.run.dir={tmp_path}/run"])
     first, second, third = (row for row in table(tmp_path / "run/metrics.csv") if row["val_loss"])
     assert float(first["val_loss"]) < min(float(second["val_loss"]), float(third["val_loss"]))
     assert (before["best_step"], before["best_val_loss"]) == (1, float(first["val_loss"]))
     assert before["best_val_bits_per_byte"] == float(first["val_bits_per_byte"])
     assert read(tmp_path / "run/checkpoints/best.safetensors")["global_step"] == 1
-    resumed = minigpt.train([*growing, "max_steps=4", "resume=auto"])
+    resumed = minigpt.train([*growing, "max_steps=4", "resume=auto", f"hydra.run.dir={tmp_path}/run"])
     assert 0 < before["seconds"] < resumed["seconds"] < 1000 < 4000 < resumed["wall_seconds"] < 5000
