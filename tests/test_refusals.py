@@ -20,6 +20,9 @@ REFUSED = {
     "train.py data.folder=latin.txt/data": "not a directory",
     "train.py callbacks.samples.top_k=0": "callbacks.samples.top_k must be an integer",
     "train.py callbacks.samples.prompt=Zebra": "the tokenizer has no id for 'Z'",
+    "train.py model.vocab_size=39": "model.vocab_size must be at least the tokenizer's 40",
+    "train.py +trainer.limit_val_batches=0": "trainer.limit_val_batches is not an option; trainer takes accelerator,",
+    "train.py callbacks.snapshots.count=1": "callbacks.snapshots.count must be an integer ≥ 2",
     # train.py: resume, init_from, plans
     "train.py resume=RUN": "is at step 20 of 20; raise max_steps to continue",
     "train.py resume=RUN pause_at=10": "is at step 20 of 10; raise pause_at to continue",
@@ -36,6 +39,11 @@ REFUSED = {
     "train.py resume=missing": "missing does not exist; give a run folder or a checkpoint file",
     "train.py callbacks.checkpoint.save_top_k=0": "save_top_k must be an integer ≥ 1, got 0",
     "train.py callbacks=attention callbacks.attention.text=''": "callbacks.attention.text must be a text with at least",
+    "train.py minutes=0": "minutes must be a finite number > 0, or null, got 0",
+    "train.py minutes=1e-4": "minutes=0.0001 end before the text is prepared; give more minutes",
+    "train.py minutes=1 experiment=fast_cpu": "minutes plans a new model, but experiment=fast_cpu sets one; remove one",
+    "train.py minutes=1 trainer.devices=2": "trainer.devices must be 1 with minutes, which plans for one device, got 2",
+    "train.py minutes=1 pause_at=10": "pause_at must be null with minutes",
     # train.py -m, sweep_report.py
     "train.py tokenizer=char,bpe tokenizer.vocab_size=512 -m": "does not exist here; it belongs to tokenizer=bpe",
     "train.py model.n_hed=2,4 -m": "model.n_hed does not exist (did you mean model.n_head?)",

@@ -8,22 +8,12 @@ import numpy as np
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from matplotlib import image
-from omegaconf import OmegaConf
 
+from minigpt.runs import run_dir
 from minigpt.runs.history import plot_curves
 from minigpt.runs.metrics_csv import MetricsCSV
 from minigpt.runs.overrides import complete_overrides
 from minigpt.runs.progress_bar import Progress
-from minigpt.runs.run_dir import (
-    completed_summary,
-    lock_run_dir,
-    print_results,
-    read_metrics,
-    truncate_logs,
-    update_latest_link,
-    write_failure,
-    write_summary,
-)
 from minigpt.training import LanguageModel
 from minigpt.utils.errors import UserError
 
@@ -35,24 +25,17 @@ def new_folder(runs, name):
     return runs / name
 
 
-def finished_run(runs, name):
+def finished_run(runs, name, *, val_losses=(2.55, 2.6)):
+    """A run with ten training losses that fall from 3.8 to 2, and validation losses."""
     folder = new_folder(runs, name)
-    with lock_run_dir(folder):
-        update_latest_link(folder)
-        measure(folder)
+    with run_dir.lock_run_dir(folder):
+        run_dir.update_latest_link(folder)
+        logger = MetricsCSV(folder / "metrics.csv")
+        for step in range(10, 110, 10):
+            logger.log_metrics({"train_loss": 4 - step / 50, "learning_rate": 1e-3 * step}, step)
+        for step, loss in zip((50, 100), val_losses, strict=False):
+            logger.log_metrics({"val_loss": loss}, step)
     return folder
-
-
-def measure(folder, *, val_losses=(2.55, 2.6)):
-    """Ten training losses that fall from 3.8 to 2, and validation losses, the first of them the best."""
-    logger = MetricsCSV(folder / "metrics.csv")
-    for step in range(10, 110, 10):
-        logger.log_metrics({"train_loss": 4 - step / 50, "learning_rate": 1e-3 * step, "tokens": 64 * step}, step)
-    for step, loss in zip((50, 100), val_losses, strict=False):
-        logger.log_metrics({"val_loss": loss, "val_bits_per_byte": 3.5}, step)
-
-
-# The lock.
 
 
 def test_what_a_killed_run_was_writing_is_removed_when_it_resumes(tmp_path):
@@ -62,7 +45,7 @@ def test_what_a_killed_run_was_writing_is_removed_when_it_resumes(tmp_path):
     for name in (*unfinished, "checkpoints/snapshots/step-1.safetensors"):
         (folder / name).touch()
     before = {file for file in folder.rglob("*") if not file.name.endswith(".partial")}
-    with lock_run_dir(folder, resume=True):
+    with run_dir.lock_run_dir(folder, resume=True):
         assert set(folder.rglob("*")) == before
 
 
@@ -70,23 +53,20 @@ def test_what_a_killed_run_was_writing_is_removed_when_it_resumes(tmp_path):
 def test_a_folder_that_holds_a_run_is_rejected_and_left_unchanged(tmp_path, file):
     folder = new_folder(tmp_path, "first")
     (folder / file).write_text("precious")
-    with pytest.raises(UserError, match=r"first already holds a run.*hydra\.run\.dir"), lock_run_dir(folder):
+    with pytest.raises(UserError, match=r"first already holds a run.*hydra\.run\.dir"), run_dir.lock_run_dir(folder):
         (folder / file).write_text("overwritten")
     assert (folder / file).read_text() == "precious"
 
 
-@pytest.mark.parametrize("wrote", [False, True])
-def test_a_folder_is_kept_if_the_run_wrote_a_file(tmp_path, wrote):
+@pytest.mark.parametrize("kept", [{"samples.txt", ".hydra", ".lock"}, set()])
+def test_a_folder_is_kept_if_the_run_wrote_a_file(tmp_path, kept):
     folder = new_folder(tmp_path, "run")
-    if wrote:
+    if kept:
         (folder / "samples.txt").write_text("To be")
-    with pytest.raises(KeyboardInterrupt), lock_run_dir(folder):
+    with pytest.raises(KeyboardInterrupt), run_dir.lock_run_dir(folder):
         raise KeyboardInterrupt
-    assert list(tmp_path.iterdir()) == ([folder] if wrote else [])
-    assert not wrote or {"samples.txt", ".hydra"} <= {path.name for path in folder.iterdir()}
-
-
-# The newest run.
+    assert {path.name for path in tmp_path.glob("run/*")} == kept
+    assert folder.exists() == bool(kept)
 
 
 def test_latest_points_at_the_newest_run_and_survives_a_move_of_all_runs(tmp_path):
@@ -119,9 +99,6 @@ def test_a_link_to_resume_from_is_resolved_before_a_newer_run_moves_it(tmp_path,
     assert complete_overrides(["resume=auto", "resume=runs/second"]) == ["resume=auto", "resume=runs/second"]
 
 
-# Metrics and curves.
-
-
 def test_metrics_are_read_as_they_were_written_also_by_a_resumed_run(tmp_path):
     file, expected = tmp_path / "metrics.csv", {}
     rows = [
@@ -135,58 +112,52 @@ def test_metrics_are_read_as_they_were_written_also_by_a_resumed_run(tmp_path):
         logger.log_metrics(metrics, step)
         for name, value in metrics.items():
             expected.setdefault(name, []).append((step, value))
-        assert read_metrics(file) == expected  # on disk as soon as it is measured
+        assert run_dir.read_metrics(file) == expected  # on disk as soon as it is measured
     assert len(file.read_text().splitlines()) == 6  # one header
 
 
 def test_the_curves_show_the_training_loss_and_every_validation_loss(tmp_path):
-    for name, losses in (("first", (2.55, 2.6)), ("other", (2.55, 3.2)), ("without", ())):
-        folder = new_folder(tmp_path, name)
-        measure(folder, val_losses=losses)
-        plot_curves(folder)
-    first, other, without = (image.imread(tmp_path / name / "curves.png") for name in ("first", "other", "without"))
-    assert not np.array_equal(first, other)
+    pictures = []
+    for losses in ((2.55, 2.6), (2.55, 3.2), ()):
+        folder = finished_run(tmp_path, str(losses), val_losses=losses)
+        plot_curves(folder, {"best_val_loss": 2.55, "best_step": 50} if losses else {})
+        pictures.append(image.imread(folder / "curves.png"))
+    assert not np.array_equal(*pictures[:2])
     orange = np.array([255, 127, 14]) / 255  # the validation curve, in matplotlib's colors
-    pixels = [(np.abs(picture[..., :3] - orange).max(axis=-1) < 0.01).sum() for picture in (first, without)]
-    assert pixels[0] > 100 > pixels[1] == 0
-
-
-# The summary.
+    pixels = [(np.abs(picture[..., :3] - orange).max(axis=-1) < 0.01).sum() for picture in pictures]
+    assert pixels[0] > 100 > pixels[2] == 0
 
 
 def test_the_summary_is_written_as_json(tmp_path):
     summary = {"best_val_loss": 2.55, "best_step": 50, "status": "completed", "checkpoint": None}
-    write_summary(tmp_path, summary)
+    run_dir.write_summary(tmp_path, summary)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
-    assert completed_summary(tmp_path, 100, 100) == summary
-    assert completed_summary(tmp_path, 99, 100) is None
-    write_failure(tmp_path, "lost")
-    assert completed_summary(tmp_path, 100, 100) is None
-    truncate_logs(tmp_path, 50)  # as a run does that resumes: a crash must not leave the old status
+    assert run_dir.completed_summary(tmp_path, 100, 100) == summary
+    assert run_dir.completed_summary(tmp_path, 99, 100) is None
+    run_dir.write_failure(tmp_path, "lost")
+    assert run_dir.completed_summary(tmp_path, 100, 100) is None
+    run_dir.truncate_logs(tmp_path, 50)  # as a run does that resumes: a crash must not leave the old status
     assert not (tmp_path / "summary.json").exists()
 
 
 def test_a_run_ends_by_printing_its_sample_and_the_paths_of_its_results(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     summary = {"best_val_loss": 1.46974, "best_step": 1750, "eval_batches": 7, "wall_seconds": 1234.56}
-    summary["expected_val_loss"] = [1.5, 0.25]
     summary |= {"seconds": 1200.01, "stopped_early": True, "reason": "stopped early at step 2000 of 5000"}
-    summary["status"] = "completed"
-    print_results(tmp_path / "runs/a", "\nTo be\n", summary | {"checkpoint": "checkpoints/best.safetensors"})
+    summary |= {"status": "completed", "checkpoint": "checkpoints/best.safetensors", "expected_val_loss": [1.5, 0.25]}
+    run_dir.print_results(tmp_path / "runs/a", "\nTo be\n", summary)
     output = capsys.readouterr().out
-    assert output.startswith("To be\n")
-    parts = ["1.4697 at step 1750, on 7 batches", "\nstopped early at step 2000 of 5000\n", " runs/a/curves.png\n"]
-    parts += [
-        "\nexpected         1.50 ± 0.25, reached 1.470\n",
+    assert output.startswith("To be\n\nstopped early at step 2000 of 5000\n")
+    for part in (
+        "1.4697 at step 1750, on 7 batches",
+        "expected         1.50 ± 0.25, reached 1.470\n",
         " 1,234.6 s, training 1,200.0 s\n",
+        " runs/a/curves.png\n",
         " runs/a/checkpoints/best.safetensors\n",
-    ]
-    assert [part for part in parts if part not in output] == []
+    ):
+        assert part in output
     assert str(tmp_path) not in output  # the shortest path from here
-
-
-# The progress.
 
 
 def test_the_bar_of_a_terminal_moves_during_validation(tmp_path, monkeypatch, capsys):
@@ -199,23 +170,19 @@ def test_the_bar_of_a_terminal_moves_during_validation(tmp_path, monkeypatch, ca
     assert ("10/20" in drawn, "validating 3/7" in drawn) == (True, True)
     progress.log({"val_loss": 3.2}, 10)
     assert "loss 3.000, val 3.2000, 12,346 tokens/s" in (drawn := capsys.readouterr().err)
-    assert "step" not in drawn.replace("steps", "")  # the line per validation is in the log alone
+    line = "step 10/20  loss 3.000, val 3.2000, 12,346 tokens/s\n"
+    assert line not in drawn  # but in the log alone
+    assert (tmp_path / "log.txt").read_text() == line
     progress.bar.close()
 
 
 def test_a_line_per_validation_is_printed_away_from_a_terminal_and_logged(tmp_path, capsys):
     progress = Progress(20, tmp_path)
-    for step in (5, 10, 15, 20):
-        progress.log({"train_loss": 4 - step / 10, "tokens_per_second": 12_345.6}, step)
-        if step % 10 == 0:
-            progress.log({"val_loss": 4.5 - step / 10}, step)
+    progress.log({"train_loss": 3.0, "tokens_per_second": 12_345.6}, 10)
+    progress.log({"val_loss": 3.2}, 10)
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.splitlines() == [
-        "step 10/20  loss 3.000, val 3.5000, 12,346 tokens/s",
-        "step 20/20  loss 2.000, val 2.5000, 12,346 tokens/s",
-    ]
-    assert (tmp_path / "log.txt").read_text() == err
+    assert (tmp_path / "log.txt").read_text() == err == "step 10/20  loss 3.000, val 3.2000, 12,346 tokens/s\n"
 
 
 def test_log_lines_are_written_once_if_stderr_is_the_log_file(tmp_path):
@@ -224,8 +191,3 @@ def test_log_lines_are_written_once_if_stderr_is_the_log_file(tmp_path):
     with open(tmp_path / "log.txt", "ab") as file:
         subprocess.run([sys.executable, "-c", program, tmp_path], stderr=file, check=True)
     assert (tmp_path / "log.txt").read_text() == "once\n"
-
-
-def test_a_run_records_its_overrides_without_those_of_hydra(finished):
-    recorded = OmegaConf.load(finished.folder / ".hydra/overrides.yaml")
-    assert recorded == [override for override in finished.overrides if not override.startswith("hydra.")]
