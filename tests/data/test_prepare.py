@@ -112,7 +112,7 @@ def test_an_unsuitable_text_raises_and_leaves_no_partial_files(tmp_path, monkeyp
     for content, tokenizer, split, problem in (
         ("", "char", "fraction", r"mine\.jsonl is empty"),
         (rows(["a b c d"]), BPE, "fraction", r"tokenizer\.vocab_size must be at most 259 for .*, got 300"),
-        (rows(["only one"]), "char", "document", r"none of the 1 documents is for \w+;.*data\.split=fraction"),
+        (rows(["only one"]), "char", "document", r"none of the 1 documents is for validation;.*data\.split=fraction"),
         (rows(stories(300)) + "{", "byte", "document", "line 301: not JSON"),
     ):
         with pytest.raises(UserError, match=problem):
