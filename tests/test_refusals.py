@@ -21,9 +21,6 @@ REFUSED = {
     "train.py data.folder=latin.txt/data": "not a directory",
     "train.py callbacks.samples.top_k=0": "callbacks.samples.top_k must be an integer",
     "train.py callbacks.samples.prompt=Zebra": "the tokenizer has no id for 'Z'",
-    "train.py trainer=ddp trainer.accelerator=cpu trainer.devices=2 data.batch_size=1": (
-        "data.batch_size must be ≥ 2, the number of processes, got 1"
-    ),
     **(
         {} if torch.cuda.is_available() else {"train.py trainer.accelerator=cuda": "the trainer cannot be built: `CUDA"}
     ),
