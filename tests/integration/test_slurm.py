@@ -89,7 +89,13 @@ def finish(process: Any, code: int = 0) -> str:
 def test_a_sweep_is_one_array_job_and_its_table_lists_failed_runs(
     cluster: Cluster, small: list[str], tmp_path: Path
 ) -> None:
-    swept = ["-m", "max_steps=10", "optimizer.lr=1e-3,1e30", "hydra/launcher=submitit_slurm", "hydra.launcher.n_jobs=1"]
+    swept = [
+        "hydra.mode=MULTIRUN",
+        "max_steps=10",
+        "optimizer.lr=1e-3,1e30",
+        "hydra/launcher=submitit_slurm",
+        "hydra.launcher.n_jobs=1",
+    ]
     printed = finish(cluster(*TRAIN, *small, *swept, cwd=tmp_path), code=1)
     assert printed.splitlines()[-1].startswith("error: 1 of 2 runs failed")
     completed, failed = read_sweep((tmp_path / "runs/sweeps/latest").resolve())
@@ -108,7 +114,9 @@ def test_a_sweep_is_one_array_job_and_its_table_lists_failed_runs(
 def test_preempted_jobs_of_a_sweep_are_requeued_and_resume(
     cluster: Cluster, small: list[str], trained: Callable[..., Path], tmp_path: Path
 ) -> None:
-    sweep = cluster(*TRAIN, *small, *HELD, "-m", "seed=7,8", "hydra/launcher=submitit_slurm", cwd=tmp_path)
+    sweep = cluster(
+        *TRAIN, *small, *HELD, "hydra.mode=MULTIRUN", "seed=7,8", "hydra/launcher=submitit_slurm", cwd=tmp_path
+    )
     checkpoints = "runs/sweeps/[0-9]*/*/checkpoints/last.safetensors"  # not through the link `latest` too
     wait_until(lambda: len(list(tmp_path.glob(checkpoints))) == 2 or sweep.poll() is not None)
     finish(cluster("scancel", "--signal=USR2", "--user=root"))  # submitit's preemption signal
