@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from small_runs import one_line
 
 REFUSED = {
@@ -23,6 +24,9 @@ REFUSED = {
     "train.py model.vocab_size=39": "model.vocab_size must be at least the tokenizer's 40",
     "train.py +trainer.limit_val_batches=0": "trainer.limit_val_batches is not an option; trainer takes accelerator,",
     "train.py callbacks.snapshots.count=1": "callbacks.snapshots.count must be an integer ≥ 2",
+    **(
+        {} if torch.cuda.is_available() else {"train.py trainer.accelerator=cuda": "the trainer cannot be built: `CUDA"}
+    ),
     # train.py: resume, init_from, plans
     "train.py resume=RUN": "is at step 20 of 20; raise max_steps to continue",
     "train.py resume=RUN pause_at=10": "is at step 20 of 10; raise pause_at to continue",

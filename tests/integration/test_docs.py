@@ -1,7 +1,5 @@
 """The code blocks of the pages in docs/ run, and print the output that the page shows."""
 
-import contextlib
-import io
 import re
 from pathlib import Path
 from typing import Any
@@ -16,32 +14,25 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_code_block_runs_and_prints_the_output_that_follows(page: Path) -> None:
+def test_every_code_block_runs_and_prints_the_output_that_follows(
+    page: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = page.read_text(encoding="utf-8")
-    blocks = list(FENCE.finditer(text))
+    blocks = [(text.count("\n", 0, found.start()) + 1, *found.groups()) for found in FENCE.finditer(text)]
     assert text.count("```") == 2 * len(blocks)
     names: dict[str, Any] = {}
-    printed = ""
-    for block in blocks:
-        language, body = block.groups()
-        line = text.count("\n", 0, block.start()) + 1
-        if language == "bash" or page.name == "training.md":  # run by test_readme.py, and test_bench.py
-            continue
-        if language == "text":
-            assert body == printed, f"{page.name}, line {line}: the code above prints\n{printed}"
-            printed = ""
-            continue
-        # Code in any other language would be untested.
-        assert language == "python", f"{page.name}, line {line}"
-        assert not printed, f"{page.name}: the output of the code above line {line} is not shown\n{printed}"
-        with contextlib.redirect_stdout(io.StringIO()) as output:
+    for line, language, body in blocks:
+        # Code in any other language would be untested; test_readme.py and test_bench.py run the commands.
+        assert language in ("bash", "text", "python"), f"{page.name}, line {line}"
+        if language == "python" and page.name != "training.md":  # run by test_readme.py
+            assert not capsys.readouterr().out, f"{page.name}: the output of the code above line {line} is not shown"
             # Empty lines make the line numbers of a traceback those of the page.
             exec(compile("\n" * line + body, str(page), "exec"), names)
-        printed = output.getvalue()
-    assert not printed, f"{page.name}: the output of the last code block is not shown\n{printed}"
+        elif language == "text":
+            assert body == capsys.readouterr().out, f"{page.name}, line {line}"
+    assert not capsys.readouterr().out, f"{page.name}: the output of the last code block is not shown"
 
 
-@pytest.mark.slow
 def test_every_override_in_the_tables_of_recipes_is_valid() -> None:
     (page,) = (page for page in PAGES if page.name == "recipes.md")
     cells = re.findall(r"\| `([^`]+=[^`]+)` \|$", page.read_text(encoding="utf-8"), re.MULTILINE)

@@ -1,19 +1,17 @@
 """Every command of the README and of the pages in docs/ runs, with few training steps."""
 
-import json
-import os
 import re
 import shlex
+import shutil
 import string
 import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts import needs_hosts, start_hosts
+from processes import Script
 from servers import make_instruct_folder
 from small_runs import ROOT
 
@@ -27,9 +25,10 @@ SHORT = [
     "callbacks.samples.max_new_tokens=5",
 ]
 SMALL_SWEEP = ["model.n_head=2", "model.n_embd=8,16", "hydra/launcher=basic"]  # in this process
-SUBPROCESS = {"trainer.devices=2", "logger=wandb"}  # arguments that need a new process
-ELSEWHERE = {"scripts/serve.py", "scripts/bench"}  # run by tests/serve/test_serve_script.py, and by test_bench.py
-SLOW = {"-m", "trainer.devices=2", "logger=wandb"}
+PROCESSES = {"trainer.devices=2", "logger=wandb"}  # arguments that need a new process
+SLOW = {"-m", "minutes=10", *PROCESSES}
+# Run by tests/serve/test_serve_script.py, by test_bench.py and, with torchrun, by tests/distributed/test_hosts.py.
+ELSEWHERE = {"scripts/serve.py", "scripts/bench"}
 
 
 def commands(first: str) -> list[list[str]]:
@@ -39,33 +38,20 @@ def commands(first: str) -> list[list[str]]:
     return [list(words) for words in dict.fromkeys(map(tuple, lines)) if words[0] == first]
 
 
-def call_in_subprocess(script: str, *arguments: str, folder: Path) -> str:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    env |= {"HOME": str(folder), "NETRC": str(folder / "none")}
-    result = subprocess.run(
-        [sys.executable, str(ROOT / script), *arguments],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+@pytest.fixture
+def documents(once: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A working directory with a completed run, which is a sweep too."""
 
+    def build(folder: Path) -> None:
+        (folder / "all.txt").write_text(f"{string.printable}\n" * 200)  # contains the characters of all prompts
+        monkeypatch.chdir(folder)
+        minigpt.train(["data.path=all.txt", *SHORT])
+        (folder / "runs/sweeps").mkdir()
+        (folder / "runs/sweeps/latest").symlink_to("../latest")
 
-@pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working directory with one completed run."""
-    folder = tmp_path_factory.mktemp("trained")
-    (folder / "all.txt").write_text(f"{string.printable}\n" * 200)  # contains the characters of all prompts
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        minigpt.train([f"data.path={folder}/all.txt", *SHORT])
-    (folder / "runs" / "sweeps").mkdir()
-    (folder / "runs" / "sweeps" / "latest").symlink_to((folder / "runs" / "latest").resolve())
-    return folder
+    shutil.copytree(once("documents", build), tmp_path, symlinks=True, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -80,48 +66,33 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_script_command_runs(
     command: list[str],
     text: Path,
-    tmp_path: Path,
-    trained: Path,
+    documents: Path,
     gpt2_folder: Path,
     call: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     script, *arguments = command[1:]
-    (tmp_path / "my.txt").write_bytes(text.read_bytes() if script == "scripts/train.py" else b"But soft!")
-    for folder in ("runs", "data"):
-        (tmp_path / folder).symlink_to(trained / folder)
-    (tmp_path / "openai-community").mkdir()
+    Path("my.txt").write_bytes(text.read_bytes() if script == "scripts/train.py" else b"But soft!")
+    Path("openai-community").mkdir()
     for model in ("gpt2", "openai-community/gpt2@607a30d783dfa663caf39e06633721c8d4cfcd7e"):
-        (tmp_path / model).symlink_to(gpt2_folder)  # a folder comes before a model of the Hub
+        Path(model).symlink_to(gpt2_folder)  # a folder comes before a model of the Hub
     if "--chat" in arguments:
-        make_instruct_folder(tmp_path / arguments[0])
+        make_instruct_folder(Path(arguments[0]))
     if script == "scripts/train.py" and "--help" not in arguments:
-        folders = [f"hydra.run.dir={tmp_path}/run", f"hydra.sweep.dir={tmp_path}/sweep"]
         pretrained = any("init_from=" in argument or "finetune" in argument for argument in arguments)
-        arguments += [*(option for option in SHORT if not (pretrained and "n_layer" in option)), *folders]
+        arguments += [option for option in SHORT if not (pretrained and "n_layer" in option)]
         arguments += [] if "data.path=my.txt" in arguments else [f"data.path={text}"]
-        arguments += [*SMALL_SWEEP, f"data.folder={tmp_path}/data"] if "-m" in arguments else []
+        arguments += SMALL_SWEEP if "-m" in arguments else []
         arguments += ["trainer.accelerator=cpu"] if "trainer.devices=2" in arguments else []
-    if SUBPROCESS & set(arguments):
-        output = call_in_subprocess(script, *arguments, folder=tmp_path)
+    if PROCESSES & {*arguments}:
+        monkeypatch.setenv("WANDB_MODE", "offline")
+        process = Script(script.removeprefix("scripts/"), *arguments, output=documents / "process", cwd=documents)
+        code, out, err = process.wait(), process.stdout, process.stderr
     else:
         done = call(script.removeprefix("scripts/"), *arguments, small=False)
-        assert done.returncode == 0, done.stderr
-        output = done.stdout
-    assert output.strip()
-
-
-@needs_hosts
-@pytest.mark.slow
-def test_the_commands_for_two_hosts_train_one_model(text: Path, tmp_path: Path) -> None:
-    small = [f"data.path={text}", "data.folder=data", "trainer.accelerator=cpu", *SHORT]
-    with start_hosts(2, tmp_path) as hosts:
-        launchers = []
-        for host, (_, *arguments) in enumerate(commands("torchrun")):
-            arguments = [argument.replace("HOST", "a").replace("scripts", f"{ROOT}/scripts") for argument in arguments]
-            launchers.append(hosts.run(host, [sys.executable, "-m", "torch.distributed.run", *arguments, *small]))
-        assert [launcher.wait(300) for launcher in launchers] == [0, 0]
-        (run,) = (path for path in (hosts.disk / "runs").iterdir() if not path.is_symlink())
-        assert json.loads((run / "summary.json").read_text())["world_size"] == 4
+        code, out, err = done.returncode, done.stdout, done.stderr
+    assert code == 0, err
+    assert out.strip()
 
 
 def test_every_make_target_exists() -> None:
@@ -134,16 +105,13 @@ def test_every_extra_of_the_documents_exists() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     named = re.findall(r'pip install -e "\.\[(\w+)\]"', TEXTS)
     assert {"serve", "data", "huggingface", "tensorboard"} <= {*named} <= {*extras}
-    assert (ROOT / "constraints.txt").read_text(encoding="utf-8").count("\ntorch==2.13.0\n") == 1
 
 
-def test_the_python_example_runs(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_example_runs(documents: Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", TRAINING, re.DOTALL)
-    text = f'"data.path={trained}/all.txt", '  # no download
     assert example.count('train(["') == 1
-    monkeypatch.chdir(tmp_path)
-    exec(example.replace('train(["', f'train([{text}"'), {})
-    assert (tmp_path / "my.safetensors").exists()
+    exec(example.replace('train(["', 'train(["data.path=all.txt", "'), {})  # no download
+    assert Path("my.safetensors").exists()
 
 
 @pytest.mark.parametrize(
