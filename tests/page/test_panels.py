@@ -1,6 +1,5 @@
 """The attention panel and the history of a page with a model in headless Chromium, by mouse and keyboard."""
 
-from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -32,7 +31,7 @@ CanvasRenderingContext2D.prototype.putImageData = function(...image) { drawn++; 
 
 
 @pytest.fixture
-def panel(in_file: Reader) -> Iterator[Reader]:
+def panel(in_file: Reader) -> Reader:
     """The page with a text and its attention."""
     reader = in_file
     reader.resize(1280)
@@ -41,7 +40,7 @@ def panel(in_file: Reader) -> Iterator[Reader]:
     reader.open("Attention")
     reader.wait_for_weights()
     wait_until(lambda: reader.run("return calls.length") == 1)
-    yield reader
+    return reader
 
 
 def maps(text: str = PROMPT) -> Tensor:

@@ -84,7 +84,7 @@ def test_generation_stops_by_a_button_that_stays_in_place(at_server: Reader) -> 
         reader.set("max_tokens", "")  # stops though a setting is invalid
         if stop == "button":
             assert reader.find("#generate").text == "Stop"
-            wait_until(lambda: reader.run("return performance.now()") > started + 300)  # noqa: B023; no double click
+            wait_until(lambda: reader.run("return performance.now()") > started + 300)  # noqa: B023
             reader.find("#generate").click()
         else:
             reader.press(Keys.ESCAPE)
