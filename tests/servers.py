@@ -1,4 +1,4 @@
-"""Servers in a thread, their models, and the engine that the tests of this folder use."""
+"""Servers in a thread, their models, and engines that are small or broken."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -9,10 +9,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from models import save_tokenizer
+from models import draw_weights, make_model, save_tokenizer, write_run
 
-from minigpt import GPT, GPTConfig, save_checkpoint
-from minigpt.data.tokenizer import ByteTokenizer, Tokenizer
+from minigpt import GPT
+from minigpt.data.tokenizer import Tokenizer
 from minigpt.serve.engine import Engine
 from minigpt.serve.loaded_models import Models, find_models
 from minigpt.serve.server import create_app, new_server, open_socket
@@ -45,16 +45,9 @@ class BrokenEngine(Engine):
         super()._step()
 
 
-def make_run(folder: Path, tokenizer: Tokenizer | None = None, *, seed: int = 0, **settings: Any) -> Path:
-    """Write the run folder of a model with random weights, by default of bytes."""
-    torch.manual_seed(seed)
-    values = {"vocab_size": 256, "block_size": 32, "n_layer": 2, "n_head": 2, "n_embd": 16}
-    model = GPT(GPTConfig(**{**values, **settings}))
-    for name, parameter in model.named_parameters():  # far from the small initial weights, which make all tokens alike
-        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.3)
-    (folder / "checkpoints").mkdir(parents=True)
-    save_checkpoint(model, tokenizer or ByteTokenizer(), folder / "checkpoints" / "best.safetensors")
-    return folder
+def make_run(folder: Path, **settings: Any) -> Path:
+    """Write the run folder of a model of bytes with random weights."""
+    return write_run(folder, make_model(**{"std": 0.3, "vocab_size": 256, "block_size": 32, **settings}))
 
 
 @contextmanager
@@ -70,7 +63,7 @@ def serving(
 
     def stop() -> None:
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
     try:
@@ -94,11 +87,10 @@ def make_instruct_folder(folder: Path) -> Path:
 
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     theirs = save_tokenizer(folder, CHATML, special, eos_token="<|im_end|>", chat_template=CHATML)
-    torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=len(theirs), max_position_embeddings=256, eos_token_id=2, bos_token_id=0, **sizes)
     model = LlamaForCausalLM(config)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.2)
+    torch.manual_seed(0)
+    draw_weights(model)
     model.save_pretrained(folder)
     return folder

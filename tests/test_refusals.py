@@ -94,6 +94,13 @@ REFUSED = {
     "export.py --to safetensors --out new --weights float16": "--weights must be left out without --to html",
     "export.py --to safetensors --out new --snapshots": "--snapshots must be left out without --to html",
     # serve.py
+    "serve.py .": "holds no checkpoints/best.safetensors; give a run folder or a checkpoint file",
+    "serve.py runs/none": "runs/none does not exist; give a run folder, a checkpoint, or a folder or id of",
+    "serve.py RUN --port -1": "--port must be an integer in [0, 65535], got -1",
+    "serve.py RUN --host no.invalid --port 0 --api-key k": "--host no.invalid --port 0 cannot be opened",
+    "serve.py RUN --api-key ''": "--api-key must be printable ASCII without spaces",
+    "serve.py RUN --allow-origin *": "--allow-origin must be http(s)://HOST:PORT, got *",
+    "serve.py RUN --port 0 --device tpu": "--device must be one of auto, ",
 }
 PLACES = {"RUN": "trained", "TEXT": "text", "GPT2": "gpt2_folder"}
 

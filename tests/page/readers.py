@@ -1,22 +1,16 @@
-"""A person who reads and uses the page in headless Chromium, and the models in it."""
+"""A person who reads and uses the page in headless Chromium."""
 
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import servers
-
-from minigpt import GPT, generate, load_checkpoint
-from minigpt.data.tokenizer import CharTokenizer
+from small_runs import wait_until
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium: pip install selenium")
 ActionChains, Keys = webdriver.ActionChains, webdriver.Keys
 Select = pytest.importorskip("selenium.webdriver.support.ui").Select
-CHARACTERS = CharTokenizer("\n" + "".join(map(chr, range(32, 127))))
-SHIFTED = CharTokenizer("\t\n" + "".join(map(chr, range(32, 126))))  # with other ids, and without the tilde
-SECONDS = 60
+_PLACES = ["file", pytest.param("server", marks=pytest.mark.slow)]
+slow_on_server = pytest.mark.parametrize("reader", _PLACES, indirect=True)
 
 
 class Reader:
@@ -29,7 +23,7 @@ class Reader:
         browser.get("about:blank")
         browser.get_log("browser")
         browser.get(url)
-        self.wait_until(lambda: self.run("return document.querySelector('#facts')?.textContent"))
+        wait_until(lambda: self.run("return document.querySelector('#facts')?.textContent"))
 
     def resize(self, width: int, height: int = 1400) -> None:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
@@ -44,12 +38,6 @@ class Reader:
 
     def find_all(self, selector: str) -> list[Any]:
         return self.browser.find_elements("css selector", selector)
-
-    def wait_until(self, condition: Callable[[], Any]) -> None:
-        end = time.monotonic() + SECONDS
-        while not condition():
-            assert time.monotonic() < end, (self.find("#status").text, self.browser.get_log("browser"))
-            time.sleep(0.02)
 
     def press(self, *keys: str) -> None:
         """Press keys at once, where the focus is."""
@@ -74,7 +62,7 @@ class Reader:
         self.wait_for_tokens()
 
     def wait_for_tokens(self) -> None:
-        self.wait_until(lambda: self.token_text() == self.text and self.find("#generate").text != "Stop")
+        wait_until(lambda: self.token_text() == self.text and self.find("#generate").text != "Stop")
 
     def choose(self, selector: str, text: str) -> None:
         """Choose an item of a list."""
@@ -96,7 +84,7 @@ class Reader:
         self.wait_for_weights()
 
     def wait_for_weights(self) -> None:
-        self.wait_until(lambda: self.find(".weights").get_property("ariaBusy") == "false")
+        wait_until(lambda: self.find(".weights").get_property("ariaBusy") == "false")
 
     def attended(self) -> list[list[str]]:
         """Weight, context, token and distance of each row of the list of tokens that the selected one attends to."""
@@ -108,7 +96,7 @@ class Reader:
         self.wait_for_generation()
 
     def wait_for_generation(self) -> None:
-        self.wait_until(lambda: self.find("#generate").text != "Stop" and "tokens" in self.find("#status").text)
+        wait_until(lambda: self.find("#generate").text != "Stop" and "tokens" in self.find("#status").text)
         self.wait_for_tokens()
 
     @property
@@ -142,20 +130,6 @@ def open_at(browser: Any, url: str) -> Iterator[Reader]:
     reader.set("max_tokens", 30)
     yield reader
     assert browser.get_log("browser") == []
-
-
-def make_run(folder: Path, seed: int = 0, tokenizer: CharTokenizer = CHARACTERS, **settings: Any) -> GPT:
-    """Write the run folder of a model of characters with random weights; return the model."""
-    values = {"vocab_size": 96, "block_size": 64, "n_embd": 32, "position": "rope"}
-    servers.make_run(folder, tokenizer, seed=seed, **{**values, **settings})
-    return load_checkpoint(folder)[0].eval()
-
-
-def continuation(model: GPT, prompt: str, n_tokens: int, tokenizer: CharTokenizer = CHARACTERS, **settings: Any) -> str:
-    """A prompt and what `generate` adds to it with the defaults of the page."""
-    values = {"temperature": 0.8, "seed": 1337, **settings}
-    (sample,) = generate(model, tokenizer.encode(prompt), max_new_tokens=n_tokens, **values)
-    return prompt + tokenizer.decode(sample.tokens)
 
 
 CONTRASTS = """

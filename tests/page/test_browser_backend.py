@@ -14,28 +14,13 @@ from minigpt.interpret.heads import attention_maps
 
 SCORE = "return backend.score(backend.models[0], ...arguments)"
 ATTENTION = "return backend.attention(backend.models[0], ...arguments).then(weights => [...weights])"
-# Count the tokens that are read, in `count`.
-COUNT = """
-const prototype = Object.getPrototypeOf(backend.newModel()), {forward} = prototype;
-globalThis.count = 0;
-prototype.forward = function(token) { count++; return forward.call(this, token); };
-"""
-ARCHITECTURES = [
-    "GPT-2",
-    "Llama, one key-value head",
-    "Qwen3",
-    "Llama 3, scaled rope",
-    "NanoChat",
-    "n-grams",
-    "fast_cpu",
-]
 
 
 def random_ids(count: int, seed: int = 1) -> list[int]:
     return torch.randint(0, 95, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", ["GPT-2", "Llama, one key-value head", "fast_cpu"])
 def test_scores_and_attention_are_those_of_the_model(name: str, open_page: Any, tmp_path: Path) -> None:
     model = random_model(**MODELS[name])
     run = open_page(export(model, CHARACTERS, tmp_path))
@@ -58,7 +43,7 @@ def test_scores_and_attention_are_those_of_the_model(name: str, open_page: Any, 
     assert run(SCORE, ids[:10] + [token["id"] for token in tokens])[10:] == tokens
 
 
-@pytest.mark.parametrize("name", ["fast_cpu", "an odd number of learned positions", "smear", "one position"])
+@pytest.mark.parametrize("name", ["fast_cpu", "an odd number of learned positions", "one position"])
 def test_a_request_after_others_gives_what_it_gives_alone(name: str, open_page: Any, tmp_path: Path) -> None:
     """The cache holds other texts, which begin as the next one does or not, and can be longer than the context."""
     model = random_model(**MODELS[name])
@@ -81,8 +66,8 @@ def test_requests_at_the_same_time_do_not_disturb_each_other(open_page: Any, tmp
     const [prompts, settings] = arguments, sample = function() {{{SAMPLE}}};
     return Promise.all(prompts.map(prompt => sample(prompt, settings)));"""
     prompts = [random_ids(20), random_ids(20, seed=2), random_ids(20)]
-    found = run(together, prompts, {**DEFAULTS, "max_tokens": 1000})
-    samples = generate(model, prompts, max_new_tokens=1000)
+    found = run(together, prompts, {**DEFAULTS, "max_tokens": 300})
+    samples = generate(model, prompts, max_new_tokens=300)
     assert [[token["id"] for token in tokens] for tokens in found] == [sample.tokens for sample in samples]
 
 
@@ -122,12 +107,17 @@ WORK = {
 @pytest.mark.parametrize("work", WORK.values(), ids=WORK)
 def test_abort_ends_the_work_and_the_page_can_work_meanwhile(work: str, open_page: Any, tmp_path: Path) -> None:
     run = open_page(export(random_model(), CHARACTERS, tmp_path))
-    slow = "const until = performance.now() + 10; while (performance.now() < until);"  # per token
     script = f"""
-    {COUNT.replace("count++;", f"count++; {slow}")}
+    const prototype = Object.getPrototypeOf(backend.newModel()), {{forward}} = prototype;
+    let count = 0, seen = 0;  // tokens that are read, and generated
+    prototype.forward = function(token) {{
+      count++;
+      const until = performance.now() + 10;  // is slow
+      while (performance.now() < until);
+      return forward.call(this, token);
+    }};
     const controller = new AbortController(), {{signal}} = controller, settings = {{...arguments[0], max_tokens: 1e6}};
     const [model] = backend.models;
-    let seen = 0;
     setTimeout(() => controller.abort(), 60);
     return {work}.then(() => "ended", error => error.name).then(async how => {{
       const before = count;

@@ -1,6 +1,6 @@
 """The originality panel of the page in headless Chromium: what a text has in common with the training text."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,34 +8,11 @@ from typing import Any
 import pytest
 from readers import Reader
 from servers import serving
-from small_runs import small_run
+from small_runs import wait_until
 
-import minigpt
-from minigpt.checkpoints.export_html import export_html
 from minigpt.checkpoints.find import BEST
-from minigpt.checkpoints.init_from import find_pretrained
 from minigpt.checkpoints.validation_split import find_corpus
 from minigpt.interpret.originality import Index, build_index, originality, validation_text
-
-
-@pytest.fixture(scope="module")
-def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """A run of a few steps: its folder, the index of its training text, and the figures of its validation text."""
-    base = tmp_path_factory.mktemp("trained")
-    minigpt.train([*small_run(text, base / "data"), f"hydra.run.dir={base}/run", "max_steps=5"])
-    corpus = find_corpus(base / "run" / BEST)
-    validation = originality(build_index(corpus), validation_text(corpus, 20_000))
-    return SimpleNamespace(folder=base / "run", index=build_index(corpus), validation=validation)
-
-
-@pytest.fixture
-def reader(browser: Any, trained: SimpleNamespace) -> Iterator[Reader]:
-    """A person at the page of the run; the console must be empty at the end."""
-    with serving([trained.folder]) as server:
-        reader = Reader(browser, f"{server.url}/")
-        reader.set("max_tokens", 30)
-        yield reader
-        assert browser.get_log("browser") == []
 
 
 def texts(reader: Reader, selector: str) -> list[str]:
@@ -50,7 +27,7 @@ def check_underlined(reader: Reader, index: Index) -> list[dict[str, Any]]:
     """Wait until the spans of the text that the training text has are underlined; return them."""
     spans = originality(index, reader.text)["spans"]
     marked = {i for span in spans for i in range(span["start"], span["end"])}
-    reader.wait_until(lambda: underlined(reader) == "".join(reader.text[i] for i in sorted(marked)))
+    wait_until(lambda: underlined(reader) == "".join(reader.text[i] for i in sorted(marked)))
     return spans
 
 
@@ -67,48 +44,49 @@ def expected_figures(found: dict[str, Any]) -> list[Any]:
     return [*shares, found["longest"]]
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_the_copied_part_is_underlined_and_counted_while_the_panel_is_open(
-    reader: Reader, trained: SimpleNamespace
+    browser: Any, train: Callable[..., SimpleNamespace], tmp_path: Path
 ) -> None:
-    part = trained.index.text.decode()[1000:1060]
-    reader.write(f"zoo {part} zoo")
-    assert underlined(reader) == ""
-    reader.open("Originality")
-    (span,) = check_underlined(reader, trained.index)
-    assert part in reader.text[span["start"] : span["end"]]
-    expected = [expected_figures(originality(trained.index, reader.text)), expected_figures(trained.validation)]
-    reader.wait_until(lambda: figures(reader) == expected)
-    (hint,) = texts(reader, "#originality .context")
-    reader.hover(reader.tokens()[span["start"] + 10])
-    before, part, after = texts(reader, "#originality .context > *")  # where it stands in the training text
-    assert part == reader.text[span["start"] : span["end"]]
-    assert before.removeprefix("… ") + part + after.removesuffix(" …") in trained.index.text.decode()
-    reader.hover(reader.tokens()[len(reader.text) - 1])  # is not underlined
-    assert texts(reader, "#originality .context") == [hint]
-    reader.open("Originality")
-    reader.wait_until(lambda: underlined(reader) == "")
-    reader.open("Originality")
-    check_underlined(reader, trained.index)
-    reader.generate()
-    longer = expected_figures(originality(trained.index, reader.text))
-    reader.wait_until(lambda: figures(reader)[0] == longer)
-
-
-def test_without_the_token_files_the_panel_says_why_and_the_rest_works(browser: Any, finished: SimpleNamespace) -> None:
-    error = "the token files of the run are not in"
-    with serving([finished.folder]) as server:
+    run = train("max_steps=5").folder
+    corpus = find_corpus(run / BEST)
+    index = build_index(corpus)
+    with serving([run]) as server:
         reader = Reader(browser, f"{server.url}/")
         reader.set("max_tokens", 30)
-        reader.write("the quick brown fox jumps over")
+        part = index.text.decode()[1000:1060]
+        reader.write(f"zoo {part} zoo")
+        assert underlined(reader) == ""
         reader.open("Originality")
-        reader.wait_until(lambda: error in reader.find("#originality .error").text)
-        assert (underlined(reader), figures(reader)) == ("", [])
+        (span,) = check_underlined(reader, index)
+        assert part in reader.text[span["start"] : span["end"]]
+        compared = (reader.text, validation_text(corpus, 20_000))
+        expected = [expected_figures(originality(index, text)) for text in compared]
+        wait_until(lambda: figures(reader) == expected)
+        (hint,) = texts(reader, "#originality .context")
+        reader.hover(reader.tokens()[span["start"] + 10])
+        before, part, after = texts(reader, "#originality .context > *")  # where it stands in the training text
+        assert part == reader.text[span["start"] : span["end"]]
+        assert before.removeprefix("… ") + part + after.removesuffix(" …") in index.text.decode()
+        reader.hover(reader.tokens()[len(reader.text) - 1])  # is not underlined
+        assert texts(reader, "#originality .context") == [hint]
+        reader.open("Originality")
+        wait_until(lambda: underlined(reader) == "")
+        reader.open("Originality")
+        check_underlined(reader, index)
         reader.generate()
-        assert len(reader.text) == 60
+        longer = expected_figures(originality(index, reader.text))
+        wait_until(lambda: figures(reader)[0] == longer)
+        assert browser.get_log("browser") == []
+
+        (tmp_path / "data").rename(tmp_path / "moved")
+        (run / BEST).touch()
+        error = "the token files of the run are not in"
+        reader.write("fox")
+        wait_until(lambda: error in reader.find("#originality .error").text)
+        assert (underlined(reader), figures(reader)) == ("", [])
+        before = reader.text
+        reader.generate()
+        assert len(reader.text) == len(before) + 30
         assert error in reader.find("#originality .error").text
-
-
-def test_an_exported_page_has_no_such_panel(browser: Any, finished: SimpleNamespace, tmp_path: Path) -> None:
-    export_html(find_pretrained(str(finished.folder)), tmp_path / "page.html")
-    reader = Reader(browser, (tmp_path / "page.html").as_uri())
-    assert [e.text for e in reader.find_all("summary") if e.is_displayed()] == ["Attention", "Training"]

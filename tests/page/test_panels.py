@@ -1,27 +1,16 @@
 """The attention panel and the history of a page with a model in headless Chromium, by mouse and keyboard."""
 
-import math
-from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
-from readers import CHARACTERS, Keys, Reader, make_run
+from readers import Keys, Reader
+from sites import CHARACTERS, HISTORY, HOSTILE, MODELS
+from small_runs import wait_until
 from torch import Tensor
 
-from minigpt import GPT
-from minigpt.checkpoints.export_html import export_html
-from minigpt.checkpoints.init_from import find_pretrained
 from minigpt.interpret.heads import attention_maps
 
-HOSTILE = "</script><!--<script><img src=x onerror=\"document.title='broken'\">"
-LOSSES = [[step, 1 + 3 * math.exp(-step / 300)] for step in range(10, 1710, 10)]
-HISTORY: dict[str, Any] = {
-    "train_loss": LOSSES,
-    "val_loss": [[step, loss + 0.2] for step, loss in LOSSES[16::17]],
-    "samples": [{"step": step, "text": f"sample of step {step} {HOSTILE}"} for step, _ in LOSSES[16::17]],
-}
 PROMPT = "To be, or not"
 DARK = ["191b20", "412f88", "6e4ecb", "a78dff", "efe9ff"]  # stops of the colors of attention weights
 # Record the requests for weights in `calls`. The first of `delays` is how long the next takes, in milliseconds.
@@ -41,32 +30,21 @@ CanvasRenderingContext2D.prototype.putImageData = function(...image) { drawn++; 
 """
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, GPT]:
-    """The address of a page with a model of two layers of two heads, and the model."""
-    folder = tmp_path_factory.mktemp("exported")
-    model = make_run(folder / "run")
-    export_html(find_pretrained(str(folder / "run")), folder / "page.html", "float32", HISTORY)
-    return (folder / "page.html").as_uri(), model
-
-
 @pytest.fixture
-def reader(browser: Any, exported: tuple[str, GPT]) -> Iterator[Reader]:
-    """The page of the model; the console must be empty at the end."""
-    yield Reader(browser, exported[0], height=1400)
-    assert browser.title == "minigpt"  # no text in the page has run
-    assert browser.get_log("browser") == []
-
-
-@pytest.fixture
-def panel(reader: Reader) -> Reader:
+def panel(in_file: Reader) -> Reader:
     """The page with a text and its attention."""
+    reader = in_file
+    reader.resize(1280)
     reader.run(RECORD)
     reader.write(PROMPT)
     reader.open("Attention")
     reader.wait_for_weights()
-    reader.wait_until(lambda: reader.run("return calls.length") == 1)
+    wait_until(lambda: reader.run("return calls.length") == 1)
     return reader
+
+
+def maps(text: str = PROMPT) -> Tensor:
+    return attention_maps(MODELS["small"], CHARACTERS.encode(text))
 
 
 def requests(reader: Reader) -> list[tuple[str, int, int | None]]:
@@ -98,19 +76,8 @@ def test_heads_are_one_tab_stop_and_picked_by_arrow_keys(panel: Reader) -> None:
     assert requests(panel)[-1] == (PROMPT, 0, 1)
 
 
-def test_selecting_tokens_fetches_and_draws_nothing_and_marks_their_rows(panel: Reader) -> None:
-    drawn = panel.run("return drawn")
-    for i in (4, 11, 0):
-        panel.hover(panel.tokens()[i])
-        marker, canvas = panel.find(".marker").rect, panel.find("canvas").rect
-        assert marker["y"] - canvas["y"] == pytest.approx(canvas["height"] * i / 13, abs=1)
-        assert marker["width"] == pytest.approx(canvas["width"] * (i + 1) / 13, abs=1)
-    assert requests(panel) == [(PROMPT, 0, None)]
-    assert panel.run("return drawn") == drawn
-
-
-def test_the_tokens_with_the_highest_weights_are_listed_and_shaded(panel: Reader, exported: tuple[str, GPT]) -> None:
-    weights = attention_maps(exported[1], CHARACTERS.encode(PROMPT))
+def test_the_tokens_with_the_highest_weights_are_listed_and_shaded(panel: Reader) -> None:
+    weights = maps()
     for name, of_head in (("layer 2, head 1", weights[1, 0]), ("layer 1, mean", weights[0].mean(0))):
         panel.choose_head(name)
         panel.hover(panel.tokens()[10])
@@ -120,18 +87,24 @@ def test_the_tokens_with_the_highest_weights_are_listed_and_shaded(panel: Reader
         assert [row[2] for row in rows] == [PROMPT[i].replace(" ", "␣") for i in top]
         assert [row[3] for row in rows] == ["itself" if i == 10 else f"{10 - i} back" for i in top]
         assert panel.find(".list caption").text == f"n attends to ({name})"
-    panel.wait_until(lambda: len(panel.backgrounds()[10]) == 3)
+    wait_until(lambda: len(panel.backgrounds()[10]) == 3)
     shades = [sum(color) for color in panel.backgrounds()[:11]]
     ordered = [shades[i] for i in of_head[10].argsort()[-11:]]
     assert all(after - before <= 6 for before, after in pairwise(ordered))
     assert all(len(color) == 4 for color in panel.backgrounds()[11:])  # transparent
-    panel.hover(panel.tokens()[4])
+    known, drawn = requests(panel), panel.run("return drawn")
+    for i in (11, 0, 4):
+        panel.hover(panel.tokens()[i])
+        marker, canvas = panel.find(".marker").rect, panel.find("canvas").rect
+        assert marker["y"] - canvas["y"] == pytest.approx(canvas["height"] * i / 13, abs=1)
+        assert marker["width"] == pytest.approx(canvas["width"] * (i + 1) / 13, abs=1)
+    assert (requests(panel), panel.run("return drawn")) == (known, drawn)
     contexts = {row[3]: row[1] for row in panel.attended()}
     assert contexts["itself"] == "      To be, or not"  # ten characters before the token, nine after it
 
 
-def test_the_map_has_the_colors_of_the_weights_and_names_them(panel: Reader, exported: tuple[str, GPT]) -> None:
-    weights, T = attention_maps(exported[1], CHARACTERS.encode(PROMPT))[0, 1], len(PROMPT)
+def test_the_map_has_the_colors_of_the_weights_and_names_them(panel: Reader) -> None:
+    weights, T = maps()[0, 1], len(PROMPT)
     panel.choose_head("layer 1, head 2")
     read = (
         f"const copy = new OffscreenCanvas({T}, {T}).getContext('2d');"
@@ -140,7 +113,7 @@ def test_the_map_has_the_colors_of_the_weights_and_names_them(panel: Reader, exp
     )
     stops = torch.tensor([list(bytes.fromhex(color)) for color in DARK]).float()
     panel.prefer("dark")
-    panel.wait_until(lambda: panel.run(read)[:3] == stops[-1].tolist())  # attends to itself
+    wait_until(lambda: panel.run(read)[:3] == stops[-1].tolist())  # attends to itself
     pixels = torch.tensor(panel.run(read)).view(T, T, 4)
     place = weights.sqrt() * (len(stops) - 1)
     low = place.long().clamp(max=len(stops) - 2)
@@ -159,39 +132,21 @@ def test_the_map_has_the_colors_of_the_weights_and_names_them(panel: Reader, exp
     assert panel.find("figcaption").text == "Each row is a query, each column a key."
 
 
-def test_an_outdated_request_is_aborted_and_ignored(panel: Reader, exported: tuple[str, GPT]) -> None:
-    weights = attention_maps(exported[1], CHARACTERS.encode(PROMPT))[1, 1]
-    panel.hover(panel.tokens()[9])
+@pytest.mark.slow
+def test_an_outdated_request_is_ignored_and_a_failed_one_is_repeated_when_the_head_is_picked_again(
+    panel: Reader,
+) -> None:
+    weights = maps()[1, 1]
     panel.run("delays.push(600, 0)")
     panel.find(".heads [aria-label='layer 1, head 1']").click()
-    panel.wait_until(lambda: panel.run("return calls.length") == 2)
+    wait_until(lambda: panel.run("return calls.length") == 2)
     panel.choose_head("layer 2, head 2")
     panel.hover(panel.tokens()[9])
-    panel.wait_until(lambda: panel.run("return calls[1].aborted"))  # when its time is over
+    wait_until(lambda: panel.run("return calls[1].aborted"))  # when its time is over
     assert [row[0] for row in panel.attended()] == highest(weights[9])
-
-
-def test_a_token_of_a_long_text_has_the_weights_of_the_window_that_holds_it(
-    panel: Reader, exported: tuple[str, GPT]
-) -> None:
-    text = PROMPT * 7  # 91 tokens, of which the model reads 64
-    panel.write(text[len(PROMPT) :])
-    panel.wait_until(lambda: requests(panel)[-1][0] == text[-64:])
-    panel.choose_head("layer 2, head 1")
-    for token, start in ((70, 27), (2, 0)):
-        panel.hover(panel.tokens()[token])
-        panel.wait_until(lambda: requests(panel)[-1][0] == text[start : start + 64])  # noqa: B023
-        panel.wait_for_weights()
-        weights = attention_maps(exported[1], CHARACTERS.encode(text[start : start + 64]))[1, 0, token - start]
-        assert [row[0] for row in panel.attended()] == highest(weights)
-        farthest = token - start - int(weights.argmax())
-        assert panel.attended()[0][3] == ("itself" if farthest == 0 else f"{farthest} back")
-
-
-def test_an_error_is_shown_until_the_head_is_picked_again(panel: Reader) -> None:
     panel.run("globalThis.failure = 'lost'")
     panel.choose_head("layer 1, head 1")
-    panel.wait_until(lambda: panel.find("#attention .error").text == "lost")
+    wait_until(lambda: panel.find("#attention .error").text == "lost")
     panel.hover(panel.tokens()[3])
     assert panel.attended() == []
     assert not panel.find("canvas").is_displayed()
@@ -202,33 +157,48 @@ def test_an_error_is_shown_until_the_head_is_picked_again(panel: Reader) -> None
     assert panel.find("#attention .error").text == ""
 
 
+@pytest.mark.slow
+def test_a_token_of_a_long_text_has_the_weights_of_the_window_that_holds_it(panel: Reader) -> None:
+    text = PROMPT * 7  # 91 tokens, of which the model reads 64
+    panel.write(text[len(PROMPT) :])
+    wait_until(lambda: requests(panel)[-1][0] == text[-64:])
+    panel.choose_head("layer 2, head 1")
+    for token, start in ((70, 27), (2, 0)):
+        panel.hover(panel.tokens()[token])
+        wait_until(lambda: requests(panel)[-1][0] == text[start : start + 64])  # noqa: B023
+        panel.wait_for_weights()
+        weights = maps(text[start : start + 64])[1, 0, token - start]
+        assert [row[0] for row in panel.attended()] == highest(weights)
+        farthest = token - start - int(weights.argmax())
+        assert panel.attended()[0][3] == ("itself" if farthest == 0 else f"{farthest} back")
+
+
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_hidden_panel_requests_and_shades_nothing(panel: Reader) -> None:
     panel.find("#text").click()
     shaded = panel.backgrounds()
     panel.open("Attention")
-    panel.wait_until(lambda: panel.backgrounds() != shaded)
+    wait_until(lambda: panel.backgrounds() != shaded)
     panel.open("Attention")
-    panel.wait_until(lambda: panel.backgrounds() == shaded)
+    wait_until(lambda: panel.backgrounds() == shaded)
     assert len(requests(panel)) == 1  # the weights were kept
     panel.open("Attention")
     panel.write("!")
     assert len(requests(panel)) == 1
     panel.open("Attention")
-    panel.wait_until(lambda: requests(panel)[1:] == [(f"{PROMPT}!", 0, None)])
+    wait_until(lambda: requests(panel)[1:] == [(f"{PROMPT}!", 0, None)])
 
 
-def places(reader: Reader, name: str) -> list[list[float]]:
-    points = reader.find(f"polyline.{name}").get_attribute("points").split()
-    return [[float(x) for x in point.split(",")] for point in points]
-
-
-def test_curves_have_the_points_of_the_history_at_their_ticks(reader: Reader) -> None:
+def test_the_losses_have_their_places_among_the_ticks(in_file: Reader) -> None:
+    reader = in_file
+    assert [e.text for e in reader.find_all("summary") if e.is_displayed()] == ["Attention", "Training"]
     reader.open("Training")
-    reader.wait_until(lambda: reader.find_all("svg"))
+    wait_until(lambda: reader.find_all("svg"))
     assert reader.find("svg").size["width"] == pytest.approx(reader.find("#history").size["width"], abs=1)
     ticks = reader.run(
-        "return [...document.querySelectorAll('svg text')].map(t => [t.textContent, Number(t.getAttribute('x')),"
-        "Number(t.getAttribute('y')), t.getAttribute('text-anchor')])"
+        "return [...document.querySelector('svg').querySelectorAll('text')].map(t => [t.textContent,"
+        "Number(t.getAttribute('x')), Number(t.getAttribute('y')), t.getAttribute('text-anchor')])"
     )
     x_ticks = {float(text.replace(",", "")): x for text, x, _, anchor in ticks if anchor == "middle"}
     y_ticks = {float(text): y for text, _, y, anchor in ticks if anchor == "end"}
@@ -237,36 +207,36 @@ def test_curves_have_the_points_of_the_history_at_their_ticks(reader: Reader) ->
     per_step, per_nat = (x_ticks[1000] - x_ticks[0]) / 1000, y_ticks[2.0] - y_ticks[1.0]
     for name in ("train_loss", "val_loss"):
         expected = [[x_ticks[0] + step * per_step, y_ticks[1.0] + (loss - 1) * per_nat] for step, loss in HISTORY[name]]
-        torch.testing.assert_close(torch.tensor(places(reader, name)), torch.tensor(expected), rtol=0, atol=0.01)
+        points = reader.find(f"polyline.{name}").get_attribute("points").split()
+        places = torch.tensor([[float(x) for x in point.split(",")] for point in points])
+        torch.testing.assert_close(places, torch.tensor(expected), rtol=0, atol=0.01)
     assert len(reader.find_all("svg circle")) == len(HISTORY["val_loss"])
     label = reader.find(".plot").get_attribute("aria-label")
     assert label.endswith("training loss 1.010 at step 1,700, validation loss 1.210 at step 1,700")
     assert {text for text, *_, anchor in ticks if anchor is None} == {"loss (nats per token)", "step"}
 
 
-def test_samples_are_chosen_by_keyboard(reader: Reader) -> None:
+@pytest.mark.slow
+def test_samples_are_chosen_by_keyboard_and_a_history_may_be_short_or_missing_or_fail(in_file: Reader) -> None:
+    reader = in_file
     reader.open("Training")
-    reader.wait_until(lambda: reader.find_all("pre"))
+    wait_until(lambda: reader.find_all("pre"))
     reader.find("#history input").click()  # at the center
     for key, step in ((Keys.HOME, 170), (Keys.ARROW_RIGHT, 340), (Keys.ARROW_RIGHT, 510), (Keys.END, 1700)):
         reader.press(key)
         assert reader.find("pre").text == f"sample of step {step} {HOSTILE}"
         assert reader.find("#history output").text == f"step {step:,}"
         assert reader.find("#history input").get_attribute("aria-valuetext") == f"step {step:,}"
-
-
-def test_a_history_may_be_short_or_missing_or_fail(reader: Reader) -> None:
-    missing = "This run has no readable metrics.csv."
-    single = "async () => ({train_loss: [], val_loss: [[5, 2.0]], samples: [{step: 5, text: 'one'}]})"
+    assert reader.browser.title == "minigpt"  # no text in the page has run
 
     def load(history: str) -> None:
         reader.run(f"backend.history = {history}; document.getElementById('model').dispatchEvent(new Event('change'))")
 
-    reader.open("Training")
-    load(single)
-    reader.wait_until(lambda: len(reader.find_all("svg circle")) == 1)
+    load("async () => ({train_loss: [], val_loss: [[5, 2.0]], samples: [{step: 5, text: 'one'}]})")
+    wait_until(lambda: len(reader.find_all("svg circle")) == 1)
     assert (reader.find("#history pre").text, reader.find_all("#history input")) == ("one", [])
+    missing = "This run has no readable metrics.csv."
     for history, text in (("async () => null", missing), ("async () => { throw new Error('gone'); }", "gone")):
         load(history)
-        reader.wait_until(lambda: text in reader.find("#history").text)  # noqa: B023
+        wait_until(lambda: text in reader.find("#history").text)  # noqa: B023
         assert reader.find_all("#history svg, #history pre") == []
