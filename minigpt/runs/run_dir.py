@@ -27,6 +27,8 @@ PLAN = "sweep.json"  # in the folder of a sweep, which holds its run folders
 _LOCK = ".lock"
 SAMPLE_HEADER = re.compile(r"(?m)^── step (\d{1,18})\d*, validation loss .*\n")
 ORIGINALITY_HEADER = "── originality ──"
+# The header of a sample, of the table at the end of a run, or one that a full disk cut off
+_HEADER = re.compile(rf"(?m)^(?:── step (\d{{1,18}})\d*, validation loss .*\n|{ORIGINALITY_HEADER}\n|─.*\Z)")
 
 
 @contextmanager
@@ -99,7 +101,7 @@ def append_log(folder: Path, line: str, *, show: bool = True) -> None:
 
 
 def truncate_logs(folder: Path, step: int) -> None:
-    """Remove metrics and samples after `step`, from which the run resumes, and the summary; 0 removes all."""
+    """Remove metrics and samples after `step`, from which the run resumes, and what is written at its end; 0: all."""
     if not is_rank_zero():
         return
     (folder / SUMMARY).unlink(missing_ok=True)
@@ -115,7 +117,7 @@ def truncate_logs(folder: Path, step: int) -> None:
             metrics.unlink()
     if samples.exists():
         text = samples.read_text(encoding="utf-8", errors="replace")
-        later = (header.start() for header in SAMPLE_HEADER.finditer(text) if int(header[1]) > step)
+        later = (header.start() for header in _HEADER.finditer(text) if header[1] is None or int(header[1]) > step)
         with atomic_write(samples) as partial:
             partial.write_text(text[: next(later, None)], encoding="utf-8", newline="")
 

@@ -1,6 +1,8 @@
-"""One trial of every fault that is quick to inject; `make faults` runs many trials of all faults."""
+"""One trial of the faults that are quick to inject; `make faults` runs many trials of all faults."""
 
+import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +13,34 @@ from robustness.faults.tools import Fault, Skipped
 from minigpt.runs.shutdown import GracefulShutdown
 from minigpt.utils.signals import END_SIGNALS, Interrupted, handle_signals, raise_interrupted
 
+MARKS = {"fast": [], "slow": [pytest.mark.slow], "ci": [pytest.mark.slow, pytest.mark.ci]}
+
 
 @pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(fault, marks=[pytest.mark.slow] if fault.suite == "slow" else [], id=fault.name)
-        for fault in FAULTS
-        if fault.suite != "none"
-    ],
+    "fault", [pytest.param(fault, marks=MARKS[fault.suite], id=fault.name) for fault in FAULTS if fault.suite in MARKS]
 )
 def test_a_run_recovers_from_a_fault(fault: Fault, tmp_path: Path) -> None:
     try:
         fault(tmp_path, 0)
     except Skipped as reason:
         pytest.skip(str(reason))
+
+
+@pytest.mark.parametrize(
+    ("originality", "torn"), [("100", ""), ("null", "─"), ("null", "── step 20, valid")], ids=["table", "bar", "header"]
+)
+def test_what_a_run_wrote_after_its_last_checkpoint_is_written_again_once(
+    trained: Callable[..., Path], train: Callable[..., Any], tmp_path: Path, originality: str, torn: str
+) -> None:
+    """Killed before its summary, or with a sample that a full disk cut off."""
+    settings = f"originality={originality}", "callbacks.samples.max_new_tokens=20"
+    whole, folder = trained(*settings), tmp_path / "run"
+    shutil.copytree(whole, folder)
+    (folder / "summary.json").unlink()
+    with open(folder / "samples.txt", "a", encoding="utf-8") as file:
+        file.write(torn)
+    train(*settings, "resume=auto")
+    assert (folder / "samples.txt").read_text() == (whole / "samples.txt").read_text()
 
 
 def test_only_a_second_signal_ends_a_run_at_once() -> None:

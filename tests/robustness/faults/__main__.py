@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from . import FAULTS
-from .tools import Fault, Skipped
+from .tools import Fault, Skipped, training_text
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "reliability.md"
 TABLE_BEGIN, TABLE_END = "<!-- start of the table that make faults writes -->", "<!-- end of the table -->"
@@ -28,7 +28,7 @@ HEADINGS = ("fault", "trials", "recovered", "failed", "notes")
 
 def main() -> None:
     """Parse the command line, run the trials, print and write the rows of the table."""
-    parser = argparse.ArgumentParser(prog="python -m tests.robustness.faults", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make faults", description=__doc__)
     parser.add_argument("--only", metavar="NAME", default="", help="faults whose name contains NAME")
     parser.add_argument("--trials", type=int, help="trials per fault (default: of each fault); writes no rows")
     parser.add_argument("--quick", action="store_true", help="the trials of the test suite; writes no rows")
@@ -40,6 +40,7 @@ def main() -> None:
     if options.quick:
         chosen = [fault for fault in chosen if fault.suite != "none"]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes inherit an ignored SIGINT
+    training_text()  # before the threads of trials, which share it
     rows = []
     for fault in chosen:
         rows.append(run_trials(fault, 1 if options.quick else options.trials or fault.trials, options.seed))

@@ -14,6 +14,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from small_runs import rows
+
 from .tools import Fault, Run, Trial, assert_same_run, reference
 
 LONG_RUN = ("max_steps=600", "eval_every=150", "log_every=2")  # long enough to measure its time
@@ -126,13 +128,12 @@ def wandb_fault(fault: str) -> Trial:
             if fault == "kill client":
                 os.kill(client_pid(run), signal.SIGKILL)
             server.fault = fault
-            assert run.wait() == 0, run.stderr
+            run.end()
             if fault != "kill client":
                 server.fault = None
                 (wandb_dir,) = (run.folder / "wandb").glob("run-*")
                 sync(wandb_dir, env)
-                rows = server.history["uploaded"]
-                assert len(rows) >= len(rows(unlogged)), f"{len(rows)} rows were synced"
+                assert (synced := len(server.history["uploaded"])) >= len(rows(unlogged)), f"{synced} rows were synced"
         assert "Traceback" not in run.stderr, run.stderr
         assert len(run.messages) <= 1, run.stderr
         assert_same_run(run.folder, unlogged)
@@ -142,7 +143,7 @@ def wandb_fault(fault: str) -> Trial:
         with serve() as server:
             env = client_environment(server, workdir)
             healthy = Run(workdir / "healthy", *LONG_RUN, "logger=wandb", cold_start=True, env=env)
-            assert healthy.wait() == 0, healthy.stderr
+            healthy.end()
         summaries = (json.loads((one.folder / "summary.json").read_text()) for one in (run, healthy))
         seconds, healthy_seconds = (summary["seconds"] for summary in summaries)
         return float(seconds / healthy_seconds)
@@ -181,7 +182,7 @@ def read_records(wandb_dir: Path) -> list[dict[str, Any]]:
 
 
 FAULTS = [
-    Fault("W&B server hangs", wandb_fault("hang"), 4, "none", exclusive=True),
-    Fault("W&B server returns HTTP 500", wandb_fault("error"), 4, "none", exclusive=True),
-    Fault("W&B client killed", wandb_fault("kill client"), 4, "none", exclusive=True),
+    Fault("W&B server hangs", wandb_fault("hang"), 4, exclusive=True),
+    Fault("W&B server returns HTTP 500", wandb_fault("error"), 4, exclusive=True),
+    Fault("W&B client killed", wandb_fault("kill client"), 4, exclusive=True),
 ]

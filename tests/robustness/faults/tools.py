@@ -3,7 +3,6 @@
 import atexit
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from random import Random
+from sys import addaudithook
 from threading import Lock
 from typing import Any
 
@@ -28,27 +28,12 @@ PROGRESS = ("step ", "model  ", "data  ", "training  ", "device  ", "run folder 
 
 # Wide enough that writing a checkpoint takes measurable time; with dropout, and rows between validations.
 STEPS, EVAL_EVERY = 24, 4
-SETTINGS = (
-    f"trainer={os.environ.get('MINIGPT_FAULTS_TRAINER', 'cpu')}",  # or gpu
-    "model.block_size=16",
-    "model.n_layer=2",
-    "model.n_head=2",
-    "model.n_embd=128",
-    "model.dropout=0.1",
-    "data.batch_size=4",
-    "trainer.accumulate_grad_batches=2",
-    f"max_steps={STEPS}",
-    f"eval_every={EVAL_EVERY}",
-    "log_every=3",
-    "schedule.warmup_steps=5",
-    "ema_decay=0.9",
-    "callbacks.samples.max_new_tokens=10",
-)
-
-_TEMPORARY = tempfile.TemporaryDirectory(prefix="minigpt-faults-")
-_SHARED = Path(_TEMPORARY.name)
-_reference_lock = Lock()
-
+SETTINGS = f"""
+    trainer={os.environ.get("MINIGPT_FAULTS_TRAINER", "cpu")} trainer.accumulate_grad_batches=2
+    model.block_size=16 model.n_layer=2 model.n_head=2 model.n_embd=128 model.dropout=0.1
+    data.batch_size=4 max_steps={STEPS} eval_every={EVAL_EVERY} log_every=3 schedule.warmup_steps=5 ema_decay=0.9
+    callbacks.samples.max_new_tokens=10 originality=1000
+""".split()
 
 Trial = Callable[[Path, Random], str | float | None]
 
@@ -64,7 +49,7 @@ class Fault:
     name: str
     trial: Trial
     trials: int  # of `make faults`
-    suite: str = "fast"  # fast, slow or none: the test suite that runs one trial
+    suite: str = "none"  # of the test suite that runs one trial: fast, slow, ci (a slow one of each kind) or none
     exclusive: bool = False  # run one trial at a time, because the trial measures time
 
     def __call__(self, workdir: Path, seed: object) -> str | float | None:
@@ -80,11 +65,11 @@ class Run(Script):
         options: those of `Script`.
     """
 
-    def __init__(self, folder: Path, *overrides: str, signal_at: tuple[int, int] | None = None, **options: Any) -> None:
+    def __init__(self, folder: Path, *overrides: str, signal_at: tuple[int, int] = (0, 0), **options: Any) -> None:
         self.folder, self.start = folder, time.monotonic()
-        arguments = [*SETTINGS, f"data.path={training_text()}", f"data.folder={_SHARED}/data", *overrides]
-        output = _SHARED / f"{time.monotonic_ns()}"
-        count = partial(count_operations, folder, output.with_suffix(".operations"), *(signal_at or (0, 0)))
+        arguments = [*SETTINGS, f"data.path={training_text()}", f"data.folder={shared()}/data", *overrides]
+        output = shared() / f"{time.monotonic_ns()}"
+        count = partial(count_operations, folder, output.with_suffix(".operations"), *signal_at)
         super().__init__("train.py", *arguments, f"hydra.run.dir={folder}", output=output, prepare=count, **options)
 
     @property
@@ -93,8 +78,19 @@ class Run(Script):
         return [line for line in self.stderr.splitlines() if line.strip() and not line.startswith(PROGRESS)]
 
     def wait_for_step(self, step: int) -> bool:
-        """Wait for a row of `step` or a later one in metrics.csv."""
-        return self.wait_for(lambda: max(logged_steps(self.folder), default=0) >= step, poll_seconds=0.002)
+        """Wait for a row of `step` or a later one in metrics.csv, which may be written at the same time."""
+        file = self.folder / "metrics.csv"
+
+        def logged() -> bool:
+            lines = file.read_text().splitlines(keepends=True)[1:] if file.exists() else []
+            return any(int(line.split(",", 1)[0]) >= step for line in lines if line.endswith("\n"))
+
+        return self.wait_for(logged, poll_seconds=0.002)
+
+    def end(self, code: int = 0) -> None:
+        """Wait for the exit code of the run, which must be this one."""
+        found = self.wait()
+        assert found == code, f"exit code {found}; stderr: {self.stderr}"
 
 
 def count_operations(folder: Path, file: Path, at: int, signum: int) -> None:
@@ -111,17 +107,30 @@ def count_operations(folder: Path, file: Path, at: int, signum: int) -> None:
             if operations == at:
                 os.kill(os.getpid(), signum)
 
-    sys.addaudithook(audit)
+    addaudithook(audit)
     atexit.register(lambda: file.write_text(str(operations)))
+
+
+@cache
+def _temporary() -> Any:
+    return tempfile.TemporaryDirectory(prefix="minigpt-faults-")
+
+
+def shared() -> Path:
+    """A folder of this process; not of its runs, which also import this module."""
+    return Path(_temporary().name)
 
 
 @cache
 def training_text() -> Path:
     """A small text that a small model can learn."""
-    file = _SHARED / "fox.txt"
+    file = shared() / "fox.txt"
     lines = (f"{i}: the quick brown fox jumps over the lazy dog number {i * i % 97}.\n" for i in range(320))
     file.write_text("".join(lines))
     return file
+
+
+_reference_lock = Lock()
 
 
 def reference(*overrides: str) -> Path:
@@ -132,10 +141,10 @@ def reference(*overrides: str) -> Path:
 
 @cache
 def _reference(*overrides: str) -> Path:
-    folder = _SHARED / f"reference-{len(list(_SHARED.iterdir()))}"
+    folder = shared() / f"reference-{time.monotonic_ns()}"
     wait_for_imports()
     run = Run(folder, *overrides, cold_start="trainer=ddp" in overrides)
-    assert run.wait() == 0, run.stderr
+    run.end()
     (folder / "wall_seconds").write_text(str(time.monotonic() - run.start))
     if (operations := run.files[0].with_suffix(".operations")).exists():
         operations.rename(folder / "operations")
@@ -158,8 +167,7 @@ def assert_resumes(folder: Path, *overrides: str, cold_start: bool = False, warn
     summary = folder / "summary.json"
     if not summary.exists() or '"status": "completed"' not in summary.read_text(errors="replace"):
         run = Run(folder, *overrides, "resume=auto", cold_start=cold_start)
-        code = run.wait()
-        assert code == 0, f"resume=auto exited with code {code}: {run.stderr}"
+        run.end()
         assert all(line.startswith("warning: ") and warning and warning in line for line in run.messages), run.stderr
     assert_same_run(folder, reference(*overrides))
     partial = [str(file) for pattern in ("*partial*", ".tmp*") for file in folder.rglob(pattern)]
@@ -169,33 +177,31 @@ def assert_resumes(folder: Path, *overrides: str, cold_start: bool = False, warn
 def assert_same_run(folder: Path, reference: Path) -> None:
     """Compare two run folders bitwise: weights, optimizer state, RNG state, metrics, samples and summary."""
     for name in (LAST, BEST):
-        expected, actual = (_leaves(run, name) for run in (reference, folder))
-        assert expected.keys() == actual.keys(), f"{name} differs in its keys: {expected.keys() ^ actual.keys()}"
-        for key, value in expected.items():
-            other = actual[key]
-            equal = torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
-            assert equal, f"{name} differs in {key}"
+        assert not (different := different_leaves(reference / name, folder / name)), f"{name} differs in {different}"
     assert rows(folder) == rows(reference), "metrics.csv differs"
-    assert (folder / "samples.txt").read_bytes() == (reference / "samples.txt").read_bytes(), "samples.txt differs"
+    texts = [(run / "samples.txt").read_text() for run in (folder, reference)]
+    assert texts[0] == texts[1], f"samples.txt differs: {texts}"
     summary, expected = (json.loads((run / "summary.json").read_text()) for run in (folder, reference))
     different = {key for key in expected if key not in IGNORED_KEYS and summary.get(key) != expected[key]}
     assert not different, f"summary.json differs in {different}: {summary}"
 
 
-def _leaves(folder: Path, name: str) -> dict[str, Any]:
+def different_leaves(*files: Path) -> list[str]:
+    """The paths of the values in which two checkpoints of a run differ."""
+    one, other = map(_leaves, files)
+    same = {key for key in one.keys() & other.keys() if _equal(one[key], other[key])}
+    return sorted((one.keys() | other.keys()) - same)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def _leaves(file: Path) -> dict[str, Any]:
     """The leaves of a checkpoint by path, without Lightning's loop counters, and without strings: they hold folders."""
-    leaves, _ = tree_flatten_with_path({key: value for key, value in read(folder / name).items() if key != "loops"})
+    leaves, _ = tree_flatten_with_path({key: value for key, value in read(file).items() if key != "loops"})
     return {
-        keystr(path).replace(str(folder), "FOLDER"): leaf
+        keystr(path).replace(str(file.parents[1]), "FOLDER"): leaf
         for path, leaf in leaves
         if not isinstance(leaf, str) and not IGNORED_KEYS & {getattr(key, "key", None) for key in path}
     }
-
-
-def logged_steps(folder: Path) -> list[int]:
-    """The steps of the complete rows of metrics.csv, which may be written at the same time."""
-    try:
-        lines = (folder / "metrics.csv").read_text().splitlines(keepends=True)[1:]
-    except FileNotFoundError:
-        return []
-    return [int(line.split(",", 1)[0]) for line in lines if line.endswith("\n")]
