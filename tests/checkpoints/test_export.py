@@ -129,13 +129,10 @@ def test_a_model_of_its_own_class_ignores_padding_and_supports_an_argument_or_re
             theirs(tokens, **{"attention_mask": mask, **refused})
     greedy = {"max_new_tokens": 12, "do_sample": False}  # beyond the 16 tokens of a block
     alone = theirs.generate(tokens[:1, 4:], **greedy)
-    for options in ({}, {"num_beams": 1, "use_cache": False}, {"position_ids": positions}):
-        padded = theirs.generate(tokens, attention_mask=mask, **greedy, **options)
-        assert torch.equal(padded[:1, 4:], alone)
-    assert theirs.generate(tokens, attention_mask=mask, **greedy, num_beams=3).size(1) == 21
-    for refused in ({"output_hidden_states": True, "return_dict_in_generate": True}, {"position_ids": mask.cumsum(1)}):
-        with pytest.raises(ValueError, match=next(iter(refused))):
-            theirs.generate(tokens, attention_mask=mask, **greedy, **refused)
+    for options in ({}, {"use_cache": False}, {"position_ids": positions}):
+        assert torch.equal(theirs.generate(tokens, attention_mask=mask, **greedy, **options)[:1, 4:], alone)
+    with pytest.raises(ValueError, match="position_ids must count"):
+        theirs.generate(tokens, attention_mask=mask, **greedy, position_ids=mask.cumsum(1))
     theirs.config.output_attentions = True
     with pytest.raises(ValueError, match="not support output_attentions"):
         theirs(tokens)
