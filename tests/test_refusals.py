@@ -36,6 +36,12 @@ REFUSED = {
     "train.py resume=missing": "missing does not exist; give a run folder or a checkpoint file",
     "train.py callbacks.checkpoint.save_top_k=0": "save_top_k must be an integer ≥ 1, got 0",
     "train.py callbacks=attention callbacks.attention.text=''": "callbacks.attention.text must be a text with at least",
+    "train.py init_from=RUN model.n_layer=3": "model.n_layer is that of init_from; only model.block_size, model.dropou",
+    "train.py init_from=RUN model=nano model.block_size=15": "model.n_layer must be 2, as in init_from=",
+    "train.py init_from=RUN model.block_size=33": "model.block_size must be an integer in [1, 16], got 33",
+    "train.py init_from=RUN tokenizer=char": "tokenizer must be one of pretrained, got char; a run with init_from has",
+    "train.py init_from=null model=pretrained": "model=pretrained and tokenizer=pretrained need init_from=",
+    "train.py init_from=no/such/model": "no/such/model does not exist; give a run folder, a checkpoint, or a folder or",
     # train.py -m, sweep_report.py
     # prepare.py
     # sample.py
