@@ -1,6 +1,5 @@
 """Small models of every architecture, and their exported pages."""
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -41,25 +40,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "n-grams": {"position": "none", "ngram": 5, "ngram_buckets": 1009, "ngram_dim": 6},
     "smear": {"position": "rope", "smear": 3},
     "fast_cpu": {**NANOCHAT, "tie_embeddings": False, "ngram": 5, "ngram_buckets": 512, "smear": 2},
-}
-CHOICES: dict[str, list[Any]] = {
-    "position": ["learned", "rope", "none"],
-    "norm": ["layernorm", "rmsnorm", "rmsnorm_noscale"],
-    "norm_position": ["pre", "post"],
-    "activation": ["gelu", "gelu_tanh", "relu", "relu2", "swiglu"],
-    "n_kv_head": [None, 1, 2],
-    "head_dim": [None, 6],
-    "logit_softcap": [None, 3.0],
-    "parametrization": ["standard", "mup"],
-    "qkv_bias": [None, True, False],
-    "ngram": [0, 2, 4],
-    "smear": [0, 1, 2],
-    **{name: [True, False] for name in ("bias", "qk_norm", "tie_embeddings", "embed_norm")},
-}
-MODELS |= {
-    f"random {i}": {name: rng.choice(values) for name, values in CHOICES.items()}
-    for i in range(4)
-    for rng in [random.Random(i)]
 }
 
 

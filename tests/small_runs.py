@@ -25,6 +25,8 @@ def small_run(text: Path, data: Path, *overrides: str) -> list[str]:
         max_steps=20 eval_every=10 log_every=5
         originality=null
     """.split()
+    if any(override.startswith("init_from=") for override in overrides):  # which has a model of its own
+        small = [setting for setting in small if not setting.startswith("model.")]
     samples = any("samples" in override for override in overrides)
     return [*small, *([] if samples else ["callbacks.samples=null"]), *overrides]
 

@@ -48,6 +48,12 @@ REFUSED = {
     "train.py minutes=1 experiment=fast_cpu": "minutes plans a new model, but experiment=fast_cpu sets one; remove one",
     "train.py minutes=1 trainer.devices=2": "trainer.devices must be 1 with minutes, which plans for one device, got 2",
     "train.py minutes=1 pause_at=10": "pause_at must be null with minutes",
+    "train.py init_from=RUN model.n_layer=3": "model.n_layer is that of init_from; only model.block_size, model.dropou",
+    "train.py init_from=RUN model=nano model.block_size=15": "model.n_layer must be 2, as in init_from=",
+    "train.py init_from=RUN model.block_size=33": "model.block_size must be an integer in [1, 16], got 33",
+    "train.py init_from=RUN tokenizer=char": "tokenizer must be one of pretrained, got char; a run with init_from has",
+    "train.py init_from=null model=pretrained": "model=pretrained and tokenizer=pretrained need init_from=",
+    "train.py init_from=no/such/model": "no/such/model does not exist; give a run folder, a checkpoint, or a folder or",
     # train.py -m, sweep_report.py
     "train.py tokenizer=char,bpe tokenizer.vocab_size=512 -m": "does not exist here; it belongs to tokenizer=bpe",
     "train.py model.n_hed=2,4 -m": "model.n_hed does not exist (did you mean model.n_head?)",

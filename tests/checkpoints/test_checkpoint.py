@@ -30,50 +30,36 @@ from minigpt.utils.errors import UserError
 from minigpt.utils.signals import Interrupted
 
 TOKENIZER = CharTokenizer("\n abcdeé€😀")
-LLAMA = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False}
-
-
-def compile_blocks(model: GPT) -> GPT:
-    for i, block in enumerate(model.blocks):
-        model.blocks[i] = torch.compile(block, backend="eager")
-    return model
-
-
-def set_head(model: GPT, weight: Tensor) -> GPT:
-    model.lm_head.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight.detach().clone())
-    return model
-
-
-def with_hook(model: GPT) -> GPT:
-    model.blocks[0].register_forward_hook(lambda module, args, x: None)
-    return model
-
-
-SAVED: dict[str, Callable[[], nn.Module]] = {
-    "GPT-2": make_model,
-    "Llama": lambda: make_model(**LLAMA, tie_embeddings=False, n_kv_head=1),
-    "post-norm": lambda: make_model(norm_position="post", qk_norm=True, dropout=0.3, head_dim=6, n_inner=20),
-    "compiled by block": lambda: compile_blocks(make_model()),
-    "compiled": lambda: torch.compile(compile_blocks(make_model()), backend="eager"),
-    "data parallel": lambda: nn.DataParallel(make_model()),
-    "untied": lambda: set_head(model := make_model(), model.wte.weight.flip(0)),
-    "untied, with equal values": lambda: set_head(model := make_model(), model.wte.weight[:]),
-    "tied": lambda: set_head(model := make_model(tie_embeddings=False), model.wte.weight),
-    "with a hook": lambda: with_hook(make_model()),
-    "in float64": lambda: make_model().double(),
-    "in bfloat16 before": lambda: make_model(position="rope").bfloat16().float(),
+SETTINGS = {
+    "Llama": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "n_kv_head": 1},
+    "post-norm": {"norm_position": "post", "qk_norm": True, "dropout": 0.3, "head_dim": 6, "n_inner": 20},
+    **{"tied": {"tie_embeddings": False}, "in bfloat16 before": {"position": "rope"}},
+}
+SAVED: dict[str, Callable[[GPT], Any]] = {
+    **dict.fromkeys(("GPT-2", "Llama", "post-norm"), lambda m: m),
+    "compiled by block": lambda m: m.blocks.__setitem__(1, torch.compile(m.blocks[1], backend="eager")),
+    "compiled": lambda m: torch.compile(m, backend="eager"),
+    "data parallel": nn.DataParallel,
+    "untied": lambda m: setattr(m.lm_head, "weight", nn.Parameter(m.wte.weight.detach().flip(0))),
+    "untied, with equal values": lambda m: setattr(m.lm_head, "weight", nn.Parameter(m.wte.weight.detach().clone())),
+    "tied": lambda m: setattr(m.lm_head, "weight", m.wte.weight),
+    "with a hook": lambda m: m.blocks[0].register_forward_hook(lambda module, args, x: None),
+    "in float64": lambda m: m.double(),
+    "in bfloat16 before": lambda m: m.bfloat16().float(),
 }
 
 
 @pytest.mark.parametrize("how", SAVED)
 def test_a_model_and_its_tokenizer_are_restored_exactly(tmp_path: Path, how: str, capsys: Any):
-    saved: Any = SAVED[how]().eval()
+    model: Any = make_model(**SETTINGS.get(how, {}))
+    changed = SAVED[how](model)
+    saved = changed if isinstance(changed, nn.Module) else model
     save_checkpoint(saved, TOKENIZER, str(tmp_path / "new" / "a.safetensors"))
     assert ("a.safetensors does not hold the hooks of the model" in capsys.readouterr().err) == (how == "with a hook")
     loaded, tokenizer = load_checkpoint(tmp_path / "new" / "a.safetensors")
     assert tokenizer.to_dict() == TOKENIZER.to_dict()
     assert tokenizer.decode(tokenizer.encode("a 😀\n€")) == "a 😀\n€"
-    model, tokens = getattr(saved, "module", saved), torch.randint(23, (2, 8))
+    tokens = torch.randint(23, (2, 8))
     assert not loaded.training
     rounded = {"rtol": 0, "atol": 0.01} if "bfloat16" in how else {}  # its table of rotary positions
     assert_close(loaded(tokens), model(tokens).float(), **rounded)
@@ -92,9 +78,6 @@ def test_a_model_and_its_tokenizer_are_restored_exactly(tmp_path: Path, how: str
 class Doubled(nn.Linear):
     """As LoRA, but with the names and shapes of a linear layer."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return 2 * super().forward(input)
-
 
 NOT_SAVED: dict[str, Callable[[GPT], Any]] = {
     "blocks.0.mlp.up is of class test_checkpoint.Doubled, not Linear": lambda m: m.set_submodule(
@@ -103,8 +86,6 @@ NOT_SAVED: dict[str, Callable[[GPT], Any]] = {
     "blocks.0.mlp.up.weight is missing": lambda m: prune.l1_unstructured(m.blocks[0].mlp.up, "weight", 0.5),
     "adapter is new": lambda m: m.add_module("adapter", nn.Linear(2, 2)),
     "wpe.weight is changed in kind, shape": lambda m: setattr(m.wpe, "weight", nn.Parameter(torch.zeros(9, 16))),
-    "blocks.0.mlp.forward": lambda m: setattr(m.blocks[0].mlp, "forward", nn.Identity()),
-    "blocks.0.attention.scale is": lambda m: setattr(m.blocks[0].attention, "scale", 0.1),
     "blocks.1 is no longer shared": lambda m: m.blocks.__setitem__(1, copy.deepcopy(m.blocks[0])),
 }
 
@@ -196,15 +177,6 @@ def test_a_path_or_a_run_folder_or_nothing_refers_to_a_checkpoint(tmp_path: Path
             find_checkpoint(path)
 
 
-def test_the_last_checkpoint_becomes_previous(tmp_path: Path):
-    for step in (10, 20, 30):
-        write(checkpoint() | {"global_step": step}, tmp_path / LAST)
-    assert [read(tmp_path / name)["global_step"] for name in (LAST, PREVIOUS)] == [30, 20]
-    assert {file.name for file in (tmp_path / LAST).parent.iterdir()} == {"last.safetensors", "previous.safetensors"}
-    (tmp_path / "touched").touch()
-    assert (tmp_path / LAST).stat().st_mode == (tmp_path / "touched").stat().st_mode  # as the umask allows
-
-
 def test_a_flipped_bit_is_detected_wherever_it_matters(tmp_path: Path):
     path = tmp_path / "a.safetensors"
     write(checkpoint(), path)
@@ -231,16 +203,18 @@ def test_auto_resumes_from_the_newest_undamaged_checkpoint(tmp_path: Path, capsy
     for step in (10, 20, 30):
         write(run | {"minigpt": older, "global_step": step}, tmp_path / LAST)
     write(run | {"global_step": 10}, tmp_path / BEST)
+    files = {file.name for file in (tmp_path / LAST).parent.iterdir()}
+    assert files == {"best.safetensors", "last.safetensors", "previous.safetensors"}
+    (tmp_path / "touched").touch()
+    assert (tmp_path / LAST).stat().st_mode == (tmp_path / "touched").stat().st_mode  # as the umask allows
     assert find() == (tmp_path / LAST, 30, {}, False)
     assert capsys.readouterr().err == ""
-
     last = (tmp_path / LAST).read_bytes()
-    for harm in (last[:-9], b"", last[:-9] + b"x" + last[-8:]):
+    for harm in (last[:-9], last[:-9] + b"x" + last[-8:]):
         (tmp_path / LAST).write_bytes(harm)
         assert find() == (tmp_path / PREVIOUS, 20, {}, False)
-        stderr = capsys.readouterr().err
-        assert stderr.startswith(f"warning: {tmp_path / LAST} is not a complete checkpoint")
-        assert stderr.endswith(f"resuming from {tmp_path / PREVIOUS}\n")
+        warning = f"warning: {tmp_path / LAST} is not a complete .*; resuming from {tmp_path / PREVIOUS}\n"
+        assert re.fullmatch(warning, capsys.readouterr().err)
     (tmp_path / PREVIOUS).write_bytes(b"")
     assert find() == (tmp_path / BEST, 10, {}, False)
     (tmp_path / BEST).write_bytes(b"")

@@ -129,13 +129,10 @@ def test_a_model_of_its_own_class_ignores_padding_and_supports_an_argument_or_re
             theirs(tokens, **{"attention_mask": mask, **refused})
     greedy = {"max_new_tokens": 12, "do_sample": False}  # beyond the 16 tokens of a block
     alone = theirs.generate(tokens[:1, 4:], **greedy)
-    for options in ({}, {"num_beams": 1, "use_cache": False}, {"position_ids": positions}):
-        padded = theirs.generate(tokens, attention_mask=mask, **greedy, **options)
-        assert torch.equal(padded[:1, 4:], alone)
-    assert theirs.generate(tokens, attention_mask=mask, **greedy, num_beams=3).size(1) == 21
-    for refused in ({"output_hidden_states": True, "return_dict_in_generate": True}, {"position_ids": mask.cumsum(1)}):
-        with pytest.raises(ValueError, match=next(iter(refused))):
-            theirs.generate(tokens, attention_mask=mask, **greedy, **refused)
+    for options in ({}, {"use_cache": False}, {"position_ids": positions}):
+        assert torch.equal(theirs.generate(tokens, attention_mask=mask, **greedy, **options)[:1, 4:], alone)
+    with pytest.raises(ValueError, match="position_ids must count"):
+        theirs.generate(tokens, attention_mask=mask, **greedy, position_ids=mask.cumsum(1))
     theirs.config.output_attentions = True
     with pytest.raises(ValueError, match="not support output_attentions"):
         theirs(tokens)
@@ -209,8 +206,8 @@ def test_an_exported_run_works_in_transformers(
     assert answer["generated_text"] == "the quick" + encoding.decode(sample.tokens)
     assert len(pipeline("the quick")[0]["generated_text"]) > len("the quick")
     card = (folder / "README.md").read_text()
-    assert all(f"{key}: {read_summary(run)[key]}" in card for key in ("best_val_loss", "commit"))
-    assert "n_embd: 32" in card
+    figures = (f"best_val_loss: {read_summary(run)['best_val_loss']}", "commit: ", "n_embd: 32")
+    assert all(figure in card for figure in figures)
 
     assert call("export.py", str(run), "--to", "safetensors", "--out", str(weights)).returncode == 0
     alone, its_tokenizer = load_checkpoint(weights)

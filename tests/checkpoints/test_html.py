@@ -16,6 +16,7 @@ from exported import BASE, CHARACTERS, DEFAULTS, MODELS, SAMPLE, export, random_
 from minigpt import GPT, GPTConfig, generate
 from minigpt.checkpoints.export_html import export_html
 from minigpt.checkpoints.export_huggingface import export_model
+from minigpt.checkpoints.find import find_snapshots
 from minigpt.checkpoints.init_from import Pretrained, find_pretrained
 from minigpt.checkpoints.load import save_checkpoint
 from minigpt.config import UP_PROJECTIONS
@@ -24,6 +25,10 @@ from minigpt.ops import ACTIVATIONS
 from minigpt.utils.errors import UserError
 
 LOGITS = "const model = backend.newModel(); return arguments[0].map(token => [...model.step(token)])"
+
+
+def write_page(model: GPT, folder: Path) -> None:
+    export_html(Pretrained(folder, "", None, model.config, CHARACTERS, model), folder / "page.html")
 
 
 def sample_ids(run: Any, prompt: list[int], **settings: Any) -> list[int]:
@@ -55,19 +60,17 @@ def test_an_option_and_an_activation_that_the_page_lacks_are_refused(
 ) -> None:
     monkeypatch.setitem(UP_PROJECTIONS, "silu", 1)
     monkeypatch.setitem(ACTIVATIONS, "silu", torch.nn.functional.silu)
-    for values, message in (
-        ({"sink": 4}, "model.sink must be None, got 4; the page computes no other"),
-        ({"activation": "silu"}, "model.activation must be gelu or gelu_tanh or relu or relu2 or swiglu, got silu"),
-        ({}, ""),
+    plain, sink, silu = (
+        GPT(ChangedConfig(**{**BASE, **values})) for values in ({}, {"sink": 4}, {"activation": "silu"})
+    )
+    for model, message in (
+        (sink, "model.sink must be None, got 4; the page computes no other"),
+        (silu, "model.activation must be gelu or gelu_tanh or relu or relu2 or swiglu, got silu"),
     ):
-        model = GPT(ChangedConfig(**{**BASE, **values}))
-        changed = Pretrained(tmp_path, "", None, model.config, CHARACTERS, model)
-        if values:
-            with pytest.raises(UserError, match=re.escape(message)):
-                export_html(changed, tmp_path / "page.html")
-    export_html(changed, tmp_path / "page.html")
+        with pytest.raises(UserError, match=re.escape(message)):
+            write_page(model, tmp_path)
+    write_page(plain, tmp_path)
     # No class of transformers computes it, but the code of the model does.
-    silu = GPT(GPTConfig(**BASE, activation="silu"))
     assert export_model(silu)[0]["architectures"] == ["MiniGPTForCausalLM"]
 
 
@@ -121,12 +124,18 @@ def test_texts_are_encoded_and_decoded_as_by_minigpt(name: str, open_page: Any, 
     assert run("return backend.data.tokenizer.start") == tokenizer.start.tolist()
 
 
-def test_the_script_writes_the_page(call: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_script_writes_the_page_with_snapshots_if_they_are_wanted(
+    call: Callable[..., Any], trained: Callable[..., Path], tmp_path: Path
+) -> None:
     save_checkpoint(random_model(), CHARACTERS, tmp_path / "small.safetensors")
     flags = ("--to", "html", "--out", "pages/model.html", "--weights", "float32")
     exported = call("export.py", "small.safetensors", *flags)
     assert exported.stdout.startswith("pages/model.html: 0.3 MB, the model of "), exported.stderr
     assert " in float32: " in (tmp_path / "pages/model.html").read_text()
+    exported = call("export.py", str(trained()), "--to", "html", "--out", "with.html", "--snapshots")
+    steps = [*find_snapshots(trained())]
+    assert f" and {len(steps)} of its {len(steps)} snapshots; open it in a browser" in exported.stdout
+    assert f'"steps":{steps}'.replace(" ", "") in (tmp_path / "with.html").read_text()
 
 
 def test_what_the_page_cannot_hold_is_refused(tmp_path: Path, gpt2_folder: Path) -> None:
@@ -139,7 +148,7 @@ def test_what_the_page_cannot_hold_is_refused(tmp_path: Path, gpt2_folder: Path)
         (Pretrained(tmp_path, "", None, wide.config, CHARACTERS, wide), "float32 for wte.weight, which holds 1e+05,"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):
-            export_html(refused, tmp_path / "page.html", "float16")
+            export_html(refused, tmp_path / "page.html")
     assert not any(tmp_path.iterdir())
 
 

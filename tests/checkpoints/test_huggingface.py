@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from minigpt import generate
 from minigpt.checkpoints.huggingface_conversion import FAMILIES, config_to_ours
-from minigpt.checkpoints.init_from import _weight_files, load_folder
+from minigpt.checkpoints.init_from import load_folder
 from minigpt.utils.errors import UserError
 
 transformers = pytest.importorskip("transformers")
@@ -25,30 +25,27 @@ LLAMA3 = {**NESTED, "rope_theta": 500.0}
 ROPE = {"rope_type": "default", "rope_theta": 777.0}
 TOKENS = torch.arange(20)[None]
 GPT2 = {"vocab_size": 101, "n_positions": 72, "n_embd": 32, "n_layer": 2, "n_head": 4}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "GPT-2": ("GPT2", GPT2),
-    "GPT-2 with erf and an inner width": ("GPT2", {**GPT2, "activation_function": "gelu", "n_inner": 40}),
-    "Llama": ("Llama", {**SMALL, "rope_parameters": ROPE}),
-    "Llama with one key-value head": ("Llama", {**SMALL, "num_key_value_heads": 1}),
-    "Llama with tied embeddings": ("Llama", {**SMALL, "tie_word_embeddings": True, "rms_norm_eps": 1e-2}),
-    "Llama with biases": ("Llama", {**SMALL, "attention_bias": True, "mlp_bias": True}),
-    "Llama 3 with scaled rope": ("Llama", {**SMALL, "rope_parameters": LLAMA3}),
-    "Llama with wide heads": ("Llama", {**SMALL, "head_dim": 12}),
-    "Qwen2": ("Qwen2", SMALL),
-    "Qwen3": ("Qwen3", {**SMALL, "head_dim": 16}),
-    "Arcee": ("Arcee", SMALL),
-    "NanoChat": ("NanoChat", SMALL),
-    "Starcoder2": ("Starcoder2", {**SMALL, "hidden_act": "gelu"}),
-    "NanoChat without a soft cap": ("NanoChat", {**SMALL, "final_logit_softcapping": None}),
+MODELS: dict[str, dict[str, Any]] = {  # by a name that begins with that of their class
+    "GPT2": GPT2,
+    "GPT2 with erf and an inner width": {**GPT2, "activation_function": "gelu", "n_inner": 40},
+    "Llama": {**SMALL, "rope_parameters": ROPE},
+    "Llama with one key-value head": {**SMALL, "num_key_value_heads": 1},
+    "Llama with tied embeddings": {**SMALL, "tie_word_embeddings": True, "rms_norm_eps": 1e-2},
+    "Llama with biases": {**SMALL, "attention_bias": True, "mlp_bias": True},
+    "Llama with scaled rope": {**SMALL, "rope_parameters": LLAMA3},
+    **dict.fromkeys(("Qwen2", "Arcee", "NanoChat"), SMALL),
+    "Qwen3 with wide heads": {**SMALL, "head_dim": 16},
+    "Starcoder2": {**SMALL, "hidden_act": "gelu"},
+    "NanoChat without a soft cap": {**SMALL, "final_logit_softcapping": None},
 }
 
 
 def random_model(name: str) -> Any:
     """Return one of `MODELS` with random weights."""
     torch.manual_seed(0)
-    name, values = MODELS[name]
-    kind = getattr(transformers, "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")
-    model = kind(getattr(transformers, f"{name}Config")(**values))
+    family = name.partition(" ")[0]
+    kind = getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")
+    model = kind(getattr(transformers, f"{family}Config")(**MODELS[name]))
     draw_weights(model)
     return model.eval()
 
@@ -95,8 +92,6 @@ def test_the_shards_are_those_that_the_index_names(tmp_path: Path) -> None:
     check_logits(tmp_path, theirs)
     index = tmp_path / "model.safetensors.index.json"
     content = index.read_text()
-    named = set(json.loads(content)["weight_map"].values())
-    assert {file.name for file in _weight_files(tmp_path)} == named
     for damaged, message in (("[]", "index.json is damaged: "), (content.replace("-00001", "-00099"), "is missing")):
         index.write_text(damaged)
         with pytest.raises(UserError, match=message):
@@ -105,13 +100,13 @@ def test_the_shards_are_those_that_the_index_names(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"index\.json is missing, and the shards in .* are of several models"):
         load_folder(tmp_path)
     for file in others:
-        file.unlink(missing_ok=file.name in named)
+        file.unlink(missing_ok=True)
     check_logits(tmp_path, theirs)
 
 
 def test_a_model_saved_without_its_head_is_read(tmp_path: Path) -> None:
     """The weights of gpt2 on the Hub have names without `transformer.`, and no head."""
-    theirs = random_model("GPT-2")
+    theirs = random_model("GPT2")
     theirs.transformer.save_pretrained(tmp_path)
     check_logits(tmp_path, theirs)
 
@@ -126,14 +121,6 @@ def test_settings_are_read_by_each_name_that_a_version_of_transformers_writes(pl
     ours, theirs = config_to_ours({"model_type": "gpt2", "vocab_size": 9, **names}), transformers.GPT2Config(**names)
     assert (ours.n_embd, ours.n_layer, ours.n_head) == (theirs.n_embd, theirs.n_layer, theirs.n_head) == (64, 3, 2)
     assert ours.block_size == theirs.n_positions == 40
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_default_configuration_of_transformers_is_read_from_its_json(family: str) -> None:
-    theirs = transformers.AutoConfig.for_model(family)
-    ours = config_to_ours(json.loads(theirs.to_json_string(use_diff=False)))
-    expected = (theirs.num_hidden_layers, theirs.num_attention_heads, theirs.hidden_size)
-    assert (ours.n_layer, ours.n_head, ours.n_embd) == expected
 
 
 @pytest.mark.parametrize(
@@ -155,12 +142,9 @@ def test_the_default_configuration_of_transformers_is_read_from_its_json(family:
         ({"tie_word_embeddings": True}, "lm_head.weight differs from the embeddings; set tie_word_embeddings to false"),
         # Two values of one setting.
         ({"rope_theta": 1.0, "rope_parameters": ROPE}, "rope_theta must have one value, got 1.0 and 777.0"),
-        ({"rope_scaling": NESTED, "rope_parameters": ROPE}, "rope_type must have one value, got llama3 and default"),
-        ({"rope_scaling": NESTED, "rope_parameters": {**NESTED, "factor": 8.0}}, "factor must have one value, got 4.0"),
         ({"original_max_position_embeddings": 64, "rope_scaling": NESTED}, "must have one value, got 64 and 32"),
         ({"rope_scaling": {"type": "linear", "rope_type": "default"}}, "rope_type must have one value, got linear and"),
         ({"model_type": "gpt2", **GPT2, "hidden_size": 64}, "n_embd must have one value, got 32 and 64"),
-        ({"model_type": "gpt2", **GPT2, "n_ctx": 1024}, "n_positions must have one value, got 72 and 1024"),
     ],
 )
 def test_a_value_that_the_model_the_weights_or_another_contradict_is_named(

@@ -4,48 +4,31 @@ import hashlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import small_run
 from test_resume import OFTEN, Train, Trained, broken_off, check_same_end
 from torch.testing import assert_close
 
-import minigpt
 from minigpt import load_checkpoint
 from minigpt.checkpoints.find import BEST, LAST
 from minigpt.checkpoints.format import read
 from minigpt.checkpoints.init_from import find_pretrained
+from minigpt.checkpoints.validation_split import find_corpus
 from minigpt.runs.run_dir import read_summary
 from minigpt.utils.errors import UserError
 
 transformers = pytest.importorskip("transformers")
-MISSING = "does not exist; give a run folder, a checkpoint, or a folder or id of Hugging Face"
 UNCHANGED = ["max_steps=1", "optimizer.lr=1e-30", "schedule.warmup_steps=0"]
 
 
-@pytest.fixture
-def finetune(text: Path, tmp_path: Path) -> Train:
-    """Train in this process from other weights: `finetune(SOURCE, "max_steps=5", folder=...)`."""
-
-    def run(source: Path | str, *overrides: str, folder: Path = tmp_path / "run") -> SimpleNamespace:
-        small = small_run(text, tmp_path / "data", f"init_from={source}", *overrides, f"hydra.run.dir={folder}")
-        own = [f"model.{name}" for name in ("block_size=16", "n_layer=2", "n_head=2", "n_embd=32")]
-        summary = minigpt.train([setting for setting in small if setting not in own])
-        return SimpleNamespace(folder=folder, loss=summary["best_val_loss"], summary=summary)
-
-    return run
-
-
 def test_finetuning_a_folder_of_transformers_starts_from_its_loss_and_lowers_it(
-    finetune: Train, gpt2_folder: Path
+    train: Train, gpt2_folder: Path
 ) -> None:
-    run = finetune(gpt2_folder, *UNCHANGED)
-    corpus = next((run.folder.parent / "data/tokens").glob("*/val.bin"))
-    ids = torch.frombuffer(bytearray(corpus.read_bytes()), dtype=torch.uint16).long()
+    run = train(f"init_from={gpt2_folder}", *UNCHANGED)
+    ids = torch.from_numpy(find_corpus(run.folder / BEST).tokens("val")[:].astype("int64"))
     windows = ids[: (len(ids) - 1) // 32 * 32 + 1].unfold(0, 33, 32)  # (N, T + 1)
     theirs = transformers.GPT2LMHeadModel.from_pretrained(gpt2_folder).eval()
     with torch.no_grad():
@@ -55,22 +38,23 @@ def test_finetuning_a_folder_of_transformers_starts_from_its_loss_and_lowers_it(
     digest = hashlib.sha256((gpt2_folder / "model.safetensors").read_bytes()).hexdigest()
     source = {"source": str(gpt2_folder), "revision": None, "sha256": {"model.safetensors": digest}}
     assert run.summary["init_from"] == read(run.folder / BEST)["minigpt"]["provenance"]["init_from"] == source
-    tuned = finetune(gpt2_folder, "optimizer.lr=1e-2", "schedule.warmup_steps=0", folder=run.folder.parent / "tuned")
+    more = ["max_steps=20", "optimizer.lr=1e-2"]
+    tuned = train(f"init_from={gpt2_folder}", *UNCHANGED, *more, folder=run.folder.with_name("tuned"))
     assert tuned.loss < run.loss - 1
 
 
-def test_a_run_starts_from_another_run_with_its_tokenizer_at_step_0(finetune: Train, trained: Trained) -> None:
+def test_a_run_starts_from_another_run_with_its_tokenizer_at_step_0(train: Train, trained: Trained) -> None:
     first = trained("tokenizer=bpe", "tokenizer.vocab_size=300")
-    second = finetune(first, *UNCHANGED)
+    second = train(f"init_from={first}", *UNCHANGED)
     assert second.loss == pytest.approx(read_summary(first)["best_val_loss"], abs=1e-5)
     assert read(second.folder / LAST)["global_step"] == 1
     tokenizers = [load_checkpoint(folder)[1].to_dict() for folder in (first, second.folder)]
     assert tokenizers[0] == tokenizers[1]
 
 
-def test_the_block_size_can_be_cropped_and_dropout_set(finetune: Train, trained: Trained) -> None:
+def test_the_block_size_can_be_cropped_and_dropout_set(train: Train, trained: Trained) -> None:
     first = trained("max_steps=2", "model.position=learned", "model.dropout=0.1")
-    run = finetune(first, "max_steps=1", "model.block_size=8", "model.dropout=0.2")
+    run = train(f"init_from={first}", "max_steps=1", "model.block_size=8", "model.dropout=0.2")
     model, _ = load_checkpoint(run.folder)
     assert (model.config.block_size, model.config.dropout) == (8, 0.2)
     start, tokens = find_pretrained(str(first)), torch.arange(8)[None]
@@ -79,48 +63,28 @@ def test_the_block_size_can_be_cropped_and_dropout_set(finetune: Train, trained:
         assert torch.equal(start.load()(tokens), start.load(model.config)(tokens))
 
 
-def test_a_run_is_finetuned_with_the_recipe_that_trained_it(finetune: Train, text: Path, tmp_path: Path) -> None:
+def test_a_run_is_finetuned_with_the_recipe_that_trained_it(train: Train, tmp_path: Path) -> None:
     recipe = ["experiment=coffee_cpu", "max_steps=2", "eval_every=2", "data.batch_size=2", "callbacks.snapshots=null"]
-    small = ["trainer=cpu", "originality=null", f"data.path={text}", f"data.folder={tmp_path}/data"]
-    first = minigpt.train([*small, *recipe, "callbacks.samples=null", f"hydra.run.dir={tmp_path}/first"])
-    tuned = finetune(tmp_path / "first", *recipe, "tokenizer=pretrained")
-    assert tuned.loss < first["best_val_loss"]
+    first = train("init_from=null", *recipe, folder=tmp_path / "first")
+    tuned = train(f"init_from={first.folder}", *recipe, "tokenizer=pretrained")
+    assert tuned.loss < first.loss
     assert load_checkpoint(tuned.folder)[0].config.ngram_dropout == 0.15
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["model.n_layer=3"], "model.n_layer is that of init_from; only model.block_size, model.dropout, model.ngram_"),
-        (["model=nano", "model.block_size=15"], "model.n_layer must be 2, as in init_from="),
-        (["model.block_size=33"], "model.block_size must be an integer in [1, 32], got 33"),
-        (["tokenizer=char"], "tokenizer must be one of pretrained, got char; a run with init_from has its tokenizer"),
-        (["init_from=null", "model=pretrained"], "model=pretrained and tokenizer=pretrained need init_from="),
-        (["init_from=no/such/model"], f"no/such/model {MISSING}"),
-    ],
-)
-def test_what_contradicts_the_weights_is_named(
-    finetune: Train, gpt2_folder: Path, overrides: list[str], message: str
-) -> None:
-    with pytest.raises(UserError) as error:
-        finetune(gpt2_folder, *overrides)
-    assert message in str(error.value)
-
-
 def test_a_run_resumes_without_the_source_of_its_weights(
-    finetune: Train, gpt2_folder: Path, tmp_path: Path, capsys: Any
+    train: Train, gpt2_folder: Path, tmp_path: Path, capsys: Any
 ) -> None:
     source = shutil.copytree(gpt2_folder, tmp_path / "source")
-    whole = finetune(source, *OFTEN, folder=tmp_path / "whole")
+    whole = train(f"init_from={source}", *OFTEN, folder=tmp_path / "whole")
     auto, by_path = (broken_off(whole.folder, 7, tmp_path / name) for name in ("auto", "first"))
     shutil.rmtree(source)
     (auto / "checkpoints/previous.safetensors").write_bytes((auto / LAST).read_bytes())
     (auto / LAST).write_bytes(b"damaged")
-    resumed = finetune("another", *OFTEN, "resume=auto", folder=auto)
+    resumed = train("init_from=another", *OFTEN, "resume=auto", folder=auto)
     assert f"init_from changed from {source} to another; the weights of the checkpoint" in capsys.readouterr().err
     check_same_end(whole.folder, auto)
     assert resumed.summary["init_from"] == whole.summary["init_from"]  # of the weights that the run started from
-    branch = finetune(source, *OFTEN, f"resume={by_path}", folder=tmp_path / "branch")
+    branch = train(f"init_from={source}", *OFTEN, f"resume={by_path}", folder=tmp_path / "branch")
     weights = [load_checkpoint(folder / LAST)[0].state_dict() for folder in (whole.folder, branch.folder)]
     assert_close(*weights, rtol=0, atol=0)
 
