@@ -10,46 +10,34 @@ from minigpt.sweeps.launcher import Joblib, visible_gpus
 from minigpt.sweeps.results import COMPLETED, NATS, SKIPPED, read_sweep
 
 
-def environment(threads: int, gpu: str | None = None) -> dict[str, str]:
-    return {"OMP_NUM_THREADS": str(threads)} | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
-
-
-# Cores and GPUs per worker.
-
-
 @pytest.mark.parametrize(
-    ("jobs", "requested", "machine", "expected"),
+    ("jobs", "requested", "machine", "threads", "gpus"),
     [
-        (9, {}, {"cores": 4}, [environment(1)] * 4),
-        (2, {}, {"cores": 4}, [environment(2)] * 2),
-        (9, {"n_jobs": 3}, {"cores": 8}, [environment(2)] * 3),
-        (9, {"threads": 3}, {"cores": 4}, [environment(3)] * 4),
-        (9, {}, {"cores": 8, "gpus": ["0", "1"]}, [environment(4, "0"), environment(4, "1")]),
-        (9, {"n_jobs": 3}, {"cores": 6, "gpus": ["2", "5"]}, [environment(2, gpu) for gpu in ("2", "5", "2")]),
-        (9, {"devices": 2}, {"cores": 8, "gpus": ["0", "1"]}, [environment(8)]),
-        (9, {"accelerator": "cpu"}, {"cores": 2, "gpus": ["0"]}, [environment(1)] * 2),
+        (9, {}, {"cores": 4}, 1, [None] * 4),
+        (2, {}, {"cores": 4}, 2, [None] * 2),
+        (9, {"n_jobs": 3}, {"cores": 8}, 2, [None] * 3),
+        (9, {"threads": 3}, {"cores": 4}, 3, [None] * 4),
+        (9, {}, {"cores": 8, "gpus": "0,GPU-8f"}, 4, ["0", "GPU-8f"]),
+        (9, {"n_jobs": 3}, {"cores": 6, "gpus": "2,5"}, 2, ["2", "5", "2"]),
+        (9, {"devices": 2}, {"cores": 8, "gpus": "0,1"}, 8, [None]),
+        (9, {"accelerator": "cpu"}, {"cores": 2, "gpus": "0"}, 1, [None] * 2),
     ],
 )
-def test_workers_share_cores_and_gpus(monkeypatch, jobs, requested, machine, expected):
+def test_workers_share_cores_and_gpus(monkeypatch, jobs, requested, machine, threads, gpus):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", machine.get("gpus", ""))
     monkeypatch.setattr("loky.cpu_count", lambda: machine["cores"])
-    monkeypatch.setattr("minigpt.sweeps.launcher.visible_gpus", lambda: machine.get("gpus", []))
     joblib = Joblib(requested.get("n_jobs"), requested.get("threads"))
-    trainer = {"accelerator": "auto", "devices": 1} | requested
-    joblib.config = OmegaConf.create({"trainer": trainer})
-    assert [worker.env for worker in joblib.start(jobs)] == expected
+    joblib.config = OmegaConf.create({"trainer": {"accelerator": "auto", "devices": 1} | requested})
+    workers = [worker.env for worker in joblib.start(jobs)]
+    assert [worker["OMP_NUM_THREADS"] for worker in workers] == [str(threads)] * len(gpus)
+    assert [worker.get("CUDA_VISIBLE_DEVICES") for worker in workers] == gpus
 
 
-@pytest.mark.parametrize(("visible", "gpus"), [(None, ["0", "1"]), ("3,GPU-8f", ["3", "GPU-8f"]), ("", [])])
-def test_gpus_are_those_that_the_process_may_use(monkeypatch, visible, gpus):
-    monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
+def test_without_an_environment_variable_gpus_are_those_of_the_machine(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert visible_gpus() == gpus
-
-
-# Jobs that run.
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
+    assert visible_gpus() == ["0", "1"]
 
 
 @pytest.mark.slow
@@ -69,12 +57,13 @@ def test_a_job_on_two_processes_runs_once_and_in_its_own_folder(launch, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 def test_a_search_runs_through_submitit_and_reports_a_failed_job(launch, tmp_path):
     (tmp_path / "mine/schedule").mkdir(parents=True)
     (tmp_path / "mine/schedule/short.yaml").write_text("defaults: [cosine]\nwarmup_steps: 1\n")
-    search = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra/launcher=submitit_local", "max_steps=10"]
-    search += ["schedule=short", "optimizer.lr=1e-3,1e30", "--config-dir=mine"]
-    swept = launch("train.py", "hydra.mode=MULTIRUN", *search, cwd=tmp_path)
+    search = ["hydra.mode=MULTIRUN", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "optimizer.lr=1e-3,1e30"]
+    search += ["hydra/launcher=submitit_local", "max_steps=10", "schedule=short", "--config-dir=mine"]
+    swept = launch("train.py", *search, cwd=tmp_path)
     assert swept.returncode == 1, swept.stderr
     lines = swept.stderr.splitlines()
     assert (lines[0], lines[-1]) == ("2 of 2 to run", "error: 1 of 2 runs failed; the table has the reasons")

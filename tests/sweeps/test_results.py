@@ -1,5 +1,6 @@
 """A sweep folder and its report: points, rows, the table, the plot."""
 
+import itertools
 import json
 import math
 import re
@@ -46,28 +47,25 @@ def run_folder(folder, *overrides, losses=(3.0, 2.0), bytes_per_token=None, para
 
 def grid(folder):
     """Two sizes × two rates × two seeds, with known losses and two bytes per token."""
-    losses = {("32", "1e-3"): (2.0, 2.2), ("32", "1e-2"): (2.5, 2.7)}
-    losses |= {("64", "1e-3"): (1.5, 1.9), ("64", "1e-2"): (3, 4)}
-    for i, ((size, rate), found) in enumerate(losses.items()):
-        for seed, loss in enumerate(found, 1):
-            overrides = (f"model.n_embd={size}", f"optimizer.lr={rate}", f"seed={seed}", "max_steps=20")
-            known = {"losses": (5.0, loss), "params": 100 * int(size), "bytes_per_token": 2 / math.log(2)}
-            run_folder(folder / f"{2 * i + seed - 1}", *overrides, **known)
+    losses = [2.0, 2.2, 2.5, 2.7, 1.5, 1.9, 3.0, 4.0]
+    for i, (size, rate, seed) in enumerate(itertools.product((32, 64), ("1e-3", "1e-2"), (1, 2))):
+        overrides = (f"model.n_embd={size}", f"optimizer.lr={rate}", f"seed={seed}", "max_steps=20")
+        known = {"losses": (5.0, losses[i]), "params": 100 * size, "bytes_per_token": 2 / math.log(2)}
+        run_folder(folder / f"{i}", *overrides, **known)
     return folder
 
 
 def points_of(shape, loss, **values):
     """Points in memory: `shape` names settings and their values, `loss` is a function of them."""
     points = []
-    for place in np.ndindex(*(len(of) for of in shape.values())):
-        overrides = {name: of[i] for (name, of), i in zip(shape.items(), place, strict=True)}
-        best = loss(*overrides.values())
+    for chosen in itertools.product(*shape.values()):
+        best = loss(*chosen)
         totals = {"params": 1000, "flops": 1e9, "seconds": 1.0, "tokens_per_second": 10.0}
         totals |= {} if best is None else {"best_val_loss": best, "best_val_bits_per_byte": best / math.log(2)}
-        totals |= {name: value(*overrides.values()) if callable(value) else value for name, value in values.items()}
+        totals |= {name: value(*chosen) if callable(value) else value for name, value in values.items()}
         status, curve = totals.pop("status", "completed"), () if best is None else ((100, best + 1), (200, best))
-        folder = Path("sweep", str(len(points)))
-        points.append(Point(folder, overrides, status, totals=totals, curve=curve))
+        overrides = dict(zip(shape, chosen, strict=True))
+        points.append(Point(Path("sweep", f"{len(points)}"), overrides, status, totals=totals, curve=curve))
     return points
 
 
@@ -291,8 +289,8 @@ def test_a_file_gets_one_line_per_row_however_wide(monkeypatch, printed):
 
 
 @pytest.mark.usefixtures("no_plot")
-def test_no_escape_sequence_reaches_the_terminal(tmp_path, capsys):
-    evil = "\x1b[31m\x07\x9b1m\u202e"
+def test_text_of_a_file_reaches_no_terminal_as_an_escape_sequence_and_markdown_as_text(tmp_path, capsys):
+    evil = "\x1b[31m\x07\x9b1m\u202e<img src=x>![a](b)|`c`"
     for name, reason in (("0", evil), ("1\x1b[2J", "")):
         run_folder(tmp_path / name, f"text={evil}{name}", f"{evil}=1{name}", status=f"failed{evil}", reason=reason)
     (tmp_path / "1\x1b[2J/metrics.csv").write_text(f"step,val_loss\n1,{evil}\n")
@@ -301,19 +299,12 @@ def test_no_escape_sequence_reaches_the_terminal(tmp_path, capsys):
         report([tmp_path], along=evil)
     out, err = capsys.readouterr()
     assert r"\x1b[31m\x07\x9b1m\u202e" in out
-    for output in (out, err, str(raised.value)):
-        assert [c for c in output if not c.isprintable() and c != "\n"] == []
-    assert f"{evil}0" in {row["text"] for row in table(tmp_path / "sweep.csv")}  # a file keeps what it is
-
-
-@pytest.mark.usefixtures("no_plot")
-def test_text_of_a_file_is_text_in_markdown(tmp_path):
-    for i in range(2):
-        run_folder(tmp_path / f"{i}", f"text=<img src=x>![a](b)|`c`{i}")
-    report([tmp_path])
     text = (tmp_path / "sweep.md").read_text()
+    for output in (out, err, str(raised.value), text):
+        assert [c for c in output if not c.isprintable() and c != "\n"] == []
     assert r"\<img src=x\>!\[a\](b)\|\`c\`0" in text
     assert not re.search(r"(?<!\\)[<`]|(?<!\\)\[a", text)
+    assert f"{evil}0" in {row["text"] for row in table(tmp_path / "sweep.csv")}  # a file keeps what it is
 
 
 # Pareto front.
@@ -430,18 +421,6 @@ def test_text_of_a_user_is_not_read_as_a_formula(tmp_path, recwarn):
 
 
 @pytest.mark.usefixtures("no_plot")
-def test_a_report_to_another_folder_does_not_change_the_sweep(tmp_path, capsys):
-    grid(tmp_path / "sweep")
-    write_plan(tmp_path / "sweep", [], read_sweep(tmp_path / "sweep"))
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "sweep").iterdir()}
-    report([tmp_path / "sweep"], out=tmp_path / "a/b")
-    lines = [line.replace(str(tmp_path), "") for line in capsys.readouterr().out.splitlines()[-3:]]
-    assert lines == ["answer   /a/b/sweep.md", "table    /a/b/sweep.csv", "plot     /a/b/sweep.png"]
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "sweep").iterdir()} == before
-    assert sorted(path.name for path in (tmp_path / "a/b").iterdir()) == sorted(FILES)
-
-
-@pytest.mark.usefixtures("no_plot")
 def test_several_sweeps_are_ranked_together_by_all_settings_that_differ(tmp_path, monkeypatch, capsys):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -460,10 +439,18 @@ def test_several_sweeps_are_ranked_together_by_all_settings_that_differ(tmp_path
     assert sorted(path.name for path in Path.cwd().iterdir()) == sorted(FILES)
 
 
-def test_lines_are_plotted_along_a_setting_by_its_last_part(tmp_path, monkeypatch):
+def test_a_report_to_another_folder_along_a_setting_by_its_last_part_does_not_change_the_sweep(
+    tmp_path, monkeypatch, capsys
+):
     plotted = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: (path.touch(), plotted.append(figure)))
-    report([grid(tmp_path / "sweep")], along="n_embd")
+    grid(tmp_path / "sweep")
+    write_plan(tmp_path / "sweep", [], read_sweep(tmp_path / "sweep"))
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "sweep").iterdir()}
+    report([tmp_path / "sweep"], out=tmp_path / "a/b", along="n_embd")
+    lines = [line.replace(str(tmp_path), "") for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert lines == ["answer   /a/b/sweep.md", "table    /a/b/sweep.csv", "plot     /a/b/sweep.png"]
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "sweep").iterdir()} == before
     assert plotted[0].axes[0].get_xlabel() == "model.n_embd"
     for rate in ("1", "2"):
         run_folder(tmp_path / "two" / rate, f"optimizer.lr={rate}", f"other.lr={rate}")

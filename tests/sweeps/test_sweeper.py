@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import os
-import random
 import re
 import signal
 import statistics
@@ -20,14 +19,13 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.types import HydraContext, RunMode
-from matplotlib import image
 from omegaconf import DictConfig, OmegaConf, open_dict
 from processes import Script, live_processes
 from small_runs import CONFIGS, rows, small_run, table, wait_until, wandb_records
 
 from minigpt.runs.run_dir import read_summary, write_summary
 from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, SKIPPED, read_plan, read_sweep, write_plan
-from minigpt.sweeps.sweeper import SAME, Grid, Sweeper
+from minigpt.sweeps.sweeper import SAME, Sweeper
 from minigpt.utils.errors import UserError
 
 # Points of a sweep, with the real Hydra and sweeper, and a launcher that only records its jobs.
@@ -167,6 +165,9 @@ LINES = {
     "numbers": ["++optimizer.weight_decay=0|0.0|1e-8|1_000"],
     "interpolations": ["model.dropout=${optimizer.weight_decay}|0.2", "experiment=nanogpt_cpu"],
     "a group and dicts of it": ["optimizer=muon", "optimizer={lr:0.01}|{lr:0.02}"],
+    "two dicts of a group": ["model={n_head:2,n_embd:64}", "model={n_embd:32}|{n_layer:1}"],
+    "a dict of a group and the group": ["optimizer={lr:0.01}", "optimizer=adamw|muon"],
+    "a choice, of which the last wins": ["schedule=cosine|linear", "schedule=constant", "seed=1|2"],
     "an added group and its settings": ["+optimizer@second=adamw|muon", "++second={lr:3}", "++second.betas=3"],
 }
 
@@ -187,28 +188,6 @@ def test_a_point_composes_as_the_single_command_line_with_its_values(plan, line)
     }
     read = read_sweep(sweeper.folder)
     assert len({tuple(point.overrides.items()) for point in read}) == len(read)  # a report separates them, too
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12))
-def test_generated_sweeps_compose_as_single_command_lines(plan, monkeypatch, seed):
-    for name in ("batches", "_report"):  # compose only
-        monkeypatch.setattr(Grid, name, lambda _: ())
-    pool = ["optimizer=adamw|muon", "optimizer=muon", "model=nano|baby", "schedule=cosine|linear", "seed=1|2"]
-    pool += ["optimizer={lr:1}|{lr:2,weight_decay:3}", "optimizer.lr=4|5", "++optimizer.lr=6", "++optimizer={new:1}"]
-    pool += ["model={n_head:2,n_embd:32}|{n_head:4}", "model={n_embd:48}", "model.n_head=8|16", "~model.n_head"]
-    pool += ["callbacks.samples=null|{seed:1}", "++callbacks.samples.seed=2|3", "~callbacks.samples.seed", "debug=fast"]
-    pool += ["+callbacks.samples.new=1|2", "++callbacks.samples.new=3", "+optimizer@second=adamw|muon", "~schedule"]
-    line = [*random.Random(seed).choices(pool, k=random.Random(seed).randint(2, 4)), "log_every=10|20"]
-    try:
-        sweeper = plan(*swept(line))
-    except HydraException:  # of the line without its settings with several values
-        return
-    axes = [list(axis.sweep_string_iterator()) for axis in sweeper.axes.values()]
-    points = [dict(zip(sweeper.axes, values, strict=True)) for values in itertools.product(*axes)]
-    found, expected = [plain(sweeper.compose, values) for values in points], singles(sweeper, line)
-    assert all(config in expected for config in found), line
-    assert all(config in found for config in expected if config.startswith("{")), line
 
 
 @pytest.mark.parametrize(
@@ -266,35 +245,27 @@ def test_impossible_points_are_skipped_with_the_reason_and_the_rest_runs(plan, c
     assert [(point.status, point.folder.exists()) for point in read_sweep(sweeper.folder)[1:]] == [(SKIPPED, False)] * 3
 
 
-def test_a_resumed_sweep_runs_new_points_whatever_the_notation_and_the_logging(plan, tmp_path):
+def test_a_sweep_resumes_with_new_points_whatever_the_notation_and_the_logging(plan, tmp_path):
     first, latest = tmp_path / "first", tmp_path / "latest"
     before = plan("optimizer.lr=0.001,1e-3,0.01", folder=first).points
     assert [point.reason for point in before] == ["", "same configuration as another point", ""]
-    assert latest.resolve() == first
     after = plan("optimizer.lr=choice(0.1,1e-2,1e-3)", "logger=tensorboard", "resume=auto", folder=latest)
     assert [config.optimizer.lr for config in after.engine.configs] == [0.1]  # and nothing else ran
     kept = {(point.identity, point.folder.name) for point in after.points}
     assert {(point.identity, point.folder.name) for point in before if not point.reason} < kept
     assert [point.status for point in after.points] == [COMPLETED] * 3
     assert latest.resolve() == first
-    assert (first / "lr=0.1" / "summary.json").exists()
 
 
 def test_a_sweep_is_extended_by_some_of_its_values_and_other_seeds(plan):
     """The points that it holds already stay in the sweep, and one without a seed is that of the default seed."""
-    first = plan("model.n_head=2,4", "model.n_embd=32,64")
-    before = {path: path.stat().st_mtime_ns for path in first.folder.rglob("summary.json")}
+    plan("model.n_head=2,4", "model.n_embd=32,64")
     further = plan("model.n_head=2", "model.n_embd=64,128", "seed=1337,1338", "resume=auto")
-    assert [(config.model.n_embd, config.seed) for config in further.engine.configs] == [
-        *((128, 1337), (128, 1338), (64, 1338)),  # the longest first
-    ]
-    keys = ("model.n_head", "model.n_embd", "seed")
-    points = [point.overrides for point in read_sweep(further.folder)]
-    assert sorted(tuple(point[key] for key in keys if key in point) for point in points) == [
-        *(("2", "128", "1337"), ("2", "128", "1338"), ("2", "32"), ("2", "64", "1337"), ("2", "64", "1338")),
-        *(("4", "32"), ("4", "64")),
-    ]
-    assert {path: path.stat().st_mtime_ns for path in before} == before
+    longest_first = [(128, 1337), (128, 1338), (64, 1338)]
+    assert [(config.model.n_embd, config.seed) for config in further.engine.configs] == longest_first
+    points = [[*point.overrides.values()] for point in read_plan(further.folder)[1]]
+    ran_before = [["2", "32"], ["2", "64", "1337"], ["4", "32"], ["4", "64"]]
+    assert sorted(points) == sorted([["2", "128", "1337"], ["2", "128", "1338"], ["2", "64", "1338"], *ran_before])
 
 
 def test_another_sweep_does_not_use_the_folder_of_a_sweep(plan, tmp_path):
@@ -412,48 +383,32 @@ def ended(sweep: Script) -> int:
     return code
 
 
-def statuses_of(folder: Path, names: Sequence[str]) -> list[str]:
-    return [read_summary(folder / name)["status"] for name in names]
-
-
 @pytest.mark.slow
 def test_a_sweep_reports_every_point_when_runs_fail_and_a_worker_is_killed(start, tmp_path, train):
-    folder, good, bad = (
-        tmp_path / "sweep",
-        *([f"n_embd=32,lr={lr},seed={n}" for n in (1, 2)] for lr in ("0.001", "1e+30")),
-    )
+    folder, rates = tmp_path / "sweep", ("0.001", "1e+30")
+    good, bad = ([f"n_embd=32,lr={rate},seed={seed}" for seed in (1, 2)] for rate in rates)
     line = ["model.n_embd=31,32", "optimizer.lr=1e-3,1e30", "seed=1,2", "hydra.launcher.n_jobs=2"]
     sweep = start(*line, held=good[0])
     os.kill(int((tmp_path / "held").read_text()), signal.SIGKILL)
     assert ended(sweep) == 1, sweep.stderr
     killed = "its process was killed (SIGKILL), possibly out of memory"
-    assert {path.name for path in folder.iterdir()} == {
-        *good,
-        *bad,
-        *(f"sweep.{end}" for end in ("csv", "json", "md", "png")),
-    }
-    assert statuses_of(folder, [*good, *bad]) == ["failed", "completed", "failed", "failed"]
+    files = {f"sweep.{ending}" for ending in ("csv", "json", "md", "png")}
+    assert {path.name for path in folder.iterdir()} == {*good, *bad, *files}
     assert read_summary(folder / good[0]) == {"status": "failed", "reason": killed}
-    assert image.imread(folder / "sweep.png").std() > 0.02
+    points = json.loads((folder / "sweep.json").read_text())["points"]
+    assert [point["status"] for point in points] == ["skipped"] * 4 + ["failed", "completed", "failed", "failed"]
 
     # stderr has skipped points, the number of runs, one line per run, the failure, and no output of jobs.
     lines = sweep.stderr.splitlines()
-    assert sum("skipped: model.n_embd must be divisible by model.n_head=2, got 31" in line for line in lines) == 4
+    assert sum("skipped: model.n_embd must be divisible by model.n_head=2, got 31" in line for line in lines[:4]) == 4
     assert lines[4:6] == ["4 of 8 to run", "2 at a time with OMP_NUM_THREADS=1"]
     results = dict(re.fullmatch(r"\d/4 (\S+) (.*)", line).groups() for line in lines[6:10])
     assert re.fullmatch(rf"failed, val loss \d\.\d{{4}} after \d+ s: {re.escape(killed)}", results[good[0]])
     assert re.fullmatch(r"completed, val loss \d\.\d{4} after \d+ s", results[good[1]])
     assert all(results[name].startswith("failed: the loss is nan at step") for name in bad)
     assert lines[10:] == ["error: 3 of 8 runs failed; the table has the reasons"]
-
-    # stdout has the table, sweep.csv too, and sweep.json every point.
-    first, *others = table(folder / "sweep.csv")
-    assert (first["seeds"], first["status"], first["reason"]) == ("2", "1 completed, 1 failed", killed)
-    assert sorted(row["status"] for row in others) == ["failed", "skipped", "skipped"]
-    assert re.search(r"1\* +32 +0\.001 +\d\.\d{4} \(2 runs\) .* 1 completed, 1 failed", sweep.stdout)
     assert sweep.stdout.startswith("No run has completed with a loss, so nothing can be compared.")
-    points = json.loads((folder / "sweep.json").read_text())["points"]
-    assert [point["status"] for point in points] == ["skipped"] * 4 + statuses_of(folder, [*good, *bad])
+    assert re.search(r"1\* +32 +0\.001 +\d\.\d{4} \(2 runs\) .* 1 completed, 1 failed", sweep.stdout)
 
     # The output of a job is in its log, and a run of a sweep equals the same run outside of it.
     log = (folder / good[1] / "log.txt").read_text()
@@ -469,9 +424,8 @@ def test_a_killed_and_an_interrupted_sweep_resume_and_complete(start, tmp_path, 
     killed = start("seed=1,2", *line, held="seed=2")
     killed.signal(signal.SIGKILL)  # as when out of memory; workers save and exit
     assert ended(killed) == 128 + signal.SIGKILL
-    assert statuses_of(folder, ["seed=1", "seed=2"]) == [COMPLETED, "interrupted"]
+    assert [point.status for point in read_sweep(folder)] == [COMPLETED, "interrupted"]
     files = {path: path.stat().st_mtime_ns for path in (folder / "seed=1").rglob("*") if path.is_file()}
-    assert len(files) > 5
 
     interrupted = start("seed=range(1,4)", *line, held="seed=2")
     os.killpg(interrupted.pid, signal.SIGINT)  # Ctrl-C in a terminal
@@ -492,16 +446,13 @@ def test_a_killed_and_an_interrupted_sweep_resume_and_complete(start, tmp_path, 
     assert (folder / "seed=2" / "log.txt").read_text().count("step 10/20") == 1  # and did not begin anew
 
     # Weights & Biases has a run per job, and one for the summary.
-    for name in ("seed=2", "seed=3"):
+    for name, tags in {"seed=2": [], "seed=3": [], "": ["summary"]}.items():
         (started,) = (record["run"] for record in wandb_records(folder / name) if record["type"] == "run")
-        assert (started["display_name"], started["run_group"]) == (name, folder.name)
-        assert started["tags"] == ["fox", "sweep"]
-    (started,) = (record["run"] for record in wandb_records(folder) if record["type"] == "run")
-    assert (started["run_group"], set(started["tags"])) == (folder.name, {"fox", "sweep", "summary"})
+        assert (started["display_name"], started["run_group"]) == (name or "sweep summary", "sweep")
+        assert set(started["tags"]) == {"fox", "sweep", *tags}
     assert "The lowest loss is" in json.dumps(wandb_records(folder))  # the answer, in its summary
-    assert "upload later with: wandb sync sweep/wandb sweep/*/wandb" in sweep.stderr.splitlines()[-1]
-    (offline,) = (folder / "wandb").glob("offline-run-*")
-    (logged,) = offline.rglob("*.table.json")
+    assert "upload later with: wandb sync sweep/wandb sweep/*/wandb" in sweep.stderr
+    (logged,) = (folder / "wandb").rglob("*.table.json")
     assert json.loads(logged.read_text())["data"] == [list(row.values()) for row in table(folder / "sweep.csv")]
-    (plot,) = offline.rglob("*.png")
+    (plot,) = (folder / "wandb").rglob("offline-run-*/**/*.png")
     assert plot.read_bytes() == (folder / "sweep.png").read_bytes()

@@ -78,16 +78,14 @@ def test_a_program_returns_its_value_or_chooses_its_exit_code(capsys):
 
 
 @pytest.mark.parametrize(
-    ("error", "ranks"), [(UserError("bad input"), [0]), (RunError("lost"), [0, 1]), (Interrupted(signal.SIGTERM), [0])]
+    ("error", "ranks"), [(UserError("bad input"), 1), (RunError("lost"), 2), (Interrupted(signal.SIGTERM), 1)]
 )
 def test_an_error_of_all_ranks_is_printed_by_rank_zero(monkeypatch, capsys, error, ranks):
-    output = []
-    for rank in (0, 1):
-        monkeypatch.setenv("LOCAL_RANK", str(rank))
+    for rank in "10":
+        monkeypatch.setenv("LOCAL_RANK", rank)
         with pytest.raises(SystemExit):
             failing(error)()
-        output += [rank] * capsys.readouterr().err.count("\n")
-    assert output == ranks
+        assert (rank == "0" or ranks == 2) == bool(capsys.readouterr().err)
 
 
 def test_a_warning_is_a_printable_line_by_rank_zero(monkeypatch, capsys):
@@ -101,27 +99,24 @@ def test_a_warning_is_a_printable_line_by_rank_zero(monkeypatch, capsys):
 # Names that were nearly right.
 
 
-@pytest.mark.parametrize(
-    ("override", "output"),
-    [
-        ("optimizer.lrr=1e-3", ["optimizer.lrr", "did you mean optimizer.lr?"]),
-        ("model.n_heads=4", ["model.n_heads does not exist (did you mean model.n_head?)"]),
-        ("experiment=nanogpt", ["experiment=nanogpt does not exist (did you mean nanogpt_"]),
-        ("model=bab", ["model=bab", "did you mean baby?", "gpt2_xl, nano"]),
-        ("max_steps", ["override max_steps", "key=value"]),
-        ("lr=1e-3", ["lr does not exist (did you mean optimizer.lr?)"]),
-        ("tokenizer.vocab_size=512", ["tokenizer.vocab_size does not exist here; it belongs to tokenizer=bpe"]),
-        ("frobnicate=1", ["frobnicate does not exist;"]),
-        ("model=true", ["Config group override must be a string"]),
-    ],
-)
-def test_a_mistyped_override_is_explained_by_what_there_is(override, output):
+MISTYPED = {
+    "optimizer.lrr=1e-3": "optimizer.lrr does not exist (did you mean optimizer.lr?); --help lists them",
+    "lr=1e-3": "lr does not exist (did you mean optimizer.lr?)",
+    "frobnicate=1": "frobnicate does not exist;",
+    "experiment=nanogpt": "experiment=nanogpt does not exist (did you mean nanogpt_",
+    "max_steps": "cannot parse the override max_steps; write key=value",
+    "model=true": "Config group override must be a string",
+}
+
+
+@pytest.mark.parametrize("override", MISTYPED)
+def test_a_mistyped_override_is_explained_by_what_there_is(override):
     with pytest.raises(Exception, match=r".") as raised:
         composed(override)
     message, code = explain(raised.value)
     assert code == 2
     assert message.startswith("error: ")
-    assert all(part in message for part in output)
+    assert MISTYPED[override] in message
 
 
 def test_an_error_of_a_function_that_hydra_calls_is_not_explained_as_one_of_hydra():
@@ -130,52 +125,47 @@ def test_an_error_of_a_function_that_hydra_calls_is_not_explained_as_one_of_hydr
     assert explain(raised.value) == (f"error: StatisticsError: mean requires at least one data point {SHOWN}", 1)
 
 
-# A closed pipe.
+# Programs: with a closed pipe, a full disk, and signals.
 
 
-def run_into(stdout, body):
-    program = f"from minigpt.utils.cli import cli_entrypoint\n@cli_entrypoint\ndef main():\n    {body}\nmain()\n"
-    # Python buffers what it prints into a pipe or a file, unless this variable is set.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    return subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True
+def run(body, **streams):
+    """Run a program with this body; return its exit code and its stderr."""
+    imports = (
+        "import os; from minigpt.utils.cli import *; from minigpt.utils.signals import *; exit_on_requeue_signal()"
     )
+    program = f"{imports}\n@cli_entrypoint\ndef main():\n    {body}\nmain()\n"
+    # Python buffers what it prints into a pipe or a file, unless this variable is set.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, **streams)
+    return done.returncode, done.stderr
 
 
 @pytest.mark.parametrize(
-    ("body", "code", "stderr"),
+    ("body", "expected"),
     [
-        ("for i in range(100_000): print(i)", 0, ""),
-        ("print('a few words'); raise ValueError('lost')", 1, f"error: ValueError: lost {SHOWN}\n"),
+        ("for i in range(100_000): print(i)", (0, "")),
+        ("print('a few words'); raise ValueError('lost')", (1, f"error: ValueError: lost {SHOWN}\n")),
     ],
 )
-def test_a_closed_pipe_is_no_error_and_hides_none(body, code, stderr):
+def test_a_closed_pipe_is_no_error_and_hides_none(body, expected):
     reader, writer = os.pipe()
     os.close(reader)
-    done = run_into(writer, body)
+    assert run(body, stdout=writer) == expected
     os.close(writer)
-    assert (done.returncode, done.stderr) == (code, stderr)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_output_to_a_full_disk_is_an_error_in_one_line():
     with open("/dev/full", "w") as full:
-        done = run_into(full, "print('a few words')")
-    assert (done.returncode, done.stderr) == (1, f"error: {FULL}\n")
+        assert run("print('a few words')", stdout=full) == (1, f"error: {FULL}\n")
+
+
+@pytest.mark.parametrize(("start", "stderr"), [("", ""), ("with raise_on_signal(): ", "interrupted by SIGUSR1\n")])
+def test_a_preempted_run_exits_with_the_requeue_code_also_before_it_starts(start, stderr):
+    assert run(f"{start}os.kill(os.getpid(), REQUEUE_SIGNAL)") == (75, stderr)
 
 
 def test_a_signal_is_not_swallowed_by_except_exception():
     with pytest.raises(Interrupted), raise_on_signal(), suppress(Exception):
         signal.raise_signal(signal.SIGTERM)
-
-
-@pytest.mark.parametrize(("started", "stderr"), [(False, ""), (True, "interrupted by SIGUSR1\n")])
-def test_a_preempted_run_exits_with_the_requeue_code_also_before_it_starts(started, stderr):
-    program = (
-        "import os; from minigpt.utils.cli import *; from minigpt.utils.signals import *; exit_on_requeue_signal()"
-    )
-    act = "os.kill(os.getpid(), REQUEUE_SIGNAL)"
-    body = f"\n    with raise_on_signal(): {act}" if started else f" {act}"
-    program += f"\n@cli_entrypoint\ndef main():{body}\nmain()"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (75, stderr)
