@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from matplotlib import image
-from small_runs import ROOT, SCRIPTS, composed
+from models import draw_weights
+from small_runs import SCRIPTS, composed
 
 from minigpt.config import GPTConfig
 from minigpt.model import GPT
@@ -37,24 +37,47 @@ def test_runs_are_compared_with_bare_loops(small: list[str], tmp_path: Path) -> 
     # Later overrides win over those of the benchmark.
     own = [setting for setting in small if not setting.startswith(("max_steps", "eval_every"))]
     bench("step", "--steps", "12", "--rounds", "1", "--overrides", *own, folder=tmp_path)
-    (row,) = json.loads((tmp_path / "runs/bench/step.json").read_text(encoding="utf-8"))["rows"]
+    (row,) = json.loads((tmp_path / "runs/bench/step.json").read_text())["rows"]
     ours, bare, baseline = (row[f"nanogpt_cpu: {loop} tokens/s"] for loop in ("minigpt", "bare", "baseline"))
     assert row["nanogpt_cpu: ratio"] == pytest.approx(ours / bare)
     assert row["nanogpt_cpu: ratio to baseline"] == pytest.approx(ours / baseline)
 
 
 @pytest.mark.slow
+def test_the_time_to_loss_benchmark_runs_the_baseline_and_the_recipes(small: list[str], tmp_path: Path) -> None:
+    options = ["--recipes", "baseline,sprint_cpu eval_every=5", "--rounds", "1", "--losses", "4,0.1"]
+    output = bench("time_to_loss", *options, "--overrides", *small, folder=tmp_path)
+    rows = json.loads((tmp_path / "runs/bench/time_to_loss.json").read_text())["rows"]
+    assert [(row["recipe"], len(row["curve"])) for row in rows] == [("baseline", 2), ("sprint_cpu", 4)]
+    for row in rows:
+        first = next(point for point in row["curve"] if point["loss"] <= 4)
+        assert row["crossings"] == {"4.0": first, "0.1": None}
+        assert 0 < first["seconds"] <= row["train s"] + 0.01
+    assert output.count("\n| ") == 1 + 2
+    assert (tmp_path / "runs/bench/time_to_loss.png").exists()
+
+
+def test_the_sampling_benchmark_compares_with_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sampling
+
+    monkeypatch.setattr(sampling, "SHAPES", {"tiny": {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 16}})
+    (row,) = sampling.sampling(argparse.Namespace(rounds=1), tmp_path)
+    ours, theirs = (row[f"tiny, 1 stream: {name} tokens/s"] for name in ("minigpt", "transformers"))
+    assert row["tiny, 1 stream: over transformers"] == pytest.approx(ours / theirs)
+
+
+@pytest.mark.slow
 def test_every_part_of_the_gpu_benchmark_is_rehearsed_on_a_cpu(tmp_path: Path) -> None:
     output = bench("--rehearse", "--seeds", "1", "--out", "rows.jsonl", script="bench/gpu.py", folder=tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
-    page, parts = (ROOT / "docs/gpu.md").read_text(encoding="utf-8"), dict.fromkeys(row["part"] for row in rows)
-    assert [*parts] == ["check", "recipes", "gpt2", "sampling", "memory", "minutes", "threads"]
-    assert all(f"**{part}.**" in page and f"| {part} " in output for part in parts)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    parts = [*dict.fromkeys(row["part"] for row in rows)]
+    assert parts == ["check", "recipes", "gpt2", "sampling", "memory", "minutes", "threads"]
+    assert all(f"| {part} " in output for part in parts)
     assert not any("error" in row for row in rows)
     assert {row["machine"].split(",")[0] for row in rows} == {"REHEARSAL on a CPU"}
 
 
-def test_a_row_that_fails_leaves_those_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_that_fails_leaves_those_before(tmp_path: Path) -> None:
     import gpu
 
     file = tmp_path / "rows.jsonl"
@@ -68,8 +91,7 @@ def test_a_row_that_fails_leaves_those_before(tmp_path: Path, capsys: pytest.Cap
     with session.row("memory", "gpt2"):
         raise ValueError("no such kernel")
     assert session.failed
-    assert "memory: gpt2: ValueError: no such kernel" in capsys.readouterr().err
-    assert len(file.read_text(encoding="utf-8").splitlines()) == 5
+    assert len(file.read_text().splitlines()) == 5
     assert "| batch 8 | 20.000 (10.000–30.000) |" in gpu.tables(file)
 
 
@@ -78,17 +100,16 @@ def test_the_baseline_equals_the_recipe_of_nanogpt(device: str, params: int) -> 
     """Same size, same loss with the same weights, same learning rate at every step."""
     import bare_nanogpt as nanogpt
 
-    torch.manual_seed(0)
     recipe = nanogpt.RECIPES[device]
     cfg = composed(f"experiment=nanogpt_{'cpu' if device == 'cpu' else 'gpu'}")
     ours, baseline = GPT(GPTConfig(**{**cfg.model, "vocab_size": 65})).eval(), nanogpt.GPT(65, recipe).eval()
     assert sum(p.numel() for p in baseline.parameters()) == ours.num_params() == params
     values = cfg.data.batch_size, cfg.model.block_size, cfg.model.dropout
     assert values == (recipe.batch, recipe.block, recipe.dropout)
+    draw_weights(ours)
     with torch.no_grad():  # both order parameters from the embeddings to the final norm, block by block
         for weight, reference in zip(ours.parameters(), baseline.parameters(), strict=True):
-            assert weight.shape == reference.shape
-            weight.copy_(reference.normal_(std=0.2))
+            reference.copy_(weight)
     x, y = torch.randint(65, (2, 3, 64))
     torch.testing.assert_close(baseline(x, y), ours(x, y))
     for step in range(cfg.max_steps):
@@ -99,35 +120,9 @@ def test_the_baseline_equals_the_recipe_of_nanogpt(device: str, params: int) -> 
 def test_the_baseline_validates_on_every_token_but_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     import bare_nanogpt as nanogpt
 
-    torch.manual_seed(0)
     monkeypatch.setattr(nanogpt, "VAL_BATCH", 2)
     model, tokens = nanogpt.GPT(9, nanogpt.RECIPES["cpu"]), torch.randint(9, (5 * 64 + 7,))
-    with torch.no_grad():
-        windows = [slice(start, min(start + 64, len(tokens) - 1)) for start in range(0, len(tokens) - 1, 64)]
-        losses = [model(tokens[None, :-1][:, at], tokens[None, 1:][:, at]).item() for at in windows]
-    mean = np.average(losses, weights=[at.stop - at.start for at in windows])
+    windows = [tokens[start : start + 65] for start in range(0, 5 * 64 + 6, 64)]
+    losses = [model(window[None, :-1], window[None, 1:]).item() for window in windows]
+    mean = np.average(losses, weights=[len(window) - 1 for window in windows])
     assert nanogpt.validate(model, tokens) == pytest.approx(mean, rel=1e-5)
-
-
-@pytest.mark.slow
-def test_the_time_to_loss_benchmark_runs_the_baseline_and_the_recipes(small: list[str], tmp_path: Path) -> None:
-    options = ["--recipes", "baseline,sprint_cpu eval_every=5", "--rounds", "1", "--losses", "4,0.1"]
-    output = bench("time_to_loss", *options, "--overrides", *small, folder=tmp_path)
-    rows = json.loads((tmp_path / "runs/bench/time_to_loss.json").read_text(encoding="utf-8"))["rows"]
-    assert [(row["recipe"], len(row["curve"])) for row in rows] == [("baseline", 2), ("sprint_cpu", 4)]
-    for row in rows:
-        first = next(point for point in row["curve"] if point["loss"] <= 4)
-        assert row["crossings"] == {"4.0": first, "0.1": None}
-        assert 0 < first["seconds"] <= row["train s"] + 0.01
-    assert output.count("\n| ") == 1 + 2
-    assert image.imread(tmp_path / "runs/bench/time_to_loss.png").shape[1] >= 1000
-
-
-@pytest.mark.slow
-def test_the_sampling_benchmark_compares_with_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sampling
-
-    monkeypatch.setattr(sampling, "SHAPES", {"tiny": {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 16}})
-    (row,) = sampling.sampling(argparse.Namespace(rounds=1), tmp_path)
-    ours, theirs = (row[f"tiny, 1 stream: {name} tokens/s"] for name in ("minigpt", "transformers"))
-    assert row["tiny, 1 stream: over transformers"] == pytest.approx(ours / theirs)
