@@ -5,7 +5,6 @@ import math
 import re
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +28,8 @@ TEXT = "To bé, or not to be: that is the quéstion"  # above the block size
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_run(tmp_path_factory.mktemp("runs") / "tiny")
-    (folder / "metrics.csv").write_text("step,train_loss,val_loss\n1,5.5,\n2,,5.25\n")
-    (folder / "samples.txt").write_text("── step 2, validation loss 5.2500 ──\nROMEO:\n\nhm\n\n")
-    return folder
-
-
-@pytest.fixture(scope="module")
 def model(run: Path) -> GPT:
     return load_checkpoint(run)[0]
-
-
-@pytest.fixture(scope="module")
-def http(run: Path, gpt2_folder: Path) -> Iterator[httpx.Client]:
-    with serving([run, gpt2_folder]) as server, httpx.Client(base_url=server.url, timeout=30) as client:
-        yield client
 
 
 def post(http: httpx.Client, path: str, **body: Any) -> httpx.Response:
