@@ -22,7 +22,6 @@ from minigpt.generation import score
 from minigpt.interpret.heads import attention_maps
 from minigpt.interpret.learning import learning_curves
 from minigpt.runs.run_dir import lock_run_dir, run_status
-from minigpt.serve.page_api import MAX_SCORED
 
 TEXT = "To bé, or not to be: that is the quéstion"  # above the block size
 
@@ -125,24 +124,6 @@ def test_the_history_is_that_of_the_run(http: httpx.Client, gpt2_folder: Path) -
         "status": "",
     }
     assert http.get(f"/api/history/{gpt2_folder.name}").json() == {"steps": [], "status": ""}
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "message"),
-    [
-        ("score", {"text": 3}, "text must be a text, got 3"),
-        ("score", {"text": "a" * (MAX_SCORED + 1)}, "the text must be at most 32,768 tokens long, got 32,769 tokens"),
-        ("score", {"ids": [1, 256]}, "a prompt must be a non-empty sequence of token ids in [0, 256)"),
-        ("generate", {"max_tokens": 0}, "max_tokens must be an integer in [1, 65536], got 0"),
-        ("attention", {"ids": [1]}, "layer must be an integer ≥ 0, got None"),
-        ("attention", {"ids": [1], "layer": 2}, "layer must be an integer in [0, 1], got 2"),
-        ("attention", {"ids": [1], "layer": 0, "head": 2}, "head must be an integer in [0, 1], or null, got 2"),
-    ],
-)
-def test_bad_input_is_one_line(path: str, body: dict[str, Any], message: str, http: httpx.Client) -> None:
-    response = post(http, path, **body)
-    assert response.status_code == 400
-    assert response.json()["error"]["message"].startswith(message)
 
 
 def test_the_page_and_its_files_are_served_without_a_key(run: Path) -> None:
