@@ -19,6 +19,7 @@ from minigpt.serve.server import create_app, new_server, open_socket
 from minigpt.utils.errors import RunError
 
 ENGINE: Any = Engine
+BYTES: dict[str, Any] = {"std": 0.3, "vocab_size": 256, "block_size": 32}  # of a model with random weights
 
 
 class SmallEngine(Engine):
@@ -47,7 +48,7 @@ class BrokenEngine(Engine):
 
 def make_run(folder: Path, **settings: Any) -> Path:
     """Write the run folder of a model of bytes with random weights."""
-    return write_run(folder, make_model(**{"std": 0.3, "vocab_size": 256, "block_size": 32, **settings}))
+    return write_run(folder, make_model(**BYTES | settings))
 
 
 @contextmanager

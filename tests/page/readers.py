@@ -9,8 +9,6 @@ from small_runs import wait_until
 webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium: pip install selenium")
 ActionChains, Keys = webdriver.ActionChains, webdriver.Keys
 Select = pytest.importorskip("selenium.webdriver.support.ui").Select
-_PLACES = ["file", pytest.param("server", marks=pytest.mark.slow)]
-slow_on_server = pytest.mark.parametrize("reader", _PLACES, indirect=True)
 
 
 class Reader:

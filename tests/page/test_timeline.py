@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import write_run
-from readers import Keys, Reader, slow_on_server
+from readers import Keys, Reader
 from servers import serving
 from sites import CHARACTERS, LEARNED, MODELS, PROMPT, STEPS, continuation, logprobs, loss_of, random_model
 from small_runs import wait_until
@@ -44,7 +44,7 @@ def wait_for_continuation(reader: Reader, name: str, text: str = PROMPT, model: 
     assert reader.find("#second-name").text == f"Continued by {name}"
 
 
-@slow_on_server
+@pytest.mark.parametrize("reader", ["file", pytest.param("server", marks=pytest.mark.slow)], indirect=True)
 def test_the_slider_shows_how_each_snapshot_reads_and_continues_the_text(reader: Reader) -> None:
     reader.write(PROMPT)
     assert place(reader) == TRAINED

@@ -5,45 +5,30 @@ import math
 import re
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
-from servers import make_run, serving
-from small_runs import wait_until
+from models import make_model
+from servers import BYTES, make_run, serving
 
-from minigpt import GPT, generate, load_checkpoint
-from minigpt.checkpoints.find import find_snapshots, snapshot_path
+from minigpt import GPT, generate, load_checkpoint, save_checkpoint
+from minigpt.checkpoints.find import BEST, find_snapshots, snapshot_path
 from minigpt.checkpoints.init_from import Pretrained
+from minigpt.data.tokenizer import ByteTokenizer
 from minigpt.generation import score
 from minigpt.interpret.heads import attention_maps
 from minigpt.interpret.learning import learning_curves
 from minigpt.runs.run_dir import lock_run_dir, run_status
-from minigpt.serve.page_api import MAX_SCORED
 
 TEXT = "To bé, or not to be: that is the quéstion"  # above the block size
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = make_run(tmp_path_factory.mktemp("runs") / "tiny")
-    (folder / "metrics.csv").write_text("step,train_loss,val_loss\n1,5.5,\n2,,5.25\n")
-    (folder / "samples.txt").write_text("── step 2, validation loss 5.2500 ──\nROMEO:\n\nhm\n\n")
-    return folder
-
-
-@pytest.fixture(scope="module")
 def model(run: Path) -> GPT:
     return load_checkpoint(run)[0]
-
-
-@pytest.fixture(scope="module")
-def http(run: Path, gpt2_folder: Path) -> Iterator[httpx.Client]:
-    with serving([run, gpt2_folder]) as server, httpx.Client(base_url=server.url, timeout=30) as client:
-        yield client
 
 
 def post(http: httpx.Client, path: str, **body: Any) -> httpx.Response:
@@ -141,24 +126,6 @@ def test_the_history_is_that_of_the_run(http: httpx.Client, gpt2_folder: Path) -
     assert http.get(f"/api/history/{gpt2_folder.name}").json() == {"steps": [], "status": ""}
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "message"),
-    [
-        ("score", {"text": 3}, "text must be a text, got 3"),
-        ("score", {"text": "a" * (MAX_SCORED + 1)}, "the text must be at most 32,768 tokens long, got 32,769 tokens"),
-        ("score", {"ids": [1, 256]}, "a prompt must be a non-empty sequence of token ids in [0, 256)"),
-        ("generate", {"max_tokens": 0}, "max_tokens must be an integer in [1, 65536], got 0"),
-        ("attention", {"ids": [1]}, "layer must be an integer ≥ 0, got None"),
-        ("attention", {"ids": [1], "layer": 2}, "layer must be an integer in [0, 1], got 2"),
-        ("attention", {"ids": [1], "layer": 0, "head": 2}, "head must be an integer in [0, 1], or null, got 2"),
-    ],
-)
-def test_bad_input_is_one_line(path: str, body: dict[str, Any], message: str, http: httpx.Client) -> None:
-    response = post(http, path, **body)
-    assert response.status_code == 400
-    assert response.json()["error"]["message"].startswith(message)
-
-
 def test_the_page_and_its_files_are_served_without_a_key(run: Path) -> None:
     with serving([run], key="secret") as server, httpx.Client(base_url=server.url) as http:
         for path, kind in [("/", "text/html"), ("/index.html", "text/html"), ("/server.js", "text/javascript")]:
@@ -224,76 +191,50 @@ def test_every_request_is_logged_without_its_text_and_key(run: Path, capfd: pyte
     assert "secret" not in "".join(logged)
 
 
-def test_the_page_takes_the_key_from_its_address_or_asks_for_it(run: Path, browser: Any) -> None:
-    with serving([run], key="sec%ret#&") as server:
-        browser.get(f"{server.url}/#key=sec%25ret%23%26")
-        wait_until(lambda: browser.execute_script("return document.querySelector('#facts').textContent"))
-        assert "key" not in browser.current_url
-        asked = """
-            const done = arguments[0];
-            let asked = 0;
-            window.prompt = () => { asked += 1; return "sec%ret#&"; };
-            sessionStorage.setItem("key", "wrong");
-            Promise.all([backend.describe("tiny"), backend.history("tiny")]).then(() => done(asked));"""
-        assert browser.execute_async_script(asked) == 1
-        refused = """
-            const done = arguments[0];
-            sessionStorage.clear();
-            window.prompt = () => null;
-            backend.history("tiny").catch(error => done(error.message));"""
-        assert browser.execute_async_script(refused).startswith("the key is wrong or missing")
-
-
 def add_snapshot(run: Path, step: int) -> GPT:
     """Add the snapshot of a step, with other random weights than those of the run, and return its model."""
-    make_run(run / "other", seed=step + 1)
-    snapshot_path(run, step).parent.mkdir(exist_ok=True)
-    (run / "other/checkpoints/best.safetensors").replace(snapshot_path(run, step))
-    shutil.rmtree(run / "other")
-    return load_checkpoint(run, step=step)[0]
+    model = make_model(seed=step + 1, **BYTES)
+    save_checkpoint(model, ByteTokenizer(), snapshot_path(run, step))
+    return model
 
 
-def nats(tokens: list[dict[str, Any]]) -> list[float]:
-    return [token["logprob"] for token in tokens[1:]]
+def assert_scored_by(model: GPT, http: httpx.Client, name: str) -> None:
+    ids = list(b"to be")
+    logprobs = [token["logprob"] for token in post(http, "score", model=name, ids=ids).json()["tokens"][1:]]
+    assert logprobs == pytest.approx(score(model, ids[1:], ids[:1]).logprobs.tolist(), abs=1e-4)
 
 
 def test_the_name_of_a_run_with_a_step_is_a_snapshot(tmp_path: Path) -> None:
-    run, ids = make_run(tmp_path / "tiny"), list(b"to be")
+    run = make_run(tmp_path / "tiny")
     models = {step: add_snapshot(run, step) for step in (0, 7)}
     snapshot_path(run, 9).write_bytes(b"damaged")
     with serving([run]) as server, httpx.Client(base_url=server.url, timeout=30) as http:
         assert http.get("/api/history/tiny").json() == {"steps": [0, 7, 9], "status": ""}
         for step, model in models.items():
-            tokens = post(http, "score", model=f"tiny@{step}", ids=ids).json()["tokens"]
-            assert nats(tokens) == pytest.approx(score(model, ids[1:], ids[:1]).logprobs.tolist(), abs=1e-4)
+            assert_scored_by(model, http, f"tiny@{step}")
         completion = {"model": "tiny@7", "prompt": "to be", "max_tokens": 5, "temperature": 0}
-        (greedy,) = generate(models[7], ids, max_new_tokens=5, temperature=0)
+        (greedy,) = generate(models[7], list(b"to be"), max_new_tokens=5, temperature=0)
         answer = http.post("/v1/completions", json=completion).json()["choices"][0]["text"]
         assert answer == bytes(greedy.tokens).decode(errors="replace")
         assert http.get("/v1/models/tiny@7").json()["id"] == "tiny@7"
         for name in ("tiny@8", "tiny@", "other@7", "tiny@-7"):
-            assert post(http, "score", model=name, ids=ids).status_code == 404
-        damaged = post(http, "score", model="tiny@9", ids=ids)
+            assert post(http, "score", model=name, ids=[1]).status_code == 404
+        damaged = post(http, "score", model="tiny@9", ids=[1])
         assert (damaged.status_code, "is not a complete checkpoint" in damaged.text) == (500, True)
 
 
 def test_a_run_that_trains_is_served_with_its_newest_weights(tmp_path: Path) -> None:
-    run, ids = tmp_path / "new", list(b"to be")
+    run = tmp_path / "new"
     (run / "checkpoints").mkdir(parents=True)
     with lock_run_dir(run):
         (run / "metrics.csv").write_text("step,train_loss,val_loss\n1,5.5,\n")
         first = add_snapshot(run, 0)
         with serving([run]) as server, httpx.Client(base_url=server.url, timeout=30) as http:
             assert http.get("/api/history/new").json()["status"] == "running"
-            assert nats(post(http, "score", model="new", ids=ids).json()["tokens"]) == pytest.approx(
-                score(first, ids[1:], ids[:1]).logprobs.tolist(), abs=1e-4
-            )
-            make_run(tmp_path / "best", seed=9)
-            (tmp_path / "best/checkpoints/best.safetensors").replace(run / "checkpoints/best.safetensors")
-            best = load_checkpoint(run)[0]
-            assert nats(post(http, "score", model="new", ids=ids).json()["tokens"]) == pytest.approx(
-                score(best, ids[1:], ids[:1]).logprobs.tolist(), abs=1e-4
-            )
+            assert_scored_by(first, http, "new")
+            best = make_model(seed=9, **BYTES)
+            save_checkpoint(best, ByteTokenizer(), run / BEST)
+            assert_scored_by(best, http, "new")
     (run / "summary.json").write_text('{"status": "failed", "reason": "the loss is NaN"}')
     assert run_status(run) == "failed: the loss is NaN"
 
@@ -301,7 +242,10 @@ def test_a_run_that_trains_is_served_with_its_newest_weights(tmp_path: Path) -> 
 def test_a_text_is_compared_with_the_training_text_and_snapshots_are_measured(
     train: Any, tmp_path: Path, text: Path
 ) -> None:
-    folder, copied = train("callbacks.snapshots.count=3").folder, text.read_text(encoding="utf-8")[50:120]
+    folder, copied = (
+        train("callbacks.snapshots.count=3", "max_steps=5").folder,
+        text.read_text(encoding="utf-8")[50:120],
+    )
     with serving([folder]) as server, httpx.Client(base_url=server.url, timeout=60) as http:
         found = post(http, "originality", model="run", text=f"zzz{copied}").json()
         assert [(span["start"], span["end"]) for span in found["text"]["spans"]] == [(3, 73)]
@@ -309,12 +253,12 @@ def test_a_text_is_compared_with_the_training_text_and_snapshots_are_measured(
         assert found["validation"].keys() == {"new", "longest"}
         measured = http.get("/api/learning/run").json()
         assert measured == json.loads(json.dumps(learning_curves(folder)))
-        assert [snapshot["step"] for snapshot in measured] == [0, 1, 20]
+        assert [snapshot["step"] for snapshot in measured] == [0, 1, 5]
         assert post(http, "originality", model="run", text="a" * 20_001).status_code == 400
         (tmp_path / "data").rename(tmp_path / "moved")
         for file in find_snapshots(folder).values():
             file.touch()
-        (folder / "checkpoints/best.safetensors").touch()
+        (folder / BEST).touch()
         for answer in (post(http, "originality", model="run", text="a"), http.get("/api/learning/run")):
             assert answer.status_code == 400
             assert "the token files of the run are not in" in answer.json()["error"]["message"]
