@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from . import FAULTS
-from .tools import Fault, Skipped, training_text
+from .tools import Fault, Skipped, shared
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "reliability.md"
 TABLE_BEGIN, TABLE_END = "<!-- start of the table that make faults writes -->", "<!-- end of the table -->"
@@ -40,7 +40,7 @@ def main() -> None:
     if options.quick:
         chosen = [fault for fault in chosen if fault.suite != "none"]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes inherit an ignored SIGINT
-    training_text()  # before the threads of trials, which share it
+    shared()  # before the threads of trials, which share it
     rows = []
     for fault in chosen:
         rows.append(run_trials(fault, 1 if options.quick else options.trials or fault.trials, options.seed))

@@ -1,4 +1,4 @@
-"""Faults in data and disks: a corrupt checkpoint, a NaN loss, full and read-only disks, a missing home."""
+"""Faults in data and disks: a corrupt checkpoint, full and read-only disks, a missing home."""
 
 import os
 import re
@@ -10,66 +10,31 @@ from pathlib import Path
 from random import Random
 
 from minigpt.checkpoints.find import BEST, LAST, PREVIOUS
-from minigpt.checkpoints.format import read, write
-from minigpt.checkpoints.load import load_checkpoint
+from minigpt.checkpoints.format import read
 from minigpt.utils.errors import UserError
 
-from .tools import EVAL_EVERY, STEPS, Fault, Run, Skipped, assert_resumes, assert_same_run, reference, training_text
+from .tools import EVAL_EVERY, STEPS, Fault, Run, Skipped, assert_resumes, assert_same_run, reference
 
 LOG_EVERY_STEP = "log_every=1"  # metrics.csv must outgrow one memory page, the unit in which a tmpfs fills up
 
 
-def flip_bit(file: Path, rng: Random) -> None:
-    content = bytearray(file.read_bytes())
-    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-    file.unlink()  # a run killed between a link and a renaming has one file under two names
-    file.write_bytes(content)
-
-
 def corrupt_last(workdir: Path, rng: Random) -> str | None:
-    """Corrupt the last checkpoint of a killed run: the run resumes from the previous one."""
-    folder = killed_run(workdir / "run", rng)
-    step = read_step(folder / LAST)
-    flip_bit(folder / LAST, rng)
+    """Flip a bit of the last checkpoint of a killed run: the run resumes from the previous one."""
+    run = Run(workdir / "run")
+    last, previous = run.folder / LAST, run.folder / PREVIOUS
+    after = rng.randrange(EVAL_EVERY, STEPS - 2 * EVAL_EVERY + 1)
+    run.wait_for(lambda: previous.exists() and read_step(previous) >= after)
+    run.kill()
+    step, content = read_step(last), bytearray(last.read_bytes())
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    last.unlink()  # a run killed between a link and a renaming has one file under two names
+    last.write_bytes(content)
     try:
-        detected = read_step(folder / LAST) != step
+        detected = read_step(last) != step
     except UserError:
         detected = True
-    assert_resumes(folder, warning=f"warning: {folder / LAST} " if detected else "")
+    assert_resumes(run.folder, warning=f"warning: {last} " if detected else "")
     return None if detected else "in unused bytes"
-
-
-def killed_run(folder: Path, rng: Random, *overrides: str) -> Path:
-    """The folder of a run that was killed after it had written all three checkpoints."""
-    run = Run(folder, *overrides)
-    after = rng.randrange(2 * EVAL_EVERY, STEPS - EVAL_EVERY + 1)
-    run.wait_for(lambda: (folder / PREVIOUS).exists() and read_step(folder / PREVIOUS) >= after - EVAL_EVERY)
-    run.kill()
-    return folder
-
-
-def nan_loss(workdir: Path, rng: Random) -> str | None:
-    """Make the loss NaN at some batches: the run stops at the first, and the last good checkpoint stays."""
-    letters = list(training_text().read_text())
-    for at in rng.sample(range(int(0.85 * len(letters))), 40):  # in the training split
-        letters[at] = "§"
-    (workdir / "poisoned.txt").write_text("".join(letters))
-    settings = (f"data.path={workdir}/poisoned.txt", "model.tie_embeddings=false")
-    folder = killed_run(workdir / "run", rng, *settings)
-    content, (_, tokenizer) = read(folder / LAST), load_checkpoint(folder / LAST)
-    for weights in ("state_dict", "unaveraged"):
-        content[weights]["model.wte.weight"][tokenizer.encode("§")] = 3e38  # the sum over the row is infinite
-    write(content, folder / LAST)
-
-    run = Run(folder, *settings, "resume=auto")
-    if (code := run.wait()) == 0:
-        return "with no poisoned batch after the checkpoint"
-    assert code == 1, f"exit code {code}: {run.stderr}"
-    stopped = re.fullmatch(r"error: the loss is \w+ at step (\d+) \(learning rate [\d.e-]+\); .*", *run.messages)
-    assert stopped, run.stderr
-    assert read_step(folder / LAST) < int(stopped[1])
-    load_checkpoint(folder / LAST)  # checks that its weights are finite
-    return None
 
 
 def read_step(file: Path) -> int:
@@ -97,11 +62,9 @@ def remount(folder: Path, options: str) -> None:
 def full_for_token_files(workdir: Path, rng: Random) -> None:
     """The disk is full when token files are written."""
     with tmpfs(workdir, f"size={rng.randrange(1, 12) * 4}k") as disk:
-        run = Run(workdir / "run", f"data.folder={disk}/data")
-        assert_disk_full(run)
+        assert_disk_full(Run(workdir / "run", f"data.folder={disk}/data"))
         remount(disk, "size=1m")
-        run = Run(workdir / "run", f"data.folder={disk}/data", "resume=auto")
-        run.end()
+        Run(workdir / "run", f"data.folder={disk}/data", "resume=auto").end()
         assert_same_run(workdir / "run", reference())
 
 
@@ -109,8 +72,7 @@ def full_for_checkpoint(workdir: Path, rng: Random) -> str | None:
     """The disk is full when the first, second or third checkpoint is written."""
     size = (reference() / LAST).stat().st_size
     with tmpfs(workdir, f"size={int(rng.uniform(0.1, 2.8) * size / 1024)}k") as disk:
-        run = Run(disk / "run")
-        assert_disk_full(run)
+        assert_disk_full(Run(disk / "run"))
         written = [name for name in (LAST, PREVIOUS, BEST) if (disk / "run" / name).exists()]
         for name in written:
             read(disk / "run" / name)
@@ -125,17 +87,12 @@ def full_during_training(workdir: Path, rng: Random) -> None:
     with tmpfs(workdir, "size=64m") as disk:
         run = Run(disk / "run", LOG_EVERY_STEP)
         run.wait_for_step(rng.randrange(1, STEPS - EVAL_EVERY))
-        fill_disk(disk / "filler")
+        with suppress(OSError), open(disk / "filler", "wb", buffering=0) as filler:
+            while filler.write(bytes(1 << 20)):
+                pass
         assert_disk_full(run)
         (disk / "filler").unlink()
         assert_resumes(disk / "run", LOG_EVERY_STEP)
-
-
-def fill_disk(file: Path) -> None:
-    """Write to a file until the disk is full."""
-    with suppress(OSError), open(file, "wb", buffering=0) as filler:
-        while filler.write(bytes(1 << 20)):
-            pass
 
 
 def assert_disk_full(run: Run) -> None:
@@ -156,8 +113,7 @@ def read_only_data(workdir: Path, rng: Random) -> None:
     with tmpfs(workdir, "size=4m") as disk:
         missing = rng.random() < 0.5
         if not missing:
-            prepared = Run(workdir / "prepared", f"data.folder={disk}/data", "max_steps=1")
-            prepared.end()
+            Run(workdir / "prepared", f"data.folder={disk}/data", "max_steps=1").end()
         remount(disk, "ro")
         run = Run(workdir / "run", f"data.folder={disk}/data")
         run.end(2 if missing else 0)
@@ -181,7 +137,6 @@ def no_home(workdir: Path, rng: Random) -> None:
 
 FAULTS = [
     Fault("last.safetensors: bit flip", corrupt_last, 20, "fast"),
-    Fault("NaN loss", nan_loss, 20),
     Fault("disk full: token files", full_for_token_files, 6, "slow"),
     Fault("disk full: checkpoint", full_for_checkpoint, 8),
     Fault("disk full: during training", full_during_training, 8, "slow"),

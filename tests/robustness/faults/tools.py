@@ -1,8 +1,10 @@
 """Training runs as processes, waiting for the files that they write, and bitwise comparison of run folders."""
 
 import atexit
+import hashlib
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -11,10 +13,10 @@ from functools import cache, partial
 from pathlib import Path
 from random import Random
 from sys import addaudithook
-from threading import Lock
 from typing import Any
 
 import torch
+from filelock import FileLock
 from processes import Script, wait_for_imports
 from small_runs import TIMES, rows
 from torch.utils._pytree import keystr, tree_flatten_with_path
@@ -66,8 +68,8 @@ class Run(Script):
     """
 
     def __init__(self, folder: Path, *overrides: str, signal_at: tuple[int, int] = (0, 0), **options: Any) -> None:
-        self.folder, self.start = folder, time.monotonic()
-        arguments = [*SETTINGS, f"data.path={training_text()}", f"data.folder={shared()}/data", *overrides]
+        self.folder = folder
+        arguments = [*SETTINGS, f"data.path={shared()}/fox.txt", f"data.folder={shared()}/data", *overrides]
         output = shared() / f"{time.monotonic_ns()}"
         count = partial(count_operations, folder, output.with_suffix(".operations"), *signal_at)
         super().__init__("train.py", *arguments, f"hydra.run.dir={folder}", output=output, prepare=count, **options)
@@ -112,48 +114,26 @@ def count_operations(folder: Path, file: Path, at: int, signum: int) -> None:
 
 
 @cache
-def _temporary() -> Any:
-    return tempfile.TemporaryDirectory(prefix="minigpt-faults-")
-
-
 def shared() -> Path:
-    """A folder of this process; not of its runs, which also import this module."""
-    return Path(_temporary().name)
-
-
-@cache
-def training_text() -> Path:
-    """A small text that a small model can learn."""
-    file = shared() / "fox.txt"
+    """A folder of this process (its runs import this module, too), with a text that a small model can learn."""
+    folder = Path(tempfile.mkdtemp(prefix="minigpt-faults-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     lines = (f"{i}: the quick brown fox jumps over the lazy dog number {i * i % 97}.\n" for i in range(320))
-    file.write_text("".join(lines))
-    return file
-
-
-_reference_lock = Lock()
+    (folder / "fox.txt").write_text("".join(lines))
+    return folder
 
 
 def reference(*overrides: str) -> Path:
     """The folder of a run without a fault; runs once per set of overrides."""
-    with _reference_lock:
-        return _reference(*overrides)
-
-
-@cache
-def _reference(*overrides: str) -> Path:
-    folder = shared() / f"reference-{time.monotonic_ns()}"
-    wait_for_imports()
-    run = Run(folder, *overrides, cold_start="trainer=ddp" in overrides)
-    run.end()
-    (folder / "wall_seconds").write_text(str(time.monotonic() - run.start))
-    if (operations := run.files[0].with_suffix(".operations")).exists():
-        operations.rename(folder / "operations")
+    folder = shared() / hashlib.sha256(" ".join(overrides).encode()).hexdigest()
+    with FileLock(f"{folder}.lock"):  # trials are threads
+        if not (folder / "summary.json").exists():
+            wait_for_imports()
+            run = Run(folder, *overrides, cold_start="trainer=ddp" in overrides)
+            run.end()
+            if (operations := run.files[0].with_suffix(".operations")).exists():
+                operations.rename(folder / "operations")
     return folder
-
-
-def count_file_operations() -> int:
-    """Number of file operations of a run without a fault in its folder."""
-    return int((reference() / "operations").read_text())
 
 
 def assert_resumes(folder: Path, *overrides: str, cold_start: bool = False, warning: str = "") -> None:
