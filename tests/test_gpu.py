@@ -69,6 +69,7 @@ def gpu_model(**settings: Any) -> minigpt.GPT:
     return make_model(**{"std": None, "vocab_size": 60, "block_size": 32, "n_embd": 64, **settings})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["fast_gpu", "best_gpu", "nanogpt_gpu"])
 def test_a_recipe_trains_in_bfloat16_if_the_gpu_has_it(small: list[str], tmp_path: Path, recipe: str) -> None:
     size = [*small, "model.n_inner=null"] if KIND == "cpu" else small[:2]  # on a GPU only the text is small
@@ -105,6 +106,7 @@ def test_a_run_changes_between_cpu_and_gpu(train: Train, tmp_path: Path) -> None
         assert load_checkpoint(resumed)[0].wte.weight.device.type == "cpu"
 
 
+@pytest.mark.slow
 def test_compilation_does_not_change_the_losses(train: Train, tmp_path: Path) -> None:
     eager, compiled = (
         column(train(*ON_GPU, FLOAT32, f"compile={value}", folder=tmp_path / value).folder, "train_loss")
@@ -133,6 +135,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_checkpoint(train: Train) -
     assert read(folder / LAST)["global_step"] == 10
 
 
+@pytest.mark.slow
 def test_a_killed_run_recovers_on_the_gpu() -> None:
     command = [sys.executable, "-m", "robustness.faults", "--only", "SIGKILL at", "--trials", "1"]
     env = {**os.environ, "PYTHONPATH": f"{ROOT}/tests", "MINIGPT_FAULTS_TRAINER": KIND}
@@ -215,6 +218,7 @@ def test_batches_on_the_gpu_equal_those_of_a_cpu(monkeypatch: pytest.MonkeyPatch
             assert torch.equal(one, other.cpu())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_one_rank_trains_as_one_device(
