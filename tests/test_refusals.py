@@ -26,6 +26,9 @@ REFUSED = {
     # sample.py
     # attention.py, export.py
     # serve.py
+    # minigpt
+    "__main__.py sweep_report": "minigpt sweep_report does not exist (did you mean sweep-report?); ",
+    "__main__.py sample --top-k 0": "--top-k must be an integer ≥ 1, got 0",
 }
 PLACES = {"RUN": "trained", "TEXT": "text", "GPT2": "gpt2_folder"}
 
