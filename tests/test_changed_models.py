@@ -291,13 +291,11 @@ def expected(
     model: Any, prompts: list[list[int]], n: int, num_samples: int = 1, seed: int = 0, **settings: Any
 ) -> list[list[int]]:
     """Draw each sample from the logits of its whole text."""
-    found = []
-    for prompt in prompts:
-        for i in range(num_samples):
-            text, uniforms = list(prompt), PerSampleRNG([seed + i], torch.device("cpu"))
-            for _ in range(n):
-                with uncompiled():
-                    logits = model(torch.tensor([text]))[:, -1].float()
-                text.append(int(Sampling(**settings).draw(logits, uniforms.next())))
-            found.append(text[len(prompt) :])
-    return found
+    texts = [list(prompt) for prompt in prompts for _ in range(num_samples)]
+    for i, text in enumerate(texts):
+        uniforms = PerSampleRNG([seed + i % num_samples], torch.device("cpu"))
+        for _ in range(n):
+            with uncompiled():
+                logits = model(torch.tensor([text]))[:, -1].float()
+            text.append(int(Sampling(**settings).draw(logits, uniforms.next())))
+    return [text[-n:] for text in texts]
