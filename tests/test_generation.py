@@ -1,6 +1,5 @@
 """Generation against loops without a cache, stop strings, reproducibility, and scores."""
 
-import inspect
 import re
 from collections.abc import Sequence
 from itertools import islice
@@ -85,13 +84,11 @@ def test_sampling_neither_uses_nor_changes_the_global_random_state():
 
 
 def test_prompts_are_tensors_or_sequences_alone_or_in_a_list():
-    model = make()
-    expected = texts(model, [3, 7], max_new_tokens=20)
-    for prompt in (torch.tensor([3, 7]), torch.tensor([3, 7], dtype=torch.int32), (3, 7), [[3, 7]], [(3, 7)]):
-        assert texts(model, prompt, max_new_tokens=20) == expected
-    for prompts in ([torch.tensor([3, 7]), [1]], [[3, 7], (1,)], (torch.tensor([3, 7]), torch.tensor([1]))):
-        both = texts(model, prompts, max_new_tokens=20)
-        assert both == [*expected, *texts(model, [1], max_new_tokens=20)]
+    model, a, b = make(), torch.tensor([3, 7]), torch.tensor([1])
+    for prompt in (a, a.int(), [3, 7], (3, 7), [[3, 7]], [(3, 7)]):
+        assert texts(model, prompt, max_new_tokens=20) == texts(model, [[3, 7]], max_new_tokens=20)
+    for prompts in ([a, [1]], [[3, 7], (1,)], (a, b)):
+        assert texts(model, prompts, max_new_tokens=20) == texts(model, [[3, 7], [1]], max_new_tokens=20)
 
 
 @architectures
@@ -112,21 +109,17 @@ def test_stream_yields_tokens_without_end():
     assert next(stream(make(), [3, 7], max_new_tokens=1)).logprobs == []
 
 
-def test_generate_passes_every_setting_to_stream():
-    model, base = make(vocab_size=12), {"max_new_tokens": 30}
-    changed = {"temperature": 3.0, "top_k": 2, "top_p": 0.3, "min_p": 0.4, "repetition_penalty": 3.0, "stop": ["a"]}
-    changed |= {"tokenizer": Letters(), "seed": 5, "num_samples": 2, "logprobs": True}
-    settings = {*inspect.signature(stream).parameters, *inspect.signature(Sampling).parameters} - {"filters"}
-    assert {"model", "prompts", *base, *changed} == settings == {*inspect.signature(generate).parameters}
-    plain = generate(model, [3, 7], **base)
-    for name, value in changed.items():
-        options = base | {name: value} | ({"tokenizer": Letters()} if name == "stop" else {})
-        whole, steps = generate(model, [3, 7], **options), list(stream(model, [3, 7], **options))
+def test_stream_yields_the_tokens_of_generate_and_every_setting_changes_them():
+    model, changed = make(vocab_size=12), {"top_k": 2, "top_p": 0.3, "min_p": 0.4, "tokenizer": Letters()}
+    changed |= {"temperature": 3.0, "repetition_penalty": 3.0, "seed": 5, "num_samples": 2, "logprobs": True}
+    plain = generate(model, [3, 7], max_new_tokens=30)
+    for given in ({}, *({name: value} for name, value in changed.items()), {"stop": ["a"], "tokenizer": Letters()}):
+        whole, steps = (list(function(model, [3, 7], max_new_tokens=30, **given)) for function in (generate, stream))
         assert len(steps[0].tokens) == len(whole)
         for i, sample in enumerate(whole):
             assert sample.tokens == [step.tokens[i] for step in steps[: len(sample.tokens)]]
             assert sample.logprobs == [logprob for step in steps for logprob in step.logprobs[i : i + 1]]
-        assert whole != plain, name
+        assert (whole == plain) == (not given), given
 
 
 @pytest.mark.parametrize(
@@ -171,40 +164,31 @@ def test_stop_strings_need_a_tokenizer_and_stop_ids_do_not():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_the_training_mode_of_the_model_is_restored(training: bool):
+def test_a_model_stays_in_its_mode_and_can_be_trained(training: bool):
     model = make(dropout=0.5).train(training)
-
-    def check_mode() -> None:
-        assert {module.training for module in model.modules()} == {training}
-
     steps = stream(model, [3], max_new_tokens=20)
-    check_mode()
     next(steps)
+    assert torch.is_grad_enabled()
     assert not model.training
     steps.close()
-    check_mode()
+    assert {module.training for module in model.modules()} == {training}
     generate(model, [3], max_new_tokens=20)
-    check_mode()
     score(model, [3] * 40, [3])
-    check_mode()
+    model(torch.tensor([[3]]), torch.tensor([[4]])).backward()
+    assert model.wte.weight.grad is not None
     model.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         score(model, [3], [3])
-    check_mode()
-
-
-def test_gradients_are_enabled_between_the_steps_of_a_stream():
-    model = make()
-    for _ in stream(model, [3], max_new_tokens=2):
-        assert torch.is_grad_enabled()
-    model(torch.tensor([[3]]), torch.tensor([[4]])).backward()
-    assert model.wte.weight.grad is not None
+    assert {module.training for module in model.modules()} == {training}
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         *(("max_new_tokens", 0), ("num_samples", 2.5), ("seed", -1), ("seed", 2**64), ("temperature", None)),
+        *(("temperature", -0.1), ("top_k", 0), ("top_k", 1.5), ("top_p", 0), ("top_p", 1.0001), ("min_p", 1.1)),
+        *(("repetition_penalty", 0.0), ("repetition_penalty", 1e300)),
+        *((name, value) for name in vars(Sampling()) for value in (float("nan"), True, "0.5")),
         *(("stop", stop) for stop in ("abc", ["a", ""], [1.5], [None], [b"a"], 5, None, [["a"]])),
     ],
     ids=str,
@@ -215,15 +199,13 @@ def test_a_setting_out_of_range_is_refused_before_the_first_step(name: str, valu
             function(make(), [3], **{"max_new_tokens": 3, "tokenizer": Letters(), name: value})
 
 
-@pytest.mark.parametrize(
-    "prompt", [[], [[1], []], [3, 23], [-1], torch.tensor([1.0, 2.0]), 3, "abc", None, [[1, 2], 3], [True]], ids=str
-)
-def test_invalid_token_ids_are_refused(prompt: Any):
-    with pytest.raises(UserError, match="prompt"):
-        generate(make(), prompt, max_new_tokens=3)
-    for text, start in ((prompt, [3]), ([3], prompt)):
+def test_invalid_token_ids_are_refused():
+    for prompt in ([], [[1], []], [3, 23], [-1], torch.tensor([1.0, 2.0]), 3, "abc", None, [[1, 2], 3], [True]):
         with pytest.raises(UserError, match="prompt"):
-            score(make(), text, start)
+            generate(make(), prompt, max_new_tokens=3)
+        for text, start in ((prompt, [3]), ([3], prompt)):
+            with pytest.raises(UserError, match="prompt"):
+                score(make(), text, start)
 
 
 @architectures
@@ -294,9 +276,9 @@ def ended(sample: Sample, stop: list[str | int]) -> Sample:
     return sample
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_nan_logits_raise_an_error(temperature: float):
+def test_nan_logits_raise_an_error():
     model = make()
     model.wte.weight.data[3] = float("nan")
-    with pytest.raises(RunError, match="logits are NaN or infinite"):
-        generate(model, [3], max_new_tokens=2, temperature=temperature, seed=0)
+    for temperature in (0.0, 1.0):
+        with pytest.raises(RunError, match="logits are NaN or infinite"):
+            generate(model, [3], max_new_tokens=2, temperature=temperature)

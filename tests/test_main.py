@@ -6,7 +6,6 @@ import sys
 import pytest
 from small_runs import ROOT
 
-from minigpt.__main__ import main
 from minigpt.utils import scripts
 
 DEPENDENCIES = {"hydra", "lightning", "matplotlib", "numpy", "omegaconf", "torch", "wandb"}
@@ -28,24 +27,6 @@ def test_minigpt_lists_the_scripts_without_importing_a_dependency() -> None:
     names = {file.stem.replace("_", "-") for file in (ROOT / "scripts").glob("[!_]*.py")}
     assert {line.split()[0] for line in lines} == names
     assert "  train         Train a GPT" in lines
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ("sweep_report", "minigpt sweep_report does not exist (did you mean sweep-report?); "),
-        ("sample --top-k 0", "--top-k must be an integer ≥ 1, got 0"),  # by the script, with its arguments
-    ],
-)
-def test_bad_input_is_one_line(
-    arguments: str, error: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["minigpt", *arguments.split()])
-    with pytest.raises(SystemExit, match=r"^2$"):
-        main()
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith(f"error: {error}")
 
 
 def test_every_message_names_a_command_of_the_clone_or_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

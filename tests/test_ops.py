@@ -25,7 +25,7 @@ def assert_same(function: Callable[..., Tensor], reference: Callable[..., Tensor
     for one in (function, reference):
         leaves = [x.detach().clone().requires_grad_() for x in inputs]
         y = one(*leaves)
-        weighting = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
+        weighting = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
         found.append([y.detach(), *torch.autograd.grad((y * weighting).sum(), leaves)])
     for a, b in zip(*found, strict=True):
         assert_near(a, b, terms=288)  # numbers in the largest input
@@ -91,27 +91,23 @@ def test_instructions_for_bfloat16_are_those_that_the_system_lists():
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_a_model_has_per_sample_gradients_and_products_with_its_hessian():
+def test_a_model_has_per_sample_gradients_and_second_derivatives_in_forward_and_reverse_mode():
     """Source: https://docs.pytorch.org/tutorials/intermediate/per_sample_grads.html"""
-    options = {"norm": "rmsnorm", "activation": "relu2", "position": "rope", "qk_norm": True, "smear": 1}
-    model = make_model(std=None, block_size=8, **options)
+    model = make_model(std=None, norm="rmsnorm", activation="relu2", position="rope", qk_norm=True, smear=1)
     weights, ids = dict(model.named_parameters()), torch.randint(23, (3, 9))
 
     def loss(weights: dict[str, Tensor], ids: Tensor) -> Tensor:  # (9,)
         return torch.func.functional_call(model, weights, (ids[None, :-1], ids[None, 1:]))
 
-    def gradients(ids: Tensor, **options: bool) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(loss(weights, ids), [*weights.values()], **options)
-
     per_sample = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, ids)
     for i in range(3):
-        assert_close([*gradients(ids[i])], [gradient[i] for gradient in per_sample.values()])
-
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # the fused kernel has no second one
+        gradients = torch.autograd.grad(loss(weights, ids[i]), [*weights.values()])
+        assert_close([*gradients], [gradient[i] for gradient in per_sample.values()])
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # the fused kernel has neither
         vectors = {name: torch.randn_like(weight) for name, weight in weights.items()}
-        products = torch.autograd.grad(gradients(ids[0], create_graph=True), [*weights.values()], [*vectors.values()])
-        of_sample = torch.func.grad(lambda weights: loss(weights, ids[0]))
-        forward = torch.func.jvp(of_sample, (weights,), (vectors,))[1]
+        forward = torch.func.jvp(torch.func.grad(lambda weights: loss(weights, ids[0])), (weights,), (vectors,))[1]
+        gradients = torch.autograd.grad(loss(weights, ids[0]), [*weights.values()], create_graph=True)
+        products = torch.autograd.grad(gradients, [*weights.values()], [*vectors.values()])
     assert_close([*products], [*forward.values()], rtol=1e-4, atol=1e-4)
 
 

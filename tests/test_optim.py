@@ -3,8 +3,6 @@
 import copy
 import math
 import re
-from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
@@ -39,36 +37,18 @@ def test_adamw_equals_torchs_with_decay_on_matrices_alone_and_leaves_frozen_weig
 
 
 @pytest.mark.parametrize(
-    ("max_steps", "warmup_steps", "final"), [(1000, 100, 0.1), (50, 0, 0.0), (20, 19, 0.5), (7, 3, 1.0)]
+    ("max_steps", "warmup_steps", "final"),
+    [(1000, 100, 0.1), (50, 0, 0.0), (20, 19, 0.5), (7, 3, 1.0), (5, 100, 0.1), (5, 5, 0.1)],
 )
-def test_cosine_equals_nanogpts_schedule(max_steps: int, warmup_steps: int, final: float):
-    def nanogpt(step: int) -> float:
-        """Compute get_lr of nanoGPT's train.py for a peak of 1."""
+def test_schedules_rise_in_a_line_and_fall_as_nanogpts_or_in_a_line(max_steps: int, warmup_steps: int, final: float):
+    lengths = {"max_steps": max_steps, "warmup_steps": warmup_steps}
+    for step in range(max_steps + 5 if warmup_steps < max_steps else max_steps):
+        found = [schedule(step, **lengths, final_lr_frac=final) for schedule in (cosine, linear)]
+        found.append(constant(step, **lengths))
         if step < warmup_steps:
-            return (step + 1) / (warmup_steps + 1)
-        if step > max_steps:
-            return final
-        ratio = (step - warmup_steps) / (max_steps - warmup_steps)
-        return final + 0.5 * (1 + math.cos(math.pi * ratio)) * (1 - final)
-
-    schedule = partial(cosine, max_steps=max_steps, warmup_steps=warmup_steps, final_lr_frac=final)
-    steps = range(max_steps + 5)
-    assert [schedule(step) for step in steps] == pytest.approx([nanogpt(step) for step in steps])
-
-
-def test_linear_decays_by_equal_amounts_to_its_final_value():
-    values = [linear(step, max_steps=110, warmup_steps=10, final_lr_frac=0.2) for step in range(10, 111)]
-    assert values[0] == pytest.approx(1)
-    assert values[-1] == pytest.approx(0.2)
-    assert [a - b for a, b in pairwise(values)] == pytest.approx([0.8 / 100] * 100)
-    assert linear(500, max_steps=110, warmup_steps=10, final_lr_frac=0.2) == pytest.approx(0.2)
-
-
-@pytest.mark.parametrize("schedule", [partial(cosine, final_lr_frac=0.1), partial(linear, final_lr_frac=0.1), constant])
-def test_warm_up_rises_by_equal_amounts_to_the_peak_or_the_end_of_the_run(schedule: partial[float]):
-    values = [schedule(step, max_steps=100, warmup_steps=4) for step in range(5)]
-    assert values == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert schedule(0, max_steps=100, warmup_steps=0) == 1
-    values = [schedule(step, max_steps=5, warmup_steps=100) for step in range(5)]
-    assert values == pytest.approx([(step + 1) / 101 for step in range(5)])
-    assert [constant(step, max_steps=20, warmup_steps=4) for step in range(4, 30)] == [1] * 26
+            expected = [(step + 1) / (warmup_steps + 1)] * 3
+        else:  # get_lr of nanoGPT's train.py for a peak of 1
+            ratio = min(1, (step - warmup_steps) / (max_steps - warmup_steps))
+            falling = (0.5 * (1 + math.cos(math.pi * ratio)), 1 - ratio)
+            expected = [*(final + factor * (1 - final) for factor in falling), 1]
+        assert found == pytest.approx(expected)

@@ -107,6 +107,9 @@ REFUSED = {
     "serve.py RUN --api-key ''": "--api-key must be printable ASCII without spaces",
     "serve.py RUN --allow-origin *": "--allow-origin must be http(s)://HOST:PORT, got *",
     "serve.py RUN --port 0 --device tpu": "--device must be one of auto, ",
+    # minigpt
+    "__main__.py sweep_report": "minigpt sweep_report does not exist (did you mean sweep-report?); ",
+    "__main__.py sample --top-k 0": "--top-k must be an integer ≥ 1, got 0",
 }
 PLACES = {"RUN": "trained", "TEXT": "text", "GPT2": "gpt2_folder"}
 

@@ -24,15 +24,10 @@ def rounding(*values: Tensor | float, terms: int, dtype: torch.dtype | None = No
 
 
 def assert_near(
-    actual: Tensor,
-    expected: Tensor,
-    *others: Tensor,
-    terms: int,
-    dtype: torch.dtype | None = None,
-    msg: str | None = None,
+    actual: Tensor, expected: Tensor, *others: Tensor, terms: int, dtype: torch.dtype | None = None
 ) -> None:
     """Assert that values are equal up to `rounding` of the expected values and the others."""
-    assert_close(actual, expected, rtol=0, atol=rounding(expected, *others, terms=terms, dtype=dtype), msg=msg)
+    assert_close(actual, expected, rtol=0, atol=rounding(expected, *others, terms=terms, dtype=dtype))
 
 
 def terms_of(config: GPTConfig) -> int:
