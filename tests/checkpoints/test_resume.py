@@ -27,12 +27,11 @@ from minigpt.utils.signals import Interrupted
 
 Run = Callable[..., Any]
 
-
 # What may differ: times, paths, and progress that Lightning counts for its loggers.
 IGNORED = re.compile(r"'((wall_|logged_)?seconds|config|provenance|epoch_loop\.(val_loop\.batch_progress|state_dict))'")
 SAMPLES = "callbacks.samples.max_new_tokens=20"
-ACCUMULATED = ["trainer.accumulate_grad_batches=2", "data.eval_batch_size=16", "model.dropout=0.1", "ema_decay=0.9"]
-ACCUMULATED += [SAMPLES]
+ACCUMULATED = ["trainer.accumulate_grad_batches=2", "data.eval_batch_size=16", "model.dropout=0.1", SAMPLES]
+ACCUMULATED += ["ema_decay=0.9"]
 # log_every=5 does not divide 7: rows span checkpoints.
 OFTEN = ["eval_every=7", "callbacks.checkpoint.save_top_k=9", "model.dropout=0.1", SAMPLES]
 
