@@ -159,7 +159,7 @@ def test_a_file_of_another_format_is_rejected_with_both_numbers(tmp_path: Path):
         load_checkpoint(tmp_path / "a.safetensors")
 
 
-def test_a_path_or_a_run_folder_or_nothing_refers_to_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_path_or_a_run_folder_or_nothing_refers_to_a_checkpoint(tmp_path: Path, monkeypatch: Any):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="train"):
         find_checkpoint(None)
@@ -193,7 +193,7 @@ def test_a_flipped_bit_is_detected_wherever_it_matters(tmp_path: Path):
                 read(path)
 
 
-def test_auto_resumes_from_the_newest_undamaged_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_auto_resumes_from_the_newest_undamaged_checkpoint(tmp_path: Path, capsys: Any):
     run = checkpoint()
     run["minigpt"]["config"] |= {"data": {}, "schedule": {}, "trainer": {}, "max_steps": 40}
     find = partial(find_resumed, "auto", tmp_path, run)
@@ -222,7 +222,7 @@ def test_auto_resumes_from_the_newest_undamaged_checkpoint(tmp_path: Path, capsy
         find()
 
 
-def test_an_interrupt_or_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupt_or_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: Any):
     path = tmp_path / "a.safetensors"
     write(checkpoint(), path)
     before, larger = path.read_bytes(), checkpoint() | {"big": torch.rand(100_000)}

@@ -7,7 +7,6 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,14 +25,13 @@ from minigpt.runs.run_dir import read_summary
 from minigpt.utils.errors import Diverged, UserError
 from minigpt.utils.signals import Interrupted
 
-Train = Callable[..., SimpleNamespace]
-Trained = Callable[..., Path]
+Run = Callable[..., Any]
 
 # What may differ: times, paths, and progress that Lightning counts for its loggers.
 IGNORED = re.compile(r"'((wall_|logged_)?seconds|config|provenance|epoch_loop\.(val_loop\.batch_progress|state_dict))'")
 SAMPLES = "callbacks.samples.max_new_tokens=20"
-ACCUMULATED = ["trainer.accumulate_grad_batches=2", "data.eval_batch_size=16", "model.dropout=0.1", "ema_decay=0.9"]
-ACCUMULATED += [SAMPLES]
+ACCUMULATED = ["trainer.accumulate_grad_batches=2", "data.eval_batch_size=16", "model.dropout=0.1", SAMPLES]
+ACCUMULATED += ["ema_decay=0.9"]
 # log_every=5 does not divide 7: rows span checkpoints.
 OFTEN = ["eval_every=7", "callbacks.checkpoint.save_top_k=9", "model.dropout=0.1", SAMPLES]
 
@@ -74,7 +72,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_resumed_run_equals_an_uninterrupted_one(train: Train, trained: Trained, tmp_path: Path, name: str) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(train: Run, trained: Run, tmp_path: Path, name: str):
     same = [*RUNS[name].split(), *OFTEN]
     whole = trained(*same)
     first, *_, last = sorted(int(file.stem[5:]) for file in (whole / "checkpoints").glob("step-*"))
@@ -83,7 +81,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(train: Train, trained: Traine
     check_same_end(whole, resumed)
 
 
-def test_a_paused_run_continues_as_if_it_had_not_paused(train: Train, trained: Trained, capsys: Any) -> None:
+def test_a_paused_run_continues_as_if_it_had_not_paused(train: Run, trained: Run, capsys: Any):
     same = [*OFTEN, "ema_decay=0.9", "optimizer=muon", "schedule=cosine", "trainer.accumulate_grad_batches=2"]
     whole = trained(*same)
     for pause_at, step in ((7, 7), (14, 14), (7, 14)):  # an earlier step trains nothing
@@ -97,9 +95,7 @@ def test_a_paused_run_continues_as_if_it_had_not_paused(train: Train, trained: T
 
 
 @pytest.mark.parametrize("damaged", [(), ("summary.json", "metrics.csv", "samples.txt")], ids=["whole", "damaged"])
-def test_a_run_killed_right_after_its_last_checkpoint_completes_also_with_damaged_logs(
-    train: Train, trained: Trained, tmp_path: Path, damaged: tuple[str, ...], capsys: Any
-) -> None:
+def test_a_killed_run_completes_with_damaged_logs(train: Run, trained: Run, tmp_path: Path, damaged: Any, capsys: Any):
     whole = trained(*OFTEN)
     folder = broken_off(whole, 14 if damaged else 20, tmp_path / "killed")
     for name in damaged:
@@ -111,7 +107,7 @@ def test_a_run_killed_right_after_its_last_checkpoint_completes_also_with_damage
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_two_processes_resume_bit_for_bit(text: Path, tmp_path: Path) -> None:
+def test_two_processes_resume_bit_for_bit(text: Path, tmp_path: Path):
     runs = []
     for strategy in ("ddp", "fsdp"):
         same = [f"trainer={strategy}", "trainer.accelerator=cpu", "trainer.devices=2", "optimizer=muon"]
@@ -123,7 +119,7 @@ def test_two_processes_resume_bit_for_bit(text: Path, tmp_path: Path) -> None:
         check_same_end(tmp_path / strategy / "whole", tmp_path / strategy / "paused")
 
 
-def test_a_run_resumes_in_another_folder(train: Train, trained: Trained, tmp_path: Path) -> None:
+def test_a_run_resumes_in_another_folder(train: Run, trained: Run, tmp_path: Path):
     whole = trained(*OFTEN)
     resumed = train(*OFTEN, f"resume={whole}/checkpoints/step-7.safetensors", folder=tmp_path / "new").folder
     weights = [load_checkpoint(folder / LAST)[0].state_dict() for folder in (whole, resumed)]
@@ -132,15 +128,13 @@ def test_a_run_resumes_in_another_folder(train: Train, trained: Trained, tmp_pat
     assert (tmp_path / "latest").resolve() == resumed
 
 
-def test_the_best_checkpoint_of_a_folder_is_from_its_own_run(train: Train, trained: Trained, tmp_path: Path) -> None:
+def test_the_best_checkpoint_of_a_folder_is_from_its_own_run(train: Run, trained: Run, tmp_path: Path):
     worse = train("max_steps=25", "optimizer.lr=0.5", f"resume={trained()}", folder=tmp_path / "worse")
     assert worse.loss > read_summary(trained())["best_val_loss"]
     assert read(worse.folder / BEST)["global_step"] == worse.summary["best_step"] == 25
 
 
-def test_a_raised_max_steps_and_changed_optimizer_settings_apply_after_resuming(
-    train: Train, trained: Trained, capsys: Any
-) -> None:
+def test_changed_max_steps_and_optimizer_settings_apply_after_resuming(train: Run, trained: Run, capsys: Any):
     changes = ["max_steps=30", "optimizer.lr=0.0005", "optimizer.weight_decay=0.3"]
     resumed = train(f"resume={trained()}", *changes).folder
     warnings = capsys.readouterr().err
@@ -154,7 +148,7 @@ def test_a_raised_max_steps_and_changed_optimizer_settings_apply_after_resuming(
     assert read(resumed / LAST)["optimizer_states"][0]["param_groups"][0]["weight_decay"] == 0.3
 
 
-def test_save_top_k_checkpoints_are_kept(train: Train) -> None:
+def test_save_top_k_checkpoints_are_kept(train: Run):
     run = train("eval_every=4", "callbacks.checkpoint.save_top_k=2", "optimizer.lr=1e-9")  # the losses hardly move
     lowest = sorted((float(row["val_loss"]), int(row["step"])) for row in rows(run.folder) if row["val_loss"])[:2]
     kept = {file.name for file in (run.folder / "checkpoints").glob("*.safetensors")}
@@ -163,7 +157,7 @@ def test_save_top_k_checkpoints_are_kept(train: Train) -> None:
     assert read(run.folder / BEST)["global_step"] == lowest[0][1]
 
 
-def test_checkpoints_hold_the_ema_weights(trained: Trained) -> None:
+def test_checkpoints_hold_the_ema_weights(trained: Run):
     content, plain = (read(trained(*ACCUMULATED, *more) / LAST) for more in ([], ["ema_decay=null"]))
     assert content["ema_updates"] == 20  # one per optimizer step
     for name, average in content["state_dict"].items():
@@ -171,7 +165,7 @@ def test_checkpoints_hold_the_ema_weights(trained: Trained) -> None:
         assert torch.equal(plain["state_dict"][name], content["unaveraged"][name])  # the EMA changes no training
 
 
-def test_the_final_sample_is_from_the_ema_weights(train: Train, tmp_path: Path, capsys: Any) -> None:
+def test_the_final_sample_is_from_the_ema_weights(train: Run, tmp_path: Path, capsys: Any):
     printed = []
     for settings in ([], ["~callbacks.checkpoint"]):
         train("ema_decay=0.9", *settings, folder=tmp_path / f"run{len(settings)}")
@@ -179,46 +173,34 @@ def test_the_final_sample_is_from_the_ema_weights(train: Train, tmp_path: Path, 
     assert printed[0] == printed[1] != ""
 
 
-def test_the_ema_follows_its_formula() -> None:
-    weight = torch.nn.Parameter(torch.tensor([1.0]))
-    average = EMA([weight], 0.5)
-    expected = 1.0
-    for t, value in enumerate((2.0, 5.0, 3.0, -1.0, 4.0, 0.5, 7.0, 9.0, 2.0, 1.0), start=1):
+@pytest.mark.parametrize(
+    ("dtype", "decay", "updates", "rounds"),
+    # In bfloat16, steps of 0.001 of the way would round to nothing.
+    [(torch.float32, 0.5, 0, 1), (torch.bfloat16, 0.999, 100_000, 100)],
+)
+def test_the_ema_follows_its_formula_and_is_kept_by_a_swap(dtype: torch.dtype, decay: float, updates: int, rounds: int):
+    weight = torch.nn.Parameter(torch.ones(1, dtype=dtype))
+    average, expected = EMA([weight], decay), 1.0
+    average.updates = updates
+    for t, value in enumerate([2.0, 5.0, 3.0, -1.0, 4.0, 0.5, 7.0, 9.0] * rounds, start=updates + 1):
         weight.data.fill_(value)
         average.update()
-        decay = min(0.5, (1 + t) / (10 + t))
-        expected = decay * expected + (1 - decay) * value
-    average.swap()
-    assert weight.item() == pytest.approx(expected, rel=1e-6)
-    average.swap()
-    assert weight.item() == 1.0
-
-
-def test_an_average_of_weights_in_bfloat16_follows_them_and_is_kept_by_a_swap() -> None:
-    """Steps of 0.001 of the way round to nothing in bfloat16, whose neighbors of 1 are 0.004 and 0.008 away."""
-    weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
-    average = EMA([weight], 0.999)
-    average.updates = 100_000
-    weight.data.fill_(2.0)
-    for _ in range(1000):
-        average.update()
+        used = min(decay, (1 + t) / (10 + t))
+        expected = used * expected + (1 - used) * value
         average.swap()  # as a validation between two steps
+        assert weight.item() == pytest.approx(expected, rel=1e-5)
         average.swap()
-    assert (weight.item(), weight.dtype) == (2.0, torch.bfloat16)
-    average.swap()
-    assert weight.item() == pytest.approx(2 - 0.999**1000, rel=1e-5)
+        assert (weight.item(), weight.dtype) == (value, dtype)
 
 
 @pytest.mark.parametrize(("precision", "beta"), [("bf16-true", 0.999), ("bf16-true", 0.99), ("32-true", 0.999)])
-def test_means_that_the_precision_rounds_away_are_a_warning(
-    train: Train, precision: str, beta: float, capsys: Any
-) -> None:
+def test_means_that_the_precision_rounds_away_are_a_warning(train: Run, precision: str, beta: float, capsys: Any):
     train(f"optimizer.betas=[0.9,{beta}]", f"trainer.precision={precision}", "max_steps=1")
     warned = "warning: a decay rate of 0.999 of the optimizer rounds to 1 in bfloat16" in capsys.readouterr().err
     assert warned == (precision == "bf16-true" and beta == 0.999)
 
 
-def test_an_average_of_shards_in_half_precision_is_refused() -> None:
+def test_an_average_of_shards_in_half_precision_is_refused():
     half = ["trainer=fsdp", "trainer.precision=bf16-true", "ema_decay=0.9"]
     with pytest.raises(UserError, match=r"trainer\.precision must be another than bf16-true and 16-true with trainer="):
         check_run(composed(*half))
@@ -240,7 +222,7 @@ class Poison(Callback):
 POISON = ["+callbacks.poison._target_=test_resume.Poison", "+callbacks.poison.rank"]
 
 
-def test_a_nan_loss_stops_the_run_and_leaves_the_last_good_checkpoint(train: Train, tmp_path: Path) -> None:
+def test_a_nan_loss_stops_the_run_and_leaves_the_last_good_checkpoint(train: Run, tmp_path: Path):
     with pytest.raises(Diverged, match=r"the loss is nan at step 15 \(learning rate 0\.0"):
         train(POISON[0], f"{POISON[1]}=0")
     summary, last = read_summary(tmp_path / "run"), read(tmp_path / "run" / LAST)
@@ -250,7 +232,7 @@ def test_a_nan_loss_stops_the_run_and_leaves_the_last_good_checkpoint(train: Tra
 
 
 @pytest.mark.slow
-def test_a_nan_loss_of_one_process_stops_both(launch: Callable[..., Any]) -> None:
+def test_a_nan_loss_of_one_process_stops_both(launch: Run):
     two = [POISON[0], f"{POISON[1]}=1", "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
     stopped = launch("train.py", *two, env={"PYTHONPATH": os.pathsep.join(sys.path)})
     assert stopped.returncode == 1
@@ -258,7 +240,7 @@ def test_a_nan_loss_of_one_process_stops_both(launch: Callable[..., Any]) -> Non
     assert " at step 15" in error
 
 
-def test_settings_that_leave_the_validated_text_as_it_is_may_change(train: Train, trained: Trained, text: Path) -> None:
+def test_settings_that_leave_the_validated_text_as_it_is_may_change(train: Run, trained: Run, text: Path):
     same = [f"data.val_path={text}", "max_steps=2"]
     other = ["data.val_fraction=0.3", "data.split=document", "data.eval_batch_size=5"]  # a validation text of its own
     assert train(*same, *other, "max_steps=4", f"resume={trained(*same)}").summary["steps"] == 4
@@ -267,18 +249,14 @@ def test_settings_that_leave_the_validated_text_as_it_is_may_change(train: Train
 @pytest.mark.parametrize(
     "change", [{"global_step": None}, {"loops": None}, {"optimizer_states": [{}]}, {"rng": [{"torch": 3}]}]
 )
-def test_a_checkpoint_without_what_resuming_needs_is_rejected(
-    train: Train, trained: Trained, tmp_path: Path, change: dict[str, Any]
-) -> None:
+def test_a_checkpoint_without_what_resuming_needs_is_rejected(train: Run, trained: Run, tmp_path: Path, change: Any):
     write(read(trained() / LAST) | change, tmp_path / "damaged.safetensors")
     with pytest.raises(UserError, match=r"damaged\.safetensors does not hold a run of minigpt"):
         train("max_steps=24", f"resume={tmp_path}/damaged.safetensors")
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_resuming_a_completed_run_does_nothing(
-    train: Train, trained: Trained, tmp_path: Path, capsys: Any, early: bool
-) -> None:
+def test_resuming_a_completed_run_does_nothing(train: Run, trained: Run, tmp_path: Path, capsys: Any, early: bool):
     stopping = ["callbacks=early_stopping", "callbacks.early_stopping.min_delta=9", "eval_every=4", "pause_at=16"]
     stopping = stopping if early else []  # at the step of its pause
     folder = shutil.copytree(trained(*stopping), tmp_path / "run")
@@ -305,9 +283,7 @@ class Terminate(Callback):
 
 
 @pytest.mark.parametrize(("batch", "during"), [(18, "train"), (19, "train"), (19, "validation"), (39, "validation")])
-def test_a_terminated_run_resumes_with_the_validation_that_was_due(
-    train: Train, trained: Trained, batch: int, during: str
-) -> None:
+def test_a_terminated_run_resumes_with_the_validation_that_was_due(train: Run, trained: Run, batch: int, during: str):
     ask = ["+callbacks.ask._target_=test_resume.Terminate", f"+callbacks.ask.batch={batch}"]
     with pytest.raises(Interrupted):
         train(*ACCUMULATED, *ask, f"+callbacks.ask.hook=on_{during}_batch_start")
@@ -315,9 +291,7 @@ def test_a_terminated_run_resumes_with_the_validation_that_was_due(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs the names of open files")
-def test_metrics_and_samples_are_synced_before_their_checkpoint(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_and_samples_are_synced_before_their_checkpoint(train: Run, tmp_path: Path, monkeypatch: Any):
     """After a power failure, the disk has what was synced."""
     folder, fsync = tmp_path / "run", os.fsync
     synced: dict[str, bytes] = {}

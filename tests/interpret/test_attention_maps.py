@@ -4,7 +4,6 @@ import math
 import re
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +16,15 @@ from models import make_model, write_run
 from small_runs import one_line, rows
 from test_heads import uniform
 
+from minigpt.checkpoints.find import BEST
 from minigpt.checkpoints.load import load_checkpoint, save_checkpoint
+from minigpt.checkpoints.validation_split import find_corpus
 from minigpt.data.tokenizer import CharTokenizer
 from minigpt.interpret.attention_plots import plot_ablation, plot_maps
 from minigpt.runs.samples_and_attention import AttentionMaps
+from minigpt.utils.errors import UserError
 
+Run = Callable[..., Any]
 TOKENIZER = CharTokenizer("\n :EMORWaght")
 
 
@@ -30,7 +33,7 @@ def svg_texts(path: Path) -> list[str]:
     return re.findall(r"<!-- (.*?) -->", path.read_text(encoding="utf-8"))
 
 
-def test_the_future_is_blank_and_all_maps_share_one_color_scale(tmp_path: Path) -> None:
+def test_the_future_is_blank_and_all_maps_share_one_color_scale(tmp_path: Path):
     weights = torch.ones(2, 2, 30, 30)  # the upper triangle too: it must stay blank
     weights[1, 1] = 0.1
     plot_maps(tmp_path / "all.png", weights, ["a"] * 30)
@@ -41,7 +44,7 @@ def test_the_future_is_blank_and_all_maps_share_one_color_scale(tmp_path: Path) 
     assert dark == pytest.approx(3 * light, rel=0.05)
 
 
-def test_a_plot_shows_tokens_layers_heads_and_their_names(tmp_path: Path) -> None:
+def test_a_plot_shows_tokens_layers_heads_and_their_names(tmp_path: Path):
     texts = [*"R\n $x$", "日", " antidisestablishmentarianism", "\t\r", "\x7f\xad", ""]
     weights = uniform(11).expand(2, 2, 11, 11)
     with warnings.catch_warnings():
@@ -59,7 +62,7 @@ def test_a_plot_shows_tokens_layers_heads_and_their_names(tmp_path: Path) -> Non
     assert large.count("0.33") == 3  # the weights in the third row of uniform attention
 
 
-def test_the_ablation_plot_shows_the_increase_of_each_head(tmp_path: Path) -> None:
+def test_the_ablation_plot_shows_the_increase_of_each_head(tmp_path: Path):
     plot_ablation(tmp_path / "v.svg", torch.tensor([[0.4, -0.0101, 0.0], [1.25, 0.1, 0.2]]), loss=1.86471)
     shown = svg_texts(tmp_path / "v.svg")
     increases = ["+0.400", "-0.010", "+0.000", "+1.250", "+0.100", "+0.200"]
@@ -67,41 +70,32 @@ def test_the_ablation_plot_shows_the_increase_of_each_head(tmp_path: Path) -> No
     assert any("1.8647 with all heads" in text for text in shown)
 
 
-@pytest.fixture
-def analyze(call: Callable[..., Any]) -> Callable[..., Any]:
-    return partial(call, "attention.py")
-
-
-def test_truncate_keeps_the_end_of_a_long_prompt(analyze: Callable[..., Any], tmp_path: Path) -> None:
+def test_truncate_keeps_the_end_of_a_long_prompt(call: Run, tmp_path: Path):
     save_checkpoint(make_model(), TOKENIZER, tmp_path / "model.safetensors")
     flags = ["--truncate", "--layer", "1", "--head", "1", "--out"]
     for prompt, out in (("ROMEO" * 4 + "\nWhat", "cut.svg"), ("OROMEOROMEO\nWhat", "end.svg")):
-        assert analyze("model.safetensors", "--prompt", prompt, *flags, out).returncode == 0
+        assert call("attention.py", "model.safetensors", "--prompt", prompt, *flags, out).returncode == 0
     assert svg_texts(tmp_path / "cut.svg") == svg_texts(tmp_path / "end.svg")
     assert svg_texts(tmp_path / "cut.svg").count("⏎") == 2  # one per axis
 
 
-def test_maps_are_written_to_the_run_folder_or_beside_a_single_checkpoint(
-    analyze: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_maps_are_written_to_the_run_folder_or_beside_a_single_checkpoint(call: Run, tmp_path: Path):
     save_checkpoint(make_model(), TOKENIZER, tmp_path / "model.safetensors")
     write_run(tmp_path / "run", make_model(), TOKENIZER)
     (tmp_path / "prompt.txt").write_text("What")
-    typed = analyze("model.safetensors", "--prompt", "What", "--out", "typed.png")
+    typed = call("attention.py", "model.safetensors", "--prompt", "What", "--out", "typed.png")
     for run, folder in (("run", "run/"), ("model.safetensors", "")):
-        result = analyze(run, "--prompt-file", "prompt.txt")
+        result = call("attention.py", run, "--prompt-file", "prompt.txt")
         assert (result.returncode, result.stdout) == (0, typed.stdout)
         assert result.stderr.splitlines()[1] == f"wrote {folder}attention.png"
         assert (tmp_path / folder / "attention.png").stat().st_size
-    refused = one_line(analyze("run", "--prompt", "What", "--ablation", "v.png"))
+    refused = one_line(call("attention.py", "run", "--prompt", "What", "--ablation", "v.png"))
     assert "best.safetensors holds a model without its run; use" in refused
 
 
-def test_a_trained_model_is_analyzed(
-    train: Callable[..., Any], analyze: Callable[..., Any], text: Path, tmp_path: Path
-) -> None:
+def test_a_trained_model_is_analyzed(train: Run, call: Run, text: Path, tmp_path: Path):
     trained = train(folder=tmp_path / "runs" / "first")
-    result = analyze("--prompt", "1: the\nfox", "--out", "a.png", "--ablation", "v.svg")  # the newest run
+    result = call("attention.py", "--prompt", "1: the\nfox", "--out", "a.png", "--ablation", "v.svg")  # the newest run
     wrote = ["loaded runs/first/checkpoints/best.safetensors", "wrote a.png", "wrote v.svg"]
     assert result.stderr.splitlines()[-3:] == wrote
     header, *heads = result.stdout.splitlines()[-5:]
@@ -121,29 +115,25 @@ def test_a_trained_model_is_analyzed(
 
     # Missing token files are an error and are not written again.
     (tmp_path / "data").rename(tmp_path / "gone")
-    result = analyze(str(trained.folder), "--prompt", "fox", "--out", "again.png", "--ablation", "again.svg")
-    assert "cannot be read: the token files of the run are not in " in one_line(result)
+    refused = one_line(call("attention.py", "--prompt", "fox", "--out", "again.png", "--ablation", "again.svg"))
+    assert "cannot be read: the token files of the run are not in " in refused
     assert not (tmp_path / "again.svg").exists()
     assert not (tmp_path / "data").exists()
 
 
-def test_ablation_reads_the_token_files_of_nanogpt(
-    train: Callable[..., Any], analyze: Callable[..., Any], text: Path, tmp_path: Path
-) -> None:
+def test_the_text_of_the_ablation_may_be_token_files_of_nanogpt(train: Run, text: Path, tmp_path: Path):
     ids = np.frombuffer(text.read_bytes(), "uint8").astype("uint16")
     for name, part in (("train", ids[:18_000]), ("val", ids[18_000:])):
         part.tofile(tmp_path / f"{name}.bin")
     bins = [f"data.{name}_bin={tmp_path}/{name}.bin" for name in ("train", "val")]
-    trained = train("data.path=null", "tokenizer=byte", *bins, folder=tmp_path / "run")
-    files = sorted(tmp_path.rglob("*"))
-    assert analyze("run", "--prompt", "fox", "--out", "a.png", "--ablation", "v.svg").returncode == 0
-    assert any(f"{trained.loss:.4f} with all" in text for text in svg_texts(tmp_path / "v.svg"))
-    assert sorted(tmp_path.rglob("*")) == sorted([*files, tmp_path / "a.png", tmp_path / "v.svg"])
+    best = train("data.path=null", "tokenizer=byte", "max_steps=1", *bins).folder / BEST
+    assert find_corpus(best).tokens("val")[:].tolist() == ids[18_000:].tolist()
+    ids[18_001:].tofile(tmp_path / "val.bin")
+    with pytest.raises(UserError, match=r"val\.bin has changed since training"):
+        find_corpus(best)
 
 
-def test_plotting_maps_does_not_change_the_training(
-    train: Callable[..., Any], finished: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plotting_maps_does_not_change_the_training(train: Run, finished: Any, monkeypatch: Any):
     monkeypatch.setenv("WANDB_MODE", "offline")
     plotted = train("callbacks=attention", "logger=wandb", "callbacks.samples.max_new_tokens=20").folder
     assert sorted(path.name for path in (plotted / "attention").iterdir()) == ["step-10.png", "step-20.png"]
@@ -153,7 +143,7 @@ def test_plotting_maps_does_not_change_the_training(
     assert len([*plotted.glob("wandb/offline-run-*/files/media/images/attention_*.png")]) == 2
 
 
-def test_the_text_is_the_option_or_the_beginning_of_the_validation_split(tmp_path: Path) -> None:
+def test_the_text_is_the_option_or_the_beginning_of_the_validation_split(tmp_path: Path):
     corpus = SimpleNamespace(tokenizer=TOKENIZER, tokens=lambda split: TOKENIZER.encode({"val": "What\nROMEO"}[split]))
     trainer: Any = SimpleNamespace(datamodule=SimpleNamespace(corpus=corpus), default_root_dir=tmp_path)
     for options, texts in (({"max_tokens": 3}, "Wha"), ({"text": "O EOM"}, "O EOM"), ({"text": "at" * 20}, "at" * 8)):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +16,8 @@ from minigpt.interpret.heads import attention_maps, induction_scores
 from minigpt.interpret.learning import KINDS, learning_curves, token_kinds
 from minigpt.utils.errors import UserError
 
+Run = Callable[..., Any]
+
 
 @pytest.mark.parametrize(
     ("texts", "expected"),
@@ -24,11 +26,11 @@ from minigpt.utils.errors import UserError
         (["The", " qu", "ick", "  ", "ROM", "EO", "", "99"], "ffisccoo"),
     ],
 )
-def test_kinds_of_tokens(texts: list[str], expected: str) -> None:
+def test_kinds_of_tokens(texts: list[str], expected: str):
     assert "".join("fisco"[kind] for kind in token_kinds(texts)) == expected
 
 
-def test_losses_and_scores_are_those_of_each_snapshot(trained: Callable[..., Path]) -> None:
+def test_losses_and_scores_are_those_of_each_snapshot(trained: Run):
     folder = trained()
     curves = learning_curves(folder)
     assert [point["step"] for point in curves] == list(find_snapshots(folder))
@@ -49,9 +51,7 @@ def test_losses_and_scores_are_those_of_each_snapshot(trained: Callable[..., Pat
         assert_close(torch.tensor(point["induction"]), induction_scores(model, tokenizer.vocab_size))
 
 
-def test_damaged_snapshots_are_left_out_and_a_missing_corpus_is_reported(
-    train: Callable[..., SimpleNamespace], tmp_path: Path
-) -> None:
+def test_damaged_snapshots_are_left_out_and_a_missing_corpus_is_reported(train: Run, tmp_path: Path):
     folder = train("callbacks.snapshots.count=3", "max_steps=2").folder
     _, damaged, last = find_snapshots(folder).values()
     damaged.write_bytes(b"damaged")

@@ -4,7 +4,7 @@ import random
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from pydivsufsort import divsufsort
@@ -16,13 +16,15 @@ from minigpt.interpret import originality
 from minigpt.interpret.originality import INDEX, NGRAMS, Index, build_index
 from minigpt.runs.run_dir import SAMPLES, read_samples
 
+Run = Callable[..., Any]
+
 
 def random_text(seed: int, length: int, alphabet: str) -> str:
     return "".join(random.Random(seed).choices(alphabet, k=length))
 
 
 @pytest.mark.parametrize("alphabet", ["ab", "abé漢😀"])
-def test_every_figure_is_that_of_a_search_in_the_training_text(alphabet: str) -> None:
+def test_every_figure_is_that_of_a_search_in_the_training_text(alphabet: str):
     training = random_text(0, 1500, alphabet)
     text = random_text(1, 100, alphabet) + training[700:745] + random_text(2, 30, alphabet) + training[40:60]
     index = Index(training.encode(), divsufsort(training.encode()), True)
@@ -39,16 +41,14 @@ def test_every_figure_is_that_of_a_search_in_the_training_text(alphabet: str) ->
         assert span["before"] + copied + span["after"] in training
 
 
-def test_short_and_new_texts() -> None:
+def test_short_and_new_texts():
     index = Index(b"abc", divsufsort(b"abc"), True)
     assert originality.originality(index, "")["new"] == dict.fromkeys(NGRAMS)
     found = originality.originality(index, "xyzxyz")
     assert (found["new"][5], found["new"][10], found["longest"], found["spans"]) == (1, None, 0, [])
 
 
-def test_the_index_is_built_once_and_again_if_it_does_not_fit(
-    train: Callable[..., SimpleNamespace], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_index_is_built_once_and_again_if_it_does_not_fit(train: Run, tmp_path: Path, monkeypatch: Any):
     corpus = find_corpus(train("max_steps=1").folder / BEST)
     index = build_index(corpus)
     assert index.text.decode() == corpus.tokenizer.decode(corpus.tokens("train")[:].tolist())
@@ -68,9 +68,7 @@ def test_the_index_is_built_once_and_again_if_it_does_not_fit(
     assert table.endswith("\nonly the first 100 MB of the training text were searched")
 
 
-def test_a_run_reports_how_much_it_copies(
-    train: Callable[..., SimpleNamespace], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_reports_how_much_it_copies(train: Run, capsys: Any):
     run = train("originality=500", "callbacks.samples.max_new_tokens=20")
     summary = run.summary["originality"]
     assert list(summary) == ["final_sample", "generated_text", "validation_text"]
@@ -83,9 +81,7 @@ def test_a_run_reports_how_much_it_copies(
     assert train("max_steps=1", folder=run.folder.with_name("none")).summary["originality"] is None
 
 
-def test_the_command_underlines_copies_and_does_without_the_corpus(
-    train: Callable[..., SimpleNamespace], call: Callable[..., SimpleNamespace], tmp_path: Path
-) -> None:
+def test_the_command_underlines_copies_and_does_without_the_corpus(train: Run, call: Run, tmp_path: Path):
     options = (str(train("max_steps=150", "eval_every=150", "optimizer.lr=1e-2").folder), "--max-new-tokens", "200")
     options += ("--num-samples", "2", "--temperature", "0")
     call("sample.py", *options)  # its output has that of the training
