@@ -141,25 +141,6 @@ def test_the_summary_is_written_as_json(tmp_path):
     assert not (tmp_path / "summary.json").exists()
 
 
-def test_a_run_ends_by_printing_its_sample_and_the_paths_of_its_results(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    summary = {"best_val_loss": 1.46974, "best_step": 1750, "eval_batches": 7, "wall_seconds": 1234.56}
-    summary |= {"seconds": 1200.01, "stopped_early": True, "reason": "stopped early at step 2000 of 5000"}
-    summary |= {"status": "completed", "checkpoint": "checkpoints/best.safetensors", "expected_val_loss": [1.5, 0.25]}
-    run_dir.print_results(tmp_path / "runs/a", "\nTo be\n", summary)
-    output = capsys.readouterr().out
-    assert output.startswith("To be\n\nstopped early at step 2000 of 5000\n")
-    for part in (
-        "1.4697 at step 1750, on 7 batches",
-        "expected         1.50 ± 0.25, reached 1.470\n",
-        " 1,234.6 s, training 1,200.0 s\n",
-        " runs/a/curves.png\n",
-        " runs/a/checkpoints/best.safetensors\n",
-    ):
-        assert part in output
-    assert str(tmp_path) not in output  # the shortest path from here
-
-
 def test_the_bar_of_a_terminal_moves_during_validation(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     progress = Progress(20, tmp_path, step=5)  # of a run that resumed
