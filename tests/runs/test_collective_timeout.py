@@ -1,8 +1,6 @@
 """How long the ranks of a training wait for each other."""
 
-from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,14 +11,14 @@ from minigpt.runs.collective_timeout import CollectiveTimeout
 
 
 @pytest.fixture
-def options(tmp_path: Path) -> Iterator[Any]:
+def options(tmp_path):
     """The options of a process group of one rank."""
     distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     yield distributed.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options
     distributed.destroy_process_group()
 
 
-def test_ranks_wait_longer_only_while_they_save(options: Any) -> None:
+def test_ranks_wait_longer_only_while_they_save(options):
     callback, trainer, model = CollectiveTimeout(60), Any, nn.Linear(1000, 1000)
     minute, saving = timedelta(minutes=1), timedelta(seconds=60 + 16 * 1_001_000 / 1e6)
     callback.on_train_batch_start(trainer, model, None, 0)

@@ -1,15 +1,13 @@
 """The history of a run, as the page of the server shows it."""
 
 import json
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from minigpt.runs.history import read_history
 
 
-def test_the_history_of_a_run_has_its_losses_and_samples(finished: SimpleNamespace) -> None:
+def test_the_history_of_a_run_has_its_losses_and_samples(finished):
     history = read_history(finished.folder)
     assert history is not None
     assert [step for step, _ in history["train_loss"]] == [5, 10, 15, 20]
@@ -19,7 +17,7 @@ def test_the_history_of_a_run_has_its_losses_and_samples(finished: SimpleNamespa
     assert all(sample["text"] in text and "──" not in sample["text"] for sample in history["samples"])
 
 
-def test_a_long_curve_is_thinned_and_keeps_its_end(tmp_path: Path) -> None:
+def test_a_long_curve_is_thinned_and_keeps_its_end(tmp_path):
     rows = [f"{step},{'nan' if step == 7 else 1 / step}" for step in range(1, 12_346)]
     (tmp_path / "metrics.csv").write_text("step,train_loss\n" + "\n".join(rows) + "\n123")  # a killed run
     history = read_history(tmp_path)
@@ -31,7 +29,7 @@ def test_a_long_curve_is_thinned_and_keeps_its_end(tmp_path: Path) -> None:
     assert "NaN" not in json.dumps(history)
 
 
-def test_a_folder_without_metrics_has_no_history(tmp_path: Path) -> None:
+def test_a_folder_without_metrics_has_no_history(tmp_path):
     assert read_history(tmp_path) is None
     assert read_history(tmp_path / "none") is None
     for damaged in ("step,train_loss\nx,y\n", f'step,train_loss\n1,"{"1" * 200_000}"\n'):

@@ -11,7 +11,6 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -38,7 +37,7 @@ SETTINGS = f"""
     schedule=linear schedule.warmup_steps=3 schedule.final_lr_frac=0.1
     max_steps=12 eval_every=5 log_every=5 seed=7 callbacks.samples=null originality=400
 """.split()
-RANKS: dict[str, tuple[str, ...]] = {
+RANKS = {
     "one": (),
     "ddp": ("trainer=ddp", "trainer.accelerator=cpu"),
     "fsdp": ("trainer=fsdp", "trainer.accelerator=cpu", "trainer.precision=32-true"),  # it has no 64 bits
@@ -46,7 +45,7 @@ RANKS: dict[str, tuple[str, ...]] = {
 
 
 @pytest.fixture(scope="session")
-def given(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def given(tmp_path_factory):
     """Settings, with a text of 3001 characters, some of two bytes; 2400 are trained on, no window of 16 ends there."""
     words, drawn = ["été", "la", "reine", "où", "dort"], random.Random(0)
     folder = tmp_path_factory.mktemp("corpus")
@@ -55,12 +54,12 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*SETTINGS, f"data.path={folder}/text.txt", f"data.folder={folder}/data"]
 
 
-def set_peak_flops() -> None:
+def set_peak_flops():
     metrics.PEAK_FLOPS[metrics.device_name(torch.device("cpu"))] = 1e12
 
 
 @pytest.fixture(scope="session", params=RANKS)
-def run(request: Any, given: list[str], tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+def run(request, given, tmp_path_factory):
     """A run in one process, and in two as torchrun starts them."""
     folder, env = tmp_path_factory.mktemp(request.param), [{}]
     command = [*given, *RANKS[request.param], f"hydra.run.dir={folder}"]
@@ -86,7 +85,7 @@ def run(request: Any, given: list[str], tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="session")
-def loop(given: list[str]) -> SimpleNamespace:
+def loop(given):
     """The same training without Lightning, optimizers of ours or a data module, with the settings as numbers."""
     file = Path(given[-2].removeprefix("data.path="))
     text = file.read_text(encoding="utf-8")
@@ -125,7 +124,7 @@ def loop(given: list[str]) -> SimpleNamespace:
     return found
 
 
-def test_rows_are_what_a_plain_loop_computes(run: SimpleNamespace, loop: SimpleNamespace) -> None:
+def test_rows_are_what_a_plain_loop_computes(run, loop):
     train, val = ([row for row in run.rows if row[name]] for name in ("train_loss", "val_loss"))
     assert [row["step"] for row in train] == [row["step"] for row in val] == ["5", "10", "12"]
     for row, before in zip(train, (0, 5, 10), strict=True):
@@ -142,7 +141,7 @@ def test_rows_are_what_a_plain_loop_computes(run: SimpleNamespace, loop: SimpleN
         assert {name: float(value) for name, value in row.items() if value} == pytest.approx(expected, rel=rel)
 
 
-def test_speeds_are_those_of_the_clock_beside_them(run: SimpleNamespace, loop: SimpleNamespace) -> None:
+def test_speeds_are_those_of_the_clock_beside_them(run, loop):
     before = {"tokens": 0.0, "seconds": 0.0}
     for row in run.rows:
         if row["train_loss"]:
@@ -155,7 +154,7 @@ def test_speeds_are_those_of_the_clock_beside_them(run: SimpleNamespace, loop: S
             before = now
 
 
-def test_a_summary_is_what_was_measured(run: SimpleNamespace, loop: SimpleNamespace) -> None:
+def test_a_summary_is_what_was_measured(run, loop):
     best, rel = min(loop.val, key=loop.val.get), max(run.rel, 1e-6)
     seconds, wall = run.summary["seconds"], run.summary["wall_seconds"]
     assert float([row["seconds"] for row in run.rows if row["seconds"]][-1]) <= seconds < wall < run.wall
@@ -203,12 +202,12 @@ def test_a_summary_is_what_was_measured(run: SimpleNamespace, loop: SimpleNamesp
     }
 
 
-def test_every_process_draws_its_own_dropout(run: SimpleNamespace) -> None:
+def test_every_process_draws_its_own_dropout(run):
     states = {tuple(rng["torch"].tolist()) for rng in read(run.folder / LAST)["rng"]}
     assert len(states) == run.world
 
 
-def test_a_validation_loss_that_is_nan_ends_the_run(given: list[str], tmp_path: Path) -> None:
+def test_a_validation_loss_that_is_nan_ends_the_run(given, tmp_path):
     """Of a single step: the loss before it is finite."""
     diverging = ["max_steps=1", "schedule.warmup_steps=0", "optimizer.lr=1e200"]
     with pytest.raises(RunError, match="at step 1 "):
@@ -217,11 +216,9 @@ def test_a_validation_loss_that_is_nan_ends_the_run(given: list[str], tmp_path: 
     assert (summary["status"], summary["checkpoint"], summary["best_val_loss"]) == ("failed", None, None)
 
 
-def test_seconds_of_training_leave_validation_out_and_the_best_may_be_the_first(
-    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_seconds_of_training_leave_validation_out_and_the_best_may_be_the_first(given, tmp_path, monkeypatch):
     """Where the learning rate grows until nothing is learnt, and validations take 1000 s; then the run resumes."""
-    took: list[int] = []
+    took = []
     monkeypatch.setattr(LanguageModel, "on_validation_start", lambda module: took.append(1000))
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: time.monotonic() + sum(took))
     growing = [*given, "optimizer.lr=3", "schedule.warmup_steps=9", "eval_every=1", "originality=null"]

@@ -26,13 +26,6 @@ def mine(text, tmp_path):
 
 
 @pytest.fixture
-def short(mine):
-    """A small run whose number of steps does not depend on the machine."""
-    sizes = ["model.n_layer=1", "model.n_embd=30"]  # 30 is no multiple of nano's n_head
-    return [*mine, *sizes, "originality=null", "callbacks.samples=null", "max_steps=20"]
-
-
-@pytest.fixture
 def plan(mine, monkeypatch):
     """Plan for a machine of constant speed: `plan("max_steps=7")` returns what `make_plan` does."""
 
@@ -59,45 +52,38 @@ def a_text(**changes):
     return planning.Text(**known | changes)
 
 
-def test_a_planned_run_is_a_run_with_the_settings_of_its_plan(short, tmp_path, capsys):
-    summary = minigpt.train([*short, f"hydra.run.dir={tmp_path}/planned"])
-    printed = capsys.readouterr()
-    written = json.loads((tmp_path / "planned/plan.json").read_text())
-    settings = written["settings"]
-    assert summary["steps"] == 20
-    assert settings["eval_every"] <= 20  # follows from the steps that are given
-    assert written["expected_val_loss"] is None  # of so few steps
-    assert "expected" not in printed.out
-    assert all(line in printed.err for line in written["lines"])
+def test_a_planned_run_is_a_run_with_the_settings_of_its_plan_also_if_it_resumes(mine, tmp_path, monkeypatch, capsys):
+    class Lost(LanguageModel):
+        def training_step(self, batch, batch_idx):
+            return 1 / 0 if batch_idx == 15 else super().training_step(batch, batch_idx)
+
+    monkeypatch.setattr(planning, "LEAST_STEPS", 20)  # so that a loss is expected
+    sizes = ["model.n_layer=1", "model.n_embd=30"]  # 30 is no multiple of nano's n_head
+    short = [*mine, *sizes, "originality=null", "callbacks.samples=null", "max_steps=20", "eval_every=10"]
+    command = [*short, f"hydra.run.dir={tmp_path}/planned"]
+    with monkeypatch.context() as patch:
+        patch.setattr("minigpt.runs.fit.LanguageModel", Lost)
+        with pytest.raises(ZeroDivisionError):
+            minigpt.train(command)
+    before = (tmp_path / "planned/plan.json").read_text()
+    settings, expected, lines = json.loads(before).values()
+    printed = capsys.readouterr().err
+    assert all(line in printed for line in lines)
     config = OmegaConf.load(tmp_path / "planned/.hydra/config.yaml")
     assert {key: OmegaConf.select(config, key) for key in settings} == settings
+    summary = minigpt.train([*command, "resume=auto"])
+    assert (summary["steps"], summary["expected_val_loss"]) == (20, expected)
+    assert 0 < expected[1] < expected[0]
+    assert f"expected         {expected[0]:.2f} ± {expected[1]:.2f}, reached" in capsys.readouterr().out
 
     numbers = [f"{key}={'null' if value is None else value}" for key, value in settings.items()]
     groups = ["minutes=null", "model=planned", "optimizer=muon_fast"]
     minigpt.train([*short, *groups, *numbers, f"hydra.run.dir={tmp_path}/plain"])
     for name in ("train_loss", "val_loss"):
         assert column(tmp_path / "planned", name) == column(tmp_path / "plain", name)
-
-
-def test_an_interrupted_run_continues_with_its_plan(short, tmp_path, monkeypatch, capsys):
-    class Lost(LanguageModel):
-        def training_step(self, batch, batch_idx):
-            return 1 / 0 if batch_idx == 15 else super().training_step(batch, batch_idx)
-
-    monkeypatch.setattr(planning, "LEAST_STEPS", 20)  # so that a loss is expected
-    command = [*short, "eval_every=10", f"hydra.run.dir={tmp_path}/run"]
-    with monkeypatch.context() as patch:
-        patch.setattr("minigpt.runs.fit.LanguageModel", Lost)
-        with pytest.raises(ZeroDivisionError):
-            minigpt.train(command)
-    before = (tmp_path / "run/plan.json").read_text()
-    summary = minigpt.train([*command, "resume=auto", "ema_decay=0.5"])  # a setting that the plan had chosen
-    assert (tmp_path / "run/plan.json").read_text() == before
-    assert OmegaConf.load(tmp_path / "run/.hydra/config.yaml").ema_decay == 0.5
-    expected = json.loads(before)["expected_val_loss"]
-    assert (summary["steps"], summary["expected_val_loss"]) == (20, expected)
-    assert 0 < expected[1] < expected[0]
-    assert f"expected         {expected[0]:.2f} ± {expected[1]:.2f}, reached" in capsys.readouterr().out
+    minigpt.train([*command, "resume=auto", "max_steps=21", "ema_decay=0.5"])  # which the plan had chosen
+    assert (tmp_path / "planned/plan.json").read_text() == before
+    assert OmegaConf.load(tmp_path / "planned/.hydra/config.yaml").ema_decay == 0.5
 
 
 # Settings that the user gives, and those for which no loss is expected.

@@ -1,9 +1,6 @@
 """What the command line says against the state of a checkpoint, and the best checkpoint against metrics and summary."""
 
-from collections.abc import Callable
 from math import fsum
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +11,6 @@ from minigpt.checkpoints.find import BEST, LAST
 from minigpt.checkpoints.format import read
 from minigpt.checkpoints.validation_split import validation_batches
 
-Train = Callable[..., SimpleNamespace]
 FAST = ["callbacks.samples=null", "callbacks.snapshots=null"]
 # Only the first validation, of step 5, is an improvement.
 STOP = [*FAST, "callbacks=early_stopping", "callbacks.early_stopping.min_delta=9", "eval_every=5", "max_steps=50"]
@@ -23,9 +19,8 @@ UNSTABLE = [*FAST, "max_steps=12", "schedule=constant", "schedule.warmup_steps=0
 
 
 @pytest.mark.parametrize(("patience", "pause_at"), [(5, 10), (5, "null"), (2, "null")])
-def test_the_patience_is_that_of_the_command_line(
-    train: Train, capsys: pytest.CaptureFixture[str], pause_at: object, patience: int
-) -> None:
+def test_the_patience_is_that_of_the_command_line(train, capsys, monkeypatch, tmp_path, pause_at, patience):
+    monkeypatch.chdir(tmp_path)
     first = train(*STOP, f"pause_at={pause_at}").summary
     assert first["steps"] == (10 if pause_at == 10 else 20)
     capsys.readouterr()
@@ -35,32 +30,32 @@ def test_the_patience_is_that_of_the_command_line(
     assert again["reason"].startswith(
         f"stopped early at step {again['steps']} of 50: Monitored metric val_loss did not"
     )
-    changed = f"callbacks.early_stopping.patience changed from 3 to {patience}; it applies from step"
-    assert changed in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert f"callbacks.early_stopping.patience changed from 3 to {patience}; it applies from step" in err
+    assert f"\n{again['reason']}\n" in out
+    assert "\nrun folder       run\n" in out  # the shortest path from here
 
 
-def test_a_run_that_stopped_early_continues_without_the_callback_that_stopped_it(train: Train) -> None:
+def test_a_run_that_stopped_early_continues_without_the_callback_that_stopped_it(train):
     assert train(*STOP, "max_steps=30").summary["steps"] == 20
     assert train(*STOP, "max_steps=30", "resume=auto", "~callbacks.early_stopping").summary["steps"] == 30
 
 
-def test_a_new_run_has_an_early_stopping_of_its_own(train: Train, tmp_path: Path) -> None:
+def test_a_new_run_has_an_early_stopping_of_its_own(train, tmp_path):
     other = train(*STOP, "pause_at=15")
     run = train(*STOP, f"resume={other.folder}", folder=tmp_path / "new")
     assert run.summary["steps"] == 35  # step 20 is its first validation
     assert f"Best score: {column(run.folder, 'val_loss')[0]:.3f}." in run.summary["reason"]
 
 
-def test_a_missing_best_of_a_complete_run_is_mentioned(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_best_of_a_complete_run_is_mentioned(train, capsys):
     (train(*FAST, "max_steps=1").folder / BEST).unlink()
     train(*FAST, "max_steps=1", "resume=auto")
     assert "best.safetensors of step 1 is missing\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("harm", ["none", "last is damaged", "best is missing", "best is damaged"])
-def test_the_best_checkpoint_summary_and_metrics_agree_after_resuming(
-    train: Train, trained: Callable[..., Path], capsys: pytest.CaptureFixture[str], harm: str
-) -> None:
+def test_the_best_checkpoint_summary_and_metrics_agree_after_resuming(train, trained, capsys, harm):
     losses = column(trained(*UNSTABLE), "val_loss")
     triples = zip(losses, losses[1:], losses[2:], strict=False)
     best = next(i for i, (x, y, z) in enumerate(triples, 1) if x == min(losses[:i]) and z < x < y)

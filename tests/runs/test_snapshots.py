@@ -1,10 +1,7 @@
 """Snapshots of real runs, and the commands that use them."""
 
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,30 +13,29 @@ from minigpt.model import GPT
 from minigpt.runs.snapshots import log_spaced
 from minigpt.utils.errors import UserError
 
-Train = Callable[..., SimpleNamespace]
 STEPS = [0, *range(1, 11), 12, 13, 15, 17, 20]  # round(20 ** (i / 22)) for i up to 22, and 0
 
 
-def weights(state: dict[str, torch.Tensor] | Path) -> dict[str, torch.Tensor]:
+def weights(state):
     """Return weights, or those of a file, in bfloat16, in which snapshots are."""
     state = read(state)["state_dict"] if isinstance(state, Path) else state
     return {name.removeprefix("model."): tensor.bfloat16() for name, tensor in state.items()}
 
 
-def equal(first: dict[str, torch.Tensor] | Path, second: dict[str, torch.Tensor] | Path) -> bool:
+def equal(first, second):
     first, second = weights(first), weights(second)
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize(("last", "count"), [(1, 2), (2, 3), (20, 24), (1_000_000, 24), (1_000_000, 2)])
-def test_snapshots_are_from_the_first_to_the_last_step(last: int, count: int) -> None:
+def test_snapshots_are_from_the_first_to_the_last_step(last, count):
     steps = sorted(log_spaced(last, count))
     assert (steps[0], steps[-1], len(steps) <= count) == (0, last, True)
     ratios = [b / a for a, b in pairwise(steps[8:])]
     assert ratios == pytest.approx([last ** (1 / 22)] * len(ratios), rel=0.02 if last > 20 else 0.2)
 
 
-def test_a_run_keeps_the_weights_of_the_first_the_last_and_steps_between(train: Train, tmp_path: Path) -> None:
+def test_a_run_keeps_the_weights_of_the_first_the_last_and_steps_between(train, tmp_path):
     given = ["ema_decay=0.9", "data.batch_size=4", "trainer.accumulate_grad_batches=2"]
     given += ["callbacks.checkpoint.save_top_k=2"]  # with step-10.safetensors
     folder, without = train(*given).folder, train(*given, "callbacks.snapshots=null", folder=tmp_path / "none").folder
@@ -62,7 +58,7 @@ def test_a_run_keeps_the_weights_of_the_first_the_last_and_steps_between(train: 
         load_checkpoint(folder / BEST, step=11)
 
 
-def test_a_resumed_run_has_the_same_snapshots(train: Train, trained: Callable[..., Path]) -> None:
+def test_a_resumed_run_has_the_same_snapshots(train, trained):
     whole = find_snapshots(trained("ema_decay=0.9"))
     folder = train("ema_decay=0.9", "pause_at=10").folder
     assert list(find_snapshots(folder)) == [step for step in STEPS if step <= 10]
@@ -73,9 +69,7 @@ def test_a_resumed_run_has_the_same_snapshots(train: Train, trained: Callable[..
     assert all(equal(resumed[step], whole[step]) for step in STEPS)
 
 
-def test_snapshots_are_limited_by_their_number_and_size(
-    train: Train, finished: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_snapshots_are_limited_by_their_number_and_size(train, finished, tmp_path):
     assert equal(find_snapshots(finished.folder)[20], finished.folder / LAST)  # without averages
     size = finished.summary["params"] * 2 / 1e6
     limits = {f"max_mb={3.5 * size:g}": [0, 1, 20], f"max_mb={1.5 * size:.3g}": [], "count=2": [0, 20]}
@@ -84,7 +78,7 @@ def test_snapshots_are_limited_by_their_number_and_size(
         assert list(find_snapshots(folder)) == expected
 
 
-def test_a_snapshot_that_cannot_be_written_is_only_a_warning(train: Train, tmp_path: Path, capsys: Any) -> None:
+def test_a_snapshot_that_cannot_be_written_is_only_a_warning(train, tmp_path, capsys):
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     (tmp_path / "run/checkpoints/snapshots").write_text("a file")
     assert train("max_steps=1", "eval_every=1").loss
