@@ -1,8 +1,8 @@
 """The five notebooks from which minigpt started, each as a configuration of its one attention.
 
 The number in a test's name is that of the notebook. Outputs equal the figures that it prints, to 4 decimals, or the
-formula where it sets no seed. The code of docs/attention.md, which test_docs.py runs, prints more of these figures,
-and all of notebooks 001 and 003.
+formula where it sets no seed. The code of docs/attention.md, which test_readme.py runs, prints more of these figures,
+and those of notebooks 001 to 003.
 """
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from minigpt import GPTConfig
-from minigpt.attention import MultiHeadAttention, attend, attend_explicit
+from minigpt.attention import MultiHeadAttention
 from minigpt.model import Block, Norm
 from minigpt.ops import EPS
 
@@ -45,16 +45,6 @@ def full_width_heads(n_head: int, *, causal: bool = False) -> MultiHeadAttention
     attention.out = nn.Identity()
     attention.qkv.weight.data = torch.cat([head[i] for i in range(3) for head in drawn]).detach()
     return attention
-
-
-def test_002_the_mask_computed_by_hand():
-    scores = torch.tensor([[[[7.0, -8, 6], [-3, 2, 4], [1, 6, -2]]]], dtype=torch.float64)
-    unit = torch.eye(3, dtype=torch.float64)[None, None]  # keys that leave the scores as they are
-    # The last weight is e⁻² / (e + e⁶ + e⁻²) = 0.0003; the notebook prints 0.003.
-    expected = [[1, 0, 0], [0.0067, 0.9933, 0], [0.0067, 0.9930, 0.0003]]
-    y, weights = attend_explicit(scores, unit, unit, scale=1.0, causal=True)
-    for found in (weights, y, attend(scores, unit, unit, scale=1.0, causal=True)):
-        assert_printed(found[0, 0], expected)
 
 
 @pytest.mark.parametrize("causal", [False, True])
