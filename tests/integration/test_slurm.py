@@ -20,13 +20,11 @@ from minigpt import load_checkpoint
 from minigpt.runs.run_dir import read_summary
 from minigpt.sweeps.results import COMPLETED, NATS, read_sweep
 
+DAEMONS = ("munged", "slurmctld", "slurmd")
 pytestmark = [
     pytest.mark.slow,
     needs_hosts,
-    pytest.mark.skipif(
-        not all(map(shutil.which, ("sbatch", "munged", "slurmctld", "slurmd"))),
-        reason="needs SLURM: apt-get install slurm-wlm munge",
-    ),
+    pytest.mark.skipif(not all(map(shutil.which, DAEMONS)), reason="needs SLURM: apt-get install slurm-wlm munge"),
 ]
 
 CONF = """
@@ -45,8 +43,7 @@ SchedulerParameters=batch_sched_delay=1,sched_interval=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-NodeName=a NodeAddr=10.83.0.1 CPUs={cpus} RealMemory=2000 State=UNKNOWN
-NodeName=b NodeAddr=10.83.0.2 CPUs={cpus} RealMemory=2000 State=UNKNOWN
+NodeName=[a-b] NodeAddr=10.83.0.[1-2] CPUs={cpus} RealMemory=2000 State=UNKNOWN
 """
 MUNGE = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
 TRAIN = [sys.executable, str(ROOT / "scripts" / "train.py")]
