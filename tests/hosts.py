@@ -48,9 +48,7 @@ class Hosts:
 
     def kill(self, host: int) -> None:
         """Kill the processes of a host."""
-        for pid in _ip("netns", "pids", self._namespaces[host]).split():
-            with suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+        _kill(self._namespaces[host])
 
     def set_link(self, host: int, state: str) -> None:
         """Take the link of a host "down", or "up"."""
@@ -71,12 +69,9 @@ class Hosts:
             _ip("-n", namespace, "link", "set", "eth0", "up")
 
     def _stop(self) -> None:
-        present = _ip("netns", "list")
-        for host, namespace in enumerate(self._namespaces):
-            if namespace in present:
-                self.kill(host)
         for namespace in (*self._namespaces, self._switch):
-            if namespace in present:
+            if namespace in _ip("netns", "list"):
+                _kill(namespace)
                 _ip("netns", "del", namespace)
 
 
@@ -112,3 +107,9 @@ class Hold(Callback):
 
 def _ip(*arguments: str) -> str:
     return subprocess.run(["ip", *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def _kill(namespace: str) -> None:
+    for pid in _ip("netns", "pids", namespace).split():
+        with suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)

@@ -17,7 +17,6 @@ from torch.testing import assert_close
 
 from minigpt.config import GPTConfig
 from minigpt.model import GPT
-from minigpt.ops import local_shard
 from minigpt.optim import adamw, muon
 
 MUON = ADAM | OPTIONS
@@ -86,13 +85,11 @@ def test_each_rank_holds_its_share_of_gpt2(ranks: int, optimizer: str, tmp_path:
     buffers = {"adamw": 2, "muon": 2 - 85e6 / 124e6}[optimizer]  # of the size of the weights; Muon has 1 of matrices
     ideal = 124e6 * 4 * (1 + buffers) / ranks
     for rank in range(ranks):
-        held, resident = map(int, (tmp_path / str(rank)).read_text().split())
-        assert held == pytest.approx(ideal, rel=0.02)
-        assert resident <= 1.15 * ideal
+        assert 0.98 * ideal <= int((tmp_path / str(rank)).read_text()) <= 1.15 * ideal
 
 
 def measure_memory(file: Path, optimizer: str) -> None:
-    """Write the bytes of weights and optimizer state of a rank, and by how much its resident memory grew for them."""
+    """Write by how many bytes the resident memory of a rank grows for its weights and optimizer state."""
     with torch.device("meta"):
         model = GPT(GPT2)
     shard(model)
@@ -104,9 +101,7 @@ def measure_memory(file: Path, optimizer: str) -> None:
     made = muon(model, **few) if optimizer == "muon" else adamw(model, **adam)
     made.step()
     made.zero_grad()
-    states = [value for state in made.state.values() for value in state.values() if value.dim()]
-    held = sum(local_shard(values).nbytes for values in [*model.parameters(), *states])
-    file.write_text(f"{held} {resident_bytes() - before}")
+    file.write_text(f"{resident_bytes() - before}")
 
 
 def resident_bytes() -> int:

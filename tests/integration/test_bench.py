@@ -33,17 +33,6 @@ def bench(*arguments: str, folder: Path, script: str = "bench") -> str:
 
 
 @pytest.mark.slow
-def test_runs_are_compared_with_bare_loops(small: list[str], tmp_path: Path) -> None:
-    # Later overrides win over those of the benchmark.
-    own = [setting for setting in small if not setting.startswith(("max_steps", "eval_every"))]
-    bench("step", "--steps", "12", "--rounds", "1", "--overrides", *own, folder=tmp_path)
-    (row,) = json.loads((tmp_path / "runs/bench/step.json").read_text())["rows"]
-    ours, bare, baseline = (row[f"nanogpt_cpu: {loop} tokens/s"] for loop in ("minigpt", "bare", "baseline"))
-    assert row["nanogpt_cpu: ratio"] == pytest.approx(ours / bare)
-    assert row["nanogpt_cpu: ratio to baseline"] == pytest.approx(ours / baseline)
-
-
-@pytest.mark.slow
 def test_the_time_to_loss_benchmark_runs_the_baseline_and_the_recipes(small: list[str], tmp_path: Path) -> None:
     options = ["--recipes", "baseline,sprint_cpu eval_every=5", "--rounds", "1", "--losses", "4,0.1"]
     output = bench("time_to_loss", *options, "--overrides", *small, folder=tmp_path)
@@ -96,8 +85,8 @@ def test_a_row_that_fails_leaves_those_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("device", "params"), [("cpu", 804_096), ("cuda", 10_745_088)])
-def test_the_baseline_equals_the_recipe_of_nanogpt(device: str, params: int) -> None:
-    """Same size, same loss with the same weights, same learning rate at every step."""
+def test_the_baseline_equals_the_recipe_of_nanogpt(device: str, params: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same size, same loss with the same weights, also of the whole validation, same learning rate at every step."""
     import bare_nanogpt as nanogpt
 
     recipe = nanogpt.RECIPES[device]
@@ -106,23 +95,17 @@ def test_the_baseline_equals_the_recipe_of_nanogpt(device: str, params: int) -> 
     assert sum(p.numel() for p in baseline.parameters()) == ours.num_params() == params
     values = cfg.data.batch_size, cfg.model.block_size, cfg.model.dropout
     assert values == (recipe.batch, recipe.block, recipe.dropout)
+    assert (cfg.optimizer.betas, cfg.optimizer.weight_decay, cfg.trainer.gradient_clip_val) == ([0.9, 0.99], 0.1, 1.0)
     draw_weights(ours)
     with torch.no_grad():  # both order parameters from the embeddings to the final norm, block by block
         for weight, reference in zip(ours.parameters(), baseline.parameters(), strict=True):
             reference.copy_(weight)
-    x, y = torch.randint(65, (2, 3, 64))
-    torch.testing.assert_close(baseline(x, y), ours(x, y))
+    monkeypatch.setattr(nanogpt, "VAL_BATCH", 2)
+    tokens, block = torch.randint(65, (5 * recipe.block + 7,)), recipe.block
+    windows = [tokens[None, start : start + block + 1] for start in range(0, len(tokens) - 1, block)]  # the last has 7
+    losses = [ours(window[:, :-1], window[:, 1:]).item() for window in windows]
+    expected = np.average(losses, weights=[window.numel() - 1 for window in windows])
+    assert nanogpt.validate(baseline, tokens) == pytest.approx(expected, rel=1e-5)
     for step in range(cfg.max_steps):
         factor = cosine(step, max_steps=cfg.max_steps, warmup_steps=100, final_lr_frac=0.1)
         assert nanogpt.learning_rate(step, cfg.max_steps) == pytest.approx(cfg.optimizer.lr * factor)
-
-
-def test_the_baseline_validates_on_every_token_but_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    import bare_nanogpt as nanogpt
-
-    monkeypatch.setattr(nanogpt, "VAL_BATCH", 2)
-    model, tokens = nanogpt.GPT(9, nanogpt.RECIPES["cpu"]), torch.randint(9, (5 * 64 + 7,))
-    windows = [tokens[start : start + 65] for start in range(0, 5 * 64 + 6, 64)]
-    losses = [model(window[None, :-1], window[None, 1:]).item() for window in windows]
-    mean = np.average(losses, weights=[len(window) - 1 for window in windows])
-    assert nanogpt.validate(model, tokens) == pytest.approx(mean, rel=1e-5)

@@ -1,20 +1,21 @@
 """The five notebooks from which minigpt started, each as a configuration of its one attention.
 
 The number in a test's name is that of the notebook. Outputs equal the figures that it prints, to 4 decimals, or the
-formula where it sets no seed. The code of docs/attention.md, which test_docs.py runs, prints more of these figures,
-and all of notebooks 001 and 003.
+formula where it sets no seed. The code of docs/attention.md, which test_readme.py runs, prints more of these figures,
+and those of notebooks 001 to 003.
 """
 
 import pytest
 import torch
+from models import draw_weights
 from tolerance import assert_near
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.testing import assert_close
 
 from minigpt import GPTConfig
-from minigpt.attention import MultiHeadAttention, attend, attend_explicit
-from minigpt.model import Block, Norm
-from minigpt.ops import EPS
+from minigpt.attention import MultiHeadAttention
+from minigpt.model import Block
 
 # Notebook 000: three tokens of width 2, no biases, seed 42.
 TOKENS = torch.tensor([[[1.16, 0.23], [0.57, 1.36], [4.41, -2.16]]])  # (1, 3, 2)
@@ -47,49 +48,22 @@ def full_width_heads(n_head: int, *, causal: bool = False) -> MultiHeadAttention
     return attention
 
 
-def test_002_the_mask_computed_by_hand():
-    scores = torch.tensor([[[[7.0, -8, 6], [-3, 2, 4], [1, 6, -2]]]], dtype=torch.float64)
-    unit = torch.eye(3, dtype=torch.float64)[None, None]  # keys that leave the scores as they are
-    # The last weight is e⁻² / (e + e⁶ + e⁻²) = 0.0003; the notebook prints 0.003.
-    expected = [[1, 0, 0], [0.0067, 0.9933, 0], [0.0067, 0.9930, 0.0003]]
-    y, weights = attend_explicit(scores, unit, unit, scale=1.0, causal=True)
-    for found in (weights, y, attend(scores, unit, unit, scale=1.0, causal=True)):
-        assert_printed(found[0, 0], expected)
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_004_the_post_norm_block_with_twenty_heads_as_wide_as_the_model(causal: bool):
-    # The notebook has biases in the MLP and the norms but not in attention: biases of zero there.
-    # Its block is bidirectional, which a language model must not be; a block is causal by default.
+    # The notebook's block is bidirectional, which a language model must not be; a block is causal by default.
     block = Block(GPTConfig(n_embd=10, n_head=20, head_dim=10, norm_position="post", activation="relu"))
-    assert block.attention.causal
-    block.attention.causal = causal
-    for parameter in block.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    nn.init.zeros_(block.attention.qkv.bias)
-    nn.init.zeros_(block.attention.out.bias)
+    attention, up, down = block.attention, block.mlp.up, block.mlp.down
+    assert attention.causal
+    attention.causal = causal
+    draw_weights(block, std=0.5)
     x = torch.rand(8, 5, 10)
-    y = normalized(x + wide_heads(block.attention, x, causal=causal), block.norm_1)
-    hidden = (y @ block.mlp.up.weight.T + block.mlp.up.bias).clamp(min=0)  # (8, 5, 40)
-    expected = normalized(y + hidden @ block.mlp.down.weight.T + block.mlp.down.bias, block.norm_2)
+    q, k, v = F.linear(x, attention.qkv.weight, attention.qkv.bias).view(8, 5, 3, 20, 10).permute(2, 0, 3, 1, 4)
+    heads = F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)  # (8, 5, 200)
+    expected = x + F.linear(heads, attention.out.weight, attention.out.bias)
+    expected = F.layer_norm(expected, (10,), block.norm_1.weight, block.norm_1.bias)
+    expected = expected + F.linear(F.linear(expected, up.weight, up.bias).relu(), down.weight, down.bias)
+    expected = F.layer_norm(expected, (10,), block.norm_2.weight, block.norm_2.bias)
     assert_near(block(x, rotary=None, cache=None), expected, terms=10 + 10 + 5 + 200 + 10 + 40)
-
-
-def wide_heads(attention: MultiHeadAttention, x: Tensor, *, causal: bool) -> Tensor:
-    """Compute notebook 004's attention, one head at a time and without biases."""
-    w_q, w_k, w_v = (w.split(10) for w in attention.qkv.weight.split(200))
-    outputs = []
-    for head in range(20):
-        q, k, v = x @ w_q[head].T / 10**0.25, x @ w_k[head].T / 10**0.25, x @ w_v[head].T
-        raised = (q @ k.mT).exp()
-        raised = raised.tril() if causal else raised
-        outputs.append(raised / raised.sum(-1, keepdim=True) @ v)
-    return torch.cat(outputs, -1) @ attention.out.weight.T
-
-
-def normalized(x: Tensor, norm: Norm) -> Tensor:
-    x = x - x.mean(-1, keepdim=True)
-    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.weight + norm.bias
 
 
 def assert_printed(actual: Tensor, figures: object) -> None:

@@ -1,4 +1,4 @@
-"""Every command of the README and of the pages in docs/ runs, with few training steps."""
+"""Every command and code block of the README and of the pages in docs/ runs, with few training steps."""
 
 import re
 import shlex
@@ -105,6 +105,27 @@ def test_every_extra_of_the_documents_exists() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     named = re.findall(r'pip install -e "\.\[(\w+)\]"', TEXTS)
     assert {"serve", "data", "huggingface", "tensorboard"} <= {*named} <= {*extras}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_code_block_runs_and_prints_the_output_that_follows(
+    page: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names: dict[str, Any] = {}
+    printed = None
+    for language, body in re.findall(
+        r"^```(\w+)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    ):
+        # Code in any other language would be untested. The example of training.md is run below.
+        assert language in ("bash", "text", "python")
+        if language == "python" and page.name != "training.md":
+            assert not printed, f"this output is not shown:\n{printed}"
+            exec(compile(body, f"{page.name}: {body}", "exec"), names)
+            printed = capsys.readouterr().out
+        elif language == "text":
+            assert body == printed
+            printed = None
+    assert not printed, f"this output is not shown:\n{printed}"
 
 
 def test_the_python_example_runs(documents: Path) -> None:

@@ -1,15 +1,13 @@
-"""The recipes: their sizes, nanoGPT's values, training by these values, and overrides of a group."""
+"""The recipes: their sizes, training by their values, and overrides of a group; test_bench.py has nanoGPT's values."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from small_runs import CONFIGS, column, composed
-from torch import Tensor, nn
+from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
@@ -56,33 +54,23 @@ def test_a_finetuning_lowers_the_loss(name: str, text: Path, gpt2_folder: Path, 
     assert minigpt.train([f"experiment={name}", *small])["best_val_loss"] < math.log(300) - 0.5
 
 
-def test_nanogpts_recipe_equals_a_training_loop_with_its_values(text: Path, tmp_path: Path):
-    config = {"n_layer": 4, "n_head": 4, "n_embd": 128, "bias": False, "position": "learned", "activation": "gelu"}
-    model = initial(text, 64, norm="layernorm", tie_embeddings=True, **config)
-    decayed, norms = ([p for p in model.parameters() if p.dim() == dim] for dim in (2, 1))
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99), foreach=False, fused=False)
-    expected = loop(text, model, [optimizer], warmup_steps=100, block_size=64)
-    losses, rates = figures("nanogpt_cpu", text, tmp_path)
-    assert losses == pytest.approx(expected, rel=1e-9)
-    assert rates == pytest.approx([1e-3 * step / 101 for step in (1, 2, 3, 4)])
-
-
 def test_the_fast_recipe_equals_a_training_loop_with_its_values(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    config = {"n_layer": 2, "n_head": 3, "n_embd": 96, "bias": False, "norm": "rmsnorm_noscale", "position": "rope"}
-    config |= {"activation": "relu2", "qk_norm": True, "tie_embeddings": False, "embed_norm": True}
-    model = initial(text, 128, ngram=5, ngram_buckets=8192, ngram_dim=16, smear=2, **config)
+    """Of four steps with torch's Muon and AdamW, all in the warm-up, in float64."""
+    content = text.read_text()
+    letters = sorted(set(content))
+    train = torch.tensor([letters.index(c) for c in content[: int(0.9 * len(content))]])
+    config = {"block_size": 128, "n_layer": 2, "n_head": 3, "n_embd": 96, "bias": False, "norm": "rmsnorm_noscale"}
+    config |= {"position": "rope", "activation": "relu2", "qk_norm": True, "tie_embeddings": False, "embed_norm": True}
+    config |= {"ngram": 5, "ngram_buckets": 8192, "ngram_dim": 16, "smear": 2, "vocab_size": len(letters)}
+    torch.manual_seed(1337)
+    model = GPT(GPTConfig(**config)).double()
     w = {key: weight.detach().clone() for key, weight in model.named_parameters()}
     names = [f"blocks.{i}.attention.qkv.weight" for i in (0, 1)]
     for name in names:  # queries, keys and values are matrices of their own
         w |= dict(zip([name + x for x in "qkv"], w.pop(name).chunk(3), strict=True))
     w = {name: nn.Parameter(weight) for name, weight in w.items()}
-
-    def forward(tokens: Tensor) -> Tensor:
-        return functional_call(model, w | {name: torch.cat([w[name + x] for x in "qkv"]) for name in names}, (tokens,))
-
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch's Muon casts on every device
     table = w["ngrams.table.weight"]
     rest = [weight for key, weight in w.items() if not key.startswith("blocks.") and weight is not table]
@@ -92,50 +80,22 @@ def test_the_fast_recipe_equals_a_training_loop_with_its_values(
         torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.95), foreach=False, fused=False),
         torch.optim.Muon(matrices, lr=0.02, momentum=0.9, weight_decay=0.1),
     ]
-    expected = loop(text, forward, optimizers, warmup_steps=20, block_size=128)
-    losses, rates = figures("fast_cpu", text, tmp_path)
-    assert losses == pytest.approx(expected, rel=1e-7)
-    assert rates == pytest.approx([0.02 * step / 21 for step in (1, 2, 3, 4)])
-
-
-def initial(text: Path, block_size: int, **config: Any) -> GPT:
-    """Return the initial model of seed 1337, in float64."""
-    torch.manual_seed(1337)
-    return GPT(GPTConfig(block_size=block_size, vocab_size=len(set(text.read_text())), **config)).double()
-
-
-def loop(
-    text: Path,
-    forward: Callable[[Tensor], Tensor],
-    optimizers: list[torch.optim.Optimizer],
-    *,
-    warmup_steps: int,
-    block_size: int,
-) -> list[float]:
-    """Train for four steps of 12 windows, all in the warm-up; gradients are clipped to norm 1."""
-    content = text.read_text()
-    letters = sorted(set(content))
-    train = torch.tensor([letters.index(c) for c in content[: int(0.9 * len(content))]])
-    starts = WindowOrder(len(train), block_size, 1337).starts(np.arange(4 * 12)).reshape(4, 12, 1)
-    schedules = [LambdaLR(optimizer, lambda step: (step + 1) / (warmup_steps + 1)) for optimizer in optimizers]
-    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    found = []
-    for step in range(4):
-        window = train[torch.from_numpy(starts[step]) + torch.arange(block_size + 1)]
-        loss = F.cross_entropy(forward(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
+    schedules = [LambdaLR(optimizer, lambda step: (step + 1) / 21) for optimizer in optimizers]
+    expected = []
+    for starts in WindowOrder(len(train), 128, 1337).starts(np.arange(4 * 12)).reshape(4, 12, 1):
+        window = train[torch.from_numpy(starts) + torch.arange(129)]
+        fused = {name: torch.cat([w[name + x] for x in "qkv"]) for name in names}
+        logits = functional_call(model, w | fused, (window[:, :-1],))
+        loss = F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
+        gradients = torch.autograd.grad(loss, [*w.values()])
+        for weight, gradient in zip(w.values(), gradients, strict=True):
+            weight.grad = gradient
+        nn.utils.clip_grad_norm_(w.values(), 1.0)
         for either in (*optimizers, *schedules):
             either.step()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        found.append(loss.item())
-    return found
-
-
-def figures(name: str, text: Path, tmp_path: Path) -> tuple[list[float], list[float]]:
-    """Return the losses and learning rates of four steps of a recipe on another text."""
+        expected.append(loss.item())
     settings = ["trainer.accelerator=cpu", "trainer.precision=64-true", "max_steps=4", "log_every=1"]
     settings += ["data=text", f"data.path={text}", f"data.folder={tmp_path}/data", "data.val_fraction=0.1"]
-    minigpt.train([f"experiment={name}", *settings, "~callbacks.samples", f"hydra.run.dir={tmp_path}/run"])
-    return column(tmp_path / "run", "train_loss"), column(tmp_path / "run", "learning_rate")
+    minigpt.train(["experiment=fast_cpu", *settings, "~callbacks.samples", f"hydra.run.dir={tmp_path}/run"])
+    assert column(tmp_path / "run", "train_loss") == pytest.approx(expected, rel=1e-7)
+    assert column(tmp_path / "run", "learning_rate") == pytest.approx([0.02 * step / 21 for step in (1, 2, 3, 4)])

