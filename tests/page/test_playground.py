@@ -43,9 +43,11 @@ def test_the_text_is_continued_with_the_settings_and_each_step_is_undone_alone(r
     for text in (second, first):
         reader.find("#undo").click()
         assert reader.text == text
-    for key, text in (("z", PROMPT), ("z", ""), ("y", PROMPT), ("y", first)):
+    for key, text in (("z", PROMPT), ("z", ""), ("y", PROMPT), ("y", first), ("y", second), ("y", f"{second}XYZ")):
         reader.press(Keys.CONTROL, key)
         assert reader.text == text
+    reader.press(Keys.CONTROL, "y")  # what was undone before another change is gone
+    assert reader.text == f"{second}XYZ"
 
 
 def test_text_is_generated_from_the_cursor_or_from_the_start_token(in_file: Reader) -> None:
@@ -127,10 +129,11 @@ def test_two_models_continue_one_prompt_with_one_seed(at_server: Reader) -> None
 def test_a_model_gets_no_token_ids_of_another(at_server: Reader) -> None:
     reader = at_server
     reader.write(PROMPT)
+    reader.press(Keys.ARROW_LEFT)
     reader.choose("#model", "shifted")
     reader.press(Keys.CONTROL, Keys.ENTER)  # before the text is scored
     reader.wait_for_generation()
-    assert reader.text == continuation(MODELS["shifted"], PROMPT, 30, SHIFTED)
+    assert reader.text == continuation(MODELS["shifted"], PROMPT[:-1], 30, SHIFTED)
     reader.choose("#model", "small")
     reader.find("#undo").click()
     reader.generate()
