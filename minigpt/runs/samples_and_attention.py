@@ -77,7 +77,11 @@ def final_originality(
         compared = {name: originality.originality(index, text) for name, text in texts.items()}
         with open(folder / SAMPLES, "a", encoding="utf-8") as file:
             file.write(f"{ORIGINALITY_HEADER}\n{originality.format_table(compared)}\n\n")
-        return {name: {key: row[key] for key in ("new", "longest")} for name, row in compared.items()}
+        figures = {}
+        for name, row in compared.items():  # names of JSON and of W&B are texts
+            new = {str(n): share for n, share in row["new"].items()}
+            figures[name] = {"new": new, "longest": row["longest"]}
+        return figures
     return None
 
 

@@ -1,5 +1,6 @@
 """One trial of the faults that are quick to inject; `make faults` runs many trials of all faults."""
 
+import json
 import shutil
 import signal
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from robustness.faults import FAULTS
 from robustness.faults.tools import Fault, Skipped
+from small_runs import wandb_records
 
 from minigpt.runs.shutdown import GracefulShutdown
 from minigpt.utils.signals import END_SIGNALS, Interrupted, handle_signals, raise_interrupted
@@ -41,6 +43,19 @@ def test_what_a_run_wrote_after_its_last_checkpoint_is_written_again_once(
         file.write(torn)
     train(*settings, "resume=auto")
     assert (folder / "samples.txt").read_text() == (whole / "samples.txt").read_text()
+
+
+def test_weights_and_biases_gets_the_results_of_a_whole_run(
+    train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also the originality of its text."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    train("logger=wandb", "originality=100")
+    assert "Weights & Biases is lost" not in capsys.readouterr().err
+    records = wandb_records(tmp_path / "run")
+    assert [record["exit"]["exit_code"] for record in records if record["type"] == "exit"] == [0]
+    assert "generated_text" in json.dumps(records)
 
 
 def test_only_a_second_signal_ends_a_run_at_once() -> None:
