@@ -146,13 +146,6 @@ def test_a_damaged_file_is_reported_and_the_rest_is_shown(tmp_path, capsys, file
     assert [point.overrides for point in points] == [{} if "overrides" in file else {"seed": "1"}, {"seed": "2"}]
 
 
-def test_overrides_run_no_code(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (run_folder(tmp_path / "0") / ".hydra/overrides.yaml").write_text("!!python/object/apply:os.system [touch canary]")
-    assert read_sweep(tmp_path)[0].loss(NATS) == 2.0
-    assert not (tmp_path / "canary").exists()
-
-
 def planned(**claim):
     entry = {"folder": "0", "overrides": {"a": "1"}, "status": "waiting", "reason": "", "identity": "", "params": 1}
     return json.dumps({"fixed": [], "points": [entry | claim]})
@@ -294,6 +287,8 @@ def test_text_of_a_file_reaches_no_terminal_as_an_escape_sequence_and_markdown_a
     for name, reason in (("0", evil), ("1\x1b[2J", "")):
         run_folder(tmp_path / name, f"text={evil}{name}", f"{evil}=1{name}", status=f"failed{evil}", reason=reason)
     (tmp_path / "1\x1b[2J/metrics.csv").write_text(f"step,val_loss\n1,{evil}\n")
+    code = f"!!python/object/apply:os.system [touch {tmp_path}/canary]"
+    (run_folder(tmp_path / "2") / ".hydra/overrides.yaml").write_text(code)
     report([tmp_path])
     with pytest.raises(UserError) as raised:
         report([tmp_path], along=evil)
@@ -304,6 +299,7 @@ def test_text_of_a_file_reaches_no_terminal_as_an_escape_sequence_and_markdown_a
         assert [c for c in output if not c.isprintable() and c != "\n"] == []
     assert r"\<img src=x\>!\[a\](b)\|\`c\`0" in text
     assert not re.search(r"(?<!\\)[<`]|(?<!\\)\[a", text)
+    assert not (tmp_path / "canary").exists()
     assert f"{evil}0" in {row["text"] for row in table(tmp_path / "sweep.csv")}  # a file keeps what it is
 
 

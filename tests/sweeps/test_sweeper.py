@@ -305,7 +305,7 @@ def test_pruning_and_searches_refuse_points_that_validate_on_different_texts(pla
 
 
 @pytest.mark.slow
-def test_a_search_runs_n_trials_within_the_bounds_and_minimizes_bits_per_byte(plan, tmp_path):
+def test_a_search_runs_n_trials_within_the_bounds_and_minimizes_bits_per_byte(plan):
     """By nats per token bytes would be best: 1.5 of them less against 1 less of characters that are twice as long."""
 
     def valley(settings: dict[str, str], _: int) -> float:
@@ -322,12 +322,6 @@ def test_a_search_runs_n_trials_within_the_bounds_and_minimizes_bits_per_byte(pl
     assert [value["tokenizer"] for value in values][-10:].count("char") >= 8
     losses = [point.loss(BITS) for point in read_sweep(sweeper.folder)]
     assert statistics.mean(losses[-10:]) < statistics.mean(losses[:10]) - 0.3
-
-    again = plan(*line, "hydra.sweeper.n_trials=9", engine=Engine(valley), folder=tmp_path / "again")
-    more = ["hydra.sweeper.n_trials=12", "resume=auto"]
-    further = plan(*line, *more, engine=Engine(valley), folder=tmp_path / "again")
-    assert values_of(again) + values_of(further)[9:] == values[:12]
-    assert [len(batch) for batch in further.engine.batches] == [3]  # nine of twelve had ended
 
 
 def test_a_search_does_not_count_impossible_points(plan, tmp_path, capsys):
