@@ -69,6 +69,7 @@ REFUSED = {
     "train.py seed=1,2 hydra/launcher=submitit_slurm trainer=ddp trainer.devices=2 -m": "devices must be 1 with",
     "train.py seed=1,2 hydra.sweep.dir=. -m": ". is not empty and holds no sweep; choose another folder with",
     "sweep_report.py latin.txt": "latin.txt is not a folder; give the folder of a sweep, such as runs/sweeps/latest",
+    "sweep_report.py .": "holds no runs; give the folder of a sweep",
     "sweep_report.py RUN --along=lr": "--along=lr must be one numeric setting in which the runs differ; use one",
     "sweep_report.py RUN --out=latin.txt": "latin.txt: file exists; choose another folder",
     # prepare.py

@@ -56,12 +56,6 @@ def test_the_best_two_fifths_continue_after_each_rung_and_without_pruning_all_co
     assert {status for status, _ in ends(sweeper.folder).values()} == {"completed"}
 
 
-def test_a_larger_grid_continues_more(plan):
-    plan(THREE, *PRUNED, engine=Engine(crossing))
-    plan(NINE, *PRUNED, "resume=auto", engine=(larger := Engine(crossing)))
-    assert [launch.keys() for launch in larger.launches[:2]] == [names(*RATES[3:]), names(*RATES[-4:])]
-
-
 def test_seeds_of_a_setting_continue_together_by_their_mean_loss(plan):
     losses = {"0.1": (1.0, 5.2), "0.2": (2.0, 2.2), "0.3": (3.0, 3.0)}  # the lowest loss has not the lowest mean
     engine = Engine(lambda settings, _: losses[settings["optimizer.lr"]][int(settings["seed"])])
@@ -86,7 +80,7 @@ def test_points_are_compared_at_a_fraction_of_their_steps_in_bits_per_byte(plan)
     assert all("char" in name for name in engine.launches[1])
 
 
-def test_an_interrupted_sweep_resumes_to_the_same_result(plan, tmp_path):
+def test_an_interrupted_sweep_resumes_to_the_same_result_and_a_larger_one_continues_more(plan, tmp_path):
     whole = Engine(crossing)
     expected = ends(plan(THREE, *PRUNED, engine=whole, folder=tmp_path / "whole").folder)
     for jobs in range(sum(map(len, whole.launches))):
@@ -95,6 +89,8 @@ def test_an_interrupted_sweep_resumes_to_the_same_result(plan, tmp_path):
             plan(THREE, *PRUNED, engine=Engine(crossing, jobs), folder=folder)
         plan(THREE, *PRUNED, "resume=auto", engine=Engine(crossing), folder=folder)
         assert ends(folder) == expected, jobs
+    plan(NINE, *PRUNED, "resume=auto", engine=(larger := Engine(crossing)), folder=folder)
+    assert [launch.keys() for launch in larger.launches[:2]] == [names(*RATES[3:]), names(*RATES[-4:])]
 
 
 def test_a_search_prunes_by_all_trials_so_far_and_resumes(plan, tmp_path):

@@ -146,13 +146,6 @@ def test_a_damaged_file_is_reported_and_the_rest_is_shown(tmp_path, capsys, file
     assert [point.overrides for point in points] == [{} if "overrides" in file else {"seed": "1"}, {"seed": "2"}]
 
 
-def test_overrides_run_no_code(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (run_folder(tmp_path / "0") / ".hydra/overrides.yaml").write_text("!!python/object/apply:os.system [touch canary]")
-    assert read_sweep(tmp_path)[0].loss(NATS) == 2.0
-    assert not (tmp_path / "canary").exists()
-
-
 def planned(**claim):
     entry = {"folder": "0", "overrides": {"a": "1"}, "status": "waiting", "reason": "", "identity": "", "params": 1}
     return json.dumps({"fixed": [], "points": [entry | claim]})
@@ -217,19 +210,19 @@ def test_table_and_csv_rank_rows_by_the_mean_over_seeds(tmp_path, printed):
 @pytest.mark.usefixtures("no_plot")
 def test_a_sweep_over_tokenizers_is_ranked_by_bits_per_byte_everywhere(tmp_path, capsys):
     """By nats per token, the longer tokens of sub-words would rank last."""
-    runs = {"char": (1.0, (1.9, 1.6)), "byte": (1.25, (2.5, 2.0)), "bpe": (3.0, (4.0, 3.3, 3.6))}
+    runs = {"bpe": (3.0, (4.0, 3.3, 3.6)), "char": (1.0, (1.9, 1.6)), "byte": (1.25, (2.5, 2.1))}
     for name, (bytes_per_token, losses) in runs.items():
         run_folder(tmp_path / name, f"tokenizer={name}", losses=losses, bytes_per_token=bytes_per_token)
-    bits = {name: min(losses) / math.log(2) / size for name, (size, losses) in runs.items()}
-    order = sorted(bits, key=bits.get)
-    assert order[0] == "bpe"
     report([tmp_path])
     output = capsys.readouterr().out
-    lines = [line.split() for line in output.splitlines() if "completed" in line]
-    assert [line[:4] for line in lines] == [
-        [str(rank), name, f"{min(runs[name][1]):.4f}", f"{bits[name]:.4f}"] for rank, name in enumerate(order, 1)
+    lines = [line.split()[:4] for line in output.splitlines() if "completed" in line]
+    bits = [f"{min(losses) / math.log(2) / size:.4f}" for size, losses in runs.values()]
+    assert lines == [
+        ["1", "bpe", "3.3000", bits[0]],
+        ["2", "char", "1.6000", bits[1]],
+        ["3", "byte", "2.1000", bits[2]],
     ]
-    assert f"best     {bits['bpe']:.4f} bits/byte: tokenizer=bpe\nrun      " in output
+    assert f"best     {bits[0]} bits/byte: tokenizer=bpe\nrun      " in output
     _, curves, params, _ = panels_of(read_sweep(tmp_path))
     assert params.get_ylabel() == "best validation loss (bits per byte)"
     np.testing.assert_allclose(curves.lines[0].get_ydata(), np.array([4.0, 3.3, 3.6]) / math.log(2) / 3.0)
@@ -294,6 +287,8 @@ def test_text_of_a_file_reaches_no_terminal_as_an_escape_sequence_and_markdown_a
     for name, reason in (("0", evil), ("1\x1b[2J", "")):
         run_folder(tmp_path / name, f"text={evil}{name}", f"{evil}=1{name}", status=f"failed{evil}", reason=reason)
     (tmp_path / "1\x1b[2J/metrics.csv").write_text(f"step,val_loss\n1,{evil}\n")
+    code = f"!!python/object/apply:os.system [touch {tmp_path}/canary]"
+    (run_folder(tmp_path / "2") / ".hydra/overrides.yaml").write_text(code)
     report([tmp_path])
     with pytest.raises(UserError) as raised:
         report([tmp_path], along=evil)
@@ -304,6 +299,7 @@ def test_text_of_a_file_reaches_no_terminal_as_an_escape_sequence_and_markdown_a
         assert [c for c in output if not c.isprintable() and c != "\n"] == []
     assert r"\<img src=x\>!\[a\](b)\|\`c\`0" in text
     assert not re.search(r"(?<!\\)[<`]|(?<!\\)\[a", text)
+    assert not (tmp_path / "canary").exists()
     assert f"{evil}0" in {row["text"] for row in table(tmp_path / "sweep.csv")}  # a file keeps what it is
 
 

@@ -40,11 +40,11 @@ class Engine:
 
     def __init__(self, loss: Callable[[dict[str, str], int], float] = lambda *_: 1.0, jobs: int = 999) -> None:
         self.loss, self.jobs, self.damage = loss, jobs, jobs % 3
-        self.batches: list[list[list[str]]] = []
+        self.batches: list[Sequence[Sequence[str]]] = []
         self.launches: list[dict[str, int]] = []  # of each launch, the step at which each job was to end
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> None:
-        self.batches.append([list(overrides) for overrides in job_overrides])
+        self.batches.append(job_overrides)
         self.launches.append({})
         for point, overrides in zip(self.points, job_overrides, strict=True):
             settings = dict(override.partition("=")[::2] for override in overrides)
@@ -229,8 +229,7 @@ def test_the_product_of_all_axes_runs_in_the_order_given_in_all_notations_of_hyd
 def test_the_command_line_overrides_the_sweep_file_and_the_last_of_equal_settings_wins(plan):
     sweeper = plan("+sweep=heads_by_width", "model.n_embd=32,64", "model.n_head=3,5", "model.n_head=2", "seed=1")
     assert values_of(sweeper) == [{"model.n_embd": "32"}, {"model.n_embd": "64"}]
-    assert {config.model.n_head for config in sweeper.engine.configs} == {2}
-    assert {config.max_steps for config in sweeper.engine.configs} == {300}  # the file's
+    assert {(config.model.n_head, config.max_steps) for config in sweeper.engine.configs} == {(2, 300)}
 
 
 def test_impossible_points_are_skipped_with_the_reason_and_the_rest_runs(plan, capsys):
@@ -305,7 +304,7 @@ def test_pruning_and_searches_refuse_points_that_validate_on_different_texts(pla
 
 
 @pytest.mark.slow
-def test_a_search_runs_n_trials_within_the_bounds_and_minimizes_bits_per_byte(plan, tmp_path):
+def test_a_search_runs_n_trials_within_the_bounds_and_minimizes_bits_per_byte(plan):
     """By nats per token bytes would be best: 1.5 of them less against 1 less of characters that are twice as long."""
 
     def valley(settings: dict[str, str], _: int) -> float:
@@ -322,12 +321,6 @@ def test_a_search_runs_n_trials_within_the_bounds_and_minimizes_bits_per_byte(pl
     assert [value["tokenizer"] for value in values][-10:].count("char") >= 8
     losses = [point.loss(BITS) for point in read_sweep(sweeper.folder)]
     assert statistics.mean(losses[-10:]) < statistics.mean(losses[:10]) - 0.3
-
-    again = plan(*line, "hydra.sweeper.n_trials=9", engine=Engine(valley), folder=tmp_path / "again")
-    more = ["hydra.sweeper.n_trials=12", "resume=auto"]
-    further = plan(*line, *more, engine=Engine(valley), folder=tmp_path / "again")
-    assert values_of(again) + values_of(further)[9:] == values[:12]
-    assert [len(batch) for batch in further.engine.batches] == [3]  # nine of twelve had ended
 
 
 def test_a_search_does_not_count_impossible_points(plan, tmp_path, capsys):
