@@ -43,7 +43,7 @@ SchedulerParameters=batch_sched_delay=1,sched_interval=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-NodeName=[a-b] NodeAddr=10.83.0.[1-2] CPUs={cpus} RealMemory=2000 State=UNKNOWN
+NodeName=a,b NodeAddr=10.83.0.[1-2] CPUs={cpus} RealMemory=2000 State=UNKNOWN
 """
 MUNGE = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
 TRAIN = [sys.executable, str(ROOT / "scripts" / "train.py")]
