@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Sequence
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -100,13 +99,6 @@ def test_logprobs_are_those_of_the_model_before_filters(settings: dict[str, Any]
             text = torch.tensor([*prompts[i // 2], *sample.tokens])
             expected = model(text[None, :-1])[0].double().log_softmax(-1).gather(-1, text[1:, None])[-13:, 0]
             assert_near(torch.tensor(sample.logprobs), expected.float(), terms=terms_of(model.config))
-
-
-def test_stream_yields_tokens_without_end():
-    steps = list(islice(stream(make(), [3, 7], max_new_tokens=10**12, num_samples=3, logprobs=True), 20))
-    assert {type(number) for step in steps for number in step.tokens + step.logprobs} == {int, float}
-    assert [step.stopped for step in steps] == [[False] * 3] * 20
-    assert next(stream(make(), [3, 7], max_new_tokens=1)).logprobs == []
 
 
 def test_stream_yields_the_tokens_of_generate_and_every_setting_changes_them():
