@@ -210,3 +210,10 @@ def test_an_exported_run_works_in_transformers(trained: Run, call: Run, tmp_path
     assert_close(alone.state_dict(), model.state_dict(), rtol=0, atol=0)
     assert its_tokenizer.to_dict() == encoding.to_dict()
     assert weights.stat().st_size < (run / BEST).stat().st_size / 2
+
+
+def test_a_folder_of_hugging_face_is_exported_with_its_weights(call: Run, gpt2_folder: Path, tmp_path: Path):
+    assert call("export.py", str(gpt2_folder), "--to", "huggingface", "--out", "copy").returncode == 0
+    weights = [load_file(folder / "model.safetensors") for folder in (gpt2_folder, tmp_path / "copy")]
+    assert_close(*weights, rtol=0, atol=0)
+    assert "A GPT2LMHeadModel with " in (tmp_path / "copy/README.md").read_text()
