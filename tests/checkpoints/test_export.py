@@ -179,7 +179,8 @@ def test_an_end_token_that_the_tokenizer_does_not_mark_special_is_exported(tmp_p
 
 
 def test_the_modeling_file_needs_no_minigpt(monkeypatch: Any):
-    monkeypatch.setitem(sys.modules, "minigpt", None)  # an import of it fails
+    for name in [name for name in sys.modules if name.partition(".")[0] == "minigpt"]:
+        monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
     monkeypatch.setitem(sys.modules, "modeling", module := ModuleType("modeling"))
     exec(modeling_code(), module.__dict__)
     assert issubclass(module.MiniGPTForCausalLM, transformers.PreTrainedModel)
@@ -209,3 +210,10 @@ def test_an_exported_run_works_in_transformers(trained: Run, call: Run, tmp_path
     assert_close(alone.state_dict(), model.state_dict(), rtol=0, atol=0)
     assert its_tokenizer.to_dict() == encoding.to_dict()
     assert weights.stat().st_size < (run / BEST).stat().st_size / 2
+
+
+def test_a_folder_of_hugging_face_is_exported_with_its_weights(call: Run, gpt2_folder: Path, tmp_path: Path):
+    assert call("export.py", str(gpt2_folder), "--to", "huggingface", "--out", "copy").returncode == 0
+    weights = [load_file(folder / "model.safetensors") for folder in (gpt2_folder, tmp_path / "copy")]
+    assert_close(*weights, rtol=0, atol=0)
+    assert "A GPT2LMHeadModel with " in (tmp_path / "copy/README.md").read_text()

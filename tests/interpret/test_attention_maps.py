@@ -65,6 +65,7 @@ def test_a_plot_shows_tokens_layers_heads_and_their_names(tmp_path: Path):
 def test_the_ablation_plot_shows_the_increase_of_each_head(tmp_path: Path):
     plot_ablation(tmp_path / "v.svg", torch.tensor([[0.4, -0.0101, 0.0], [1.25, 0.1, 0.2]]), loss=1.86471)
     shown = svg_texts(tmp_path / "v.svg")
+    assert [shown.count(label) for label in "0123"] == [0, 2, 2, 1]  # heads and layers count from 1
     increases = ["+0.400", "-0.010", "+0.000", "+1.250", "+0.100", "+0.200"]
     assert [text for text in shown if text[0] in "+-"] == increases
     assert any("1.8647 with all heads" in text for text in shown)
