@@ -124,6 +124,8 @@ def test_more_time_and_a_faster_machine_give_a_larger_model_and_a_lower_loss(pla
     for planned in (*better, plan(seconds=60, flops_per_second=1e12)):
         assert planned["settings"]["model.n_embd"] > slow["settings"]["model.n_embd"]
         assert planned["expected_val_loss"] < slow["expected_val_loss"]
+    drawing, none = (plan(f"originality={n}", seconds=60)["settings"]["max_steps"] for n in (300_000, "null"))
+    assert 0 < drawing < 0.9 * none  # the time includes the text that is drawn in the end
 
 
 SIZES_GIVEN = [
@@ -237,12 +239,14 @@ def test_a_long_validation_that_is_given_is_the_only_one(cfg):
     assert settings["max_steps"] <= settings["eval_every"]
 
 
-def test_few_steps_have_higher_rates(cfg):
+def test_few_steps_have_higher_rates_and_shorter_averages_and_warmups(cfg):
     short, long = (planning.length(cfg, set(), a_text(tokens=10**10), 0.02, seconds) for seconds in (4, 400))
     rates = {key: OmegaConf.select(cfg, key) for key in ("optimizer.lr", "optimizer.adam_lr")}
     assert {key: long[key] for key in rates} == rates
     assert short["optimizer.lr"] / short["optimizer.adam_lr"] == pytest.approx(2, rel=0.01)
     assert 1.5 < short["optimizer.lr"] / rates["optimizer.lr"] < 3
+    assert 0.5 <= short["ema_decay"] < long["ema_decay"] < 1  # averages of a part of the steps
+    assert 0 < short["schedule.warmup_steps"] < long["schedule.warmup_steps"] == 100
 
 
 def test_a_small_text_is_not_repeated_without_end_but_makes_the_model_deeper(cfg):
@@ -264,9 +268,12 @@ def test_a_small_text_is_not_repeated_without_end_but_makes_the_model_deeper(cfg
     assert planning.length(cfg, set(), text, 0.02, 10_000)["max_steps"] == 1
 
 
-def test_too_little_text_or_time_is_an_error(plan, tmp_path):
+def test_too_little_text_or_time_and_several_processes_are_errors(plan, mine, tmp_path, monkeypatch):
     (tmp_path / "short.txt").write_text("to be or not to be\n" * 100)
     with pytest.raises(UserError, match=r"minutes=… needs 1,000 bytes of validation text, but .* has 190 bytes; use"):
         plan(f"data.path={tmp_path}/short.txt")
     with pytest.raises(UserError, match=r"minutes=1 end before the first step, of \d+\.\d+ s; give more minutes"):
         plan(seconds=4)  # less than a plan keeps for the start and the sample
+    monkeypatch.setattr(planning, "started_together", lambda: (1, 2))
+    with pytest.raises(UserError, match="minutes plans for one process; set max_steps instead"):
+        minigpt.train([*mine, f"hydra.run.dir={tmp_path}/run"])
