@@ -136,9 +136,9 @@ def compare_rows(rows: Sequence[Row]) -> tuple[list[Row], Comparison | None]:
     """Return the rows whose runs all completed and did not diverge, and their comparison if their seeds allow one."""
     complete = [row for row in rows if row.losses and not row.provisional]
     if complete:
-        losses = [row.loss or inf for row in complete]
+        losses = [inf if row.loss is None else row.loss for row in complete]
         highest = max(highest_converged(losses), DIVERGED * min(losses))
-        complete = [row for row in complete if (row.loss or inf) <= highest]
+        complete = [row for row, loss in zip(complete, losses, strict=True) if loss <= highest]
     known = complete and not incomparable(rows)
     return complete, compare(seed_losses(complete)) if known else None
 

@@ -224,37 +224,27 @@ POINT = {
     **{"params": 99, "max_steps": 5},
 }
 PLAN = {"fixed": ["seed=1"], "points": [POINT, POINT | {"folder": "other", "overrides": {"optimizer.lr": "0.2"}}]}
-OVERRIDES = "- optimizer.lr=0.1\n- model.n_layer=2\n"
+OVERRIDES = b"- optimizer.lr=0.1\n- model.n_layer=2\n"
+ODD_YAML = [b"!!python/object/apply:os.system [x]\n", b"&a [*a]\n", b"- &a [*a, *a]\n", b"? [a]: b\n"]
 
 
 def run_folder(chance: random.Random, folder: Path) -> None:
-    """Mutate the metrics and summary of a run, and the plan of its sweep."""
-    run = folder / "run"
-    (run / ".hydra").mkdir(parents=True, exist_ok=True)
-    (run / "metrics.csv").write_bytes(mutate_bytes(chance, ROWS.encode()))
-    (run / "summary.json").write_bytes(as_json(chance, SUMMARY))
-    (folder / "sweep.json").write_bytes(as_json(chance, PLAN))
-    _report(folder)
-
-
-def hydra_files(chance: random.Random, folder: Path) -> None:
-    """Mutate the overrides that Hydra saves with a run."""
-    run = folder / "run"
-    (run / ".hydra").mkdir(parents=True, exist_ok=True)
-    kind = chance.random()
-    odd = [b"!!python/object/apply:os.system [x]\n", b"&a [*a]\n", b"- &a [*a, *a]\n", b"? [a]: b\n"]
-    content = chance.choice(odd) if kind < 0.2 else mutate_bytes(chance, OVERRIDES.encode())
-    if kind > 0.99:
-        content = b"[" * DEEP  # takes a second
-    (run / ".hydra" / "overrides.yaml").write_bytes(content)
-    _report(folder)
-
-
-def _report(folder: Path) -> None:
+    """Mutate the metrics and summary of a run, and the plan of its sweep or, without one, the overrides of the run."""
     from minigpt.sweeps.answer import answer
     from minigpt.sweeps.ranking import ranked
     from minigpt.sweeps.report import print_table, write_table
 
+    run, plan = folder / "run", folder / "sweep.json"
+    (run / ".hydra").mkdir(parents=True, exist_ok=True)
+    (run / "metrics.csv").write_bytes(mutate_bytes(chance, ROWS.encode()))
+    (run / "summary.json").write_bytes(as_json(chance, SUMMARY))
+    plan.unlink(missing_ok=True)
+    if chance.random() < 0.6:
+        plan.write_bytes(as_json(chance, PLAN))
+    else:
+        content = chance.choice([mutate_bytes(chance, OVERRIDES), *ODD_YAML])
+        deep = b"[" * DEEP  # takes a second
+        (run / ".hydra" / "overrides.yaml").write_bytes(content if chance.random() < 0.99 else deep)
     rows = ranked(sweep.read_sweep(folder))
     assert answer(rows)
     write_table(folder / "table.csv", rows)
@@ -268,8 +258,7 @@ READERS: dict[str, tuple[float, Callable[[random.Random, Path], None]]] = {  # w
     "tokenizer": (0.38, tokenizer),
     "meta.json": (0.15, meta),
     "token files": (0.15, bins),
-    "run folder": (0.12, run_folder),
-    "hydra files": (0.07, hydra_files),
+    "run folder": (0.19, run_folder),
 }
 
 

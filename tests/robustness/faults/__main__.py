@@ -62,18 +62,17 @@ def run_trials(fault: Fault, trials: int, seed: int) -> tuple[str, ...]:
         workdir = Path(tempfile.mkdtemp(prefix="minigpt-fault-"))
         try:
             note = fault(workdir, f"{seed} {number}")
+            results["recovered"] += 1
+            if isinstance(note, float):
+                time_ratios.append(note)
+            elif note:
+                notes[note] += 1
         except Skipped as reason:
             notes[f"skipped: {reason}"] += 1
         except Exception as error:
             results["failed"] += 1
             print(f"FAILED: {fault.name}, trial {number}, {workdir}: {type(error).__name__}: {error}", flush=True)
             return
-        else:
-            results["recovered"] += 1
-            if isinstance(note, str):
-                notes[note] += 1
-            elif note is not None:
-                time_ratios.append(note)
         shutil.rmtree(workdir, ignore_errors=True)
 
     with ThreadPoolExecutor(1 if fault.exclusive else 2) as pool:
