@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from exported import CHOICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_generation import ARCHITECTURES, architectures, make
@@ -30,6 +29,20 @@ EVERY = {
     "long ngram": {"ngram": 5, "ngram_buckets": 50, "smear": 3, "position": "none"},
     "embed_norm": {"embed_norm": True, "ngram": 2, "smear": 1},
     "mup, post-norm": {"parametrization": "mup", "norm_position": "post", "position": "rope", "qk_norm": True},
+}
+CHOICES: dict[str, list[Any]] = {
+    "position": ["learned", "rope", "none"],
+    "norm": ["layernorm", "rmsnorm", "rmsnorm_noscale"],
+    "norm_position": ["pre", "post"],
+    "activation": ["gelu", "gelu_tanh", "relu", "relu2", "swiglu"],
+    "n_kv_head": [None, 1, 2],
+    "head_dim": [None, 6],
+    "logit_softcap": [None, 3.0],
+    "parametrization": ["standard", "mup"],
+    "qkv_bias": [None, True, False],
+    "ngram": [0, 2, 4],
+    "smear": [0, 1, 2],
+    **{name: [True, False] for name in ("bias", "qk_norm", "tie_embeddings", "embed_norm")},
 }
 VISITS = [(0, 3, 30), (2, 25, 4), (2, 1, 9), (5, 16, 60), (7, 2, 0), (20, 9, 30), (80, 16, 3), (80, 1, 50)]
 
