@@ -323,6 +323,12 @@ def test_a_search_runs_n_trials_within_the_bounds_and_minimizes_bits_per_byte(pl
     assert statistics.mean(losses[-10:]) < statistics.mean(losses[:10]) - 0.3
 
 
+def test_the_file_of_a_search_searches(plan):
+    sweeper = plan("+sweep=search", "hydra.sweeper.n_trials=3")
+    assert [len(batch) for batch in sweeper.engine.batches] == [2, 1]
+    assert set(sweeper.points[0].overrides) == {"optimizer.lr", "model.n_layer", "model.n_embd"}
+
+
 def test_a_search_does_not_count_impossible_points(plan, tmp_path, capsys):
     search = ["hydra/sweeper=optuna", "hydra.sweeper.batch=2"]
     sweeper = plan(*search, "model.n_head=range(1,9)", "optimizer.lr=interval(0.1,0.2)", "hydra.sweeper.n_trials=3")
