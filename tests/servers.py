@@ -1,6 +1,7 @@
 """Servers in a thread, their models, and engines that are small or broken."""
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,14 @@ class SmallEngine(Engine):
     @classmethod
     def n_open(cls) -> int:
         return sum(not job.ended for job in cls.last._jobs)
+
+
+class SlowEngine(Engine):
+    """Take so long that nobody waits for the end of a long text."""
+
+    def _step(self) -> None:
+        time.sleep(0.005)
+        super()._step()
 
 
 class BrokenEngine(Engine):

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from servers import serving
+from servers import SlowEngine, serving
 from sites import write_site
 
 
@@ -13,5 +13,5 @@ from sites import write_site
 def site(once: Callable[..., Path]) -> Iterator[SimpleNamespace]:
     """The addresses of the page: `server` has all runs, `file` the first."""
     folder = once("site", write_site)
-    with serving([folder / name for name in ("small", "other", "shifted")]) as server:
+    with serving([folder / name for name in ("small", "other", "shifted")], engine=SlowEngine) as server:
         yield SimpleNamespace(folder=folder, server=f"{server.url}/", file=(folder / "small.html").as_uri())

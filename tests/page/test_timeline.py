@@ -68,9 +68,14 @@ def test_the_slider_shows_how_each_snapshot_reads_and_continues_the_text(reader:
         rank = int((logits > logits[ids[7]]).sum()) + 1
         wait_until(lambda: f"rank {rank}, surprisal" in reader.find("#token").text)  # noqa: B023
     reader.open("Attention")  # closes it
-    warmth = [color[0] - color[2] for color in reader.backgrounds()[1:]]
-    ordered = [warmth[i] for i in logprobs(MODELS["small"], PROMPT).argsort()]
-    assert ordered == sorted(ordered, reverse=True)
+    order = logprobs(MODELS["small"], PROMPT).argsort()
+
+    def warmth() -> list[int]:
+        """Of the tokens, the least likely first: red above blue in their backgrounds."""
+        colors = reader.backgrounds()[1:]
+        return [colors[i][0] - colors[i][2] for i in order]
+
+    wait_until(lambda: (found := warmth()) == sorted(found, reverse=True))
 
 
 def test_one_writes_and_undoes_at_a_step_as_elsewhere(in_file: Reader) -> None:
