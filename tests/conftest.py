@@ -1,7 +1,11 @@
 """Fixtures of all tests: a small text, runs on it, what all workers share, scripts, and a browser."""
 
-import hashlib
 import os
+
+# Tests compare runs bitwise, and results depend on the number of threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hashlib
 import runpy
 import shutil
 import signal
@@ -30,8 +34,6 @@ from minigpt.utils.signals import END_SIGNALS
 
 Once = Callable[[str, Callable[[Path], Any]], Path]
 
-# Tests compare runs bitwise, and results depend on the number of threads.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 # tiktoken's cache may be beside the folder of texts.
 if (texts := os.environ.get("MINIGPT_DATA_DIR")) and (beside := Path(texts, "../tiktoken_cache")).is_dir():
     os.environ.setdefault("TIKTOKEN_CACHE_DIR", str(beside.resolve()))

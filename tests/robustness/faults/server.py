@@ -156,8 +156,9 @@ def client_pid(run: Run) -> int:
 def read_records(wandb_dir: Path) -> list[dict[str, Any]]:
     """The records of a run on disk, read with W&B's own inspector."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(wandb_dir)]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return [json.loads(line) for line in output.splitlines()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 FAULTS = [
