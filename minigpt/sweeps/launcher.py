@@ -3,6 +3,7 @@
 A job whose process dies does not end the others.
 """
 
+import atexit
 import multiprocessing
 import os
 import re
@@ -208,6 +209,7 @@ class _Worker:
         self.env = env
         self.start = partial(ProcessPoolExecutor, 1, initializer=_init_worker, initargs=(os.getpid(),), env=env)
         self.executor = self.start()
+        atexit.register(lambda: self.executor.shutdown())  # later, loky prints ignored errors of its own
 
     def submit(self, job: Job) -> Any:
         try:
