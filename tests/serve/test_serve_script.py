@@ -39,7 +39,7 @@ def test_all_runs_are_served_until_ctrl_c(tmp_path: Path) -> None:
         assert serving == "serving mine"
         assert [model["id"] for model in httpx.get(f"{page.split()[0]}/v1/models").json()["data"]] == ["mine"]
         server.signal(signal.SIGINT)
-        assert server.wait() == 130
+        assert server.wait() == 130, server.stderr
         assert server.stderr.splitlines()[2:] == ["interrupted"]
         assert re.fullmatch(r'INFO: .* "GET /v1/models HTTP/1.1" 200 OK\n', server.stdout)
     finally:
