@@ -5,9 +5,6 @@ RUN is the folder of a small run of `train.py`, TEXT its text, and GPT2 the fold
 """
 
 import shlex
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -116,15 +113,13 @@ PLACES = {"RUN": "trained", "TEXT": "text", "GPT2": "gpt2_folder"}
 
 
 @pytest.fixture
-def odd_files(tmp_path: Path) -> None:
+def odd_files(tmp_path):
     (tmp_path / "latin.txt").write_bytes("caf\xe9 au lait".encode("latin-1"))
     (tmp_path / "short.txt").write_text("too short")
 
 
 @pytest.mark.parametrize("command", REFUSED)
-def test_bad_input_is_one_line_and_leaves_nothing(
-    command: str, odd_files: None, call: Callable[..., Any], request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_bad_input_is_one_line_and_leaves_nothing(command, odd_files, call, request, tmp_path):
     expected = REFUSED[command]
     for name, fixture in PLACES.items():
         if name in command:

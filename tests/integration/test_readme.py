@@ -6,7 +6,6 @@ import shutil
 import string
 import subprocess
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ SLOW = {"-m", "minutes=10", *PROCESSES}
 ELSEWHERE = {"scripts/serve.py", "scripts/bench"}
 
 
-def commands(first: str) -> list[list[str]]:
+def commands(first):
     """The distinct commands whose first word is `first`."""
     blocks = re.findall(r"```bash\n(.*?)```", TEXTS, re.DOTALL)
     lines = (words for line in "".join(blocks).splitlines() if (words := shlex.split(line, comments=True)))
@@ -39,10 +38,10 @@ def commands(first: str) -> list[list[str]]:
 
 
 @pytest.fixture
-def documents(once: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def documents(once, monkeypatch, tmp_path):
     """A working directory with a completed run, which is a sweep too."""
 
-    def build(folder: Path) -> None:
+    def build(folder):
         (folder / "all.txt").write_text(f"{string.printable}\n" * 200)  # contains the characters of all prompts
         monkeypatch.chdir(folder)
         minigpt.train(["data.path=all.txt", *SHORT])
@@ -64,13 +63,13 @@ def documents(once: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_pa
     ids=" ".join,
 )
 def test_every_script_command_runs(
-    command: list[str],
-    text: Path,
-    documents: Path,
-    gpt2_folder: Path,
-    call: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    command,
+    text,
+    documents,
+    gpt2_folder,
+    call,
+    monkeypatch,
+):
     script, *arguments = command[1:]
     Path("my.txt").write_bytes(text.read_bytes() if script == "scripts/train.py" else b"But soft!")
     Path("openai-community").mkdir()
@@ -95,22 +94,20 @@ def test_every_script_command_runs(
     assert out.strip()
 
 
-def test_every_make_target_exists() -> None:
+def test_every_make_target_exists():
     targets = {words[1] for words in commands("make")}
     assert {"train", "test"} <= targets
     subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, check=True, capture_output=True)
 
 
-def test_every_extra_of_the_documents_exists() -> None:
+def test_every_extra_of_the_documents_exists():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     named = re.findall(r'pip install -e "\.\[(\w+)\]"', TEXTS)
     assert {"serve", "data", "huggingface", "tensorboard"} <= {*named} <= {*extras}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_code_block_runs_and_prints_the_output_that_follows(
-    page: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_code_block_runs_and_prints_the_output_that_follows(page, capsys):
     names: dict[str, Any] = {}
     printed = None
     for language, body in re.findall(
@@ -128,7 +125,7 @@ def test_every_code_block_runs_and_prints_the_output_that_follows(
     assert not printed, f"this output is not shown:\n{printed}"
 
 
-def test_the_python_example_runs(documents: Path) -> None:
+def test_the_python_example_runs(documents):
     (example,) = re.findall(r"```python\n(.*?)```", TRAINING, re.DOTALL)
     assert example.count('train(["') == 1
     exec(example.replace('train(["', 'train(["data.path=all.txt", "'), {})  # no download
@@ -138,7 +135,7 @@ def test_the_python_example_runs(documents: Path) -> None:
 @pytest.mark.parametrize(
     "document", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"], ids=lambda page: page.name
 )
-def test_every_file_that_a_document_names_exists(document: Path) -> None:
+def test_every_file_that_a_document_names_exists(document):
     text = document.read_text(encoding="utf-8")
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
         file = document.parent / target if target else document
@@ -148,7 +145,7 @@ def test_every_file_that_a_document_names_exists(document: Path) -> None:
     assert not [path for path in paths if not (ROOT / path).exists()]
 
 
-def anchors(text: str) -> list[str]:
+def anchors(text):
     """The anchors of the headings of a page, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings]

@@ -4,7 +4,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT
 from tempfile import TemporaryDirectory
@@ -53,7 +53,7 @@ Cluster = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster():
     """SLURM on two hosts: a function that starts a command on one, by default on the controller."""
     with TemporaryDirectory(prefix="slurm", ignore_cleanup_errors=True) as name:  # the limit for a socket is 107 bytes
         folder = Path(name)
@@ -63,7 +63,7 @@ def cluster() -> Iterator[Cluster]:
         env = {"SLURM_CONF": f"{folder}/slurm.conf", "PYTHONPATH": str(ROOT / "tests")}
         with start_hosts(2, folder) as hosts:
 
-            def start(*command: str, host: int = 0, **options: Any) -> Any:
+            def start(*command, host=0, **options):
                 return hosts.run(host, command, env, **{"stdout": PIPE, "stderr": STDOUT, "text": True, **options})
 
             munged = ["munged", "--force", *(f"--{option}={folder}/munge.{end}" for option, end in MUNGE.items())]
@@ -73,7 +73,7 @@ def cluster() -> Iterator[Cluster]:
             yield start
 
 
-def finish(process: Any, code: int = 0) -> str:
+def finish(process, code=0):
     """Return what a process printed that exits with a code."""
     printed = process.communicate(timeout=300)[0]
     assert process.returncode == code, printed
@@ -81,9 +81,7 @@ def finish(process: Any, code: int = 0) -> str:
 
 
 @pytest.mark.ci
-def test_a_sweep_is_one_array_job_and_its_table_lists_failed_runs(
-    cluster: Cluster, small: list[str], tmp_path: Path
-) -> None:
+def test_a_sweep_is_one_array_job_and_its_table_lists_failed_runs(cluster, small, tmp_path):
     swept = [
         "hydra.mode=MULTIRUN",
         "max_steps=10",
@@ -105,9 +103,7 @@ def test_a_sweep_is_one_array_job_and_its_table_lists_failed_runs(
     assert set(re.findall(r"ArrayTaskThrottle=(\d)", jobs)) == {"1"}
 
 
-def test_preempted_jobs_of_a_sweep_are_requeued_and_resume(
-    cluster: Cluster, small: list[str], trained: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_preempted_jobs_of_a_sweep_are_requeued_and_resume(cluster, small, trained, tmp_path):
     sweep = cluster(
         *TRAIN, *small, *HELD, "hydra.mode=MULTIRUN", "seed=7,8", "hydra/launcher=submitit_slurm", cwd=tmp_path
     )
@@ -121,7 +117,7 @@ def test_preempted_jobs_of_a_sweep_are_requeued_and_resume(
     assert_equal_weights(run.folder, trained(*HELD[:2], "seed=7"))
 
 
-def assert_equal_weights(*runs: Path) -> None:
+def assert_equal_weights(*runs):
     assert all(map(torch.equal, *(load_checkpoint(run)[0].state_dict().values() for run in runs)))
 
 
@@ -132,9 +128,7 @@ srun {train} resume=auto hydra.run.dir={folder}
 """
 
 
-def test_a_preempted_job_on_two_hosts_is_requeued_and_its_result_equals_an_uninterrupted_run(
-    cluster: Cluster, small: list[str], tmp_path: Path
-) -> None:
+def test_a_preempted_job_on_two_hosts_is_requeued_and_its_result_equals_an_uninterrupted_run(cluster, small, tmp_path):
     folder, file = tmp_path / "run", tmp_path / "job.sh"
     ranks = [*small, *HELD[:2], "trainer=ddp", "trainer.accelerator=cpu"]
     file.write_text(JOB_SCRIPT.format(train=" ".join([*TRAIN, *ranks, HELD[2]]), folder=folder))

@@ -3,7 +3,6 @@
 import itertools
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,15 +18,15 @@ GRID = {"model.n_embd": ("64", "128", "256"), "model.n_head": ("2", "4", "8")}
 
 
 def sweep(
-    loss: Callable[..., float],
-    axes: Mapping[str, Sequence[str]] = GRID,
-    seeds: Sequence[str] = ("1", "2", "3"),
+    loss,
+    axes=GRID,
+    seeds=("1", "2", "3"),
     *,
-    noise: float = NOISE,
-    rng: int = 0,
-    folder: Path = Path("sweep"),
-    flops: Callable[..., float] = lambda *_: 0.0,
-) -> list[Point]:
+    noise=NOISE,
+    rng=0,
+    folder=Path("sweep"),
+    flops=lambda *_: 0.0,
+):
     """Points of a grid; `loss` and `flops` are functions of the values as numbers."""
     normal, points = np.random.default_rng(rng).normal, []
     for values in itertools.product(*axes.values()):
@@ -41,19 +40,19 @@ def sweep(
     return points
 
 
-def told(points: Sequence[Point]) -> str:
+def told(points):
     return "\n".join(answer(ranked(points)))
 
 
-def by_width(width: float, heads: float) -> float:
+def by_width(width, heads):
     return {64: 2.2, 128: 2.1, 256: 2.0}[width]
 
 
-def no_effect(*values: float) -> float:
+def no_effect(*values):
     return 2.0
 
 
-def test_a_setting_matters_or_does_not() -> None:
+def test_a_setting_matters_or_does_not():
     text = told(sweep(by_width))
     found = re.search(r"n_embd matters, \d+ % of the variance \(.*\): 256 is better than 128 by ([\d.]+)", text)
     assert found
@@ -65,12 +64,12 @@ def test_a_setting_matters_or_does_not() -> None:
     assert "n_embd does not matter" in other_way
 
 
-def test_of_200_sweeps_without_an_effect_at_most_5_percent_claim_that_something_matters() -> None:
+def test_of_200_sweeps_without_an_effect_at_most_5_percent_claim_that_something_matters():
     claims = [" matters" in (text := told(sweep(no_effect, rng=i))) or "is worse than" in text for i in range(200)]
     assert sum(claims) <= 0.05 * len(claims)
 
 
-def test_an_effect_in_a_part_of_the_grid_is_an_exception() -> None:
+def test_an_effect_in_a_part_of_the_grid_is_an_exception():
     text = told(sweep(lambda width, heads: by_width(width, 0) + 0.06 * ((width, heads) == (64, 8))))
     place = r"at n_embd=64, 8 is worse than [24] by 0\.0\d+ ± 0\.0\d+; elsewhere its values are tied"
     assert re.search(rf"\nn_head matters in places.*: {place}", text)
@@ -80,7 +79,7 @@ def test_an_effect_in_a_part_of_the_grid_is_an_exception() -> None:
     assert re.search(r"n_head matters, .*: [48] is better than 2 by .*; but at n_embd=64", crossed)
 
 
-def test_the_best_row_and_what_is_tied_with_it() -> None:
+def test_the_best_row_and_what_is_tied_with_it():
     """The cheapest of the tied rows is named only if it is cheaper."""
     text = told(sweep(by_width, flops=lambda width, heads: 1e9))
     best = r"(?:1\.99|2\.00)\d\d ± 0\.0\d+ nats per token: n_embd=256, n_head=\d \(3 seeds\)\."
@@ -92,7 +91,7 @@ def test_the_best_row_and_what_is_tied_with_it() -> None:
     assert "All other rows are worse by more than the noise." in text
 
 
-def test_the_best_value_is_at_the_edge_or_on_a_plateau() -> None:
+def test_the_best_value_is_at_the_edge_or_on_a_plateau():
     assert "it is the largest value, so the best may lie beyond" in told(sweep(by_width))
     assert "it is the smallest value" in told(sweep(lambda width, heads: 2 + width / 1000))
     inside = told(sweep(lambda width, heads: 2 + 0.1 * (width != 128)))
@@ -106,7 +105,7 @@ def test_the_best_value_is_at_the_edge_or_on_a_plateau() -> None:
     assert "may lie beyond" not in zero
 
 
-def test_the_noise_and_the_interaction_have_their_shares() -> None:
+def test_the_noise_and_the_interaction_have_their_shares():
     assert re.search(r"interaction of settings is [0-2] % of the variance", told(sweep(by_width)))
     crossed = told(sweep(lambda width, heads: 2 + 0.05 * ((width == 64) == (heads == 2))))
     assert re.search(r"interaction of settings is [3-9]\d % of the variance", crossed)
@@ -114,8 +113,8 @@ def test_the_noise_and_the_interaction_have_their_shares() -> None:
     assert 4 * NOISE / 3**0.5 < float(least) < 8 * NOISE / 3**0.5
 
 
-def test_a_row_that_fell_faster_at_its_end_may_win_a_longer_run() -> None:
-    def falling(fall: float) -> str:
+def test_a_row_that_fell_faster_at_its_end_may_win_a_longer_run():
+    def falling(fall):
         points = sweep(by_width)
         for i, point in enumerate(points[:9]):  # of width 64
             points[i] = replace(point, curve=[(t, loss + fall * (300 - t) / 100) for t, loss in point.curve])
@@ -125,7 +124,7 @@ def test_a_row_that_fell_faster_at_its_end_may_win_a_longer_run() -> None:
     assert "falling" not in falling(0.05)
 
 
-def test_with_one_seed_it_says_so_and_gives_the_command_that_adds_two(tmp_path: Path) -> None:
+def test_with_one_seed_it_says_so_and_gives_the_command_that_adds_two(tmp_path):
     points = sweep(by_width, seeds=("7",), folder=tmp_path)
     points = [replace(point, overrides={**point.overrides, "max_steps": "300"}) for point in points]
     (tmp_path / "sweep.json").write_text("{}")
@@ -142,7 +141,7 @@ def test_with_one_seed_it_says_so_and_gives_the_command_that_adds_two(tmp_path: 
     assert 1 <= rows <= 4
 
 
-def test_what_cannot_be_told_is_said() -> None:
+def test_what_cannot_be_told_is_said():
     points = sweep(by_width)
     *others, last = points
     assert "There is no other row to compare it with." in told(points[:3])
@@ -164,7 +163,7 @@ def test_what_cannot_be_told_is_said() -> None:
     assert "Too few rows share seeds" in told(apart)
 
 
-def test_losses_on_different_texts_are_not_compared() -> None:
+def test_losses_on_different_texts_are_not_compared():
     points, parts = sweep(by_width), ["all 1,000 bytes", "20 of 80 windows of 16 tokens in 1,000 bytes"]
     rows = ranked([replace(point, validated=parts[i % 2]) for i, point in enumerate(points)])
     (sentence,) = answer(rows)
@@ -175,7 +174,7 @@ def test_losses_on_different_texts_are_not_compared() -> None:
     assert told([replace(point, validated=parts[1]) for point in points]) == told(points)
 
 
-def test_a_diverged_row_does_not_hide_the_other_effects() -> None:
+def test_a_diverged_row_does_not_hide_the_other_effects():
     axes = {"optimizer.lr": ("1e-3", "2e-3", "4e-3", "8e-3", "16e-3")}
     losses = {0.001: 2.4, 0.002: 2.3, 0.004: 2.2, 0.008: 2.15, 0.016: 5.0}
     points = sweep(losses.__getitem__, axes)
@@ -189,7 +188,7 @@ def test_a_diverged_row_does_not_hide_the_other_effects() -> None:
         assert ("1 row diverged" in told(sweep(close.__getitem__, axes, noise=1e-3))) == diverged
 
 
-def test_rows_are_ranked_as_if_all_had_all_seeds() -> None:
+def test_rows_are_ranked_as_if_all_had_all_seeds():
     """Seeds 1 and 2 are easier than 3: a row with these two alone has the lowest mean, and is not the best."""
     losses = {"2": (1.001, 1.002), "4": (0.95, 0.951, 1.5), "8": (1.2, 1.2015, 1.75)}
     points = [
@@ -201,13 +200,13 @@ def test_rows_are_ranked_as_if_all_had_all_seeds() -> None:
     assert re.search(r"n_head=4 \(3 seeds\)\. All other rows are worse", told(points))
 
 
-def test_a_crossover_matters_but_not_on_average() -> None:
+def test_a_crossover_matters_but_not_on_average():
     axes = {"optimizer": ("adamw", "muon"), "optimizer.lr": ("0.01", "0.02")}
     text = told(sweep(lambda name, rate: 2 + 0.1 * ((name == "muon") == (rate == 0.02)), axes))
     assert re.search(r"lr matters, .*, but not on average: at optimizer=(adamw|muon), 0\.0\d is worse than", text)
 
 
 @pytest.mark.filterwarnings("error")
-def test_equal_losses_have_no_effects() -> None:
+def test_equal_losses_have_no_effects():
     assert "nan" not in (text := told(sweep(no_effect, noise=0.0)))
     assert "n_embd does not matter" in text

@@ -4,31 +4,31 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from minigpt.sweeps.comparison import FAMILY_ERROR, Comparison, compare, shares
+from minigpt.sweeps.comparison import FAMILY_ERROR, compare, shares
 
 NOISE = 0.01
 
 
-def synthetic(rng: np.random.Generator, means: np.ndarray, *, seeds: int = 3, of_seed: float = NOISE) -> np.ndarray:
+def synthetic(rng, means, *, seeds=3, of_seed=NOISE):
     """Losses of a grid: means, an effect of each seed, and noise.  (*means.shape, seeds)"""
     effects = rng.normal(size=seeds) * of_seed
     return 2 + means[..., None] + effects + rng.normal(size=(*means.shape, seeds)) * NOISE
 
 
-def known(losses: np.ndarray) -> Comparison:
+def known(losses):
     comparison = compare(losses)
     assert comparison is not None
     return comparison
 
 
-def against_best(losses: np.ndarray) -> np.ndarray:
+def against_best(losses):
     """Which rows are told apart from the best one."""
     comparison = known(losses)
     difference, margin = comparison.against(int(np.argmin(comparison.means)))
     return difference > margin
 
 
-def test_two_rows_are_compared_as_by_a_paired_t_test() -> None:
+def test_two_rows_are_compared_as_by_a_paired_t_test():
     losses = synthetic(np.random.default_rng(0), np.array([0.0, 0.02]), seeds=5)
     difference, margin = known(losses).against(0)
     expected = stats.ttest_rel(losses[1], losses[0]).confidence_interval(1 - FAMILY_ERROR)
@@ -36,14 +36,14 @@ def test_two_rows_are_compared_as_by_a_paired_t_test() -> None:
     assert (difference[0], margin[0]) == (0, 0)
 
 
-def test_the_interval_of_one_row_is_that_of_a_t_test() -> None:
+def test_the_interval_of_one_row_is_that_of_a_t_test():
     losses = np.array([[2.0, 2.1, 2.4]])
     low, high = stats.ttest_1samp(losses[0], 0).confidence_interval(0.95)
     assert (known(losses).means[0], known(losses).interval[0]) == pytest.approx((losses.mean(), (high - low) / 2))
 
 
 @pytest.mark.parametrize(("of_seed", "complete"), [(0, 9), (3 * NOISE, 9), (NOISE, 4)])  # rows with all seeds
-def test_of_2000_sweeps_without_an_effect_at_most_5_percent_claim_a_difference(of_seed: float, complete: int) -> None:
+def test_of_2000_sweeps_without_an_effect_at_most_5_percent_claim_a_difference(of_seed, complete):
     rng, found = np.random.default_rng(1), []
     for _ in range(2000):
         losses = synthetic(rng, np.zeros(9), of_seed=of_seed)
@@ -52,7 +52,7 @@ def test_of_2000_sweeps_without_an_effect_at_most_5_percent_claim_a_difference(o
     assert 0.005 < np.mean(found) <= 0.05
 
 
-def test_the_interval_of_a_mean_covers_it_in_95_percent() -> None:
+def test_the_interval_of_a_mean_covers_it_in_95_percent():
     rng = np.random.default_rng(4)
     comparisons = [known(synthetic(rng, np.zeros(6))) for _ in range(1000)]
     covered = [abs(comparison.means - 2) < comparison.interval for comparison in comparisons]
@@ -67,7 +67,7 @@ def test_the_interval_of_a_mean_covers_it_in_95_percent() -> None:
         [[2.0, 2.1], [2.2, np.nan]],  # nothing left to estimate the noise from
     ],
 )
-def test_without_an_estimate_of_the_noise_there_is_no_comparison(losses: list[list[float]]) -> None:
+def test_without_an_estimate_of_the_noise_there_is_no_comparison(losses):
     assert compare(np.array(losses)) is None
 
 
@@ -79,7 +79,7 @@ TRUE = {  # means of three rows and three columns
 
 
 @pytest.mark.parametrize("cells", TRUE.values(), ids=TRUE)
-def test_shares_recover_those_that_the_losses_were_made_with(cells: np.ndarray) -> None:
+def test_shares_recover_those_that_the_losses_were_made_with(cells):
     rows, columns = (cells.mean(axis, keepdims=True) - cells.mean() for axis in (1, 0))
     rest = cells - cells.mean() - rows - columns
     true = np.array([(rows**2).mean(), (columns**2).mean(), (rest**2).mean(), 2 * NOISE**2])

@@ -2,8 +2,6 @@
 
 import math
 import re
-from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 import test_sweeper
@@ -24,17 +22,17 @@ RATES = ["0.001", "0.002", "0.004", "0.008", "0.016", "0.032", "0.064", "0.128",
 NINE, THREE = f"optimizer.lr={','.join(RATES)}", f"optimizer.lr={','.join(RATES[:3])}"
 
 
-def crossing(settings: dict[str, str], step: int) -> float:
+def crossing(settings, step):
     """The higher the rate, the faster the loss falls; the second best has the lowest loss, at step 15."""
     lucky = settings["optimizer.lr"] == "0.128" and step == 15
     return 1.0 if lucky else 5 - 0.01 * RATES.index(settings["optimizer.lr"]) * step
 
 
-def names(*rates: str) -> set[str]:
+def names(*rates):
     return {f"lr={rate}" for rate in rates}
 
 
-def ends(folder: Path) -> dict[str, tuple[str, float]]:
+def ends(folder):
     return {point.folder.name: (point.status, point.totals["steps"]) for point in read_sweep(folder)}
 
 
@@ -97,7 +95,7 @@ def test_a_search_prunes_by_all_trials_so_far_and_resumes(plan, tmp_path):
     search = ["hydra/sweeper=optuna", "optimizer.lr=tag(log,interval(1e-4,1e-1))", *PRUNED]
     search += ["hydra.sweeper.batch=3", "hydra.sweeper.n_trials=9"]
 
-    def valley(settings: Mapping[str, str], step: int) -> float:
+    def valley(settings, step):
         return 2 + abs(math.log10(float(settings["optimizer.lr"])) + 2) * step
 
     points = plan(*search, engine=Engine(valley)).points
