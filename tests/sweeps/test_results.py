@@ -87,9 +87,6 @@ def no_plot(monkeypatch):
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: Path(path).write_text("plot"))
 
 
-# Points.
-
-
 @pytest.mark.parametrize("missing", [None, "summary.json", "metrics.csv"])
 def test_a_point_has_the_measurements_of_its_run_from_either_file(tmp_path, capsys, missing):
     bits = 1 / math.log(2)  # of the best validation, with two bytes per token
@@ -289,16 +286,10 @@ def test_text_of_a_file_reaches_no_terminal_as_an_escape_sequence_and_markdown_a
     assert f"{evil}0" in {row["text"] for row in table(tmp_path / "sweep.csv")}  # a file keeps what it is
 
 
-# Pareto front.
-
-
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=12))
 def test_the_pareto_front_holds_all_points_that_none_dominates(points):
     dominated = {a for a in points for b in points if a != b and a[0] >= b[0] and a[1] >= b[1]}
     assert pareto_front(points) == sorted({*points} - dominated)
-
-
-# The plot.
 
 
 def panels_of(points, **options):
