@@ -19,48 +19,33 @@ from minigpt.schedules import cosine
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch):
-    """The modules of the benchmarks are imported from their folder."""
     monkeypatch.syspath_prepend(str(SCRIPTS / "bench"))
 
 
 def bench(*arguments, folder, script="bench"):
-    """Run a benchmark on a CPU; return what it prints."""
     command, env = [sys.executable, str(SCRIPTS / script), *arguments], os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.slow
 def test_the_time_to_loss_benchmark_runs_the_baseline_and_the_recipes(small, tmp_path):
     options = ["--recipes", "baseline,sprint_cpu eval_every=5", "--rounds", "1", "--losses", "4,0.1"]
-    output = bench("time_to_loss", *options, "--overrides", *small, folder=tmp_path)
+    bench("time_to_loss", *options, "--overrides", *small, folder=tmp_path)
     rows = json.loads((tmp_path / "runs/bench/time_to_loss.json").read_text())["rows"]
     assert [(row["recipe"], len(row["curve"])) for row in rows] == [("baseline", 2), ("sprint_cpu", 4)]
     for row in rows:
         first = next(point for point in row["curve"] if point["loss"] <= 4)
         assert row["crossings"] == {"4.0": first, "0.1": None}
         assert 0 < first["seconds"] <= row["train s"] + 0.01
-    assert output.count("\n| ") == 1 + 2
-    assert (tmp_path / "runs/bench/time_to_loss.png").exists()
-
-
-def test_the_sampling_benchmark_compares_with_transformers(tmp_path, monkeypatch):
-    import sampling
-
-    monkeypatch.setattr(sampling, "SHAPES", {"tiny": {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 16}})
-    (row,) = sampling.sampling(argparse.Namespace(rounds=1), tmp_path)
-    ours, theirs = (row[f"tiny, 1 stream: {name} tokens/s"] for name in ("minigpt", "transformers"))
-    assert row["tiny, 1 stream: over transformers"] == pytest.approx(ours / theirs)
 
 
 @pytest.mark.slow
 def test_every_part_of_the_gpu_benchmark_is_rehearsed_on_a_cpu(tmp_path):
-    output = bench("--rehearse", "--seeds", "1", "--out", "rows.jsonl", script="bench/gpu.py", folder=tmp_path)
+    bench("--rehearse", "--seeds", "1", "--out", "rows.jsonl", script="bench/gpu.py", folder=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     parts = [*dict.fromkeys(row["part"] for row in rows)]
     assert parts == ["check", "recipes", "gpt2", "sampling", "memory", "minutes", "threads"]
-    assert all(f"| {part} " in output for part in parts)
     assert not any("error" in row for row in rows)
     assert {row["machine"].split(",")[0] for row in rows} == {"REHEARSAL on a CPU"}
 
@@ -85,7 +70,6 @@ def test_a_row_that_fails_leaves_those_before(tmp_path):
 
 @pytest.mark.parametrize(("device", "params"), [("cpu", 804_096), ("cuda", 10_745_088)])
 def test_the_baseline_equals_the_recipe_of_nanogpt(device, params, monkeypatch):
-    """Same size, same loss with the same weights, also of the whole validation, same learning rate at every step."""
     import bare_nanogpt as nanogpt
 
     recipe = nanogpt.RECIPES[device]

@@ -4,11 +4,9 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 import torch
@@ -49,7 +47,6 @@ MUNGE = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "
 TRAIN = [sys.executable, str(ROOT / "scripts" / "train.py")]
 # A run is held after a step, until a signal ends it, and has a checkpoint from which it resumes.
 HELD = ["max_steps=20", "eval_every=5", "+callbacks.hold._target_=hosts.Hold"]
-Cluster = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
@@ -82,19 +79,13 @@ def finish(process, code=0):
 
 @pytest.mark.ci
 def test_a_sweep_is_one_array_job_and_its_table_lists_failed_runs(cluster, small, tmp_path):
-    swept = [
-        "hydra.mode=MULTIRUN",
-        "max_steps=10",
-        "optimizer.lr=1e-3,1e30",
-        "hydra/launcher=submitit_slurm",
-        "hydra.launcher.n_jobs=1",
-    ]
+    swept = ["hydra.mode=MULTIRUN", "hydra/launcher=submitit_slurm", "hydra.launcher.n_jobs=1"]
+    swept += ["max_steps=10", "optimizer.lr=1e-3,1e30"]
     printed = finish(cluster(*TRAIN, *small, *swept, cwd=tmp_path), code=1)
     assert printed.splitlines()[-1].startswith("error: 1 of 2 runs failed")
     completed, failed = read_sweep((tmp_path / "runs/sweeps/latest").resolve())
     assert (completed.status, failed.status) == (COMPLETED, "failed")
     assert "the loss is nan" in failed.reason
-    assert "the loss is nan" in printed
     assert re.search(rf"1 +0\.001 +{completed.loss(NATS):.4f} ", printed)
     first, second = sorted((completed.folder.parent / ".submitit").glob("*_[0-9]"))
     job = first.name.removesuffix("_0")
@@ -104,9 +95,8 @@ def test_a_sweep_is_one_array_job_and_its_table_lists_failed_runs(cluster, small
 
 
 def test_preempted_jobs_of_a_sweep_are_requeued_and_resume(cluster, small, trained, tmp_path):
-    sweep = cluster(
-        *TRAIN, *small, *HELD, "hydra.mode=MULTIRUN", "seed=7,8", "hydra/launcher=submitit_slurm", cwd=tmp_path
-    )
+    swept = ["hydra.mode=MULTIRUN", "hydra/launcher=submitit_slurm", "seed=7,8"]
+    sweep = cluster(*TRAIN, *small, *HELD, *swept, cwd=tmp_path)
     checkpoints = "runs/sweeps/[0-9]*/*/checkpoints/last.safetensors"  # not through the link `latest` too
     wait_until(lambda: len(list(tmp_path.glob(checkpoints))) == 2 or sweep.poll() is not None)
     finish(cluster("scancel", "--signal=USR2", "--user=root"))  # submitit's preemption signal

@@ -292,7 +292,7 @@ def test_the_file_of_a_search_searches(plan):
 
 
 def test_a_search_does_not_count_impossible_points(plan, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("minigpt.sweeps.sweeper.MAX_TRIES_PER_TRIAL", 8)
+    monkeypatch.setattr("minigpt.sweeps.sweeper.MAX_TRIES_PER_TRIAL", 4)
     search = ["hydra/sweeper=optuna", "hydra.sweeper.batch=2"]
     sweeper = plan(*search, "model.n_head=range(1,9)", "optimizer.lr=interval(0.1,0.2)", "hydra.sweeper.n_trials=3")
     assert [len(batch) for batch in sweeper.engine.batches] == [2, 1]
@@ -300,7 +300,7 @@ def test_a_search_does_not_count_impossible_points(plan, tmp_path, capsys, monke
     with pytest.raises(UserError, match=r"no point of the search is possible: .* must be divisible"):
         plan(*search, "model.n_head=3,5", "hydra.sweeper.n_trials=1", folder=tmp_path / "none")
     plan(*search, "model.n_head=2,3", "hydra.sweeper.n_trials=2", folder=tmp_path / "fewer")
-    assert "the search ends after 1 runs: 16 tries found no other possible point" in capsys.readouterr().err
+    assert "the search ends after 1 runs: 8 tries found no other possible point" in capsys.readouterr().err
 
 
 def test_a_missing_optional_package_is_an_error_with_the_install_command(call, monkeypatch):
