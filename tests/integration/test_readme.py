@@ -6,6 +6,7 @@ import shutil
 import string
 import subprocess
 import tomllib
+from os.path import basename
 from pathlib import Path
 
 import pytest
@@ -95,7 +96,7 @@ def test_every_extra_of_the_documents_exists():
     assert {"serve", "data", "huggingface", "tensorboard"} <= {*named} <= {*extras}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=basename)
 def test_every_code_block_runs_and_prints_the_output_that_follows(page, capsys):
     names, printed = {}, None
     for language, body in re.findall(r"(?ms)^```(\w+)\n(.*?)^```$", page.read_text(encoding="utf-8")):
@@ -117,7 +118,7 @@ def test_the_python_example_runs(documents):
     assert Path("my.safetensors").exists()
 
 
-@pytest.mark.parametrize("document", [*PAGES, *map(ROOT.joinpath, ("CONTRIBUTING.md", "SECURITY.md"))], ids=str)
+@pytest.mark.parametrize("document", [*PAGES, *map(ROOT.joinpath, ("CONTRIBUTING.md", "SECURITY.md"))], ids=basename)
 def test_every_file_that_a_document_names_exists(document):
     text = document.read_text(encoding="utf-8")
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):

@@ -46,7 +46,6 @@ def run_folder(folder, *overrides, losses=(3.0, 2.0), bytes_per_token=None, para
 
 
 def grid(folder):
-    """Two sizes × two rates × two seeds, with known losses and two bytes per token."""
     losses = [2.0, 2.2, 2.5, 2.7, 1.5, 1.9, 3.0, 4.0]
     for i, (size, rate, seed) in enumerate(itertools.product((32, 64), ("1e-3", "1e-2"), (1, 2))):
         overrides = (f"model.n_embd={size}", f"optimizer.lr={rate}", f"seed={seed}", "max_steps=20")
@@ -71,8 +70,6 @@ def points_of(shape, loss, **values):
 
 @pytest.fixture
 def printed(capsys):
-    """Print the table of points, and return what was printed."""
-
     def show(points):
         capsys.readouterr()
         print_table(ranked(points))
@@ -83,7 +80,6 @@ def printed(capsys):
 
 @pytest.fixture
 def no_plot(monkeypatch):
-    """Write a word instead of the plot."""
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: Path(path).write_text("plot"))
 
 
@@ -158,9 +154,6 @@ def test_a_damaged_plan_is_an_error_with_the_next_step(tmp_path, damage):
         read_sweep(tmp_path)
 
 
-# Rows and the table.
-
-
 def intervals(losses):
     """Half of the interval of a mean over seeds, and of a difference of two means; losses (rows, seeds)."""
     (rows, seeds), of_row, of_seed = losses.shape, losses.mean(1, keepdims=True), losses.mean(0)
@@ -204,7 +197,6 @@ def test_table_and_csv_rank_rows_by_the_mean_over_seeds(tmp_path, printed):
 
 @pytest.mark.usefixtures("no_plot")
 def test_a_sweep_over_tokenizers_is_ranked_by_bits_per_byte_everywhere(tmp_path, capsys):
-    """By nats per token, the longer tokens of sub-words would rank last."""
     runs = {"bpe": (3.0, (4.0, 3.3, 3.6)), "char": (1.0, (1.9, 1.6)), "byte": (1.25, (2.5, 2.1))}
     for name, (bytes_per_token, losses) in runs.items():
         run_folder(tmp_path / name, f"tokenizer={name}", losses=losses, bytes_per_token=bytes_per_token)
@@ -337,11 +329,6 @@ def test_other_sweeps_are_the_best_rows_by_name():
     assert names[:2] == ["act=relu, n=a   4.0000", "act=gelu, n=a   4.0000"]
 
 
-def test_a_diverged_run_does_not_compress_the_others():
-    points = points_of({"lr": ["1", "2", "3", "4"]}, lambda rate: 500.0 if rate == "4" else 1 + float(rate) / 10)
-    assert all(panel.get_ylim()[1] < 3 for panel in panels_of(points)[:3])
-
-
 def test_a_single_point_of_which_nothing_is_known_can_be_plotted_and_printed(printed):
     known = {"params": None, "flops": None, "status": "waiting", "tokens_per_second": None}
     points = points_of({"max_steps": ["5"]}, lambda steps: None, **known)
@@ -355,9 +342,6 @@ def test_text_of_a_user_is_not_read_as_a_formula(tmp_path, recwarn):
     report([tmp_path / "$1 $2"])
     assert (tmp_path / "$1 $2" / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert not recwarn  # of characters that the font lacks
-
-
-# The report.
 
 
 @pytest.mark.usefixtures("no_plot")

@@ -24,7 +24,7 @@ from small_runs import CONFIGS, one_line, rows, small_run, table, wait_until, wa
 
 from minigpt.runs.run_dir import read_summary, write_summary
 from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, SKIPPED, read_plan, read_sweep, write_plan
-from minigpt.sweeps.sweeper import SAME
+from minigpt.sweeps.sweeper import SAME, Sweeper
 from minigpt.utils.errors import UserError
 
 
@@ -90,6 +90,13 @@ def plan(text, tmp_path, monkeypatch):
     """Sweep without training: `plan("seed=1,2")` returns the sweeper after its sweep."""
     for name in ("report", "publish"):  # the plot takes longer than the rest
         monkeypatch.setattr(f"minigpt.sweeps.report.{name}", lambda *_: None)
+    compose, composed = Sweeper.compose, {}
+
+    def compose_once(sweeper, values):
+        line = tuple(sweeper._overrides(values))
+        return composed[line] if line in composed else composed.setdefault(line, compose(sweeper, values))
+
+    monkeypatch.setattr(Sweeper, "compose", compose_once)
 
     def sweep(*arguments, engine=None, folder=tmp_path / "sweep"):
         quoted = str(folder).replace("'", r"\'")
@@ -108,10 +115,6 @@ def plan(text, tmp_path, monkeypatch):
         return sweeper
 
     return sweep
-
-
-def values_of(sweeper):
-    return [dict(point.overrides) for point in sweeper.points]
 
 
 def singles(sweeper, line):
@@ -188,13 +191,13 @@ def test_the_plans_of_a_sweep_validate_on_the_same_text_and_resume_with_settings
 def test_the_product_of_all_axes_runs_in_the_order_given_in_all_notations_of_hydra(plan):
     sweeper = plan("seed=range(2,0,-1)", "schedule=glob(c*)", "callbacks.samples.seed='é',3")
     expected = [*itertools.product("21", ("constant", "cosine"), ("'é'", "3"))]
-    assert [(*values.values(),) for values in values_of(sweeper)] == expected
+    assert [(*point.overrides.values(),) for point in sweeper.points] == expected
     assert sweeper.points[0].folder == sweeper.folder / "seed=2,schedule=constant,callbacks.samples.seed=-é-"
 
 
 def test_the_command_line_overrides_the_sweep_file_and_the_last_of_equal_settings_wins(plan):
     sweeper = plan("+sweep=heads_by_width", "model.n_embd=32,64", "model.n_head=3,5", "model.n_head=2", "seed=1")
-    assert values_of(sweeper) == [{"model.n_embd": "32"}, {"model.n_embd": "64"}]
+    assert [point.overrides for point in sweeper.points] == [{"model.n_embd": "32"}, {"model.n_embd": "64"}]
     assert {(config.model.n_head, config.max_steps) for config in sweeper.engine.configs} == {(2, 300)}
 
 
@@ -277,7 +280,7 @@ def test_a_search_runs_n_trials_within_the_bounds_and_minimizes_bits_per_byte(pl
     line += ["hydra/sweeper=optuna", "hydra.sweeper.batch=3"]
     sweeper = plan(*line, "hydra.sweeper.n_trials=30", engine=Engine(valley))
     assert [len(batch) for batch in sweeper.engine.batches] == [3] * 10
-    values = values_of(sweeper)
+    values = [point.overrides for point in sweeper.points]
     assert all(1e-4 <= float(value["optimizer.lr"]) <= 1e-1 for value in values)
     assert {value["model.n_layer"] for value in values} == {"1", "3", "5", "7"}
     assert [value["tokenizer"] for value in values][-10:].count("char") >= 8
@@ -296,7 +299,7 @@ def test_a_search_does_not_count_impossible_points(plan, tmp_path, capsys, monke
     search = ["hydra/sweeper=optuna", "hydra.sweeper.batch=2"]
     sweeper = plan(*search, "model.n_head=range(1,9)", "optimizer.lr=interval(0.1,0.2)", "hydra.sweeper.n_trials=3")
     assert [len(batch) for batch in sweeper.engine.batches] == [2, 1]
-    assert {values["model.n_head"] for values in values_of(sweeper)} <= set("1248")  # they divide n_embd
+    assert {point.overrides["model.n_head"] for point in sweeper.points} <= set("1248")  # they divide n_embd
     with pytest.raises(UserError, match=r"no point of the search is possible: .* must be divisible"):
         plan(*search, "model.n_head=3,5", "hydra.sweeper.n_trials=1", folder=tmp_path / "none")
     plan(*search, "model.n_head=2,3", "hydra.sweeper.n_trials=2", folder=tmp_path / "fewer")
@@ -308,9 +311,6 @@ def test_a_missing_optional_package_is_an_error_with_the_install_command(call, m
     line = one_line(call("train.py", "seed=1,2", "hydra/launcher=submitit_local", "-m"))
     assert 'hydra/launcher=submitit_local needs submitit; pip install -e ".[submitit]"' in line
     assert not Path("runs").exists()
-
-
-# Sweeps in processes of their own.
 
 
 @pytest.fixture
