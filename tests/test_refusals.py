@@ -1,13 +1,10 @@
 """What the scripts refuse: one clear line on stderr, exit code 2, nothing on stdout, and nothing half-written.
 
 A row is a command line in an empty folder with the files of `odd_files`, and a part of its error. In a command line,
-RUN is the folder of a small run of `train.py`, TEXT its text, and GPT2 the folder of a model of Hugging Face.
+RUN is the folder of a small run of `train.py`, and TEXT its text.
 """
 
 import shlex
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,11 +16,9 @@ REFUSED = {
     "train.py data.path=latin.txt": "latin.txt is not UTF-8 text: bad byte at offset 3",
     "train.py data.path=short.txt": "a window needs model.block_size + 1 = 17",
     "train.py data.folder=latin.txt/data": "not a directory",
-    "train.py callbacks.samples.top_k=0": "callbacks.samples.top_k must be an integer",
     "train.py callbacks.samples.prompt=Zebra": "the tokenizer has no id for 'Z'",
     "train.py model.vocab_size=39": "model.vocab_size must be at least the tokenizer's 40",
     "train.py +trainer.limit_val_batches=0": "trainer.limit_val_batches is not an option; trainer takes accelerator,",
-    "train.py callbacks.snapshots.count=1": "callbacks.snapshots.count must be an integer ≥ 2",
     **(
         {} if torch.cuda.is_available() else {"train.py trainer.accelerator=cuda": "the trainer cannot be built: `CUDA"}
     ),
@@ -46,7 +41,6 @@ REFUSED = {
     "train.py minutes=0": "minutes must be a finite number > 0, or null, got 0",
     "train.py minutes=1e-4": "minutes=0.0001 end before the text is prepared; give more minutes",
     "train.py minutes=1 experiment=fast_cpu": "minutes plans a new model, but experiment=fast_cpu sets one; remove one",
-    "train.py minutes=1 trainer.devices=2": "trainer.devices must be 1 with minutes, which plans for one device, got 2",
     "train.py minutes=1 pause_at=10": "pause_at must be null with minutes",
     "train.py init_from=RUN model.n_layer=3": "model.n_layer is that of init_from; only model.block_size, model.dropou",
     "train.py init_from=RUN model=nano model.block_size=15": "model.n_layer must be 2, as in init_from=",
@@ -64,44 +58,34 @@ REFUSED = {
     "train.py seed=1,2 hydra/sweeper=basic -m": "hydra/sweeper must be grid or optuna, got hydra._internal",
     "train.py seed=1,2 hydra.sweeper.prune=true eval_every=20 -m": "eval_every must be < 5 (max_steps / 4) with",
     "train.py seed=1,2 +sweep=wandb -m": "configs/sweep/wandb.yaml is for W&B's own agent",
-    "train.py seed=1,2 +sweep=heads -m": "sweep=heads does not exist; sweep= takes heads_by_width, search",
     "train.py seed=1,2 logger=wandb +logger.wandb.id=fox -m": "logger.wandb.id must be null in a sweep, whose runs",
     "train.py seed=1,2 hydra/launcher=submitit_slurm trainer=ddp trainer.devices=2 -m": "devices must be 1 with",
     "train.py seed=1,2 hydra.sweep.dir=. -m": ". is not empty and holds no sweep; choose another folder with",
     "sweep_report.py latin.txt": "latin.txt is not a folder; give the folder of a sweep, such as runs/sweeps/latest",
     "sweep_report.py .": "holds no runs; give the folder of a sweep",
     "sweep_report.py RUN --along=lr": "--along=lr must be one numeric setting in which the runs differ; use one",
-    "sweep_report.py RUN --out=latin.txt": "latin.txt: file exists; choose another folder",
     # prepare.py
     "prepare.py data=text data.path=TEXT data.folder=latin.txt/data": "cannot be written to latin.txt/data (not a dir",
-    "prepare.py data=text data.path=latin.txt": "latin.txt is not UTF-8 text: bad byte at offset 3",
     # sample.py
     "sample.py --max-new-tokens 0": "--max-new-tokens must be an integer ≥ 1, got 0",
-    "sample.py --num-samples 0": "--num-samples must be an integer in [1, 65536], got 0",
     "sample.py --temperature nan": "--temperature must be a finite number ≥ 0, got nan",
-    "sample.py --top-k 0": "--top-k must be an integer ≥ 1, got 0",
     "sample.py --top-p 1.01": "--top-p must be in (0, 1], got 1.01",
     "sample.py --min-p 2": "--min-p must be in [0, 1], got 2.0",
     "sample.py --repetition-penalty 0": "--repetition-penalty must be in [0.01, 100], got 0.0",
-    "sample.py --seed -1": "--seed must be an integer ≥ 0, got -1",
     "sample.py --stop=": "--stop must be a list of non-empty strings and token ids, got ['']",
     "sample.py --chat --score -": "--chat cannot be combined with --score",
     # attention.py, export.py
     "attention.py RUN": "--prompt must have at least 2 tokens, got 0",
     "attention.py RUN --prompt 'the quick brown f'": "--prompt must have at most block_size=16 tokens, got 17; set",
     "attention.py RUN --prompt the --head 3 --out a.png": "--head must be an integer in [1, 2], got 3",
-    "attention.py RUN --prompt the --layer 0 --out a.png": "--layer must be an integer in [1, 2], got 0",
     "attention.py RUN --prompt the --out no/a.png": "--out must be in a folder that exists",
     "attention.py RUN --prompt the --out a.txt": "--out must be a file in .png, .pdf, .svg format, got a.txt",
-    "attention.py RUN --prompt the --ablation .": "--ablation must be a file in .png, .pdf, .svg format, got .",
     "attention.py RUN --prompt the --out a.png --ablation ./a.png": "--out, --ablation must be different files",
     "export.py --to huggingface --out .": "--out must be a path that does not exist yet, got .",
     "export.py --to huggingface --out new": "no run with a checkpoint in runs/",
     "export.py . --to huggingface --out new": ". holds no checkpoints/best.safetensors",
     "export.py --to safetensors --out new --weights float16": "--weights must be left out without --to html",
-    "export.py --to safetensors --out new --snapshots": "--snapshots must be left out without --to html",
     # serve.py
-    "serve.py .": "holds no checkpoints/best.safetensors; give a run folder or a checkpoint file",
     "serve.py runs/none": "runs/none does not exist; give a run folder, a checkpoint, or a folder or id of",
     "serve.py RUN --port -1": "--port must be an integer in [0, 65535], got -1",
     "serve.py RUN --host no.invalid --port 0 --api-key k": "--host no.invalid --port 0 cannot be opened",
@@ -112,19 +96,17 @@ REFUSED = {
     "__main__.py sweep_report": "minigpt sweep_report does not exist (did you mean sweep-report?); ",
     "__main__.py sample --top-k 0": "--top-k must be an integer ≥ 1, got 0",
 }
-PLACES = {"RUN": "trained", "TEXT": "text", "GPT2": "gpt2_folder"}
+PLACES = {"RUN": "trained", "TEXT": "text"}
 
 
 @pytest.fixture
-def odd_files(tmp_path: Path) -> None:
+def odd_files(tmp_path):
     (tmp_path / "latin.txt").write_bytes("caf\xe9 au lait".encode("latin-1"))
     (tmp_path / "short.txt").write_text("too short")
 
 
 @pytest.mark.parametrize("command", REFUSED)
-def test_bad_input_is_one_line_and_leaves_nothing(
-    command: str, odd_files: None, call: Callable[..., Any], request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_bad_input_is_one_line_and_leaves_nothing(command, odd_files, call, request, tmp_path):
     expected = REFUSED[command]
     for name, fixture in PLACES.items():
         if name in command:

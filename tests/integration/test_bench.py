@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,54 +18,39 @@ from minigpt.schedules import cosine
 
 
 @pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The modules of the benchmarks are imported from their folder."""
+def importable(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS / "bench"))
 
 
-def bench(*arguments: str, folder: Path, script: str = "bench") -> str:
-    """Run a benchmark on a CPU; return what it prints."""
+def bench(*arguments, folder, script="bench"):
     command, env = [sys.executable, str(SCRIPTS / script), *arguments], os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.slow
-def test_the_time_to_loss_benchmark_runs_the_baseline_and_the_recipes(small: list[str], tmp_path: Path) -> None:
+def test_the_time_to_loss_benchmark_runs_the_baseline_and_the_recipes(small, tmp_path):
     options = ["--recipes", "baseline,sprint_cpu eval_every=5", "--rounds", "1", "--losses", "4,0.1"]
-    output = bench("time_to_loss", *options, "--overrides", *small, folder=tmp_path)
+    bench("time_to_loss", *options, "--overrides", *small, folder=tmp_path)
     rows = json.loads((tmp_path / "runs/bench/time_to_loss.json").read_text())["rows"]
     assert [(row["recipe"], len(row["curve"])) for row in rows] == [("baseline", 2), ("sprint_cpu", 4)]
     for row in rows:
         first = next(point for point in row["curve"] if point["loss"] <= 4)
         assert row["crossings"] == {"4.0": first, "0.1": None}
         assert 0 < first["seconds"] <= row["train s"] + 0.01
-    assert output.count("\n| ") == 1 + 2
-    assert (tmp_path / "runs/bench/time_to_loss.png").exists()
-
-
-def test_the_sampling_benchmark_compares_with_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sampling
-
-    monkeypatch.setattr(sampling, "SHAPES", {"tiny": {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 16}})
-    (row,) = sampling.sampling(argparse.Namespace(rounds=1), tmp_path)
-    ours, theirs = (row[f"tiny, 1 stream: {name} tokens/s"] for name in ("minigpt", "transformers"))
-    assert row["tiny, 1 stream: over transformers"] == pytest.approx(ours / theirs)
 
 
 @pytest.mark.slow
-def test_every_part_of_the_gpu_benchmark_is_rehearsed_on_a_cpu(tmp_path: Path) -> None:
-    output = bench("--rehearse", "--seeds", "1", "--out", "rows.jsonl", script="bench/gpu.py", folder=tmp_path)
+def test_every_part_of_the_gpu_benchmark_is_rehearsed_on_a_cpu(tmp_path):
+    bench("--rehearse", "--seeds", "1", "--out", "rows.jsonl", script="bench/gpu.py", folder=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     parts = [*dict.fromkeys(row["part"] for row in rows)]
     assert parts == ["check", "recipes", "gpt2", "sampling", "memory", "minutes", "threads"]
-    assert all(f"| {part} " in output for part in parts)
     assert not any("error" in row for row in rows)
     assert {row["machine"].split(",")[0] for row in rows} == {"REHEARSAL on a CPU"}
 
 
-def test_a_row_that_fails_leaves_those_before(tmp_path: Path) -> None:
+def test_a_row_that_fails_leaves_those_before(tmp_path):
     import gpu
 
     file = tmp_path / "rows.jsonl"
@@ -85,8 +69,7 @@ def test_a_row_that_fails_leaves_those_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("device", "params"), [("cpu", 804_096), ("cuda", 10_745_088)])
-def test_the_baseline_equals_the_recipe_of_nanogpt(device: str, params: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Same size, same loss with the same weights, also of the whole validation, same learning rate at every step."""
+def test_the_baseline_equals_the_recipe_of_nanogpt(device, params, monkeypatch):
     import bare_nanogpt as nanogpt
 
     recipe = nanogpt.RECIPES[device]

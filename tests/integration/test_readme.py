@@ -6,9 +6,8 @@ import shutil
 import string
 import subprocess
 import tomllib
-from collections.abc import Callable
+from os.path import basename
 from pathlib import Path
-from typing import Any
 
 import pytest
 from processes import Script
@@ -20,10 +19,8 @@ import minigpt
 TRAINING = (ROOT / "docs/training.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = "".join(page.read_text(encoding="utf-8") for page in PAGES if page.name != "gpu.md")  # run by test_bench.py
-SHORT = [
-    *("max_steps=2", "eval_every=2", "model.n_layer=2", "model.block_size=32", "compile=false"),
-    "callbacks.samples.max_new_tokens=5",
-]
+SHORT = ["max_steps=2", "eval_every=2", "model.n_layer=2", "model.block_size=32", "compile=false"]
+SHORT += ["callbacks.samples.max_new_tokens=5"]
 SMALL_SWEEP = ["model.n_head=2", "model.n_embd=8,16", "hydra/launcher=basic"]  # in this process
 PROCESSES = {"trainer.devices=2", "logger=wandb"}  # arguments that need a new process
 SLOW = {"-m", "minutes=10", *PROCESSES}
@@ -31,7 +28,7 @@ SLOW = {"-m", "minutes=10", *PROCESSES}
 ELSEWHERE = {"scripts/serve.py", "scripts/bench"}
 
 
-def commands(first: str) -> list[list[str]]:
+def commands(first):
     """The distinct commands whose first word is `first`."""
     blocks = re.findall(r"```bash\n(.*?)```", TEXTS, re.DOTALL)
     lines = (words for line in "".join(blocks).splitlines() if (words := shlex.split(line, comments=True)))
@@ -39,10 +36,10 @@ def commands(first: str) -> list[list[str]]:
 
 
 @pytest.fixture
-def documents(once: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def documents(once, monkeypatch, tmp_path):
     """A working directory with a completed run, which is a sweep too."""
 
-    def build(folder: Path) -> None:
+    def build(folder):
         (folder / "all.txt").write_text(f"{string.printable}\n" * 200)  # contains the characters of all prompts
         monkeypatch.chdir(folder)
         minigpt.train(["data.path=all.txt", *SHORT])
@@ -63,14 +60,7 @@ def documents(once: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_pa
     ],
     ids=" ".join,
 )
-def test_every_script_command_runs(
-    command: list[str],
-    text: Path,
-    documents: Path,
-    gpt2_folder: Path,
-    call: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_script_command_runs(command, text, documents, gpt2_folder, call, monkeypatch):
     script, *arguments = command[1:]
     Path("my.txt").write_bytes(text.read_bytes() if script == "scripts/train.py" else b"But soft!")
     Path("openai-community").mkdir()
@@ -95,29 +85,22 @@ def test_every_script_command_runs(
     assert out.strip()
 
 
-def test_every_make_target_exists() -> None:
+def test_every_make_target_exists():
     targets = {words[1] for words in commands("make")}
-    assert {"train", "test"} <= targets
     subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, check=True, capture_output=True)
 
 
-def test_every_extra_of_the_documents_exists() -> None:
+def test_every_extra_of_the_documents_exists():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     named = re.findall(r'pip install -e "\.\[(\w+)\]"', TEXTS)
     assert {"serve", "data", "huggingface", "tensorboard"} <= {*named} <= {*extras}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_code_block_runs_and_prints_the_output_that_follows(
-    page: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names: dict[str, Any] = {}
-    printed = None
-    for language, body in re.findall(
-        r"^```(\w+)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-    ):
-        # Code in any other language would be untested. The example of training.md is run below.
-        assert language in ("bash", "text", "python")
+@pytest.mark.parametrize("page", PAGES, ids=basename)
+def test_every_code_block_runs_and_prints_the_output_that_follows(page, capsys):
+    names, printed = {}, None
+    for language, body in re.findall(r"(?ms)^```(\w+)\n(.*?)^```$", page.read_text(encoding="utf-8")):
+        assert language in ("bash", "text", "python")  # the example of training.md is run below
         if language == "python" and page.name != "training.md":
             assert not printed, f"this output is not shown:\n{printed}"
             exec(compile(body, f"{page.name}: {body}", "exec"), names)
@@ -128,17 +111,15 @@ def test_every_code_block_runs_and_prints_the_output_that_follows(
     assert not printed, f"this output is not shown:\n{printed}"
 
 
-def test_the_python_example_runs(documents: Path) -> None:
+def test_the_python_example_runs(documents):
     (example,) = re.findall(r"```python\n(.*?)```", TRAINING, re.DOTALL)
     assert example.count('train(["') == 1
     exec(example.replace('train(["', 'train(["data.path=all.txt", "'), {})  # no download
     assert Path("my.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    "document", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"], ids=lambda page: page.name
-)
-def test_every_file_that_a_document_names_exists(document: Path) -> None:
+@pytest.mark.parametrize("document", [*PAGES, *map(ROOT.joinpath, ("CONTRIBUTING.md", "SECURITY.md"))], ids=basename)
+def test_every_file_that_a_document_names_exists(document):
     text = document.read_text(encoding="utf-8")
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
         file = document.parent / target if target else document
@@ -148,7 +129,7 @@ def test_every_file_that_a_document_names_exists(document: Path) -> None:
     assert not [path for path in paths if not (ROOT / path).exists()]
 
 
-def anchors(text: str) -> list[str]:
+def anchors(text):
     """The anchors of the headings of a page, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings]

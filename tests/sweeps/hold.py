@@ -3,9 +3,7 @@
 import os
 import time
 from pathlib import Path
-from typing import Any
 
-import lightning.pytorch as L
 from lightning.pytorch.callbacks import Callback
 
 from minigpt.runs.shutdown import GracefulShutdown
@@ -15,7 +13,7 @@ from minigpt.utils.files import atomic_write
 class Hold(Callback):
     """Hold the run that the file `hold` beside the sweep names from step 12 on, and write its process into `held`."""
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer, *_):
         run = Path(trainer.default_root_dir)
         hold, held = run.parents[1] / "hold", run.parents[1] / "held"
         if trainer.global_step >= 12 and hold.exists() and hold.read_text() == run.name:

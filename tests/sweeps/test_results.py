@@ -46,7 +46,6 @@ def run_folder(folder, *overrides, losses=(3.0, 2.0), bytes_per_token=None, para
 
 
 def grid(folder):
-    """Two sizes × two rates × two seeds, with known losses and two bytes per token."""
     losses = [2.0, 2.2, 2.5, 2.7, 1.5, 1.9, 3.0, 4.0]
     for i, (size, rate, seed) in enumerate(itertools.product((32, 64), ("1e-3", "1e-2"), (1, 2))):
         overrides = (f"model.n_embd={size}", f"optimizer.lr={rate}", f"seed={seed}", "max_steps=20")
@@ -71,8 +70,6 @@ def points_of(shape, loss, **values):
 
 @pytest.fixture
 def printed(capsys):
-    """Print the table of points, and return what was printed."""
-
     def show(points):
         capsys.readouterr()
         print_table(ranked(points))
@@ -83,11 +80,7 @@ def printed(capsys):
 
 @pytest.fixture
 def no_plot(monkeypatch):
-    """Write a word instead of the plot."""
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: Path(path).write_text("plot"))
-
-
-# Points.
 
 
 @pytest.mark.parametrize("missing", [None, "summary.json", "metrics.csv"])
@@ -127,9 +120,9 @@ def test_what_is_not_a_finite_loss_is_not_the_best_loss(tmp_path):
 
 
 DAMAGE = {
-    "metrics.csv": [b"step,val_loss\nx,2\n", b"\0\xff\xfe\n\0\n", b"step,tokens\n1,inf\n"],
+    "metrics.csv": [b"\0\xff\xfe\n\0\n", b"step,tokens\n1,inf\n"],
     "summary.json": [b'{"status": "comp', b"[1, 2]", b"[" * 100_000],
-    ".hydra/overrides.yaml": [b"- " * 2000 + b"x", b"&a [*a, *a]", b"a: b", b"\xff"],
+    ".hydra/overrides.yaml": [b"- " * 2000 + b"x", b"&a [*a, *a]", b"a: b"],
 }
 
 
@@ -151,7 +144,7 @@ def planned(**claim):
     return json.dumps({"fixed": [], "points": [entry | claim]})
 
 
-@pytest.mark.parametrize("damage", ["{", "[]", '{"points": []}', planned(folder="../0"), planned(overrides=[1])])
+@pytest.mark.parametrize("damage", ["{", '{"points": []}', planned(folder="../0"), planned(overrides=[1])])
 def test_a_damaged_plan_is_an_error_with_the_next_step(tmp_path, damage):
     run_folder(tmp_path / "0")
     (tmp_path / "sweep.json").write_text(planned())
@@ -159,9 +152,6 @@ def test_a_damaged_plan_is_an_error_with_the_next_step(tmp_path, damage):
     (tmp_path / "sweep.json").write_text(damage)
     with pytest.raises(UserError, match=r"sweep\.json is damaged .*; remove it"):
         read_sweep(tmp_path)
-
-
-# Rows and the table.
 
 
 def intervals(losses):
@@ -192,7 +182,6 @@ def test_table_and_csv_rank_rows_by_the_mean_over_seeds(tmp_path, printed):
     ]
     assert '\nn_embd=96, lr=1e-2: failed: out of "memory", c\n' in output
     assert f"best     {texts[0]}: n_embd=64, lr=1e-3\n" in output
-    assert output.count(str(tmp_path)) == 2  # once for all folders, once for the best
 
     write_table(tmp_path / "table.csv", ranked(read_sweep(tmp_path)))
     *rows, last = table(tmp_path / "table.csv")
@@ -203,13 +192,11 @@ def test_table_and_csv_rank_rows_by_the_mean_over_seeds(tmp_path, printed):
     for name, values in expected.items():
         assert [float(row[name]) for row in rows] == pytest.approx(values)
     assert float(rows[0]["flops"]) == pytest.approx(6 * 6400 * 20 * TOKENS)
-    values = [last[name] for name in ("rank", "val_loss", "status", "reason")]
-    assert values == ["", "", "failed", 'out of\n"memory", c']
+    assert (last["rank"], last["val_loss"], last["reason"]) == ("", "", 'out of\n"memory", c')
 
 
 @pytest.mark.usefixtures("no_plot")
 def test_a_sweep_over_tokenizers_is_ranked_by_bits_per_byte_everywhere(tmp_path, capsys):
-    """By nats per token, the longer tokens of sub-words would rank last."""
     runs = {"bpe": (3.0, (4.0, 3.3, 3.6)), "char": (1.0, (1.9, 1.6)), "byte": (1.25, (2.5, 2.1))}
     for name, (bytes_per_token, losses) in runs.items():
         run_folder(tmp_path / name, f"tokenizer={name}", losses=losses, bytes_per_token=bytes_per_token)
@@ -217,12 +204,11 @@ def test_a_sweep_over_tokenizers_is_ranked_by_bits_per_byte_everywhere(tmp_path,
     output = capsys.readouterr().out
     lines = [line.split()[:4] for line in output.splitlines() if "completed" in line]
     bits = [f"{min(losses) / math.log(2) / size:.4f}" for size, losses in runs.values()]
-    assert lines == [
-        ["1", "bpe", "3.3000", bits[0]],
-        ["2", "char", "1.6000", bits[1]],
-        ["3", "byte", "2.1000", bits[2]],
+    assert [(name, loss) for _, name, *loss in lines] == [
+        ("bpe", ["3.3000", bits[0]]),
+        ("char", ["1.6000", bits[1]]),
+        ("byte", ["2.1000", bits[2]]),
     ]
-    assert f"best     {bits[0]} bits/byte: tokenizer=bpe\nrun      " in output
     _, curves, params, _ = panels_of(read_sweep(tmp_path))
     assert params.get_ylabel() == "best validation loss (bits per byte)"
     np.testing.assert_allclose(curves.lines[0].get_ydata(), np.array([4.0, 3.3, 3.6]) / math.log(2) / 3.0)
@@ -265,20 +251,9 @@ def test_a_row_whose_runs_did_not_all_complete_is_marked_and_does_not_win(printe
         "5* unknown 2.7000 (2 of 3 runs)",
         "diverged",
     ]
-    assert "2 completed, 1 failed" in output
-    assert output.count("* provisional, because not all runs completed; ranked after") == 1
     assert "best     3.1000 (3 runs): lr=completed\n" in output
     assert "provisional" not in printed(points[:3])
     assert "\n1* 2.0500" in re.sub(" +", " ", printed(points[3:6]))  # also where no row has completed
-
-
-def test_a_file_gets_one_line_per_row_however_wide(monkeypatch, printed):
-    monkeypatch.setenv("COLUMNS", "20")
-    values = [f"value {i} {'x' * 90}" for i in range(3)]
-    output = printed(points_of({"a.long": values, "b.long": values}, lambda a, b: 1.0))
-    assert all(any(value in line for line in output.splitlines()) for value in values)
-    assert len([line for line in output.splitlines() if "completed" in line]) == 9
-    assert "\x1b" not in output
 
 
 @pytest.mark.usefixtures("no_plot")
@@ -303,18 +278,10 @@ def test_text_of_a_file_reaches_no_terminal_as_an_escape_sequence_and_markdown_a
     assert f"{evil}0" in {row["text"] for row in table(tmp_path / "sweep.csv")}  # a file keeps what it is
 
 
-# Pareto front.
-
-
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=12))
 def test_the_pareto_front_holds_all_points_that_none_dominates(points):
-    def better(a, b):
-        return a != b and a[0] <= b[0] and a[1] <= b[1]
-
-    assert pareto_front(points) == sorted({a for a in points if not any(better(b, a) for b in points)})
-
-
-# The plot.
+    dominated = {a for a in points for b in points if a != b and a[0] >= b[0] and a[1] >= b[1]}
+    assert pareto_front(points) == sorted({*points} - dominated)
 
 
 def panels_of(points, **options):
@@ -322,87 +289,51 @@ def panels_of(points, **options):
     return sweep_figure(ranked(points), title="sweep", **options).axes[:4]
 
 
-def legend(panel):
-    return [text.get_text() for text in panel.get_legend().get_texts()]
-
-
 def test_two_numeric_settings_are_a_heat_map_with_the_best_cell_in_bold():
     losses = {("4", "1e-2"): None, ("2", "1e-2"): 1.2, ("4", "1e-3"): 0.4, ("2", "1e-3"): 0.2, ("10", "1e-3"): 1.0}
     shape = {"n_layer": ["4", "2", "10"], "lr": ["1e-2", "1e-3"]}
     panel = panels_of(points_of(shape, lambda *at: losses.get(at, 2.0), status=lambda *at: f"{at[0]} layers"))[0]
     assert (panel.get_xlabel(), panel.get_ylabel()) == ("n_layer", "lr")
-    assert [tick.get_text() for tick in panel.get_xticklabels()] == ["2", "4", "10"]
-    assert [tick.get_text() for tick in panel.get_yticklabels()] == ["0.001", "0.01"]
     np.testing.assert_allclose(panel.images[0].get_array().filled(np.nan), [[0.2, 0.4, 1.0], [1.2, np.nan, 2.0]])
-    assert "4 layers" in [text.get_text() for text in panel.texts]  # instead of a loss
     assert [text.get_text() for text in panel.texts if text.get_weight() == "bold"] == ["0.2000\n2 layers"]
 
 
-def test_cells_that_are_tied_with_the_best_are_hatched():
-    noise = np.random.default_rng(0).normal(size=99).tolist()
-
-    def loss(width, heads, seed):
-        return 2 + (width == "64") + 0.01 * noise[int(seed) * 7 + int(heads)]
-
-    shape = {"n_embd": ["64", "128"], "n_head": ["2", "4"], "seed": ["1", "2", "3"]}
-    panel = panels_of(points_of(shape, loss))[0]
-    (hatched,) = [patch for patch in panel.patches if patch.get_hatch()]
-    (best,) = [text for text in panel.texts if text.get_weight() == "bold"]
-    x, y = best.get_position()
-    assert (hatched.get_x(), hatched.get_y()) == (x - 0.5, 0.5 - y)  # the other cell of the same width
-
-
 def test_one_numeric_setting_is_a_line_with_the_interval_over_seeds():
-
     def loss(rate, seed):
         return 1 + abs(math.log10(float(rate)) + 3) + int(seed) / 10
 
     shape = {"optimizer.lr": ["1e-2", "1e-4", "1e-3"], "seed": ["1", "2", "3"]}
-    panel, curves, *_ = panels_of(points_of(shape, loss))
-    assert legend(curves) == ["1  lr=1e-3", "2  lr=1e-2", "3  lr=1e-4"]  # one entry for all seeds
+    panel, *_ = panels_of(points_of(shape, loss))
     assert panel.get_xscale() == "log"
-    assert panel.get_xlabel() == "optimizer.lr"
     line, _, (bars,) = panel.containers[0]
     np.testing.assert_allclose(line.get_xydata(), [[1e-4, 2.2], [1e-3, 1.2], [1e-2, 2.2]])
     interval = stats.t.ppf(0.975, 2) * 0.1 / 3**0.5  # rows differ by their settings alone
     np.testing.assert_allclose([np.ptp(bar[:, 1]) for bar in bars.get_segments()], 2 * interval)
-    assert panel.get_title() == "best validation loss, mean and 95 % interval over seeds"
 
 
 def test_along_a_setting_there_is_a_line_per_combination_of_the_others_best_first():
-
     def loss(width, rate):
         return 4 - math.log10(int(width)) + abs(math.log2(float(rate) * int(width) / 0.064))
 
     shape = {"model.n_embd": ["32", "128", "64"], "optimizer.lr": ["5e-4", "1e-3", "2e-3", "4e-3"]}
     panel = panels_of(points_of(shape, loss), along="optimizer.lr")[0]
-    assert legend(panel) == ["n_embd=128", "n_embd=64", "n_embd=32"]
+    assert [text.get_text() for text in panel.get_legend().get_texts()] == ["n_embd=128", "n_embd=64", "n_embd=32"]
     for (line, *_), (width, best) in zip(panel.containers, [("128", 5e-4), ("64", 1e-3), ("32", 2e-3)], strict=True):
         assert line.get_xdata()[np.argmin(line.get_ydata())] == best
         assert min(line.get_ydata()) == loss(width, best)
 
 
 def test_other_sweeps_are_the_best_rows_by_name():
-    shape = {"act": ["relu", "gelu"], "n": [str(n) for n in range(6)], "m": [str(m) for m in range(3)]}
-    points = points_of(shape, lambda act, n, m: len(act) + int(n) + int(m) / 10 + (act == "gelu"))
+    points = points_of({"act": ["relu", "gelu"], "n": "ab"}, lambda act, n: len(act) + (n == "b") / 2)
     names = [text.get_text() for text in panels_of(points)[0].get_yticklabels()]
-    assert len(names) == 20
-    assert names[:2] == ["act=relu, n=0, m=0   4.0000", "act=relu, n=0, m=1   4.1000"]
+    assert names[:2] == ["act=relu, n=a   4.0000", "act=gelu, n=a   4.0000"]
 
 
-def test_a_diverged_run_does_not_compress_the_others():
-    points = points_of({"lr": ["1", "2", "3", "4"]}, lambda rate: 500.0 if rate == "4" else 1 + float(rate) / 10)
-    panels = panels_of(points)[:3]
-    assert all(panel.get_ylim()[1] < 3 for panel in panels)
-    assert all("1 above" in panel.texts[-1].get_text() for panel in panels)
-
-
-@pytest.mark.parametrize("loss", [2.0, None])
-def test_a_single_point_can_be_plotted_and_printed_whatever_is_known_of_it(printed, loss):
-    known = {} if loss else {"params": None, "flops": None, "status": "waiting", "tokens_per_second": None}
-    points = points_of({"max_steps": ["5"]}, lambda steps: loss, **known)
-    assert [bool(panel.get_ylabel() or panel.get_xlabel()) for panel in panels_of(points)] == [loss is not None] * 4
-    assert ("best" in printed(points).partition("\n\n")[2]) == bool(loss)
+def test_a_single_point_of_which_nothing_is_known_can_be_plotted_and_printed(printed):
+    known = {"params": None, "flops": None, "status": "waiting", "tokens_per_second": None}
+    points = points_of({"max_steps": ["5"]}, lambda steps: None, **known)
+    assert not any(panel.get_ylabel() for panel in panels_of(points))
+    assert "best" not in printed(points).partition("\n\n")[2]
 
 
 def test_text_of_a_user_is_not_read_as_a_formula(tmp_path, recwarn):
@@ -411,9 +342,6 @@ def test_text_of_a_user_is_not_read_as_a_formula(tmp_path, recwarn):
     report([tmp_path / "$1 $2"])
     assert (tmp_path / "$1 $2" / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert not recwarn  # of characters that the font lacks
-
-
-# The report.
 
 
 @pytest.mark.usefixtures("no_plot")
@@ -432,20 +360,17 @@ def test_several_sweeps_are_ranked_together_by_all_settings_that_differ(tmp_path
         ("2", "default", "default", "0.1", "1.5000", "c/0"),
         ("3", "1", "2", "default", "2.0000", "a/0"),
     ]
-    assert sorted(path.name for path in Path.cwd().iterdir()) == sorted(FILES)
+    assert {path.name for path in Path.cwd().iterdir()} == FILES
 
 
-def test_a_report_to_another_folder_along_a_setting_by_its_last_part_does_not_change_the_sweep(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_report_along_a_setting_to_another_folder_does_not_change_the_sweep(tmp_path, monkeypatch):
     plotted = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **_: (path.touch(), plotted.append(figure)))
     grid(tmp_path / "sweep")
     write_plan(tmp_path / "sweep", [], read_sweep(tmp_path / "sweep"))
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "sweep").iterdir()}
     report([tmp_path / "sweep"], out=tmp_path / "a/b", along="n_embd")
-    lines = [line.replace(str(tmp_path), "") for line in capsys.readouterr().out.splitlines()[-3:]]
-    assert lines == ["answer   /a/b/sweep.md", "table    /a/b/sweep.csv", "plot     /a/b/sweep.png"]
+    assert {path.name for path in (tmp_path / "a/b").iterdir()} == FILES
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "sweep").iterdir()} == before
     assert plotted[0].axes[0].get_xlabel() == "model.n_embd"
     for rate in ("1", "2"):

@@ -1,4 +1,4 @@
-"""Sweeps: their points, with a fake launcher, and sweeps in processes of their own: killed, interrupted, resumed."""
+"""Sweeps: their points, with a fake launcher, and sweeps in processes of their own."""
 
 import itertools
 import json
@@ -8,10 +8,9 @@ import re
 import signal
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -19,16 +18,14 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import OmegaConf, open_dict
 from processes import Script, live_processes
-from small_runs import CONFIGS, rows, small_run, table, wait_until, wandb_records
+from small_runs import CONFIGS, one_line, rows, small_run, table, wait_until, wandb_records
 
 from minigpt.runs.run_dir import read_summary, write_summary
 from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, SKIPPED, read_plan, read_sweep, write_plan
 from minigpt.sweeps.sweeper import SAME, Sweeper
 from minigpt.utils.errors import UserError
-
-# Points of a sweep, with the real Hydra and sweeper, and a launcher that only records its jobs.
 
 
 class Engine:
@@ -38,12 +35,12 @@ class Engine:
         jobs: that end; the next is killed: before it writes a file, before its last validation, or before its summary.
     """
 
-    def __init__(self, loss: Callable[[dict[str, str], int], float] = lambda *_: 1.0, jobs: int = 999) -> None:
+    def __init__(self, loss=lambda *_: 1.0, jobs=999):
         self.loss, self.jobs, self.damage = loss, jobs, jobs % 3
         self.batches: list[Sequence[Sequence[str]]] = []
         self.launches: list[dict[str, int]] = []  # of each launch, the step at which each job was to end
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> None:
+    def launch(self, job_overrides, initial_job_idx):
         self.batches.append(job_overrides)
         self.launches.append({})
         for point, overrides in zip(self.points, job_overrides, strict=True):
@@ -69,8 +66,8 @@ class Engine:
             self.on_end(point, "")
 
     @property
-    def by_folder(self) -> dict[str, DictConfig]:
-        """The configurations of the jobs as they compose them, in order."""
+    def by_folder(self):
+        """The configurations of the jobs as they compose them."""
         composed = {}
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             for overrides in itertools.chain(*self.batches):
@@ -84,37 +81,33 @@ class Engine:
         return composed
 
     @property
-    def configs(self) -> list[DictConfig]:
-        return list(self.by_folder.values())
+    def configs(self):
+        return [*self.by_folder.values()]
 
 
 @pytest.fixture
-def plan(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def plan(text, tmp_path, monkeypatch):
     """Sweep without training: `plan("seed=1,2")` returns the sweeper after its sweep."""
     for name in ("report", "publish"):  # the plot takes longer than the rest
         monkeypatch.setattr(f"minigpt.sweeps.report.{name}", lambda *_: None)
     compose, composed = Sweeper.compose, {}
 
-    def compose_once(sweeper: Sweeper, values: dict[str, str]) -> DictConfig:
+    def compose_once(sweeper, values):
         line = tuple(sweeper._overrides(values))
-        if line not in composed:
-            composed[line] = compose(sweeper, values)
-        return composed[line]
+        return composed[line] if line in composed else composed.setdefault(line, compose(sweeper, values))
 
     monkeypatch.setattr(Sweeper, "compose", compose_once)
 
-    def sweep(*arguments: str, engine: Engine | None = None, folder: Path = tmp_path / "sweep") -> Any:
+    def sweep(*arguments, engine=None, folder=tmp_path / "sweep"):
         quoted = str(folder).replace("'", r"\'")
         overrides = [f"data.path={text}", f"data.folder={tmp_path}/data", "model.block_size=16"]
         overrides += [f"hydra.sweep.dir='{quoted}'", *arguments]
         with initialize_config_dir(str(CONFIGS), version_base="1.3"):
             hydra = GlobalHydra.instance().hydra
-            assert hydra is not None
             config = hydra.compose_config("train", overrides, run_mode=RunMode.MULTIRUN)
-            context = HydraContext(config_loader=hydra.config_loader, callbacks=None)  # type: ignore[arg-type]
-            sweeper: Any = Plugins.instance().instantiate_sweeper(
-                config=config, hydra_context=context, task_function=lambda _: None
-            )
+            context = HydraContext(config_loader=hydra.config_loader, callbacks=None)
+            instantiate = Plugins.instance().instantiate_sweeper
+            sweeper = instantiate(config=config, hydra_context=context, task_function=lambda _: None)
             sweeper.engine = engine or Engine()
             sweeper.engine.config = config
             sweeper.arguments = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
@@ -124,25 +117,18 @@ def plan(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callabl
     return sweep
 
 
-def values_of(sweeper: Any) -> list[dict[str, str]]:
-    return [dict(point.overrides) for point in sweeper.points]
-
-
-def singles(sweeper: Any, line: Sequence[str]) -> list[str]:
+def singles(sweeper, line):
     """The distinct configurations of the single command lines that a line with values between `|` stands for."""
     axes = [
         [f"{key}{sep}{value}" for value in values.split("|")] for key, sep, values in (s.partition("=") for s in line)
     ]
-    task = [override for override in sweeper.arguments if override not in swept(line)]
+    swept = [override.replace("|", ",") for override in line]
+    task = [override for override in sweeper.arguments if override not in swept]
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return list(dict.fromkeys(plain(compose, "train", [*task, *single]) for single in itertools.product(*axes)))
 
 
-def swept(line: Sequence[str]) -> list[str]:
-    return [override.replace("|", ",") for override in line]
-
-
-def plain(function: Callable[..., DictConfig], *args: Any) -> str:
+def plain(function, *args):
     """What a function composes, as JSON, in which 1 is not 1.0, nor true; or its error."""
     try:
         return json.dumps(OmegaConf.to_container(function(*args)), sort_keys=True)
@@ -165,19 +151,15 @@ LINES = {
     "numbers": ["++optimizer.weight_decay=0|0.0|1e-8|1_000"],
     "interpolations": ["model.dropout=${optimizer.weight_decay}|0.2", "experiment=nanogpt_cpu"],
     "a group and dicts of it": ["optimizer=muon", "optimizer={lr:0.01}|{lr:0.02}"],
-    "two dicts of a group": ["model={n_head:2,n_embd:64}", "model={n_embd:32}|{n_layer:1}"],
-    "a dict of a group and the group": ["optimizer={lr:0.01}", "optimizer=adamw|muon"],
     "a choice, of which the last wins": ["schedule=cosine|linear", "schedule=constant", "seed=1|2"],
-    "an added group and its settings": ["+optimizer@second=adamw|muon", "++second={lr:3}", "++second.betas=3"],
 }
 
 
 @pytest.mark.parametrize("line", LINES.values(), ids=LINES)
 def test_a_point_composes_as_the_single_command_line_with_its_values(plan, line):
-    sweeper = plan(*swept(line))
+    sweeper = plan(*(override.replace("|", ",") for override in line))
     points = [point for point in sweeper.points if point.reason != SAME]
     expected = singles(sweeper, line)
-    assert len(expected) > 1
     assert [plain(sweeper.compose, point.overrides) for point in points] == expected  # which is checked
     names = [point.folder.name for point in points]
     assert len(set(names)) == len(names)
@@ -190,25 +172,12 @@ def test_a_point_composes_as_the_single_command_line_with_its_values(plan, line)
     assert len({tuple(point.overrides.items()) for point in read}) == len(read)  # a report separates them, too
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        ["model.n_head=2,4", "model={n_head:8}"],
-        ["callbacks.samples={seed:1},{seed:2}", "callbacks.samples=null", "seed=1,2"],
-    ],
-)
-def test_a_setting_whose_values_have_no_effect_is_refused(plan, line):
-    with pytest.raises(UserError, match=rf"^{line[0].partition('=')[0]} has the same effect with all its values"):
-        plan(*line)
-
-
-def test_a_setting_that_another_replaces_is_not_swept(plan):
-    with pytest.raises(UserError, match="a sweep needs a setting with several values"):
-        plan("model.dropout=0.0,0.1", "++model.dropout=0.2")
+def test_a_setting_whose_values_have_no_effect_is_refused(plan):
+    with pytest.raises(UserError, match=r"^model\.n_head has the same effect with all its values"):
+        plan("model.n_head=2,4", "model={n_head:8}")
 
 
 def test_the_plans_of_a_sweep_validate_on_the_same_text_and_resume_with_settings_in_their_order(plan, tmp_path):
-    """Without a value that is given, each plan would choose a part."""
     line = ["seed=1,2", "minutes=1", "model.n_embd=32", "model={n_embd:64}"]
     sweeper, given = plan(*line), plan(*line, "eval_batches=3", folder=tmp_path / "given")
     for (jobs,), expected in ((sweeper.engine.batches, "null"), (given.engine.batches, "3")):
@@ -221,14 +190,14 @@ def test_the_plans_of_a_sweep_validate_on_the_same_text_and_resume_with_settings
 
 def test_the_product_of_all_axes_runs_in_the_order_given_in_all_notations_of_hydra(plan):
     sweeper = plan("seed=range(2,0,-1)", "schedule=glob(c*)", "callbacks.samples.seed='é',3")
-    expected = list(itertools.product("21", ("constant", "cosine"), ("'é'", "3")))
-    assert [tuple(values.values()) for values in values_of(sweeper)] == expected
+    expected = [*itertools.product("21", ("constant", "cosine"), ("'é'", "3"))]
+    assert [(*point.overrides.values(),) for point in sweeper.points] == expected
     assert sweeper.points[0].folder == sweeper.folder / "seed=2,schedule=constant,callbacks.samples.seed=-é-"
 
 
 def test_the_command_line_overrides_the_sweep_file_and_the_last_of_equal_settings_wins(plan):
     sweeper = plan("+sweep=heads_by_width", "model.n_embd=32,64", "model.n_head=3,5", "model.n_head=2", "seed=1")
-    assert values_of(sweeper) == [{"model.n_embd": "32"}, {"model.n_embd": "64"}]
+    assert [point.overrides for point in sweeper.points] == [{"model.n_embd": "32"}, {"model.n_embd": "64"}]
     assert {(config.model.n_head, config.max_steps) for config in sweeper.engine.configs} == {(2, 300)}
 
 
@@ -239,8 +208,7 @@ def test_impossible_points_are_skipped_with_the_reason_and_the_rest_runs(plan, c
     assert (ran.reason, ran.folder.exists()) == ("", True)
     assert "model.block_size + 1 = 16001" in others[0].reason
     assert all("optimizer=adamv does not exist (did you mean adamw?)" in point.reason for point in others[1:])
-    output = capsys.readouterr().err
-    assert (output.count("skipped: "), output.count("1 of 4 to run")) == (3, 1)
+    assert capsys.readouterr().err.count("skipped: ") == 3
     assert [(point.status, point.folder.exists()) for point in read_sweep(sweeper.folder)[1:]] == [(SKIPPED, False)] * 3
 
 
@@ -257,7 +225,6 @@ def test_a_sweep_resumes_with_new_points_whatever_the_notation_and_the_logging(p
 
 
 def test_a_sweep_is_extended_by_some_of_its_values_and_other_seeds(plan):
-    """The points that it holds already stay in the sweep, and one without a seed is that of the default seed."""
     plan("model.n_head=2,4", "model.n_embd=32,64")
     further = plan("model.n_head=2", "model.n_embd=64,128", "seed=1337,1338", "resume=auto")
     longest_first = [(128, 1337), (128, 1338), (64, 1338)]
@@ -289,10 +256,8 @@ def test_a_sweep_may_have_any_folder_and_any_tags_and_names_for_weights_and_bias
     name = "it's a b, c=[$HOME] é"
     tags = "['{}']".format(name.replace("'", r"\'"))
     sweeper = plan("seed=1,2", "logger=wandb", f"logger.wandb.tags={tags}", folder=tmp_path / name)
-    for config, seed in zip(sweeper.engine.configs, (1, 2), strict=True):
-        assert (tmp_path / name / f"seed={seed}" / "summary.json").exists()
-        given = config.logger.wandb
-        assert (given.tags, given.name, given.group) == ([name, "sweep"], f"seed={seed}", name)
+    given = sweeper.engine.configs[1].logger.wandb
+    assert (given.tags, given.name, given.group) == ([name, "sweep"], "seed=2", name)
     (config, _) = plan("seed=1,2", "logger=wandb", "logger.wandb.group=mine", "logger.wandb.name=same").engine.configs
     assert (config.logger.wandb.group, config.logger.wandb.name) == ("mine", "same")
 
@@ -307,7 +272,7 @@ def test_pruning_and_searches_refuse_points_that_validate_on_different_texts(pla
 def test_a_search_runs_n_trials_within_the_bounds_and_minimizes_bits_per_byte(plan):
     """By nats per token bytes would be best: 1.5 of them less against 1 less of characters that are twice as long."""
 
-    def valley(settings: dict[str, str], _: int) -> float:
+    def valley(settings, _):
         miss = abs(math.log10(float(settings["optimizer.lr"])) + 2) + abs(int(settings["model.n_layer"]) - 5) / 4
         return (3 + miss) * {"byte": 1.0, "char": 1.5}[settings["tokenizer"]]
 
@@ -315,7 +280,7 @@ def test_a_search_runs_n_trials_within_the_bounds_and_minimizes_bits_per_byte(pl
     line += ["hydra/sweeper=optuna", "hydra.sweeper.batch=3"]
     sweeper = plan(*line, "hydra.sweeper.n_trials=30", engine=Engine(valley))
     assert [len(batch) for batch in sweeper.engine.batches] == [3] * 10
-    values = values_of(sweeper)
+    values = [point.overrides for point in sweeper.points]
     assert all(1e-4 <= float(value["optimizer.lr"]) <= 1e-1 for value in values)
     assert {value["model.n_layer"] for value in values} == {"1", "3", "5", "7"}
     assert [value["tokenizer"] for value in values][-10:].count("char") >= 8
@@ -329,37 +294,31 @@ def test_the_file_of_a_search_searches(plan):
     assert set(sweeper.points[0].overrides) == {"optimizer.lr", "model.n_layer", "model.n_embd"}
 
 
-def test_a_search_does_not_count_impossible_points(plan, tmp_path, capsys):
+def test_a_search_does_not_count_impossible_points(plan, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("minigpt.sweeps.sweeper.MAX_TRIES_PER_TRIAL", 4)
     search = ["hydra/sweeper=optuna", "hydra.sweeper.batch=2"]
     sweeper = plan(*search, "model.n_head=range(1,9)", "optimizer.lr=interval(0.1,0.2)", "hydra.sweeper.n_trials=3")
     assert [len(batch) for batch in sweeper.engine.batches] == [2, 1]
-    assert {values["model.n_head"] for values in values_of(sweeper)} <= set("1248")  # they divide n_embd
+    assert {point.overrides["model.n_head"] for point in sweeper.points} <= set("1248")  # they divide n_embd
     with pytest.raises(UserError, match=r"no point of the search is possible: .* must be divisible"):
         plan(*search, "model.n_head=3,5", "hydra.sweeper.n_trials=1", folder=tmp_path / "none")
     plan(*search, "model.n_head=2,3", "hydra.sweeper.n_trials=2", folder=tmp_path / "fewer")
-    assert "the search ends after 1 runs: 40 tries found no other possible point" in capsys.readouterr().err
+    assert "the search ends after 1 runs: 8 tries found no other possible point" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("package", "choice"), [("optuna", "hydra/sweeper=optuna"), ("submitit", "hydra/launcher=submitit_local")]
-)
-def test_a_missing_optional_package_is_an_error_with_the_install_command(call, monkeypatch, package, choice):
-    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
-    refused = call("train.py", "seed=1,2", choice, "-m")
-    assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
-    assert f'{choice} needs {package}; pip install -e ".[{package}]"' in refused.stderr
+def test_a_missing_optional_package_is_an_error_with_the_install_command(call, monkeypatch):
+    monkeypatch.setitem(sys.modules, "submitit", None)  # as if it were not installed
+    line = one_line(call("train.py", "seed=1,2", "hydra/launcher=submitit_local", "-m"))
+    assert 'hydra/launcher=submitit_local needs submitit; pip install -e ".[submitit]"' in line
     assert not Path("runs").exists()
 
 
-# Sweeps in processes of their own.
-
-
 @pytest.fixture
-def start(text: Path, tmp_path: Path) -> Iterator[Callable[..., Script]]:
+def start(text, tmp_path):
     """Start a sweep in the folder `sweep`: `start("seed=1,2", held="seed=1")`, with a run that `hold.Hold` holds."""
-    sweeps: list[Script] = []
+    sweeps = []
 
-    def run(*arguments: str, held: str = "") -> Script:
+    def run(*arguments, held=""):
         (tmp_path / "held").unlink(missing_ok=True)
         (tmp_path / "hold").write_text(held)
         env = {"WANDB_MODE": "offline", "HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
@@ -375,7 +334,7 @@ def start(text: Path, tmp_path: Path) -> Iterator[Callable[..., Script]]:
         sweep.kill()
 
 
-def ended(sweep: Script) -> int:
+def ended(sweep):
     """Wait until a sweep and all its processes have ended."""
     code = sweep.wait()
     wait_until(lambda: not live_processes(sweep.pid))
@@ -399,20 +358,15 @@ def test_a_sweep_reports_every_point_when_runs_fail_and_a_worker_is_killed(start
 
     # stderr has skipped points, the number of runs, one line per run, the failure, and no output of jobs.
     lines = sweep.stderr.splitlines()
-    assert sum("skipped: model.n_embd must be divisible by model.n_head=2, got 31" in line for line in lines[:4]) == 4
     assert lines[4:6] == ["4 of 8 to run", "2 at a time with OMP_NUM_THREADS=1"]
     results = dict(re.fullmatch(r"\d/4 (\S+) (.*)", line).groups() for line in lines[6:10])
     assert re.fullmatch(rf"failed, val loss \d\.\d{{4}} after \d+ s: {re.escape(killed)}", results[good[0]])
     assert re.fullmatch(r"completed, val loss \d\.\d{4} after \d+ s", results[good[1]])
     assert all(results[name].startswith("failed: the loss is nan at step") for name in bad)
     assert lines[10:] == ["error: 3 of 8 runs failed; the table has the reasons"]
-    assert sweep.stdout.startswith("No run has completed with a loss, so nothing can be compared.")
-    assert re.search(r"1\* +32 +0\.001 +\d\.\d{4} \(2 runs\) .* 1 completed, 1 failed", sweep.stdout)
 
     # The output of a job is in its log, and a run of a sweep equals the same run outside of it.
-    log = (folder / good[1] / "log.txt").read_text()
-    assert [log.count(line) for line in ("step 10/20", "step 20/20", "validation loss")] == [1, 1, 1]
-    assert (folder / bad[0] / "log.txt").read_text().splitlines()[-1].startswith("error: the loss is nan")
+    assert (folder / good[1] / "log.txt").read_text().count("step 20/20") == 1
     assert rows(folder / good[1]) == rows(train("optimizer.lr=1e-3", "seed=2").folder)
 
 
@@ -432,13 +386,11 @@ def test_a_killed_and_an_interrupted_sweep_resume_and_complete(start, tmp_path, 
     resume = "to resume, run the same command with hydra.sweep.dir=sweep resume=auto"
     assert interrupted.stderr.splitlines()[-2:] == [resume, "interrupted by SIGINT"]
     assert [point.status for point in read_sweep(folder)] == [COMPLETED, "interrupted", "waiting"]
-    assert read_summary(folder / "seed=2")["steps"] > 11
     assert "interrupted" in interrupted.stdout  # the table is shown all the same
 
     wandb = ["logger=wandb", "logger.wandb.tags=[fox]", "+logger.wandb.config={host:mine}"]
     sweep = start("seed=range(1,4)", *line, *wandb)
     assert ended(sweep) == 0, sweep.stderr
-    assert "2 of 3 to run\n1 at a time" in sweep.stderr
     assert {path: path.stat().st_mtime_ns for path in files} == files  # completed runs are not touched
     assert [(row["seeds"], row["status"]) for row in table(folder / "sweep.csv")] == [("3", COMPLETED)]
     assert rows(folder / "seed=2") == rows(train("seed=2").folder)  # a resumed run equals an uninterrupted one
@@ -453,5 +405,3 @@ def test_a_killed_and_an_interrupted_sweep_resume_and_complete(start, tmp_path, 
     assert "upload later with: wandb sync sweep/wandb sweep/*/wandb" in sweep.stderr
     (logged,) = (folder / "wandb").rglob("*.table.json")
     assert json.loads(logged.read_text())["data"] == [list(row.values()) for row in table(folder / "sweep.csv")]
-    (plot,) = (folder / "wandb").rglob("offline-run-*/**/*.png")
-    assert plot.read_bytes() == (folder / "sweep.png").read_bytes()

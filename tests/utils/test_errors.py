@@ -21,8 +21,7 @@ from minigpt.utils.terminal import warn
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch):
-    for name in ("MINIGPT_TRACEBACK", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("MINIGPT_TRACEBACK", raising=False)
 
 
 def failing(error):
@@ -33,28 +32,20 @@ def failing(error):
     return program
 
 
-def caused_by(cause):
-    """What an extension module raises from an exception, such as a signal, in its initialization: by pybind11."""
-    error = ImportError("initialization failed")
-    error.__cause__ = cause
-    return error
-
-
-SHOWN = "(MINIGPT_TRACEBACK=1 shows where)"  # only of an unexpected error
+IMPORT_ERROR = ImportError("initialization failed")  # of an extension module that a signal interrupted
+IMPORT_ERROR.__cause__ = Interrupted(signal.SIGTERM)
+SHOWN = "(MINIGPT_TRACEBACK=1 shows where)"
 FULL = "no space left on device; free some space, or choose another folder"
 EVIL, SEEN = "a\x1b]0;owned\x07\x9b2J\u202e b\x7f", r"a\x1b]0;owned\x07\x9b2J\u202e b\x7f"
 CASES = [
-    (UserError("n_head=3 is odd"), "error: n_head=3 is odd", 2),
     (UserError(EVIL), f"error: {SEEN}", 2),
     (RunError("the loss is nan"), "error: the loss is nan", 1),
     (KeyboardInterrupt(), "interrupted", 130),
     (Interrupted(signal.SIGTERM), "interrupted by SIGTERM", 143),
     (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/big/last"), f"error: /big/last: {FULL}", 1),
-    (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), f"error: {FULL}", 1),
     (OSError(errno.EACCES, "Permission denied", "a\nb"), "error: a b: permission denied; choose another folder", 2),
     (MemoryError(), "error: out of memory; lower data.batch_size (or --num-samples), or choose a smaller model", 1),
-    (caused_by(KeyboardInterrupt()), "interrupted", 130),
-    (caused_by(Interrupted(signal.SIGTERM)), "interrupted by SIGTERM", 143),
+    (IMPORT_ERROR, "interrupted by SIGTERM", 143),
     (UserError("x" * 1_000_000), f"error: {'x' * 993} …", 2),
     (ZeroDivisionError("division by zero"), f"error: ZeroDivisionError: division by zero {SHOWN}", 1),
 ]
@@ -66,15 +57,10 @@ def test_an_error_is_one_line_on_stderr_and_an_exit_code(capsys, error, output, 
         failing(error)()
     assert ended.value.code == code
     assert capsys.readouterr() == ("", f"{output}\n")
-    assert explain(error) == (output, code)
 
 
-def test_a_program_returns_its_value_or_chooses_its_exit_code(capsys):
+def test_a_program_returns_its_value():
     assert cli_entrypoint(lambda a, *, b: a + b)(1, b=2) == 3
-    with pytest.raises(SystemExit) as ended:
-        failing(SystemExit(7))()
-    assert ended.value.code == 7
-    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(
@@ -96,14 +82,9 @@ def test_a_warning_is_a_printable_line_by_rank_zero(monkeypatch, capsys):
     assert capsys.readouterr() == ("", f"warning: {SEEN}\n")
 
 
-# Names that were nearly right.
-
-
 MISTYPED = {
     "optimizer.lrr=1e-3": "optimizer.lrr does not exist (did you mean optimizer.lr?); --help lists them",
-    "lr=1e-3": "lr does not exist (did you mean optimizer.lr?)",
     "frobnicate=1": "frobnicate does not exist;",
-    "experiment=nanogpt": "experiment=nanogpt does not exist (did you mean nanogpt_",
     "max_steps": "cannot parse the override max_steps; write key=value",
     "model=true": "Config group override must be a string",
 }
@@ -115,7 +96,6 @@ def test_a_mistyped_override_is_explained_by_what_there_is(override):
         composed(override)
     message, code = explain(raised.value)
     assert code == 2
-    assert message.startswith("error: ")
     assert MISTYPED[override] in message
 
 
@@ -125,14 +105,9 @@ def test_an_error_of_a_function_that_hydra_calls_is_not_explained_as_one_of_hydr
     assert explain(raised.value) == (f"error: StatisticsError: mean requires at least one data point {SHOWN}", 1)
 
 
-# Programs: with a closed pipe, a full disk, and signals.
-
-
 def run(body, **streams):
     """Run a program with this body; return its exit code and its stderr."""
-    imports = (
-        "import os; from minigpt.utils.cli import *; from minigpt.utils.signals import *; exit_on_requeue_signal()"
-    )
+    imports = "from minigpt.utils.cli import *; from minigpt.utils.signals import *; exit_on_requeue_signal()"
     program = f"{imports}\n@cli_entrypoint\ndef main():\n    {body}\nmain()\n"
     # Python buffers what it prints into a pipe or a file, unless this variable is set.
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
@@ -141,17 +116,12 @@ def run(body, **streams):
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ("for i in range(100_000): print(i)", (0, "")),
-        ("print('a few words'); raise ValueError('lost')", (1, f"error: ValueError: lost {SHOWN}\n")),
-    ],
-)
-def test_a_closed_pipe_is_no_error_and_hides_none(body, expected):
+def test_a_closed_pipe_is_no_error_and_hides_none():
     reader, writer = os.pipe()
     os.close(reader)
-    assert run(body, stdout=writer) == expected
+    assert run("for i in range(100_000): print(i)", stdout=writer) == (0, "")
+    lost = run("print('a few words'); raise ValueError('lost')", stdout=writer)
+    assert lost == (1, f"error: ValueError: lost {SHOWN}\n")
     os.close(writer)
 
 
