@@ -30,14 +30,8 @@ Changed = Callable[[GPT], Any]
 
 
 class LoRALinear(nn.Linear):
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear.in_features, linear.out_features, linear.bias is not None)
-        self.load_state_dict(linear.state_dict())
-        self.a = nn.Parameter(torch.randn(2, linear.in_features))
-        self.b = nn.Parameter(torch.randn(linear.out_features, 2))
-
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) + input @ self.a.T @ self.b.T
+        return super().forward(input) + input.sum(dim=-1, keepdim=True)
 
 
 class Wrapped(nn.Module):
@@ -82,7 +76,7 @@ def subclass(**methods: Any) -> Changed:
 
 
 CHANGES: dict[str, Changed] = {
-    "LoRA": edit("blocks.1.mlp.up", LoRALinear),
+    "LoRA": edit("blocks.1.mlp.up.__class__", lambda old: LoRALinear),
     "a forward hook": hook("blocks.0.mlp", torch.neg),
     "a hook on later positions": hook("blocks.0", lambda x: torch.cat((x[:, :10], -3 * x[:, 10:]), dim=1)),
     "a hook on the last position": hook("blocks.0", lambda x: torch.cat((x[:, :-1], -3 * x[:, -1:]), dim=1)),
@@ -136,8 +130,8 @@ def test_a_model_is_decoded_by_its_own_logits_and_fast_if_it_is_not_changed(how:
     text = [*PROMPTS[2], *found[-1]]
     with uncompiled():
         logprobs = model(torch.tensor([text[:-1]]))[0].log_softmax(-1)
-    own = logprobs.gather(-1, torch.tensor(text[1:])[:, None])[:, 0]
-    torch.testing.assert_close(score(model, text[1:], text[:1]).logprobs, own.float())
+    own = logprobs[range(len(text) - 1), text[1:]].float()
+    torch.testing.assert_close(score(model, text[1:], text[:1]).logprobs, own)
     if how in CHANGES:  # of single tokens with the cache, if that gives the same logits
         unchanged = [sample.tokens for sample in generate(rope(), PROMPTS, max_new_tokens=8, **options)]
         assert (found == unchanged) == (how in WITHOUT_EFFECT)
@@ -157,10 +151,8 @@ def test_the_server_generates_from_a_changed_model():
         assert own == expected(model, [request.prompt], request.max_new_tokens, seed=i)[0]
 
 
-@pytest.mark.parametrize("target", [(GPT, "logits"), (nn.Linear, "forward")])
-def test_methods_that_are_replaced_in_their_class_are_used(target: tuple[type, str], monkeypatch: pytest.MonkeyPatch):
-    generate(rope(), PROMPTS, max_new_tokens=1)
-    kind, name = target
+@pytest.mark.parametrize(("kind", "name"), [(GPT, "logits"), (nn.Linear, "forward")])
+def test_methods_that_are_replaced_in_their_class_are_used(kind: type, name: str, monkeypatch: pytest.MonkeyPatch):
     own = getattr(kind, name)
     monkeypatch.setattr(kind, name, lambda *args, **kwargs: -own(*args, **kwargs))
     assert_decoded_by_own_logits(rope())
@@ -178,9 +170,7 @@ def test_classes_and_activations_that_are_replaced_before_a_model_is_built_are_u
 
     with monkeypatch.context() as patch:
         patch.setattr("minigpt.model.MLP", Negative)
-        model = rope(norm_eps=1e-4)  # of a config that no other test has
-        assert find_change(model)
-        assert_decoded_by_own_logits(model)
+        assert_decoded_by_own_logits(rope(norm_eps=1e-4))  # a config that no other test has
     monkeypatch.setitem(ACTIVATIONS, "gelu", torch.sin)
     assert_decoded_by_own_logits(rope(norm_eps=2e-4))
 
