@@ -19,15 +19,12 @@ TERMS = 24 + 6 + 9 + 24  # of the modules below: projection, scores, values, out
 
 @st.composite
 def problems(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw queries, keys, values and settings; some queries may see no key."""
     B, K, groups, T = (draw(st.integers(1, most)) for most in (2, 3, 3, 5))
     S, D, E = draw(st.integers(1, 8)), draw(st.integers(1, 6)), draw(st.integers(1, 6))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     dtype = draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
     shapes = {"q": (B, K * groups, T, D), "k": (B, K, S, D), "v": (B, K, S, E)}
-    tensors = {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in shapes.items()
-    }
+    tensors = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
     mask = None
     if draw(st.booleans()):
         shape = draw(st.sampled_from([(T, S), (1, S), (B, 1, 1, S), (B, 1, T, S), (B, K * groups, T, S)]))
@@ -54,25 +51,7 @@ def test_fused_and_explicit_attention_equal_the_formula_in_value_and_gradient(pr
         assert_near(attend(**problem).double(), expected, *inputs, terms=8 + 6, dtype=dtype)
 
 
-@pytest.mark.parametrize("shift", [1, 40])
-@pytest.mark.parametrize(
-    "kind", [{}, {"n_kv_head": 2, "qk_norm": True, "bias": False}, {"causal": False, "scale": 0.3, "head_dim": 8}]
-)
-def test_rotary_attention_depends_on_relative_positions_only(kind: dict[str, Any], shift: int):
-    attention = MultiHeadAttention(24, 4, **kind).double()
-    for parameter in attention.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    x, D = torch.randn(2, 9, 24, dtype=torch.float64), attention.head_dim
-    table = rotary_table(shift + 9, D).double()
-    here, there = table[:, :9], table[:, shift:]
-    rounded = {"terms": TERMS, "dtype": torch.float32}  # that of sines and cosines
-    assert_near(attention(x, rotary=there), attention(x, rotary=here), **rounded)
-    assert_near(attention.attention_weights(x, rotary=there), attention.attention_weights(x, rotary=here), **rounded)
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize(("bias", "causal", "padded"), [(True, True, True), (False, True, False), (True, False, True)])
 def test_output_and_weights_equal_those_of_torchs_module(bias: bool, causal: bool, padded: bool):
     reference = nn.MultiheadAttention(24, 4, bias=bias, batch_first=True)
     for parameter in reference.parameters():
@@ -90,40 +69,29 @@ def test_output_and_weights_equal_those_of_torchs_module(bias: bool, causal: boo
     assert_near(ours.attention_weights(x, mask=mask), expected_weights, terms=TERMS)
 
 
-@pytest.mark.parametrize("start", [0, 1_000_003])
-def test_rotation_multiplies_pairs_as_complex_numbers(start: int):
-    x = torch.randn(2, 10, 3, 8)
+def test_rotation_multiplies_pairs_as_complex_numbers():
+    x, start = torch.randn(2, 10, 3, 8), 1_000_003
     angle = torch.arange(start, start + 10)[:, None, None] * 50.0 ** (-torch.arange(0, 8, 2).double() / 8)
     expected = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angle), angle)
     rotated = rotate(x, rotary_table(10, 8, 50.0, start=start))
     assert_near(rotated, torch.cat((expected.real, expected.imag), -1).float(), x, terms=2)
 
 
-def test_dropout_drops_weights_and_keeps_their_expectation():
-    q, k, v = torch.randn(3, 1, 1, 200, 8)
-    kept = attend_explicit(q, k, v)[1]
-    y, weights = attend_explicit(q, k, v, dropout=0.25)
-    dropped = weights == 0
-    assert 0.24 < dropped.float().mean() < 0.26
-    assert_near(weights[~dropped], kept[~dropped] / 0.75, terms=8 + 200)
-    assert_near(y, weights @ v, terms=200)
-    attention = MultiHeadAttention(64, 4, dropout=0.2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # the fused kernel, and the formula
+def test_dropout_drops_weights(dtype: torch.dtype):
+    attention = MultiHeadAttention(64, 4, dropout=0.2).to(dtype)
     attention.out = nn.Identity()
-    y = attention(torch.randn(5000, 1, 64)).unflatten(-1, (4, 16))  # one weight per head: a token sees itself alone
+    y = attention(torch.randn(5000, 1, 64, dtype=dtype)).unflatten(-1, (4, 16))  # a token sees itself alone
     silent = (y == 0).all(-1)  # of 20,000 weights, more than five standard deviations; dropout of the output is rarer
     assert silent.float().mean().item() == pytest.approx(0.2, abs=0.015)
 
 
-def test_invalid_arguments_raise_with_their_names():
+def test_a_width_that_heads_do_not_divide_is_refused():
     with pytest.raises(UserError, match=r"^n_embd must be divisible by n_head=4, got 10"):
         MultiHeadAttention(10, 4)
-    with pytest.raises(UserError, match=r"^n_head must be divisible by n_kv_head=3, got 4"):
-        MultiHeadAttention(12, 4, n_kv_head=3)
 
 
-def formula(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None, scale: float | None
-) -> tuple[Tensor, Tensor]:
+def formula(q, k, v, *, causal, mask, scale) -> tuple[Tensor, Tensor]:
     """Compute attention one query at a time over its visible keys: output and weights."""
     (B, H, T, D), S = q.shape, k.size(2)
     visible = torch.ones(B, H, T, S, dtype=torch.bool) if mask is None else mask.expand(B, H, T, S)

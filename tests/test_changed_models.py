@@ -1,7 +1,7 @@
 """A model that its user changed is decoded as `model(tokens)` computes it, or refused in one line."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,14 +12,12 @@ from serve.test_engine import collect
 from serve.test_engine import serve as serve_engine
 from test_generation import make
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrize
 
-from minigpt.attention import rotary_table
 from minigpt.decoder import Decoder, make_decoder
 from minigpt.fast_decoder import FastDecoder
 from minigpt.generation import generate, score
-from minigpt.model import GPT, MLP, Block
+from minigpt.model import GPT, MLP
 from minigpt.ops import ACTIVATIONS
 from minigpt.sampling import PerSampleRNG, Sampling
 from minigpt.serve.engine import SampleRequest
@@ -32,14 +30,8 @@ Changed = Callable[[GPT], Any]
 
 
 class LoRALinear(nn.Linear):
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear.in_features, linear.out_features, linear.bias is not None)
-        self.load_state_dict(linear.state_dict())
-        self.a = nn.Parameter(torch.randn(2, linear.in_features))
-        self.b = nn.Parameter(torch.randn(linear.out_features, 2))
-
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) + input @ self.a.T @ self.b.T
+        return super().forward(input) + input.sum(dim=-1, keepdim=True)
 
 
 class Wrapped(nn.Module):
@@ -51,26 +43,14 @@ class Wrapped(nn.Module):
         return self.inner(*args, **kwargs).flip(-1)
 
 
-class SiLU(nn.Module):
-    """An MLP of another class, with the same names of weights."""
-
-    def __init__(self, mlp: MLP) -> None:
-        super().__init__()
-        self.up, self.down = mlp.up, mlp.down
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.up(x)))
-
-
 class Tagged(Tensor):
-    """A subclass of tensors, as those of quantized weights."""
+    """As tensors of quantized weights."""
 
 
 compiled = partial(torch.compile, backend="eager")
 
 
 def change(statement: Changed) -> Changed:
-    """Run a statement on a model."""
     return lambda model: (statement(model), model)[1]
 
 
@@ -95,59 +75,32 @@ def subclass(**methods: Any) -> Changed:
     return changed
 
 
-def whole_text(model: GPT, *args: Any) -> Tensor:
-    """Embed tokens by the mean of all before them, without the cache."""
-    x = GPT.embed(model, *args)
-    return x + x.cumsum(dim=1) / torch.arange(1, x.size(1) + 1)[:, None]
-
-
 CHANGES: dict[str, Changed] = {
-    "LoRA": edit("blocks.1.mlp.up", LoRALinear),
-    "LoRA in the attention": edit("blocks.0.attention.qkv", LoRALinear),
+    "LoRA": edit("blocks.1.mlp.up.__class__", lambda old: LoRALinear),
     "a forward hook": hook("blocks.0.mlp", torch.neg),
-    "a hook on the first position": hook("blocks.0", lambda x: torch.cat((-3 * x[:, :1], x[:, 1:]), dim=1)),
     "a hook on later positions": hook("blocks.0", lambda x: torch.cat((x[:, :10], -3 * x[:, 10:]), dim=1)),
     "a hook on the last position": hook("blocks.0", lambda x: torch.cat((x[:, :-1], -3 * x[:, -1:]), dim=1)),
     "a forward pre-hook": change(lambda m: m.blocks[1].mlp.register_forward_pre_hook(lambda _, args: (2 * args[0],))),
-    "a hook on a block": hook("blocks.0", torch.neg),
-    "a hook on the logits": hook("", torch.neg),
     "a replaced forward": edit("blocks.0.mlp.forward", lambda old: torch.sin),
-    "a replaced forward of a norm": edit("final_norm.forward", lambda old: torch.sin),
-    "a replaced private method": edit("blocks.0.attention._project", lambda old: lambda x, rotary: old(x, None)),
     "replaced logits": change(lambda m: setattr(m, "logits", lambda x: m.lm_head(x))),
     "a replaced activation": edit("blocks.0.mlp.activation", lambda old: torch.sin),
-    "another scale": edit("blocks.0.attention.scale", lambda old: 2.0),
-    "another epsilon": edit("blocks.0.norm_1.eps", lambda old: 3.0),
-    "not pre-norm": edit("blocks.0.pre_norm", lambda old: False),
     "an edited rotary table": change(lambda m: m.rotary.mul_(0.5)),
-    "another rotary table": edit("rotary", lambda old: rotary_table(BLOCK, 8, 100.0)),
     "a subclass": subclass(),
     "a subclass with other logits": subclass(logits=lambda m, x: GPT.logits(m, x.flip(-1))),
-    "a subclass with another embedding": subclass(embed=lambda m, *args: GPT.embed(m, *args) + torch.arange(32) / 8),
     "a forward without a cache": subclass(forward=lambda m, tokens: GPT.forward(m, tokens).flip(-1)),
     "a forward that ignores the cache": subclass(forward=lambda m, tokens, cache=None: GPT.forward(m, tokens).flip(-1)),
-    "an embedding that needs the whole text": subclass(embed=whole_text),
     "parametrize": change(lambda m: parametrize.register_parametrization(m.blocks[0].mlp.up, "weight", nn.Tanh())),
-    "weight norm": change(lambda m: parametrizations.weight_norm(m.blocks[1].mlp.down)),
-    "a wrapped module": edit("blocks.0.mlp", Wrapped),
-    "a wrapped head": edit("lm_head", Wrapped),
     "a wrapped block": edit("blocks.1", Wrapped),
-    "another MLP": edit("blocks.0.mlp", SiLU),
-    "one more norm": edit("blocks.0.mlp.down", lambda down: nn.Sequential(down, nn.LayerNorm(32))),
     "one more block": change(lambda m: m.blocks.append(copy.deepcopy(m.blocks[0]))),
-    "a removed block": change(lambda m: m.blocks.pop(0)),
-    "an identity": edit("blocks.0.mlp", lambda mlp: nn.Identity()),
     "a bias of the head": edit("lm_head", lambda head: nn.Linear(32, 23)),
     "a subclass of tensors": edit("blocks.0.mlp.up.weight", lambda w: nn.Parameter(w.detach().as_subclass(Tagged))),
     "a wrapped model": Wrapped,
-    "a compiled LoRA": lambda m: compiled(CHANGES["LoRA"](m)),
     "a hook on a compiled block": lambda m: hook("blocks.0", torch.neg)(edit("blocks.0", compiled)(m)),
 }
-WITHOUT_EFFECT = ("a subclass", "a subclass of tensors", "weight norm")
+WITHOUT_EFFECT = ("a subclass", "a subclass of tensors")
 WITHOUT_CACHE = (
-    *("a hook on the first position", "a hook on later positions", "a hook on the last position", "one more block"),
-    *("a forward without a cache", "a forward that ignores the cache", "an embedding that needs the whole text"),
-    "a wrapped model",
+    *("a hook on later positions", "a hook on the last position", "one more block", "a wrapped model"),
+    *("a forward without a cache", "a forward that ignores the cache"),
 )
 PLAIN: dict[str, Changed] = {
     "as built": lambda m: m,
@@ -155,12 +108,8 @@ PLAIN: dict[str, Changed] = {
     "compiled": compiled,
     "compiled in place": change(lambda m: m.compile(backend="eager")),
     "compiled by block": lambda m: edit("blocks.0", compiled)(edit("blocks.1", compiled)(m)),
-    "compiled by block in place": change(lambda m: [block.compile(backend="eager") for block in m.blocks]),
-    "data parallel": nn.DataParallel,
-    "an untied head": edit("lm_head.weight", lambda w: nn.Parameter(w.detach().flip(0))),
     "a tied layer": change(lambda m: setattr(m.blocks[1].mlp, "up", m.blocks[0].mlp.up)),
     "another config": edit("config", lambda config: replace(config, logit_softcap=0.5)),
-    "frozen": change(lambda m: m.requires_grad_(False)),
     "other dropout": edit("blocks.0.mlp.dropout", lambda old: 0.3),
     "a further attribute": edit("tokenizer", lambda old: "a name"),
     "float64": change(lambda m: m.double()),
@@ -178,11 +127,11 @@ def test_a_model_is_decoded_by_its_own_logits_and_fast_if_it_is_not_changed(how:
     found = [sample.tokens for sample in generate(model, PROMPTS, max_new_tokens=8, **options)]
     assert found == expected(model, PROMPTS, 8, **options)
     assert len(generate(model, [3] * 30, max_new_tokens=2 * BLOCK)[0].tokens) == 2 * BLOCK
-    of_text, text = getattr(model, "module", model), [*PROMPTS[2], *found[-1]]  # without data parallel
+    text = [*PROMPTS[2], *found[-1]]
     with uncompiled():
-        logprobs = of_text(torch.tensor([text[:-1]]))[0].log_softmax(-1)
-    own = logprobs.gather(-1, torch.tensor(text[1:])[:, None])[:, 0]
-    torch.testing.assert_close(score(model, text[1:], text[:1]).logprobs, own.float())
+        logprobs = model(torch.tensor([text[:-1]]))[0].log_softmax(-1)
+    own = logprobs[range(len(text) - 1), text[1:]].float()
+    torch.testing.assert_close(score(model, text[1:], text[:1]).logprobs, own)
     if how in CHANGES:  # of single tokens with the cache, if that gives the same logits
         unchanged = [sample.tokens for sample in generate(rope(), PROMPTS, max_new_tokens=8, **options)]
         assert (found == unchanged) == (how in WITHOUT_EFFECT)
@@ -193,9 +142,8 @@ def test_a_model_is_decoded_by_its_own_logits_and_fast_if_it_is_not_changed(how:
         assert (read[-3:] == [1, 1, 1]) == (how not in WITHOUT_CACHE)
 
 
-@pytest.mark.parametrize("how", ["LoRA", "a forward hook", "a forward without a cache", "a hook on a block"])
-def test_the_server_generates_from_a_changed_model(how: str):
-    model = CHANGES[how](rope())
+def test_the_server_generates_from_a_changed_model():
+    model = CHANGES["LoRA"](rope())
     requests = [SampleRequest(prompt, 5 + i, seed=i) for i, prompt in enumerate([*PROMPTS, PROMPTS[0]])]
     found = serve_engine(model, lambda engine: collect(engine.generate(*requests)), max_running=2)
     for i, request in enumerate(requests):
@@ -203,10 +151,8 @@ def test_the_server_generates_from_a_changed_model(how: str):
         assert own == expected(model, [request.prompt], request.max_new_tokens, seed=i)[0]
 
 
-@pytest.mark.parametrize("target", [(MLP, "forward"), (Block, "forward"), (GPT, "logits"), (nn.Linear, "forward")])
-def test_methods_that_are_replaced_in_their_class_are_used(target: tuple[type, str], monkeypatch: pytest.MonkeyPatch):
-    generate(rope(), PROMPTS, max_new_tokens=1)
-    kind, name = target
+@pytest.mark.parametrize(("kind", "name"), [(GPT, "logits"), (nn.Linear, "forward")])
+def test_methods_that_are_replaced_in_their_class_are_used(kind: type, name: str, monkeypatch: pytest.MonkeyPatch):
     own = getattr(kind, name)
     monkeypatch.setattr(kind, name, lambda *args, **kwargs: -own(*args, **kwargs))
     assert_decoded_by_own_logits(rope())
@@ -224,20 +170,9 @@ def test_classes_and_activations_that_are_replaced_before_a_model_is_built_are_u
 
     with monkeypatch.context() as patch:
         patch.setattr("minigpt.model.MLP", Negative)
-        model = rope(norm_eps=1e-4)  # of a config that no other test has
-        assert find_change(model)
-        assert_decoded_by_own_logits(model)
+        assert_decoded_by_own_logits(rope(norm_eps=1e-4))  # a config that no other test has
     monkeypatch.setitem(ACTIVATIONS, "gelu", torch.sin)
-    model = rope(norm_eps=2e-4)
-    assert_decoded_by_own_logits(model)
-
-
-def test_a_cache_of_a_changed_model_has_the_slots_that_its_samples_need():
-    model = rope()
-    model.blocks[0].register_forward_hook(lambda module, args, x: x)
-    decoder: Any = make_decoder(model, [[1, 2]], 3, 4)
-    (cache,) = (group.cache for group in decoder._groups)
-    assert {layer.k.shape[::2] for layer in cache.layers} == {(3, 6)}  # samples and slots
+    assert_decoded_by_own_logits(rope(norm_eps=2e-4))
 
 
 def test_shared_blocks_are_decoded_fast_until_one_is_replaced():
@@ -259,23 +194,10 @@ def test_a_model_under_ddp_is_decoded_as_its_module():
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("model", "got"),
-    [
-        (nn.Sequential(make()), "Sequential"),
-        (subclass(forward=lambda m, ids: (GPT.forward(m, ids), None))(make()), "tuple"),
-        (nn.Linear(2, 2), "Linear"),
-    ],
-)
-def test_what_is_no_language_model_of_minigpt_is_refused(model: nn.Module, got: str):
-    with pytest.raises(UserError, match=f"^[^\n]*must [^\n]*, got {got}[^\n]*$"):
-        generate(model, [3], max_new_tokens=1)
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+def test_what_is_no_language_model_of_minigpt_is_refused():
+    for model in (nn.Sequential(make()), subclass(forward=lambda m, ids: (GPT.forward(m, ids), None))(make())):
+        with pytest.raises(UserError, match=r"^[^\n]*must [^\n]*, got (Sequential|tuple)[^\n]*$"):
+            generate(model, [3], max_new_tokens=1)
 
 
 def rope(**settings: Any) -> GPT:

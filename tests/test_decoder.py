@@ -1,7 +1,7 @@
 """The decoders against `GPT.forward`, for every architecture and beyond `block_size`."""
 
+import copy
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +12,6 @@ from test_generation import ARCHITECTURES, architectures, make
 from tolerance import assert_near, terms_of
 from torch import Tensor
 
-from minigpt import fast_decoder
 from minigpt.attention import rotary_table
 from minigpt.decoder import Decoder
 from minigpt.fast_decoder import FastDecoder
@@ -30,80 +29,49 @@ EVERY = {
     "embed_norm": {"embed_norm": True, "ngram": 2, "smear": 1},
     "mup, post-norm": {"parametrization": "mup", "norm_position": "post", "position": "rope", "qk_norm": True},
 }
-CHOICES: dict[str, list[Any]] = {
-    "position": ["learned", "rope", "none"],
-    "norm": ["layernorm", "rmsnorm", "rmsnorm_noscale"],
-    "norm_position": ["pre", "post"],
-    "activation": ["gelu", "gelu_tanh", "relu", "relu2", "swiglu"],
-    "n_kv_head": [None, 1, 2],
-    "head_dim": [None, 6],
-    "logit_softcap": [None, 3.0],
-    "parametrization": ["standard", "mup"],
-    "qkv_bias": [None, True, False],
-    "ngram": [0, 2, 4],
-    "smear": [0, 1, 2],
-    **{name: [True, False] for name in ("bias", "qk_norm", "tie_embeddings", "embed_norm")},
-}
 VISITS = [(0, 3, 30), (2, 25, 4), (2, 1, 9), (5, 16, 60), (7, 2, 0), (20, 9, 30), (80, 16, 3), (80, 1, 50)]
 
 
 @pytest.mark.parametrize("changes", EVERY.values(), ids=EVERY)
 def test_samples_have_the_logits_of_gpt_forward_in_a_batch_that_others_join_and_leave(changes: dict[str, Any]):
     model, texts, lengths = make(**changes), [tokens(n + 7) for n in (3, 1, 9)], (3, 1, 9)
-    before = {name: value.clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
+    before = copy.deepcopy(model)
     for text, n, logits in zip(texts, lengths, decode(model, texts, lengths), strict=True):
         close(model, logits, model(torch.tensor([text]))[0, n - 1 :])
     for text, n, logits in join_and_leave(model, VISITS):
         close(model, logits, as_alone(model, text, n))
-    for name, value in (*model.named_parameters(), *model.named_buffers()):
-        assert torch.equal(value, before[name]), name
+    assert all(map(torch.equal, (*model.parameters(), *model.buffers()), (*before.parameters(), *before.buffers())))
 
 
-@pytest.mark.parametrize("changes", [{}, {"position": "rope", "ngram": 3, "smear": 2}], ids=str)
-def test_several_samples_share_one_prefill_of_their_prompt(changes: dict[str, Any]):
-    model, prompts, read = make(**changes), [tokens(5), tokens(2)], list[int]()
-    hook = model.register_forward_hook(lambda module, given, logits: read.append(given[0].numel()))
-    FastDecoder(model, prompts, 3, 20)
-    hook.remove()
+def test_several_samples_share_one_prefill_of_their_prompt():
+    model, read = make(position="rope", ngram=3, smear=2), list[int]()
+    model.register_forward_hook(lambda module, given, logits: read.append(given[0].numel()))
+    FastDecoder(model, [tokens(5), tokens(2)], 3, 20)
     assert sum(read) <= 5 + 2
-    texts, lengths = [prompts[i // 3] + tokens(20) for i in range(6)], [5] * 3 + [2] * 3
-    for text, n, logits in zip(texts, lengths, decode(model, texts, lengths, num_samples=3), strict=True):
-        close(model, logits, as_alone(model, text, n))
 
 
-def test_rotary_positions_are_exact_far_beyond_block_size():
-    model, text = make(position="rope", block_size=8, n_layer=1), tokens(1000)
-    close(model, decode(model, [text], [2])[0, -200:], sliding_window(model, text)[-200:])
-
-
-@pytest.mark.parametrize("changes", [{"smear": 2, "ngram": 3}, {"position": "rope"}, {"position": "none"}], ids=str)
-@pytest.mark.parametrize("lengths", [(3,), (3, 16, 7)])
-def test_memory_is_constant_beyond_block_size(changes: dict[str, Any], lengths: Sequence[int]):
-    decoder, held = FastDecoder(make(**changes), [tokens(n) for n in lengths], 1, 10**15), []
+@pytest.mark.parametrize("changes", [{"smear": 2, "ngram": 3}, {"position": "rope"}], ids=str)
+def test_memory_is_constant_beyond_block_size(changes: dict[str, Any]):
+    decoder, held = FastDecoder(make(**changes), [tokens(n) for n in (3, 16, 7)], 1, 10**15), []
     for _ in range(6 * 16):
-        decoder.step(torch.randint(23, (len(lengths),)))
+        decoder.step(torch.randint(23, (3,)))
         held.append(memory(decoder))
     assert max(held[2 * 16 :]) == max(held[: 2 * 16])
 
 
-def test_the_cache_of_a_short_text_is_small():
-    model = make(block_size=4096, position="rope")
-    assert memory(FastDecoder(model, [tokens(3)], 1, 20)) < memory(FastDecoder(model, [tokens(3)], 1, 4000)) / 5
-
-
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(
-    changes=st.fixed_dictionaries({name: st.sampled_from(values) for name, values in CHOICES.items()}),
+    changes=st.tuples(st.sampled_from([*EVERY.values()]), st.sampled_from([*EVERY.values()])),
     block_size=st.integers(1, 9),
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=3),
     steps=st.integers(0, 25),
     visits=st.lists(st.tuples(st.integers(0, 20), st.integers(1, 12), st.integers(0, 25)), max_size=5),
 )
 def test_any_architecture_decodes_any_prompts_as_gpt_forward(
-    changes: dict[str, Any], block_size: int, lengths: list[int], steps: int, visits: list[tuple[int, int, int]]
+    changes: Any, block_size: int, lengths: list[int], steps: int, visits: list[tuple[int, int, int]]
 ):
     # In 64 bits: without a norm that helps, small heads and squares make much of rounding.
-    model = make(n_embd=8, block_size=block_size, ngram_buckets=11, **changes).double()
+    model = make(**{"n_embd": 8, "ngram_buckets": 11, **changes[0], **changes[1]}, block_size=block_size).double()
     texts = [tokens(n + steps) for n in lengths]
     together = zip(texts, lengths, decode(model, texts, lengths), strict=True)
     for text, n, logits in [*together, *join_and_leave(model, visits)]:
@@ -143,25 +111,17 @@ def test_bfloat16_decoding_is_as_close_to_float32_as_gpt_forward(settings: dict[
     assert decode(model, [text[:3] + tokens(40), text + tokens(40)], [3, 16]).isfinite().all()
 
 
-@pytest.mark.parametrize("changes", [{}, {"bias": False}, {"n_inner": 515, "activation": "relu"}], ids=str)
 @pytest.mark.parametrize("is_amd", [True, False])
-def test_large_matrices_give_the_logits_of_gpt_forward_on_every_cpu(
-    changes: dict[str, Any], is_amd: bool, monkeypatch: pytest.MonkeyPatch
-):
-    bmm, sliced, model = torch.bmm, [], make(n_embd=256, **changes)
+def test_large_matrices_give_the_logits_of_gpt_forward_on_every_cpu(is_amd: bool, monkeypatch: pytest.MonkeyPatch):
+    bmm, sliced, model = torch.bmm, [], make(n_embd=256, n_inner=515)
     monkeypatch.setattr("minigpt.fast_decoder._IS_AMD", is_amd)
     monkeypatch.setattr(torch, "bmm", lambda *args: sliced.append(args) or bmm(*args))
-    for B in (1, 3, 4, 17):
+    for B in (3, 4):
         text = torch.randint(23, (B, 12))
         logits = decode(model, text.tolist(), [3] * B)
         assert_near(logits, model(text)[:, 2:], terms=terms_of(model.config))
         assert bool(sliced) == (is_amd and B < 4)
         sliced.clear()
-
-
-@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs Linux")
-def test_slices_are_used_on_the_cpus_of_amd():
-    assert ("AuthenticAMD" in Path("/proc/cpuinfo").read_text()) == fast_decoder._IS_AMD
 
 
 @pytest.fixture(autouse=True)
@@ -175,11 +135,11 @@ def tokens(n: int) -> list[int]:
     return torch.randint(23, (n,)).tolist()
 
 
-def decode(model: GPT, texts: list[list[int]], lengths: Sequence[int], num_samples: int = 1) -> Tensor:
+def decode(model: GPT, texts: list[list[int]], lengths: Sequence[int]) -> Tensor:
     """The logits (B, 1 + following, V) after the prompt of each text, its first tokens, and after each that follows."""
     pairs = list(zip(texts, lengths, strict=True))
     steps = torch.tensor([text[n:] for text, n in pairs]).long().T  # (steps, B)
-    decoder = FastDecoder(model, [text[:n] for text, n in pairs[::num_samples]], num_samples, len(steps) + 1)
+    decoder = FastDecoder(model, [text[:n] for text, n in pairs], 1, len(steps) + 1)
     return torch.stack([decoder.logits.clone(), *(decoder.step(step).clone() for step in steps)], dim=1)
 
 
@@ -241,7 +201,6 @@ def newer_halves(model: GPT, text: list[int], length: int) -> Tensor:
 
 
 def close(model: GPT, logits: Tensor, expected: Tensor) -> None:
-    """Equal but for rounding."""
     assert expected.std() > 0.1
     assert_near(logits, expected, terms=terms_of(model.config))
 

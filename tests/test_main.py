@@ -8,28 +8,19 @@ from small_runs import ROOT
 
 from minigpt.utils import scripts
 
-DEPENDENCIES = {"hydra", "lightning", "matplotlib", "numpy", "omegaconf", "torch", "wandb"}
 
-
-def test_minigpt_lists_the_scripts_without_importing_a_dependency() -> None:
+def test_minigpt_lists_the_scripts_without_importing_a_dependency():
     program = "import sys; from minigpt.__main__ import main; main(); print(*sys.modules, file=sys.stderr)"
-    listed = [
-        subprocess.run(
-            [sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        for arguments in ([], ["-h"], ["--help"])
-    ]
-    assert not DEPENDENCIES & set(listed[0].stderr.split())
-    (out,) = {one.stdout for one in listed}
-    usage, empty, *lines = out.splitlines()
+    command = [sys.executable, "-c", program, "--help"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not {"hydra", "matplotlib", "numpy", "omegaconf", "torch", "wandb"} & set(listed.stderr.split())
+    usage, _, *lines = listed.stdout.splitlines()
     assert usage.startswith("usage: minigpt COMMAND")
-    assert not empty
     names = {file.stem.replace("_", "-") for file in (ROOT / "scripts").glob("[!_]*.py")}
     assert {line.split()[0] for line in lines} == names
-    assert "  train         Train a GPT" in lines
 
 
-def test_every_message_names_a_command_of_the_clone_or_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_message_names_a_command_of_the_clone_or_of_the_package(monkeypatch: pytest.MonkeyPatch):
     assert scripts.usage("sweep_report") == "python scripts/sweep_report.py"
     monkeypatch.setattr(scripts, "INSTALLED", True)
     assert scripts.usage("sweep_report") == "minigpt sweep-report"

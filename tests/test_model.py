@@ -9,7 +9,6 @@ from exported import MODELS
 from models import make_model
 from omegaconf import OmegaConf
 from small_runs import composed
-from test_generation import architectures
 from tolerance import assert_near, terms_of
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -27,33 +26,22 @@ THEIRS = {
 }
 
 
-@pytest.mark.parametrize("activation", ["gelu", "relu"])
 @pytest.mark.parametrize("norm_position", NORM_POSITIONS)
-def test_logits_equal_those_of_torchs_transformer_layers(norm_position: str, activation: str):
+def test_logits_equal_those_of_torchs_transformer_layers(norm_position: str):
     pre = norm_position == "pre"
-    model = make_model(norm_position=norm_position, activation=activation)
+    model = make_model(norm_position=norm_position)
     tokens = torch.randint(23, (3, 16))
     x = F.embedding(tokens, model.wte.weight) + model.wpe.weight
     for block in model.blocks:
         weights = block.state_dict()
         for name, their_name in THEIRS.items():
             weights = {key.replace(name, their_name): weight for key, weight in weights.items()}
-        layer = nn.TransformerEncoderLayer(16, 2, 64, 0.0, activation, batch_first=True, norm_first=pre).eval()
+        layer = nn.TransformerEncoderLayer(16, 2, 64, 0.0, "gelu", batch_first=True, norm_first=pre).eval()
         layer.load_state_dict(weights)
         x = layer(x, src_mask=nn.Transformer.generate_square_subsequent_mask(16), is_causal=True)
     if pre:
         x = F.layer_norm(x, (16,), model.final_norm.weight, model.final_norm.bias)
     assert_near(model(tokens), x @ model.wte.weight.T, terms=terms_of(model.config))
-
-
-@architectures
-def test_changing_a_future_token_does_not_change_earlier_logits(settings: dict[str, Any]):
-    model, tokens = make_model(**settings), torch.randint(23, (2, 16))
-    changed = tokens.clone()
-    changed[:, 9] = (changed[:, 9] + 1) % 23
-    moved = (model(changed) - model(tokens)).abs().amax(dim=(0, 2))
-    assert (moved[:9] == 0).all()
-    assert (moved[9:] > 1e-5).all()
 
 
 def test_the_presets_of_gpt2_have_the_published_sizes():
@@ -64,12 +52,11 @@ def test_the_presets_of_gpt2_have_the_published_sizes():
 
 @pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS)
 def test_a_model_has_the_parameters_that_its_config_counts_and_all_tensors_on_its_device(settings: dict[str, Any]):
-    """The meta device stands for a GPU: an operation on it and on a tensor of the CPU raises."""
     model = make_model(std=None, **{"n_layer": 3, "dropout": 0.1, **settings}).train()
     learned = model.wpe.weight.numel() if model.config.position == "learned" else 0
     assert model.config.num_params() == model.num_params()
     assert model.config.num_params(positions=False) == model.num_params() - learned
-    tokens = torch.zeros(2, model.config.block_size, dtype=torch.long, device="meta")
+    tokens = torch.zeros(2, model.config.block_size, dtype=torch.long, device="meta")  # which stands for a GPU
     loss = model.to("meta")(tokens, tokens)
     loss.backward()
     assert loss.device.type == "meta"
@@ -89,8 +76,7 @@ def test_repeated_layers_are_those_of_a_model_with_copies_of_their_weights():
     for layers in (slice(None), slice(3, 4)):
         assert_close(attention_maps(shared, tokens[0], layers), attention_maps(copies, tokens[0], layers))
     assert_close(without_head(shared, 3, 1)(tokens), without_head(copies, 3, 1)(tokens))
-    sampled = [generate(model, [1, 2], max_new_tokens=40, seed=1)[0].tokens for model in (shared, copies)]
-    assert sampled[0] == sampled[1]
+    assert generate(shared, [1, 2], max_new_tokens=40) == generate(copies, [1, 2], max_new_tokens=40)
 
 
 def test_tied_embeddings_are_one_matrix_with_the_sum_of_both_gradients():
@@ -159,65 +145,52 @@ def test_smear_adds_the_embeddings_of_previous_tokens_times_its_factors_before_t
     assert_close(model.embed(tokens, slice(16), None), F.rms_norm(x, (16,), eps=1e-5))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "reduction"), [(torch.bfloat16, "mean"), (torch.float16, "sum"), (torch.float64, "sum")]
-)
-def test_the_loss_is_computed_in_float32_or_more(dtype: torch.dtype, reduction: str):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_the_loss_is_computed_in_float32_or_more(dtype: torch.dtype):
     model, ids = make_model().to(dtype), torch.randint(23, (1300, 16))  # a sum above the largest float16
     with torch.no_grad():
-        expected = F.cross_entropy(model(ids).flatten(0, 1).double(), ids.flatten(), reduction=reduction)
-        loss = model(ids, ids, reduction=reduction)
-    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        expected = F.cross_entropy(model(ids).flatten(0, 1).double(), ids.flatten(), reduction="sum")
+        loss = model(ids, ids, reduction="sum")
+    assert loss.dtype == torch.promote_types(dtype, torch.float32)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-
-
-def test_an_empty_batch_has_empty_logits():
-    model = make_model(position="rope", ngram=2, smear=1, qk_norm=True)
-    assert model(torch.zeros(0, 4, dtype=torch.long)).shape == (0, 4, 23)
 
 
 def test_an_input_longer_than_the_context_raises():
     model = make_model(position="rope")
-    with pytest.raises(ValueError, match=r"17 tokens exceed block_size=16"):
-        model(torch.zeros(1, 17, dtype=torch.long))
     cache = model.new_cache(1)
     model(torch.zeros(1, 12, dtype=torch.long), cache=cache)
-    with pytest.raises(ValueError, match=r"17 tokens exceed block_size=16"):
-        model(torch.zeros(1, 5, dtype=torch.long), cache=cache)
-    assert model(torch.zeros(1, 4, dtype=torch.long), cache=cache).shape == (1, 4, 23)
+    for n, options in ((17, {}), (5, {"cache": cache})):
+        with pytest.raises(ValueError, match=r"17 tokens exceed block_size=16"):
+            model(torch.zeros(1, n, dtype=torch.long), **options)
 
 
-@pytest.mark.parametrize("place", ["", "blocks.0.attention", "blocks.0.mlp", "ngrams"])
+@pytest.mark.parametrize("place", ["", "blocks.0.attention", "blocks.0.mlp"])
 def test_dropout_zeroes_its_fraction_and_scales_the_rest(place: str):
-    ngram = {"ngram": 4, "ngram_dropout": 0.2} if place == "ngrams" else {}
-    model = make_model(**{"dropout": 0.2, "n_embd": 64, **ngram})
-    part, seen = model.get_submodule(place), list[Tensor]()
-    if place in ("", "ngrams"):  # of the embedding, what goes into the first block
-        after = model.ngrams.out if ngram else model.blocks[0]
-        after.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
-    else:
-        part.register_forward_hook(lambda *given: seen.append(given[-1]))
-    tokens = torch.randint(23, (100, 16))
-    model(tokens)
-    part.training = True  # and not the modules inside
-    model(tokens)
+    model, seen = make_model(dropout=0.2, n_embd=64), list[Tensor]()
+    if place:
+        model.get_submodule(place).register_forward_hook(lambda *given: seen.append(given[-1]))
+    else:  # of the embedding, what goes into the first block
+        model.blocks[0].register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    for training in (False, True):
+        model.get_submodule(place).training = training  # and not the modules inside
+        model(torch.arange(1600).view(100, 16) % 23)
     plain, dropped = seen
-    zeros = dropped == 0
-    if ngram:
-        whole = zeros.unflatten(-1, (3, -1))  # embeddings of 16 numbers
-        assert torch.equal(whole.all(-1), whole.any(-1))
-        assert zeros[..., 0].any()
-    # Of 102,400 numbers, or 4,800 embeddings, more than five standard deviations.
-    assert zeros.float().mean().item() == pytest.approx(0.2, abs=0.03 if ngram else 0.0065)
+    # Of 102,400 numbers, more than five standard deviations.
+    assert (dropped == 0).float().mean().item() == pytest.approx(0.2, abs=0.0065)
     if place != "blocks.0.attention":  # whose weights are dropped as well
-        assert_near(dropped[~zeros], plain[~zeros] / 0.8, terms=2)
+        assert_near(dropped[dropped != 0], plain[dropped != 0] / 0.8, terms=2)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, LLAMA, {"head_dim": 24, "n_kv_head": 2}, {"n_layer": 6, "layer_repeats": 3}],
-    ids=["gpt2", "llama", "grouped", "shared"],
-)
+def test_dropout_of_ngrams_drops_whole_embeddings():
+    model, seen = make_model(ngram=4, ngram_dropout=0.2).train(), list[Tensor]()
+    model.ngrams.out.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    model(torch.randint(23, (100, 16)))
+    zeros = (seen[0] == 0).unflatten(-1, (3, -1))  # 4,800 embeddings
+    assert torch.equal(zeros.all(-1), zeros.any(-1))
+    assert zeros.float().mean().item() == pytest.approx(0.2, abs=0.03)
+
+
+@pytest.mark.parametrize("settings", [{}, LLAMA, {"head_dim": 24, "n_kv_head": 2}, {"n_layer": 6, "layer_repeats": 3}])
 def test_flops_per_token_equal_those_of_a_training_step(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     # Every matrix product in sight of the counter.
     monkeypatch.setattr(attention, "attend", lambda *args, **options: attention.attend_explicit(*args, **options)[0])

@@ -1,7 +1,6 @@
 """Norms and activations equal torch's in value and gradient, and an entry in the tables adds another."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from minigpt.config import NORM_PARAMS, UP_PROJECTIONS, GPTConfig
-from minigpt.device import has_bfloat16
 from minigpt.generation import generate
 from minigpt.ops import ACTIVATIONS, NORMS, apply_dropout, relu_squared, rms_norm
 from minigpt.utils.errors import UserError
@@ -31,16 +29,11 @@ def assert_same(function: Callable[..., Tensor], reference: Callable[..., Tensor
         assert_near(a, b, terms=288)  # numbers in the largest input
 
 
-def torchs_rms_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | float = 0.0) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], weight, eps=1e-5) + bias
-
-
-@pytest.mark.parametrize("shape", [(7,), (3, 5, 16), (2, 4, 9, 8)])
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
-def test_rms_norm_equals_torchs(shape: tuple[int, ...], scale: float):
-    x, weight, bias = scale * torch.randn(shape), torch.randn(shape[-1]), torch.randn(shape[-1])
-    for given in ([x], [x, weight], [x, weight, bias], [x.transpose(0, -2), weight] if len(shape) > 1 else [x]):
-        assert_same(rms_norm, torchs_rms_norm, *given)
+@pytest.mark.parametrize("scale", [1e-3, 100.0])
+def test_rms_norm_equals_torchs(scale: float):
+    x, weight, bias = scale * torch.randn(2, 4, 9, 8), torch.randn(8), torch.randn(8)
+    for given in ([x], [x.transpose(0, -2), weight], [x, weight, bias]):
+        assert_same(rms_norm, lambda x, w=None, b=0.0: F.rms_norm(x, x.shape[-1:], w, eps=1e-5) + b, *given)
 
 
 def test_rms_norm_of_zeros_is_zero_and_has_a_finite_gradient():
@@ -53,7 +46,6 @@ def test_rms_norm_of_zeros_is_zero_and_has_a_finite_gradient():
 
 def test_relu_squared_equals_torchs_and_in_bfloat16_that_of_64_bits_rounded():
     x = torch.randn(3, 5, 16)
-    x[0, 0, 0] = 0.0
     assert_same(relu_squared, lambda x: F.relu(x).square(), x)
     x = x.bfloat16().requires_grad_()
     positive = F.relu(x.detach().double())
@@ -62,7 +54,7 @@ def test_relu_squared_equals_torchs_and_in_bfloat16_that_of_64_bits_rounded():
     assert_near(found.double(), 2 * positive, terms=1, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(("p", "dtype"), [(0.1, torch.float32), (0.5, torch.bfloat16), (0.9, torch.float32)])
+@pytest.mark.parametrize(("p", "dtype"), [(0.1, torch.float32), (0.5, torch.bfloat16)])
 def test_dropout_drops_each_element_independently_and_scales_the_rest(p: float, dtype: torch.dtype):
     x = torch.ones(1_000_003, dtype=dtype, requires_grad=True)
     y = apply_dropout(x, p)
@@ -83,16 +75,8 @@ def test_dropout_drops_each_element_independently_and_scales_the_rest(p: float, 
     assert torch.equal(apply_dropout(x, p), y)
 
 
-@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="needs /proc/cpuinfo")
-def test_instructions_for_bfloat16_are_those_that_the_system_lists():
-    flags = set(Path("/proc/cpuinfo").read_text().split())
-    assert has_bfloat16(torch.device("cpu")) == bool(flags & {"avx512_bf16", "amx_bf16"})
-    assert not has_bfloat16(torch.device("meta"))
-
-
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_a_model_has_per_sample_gradients_and_second_derivatives_in_forward_and_reverse_mode():
-    """Source: https://docs.pytorch.org/tutorials/intermediate/per_sample_grads.html"""
     model = make_model(std=None, norm="rmsnorm", activation="relu2", position="rope", qk_norm=True, smear=1)
     weights, ids = dict(model.named_parameters()), torch.randint(23, (3, 9))
 
@@ -116,14 +100,13 @@ def gated_tanh(x: Tensor) -> Tensor:
     return gate.tanh() * x
 
 
-def mean_abs_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    return x / (x.abs().mean(-1, keepdim=True) + eps) * weight + (0 if bias is None else bias)
+def mean_abs_norm(x, weight, bias, eps) -> Tensor:
+    return x / (x.abs().mean(-1, keepdim=True) + eps) * weight + bias
 
 
 @pytest.mark.parametrize(
     ("setting", "functions", "function", "sizes", "size"),
     [
-        ("activation", ACTIVATIONS, torch.sin, UP_PROJECTIONS, 1),
         ("activation", ACTIVATIONS, gated_tanh, UP_PROJECTIONS, 2),
         ("norm", NORMS, mean_abs_norm, NORM_PARAMS, ("weight", "bias")),
     ],
@@ -135,10 +118,9 @@ def test_a_function_and_its_size_add_an_activation_or_a_norm_to_the_model_and_to
         GPTConfig(**{setting: "new"})
     monkeypatch.setitem(functions, "new", function)
     monkeypatch.setitem(sizes, "new", size)
-    for bias in (True, False):
-        model, prompt = make_model(bias=bias, **{setting: "new"}), [3, 1]
-        assert model.config.num_params() == model.num_params()
-        (sample,) = generate(model, prompt, max_new_tokens=14, logprobs=True)
-        full = model(torch.tensor([prompt + sample.tokens]))[0, 1:-1].log_softmax(-1)  # without a cache
-        expected = full.gather(-1, torch.tensor(sample.tokens)[:, None])[:, 0]
-        assert_near(torch.tensor(sample.logprobs), expected, full, terms=terms_of(model.config))
+    model, prompt = make_model(**{setting: "new"}), [3, 1]
+    assert model.config.num_params() == model.num_params()
+    (sample,) = generate(model, prompt, max_new_tokens=14, logprobs=True)
+    full = model(torch.tensor([prompt + sample.tokens]))[0, 1:-1].log_softmax(-1)  # without a cache
+    expected = full.gather(-1, torch.tensor(sample.tokens)[:, None])[:, 0]
+    assert_near(torch.tensor(sample.logprobs), expected, full, terms=terms_of(model.config))

@@ -1,6 +1,7 @@
 """Filters against the logits processors of Hugging Face, and draws against probabilities."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from minigpt.sampling import PerSampleRNG, Sampling
+from minigpt.sampling import Sampling
 
 # Hugging Face's, in the order in which ours are documented to act, and values.
 PROCESSORS: dict[str, tuple[Callable[[Any], Any], st.SearchStrategy[Any]]] = {
@@ -45,11 +46,10 @@ def test_filters_equal_those_of_hugging_face_in_the_same_order(chosen: dict[str,
     assert_close(ours.softmax(-1), expected.softmax(-1))
 
 
-@pytest.mark.parametrize("others", [{}, {"temperature": 0.5}, {"top_p": 0.99}, {"min_p": 0.5}], ids=str)
-def test_top_k_keeps_exactly_k_tokens_where_they_tie(others: dict[str, Any]):
+def test_top_k_keeps_exactly_k_tokens_where_they_tie():
     few = torch.tensor([[0.0, 2.0, 2.0, 2.0, 1.0]])  # the first k of three that tie, then one more
-    for top_k in (1, 2, 3, 10):
-        kept = Sampling(top_k=top_k, **others).filter(torch.zeros(3, 11)).isfinite()
+    for top_k in (1, 3, 10):
+        kept = Sampling(top_k=top_k, top_p=0.99).filter(torch.zeros(3, 11)).isfinite()
         assert kept.sum(-1).tolist() == [top_k] * 3
         kept = Sampling(top_k=top_k).filter(few).isfinite()
         assert kept.sum() == min(top_k, 5)
@@ -59,10 +59,8 @@ def test_top_k_keeps_exactly_k_tokens_where_they_tie(others: dict[str, Any]):
 @pytest.mark.parametrize(
     "values",
     [
-        *({"temperature": temperature} for temperature in (0, 1e-6, 1e-30, 1e-40, 1e-50, 5e-324)),
-        *({"temperature": 0, "top_k": 3}, {"temperature": 0, "top_p": 0.3}, {"temperature": 0, "min_p": 0.9}),
-        *({"top_p": 1e-30}, {"top_k": 1}, {"min_p": 1.0}),
-        {"temperature": 1e-3, "top_k": 1, "top_p": 1e-9, "min_p": 1.0},
+        *({"temperature": temperature} for temperature in (0, 1e-6, 1e-40, 5e-324)),
+        *({"temperature": 0, "top_p": 0.3}, {"top_p": 1e-30}, {"top_k": 1}, {"min_p": 1.0}),
     ],
     ids=str,
 )
@@ -75,21 +73,6 @@ def test_temperature_zero_takes_the_first_of_tied_tokens():
     tied = torch.full((1, 50), -1.0)
     tied[0, 7::2] = 3.0
     assert Sampling(0, top_k=3).draw(tied, torch.zeros(1)).tolist() == [7]
-    near = torch.tensor([[1.0, torch.nextafter(torch.tensor(1.0), torch.tensor(2.0)), 0.5]])
-    assert Sampling(0).draw(near, torch.zeros(1)).tolist() == [1]
-
-
-@pytest.mark.parametrize("penalty", [0.01, 100])
-@pytest.mark.parametrize("temperature", [0, 1e-30, 1.0])
-def test_extreme_repetition_penalties_give_finite_probabilities(penalty: float, temperature: float):
-    sampling, seen = Sampling(temperature, repetition_penalty=penalty), torch.rand(100, 30) < 0.5
-    for logits in (30 * torch.randn(100, 30), -torch.rand(100, 30) - 1):
-        assert sampling.filter(logits, seen).softmax(-1).isfinite().all()
-        drawn = sampling.draw(logits, torch.rand(100), seen)
-        assert ((drawn >= 0) & (drawn < 30)).all()
-        if temperature < 1:
-            penalized = torch.where(logits < 0, logits * penalty, logits / penalty)
-            assert torch.equal(drawn, torch.where(seen, penalized, logits).argmax(-1))
 
 
 def test_a_draw_inverts_the_cumulative_distribution():
@@ -99,18 +82,16 @@ def test_a_draw_inverts_the_cumulative_distribution():
     assert drawn.tolist() == [0, 0, 1, 1, 1, 3, 3, 4, 4]
 
 
-@pytest.mark.parametrize("values", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.3}, {"temperature": 0.01}], ids=str)
-@pytest.mark.parametrize("spread", [0.1, 1.0, 30.0, 300.0])
-def test_a_token_without_probability_is_never_drawn(spread: float, values: dict[str, Any]):
+@pytest.mark.parametrize("values", [{}, {"top_p": 0.5}, {"temperature": 0.01}], ids=str)
+def test_a_token_without_probability_is_never_drawn(values: dict[str, Any]):
     sampling = Sampling(**values)
-    uniforms = [torch.tensor([uniform]) for uniform in (0.0, 0.5, 1 - 2.0**-24)]  # the largest below 1 of 32 bits
-    for V in (2, 3, 10, 300):
+    for spread, V in product((0.1, 30.0, 300.0), (2, 10, 300)):
         logits = spread * torch.randn(1, V)
         logits[torch.rand(1, V) < 0.5] = float("-inf")
         logits[0, int(torch.randint(V, (1,)))] = 0.0
         possible = sampling.filter(logits).softmax(-1)[0] > 0
-        for uniform in (*uniforms, torch.tensor([1 - 2.0**-53], dtype=torch.float64)):
-            assert possible[sampling.draw(logits, uniform)]
+        for uniform in (0.0, 0.5, 1 - 2.0**-24, 1 - 2.0**-53):  # the largest below 1 of 32 and of 64 bits
+            assert possible[sampling.draw(logits, torch.tensor([uniform], dtype=torch.float64))]
 
 
 def test_a_draw_from_a_large_vocabulary_is_exact_in_float64():
@@ -119,10 +100,3 @@ def test_a_draw_from_a_large_vocabulary_is_exact_in_float64():
     for inside in (0.001, 0.999):
         drawn = Sampling().draw(torch.zeros(1, V).expand(len(expected), V), torch.from_numpy((expected + inside) / V))
         assert drawn.tolist() == expected.tolist()
-
-
-def test_the_numbers_of_a_generator_do_not_depend_on_the_others():
-    seeds = ([5, 6, 7], [5], [6], [7])
-    together, *alone = (PerSampleRNG(one, torch.device("cpu")) for one in seeds)
-    for _ in range(200):
-        assert torch.equal(together.next(), torch.cat([uniforms.next() for uniforms in alone]))

@@ -1,6 +1,7 @@
 """Tolerances of rounding errors between two computations of the same quantity."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +13,7 @@ from minigpt.config import GPTConfig
 def rounding(*values: Tensor | float, terms: int, dtype: torch.dtype | None = None) -> float:
     """Return 8 eps √terms times the largest absolute value: independent rounding errors grow as a square root.
 
-    Args:
-        values: the result, and larger intermediate results.
-        terms: number of summands, over all consecutive sums.
-        dtype: precision of the computation; None is that of the first value, float32 for a float.
+    `terms` is the number of summands over all consecutive sums; `dtype` that of the first value if it is None.
     """
     first = values[0]
     dtype = dtype or (first.dtype if isinstance(first, Tensor) else torch.float32)
@@ -23,11 +21,9 @@ def rounding(*values: Tensor | float, terms: int, dtype: torch.dtype | None = No
     return 8 * torch.finfo(dtype).eps * math.sqrt(terms) * largest
 
 
-def assert_near(
-    actual: Tensor, expected: Tensor, *others: Tensor, terms: int, dtype: torch.dtype | None = None
-) -> None:
+def assert_near(actual: Tensor, expected: Tensor, *others: Tensor, **options: Any) -> None:
     """Assert that values are equal up to `rounding` of the expected values and the others."""
-    assert_close(actual, expected, rtol=0, atol=rounding(expected, *others, terms=terms, dtype=dtype))
+    assert_close(actual, expected, rtol=0, atol=rounding(expected, *others, **options))
 
 
 def terms_of(config: GPTConfig) -> int:
