@@ -181,9 +181,7 @@ def save(tokenizer, folder, model=None):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen", "words", "llama2", "gemma"])
-def test_a_tokenizer_that_is_read_has_the_ids_and_texts_of_transformers_and_is_written_as_it_was(
-    tmp_path, name, monkeypatch
-):
+def test_a_tokenizer_that_is_read_is_that_of_transformers_and_is_written_as_it_was(tmp_path, name, monkeypatch):
     content, rng = content_of(name), random.Random(0)
     ours = load_tokenizer(write_folder(tmp_path, content, {"eos_token": {"content": SEPARATOR}}))
     reference = PreTrainedTokenizerFast(tokenizer_file=f"{tmp_path}/tokenizer.json", split_special_tokens=True)
