@@ -1,9 +1,7 @@
 """tiktoken's encodings, against tiktoken and a local server."""
 
 import base64
-import errno
 import hashlib
-import os
 
 import pytest
 import tiktoken
@@ -21,7 +19,7 @@ SMALL = b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerat
 
 @pytest.fixture
 def server(monkeypatch):
-    """A small encoding in place of tiktoken's gpt2, with its one file on a server, and no cache but that of a test."""
+    """A small encoding in place of tiktoken's gpt2, with its one file on a server."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
     with serving(SMALL, monkeypatch) as server:
         server.url += "/gpt-2/small.tiktoken"
@@ -61,9 +59,7 @@ def test_files_checksums_and_patterns_equal_those_of_tiktoken(name, tmp_path, mo
     assert downloaded == asked
 
 
-def test_a_missing_or_damaged_file_is_downloaded_once_and_without_a_network_named_with_its_path(
-    tmp_path, server, monkeypatch
-):
+def test_a_missing_or_damaged_file_is_downloaded_once_or_else_named(tmp_path, server, monkeypatch):
     missing = "http://127.0.0.1:9/gpt-2/encoder.json"  # nothing listens there
     cache, keys = tmp_path / "cache", [hashlib.sha1(url.encode()).hexdigest() for url in (server.url, missing)]
     for present, requests in ((None, 1), (SMALL, 1), (SMALL + b"\n", 2)):
@@ -79,8 +75,3 @@ def test_a_missing_or_damaged_file_is_downloaded_once_and_without_a_network_name
         encodings.load_encoding("gpt2", tmp_path / "another")
     assert f"{missing} as {cache / keys[1]}, or set TIKTOKEN_CACHE_DIR" in str(error.value)
     assert server.url not in str(error.value)
-    assert [file.name for file in cache.iterdir()] == [keys[0]]
-    (tmp_path / "a file").touch()
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "a file"))
-    with pytest.raises(UserError, match=rf"cannot be written to {tmp_path}/a file \({os.strerror(errno.EEXIST)}\)"):
-        encodings.load_encoding("gpt2", cache)
