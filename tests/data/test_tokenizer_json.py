@@ -137,13 +137,13 @@ def qwen():
     return tokenizer
 
 
-def sentencepiece(prefix):
-    """Return one of the shape of Llama 2 (with a space before the text) or Gemma."""
-    spaces, strip = normalizers.Replace(" ", "▁"), [decoders.Strip(" ", 1, 0)] if prefix else []
+def sentencepiece():
+    """Return one of the shape of Llama 2, with a space before the text."""
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     return build(
         pre_tokenizers.Split("▁", "merged_with_next"),
-        decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]),
-        normalizers.Sequence([normalizers.Prepend("▁"), spaces] if prefix else [spaces]),
+        decoders.Sequence(steps),
+        normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
         list(map(chr, range(32, 127))),
         **{"byte_fallback": True, "fuse_unk": True, "unk_token": "<unk>"},
     )
@@ -152,8 +152,8 @@ def sentencepiece(prefix):
 @cache
 def content_of(name):
     """Return a tokenizer.json: of GPT-2's shape is also "words", which has tokens of a line break and a word."""
-    if name in ("llama2", "gemma"):
-        content = json.loads(sentencepiece(name == "llama2").to_str())
+    if name == "llama2":
+        content = json.loads(sentencepiece().to_str())
         content["added_tokens"] = content["added_tokens"][:3]  # not those of bytes
     elif name == "qwen":
         content = json.loads(qwen().to_str())
@@ -180,7 +180,7 @@ def save(tokenizer, folder, model=None):
     return write_folder(folder, json.dumps(files["tokenizer.json"]), files["tokenizer_config.json"], model)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "qwen", "words", "llama2", "gemma"])
+@pytest.mark.parametrize("name", ["gpt2", "qwen", "words", "llama2"])
 def test_a_tokenizer_that_is_read_is_that_of_transformers_and_is_written_as_it_was(tmp_path, name, monkeypatch):
     content, rng = content_of(name), random.Random(0)
     ours = load_tokenizer(write_folder(tmp_path, content, {"eos_token": {"content": SEPARATOR}}))
@@ -194,11 +194,11 @@ def test_a_tokenizer_that_is_read_is_that_of_transformers_and_is_written_as_it_w
         if name not in ("qwen", "llama2"):  # which normalize, and start with a space
             assert decoded == text
         drawn = rng.choices(range(ours.vocab_size), k=rng.randrange(1, 9))
-        if name not in ("llama2", "gemma"):
+        if name != "llama2":
             assert ours.decode(drawn) == reference.decode(drawn, skip_special_tokens=True)
     files = tokenizer_files(ours)
     assert files["tokenizer.json"] == json.loads(content)
-    assert files["tokenizer_config.json"]["eos_token"] == (None if name in ("llama2", "gemma") else SEPARATOR)
+    assert files["tokenizer_config.json"]["eos_token"] == (None if name == "llama2" else SEPARATOR)
     assert load_tokenizer(save(ours, tmp_path)).to_dict() == ours.to_dict()
     assert from_dict(json.loads(json.dumps(ours.to_dict()))).to_dict() == ours.to_dict()
     # Long documents are read and encoded in chunks where that gives the same ids.
@@ -228,15 +228,10 @@ def test_the_separator_is_the_end_of_text(tmp_path):
 
 
 def test_damaged_files_and_a_missing_package_are_one_line(tmp_path, monkeypatch):
-    exponential = {"Regex": "(a|aa)+$"}
-    prefix = {"continuing_subword_prefix": "ééé"}  # for which the package can abort
-    for damaged in (
-        {"pre_tokenizer": {"type": "Split", "pattern": exponential, "behavior": "Isolated", "invert": False}},
-        {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"]} | prefix},
-    ):
-        content = json.dumps(json.loads(content_of("gpt2")) | damaged)
-        with pytest.raises(UserError, match=r"^[^\n]*tokenizer\.json[^\n]{,400}$"):
-            HuggingFaceTokenizer(content).encode("a" * 60 + "b")
+    exponential = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}
+    content = json.dumps(json.loads(content_of("gpt2")) | {"pre_tokenizer": exponential})
+    with pytest.raises(UserError, match=r"^[^\n]*tokenizer\.json[^\n]{,400}$"):
+        HuggingFaceTokenizer(content).encode("a" * 60 + "b")
     with pytest.raises(UserError, match=r"tokenizer\.json is missing; write it with .*save_pretrained"):
         load_tokenizer(tmp_path)
     for text in ("[]", "[" * 100_000, "\udcff"):
@@ -245,7 +240,7 @@ def test_damaged_files_and_a_missing_package_are_one_line(tmp_path, monkeypatch)
         (tmp_path / "tokenizer.json").write_bytes(text.encode(errors="surrogateescape"))
         with pytest.raises(UserError, match="damaged"):
             load_tokenizer(tmp_path)
-    for config, model in (([], {}), ({"eos_token": {"id": 0}}, {}), ({}, {"eos_token_id": []})):
+    for config, model in (([], {}), ({}, {"eos_token_id": []})):
         with pytest.raises(UserError, match="is damaged"):
             load_tokenizer(write_folder(tmp_path, content_of("gpt2"), config, model))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
