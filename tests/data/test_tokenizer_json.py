@@ -137,8 +137,7 @@ def qwen():
     return tokenizer
 
 
-def sentencepiece():
-    """Return one of the shape of Llama 2, with a space before the text."""
+def sentencepiece():  # of the shape of Llama 2, with a space before the text
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     return build(
         pre_tokenizers.Split("▁", "merged_with_next"),
