@@ -36,19 +36,16 @@ def corpus_of(path, folder, tokenizer="char", **changes):
 
 
 def prepare(content, folder, tokenizer="char", *, name="mine.txt", **changes):
-    """Prepare a file with this content."""
     folder.mkdir(exist_ok=True)
     (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     return corpus_of(folder / name, folder, tokenizer, **changes)
 
 
 def rows(texts):
-    """Format documents as JSON Lines."""
     return "".join(json.dumps({"text": text}) + "\n" for text in texts)
 
 
 def stories(number, seed=0):
-    """Return distinct texts of a few words each."""
     random = np.random.default_rng(seed)
     words = "the quick brown fox jumps over a lazy dog and it's 42 naïve owls, don't they see? yes!\\n"
     return [f"{seed}.{i} " + " ".join(random.choice(words.split(" "), random.integers(3, 30))) for i in range(number)]
@@ -60,14 +57,13 @@ def random_texts(count, seed=0):
     parts = [*" \n\t\r'aZ09é中ſK!/_²½٣\u00a0\u0085\ufeff\u2028\u3000\u1680\u200b", "  ", "'s", "'LL", "'ſ", "’t", "ǅ"]
     parts += ["123456", "\r\n", "\n\n ", "hello", " world", "HelloWorld", "WE'RE", "don't", "e\u0301", "\u0301"]
     parts += ["👩\u200d👩\u200d👧", "🇩🇪", "हिन्दी", "العربية", "한국어", "İstanbul", "straße", "\ud800", "…"]
-    parts += ["//", "xyx", "aab", "-" * 40, " " * 30, "1" * 30, "def f(x):\n\treturn x**2\n", "d[0]['k'] != null;\r\n"]
+    parts += ["aab", "-" * 40, " " * 30, "1" * 30, "def f(x):\n\treturn x**2\n", "d[0]['k'] != null;\r\n"]
     parts += [SEPARATOR, "<|endofprompt|>", "<|", "<s>", "<0x0A>"]
     parts += map(chr, rng.sample([*range(0x80, 0xD800), *range(0xE000, 0x110000)], 60))
     return ["".join(rng.choices(parts, k=rng.randint(1, 30))) for _ in range(count)]
 
 
 def documents(chunks):
-    """Return the texts of documents, joined from their chunks."""
     texts = []
     for text, first in chunks:
         if first:
@@ -81,7 +77,6 @@ def folder_of(corpus):
 
 
 def on_disk(corpus):
-    """Read the ids of both splits with numpy."""
     return [np.fromfile(folder_of(corpus) / f"{split}.bin", corpus.dtype).tolist() for split in ("train", "val")]
 
 
@@ -101,10 +96,7 @@ def sha256(content):
 
 @contextmanager
 def serving(content, monkeypatch):
-    """Serve a content at every address, without a proxy and waits between the attempts of a download.
-
-    Each of the server's `faults` is the answer to one of its `requests`: a status, or another or half of the content.
-    """
+    """Serve a content at every address; each of the server's `faults`, a status or a content, answers one request."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):

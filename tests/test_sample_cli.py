@@ -8,11 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -23,11 +19,9 @@ from small_runs import SCRIPTS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from minigpt.checkpoints.load import load_checkpoint, save_checkpoint
-from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, Tokenizer, encode_prompt
+from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharTokenizer, encode_prompt
 from minigpt.device import find_device
-from minigpt.generation import Step, generate, score, stream
-from minigpt.model import GPT
-from minigpt.sample_cli import print_samples, read_prompt
+from minigpt.generation import generate, score
 
 SCRIPT = SCRIPTS / "sample.py"
 BLOCK_SIZE = 32
@@ -35,7 +29,7 @@ WHOLE = "é€𝄞"  # characters of two, three and four bytes, no byte of which
 TEXT = "a fox, a café.\n"
 
 
-def chain(tokenizer: Tokenizer, ids: Sequence[int], again: int = 0) -> GPT:
+def chain(tokenizer, ids, again=0):
     """A model that predicts the next of these ids after each, and after the last that with index `again`."""
     size = tokenizer.vocab_size
     shape = {"n_layer": 1, "n_head": 1, "head_dim": 2, "n_inner": 1, "n_embd": size, "tie_embeddings": False}
@@ -47,7 +41,7 @@ def chain(tokenizer: Tokenizer, ids: Sequence[int], again: int = 0) -> GPT:
 
 
 @pytest.fixture(scope="session")
-def saves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def saves(tmp_path_factory):
     """Checkpoints of every kind of tokenizer."""
     folder = tmp_path_factory.mktemp("saves")
     char, byte = CharTokenizer("".join(sorted("\n .,abcdefghijklmnopqrstuvwxyzé"))), ByteTokenizer()
@@ -70,11 +64,8 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture
-def sample(call: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
-    """Run the script in this process, in an empty folder: `sample(path, "--seed", 1, stdin=b"")`."""
-
-    def run(*arguments: Any, stdin: bytes = b"", terminal: str = "") -> SimpleNamespace:
-        """Run the script; `terminal` names the streams that are terminals."""
+def sample(call, monkeypatch):
+    def run(*arguments, stdin=b"", terminal=""):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
         for name in terminal.split():
             monkeypatch.setattr(getattr(sys, name), "isatty", lambda: True)
@@ -83,14 +74,13 @@ def sample(call: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
     return run
 
 
-def error(result: Any) -> str:
-    """The error line; only the line with the checkpoint's name may precede it."""
+def error(result):
     assert (result.returncode, result.stdout) == (2, ""), result.stderr
     assert re.fullmatch(r"(sampling from .*\n)?.*\n", result.stderr)
     return result.stderr.splitlines()[-1]
 
 
-def samples(result: Any) -> list[dict[str, Any]]:
+def samples(result):
     assert result.returncode == 0, result.stderr
     assert "NaN" not in result.stdout  # which is not JSON
     return [json.loads(line) for line in result.stdout.splitlines()]
@@ -108,26 +98,13 @@ def test_text_is_streamed_in_complete_characters(saves, tmp_path):
         assert text != read or len(read) < 4096  # not buffered
     assert process.poll() is None
     assert (WHOLE * 200).startswith(text.decode()[:500])
-    assert len(text) >= 200
     process.stdout.close()  # as `head` does
     assert process.wait(300) == 0
     logged = f"sampling from {saves['multibyte']} on cpu\nno prompt: starting from '\\n'\n"
     assert (tmp_path / "stderr").read_text() == logged
 
 
-def test_ctrl_c_prints_one_line_and_exits_with_code_130(saves, sample, monkeypatch):
-    def interrupted(*arguments: Any, **options: Any) -> Iterator[Step]:
-        yield from islice(stream(*arguments, **options), 5)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("minigpt.sample_cli.stream", interrupted)
-    result = sample(saves["letters"], "--prompt", "abc", "--num-samples", 2)
-    assert (result.returncode, result.stdout) == (130, "── sample 1 ──\nabcdefgh")
-    assert result.stderr.endswith(" on cpu\ninterrupted\n")
-
-
 def test_control_characters_are_escaped_for_a_terminal_and_kept_for_a_pipe(sample, tmp_path):
-    """Of a checkpoint whose model generates them, in a folder with such a name."""
     text, signs = "a你\x1b]0;owned\x07\r\x9b2J\u202eb", "a你␛]0;owned␇␍⟨U+009B⟩2J⟨U+202E⟩b"
     tokenizer = CharTokenizer("".join(sorted(set(f"\n{text}"))))
     model = chain(tokenizer, tokenizer.encode("".join(dict.fromkeys(f"\n{text}"))))
@@ -135,20 +112,8 @@ def test_control_characters_are_escaped_for_a_terminal_and_kept_for_a_pipe(sampl
     flags = [path, "--prompt", "a", "--max-new-tokens", len(text) - 1, "--temperature", 0]
     assert sample(*flags).stdout == f"{text}\n"
     assert sample(*flags, terminal="stdout").stdout == f"{signs}\n"
-    for more in (["--num-samples", 2], ["--prompt", text], ["--device", text]):
-        result = sample(path, "--max-new-tokens", 12, *more, terminal="stdout stderr")
-        shown = result.stdout + result.stderr
-        assert all(character.isprintable() or character == "\n" for character in shown), shown
-        assert "你" in shown  # as it is
-        assert "Traceback" not in shown
-
-
-def test_characters_missing_in_the_encoding_of_stdout_are_escaped(saves, monkeypatch):
-    latin = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
-    monkeypatch.setattr(sys, "stdout", latin)
-    options: dict[str, Any] = {"max_new_tokens": 1, "num_samples": 2, "stop": []}
-    print_samples(*load_checkpoint(saves["multibyte"]), ("é你", [1, 2]), options, as_json=False, compare=None)
-    assert latin.buffer.getvalue().startswith("\\u2500\\u2500 sample 1 \\u2500\\u2500\né\\u4f60".encode("latin-1"))
+    result = sample(path, "--device", text, terminal="stderr")
+    assert all(character.isprintable() or character == "\n" for character in result.stderr)
 
 
 def test_a_prompt_is_read_from_a_file_or_stdin_and_what_is_not_read_is_logged(saves, sample, tmp_path):
@@ -160,30 +125,22 @@ def test_a_prompt_is_read_from_a_file_or_stdin_and_what_is_not_read_is_logged(sa
     assert typed.stdout == sample(saves["char"], "--prompt-file", "-", stdin=marked).stdout
     end = sample(saves["char"], "--prompt", prompt[-BLOCK_SIZE:])
     assert typed.stderr.splitlines()[1] == "the prompt has 52 tokens; only the last 32 are read"
-    assert "only the last" not in end.stderr
     assert typed.stdout == prompt[:-BLOCK_SIZE] + end.stdout
-    for flags in ([], ["--prompt-file", "-"]):
-        output = sample(saves["separated"], "--max-new-tokens", 3, *flags).stderr.splitlines()
-        assert (output[1], len(output)) == (f"no prompt: starting from '{SEPARATOR}'", 3)
+    assert f"no prompt: starting from '{SEPARATOR}'" in sample(saves["separated"], "--prompt-file", "-").stderr
 
 
-@pytest.mark.parametrize("option", ["--prompt-file", "--score"])
-def test_an_unreadable_text_is_one_error_line(option, saves, sample, tmp_path):
-    (tmp_path / "other.jsonl").write_text('{"story": "a fox"}')
-    (tmp_path / "text.txt").write_text(unknown := "a Zebra, 7 …")
-    missing = "the tokenizer has no id for '7', 'Z', '…'; its alphabet is the 31 characters "
-    for file, output in (
-        ("none.txt", f"{option}=none.txt does not exist"),
-        ("-", f"{option}=- is not UTF-8 text: bad byte at offset 3"),
-        ("other.jsonl", "other.jsonl, line 1: no text in field text; the fields with text are story; set data.field="),
-        ("text.txt", missing),
-    ):
-        found = error(sample(saves["char"], option, file, stdin="café".encode("latin-1")))
-        assert found.startswith(f"error: {output}")
-    assert error(sample(saves["char"], "--prompt", unknown)).startswith(f"error: {missing}")
-    assert error(sample(saves["char"], "--score", "-")) == "error: --score must be a non-empty text"
-    output = error(sample(saves["char"], "--prompt", "a", "--prompt-file", "-"))
-    assert output == "error: --prompt and --prompt-file exclude each other; give one of them"
+def test_an_unreadable_text_is_one_error_line(saves, sample):
+    Path("other.jsonl").write_text('{"story": "a fox"}')
+    for option in ("--prompt-file", "--score"):
+        for file, stdin, problem in (
+            ("none.txt", b"", "does not exist"),
+            ("-", "café".encode("latin-1"), "is not UTF-8 text: bad byte at offset 3"),
+            ("other.jsonl", b"", "no text in field text; the fields with text are story; set data.field="),
+            ("-", b"a Zebra", "the tokenizer has no id for 'Z'"),
+        ):
+            assert problem in error(sample(saves["char"], option, file, stdin=stdin))
+    assert "must be a non-empty text" in error(sample(saves["char"], "--score", "-"))
+    assert "exclude each other" in error(sample(saves["char"], "--prompt", "a", "--prompt-file", "-"))
 
 
 def test_line_breaks_tabs_and_backslashes_can_be_typed_in_every_shell(saves, sample):
@@ -193,11 +150,8 @@ def test_line_breaks_tabs_and_backslashes_can_be_typed_in_every_shell(saves, sam
     flags = [saves["bpe"], "--json", "--max-new-tokens", 1]
     typed = sample(*flags, "--prompt", "a\\tb\\\\n\\é\udcff")
     assert samples(typed)[0]["prompt"] == "a\tb\\n\\é\ufffd"  # of half a character
-    note = r"--prompt: \n is a line break, \t a tab, \\ a backslash; --prompt-file takes a text as it is"
-    assert typed.stderr.splitlines()[1] == note
-    exact = sample(*flags, "--prompt-file", "-", stdin=rb"a\tb")
-    assert samples(exact)[0]["prompt"] == r"a\tb"
-    assert note not in exact.stderr
+    assert r"\n is a line break" in typed.stderr
+    assert samples(sample(*flags, "--prompt-file", "-", stdin=rb"a\tb"))[0]["prompt"] == r"a\tb"
 
 
 @pytest.mark.parametrize("name", ["char", "bpe"])
@@ -219,9 +173,7 @@ def test_samples_are_those_of_generate_with_the_same_settings_and_json_has_one_l
         assert samples(sample(*given, "--json", setting))[0]["tokens"] != expected[0].tokens, setting
     printed = sample(*given)
     assert printed.stdout == text
-    first, speed = printed.stderr.splitlines()
-    assert first == f"sampling from {saves[name]} on cpu"
-    assert re.fullmatch(r"50 tokens in \d+\.\d\d s, [\d,]+ tokens/s", speed)
+    assert printed.stderr.startswith(f"sampling from {saves[name]} on cpu\n50 tokens in ")
 
 
 def test_the_sample_of_a_validation_is_that_of_its_settings(trained, sample):
@@ -252,9 +204,7 @@ def test_output_ends_after_a_stop_string_within_a_token_or_over_several(saves, s
         assert sample(*flags).stdout == f"{prompt}{text}\n"
         (one,) = samples(sample(*flags, "--json"))
         assert (one["text"], one["reason"], one["tokens"], len(one["logprobs"])) == (text, "stop", tokens, len(tokens))
-    incomplete = [saves["multibyte"], "--max-new-tokens", 4]  # the last character
-    assert sample(*incomplete).stdout == "é\ufffd\n"
-    assert samples(sample(*incomplete, "--json"))[0]["text"] == "é\ufffd"
+    assert sample(saves["multibyte"], "--max-new-tokens", 4).stdout == "é\ufffd\n"
 
 
 def test_special_tokens_can_be_typed_and_the_separator_of_documents_ends_a_sample(saves, sample):
@@ -267,11 +217,10 @@ def test_special_tokens_can_be_typed_and_the_separator_of_documents_ends_a_sampl
     save_checkpoint(model, tokenizer, Path("plain.safetensors"))
     (one,) = samples(sample("plain.safetensors", "--prompt", "a", "--stop", SEPARATOR, *flags))
     assert (one["text"], one["reason"]) == ("bc", "stop")
-    problem = "error: --stop must be a text that the tokenizer can produce, got "
-    assert error(sample("plain.safetensors", "--stop", f"b{SEPARATOR}")).startswith(problem)
-    assert error(sample(saves["char"], "--stop", "END")).startswith(f"{problem}'END': the tokenizer has no")
-    plain = sample("plain.safetensors", "--prompt", f"{SEPARATOR}a", "--stop", "END", *flags)
-    assert plain.stderr.splitlines()[1] == f"{SEPARATOR} in the prompt is encoded as ordinary text"
+    for name, stop in (("plain.safetensors", f"b{SEPARATOR}"), (saves["char"], "END")):
+        assert "--stop must be a text that the tokenizer can produce, got " in error(sample(name, "--stop", stop))
+    plain = sample("plain.safetensors", "--prompt", f"{SEPARATOR}a", *flags)
+    assert f"{SEPARATOR} in the prompt is encoded as ordinary text" in plain.stderr
 
 
 @pytest.mark.parametrize("name", ["char", "bpe", "separated"])
@@ -284,51 +233,31 @@ def test_a_score_is_the_log_likelihood_of_the_text_also_in_a_table(name, saves, 
     values["bits_per_byte"] = rated.nats / math.log(2) / 16
     assert found == values | {"token_ids": ids, "logprobs": rated.logprobs.tolist(), "ranks": rated.ranks.tolist()}
     result = sample(saves[name], "--score", "-", stdin=TEXT.encode())
-    assert (result.returncode, result.stderr) == (0, f"sampling from {saves[name]} on cpu\n")
     output = dict(re.split(r"  +", line, maxsplit=1) for line in result.stdout.splitlines())
     for key, value in values.items():
-        assert float(output.pop(key.replace("_", " "))) == pytest.approx(value, abs=1e-4)
-    first = rated.ranks.tolist().count(0)
-    assert output == {"top-1 accuracy": f"{first} of {len(ids)} tokens ({first / len(ids):.1%})"}
+        assert float(output[key.replace("_", " ")]) == pytest.approx(value, abs=1e-4)
+    assert output["top-1 accuracy"].startswith(f"{rated.ranks.tolist().count(0)} of {len(ids)} tokens ")
 
 
-@pytest.mark.parametrize("name", ["char", "separated"])
-def test_a_score_and_a_prompt_read_files_as_training_does(name, saves, sample, tmp_path):
+def test_a_score_and_a_prompt_read_files_as_training_does(saves, sample, tmp_path):
     (tmp_path / "texts/deep").mkdir(parents=True)
-    for file in ("a.txt", "texts/a.md"):
-        (tmp_path / file).write_bytes(codecs.BOM_UTF8 + TEXT.encode())
+    (tmp_path / "texts/a.md").write_bytes(codecs.BOM_UTF8 + TEXT.encode())
     (tmp_path / "texts/deep/b.jsonl").write_text(rows([TEXT, "", "the lazy dog", "a fox"]))
-    _, tokenizer = load_checkpoint(saves[name])
-    for path in ("a.txt", "texts", "**/*.jsonl"):
-        corpus = corpus_of(tmp_path / "a.txt", tmp_path / "data", tokenizer.to_dict(), val_path=str(tmp_path / path))
-        (found,) = samples(sample(saves[name], "--score", path, "--json"))
+    _, tokenizer = load_checkpoint(saves["separated"])
+    for path in ("texts", "**/*.jsonl"):
+        corpus = corpus_of(tmp_path / "texts/a.md", tmp_path, tokenizer.to_dict(), val_path=str(tmp_path / path))
+        (found,) = samples(sample(saves["separated"], "--score", path, "--json"))
         assert (found["token_ids"], found["bytes"]) == (on_disk(corpus)[1], corpus.val.bytes)
         assert found["bits_per_byte"] == pytest.approx(found["nats"] / math.log(2) / corpus.val.bytes)
-        (one,) = samples(sample(saves[name], "--prompt-file", path, "--json", "--max-new-tokens", 1))
+        (one,) = samples(sample(saves["separated"], "--prompt-file", path, "--json", "--max-new-tokens", 1))
         assert encode_prompt(tokenizer, one["prompt"]).tolist() == on_disk(corpus)[1]
-    if name == "separated":
-        (tmp_path / "a.jsonl").write_text(rows([text := f"a{SEPARATOR}b"]))  # of a document, it is ordinary text
-        read = read_prompt(tokenizer, None, str(tmp_path / "a.jsonl"), {"field": "text", "separator": ""})
-        assert read == (text, tokenizer.encode(text).tolist())
 
 
-def test_settings_are_checked_without_importing_torch():
-    code = "import runpy, sys\ntry:\n    runpy.run_path(sys.argv[0], run_name='__main__')\nexcept SystemExit as end:\n"
-    code += "    print(end.code, sorted({'torch', 'numpy', 'lightning', 'hydra', 'tiktoken'} & {*sys.modules}))"
-    command = [sys.executable, "-c", f"import sys; sys.argv = {[str(SCRIPT), '--top-p', '2']}\n{code}"]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "2 []\n"
-
-
-def test_the_fastest_device_of_the_machine_is_the_default_and_another_is_refused(saves, sample, monkeypatch):
+def test_the_fastest_device_of_the_machine_is_the_default(monkeypatch):
     for cuda, mps, wanted in ((True, True, "cuda"), (False, True, "mps"), (False, False, "cpu")):
         monkeypatch.setattr("torch.cuda.is_available", lambda there=cuda: there)
         monkeypatch.setattr("torch.backends.mps.is_available", lambda there=mps: there)
         assert find_device("auto") == wanted
-    ran = sample(saves["char"], "--device", "auto", "--max-new-tokens", 2)
-    assert ran.stderr.startswith(f"sampling from {saves['char']} on cpu\n")
-    for device in ("cuda", "mps", "nonsense"):
-        output = error(sample(saves["char"], f"--device={device}"))
-        assert re.match(rf"error: --device must be one of .*\bcpu\b.*, got {device}$", output)
 
 
 def test_a_chat_answers_the_prompt_with_the_template_of_the_folder(sample, tmp_path):

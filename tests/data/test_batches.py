@@ -18,8 +18,7 @@ from minigpt.runs.trainer import TokenDataModule
 CPU = torch.device("cpu")
 
 
-def positions(n):
-    """Return tokens equal to their positions, so that a batch shows which windows it has."""
+def positions(n):  # tokens equal to their positions, so that a batch shows which windows it has
     return np.arange(n, dtype=np.uint32)
 
 
@@ -34,23 +33,14 @@ def validation(n, **changes):
 
 
 def starts(batches):
-    """Return the first token of each window, per batch."""
     return [tokens[:, 0].tolist() for tokens, _ in batches]
 
 
-def permutation(n, seed):
-    keys = np.random.default_rng(seed).integers(0, 1 << 64, 4, dtype=np.uint64)
-    order = permute(np.arange(n), n, keys)
-    assert np.array_equal(np.sort(order), np.arange(n))
-    return order
-
-
 def test_permute_gives_uncorrelated_permutations():
-    for n in (1, 2, 3, 5, 15, 16, 17, 1025, 65_537):
-        for seed in range(5):
-            permutation(n, seed)
-    n = 10_000
-    orders = [permutation(n, seed) for seed in range(20)]
+    keys = np.random.default_rng(0).integers(0, 1 << 64, (20, 4), dtype=np.uint64)
+    for n in (1, 2, 3, 15, 16, 17, 65_537, 10_000):
+        orders = [permute(np.arange(n), n, key) for key in keys]
+        assert (np.sort(orders) == np.arange(n)).all()
     for order, other in zip(orders, orders[1:] + orders[:1], strict=True):
         assert (np.diff(order) == 1).mean() < 0.01  # by chance one in 10,000
         for uncorrelated in (np.arange(n), other):
@@ -59,16 +49,11 @@ def test_permute_gives_uncorrelated_permutations():
             assert abs(np.corrcoef(order, uncorrelated)[0, 1]) < 5 / np.sqrt(n)
 
 
-@pytest.mark.parametrize("n_windows", [2, 3, 7])
-def test_all_orders_of_a_few_windows_are_equally_likely(n_windows):
-    epochs = 3000
-    order = WindowOrder((n_windows + 1) * 8, 8, seed=0)
-    assert order.n_windows == n_windows
-    windows = order.starts(np.arange(epochs * n_windows)).reshape(epochs, n_windows) // 8
-    deviation = np.sqrt(epochs / n_windows * (1 - 1 / n_windows))  # of a count, when all are equally likely
-    for position in range(n_windows):
-        counts = np.bincount(windows[:, position], minlength=n_windows)
-        assert abs(counts - epochs / n_windows).max() < 4.5 * deviation
+def test_all_orders_of_a_few_windows_are_equally_likely():
+    windows = WindowOrder(32, 8, seed=0).starts(np.arange(3 * 3000)).reshape(3000, 3) // 8
+    deviation = np.sqrt(3000 / 3 * (1 - 1 / 3))  # of a count, when all are equally likely
+    for position in range(3):
+        assert abs(np.bincount(windows[:, position], minlength=3) - 1000).max() < 4.5 * deviation
 
 
 def test_epochs_differ_in_order_and_offset_and_a_huge_text_needs_no_list_of_windows():
@@ -79,9 +64,7 @@ def test_epochs_differ_in_order_and_offset_and_a_huge_text_needs_no_list_of_wind
     assert len({tuple(window) for window in (epochs - offsets[:, None]) // 64}) == 20
     huge = WindowOrder(10**12, 1024, seed=0).starts(np.arange(10_000) + 10**6)
     assert len(np.unique(huge)) == 10_000
-    assert 0 <= huge.min() < huge.max() < 10**12 - 1024
-    counts, _ = np.histogram(huge, bins=10, range=(0, 10**12))
-    assert abs(counts - 1000).max() < 150  # five standard deviations of an even spread
+    assert 0 <= huge.min() < 10**10 < 10**12 - 10**10 < huge.max() < 10**12 - 1024
 
 
 @given(st.integers(1, 64), st.integers(1, 2000), st.integers(1, 9), st.integers(0, 2**32))
@@ -103,7 +86,6 @@ def test_each_epoch_reads_adjacent_windows_that_cover_the_text(block_size, more,
 def test_batches_from_a_step_equal_those_of_a_run_from_the_start_and_repeat(monkeypatch):
     monkeypatch.setattr(module, "_ROWS_PER_LOOKUP", 32)  # eight batches at a time
     whole = starts(batches(stop=30))
-    assert len(whole) == 30
     for k in (7, 8, 9, 30):
         assert starts(batches(stop=30, first=k)) == whole[k:]
     assert starts(batches(stop=30, seed=1)) != whole
@@ -145,8 +127,7 @@ def test_validation_scores_every_target_once_on_any_number_of_ranks(block_size, 
 def test_a_maximum_of_batches_is_spread_evenly_over_the_validation_split():
     for n_batches, expected in ((1, [0, 32, 64]), (2, [0, 16, 32, 48, 64, 80]), (9, [*range(0, 96, 8)])):
         share = validation(97, n_batches=n_batches)
-        for _ in range(2):  # every validation reads the same windows
-            assert [start for batch in starts(share) for start in batch] == expected
+        assert [start for batch in starts(share) for start in batch] == expected
 
 
 def test_a_trainer_gets_the_batches_of_its_settings_from_its_step(tmp_path):

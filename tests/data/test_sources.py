@@ -1,6 +1,5 @@
 """Sources of the data group, with real files and `datasets`."""
 
-import gzip
 import io
 import json
 import os
@@ -22,7 +21,7 @@ from minigpt.config import GPTConfig
 from minigpt.data import sources
 from minigpt.data.checksums import checksums
 from minigpt.data.prepare import load_corpus
-from minigpt.utils.errors import RunError, UserError
+from minigpt.utils.errors import UserError
 
 TRAIN = [f"Once upon a time there was a fox number {i}. Ünï 漢字 😀\n\nThe end." for i in range(40)]
 HUB = ("openwebtext", "tinystories")
@@ -44,7 +43,7 @@ def find(tmp_path):
 
 @pytest.fixture
 def stories(tmp_path, monkeypatch):
-    """A folder with the layout of a hub data set; the hub is disabled, also if `datasets` was imported before."""
+    """A folder with the layout of a hub data set, without a hub."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "hub/datasets"))
@@ -70,30 +69,19 @@ def test_a_source_has_the_checksum_of_its_file_or_of_all_and_documents_in_their_
     (folder / "a.md").write_text("of a")
     (folder / "c.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
     source, val = find(path=str(folder))
-    for _ in range(2):
-        assert texts_of(source) == ["of a", "of b", "one", "two"]
+    assert texts_of(source) == ["of a", "of b", "one", "two"]
     assert (source.name, val) == ("My-texts", None)
-    pattern, _ = find(path=f"{folder}/*.txt")
-    assert texts_of(pattern) == ["of b"]
-    assert pattern.sha256 == sha256(b"of b")
-    for name, compress in (("a.jsonl", bytes), ("a.jsonl.GZ", gzip.compress)):
-        (tmp_path / name).write_bytes(compress(b'{"title": "a title", "body": "a body"}\n'))
-        title, body = (find(path=str(tmp_path / name), field=field)[0] for field in ("title", "body"))
-        assert (texts_of(title), texts_of(body)) == (["a title"], ["a body"])
-        assert title.sha256 != body.sha256
+    assert find(path=f"{folder}/*.txt")[0].sha256 == sha256(b"of b")
+    (tmp_path / "a.jsonl").write_text('{"title": "a title", "body": "a body"}\n')
+    title, body = (find(path=str(tmp_path / "a.jsonl"), field=field)[0] for field in ("title", "body"))
+    assert (texts_of(title), texts_of(body)) == (["a title"], ["a body"])
+    assert title.sha256 != body.sha256
 
 
 def test_every_change_of_a_folder_gives_another_checksum_wherever_it_is(find, tmp_path):
     one, found = '{"text": "one"}', []
-    for i, files in enumerate(
-        (
-            {"a.txt": one},
-            {"a.txt": one, "b.txt": "two"},
-            {"a.txt": one, "b.txt": "owt"},
-            {"0.txt": "owt", "a.txt": one},  # another order
-            {"0.txt": "owt", "a.jsonl": one},  # read in another way
-        )
-    ):
+    changes = {"a.txt": one}, {"b.txt": "two"}, {"b.txt": "owt"}, {"0.txt": "owt"}
+    for i, files in enumerate([*({"a.txt": one} | change for change in changes), {"0.txt": "owt", "a.jsonl": one}]):
         for folder in (tmp_path / f"here{i}", tmp_path / f"there{i}"):
             folder.mkdir()
             for name, content in files.items():
@@ -117,23 +105,17 @@ def test_checksums_are_cached_until_the_file_is_written(tmp_path):
     assert checksums([file], cache) == [sha256(b"later")]
     cache.write_text("damaged")
     assert checksums([file], cache) == [sha256(b"later")]
-    assert [path.name for path in cache.parent.iterdir()] == ["checksums.json"]
     assert checksums([file], file / "cache") == [sha256(b"later")]  # which cannot be written
 
 
 def test_standard_input_is_read_once_and_shared_with_child_processes(find, tmp_path, monkeypatch):
     monkeypatch.setenv("MINIGPT_STDIN_FILE", "")  # removed after the test, whatever was set
     content = "from a pipe: é漢😀\r\n".encode() * 20_000  # several blocks
-    with open(os.openpty()[1]) as terminal:
-        for stdin, processes, problem in (
-            (terminal, "2", "cannot be read by several processes"),
-            (terminal, "1", "is a terminal;"),
-            (io.TextIOWrapper(io.BytesIO()), "1", "is empty;"),
-        ):
-            monkeypatch.setattr(sys, "stdin", stdin)
-            monkeypatch.setenv("WORLD_SIZE", processes)
-            with pytest.raises(UserError, match=rf"data\.path=- .*{problem}"):
-                find(path="-")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    for processes, problem in (("2", "cannot be read by several processes"), ("1", "is empty;")):
+        monkeypatch.setenv("WORLD_SIZE", processes)
+        with pytest.raises(UserError, match=rf"data\.path=- .*{problem}"):
+            find(path="-")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
     for _ in range(2):
         source, _ = find(path="-")
@@ -143,34 +125,25 @@ def test_standard_input_is_read_once_and_shared_with_child_processes(find, tmp_p
     child = subprocess.run([sys.executable, "-c", read], stdin=subprocess.DEVNULL, capture_output=True, check=True)
     copy = tmp_path / f"data/stdin-{sha256(content)[:16]}.txt"
     assert child.stdout.decode().strip() == str(copy)
-    assert [file for file in copy.parent.iterdir() if file.name != "checksums.json"] == [copy]
 
 
 def test_a_data_set_of_a_hub_is_read_with_its_validation_split_if_it_has_one(find, stories, tmp_path):
     source, val = find(*HUB, dataset=str(stories))
     assert (texts_of(source), texts_of(val), source.name) == (TRAIN, VAL, "tinystories")
-    assert source.sha256 != val.sha256
     for other in ("subset", "revision", "field"):
         assert find(*HUB, dataset=str(stories), **{other: "other"})[0].sha256 != source.sha256
-    assert find(*HUB, dataset=str(stories))[0].sha256 == source.sha256  # nothing was written there
     write_stories(stories, "train", [*TRAIN, "one more"])
-    changed, _ = find(*HUB, dataset=str(stories))
-    assert changed.sha256 != source.sha256
-    assert texts_of(changed) == [*TRAIN, "one more"]
+    assert find(*HUB, dataset=str(stories))[0].sha256 != source.sha256
     assert find("openwebtext", dataset=str(stories))[1] is None
-    (tmp_path / "b.txt").write_text("to validate on")
-    _, val = find(*HUB, dataset=str(stories), val_path=f"{tmp_path}/b.txt")
-    assert texts_of(val) == ["to validate on"]
     with patch("datasets.load_dataset", return_value=[{"body": "a row"}]) as load:
         source, _ = find(*HUB, dataset="a/b", subset="c", revision="d", train_split="e", field="body")
         assert texts_of(source) == ["a row"]
     load.assert_called_once_with("a/b", "c", split="e", revision="d", streaming=True)
 
 
-@pytest.mark.parametrize("val_split", [None, "validation"])
-def test_the_corpus_of_a_checkpoint_is_found(stories, tmp_path, val_split):
+def test_the_corpus_of_a_checkpoint_is_found(stories, tmp_path):
     data = values() | values("openwebtext") | {"folder": str(tmp_path / "data"), "dataset": str(stories)}
-    data |= {"val_split": val_split, "val_fraction": 0.2}
+    data |= {"val_fraction": 0.2}
     corpus = load_corpus(data, {"name": "char"})
     model, run = GPTConfig(vocab_size=corpus.tokenizer.vocab_size), {"data": data}
     content = contents(model, corpus.tokenizer, config=run, corpus_sha256=corpus.sha256)
@@ -179,8 +152,7 @@ def test_the_corpus_of_a_checkpoint_is_found(stories, tmp_path, val_split):
     assert find_corpus(tmp_path / "last.safetensors").val == corpus.val
 
 
-def test_a_data_set_that_is_damaged_unreachable_or_without_a_column_or_split_is_one_line(find, stories, capfd):
-    file = stories / "data/train-00000-of-00001.parquet"
+def test_a_data_set_that_is_unreachable_or_without_a_column_or_split_is_one_line(find, stories):
     for changes, problem in (
         ({"field": "id"}, rf"^data\.dataset={stories}: .* column id; .*text are text, title;"),
         ({"train_split": "exam"}, "exam"),
@@ -189,7 +161,3 @@ def test_a_data_set_that_is_damaged_unreachable_or_without_a_column_or_split_is_
         source, _ = find(*HUB, **{"dataset": str(stories)} | changes)
         with pytest.raises(UserError, match=problem):
             texts_of(source)
-    assert capfd.readouterr().err == ""
-    file.write_bytes(file.read_bytes()[:-200])
-    with pytest.raises((UserError, RunError), match=str(stories)):
-        texts_of(find(*HUB, dataset=str(stories))[0])

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from corpora import corpus_of, folder_of, on_disk, prepare
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,15 +47,12 @@ def test_a_prepared_corpus_is_loaded_and_cannot_be_changed(tmp_path):
     corpus = prepare(TEXT, tmp_path)
     loaded = token_files.load(folder_of(corpus))
     assert (loaded.name, loaded.dtype, loaded.provenance) == ("mine.txt", "uint16", corpus.provenance)
-    assert (loaded.train.tokens, loaded.train.bytes, loaded.train.documents) == (45, 45, 1)
-    assert (loaded.val.tokens, loaded.val.bytes, loaded.val.documents) == (5, 5, 1)
+    assert (loaded.train, loaded.val) == (corpus.train, corpus.val)
     assert loaded.tokenizer.to_dict() == corpus.tokenizer.to_dict()
     for split in ("train", "val"):
         tokens = loaded.tokens(split)
         tokens[:5][0] = 0
-        tokens[np.arange(5)[None]][0] = 0
     assert on_disk(loaded) == [loaded.tokens("train")[:].tolist(), tokens[:].tolist()] == [IDS[:45], IDS[45:]]
-    loaded.check_length(4)
     with pytest.raises(UserError, match=r"validation split has 5 tokens, .* 6; .*model\.block_size"):
         loaded.check_length(5)
 
@@ -65,7 +61,6 @@ def test_broken_token_files_raise_and_are_rewritten_once_removed(tmp_path):
     for spoil in (
         lambda folder: os.truncate(folder / "train.bin", 89),
         lambda folder: (folder / "val.bin").unlink(),
-        lambda folder: (folder / "meta.json").write_text('{"name": "mi'),
         lambda folder: (folder / "meta.json").write_text('{"dtype": "uint64"}'),
     ):
         corpus = prepare(TEXT, tmp_path)
@@ -82,7 +77,6 @@ def raw(ids, dtype="<u2"):
 
 
 def bins(folder, *contents):
-    """Write two files; return their settings."""
     files = folder / "train.bin", folder / "val.bin"
     for file, content in zip(files, contents, strict=True):
         file.write_bytes(content)
@@ -111,29 +105,20 @@ def test_nanogpts_files_are_read_in_place_with_the_bytes_of_their_tokens_but_sep
     assert [*corpus.train.files, *corpus.val.files] == [tmp_path / "train.bin", tmp_path / "val.bin"]
     assert [corpus.tokens(split)[:].tolist() for split in ("train", "val")] == [[*train], [*val]]
     assert (corpus.train.tokens, corpus.val.tokens, corpus.val.bytes) == (len(train), len(val), len(val))
-    assert (corpus.name, corpus.dtype) == ("train.bin", "uint16")
-    assert not (tmp_path / "data/tokens").exists()
     monkeypatch.setattr(token_files, "_SCAN_TOKENS", 3)
     corpus = read_bins(tmp_path, raw([1, 2]), raw([97, 256, 257, 256]), AB)
     assert (corpus.val.bytes, corpus.val.tokens, corpus.val.documents) == (3, 4, 2)
     assert corpus.tokenizer.start.tolist() == [256]
-    without = read_bins(tmp_path, raw([1, 2]), raw([97, 257]), AB)
-    assert (without.val.bytes, without.val.documents) == (3, 0)
-    assert without.tokenizer.start.tolist() == [10]
+    assert read_bins(tmp_path, raw([1, 2]), raw([97, 257]), AB).tokenizer.start.tolist() == [10]
 
 
 def test_ids_of_another_width_or_after_a_header_are_read_as_they_are(tmp_path):
     written = [(partial(raw, dtype=f"<u{width}"), 8 * width) for width in (2, 4, 8)]
-    written += [(partial(npy, dtype=f"<{kind}"), 8 * int(kind[1])) for kind in ("u1", "u2", "i4", "i8")]
+    written += [(partial(npy, dtype="<u1"), 8), (partial(npy, dtype="<i8"), 64)]
     written += [(llm_c, 16), (partial(llm_c, dtype="<u4", magic=20240801, version=7), 32)]
     for write, bits in written:
         corpus = read_bins(tmp_path, *map(write, SPREAD))
-        assert (corpus.dtype, corpus.train.tokens, corpus.val.tokens, corpus.val.bytes) == (
-            f"uint{bits}",
-            100,
-            100,
-            100,
-        )
+        assert (corpus.dtype, corpus.val.bytes) == (f"uint{bits}", 100)
         for split, ids in zip(("train", "val"), SPREAD, strict=True):
             tokens = corpus.tokens(split)
             assert tokens[:].tolist() == tokens[np.arange(100)].tolist() == ids.tolist()
@@ -141,9 +126,8 @@ def test_ids_of_another_width_or_after_a_header_are_read_as_they_are(tmp_path):
 
 def test_wide_ids_are_recognized_after_and_among_many_zeros_and_have_32_bits_in_a_large_vocabulary(tmp_path):
     for zeros in (np.zeros(5000, int), np.where(np.arange(5000) % 7, 0, 200)):
-        ids = np.concatenate((zeros, SPREAD[0]))
-        corpus = read_bins(tmp_path, *[raw(ids, "<u4")] * 2)
-        assert (corpus.dtype, corpus.train.tokens) == ("uint32", len(ids))
+        corpus = read_bins(tmp_path, *[raw([*zeros, *SPREAD[0]], "<u4")] * 2)
+        assert (corpus.dtype, corpus.train.tokens) == ("uint32", 5100)
     large = BPETokenizer("bpe", [bytes([i]) for i in range(256)], {SEPARATOR: 256})
     large.vocab_size = 100_000
     train, val = (np.random.default_rng(i).integers(0, 100_000, 100) for i in range(2))
@@ -153,32 +137,13 @@ def test_wide_ids_are_recognized_after_and_among_many_zeros_and_have_32_bits_in_
         read_bins(tmp_path, raw(train), raw(val), large)
 
 
-def test_a_pattern_gives_one_array_and_a_file_whose_name_looks_like_one_is_that_file(tmp_path):
-    for name, content in (("0", llm_c(SPREAD[0])), ("1", npy(SPREAD[1])), ("[1]", raw(SPREAD[0]))):
-        (tmp_path / f"{name}.bin").write_bytes(content)
-    for pattern, ids in (("*", [*SPREAD[0], *SPREAD[1], *SPREAD[0]]), ("[1]", [*SPREAD[0]])):
-        both = dict.fromkeys(("train_bin", "val_bin"), f"{tmp_path}/{pattern}.bin")
-        tokens = corpus_of(None, tmp_path / "data", "byte", **both).tokens("train")
-        assert tokens[:].tolist() == tokens[np.arange(len(ids))].tolist() == ids
-
-
-def torch_file(ids):
-    torch.save(torch.tensor(np.tile(ids, 99)), content := io.BytesIO())
-    return content.getvalue()
-
-
 REFUSED = {
-    "no ids": (lambda ids: b"", "has 0 bytes, not an array of 16-bit ids"),
     "half an id": (lambda ids: b"abc", "has 3 bytes, not an array of 16-bit ids"),
     "ids outside the vocabulary": (lambda ids: raw(ids + 256, "<u4"), "no ids of this tokenizer"),
-    "big-endian ids": (partial(raw, dtype=">u4"), "no ids of this tokenizer"),
-    "a file of torch": (torch_file, "(no ids of this tokenizer|not an array of .*ids)"),
     "two dimensions": (lambda ids: npy(ids.reshape(10, 10)), r"array of integers \(N,\), got uint16 \(10, 10"),
     "floats": (partial(npy, dtype="<f4"), "must be an array of integers .*, got float32"),
-    "a big-endian array": (partial(npy, dtype=">u2"), "must be an array of integers .*, got >u2"),
     "objects": (partial(npy, dtype=object), "cannot be read by NumPy"),
     "half a file of llm.c": (lambda ids: llm_c(ids)[:-2], "not a complete token file of llm.c"),
-    "an evaluation of llm.c": (partial(llm_c, magic=20240522), "not a complete token file of llm.c"),
     "an unknown version": (partial(llm_c, version=2), "not a complete token file of llm.c"),
     "a text": (lambda ids: ("à la carte " * 999).encode(), "is a text, not an array of ids; set data.path"),
 }
@@ -197,18 +162,16 @@ def test_settings_that_do_not_fit_token_files_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"data\.train_bin and data\.val_bin must have ids of one width"):
         read_bins(tmp_path, raw(SPREAD[0]), raw(SPREAD[1], "<u4"))
     files = bins(tmp_path, raw([1, 2]), raw([3, 4]))
-    for name in files:
-        with pytest.raises(UserError, match=r"data\.train_bin and data\.val_bin must be set together"):
-            corpus_of(None, tmp_path, "byte", **files | {name: None})
-        with pytest.raises(UserError, match=rf"data\.{name}=.*none\.bin is not a file"):
-            corpus_of(None, tmp_path, "byte", **files | {name: f"{tmp_path}/none.bin"})
-    for tokenizer in ({"name": "char"}, {"name": "bpe", "vocab_size": 300}):
-        with pytest.raises(UserError, match=rf"tokenizer={tokenizer['name']} .*tokenizer=gpt2"):
-            corpus_of(None, tmp_path, tokenizer, **files)
+    for name, changes, problem in (
+        ("byte", {"train_bin": None}, r"data\.train_bin and data\.val_bin must be set together"),
+        ("byte", {"val_bin": f"{tmp_path}/none.bin"}, r"data\.val_bin=.*none\.bin is not a file"),
+        ("char", {}, "tokenizer=char .*tokenizer=gpt2"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            corpus_of(None, tmp_path, name, **files | changes)
 
 
 def write_parts(folder, n=12, ids=RANDOM_IDS):
-    """Write ids to `n` files of different sizes, and 200 of them to a validation file; return the settings."""
     folder.mkdir(exist_ok=True)
     ends = np.sort(np.random.default_rng(n).choice(np.arange(1, len(ids)), n - 1, replace=False))
     for i, part in enumerate(np.split(ids, ends)):
@@ -217,33 +180,18 @@ def write_parts(folder, n=12, ids=RANDOM_IDS):
     return {"train_bin": f"{folder}/train_*.bin", "val_bin": [f"{folder}/val.bin"]}
 
 
-def test_many_files_are_one_array_with_few_file_descriptors(tmp_path):
-    tokens = corpus_of(None, tmp_path, "byte", **write_parts(tmp_path, n=700)).tokens("train")
-    assert np.array_equal(tokens[:], RANDOM_IDS)
-    for begins in np.random.default_rng(0).integers(0, 6000 - 17, (100, 4)):  # many files are shorter than a window
-        windows = begins[:, None] + np.arange(17)
-        assert np.array_equal(tokens[windows], RANDOM_IDS[windows])
-    if os.path.isdir("/proc/self/fd"):
-        assert len(os.listdir("/proc/self/fd")) < 600
-
-
 def test_the_checksum_of_many_files_depends_on_a_sample_of_their_content_and_not_on_their_place(tmp_path):
-    settings = [write_parts(tmp_path / name, n=130, ids=RANDOM_IDS) for name in "ab"]
+    first, second = (corpus_of(None, tmp_path, "byte", **write_parts(tmp_path / name, n=130)).sha256 for name in "ab")
+    assert first == second
     train, val = sorted(tmp_path.glob("a/train_*.bin")), [tmp_path / "a/val.bin"]
-    settings += [
-        settings[0] | {"train_bin": list(map(str, train))},
-        settings[0] | {"train_bin": f"{tmp_path}/a/*1.bin"},
-    ]
-    first, second, listed, other = (corpus_of(None, tmp_path, "byte", **each).sha256 for each in settings)
-    assert first == second == listed != other
-    sampled = []
-    for number, file in enumerate(train):
+    assert token_files_checksum(train[1:], val, None) != first
+    changed = 0
+    for file in train:
         content = file.read_bytes()
         file.write_bytes(raw(np.frombuffer(content, np.uint16) ^ 1))
-        sampled += [number] * (token_files_checksum(train, val, None) != first)
+        changed += token_files_checksum(train, val, None) != first
         file.write_bytes(content)
-    assert len(sampled) == 64
-    assert {*np.diff([-1, *sampled, 130])} <= {1, 2, 3}
+    assert changed == 64
     ones = [raw([1] * 100_000 + [end]) for end in (3, 4)]  # more than a sample; the content of one file is read whole
     assert len({read_bins(tmp_path, one, raw([4, 5])).sha256 for one in ones}) == 2
 

@@ -4,10 +4,7 @@ import json
 import random
 import sys
 from functools import cache
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import rustbpe
 import tiktoken
@@ -24,38 +21,36 @@ from minigpt.data.tokenizer import (
     ByteTokenizer,
     CharTokenizer,
     HuggingFaceTokenizer,
-    Tokenizer,
     encode_prompt,
     from_dict,
 )
 from minigpt.data.tokenizer_json import load_tokenizer, splits_at_cuts, tokenizer_files
 from minigpt.utils.errors import UserError
 
-TEXT_ALONE: Any = {"add_special_tokens": False, "truncation": False, "padding": False}
+TEXT_ALONE = {"add_special_tokens": False, "truncation": False, "padding": False}
 
 
-def texts(count: int, seed: int = 0) -> list[str]:
+def texts(count, seed=0):
     return [text.replace("\ud800", "") for text in random_texts(count, seed)]
 
 
 @cache
-def corpus() -> list[str]:
+def corpus():
     code = [file.read_text(encoding="utf-8") for file in sorted(ROOT.glob("minigpt/*.py"))]
     return code + [text for text in texts(1000) if "<" not in text]  # no special token becomes a token of its text
 
 
 @cache
-def samples() -> list[str]:
+def samples():
     return ["", *texts(500, seed=1), *corpus()[:3], " a , b . it 's\n"]
 
 
 @cache
-def encoding_of(name: str) -> tuple[Tokenizer, tiktoken.Encoding | None]:
-    """Return a tokenizer, and tiktoken's encoding: cl100k_base and o200k_base have their patterns, but few tokens."""
+def encoding_of(name):
+    """A tokenizer, and tiktoken's encoding: cl100k_base and o200k_base have their patterns, but few tokens."""
     if name == "gpt2":
         try:
-            encoding = tiktoken.get_encoding(name)
-            return from_dict(BPETokenizer.from_tiktoken(name).to_dict()), encoding
+            return from_dict(BPETokenizer.from_tiktoken(name).to_dict()), tiktoken.get_encoding(name)
         except OSError:
             pytest.skip("gpt2 is not in the cache of tiktoken")
     if name in ("cl100k_base", "o200k_base"):
@@ -70,7 +65,7 @@ def encoding_of(name: str) -> tuple[Tokenizer, tiktoken.Encoding | None]:
     return ByteTokenizer() if name == "byte" else BPETokenizer.train(corpus(), 3000), None
 
 
-def theirs(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
+def theirs(tokenizer):
     loaded = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_files(tokenizer)["tokenizer.json"]))
     loaded.encode_special_tokens = True
     return loaded
@@ -78,9 +73,8 @@ def theirs(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "cl100k_base", "o200k_base"])
-def test_every_character_is_split_as_by_tiktoken(name: str) -> None:
+def test_every_character_is_split_as_by_tiktoken(name):
     ours, encoding = encoding_of(name)
-    assert encoding is not None
     written = theirs(ours)
     for first in range(0, 0x110000, 0x1000):
         step = 16 if 0x4000 <= first < 0xD000 or first >= 0x20000 else 1  # ideographs, syllables, private use
@@ -89,7 +83,7 @@ def test_every_character_is_split_as_by_tiktoken(name: str) -> None:
         assert written.encode(text).ids == encoding.encode_ordinary(text)
 
 
-def test_a_piece_that_is_a_token_is_one_id_even_if_no_merges_lead_to_it() -> None:
+def test_a_piece_that_is_a_token_is_one_id_even_if_no_merges_lead_to_it():
     tokens = [bytes([byte]) for byte in range(256)] + [b"abcd"]
     tokenizer = BPETokenizer("bpe", tokens, {SEPARATOR: 257})
     for text, ids in (("abcd", [256]), ("abcde", list(b"abcde"))):
@@ -97,15 +91,12 @@ def test_a_piece_that_is_a_token_is_one_id_even_if_no_merges_lead_to_it() -> Non
 
 
 @pytest.mark.parametrize("name", ["char", "byte", "bpe", "gpt2", "cl100k_base", "o200k_base"])
-def test_a_written_tokenizer_has_equal_ids_and_texts_here_and_in_transformers(tmp_path: Path, name: str) -> None:
+def test_a_written_tokenizer_has_equal_ids_and_texts_here_and_in_transformers(tmp_path, name):
     ours, encoding = encoding_of(name)
     again, rng = load_tokenizer(save(ours, tmp_path)), random.Random(0)
     assert (again.vocab_size, again.token_bytes) == (ours.vocab_size, dict(ours.token_bytes))
     assert again.separator.tolist() == (ours.separator.tolist() if isinstance(ours, BPETokenizer) else [])
     assert encoding is None or (encoding.n_vocab, [encoding.eot_token]) == (ours.vocab_size, ours.separator.tolist())
-    if name == "char":
-        with pytest.raises(Exception, match="Unk token"):  # ours raises one too
-            theirs(ours).encode("\x7f")
     for model in ({}, {"model_type": "gpt2"}, {"model_type": "llama"}) if name == "bpe" else (None,):
         loaded = AutoTokenizer.from_pretrained(save(ours, tmp_path, model))
         assert (loaded.is_fast, loaded.eos_token) == (True, SEPARATOR if isinstance(ours, BPETokenizer) else None)
@@ -120,19 +111,18 @@ def test_a_written_tokenizer_has_equal_ids_and_texts_here_and_in_transformers(tm
             assert loaded.decode(ended, skip_special_tokens=True) == ours.decode(ended)
 
 
-def build(pre_tokenizer: Any, decoder: Any, normalizer: Any = None, alphabet: Any = None, **options: Any) -> Any:
-    """Train a byte-pair encoding of these parts: of bytes, or with the special tokens of sentencepiece."""
+def build(pre_tokenizer, decoder, normalizer=None, alphabet=None, **options):
     tokenizer = tokenizers.Tokenizer(models.BPE(**options))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoder
     if normalizer:
         tokenizer.normalizer = normalizer
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))] if alphabet else [SEPARATOR]
-    letters: Any = {"initial_alphabet": alphabet or pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    letters = {"initial_alphabet": alphabet or pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
     tokenizer.train_from_iterator(corpus(), trainers.BpeTrainer(vocab_size=1500, special_tokens=special, **letters))
     return tokenizer
 
 
-def qwen() -> Any:
+def qwen():
     """Return one of Qwen's shape, with the template, truncation and padding that Llama 3 has."""
     pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     split = pre_tokenizers.Split(Regex(pattern + r"|\s+(?!\S)|\s+"), "isolated")
@@ -147,23 +137,22 @@ def qwen() -> Any:
     return tokenizer
 
 
-def sentencepiece(prefix: bool) -> Any:
-    """Return one of the shape of Llama 2 (with a space before the text) or Gemma."""
-    spaces, strip = normalizers.Replace(" ", "▁"), [decoders.Strip(" ", 1, 0)] if prefix else []
+def sentencepiece():  # of the shape of Llama 2, with a space before the text
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     return build(
         pre_tokenizers.Split("▁", "merged_with_next"),
-        decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]),
-        normalizers.Sequence([normalizers.Prepend("▁"), spaces] if prefix else [spaces]),
+        decoders.Sequence(steps),
+        normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
         list(map(chr, range(32, 127))),
         **{"byte_fallback": True, "fuse_unk": True, "unk_token": "<unk>"},
     )
 
 
 @cache
-def content_of(name: str) -> str:
+def content_of(name):
     """Return a tokenizer.json: of GPT-2's shape is also "words", which has tokens of a line break and a word."""
-    if name in ("llama2", "gemma"):
-        content = json.loads(sentencepiece(name == "llama2").to_str())
+    if name == "llama2":
+        content = json.loads(sentencepiece().to_str())
         content["added_tokens"] = content["added_tokens"][:3]  # not those of bytes
     elif name == "qwen":
         content = json.loads(qwen().to_str())
@@ -176,7 +165,7 @@ def content_of(name: str) -> str:
     return json.dumps(content, indent=2)
 
 
-def write_folder(folder: Path, content: str, config: Any = None, model: Any = None) -> Path:
+def write_folder(folder, content, config=None, model=None):
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.json").write_text(content, encoding="utf-8")
     for file, values in (("tokenizer_config.json", config), ("config.json", model)):
@@ -185,15 +174,13 @@ def write_folder(folder: Path, content: str, config: Any = None, model: Any = No
     return folder
 
 
-def save(tokenizer: Tokenizer, folder: Path, model: Any = None) -> Path:
+def save(tokenizer, folder, model=None):
     files = tokenizer_files(tokenizer)
     return write_folder(folder, json.dumps(files["tokenizer.json"]), files["tokenizer_config.json"], model)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "qwen", "words", "llama2", "gemma"])
-def test_a_tokenizer_that_is_read_has_the_ids_and_texts_of_transformers_and_is_written_as_it_was(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", ["gpt2", "qwen", "words", "llama2"])
+def test_a_tokenizer_that_is_read_is_that_of_transformers_and_is_written_as_it_was(tmp_path, name, monkeypatch):
     content, rng = content_of(name), random.Random(0)
     ours = load_tokenizer(write_folder(tmp_path, content, {"eos_token": {"content": SEPARATOR}}))
     reference = PreTrainedTokenizerFast(tokenizer_file=f"{tmp_path}/tokenizer.json", split_special_tokens=True)
@@ -206,11 +193,11 @@ def test_a_tokenizer_that_is_read_has_the_ids_and_texts_of_transformers_and_is_w
         if name not in ("qwen", "llama2"):  # which normalize, and start with a space
             assert decoded == text
         drawn = rng.choices(range(ours.vocab_size), k=rng.randrange(1, 9))
-        if name not in ("llama2", "gemma"):
+        if name != "llama2":
             assert ours.decode(drawn) == reference.decode(drawn, skip_special_tokens=True)
     files = tokenizer_files(ours)
     assert files["tokenizer.json"] == json.loads(content)
-    assert files["tokenizer_config.json"]["eos_token"] == (None if name in ("llama2", "gemma") else SEPARATOR)
+    assert files["tokenizer_config.json"]["eos_token"] == (None if name == "llama2" else SEPARATOR)
     assert load_tokenizer(save(ours, tmp_path)).to_dict() == ours.to_dict()
     assert from_dict(json.loads(json.dumps(ours.to_dict()))).to_dict() == ours.to_dict()
     # Long documents are read and encoded in chunks where that gives the same ids.
@@ -223,47 +210,36 @@ def test_a_tokenizer_that_is_read_has_the_ids_and_texts_of_transformers_and_is_w
         assert on_disk(prepared) == [reference(part, **TEXT_ALONE)["input_ids"] for part in parts]
 
 
-def test_the_separator_is_the_end_of_text(tmp_path: Path) -> None:
+def test_the_separator_is_the_end_of_text(tmp_path):
     theirs = tokenizers.Tokenizer.from_str(content_of("qwen"))
-    for i, (config, model, token) in enumerate(
-        (
-            ({"eos_token": "<think>"}, {"eos_token_id": 97}, "<think>"),
-            ({"eos_token": {"content": "<|im_start|>"}}, None, "<|im_start|>"),
-            ({"eos_token": "<|no such token|>"}, {"eos_token_id": [0, 97]}, SEPARATOR),
-            (None, {"eos_token_id": 10**9}, None),
-            (None, None, None),
-        )
+    for config, model, token in (
+        ({"eos_token": "<think>"}, {"eos_token_id": 97}, "<think>"),
+        ({"eos_token": {"content": "<|im_start|>"}}, {}, "<|im_start|>"),
+        ({"eos_token": "<|no such token|>"}, {"eos_token_id": [0, 97]}, SEPARATOR),
+        ({}, {"eos_token_id": 10**9}, None),
     ):
-        tokenizer = load_tokenizer(write_folder(tmp_path / f"{i}", content_of("qwen"), config, model))
+        tokenizer = load_tokenizer(write_folder(tmp_path, content_of("qwen"), config, model))
         id_ = theirs.token_to_id(token) if token else 0
         assert tokenizer.separator.tolist() == ([id_] if token else [])
-        assert tokenizer.separator.dtype == tokenizer.encode("a").dtype == np.uint16
         assert tokenizer.start.tolist() == [id_]
-        assert tokenizer.names(tokenizer.start) == theirs.id_to_token(id_)
         if token:
             assert encode_prompt(tokenizer, f"{token}Once").tolist() == [id_, *tokenizer.encode("Once").tolist()]
 
 
-def test_damaged_files_and_a_missing_package_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    exponential = {"Regex": "(a|aa)+$"}
-    prefix = {"continuing_subword_prefix": "ééé"}  # for which the package can abort
-    for damaged in (
-        {"decoder": {"type": "Replace", "pattern": exponential, "content": "x"}},
-        {"pre_tokenizer": {"type": "Split", "pattern": exponential, "behavior": "Isolated", "invert": False}},
-        {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"]} | prefix},
-    ):
-        content = json.dumps(json.loads(content_of("gpt2")) | damaged)
-        with pytest.raises(UserError, match=r"^[^\n]*tokenizer\.json[^\n]{,400}$"):
-            HuggingFaceTokenizer(content).encode("a" * 60 + "b")
+def test_damaged_files_and_a_missing_package_are_one_line(tmp_path, monkeypatch):
+    exponential = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated", "invert": False}
+    content = json.dumps(json.loads(content_of("gpt2")) | {"pre_tokenizer": exponential})
+    with pytest.raises(UserError, match=r"^[^\n]*tokenizer\.json[^\n]{,400}$"):
+        HuggingFaceTokenizer(content).encode("a" * 60 + "b")
     with pytest.raises(UserError, match=r"tokenizer\.json is missing; write it with .*save_pretrained"):
         load_tokenizer(tmp_path)
-    for text in ("", "[]", "[" * 100_000, "\udcff"):
+    for text in ("[]", "[" * 100_000, "\udcff"):
         with pytest.raises(UserError, match=r"^[^\n]*damaged[^\n]*$"):
             from_dict({"name": "huggingface", "json": text, "separator": None})
         (tmp_path / "tokenizer.json").write_bytes(text.encode(errors="surrogateescape"))
         with pytest.raises(UserError, match="damaged"):
             load_tokenizer(tmp_path)
-    for config, model in (([], {}), ({"eos_token": {"id": 0}}, {}), ({}, {"eos_token_id": []})):
+    for config, model in (([], {}), ({}, {"eos_token_id": []})):
         with pytest.raises(UserError, match="is damaged"):
             load_tokenizer(write_folder(tmp_path, content_of("gpt2"), config, model))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
