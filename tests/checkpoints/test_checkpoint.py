@@ -50,7 +50,7 @@ SAVED: dict[str, Callable[[GPT], Any]] = {
 
 
 @pytest.mark.parametrize("how", SAVED)
-def test_a_model_and_its_tokenizer_are_restored_exactly(tmp_path: Path, how: str, capsys: Any):
+def test_a_model_and_its_tokenizer_are_restored_exactly(tmp_path, how, capsys):
     model: Any = make_model(**SETTINGS.get(how, {}))
     changed = SAVED[how](model)
     saved = changed if isinstance(changed, nn.Module) else model
@@ -91,7 +91,7 @@ NOT_SAVED: dict[str, Callable[[GPT], Any]] = {
 
 
 @pytest.mark.parametrize("message", NOT_SAVED)
-def test_a_model_that_weights_and_config_do_not_describe_is_not_saved(tmp_path: Path, message: str):
+def test_a_model_that_weights_and_config_do_not_describe_is_not_saved(tmp_path, message):
     model = make_model(layer_repeats=2)
     NOT_SAVED[message](model)
     message = f"^weights and a config cannot describe this model: model.{re.escape(message)}"
@@ -100,13 +100,13 @@ def test_a_model_that_weights_and_config_do_not_describe_is_not_saved(tmp_path: 
     assert not any(tmp_path.iterdir())
 
 
-def test_a_tokenizer_with_more_ids_than_the_model_is_refused_when_saved(tmp_path: Path):
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused_when_saved(tmp_path):
     with pytest.raises(UserError, match=r"vocab_size must be at least the tokenizer's 256, got 23"):
         save_checkpoint(make_model(), ByteTokenizer(), tmp_path / "mine.safetensors")
     assert not any(tmp_path.iterdir())
 
 
-def test_a_model_without_training_state_is_not_resumed(tmp_path: Path):
+def test_a_model_without_training_state_is_not_resumed(tmp_path):
     save_checkpoint(make_model(), TOKENIZER, tmp_path / LAST)
     reason = f"{tmp_path / LAST} holds a model without its run; use a checkpoint of a training run"
     for resume, message in ((str(tmp_path), reason), ("auto", f"resume=auto: no checkpoint in .* {reason}")):
@@ -128,7 +128,7 @@ VALUES: dict[str, Any] = {
 }
 
 
-def test_every_kind_of_value_is_restored_with_its_type(tmp_path: Path):
+def test_every_kind_of_value_is_restored_with_its_type(tmp_path):
     write(checkpoint() | {"x": VALUES}, tmp_path / "a.safetensors")
     assert_same(read(tmp_path / "a.safetensors")["x"], VALUES)
 
@@ -145,13 +145,13 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [Path("runs"), {(1, 2): 3}, [[{"a": print}]]], ids=repr)
-def test_values_that_are_not_plain_data_are_refused_when_written(tmp_path: Path, value: Any):
+def test_values_that_are_not_plain_data_are_refused_when_written(tmp_path, value):
     with pytest.raises(UserError, match=r"tensors and plain data only; callbacks\.x.* is of type"):
         write(checkpoint() | {"callbacks": {"x": value}}, tmp_path / "a.safetensors")
     assert not any(tmp_path.iterdir())
 
 
-def test_a_file_of_another_format_is_rejected_with_both_numbers(tmp_path: Path):
+def test_a_file_of_another_format_is_rejected_with_both_numbers(tmp_path):
     content = checkpoint()
     content["minigpt"]["format"] = FORMAT + 1
     write(content, tmp_path / "a.safetensors")
@@ -159,7 +159,7 @@ def test_a_file_of_another_format_is_rejected_with_both_numbers(tmp_path: Path):
         load_checkpoint(tmp_path / "a.safetensors")
 
 
-def test_a_path_or_a_run_folder_or_nothing_refers_to_a_checkpoint(tmp_path: Path, monkeypatch: Any):
+def test_a_path_or_a_run_folder_or_nothing_refers_to_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="train"):
         find_checkpoint(None)
@@ -177,7 +177,7 @@ def test_a_path_or_a_run_folder_or_nothing_refers_to_a_checkpoint(tmp_path: Path
             find_checkpoint(path)
 
 
-def test_a_flipped_bit_is_detected_wherever_it_matters(tmp_path: Path):
+def test_a_flipped_bit_is_detected_wherever_it_matters(tmp_path):
     path = tmp_path / "a.safetensors"
     write(checkpoint(), path)
     good, expected = path.read_bytes(), read(path)
@@ -193,7 +193,7 @@ def test_a_flipped_bit_is_detected_wherever_it_matters(tmp_path: Path):
                 read(path)
 
 
-def test_auto_resumes_from_the_newest_undamaged_checkpoint(tmp_path: Path, capsys: Any):
+def test_auto_resumes_from_the_newest_undamaged_checkpoint(tmp_path, capsys):
     run = checkpoint()
     run["minigpt"]["config"] |= {"data": {}, "schedule": {}, "trainer": {}, "max_steps": 40}
     find = partial(find_resumed, "auto", tmp_path, run)
@@ -222,7 +222,7 @@ def test_auto_resumes_from_the_newest_undamaged_checkpoint(tmp_path: Path, capsy
         find()
 
 
-def test_an_interrupt_or_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: Any):
+def test_an_interrupt_or_a_full_disk_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "a.safetensors"
     write(checkpoint(), path)
     before, larger = path.read_bytes(), checkpoint() | {"big": torch.rand(100_000)}

@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,7 +27,6 @@ from minigpt.runs.run_dir import read_summary
 from minigpt.utils.errors import UserError
 
 transformers = pytest.importorskip("transformers")
-Run = Callable[..., Any]
 WITHOUT_TEXT = ("one position", "one rotary position")
 MODELS: dict[str, dict[str, Any]] = {  # by a name that begins with that of the class, if it is one of transformers
     **{name: values for name, values in OTHERS.items() if name not in WITHOUT_TEXT},
@@ -60,7 +58,7 @@ def in_transformers(model: GPT, folder: Path, tokenizer: Tokenizer = CHARACTERS)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_exported_model_gives_the_same_logits_loss_and_greedy_text(name: str, tmp_path: Path):
+def test_an_exported_model_gives_the_same_logits_loss_and_greedy_text(name, tmp_path):
     ours = random_model(**MODELS[name])
     theirs = in_transformers(ours, tmp_path).train()  # there is no dropout
     architecture, first = type(theirs).__name__, re.sub("[ ,].*|-", "", name)
@@ -93,7 +91,7 @@ def test_a_model_that_its_user_changed_is_refused_unless_its_head_was_untied():
         export_model(ours)
 
 
-def test_a_model_of_its_own_class_ignores_padding_and_supports_an_argument_or_refuses_it(tmp_path: Path):
+def test_a_model_of_its_own_class_ignores_padding_and_supports_an_argument_or_refuses_it(tmp_path):
     ours = random_model(smear=1, block_size=16)
     theirs = in_transformers(ours, tmp_path)
     tokens = torch.randint(0, 101, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -155,7 +153,7 @@ FAMILY_MODELS = ["GPT-2", "Llama", "Qwen2", "Qwen3", "Arcee", "NanoChat", "Starc
 
 @pytest.mark.parametrize("family", FAMILY_MODELS)
 @pytest.mark.parametrize("name", ["gpt2", "qwen2"])
-def test_the_tokenizer_of_an_exported_class_is_that_of_tokenizer_json(tmp_path: Path, name: str, family: str):
+def test_the_tokenizer_of_an_exported_class_is_that_of_tokenizer_json(tmp_path, name, family):
     """transformers takes the steps of Qwen2's tokenizer for every model of type qwen2."""
     tokenizer = HuggingFaceTokenizer(tokenizer_content(name), 0)
     model, tokens = random_model(**MODELS[family], vocab_size=tokenizer.vocab_size), torch.arange(20)[None]
@@ -171,14 +169,14 @@ def test_the_tokenizer_of_an_exported_class_is_that_of_tokenizer_json(tmp_path: 
         assert theirs(text)["input_ids"] == reference.encode(text).ids
 
 
-def test_an_end_token_that_the_tokenizer_does_not_mark_special_is_exported(tmp_path: Path):
+def test_an_end_token_that_the_tokenizer_does_not_mark_special_is_exported(tmp_path):
     content = json.dumps(json.loads(tokenizer_content()) | {"added_tokens": []})
     theirs = in_transformers(random_model(vocab_size=401), tmp_path, HuggingFaceTokenizer(content, 0))
     assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == 0
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "model").eos_token_id == 0
 
 
-def test_the_modeling_file_needs_no_minigpt(monkeypatch: Any):
+def test_the_modeling_file_needs_no_minigpt(monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "minigpt"]:
         monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
     monkeypatch.setitem(sys.modules, "modeling", module := ModuleType("modeling"))
@@ -187,7 +185,7 @@ def test_the_modeling_file_needs_no_minigpt(monkeypatch: Any):
 
 
 @pytest.mark.parametrize("settings", [[], ["tokenizer=bpe", "tokenizer.vocab_size=300"]], ids=["char", "bpe"])
-def test_an_exported_run_works_in_transformers(trained: Run, call: Run, tmp_path: Path, settings: Any):
+def test_an_exported_run_works_in_transformers(trained, call, tmp_path, settings):
     run, folder, weights = trained(*settings), tmp_path / "exports" / "tiny", tmp_path / "weights.safetensors"
     exported = call("export.py", str(run), "--to", "huggingface", "--out", str(folder))
     assert exported.stdout.splitlines()[-1] == f"to upload it: hf upload tiny {folder}", exported.stderr
@@ -212,7 +210,7 @@ def test_an_exported_run_works_in_transformers(trained: Run, call: Run, tmp_path
     assert weights.stat().st_size < (run / BEST).stat().st_size / 2
 
 
-def test_a_folder_of_hugging_face_is_exported_with_its_weights(call: Run, gpt2_folder: Path, tmp_path: Path):
+def test_a_folder_of_hugging_face_is_exported_with_its_weights(call, gpt2_folder, tmp_path):
     assert call("export.py", str(gpt2_folder), "--to", "huggingface", "--out", "copy").returncode == 0
     weights = [load_file(folder / "model.safetensors") for folder in (gpt2_folder, tmp_path / "copy")]
     assert_close(*weights, rtol=0, atol=0)

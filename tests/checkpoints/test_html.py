@@ -3,7 +3,6 @@
 import json
 import random
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer, CharT
 from minigpt.ops import ACTIVATIONS
 from minigpt.utils.errors import UserError
 
-Run = Callable[..., Any]
 LOGITS = "const model = backend.newModel(); return arguments[0].map(token => [...model.step(token)])"
 
 
@@ -37,7 +35,7 @@ def sample_ids(run: Any, prompt: list[int], **settings: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_and_greedy_text_equal_those_of_the_model(name: str, open_page: Any, tmp_path: Path):
+def test_logits_and_greedy_text_equal_those_of_the_model(name, open_page, tmp_path):
     model = random_model(**MODELS[name])
     run = open_page(export(model, CHARACTERS, tmp_path))
     tokens = torch.randint(0, 101, (1, model.config.block_size), generator=torch.Generator().manual_seed(1))
@@ -56,7 +54,7 @@ class ChangedConfig(GPTConfig):
     sink: int | None = None
 
 
-def test_an_option_and_an_activation_that_the_page_lacks_are_refused(tmp_path: Path, monkeypatch: Any):
+def test_an_option_and_an_activation_that_the_page_lacks_are_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(UP_PROJECTIONS, "silu", 1)
     monkeypatch.setitem(ACTIVATIONS, "silu", torch.nn.functional.silu)
     plain, sink, silu = (
@@ -73,7 +71,7 @@ def test_an_option_and_an_activation_that_the_page_lacks_are_refused(tmp_path: P
     assert export_model(silu)[0]["architectures"] == ["MiniGPTForCausalLM"]
 
 
-def test_float16_changes_the_logits_little(open_page: Any, tmp_path: Path):
+def test_float16_changes_the_logits_little(open_page, tmp_path):
     model = random_model(**MODELS["fast_cpu"])
     run = open_page(export(model, CHARACTERS, tmp_path, "float16"))
     tokens = torch.arange(30)[None]
@@ -84,7 +82,7 @@ def test_float16_changes_the_logits_little(open_page: Any, tmp_path: Path):
     assert "in float16" in run("return backend.describe()")["facts"]
 
 
-def test_a_seed_gives_the_samples_of_generate(open_page: Any, tmp_path: Path):
+def test_a_seed_gives_the_samples_of_generate(open_page, tmp_path):
     model = random_model()
     run = open_page(export(model, CHARACTERS, tmp_path))
     settings: list[dict[str, Any]] = [{"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.7, "temperature": 1.5}]
@@ -106,7 +104,7 @@ def make_tokenizer(name: str, texts: list[str]) -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", ["byte", "char", "gpt2", "cl100k_base", "o200k_base"])
-def test_texts_are_encoded_and_decoded_as_by_minigpt(name: str, open_page: Any, tmp_path: Path):
+def test_texts_are_encoded_and_decoded_as_by_minigpt(name, open_page, tmp_path):
     texts = random_texts(300)
     known = [text.replace("\ud800", "") for text in texts]
     tokenizer, texts = make_tokenizer(name, known), known if name == "char" else texts
@@ -123,7 +121,7 @@ def test_texts_are_encoded_and_decoded_as_by_minigpt(name: str, open_page: Any, 
     assert run("return backend.data.tokenizer.start") == tokenizer.start.tolist()
 
 
-def test_the_script_writes_the_page_and_snapshots(call: Run, trained: Run, tmp_path: Path):
+def test_the_script_writes_the_page_and_snapshots(call, trained, tmp_path):
     save_checkpoint(random_model(), CHARACTERS, tmp_path / "small.safetensors")
     flags = ("--to", "html", "--out", "pages/model.html", "--weights", "float32")
     exported = call("export.py", "small.safetensors", *flags)
@@ -135,7 +133,7 @@ def test_the_script_writes_the_page_and_snapshots(call: Run, trained: Run, tmp_p
     assert f'"steps":{steps}'.replace(" ", "") in (tmp_path / "with.html").read_text()
 
 
-def test_what_the_page_cannot_hold_is_refused(tmp_path: Path, gpt2_folder: Path):
+def test_what_the_page_cannot_hold_is_refused(tmp_path, gpt2_folder):
     config = GPTConfig(vocab_size=95, bias=False, position="rope")  # 85 million parameters
     wide = random_model()
     wide.wte.weight.data[3, 4] = 1e5
@@ -149,7 +147,7 @@ def test_what_the_page_cannot_hold_is_refused(tmp_path: Path, gpt2_folder: Path)
     assert not any(tmp_path.iterdir())
 
 
-def test_the_model_has_the_name_of_its_run_file_or_folder(tmp_path: Path, gpt2_folder: Path):
+def test_the_model_has_the_name_of_its_run_file_or_folder(tmp_path, gpt2_folder):
     sources = {"runs/first/checkpoints/best": "first", "runs/sweeps/lr/3/checkpoints/best": "lr/3", "small": "small"}
     for source, name in sources.items():
         save_checkpoint(random_model(), CHARACTERS, tmp_path / f"{source}.safetensors")

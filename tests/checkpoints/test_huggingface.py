@@ -57,7 +57,7 @@ def check_logits(folder: Path, theirs: Any) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_of_transformers_gives_the_same_logits_loss_and_greedy_text(name: str, tmp_path: Path):
+def test_a_model_of_transformers_gives_the_same_logits_loss_and_greedy_text(name, tmp_path):
     theirs = random_model(name)
     theirs.save_pretrained(tmp_path)
     ours = load_folder(tmp_path)
@@ -71,7 +71,7 @@ def test_a_model_of_transformers_gives_the_same_logits_loss_and_greedy_text(name
     assert sample.tokens == text[0, 8:].tolist()
 
 
-def test_the_shards_are_those_that_the_index_names_unless_there_is_a_single_file(tmp_path: Path):
+def test_the_shards_are_those_that_the_index_names_unless_there_is_a_single_file(tmp_path):
     other = random_model("Llama with one key-value head")
     other.save_pretrained(tmp_path, max_shard_size="10kB")
     stale = list(tmp_path.glob("model-*.safetensors"))
@@ -100,7 +100,7 @@ def test_the_shards_are_those_that_the_index_names_unless_there_is_a_single_file
     check_refused(tmp_path, "model.safetensors is missing; weights must be safetensors, because a .bin file can")
 
 
-def test_a_model_saved_without_its_head_is_read(tmp_path: Path):
+def test_a_model_saved_without_its_head_is_read(tmp_path):
     """The weights of gpt2 on the Hub have names without `transformer.`, and no head."""
     theirs = random_model("GPT2")
     theirs.transformer.save_pretrained(tmp_path)
@@ -108,7 +108,7 @@ def test_a_model_saved_without_its_head_is_read(tmp_path: Path):
 
 
 @pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
-def test_settings_are_read_by_each_name_that_a_version_of_transformers_writes(place: str):
+def test_settings_are_read_by_each_name_that_a_version_of_transformers_writes(place):
     values = {"model_type": "llama", **SMALL, "rope_theta": 500.0, "original_max_position_embeddings": 32}
     for everywhere in ({}, {"rope_parameters": LLAMA3, "rope_scaling": NESTED}):
         config = config_to_ours(values | {place: NESTED} | everywhere)
@@ -143,7 +143,7 @@ def test_settings_are_read_by_each_name_that_a_version_of_transformers_writes(pl
         ({"model_type": "gpt2", **GPT2, "hidden_size": 64}, "n_embd must have one value, got 32 and 64"),
     ],
 )
-def test_a_value_that_the_weights_or_another_contradict_is_named(tmp_path: Path, values: Any, message: str):
+def test_a_value_that_the_weights_or_another_contradict_is_named(tmp_path, values, message):
     random_model("Llama").save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     config = {} if values.get("model_type") == "gpt2" else json.loads(file.read_text()) | {"rope_parameters": None}

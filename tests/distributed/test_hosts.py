@@ -28,7 +28,6 @@ TRAINING = ["optimizer=muon", "ema_decay=0.9", "trainer.accumulate_grad_batches=
 DOCUMENTED = re.findall(r"^torchrun (.+) scripts/train.py", (ROOT / "docs/scaling.md").read_text(), re.MULTILINE)
 ELASTIC = "--nnodes=1:3 --max-restarts=10 --rdzv-backend=c10d --rdzv-endpoint=c:29500"
 ELASTIC += " --rdzv-conf=last_call_timeout=5,keep_alive_interval=2"  # by default 30 s
-Train = Callable[..., Any]
 pytestmark = [needs_hosts, pytest.mark.slow]
 
 
@@ -77,7 +76,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_hosts_give_the_losses_of_one_process(small: list[str], train: Train, tmp_path: Path, case: Any) -> None:
+def test_hosts_give_the_losses_of_one_process(small, train, tmp_path, case):
     n_hosts, ranks, spread, settings, rel = case
     settings = [*TRAINING, *settings, *SETTINGS]
     with start_hosts(n_hosts, tmp_path) as hosts:
@@ -89,9 +88,7 @@ def test_hosts_give_the_losses_of_one_process(small: list[str], train: Train, tm
 
 
 @pytest.mark.parametrize(("spread", "cut", "rel"), [(DDP, True, 1e-6), (FSDP, False, 1e-3)], ids=["cut", "killed"])
-def test_a_run_that_loses_a_host_ends_and_resumes(
-    small: list[str], train: Train, tmp_path: Path, spread: list[str], cut: bool, rel: float
-) -> None:
+def test_a_run_that_loses_a_host_ends_and_resumes(small, train, tmp_path, spread, cut, rel):
     run, settings = tmp_path / "run", ["data.batch_size=12", "eval_every=5", *SETTINGS]
     overrides = [*small, *settings, *spread, f"hydra.run.dir={run}", "resume=auto"]
     with start_hosts(2, tmp_path) as hosts:
@@ -119,9 +116,7 @@ LOST = {"ddp": ([0], []), "fsdp": ([1], [0])}
 
 
 @pytest.mark.parametrize("strategy", LOST)
-def test_a_run_continues_without_lost_hosts_and_with_those_that_come_back(
-    small: list[str], train: Train, tmp_path: Path, strategy: str
-) -> None:
+def test_a_run_continues_without_lost_hosts_and_with_those_that_come_back(small, train, tmp_path, strategy):
     killed, cut = LOST[strategy]
     run, settings = tmp_path / "run", ["data.batch_size=12", "max_steps=100", "eval_every=10", *SETTINGS]
     elastic = [*small, *settings, f"trainer={strategy}", "trainer.accelerator=cpu", "resume=auto"]

@@ -46,7 +46,7 @@ def shard(model: GPT) -> GPT:
     return model
 
 
-def test_shares_and_shards_are_updated_as_on_one_rank(tmp_path: Path) -> None:
+def test_shares_and_shards_are_updated_as_on_one_rank(tmp_path):
     start(3, train_both, tmp_path)
     one = trained(GPT(CONFIG))
     for rank in range(3):
@@ -80,7 +80,7 @@ def trained(model: GPT, replicas: distributed.ProcessGroup | None = None) -> dic
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "optimizer"), [(2, "adamw"), (4, "muon")])
-def test_each_rank_holds_its_share_of_gpt2(ranks: int, optimizer: str, tmp_path: Path) -> None:
+def test_each_rank_holds_its_share_of_gpt2(ranks, optimizer, tmp_path):
     start(ranks, measure_memory, tmp_path, optimizer)
     buffers = {"adamw": 2, "muon": 2 - 85e6 / 124e6}[optimizer]  # of the size of the weights; Muon has 1 of matrices
     ideal = 124e6 * 4 * (1 + buffers) / ranks

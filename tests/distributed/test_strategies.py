@@ -1,6 +1,5 @@
 """DDP and FSDP2 on CPU processes, compared with one process."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,7 @@ pytestmark = pytest.mark.xdist_group("processes")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in ("ddp", "sharded") else pytest.mark.slow) for name in RUNS]
 )
-def test_two_ranks_train_as_one(name: str, small: list[str], trained: Callable[..., Path], tmp_path: Path) -> None:
+def test_two_ranks_train_as_one(name, small, trained, tmp_path):
     spread, settings, tolerance = RUNS[name]
     spread = [*spread, "trainer.accelerator=cpu", "trainer.devices=2", f"hydra.run.dir={tmp_path}/two"]
     train_on_ranks([[*small, *SETTINGS, *settings, *spread]])
@@ -47,9 +46,7 @@ def losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_validation_on_ranks_is_that_of_one_whatever_the_last_batch_has(
-    small: list[str], trained: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_validation_on_ranks_is_that_of_one_whatever_the_last_batch_has(small, trained, tmp_path):
     every = ["eval_every=1", "max_steps=2"]
     expected = column(trained(*every), "val_loss")
     runs = []

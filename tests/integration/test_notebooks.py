@@ -49,7 +49,7 @@ def full_width_heads(n_head: int, *, causal: bool = False) -> MultiHeadAttention
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_004_the_post_norm_block_with_twenty_heads_as_wide_as_the_model(causal: bool):
+def test_004_the_post_norm_block_with_twenty_heads_as_wide_as_the_model(causal):
     # The notebook's block is bidirectional, which a language model must not be; a block is causal by default.
     block = Block(GPTConfig(n_embd=10, n_head=20, head_dim=10, norm_position="post", activation="relu"))
     attention, up, down = block.attention, block.mlp.up, block.mlp.down

@@ -56,7 +56,7 @@ def built(once: Callable[..., Path]) -> Path:
     return once("wheel", build)
 
 
-def test_a_wheel_holds_every_module_config_and_script(built: Path) -> None:
+def test_a_wheel_holds_every_module_config_and_script(built):
     names = output("git", "ls-files", "minigpt", "hydra_plugins", "configs", "scripts/*.py").split()
     names = [name for name in names if not name.startswith("scripts/bench/")]
     inside = {f"minigpt/{name}" if name.startswith(("configs/", "scripts/")) else name for name in names}
@@ -65,7 +65,7 @@ def test_a_wheel_holds_every_module_config_and_script(built: Path) -> None:
     assert "minigpt/configs/hydra/help/minigpt.yaml" in inside
 
 
-def test_the_command_trains_samples_sweeps_and_exports(built: Path, tmp_path: Path) -> None:
+def test_the_command_trains_samples_sweeps_and_exports(built, tmp_path):
     def shell(line: str, *arguments: str) -> Any:
         return output(*shlex.split(line), *arguments, cwd=tmp_path, env=environment(built / "venv/bin"))
 
@@ -86,7 +86,7 @@ def test_the_command_trains_samples_sweeps_and_exports(built: Path, tmp_path: Pa
     assert (tmp_path / "runs/sweeps/latest/sweep.png").exists()
 
 
-def test_a_printed_command_runs_without_minigpt_on_path(built: Path, tmp_path: Path) -> None:
+def test_a_printed_command_runs_without_minigpt_on_path(built, tmp_path):
     """As `resume with` of a run does, which test_end_to_end.py runs in the clone."""
     python = built / "venv/bin/python"
     program = "from minigpt.runs.run_dir import command; print(command('train', '--help', 'a b'))"

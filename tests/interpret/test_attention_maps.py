@@ -3,7 +3,6 @@
 import math
 import re
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,6 @@ from minigpt.interpret.attention_plots import plot_ablation, plot_maps
 from minigpt.runs.samples_and_attention import AttentionMaps
 from minigpt.utils.errors import UserError
 
-Run = Callable[..., Any]
 TOKENIZER = CharTokenizer("\n :EMORWaght")
 
 
@@ -33,7 +31,7 @@ def svg_texts(path: Path) -> list[str]:
     return re.findall(r"<!-- (.*?) -->", path.read_text(encoding="utf-8"))
 
 
-def test_the_future_is_blank_and_all_maps_share_one_color_scale(tmp_path: Path):
+def test_the_future_is_blank_and_all_maps_share_one_color_scale(tmp_path):
     weights = torch.ones(2, 2, 30, 30)  # the upper triangle too: it must stay blank
     weights[1, 1] = 0.1
     plot_maps(tmp_path / "all.png", weights, ["a"] * 30)
@@ -44,7 +42,7 @@ def test_the_future_is_blank_and_all_maps_share_one_color_scale(tmp_path: Path):
     assert dark == pytest.approx(3 * light, rel=0.05)
 
 
-def test_a_plot_shows_tokens_layers_heads_and_their_names(tmp_path: Path):
+def test_a_plot_shows_tokens_layers_heads_and_their_names(tmp_path):
     texts = [*"R\n $x$", "日", " antidisestablishmentarianism", "\t\r", "\x7f\xad", ""]
     weights = uniform(11).expand(2, 2, 11, 11)
     with warnings.catch_warnings():
@@ -62,7 +60,7 @@ def test_a_plot_shows_tokens_layers_heads_and_their_names(tmp_path: Path):
     assert large.count("0.33") == 3  # the weights in the third row of uniform attention
 
 
-def test_the_ablation_plot_shows_the_increase_of_each_head(tmp_path: Path):
+def test_the_ablation_plot_shows_the_increase_of_each_head(tmp_path):
     plot_ablation(tmp_path / "v.svg", torch.tensor([[0.4, -0.0101, 0.0], [1.25, 0.1, 0.2]]), loss=1.86471)
     shown = svg_texts(tmp_path / "v.svg")
     assert [shown.count(label) for label in "0123"] == [0, 2, 2, 1]  # heads and layers count from 1
@@ -71,7 +69,7 @@ def test_the_ablation_plot_shows_the_increase_of_each_head(tmp_path: Path):
     assert any("1.8647 with all heads" in text for text in shown)
 
 
-def test_truncate_keeps_the_end_of_a_long_prompt(call: Run, tmp_path: Path):
+def test_truncate_keeps_the_end_of_a_long_prompt(call, tmp_path):
     save_checkpoint(make_model(), TOKENIZER, tmp_path / "model.safetensors")
     flags = ["--truncate", "--layer", "1", "--head", "1", "--out"]
     for prompt, out in (("ROMEO" * 4 + "\nWhat", "cut.svg"), ("OROMEOROMEO\nWhat", "end.svg")):
@@ -80,7 +78,7 @@ def test_truncate_keeps_the_end_of_a_long_prompt(call: Run, tmp_path: Path):
     assert svg_texts(tmp_path / "cut.svg").count("⏎") == 2  # one per axis
 
 
-def test_maps_are_written_to_the_run_folder_or_beside_a_single_checkpoint(call: Run, tmp_path: Path):
+def test_maps_are_written_to_the_run_folder_or_beside_a_single_checkpoint(call, tmp_path):
     save_checkpoint(make_model(), TOKENIZER, tmp_path / "model.safetensors")
     write_run(tmp_path / "run", make_model(), TOKENIZER)
     (tmp_path / "prompt.txt").write_text("What")
@@ -94,7 +92,7 @@ def test_maps_are_written_to_the_run_folder_or_beside_a_single_checkpoint(call: 
     assert "best.safetensors holds a model without its run; use" in refused
 
 
-def test_a_trained_model_is_analyzed(train: Run, call: Run, text: Path, tmp_path: Path):
+def test_a_trained_model_is_analyzed(train, call, text, tmp_path):
     trained = train(folder=tmp_path / "runs" / "first")
     result = call("attention.py", "--prompt", "1: the\nfox", "--out", "a.png", "--ablation", "v.svg")  # the newest run
     wrote = ["loaded runs/first/checkpoints/best.safetensors", "wrote a.png", "wrote v.svg"]
@@ -122,7 +120,7 @@ def test_a_trained_model_is_analyzed(train: Run, call: Run, text: Path, tmp_path
     assert not (tmp_path / "data").exists()
 
 
-def test_the_text_of_the_ablation_may_be_token_files_of_nanogpt(train: Run, text: Path, tmp_path: Path):
+def test_the_text_of_the_ablation_may_be_token_files_of_nanogpt(train, text, tmp_path):
     ids = np.frombuffer(text.read_bytes(), "uint8").astype("uint16")
     for name, part in (("train", ids[:18_000]), ("val", ids[18_000:])):
         part.tofile(tmp_path / f"{name}.bin")
@@ -134,7 +132,7 @@ def test_the_text_of_the_ablation_may_be_token_files_of_nanogpt(train: Run, text
         find_corpus(best)
 
 
-def test_plotting_maps_does_not_change_the_training(train: Run, finished: Any, monkeypatch: Any):
+def test_plotting_maps_does_not_change_the_training(train, finished, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     plotted = train("callbacks=attention", "logger=wandb", "callbacks.samples.max_new_tokens=20").folder
     assert sorted(path.name for path in (plotted / "attention").iterdir()) == ["step-10.png", "step-20.png"]
@@ -144,7 +142,7 @@ def test_plotting_maps_does_not_change_the_training(train: Run, finished: Any, m
     assert len([*plotted.glob("wandb/offline-run-*/files/media/images/attention_*.png")]) == 2
 
 
-def test_the_text_is_the_option_or_the_beginning_of_the_validation_split(tmp_path: Path):
+def test_the_text_is_the_option_or_the_beginning_of_the_validation_split(tmp_path):
     corpus = SimpleNamespace(tokenizer=TOKENIZER, tokens=lambda split: TOKENIZER.encode({"val": "What\nROMEO"}[split]))
     trainer: Any = SimpleNamespace(datamodule=SimpleNamespace(corpus=corpus), default_root_dir=tmp_path)
     for options, texts in (({"max_tokens": 3}, "Wha"), ({"text": "O EOM"}, "O EOM"), ({"text": "at" * 20}, "at" * 8)):

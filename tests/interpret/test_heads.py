@@ -78,7 +78,7 @@ def test_a_head_that_matches_a_repeated_prefix_is_an_induction_head():
 
 
 @pytest.mark.parametrize("settings", ARCHITECTURES.values(), ids=ARCHITECTURES)
-def test_ablating_a_head_equals_silencing_it(settings: dict[str, Any]):
+def test_ablating_a_head_equals_silencing_it(settings):
     model = small_model(**settings)
     rows = torch.randint(23, (5, 17))
     dloss, loss = heads.head_ablation(model, [(x[:, :-1], x[:, 1:]) for x in rows.split(2)])  # 2, 2 and 1
@@ -95,7 +95,7 @@ def test_ablating_a_head_equals_silencing_it(settings: dict[str, Any]):
 
 
 @pytest.mark.parametrize("settings", ARCHITECTURES.values(), ids=ARCHITECTURES)
-def test_values_weighted_by_the_maps_are_the_output_of_the_fused_attention(settings: dict[str, Any]):
+def test_values_weighted_by_the_maps_are_the_output_of_the_fused_attention(settings):
     model, tokens = small_model(**settings), torch.randint(23, (11,))
     maps = heads.attention_maps(model, tokens)
     assert maps.shape == (3, 2, 11, 11)

@@ -2,9 +2,6 @@
 
 import random
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from pydivsufsort import divsufsort
@@ -16,15 +13,13 @@ from minigpt.interpret import originality
 from minigpt.interpret.originality import INDEX, NGRAMS, Index, build_index
 from minigpt.runs.run_dir import SAMPLES, read_samples
 
-Run = Callable[..., Any]
-
 
 def random_text(seed: int, length: int, alphabet: str) -> str:
     return "".join(random.Random(seed).choices(alphabet, k=length))
 
 
 @pytest.mark.parametrize("alphabet", ["ab", "abé漢😀"])
-def test_every_figure_is_that_of_a_search_in_the_training_text(alphabet: str):
+def test_every_figure_is_that_of_a_search_in_the_training_text(alphabet):
     training = random_text(0, 1500, alphabet)
     text = random_text(1, 100, alphabet) + training[700:745] + random_text(2, 30, alphabet) + training[40:60]
     index = Index(training.encode(), divsufsort(training.encode()), True)
@@ -48,7 +43,7 @@ def test_short_and_new_texts():
     assert (found["new"][5], found["new"][10], found["longest"], found["spans"]) == (1, None, 0, [])
 
 
-def test_the_index_is_built_once_and_again_if_it_does_not_fit(train: Run, tmp_path: Path, monkeypatch: Any):
+def test_the_index_is_built_once_and_again_if_it_does_not_fit(train, tmp_path, monkeypatch):
     corpus = find_corpus(train("max_steps=1").folder / BEST)
     index = build_index(corpus)
     assert index.text.decode() == corpus.tokenizer.decode(corpus.tokens("train")[:].tolist())
@@ -68,7 +63,7 @@ def test_the_index_is_built_once_and_again_if_it_does_not_fit(train: Run, tmp_pa
     assert table.endswith("\nonly the first 100 MB of the training text were searched")
 
 
-def test_a_run_reports_how_much_it_copies(train: Run, capsys: Any):
+def test_a_run_reports_how_much_it_copies(train, capsys):
     run = train("originality=500", "callbacks.samples.max_new_tokens=20")
     summary = run.summary["originality"]
     assert list(summary) == ["final_sample", "generated_text", "validation_text"]
@@ -81,7 +76,7 @@ def test_a_run_reports_how_much_it_copies(train: Run, capsys: Any):
     assert train("max_steps=1", folder=run.folder.with_name("none")).summary["originality"] is None
 
 
-def test_the_command_underlines_copies_and_does_without_the_corpus(train: Run, call: Run, tmp_path: Path):
+def test_the_command_underlines_copies_and_does_without_the_corpus(train, call, tmp_path):
     options = (str(train("max_steps=150", "eval_every=150", "optimizer.lr=1e-2").folder), "--max-new-tokens", "200")
     options += ("--num-samples", "2", "--temperature", "0")
     call("sample.py", *options)  # its output has that of the training
