@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,6 @@ OFTEN = ["eval_every=7", "callbacks.checkpoint.save_top_k=9", "model.dropout=0.1
 
 
 def state(file: Path) -> dict[str, Any]:
-    """Return what a checkpoint holds, by the path of its keys."""
     leaves = [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(read(file))[0]]
     values = {path: leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for path, leaf in leaves}
     return {path: value for path, value in values.items() if not IGNORED.search(path)}
@@ -62,7 +60,6 @@ RUNS = {
     "epochs": "model.block_size=64 data.batch_size=64 schedule=cosine",  # 4 batches are an epoch
     "early stopping": """
         callbacks=early_stopping callbacks.early_stopping.patience=1 callbacks.early_stopping.min_delta=0.2""",
-    "muon in float64": "optimizer=muon_fast trainer.gradient_clip_val=null trainer.precision=64-true",
     "bfloat16": "trainer.precision=bf16-mixed model.ngram=3 model.ngram_dropout=0.2",
     "all in bfloat16": "trainer.precision=bf16-true ema_decay=0.99",
 }
@@ -162,14 +159,6 @@ def test_checkpoints_hold_the_ema_weights(trained):
         assert torch.equal(plain["state_dict"][name], content["unaveraged"][name])  # the EMA changes no training
 
 
-def test_the_final_sample_is_from_the_ema_weights(train, tmp_path, capsys):
-    printed = []
-    for settings in ([], ["~callbacks.checkpoint"]):
-        train("ema_decay=0.9", *settings, folder=tmp_path / f"run{len(settings)}")
-        printed.append(capsys.readouterr().out.partition("\nvalidation loss")[0])
-    assert printed[0] == printed[1] != ""
-
-
 @pytest.mark.parametrize(
     ("dtype", "decay", "updates", "rounds"),
     # In bfloat16, steps of 0.001 of the way would round to nothing.
@@ -190,51 +179,35 @@ def test_the_ema_follows_its_formula_and_is_kept_by_a_swap(dtype, decay, updates
         assert (weight.item(), weight.dtype) == (value, dtype)
 
 
-@pytest.mark.parametrize(("precision", "beta"), [("bf16-true", 0.999), ("bf16-true", 0.99), ("32-true", 0.999)])
+@pytest.mark.parametrize(("precision", "beta"), [("bf16-true", 0.999), ("32-true", 0.999)])
 def test_means_that_the_precision_rounds_away_are_a_warning(train, precision, beta, capsys):
     train(f"optimizer.betas=[0.9,{beta}]", f"trainer.precision={precision}", "max_steps=1")
     warned = "warning: a decay rate of 0.999 of the optimizer rounds to 1 in bfloat16" in capsys.readouterr().err
-    assert warned == (precision == "bf16-true" and beta == 0.999)
+    assert warned == (precision == "bf16-true")
 
 
 def test_an_average_of_shards_in_half_precision_is_refused():
     half = ["trainer=fsdp", "trainer.precision=bf16-true", "ema_decay=0.9"]
     with pytest.raises(UserError, match=r"trainer\.precision must be another than bf16-true and 16-true with trainer="):
         check_run(composed(*half))
-    for accepted in ("trainer.precision=bf16-mixed", "ema_decay=null", "trainer=ddp"):
-        check_run(composed(*half, accepted))
+    check_run(composed(*half, "ema_decay=null"))
 
 
 class Poison(Callback):
-    """Makes weights of one process NaN before step 15."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    """Makes weights NaN before step 15."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if (batch_idx, trainer.global_rank) == (14, self.rank):
+        if batch_idx == 14:
             pl_module.model.wte.weight.data.fill_(torch.nan)
-
-
-POISON = ["+callbacks.poison._target_=test_resume.Poison", "+callbacks.poison.rank"]
 
 
 def test_a_nan_loss_stops_the_run_and_leaves_the_last_good_checkpoint(train, tmp_path):
     with pytest.raises(Diverged, match=r"the loss is nan at step 15 \(learning rate 0\.0"):
-        train(POISON[0], f"{POISON[1]}=0")
+        train("+callbacks.poison._target_=test_resume.Poison")
     summary, last = read_summary(tmp_path / "run"), read(tmp_path / "run" / LAST)
     assert (summary["status"], summary["steps"], last["global_step"]) == ("failed", 15, 10)
     assert summary["reason"].startswith("the loss is nan at step 15")
     assert all(weight.isfinite().all() for weight in last["state_dict"].values())
-
-
-@pytest.mark.slow
-def test_a_nan_loss_of_one_process_stops_both(launch):
-    two = [POISON[0], f"{POISON[1]}=1", "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
-    stopped = launch("train.py", *two, env={"PYTHONPATH": os.pathsep.join(sys.path)})
-    assert stopped.returncode == 1
-    (error,) = (line for line in stopped.stderr.splitlines() if line.startswith("error"))
-    assert " at step 15" in error
 
 
 def test_settings_that_leave_the_validated_text_as_it_is_may_change(train, trained, text):
@@ -243,33 +216,25 @@ def test_settings_that_leave_the_validated_text_as_it_is_may_change(train, train
     assert train(*same, *other, "max_steps=4", f"resume={trained(*same)}").summary["steps"] == 4
 
 
-@pytest.mark.parametrize(
-    "change", [{"global_step": None}, {"loops": None}, {"optimizer_states": [{}]}, {"rng": [{"torch": 3}]}]
-)
+@pytest.mark.parametrize("change", [{"loops": None}, {"optimizer_states": [{}]}, {"rng": [{"torch": 3}]}])
 def test_a_checkpoint_without_what_resuming_needs_is_rejected(train, trained, tmp_path, change):
     write(read(trained() / LAST) | change, tmp_path / "damaged.safetensors")
     with pytest.raises(UserError, match=r"damaged\.safetensors does not hold a run of minigpt"):
         train("max_steps=24", f"resume={tmp_path}/damaged.safetensors")
 
 
-@pytest.mark.parametrize("early", [False, True])
-def test_resuming_a_completed_run_does_nothing(train, trained, tmp_path, capsys, early):
-    stopping = ["callbacks=early_stopping", "callbacks.early_stopping.min_delta=9", "eval_every=4", "pause_at=16"]
-    stopping = stopping if early else []  # at the step of its pause
-    folder = shutil.copytree(trained(*stopping), tmp_path / "run")
+def test_resuming_a_completed_run_does_nothing(train, trained, tmp_path, capsys):
+    folder = shutil.copytree(trained(), tmp_path / "run")
     summary = read_summary(folder)
-    assert (summary["status"], summary["stopped_early"], summary["steps"]) == ("completed", early, 16 if early else 20)
     before = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
-    assert train(*stopping, "resume=auto", folder=folder).summary == summary | {"folder": str(folder)}
+    assert train("resume=auto", folder=folder).summary == summary | {"folder": str(folder)}
     assert capsys.readouterr().out.count("\n") == 1
     with pytest.raises(UserError, match=r"resume=.*model\.n_layer"):
-        train(*stopping, "resume=auto", "model.n_layer=1", folder=folder)
+        train("resume=auto", "model.n_layer=1", folder=folder)
     assert {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} == before
 
 
 class Terminate(Callback):
-    """Sends SIGTERM when a hook is called at a given batch."""
-
     def __init__(self, batch: int, hook: str) -> None:
         self.batch = batch
         setattr(self, hook, self.terminate)
@@ -287,12 +252,9 @@ def test_a_terminated_run_resumes_with_the_validation_that_was_due(train, traine
     check_same_end(trained(*ACCUMULATED), train(*ACCUMULATED, "resume=auto").folder)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs the names of open files")
 def test_metrics_and_samples_are_synced_before_their_checkpoint(train, tmp_path, monkeypatch):
-    """After a power failure, the disk has what was synced."""
     folder, fsync = tmp_path / "run", os.fsync
-    synced: dict[str, bytes] = {}
-    checkpoints = 0
+    synced, checkpoints = {}, 0
 
     def watch(descriptor: int) -> None:
         nonlocal checkpoints
