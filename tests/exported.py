@@ -20,8 +20,6 @@ SCALED = {"rope_base": 300.0, "rope_factor": 4.0, "rope_original_block_size": 16
 MODELS: dict[str, dict[str, Any]] = {
     "GPT-2": {"activation": "gelu_tanh"},
     "GPT-2, untied": {"tie_embeddings": False, "n_inner": 42},
-    "GPT-2 without biases": {"bias": False},
-    "one position": {"block_size": 1},
     "an odd number of learned positions": {"block_size": 7, "smear": 1, "ngram": 3, "ngram_buckets": 50},
     "one rotary position": {"block_size": 1, "position": "rope"},
     "no positions": {"position": "none", "activation": "relu"},
@@ -34,7 +32,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3": {**LLAMA, "qk_norm": True, "qk_norm_weights": True, "n_kv_head": 2},
     "NanoChat": {**NANOCHAT, "logit_softcap": 2.0},
     "post-norm": {"norm_position": "post"},
-    "post-norm with rope": {"norm_position": "post", **LLAMA},
     "mup": MUP,
     "shared layers": {"position": "rope", "n_layer": 6, "layer_repeats": 3},
     "n-grams": {"position": "none", "ngram": 5, "ngram_buckets": 1009, "ngram_dim": 6},

@@ -43,18 +43,3 @@ def test_two_ranks_train_as_one(name, small, trained, tmp_path):
 
 def losses(folder: Path) -> list[float]:
     return column(folder, "train_loss") + column(folder, "val_loss")
-
-
-@pytest.mark.slow
-def test_validation_on_ranks_is_that_of_one_whatever_the_last_batch_has(small, trained, tmp_path):
-    every = ["eval_every=1", "max_steps=2"]
-    expected = column(trained(*every), "val_loss")
-    runs = []
-    for strategy in ("ddp", "fsdp"):
-        three = [*small, *every, f"trainer={strategy}", "trainer.accelerator=cpu", "trainer.devices=3"]
-        for size in (3, 4, 5):  # of 125 windows, the last batch has 2, 1, and 5
-            at = f"hydra.run.dir={tmp_path}/{strategy}{size}"
-            runs += [[*three, f"data.eval_batch_size={size}", at, steps] for steps in ("max_steps=1", "resume=auto")]
-    train_on_ranks(runs, ranks=3)
-    for folder in tmp_path.glob("*[345]"):
-        assert column(folder, "val_loss") == pytest.approx(expected, rel=1e-5)

@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_runs import ROOT, one_line, wait_until
+from small_runs import ROOT, wait_until
 
-from minigpt.runs.overrides import complete_overrides
 from minigpt.utils.errors import UserError
 
 
@@ -21,10 +20,6 @@ def test_train_then_sample(launch, call, tmp_path):
     assert "Traceback" not in trained.stderr
     (folder,) = (path for path in (tmp_path / "runs").iterdir() if not path.is_symlink())
     assert (tmp_path / "runs" / "latest").resolve() == folder
-    assert (folder / ".hydra" / "config.yaml").exists()
-    printed = set(re.findall(r"^([a-z ]+?)  ", trained.stdout, re.MULTILINE))
-    assert {"run folder", "best checkpoint", "curves"} <= printed
-
     python, script, *arguments = re.search(r"^sample again +(.*)$", trained.stdout, re.MULTILINE)[1].split()
     assert (tmp_path / python, Path(script)) == (Path(sys.executable), ROOT / "scripts/sample.py")
     assert call("sample.py", *arguments).returncode == 0
@@ -34,13 +29,6 @@ def test_train_then_sample(launch, call, tmp_path):
 
 
 DDP = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
-
-
-@pytest.mark.slow
-def test_a_batch_of_one_sequence_for_two_processes_is_one_line(launch, tmp_path):
-    refused = one_line(launch("train.py", *DDP, "data.batch_size=1", f"hydra.run.dir={tmp_path}/two"))
-    assert refused.startswith("error: data.batch_size must be ≥ 2, the number of processes, got 1")
-    assert not (tmp_path / "two").exists()
 
 
 @pytest.mark.slow
@@ -87,8 +75,6 @@ def test_help_is_written_for_people(call):
     groups = {path.name for path in (ROOT / "configs").iterdir() if path.is_dir()} - {"hydra"}
     for group in groups:
         assert re.search(rf"^ *{group}: .+", shown, re.MULTILINE), group
-    assert shown.count("python scripts/train.py") >= 4
-    assert "powered by Hydra" not in shown
 
 
 def test_a_separator_is_typed_as_in_the_warning_that_proposes_it(call, tmp_path):
@@ -98,9 +84,6 @@ def test_a_separator_is_typed_as_in_the_warning_that_proposes_it(call, tmp_path)
     prepared = call("prepare.py", "data=text", "data.path=my.txt", separator)
     assert "18 documents, 180 bytes" in prepared.stdout
     assert separator not in prepared.stderr
-    assert complete_overrides(["data.separator=null,<|endoftext|>"]) == ["data.separator=null,'<|endoftext|>'"]
-    bad = call("prepare.py", "data=text", "data.path=my.txt", "data.separator=''")
-    assert (bad.returncode, bad.stderr) == (2, "error: data.separator must be a text, or null, got\n")
 
 
 def test_training_finds_prepared_token_files(call, tmp_path):
@@ -116,6 +99,5 @@ def test_training_finds_prepared_token_files(call, tmp_path):
     assert "warning" not in trained.stderr.lower()
     assert folder.stat().st_mtime_ns == made
     (tmp_path / "one.jsonl").write_text('{"body": "a line", "text": "another"}')
-    for field, scored in ([], "a line"), (["--field", "text"], "another"):  # by default that of the run
-        score = call("sample.py", "--score", "one.jsonl", "--json", *field)
-        assert json.loads(score.stdout)["bytes"] == len(scored), score.stderr
+    score = call("sample.py", "--score", "one.jsonl", "--json")  # by default the field of the run
+    assert json.loads(score.stdout)["bytes"] == len("a line"), score.stderr

@@ -13,15 +13,12 @@ from minigpt.interpret.learning import KINDS, learning_curves, token_kinds
 from minigpt.utils.errors import UserError
 
 
-@pytest.mark.parametrize(
-    ("texts", "expected"),
-    [
-        (list("\nROMEO: O it's"), "scccccosfsfiof"),  # "O" alone is a word like others; "it's" is two words
-        (["The", " qu", "ick", "  ", "ROM", "EO", "", "99"], "ffisccoo"),
-    ],
-)
-def test_kinds_of_tokens(texts, expected):
-    assert "".join("fisco"[kind] for kind in token_kinds(texts)) == expected
+def test_kinds_of_tokens():
+    def kinds(texts):
+        return "".join("fisco"[kind] for kind in token_kinds(texts))
+
+    assert kinds("\nROMEO: O it's") == "scccccosfsfiof"  # "O" alone is a word like others; "it's" is two words
+    assert kinds(["The", " qu", "ick", "  ", "ROM", "EO", "", "99"]) == "ffisccoo"
 
 
 def test_losses_and_scores_are_those_of_each_snapshot(trained):
