@@ -89,7 +89,6 @@ def test_each_rank_holds_its_share_of_gpt2(ranks, optimizer, tmp_path):
 
 
 def measure_memory(file: Path, optimizer: str) -> None:
-    """Write by how many bytes the resident memory of a rank grows for its weights and optimizer state."""
     with torch.device("meta"):
         model = GPT(GPT2)
     shard(model)
@@ -97,7 +96,8 @@ def measure_memory(file: Path, optimizer: str) -> None:
     model.to_empty(device="cpu")
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    few, adam = MUON | {"newton_schulz_steps": 1}, {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    adam = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    few = MUON | {"newton_schulz_steps": 1}
     made = muon(model, **few) if optimizer == "muon" else adamw(model, **adam)
     made.step()
     made.zero_grad()
@@ -105,6 +105,5 @@ def measure_memory(file: Path, optimizer: str) -> None:
 
 
 def resident_bytes() -> int:
-    """Resident anonymous memory, after freed memory is returned to the system."""
-    ctypes.CDLL(None).malloc_trim(0)
+    ctypes.CDLL(None).malloc_trim(0)  # return freed memory to the system
     return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024

@@ -58,8 +58,6 @@ def test_the_index_is_built_once_and_again_if_it_does_not_fit(train, tmp_path, m
     for _ in range(2):  # built, and read
         part = build_index(corpus)
         assert (part.text, part.is_whole) == (index.text[:100], False)
-    _, table = originality.comparison(tmp_path / "run" / BEST)("abc")
-    assert table.endswith("\nonly the first 100 MB of the training text were searched")
 
 
 def test_a_run_reports_how_much_it_copies(train, capsys):
