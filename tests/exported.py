@@ -21,7 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "GPT-2": {"activation": "gelu_tanh"},
     "GPT-2, untied": {"tie_embeddings": False, "n_inner": 42},
     "an odd number of learned positions": {"block_size": 7, "smear": 1, "ngram": 3, "ngram_buckets": 50},
-    "one rotary position": {"block_size": 1, "position": "rope"},
+    "one position": {"block_size": 1, "position": "rope"},
     "no positions": {"position": "none", "activation": "relu"},
     "rope, and biases of queries, keys and values": {"position": "rope", "bias": False, "qkv_bias": True},
     "Llama": {**LLAMA, "tie_embeddings": False},

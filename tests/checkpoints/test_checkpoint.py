@@ -95,9 +95,8 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused_when_saved(tmp_path
 
 def test_a_model_without_training_state_is_not_resumed(tmp_path):
     save_checkpoint(make_model(), TOKENIZER, tmp_path / LAST)
-    reason = f"{tmp_path / LAST} holds a model without its run; use a checkpoint of a training run"
-    for resume, message in ((str(tmp_path), reason), ("auto", f"resume=auto: no checkpoint in .* {reason}")):
-        with pytest.raises(UserError, match=f"^{message}$"):
+    for resume in (str(tmp_path), "auto"):
+        with pytest.raises(UserError, match="holds a model without its run; use a checkpoint of a training run"):
             find_resumed(resume, tmp_path, checkpoint())
 
 

@@ -28,7 +28,7 @@ from minigpt.utils.errors import UserError
 
 transformers = pytest.importorskip("transformers")
 MODELS: dict[str, dict[str, Any]] = {  # by a name that begins with that of the class, if it is one of transformers
-    **{name: values for name, values in OTHERS.items() if name != "one rotary position"},
+    **{name: values for name, values in OTHERS.items() if name != "one position"},
     "GPT-2 under mup": MUP,
     "Starcoder2, the default": {"position": "rope", "bias": False, "rope_base": 300.0},
     "MiniGPT with a gated MLP": {"position": "rope", "bias": False, "activation": "swiglu"},
@@ -141,8 +141,6 @@ def test_the_tokenizer_of_an_exported_class_is_that_of_tokenizer_json(tmp_path, 
     exported = in_transformers(model, tmp_path, tokenizer)
     with torch.no_grad():
         assert_close(exported(tokens).logits, model(tokens), rtol=0, atol=1e-4)
-    expected = "Llama" if (family, name) == ("Qwen2", "gpt2") else re.sub("[ ,].*|-", "", family)
-    assert type(exported).__name__.startswith(expected)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
     reference = tokenizers.Tokenizer.from_str(tokenizer.json)
     for text in ["in 1234567 of 2024", "x<|endoftext|>y\n\n  z", "cafe\u0301 12 345", *random_texts(30)]:

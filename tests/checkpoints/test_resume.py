@@ -210,12 +210,6 @@ def test_a_nan_loss_stops_the_run_and_leaves_the_last_good_checkpoint(train, tmp
     assert all(weight.isfinite().all() for weight in last["state_dict"].values())
 
 
-def test_settings_that_leave_the_validated_text_as_it_is_may_change(train, trained, text):
-    same = [f"data.val_path={text}", "max_steps=2"]
-    other = ["data.val_fraction=0.3", "data.split=document", "data.eval_batch_size=5"]  # a validation text of its own
-    assert train(*same, *other, "max_steps=4", f"resume={trained(*same)}").summary["steps"] == 4
-
-
 @pytest.mark.parametrize("change", [{"loops": None}, {"optimizer_states": [{}]}, {"rng": [{"torch": 3}]}])
 def test_a_checkpoint_without_what_resuming_needs_is_rejected(train, trained, tmp_path, change):
     write(read(trained() / LAST) | change, tmp_path / "damaged.safetensors")

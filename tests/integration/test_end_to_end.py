@@ -72,8 +72,7 @@ def test_a_traceback_is_shown_on_request(call, monkeypatch):
 
 def test_help_is_written_for_people(call):
     shown = call("train.py", "--help", small=False).stdout
-    groups = {path.name for path in (ROOT / "configs").iterdir() if path.is_dir()} - {"hydra"}
-    for group in groups:
+    for group in {path.name for path in (ROOT / "configs").iterdir() if path.is_dir()} - {"hydra"}:
         assert re.search(rf"^ *{group}: .+", shown, re.MULTILINE), group
 
 

@@ -27,12 +27,6 @@ def output(*command: object, cwd: Path = ROOT, env: dict[str, str] | None = None
     return done.stdout
 
 
-def environment(*path: Path) -> dict[str, str]:
-    """The variables of a shell with these folders on PATH."""
-    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MINIGPT_DATA_DIR")}
-    return env | {"PATH": os.pathsep.join([*map(str, path), env["PATH"]]), "PYTHONDONTWRITEBYTECODE": "1"}
-
-
 @pytest.fixture
 def built(once: Callable[..., Path]) -> Path:
     """A folder with the wheel, and a virtual environment with it, which no run changes.
@@ -66,8 +60,11 @@ def test_a_wheel_holds_every_module_config_and_script(built):
 
 
 def test_the_command_trains_samples_sweeps_and_exports(built, tmp_path):
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MINIGPT_DATA_DIR")}
+    env |= {"PATH": f"{built}/venv/bin{os.pathsep}{env['PATH']}", "PYTHONDONTWRITEBYTECODE": "1"}
+
     def shell(line: str, *arguments: str) -> Any:
-        return output(*shlex.split(line), *arguments, cwd=tmp_path, env=environment(built / "venv/bin"))
+        return output(*shlex.split(line), *arguments, cwd=tmp_path, env=env)
 
     (tmp_path / "my.txt").write_text(f"{string.printable}\n" * 200)  # contains the characters of all prompts
     train, sample = map(shlex.join, commands("minigpt"))
@@ -84,12 +81,3 @@ def test_the_command_trains_samples_sweeps_and_exports(built, tmp_path):
     shell("minigpt train -m model.n_embd=8,16 model.n_head=2 hydra/launcher=basic", *SHORT, "data.path=my.txt")
     assert shell("minigpt sweep-report").count("completed") == 2
     assert (tmp_path / "runs/sweeps/latest/sweep.png").exists()
-
-
-def test_a_printed_command_runs_without_minigpt_on_path(built, tmp_path):
-    """As `resume with` of a run does, which test_end_to_end.py runs in the clone."""
-    python = built / "venv/bin/python"
-    program = "from minigpt.runs.run_dir import command; print(command('train', '--help', 'a b'))"
-    words = shlex.split(output(python, "-c", program, cwd=tmp_path, env=environment()))
-    assert words == [str(python), "-m", "minigpt", "train", "--help", "a b"]
-    assert "usage: minigpt train [" in output(*words[:-1], cwd=tmp_path, env=environment())
