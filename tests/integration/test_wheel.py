@@ -29,10 +29,7 @@ def output(*command: object, cwd: Path = ROOT, env: dict[str, str] | None = None
 
 @pytest.fixture
 def built(once: Callable[..., Path]) -> Path:
-    """A folder with the wheel, and a virtual environment with it, which no run changes.
-
-    Its dependencies are those of this environment.
-    """
+    """A folder with the wheel, and a virtual environment with it and the dependencies of this one."""
 
     def build(folder: Path) -> None:
         source, venv = folder / "source", folder / "venv"  # a copy of the clone, in which builds leave their files
