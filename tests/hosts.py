@@ -47,7 +47,6 @@ class Hosts:
         )
 
     def kill(self, host: int) -> None:
-        """Kill the processes of a host."""
         _kill(self._namespaces[host])
 
     def set_link(self, host: int, state: str) -> None:
@@ -77,7 +76,6 @@ class Hosts:
 
 @contextmanager
 def start_hosts(n: int, folder: Path) -> Iterator[Hosts]:
-    """Start `n` hosts; kill their processes and remove them at the end."""
     hosts = Hosts(n, folder)
     try:
         hosts._start()

@@ -13,27 +13,26 @@ from typing import Any
 import pytest
 import torch
 from models import make_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear as OtherLinear
 from torch.nn.utils import prune
 from torch.testing import assert_close
 from torch.utils._pytree import tree_flatten
 
 from minigpt import GPT
-from minigpt.checkpoints import format
 from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint
 from minigpt.checkpoints.format import FORMAT, read, write
 from minigpt.checkpoints.load import contents, load_checkpoint, save_checkpoint
 from minigpt.checkpoints.resume import find_resumed
 from minigpt.data.tokenizer import ByteTokenizer, CharTokenizer
 from minigpt.utils.errors import UserError
-from minigpt.utils.signals import Interrupted
 
 TOKENIZER = CharTokenizer("\n abcdeé€😀")
 SETTINGS = {
     "Llama": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "n_kv_head": 1},
     "post-norm": {"norm_position": "post", "qk_norm": True, "dropout": 0.3, "head_dim": 6, "n_inner": 20},
-    **{"tied": {"tie_embeddings": False}, "in bfloat16 before": {"position": "rope"}},
+    "tied": {"tie_embeddings": False},
 }
 SAVED: dict[str, Callable[[GPT], Any]] = {
     **dict.fromkeys(("GPT-2", "Llama", "post-norm"), lambda m: m),
@@ -45,12 +44,11 @@ SAVED: dict[str, Callable[[GPT], Any]] = {
     "tied": lambda m: setattr(m.lm_head, "weight", m.wte.weight),
     "with a hook": lambda m: m.blocks[0].register_forward_hook(lambda module, args, x: None),
     "in float64": lambda m: m.double(),
-    "in bfloat16 before": lambda m: m.bfloat16().float(),
 }
 
 
 @pytest.mark.parametrize("how", SAVED)
-def test_a_model_and_its_tokenizer_are_restored_exactly(tmp_path: Path, how: str, capsys: Any):
+def test_a_model_and_its_tokenizer_are_restored_exactly(tmp_path, how, capsys):
     model: Any = make_model(**SETTINGS.get(how, {}))
     changed = SAVED[how](model)
     saved = changed if isinstance(changed, nn.Module) else model
@@ -61,28 +59,17 @@ def test_a_model_and_its_tokenizer_are_restored_exactly(tmp_path: Path, how: str
     assert tokenizer.decode(tokenizer.encode("a 😀\n€")) == "a 😀\n€"
     tokens = torch.randint(23, (2, 8))
     assert not loaded.training
-    rounded = {"rtol": 0, "atol": 0.01} if "bfloat16" in how else {}  # its table of rotary positions
-    assert_close(loaded(tokens), model(tokens).float(), **rounded)
+    assert_close(loaded(tokens), model(tokens).float())
     assert_close([*loaded.parameters()], [x.float() for x in model.parameters()], rtol=0, atol=0)
     tied = model.lm_head.weight is model.wte.weight
     assert (loaded.lm_head.weight is loaded.wte.weight) == loaded.config.tie_embeddings == tied
     assert loaded.config.to_dict() == model.config.to_dict() | {"tie_embeddings": tied}
-    # Other tools read the weights by the same names; tied weights are stored once.
-    tensors = load_file(tmp_path / "new" / "a.safetensors")
-    assert sum(weight.numel() for weight in tensors.values()) == sum(weight.numel() for weight in model.parameters())
-    weights = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-    missing, unexpected = GPT(loaded.config).load_state_dict(weights, strict=False)
-    assert (missing, unexpected) == (["lm_head.weight"] * tied, [])
-
-
-class Doubled(nn.Linear):
-    """As LoRA, but with the names and shapes of a linear layer."""
+    stored = load_file(tmp_path / "new" / "a.safetensors")  # tied weights once
+    assert sum(weight.numel() for weight in stored.values()) == sum(weight.numel() for weight in model.parameters())
 
 
 NOT_SAVED: dict[str, Callable[[GPT], Any]] = {
-    "blocks.0.mlp.up is of class test_checkpoint.Doubled, not Linear": lambda m: m.set_submodule(
-        "blocks.0.mlp.up", Doubled(16, 64)
-    ),
+    "blocks.0.mlp.up is of class torch.": lambda m: setattr(m.blocks[0].mlp, "up", OtherLinear(16, 64)),
     "blocks.0.mlp.up.weight is missing": lambda m: prune.l1_unstructured(m.blocks[0].mlp.up, "weight", 0.5),
     "adapter is new": lambda m: m.add_module("adapter", nn.Linear(2, 2)),
     "wpe.weight is changed in kind, shape": lambda m: setattr(m.wpe, "weight", nn.Parameter(torch.zeros(9, 16))),
@@ -91,7 +78,7 @@ NOT_SAVED: dict[str, Callable[[GPT], Any]] = {
 
 
 @pytest.mark.parametrize("message", NOT_SAVED)
-def test_a_model_that_weights_and_config_do_not_describe_is_not_saved(tmp_path: Path, message: str):
+def test_a_model_that_weights_and_config_do_not_describe_is_not_saved(tmp_path, message):
     model = make_model(layer_repeats=2)
     NOT_SAVED[message](model)
     message = f"^weights and a config cannot describe this model: model.{re.escape(message)}"
@@ -100,25 +87,22 @@ def test_a_model_that_weights_and_config_do_not_describe_is_not_saved(tmp_path: 
     assert not any(tmp_path.iterdir())
 
 
-def test_a_tokenizer_with_more_ids_than_the_model_is_refused_when_saved(tmp_path: Path):
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused_when_saved(tmp_path):
     with pytest.raises(UserError, match=r"vocab_size must be at least the tokenizer's 256, got 23"):
         save_checkpoint(make_model(), ByteTokenizer(), tmp_path / "mine.safetensors")
     assert not any(tmp_path.iterdir())
 
 
-def test_a_model_without_training_state_is_not_resumed(tmp_path: Path):
+def test_a_model_without_training_state_is_not_resumed(tmp_path):
     save_checkpoint(make_model(), TOKENIZER, tmp_path / LAST)
-    reason = f"{tmp_path / LAST} holds a model without its run; use a checkpoint of a training run"
-    for resume, message in ((str(tmp_path), reason), ("auto", f"resume=auto: no checkpoint in .* {reason}")):
-        with pytest.raises(UserError, match=f"^{message}$"):
+    for resume in (str(tmp_path), "auto"):
+        with pytest.raises(UserError, match="holds a model without its run; use a checkpoint of a training run"):
             find_resumed(resume, tmp_path, checkpoint())
 
 
 DTYPES = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool"
-SHARED = torch.rand(2, 3)
 VALUES: dict[str, Any] = {
     "tensors": [torch.empty(0, 4), torch.rand(3, 5).t(), torch.rand(1).expand(4), torch.tensor(2.5)],
-    "shared memory": [SHARED, {"again": SHARED.view(2, 3)}],
     "dtypes": [torch.ones(3).to(getattr(torch, name)) for name in DTYPES.split()],
     "integer keys": {0: {"exp_avg": torch.rand(2)}, 7: {}, "x": 1, -3: [4]},
     "tuples": [(0.9, 0.95), ((1,), []), ()],
@@ -128,7 +112,7 @@ VALUES: dict[str, Any] = {
 }
 
 
-def test_every_kind_of_value_is_restored_with_its_type(tmp_path: Path):
+def test_every_kind_of_value_is_restored_with_its_type(tmp_path):
     write(checkpoint() | {"x": VALUES}, tmp_path / "a.safetensors")
     assert_same(read(tmp_path / "a.safetensors")["x"], VALUES)
 
@@ -145,13 +129,13 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [Path("runs"), {(1, 2): 3}, [[{"a": print}]]], ids=repr)
-def test_values_that_are_not_plain_data_are_refused_when_written(tmp_path: Path, value: Any):
+def test_values_that_are_not_plain_data_are_refused_when_written(tmp_path, value):
     with pytest.raises(UserError, match=r"tensors and plain data only; callbacks\.x.* is of type"):
         write(checkpoint() | {"callbacks": {"x": value}}, tmp_path / "a.safetensors")
     assert not any(tmp_path.iterdir())
 
 
-def test_a_file_of_another_format_is_rejected_with_both_numbers(tmp_path: Path):
+def test_a_file_of_another_format_is_rejected_with_both_numbers(tmp_path):
     content = checkpoint()
     content["minigpt"]["format"] = FORMAT + 1
     write(content, tmp_path / "a.safetensors")
@@ -159,7 +143,7 @@ def test_a_file_of_another_format_is_rejected_with_both_numbers(tmp_path: Path):
         load_checkpoint(tmp_path / "a.safetensors")
 
 
-def test_a_path_or_a_run_folder_or_nothing_refers_to_a_checkpoint(tmp_path: Path, monkeypatch: Any):
+def test_a_path_or_a_run_folder_or_nothing_refers_to_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="train"):
         find_checkpoint(None)
@@ -172,12 +156,11 @@ def test_a_path_or_a_run_folder_or_nothing_refers_to_a_checkpoint(tmp_path: Path
     assert find_checkpoint(runs / "m" / LAST) == find_checkpoint(runs / "m", last=True) == runs / "m" / LAST
     (runs / "m" / BEST).unlink()
     assert find_checkpoint(str(runs / "m")) == runs / "m" / LAST
-    for path, message in ((runs / "absent", "absent does not exist"), (runs, "holds no")):
-        with pytest.raises(UserError, match=message):
-            find_checkpoint(path)
+    with pytest.raises(UserError, match="holds no"):
+        find_checkpoint(runs)
 
 
-def test_a_flipped_bit_is_detected_wherever_it_matters(tmp_path: Path):
+def test_a_flipped_bit_is_detected_wherever_it_matters(tmp_path):
     path = tmp_path / "a.safetensors"
     write(checkpoint(), path)
     good, expected = path.read_bytes(), read(path)
@@ -193,7 +176,7 @@ def test_a_flipped_bit_is_detected_wherever_it_matters(tmp_path: Path):
                 read(path)
 
 
-def test_auto_resumes_from_the_newest_undamaged_checkpoint(tmp_path: Path, capsys: Any):
+def test_auto_resumes_from_the_newest_undamaged_checkpoint(tmp_path, capsys):
     run = checkpoint()
     run["minigpt"]["config"] |= {"data": {}, "schedule": {}, "trainer": {}, "max_steps": 40}
     find = partial(find_resumed, "auto", tmp_path, run)
@@ -203,18 +186,12 @@ def test_auto_resumes_from_the_newest_undamaged_checkpoint(tmp_path: Path, capsy
     for step in (10, 20, 30):
         write(run | {"minigpt": older, "global_step": step}, tmp_path / LAST)
     write(run | {"global_step": 10}, tmp_path / BEST)
-    files = {file.name for file in (tmp_path / LAST).parent.iterdir()}
-    assert files == {"best.safetensors", "last.safetensors", "previous.safetensors"}
-    (tmp_path / "touched").touch()
-    assert (tmp_path / LAST).stat().st_mode == (tmp_path / "touched").stat().st_mode  # as the umask allows
     assert find() == (tmp_path / LAST, 30, {}, False)
     assert capsys.readouterr().err == ""
-    last = (tmp_path / LAST).read_bytes()
-    for harm in (last[:-9], last[:-9] + b"x" + last[-8:]):
-        (tmp_path / LAST).write_bytes(harm)
-        assert find() == (tmp_path / PREVIOUS, 20, {}, False)
-        warning = f"warning: {tmp_path / LAST} is not a complete .*; resuming from {tmp_path / PREVIOUS}\n"
-        assert re.fullmatch(warning, capsys.readouterr().err)
+    (tmp_path / LAST).write_bytes((tmp_path / LAST).read_bytes()[:-9])
+    assert find() == (tmp_path / PREVIOUS, 20, {}, False)
+    warning = f"warning: {tmp_path / LAST} is not a complete .*; resuming from {tmp_path / PREVIOUS}\n"
+    assert re.fullmatch(warning, capsys.readouterr().err)
     (tmp_path / PREVIOUS).write_bytes(b"")
     assert find() == (tmp_path / BEST, 10, {}, False)
     (tmp_path / BEST).write_bytes(b"")
@@ -222,7 +199,7 @@ def test_auto_resumes_from_the_newest_undamaged_checkpoint(tmp_path: Path, capsy
         find()
 
 
-def test_an_interrupt_or_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: Any):
+def test_a_full_disk_leaves_the_old_file(tmp_path):
     path = tmp_path / "a.safetensors"
     write(checkpoint(), path)
     before, larger = path.read_bytes(), checkpoint() | {"big": torch.rand(100_000)}
@@ -233,20 +210,11 @@ def test_an_interrupt_or_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeyp
             write(larger, path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-    def interrupt(tensors: Any, file: Path, metadata: Any) -> None:
-        save_file(tensors, file, metadata)
-        raise Interrupted(2)
-
-    monkeypatch.setattr(format, "save_file", interrupt)
-    with pytest.raises(Interrupted):
-        write(larger, path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 
 
 def checkpoint() -> dict[str, Any]:
-    """Return what Lightning would write: the weights of the module, and what a run adds."""
     model = make_model()
     run = {"seed": 7, "optimizer": {"lr": 1e-3, "betas": [0.9, 0.99]}, "data": None}
     weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}

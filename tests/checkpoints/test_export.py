@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import tokenizers
 import torch
 from corpora import random_texts
-from exported import CHARACTERS, LLAMA, MUP, NANOCHAT, SCALED, random_model
+from exported import CHARACTERS, LLAMA, MUP, random_model
 from exported import MODELS as OTHERS
 from safetensors.torch import load_file
 from torch.testing import assert_close
@@ -28,29 +27,22 @@ from minigpt.runs.run_dir import read_summary
 from minigpt.utils.errors import UserError
 
 transformers = pytest.importorskip("transformers")
-Run = Callable[..., Any]
-WITHOUT_TEXT = ("one position", "one rotary position")
 MODELS: dict[str, dict[str, Any]] = {  # by a name that begins with that of the class, if it is one of transformers
-    **{name: values for name, values in OTHERS.items() if name not in WITHOUT_TEXT},
+    **{name: values for name, values in OTHERS.items() if name != "one position"},
     "GPT-2 under mup": MUP,
     "Starcoder2, the default": {"position": "rope", "bias": False, "rope_base": 300.0},
     "MiniGPT with a gated MLP": {"position": "rope", "bias": False, "activation": "swiglu"},
     "MiniGPT with heads that do not divide the width": {**LLAMA, "n_embd": 36, "n_head": 8, "head_dim": 6},
     "Llama with biases": {**LLAMA, "bias": True},
-    "Llama under mup": {**LLAMA, **SCALED, **MUP},
     "Llama with normalized embeddings": {**LLAMA, "embed_norm": True},
     "Qwen2": {**LLAMA, "qkv_bias": True, "n_kv_head": 2},
     "Qwen3 without weights of QK-norm": {**LLAMA, "qk_norm": True},
-    "Qwen3 under mup": {**LLAMA, **MUP, "qk_norm": True},
     "Arcee": {**LLAMA, "activation": "relu2"},
-    "Arcee, untied": {**NANOCHAT, "qk_norm": False, "tie_embeddings": False},
-    "MiniGPT, NanoChat under mup": {**NANOCHAT, **MUP},
 }
 CLASSES = [family.architecture for family in FAMILIES.values()] + ["MiniGPTForCausalLM"]
 
 
 def in_transformers(model: GPT, folder: Path, tokenizer: Tokenizer = CHARACTERS) -> Any:
-    """Export a model to `folder/model`, and load it with transformers."""
     save_checkpoint(model, tokenizer, folder / "model.safetensors")
     architecture = export_folder(find_pretrained(str(folder / "model.safetensors")), folder / "model")
     own = architecture == "MiniGPTForCausalLM"
@@ -60,7 +52,7 @@ def in_transformers(model: GPT, folder: Path, tokenizer: Tokenizer = CHARACTERS)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_exported_model_gives_the_same_logits_loss_and_greedy_text(name: str, tmp_path: Path):
+def test_an_exported_model_gives_the_same_logits_loss_and_greedy_text(name, tmp_path):
     ours = random_model(**MODELS[name])
     theirs = in_transformers(ours, tmp_path).train()  # there is no dropout
     architecture, first = type(theirs).__name__, re.sub("[ ,].*|-", "", name)
@@ -93,7 +85,7 @@ def test_a_model_that_its_user_changed_is_refused_unless_its_head_was_untied():
         export_model(ours)
 
 
-def test_a_model_of_its_own_class_ignores_padding_and_supports_an_argument_or_refuses_it(tmp_path: Path):
+def test_a_model_of_its_own_class_ignores_padding_and_supports_an_argument_or_refuses_it(tmp_path):
     ours = random_model(smear=1, block_size=16)
     theirs = in_transformers(ours, tmp_path)
     tokens = torch.randint(0, 101, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -105,15 +97,10 @@ def test_a_model_of_its_own_class_ignores_padding_and_supports_an_argument_or_re
     with torch.no_grad():
         assert_close(whole.logits[:1, 4:], ours(tokens[:1, 4:]), rtol=0, atol=1e-4)
         assert_close(right.logits[:1, :5], ours(tokens[:1, :5]), rtol=0, atol=1e-4)
-    for options in (
-        {"position_ids": positions},
-        {"use_cache": True, "return_dict": True, "output_attentions": False, "past_key_values": None},
-        {"num_items_in_batch": 16, "logits_to_keep": 3},
-        {"logits_to_keep": torch.tensor([6, 7, 8])},
-    ):
-        found = theirs(tokens, attention_mask=mask, labels=tokens, **options)
-        assert torch.equal(found.logits, whole.logits[:, -3:] if "logits_to_keep" in options else whole.logits)
-        assert_close(found.loss, whole.loss)  # of 16 labels
+    options = {"position_ids": positions, "use_cache": True, "num_items_in_batch": 16, "logits_to_keep": 3}
+    found = theirs(tokens, attention_mask=mask, labels=tokens, **options)
+    assert torch.equal(found.logits, whole.logits[:, -3:])
+    assert_close(found.loss, whole.loss)  # of 16 labels
     holes = mask.clone()
     holes[1, 4] = 0
     for refused, message in (
@@ -121,23 +108,15 @@ def test_a_model_of_its_own_class_ignores_padding_and_supports_an_argument_or_re
         ({"attention_mask": holes}, "attention_mask must have zeros on the left and on the right only"),
         ({"attention_mask": mask[:, 1:]}, r"attention_mask must be \(2, 9\), got \(2, 8\)"),
         ({"output_hidden_states": True}, "MiniGPTForCausalLM does not support output_hidden_states"),
-        ({"return_dict": False}, "MiniGPTForCausalLM does not support return_dict=False"),
-        ({"token_type_ids": tokens, "past_key_values": object()}, "does not support past_key_values, token_type_ids"),
     ):
         with pytest.raises(ValueError, match=message):
             theirs(tokens, **{"attention_mask": mask, **refused})
     greedy = {"max_new_tokens": 12, "do_sample": False}  # beyond the 16 tokens of a block
     alone = theirs.generate(tokens[:1, 4:], **greedy)
-    for options in ({}, {"use_cache": False}, {"position_ids": positions}):
-        assert torch.equal(theirs.generate(tokens, attention_mask=mask, **greedy, **options)[:1, 4:], alone)
-    with pytest.raises(ValueError, match="position_ids must count"):
-        theirs.generate(tokens, attention_mask=mask, **greedy, position_ids=mask.cumsum(1))
-    theirs.config.output_attentions = True
-    with pytest.raises(ValueError, match="not support output_attentions"):
-        theirs(tokens)
+    assert torch.equal(theirs.generate(tokens, attention_mask=mask, **greedy)[:1, 4:], alone)
 
 
-def tokenizer_content(name: str = "qwen2") -> str:
+def tokenizer_content(name: str) -> str:
     """Return a tokenizer.json of the steps of Qwen2, or with digits in threes as Llama 3."""
     tokenizer = transformers.Qwen2Tokenizer()._tokenizer
     tokenizer.add_special_tokens(["<|endoftext|>"])
@@ -155,15 +134,13 @@ FAMILY_MODELS = ["GPT-2", "Llama", "Qwen2", "Qwen3", "Arcee", "NanoChat", "Starc
 
 @pytest.mark.parametrize("family", FAMILY_MODELS)
 @pytest.mark.parametrize("name", ["gpt2", "qwen2"])
-def test_the_tokenizer_of_an_exported_class_is_that_of_tokenizer_json(tmp_path: Path, name: str, family: str):
+def test_the_tokenizer_of_an_exported_class_is_that_of_tokenizer_json(tmp_path, name, family):
     """transformers takes the steps of Qwen2's tokenizer for every model of type qwen2."""
     tokenizer = HuggingFaceTokenizer(tokenizer_content(name), 0)
     model, tokens = random_model(**MODELS[family], vocab_size=tokenizer.vocab_size), torch.arange(20)[None]
     exported = in_transformers(model, tmp_path, tokenizer)
     with torch.no_grad():
         assert_close(exported(tokens).logits, model(tokens), rtol=0, atol=1e-4)
-    expected = "Llama" if (family, name) == ("Qwen2", "gpt2") else re.sub("[ ,].*|-", "", family)
-    assert type(exported).__name__.startswith(expected)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
     reference = tokenizers.Tokenizer.from_str(tokenizer.json)
     for text in ["in 1234567 of 2024", "x<|endoftext|>y\n\n  z", "cafe\u0301 12 345", *random_texts(30)]:
@@ -171,14 +148,7 @@ def test_the_tokenizer_of_an_exported_class_is_that_of_tokenizer_json(tmp_path: 
         assert theirs(text)["input_ids"] == reference.encode(text).ids
 
 
-def test_an_end_token_that_the_tokenizer_does_not_mark_special_is_exported(tmp_path: Path):
-    content = json.dumps(json.loads(tokenizer_content()) | {"added_tokens": []})
-    theirs = in_transformers(random_model(vocab_size=401), tmp_path, HuggingFaceTokenizer(content, 0))
-    assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == 0
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "model").eos_token_id == 0
-
-
-def test_the_modeling_file_needs_no_minigpt(monkeypatch: Any):
+def test_the_modeling_file_needs_no_minigpt(monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "minigpt"]:
         monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
     monkeypatch.setitem(sys.modules, "modeling", module := ModuleType("modeling"))
@@ -186,13 +156,11 @@ def test_the_modeling_file_needs_no_minigpt(monkeypatch: Any):
     assert issubclass(module.MiniGPTForCausalLM, transformers.PreTrainedModel)
 
 
-@pytest.mark.parametrize("settings", [[], ["tokenizer=bpe", "tokenizer.vocab_size=300"]], ids=["char", "bpe"])
-def test_an_exported_run_works_in_transformers(trained: Run, call: Run, tmp_path: Path, settings: Any):
-    run, folder, weights = trained(*settings), tmp_path / "exports" / "tiny", tmp_path / "weights.safetensors"
+def test_an_exported_run_works_in_transformers(trained, call, tmp_path):
+    run = trained("tokenizer=bpe", "tokenizer.vocab_size=300")
+    folder, weights = tmp_path / "exports" / "tiny", tmp_path / "weights.safetensors"
     exported = call("export.py", str(run), "--to", "huggingface", "--out", str(folder))
     assert exported.stdout.splitlines()[-1] == f"to upload it: hf upload tiny {folder}", exported.stderr
-    names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    assert {file.name for file in folder.iterdir()} == names | {"README.md"}
     model, encoding = load_checkpoint(run)
     text = "7: the quick brown fox\n"
     assert transformers.AutoTokenizer.from_pretrained(folder)(text).input_ids == encoding.encode(text).tolist()
@@ -200,10 +168,7 @@ def test_an_exported_run_works_in_transformers(trained: Run, call: Run, tmp_path
     (answer,) = pipeline("the quick", max_new_tokens=7, do_sample=False)
     (sample,) = generate(model, encoding.encode("the quick"), max_new_tokens=7, temperature=0)
     assert answer["generated_text"] == "the quick" + encoding.decode(sample.tokens)
-    assert len(pipeline("the quick")[0]["generated_text"]) > len("the quick")
-    card = (folder / "README.md").read_text()
-    figures = (f"best_val_loss: {read_summary(run)['best_val_loss']}", "commit: ", "n_embd: 32")
-    assert all(figure in card for figure in figures)
+    assert f"best_val_loss: {read_summary(run)['best_val_loss']}" in (folder / "README.md").read_text()
 
     assert call("export.py", str(run), "--to", "safetensors", "--out", str(weights)).returncode == 0
     alone, its_tokenizer = load_checkpoint(weights)
@@ -212,7 +177,7 @@ def test_an_exported_run_works_in_transformers(trained: Run, call: Run, tmp_path
     assert weights.stat().st_size < (run / BEST).stat().st_size / 2
 
 
-def test_a_folder_of_hugging_face_is_exported_with_its_weights(call: Run, gpt2_folder: Path, tmp_path: Path):
+def test_a_folder_of_hugging_face_is_exported_with_its_weights(call, gpt2_folder, tmp_path):
     assert call("export.py", str(gpt2_folder), "--to", "huggingface", "--out", "copy").returncode == 0
     weights = [load_file(folder / "model.safetensors") for folder in (gpt2_folder, tmp_path / "copy")]
     assert_close(*weights, rtol=0, atol=0)

@@ -41,7 +41,6 @@ MODELS: dict[str, dict[str, Any]] = {  # by a name that begins with that of thei
 
 
 def random_model(name: str) -> Any:
-    """Return one of `MODELS` with random weights."""
     torch.manual_seed(0)
     family = name.partition(" ")[0]
     kind = getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")
@@ -52,12 +51,11 @@ def random_model(name: str) -> Any:
 
 @torch.no_grad()
 def check_logits(folder: Path, theirs: Any) -> None:
-    """Check that the model of a folder is this one of transformers."""
     assert_close(load_folder(folder)(TOKENS), theirs(TOKENS).logits, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_of_transformers_gives_the_same_logits_loss_and_greedy_text(name: str, tmp_path: Path):
+def test_a_model_of_transformers_gives_the_same_logits_loss_and_greedy_text(name, tmp_path):
     theirs = random_model(name)
     theirs.save_pretrained(tmp_path)
     ours = load_folder(tmp_path)
@@ -71,27 +69,20 @@ def test_a_model_of_transformers_gives_the_same_logits_loss_and_greedy_text(name
     assert sample.tokens == text[0, 8:].tolist()
 
 
-def test_the_shards_are_those_that_the_index_names_unless_there_is_a_single_file(tmp_path: Path):
+def test_the_shards_are_those_that_the_index_names_unless_there_is_a_single_file(tmp_path):
     other = random_model("Llama with one key-value head")
     other.save_pretrained(tmp_path, max_shard_size="10kB")
-    stale = list(tmp_path.glob("model-*.safetensors"))
     random_model("Llama").bfloat16().save_pretrained(tmp_path / "new", max_shard_size="20kB")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype=torch.float32)
     for file in (tmp_path / "new").iterdir():
         file.replace(tmp_path / file.name)
     check_logits(tmp_path, theirs)
-    assert {weight.dtype for weight in load_folder(tmp_path).parameters()} == {torch.float32}
     index = tmp_path / "model.safetensors.index.json"
     content = index.read_text()
-    lost = content.replace("-00001", "-00099")
-    for damaged, message in (("[]", "index.json is damaged: "), (lost, "the weight model.")):
-        index.write_text(damaged)
-        check_refused(tmp_path, message)
+    index.write_text(content.replace("-00001", "-00099"))
+    check_refused(tmp_path, "the weight model.")
     index.unlink()
     check_refused(tmp_path, "index.json is missing, and the shards in ", " are of several models")
-    for file in stale:
-        file.unlink()
-    check_logits(tmp_path, theirs)
     index.write_text(content)  # which transformers leaves behind when it saves one file over shards
     other.save_pretrained(tmp_path)
     check_logits(tmp_path, other)
@@ -100,23 +91,18 @@ def test_the_shards_are_those_that_the_index_names_unless_there_is_a_single_file
     check_refused(tmp_path, "model.safetensors is missing; weights must be safetensors, because a .bin file can")
 
 
-def test_a_model_saved_without_its_head_is_read(tmp_path: Path):
-    """The weights of gpt2 on the Hub have names without `transformer.`, and no head."""
-    theirs = random_model("GPT2")
+def test_a_model_saved_without_its_head_is_read(tmp_path):
+    theirs = random_model("GPT2")  # on the Hub, its weights have names without `transformer.`, and no head
     theirs.transformer.save_pretrained(tmp_path)
     check_logits(tmp_path, theirs)
 
 
 @pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
-def test_settings_are_read_by_each_name_that_a_version_of_transformers_writes(place: str):
+def test_settings_are_read_by_each_name_that_a_version_of_transformers_writes(place):
     values = {"model_type": "llama", **SMALL, "rope_theta": 500.0, "original_max_position_embeddings": 32}
     for everywhere in ({}, {"rope_parameters": LLAMA3, "rope_scaling": NESTED}):
         config = config_to_ours(values | {place: NESTED} | everywhere)
         assert (config.rope_base, config.rope_scaling) == (500, (4.0, 1.0, 4.0, 32))
-    names = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "max_position_embeddings": 40}
-    ours, theirs = config_to_ours({"model_type": "gpt2", "vocab_size": 9, **names}), transformers.GPT2Config(**names)
-    assert (ours.n_embd, ours.n_layer, ours.n_head) == (theirs.n_embd, theirs.n_layer, theirs.n_head) == (64, 3, 2)
-    assert ours.block_size == theirs.n_positions == 40
 
 
 @pytest.mark.parametrize(
@@ -127,27 +113,19 @@ def test_settings_are_read_by_each_name_that_a_version_of_transformers_writes(pl
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type must be one of default, llama3, got linear"),
         ({"attention_bias": True}, "attention_bias must be False, got True"),
         ({"hidden_act": "gelu"}, "hidden_act must be one of silu, swish, got gelu"),
-        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window must be False, got True"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types must be {'full_attention'}, got {"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "factor"),
-        ({"rope_parameters": {"full_attention": ROPE}}, "rope_parameters must have no full_attention, got {"),
         ({"rope_parameters": {**NESTED, "partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1, got 0.5"),
-        ({"head_dim": 7}, "model.head_dim must be even with model.position=rope, got 7"),
         ({"num_hidden_layers": 1}, "unexpected weights: model.layers.1."),
         ({"num_hidden_layers": 10**12}, "its model has 1,000,000,000,000 layers"),
         ({"tie_word_embeddings": True}, "lm_head.weight differs from the embeddings; set tie_word_embeddings to false"),
-        # Two values of one setting.
         ({"rope_theta": 1.0, "rope_parameters": ROPE}, "rope_theta must have one value, got 1.0 and 777.0"),
-        ({"original_max_position_embeddings": 64, "rope_scaling": NESTED}, "must have one value, got 64 and 32"),
-        ({"rope_scaling": {"type": "linear", "rope_type": "default"}}, "rope_type must have one value, got linear and"),
-        ({"model_type": "gpt2", **GPT2, "hidden_size": 64}, "n_embd must have one value, got 32 and 64"),
     ],
 )
-def test_a_value_that_the_weights_or_another_contradict_is_named(tmp_path: Path, values: Any, message: str):
+def test_a_value_that_the_weights_or_another_contradict_is_named(tmp_path, values, message):
     random_model("Llama").save_pretrained(tmp_path)
     file = tmp_path / "config.json"
-    config = {} if values.get("model_type") == "gpt2" else json.loads(file.read_text()) | {"rope_parameters": None}
-    file.write_text(json.dumps({**config, **values}))
+    file.write_text(json.dumps({**json.loads(file.read_text()), "rope_parameters": None, **values}))
     check_refused(tmp_path, "cannot be loaded: ", message)
 
 

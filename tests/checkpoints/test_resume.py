@@ -4,8 +4,6 @@ import os
 import re
 import shutil
 import signal
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +23,6 @@ from minigpt.runs.run_dir import read_summary
 from minigpt.utils.errors import Diverged, UserError
 from minigpt.utils.signals import Interrupted
 
-Run = Callable[..., Any]
-
 # What may differ: times, paths, and progress that Lightning counts for its loggers.
 IGNORED = re.compile(r"'((wall_|logged_)?seconds|config|provenance|epoch_loop\.(val_loop\.batch_progress|state_dict))'")
 SAMPLES = "callbacks.samples.max_new_tokens=20"
@@ -37,7 +33,6 @@ OFTEN = ["eval_every=7", "callbacks.checkpoint.save_top_k=9", "model.dropout=0.1
 
 
 def state(file: Path) -> dict[str, Any]:
-    """Return what a checkpoint holds, by the path of its keys."""
     leaves = [(keystr(path), leaf) for path, leaf in tree_flatten_with_path(read(file))[0]]
     values = {path: leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for path, leaf in leaves}
     return {path: value for path, value in values.items() if not IGNORED.search(path)}
@@ -65,14 +60,13 @@ RUNS = {
     "epochs": "model.block_size=64 data.batch_size=64 schedule=cosine",  # 4 batches are an epoch
     "early stopping": """
         callbacks=early_stopping callbacks.early_stopping.patience=1 callbacks.early_stopping.min_delta=0.2""",
-    "muon in float64": "optimizer=muon_fast trainer.gradient_clip_val=null trainer.precision=64-true",
     "bfloat16": "trainer.precision=bf16-mixed model.ngram=3 model.ngram_dropout=0.2",
     "all in bfloat16": "trainer.precision=bf16-true ema_decay=0.99",
 }
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_resumed_run_equals_an_uninterrupted_one(train: Run, trained: Run, tmp_path: Path, name: str):
+def test_a_resumed_run_equals_an_uninterrupted_one(train, trained, tmp_path, name):
     same = [*RUNS[name].split(), *OFTEN]
     whole = trained(*same)
     first, *_, last = sorted(int(file.stem[5:]) for file in (whole / "checkpoints").glob("step-*"))
@@ -81,7 +75,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(train: Run, trained: Run, tmp
     check_same_end(whole, resumed)
 
 
-def test_a_paused_run_continues_as_if_it_had_not_paused(train: Run, trained: Run, capsys: Any):
+def test_a_paused_run_continues_as_if_it_had_not_paused(train, trained, capsys):
     same = [*OFTEN, "ema_decay=0.9", "optimizer=muon", "schedule=cosine", "trainer.accumulate_grad_batches=2"]
     whole = trained(*same)
     for pause_at, step in ((7, 7), (14, 14), (7, 14)):  # an earlier step trains nothing
@@ -95,7 +89,7 @@ def test_a_paused_run_continues_as_if_it_had_not_paused(train: Run, trained: Run
 
 
 @pytest.mark.parametrize("damaged", [(), ("summary.json", "metrics.csv", "samples.txt")], ids=["whole", "damaged"])
-def test_a_killed_run_completes_with_damaged_logs(train: Run, trained: Run, tmp_path: Path, damaged: Any, capsys: Any):
+def test_a_killed_run_completes_with_damaged_logs(train, trained, tmp_path, damaged, capsys):
     whole = trained(*OFTEN)
     folder = broken_off(whole, 14 if damaged else 20, tmp_path / "killed")
     for name in damaged:
@@ -107,7 +101,7 @@ def test_a_killed_run_completes_with_damaged_logs(train: Run, trained: Run, tmp_
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_two_processes_resume_bit_for_bit(text: Path, tmp_path: Path):
+def test_two_processes_resume_bit_for_bit(text, tmp_path):
     runs = []
     for strategy in ("ddp", "fsdp"):
         same = [f"trainer={strategy}", "trainer.accelerator=cpu", "trainer.devices=2", "optimizer=muon"]
@@ -119,7 +113,7 @@ def test_two_processes_resume_bit_for_bit(text: Path, tmp_path: Path):
         check_same_end(tmp_path / strategy / "whole", tmp_path / strategy / "paused")
 
 
-def test_a_run_resumes_in_another_folder(train: Run, trained: Run, tmp_path: Path):
+def test_a_run_resumes_in_another_folder(train, trained, tmp_path):
     whole = trained(*OFTEN)
     resumed = train(*OFTEN, f"resume={whole}/checkpoints/step-7.safetensors", folder=tmp_path / "new").folder
     weights = [load_checkpoint(folder / LAST)[0].state_dict() for folder in (whole, resumed)]
@@ -128,13 +122,13 @@ def test_a_run_resumes_in_another_folder(train: Run, trained: Run, tmp_path: Pat
     assert (tmp_path / "latest").resolve() == resumed
 
 
-def test_the_best_checkpoint_of_a_folder_is_from_its_own_run(train: Run, trained: Run, tmp_path: Path):
+def test_the_best_checkpoint_of_a_folder_is_from_its_own_run(train, trained, tmp_path):
     worse = train("max_steps=25", "optimizer.lr=0.5", f"resume={trained()}", folder=tmp_path / "worse")
     assert worse.loss > read_summary(trained())["best_val_loss"]
     assert read(worse.folder / BEST)["global_step"] == worse.summary["best_step"] == 25
 
 
-def test_changed_max_steps_and_optimizer_settings_apply_after_resuming(train: Run, trained: Run, capsys: Any):
+def test_changed_max_steps_and_optimizer_settings_apply_after_resuming(train, trained, capsys):
     changes = ["max_steps=30", "optimizer.lr=0.0005", "optimizer.weight_decay=0.3"]
     resumed = train(f"resume={trained()}", *changes).folder
     warnings = capsys.readouterr().err
@@ -148,7 +142,7 @@ def test_changed_max_steps_and_optimizer_settings_apply_after_resuming(train: Ru
     assert read(resumed / LAST)["optimizer_states"][0]["param_groups"][0]["weight_decay"] == 0.3
 
 
-def test_save_top_k_checkpoints_are_kept(train: Run):
+def test_save_top_k_checkpoints_are_kept(train):
     run = train("eval_every=4", "callbacks.checkpoint.save_top_k=2", "optimizer.lr=1e-9")  # the losses hardly move
     lowest = sorted((float(row["val_loss"]), int(row["step"])) for row in rows(run.folder) if row["val_loss"])[:2]
     kept = {file.name for file in (run.folder / "checkpoints").glob("*.safetensors")}
@@ -157,7 +151,7 @@ def test_save_top_k_checkpoints_are_kept(train: Run):
     assert read(run.folder / BEST)["global_step"] == lowest[0][1]
 
 
-def test_checkpoints_hold_the_ema_weights(trained: Run):
+def test_checkpoints_hold_the_ema_weights(trained):
     content, plain = (read(trained(*ACCUMULATED, *more) / LAST) for more in ([], ["ema_decay=null"]))
     assert content["ema_updates"] == 20  # one per optimizer step
     for name, average in content["state_dict"].items():
@@ -165,20 +159,12 @@ def test_checkpoints_hold_the_ema_weights(trained: Run):
         assert torch.equal(plain["state_dict"][name], content["unaveraged"][name])  # the EMA changes no training
 
 
-def test_the_final_sample_is_from_the_ema_weights(train: Run, tmp_path: Path, capsys: Any):
-    printed = []
-    for settings in ([], ["~callbacks.checkpoint"]):
-        train("ema_decay=0.9", *settings, folder=tmp_path / f"run{len(settings)}")
-        printed.append(capsys.readouterr().out.partition("\nvalidation loss")[0])
-    assert printed[0] == printed[1] != ""
-
-
 @pytest.mark.parametrize(
     ("dtype", "decay", "updates", "rounds"),
     # In bfloat16, steps of 0.001 of the way would round to nothing.
     [(torch.float32, 0.5, 0, 1), (torch.bfloat16, 0.999, 100_000, 100)],
 )
-def test_the_ema_follows_its_formula_and_is_kept_by_a_swap(dtype: torch.dtype, decay: float, updates: int, rounds: int):
+def test_the_ema_follows_its_formula_and_is_kept_by_a_swap(dtype, decay, updates, rounds):
     weight = torch.nn.Parameter(torch.ones(1, dtype=dtype))
     average, expected = EMA([weight], decay), 1.0
     average.updates = updates
@@ -193,86 +179,56 @@ def test_the_ema_follows_its_formula_and_is_kept_by_a_swap(dtype: torch.dtype, d
         assert (weight.item(), weight.dtype) == (value, dtype)
 
 
-@pytest.mark.parametrize(("precision", "beta"), [("bf16-true", 0.999), ("bf16-true", 0.99), ("32-true", 0.999)])
-def test_means_that_the_precision_rounds_away_are_a_warning(train: Run, precision: str, beta: float, capsys: Any):
+@pytest.mark.parametrize(("precision", "beta"), [("bf16-true", 0.999), ("32-true", 0.999)])
+def test_means_that_the_precision_rounds_away_are_a_warning(train, precision, beta, capsys):
     train(f"optimizer.betas=[0.9,{beta}]", f"trainer.precision={precision}", "max_steps=1")
     warned = "warning: a decay rate of 0.999 of the optimizer rounds to 1 in bfloat16" in capsys.readouterr().err
-    assert warned == (precision == "bf16-true" and beta == 0.999)
+    assert warned == (precision == "bf16-true")
 
 
 def test_an_average_of_shards_in_half_precision_is_refused():
     half = ["trainer=fsdp", "trainer.precision=bf16-true", "ema_decay=0.9"]
     with pytest.raises(UserError, match=r"trainer\.precision must be another than bf16-true and 16-true with trainer="):
         check_run(composed(*half))
-    for accepted in ("trainer.precision=bf16-mixed", "ema_decay=null", "trainer=ddp"):
-        check_run(composed(*half, accepted))
+    check_run(composed(*half, "ema_decay=null"))
 
 
 class Poison(Callback):
-    """Makes weights of one process NaN before step 15."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    """Makes weights NaN before step 15."""
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if (batch_idx, trainer.global_rank) == (14, self.rank):
+        if batch_idx == 14:
             pl_module.model.wte.weight.data.fill_(torch.nan)
 
 
-POISON = ["+callbacks.poison._target_=test_resume.Poison", "+callbacks.poison.rank"]
-
-
-def test_a_nan_loss_stops_the_run_and_leaves_the_last_good_checkpoint(train: Run, tmp_path: Path):
+def test_a_nan_loss_stops_the_run_and_leaves_the_last_good_checkpoint(train, tmp_path):
     with pytest.raises(Diverged, match=r"the loss is nan at step 15 \(learning rate 0\.0"):
-        train(POISON[0], f"{POISON[1]}=0")
+        train("+callbacks.poison._target_=test_resume.Poison")
     summary, last = read_summary(tmp_path / "run"), read(tmp_path / "run" / LAST)
     assert (summary["status"], summary["steps"], last["global_step"]) == ("failed", 15, 10)
     assert summary["reason"].startswith("the loss is nan at step 15")
     assert all(weight.isfinite().all() for weight in last["state_dict"].values())
 
 
-@pytest.mark.slow
-def test_a_nan_loss_of_one_process_stops_both(launch: Run):
-    two = [POISON[0], f"{POISON[1]}=1", "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
-    stopped = launch("train.py", *two, env={"PYTHONPATH": os.pathsep.join(sys.path)})
-    assert stopped.returncode == 1
-    (error,) = (line for line in stopped.stderr.splitlines() if line.startswith("error"))
-    assert " at step 15" in error
-
-
-def test_settings_that_leave_the_validated_text_as_it_is_may_change(train: Run, trained: Run, text: Path):
-    same = [f"data.val_path={text}", "max_steps=2"]
-    other = ["data.val_fraction=0.3", "data.split=document", "data.eval_batch_size=5"]  # a validation text of its own
-    assert train(*same, *other, "max_steps=4", f"resume={trained(*same)}").summary["steps"] == 4
-
-
-@pytest.mark.parametrize(
-    "change", [{"global_step": None}, {"loops": None}, {"optimizer_states": [{}]}, {"rng": [{"torch": 3}]}]
-)
-def test_a_checkpoint_without_what_resuming_needs_is_rejected(train: Run, trained: Run, tmp_path: Path, change: Any):
+@pytest.mark.parametrize("change", [{"loops": None}, {"optimizer_states": [{}]}, {"rng": [{"torch": 3}]}])
+def test_a_checkpoint_without_what_resuming_needs_is_rejected(train, trained, tmp_path, change):
     write(read(trained() / LAST) | change, tmp_path / "damaged.safetensors")
     with pytest.raises(UserError, match=r"damaged\.safetensors does not hold a run of minigpt"):
         train("max_steps=24", f"resume={tmp_path}/damaged.safetensors")
 
 
-@pytest.mark.parametrize("early", [False, True])
-def test_resuming_a_completed_run_does_nothing(train: Run, trained: Run, tmp_path: Path, capsys: Any, early: bool):
-    stopping = ["callbacks=early_stopping", "callbacks.early_stopping.min_delta=9", "eval_every=4", "pause_at=16"]
-    stopping = stopping if early else []  # at the step of its pause
-    folder = shutil.copytree(trained(*stopping), tmp_path / "run")
+def test_resuming_a_completed_run_does_nothing(train, trained, tmp_path, capsys):
+    folder = shutil.copytree(trained(), tmp_path / "run")
     summary = read_summary(folder)
-    assert (summary["status"], summary["stopped_early"], summary["steps"]) == ("completed", early, 16 if early else 20)
     before = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
-    assert train(*stopping, "resume=auto", folder=folder).summary == summary | {"folder": str(folder)}
+    assert train("resume=auto", folder=folder).summary == summary | {"folder": str(folder)}
     assert capsys.readouterr().out.count("\n") == 1
     with pytest.raises(UserError, match=r"resume=.*model\.n_layer"):
-        train(*stopping, "resume=auto", "model.n_layer=1", folder=folder)
+        train("resume=auto", "model.n_layer=1", folder=folder)
     assert {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()} == before
 
 
 class Terminate(Callback):
-    """Sends SIGTERM when a hook is called at a given batch."""
-
     def __init__(self, batch: int, hook: str) -> None:
         self.batch = batch
         setattr(self, hook, self.terminate)
@@ -283,19 +239,16 @@ class Terminate(Callback):
 
 
 @pytest.mark.parametrize(("batch", "during"), [(18, "train"), (19, "train"), (19, "validation"), (39, "validation")])
-def test_a_terminated_run_resumes_with_the_validation_that_was_due(train: Run, trained: Run, batch: int, during: str):
+def test_a_terminated_run_resumes_with_the_validation_that_was_due(train, trained, batch, during):
     ask = ["+callbacks.ask._target_=test_resume.Terminate", f"+callbacks.ask.batch={batch}"]
     with pytest.raises(Interrupted):
         train(*ACCUMULATED, *ask, f"+callbacks.ask.hook=on_{during}_batch_start")
     check_same_end(trained(*ACCUMULATED), train(*ACCUMULATED, "resume=auto").folder)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs the names of open files")
-def test_metrics_and_samples_are_synced_before_their_checkpoint(train: Run, tmp_path: Path, monkeypatch: Any):
-    """After a power failure, the disk has what was synced."""
+def test_metrics_and_samples_are_synced_before_their_checkpoint(train, tmp_path, monkeypatch):
     folder, fsync = tmp_path / "run", os.fsync
-    synced: dict[str, bytes] = {}
-    checkpoints = 0
+    synced, checkpoints = {}, 0
 
     def watch(descriptor: int) -> None:
         nonlocal checkpoints

@@ -46,7 +46,7 @@ def shard(model: GPT) -> GPT:
     return model
 
 
-def test_shares_and_shards_are_updated_as_on_one_rank(tmp_path: Path) -> None:
+def test_shares_and_shards_are_updated_as_on_one_rank(tmp_path):
     start(3, train_both, tmp_path)
     one = trained(GPT(CONFIG))
     for rank in range(3):
@@ -80,7 +80,7 @@ def trained(model: GPT, replicas: distributed.ProcessGroup | None = None) -> dic
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "optimizer"), [(2, "adamw"), (4, "muon")])
-def test_each_rank_holds_its_share_of_gpt2(ranks: int, optimizer: str, tmp_path: Path) -> None:
+def test_each_rank_holds_its_share_of_gpt2(ranks, optimizer, tmp_path):
     start(ranks, measure_memory, tmp_path, optimizer)
     buffers = {"adamw": 2, "muon": 2 - 85e6 / 124e6}[optimizer]  # of the size of the weights; Muon has 1 of matrices
     ideal = 124e6 * 4 * (1 + buffers) / ranks
@@ -89,7 +89,6 @@ def test_each_rank_holds_its_share_of_gpt2(ranks: int, optimizer: str, tmp_path:
 
 
 def measure_memory(file: Path, optimizer: str) -> None:
-    """Write by how many bytes the resident memory of a rank grows for its weights and optimizer state."""
     with torch.device("meta"):
         model = GPT(GPT2)
     shard(model)
@@ -97,7 +96,8 @@ def measure_memory(file: Path, optimizer: str) -> None:
     model.to_empty(device="cpu")
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    few, adam = MUON | {"newton_schulz_steps": 1}, {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    adam = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    few = MUON | {"newton_schulz_steps": 1}
     made = muon(model, **few) if optimizer == "muon" else adamw(model, **adam)
     made.step()
     made.zero_grad()
@@ -105,6 +105,5 @@ def measure_memory(file: Path, optimizer: str) -> None:
 
 
 def resident_bytes() -> int:
-    """Resident anonymous memory, after freed memory is returned to the system."""
-    ctypes.CDLL(None).malloc_trim(0)
+    ctypes.CDLL(None).malloc_trim(0)  # return freed memory to the system
     return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024

@@ -6,27 +6,20 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from small_runs import ROOT, one_line, wait_until
+from small_runs import ROOT, wait_until
 
-from minigpt.runs.overrides import complete_overrides
 from minigpt.utils.errors import UserError
 
 
-def test_train_then_sample(launch: Callable[..., Any], call: Callable[..., Any], tmp_path: Path) -> None:
+def test_train_then_sample(launch, call, tmp_path):
     trained = launch("train.py", "max_steps=2", "eval_every=1", cwd=tmp_path, cold_start=True)
     assert trained.returncode == 0, trained.stderr
     assert "Traceback" not in trained.stderr
     (folder,) = (path for path in (tmp_path / "runs").iterdir() if not path.is_symlink())
     assert (tmp_path / "runs" / "latest").resolve() == folder
-    assert (folder / ".hydra" / "config.yaml").exists()
-    printed = set(re.findall(r"^([a-z ]+?)  ", trained.stdout, re.MULTILINE))
-    assert {"run folder", "best checkpoint", "curves"} <= printed
-
     python, script, *arguments = re.search(r"^sample again +(.*)$", trained.stdout, re.MULTILINE)[1].split()
     assert (tmp_path / python, Path(script)) == (Path(sys.executable), ROOT / "scripts/sample.py")
     assert call("sample.py", *arguments).returncode == 0
@@ -39,15 +32,8 @@ DDP = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
 
 
 @pytest.mark.slow
-def test_a_batch_of_one_sequence_for_two_processes_is_one_line(launch: Callable[..., Any], tmp_path: Path) -> None:
-    refused = one_line(launch("train.py", *DDP, "data.batch_size=1", f"hydra.run.dir={tmp_path}/two"))
-    assert refused.startswith("error: data.batch_size must be ≥ 2, the number of processes, got 1")
-    assert not (tmp_path / "two").exists()
-
-
-@pytest.mark.slow
 @pytest.mark.ci
-def test_a_signal_saves_a_checkpoint_and_ends_two_processes(small: list[str], tmp_path: Path) -> None:
+def test_a_signal_saves_a_checkpoint_and_ends_two_processes(small, tmp_path):
     folder = tmp_path / "run"
     long = ["max_steps=1000000", "eval_every=1000000", f"hydra.run.dir={folder}"]
     command = [sys.executable, str(ROOT / "scripts" / "train.py"), *small, *DDP, *long]
@@ -68,7 +54,7 @@ def test_a_signal_saves_a_checkpoint_and_ends_two_processes(small: list[str], tm
     assert json.loads((folder / "summary.json").read_text())["steps"] == summary["steps"] + 1
 
 
-def test_a_wrong_setting_is_one_line_before_torch_is_imported(small: list[str], tmp_path: Path) -> None:
+def test_a_wrong_setting_is_one_line_before_torch_is_imported(small, tmp_path):
     command = [sys.executable, "-X", "importtime", str(ROOT / "scripts" / "train.py"), *small, "model.n_embd=101"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert ended.returncode == 2
@@ -78,34 +64,28 @@ def test_a_wrong_setting_is_one_line_before_torch_is_imported(small: list[str], 
     assert not re.search(r"\| +(torch|lightning|wandb|matplotlib|numpy|scipy)(\.|$)", ended.stderr, re.MULTILINE)
 
 
-def test_a_traceback_is_shown_on_request(call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_traceback_is_shown_on_request(call, monkeypatch):
     monkeypatch.setenv("MINIGPT_TRACEBACK", "1")
     with pytest.raises(UserError, match="max_steps must be"):
         call("train.py", "max_steps=0")
 
 
-def test_help_is_written_for_people(call: Callable[..., Any]) -> None:
+def test_help_is_written_for_people(call):
     shown = call("train.py", "--help", small=False).stdout
-    groups = {path.name for path in (ROOT / "configs").iterdir() if path.is_dir()} - {"hydra"}
-    for group in groups:
+    for group in {path.name for path in (ROOT / "configs").iterdir() if path.is_dir()} - {"hydra"}:
         assert re.search(rf"^ *{group}: .+", shown, re.MULTILINE), group
-    assert shown.count("python scripts/train.py") >= 4
-    assert "powered by Hydra" not in shown
 
 
-def test_a_separator_is_typed_as_in_the_warning_that_proposes_it(call: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_separator_is_typed_as_in_the_warning_that_proposes_it(call, tmp_path):
     (tmp_path / "my.txt").write_text("One story.\n<|endoftext|>\n" * 20)
     proposed = call("prepare.py", "data=text", "data.path=my.txt").stderr
     (separator,) = shlex.split(re.findall(r"data\.separator=\S+", proposed)[0])
     prepared = call("prepare.py", "data=text", "data.path=my.txt", separator)
     assert "18 documents, 180 bytes" in prepared.stdout
     assert separator not in prepared.stderr
-    assert complete_overrides(["data.separator=null,<|endoftext|>"]) == ["data.separator=null,'<|endoftext|>'"]
-    bad = call("prepare.py", "data=text", "data.path=my.txt", "data.separator=''")
-    assert (bad.returncode, bad.stderr) == (2, "error: data.separator must be a text, or null, got\n")
 
 
-def test_training_finds_prepared_token_files(call: Callable[..., Any], tmp_path: Path) -> None:
+def test_training_finds_prepared_token_files(call, tmp_path):
     (tmp_path / "my.jsonl").write_text("".join(json.dumps({"body": f"{i} is a line. " * 20}) + "\n" for i in range(99)))
     settings = ["data=text", "data.path=my.jsonl", "data.field=body", "data.split=document", "tokenizer=byte"]
     prepared = call("prepare.py", *settings)
@@ -118,6 +98,5 @@ def test_training_finds_prepared_token_files(call: Callable[..., Any], tmp_path:
     assert "warning" not in trained.stderr.lower()
     assert folder.stat().st_mtime_ns == made
     (tmp_path / "one.jsonl").write_text('{"body": "a line", "text": "another"}')
-    for field, scored in ([], "a line"), (["--field", "text"], "another"):  # by default that of the run
-        score = call("sample.py", "--score", "one.jsonl", "--json", *field)
-        assert json.loads(score.stdout)["bytes"] == len(scored), score.stderr
+    score = call("sample.py", "--score", "one.jsonl", "--json")  # by default the field of the run
+    assert json.loads(score.stdout)["bytes"] == len("a line"), score.stderr

@@ -1,21 +1,14 @@
-"""The five notebooks from which minigpt started, each as a configuration of its one attention.
+"""The first of the five notebooks from which minigpt started, as a configuration of its one attention.
 
-The number in a test's name is that of the notebook. Outputs equal the figures that it prints, to 4 decimals, or the
-formula where it sets no seed. The code of docs/attention.md, which test_readme.py runs, prints more of these figures,
-and those of notebooks 001 to 003.
+Outputs equal the figures that it prints, to 4 decimals. The code of docs/attention.md, which test_readme.py runs,
+prints more of them, and those of the other notebooks.
 """
 
-import pytest
 import torch
-from models import draw_weights
-from tolerance import assert_near
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.testing import assert_close
 
-from minigpt import GPTConfig
 from minigpt.attention import MultiHeadAttention
-from minigpt.model import Block
 
 # Notebook 000: three tokens of width 2, no biases, seed 42.
 TOKENS = torch.tensor([[[1.16, 0.23], [0.57, 1.36], [4.41, -2.16]]])  # (1, 3, 2)
@@ -46,24 +39,6 @@ def full_width_heads(n_head: int, *, causal: bool = False) -> MultiHeadAttention
     attention.out = nn.Identity()
     attention.qkv.weight.data = torch.cat([head[i] for i in range(3) for head in drawn]).detach()
     return attention
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_004_the_post_norm_block_with_twenty_heads_as_wide_as_the_model(causal: bool):
-    # The notebook's block is bidirectional, which a language model must not be; a block is causal by default.
-    block = Block(GPTConfig(n_embd=10, n_head=20, head_dim=10, norm_position="post", activation="relu"))
-    attention, up, down = block.attention, block.mlp.up, block.mlp.down
-    assert attention.causal
-    attention.causal = causal
-    draw_weights(block, std=0.5)
-    x = torch.rand(8, 5, 10)
-    q, k, v = F.linear(x, attention.qkv.weight, attention.qkv.bias).view(8, 5, 3, 20, 10).permute(2, 0, 3, 1, 4)
-    heads = F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)  # (8, 5, 200)
-    expected = x + F.linear(heads, attention.out.weight, attention.out.bias)
-    expected = F.layer_norm(expected, (10,), block.norm_1.weight, block.norm_1.bias)
-    expected = expected + F.linear(F.linear(expected, up.weight, up.bias).relu(), down.weight, down.bias)
-    expected = F.layer_norm(expected, (10,), block.norm_2.weight, block.norm_2.bias)
-    assert_near(block(x, rotary=None, cache=None), expected, terms=10 + 10 + 5 + 200 + 10 + 40)
 
 
 def assert_printed(actual: Tensor, figures: object) -> None:

@@ -1,7 +1,6 @@
 """The recipes: their sizes, training by their values, and overrides of a group; test_bench.py has nanoGPT's values."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +22,7 @@ FROM_SCRATCH = [name for name in RECIPES if not name.startswith("finetune")]
 
 
 @pytest.mark.parametrize("name", FROM_SCRATCH)
-def test_a_recipe_is_no_larger_than_nanogpts(name: str):
+def test_a_recipe_is_no_larger_than_nanogpts(name):
     """At most 0.81M parameters as nanoGPT's CPU recipe, or 10.65M without positions as its GPU recipe."""
     with torch.device("meta"):
         model = GPT(GPTConfig(**{**composed(f"experiment={name}").model, "vocab_size": CHARACTERS}))
@@ -32,7 +31,7 @@ def test_a_recipe_is_no_larger_than_nanogpts(name: str):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_another_optimizer_and_schedule_replace_all_values_of_a_recipes(name: str):
+def test_another_optimizer_and_schedule_replace_all_values_of_a_recipes(name):
     cfg = composed(f"experiment={name}", "optimizer=adamw", "schedule=constant")
     assert set(cfg.optimizer) == {"_target_", "lr", "betas", "weight_decay"}
     assert cfg.optimizer.lr == 3e-3
@@ -41,22 +40,20 @@ def test_another_optimizer_and_schedule_replace_all_values_of_a_recipes(name: st
 
 # test_readme.py trains the others, and those below.
 @pytest.mark.parametrize("name", ["best_cpu", "best_gpu", "fast_gpu", "nanogpt_gpu", "sprint_4x128_cpu"])
-def test_a_recipe_trains(train, name: str):
+def test_a_recipe_trains(train, name):
     """Train a small version on a CPU."""
     assert train(f"experiment={name}", "compile=false", "max_steps=3").loss < 4.0
 
 
 @pytest.mark.parametrize("name", sorted(set(RECIPES) - set(FROM_SCRATCH)))
-def test_a_finetuning_lowers_the_loss(name: str, text: Path, gpt2_folder: Path, tmp_path: Path):
+def test_a_finetuning_lowers_the_loss(name, text, gpt2_folder, tmp_path):
     """Of a small model, whose random weights have the loss of a uniform guess."""
     small = ["trainer=cpu", "model.block_size=32", f"data.path={text}", f"data.folder={tmp_path}/data"]
     small += [f"init_from={gpt2_folder}", "optimizer.lr=1e-2", "~callbacks.samples", f"hydra.run.dir={tmp_path}/run"]
     assert minigpt.train([f"experiment={name}", *small])["best_val_loss"] < math.log(300) - 0.5
 
 
-def test_the_fast_recipe_equals_a_training_loop_with_its_values(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_fast_recipe_equals_a_training_loop_with_its_values(text, tmp_path, monkeypatch):
     """Of four steps with torch's Muon and AdamW, all in the warm-up, in float64."""
     content = text.read_text()
     letters = sorted(set(content))

@@ -27,18 +27,9 @@ def output(*command: object, cwd: Path = ROOT, env: dict[str, str] | None = None
     return done.stdout
 
 
-def environment(*path: Path) -> dict[str, str]:
-    """The variables of a shell with these folders on PATH."""
-    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MINIGPT_DATA_DIR")}
-    return env | {"PATH": os.pathsep.join([*map(str, path), env["PATH"]]), "PYTHONDONTWRITEBYTECODE": "1"}
-
-
 @pytest.fixture
 def built(once: Callable[..., Path]) -> Path:
-    """A folder with the wheel, and a virtual environment with it, which no run changes.
-
-    Its dependencies are those of this environment.
-    """
+    """A folder with the wheel, and a virtual environment with it and the dependencies of this one."""
 
     def build(folder: Path) -> None:
         source, venv = folder / "source", folder / "venv"  # a copy of the clone, in which builds leave their files
@@ -56,7 +47,7 @@ def built(once: Callable[..., Path]) -> Path:
     return once("wheel", build)
 
 
-def test_a_wheel_holds_every_module_config_and_script(built: Path) -> None:
+def test_a_wheel_holds_every_module_config_and_script(built):
     names = output("git", "ls-files", "minigpt", "hydra_plugins", "configs", "scripts/*.py").split()
     names = [name for name in names if not name.startswith("scripts/bench/")]
     inside = {f"minigpt/{name}" if name.startswith(("configs/", "scripts/")) else name for name in names}
@@ -65,9 +56,12 @@ def test_a_wheel_holds_every_module_config_and_script(built: Path) -> None:
     assert "minigpt/configs/hydra/help/minigpt.yaml" in inside
 
 
-def test_the_command_trains_samples_sweeps_and_exports(built: Path, tmp_path: Path) -> None:
+def test_the_command_trains_samples_sweeps_and_exports(built, tmp_path):
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MINIGPT_DATA_DIR")}
+    env |= {"PATH": f"{built}/venv/bin{os.pathsep}{env['PATH']}", "PYTHONDONTWRITEBYTECODE": "1"}
+
     def shell(line: str, *arguments: str) -> Any:
-        return output(*shlex.split(line), *arguments, cwd=tmp_path, env=environment(built / "venv/bin"))
+        return output(*shlex.split(line), *arguments, cwd=tmp_path, env=env)
 
     (tmp_path / "my.txt").write_text(f"{string.printable}\n" * 200)  # contains the characters of all prompts
     train, sample = map(shlex.join, commands("minigpt"))
@@ -84,12 +78,3 @@ def test_the_command_trains_samples_sweeps_and_exports(built: Path, tmp_path: Pa
     shell("minigpt train -m model.n_embd=8,16 model.n_head=2 hydra/launcher=basic", *SHORT, "data.path=my.txt")
     assert shell("minigpt sweep-report").count("completed") == 2
     assert (tmp_path / "runs/sweeps/latest/sweep.png").exists()
-
-
-def test_a_printed_command_runs_without_minigpt_on_path(built: Path, tmp_path: Path) -> None:
-    """As `resume with` of a run does, which test_end_to_end.py runs in the clone."""
-    python = built / "venv/bin/python"
-    program = "from minigpt.runs.run_dir import command; print(command('train', '--help', 'a b'))"
-    words = shlex.split(output(python, "-c", program, cwd=tmp_path, env=environment()))
-    assert words == [str(python), "-m", "minigpt", "train", "--help", "a b"]
-    assert "usage: minigpt train [" in output(*words[:-1], cwd=tmp_path, env=environment())

@@ -23,7 +23,6 @@ small_model = partial(make_model, std=0.4, n_layer=3)  # attention is far from u
 
 
 def uniform(T: int) -> Tensor:
-    """Uniform causal attention, (1, 1, T, T)."""
     return (torch.ones(T, T).tril() / torch.arange(1, T + 1)[:, None])[None, None]
 
 
@@ -45,13 +44,10 @@ def test_heads_get_the_name_of_the_position_that_they_attend_to():
     assert names == heads.head_names(table, 8) == [["previous token", "self", "first token", ""]]
     assert heads.head_names(table, 7) == [[""] * 4]  # of a short text
     assert table["distance"][0, :2].tolist() == [1, 0]
-    _, *lines = heads.format_table(table, names).splitlines()
-    assert lines[0].endswith("previous token")
-    assert [float(line.split()[2]) for line in lines] == pytest.approx(table["entropy"][0].tolist(), abs=5e-4)
 
 
 def test_a_head_that_matches_a_repeated_prefix_is_an_induction_head():
-    """Of two layers, the first copies the previous token, the second attends to the copies of the current token."""
+    # The first layer copies the previous token, the second attends to the copies of the current token.
     V, T = 10, 16
     token, place, copied = slice(0, V), slice(V, V + T), slice(V + T, 2 * V + T)
     C = 2 * V + T
@@ -78,7 +74,7 @@ def test_a_head_that_matches_a_repeated_prefix_is_an_induction_head():
 
 
 @pytest.mark.parametrize("settings", ARCHITECTURES.values(), ids=ARCHITECTURES)
-def test_ablating_a_head_equals_silencing_it(settings: dict[str, Any]):
+def test_ablating_a_head_equals_silencing_it(settings):
     model = small_model(**settings)
     rows = torch.randint(23, (5, 17))
     dloss, loss = heads.head_ablation(model, [(x[:, :-1], x[:, 1:]) for x in rows.split(2)])  # 2, 2 and 1
@@ -95,7 +91,7 @@ def test_ablating_a_head_equals_silencing_it(settings: dict[str, Any]):
 
 
 @pytest.mark.parametrize("settings", ARCHITECTURES.values(), ids=ARCHITECTURES)
-def test_values_weighted_by_the_maps_are_the_output_of_the_fused_attention(settings: dict[str, Any]):
+def test_values_weighted_by_the_maps_are_the_output_of_the_fused_attention(settings):
     model, tokens = small_model(**settings), torch.randint(23, (11,))
     maps = heads.attention_maps(model, tokens)
     assert maps.shape == (3, 2, 11, 11)
@@ -125,9 +121,7 @@ def test_measuring_changes_neither_the_model_nor_the_random_state():
     heads.head_ablation(model, [(tokens[None, :-1], tokens[None, 1:])])
     assert torch.equal(first, second)  # without dropout
     assert torch.equal(torch.get_rng_state(), before)
-    assert all(module.training for module in model.modules())
-    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(module.training and not module._forward_pre_hooks for module in model.modules())
 
 
 def test_the_induction_score_is_nan_for_a_short_block_and_chance_for_uniform_attention():

@@ -1,9 +1,5 @@
 """What was learned at each snapshot, against PyTorch and by hand."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -16,21 +12,16 @@ from minigpt.interpret.heads import attention_maps, induction_scores
 from minigpt.interpret.learning import KINDS, learning_curves, token_kinds
 from minigpt.utils.errors import UserError
 
-Run = Callable[..., Any]
+
+def test_kinds_of_tokens():
+    def kinds(texts):
+        return "".join("fisco"[kind] for kind in token_kinds(texts))
+
+    assert kinds("\nROMEO: O it's") == "scccccosfsfiof"  # "O" alone is a word like others; "it's" is two words
+    assert kinds(["The", " qu", "ick", "  ", "ROM", "EO", "", "99"]) == "ffisccoo"
 
 
-@pytest.mark.parametrize(
-    ("texts", "expected"),
-    [
-        (list("\nROMEO: O it's"), "scccccosfsfiof"),  # "O" alone is a word like others; "it's" is two words
-        (["The", " qu", "ick", "  ", "ROM", "EO", "", "99"], "ffisccoo"),
-    ],
-)
-def test_kinds_of_tokens(texts: list[str], expected: str):
-    assert "".join("fisco"[kind] for kind in token_kinds(texts)) == expected
-
-
-def test_losses_and_scores_are_those_of_each_snapshot(trained: Run):
+def test_losses_and_scores_are_those_of_each_snapshot(trained):
     folder = trained()
     curves = learning_curves(folder)
     assert [point["step"] for point in curves] == list(find_snapshots(folder))
@@ -51,7 +42,7 @@ def test_losses_and_scores_are_those_of_each_snapshot(trained: Run):
         assert_close(torch.tensor(point["induction"]), induction_scores(model, tokenizer.vocab_size))
 
 
-def test_damaged_snapshots_are_left_out_and_a_missing_corpus_is_reported(train: Run, tmp_path: Path):
+def test_damaged_snapshots_are_left_out_and_a_missing_corpus_is_reported(train, tmp_path):
     folder = train("callbacks.snapshots.count=3", "max_steps=2").folder
     _, damaged, last = find_snapshots(folder).values()
     damaged.write_bytes(b"damaged")
