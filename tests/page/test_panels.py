@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from readers import Keys, Reader
-from sites import CHARACTERS, HISTORY, HOSTILE, MODELS
+from sites import CHARACTERS, MODELS
 from small_runs import wait_until
 from torch import Tensor
 
@@ -155,88 +155,3 @@ def test_an_outdated_request_is_ignored_and_a_failed_one_is_repeated_when_the_he
     panel.hover(panel.tokens()[4])
     assert panel.attended() != []
     assert panel.find("#attention .error").text == ""
-
-
-@pytest.mark.slow
-def test_a_token_of_a_long_text_has_the_weights_of_the_window_that_holds_it(panel: Reader) -> None:
-    text = PROMPT * 7  # 91 tokens, of which the model reads 64
-    panel.write(text[len(PROMPT) :])
-    wait_until(lambda: requests(panel)[-1][0] == text[-64:])
-    panel.choose_head("layer 2, head 1")
-    for token, start in ((70, 27), (2, 0)):
-        panel.hover(panel.tokens()[token])
-        wait_until(lambda: requests(panel)[-1][0] == text[start : start + 64])  # noqa: B023
-        panel.wait_for_weights()
-        weights = maps(text[start : start + 64])[1, 0, token - start]
-        assert [row[0] for row in panel.attended()] == highest(weights)
-        farthest = token - start - int(weights.argmax())
-        assert panel.attended()[0][3] == ("itself" if farthest == 0 else f"{farthest} back")
-
-
-@pytest.mark.slow
-@pytest.mark.ci
-def test_a_hidden_panel_requests_and_shades_nothing(panel: Reader) -> None:
-    panel.find("#text").click()
-    shaded = panel.backgrounds()
-    panel.open("Attention")
-    wait_until(lambda: panel.backgrounds() != shaded)
-    panel.open("Attention")
-    wait_until(lambda: panel.backgrounds() == shaded)
-    assert len(requests(panel)) == 1  # the weights were kept
-    panel.open("Attention")
-    panel.write("!")
-    assert len(requests(panel)) == 1
-    panel.open("Attention")
-    wait_until(lambda: requests(panel)[1:] == [(f"{PROMPT}!", 0, None)])
-
-
-def test_the_losses_have_their_places_among_the_ticks(in_file: Reader) -> None:
-    reader = in_file
-    assert [e.text for e in reader.find_all("summary") if e.is_displayed()] == ["Attention", "Training"]
-    reader.open("Training")
-    wait_until(lambda: reader.find_all("svg"))
-    assert reader.find("svg").size["width"] == pytest.approx(reader.find("#history").size["width"], abs=1)
-    ticks = reader.run(
-        "return [...document.querySelector('svg').querySelectorAll('text')].map(t => [t.textContent,"
-        "Number(t.getAttribute('x')), Number(t.getAttribute('y')), t.getAttribute('text-anchor')])"
-    )
-    x_ticks = {float(text.replace(",", "")): x for text, x, _, anchor in ticks if anchor == "middle"}
-    y_ticks = {float(text): y for text, _, y, anchor in ticks if anchor == "end"}
-    assert list(x_ticks) == [0, 500, 1000, 1500]
-    assert list(y_ticks) == [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0]
-    per_step, per_nat = (x_ticks[1000] - x_ticks[0]) / 1000, y_ticks[2.0] - y_ticks[1.0]
-    for name in ("train_loss", "val_loss"):
-        expected = [[x_ticks[0] + step * per_step, y_ticks[1.0] + (loss - 1) * per_nat] for step, loss in HISTORY[name]]
-        points = reader.find(f"polyline.{name}").get_attribute("points").split()
-        places = torch.tensor([[float(x) for x in point.split(",")] for point in points])
-        torch.testing.assert_close(places, torch.tensor(expected), rtol=0, atol=0.01)
-    assert len(reader.find_all("svg circle")) == len(HISTORY["val_loss"])
-    label = reader.find(".plot").get_attribute("aria-label")
-    assert label.endswith("training loss 1.010 at step 1,700, validation loss 1.210 at step 1,700")
-    assert {text for text, *_, anchor in ticks if anchor is None} == {"loss (nats per token)", "step"}
-
-
-@pytest.mark.slow
-def test_samples_are_chosen_by_keyboard_and_a_history_may_be_short_or_missing_or_fail(in_file: Reader) -> None:
-    reader = in_file
-    reader.open("Training")
-    wait_until(lambda: reader.find_all("pre"))
-    reader.find("#history input").click()  # at the center
-    for key, step in ((Keys.HOME, 170), (Keys.ARROW_RIGHT, 340), (Keys.ARROW_RIGHT, 510), (Keys.END, 1700)):
-        reader.press(key)
-        assert reader.find("pre").text == f"sample of step {step} {HOSTILE}"
-        assert reader.find("#history output").text == f"step {step:,}"
-        assert reader.find("#history input").get_attribute("aria-valuetext") == f"step {step:,}"
-    assert reader.browser.title == "minigpt"  # no text in the page has run
-
-    def load(history: str) -> None:
-        reader.run(f"backend.history = {history}; document.getElementById('model').dispatchEvent(new Event('change'))")
-
-    load("async () => ({train_loss: [], val_loss: [[5, 2.0]], samples: [{step: 5, text: 'one'}]})")
-    wait_until(lambda: len(reader.find_all("svg circle")) == 1)
-    assert (reader.find("#history pre").text, reader.find_all("#history input")) == ("one", [])
-    missing = "This run has no readable metrics.csv."
-    for history, text in (("async () => null", missing), ("async () => { throw new Error('gone'); }", "gone")):
-        load(history)
-        wait_until(lambda: text in reader.find("#history").text)  # noqa: B023
-        assert reader.find_all("#history svg, #history pre") == []

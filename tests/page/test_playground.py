@@ -141,19 +141,6 @@ def test_a_model_gets_no_token_ids_of_another(at_server: Reader) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_lacks_a_character_is_compared_without_its_loss(at_server: Reader) -> None:
-    reader = at_server
-    reader.choose("#other", "shifted")
-    reader.write("a~b")
-    loss = loss_of(MODELS["small"], "a~b")
-    wait_until(lambda: reader.losses() == {"small": [loss, loss], "shifted": [None, None]})
-    reader.find("#generate").click()
-    wait_until(lambda: re.match("shifted: .*~", reader.find("#status").text))
-    assert reader.text == continuation(MODELS["small"], "a~b", 30)
-    wait_until(lambda: reader.browser.get_log("browser"))  # the browser lists the response 400
-
-
-@pytest.mark.slow
 @pytest.mark.ci
 def test_another_model_scores_the_text_and_shows_its_heads_and_its_history(at_server: Reader) -> None:
     reader = at_server

@@ -1,7 +1,6 @@
 """The run folder: its lock, the link to the newest run, metrics, curves and summary."""
 
 import json
-import subprocess
 import sys
 
 import numpy as np
@@ -56,14 +55,6 @@ def test_a_folder_that_holds_a_run_is_rejected_and_left_unchanged(tmp_path, file
     with pytest.raises(UserError, match=r"first already holds a run.*hydra\.run\.dir"), run_dir.lock_run_dir(folder):
         (folder / file).write_text("overwritten")
     assert (folder / file).read_text() == "precious"
-
-
-def test_a_folder_is_kept_if_the_run_wrote_a_file(tmp_path):
-    folder = new_folder(tmp_path, "run")
-    (folder / "samples.txt").write_text("To be")
-    with pytest.raises(KeyboardInterrupt), run_dir.lock_run_dir(folder):
-        raise KeyboardInterrupt
-    assert {path.name for path in folder.iterdir()} == {"samples.txt", ".hydra", ".lock"}
 
 
 def test_latest_points_at_the_newest_run_and_survives_a_move_of_all_runs(tmp_path):
@@ -154,11 +145,3 @@ def test_progress_is_a_bar_on_a_terminal_and_a_line_per_validation_elsewhere(tmp
     assert line == "step 10/20  loss 3.000, val 3.2000, 12,346 tokens/s\n"
     assert (out, line in drawn) == ("", not terminal)
     progress.bar.close()
-
-
-def test_log_lines_are_written_once_if_stderr_is_the_log_file(tmp_path):
-    program = "import pathlib, sys; from minigpt.runs.run_dir import append_log\n"
-    program += "append_log(pathlib.Path(sys.argv[1]), 'once')"
-    with open(tmp_path / "log.txt", "ab") as file:
-        subprocess.run([sys.executable, "-c", program, tmp_path], stderr=file, check=True)
-    assert (tmp_path / "log.txt").read_text() == "once\n"

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from small_runs import composed, rows, wandb_records
 
 from minigpt.runs.run_dir import read_samples, read_summary
 from minigpt.runs.trainer import instantiate_group
-from minigpt.runs.wandb_logger import sync_command, wandb_logger
+from minigpt.runs.wandb_logger import sync_command
 from minigpt.utils.signals import Interrupted
 
 UNKNOWN = ("save_dir", "dir", "settings")  # of Lightning's logger, and of wandb.init, that the run sets
@@ -135,40 +134,6 @@ def test_the_printed_command_finds_all_parts_of_all_runs_of_a_sweep(tmp_path):
         output = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=True)
         assert output.stderr.count("offline-run-") == parts
         (sweep / "sweep.json").touch()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("logged_out")
-def test_rows_are_uploaded_once_and_in_order(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-
-    def log(part, **options):
-        logger = wandb_logger(tmp_path, project="p", name=None, timeout=10, **options)
-        for step in part:
-            logger.log_metrics({"loss": 1.0}, step)
-        logger.finish({})
-        time.sleep(1.1)  # the names of parts have seconds
-
-    def sync(*arguments):
-        subprocess.run([sys.executable, "-m", "wandb", "sync", *arguments], cwd=tmp_path, check=True)
-
-    def steps(run):
-        return [row["trainer/global_step"] for _, row in sorted(server.history[run].items())]
-
-    with serve() as server:
-        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
-        log(range(4), id="fox", offline=True)
-        log(range(4, 7), offline=True)
-        sync(*shlex.split(sync_command(tmp_path))[2:])
-        assert steps("fox") == [*range(7)]
-        server.fault = "error"  # an outage
-        log(range(7, 9), mode="online")
-        server.fault = None
-        assert steps("fox") == [*range(7)]
-        sync("--include-online", "--include-synced", f"{tmp_path}/wandb")
-        assert steps("fox") != [*range(9)]  # W&B appends the rows that the server has already; docs/reliability.md
-        sync("--include-online", "--include-synced", "--id", "new", f"{tmp_path}/wandb")
-        assert steps("new") == [*range(9)]
 
 
 @pytest.mark.slow

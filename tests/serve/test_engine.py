@@ -188,26 +188,6 @@ def test_the_cache_may_take_a_quarter_of_the_memory():
     assert 0 < limit <= int(total) * 1024 / 4
 
 
-def test_a_failure_of_the_model_ends_its_requests_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch):
-    step, failures = FastDecoder.step, []
-
-    def fail(decoder: FastDecoder, tokens: torch.Tensor) -> torch.Tensor:
-        if len(tokens) == 2 and not failures:
-            failures.append(MemoryError("no memory"))
-            raise failures[0]
-        return step(decoder, tokens)
-
-    monkeypatch.setattr(FastDecoder, "step", fail)
-
-    async def ask(engine: Engine) -> list[Token]:
-        requests = (ENDLESS, ENDLESS, SampleRequest([5], 4))  # the last one waits
-        results = await asyncio.gather(*(collect(engine.generate(one)) for one in requests), return_exceptions=True)
-        assert results[:2] == failures * 2
-        return results[2]
-
-    assert_as_generate(make(), SampleRequest([5], 4), serve(make(), ask, max_running=2))
-
-
 def test_nan_logits_end_their_request_alone():
     model = make(position="rope", tie_embeddings=False)
     with torch.no_grad():

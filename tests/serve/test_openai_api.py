@@ -190,21 +190,6 @@ def test_models_are_listed_and_loaded_by_name(client: openai.OpenAI, gpt2_folder
         assert raised.value.code == "model_not_found"
 
 
-def test_the_command_llm_continues_a_prompt(
-    url: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from click.testing import CliRunner
-    from llm.cli import cli
-
-    models = f"- model_id: chat\n  model_name: tiny\n  api_base: {url}/v1\n"
-    (tmp_path / "extra-openai-models.yaml").write_text(models)
-    (expected,) = texts(run, ["Hello"], max_new_tokens=15, seed=4)
-    options = ["-m", "chat", "-o", "seed", "4", "-o", "max_tokens", "15", "--no-log", "Hello"]
-    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
-    done = CliRunner().invoke(cli, options)
-    assert done.stdout.rstrip("\n") == expected.rstrip("\n"), done.stderr
-
-
 REFUSED = [
     (COMPLETIONS, {"max_tokens": -3}, "max_tokens must be an integer in [0, 65536], got -3"),
     (COMPLETIONS, {"temperature": "hot"}, "temperature must be in [0, 100], got hot"),

@@ -3,8 +3,6 @@
 import json
 import math
 import re
-import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from servers import BYTES, make_run, serving
 
 from minigpt import GPT, generate, load_checkpoint, save_checkpoint
 from minigpt.checkpoints.find import BEST, find_snapshots, snapshot_path
-from minigpt.checkpoints.init_from import Pretrained
 from minigpt.data.tokenizer import ByteTokenizer
 from minigpt.generation import score
 from minigpt.interpret.heads import attention_maps
@@ -141,39 +138,6 @@ def test_the_page_and_its_files_are_served_without_a_key(run: Path) -> None:
             assert http.get(path).status_code == 401
             assert http.get(path, headers={"Authorization": "Bearer secret"}).status_code in (200, 404)
         assert http.post("/api/score", json={"model": "tiny", "text": "a"}).status_code == 401
-
-
-def test_one_model_is_loaded_once_by_requests_that_are_cancelled(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loads, load, cancelled = [], Pretrained.load, threading.Event()
-
-    def slow(self: Pretrained, *given: Any) -> GPT:
-        loads.append(self.path)
-        assert cancelled.wait(60)
-        return load(self, *given)
-
-    monkeypatch.setattr(Pretrained, "load", slow)
-    soon = httpx.Timeout(60, read=0.1)
-    with serving([run]) as server:
-        for _ in range(3):
-            with pytest.raises(httpx.ReadTimeout):
-                httpx.post(f"{server.url}/api/score", json={"model": "tiny", "text": "abc"}, timeout=soon)
-        cancelled.set()
-        found = httpx.post(f"{server.url}/api/score", json={"model": "tiny", "text": "abc"}, timeout=60).json()
-        assert len(found["tokens"]) == 3
-    assert len(loads) == 1
-
-
-def test_a_run_that_is_deleted_is_no_longer_listed_unless_it_is_loaded(run: Path, tmp_path: Path) -> None:
-    gone, loaded = make_run(tmp_path / "gone"), make_run(tmp_path / "loaded")
-    with serving([run, gone, loaded]) as server, httpx.Client(base_url=server.url) as http:
-        assert len(post(http, "score", model="loaded", text="ab").json()["tokens"]) == 2
-        shutil.rmtree(gone)
-        shutil.rmtree(loaded)
-        assert http.get("/api/models").json() == {"models": ["tiny", "loaded"]}
-        assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["tiny", "loaded"]
-        assert post(http, "score", model="gone", text="ab").status_code == 404
-        assert post(http, "score", model="loaded", text="ab").status_code == 200
-        assert http.get("/api/history/loaded").json() == {"steps": [], "status": ""}
 
 
 def test_every_request_is_logged_without_its_text_and_key(run: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -40,7 +40,6 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.history: dict[str, dict[int, dict[str, Any]]] = {}  # rows by line, of each run
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore disconnected clients."""
@@ -57,10 +56,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.server.fault == "hang":
             threading.Event().wait(60)
         request: dict[str, Any] = {}
-        if self.path.endswith(("/graphql", "/file_stream")):  # all other requests upload files
+        if self.path == "/graphql":
             request = json.loads(gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body)
-        if self.server.fault is None and self.path.endswith("/file_stream"):
-            self.store(self.path.split("/")[-2], request)
         response = json.dumps(self.graphql(request) if self.path == "/graphql" else {}).encode()
         self.send_response(500 if self.server.fault == "error" else 200)
         self.send_header("Content-Type", "application/json")
@@ -74,22 +71,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
 
-    def store(self, run: str, request: dict[str, Any]) -> None:
-        """Write the lines of the history at their offset, as in a file."""
-        sent = request.get("files", {}).get("wandb-history.jsonl", {"offset": 0, "content": []})
-        lines = enumerate(map(json.loads, sent["content"]), sent["offset"])
-        self.server.history.setdefault(run, {}).update(lines)
-
     def graphql(self, request: dict[str, Any]) -> dict[str, Any]:
         query, variables = request["query"], request.get("variables") or {}
         data: dict[str, Any] = {"project": {"artifact": None}}
-        rows = self.server.history.get(variables.get("name", ""), {})
-        if "RunResumeStatus" in query and rows:
-            last = json.dumps(rows[max(rows)])
-            lines = {"historyLineCount": max(rows) + 1, "eventsLineCount": 0, "logLineCount": 0}
-            tails = {"historyTail": json.dumps([last]), "eventsTail": "[]", "summaryMetrics": last}
-            started = {"wandbConfig": json.dumps({"t": {}}), "tags": [], "name": variables["name"]}
-            data["model"] = {**BUCKET["project"], "bucket": {**BUCKET, **lines, **tails, **started}}
         if "viewer" in query:
             data["viewer"] = VIEWER
         if "upsertBucket" in query:
