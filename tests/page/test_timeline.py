@@ -101,25 +101,6 @@ def test_one_writes_and_undoes_at_a_step_as_elsewhere(in_file: Reader) -> None:
     assert not reader.find("#second").is_displayed()
 
 
-@pytest.mark.slow
-def test_the_loss_is_that_of_the_named_model_however_fast_one_moves(at_server: Reader) -> None:
-    reader = at_server
-    reader.write(PROMPT)
-    slide(reader, Keys.ARROW_LEFT)
-    wait_for_loss(reader, "small@2000")
-    slide(reader, Keys.END + Keys.CONTROL + Keys.ENTER)  # generates before the text is scored
-    length = len(PROMPT) + 30
-    wait_until(lambda: len(reader.text) == length and reader.find("#generate").text != "Stop")
-    wait_for_loss(reader, "small", reader.text)
-    slide(reader, Keys.HOME)
-    reader.choose("#model", "other")
-    wait_for_loss(reader, "other", reader.text)
-    for element in ("#second", "#time"):  # was of the first model; the other has no snapshots
-        assert not reader.find(element).is_displayed()
-    reader.choose("#model", "small")
-    wait_until(lambda: reader.find("#time").is_displayed() and place(reader) == TRAINED)
-
-
 def test_play_passes_every_step_and_ends_at_the_trained_model(in_file: Reader) -> None:
     reader = in_file
     reader.write(PROMPT)

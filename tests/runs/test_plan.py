@@ -239,16 +239,6 @@ def test_a_long_validation_that_is_given_is_the_only_one(cfg):
     assert settings["max_steps"] <= settings["eval_every"]
 
 
-def test_few_steps_have_higher_rates_and_shorter_averages_and_warmups(cfg):
-    short, long = (planning.length(cfg, set(), a_text(tokens=10**10), 0.02, seconds) for seconds in (4, 400))
-    rates = {key: OmegaConf.select(cfg, key) for key in ("optimizer.lr", "optimizer.adam_lr")}
-    assert {key: long[key] for key in rates} == rates
-    assert short["optimizer.lr"] / short["optimizer.adam_lr"] == pytest.approx(2, rel=0.01)
-    assert 1.5 < short["optimizer.lr"] / rates["optimizer.lr"] < 3
-    assert 0.5 <= short["ema_decay"] < long["ema_decay"] < 1  # averages of a part of the steps
-    assert 0 < short["schedule.warmup_steps"] < long["schedule.warmup_steps"] == 100
-
-
 def test_a_small_text_is_not_repeated_without_end_but_makes_the_model_deeper(cfg):
     text = a_text(tokens=50_000)
     useful = planning.useful_tokens(cfg, set(), text)
