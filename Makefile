@@ -5,8 +5,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python3
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 VENV = .venv
 IN_VENV = $(VENV)/bin/python
-# Python compiles a module when it is first imported: of the installed ones, few are.
-PIP = $(IN_VENV) -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
+PIP = $(IN_VENV) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # The recipe for a GPU if one is available, else for a CPU; override: make train ARGS="experiment=nanogpt_cpu"
 RECIPE = $(if $(shell nvidia-smi -L 2>/dev/null),fast_gpu,fast_cpu)
