@@ -1,7 +1,10 @@
 """Small runs: their overrides, and what is in a run folder."""
 
 import csv
+import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -53,11 +56,13 @@ def column(folder: Path, name: str) -> list[float]:
     return [float(row[name]) for row in table(folder / "metrics.csv") if row[name]]
 
 
-def wandb_records(run: Path, index: int = 0) -> list[dict[str, Any]]:
-    """Return the records of an offline run of Weights & Biases in a run folder, the first by default."""
-    from robustness.faults.server import read_records
-
-    return read_records(sorted((run / "wandb").glob("offline-run-*"))[index])
+def wandb_records(run: Path, index: int = 0, parts: str = "offline-run-*") -> list[dict[str, Any]]:
+    """Return the records of a part of a run in its folder of Weights & Biases, read with its own inspector."""
+    part = sorted((run / "wandb").glob(parts))[index]
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(part)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def one_line(result: Any) -> str:

@@ -1,4 +1,4 @@
-"""The HTTP API through real servers: OpenAI's client, the command line llm, and raw requests."""
+"""The HTTP API through real servers: OpenAI's client, and raw requests."""
 
 import json
 import re

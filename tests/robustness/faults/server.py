@@ -4,8 +4,6 @@ import gzip
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from small_runs import rows
+from small_runs import rows, wandb_records
 
 from minigpt.runs.run_dir import read_summary
 
@@ -120,8 +118,8 @@ def wandb_fault(fault: str, workdir: Path, rng: Random) -> float:
         assert len(run.messages) <= bool(injected), run.stderr
         assert_same_run(run.folder, unlogged)
         if injected != "kill client":
-            (wandb_dir,) = (run.folder / "wandb").glob("run-*")
-            history = [record for record in read_records(wandb_dir) if record["type"] == "history"]
+            records = wandb_records(run.folder, parts="run-*")
+            history = [record for record in records if record["type"] == "history"]
             assert len(history) >= len(rows(unlogged)), f"{len(history)} rows are on disk"
         seconds.append(read_summary(run.folder)["seconds"])
     return float(seconds[0] / seconds[1])
@@ -135,14 +133,6 @@ def client_pid(run: Run) -> int:
             if arguments[0].endswith(b"wandb-core") and str(run.pid).encode() in arguments:
                 return int(command.parent.name)
     raise AssertionError("found no client process")
-
-
-def read_records(wandb_dir: Path) -> list[dict[str, Any]]:
-    """The records of a run on disk, read with W&B's own inspector."""
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(wandb_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 FAULTS = [
