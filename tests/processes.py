@@ -49,6 +49,7 @@ class Script:
             file.unlink(missing_ok=True)
         command = [str(SCRIPTS / script), *arguments]
         env = {**os.environ, **env}
+        env.pop("WANDB_SERVICE", None)  # the client of this process
         self._process: Any = None
         if cold_start:
             with open(self.files[0], "ab") as out, open(self.files[1], "ab") as err:

@@ -99,7 +99,8 @@ def wandb_logger(
     share = 0.3 * timeout  # of login and start each; the rest is for wandb's own process
     settings = wandb.Settings(init_timeout=share, login_timeout=share, finish_timeout=timeout, console="off")
     parts = sorted(part.groups() for file in folder.glob("wandb/*") if (part := _PART.fullmatch(file.name)))
-    options = {"resume": "allow", "dir": str(folder), "name": name or folder.name} | options
+    where = os.path.abspath(folder)  # wandb's own process can have another working directory
+    options = {"resume": "allow", "dir": where, "name": name or folder.name} | options
     options["id"] = str(options.get("id") or (parts[-1][1] if parts else "")) or None
     given = options.pop("mode", None) or os.environ.get("WANDB_MODE")
     mode: Any = "offline" if offline else given

@@ -97,7 +97,7 @@ def test_options_of_the_command_line_are_honored(tmp_path, monkeypatch, offline)
     monkeypatch.setenv("WANDB_MODE", "disabled")  # which the command line overrides
     more = ["wandb.project=p", "wandb.entity=e", "wandb.group=g", "wandb.tags=[t]", "wandb.name=n", "wandb.timeout=20"]
     for given in ([*more, "+wandb.id=fox-run-1", "+wandb.resume=must"], []):  # the id is that of the folder
-        logger = logger_of(tmp_path, offline, *given)
+        logger = logger_of(os.path.relpath(tmp_path), offline, *given)
         found = logger.experiment.settings
         assert (found.run_id, found.resume, found.mode) == ("fox-run-1", "must" if given else "allow", "offline")
         names = found.project, found.entity, found.run_group, found.run_tags, found.run_name
@@ -105,6 +105,8 @@ def test_options_of_the_command_line_are_honored(tmp_path, monkeypatch, offline)
         waits = found.init_timeout, found.login_timeout, found.finish_timeout
         assert waits == pytest.approx((6, 6, 20) if given else (3, 3, 10))
         logger.finish({})
+        monkeypatch.chdir(tmp_path.parent)  # wandb's own process stays where it was
+    assert contents(wandb_records(tmp_path, -1), "exit")
 
 
 @pytest.mark.usefixtures("logged_out")
