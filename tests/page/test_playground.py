@@ -129,11 +129,14 @@ def test_two_models_continue_one_prompt_with_one_seed(at_server: Reader) -> None
 def test_a_model_gets_no_token_ids_of_another(at_server: Reader) -> None:
     reader = at_server
     reader.write(PROMPT)
+    place = reader.find("#undo").location
     reader.press(Keys.ARROW_LEFT)
     reader.choose("#model", "shifted")
     reader.press(Keys.CONTROL, Keys.ENTER)  # before the text is scored
     reader.wait_for_generation()
     assert reader.text == continuation(MODELS["shifted"], PROMPT[:-1], 30, SHIFTED)
+    wait_until(lambda: not reader.find("#time").is_displayed())  # it has no snapshots
+    assert reader.find("#undo").location == place  # a click would miss a button that moves
     reader.choose("#model", "small")
     reader.find("#undo").click()
     reader.generate()
