@@ -23,6 +23,7 @@ REFUSED = {
         {} if torch.cuda.is_available() else {"train.py trainer.accelerator=cuda": "the trainer cannot be built: `CUDA"}
     ),
     # train.py: resume, init_from, plans
+    "train.py hydra.run.dir=RUN": "already holds a run; resume it with resume=auto, choose another folder",
     "train.py resume=RUN": "is at step 20 of 20; raise max_steps to continue",
     "train.py resume=RUN pause_at=10": "is at step 20 of 10; raise pause_at to continue",
     "train.py resume=RUN max_steps=30 model.n_embd=64": "in model.n_embd (32 in the checkpoint, 64 now)",

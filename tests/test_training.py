@@ -44,6 +44,7 @@ def test_a_run_folder_holds_everything_about_its_run(finished):
     assert origin == {name: summary[name] for name in origin}
     with pytest.raises(UserError, match="already holds a run"):
         minigpt.train([f"hydra.run.dir={folder}"])
+    assert OmegaConf.load(folder / ".hydra/overrides.yaml") == recorded
 
 
 def test_a_run_prints_what_it_will_do_and_its_results(finished):

@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -44,18 +45,26 @@ from minigpt.utils.terminal import is_rank_zero, sanitize_line, warn
 
 
 def fit(
-    cfg: DictConfig, folder: Path, corpus: Corpus, config: GPTConfig, pretrained: Pretrained | None, *, started: float
+    cfg: DictConfig,
+    folder: Path,
+    corpus: Corpus,
+    config: GPTConfig,
+    pretrained: Pretrained | None,
+    *,
+    overrides: Sequence[str],
+    started: float,
 ) -> float | None:
     """Find the checkpoint to resume from, build the model and the Trainer, train, sample and write the summary.
 
     Args:
         folder: of the run, locked.
+        overrides: of which `cfg` is composed.
         started: `time.perf_counter()` when the run started.
 
     Returns:
         The best validation loss, nats per token.
     """
-    cfg.model = config.to_dict()  # null values resolved
+    composed, cfg.model = cfg.copy(), config.to_dict()  # null values resolved
     settings: Any = OmegaConf.to_container(cfg, resolve=True)
     origin = provenance() | {"init_from": None}
     identity = {"corpus_sha256": corpus.sha256, "corpus_provenance": dict(corpus.provenance)}
@@ -69,6 +78,7 @@ def fit(
     if pretrained:  # `saved` refers to `origin`
         checksum_cache = Path(cfg.data.folder) / CHECKSUM_CACHE
         origin["init_from"] = before.get("init_from") if resume else pretrained.provenance(checksum_cache)
+    save_config(folder, composed, overrides)
     run_dir.truncate_logs(folder, step)
 
     metrics, state = MetricsCallback(cfg, started=started), ResumeState(saved)
@@ -117,6 +127,14 @@ def fit(
     if trainer.is_global_zero:
         run_dir.print_results(folder, sample, summary)
     return summary["best_val_loss"]
+
+
+def save_config(folder: Path, cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """Write `.hydra` of a run folder, as Hydra would do before it is known that the folder is the run's own."""
+    if is_rank_zero():
+        (folder / ".hydra").mkdir(exist_ok=True)
+        OmegaConf.save(cfg, folder / ".hydra/config.yaml")
+        OmegaConf.save(list(overrides), folder / ".hydra/overrides.yaml")
 
 
 def ending(trainer: L.Trainer, max_steps: int) -> dict[str, Any]:

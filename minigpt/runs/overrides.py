@@ -7,7 +7,6 @@ from pathlib import Path
 
 from minigpt.distributed.process_group import gather_objects, join_ranks, shared_errors, started_together
 from minigpt.utils.errors import UserError
-from minigpt.utils.terminal import is_rank_zero
 
 PLANNED_GROUPS = {"model": "planned", "optimizer": "muon_fast"}  # of `minutes=`
 SETTABLE = ("block_size", "dropout", "ngram_dropout")  # the values of `model` beside init_from
@@ -85,5 +84,4 @@ def shared_arguments(arguments: list[str]) -> list[str]:
         return arguments
     if not any(argument.startswith("hydra.run.dir=") for argument in arguments):
         arguments.append(time.strftime("hydra.run.dir=runs/%Y-%m-%d_%H-%M-%S"))
-    shared = gather_objects(arguments)[0]
-    return shared if is_rank_zero() else [*shared, "hydra.output_subdir=null"]  # rank 0 writes .hydra
+    return gather_objects(arguments)[0]

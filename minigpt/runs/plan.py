@@ -81,7 +81,6 @@ def plan_run(
     cfg.merge_with(updated(cfg, without(given, plan["settings"])))
     for line in plan["lines"]:
         append_log(folder, line)
-    OmegaConf.save(cfg, folder / ".hydra/config.yaml")
     return load_parts(cfg, folder=folder)
 
 

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
 from minigpt.distributed.process_group import join_ranks, shared_errors
 from minigpt.runs import run_dir
@@ -40,10 +40,7 @@ def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
     with open_dict(cfg):
         cfg.hydra.runtime.output_dir = str(folder)
         HydraConfig.instance().set_config(cfg)
-        task = cfg.pop("hydra").overrides.task  # without the overrides of Hydra itself
-    (folder / ".hydra").mkdir(parents=True, exist_ok=True)
-    for name, content in (("config", cfg), ("overrides", task)):
-        OmegaConf.save(content, folder / ".hydra" / f"{name}.yaml")
+        del cfg.hydra
     train_in(folder, cfg)
     return {"folder": str(folder), **run_dir.read_summary(folder)}
 
@@ -63,14 +60,14 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
             stack.enter_context(run_dir.lock_run_dir(folder, resume=cfg.resume == "auto"))
         try:
             with shared_errors():
-                task = HydraConfig.get().overrides.task if cfg.minutes is not None else []
-                parts = load_parts(with_possible_sizes(cfg, task) if task else cfg, folder=folder)
+                task = HydraConfig.get().overrides.task  # without the overrides of Hydra itself
+                parts = load_parts(with_possible_sizes(cfg, task) if cfg.minutes is not None else cfg, folder=folder)
             with fast_imports():  # of heavy packages, after every setting is checked
                 from minigpt.runs.fit import fit
                 from minigpt.runs.plan import plan_run
             if cfg.minutes is not None:
                 parts = plan_run(cfg, folder, parts[0], task, started)
-            return fit(cfg, folder, *parts, started=started)
+            return fit(cfg, folder, *parts, overrides=task, started=started)
         except (Interrupted, KeyboardInterrupt):
             if resume_command and (folder / "checkpoints").is_dir() and is_rank_zero():
                 print(f"resume with: {sanitize_line(resume_command)}", file=sys.stderr)
