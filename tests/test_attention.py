@@ -56,9 +56,11 @@ def test_output_and_weights_equal_those_of_torchs_module(bias: bool, causal: boo
     reference = nn.MultiheadAttention(24, 4, bias=bias, batch_first=True)
     for parameter in reference.parameters():
         nn.init.normal_(parameter, std=0.3)
-    ours = MultiHeadAttention(24, 4, bias=bias, causal=causal)
+    ours = MultiHeadAttention(24, 4, bias=bias, causal=causal, scale=0.2)
     weights = reference.state_dict().items()
     ours.load_state_dict({name.replace("in_proj_", "qkv.").replace("out_proj", "out"): x for name, x in weights})
+    for projection in (reference.in_proj_weight, reference.in_proj_bias) if bias else (reference.in_proj_weight,):
+        projection.data[:24] *= 0.2 * math.sqrt(6)  # of the queries: the module's own scale is 1/√6
     x = torch.randn(2, 7, 24)
     future = torch.ones(7, 7, dtype=torch.bool).triu(1) if causal else None
     padding = torch.tensor([[False] * 7, [False] * 4 + [True] * 3]) if padded else None
