@@ -305,6 +305,7 @@ def test_one_numeric_setting_is_a_line_with_the_interval_over_seeds():
     shape = {"optimizer.lr": ["1e-2", "1e-4", "1e-3"], "seed": ["1", "2", "3"]}
     panel, *_ = panels_of(points_of(shape, loss))
     assert panel.get_xscale() == "log"
+    assert panel.get_title() == "best validation loss, mean and 95 % interval over seeds"
     line, _, (bars,) = panel.containers[0]
     np.testing.assert_allclose(line.get_xydata(), [[1e-4, 2.2], [1e-3, 1.2], [1e-2, 2.2]])
     interval = stats.t.ppf(0.975, 2) * 0.1 / 3**0.5  # rows differ by their settings alone
@@ -325,7 +326,9 @@ def test_along_a_setting_there_is_a_line_per_combination_of_the_others_best_firs
 
 def test_other_sweeps_are_the_best_rows_by_name():
     points = points_of({"act": ["relu", "gelu"], "n": "ab"}, lambda act, n: len(act) + (n == "b") / 2)
-    names = [text.get_text() for text in panels_of(points)[0].get_yticklabels()]
+    panel = panels_of(points)[0]
+    assert panel.get_xlabel() == "best validation loss (nats per token)"
+    names = [text.get_text() for text in panel.get_yticklabels()]
     assert names[:2] == ["act=relu, n=a   4.0000", "act=gelu, n=a   4.0000"]
 
 
