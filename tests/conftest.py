@@ -57,11 +57,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """Return one worker more than cores, because many tests wait for a process or a timeout."""
-    return (os.cpu_count() or 1) + 1
-
-
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
