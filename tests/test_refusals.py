@@ -97,7 +97,6 @@ REFUSED = {
     "__main__.py sweep_report": "minigpt sweep_report does not exist (did you mean sweep-report?); ",
     "__main__.py sample --top-k 0": "--top-k must be an integer ≥ 1, got 0",
 }
-PLACES = {"RUN": "trained", "TEXT": "text"}
 
 
 @pytest.fixture
@@ -107,16 +106,12 @@ def odd_files(tmp_path):
 
 
 @pytest.mark.parametrize("command", REFUSED)
-def test_bad_input_is_one_line_and_leaves_nothing(command, odd_files, call, request, tmp_path):
-    expected = REFUSED[command]
-    for name, fixture in PLACES.items():
-        if name in command:
-            place = request.getfixturevalue(fixture)
-            command = command.replace(name, str(place() if fixture == "trained" else place))
-    script, *arguments = shlex.split(command)
+def test_bad_input_is_one_line_and_leaves_nothing(command, odd_files, call, trained, text, tmp_path):
+    script, *arguments = shlex.split(command.replace("RUN", str(trained())).replace("TEXT", str(text)))
     before = {path.name for path in tmp_path.iterdir()}
     line = one_line(call(script, *arguments))
     assert line.startswith("error: ")
-    assert expected in line
+    assert REFUSED[command] in line
     assert {path.name for path in tmp_path.iterdir()} - before <= {"data", "runs"}
     assert not [path for path in (tmp_path / "runs").glob("*") if path.is_dir()]
+    trained()  # fails if the run was changed

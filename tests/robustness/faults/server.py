@@ -118,7 +118,8 @@ def wandb_fault(fault: str, workdir: Path, rng: Random) -> float:
         assert len(run.messages) <= bool(injected), run.stderr
         assert_same_run(run.folder, unlogged)
         if injected != "kill client":
-            records = wandb_records(run.folder, parts="run-*")
+            (part,) = (run.folder / "wandb").glob("run-*")
+            records = wandb_records(run.folder, parts=part.name)
             history = [record for record in records if record["type"] == "history"]
             assert len(history) >= len(rows(unlogged)), f"{len(history)} rows are on disk"
         seconds.append(read_summary(run.folder)["seconds"])
