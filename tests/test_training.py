@@ -40,7 +40,7 @@ def test_a_run_folder_holds_everything_about_its_run(finished):
     assert content["global_step"] == content["minigpt"]["config"]["max_steps"] == 20
     assert content["minigpt"]["corpus_sha256"] == summary["corpus_sha256"]
     origin = content["minigpt"]["provenance"]
-    assert {"command", "host", "versions", "commit", "dirty", "init_from"} == set(origin)
+    assert {"command", "host", "versions", "commit", "dirty", "init_from", "resumed_from"} == set(origin)
     assert origin == {name: summary[name] for name in origin}
     with pytest.raises(UserError, match="already holds a run"):
         minigpt.train([f"hydra.run.dir={folder}"])

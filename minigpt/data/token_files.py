@@ -5,6 +5,7 @@ them. nanoGPT's own files, those of llm.c and NumPy's, of which a split may have
 """
 
 import codecs
+import hashlib
 import mmap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from minigpt.data import tokenizer as tokenizers
-from minigpt.data.checksums import token_files_checksum
+from minigpt.data.checksums import split_checksums
 from minigpt.data.tokenizer import Tokenizer, token_dtype
 from minigpt.utils.checks import NON_NEGATIVE_INT, one_of
 from minigpt.utils.errors import UserError, require
-from minigpt.utils.files import read_json
+from minigpt.utils.files import read_json, sha256_json
 from minigpt.utils.terminal import log
 
 FORMAT = 4
@@ -62,6 +63,7 @@ class Corpus:
     val: Split
     dtype: str = "uint16"
     provenance: Mapping[str, Any] = field(default_factory=dict)  # of `prepare.py`; empty for nanoGPT's files
+    val_sha256: str = ""  # of the validation files, of their text, or of the text and how it is split
 
     def check_length(self, block_size: int) -> None:
         """Raise UserError if a split is shorter than one window of `block_size` tokens and the next token."""
@@ -77,7 +79,7 @@ class Corpus:
         total, split = -(-(self.val.tokens - 1) // block_size), f"{self.val.bytes:,} bytes"
         windows = total if n_batches is None else min(total, n_batches * batch_size)
         part = f"{windows:,} of {total:,} windows of {block_size} tokens in"
-        return f"{'all' if windows == total else part} {split}"
+        return f"{'all' if windows == total else part} {split} of text {self.val_sha256[:8]}"
 
     def tokens(self, split: str) -> "Tokens":
         """Return the ids of "train" or "val", (N,), which are read from disk on access."""
@@ -140,10 +142,12 @@ def load(folder: Path) -> Corpus:
         for key, kind in (("name", str), ("sha256", str), ("provenance", dict)):
             if not isinstance(meta[key], kind):
                 raise ValueError(f"{key} must be a {kind.__name__}")
+        split = [meta["provenance"].get(key) for key in ("source_sha256", "split", "val_fraction")]
         return Corpus(
             tokenizer=tokenizers.from_dict(meta["tokenizer"]),
             train=_load_split(folder / "train.bin", meta["train"], meta["dtype"]),
             val=_load_split(folder / "val.bin", meta["val"], meta["dtype"]),
+            val_sha256=meta["provenance"].get("val_sha256") or sha256_json(split),
             **{key: meta[key] for key in ("name", "sha256", "dtype", "provenance")},
         )
     except (UserError, OSError, ValueError, KeyError, TypeError) as error:
@@ -174,13 +178,15 @@ def load_bins(data: Mapping[str, Any], tokenizer: Tokenizer, checksum_cache: Pat
         documents = int(counts[end])
         tokenizer = copy(tokenizer)
         tokenizer.separated = tokenizer.separated or documents > 0
+    sums = split_checksums(train, val, checksum_cache)
     return Corpus(
         name=train[0].name,
-        sha256=token_files_checksum(train, val, checksum_cache),
+        sha256=hashlib.sha256("".join(sums).encode()).hexdigest(),
         tokenizer=tokenizer,
         train=Split(train, len(Tokens(train, dtype, vocab_size, train_headers)), 0, 0, train_headers),
         val=Split(val, len(tokens), val_bytes, documents, val_headers),
         dtype=dtype,
+        val_sha256=sums[1],
     )
 
 

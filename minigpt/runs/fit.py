@@ -66,7 +66,7 @@ def fit(
     """
     composed, cfg.model = cfg.copy(), config.to_dict()  # null values resolved
     settings: Any = OmegaConf.to_container(cfg, resolve=True)
-    origin = provenance() | {"init_from": None}
+    origin = provenance() | {"init_from": None, "resumed_from": None}
     identity = {"corpus_sha256": corpus.sha256, "corpus_provenance": dict(corpus.provenance)}
     saved = contents(config, corpus.tokenizer, config=settings, provenance=origin, **identity)
     resume, step, before, done = find_checkpoint_of_ranks(cfg, folder, saved)
@@ -78,6 +78,8 @@ def fit(
     if pretrained:  # `saved` refers to `origin`
         checksum_cache = Path(cfg.data.folder) / CHECKSUM_CACHE
         origin["init_from"] = before.get("init_from") if resume else pretrained.provenance(checksum_cache)
+    if resume:
+        origin["resumed_from"] = before.get("resumed_from") if cfg.resume == "auto" else f"{resume}, step {step}"
     save_config(folder, composed, overrides)
     run_dir.truncate_logs(folder, step)
 

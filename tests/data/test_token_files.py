@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import shutil
 import tempfile
 from functools import partial
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minigpt.data import token_files
-from minigpt.data.checksums import token_files_checksum
+from minigpt.data.checksums import split_checksums
 from minigpt.data.token_files import Tokens
 from minigpt.data.tokenizer import SEPARATOR, BPETokenizer, ByteTokenizer
 from minigpt.utils.errors import UserError
@@ -184,12 +185,13 @@ def test_the_checksum_of_many_files_depends_on_a_sample_of_their_content_and_not
     first, second = (corpus_of(None, tmp_path, "byte", **write_parts(tmp_path / name, n=130)).sha256 for name in "ab")
     assert first == second
     train, val = sorted(tmp_path.glob("a/train_*.bin")), [tmp_path / "a/val.bin"]
-    assert token_files_checksum(train[1:], val, None) != first
+    before = split_checksums(train, val, None)
+    assert split_checksums(train[1:], val, None) != before
     changed = 0
     for file in train:
         content = file.read_bytes()
         file.write_bytes(raw(np.frombuffer(content, np.uint16) ^ 1))
-        changed += token_files_checksum(train, val, None) != first
+        changed += split_checksums(train, val, None) != before
         file.write_bytes(content)
     assert changed == 64
     ones = [raw([1] * 100_000 + [end]) for end in (3, 4)]  # more than a sample; the content of one file is read whole
@@ -206,3 +208,21 @@ def test_an_id_outside_the_vocabulary_raises_with_its_file(tmp_path):
     write_parts(tmp_path, ids=RANDOM_IDS + 100)
     with pytest.raises(UserError, match=r"val\.bin has a token id .*, outside the vocabulary"):  # before training
         corpus_of(None, tmp_path, "byte", **settings)
+
+
+def test_the_validated_part_names_its_text_however_it_is_tokenized_and_whatever_is_trained_on(tmp_path):
+    text = "".join(map(str, range(600)))
+    (tmp_path / "mine.txt").write_text(text)
+    (tmp_path / "other.txt").write_text(text[::-1])
+
+    def part(name="mine.txt", tokenizer="char", **changes):
+        return corpus_of(tmp_path / name, tmp_path, tokenizer, **changes).validated_part(8, 4, None)
+
+    size = len(text) - int(0.9 * len(text))
+    assert re.fullmatch(rf"all {size} bytes of text [0-9a-f]{{8}}", part())
+    assert part() == part(tokenizer="byte") != part("other.txt")
+    assert part() != part(val_fraction=0.2)
+    one, other = ({"val_path": str(tmp_path / name)} for name in ("mine.txt", "other.txt"))
+    assert part("other.txt", **one) == part("mine.txt", **one) != part("mine.txt", **other)
+    ids = [corpus_of(None, tmp_path, "byte", **write_parts(tmp_path / name, n=n)) for name, n in (("a", 3), ("b", 4))]
+    assert ids[0].validated_part(8, 4, None) == ids[1].validated_part(8, 4, None)
