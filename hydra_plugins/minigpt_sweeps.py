@@ -1,13 +1,13 @@
 """The sweepers and launchers of minigpt, in the package that Hydra searches for plugins."""
 
-from minigpt.sweeps import launcher, sweeper
+from minigpt.sweeps import launcher, search, sweeper
 
 
 class Grid(sweeper.Grid):
     """Every combination of the values of several settings."""
 
 
-class Search(sweeper.Search):
+class Search(search.Search):
     """A search with optuna."""
 
 

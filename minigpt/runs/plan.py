@@ -12,18 +12,19 @@ from math import exp, inf, log2, log10
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
 from omegaconf import DictConfig, OmegaConf
 
 from minigpt.data.ngram_model import evenly_spaced, ngram_losses
 from minigpt.data.token_files import Corpus
 from minigpt.distributed.process_group import started_together
 from minigpt.runs.config_checks import load_parts
-from minigpt.runs.overrides import given_settings
+from minigpt.runs.overrides import given_settings, relevant_settings
 from minigpt.runs.planned_sizes import planned_heads
-from minigpt.runs.run_dir import RUN_PLAN, append_log
+from minigpt.runs.run_dir import PLAN, RUN_PLAN, append_log
 from minigpt.runs.step_time import step_seconds
 from minigpt.utils.errors import UserError
-from minigpt.utils.files import read_json, write_json
+from minigpt.utils.files import read_json, sha256_json, write_json
 
 # (n_layer, n_embd); a step of each takes up to twice the time of the one before
 SIZES = (
@@ -68,20 +69,33 @@ def plan_run(
     """Set the plan of the run that resumes, or a new one, in `cfg`; return its parts. Minutes count from `started`."""
     if started_together():
         raise UserError("minutes plans for one process; set max_steps instead")
-    given = given_settings(overrides)
-    file = folder / RUN_PLAN
-    if cfg.resume == "auto" and file.exists():
-        try:
-            plan = read_json(file)
-        except ValueError as error:
-            raise UserError(f"{file} is damaged ({error}); remove it to plan again") from error
-    else:
-        plan = make_plan(cfg, corpus, given, deadline=started + 60 * cfg.minutes)
-        write_json(file, plan)
+    given, file, sweep = given_settings(overrides), folder / RUN_PLAN, folder.resolve().parent / PLAN
+
+    def plan_to(path: Path) -> None:
+        write_json(path, make_plan(cfg, corpus, given, deadline=started + 60 * cfg.minutes))
+
+    if cfg.resume != "auto" or not file.exists():
+        if sweep.exists():  # whose runs share a plan if they differ in their seed alone
+            settings: Any = {**relevant_settings(OmegaConf.to_container(cfg)), "seed": None}  # type: ignore[arg-type]
+            shared = sweep.with_name(f".plan-{sha256_json(settings)[:16]}.json")
+            with FileLock(f"{shared}.lock"):
+                if not shared.exists():
+                    plan_to(shared)
+            write_json(file, _read_plan(shared))
+        else:
+            plan_to(file)
+    plan = _read_plan(file)
     cfg.merge_with(updated(cfg, without(given, plan["settings"])))
     for line in plan["lines"]:
         append_log(folder, line)
     return load_parts(cfg, folder=folder)
+
+
+def _read_plan(file: Path) -> dict[str, Any]:
+    try:
+        return read_json(file)
+    except ValueError as error:
+        raise UserError(f"{file} is damaged ({error}); remove it to plan again") from error
 
 
 def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: float) -> dict[str, Any]:

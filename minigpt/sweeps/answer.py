@@ -4,14 +4,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from operator import itemgetter
 
 import numpy as np
 
 from minigpt.runs.overrides import quote_path
 from minigpt.runs.run_dir import PLAN, command, short_path
-from minigpt.sweeps.comparison import FAMILY_ERROR, Array, Comparison, shares
-from minigpt.sweeps.ranking import Row, compare_rows, count_text, incomparable, numbers, seed_losses
+from minigpt.sweeps.comparison import FAMILY_ERROR, LEAST_SEEDS, Array, Comparison
+from minigpt.sweeps.ranking import Row, compare_rows, count_text, incomparable, numbers
 from minigpt.sweeps.results import COMPLETED, NATS, PAUSED, SKIPPED, Point
 
 MAX_EXCEPTIONS = 2  # to a sentence about a setting
@@ -23,18 +23,20 @@ def answer(rows: Sequence[Row]) -> list[str]:
     """Return what the rows of `ranked` show, the most important first."""
     points = [point for row in rows for point in row.points]
     complete, comparison = compare_rows(rows)
-    told = list(_incomplete(points))
+    told = [*_incomplete(points), *_equal_time(points)]
     if not complete:
         return ["No run has completed with a loss, so nothing can be compared.", *told]
     if reason := incomparable(rows):
         return [reason, *told]
     if diverged := sum(bool(row.losses) and not row.provisional for row in rows) - len(complete):
-        told.append(f"{diverged} {'row' if diverged == 1 else 'rows'} diverged; the comparison leaves them out.")
+        told.append(f"{diverged} {'row' if diverged == 1 else 'rows'} diverged: not compared.")
+    lowest = _lowest(complete, rows)
     if comparison is None or len(complete) == 1:
-        return [*_unknown_noise(complete), *told]
+        reason, *advice = _unknown_noise(complete)
+        return [f"{lowest} {reason}", *advice, *told]
     grid, incomplete = Grid.of(complete), "The grid is incomplete, so the effects of single settings are not estimated."
-    described = _settings(grid, comparison) if grid else [incomplete]
-    return [_best(complete), *described, *_late(complete), *told]
+    described = _settings(grid, comparison, rows) if grid else [incomplete]
+    return [f"{lowest} {_others(complete)}", *described, *_noise(complete), *_late(complete), *told]
 
 
 @dataclass(frozen=True)
@@ -62,67 +64,62 @@ class Grid:
         full = len(rows) > 1 and len(rows) == prod(map(len, levels.values()))
         return cls(rows, levels, places) if full else None
 
-    def losses(self) -> Array:
-        """Return the losses of all runs; NaN where a row lacks a seed.  (*levels, S)"""
-        by_row = seed_losses(self.rows)
-        cells = np.empty((*map(len, self.levels.values()), by_row.shape[1]))
-        cells[tuple(self.places.T)] = by_row
-        return cells
+
+def _lowest(complete: Sequence[Row], rows: Sequence[Row]) -> str:
+    best = complete[0]
+    n = len({point.seed for point in best.points if point.loss(best.unit) is not None})
+    of = "Of the rows whose runs all completed, the" if any(row.provisional and row.losses for row in rows) else "The"
+    seeds = f"{n} {'seed' if n == 1 else 'seeds'}"
+    return f"{of} lowest mean loss is {best.loss:.4f} {best.unit}: {best.label()} ({seeds})."
 
 
-def _best(rows: Sequence[Row]) -> str:
-    best, tied = rows[0], [row for row in rows[1:] if row.tied]
-    n = len({point.seed for point in best.points})
-    text = f"The lowest loss is {best.loss_text} {best.unit}: {best.label()} ({n} {'seed' if n == 1 else 'seeds'})."
+def _others(rows: Sequence[Row]) -> str:
+    """Return how many rows are worse than the best, and how many may be as good."""
+    best, tied, n = rows[0], [row for row in rows[1:] if row.tied], len(rows) - 1
     if not tied:
-        return f"{text} All other rows are worse by more than the noise."
+        return "All other rows are worse." if n > 1 else "The other row is worse."
     flops = [(row.mean_of("flops") or np.inf, row.label()) for row in tied]
     part, label = min(flops)[0] / (best.mean_of("flops") or 1), min(flops)[1]
-    cheaper = f"; with {100 * part:.0f} % of the FLOPs: {label}" if 0 < part < 0.9 and best.mean_of("flops") else ""
-    return f"{text} {len(tied)} of the {len(rows) - 1} other rows {'is' if len(tied) == 1 else 'are'} tied{cheaper}."
+    cheaper = f"; {label} is one with {100 * part:.0f} % of the FLOPs" if part < 0.9 and best.mean_of("flops") else ""
+    if len(tied) == n:
+        others = "differences of the other rows are" if n > 1 else "difference of the other row is"
+        return f"The {others} within the noise{cheaper}."
+    worse = f"{n - len(tied)} of the {n} other rows {'is' if n - len(tied) == 1 else 'are'} worse"
+    return f"{worse}; the differences of the rest are within the noise{cheaper}."
 
 
-def _settings(grid: Grid, comparison: Comparison) -> Iterator[str]:
-    """Describe each setting of a grid, those with the largest share of the variance first, and what is left."""
-    losses, names = grid.losses(), list(grid.levels)
-    share: Any = shares(losses) if np.isfinite(losses).all() and np.ptp(losses) > 0 else None
-    order = range(len(names)) if share is None else np.argsort(-share[: len(names), 0])
-    for k in order:
-        yield _setting(grid, comparison, int(k), "" if share is None else f", {_percent(share[k])}")
-    if share is not None:
-        interaction = f", and the interaction of settings is {_percent(share[-2])}" if len(names) > 1 else ""
-        least = comparison.against(0)[1].max()
-        text = f"The noise between seeds is {_percent(share[-1])}{interaction}"
-        yield f"{text}; differences of rows below {least:.4f} are within the noise."
+def _settings(grid: Grid, comparison: Comparison, rows: Sequence[Row]) -> Iterator[str]:
+    """Describe each setting of a grid, that with the largest effect first."""
+    described = [_setting(grid, comparison, k, rows) for k in range(len(grid.levels))]
+    yield from (text for _, text in sorted(described, reverse=True))
 
 
-def _setting(grid: Grid, comparison: Comparison, k: int, share: str) -> str:
-    """Describe a setting by the mean losses of its values, and list the exceptions."""
+def _setting(grid: Grid, comparison: Comparison, k: int, rows: Sequence[Row]) -> tuple[float, str]:
+    """Describe a setting by the mean losses of its values, and list the exceptions; return its effect, too."""
     name, values = list(grid.levels.items())[k]
-    short, n = grid.rows[0].short_names[name], len(values)
+    short, n, on_average = grid.rows[0].short_names[name], len(values), " on average" if len(grid.levels) > 1 else ""
     member = (grid.places[:, k] == np.arange(n)[:, None]).astype(float)  # (values, R)
     weights = member / member.sum(1, keepdims=True)
     best = int(np.argmin(weights @ comparison.means))
     contrasts = weights - weights[best]
     worse_by, margin = contrasts @ comparison.means, comparison.margin(contrasts, n, FAMILY_ERROR / len(grid.levels))
     worse = [i for i in np.argsort(worse_by) if worse_by[i] > margin[i]]
-    tied = [values[i] for i in range(n) if i not in worse]
-    places, n_places = _exceptions(grid, comparison, k, None), len(grid.rows) // n
-    if 0 < len(places) < n_places / 2:
-        return f"{short} matters in places{share}: {_some(places)}; elsewhere its values are tied."
-    if not worse and places:
-        return f"{short} matters{share}, but not on average: {_some(places)}."
-    if not worse:
-        text = f"{short} does not matter beyond the noise{share}: {_listed(values)} are tied (± {margin.max():.4f})"
+    places = _exceptions(grid, comparison, k, best if worse else None)
+    if worse:
+        near = worse[0]
+        text = f"{short} matters: {values[best]} is better than {values[near]} by {worse_by[near]:.4f} ± "
+        text += f"{margin[near]:.4f}{on_average}"
+        if len(worse) == n - 1 and len(numbers(grid.rows, name)) == n:
+            tried, value = numbers(rows, name), float(values[best])  # tried: also by runs that are not compared
+            ends = {tried[-1]: "largest"} | ({} if value in (0, 1) else {tried[0]: "smallest"})
+            text += f"; it is the {ends[value]} value, so the best may lie beyond" if value in ends else ""
+        text += f"; but {_some(places)}" if places else ""
+    elif places:
+        text = f"{short} matters, but no effect on average is found: {_some(places)}"
     else:
-        near, places = worse[0], _exceptions(grid, comparison, k, best)
-        text = f"{short} matters{share}: {values[best]} is better than {values[near]} by "
-        text += f"{worse_by[near]:.4f} ± {margin[near]:.4f}"
-        text += f"; {_listed(tied)} are tied" if len(tied) > 1 else ""
-        ends = {0: "smallest", n - 1: "largest"} if len(numbers(grid.rows, name)) == n and len(tied) == 1 else {}
-        beyond = best in ends and float(values[best]) != 0
-        text += f"; it is the {ends[best]} value, so the best may lie beyond" if beyond else ""
-    return f"{text}; but {_some(places)}." if places else f"{text}."
+        text = f"No effect of {short} is found: {_listed(values)} differ by less than "
+        text += f"{worse_by.max() + margin.max():.4f}{on_average}; more seeds would show smaller differences"
+    return float(worse_by.max()), f"{text}."
 
 
 def _exceptions(grid: Grid, comparison: Comparison, k: int, best: int | None) -> list[str]:
@@ -142,27 +139,43 @@ def _exceptions(grid: Grid, comparison: Comparison, k: int, best: int | None) ->
     return [text for _, text in sorted(found, reverse=True)]
 
 
+def _noise(rows: Sequence[Row]) -> Iterator[str]:
+    if least := min((row.margin for row in rows[1:] if row.margin), default=0.0):
+        yield f"Differences from the best row below {least:.4f} are within the noise."
+    if min(len(row.losses) for row in rows) < LEAST_SEEDS:
+        yield f"With fewer than {LEAST_SEEDS} seeds of a row, its noise is taken to be that of the others."
+
+
 def _late(rows: Sequence[Row]) -> Iterator[str]:
     """Yield which row would be the best if all continued to fall as in the last third of their training."""
-    falls = [(row, fall) for row in rows if (fall := _last_fall(row)) is not None]
-    if len(falls) > 1 and falls[0][0] is rows[0]:
-        fastest, fall = min(falls, key=lambda pair: (pair[0].loss or np.inf) - pair[1])
-        if fastest is not rows[0] and not fastest.tied:
+    ends = [(end, row) for row in rows if (end := _later_loss(row)) is not None]
+    if len(ends) > 1 and ends[0][1] is rows[0]:
+        end, row = min(ends, key=itemgetter(0))
+        if row is not rows[0] and not row.tied:
             yield (
-                f"{fastest.label()} was still falling faster: by {fall:.4f} in the last third of its training, the "
-                f"best row by {falls[0][1]:.4f}; longer runs may rank it first."
+                f"If losses fell on as in the last third of the training, {row.label()} would be at {end:.4f} after "
+                f"another third, and the best row at {ends[0][0]:.4f}: longer runs may rank it first."
             )
 
 
-def _last_fall(row: Row) -> float | None:
-    """Return by how much the loss fell in the last third of the training, in the unit of the row, mean over seeds."""
-    falls = []
+def _later_loss(row: Row) -> float | None:
+    """Return the best loss of a row after another third of its training, if it fell on as in the last third."""
+    losses = []
     for point in row.points:
-        if len(point.curve) > 2:
-            tokens, losses = np.array(point.curve).T
-            scale = (point.loss(row.unit) or 0) / (point.loss(NATS) or np.inf)
-            falls.append(scale * (np.interp(tokens[-1] * 2 / 3, tokens, losses) - losses[-1]))
-    return float(np.mean(falls)) if falls else None
+        if len(point.curve) > 2 and (loss := point.loss(row.unit)) is not None:
+            tokens, curve = np.array(point.curve).T
+            scale = loss / (point.loss(NATS) or np.inf)
+            fall = np.interp(tokens[-1] * 2 / 3, tokens, curve) - curve[-1]
+            losses.append(scale * min(curve.min(), curve[-1] - fall))
+    return float(np.mean(losses)) if losses else None
+
+
+def _equal_time(points: Sequence[Point]) -> Iterator[str]:
+    """Yield how many steps the rows have that `minutes=` planned."""
+    steps = [point.totals["steps"] for point in points if point.status == COMPLETED and point.settings.get("minutes")]
+    if steps:
+        n = " to ".join(dict.fromkeys(f"{step:,.0f}" for step in (min(steps), max(steps))))
+        yield f"minutes= planned {n} steps: rows are compared at equal time."
 
 
 def _incomplete(points: Sequence[Point]) -> Iterator[str]:
@@ -171,20 +184,19 @@ def _incomplete(points: Sequence[Point]) -> Iterator[str]:
         yield f"{paused} of {len(points)} runs are paused; their rows are not compared."
     if counts:
         yield f"Of {len(points)} runs, {count_text(counts)}: rows without all their runs are not compared."
-    if missing := sum(point.status == COMPLETED and not point.totals.get("best_val_loss") for point in points):
+    if missing := sum(point.status == COMPLETED and point.loss(NATS) is None for point in points):
         yield f"{missing} completed {'run has' if missing == 1 else 'runs have'} no finite loss."
 
 
 def _unknown_noise(rows: Sequence[Row]) -> Iterator[str]:
     """Yield why noise and effects cannot be told apart, and the command that adds two seeds to the best rows."""
-    best = f"The lowest loss is {rows[0].loss_text} {rows[0].unit}: {rows[0].label()}."
     if len(rows) == 1:
-        yield f"{best} There is no other row to compare it with."
+        yield "There is no other row to compare it with."
         return
     if any(len(row.losses) > 1 for row in rows):
-        yield f"{best} Too few rows share seeds to separate effects from noise; run all rows with seed=1,2,3."
+        yield "Too few rows share seeds to separate effects from noise; run all rows with seed=1,2,3."
         return
-    yield f"{best} Every row has one seed, so noise and effects cannot be told apart."
+    yield "Every row has one seed, so noise and effects cannot be told apart."
     for n in (3, 2, 1):  # the best rows, as long as the product of their values holds few others
         values = {name: {row.value(name): None for row in rows[:n]} for name in rows[0].short_names}
         if prod(map(len, values.values())) <= _MAX_REPEATED:
@@ -200,16 +212,13 @@ def _unknown_noise(rows: Sequence[Row]) -> Iterator[str]:
 def _extend(rows: Sequence[Row], values: Mapping[str, str], seeds: str) -> str:
     """Return the command that adds points to the grid of the rows; empty for other runs."""
     folder, *others = {point.folder.parent for row in rows for point in row.points}
-    settings = {**rows[0].points[0].overrides, **values, "seed": seeds}
+    given = rows[0].points[0].overrides
+    settings = {name: values.get(name.lstrip("+"), value) for name, value in given.items()} | {"seed": seeds}
     ordered = any("#" in name or "{" in value for name, value in settings.items())  # else their order has no effect
     if others or ordered or not (folder / PLAN).exists() or settings.get("+sweep") == "search":
         return ""
-    given = [name if name.startswith("~") else f"{name}={value}" for name, value in settings.items()]
-    return command("train", "-m", *given, f"hydra.sweep.dir={quote_path(short_path(folder))}", "resume=auto")
-
-
-def _percent(share: Array) -> str:
-    return "{:.0f} % of the variance ({:.0f} to {:.0f} %)".format(*100 * share)
+    line = [name if name.startswith("~") else f"{name}={value}" for name, value in settings.items()]
+    return command("train", "-m", *line, f"hydra.sweep.dir={quote_path(short_path(folder))}", "resume=auto")
 
 
 def _some(parts: Sequence[str]) -> str:

@@ -26,7 +26,8 @@ def rung_steps(cfg: Any) -> list[int]:
     """
     given, steps, every = "with hydra.sweeper.prune=true", cfg.max_steps, cfg.eval_every
     require("pause_at", cfg.pause_at, [None].__contains__, f"null {given}")
-    require("resume", cfg.resume, [None, "auto"].__contains__, f"null or auto {given}")
+    require("resume", cfg.resume, [None].__contains__, f"null or auto {given}")
+    require("minutes", cfg.minutes, [None].__contains__, f"null {given}")
     require("eval_every", every, lambda n: 4 * n < steps, f"< {steps / 4:g} (max_steps / 4) {given}")  # distinct rungs
     return [ceil(rung * steps / every) * every for rung in RUNGS]
 
@@ -47,11 +48,10 @@ def continuing(points: Sequence[Point], rung: int) -> list[Point]:
     Points that differ only in their seed are one unit, compared by its mean loss; it has reached a rung when all of
     them have.
     """
-    units: dict[frozenset[tuple[str, str]], list[Point]] = {}
+    units: dict[str, list[Point]] = {}
     for point in points:
         if point.status != SKIPPED:
-            unit = frozenset(item for item in point.overrides.items() if item[0] != "seed")
-            units.setdefault(unit, []).append(point)
+            units.setdefault(point.row, []).append(point)
     losses: dict[Any, Any] = {unit: [loss_at(point, rung) for point in group] for unit, group in units.items()}
     means = {unit: mean(values) for unit, values in losses.items() if None not in values}
     best = sorted(means, key=means.__getitem__)[: ceil(KEPT * len(means))]

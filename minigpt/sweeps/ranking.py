@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, compress
 from math import inf, isfinite, nan
 from statistics import mean, median
 from typing import Any
@@ -10,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from minigpt.runs.overrides import short_names
+from minigpt.runs.run_dir import short_path
 from minigpt.sweeps.comparison import Comparison, compare
-from minigpt.sweeps.results import BITS, NATS, SKIPPED, Point, short_names
-
-DIVERGED = 1.2  # times the best loss: a higher one, far above the others too, is of a run that diverged
+from minigpt.sweeps.results import BITS, COMPLETED, DIVERGED, NATS, SKIPPED, Point
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Row:
     """Points that differ only in their seed: one row of the table.
 
     Args:
-        overrides: settings that the points share, without the seed.
+        overrides: the values of the settings in which rows differ, as they were written or by default.
         unit: unit of the losses, `NATS` or `BITS`.
         short_names: short name of each setting in which rows differ.
         adjusted: mean loss as if the row had the seeds of all rows; None if the rows are not compared.
@@ -41,8 +42,9 @@ class Row:
 
     @property
     def losses(self) -> list[float]:
-        """Best validation loss of each point that has one."""
-        return [loss for point in self.points if (loss := point.loss(self.unit)) is not None]
+        """Best validation loss of each point that has one; of equal runs once."""
+        losses = {(point.seed, loss): loss for point in self.points if (loss := point.loss(self.unit)) is not None}
+        return [*losses.values()]
 
     @property
     def loss(self) -> float | None:
@@ -66,6 +68,11 @@ class Row:
         return any(point.pending or point.loss(self.unit) is None for point in self.points if point.status != SKIPPED)
 
     @property
+    def diverged(self) -> bool:
+        """Whether the training loss of a run rose far above its lowest."""
+        return any(point.diverged for point in self.points)
+
+    @property
     def status(self) -> str:
         """Status of the points, with counts if they differ."""
         counts = Counter(point.status_text for point in self.points)
@@ -78,7 +85,12 @@ class Row:
 
     def in_unit(self, unit: str) -> "Row":
         """Return the row with losses in a unit; intervals are in that of the ranking only."""
-        return self if unit == self.unit else replace(self, unit=unit, adjusted=None, interval=None)
+        if unit == self.unit:
+            return self
+        row = replace(self, unit=unit, adjusted=None, interval=None)
+        if self.adjusted is None or row.loss is None or not (raw := mean(self.losses)):
+            return row
+        return replace(row, adjusted=row.loss * self.adjusted / raw)
 
     def mean_of(self, total: str) -> float | None:
         """Return the mean of one of the `TOTALS` over the points that have it."""
@@ -94,13 +106,14 @@ class Row:
         return value if isfinite(value) else None
 
     def value(self, name: str) -> str:
-        """Return the value of a setting as it was written."""
+        """Return the value of a setting; "default" for a group that was not given."""
         return self.overrides.get(name, "default")
 
     def label(self, without: str | None = None) -> str:
-        """Return the overrides by short name, except `without`; the folder's name if there are none."""
+        """Return the overrides by short name, except `without`; the folder's name of a single run without any."""
         values = [f"{self.short_names[name]}={value}" for name, value in self.overrides.items() if name != without]
-        return ", ".join(values) or ("all" if without or len(self.points) > 1 else self.points[0].folder.name)
+        none = "defaults" if self.short_names else "all runs" if len(self.points) > 1 else self.points[0].folder.name
+        return ", ".join(values) or none
 
 
 def ranked(points: Sequence[Point]) -> list[Row]:
@@ -109,27 +122,45 @@ def ranked(points: Sequence[Point]) -> list[Row]:
     Rows with runs that did not complete come after all others, and rows without a loss last. All others are compared
     over the seeds that they share, if their losses are of the same text.
     """
-    keys = dict.fromkeys(key for point in points for key in point.overrides)
-    axes = [key for key in keys if len({point.overrides.get(key) for point in points}) > 1]
-    names = [name for name in axes or keys if name != "seed"]  # all settings if the points are equal
     losses = [(nats, bits) for point in points if (nats := point.loss(NATS)) and (bits := point.loss(BITS))]
     lengths = [nats / bits for nats, bits in losses]  # proportional to the bytes per token
     # Losses per token do not compare if tokens differ in their mean length, as over tokenizers and corpora.
     unit = BITS if lengths and max(lengths) > 1.001 * min(lengths) else NATS
-    short = short_names(names)
-    groups: dict[tuple[tuple[str, str], ...], list[Point]] = {}
+    groups: dict[str, list[Point]] = {}
     for point in points:
-        values = tuple((name, point.overrides[name]) for name in names if name in point.overrides)
-        groups.setdefault(values, []).append(point)
-    rows = [Row(dict(values), group, unit, short) for values, group in groups.items()]
+        groups.setdefault(point.row, []).append(point)
+    names = _names(points)
+    rows: list[Row] = []
+    texts: dict[Any, Any] = {}  # a value that was written in two ways has one name
+    for first, *others in groups.values():
+        known = {name: texts.setdefault((name, repr(first.value(name))), first.text(name)) for name in names}
+        rows.append(Row({k: v for k, v in known.items() if v is not None}, [first, *others], unit, short_names(names)))
     rows.sort(key=lambda row: (row.loss is None, row.provisional, row.loss or 0.0))
     complete, comparison = compare_rows(rows)
     if comparison is not None:
         of: dict[str, Any] = {"adjusted": comparison.means, "interval": comparison.interval}
         of["difference"], of["margin"] = comparison.against(int(np.argmin(comparison.means)))
         compared = [replace(row, **{name: of[name][i].item() for name in of}) for i, row in enumerate(complete)]
-        rows[: len(compared)] = sorted(compared, key=lambda row: row.loss or 0.0)
+        rest = [row for row in rows if all(row is not each for each in complete)]
+        rows = [*sorted(compared, key=lambda row: row.loss or 0.0), *rest]
     return rows
+
+
+def _names(points: Sequence[Point]) -> list[str]:
+    """Return the settings that tell points apart: those that were given, and others where these are equal."""
+    given = [name for name in dict.fromkeys(name for point in points for name in point.written) if name != "seed"]
+    names = [name for name in given if _differs(points, name)] if len(points) > 1 else given
+    alike: dict[Any, list[Point]] = {}
+    for point in points:
+        alike.setdefault(tuple(map(point.text, names)), []).append(point)
+    for group in alike.values():
+        more = dict.fromkeys(name for point in group for name in point.settings if name not in ("seed", *names))
+        names += [name for name in more if _differs(group, name)]
+    return names
+
+
+def _differs(points: Sequence[Point], name: str) -> bool:
+    return len({repr(point.value(name)) for point in points}) > 1
 
 
 def compare_rows(rows: Sequence[Row]) -> tuple[list[Row], Comparison | None]:
@@ -138,7 +169,8 @@ def compare_rows(rows: Sequence[Row]) -> tuple[list[Row], Comparison | None]:
     if complete:
         losses = [inf if row.loss is None else row.loss for row in complete]
         highest = max(highest_converged(losses), DIVERGED * min(losses))
-        complete = [row for row, loss in zip(complete, losses, strict=True) if loss <= highest]
+        converged = [loss <= highest or not row.diverged for row, loss in zip(complete, losses, strict=True)]
+        complete = [*compress(complete, converged)]
     known = complete and not incomparable(rows)
     return complete, compare(seed_losses(complete)) if known else None
 
@@ -146,14 +178,20 @@ def compare_rows(rows: Sequence[Row]) -> tuple[list[Row], Comparison | None]:
 def incomparable(rows: Sequence[Row]) -> str:
     """Return why the losses of rows do not compare, though their unit is the same; empty if they do."""
     points = [point for row in rows for point in row.points if point.loss(row.unit) is not None]
-    if len({point.corpus for point in points if point.corpus}) > 1:
-        return "The runs were trained on different corpora, so their losses are not comparable."
     parts = {point.validated: point.folder.name for point in points if point.validated}
-    if len(parts) < 2:
-        return ""
-    advice = "; eval_batches=null validates on the whole split" if any(" windows " in part for part in parts) else ""
-    which = "; ".join(f"{folder}: {part}" for part, folder in parts.items())
-    return f"The runs were validated on different texts ({which}), so their losses are not comparable{advice}."
+    if len(parts) > 1:
+        advice = "; eval_batches=null validates on the whole split" if " windows " in "".join(parts) else ""
+        which = "; ".join(f"{folder}: {part}" for part, folder in parts.items())
+        return f"The runs were validated on different texts ({which}), so their losses are not comparable{advice}."
+    for row in rows:
+        known = [each for each in row.points if each.status == COMPLETED and each.loss(row.unit) is not None]
+        for one, other in combinations(known, 2):
+            pair = f"{short_path(one.folder)} and {short_path(other.folder)} have the same settings"
+            if "" not in (one.origin, other.origin) and one.origin != other.origin:
+                return f"{pair}, but another training text or other weights at the start, so no row is compared."
+            if one.seed == other.seed and one.loss(row.unit) != other.loss(row.unit):
+                return f"{pair} and seed, but different losses, so no row is compared; remove one of the two."
+    return ""
 
 
 def highest_converged(losses: Sequence[float]) -> float:

@@ -11,21 +11,23 @@ import re
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from minigpt.runs.overrides import short_names
 from minigpt.runs.run_dir import short_path
 from minigpt.sweeps.answer import answer
 from minigpt.sweeps.ranking import Row, incomparable, numbers, ranked
-from minigpt.sweeps.results import BITS, NATS, read_sweep, short_names
+from minigpt.sweeps.results import BITS, LOSS_NAMES, NATS, read_sweep
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write
 from minigpt.utils.terminal import did_you_mean, sanitize_line
 
-TEXT, TABLE, PLOT = "sweep.md", "sweep.csv", "sweep.png"
+TEXT, TABLE, RUNS, PLOT = "sweep.md", "sweep.csv", "runs.csv", "sweep.png"
 _COSTS = ("params", "flops", "tokens_per_second", "seconds")
 
 
@@ -52,6 +54,7 @@ def report(folders: Sequence[Path], *, out: Path | None = None, along: str | Non
     title = only.name if only else f"{len(folders)} sweeps"
     sentences = [*map(sanitize_line, answer(rows))]
     write_table(out / TABLE, rows)
+    write_runs(out / RUNS, rows)
     write_text(out / TEXT, title, sentences, rows)
     print("\n".join([*sentences, ""]))
     print_table(rows)
@@ -60,7 +63,7 @@ def report(folders: Sequence[Path], *, out: Path | None = None, along: str | Non
     figure = sweep_figure(rows, title=title, along=along)
     with atomic_write(out / PLOT) as partial, warnings.catch_warnings(action="ignore", category=UserWarning):
         figure.savefig(partial, dpi=120, format="png")  # warns of characters that the font lacks
-    for name, file in (("answer", TEXT), ("table", TABLE), ("plot", PLOT)):
+    for name, file in (("answer", TEXT), ("table", TABLE), ("runs", RUNS), ("plot", PLOT)):
         print(f"{name:<8} {_display(out / file)}")
     return sentences
 
@@ -140,20 +143,36 @@ def _escape(text: str) -> str:
 
 
 def write_table(file: Path, rows: Sequence[Row]) -> None:
-    """Write `sweep.csv`: the ranked table. Intervals and differences are in the unit of the ranking."""
+    """Write `sweep.csv`: the ranked rows. Intervals and differences are in the unit of the ranking."""
     names = list(rows[0].short_names)
     losses = ["val_loss", "val_bits_per_byte", "interval", "difference", "difference_interval", "tied"]
+    table: list[list[Any]] = [["rank", *names, *losses, "seeds", *_COSTS, "status", "reason"]]
+    for rank, row in zip(_ranks(rows), rows, strict=True):
+        cells: list[Any] = [rank, *(row.overrides.get(name, "") for name in names)]
+        cells += [row.in_unit(NATS).loss, row.in_unit(BITS).loss, row.interval, row.difference, row.margin]
+        seeds = {point.seed for point in row.points if point.loss(row.unit) is not None}
+        cells += [row.tied if row.margin is not None else "", len(seeds), *map(row.mean_of, _COSTS)]
+        table.append([*cells, row.status, row.reason])
+    _write_csv(file, table)
+
+
+def write_runs(file: Path, rows: Sequence[Row]) -> None:
+    """Write `runs.csv`: every run, in the order of the rows."""
+    names, losses = list(rows[0].short_names), ["val_loss", "val_bits_per_byte"]
+    table: list[list[Any]] = [[*names, "seed", *losses, "steps", *_COSTS, "status", "reason", "folder"]]
+    for row in rows:
+        for point in row.points:
+            totals = [point.totals.get(name) for name in (*LOSS_NAMES.values(), "steps", *_COSTS)]
+            settings = [row.overrides.get(name, "") for name in names]
+            table.append([*settings, point.seed, *totals, point.status, point.reason, point.folder])
+    _write_csv(file, table)
+
+
+def _write_csv(file: Path, table: Sequence[Sequence[Any]]) -> None:
     # File names and JSON may hold lone surrogates, which UTF-8 cannot encode.
     encoding: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
     with atomic_write(file) as partial, open(partial, "w", newline="", **encoding) as opened:
-        table = csv.writer(opened)
-        table.writerow(["rank", *names, *losses, "seeds", *_COSTS, "status", "reason", "folder"])
-        for rank, row in zip(_ranks(rows), rows, strict=True):
-            cells: list[Any] = [rank, *(row.overrides.get(name, "") for name in names)]
-            cells += [row.in_unit(NATS).loss, row.in_unit(BITS).loss, row.interval, row.difference, row.margin]
-            cells += [row.tied if row.margin is not None else "", len(row.losses), *map(row.mean_of, _COSTS)]
-            cells += [row.status, row.reason, " ".join(str(point.folder) for point in row.points)]
-            table.writerow(cells)
+        csv.writer(opened).writerows(table)
 
 
 def publish(folder: Path, sentences: Sequence[str], wandb_config: Any) -> None:
@@ -164,13 +183,25 @@ def publish(folder: Path, sentences: Sequence[str], wandb_config: Any) -> None:
     options = {key: OmegaConf.to_object(each) if OmegaConf.is_config(each) else each for key, each in shared.items()}
     options |= {"name": f"{folder.name} summary", "group": wandb_config.group or folder.name}
     logger = wandb_logger(folder, **options | {"tags": [*wandb_config.tags, "sweep", "summary"]})
-    with open(folder / TABLE, newline="", encoding="utf-8") as file:
-        header, *rows = list[list[Any]](csv.reader(file))
     if logger:  # on rank 0
         import wandb
 
-        logger.log_metrics({"sweep": wandb.Table(header, rows), "plot": wandb.Image(str(folder / PLOT))})
+        tables = {"sweep": _wandb_table(folder / TABLE), "runs": _wandb_table(folder / RUNS)}
+        logger.log_metrics({**tables, "plot": wandb.Image(str(folder / PLOT))})
         logger.finish({"answer": "\n".join(sentences)})
+
+
+def _wandb_table(file: Path) -> Any:
+    """Read a table for Weights & Biases; a column of numbers has numbers, and None where a cell is empty."""
+    import wandb
+
+    with open(file, newline="", encoding="utf-8") as opened:
+        header, *lines = list[list[Any]](csv.reader(opened))
+    columns = [[*column] for column in zip(*lines, strict=True)]
+    for i, column in enumerate(columns):
+        with suppress(ValueError):
+            columns[i] = [float(cell) if cell else None for cell in column]
+    return wandb.Table(header, [[*line] for line in zip(*columns, strict=True)])
 
 
 def _full_name(rows: Sequence[Row], along: str) -> str:

@@ -5,7 +5,7 @@ runs, after it ended and after it crashed.
 """
 
 import csv
-import re
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
@@ -15,17 +15,18 @@ from typing import Any
 
 import yaml  # a dependency of Hydra
 
+from minigpt.runs.overrides import by_name, is_relevant, relevant_settings
 from minigpt.runs.run_dir import METRICS, PLAN, SUMMARY, is_locked, read_metrics, read_summary
 from minigpt.utils.checks import is_number
 from minigpt.utils.errors import UserError
-from minigpt.utils.files import read_json, write_json
+from minigpt.utils.files import read_json, sha256_json, write_json
 from minigpt.utils.terminal import warn
 
 COMPLETED, PAUSED, RUNNING, WAITING = "completed", "paused", "running", "waiting"
 CRASHED, SKIPPED = "crashed", "skipped"
 NATS, BITS = "nats per token", "bits per byte"  # units of a loss
 LOSS_NAMES = {NATS: "best_val_loss", BITS: "best_val_bits_per_byte"}
-_DICT = re.compile(r"(?<!\$)\{")  # in an override
+DIVERGED = 1.2  # times the lowest training loss, or the best validation loss of a sweep
 TOTALS = ("params", "steps", "tokens", "flops", "seconds", "tokens_per_second", *LOSS_NAMES.values())
 
 
@@ -36,11 +37,12 @@ class Point:
     Args:
         status: completed, paused (at `pause_at`), running, waiting, failed, interrupted, crashed (the process ended
             without a summary) or skipped (the configuration is impossible).
+        settings: the whole configuration by dotted key, which identifies the point: `relevant_settings`.
         totals: the `TOTALS` of `summary.json`, or, while it is missing, those of the training so far.
         curve: (tokens, validation loss in nats per token).
-        default_seed: of the run, where it is not swept.
-        corpus: checksum of the text.
-        validated: the part of the validation split that the losses are of.
+        diverged: the training loss ended far above its lowest.
+        origin: checksum of the text and of the weights that the run started from.
+        validated: the text that the losses are of, as in `Corpus.validated_part`.
         bits: validation loss in bits per byte, by optimizer step.
         rungs: optimizer steps at which pruning may pause the run.
     """
@@ -49,21 +51,48 @@ class Point:
     overrides: Mapping[str, str]  # values of the swept settings, as they were written
     status: str = WAITING
     reason: str = ""
-    identity: str = ""  # hash of the configuration
+    settings: Mapping[str, Any] = field(default_factory=dict)
     planned_flops: float = 0.0  # of the whole training
     devices: object = 1  # `trainer.devices`
     totals: Mapping[str, float] = field(default_factory=dict)
     curve: Sequence[tuple[int, float]] = ()
     bits: Mapping[int, float] = field(default_factory=dict)
     rungs: Sequence[int] = ()
-    default_seed: str = ""
-    corpus: str = ""
+    diverged: bool = False
+    origin: str = ""
     validated: str = ""
+
+    @property
+    def written(self) -> dict[str, str]:
+        """The swept settings by key, as they were written."""
+        return {name.lstrip("+"): value for name, value in self.overrides.items()}
 
     @property
     def seed(self) -> str:
         """The seed of the run."""
-        return self.overrides.get("seed", self.default_seed)
+        return str(self.settings.get("seed", self.written.get("seed", "")))
+
+    @property
+    def identity(self) -> str:
+        """What no other point has."""
+        return f"{self.row} {self.seed}"
+
+    @property
+    def row(self) -> str:
+        """What the point shares with those that differ from it in their seed alone."""
+        items = (self.settings or self.written).items()
+        return repr(sorted(item for item in items if item[0] != "seed"))
+
+    def value(self, name: str) -> Any:
+        """Return a setting of the configuration, or, for a group, the choice that was given."""
+        return self.settings.get(name, self.written.get(name))
+
+    def text(self, name: str) -> str | None:
+        """Return a setting as it was written, or by default; None for a group that was not given."""
+        if name in self.written or name not in self.settings:
+            return self.written.get(name)
+        value = self.settings[name]
+        return value if isinstance(value, str) else json.dumps(value, default=str)
 
     @property
     def pending(self) -> bool:
@@ -94,8 +123,7 @@ def read_sweep(folder: Path) -> list[Point]:
         shared = dict(override.partition("=")[::2] for override in fixed)
         points = [replace(point, overrides={**shared, **point.overrides}) for point in planned]
     else:
-        files = sorted(folder.rglob(".hydra/overrides.yaml"))
-        points = [Point(file.parents[1], _read_or_warn(_read_overrides, file, {})) for file in files]
+        points = [_read_run(file.parents[1]) for file in sorted(folder.rglob(".hydra/overrides.yaml"))]
     if not points:
         raise UserError(f"{folder} holds no runs; give the folder of a sweep, such as runs/sweeps/latest")
     return [refresh(point) for point in points]
@@ -109,48 +137,25 @@ def read_plan(folder: Path) -> tuple[list[str], list[Point]]:
     """
     try:
         plan = read_json(folder / PLAN)
-        return [str(override) for override in plan["fixed"]], [_planned(folder, entry) for entry in plan["points"]]
+        points = [_planned(folder, plan["settings"], entry) for entry in plan["points"]]
+        return [str(override) for override in plan["fixed"]], points
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise UserError(f"{folder / PLAN} is damaged ({error}); remove it to read the runs one by one") from error
 
 
 def write_plan(folder: Path, fixed: Sequence[str], points: Sequence[Point]) -> None:
-    """Write `sweep.json`: the overrides that all points share, and the state of each point."""
+    """Write `sweep.json`: the overrides and settings that all points share, and the state of each point."""
+    composed = [point.settings for point in points if point.settings]
+    first: Mapping[str, Any] = composed[0] if composed else {}
+    shared = {k: v for k, v in first.items() if all(repr(each.get(k, ...)) == repr(v) for each in composed)}
     entries = [
         {"folder": point.folder.name, "overrides": dict(point.overrides)}
-        | {name: getattr(point, name) for name in ("status", "reason", "identity")}
+        | {"settings": {k: v for k, v in point.settings.items() if k not in shared} if point.settings else None}
+        | {name: getattr(point, name) for name in ("status", "reason")}
         | {name: point.totals.get(name) for name in TOTALS}
         for point in points
     ]
-    write_json(folder / PLAN, {"fixed": list(fixed), "points": entries})
-
-
-def by_name(overrides: Sequence[str]) -> dict[str, str]:
-    """Map names to overrides, in order: the key, and `key#2` where a key acts again.
-
-    Of two values the last acts. Hydra merges dicts, and a group takes a choice and dicts, so all of these stay.
-    """
-    acting: list[str] = []
-    for override in overrides:
-        key = override.partition("=")[0]
-        if re.match(r"(\+\+)?[^+~]", key) and not _DICT.search(override):
-            replaced = (key, key.removeprefix("++"))
-            acting = [old for old in acting if _DICT.search(old) or old.partition("=")[0] not in replaced]
-        acting.append(override)
-    keys = [override.partition("=")[0] for override in acting]
-    names = [key if (n := keys[: i + 1].count(key)) == 1 else f"{key}#{n}" for i, key in enumerate(keys)]
-    return dict(zip(names, acting, strict=True))
-
-
-def is_relevant(override: str) -> bool:
-    """Return whether an override, or a group of settings, changes what a run computes."""
-    return re.split("[./@=]", override.lstrip("+~"))[0] not in ("resume", "pause_at", "logger")
-
-
-def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Map dotted settings to their last part where that is unique."""
-    leaves = [name.rpartition(".")[2] for name in names]
-    return {name: leaf if leaves.count(leaf) == 1 else name for name, leaf in zip(names, leaves, strict=True)}
+    write_json(folder / PLAN, {"fixed": list(fixed), "settings": shared, "points": entries})
 
 
 def refresh(point: Point) -> Point:
@@ -162,18 +167,24 @@ def refresh(point: Point) -> Point:
     status = str(summary.get("status") or (CRASHED if (folder / ".hydra").exists() else WAITING))
     if status != COMPLETED and is_locked(folder):
         status = RUNNING
-    last, curve, bits = _read_or_warn(_measure, folder / METRICS, ({}, [], {}))
+    last, curve, bits, diverged = _read_or_warn(_measure, folder / METRICS, ({}, [], {}, False))
     totals = {**point.totals, **last, **_finite(summary)}
-    names = ("reason", "seed", "corpus_sha256", "validated")
-    reason, seed, corpus, validated = (str(summary.get(name) or "") for name in names)
-    if not validated and (n := summary.get("eval_batches")):
-        validated = f"eval_batches={n}"
-    measured = {"totals": totals, "curve": curve, "bits": bits, "default_seed": seed, "corpus": corpus}
-    return replace(point, status=status, reason=reason, validated=validated or point.validated, **measured)
+    measured = {"totals": totals, "curve": curve, "bits": bits, "diverged": diverged}
+    if corpus := summary.get("corpus_sha256"):
+        weights = (summary.get("init_from") or {}).get("sha256")
+        measured["origin"] = origin(corpus, weights, summary.get("resumed_from"))
+    if summary.get("validated"):
+        measured["validated"] = str(summary["validated"])
+    return replace(point, status=status, reason=str(summary.get("reason") or ""), **measured)
 
 
-def _measure(file: Path) -> tuple[dict[str, float], list[tuple[int, float]], dict[int, float]]:
-    """Return the totals and the validation curves that `metrics.csv` holds, also while its run has no summary."""
+def origin(corpus: str, weights: Mapping[str, str] | None, resumed_from: str | None = None) -> str:
+    """Identify what a run was trained on and from: checksums of the text and of the files of `init_from`, `resume`."""
+    return sha256_json([corpus, weights, resumed_from])
+
+
+def _measure(file: Path) -> tuple[dict[str, float], list[tuple[int, float]], dict[int, float], bool]:
+    """Return the totals, the validation curves and whether the run diverged, from `metrics.csv`."""
     columns = read_metrics(file) if file.exists() else {}
     last = {name: column[-1][1] for name, column in columns.items()}
     steps = max((column[-1][0] for column in columns.values()), default=0)
@@ -185,7 +196,9 @@ def _measure(file: Path) -> tuple[dict[str, float], list[tuple[int, float]], dic
     totals |= {LOSS_NAMES[BITS]: bits.get(best_step), "steps": steps, "tokens": round(steps * tokens / step)}
     if last.get("flops_per_second") and last.get("tokens_per_second"):
         totals["flops"] = last["flops_per_second"] / last["tokens_per_second"] * totals["tokens"]
-    return _finite(totals), [(round(at * tokens / step), loss) for at, loss in losses], bits
+    trained = [loss for _, loss in columns.get("train_loss", ())]
+    diverged = bool(trained) and trained[-1] > DIVERGED * min(trained)
+    return _finite(totals), [(round(at * tokens / step), loss) for at, loss in losses], bits, diverged
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, float]:
@@ -194,17 +207,34 @@ def _finite(values: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in found.items() if is_number(value) and abs(value) < 1e300}
 
 
-def _planned(folder: Path, entry: dict[str, Any]) -> Point:
+def _planned(folder: Path, shared: dict[str, Any], entry: dict[str, Any]) -> Point:
     name = entry["folder"]
     if Path(name).name != name or len(name) > 255:
         raise ValueError("a folder is not a file name")
     overrides = {key: str(value) for key, value in entry["overrides"].items()}
-    status, reason, identity = (str(entry[name]) for name in ("status", "reason", "identity"))
-    return Point(folder / name, overrides, status, reason, identity, totals=_finite({"params": entry["params"]}))
+    status, reason = str(entry["status"]), str(entry["reason"])
+    point = Point(folder / name, overrides, status, reason, totals=_finite({"params": entry["params"]}))
+    own = point.written if entry["settings"] is None else entry["settings"]  # None: it did not compose
+    return replace(point, settings={**shared, **own})
+
+
+def _read_run(folder: Path) -> Point:
+    """Read the settings of a run."""
+    overrides = _read_or_warn(_read_overrides, folder / ".hydra/overrides.yaml", {})
+    config = folder / ".hydra/config.yaml"
+    settings = _read_or_warn(_read_settings, config, {}) if config.exists() else {}
+    return Point(folder, overrides, settings=settings)
+
+
+# The loader without C code raises an error where nesting would overflow the stack of the other.
+def _read_settings(file: Path) -> dict[str, Any]:
+    text = file.read_text(encoding="utf-8")
+    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+        raise ValueError("it has aliases, which can expand without end")
+    return relevant_settings(yaml.load(text, yaml.SafeLoader))
 
 
 def _read_overrides(file: Path) -> dict[str, str]:
-    # The loader without C code raises an error where nesting would overflow the stack of the other.
     overrides = yaml.load(file.read_text(encoding="utf-8"), yaml.BaseLoader) or []
     if not isinstance(overrides, list):
         raise ValueError("it must be a list")

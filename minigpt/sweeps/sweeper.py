@@ -7,6 +7,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -19,37 +20,40 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from minigpt.data.checksums import CHECKSUM_CACHE
 from minigpt.runs.config_checks import load_parts
-from minigpt.runs.overrides import quote_override, quote_path
+from minigpt.runs.overrides import (
+    by_name,
+    complete_overrides,
+    is_relevant,
+    quote_override,
+    quote_path,
+    relevant_settings,
+    short_names,
+)
 from minigpt.runs.planned_sizes import with_possible_sizes
 from minigpt.runs.run_dir import PLAN, update_latest_link, write_failure
-from minigpt.sweeps.pruning import RUNGS, continuing, has_reached, loss_at, paused_at, rung_steps
+from minigpt.sweeps.pruning import RUNGS, continuing, has_reached, loss_at, rung_steps
 from minigpt.sweeps.results import (
-    BITS,
-    COMPLETED,
     CRASHED,
     NATS,
     PAUSED,
     SKIPPED,
     WAITING,
     Point,
-    by_name,
-    is_relevant,
+    origin,
     read_plan,
     refresh,
-    short_names,
     write_plan,
 )
-from minigpt.utils.checks import BOOLEAN, POSITIVE_INT
+from minigpt.utils.checks import BOOLEAN
 from minigpt.utils.cli import error_text
 from minigpt.utils.errors import RunError, UserError, require
 from minigpt.utils.files import sha256_json
-from minigpt.utils.scripts import import_extra
 from minigpt.utils.signals import Interrupted
-from minigpt.utils.terminal import log, warn
+from minigpt.utils.terminal import log
 
 MAX_NAME_CHARS = 120
-MAX_TRIES_PER_TRIAL = 20  # of a search, including points that are impossible or the same as another
 SAME = "same configuration as another point"
 ANOTHER_FOLDER = "choose another folder with hydra.sweep.dir=…"
 
@@ -61,6 +65,8 @@ class Sweeper(hydra_sweeper.Sweeper):
         params: settings with several values, from a file in `configs/sweep/`; the command line overrides them.
         prune: pause the worse points at each rung.
     """
+
+    compares_batches = False  # whether the points depend on the losses of earlier ones
 
     def __init__(self, params: Mapping[str, Any], prune: bool) -> None:
         require("hydra.sweeper.prune", prune, *BOOLEAN)
@@ -82,25 +88,25 @@ class Sweeper(hydra_sweeper.Sweeper):
             UserError: no setting has several values, no point is possible, or the folder holds something else.
             RunError: a run failed; all others have ended.
         """
-        named = by_name([*(f"{key}={value}" for key, value in self.params.items()), *arguments])
+        # resume=auto is of the sweep: runs that have begun resume, the others start as the rest of the command says.
+        given = (argument for argument in arguments if argument != "resume=auto")
+        named = by_name([*(f"{key}={value}" for key, value in self.params.items()), *given])
         typed, keys = list(named), {name.lstrip("+") for name in named}
         if "minutes" in keys and "eval_batches" not in keys and self.cfg.eval_batches is None:
             named["eval_batches"] = "eval_batches=null"  # each plan would choose another part of the validation split
         parsed = OverridesParser.create(config_loader=self.loader).parse_overrides([*named.values()])
         self.given = dict(zip(named, parsed, strict=True))
-        fixed, existing = self._read_existing()
+        existing = [point for point in self._read_existing() if point.status != SKIPPED]
         swept = {name for point in existing for name in point.overrides}
         self.axes = {name: each for name, each in self.given.items() if each.is_sweep_override() or name in swept}
         if not self.axes:
             raise UserError("a sweep needs a setting with several values, such as model.n_head=2,4,8")
-        self.fixed = [named[name] for name in typed if name not in self.axes and is_relevant(name)]
-        axes = (swept ^ self.axes.keys()) - {"seed"}
-        before, now = ([text for text in texts if not text.startswith("seed=")] for texts in (fixed, self.fixed))
-        if existing and (axes or before != now):
-            differs = ", ".join(sorted(axes | set(before) ^ set(now))) or "the order of settings"
-            advice = f"use its settings, or {ANOTHER_FOLDER}"
-            raise UserError(f"{self.folder} holds another sweep, which differs in {differs}; {advice}")
-        self.existing = {point.identity: point for point in existing if point.identity}
+        self.fixed = [named[name] for name in typed if name not in self.axes and is_relevant(named[name])]
+        if existing and (axes := (swept ^ self.axes.keys()) - {"seed"}):
+            raise UserError(f"{self.folder} holds a sweep that differs in {', '.join(sorted(axes))}; {ANOTHER_FOLDER}")
+        for point in existing:
+            self._check_unchanged(point)
+        self.existing = {point.identity: point for point in existing}
         for batch in self.batches():
             self._run(batch)
         self._report()
@@ -116,31 +122,42 @@ class Sweeper(hydra_sweeper.Sweeper):
 
     def check(self, values: Mapping[str, str]) -> Point:
         """Compose and check a point; return it with its status, skipped with a reason if it is impossible."""
-        point = Point(folder=self.folder / self._folder_name(values), overrides=dict(values))
+        point = Point(self.folder / self._folder_name(values), values)
         try:
             config = self.compose(values)
+            point = replace(point, settings=_settings(config))
             checked = config if config.minutes is None else with_possible_sizes(config, self._overrides(values))
-            corpus, model, _ = load_parts(checked, self._once)
+            corpus, model, pretrained = load_parts(checked, self._once)
         except (UserError, ConfigCompositionException, OmegaConfBaseException) as error:
             if isinstance(error, ConfigCompositionException) and not any(map(self.loader.get_group_options, self.axes)):
                 raise  # a setting does not exist at any point
             return replace(point, status=SKIPPED, reason=error_text(error))
-        settings: Any = OmegaConf.to_container(config)
-        identity = sha256_json({key: value for key, value in settings.items() if is_relevant(key)})[:16]
-        if identity not in self.existing and any(old.overrides == values for old in self.existing.values()):
-            raise UserError(f"{self.folder} holds {dict(values)} of another configuration; {ANOTHER_FOLDER}")
-        if any(other.identity == identity for other in self.points):
+        if any(other.identity == point.identity for other in self.points if other.status != SKIPPED):
             return replace(point, status=SKIPPED, reason=SAME)
-        folder = self.existing.get(identity, point).folder
+        folder = self.existing.get(point.identity, point).folder
         rungs = rung_steps(config) if self.prune else ()
         sequences = config.max_steps * config.trainer.accumulate_grad_batches * config.data.batch_size
         flops = sequences * model.block_size * model.flops_per_token()
         known = {"planned_flops": flops, "devices": config.trainer.devices, "totals": {"params": model.num_params()}}
         known["validated"] = corpus.validated_part(model.block_size, config.data.eval_batch_size, config.eval_batches)
-        return refresh(replace(point, folder=folder, identity=identity, rungs=rungs, **known))
+        point = refresh(replace(point, folder=folder, rungs=rungs, **known))
+        cache = Path(config.data.folder) / CHECKSUM_CACHE
+        weights = pretrained.provenance(cache)["sha256"] if pretrained else None
+        if config.resume is None and point.origin not in ("", origin(corpus.sha256, weights)):
+            raise UserError(f"{folder} was trained on another text or from other weights; {ANOTHER_FOLDER}")
+        return point
+
+    def _check_unchanged(self, point: Point) -> None:
+        """Raise UserError if the overrides of a point that the folder holds mean other settings now."""
+        values = {name: point.overrides.get(name, point.seed) for name in self.axes}  # only the seed may be missing
+        before, now = point.settings, _settings(self.compose(values))
+        pairs = {key: (before.get(key), now.get(key)) for key in {**before, **now} if key != "seed"}
+        changed = [f"{key} ({was} there, {new} now)" for key, (was, new) in pairs.items() if repr(was) != repr(new)]
+        if changed:
+            raise UserError(f"{self.folder} holds a sweep that differs in {', '.join(changed)}; {ANOTHER_FOLDER}")
 
     def _once(self, load: Callable[..., Any], *args: Any) -> Any:
-        """Load a corpus or a model once for all points that share it."""
+        """Call a function once for the same arguments, such as those of a corpus that points share."""
         key = f"{load.__name__} {args}"
         if key not in self.loaded:
             self.loaded[key] = load(*args)
@@ -155,10 +172,11 @@ class Sweeper(hydra_sweeper.Sweeper):
 
     def _overrides(self, values: Mapping[str, str]) -> list[str]:
         """Return the command line of a point: that of the sweep, with one value per axis in its place."""
-        return [
+        line = [
             f"{each.get_key_element()}={values[name]}" if name in values else str(each.input_line)
             for name, each in self.given.items()
         ]
+        return self._once(complete_overrides, line)  # links are resolved once, because they may move
 
     def _run(self, batch: Sequence[Point]) -> None:
         """Print which points are skipped, and run the others: with `prune` to each rung, and the best of them on."""
@@ -166,8 +184,12 @@ class Sweeper(hydra_sweeper.Sweeper):
             if point.status == SKIPPED:
                 log(f"{point.folder.name}  skipped: {point.reason}")
         texts = sorted({point.validated for point in self.points if point.validated})
-        if len(texts) > 1 and (self.prune or isinstance(self, Search)):
+        if len(texts) > 1 and (self.prune or self.compares_batches):
             raise UserError(f"pruning and searches need one validation text for all points, got {'; '.join(texts)}")
+        rungs = {tuple(Fraction(step, point.settings["max_steps"]) for step in point.rungs) for point in self.points}
+        if len(rungs - {()}) > 1:
+            expected = "let all points validate at the same fractions of max_steps with hydra.sweeper.prune=true"
+            raise UserError(f"eval_every must {expected}; use one that divides max_steps / 8")
         self.engine.most_jobs = sum(point.status != SKIPPED for point in batch)
         for rung in range(len(RUNGS) if self.prune else 0):
             self._launch(batch, rung)
@@ -213,7 +235,9 @@ class Sweeper(hydra_sweeper.Sweeper):
     def _job_overrides(self, point: Point, rung: int | None) -> list[str]:
         """Return the command line of a run, with a name, group and tag for Weights & Biases."""
         names = {"hydra.run.dir": point.folder, "hydra.sweep.dir": self.folder, "hydra.sweep.subdir": point.folder.name}
-        overrides = self._overrides(point.overrides) + (["resume=auto"] if self.prune else [])
+        can_resume = "resume" not in point.settings or any(point.folder.glob("checkpoints/*.safetensors"))
+        resumes = can_resume and (self.prune or self.cfg.resume == "auto")
+        overrides = self._overrides(point.overrides) + (["resume=auto"] if resumes else [])
         overrides += [] if rung is None else [f"pause_at={point.rungs[rung]}"]
         if self.wandb:
             given = {"name": point.folder.name, "group": self.folder.name}
@@ -230,19 +254,19 @@ class Sweeper(hydra_sweeper.Sweeper):
         if self.wandb:
             publish(self.folder, sentences, self.wandb)
 
-    def _read_existing(self) -> tuple[list[str], list[Point]]:
-        """Read the plan of the sweep that the folder holds, if any; raise UserError if it holds something else."""
+    def _read_existing(self) -> list[Point]:
+        """Read the points of the sweep that the folder holds, if any; raise UserError if it holds something else."""
         try:
             files = list(self.folder.iterdir())  # an error if it is a file, or lies below one
         except FileNotFoundError:
             files = []
         if not files:
-            return [], []
+            return []
         if self.folder / PLAN not in files:
             raise UserError(f"{self.folder} is not empty and holds no sweep; {ANOTHER_FOLDER}")
         if self.cfg.resume != "auto":
             raise UserError(f"{self.folder} holds a sweep already; resume it with resume=auto, or {ANOTHER_FOLDER}")
-        return read_plan(self.folder)
+        return read_plan(self.folder)[1]
 
     def _write_plan(self) -> None:
         """Write the points of this command, and those that the folder holds besides."""
@@ -255,7 +279,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         name = re.sub(r"[^\w.,=+-]+", "-", ",".join(f"{short[key]}={value}" for key, value in values.items()))
         used = {point.folder.name for point in (*self.points, *self.existing.values())}
         if len(name) > MAX_NAME_CHARS or name in used:
-            name = f"{name[:MAX_NAME_CHARS]}-{sha256_json(values)[:8]}"
+            name = f"{name[:MAX_NAME_CHARS]}-{sha256_json([values, len(used)])[:8]}"
         return name
 
 
@@ -263,7 +287,7 @@ class Grid(Sweeper):
     """Every combination of the values of all swept settings, in any of Hydra's notations."""
 
     def batches(self) -> Iterator[Sequence[Point]]:
-        for values in itertools.product(*map(_values, self.axes.values())):
+        for values in itertools.product(*map(values_of, self.axes.values())):
             self.points.append(self.check(dict(zip(self.axes, values, strict=True))))
         if not self.points:
             raise UserError("the sweep is empty: " + ", ".join(self.axes) + " has no values")
@@ -276,75 +300,11 @@ class Grid(Sweeper):
         yield self.points
 
 
-class Search(Sweeper):
-    """Search with optuna's TPE sampler (Bergstra et al., 2011, https://papers.nips.cc/paper/4443), in memory.
-
-    Each batch of points depends on the losses of the batches before. Settings are `interval(1e-4,1e-2)`,
-    `tag(log,interval(1e-4,1e-2))` for a log-uniform distribution, `range(2,9)` or a choice, in Hydra's notation. With
-    the same seed and folder, an interrupted search resumes. Without `prune`, a pruned search completes its points.
-
-    Args:
-        n_trials: number of runs.
-        batch: runs at a time.
-    """
-
-    def __init__(self, params: Mapping[str, Any], prune: bool, n_trials: int, batch: int, seed: int) -> None:
-        super().__init__(params, prune)
-        require("hydra.sweeper.n_trials", n_trials, *POSITIVE_INT)
-        require("hydra.sweeper.batch", batch, *POSITIVE_INT)
-        self.n_trials, self.batch, self.seed = n_trials, batch, seed
-
-    def batches(self) -> Iterator[Sequence[Point]]:
-        paused = any(refresh(point).status == PAUSED for point in self.existing.values())
-        if paused and not self.prune and self.cfg.pause_at is None:  # complete them, and choose no others
-            for point in self.existing.values():
-                self.points.append(self.check(point.overrides))
-            yield self.points
-            return
-        optuna = import_extra("optuna", "hydra/sweeper=optuna", "optuna")
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self.seed, multivariate=True))
-        tries, reason = MAX_TRIES_PER_TRIAL * self.n_trials, ""
-
-        def possible_trials() -> Iterator[Any]:
-            nonlocal reason
-            for _ in range(tries):
-                trial = study.ask()
-                point = self.check({key: _suggest(trial, key, override) for key, override in self.axes.items()})
-                if point.status == SKIPPED:
-                    reason = point.reason
-                    study.tell(trial, state=optuna.trial.TrialState.PRUNED)
-                else:
-                    self.points.append(point)
-                    yield trial
-
-        possible = possible_trials()
-        while trials := list(itertools.islice(possible, min(self.batch, self.n_trials - len(self.points)))):
-            yield self.points[-len(trials) :]
-            for trial, point in zip(trials, self.points[-len(trials) :], strict=True):
-                # Bits per byte compare over all tokenizers and corpora; over one they order runs as the loss does.
-                loss = point.loss(BITS) if point.status in (COMPLETED, PAUSED) else None
-                state = None if loss is not None else optuna.trial.TrialState.FAIL
-                if (rung := paused_at(point, self.points)) is not None:
-                    trial.report(loss_at(point, rung), rung)
-                    loss, state = None, optuna.trial.TrialState.PRUNED
-                study.tell(trial, loss, state=state)
-        if not self.points:
-            raise UserError(f"no point of the search is possible: {reason}")
-        if len(self.points) < self.n_trials:
-            warn(f"the search ends after {len(self.points)} runs: {tries} tries found no other possible point")
+def _settings(config: DictConfig) -> dict[str, Any]:
+    settings: Any = OmegaConf.to_container(config)
+    return relevant_settings(settings)
 
 
-def _values(override: Override) -> list[str]:
+def values_of(override: Override) -> list[str]:
     """Return the values of a setting: one, or those over which it is swept."""
     return [*override.sweep_string_iterator()] if override.is_sweep_override() else [override.get_value_string()]
-
-
-def _suggest(trial: Any, key: str, override: Override) -> str:
-    value: Any = override.value()
-    if override.is_interval_sweep():
-        return f"{trial.suggest_float(key, value.start, value.end, log='log' in value.tags):.4g}"
-    choices = _values(override)
-    if override.is_range_sweep():  # an ordered distribution, in which neighbors are similar
-        return choices[trial.suggest_int(key, 0, len(choices) - 1)]
-    return str(trial.suggest_categorical(key, choices))

@@ -98,6 +98,20 @@ GIVEN = {
 }
 
 
+def test_runs_of_a_sweep_that_differ_in_their_seed_alone_share_a_plan(mine, tmp_path, monkeypatch):
+    made = iter(range(100, 200))
+    plan = {"settings": {}, "expected_val_loss": None, "lines": []}
+    monkeypatch.setattr(planning, "make_plan", lambda *_, **__: {**plan, "settings": {"max_steps": next(made)}})
+    (tmp_path / "sweep.json").write_text("{}")
+    steps = {}
+    for line in ("seed=1", "seed=2", "seed=2 model.dropout=0.1", "seed=3 logger=tensorboard", "seed=1 resume=auto"):
+        cfg = composed(*complete_overrides([*mine, *line.split()]))
+        (folder := tmp_path / line[:6]).mkdir(exist_ok=True)
+        planning.plan_run(cfg, folder, None, line.split(), 0.0)
+        steps[line] = cfg.max_steps
+    assert [*steps.values()] == [100, 100, 101, 100, 100]
+
+
 @pytest.mark.parametrize("given", GIVEN)
 def test_what_the_user_gives_stays_and_a_loss_is_expected_only_where_its_formula_was_fitted(plan, given):
     planned, keys = plan(*given.split()), {setting.partition("=")[0] for setting in given.split()}

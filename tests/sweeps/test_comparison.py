@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from minigpt.sweeps.comparison import FAMILY_ERROR, compare, shares
+from minigpt.sweeps.comparison import FAMILY_ERROR, compare
 
 NOISE = 0.01
 
@@ -47,13 +47,20 @@ def test_without_an_estimate_of_the_noise_there_is_no_comparison():
     assert {compare(np.array(losses)) for losses in (one_seed, no_common_seed, nothing_left)} == {None}
 
 
-@pytest.mark.parametrize("cells", [np.outer([0, 0.05, 0.1], [1, 1, 1.3]), np.zeros((3, 3))], ids=["effects", "none"])
-def test_shares_recover_those_that_the_losses_were_made_with(cells):
-    rows, columns = (cells.mean(axis, keepdims=True) - cells.mean() for axis in (1, 0))
-    rest = cells - cells.mean() - rows - columns
-    true = np.array([(rows**2).mean(), (columns**2).mean(), (rest**2).mean(), 2 * NOISE**2])
-    true /= true.sum()
-    rng = np.random.default_rng(5)
-    found = np.array([shares(synthetic(rng, cells)) for _ in range(200)])  # (200, 4, 3)
-    assert found[..., 0].mean(0) == pytest.approx(true, abs=0.06)  # an estimate is not negative
-    assert (((found[..., 1] <= true + 1e-9) & (true - 1e-9 <= found[..., 2])).mean(0) >= 0.9).all()
+def test_a_noisy_row_has_the_interval_of_its_own_noise():
+    losses = 2 + np.random.default_rng(2).normal(size=(9, 5)) * NOISE
+    losses[0] = [2.0, 2.3, 1.8, 2.2, 1.7]
+    margin = compare(losses).against(8)[1]
+    own = losses[0] - losses[1:].mean(0)  # the other rows have hardly any noise
+    expected = stats.ttest_1samp(own, 0).confidence_interval(1 - 2 * FAMILY_ERROR)
+    assert margin[0] == pytest.approx((expected.high - expected.low) / 2, rel=0.1)
+    assert margin[0] > 1.5 * margin[1:].max()
+
+
+def test_a_difference_of_7_times_the_noise_between_seeds_is_found_in_95_percent():
+    rng, found, means = np.random.default_rng(3), [], np.zeros(9)
+    means[0] = -7 * NOISE
+    for _ in range(500):
+        difference, margin = compare(synthetic(rng, means)).against(0)
+        found.append(difference[1] > margin[1])
+    assert np.mean(found) >= 0.95

@@ -14,7 +14,7 @@ from minigpt.checkpoints.format import read
 from minigpt.sweeps.ranking import ranked
 from minigpt.sweeps.report import print_table
 from minigpt.sweeps.results import COMPLETED, read_sweep
-from minigpt.utils.errors import RunError
+from minigpt.utils.errors import RunError, UserError
 
 plan = test_sweeper.plan
 PRUNED = ["hydra.sweeper.prune=true", "max_steps=40", "eval_every=5"]  # rungs at steps 5, 10 and 20
@@ -74,6 +74,18 @@ def test_points_are_compared_at_a_fraction_of_their_steps_in_bits_per_byte(plan)
     steps = {name: step for name, (_, step) in ends(sweeper.folder).items() if "byte" in name}
     assert steps == {"tokenizer=byte,max_steps=40": 5, "tokenizer=byte,max_steps=80": 10}
     assert all("char" in name for name in engine.launches[1])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["eval_every=5,9"], "eval_every must let all points validate at the same fractions of max_steps"),
+        (["minutes=1"], "minutes must be null with hydra.sweeper.prune=true, got 1"),
+    ],
+)
+def test_points_that_cannot_be_compared_at_a_rung_are_refused(plan, line, message):
+    with pytest.raises(UserError, match=message):
+        plan(THREE, *PRUNED, *line)
 
 
 def test_an_interrupted_sweep_resumes_to_the_same_result_and_a_larger_one_continues_more(plan, tmp_path):

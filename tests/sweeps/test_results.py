@@ -15,20 +15,24 @@ from scipy import stats
 from small_runs import table
 
 from minigpt.runs.run_dir import lock_run_dir
+from minigpt.sweeps.answer import answer
 from minigpt.sweeps.ranking import pareto_front, ranked
-from minigpt.sweeps.report import print_table, report, write_table
+from minigpt.sweeps.report import print_table, report, write_runs, write_table
 from minigpt.sweeps.results import NATS, Point, read_sweep, write_plan
 from minigpt.sweeps.sweep_plots import sweep_figure
 from minigpt.utils.errors import UserError
 
 TOKENS = 64  # per step
-FILES = {"sweep.csv", "sweep.md", "sweep.png"}
+FILES = {"sweep.csv", "sweep.md", "sweep.png", "runs.csv"}
 
 
 def run_folder(folder, *overrides, losses=(3.0, 2.0), bytes_per_token=None, params=1000, speed=100.0, **summary):
     """Write the folder of a run: a validation every 10 steps; no summary if its status is None."""
     (folder / ".hydra").mkdir(parents=True)
     (folder / ".hydra" / "overrides.yaml").write_text(json.dumps(list(overrides)))  # YAML, too
+    given = (override.lstrip("+").partition("=") for override in overrides)
+    settings = {key: int(value) if value.isdecimal() else value for key, _, value in given}
+    (folder / ".hydra" / "config.yaml").write_text(json.dumps(settings))
     steps = 10 * len(losses)
     lines = ["step,tokens,seconds,train_loss,val_loss,val_bits_per_byte,tokens_per_second,flops_per_second"]
     for step, loss in zip(range(10, steps + 1, 10), losses, strict=True):
@@ -123,6 +127,7 @@ DAMAGE = {
     "metrics.csv": [b"\0\xff\xfe\n\0\n", b"step,tokens\n1,inf\n"],
     "summary.json": [b'{"status": "comp', b"[1, 2]", b"[" * 100_000],
     ".hydra/overrides.yaml": [b"- " * 2000 + b"x", b"&a [*a, *a]", b"a: b"],
+    ".hydra/config.yaml": [b"[1, 2]", b"a: &a [[]]\nb: [*a, *a]", b"a: !!python/object/apply:os.system [exit]"],
 }
 
 
@@ -137,11 +142,12 @@ def test_a_damaged_file_is_reported_and_the_rest_is_shown(tmp_path, capsys, file
     assert [point.status for point in points] == ["crashed" if file == "summary.json" else "completed", "completed"]
     assert [len(point.curve) for point in points] == [0 if file == "metrics.csv" else 2, 2]
     assert [point.overrides for point in points] == [{} if "overrides" in file else {"seed": "1"}, {"seed": "2"}]
+    assert [point.settings for point in points] == [{} if "config" in file else {"seed": 1}, {"seed": 2}]
 
 
 def planned(**claim):
-    entry = {"folder": "0", "overrides": {"a": "1"}, "status": "waiting", "reason": "", "identity": "", "params": 1}
-    return json.dumps({"fixed": [], "points": [entry | claim]})
+    entry = {"folder": "0", "overrides": {"a": "1"}, "status": "waiting", "reason": "", "settings": {}, "params": 1}
+    return json.dumps({"fixed": [], "settings": {}, "points": [entry | claim]})
 
 
 @pytest.mark.parametrize("damage", ["{", '{"points": []}', planned(folder="../0"), planned(overrides=[1])])
@@ -160,7 +166,7 @@ def intervals(losses):
     noise = np.sum((losses - of_row - of_seed + losses.mean()) ** 2) / ((rows - 1) * (seeds - 1))
     parts = np.array([of_seed.var(ddof=1), (rows - 1) * noise / rows])
     freedom = parts.sum() ** 2 / np.sum(parts**2 / [seeds - 1, (rows - 1) * (seeds - 1)])
-    margin = stats.studentized_range.ppf(0.975, rows, (rows - 1) * (seeds - 1)) * (noise / seeds) ** 0.5
+    margin = stats.studentized_range.ppf(0.99, rows, (rows - 1) * (seeds - 1)) * (noise / seeds) ** 0.5
     return stats.t.ppf(0.975, max(freedom, 1)) * (parts.sum() / seeds) ** 0.5, margin
 
 
@@ -177,7 +183,7 @@ def test_table_and_csv_rank_rows_by_the_mean_over_seeds(tmp_path, printed):
         f"1 64 1e-3 {texts[0]} – 0.8500 6,400 completed 4 5",
         f"2 32 1e-3 {texts[1]} {differences[1]}, tied 1.0500 3,200 completed 0 1",
         f"3 32 1e-2 {texts[2]} {differences[2]}, tied 1.3000 3,200 completed 2 3",
-        f"4 64 1e-2 {texts[3]} {differences[3]} 1.7500 6,400 completed 6 7",
+        f"4 64 1e-2 {texts[3]} {differences[3]}, tied 1.7500 6,400 completed 6 7",
         "96 1e-2 – – – 1,000 failed 8",
     ]
     assert '\nn_embd=96, lr=1e-2: failed: out of "memory", c\n' in output
@@ -193,6 +199,80 @@ def test_table_and_csv_rank_rows_by_the_mean_over_seeds(tmp_path, printed):
         assert [float(row[name]) for row in rows] == pytest.approx(values)
     assert float(rows[0]["flops"]) == pytest.approx(6 * 6400 * 20 * TOKENS)
     assert (last["rank"], last["val_loss"], last["reason"]) == ("", "", 'out of\n"memory", c')
+
+
+def shown(points):
+    """The settings, seeds and losses of each row."""
+    return [(row.overrides, [point.seed for point in row.points], row.losses) for row in ranked(points)]
+
+
+def test_runs_are_one_row_if_their_configurations_are_equal_and_defaults_have_their_values(tmp_path):
+    for i, rate in enumerate(("optimizer.lr=1e-2", "optimizer.lr=0.01", "++optimizer.lr=0.01", "model.n_head=2")):
+        folder = run_folder(tmp_path / f"{i}", rate, losses=(2.0 + i,))
+        settings = {"optimizer": {"lr": 0.01 if i < 3 else 0.003}, "model": {"n_head": 2}, "seed": i, "resume": None}
+        (folder / ".hydra/config.yaml").write_text(json.dumps(settings))
+    points = read_sweep(tmp_path)
+    assert shown(points) == [
+        ({"optimizer.lr": "1e-2"}, ["0", "1", "2"], [2.0, 3.0, 4.0]),
+        ({"optimizer.lr": "0.003"}, ["3"], [5.0]),
+    ]
+    (line,) = panels_of(points, along="optimizer.lr")[0].lines[:1]
+    assert list(line.get_xdata()) == [0.003, 0.01]
+
+
+def test_equal_overrides_with_different_configurations_are_different_rows(tmp_path):
+    for name, steps, path in (("0", 20, None), ("1", 40, None), ("2", 20, "runs/a")):
+        folder = run_folder(tmp_path / name, "model.n_head=2")
+        settings = {"model": {"n_head": 2}, "max_steps": steps, "resume": path, "pause_at": int(name), "seed": 1}
+        (folder / ".hydra/config.yaml").write_text(json.dumps(settings))
+    expected = [{"max_steps": "20"}, {"max_steps": "40"}, {"max_steps": "20", "resume": "runs/a"}]
+    assert [{k: v for k, v in row[0].items() if k != "model.n_head"} for row in shown(read_sweep(tmp_path))] == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"losses": (1.5,)}, "have the same settings and seed, but different losses"),
+        ({"init_from": {"sha256": {"last": "ab"}}, "seed": 2}, "have the same settings, but another training text or"),
+        ({"resumed_from": "a/last, step 5", "seed": 2}, "have the same settings, but another training text or"),
+        ({"corpus_sha256": "cd", "seed": 2}, "have the same settings, but another training text or other weights"),
+    ],
+)
+def test_runs_of_a_row_that_contradict_each_other_are_named_and_nothing_is_compared(tmp_path, change, message):
+    known = {"corpus_sha256": "ab", "validated": "all"}
+    run_folder(tmp_path / "0", "n=1", "seed=1", losses=(2.0,), **known)
+    run_folder(tmp_path / "1", "n=1", f"seed={change.pop('seed', 1)}", **{"losses": (2.0,), **known, **change})
+    run_folder(tmp_path / "2", "n=2", "seed=1", losses=(1.0,), **known)
+    rows = ranked(read_sweep(tmp_path))
+    (sentence,) = answer(rows)
+    assert re.match(rf"\S+/0 and \S+/1 {message}", sentence)
+    assert {row.margin for row in rows} == {None}
+
+
+def test_texts_of_training_compare_if_the_validation_text_is_one(tmp_path):
+    for name in ("0", "1"):
+        run_folder(tmp_path / name, f"data.path={name}", validated="all", corpus_sha256=name)
+    assert answer(ranked(read_sweep(tmp_path)))[0].startswith("The lowest mean loss is 2.0000")
+
+
+def test_rows_of_unequal_seeds_rank_alike_in_both_units_and_every_run_has_a_line(tmp_path):
+    losses = {"a": (1.0, 3.0, 5.0), "b": (1.1, 3.1), "c": (1.2, 3.2, 5.2)}  # b has not the seed of the highest losses
+    for name, seeds in losses.items():
+        for seed, loss in enumerate(seeds):
+            run_folder(tmp_path / f"{name}{seed}", f"x={name}", f"seed={seed}", losses=(loss,), bytes_per_token=2)
+    rows = ranked(read_sweep(tmp_path))
+    for row in rows:
+        for point in row.points:
+            point.totals["best_val_bits_per_byte"] = point.totals["best_val_loss"] / 2
+    write_table(tmp_path / "table.csv", rows)
+    write_runs(tmp_path / "runs.csv", rows)
+    lines = table(tmp_path / "table.csv")
+    assert [(line["x"], line["seeds"]) for line in lines] == [("a", "3"), ("b", "2"), ("c", "3")]
+    assert [float(line["val_bits_per_byte"]) for line in lines] == pytest.approx([1.5, 1.55, 1.6])
+    runs = [
+        (line["x"], int(line["seed"]), float(line["val_loss"]), line["folder"]) for line in table(tmp_path / "runs.csv")
+    ]
+    assert runs == [(x, seed, loss, f"{tmp_path}/{x}{seed}") for x in "abc" for seed, loss in enumerate(losses[x])]
 
 
 @pytest.mark.usefixtures("no_plot")
@@ -216,14 +296,15 @@ def test_a_sweep_over_tokenizers_is_ranked_by_bits_per_byte_everywhere(tmp_path,
 
 @pytest.mark.usefixtures("no_plot")
 def test_losses_over_different_parts_of_the_validation_split_are_not_ranked(tmp_path, capsys):
-    for n in (1, 3):
-        run_folder(tmp_path / f"{n}", f"eval_batches={n}", eval_batches=n)
-    run_folder(tmp_path / "5", "model.block_size=5", validated=(part := "4 of 80 windows of 5 tokens"))
+    parts = [f"{part} of text {text}" for part in ("4 of 80 windows", "all 400 bytes") for text in ("ab", "cd")]
+    for n, part in enumerate(parts):
+        run_folder(tmp_path / f"{n}", f"n={n}", validated=part)
     report([tmp_path])
     output = capsys.readouterr().out
-    assert f"different texts (1: eval_batches=1; 3: eval_batches=3; 5: {part}), so their losses are not" in output
+    found = "; ".join(f"{n}: {part}" for n, part in enumerate(parts))
+    assert f"different texts ({found}), so their losses are not comparable; eval_batches=null val" in output
     assert "best " not in output
-    assert [(row["rank"], row["val_loss"]) for row in table(tmp_path / "sweep.csv")] == [("", "2.0")] * 3
+    assert [(row["rank"], row["val_loss"]) for row in table(tmp_path / "sweep.csv")] == [("", "2.0")] * 4
 
 
 RUNS = {  # by learning rate: the status and the best loss of each seed
@@ -354,8 +435,9 @@ def test_several_sweeps_are_ranked_together_by_all_settings_that_differ(tmp_path
     for name, layers, loss in (("a", "2", 2.0), ("b", "4", 1.0)):
         fixed = [f"n_layer={layers}", "max_steps=20", "+note="]
         folder = run_folder(tmp_path / name / "0", "lr=1", *fixed, losses=(loss,)).parent
-        write_plan(folder, fixed, [Point(folder / "0", {"lr": "1"})])
-    run_folder(tmp_path / "c/0", "dropout=0.1", "max_steps=20", "+note=", "logger=wandb", "resume=x", losses=(1.5,))
+        settings = {"lr": 1, "n_layer": int(layers), "max_steps": 20, "note": ""}
+        write_plan(folder, fixed, [Point(folder / "0", {"lr": "1"}, settings=settings)])
+    run_folder(tmp_path / "c/0", "dropout=0.1", "max_steps=20", "+note=", "logger=wandb", "resume=auto", losses=(1.5,))
     report([tmp_path / "a", tmp_path / "b", tmp_path / "c", tmp_path / "a/0"])  # a run of them twice
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if "completed" in line]
     assert [(*row[:5], row[-1]) for row in rows] == [

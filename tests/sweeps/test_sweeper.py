@@ -1,5 +1,7 @@
 """Sweeps: their points, with a fake launcher, and sweeps in processes of their own."""
 
+import contextlib
+import hashlib
 import itertools
 import json
 import math
@@ -9,7 +11,6 @@ import signal
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,8 @@ from processes import Script, live_processes
 from small_runs import CONFIGS, one_line, rows, small_run, table, wait_until, wandb_records
 
 from minigpt.runs.run_dir import read_summary, write_summary
-from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, SKIPPED, read_plan, read_sweep, write_plan
+from minigpt.sweeps.ranking import ranked
+from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, SKIPPED, read_plan, read_sweep
 from minigpt.sweeps.sweeper import SAME, Sweeper
 from minigpt.utils.errors import UserError
 
@@ -62,7 +64,8 @@ class Engine:
             best = min(losses.values(), default=math.inf)
             status = "failed" if len(losses) < len(steps) else "paused" if end < last else "completed"
             totals = {"steps": max(losses, default=0), LOSS_NAMES[NATS]: best, LOSS_NAMES[BITS]: best / nats}
-            write_summary(point.folder, {"status": status, **totals})
+            text = hashlib.sha256(Path(settings["data.path"]).read_bytes()).hexdigest()
+            write_summary(point.folder, {"status": status, "corpus_sha256": text, **totals})
             self.on_end(point, "")
 
     @property
@@ -184,7 +187,7 @@ def test_the_plans_of_a_sweep_validate_on_the_same_text_and_resume_with_settings
         assert [[text for text in job if "eval_batches" in text] for job in jobs] == [[f"eval_batches={expected}"]] * 2
     plan(*line, "resume=auto")
     assert "eval_batches=null" not in read_plan(sweeper.folder)[0]  # which was not typed
-    with pytest.raises(UserError, match=r"holds another sweep, which differs in the order of settings; use its"):
+    with pytest.raises(UserError, match=r"holds a sweep that differs in model\.n_embd \(64 there, 32 now\); choose"):
         plan(*line[:2], *line[:1:-1], "resume=auto")
 
 
@@ -240,16 +243,43 @@ def test_another_sweep_does_not_use_the_folder_of_a_sweep(plan, tmp_path):
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("sweep/**")}
     for arguments, expected in (
         (["seed=1,2"], "holds a sweep already; resume it with resume=auto, or choose another folder"),
-        (["model.n_head=2,4", "resume=auto"], "holds another sweep, which differs in model.n_head;"),
-        (["seed=1,2", "max_steps=9", "resume=auto"], "holds another sweep, which differs in max_steps=9;"),
+        (["model.n_head=2,4", "resume=auto"], "holds a sweep that differs in model.n_head;"),
+        (["seed=1,2", "max_steps=9", "resume=auto"], "holds a sweep that differs in max_steps (1000 there, 9 now);"),
     ):
         with pytest.raises(UserError, match=re.escape(expected)):
             plan(*arguments)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("sweep/**")} == before
-    points = read_plan(sweeper.folder)[1]  # nor is a point counted twice whose configuration changed since
-    write_plan(sweeper.folder, sweeper.fixed, [replace(point, identity=f"old{point.seed}") for point in points])
-    with pytest.raises(UserError, match=r"holds \{'seed': '1'\} of another configuration; choose another folder"):
-        plan("seed=1,2", "resume=auto")
+
+
+def test_another_text_under_the_same_name_is_not_resumed(plan, text, tmp_path):
+    line = ["seed=1,2", f"data.path={tmp_path}/mine.txt"]
+    (tmp_path / "mine.txt").write_text(text.read_text())
+    plan(*line)
+    (tmp_path / "mine.txt").write_text(text.read_text().replace("fox", "cat"))
+    with pytest.raises(UserError, match=r"seed=1 was trained on another text or from other weights; choose another"):
+        plan(*line, "resume=auto")
+
+
+def test_the_seed_of_a_run_is_its_own_however_it_was_given(plan, tmp_path):
+    plan("model.n_head=2,4", "seed=5")
+    sweeper = plan("model.n_head=2,4", "seed=6", "resume=auto")
+    assert [[point.seed for point in row.points] for row in ranked(read_sweep(sweeper.folder))] == [["6", "5"]] * 2
+    (row,) = ranked(read_sweep(plan("++seed=1,2", folder=tmp_path / "added").folder))
+    assert [point.seed for point in row.points] == ["1", "2"]
+
+
+def test_runs_that_begin_from_different_checkpoints_are_different_points_also_if_they_resume(plan, tmp_path):
+    def lines(*arguments, jobs=9):
+        with contextlib.suppress(KeyboardInterrupt):  # of the job after these
+            plan("resume=a,b,c", *arguments, engine=(engine := Engine(jobs=jobs)))
+        return [[text for text in job if text.startswith("resume=")] for job in engine.batches[0]]
+
+    assert lines(jobs=1) == [["resume=a"], ["resume=b"], ["resume=c"]]
+    (checkpoints := tmp_path / "sweep/resume=b/checkpoints").mkdir(parents=True)
+    (checkpoints / "last.safetensors").touch()
+    assert lines("resume=auto") == [["resume=b", "resume=auto"], ["resume=c"]]
+    rows = ranked(read_sweep(tmp_path / "sweep"))
+    assert [row.overrides for row in rows] == [{"resume": "a"}, {"resume": "b"}, {"resume": "c"}]
 
 
 def test_a_sweep_may_have_any_folder_and_any_tags_and_names_for_weights_and_biases(plan, tmp_path):
@@ -264,7 +294,9 @@ def test_a_sweep_may_have_any_folder_and_any_tags_and_names_for_weights_and_bias
 
 @pytest.mark.parametrize("line", ["hydra.sweeper.prune=true", "hydra/sweeper=optuna"])
 def test_pruning_and_searches_refuse_points_that_validate_on_different_texts(plan, line):
-    with pytest.raises(UserError, match=r"need one validation text for all points, got all .* bytes; all .* bytes"):
+    with pytest.raises(
+        UserError, match=r"need one validation text for all points, got all .* bytes of text \w+; all .* bytes of"
+    ):
         plan(line, "data.val_fraction=0.1,0.3", "eval_every=10")
 
 
@@ -295,7 +327,7 @@ def test_the_file_of_a_search_searches(plan):
 
 
 def test_a_search_does_not_count_impossible_points(plan, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("minigpt.sweeps.sweeper.MAX_TRIES_PER_TRIAL", 4)
+    monkeypatch.setattr("minigpt.sweeps.search.MAX_TRIES_PER_TRIAL", 4)
     search = ["hydra/sweeper=optuna", "hydra.sweeper.batch=2"]
     sweeper = plan(*search, "model.n_head=range(1,9)", "optimizer.lr=interval(0.1,0.2)", "hydra.sweeper.n_trials=3")
     assert [len(batch) for batch in sweeper.engine.batches] == [2, 1]
@@ -350,7 +382,7 @@ def test_a_sweep_reports_every_point_when_runs_fail_and_a_worker_is_killed(start
     os.kill(int((tmp_path / "held").read_text()), signal.SIGKILL)
     assert ended(sweep) == 1, sweep.stderr
     killed = "its process was killed (SIGKILL), possibly out of memory"
-    files = {f"sweep.{ending}" for ending in ("csv", "json", "md", "png")}
+    files = {f"sweep.{ending}" for ending in ("csv", "json", "md", "png")} | {"runs.csv"}
     assert {path.name for path in folder.iterdir()} == {*good, *bad, *files}
     assert read_summary(folder / good[0]) == {"status": "failed", "reason": killed}
     points = json.loads((folder / "sweep.json").read_text())["points"]
@@ -401,7 +433,11 @@ def test_a_killed_and_an_interrupted_sweep_resume_and_complete(start, tmp_path, 
         (started,) = (record["run"] for record in wandb_records(folder / name) if record["type"] == "run")
         assert (started["display_name"], started["run_group"]) == (name or "sweep summary", "sweep")
         assert set(started["tags"]) == {"fox", "sweep", *tags}
-    assert "The lowest loss is" in json.dumps(wandb_records(folder))  # the answer, in its summary
+    assert "The lowest mean loss is" in json.dumps(wandb_records(folder))  # the answer, in its summary
     assert "upload later with: wandb sync sweep/wandb sweep/*/wandb" in sweep.stderr
-    (logged,) = (folder / "wandb").rglob("*.table.json")
-    assert json.loads(logged.read_text())["data"] == [list(row.values()) for row in table(folder / "sweep.csv")]
+    logged = [json.loads(file.read_text()) for file in (folder / "wandb").rglob("*.table.json")]
+    rows_of, runs_of = sorted(logged, key=lambda each: "folder" in each["columns"])
+    seeds, *of_run = rows_of["columns"].index("seeds"), *map(runs_of["columns"].index, ("seed", "val_loss"))
+    losses = [[seed, read_summary(folder / f"seed={seed}")["best_val_loss"]] for seed in (1, 2, 3)]
+    assert [[line[i] for i in of_run] for line in runs_of["data"]] == losses  # numbers
+    assert rows_of["data"][0][seeds] == 3

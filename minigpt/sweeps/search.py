@@ -1,0 +1,88 @@
+"""Search: choose the points of a sweep by the losses of earlier ones."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+
+from minigpt.sweeps.pruning import loss_at, paused_at
+from minigpt.sweeps.results import BITS, COMPLETED, PAUSED, SKIPPED, Point, refresh
+from minigpt.sweeps.sweeper import Sweeper, values_of
+from minigpt.utils.checks import POSITIVE_INT
+from minigpt.utils.errors import UserError, require
+from minigpt.utils.scripts import import_extra
+from minigpt.utils.terminal import warn
+
+MAX_TRIES_PER_TRIAL = 20  # including points that are impossible or the same as another
+
+
+class Search(Sweeper):
+    """Search with optuna's TPE sampler (Bergstra et al., 2011, https://papers.nips.cc/paper/4443), in memory.
+
+    Each batch of points depends on the losses of the batches before. Settings are `interval(1e-4,1e-2)`,
+    `tag(log,interval(1e-4,1e-2))` for a log-uniform distribution, `range(2,9)` or a choice, in Hydra's notation. With
+    the same seed and folder, an interrupted search resumes. Without `prune`, a pruned search completes its points.
+
+    Args:
+        n_trials: number of runs.
+        batch: runs at a time.
+    """
+
+    compares_batches = True
+
+    def __init__(self, params: Mapping[str, Any], prune: bool, n_trials: int, batch: int, seed: int) -> None:
+        super().__init__(params, prune)
+        require("hydra.sweeper.n_trials", n_trials, *POSITIVE_INT)
+        require("hydra.sweeper.batch", batch, *POSITIVE_INT)
+        self.n_trials, self.batch, self.seed = n_trials, batch, seed
+
+    def batches(self) -> Iterator[Sequence[Point]]:
+        paused = any(refresh(point).status == PAUSED for point in self.existing.values())
+        if paused and not self.prune and self.cfg.pause_at is None:  # complete them, and choose no others
+            for point in self.existing.values():
+                self.points.append(self.check(point.overrides))
+            yield self.points
+            return
+        optuna = import_extra("optuna", "hydra/sweeper=optuna", "optuna")
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=self.seed, multivariate=True))
+        tries, reason = MAX_TRIES_PER_TRIAL * self.n_trials, ""
+
+        def possible_trials() -> Iterator[Any]:
+            nonlocal reason
+            for _ in range(tries):
+                trial = study.ask()
+                point = self.check({key: _suggest(trial, key, override) for key, override in self.axes.items()})
+                if point.status == SKIPPED:
+                    reason = point.reason
+                    study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+                else:
+                    self.points.append(point)
+                    yield trial
+
+        possible = possible_trials()
+        while trials := list(itertools.islice(possible, min(self.batch, self.n_trials - len(self.points)))):
+            yield self.points[-len(trials) :]
+            for trial, point in zip(trials, self.points[-len(trials) :], strict=True):
+                # Bits per byte compare over all tokenizers and corpora; over one they order runs as the loss does.
+                loss = point.loss(BITS) if point.status in (COMPLETED, PAUSED) else None
+                state = None if loss is not None else optuna.trial.TrialState.FAIL
+                if (rung := paused_at(point, self.points)) is not None:
+                    trial.report(loss_at(point, rung), rung)
+                    loss, state = None, optuna.trial.TrialState.PRUNED
+                study.tell(trial, loss, state=state)
+        if not self.points:
+            raise UserError(f"no point of the search is possible: {reason}")
+        if len(self.points) < self.n_trials:
+            warn(f"the search ends after {len(self.points)} runs: {tries} tries found no other possible point")
+
+
+def _suggest(trial: Any, key: str, override: Override) -> str:
+    value: Any = override.value()
+    if override.is_interval_sweep():
+        return f"{trial.suggest_float(key, value.start, value.end, log='log' in value.tags):.4g}"
+    choices = values_of(override)
+    if override.is_range_sweep():  # an ordered distribution, in which neighbors are similar
+        return choices[trial.suggest_int(key, 0, len(choices) - 1)]
+    return str(trial.suggest_categorical(key, choices))
