@@ -65,7 +65,7 @@ class Row:
     @property
     def provisional(self) -> bool:
         """Whether a run has not completed or has no loss, so that the mean is not that of all seeds."""
-        return any(point.pending or point.loss(self.unit) is None for point in self.points if point.status != SKIPPED)
+        return any(point.pending or point.loss(self.unit) is None for point in self.points)
 
     @property
     def diverged(self) -> bool:
@@ -126,9 +126,9 @@ def ranked(points: Sequence[Point]) -> list[Row]:
     lengths = [nats / bits for nats, bits in losses]  # proportional to the bytes per token
     # Losses per token do not compare if tokens differ in their mean length, as over tokenizers and corpora.
     unit = BITS if lengths and max(lengths) > 1.001 * min(lengths) else NATS
-    groups: dict[str, list[Point]] = {}
+    groups: dict[Any, list[Point]] = {}
     for point in points:
-        groups.setdefault(point.row, []).append(point)
+        groups.setdefault((point.row, point.status == SKIPPED), []).append(point)
     names = _names(points)
     rows: list[Row] = []
     texts: dict[Any, Any] = {}  # a value that was written in two ways has one name

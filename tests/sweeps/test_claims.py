@@ -27,7 +27,8 @@ class Constructed:
     def __init__(self, kind, rng):
         self.axes = SHAPES[rng.integers(len(SHAPES))]
         levels = [len(values) for values in self.axes.values()]
-        effects = [np.zeros(n) if kind == "no effect" else size(rng) * rng.normal(size=n) for n in levels]
+        none = kind in ("no effect", "one noisy row")
+        effects = [np.zeros(n) if none else size(rng) * rng.normal(size=n) for n in levels]
         self.true = 2 + sum(np.ix_(*effects))
         self.true = self.true + (size(rng) * rng.normal(size=levels) if kind == "interaction" else np.zeros(levels))
         noise, odd = np.full(levels, NOISE), tuple(map(rng.integers, levels))
@@ -85,14 +86,10 @@ class Constructed:
     def matters(self, name, best, near, worse_by, margin, end, places):
         true = self.mean(f"{name}={near}") - self.mean(f"{name}={best}")
         ends = {"smallest": self.axes[name][0], "largest": self.axes[name][-1], None: best}
-        not_last = (name, best) not in (("n_layer", "1"), ("dropout", "0")) or end is None
-        return (
-            abs(true - float(worse_by)) <= float(margin)
-            and true > 0
-            and ends[end] == best
-            and not_last
-            and (places is None or self.at_places(name, places))
-        )
+        assert ends[end] == best  # a fact, without noise
+        assert end is None or (name, best) not in (("n_layer", "1"), ("dropout", "0"))
+        there = places is None or self.at_places(name, places)
+        return abs(true - float(worse_by)) <= float(margin) and true > 0 and there
 
     def at_places(self, name, text):
         differences = [
@@ -155,4 +152,4 @@ def false_claims(kind, n, seed=0):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_at_most_5_percent_of_sweeps_have_a_false_sentence(kind):
-    assert false_claims(kind, 150) <= 0.05
+    assert false_claims(kind, 200) <= 0.05

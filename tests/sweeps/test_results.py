@@ -324,12 +324,13 @@ def test_a_row_whose_runs_did_not_all_complete_is_marked_and_does_not_win(printe
         for seed, (status, loss) in enumerate(runs)
     ]
     output = printed(points)
-    assert [" ".join(line.split()).split(" –")[0] for line in output.splitlines()[4:10]] == [
+    assert [" ".join(line.split()).split(" –")[0] for line in output.splitlines()[4:11]] == [
         "1 completed 3.1000 (3 runs)",
-        "2 repeated 4.0000 (1 of 2 runs)",
+        "2 repeated 4.0000",
         "3* running 1.8000 (3 runs)",
         "4* failed 2.0500 (2 of 3 runs)",
         "5* unknown 2.7000 (2 of 3 runs)",
+        "repeated",
         "diverged",
     ]
     assert "best     3.1000 (3 runs): lr=completed\n" in output
