@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, compress
+from itertools import combinations
 from math import inf, isfinite, nan
 from statistics import mean, median
 from typing import Any
@@ -167,10 +167,9 @@ def compare_rows(rows: Sequence[Row]) -> tuple[list[Row], Comparison | None]:
     """Return the rows whose runs all completed and did not diverge, and their comparison if their seeds allow one."""
     complete = [row for row in rows if row.losses and not row.provisional]
     if complete:
-        losses = [inf if row.loss is None else row.loss for row in complete]
+        losses = [row.loss or 0.0 for row in complete]
         highest = max(highest_converged(losses), DIVERGED * min(losses))
-        converged = [loss <= highest or not row.diverged for row, loss in zip(complete, losses, strict=True)]
-        complete = [*compress(complete, converged)]
+        complete = [row for row in complete if (row.loss or 0.0) <= highest or not row.diverged]
     known = complete and not incomparable(rows)
     return complete, compare(seed_losses(complete)) if known else None
 
