@@ -96,7 +96,7 @@ def compare(losses: Array) -> Comparison | None:
     within = float(np.sum((y - (np.bincount(row, y) / counts)[row]) ** 2))
     residuals = y - x @ fitted
     residual = float(np.sum(residuals**2))
-    noise, of_seeds = residual / max(freedom, 1), (within - residual) / (seeds - 1)
+    noise, of_seeds = residual / max(freedom, 1), max(0.0, within - residual) / (seeds - 1)
     # The variance of one run over seeds, with degrees of freedom as in Satterthwaite (1946,
     # https://doi.org/10.2307/3002019).
     runs = (len(y) - rows) / (seeds - 1)  # per seed; the number of rows if all have all seeds
