@@ -152,7 +152,7 @@ def _names(points: Sequence[Point]) -> list[str]:
     names = [name for name in given if _differs(points, name)] if len(points) > 1 else given
     alike: dict[Any, list[Point]] = {}
     for point in points:
-        alike.setdefault(tuple(map(point.text, names)), []).append(point)
+        alike.setdefault(repr([point.value(name) for name in names]), []).append(point)
     for group in alike.values():
         more = dict.fromkeys(name for point in group for name in point.settings if name not in ("seed", *names))
         names += [name for name in more if _differs(group, name)]

@@ -222,7 +222,7 @@ def test_runs_are_one_row_if_their_configurations_are_equal_and_defaults_have_th
 
 def test_equal_overrides_with_different_configurations_are_different_rows(tmp_path):
     for name, steps, path in (("0", 20, None), ("1", 40, None), ("2", 20, "runs/a")):
-        folder = run_folder(tmp_path / name, "model.n_head=2")
+        folder = run_folder(tmp_path / name, f"model.n_head={'2.0' if steps == 40 else '2'}")  # in two ways
         settings = {"model": {"n_head": 2}, "max_steps": steps, "resume": path, "pause_at": int(name), "seed": 1}
         (folder / ".hydra/config.yaml").write_text(json.dumps(settings))
     expected = [{"max_steps": "20"}, {"max_steps": "40"}, {"max_steps": "20", "resume": "runs/a"}]
