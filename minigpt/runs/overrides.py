@@ -91,8 +91,11 @@ def is_relevant(override: str) -> bool:
     return group not in ("pause_at", "logger") and override not in ("resume=None", "resume=null", "resume=auto")
 
 
-def relevant_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a configuration that change what a run computes, by dotted key."""
+def relevant_settings(config: Any) -> dict[str, Any]:
+    """Return the settings of a configuration, not resolved, that change what a run computes, by dotted key."""
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.to_container(config) if OmegaConf.is_config(config) else config
     return {key: value for key, value in _flat(config) if is_relevant(f"{key}={value}")}
 
 

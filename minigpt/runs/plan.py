@@ -76,8 +76,8 @@ def plan_run(
 
     if cfg.resume != "auto" or not file.exists():
         if sweep.exists():  # whose runs share a plan if they differ in their seed alone
-            settings: Any = {**relevant_settings(OmegaConf.to_container(cfg)), "seed": None}  # type: ignore[arg-type]
-            shared = sweep.with_name(f".plan-{sha256_json(settings)[:16]}.json")
+            row = sha256_json({**relevant_settings(cfg), "seed": None})
+            shared = sweep.with_name(f".plan-{row[:16]}.json")
             with FileLock(f"{shared}.lock"):
                 if not shared.exists():
                     plan_to(shared)

@@ -67,9 +67,8 @@ class Grid:
 
 def _lowest(complete: Sequence[Row], rows: Sequence[Row]) -> str:
     best = complete[0]
-    n = len({point.seed for point in best.points if point.loss(best.unit) is not None})
     of = "Of the rows whose runs all completed, the" if any(row.provisional and row.losses for row in rows) else "The"
-    seeds = f"{n} {'seed' if n == 1 else 'seeds'}"
+    seeds = f"{best.n_seeds} {'seed' if best.n_seeds == 1 else 'seeds'}"
     return f"{of} lowest mean loss is {best.loss:.4f} {best.unit}: {best.label()} ({seeds})."
 
 
@@ -142,7 +141,7 @@ def _exceptions(grid: Grid, comparison: Comparison, k: int, best: int | None) ->
 def _noise(rows: Sequence[Row]) -> Iterator[str]:
     if least := min((row.margin for row in rows[1:] if row.margin), default=0.0):
         yield f"Differences from the best row below {least:.4f} are within the noise."
-    if min(len(row.losses) for row in rows) < LEAST_SEEDS:
+    if min(row.n_seeds for row in rows) < LEAST_SEEDS:
         yield f"With fewer than {LEAST_SEEDS} seeds of a row, its noise is taken to be that of the others."
 
 

@@ -47,6 +47,11 @@ class Row:
         return [*losses.values()]
 
     @property
+    def n_seeds(self) -> int:
+        """Number of seeds that have a loss."""
+        return len({point.seed for point in self.points if point.loss(self.unit) is not None})
+
+    @property
     def loss(self) -> float | None:
         """Mean of the best losses over seeds."""
         return self.adjusted if self.adjusted is not None else mean(self.losses) if self.losses else None

@@ -150,8 +150,7 @@ def write_table(file: Path, rows: Sequence[Row]) -> None:
     for rank, row in zip(_ranks(rows), rows, strict=True):
         cells: list[Any] = [rank, *(row.overrides.get(name, "") for name in names)]
         cells += [row.in_unit(NATS).loss, row.in_unit(BITS).loss, row.interval, row.difference, row.margin]
-        seeds = {point.seed for point in row.points if point.loss(row.unit) is not None}
-        cells += [row.tied if row.margin is not None else "", len(seeds), *map(row.mean_of, _COSTS)]
+        cells += [row.tied if row.margin is not None else "", row.n_seeds, *map(row.mean_of, _COSTS)]
         table.append([*cells, row.status, row.reason])
     _write_csv(file, table)
 

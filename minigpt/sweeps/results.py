@@ -8,6 +8,7 @@ import csv
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import isfinite
 from operator import itemgetter
 from pathlib import Path
@@ -62,7 +63,7 @@ class Point:
     origin: str = ""
     validated: str = ""
 
-    @property
+    @cached_property
     def written(self) -> dict[str, str]:
         """The swept settings by key, as they were written."""
         return {name.lstrip("+"): value for name, value in self.overrides.items()}
@@ -77,7 +78,7 @@ class Point:
         """What no other point has."""
         return f"{self.row} {self.seed}"
 
-    @property
+    @cached_property
     def row(self) -> str:
         """What the point shares with those that differ from it in their seed alone."""
         items = (self.settings or self.written).items()

@@ -124,8 +124,8 @@ class Sweeper(hydra_sweeper.Sweeper):
         """Compose and check a point; return it with its status, skipped with a reason if it is impossible."""
         point = Point(self.folder / self._folder_name(values), values)
         try:
-            config = self.compose(values)
-            point = replace(point, settings=_settings(config))
+            config = self._once(self.compose, values)
+            point = replace(point, settings=relevant_settings(config))
             checked = config if config.minutes is None else with_possible_sizes(config, self._overrides(values))
             corpus, model, pretrained = load_parts(checked, self._once)
         except (UserError, ConfigCompositionException, OmegaConfBaseException) as error:
@@ -150,7 +150,7 @@ class Sweeper(hydra_sweeper.Sweeper):
     def _check_unchanged(self, point: Point) -> None:
         """Raise UserError if the overrides of a point that the folder holds mean other settings now."""
         values = {name: point.overrides.get(name, point.seed) for name in self.axes}  # only the seed may be missing
-        before, now = point.settings, _settings(self.compose(values))
+        before, now = point.settings, relevant_settings(self._once(self.compose, values))
         pairs = {key: (before.get(key), now.get(key)) for key in {**before, **now} if key != "seed"}
         changed = [f"{key} ({was} there, {new} now)" for key, (was, new) in pairs.items() if repr(was) != repr(new)]
         if changed:
@@ -298,11 +298,6 @@ class Grid(Sweeper):
         if all(point.status == SKIPPED for point in self.points):
             raise UserError(f"no point of the sweep is possible: {self.points[0].reason}")
         yield self.points
-
-
-def _settings(config: DictConfig) -> dict[str, Any]:
-    settings: Any = OmegaConf.to_container(config)
-    return relevant_settings(settings)
 
 
 def values_of(override: Override) -> list[str]:

@@ -120,6 +120,8 @@ def test_a_run_resumes_in_another_folder(train, trained, tmp_path):
     torch.testing.assert_close(*weights, rtol=0, atol=0)
     assert rows(resumed) == [row for row in rows(whole) if int(row["step"]) > 7]
     assert (tmp_path / "latest").resolve() == resumed
+    further = train("max_steps=22", *OFTEN, "resume=auto", folder=resumed).summary  # which keeps where the run began
+    assert further["resumed_from"] == f"{whole}/checkpoints/step-7.safetensors, step 7"
 
 
 def test_the_best_checkpoint_of_a_folder_is_from_its_own_run(train, trained, tmp_path):

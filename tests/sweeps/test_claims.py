@@ -63,7 +63,7 @@ class Constructed:
         """Return whether a sentence is true."""
         for pattern, holds in self.checks.items():
             if found := re.fullmatch(pattern, sentence):
-                return all(map(bool, [holds(self, *found.groups())]))
+                return holds(self, *found.groups())
         raise AssertionError(f"a sentence without a check: {sentence}")
 
     def lowest(self, of, loss, label, seeds, rest):
@@ -71,16 +71,10 @@ class Constructed:
         assert (best.label(), len(best.losses)) == (label, int(seeds))
         assert (f"{best.loss:.4f}", of == "The") == (loss, not provisional)
         worse = [row for row in self.compared[1:] if not row.tied]
-        said = {
-            "The differences": 0,
-            "The difference": 0,
-            "There is": 0,
-            "Too few": 0,
-            "The other": 1,
-            "All other": len(self.compared) - 1,
-        }
-        start = " ".join(rest.split()[:2])
-        assert len(worse) == (said[start] if start in said else int(rest.split()[0]))
+        numbers = {"The differences": 0, "The difference": 0, "There is": 0, "Too few": 0, "The other": 1}
+        first, second = rest.split()[:2]
+        said = len(self.compared) - 1 if first == "All" else numbers.get(f"{first} {second}", first)
+        assert len(worse) == int(said)
         return all(self.mean(row.label()) > self.mean(label) for row in worse)
 
     def matters(self, name, best, near, worse_by, margin, end, places):
@@ -108,7 +102,7 @@ class Constructed:
     def falling(self, label, end, best_end):
         ends = {}
         for row in self.compared:
-            (curves,) = [np.array([[loss for _, loss in point.curve] for point in row.points])]  # (seeds, 3)
+            curves = np.array([[loss for _, loss in point.curve] for point in row.points])  # (seeds, 3)
             ends[row.label()] = np.minimum(curves.min(1), 2 * curves[:, 2] - curves[:, 1]).mean()
         assert (f"{ends[label]:.4f}", f"{ends[self.compared[0].label()]:.4f}") == (end, best_end)
         return ends[label] == min(ends.values())
