@@ -172,8 +172,7 @@ def compare_rows(rows: Sequence[Row]) -> tuple[list[Row], Comparison | None]:
     """Return the rows whose runs all completed and did not diverge, and their comparison if their seeds allow one."""
     complete = [row for row in rows if row.losses and not row.provisional]
     if complete:
-        losses = [row.loss or 0.0 for row in complete]
-        highest = max(highest_converged(losses), DIVERGED * min(losses))
+        highest = DIVERGED * min(row.loss or 0.0 for row in complete)
         complete = [row for row in complete if (row.loss or 0.0) <= highest or not row.diverged]
     known = complete and not incomparable(rows)
     return complete, compare(seed_losses(complete)) if known else None

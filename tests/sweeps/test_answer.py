@@ -171,6 +171,9 @@ def test_a_diverged_row_does_not_hide_the_other_effects():
     text = told(points)
     assert "8e-3 is better than 4e-3" in text
     assert "1 row diverged: not compared." in text
+    spread = {0.001: 4.0, 0.002: 3.8, 0.004: 3.3, 0.008: 3.27, 0.016: 5.5}  # no farther from the others than these are
+    points = [replace(point, diverged=point.written["optimizer.lr"] == "16e-3") for point in sweep(spread.get, axes)]
+    assert "1 row diverged: not compared." in told(points)
     close = {0.001: 2.01, 0.002: 2.0, 0.004: 2.005, 0.008: 2.01, 0.016: 2.3}  # less than 20 % above the best
     assert "diverged" not in told([replace(point, diverged=True) for point in sweep(close.__getitem__, axes)])
 
