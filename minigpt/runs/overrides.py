@@ -1,8 +1,10 @@
 """The command line of a run: quoted overrides, and one command line for all processes of torchrun or srun."""
 
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +13,27 @@ from minigpt.utils.errors import UserError
 
 PLANNED_GROUPS = {"model": "planned", "optimizer": "muon_fast"}  # of `minutes=`
 _DICT = re.compile(r"(?<!\$)\{")  # in an override
+# Keys whose values are taken literally, without Hydra's syntax. Lists and sweeps over the first are separated by commas.
+_PATHS = {
+    *("data.path", "data.val_path", "data.train_bin", "data.val_bin", "data.folder", "data.dataset", "data.separator"),
+    *("init_from", "resume"),
+}
+_TEXTS = {
+    *("hydra.run.dir", "hydra.sweep.dir", "callbacks.samples.prompt", "callbacks.attention.text"),
+    *("logger.wandb.name", "logger.wandb.notes", "logger.wandb.group", "logger.wandb.project", "logger.wandb.entity"),
+}
 SETTABLE = ("block_size", "dropout", "ngram_dropout")  # the values of `model` beside init_from
 
 
 def complete_overrides(overrides: Sequence[str], groups: Sequence[str] = ("model", "tokenizer")) -> list[str]:
-    """Return the overrides of a run with links resolved, and with the groups that `init_from=` and `minutes=` select.
+    """Return the overrides of a run as Hydra takes them, with the groups that `init_from=` and `minutes=` select.
 
-    A link such as `runs/latest` becomes the run that it points at: it moves when a new run starts. A name such as
-    <|endoftext|> in data.separator is quoted: a shell takes its quotes away.
+    Paths and texts are quoted. A link such as `runs/latest` becomes the run that it points at: it moves when a new run
+    starts.
     """
     given = {key: value for key, _, value in (override.partition("=") for override in overrides) if value[:1] != "{"}
-    complete = []
-    for override in overrides:
-        key, _, value = override.partition("=")
-        path = Path(value)
-        is_link = key in ("resume", "init_from") and path.resolve() != path.absolute()
-        if key == "data.separator":
-            override = re.sub(r"(?<!['\"])<\|\w+\|>(?!['\"])", r"'\g<0>'", override)
-        complete.append(f"{key}={quote_override(path.resolve())}" if is_link else override)
+    sweeps = not {"-m", "--multirun"}.isdisjoint(overrides)
+    complete = [literal(override, sweeps) for override in overrides]
     if is_set(given, "minutes"):
         for key in ("experiment", "init_from"):
             if is_set(given, key):
@@ -41,6 +46,38 @@ def complete_overrides(overrides: Sequence[str], groups: Sequence[str] = ("model
         if fixed and "model" not in given:
             raise UserError(f"{fixed[0]} is that of init_from; only {', '.join(settable)} can be set")
     return complete
+
+
+def literal(override: str, sweeps: bool) -> str:
+    """Quote the value of a setting that takes a path or a text, where it needs it; expand `~` in paths.
+
+    Args:
+        sweeps: whether commas separate paths over which to sweep, unless there is a file of the whole name.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    key, _, value = override.partition("=")
+    name = key.lstrip("+")
+    if name not in _PATHS | _TEXTS or value.lower() in ("", "null"):
+        return override
+    is_one = name in _TEXTS or Path(value).exists()
+    is_list = not is_one and re.fullmatch(r"\[.*\]", value)
+    is_one = is_one or not (is_list or sweeps)
+    values = [value] if is_one else re.split(r"\s*,\s*", value.strip("[]") if is_list else value)
+    if re.match(r"['\"]|choice\(", value):  # in Hydra's syntax
+        with suppress(HydraException):
+            parsed = OverridesParser.create().parse_override(override)
+            if parsed.is_sweep_override():
+                return override
+            values = [str(parsed.value())]
+    if name != "data.separator" and name not in _TEXTS - {"hydra.run.dir", "hydra.sweep.dir"}:
+        values = [os.path.expanduser(path) for path in values]
+    if name in ("resume", "init_from"):
+        values = [str(path.resolve() if path.resolve() != path.absolute() else path) for path in map(Path, values)]
+    given = re.compile(r"null|'.*'|\".*\"")  # of several
+    joined = ",".join(each if not is_one and given.fullmatch(each) else quote_path(each) for each in values)
+    return f"{key}=[{joined}]" if is_list else f"{key}={joined}"
 
 
 def is_set(given: Mapping[str, str], key: str) -> bool:
@@ -115,8 +152,9 @@ def quote_override(value: object) -> str:
 
 
 def quote_path(path: object) -> str:
-    """Quote a path for a Hydra override if its characters need it."""
-    return str(path) if re.fullmatch(r"[\w./-]+", str(path)) else quote_override(path)
+    """Quote a path for a Hydra override if Hydra would take it for something else."""
+    plain = r"(?i:(?!(null|true|false|nan|inf)$)([a-z_/]|\.\.?/)[a-z0-9_./-]*)"
+    return str(path) if re.fullmatch(plain, str(path)) else quote_override(path)
 
 
 def shared_arguments(arguments: list[str]) -> list[str]:

@@ -276,7 +276,8 @@ class Sweeper(hydra_sweeper.Sweeper):
 
     def _folder_name(self, values: Mapping[str, str]) -> str:
         short = short_names(list(values))
-        name = re.sub(r"[^\w.,=+-]+", "-", ",".join(f"{short[key]}={value}" for key, value in values.items()))
+        name = ",".join(f"{short[key]}={value}" for key, value in values.items()).replace("'", "")
+        name = re.sub(r"[^\w.,=+-]+", "-", name)
         used = {point.folder.name for point in (*self.points, *self.existing.values())}
         if len(name) > MAX_NAME_CHARS or name in used:
             name = f"{name[:MAX_NAME_CHARS]}-{sha256_json([values, len(used)])[:8]}"

@@ -86,7 +86,9 @@ def _explain_hydra(error: BaseException) -> str:
     """Return one line for an error of Hydra, whose own messages have several lines."""
     cause, text = error.__cause__, str(error)
     if (override := getattr(error, "override", None)) is not None:
-        return f"cannot parse the override {override}; write key=value, with '…' around special characters"
+        key, equals, value = override.partition("=")
+        written = "key=value" if not equals or re.search(r"['\"$`\\!]", value) else f"\"{key}='{value}'\""
+        return f"cannot parse the override {override}; in a shell, write {written}"
     missing = re.search(r"Could not find '([\w./@-]+)/([^'/]*)'", text)
     if missing and (options := re.findall(r"^\t(\S+)$", text, flags=re.MULTILINE)):
         group, choice = missing.groups()

@@ -85,7 +85,7 @@ def test_a_warning_is_a_printable_line_by_rank_zero(monkeypatch, capsys):
 MISTYPED = {
     "optimizer.lrr=1e-3": "optimizer.lrr does not exist (did you mean optimizer.lr?); --help lists them",
     "frobnicate=1": "frobnicate does not exist;",
-    "max_steps": "cannot parse the override max_steps; write key=value",
+    "max_steps": "cannot parse the override max_steps; in a shell, write key=value",
     "model=true": "Config group override must be a string",
 }
 

@@ -1,0 +1,96 @@
+"""Paths and texts on the command line: they are taken literally, in every kind of run."""
+
+import re
+import shlex
+import shutil
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+from small_runs import table
+
+from minigpt import train
+from minigpt.runs.overrides import complete_overrides
+
+ODD = [
+    "café.txt",
+    "红楼梦.txt",
+    "my text (1).txt",
+    "a, b & #1; !='x'.txt",
+    "'tis.txt",
+    "[1].txt",
+    "2024",
+    "1e5",
+    "true",
+]
+TEXTS = ["To be, or [not] to {be}?", '"Hello," she said', "[Enter ROMEO]", "it's\\", "'a'", "3", "café: 1=2"]
+
+
+def parsed(*overrides):
+    """Return the value that Hydra has of the last override; of a sweep, a list of values."""
+    parser, line = OverridesParser.create(), complete_overrides(overrides)[len(overrides) - 1]
+    override = parser.parse_override(line)
+    if not override.is_sweep_override():
+        return override.value()
+    return [parser.parse_override(f"x={value}").value() for value in override.sweep_string_iterator()]
+
+
+@pytest.mark.parametrize("key", ["data.path", "data.val_path", "init_from", "hydra.run.dir", "hydra.sweep.dir"])
+def test_a_path_is_taken_literally_in_runs_and_sweeps(key, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ODD:
+        assert parsed(f"{key}={name}") == parsed(f"++{key}={name}") == name
+        (tmp_path / name).touch()  # a name with a comma is not a list if there is such a file
+        assert parsed("-m", f"{key}={name}") == name
+
+
+def test_a_home_folder_is_expanded_and_null_and_what_is_quoted_keep_their_meaning(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for key in ("data.path", "init_from", "resume", "hydra.run.dir", "data.folder"):
+        assert parsed(f"{key}=~/a b.txt") == parsed(f"{key}='~/a b.txt'") == f"{tmp_path}/a b.txt"
+        assert parsed(f"{key}=null") is None
+    assert parsed("data.train_bin=[~/a.bin, b c.bin,'d.bin']") == [f"{tmp_path}/a.bin", "b c.bin", "d.bin"]
+    assert parsed("hydra.run.dir=my runs/${now:%Y}") == "my runs/${now:%Y}"
+    assert parsed(r"data.separator=\n\n") == r"\n\n"
+    assert parsed("data.separator=<|endoftext|>") == "<|endoftext|>"
+
+
+def test_a_list_of_paths_is_swept_and_a_text_with_commas_is_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert parsed("-m", "data.path=~/a.txt,my b.txt, 2024") == [f"{tmp_path}/a.txt", "my b.txt", "2024"]
+    assert parsed("-m", "data.path='a, b.txt','c.txt'") == ["a, b.txt", "c.txt"]
+    assert parsed("-m", "resume=null,my run") == [None, "my run"]
+    for prompt in TEXTS[:4]:
+        assert parsed("-m", f"callbacks.samples.prompt={prompt}") == prompt
+    assert parsed("-m", "callbacks.samples.prompt='a, b','c'") == ["a, b", "c"]
+
+
+def test_a_text_is_taken_literally():
+    for key in ("callbacks.samples.prompt", "callbacks.attention.text", "logger.wandb.name", "+logger.wandb.notes"):
+        for text in TEXTS[:4] + TEXTS[5:]:
+            assert parsed(f"{key}={text}") == text
+
+
+def test_runs_of_texts_with_odd_names_train_resume_and_sweep(call, text, tmp_path, monkeypatch):
+    """On the command line and in Python, in folders with odd names; what is printed can be pasted."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    name, short = "a, b & #1; !='x'.txt", ["max_steps=2", "eval_every=2", "callbacks.samples=null", "originality=null"]
+    short += ["trainer=cpu", "model.n_layer=1", "model.n_embd=32", "model.block_size=16"]
+    (tmp_path / "2024").mkdir()
+    for copy in (name, "2024/a.txt", "my text (1).txt"):
+        shutil.copy(text, tmp_path / copy)
+    done = call("train.py", *short, f"data.path=~/{name}", f"hydra.run.dir=~/runs of {name}", small=False)
+    folder = tmp_path / f"runs of {name}"
+    assert OmegaConf.load(folder / ".hydra/config.yaml").data.path == f"{tmp_path}/{name}"
+    again = shlex.split(re.search("sample again(.*)", done.stdout)[1])
+    assert call("sample.py", *again[2:], "--max-new-tokens", "2").returncode == 0
+    longer = [*short, f"data.path=~/{name}", f"hydra.run.dir={folder}", "max_steps=4", "resume=auto"]
+    assert call("train.py", *longer, small=False).returncode == 0
+    assert [row["step"] for row in table(folder / "metrics.csv") if row["val_loss"]] == ["2", "4"]
+    summary = train(
+        [*short, "data.path=2024", "data.folder=it's", "max_steps=6", f"resume={folder}", "hydra.run.dir=1e5"]
+    )
+    assert (summary["corpus"], summary["steps"]) == ("2024", 6)
+    swept = [*short, "data.path=2024,my text (1).txt", "hydra.sweep.dir=~/x (1)"]
+    assert call("train.py", "-m", *swept, small=False).returncode == 0
+    assert {row["data.path"] for row in table(tmp_path / "x (1)/runs.csv")} == {"'2024'", "'my text (1).txt'"}
