@@ -7,7 +7,9 @@ Shapes: B samples, T tokens, V vocab.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -208,6 +210,8 @@ def score_logits(logits: Tensor, tokens: Tensor, n_top: int) -> Score:
 def check_ids(prompt: Any, vocab_size: int) -> list[int]:
     """Return token ids, given as a tensor, an array or a sequence, as a list."""
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if not isinstance(ids, Sequence) or not ids or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
-        raise UserError(f"a prompt must be a non-empty sequence of token ids in [0, {vocab_size})")
-    return list(ids)
+    with suppress(TypeError):  # index takes the integers of NumPy and torch
+        checked = [index(i) for i in ids if not isinstance(i, bool)] if isinstance(ids, Sequence) else []
+        if 0 < len(checked) == len(ids) and min(checked) >= 0 and max(checked) < vocab_size:
+            return checked
+    raise UserError(f"a prompt must be a non-empty sequence of token ids in [0, {vocab_size})")

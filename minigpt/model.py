@@ -8,7 +8,7 @@ Shapes: B batch, T time, C n_embd, D head width, V vocab.
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -78,14 +78,18 @@ class GPT(nn.Module):
             reduction: of the loss over tokens: "mean", "sum", or "none" for (B·T,).
 
         Raises:
-            ValueError: the tokens are not integers (B, T), or too many.
+            ValueError: the tokens are not integers (B, T), or too many; the targets have another shape, or are all
+                ignored; on a CPU, an id is not in the vocabulary.
         """
         tokens = self._to_ids(tokens)
         start = cache.layers[0].length if cache else 0
         end = start + tokens.size(1)
         if end > self.config.block_size:
             raise ValueError(f"{end} tokens exceed block_size={self.config.block_size}")
-        x = self.embed(tokens, slice(start, end), cache)  # (B, T, C)
+        try:
+            x = self.embed(tokens, slice(start, end), cache)  # (B, T, C)
+        except IndexError as error:
+            raise ValueError(f"token ids must be in [0, {self.config.vocab_size}), got {_range(tokens)}") from error
         rotary = None if self.rotary is None else self.rotary[:, start:end]  # (2, T, 1, D)
         for i, block in enumerate(self.blocks):
             if self.training and self.checkpoint_blocks and i % self.checkpoint_blocks == 0:
@@ -95,8 +99,18 @@ class GPT(nn.Module):
         logits = self.logits(x)  # (B, T, V)
         if targets is None:
             return logits
+        targets = self._to_ids(targets)
+        if targets.shape != tokens.shape:
+            raise ValueError(f"targets must have the shape of the tokens, {(*tokens.shape,)}, got {(*targets.shape,)}")
         logits = logits.flatten(0, 1).to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits, self._to_ids(targets).flatten(), reduction=reduction)
+        try:
+            loss = F.cross_entropy(logits, targets.flatten(), reduction=reduction)
+        except IndexError as error:
+            expected = f"in [0, {self.config.vocab_size}), or -100, which is ignored"
+            raise ValueError(f"targets must be {expected}; got {_range(targets)}") from error
+        if reduction == "mean" and _is_nan(loss) and (targets == -100).all():
+            raise ValueError("the targets have no id: all are -100, which is ignored")
+        return loss
 
     def embed(self, tokens: Tensor, positions: slice | Tensor, cache: "Cache | None") -> Tensor:
         """Return the input of the first block (B, T, C) for tokens (B, T) at positions that index (B, T) or (T,).
@@ -285,12 +299,24 @@ def smear(x: Tensor, factors: nn.ParameterList, cache: Cache | None) -> Tensor:
     return x
 
 
+def _range(ids: Tensor) -> str:
+    return f"{int(ids.min())} to {int(ids.max())}"
+
+
+def _is_nan(loss: Tensor) -> bool:
+    """Return whether a loss on a CPU is NaN; the value on a GPU, of a compiled model or under vmap is not read."""
+    with suppress(RuntimeError):
+        return loss.device.type == "cpu" and not torch.compiler.is_compiling() and bool(loss.isnan())
+    return False
+
+
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Disable dropout inside the context."""
-    training = model.training
+    """Disable dropout inside the context, and leave each module in its mode."""
+    in_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         yield
     finally:
-        model.train(training)
+        for module in in_training:
+            module.training = True

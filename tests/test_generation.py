@@ -83,7 +83,7 @@ def test_sampling_neither_uses_nor_changes_the_global_random_state():
 
 def test_prompts_are_tensors_or_sequences_alone_or_in_a_list():
     model, a, b = make(), torch.tensor([3, 7]), torch.tensor([1])
-    for prompt in (a, a.int(), (3, 7), [(3, 7)]):
+    for prompt in (a, a.int(), (3, 7), [(3, 7)], a.numpy(), [*a.numpy()], [a.numpy()]):
         assert texts(model, prompt, max_new_tokens=20) == texts(model, [[3, 7]], max_new_tokens=20)
     for prompts in ([a, [1]], (a, b)):
         assert texts(model, prompts, max_new_tokens=20) == texts(model, [[3, 7], [1]], max_new_tokens=20)

@@ -1,6 +1,7 @@
 """The GPT compared with torch's transformer layers, its published sizes and invariants."""
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from minigpt import attention, generate
 from minigpt.config import NORM_POSITIONS, GPTConfig
 from minigpt.interpret.heads import attention_maps, without_head
+from minigpt.model import eval_mode
 
 LLAMA = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "tie_embeddings": False}
 THEIRS = {
@@ -162,6 +164,41 @@ def test_an_input_longer_than_the_context_raises():
     for n, options in ((17, {}), (5, {"cache": cache})):
         with pytest.raises(ValueError, match=r"17 tokens exceed block_size=16"):
             model(torch.zeros(1, n, dtype=torch.long), **options)
+
+
+WRONG = {
+    "token ids must be in [0, 23), got 1 to 23": ([[1, 23]], [[1, 2]]),
+    "token ids must be in [0, 23), got -1 to 2": ([[-1, 2]], None),
+    "targets must have the shape of the tokens, (1, 3), got (1, 2)": ([[1, 2, 3]], [[1, 2]]),
+    "targets must be in [0, 23), or -100, which is ignored; got -1 to 2": ([[1, 2]], [[2, -1]]),
+    "targets must be in [0, 23), or -100, which is ignored; got 2 to 24": ([[1, 2]], [[2, 24]]),
+    "the targets have no id: all are -100, which is ignored": ([[1, 2]], [[-100, -100]]),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+@pytest.mark.parametrize("settings", [{}, {"ngram": 2, "smear": 1, "position": "rope"}])
+def test_a_batch_that_does_not_fit_is_one_clear_error(message: str, settings: dict[str, Any]):
+    tokens, targets = (None if ids is None else torch.tensor(ids) for ids in WRONG[message])
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_model(**settings)(tokens, targets)
+
+
+def test_a_loss_of_nan_weights_and_one_under_vmap_are_no_error():
+    model, ids = make_model(), torch.randint(23, (3, 1, 16))
+    rows = torch.func.vmap(model)(ids, ids)  # (3,)
+    assert_close(rows, torch.stack([model(row, row) for row in ids]))
+    model.wte.weight.data[:] = math.nan
+    assert model(ids[0], ids[0]).isnan()
+
+
+def test_evaluation_leaves_each_module_in_its_mode():
+    model = make_model(dropout=0.5).train()
+    model.blocks[0].eval()  # as a user who finetunes the other blocks
+    modes = [module.training for module in model.modules()]
+    with eval_mode(model):
+        assert not any(module.training for module in model.modules())
+    assert [module.training for module in model.modules()] == modes
 
 
 @pytest.mark.parametrize("place", ["", "blocks.0.attention", "blocks.0.mlp"])

@@ -13,7 +13,7 @@ from minigpt.utils.errors import UserError
 
 PLANNED_GROUPS = {"model": "planned", "optimizer": "muon_fast"}  # of `minutes=`
 _DICT = re.compile(r"(?<!\$)\{")  # in an override
-# Keys whose values are taken literally, without Hydra's syntax. Lists and sweeps over the first are separated by commas.
+# Keys whose values are taken literally, not in Hydra's syntax. Commas separate several paths, but are part of a text.
 _PATHS = {
     *("data.path", "data.val_path", "data.train_bin", "data.val_bin", "data.folder", "data.dataset", "data.separator"),
     *("init_from", "resume"),

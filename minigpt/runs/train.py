@@ -16,6 +16,8 @@ from minigpt.runs import run_dir
 from minigpt.runs.config_checks import load_parts
 from minigpt.runs.overrides import complete_overrides
 from minigpt.runs.planned_sizes import with_possible_sizes
+from minigpt.utils.cli import error_text, explain
+from minigpt.utils.errors import UserError
 from minigpt.utils.scripts import ROOT
 from minigpt.utils.signals import Interrupted, raise_on_signal
 from minigpt.utils.terminal import is_rank_zero, sanitize_line
@@ -30,6 +32,18 @@ def train(overrides: Sequence[str] = ()) -> dict[str, Any]:
     Raises:
         UserError: an input or a setting is wrong, or (its subclass RunError) the run failed.
     """
+    is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str)
+    if not is_list or not all(isinstance(each, str) and each[:1] != "-" for each in overrides):
+        raise UserError(f'train takes a list of overrides such as ["max_steps=300"], without flags, got {overrides!r}')
+    try:
+        return _train(overrides)
+    except Exception as error:
+        if explain(error)[1] != 2 or isinstance(error, UserError):
+            raise
+        raise UserError(error_text(error)) from error  # of Hydra
+
+
+def _train(overrides: Sequence[str]) -> dict[str, Any]:
     from hydra import compose, initialize_config_dir
     from hydra.core.hydra_config import HydraConfig
 

@@ -11,6 +11,7 @@ from small_runs import table
 
 from minigpt import train
 from minigpt.runs.overrides import complete_overrides
+from minigpt.utils.errors import UserError
 
 ODD = [
     "café.txt",
@@ -69,6 +70,22 @@ def test_a_text_is_taken_literally():
     for key in ("callbacks.samples.prompt", "callbacks.attention.text", "logger.wandb.name", "+logger.wandb.notes"):
         for text in TEXTS[:4] + TEXTS[5:]:
             assert parsed(f"{key}={text}") == text
+
+
+WRONG = {
+    "nope does not exist": ["nope=1"],
+    "train takes a list of overrides such as": "max_steps=3",
+    "without flags, got {'max_steps': 3}": {"max_steps": 3},
+    "without flags, got ['-m', 'seed=1,2']": ["-m", "seed=1,2"],
+    "model.n_head=2,4": ["model.n_head=2,4"],
+    "Environment variable 'NOPE' not found": ["max_steps=${oc.env:NOPE}"],
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_train_of_python_raises_a_user_error(message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        train(WRONG[message])
 
 
 def test_runs_of_texts_with_odd_names_train_resume_and_sweep(call, text, tmp_path, monkeypatch):
