@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hydra.core.override_parser.types import Override
+from omegaconf import OmegaConf
 
 from minigpt.sweeps.pruning import loss_at, paused_at
 from minigpt.sweeps.results import BITS, COMPLETED, PAUSED, SKIPPED, Point, refresh
@@ -21,8 +21,9 @@ class Search(Sweeper):
     """Search with optuna's TPE sampler (Bergstra et al., 2011, https://papers.nips.cc/paper/4443), in memory.
 
     Each batch of points depends on the losses of the batches before. Settings are `interval(1e-4,1e-2)`,
-    `tag(log,interval(1e-4,1e-2))` for a log-uniform distribution, `range(2,9)` or a choice, in Hydra's notation. With
-    the same seed and folder, an interrupted search resumes. Without `prune`, a pruned search completes its points.
+    `tag(log,interval(1e-4,1e-2))` for a log-uniform distribution, `range(2,9)` or a choice, in Hydra's notation; an
+    interval of a setting that takes integers, or `int(interval(2,8))`, is one of integers. With the same seed and
+    folder, an interrupted search resumes. Without `prune`, a pruned search completes its points.
 
     Args:
         n_trials: number of runs.
@@ -53,7 +54,7 @@ class Search(Sweeper):
             nonlocal reason
             for _ in range(tries):
                 trial = study.ask()
-                point = self.check({key: _suggest(trial, key, override) for key, override in self.axes.items()})
+                point = self.check({key: self._suggest(trial, key) for key in self.axes})
                 if point.status == SKIPPED:
                     reason = point.reason
                     study.tell(trial, state=optuna.trial.TrialState.PRUNED)
@@ -77,12 +78,21 @@ class Search(Sweeper):
         if len(self.points) < self.n_trials:
             warn(f"the search ends after {len(self.points)} runs: {tries} tries found no other possible point")
 
+    def _suggest(self, trial: Any, key: str) -> str:
+        override = self.axes[key]
+        value: Any = override.value()
+        if override.is_interval_sweep():
+            low, high, log = value.start, value.end, "log" in value.tags
+            if isinstance(low, int) or self._is_of_integers(override.key_or_group, low, high):
+                return str(trial.suggest_int(key, int(low), int(high), log=log))
+            return f"{trial.suggest_float(key, low, high, log=log):.4g}"
+        choices = values_of(override)
+        if override.is_range_sweep():  # an ordered distribution, in which neighbors are similar
+            return choices[trial.suggest_int(key, 0, len(choices) - 1)]
+        return str(trial.suggest_categorical(key, choices))
 
-def _suggest(trial: Any, key: str, override: Override) -> str:
-    value: Any = override.value()
-    if override.is_interval_sweep():
-        return f"{trial.suggest_float(key, value.start, value.end, log='log' in value.tags):.4g}"
-    choices = values_of(override)
-    if override.is_range_sweep():  # an ordered distribution, in which neighbors are similar
-        return choices[trial.suggest_int(key, 0, len(choices) - 1)]
-    return str(trial.suggest_categorical(key, choices))
+    def _is_of_integers(self, key: str, low: float, high: float) -> bool:
+        """Return whether a setting is an integer, or null where it is not set, and the ends of its interval are."""
+        value = OmegaConf.select(self.cfg, key)
+        may_be = type(value) is int or (value is None and low >= 1)
+        return may_be and float(low).is_integer() and float(high).is_integer()

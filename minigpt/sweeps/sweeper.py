@@ -288,6 +288,9 @@ class Grid(Sweeper):
     """Every combination of the values of all swept settings, in any of Hydra's notations."""
 
     def batches(self) -> Iterator[Sequence[Point]]:
+        for override in self.axes.values():
+            if override.is_interval_sweep():
+                raise UserError(f"{override.input_line} is for a search; add hydra/sweeper=optuna, or list values")
         for values in itertools.product(*map(values_of, self.axes.values())):
             self.points.append(self.check(dict(zip(self.axes, values, strict=True))))
         if not self.points:

@@ -326,6 +326,23 @@ def test_the_file_of_a_search_searches(plan):
     assert set(sweeper.points[0].overrides) == {"optimizer.lr", "model.n_layer", "model.n_embd"}
 
 
+def test_an_interval_of_integers_draws_them(plan):
+    line = [
+        "model.n_layer=interval(1,3)",
+        "model.n_inner=tag(log,int(interval(16,64)))",
+        "model.n_kv_head=interval(1,4)",
+    ]
+    line += ["model.dropout=interval(0,0.9)", "optimizer.weight_decay=int(interval(0,3))", "optimizer.lr=interval(1,3)"]
+    sweeper = plan("hydra/sweeper=optuna", *line, "hydra.sweeper.n_trials=8")
+    assert len(sweeper.points) == 8
+    drawn = {name: {point.overrides[name] for point in sweeper.points} for name in sweeper.axes}
+    assert drawn["model.n_layer"] <= {"1", "2", "3"}
+    assert drawn["model.n_kv_head"] <= {"1", "2", "4"}
+    assert drawn["optimizer.weight_decay"] <= {"0", "1", "2", "3"}
+    assert all(16 <= int(value) <= 64 for value in drawn["model.n_inner"])
+    assert all("." in value for value in drawn["model.dropout"] | drawn["optimizer.lr"])
+
+
 def test_a_search_does_not_count_impossible_points(plan, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("minigpt.sweeps.search.MAX_TRIES_PER_TRIAL", 4)
     search = ["hydra/sweeper=optuna", "hydra.sweeper.batch=2"]
