@@ -136,7 +136,7 @@ def test_a_failing_sample_is_a_warning(train, monkeypatch, capsys):
     def fails(*args, **kwargs):
         raise RuntimeError("no text today")
 
-    monkeypatch.setattr("minigpt.runs.samples_and_attention.generate", fails)
+    monkeypatch.setattr("minigpt.runs.samples_and_attention.stream", fails)
     monkeypatch.setattr("minigpt.interpret.attention_plots.plot_maps", fails)
     run = train("callbacks=attention", "callbacks.samples.max_new_tokens=20", "max_steps=2", "eval_every=1")
     assert run.summary["status"] == "completed"

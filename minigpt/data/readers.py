@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from glob import glob, has_magic
+from io import IncrementalNewlineDecoder
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,14 +22,15 @@ from typing import Any, NamedTuple
 from minigpt.data.tokenizer import whole_characters
 from minigpt.utils.errors import UserError
 from minigpt.utils.scripts import import_extra, usage
-from minigpt.utils.terminal import unescape
+from minigpt.utils.terminal import unescape, warn
 
 TEXT_SUFFIXES, ROW_SUFFIXES, COMPRESSED_SUFFIXES = (".txt", ".md"), (".jsonl", ".parquet"), (".gz", ".zst")
 _ARROW_TEXT_TYPES = ("string", "large_string", "string_view", "dictionary<values=string, indices=int32, ordered=0>")
 _BLOCK_BYTES = 1 << 20  # read at a time
 _COMPRESSED_BYTES = 1 << 16  # read at a time from a compressed file, whose text can be much larger
 _CUT_WINDOW = 1 << 16  # characters before the end of a text that are searched for a cut
-_MAX_CHUNK_CHARS = 1 << 24  # of a chunk in which there is no place to cut
+_MAX_CHUNK_CHARS = 1 << 18  # of a chunk without a place to cut, in which tiktoken may take 100 bytes per character
+_JSON_ROWS = re.compile(rb"\s*(\[|\{.*\}\s*\n\s*\{)")  # an array, or an object per line
 # A text is cut after a single line break before a letter or digit, or else before a single space between letters.
 _CUTS = (re.compile(r"(?s:.*)(?<=\S)\n(?=[^\W_])"), re.compile(r"(?s:.*)(?<=[^\W\d_])(?= [^\W\d_])"))
 
@@ -48,8 +50,12 @@ def find_files(path: str, setting: str) -> list[Path]:
     """
     given = Path(os.path.expanduser(path or "''"))  # Path("") would be the current folder
     if given.is_dir():
-        found = [file for file in given.rglob("*") if content_suffix(file) in TEXT_SUFFIXES + ROW_SUFFIXES]
-        found = [file for file in found if "/." not in f"/{file.relative_to(given).as_posix()}"]
+        shown = [file for file in given.rglob("*") if "/." not in f"/{file.relative_to(given).as_posix()}"]
+        found = [file for file in shown if content_suffix(file) in TEXT_SUFFIXES + ROW_SUFFIXES]
+        others = [file for file in {*shown} - {*found} if not file.is_dir()]
+        if found and others:
+            kinds = ", ".join(sorted({content_suffix(file) or "no suffix" for file in others})[:10])
+            warn(f"{len(others):,} files of {path} are skipped ({kinds}); a pattern such as '**/*.py' reads any file")
         suffixes = f"{', '.join(TEXT_SUFFIXES + ROW_SUFFIXES)}, or these with {' or '.join(COMPRESSED_SUFFIXES)}"
         problem = f"has no file with suffix {suffixes}; for others give a pattern such as '**/*.py'"
     else:
@@ -88,7 +94,9 @@ def read_documents(file: Path, field: str, separator: str = "") -> Iterator[Text
     suffix = content_suffix(file)
     if suffix == ".parquet":
         return _read_parquet(file, field)
-    return _read_jsonl(file, field) if suffix == ".jsonl" else text_chunks(_decode(_read_blocks(file), file), separator)
+    if suffix == ".jsonl":
+        return _read_jsonl(file, field)
+    return text_chunks(_decode(_read_blocks(file), file, is_json=suffix == ".json"), separator)
 
 
 def text_chunks(blocks: Iterable[str], separator: str = "") -> Iterator[TextChunk]:
@@ -120,18 +128,27 @@ def cut_point(text: str) -> int:
     return next((found.end() for pattern in _CUTS if (found := pattern.match(text, start))), 0)
 
 
-def _decode(blocks: Iterable[bytes], name: object) -> Iterator[str]:
-    """Yield blocks of text, with line ends as they are; `name` is for errors."""
-    decoder, offset = codecs.getincrementaldecoder("utf-8-sig")(), 0  # without a byte order mark
+def _decode(blocks: Iterable[bytes], name: object, *, is_json: bool = False) -> Iterator[str]:
+    """Yield blocks of text with the line ends of Python, \\n; `name` is for errors, of JSON other than one object too."""
+    # Without a byte order mark.
+    decoder = IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
+    offset, line = 0, 1
     for block in chain(blocks, [b""]):
+        if offset == 0 and block[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise UserError(f"{name} is UTF-16; convert it: iconv -f UTF-16 -t UTF-8 {name} > utf8.txt")
         if (zero := block.find(b"\0")) >= 0:
             raise UserError(f"{name} is not text: byte 0 at offset {offset + zero:,}; save it as UTF-8 text")
+        if offset == 0 and is_json and _JSON_ROWS.match(block):
+            advice = "make it JSON Lines, .jsonl, with an object in each line, as jq -c '.[]' does with an array"
+            raise UserError(f"{name} holds several JSON values, whose syntax would be trained on; {advice}")
         offset += len(block)
         try:
             text = decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
-            where = offset - len(error.object) + error.start
-            raise UserError(f"{name} is not UTF-8 text: bad byte at offset {where:,}; save it as UTF-8") from error
+            where, line = offset - len(error.object) + error.start, line + error.object[: error.start].count(b"\n")
+            bad = f"bad byte at offset {where:,}, in line {line:,}"
+            raise UserError(f"{name} is not UTF-8 text: {bad}; save it as UTF-8") from error
+        line += block.count(b"\n")
         yield text
 
 
@@ -168,11 +185,14 @@ def _decompress(blocks: Iterable[bytes], new_frame: Callable[[], Any]) -> Iterat
 
 
 def _read_lines(file: Path) -> Iterator[str]:
-    rest = ""
+    parts: list[str] = []  # of the last line: to join it block by block would take quadratic time
     for block in _decode(_read_blocks(file), file):
-        *lines, rest = (rest + block).split("\n")
-        yield from lines
-    yield rest
+        *ended, rest = block.split("\n")
+        for end in ended:
+            yield "".join([*parts, end])
+            parts.clear()
+        parts.append(rest)
+    yield "".join(parts)
 
 
 def _read_jsonl(file: Path, field: str) -> Iterator[TextChunk]:

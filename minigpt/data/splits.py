@@ -14,7 +14,7 @@ from minigpt.utils.terminal import warn
 
 TRAIN, VAL = 0, 1
 _BATCH_CHARS = 1 << 20  # tokenized together
-_MAX_JOINED_CHARS = 1 << 24  # of a document: the package tokenizers takes 80 bytes of memory per byte
+_MAX_JOINED_CHARS = 1 << 22  # of a document: the package tokenizers takes 80 bytes of memory per byte
 
 TokenizeBatch = list[tuple[int, bool, str]]  # split, whether a separator precedes the text, text
 SplitChunk = tuple[int, TextChunk]  # the split, and a chunk whose `first` starts a document of that split

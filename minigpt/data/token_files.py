@@ -27,7 +27,7 @@ from minigpt.utils.errors import UserError, require
 from minigpt.utils.files import read_json, sha256_json
 from minigpt.utils.terminal import log
 
-FORMAT = 4
+FORMAT = 5
 META = "meta.json"
 SPLITS = ("train", "val")
 _SCAN_TOKENS = 1 << 20  # counted at a time

@@ -18,6 +18,7 @@ import numpy as np
 from minigpt.utils.errors import UserError
 from minigpt.utils.scripts import import_extra
 from minigpt.utils.signals import Interrupted
+from minigpt.utils.terminal import visible
 
 if TYPE_CHECKING:
     import tiktoken
@@ -111,7 +112,7 @@ class CharTokenizer(Tokenizer):
         ids = self._ids.take(_code_points(text), mode="clip")
         if ids.max(initial=0) == self.vocab_size:
             unknown = sorted(set(text) - set(self.alphabet))
-            listed = ", ".join(map(repr, unknown[:10])) + (", …" if len(unknown) > 10 else "")
+            listed = ", ".join(map(visible, unknown[:10])) + (", …" if len(unknown) > 10 else "")
             raise UserError(
                 f"the tokenizer has no id for {listed}; its alphabet is the {self.vocab_size} characters "
                 f"of the text it was built from"

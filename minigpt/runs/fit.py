@@ -4,9 +4,11 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,8 @@ from minigpt.utils.files import read_json
 from minigpt.utils.scripts import ROOT
 from minigpt.utils.signals import Interrupted
 from minigpt.utils.terminal import is_rank_zero, sanitize_line, warn
+
+FINAL_TOKENS = 400  # of the sample that ends a run
 
 
 def fit(
@@ -102,8 +106,10 @@ def fit(
         for logger in trainer.loggers:
             logger.log_hyperparams(settings)
         trainer.fit(module, TokenDataModule(corpus, cfg), ckpt_path=resume)
-        ended = ending(trainer, cfg.max_steps)
-        sample, copied = ("", None) if ended["status"] == "paused" else sample_best(trainer, module, corpus, cfg)
+        ended, seconds = ending(trainer, cfg.max_steps), max(10, 0.05 * metrics.seconds)
+        sample, copied = (
+            ("", None) if ended["status"] == "paused" else sample_best(trainer, module, corpus, cfg, seconds)
+        )
         outcome |= ended | {"originality": copied}
     except (Interrupted, KeyboardInterrupt) as error:
         outcome["status"], exit_code = "interrupted", explain(error)[1]
@@ -168,20 +174,31 @@ def find_checkpoint_of_ranks(
 
 
 def sample_best(
-    trainer: L.Trainer, module: LanguageModel, corpus: Corpus, cfg: DictConfig
+    trainer: L.Trainer, module: LanguageModel, corpus: Corpus, cfg: DictConfig, seconds: float
 ) -> tuple[str, dict[str, Any] | None]:
-    """Return a sample of the best checkpoint, which sample.py loads, and its originality; none on ranks without it."""
+    """Return a sample of the best checkpoint, which sample.py loads, and its originality; none on ranks without it.
+
+    Both end after so many seconds, but for a model whose sharded weights all ranks gather together.
+    """
     if trainer.checkpoint_callback and not trainer.is_global_zero:  # with none, all ranks gather weights
         return "", None
     folder = Path(trainer.default_root_dir)
     best = folder / BEST
     model = load_checkpoint(best, device=trainer.strategy.root_device)[0] if best.exists() else module.model
-    sample = ""
+    compares = cfg.originality is not None and best.exists()
+    if trainer.is_global_zero:
+        what = f" and {cfg.originality:,} characters, to see how much is copied" if compares else ""
+        run_dir.append_log(folder, f"sampling    {FINAL_TOKENS} tokens{what}; at most {seconds:,.0f} s")
+    end, sample = time.perf_counter() + seconds, ""
+    settings: Any = {"temperature": 0.8, "seed": cfg.seed, "max_new_tokens": FINAL_TOKENS}
     with only_a_warning("the final sample failed"):
-        sample = sample_text(model, corpus.tokenizer, "", max_new_tokens=400, temperature=0.8, seed=cfg.seed)
-    if cfg.originality is None or not best.exists():
+        most = seconds / 2 if best.exists() or trainer.world_size == 1 else inf
+        sample = sample_text(model, corpus.tokenizer, "", seconds=most, **settings)
+    if not compares:
         return sample, None
-    return sample, final_originality(model, corpus, sample, folder, characters=cfg.originality, seed=cfg.seed)
+    left = 0.8 * (end - time.perf_counter())  # the comparison itself takes the rest
+    options: Any = {"characters": cfg.originality, "seed": cfg.seed, "seconds": left}
+    return sample, final_originality(model, corpus, sample, folder, **options)
 
 
 def write_results(trainer: L.Trainer, folder: Path, summary: dict[str, Any], exit_code: int) -> None:

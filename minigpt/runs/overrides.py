@@ -31,9 +31,9 @@ def complete_overrides(overrides: Sequence[str], groups: Sequence[str] = ("model
     Paths and texts are quoted. A link such as `runs/latest` becomes the run that it points at: it moves when a new run
     starts.
     """
-    given = {key: value for key, _, value in (override.partition("=") for override in overrides) if value[:1] != "{"}
     sweeps = not {"-m", "--multirun"}.isdisjoint(overrides)
     complete = [literal(override, sweeps) for override in overrides]
+    given = {key: value for key, _, value in (override.partition("=") for override in complete) if value[:1] != "{"}
     if is_set(given, "minutes"):
         for key in ("experiment", "init_from"):
             if is_set(given, key):
@@ -45,7 +45,23 @@ def complete_overrides(overrides: Sequence[str], groups: Sequence[str] = ("model
         fixed = [name for name in given if name.startswith("model.") and name not in settable]
         if fixed and "model" not in given:
             raise UserError(f"{fixed[0]} is that of init_from; only {', '.join(settable)} can be set")
+        if "model" in groups and "experiment" not in given:
+            # No warmup; and for large models a low rate: a small one learns most at the rate of its training.
+            is_large, before = _is_huggingface(given["init_from"].strip("'\"")), given.get("hydra.run.dir", "").strip("'\"")
+            with suppress(OSError):  # of a run that resumes, whose source may be gone
+                is_large |= "optimizer=adamw_finetune" in Path(before, ".hydra/overrides.yaml").read_text("utf-8")
+            if "optimizer" not in given and is_large:
+                complete.append("optimizer=adamw_finetune")
+            known = given.get("schedule", "linear") in ("constant", "cosine", "linear")
+            if known and not any("warmup_steps" in override for override in complete):
+                complete.append("schedule.warmup_steps=0")
     return complete
+
+
+def _is_huggingface(source: str) -> bool:
+    """Return whether `init_from` is a folder of Hugging Face, or an id of its hub."""
+    is_id = re.fullmatch(r"(?!runs/|\.)[\w.-]+(/[\w.-]+)?(@.*)?", source) and not Path(source).exists()
+    return bool(is_id) or Path(source, "config.json").is_file()
 
 
 def literal(override: str, sweeps: bool) -> str:

@@ -4,19 +4,22 @@ They run before the checkpoint is saved, so that a resumed run neither lacks nor
 output, because they gather sharded weights together; rank 0 writes it.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.callbacks import Callback
+from tqdm import tqdm
 
 from minigpt.data.detokenizer import token_pieces
 from minigpt.data.token_files import Corpus
 from minigpt.data.tokenizer import Tokenizer, encode_prompt
-from minigpt.generation import generate
+from minigpt.generation import stream
 from minigpt.generation_settings import check_settings
 from minigpt.interpret.heads import attention_maps
 from minigpt.model import GPT
@@ -24,26 +27,34 @@ from minigpt.runs.run_dir import ORIGINALITY_HEADER, SAMPLES
 from minigpt.runs.wandb_logger import wandb_loggers
 from minigpt.utils.checks import POSITIVE_INT
 from minigpt.utils.cli import error_text
-from minigpt.utils.errors import require
+from minigpt.utils.errors import RunError, require
+from minigpt.utils.scripts import usage
 from minigpt.utils.terminal import unescape, warn
 
 DRAWN_TOKENS = 400  # of each sample that is compared with the training text
+DRAWN_SHARE = 1 / 50  # tokens drawn per token trained on: one that is drawn can take as long as 30 of a batch
+INDEXED_PER_SECOND = 4e6  # bytes of a training text
 
 
 class Samples(Callback):
     """Append a sample to `samples.txt` at every validation, and send it to Weights & Biases.
 
     Args:
-        settings: of `generate`: max_new_tokens, temperature, top_k, seed.
+        max_new_tokens: None is 200, or fewer in a short training: `DRAWN_SHARE` of the tokens between validations.
+        settings: of `generate`: temperature, top_k, seed.
     """
 
-    def __init__(self, *, prompt: str, **settings: Any) -> None:
-        self.prompt, self.settings = unescape(prompt), settings
-        check_settings(key=lambda name: f"callbacks.samples.{name}", **settings)
+    def __init__(self, *, prompt: str, max_new_tokens: int | None, **settings: Any) -> None:
+        self.prompt, self.max_new_tokens, self.settings = unescape(prompt), max_new_tokens, settings
+        given = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
+        check_settings(key=lambda name: f"callbacks.samples.{name}", **given, **settings)
 
     def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
         self.tokenizer: Tokenizer = trainer.datamodule.corpus.tokenizer  # type: ignore[attr-defined]
         encode_prompt(self.tokenizer, self.prompt)  # a character that the tokenizer lacks is an error before training
+        cfg = trainer.datamodule.cfg  # type: ignore[attr-defined]
+        trained = trainer.val_check_interval * cfg.data.batch_size * cfg.model.block_size  # between validations
+        self.settings["max_new_tokens"] = self.max_new_tokens or max(16, min(200, int(trained * DRAWN_SHARE)))
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         with only_a_warning(f"Samples failed at step {trainer.global_step}"):
@@ -56,9 +67,12 @@ class Samples(Callback):
 
 
 def final_originality(
-    model: GPT, corpus: Corpus, sample: str, folder: Path, *, characters: int, seed: int
+    model: GPT, corpus: Corpus, sample: str, folder: Path, *, characters: int, seed: int, seconds: float
 ) -> dict[str, Any] | None:
     """Draw some text; compare it, the final sample and the validation text with the training text, in `samples.txt`.
+
+    Args:
+        characters: at most; fewer if drawing them takes longer than `seconds`.
 
     Returns:
         By the name of the text, the shares of new n-grams and the longest match; None, with a warning, if that fails.
@@ -66,14 +80,20 @@ def final_originality(
     with only_a_warning("the originality of the text is not known"):
         from minigpt.interpret import originality
 
-        start, count = corpus.tokenizer.start.tolist(), -(-characters // DRAWN_TOKENS)  # at least as many characters
-        draws = generate(model, start, max_new_tokens=DRAWN_TOKENS, num_samples=count, temperature=0.8, seed=seed)
+        end = time.perf_counter() + seconds
+        if not originality.is_indexed(corpus) and corpus.train.bytes > (most := INDEXED_PER_SECOND * seconds / 2):
+            long = f"to index a training text of more than {most / 1e6:,.0f} MB takes longer than a sample should"
+            raise RunError(f"{long}; {usage('sample')} --originality compares all the same")
+        index, per_token = originality.build_index(corpus), corpus.train.bytes / corpus.train.tokens
+        count = -(-characters // max(1, int(DRAWN_TOKENS * per_token)))
+        settings: Any = {"max_new_tokens": DRAWN_TOKENS, "temperature": 0.8, "seed": seed, "num_samples": count}
+        draws = draw(model, corpus.tokenizer.start, seconds=end - time.perf_counter(), **settings)
+        text = "".join(map(corpus.tokenizer.decode, draws))[:characters]
         texts = {
             "final_sample": sample,
-            "generated_text": "".join(corpus.tokenizer.decode(draw.tokens) for draw in draws)[:characters],
-            "validation_text": originality.validation_text(corpus, characters),
+            "generated_text": text,
+            "validation_text": originality.validation_text(corpus, len(text)),
         }
-        index = originality.build_index(corpus)
         compared = {name: originality.originality(index, text) for name, text in texts.items()}
         with open(folder / SAMPLES, "a", encoding="utf-8") as file:
             file.write(f"{ORIGINALITY_HEADER}\n{originality.format_table(compared)}\n\n")
@@ -85,16 +105,27 @@ def final_originality(
     return None
 
 
-def sample_text(model: GPT, tokenizer: Tokenizer, prompt: str, **settings: Any) -> str:
-    """Return a prompt and one continuation of it."""
-    prompt_ids = torch.as_tensor(encode_prompt(tokenizer, prompt)).long()  # (T,)
-    mode = torch.get_deterministic_debug_mode()
+def sample_text(model: GPT, tokenizer: Tokenizer, prompt: str, *, seconds: float = inf, **settings: Any) -> str:
+    """Return a prompt and one continuation of it, as `draw` does."""
+    return prompt + tokenizer.decode(draw(model, encode_prompt(tokenizer, prompt), seconds=seconds, **settings)[0])
+
+
+def draw(model: GPT, prompt: Any, *, seconds: float, max_new_tokens: int, **settings: Any) -> list[list[int]]:
+    """Return the ids that `generate` draws after those of a prompt (T,), but stop after so many seconds."""
+    end, drawn, mode = time.perf_counter() + seconds, list[list[int]](), torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode(0)  # on a GPU the draw has a sum that is not deterministic
     try:
         with torch.compiler.set_stance("force_eager"):  # otherwise the model compiles again for every length
-            return prompt + tokenizer.decode(generate(model, prompt_ids, **settings)[0].tokens)
+            steps: Any = stream(model, torch.as_tensor(prompt).long(), max_new_tokens=max_new_tokens, **settings)
+            hidden = True if seconds == inf else None  # beside the bar of the training, and unless on a terminal
+            for step in tqdm(steps, "sampling", max_new_tokens, leave=False, disable=hidden, unit=" tokens"):
+                drawn.append(step.tokens)
+                if time.perf_counter() > end:
+                    break
+            steps.close()  # leaves the model in its mode
     finally:
         torch.set_deterministic_debug_mode(mode)
+    return [list(ids) for ids in zip(*drawn, strict=True)]  # per sample
 
 
 class AttentionMaps(Callback):

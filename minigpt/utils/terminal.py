@@ -4,6 +4,7 @@ import difflib
 import os
 import re
 import sys
+import unicodedata
 from collections.abc import Iterable
 
 _MAX_LINE_CHARS = 1000
@@ -49,6 +50,12 @@ def unescape(text: str) -> str:
 def escape_control_chars(text: str) -> str:
     """Replace characters that would control a terminal, or hide or reorder text, by visible ones."""
     return text.translate(_VISIBLE)
+
+
+def visible(character: str) -> str:
+    """Return a character in quotes, or its code point if it would not be seen."""
+    blank = unicodedata.category(character)[0] in "CMZ" or character in "\u115f\u1160\u2800\u3164\uffa0"
+    return f"U+{ord(character):04X}" if blank and character not in " \n\t" else repr(character)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
