@@ -129,7 +129,7 @@ def cut_point(text: str) -> int:
 
 
 def _decode(blocks: Iterable[bytes], name: object, *, is_json: bool = False) -> Iterator[str]:
-    """Yield blocks of text with the line ends of Python, \\n; `name` is for errors, of JSON other than one object too."""
+    """Yield blocks of text, with \\n as every line end; `name` is for errors. JSON may be one object alone."""
     # Without a byte order mark.
     decoder = IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8-sig")(), translate=True)
     offset, line = 0, 1

@@ -47,7 +47,10 @@ def complete_overrides(overrides: Sequence[str], groups: Sequence[str] = ("model
             raise UserError(f"{fixed[0]} is that of init_from; only {', '.join(settable)} can be set")
         if "model" in groups and "experiment" not in given:
             # No warmup; and for large models a low rate: a small one learns most at the rate of its training.
-            is_large, before = _is_huggingface(given["init_from"].strip("'\"")), given.get("hydra.run.dir", "").strip("'\"")
+            is_large, before = (
+                _is_huggingface(given["init_from"].strip("'\"")),
+                given.get("hydra.run.dir", "").strip("'\""),
+            )
             with suppress(OSError):  # of a run that resumes, whose source may be gone
                 is_large |= "optimizer=adamw_finetune" in Path(before, ".hydra/overrides.yaml").read_text("utf-8")
             if "optimizer" not in given and is_large:

@@ -66,7 +66,10 @@ def test_a_run_resumes_without_the_source_of_its_weights(train, gpt2_folder, tmp
     (auto / "checkpoints/previous.safetensors").write_bytes((auto / LAST).read_bytes())
     (auto / LAST).write_bytes(b"damaged")
     resumed = train(f"init_from={tmp_path}/another", *OFTEN, "resume=auto", folder=auto)
-    assert f"init_from changed from {source} to {tmp_path}/another; the weights of the checkpoint" in capsys.readouterr().err
+    assert (
+        f"init_from changed from {source} to {tmp_path}/another; the weights of the checkpoint"
+        in capsys.readouterr().err
+    )
     check_same_end(whole.folder, auto)
     assert resumed.summary["init_from"] == whole.summary["init_from"]  # of the weights that the run started from
 

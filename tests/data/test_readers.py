@@ -1,5 +1,6 @@
 """Readers, against gzip, zstandard, pyarrow and json; cut points, against the tokenizers' patterns."""
 
+import codecs
 import gzip
 import json
 import re
@@ -133,7 +134,8 @@ def test_a_zero_byte_and_invalid_utf8_raise_with_the_offset(tmp_path_factory, be
         offset = reference.value.start
     file = tmp_path_factory.mktemp("latin") / f"a.txt{packed}"
     file.write_bytes(COMPRESS[packed](content))
-    assert f"offset {offset:,};" in refusal(file, block=block)
+    line = "" if bad == b"\0" else f", in line {content[:offset].count(bytes([10])) + 1}"
+    assert f"offset {offset:,}{line};" in refusal(file, block=block)
 
 
 @settings(deadline=None, max_examples=200)
@@ -152,9 +154,49 @@ def test_a_text_is_one_document_or_those_between_separators_without_the_line_bre
     text, file = actual.join(parts), tmp_path_factory.mktemp("blocks") / name
     file.write_bytes(COMPRESS.get(file.suffix.lower(), bytes)(text.encode()))
     found = documents(read_with_blocks(block, lambda: read_documents(file, "text", separator)))
-    text = text.removeprefix("\ufeff")
-    parts = [part for one in text.split(actual) if (part := one.strip("\r\n"))] if separator else [text]
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+    parts = [part for one in text.split(actual) if (part := one.strip("\n"))] if separator else [text]
     assert found == parts
+
+
+def test_what_would_be_trained_on_as_noise_is_refused_with_a_way_out(tmp_path):
+    wide, rows = tmp_path / "wide.txt", tmp_path / "rows.json"
+    for name in ("utf-16", "utf-16-be"):
+        wide.write_bytes("To be".encode(name) if name == "utf-16" else codecs.BOM_UTF16_BE + "To be".encode(name))
+        assert "is UTF-16; convert it: iconv -f UTF-16 -t UTF-8" in refusal(wide)
+    for text in ('[{"text": "a"}]', ' [\n "a", "b"]', '{"text": "a"}\n{"text": "b"}\n'):
+        rows.write_text(text)
+        assert "holds several JSON values, whose syntax would be trained on; make it JSON Lines, .jsonl" in refusal(
+            rows
+        )
+    rows.write_text('{\n  "name": "a package"\n}')  # as a file of source code
+    assert documents(read_documents(rows, "text")) == [rows.read_text()]
+
+
+def test_files_of_a_folder_that_are_skipped_are_counted(tmp_path, capsys):
+    for name in ("a.txt", "b.html", "c.html", "LICENSE", ".hidden"):
+        (tmp_path / name).write_text("a")
+    find(tmp_path)
+    assert f"3 files of {tmp_path} are skipped (.html, no suffix); a pattern such as" in capsys.readouterr().err
+    find(tmp_path / "a.txt")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_long_line_of_json_lines_is_read_in_linear_time(tmp_path, monkeypatch):
+    """Each block is split once: a line of many blocks is not joined with each."""
+    read, rows = [], [{"text": "é" * 5000}, {"text": "b\r\n"}, {"text": ""}]
+    decode = readers._decode
+
+    class Block(str):
+        def __radd__(self, before):
+            read.append(len(before))
+            return before + str(self)
+
+    monkeypatch.setattr(readers, "_decode", lambda *args: map(Block, decode(*args)))
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\r\n" for row in rows), newline="")
+    assert documents(read_with_blocks(10, lambda: read_documents(file, "text"))) == [row["text"] for row in rows]
+    assert sum(read) == 0
 
 
 def test_a_text_is_cut_where_it_can_be_cut_or_else_at_the_maximum_length(monkeypatch):

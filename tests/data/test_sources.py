@@ -119,7 +119,7 @@ def test_standard_input_is_read_once_and_shared_with_child_processes(find, tmp_p
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
     for _ in range(2):
         source, _ = find(path="-")
-        assert texts_of(source) == [content.decode()]
+        assert texts_of(source) == [content.decode().replace("\r\n", "\n")]
         assert (source.name, source.sha256) == ("stdin", sha256(content))
     read = f"from minigpt.data.sources import spool_stdin; from pathlib import Path; print(spool_stdin(Path('{ROOT}')))"
     child = subprocess.run([sys.executable, "-c", read], stdin=subprocess.DEVNULL, capture_output=True, check=True)
