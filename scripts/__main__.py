@@ -5,6 +5,7 @@ import runpy
 import sys
 from pathlib import Path
 
+from minigpt import __version__
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.errors import UserError
 from minigpt.utils.terminal import did_you_mean
@@ -14,6 +15,9 @@ from minigpt.utils.terminal import did_you_mean
 def main() -> None:
     """Run the script that the first argument names; without one, list the scripts."""
     scripts = {file.stem.replace("_", "-"): file for file in sorted(Path(__file__).parent.glob("[!_]*.py"))}
+    if sys.argv[1:] == ["--version"]:
+        print(f"minigpt {__version__}")
+        return
     if sys.argv[1:] in ([], ["-h"], ["--help"]):
         print("usage: minigpt COMMAND [ARGUMENT] ...   (minigpt COMMAND --help lists the arguments)\n")
         for name, file in scripts.items():

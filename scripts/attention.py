@@ -6,7 +6,7 @@ from pathlib import Path
 
 from minigpt.utils.checks import integer
 from minigpt.utils.cli import cli_entrypoint
-from minigpt.utils.errors import require
+from minigpt.utils.errors import UserError, require
 from minigpt.utils.scripts import usage
 from minigpt.utils.terminal import log
 
@@ -18,13 +18,16 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog=usage("attention"), description=__doc__)
-    parser.add_argument("run", nargs="?", help="run folder or checkpoint (default: the newest run)")
+    run_help = "run folder, checkpoint, or folder or id of Hugging Face (default: the newest run)"
+    parser.add_argument("run", nargs="?", help=run_help)
     parser.add_argument("--prompt", help="text of at least two tokens")
     parser.add_argument("--prompt-file", metavar="PATH", help="read the prompt as data.path= does, or from stdin (-)")
     parser.add_argument("--truncate", action="store_true", help="keep the last block_size tokens of a longer prompt")
     parser.add_argument("--layer", type=int, metavar="N", help="plot only this layer, counted from 1 (default: all)")
     parser.add_argument("--head", type=int, metavar="N", help="plot only this head, counted from 1 (default: all)")
-    parser.add_argument("--out", type=Path, metavar="FILE.png", help="maps (default: attention.png in the run folder)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE.png", help="maps (default: attention.png in the run folder, if there is one)"
+    )
     parser.add_argument("--ablation", type=Path, metavar="FILE.png", help="plot the loss increase without each head")
     return parser.parse_args()
 
@@ -32,18 +35,21 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Load, compute, plot, print."""
     args = arguments()
-    from minigpt.checkpoints.find import find_checkpoint, run_folder
+    from minigpt.checkpoints.find import run_folder
     from minigpt.checkpoints.format import text_settings
-    from minigpt.checkpoints.load import load_checkpoint
+    from minigpt.checkpoints.init_from import find_pretrained
     from minigpt.checkpoints.validation_split import validation_batches
     from minigpt.data.detokenizer import token_pieces
     from minigpt.interpret import attention_plots, heads
     from minigpt.sample_cli import prompt_tokens, read_prompt
 
-    path = find_checkpoint(args.run)
-    out = args.out or run_folder(path) / "attention.png"
+    pretrained = find_pretrained(args.run)
+    path, tokenizer = pretrained.path, pretrained.tokenizer
+    out = args.out or (run_folder(path) if path.is_file() else Path()) / "attention.png"
     attention_plots.check_outputs({"--out": out, "--ablation": args.ablation})
-    model, tokenizer = load_checkpoint(path)
+    model = pretrained.load()
+    if args.ablation and path.is_dir():
+        raise UserError(f"--ablation needs the text of a run of minigpt, which {path} has not; leave it out")
     prompt = read_prompt(tokenizer, args.prompt, args.prompt_file, text_settings(path))
     for flag, number, count in (("layer", args.layer, model.config.n_layer), ("head", args.head, model.config.n_head)):
         if number is not None:

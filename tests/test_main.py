@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 from small_runs import ROOT
@@ -18,6 +19,12 @@ def test_minigpt_lists_the_scripts_without_importing_a_dependency():
     assert usage.startswith("usage: minigpt COMMAND")
     names = {file.stem.replace("_", "-") for file in (ROOT / "scripts").glob("[!_]*.py")}
     assert {line.split()[0] for line in lines} == names
+
+
+def test_minigpt_prints_its_version():
+    command = [sys.executable, "-m", "minigpt", "--version"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert printed == f"minigpt {version('minigpt')}\n"
 
 
 def test_every_message_names_a_command_of_the_clone_or_of_the_package(monkeypatch: pytest.MonkeyPatch):

@@ -18,6 +18,19 @@ REFUSED = {
     "train.py data.folder=latin.txt/data": "not a directory",
     "train.py callbacks.samples.prompt=Zebra": "the tokenizer has no id for 'Z'",
     "train.py model.vocab_size=39": "model.vocab_size must be at least the tokenizer's 40",
+    "train.py hydra.job.chdir=true": "hydra.job.chdir=true would look for relative paths in the run folder; remove it",
+    "train.py max_steps='${oc.decode:a b'": "cannot parse the override max_steps=${oc.decode:a b; in a shell, write",
+    "train.py model.n_head='${oc.env:OMP_NUM_THREADS}' model.n_layer='${oc.env:OMP_NUM_THREADS}'": (
+        "must be an integer ≥ 1, got the text '1'; a value of the environment is ${oc.decode:${oc.env:NAME}}"
+    ),
+    "train.py logger=null": "logger=null is not a choice; write logger= with one of none, tensorboard, wandb",
+    "train.py +logger.wandb.project=mine": "logger.wandb has no _target_; add logger=wandb",
+    "train.py +callbacks.mine.patience=3": "callbacks.mine has no _target_; set it to the path of a class",
+    "train.py device=cpu": "device does not exist; write trainer=…",
+    "train.py dataset=shakespeare_char": "dataset does not exist; write data=…",
+    "train.py learning_rate=1e-3": "learning_rate does not exist; write optimizer.lr=…",
+    "train.py --max_iters=10": "--max_iters=10 is not a flag; settings have no dashes: write max_steps=10",
+    "train.py --n_layer=4": "--n_layer=4 is not a flag; settings have no dashes: write model.n_layer=4",
     "train.py +trainer.limit_val_batches=0": "trainer.limit_val_batches is not an option; trainer takes accelerator,",
     **(
         {} if torch.cuda.is_available() else {"train.py trainer.accelerator=cuda": "the trainer cannot be built: `CUDA"}
@@ -36,6 +49,7 @@ REFUSED = {
     "train.py resume=RUN max_steps=30 data.split=document data.separator=lazy": "data.split (fraction in the ch",
     "train.py resume=RUN max_steps=30 eval_batches=3": "eval_batches (None in the checkpoint, 3 now)",
     "train.py resume=RUN eval_batches=3 data.eval_batch_size=9": "data.eval_batch_size (64 in the checkpoint, 9 now)",
+    "train.py resume=RUN max_steps=40 data.batch_size=4": "its settings, to be repeated, are in",
     "train.py resume=missing": "missing does not exist; give a run folder or a checkpoint file",
     "train.py callbacks.checkpoint.save_top_k=0": "save_top_k must be an integer ≥ 1, got 0",
     "train.py callbacks=attention callbacks.attention.text=''": "callbacks.attention.text must be a text with at least",
@@ -60,6 +74,7 @@ REFUSED = {
     "train.py seed=1,2 hydra/sweeper=basic -m": "hydra/sweeper must be grid or optuna, got hydra._internal",
     "train.py seed=1,2 hydra.sweeper.prune=true eval_every=20 -m": "eval_every must be < 5 (max_steps / 4) with",
     "train.py seed=1,2 +sweep=wandb -m": "configs/sweep/wandb.yaml is for W&B's own agent",
+    "train.py seed=1,2 hydra.sweep.subdir=x -m": "hydra.sweep.subdir must be left out, because folders of runs are",
     "train.py seed=1,2 logger=wandb +logger.wandb.id=fox -m": "logger.wandb.id must be null in a sweep, whose runs",
     "train.py seed=1,2 hydra/launcher=submitit_slurm trainer=ddp trainer.devices=2 -m": "devices must be 1 with",
     "train.py seed=1,2 hydra.sweep.dir=. -m": ". is not empty and holds no sweep; choose another folder with",

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint
+from minigpt.checkpoints.find import BEST, LAST, PREVIOUS, find_checkpoint, run_folder
 from minigpt.checkpoints.format import MINIGPT, explain_errors, read
 from minigpt.config import GPTConfig
 from minigpt.utils.errors import UserError
@@ -55,7 +55,8 @@ def find_resumed(
     fixed = {key: pair for key, pair in changed.items() if key in unchanged or key.startswith(("model.", "the "))}
     if fixed:
         listed = ", ".join(f"{key} ({was} in the checkpoint, {value} now)" for key, (was, value) in fixed.items())
-        raise UserError(f"resume={path} does not match this run: it differs in {listed}")
+        command = f"its settings, to be repeated, are in {run_folder(path)}/.hydra/overrides.yaml"
+        raise UserError(f"resume={path} does not match this run: it differs in {listed}; {command}")
     config = present[MINIGPT]["config"]
     key = "pause_at" if config.get("pause_at") and resume != "auto" else "max_steps"
     if step >= config[key] + (resume == "auto"):

@@ -84,6 +84,12 @@ def check_run(cfg: DictConfig) -> None:
         if option not in TRAINER_OPTIONS:
             advice = "the length of a run is max_steps, of a validation eval_batches"
             raise UserError(f"trainer.{option} is not an option; trainer takes {', '.join(TRAINER_OPTIONS)}; {advice}")
+    for group in ("logger", "callbacks"):
+        for name, node in cfg.get(group, {}).items():
+            if node is not None and "_target_" not in node:
+                known = (ROOT / "configs" / group / f"{name}.yaml").is_file()
+                advice = f"add {group}={name}" if known else "set it to the path of a class"
+                raise UserError(f"{group}.{name} has no _target_; {advice}")
     for rule, keys in _RULES.items():
         for key in keys:
             if (value := OmegaConf.select(cfg, key, default=..., throw_on_missing=True)) is not ...:

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from minigpt.distributed.process_group import gather_objects, join_ranks, shared_errors, started_together
+from minigpt.utils.cli import written_as
 from minigpt.utils.errors import UserError
+from minigpt.utils.scripts import ROOT
 
+CONFIGS = ROOT / "configs"
 PLANNED_GROUPS = {"model": "planned", "optimizer": "muon_fast"}  # of `minutes=`
 _DICT = re.compile(r"(?<!\$)\{")  # in an override
 # Keys whose values are taken literally, not in Hydra's syntax. Commas separate several paths, but are part of a text.
@@ -31,6 +34,7 @@ def complete_overrides(overrides: Sequence[str], groups: Sequence[str] = ("model
     Paths and texts are quoted. A link such as `runs/latest` becomes the run that it points at: it moves when a new run
     starts.
     """
+    _check(overrides)
     sweeps = not {"-m", "--multirun"}.isdisjoint(overrides)
     complete = [literal(override, sweeps) for override in overrides]
     given = {key: value for key, _, value in (override.partition("=") for override in complete) if value[:1] != "{"}
@@ -65,6 +69,23 @@ def _is_huggingface(source: str) -> bool:
     """Return whether `init_from` is a folder of Hugging Face, or an id of its hub."""
     is_id = re.fullmatch(r"(?!runs/|\.)[\w.-]+(/[\w.-]+)?(@.*)?", source) and not Path(source).exists()
     return bool(is_id) or Path(source, "config.json").is_file()
+
+
+def _check(overrides: Sequence[str]) -> None:
+    """Raise UserError for what Hydra would refuse in many lines, or accept without an effect."""
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if re.fullmatch(r"--(?!(cfg|config-\w+|info|package|experimental-rerun)$)\w[\w.]*", key) and (
+            equals or "_" in key
+        ):
+            raise UserError(
+                f"{override} is not a flag; settings have no dashes: write {written_as(key[2:])}={value or '…'}"
+            )
+        if key == "hydra.job.chdir" and value.lower() == "true":
+            raise UserError(f"{override} would look for relative paths in the run folder; remove it")
+        if value == "null" and "." not in key and key not in ("experiment", "debug") and (CONFIGS / key).is_dir():
+            choices = sorted(file.stem for file in (CONFIGS / key).glob("*.yaml"))
+            raise UserError(f"{override} is not a choice; write {key}= with one of {', '.join(choices)}")
 
 
 def literal(override: str, sweeps: bool) -> str:

@@ -15,8 +15,9 @@ import lightning.pytorch as L
 from lightning.pytorch.loggers import WandbLogger
 
 from minigpt.runs.run_dir import PLAN
+from minigpt.utils.checks import one_of, or_null
 from minigpt.utils.cli import error_text
-from minigpt.utils.errors import UserError
+from minigpt.utils.errors import UserError, require
 from minigpt.utils.terminal import is_rank_zero, sanitize_line, warn
 
 _PART = re.compile(r"(?:offline-)?run-(\d{8}_\d{6})-(.+)")  # the folder of one process: its start, the id of its run
@@ -103,6 +104,10 @@ def wandb_logger(
     options = {"resume": "allow", "dir": where, "name": name or folder.name} | options
     options["id"] = str(options.get("id") or (parts[-1][1] if parts else "")) or None
     given = options.pop("mode", None) or os.environ.get("WANDB_MODE")
+    given = {"dryrun": "offline", "run": "online"}.get(str(given), given)  # their old names
+    require(
+        "logger.wandb.mode or WANDB_MODE", given or None, *or_null(one_of(("online", "offline", "disabled", "shared")))
+    )
     mode: Any = "offline" if offline else given
     if not mode:
         has_key = os.environ.get("WANDB_API_KEY") or requests.utils.get_netrc_auth(wandb.setup().settings.base_url)

@@ -139,7 +139,7 @@ def check(body: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
 def check_model(models: Models, name: str) -> str:
     """Return the name of a model without the step of a snapshot; raise ApiError if there is none."""
     if (found := models.split(name)) is None:
-        message = f"the model {name!r} does not exist; GET /v1/models lists all"
+        message = models.missing_snapshot(name) or f"the model {name!r} does not exist; GET /v1/models lists all"
         raise ApiError(404, message, param="model", code="model_not_found")
     return found[0]
 

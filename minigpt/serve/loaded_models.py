@@ -67,6 +67,14 @@ class Models:
         found = base in names and step.isdecimal() and int(step) in find_snapshots(self.sources[base])
         return (base, int(step)) if found else None
 
+    def missing_snapshot(self, name: str) -> str:
+        """Return which snapshots there are, if a name is that of a run and of a step without one."""
+        base, _, step = name.rpartition("@")
+        if base not in self.names() or not step.isdecimal():
+            return ""
+        steps = ", ".join(map(str, find_snapshots(self.sources[base]))) or "none"
+        return f"{base} has no snapshot of step {step}; it has those of {steps}"
+
     async def engine(self, name: str) -> "Engine":
         """Return the engine of a model, loaded on the first call; raise UserError if it cannot be loaded."""
         base, step = self.split(name) or (name, None)

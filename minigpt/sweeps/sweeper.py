@@ -78,6 +78,9 @@ class Sweeper(hydra_sweeper.Sweeper):
         self.points: list[Point] = []
         self.loaded: dict[str, Any] = {}
         self.wandb: Any = OmegaConf.select(config, "logger.wandb")
+        unresolved: Any = OmegaConf.to_container(config.hydra.sweep)
+        expected = "left out, because folders of runs are named by their settings"
+        require("hydra.sweep.subdir", unresolved["subdir"], "${hydra.job.num}".__eq__, expected)
         run_id, expected = OmegaConf.select(config, "logger.wandb.id"), "null in a sweep, whose runs have one each"
         require("logger.wandb.id", run_id, lambda value: value is None, expected)
 

@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -82,6 +82,24 @@ def explain(error: BaseException) -> tuple[str, int]:
     return sanitize_line(message), code
 
 
+def written_as(name: str) -> str:
+    """Return the setting that a name of another program, or the last part of a setting, stands for; else the name."""
+    if name in _ELSEWHERE:
+        return _ELSEWHERE[name]
+    found = [key for key in _known(_settings()) if key.rpartition(".")[2] == name]
+    return found[0] if len(found) == 1 else name
+
+
+# Settings of other programs for training, by their names there.
+_ELSEWHERE = {
+    **{"device": "trainer", "dataset": "data", "learning_rate": "optimizer.lr", "max_iters": "max_steps"},
+    **{"eval_interval": "eval_every", "eval_iters": "eval_batches", "log_interval": "log_every"},
+    **{"warmup_iters": "schedule.warmup_steps", "grad_clip": "trainer.gradient_clip_val", "dtype": "trainer.precision"},
+    **{"gradient_accumulation_steps": "trainer.accumulate_grad_batches", "out_dir": "hydra.run.dir"},
+    **{"epochs": "max_steps", "max_epochs": "max_steps", "batch_size": "data.batch_size"},
+}
+
+
 def _explain_hydra(error: BaseException) -> str:
     """Return one line for an error of Hydra, whose own messages have several lines."""
     cause, text = error.__cause__, str(error)
@@ -99,9 +117,9 @@ def _explain_hydra(error: BaseException) -> str:
         group = name.partition(".")[0]
         if chosen := [choice for choice, keys in settings.items() if name in keys and choice.startswith(f"{group}=")]:
             return f"{name} does not exist here; it belongs to {', '.join(chosen)}"
-        known = {choice.partition("=")[0] for choice in settings}.union(*settings.values())
-        known = {key for key in known if not key.startswith((".", "hydra.sweeper.params.", "sweep."))}
-        return f"{name} does not exist{did_you_mean(name, known)}; --help lists them"
+        if name in _ELSEWHERE:
+            return f"{name} does not exist; write {_ELSEWHERE[name]}=…"
+        return f"{name} does not exist{did_you_mean(name, _known(settings))}; --help lists them"
     full_key = getattr(error, "full_key", None) or getattr(cause, "full_key", None)
     detail = " ".join(str(cause or error).split()).split(" full_key:")[0]
     where = f"{full_key}: " if full_key else ""
@@ -118,6 +136,12 @@ def _settings() -> dict[str, list[str]]:
         inside = group in (".", "hydra/help") or "@package _global_" in text
         found[f"{group}={file.stem}"] = list(_keys(yaml.load(text, yaml.CSafeLoader), "" if inside else f"{group}."))
     return found
+
+
+def _known(settings: Mapping[str, Sequence[str]]) -> set[str]:
+    """Return the groups and the settings, without those of sweeps."""
+    known = {choice.partition("=")[0] for choice in settings}.union(*settings.values())
+    return {key for key in known if not key.startswith((".", "hydra.sweeper.params.", "sweep."))}
 
 
 def _keys(node: Any, prefix: str) -> Iterator[str]:

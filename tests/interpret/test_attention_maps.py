@@ -72,6 +72,17 @@ def test_maps_are_written_to_the_run_folder_or_beside_a_single_checkpoint(call, 
     assert "best.safetensors holds a model without its run; use" in refused
 
 
+def test_a_folder_of_hugging_face_is_analyzed_as_it_is_sampled_from(call, gpt2_folder, tmp_path):
+    options = [str(gpt2_folder), "--prompt", "the quick brown fox"]
+    table = call("attention.py", *options, "--out", "heads.svg")
+    assert (table.returncode, len(table.stdout.splitlines())) == (0, 1 + 2 * 2)  # 2 layers of 2 heads
+    assert {"layer 2 · head 2", "␣quick", "␣brown"} <= set(svg_texts(tmp_path / "heads.svg"))
+    assert call("attention.py", *options).returncode == 0
+    assert (tmp_path / "attention.png").is_file()  # and nothing in the folder of the model, which `once` watches
+    refused = one_line(call("attention.py", *options, "--ablation", "a.png"))
+    assert "--ablation needs the text of a run of minigpt" in refused
+
+
 def test_a_trained_model_is_analyzed(train, call, text, tmp_path):
     trained = train(folder=tmp_path / "runs" / "first")
     result = call("attention.py", "--prompt", "1: the\nfox", "--out", "a.png", "--ablation", "v.svg")  # the newest run

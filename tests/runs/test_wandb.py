@@ -114,7 +114,7 @@ def test_options_of_the_command_line_are_honored(tmp_path, monkeypatch, offline)
     ("wrong", "message"),
     [
         *((f"+wandb.{name}=x", rf"logger\.wandb\.{name} is not an option; it takes .*, tags.*") for name in UNKNOWN),
-        ("+wandb.mode=sometimes", "Weights & Biases cannot start: [^\n]*$"),
+        ("+wandb.mode=off", r"logger\.wandb\.mode or WANDB_MODE must be one of online, offline, disabled, .*, got off"),
         ("+wandb.mode=offline +wandb.resume=x", "Weights & Biases cannot start: [^\n]*$"),
     ],
 )

@@ -182,7 +182,10 @@ def test_the_name_of_a_run_with_a_step_is_a_snapshot(tmp_path: Path) -> None:
         assert answer == bytes(greedy.tokens).decode(errors="replace")
         assert http.get("/v1/models/tiny@7").json()["id"] == "tiny@7"
         for name in ("tiny@8", "tiny@", "other@7", "tiny@-7"):
-            assert post(http, "score", model=name, ids=[1]).status_code == 404
+            missing = post(http, "score", model=name, ids=[1])
+            assert missing.status_code == 404
+            listed = "tiny has no snapshot of step 8; it has those of 0, 7, 9"
+            assert (listed in missing.text) == (name == "tiny@8")
         damaged = post(http, "score", model="tiny@9", ids=[1])
         assert (damaged.status_code, "is not a complete checkpoint" in damaged.text) == (500, True)
 
