@@ -34,6 +34,7 @@ class ServerBackend {
           if (token.error) throw new Error(token.error);
           yield token;
         }
+        await frame();
       }
     } catch (error) {
       if (error.name === "TypeError") throw new Error("the connection to the server was lost");
@@ -41,6 +42,12 @@ class ServerBackend {
     }
   }
 }
+
+// Wait until the browser has handled events and drawn: a stream that always has data would keep it from both.
+const frame = () => new Promise(resolve => {
+  requestAnimationFrame(() => setTimeout(resolve));
+  setTimeout(resolve, 100);  // of a page that is not seen, no frame is drawn
+});
 
 async function json(...given) {
   return (await request(...given)).json();

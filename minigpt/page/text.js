@@ -68,11 +68,7 @@ export class TextPane {
     while (same < tokens.length && tokens[same].text === this.tokens[same]?.text) same++;
     this.spans.splice(same).forEach(span => span.remove());
     this.ends.length = same;
-    for (const token of tokens.slice(same)) {
-      this.ends.push((this.ends.at(-1) ?? 0) + token.text.length);
-      this.spans.push(make("span", {class: "token"}, token.text));
-    }
-    this.rest.before(...this.spans.slice(same));
+    this.add(tokens.slice(same));
     this.rest.textContent = rest;
     this.tokens = tokens;
     const text = joined(tokens) + rest;
@@ -92,14 +88,14 @@ export class TextPane {
   // Show the tokens of a prompt and those that an iterator generates after it. Showing takes at most a third of the time.
   async write(prompt, generated, {onToken = () => {}, isCurrent}) {
     const tokens = [...prompt];
-    let timer = 0, pause = 0;
+    let timer = 0, pause = 16;
+    this.follow(() => this.set([...tokens]));
     const show = () => {
       const start = performance.now();
-      this.follow(() => this.set([...tokens]));
+      this.follow(() => this.append(tokens.slice(this.tokens.length)));
       timer = 0;
       pause = Math.max(16, 2 * (performance.now() - start));
     };
-    show();
     try {
       for await (const token of generated) {
         tokens.push(writable(token));
@@ -108,8 +104,23 @@ export class TextPane {
       }
     } finally {
       clearTimeout(timer);
-      if (isCurrent()) show();  // else something else is written there
+      if (isCurrent()) this.follow(() => this.set(tokens));  // else something else is written there
     }
+  }
+
+  // Show more tokens, which the field gets later: to write its text again each time would take longer and longer.
+  append(tokens) {
+    const from = this.spans.length;
+    this.add(tokens);
+    this.tokens.push(...tokens);
+    this.paint(from);
+  }
+
+  add(tokens) {
+    const spans = tokens.map(({text}) => make("span", {class: "token"}, text));
+    for (const {text} of tokens) this.ends.push((this.ends.at(-1) ?? 0) + text.length);
+    this.spans.push(...spans);
+    this.rest.before(...spans);
   }
 
   // Show the tokens up to the first change of the text, and the rest without colors.

@@ -82,7 +82,7 @@ def test_generation_stops_by_a_button_that_stays_in_place(at_server: Reader) -> 
         reader.set("max_tokens", 65_536)
         reader.find("#generate").click()
         started = reader.run("return performance.now()")
-        wait_until(lambda: len(reader.text) > length + 20)  # noqa: B023
+        wait_until(lambda: len(reader.token_text()) > length + 20)  # noqa: B023
         reader.set("max_tokens", "")  # stops though a setting is invalid
         if stop == "button":
             assert reader.find("#generate").text == "Stop"
@@ -92,6 +92,36 @@ def test_generation_stops_by_a_button_that_stays_in_place(at_server: Reader) -> 
             reader.press(Keys.ESCAPE)
         reader.wait_for_generation()
         assert len(reader.text) < length + 65_536
+
+
+ALWAYS_READY = """
+    const line = JSON.stringify({id: 5, text: "a", logprob: -1, rank: 0, top: []}) + "\\n", fetched = window.fetch;
+    const part = new TextEncoder().encode(line.repeat(20));
+    window.frames_drawn = 0;
+    const draw = () => { window.frames_drawn++; requestAnimationFrame(draw); };
+    requestAnimationFrame(draw);
+    window.fetch = (url, options) => {
+        if (!url.endsWith("generate")) return fetched(url, options);
+        let left = 3000;
+        return Promise.resolve(new Response(new ReadableStream({pull(controller) {
+            if (options.signal.aborted) controller.error(options.signal.reason);
+            else if (left--) controller.enqueue(part);
+            else controller.close();
+        }})));
+    };
+    setTimeout(() => { window.before_stop = window.frames_drawn; document.getElementById("generate").click(); }, 500);
+    document.getElementById("generate").click();
+"""
+
+
+def test_a_stream_that_always_has_data_leaves_the_browser_its_events_and_frames(at_server: Reader) -> None:
+    reader = at_server
+    wait_until(reader.losses)
+    reader.set("max_tokens", 60_000)
+    reader.run(ALWAYS_READY)
+    reader.wait_for_generation()
+    assert 20 <= len(reader.text) < 60_000  # stopped
+    assert reader.run("return window.before_stop") > 3
 
 
 def test_the_alternatives_of_a_token_are_the_likeliest_and_one_is_chosen_by_a_click(in_file: Reader) -> None:
