@@ -12,7 +12,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=usage("sweep_report"), description=__doc__)
     latest = Path("runs/sweeps/latest")
     folders = f"sweep, or folder with runs below it; several are compared in one table (default: {latest})"
-    out = "folder to write to (default: the sweep's own; the current one for several folders)"
+    out = "folder to write to (default: the sweep's own, and none for several folders)"
     along = "plot the loss over this numeric setting, such as optimizer.lr or lr"
     parser.add_argument("folders", nargs="*", type=Path, default=[latest], metavar="FOLDER", help=folders)
     parser.add_argument("--out", type=Path, help=out)

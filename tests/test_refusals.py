@@ -20,9 +20,8 @@ REFUSED = {
     "train.py model.vocab_size=39": "model.vocab_size must be at least the tokenizer's 40",
     "train.py hydra.job.chdir=true": "hydra.job.chdir=true would look for relative paths in the run folder; remove it",
     "train.py max_steps='${oc.decode:a b'": "cannot parse the override max_steps=${oc.decode:a b; in a shell, write",
-    "train.py model.n_head='${oc.env:OMP_NUM_THREADS}' model.n_layer='${oc.env:OMP_NUM_THREADS}'": (
-        "must be an integer ≥ 1, got the text '1'; a value of the environment is ${oc.decode:${oc.env:NAME}}"
-    ),
+    "train.py model.n_head='${oc.env:OMP_NUM_THREADS}'": "model.n_head must be a number or a name, got 1; it is a text;",
+    "train.py max_steps='${oc.env:OMP_NUM_THREADS}'": "max_steps must be an integer ≥ 1, got 1; it is a text; a number",
     "train.py logger=null": "logger=null is not a choice; write logger= with one of none, tensorboard, wandb",
     "train.py +logger.wandb.project=mine": "logger.wandb has no _target_; add logger=wandb",
     "train.py +callbacks.mine.patience=3": "callbacks.mine has no _target_; set it to the path of a class",

@@ -165,6 +165,7 @@ def test_curves_are_logged_to_tensorboard(train):
     for name in ("train_loss", "val_loss", "learning_rate"):
         assert [point.value for point in logged.Scalars(name)] == pytest.approx(column(folder, name))
     assert [point.step for point in logged.Scalars("val_loss")] == [10, 20]
+    assert "hp_metric" not in logged.Tags()["scalars"]  # a constant -1
 
 
 def test_settings_that_change_no_loss_reach_what_they_set(train, monkeypatch):
@@ -202,6 +203,11 @@ def test_a_run_whose_checkpoints_could_not_be_loaded_ends(train, tmp_path, monke
         train(f"callbacks.snapshots={'null' if hook == 'setup' else '{}'}", "max_steps=4", "eval_every=4")
     files = None if hook == "setup" else ["step-0.safetensors"]  # before its first step, it leaves no folder
     assert ([file.name for file in tmp_path.rglob("*.safetensors")] if (tmp_path / "run").exists() else None) == files
+
+
+def test_a_precision_that_a_cpu_lacks_is_replaced_with_a_warning(train, capsys):
+    assert train("trainer.precision=16-mixed", "max_steps=1").summary["precision"] == "bf16-mixed"
+    assert "trainer.precision=16-mixed needs a GPU; this run is bf16-mixed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("supported", "precision"), [(True, "bf16-mixed"), (False, "32-true")])

@@ -1,7 +1,7 @@
 """The run state in a checkpoint, the search for the checkpoint to resume from, and the check that it fits the run."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ _EFFECTS = {"max_steps": "the learning-rate schedule follows it", "init_from": "
 
 
 def find_resumed(
-    resume: str | None, folder: Path, present: Mapping[str, Any]
+    resume: str | None, folder: Path, present: Mapping[str, Any], warn: Callable[[str], None] = warn
 ) -> tuple[Path | None, int, dict[str, Any], bool]:
     """Find the checkpoint from which a run resumes, check that it fits the run, and warn of changed settings.
 
@@ -31,6 +31,7 @@ def find_resumed(
         resume: a checkpoint file, a run folder, or "auto": the newest undamaged checkpoint of `folder`, if there is
             one; it may be of the last step.
         present: `minigpt.checkpoints.load.contents` of the run.
+        warn: prints a warning.
 
     Returns:
         The checkpoint, its optimizer step, its provenance, and whether settings changed; None, 0, {} and False if the
@@ -41,7 +42,7 @@ def find_resumed(
             size.
     """
     if resume == "auto":
-        path, content = _newest(folder)
+        path, content = _newest(folder, warn)
     else:
         path = find_checkpoint(resume, last=True) if resume else None
         content = read_run(path) if path else {}
@@ -75,7 +76,7 @@ def read_run(path: Path) -> dict[str, Any]:
     return content
 
 
-def _newest(folder: Path) -> tuple[Path | None, dict[str, Any]]:
+def _newest(folder: Path, warn: Callable[[str], None]) -> tuple[Path | None, dict[str, Any]]:
     """Read the newest undamaged checkpoint of a run folder, and warn of damaged ones."""
     errors: list[str] = []
     for file in (folder / name for name in (LAST, PREVIOUS, BEST) if (folder / name).is_file()):

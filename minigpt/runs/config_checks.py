@@ -1,5 +1,6 @@
 """Checks of a composed run configuration: before torch is imported and before anything is written."""
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -93,7 +94,9 @@ def check_run(cfg: DictConfig) -> None:
     for rule, keys in _RULES.items():
         for key in keys:
             if (value := OmegaConf.select(cfg, key, default=..., throw_on_missing=True)) is not ...:
-                require(key, value, *rule)
+                require(key, value, *rule, _advice(value))
+    for key, value in cfg.get("model", {}).items():
+        require(f"model.{key}", value, lambda value: not _advice(value), "a number or a name", _advice(value))
     if cfg.get("pause_at") is not None:
         every, last = cfg.eval_every, cfg.max_steps
         expected = f"a multiple of eval_every={every} and at most max_steps={last}, or null"
@@ -122,6 +125,12 @@ def partial_from_config(node: DictConfig) -> Callable[..., Any]:
 
     values: Any = OmegaConf.to_container(node, resolve=True)
     return partial(get_method(values.pop("_target_")), **values)
+
+
+def _advice(value: Any) -> str:
+    """Return the advice for a number that is a text, as a value of the environment is."""
+    is_number = isinstance(value, str) and re.fullmatch(r"[-+.\de]+|true|false", value, flags=re.IGNORECASE)
+    return "it is a text; a number of the environment is ${oc.decode:${oc.env:NAME}}" if is_number else ""
 
 
 def _are_local(value: Any) -> bool:

@@ -96,7 +96,7 @@ def fit(
         module = LanguageModel(
             model, optimizer=optimizer, schedule=schedule, max_steps=cfg.max_steps, compile=cfg.compile
         )
-        trainer = build_trainer(cfg, folder, metrics, state, CollectiveTimeout(cfg.collective_timeout))
+        trainer = build_trainer(cfg, folder, state, metrics, CollectiveTimeout(cfg.collective_timeout))
         trainer.precision_plugin.convert_module(module)  # Lightning does after it loads a checkpoint into the module
     torch.manual_seed(cfg.seed + trainer.global_rank)  # a dropout mask per rank
 
@@ -161,9 +161,14 @@ def find_checkpoint_of_ranks(
 ) -> tuple[Path | None, int, dict[str, Any], dict[str, Any] | None]:
     """Return what `find_resumed` does and the summary of a run that is complete, the same on all ranks."""
     found: Any = None
+
+    def warn_and_log(message: str) -> None:
+        warn(message)
+        run_dir.append_log(folder, sanitize_line(f"warning: {message}"), show=False)
+
     with shared_errors():
         if started_together() is None or is_rank_zero():  # Lightning's own processes all search
-            path, step, before, changed = find_resumed(cfg.resume, folder, saved)
+            path, step, before, changed = find_resumed(cfg.resume, folder, saved, warn_and_log)
             done = run_dir.completed_summary(folder, step, cfg.max_steps) if cfg.resume == "auto" and path else None
             if done and changed and step < cfg.max_steps:  # it stopped early with other settings
                 done = None

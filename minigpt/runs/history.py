@@ -23,8 +23,7 @@ def plot_curves(folder: Path, summary: Mapping[str, Any] = {}) -> None:
     if "val_loss" in columns:
         losses.plot(*columns["val_loss"], color="tab:orange", marker="o", markersize=4, label="validation")
     if (best := summary.get("best_val_loss")) is not None:
-        offset = {"xytext": (0, 14), "textcoords": "offset points", "ha": "right"}
-        losses.annotate(f"best {best:.4f}", (summary["best_step"], best), color="tab:orange", **offset)
+        losses.plot(summary["best_step"], best, "*", color="tab:red", markersize=10, label=f"best {best:.4f}")
     if "learning_rate" in columns:
         rates.plot(*columns["learning_rate"], color="tab:green", linewidth=1)
     losses.set(ylabel="loss (nats per token)", title=f"{folder.resolve().name}: loss and learning rate")

@@ -215,7 +215,8 @@ def banner(trainer: L.Trainer, pl_module: Any, tokens_per_step: int) -> list[str
     config, steps = model.config, trainer.max_steps - trainer.global_step
     n_tokens, n_train, tokenizer = steps * tokens_per_step, corpus.train.tokens, corpus.tokenizer.to_dict()["name"]
     shape = ", ".join(f"{name} {getattr(config, name)}" for name in ("n_layer", "n_head", "n_embd", "block_size"))
-    resumed = f" from step {trainer.global_step:,}" if trainer.global_step else ""
+    rate = trainer.optimizers[0].param_groups[0]["lr"]
+    resumed = f" from step {trainer.global_step:,} at learning rate {rate:.3g}" if trainer.global_step else ""
     epochs, each = f"{n_tokens / n_train:.2f} epochs", config.flops_per_token()
     flops = f"{n_tokens * each:.3g} FLOPs ({each:.3g} per token)"
     ranks = f"{trainer.world_size} × " if trainer.world_size > 1 else ""

@@ -25,6 +25,7 @@ from minigpt.runs.resume_state import EMACallback
 from minigpt.runs.run_dir import METRICS
 from minigpt.runs.shutdown import GracefulShutdown
 from minigpt.utils.errors import UserError, require
+from minigpt.utils.terminal import warn
 
 
 def build_trainer(cfg: DictConfig, folder: Path, *callbacks: Callback) -> L.Trainer:
@@ -76,6 +77,8 @@ def build_trainer(cfg: DictConfig, folder: Path, *callbacks: Callback) -> L.Trai
         )
     except Exception as error:  # Lightning raises a dozen kinds for an option that it rejects
         raise UserError(f"the trainer cannot be built: {error}") from error
+    if options["precision"] == "16-mixed" and trainer.precision != "16-mixed":
+        warn(f"trainer.precision=16-mixed needs a GPU; this run is {trainer.precision}")
     trainer.loggers = [*trainer.loggers, *instantiate_group(cfg.logger)]  # W&B starts a run
     return trainer
 

@@ -22,7 +22,7 @@ from minigpt.runs.overrides import short_names
 from minigpt.runs.run_dir import short_path
 from minigpt.sweeps.answer import answer
 from minigpt.sweeps.ranking import Row, incomparable, numbers, ranked
-from minigpt.sweeps.results import BITS, LOSS_NAMES, NATS, read_sweep
+from minigpt.sweeps.results import BITS, COMPLETED, LOSS_NAMES, NATS, read_sweep
 from minigpt.utils.errors import UserError
 from minigpt.utils.files import atomic_write
 from minigpt.utils.terminal import did_you_mean, sanitize_line
@@ -35,8 +35,8 @@ def report(folders: Sequence[Path], *, out: Path | None = None, along: str | Non
     """Print the answer and the table of one or several sweeps, and write their files.
 
     Args:
-        folders: sweeps, or folders with runs below them.
-        out: folder to write to; by default that of the only sweep, or the current folder for several.
+        folders: sweeps, or folders with runs below them, or runs.
+        out: folder to write to; by default that of the only sweep, and none for several.
         along: a numeric setting to plot the loss over, such as optimizer.lr, or its last part if that is unique.
 
     Returns:
@@ -49,15 +49,18 @@ def report(folders: Sequence[Path], *, out: Path | None = None, along: str | Non
     rows = ranked(points)
     along = along if along is None else _full_name(rows, along)
     only = folders[0].resolve() if len(folders) == 1 else None
-    out = out or only or Path.cwd()
-    out.mkdir(parents=True, exist_ok=True)
-    title = only.name if only else f"{len(folders)} sweeps"
+    out, n_runs = out or only, sum((folder / ".hydra").is_dir() for folder in folders)
+    title = only.name if only else f"{len(folders)} {'runs' if n_runs == len(folders) else 'sweeps'}"
     sentences = [*map(sanitize_line, answer(rows))]
+    print("\n".join([*sentences, ""]))
+    print_table(rows)
+    if out is None:
+        print("set --out FOLDER to write the table and the plot of several folders")
+        return sentences
+    out.mkdir(parents=True, exist_ok=True)
     write_table(out / TABLE, rows)
     write_runs(out / RUNS, rows)
     write_text(out / TEXT, title, sentences, rows)
-    print("\n".join([*sentences, ""]))
-    print_table(rows)
     from minigpt.sweeps.sweep_plots import sweep_figure
 
     figure = sweep_figure(rows, title=title, along=along)
@@ -71,7 +74,7 @@ def report(folders: Sequence[Path], *, out: Path | None = None, along: str | Non
 def print_table(rows: Sequence[Row]) -> None:
     """Print the ranked table, why runs failed or were skipped, and the best row.
 
-    A file or a pipe gets one line per row, however long.
+    A file or a pipe gets one line per row, however long; a terminal gets as many columns as fit; the files have all.
     """
     from rich import box
     from rich.console import Console
@@ -79,14 +82,22 @@ def print_table(rows: Sequence[Row]) -> None:
 
     header, cells = _table(rows)
     best = None if incomparable(rows) else rows[0]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    for name in header:
-        table.add_column(name, justify="right" if name == "params" else "left", overflow="fold")
-    for row, line in zip(rows, cells, strict=True):
-        table.add_row(*line, style="dim" if not row.losses else "bold" if row is best else None)
-    print(f"runs in {_display(_parent(rows))}\n")
     width = None if sys.stdout.isatty() else 100_000
-    Console(width=width, markup=False, highlight=False, emoji=False).print(table)
+    console = Console(width=width, markup=False, highlight=False, emoji=False)
+    shown = dict.fromkeys(header)
+    for unneeded in ("", *(["status"] if all(row.status == COMPLETED for row in rows) else []), "params", "bits/byte"):
+        shown.pop(unneeded, None)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
+        for name in shown:
+            justify: Any = "right" if name == "params" else "left"
+            table.add_column(name, justify=justify, overflow="fold", min_width=min(len(name), 16))
+        for row, line in zip(rows, cells, strict=True):
+            style = "dim" if not row.losses else "bold" if row is best else None
+            table.add_row(*(cell for name, cell in zip(header, line, strict=True) if name in shown), style=style)
+        if console.measure(table, options=console.options.update(width=100_000)).maximum <= console.width:
+            break
+    print(f"runs in {_display(_parent(rows))}\n")
+    console.print(table)
     print()
     for row in rows:
         if row.reason:
@@ -103,16 +114,15 @@ def print_table(rows: Sequence[Row]) -> None:
 
 def _table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Return the header and the cells of the table."""
-    names, parent, compared = rows[0].short_names, _parent(rows), any(row.margin for row in rows)
+    names, compared = rows[0].short_names, any(row.margin for row in rows)
     differences = ["from the best"] if compared else []
-    header = ["#", *names.values(), "val loss", *differences, "bits/byte", "params", "status", "folder"]
+    header = ["#", *names.values(), "val loss", *differences, "bits/byte", "params", "status"]
     cells = []
     for rank, row in zip(_ranks(rows), rows, strict=True):
         place, params = f"{rank}*" if rank and row.provisional else rank, row.mean_of("params")
         line = [place, *map(row.value, names), _format_loss(row, NATS)]
         line += [_format_difference(row)] if compared else []
-        line += [_format_loss(row, BITS), "–" if params is None else f"{params:,.0f}", row.status]
-        cells.append([*line, " ".join(str(point.folder.relative_to(parent)) for point in row.points)])
+        cells.append([*line, _format_loss(row, BITS), "–" if params is None else f"{params:,.0f}", row.status])
     return [*map(sanitize_line, header)], [[*map(sanitize_line, line)] for line in cells]
 
 

@@ -95,11 +95,13 @@ def _plot_lines(panel: Axes, rows: Sequence[Row], along: str) -> None:
 
 
 def _plot_names(panel: Axes, rows: Sequence[Row]) -> None:
-    """Plot the losses of rows by name."""
+    """Plot the losses of rows, with their names above them."""
     for rank, row in enumerate(rows):
-        panel.errorbar(row.loss or inf, rank, xerr=row.interval, marker="o", capsize=3, color=_rank_color(rank))
-    panel.set_yticks(range(len(rows)), [f"{_escape(row.label())}   {row.loss:.4f}" for row in rows])
-    panel.invert_yaxis()
+        loss = nan if row.loss is None else row.loss
+        panel.errorbar(loss, rank, xerr=row.interval, marker="o", capsize=3, color=_rank_color(rank))
+        panel.text(0.01, rank - 0.2, _escape(row.label(), 80), fontsize=8, transform=panel.get_yaxis_transform())
+    panel.set_yticks(range(len(rows)), [f"{row.loss:.4f}" for row in rows])
+    panel.set_ylim(len(rows) - 0.5, -0.8)
     panel.set_xlabel(f"best validation loss ({rows[0].unit})")
 
 
@@ -109,7 +111,7 @@ def _plot_curves(panel: Axes, rows: Sequence[Row]) -> None:
     for rank, row in enumerate(rows):
         style: dict[str, Any] = {"color": _rank_color(rank), "linewidth": 2.5 if rank == 0 else 1.2}
         style |= {"linestyle": "-" if row.status == COMPLETED else ":", "zorder": 3 - rank / len(rows)}
-        label = f"{rank + 1}  {_escape(row.label())}" if rank < MAX_LABELED else None
+        label = f"{rank + 1}  {_escape(row.label(), 40)}" if rank < MAX_LABELED else None
         for point in row.points:
             scale = (point.loss(row.unit) or inf) / (point.loss(NATS) or inf)
             tokens, losses = [at for at, _ in point.curve], [scale * loss for _, loss in point.curve]
@@ -130,7 +132,8 @@ def _plot_cost(panel: Axes, rows: Sequence[Row], cost: str, label: str) -> None:
         return
     costs, losses, intervals = zip(*known, strict=True)
     panel.errorbar(costs, losses, intervals, fmt="o", alpha=0.6, capsize=3)
-    panel.plot(*zip(*pareto_front(zip(costs, losses, strict=True)), strict=True), color="0.2", label="Pareto front")
+    if len(front := pareto_front(zip(costs, losses, strict=True))) > 1:
+        panel.plot(*zip(*front, strict=True), color="0.2", label="Pareto front")
     panel.plot(costs[0], losses[0], "*", markersize=15, color="C3", label=f"best {losses[0]:.4f}")
     panel.set_xscale("log")  # after the points, which set the limits
     panel.xaxis.set(major_locator=LogLocator(subs=(1, 2, 5)), major_formatter=EngFormatter())

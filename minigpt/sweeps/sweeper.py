@@ -19,6 +19,7 @@ from hydra.plugins import sweeper as hydra_sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
+from tqdm import tqdm
 
 from minigpt.data.checksums import CHECKSUM_CACHE
 from minigpt.runs.config_checks import load_parts
@@ -222,7 +223,7 @@ class Sweeper(hydra_sweeper.Sweeper):
                 write_failure(point.folder, failure)
                 point = refresh(point)
             seconds = point.totals.get("seconds", 0)
-            loss = f", val loss {point.loss(NATS):.4f} after {seconds:,.0f} s" if point.loss(NATS) else ""
+            loss = f", val loss {point.loss(NATS):.4f} after {seconds:,.0f} s of training" if point.loss(NATS) else ""
             reason = f": {point.reason}" if point.reason else ""
             log(f"{next(ended)}/{len(pending)} {point.folder.name} {point.status_text}{loss}{reason}")
 
@@ -294,7 +295,10 @@ class Grid(Sweeper):
         for override in self.axes.values():
             if override.is_interval_sweep():
                 raise UserError(f"{override.input_line} is for a search; add hydra/sweeper=optuna, or list values")
-        for values in itertools.product(*map(values_of, self.axes.values())):
+        grid = [*itertools.product(*map(values_of, self.axes.values()))]
+        if len(grid) > 20:  # each takes up to 0.2 s
+            log(f"checking {len(grid)} points")
+        for values in tqdm(grid, leave=False, delay=1, disable=None):
             self.points.append(self.check(dict(zip(self.axes, values, strict=True))))
         if not self.points:
             raise UserError("the sweep is empty: " + ", ".join(self.axes) + " has no values")

@@ -1,6 +1,5 @@
 """Errors that `cli` prints as one line without a traceback, and the template of their messages."""
 
-import re
 from collections.abc import Callable
 from math import isfinite
 from typing import Any
@@ -40,6 +39,4 @@ def require(key: str, value: object, accepts: Callable[[Any], bool], expected: s
         advice: the next step, if there is one.
     """
     if not accepts(value):
-        if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9][0-9_.e+-]*|true|false", value, re.IGNORECASE):
-            value, advice = f"the text '{value}'", advice or "a value of the environment is ${oc.decode:${oc.env:NAME}}"
         raise UserError(f"{key} must be {expected}, got {value}" + (f"; {advice}" if advice else ""))

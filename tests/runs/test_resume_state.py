@@ -41,6 +41,20 @@ def test_a_run_that_stopped_early_continues_without_the_callback_that_stopped_it
     assert train(*STOP, "max_steps=30", "resume=auto", "~callbacks.early_stopping").summary["steps"] == 30
 
 
+def test_a_resumed_run_says_its_learning_rate_and_logs_its_warnings(train, capsys):
+    line = [*FAST, "schedule=linear", "schedule.warmup_steps=0"]
+    run = train(*line, "max_steps=10")
+    train(*line, "max_steps=20", "optimizer.lr=1e-2", "resume=auto")
+    err = capsys.readouterr().err
+    expected = "training    10 steps from step 10 at learning rate 0.005, "  # half way from 0.01 to 0
+    warnings = [text for text in err.splitlines() if text.startswith("warning: ")]
+    assert [text.split()[1] for text in warnings] == ["optimizer.lr", "max_steps"]
+    log = (run.folder / "log.txt").read_text().splitlines()
+    assert set(warnings) < set(log)
+    assert any(text.startswith(expected) for text in log)
+    assert column(run.folder, "learning_rate")[-2] == pytest.approx(0.01 * (1 - 14 / 20))  # of step 15
+
+
 def test_a_new_run_has_an_early_stopping_of_its_own(train, tmp_path):
     other = train(*STOP, "pause_at=15")
     run = train(*STOP, f"resume={other.folder}", folder=tmp_path / "new")

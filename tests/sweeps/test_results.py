@@ -175,16 +175,16 @@ def test_table_and_csv_rank_rows_by_the_mean_over_seeds(tmp_path, printed):
     run_folder(grid(tmp_path) / "8", *failed, losses=(), status="failed", reason='out of\n"memory", c')
     output = printed(read_sweep(tmp_path))
     header, _, *lines = [" ".join(line.split()) for line in output.splitlines()[2:9]]
-    assert header == "# n_embd lr val loss from the best bits/byte params status folder"  # max_steps is shared
+    assert header == "# n_embd lr val loss from the best bits/byte params status"  # max_steps is shared
     means, interval, margin = (1.7, 2.1, 2.6, 3.5), *intervals(np.array([(1.5, 1.9), (2.0, 2.2), (2.5, 2.7), (3, 4)]))
     texts = [f"{mean:.4f} ± {interval:.4f} (2 runs)" for mean in means]
     differences = [f"+{mean - 1.7:.4f} ± {margin:.4f}" for mean in means]
     assert lines == [
-        f"1 64 1e-3 {texts[0]} – 0.8500 6,400 completed 4 5",
-        f"2 32 1e-3 {texts[1]} {differences[1]}, tied 1.0500 3,200 completed 0 1",
-        f"3 32 1e-2 {texts[2]} {differences[2]}, tied 1.3000 3,200 completed 2 3",
-        f"4 64 1e-2 {texts[3]} {differences[3]}, tied 1.7500 6,400 completed 6 7",
-        "96 1e-2 – – – 1,000 failed 8",
+        f"1 64 1e-3 {texts[0]} – 0.8500 6,400 completed",
+        f"2 32 1e-3 {texts[1]} {differences[1]}, tied 1.0500 3,200 completed",
+        f"3 32 1e-2 {texts[2]} {differences[2]}, tied 1.3000 3,200 completed",
+        f"4 64 1e-2 {texts[3]} {differences[3]}, tied 1.7500 6,400 completed",
+        "96 1e-2 – – – 1,000 failed",
     ]
     assert '\nn_embd=96, lr=1e-2: failed: out of "memory", c\n' in output
     assert f"best     {texts[0]}: n_embd=64, lr=1e-3\n" in output
@@ -410,8 +410,9 @@ def test_other_sweeps_are_the_best_rows_by_name():
     points = points_of({"act": ["relu", "gelu"], "n": "ab"}, lambda act, n: len(act) + (n == "b") / 2)
     panel = panels_of(points)[0]
     assert panel.get_xlabel() == "best validation loss (nats per token)"
-    names = [text.get_text() for text in panel.get_yticklabels()]
-    assert names[:2] == ["act=relu, n=a   4.0000", "act=gelu, n=a   4.0000"]
+    shown = zip(panel.texts, panel.get_yticklabels(), strict=True)
+    names = [(name.get_text(), loss.get_text()) for name, loss in shown]
+    assert names[:2] == [("act=relu, n=a", "4.0000"), ("act=gelu, n=a", "4.0000")]
 
 
 def test_a_single_point_of_which_nothing_is_known_can_be_plotted_and_printed(printed):
@@ -439,14 +440,46 @@ def test_several_sweeps_are_ranked_together_by_all_settings_that_differ(tmp_path
         settings = {"lr": 1, "n_layer": int(layers), "max_steps": 20, "note": ""}
         write_plan(folder, fixed, [Point(folder / "0", {"lr": "1"}, settings=settings)])
     run_folder(tmp_path / "c/0", "dropout=0.1", "max_steps=20", "+note=", "logger=wandb", "resume=auto", losses=(1.5,))
-    report([tmp_path / "a", tmp_path / "b", tmp_path / "c", tmp_path / "a/0"])  # a run of them twice
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "completed" in line]
-    assert [(*row[:5], row[-1]) for row in rows] == [
-        ("1", "1", "4", "default", "1.0000", "b/0"),
-        ("2", "default", "default", "0.1", "1.5000", "c/0"),
-        ("3", "1", "2", "default", "2.0000", "a/0"),
+    folders = [tmp_path / "a", tmp_path / "b", tmp_path / "c", tmp_path / "a/0"]  # a run of them twice
+    report(folders)
+    assert list(Path.cwd().iterdir()) == []
+    output = capsys.readouterr().out
+    assert output.endswith("set --out FOLDER to write the table and the plot of several folders\n")
+    assert [line.split()[:5] for line in output.splitlines() if "completed" in line] == [
+        ["1", "1", "4", "default", "1.0000"],
+        ["2", "default", "default", "0.1", "1.5000"],
+        ["3", "1", "2", "default", "2.0000"],
     ]
-    assert {path.name for path in Path.cwd().iterdir()} == FILES
+    report(folders, out=Path("out"))
+    assert {path.name for path in Path("out").iterdir()} == FILES
+    assert [Path(row["folder"]).parts[-2:] for row in table("out/runs.csv")] == [("b", "0"), ("c", "0"), ("a", "0")]
+    assert Path("out/sweep.md").read_text().startswith("# 4 sweeps\n")
+    report([tmp_path / "a/0", tmp_path / "c/0"], out=Path("runs"))
+    assert Path("runs/sweep.md").read_text().startswith("# 2 runs\n")
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_a_terminal_of_80_columns_has_a_line_per_row(columns, monkeypatch, printed):
+    """The table drops what the files have too, and breaks no header."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shape = {"model.n_head": "248", "model.n_embd": ["64", "128", "256"], "seed": "123"}
+    points = points_of(shape, lambda head, embd, seed: 1.5 + int(head) / 100 - int(embd) / 1000 + int(seed) / 500)
+    header, _, *lines = re.sub(r"\x1b\[[\d;]*m", "", printed(points)).split("\n\n")[1].splitlines()
+    assert len(lines) == 9
+    assert max(map(len, [header, *lines])) <= columns
+    assert re.split("  +", header.strip())[:5] == ["#", "n_head", "n_embd", "val loss", "from the best"]
+    assert ("status" in header) == (columns == 200)
+
+
+def test_the_plots_of_mixed_runs_have_room_for_their_titles_and_no_legend_without_a_line():
+    many = dict.fromkeys(("model.activation", "model.norm_position", "optimizer", "tokenizer", "schedule"), "ab")
+    figure = sweep_figure(ranked(points_of(many, lambda *values: 2 + values.count("a"), params=10)), title="mixed")
+    figure.draw_without_rendering()
+    swept, curves, params, _ = figure.axes
+    left, right = (panel.title.get_window_extent() for panel in (swept, curves))
+    assert left.x1 < right.x0
+    assert [text.get_text() for text in params.get_legend().get_texts()] == ["best 2.0000"]  # the front is one point
 
 
 def test_a_report_along_a_setting_to_another_folder_does_not_change_the_sweep(tmp_path, monkeypatch):

@@ -175,6 +175,13 @@ def test_a_point_composes_as_the_single_command_line_with_its_values(plan, line)
     assert len({tuple(point.overrides.items()) for point in read}) == len(read)  # a report separates them, too
 
 
+def test_a_large_grid_announces_that_its_points_are_checked(plan, capsys, tmp_path):
+    plan("seed=range(3)", "optimizer.lr=1,2,3,4,5,6,7")
+    plan("seed=1,2", folder=tmp_path / "small")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if line.startswith("checking")] == ["checking 21 points"]
+
+
 def test_a_setting_whose_values_have_no_effect_is_refused(plan):
     with pytest.raises(UserError, match=r"^model\.n_head has the same effect with all its values"):
         plan("model.n_head=2,4", "model={n_head:8}")
@@ -409,8 +416,8 @@ def test_a_sweep_reports_every_point_when_runs_fail_and_a_worker_is_killed(start
     lines = sweep.stderr.splitlines()
     assert lines[4:6] == ["4 of 8 to run", "2 at a time with OMP_NUM_THREADS=1"]
     results = dict(re.fullmatch(r"\d/4 (\S+) (.*)", line).groups() for line in lines[6:10])
-    assert re.fullmatch(rf"failed, val loss \d\.\d{{4}} after \d+ s: {re.escape(killed)}", results[good[0]])
-    assert re.fullmatch(r"completed, val loss \d\.\d{4} after \d+ s", results[good[1]])
+    assert re.fullmatch(rf"failed, val loss \d\.\d{{4}} after \d+ s of training: {re.escape(killed)}", results[good[0]])
+    assert re.fullmatch(r"completed, val loss \d\.\d{4} after \d+ s of training", results[good[1]])
     assert all(results[name].startswith("failed: the loss is nan at step") for name in bad)
     assert lines[10:] == ["error: 3 of 8 runs failed; the table has the reasons"]
 

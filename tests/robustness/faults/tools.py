@@ -26,7 +26,7 @@ from minigpt.checkpoints.format import read
 from minigpt.checkpoints.load import load_checkpoint
 
 IGNORED_KEYS = TIMES | {"logged_seconds", "command", "resume", "logger", "commit", "dirty"}  # differ when resumed
-PROGRESS = ("step ", "model  ", "data  ", "training  ", "device  ", "run folder  ", "resume with: ")
+PROGRESS = ("step ", "model  ", "data  ", "training  ", "device  ", "run folder  ", "sampling  ", "resume with: ")
 
 # Wide enough that writing a checkpoint takes measurable time; with dropout, and rows between validations.
 STEPS, EVAL_EVERY = 24, 4
