@@ -20,11 +20,13 @@ REFUSED = {
     "train.py model.vocab_size=39": "model.vocab_size must be at least the tokenizer's 40",
     "train.py hydra.job.chdir=true": "hydra.job.chdir=true would look for relative paths in the run folder; remove it",
     "train.py max_steps='${oc.decode:a b'": "cannot parse the override max_steps=${oc.decode:a b; in a shell, write",
-    "train.py model.n_head='${oc.env:OMP_NUM_THREADS}'": "model.n_head must be a number or a name, got 1; it is a text;",
+    "train.py model.n_head='${oc.env:OMP_NUM_THREADS}'": "model.n_head must be a number or a name, got 1; it is a text",
     "train.py max_steps='${oc.env:OMP_NUM_THREADS}'": "max_steps must be an integer ≥ 1, got 1; it is a text; a number",
     "train.py logger=null": "logger=null is not a choice; write logger= with one of none, tensorboard, wandb",
     "train.py +logger.wandb.project=mine": "logger.wandb has no _target_; add logger=wandb",
     "train.py +callbacks.mine.patience=3": "callbacks.mine has no _target_; set it to the path of a class",
+    "train.py optimizer._target_=mine.make": "optimizer._target_=mine.make: No module named 'mine'; modules are",
+    "train.py +callbacks.mine._target_=mine.Mine": "error: callbacks.mine._target_: Error loading 'mine.Mine'",
     "train.py device=cpu": "device does not exist; write trainer=…",
     "train.py dataset=shakespeare_char": "dataset does not exist; write data=…",
     "train.py learning_rate=1e-3": "learning_rate does not exist; write optimizer.lr=…",
@@ -58,6 +60,7 @@ REFUSED = {
     "train.py minutes=1 pause_at=10": "pause_at must be null with minutes",
     "train.py init_from=RUN model.n_layer=3": "model.n_layer is that of init_from; only model.block_size, model.dropou",
     "train.py init_from=RUN model=nano model.block_size=15": "model.n_layer must be 2, as in init_from=",
+    "train.py init_from=RUN data.path=umlauts.txt": "no id for 'ü'; its alphabet is the 40 characters of the text",
     "train.py init_from=RUN model.block_size=33": "model.block_size must be an integer in [1, 16], got 33",
     "train.py init_from=RUN tokenizer=char": "tokenizer must be one of pretrained, got char; a run with init_from has",
     "train.py init_from=null model=pretrained": "model=pretrained and tokenizer=pretrained need init_from=",
@@ -118,6 +121,7 @@ REFUSED = {
 def odd_files(tmp_path):
     (tmp_path / "latin.txt").write_bytes("caf\xe9 au lait".encode("latin-1"))
     (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "umlauts.txt").write_text("fox ü " * 100)
 
 
 @pytest.mark.parametrize("command", REFUSED)

@@ -115,7 +115,7 @@ class CharTokenizer(Tokenizer):
             listed = ", ".join(map(visible, unknown[:10])) + (", …" if len(unknown) > 10 else "")
             raise UserError(
                 f"the tokenizer has no id for {listed}; its alphabet is the {self.vocab_size} characters "
-                f"of the text it was built from"
+                f"of the text it was built from; a model with tokenizer=byte or bpe reads any text"
             )
         return ids
 

@@ -62,7 +62,8 @@ def complete_overrides(overrides: Sequence[str], groups: Sequence[str] = ("model
             known = given.get("schedule", "linear") in ("constant", "cosine", "linear")
             if known and not any("warmup_steps" in override for override in complete):
                 complete.append("schedule.warmup_steps=0")
-    return complete
+    # Flags and their values first: Hydra takes overrides in one place only.
+    return sorted(complete, key=lambda each: each[:1] != "-" and ("=" in each or each[:1] == "~"))
 
 
 def _is_huggingface(source: str) -> bool:

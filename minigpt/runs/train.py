@@ -1,6 +1,7 @@
 """Start one training run: compose and check its configuration, lock its folder, import what it needs."""
 
 import gc
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -66,6 +67,7 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
         resume_command: printed when a signal ends the run.
     """
     started = time.perf_counter()
+    sys.path.append(os.getcwd())  # for a _target_ of the user
     from hydra.core.hydra_config import HydraConfig
 
     with raise_on_signal(), ExitStack() as stack:

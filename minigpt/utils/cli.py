@@ -16,6 +16,7 @@ from minigpt.utils.signals import Interrupted
 from minigpt.utils.terminal import did_you_mean, is_rank_zero, sanitize_line
 
 R = TypeVar("R")
+IMPORTED_FROM = "modules are imported from the working folder and the installed packages"
 
 
 def cli_entrypoint(function: Callable[..., R]) -> Callable[..., R]:
@@ -54,6 +55,9 @@ def explain(error: BaseException) -> tuple[str, int]:
     """Return one line for an error and its exit code."""
     name, cause = type(error).__name__, error.__cause__
     # Hydra's error around the real one; and an extension module turns a signal during its import into an ImportError.
+    if name == "InstantiationException" and isinstance(cause, ImportError):
+        key = str(error).rpartition("full_key: ")[2].strip()
+        return sanitize_line(f"error: {key}._target_: {cause}; {IMPORTED_FROM}"), 2
     if cause and (name == "InstantiationException" or isinstance(cause, KeyboardInterrupt | Interrupted)):
         return explain(cause)
     # Hydra raises built-in errors for some of its syntax.

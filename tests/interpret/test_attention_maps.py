@@ -51,6 +51,12 @@ def test_a_plot_shows_tokens_layers_heads_and_their_names(tmp_path):
     assert svg_texts(tmp_path / "b.svg").count("0.33") == 3  # the weights in the third row of uniform attention
 
 
+def test_a_plot_with_fewer_labels_than_tokens_says_so(tmp_path):
+    for tokens, said in ((16, False), (65, True)):
+        plot_maps(tmp_path / "maps.svg", uniform(tokens)[:1, :1], ["a"] * tokens)
+        assert any("one of 2 tokens has a label" in text for text in svg_texts(tmp_path / "maps.svg")) == said
+
+
 def test_truncate_keeps_the_end_of_a_long_prompt(call, tmp_path):
     save_checkpoint(make_model(), TOKENIZER, tmp_path / "model.safetensors")
     flags = ["--truncate", "--layer", "1", "--head", "1", "--out"]
