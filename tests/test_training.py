@@ -1,6 +1,7 @@
 """Training as a user sees it: real Trainer, real configurations, a small text."""
 
 import inspect
+import time
 
 import matplotlib.image
 import pytest
@@ -16,6 +17,7 @@ import minigpt
 from minigpt import GPT, GPTConfig, generate, load_checkpoint
 from minigpt.checkpoints.find import BEST, LAST, PREVIOUS
 from minigpt.checkpoints.format import read
+from minigpt.generation import stream
 from minigpt.runs.collective_timeout import CollectiveTimeout
 from minigpt.runs.config_checks import TRAINER_OPTIONS, check_run, partial_from_config
 from minigpt.runs.run_dir import read_samples
@@ -97,6 +99,29 @@ def test_samples_are_drawn_with_their_settings(trained, finished):
             assert drawn(folder / LAST, **{**settings, name: value}) != read_samples(folder)[-1][1], name
     final = drawn(finished.folder / BEST, **{**default, "max_new_tokens": 400})
     assert finished.stdout.startswith(f"{final}\n")
+
+
+def test_what_follows_a_training_is_announced_and_ends_after_its_share_of_the_time(train, monkeypatch, capsys):
+    def slowly(*args, **settings):
+        for step in stream(*args, **settings):
+            time.sleep(0.02)
+            yield step
+
+    monkeypatch.setattr("minigpt.runs.samples_and_attention.stream", slowly)
+    monkeypatch.setattr("minigpt.runs.fit.FINAL_SECONDS", 1)
+    run = train("originality=2000")
+    out, err = capsys.readouterr()
+    assert "sampling    400 tokens and 2,000 characters, to see how much is copied; at most 1 s\n" in err
+    assert len(out.partition("\nvalidation loss")[0]) < 100  # of at most 25 tokens
+    assert {"final_sample", "generated_text", "validation_text"} == run.summary["originality"].keys()
+    assert load_checkpoint(run.folder)[0].config.block_size == 16
+
+
+def test_a_sample_of_a_short_training_is_short_unless_its_length_is_given(train, tmp_path):
+    for tokens, given in ((51, ()), (16, ("max_steps=4",)), (70, ("callbacks.samples.max_new_tokens=70",))):
+        line = ("callbacks.samples.seed=1", "eval_every=20", *given)  # 20 steps of 8 windows of 16 tokens
+        samples = read_samples(train(*line, folder=tmp_path / str(tokens)).folder)
+        assert abs(len(samples[0][1]) - tokens) < 3  # spaces at the ends are dropped
 
 
 def test_one_batch_can_be_overfitted(train):

@@ -51,17 +51,11 @@ def _shared(a: bytes, b: bytes) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def is_indexed(corpus: Corpus) -> bool:
-    """Return whether the index of a corpus is kept beside its token files."""
-    folder, n = corpus.train.files[0].parent, min(corpus.train.bytes, MAX_INDEXED)
-    return (folder / META).is_file() and (folder / INDEX).is_file() and (folder / INDEX).stat().st_size == 5 * n
-
-
 def build_index(corpus: Corpus) -> Index:
     """Index the training split of a corpus; the index is kept beside token files that minigpt has written."""
     folder, n = corpus.train.files[0].parent, min(corpus.train.bytes, MAX_INDEXED)
-    file = folder / INDEX
-    if is_indexed(corpus):
+    file, is_ours = folder / INDEX, (folder / META).is_file()
+    if is_ours and file.is_file() and file.stat().st_size == 5 * n:
         with open(file, "rb") as opened:
             return Index(opened.read(n), np.memmap(file, np.int32, "r", offset=n), corpus.train.bytes == n)
     tokens, text, end = corpus.tokens("train"), b"", 0
@@ -69,7 +63,7 @@ def build_index(corpus: Corpus) -> Index:
         text += corpus.tokenizer.decode_bytes(tokens[end : end + _DECODED].tolist())
         end += _DECODED
     index = Index(text[:MAX_INDEXED], divsufsort(text[:MAX_INDEXED]), len(text) <= MAX_INDEXED)
-    if (folder / META).is_file():
+    if is_ours:
         with suppress(OSError), atomic_write(file) as partial:  # a read-only disk
             partial.write_bytes(index.text + index.suffixes.tobytes())
     return index

@@ -46,6 +46,7 @@ from minigpt.utils.signals import Interrupted
 from minigpt.utils.terminal import is_rank_zero, sanitize_line, warn
 
 FINAL_TOKENS = 400  # of the sample that ends a run
+FINAL_SECONDS = 10  # of what follows a training, or 5 % of the training
 
 
 def fit(
@@ -106,7 +107,7 @@ def fit(
         for logger in trainer.loggers:
             logger.log_hyperparams(settings)
         trainer.fit(module, TokenDataModule(corpus, cfg), ckpt_path=resume)
-        ended, seconds = ending(trainer, cfg.max_steps), max(10, 0.05 * metrics.seconds)
+        ended, seconds = ending(trainer, cfg.max_steps), max(FINAL_SECONDS, 0.05 * metrics.seconds)
         sample, copied = (
             ("", None) if ended["status"] == "paused" else sample_best(trainer, module, corpus, cfg, seconds)
         )

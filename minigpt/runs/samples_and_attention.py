@@ -33,7 +33,7 @@ from minigpt.utils.terminal import unescape, warn
 
 DRAWN_TOKENS = 400  # of each sample that is compared with the training text
 DRAWN_SHARE = 1 / 50  # tokens drawn per token trained on: one that is drawn can take as long as 30 of a batch
-INDEXED_PER_SECOND = 4e6  # bytes of a training text
+MAX_INDEXED = 20e6  # bytes of a training text: an index of more takes longer than the rest
 
 
 class Samples(Callback):
@@ -81,9 +81,8 @@ def final_originality(
         from minigpt.interpret import originality
 
         end = time.perf_counter() + seconds
-        if not originality.is_indexed(corpus) and corpus.train.bytes > (most := INDEXED_PER_SECOND * seconds / 2):
-            long = f"to index a training text of more than {most / 1e6:,.0f} MB takes longer than a sample should"
-            raise RunError(f"{long}; {usage('sample')} --originality compares all the same")
+        if corpus.train.bytes > MAX_INDEXED:
+            raise RunError(f"the training text has more than 20 MB; compare with {usage('sample')} --originality")
         index, per_token = originality.build_index(corpus), corpus.train.bytes / corpus.train.tokens
         count = -(-characters // max(1, int(DRAWN_TOKENS * per_token)))
         settings: Any = {"max_new_tokens": DRAWN_TOKENS, "temperature": 0.8, "seed": seed, "num_samples": count}

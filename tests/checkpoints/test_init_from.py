@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_runs import column
 from test_resume import OFTEN, broken_off, check_same_end
 from torch.testing import assert_close
 
@@ -72,6 +73,19 @@ def test_a_run_resumes_without_the_source_of_its_weights(train, gpt2_folder, tmp
     )
     check_same_end(whole.folder, auto)
     assert resumed.summary["init_from"] == whole.summary["init_from"]  # of the weights that the run started from
+
+
+def test_finetuning_has_no_warmup_and_of_a_model_of_hugging_face_a_low_rate(train, trained, gpt2_folder, tmp_path):
+    def rates(*line):
+        run = train(*line, "max_steps=2", "log_every=1", "eval_every=2", folder=tmp_path / " ".join(line)[-40:])
+        return column(run.folder, "learning_rate")
+
+    own = trained("max_steps=2")
+    assert rates(f"init_from={gpt2_folder}") == [3e-5, 1.5e-5]  # linear, to 0
+    assert rates(f"init_from={own}") == [3e-3, 1.5e-3]
+    given = ["optimizer=adamw", "schedule=constant", "schedule.warmup_steps=1"]
+    assert rates(f"init_from={gpt2_folder}", *given) == [1.5e-3, 3e-3]
+    assert rates(f"init_from={gpt2_folder}", "optimizer.lr=1e-4", "schedule=constant") == [1e-4, 1e-4]
 
 
 def test_a_preparation_uses_the_tokenizer_of_the_model(call, text, gpt2_folder, tmp_path):
