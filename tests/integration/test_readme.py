@@ -8,6 +8,7 @@ import subprocess
 import tomllib
 from os.path import basename
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from processes import Script
@@ -31,7 +32,8 @@ ELSEWHERE = {"scripts/serve.py", "scripts/bench"}
 def commands(first):
     """The distinct commands whose first word is `first`."""
     blocks = re.findall(r"```bash\n(.*?)```", TEXTS, re.DOTALL)
-    lines = (words for line in "".join(blocks).splitlines() if (words := shlex.split(line, comments=True)))
+    text = "".join(blocks).replace("\\\n", "")  # of lines that continue
+    lines = (words for line in text.splitlines() if (words := shlex.split(line, comments=True)))
     return [list(words) for words in dict.fromkeys(map(tuple, lines)) if words[0] == first]
 
 
@@ -74,6 +76,8 @@ def test_every_script_command_runs(command, text, documents, gpt2_folder, call, 
         arguments += [] if "data.path=my.txt" in arguments else [f"data.path={text}"]
         arguments += SMALL_SWEEP if "-m" in arguments else []
         arguments += ["trainer.accelerator=cpu"] if "trainer.devices=2" in arguments else []
+    if "--config-dir" in arguments:
+        write_own_parts()
     if PROCESSES & {*arguments}:
         monkeypatch.setenv("WANDB_MODE", "offline")
         process = Script(script.removeprefix("scripts/"), *arguments, output=documents / "process", cwd=documents)
@@ -83,6 +87,17 @@ def test_every_script_command_runs(command, text, documents, gpt2_folder, call, 
         code, out, err = done.returncode, done.stdout, done.stderr
     assert code == 0, err
     assert out.strip()
+
+
+def write_own_parts():
+    """Write the files of the section on own parts, which are indented there."""
+    section = TRAINING.split("## Your own parts")[1].split("```")[0]
+    optimizer, schedule, callback, *code = map(dedent, re.findall(r"(?m)(?:^    .*\n)+", section))
+    files = {"optimizer/sgd": optimizer, "schedule/halving": schedule, "callbacks/counting": callback}
+    for name, text in files.items():
+        Path("mine", name).parent.mkdir(parents=True)
+        Path("mine", f"{name}.yaml").write_text(text)
+    Path("my_code.py").write_text("\n".join(code))
 
 
 def test_every_make_target_exists():

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -12,7 +14,7 @@ import httpx
 import openai
 import pytest
 from servers import BrokenEngine, SmallEngine, make_instruct_folder, make_run, serving
-from small_runs import wait_until
+from small_runs import ROOT, wait_until
 
 from minigpt import generate, load_checkpoint
 from minigpt.checkpoints.init_from import find_pretrained
@@ -45,6 +47,17 @@ def texts(run: Path, prompts: list[str], **options: Any) -> list[str]:
 
 def post(http: httpx.Client, path: str = COMPLETIONS, **body: Any) -> Any:
     return http.post(path, json={"model": "tiny", **body})
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="no curl")
+def test_the_commands_of_the_documentation_for_curl_work(url: str) -> None:
+    page = (ROOT / "docs/playground.md").read_text(encoding="utf-8")
+    commands = re.findall(r"(?m)^curl (?:.*\\\n)*.*$", page)
+    assert len(commands) == 2
+    for command, kind in zip(commands, ("list", "text_completion"), strict=True):
+        line = command.replace("http://127.0.0.1:8000", url).replace("2026-01-31_12-00-00", "tiny")
+        answer = subprocess.run(line, shell=True, capture_output=True, check=True).stdout
+        assert json.loads(answer)["object"] == kind
 
 
 def test_completions_equal_those_of_generate(client: openai.OpenAI, run: Path) -> None:
