@@ -16,15 +16,13 @@ from minigpt.utils.scripts import ROOT
 CONFIGS = ROOT / "configs"
 PLANNED_GROUPS = {"model": "planned", "optimizer": "muon_fast"}  # of `minutes=`
 _DICT = re.compile(r"(?<!\$)\{")  # in an override
-# Keys whose values are taken literally, not in Hydra's syntax. Commas separate several paths, but are part of a text.
-_PATHS = {
-    *("data.path", "data.val_path", "data.train_bin", "data.val_bin", "data.folder", "data.dataset", "data.separator"),
-    *("init_from", "resume"),
-}
-_TEXTS = {
-    *("hydra.run.dir", "hydra.sweep.dir", "callbacks.samples.prompt", "callbacks.attention.text"),
-    *("logger.wandb.name", "logger.wandb.notes", "logger.wandb.group", "logger.wandb.project", "logger.wandb.entity"),
-}
+# Keys whose values are taken literally, not in Hydra's syntax; in a sweep, commas separate several of the first.
+_PATHS = ("data.path", "data.val_path", "data.train_bin", "data.val_bin", "data.folder", "init_from", "resume")
+_FOLDERS = ("hydra.run.dir", "hydra.sweep.dir", "data.dataset")
+_TEXTS = (
+    *("data.separator", "callbacks.samples.prompt", "callbacks.attention.text"),
+    *(f"logger.wandb.{name}" for name in ("name", "notes", "group", "project", "entity")),
+)
 SETTABLE = ("block_size", "dropout", "ngram_dropout")  # the values of `model` beside init_from
 
 
@@ -50,14 +48,7 @@ def complete_overrides(overrides: Sequence[str], groups: Sequence[str] = ("model
         if fixed and "model" not in given:
             raise UserError(f"{fixed[0]} is that of init_from; only {', '.join(settable)} can be set")
         if "model" in groups and "experiment" not in given:
-            # No warmup; and for large models a low rate: a small one learns most at the rate of its training.
-            is_large, before = (
-                _is_huggingface(given["init_from"].strip("'\"")),
-                given.get("hydra.run.dir", "").strip("'\""),
-            )
-            with suppress(OSError):  # of a run that resumes, whose source may be gone
-                is_large |= "optimizer=adamw_finetune" in Path(before, ".hydra/overrides.yaml").read_text("utf-8")
-            if "optimizer" not in given and is_large:
+            if "optimizer" not in given and _is_large(given):
                 complete.append("optimizer=adamw_finetune")
             known = given.get("schedule", "linear") in ("constant", "cosine", "linear")
             if known and not any("warmup_steps" in override for override in complete):
@@ -66,8 +57,14 @@ def complete_overrides(overrides: Sequence[str], groups: Sequence[str] = ("model
     return sorted(complete, key=lambda each: each[:1] != "-" and ("=" in each or each[:1] == "~"))
 
 
-def _is_huggingface(source: str) -> bool:
-    """Return whether `init_from` is a folder of Hugging Face, or an id of its hub."""
+def _is_large(given: Mapping[str, str]) -> bool:
+    """Return whether `init_from` is a model of Hugging Face, or was when the run began that resumes.
+
+    Such models are finetuned at a low rate; a small one of minigpt learns most at the rate of its training.
+    """
+    source, run = (given.get(key, "").strip("'\"") for key in ("init_from", "hydra.run.dir"))
+    with suppress(OSError):
+        return "optimizer=adamw_finetune" in Path(run, ".hydra/overrides.yaml").read_text("utf-8")
     is_id = re.fullmatch(r"(?!runs/|\.)[\w.-]+(/[\w.-]+)?(@.*)?", source) and not Path(source).exists()
     return bool(is_id) or Path(source, "config.json").is_file()
 
@@ -76,12 +73,10 @@ def _check(overrides: Sequence[str]) -> None:
     """Raise UserError for what Hydra would refuse in many lines, or accept without an effect."""
     for override in overrides:
         key, equals, value = override.partition("=")
-        if re.fullmatch(r"--(?!(cfg|config-\w+|info|package|experimental-rerun)$)\w[\w.]*", key) and (
-            equals or "_" in key
-        ):
-            raise UserError(
-                f"{override} is not a flag; settings have no dashes: write {written_as(key[2:])}={value or '…'}"
-            )
+        flag = re.fullmatch(r"--(?!(cfg|config-\w+|info|package|experimental-rerun)$)(\w[\w.]*)", key)
+        if flag and (equals or "_" in key):
+            written = f"{written_as(flag[2])}={value or '…'}"
+            raise UserError(f"{override} is not a flag; settings have no dashes: write {written}")
         if key == "hydra.job.chdir" and value.lower() == "true":
             raise UserError(f"{override} would look for relative paths in the run folder; remove it")
         if value == "null" and "." not in key and key not in ("experiment", "debug") and (CONFIGS / key).is_dir():
@@ -100,25 +95,25 @@ def literal(override: str, sweeps: bool) -> str:
 
     key, _, value = override.partition("=")
     name = key.lstrip("+")
-    if name not in _PATHS | _TEXTS or value.lower() in ("", "null"):
+    if name in _PATHS and value[:1] == "[":  # a list
+        override = re.sub(r"([\[,]\s*)~/", rf"\1{Path.home()}/", override)
+    if name not in (*_PATHS, *_FOLDERS, *_TEXTS) or value.lower() in ("", "null"):
         return override
-    is_one = name in _TEXTS or Path(value).exists()
-    is_list = not is_one and re.fullmatch(r"\[.*\]", value)
-    is_one = is_one or not (is_list or sweeps)
-    values = [value] if is_one else re.split(r"\s*,\s*", value.strip("[]") if is_list else value)
-    if re.match(r"['\"]|choice\(", value):  # in Hydra's syntax
+    may_be_list = name in _PATHS and not Path(value).exists()
+    several = may_be_list and sweeps
+    values = re.split(r"\s*,\s*", value) if several else [value]
+    if value[0] in "'\"" or (may_be_list and re.match(r"\[|choice\(", value)):  # in Hydra's syntax
         with suppress(HydraException):
-            parsed = OverridesParser.create().parse_override(override)
-            if parsed.is_sweep_override():
+            parsed: Any = OverridesParser.create().parse_override(override).value()
+            if not isinstance(parsed, str):  # a list, or values of a sweep
                 return override
-            values = [str(parsed.value())]
-    if name != "data.separator" and name not in _TEXTS - {"hydra.run.dir", "hydra.sweep.dir"}:
+            values, several = [parsed], False
+    if name not in _TEXTS:
         values = [os.path.expanduser(path) for path in values]
     if name in ("resume", "init_from"):
         values = [str(path.resolve() if path.resolve() != path.absolute() else path) for path in map(Path, values)]
-    given = re.compile(r"null|'.*'|\".*\"")  # of several
-    joined = ",".join(each if not is_one and given.fullmatch(each) else quote_path(each) for each in values)
-    return f"{key}=[{joined}]" if is_list else f"{key}={joined}"
+    as_given = re.compile(r"null|'.*'|\".*\"" if several else "")
+    return f"{key}={','.join(each if as_given.fullmatch(each) else quote_path(each) for each in values)}"
 
 
 def is_set(given: Mapping[str, str], key: str) -> bool:
