@@ -118,7 +118,7 @@ def test_what_follows_a_training_is_announced_and_ends_after_its_share_of_the_ti
 
 
 def test_a_sample_of_a_short_training_is_short_unless_its_length_is_given(train, tmp_path):
-    for tokens, given in ((51, ()), (16, ("max_steps=4",)), (70, ("callbacks.samples.max_new_tokens=70",))):
+    for tokens, given in ((25, ()), (16, ("max_steps=4",)), (70, ("callbacks.samples.max_new_tokens=70",))):
         line = ("callbacks.samples.seed=1", "eval_every=20", *given)  # 20 steps of 8 windows of 16 tokens
         samples = read_samples(train(*line, folder=tmp_path / str(tokens)).folder)
         assert abs(len(samples[0][1]) - tokens) < 3  # spaces at the ends are dropped

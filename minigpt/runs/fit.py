@@ -46,7 +46,7 @@ from minigpt.utils.signals import Interrupted
 from minigpt.utils.terminal import is_rank_zero, sanitize_line, warn
 
 FINAL_TOKENS = 400  # of the sample that ends a run
-FINAL_SECONDS = 10  # of what follows a training, or 5 % of the training
+FINAL_SECONDS, FINAL_SHARE = 10, 0.05  # time of what follows a training, at most; and as a share of the training
 
 
 def fit(
@@ -107,11 +107,11 @@ def fit(
         for logger in trainer.loggers:
             logger.log_hyperparams(settings)
         trainer.fit(module, TokenDataModule(corpus, cfg), ckpt_path=resume)
-        ended, seconds = ending(trainer, cfg.max_steps), max(FINAL_SECONDS, 0.05 * metrics.seconds)
-        sample, copied = (
-            ("", None) if ended["status"] == "paused" else sample_best(trainer, module, corpus, cfg, seconds)
-        )
-        outcome |= ended | {"originality": copied}
+        outcome |= ending(trainer, cfg.max_steps)
+        sample, outcome["originality"] = "", None
+        if outcome["status"] != "paused":
+            seconds = max(FINAL_SECONDS, FINAL_SHARE * metrics.seconds)
+            sample, outcome["originality"] = sample_best(trainer, module, corpus, cfg, seconds)
     except (Interrupted, KeyboardInterrupt) as error:
         outcome["status"], exit_code = "interrupted", explain(error)[1]
         raise
@@ -123,7 +123,8 @@ def fit(
             error = UserError(f"{resume} does not hold a run of minigpt ({type(error).__name__}: {error})")
         if trainer.world_size > 1 and (isinstance(error, DistError) or type(error) is RuntimeError):  # of NCCL, of gloo
             error = RunError(f"{error}; {LOST_RANK}")
-        outcome["reason"], exit_code = error_text(error), explain(error)[1] or 1
+        outcome |= {"status": "failed", "reason": error_text(error)}
+        exit_code = explain(error)[1] or 1
         raise error
     finally:
         summary = metrics.summary(trainer, module) | outcome | origin

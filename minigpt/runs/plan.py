@@ -19,6 +19,7 @@ from minigpt.data.ngram_model import evenly_spaced, ngram_losses
 from minigpt.data.token_files import Corpus
 from minigpt.distributed.process_group import started_together
 from minigpt.runs.config_checks import load_parts
+from minigpt.runs.fit import FINAL_SECONDS, FINAL_SHARE
 from minigpt.runs.overrides import given_settings, relevant_settings
 from minigpt.runs.planned_sizes import planned_heads
 from minigpt.runs.run_dir import PLAN, RUN_PLAN, append_log
@@ -129,7 +130,9 @@ def make_plan(cfg: DictConfig, corpus: Corpus, given: set[str], *, deadline: flo
     settings |= without(given, repeats(trial, given, text, budget / step * tokens_per_step(trial)))
     trial = updated(cfg, settings)
     step = TRAINER * step_seconds(trial, corpus, seconds=min(2.0, 3 * MEASURING * budget))
-    end = OVERHEAD + (cfg.originality or 0) * step / tokens_per_step(trial)  # drawing takes as long as training
+    # Drawing takes as long as training.
+    drawing = min((cfg.originality or 0) * step / tokens_per_step(trial), max(FINAL_SECONDS, FINAL_SHARE * budget))
+    end = OVERHEAD + drawing
     settings |= without(given, length(trial, given, text, step, deadline - time.perf_counter() - end))
     if (trial := updated(cfg, settings)).max_steps < 1:
         part = ", or validate on a part with eval_batches=…" if "eval_batches" in given else ""

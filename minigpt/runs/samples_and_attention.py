@@ -32,7 +32,7 @@ from minigpt.utils.scripts import usage
 from minigpt.utils.terminal import unescape, warn
 
 DRAWN_TOKENS = 400  # of each sample that is compared with the training text
-DRAWN_SHARE = 1 / 50  # tokens drawn per token trained on: one that is drawn can take as long as 30 of a batch
+DRAWN_SHARE = 0.01  # tokens drawn per token trained on: on a CPU, one that is drawn takes as long as 6 to 14 of those
 MAX_INDEXED = 20e6  # bytes of a training text: an index of more takes longer than the rest
 
 

@@ -67,7 +67,8 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
         resume_command: printed when a signal ends the run.
     """
     started = time.perf_counter()
-    sys.path.append(os.getcwd())  # for a _target_ of the user
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # for a _target_ of the user
     from hydra.core.hydra_config import HydraConfig
 
     with raise_on_signal(), ExitStack() as stack:

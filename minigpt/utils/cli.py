@@ -54,10 +54,10 @@ def error_text(error: BaseException) -> str:
 def explain(error: BaseException) -> tuple[str, int]:
     """Return one line for an error and its exit code."""
     name, cause = type(error).__name__, error.__cause__
-    # Hydra's error around the real one; and an extension module turns a signal during its import into an ImportError.
     if name == "InstantiationException" and isinstance(cause, ImportError):
         key = str(error).rpartition("full_key: ")[2].strip()
         return sanitize_line(f"error: {key}._target_: {cause}; {IMPORTED_FROM}"), 2
+    # Hydra's error around the real one; and an extension module turns a signal during its import into an ImportError.
     if cause and (name == "InstantiationException" or isinstance(cause, KeyboardInterrupt | Interrupted)):
         return explain(cause)
     # Hydra raises built-in errors for some of its syntax.
