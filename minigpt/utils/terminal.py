@@ -54,8 +54,8 @@ def escape_control_chars(text: str) -> str:
 
 def visible(character: str) -> str:
     """Return a character in quotes, or its code point if it would not be seen."""
-    blank = unicodedata.category(character)[0] in "CMZ" or character in "\u115f\u1160\u2800\u3164\uffa0"
-    return f"U+{ord(character):04X}" if blank and character not in " \n\t" else repr(character)
+    is_seen = character in " \n\t" or unicodedata.category(character)[0] not in "CMZ"
+    return repr(character) if is_seen else f"U+{ord(character):04X}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
