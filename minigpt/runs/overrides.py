@@ -65,7 +65,7 @@ def _is_large(given: Mapping[str, str]) -> bool:
     source, run = (given.get(key, "").strip("'\"") for key in ("init_from", "hydra.run.dir"))
     with suppress(OSError):
         return "optimizer=adamw_finetune" in Path(run, ".hydra/overrides.yaml").read_text("utf-8")
-    is_id = re.fullmatch(r"(?!runs/|\.)[\w.-]+(/[\w.-]+)?(@.*)?", source) and not Path(source).exists()
+    is_id = re.fullmatch(r"(?!runs/|\.)[\w.-]+(/[\w.-]+)?(@.*)?", source) and not os.path.exists(source)
     return bool(is_id) or Path(source, "config.json").is_file()
 
 
@@ -99,7 +99,7 @@ def literal(override: str, sweeps: bool) -> str:
         override = re.sub(r"([\[,]\s*)~/", rf"\1{Path.home()}/", override)
     if name not in (*_PATHS, *_FOLDERS, *_TEXTS) or value.lower() in ("", "null"):
         return override
-    may_be_list = name in _PATHS and not Path(value).exists()
+    may_be_list = name in _PATHS and not os.path.exists(value)  # unlike Path.exists, no error if it is too long
     several = may_be_list and sweeps
     values = re.split(r"\s*,\s*", value) if several else [value]
     if value[0] in "'\"" or (may_be_list and re.match(r"\[|choice\(", value)):  # in Hydra's syntax

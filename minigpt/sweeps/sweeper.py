@@ -27,6 +27,7 @@ from minigpt.runs.overrides import (
     by_name,
     complete_overrides,
     is_relevant,
+    literal,
     quote_override,
     quote_path,
     relevant_settings,
@@ -94,7 +95,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         """
         # resume=auto is of the sweep: runs that have begun resume, the others start as the rest of the command says.
         given = (argument for argument in arguments if argument != "resume=auto")
-        named = by_name([*(f"{key}={value}" for key, value in self.params.items()), *given])
+        named = by_name([*(literal(f"{key}={value}", True) for key, value in self.params.items()), *given])
         typed, keys = list(named), {name.lstrip("+") for name in named}
         if "minutes" in keys and "eval_batches" not in keys and self.cfg.eval_batches is None:
             named["eval_batches"] = "eval_batches=null"  # each plan would choose another part of the validation split

@@ -61,6 +61,8 @@ def test_a_list_of_paths_is_swept_and_a_text_with_commas_is_not(tmp_path, monkey
     assert parsed("-m", "data.path=~/a.txt,my b.txt, 2024") == [f"{tmp_path}/a.txt", "my b.txt", "2024"]
     assert parsed("-m", "data.path='a, b.txt','c.txt'") == ["a, b.txt", "c.txt"]
     assert parsed("-m", "resume=null,my run") == [None, "my run"]
+    many = [f"{'long ' * 20}{i}.txt" for i in range(50)]  # together longer than the name of a file may be
+    assert parsed("-m", f"data.path={','.join(many)}") == many
     for prompt in TEXTS[:4]:
         assert parsed("-m", f"callbacks.samples.prompt={prompt}") == prompt
     assert parsed("-m", "callbacks.samples.prompt='a, b','c'") == ["a, b", "c"]
