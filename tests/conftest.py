@@ -239,6 +239,7 @@ def call(
 ) -> Callable[..., SimpleNamespace]:
     """Run a script as `launch` does, but in this process, which has imported torch, and in the temporary folder."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # a run adds its working folder
 
     def run(script: str, *arguments: str, small: bool = True) -> SimpleNamespace:
         if script == "train.py" and small:

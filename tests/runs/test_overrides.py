@@ -81,12 +81,12 @@ def test_flags_may_stand_between_settings():
 
 def test_a_target_in_the_working_folder_is_found_by_runs_and_sweeps(call, tmp_path):
     (tmp_path / "mine/optimizer").mkdir(parents=True)
-    (tmp_path / "mine/optimizer/sgd.yaml").write_text("_target_: my_code.sgd\nlr: 0.1\n")
+    (tmp_path / "mine/optimizer/sgd.yaml").write_text("_target_: parts_of_a_test.sgd\nlr: 0.1\n")
     (tmp_path / "mine/schedule").mkdir()
-    (tmp_path / "mine/schedule/flat.yaml").write_text("_target_: my_code.flat\nto: 0.5\n")
+    (tmp_path / "mine/schedule/flat.yaml").write_text("_target_: parts_of_a_test.flat\nto: 0.5\n")
     code = "import torch\ndef sgd(model, lr):\n    return torch.optim.SGD(model.parameters(), lr)\n"
     code += "def flat(step, *, max_steps, to):\n    return to\n"
-    (tmp_path / "my_code.py").write_text(code)
+    (tmp_path / "parts_of_a_test.py").write_text(code)
     line = ["--config-dir", "mine", "optimizer=sgd", "schedule=flat", "max_steps=2"]
     assert call("train.py", *line, "hydra.run.dir=run").returncode == 0
     assert {float(row["learning_rate"]) for row in table(tmp_path / "run/metrics.csv") if row["learning_rate"]} == {
