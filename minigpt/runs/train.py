@@ -2,15 +2,17 @@
 
 import gc
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from minigpt.distributed.process_group import join_ranks, shared_errors
 from minigpt.runs import run_dir
@@ -67,8 +69,7 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
         resume_command: printed when a signal ends the run.
     """
     started = time.perf_counter()
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # for a _target_ of the user
+    _find_own_modules(cfg)
     from hydra.core.hydra_config import HydraConfig
 
     with raise_on_signal(), ExitStack() as stack:
@@ -89,6 +90,13 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
             if resume_command and (folder / "checkpoints").is_dir() and is_rank_zero():
                 print(f"resume with: {sanitize_line(resume_command)}", file=sys.stderr)
             raise
+
+
+def _find_own_modules(cfg: DictConfig) -> None:
+    """Let modules of the working folder be imported if a `_target_` names one that is not installed."""
+    packages = re.findall(r"_target_: (\w+)", OmegaConf.to_yaml(cfg))
+    if os.getcwd() not in sys.path and any(find_spec(package) is None for package in packages):
+        sys.path.append(os.getcwd())
 
 
 @contextmanager

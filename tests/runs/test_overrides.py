@@ -3,6 +3,7 @@
 import re
 import shlex
 import shutil
+import sys
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -79,6 +80,12 @@ def test_flags_may_stand_between_settings():
     assert complete_overrides(given) == ["-m", "--config-dir", "mine", "seed=1,2", "max_steps=3", "~callbacks.samples"]
 
 
+def test_nothing_is_imported_from_the_working_folder_unless_a_target_is_there(call, tmp_path):
+    (tmp_path / "datasets.py").write_text("raise SystemExit('code of a folder ran')")
+    assert call("train.py", "max_steps=1").returncode == 0
+    assert str(tmp_path) not in sys.path
+
+
 def test_a_target_in_the_working_folder_is_found_by_runs_and_sweeps(call, tmp_path):
     (tmp_path / "mine/optimizer").mkdir(parents=True)
     (tmp_path / "mine/optimizer/sgd.yaml").write_text("_target_: parts_of_a_test.sgd\nlr: 0.1\n")
@@ -92,6 +99,7 @@ def test_a_target_in_the_working_folder_is_found_by_runs_and_sweeps(call, tmp_pa
     assert {float(row["learning_rate"]) for row in table(tmp_path / "run/metrics.csv") if row["learning_rate"]} == {
         0.05
     }
+    assert str(tmp_path) in sys.path
     swept = call("train.py", *line, "-m", "seed=1,2", "hydra.sweep.dir=sweep", "log_every=1")
     assert (swept.returncode, len(table(tmp_path / "sweep/runs.csv"))) == (0, 2)
 
