@@ -63,8 +63,8 @@ def _is_large(given: Mapping[str, str]) -> bool:
     Such models are finetuned at a low rate; a small one of minigpt learns most at the rate of its training.
     """
     source, run = (given.get(key, "").strip("'\"") for key in ("init_from", "hydra.run.dir"))
-    with suppress(OSError):
-        return "optimizer=adamw_finetune" in Path(run, ".hydra/overrides.yaml").read_text("utf-8")
+    if run and (recorded := Path(run, ".hydra/overrides.yaml")).exists():
+        return "optimizer=adamw_finetune" in recorded.read_text("utf-8")
     is_id = re.fullmatch(r"(?!runs/|\.)[\w.-]+(/[\w.-]+)?(@.*)?", source) and not os.path.exists(source)
     return bool(is_id) or Path(source, "config.json").is_file()
 
