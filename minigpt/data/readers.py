@@ -9,6 +9,7 @@ import codecs
 import json
 import os
 import re
+import shlex
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -135,7 +136,8 @@ def _decode(blocks: Iterable[bytes], name: object, *, is_json: bool = False) -> 
     offset, line = 0, 1
     for block in chain(blocks, [b""]):
         if offset == 0 and block[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            raise UserError(f"{name} is UTF-16; convert it: iconv -f UTF-16 -t UTF-8 {name} > utf8.txt")
+            command = f"iconv -f UTF-16 -t UTF-8 {shlex.quote(str(name))} > utf8.txt"
+            raise UserError(f"{name} is UTF-16; convert it: {command}")
         if (zero := block.find(b"\0")) >= 0:
             raise UserError(f"{name} is not text: byte 0 at offset {offset + zero:,}; save it as UTF-8 text")
         if offset == 0 and is_json and _JSON_ROWS.match(block):
