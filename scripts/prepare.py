@@ -7,9 +7,10 @@ import os
 import sys
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from minigpt.runs.config_checks import check_run
+from minigpt.runs.config_checks import check_hydra, check_run
 from minigpt.runs.overrides import complete_overrides
 from minigpt.utils.cli import cli_entrypoint
 from minigpt.utils.scripts import usage
@@ -27,6 +28,7 @@ def main(cfg: DictConfig) -> None:
 
 def prepare(cfg: DictConfig) -> None:
     """Write the token files and print their figures."""
+    check_hydra(HydraConfig.get())
     check_run(cfg)
     from minigpt.data.prepare import load_corpus
 

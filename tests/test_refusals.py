@@ -18,7 +18,7 @@ REFUSED = {
     "train.py data.folder=latin.txt/data": "not a directory",
     "train.py callbacks.samples.prompt=Zebra": "the tokenizer has no id for 'Z'",
     "train.py model.vocab_size=39": "model.vocab_size must be at least the tokenizer's 40",
-    "train.py hydra.job.chdir=true": "hydra.job.chdir=true would look for relative paths in the run folder; remove it",
+    "train.py hydra.job.chdir=yes": "hydra.job.chdir must be false, because relative paths would be",
     "train.py max_steps='${oc.decode:a b'": "cannot parse the override max_steps=${oc.decode:a b; in a shell, write",
     "train.py model.n_head='${oc.env:OMP_NUM_THREADS}'": "model.n_head must be a number or a name, got 1; it is a text",
     "train.py max_steps='${oc.env:OMP_NUM_THREADS}'": "max_steps must be an integer ≥ 1, got 1; it is a text; a number",
@@ -76,6 +76,7 @@ REFUSED = {
     "train.py seed=1,2 hydra/sweeper=basic -m": "hydra/sweeper must be grid or optuna, got hydra._internal",
     "train.py seed=1,2 hydra.sweeper.prune=true eval_every=20 -m": "eval_every must be < 5 (max_steps / 4) with",
     "train.py seed=1,2 +sweep=wandb -m": "configs/sweep/wandb.yaml is for W&B's own agent",
+    "train.py seed=1,2 hydra.job.chdir=true -m": "hydra.job.chdir must be false, because relative paths",
     "train.py seed=1,2 hydra.sweep.subdir=x -m": "hydra.sweep.subdir must be left out, because folders of runs are",
     "train.py seed=1,2 logger=wandb +logger.wandb.id=fox -m": "logger.wandb.id must be null in a sweep, whose runs",
     "train.py seed=1,2 hydra/launcher=submitit_slurm trainer=ddp trainer.devices=2 -m": "devices must be 1 with",
@@ -84,6 +85,7 @@ REFUSED = {
     "sweep_report.py .": "holds no runs; give the folder of a sweep",
     "sweep_report.py RUN --along=lr": "--along=lr must be one numeric setting in which the runs differ; use one",
     # prepare.py
+    "prepare.py data=text data.path=TEXT hydra.job.chdir=true": "hydra.job.chdir must be false, because relative",
     "prepare.py data=text data.path=TEXT data.folder=latin.txt/data": "cannot be written to latin.txt/data (not a dir",
     # sample.py
     "sample.py --max-new-tokens 0": "--max-new-tokens must be an integer ≥ 1, got 0",

@@ -43,10 +43,10 @@ class ServerBackend {
   }
 }
 
-// Wait until the browser has handled events and drawn: a stream that always has data would keep it from both.
+// Let the browser handle events and render a frame: a stream that always has data would keep it from both.
 const frame = () => new Promise(resolve => {
   requestAnimationFrame(() => setTimeout(resolve));
-  setTimeout(resolve, 100);  // of a page that is not seen, no frame is drawn
+  setTimeout(resolve, 100);  // of a page that is not seen, no frame is rendered
 });
 
 async function json(...given) {

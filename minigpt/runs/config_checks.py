@@ -74,6 +74,12 @@ def _finetuned(cfg: Any, config: GPTConfig) -> GPTConfig:
     return wanted
 
 
+def check_hydra(hydra: Any) -> None:
+    """Raise UserError for a setting of Hydra itself that would mislead."""
+    expected = "false, because relative paths would be looked up in the run folder"
+    require("hydra.job.chdir", hydra.job.chdir, lambda value: not value, expected)
+
+
 def check_run(cfg: DictConfig) -> None:
     """Check a composed run configuration.
 

@@ -165,8 +165,8 @@ def find_checkpoint_of_ranks(
     found: Any = None
 
     def warn_and_log(message: str) -> None:
-        warn(message)
-        run_dir.append_log(folder, sanitize_line(f"warning: {message}"), show=False)
+        if is_rank_zero():
+            run_dir.append_log(folder, sanitize_line(f"warning: {message}"))
 
     with shared_errors():
         if started_together() is None or is_rank_zero():  # Lightning's own processes all search

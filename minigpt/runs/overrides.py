@@ -48,25 +48,27 @@ def complete_overrides(overrides: Sequence[str], groups: Sequence[str] = ("model
         if fixed and "model" not in given:
             raise UserError(f"{fixed[0]} is that of init_from; only {', '.join(settable)} can be set")
         if "model" in groups and "experiment" not in given:
-            if "optimizer" not in given and _is_large(given):
-                complete.append("optimizer=adamw_finetune")
-            known = given.get("schedule", "linear") in ("constant", "cosine", "linear")
-            if known and not any("warmup_steps" in override for override in complete):
-                complete.append("schedule.warmup_steps=0")
+            complete += _finetuning(given, has_warmup=any("warmup_steps" in override for override in complete))
     # Flags and their values first: Hydra takes overrides in one place only.
     return sorted(complete, key=lambda each: each[:1] != "-" and ("=" in each or each[:1] == "~"))
 
 
-def _is_large(given: Mapping[str, str]) -> bool:
-    """Return whether `init_from` is a model of Hugging Face, or was when the run began that resumes.
+def _finetuning(given: Mapping[str, str], *, has_warmup: bool) -> list[str]:
+    """Return the overrides that `init_from=` adds: no warmup, and for a model of Hugging Face a low rate.
 
-    Such models are finetuned at a low rate; a small one of minigpt learns most at the rate of its training.
+    A small model of minigpt learns most at the rate of its training. A run that resumes has those that it began with,
+    because the source of its weights may be gone.
     """
     source, run = (given.get(key, "").strip("'\"") for key in ("init_from", "hydra.run.dir"))
+    known = given.get("schedule", "linear") in ("constant", "cosine", "linear")
+    low_rate, no_warmup = "optimizer=adamw_finetune", "schedule.warmup_steps=0"
+    possible = ([] if "optimizer" in given else [low_rate]) + ([no_warmup] if known and not has_warmup else [])
     if run and (recorded := Path(run, ".hydra/overrides.yaml")).exists():
-        return "optimizer=adamw_finetune" in recorded.read_text("utf-8")
+        began_with = recorded.read_text("utf-8").splitlines()
+        return [override for override in possible if f"- {override}" in began_with]
     is_id = re.fullmatch(r"(?!runs/|\.)[\w.-]+(/[\w.-]+)?(@.*)?", source) and not os.path.exists(source)
-    return bool(is_id) or Path(source, "config.json").is_file()
+    is_huggingface = is_id or Path(source, "config.json").is_file()
+    return [override for override in possible if is_huggingface or override != low_rate]
 
 
 def _check(overrides: Sequence[str]) -> None:
@@ -77,8 +79,6 @@ def _check(overrides: Sequence[str]) -> None:
         if flag and (equals or "_" in key):
             written = f"{written_as(flag[2])}={value or '…'}"
             raise UserError(f"{override} is not a flag; settings have no dashes: write {written}")
-        if key == "hydra.job.chdir" and value.lower() == "true":
-            raise UserError(f"{override} would look for relative paths in the run folder; remove it")
         if value == "null" and "." not in key and key not in ("experiment", "debug") and (CONFIGS / key).is_dir():
             choices = sorted(file.stem for file in (CONFIGS / key).glob("*.yaml"))
             raise UserError(f"{override} is not a choice; write {key}= with one of {', '.join(choices)}")

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from minigpt.distributed.process_group import join_ranks, shared_errors
 from minigpt.runs import run_dir
-from minigpt.runs.config_checks import load_parts
+from minigpt.runs.config_checks import check_hydra, load_parts
 from minigpt.runs.overrides import complete_overrides
 from minigpt.runs.planned_sizes import with_possible_sizes
 from minigpt.utils.cli import error_text, explain
@@ -78,6 +78,7 @@ def train_in(folder: Path, cfg: DictConfig, *, resume_command: str | None = None
             stack.enter_context(run_dir.lock_run_dir(folder, resume=cfg.resume == "auto"))
         try:
             with shared_errors():
+                check_hydra(HydraConfig.get())
                 task = HydraConfig.get().overrides.task  # without the overrides of Hydra itself
                 parts = load_parts(with_possible_sizes(cfg, task) if cfg.minutes is not None else cfg, folder=folder)
             with fast_imports():  # of heavy packages, after every setting is checked

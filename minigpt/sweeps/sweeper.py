@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
 from minigpt.data.checksums import CHECKSUM_CACHE
-from minigpt.runs.config_checks import load_parts
+from minigpt.runs.config_checks import check_hydra, load_parts
 from minigpt.runs.overrides import (
     by_name,
     complete_overrides,
@@ -80,6 +80,7 @@ class Sweeper(hydra_sweeper.Sweeper):
         self.points: list[Point] = []
         self.loaded: dict[str, Any] = {}
         self.wandb: Any = OmegaConf.select(config, "logger.wandb")
+        check_hydra(config.hydra)
         unresolved: Any = OmegaConf.to_container(config.hydra.sweep)
         expected = "left out, because folders of runs are named by their settings"
         require("hydra.sweep.subdir", unresolved["subdir"], "${hydra.job.num}".__eq__, expected)
