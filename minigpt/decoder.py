@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from minigpt.fast_decoder import FastDecoder
+from minigpt.graph_decoder import GraphDecoder
 from minigpt.model import Cache
 from minigpt.structure import find_change, original, uncompiled, unwrap
 from minigpt.utils.errors import UserError
@@ -36,7 +37,8 @@ def make_decoder(
     """
     model = unwrap(model)
     if find_change(model) is None:
-        return FastDecoder(original(model), prompts, num_samples, max_new_tokens)
+        kind = GraphDecoder if next(model.parameters()).is_cuda else FastDecoder
+        return kind(original(model), prompts, num_samples, max_new_tokens)
     return Decoder(model, prompts, num_samples, max_new_tokens)
 
 

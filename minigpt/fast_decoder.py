@@ -106,6 +106,11 @@ class FastDecoder:
         for sample, token in zip(self.tokens, tokens.tolist(), strict=True):
             sample.append(token)
         slot, self._end = self._end, self._end + 1
+        self.logits: Tensor = self._next_logits(tokens, slot)
+        return self.logits
+
+    def _next_logits(self, tokens: Tensor, slot: int) -> Tensor:
+        """Return the logits (B, V) after tokens (B,), whose keys and values are written to `slot`."""
         low, high = min(self._begins), max(self._begins)
         first, last = (max(begin, self._end - self.block_size) for begin in (low, high))  # first visible slots
         positions: Any = slot - low  # or (B, 1)
@@ -123,8 +128,8 @@ class FastDecoder:
         visible = cache.narrow(3, first, self._end - first).unbind()  # (B, K, S, D) each
         for i, block in enumerate(self._fast_model.blocks):
             x = block(x, rotary, _CacheSlots(written, visible, 2 * i), mask)
-        self.logits: Tensor = self._fast_model.logits(x)
-        return self.logits
+        logits: Tensor = self._fast_model.logits(x)
+        return logits
 
     def cache_bytes(self, rows: int, length: int) -> int:
         """Return the most memory of the keys and values of `rows` samples that join, of up to `length` tokens each."""
@@ -148,6 +153,7 @@ class FastDecoder:
             else:  # move the window to the front
                 self._cache[:, :B, :, : self._end - first] = self._cache[:, :B, :, first:]
                 self._shift(-first)
+                self._cache[:, :, :, self._end :] = 0  # no NaN of an earlier sample, for GraphDecoder
 
     def _resize(self, rows: int, end: int) -> None:
         """Move to a cache of `rows` rows and twice as many slots as are visible, of which `end` are before the next."""
@@ -185,13 +191,17 @@ class FastDecoder:
 
     def _rotary_at(self, positions: int | Tensor, least: int, most: int) -> tuple[Tensor, ...]:
         """Return cosines and sines, (1, D) or (B, 1, 1, D), of positions from `least` to `most`."""
+        start, table = self._rotary_from(least, most)
+        return table[:, positions - start].unbind()
+
+    def _rotary_from(self, least: int, most: int) -> tuple[int, Tensor]:
+        """Return the first position of a table (2, positions, 1, D), and the table, which has those positions."""
         if self._rotary is None or least < self._rotary[0] or most >= self._rotary[0] + self._rotary[1].size(1):
             config, start = self.config, 0 if least < self.block_size else least  # 0: for samples that join
             scaling, length = config.rope_scaling, most - start + _ROTARY_CHUNK
             table = rotary_table(length, config.head_width, config.rope_base, start=start, scaling=scaling)
             self._rotary = start, table.to(self._cache)
-        start, table = self._rotary
-        return table[:, positions - start].unbind()
+        return self._rotary
 
 
 class _CacheSlots:
@@ -214,7 +224,7 @@ def _fast_model(model: GPT) -> Any:
     is_gelu = all(block.mlp.activation is F.gelu for block in fast.blocks)
     scaled_gelu = is_gelu and config.n_embd * config.inner_width < _MAX_COPIED_NUMEL
     half = math.sqrt(0.5) if scaled_gelu else 1.0
-    fast.lm_head = _linear(fast.lm_head)
+    fast.lm_head = _padded(fast.lm_head) if fast.lm_head.weight.is_cuda else _linear(fast.lm_head)
     for block in fast.blocks:
         block.attention.qkv, block.attention.out = _linear(block.attention.qkv), _linear(block.attention.out)
         block.mlp.up, block.mlp.down = _linear(block.mlp.up, half, half), _linear(block.mlp.down, half)
@@ -256,6 +266,13 @@ def _linear(layer: Any, weight_factor: float = 1.0, bias_factor: float = 1.0) ->
         return _LargeLinear(weight, bias)
     weight = weight.T.contiguous() if weight.numel() < _MAX_COPIED_NUMEL else weight.T
     return (lambda x: torch.mm(x, weight)) if bias is None else (lambda x: torch.addmm(bias, x, weight))
+
+
+def _padded(head: Any) -> Callable[[Tensor], Tensor]:
+    """Return a function of the output head, with zero rows up to a multiple of 64, as kernels of a GPU need them."""
+    rows = len(head.weight)
+    weight = F.pad(head.weight, (0, 0, 0, -rows % 64)).T
+    return lambda x: torch.mm(x, weight)[:, :rows]
 
 
 class _LargeLinear:

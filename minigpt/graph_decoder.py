@@ -1,0 +1,108 @@
+"""Decoding on a CUDA GPU, where most of a step is the time to start its kernels. Depends on torch alone.
+
+`GraphDecoder` records the kernels of a step in a CUDA graph, which starts them all at once. Addresses and shapes in a
+graph are fixed, so a step reads its slot from a tensor and attends to all slots of the cache up to a multiple of 256;
+a mask hides those that a sample does not see. Tokens/s are in docs/gpu.md. This file can be deleted.
+
+Shapes: B samples, V vocab, K key-value heads, D head width, S slots.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minigpt.fast_decoder import FastDecoder
+from minigpt.model import Cache
+
+_SLOTS = 256
+_WARMUP_STEPS = 3  # before a step is recorded: torch loads and chooses kernels
+
+
+class GraphDecoder(FastDecoder):
+    """A `FastDecoder` whose steps are CUDA graphs; on a CPU, for tests, they are the same but not recorded."""
+
+    _step: "_FixedStep | None" = None
+
+    def _next_logits(self, tokens: Tensor, slot: int) -> Tensor:
+        rotary = None
+        if self.config.position == "rope":
+            rotary = self._rotary_from(slot - max(self._begins), slot - min(self._begins))
+        slots = min(self._cache.size(3), -(-self._end // _SLOTS) * _SLOTS)
+        step = self._step
+        if step is None or step.slots != slots or step.rotary is not rotary or not step.fits(self):
+            step = self._step = _FixedStep(self, slots, rotary)
+        return step(self, tokens, slot)
+
+
+class _FixedStep:
+    """A step of the samples of a decoder over its first `slots` slots, whose tensors have fixed addresses."""
+
+    def __init__(self, decoder: Any, slots: int, rotary: tuple[int, Tensor] | None) -> None:
+        self.model, self.block_size = decoder._fast_model, decoder.block_size
+        self.slots, self.rotary, self.cache, B = slots, rotary, decoder._cache, len(decoder.tokens)
+        self.layers = self.cache[:, :B, :, :slots].unbind()  # (B, K, S, D) each
+        self.tokens = torch.zeros(B, dtype=torch.long, device=decoder.device)
+        self.slot, self.begins = self.tokens.new_zeros(1), self.tokens.new_zeros(B, 1)
+        self.given_begins: list[int] = []
+        self.all_slots = torch.arange(slots, device=decoder.device)
+        self.inputs = Cache([], decoder._inputs.last.clone(), decoder._inputs.last_tokens.clone())
+        self.runs, self.graph, self.logits = 0, None, torch.empty(0)
+
+    def fits(self, decoder: Any) -> bool:
+        """Whether the samples have the rows and the memory of this step."""
+        return self.cache is decoder._cache and len(self.tokens) == len(decoder.tokens)
+
+    def __call__(self, decoder: Any, tokens: Tensor, slot: int) -> Tensor:
+        """Return the logits (B, V) after tokens (B,)."""
+        self.tokens.copy_(tokens)
+        self.slot.fill_(slot)
+        if self.given_begins != decoder._begins:
+            self.given_begins = list(decoder._begins)
+            self.begins.copy_(torch.tensor(self.given_begins)[:, None])
+        for name in ("last", "last_tokens"):  # samples that joined or left
+            if getattr(decoder._inputs, name) is not getattr(self.inputs, name):
+                getattr(self.inputs, name).copy_(getattr(decoder._inputs, name))
+        decoder._inputs = self.inputs
+        self.runs += 1
+        if self.graph is None and self.runs > _WARMUP_STEPS and tokens.is_cuda:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.logits = self._compute()
+        if self.graph is None:
+            return self._compute()
+        self.graph.replay()
+        return self.logits.clone()  # the next step overwrites them
+
+    def _compute(self) -> Tensor:
+        positions = self.slot - self.begins  # (B, 1)
+        # (B, S): from the first slot of the sample, and of the window, to this one
+        slots, slot = self.all_slots, self.slot
+        visible = (slots >= self.begins) & (slots > slot - self.block_size) & (slots <= slot)
+        # Added to the scores, because a boolean mask would be converted in every layer.
+        mask = self.cache.new_zeros(visible.shape).masked_fill_(~visible, float("-inf"))[:, None, None]  # (B, 1, 1, S)
+        rotary = None
+        if self.rotary is not None:
+            first, table = self.rotary
+            rotary = table[:, positions - first].unbind()  # (B, 1, 1, D) each
+        after = Cache([], self.inputs.last, self.inputs.last_tokens)
+        x = self.model.embed(self.tokens[:, None], positions, after)[:, 0]  # (B, C)
+        self.inputs.last.copy_(after.last)
+        self.inputs.last_tokens.copy_(after.last_tokens)
+        for i, block in enumerate(self.model.blocks):
+            x = block(x, rotary, _Slot(self.layers[2 * i], self.layers[2 * i + 1], self.slot), mask)
+        logits: Tensor = self.model.logits(x)
+        return logits
+
+
+class _Slot:
+    """The cache of one layer in one step, as `KVCache`: keys and values (B, K, S, D), and the slot (1,) to write."""
+
+    def __init__(self, k: Tensor, v: Tensor, slot: Tensor) -> None:
+        self.k, self.v, self.slot = k, v, slot
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store keys and values (B, 1, K, D) and return all."""
+        self.k.index_copy_(2, self.slot, k.transpose(1, 2))
+        self.v.index_copy_(2, self.slot, v.transpose(1, 2))
+        return self.k, self.v
