@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minigpt.fast_decoder import FastDecoder
 from minigpt.model import Cache
+from minigpt.structure import uncompiled
 
 _SLOTS = 256
 _WARMUP_STEPS = 3  # before a step is recorded: torch loads and chooses kernels
@@ -65,12 +66,13 @@ class _FixedStep:
                 getattr(self.inputs, name).copy_(getattr(decoder._inputs, name))
         decoder._inputs = self.inputs
         self.runs += 1
-        if self.graph is None and self.runs > _WARMUP_STEPS and tokens.is_cuda:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                self.logits = self._compute()
-        if self.graph is None:
-            return self._compute()
+        with uncompiled():
+            if self.graph is None and self.runs > _WARMUP_STEPS and tokens.is_cuda:
+                self.graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                    self.logits = self._compute()
+            if self.graph is None:
+                return self._compute()
         self.graph.replay()
         return self.logits.clone()  # the next step overwrites them
 

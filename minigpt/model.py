@@ -90,6 +90,8 @@ class GPT(nn.Module):
             x = self.embed(tokens, slice(start, end), cache)  # (B, T, C)
         except IndexError as error:
             raise ValueError(f"token ids must be in [0, {self.config.vocab_size}), got {_range(tokens)}") from error
+        if x.is_cuda and torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16:
+            x = x.bfloat16()  # the sums between blocks: half the memory traffic, the same range
         rotary = None if self.rotary is None else self.rotary[:, start:end]  # (2, T, 1, D)
         for i, block in enumerate(self.blocks):
             if self.training and self.checkpoint_blocks and i % self.checkpoint_blocks == 0:
