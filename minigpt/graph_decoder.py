@@ -14,7 +14,6 @@ from torch import Tensor
 
 from minigpt.fast_decoder import FastDecoder
 from minigpt.model import Cache
-from minigpt.structure import uncompiled
 
 _SLOTS = 256
 _WARMUP_STEPS = 3  # before a step is recorded: torch loads and chooses kernels
@@ -48,7 +47,8 @@ class _FixedStep:
         self.given_begins: list[int] = []
         self.all_slots = torch.arange(slots, device=decoder.device)
         self.inputs = Cache([], decoder._inputs.last.clone(), decoder._inputs.last_tokens.clone())
-        self.runs, self.graph, self.logits = 0, None, torch.empty(0)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.runs, self.logits = 0, torch.empty(0)  # of the graph
 
     def fits(self, decoder: Any) -> bool:
         """Whether the samples have the rows and the memory of this step."""
@@ -66,13 +66,12 @@ class _FixedStep:
                 getattr(self.inputs, name).copy_(getattr(decoder._inputs, name))
         decoder._inputs = self.inputs
         self.runs += 1
-        with uncompiled():
-            if self.graph is None and self.runs > _WARMUP_STEPS and tokens.is_cuda:
-                self.graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-                    self.logits = self._compute()
-            if self.graph is None:
-                return self._compute()
+        if self.graph is None and self.runs > _WARMUP_STEPS and tokens.is_cuda:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.logits = self._compute()
+        if self.graph is None:
+            return self._compute()
         self.graph.replay()
         return self.logits.clone()  # the next step overwrites them
 

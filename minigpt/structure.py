@@ -46,7 +46,7 @@ def original(module: Any) -> Any:
 def uncompiled() -> Iterator[None]:
     """Run models without what is prepared for every length of a text: compiled code, and the attention of cuDNN.
 
-    On an H200, cuDNN takes 40 ms to plan the attention of a length, and a step of GPT-2 without it 1 ms.
+    cuDNN plans the attention of each shape: on an H200, a step of GPT-2 took 46 ms at a new length, else 3 ms.
     """
     had_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -244,8 +244,8 @@ def test_automatic_precision_is_bfloat16_where_the_device_has_it(train, monkeypa
 
 
 def test_options_of_the_trainer_that_are_accepted_work(train, caplog):
-    options = ("deterministic=true", "benchmark=true", "detect_anomaly=true", "num_nodes=1", "profiler=simple")
-    given = (f"+trainer.{option}" for option in options)
+    options = ("benchmark=true", "detect_anomaly=true", "num_nodes=1", "profiler=simple")
+    given = ("trainer.deterministic=true", *(f"+trainer.{option}" for option in options))
     assert train(*given, "max_steps=2", "callbacks.samples.max_new_tokens=9").summary["steps"] == 2
     assert "run_training_batch" in caplog.text
     assert torch.are_deterministic_algorithms_enabled()  # also after the samples
